@@ -1,0 +1,22 @@
+"""How workers meet: the axis, the runner, plans, and counted bytes.
+
+A step is written for one worker and calls `mean`, `sum`, `gather`, `exchange`
+and `index` with an axis; `workers` runs it on one device, on many, or in many
+processes, unchanged.
+"""
+
+from jdist.collectives._axis import Axis as Axis
+from jdist.collectives._axis import check_axis as check_axis
+from jdist.collectives._axis import check_local as check_local
+from jdist.collectives._axis import exchange as exchange
+from jdist.collectives._axis import gather as gather
+from jdist.collectives._axis import index as index
+from jdist.collectives._axis import mean as mean
+from jdist.collectives._axis import size as size
+from jdist.collectives._axis import sum as sum
+from jdist.collectives._axis import varying as varying
+from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
+from jdist.collectives._meshes import make_mesh as make_mesh
+from jdist.collectives._meshes import start_processes as start_processes
+from jdist.collectives._running import Workers as Workers
+from jdist.collectives._running import workers as workers

@@ -1,0 +1,313 @@
+"""What one worker says to the others, on every substrate.
+
+A step is written for one worker and speaks to the others only through the
+functions of this file and an *axis*:
+
+| axis | means | substrate |
+|---|---|---|
+| `None` | one worker, nobody to speak to | none |
+| `"worker"` | the workers along this name | `vmap` or `shard_map` |
+| `(inner, outer)` | several workers a device | `vmap` in `shard_map` |
+
+The substrates differ in typing rules, and this is the one file that knows
+them.  Its convention: **everything a worker holds varies over the axis**.
+Results of collectives are equal on all workers, but are typed as varying, so
+that they can meet a worker's own values in a `lax.cond` or a `scan` carry.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+PyTree: TypeAlias = Any
+Axis: TypeAlias = str | tuple[str, str] | None
+
+
+def check_axis(axis: Axis) -> None:
+  """Raises a ValueError unless `axis` is None, a name, or (inner, outer).
+
+  >>> check_axis(("worker", "worker"))
+  Traceback (most recent call last):
+  ValueError: `axis` must be None, a name, or two different names (inner,
+  outer), got ('worker', 'worker').
+  """
+  if axis is None or (isinstance(axis, str) and axis):
+    return
+  if (
+    isinstance(axis, tuple)
+    and len(axis) == 2
+    and all(isinstance(name, str) and name for name in axis)
+    and axis[0] != axis[1]
+  ):
+    return
+  raise ValueError(
+    "`axis` must be None, a name, or two different names (inner, outer), got "
+    f"{axis!r}."
+  )
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+  """The names to go through one after the other, innermost first.
+
+  One after the other, because a tuple of a vmap name and a shard_map name is
+  accepted by some of JAX's collectives only.
+  """
+  check_axis(axis)
+  if axis is None:
+    return ()
+  return (axis,) if isinstance(axis, str) else axis
+
+
+def _varying_over(x: Any) -> frozenset[str]:
+  return jax.typeof(x).manual_axis_type.varying
+
+
+def _tracks_varying(name: str) -> bool:
+  """Whether values are typed as varying or not over `name`.
+
+  They are in a `shard_map` with `check_vma=True`, and neither under `vmap` nor
+  with `check_vma=False`.  A worker's index always differs between workers.
+  """
+  if name not in jax.sharding.get_abstract_mesh().manual_axes:
+    return False
+  return name in _varying_over(jax.lax.axis_index(name))
+
+
+def varying(tree: PyTree, axis: Axis) -> PyTree:
+  """Types every leaf as a worker's own value; moves no data.
+
+  Needed for constants and shared inputs that meet varying values, in a
+  `shard_map` with `check_vma=True`; elsewhere it returns `tree`.
+
+  Args:
+    tree: arrays of any shapes.
+    axis: the workers' axis.
+
+  Returns:
+    The same values.
+  """
+  for name in _names(axis):
+    if _tracks_varying(name):
+      # jax reports a repeated cast as an error, hence the test per leaf.
+      tree = jax.tree.map(
+        lambda x, name=name: (
+          x
+          if name in _varying_over(x)
+          else jax.lax.pcast(x, name, to="varying")
+        ),
+        tree,
+      )
+  return tree
+
+
+def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
+  """Raises a ValueError if a leaf is typed as equal on all workers.
+
+  Under `shard_map` the gradient with respect to parameters that are *shared*
+  over the axis arrives already **summed** over it: a mean of it would send
+  everything a second time and leave the sum.  The typing shows it, so it is
+  an error and not a wrong result.
+
+  Args:
+    tree: the values that should be each worker's own.
+    axis: the workers' axis.
+    what: how to name `tree` in the error.
+
+  Raises:
+    ValueError: at trace time, when a leaf does not vary over `axis`.
+  """
+  for name in _names(axis):
+    if not _tracks_varying(name):
+      continue
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      if name not in _varying_over(leaf):
+        raise ValueError(
+          f"{what} must be each worker's own, but leaf "
+          f"`{jax.tree_util.keystr(path)}` is the same on all workers of axis "
+          f"{name!r}. This usually means that the parameters are shared over "
+          "the axis (`in_specs=P()`), where `jax.grad` has already summed the "
+          "gradients. Give every worker its own slice of the parameters "
+          "(`jdist.collectives.workers(...).replicate(params)`), or call "
+          "`jdist.collectives.varying(params, axis)` before differentiating."
+        )
+
+
+def mean(tree: PyTree, axis: Axis) -> PyTree:
+  """Averages every leaf over the workers.
+
+  Args:
+    tree: arrays of any shapes, each worker its own values.
+    axis: None (returns `tree`), a name, or (inner, outer): first over the
+      workers of a device, then between devices.
+
+  Returns:
+    The averages, equal on all workers to the bit, in the leaves' dtypes;
+    integers give floats.
+
+  >>> double = lambda x: mean({"w": x}, "worker")["w"]
+  >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
+  [2.0, 2.0]
+  """
+  return _all_reduce(jax.lax.pmean, tree, axis)
+
+
+def sum(tree: PyTree, axis: Axis) -> PyTree:
+  """Adds every leaf over the workers; see `mean`.
+
+  >>> jax.vmap(lambda x: sum(x, "worker"), axis_name="worker")(
+  ...   jnp.array([1.0, 3.0])
+  ... ).tolist()
+  [4.0, 4.0]
+  """
+  return _all_reduce(jax.lax.psum, tree, axis)
+
+
+def _all_reduce(
+  reduce: Callable[[PyTree, str], PyTree], tree: PyTree, axis: Axis
+) -> PyTree:
+  # An empty tree has nothing to send, and some JAX versions object to it.
+  if not jax.tree.leaves(tree):
+    return tree
+  dtypes = jax.tree.map(lambda x: x.dtype, tree)
+  if _must_widen():
+    tree = jax.tree.map(_widened, tree)
+  for name in _names(axis):
+    # A value that is already equal on all workers would be refused, or
+    # reduced twice without a word, depending on the JAX version.
+    tree = reduce(varying(tree, name), name)
+  tree = jax.tree.map(_like, tree, dtypes)
+  return varying(tree, axis)
+
+
+def _must_widen() -> bool:
+  """Whether to sum 16-bit floats as float32.
+
+  The CPU compiler does so anyway, but aborts the process in doing it when
+  the mesh has automatic axes beside the workers' (seen in jax 0.10.2 to
+  0.12.0).
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = mesh.abstract_device
+  return (
+    device is not None
+    and device.platform == "cpu"
+    and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+  )
+
+
+def _widened(x: jax.Array) -> jax.Array:
+  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+  return x.astype(jnp.float32) if narrow else x
+
+
+def _like(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  # pmean of integers is a float on purpose; only floats go back.
+  return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
+
+
+def gather(tree: PyTree, axis: Axis) -> PyTree:
+  """Gives every worker all workers' values.
+
+  Args:
+    tree: arrays of any shapes [...], the same on every worker.
+    axis: None (one worker), a name, or (inner, outer).
+
+  Returns:
+    Arrays [workers, ...], in the order of `index`.
+
+  >>> rows = jax.vmap(lambda x: gather(x, "worker"), axis_name="worker")(
+  ...   jnp.array([1, 3])
+  ... )
+  >>> rows.tolist()
+  [[1, 3], [1, 3]]
+  """
+
+  def one(x: jax.Array) -> jax.Array:
+    rows = x[None]
+    for name in _names(axis):
+      # [inner, ...], then [outer, inner, ...], then one axis of workers.
+      rows = jax.lax.all_gather(varying(rows, name), name)
+      rows = rows.reshape(-1, *x.shape)
+    return varying(rows, axis)
+
+  return jax.tree.map(one, tree)
+
+
+def exchange(tree: PyTree, axis: Axis) -> PyTree:
+  """Sends row j of every leaf to worker j: an all-to-all.
+
+  Args:
+    tree: arrays [workers, ...]; row j is this worker's message to worker j.
+    axis: None (one worker), a name, or (inner, outer).
+
+  Returns:
+    Arrays [workers, ...]; row i is worker i's message to this worker.
+
+  Raises:
+    ValueError: when a leaf's first dimension is not the number of workers.
+
+  >>> jax.vmap(lambda x: exchange(x, "worker"), axis_name="worker")(
+  ...   jnp.array([[11, 12], [21, 22]])
+  ... ).tolist()
+  [[11, 21], [12, 22]]
+  """
+  num_workers = size(axis)
+  names = _names(axis)
+
+  def one(x: jax.Array) -> jax.Array:
+    if x.ndim == 0 or x.shape[0] != num_workers:
+      raise ValueError(
+        "`tree` must hold one row a worker in the first dimension of every "
+        f"leaf: {num_workers} rows, got shape {x.shape}."
+      )
+    # [outer, inner, ...]: one dimension for each name.
+    sizes = [jax.lax.axis_size(name) for name in reversed(names)]
+    y = x.reshape(*sizes, *x.shape[1:])
+    for dim, name in zip(reversed(range(len(names))), names, strict=True):
+      y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
+    return varying(y.reshape(x.shape), axis)
+
+  return jax.tree.map(one, tree)
+
+
+def _mapped(x: jax.Array, name: str) -> jax.Array:
+  """Makes a value one that each worker has for itself, under vmap too.
+
+  JAX's all-to-all returns a wrong shape under vmap when all workers hold the
+  same array, which vmap does not repeat along its axis.
+  """
+  if name in jax.sharding.get_abstract_mesh().manual_axes:
+    return varying(x, name)
+  return jnp.where(jax.lax.axis_index(name) >= 0, x, x)
+
+
+def index(axis: Axis) -> jax.Array:
+  """This worker's number, from 0, as an int32 scalar.
+
+  With (inner, outer) the workers of one device are neighbours:
+  `outer_index * inner_size + inner_index`.
+
+  >>> jax.vmap(lambda x: x + index("worker"), axis_name="worker")(
+  ...   jnp.array([10, 20])
+  ... ).tolist()
+  [10, 21]
+  """
+  worker, stride = jnp.zeros((), jnp.int32), 1
+  for name in _names(axis):
+    worker = worker + jax.lax.axis_index(name) * stride
+    stride *= jax.lax.axis_size(name)
+  return worker
+
+
+def size(axis: Axis) -> int:
+  """The number of workers, a Python int.
+
+  >>> size(None)
+  1
+  """
+  number = 1
+  for name in _names(axis):
+    number *= jax.lax.axis_size(name)
+  return number

@@ -1,0 +1,113 @@
+"""The one place that makes devices, processes and meshes.
+
+JAX reads the number of virtual CPU devices, the size of their thread pool and
+the processes of a run once, when its backend starts.  Whoever needs them
+comes here first.
+"""
+
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+# XLA's CPU backend sizes its one thread pool by this variable.  Virtual
+# devices share the pool, a collective blocks one thread a device, and steps
+# in flight behind it take the threads that it waits for: with 8 devices on 2
+# cores the default pool aborted within seconds, and 32 threads ran 12,528
+# steps.  Four threads a device leave room for several steps in flight.
+_POOL_VARIABLE = "NPROC"
+_POOL_THREADS_PER_DEVICE = 4
+
+
+def make_cpu_devices(num_devices: int) -> int:
+  """Splits this host's CPU into virtual devices, if JAX has not started.
+
+  Also enlarges the pool of threads that these devices share, without which
+  programs with collectives deadlock on a busy machine.  Does nothing to GPUs.
+
+  Args:
+    num_devices: how many devices this process should have.
+
+  Returns:
+    The number of CPU devices that this process will have; another number
+    than asked for when JAX has already started.
+
+  Raises:
+    ValueError: when `num_devices` is not positive.
+  """
+  if num_devices < 1:
+    raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
+  try:
+    jax.config.update("jax_num_cpu_devices", num_devices)
+  except RuntimeError:  # The backend runs: its devices are what there is.
+    return len(jax.local_devices(backend="cpu"))
+  wanted = max(_POOL_THREADS_PER_DEVICE * num_devices, os.cpu_count() or 1)
+  os.environ.setdefault(_POOL_VARIABLE, str(wanted))
+  return num_devices
+
+
+def start_processes(
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+  *,
+  cpu_devices_per_process: int = 1,
+) -> None:
+  """Joins this process to the others of one run; call it before using JAX.
+
+  A thin layer over `jax.distributed.initialize`, which finds the three
+  arguments itself under Slurm, Open MPI and Kubernetes.  GPUs speak NCCL to
+  each other, CPUs gloo.
+
+  Args:
+    coordinator_address: `host:port` of process 0.
+    num_processes: how many processes the run has.
+    process_id: this process, from 0.
+    cpu_devices_per_process: virtual devices of each process without GPUs.
+  """
+  make_cpu_devices(cpu_devices_per_process)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(coordinator_address, num_processes, process_id)
+
+
+def make_mesh(
+  shape: Sequence[int],
+  names: Sequence[str],
+  devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+  """Makes a mesh whose axes are automatic.
+
+  `jax.make_mesh` gives explicit axes, whose `shard_map` refuses unsharded
+  inputs; the workers' runner needs automatic ones.
+
+  Args:
+    shape: devices along each axis, for instance `(4, 2)`.
+    names: one name each, for instance `("worker", "fsdp")`.
+    devices: which devices, all by default.
+
+  Returns:
+    The mesh.
+
+  Raises:
+    ValueError: when names and sizes do not match or there are too few devices.
+  """
+  if len(shape) != len(names):
+    raise ValueError(
+      f"`shape` and `names` must have one entry an axis, got {tuple(shape)} "
+      f"and {tuple(names)}."
+    )
+  devices = list(jax.devices() if devices is None else devices)
+  needed = int(np.prod(shape))
+  if needed > len(devices):
+    raise ValueError(
+      f"`shape` must fit the devices: {tuple(shape)} needs {needed}, there "
+      f"are {len(devices)}. On a CPU call "
+      f"`jdist.collectives.make_cpu_devices({needed})` before using JAX."
+    )
+  return jax.make_mesh(
+    tuple(shape),
+    tuple(names),
+    axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+    devices=devices[:needed],
+  )
