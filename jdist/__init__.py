@@ -1,4 +1,21 @@
-"""Training deep networks where communication is dear and machines unequal."""
+"""Training deep networks where communication is dear and machines unequal.
+
+The parts are modules: `jdist.collectives` (the workers and what they say to
+each other), `jdist.transforms` (Optax transformations), `jdist.training`,
+`jdist.models`, `jdist.data`.  What a training loop needs every day stands
+here too.
+"""
 
 from jdist import collectives as collectives
+from jdist import transforms as transforms
 from jdist._version import __version__ as __version__
+from jdist.collectives import workers as workers
+from jdist.transforms import anchor as anchor
+from jdist.transforms import apply_updates as apply_updates
+from jdist.transforms import average_gradients as average_gradients
+from jdist.transforms import diloco as diloco
+from jdist.transforms import local_sgd as local_sgd
+from jdist.transforms import local_steps as local_steps
+from jdist.transforms import msdpu as msdpu
+from jdist.transforms import post_local_sgd as post_local_sgd
+from jdist.transforms import ssgd as ssgd

@@ -99,8 +99,12 @@ class Workers:
       A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
       `lower`, `trace` and so on.
     """
-    # One program per wrapped step: jit's own cache does the rest.
-    return jax.jit(self.spmd(step), donate_argnums=donate_argnums)
+    # Results that depend on no argument would else be free to move, and the
+    # next call, where they are arguments, a call of another kind.
+    placed = None if self.mesh is not None else self.sharding()
+    return jax.jit(
+      self.spmd(step), donate_argnums=donate_argnums, out_shardings=placed
+    )
 
   def spmd(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`jit` without the compilation: maps `step` over the leading axis."""

@@ -1,0 +1,32 @@
+"""Optax transformations for workers that meet rarely, late, or in part.
+
+Each is an ordinary `optax.GradientTransformation` that a user composes in
+`optax.chain` and unit-tests in isolation with `axis=None`.
+"""
+
+from jdist.transforms import intervals as intervals
+from jdist.transforms._aliases import diloco as diloco
+from jdist.transforms._aliases import local_sgd as local_sgd
+from jdist.transforms._aliases import msdpu as msdpu
+from jdist.transforms._aliases import post_local_sgd as post_local_sgd
+from jdist.transforms._aliases import ssgd as ssgd
+from jdist.transforms._averaging import average_gradients as average_gradients
+from jdist.transforms._averaging import (
+  AverageGradientsState as AverageGradientsState,
+)
+from jdist.transforms._correcting import pull_to_anchor as pull_to_anchor
+from jdist.transforms._correcting import PullToAnchorState as PullToAnchorState
+from jdist.transforms._delaying import delay_gradients as delay_gradients
+from jdist.transforms._delaying import (
+  DelayGradientsState as DelayGradientsState,
+)
+from jdist.transforms._inspecting import anchor as anchor
+from jdist.transforms._inspecting import apply_updates as apply_updates
+from jdist.transforms._inspecting import interval as interval
+from jdist.transforms._inspecting import register_shared as register_shared
+from jdist.transforms._inspecting import rounds as rounds
+from jdist.transforms._inspecting import Sharing as Sharing
+from jdist.transforms._inspecting import sharing as sharing
+from jdist.transforms._inspecting import synchronized as synchronized
+from jdist.transforms._localizing import local_steps as local_steps
+from jdist.transforms._localizing import LocalStepsState as LocalStepsState

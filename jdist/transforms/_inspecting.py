@@ -1,0 +1,259 @@
+"""What a training loop asks of a state: the anchor, rounds, what is shared.
+
+These work on the state of any chain, however deep the transformation that
+knows the answer stands in it, inside jit or outside, for one worker's arrays
+or for all workers' arrays `[workers, ...]`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist.transforms import (
+  _averaging,
+  _correcting,
+  _delaying,
+  _localizing,
+)
+
+PyTree = Any
+
+
+def _local_steps(state: PyTree) -> _localizing.LocalStepsState | None:
+  """The outermost local steps of a chain's state."""
+
+  def is_one(x: Any) -> bool:
+    return isinstance(x, _localizing.LocalStepsState)
+
+  found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+  if len(found) > 1:
+    raise ValueError(
+      "`state` must have one `local_steps` at most, side by side there are "
+      f"{len(found)}. Put one inside the other's inner chain."
+    )
+  return found[0] if found else None
+
+
+def anchor(state: PyTree, params: optax.Params) -> optax.Params:
+  """The parameters on which all workers agree: evaluate on these.
+
+  Args:
+    state: the optimizer's state.
+    params: the parameters, returned when the method keeps the workers equal
+      all the time and needs no anchor.
+
+  Returns:
+    The anchor in the dtypes of `params`.
+
+  >>> optimizer = _localizing.local_steps(optax.sgd(1.0), 8, axis=None)
+  >>> state = optimizer.init(jnp.array(5.0))
+  >>> anchor(state, jnp.array(3.0)).item()
+  5.0
+  """
+  local = _local_steps(state)
+  if local is None:
+    return params
+  return jax.tree.map(lambda a, p: a.astype(p.dtype), local.anchor, params)
+
+
+def synchronized(state: PyTree) -> jax.Array | bool:
+  """Whether the last update brought the workers together.
+
+  The step averages batch statistics then.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    A bool scalar; the Python value True for a method without rounds, so that
+    nothing needs to be decided when the program runs.
+  """
+  local = _local_steps(state)
+  return True if local is None else local.synchronized
+
+
+def rounds(state: PyTree, steps: jax.typing.ArrayLike) -> jax.Array:
+  """How often the workers have come together, an int32 scalar.
+
+  Args:
+    state: the optimizer's state.
+    steps: updates so far: the answer for a method without rounds.
+  """
+  local = _local_steps(state)
+  return jnp.asarray(steps, jnp.int32) if local is None else local.round
+
+
+def interval(state: PyTree) -> jax.Array | int:
+  """Local steps of the present round, int32; 1 for a method without rounds."""
+  local = _local_steps(state)
+  return 1 if local is None else local.interval
+
+
+def apply_updates(
+  params: optax.Params, updates: optax.Updates, state: PyTree = ()
+) -> optax.Params:
+  """Applies updates, and ends a round exactly on the anchor.
+
+  A replacement for `optax.apply_updates`.  An update is a difference, and
+  `w + (a - w)` differs from `a` in the last place of about one float32 entry
+  in seven.
+
+  Args:
+    params: the parameters.
+    updates: the updates, in any floating dtype.
+    state: the state that `update` returned; without it this is
+      `optax.apply_updates`.
+
+  Returns:
+    The new parameters in their dtypes.
+
+  >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
+  0.5
+  """
+
+  def moved() -> optax.Params:
+    return jax.tree.map(
+      lambda p, u: _localizing._moved(p, u).astype(p.dtype), params, updates
+    )
+
+  local = _local_steps(state)
+  if local is None:
+    return moved()
+  exact = local.synchronized
+  if not isinstance(local.in_flight, tuple):
+    # After a delayed round the worker stands beside the anchor on purpose.
+    exact = exact & ~local.in_flight
+  return jax.tree.map(
+    lambda a, p: jnp.where(exact, a.astype(p.dtype), p),
+    local.anchor,
+    moved(),
+  )
+
+
+class Sharing(NamedTuple):
+  """Which leaves are equal on all workers.
+
+  Attributes:
+    params: whether the parameters are, at every step.
+    state: a tree of bools like the optimizer's state.
+  """
+
+  params: bool
+  state: PyTree
+
+
+# Fields of our states that are equal on all workers, besides those found by
+# walking into the rest.
+_SHARED_FIELDS: dict[type, frozenset[str]] = {
+  _localizing.LocalStepsState: frozenset(
+    {
+      "step",
+      "round",
+      "round_step",
+      "interval",
+      "next_interval",
+      "synchronized",
+      "anchor",
+      "outer",
+      "interval_state",
+      "in_flight",
+    }
+  ),
+  _delaying.DelayGradientsState: frozenset({"step"}),
+  _correcting.PullToAnchorState: frozenset({"step"}),
+}
+
+# Wrappers that hand on what their one inner transformation returns.
+_TRANSPARENT: dict[type, frozenset[str]] = {
+  optax.InjectStatefulHyperparamsState: frozenset(
+    {"count", "hyperparams", "hyperparams_states"}
+  ),
+  _delaying.DelayGradientsState: frozenset({"step"}),
+}
+
+
+def register_shared(state_type: type, fields: frozenset[str]) -> None:
+  """Declares which fields of a state are equal on all workers.
+
+  For transformations outside jdist; what is not declared counts as each
+  worker's own, which is always right and costs checkpoints space.
+
+  Args:
+    state_type: the NamedTuple of the state.
+    fields: names of the fields.
+  """
+  unknown = set(fields) - set(state_type._fields)  # type: ignore[attr-defined]
+  if unknown:
+    raise ValueError(
+      f"`fields` must be fields of {state_type.__name__}, got {unknown}."
+    )
+  _SHARED_FIELDS[state_type] = frozenset(fields)
+
+
+def sharing(state: PyTree) -> Sharing:
+  """Says which leaves of a state are equal on all workers.
+
+  Behind `average_gradients` in a chain everything is: the parameters begin
+  equal, and all workers do the same to them.  Of the local steps' state the
+  anchor, the outer optimizer and the counters are; the rest is each worker's
+  own.  Optax's other wrappers are walked into but never trusted to keep the
+  parameters equal.
+
+  Args:
+    state: the optimizer's state, or its shapes.
+
+  Returns:
+    The answer; a checkpoint stores shared leaves once.
+
+  >>> optimizer = optax.chain(
+  ...   optax.trace(0.9), _averaging.average_gradients(None), optax.trace(0.9)
+  ... )
+  >>> told = sharing(optimizer.init(jnp.array(0.0)))
+  >>> told.params, [s.trace for s in (told.state[0], told.state[2])]
+  (True, [False, True])
+  """
+  labels, out = _walk(state, False)
+  return Sharing(out, labels)
+
+
+def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
+  """Labels a state whose incoming updates are `shared` or not.
+
+  Returns:
+    The labels, and whether the outgoing updates are shared.
+  """
+  if isinstance(state, _averaging.AverageGradientsState):
+    return state, True
+  if type(state) is tuple:  # A chain: one after the other.
+    labels = []
+    for element in state:
+      label, shared = _walk(element, shared)
+      labels.append(label)
+    return tuple(labels), shared
+  fields = getattr(state, "_fields", None)
+  if fields is None:
+    return _all(state, shared), shared
+  known = _SHARED_FIELDS.get(type(state), frozenset())
+  transparent = _TRANSPARENT.get(type(state))
+  walked, outgoing = {}, shared
+  for field in fields:
+    value = getattr(state, field)
+    if field in known or (transparent is not None and field in transparent):
+      walked[field] = _all(value, True)
+    elif isinstance(state, _localizing.LocalStepsState):
+      # Inner steps are each worker's own, even behind an average: the
+      # parameters they see are.
+      walked[field] = _all(value, False)
+    else:
+      walked[field], out = _walk(value, shared)
+      if transparent is not None:
+        outgoing = outgoing or out
+  return type(state)(**walked), outgoing
+
+
+def _all(tree: PyTree, label: bool) -> PyTree:
+  mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
+  return jax.tree.map(mark, tree)

@@ -1,0 +1,347 @@
+"""Local steps: many updates of one worker's own, then a round's end together.
+
+The *anchor* is the truth: the parameters on which all workers agree, in
+float32, identical to the bit everywhere.  Local parameters leave it for a
+round and come back to it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives
+from jdist.transforms import _checking, intervals
+
+PyTree = Any
+
+
+class LocalStepsState(NamedTuple):
+  """State of `local_steps`.
+
+  Attributes:
+    step: local steps so far, int32 scalar.
+    round: rounds so far, int32 scalar.
+    round_step: local steps so far in this round, int32 scalar.
+    interval: local steps of this round, int32 scalar.
+    next_interval: local steps of the next round, int32 scalar: a host that
+      prepares for it can read it now.
+    synchronized: whether the last update ended a round, bool scalar.
+    anchor: the parameters all workers agree on, float32.
+    inner: the inner optimizer's state, each worker its own.
+    outer: the outer optimizer's state, or `()`.
+    interval_state: the interval policy's state.
+    round_loss: sum of this round's losses, float32 scalar, each worker its
+      own; `()` when the interval needs no loss.
+    pending: this worker's pseudo-gradient of the last round, whose mean is
+      applied at the end of this one, float32; `()` without delay.
+    in_flight: whether `pending` holds one, bool scalar; `()` without delay.
+  """
+
+  step: jax.Array
+  round: jax.Array
+  round_step: jax.Array
+  interval: jax.Array
+  next_interval: jax.Array
+  synchronized: jax.Array
+  anchor: PyTree
+  inner: PyTree
+  outer: PyTree
+  interval_state: PyTree
+  round_loss: Any
+  pending: PyTree
+  in_flight: Any
+
+
+def local_steps(
+  inner: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  *,
+  axis: collectives.Axis,
+  outer: optax.GradientTransformation | None = None,
+  delay_rounds: int = 0,
+  carry: jax.typing.ArrayLike = 1.0,
+  delay_after_step: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Takes local steps with `inner`, and brings the workers together.
+
+  Every worker i updates its own parameters with its own gradients,
+  :math:`w_i \leftarrow w_i + \mathrm{inner}(g_i)`. After the H-th step of a
+  round, with the anchor a from which the round began,
+
+  .. math:: \Delta_i = a - w_i, \qquad
+            a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i \Delta_i), \qquad
+            w_i \leftarrow a
+
+  where the mean :math:`\Delta` of the pseudo-gradients enters the outer
+  optimizer as a gradient does.  Without an outer optimizer the anchor becomes
+  the mean of the parameters.
+
+  With `delay_rounds=1` the mean of a round's pseudo-gradients is applied one
+  round later, so that it can travel under a whole round of computation; the
+  worker keeps a part :math:`\rho` of what it has done since it sent:
+
+  .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i
+            \Delta_i^{(r-1)}), \qquad w_i \leftarrow a - \rho \Delta_i^{(r)}
+
+  where :math:`\Delta_i^{(r)}` is the local progress of round r alone.
+
+  Inner schedules count local steps, outer schedules count rounds.  Extra
+  arguments of `update` reach the inner optimizer, and with them
+  `anchor` (float32) and `interval_steps` (int32 scalar).
+
+  An Optax update is a difference, so after a round the local parameters equal
+  the anchor up to rounding; `jdist.apply_updates` makes them equal to the
+  bit.  Evaluate on the anchor: `jdist.anchor(state, params)`.
+
+  Args:
+    inner: any Optax optimizer, run by each worker for itself.
+    interval: local steps of a round, or a policy from
+      `jdist.transforms.intervals`.
+    axis: the workers' axis: None, a name, or (inner, outer).
+    outer: any Optax optimizer, fed with the mean pseudo-gradient once a
+      round; `optax.sgd(1.0)` is parameter averaging.
+    delay_rounds: 0, or 1 to apply every mean one round late.
+    carry: rho in [0, 1]; used with a delay only.
+    delay_after_step: rounds that begin before this local step are not
+      delayed: a synchronous warm-up.
+
+  Returns:
+    A transformation; `update` takes `loss=` (this worker's, float32 scalar)
+    when the interval policy needs it, and needs `params`.
+
+  Raises:
+    ValueError: when an argument is out of its range; at trace time, when
+      `params`, or a needed `loss`, is missing.
+
+  >>> optimizer = local_steps(optax.sgd(0.1), 2, axis=None)
+  >>> w = jnp.array(1.0)
+  >>> state = optimizer.init(w)
+  >>> for gradient in (1.0, 2.0):
+  ...   updates, state = optimizer.update(jnp.array(gradient), state, w)
+  ...   w = optax.apply_updates(w, updates)
+  >>> round(w.item(), 6), round(state.anchor.item(), 6), state.round.item()
+  (0.7, 0.7, 1)
+
+  References:
+    Stich, Local SGD Converges Fast and Communicates Little (arXiv
+    1805.09767); Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1: the
+    pseudo-gradient and the outer optimizer; Wang et al., CoCoD-SGD (arXiv
+    1906.12043): the delayed mean with one's own progress on top.
+  """
+  _checking.check_optimizer("inner", inner)
+  if outer is not None:
+    _checking.check_optimizer("outer", outer)
+  collectives.check_axis(axis)
+  policy = intervals.as_policy(interval)
+  _checking.check_structural("delay_rounds", delay_rounds, minimum=0)
+  if delay_rounds > 1:
+    raise ValueError(
+      f"`delay_rounds` must be 0 or 1, got {delay_rounds}. To delay by steps, "
+      "see `delay_gradients`."
+    )
+  _checking.check_structural("delay_after_step", delay_after_step, minimum=0)
+  _checking.check_continuous("carry", carry, high=1.0)
+  if delay_after_step and not delay_rounds:
+    raise ValueError(
+      "`delay_after_step` says when the delay begins and needs "
+      f"`delay_rounds=1`, got {delay_rounds=}."
+    )
+  inner = optax.with_extra_args_support(inner)
+  delayed = delay_rounds == 1
+
+  def init_fn(params: optax.Params) -> LocalStepsState:
+    interval_state = policy.init()
+    zero = jnp.zeros((), jnp.int32)
+    first, interval_state = policy.next(interval_state, zero, None)
+    second, interval_state = policy.next(interval_state, first, None)
+    anchor = jax.tree.map(_wide_copy, params)
+    return LocalStepsState(
+      step=zero,
+      round=zero,
+      round_step=zero,
+      interval=first,
+      next_interval=second,
+      synchronized=jnp.asarray(True),  # All workers begin alike.
+      anchor=anchor,
+      inner=inner.init(params),
+      outer=() if outer is None else outer.init(anchor),
+      interval_state=interval_state,
+      round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
+      pending=jax.tree.map(jnp.zeros_like, anchor) if delayed else (),
+      in_flight=jnp.asarray(False) if delayed else (),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    if params is None:
+      raise ValueError(
+        "`params` must be given to `update` of `local_steps`: call "
+        "`optimizer.update(grads, state, params)`."
+      )
+    collectives.check_local(updates, axis, what="`updates`")
+    extra_args |= {
+      "anchor": state.anchor,
+      "interval_steps": state.interval,
+    }
+    updates, inner_state = inner.update(
+      updates, state.inner, params, **extra_args
+    )
+    state = state._replace(
+      step=optax.safe_increment(state.step),
+      round_step=optax.safe_increment(state.round_step),
+      inner=inner_state,
+    )
+    if policy.needs_loss:
+      loss = _given_loss(extra_args.get("loss"))
+      state = state._replace(round_loss=state.round_loss + loss)
+    ends = collectives.agreed(state.round_step >= state.interval, axis)
+    return jax.lax.cond(ends, end_round, go_on, updates, state, params)
+
+  def go_on(
+    updates: optax.Updates, state: LocalStepsState, params: optax.Params
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    del params
+    state = state._replace(synchronized=jnp.asarray(False))
+    return collectives.varying((updates, state), axis)
+
+  def end_round(
+    updates: optax.Updates, state: LocalStepsState, params: optax.Params
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    local = jax.tree.map(_moved, params, updates)
+    anchor, outer_state, progress, mean_loss = (join_late if delayed else join)(
+      state, local
+    )
+    state = state._replace(outer=outer_state)
+    if delayed:
+      # Without a delay the round's progress is in the anchor already.
+      keep, progress = carry_on(state, progress)
+      target = jax.tree.map(lambda a, p: a - keep * p, anchor, progress)
+      state = state._replace(pending=progress, in_flight=late_round(state))
+    else:
+      target = anchor
+    # Not `target - params`: where the workers agree with the mean, this is
+    # the inner update to the bit, as for one worker.
+    updates = jax.tree.map(
+      lambda u, t, w: (_wide(u) + (t - w)).astype(u.dtype),
+      updates, target, local,
+    )  # fmt: skip
+    start = state.step + state.next_interval
+    following, interval_state = policy.next(
+      state.interval_state, start, mean_loss
+    )
+    state = state._replace(
+      round=optax.safe_increment(state.round),
+      round_step=jnp.zeros_like(state.round_step),
+      interval=state.next_interval,
+      next_interval=following,
+      synchronized=jnp.asarray(True),
+      anchor=anchor,
+      interval_state=interval_state,
+    )
+    if policy.needs_loss:
+      state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
+    return collectives.varying((updates, state), axis)
+
+  def late_round(state: LocalStepsState) -> jax.Array:
+    """Whether the round that ends now is one of the delayed ones."""
+    return state.step - state.round_step >= delay_after_step
+
+  def carry_on(
+    state: LocalStepsState, progress: PyTree
+  ) -> tuple[jax.Array, PyTree]:
+    """The part of this round's progress to keep, and what is now pending."""
+    late = late_round(state)
+    keep = jnp.where(late, _scalar(carry), 0.0)
+    return keep, jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
+
+  def join(
+    state: LocalStepsState, local: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree, Any]:
+    loss = round_loss(state)
+    if outer is None:
+      anchor, loss = collectives.mean((local, loss), axis)
+      return anchor, (), (), mean_loss(loss)
+    progress = jax.tree.map(jnp.subtract, state.anchor, local)
+    gradient, loss = collectives.mean((progress, loss), axis)
+    anchor, outer_state = outer_step(gradient, state)
+    return anchor, outer_state, (), mean_loss(loss)
+
+  def join_late(
+    state: LocalStepsState, local: PyTree
+  ) -> tuple[PyTree, PyTree, PyTree, Any]:
+    # The round began at anchor - carry * pending; of that the worker keeps
+    # no copy, and what rounding adds to it is sent along as progress.
+    kept = _scalar(carry)
+    progress = jax.tree.map(
+      lambda a, p, w: (a - kept * p) - w, state.anchor, state.pending, local
+    )
+    late = late_round(state)
+    sent = jax.tree.map(
+      lambda old, new: jnp.where(late, old, new), state.pending, progress
+    )
+    gradient, loss = collectives.mean((sent, round_loss(state)), axis)
+    anchor, outer_state = outer_step(gradient, state)
+    # In the first delayed round nothing has arrived yet. Nothing happens to
+    # the anchor then: a momentum must not move it by a gradient of zero.
+    arrived = state.in_flight | ~late
+    anchor, outer_state = jax.tree.map(
+      lambda new, old: jnp.where(arrived, new, old),
+      (anchor, outer_state),
+      (state.anchor, state.outer),
+    )
+    return anchor, outer_state, progress, mean_loss(loss)
+
+  def outer_step(
+    gradient: PyTree, state: LocalStepsState
+  ) -> tuple[PyTree, PyTree]:
+    if outer is None:
+      return jax.tree.map(jnp.subtract, state.anchor, gradient), ()
+    updates, outer_state = outer.update(gradient, state.outer, state.anchor)
+    return jax.tree.map(_moved, state.anchor, updates), outer_state
+
+  def round_loss(state: LocalStepsState) -> Any:
+    if not policy.needs_loss:
+      return ()
+    return state.round_loss / state.round_step.astype(jnp.float32)
+
+  def mean_loss(loss: Any) -> jax.Array | None:
+    return loss if policy.needs_loss else None
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  """At least float32."""
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _wide_copy(x: jax.Array) -> jax.Array:
+  # A copy, because parameters and state may both be donated.
+  return jnp.array(_wide(jnp.asarray(x)), copy=True)
+
+
+def _moved(params: jax.Array, updates: jax.Array) -> jax.Array:
+  """Where `optax.apply_updates` takes the parameters, in float32."""
+  moved = _wide(params) + _wide(updates)
+  # The cast is what the worker really holds afterwards.
+  return _wide(moved.astype(params.dtype))
+
+
+def _scalar(x: jax.typing.ArrayLike) -> jax.Array:
+  # Injected hyper-parameters come in the parameters' dtype.
+  return jnp.asarray(x).astype(jnp.float32)
+
+
+def _given_loss(loss: Any) -> jax.Array:
+  if loss is None:
+    raise ValueError(
+      "`loss` must be given to `update` when the interval is adaptive: call "
+      "`optimizer.update(grads, state, params, loss=loss)`."
+    )
+  return _scalar(loss)
