@@ -1,0 +1,98 @@
+"""Partitions: every sample has one owner, and labels skew as asked."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jdist import data
+
+seeds = st.integers(0, 2**40)
+
+
+@st.composite
+def splits(draw):
+  labels = draw(st.lists(st.integers(-3, 5), min_size=1, max_size=60))
+  return np.array(labels), draw(st.integers(1, len(labels)))
+
+
+@hypothesis.settings(deadline=None, derandomize=True)
+@hypothesis.given(
+  splits(),
+  st.sampled_from([None, 1e-300, 1e-3]) | st.floats(1e-2, 1e6),
+  seeds,
+)
+def test_every_sample_has_one_owner_and_parts_are_equal(split, alpha, seed):
+  labels, num_workers = split
+  parts = data.partition(labels, num_workers, alpha=alpha, seed=seed)
+  together = np.sort(np.concatenate(parts))
+  np.testing.assert_array_equal(together, np.arange(len(labels)))
+  sizes = [len(part) for part in parts]
+  assert len(parts) == num_workers and max(sizes) - min(sizes) <= 1
+  again = data.partition(labels, num_workers, alpha=alpha, seed=seed)
+  for part, same in zip(parts, again, strict=True):
+    np.testing.assert_array_equal(part, same)
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0])
+def test_another_seed_gives_another_split(alpha):
+  labels = np.arange(1000) % 10
+  first = data.partition(labels, 8, alpha=alpha, seed=0)
+  second = data.partition(labels, 8, alpha=alpha, seed=1)
+  assert any(set(a) != set(b) for a, b in zip(first, second, strict=True))
+
+
+def shares(alpha):
+  """Fraction of each class on each worker, [workers, classes]."""
+  labels = np.arange(20000) % 10
+  parts = data.partition(labels, 10, alpha=alpha, seed=0)
+  counts = [np.bincount(labels[part], minlength=10) for part in parts]
+  return np.array(counts) / 2000
+
+
+def test_a_small_alpha_leaves_few_classes_and_a_large_one_all():
+  assert np.median((shares(0.01) > 0.02).sum(axis=1)) <= 2
+  np.testing.assert_allclose(shares(1e6), 0.1, atol=0.03)
+  np.testing.assert_allclose(shares(None), 0.1, atol=0.03)
+
+
+def test_the_first_worker_draws_from_the_stated_distribution():
+  # Dirichlet(a, ..., a) over K classes has variance (1/K)(1 - 1/K)/(K a + 1)
+  # per share; with 4 workers of 40 classes nothing runs out for the first.
+  labels, alpha = np.arange(4000) % 4, 2.0
+  first = [
+    np.bincount(
+      labels[data.partition(labels, 40, alpha=alpha, seed=seed)[0]],
+      minlength=4,
+    )
+    / 100
+    for seed in range(300)
+  ]
+  np.testing.assert_allclose(np.mean(first, axis=0), 0.25, atol=0.03)
+  spread = 0.25 * 0.75 / (4 * alpha + 1)
+  # Counting 100 draws adds its own, binomial, variance.
+  spread += (0.25 * 0.75 - spread) / 100
+  assert abs(np.var(first, axis=0).mean() / spread - 1) < 0.15
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_alpha_is_refused(alpha):
+  with pytest.raises(ValueError, match="`alpha` must be positive"):
+    data.partition(np.zeros(4, int), 2, alpha=alpha, seed=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, -1, 5])
+def test_an_impossible_number_of_workers_is_refused(num_workers):
+  with pytest.raises(ValueError, match="`num_workers` must"):
+    data.partition(np.zeros(4, int), num_workers, seed=0)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, "0"])
+def test_an_impossible_seed_is_refused(seed):
+  with pytest.raises(ValueError, match="`seed` must be an integer"):
+    data.partition(np.zeros(4, int), 2, seed=seed)
+
+
+def test_labels_of_two_axes_are_refused():
+  with pytest.raises(ValueError, match="`labels` must be one axis"):
+    data.partition(np.zeros((4, 2), int), 2, seed=0)
