@@ -1,0 +1,199 @@
+"""The methods by name, built from the options of a run.
+
+To add one: write its line in `METHODS`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+
+from jdist import collectives, transforms
+from jdist.cli import _options
+from jdist.transforms import intervals
+
+
+class Budget(NamedTuple):
+  """What a method is told about the run.
+
+  Attributes:
+    num_steps: local steps of the whole run.
+    warmup_steps: of the learning rate.
+    learning_rate: the schedule, a function of the local step.
+  """
+
+  num_steps: int
+  warmup_steps: int
+  learning_rate: optax.Schedule
+
+
+Build = Callable[
+  [
+    optax.GradientTransformation,
+    _options.Common,
+    Budget,
+    collectives.Axis,
+  ],
+  optax.GradientTransformationExtraArgs,
+]
+
+
+def _ssgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del options, budget
+  return transforms.ssgd(inner, axis=axis)
+
+
+def _local_sgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.local_sgd(inner, _interval(options, budget), axis=axis)
+
+
+def _post_local_sgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.post_local_sgd(
+    inner, _interval(options, budget), budget.num_steps // 2, axis=axis
+  )
+
+
+def _diloco(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.diloco(
+    inner,
+    _interval(options, budget),
+    options.outer_learning_rate,
+    options.outer_momentum,
+    axis=axis,
+  )
+
+
+def _msdpu(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.msdpu(
+    inner,
+    _interval(options, budget, default="msdpu"),
+    budget.learning_rate,
+    axis=axis,
+    correction=options.correction,
+    carry=options.carry,
+    warmup_steps=budget.warmup_steps,
+  )
+
+
+METHODS: dict[str, Build] = {
+  "ssgd": _ssgd,
+  "local_sgd": _local_sgd,
+  "post_local_sgd": _post_local_sgd,
+  "diloco": _diloco,
+  "msdpu": _msdpu,
+}
+
+
+def check_method(option: str, name: str) -> None:
+  """Raises a ValueError unless there is such a method."""
+  if name not in METHODS:
+    raise ValueError(
+      f"`{option}` must be of {', '.join(METHODS)}, got {name!r}."
+    )
+
+
+def build_method(
+  name: str,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  """Builds a method's chain around the worker's optimizer."""
+  return METHODS[name](_optimizer(options, budget), options, budget, axis)
+
+
+def _optimizer(
+  options: _options.Common, budget: Budget
+) -> optax.GradientTransformation:
+  rate = budget.learning_rate
+  if options.optimizer == "adamw":
+    return optax.adamw(rate, weight_decay=options.weight_decay)
+  momentum = optax.trace(options.momentum, nesterov=True)
+  return optax.chain(
+    momentum if options.momentum else optax.identity(),
+    optax.add_decayed_weights(options.weight_decay)
+    if options.weight_decay
+    else optax.identity(),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
+def _interval(
+  options: _options.Common, budget: Budget, default: str = "fixed"
+) -> intervals.IntervalPolicy:
+  """The interval policy; the last round always ends with the run."""
+  rule, first = options.interval_policy, options.interval
+  if rule == "method":
+    rule = default  # type: ignore[assignment]
+  rate = budget.learning_rate
+  if rule == "fixed":
+    policy = intervals.fixed(first)
+  elif rule == "msdpu":
+    policy = intervals.msdpu(first, rate)
+  elif rule == "adacomm":
+    policy = intervals.adacomm(first, max(1, budget.num_steps // 10), rate)
+  else:
+    # So that the interval begins to grow in the last third of a cosine.
+    highest = float(rate(budget.warmup_steps))
+    policy = intervals.qsr(rate, 0.5 * highest * first**0.5, first)
+  return intervals.ending_at(budget.num_steps, policy)
+
+
+def make_budget(
+  options: _options.Common, peak: float, steps_per_epoch: float
+) -> Budget:
+  """The learning rate's schedule and the length of a run.
+
+  Raises:
+    ValueError: when options are out of their range.
+  """
+  if not peak > 0:
+    raise ValueError(f"`--learning-rate` must be positive, got {peak}.")
+  if options.steps is None and not options.epochs > 0:
+    raise ValueError(f"`--epochs` must be positive, got {options.epochs}.")
+  if options.steps is not None and options.steps < 1:
+    raise ValueError(f"`--steps` must be at least 1, got {options.steps}.")
+  if options.interval < 1:
+    raise ValueError(
+      f"`--interval` must be at least 1, got {options.interval}; 1 is a round "
+      "every step."
+    )
+  if options.warmup_epochs < 0:
+    raise ValueError(
+      f"`--warmup-epochs` must not be negative, got {options.warmup_epochs}."
+    )
+  num_steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
+  warmup = min(round(options.warmup_epochs * steps_per_epoch), num_steps // 2)
+  if options.schedule == "cosine":
+    # Not quite zero at the end: rules that divide by the rate stay finite.
+    schedule = optax.warmup_cosine_decay_schedule(
+      peak / 10, peak, warmup, max(num_steps, warmup + 1), peak / 100
+    )
+  else:
+    schedule = optax.schedules.warmup_constant_schedule(peak / 10, peak, warmup)
+  return Budget(num_steps, warmup, schedule)

@@ -1,0 +1,209 @@
+"""The options of every command, as dataclasses from which tyro reads them.
+
+A field's docstring is its help.  There are no second defaults: what is not
+given comes from the preset, and what the preset does not say from here.
+"""
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+  """What one run is, whatever the method."""
+
+  preset: str = "digits"
+  """Where the defaults come from: digits, mnist, cifar10 or cifar10-gpu."""
+
+  dataset: str = "digits"
+  """digits (bundled with scikit-learn), mnist, cifar10 or cifar100 (TensorFlow
+  Datasets)."""
+
+  model: str = "mlp"
+  """mlp, lenet, cnn, resnet8 or resnet20."""
+
+  norm: Literal["batch", "group", "none"] | None = None
+  """Normalisation of the ResNets; the model's own default if not given."""
+
+  workers: int = 8
+  """Workers that train together."""
+
+  substrate: Literal["auto", "vmap", "shard_map"] = "auto"
+  """How they run: shard_map over devices (on a CPU: virtual ones), vmap on one
+  device, or what suits."""
+
+  batch_size: int = 128
+  """Samples of all workers together in a step; a multiple of workers times
+  accumulate."""
+
+  accumulate: int = 1
+  """Micro-batches a worker cuts its part into, to save memory."""
+
+  epochs: float = 30.0
+  """Passes over the training set."""
+
+  steps: int | None = None
+  """Steps instead of epochs."""
+
+  optimizer: Literal["sgd", "adamw"] = "sgd"
+  """Each worker's optimizer; sgd has Nesterov momentum."""
+
+  momentum: float = 0.9
+  """Of sgd."""
+
+  weight_decay: float = 0.0
+  """Decoupled, times the learning rate."""
+
+  schedule: Literal["cosine", "constant"] = "cosine"
+  """Of the learning rate, over all steps, after a linear warm-up."""
+
+  warmup_epochs: float = 1.0
+  """Of the learning rate; and MSDPU is synchronous for so long."""
+
+  interval: int = 8
+  """Local steps of a round, H; the first interval of adaptive methods."""
+
+  interval_policy: Literal["method", "fixed", "adacomm", "qsr", "msdpu"] = (
+    "method"
+  )
+  """What decides the interval: the method's own rule, or this one."""
+
+  outer_learning_rate: float = 0.7
+  """Of DiLoCo's outer optimizer."""
+
+  outer_momentum: float = 0.9
+  """Of DiLoCo's outer optimizer."""
+
+  correction: float = 0.1
+  """Of MSDPU: pull towards the anchor in a round."""
+
+  carry: float = 1.0
+  """Of MSDPU: part of the local progress kept when a late mean arrives."""
+
+  alpha: float | None = None
+  """Label skew between workers (Dirichlet), i.i.d. if not given; 0.1 is a lot,
+  10 little."""
+
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  """In which the model computes; parameters stay float32."""
+
+  evaluate_every_epochs: float = 2.0
+  """Between evaluations on the test set."""
+
+  output: str | None = None
+  """Directory for rows and pictures; a new one under runs/ if not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(Common):
+  """Trains one model with one method, on one host or many.
+
+  Saves checkpoints if asked to and goes on from the last one by itself.
+  """
+
+  method: str = "msdpu"
+  """ssgd, local_sgd, post_local_sgd, diloco or msdpu."""
+
+  learning_rate: float = 0.1
+  """The highest one of the schedule."""
+
+  seed: int = 0
+  """Of initial parameters, data order and everything else random."""
+
+  checkpoints: str | None = None
+  """Directory to save to and to resume from."""
+
+  checkpoint_every_epochs: float = 2.0
+  """Between checkpoints."""
+
+  coordinator_address: str | None = None
+  """host:port of process 0, for a run of several processes; under Slurm and
+  MPI `auto` finds it, and the two numbers below."""
+
+  num_processes: int | None = None
+  """How many processes the run has."""
+
+  process_id: int | None = None
+  """This process, from 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare(Common):
+  """Compares methods and seeds: same budget, one table, one picture.
+
+  With several learning rates every method first looks for its best one on a
+  part of the training set that is held out for that; all from the same grid.
+  """
+
+  methods: Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")
+  ] = ("ssgd", "local_sgd", "diloco", "msdpu")
+  """Of ssgd, local_sgd, post_local_sgd, diloco, msdpu."""
+
+  learning_rate: Annotated[
+    tuple[float, ...], tyro.conf.arg(metavar="RATE [RATE ...]")
+  ] = (0.1,)
+  """The highest one of the schedule; several are a grid to tune on."""
+
+  seeds: Annotated[
+    tuple[int, ...], tyro.conf.arg(metavar="SEED [SEED ...]")
+  ] = (0, 1, 2)
+  """One run each; the table says mean and spread."""
+
+  bandwidth_mbit_per_s: float = 100.0
+  """Of each machine's link, for the modelled time in the picture."""
+
+  latency_ms: float = 1.0
+  """Of that link, per message."""
+
+
+# What a preset changes. Presets are for both commands: a learning rate of
+# several values is a grid for `compare`, and its first value is `train`'s.
+PRESETS: dict[str, dict[str, object]] = {
+  "digits": {"learning_rate": (0.1, 0.05, 0.2, 0.4)},
+  "mnist": {
+    "dataset": "mnist",
+    "model": "lenet",
+    "epochs": 2.0,
+    "warmup_epochs": 0.1,
+    "evaluate_every_epochs": 0.5,
+    "learning_rate": (0.05,),
+  },
+  "cifar10": {
+    "dataset": "cifar10",
+    "model": "cnn",
+    "epochs": 4.0,
+    "warmup_epochs": 0.5,
+    "evaluate_every_epochs": 0.5,
+    "learning_rate": (0.05,),
+  },
+  "cifar10-gpu": {
+    "dataset": "cifar10",
+    "model": "resnet20",
+    "batch_size": 1024,
+    "epochs": 160.0,
+    "warmup_epochs": 5.0,
+    "weight_decay": 5e-4,
+    "evaluate_every_epochs": 5.0,
+    "learning_rate": (0.4,),
+    "dtype": "bfloat16",
+  },
+}
+
+
+def with_preset(options: type[Common], name: str) -> Common:
+  """The defaults of a command under a preset.
+
+  Raises:
+    ValueError: when there is no such preset.
+  """
+  if name not in PRESETS:
+    raise ValueError(
+      f"`--preset` must be one of {', '.join(PRESETS)}, got {name!r}."
+    )
+  changes: dict[str, object] = dict(PRESETS[name])
+  if options is Train:
+    changes["learning_rate"] = changes["learning_rate"][0]  # type: ignore[index]
+  return options(preset=name, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""`jdist train`: one method, on one host or many, with checkpoints."""
+
+import dataclasses
+
+import jax
+
+from jdist import collectives, training
+from jdist.cli import _experiment, _methods, _options
+
+
+def train(options: _options.Train) -> None:
+  """Trains, saves rows, and goes on from a checkpoint if there is one."""
+  _methods.check_method("--method", options.method)
+  if options.seed < 0:
+    raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
+  if not options.checkpoint_every_epochs > 0:
+    raise ValueError(
+      "`--checkpoint-every-epochs` must be positive, got "
+      f"{options.checkpoint_every_epochs}."
+    )
+  _join(options)
+  experiment = _experiment.build(options)
+  programs = _experiment.Prepared(
+    experiment, options.method, options.learning_rate
+  )
+  first = jax.process_index() == 0
+  checkpoints = (
+    None
+    if options.checkpoints is None
+    else training.Checkpoints(options.checkpoints, experiment.workers)
+  )
+
+  def tell(record: training.Record) -> None:
+    if first:
+      print(
+        f"step {record.step}/{programs.budget.num_steps}  "
+        f"accuracy {100 * record.metrics['accuracy']:.2f} %  "
+        f"train loss {record.train_loss:.4f}  rounds {record.rounds}  "
+        f"{training.format_bytes(record.sent_bytes)} sent per worker  "
+        f"{record.samples_per_s:,.0f} images/s",
+        flush=True,
+      )
+
+  records = programs.run(
+    options.seed,
+    label=options.method if first else None,
+    on_record=tell,
+    checkpoints=checkpoints,
+    checkpoint_every=experiment.every(options.checkpoint_every_epochs),
+    metadata=_identity(options),
+  )
+  if checkpoints is not None:
+    checkpoints.close()
+  if first and records:
+    output = _experiment.output_directory(options, "train")
+    row = _experiment.result(
+      options, options.method, options.learning_rate, options.seed, records
+    )
+    training.append_rows(output / "rows.jsonl", [row])
+    print(f"Row: {output / 'rows.jsonl'}")
+  elif first:
+    print("Nothing to do: the checkpoint is of the last step.")
+
+
+def _join(options: _options.Train) -> None:
+  """Joins the processes of the run, if there are several."""
+  numbers = (options.num_processes, options.process_id)
+  if options.coordinator_address is None:
+    if numbers != (None, None):
+      raise ValueError(
+        "`--coordinator-address` must be given with `--num-processes` and "
+        "`--process-id`: the host:port of process 0."
+      )
+    return
+  if options.coordinator_address == "auto":
+    collectives.start_processes()
+    return
+  if options.num_processes is None or options.process_id is None:
+    raise ValueError(
+      "`--num-processes` and `--process-id` must be given with "
+      "`--coordinator-address`, unless that is `auto`."
+    )
+  if options.workers % options.num_processes:
+    raise ValueError(
+      f"`--workers` must be a multiple of the {options.num_processes} "
+      f"processes, got {options.workers}."
+    )
+  collectives.start_processes(
+    options.coordinator_address,
+    options.num_processes,
+    options.process_id,
+    cpu_devices_per_process=options.workers // options.num_processes,
+  )
+
+
+def _identity(options: _options.Train) -> dict[str, object]:
+  """What must be the same when a run is resumed."""
+  elsewhere = {
+    "output",
+    "checkpoints",
+    "checkpoint_every_epochs",
+    "evaluate_every_epochs",
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "preset",
+  }
+  return {
+    name: value
+    for name, value in dataclasses.asdict(options).items()
+    if name not in elsewhere
+  }

@@ -1,0 +1,390 @@
+"""Checkpoints of everything a run needs, that resume to the bit.
+
+A checkpoint is a directory written by Orbax and a manifest beside it:
+
+    step_00000100/       arrays; those equal on all workers stand there once
+    step_00000100.json   names, shapes, the files with their sizes and hashes
+
+The manifest is written last and in one piece.  A directory without one is
+the rest of a write that never ended; a directory that does not match its
+manifest is damaged.  Both are passed over for the checkpoint before.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdist import collectives
+
+PyTree = Any
+_FORMAT = 1
+
+
+class Restored(NamedTuple):
+  """What `Checkpoints.restore` found.
+
+  Attributes:
+    step: the step it was saved at.
+    state: the state, like the template.
+    metadata: what was saved with it.
+  """
+
+  step: int
+  state: PyTree
+  metadata: dict[str, Any]
+
+
+class Checkpoints:
+  """Saves and restores states of a run in one directory.
+
+  Writing happens in the background; `wait` or leaving the context makes sure
+  that everything is on the disk.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    workers: collectives.Workers,
+    *,
+    keep: int = 3,
+  ):
+    """Opens or makes the directory.
+
+    Args:
+      directory: where the checkpoints are; on several processes a file
+        system that they share.
+      workers: the run's workers.
+      keep: how many checkpoints to keep, at least 1; 2 or more survive a
+        damaged one.
+    """
+    if keep < 1:
+      raise ValueError(f"`keep` must be at least 1, got {keep}.")
+    self._orbax = _import_orbax()
+    self._directory = pathlib.Path(directory).absolute()
+    self._workers = workers
+    self._keep = keep
+    self._is_first = jax.process_index() == 0
+    if self._is_first:
+      self._directory.mkdir(parents=True, exist_ok=True)
+    self._writer = self._orbax.AsyncCheckpointer(
+      self._orbax.PyTreeCheckpointHandler()
+    )
+    self._fingerprints = workers.jit(collectives.fingerprint)
+    self._finisher = concurrent.futures.ThreadPoolExecutor(
+      1, thread_name_prefix="jdist-checkpoint"
+    )
+    self._finishing: concurrent.futures.Future[None] | None = None
+
+  def save(
+    self,
+    step: int,
+    state: PyTree,
+    shared: PyTree,
+    metadata: dict[str, Any] | None = None,
+  ) -> None:
+    """Saves a state; returns when it may be overwritten.
+
+    Args:
+      step: its number, not below the last saved one.
+      state: arrays `[workers, ...]`.
+      shared: which leaves are equal on all workers, a tree of bools, for
+        instance `training.shared_leaves(state)`.
+      metadata: anything that JSON can hold, returned by `restore`.
+
+    Raises:
+      RuntimeError: when a leaf that should be equal on all workers is not:
+        the replicas of this run have diverged.
+    """
+    self.wait()
+    names, leaves = _named(state)
+    flags = jax.tree.leaves(shared)
+    self._check_equal(names, leaves, flags)
+    arrays, entries = {}, []
+    for number, (name, leaf, once) in enumerate(
+      zip(names, leaves, flags, strict=True)
+    ):
+      entries.append(
+        {
+          "name": name,
+          "shared": once,
+          "shape": list(leaf.shape),
+          "dtype": str(leaf.dtype),
+        }
+      )
+      if leaf.size:  # Orbax refuses arrays without elements.
+        arrays[f"{number:05d}"] = self._to_save(leaf, once)
+    target = self._directory / _name(step)
+    if self._is_first:
+      _manifest_of(target).unlink(missing_ok=True)
+    self._writer.save(
+      target, args=self._orbax.args.PyTreeSave(arrays), force=True
+    )
+    manifest = {
+      "format": _FORMAT,
+      "step": step,
+      "workers": self._workers.num_workers,
+      "leaves": entries,
+      "metadata": metadata or {},
+    }
+    self._finishing = self._finisher.submit(self._finish, target, manifest)
+
+  def _check_equal(
+    self, names: list[str], leaves: list[jax.Array], flags: list[bool]
+  ) -> None:
+    chosen = [i for i, once in enumerate(flags) if once]
+    prints = self._workers.gather(
+      self._fingerprints([leaves[i] for i in chosen])
+    )
+    differs = (prints != prints[:1]).any(axis=(0, 2))
+    if differs.any():
+      wrong = [names[i] for i, bad in zip(chosen, differs, strict=True) if bad]
+      raise RuntimeError(
+        "The workers have diverged: leaves that should be equal on all of "
+        f"them to the bit are not: {', '.join(wrong[:5])}"
+        f"{' and more' if len(wrong) > 5 else ''}. Nothing was saved. Either "
+        "a worker computed something else (its data must only enter through "
+        "its gradients), or a transformation keeps state of its own per "
+        "worker behind `average_gradients`."
+      )
+
+  def _to_save(self, leaf: jax.Array, once: bool) -> Any:
+    if once:
+      return np.asarray(self._workers.view(leaf))
+    if jax.process_count() == 1:
+      return np.asarray(leaf)
+    return leaf
+
+  def _finish(self, target: pathlib.Path, manifest: dict[str, Any]) -> None:
+    self._writer.wait_until_finished()
+    if not self._is_first:
+      return
+    manifest["files"] = dict(_hashes(target))
+    _write_whole(_manifest_of(target), json.dumps(manifest))
+    for old in self._steps()[self._keep :]:
+      # The manifest first: what has none does not count.
+      _manifest_of(self._directory / _name(old)).unlink()
+      shutil.rmtree(self._directory / _name(old), ignore_errors=True)
+
+  def _steps(self) -> list[int]:
+    """The steps with a manifest, the newest first."""
+    found = self._directory.glob("step_*.json")
+    return sorted((int(p.stem.split("_")[1]) for p in found), reverse=True)
+
+  def restore(self, template: PyTree) -> Restored | None:
+    """Restores the newest checkpoint that is whole.
+
+    Args:
+      template: a state of the same shapes, `[workers, ...]`, whose arrays
+        also say where the restored ones live.
+
+    Returns:
+      The checkpoint; None when the directory has none.
+
+    Raises:
+      ValueError: when checkpoints exist and none is whole, or when the
+        newest whole one is of another model, optimizer or number of workers.
+    """
+    self.wait()
+    step = self._newest_whole() if self._is_first else -1
+    if jax.process_count() > 1:
+      step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step == -1:
+      return None
+    target = self._directory / _name(step)
+    manifest = json.loads(_manifest_of(target).read_text())
+    names, leaves = _named(template)
+    self._check_fits(manifest, names, leaves)
+    return Restored(
+      step,
+      jax.tree.unflatten(
+        jax.tree.structure(template),
+        self._read(target, manifest["leaves"], leaves),
+      ),
+      manifest["metadata"],
+    )
+
+  def _newest_whole(self) -> int:
+    steps = self._steps()
+    for step in steps:
+      damage = _damage(self._directory / _name(step))
+      if damage is None:
+        return step
+      warnings.warn(
+        f"Checkpoint {self._directory / _name(step)} is damaged ({damage}); "
+        "using the one before it.",
+        stacklevel=3,
+      )
+    if steps:
+      raise ValueError(
+        f"`directory` {self._directory} has {len(steps)} checkpoints and all "
+        "are damaged. Start anew in another directory."
+      )
+    return -1
+
+  def _check_fits(
+    self, manifest: dict[str, Any], names: list[str], leaves: list[jax.Array]
+  ) -> None:
+    if manifest["format"] != _FORMAT:
+      raise ValueError(
+        f"Checkpoint format {manifest['format']} is not {_FORMAT}, which this "
+        "version of jdist reads. Use the version that wrote it."
+      )
+    if manifest["workers"] != self._workers.num_workers:
+      raise ValueError(
+        f"`workers` must be {manifest['workers']}, as in the checkpoint, got "
+        f"{self._workers.num_workers}: each worker has state of its own. "
+        f"Resume with {manifest['workers']} workers."
+      )
+    saved = {
+      e["name"]: (tuple(e["shape"]), e["dtype"]) for e in manifest["leaves"]
+    }
+    here = {
+      n: (x.shape, str(x.dtype)) for n, x in zip(names, leaves, strict=True)
+    }
+    different = sorted(
+      n for n in saved.keys() | here.keys() if saved.get(n) != here.get(n)
+    )
+    if different:
+      name = different[0]
+      raise ValueError(
+        "`template` must be a state of the run that was saved, but "
+        f"{len(different)} leaves differ: `{name}` is {saved.get(name)} in "
+        f"the checkpoint and {here.get(name)} here. Resume with the same "
+        "model and optimizer."
+      )
+
+  def _read(
+    self,
+    target: pathlib.Path,
+    entries: list[dict[str, Any]],
+    leaves: list[jax.Array],
+  ) -> list[jax.Array]:
+    several = jax.process_count() > 1
+    where = {}
+    for number, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
+      if not leaf.size:
+        continue
+      where[f"{number:05d}"] = (
+        self._orbax.ArrayRestoreArgs(
+          sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+        if several and not entry["shared"]
+        else self._orbax.RestoreArgs(restore_type=np.ndarray)
+      )
+    arrays = self._writer.restore(
+      target, args=self._orbax.args.PyTreeRestore(restore_args=where)
+    )
+    values = [
+      arrays.get(f"{number:05d}", leaf) for number, leaf in enumerate(leaves)
+    ]
+    # All shared leaves in one program, not one for each.
+    once = [i for i, entry in enumerate(entries) if entry["shared"]]
+    specs = [_spec_within_worker(leaves[i]) for i in once]
+    one = [values[i] if leaves[i].size else leaves[i][0] for i in once]
+    spread = self._workers.replicate(one, specs)
+    for i, value in zip(once, spread, strict=True):
+      values[i] = value
+    own = set(range(len(values))) - set(once)
+    for i in own if not several else ():
+      values[i] = jax.device_put(values[i], leaves[i].sharding)
+    return values
+
+  def wait(self) -> None:
+    """Returns when everything saved is on the disk; raises what failed."""
+    if self._finishing is not None:
+      finishing, self._finishing = self._finishing, None
+      finishing.result()
+
+  def close(self) -> None:
+    """Waits, and frees the threads."""
+    self.wait()
+    self._finisher.shutdown()
+    self._writer.close()
+
+  def __enter__(self) -> "Checkpoints":
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self.close()
+
+
+def _import_orbax() -> Any:
+  try:
+    import orbax.checkpoint as orbax
+  except ImportError as error:
+    raise ImportError(
+      'Checkpoints need Orbax: pip install "jdist[checkpoints]".'
+    ) from error
+  return orbax
+
+
+def _name(step: int) -> str:
+  return f"step_{step:08d}"
+
+
+def _manifest_of(target: pathlib.Path) -> pathlib.Path:
+  return target.with_name(target.name + ".json")
+
+
+def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
+  pairs = jax.tree_util.tree_leaves_with_path(tree)
+  names = [jax.tree_util.keystr(path) for path, _ in pairs]
+  return names, [jnp.asarray(leaf) for _, leaf in pairs]
+
+
+def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
+  """How a leaf `[workers, ...]` is split behind its first dimension."""
+  spec = getattr(leaf.sharding, "spec", ())
+  return jax.sharding.PartitionSpec(*tuple(spec)[1:])
+
+
+def _hashes(target: pathlib.Path) -> Iterator[tuple[str, list[Any]]]:
+  """Yields (relative path, [bytes, sha256]) of every file."""
+  for path in sorted(target.rglob("*")):
+    if path.is_file():
+      with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+      relative = path.relative_to(target).as_posix()
+      yield relative, [path.stat().st_size, digest]
+
+
+def _damage(target: pathlib.Path) -> str | None:
+  """What is wrong with a checkpoint, or None."""
+  try:
+    files = json.loads(_manifest_of(target).read_text())["files"]
+  except (ValueError, KeyError, TypeError) as error:
+    return f"its manifest cannot be read: {error}"
+  found = dict(_hashes(target))
+  for name, expected in files.items():
+    if name not in found:
+      return f"file {name} is missing"
+    if found[name] != expected:
+      return f"file {name} has changed or is cut off"
+  return None
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+  """Writes a file that is either there whole or not at all."""
+  partial = path.with_name(path.name + ".partial")
+  with partial.open("w") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  partial.replace(path)

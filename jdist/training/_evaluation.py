@@ -1,0 +1,82 @@
+"""Evaluation on the anchor, the parameters on which all workers agree."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import collectives, transforms
+from jdist.training import _state, _step
+
+PyTree = Any
+
+
+class Evaluator:
+  """Evaluates a state on a fixed set of batches.
+
+  The workers share the batches out, and every process learns the totals.
+  """
+
+  def __init__(
+    self,
+    workers: collectives.Workers,
+    apply: Callable[..., tuple[jax.Array, PyTree]],
+    batches: Iterable[PyTree],
+    *,
+    normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
+    compute_dtype: Any = jnp.float32,
+  ):
+    """Places the batches once and prepares the programs.
+
+    Args:
+      workers: the run's workers.
+      apply: the model, as of `jdist.models`.
+      batches: `{"image", "label", "mask"}` with arrays `[workers, n, ...]`;
+        samples whose mask is 0 do not count.
+      normalize: turns stored images into the model's inputs.
+      compute_dtype: the dtype in which the model computes.
+    """
+    axis = workers.axis
+    rows = list(workers.local_workers)
+    self._batches = [
+      workers.place(jax.tree.map(lambda x: np.asarray(x)[rows], batch))
+      for batch in batches
+    ]
+    if not self._batches:
+      raise ValueError("`batches` must hold at least one batch, got none.")
+
+    def prepare(state: _state.TrainState) -> tuple[PyTree, PyTree]:
+      params = transforms.anchor(state.opt_state, state.params)
+      return params, collectives.mean(state.model_state, axis)
+
+    def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
+      images = normalize(batch["image"]).astype(compute_dtype)
+      logits, _ = apply(
+        _step.cast(params, compute_dtype), model_state, images, train=False
+      )
+      logits = logits.astype(jnp.float32)
+      losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+      )
+      hits = (jnp.argmax(logits, -1) == batch["label"]).astype(jnp.float32)
+      mask = batch["mask"]
+      sums = jnp.stack([jnp.sum(x * mask) for x in (hits, losses)])
+      return collectives.sum(jnp.append(sums, jnp.sum(mask)), axis)
+
+    self._prepare = workers.jit(prepare)
+    self._totals = workers.jit(totals)
+    self._workers = workers
+
+  def __call__(self, state: _state.TrainState) -> dict[str, float]:
+    """Returns test `accuracy` and `loss`, means over all samples."""
+    params, model_state = self._prepare(state)
+    totals = np.zeros(3)
+    for batch in self._batches:
+      # Read one by one: few steps in flight, see `jdist.training.fit`.
+      total = self._totals(params, model_state, batch)
+      totals += np.asarray(self._workers.view(total), np.float64)
+    hits, loss, count = totals
+    return {"accuracy": hits / count, "loss": loss / count}

@@ -1,0 +1,312 @@
+"""The training loop: it never makes the device wait for the host.
+
+The metrics of step t-1 are read after step t has been dispatched, so the
+device always has the next step in its queue, and at most two steps are in
+flight.  More gain nothing, and on virtual CPU devices many steps in flight
+deadlock (see `collectives.make_cpu_devices`).
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import collectives
+from jdist.training import (
+  _checkpoints,
+  _progress,
+  _state,
+  _step,
+  _watchdog,
+)
+
+PyTree = Any
+# From the step to begin with, an endless iterator of host batches
+# `[local workers, ...]`.
+Batches = Callable[[int], Iterator[PyTree]]
+
+
+class Record(NamedTuple):
+  """Where a run stands when it is evaluated.
+
+  Attributes:
+    step: updates so far.
+    rounds: how often the workers have come together.
+    sent_bytes: bytes one worker has sent, see `collectives.Traffic`.
+    train_loss: mean over the steps since the last record.
+    metrics: what `evaluate` returned.
+    train_s: seconds of training so far in this process, without compilation
+      and evaluation.
+    samples_per_s: training samples of all workers per second, likewise.
+  """
+
+  step: int
+  rounds: int
+  sent_bytes: float
+  train_loss: float
+  metrics: dict[str, float]
+  train_s: float
+  samples_per_s: float
+
+
+class Trainer:
+  """Runs a step over batches; compiles once, however often it is used."""
+
+  def __init__(
+    self,
+    workers: collectives.Workers,
+    step: _step.Step,
+    *,
+    timeout_s: float = 900.0,
+  ):
+    """Prepares the program.
+
+    Args:
+      workers: the run's workers.
+      step: one worker's step, from `make_step` or a user's own: `(state,
+        batch) -> state, metrics` with the metrics `loss` and `rounds`.
+      timeout_s: a step that takes longer ends the process with a message;
+        compiling may take four times as long.
+    """
+    self.workers = workers
+    self._step = step
+    self._timeout_s = timeout_s
+    self._names: tuple[str, ...] = ()
+
+    def packed(
+      state: _state.TrainState, batch: PyTree
+    ) -> tuple[_state.TrainState, jax.Array]:
+      state, metrics = step(state, batch)
+      self._names = tuple(sorted(metrics))
+      # One small array and not many: reading each costs a transfer.
+      values = [metrics[n].astype(jnp.float32) for n in self._names]
+      return state, jnp.stack(values)
+
+    self._program = workers.jit(packed, donate_argnums=0)
+
+  def traffic(
+    self, state: _state.TrainState, batch: PyTree
+  ) -> collectives.Traffic:
+    """What one worker sends in a step and in a round."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    return collectives.traffic(
+      self._step,
+      jax.tree.map(one, state),
+      jax.tree.map(one, batch),
+      axis=self.workers.axis,
+      num_workers=self.workers.num_workers,
+    )
+
+  def fit(
+    self,
+    state: _state.TrainState,
+    batches: Batches,
+    num_steps: int,
+    *,
+    evaluate: Callable[[_state.TrainState], dict[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    checkpoints: _checkpoints.Checkpoints | None = None,
+    checkpoint_every: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    label: str | None = None,
+    on_record: Callable[[Record], None] | None = None,
+  ) -> tuple[_state.TrainState, list[Record]]:
+    """Trains until step `num_steps`, going on from the last checkpoint.
+
+    Args:
+      state: from `init_state`; given up to the first step.
+      batches: from a step number to an iterator of host batches
+        `[local workers, n, ...]`, for instance `Batches.iterate`.
+      num_steps: the step at which to stop.
+      evaluate: an `Evaluator`; called at the end, too.
+      evaluate_every: steps between evaluations; by default at the end only.
+      checkpoints: where to resume from and save to.
+      checkpoint_every: steps between checkpoints; by default at the end only.
+      metadata: saved with each checkpoint; a checkpoint with other metadata
+        is refused.
+      label: shows progress under this name.
+      on_record: called with each new record.
+
+    Returns:
+      The state, and the records of this call.
+
+    Raises:
+      ValueError: when a checkpoint is of another run.
+    """
+    if num_steps < 1:
+      raise ValueError(f"`num_steps` must be at least 1, got {num_steps}.")
+    start = 0
+    if checkpoints is not None:
+      state, start = _resumed(checkpoints, state, metadata or {})
+    run = _Run(self, state, start, num_steps, label, on_record, evaluate)
+    with contextlib.ExitStack() as stack:
+      data = batches(start)
+      if close := getattr(data, "close", None):
+        stack.callback(close)
+      stack.enter_context(run.watchdog)
+      if run.progress is not None:
+        stack.enter_context(run.progress)
+      for step in range(start, num_steps):
+        run.advance(next(data))
+        done = step + 1
+        if _due(done, evaluate_every, num_steps):
+          run.record()
+        if checkpoints is not None and _due(done, checkpoint_every, num_steps):
+          run.settle()
+          checkpoints.save(
+            done, run.state, _state.shared_leaves(run.state), metadata
+          )
+    if checkpoints is not None:
+      checkpoints.wait()
+    return run.state, run.records
+
+
+class _Run:
+  """One call of `fit`: the state, the step in flight, clocks and sums."""
+
+  def __init__(
+    self,
+    trainer: Trainer,
+    state: _state.TrainState,
+    start: int,
+    num_steps: int,
+    label: str | None,
+    on_record: Callable[[Record], None] | None,
+    evaluate: Callable[[_state.TrainState], dict[str, float]] | None,
+  ):
+    self.state = state
+    self.records: list[Record] = []
+    self.watchdog = _watchdog.Watchdog(trainer._timeout_s)
+    self.progress = (
+      None
+      if label is None
+      else _progress.Progress(num_steps, label, start_step=start)
+    )
+    self._trainer = trainer
+    self._on_record = on_record
+    self._evaluate = evaluate
+    self._traffic: collectives.Traffic | None = None
+    self._in_flight: jax.Array | None = None
+    self._dispatched = self._read = start
+    self._rounds = 0
+    self._losses: list[float] = []
+    self._samples = 0
+    self._samples_per_step = 0
+    self._train_s = 0.0
+    # When the present stretch of uninterrupted training began; None at first
+    # and after an interruption, until a step has been read.
+    self._since_s: float | None = None
+
+  def advance(self, batch: PyTree) -> None:
+    """Dispatches a step, then reads the one before it."""
+    trainer = self._trainer
+    placed = trainer.workers.place(batch)
+    if self._traffic is None:
+      first = jax.tree.leaves(placed)[0]
+      self._samples_per_step = first.shape[0] * first.shape[1]
+      self._traffic = trainer.traffic(self.state, placed)
+      self.watchdog.beat("compiling", patience=4.0)
+    self.state, metrics = trainer._program(self.state, placed)
+    self._dispatched += 1
+    before, self._in_flight = self._in_flight, metrics
+    if before is not None:
+      self._take(before)
+
+  def settle(self) -> None:
+    """Reads the step in flight; nothing runs on the device afterwards."""
+    if self._in_flight is not None:
+      metrics, self._in_flight = self._in_flight, None
+      self._take(metrics)
+    self._since_s = None  # What follows is not training time.
+
+  def _take(self, metrics: jax.Array) -> None:
+    rows = _local_rows(metrics)
+    now_s = time.perf_counter()
+    self._read += 1
+    self.watchdog.beat(f"the last was step {self._read}")
+    if self._since_s is not None:
+      self._train_s += now_s - self._since_s
+      self._samples += self._samples_per_step
+    # The first step of a stretch compiles or waits for what came before; it
+    # counts neither in time nor in samples.
+    self._since_s = now_s
+    means = dict(zip(self._trainer._names, rows.mean(axis=0), strict=True))
+    self._rounds = int(means["rounds"])
+    self._losses.append(float(means["loss"]))
+    if self.progress is not None:
+      self.progress.update(
+        self._read,
+        f"loss {self._losses[-1]:.3f}  {self._rate():,.0f} samples/s  "
+        f"{_progress.format_bytes(self._sent_bytes())} sent",
+      )
+
+  def _rate(self) -> float:
+    return self._samples / self._train_s if self._train_s else 0.0
+
+  def _sent_bytes(self) -> float:
+    if self._traffic is None:
+      return 0.0
+    return self._traffic.sent_bytes(self._read, self._rounds)
+
+  def record(self) -> None:
+    """Evaluates, and notes where the run stands."""
+    self.settle()
+    metrics = {} if self._evaluate is None else self._evaluate(self.state)
+    self.watchdog.beat(f"evaluated after step {self._read}")
+    record = Record(
+      step=self._read,
+      rounds=self._rounds,
+      sent_bytes=self._sent_bytes(),
+      train_loss=float(np.mean(self._losses)),
+      metrics=metrics,
+      train_s=self._train_s,
+      samples_per_s=self._rate(),
+    )
+    self._losses.clear()
+    self.records.append(record)
+    if self._on_record is not None:
+      self._on_record(record)
+
+
+def _local_rows(metrics: jax.Array) -> np.ndarray:
+  """This process's workers' metrics, [local workers, metrics]."""
+  if metrics.is_fully_addressable:
+    return np.asarray(metrics)
+  return np.concatenate(
+    [np.asarray(s.data) for s in metrics.addressable_shards]
+  )
+
+
+def _due(done: int, every: int | None, last: int) -> bool:
+  return done == last or (every is not None and done % every == 0)
+
+
+def _resumed(
+  checkpoints: _checkpoints.Checkpoints,
+  state: _state.TrainState,
+  metadata: dict[str, Any],
+) -> tuple[_state.TrainState, int]:
+  found = checkpoints.restore(state)
+  if found is None:
+    return state, 0
+  different = sorted(
+    name
+    for name in found.metadata.keys() | metadata.keys()
+    if found.metadata.get(name) != metadata.get(name)
+  )
+  if different:
+    name = different[0]
+    raise ValueError(
+      f"`metadata` must be that of the checkpoint, but {', '.join(different)} "
+      f"differ: `{name}` is {found.metadata.get(name)!r} there and "
+      f"{metadata.get(name)!r} here. Resume with the same options, or start "
+      "anew in another directory."
+    )
+  return found.state, found.step

@@ -1,0 +1,64 @@
+"""What a person sees while a run goes on: rate, loss, bytes."""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+  """A line that moves on a terminal, and nothing in a log file."""
+
+  def __init__(self, num_steps: int, label: str, *, start_step: int = 0):
+    """Prepares the line; entering the context shows it.
+
+    Args:
+      num_steps: the last step.
+      label: what is running, for instance the method and the seed.
+      start_step: where a resumed run begins.
+    """
+    # Here and not above: `import jdist` should not pay for it.
+    from rich import console, progress
+
+    self._bar = progress.Progress(
+      progress.TextColumn("[bold]{task.description}"),
+      progress.BarColumn(bar_width=24),
+      progress.MofNCompleteColumn(),
+      progress.TextColumn("{task.fields[told]}"),
+      progress.TimeRemainingColumn(compact=True),
+      console=console.Console(file=sys.stderr),
+      transient=True,
+      disable=not sys.stderr.isatty(),
+    )
+    self._task = self._bar.add_task(
+      label, total=num_steps, completed=start_step, told=""
+    )
+
+  def update(self, step: int, told: str) -> None:
+    """Moves to a step and shows a few words beside the bar."""
+    self._bar.update(self._task, completed=step, told=told)
+
+  def __enter__(self) -> "Progress":
+    self._bar.start()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self._bar.stop()
+
+
+def format_bytes(num_bytes: Any) -> str:
+  """Bytes in the unit that a person would choose, 1 kB = 1000 bytes.
+
+  >>> format_bytes(999), format_bytes(12_345_678)
+  ('999 B', '12.3 MB')
+  """
+  size = float(num_bytes)
+  for unit in ("B", "kB", "MB", "GB", "TB"):
+    if size < 1000 or unit == "TB":
+      return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+    size /= 1000
+  raise AssertionError("unreachable")

@@ -1,0 +1,94 @@
+"""Result rows: one JSON object a line, each of which stands alone."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+_PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def make_row(
+  config: dict[str, Any], seed: int, **measured: Any
+) -> dict[str, Any]:
+  """Puts what was measured beside all that is needed to measure it again.
+
+  Args:
+    config: every option of the run.
+    seed: its seed.
+    **measured: the results, units in their names.
+
+  Returns:
+    `{config, seed, commit, device, versions, ...measured}`.
+  """
+  return {
+    "config": config,
+    "seed": seed,
+    "commit": _commit(),
+    "device": _device(),
+    "versions": _versions(),
+    **measured,
+  }
+
+
+def append_rows(
+  path: str | os.PathLike[str], rows: Iterable[dict[str, Any]]
+) -> None:
+  """Appends rows to a file, each in one write."""
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("a") as file:
+    for row in rows:
+      file.write(json.dumps(row) + "\n")
+      file.flush()
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Reads all rows of a file; a last line that was cut off is left out."""
+  rows = []
+  lines = pathlib.Path(path).read_text().splitlines(keepends=True)
+  for line in lines:
+    if line.endswith("\n") and line.strip():
+      rows.append(json.loads(line))
+  return rows
+
+
+@functools.cache
+def _commit() -> str:
+  """The commit of the code that runs, with `+` when it was changed since."""
+  folder = pathlib.Path(__file__).parent
+  try:
+    git = functools.partial(
+      subprocess.run, cwd=folder, capture_output=True, text=True, check=True
+    )
+    commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+    changed = git(["git", "status", "--porcelain", "-uno"]).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"  # Installed, not checked out: the version tells.
+  return commit + ("+" if changed else "")
+
+
+def _device() -> str:
+  first = jax.devices()[0]
+  kind = first.device_kind
+  if first.platform == "cpu":
+    kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
+  return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+  versions = {"python": platform.python_version()}
+  for package in _PACKAGES:
+    try:
+      versions[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      versions[package] = "not installed"
+  return versions

@@ -1,0 +1,91 @@
+"""Ends a run that hangs, with a message, instead of waiting forever.
+
+A process that is alive but stuck in a collective hangs all others without an
+error, and the main thread cannot be interrupted there: it waits inside the
+runtime.  So a second thread looks at the clock.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+
+# What the shell sees; EX_TEMPFAIL: run it again, it resumes.
+EXIT_STATUS = 75
+
+
+class Watchdog:
+  """Ends the process if nobody calls `beat` for too long.
+
+  Used as a context manager around a training loop.
+  """
+
+  def __init__(self, timeout_s: float, *, what: str = "training step"):
+    """Sets the clock; it starts on entering the context.
+
+    Args:
+      timeout_s: seconds without a beat before the process ends; infinity
+        means never.
+      what: what is being waited for, for the message.
+    """
+    if not timeout_s > 0:
+      raise ValueError(f"`timeout_s` must be positive, got {timeout_s}.")
+    self._timeout_s = timeout_s
+    self._what = what
+    self._deadline_s = float("inf")
+    self._note = ""
+    self._done = threading.Event()
+    self._thread = threading.Thread(
+      target=self._watch, name="jdist-watchdog", daemon=True
+    )
+
+  def beat(self, note: str = "", *, patience: float = 1.0) -> None:
+    """Says that all is well.
+
+    Args:
+      note: where the run is, for the message.
+      patience: this time, wait so many times longer: compiling takes time.
+    """
+    self._note = note
+    self._deadline_s = time.monotonic() + self._timeout_s * patience
+
+  def _watch(self) -> None:
+    interval_s = min(1.0, self._timeout_s / 4)
+    while not self._done.wait(interval_s):
+      if time.monotonic() > self._deadline_s:
+        self._end()
+
+  def _end(self) -> None:
+    message = (
+      f"jdist: no {self._what} has finished for {self._timeout_s:g} s "
+      f"({self._note or 'none before it'}). The run hangs, most likely in a "
+      "collective that another worker never joined: another process may be "
+      "dead or stuck, or the virtual CPU devices of this one are out of "
+      "threads (make them with `jdist.collectives.make_cpu_devices`). Ending "
+      f"with status {EXIT_STATUS}; start the run again to go on from its last "
+      "checkpoint. Where each thread stands:\n"
+    )
+    sys.stderr.write("\n" + message)
+    sys.stderr.flush()
+    faulthandler.dump_traceback(all_threads=True)
+    sys.stderr.flush()
+    # Not sys.exit: no other thread will ever come back to run its handlers.
+    os._exit(EXIT_STATUS)
+
+  def __enter__(self) -> "Watchdog":
+    self.beat()
+    if self._timeout_s != float("inf"):
+      self._thread.start()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self._done.set()
+    if self._thread.is_alive():
+      self._thread.join()
