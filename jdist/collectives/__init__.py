@@ -19,11 +19,11 @@ from jdist.collectives._axis import varying as varying
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
 from jdist.collectives._meshes import make_mesh as make_mesh
 from jdist.collectives._meshes import start_processes as start_processes
+from jdist.collectives._packing import pack as pack
+from jdist.collectives._packing import unpack as unpack
 from jdist.collectives._plans import Message as Message
-from jdist.collectives._plans import pack as pack
 from jdist.collectives._plans import Piece as Piece
 from jdist.collectives._plans import Plan as Plan
 from jdist.collectives._plans import plan as plan
-from jdist.collectives._plans import unpack as unpack
 from jdist.collectives._running import Workers as Workers
 from jdist.collectives._running import workers as workers

@@ -139,8 +139,8 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
 
   Args:
     tree: arrays of any shapes, each worker its own values.
-    axis: None (returns `tree`), a name, or (inner, outer): first over the
-      workers of a device, then between devices.
+    axis: None (one worker, whose own values these are), a name, or (inner,
+      outer): first over the workers of a device, then between devices.
 
   Returns:
     The averages, equal on all workers to the bit, in the leaves' dtypes;
@@ -150,6 +150,10 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
   [2.0, 2.0]
   """
+  if axis is None:  # The same dtypes as with others.
+    return jax.tree.map(
+      lambda x: x if _is_inexact(x) else jnp.mean(x[None], 0), tree
+    )
   return _all_reduce(jax.lax.pmean, tree, axis)
 
 
@@ -162,6 +166,10 @@ def sum(tree: PyTree, axis: Axis) -> PyTree:
   [4.0, 4.0]
   """
   return _all_reduce(jax.lax.psum, tree, axis)
+
+
+def _is_inexact(x: jax.Array) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _all_reduce(

@@ -8,6 +8,7 @@ everywhere.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -80,13 +81,36 @@ class Workers:
     """
     if self.mesh is None:
       return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return NamedSharding(self.mesh, PartitionSpec(self.mesh_axis, *spec))
+    # Without trailing None, as compiled programs name the sharding of their
+    # results: another name is another program.
+    dims = list(spec)
+    while dims and dims[-1] is None:
+      dims.pop()
+    return NamedSharding(self.mesh, PartitionSpec(self.mesh_axis, *dims))
+
+  def specs(self, tree: PyTree) -> PyTree:
+    """Reads how a worker's arrays are split over the mesh's other axes.
+
+    Args:
+      tree: arrays `[workers, ...]` on the devices.
+
+    Returns:
+      A tree of PartitionSpec, without the axis of workers.
+    """
+
+    def one(x: jax.Array) -> PartitionSpec:
+      if isinstance(x.sharding, NamedSharding):
+        return PartitionSpec(*x.sharding.spec[1:])
+      return _UNSPLIT
+
+    return jax.tree.map(one, tree)
 
   def jit(
     self,
     step: Callable[..., PyTree],
     *,
     donate_argnums: int | Sequence[int] = (),
+    out_specs: PyTree = None,
   ) -> Any:
     """Compiles what one worker does into one program for all of them.
 
@@ -94,6 +118,12 @@ class Workers:
       step: takes and returns pytrees of one worker's arrays, without the
         leading axis of workers; speaks to the others through `self.axis`.
       donate_argnums: the arguments whose memory the results may reuse.
+      out_specs: how the results are split over the mesh's other axes: a
+        `PartitionSpec`, or None where the compiler may choose, for each result
+        or for whole subtrees.  A step that gives a state back names here how
+        the state is split, for instance `(team.specs(state), None)`; else the
+        compiler may split a leaf that came whole, and the next call, with
+        another input, compiles the step again.
 
     Returns:
       A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
@@ -101,7 +131,10 @@ class Workers:
     """
     # Results that depend on no argument would else be free to move, and the
     # next call, where they are arguments, a call of another kind.
-    placed = None if self.mesh is not None else self.sharding()
+    if self.mesh is None:
+      placed = self.sharding()
+    else:
+      placed = jax.tree.map(self.sharding, out_specs)
     return jax.jit(
       self.spmd(step), donate_argnums=donate_argnums, out_shardings=placed
     )
@@ -182,7 +215,7 @@ class Workers:
       if jax.process_count() == 1:
         return jax.device_put(x, self.sharding())
       return jax.make_array_from_process_local_data(
-        self.sharding(), np.asarray(x), (self.num_workers, *jnp.shape(x)[1:])
+        self.sharding(), _to_host(x), (self.num_workers, *jnp.shape(x)[1:])
       )
 
     return jax.tree.map(one, tree)
@@ -223,7 +256,8 @@ class Workers:
       Arrays `[...]`.
 
     Raises:
-      ValueError: when the worker does not run in this process.
+      ValueError: when the worker, or a part of it, does not run in this
+        process.
     """
     worker = self.local_workers[0] if worker is None else worker
     if worker not in self.local_workers:
@@ -244,6 +278,7 @@ class Workers:
     """
     if jax.process_count() == 1:
       return jax.tree.map(_to_host, tree)
+    jax.tree.map(_check_plain, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
@@ -366,26 +401,38 @@ def _row(x: jax.Array, worker: int) -> jax.Array:
   """Row `worker` of an array of which this process has that row."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x[worker]
-  parts: dict[Any, Any] = {}
+  parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}
   for shard in x.addressable_shards:
-    rows = shard.index[0]
-    start, stop, _ = rows.indices(x.shape[0])
+    # Bounds, because slices have no hash before Python 3.12.
+    (start, stop), *box = (
+      side.indices(length)[:2]
+      for side, length in zip(shard.index, x.shape, strict=True)
+    )
     if start <= worker < stop:
-      parts[shard.index[1:]] = shard.data[worker - start]
+      parts[tuple(box)] = shard.data[worker - start]
+  if sum(part.size for part in parts.values()) != math.prod(x.shape[1:]):
+    raise ValueError(
+      f"`worker` must have all its devices in this process, but worker {worker}"
+      " is sharded over several processes. To see all workers, call `gather`."
+    )
   if len(parts) == 1:
     return next(iter(parts.values()))
   # The worker is itself sharded: put its pieces together on the host.
   whole = np.empty(x.shape[1:], x.dtype)
-  for index, part in parts.items():
-    whole[index] = np.asarray(part)
+  for bounds, part in parts.items():
+    whole[tuple(slice(*side) for side in bounds)] = np.asarray(part)
   return jnp.asarray(whole)
 
 
 def _to_host(x: Any) -> Any:
+  _check_plain(x)
+  return np.asarray(x)
+
+
+def _check_plain(x: Any) -> None:
   if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     raise ValueError(
       "`tree` must hold plain arrays here, got a typed PRNG key. Pass "
       "`jax.random.key_data(key)` and wrap it again with "
       "`jax.random.wrap_key_data`."
     )
-  return np.asarray(x)

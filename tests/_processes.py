@@ -1,0 +1,166 @@
+"""Runs one function in several real processes that form one JAX run.
+
+    def count_devices(scale):
+      import jax
+
+      return scale * jax.device_count()
+
+    assert _processes.run(count_devices, 10, num_processes=2) == [20, 20]
+
+The function's source is written to a file and run there: it imports what it
+needs itself, takes and returns what JSON can hold, and may assert.
+"""
+
+import inspect
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_POLL_S = 0.05
+_TAIL_CHARACTERS = 3000
+
+_MAIN = """
+
+import json, os, pathlib, sys, traceback
+
+process, processes, devices, port = (int(arg) for arg in sys.argv[1:5])
+if processes:
+  import jax
+  from jdist import collectives
+
+  jax.config.update("jax_numpy_dtype_promotion", "strict")
+  collectives.start_processes(
+    f"127.0.0.1:{{port}}", processes, process, cpu_devices_per_process=devices
+  )
+try:
+  result = {name}(*json.loads(sys.argv[5]))
+except BaseException:
+  traceback.print_exc()
+  sys.stderr.flush()
+  os._exit(1)  # An ordinary exit would wait until the others have ended.
+if processes:
+  jax.distributed.shutdown()  # Waits for the others, so that none is cut off.
+pathlib.Path(sys.argv[6]).write_text(json.dumps(result))
+"""
+
+
+class ProcessesError(AssertionError):
+  """A process failed or took too long; shows what all of them printed."""
+
+
+def run(
+  function: Callable[..., Any],
+  *args: Any,
+  num_processes: int,
+  devices_per_process: int = 1,
+  timeout_s: float = 90.0,
+  join: bool = True,
+) -> list[Any]:
+  """Runs `function(*args)` in each of several processes.
+
+  Args:
+    function: a function that needs nothing from around it.
+    *args: what JSON can hold.
+    num_processes: how many processes.
+    devices_per_process: virtual CPU devices of each.
+    timeout_s: after which all processes are killed.
+    join: whether the processes call `collectives.start_processes` first.
+
+  Returns:
+    What the function returned in process 0, 1, ...
+
+  Raises:
+    ProcessesError: when a process failed, upon which the others are killed, or
+      when they took too long.
+  """
+  __tracebackhide__ = True  # Of no interest beside the processes' own.
+  source = textwrap.dedent(inspect.getsource(function))
+  port = free_port()
+  with tempfile.TemporaryDirectory() as folder_name:
+    folder = pathlib.Path(folder_name)
+    script = folder / f"{function.__name__}.py"
+    script.write_text(source + _MAIN.format(name=function.__name__))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+      for i in range(num_processes):
+        command = [
+          sys.executable, "-W", "error::DeprecationWarning:jdist", str(script),
+          str(i), str(num_processes if join else 0), str(devices_per_process),
+          str(port), json.dumps(args), str(folder / f"{i}.json"),
+        ]  # fmt: skip
+        # To a file and not a pipe, which would block when nobody reads it.
+        with (folder / f"{i}.log").open("wb") as log:
+          processes.append(
+            subprocess.Popen(
+              command,
+              cwd=_ROOT,
+              env=_environment(),
+              stdin=subprocess.DEVNULL,
+              stdout=log,
+              stderr=subprocess.STDOUT,
+            )
+          )
+      trouble = _wait(processes, timeout_s)
+    finally:
+      for process in processes:
+        process.kill()
+        process.wait()
+    if trouble:
+      raise ProcessesError(f"{trouble}\n{_logs(folder, num_processes)}")
+    return [
+      json.loads((folder / f"{i}.json").read_text())
+      for i in range(num_processes)
+    ]
+
+
+def free_port() -> int:
+  """A port of the loopback interface that nobody listens on."""
+  with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 0))
+    return int(sock.getsockname()[1])
+
+
+def _environment() -> dict[str, str]:
+  paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+  # Not what the parent's virtual devices and thread pool were given.
+  drop = {"XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES"}
+  kept = {name: x for name, x in os.environ.items() if name not in drop}
+  return kept | {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+  }
+
+
+def _wait(
+  processes: list[subprocess.Popen[bytes]], timeout_s: float
+) -> str | None:
+  """Waits for all to end well; says what went wrong."""
+  deadline_s = time.monotonic() + timeout_s
+  while True:
+    codes = [process.poll() for process in processes]
+    failed = [i for i, code in enumerate(codes) if code]
+    if failed:
+      return f"Process {failed[0]} ended with status {codes[failed[0]]}."
+    if None not in codes:
+      return None
+    if time.monotonic() > deadline_s:
+      running = [i for i, code in enumerate(codes) if code is None]
+      return f"Processes {running} still ran after {timeout_s} s."
+    time.sleep(_POLL_S)
+
+
+def _logs(folder: pathlib.Path, num_processes: int) -> str:
+  return "\n".join(
+    f"--- process {i} ---\n"
+    + (folder / f"{i}.log").read_text(errors="replace")[-_TAIL_CHARACTERS:]
+    for i in range(num_processes)
+  )
