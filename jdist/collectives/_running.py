@@ -319,8 +319,8 @@ def workers(
   [6, 6, 6, 6]
   """
   _axis.check_axis(axis)
-  if axis is None:
-    raise ValueError("`axis` must be a name, got None.")
+  if not isinstance(axis, str):
+    raise ValueError(f"`axis` must be a name, got {axis!r}.")
   if num_workers < 1:
     raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
   if substrate not in ("auto", "none", "vmap", "shard_map"):

@@ -1,0 +1,185 @@
+"""Counted bytes: by hand, and against what the compiler made of the step."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import collectives
+from jdist.collectives import _programs, _traffic
+
+Collective = _traffic.Collective
+AXIS = "worker"
+
+
+def struct(*shape, dtype="float32"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def count(step, *args, axis=AXIS, num_workers=8):
+  return _traffic.traffic(step, *args, axis=axis, num_workers=num_workers)
+
+
+# By hand.
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+  ("kind", "sent"),
+  [
+    ("all-reduce", 2 * 3 / 4 * 100),
+    ("all-gather", 3 * 100),
+    ("reduce-scatter", 3 / 4 * 100),
+    ("all-to-all", 3 / 4 * 100),
+    ("permute", 100),
+  ],
+)
+def test_bytes_in_a_ring_of_four_by_hand(kind, sent):
+  assert Collective(kind, 100, num_workers=4).wire_bytes == sent
+  assert Collective(kind, 100, num_workers=4, count=3).wire_bytes == 3 * sent
+  assert Collective(kind, 100, num_workers=1).wire_bytes == 0
+
+
+def test_steps_and_rounds_add_up():
+  traffic = _traffic.Traffic(
+    (
+      Collective("all-reduce", 100, 2),
+      Collective("all-gather", 30, 2, conditional=True),
+    )
+  )
+  assert traffic.bytes_per_step == 100
+  assert traffic.bytes_per_round == 30
+  assert traffic.sent_bytes(steps=10, rounds=2) == 1060
+
+
+def test_a_local_step_by_hand():
+  def step(x, is_end):
+    x = x - 1.0
+    x = jax.lax.cond(
+      is_end,
+      lambda: collectives.mean(x, AXIS),
+      lambda: collectives.varying(x, AXIS),
+    )
+    return x, collectives.mean(jnp.sum(x), AXIS)
+
+  traffic = count(step, struct(10), struct(dtype="bool"), num_workers=4)
+  assert traffic.collectives == (
+    Collective("all-reduce", 40, 4, conditional=True),
+    Collective("all-reduce", 4, 4),
+  )
+  assert traffic.bytes_per_step == 6
+  assert traffic.bytes_per_round == 60
+
+
+def test_a_scan_counts_its_length():
+  def step(x):
+    body = lambda x, _: (collectives.mean(x, AXIS), None)  # noqa: E731
+    return jax.lax.scan(body, x, length=5)
+
+  (found,) = count(step, struct(10)).collectives
+  assert found == Collective("all-reduce", 40, 8, count=5)
+
+
+def test_payloads_count_in_their_own_dtype():
+  step = lambda x: collectives.mean(x, AXIS)  # noqa: E731
+  (found,) = count(step, struct(10, dtype="bfloat16")).collectives
+  assert found.payload_bytes == 20
+  step = lambda x: collectives.gather(x, AXIS)  # noqa: E731
+  (found,) = count(step, struct(10, dtype="uint8")).collectives
+  assert found == Collective("all-gather", 10, 8)
+
+
+def test_workers_that_share_a_device_count_as_machines_of_their_own():
+  axis = ("inner", "outer")
+  for say in (collectives.mean, collectives.gather, collectives.exchange):
+    one = count(lambda x, say=say: say(x, AXIS), struct(8, 3))
+    two = count(lambda x, say=say: say(x, axis), struct(8, 3), axis=axis)
+    assert one.bytes_per_step == two.bytes_per_step > 0
+
+
+def test_alone_nothing_is_sent():
+  step = lambda x: collectives.mean(x, None)  # noqa: E731
+  assert count(step, struct(3), axis=None).collectives == ()
+  step = lambda x: collectives.mean(x, AXIS)  # noqa: E731
+  assert count(step, struct(3), num_workers=1).collectives == ()
+  assert count(lambda x: x + 1, struct(3)).bytes_per_step == 0
+
+
+def test_other_axes_are_not_the_workers():
+  def step(x):
+    inner = jax.vmap(lambda y: jax.lax.psum(y, "other"), axis_name="other")
+    return collectives.mean(inner(x), AXIS)
+
+  (found,) = count(step, struct(4, 3)).collectives
+  assert found == Collective("all-reduce", 48, 8)
+
+
+# Against the compiler: counted in the traced step, read in its program.
+
+
+def mean_of_a_tree(x):
+  return collectives.mean({"a": x, "b": x[:3], "c": x[0]}, AXIS)
+
+
+def a_round_now_and_then(x):
+  return jax.lax.cond(
+    x[0] > 0,
+    lambda: collectives.sum(x, AXIS),
+    lambda: collectives.varying(x * 2.0, AXIS),
+  )
+
+
+def steps_in_a_scan(x):
+  def body(x, _):
+    return collectives.mean(x * 2.0, AXIS), collectives.gather(x, AXIS)
+
+  return jax.lax.scan(body, x, length=3)
+
+
+def gather_bytes(x):
+  return collectives.gather(x.astype(jnp.uint8), AXIS)
+
+
+def exchange_and_gather(x):
+  mine = collectives.exchange(x.reshape(8, -1), AXIS).sum(0)
+  return collectives.gather(mine, AXIS)
+
+
+def both_in_a_conditional(x):
+  rare = jax.lax.cond(
+    x[0] > 0,
+    lambda: collectives.gather(x * 3.0, AXIS),
+    lambda: collectives.varying(jnp.zeros((8, *x.shape)), AXIS),
+  )
+  return rare, collectives.mean(x, AXIS)
+
+
+STEPS = (
+  mean_of_a_tree,
+  a_round_now_and_then,
+  steps_in_a_scan,
+  gather_bytes,
+  exchange_and_gather,
+  both_in_a_conditional,
+)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_the_program_moves_what_was_counted(step):
+  team = collectives.workers(8, substrate="shard_map")
+  x = team.place(np.ones((8, 16), np.float32))
+  counted = count(step, struct(16)).collectives
+  program = _programs.read_collectives(team.jit(step).lower(x).compile())
+
+  def total(found):
+    # The compiler merges reductions, so their bytes are compared.  It lists
+    # what stands in a loop once.
+    sums = collections.Counter()
+    for c in found:
+      sums[c.kind, c.num_workers, c.conditional] += c.payload_bytes
+    return sums
+
+  assert counted
+  assert total(program) == total(counted)
