@@ -16,6 +16,7 @@ from jdist.collectives._axis import mean as mean
 from jdist.collectives._axis import size as size
 from jdist.collectives._axis import sum as sum
 from jdist.collectives._axis import varying as varying
+from jdist.collectives._fingerprints import fingerprint as fingerprint
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
 from jdist.collectives._meshes import make_mesh as make_mesh
 from jdist.collectives._meshes import start_processes as start_processes
@@ -25,5 +26,9 @@ from jdist.collectives._plans import Message as Message
 from jdist.collectives._plans import Piece as Piece
 from jdist.collectives._plans import Plan as Plan
 from jdist.collectives._plans import plan as plan
+from jdist.collectives._programs import read_collectives as read_collectives
 from jdist.collectives._running import Workers as Workers
 from jdist.collectives._running import workers as workers
+from jdist.collectives._traffic import Collective as Collective
+from jdist.collectives._traffic import Traffic as Traffic
+from jdist.collectives._traffic import traffic as traffic

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs them.
+#
+#   ./scripts/test.sh                the whole default set
+#   ./scripts/test.sh -m slow        what takes long; before a release
+#   ./scripts/test.sh tests/data     any argument of pytest
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"
+environment dev
+cd "$root"
+exec "$python" -m pytest "$@"

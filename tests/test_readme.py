@@ -1,0 +1,42 @@
+"""What the README shows is run as it stands there."""
+
+import pathlib
+import re
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_README = (_ROOT / "README.md").read_text()
+_BLOCKS = re.findall(r"```python\n(.*?)```", _README, flags=re.DOTALL)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("number", range(len(_BLOCKS)))
+def test_the_readme_example_runs(number, capsys):
+  # Optax's Adam mixes dtypes in a way that the strict mode of the tests
+  # refuses; a reader's program has the ordinary mode.
+  import jax
+
+  with jax.numpy_dtype_promotion("standard"):
+    scope = {"__name__": "readme"}
+    exec(compile(_BLOCKS[number], f"README block {number}", "exec"), scope)
+    for name, test in list(scope.items()):
+      if name.startswith("test_"):
+        test()
+
+
+def test_the_main_example_has_about_fifteen_lines():
+  lines = [line for line in _BLOCKS[0].splitlines() if line.strip()]
+  assert len(lines) <= 16
+
+
+def test_every_file_that_the_readme_names_is_there():
+  links = re.findall(r"\]\((?!http)([^)#]+)\)", _README)
+  assert links
+  missing = [link for link in links if not (_ROOT / link).exists()]
+  assert not missing
+
+
+def test_the_changelog_begins_with_what_is_not_released():
+  text = (_ROOT / "CHANGELOG.md").read_text()
+  assert re.search(r"^## (Unreleased|\d+\.\d+)", text, flags=re.MULTILINE)
