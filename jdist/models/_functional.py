@@ -1,0 +1,156 @@
+"""NNX modules as pure functions."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+  """Holds the starting values and the pure function of a network.
+
+  Attributes:
+    params: what is trained: nested dict of float32 arrays. The keys sort in
+      the order in which the layers of `build`'s models run, so the leaves of
+      the tree go from the front layers to the back.
+    state: what is not trained but changes in training, such as running batch
+      statistics: nested dict of arrays, `{}` when there is none.
+    apply: `apply(params, state, images, *, train, mask=None)` gives
+      `(logits, state)`; see `functional`.
+  """
+
+  params: dict[str, Any]
+  state: dict[str, Any]
+  apply: Callable[..., tuple[jax.Array, dict[str, Any]]]
+
+  def __repr__(self) -> str:
+    return f"Model({num_params(self):,} parameters)"
+
+
+def num_params(model: Model) -> int:
+  """Counts the trained numbers of a model.
+
+  >>> from jdist import models
+  >>> num_params(models.build("lenet", input_shape=(28, 28, 1), num_classes=10))
+  61706
+  """
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
+
+
+def functional(module: nnx.Module) -> Model:
+  """Turns an NNX module into a pure function of its parameters and state.
+
+  The function is
+
+    apply(params, state, images, *, train, mask=None) -> (logits, state)
+
+  and may be traced by jit, vmap, grad and shard_map. `train=True` runs the
+  module after its `train()` (batch statistics of this batch, dropout on) and
+  returns the new state; `train=False` runs it after `eval()`. `mask`
+  [batch], 1 for samples and 0 for padding, goes to modules whose `__call__`
+  takes a `mask`: there batch normalization leaves padding out of its
+  statistics. It does not zero the logits of padding: the loss must select.
+
+  Parameters are every `nnx.Param`; state is every other variable, random
+  keys of dropout included. Arithmetic follows the parameters and images that
+  are given: cast both to bfloat16 to compute in it.
+
+  Args:
+    module: called as `module(images)` or `module(images, mask=mask)`. It is
+      copied: training the model leaves it as it is.
+
+  Returns:
+    The model; its `params` and `state` are the module's present values.
+
+  Raises:
+    ValueError: from `apply`, if a mask is given in training to a module that
+      has state but takes no mask.
+
+  >>> import jax.numpy as jnp
+  >>> from flax import nnx
+  >>> model = functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+  >>> sorted(model.params), model.state
+  (['bias', 'kernel'], {})
+  >>> logits, _ = model.apply(model.params, {}, jnp.ones((4, 3)), train=False)
+  >>> logits.shape
+  (4, 2)
+  """
+  graph, params, state = nnx.split(module, nnx.Param, ...)
+  params_paths = _paths(params)
+  state_paths = _paths(state)
+  takes_mask = "mask" in inspect.signature(module).parameters
+
+  def apply(
+    params: dict[str, Any],
+    state: dict[str, Any],
+    images: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    if mask is not None and train and state_paths and not takes_mask:
+      raise ValueError(
+        "`mask` must not be given in training to a module that has state but "
+        f"no `mask` argument, got {type(module).__name__}: padding would "
+        "enter its batch statistics. Add `mask=None` to its `__call__` and "
+        "pass it on to the normalization layers."
+      )
+    # A fresh copy per call: NNX modules change in place, inside this call
+    # only.
+    copy = nnx.merge(
+      graph, _unflatten(params, params_paths), _unflatten(state, state_paths)
+    )
+    if train:
+      copy.train()
+    else:
+      copy.eval()
+    kwargs = {"mask": mask} if takes_mask else {}
+    logits = copy(images, **kwargs)
+    return logits, _to_dict(nnx.state(copy), state_paths)
+
+  return Model(
+    params=_to_dict(params, params_paths),
+    state=_to_dict(state, state_paths),
+    apply=apply,
+  )
+
+
+_Path = tuple[Any, ...]
+
+
+def _paths(variables: Any) -> tuple[_Path, ...]:
+  return tuple(nnx.to_flat_state(variables).paths)
+
+
+def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
+  """Nested dict of the values at `paths`.
+
+  The positions in lists of layers become text, as JAX cannot sort keys of
+  both kinds in one dict. Variables that came up during the call, such as
+  recorded intermediates, are left out.
+  """
+  flat = nnx.to_flat_state(variables)
+  values = dict(zip(flat.paths, flat.leaves, strict=True))
+  tree: dict[str, Any] = {}
+  for path in paths:
+    node = tree
+    for key in path[:-1]:
+      node = node.setdefault(str(key), {})
+    node[str(path[-1])] = values[path][...]
+  return tree
+
+
+def _unflatten(tree: dict[str, Any], paths: tuple[_Path, ...]) -> Any:
+  """The inverse of `_to_dict`."""
+  pairs = []
+  for path in paths:
+    value = tree
+    for key in path:
+      value = value[str(key)]
+    pairs.append((path, value))
+  return nnx.from_flat_state(pairs)

@@ -1,0 +1,160 @@
+"""Normalization layers that know padding and half precision.
+
+Both compute in float32 whatever they are given, and promote types by hand, so
+they run under JAX's strict type promotion. Flax's own do not.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class BatchNorm(nnx.Module):
+  """Normalizes each channel over the batch, leaving padding out.
+
+    y = scale * (x - mean) / sqrt(var + epsilon) + bias
+
+  In training, mean and variance are the batch's, over the samples whose mask
+  is 1, and the running ones move towards them by `1 - momentum`; a batch of
+  padding alone leaves them. In evaluation they are the running ones.
+
+  Args:
+    num_features: channels, the last axis.
+    momentum: what the running statistics keep per step, default 0.9.
+    epsilon: added to the variance, default 1e-5.
+
+  >>> norm = BatchNorm(1)
+  >>> norm.train()
+  >>> x = jnp.array([[1.0], [3.0], [99.0]])
+  >>> norm(x, mask=jnp.array([1, 1, 0]))[:2].round(3).tolist()
+  [[-1.0], [1.0]]
+  >>> norm.mean[...].round(3).tolist()
+  [0.2...]
+
+  References:
+    Ioffe and Szegedy, "Batch normalization", 2015, arXiv:1502.03167,
+    algorithm 1. Departure: the running variance is of the biased estimate.
+  """
+
+  def __init__(
+    self, num_features: int, *, momentum: float = 0.9, epsilon: float = 1e-5
+  ):
+    # By NumPy, as JAX would compile a program for each.
+    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
+    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    self.mean = nnx.BatchStat(jnp.asarray(np.zeros(num_features, np.float32)))
+    self.var = nnx.BatchStat(jnp.asarray(np.ones(num_features, np.float32)))
+    self.momentum = momentum
+    self.epsilon = epsilon
+    # The name that `nnx.Module.train` and `eval` set.
+    self.use_running_average = False
+
+  def __call__(
+    self, x: jax.Array, *, mask: jax.Array | None = None
+  ) -> jax.Array:
+    """Normalizes.
+
+    Args:
+      x: [batch, ..., channels].
+      mask: [batch], nonzero for samples, zero for padding; default: no
+        padding.
+
+    Returns:
+      The same shape, in the type that `x` and the parameters promote to.
+    """
+    wide = x.astype(jnp.float32)
+    if self.use_running_average:
+      mean = self.mean[...].astype(jnp.float32)
+      var = self.var[...].astype(jnp.float32)
+    else:
+      mean, var = self._batch_statistics(wide, mask)
+    mean, var = _as_rank(mean, x.ndim), _as_rank(var, x.ndim)
+    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
+    return _scale(y, self.scale[...], self.bias[...], x.dtype)
+
+  def _batch_statistics(
+    self, x: jax.Array, mask: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array]:
+    axes = tuple(range(x.ndim - 1))
+    if mask is None:
+      mean, var = jnp.mean(x, axes), jnp.var(x, axes)
+      any_sample = jnp.bool_(True)
+    else:
+      inside = mask.astype(bool).reshape(-1, *(1,) * (x.ndim - 1))
+      num_samples = jnp.sum(inside, dtype=jnp.float32)
+      any_sample = num_samples > 0
+      # At least one, so that a batch of padding alone divides by no zero.
+      count = jnp.maximum(num_samples, 1.0) * math.prod(x.shape[1:-1])
+      mean = jnp.sum(jnp.where(inside, x, 0.0), axes) / count
+      away = jnp.where(inside, x - _as_rank(mean, x.ndim), 0.0)
+      var = jnp.sum(jnp.square(away), axes) / count
+    for running, value in ((self.mean, mean), (self.var, var)):
+      old = running[...]
+      moved = self.momentum * old.astype(jnp.float32)
+      moved += (1 - self.momentum) * jax.lax.stop_gradient(value)
+      running[...] = jnp.where(any_sample, moved.astype(old.dtype), old)
+    return mean, var
+
+
+class GroupNorm(nnx.Module):
+  """Normalizes groups of channels within each sample.
+
+  It has no state and knows no batch, so workers with different labels do not
+  disturb each other through it.
+
+  Args:
+    num_features: channels, the last axis.
+    num_groups: into how many groups they are cut; must divide them.
+    epsilon: added to the variance, default 1e-5.
+
+  Raises:
+    ValueError: if `num_groups` does not divide `num_features`.
+
+  References:
+    Wu and He, "Group normalization", 2018, arXiv:1803.08494.
+  """
+
+  def __init__(
+    self, num_features: int, *, num_groups: int, epsilon: float = 1e-5
+  ):
+    if num_groups < 1 or num_features % num_groups:
+      raise ValueError(
+        f"`num_groups` must divide the {num_features} channels, got "
+        f"{num_groups}."
+      )
+    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
+    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    self.num_groups = num_groups
+    self.epsilon = epsilon
+
+  def __call__(
+    self, x: jax.Array, *, mask: jax.Array | None = None
+  ) -> jax.Array:
+    """Normalizes x [batch, ..., channels]; samples do not meet here."""
+    del mask
+    wide = x.astype(jnp.float32)
+    wide = wide.reshape(
+      len(x), -1, self.num_groups, x.shape[-1] // self.num_groups
+    )
+    mean = jnp.mean(wide, (1, 3), keepdims=True)
+    var = jnp.var(wide, (1, 3), keepdims=True)
+    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
+    return _scale(y.reshape(x.shape), self.scale[...], self.bias[...], x.dtype)
+
+
+def _as_rank(channels: jax.Array, ndim: int) -> jax.Array:
+  """Reshapes [channels] to [1, ..., 1, channels]."""
+  return channels.reshape((1,) * (ndim - 1) + channels.shape)
+
+
+def _scale(
+  y: jax.Array, scale: jax.Array, bias: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+  """Scales and shifts float32, and returns to the type of the network."""
+  dtype = jnp.promote_types(dtype, scale.dtype)
+  y = y * _as_rank(scale.astype(jnp.float32), y.ndim)
+  y = y + _as_rank(bias.astype(jnp.float32), y.ndim)
+  return y.astype(dtype)

@@ -1,0 +1,285 @@
+"""Any NNX module as a pure function, under every transformation of JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist import models
+
+P = jax.sharding.PartitionSpec
+
+
+class Net(nnx.Module):
+  """Has a list of layers, batch statistics, and dropout."""
+
+  def __init__(self, rngs, rate=0.5):
+    self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(12)])
+    self.norm = models.BatchNorm(4)
+    self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+  def __call__(self, x, mask=None):
+    for layer in self.layers:
+      x = x + jnp.tanh(layer(x))
+    return self.dropout(self.norm(x, mask=mask))
+
+
+class Unmasked(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(4, 3, rngs=rngs)
+    self.norm = models.BatchNorm(3)
+
+  def __call__(self, x):
+    return self.norm(self.layer(x))
+
+
+class ConvNet(nnx.Module):
+  """The layers of a ResNet, but few, as each takes its time to compile."""
+
+  def __init__(self, rngs):
+    self.conv = nnx.Conv(1, 4, (3, 3), strides=(2, 2), rngs=rngs)
+    self.norm = models.BatchNorm(4)
+    self.dense = nnx.Linear(4, 3, rngs=rngs)
+
+  def __call__(self, x, mask=None):
+    x = jax.nn.relu(self.norm(self.conv(x), mask=mask))
+    return self.dense(x.mean(axis=(1, 2)))
+
+
+def conv_net():
+  return models.functional(ConvNet(nnx.Rngs(0)))
+
+
+def inputs(*shape):
+  return jax.random.normal(jax.random.key(1), shape)
+
+
+def resnet():
+  return models.build("resnet8", input_shape=(8, 8, 1), num_classes=10)
+
+
+def test_the_function_equals_the_module():
+  net = Net(nnx.Rngs(0))
+  model = models.functional(net)
+  x = inputs(6, 4)
+  net.eval()
+  logits, state = model.apply(model.params, model.state, x, train=False)
+  np.testing.assert_array_equal(logits, net(x))
+  net.train()
+  logits, state = model.apply(model.params, model.state, x, train=True)
+  np.testing.assert_array_equal(logits, net(x))
+  np.testing.assert_array_equal(state["norm"]["mean"], net.norm.mean[...])
+
+
+def test_positions_in_lists_become_text_and_find_back():
+  model = models.functional(Net(nnx.Rngs(0)))
+  assert set(model.params["layers"]) == {str(i) for i in range(12)}
+  # JAX rebuilds dicts with sorted keys: "10" comes before "2".
+  params = jax.tree.map(lambda x: x, model.params)
+  assert list(params["layers"])[2] == "10"
+  x = inputs(6, 4)
+  first, _ = model.apply(model.params, model.state, x, train=False)
+  again, _ = model.apply(params, model.state, x, train=False)
+  np.testing.assert_array_equal(first, again)
+
+
+def test_calls_leave_no_trace():
+  net = Net(nnx.Rngs(0))
+  model = models.functional(net)
+  before = jax.tree.map(np.asarray, (model.params, model.state["norm"]))
+  x = inputs(6, 4)
+  first, _ = model.apply(model.params, model.state, x, train=True)
+  again, _ = model.apply(model.params, model.state, x, train=True)
+  np.testing.assert_array_equal(first, again)
+  after = (model.params, model.state["norm"])
+  jax.tree.map(np.testing.assert_array_equal, before, after)
+  np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
+
+
+def test_the_random_key_of_dropout_moves_with_the_state():
+  model = models.functional(Net(nnx.Rngs(0)))
+  x = inputs(6, 4)
+  first, state = model.apply(model.params, model.state, x, train=True)
+  second, _ = model.apply(model.params, state, x, train=True)
+  assert ((first == 0) != (second == 0)).any()
+  still, _ = model.apply(model.params, state, x, train=False)
+  assert (still != 0).all()
+
+
+def test_evaluation_leaves_the_state_alone():
+  model = conv_net()
+  apply = jax.jit(functools.partial(model.apply, train=False))
+  _, state = apply(model.params, model.state, inputs(4, 8, 8, 1))
+  jax.tree.map(np.testing.assert_array_equal, state, model.state)
+
+
+def test_evaluation_uses_the_statistics_of_the_state():
+  model = models.functional(Net(nnx.Rngs(0)))
+  x = inputs(6, 4)
+  zero, _ = model.apply(model.params, model.state, x, train=False)
+  moved = {**model.state, "norm": {"mean": jnp.ones(4), "var": jnp.ones(4)}}
+  one, _ = model.apply(model.params, moved, x, train=False)
+  np.testing.assert_allclose(one, zero - 1, atol=1e-4)
+
+
+def test_one_row_does_not_see_the_others_in_evaluation():
+  model = conv_net()
+  x = inputs(4, 8, 8, 1)
+  apply = jax.jit(functools.partial(model.apply, train=False))
+  whole, _ = apply(model.params, model.state, x)
+  alone, _ = apply(model.params, model.state, x[:1])
+  np.testing.assert_allclose(whole[:1], alone, rtol=1e-4, atol=1e-5)
+
+
+def per_worker(num_workers):
+  """One gradient and state per worker, with parameters of its own."""
+  model = conv_net()
+
+  def step(params, state, images):
+    def loss(params):
+      logits, new = model.apply(params, state, images, train=True)
+      return jnp.square(logits).mean(), new
+
+    return jax.grad(loss, has_aux=True)(params)
+
+  def stack(tree):
+    factors = 1 + jnp.arange(num_workers, dtype=jnp.float32) / 10
+    return jax.tree.map(
+      lambda x: x[None] * factors.reshape(-1, *(1,) * x.ndim), tree
+    )
+
+  arguments = (
+    stack(model.params),
+    stack(model.state),
+    inputs(num_workers, 4, 8, 8, 1),
+  )
+  return step, arguments
+
+
+def assert_close(one, other):
+  def check(a, b):
+    # Gradients before a batch norm nearly cancel; compare by size of leaf.
+    np.testing.assert_allclose(
+      a, b, rtol=1e-4, atol=1e-5 * (1 + float(jnp.abs(b).max()))
+    )
+
+  jax.tree.map(check, one, other)
+
+
+def one_by_one(step, arguments):
+  step = jax.jit(step)
+  results = [
+    step(*jax.tree.map(lambda x, i=i: x[i], arguments))
+    for i in range(len(arguments[-1]))
+  ]
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+
+def test_vmap_over_workers_equals_one_worker_after_the_other():
+  step, arguments = per_worker(3)
+  together = jax.jit(jax.vmap(step))(*arguments)
+  assert_close(together, one_by_one(step, arguments))
+
+
+def test_shard_map_over_workers_equals_one_worker_after_the_other():
+  num_workers = min(2, jax.device_count())
+  step, arguments = per_worker(num_workers)
+  mesh = jax.make_mesh(
+    (num_workers,),
+    ("worker",),
+    axis_types=(jax.sharding.AxisType.Auto,),
+    devices=jax.devices()[:num_workers],
+  )
+
+  def one(params, state, images):
+    view = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+    result = step(view(params), view(state), view(images))
+    return jax.tree.map(lambda x: x[None], result)
+
+  specs = (P("worker"),) * 3
+  mapped = jax.shard_map(
+    one, mesh=mesh, in_specs=specs, out_specs=(P("worker"),) * 2
+  )
+  together = jax.jit(mapped)(*arguments)
+  assert_close(together, one_by_one(step, arguments))
+
+
+def test_one_program_serves_all_calls():
+  model = conv_net()
+  traces = []
+
+  @jax.jit
+  def run(params, state, images):
+    traces.append(1)
+    return model.apply(params, state, images, train=True)
+
+  state = model.state
+  for _ in range(3):
+    _, state = run(model.params, state, inputs(2, 8, 8, 1))
+  assert len(traces) == 1
+
+
+def padded(images):
+  """The images with loud padding after them, and the mask."""
+  padding = 1e3 * inputs(3, *images.shape[1:])
+  mask = jnp.array([1.0] * len(images) + [0.0] * 3)
+  return jnp.concatenate([images, padding]), mask
+
+
+def test_a_mask_reaches_every_layer_of_a_resnet():
+  model = resnet()
+  images = inputs(5, 8, 8, 1)
+  apply = jax.jit(functools.partial(model.apply, train=True))
+  logits, state = apply(model.params, model.state, images)
+  longer, mask = padded(images)
+  masked, masked_state = apply(model.params, model.state, longer, mask=mask)
+  assert_close((masked[:5], masked_state), (logits, state))
+
+
+def test_gradients_with_a_mask_equal_those_of_the_unpadded_batch():
+  model = conv_net()
+
+  def loss(params, images, mask=None):
+    logits, _ = model.apply(params, model.state, images, train=True, mask=mask)
+    return jnp.square(logits[:5]).sum()
+
+  images = inputs(5, 8, 8, 1)
+  grad = jax.jit(jax.grad(loss))
+  expected = grad(model.params, images)
+  assert_close(grad(model.params, *padded(images)), expected)
+
+
+def test_a_batch_of_padding_alone_leaves_state_and_gradients_sound():
+  model = conv_net()
+  mask = jnp.zeros(3)
+
+  def loss(params):
+    logits, state = model.apply(
+      params, model.state, inputs(3, 8, 8, 1), train=True, mask=mask
+    )
+    selected = jnp.where(mask[:, None] > 0, jnp.square(logits), 0.0)
+    return selected.sum(), state
+
+  grads, state = jax.jit(jax.grad(loss, has_aux=True))(model.params)
+  jax.tree.map(np.testing.assert_array_equal, state, model.state)
+  assert all((x == 0).all() for x in jax.tree.leaves(grads))
+
+
+def test_a_module_that_takes_no_mask_refuses_one_in_training():
+  model = models.functional(Unmasked(nnx.Rngs(0)))
+  mask = jnp.ones(6)
+  model.apply(model.params, model.state, inputs(6, 4), train=False, mask=mask)
+  with pytest.raises(ValueError, match="`mask` must not be given"):
+    model.apply(model.params, model.state, inputs(6, 4), train=True, mask=mask)
+
+
+def test_a_module_without_state_ignores_a_mask():
+  model = models.functional(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+  arguments = (model.params, {}, inputs(6, 4))
+  masked, state = model.apply(*arguments, train=True, mask=jnp.zeros(6))
+  plain, _ = model.apply(*arguments, train=True)
+  np.testing.assert_array_equal(masked, plain)
+  assert state == {}
