@@ -392,9 +392,17 @@ def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
   @functools.wraps(step)  # Its name is what profiles and programs show.
   def on_row(*args: PyTree) -> PyTree:
     row = jax.tree.map(lambda x: jnp.squeeze(x, 0), args)
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), step(*row))
+    return jax.tree.map(_as_row, step(*row))
 
   return on_row
+
+
+def _as_row(x: jax.Array) -> jax.Array:
+  # Without the barrier XLA fuses the new shape with what made the value, and
+  # computes it twice where the step also goes on with the old shape: a
+  # momentum, for instance, which then cannot be updated in place. One barrier
+  # a leaf: nothing waits for anything else.
+  return jnp.expand_dims(jax.lax.optimization_barrier(x), 0)
 
 
 def _row(x: jax.Array, worker: int) -> jax.Array:

@@ -230,6 +230,22 @@ def test_a_gradient_holds_no_collective(name):
   assert _reading.groups(compiled.as_text()) == []
 
 
+@pytest.mark.parametrize(
+  ("name", "typed"),
+  [("shard_map", True), ("mesh_2x2", True), ("two_a_device", False)],
+)
+def test_jax_checks_the_types_of_workers_wherever_it_can(name, typed):
+  """`check_vma` off gives wrong gradients through a collective."""
+  team = make_team(name)
+
+  def step(x):
+    varying = jax.typeof(x).manual_axis_type.varying
+    assert (team.mesh_axis in varying) == typed
+    return x
+
+  team.jit(step)(team.place(np.zeros(team.num_workers)))
+
+
 @pytest.mark.parametrize("name", ["vmap", "shard_map", "two_a_device"])
 def test_every_substrate_trains_alike(name):
   def train(team):
