@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
@@ -246,12 +247,16 @@ def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
   return flag
 
 
-def gather(tree: PyTree, axis: Axis) -> PyTree:
+def gather(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
   """Gives every worker all workers' values.
 
   Args:
     tree: arrays of any shapes [...], the same on every worker.
     axis: None (one worker), a name, or (inner, outer).
+    specs: how the leaves are split over the mesh's other axes, one
+      `PartitionSpec` or a tree of them (`Workers.specs` reads them off).
+      Every device then gathers its own part; without it XLA first puts a
+      split leaf together.
 
   Returns:
     Arrays [workers, ...], in the order of `index`.
@@ -271,15 +276,16 @@ def gather(tree: PyTree, axis: Axis) -> PyTree:
       rows = rows.reshape(-1, *x.shape)
     return varying(rows, axis)
 
-  return jax.tree.map(one, tree)
+  return _map_parts(one, tree, specs, from_row=False)
 
 
-def exchange(tree: PyTree, axis: Axis) -> PyTree:
+def exchange(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
   """Sends row j of every leaf to worker j: an all-to-all.
 
   Args:
     tree: arrays [workers, ...]; row j is this worker's message to worker j.
     axis: None (one worker), a name, or (inner, outer).
+    specs: how the rows are split over the mesh's other axes, see `gather`.
 
   Returns:
     Arrays [workers, ...]; row i is worker i's message to this worker.
@@ -308,7 +314,42 @@ def exchange(tree: PyTree, axis: Axis) -> PyTree:
       y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
     return varying(y.reshape(x.shape), axis)
 
-  return jax.tree.map(one, tree)
+  return _map_parts(one, tree, specs, from_row=True)
+
+
+def _map_parts(
+  one: Callable[[jax.Array], jax.Array],
+  tree: PyTree,
+  specs: PyTree,
+  *,
+  from_row: bool,
+) -> PyTree:
+  """Maps `one`, which returns rows, over the parts that the devices hold.
+
+  A shard_map over the mesh's other axes, inside the workers' own: then there
+  is nothing left that XLA could put together.
+  """
+  if specs is None:
+    return jax.tree.map(one, tree)
+  if isinstance(specs, PartitionSpec):
+    specs = jax.tree.map(lambda _: specs, tree)
+
+  def on_parts(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    used = set()
+    for entry in spec:
+      names = entry if isinstance(entry, tuple) else (entry,)
+      used |= {name for name in names if name is not None}
+    if not used:
+      return one(x)
+    rows = PartitionSpec(None, *spec)
+    return jax.shard_map(
+      one,
+      in_specs=rows if from_row else spec,
+      out_specs=rows,
+      axis_names=used,
+    )(x)
+
+  return jax.tree.map(on_parts, tree, specs)
 
 
 def _mapped(x: jax.Array, name: str) -> jax.Array:

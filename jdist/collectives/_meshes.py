@@ -41,7 +41,10 @@ def make_cpu_devices(num_devices: int) -> int:
   try:
     jax.config.update("jax_num_cpu_devices", num_devices)
   except RuntimeError:  # The backend runs: its devices are what there is.
-    return len(jax.local_devices(backend="cpu"))
+    try:
+      return len(jax.local_devices(backend="cpu"))
+    except RuntimeError:  # JAX was told to use no CPU, JAX_PLATFORMS=cuda.
+      return 0
   wanted = max(_POOL_THREADS_PER_DEVICE * num_devices, os.cpu_count() or 1)
   os.environ.setdefault(_POOL_VARIABLE, str(wanted))
   return num_devices

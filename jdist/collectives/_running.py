@@ -23,6 +23,7 @@ from jdist.collectives import _axis, _meshes
 PyTree = Any
 Substrate = Literal["auto", "none", "vmap", "shard_map"]
 _UNSPLIT = PartitionSpec()
+_MOST_CPU_DEVICES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +345,9 @@ def workers(
   if (
     substrate in ("auto", "shard_map") and not jax.distributed.is_initialized()
   ):
-    _meshes.make_cpu_devices(num_workers)
+    # A thousand logical workers need no thousand devices, each of which
+    # brings threads along.
+    _meshes.make_cpu_devices(min(num_workers, _MOST_CPU_DEVICES))
   num_devices, processes = jax.device_count(), jax.process_count()
   if processes > 1 and substrate == "vmap":
     raise ValueError(
