@@ -1,0 +1,193 @@
+"""The text of an optimized XLA program as data.
+
+The text is the one form of a compiled program that JAX hands out for every
+platform, also for one that was compiled without the devices it is for.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_BITS = {
+  "pred": 8, "bf16": 16, "c64": 64, "c128": 128, "s1": 1, "u1": 1,
+}  # fmt: skip
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+# The operation's name follows the result's type, which ends in ) } or ].
+_OPERATION = re.compile(r"[)}\]] ([a-z][a-z\d\-]*)\(([^)]*)\)(.*)$")
+_CALLED = re.compile(
+  r"(to_apply|calls|body|condition|true_computation|false_computation"
+  r"|branch_computations|called_computations)="
+  r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_NAME = re.compile(r"%?([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The type of an array.
+
+  Attributes:
+    dtype: XLA's name, for instance `f32`.
+    dims: its dimensions.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    """Its number of elements."""
+    return math.prod(self.dims)
+
+  @property
+  def num_bytes(self) -> int:
+    """Its bytes, packed.
+
+    >>> Shape("bf16", (3, 5)).num_bytes
+    30
+    """
+    digits = re.search(r"\d+", self.dtype)
+    width = _BITS.get(self.dtype) or int(digits[0] if digits else 0)
+    return -(-self.size * width // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a program.
+
+  Attributes:
+    name: unique in the program.
+    operation: XLA's name of it, for instance `all-reduce-start`.
+    result: its arrays; several for a tuple.
+    operands: names of instructions.
+    attributes: the rest of the line.
+  """
+
+  name: str
+  operation: str
+  result: tuple[Shape, ...]
+  operands: tuple[str, ...]
+  attributes: str = dataclasses.field(repr=False)
+
+  @property
+  def result_bytes(self) -> int:
+    """Bytes of all its arrays."""
+    return sum(shape.num_bytes for shape in self.result)
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Names of the computations it runs."""
+    return tuple(
+      name
+      for _, names in _CALLED.findall(self.attributes)
+      for name in _NAME.findall(names)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program: computations by name, each a tuple of instructions in order.
+
+  Attributes:
+    entry: the name of the computation that is the program.
+    computations: all of them.
+  """
+
+  entry: str
+  computations: dict[str, tuple[Instruction, ...]]
+
+  @functools.cached_property
+  def instructions(self) -> dict[str, Instruction]:
+    """Every instruction by its name."""
+    return {i.name: i for each in self.computations.values() for i in each}
+
+  def operands(self, instruction: Instruction) -> tuple[Shape, ...]:
+    """The arrays that go into an instruction."""
+    return tuple(
+      shape
+      for name in instruction.operands
+      if name in self.instructions
+      for shape in self.instructions[name].result
+    )
+
+  def always(self) -> frozenset[str]:
+    """The computations that run whatever the conditionals decide."""
+    seen: set[str] = set()
+    todo = [self.entry]
+    while todo:
+      name = todo.pop()
+      if name in seen or name not in self.computations:
+        continue
+      seen.add(name)
+      for instruction in self.computations[name]:
+        if instruction.operation != "conditional":
+          todo.extend(instruction.called)
+    return frozenset(seen)
+
+
+def parse(program: Any) -> Program:
+  """Reads a program.
+
+  Args:
+    program: a compiled function (`jitted.lower(...).compile()`) or its text.
+
+  Raises:
+    ValueError: when it is not the text of a program.
+
+  >>> found = parse('''
+  ... ENTRY %main (x: f32[10]) -> f32[10] {
+  ...   %x = f32[10]{0} parameter(0)
+  ...   ROOT %r = f32[10]{0} negate(%x)
+  ... }''')
+  >>> [i.operation for i in found.computations[found.entry]]
+  ['parameter', 'negate']
+  """
+  text = program if isinstance(program, str) else program.as_text()
+  computations, entry = {}, None
+  for name, is_entry, instructions in _computations(text):
+    computations[name] = instructions
+    entry = name if is_entry else entry
+  if entry is None:
+    raise ValueError(
+      "`program` must be a compiled function or the text of one, got "
+      f"{text[:60]!r}, which has no ENTRY. Pass `jitted.lower(...).compile()`."
+    )
+  return Program(entry, computations)
+
+
+def _computations(
+  text: str,
+) -> Iterator[tuple[str, bool, tuple[Instruction, ...]]]:
+  name, is_entry = "", False
+  instructions: list[Instruction] = []
+  for line in text.splitlines():
+    if not line.startswith(" ") and (match := _COMPUTATION.match(line)):
+      name, is_entry, instructions = match[2], bool(match[1]), []
+    elif line.startswith("}") and name:
+      yield name, is_entry, tuple(instructions)
+      name = ""
+    elif name and (match := _INSTRUCTION.match(line)):
+      instructions.extend(_instruction(match[1], match[2]))
+
+
+def _instruction(name: str, right_side: str) -> Iterator[Instruction]:
+  """Yields the instruction; nothing for a line that is none."""
+  match = _OPERATION.search(right_side)
+  if match is None:
+    return
+  types = right_side[: match.start() + 1]
+  yield Instruction(
+    name=name,
+    operation=match[1],
+    result=tuple(
+      Shape(dtype, tuple(int(d) for d in dims.split(",") if d))
+      for dtype, dims in _SHAPE.findall(types)
+    ),
+    operands=tuple(_NAME.findall(re.sub(r"/\*.*?\*/", "", match[2]))),
+    attributes=match[3],
+  )
