@@ -64,6 +64,7 @@ def local_sgd(
 
   >>> optimizer = local_sgd(optax.sgd(0.1), 8, axis=None)
   """
+  _checking.check_optimizer("optimizer", optimizer)
   return _localizing.local_steps(optimizer, interval, axis=axis)
 
 
@@ -91,6 +92,7 @@ def post_local_sgd(
 
   >>> optimizer = post_local_sgd(optax.sgd(0.1), 8, 1000, axis=None)
   """
+  _checking.check_optimizer("optimizer", optimizer)
   policy = intervals.post_local(switch_step, interval)
   return _localizing.local_steps(optimizer, policy, axis=axis)
 
@@ -124,6 +126,7 @@ def diloco(
 
   >>> optimizer = diloco(optax.adamw(1e-3), 100, axis=None)
   """
+  _checking.check_optimizer("optimizer", optimizer)
   _checking.check_rate("outer_learning_rate", outer_learning_rate)
   _checking.check_continuous("outer_momentum", outer_momentum, high=1.0)
   rate = _float(outer_learning_rate)
@@ -187,7 +190,9 @@ def msdpu(
   """
   _checking.check_optimizer("optimizer", optimizer)
   _checking.check_structural("warmup_steps", warmup_steps, minimum=0)
+  _checking.check_continuous("correction", correction)
   if not isinstance(interval, intervals.IntervalPolicy):
+    _checking.check_structural("interval", interval, minimum=1)
     interval = intervals.msdpu(
       interval, learning_rate, max_interval=max_interval
     )

@@ -43,10 +43,16 @@ def check_continuous(
   """
   if is_traced(value):
     return
-  number = float(value)
+  bracket = "(" if open_low else "["
+  try:
+    number = float(value)
+  except (TypeError, ValueError):
+    raise ValueError(
+      f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
+      f"{value!r}."
+    ) from None
   above = number > low if open_low else number >= low
   if not (above and number <= high):
-    bracket = "(" if open_low else "["
     raise ValueError(
       f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
     )

@@ -16,7 +16,7 @@ class DelayGradientsState(NamedTuple):
 
   Attributes:
     step: gradients seen so far, int32 scalar.
-    pending: the last k gradients, arrays [k, ...] in the gradients' dtype,
+    pending: the last k gradients, arrays [k, ...] in the parameters' dtype,
       the gradient of step t in row t mod k.
     inner: state of the delayed optimizer.
   """
@@ -39,7 +39,8 @@ def delay_gradients(
 
   In the first k steps nothing has arrived: the updates are zero and the
   optimizer's state stays untouched (a gradient of zero would still advance
-  schedules, decay weights and move a momentum).
+  schedules, decay weights and move a momentum).  Other arguments of `update`
+  are not delayed: the optimizer sees the present loss with the old gradient.
 
   Args:
     optimizer: any Optax optimizer, an averaging one for instance.
@@ -88,7 +89,9 @@ def delay_gradients(
     **extra_args: Any,
   ) -> tuple[optax.Updates, DelayGradientsState]:
     row = state.step % steps
-    arrived = jax.tree.map(lambda p: p[row], state.pending)
+    arrived = jax.tree.map(
+      lambda p, g: p[row].astype(g.dtype), state.pending, updates
+    )
     pending = jax.tree.map(
       lambda p, g: p.at[row].set(g.astype(p.dtype)), state.pending, updates
     )

@@ -123,9 +123,10 @@ def apply_updates(
   if local is None:
     return moved()
   exact = local.synchronized
-  if not isinstance(local.in_flight, tuple):
-    # After a delayed round the worker stands beside the anchor on purpose.
-    exact = exact & ~local.in_flight
+  if not isinstance(local.kept, tuple):
+    # With a part of its own progress the worker stands beside the anchor on
+    # purpose.
+    exact = exact & (local.kept == 0)
   return jax.tree.map(
     lambda a, p: jnp.where(exact, a.astype(p.dtype), p),
     local.anchor,
@@ -160,6 +161,7 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
       "outer",
       "interval_state",
       "in_flight",
+      "kept",
     }
   ),
   _delaying.DelayGradientsState: frozenset({"step"}),
@@ -233,6 +235,9 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
       label, shared = _walk(element, shared)
       labels.append(label)
     return tuple(labels), shared
+  if isinstance(state, dict):  # Not in order: each for itself.
+    each = {k: _walk(v, shared)[0] for k, v in state.items()}
+    return type(state)(each), shared
   fields = getattr(state, "_fields", None)
   if fields is None:
     return _all(state, shared), shared

@@ -37,6 +37,8 @@ class LocalStepsState(NamedTuple):
     pending: this worker's pseudo-gradient of the last round, whose mean is
       applied at the end of this one, float32; `()` without delay.
     in_flight: whether `pending` holds one, bool scalar; `()` without delay.
+    kept: the part of `pending` that is in this worker's parameters, and with
+      which the round began, float32 scalar; `()` without delay.
   """
 
   step: jax.Array
@@ -52,6 +54,7 @@ class LocalStepsState(NamedTuple):
   round_loss: Any
   pending: PyTree
   in_flight: Any
+  kept: Any
 
 
 def local_steps(
@@ -94,6 +97,9 @@ def local_steps(
   An Optax update is a difference, so after a round the local parameters equal
   the anchor up to rounding; `jdist.apply_updates` makes them equal to the
   bit.  Evaluate on the anchor: `jdist.anchor(state, params)`.
+
+  Stands last in a chain: the anchor takes the updates as done, so that
+  nothing may change them afterwards.
 
   Args:
     inner: any Optax optimizer, run by each worker for itself.
@@ -157,10 +163,14 @@ def local_steps(
     first, interval_state = policy.next(interval_state, zero, None)
     second, interval_state = policy.next(interval_state, first, None)
     anchor = jax.tree.map(_wide_copy, params)
+    # Each leaf a buffer of its own, because the state may be donated.
+    first, second, interval_state = jax.tree.map(
+      jnp.copy, (first, second, interval_state)
+    )
     return LocalStepsState(
       step=zero,
-      round=zero,
-      round_step=zero,
+      round=jnp.copy(zero),
+      round_step=jnp.copy(zero),
       interval=first,
       next_interval=second,
       synchronized=jnp.asarray(True),  # All workers begin alike.
@@ -171,6 +181,7 @@ def local_steps(
       round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
       pending=jax.tree.map(jnp.zeros_like, anchor) if delayed else (),
       in_flight=jnp.asarray(False) if delayed else (),
+      kept=jnp.zeros((), jnp.float32) if delayed else (),
     )
 
   def update_fn(
@@ -222,7 +233,9 @@ def local_steps(
       # Without a delay the round's progress is in the anchor already.
       keep, progress = carry_on(state, progress)
       target = jax.tree.map(lambda a, p: a - keep * p, anchor, progress)
-      state = state._replace(pending=progress, in_flight=late_round(state))
+      state = state._replace(
+        pending=progress, in_flight=late_round(state), kept=keep
+      )
     else:
       target = anchor
     # Not `target - params`: where the workers agree with the mean, this is
@@ -275,12 +288,12 @@ def local_steps(
   def join_late(
     state: LocalStepsState, local: PyTree
   ) -> tuple[PyTree, PyTree, PyTree, Any]:
-    # The round began at anchor - carry * pending; of that the worker keeps
+    # The round began at anchor - kept * pending; of that the worker keeps
     # no copy, and what rounding adds to it is sent along as progress.
-    kept = _scalar(carry)
     progress = jax.tree.map(
-      lambda a, p, w: (a - kept * p) - w, state.anchor, state.pending, local
-    )
+      lambda a, p, w: (a - state.kept * p) - w,
+      state.anchor, state.pending, local,
+    )  # fmt: skip
     late = late_round(state)
     sent = jax.tree.map(
       lambda old, new: jnp.where(late, old, new), state.pending, progress
@@ -343,5 +356,10 @@ def _given_loss(loss: Any) -> jax.Array:
     raise ValueError(
       "`loss` must be given to `update` when the interval is adaptive: call "
       "`optimizer.update(grads, state, params, loss=loss)`."
+    )
+  if jnp.shape(loss) != ():
+    raise ValueError(
+      "`loss` must be a scalar, the mean over this worker's batch, got shape "
+      f"{jnp.shape(loss)}."
     )
   return _scalar(loss)

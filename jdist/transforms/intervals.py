@@ -90,6 +90,19 @@ def scheduled(
   return IntervalPolicy(lambda: (), next_fn)
 
 
+class PostLocalState(NamedTuple):
+  """State of `post_local`.
+
+  Attributes:
+    starts: the local steps at which the present and the next round begin,
+      int32 [2].
+    later: the local phase's state.
+  """
+
+  starts: jax.Array
+  later: Any
+
+
 def post_local(
   switch_step: int, interval: int | IntervalPolicy
 ) -> IntervalPolicy:
@@ -106,23 +119,31 @@ def post_local(
     Lin et al., Don't Use Large Mini-Batches, Use Local SGD (2020), post-local
     SGD: there the switch is the first decay of the learning rate.
 
-  >>> post_local(100, 8).next((), jnp.array(99), None)[0].item()
+  >>> rule = post_local(100, 8)
+  >>> rule.next(rule.init(), jnp.array(99), None)[0].item()
   1
   """
   _checking.check_structural("switch_step", switch_step, minimum=0)
   later = as_policy(interval)
 
-  def next_fn(
-    state: Any, start_step: jax.Array, loss: jax.Array | None
-  ) -> tuple[jax.Array, Any]:
-    local = start_step >= switch_step
-    steps, new_state = later.next(state, start_step, loss)
-    state = jax.tree.map(
-      lambda new, old: jnp.where(local, new, old), new_state, state
-    )
-    return jnp.where(local, steps, 1), state
+  def init_fn() -> PostLocalState:
+    return PostLocalState(jnp.zeros((2,), jnp.int32), later.init())
 
-  return IntervalPolicy(later.init, next_fn, later.needs_loss)
+  def next_fn(
+    state: PostLocalState, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, PostLocalState]:
+    decided = later.next(state.later, start_step, None)
+    if loss is not None and later.needs_loss:
+      # The loss is that of the round before last, whose phase decides.
+      own = state.starts[0] >= switch_step
+      decided = _select(own, later.next(state.later, start_step, loss), decided)
+    local = start_step >= switch_step
+    synchronous = jnp.asarray(1, jnp.int32), state.later
+    steps, later_state = _select(local, decided, synchronous)
+    starts = jnp.stack([state.starts[1], start_step])
+    return steps, PostLocalState(starts, later_state)
+
+  return IntervalPolicy(init_fn, next_fn, later.needs_loss)
 
 
 def ending_at(
@@ -209,6 +230,7 @@ class AdaCommState(NamedTuple):
     loss_sum: sum of the rounds' losses in this period, float32 scalar.
     rounds: rounds in this period, int32 scalar.
     next_step: the local step at which the next period begins, int32 scalar.
+    first_rate: eta_0, float32 scalar.
   """
 
   interval: jax.Array
@@ -216,6 +238,7 @@ class AdaCommState(NamedTuple):
   loss_sum: jax.Array
   rounds: jax.Array
   next_step: jax.Array
+  first_rate: jax.Array
 
 
 def adacomm(
@@ -240,6 +263,10 @@ def adacomm(
   In the halving form, a value that is not smaller than the present interval
   is replaced by half of that.
 
+  A learning rate that begins low and warms up would make every later round
+  short; eta_0 is therefore the highest rate so far, which is the first one
+  where the rate only falls.
+
   The rule saves little late in training, because it shortens the rounds;
   `qsr` does the opposite.
 
@@ -257,7 +284,7 @@ def adacomm(
     Error-Runtime Trade-off in Local-Update SGD (arXiv 1810.08313), section 4.
     Departures: periods are counted in local steps and not in seconds, so that
     a run can be repeated; F is a mean over a period; half of an odd interval
-    is rounded down, to at least 1.
+    is rounded down, to at least 1; eta_0 of a rate that warms up.
 
   >>> rule = adacomm(4, period_steps=1)
   >>> _, state = rule.next(rule.init(), jnp.array(8), jnp.array(2.0))
@@ -279,6 +306,7 @@ def adacomm(
       loss_sum=jnp.zeros((), jnp.float32),
       rounds=jnp.zeros((), jnp.int32),
       next_step=jnp.asarray(period_steps, jnp.int32),
+      first_rate=_rate(learning_rate, jnp.zeros((), jnp.int32)),
     )
 
   def next_fn(
@@ -295,7 +323,9 @@ def adacomm(
     decide = (start_step >= state.next_step) & (rounds > 0)
     known = jnp.isfinite(state.first_loss)
     first_loss = jnp.where(known | ~decide, state.first_loss, mean)
-    ratio = _loss_ratio(learning_rate, start_step, mean, first_loss)
+    rate = _rate(learning_rate, start_step)
+    first_rate = jnp.maximum(state.first_rate, rate)
+    ratio = _ratio(first_rate, mean, rate, first_loss)
     if form == "halving":
       steps = _whole(jnp.ceil(jnp.sqrt(ratio) * initial_interval), longest)
       half = jnp.maximum(state.interval // 2, 1)
@@ -309,6 +339,7 @@ def adacomm(
       loss_sum=jnp.where(decide, 0.0, loss_sum),
       rounds=jnp.where(decide, 0, rounds),
       next_step=jnp.where(decide, start_step + period_steps, state.next_step),
+      first_rate=first_rate,
     )
 
   return IntervalPolicy(init_fn, next_fn, needs_loss=True)
@@ -321,11 +352,13 @@ class MsdpuIntervalState(NamedTuple):
     first_loss: F_0, float32 scalar; NaN until it is known.
     loss: F_r, the moving average, float32 scalar; NaN until it is known.
     interval: the last interval, int32 scalar.
+    first_rate: eta_0, float32 scalar.
   """
 
   first_loss: jax.Array
   loss: jax.Array
   interval: jax.Array
+  first_rate: jax.Array
 
 
 def msdpu(
@@ -341,7 +374,7 @@ def msdpu(
             1, H_{max})
 
   with F the moving average of the rounds' mean losses and F_0 the first
-  round's.
+  round's; eta_0 is the highest rate so far, as in `adacomm`.
 
   Args:
     initial_interval: H_0, at least 1.
@@ -371,7 +404,8 @@ def msdpu(
   def init_fn() -> MsdpuIntervalState:
     unknown = jnp.asarray(jnp.nan, jnp.float32)
     first = jnp.asarray(min(initial_interval, longest), jnp.int32)
-    return MsdpuIntervalState(unknown, unknown, first)
+    first_rate = _rate(learning_rate, jnp.zeros((), jnp.int32))
+    return MsdpuIntervalState(unknown, unknown, first, first_rate)
 
   def next_fn(
     state: MsdpuIntervalState, start_step: jax.Array, loss: jax.Array | None
@@ -385,10 +419,12 @@ def msdpu(
     first_loss = jnp.where(
       jnp.isfinite(state.first_loss), state.first_loss, average
     )
-    ratio = _loss_ratio(learning_rate, start_step, average, first_loss)
+    rate = _rate(learning_rate, start_step)
+    first_rate = jnp.maximum(state.first_rate, rate)
+    ratio = _ratio(first_rate, average, rate, first_loss)
     steps = _whole(jnp.ceil(jnp.sqrt(ratio) * initial_interval), longest)
     steps = jnp.where(jnp.isfinite(ratio), steps, state.interval)
-    return steps, MsdpuIntervalState(first_loss, average, steps)
+    return steps, MsdpuIntervalState(first_loss, average, steps, first_rate)
 
   return IntervalPolicy(init_fn, next_fn, needs_loss=True)
 
@@ -408,6 +444,10 @@ def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
   return fixed(interval)
 
 
+def _select(which: jax.Array, yes: Any, no: Any) -> Any:
+  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
+
+
 def _longest(max_interval: int | None, shortest: int) -> int:
   if max_interval is None:
     return _LONGEST
@@ -422,15 +462,10 @@ def _rate(
   return _float(rate)
 
 
-def _loss_ratio(
-  learning_rate: optax.ScalarOrSchedule,
-  start_step: jax.Array,
-  loss: jax.Array,
-  first_loss: jax.Array,
+def _ratio(
+  first_rate: jax.Array, loss: jax.Array, rate: jax.Array, first_loss: jax.Array
 ) -> jax.Array:
   """`eta_0 F / (eta F_0)`, as a float32 scalar; a rate of zero gives inf."""
-  first_rate = _rate(learning_rate, jnp.zeros((), jnp.int32))
-  rate = _rate(learning_rate, start_step)
   # Losses below zero have no such rule; zero shortens the round to 1.
   return first_rate * jnp.maximum(loss, 0.0) / (rate * first_loss)
 

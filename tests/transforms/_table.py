@@ -1,0 +1,305 @@
+"""One table, a line for each transformation, through the same properties.
+
+Gradients are elementwise, `w - x`, with other targets x on every worker in
+every step, so that a test reads the collectives of the transformation and no
+others.  One leaf is float32 and one bfloat16.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives, transforms
+from jdist.transforms import intervals
+
+NUM_STEPS = 30
+NUM_WORKERS = 8
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """One transformation.
+
+  Attributes:
+    build: from `axis`, the continuous and the structural arguments.
+    continuous: arguments that may be injected.
+    structural: arguments that may not.
+    covers: the public names that this line tests.
+  """
+
+  build: Callable[..., optax.GradientTransformationExtraArgs]
+  continuous: dict[str, Any]
+  structural: dict[str, Any]
+  covers: tuple[str, ...]
+
+  def make(self, axis, **changes):
+    return self.build(
+      axis=axis, **(self.continuous | self.structural | changes)
+    )
+
+  def inject(self, axis, static_args=None):
+    if static_args is None:
+      static_args = tuple(self.structural)
+    return optax.inject_hyperparams(self.build, static_args=static_args)(
+      axis=axis, **self.continuous, **self.structural
+    )
+
+
+def average(rate, *, axis):
+  return optax.chain(
+    transforms.average_gradients(axis), optax.sgd(rate, momentum=0.9)
+  )
+
+
+def synchronous(rate, *, axis):
+  return transforms.ssgd(optax.sgd(rate, momentum=0.9), axis=axis)
+
+
+def stale(rate, steps, *, axis):
+  return transforms.delay_gradients(synchronous(rate, axis=axis), steps)
+
+
+def pulled(strength, learning_rate, interval, *, axis):
+  pull = transforms.pull_to_anchor(strength, learning_rate)
+  inner = optax.chain(pull, optax.sgd(learning_rate))
+  return transforms.local_steps(inner, interval, axis=axis)
+
+
+def line(build, continuous, structural, *covers):
+  return Line(build, continuous, structural, covers or (build.__name__,))
+
+
+RATES = optax.linear_schedule(0.2, 0.05, NUM_STEPS)
+ROUNDS_OF_3 = {
+  "inner": MOMENTUM,
+  "interval": 3,
+  "outer": None,
+  "delay_rounds": 0,
+  "delay_after_step": 0,
+}
+TABLE = {
+  "average": line(average, {"rate": 0.1}, {}, "average_gradients"),
+  "ssgd": line(synchronous, {"rate": 0.1}, {}, "ssgd"),
+  "stale": line(stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
+  "local": line(transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3),
+  "outer": line(
+    transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3 | {"outer": NESTEROV}
+  ),
+  "late": line(
+    transforms.local_steps, {"carry": 0.5}, ROUNDS_OF_3 | {"delay_rounds": 1}
+  ),
+  "late outer": line(
+    transforms.local_steps,
+    {"carry": 1.0},
+    ROUNDS_OF_3 | {"outer": NESTEROV, "delay_rounds": 1, "delay_after_step": 4},
+  ),
+  "pulled": line(
+    pulled,
+    {"strength": 0.5, "learning_rate": 0.1},
+    {"interval": 3},
+    "pull_to_anchor",
+  ),
+  "local_sgd": line(
+    transforms.local_sgd,
+    {},
+    {"optimizer": MOMENTUM, "interval": 4},
+    "local_sgd",
+    "fixed",
+  ),
+  "post_local_sgd": line(
+    transforms.post_local_sgd,
+    {},
+    {
+      "optimizer": MOMENTUM,
+      "interval": intervals.ending_at(NUM_STEPS, 4),
+      "switch_step": 4,
+    },
+    "post_local_sgd",
+    "post_local",
+    "ending_at",
+  ),
+  "diloco": line(
+    transforms.diloco,
+    {"outer_learning_rate": 0.7, "outer_momentum": 0.9},
+    {"optimizer": MOMENTUM, "interval": 3},
+  ),
+  "msdpu": line(
+    transforms.msdpu,
+    {"learning_rate": 0.1, "correction": 0.1, "carry": 1.0},
+    {
+      "optimizer": MOMENTUM,
+      "interval": 4,
+      "warmup_steps": 2,
+      "max_interval": 8,
+    },
+  ),
+  "qsr": line(
+    transforms.local_sgd,
+    {},
+    {"optimizer": MOMENTUM, "interval": intervals.qsr(RATES, 0.3, 2)},
+    "qsr",
+    "scheduled",
+  ),
+  "adacomm": line(
+    transforms.local_sgd,
+    {},
+    {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
+    "adacomm",
+  ),
+}
+# What the quick set runs: each mechanism once.
+QUICK = ("ssgd", "stale", "outer", "late outer", "msdpu")
+every_line = pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.smoke] if name in QUICK else [])
+    for name in TABLE
+  ],
+)
+PARAMS = {
+  "a": np.linspace(-1.0, 1.0, 4, dtype=np.float32),
+  "b": {"c": np.ones((2, 2), jnp.bfloat16)},
+}
+
+
+def targets(num_workers):
+  """Targets [steps, workers, ...] and losses [steps, workers]."""
+  random = np.random.default_rng(0)
+
+  def one(like):
+    shape = (NUM_STEPS, num_workers, *like.shape)
+    return random.normal(size=shape).astype(like.dtype)
+
+  fall = np.exp(-np.arange(NUM_STEPS) / 8)[:, None]
+  noise = random.uniform(0.7, 1.3, (NUM_STEPS, num_workers))
+  losses = (4 * fall * noise).astype(np.float32)
+  return jax.tree.map(one, PARAMS), losses
+
+
+def make_step(optimizer, traces=None):
+  """What one worker does; appends to `traces` whenever it is traced."""
+
+  def step(params, state, target, loss):
+    if traces is not None:
+      traces.append(1)
+    gradients = jax.tree.map(lambda p, x: p - x.astype(p.dtype), params, target)
+    updates, state = optimizer.update(gradients, state, params, loss=loss)
+    return transforms.apply_updates(params, updates, state), state
+
+  return step
+
+
+@functools.cache
+def team(substrate):
+  """Eight workers everywhere, except on the (2, 2) mesh."""
+  if substrate == "mixed":  # Two workers on each of four devices.
+    mesh = collectives.make_mesh((4,), ("worker",))
+    return collectives.workers(NUM_WORKERS, mesh=mesh)
+  if substrate == "mesh":  # Two workers of two devices each.
+    mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
+    return collectives.workers(2, mesh=mesh)
+  if substrate == "none":
+    return collectives.workers(1, substrate="none")
+  if substrate == "two":
+    return collectives.workers(2, substrate="vmap")
+  return collectives.workers(NUM_WORKERS, substrate=substrate)
+
+
+@dataclasses.dataclass
+class Run:
+  """A run, with all workers' arrays [workers, ...] after every step."""
+
+  params: list[Any]
+  states: list[Any]
+  donated: bool
+
+
+def copied(tree):
+  # A NumPy view of a buffer that is donated next would change under us.
+  return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+class Runner:
+  """One compiled step, for any data."""
+
+  def __init__(self, optimizer, workers, dtype=None):
+    self.optimizer, self.workers, self.dtype = optimizer, workers, dtype
+    self.traces = []
+    step = make_step(optimizer, self.traces)
+    self.step = workers.jit(step, donate_argnums=(0, 1))
+
+  def begin(self):
+    """Parameters and state of all workers, placed without a program."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), PARAMS)
+    return self.place((params, self.optimizer.init(params)))
+
+  def place(self, tree):
+    mesh = self.workers.mesh
+    inner = () if mesh is None else mesh.axis_names[1:]
+
+    def one(x):
+      # What looks like a parameter, or a row of them, is sharded like one.
+      spec = PartitionSpec()
+      for shape in [p.shape for p in jax.tree.leaves(PARAMS)]:
+        rest = x.ndim - len(shape)
+        if rest in (0, 1) and x.shape[rest:] == shape:
+          spec = PartitionSpec(*[None] * rest, *inner)
+      rows = np.broadcast_to(x, (self.workers.num_workers, *x.shape))
+      return jax.device_put(rows.copy(), self.workers.sharding(spec))
+
+    return jax.tree.map(one, tree)
+
+  def run(self, xs, losses, step=None):
+    step = step or self.step
+    params, state = self.begin()
+    record = Run([], [], True)
+    for t in range(NUM_STEPS):
+      # A flag that is only written is no argument of the program.
+      old = [x for x in jax.tree.leaves((params, state)) if x.ndim > 1]
+      data = self.workers.place(at(t, (xs, losses)))
+      params, state = step(params, state, *data)
+      record.params.append(copied(params))
+      record.states.append(copied(state))
+      record.donated &= all(x.is_deleted() for x in old)
+    return record
+
+  def compile(self):
+    """The step as a program that can be read, and run."""
+    data = self.workers.place(at(0, targets(self.workers.num_workers)))
+    return self.step.lower(*self.begin(), *data).compile()
+
+
+def at(t, data):
+  return jax.tree.map(lambda x: x[t], data)
+
+
+@functools.cache
+def runner(name, substrate):
+  workers = team(substrate)
+  return Runner(TABLE[name].make(workers.axis), workers)
+
+
+@functools.cache
+def record(name, substrate):
+  """The run of a line with its own data on every worker."""
+  one = runner(name, substrate)
+  return one.run(*targets(one.workers.num_workers))
+
+
+def record_equal(name):
+  """One worker alone, and eight that all have its data."""
+  xs, losses = targets(1)
+  together = runner(name, "vmap").run(
+    *jax.tree.map(lambda x: np.repeat(x, NUM_WORKERS, 1), (xs, losses))
+  )
+  return runner(name, "none").run(xs, losses), together

@@ -1,0 +1,247 @@
+"""Every transformation of the table has every property."""
+
+import hashlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import collectives, transforms
+from jdist.transforms import intervals
+from tests.collectives import _reading
+from tests.transforms import _table
+
+TABLE = _table.TABLE
+every_line = _table.every_line
+on_all = pytest.mark.parametrize("substrate", ["vmap", "shard_map", "mixed"])
+
+
+def rows_equal(x):
+  return all(row.tobytes() == x[0].tobytes() for row in x)
+
+
+def local_state(state):
+  return transforms._inspecting._local_steps(state)
+
+
+def close(found, wanted, rtol):
+  """Within `rtol`; bfloat16 leaves within a few of their own roundings."""
+
+  def one(path, f, w):
+    assert f.dtype == w.dtype
+    tolerance = 0.1 if f.dtype == jnp.bfloat16 else rtol
+    np.testing.assert_allclose(
+      f.astype(np.float32), w.astype(np.float32), tolerance, tolerance,
+      err_msg=jax.tree_util.keystr(path),
+    )  # fmt: skip
+
+  jax.tree_util.tree_map_with_path(one, found, wanted)
+
+
+def test_every_public_transformation_is_in_the_table():
+  made = (
+    optax.GradientTransformation,
+    optax.GradientTransformationExtraArgs,
+    intervals.IntervalPolicy,
+  )
+  public = {
+    name
+    for module in (transforms, intervals)
+    for name, value in vars(module).items()
+    if inspect.isfunction(value)
+    and not name.startswith("_")
+    and inspect.signature(value).return_annotation in made
+  }
+  covered = {name for line in TABLE.values() for name in line.covers}
+  assert public - {"as_policy"} == covered
+
+
+@every_line
+@on_all
+def test_what_is_labelled_shared_is_equal_at_every_step(name, substrate):
+  run = _table.record(name, substrate)
+  labels = transforms.sharing(run.states[0])
+  for params, state in zip(run.params, run.states, strict=True):
+    if labels.params:
+      assert all(map(rows_equal, jax.tree.leaves(params)))
+    told = jax.tree.map(
+      lambda x, shared: rows_equal(x) or not shared, state, labels.state
+    )
+    assert all(jax.tree.leaves(told)), told
+
+
+@every_line
+@on_all
+def test_anchors_are_equal_to_the_bit(name, substrate):
+  run = _table.record(name, substrate)
+  state, params = run.states[-1], run.params[-1]
+  anchors = transforms.anchor(state, params)
+  hashes = {
+    hashlib.sha256(
+      b"".join(x[worker].tobytes() for x in jax.tree.leaves(anchors))
+    ).digest()
+    for worker in range(_table.NUM_WORKERS)
+  }
+  assert len(hashes) == 1
+  if local_state(state) is not None:
+    # Rounds happened, and between them the workers differed.
+    assert 3 <= local_state(state).round[0] < _table.NUM_STEPS
+    assert not all(rows_equal(params["a"]) for params in run.params)
+
+
+@every_line
+@pytest.mark.parametrize("substrate", ["shard_map", "mixed"])
+def test_substrates_agree(name, substrate):
+  run, reference = _table.record(name, substrate), _table.record(name, "vmap")
+  for t in (0, 5, 19):
+    close(run.params[t], reference.params[t], 1e-5)
+    close(run.states[t], reference.states[t], 1e-5)
+
+
+@every_line
+def test_equal_workers_are_one_worker(name):
+  alone, together = _table.record_equal(name)
+  for t in range(_table.NUM_STEPS):
+    first = jax.tree.map(lambda x: x[:1], together.params[t])
+    close(first, alone.params[t], 1e-5)
+
+
+@every_line
+@on_all
+def test_a_step_is_compiled_once(name, substrate):
+  _table.record(name, substrate)  # 30 steps.
+  assert len(_table.runner(name, substrate).traces) == 1
+
+
+@every_line
+@on_all
+def test_parameters_and_state_may_be_donated(name, substrate):
+  assert _table.record(name, substrate).donated
+
+
+@every_line
+def test_a_fresh_state_may_be_donated(name):
+  # Made outside of a program, where equal counters are easily one buffer.
+  optimizer = TABLE[name].make(None)
+  params = jax.tree.map(jnp.asarray, _table.PARAMS)
+  leaves = jax.tree.leaves((params, optimizer.init(params)))
+  pointers = [x.unsafe_buffer_pointer() for x in leaves]
+  assert len(set(pointers)) == len(pointers)
+
+
+@every_line
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_keeps_its_form(name, dtype, injected):
+  line = TABLE[name]
+  optimizer = line.inject(None) if injected else line.make(None)
+  params = jax.tree.map(lambda x: jnp.asarray(x, dtype), _table.PARAMS)
+  state = optimizer.init(params)
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+  assert all(x.size for x in jax.tree.leaves(state))  # Orbax refuses those.
+  updates, new = jax.eval_shape(
+    lambda g: optimizer.update(g, state, params, loss=jnp.float32(1.0)), params
+  )
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert not x.weak_type and not y.weak_type
+  assert all(x.dtype == dtype for x in jax.tree.leaves(updates))
+  local = local_state(state)
+  if local is not None:
+    wide = jax.tree.leaves((local.anchor, local.outer, local.pending))
+    assert all(x.dtype != jnp.bfloat16 for x in wide)
+
+
+@pytest.mark.parametrize("name", ["ssgd", "stale", "outer", "late"])
+def test_updates_have_the_dtype_of_the_gradients(name):
+  optimizer = TABLE[name].make(None)
+  params = jnp.ones(2, jnp.bfloat16)
+  gradients = jnp.ones(2, jnp.float32)
+  with jax.numpy_dtype_promotion("standard"):  # Momentum of the mixed dtypes.
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+  assert updates.dtype == jnp.float32
+
+
+@every_line
+def test_continuous_arguments_may_be_injected_in_a_chain(name):
+  team = _table.team("vmap")
+  optimizer = optax.chain(optax.clip(1e6), TABLE[name].inject(team.axis))
+  # Injected numbers are float32 arrays, which Optax multiplies with float32.
+  runner = _table.Runner(optimizer, team, jnp.float32)
+  run = runner.run(*_table.targets(_table.NUM_WORKERS))
+  reference = _table.record(name, "vmap")
+  close(run.params[-1]["a"], reference.params[-1]["a"], 1e-5)
+  assert len(runner.traces) == 1
+  injected = run.states[-1][1].hyperparams
+  assert set(injected) == set(TABLE[name].continuous)
+  labels = transforms.sharing(run.states[-1])
+  assert labels.params == transforms.sharing(reference.states[-1]).params
+
+
+@pytest.mark.parametrize(
+  ("name", "argument", "others"),
+  [
+    ("stale", "steps", ()),
+    ("local", "interval", ()),
+    ("late", "delay_rounds", ("interval",)),
+    ("late outer", "delay_after_step", ("interval", "delay_rounds")),
+    ("post_local_sgd", "switch_step", ("interval",)),
+    ("diloco", "interval", ()),
+    ("msdpu", "interval", ("warmup_steps", "max_interval")),
+    ("msdpu", "warmup_steps", ("interval", "max_interval")),
+    ("msdpu", "max_interval", ("interval", "warmup_steps")),
+  ],
+)
+def test_a_structural_argument_is_not_injected(name, argument, others):
+  optimizer = TABLE[name].inject(None, static_args=others)
+  message = (
+    rf"`{argument}` shapes the program and must be a Python int, got an "
+    rf"array.*`static_args=\('{argument}',\)`"
+  )
+  with pytest.raises(ValueError, match=message):
+    optimizer.init(jnp.zeros(2))
+
+
+@every_line
+def test_a_scan_over_steps_is_the_same(name):
+  team = _table.team("shard_map")
+  optimizer = TABLE[name].make(team.axis)
+  one = _table.make_step(optimizer)
+
+  def train(params, targets, losses):
+    def body(carry, data):
+      return one(*carry, *data), None
+
+    # What a worker begins with is its own, even if all begin alike.
+    state = collectives.varying(optimizer.init(params), team.axis)
+    return jax.lax.scan(body, (params, state), (targets, losses))[0]
+
+  # [workers, steps, ...]
+  targets, losses = jax.tree.map(
+    lambda x: np.swapaxes(x, 0, 1), _table.targets(_table.NUM_WORKERS)
+  )
+  params, state = team.jit(train)(
+    _table.runner(name, "shard_map").begin()[0],
+    *team.place((targets, losses)),
+  )
+  reference = _table.record(name, "shard_map")
+  close(_table.copied(params), reference.params[-1], 1e-5)
+  close(_table.copied(state), reference.states[-1], 1e-5)
+
+
+@every_line
+def test_no_collective_crosses_the_inner_axis(name):
+  runner = _table.runner(name, "mesh")
+  assert runner.begin()[0]["a"].sharding.shard_shape((2, 4)) == (1, 2)
+  # Devices 0 and 1 are one worker, 2 and 3 the other.
+  compiled = runner.compile()
+  found = _reading.groups(compiled.as_text())
+  assert found
+  for kind, groups in found:
+    assert kind == "all-reduce" and sorted(groups) == [[0, 2], [1, 3]]
+  run = runner.run(*_table.targets(2), compiled)
+  close(run.params[-1], _table.record(name, "two").params[-1], 1e-5)

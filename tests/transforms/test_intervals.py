@@ -1,0 +1,209 @@
+"""Intervals by hand, and when a loss may change them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import transforms
+from jdist.transforms import intervals
+
+
+def unfold(policy, losses, num_steps=10**6):
+  """The intervals of rounds whose mean losses are given, by the contract.
+
+  `losses[r]` is told at the end of round r, where round r + 2 is decided.
+  """
+  state = policy.init()
+  first, state = policy.next(state, jnp.int32(0), None)
+  second, state = policy.next(state, first, None)
+  found, end = [int(first), int(second)], int(first)
+  for r, loss in enumerate(losses):
+    start = end + found[r + 1]
+    if end >= num_steps:
+      break
+    steps, state = policy.next(state, jnp.int32(start), jnp.float32(loss))
+    assert steps.dtype == jnp.int32 and steps.shape == ()
+    found.append(int(steps))
+    end = start
+  return found
+
+
+def train(policy, losses, axis=None):
+  """(interval, next_interval, round) after every step, losses [steps, ...]."""
+  optimizer = transforms.local_sgd(optax.sgd(0.1), policy, axis=axis)
+
+  def one(losses):
+    w = jnp.zeros(())
+
+    def body(state, loss):
+      _, state = optimizer.update(jnp.ones(()), state, w, loss=loss)
+      return state, (state.interval, state.next_interval, state.round)
+
+    return jax.lax.scan(body, optimizer.init(w), losses)[1]
+
+  if axis is not None:
+    one = jax.vmap(one, 1, 1, axis_name=axis)
+  return jax.tree.map(np.asarray, jax.jit(one)(losses.astype(np.float32)))
+
+
+@pytest.mark.smoke
+def test_fixed_intervals():
+  assert unfold(intervals.fixed(3), [1.0] * 3) == [3] * 5
+  assert unfold(intervals.as_policy(2), [1.0]) == [2] * 3
+
+
+def test_scheduled_intervals_see_the_first_step_of_their_round():
+  policy = intervals.scheduled(lambda t: 1 + t // 2)
+  # Rounds begin at 0, 1, 2, 4, 7.
+  assert unfold(policy, [1.0] * 3) == [1, 1, 2, 3, 4]
+  floats = intervals.scheduled(optax.linear_schedule(0.0, 3.9, 4))
+  assert unfold(floats, [1.0] * 5) == [1, 1, 1, 2, 3, 3, 3]
+
+
+def test_post_local_intervals_begin_at_the_switch():
+  assert unfold(intervals.post_local(3, 4), [1.0] * 4) == [1, 1, 1, 4, 4, 4]
+  # A round that began before the switch is not cut short.
+  late = intervals.post_local(3, intervals.scheduled(lambda t: t))
+  assert unfold(late, [1.0] * 4) == [1, 1, 1, 3, 6, 12]
+
+
+def test_post_local_hides_the_warm_up_from_its_policy():
+  policy = intervals.post_local(2, intervals.msdpu(4, decay=0.0))
+  # Rounds 0 and 1 are the warm-up, whose high losses are not F_0.
+  losses = [100.0, 100.0, 1.0, 1.0, 0.25]
+  assert unfold(policy, losses) == [1, 1, 4, 4, 4, 4, 2]
+
+
+def test_the_last_round_ends_with_the_training():
+  assert unfold(intervals.ending_at(10, 4), [1.0] * 3, 10)[:3] == [4, 4, 2]
+  assert unfold(intervals.ending_at(8, 4), [1.0] * 3, 8)[:2] == [4, 4]
+  both = intervals.ending_at(7, intervals.post_local(2, 3))
+  assert unfold(both, [1.0] * 4, 7)[:5] == [1, 1, 3, 2, 3]
+
+
+def test_qsr_grows_with_the_square_of_the_inverse_rate():
+  def rate(t):
+    return jnp.where(t < 4, 0.2, 0.1)
+
+  assert unfold(intervals.qsr(rate, 0.4, 2), [1.0] * 2) == [4, 16, 16, 16]
+  assert unfold(intervals.qsr(rate, 0.1, 2), [1.0]) == [2] * 3
+  limited = intervals.qsr(rate, 0.4, 2, max_interval=10)
+  assert unfold(limited, [1.0]) == [4, 10, 10]
+
+
+def test_a_rate_of_zero_is_the_longest_round():
+  def zero(t):
+    return jnp.where(t < 1, 0.1, 0.0)
+
+  assert unfold(intervals.qsr(zero, 0.1, 1), [])[1] == 2**30
+  capped = intervals.adacomm(4, 1, zero, form="capped", max_interval=8)
+  assert unfold(capped, [1.0] * 3)[-1] == 8
+  # The reconstruction keeps what it had.
+  assert unfold(intervals.msdpu(4, zero), [1.0] * 2) == [4] * 4
+
+
+def test_adacomm_halves_where_the_rule_does_not_shrink():
+  policy = intervals.adacomm(8, 8)
+  # Decided at the starts 16, 24 and 32, of 28 nothing: F_0 = 4, then
+  # ceil(8 sqrt(1 / 4)) = 4, then 4 again, which is not smaller.
+  assert unfold(policy, [4.0, 1.0, 1.0, 1.0]) == [8, 8, 8, 4, 4, 2]
+
+
+def test_adacomm_averages_over_a_period():
+  policy = intervals.adacomm(4, 8, form="capped")
+  # Decided at the starts 8 and 16: F_0 = 2, then sqrt(4 * mean(0, 9) / 2).
+  assert unfold(policy, [2.0, 0.0, 9.0]) == [4, 4, 4, 4, 3]
+
+
+def test_adacomm_capped_puts_the_first_interval_into_the_root():
+  policy = intervals.adacomm(9, 1, form="capped", max_interval=4)
+  # ceil(sqrt(9 F / F_0)): 3 at F_0, 2 at a quarter, 6 at four times.
+  assert unfold(policy, [1.0, 1.0, 0.25, 4.0])[3:] == [3, 2, 4]
+
+
+def test_msdpu_follows_the_square_root_of_the_averaged_loss():
+  policy = intervals.msdpu(8, decay=0.5, max_interval=10)
+  # F: 4, then 0.5 * 4 + 0.5 * 0 = 2: 8 sqrt(1/2) = 5.7; then 9: 12, cut.
+  assert unfold(policy, [4.0, 0.0, 16.0]) == [8, 8, 8, 6, 10]
+
+
+def test_a_falling_rate_lengthens_the_rounds():
+  def rate(t):
+    return jnp.where(t < 8, 0.4, 0.1)
+
+  for policy in (
+    intervals.msdpu(4, rate),
+    intervals.adacomm(16, 1, rate, form="capped"),
+  ):
+    assert unfold(policy, [1.0] * 4)[-1] == 8
+
+
+def test_a_rate_that_warms_up_from_zero_does_not_shorten_the_rounds():
+  warmup = optax.linear_schedule(0.0, 0.1, 8)
+  assert unfold(intervals.msdpu(4, warmup), [1.0] * 4) == [4] * 6
+  capped = intervals.adacomm(9, 1, warmup, form="capped")
+  assert unfold(capped, [1.0] * 4)[-1] == 3
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(bad):
+  for policy in (
+    intervals.msdpu(8, decay=0.5),
+    intervals.adacomm(8, 1, form="capped"),
+  ):
+    found = unfold(policy, [4.0, bad, bad, 1.0])
+    assert found[3:5] == [found[2]] * 2 or found[3] == found[4]
+    state = policy.init()
+    for loss in (bad, 4.0, bad):
+      _, state = policy.next(state, jnp.int32(9), jnp.float32(loss))
+    assert state.first_loss == 4.0
+
+
+ADAPTIVE = {
+  "msdpu": intervals.msdpu(4, decay=0.0),
+  "adacomm": intervals.adacomm(9, 1, form="capped"),
+  "post_local": intervals.post_local(2, intervals.msdpu(4, decay=0.0)),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_a_loss_changes_the_interval_two_rounds_later(name):
+  # The interval of round r + 1 comes from losses up to round r - 1.
+  steps = 60
+  calm = np.ones(steps)
+  lengths, _, rounds = train(ADAPTIVE[name], calm)
+  before = np.concatenate([[0], rounds[:-1]])  # The round of each step.
+  for r in (5, 6):
+    shaken = calm.copy()
+    shaken[before == r] = 0.01
+    other, other_coming, other_rounds = train(ADAPTIVE[name], shaken)
+
+    def length(lengths, rounds, which):
+      return lengths[np.flatnonzero(rounds == which)[0]]
+
+    for which in range(1, r + 2):
+      assert length(other, other_rounds, which) == length(
+        lengths, rounds, which
+      )
+    assert length(other, other_rounds, r + 2) == 1
+    # It was told when round r + 1 began, a whole round before.
+    assert length(other_coming, other_rounds, r + 1) == 1
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_the_next_interval_is_known_a_round_before(name):
+  losses = np.random.default_rng(0).uniform(0.1, 2, (60, 4))
+  lengths, coming, rounds = train(ADAPTIVE[name], losses, "worker")
+  assert len(np.unique(lengths)) >= 2
+  # The same on all workers, whose losses differ.
+  for x in (lengths, coming, rounds):
+    assert (x == x[:, :1]).all()
+  lengths, coming, rounds = lengths[:, 0], coming[:, 0], rounds[:, 0]
+  begins = np.flatnonzero(np.diff(rounds, prepend=0))
+  assert lengths[begins[1:]].tolist() == coming[begins[:-1]].tolist()
+  # A round has as many steps as was told.
+  assert np.diff(begins).tolist() == lengths[begins[:-1]].tolist()

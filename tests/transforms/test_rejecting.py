@@ -1,0 +1,230 @@
+"""What is refused: the argument, the rule, the value and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jdist import transforms
+from jdist.transforms import intervals
+
+SGD = optax.sgd(0.1)
+
+
+def local(inner=SGD, interval=2, axis=None, **others):
+  return transforms.local_steps(inner, interval, axis=axis, **others)
+
+
+def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
+  return transforms.msdpu(
+    optimizer, interval, learning_rate, axis=None, **others
+  )
+
+
+REJECTED = {
+  "axis": (
+    lambda: transforms.average_gradients(("a", "a")),
+    r"`axis` must be None, a name, or two different names \(inner, outer\), "
+    r"got \('a', 'a'\)",
+  ),
+  "axis of local steps": (lambda: local(axis=3), "`axis` must be .*, got 3"),
+  "inner": (
+    lambda: local(inner=0.1),
+    r"`inner` must be an Optax transformation, for instance "
+    r"`optax.sgd\(0.1\)`, got 0.1",
+  ),
+  "outer": (
+    lambda: local(outer="nesterov"),
+    "`outer` must be an Optax transformation, .*, got 'nesterov'",
+  ),
+  "interval 0": (
+    lambda: local(interval=0),
+    "`interval` must be an int >= 1, got 0",
+  ),
+  "interval True": (
+    lambda: local(interval=True),
+    "`interval` must be an int >= 1, got True",
+  ),
+  "interval 2.5": (
+    lambda: local(interval=2.5),
+    "`interval` must be an int >= 1, got 2.5",
+  ),
+  "interval too long": (
+    lambda: local(interval=2**31),
+    "`interval` must be at most 1073741824, got 2147483648",
+  ),
+  "delay_rounds": (
+    lambda: local(delay_rounds=2),
+    "`delay_rounds` must be 0 or 1, got 2. To delay by steps, see "
+    "`delay_gradients`",
+  ),
+  "delay_rounds -1": (
+    lambda: local(delay_rounds=-1),
+    "`delay_rounds` must be an int >= 0, got -1",
+  ),
+  "delay_after_step": (
+    lambda: local(delay_after_step=-1, delay_rounds=1),
+    "`delay_after_step` must be an int >= 0, got -1",
+  ),
+  "delay_after_step without delay": (
+    lambda: local(delay_after_step=3),
+    "`delay_after_step` says when the delay begins and needs "
+    "`delay_rounds=1`, got delay_rounds=0",
+  ),
+  "carry": (lambda: local(carry=1.5), r"`carry` must be in \[0, 1\], got 1.5"),
+  "carry nan": (
+    lambda: local(carry=float("nan")),
+    r"`carry` must be in \[0, 1\], got nan",
+  ),
+  "carry None": (
+    lambda: local(carry=None),
+    r"`carry` must be a number in \[0, 1\], got None",
+  ),
+  "steps": (
+    lambda: transforms.delay_gradients(SGD, -1),
+    "`steps` must be an int >= 0, got -1",
+  ),
+  "delayed optimizer": (
+    lambda: transforms.delay_gradients(None, 1),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "strength": (
+    lambda: transforms.pull_to_anchor(-1.0, 0.1),
+    r"`strength` must be in \[0, inf\], got -1.0",
+  ),
+  "pull's learning_rate": (
+    lambda: transforms.pull_to_anchor(0.1, 0.0),
+    r"`learning_rate` must be in \(0, inf\], got 0.0",
+  ),
+  "ssgd": (
+    lambda: transforms.ssgd(None, axis=None),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "local_sgd": (
+    lambda: transforms.local_sgd(None, 2, axis=None),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "post_local_sgd": (
+    lambda: transforms.post_local_sgd(None, 2, 2, axis=None),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "switch_step": (
+    lambda: transforms.post_local_sgd(SGD, 2, -1, axis=None),
+    "`switch_step` must be an int >= 0, got -1",
+  ),
+  "diloco": (
+    lambda: transforms.diloco(None, 2, axis=None),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "outer_learning_rate": (
+    lambda: transforms.diloco(SGD, 2, -0.7, axis=None),
+    r"`outer_learning_rate` must be in \(0, inf\], got -0.7",
+  ),
+  "outer_momentum": (
+    lambda: transforms.diloco(SGD, 2, 0.7, 1.1, axis=None),
+    r"`outer_momentum` must be in \[0, 1\], got 1.1",
+  ),
+  "msdpu's optimizer": (
+    lambda: msdpu(optimizer=None),
+    "`optimizer` must be an Optax transformation, .*, got None",
+  ),
+  "msdpu's interval": (
+    lambda: msdpu(interval=0),
+    "`interval` must be an int >= 1, got 0",
+  ),
+  "msdpu's learning_rate": (
+    lambda: msdpu(learning_rate=-1.0),
+    r"`learning_rate` must be in \(0, inf\], got -1.0",
+  ),
+  "correction": (
+    lambda: msdpu(correction=-0.1),
+    r"`correction` must be in \[0, inf\], got -0.1",
+  ),
+  "warmup_steps": (
+    lambda: msdpu(warmup_steps=-1),
+    "`warmup_steps` must be an int >= 0, got -1",
+  ),
+  "max_interval": (
+    lambda: msdpu(max_interval=0),
+    "`max_interval` must be an int >= 1, got 0",
+  ),
+  "schedule": (
+    lambda: intervals.scheduled(3),
+    "`schedule` must be a function of the local step, got 3",
+  ),
+  "total_steps": (
+    lambda: intervals.ending_at(0, 2),
+    "`total_steps` must be an int >= 1, got 0",
+  ),
+  "alpha": (
+    lambda: intervals.qsr(0.1, 0.0, 2),
+    r"`alpha` must be in \(0, inf\], got 0.0",
+  ),
+  "base_interval": (
+    lambda: intervals.qsr(0.1, 0.1, 0),
+    "`base_interval` must be an int >= 1, got 0",
+  ),
+  "qsr's max_interval": (
+    lambda: intervals.qsr(0.1, 0.1, 4, max_interval=3),
+    "`max_interval` must be an int >= 4, got 3",
+  ),
+  "initial_interval": (
+    lambda: intervals.adacomm(0, 1),
+    "`initial_interval` must be an int >= 1, got 0",
+  ),
+  "period_steps": (
+    lambda: intervals.adacomm(1, 0),
+    "`period_steps` must be an int >= 1, got 0",
+  ),
+  "form": (
+    lambda: intervals.adacomm(1, 1, form="root"),
+    "`form` must be 'halving' or 'capped', got 'root'",
+  ),
+  "decay": (
+    lambda: intervals.msdpu(1, decay=1.0),
+    "`decay` must be below 1, got 1.0",
+  ),
+  "register_shared": (
+    lambda: transforms.register_shared(optax.TraceState, frozenset({"m"})),
+    "`fields` must be fields of TraceState, got {'m'}",
+  ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", REJECTED)
+def test_an_argument_out_of_range_is_refused(name):
+  make, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_parameters_must_be_given():
+  optimizer = local()
+  w = jnp.ones(2)
+  with pytest.raises(ValueError, match=r"`params` must be given to `update`"):
+    optimizer.update(w, optimizer.init(w))
+
+
+def test_a_needed_loss_must_be_given():
+  optimizer = msdpu()
+  w = jnp.ones(2)
+  state = optimizer.init(w)
+  with pytest.raises(ValueError, match=r"`loss` must be given .*loss=loss"):
+    optimizer.update(w, state, w)
+  with pytest.raises(ValueError, match=r"`loss` must be a scalar.*\(2,\)"):
+    optimizer.update(w, state, w, loss=jnp.ones(2))
+
+
+def test_a_pull_outside_of_local_steps_is_refused():
+  optimizer = optax.chain(transforms.pull_to_anchor(0.1, 0.1), SGD)
+  w = jnp.ones(2)
+  with pytest.raises(ValueError, match="must stand in the inner chain of"):
+    optimizer.update(w, optimizer.init(w), w)
+
+
+def test_two_anchors_side_by_side_are_refused():
+  optimizer = optax.chain(local(), local())
+  state = jax.eval_shape(optimizer.init, jnp.ones(2))
+  with pytest.raises(ValueError, match=r"one `local_steps` at most, .* are 2"):
+    transforms.synchronized(state)
