@@ -89,6 +89,8 @@ def test_qsr_grows_with_the_square_of_the_inverse_rate():
 
   assert unfold(intervals.qsr(rate, 0.4, 2), [1.0] * 2) == [4, 16, 16, 16]
   assert unfold(intervals.qsr(rate, 0.1, 2), [1.0]) == [2] * 3
+  # Whole numbers are not missed by a rounding.
+  assert unfold(intervals.qsr(0.04 / 3, 0.04, 1), []) == [9, 9]
   limited = intervals.qsr(rate, 0.4, 2, max_interval=10)
   assert unfold(limited, [1.0]) == [4, 10, 10]
 
@@ -153,12 +155,37 @@ def test_a_loss_that_is_not_finite_changes_nothing(bad):
     intervals.msdpu(8, decay=0.5),
     intervals.adacomm(8, 1, form="capped"),
   ):
-    found = unfold(policy, [4.0, bad, bad, 1.0])
-    assert found[3:5] == [found[2]] * 2 or found[3] == found[4]
     state = policy.init()
     for loss in (bad, 4.0, bad):
       _, state = policy.next(state, jnp.int32(9), jnp.float32(loss))
     assert state.first_loss == 4.0
+  # F stays 4 until 1 makes it 2.5: ceil(8 sqrt(2.5 / 4)) = 7.
+  policy = intervals.msdpu(8, decay=0.5)
+  assert unfold(policy, [4.0, bad, bad, 1.0]) == [8] * 5 + [7]
+
+
+def test_a_policy_is_told_the_mean_over_steps_and_workers():
+  # Rounds of 1, 2, 3, ... steps; the last loss is kept as the state.
+  policy = intervals.IntervalPolicy(
+    lambda: (jnp.int32(0), jnp.float32(-1.0)),
+    lambda state, start, loss: (
+      state[0] + 1,
+      (state[0] + 1, state[1] if loss is None else loss),
+    ),
+    needs_loss=True,
+  )
+  optimizer = transforms.local_sgd(optax.sgd(0.1), policy, axis="worker")
+  w = jnp.zeros(2)
+  state = jax.vmap(optimizer.init)(w)
+  told = []
+  for step in range(6):
+    loss = jnp.array([step, 10.0 + step])
+    _, state = jax.vmap(
+      lambda g, s, w, x: optimizer.update(g, s, w, loss=x), axis_name="worker"
+    )(w, state, w, loss)
+    told.append(state.interval_state[1][0].item())
+  # Steps 0; 1 and 2; 3, 4 and 5.
+  assert told == [5.0, 5.0, 6.5, 6.5, 6.5, 9.0]
 
 
 ADAPTIVE = {
