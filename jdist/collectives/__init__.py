@@ -29,6 +29,8 @@ from jdist.collectives._plans import plan as plan
 from jdist.collectives._programs import read_collectives as read_collectives
 from jdist.collectives._running import Workers as Workers
 from jdist.collectives._running import workers as workers
+from jdist.collectives._schedules import Event as Event
+from jdist.collectives._schedules import read_schedule as read_schedule
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
