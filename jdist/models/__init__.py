@@ -11,3 +11,4 @@ from jdist.models._functional import Model as Model
 from jdist.models._functional import num_params as num_params
 from jdist.models._normalizing import BatchNorm as BatchNorm
 from jdist.models._normalizing import GroupNorm as GroupNorm
+from jdist.models._normalizing import LayerNorm as LayerNorm

@@ -5,13 +5,38 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _functional, _lenet, _mlp, _resnet
+from jdist.models import (
+  _alexnet,
+  _checking,
+  _cifar_resnet,
+  _functional,
+  _layers,
+  _lenet,
+  _mlp,
+  _resnet,
+  _transformer,
+  _vgg,
+)
+
+
+def _cifar_resnet_of(blocks: int) -> Callable[..., nnx.Module]:
+  return functools.partial(_cifar_resnet.CifarResNet, blocks_per_stage=blocks)
+
+
+def _resnet_of(*blocks: int, bottleneck: bool) -> Callable[..., nnx.Module]:
+  return functools.partial(
+    _resnet.ResNet, blocks_per_stage=blocks, bottleneck=bottleneck
+  )
+
+
+def _vgg_of(*convs: int) -> Callable[..., nnx.Module]:
+  return functools.partial(_vgg.VGG, convs_per_block=convs, max_growth=8)
+
 
 # A factory is called as factory(input_shape, num_classes, rngs=..., **options)
 # and refuses what it cannot do with a ValueError. A new family is a file with
@@ -20,9 +45,27 @@ _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "mlp": _mlp.MLP,
   "lenet": _lenet.LeNet,
   "cnn": _lenet.CNN,
-  "resnet8": functools.partial(_resnet.ResNet, blocks_per_stage=1),
-  "resnet20": functools.partial(_resnet.ResNet, blocks_per_stage=3),
+  "alexnet": _alexnet.AlexNet,
+  "vgg11": _vgg_of(1, 1, 2, 2, 2),
+  "vgg13": _vgg_of(2, 2, 2, 2, 2),
+  "vgg15": functools.partial(
+    _vgg.VGG,
+    convs_per_block=(2, 2, 3, 3, 2),
+    form="cifar",
+    hidden_sizes=(100, 100),
+    max_growth=4,
+  ),
+  "vgg16": _vgg_of(2, 2, 3, 3, 3),
+  "vgg19": _vgg_of(2, 2, 4, 4, 4),
+  "resnet8": _cifar_resnet_of(1),
+  "resnet20": _cifar_resnet_of(3),
+  "resnet18": _resnet_of(2, 2, 2, 2, bottleneck=False),
+  "resnet34": _resnet_of(3, 4, 6, 3, bottleneck=False),
+  "resnet50": _resnet_of(3, 4, 6, 3, bottleneck=True),
+  "transformer": _transformer.Transformer,
 }
+# What is not here takes images.
+_TAKES_TOKENS = {"transformer"}
 
 NAMES = tuple(_FACTORIES)
 
@@ -30,9 +73,10 @@ NAMES = tuple(_FACTORIES)
 def build(
   name: str,
   *,
-  input_shape: tuple[int, int, int],
+  input_shape: tuple[int, ...],
   num_classes: int,
   seed: int = 0,
+  abstract: bool = False,
   **options: Any,
 ) -> _functional.Model:
   """Builds a model by name, with random initial parameters.
@@ -40,23 +84,43 @@ def build(
   The same arguments give the same parameters to the bit on every device and
   under every way of running workers: NumPy draws them, on the host.
 
-  | name     | network                     | options                      |
-  |----------|-----------------------------|------------------------------|
-  | mlp      | fully connected             | hidden_sizes=(128,)          |
-  | lenet    | LeNet-5, up to 32x32        |                              |
-  | cnn      | three convolutions          |                              |
-  | resnet8  | CIFAR ResNet, 1 block/stage | norm="batch"|"group"|"none", |
-  | resnet20 | CIFAR ResNet, 3             | num_groups=8                 |
+  | name               | network                | options                     |
+  |--------------------|------------------------|-----------------------------|
+  | mlp                | fully connected        | hidden_sizes=(128,)         |
+  | lenet              | LeNet-5, up to 32x32   |                             |
+  | cnn                | three convolutions     |                             |
+  | alexnet            | AlexNet                | form, hidden_sizes          |
+  | vgg11, 13, 16, 19  | VGG                    | form, hidden_sizes, norm,   |
+  |                    |                        | num_groups, width=64        |
+  | vgg15              | VGG of MP²             | norm, num_groups, width     |
+  | resnet8, resnet20  | CIFAR ResNet, 1 or 3   | norm, num_groups            |
+  |                    | blocks per stage       |                             |
+  | resnet18, 34, 50   | ImageNet ResNet        | form, norm, num_groups,     |
+  |                    |                        | width=64, shortcut_size=1   |
+  | transformer        | causal language model  | num_layers=4, width=128,    |
+  |                    |                        | num_heads=4, hidden_size,   |
+  |                    |                        | positions="learned",        |
+  |                    |                        | tied=False                  |
+
+  `form` is "cifar" or "imagenet", by default "cifar" for images up to 64x64.
+  `norm` is "batch" (default of ResNets), "group" with `num_groups=8`, or
+  "none" (default of VGG). The other defaults are in the network's docstring.
 
   The model's `apply` (see `functional`) takes normalized images, floating
   [batch, height, width, channels], and gives logits [batch, num_classes] in
-  the type that images and parameters promote to.
+  the type that images and parameters promote to. That of the transformer
+  takes tokens, integers [batch, length] with any length up to the one of
+  `input_shape`, and gives logits [batch, length, num_classes].
 
   Args:
     name: one of the table.
-    input_shape: (height, width, channels) of one image.
-    num_classes: number of logits, >= 1.
+    input_shape: (height, width, channels) of one image; (length,) for the
+      transformer.
+    num_classes: number of logits, >= 1; the transformer's vocabulary.
     seed: of the initial parameters, integer >= 0; default 0.
+    abstract: whether to give `jax.ShapeDtypeStruct` in place of every array
+      of `params` and `state`, and to allocate and draw nothing; for counting,
+      planning and compiling. Default False. `apply` is the same function.
     **options: of the model, see the table.
 
   Returns:
@@ -64,7 +128,7 @@ def build(
 
   Raises:
     ValueError: if there is no such model or option, or the model cannot work
-      on such images.
+      on such inputs.
 
   >>> import jax.numpy as jnp
   >>> model = build("mlp", input_shape=(8, 8, 1), num_classes=10, seed=0)
@@ -76,17 +140,20 @@ def build(
   ... )
   >>> logits.shape, state
   ((5, 10), {})
+  >>> build(
+  ...   "resnet50", input_shape=(224, 224, 3), num_classes=1000, abstract=True
+  ... )
+  Model(25,557,032 parameters)
   """
   if name not in NAMES:
     raise ValueError(
       f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For a network "
       "of your own use `jdist.models.functional`."
     )
-  shape = tuple(input_shape)
-  if len(shape) != 3 or min(shape) < 1:
-    raise ValueError(
-      f"`input_shape` must be (height, width, channels), got {input_shape}."
-    )
+  takes: Literal["tokens", "images"] = (
+    "tokens" if name in _TAKES_TOKENS else "images"
+  )
+  shape = _checking.check_input_shape(input_shape, takes)
   if num_classes < 1:
     raise ValueError(f"`num_classes` must be >= 1, got {num_classes}.")
   if operator.index(seed) < 0:
@@ -98,9 +165,18 @@ def build(
       f"`{unknown[0]}` is no option of {name}, which has "
       f"{', '.join(known) or 'none'}."
     )
-  module = factory(shape, num_classes, rngs=nnx.Rngs(seed), **options)
-  model = _functional.functional(module)
-  return dataclasses.replace(model, apply=_checked(model.apply, name, shape))
+  rngs = _layers.NoKeys() if abstract else nnx.Rngs(seed)
+  model = _functional.functional(
+    factory(shape, num_classes, rngs=rngs, **options)
+  )
+  apply = _checking.checked(model.apply, name, shape, takes)
+  params, state = model.params, model.state
+  if abstract:
+    # What has few numbers, as normalizations do, is there all the same.
+    params, state = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
+    )
+  return dataclasses.replace(model, params=params, state=state, apply=apply)
 
 
 def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:
@@ -115,32 +191,3 @@ def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:
     for parameter in parameters
     if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in fixed
   ]
-
-
-def _checked(
-  apply: Callable[..., Any], name: str, input_shape: tuple[int, ...]
-) -> Callable[..., Any]:
-  """Says what is wrong with images before a layer deep inside does."""
-
-  def checked(
-    params: dict[str, Any],
-    state: dict[str, Any],
-    images: jax.Array,
-    *,
-    train: bool,
-    mask: jax.Array | None = None,
-  ) -> tuple[jax.Array, dict[str, Any]]:
-    if images.ndim != 4 or images.shape[1:] != input_shape:
-      raise ValueError(
-        f"`images` must be [batch, {', '.join(map(str, input_shape))}] as "
-        f"this {name} was built, got shape {images.shape}. A worker's step "
-        "sees its own images, without the axis of workers."
-      )
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-      raise ValueError(
-        f"`images` must be floating and normalized, got {images.dtype}. Pass "
-        "raw pixels through `Dataset.normalize` first."
-      )
-    return apply(params, state, images, train=train, mask=mask)
-
-  return checked

@@ -19,7 +19,8 @@ class Model:
       the order in which the layers of `build`'s models run, so the leaves of
       the tree go from the front layers to the back.
     state: what is not trained but changes in training, such as running batch
-      statistics: nested dict of arrays, `{}` when there is none.
+      statistics: nested dict of arrays, `{}` when there is none. Of a model
+      built with `abstract=True` both hold `jax.ShapeDtypeStruct`.
     apply: `apply(params, state, images, *, train, mask=None)` gives
       `(logits, state)`; see `functional`.
   """
@@ -141,7 +142,7 @@ def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
     node = tree
     for key in path[:-1]:
       node = node.setdefault(str(key), {})
-    node[str(path[-1])] = values[path][...]
+    node[str(path[-1])] = values[path].get_value()
   return tree
 
 

@@ -1,7 +1,11 @@
-"""Layers with the initial values that networks of rectifiers need."""
+"""Layers with the initial values that networks of rectifiers need.
+
+Their source of random keys may be `NoKeys`: then they hold shapes instead of
+values, and nothing is drawn or allocated.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,16 +14,27 @@ import numpy as np
 from flax import nnx
 
 
+class NoKeys:
+  """Stands where random keys come from, and gives none."""
+
+  def params(self) -> None:
+    """What NNX layers ask for once per parameter."""
+
+
+# What the layers of this room draw from: `nnx.Rngs`, or `NoKeys`.
+Keys = Any
+
+
 def conv(
   in_features: int,
   out_features: int,
   kernel_size: int,
   *,
   strides: int = 1,
-  padding: str = "SAME",
+  padding: str | int = "SAME",
   use_bias: bool = True,
   gain: float = 1.0,
-  rngs: nnx.Rngs,
+  rngs: Keys,
 ) -> nnx.Conv:
   """Convolution over square windows, channels last.
 
@@ -40,23 +55,39 @@ def conv(
 
 
 def dense(
-  in_features: int, out_features: int, *, last: bool = False, rngs: nnx.Rngs
+  in_features: int,
+  out_features: int,
+  *,
+  last: bool = False,
+  use_bias: bool = True,
+  gain: float = 1.0,
+  rngs: Keys,
 ) -> nnx.Linear:
   """Fully connected layer.
 
-  Weights are normal with variance 2 / fan_in, or 1 / fan_in for the last
-  layer, which no rectifier follows; biases zero.
+  Weights are normal with variance `2 gain**2 / fan_in`, or half of it for a
+  layer that no rectifier follows (`last`); biases zero.
   """
   return nnx.Linear(
     in_features,
     out_features,
-    kernel_init=_normal(1.0 if last else 2.0),
+    use_bias=use_bias,
+    kernel_init=_normal((1.0 if last else 2.0) * gain**2),
     bias_init=_zeros,
     rngs=rngs,
   )
 
 
-def _normal(scale: float) -> Callable[..., jax.Array]:
+class Embedding(nnx.Module):
+  """A vector for each of so many numbers, normal with deviation `std`."""
+
+  def __init__(self, size: int, num_features: int, *, std: float, rngs: Keys):
+    # In `_normal` what divides the variance is the first size.
+    init = _normal(std**2 * size)
+    self.table = nnx.Param(init(rngs.params(), (size, num_features)))
+
+
+def _normal(scale: float) -> Callable[..., Any]:
   """Initializer: normal with variance `scale / fan_in`, drawn by NumPy.
 
   JAX would compile one program per shape, seconds for a small network, and
@@ -64,8 +95,10 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
   """
 
   def init(
-    key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
-  ) -> jax.Array:
+    key: jax.Array | None, shape: tuple[int, ...], dtype: Any = jnp.float32
+  ) -> jax.Array | jax.ShapeDtypeStruct:
+    if key is None:
+      return jax.ShapeDtypeStruct(shape, dtype)
     entropy = np.asarray(jax.random.key_data(key)).tolist()
     draw = np.random.default_rng(entropy).standard_normal(shape, np.float32)
     std = np.float32(math.sqrt(scale / math.prod(shape[:-1])))
@@ -76,7 +109,56 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _zeros(
-  key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
-) -> jax.Array:
-  del key
+  key: jax.Array | None, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array | jax.ShapeDtypeStruct:
+  if key is None:
+    return jax.ShapeDtypeStruct(shape, dtype)
   return jnp.asarray(np.zeros(shape), dtype)
+
+
+def check_width(width: int) -> None:
+  """Raises a ValueError unless a network can be that wide."""
+  if width < 1:
+    raise ValueError(f"`width` must be >= 1, got {width}.")
+
+
+def add_head(
+  module: nnx.Module,
+  in_features: int,
+  hidden_sizes: Sequence[int],
+  num_classes: int,
+  *,
+  first: int,
+  rngs: Keys,
+) -> tuple[str, ...]:
+  """Gives a module dense layers with rectifiers between them.
+
+  They are called dense<number>, counted from `first`, with digits enough that
+  the names sort in the order of the layers.
+
+  Returns:
+    The names, for `apply_head`.
+
+  Raises:
+    ValueError: if a size is below 1.
+  """
+  if any(size < 1 for size in hidden_sizes):
+    raise ValueError(
+      f"`hidden_sizes` must be positive, got {tuple(hidden_sizes)}."
+    )
+  sizes = [in_features, *hidden_sizes, num_classes]
+  num_layers = len(sizes) - 1
+  digits = len(str(first + num_layers - 1))
+  names = tuple(f"dense{first + i:0{digits}}" for i in range(num_layers))
+  for i, name in enumerate(names):
+    last = i == num_layers - 1
+    layer = dense(sizes[i], sizes[i + 1], last=last, rngs=rngs)
+    setattr(module, name, layer)
+  return names
+
+
+def apply_head(module: Any, x: jax.Array) -> jax.Array:
+  """Runs what `add_head` added, whose names the module keeps in `head`."""
+  for name in module.head[:-1]:
+    x = jax.nn.relu(getattr(module, name)(x))
+  return getattr(module, module.head[-1])(x)

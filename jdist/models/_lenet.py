@@ -33,7 +33,7 @@ class LeNet(nnx.Module):
     input_shape: tuple[int, int, int],
     num_classes: int,
     *,
-    rngs: nnx.Rngs,
+    rngs: _layers.Keys,
   ):
     height, width, num_channels = input_shape
     if max(height, width) > 32:
@@ -81,7 +81,7 @@ class CNN(nnx.Module):
     input_shape: tuple[int, int, int],
     num_classes: int,
     *,
-    rngs: nnx.Rngs,
+    rngs: _layers.Keys,
   ):
     height, width, num_channels = input_shape
     if min(height, width) < 8:

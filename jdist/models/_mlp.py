@@ -29,25 +29,17 @@ class MLP(nnx.Module):
     num_classes: int,
     *,
     hidden_sizes: Sequence[int] = (128,),
-    rngs: nnx.Rngs,
+    rngs: _layers.Keys,
   ):
-    if any(size < 1 for size in hidden_sizes):
-      raise ValueError(
-        f"`hidden_sizes` must be positive, got {tuple(hidden_sizes)}."
-      )
-    sizes = [math.prod(input_shape), *hidden_sizes, num_classes]
-    num_layers = len(sizes) - 1
-    # Digits enough that the names sort in the order of the layers.
-    width = len(str(num_layers))
-    self.names = tuple(f"dense{i + 1:0{width}}" for i in range(num_layers))
-    for i, name in enumerate(self.names):
-      last = i == num_layers - 1
-      layer = _layers.dense(sizes[i], sizes[i + 1], last=last, rngs=rngs)
-      setattr(self, name, layer)
+    self.head = _layers.add_head(
+      self,
+      math.prod(input_shape),
+      hidden_sizes,
+      num_classes,
+      first=1,
+      rngs=rngs,
+    )
 
   def __call__(self, images: jax.Array) -> jax.Array:
     """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    x = images.reshape(len(images), -1)
-    for name in self.names[:-1]:
-      x = jax.nn.relu(getattr(self, name)(x))
-    return getattr(self, self.names[-1])(x)
+    return _layers.apply_head(self, images.reshape(len(images), -1))

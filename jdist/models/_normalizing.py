@@ -1,15 +1,26 @@
 """Normalization layers that know padding and half precision.
 
-Both compute in float32 whatever they are given, and promote types by hand, so
+All compute in float32 whatever they are given, and promote types by hand, so
 they run under JAX's strict type promotion. Flax's own do not.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+Norm = Literal["batch", "group", "none"]
+
+
+def check_norm(norm: str) -> None:
+  """Raises a ValueError unless `norm` is a kind of normalization."""
+  if norm not in ("batch", "group", "none"):
+    raise ValueError(
+      f'`norm` must be "batch", "group" or "none", got {norm!r}.'
+    )
 
 
 class BatchNorm(nnx.Module):
@@ -143,6 +154,40 @@ class GroupNorm(nnx.Module):
     var = jnp.var(wide, (1, 3), keepdims=True)
     y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
     return _scale(y.reshape(x.shape), self.scale[...], self.bias[...], x.dtype)
+
+
+class LayerNorm(nnx.Module):
+  """Normalizes the last axis, each position of each sample by itself.
+
+  Args:
+    num_features: size of the last axis.
+    epsilon: added to the variance, default 1e-5.
+
+  References:
+    Ba, Kiros and Hinton, "Layer normalization", 2016, arXiv:1607.06450.
+  """
+
+  def __init__(self, num_features: int, *, epsilon: float = 1e-5):
+    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
+    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    self.epsilon = epsilon
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalizes x [..., num_features]."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, -1, keepdims=True)
+    var = jnp.var(wide, -1, keepdims=True)
+    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
+    return _scale(y, self.scale[...], self.bias[...], x.dtype)
+
+
+def make_norm(
+  norm: Norm, num_features: int, num_groups: int
+) -> BatchNorm | GroupNorm:
+  """The layer that `norm` names; "none" has none."""
+  if norm == "batch":
+    return BatchNorm(num_features)
+  return GroupNorm(num_features, num_groups=num_groups)
 
 
 def _as_rank(channels: jax.Array, ndim: int) -> jax.Array:

@@ -1,39 +1,44 @@
-"""Residual networks for small images."""
-
-from typing import Literal
+"""ResNet-18, 34 and 50, for ImageNet and for small images."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _layers, _normalizing
-
-Norm = Literal["batch", "group", "none"]
+from jdist.models import _forms, _layers, _normalizing
 
 
 class ResNet(nnx.Module):
-  """The CIFAR ResNet of 6n + 2 layers.
+  """The ResNets of ImageNet, with its first layers or with small ones.
 
-  A convolution of 16 channels; three stages of n blocks with 16, 32 and 64
-  channels, the second and third at half the resolution of the one before; a
-  mean over the image; one dense layer. Shortcuts have no parameters: where
-  the shape changes they take every second pixel and add channels of zeros
-  (option A of the paper). ResNet-20 (n = 3) has 269,722 parameters on CIFAR-10.
+  The ImageNet form begins with a convolution over 7x7 pixels of stride 2 and
+  pooling by 2, the form for small images with one over 3x3 pixels of stride
+  1. Then come four stages of blocks with 64, 128, 256 and 512 features, each
+  but the first at half the resolution of the one before; a mean over the
+  image; one dense layer. Where the shape changes, the shortcut is a
+  convolution too (option B of the paper).
 
-  Without normalization nothing keeps the signal from growing with every
-  block, so the initial values must: the first convolution of each of the L
-  blocks starts smaller by L**-0.5 and the second at zero, so that all blocks
-  start as the identity. This is Fixup (Zhang, Dauphin and Ma, 2019,
-  arXiv:1901.09321) with m = 2; departures: the convolutions' ordinary biases
-  in place of its scalar ones, no scalar multipliers, and the last layer does
-  not start at zero.
+  | parameters | ImageNet, 1,000 classes | CIFAR form, 10 classes |
+  |------------|-------------------------|------------------------|
+  | ResNet-18  | 11,689,512              | 11,173,962             |
+  | ResNet-34  | 21,797,672              | 21,282,122             |
+  | ResNet-50  | 25,557,032              | 23,520,842             |
+
+  Without normalization the blocks start as the identity, as in the ResNets
+  of 6n + 2 layers: of the m convolutions of each of the L blocks the last
+  starts at zero and the others smaller by L**(-1 / (2m - 2)).
 
   Args:
-    input_shape: (height, width, channels), at least 4x4.
+    input_shape: (height, width, channels), at least 32x32, and 8x8 in the
+      form for small images.
     num_classes: number of logits.
-    blocks_per_stage: n, >= 1.
+    blocks_per_stage: of each of the four stages.
+    bottleneck: whether a block is 1x1, 3x3 and 1x1 convolutions, the last
+      with four times the features, or two of 3x3.
+    form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
     norm: "batch" (default), "group" (`num_groups` groups) or "none".
-    num_groups: groups of "group"; default 8, and must divide 16.
+    num_groups: groups of "group"; default 8, and must divide `width`.
+    width: features of the first stage; default 64.
+    shortcut_size: window of the shortcuts' convolutions, odd; default 1.
     rngs: source of the initial values.
 
   Raises:
@@ -41,7 +46,8 @@ class ResNet(nnx.Module):
 
   References:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
-    2015, arXiv:1512.03385, section 4.2.
+    2015, arXiv:1512.03385, table 1. Departure, usual now: in a bottleneck
+    that halves the resolution the 3x3 convolution has the stride.
   """
 
   def __init__(
@@ -49,44 +55,58 @@ class ResNet(nnx.Module):
     input_shape: tuple[int, int, int],
     num_classes: int,
     *,
-    blocks_per_stage: int,
-    norm: Norm = "batch",
+    blocks_per_stage: tuple[int, ...],
+    bottleneck: bool,
+    form: _forms.Form | None = None,
+    norm: _normalizing.Norm = "batch",
     num_groups: int = 8,
-    rngs: nnx.Rngs,
+    width: int = 64,
+    shortcut_size: int = 1,
+    rngs: _layers.Keys,
   ):
-    height, width, num_channels = input_shape
-    if min(height, width) < 4:
+    form = _forms.choose_form(form, input_shape)
+    self.large = form == "imagenet"
+    _forms.check_size("a resnet", form, input_shape, 32 if self.large else 8)
+    _normalizing.check_norm(norm)
+    _layers.check_width(width)
+    if shortcut_size < 1 or shortcut_size % 2 == 0:
       raise ValueError(
-        "`input_shape` of a resnet must be at least 4x4, as it is halved "
-        f"twice, got {input_shape}. Pad the images, or use mlp."
+        f"`shortcut_size` must be odd and >= 1, got {shortcut_size}."
       )
-    if norm not in ("batch", "group", "none"):
-      raise ValueError(
-        f'`norm` must be "batch", "group" or "none", got {norm!r}.'
-      )
+    window = 7 if self.large else 3
     self.stage0_conv = _layers.conv(
-      num_channels, 16, 3, use_bias=norm == "none", rngs=rngs
+      input_shape[-1],
+      width,
+      window,
+      strides=2 if self.large else 1,
+      padding=window // 2,
+      use_bias=norm == "none",
+      rngs=rngs,
     )
     if norm != "none":
-      self.stage0_norm = _make_norm(norm, 16, num_groups)
+      self.stage0_norm = _normalizing.make_norm(norm, width, num_groups)
     names = []
-    num_channels = 16
-    for stage in range(3):
-      for block in range(blocks_per_stage):
+    num_features = width
+    for stage, num_blocks in enumerate(blocks_per_stage):
+      for block in range(num_blocks):
         # Names that sort in the order of the layers.
         names.append(f"stage{stage + 1}_block{block + 1}")
         module = _Block(
-          num_channels,
-          16 * 2**stage,
+          num_features,
+          width * 2**stage,
+          bottleneck=bottleneck,
           strides=2 if stage > 0 and block == 0 else 1,
           norm=norm,
           num_groups=num_groups,
-          num_blocks=3 * blocks_per_stage,
+          shortcut_size=shortcut_size,
+          num_blocks=sum(blocks_per_stage),
           rngs=rngs,
         )
         setattr(self, names[-1], module)
-        num_channels = 16 * 2**stage
-    self.stage4_dense = _layers.dense(64, num_classes, last=True, rngs=rngs)
+        num_features = module.out_features
+    self.stage5_dense = _layers.dense(
+      num_features, num_classes, last=True, rngs=rngs
+    )
     self.names = tuple(names)
     self.norm = norm
 
@@ -98,63 +118,78 @@ class ResNet(nnx.Module):
     if self.norm != "none":
       x = self.stage0_norm(x, mask=mask)
     x = jax.nn.relu(x)
+    if self.large:
+      around = ((1, 1), (1, 1))
+      x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
     for name in self.names:
       x = getattr(self, name)(x, mask)
-    return self.stage4_dense(jnp.mean(x, axis=(1, 2)))
+    return self.stage5_dense(jnp.mean(x, axis=(1, 2)))
 
 
 class _Block(nnx.Module):
-  """Two convolutions and a way past them."""
+  """Two or three convolutions and a way past them."""
 
   def __init__(
     self,
     in_features: int,
-    out_features: int,
+    features: int,
     *,
+    bottleneck: bool,
     strides: int,
-    norm: Norm,
+    norm: _normalizing.Norm,
     num_groups: int,
+    shortcut_size: int,
     num_blocks: int,
-    rngs: nnx.Rngs,
+    rngs: _layers.Keys,
   ):
-    plain = norm == "none"
-    self.conv1 = _layers.conv(
-      in_features,
-      out_features,
-      3,
-      strides=strides,
-      use_bias=plain,
-      gain=num_blocks**-0.5 if plain else 1.0,
-      rngs=rngs,
-    )
-    self.conv2 = _layers.conv(
-      out_features,
-      out_features,
-      3,
-      use_bias=plain,
-      gain=0.0 if plain else 1.0,
-      rngs=rngs,
-    )
-    if not plain:
-      self.conv1_norm = _make_norm(norm, out_features, num_groups)
-      self.conv2_norm = _make_norm(norm, out_features, num_groups)
-    self.plain = plain
-    self.strides = strides
-    self.added_features = out_features - in_features
+    self.plain = norm == "none"
+    # (window, features, strides) of each convolution.
+    if bottleneck:
+      layers = [(1, features, 1), (3, features, strides), (1, 4 * features, 1)]
+    else:
+      layers = [(3, features, strides), (3, features, 1)]
+    self.out_features = layers[-1][1]
+
+    def add(
+      name: str, inputs: int, gain: float, layer: tuple[int, ...]
+    ) -> None:
+      window, outputs, strides = layer
+      conv = _layers.conv(
+        inputs,
+        outputs,
+        window,
+        strides=strides,
+        padding=window // 2,
+        use_bias=self.plain,
+        gain=gain,
+        rngs=rngs,
+      )
+      setattr(self, name, conv)
+      if not self.plain:
+        norm_layer = _normalizing.make_norm(norm, outputs, num_groups)
+        setattr(self, f"{name}_norm", norm_layer)
+
+    smaller = num_blocks ** (-0.5 / (len(layers) - 1)) if self.plain else 1.0
+    inputs = in_features
+    for i, layer in enumerate(layers):
+      last = i == len(layers) - 1
+      gain = 0.0 if self.plain and last else smaller
+      add(f"conv{i + 1}", inputs, gain, layer)
+      inputs = layer[1]
+    self.names = tuple(f"conv{i + 1}" for i in range(len(layers)))
+    self.projects = strides > 1 or in_features != self.out_features
+    if self.projects:
+      # Sorts after the convolutions, and runs after them.
+      shape = (shortcut_size, self.out_features, strides)
+      add("shortcut", in_features, 1.0, shape)
 
   def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    y = self.conv1(x)
-    y = y if self.plain else self.conv1_norm(y, mask=mask)
-    y = self.conv2(jax.nn.relu(y))
-    y = y if self.plain else self.conv2_norm(y, mask=mask)
-    x = x[:, :: self.strides, :: self.strides]
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.added_features)))
-    return jax.nn.relu(x + y)
+    def run(name: str, x: jax.Array) -> jax.Array:
+      x = getattr(self, name)(x)
+      return x if self.plain else getattr(self, f"{name}_norm")(x, mask=mask)
 
-
-def _make_norm(
-  norm: Norm, num_features: int, num_groups: int
-) -> _normalizing.BatchNorm | _normalizing.GroupNorm:
-  if norm == "batch":
-    return _normalizing.BatchNorm(num_features)
-  return _normalizing.GroupNorm(num_features, num_groups=num_groups)
+    y = x
+    for name in self.names[:-1]:
+      y = jax.nn.relu(run(name, y))
+    y = run(self.names[-1], y)
+    return jax.nn.relu(y + (run("shortcut", x) if self.projects else x))

@@ -54,7 +54,9 @@ def conv_net():
 
 
 def inputs(*shape):
-  return jax.random.normal(jax.random.key(1), shape)
+  # From NumPy, as JAX would compile a program for each shape.
+  rng = np.random.default_rng(1)
+  return jnp.asarray(rng.standard_normal(shape, np.float32))
 
 
 def resnet():
@@ -146,15 +148,15 @@ def per_worker(num_workers):
     return jax.grad(loss, has_aux=True)(params)
 
   def stack(tree):
-    factors = 1 + jnp.arange(num_workers, dtype=jnp.float32) / 10
+    factors = 1 + np.arange(num_workers, dtype=np.float32) / 10
     return jax.tree.map(
-      lambda x: x[None] * factors.reshape(-1, *(1,) * x.ndim), tree
+      lambda x: np.asarray(x) * factors.reshape(-1, *(1,) * x.ndim), tree
     )
 
   arguments = (
     stack(model.params),
     stack(model.state),
-    inputs(num_workers, 4, 8, 8, 1),
+    np.asarray(inputs(num_workers, 4, 8, 8, 1)),
   )
   return step, arguments
 
@@ -162,8 +164,9 @@ def per_worker(num_workers):
 def assert_close(one, other):
   def check(a, b):
     # Gradients before a batch norm nearly cancel; compare by size of leaf.
+    a, b = np.asarray(a), np.asarray(b)
     np.testing.assert_allclose(
-      a, b, rtol=1e-4, atol=1e-5 * (1 + float(jnp.abs(b).max()))
+      a, b, rtol=1e-4, atol=1e-5 * (1 + np.abs(b).max())
     )
 
   jax.tree.map(check, one, other)
@@ -175,7 +178,7 @@ def one_by_one(step, arguments):
     step(*jax.tree.map(lambda x, i=i: x[i], arguments))
     for i in range(len(arguments[-1]))
   ]
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
 def test_vmap_over_workers_equals_one_worker_after_the_other():
@@ -224,9 +227,9 @@ def test_one_program_serves_all_calls():
 
 def padded(images):
   """The images with loud padding after them, and the mask."""
-  padding = 1e3 * inputs(3, *images.shape[1:])
-  mask = jnp.array([1.0] * len(images) + [0.0] * 3)
-  return jnp.concatenate([images, padding]), mask
+  padding = 1e3 * np.asarray(inputs(3, *images.shape[1:]))
+  mask = np.array([1.0] * len(images) + [0.0] * 3, np.float32)
+  return np.concatenate([images, padding]), mask
 
 
 def test_a_mask_reaches_every_layer_of_a_resnet():

@@ -1,0 +1,35 @@
+"""The two forms of networks that were made for ImageNet."""
+
+from typing import Literal
+
+Form = Literal["cifar", "imagenet"]
+
+# Up to here the strided first layers of the ImageNet forms throw away too
+# much of an image.
+_LARGEST_SMALL_IMAGE = 64
+
+
+def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
+  """Returns the form, by the size of the images where none is given.
+
+  >>> choose_form(None, (32, 32, 3)), choose_form(None, (224, 224, 3))
+  ('cifar', 'imagenet')
+  """
+  if form is None:
+    small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
+    return "cifar" if small else "imagenet"
+  if form not in ("cifar", "imagenet"):
+    raise ValueError(f'`form` must be "cifar" or "imagenet", got {form!r}.')
+  return form
+
+
+def check_size(
+  name: str, form: Form, input_shape: tuple[int, int, int], at_least: int
+) -> None:
+  """Raises a ValueError for images that are too small for a form."""
+  if min(input_shape[:2]) < at_least:
+    other = ' or take form="cifar"' if form == "imagenet" else ", or use mlp"
+    raise ValueError(
+      f"`input_shape` of the {form} form of {name} must be at least "
+      f"{at_least}x{at_least}, got {input_shape}. Pad the images{other}."
+    )

@@ -1,0 +1,188 @@
+"""A decoder-only transformer, as a language model."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdist.models import _layers, _normalizing
+
+Positions = Literal["learned", "rotary"]
+
+
+class Transformer(nnx.Module):
+  """A causal transformer that predicts the next token at every position.
+
+    x = x + attention(norm(x));  x = x + dense(gelu(dense(norm(x))))
+
+  in each layer, on vectors of the tokens; a last norm and a dense layer give
+  the logits. With 12 layers of width 768, 12 heads, 1,024 positions, a
+  vocabulary of 50,257 and `tied` it has the 124,439,808 parameters of GPT-2.
+
+  Args:
+    input_shape: (length,), the most tokens of one sample.
+    num_classes: size of the vocabulary.
+    num_layers: default 4.
+    width: size of the vectors, default 128.
+    num_heads: of attention; default 4, and must divide `width`.
+    hidden_size: of the dense layers, default `4 * width`.
+    positions: "learned" (default), a vector for each, or "rotary", which has
+      no parameters and needs an even `width / num_heads`.
+    tied: whether the logits use the vectors of the tokens, in place of a
+      dense layer; default False.
+    rngs: source of the initial values.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  References:
+    Radford et al., "Language models are unsupervised multitask learners",
+    2019. Rotary positions: Su et al., 2021, arXiv:2104.09864. Departures: no
+    dropout; the untied last layer has no biases; dense layers start with
+    variance 1 / fan_in, and those that end in the residual stream smaller by
+    (2 * num_layers)**-0.5.
+  """
+
+  def __init__(
+    self,
+    input_shape: tuple[int],
+    num_classes: int,
+    *,
+    num_layers: int = 4,
+    width: int = 128,
+    num_heads: int = 4,
+    hidden_size: int | None = None,
+    positions: Positions = "learned",
+    tied: bool = False,
+    rngs: _layers.Keys,
+  ):
+    (length,) = input_shape
+    hidden_size = 4 * width if hidden_size is None else hidden_size
+    for name, value in (
+      ("num_layers", num_layers),
+      ("width", width),
+      ("num_heads", num_heads),
+      ("hidden_size", hidden_size),
+    ):
+      if value < 1:
+        raise ValueError(f"`{name}` must be >= 1, got {value}.")
+    if width % num_heads:
+      raise ValueError(
+        f"`num_heads` must divide the width {width}, got {num_heads}."
+      )
+    if positions not in ("learned", "rotary"):
+      raise ValueError(
+        f'`positions` must be "learned" or "rotary", got {positions!r}.'
+      )
+    if positions == "rotary" and width // num_heads % 2:
+      raise ValueError(
+        "`num_heads` must leave each head an even size for rotary positions, "
+        f"got {num_heads} heads for a width of {width}."
+      )
+    # Names that sort in the order of the layers.
+    digits = len(str(num_layers + 2))
+    names = [f"layer{i:0{digits}}" for i in range(num_layers + 3)]
+    first, *layers, norm, head = names
+    self.names = tuple(layers)
+    self.parts = (f"{first}_positions", f"{first}_tokens", f"{norm}_norm")
+    self.head = None if tied else f"{head}_dense"
+    self.rotary = positions == "rotary"
+    if not self.rotary:
+      self._set(0, _layers.Embedding(length, width, std=0.02, rngs=rngs))
+    self._set(1, _layers.Embedding(num_classes, width, std=0.02, rngs=rngs))
+    for name in self.names:
+      layer = _Layer(
+        width, num_heads, hidden_size, self.rotary, num_layers, rngs=rngs
+      )
+      setattr(self, name, layer)
+    self._set(2, _normalizing.LayerNorm(width))
+    if self.head is not None:
+      layer = _layers.dense(
+        width, num_classes, last=True, use_bias=False, rngs=rngs
+      )
+      setattr(self, self.head, layer)
+
+  def _set(self, part: int, module: nnx.Module) -> None:
+    setattr(self, self.parts[part], module)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Gives logits [batch, length, vocabulary] of tokens [batch, length]."""
+    positions, table, norm = self.parts
+    table = getattr(self, table).table[...]
+    # A token that is not in the vocabulary gives NaN, and not another's
+    # vector in silence.
+    x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
+    if not self.rotary:
+      x = x + getattr(self, positions).table[...][None, : x.shape[1]]
+    for name in self.names:
+      x = getattr(self, name)(x)
+    x = getattr(self, norm)(x)
+    return x @ table.T if self.head is None else getattr(self, self.head)(x)
+
+
+class _Layer(nnx.Module):
+  """Attention to what came before, then a dense layer for each position."""
+
+  def __init__(
+    self,
+    width: int,
+    num_heads: int,
+    hidden_size: int,
+    rotary: bool,
+    num_layers: int,
+    *,
+    rngs: _layers.Keys,
+  ):
+    def dense(inputs: int, outputs: int, gain: float = 1.0) -> nnx.Linear:
+      return _layers.dense(inputs, outputs, last=True, gain=gain, rngs=rngs)
+
+    smaller = (2 * num_layers) ** -0.5
+    # Names that sort in the order of use.
+    self.attend1_norm = _normalizing.LayerNorm(width)
+    self.attend2_qkv = dense(width, 3 * width)
+    self.attend3_out = dense(width, width, smaller)
+    self.dense1_norm = _normalizing.LayerNorm(width)
+    self.dense2_up = dense(width, hidden_size)
+    self.dense3_down = dense(hidden_size, width, smaller)
+    self.num_heads = num_heads
+    self.rotary = rotary
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    qkv = self.attend2_qkv(self.attend1_norm(x))
+    heads = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1)
+    q, k, v = (heads[:, :, i] for i in range(3))
+    if self.rotary:
+      q, k = _rotate(q), _rotate(k)
+    x = x + self.attend3_out(_attend(q, k, v).reshape(x.shape))
+    y = jax.nn.gelu(self.dense2_up(self.dense1_norm(x)))
+    return x + self.dense3_down(y)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  """Means of the values so far, weighted; all [batch, length, heads, n].
+
+  The softmax is in float32, the products in the type of the network.
+  """
+  _, length, _, size = q.shape
+  scores = jnp.einsum("bqhn,bkhn->bhqk", q / math.sqrt(size), k)
+  seen = jnp.tril(jnp.ones((1, 1, length, length), bool))
+  scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
+  weights = jax.nn.softmax(scores).astype(v.dtype)
+  return jnp.einsum("bhqk,bkhn->bqhn", weights, v)
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+  """Turns pairs of numbers by an angle that grows with the position.
+
+  Then the product of two vectors depends on how far apart they are.
+  """
+  _, length, _, size = x.shape
+  half = size // 2
+  speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angle = jnp.arange(length, dtype=jnp.float32)[:, None] * speed[None]
+  cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+  return turned.astype(x.dtype)

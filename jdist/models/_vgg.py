@@ -1,0 +1,124 @@
+"""VGG: 3x3 convolutions in five blocks, each followed by pooling."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdist.models import _forms, _layers, _normalizing
+
+_HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
+  "cifar": (),
+  "imagenet": (4096, 4096),
+}
+
+
+class VGG(nnx.Module):
+  """VGG-11, 13, 16 and 19 (configurations A, B, D, E), and VGG-15.
+
+  Five blocks of 3x3 convolutions with 64, 128, 256, 512 and 512 features,
+  each followed by pooling by 2; then dense layers. In the ImageNet form these
+  are 4,096, 4,096 and the classes: VGG-16 has 138,357,544 parameters for
+  224x224 images and 1,000 classes. In the form for small images the last map
+  is averaged, 1x1 for 32x32, and one dense layer follows: VGG-16 has
+  14,719,818 parameters for CIFAR-10. Images of any size can be pooled: an odd
+  row or column stands alone.
+
+  VGG-15 is that of MP²: twelve convolutions with 64, 64, 128, 128 and eight
+  times 256 features, then dense layers of 100, 100 and the classes, without
+  normalization; 4,722,698 parameters for CIFAR-10. Its source does not say
+  where the eight are pooled; blocks of 3, 3 and 2 here are a reconstruction.
+
+  Args:
+    input_shape: (height, width, channels); at least 32x32 in the ImageNet
+      form.
+    num_classes: number of logits.
+    convs_per_block: convolutions of each block.
+    form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
+    hidden_sizes: units of the hidden dense layers; default by form.
+    norm: "none" (default, as published), "batch" or "group".
+    num_groups: groups of "group"; default 8.
+    width: features of the first block; default 64.
+    max_growth: by how much a block is at most wider than the first; 8.
+    rngs: source of the initial values.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  References:
+    Simonyan and Zisserman, "Very deep convolutional networks for large-scale
+    image recognition", 2014, arXiv:1409.1556, table 1. Departures: no
+    dropout, whose keys would have to differ between workers; initial values
+    of He et al., with which it trains from the start; convolutions before a
+    normalization have no biases.
+  """
+
+  def __init__(
+    self,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    *,
+    convs_per_block: tuple[int, ...],
+    form: _forms.Form | None = None,
+    hidden_sizes: Sequence[int] | None = None,
+    norm: _normalizing.Norm = "none",
+    num_groups: int = 8,
+    width: int = 64,
+    max_growth: int = 8,
+    rngs: _layers.Keys,
+  ):
+    *size, num_features = input_shape
+    form = _forms.choose_form(form, input_shape)
+    if form == "imagenet":
+      _forms.check_size("vgg", form, input_shape, 32)
+    _normalizing.check_norm(norm)
+    _layers.check_width(width)
+    blocks = []
+    number = 0
+    for block, num_convs in enumerate(convs_per_block):
+      names = []
+      for _ in range(num_convs):
+        number += 1
+        # Two digits, so that names sort in the order of the layers.
+        names.append(f"conv{number:02}")
+        features = width * min(2**block, max_growth)
+        layer = _layers.conv(
+          num_features, features, 3, use_bias=norm == "none", rngs=rngs
+        )
+        setattr(self, names[-1], layer)
+        if norm != "none":
+          layer = _normalizing.make_norm(norm, features, num_groups)
+          setattr(self, f"{names[-1]}_norm", layer)
+        num_features = features
+      size = [(n + 1) // 2 for n in size]
+      blocks.append(tuple(names))
+    self.blocks = tuple(blocks)
+    self.norm = norm
+    self.averaged = form == "cifar"
+    if not self.averaged:
+      num_features *= size[0] * size[1]
+    self.head = _layers.add_head(
+      self,
+      num_features,
+      _HIDDEN_SIZES[form] if hidden_sizes is None else hidden_sizes,
+      num_classes,
+      first=number + 1,
+      rngs=rngs,
+    )
+
+  def __call__(
+    self, images: jax.Array, *, mask: jax.Array | None = None
+  ) -> jax.Array:
+    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
+    x = images
+    for names in self.blocks:
+      for name in names:
+        x = getattr(self, name)(x)
+        if self.norm != "none":
+          x = getattr(self, f"{name}_norm")(x, mask=mask)
+        x = jax.nn.relu(x)
+      x = nnx.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
+    if self.averaged:
+      x = jnp.mean(x, axis=(1, 2))
+    return _layers.apply_head(self, x.reshape(len(x), -1))
