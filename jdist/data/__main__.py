@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from jdist.data import _loading, _preparing
+from jdist.data import _catalog, _loading, _preparing
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
   names = parser.parse_args(arguments).names
   try:
     for name in names:
-      _loading.check_name(name)
+      _catalog.find(name)
     for name in names:
       _preparing.prepare(name)
-      for split in _loading.SPLITS:
+      for split in _catalog.SPLITS:
         dataset = _loading.load(name, split)
         print(f"{name} {split}: {len(dataset):,} images", flush=True)
   except (ConnectionError, FileNotFoundError, ImportError, ValueError) as error:

@@ -1,44 +1,17 @@
 """Data sets by name, decoded once and kept."""
 
-import dataclasses
-import io
 import json
 import os
 import pathlib
 import re
 import tempfile
 import zipfile
+from typing import Any
 
 import numpy as np
 
-from jdist.data import _optional
+from jdist.data import _catalog, _decoding, _optional
 from jdist.data._dataset import Dataset
-
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-  """What is known of a set before it is read."""
-
-  num_classes: int
-  # Over all pixels of the train split, in raw units; a test computes them
-  # again from the data.
-  mean: tuple[float, ...]
-  std: tuple[float, ...]
-
-
-_FACTS = {
-  "digits": _Facts(10, (4.882173,), (6.018521,)),
-  "mnist": _Facts(10, (33.31842,), (78.56749,)),
-  "cifar10": _Facts(
-    10, (125.3069, 122.9504, 113.8654), (62.99322, 62.08871, 66.70490)
-  ),
-  "cifar100": _Facts(
-    100, (129.3042, 124.0700, 112.4341), (68.17024, 65.39181, 70.41837)
-  ),
-}
-
-NAMES = tuple(_FACTS)
-SPLITS = ("train", "test")
 
 
 def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
@@ -49,11 +22,27 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   testing. The others are read by TensorFlow Datasets, without TensorFlow,
   from a copy prepared as array_record in `TFDS_DATA_DIR` (default
   ~/tensorflow_datasets). Reading one for the first time decodes it, about
-  10 s, and leaves the pixels in `JDIST_CACHE_DIR` (default
-  `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist), from where it takes 0.3 s.
+  10 s per 50,000 small images, and leaves the pixels in `JDIST_CACHE_DIR`
+  (default `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist), from where they take
+  0.3 s.
+
+  | name                   | images    | train     | test   | classes | memory |
+  |------------------------|-----------|-----------|--------|---------|--------|
+  | digits                 | 8x8x1     | 1,442     | 355    | 10      | 0.1 MB |
+  | mnist, fashion_mnist   | 28x28x1   | 60,000    | 10,000 | 10      | 55 MB  |
+  | cifar10, cifar100      | 32x32x3   | 50,000    | 10,000 | 10, 100 | 184 MB |
+  | imagenette             | 160x160x3 | 9,469     | 3,925  | 10      | 1.0 GB |
+  | imagenet_resized/8x8   | 8x8x3     | 1,281,167 | 50,000 | 1,000   | 0.3 GB |
+  | imagenet_resized/16x16 | 16x16x3   | 1,281,167 | 50,000 | 1,000   | 1.0 GB |
+  | imagenet_resized/32x32 | 32x32x3   | 1,281,167 | 50,000 | 1,000   | 4.1 GB |
+  | imagenet_resized/64x64 | 64x64x3   | 1,281,167 | 50,000 | 1,000   | 16 GB  |
+
+  Memory is that of both splits. Imagenette is its second version, scaled to a
+  shorter side of 160 pixels, of which the middle is taken. Where TensorFlow
+  Datasets has a validation split instead of a test split, that is "test".
 
   Args:
-    name: "digits", "mnist", "cifar10" or "cifar100".
+    name: of the table.
     split: "train" (default) or "test".
     download: prepare the set first if it is not there, see `prepare`; needs a
       network and TensorFlow. Default False.
@@ -71,8 +60,8 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   >>> len(digits), digits.images.shape, digits.num_classes
   (1442, (1442, 8, 8, 1), 10)
   """
-  check_name(name)
-  if split not in SPLITS:
+  source = _catalog.find(name)
+  if split not in _catalog.SPLITS:
     raise ValueError(
       f'`split` must be "train" or "test", got {split!r}. To validate, hold '
       "back samples of train by index."
@@ -81,6 +70,9 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
     images, labels = _read_digits(split)
   else:
     images, labels = _read_cached(name, split, download)
+  mean, std = source.mean, source.std
+  if mean is None or std is None:
+    mean, std = _read_statistics(name)
   # One copy serves all who ask; nobody may write into it.
   images.setflags(write=False)
   labels.setflags(write=False)
@@ -89,17 +81,10 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
     split=split,
     images=images,
     labels=labels,
-    **dataclasses.asdict(_FACTS[name]),
+    num_classes=source.num_classes,
+    mean=mean,
+    std=std,
   )
-
-
-def check_name(name: str) -> None:
-  """Raises a ValueError unless `name` is a data set."""
-  if name not in NAMES:
-    raise ValueError(
-      f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For data of "
-      "your own make a `jdist.data.Dataset`."
-    )
 
 
 def tfds_dir() -> pathlib.Path:
@@ -119,6 +104,8 @@ def cache_dir() -> pathlib.Path:
 
 def find_prepared(name: str) -> pathlib.Path | None:
   """Finds the newest array_record copy of a set, looking only at the disk.
+
+  The name is that of TensorFlow Datasets, with the configuration.
 
   TensorFlow Datasets itself would try to download what it does not find, for
   minutes where there is no network.
@@ -148,16 +135,8 @@ def _read_cached(
   name: str, split: str, download: bool
 ) -> tuple[np.ndarray, np.ndarray]:
   """Reads a set from the decoded copy, which is made where it is missing."""
-  prepared = find_prepared(name)
-  if prepared is None and download:
-    # Imported here as preparing looks for prepared copies here.
-    from jdist.data import _preparing
-
-    _preparing.prepare(name)
-    prepared = find_prepared(name)
-  if prepared is None:
-    raise FileNotFoundError(_how_to_prepare(name))
-  path = cache_dir() / f"{name}-{prepared.name}-{split}.npz"
+  prepared = _prepared(name, download)
+  path = _cache_path(name, prepared, split)
   try:
     with open(path, "rb") as file, np.load(file) as arrays:
       return arrays["images"], arrays["labels"]
@@ -165,21 +144,58 @@ def _read_cached(
     # Not there yet; or cut short or damaged, which the checksums in the file
     # tell: what it is made from is still there.
     pass
-  images, labels = _decode(prepared, split)
-  _write(path, images, labels)
+  source = _catalog.find(name)
+  images, labels = _decoding.decode(
+    prepared, source.test_split if split == "test" else split, source.size
+  )
+  _write(path, images=images, labels=labels)
   return images, labels
 
 
+def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+  """Mean and deviation of the train split, measured where they are missing."""
+  path = _cache_path(name, _prepared(name), "statistics")
+  try:
+    with open(path, "rb") as file, np.load(file) as arrays:
+      mean, std = arrays["mean"], arrays["std"]
+  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    images, _ = _read_cached(name, "train", download=False)
+    mean, std = _decoding.measure(images)
+    _write(path, mean=mean, std=std)
+  return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def _prepared(name: str, download: bool = False) -> pathlib.Path:
+  """The prepared copy of a set, which is made first if `download`."""
+  tfds_name = _catalog.find(name).tfds_name
+  prepared = find_prepared(tfds_name)
+  if prepared is None and download:
+    # Imported here as preparing looks for prepared copies here.
+    from jdist.data import _preparing
+
+    _preparing.prepare(name)
+    prepared = find_prepared(tfds_name)
+  if prepared is None:
+    raise FileNotFoundError(_how_to_prepare(name))
+  return prepared
+
+
+def _cache_path(name: str, prepared: pathlib.Path, what: str) -> pathlib.Path:
+  flat = name.replace("/", "-")
+  return cache_dir() / f"{flat}-{prepared.name}-{what}.npz"
+
+
 def _how_to_prepare(name: str) -> str:
+  folder = _catalog.find(name).tfds_name
   message = (
     f"`name`: the data set {name!r} is not prepared as array_record in "
     f"{tfds_dir()}. On a machine with a network, run:\n"
     '  pip install tensorflow "jdist[data]"\n'
     f"  python -m jdist.data prepare {name}\n"
-    f"or copy the folder {name} from where it is prepared, or let "
+    f"or copy the folder {folder} from where it is prepared, or let "
     "TFDS_DATA_DIR name the folder that holds it."
   )
-  if any((tfds_dir() / name).glob("*/dataset_info.json")):
+  if any((tfds_dir() / folder).glob("*/dataset_info.json")):
     message += (
       " There is a copy in another format, which only TensorFlow can read; "
       "keep one folder per format."
@@ -187,33 +203,7 @@ def _how_to_prepare(name: str) -> str:
   return message
 
 
-def _decode(
-  prepared: pathlib.Path, split: str
-) -> tuple[np.ndarray, np.ndarray]:
-  """Decodes all records of a split, in their order."""
-  tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
-  pil = _optional.import_optional("PIL.Image", "pillow")
-  _optional.import_optional("array_record", "array_record")
-  builder = tfds.builder_from_directory(prepared)
-  # Decoding here and not there saves a third of the time, and a warning about
-  # OpenCV. Threads do not help with images this small: 2 took as long as 1.
-  source = builder.as_data_source(
-    split=split, decoders={"image": tfds.decode.SkipDecoding()}
-  )
-  shape = builder.info.features["image"].shape
-  images = np.empty((len(source), *shape), np.uint8)
-  labels = np.empty(len(source), np.int32)
-  chunk = 1000
-  for start in range(0, len(source), chunk):
-    rows = range(start, min(start + chunk, len(source)))
-    for row, record in zip(rows, source.__getitems__(rows), strict=True):
-      with pil.open(io.BytesIO(record["image"])) as image:
-        images[row] = np.asarray(image).reshape(shape)
-      labels[row] = record["label"]
-  return images, labels
-
-
-def _write(path: pathlib.Path, images: np.ndarray, labels: np.ndarray) -> None:
+def _write(path: pathlib.Path, **arrays: Any) -> None:
   """Writes the cache in one move, so that no reader sees half of it.
 
   A cache that cannot be written (a full disk, a read-only home) costs the
@@ -226,7 +216,7 @@ def _write(path: pathlib.Path, images: np.ndarray, labels: np.ndarray) -> None:
       dir=path.parent, prefix=path.name, suffix=".partial", delete=False
     ) as file:
       temporary = file.name
-      np.savez(file, images=images, labels=labels)
+      np.savez(file, **arrays)
     # Temporary files are for their owner only; a cache may be shared.
     os.chmod(temporary, 0o644)
     os.replace(temporary, path)

@@ -4,17 +4,7 @@ import importlib.util
 import urllib.error
 import urllib.request
 
-from jdist.data import _loading, _optional
-
-# One file that TensorFlow Datasets will download for each set.
-_URLS = {
-  "mnist": (
-    "https://storage.googleapis.com/cvdf-datasets/mnist/"
-    "train-labels-idx1-ubyte.gz"
-  ),
-  "cifar10": "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-  "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-}
+from jdist.data import _catalog, _loading, _optional
 
 
 def prepare(name: str, *, timeout_s: float = 10.0) -> None:
@@ -34,8 +24,8 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
     ImportError: if TensorFlow or TensorFlow Datasets is not installed.
     ConnectionError: if the server does not answer.
   """
-  _loading.check_name(name)
-  if name not in _URLS or _loading.find_prepared(name):
+  source = _catalog.find(name)
+  if not source.tfds_name or _loading.find_prepared(source.tfds_name):
     return
   tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
   if importlib.util.find_spec("tensorflow") is None:
@@ -44,15 +34,17 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
       "which is not installed. Install it with: "
       'pip install tensorflow "jdist[data]"'
     )
-  _check_reachable(name, timeout_s)
+  _check_reachable(name, source, timeout_s)
   builder = tfds.builder(
-    name, data_dir=_loading.tfds_dir(), file_format="array_record"
+    source.tfds_name, data_dir=_loading.tfds_dir(), file_format="array_record"
   )
   builder.download_and_prepare(file_format="array_record")
 
 
-def _check_reachable(name: str, timeout_s: float) -> None:
-  request = urllib.request.Request(_URLS[name], method="HEAD")
+def _check_reachable(
+  name: str, source: _catalog.Source, timeout_s: float
+) -> None:
+  request = urllib.request.Request(source.url, method="HEAD")
   try:
     with urllib.request.urlopen(request, timeout=timeout_s):
       pass
@@ -61,8 +53,8 @@ def _check_reachable(name: str, timeout_s: float) -> None:
     pass
   except OSError as error:
     raise ConnectionError(
-      f"The data set {name!r} cannot be downloaded: {_URLS[name]} did not "
+      f"The data set {name!r} cannot be downloaded: {source.url} did not "
       f"answer ({error}). Prepare it where there is a network, with "
       f"`python -m jdist.data prepare {name}`, and copy its folder to "
-      f"{_loading.tfds_dir() / name}."
+      f"{_loading.tfds_dir() / source.tfds_name}."
     ) from error

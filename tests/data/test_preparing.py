@@ -10,7 +10,7 @@ import pytest
 
 from jdist import data
 from jdist.data import __main__ as command
-from jdist.data import _loading, _preparing
+from jdist.data import _catalog, _loading
 
 
 @pytest.fixture
@@ -48,14 +48,25 @@ def answer(monkeypatch, error):
   monkeypatch.setattr(urllib.request, "urlopen", urlopen)
 
 
-@pytest.mark.parametrize("name", sorted(_preparing._URLS))
+@pytest.mark.parametrize("name", sorted(set(data.NAMES) - {"digits"}))
 def test_a_set_is_prepared_as_array_record(machine, name):
   data.prepare(name)
-  assert machine == [name]
+  assert machine == [_catalog.SOURCES[name].tfds_name]
 
 
 def test_every_set_is_bundled_or_can_be_prepared():
-  assert set(_preparing._URLS) == set(data.NAMES) - {"digits"}
+  for name, source in _catalog.SOURCES.items():
+    assert (name == "digits") == (not source.tfds_name) == (not source.url)
+    # Measured or stated, both or none.
+    assert (source.mean is None) == (source.std is None)
+
+
+def test_tensorflow_datasets_has_every_set():
+  tfds = pytest.importorskip("tensorflow_datasets")
+  for source in _catalog.SOURCES.values():
+    if source.tfds_name:
+      name, _, config = source.tfds_name.partition("/")
+      assert config in tfds.builder_cls(name).builder_configs or not config
 
 
 def test_a_server_that_refuses_the_question_is_reachable(machine, monkeypatch):

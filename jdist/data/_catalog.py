@@ -1,0 +1,107 @@
+"""Which data sets there are, and what is known of each before it is read."""
+
+import dataclasses
+
+SPLITS = ("train", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Says what a set is and where TensorFlow Datasets has it.
+
+  Attributes:
+    num_classes: number of classes.
+    tfds_name: with the configuration, if it has several; "" if the set is not
+      of TensorFlow Datasets.
+    url: of one file that TensorFlow Datasets will download.
+    test_split: what it calls the split that is for testing here.
+    mean: per channel, over all pixels of the train split, in raw units; a
+      test computes it again from the data. None: measured when the set is
+      decoded, and kept with it.
+    std: standard deviation, likewise.
+    size: to which images of different sizes are cropped, pixels; None for
+      sets whose images have one size.
+  """
+
+  num_classes: int
+  tfds_name: str = ""
+  url: str = ""
+  test_split: str = "test"
+  mean: tuple[float, ...] | None = None
+  std: tuple[float, ...] | None = None
+  size: int | None = None
+
+
+def _imagenet_resized(size: int) -> Source:
+  return Source(
+    num_classes=1000,
+    tfds_name=f"imagenet_resized/{size}x{size}",
+    url=(
+      f"http://www.image-net.org/data/downsample/Imagenet{size}_val_npz.zip"
+    ),
+    test_split="validation",
+  )
+
+
+SOURCES = {
+  "digits": Source(10, mean=(4.882173,), std=(6.018521,)),
+  "mnist": Source(
+    num_classes=10,
+    tfds_name="mnist",
+    url=(
+      "https://storage.googleapis.com/cvdf-datasets/mnist/"
+      "train-labels-idx1-ubyte.gz"
+    ),
+    mean=(33.31842,),
+    std=(78.56749,),
+  ),
+  "fashion_mnist": Source(
+    num_classes=10,
+    tfds_name="fashion_mnist",
+    url=(
+      "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+      "train-labels-idx1-ubyte.gz"
+    ),
+  ),
+  "cifar10": Source(
+    num_classes=10,
+    tfds_name="cifar10",
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    mean=(125.3069, 122.9504, 113.8654),
+    std=(62.99322, 62.08871, 66.70490),
+  ),
+  "cifar100": Source(
+    num_classes=100,
+    tfds_name="cifar100",
+    url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    mean=(129.3042, 124.0700, 112.4341),
+    std=(68.17024, 65.39181, 70.41837),
+  ),
+  "imagenette": Source(
+    num_classes=10,
+    tfds_name="imagenette/160px-v2",
+    url="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-160.tgz",
+    test_split="validation",
+    size=160,
+  ),
+  **{
+    f"imagenet_resized/{size}x{size}": _imagenet_resized(size)
+    for size in (8, 16, 32, 64)
+  },
+}
+
+NAMES = tuple(SOURCES)
+
+
+def find(name: str) -> Source:
+  """Gives what is known of a set.
+
+  Raises:
+    ValueError: if there is no such set.
+  """
+  if name not in NAMES:
+    raise ValueError(
+      f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For data of "
+      "your own make a `jdist.data.Dataset`."
+    )
+  return SOURCES[name]

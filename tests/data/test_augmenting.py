@@ -1,0 +1,194 @@
+"""Augmentation: what it may do, and that the key says it all."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jdist import collectives, data
+
+AUGMENTS = {
+  "crop": data.random_crop(2),
+  "flip": data.random_flip(),
+  "cutout": data.random_cutout(3),
+  "all": data.compose(
+    data.random_crop(1), data.random_flip(), data.random_cutout(2)
+  ),
+}
+# One program for each and for all tests: of 8 images, 5x6x2.
+JITTED = {name: jax.jit(augment) for name, augment in AUGMENTS.items()}
+SHAPE = (8, 5, 6, 2)
+each = pytest.mark.parametrize("name", AUGMENTS)
+seeds = st.integers(0, 2**32 - 1)
+quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+
+
+def numbered():
+  """Pixels that are all different, and none zero."""
+  n = np.prod(SHAPE[1:])
+  one = np.arange(1, n + 1, dtype=np.uint8).reshape(SHAPE[1:])
+  return np.tile(one, (SHAPE[0], 1, 1, 1))
+
+
+def windows(image, padding):
+  """What cropping may give, in the order of the shifts."""
+  around = ((padding, padding), (padding, padding), (0, 0))
+  wide = np.pad(image, around)
+  height, width, _ = image.shape
+  return [
+    wide[top : top + height, left : left + width]
+    for top in range(2 * padding + 1)
+    for left in range(2 * padding + 1)
+  ]
+
+
+def squares(image, size):
+  """What cutting out may give, in the order of the middles."""
+  results = []
+  for row in range(image.shape[0]):
+    for column in range(image.shape[1]):
+      cut = image.copy()
+      top, left = row - size // 2, column - size // 2
+      cut[max(top, 0) : top + size, max(left, 0) : left + size] = 0
+      results.append(cut)
+  return results
+
+
+ALLOWED = {
+  "crop": lambda image: windows(image, 2),
+  "flip": lambda image: [image, image[:, ::-1]],
+  "cutout": lambda image: squares(image, 3),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_every_result_is_one_of_the_allowed_and_all_come_up(name):
+  image = numbered()[0]
+  allowed = [x.tobytes() for x in ALLOWED[name](image)]
+  seen = []
+  for seed in range(200 // SHAPE[0]):
+    images = np.asarray(JITTED[name](numbered(), jax.random.key(seed)))
+    seen += [allowed.index(x.tobytes()) for x in images]
+  assert set(seen) == set(range(len(allowed)))
+  # As often as each other: chi-squared, far out in its tail.
+  counts = np.bincount(seen)
+  expected = len(seen) / len(allowed)
+  chi_squared = np.sum(np.square(counts - expected)) / expected
+  degrees = len(allowed) - 1
+  assert chi_squared < degrees + 4 * np.sqrt(2 * degrees) + 4
+
+
+@quick
+@hypothesis.given(st.sampled_from(list(AUGMENTS)), seeds)
+def test_the_same_key_gives_the_same_bits_and_type(name, seed):
+  for dtype in (np.uint8, np.float32):
+    images = numbered().astype(dtype)
+    first = JITTED[name](images, jax.random.key(seed))
+    again = JITTED[name](images, jax.random.key(seed))
+    assert first.shape == SHAPE and first.dtype == dtype
+    np.testing.assert_array_equal(first, again)
+
+
+def test_bytes_and_numbers_are_changed_alike():
+  key = jax.random.key(3)
+  expected = JITTED["all"](numbered(), key)
+  for dtype in (jnp.float32, jnp.bfloat16):
+    result = JITTED["all"](numbered().astype(dtype), key)
+    np.testing.assert_array_equal(np.asarray(result, np.uint8), expected)
+
+
+@each
+def test_every_image_and_every_key_is_changed_in_its_own_way(name):
+  images = numbered()
+  results = [JITTED[name](images, jax.random.key(seed)) for seed in range(4)]
+  patterns = {np.asarray(result).tobytes() for result in results}
+  assert len(patterns) == 4
+  for result in results:
+    assert len({image.tobytes() for image in np.asarray(result)}) > 1
+
+
+@quick
+@hypothesis.given(st.sampled_from(list(AUGMENTS)), seeds)
+def test_a_shorter_batch_is_changed_like_the_front_of_a_longer_one(name, seed):
+  key, images = jax.random.key(seed), numbered()
+  whole = np.asarray(JITTED[name](images, key))
+  np.testing.assert_array_equal(JITTED[name](images[:3], key), whole[:3])
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+@each
+def test_all_substrates_change_the_images_alike(name, substrate):
+  num_workers = 2
+  key = np.asarray(jax.random.key_data(jax.random.key(5)))
+  keys = np.stack([key + np.uint32(i) for i in range(num_workers)])
+  images = np.stack([numbered(), numbered()[::-1, ::-1]])
+  expected = [
+    np.asarray(JITTED[name](x, jax.random.wrap_key_data(k)))
+    for x, k in zip(images, keys, strict=True)
+  ]
+  workers = collectives.workers(num_workers, substrate=substrate)
+
+  def step(images, key):
+    return AUGMENTS[name](images, jax.random.wrap_key_data(key))
+
+  result = workers.jit(step)(*map(workers.place, (images, keys)))
+  np.testing.assert_array_equal(np.asarray(result), np.stack(expected))
+
+
+def test_a_composition_gives_each_a_key_of_its_own():
+  flip = data.random_flip()
+  once = jax.jit(flip)
+  twice = jax.jit(data.compose(flip, flip))
+  key, images = jax.random.key(0), numbered()
+  by_hand = once(images, jax.random.fold_in(key, 0))
+  by_hand = once(by_hand, jax.random.fold_in(key, 1))
+  np.testing.assert_array_equal(twice(images, key), by_hand)
+  # The same key for both would undo every flip.
+  assert (np.asarray(by_hand) != images).any()
+
+
+def test_a_composition_of_nothing_changes_nothing():
+  images = numbered()
+  assert data.compose()(images, jax.random.key(0)) is images
+
+
+def test_a_flip_of_probability_one_mirrors_all_and_of_zero_none():
+  images, key = numbered(), jax.random.key(0)
+  run = lambda p: np.asarray(jax.jit(data.random_flip(p))(images, key))  # noqa: E731
+  np.testing.assert_array_equal(run(1.0), images[:, :, ::-1])
+  np.testing.assert_array_equal(run(0.0), images)
+
+
+def test_gradients_flow_through_what_is_left():
+  images = numbered().astype(np.float32)
+  augment = functools.partial(AUGMENTS["all"], key=jax.random.key(0))
+  total = jax.jit(jax.grad(lambda images: augment(images).sum()))
+  grads = np.asarray(total(images))
+  # Each pixel comes up once or not at all.
+  assert set(np.unique(grads)) <= {0.0, 1.0} and grads.any()
+
+
+@each
+def test_images_of_another_rank_are_refused(name):
+  for shape in (SHAPE[1:], (2, *SHAPE)):
+    with pytest.raises(ValueError, match="`images` must be"):
+      AUGMENTS[name](np.zeros(shape, np.uint8), jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+  "make, value, argument",
+  [
+    (data.random_crop, 0, "padding"),
+    (data.random_flip, -0.1, "probability"),
+    (data.random_flip, 1.1, "probability"),
+    (data.random_flip, float("nan"), "probability"),
+    (data.random_cutout, 0, "size"),
+  ],
+)
+def test_an_impossible_augmentation_is_refused(make, value, argument):
+  with pytest.raises(ValueError, match=f"`{argument}` must be"):
+    make(value)
