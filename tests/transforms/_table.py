@@ -158,7 +158,7 @@ TABLE = {
   ),
 }
 # What the quick set runs: each mechanism once.
-QUICK = ("ssgd", "stale", "outer", "late outer", "msdpu")
+QUICK = ("ssgd", "late outer", "msdpu")
 every_line = pytest.mark.parametrize(
   "name",
   [
