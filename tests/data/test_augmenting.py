@@ -27,6 +27,16 @@ seeds = st.integers(0, 2**32 - 1)
 quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compile_quickly():
+  """Here the time goes into compiling, and arithmetic is on integers."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.read(name)
+  jax.config.update(name, True)
+  yield
+  jax.config.update(name, before)
+
+
 def numbered():
   """Pixels that are all different, and none zero."""
   n = np.prod(SHAPE[1:])
