@@ -1,34 +1,21 @@
 """The command line: `python -m jdist ...`, or `jdist ...`."""
 
+import contextlib
+import difflib
+import io
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.cli import _options
+from jdist.cli import _help, _options
 
 # Every command: its options and, in words, the module that runs it. Commands
-# load when they are used: help and errors should not wait for JAX.
+# load when they are used: help and errors should not wait for Flax and more.
 _COMMANDS: dict[str, tuple[type[_options.Common], str]] = {
   "train": (_options.Train, "train one model with one method"),
   "compare": (_options.Compare, "compare methods: one table, one picture"),
 }
-
-_HELP = """usage: jdist COMMAND [OPTIONS]
-
-Trains where communication is dear: local steps, delayed updates and more, on
-one device, many devices, or many hosts.
-
-commands:
-{commands}
-
-examples:
-  jdist compare                                   four methods on digits
-  jdist compare --preset mnist --interval 16      longer rounds
-  jdist train --method diloco --checkpoints ckpt  goes on where it stopped
-  jdist train --help                              every option
-
-presets ({presets}) set the defaults; any option changes them.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   if not words or words[0] in ("-h", "--help", "help"):
-    print(_help(), end="")
+    told = {name: text for name, (_, text) in _COMMANDS.items()}
+    print(_help.overview(told), end="")
     return 0
   if words[0] in ("-V", "--version"):
     from jdist import _version
@@ -53,19 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     command, run = _command(words[0])
     options = _parse(words[0], command, words[1:])
-    run(options)
-  except (ValueError, ImportError) as error:
+    if options is not None:
+      run(options)
+  except (ValueError, ImportError, OSError) as error:
+    if not _is_ours(error):
+      raise  # Not a bad option but a bug: its traceback is needed.
     # One line, whatever the error's own layout is.
     print(f"jdist: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print("jdist: interrupted.", file=sys.stderr)
+    return 130  # As a shell has it: 128 + SIGINT.
   return 0
 
 
-def _help() -> str:
-  lines = [f"  {name:10}{told}" for name, (_, told) in _COMMANDS.items()]
-  return _HELP.format(
-    commands="\n".join(lines), presets=", ".join(_options.PRESETS)
-  )
+def _is_ours(error: BaseException) -> bool:
+  """Whether jdist itself raised an error, and not what it calls."""
+  trace = error.__traceback__
+  assert trace is not None
+  while trace.tb_next is not None:
+    trace = trace.tb_next
+  package = pathlib.Path(__file__).parent.parent
+  return pathlib.Path(trace.tb_frame.f_code.co_filename).is_relative_to(package)
 
 
 def _command(
@@ -92,17 +89,56 @@ def _command(
 
 def _parse(
   name: str, command: type[_options.Common], words: list[str]
-) -> _options.Common:
+) -> _options.Common | None:
+  """The options of a command; None when its help was asked for."""
+  defaults = _options.with_preset(command, _preset(words))
+  if {"-h", "--help"} & set(words):
+    print(_help.options(name, defaults), end="")
+    return None
+  _check_known(name, command, words)
   import tyro
 
-  defaults = _options.with_preset(command, _preset(words))
-  return tyro.cli(
-    command,
-    prog=f"jdist {name}",
-    description=command.__doc__,
-    default=defaults,
-    args=words,
-  )
+  told = io.StringIO()
+  try:
+    with contextlib.redirect_stderr(told):
+      return tyro.cli(
+        command, prog=f"jdist {name}", default=defaults, args=words
+      )
+  except SystemExit:
+    raise ValueError(
+      f"{_first_part(told.getvalue())} `jdist {name} --help` explains the "
+      "options."
+    ) from None
+
+
+def _check_known(
+  name: str, command: type[_options.Common], words: list[str]
+) -> None:
+  known = [f"--{field.replace('_', '-')}" for field in _help.fields(command)]
+  for word in words:
+    option = word.split("=")[0].replace("_", "-")
+    if not word.startswith("--") or option in known:
+      continue
+    near = difflib.get_close_matches(option, known, n=1)
+    raise ValueError(
+      f"there is no option `{word.split('=')[0]}`"
+      f"{f', did you mean `{near[0]}`?' if near else '.'} "
+      f"`jdist {name} --help` lists all."
+    )
+
+
+def _first_part(box: str) -> str:
+  """What tyro has to say, without the frame and the help in it."""
+  lines = []
+  for line in box.splitlines():
+    text = line.strip("│ \t")
+    if text.startswith(("╭", "╰")):
+      continue
+    if text.startswith("─"):
+      break
+    lines.append(text)
+  said = " ".join(lines).strip()
+  return said if said.endswith(".") else f"{said}."
 
 
 def _preset(words: list[str]) -> str:

@@ -1,5 +1,6 @@
 """`jdist compare`: methods and seeds, same budget, one table, one picture."""
 
+import math
 import statistics
 from typing import Any
 
@@ -21,8 +22,6 @@ def compare(options: _options.Compare) -> None:
   # Each method once, to see every complaint before anything is written.
   for method in options.methods:
     _experiment.Prepared(experiment, method, options.learning_rate[0])
-  from jdist.training import plot_comparison
-
   output = _experiment.output_directory(options, "compare")
   console = _console()
   console.print(_heading(experiment))
@@ -43,9 +42,10 @@ def compare(options: _options.Compare) -> None:
       rows.append(row)
       training.append_rows(output / "rows.jsonl", [row])
   console.print(_table(rows, options))
-  plot_comparison(rows, output / "compare.png", link)
-  console.print(f"Rows: {output / 'rows.jsonl'}")
-  console.print(f"Picture: {output / 'compare.png'}")
+  training.plot_comparison(rows, output / "compare.png", link)
+  # Not through the console, which would break a long path into lines.
+  print(f"Rows: {output / 'rows.jsonl'}")
+  print(f"Picture: {output / 'compare.png'}")
 
 
 def _check(options: _options.Compare) -> None:
@@ -62,6 +62,18 @@ def _check(options: _options.Compare) -> None:
     _methods.check_method("--methods", method)
   if min(options.seeds) < 0:
     raise ValueError(f"`--seeds` must not be negative, got {options.seeds}.")
+  for peak in options.learning_rate:
+    _methods.check_rate(peak)
+  if not 0 < options.bandwidth_mbit_per_s < math.inf:
+    raise ValueError(
+      "`--bandwidth-mbit-per-s` must be positive, got "
+      f"{options.bandwidth_mbit_per_s}."
+    )
+  if not 0 <= options.latency_ms < math.inf:
+    raise ValueError(
+      f"`--latency-ms` must not be negative, got {options.latency_ms}."
+    )
+  training.check_plots()
 
 
 def _tune(
@@ -81,7 +93,9 @@ def _tune(
       row = _experiment.result(options, method, peak, _TUNING_SEED, records)
       training.append_rows(output / "tuning.jsonl", [row])
       # Equal accuracies are common on few samples; the loss decides then.
-      found.append((row["accuracy"], -row["test_loss"], peak))
+      # A loss that is not a number is the worst.
+      loss = row["test_loss"] if math.isfinite(row["test_loss"]) else math.inf
+      found.append((row["accuracy"], -loss, peak))
     best[method] = max(found)[2]
   told = ", ".join(f"{method} {peak:g}" for method, peak in best.items())
   console.print(
@@ -125,7 +139,7 @@ def _table(rows: list[dict[str, Any]], options: _options.Compare) -> Any:
   grid = table.Table(
     title=(
       f"{options.dataset}, {options.model}, N = {options.workers} workers, "
-      f"{len(options.seeds)} seeds"
+      f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}"
     ),
     caption=(
       "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
@@ -144,11 +158,13 @@ def _table(rows: list[dict[str, Any]], options: _options.Compare) -> Any:
   most = max(_mean(runs, "sent_bytes") for runs in by_method.values())
   for method, runs in by_method.items():
     accuracies = [100 * row["accuracy"] for row in runs]
-    spread = statistics.stdev(accuracies) if len(runs) > 1 else float("nan")
+    told = f"{statistics.mean(accuracies):.2f}"
+    if len(runs) > 1:
+      told += f" ± {statistics.stdev(accuracies):.2f}"
     sent = _mean(runs, "sent_bytes")
     grid.add_row(
       method,
-      f"{statistics.mean(accuracies):.2f} ± {spread:.2f}",
+      told,
       f"{_mean(runs, 'rounds'):,.0f}",
       f"{sent / 1e6:.3g}",
       f"{most / sent:.1f}x" if sent else "-",

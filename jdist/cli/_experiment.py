@@ -6,6 +6,8 @@ shows before there is anything half done.
 
 import dataclasses
 import datetime
+import math
+import os
 import pathlib
 from typing import Any
 
@@ -55,12 +57,13 @@ class Experiment:
   def model(self, seed: int) -> models.Model:
     """A model with initial parameters."""
     norm = self.options.norm
+    chosen: dict[str, Any] = {} if norm is None else {"norm": norm}
     return models.build(
       self.options.model,
       input_shape=self.train.input_shape,
       num_classes=self.train.num_classes,
       seed=seed,
-      **({} if norm is None else {"norm": norm}),
+      **chosen,
     )
 
 
@@ -134,6 +137,24 @@ def build(options: _options.Common) -> Experiment:
     ValueError: when an option is wrong.
     ImportError: when an extra is missing.
   """
+  check(options)
+  train = data.load(options.dataset)
+  test = data.load(options.dataset, "test")
+  # Before the devices are made, of which there could be thousands.
+  if options.workers > len(train):
+    raise ValueError(
+      f"`--workers` must not exceed the {len(train)} training samples, got "
+      f"{options.workers}."
+    )
+  workers = collectives.workers(options.workers, substrate=options.substrate)
+  experiment = Experiment(options, workers, train, test)
+  experiment.batches(seed=0)  # Its checks, before anything is written.
+  experiment.model(seed=0)
+  return experiment
+
+
+def check(options: _options.Common) -> None:
+  """Raises a ValueError when an option is wrong by itself."""
   if options.workers < 1:
     raise ValueError(f"`--workers` must be at least 1, got {options.workers}.")
   if options.accumulate < 1:
@@ -155,13 +176,23 @@ def build(options: _options.Common) -> Experiment:
     )
   _check_name("--dataset", options.dataset, data.NAMES)
   _check_name("--model", options.model, models.NAMES)
-  workers = collectives.workers(options.workers, substrate=options.substrate)
-  train = data.load(options.dataset)
-  test = data.load(options.dataset, "test")
-  experiment = Experiment(options, workers, train, test)
-  experiment.batches(seed=0)  # Its checks, before anything is written.
-  experiment.model(seed=0)
-  return experiment
+  # Of which none may be infinite either.
+  for name in ("epochs", "warmup_epochs", "evaluate_every_epochs"):
+    if not math.isfinite(getattr(options, name)):
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must be a number of epochs, got "
+        f"{getattr(options, name)}."
+      )
+  for name in ("momentum", "weight_decay"):
+    if (
+      not 0 <= getattr(options, name) < (1 if name == "momentum" else math.inf)
+    ):
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must be in [0, "
+        f"{'1' if name == 'momentum' else 'inf'}), got "
+        f"{getattr(options, name)}."
+      )
+  _methods.check_budget(options)
 
 
 def _check_name(option: str, name: str, names: tuple[str, ...]) -> None:
@@ -202,8 +233,26 @@ def output_directory(options: _options.Common, command: str) -> pathlib.Path:
   else:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = pathlib.Path("runs") / f"{command}-{options.dataset}-{now}"
-  path.mkdir(parents=True, exist_ok=True)
+  make_directory("--output", path)
   return path
+
+
+def make_directory(option: str, path: str | pathlib.Path) -> None:
+  """Makes a directory that the user has named.
+
+  Raises:
+    ValueError: when it cannot be written to.
+  """
+  try:
+    pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+    if os.access(path, os.W_OK):
+      return
+    reason = "not writable"
+  except OSError as error:
+    reason = str(error.strerror).lower()
+  raise ValueError(
+    f"`{option}` {path} cannot be used: {reason}. Take another directory."
+  )
 
 
 def result(

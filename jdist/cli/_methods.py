@@ -3,6 +3,7 @@
 To add one: write its line in `METHODS`.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -164,16 +165,16 @@ def _interval(
   return intervals.ending_at(budget.num_steps, policy)
 
 
-def make_budget(
-  options: _options.Common, peak: float, steps_per_epoch: float
-) -> Budget:
-  """The learning rate's schedule and the length of a run.
+def check_rate(peak: float) -> None:
+  """Raises a ValueError unless a learning rate can be one."""
+  if not 0 < peak < math.inf:
+    raise ValueError(
+      f"`--learning-rate` must be positive and finite, got {peak}."
+    )
 
-  Raises:
-    ValueError: when options are out of their range.
-  """
-  if not peak > 0:
-    raise ValueError(f"`--learning-rate` must be positive, got {peak}.")
+
+def check_budget(options: _options.Common) -> None:
+  """Raises a ValueError when the length of a run or a round is wrong."""
   if options.steps is None and not options.epochs > 0:
     raise ValueError(f"`--epochs` must be positive, got {options.epochs}.")
   if options.steps is not None and options.steps < 1:
@@ -187,6 +188,13 @@ def make_budget(
     raise ValueError(
       f"`--warmup-epochs` must not be negative, got {options.warmup_epochs}."
     )
+
+
+def make_budget(
+  options: _options.Common, peak: float, steps_per_epoch: float
+) -> Budget:
+  """The learning rate's schedule and the length of a run."""
+  check_rate(peak)
   num_steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
   warmup = min(round(options.warmup_epochs * steps_per_epoch), num_steps // 2)
   if options.schedule == "cosine":

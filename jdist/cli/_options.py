@@ -9,6 +9,17 @@ from typing import Annotated, Literal
 
 import tyro
 
+# What `_methods` builds, in a line each.
+METHODS: dict[str, str] = {
+  "ssgd": "synchronous SGD: the gradients' mean in every step",
+  "local_sgd": "H steps each for itself, then the parameters' mean",
+  "post_local_sgd": "ssgd for the first half of the run, then local_sgd",
+  "diloco": "local steps; their mean is a gradient for outer Nesterov",
+  "msdpu": "local steps; the mean arrives a round late, H follows the loss",
+}
+
+_Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+
 
 @dataclasses.dataclass(frozen=True)
 class Common:
@@ -18,14 +29,17 @@ class Common:
   """Where the defaults come from: digits, mnist, cifar10 or cifar10-gpu."""
 
   dataset: str = "digits"
-  """digits (bundled with scikit-learn), mnist, cifar10 or cifar100 (TensorFlow
-  Datasets)."""
+  """digits comes with scikit-learn; the others with TensorFlow Datasets, once
+  `python -m jdist.data prepare NAME` was run: mnist, fashion_mnist, cifar10,
+  cifar100, imagenette, imagenet_resized/SIZE."""
 
   model: str = "mlp"
-  """mlp, lenet, cnn, resnet8 or resnet20."""
+  """For small images mlp, lenet, cnn, resnet8 or resnet20; for larger ones
+  alexnet, vgg11, vgg13, vgg15, vgg16, vgg19, resnet18, resnet34 or
+  resnet50."""
 
   norm: Literal["batch", "group", "none"] | None = None
-  """Normalisation of the ResNets; the model's own default if not given."""
+  """Normalisation of ResNets and VGGs; the model's own default if not given."""
 
   workers: int = 8
   """Workers that train together."""
@@ -45,22 +59,23 @@ class Common:
   """Passes over the training set."""
 
   steps: int | None = None
-  """Steps instead of epochs."""
+  """Length of the run in steps, instead of epochs."""
 
   optimizer: Literal["sgd", "adamw"] = "sgd"
   """Each worker's optimizer; sgd has Nesterov momentum."""
 
   momentum: float = 0.9
-  """Of sgd."""
+  """Of sgd; 0 is none."""
 
   weight_decay: float = 0.0
-  """Decoupled, times the learning rate."""
+  """Decoupled: times the learning rate, beside the gradient."""
 
   schedule: Literal["cosine", "constant"] = "cosine"
   """Of the learning rate, over all steps, after a linear warm-up."""
 
   warmup_epochs: float = 1.0
-  """Of the learning rate; and MSDPU is synchronous for so long."""
+  """Epochs in which the learning rate rises; MSDPU is synchronous for so
+  long."""
 
   interval: int = 8
   """Local steps of a round, H; the first interval of adaptive methods."""
@@ -90,9 +105,9 @@ class Common:
   """In which the model computes; parameters stay float32."""
 
   evaluate_every_epochs: float = 2.0
-  """Between evaluations on the test set."""
+  """Epochs between evaluations on the test set."""
 
-  output: str | None = None
+  output: _Directory = None
   """Directory for rows and pictures; a new one under runs/ if not given."""
 
 
@@ -112,15 +127,17 @@ class Train(Common):
   seed: int = 0
   """Of initial parameters, data order and everything else random."""
 
-  checkpoints: str | None = None
+  checkpoints: _Directory = None
   """Directory to save to and to resume from."""
 
   checkpoint_every_epochs: float = 2.0
-  """Between checkpoints."""
+  """Epochs between two checkpoints."""
 
-  coordinator_address: str | None = None
-  """host:port of process 0, for a run of several processes; under Slurm and
-  MPI `auto` finds it, and the two numbers below."""
+  coordinator_address: Annotated[
+    str | None, tyro.conf.arg(metavar="HOST:PORT")
+  ] = None
+  """Of process 0, for a run of several processes; under Slurm and MPI `auto`
+  finds it, and the two numbers below."""
 
   num_processes: int | None = None
   """How many processes the run has."""
@@ -145,7 +162,8 @@ class Compare(Common):
   learning_rate: Annotated[
     tuple[float, ...], tyro.conf.arg(metavar="RATE [RATE ...]")
   ] = (0.1,)
-  """The highest one of the schedule; several are a grid to tune on."""
+  """The highest one of the schedule; of several, each method uses the one
+  that is best for it on held-out training samples."""
 
   seeds: Annotated[
     tuple[int, ...], tyro.conf.arg(metavar="SEED [SEED ...]")
@@ -153,10 +171,10 @@ class Compare(Common):
   """One run each; the table says mean and spread."""
 
   bandwidth_mbit_per_s: float = 100.0
-  """Of each machine's link, for the modelled time in the picture."""
+  """Of each machine's link: for the modelled time in the picture."""
 
   latency_ms: float = 1.0
-  """Of that link, per message."""
+  """Of that link, for each message."""
 
 
 # What a preset changes. Presets are for both commands: a learning rate of

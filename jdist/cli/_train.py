@@ -18,12 +18,21 @@ def train(options: _options.Train) -> None:
       "`--checkpoint-every-epochs` must be positive, got "
       f"{options.checkpoint_every_epochs}."
     )
+  _experiment.check(options)
+  _methods.check_rate(options.learning_rate)
   _join(options)
   experiment = _experiment.build(options)
   programs = _experiment.Prepared(
     experiment, options.method, options.learning_rate
   )
   first = jax.process_index() == 0
+  # Now and not after hours of training; the default can always be made.
+  for option, path in (
+    ("--output", options.output),
+    ("--checkpoints", options.checkpoints),
+  ):
+    if first and path is not None:
+      _experiment.make_directory(option, path)
   checkpoints = (
     None
     if options.checkpoints is None
@@ -51,15 +60,13 @@ def train(options: _options.Train) -> None:
   )
   if checkpoints is not None:
     checkpoints.close()
-  if first and records:
+  if first:
     output = _experiment.output_directory(options, "train")
     row = _experiment.result(
       options, options.method, options.learning_rate, options.seed, records
     )
     training.append_rows(output / "rows.jsonl", [row])
     print(f"Row: {output / 'rows.jsonl'}")
-  elif first:
-    print("Nothing to do: the checkpoint is of the last step.")
 
 
 def _join(options: _options.Train) -> None:
@@ -79,6 +86,15 @@ def _join(options: _options.Train) -> None:
     raise ValueError(
       "`--num-processes` and `--process-id` must be given with "
       "`--coordinator-address`, unless that is `auto`."
+    )
+  if options.num_processes < 1:
+    raise ValueError(
+      f"`--num-processes` must be at least 1, got {options.num_processes}."
+    )
+  if not 0 <= options.process_id < options.num_processes:
+    raise ValueError(
+      f"`--process-id` must be from 0 to {options.num_processes - 1}, got "
+      f"{options.process_id}."
     )
   if options.workers % options.num_processes:
     raise ValueError(

@@ -8,6 +8,7 @@ from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
+from jdist.training._plotting import check_plots as check_plots
 from jdist.training._plotting import plot_comparison as plot_comparison
 from jdist.training._progress import format_bytes as format_bytes
 from jdist.training._progress import Progress as Progress

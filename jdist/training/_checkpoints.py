@@ -6,8 +6,9 @@ A checkpoint is a directory written by Orbax and a manifest beside it:
     step_00000100.json   names, shapes, the files with their sizes and hashes
 
 The manifest is written last and in one piece.  A directory without one is
-the rest of a write that never ended; a directory that does not match its
-manifest is damaged.  Both are passed over for the checkpoint before.
+the rest of a write that never ended; the next write clears it away.  A
+directory that does not match its manifest is damaged, and so is a manifest
+that does not match its own hash: the checkpoint before is used.
 """
 
 import concurrent.futures
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -30,6 +32,11 @@ from jdist import collectives
 
 PyTree = Any
 _FORMAT = 1
+_NOTHING, _ALL_DAMAGED = -1, -2
+# What a write leaves in the directory, whole, half or not yet renamed.
+_OURS = re.compile(
+  r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
+)
 
 
 class Restored(NamedTuple):
@@ -81,6 +88,7 @@ class Checkpoints:
     self._writer = self._orbax.AsyncCheckpointer(
       self._orbax.PyTreeCheckpointHandler()
     )
+    self._on_several_hosts = _spans_hosts(workers)
     self._fingerprints = workers.jit(collectives.fingerprint)
     self._finisher = concurrent.futures.ThreadPoolExecutor(
       1, thread_name_prefix="jdist-checkpoint"
@@ -97,8 +105,8 @@ class Checkpoints:
     """Saves a state; returns when it may be overwritten.
 
     Args:
-      step: its number, not below the last saved one.
-      state: arrays `[workers, ...]`.
+      step: its number, from 0; the highest is what `restore` finds.
+      state: arrays `[workers, ...]`; typed PRNG keys too.
       shared: which leaves are equal on all workers, a tree of bools, for
         instance `training.shared_leaves(state)`.
       metadata: anything that JSON can hold, returned by `restore`.
@@ -107,6 +115,8 @@ class Checkpoints:
       RuntimeError: when a leaf that should be equal on all workers is not:
         the replicas of this run have diverged.
     """
+    if step < 0:
+      raise ValueError(f"`step` must not be negative, got {step}.")
     self.wait()
     names, leaves = _named(state)
     flags = jax.tree.leaves(shared)
@@ -124,7 +134,7 @@ class Checkpoints:
         }
       )
       if leaf.size:  # Orbax refuses arrays without elements.
-        arrays[f"{number:05d}"] = self._to_save(leaf, once)
+        arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
     target = self._directory / _name(step)
     if self._is_first:
       _manifest_of(target).unlink(missing_ok=True)
@@ -132,7 +142,6 @@ class Checkpoints:
       target, args=self._orbax.args.PyTreeSave(arrays), force=True
     )
     manifest = {
-      "format": _FORMAT,
       "step": step,
       "workers": self._workers.num_workers,
       "leaves": entries,
@@ -160,27 +169,47 @@ class Checkpoints:
       )
 
   def _to_save(self, leaf: jax.Array, once: bool) -> Any:
+    if once and self._on_several_hosts:
+      assert self._workers.mesh is not None
+      everywhere = jax.sharding.NamedSharding(
+        self._workers.mesh, jax.sharding.PartitionSpec()
+      )
+      first = jax.jit(lambda x: x[0], out_shardings=everywhere)
+      return np.asarray(first(leaf))
     if once:
       return np.asarray(self._workers.view(leaf))
-    if jax.process_count() == 1:
-      return np.asarray(leaf)
-    return leaf
+    return leaf if jax.process_count() > 1 else np.asarray(leaf)
 
   def _finish(self, target: pathlib.Path, manifest: dict[str, Any]) -> None:
     self._writer.wait_until_finished()
     if not self._is_first:
       return
     manifest["files"] = dict(_hashes(target))
-    _write_whole(_manifest_of(target), json.dumps(manifest))
+    _write_manifest(target, manifest)
     for old in self._steps()[self._keep :]:
-      # The manifest first: what has none does not count.
+      # What has no manifest does not count.
       _manifest_of(self._directory / _name(old)).unlink()
-      shutil.rmtree(self._directory / _name(old), ignore_errors=True)
+    self._tidy()
+
+  def _tidy(self) -> None:
+    """Clears away what has no manifest: old, or never written to its end."""
+    for path in self._directory.iterdir():
+      match = _OURS.fullmatch(path.name)
+      if match is None:
+        continue
+      counts = _manifest_of(self._directory / match[1])
+      if path == counts or (counts.exists() and path.name == match[1]):
+        continue
+      if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+      else:
+        path.unlink(missing_ok=True)
 
   def _steps(self) -> list[int]:
     """The steps with a manifest, the newest first."""
-    found = self._directory.glob("step_*.json")
-    return sorted((int(p.stem.split("_")[1]) for p in found), reverse=True)
+    found = (_OURS.fullmatch(path.name) for path in self._directory.iterdir())
+    steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
+    return sorted(steps, reverse=True)
 
   def restore(self, template: PyTree) -> Restored | None:
     """Restores the newest checkpoint that is whole.
@@ -197,13 +226,18 @@ class Checkpoints:
         newest whole one is of another model, optimizer or number of workers.
     """
     self.wait()
-    step = self._newest_whole() if self._is_first else -1
+    step = self._newest_whole() if self._is_first else _NOTHING
     if jax.process_count() > 1:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    if step == -1:
+    if step == _NOTHING:
       return None
+    if step == _ALL_DAMAGED:
+      raise ValueError(
+        f"`directory` {self._directory} has checkpoints and all are damaged. "
+        "Start anew in another directory."
+      )
     target = self._directory / _name(step)
-    manifest = json.loads(_manifest_of(target).read_text())
+    manifest = _read_manifest(target)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     return Restored(
@@ -226,21 +260,11 @@ class Checkpoints:
         "using the one before it.",
         stacklevel=3,
       )
-    if steps:
-      raise ValueError(
-        f"`directory` {self._directory} has {len(steps)} checkpoints and all "
-        "are damaged. Start anew in another directory."
-      )
-    return -1
+    return _ALL_DAMAGED if steps else _NOTHING
 
   def _check_fits(
     self, manifest: dict[str, Any], names: list[str], leaves: list[jax.Array]
   ) -> None:
-    if manifest["format"] != _FORMAT:
-      raise ValueError(
-        f"Checkpoint format {manifest['format']} is not {_FORMAT}, which this "
-        "version of jdist reads. Use the version that wrote it."
-      )
     if manifest["workers"] != self._workers.num_workers:
       raise ValueError(
         f"`workers` must be {manifest['workers']}, as in the checkpoint, got "
@@ -272,6 +296,7 @@ class Checkpoints:
     leaves: list[jax.Array],
   ) -> list[jax.Array]:
     several = jax.process_count() > 1
+    templates, leaves = leaves, [_plain(leaf) for leaf in leaves]
     where = {}
     for number, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
       if not leaf.size:
@@ -292,14 +317,19 @@ class Checkpoints:
     # All shared leaves in one program, not one for each.
     once = [i for i, entry in enumerate(entries) if entry["shared"]]
     specs = [_spec_within_worker(leaves[i]) for i in once]
-    one = [values[i] if leaves[i].size else leaves[i][0] for i in once]
+    one = [
+      values[i]
+      if leaves[i].size
+      else np.zeros(leaves[i].shape[1:], leaves[i].dtype)
+      for i in once
+    ]
     spread = self._workers.replicate(one, specs)
     for i, value in zip(once, spread, strict=True):
       values[i] = value
     own = set(range(len(values))) - set(once)
     for i in own if not several else ():
       values[i] = jax.device_put(values[i], leaves[i].sharding)
-    return values
+    return [_like(x, y) for x, y in zip(values, templates, strict=True)]
 
   def wait(self) -> None:
     """Returns when everything saved is on the disk; raises what failed."""
@@ -349,6 +379,28 @@ def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
   return names, [jnp.asarray(leaf) for _, leaf in pairs]
 
 
+def _plain(leaf: jax.Array) -> jax.Array:
+  """The words of a typed PRNG key, which neither NumPy nor Orbax takes."""
+  is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _like(value: jax.Array, template: jax.Array) -> jax.Array:
+  """Plain values as the template has them."""
+  if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
+    return value
+  return jax.random.wrap_key_data(value, impl=jax.random.key_impl(template))
+
+
+def _spans_hosts(workers: collectives.Workers) -> bool:
+  """Whether a worker is sharded over the devices of several processes."""
+  if workers.mesh is None:
+    return False
+  dim = workers.mesh.axis_names.index(workers.mesh_axis)
+  rows = np.moveaxis(workers.mesh.devices, dim, 0)
+  return any(len({d.process_index for d in np.ravel(row)}) > 1 for row in rows)
+
+
 def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
   """How a leaf `[workers, ...]` is split behind its first dimension."""
   spec = getattr(leaf.sharding, "spec", ())
@@ -368,9 +420,9 @@ def _hashes(target: pathlib.Path) -> Iterator[tuple[str, list[Any]]]:
 def _damage(target: pathlib.Path) -> str | None:
   """What is wrong with a checkpoint, or None."""
   try:
-    files = json.loads(_manifest_of(target).read_text())["files"]
-  except (ValueError, KeyError, TypeError) as error:
-    return f"its manifest cannot be read: {error}"
+    files = _read_manifest(target)["files"]
+  except _DamagedError as error:
+    return str(error)
   found = dict(_hashes(target))
   for name, expected in files.items():
     if name not in found:
@@ -378,6 +430,36 @@ def _damage(target: pathlib.Path) -> str | None:
     if found[name] != expected:
       return f"file {name} has changed or is cut off"
   return None
+
+
+class _DamagedError(Exception):
+  pass
+
+
+def _write_manifest(target: pathlib.Path, body: dict[str, Any]) -> None:
+  whole = {"format": _FORMAT, "sha256": _digest(body), "body": body}
+  _write_whole(_manifest_of(target), json.dumps(whole))
+
+
+def _read_manifest(target: pathlib.Path) -> dict[str, Any]:
+  try:
+    whole = json.loads(_manifest_of(target).read_text())
+    written, digest, body = (whole[k] for k in ("format", "sha256", "body"))
+  except (ValueError, KeyError, TypeError) as error:
+    raise _DamagedError(f"its manifest cannot be read: {error!r}") from error
+  if written != _FORMAT:
+    raise ValueError(
+      f"Checkpoint {target} has format {written}, and this version of jdist "
+      f"reads {_FORMAT}. Use the version that wrote it."
+    )
+  if digest != _digest(body):
+    raise _DamagedError("its manifest has changed")
+  return body
+
+
+def _digest(body: Any) -> str:
+  text = json.dumps(body, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:

@@ -50,7 +50,7 @@ class Evaluator:
 
     def prepare(state: _state.TrainState) -> tuple[PyTree, PyTree]:
       params = transforms.anchor(state.opt_state, state.params)
-      return params, collectives.mean(state.model_state, axis)
+      return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
       images = normalize(batch["image"]).astype(compute_dtype)
@@ -75,7 +75,7 @@ class Evaluator:
     params, model_state = self._prepare(state)
     totals = np.zeros(3)
     for batch in self._batches:
-      # Read one by one: few steps in flight, see `jdist.training.fit`.
+      # Read one by one: few steps in flight, see `jdist.training.Trainer`.
       total = self._totals(params, model_state, batch)
       totals += np.asarray(self._workers.view(total), np.float64)
     hits, loss, count = totals

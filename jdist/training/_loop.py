@@ -7,6 +7,8 @@ deadlock (see `collectives.make_cpu_devices`).
 """
 
 import contextlib
+import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import collectives
+from jdist import collectives, transforms
 from jdist.training import (
   _checkpoints,
   _progress,
@@ -37,10 +39,11 @@ class Record(NamedTuple):
     step: updates so far.
     rounds: how often the workers have come together.
     sent_bytes: bytes one worker has sent, see `collectives.Traffic`.
-    train_loss: mean over the steps since the last record.
+    train_loss: mean over the steps since the last record and over the workers
+      of this process; NaN when there was none.
     metrics: what `evaluate` returned.
-    train_s: seconds of training so far in this process, without compilation
-      and evaluation.
+    train_s: seconds of training so far in this call, without its first step,
+      which compiles, and without evaluating and saving.
     samples_per_s: training samples of all workers per second, likewise.
   """
 
@@ -70,23 +73,43 @@ class Trainer:
       step: one worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
       timeout_s: a step that takes longer ends the process with a message;
-        compiling may take four times as long.
+        compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
     self._names: tuple[str, ...] = ()
+    self._programs: dict[Any, Any] = {}
+    self._traffic: dict[Any, collectives.Traffic] = {}
 
     def packed(
       state: _state.TrainState, batch: PyTree
     ) -> tuple[_state.TrainState, jax.Array]:
       state, metrics = step(state, batch)
+      if missing := {"loss", "rounds"} - metrics.keys():
+        raise ValueError(
+          f"`step` must return the metrics `loss` and `rounds`, but {missing} "
+          f"are missing; got {sorted(metrics)}."
+        )
       self._names = tuple(sorted(metrics))
       # One small array and not many: reading each costs a transfer.
-      values = [metrics[n].astype(jnp.float32) for n in self._names]
+      values = [jnp.asarray(metrics[n], jnp.float32) for n in self._names]
       return state, jnp.stack(values)
 
-    self._program = workers.jit(packed, donate_argnums=0)
+    self._packed = packed
+
+  def _program(self, state: _state.TrainState) -> Any:
+    """The compiled step for states that live where this one does."""
+    specs = self.workers.specs(state)
+    leaves, structure = jax.tree.flatten(specs)
+    key = (structure, tuple(leaves))
+    if key not in self._programs:
+      # A state comes out as it went in; else the compiler may split it
+      # otherwise over the mesh's other axes, and the next call is another.
+      self._programs[key] = self.workers.jit(
+        self._packed, donate_argnums=0, out_specs=(specs, None)
+      )
+    return self._programs[key]
 
   def traffic(
     self, state: _state.TrainState, batch: PyTree
@@ -96,13 +119,17 @@ class Trainer:
     def one(x: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
-    return collectives.traffic(
-      self._step,
-      jax.tree.map(one, state),
-      jax.tree.map(one, batch),
-      axis=self.workers.axis,
-      num_workers=self.workers.num_workers,
-    )
+    args = jax.tree.map(one, (state, batch))
+    leaves, structure = jax.tree.flatten(args)
+    key = (structure, tuple((x.shape, str(x.dtype)) for x in leaves))
+    if key not in self._traffic:  # It costs as much as tracing the step.
+      self._traffic[key] = collectives.traffic(
+        self._step,
+        *args,
+        axis=self.workers.axis,
+        num_workers=self.workers.num_workers,
+      )
+    return self._traffic[key]
 
   def fit(
     self,
@@ -120,8 +147,11 @@ class Trainer:
   ) -> tuple[_state.TrainState, list[Record]]:
     """Trains until step `num_steps`, going on from the last checkpoint.
 
+    Without a checkpoint it goes on from `state.step`, so that a second call
+    with a higher `num_steps` trains further.
+
     Args:
-      state: from `init_state`; given up to the first step.
+      state: from `init_state` or `fit`; given up to the first step.
       batches: from a step number to an iterator of host batches
         `[local workers, n, ...]`, for instance `Batches.iterate`.
       num_steps: the step at which to stop.
@@ -135,16 +165,28 @@ class Trainer:
       on_record: called with each new record.
 
     Returns:
-      The state, and the records of this call.
+      The state, and the records of this call; where nothing was left to
+      train, one record of the state as it is.
 
     Raises:
-      ValueError: when a checkpoint is of another run.
+      ValueError: when a checkpoint is of another run, or is behind
+        `num_steps`.
     """
-    if num_steps < 1:
-      raise ValueError(f"`num_steps` must be at least 1, got {num_steps}.")
-    start = 0
+    for name, number in (
+      ("num_steps", num_steps),
+      ("evaluate_every", evaluate_every),
+      ("checkpoint_every", checkpoint_every),
+    ):
+      if number is not None and number < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {number}.")
     if checkpoints is not None:
-      state, start = _resumed(checkpoints, state, metadata or {})
+      state = _resumed(checkpoints, state, metadata or {})
+    start = int(self.workers.view(state.step))
+    if start > num_steps:
+      raise ValueError(
+        f"`num_steps` must be at least {start}, the step of the state, got "
+        f"{num_steps}."
+      )
     run = _Run(self, state, start, num_steps, label, on_record, evaluate)
     with contextlib.ExitStack() as stack:
       data = batches(start)
@@ -153,16 +195,18 @@ class Trainer:
       stack.enter_context(run.watchdog)
       if run.progress is not None:
         stack.enter_context(run.progress)
-      for step in range(start, num_steps):
-        run.advance(next(data))
-        done = step + 1
+      placed = run.place(next(data))
+      for done in range(start + 1, num_steps + 1):
+        run.dispatch(placed)
+        if done < num_steps:  # Two steps are in flight meanwhile.
+          placed = run.place(next(data))
+        run.read_before()
         if _due(done, evaluate_every, num_steps):
           run.record()
         if checkpoints is not None and _due(done, checkpoint_every, num_steps):
-          run.settle()
-          checkpoints.save(
-            done, run.state, _state.shared_leaves(run.state), metadata
-          )
+          run.save(checkpoints, metadata)
+      if start == num_steps:  # Killed after its last step, for instance.
+        run.record()
     if checkpoints is not None:
       checkpoints.wait()
     return run.state, run.records
@@ -193,38 +237,46 @@ class _Run:
     self._on_record = on_record
     self._evaluate = evaluate
     self._traffic: collectives.Traffic | None = None
-    self._in_flight: jax.Array | None = None
-    self._dispatched = self._read = start
-    self._rounds = 0
+    self._flying: list[jax.Array] = []  # Metrics of two steps at the most.
+    self._start = self._read = start
+    self._rounds = int(
+      trainer.workers.view(transforms.rounds(state.opt_state, state.step))
+    )
     self._losses: list[float] = []
     self._samples = 0
     self._samples_per_step = 0
     self._train_s = 0.0
-    # When the present stretch of uninterrupted training began; None at first
-    # and after an interruption, until a step has been read.
+    # Up to when training time is counted; None in the first step, which
+    # compiles.
     self._since_s: float | None = None
 
-  def advance(self, batch: PyTree) -> None:
-    """Dispatches a step, then reads the one before it."""
-    trainer = self._trainer
-    placed = trainer.workers.place(batch)
+  def place(self, batch: PyTree) -> PyTree:
+    """Puts a batch onto the devices; reads off the first what is sent."""
+    placed = self._trainer.workers.place(batch)
     if self._traffic is None:
       first = jax.tree.leaves(placed)[0]
       self._samples_per_step = first.shape[0] * first.shape[1]
-      self._traffic = trainer.traffic(self.state, placed)
+      self._traffic = self._trainer.traffic(self.state, placed)
+      self._program = self._trainer._program(self.state)
       self.watchdog.beat("compiling", patience=4.0)
-    self.state, metrics = trainer._program(self.state, placed)
-    self._dispatched += 1
-    before, self._in_flight = self._in_flight, metrics
-    if before is not None:
-      self._take(before)
+    return placed
+
+  def dispatch(self, placed: PyTree) -> None:
+    """Starts a step on a batch."""
+    if not self._flying and self._read > self._start:
+      self._since_s = time.perf_counter()  # After an interruption.
+    self.state, metrics = self._program(self.state, placed)
+    self._flying.append(metrics)
+
+  def read_before(self) -> None:
+    """Reads all steps but the last that was started."""
+    while len(self._flying) > 1:
+      self._take(self._flying.pop(0))
 
   def settle(self) -> None:
-    """Reads the step in flight; nothing runs on the device afterwards."""
-    if self._in_flight is not None:
-      metrics, self._in_flight = self._in_flight, None
-      self._take(metrics)
-    self._since_s = None  # What follows is not training time.
+    """Reads what is in flight; nothing runs on the device afterwards."""
+    while self._flying:
+      self._take(self._flying.pop(0))
 
   def _take(self, metrics: jax.Array) -> None:
     rows = _local_rows(metrics)
@@ -234,12 +286,10 @@ class _Run:
     if self._since_s is not None:
       self._train_s += now_s - self._since_s
       self._samples += self._samples_per_step
-    # The first step of a stretch compiles or waits for what came before; it
-    # counts neither in time nor in samples.
     self._since_s = now_s
-    means = dict(zip(self._trainer._names, rows.mean(axis=0), strict=True))
-    self._rounds = int(means["rounds"])
-    self._losses.append(float(means["loss"]))
+    columns = dict(zip(self._trainer._names, rows.T, strict=True))
+    self._rounds = int(columns["rounds"][0])
+    self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress.update(
         self._read,
@@ -258,13 +308,14 @@ class _Run:
   def record(self) -> None:
     """Evaluates, and notes where the run stands."""
     self.settle()
+    self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
     self.watchdog.beat(f"evaluated after step {self._read}")
     record = Record(
       step=self._read,
       rounds=self._rounds,
       sent_bytes=self._sent_bytes(),
-      train_loss=float(np.mean(self._losses)),
+      train_loss=float(np.mean(self._losses)) if self._losses else math.nan,
       metrics=metrics,
       train_s=self._train_s,
       samples_per_s=self._rate(),
@@ -273,6 +324,16 @@ class _Run:
     self.records.append(record)
     if self._on_record is not None:
       self._on_record(record)
+
+  def save(
+    self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
+  ) -> None:
+    """Starts to write a checkpoint."""
+    self.settle()
+    self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
+    shared = _state.shared_leaves(self.state)
+    checkpoints.save(self._read, self.state, shared, metadata)
+    self.watchdog.beat(f"saved after step {self._read}")
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:
@@ -292,10 +353,11 @@ def _resumed(
   checkpoints: _checkpoints.Checkpoints,
   state: _state.TrainState,
   metadata: dict[str, Any],
-) -> tuple[_state.TrainState, int]:
+) -> _state.TrainState:
   found = checkpoints.restore(state)
   if found is None:
-    return state, 0
+    return state
+  metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
   different = sorted(
     name
     for name in found.metadata.keys() | metadata.keys()
@@ -309,4 +371,4 @@ def _resumed(
       f"{metadata.get(name)!r} here. Resume with the same options, or start "
       "anew in another directory."
     )
-  return found.state, found.step
+  return found.state

@@ -37,15 +37,7 @@ def plot_comparison(
   Raises:
     ImportError: when matplotlib is missing.
   """
-  try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-  except ImportError as error:
-    raise ImportError(
-      'Pictures need matplotlib: pip install "jdist[plots]".'
-    ) from error
+  pyplot = _pyplot()
   num_workers = rows[0]["workers"]
   messages = cluster.ring_messages(num_workers)
   methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -75,9 +67,9 @@ def plot_comparison(
       for style, method in enumerate(methods):
         runs = [row["curve"] for row in rows if row["method"] == method]
         _draw(axes[number], runs, measure, method, style)
-      axes[number].set_xscale("log")
+      _number_axis(axes[number])
       axes[number].set_xlabel(label)
-      axes[number].grid(alpha=0.25, which="both", linewidth=0.5)
+      axes[number].grid(alpha=0.25, linewidth=0.6)
       axes[number].spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("test accuracy, %")
     axes[0].set_ylim(*_limits(rows))
@@ -98,6 +90,24 @@ def plot_comparison(
     pyplot.close(figure)
 
 
+def check_plots() -> None:
+  """Raises an ImportError when pictures cannot be drawn here."""
+  _pyplot()
+
+
+def _pyplot() -> Any:
+  try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+  except ImportError as error:
+    raise ImportError(
+      'Pictures need matplotlib: pip install "jdist[plots]".'
+    ) from error
+  return pyplot
+
+
 def _draw(
   axes: Any,
   runs: list[list[dict[str, Any]]],
@@ -109,14 +119,34 @@ def _draw(
   y = np.array([[100 * point["accuracy"] for point in run] for run in runs])
   mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
   color = _COLORS[style % len(_COLORS)]
-  axes.plot(x, mean, color=color, linewidth=1.6, label=method)
+  # One marker, at the end; the legend shows it too.
+  axes.plot(
+    x, mean, color=color, linewidth=1.6, label=method,
+    marker=_MARKERS[style % len(_MARKERS)], markevery=[-1], markersize=7,
+  )  # fmt: skip
   axes.fill_between(
     x, mean - spread, mean + spread, color=color, alpha=0.15, linewidth=0
   )
-  axes.plot(
-    x[-1:], mean[-1:], color=color, marker=_MARKERS[style % len(_MARKERS)],
-    markersize=7,
-  )  # fmt: skip
+
+
+def _number_axis(axes: Any) -> None:
+  """A logarithmic axis that says 0.5, 1, 10 and not powers of ten."""
+  from matplotlib import ticker
+
+  low, high = axes.dataLim.intervalx
+  if not 0 < low < high:  # One worker sends nothing.
+    return
+  axes.set_xscale("log")
+  wide = high / low > 200
+  axes.xaxis.set_major_locator(
+    ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=20)
+  )
+  axes.xaxis.set_major_formatter(lambda value, _: _plain(value))
+  axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _plain(value: float) -> str:
+  return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
 def _limits(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:

@@ -57,8 +57,10 @@ def format_bytes(num_bytes: Any) -> str:
   ('999 B', '12.3 MB')
   """
   size = float(num_bytes)
-  for unit in ("B", "kB", "MB", "GB", "TB"):
-    if size < 1000 or unit == "TB":
-      return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+  for unit in ("B", "kB", "MB", "GB"):
+    # Rounded before it is compared: 999,999 bytes are 1 MB, not 1000 kB.
+    rounded = float(f"{size:.3g}")
+    if rounded < 1000:
+      return f"{rounded:g} {unit}"
     size /= 1000
-  raise AssertionError("unreachable")
+  return f"{float(f'{size:.3g}'):.15g} TB"

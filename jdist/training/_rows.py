@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -41,13 +43,27 @@ def make_row(
 def append_rows(
   path: str | os.PathLike[str], rows: Iterable[dict[str, Any]]
 ) -> None:
-  """Appends rows to a file, each in one write."""
+  """Appends rows to a file, each in one write.
+
+  What is not a finite number, such as the loss of a run that has diverged,
+  becomes null: JSON has no other word for it.
+  """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
+  _drop_cut_off_line(path)
   with path.open("a") as file:
     for row in rows:
-      file.write(json.dumps(row) + "\n")
+      file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
       file.flush()
+
+
+def _drop_cut_off_line(path: pathlib.Path) -> None:
+  """Removes what a killed process left of a row; no row may follow it."""
+  if path.exists():
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+      os.truncate(path, whole)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -58,6 +74,17 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if line.endswith("\n") and line.strip():
       rows.append(json.loads(line))
   return rows
+
+
+def _plain(x: Any) -> Any:
+  """What JSON can hold."""
+  if isinstance(x, dict):
+    return {name: _plain(value) for name, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [_plain(value) for value in x]
+  if isinstance(x, np.generic):
+    x = x.item()
+  return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 @functools.cache

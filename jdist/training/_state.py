@@ -49,23 +49,56 @@ def init_state(
     model_state: one worker's batch statistics, if any.
     seed: of the run's random key.
     specs: how the parameters are split over the mesh's other axes, see
-      `Workers.replicate`; not split by default.
+      `Workers.replicate`; not split by default.  What the optimizer keeps
+      beside a parameter (momentum, anchor, pending gradients) is split alike.
 
   Returns:
     Arrays `[workers, ...]`.
   """
-  replicated = (
-    workers.replicate(params)
-    if specs is None
-    else workers.replicate(params, specs)
-  )
+  if specs is None:
+    specs = jax.sharding.PartitionSpec()
+  replicated = workers.replicate(params, specs)
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
   common = workers.replicate(
     (np.zeros((), np.int32), {} if model_state is None else model_state, key)
   )
   step, model_state, key = common
-  opt_state = workers.jit(optimizer.init)(replicated)
-  return TrainState(step, replicated, opt_state, model_state, key)
+  init = workers.jit(
+    optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)
+  )
+  return TrainState(step, replicated, init(replicated), model_state, key)
+
+
+def _split_alike(
+  workers: collectives.Workers,
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+) -> PyTree:
+  """Specs of an optimizer's state: leaves like a parameter go as it does.
+
+  Such a leaf stands at a path that ends with the parameter's, and has its
+  shape, or its shape behind one more dimension, as a history has.
+  """
+  specs = jax.tree.leaves(workers.specs(params))
+  known = [
+    (path, leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      jax.tree_util.tree_leaves_with_path(params), specs, strict=True
+    )
+  ]
+
+  def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
+    for end, shape, spec in known:
+      if path[len(path) - len(end) :] != end:
+        continue
+      if leaf.shape == shape:
+        return spec
+      if leaf.shape[2:] == shape[1:]:
+        return jax.sharding.PartitionSpec(None, *spec)
+    return jax.sharding.PartitionSpec()
+
+  shapes = jax.eval_shape(workers.spmd(optimizer.init), params)
+  return jax.tree_util.tree_map_with_path(spec_of, shapes)
 
 
 def shared_leaves(state: TrainState) -> TrainState:
@@ -77,7 +110,7 @@ def shared_leaves(state: TrainState) -> TrainState:
   >>> from jdist import collectives, transforms
   >>> one = collectives.workers(1, substrate="none")
   >>> optimizer = transforms.local_sgd(optax.trace(0.9), 8, axis=None)
-  >>> shared = shared_leaves(init_state(one, optimizer, jnp.zeros(3)))
+  >>> shared = shared_leaves(init_state(one, optimizer, np.zeros(3)))
   >>> shared.params, shared.opt_state.anchor, shared.opt_state.inner.trace
   (False, True, False)
   """

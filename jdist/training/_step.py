@@ -101,13 +101,26 @@ def _met(
     return model_state
   together = transforms.synchronized(opt_state)
   if together is True:
-    return collectives.mean(model_state, axis)
+    return mean_statistics(model_state, axis)
   return jax.lax.cond(
     collectives.agreed(jnp.asarray(together), axis),
-    lambda tree: collectives.mean(tree, axis),
+    lambda tree: mean_statistics(tree, axis),
     lambda tree: collectives.varying(tree, axis),
     model_state,
   )
+
+
+def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
+  """Averages what is a number; counters and keys stay each worker's own."""
+  leaves, structure = jax.tree.flatten(model_state)
+  chosen = [
+    i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)
+  ]
+  means = collectives.mean([leaves[i] for i in chosen], axis)
+  leaves = collectives.varying(leaves, axis)
+  for i, value in zip(chosen, means, strict=True):
+    leaves[i] = value
+  return jax.tree.unflatten(structure, leaves)
 
 
 def _accumulated(

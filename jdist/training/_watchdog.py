@@ -67,12 +67,14 @@ class Watchdog:
       f"with status {EXIT_STATUS}; start the run again to go on from its last "
       "checkpoint. Where each thread stands:\n"
     )
-    sys.stderr.write("\n" + message)
-    sys.stderr.flush()
-    faulthandler.dump_traceback(all_threads=True)
-    sys.stderr.flush()
-    # Not sys.exit: no other thread will ever come back to run its handlers.
-    os._exit(EXIT_STATUS)
+    try:
+      sys.stderr.write("\n" + message)
+      sys.stderr.flush()
+      # Below Python: `sys.stderr` may be a notebook's, which has no file.
+      faulthandler.dump_traceback(file=2, all_threads=True)
+    finally:
+      # Not sys.exit: no other thread will ever come back for its handlers.
+      os._exit(EXIT_STATUS)
 
   def __enter__(self) -> "Watchdog":
     self.beat()

@@ -1,0 +1,100 @@
+"""Whole runs of both commands, as small as they come."""
+
+import json
+
+import pytest
+
+from jdist import cli, training
+
+_TINY = [
+  "--steps", "6", "--workers", "4", "--batch-size", "32", "--interval", "2",
+  "--evaluate-every-epochs", "0.05", "--warmup-epochs", "0",
+]  # fmt: skip
+
+
+@pytest.mark.smoke
+def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
+  words = ["compare", *_TINY, "--methods", "ssgd", "msdpu", "--seeds", "0", "1"]
+  words += ["--learning-rate", "0.05", "--output", str(tmp_path / "out")]
+  assert cli.main(words) == 0
+  out, error = capsys.readouterr()
+  assert error == ""  # No progress where nobody looks.
+  assert "1442 training and 355 test images" in out
+  assert "9,610 parameters; N = 4 workers" in out
+  for line in out.splitlines():
+    if "│ ssgd" in line:
+      assert "±" in line and "1.0x" in line
+  assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+    "compare.png",
+    "rows.jsonl",
+  ]
+  assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+  rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  assert [(r["method"], r["seed"]) for r in rows] == [
+    ("ssgd", 0), ("msdpu", 0), ("ssgd", 1), ("msdpu", 1),
+  ]  # fmt: skip
+  for row in rows:  # Each stands alone.
+    assert set(row) >= {
+      "config", "seed", "commit", "device", "versions", "method", "workers",
+      "learning_rate", "accuracy", "test_loss", "train_loss", "steps",
+      "rounds", "sent_bytes", "train_s", "samples_per_s", "curve",
+    }  # fmt: skip
+    assert row["config"]["dataset"] == "digits"
+    assert row["config"]["interval"] == 2
+    assert row["steps"] == row["curve"][-1]["step"] == 6
+    assert row["accuracy"] == row["curve"][-1]["accuracy"]
+    json.dumps(row, allow_nan=False)
+  ring = 2 * 3 / 4
+  assert rows[0]["sent_bytes"] == 6 * 4 * 9610 * ring
+  # A round: the pseudo-gradients, and the loss for the interval.
+  assert rows[1]["sent_bytes"] == rows[1]["rounds"] * 4 * 9611 * ring
+
+
+def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
+  words = ["compare", *_TINY, "--methods", "local_sgd", "--seeds", "0"]
+  words += ["--learning-rate", "1e-6", "0.1", "--output", str(tmp_path)]
+  assert cli.main(words) == 0
+  out = capsys.readouterr().out
+  assert "chosen on 144 held-out training samples: local_sgd 0.1." in out
+  assert "±" not in out.split("Mean ±")[0]  # One seed has no spread.
+  tuning = training.read_rows(tmp_path / "tuning.jsonl")
+  assert [r["learning_rate"] for r in tuning] == [1e-6, 0.1]
+  (row,) = training.read_rows(tmp_path / "rows.jsonl")
+  assert row["learning_rate"] == 0.1
+
+
+def test_train_resumes_by_itself(tmp_path, capsys):
+  out, ckpt = str(tmp_path / "out"), str(tmp_path / "ckpt")
+  words = ["train", *_TINY, "--method", "diloco", "--output", out]
+  words += ["--checkpoints", ckpt, "--checkpoint-every-epochs", "0.05"]
+  assert cli.main(words) == 0
+  first = capsys.readouterr().out
+  assert "step 2/6" in first and "step 6/6" in first
+  # Once more: nothing is left to do, and the same is found.
+  assert cli.main(words) == 0
+  again = capsys.readouterr().out
+  assert "step 2/6" not in again and "step 6/6" in again
+  rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
+    assert rows[0][field] == rows[1][field], field
+  # With other options it is another run.
+  assert cli.main([*words, "--interval", "3"]) == 2
+  error = capsys.readouterr().err
+  assert "`interval` is 2 there and 3 here" in error
+  assert error.count("\n") == 1
+  # From a copy cut back to the step before: goes on from there.
+  for path in (tmp_path / "ckpt").glob("step_00000006*"):
+    path.rename(tmp_path / path.name)
+  assert cli.main(words) == 0
+  assert "step 6/6" in capsys.readouterr().out
+  rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  assert rows[2]["accuracy"] == rows[0]["accuracy"]
+  assert rows[2]["test_loss"] == rows[0]["test_loss"]
+
+
+def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["train", *_TINY, "--method", "ssgd"]) == 0
+  (made,) = (tmp_path / "runs").iterdir()
+  assert made.name.startswith("train-digits-")
+  assert [p.name for p in made.iterdir()] == ["rows.jsonl"]

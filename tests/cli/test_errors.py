@@ -1,0 +1,168 @@
+"""What cannot be used is told in one line, and nothing is written."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jdist import cli
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+
+_BAD = [
+  ("trian", "the command must be one of train, compare, got 'trian'"),
+  ("train --method sgd", "`--method` must be of ssgd"),
+  ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
+  ("compare --methods ssgd ssgd", "`--methods` must be one or more different"),
+  ("train --dataset imagenet", "`--dataset` must be one of digits"),
+  ("train --model vit", "`--model` must be one of mlp"),
+  ("train --model mlp --norm batch", "`norm` is no option of mlp"),
+  ("train --preset fast", "`--preset` must be one of digits"),
+  ("train --preset=fast", "`--preset` must be one of digits"),
+  ("train --workers 0", "`--workers` must be at least 1, got 0"),
+  ("train --workers -3", "`--workers` must be at least 1, got -3"),
+  (
+    "train --workers 2000 --batch-size 2000",
+    "`--workers` must not exceed the 1442 training samples, got 2000",
+  ),
+  ("train --interval 0", "`--interval` must be at least 1, got 0"),
+  ("compare --interval -1", "`--interval` must be at least 1, got -1"),
+  ("train --batch-size 100", "got 100. Take 96 or 104."),
+  ("train --batch-size 0", "`--batch-size` must divide evenly"),
+  ("train --accumulate 3", "over 8 workers times 3, got 128. Take 120 or 144."),
+  ("train --accumulate 0", "`--accumulate` must be at least 1"),
+  ("train --seed -1", "`--seed` must not be negative"),
+  ("compare --seeds 0 -1", "`--seeds` must not be negative"),
+  ("compare --seeds 1 1", "`--seeds` must be one or more different"),
+  ("train --learning-rate 0", "`--learning-rate` must be positive"),
+  ("train --learning-rate nan", "`--learning-rate` must be positive"),
+  ("compare --learning-rate 0.1 -0.1", "`--learning-rate` must be positive"),
+  ("compare --learning-rate 0.1 0.1", "`--learning-rate` must be one or more"),
+  ("train --epochs 0", "`--epochs` must be positive"),
+  ("train --epochs inf", "`--epochs` must be a number of epochs"),
+  ("train --steps 0", "`--steps` must be at least 1"),
+  ("train --warmup-epochs -1", "`--warmup-epochs` must not be negative"),
+  ("train --warmup-epochs nan", "`--warmup-epochs` must be a number"),
+  ("train --evaluate-every-epochs 0", "`--evaluate-every-epochs` must be"),
+  ("train --checkpoint-every-epochs 0", "`--checkpoint-every-epochs` must be"),
+  ("train --momentum 1", "`--momentum` must be in [0, 1)"),
+  ("train --weight-decay -1", "`--weight-decay` must be in [0, inf)"),
+  ("train --alpha 0", "`alpha` must be positive"),
+  ("train --method diloco --outer-momentum 2", "`outer_momentum` must be in"),
+  ("train --carry 2", "`carry` must be in [0, 1]"),
+  ("compare --bandwidth-mbit-per-s 0", "`--bandwidth-mbit-per-s` must be"),
+  ("compare --latency-ms -1", "`--latency-ms` must not be negative"),
+  ("train --num-processes 2", "`--coordinator-address` must be given"),
+  (
+    "train --coordinator-address a:1 --num-processes 2",
+    "`--num-processes` and `--process-id` must be given",
+  ),
+  (
+    "train --coordinator-address a:1 --num-processes 0 --process-id 0",
+    "`--num-processes` must be at least 1",
+  ),
+  (
+    "train --coordinator-address a:1 --num-processes 2 --process-id 2",
+    "`--process-id` must be from 0 to 1, got 2",
+  ),
+  (
+    "train --coordinator-address a:1 --num-processes 3 --process-id 0",
+    "`--workers` must be a multiple of the 3 processes, got 8",
+  ),
+  ("train --workers x", "--workers: invalid literal for int() with base 10"),
+  ("train --workers", "Missing value for argument '--workers'"),
+  ("train --substrate tpu", "invalid choice 'tpu' for argument '--substrate'"),
+  ("compare --seeds a", "Error parsing --seeds"),
+  ("train --wokers 4", "no option `--wokers`, did you mean `--workers`?"),
+  ("train --wokers=4", "no option `--wokers`, did you mean `--workers`?"),
+  ("train --seeds 1", "no option `--seeds`, did you mean `--seed`?"),
+  ("train --zzzzzz 4", "no option `--zzzzzz`. `jdist train --help` lists all."),
+  ("train digits", "Unrecognized options: digits"),
+  ("train --checkpoints /dev/null/x", "`--checkpoints` /dev/null/x cannot be"),
+  ("train --output /dev/null", "`--output` /dev/null cannot be used"),
+  ("compare --output /dev/null/x", "`--output` /dev/null/x cannot be used"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), _BAD, ids=[w for w, _ in _BAD])
+def test_a_bad_input_is_one_line_and_status_2(
+  words, told, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(words.split()) == 2
+  out, error = capsys.readouterr()
+  assert error.startswith("jdist: error: ")
+  assert error.count("\n") == 1 and error.endswith("\n")
+  assert told in error
+  assert out == ""
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.smoke
+def test_the_process_says_it_too(tmp_path):
+  done = subprocess.run(
+    [sys.executable, "-m", "jdist", "train", "--wokers", "4"],
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(_ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 2
+  assert done.stdout == ""
+  assert done.stderr == (
+    "jdist: error: there is no option `--wokers`, did you mean `--workers`? "
+    "`jdist train --help` lists all.\n"
+  )
+
+
+def test_a_data_set_that_is_not_prepared_is_told_within_seconds(tmp_path):
+  start_s = time.monotonic()
+  done = subprocess.run(
+    [sys.executable, "-m", "jdist", "train", "--preset", "cifar10"],
+    cwd=tmp_path,
+    env=os.environ
+    | {"PYTHONPATH": str(_ROOT), "TFDS_DATA_DIR": str(tmp_path / "none")},
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert time.monotonic() - start_s < 30  # Of which most is starting Python.
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.count("\n") == 1
+  assert "python -m jdist.data prepare cifar10" in done.stderr
+  assert not (tmp_path / "runs").exists()
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+  from jdist.cli import _train
+
+  def broken(options):
+    del options
+    int("this is a bug and no bad option")
+
+  def outside(options):
+    del options
+    raise OSError("the disk is gone")
+
+  monkeypatch.setattr(_train, "train", outside)
+  with pytest.raises(OSError, match="the disk is gone"):
+    cli.main(["train"])
+  monkeypatch.setattr(_train, "train", broken)
+  with pytest.raises(ValueError, match="invalid literal"):
+    cli.main(["train"])
+
+
+def test_an_interrupted_run_ends_without_a_traceback(monkeypatch, capsys):
+  from jdist.cli import _train
+
+  def interrupted(options):
+    del options
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(_train, "train", interrupted)
+  assert cli.main(["train"]) == 130
+  assert capsys.readouterr().err == "jdist: interrupted.\n"

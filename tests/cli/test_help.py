@@ -1,0 +1,109 @@
+"""Help that teaches: every option once, with its default, at 80 columns."""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jdist import cli, data, models
+from jdist.cli import _help, _methods, _options
+
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+_COMMANDS = {"train": _options.Train, "compare": _options.Compare}
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "80")
+
+
+def _told(capsys, *words):
+  assert cli.main(words) == 0
+  out, error = capsys.readouterr()
+  assert error == ""
+  return out
+
+
+@pytest.mark.parametrize(
+  "words", [(), ("--help",), ("-h",), ("help",)], ids=" ".join
+)
+def test_the_overview_names_commands_methods_and_presets(words, capsys):
+  text = _told(capsys, *words)
+  for name in (*_COMMANDS, *_options.METHODS, *_options.PRESETS):
+    assert name in text
+  assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_option_is_shown_once_and_explained(command, capsys):
+  text = _told(capsys, command, "--help")
+  fields = _help.fields(_COMMANDS[command])
+  assert set(fields) == set(_COMMANDS[command].__dataclass_fields__)
+  for name, told in fields.items():
+    option = f"  --{name.replace('_', '-')} "
+    assert sum(line.startswith(option) for line in text.splitlines()) == 1
+    assert told[:20] in " ".join(text.split()), name
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_shows_the_defaults_of_the_preset(capsys):
+  assert "[30]" in _told(capsys, "train", "--help")
+  text = _told(capsys, "train", "--preset", "cifar10-gpu", "--help")
+  for default in ("[160]", "[resnet20]", "[1024]", "[bfloat16]", "[0.4]"):
+    assert default in text
+
+
+def test_methods_explained_are_methods_built():
+  assert list(_options.METHODS) == list(_methods.METHODS)
+
+
+def test_help_names_every_data_set_and_every_model_of_images():
+  told = _help.fields(_options.Train)
+  for name in data.NAMES:
+    assert name.split("/")[0] in told["dataset"], name
+  for name in set(models.NAMES) - {"transformer"}:  # A language model.
+    assert name in told["model"], name
+
+
+def test_every_preset_can_be_parsed_for_every_command():
+  for name in _options.PRESETS:
+    for command in _COMMANDS.values():
+      options = _options.with_preset(command, name)
+      assert options.preset == name
+      assert options.workers == 8
+    train = _options.with_preset(_options.Train, name)
+    compare = _options.with_preset(_options.Compare, name)
+    assert train.learning_rate == compare.learning_rate[0]
+
+
+def test_options_change_what_a_preset_sets(monkeypatch):
+  from jdist.cli import _train
+
+  seen = []
+  monkeypatch.setattr(_train, "train", seen.append)
+  words = ["train", "--epochs", "3", "--preset=cifar10", "--batch_size", "64"]
+  assert cli.main(words) == 0
+  (options,) = seen
+  assert (options.dataset, options.model) == ("cifar10", "cnn")
+  assert (options.epochs, options.batch_size) == (3.0, 64)
+
+
+@pytest.mark.smoke
+def test_the_module_and_the_entry_point_are_the_same():
+  done = subprocess.run(
+    [sys.executable, "-m", "jdist", "--version"],
+    env=os.environ | {"PYTHONPATH": str(_ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 0
+  assert done.stdout.startswith("jdist ")
+  project = (_ROOT / "pyproject.toml").read_text()
+  assert 'jdist = "jdist.cli:main"' in project
+  scripts = importlib.metadata.entry_points(group="console_scripts")
+  for script in scripts.select(name="jdist"):
+    assert script.load() is cli.main

@@ -1,0 +1,468 @@
+"""Checkpoints come back to the bit, hold nothing twice, survive damage."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives, training, transforms
+from tests.training import _tiny
+
+_NAMES = tuple(_tiny.optimizers(None))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _standard_promotion():
+  """Optax's own chains mix dtypes."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+def _save(folder, team, state, step=1, **metadata):
+  with training.Checkpoints(folder, team) as checkpoints:
+    checkpoints.save(step, state, training.shared_leaves(state), metadata)
+
+
+def _restore(folder, team, template):
+  with training.Checkpoints(folder, team) as checkpoints:
+    return checkpoints.restore(template)
+
+
+def _num_bytes(folder):
+  return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def _manifest(folder, step=1):
+  return json.loads((folder / f"step_{step:08d}.json").read_text())["body"]
+
+
+def _quick_and_slow():
+  for name in _NAMES:
+    for kind in _tiny.TEAMS:
+      quick = name == "msdpu" or (
+        kind == "shard_map" and name not in ("local_sgd", "injected")
+      )
+      marks = [] if quick else [pytest.mark.slow]
+      yield pytest.param(name, kind, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "kind"), list(_quick_and_slow()))
+def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
+  team = _tiny.team(kind)
+  state = _tiny.trained(team, name, 7)
+  if name == "msdpu":  # In the middle of a round, with a mean in flight.
+    assert bool(state.opt_state.in_flight[0])
+    assert not bool(state.opt_state.synchronized[0])
+    assert np.any(np.asarray(state.opt_state.pending["kernel"]))
+  _save(tmp_path, team, state, 7, note="hello")
+  found = _restore(tmp_path, team, _tiny.init(team, name))
+  assert (found.step, found.metadata) == (7, {"note": "hello"})
+  _tiny.assert_same_bits(found.state, state)
+  for new, old in zip(
+    jax.tree.leaves(found.state), jax.tree.leaves(state), strict=True
+  ):
+    assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["diloco", "msdpu", "typed_key"])
+def test_a_resumed_run_ends_as_one_that_went_through(name, tmp_path):
+  team = _tiny.team("shard_map")
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    for stop in (5, 11):  # 5: in the middle of a round of three.
+      trainer = _tiny.trainer(team, name)
+      state, _ = trainer.fit(
+        _tiny.init(team, name),
+        _tiny.batches(team),
+        stop,
+        checkpoints=checkpoints,
+        checkpoint_every=2,
+      )
+  _tiny.assert_same_bits(state, _tiny.trained(team, name, 11))
+
+
+def test_a_checkpoint_of_one_substrate_is_one_of_the_others(tmp_path):
+  saved = _tiny.trained(_tiny.team("vmap"), "msdpu", 7)
+  _save(tmp_path, _tiny.team("vmap"), saved)
+  for kind in _tiny.TEAMS:
+    team = _tiny.team(kind)
+    found = _restore(tmp_path, team, _tiny.init(team, "msdpu"))
+    _tiny.assert_same_bits(found.state, saved)
+
+
+def test_one_worker_without_an_axis_comes_back(tmp_path):
+  team = _tiny.team("none")
+  state = _tiny.trained(team, "diloco", 4)
+  _save(tmp_path, team, state)
+  found = _restore(tmp_path, team, _tiny.init(team, "diloco"))
+  _tiny.assert_same_bits(found.state, state)
+
+
+@pytest.mark.parametrize("name", ["adam", "msdpu"])
+def test_leaves_split_over_the_inner_axis_come_back_split(name, tmp_path):
+  mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
+  team = collectives.workers(2, mesh=mesh)
+  optimizer = _tiny.optimizers(team.axis)[name]
+  specs = {
+    name: PartitionSpec("fsdp") if name == "kernel" else PartitionSpec()
+    for name in _tiny.params()
+  }
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  trainer = training.Trainer(team, step)
+
+  def init():
+    return training.init_state(team, optimizer, _tiny.params(), specs=specs)
+
+  state, _ = trainer.fit(init(), _tiny.batches(team), 5)
+  whole = jax.sharding.NamedSharding(mesh, PartitionSpec("worker"))
+  split = jax.sharding.NamedSharding(mesh, PartitionSpec("worker", "fsdp"))
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    wanted = split if "kernel" in jax.tree_util.keystr(path) else whole
+    assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), path
+  _save(tmp_path, team, state)
+  found = _restore(tmp_path, team, init())
+  _tiny.assert_same_bits(found.state, state)
+  for new, old in zip(
+    jax.tree.leaves(found.state), jax.tree.leaves(state), strict=True
+  ):
+    assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+def test_a_run_may_go_on_while_its_state_is_written(tmp_path):
+  """What is saved is the state at the call, though its memory is reused."""
+  for kind in _tiny.TEAMS:
+    team = _tiny.team(kind)
+    optimizer = transforms.diloco(optax.adam(0.1), 2, axis=team.axis)
+    wide = {"w": np.ones((512, 512), np.float32)}
+    state = training.init_state(team, optimizer, wide)
+    step = training.make_step(
+      lambda params, model_state, batch, key: (
+        jnp.sum(params["w"] ** 2) * jnp.mean(batch),
+        (model_state, {}),
+      ),
+      optimizer,
+      axis=team.axis,
+    )
+    program = team.jit(step, donate_argnums=0)
+    batch = team.place(np.ones((4, 1), np.float32))
+    state, _ = program(state, batch)
+    wanted = _tiny.digest(jax.tree.map(lambda x: np.array(x), state))
+    with training.Checkpoints(tmp_path / kind, team) as checkpoints:
+      checkpoints.save(1, state, training.shared_leaves(state))
+      for _ in range(5):
+        state, _ = program(state, batch)
+      jax.block_until_ready(state)
+    found = _restore(
+      tmp_path / kind, team, training.init_state(team, optimizer, wide)
+    )
+    assert _tiny.digest(found.state) == wanted, kind
+
+
+def test_shared_leaves_stand_on_disk_once(tmp_path):
+  team = collectives.workers(8, substrate="shard_map")
+  rng = np.random.default_rng(0)
+  # Random bits, which cannot be compressed.
+  params = {"w": rng.normal(size=(300, 400)).astype(np.float32)}
+  one = params["w"].nbytes
+
+  def on_disk(name, optimizer):
+    state = training.init_state(team, optimizer, params)
+    # Momentum and anchor of random bits, the same on all workers.
+    opt_state = jax.tree.map(
+      lambda x: (
+        team.replicate(rng.normal(size=x.shape[1:]).astype(np.float32))
+        if x.shape[1:] == params["w"].shape
+        else x
+      ),
+      state.opt_state,
+    )
+    state = state._replace(opt_state=opt_state)
+    _save(tmp_path / name, team, state)
+    entries = _manifest(tmp_path / name)["leaves"]
+    shared = {e["name"] for e in entries if e["shared"]}
+    return _num_bytes(tmp_path / name) / one, shared, entries
+
+  copies, shared, entries = on_disk(
+    "ssgd", transforms.ssgd(optax.sgd(0.1, momentum=0.9), axis=team.axis)
+  )
+  assert shared == {entry["name"] for entry in entries}
+  assert 1.7 < copies < 2.2  # Parameters and momentum, compressed a bit.
+  copies, shared, _ = on_disk(
+    "local_sgd",
+    transforms.local_sgd(optax.sgd(0.1, momentum=0.9), 8, axis=team.axis),
+  )
+  assert ".opt_state.anchor['w']" in shared
+  assert ".params['w']" not in shared
+  # All workers' parameters and momenta, and one anchor; not 24. Orbax may
+  # compress the eight equal copies, so no lower bound.
+  assert copies < 17.3
+
+
+def test_workers_that_have_diverged_are_refused(tmp_path):
+  team = _tiny.team("shard_map")
+  state = _tiny.trained(team, "diloco", 6)
+  _save(tmp_path, team, state)
+  before = sorted(p.name for p in tmp_path.iterdir())
+
+  def nudge(anchor):
+    index = collectives.index(team.axis)
+    last = jnp.where(index == 3, jnp.float32(1e-7), jnp.float32(0.0))
+    return {**anchor, "bias": anchor["bias"] + last}
+
+  anchor = team.jit(nudge)(state.opt_state.anchor)
+  wrong = state._replace(opt_state=state.opt_state._replace(anchor=anchor))
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    with pytest.raises(RuntimeError, match=r"anchor\['bias'\]"):
+      checkpoints.save(9, wrong, training.shared_leaves(wrong))
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    # And the object is still good for the next one.
+    found = checkpoints.restore(_tiny.init(team, "diloco"))
+  _tiny.assert_same_bits(found.state, state)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+  """A directory with the checkpoints of steps 1, 2, 3, and their states."""
+  folder = tmp_path_factory.mktemp("three")
+  team = _tiny.team("vmap")
+  states = {}
+  with training.Checkpoints(folder, team) as checkpoints:
+    for step in (1, 2, 3):
+      states[step] = _tiny.trained(team, "diloco", step)
+      checkpoints.save(step, states[step], training.shared_leaves(states[step]))
+  return folder, states
+
+
+@pytest.fixture
+def folder(three, tmp_path):
+  """A copy to damage."""
+  return pathlib.Path(shutil.copytree(three[0], tmp_path / "copy"))
+
+
+def _largest(folder, step):
+  files = (folder / f"step_{step:08d}").rglob("*")
+  return max((p for p in files if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def _truncate(folder, step):
+  path = _largest(folder, step)
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+def _alter(folder, step):
+  path = _largest(folder, step)
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(bytes(content))
+
+
+def _remove_a_file(folder, step):
+  _largest(folder, step).unlink()
+
+
+def _remove_all_files(folder, step):
+  shutil.rmtree(folder / f"step_{step:08d}")
+
+
+def _rewrite(change):
+  def damage(folder, step):
+    path = folder / f"step_{step:08d}.json"
+    path.write_text(change(path.read_text()))
+
+  damage.__name__ = change.__name__
+  return damage
+
+
+def cut_manifest(text):
+  return text[: len(text) // 2]
+
+
+def empty_manifest(text):
+  del text
+  return ""
+
+
+def manifest_of_another_kind(text):
+  del text
+  return '{"files": {}}'
+
+
+def manifest_that_is_a_list(text):
+  del text
+  return "[]"
+
+
+def altered_manifest(text):
+  return text.replace('"step": 3', '"step": 4')  # Its shape is right.
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [
+    _truncate,
+    _alter,
+    _remove_a_file,
+    _remove_all_files,
+    _rewrite(cut_manifest),
+    _rewrite(empty_manifest),
+    _rewrite(manifest_of_another_kind),
+    _rewrite(manifest_that_is_a_list),
+    _rewrite(altered_manifest),
+  ],
+  ids=lambda damage: damage.__name__,
+)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_used(
+  damage, folder, three
+):
+  team = _tiny.team("vmap")
+  template = _tiny.init(team, "diloco")
+  damage(folder, 3)
+  with pytest.warns(UserWarning, match="step_00000003 is damaged"):
+    found = _restore(folder, team, template)
+  assert found.step == 2
+  _tiny.assert_same_bits(found.state, three[1][2])
+  # And writing goes on over it.
+  _save(folder, team, three[1][3], 3)
+  found = _restore(folder, team, template)
+  assert found.step == 3
+  _tiny.assert_same_bits(found.state, three[1][3])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint .* is damaged")
+def test_when_all_are_damaged_it_is_an_error(folder):
+  team = _tiny.team("vmap")
+  for step in (1, 2, 3):
+    _truncate(folder, step)
+  with pytest.raises(ValueError, match="all are damaged"):
+    _restore(folder, team, _tiny.init(team, "diloco"))
+
+
+def test_an_empty_or_new_directory_has_no_checkpoint(tmp_path):
+  team = _tiny.team("vmap")
+  template = _tiny.init(team, "adam")
+  assert _restore(tmp_path / "new" / "deep", team, template) is None
+  (tmp_path / "step_by_step.json").write_text("mine")
+  (tmp_path / "notes.txt").write_text("mine")
+  assert _restore(tmp_path, team, template) is None
+  _save(tmp_path, team, template, 0)
+  assert (tmp_path / "step_by_step.json").read_text() == "mine"
+  assert _restore(tmp_path, team, template).step == 0
+
+
+def test_another_optimizer_is_refused_by_name(folder):
+  team = _tiny.team("vmap")
+  with pytest.raises(ValueError, match=r"`\.opt_state.*same model and optim"):
+    _restore(folder, team, _tiny.init(team, "adam"))
+
+
+def test_another_model_is_refused_by_name(folder):
+  team = _tiny.team("vmap")
+  params = _tiny.params() | {"kernel": np.zeros((6, 4), np.float32)}
+  template = training.init_state(
+    team, _tiny.optimizers(team.axis)["diloco"], params
+  )
+  with pytest.raises(ValueError, match=r"kernel.*\(4, 6, 3\).*\(4, 6, 4\)"):
+    _restore(folder, team, template)
+
+
+def test_another_number_of_workers_is_refused(folder):
+  team = collectives.workers(3, substrate="vmap")
+  with pytest.raises(ValueError, match=r"`workers` must be 4.*got 3"):
+    _restore(folder, team, _tiny.init(team, "diloco"))
+
+
+def test_a_later_format_is_refused_and_not_called_damaged(folder):
+  team = _tiny.team("vmap")
+  path = folder / "step_00000003.json"
+  path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+  with pytest.raises(ValueError, match="has format 2"):
+    _restore(folder, team, _tiny.init(team, "diloco"))
+
+
+def test_other_metadata_are_refused_by_name(tmp_path):
+  team = _tiny.team("vmap")
+
+  def fit(steps, **metadata):
+    with training.Checkpoints(tmp_path, team) as checkpoints:
+      return _tiny.trainer(team, "adam").fit(
+        _tiny.init(team, "adam"),
+        _tiny.batches(team),
+        steps,
+        checkpoints=checkpoints,
+        metadata=metadata,
+      )
+
+  fit(2, rate=0.1, sizes=(1, 2))
+  with pytest.raises(ValueError, match=r"`rate` is 0\.1 there and 0\.2 here"):
+    fit(4, rate=0.2, sizes=(1, 2))
+  with pytest.raises(ValueError, match="`new` is None there and 1 here"):
+    fit(4, rate=0.1, sizes=(1, 2), new=1)
+  fit(4, rate=0.1, sizes=(1, 2))  # A tuple, which JSON does not have.
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_few_are_kept(keep, tmp_path):
+  team = _tiny.team("vmap")
+  state = _tiny.init(team, "adam")
+  with training.Checkpoints(tmp_path, team, keep=keep) as checkpoints:
+    for step in (3, 10, 20, 100):
+      checkpoints.save(step, state, training.shared_leaves(state))
+  kept = [3, 10, 20, 100][-keep:]
+  wanted = {f"step_{s:08d}{end}" for s in kept for end in ("", ".json")}
+  assert {p.name for p in tmp_path.iterdir()} == wanted
+
+
+def test_keeping_none_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="`keep` must be at least 1, got 0"):
+    training.Checkpoints(tmp_path, _tiny.team("vmap"), keep=0)
+
+
+def test_a_negative_step_is_refused(tmp_path):
+  team = _tiny.team("vmap")
+  with pytest.raises(ValueError, match="`step` must not be negative"):
+    _save(tmp_path, team, _tiny.init(team, "adam"), -1)
+
+
+def test_what_a_killed_write_leaves_is_harmless_and_cleared_away(folder, three):
+  team = _tiny.team("vmap")
+  half = folder / "step_00000004.orbax-checkpoint-tmp"
+  shutil.copytree(folder / "step_00000003", half)
+  stamped = folder / "step_00000005.orbax-checkpoint-tmp-1234"
+  shutil.copytree(folder / "step_00000003", stamped)
+  shutil.copytree(folder / "step_00000003", folder / "step_00000006")
+  (folder / "step_00000007.json.partial").write_text('{"for')
+  (folder / "mine").mkdir()
+  found = _restore(folder, team, _tiny.init(team, "diloco"))
+  assert found.step == 3
+  _save(folder, team, three[1][3], 6)  # Over the directory that lies there.
+  assert sorted(p.name for p in folder.iterdir()) == [
+    "mine",
+    *(
+      f"step_0000000{step}{end}" for step in (2, 3, 6) for end in ("", ".json")
+    ),
+  ]
+  found = _restore(folder, team, _tiny.init(team, "diloco"))
+  assert found.step == 6
+  _tiny.assert_same_bits(found.state, three[1][3])
+
+
+def test_a_write_that_fails_in_the_background_is_told(tmp_path):
+  team = _tiny.team("vmap")
+  state = _tiny.init(team, "adam")
+  folder = tmp_path / "checkpoints"
+  checkpoints = training.Checkpoints(folder, team)
+  checkpoints.save(1, state, training.shared_leaves(state))
+  checkpoints.wait()
+  # A directory where the manifest of the next one will be.
+  (folder / "step_00000002.json.partial").mkdir()
+  checkpoints.save(2, state, training.shared_leaves(state))
+  with pytest.raises(OSError):
+    checkpoints.wait()
+  assert checkpoints.restore(state).step == 1
+  checkpoints.close()

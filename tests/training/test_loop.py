@@ -1,0 +1,310 @@
+"""The loop: never more than two steps in flight, and its records add up."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import collectives, training, transforms
+from tests.training import _tiny
+
+
+class _Metrics:
+  """Stands for a step's metrics on the device; notes when it is read."""
+
+  is_fully_addressable = True
+
+  def __init__(self, log, number):
+    self._log, self._number = log, number
+
+  def __array__(self, dtype=None, copy=None):
+    self._log.append(f"read {self._number}")
+    return np.full((1, 2), self._number, np.float32)
+
+
+class _Fake:
+  """A trainer whose program computes nothing and logs what happens."""
+
+  def __init__(self, monkeypatch):
+    self.log = []
+    team = _tiny.team("none")
+    optimizer = transforms.ssgd(optax.sgd(0.1), axis=None)
+    step = training.make_step(_tiny.loss_fn, optimizer, axis=None)
+    self.trainer = training.Trainer(team, step)
+    self.trainer._names = ("loss", "rounds")
+    self.state = training.init_state(team, optimizer, _tiny.params())
+
+    def program(state, batch):
+      del batch
+      number = sum(line.startswith("dispatch") for line in self.log) + 1
+      self.log.append(f"dispatch {number}")
+      return state, _Metrics(self.log, number)
+
+    monkeypatch.setattr(self.trainer, "_program", lambda state: program)
+
+  def fit(self, num_steps, **options):
+    batches = _tiny.batches(self.trainer.workers)
+    return self.trainer.fit(self.state, batches, num_steps, **options)
+
+
+def _most_in_flight(log):
+  flying = most = 0
+  for line in log:
+    flying += {"dispatch": 1, "read": -1}.get(line.split()[0], 0)
+    most = max(most, flying)
+  return most
+
+
+@pytest.mark.smoke
+def test_a_step_is_read_after_the_next_was_dispatched(monkeypatch):
+  fake = _Fake(monkeypatch)
+  fake.fit(4)
+  assert fake.log == [
+    "dispatch 1",
+    "dispatch 2", "read 1",
+    "dispatch 3", "read 2",
+    "dispatch 4", "read 3",
+    "read 4",
+  ]  # fmt: skip
+  assert _most_in_flight(fake.log) == 2
+
+
+def test_evaluating_and_saving_wait_for_the_step_in_flight(
+  monkeypatch, tmp_path
+):
+  fake = _Fake(monkeypatch)
+
+  def evaluate(state):
+    del state
+    fake.log.append("evaluate")
+    return {"accuracy": 0.5}
+
+  with training.Checkpoints(tmp_path, fake.trainer.workers) as checkpoints:
+    save = checkpoints.save
+    monkeypatch.setattr(
+      checkpoints, "save", lambda *a: (fake.log.append("save"), save(*a))
+    )
+    _, records = fake.fit(
+      5,
+      evaluate=evaluate,
+      evaluate_every=2,
+      checkpoints=checkpoints,
+      checkpoint_every=4,
+    )
+  assert fake.log == [
+    "dispatch 1", "dispatch 2", "read 1", "read 2", "evaluate",
+    "dispatch 3", "dispatch 4", "read 3", "read 4", "evaluate", "save",
+    "dispatch 5", "read 5", "evaluate", "save",
+  ]  # fmt: skip
+  assert [r.step for r in records] == [2, 4, 5]
+  assert [r.train_loss for r in records] == [1.5, 3.5, 5.0]
+  assert [r.metrics for r in records] == [{"accuracy": 0.5}] * 3
+
+
+def _counting(step):
+  traces = []
+
+  def counted(state, batch):
+    traces.append(None)
+    return step(state, batch)
+
+  return counted, traces
+
+
+@pytest.mark.parametrize(
+  "kind",
+  [
+    pytest.param("vmap", marks=pytest.mark.slow),
+    "shard_map",
+    pytest.param("two_on_each", marks=pytest.mark.slow),
+    "fsdp",
+  ],
+)
+def test_a_step_is_traced_once_for_running_and_once_for_counting(
+  kind, tmp_path
+):
+  if kind == "fsdp":
+    mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
+    team = collectives.workers(2, mesh=mesh)
+    specs = {
+      n: jax.sharding.PartitionSpec(*(["fsdp"] * (n == "kernel")))
+      for n in _tiny.params()
+    }
+  else:
+    team, specs = _tiny.team(kind), None
+  optimizer = _tiny.optimizers(team.axis)["msdpu"]
+  step, traces = _counting(
+    training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  )
+  trainer = training.Trainer(team, step)
+  evaluated = []
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    for stop in (5, 9):  # The second call resumes from the first's end.
+      state = training.init_state(team, optimizer, _tiny.params(), specs=specs)
+      trainer.fit(
+        state,
+        _tiny.batches(team),
+        stop,
+        evaluate=lambda state: evaluated.append(state.step) or {},
+        evaluate_every=2,
+        checkpoints=checkpoints,
+        checkpoint_every=3,
+      )
+  state = training.init_state(team, optimizer, _tiny.params(), specs=specs)
+  trainer.fit(state, _tiny.batches(team, seed=1), 3)  # Another seed.
+  assert len(evaluated) == 6
+  assert len(traces) == 2
+
+
+def test_bytes_are_rounds_times_bytes_by_hand():
+  team = _tiny.team("shard_map")
+  # Without the empty leaf: 3 + 18 + 1 float32, 4 bfloat16.
+  payload = 4 * 22 + 2 * 4
+  anchor = 4 * 26
+  ring = 2 * 3 / 4
+  with jax.numpy_dtype_promotion("standard"):
+    for name, steps, rounds, sent in (
+      ("momentum", 7, 7, 7 * payload * ring),
+      ("local_sgd", 7, 2, 2 * anchor * ring),
+      ("local_sgd", 9, 3, 3 * anchor * ring),
+      ("diloco", 7, 2, 2 * anchor * ring),
+    ):
+      _, records = _tiny.trainer(team, name).fit(
+        _tiny.init(team, name), _tiny.batches(team), steps, evaluate_every=100
+      )
+      assert [(r.step, r.rounds) for r in records] == [(steps, rounds)], name
+      assert records[0].sent_bytes == pytest.approx(sent), name
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+  team = _tiny.team("vmap")
+
+  def fit(folder, steps):
+    with training.Checkpoints(folder, team) as checkpoints:
+      return _tiny.trainer(team, "local_sgd").fit(
+        _tiny.init(team, "local_sgd"),
+        _tiny.batches(team),
+        steps,
+        evaluate=lambda state: {"step": int(state.step[0])},
+        checkpoints=checkpoints,
+      )[1][-1]
+
+  through = fit(tmp_path / "a", 8)
+  fit(tmp_path / "b", 4)
+  resumed = fit(tmp_path / "b", 8)
+  assert resumed.metrics == through.metrics == {"step": 8}
+  assert resumed.rounds == through.rounds == 2
+  assert resumed.sent_bytes == through.sent_bytes
+  # Killed after the last checkpoint and before the result was noted: the
+  # same once more, without a step.
+  again = fit(tmp_path / "b", 8)
+  assert again._replace(train_loss=0.0) == through._replace(
+    train_loss=0.0, train_s=0.0, samples_per_s=0.0
+  )
+  assert np.isnan(again.train_loss)
+
+
+def test_a_second_call_trains_further():
+  team = _tiny.team("vmap")
+  trainer = _tiny.trainer(team, "local_sgd")
+  state, _ = trainer.fit(_tiny.init(team, "local_sgd"), _tiny.batches(team), 4)
+  state, records = trainer.fit(state, _tiny.batches(team), 10)
+  assert (records[0].step, records[0].rounds) == (10, 3)
+  through, _ = trainer.fit(
+    _tiny.init(team, "local_sgd"), _tiny.batches(team), 10
+  )
+  _tiny.assert_same_bits(state, through)
+  with pytest.raises(ValueError, match="`num_steps` must be at least 10"):
+    trainer.fit(state, _tiny.batches(team), 9)
+
+
+def test_training_time_counts_every_step_but_the_first(monkeypatch):
+  fake = _Fake(monkeypatch)
+  program = fake.trainer._program(None)
+
+  def slow(state, batch):
+    time.sleep(0.02)
+    return program(state, batch)
+
+  monkeypatch.setattr(fake.trainer, "_program", lambda state: slow)
+  _, records = fake.fit(6, evaluate=lambda _: time.sleep(0.1) or {},
+                        evaluate_every=1)  # fmt: skip
+  # Five steps of 20 ms, and none of the 100 ms of an evaluation.
+  assert 0.1 <= records[-1].train_s < 0.35
+  samples = 4 * 5
+  assert records[-1].samples_per_s == pytest.approx(
+    samples / records[-1].train_s
+  )
+
+
+class _Closing:
+  def __init__(self, team, fail_at=None):
+    self.closed = 0
+    self._made = _tiny.batches(team)(0)
+    self._left = fail_at
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    if self._left is not None:
+      self._left -= 1
+      if self._left < 0:
+        raise OSError("the disk is gone")
+    return next(self._made)
+
+  def close(self):
+    self.closed += 1
+
+
+def test_iterators_are_closed_and_threads_end(tmp_path):
+  team = _tiny.team("vmap")
+  trainer = _tiny.trainer(team, "local_sgd")
+  before = {t.name for t in threading.enumerate()}
+  data = _Closing(team)
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    trainer.fit(
+      _tiny.init(team, "local_sgd"), lambda start: data, 3,
+      checkpoints=checkpoints, label="here",
+    )  # fmt: skip
+  assert data.closed == 1
+  broken = _Closing(team, fail_at=2)
+  with pytest.raises(OSError, match="the disk is gone"):
+    trainer.fit(_tiny.init(team, "local_sgd"), lambda start: broken, 3)
+  assert broken.closed == 1
+  left = {t.name for t in threading.enumerate()} - before
+  assert not {name for name in left if "jdist" in name}
+
+
+def test_every_record_is_told_at_once(monkeypatch):
+  fake = _Fake(monkeypatch)
+  told = []
+  _, records = fake.fit(
+    4, evaluate_every=2, on_record=lambda r: told.append((r, len(fake.log)))
+  )
+  assert [r for r, _ in told] == records
+  assert told[0][1] < told[1][1] == len(fake.log)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"num_steps": 0},
+    {"num_steps": 3, "evaluate_every": 0},
+    {"num_steps": 3, "checkpoint_every": -1},
+  ],
+)
+def test_numbers_below_one_are_refused(options, monkeypatch):
+  name = list(options)[-1]
+  with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+    _Fake(monkeypatch).fit(**options)
+
+
+def test_a_step_without_loss_or_rounds_is_told():
+  team = _tiny.team("vmap")
+  trainer = training.Trainer(team, lambda state, batch: (state, {}))
+  with pytest.raises(ValueError, match="metrics `loss` and `rounds`"):
+    trainer.fit(_tiny.init(team, "momentum"), _tiny.batches(team), 1)

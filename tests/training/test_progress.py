@@ -1,0 +1,44 @@
+"""The line that a person sees, and a log file does not."""
+
+import io
+
+import pytest
+
+from jdist import training
+
+
+@pytest.mark.parametrize(
+  ("num_bytes", "text"),
+  [
+    (0, "0 B"),
+    (999, "999 B"),
+    (1000, "1 kB"),
+    (999_999, "1 MB"),
+    (12_345_678, "12.3 MB"),
+    (999.6, "1 kB"),
+    (2.5e9, "2.5 GB"),
+    (7e15, "7000 TB"),
+  ],
+)
+def test_bytes_come_in_the_unit_that_a_person_would_choose(num_bytes, text):
+  assert training.format_bytes(num_bytes) == text
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, _Terminal])
+def test_the_bar_is_silent_unless_on_a_terminal(stream, monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  out = stream()
+  monkeypatch.setattr("sys.stderr", out)
+  with training.Progress(10, "diloco seed 1", start_step=4) as progress:
+    progress.update(5, "loss 0.5")
+  text = out.getvalue()
+  if stream is _Terminal:
+    assert "diloco seed 1" in text and "5/10" in text and "loss 0.5" in text
+  else:
+    assert text == ""

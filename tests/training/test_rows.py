@@ -1,0 +1,50 @@
+"""Rows stand alone, and a file of them survives being cut off."""
+
+import json
+
+import numpy as np
+
+from jdist import training
+
+
+def test_a_row_stands_alone():
+  row = training.make_row({"workers": 8}, 3, accuracy=0.9)
+  assert row["config"] == {"workers": 8}
+  assert (row["seed"], row["accuracy"]) == (3, 0.9)
+  assert set(row["versions"]) >= {"python", "jdist", "jax", "numpy", "optax"}
+  assert "8 x" in row["device"] and "1 processes" in row["device"]
+  assert row["commit"]
+  json.dumps(row)
+
+
+def test_rows_are_appended_and_read_back(tmp_path):
+  path = tmp_path / "deep" / "rows.jsonl"
+  training.append_rows(path, [{"a": 1}, {"a": 2}])
+  training.append_rows(path, [{"a": 3}])
+  assert training.read_rows(path) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  training.append_rows(path, [{"a": 1}, {"a": 2}])
+  path.write_text(path.read_text()[:-4])
+  assert training.read_rows(path) == [{"a": 1}]
+  # The next row does not continue the broken line.
+  training.append_rows(path, [{"a": 3}])
+  assert training.read_rows(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_a_run_that_diverged_is_still_json(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  row = {"loss": float("nan"), "curve": [{"x": float("inf")}, (1.0, 2)]}
+  training.append_rows(path, [row])
+  assert "NaN" not in path.read_text()
+  assert training.read_rows(path) == [
+    {"loss": None, "curve": [{"x": None}, [1.0, 2]]}
+  ]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  training.append_rows(path, [{"a": np.float32(0.5), "n": np.int64(3)}])
+  assert training.read_rows(path) == [{"a": 0.5, "n": 3}]

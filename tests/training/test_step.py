@@ -1,0 +1,295 @@
+"""One worker's step: micro-batches, precision, statistics, keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import collectives, data, models, training, transforms
+from tests.training import _tiny
+
+
+def _dict_loss(params, model_state, batch, key):
+  """The same mean, and metrics of two dtypes."""
+  loss, (model_state, _) = _tiny.loss_fn(params, model_state, batch, key)
+  metrics = {"half": loss.astype(jnp.bfloat16), "count": jnp.ones((), int)}
+  return loss, (model_state, metrics)
+
+
+def _run(team, optimizer, steps, *, loss_fn=_tiny.loss_fn, **options):
+  step = training.make_step(loss_fn, optimizer, axis=team.axis, **options)
+  program = team.jit(step, donate_argnums=0)
+  state = training.init_state(team, optimizer, _tiny.params())
+  for number in range(steps):
+    batch = team.place(_tiny.batch(number, team.local_workers))
+    state, metrics = program(state, batch)
+  return state, metrics
+
+
+@pytest.mark.parametrize(
+  "kind",
+  [
+    pytest.param("none", marks=pytest.mark.slow),
+    pytest.param("vmap", marks=pytest.mark.slow),
+    pytest.param("shard_map", marks=pytest.mark.smoke),
+    pytest.param("two_on_each", marks=pytest.mark.slow),
+  ],
+)
+def test_micro_batches_make_the_same_step_as_one_batch(kind):
+  team = _tiny.team(kind)
+  rates = []
+
+  def rate(count):  # Counts the optimizer's steps.
+    rates.append(count)
+    return 0.1 / (1 + count.astype(jnp.float32))
+
+  optimizer = transforms.local_sgd(
+    optax.sgd(rate, momentum=0.9), 3, axis=team.axis
+  )
+  whole, metrics = _run(team, optimizer, 4, loss_fn=_dict_loss)
+  for parts in (4,):
+    cut, cut_metrics = _run(
+      team, optimizer, 4, loss_fn=_dict_loss, accumulate=parts
+    )
+    for x, y in zip(
+      jax.tree.leaves((cut, cut_metrics["loss"])),
+      jax.tree.leaves((whole, metrics["loss"])),
+      strict=True,
+    ):
+      assert x.dtype == y.dtype
+      # bfloat16 leaves, too, because micro-batches are added in float32.
+      np.testing.assert_allclose(
+        np.asarray(x, np.float64), np.asarray(y, np.float64),
+        rtol=1e-6, atol=1e-6,
+      )  # fmt: skip
+    assert cut.step.tolist() == [4] * team.num_workers
+    assert cut.opt_state.round_step.tolist() == [1] * team.num_workers
+
+
+def test_a_batch_that_does_not_divide_is_told():
+  team = _tiny.team("vmap")
+  with pytest.raises(ValueError, match="`accumulate=3` must divide the batch"):
+    _run(team, transforms.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
+  with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
+    training.make_step(_tiny.loss_fn, optax.sgd(0.1), axis=None, accumulate=0)
+
+
+def test_computing_in_bfloat16_keeps_parameters_and_gradients_float32():
+  team = _tiny.team("vmap")
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  seen = {}
+
+  def spy(updates, state, params=None):
+    seen["gradients"] = {x.dtype for x in jax.tree.leaves(updates)}
+    return updates, state
+
+  def apply(params, state, images, **options):
+    seen["model"] = {x.dtype for x in jax.tree.leaves((params, images))}
+    return model.apply(params, state, images, **options)
+
+  optimizer = optax.chain(
+    optax.GradientTransformation(lambda params: (), spy),
+    transforms.local_sgd(optax.sgd(0.1), 2, axis=team.axis),
+  )
+  loss = training.classification_loss(apply, compute_dtype=jnp.bfloat16)
+  step = training.make_step(loss, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, model.params)
+  images = np.random.default_rng(0).normal(size=(4, 16, 8, 8, 1))
+  batch = {
+    "image": images.astype(np.float32),
+    "label": np.zeros((4, 16), np.int32),
+  }
+  new, metrics = team.jit(step)(state, team.place(batch))
+  assert seen == {
+    "gradients": {jnp.dtype("float32")},
+    "model": {jnp.dtype("bfloat16")},
+  }
+  assert {x.dtype for x in jax.tree.leaves(new.params)} == {
+    jnp.dtype("float32")
+  }
+  assert metrics["loss"].dtype == jnp.float32
+  # Not the bfloat16 path by name only: rounded, and close.
+  exact = training.make_step(
+    training.classification_loss(model.apply), optimizer, axis=team.axis
+  )
+  wanted = team.jit(exact)(state, team.place(batch))[1]["loss"]
+  assert metrics["loss"].tolist() != wanted.tolist()
+  np.testing.assert_allclose(metrics["loss"], wanted, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["vmap", "shard_map"])
+def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
+  """A model whose statistics are the sum of its inputs so far."""
+  team = _tiny.team(kind)
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    new = {
+      "mean": model_state["mean"] + jnp.sum(batch),
+      "count": model_state["count"] + 1 + collectives.index(team.axis),
+      "key": model_state["key"],
+    }
+    return jnp.sum(params) ** 2, (new, {})
+
+  optimizer = transforms.local_sgd(optax.sgd(0.0), 2, axis=team.axis)
+  start = {
+    "mean": np.zeros((), np.float32),
+    "count": np.zeros((), np.int32),
+    "key": jax.random.key(3),
+  }
+  program = team.jit(
+    training.make_step(loss_fn, optimizer, axis=team.axis), donate_argnums=0
+  )
+  state = training.init_state(team, optimizer, np.ones(2, np.float32), start)
+  batch = team.place(np.arange(4, dtype=np.float32)[:, None])
+  state, _ = program(state, batch)
+  assert state.model_state["mean"].tolist() == [0.0, 1.0, 2.0, 3.0]
+  state, _ = program(state, batch)
+  assert state.model_state["mean"].tolist() == [3.0] * 4
+  # Counters and keys are no statistics: each worker keeps its own.
+  assert state.model_state["count"].tolist() == [2, 4, 6, 8]
+  state, _ = program(state, batch)
+  assert state.model_state["mean"].tolist() == [3.0, 4.0, 5.0, 6.0]
+  synchronous = transforms.ssgd(optax.sgd(0.0), axis=team.axis)
+  program = team.jit(training.make_step(loss_fn, synchronous, axis=team.axis))
+  state = training.init_state(team, synchronous, np.ones(2, np.float32), start)
+  state, _ = program(state, batch)
+  assert state.model_state["mean"].tolist() == [1.5] * 4
+
+
+def test_batch_normalization_meets_and_parts_again():
+  team = collectives.workers(2, substrate="shard_map")
+  model = models.build(
+    "resnet8", input_shape=(8, 8, 1), num_classes=10, norm="batch"
+  )
+  digits = data.load("digits")
+  batches = data.Batches(digits, 2, 8, seed=0)
+  optimizer = transforms.local_sgd(optax.sgd(0.01), 2, axis=team.axis)
+  loss = training.classification_loss(model.apply, normalize=digits.normalize)
+  program = team.jit(training.make_step(loss, optimizer, axis=team.axis))
+  state = training.init_state(team, optimizer, model.params, model.state)
+  equal = []
+  for number in range(3):
+    state, _ = program(state, team.place(batches[number]))
+    leaves = jax.tree.leaves(_tiny.host(state.model_state))
+    equal.append(all((x[0] == x[1]).all() for x in leaves))
+  assert equal == [False, True, False]
+  evaluate = training.Evaluator(
+    team,
+    model.apply,
+    data.evaluation_batches(data.load("digits", "test"), 2, 64),
+    normalize=digits.normalize,
+  )
+  assert 0 <= evaluate(state)["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [
+    ("local_sgd", "vmap"),
+    ("local_sgd", "two_on_each"),
+    ("diloco", "shard_map"),
+  ],
+)
+def test_a_round_ends_exactly_on_the_anchor(name, kind):
+  team = _tiny.team(kind)
+  with jax.numpy_dtype_promotion("standard"):
+    trainer, state = _tiny.trainer(team, name), _tiny.init(team, name)
+    for steps, equal in ((3, True), (4, False), (6, True)):
+      state, _ = trainer.fit(state, _tiny.batches(team), steps)
+      anchor = jdist.anchor(state.opt_state, state.params)
+      same = jax.tree.map(
+        lambda a, p: np.array_equal(np.asarray(a), np.asarray(p)),
+        anchor,
+        state.params,
+      )
+      assert same["kernel"] is same["bias"] is equal, steps
+
+
+def _keys(team, steps=3):
+  """The keys that each worker's loss was given, [steps, workers, 2]."""
+
+  def loss_fn(params, model_state, batch, key):
+    del model_state, batch
+    words = jax.lax.stop_gradient(jax.random.key_data(key))
+    return jnp.sum(params), (words, {})
+
+  optimizer = transforms.local_sgd(optax.sgd(0.1), 100, axis=team.axis)
+  program = team.jit(training.make_step(loss_fn, optimizer, axis=team.axis))
+  state = training.init_state(
+    team, optimizer, np.ones(2, np.float32), np.zeros(2, np.uint32), seed=5
+  )
+  found = []
+  for _ in range(steps):
+    state, _ = program(state, team.place(np.zeros((4, 1), np.float32)))
+    found.append(np.asarray(state.model_state))
+  return np.stack(found)
+
+
+@pytest.mark.smoke
+def test_keys_differ_by_worker_and_step_and_not_by_substrate():
+  wanted = _keys(_tiny.team("vmap"))
+  assert len(np.unique(wanted.reshape(-1, 2), axis=0)) == 3 * 4
+  for kind in ("shard_map", "two_on_each"):
+    np.testing.assert_array_equal(_keys(_tiny.team(kind)), wanted)
+
+
+def test_label_smoothing_by_hand():
+  def apply(params, state, images, train):
+    del images, train
+    return params, state
+
+  logits = jnp.array([[2.0, 0.0]])
+  batch = {"image": jnp.zeros((1, 1)), "label": jnp.array([0])}
+  log = -np.log([1 / (1 + np.exp(-2)), 1 / (1 + np.exp(2))])
+  for smoothing, target in ((0.0, [1.0, 0.0]), (0.2, [0.9, 0.1])):
+    loss_fn = training.classification_loss(apply, label_smoothing=smoothing)
+    loss, (_, metrics) = loss_fn(logits, {}, batch, jax.random.key(0))
+    np.testing.assert_allclose(loss, np.dot(target, log), rtol=1e-6)
+    assert metrics["accuracy"] == 1
+  for wrong in (-0.1, 1.0):
+    with pytest.raises(
+      ValueError, match=r"`label_smoothing` must be in \[0, 1"
+    ):
+      training.classification_loss(apply, label_smoothing=wrong)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", _tiny.TEAMS)
+def test_evaluation_is_on_the_anchor_and_counts_each_sample_once(kind):
+  team = _tiny.team(kind)
+  digits = data.load("digits")
+  test = data.load("digits", "test")
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  optimizer = transforms.local_sgd(optax.sgd(0.1), 4, axis=team.axis)
+  loss = training.classification_loss(model.apply, normalize=digits.normalize)
+  trainer = training.Trainer(
+    team, training.make_step(loss, optimizer, axis=team.axis)
+  )
+  state, _ = trainer.fit(
+    training.init_state(team, optimizer, model.params),
+    data.Batches(digits, 4, 8, seed=0).iterate,
+    6,
+  )
+  # 355 samples: the last batch is filled up, and one worker has only filling.
+  batches = data.evaluation_batches(test, 4, 75)
+  assert [int(b["mask"].sum()) for b in batches] == [300, 55]
+  found = training.Evaluator(
+    team, model.apply, batches, normalize=digits.normalize
+  )(state)
+  anchor = team.view(jdist.anchor(state.opt_state, state.params))
+  logits, _ = model.apply(
+    anchor, {}, digits.normalize(test.images), train=False
+  )
+  logits = np.asarray(logits, np.float64)
+  hits = (logits.argmax(-1) == test.labels).mean()
+  log = np.log(np.exp(logits).sum(-1)) - logits[np.arange(355), test.labels]
+  assert found["accuracy"] == pytest.approx(hits, abs=1e-9)
+  assert found["loss"] == pytest.approx(log.mean(), rel=1e-5)
+
+
+def test_an_evaluation_without_batches_is_refused():
+  with pytest.raises(ValueError, match="at least one batch"):
+    training.Evaluator(_tiny.team("vmap"), None, [])

@@ -1,0 +1,66 @@
+"""A run that hangs ends with a message instead of forever."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jdist import training
+
+_HANGS = """
+import io, sys, threading
+from jdist.training import _watchdog
+if {notebook}:
+  sys.stderr = io.StringIO()  # Has no file below it, as in a notebook.
+with _watchdog.Watchdog(0.5) as watchdog:
+  watchdog.beat("the last was step 7")
+  threading.Lock().acquire()
+  lock = threading.Lock()
+  lock.acquire()
+  lock.acquire()
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_step_that_hangs_ends_the_process_with_a_message(notebook):
+  done = subprocess.run(
+    [sys.executable, "-c", _HANGS.format(notebook=notebook)],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 75
+  if not notebook:
+    assert "no training step has finished for 0.5 s" in done.stderr
+    assert "the last was step 7" in done.stderr
+    assert "start the run again" in done.stderr
+  assert "lock.acquire" in done.stderr or "most recent call" in done.stderr
+
+
+def test_beats_keep_it_alive_and_leaving_ends_its_thread():
+  with training.Watchdog(0.4) as watchdog:
+    for _ in range(4):
+      time.sleep(0.2)
+      watchdog.beat()
+    assert "jdist-watchdog" in {t.name for t in threading.enumerate()}
+  assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}
+
+
+def test_patience_makes_one_deadline_longer():
+  with training.Watchdog(0.2) as watchdog:
+    watchdog.beat("compiling", patience=100.0)
+    time.sleep(0.5)
+
+
+def test_without_a_limit_there_is_no_thread():
+  with training.Watchdog(float("inf")):
+    assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_a_time_out_that_is_none_is_refused(timeout_s):
+  with pytest.raises(ValueError, match="`timeout_s` must be positive"):
+    training.Watchdog(timeout_s)
