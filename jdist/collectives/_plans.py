@@ -350,6 +350,23 @@ def _sharded_dims(path: str, leaf: Any, sharding: Any) -> frozenset[int]:
   return frozenset(dim for dim, entry in enumerate(spec) if is_split(entry))
 
 
+def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
+  """The numbers of a tree's leaves, the most urgent one first.
+
+  Args:
+    tree: any tree.
+    order: as of `plan`.
+
+  >>> leaf_order({"a": 1, "b": 2}, "back_first")
+  (1, 0)
+  """
+  paths = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  return tuple(_ordered(paths, order))
+
+
 def _ordered(paths: Sequence[str], order: Order) -> list[int]:
   """The numbers of the leaves, the most urgent one first."""
   if order == "front_first":

@@ -88,6 +88,8 @@ def _split_alike(
   ]
 
   def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
+    if (axes := transforms.buffer_axes(path)) is not None:
+      return jax.sharding.PartitionSpec(axes)
     for end, shape, spec in known:
       if path[len(path) - len(end) :] != end:
         continue

@@ -20,6 +20,7 @@ from jdist.transforms._delaying import delay_gradients as delay_gradients
 from jdist.transforms._delaying import (
   DelayGradientsState as DelayGradientsState,
 )
+from jdist.transforms._draining import drain as drain
 from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
@@ -27,6 +28,11 @@ from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
 from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
+from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._localizing import local_steps as local_steps
 from jdist.transforms._localizing import LocalStepsState as LocalStepsState
+from jdist.transforms._sending import buffer_axes as buffer_axes
+from jdist.transforms._sending import Message as Message
+from jdist.transforms._sending import Stream as Stream
+from jdist.transforms._sending import StreamState as StreamState

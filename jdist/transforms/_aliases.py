@@ -13,6 +13,7 @@ from jdist.transforms import (
   _checking,
   _correcting,
   _localizing,
+  _sending,
   intervals,
 )
 
@@ -145,6 +146,7 @@ def msdpu(
   warmup_steps: int = 0,
   max_interval: int = 16,
   outer: optax.GradientTransformation | None = None,
+  stream: _sending.Stream | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""MSDPU: adaptive multi-step delayed updates, a reconstruction.
 
@@ -160,8 +162,10 @@ def msdpu(
             \Delta_j^{(r-1)}), \qquad w_i \leftarrow a - \rho
             \Delta_i^{(r)}
 
-  and the interval follows the loss (`intervals.msdpu`).  This is the simple
-  form: a whole mean at the end of a round.
+  and the interval follows the loss (`intervals.msdpu`).  With `stream` the
+  aggregation is split into sub-tensors, the next ones sent in every step of
+  the round under its computation; without it, it is one mean at the end of a
+  round, with the same result (see `local_steps`).
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -175,6 +179,7 @@ def msdpu(
     warmup_steps: local steps of synchronous, undelayed warm-up.
     max_interval: H_max of the adaptive rule, the reconstruction's 16.
     outer: an outer optimizer; None applies the mean as it is.
+    stream: how to split into sub-tensors; None for the simple form.
 
   Returns:
     A transformation; `update` takes `loss=` unless `interval` is a policy
@@ -209,6 +214,7 @@ def msdpu(
     delay_rounds=1,
     carry=carry,
     delay_after_step=warmup_steps,
+    stream=stream,
   )
 
 

@@ -42,6 +42,9 @@ def delay_gradients(
   schedules, decay weights and move a momentum).  Other arguments of `update`
   are not delayed: the optimizer sees the present loss with the old gradient.
 
+  `update` with the static `drain=True` ignores the updates and applies all
+  that is pending; see `drain`.
+
   Args:
     optimizer: any Optax optimizer, an averaging one for instance.
     steps: k; 0 is no delay.
@@ -86,8 +89,12 @@ def delay_gradients(
     updates: optax.Updates,
     state: DelayGradientsState,
     params: optax.Params | None = None,
+    *,
+    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DelayGradientsState]:
+    if drain:
+      return bring_all(updates, state, params, **extra_args)
     row = state.step % steps
     arrived = jax.tree.map(
       lambda p, g: p[row].astype(g.dtype), state.pending, updates
@@ -109,5 +116,23 @@ def delay_gradients(
     )
     step = optax.safe_increment(state.step)
     return new_updates, DelayGradientsState(step, pending, inner)
+
+  def bring_all(
+    updates: optax.Updates,
+    state: DelayGradientsState,
+    params: optax.Params | None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, DelayGradientsState]:
+    """Feeds the optimizer with all that is pending, oldest first."""
+    zero = jax.tree.map(jnp.zeros_like, updates)
+    total, moving = zero, params
+    for _ in range(steps):
+      # A gradient of zero behind the last one pushes the others out.
+      one, state = update_fn(zero, state, moving, **extra_args)
+      total = jax.tree.map(jnp.add, total, one)
+      if moving is not None:
+        moving = optax.apply_updates(moving, one)
+    # The zeros that are pending now must not arrive.
+    return total, state._replace(step=jnp.zeros_like(state.step))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

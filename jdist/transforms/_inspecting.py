@@ -17,6 +17,7 @@ from jdist.transforms import (
   _correcting,
   _delaying,
   _localizing,
+  _sending,
 )
 
 PyTree = Any
@@ -92,6 +93,28 @@ def interval(state: PyTree) -> jax.Array | int:
   return 1 if local is None else local.interval
 
 
+def stream_steps(state: PyTree) -> jax.Array | None:
+  """What a host needs to choose the programs of the next two updates.
+
+  A streamed method with an adaptive interval is compiled for a few numbers of
+  steps in which a round's message is sent.  For each of the next two updates
+  the host takes the largest that is at most the number given here, and None
+  where that is 0: `optimizer.update(..., stream_steps=...)`.  It need not wait
+  for anything: while one update runs, it has read the state before it.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    The intervals of the rounds in which the next update and the one after it
+    are, int32 [2], 0 for a round without a delay; None when nothing is
+    streamed.
+  """
+  local = _local_steps(state)
+  found = getattr(local, "stream_steps", ())
+  return jnp.stack(found, axis=-1) if found else None
+
+
 def apply_updates(
   params: optax.Params, updates: optax.Updates, state: PyTree = ()
 ) -> optax.Params:
@@ -162,8 +185,10 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
       "interval_state",
       "in_flight",
       "kept",
+      "stream_steps",
     }
   ),
+  _sending.StreamState: frozenset({"arrived", "position"}),
   _delaying.DelayGradientsState: frozenset({"step"}),
   _correcting.PullToAnchorState: frozenset({"step"}),
 }
@@ -251,7 +276,8 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     elif isinstance(state, _localizing.LocalStepsState):
       # Inner steps are each worker's own, even behind an average: the
       # parameters they see are.
-      walked[field] = _all(value, False)
+      inside = isinstance(value, _sending.StreamState)
+      walked[field] = _walk(value, False)[0] if inside else _all(value, False)
     else:
       walked[field], out = _walk(value, shared)
       if transparent is not None:

@@ -5,14 +5,15 @@ float32, identical to the bit everywhere.  Local parameters leave it for a
 round and come back to it.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _checking, intervals
+from jdist.transforms import _checking, _sending, intervals
 
 PyTree = Any
 
@@ -34,11 +35,16 @@ class LocalStepsState(NamedTuple):
     interval_state: the interval policy's state.
     round_loss: sum of this round's losses, float32 scalar, each worker its
       own; `()` when the interval needs no loss.
-    pending: this worker's pseudo-gradient of the last round, whose mean is
-      applied at the end of this one, float32; `()` without delay.
+    pending: this worker's message of the last round, whose mean is applied at
+      the end of this one: a `Message`, or a `StreamState` when it is streamed;
+      `()` without delay.
     in_flight: whether `pending` holds one, bool scalar; `()` without delay.
-    kept: the part of `pending` that is in this worker's parameters, and with
-      which the round began, float32 scalar; `()` without delay.
+    kept: the part of the pending progress that is in this worker's
+      parameters, and with which the round began, float32 scalar; `()` without
+      delay.
+    stream_steps: the intervals of the rounds in which the next update and the
+      one after it are, two int32 scalars; 0 for a round that is not delayed;
+      `()` when nothing is streamed.
   """
 
   step: jax.Array
@@ -55,6 +61,7 @@ class LocalStepsState(NamedTuple):
   pending: PyTree
   in_flight: Any
   kept: Any
+  stream_steps: Any
 
 
 def local_steps(
@@ -66,6 +73,7 @@ def local_steps(
   delay_rounds: int = 0,
   carry: jax.typing.ArrayLike = 1.0,
   delay_after_step: int = 0,
+  stream: _sending.Stream | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps with `inner`, and brings the workers together.
 
@@ -88,7 +96,25 @@ def local_steps(
   .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i
             \Delta_i^{(r-1)}), \qquad w_i \leftarrow a - \rho \Delta_i^{(r)}
 
-  where :math:`\Delta_i^{(r)}` is the local progress of round r alone.
+  where :math:`\Delta_i^{(r)}` is the local progress of round r alone.  The
+  round's losses, where the interval needs them, travel with the progress and
+  arrive as late; no loss that is known yet is NaN.
+
+  The simple form sends it all in the step that ends the round, inside a
+  conditional.  With `stream` the same mean is taken of a part in every step:
+  no collective depends on the step's gradients, nor stands in a conditional,
+  so a compiler can hide all of it.  `update` takes the static `stream_steps=`,
+  the number of steps in which the whole is sent; it may change from step to
+  step, where None sends all that is pending at the round's end.  By default
+  it is the interval if that is fixed (and `delay_after_step` 0), else None:
+  a host then chooses it at the round's start, see `stream_steps`.  A round
+  lasts until everything has arrived, however late.  Both forms give the same
+  bits where the order of summation does not depend on an element's place in
+  its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
+  picks).
+
+  `update` with the static `drain=True` takes no local step, ignores the
+  updates, and brings all that was done into the anchor; see `drain`.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them
@@ -112,6 +138,8 @@ def local_steps(
     carry: rho in [0, 1]; used with a delay only.
     delay_after_step: rounds that begin before this local step are not
       delayed: a synchronous warm-up.
+    stream: how to cut what is delayed into sub-tensors; None for the simple
+      form.  Needs `delay_rounds=1`.
 
   Returns:
     A transformation; `update` takes `loss=` (this worker's, float32 scalar)
@@ -154,8 +182,27 @@ def local_steps(
       "`delay_after_step` says when the delay begins and needs "
       f"`delay_rounds=1`, got {delay_rounds=}."
     )
+  if stream is not None and not delay_rounds:
+    raise ValueError(
+      "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
+      f"{delay_rounds=}."
+    )
   inner = optax.with_extra_args_support(inner)
   delayed = delay_rounds == 1
+  streaming = stream is not None and not delay_after_step
+  usual_steps = policy.constant if streaming else None
+
+  def sender(anchor: PyTree) -> _sending.Sender:
+    """Made when the program is traced; of the anchor only shapes matter."""
+    if stream is None:
+      return _sending.AtOnce(axis)
+    return _sending.Streaming(stream, axis, message(anchor))
+
+  def message(progress: PyTree, loss: Any = None) -> _sending.Message:
+    if not policy.needs_loss:
+      return _sending.Message(progress, ())
+    loss = jnp.full((), jnp.nan, jnp.float32) if loss is None else loss
+    return _sending.Message(progress, loss)
 
   def init_fn(params: optax.Params) -> LocalStepsState:
     interval_state = policy.init()
@@ -167,7 +214,7 @@ def local_steps(
     first, second, interval_state = jax.tree.map(
       jnp.copy, (first, second, interval_state)
     )
-    return LocalStepsState(
+    state = LocalStepsState(
       step=zero,
       round=jnp.copy(zero),
       round_step=jnp.copy(zero),
@@ -179,15 +226,37 @@ def local_steps(
       outer=() if outer is None else outer.init(anchor),
       interval_state=interval_state,
       round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
-      pending=jax.tree.map(jnp.zeros_like, anchor) if delayed else (),
+      pending=sender(anchor).hold(message(jax.tree.map(jnp.zeros_like, anchor)))
+      if delayed
+      else (),
       in_flight=jnp.asarray(False) if delayed else (),
       kept=jnp.zeros((), jnp.float32) if delayed else (),
+      stream_steps=(),
+    )
+    return ahead(state)
+
+  def ahead(state: LocalStepsState) -> LocalStepsState:
+    """Looks two updates ahead, for a host that chooses programs."""
+    if stream is None:
+      return state
+    start = state.step - state.round_step
+    ends = state.round_step + 1 >= state.interval
+    following = jnp.where(ends, state.step + 1, start)
+    steps = jnp.where(ends, state.next_interval, state.interval)
+    return state._replace(
+      stream_steps=(
+        jnp.where(start >= delay_after_step, state.interval, 0),
+        jnp.where(following >= delay_after_step, steps, 0),
+      )
     )
 
   def update_fn(
     updates: optax.Updates,
     state: LocalStepsState,
     params: optax.Params | None = None,
+    *,
+    stream_steps: int | Literal["usual"] | None = "usual",
+    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LocalStepsState]:
     if params is None:
@@ -195,7 +264,15 @@ def local_steps(
         "`params` must be given to `update` of `local_steps`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    if drain:
+      return bring_all(state, params)
     collectives.check_local(updates, axis, what="`updates`")
+    steps = usual_steps if stream_steps == "usual" else stream_steps
+    if steps is not None:
+      _check_stream_steps(steps, stream)
+      # From the state, and before anything that it might have to wait for.
+      pending = sender(state.anchor).send(state.pending, steps)
+      state = state._replace(pending=pending)
     extra_args |= {
       "anchor": state.anchor,
       "interval_steps": state.interval,
@@ -211,8 +288,18 @@ def local_steps(
     if policy.needs_loss:
       loss = _given_loss(extra_args.get("loss"))
       state = state._replace(round_loss=state.round_loss + loss)
-    ends = collectives.agreed(state.round_step >= state.interval, axis)
-    return jax.lax.cond(ends, end_round, go_on, updates, state, params)
+    over = state.round_step >= state.interval
+    if steps is not None:
+      over &= sender(state.anchor).complete(state.pending, steps)
+    updates, state = jax.lax.cond(
+      collectives.agreed(over, axis),
+      functools.partial(end_round, steps),
+      go_on,
+      updates,
+      state,
+      params,
+    )
+    return updates, ahead(state)
 
   def go_on(
     updates: optax.Updates, state: LocalStepsState, params: optax.Params
@@ -222,21 +309,16 @@ def local_steps(
     return collectives.varying((updates, state), axis)
 
   def end_round(
-    updates: optax.Updates, state: LocalStepsState, params: optax.Params
+    steps: int | None,
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
     local = jax.tree.map(_moved, params, updates)
-    anchor, outer_state, progress, mean_loss = (join_late if delayed else join)(
-      state, local
-    )
-    state = state._replace(outer=outer_state)
     if delayed:
-      # Without a delay the round's progress is in the anchor already.
-      keep, progress = carry_on(state, progress)
-      target = jax.tree.map(lambda a, p: a - keep * p, anchor, progress)
-      state = state._replace(
-        pending=progress, in_flight=late_round(state), kept=keep
-      )
+      anchor, target, mean_loss, state = join_late(state, local, steps)
     else:
+      anchor, mean_loss, state = join(state, local)
       target = anchor
     # Not `target - params`: where the workers agree with the mean, this is
     # the inner update to the bit, as for one worker.
@@ -246,7 +328,7 @@ def local_steps(
     )  # fmt: skip
     start = state.step + state.next_interval
     following, interval_state = policy.next(
-      state.interval_state, start, mean_loss
+      state.interval_state, start, mean_loss if policy.needs_loss else None
     )
     state = state._replace(
       round=optax.safe_increment(state.round),
@@ -261,54 +343,96 @@ def local_steps(
       state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
     return collectives.varying((updates, state), axis)
 
-  def late_round(state: LocalStepsState) -> jax.Array:
-    """Whether the round that ends now is one of the delayed ones."""
-    return state.step - state.round_step >= delay_after_step
-
-  def carry_on(
-    state: LocalStepsState, progress: PyTree
-  ) -> tuple[jax.Array, PyTree]:
-    """The part of this round's progress to keep, and what is now pending."""
-    late = late_round(state)
-    keep = jnp.where(late, _scalar(carry), 0.0)
-    return keep, jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
-
   def join(
     state: LocalStepsState, local: PyTree
-  ) -> tuple[PyTree, PyTree, PyTree, Any]:
-    loss = round_loss(state)
+  ) -> tuple[PyTree, Any, LocalStepsState]:
     if outer is None:
-      anchor, loss = collectives.mean((local, loss), axis)
-      return anchor, (), (), mean_loss(loss)
+      anchor, loss = collectives.mean((local, round_loss(state)), axis)
+      return anchor, loss, state
     progress = jax.tree.map(jnp.subtract, state.anchor, local)
-    gradient, loss = collectives.mean((progress, loss), axis)
+    gradient, loss = collectives.mean((progress, round_loss(state)), axis)
     anchor, outer_state = outer_step(gradient, state)
-    return anchor, outer_state, (), mean_loss(loss)
+    return anchor, loss, state._replace(outer=outer_state)
 
   def join_late(
-    state: LocalStepsState, local: PyTree
-  ) -> tuple[PyTree, PyTree, PyTree, Any]:
-    # The round began at anchor - kept * pending; of that the worker keeps
-    # no copy, and what rounding adds to it is sent along as progress.
-    progress = jax.tree.map(
-      lambda a, p, w: (a - state.kept * p) - w,
-      state.anchor, state.pending, local,
-    )  # fmt: skip
-    late = late_round(state)
-    sent = jax.tree.map(
-      lambda old, new: jnp.where(late, old, new), state.pending, progress
-    )
-    gradient, loss = collectives.mean((sent, round_loss(state)), axis)
-    anchor, outer_state = outer_step(gradient, state)
+    state: LocalStepsState, local: PyTree, steps: int | None
+  ) -> tuple[PyTree, PyTree, Any, LocalStepsState]:
+    send = sender(state.anchor)
+    progress = own_progress(state, local)
+    # Whether this round is one of the delayed ones.
+    late = state.step - state.round_step >= delay_after_step
+    if steps is not None:  # What was streamed is what there is.
+      late = jnp.full_like(late, True)
+    present = message(progress, round_loss(state))
+    gradient, loss = send.mean(state.pending, present, late, steps)
     # In the first delayed round nothing has arrived yet. Nothing happens to
     # the anchor then: a momentum must not move it by a gradient of zero.
     arrived = state.in_flight | ~late
-    anchor, outer_state = jax.tree.map(
-      lambda new, old: jnp.where(arrived, new, old),
-      (anchor, outer_state),
-      (state.anchor, state.outer),
+    anchor, outer_state = outer_step_if(arrived, gradient, state)
+    if policy.needs_loss:
+      loss = jnp.where(arrived, loss, jnp.nan)
+    keep = jnp.where(late, _scalar(carry), 0.0)
+    # Without a delay the round's progress is in the anchor already.
+    left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
+    target = jax.tree.map(lambda a, p: a - keep * p, anchor, left)
+    pending = send.hold(present._replace(progress=left), state.pending)
+    state = state._replace(
+      outer=outer_state, pending=pending, in_flight=late, kept=keep
     )
-    return anchor, outer_state, progress, mean_loss(loss)
+    return anchor, target, loss, state
+
+  def own_progress(state: LocalStepsState, local: PyTree) -> PyTree:
+    """What this worker has done in this round."""
+    if not delayed:
+      return jax.tree.map(jnp.subtract, state.anchor, local)
+    # The round began at anchor - kept * pending; of that the worker keeps
+    # no copy, and what rounding adds to it is sent along as progress.
+    held = sender(state.anchor).own(state.pending).progress
+    return jax.tree.map(
+      lambda a, p, w: (a - state.kept * p) - w, state.anchor, held, local
+    )
+
+  def bring_all(
+    state: LocalStepsState, params: optax.Params
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Ends everything that was begun, with no step of its own."""
+    local = jax.tree.map(_wide, params)
+    progress, held = own_progress(state, local), ()
+    if delayed:
+      held = sender(state.anchor).own(state.pending).progress
+    progress, held = collectives.mean((progress, held), axis)
+    if delayed:
+      anchor, outer_state = outer_step_if(state.in_flight, held, state)
+      state = state._replace(anchor=anchor, outer=outer_state)
+    begun = state.round_step > 0
+    anchor, outer_state = outer_step_if(begun, progress, state)
+    # A decision without a loss, as at the very beginning.
+    start = state.step + state.next_interval
+    following, interval_state = policy.next(state.interval_state, start, None)
+    state = state._replace(
+      round=state.round + begun.astype(jnp.int32),
+      round_step=jnp.zeros_like(state.round_step),
+      interval=jnp.where(begun, state.next_interval, state.interval),
+      next_interval=jnp.where(begun, following, state.next_interval),
+      synchronized=jnp.asarray(True),
+      anchor=anchor,
+      outer=outer_state,
+      interval_state=_either(begun, interval_state, state.interval_state),
+    )
+    if policy.needs_loss:
+      state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
+    if delayed:
+      nothing = message(jax.tree.map(jnp.zeros_like, anchor))
+      state = state._replace(
+        pending=sender(anchor).hold(nothing, state.pending),
+        in_flight=jnp.zeros_like(state.in_flight),
+        kept=jnp.zeros_like(state.kept),
+      )
+    state = ahead(state)
+    updates = jax.tree.map(
+      lambda a, w, p: (a - w).astype(p.dtype), anchor, local, params
+    )
+    return collectives.varying((updates, state), axis)
 
   def outer_step(
     gradient: PyTree, state: LocalStepsState
@@ -318,13 +442,21 @@ def local_steps(
     updates, outer_state = outer.update(gradient, state.outer, state.anchor)
     return jax.tree.map(_moved, state.anchor, updates), outer_state
 
+  def outer_step_if(
+    flag: jax.Array, gradient: PyTree, state: LocalStepsState
+  ) -> tuple[PyTree, PyTree]:
+    # A conditional and not a selection: a compiler cannot merge it with what
+    # comes before, and so rounds alike in every form of the program.
+    return jax.lax.cond(
+      collectives.agreed(flag, axis),
+      lambda: collectives.varying(outer_step(gradient, state), axis),
+      lambda: collectives.varying((state.anchor, state.outer), axis),
+    )
+
   def round_loss(state: LocalStepsState) -> Any:
     if not policy.needs_loss:
       return ()
     return state.round_loss / state.round_step.astype(jnp.float32)
-
-  def mean_loss(loss: Any) -> jax.Array | None:
-    return loss if policy.needs_loss else None
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -363,3 +495,16 @@ def _given_loss(loss: Any) -> jax.Array:
       f"{jnp.shape(loss)}."
     )
   return _scalar(loss)
+
+
+def _either(which: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
+
+
+def _check_stream_steps(steps: Any, stream: Any) -> None:
+  _checking.check_structural("stream_steps", steps, minimum=1)
+  if stream is None:
+    raise ValueError(
+      "`stream_steps` must be given to a streamed form only: build "
+      "`local_steps` with `delay_rounds=1, stream=Stream()`."
+    )

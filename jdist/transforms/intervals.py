@@ -31,15 +31,18 @@ class IntervalPolicy(NamedTuple):
     next: `(state, start_step, loss) -> interval, state`: the number of local
       steps, an int32 scalar >= 1, of the round that begins at local step
       `start_step`.  `loss` is the mean training loss of the last finished
-      round over steps and workers, a float32 scalar; None before there is
-      one.
+      round over steps and workers, a float32 scalar; of the round before that
+      when rounds are delayed, and NaN where it is not known; None before
+      there is one.
     needs_loss: whether the loss is used.  Then `update` of the local steps
       must be given `loss=`, and 4 bytes more are sent in every round.
+    constant: the interval, where it is always the same; else None.
   """
 
   init: Callable[[], Any]
   next: Callable[[Any, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
   needs_loss: bool = False
+  constant: int | None = None
 
 
 def fixed(interval: int) -> IntervalPolicy:
@@ -60,6 +63,7 @@ def fixed(interval: int) -> IntervalPolicy:
       jnp.asarray(interval, jnp.int32),
       state,
     ),
+    constant=interval,
   )
 
 

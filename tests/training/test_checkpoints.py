@@ -59,7 +59,7 @@ def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
   if name == "msdpu":  # In the middle of a round, with a mean in flight.
     assert bool(state.opt_state.in_flight[0])
     assert not bool(state.opt_state.synchronized[0])
-    assert np.any(np.asarray(state.opt_state.pending["kernel"]))
+    assert np.any(np.asarray(state.opt_state.pending.progress["kernel"]))
   _save(tmp_path, team, state, 7, note="hello")
   found = _restore(tmp_path, team, _tiny.init(team, name))
   assert (found.step, found.metadata) == (7, {"note": "hello"})

@@ -103,6 +103,14 @@ TABLE = {
     {"carry": 1.0},
     ROUNDS_OF_3 | {"outer": NESTEROV, "delay_rounds": 1, "delay_after_step": 4},
   ),
+  "streamed": line(
+    transforms.local_steps,
+    {"carry": 0.5},
+    ROUNDS_OF_3
+    | {"delay_rounds": 1, "stream": transforms.Stream(8), "outer": NESTEROV},
+    "local_steps",
+    "Stream",
+  ),
   "pulled": line(
     pulled,
     {"strength": 0.5, "learning_rate": 0.1},

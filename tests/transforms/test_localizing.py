@@ -1,5 +1,7 @@
 """Local steps: by hand, against NumPy, and where they equal something else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,10 +94,10 @@ def test_a_late_mean_arrives_one_round_later():
   # Progress -1 and -3, of which the workers keep half; the anchor waits.
   assert params[0].tolist() == [0.5, 1.5]
   assert states.anchor[0].tolist() == [0.0, 0.0]
-  assert states.pending[0].tolist() == [-1.0, -3.0]
+  assert states.pending.progress[0].tolist() == [-1.0, -3.0]
   # The mean -2 arrives; new progress -0.75 and -2.25.
   assert states.anchor[1].tolist() == [2.0, 2.0]
-  assert states.pending[1].tolist() == [-0.75, -2.25]
+  assert states.pending.progress[1].tolist() == [-0.75, -2.25]
   assert params[1].tolist() == [2.375, 3.125]
 
 
@@ -144,6 +146,7 @@ def test_rounds_are_those_of_the_formulas(carry, outer, warmup):
 def msdpu_reference(x, losses, h0, beta, rho, warmup, h_max, rate):
   """The formulas of the reconstruction; yields (w, anchor, H) a round."""
   w, a, pending, f0, f, t = np.zeros(x.shape[1]), 0.0, None, None, None, 0
+  known = None  # The last round's loss, which travels with its progress.
   hs = [1 if warmup > r else h0 for r in range(2)]
   while t + hs[0] <= len(x):
     begin, begun, h = t, w.copy(), hs.pop(0)
@@ -156,9 +159,10 @@ def msdpu_reference(x, losses, h0, beta, rho, warmup, h_max, rate):
     w = a - rho * delta if begin >= warmup else np.full_like(w, a)
     pending = delta if begin >= warmup else None
     if begin >= warmup:
-      loss = losses[begin:t].mean()
-      f = loss if f is None else 0.9 * f + 0.1 * loss
-      f0 = f0 or f
+      if known is not None:
+        f = known if f is None else 0.9 * f + 0.1 * known
+        f0 = f0 or f
+      known = losses[begin:t].mean()
     after = t + hs[0]
     grown = h0 * np.sqrt(rate(0) / rate(after) * (f / f0 if f else 1.0))
     h = 1 if after < warmup else h0 if f is None else np.ceil(grown)
@@ -207,7 +211,7 @@ def test_nothing_is_lost(late, carry):
   params, states = train(optimizer, targets)
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
   went_in = RATE * (before - targets).sum(0)
-  pending = np.asarray(states.pending[-1] if late else np.zeros(4))
+  pending = np.asarray(states.pending.progress[-1] if late else np.zeros(4))
   anchor = float(states.anchor[-1, 0])
   np.testing.assert_allclose(
     went_in.sum(), 4 * (0.0 - anchor) + pending.sum(), rtol=1e-5, atol=1e-6
@@ -231,7 +235,7 @@ def test_nothing_is_lost_when_the_carry_changes():
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
   went_in = RATE * (before - targets).sum(0)
   local = states.inner_state
-  held = np.asarray(local.pending[-1] - local.anchor[-1])
+  held = np.asarray(local.pending.progress[-1] - local.anchor[-1])
   np.testing.assert_allclose(went_in.sum(), held.sum(), rtol=1e-5)
 
 
@@ -447,6 +451,55 @@ def test_no_delay_is_the_optimizer_itself():
   np.testing.assert_array_equal(
     train(delayed, targets)[0], train(plain, targets)[0]
   )
+
+
+DRAINED = {
+  "round": functools.partial(transforms.local_steps, LINEAR["sgd"], 5),
+  "outer": functools.partial(
+    transforms.local_steps, LINEAR["sgd"], 5, outer=optax.sgd(1.0)
+  ),
+  "late": functools.partial(
+    transforms.local_steps, LINEAR["sgd"], 5, delay_rounds=1, carry=0.5
+  ),
+  "streamed": functools.partial(
+    transforms.local_steps,
+    LINEAR["sgd"],
+    5,
+    delay_rounds=1,
+    stream=transforms.Stream(8),
+  ),
+  "stale": lambda axis: transforms.delay_gradients(
+    transforms.ssgd(LINEAR["sgd"], axis=axis), 3
+  ),
+}
+
+
+@pytest.mark.parametrize("name", DRAINED)
+def test_drained_nothing_is_missing(name):
+  # In the middle of a round: 13 of rounds of 5, or three gradients late.
+  optimizer = DRAINED[name](axis="worker")
+  targets = random_targets(13)
+  params, states = train(optimizer, targets)
+  last = jax.tree.map(lambda x: x[-1], (states, params))
+  drain = jax.vmap(
+    lambda state, w: transforms.drain(optimizer, state, w), axis_name="worker"
+  )
+  drained, state = jax.jit(drain)(*last)
+  before = np.concatenate([np.zeros((1, 4)), params[:-1]])
+  moved = -RATE * (before - targets).sum(0).mean()
+  np.testing.assert_allclose(drained, [moved] * 4, rtol=1e-5, atol=1e-6)
+  anchor = transforms.anchor(state, drained)
+  np.testing.assert_array_equal(anchor, drained)
+  # There is nothing more to bring in.
+  again, _ = jax.jit(drain)(state, drained)
+  np.testing.assert_array_equal(again, drained)
+
+
+def test_what_holds_nothing_is_left_alone():
+  optimizer = optax.adam(0.1)
+  w = jnp.ones(3)
+  state = optimizer.init(w)
+  assert transforms.drain(optimizer, state, w) == (w, state)
 
 
 def test_gradients_are_averaged():

@@ -53,6 +53,32 @@ REJECTED = {
     lambda: local(interval=2**31),
     "`interval` must be at most 1073741824, got 2147483648",
   ),
+  "stream without delay": (
+    lambda: local(stream=transforms.Stream()),
+    "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
+    "delay_rounds=0",
+  ),
+  "max_bytes": (
+    lambda: transforms.Stream(max_bytes=4),
+    "`max_bytes` must be an int >= 8, got 4",
+  ),
+  "specs": (
+    lambda: local(
+      delay_rounds=1,
+      stream=transforms.Stream(specs=[jax.sharding.PartitionSpec()] * 2),
+    ).init(jnp.zeros(3)),
+    "`specs` must have one PartitionSpec for each leaf of the parameters: 1, "
+    "got 2. `Workers.specs",
+  ),
+  "stream_steps": (
+    lambda: local(delay_rounds=1).update(
+      jnp.zeros(3),
+      local(delay_rounds=1).init(jnp.zeros(3)),
+      jnp.zeros(3),
+      stream_steps=2,
+    ),
+    "`stream_steps` must be given to a streamed form only: build",
+  ),
   "delay_rounds": (
     lambda: local(delay_rounds=2),
     "`delay_rounds` must be 0 or 1, got 2. To delay by steps, see "

@@ -1,0 +1,336 @@
+"""Sending what is delayed: at the end of a round, or a part in every step.
+
+Local steps with a delay hold a *message*, what this worker did in the last
+round, and need the workers' mean of it at the end of the present one.  When it
+travels in between is all that the two senders of this file differ in:
+
+- `AtOnce` sends it at the round's end: simple, and not hidden under anything,
+  because a conditional is a wall to a compiler's scheduler.
+- `Streaming` sends a part of it in every step.  The parts are read from the
+  state, so a part waits for nothing in the step and the step for no part.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist import collectives
+from jdist.transforms import _checking
+
+PyTree = Any
+_MEBIBYTE = 2**20
+
+
+class Message(NamedTuple):
+  """What a worker did in a round.
+
+  Attributes:
+    progress: the pseudo-gradient, a tree in the anchor's dtypes.
+    loss: the round's mean loss, float32 scalar; `()` when the interval needs
+      none.
+  """
+
+  progress: PyTree
+  loss: Any
+
+
+class StreamState(NamedTuple):
+  """A message under way.
+
+  The buffers' keys name what is in them: a dtype, and after a colon the mesh
+  axes over which its leaves are split.  A buffer is `[parts, length]`, a row
+  for each part of a worker that is itself sharded, else one row.
+
+  Attributes:
+    sent: this worker's message.
+    arrived: the mean of all workers' messages, as far as `position`.
+    position: how many elements of a row have arrived, int32 scalars.
+  """
+
+  sent: dict[str, jax.Array]
+  arrived: dict[str, jax.Array]
+  position: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream:
+  """How a delayed message is cut into sub-tensors.
+
+  In a round of H steps every step sends the next `1/H` of the message, in
+  sub-tensors of `max_bytes` at the most and of one size.
+
+  Attributes:
+    max_bytes: the size that a sub-tensor does not exceed; 4 MiB by default.
+    order: which leaves are sent first, as in `collectives.plan`.  All are
+      applied together at the round's end, so it changes no result.
+    specs: how the parameters are split over the mesh's other axes, a tree of
+      PartitionSpec (`Workers.specs(params)`), for workers that are themselves
+      sharded: every device sends its own part.
+
+  >>> Stream(max_bytes=4096).cut(10_000, 5, itemsize=4)
+  (2, 1000)
+  """
+
+  max_bytes: int = 4 * _MEBIBYTE
+  order: collectives.Order = "front_first"
+  specs: PyTree = None
+
+  def __post_init__(self) -> None:
+    _checking.check_structural("max_bytes", self.max_bytes, minimum=8)
+
+  def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
+    """The number of sub-tensors in a step, and the elements of each."""
+    in_step = -(-length // steps)
+    number = -(-in_step * itemsize // self.max_bytes)
+    return number, -(-in_step // number)
+
+
+class AtOnce:
+  """Sends the whole message when it is needed.  Its state is the message."""
+
+  def __init__(self, axis: collectives.Axis):
+    self._axis = axis
+
+  def hold(self, message: Message, before: Message | None = None) -> Message:
+    """Makes a message the next one to be sent."""
+    del before
+    return message
+
+  def own(self, state: Message) -> Message:
+    """This worker's message that is held."""
+    return state
+
+  def send(self, state: Message, steps: int | None) -> Message:
+    """What every step sends: nothing."""
+    del steps
+    return state
+
+  def complete(self, state: Message, steps: int | None) -> jax.Array:
+    """Whether the round may end."""
+    del state, steps
+    return jnp.asarray(True)
+
+  def mean(
+    self, state: Message, present: Message, late: jax.Array, steps: int | None
+  ) -> Message:
+    """The workers' mean of what is held, or of `present` if not `late`."""
+    del steps
+    return collectives.mean(_either(late, state, present), self._axis)
+
+
+class Streaming:
+  """Sends a part of the message in every step, from the state.
+
+  `steps` says in how many steps the whole message goes, and is static; None
+  sends it at once.  It may change from step to step: sending goes on at
+  `position`, and a round waits for its last sub-tensor, so nothing is lost.
+  """
+
+  def __init__(self, stream: Stream, axis: collectives.Axis, like: Message):
+    """Lays out the buffers for messages like `like`."""
+    self._stream, self._axis, self._like = stream, axis, like
+    self._groups = _groups(stream, like)
+
+  def hold(
+    self, message: Message, before: StreamState | None = None
+  ) -> StreamState:
+    """Makes a message the next one to be sent."""
+    sent = self._pack(message)
+    return StreamState(
+      sent=sent,
+      # What arrives next is written over it.
+      arrived=jax.tree.map(jnp.zeros_like, sent) if before is None else (
+        before.arrived
+      ),
+      position={name: jnp.zeros((), jnp.int32) for name in sent},
+    )  # fmt: skip
+
+  def own(self, state: StreamState) -> Message:
+    """This worker's message that is held."""
+    return self._unpack(state.sent)
+
+  def send(self, state: StreamState, steps: int | None) -> StreamState:
+    """Sends the next sub-tensors, and writes down their mean."""
+    if steps is None:
+      return state
+    arrived, positions = {}, {}
+    for name, sent in state.sent.items():
+      length = sent.shape[1]
+      number, size = self._stream.cut(
+        length, steps, itemsize=sent.dtype.itemsize
+      )
+      whole, position = state.arrived[name], state.position[name]
+      for _ in range(number):
+        # The last one begins earlier rather than to be padded.
+        start = jnp.minimum(position, length - size)
+        part = jax.lax.dynamic_slice_in_dim(sent, start, size, 1)
+        part = collectives.mean(part, self._axis)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+        position = jnp.minimum(position + size, length)
+      arrived[name], positions[name] = whole, position
+    return StreamState(state.sent, arrived, positions)
+
+  def complete(self, state: StreamState, steps: int | None) -> jax.Array:
+    """Whether the round may end: what is streamed must have arrived."""
+    if steps is None:
+      return jnp.asarray(True)
+    there = [
+      state.position[name] >= sent.shape[1] for name, sent in state.sent.items()
+    ]
+    return jnp.stack(there).all()
+
+  def mean(
+    self,
+    state: StreamState,
+    present: Message,
+    late: jax.Array,
+    steps: int | None,
+  ) -> Message:
+    """The workers' mean of what is held, or of `present` if not `late`."""
+    if steps is not None:
+      return self._unpack(state.arrived)
+    sent = _either(late, state.sent, self._pack(present))
+    return self._unpack(collectives.mean(sent, self._axis))
+
+  def _pack(self, message: Message) -> dict[str, jax.Array]:
+    leaves = jax.tree.leaves(message)
+    return {
+      group.name: group.pack([leaves[i] for i in group.leaves])
+      for group in self._groups
+    }
+
+  def _unpack(self, buffers: dict[str, jax.Array]) -> Message:
+    leaves, structure = jax.tree.flatten(self._like)
+    for group in self._groups:
+      shapes = [leaves[i] for i in group.leaves]
+      found = group.unpack(buffers[group.name], shapes)
+      for i, leaf in zip(group.leaves, found, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+Sender: TypeAlias = AtOnce | Streaming
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+  """Leaves that share a buffer: of one dtype, split over the same mesh axes.
+
+  Attributes:
+    name: the buffer's.
+    leaves: numbers of the leaves, in the order in which they are sent.
+    axes: the mesh axes.
+    specs: of each leaf.
+  """
+
+  name: str
+  leaves: tuple[int, ...]
+  axes: tuple[str, ...]
+  specs: tuple[PartitionSpec, ...]
+
+  def pack(self, leaves: list[jax.Array]) -> jax.Array:
+    def one(leaves: list[jax.Array]) -> jax.Array:
+      return jnp.concatenate([leaf.reshape(1, -1) for leaf in leaves], 1)
+
+    if not self.axes:
+      return one(leaves)
+    return jax.shard_map(
+      one,
+      in_specs=(list(self.specs),),
+      out_specs=PartitionSpec(self.axes),
+      axis_names=set(self.axes),
+    )(leaves)
+
+  def unpack(self, buffer: jax.Array, like: list[Any]) -> list[jax.Array]:
+    def one(row: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+      leaves, start = [], 0
+      for shape in shapes:
+        stop = start + math.prod(shape)
+        leaves.append(row[0, start:stop].reshape(shape))
+        start = stop
+      return leaves
+
+    shapes = [leaf.shape for leaf in like]
+    if not self.axes:
+      return one(buffer, shapes)
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    local = [
+      tuple(
+        length // math.prod(sizes[axis] for axis in axes)
+        for length, axes in zip(shape, _by_dim(spec, len(shape)), strict=True)
+      )
+      for shape, spec in zip(shapes, self.specs, strict=True)
+    ]
+    return jax.shard_map(
+      lambda row: one(row, local),
+      in_specs=PartitionSpec(self.axes),
+      out_specs=list(self.specs),
+      axis_names=set(self.axes),
+    )(buffer)
+
+
+def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
+  """The mesh axes over which the rows of a buffer are split.
+
+  Args:
+    path: a leaf's key path in an optimizer's state.
+
+  Returns:
+    The axes, `()` for a buffer that is not split; None for other leaves.
+
+  >>> state = StreamState({"float32:x,y": 1}, {"float32": 2}, {"float32": 3})
+  >>> [buffer_axes(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+  [('x', 'y'), (), None]
+  """
+  if len(path) < 2:
+    return None
+  field, key = (getattr(path[-2], "name", ""), getattr(path[-1], "key", ""))
+  if field not in ("sent", "arrived"):
+    return None
+  _, _, axes = str(key).partition(":")
+  return tuple(axes.split(",")) if axes else ()
+
+
+def _groups(stream: Stream, like: Message) -> tuple[_Group, ...]:
+  leaves = jax.tree.leaves(like)
+  order = list(collectives.leaf_order(like.progress, stream.order))
+  order += range(len(order), len(leaves))  # The loss is the last.
+  specs = [PartitionSpec()] * len(leaves)
+  if stream.specs is not None:
+    given = jax.tree.leaves(
+      stream.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    if len(given) != len(jax.tree.leaves(like.progress)):
+      raise ValueError(
+        "`specs` must have one PartitionSpec for each leaf of the parameters: "
+        f"{len(jax.tree.leaves(like.progress))}, got {len(given)}. "
+        "`Workers.specs(params)` reads them off."
+      )
+    specs[: len(given)] = given
+  found: dict[str, tuple[list[int], tuple[str, ...]]] = {}
+  for i in order:
+    if leaves[i].size == 0:
+      continue  # Nothing to send.
+    axes = tuple(sorted({a for dim in _by_dim(specs[i], 99) for a in dim}))
+    name = str(leaves[i].dtype) + (f":{','.join(axes)}" if axes else "")
+    found.setdefault(name, ([], axes))[0].append(i)
+  return tuple(
+    _Group(name, tuple(members), axes, tuple(specs[i] for i in members))
+    for name, (members, axes) in found.items()
+  )
+
+
+def _by_dim(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+  """The mesh axes over which each dimension is split."""
+  dims = [
+    () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
+  ]
+  return dims + [()] * (ndim - len(dims))
+
+
+def _either(late: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+  return jax.tree.map(lambda o, n: jnp.where(late, o, n), old, new)
