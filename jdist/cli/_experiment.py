@@ -98,6 +98,9 @@ class Prepared:
       training.make_step(
         loss, self.optimizer, axis=axis, accumulate=options.accumulate
       ),
+      stream_steps=_methods.STREAM_STEPS
+      if self.method == "msdpu" and options.stream
+      else (),
     )
     self.evaluate = training.Evaluator(
       experiment.workers,
@@ -107,6 +110,7 @@ class Prepared:
       ),
       normalize=experiment.train.normalize,
       compute_dtype=dtype,
+      optimizer=self.optimizer,
     )
 
   def run(

@@ -62,6 +62,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "outer_momentum",
     "correction",
     "carry",
+    "stream",
   ),
   "workers and their data": (
     "workers",
@@ -138,7 +139,9 @@ def options(name: str, defaults: _options.Common) -> str:
       parts.append(f"{title}:")
     for field in shown:
       value = getattr(defaults, field)
-      option = f"--{field.replace('_', '-')} {_kind(hints[field])}"
+      word = field.replace("_", "-")
+      kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
+      option = f"--{word} {kind}"
       parts.append(_entry(option, documents[field], value, width))
     if shown:
       parts.append("")

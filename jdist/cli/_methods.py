@@ -28,6 +28,9 @@ class Budget(NamedTuple):
   learning_rate: optax.Schedule
 
 
+# In how many steps a streamed message may go; the interval is 16 at most.
+STREAM_STEPS = (1, 2, 4, 8, 16)
+
 Build = Callable[
   [
     optax.GradientTransformation,
@@ -98,6 +101,7 @@ def _msdpu(
     correction=options.correction,
     carry=options.carry,
     warmup_steps=budget.warmup_steps,
+    stream=transforms.Stream() if options.stream else None,
   )
 
 

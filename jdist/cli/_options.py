@@ -97,6 +97,10 @@ class Common:
   carry: float = 1.0
   """Of MSDPU: part of the local progress kept when a late mean arrives."""
 
+  stream: bool = False
+  """Of MSDPU: send a late mean in sub-tensors, some in every step, under its
+  computation. The same numbers; compiles a few programs instead of one."""
+
   alpha: float | None = None
   """Label skew between workers (Dirichlet), i.i.d. if not given; 0.1 is a lot,
   10 little."""
@@ -207,6 +211,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "evaluate_every_epochs": 5.0,
     "learning_rate": (0.4,),
     "dtype": "bfloat16",
+    "stream": True,
   },
 }
 

@@ -28,6 +28,7 @@ class Evaluator:
     *,
     normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
     compute_dtype: Any = jnp.float32,
+    optimizer: optax.GradientTransformation | None = None,
   ):
     """Places the batches once and prepares the programs.
 
@@ -38,6 +39,9 @@ class Evaluator:
         samples whose mask is 0 do not count.
       normalize: turns stored images into the model's inputs.
       compute_dtype: the dtype in which the model computes.
+      optimizer: if given, what it has begun and not yet applied is brought in
+        first, in a copy (`transforms.drain`): the last round of a delayed
+        method, or an unfinished one.  Costs a round's communication.
     """
     axis = workers.axis
     rows = list(workers.local_workers)
@@ -49,7 +53,10 @@ class Evaluator:
       raise ValueError("`batches` must hold at least one batch, got none.")
 
     def prepare(state: _state.TrainState) -> tuple[PyTree, PyTree]:
-      params = transforms.anchor(state.opt_state, state.params)
+      params, opt_state = state.params, state.opt_state
+      if optimizer is not None:
+        params, opt_state = transforms.drain(optimizer, opt_state, params)
+      params = transforms.anchor(opt_state, params)
       return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:

@@ -7,10 +7,11 @@ deadlock (see `collectives.make_cpu_devices`).
 """
 
 import contextlib
+import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jdist.training import (
   _progress,
   _state,
   _step,
+  _variants,
   _watchdog,
 )
 
@@ -64,6 +66,7 @@ class Trainer:
     workers: collectives.Workers,
     step: _step.Step,
     *,
+    stream_steps: Sequence[int] = (),
     timeout_s: float = 900.0,
   ):
     """Prepares the program.
@@ -72,47 +75,58 @@ class Trainer:
       workers: the run's workers.
       step: one worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
+      stream_steps: for a streamed method with an adaptive interval, the
+        numbers of steps in which a round's message may be sent, for instance
+        `(1, 2, 4, 8, 16)`.  Each is a program, compiled before the first step;
+        the loop takes the largest that fits into a round, at the round's
+        start.  By default there is one program.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
+    self._variants = _variants.Variants(stream_steps)
     self._names: tuple[str, ...] = ()
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
 
-    def packed(
-      state: _state.TrainState, batch: PyTree
-    ) -> tuple[_state.TrainState, jax.Array]:
-      state, metrics = step(state, batch)
-      if missing := {"loss", "rounds"} - metrics.keys():
-        raise ValueError(
-          f"`step` must return the metrics `loss` and `rounds`, but {missing} "
-          f"are missing; got {sorted(metrics)}."
-        )
-      self._names = tuple(sorted(metrics))
-      # One small array and not many: reading each costs a transfer.
-      values = [jnp.asarray(metrics[n], jnp.float32) for n in self._names]
-      return state, jnp.stack(values)
+  def _packed(
+    self, state: _state.TrainState, batch: PyTree, **options: Any
+  ) -> tuple[_state.TrainState, jax.Array]:
+    """The step, with its metrics in one array: each would be a transfer."""
+    state, metrics = self._step(state, batch, **options)
+    if missing := {"loss", "rounds"} - metrics.keys():
+      raise ValueError(
+        f"`step` must return the metrics `loss` and `rounds`, but {missing} "
+        f"are missing; got {sorted(metrics)}."
+      )
+    self._names = tuple(sorted(metrics))
+    values = [jnp.asarray(metrics[n], jnp.float32) for n in self._names]
+    return state, jnp.stack(values)
 
-    self._packed = packed
-
-  def _program(self, state: _state.TrainState) -> Any:
+  def _program(
+    self, state: _state.TrainState, variant: _variants.Variant
+  ) -> Any:
     """The compiled step for states that live where this one does."""
     specs = self.workers.specs(state)
     leaves, structure = jax.tree.flatten(specs)
-    key = (structure, tuple(leaves))
+    key = (variant, structure, tuple(leaves))
     if key not in self._programs:
       # A state comes out as it went in; else the compiler may split it
       # otherwise over the mesh's other axes, and the next call is another.
       self._programs[key] = self.workers.jit(
-        self._packed, donate_argnums=0, out_specs=(specs, None)
+        functools.partial(self._packed, **self._variants.options(variant)),
+        donate_argnums=0,
+        out_specs=(specs, None),
       )
     return self._programs[key]
 
   def traffic(
-    self, state: _state.TrainState, batch: PyTree
+    self,
+    state: _state.TrainState,
+    batch: PyTree,
+    variant: _variants.Variant = "usual",
   ) -> collectives.Traffic:
     """What one worker sends in a step and in a round."""
 
@@ -121,10 +135,10 @@ class Trainer:
 
     args = jax.tree.map(one, (state, batch))
     leaves, structure = jax.tree.flatten(args)
-    key = (structure, tuple((x.shape, str(x.dtype)) for x in leaves))
+    key = (variant, structure, tuple((x.shape, str(x.dtype)) for x in leaves))
     if key not in self._traffic:  # It costs as much as tracing the step.
       self._traffic[key] = collectives.traffic(
-        self._step,
+        functools.partial(self._step, **self._variants.options(variant)),
         *args,
         axis=self.workers.axis,
         num_workers=self.workers.num_workers,
@@ -236,12 +250,16 @@ class _Run:
     self._trainer = trainer
     self._on_record = on_record
     self._evaluate = evaluate
-    self._traffic: collectives.Traffic | None = None
-    self._flying: list[jax.Array] = []  # Metrics of two steps at the most.
+    self._traffic: dict[_variants.Variant, collectives.Traffic] = {}
+    self._sent_bytes = 0.0
+    # Metrics of two steps at the most, and what was run.
+    self._flying: list[tuple[_variants.Variant, jax.Array]] = []
     self._start = self._read = start
-    self._rounds = int(
-      trainer.workers.view(transforms.rounds(state.opt_state, state.step))
-    )
+    view = trainer.workers.view
+    self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
+    # Interval and offset of the next step and of the one after it.
+    ahead = transforms.stream_steps(state.opt_state)
+    self._ahead = [(0, 0)] * 2 if ahead is None else np.asarray(view(ahead))
     self._losses: list[float] = []
     self._samples = 0
     self._samples_per_step = 0
@@ -253,32 +271,54 @@ class _Run:
   def place(self, batch: PyTree) -> PyTree:
     """Puts a batch onto the devices; reads off the first what is sent."""
     placed = self._trainer.workers.place(batch)
-    if self._traffic is None:
+    if not self._traffic:
       first = jax.tree.leaves(placed)[0]
       self._samples_per_step = first.shape[0] * first.shape[1]
-      self._traffic = self._trainer.traffic(self.state, placed)
-      self._program = self._trainer._program(self.state)
-      self.watchdog.beat("compiling", patience=4.0)
+      self._prepare(placed)
     return placed
+
+  def _prepare(self, placed: PyTree) -> None:
+    """Makes all programs, and counts what each sends."""
+    self.watchdog.beat("compiling", patience=4.0)
+    variants = self._trainer._variants.all
+    self._programs = {}
+    for variant in variants:
+      self._traffic[variant] = self._trainer.traffic(
+        self.state, placed, variant
+      )
+      program = self._trainer._program(self.state, variant)
+      if len(variants) > 1:  # Not when it is needed, with the device waiting.
+        program = program.lower(self.state, placed).compile()
+        self.watchdog.beat("compiling", patience=4.0)
+      self._programs[variant] = program
+    # Up to here, as far as the counters tell: all that was sent at once.
+    before = self._traffic[variants[0]]
+    self._sent_bytes = before.sent_bytes(self._start, self._rounds)
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
     if not self._flying and self._read > self._start:
       self._since_s = time.perf_counter()  # After an interruption.
-    self.state, metrics = self._program(self.state, placed)
-    self._flying.append(metrics)
+    variants = self._trainer._variants
+    interval, offset = self._ahead[0]
+    variant = variants.choose(int(interval), int(offset))
+    program = self._programs[variants.program(variant)]
+    self.state, metrics = program(self.state, placed)
+    self._flying.append((variant, metrics))
+    # The step after this one; its metrics will tell about the one after that.
+    self._ahead = self._ahead[1:]
 
   def read_before(self) -> None:
     """Reads all steps but the last that was started."""
     while len(self._flying) > 1:
-      self._take(self._flying.pop(0))
+      self._take(*self._flying.pop(0))
 
   def settle(self) -> None:
     """Reads what is in flight; nothing runs on the device afterwards."""
     while self._flying:
-      self._take(self._flying.pop(0))
+      self._take(*self._flying.pop(0))
 
-  def _take(self, metrics: jax.Array) -> None:
+  def _take(self, variant: _variants.Variant, metrics: jax.Array) -> None:
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
     self._read += 1
@@ -288,22 +328,27 @@ class _Run:
       self._samples += self._samples_per_step
     self._since_s = now_s
     columns = dict(zip(self._trainer._names, rows.T, strict=True))
-    self._rounds = int(columns["rounds"][0])
+    traffic = self._traffic[self._trainer._variants.program(variant)]
+    rounds = int(columns["rounds"][0])
+    # What was streamed before has not been sent again at the round's end.
+    ended = 0 if variant == "idle" else rounds - self._rounds
+    self._sent_bytes += traffic.sent_bytes(1, ended)
+    self._rounds = rounds
+    if "stream_steps" in columns:
+      ahead = columns["stream_steps"][0], columns["stream_offset"][0]
+      self._ahead = [*self._ahead, ahead]
+    else:
+      self._ahead = [*self._ahead, (0, 0)]
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress.update(
         self._read,
         f"loss {self._losses[-1]:.3f}  {self._rate():,.0f} samples/s  "
-        f"{_progress.format_bytes(self._sent_bytes())} sent",
+        f"{_progress.format_bytes(self._sent_bytes)} sent",
       )
 
   def _rate(self) -> float:
     return self._samples / self._train_s if self._train_s else 0.0
-
-  def _sent_bytes(self) -> float:
-    if self._traffic is None:
-      return 0.0
-    return self._traffic.sent_bytes(self._read, self._rounds)
 
   def record(self) -> None:
     """Evaluates, and notes where the run stands."""
@@ -314,7 +359,7 @@ class _Run:
     record = Record(
       step=self._read,
       rounds=self._rounds,
-      sent_bytes=self._sent_bytes(),
+      sent_bytes=self._sent_bytes,
       train_loss=float(np.mean(self._losses)) if self._losses else math.nan,
       metrics=metrics,
       train_s=self._train_s,

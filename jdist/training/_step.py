@@ -17,7 +17,7 @@ LossFn = Callable[
   [PyTree, PyTree, PyTree, jax.Array],
   tuple[jax.Array, tuple[PyTree, Metrics]],
 ]
-Step = Callable[[_state.TrainState, PyTree], tuple[_state.TrainState, Metrics]]
+Step = Callable[..., tuple[_state.TrainState, Metrics]]
 
 
 def make_step(
@@ -46,7 +46,9 @@ def make_step(
     `(state, batch) -> state, metrics` for one worker, to be run by
     `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
-    `interval`.
+    `interval`, and where something is streamed `stream_steps` and
+    `stream_offset`, of the step after next.  For a streamed optimizer the
+    step takes the static keyword `stream_steps`, too.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
@@ -58,7 +60,7 @@ def make_step(
   differentiate = jax.value_and_grad(loss_fn, has_aux=True)
 
   def step(
-    state: _state.TrainState, batch: PyTree
+    state: _state.TrainState, batch: PyTree, **options: Any
   ) -> tuple[_state.TrainState, Metrics]:
     key = jax.random.wrap_key_data(state.key)
     key = jax.random.fold_in(key, state.step)
@@ -72,7 +74,7 @@ def make_step(
         differentiate, state, batch, key, accumulate
       )
     updates, opt_state = optimizer.update(
-      grads, state.opt_state, state.params, loss=loss
+      grads, state.opt_state, state.params, loss=loss, **options
     )
     params = transforms.apply_updates(state.params, updates, opt_state)
     number = optax.safe_increment(state.step)
@@ -81,6 +83,8 @@ def make_step(
       "rounds": transforms.rounds(opt_state, number),
       "interval": jnp.asarray(transforms.interval(opt_state)),
     }
+    if (ahead := transforms.stream_steps(opt_state)) is not None:
+      metrics["stream_steps"], metrics["stream_offset"] = ahead[1]
     new = _state.TrainState(
       step=number,
       params=params,

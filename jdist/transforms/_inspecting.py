@@ -97,22 +97,24 @@ def stream_steps(state: PyTree) -> jax.Array | None:
   """What a host needs to choose the programs of the next two updates.
 
   A streamed method with an adaptive interval is compiled for a few numbers of
-  steps in which a round's message is sent.  For each of the next two updates
-  the host takes the largest that is at most the number given here, and None
-  where that is 0: `optimizer.update(..., stream_steps=...)`.  It need not wait
-  for anything: while one update runs, it has read the state before it.
+  steps in which a round's message is sent: `update(..., stream_steps=...)`.
+  For an update in a round of so many steps the host takes the largest number
+  that fits, and None where the interval is 0 or as many steps have been taken
+  already.  It need not wait for anything: while one update runs, it has read
+  the state before it.  `training.Trainer` does this.
 
   Args:
     state: the optimizer's state.
 
   Returns:
-    The intervals of the rounds in which the next update and the one after it
-    are, int32 [2], 0 for a round without a delay; None when nothing is
-    streamed.
+    For the next update and the one after it the interval of its round, 0
+    without a delay, and how many updates of the round come before it, int32
+    [2, 2]; None when nothing is streamed.
   """
-  local = _local_steps(state)
-  found = getattr(local, "stream_steps", ())
-  return jnp.stack(found, axis=-1) if found else None
+  found = getattr(_local_steps(state), "stream_steps", ())
+  if not found:
+    return None
+  return jnp.stack(found, axis=-1).reshape(*jnp.shape(found[0]), 2, 2)
 
 
 def apply_updates(

@@ -42,9 +42,10 @@ class LocalStepsState(NamedTuple):
     kept: the part of the pending progress that is in this worker's
       parameters, and with which the round began, float32 scalar; `()` without
       delay.
-    stream_steps: the intervals of the rounds in which the next update and the
-      one after it are, two int32 scalars; 0 for a round that is not delayed;
-      `()` when nothing is streamed.
+    stream_steps: the interval of the round in which the next update is, and
+      how many updates came before it in that round; and both for the update
+      after it.  Four int32 scalars; the interval 0 for a round that is not
+      delayed; `()` when nothing is streamed.
   """
 
   step: jax.Array
@@ -105,9 +106,10 @@ def local_steps(
   no collective depends on the step's gradients, nor stands in a conditional,
   so a compiler can hide all of it.  `update` takes the static `stream_steps=`,
   the number of steps in which the whole is sent; it may change from step to
-  step, where None sends all that is pending at the round's end.  By default
-  it is the interval if that is fixed (and `delay_after_step` 0), else None:
-  a host then chooses it at the round's start, see `stream_steps`.  A round
+  step.  None sends nothing, and at the round's end, if not all has arrived,
+  everything.  By default it is the interval if that is fixed (and
+  `delay_after_step` 0), else None: a host then chooses it, see
+  `transforms.stream_steps` and `training.Trainer`.  A streamed round
   lasts until everything has arrived, however late.  Both forms give the same
   bits where the order of summation does not depend on an element's place in
   its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
@@ -246,7 +248,9 @@ def local_steps(
     return state._replace(
       stream_steps=(
         jnp.where(start >= delay_after_step, state.interval, 0),
+        jnp.copy(state.round_step),
         jnp.where(following >= delay_after_step, steps, 0),
+        jnp.where(ends, 0, state.round_step + 1),
       )
     )
 

@@ -193,8 +193,15 @@ class Streaming:
     """The workers' mean of what is held, or of `present` if not `late`."""
     if steps is not None:
       return self._unpack(state.arrived)
-    sent = _either(late, state.sent, self._pack(present))
-    return self._unpack(collectives.mean(sent, self._axis))
+    # Of what was streamed before there is nothing left to send.
+    arrived = jax.lax.cond(
+      collectives.agreed(late & self.complete(state, 1), self._axis),
+      lambda: collectives.varying(state.arrived, self._axis),
+      lambda: collectives.mean(
+        _either(late, state.sent, self._pack(present)), self._axis
+      ),
+    )
+    return self._unpack(arrived)
 
   def _pack(self, message: Message) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves(message)

@@ -43,7 +43,9 @@ class _Fake:
       self.log.append(f"dispatch {number}")
       return state, _Metrics(self.log, number)
 
-    monkeypatch.setattr(self.trainer, "_program", lambda state: program)
+    monkeypatch.setattr(
+      self.trainer, "_program", lambda state, variant: program
+    )
 
   def fit(self, num_steps, **options):
     batches = _tiny.batches(self.trainer.workers)
@@ -223,13 +225,13 @@ def test_a_second_call_trains_further():
 
 def test_training_time_counts_every_step_but_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
-  program = fake.trainer._program(None)
+  program = fake.trainer._program(None, "usual")
 
   def slow(state, batch):
     time.sleep(0.02)
     return program(state, batch)
 
-  monkeypatch.setattr(fake.trainer, "_program", lambda state: slow)
+  monkeypatch.setattr(fake.trainer, "_program", lambda state, variant: slow)
   _, records = fake.fit(6, evaluate=lambda _: time.sleep(0.1) or {},
                         evaluate_every=1)  # fmt: skip
   # Five steps of 20 ms, and none of the 100 ms of an evaluation.

@@ -63,8 +63,7 @@ class Host:
     """Takes a step on each target; `choose` picks the program by the state."""
     for target, loss in zip(targets, losses, strict=True):
       told = transforms.stream_steps(self.state)
-      told = None if told is None else int(told[0, 0])
-      steps = choose(told)
+      steps = choose(None if told is None else told[0, 0].tolist())
       self.sent_in.append(steps)
       data = self.workers.place((jax.tree.map(np.asarray, target), loss))
       self.w, self.state = self.program(steps)(self.w, self.state, *data)
@@ -73,7 +72,9 @@ class Host:
 
 def largest(told):
   """As a host chooses: the whole message within the round."""
-  return max((s for s in STEPS if s <= told), default=None) if told else None
+  interval, offset = told
+  fitting = max((s for s in STEPS if s <= interval), default=None)
+  return fitting if fitting and offset < fitting else None
 
 
 def data(num_steps, num_workers):

@@ -1,0 +1,66 @@
+"""The programs of a streamed step, and which one is next.
+
+How many sub-tensors a step sends shapes its program.  A method whose interval
+adapts is compiled for a few numbers, and the host takes the one that fits,
+round by round, without waiting for the device: the state says which intervals
+the next two updates have.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+# What a step is compiled for: the number of steps in which a message is sent;
+# "usual", as the optimizer has it; None, at once; or "idle", when all of it
+# has been sent.
+Variant = int | Literal["usual", "idle"] | None
+
+
+class Variants:
+  """Which programs there are."""
+
+  def __init__(self, stream_steps: Sequence[int]):
+    """Checks the numbers of steps."""
+    wrong = [
+      s for s in stream_steps if isinstance(s, bool) or not isinstance(s, int)
+    ]
+    if wrong or any(s < 1 for s in stream_steps):
+      raise ValueError(
+        "`stream_steps` must be ints >= 1, the numbers of steps in which a "
+        f"message may be sent, got {tuple(stream_steps)}."
+      )
+    self.stream_steps = tuple(sorted(set(stream_steps)))
+
+  @property
+  def all(self) -> tuple[Variant, ...]:
+    """All that may be needed; what is sent at once comes first."""
+    if not self.stream_steps:
+      return ("usual",)
+    return (None, *self.stream_steps)
+
+  def choose(self, interval: int, offset: int) -> Variant:
+    """The program of one step.
+
+    Args:
+      interval: local steps of its round; 0 for a round without a delay.
+      offset: how many of them came before it.
+
+    >>> variants = Variants((1, 2, 4, 8))
+    >>> variants.choose(6, 0), variants.choose(6, 4), variants.choose(0, 0)
+    (4, 'idle', None)
+    """
+    if not self.stream_steps:
+      return "usual"
+    fitting = [s for s in self.stream_steps if s <= interval]
+    if not fitting:
+      return None
+    return fitting[-1] if offset < fitting[-1] else "idle"
+
+  def options(self, variant: Variant) -> dict[str, Any]:
+    """What the step is given for it."""
+    if variant == "usual":
+      return {}
+    return {"stream_steps": None if variant == "idle" else variant}
+
+  def program(self, variant: Variant) -> Variant:
+    """The variant whose program it runs."""
+    return None if variant == "idle" else variant

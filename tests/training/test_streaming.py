@@ -1,0 +1,135 @@
+"""Streamed methods in the loop: programs chosen by the host, in time."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import training, transforms
+from jdist.training import _variants
+from jdist.transforms import intervals
+from tests.training import _tiny
+
+NUM_STEPS = 60
+SENT_IN = (1, 2, 4, 8)
+
+
+def optimizer(axis, *, stream, warmup_steps=4):
+  # Intervals of 1 to 9, most of which no program fits exactly.
+  grown = intervals.scheduled(lambda step: 1 + (step % 9))
+  return transforms.msdpu(
+    optax.sgd(0.05, momentum=0.9),
+    grown,
+    0.05,
+    axis=axis,
+    warmup_steps=warmup_steps,
+    stream=transforms.Stream(max_bytes=16) if stream else None,
+  )
+
+
+def fit(team, *, stream, num_steps=NUM_STEPS, **options):
+  chain = optimizer(team.axis, stream=stream)
+  traces = []
+  plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+
+  def step(state, batch, **chosen):
+    traces.append(chosen.get("stream_steps", "usual"))
+    return plain(state, batch, **chosen)
+
+  trainer = training.Trainer(team, step, stream_steps=SENT_IN if stream else ())
+  state = training.init_state(team, chain, _tiny.params())
+  state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
+  return state, records, traces
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "vmap"])
+def test_a_streamed_run_has_the_bits_of_a_simple_one(kind):
+  team = _tiny.team(kind)
+  simple, records, _ = fit(team, stream=False)
+  streamed, others, traces = fit(team, stream=True)
+  for name in ("anchor", "inner", "interval", "step", "round"):
+    _tiny.assert_same_bits(
+      getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
+    )
+  _tiny.assert_same_bits(simple.params, streamed.params)
+  # Each program is traced once to run and once to count, and never again.
+  assert sorted(map(str, traces)) == sorted(
+    2 * [str(x) for x in (None, *SENT_IN)]
+  )
+  # The same rounds, and little more than the same bytes: a message goes in
+  # equal parts, the last of which is sent in part twice.
+  assert records[-1].rounds == others[-1].rounds
+  assert 1.0 <= others[-1].sent_bytes / records[-1].sent_bytes < 1.35
+
+
+def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):
+  team = _tiny.team("shard_map")
+  whole, _, _ = fit(team, stream=True)
+  in_rounds = []
+  for last in (23, NUM_STEPS):
+    with training.Checkpoints(tmp_path, team) as checkpoints:
+      state, _, _ = fit(
+        team, stream=True, num_steps=last, checkpoints=checkpoints
+      )
+      in_rounds.append(int(state.opt_state.round_step[0]))
+  assert in_rounds[0] > 0
+  _tiny.assert_same_bits(state, whole)
+
+
+def test_the_host_knows_the_round_of_each_step():
+  team = _tiny.team("vmap")
+  chain = optimizer(team.axis, stream=True)
+  step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+  state = training.init_state(team, chain, _tiny.params())
+  program = team.jit(functools.partial(step, stream_steps=None))
+  told = [transforms.stream_steps(state.opt_state)[0, 1]]
+  for t in range(40):
+    local = state.opt_state
+    late = local.step[0] - local.round_step[0] >= 4
+    # What was told a step earlier, and what is told now.
+    now = [int(local.interval[0]) * bool(late), int(local.round_step[0])]
+    assert transforms.stream_steps(local)[0, 0].tolist() == now
+    if t:
+      assert told[-1].tolist() == now
+    told.append(transforms.stream_steps(local)[0, 1])
+    batch = team.place(_tiny.batch(t, team.local_workers))
+    state, _ = program(state, batch)
+
+
+@pytest.mark.parametrize("wrong", [(0,), (2, -1), (True,), (2.0,)])
+def test_a_number_of_steps_must_be_one(wrong):
+  with pytest.raises(ValueError, match="`stream_steps` must be ints >= 1"):
+    _variants.Variants(wrong)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_evaluation_may_see_what_is_under_way(stream):
+  team = _tiny.team("vmap")
+  chain = optimizer(team.axis, stream=stream)
+  state, _, _ = fit(team, stream=stream, num_steps=31)
+  seen = []
+
+  def apply(params, model_state, images, *, train):
+    del train
+    seen.append(params)
+    return images @ params["kernel"], model_state
+
+  batch = {
+    "image": np.ones((4, 2, 6), np.float32),
+    "label": np.zeros((4, 2), np.int32),
+    "mask": np.ones((4, 2), np.float32),
+  }
+  drained, _ = team.jit(
+    lambda w, s: transforms.drain(chain, s, w)
+  )(state.params, state.opt_state)  # fmt: skip
+  losses = []
+  for given in (None, chain):
+    evaluate = training.Evaluator(team, apply, [batch], optimizer=given)
+    losses.append(evaluate(state)["loss"])
+  logits = np.asarray(team.view(drained)["kernel"]).sum(0)
+  wanted = np.log(np.exp(logits).sum()) - logits[0]
+  assert losses[1] == pytest.approx(wanted, rel=1e-5)
+  assert losses[0] != losses[1]
+  jax.tree.map(np.asarray, state)  # It was not given up.
