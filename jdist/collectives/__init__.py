@@ -13,6 +13,7 @@ from jdist.collectives._axis import exchange as exchange
 from jdist.collectives._axis import gather as gather
 from jdist.collectives._axis import index as index
 from jdist.collectives._axis import mean as mean
+from jdist.collectives._axis import scatter as scatter
 from jdist.collectives._axis import size as size
 from jdist.collectives._axis import sum as sum
 from jdist.collectives._axis import varying as varying

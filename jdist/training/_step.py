@@ -36,7 +36,8 @@ def make_step(
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
       metrics)`; the loss is a mean over the batch, metrics are scalars.
-    optimizer: any Optax chain; it is given `loss=`.
+    optimizer: any Optax chain; it is given `loss=`.  With one from
+      `transforms.update_first` the step begins with the last one's update.
     axis: the workers' axis.
     accumulate: into how many micro-batches a batch is cut; their gradients
       are averaged before the one update, so neither the optimizer's schedules
@@ -56,6 +57,7 @@ def make_step(
   """
   if accumulate < 1:
     raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+  first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   optimizer = optax.with_extra_args_support(optimizer)
   differentiate = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -65,18 +67,35 @@ def make_step(
     key = jax.random.wrap_key_data(state.key)
     key = jax.random.fold_in(key, state.step)
     key = jax.random.fold_in(key, collectives.index(axis))
+    params, opt_state, model_state = (
+      state.params,
+      state.opt_state,
+      state.model_state,
+    )
+    if first is not None:
+      params, opt_state = first.begin(params, opt_state)
+      # With the parameters, and from the state like them.
+      model_state = mean_statistics(model_state, axis)
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
-        state.params, state.model_state, batch, key
+        params, model_state, batch, key
       )
     else:
       loss, model_state, metrics, grads = _accumulated(
-        differentiate, state, batch, key, accumulate
+        differentiate,
+        state._replace(params=params, model_state=model_state),
+        batch,
+        key,
+        accumulate,
       )
-    updates, opt_state = optimizer.update(
-      grads, state.opt_state, state.params, loss=loss, **options
-    )
-    params = transforms.apply_updates(state.params, updates, opt_state)
+    if first is not None:
+      opt_state = first.hold(grads, opt_state, loss=loss)
+    else:
+      updates, opt_state = optimizer.update(
+        grads, opt_state, params, loss=loss, **options
+      )
+      params = transforms.apply_updates(params, updates, opt_state)
+      model_state = _met(model_state, opt_state, axis)
     number = optax.safe_increment(state.step)
     metrics = metrics | {
       "loss": loss,
@@ -89,7 +108,7 @@ def make_step(
       step=number,
       params=params,
       opt_state=opt_state,
-      model_state=_met(model_state, opt_state, axis),
+      model_state=model_state,
       key=state.key,
     )
     return new, metrics

@@ -32,6 +32,9 @@ from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._localizing import local_steps as local_steps
 from jdist.transforms._localizing import LocalStepsState as LocalStepsState
+from jdist.transforms._preceding import update_first as update_first
+from jdist.transforms._preceding import UpdateFirst as UpdateFirst
+from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
 from jdist.transforms._sending import buffer_axes as buffer_axes
 from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream

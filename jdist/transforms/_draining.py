@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import _delaying, _inspecting, _localizing
+from jdist.transforms import _delaying, _inspecting, _localizing, _preceding
 
 PyTree = Any
 # States whose transformations know `update(..., drain=True)`.
-_HOLDING = (_localizing.LocalStepsState, _delaying.DelayGradientsState)
+_HOLDING = (
+  _localizing.LocalStepsState,
+  _delaying.DelayGradientsState,
+  _preceding.UpdateFirstState,
+)
 
 
 def drain(

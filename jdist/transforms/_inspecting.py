@@ -17,6 +17,7 @@ from jdist.transforms import (
   _correcting,
   _delaying,
   _localizing,
+  _preceding,
   _sending,
 )
 
@@ -256,6 +257,13 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
   """
   if isinstance(state, _averaging.AverageGradientsState):
     return state, True
+  if isinstance(state, _preceding.UpdateFirstState):
+    return _preceding.UpdateFirstState(
+      pending=_all(state.pending, False),
+      in_flight=True,  # type: ignore[arg-type]
+      loss=False,  # type: ignore[arg-type]
+      inner=_walk(state.inner, True)[0],
+    ), True
   if type(state) is tuple:  # A chain: one after the other.
     labels = []
     for element in state:

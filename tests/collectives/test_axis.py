@@ -55,6 +55,7 @@ def say_everything(x, axis):
     "sum": collectives.sum(x, axis),
     "gather": collectives.gather(x, axis),
     "exchange": collectives.exchange(x, axis),
+    "scatter": collectives.scatter(x, axis),
     "index": collectives.index(axis),
     "size": jnp.asarray(collectives.size(axis)),
   }
@@ -73,6 +74,7 @@ def reference(x):
     "sum": everyone(wide.sum(0)),
     "gather": everyone(x),
     "exchange": x.swapaxes(0, 1),
+    "scatter": wide.mean(0),
     "index": np.arange(n),
     "size": np.full(n, n),
   }
@@ -92,6 +94,7 @@ def test_two_workers_by_hand():
   assert said["sum"].tolist() == [[4, 8], [4, 8]]
   assert said["gather"].tolist() == [[[1, 2], [3, 6]]] * 2
   assert said["exchange"].tolist() == [[1, 3], [2, 6]]
+  assert said["scatter"].tolist() == [2, 4]
   assert said["index"].tolist() == [0, 1]
   assert said["size"].tolist() == [2, 2]
 
@@ -121,7 +124,7 @@ def test_workers_say_what_numpy_says(name):
     dtype = key.split("[")[0]
     for what, wanted in reference(x).items():
       got, error = said[key][what], f"{what} of {key}"
-      if what in ("mean", "sum"):
+      if what in ("mean", "sum", "scatter"):
         scale = np.abs(x.astype(np.float64)).max() * n
         np.testing.assert_allclose(
           got.astype(np.float64),
@@ -129,7 +132,9 @@ def test_workers_say_what_numpy_says(name):
           atol=scale * tolerance(dtype),
           err_msg=error,
         )
-        for row in got:  # Equal on all workers, to the bit.
+        for row in (
+          got if what != "scatter" else ()
+        ):  # Equal on all workers, to the bit.
           assert row.tobytes() == got[0].tobytes(), error
       else:
         np.testing.assert_array_equal(got, wanted, err_msg=error)
@@ -239,10 +244,13 @@ def test_exchanging_twice_gives_everything_back(n, shape):
 
 def test_exchange_refuses_another_number_of_rows():
   for shape in ((2, 3), (2,)):  # Two workers with three rows, with none.
-    with pytest.raises(ValueError, match=r"`tree` must hold one row a worker"):
-      jax.vmap(lambda x: collectives.exchange(x, "worker"), axis_name="worker")(
-        jnp.zeros(shape)
-      )
+    for call in (collectives.exchange, collectives.scatter):
+      with pytest.raises(
+        ValueError, match=r"`tree` must hold one row a worker"
+      ):
+        jax.vmap(lambda x, call=call: call(x, "worker"), axis_name="worker")(
+          jnp.zeros(shape)
+        )
 
 
 @pytest.mark.parametrize(

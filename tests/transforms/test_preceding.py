@@ -1,0 +1,226 @@
+"""Update-first order: synchronous SGD, with the mean at the step's start."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives, training, transforms
+
+INNER = {
+  "momentum": optax.sgd(0.1, momentum=0.9),
+  "adamw": optax.adamw(1e-2),
+  "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+}
+SHAPES = {"a": (4, 3), "b": {"c": (2, 6), "d": (7,), "e": ()}}
+
+
+def params():
+  random = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda shape: random.normal(size=shape).astype(np.float32),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def loss_fn(params, model_state, batch, key):
+  del key
+  hidden = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]["c"][:, :3].T
+  loss = jnp.mean((hidden.sum(-1) - batch["y"]) ** 2)
+  loss += jnp.sum(params["b"]["d"] ** 2) + params["b"]["e"] ** 2
+  return loss, (model_state, {})
+
+
+def batches(team):
+  def iterate(start):
+    step = start
+    while True:
+      random = np.random.default_rng(step)
+      rows = random.normal(size=(team.num_workers, 5, 5)).astype(np.float32)
+      yield {"x": rows[..., :4], "y": rows[..., 4]}
+      step += 1
+
+  return iterate
+
+
+def team(kind):
+  if kind == "none":
+    return collectives.workers(1, substrate="none")
+  if kind == "two_on_each":
+    mesh = collectives.make_mesh((2,), ("worker",))
+    return collectives.workers(4, mesh=mesh)
+  return collectives.workers(4, substrate=kind)
+
+
+def fit(workers, chain, num_steps=20):
+  step = training.make_step(loss_fn, chain, axis=workers.axis)
+  traces = []
+
+  def counted(state, batch):
+    traces.append(1)
+    return step(state, batch)
+
+  trainer = training.Trainer(workers, counted)
+  state = training.init_state(workers, chain, params())
+  state, _ = trainer.fit(state, batches(workers), num_steps)
+  assert len(traces) <= 2  # To run and to count.
+  drain = workers.jit(lambda w, s: transforms.drain(chain, s, w))
+  return workers.gather(drain(state.params, state.opt_state)[0]), trainer, state
+
+
+def combinations():
+  kinds = ("shard_map", "vmap", "two_on_each", "none")
+  for name, kind in itertools.product(INNER, kinds):
+    quick = kind == "shard_map" or name == "momentum"
+    yield pytest.param(name, kind, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["mean", "scatter"])
+@pytest.mark.parametrize(("name", "kind"), list(combinations()))
+def test_update_first_is_synchronous_sgd(name, kind, scatter):
+  workers = team(kind)
+  with jax.numpy_dtype_promotion("standard"):
+    wanted, *_ = fit(workers, transforms.ssgd(INNER[name], axis=workers.axis))
+    first = transforms.update_first(
+      INNER[name],
+      axis=workers.axis,
+      max_bytes=16,
+      in_flight=2,
+      scatter=scatter,
+    )
+    found, *_ = fit(workers, first)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+    found,
+    wanted,
+  )
+  assert all((x == x[:1]).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.smoke
+def test_a_step_takes_gradients_where_the_last_update_led():
+  optimizer = transforms.update_first(optax.sgd(0.5), axis="worker")
+
+  def run(x):
+    w, state, seen = jnp.zeros(()), None, []
+    state = optimizer.init(w)
+    for _ in range(3):
+      w, state = optimizer.begin(w, state)
+      seen.append(w)
+      state = optimizer.hold(w - x, state)
+    return jnp.stack(seen), transforms.drain(optimizer, state, w)[0]
+
+  seen, last = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  # Towards 2, by half of the way in each step.
+  assert seen.tolist() == [[0.0, 1.0, 1.5]] * 2
+  assert last.tolist() == [1.75] * 2
+
+
+def test_drained_in_between_it_goes_on_alike():
+  workers = team("vmap")
+  chain = transforms.update_first(INNER["momentum"], axis=workers.axis)
+  step = training.make_step(loss_fn, chain, axis=workers.axis)
+  run = workers.jit(step)
+  drain = workers.jit(lambda w, s: transforms.drain(chain, s, w))
+  ends = []
+  for drained_at in (None, 3):
+    state = training.init_state(workers, chain, params())
+    for t, batch in zip(range(6), batches(workers)(0), strict=False):
+      if t == drained_at:
+        w, opt_state = drain(state.params, state.opt_state)
+        state = state._replace(params=w, opt_state=opt_state)
+      state, _ = run(state, workers.place(batch))
+    ends.append(workers.gather(drain(state.params, state.opt_state)[0]))
+  jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_no_more_are_in_flight_than_stated(in_flight):
+  optimizer = transforms.update_first(
+    optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=in_flight
+  )
+  messages = len(collectives.plan(params(), max_bytes=16).messages)
+
+  def begin(w):
+    return optimizer.begin(w, optimizer.init(w))[0]
+
+  rows = jax.tree.map(lambda x: jnp.stack([x, x]), params())
+  traced = str(jax.make_jaxpr(jax.vmap(begin, axis_name="worker"))(rows))
+  assert traced.count("optimization_barrier") == messages - in_flight
+  assert messages > 6
+
+
+def test_a_mean_in_two_halves_sends_as_much():
+  workers = team("shard_map")
+  sent = {}
+  for scatter in (False, True):
+    chain = transforms.update_first(
+      INNER["momentum"], axis=workers.axis, scatter=scatter
+    )
+    _, trainer, state = fit(workers, chain, 1)
+    batch = workers.place(next(batches(workers)(0)))
+    traffic = trainer.traffic(state, batch)
+    sent[scatter] = traffic.bytes_per_step
+    kinds = {c.kind for c in traffic.collectives}
+    assert kinds == (
+      {"reduce-scatter", "all-gather"} if scatter else {"all-reduce"}
+    )
+    assert not any(c.conditional for c in traffic.collectives)
+  # 32 elements, three quarters of them twice.
+  assert sent[False] == sent[True] == 32 * 4 * 1.5
+
+
+def test_a_sharded_worker_sends_its_own_parts():
+  mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
+  workers = collectives.workers(2, mesh=mesh)
+  specs = {
+    "a": PartitionSpec("fsdp"),
+    "b": {
+      "c": PartitionSpec(None, "fsdp"), "d": PartitionSpec(),
+      "e": PartitionSpec(),
+    },
+  }  # fmt: skip
+  chain = transforms.update_first(
+    optax.sgd(0.1), axis=workers.axis, max_bytes=16, specs=specs
+  )
+  state = training.init_state(workers, chain, params(), specs=specs)
+  placed = workers.specs(state)
+  program = workers.jit(
+    lambda w, s: chain.begin(w, s),
+    out_specs=(placed.params, placed.opt_state),
+  ).lower(state.params, state.opt_state)
+  text = program.compile().as_text()
+  groups = [
+    line for line in text.splitlines() if "replica_groups=" in line
+  ]  # fmt: skip
+  # Devices 0 and 1 are one worker.
+  assert groups and all("{{0,2},{1,3}}" in line or "[2,2]<=[2,2]T(1,0)" in line
+                        for line in groups), groups  # fmt: skip
+
+
+REJECTED = {
+  "optimizer": (
+    {"optimizer": 0.1},
+    "`optimizer` must be an Optax transformation",
+  ),
+  "in_flight": ({"in_flight": 0}, "`in_flight` must be an int >= 1, got 0"),
+  "max_bytes": ({"max_bytes": 1}, "`max_bytes` must be an int >= 8, got 1"),
+  "scatter": (
+    {"scatter": True, "specs": PartitionSpec("fsdp")},
+    "`scatter` deals out flat messages and cannot be used with `specs`",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  changes, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    transforms.update_first(
+      **({"optimizer": optax.sgd(0.1), "axis": None} | changes)
+    )
