@@ -8,7 +8,7 @@ for at its `-done`; what stands between hides it.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jdist.collectives import _hlo, _programs, _traffic
@@ -31,7 +31,8 @@ class Event:
     name: the instruction's; a start and its done have the start's name.
     operation: XLA's name of it.
     flops: floating point operations of a computation.
-    num_bytes: memory that a computation reads and writes.
+    num_bytes: memory that a computation reads and writes; of what it takes a
+      slice of, or changes in place, the slice.
     collective: what a start sends; None for others.
   """
 
@@ -43,16 +44,19 @@ class Event:
   collective: _traffic.Collective | None = None
 
 
-def read_schedule(program: Any) -> tuple[Event, ...]:
+def read_schedule(
+  program: Any, *, branch: Literal["sends", "idles"] = "sends"
+) -> tuple[Event, ...]:
   """Reads the order in which a compiled program computes and sends.
 
   A collective that is not split into start and done is both at once: nothing
-  runs beside it.  Of a conditional the branch that sends most is read, or
-  computes most if none sends: the step that ends a round.  A loop is read as
-  often as it runs.
+  runs beside it.  A loop is read as often as it runs.
 
   Args:
     program: a compiled function (`jitted.lower(...).compile()`) or its text.
+    branch: which one of a conditional is read: "sends" (default), the one
+      that sends most, or computes most if none sends, as in the step that
+      ends a round; "idles", the one that does least, as in the steps before.
 
   Returns:
     The events in order.
@@ -69,11 +73,18 @@ def read_schedule(program: Any) -> tuple[Event, ...]:
   ['start', 'compute', 'done', 'compute']
   """
   parsed = _hlo.parse(program)
-  return tuple(_walk(parsed, parsed.entry, conditional=False))
+  if branch not in ("sends", "idles"):
+    raise ValueError(f"`branch` must be 'sends' or 'idles', got {branch!r}.")
+  choose = max if branch == "sends" else min
+  return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
 
 
 def _walk(
-  program: _hlo.Program, computation: str, *, conditional: bool
+  program: _hlo.Program,
+  computation: str,
+  choose: Callable[..., tuple[Event, ...]],
+  *,
+  conditional: bool,
 ) -> Iterator[Event]:
   for instruction in program.computations[computation]:
     operation = instruction.operation
@@ -81,23 +92,21 @@ def _walk(
       continue
     if operation == "conditional":
       branches = [
-        tuple(_walk(program, name, conditional=True))
+        tuple(_walk(program, name, choose, conditional=True))
         for name in instruction.called
         if name in program.computations
       ]
-      yield from max(branches, key=_weight, default=())
+      yield from choose(branches, key=_weight, default=())
     elif operation == "while":
       body = re.search(r"body=%?([\w.\-]+)", instruction.attributes)
-      turns = re.search(
-        r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes
-      )
+      turns = _TURNS.search(instruction.attributes)
       if body is not None:
-        once = tuple(_walk(program, body[1], conditional=conditional))
+        once = tuple(_walk(program, body[1], choose, conditional=conditional))
         for _ in range(int(turns[1]) if turns else 1):
           yield from once
     elif operation == "call":
       for name in instruction.called:
-        yield from _walk(program, name, conditional=conditional)
+        yield from _walk(program, name, choose, conditional=conditional)
     else:
       yield from _events(program, instruction, conditional=conditional)
 
@@ -132,8 +141,7 @@ def _events(
     name,
     operation,
     flops=_flops(program, instruction),
-    num_bytes=instruction.result_bytes
-    + sum(shape.num_bytes for shape in program.operands(instruction)),
+    num_bytes=_moved_bytes(program, instruction),
   )
 
 
@@ -153,6 +161,81 @@ def _sender(
       if inner.operation in _programs.KINDS:
         return inner
   return instruction
+
+
+def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
+  """Memory that a kernel reads and writes.
+
+  A kernel that takes a slice reads the slice, and one that changes a part of
+  an array in place writes the part.
+  """
+  if instruction.operation == "fusion":
+    for name in instruction.called:
+      if body := program.computations.get(name):
+        return _moved_in_fusion(program, body)
+  operands = tuple(
+    program.instructions[name]
+    for name in instruction.operands
+    if name in program.instructions
+  )
+  if instruction.operation in _SLICES:
+    return 2 * instruction.result_bytes
+  if (part := _part(instruction)) is not None:
+    return 2 * sum(o.result_bytes for o in operands[part : part + 1])
+  result = instruction.result
+  if instruction.operation == "custom-call":
+    result = result[:1]  # The rest is scratch.
+  return sum(shape.num_bytes for shape in result) + sum(
+    operand.result_bytes for operand in operands
+  )
+
+
+# What reads only as much of its first operand as it gives.
+_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+# What changes its first operand in place; the operand that says how.
+_PARTS = {"dynamic-update-slice": 1, "scatter": 2}
+_VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
+
+
+def _part(instruction: _hlo.Instruction) -> int | None:
+  return _PARTS.get(instruction.operation)
+
+
+def _moved_in_fusion(
+  program: _hlo.Program, body: tuple[_hlo.Instruction, ...]
+) -> int:
+  by_name = {inner.name: inner for inner in body}
+  users: dict[str, list[_hlo.Instruction]] = {name: [] for name in by_name}
+  for inner in body:
+    for name in set(inner.operands) & by_name.keys():
+      users[name].append(inner)
+
+  def read(inner: _hlo.Instruction) -> int:
+    """What is read of a value, at most all of it."""
+    total = 0
+    for user in users[inner.name]:
+      first = user.operands[0] == inner.name
+      if user.operation in _VIEWS:
+        total += read(user)
+      elif first and user.operation in _SLICES:
+        total += user.result_bytes
+      elif not (first and _part(user) is not None):
+        return inner.result_bytes
+    return min(total, inner.result_bytes)
+
+  def written(inner: _hlo.Instruction) -> int:
+    operands = [by_name[name] for name in inner.operands if name in by_name]
+    if inner.operation == "tuple":
+      return sum(written(operand) for operand in operands)
+    if inner.operation in _VIEWS and operands:
+      return written(operands[0])
+    if (part := _part(inner)) is not None and part < len(operands):
+      return operands[part].result_bytes
+    return inner.result_bytes
+
+  return written(body[-1]) + sum(
+    read(inner) for inner in body if inner.operation == "parameter"
+  )
 
 
 def _flops(program: _hlo.Program, instruction: _hlo.Instruction) -> int:

@@ -1,5 +1,7 @@
 """Orders of programs read from texts that XLA made for GPUs, shortened."""
 
+import pytest
+
 from jdist import cluster, collectives
 
 # One of each: a product in a fusion, a library's product, the three
@@ -68,6 +70,64 @@ def test_the_order_is_that_of_the_program():
     ("done", "all-reduce.9"),
     *[("compute", "negate.9")] * 3,
   ]
+
+
+def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
+  events = collectives.read_schedule(_TEXT, branch="idles")
+  names = [event.name for event in events]
+  assert "copy.9" in names and "all-reduce.9" not in names
+  with pytest.raises(ValueError, match="`branch` must be 'sends' or 'idles'"):
+    collectives.read_schedule(_TEXT, branch="rare")
+
+
+# As streaming has it: a slice of a large array is sent, and written into
+# another one in place.
+_SLICES = """HloModule jit_step, is_scheduled=true
+
+%take (b: f32[1,1000], i: s32[]) -> f32[1,10] {
+  %b = f32[1,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[1,10]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={1,10}
+}
+
+%put (w: f32[1,1000], p: f32[1,10], j: s32[]) -> f32[1,1000] {
+  %w = f32[1,1000]{1,0} parameter(0)
+  %p = f32[1,10]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %half = f32[1,10]{1,0} multiply(%p, %p)
+  ROOT %dus = f32[1,1000]{1,0} dynamic-update-slice(%w, %half, %j, %j)
+}
+
+%both (v: f32[1,1000], k: s32[]) -> f32[1,1000] {
+  %v = f32[1,1000]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %part = f32[1,10]{1,0} dynamic-slice(%v, %k, %k), dynamic_slice_sizes={1,10}
+  %wide = f32[1,1000]{1,0} broadcast(%part), dimensions={0,1}
+  ROOT %sum = f32[1,1000]{1,0} add(%v, %wide)
+}
+
+ENTRY %main (buffer: f32[1,1000], n: s32[]) -> f32[1,1000] {
+  %buffer = f32[1,1000]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %taken = f32[1,10]{1,0} fusion(%buffer, %n), kind=kLoop, calls=%take
+  %written = f32[1,1000]{1,0} fusion(%buffer, %taken, %n), kind=kLoop, calls=%put
+  %alone = f32[1,10]{1,0} dynamic-slice(%written, %n, %n), dynamic_slice_sizes={1,10}
+  %plain = f32[1,1000]{1,0} dynamic-update-slice(%written, %alone, %n, %n)
+  %lib = (f32[1,10]{1,0}, s8[4096]{0}) custom-call(%alone), custom_call_target="f"
+  ROOT %all = f32[1,1000]{1,0} fusion(%plain, %n), kind=kLoop, calls=%both
+}
+"""
+
+
+def test_slices_cost_what_is_sliced_and_not_the_whole_array():
+  moved = {e.name: e.num_bytes for e in collectives.read_schedule(_SLICES)}
+  index = 4
+  assert moved["taken"] == 40 + 40 + index  # Read, written, and where.
+  assert moved["written"] == 40 + 40 + index
+  assert moved["alone"] == moved["plain"] == 80
+  assert moved["lib"] == 80  # Scratch is not counted.
+  # Read as a slice and as a whole is read as a whole.
+  assert moved["all"] == 4000 + 4000 + index
 
 
 def test_flops_by_hand():
