@@ -60,7 +60,7 @@ class Evaluator:
       return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-      images = normalize(batch["image"]).astype(compute_dtype)
+      images = _step.as_inputs(normalize(batch["image"]), compute_dtype)
       logits, _ = apply(
         _step.cast(params, compute_dtype), model_state, images, train=False
       )

@@ -217,6 +217,7 @@ def classification_loss(
   normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
   compute_dtype: Any = jnp.float32,
   label_smoothing: float = 0.0,
+  augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> LossFn:
   """Softmax cross-entropy of a model on `{"image", "label"}` batches.
 
@@ -227,6 +228,8 @@ def classification_loss(
     compute_dtype: the dtype in which the model computes, for instance
       `jnp.bfloat16`; parameters, gradients and the loss stay float32.
     label_smoothing: in [0, 1).
+    augment: changes stored images at random, `(images, key) -> images`, for
+      instance `data.compose(data.random_crop(), data.random_flip())`.
 
   Returns:
     A loss for `make_step`, with the metric `accuracy`.
@@ -239,8 +242,10 @@ def classification_loss(
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-    del key
-    images = normalize(batch["image"]).astype(compute_dtype)
+    images = batch["image"]
+    if augment is not None:
+      images = augment(images, key)
+    images = as_inputs(normalize(images), compute_dtype)
     logits, model_state = apply(
       cast(params, compute_dtype), model_state, images, train=True
     )
@@ -254,6 +259,12 @@ def classification_loss(
     return loss, (model_state, {"accuracy": accuracy})
 
   return loss_fn
+
+
+def as_inputs(inputs: jax.Array, dtype: Any) -> jax.Array:
+  """Inputs in the dtype of computation; token numbers stay what they are."""
+  tokens = jnp.issubdtype(inputs.dtype, jnp.signedinteger)
+  return inputs if tokens else inputs.astype(dtype)
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

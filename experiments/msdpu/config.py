@@ -1,0 +1,191 @@
+"""What is compared: the variants, and sizes under which they are."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from jdist import collectives, transforms
+from jdist.transforms import intervals
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One comparison."""
+
+  dataset: str = "cifar10"
+  """A name of `jdist.data`."""
+
+  model: str = "lenet"
+  """A name of `jdist.models`."""
+
+  workers: int = 8
+  """Workers that train together."""
+
+  batch_size: int = 128
+  """Samples of all workers in a step."""
+
+  epochs: float = 5.0
+  """Passes over the training set, the same for every variant."""
+
+  warmup_epochs: float = 0.5
+  """In which the learning rate rises; MSDPU is synchronous for so long."""
+
+  rates: tuple[float, ...] = (0.025, 0.05, 0.1)
+  """The grid of highest learning rates; each variant uses its own best one, by
+  a run of the same length on held-out training samples."""
+
+  momentum: float = 0.9
+  """Nesterov momentum of each worker's SGD."""
+
+  weight_decay: float = 0.0
+  """Decoupled."""
+
+  augment: bool = False
+  """Random crops and flips."""
+
+  alpha: float | None = None
+  """Label skew between workers (Dirichlet); i.i.d. if not given."""
+
+  dtype: str = "float32"
+  """In which the model computes."""
+
+  seeds: tuple[int, ...] = (0, 1, 2)
+  """One run each at a variant's best rate."""
+
+  variants: tuple[str, ...] = ()
+  """Of those in `VARIANTS`, in this order; all if none are named."""
+
+
+class Run(NamedTuple):
+  """What a variant is told.
+
+  Attributes:
+    inner: a worker's optimizer.
+    rate: the learning rate's schedule.
+    num_steps: local steps of the run.
+    warmup_steps: local steps until the rate is at its highest.
+    axis: the workers' axis.
+  """
+
+  inner: optax.GradientTransformation
+  rate: optax.Schedule
+  num_steps: int
+  warmup_steps: int
+  axis: collectives.Axis
+
+
+Chain = optax.GradientTransformationExtraArgs
+
+
+def _ssgd(run: Run) -> Chain:
+  return transforms.ssgd(run.inner, axis=run.axis)
+
+
+def _local(run: Run, rule: Any) -> Chain:
+  rule = intervals.ending_at(run.num_steps, rule)
+  return transforms.local_steps(run.inner, rule, axis=run.axis)
+
+
+def _post_local(run: Run) -> Chain:
+  return _local(run, intervals.post_local(run.num_steps // 2, 8))
+
+
+def _adacomm(run: Run) -> Chain:
+  period = max(1, run.num_steps // 10)
+  return _local(run, intervals.adacomm(16, period, run.rate))
+
+
+def _qsr(run: Run) -> Chain:
+  # Begins to grow in the last third of the cosine.
+  highest = float(run.rate(run.warmup_steps))
+  return _local(run, intervals.qsr(run.rate, 0.5 * highest * 8**0.5, 8))
+
+
+def _diloco(run: Run, interval: int) -> Chain:
+  rule = intervals.ending_at(run.num_steps, interval)
+  return transforms.diloco(run.inner, rule, axis=run.axis)
+
+
+def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
+  rule = changes.pop("rule", None) or intervals.msdpu(interval, run.rate)
+  return transforms.msdpu(
+    run.inner,
+    intervals.ending_at(run.num_steps, rule),
+    run.rate,
+    axis=run.axis,
+    warmup_steps=run.warmup_steps,
+    **changes,
+  )
+
+
+def _no_delay(run: Run) -> Chain:
+  """MSDPU without its delay: corrected local steps with a warm-up."""
+  pull = transforms.pull_to_anchor(0.1, run.rate)
+  return transforms.local_steps(
+    optax.chain(pull, run.inner),
+    intervals.post_local(
+      run.warmup_steps,
+      intervals.ending_at(run.num_steps, intervals.msdpu(8, run.rate)),
+    ),
+    axis=run.axis,
+  )
+
+
+# In the order in which they run: what matters most comes first.
+VARIANTS: dict[str, Callable[[Run], Chain]] = {
+  "ssgd": _ssgd,
+  "local_sgd H=8": lambda run: _local(run, 8),
+  "msdpu H0=8": lambda run: _msdpu(run, 8),
+  "diloco H=8": lambda run: _diloco(run, 8),
+  "local_sgd H=16": lambda run: _local(run, 16),
+  "msdpu H0=4": lambda run: _msdpu(run, 4),
+  "local_sgd H=4": lambda run: _local(run, 4),
+  "msdpu H0=16": lambda run: _msdpu(run, 16),
+  "msdpu fixed H=8": lambda run: _msdpu(run, 8, rule=intervals.fixed(8)),
+  "msdpu no correction": lambda run: _msdpu(run, 8, correction=0.0),
+  "msdpu no delay": _no_delay,
+  "post_local_sgd H=8": _post_local,
+  "adacomm tau0=16": _adacomm,
+  "qsr H>=8": _qsr,
+  "msdpu outer": lambda run: _msdpu(
+    run, 8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)
+  ),
+}
+
+# Under these names on the command line.
+PRESETS: dict[str, tuple[str, Config]] = {
+  "cifar10": ("CIFAR-10, LeNet: minutes a run on 2 cores", Config()),
+  "mnist": (
+    "MNIST, LeNet: a minute a run on 2 cores",
+    Config(dataset="mnist", epochs=2.0, warmup_epochs=0.2),
+  ),
+  "cifar10-skewed": (
+    "CIFAR-10, workers with unlike labels",
+    Config(alpha=0.3),
+  ),
+  "smoke": (
+    "digits, a few steps: that it runs",
+    Config(
+      dataset="digits", model="mlp", workers=2, epochs=1.0, warmup_epochs=0.2,
+      rates=(0.1,), seeds=(0,), variants=("ssgd", "msdpu H0=8"),
+    ),
+  ),
+  "cifar100-gpu": (
+    "CIFAR-100, ResNet-18 on 8 GPUs, as far as the paper says",
+    Config(
+      dataset="cifar100", model="resnet18", batch_size=1024, epochs=160.0,
+      warmup_epochs=5.0, rates=(0.1, 0.2, 0.4, 0.8), weight_decay=5e-4,
+      augment=True, dtype="bfloat16",
+    ),
+  ),
+  "imagenette-gpu": (
+    "Imagenette, ResNet-50 on 8 GPUs: an ImageNet subset",
+    Config(
+      dataset="imagenette", model="resnet50", batch_size=512, epochs=100.0,
+      warmup_epochs=5.0, rates=(0.1, 0.2, 0.4, 0.8), weight_decay=1e-4,
+      augment=True, dtype="bfloat16",
+    ),
+  ),
+}  # fmt: skip
