@@ -34,6 +34,11 @@ from jdist.collectives._running import Workers as Workers
 from jdist.collectives._running import workers as workers
 from jdist.collectives._schedules import Event as Event
 from jdist.collectives._schedules import read_schedule as read_schedule
+from jdist.collectives._topologies import abstract as abstract
+from jdist.collectives._topologies import check_compiler as check_compiler
+from jdist.collectives._topologies import describe_gpus as describe_gpus
+from jdist.collectives._topologies import GPU_KINDS as GPU_KINDS
+from jdist.collectives._topologies import Topology as Topology
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic

@@ -1,0 +1,78 @@
+"""What data sheets say about GPUs."""
+
+import dataclasses
+from typing import Literal
+
+from jdist.cluster import _links, _overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+  """A GPU's highest rates, by its data sheet: no program reaches all of them.
+
+  Attributes:
+    name: of the GPU.
+    bfloat16_flops_per_s: of matrix products, dense.
+    float32_flops_per_s: of matrix products in TF32, dense: what XLA takes for
+      float32 unless told otherwise.
+    memory_bytes_per_s: of its own memory.
+    nvlink_bits_per_s: to the other GPUs of its node, in each direction; data
+      sheets state the sum of both.
+    network_bits_per_s: its share of the node's network, in each direction: of
+      the vendor's machine with eight GPUs and a network card for each.
+  """
+
+  name: str
+  bfloat16_flops_per_s: float
+  float32_flops_per_s: float
+  memory_bytes_per_s: float
+  nvlink_bits_per_s: float
+  network_bits_per_s: float
+
+  def device(
+    self, dtype: Literal["bfloat16", "float32"], launch_s: float = 0.0
+  ) -> _overlap.Device:
+    """The device for programs that compute in a dtype.
+
+    Args:
+      dtype: of the products.
+      launch_s: the least time of one kernel, default 0.
+
+    >>> GPUS["h200"].device("bfloat16").flops_per_s
+    989500000000000.0
+    """
+    rates = {
+      "bfloat16": self.bfloat16_flops_per_s,
+      "float32": self.float32_flops_per_s,
+    }
+    if dtype not in rates:
+      raise ValueError(
+        f"`dtype` must be one of {', '.join(rates)}, got {dtype!r}."
+      )
+    return _overlap.Device(
+      self.name, rates[dtype], self.memory_bytes_per_s, launch_s
+    )
+
+  def link(self, nodes: int = 1, latency_s: float = 0.0) -> _links.Link:
+    """The link that bounds a ring over all GPUs of so many nodes.
+
+    Args:
+      nodes: over one it is NVLink, over several the network.
+      latency_s: of one message, default 0.
+
+    >>> GPUS["h200"].link().bandwidth_bits_per_s / 8e9  # GB/s
+    450.0
+    """
+    if nodes < 1:
+      raise ValueError(f"`nodes` must be at least 1, got {nodes}.")
+    slowest = self.nvlink_bits_per_s if nodes == 1 else self.network_bits_per_s
+    return _links.Link(slowest, latency_s)
+
+
+# NVIDIA's data sheets of the SXM forms, without sparsity; networks are those
+# of the DGX A100, H100 and H200.
+GPUS = {
+  "h200": Gpu("NVIDIA H200", 989.5e12, 494.7e12, 4.8e12, 8 * 450e9, 400e9),
+  "h100": Gpu("NVIDIA H100", 989.5e12, 494.7e12, 3.35e12, 8 * 450e9, 400e9),
+  "a100": Gpu("NVIDIA A100", 312e12, 156e12, 2.039e12, 8 * 300e9, 200e9),
+}
