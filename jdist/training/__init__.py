@@ -6,6 +6,11 @@ The model, the data and the optimizer's chain arrive as arguments.
 from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
+from jdist.training._forecasting import abstract_state as abstract_state
+from jdist.training._forecasting import Forecast as Forecast
+from jdist.training._forecasting import forecast as forecast
+from jdist.training._forecasting import Kernel as Kernel
+from jdist.training._forecasting import Message as Message
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
 from jdist.training._plotting import check_plots as check_plots
@@ -21,4 +26,5 @@ from jdist.training._state import TrainState as TrainState
 from jdist.training._step import cast as cast
 from jdist.training._step import classification_loss as classification_loss
 from jdist.training._step import make_step as make_step
+from jdist.training._timelines import plot_forecasts as plot_forecasts
 from jdist.training._watchdog import Watchdog as Watchdog
