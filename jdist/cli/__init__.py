@@ -12,9 +12,10 @@ from jdist.cli import _help, _options
 
 # Every command: its options and, in words, the module that runs it. Commands
 # load when they are used: help and errors should not wait for Flax and more.
-_COMMANDS: dict[str, tuple[type[_options.Common], str]] = {
+_COMMANDS: dict[str, tuple[type[Any], str]] = {
   "train": (_options.Train, "train one model with one method"),
   "compare": (_options.Compare, "compare methods: one table, one picture"),
+  "schedule": (_options.Schedule, "what hides communication on GPUs"),
 }
 
 
@@ -67,7 +68,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _command(
   name: str,
-) -> tuple[type[_options.Common], Callable[[Any], None]]:
+) -> tuple[type[Any], Callable[[Any], None]]:
   if name not in _COMMANDS:
     raise ValueError(
       f"the command must be one of {', '.join(_COMMANDS)}, got {name!r}. "
@@ -79,6 +80,10 @@ def _command(
       from jdist.cli import _train
 
       _train.train(options)
+    elif name == "schedule":
+      from jdist.cli import _schedule
+
+      _schedule.schedule(options)
     else:
       from jdist.cli import _compare
 
@@ -88,8 +93,8 @@ def _command(
 
 
 def _parse(
-  name: str, command: type[_options.Common], words: list[str]
-) -> _options.Common | None:
+  name: str, command: type[Any], words: list[str]
+) -> Any:
   """The options of a command; None when its help was asked for."""
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
@@ -112,7 +117,7 @@ def _parse(
 
 
 def _check_known(
-  name: str, command: type[_options.Common], words: list[str]
+  name: str, command: type[Any], words: list[str]
 ) -> None:
   known = [f"--{field.replace('_', '-')}" for field in _help.fields(command)]
   for word in words:

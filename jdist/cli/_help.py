@@ -29,6 +29,8 @@ examples:
       longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR
       one method; the same command again goes on where it stopped
+  jdist schedule --method ssgd msdpu --topology 8xh200
+      what a GPU does while it sends, read from the compiled program
   jdist train --help
       every option
 
@@ -48,11 +50,24 @@ _EXAMPLES = {
   jdist compare --learning-rate 0.05 0.1 0.2      each method finds its best
   jdist compare --alpha 0.1                       workers with unlike data
 """,
+  "schedule": """examples:
+  jdist schedule --method msdpu --model resnet50 --topology 8xh200
+  jdist schedule --method ssgd local_sgd msdpu    one line each
+  jdist schedule --topology 2x8xh100 --interval 32
+""",
 }
 
 # Titles, and the fields under them; a command shows those that it has.
 _GROUPS: dict[str, tuple[str, ...]] = {
-  "what is trained": ("preset", "dataset", "model", "norm", "dtype"),
+  "what is trained": (
+    "preset",
+    "dataset",
+    "model",
+    "image_size",
+    "length",
+    "norm",
+    "dtype",
+  ),
   "methods": (
     "method",
     "methods",
@@ -63,6 +78,14 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "correction",
     "carry",
     "stream",
+  ),
+  "GPUs and compiler": ("topology", "in_flight", "combine_mb"),
+  "stated rates": (
+    "bandwidth_gbit_per_s",
+    "latency_us",
+    "tflop_per_s",
+    "memory_gb_per_s",
+    "launch_us",
   ),
   "workers and their data": (
     "workers",
@@ -117,7 +140,7 @@ def _table(told: Mapping[str, str]) -> Iterator[str]:
     yield f"  {name:{column}}{text}"
 
 
-def options(name: str, defaults: _options.Common) -> str:
+def options(name: str, defaults: _options.Options) -> str:
   """The help of a command.
 
   Args:
@@ -184,7 +207,7 @@ def _kind(hint: Any) -> str:
   return {int: "INT", float: "NUMBER", str: "NAME"}[hint]
 
 
-def fields(command: type[_options.Common]) -> dict[str, str]:
+def fields(command: type[_options.Options]) -> dict[str, str]:
   """The options of a command and what their docstrings say."""
   found: dict[str, str] = {}
   for owner in reversed(command.__mro__):

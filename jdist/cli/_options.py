@@ -5,7 +5,7 @@ given comes from the preset, and what the preset does not say from here.
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
@@ -17,6 +17,9 @@ METHODS: dict[str, str] = {
   "diloco": "local steps; their mean is a gradient for outer Nesterov",
   "msdpu": "local steps; the mean arrives a round late, H follows the loss",
 }
+
+# Of any command.
+Options = TypeVar("Options", bound="Common | Schedule")
 
 _Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
 
@@ -181,6 +184,84 @@ class Compare(Common):
   """Of that link, for each message."""
 
 
+# Of methods that have several forms, the first is meant without a colon.
+FORMS: dict[str, tuple[str, ...]] = {
+  "ssgd": ("after", "first", "scattered"),
+  "msdpu": ("streamed", "simple"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """Compiles a training step for GPUs that need not be there, and says what
+  hides its communication: a table, rows and a drawn timeline.
+
+  The order is that of the compiled program. Times are computed from stated
+  rates; nothing is run or measured.
+  """
+
+  method: Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")
+  ] = ("msdpu",)
+  """One or more methods, in forms: ssgd sends after the backward pass,
+  ssgd:first before the forward pass, ssgd:scattered half of it in each; msdpu
+  is streamed, msdpu:simple sends its late mean at once at a round's end."""
+
+  model: str = "resnet50"
+  """A model of `jdist train`, or transformer: that of GPT-2, 124 million
+  parameters."""
+
+  topology: str = "8xh200"
+  """GPUs to compile for, GPUSxKIND or NODESxGPUSxKIND; kinds are h200, h100
+  and a100."""
+
+  batch_size: int = 32
+  """Images or sequences of one GPU in a step."""
+
+  image_size: int | None = None
+  """Height and width of the images; if not given, what the model was made
+  for."""
+
+  length: int = 1024
+  """Tokens of a sequence, for the transformer."""
+
+  norm: Literal["batch", "group", "none"] | None = None
+  """Normalisation of ResNets and VGGs; the model's own default if not given."""
+
+  dtype: Literal["bfloat16", "float32"] = "bfloat16"
+  """In which the model computes; parameters and messages stay float32."""
+
+  interval: int = 8
+  """Local steps of a round, H."""
+
+  in_flight: int | None = None
+  """Collectives that may be under way at once; if not given, the compiler's
+  own choice, one."""
+
+  combine_mb: float | None = None
+  """Size up to which all-reduces are merged, 0 for none; if not given, the
+  compiler's own choice."""
+
+  bandwidth_gbit_per_s: float | None = None
+  """Of each GPU's link, in each direction; if not given, the data sheet's for
+  NVLink, and for the network if there are several nodes."""
+
+  latency_us: float = 2.0
+  """Assumed for each message of a ring."""
+
+  tflop_per_s: float | None = None
+  """Rate of products and convolutions; the data sheet's if not given."""
+
+  memory_gb_per_s: float | None = None
+  """Rate of a GPU's memory; the data sheet's if not given."""
+
+  launch_us: float = 2.0
+  """Assumed for the shortest kernel."""
+
+  output: _Directory = None
+  """Directory for rows and picture; a new one under runs/ if not given."""
+
+
 # What a preset changes. Presets are for both commands: a learning rate of
 # several values is a grid for `compare`, and its first value is `train`'s.
 PRESETS: dict[str, dict[str, object]] = {
@@ -216,12 +297,14 @@ PRESETS: dict[str, dict[str, object]] = {
 }
 
 
-def with_preset(options: type[Common], name: str) -> Common:
+def with_preset(options: type[Options], name: str) -> Options:
   """The defaults of a command under a preset.
 
   Raises:
     ValueError: when there is no such preset.
   """
+  if not issubclass(options, Common):
+    return options()
   if name not in PRESETS:
     raise ValueError(
       f"`--preset` must be one of {', '.join(PRESETS)}, got {name!r}."

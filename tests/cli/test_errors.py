@@ -13,7 +13,10 @@ from jdist import cli
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
 _BAD = [
-  ("trian", "the command must be one of train, compare, got 'trian'"),
+  (
+    "trian",
+    "the command must be one of train, compare, schedule, got 'trian'",
+  ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
   ("compare --methods ssgd ssgd", "`--methods` must be one or more different"),

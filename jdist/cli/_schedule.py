@@ -1,0 +1,475 @@
+"""`jdist schedule`: what a GPU does while it sends, without a GPU."""
+
+import dataclasses
+import datetime
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import cluster, collectives, models, training, transforms
+from jdist.cli import _experiment, _methods, _options
+
+# What models are made for, where images of 224x224 are not it.
+_IMAGE_SIZES = {
+  "mlp": 28,
+  "lenet": 28,
+  "cnn": 32,
+  "resnet8": 32,
+  "resnet20": 32,
+}
+_CHANNELS = {"mlp": 1, "lenet": 1}
+_VOCABULARY = 50_257
+_GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
+_MODELS = tuple(models.NAMES)
+
+_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A model and what it is fed with, as shapes.
+
+  Attributes:
+    model: with shapes for parameters.
+    loss: as `training.make_step` takes it.
+    batch: one worker's, arrays of shapes.
+    unit: what a batch consists of.
+  """
+
+  model: models.Model
+  loss: Callable[..., Any]
+  batch: dict[str, jax.ShapeDtypeStruct]
+  unit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What was read of a method's program.
+
+  Attributes:
+    method: its name and form.
+    meeting: the step that ends a round.
+    between: a step that does not; of a method that meets in every step, the
+      same.
+    interval: steps of a round.
+    memory_bytes: that the program needs on a GPU.
+    compile_s: how long that took here.
+  """
+
+  method: str
+  meeting: training.Forecast
+  between: training.Forecast
+  interval: int
+  memory_bytes: int
+  compile_s: float
+
+  @property
+  def mean_step_s(self) -> float:
+    """Of the steps of a round."""
+    return self.mean(lambda step: step.timeline.end_s)
+
+  @property
+  def mean_bytes(self) -> float:
+    """That a worker sends in a step, over a round."""
+    return self.mean(lambda step: step.wire_bytes)
+
+  @property
+  def hidden_share(self) -> float:
+    """Of all sending of a round."""
+    sent = self.mean(lambda step: step.timeline.send_s)
+    exposed = self.mean(lambda step: step.timeline.exposed_s)
+    return 1.0 - exposed / sent if sent else 1.0
+
+  def mean(self, of: Callable[[training.Forecast], float]) -> float:
+    """Of something over the steps of a round."""
+    rest = self.interval - 1
+    return (of(self.meeting) + rest * of(self.between)) / self.interval
+
+
+def schedule(options: _options.Schedule) -> None:
+  """Compiles, reads, and leaves a table, rows and a picture."""
+  topology, device, link = _check(options)
+  # The devices of this host are not needed, and its GPUs not taken.
+  if getattr(jax.config, "jax_platforms", None) is None:
+    jax.config.update("jax_platforms", "cpu")
+  collectives.check_compiler()
+  training.check_plots()
+  task = _task(options)
+  workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())
+  output = _output(options)
+  console = _console()
+  console.print(_heading(options, topology, task, device, link))
+  found = []
+  for method in options.method:
+    one = _read(method, options, task, workers, device, link)
+    console.print(
+      f"{method}: compiled in {one.compile_s:.0f} s, "
+      f"{training.format_bytes(one.memory_bytes)} of a GPU's "
+      f"{topology.memory_bytes / 1e9:.0f} GB"
+    )
+    found.append(one)
+    training.append_rows(output / "rows.jsonl", [_row(options, one)])
+  console.print()
+  if len(found) == 1:
+    console.print(_messages_table(found[0]))
+    console.print()
+  console.print(_methods_table(found))
+  path = output / "schedule.png"
+  training.plot_forecasts(
+    {one.method: one.meeting for one in found},
+    path,
+    title=f"One training step of {options.model} on {topology}, "
+    "in the compiled program's order",
+    note=_rates(device, link),
+  )
+  # Not through the console, which would break a long path into lines.
+  print(f"Rows: {output / 'rows.jsonl'}")
+  print(f"Picture: {path}")
+
+
+def _check(
+  options: _options.Schedule,
+) -> tuple[collectives.Topology, cluster.Device, cluster.Link]:
+  """The stated machine; raises a ValueError for options that are wrong."""
+  if not options.method or len(set(options.method)) < len(options.method):
+    raise ValueError(
+      f"`--method` must be one or more different methods, got {options.method}."
+    )
+  for method in options.method:
+    _split(method)
+  if options.model not in _MODELS:
+    raise ValueError(
+      f"`--model` must be one of {', '.join(_MODELS)}, got {options.model!r}."
+    )
+  try:
+    topology = collectives.describe_gpus(options.topology)
+  except ValueError as error:
+    raise ValueError(f"`--topology`: {error}") from None
+  least = {"batch_size": 1, "image_size": 1, "length": 1, "interval": 1}
+  for name, low in (least | {"in_flight": 1, "combine_mb": 0}).items():
+    value = getattr(options, name)
+    if value is not None and not low <= value < math.inf:
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must be at least {low}, got {value}."
+      )
+  for name in ("bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s"):
+    value = getattr(options, name)
+    if value is not None and not 0 < value < math.inf:
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must be positive, got {value}."
+      )
+  for name in ("latency_us", "launch_us"):
+    value = getattr(options, name)
+    if not 0 <= value < math.inf:
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must not be negative, got {value}."
+      )
+  gpu = cluster.GPUS[topology.kind]
+  device = gpu.device(options.dtype, options.launch_us / 1e6)
+  link = gpu.link(topology.nodes, options.latency_us / 1e6)
+  if options.tflop_per_s is not None:
+    device = dataclasses.replace(device, flops_per_s=options.tflop_per_s * 1e12)
+  if options.memory_gb_per_s is not None:
+    device = dataclasses.replace(
+      device, memory_bytes_per_s=options.memory_gb_per_s * 1e9
+    )
+  if options.bandwidth_gbit_per_s is not None:
+    link = dataclasses.replace(
+      link, bandwidth_bits_per_s=options.bandwidth_gbit_per_s * 1e9
+    )
+  return topology, device, link
+
+
+def _split(method: str) -> tuple[str, str | None]:
+  """A method's name and form: `msdpu:simple`."""
+  name, _, form = method.partition(":")
+  _methods.check_method("--method", name)
+  forms = _options.FORMS.get(name, ())
+  if form and form not in forms:
+    raise ValueError(
+      f"`--method` {name} has "
+      f"{'the forms ' + ', '.join(forms) if forms else 'one form only'}, got "
+      f"{method!r}."
+    )
+  return name, form or next(iter(forms), None)
+
+
+def _task(options: _options.Schedule) -> Task:
+  """The model, its loss and its batch."""
+  norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
+  dtype = jnp.dtype(options.dtype)
+  size = options.batch_size
+  if options.model == "transformer":
+    model = models.build(
+      "transformer",
+      input_shape=(options.length,),
+      num_classes=_VOCABULARY,
+      abstract=True,
+      **_GPT2,
+      **norm,
+    )
+    tokens = jax.ShapeDtypeStruct((size, options.length), jnp.int32)
+    loss = _next_token_loss(model, dtype)
+    return Task(model, loss, {"tokens": tokens, "next": tokens}, "sequences")
+  side = options.image_size or _IMAGE_SIZES.get(options.model, 224)
+  shape = (side, side, _CHANNELS.get(options.model, 3))
+  model = models.build(
+    options.model,
+    input_shape=shape,
+    num_classes=10 if side <= 32 else 1000,
+    abstract=True,
+    **norm,
+  )
+  batch = {
+    "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
+    "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+  }
+  loss = training.classification_loss(model.apply, compute_dtype=dtype)
+  return Task(model, loss, batch, "images")
+
+
+def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
+  """Mean cross-entropy of a language model's next tokens."""
+
+  def loss_fn(
+    params: Any, model_state: Any, batch: Any, key: jax.Array
+  ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
+    del key
+    logits, model_state = model.apply(
+      training.cast(params, dtype), model_state, batch["tokens"], train=True
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits.astype(jnp.float32), batch["next"]
+    )
+    return losses.mean(), (model_state, {})
+
+  return loss_fn
+
+
+def _read(
+  method: str,
+  options: _options.Schedule,
+  task: Task,
+  workers: collectives.Workers,
+  device: cluster.Device,
+  link: cluster.Link,
+) -> Found:
+  """Compiles a method's step and forecasts it."""
+  start_s = time.monotonic()
+  program = _compile(method, options, task, workers)
+  compile_s = time.monotonic() - start_s
+  text = program.as_text()
+  meeting = training.forecast(text, device, link)
+  between = training.forecast(text, device, link, branch="idles")
+  memory = program.memory_analysis()
+  every_step = not any(message.conditional for message in meeting.messages)
+  return Found(
+    method,
+    meeting,
+    between,
+    1 if every_step and _split(method)[1] != "streamed" else options.interval,
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes,
+    compile_s,
+  )
+
+
+def _compile(
+  method: str,
+  options: _options.Schedule,
+  task: Task,
+  workers: collectives.Workers,
+) -> Any:
+  optimizer = _optimizer(method, options, workers.axis)
+  streamed = _split(method)[1] == "streamed"
+  step = training.make_step(task.loss, optimizer, axis=workers.axis)
+  chosen = {"stream_steps": options.interval} if streamed else {}
+
+  def one_step(state: Any, batch: Any) -> Any:
+    return step(state, batch, **chosen)
+
+  state = training.abstract_state(
+    workers, optimizer, task.model.params, task.model.state
+  )
+  lowered = workers.jit(one_step, donate_argnums=0).lower(
+    state, collectives.abstract(workers, task.batch)
+  )
+  flags: dict[str, Any] = {}
+  if options.in_flight is not None:
+    flags[_IN_FLIGHT] = options.in_flight
+  if options.combine_mb is not None:
+    flags[_COMBINE] = int(options.combine_mb * 1e6)
+  return lowered.compile(compiler_options=flags)
+
+
+def _optimizer(
+  method: str, options: _options.Schedule, axis: collectives.Axis
+) -> optax.GradientTransformation:
+  """A method's chain, in one of its forms."""
+  name, form = _split(method)
+  budget = _methods.Budget(
+    num_steps=1_000_000,  # Longer than any round.
+    warmup_steps=0,
+    learning_rate=optax.constant_schedule(0.1),
+  )
+  common = _options.Common(interval=options.interval, stream=form == "streamed")
+  if form not in ("first", "scattered"):
+    return _methods.build_method(name, common, budget, axis)
+  # The worker's own optimizer is the method without anybody to speak to.
+  return transforms.update_first(
+    _methods.build_method(name, common, budget, None),
+    axis=axis,
+    in_flight=options.in_flight or 1,
+    scatter=form == "scattered",
+  )
+
+
+def _heading(
+  options: _options.Schedule,
+  topology: collectives.Topology,
+  task: Task,
+  device: cluster.Device,
+  link: cluster.Link,
+) -> str:
+  size = models.num_params(task.model)
+  shape = "x".join(map(str, next(iter(task.batch.values())).shape[1:]))
+  return (
+    f"{options.model}, {size:,} parameters, {options.batch_size} {task.unit} "
+    f"of {shape} a GPU and step, {options.dtype}; {topology.num_gpus} x "
+    f"{device.name}.\n{_rates(device, link)}\n"
+  )
+
+
+def _rates(device: cluster.Device, link: cluster.Link) -> str:
+  return (
+    f"Stated rates, not measurements: {device.flops_per_s / 1e12:,.0f} "
+    f"TFLOP/s, {device.memory_bytes_per_s / 1e9:,.0f} GB/s of memory, "
+    f"{device.launch_s * 1e6:g} µs at least a kernel; link "
+    f"{link.bandwidth_bits_per_s / 1e9:,.0f} Gbit/s each way, "
+    f"{link.latency_s * 1e6:g} µs a message."
+  )
+
+
+def _messages_table(found: Found) -> Any:
+  from rich import table
+
+  grid = table.Table(
+    title=f"Collectives of {found.method}, in the order of their starts",
+    caption=(
+      "Sent: bytes that each GPU sends in a ring. Under it: kernels between "
+      "its start and its done, and of these products and convolutions."
+    ),
+  )
+  grid.add_column("#", justify="right")
+  grid.add_column("collective")
+  grid.add_column("when")
+  for name in (
+    "MB sent", "µs on the link", "kernels under it", "products",
+    "µs of kernels", "hidden %",
+  ):  # fmt: skip
+    grid.add_column(name, justify="right")
+  for number, message in enumerate(found.meeting.messages, 1):
+    grid.add_row(
+      str(number),
+      message.kind,
+      "round's end" if message.conditional else "each step",
+      f"{message.wire_bytes / 1e6:.3g}",
+      f"{message.send_s * 1e6:,.1f}",
+      str(message.kernels),
+      str(message.products),
+      f"{message.compute_s * 1e6:,.1f}",
+      f"{100 * message.hidden_share:.1f}",
+    )
+  return grid
+
+
+def _methods_table(found: list[Found]) -> Any:
+  from rich import table
+
+  grid = table.Table(
+    title="Steps at the stated rates",
+    caption=(
+      "Means over a round, and the step that ends one. Hidden: the part of "
+      "sending in which the device did not wait."
+    ),
+  )
+  grid.add_column("method", no_wrap=True)
+  for name in (
+    "round", "MB a step", "sending ms", "hidden %", "step ms",
+    "last step ms", "its hidden %",
+  ):  # fmt: skip
+    grid.add_column(name, justify="right")
+  for one in found:
+    last = one.meeting
+    grid.add_row(
+      one.method,
+      str(one.interval),
+      f"{one.mean_bytes / 1e6:.3g}",
+      f"{one.mean(lambda step: step.timeline.send_s) * 1e3:.3f}",
+      f"{100 * one.hidden_share:.1f}",
+      f"{one.mean_step_s * 1e3:.3f}",
+      f"{last.timeline.end_s * 1e3:.3f}",
+      f"{100 * last.timeline.hidden_share:.1f}",
+    )
+  return grid
+
+
+def _row(options: _options.Schedule, found: Found) -> dict[str, Any]:
+  return training.make_row(
+    dataclasses.asdict(options),
+    0,
+    method=found.method,
+    interval=found.interval,
+    memory_bytes=found.memory_bytes,
+    mean_step_s=found.mean_step_s,
+    mean_wire_bytes=found.mean_bytes,
+    hidden_share=found.hidden_share,
+    meeting=_step_row(found.meeting),
+    between=_step_row(found.between),
+    messages=[
+      dataclasses.asdict(message)
+      | {"send_s": message.send_s, "hidden_share": message.hidden_share}
+      for message in found.meeting.messages
+    ],
+  )
+
+
+def _step_row(step: training.Forecast) -> dict[str, Any]:
+  return {
+    "step_s": step.timeline.end_s,
+    "compute_s": step.timeline.compute_s,
+    "send_s": step.timeline.send_s,
+    "exposed_s": step.timeline.exposed_s,
+    "hidden_share": step.timeline.hidden_share,
+    "wire_bytes": step.wire_bytes,
+    "flops": step.flops,
+  }
+
+
+def _output(options: _options.Schedule) -> pathlib.Path:
+  if options.output is not None:
+    path = pathlib.Path(options.output)
+  else:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = pathlib.Path("runs") / f"schedule-{options.model}-{now}"
+  _experiment.make_directory("--output", path)
+  return path
+
+
+def _console() -> Any:
+  from rich import console
+
+  # As wide as the table where the output is a file or a pipe.
+  return console.Console(
+    width=None if sys.stdout.isatty() else 100, highlight=False
+  )
