@@ -49,8 +49,9 @@ def read_schedule(
 ) -> tuple[Event, ...]:
   """Reads the order in which a compiled program computes and sends.
 
-  A collective that is not split into start and done is both at once: nothing
-  runs beside it.  A loop is read as often as it runs.
+  A collective that is not split into start and done, or is marked to run in
+  line, is both at once: nothing runs beside it.  A loop is read as often as it
+  runs.
 
   Args:
     program: a compiled function (`jitted.lower(...).compile()`) or its text.
@@ -122,7 +123,7 @@ def _events(
   operation, name = instruction.operation, instruction.name
   if operation.endswith("-done"):
     started = program.instructions.get(next(iter(instruction.operands), ""))
-    if started is not None and _sends(program, started):
+    if started is not None and _sends(program, started) and not _waits(started):
       yield Event("done", started.name, operation)
     return
   if _sends(program, instruction):
@@ -131,7 +132,7 @@ def _events(
       program, sender, conditional=conditional
     )
     yield Event("start", name, sender.operation, collective=collective)
-    if not operation.endswith("-start"):
+    if not operation.endswith("-start") or _waits(instruction):
       yield Event("done", name, operation)
     return
   if operation.endswith("-start"):
@@ -148,6 +149,11 @@ def _events(
 def _sends(program: _hlo.Program, instruction: _hlo.Instruction) -> bool:
   sender = _sender(program, instruction)
   return sender.operation.removesuffix("-start") in _programs.KINDS
+
+
+def _waits(instruction: _hlo.Instruction) -> bool:
+  """Whether the compiler runs a start in line with the kernels after all."""
+  return '"is_sync":true' in instruction.attributes
 
 
 def _sender(

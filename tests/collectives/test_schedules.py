@@ -72,6 +72,18 @@ def test_the_order_is_that_of_the_program():
   ]
 
 
+def test_a_start_that_runs_in_line_hides_under_nothing():
+  start = "replica_groups=[1,8]<=[8]\n"
+  assert start in _TEXT
+  marked = (
+    start.strip()
+    + ', backend_config={"collective_backend_config":{"is_sync":true}}\n'
+  )
+  events = collectives.read_schedule(_TEXT.replace(start, marked))
+  assert [event.kind for event in events][:3] == ["start", "done", "compute"]
+  assert len(events) == len(collectives.read_schedule(_TEXT))
+
+
 def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
   events = collectives.read_schedule(_TEXT, branch="idles")
   names = [event.name for event in events]
