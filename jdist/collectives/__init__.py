@@ -10,11 +10,13 @@ from jdist.collectives._axis import Axis as Axis
 from jdist.collectives._axis import check_axis as check_axis
 from jdist.collectives._axis import check_local as check_local
 from jdist.collectives._axis import exchange as exchange
+from jdist.collectives._axis import finish_mean as finish_mean
 from jdist.collectives._axis import gather as gather
 from jdist.collectives._axis import index as index
 from jdist.collectives._axis import mean as mean
 from jdist.collectives._axis import scatter as scatter
 from jdist.collectives._axis import size as size
+from jdist.collectives._axis import start_mean as start_mean
 from jdist.collectives._axis import sum as sum
 from jdist.collectives._axis import varying as varying
 from jdist.collectives._fingerprints import fingerprint as fingerprint

@@ -27,17 +27,20 @@ def make_cpu_devices(num_devices: int) -> int:
   programs with collectives deadlock on a busy machine.  Does nothing to GPUs.
 
   Args:
-    num_devices: how many devices this process should have.
+    num_devices: how many devices this process should have at least; of several
+      calls the highest number counts.
 
   Returns:
     The number of CPU devices that this process will have; another number
-    than asked for when JAX has already started.
+    than asked for when JAX has already started, or was asked for more.
 
   Raises:
     ValueError: when `num_devices` is not positive.
   """
   if num_devices < 1:
     raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
+  # -1 when nobody has asked before.
+  num_devices = max(num_devices, jax.config.jax_num_cpu_devices)
   try:
     jax.config.update("jax_num_cpu_devices", num_devices)
   except RuntimeError:  # The backend runs: its devices are what there is.

@@ -272,11 +272,11 @@ def local_steps(
       return bring_all(state, params)
     collectives.check_local(updates, axis, what="`updates`")
     steps = usual_steps if stream_steps == "usual" else stream_steps
+    sent: tuple[Any, ...] = ()
     if steps is not None:
       _check_stream_steps(steps, stream)
-      # From the state, and before anything that it might have to wait for.
-      pending = sender(state.anchor).send(state.pending, steps)
-      state = state._replace(pending=pending)
+      # From the state: it has to wait for nothing in this step.
+      sent = sender(state.anchor).start(state.pending, steps)
     extra_args |= {
       "anchor": state.anchor,
       "interval_steps": state.interval,
@@ -294,30 +294,45 @@ def local_steps(
       state = state._replace(round_loss=state.round_loss + loss)
     over = state.round_step >= state.interval
     if steps is not None:
-      over &= sender(state.anchor).complete(state.pending, steps)
+      over &= sender(state.anchor).complete(state.pending, sent)
     updates, state = jax.lax.cond(
       collectives.agreed(over, axis),
       functools.partial(end_round, steps),
       go_on,
+      sent,
       updates,
       state,
       params,
     )
     return updates, ahead(state)
 
+  def finished(
+    state: LocalStepsState, sent: tuple[Any, ...]
+  ) -> LocalStepsState:
+    if not sent:
+      return state
+    pending = sender(state.anchor).finish(state.pending, sent)
+    return state._replace(pending=pending)
+
   def go_on(
-    updates: optax.Updates, state: LocalStepsState, params: optax.Params
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
     del params
+    state = finished(state, sent)
     state = state._replace(synchronized=jnp.asarray(False))
     return collectives.varying((updates, state), axis)
 
   def end_round(
     steps: int | None,
+    sent: tuple[Any, ...],
     updates: optax.Updates,
     state: LocalStepsState,
     params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
+    state = finished(state, sent)
     local = jax.tree.map(_moved, params, updates)
     if delayed:
       anchor, target, mean_loss, state = join_late(state, local, steps)

@@ -56,6 +56,20 @@ class StreamState(NamedTuple):
   position: dict[str, jax.Array]
 
 
+class Part(NamedTuple):
+  """A sub-tensor that is sent in this step, under its buffer's name.
+
+  Attributes:
+    start: where it begins.
+    own: this worker's.
+    total: the workers' mean, but for its last division.
+  """
+
+  start: dict[str, jax.Array]
+  own: dict[str, jax.Array]
+  total: dict[str, jax.Array]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
   """How a delayed message is cut into sub-tensors.
@@ -104,14 +118,19 @@ class AtOnce:
     """This worker's message that is held."""
     return state
 
-  def send(self, state: Message, steps: int | None) -> Message:
+  def start(self, state: Message, steps: int | None) -> tuple[()]:
     """What every step sends: nothing."""
-    del steps
+    del state, steps
+    return ()
+
+  def finish(self, state: Message, sent: tuple[()]) -> Message:
+    """Writes down what has been sent: nothing."""
+    del sent
     return state
 
-  def complete(self, state: Message, steps: int | None) -> jax.Array:
+  def complete(self, state: Message, sent: tuple[()]) -> jax.Array:
     """Whether the round may end."""
-    del state, steps
+    del state, sent
     return jnp.asarray(True)
 
   def mean(
@@ -153,35 +172,63 @@ class Streaming:
     """This worker's message that is held."""
     return self._unpack(state.sent)
 
-  def send(self, state: StreamState, steps: int | None) -> StreamState:
-    """Sends the next sub-tensors, and writes down their mean."""
+  def start(self, state: StreamState, steps: int | None) -> tuple[Part, ...]:
+    """Sends the next sub-tensors; nothing waits for them yet."""
     if steps is None:
-      return state
-    arrived, positions = {}, {}
-    for name, sent in state.sent.items():
-      length = sent.shape[1]
+      return ()
+    sent = []
+    for name, whole in state.sent.items():
+      length = whole.shape[1]
       number, size = self._stream.cut(
-        length, steps, itemsize=sent.dtype.itemsize
+        length, steps, itemsize=whole.dtype.itemsize
       )
-      whole, position = state.arrived[name], state.position[name]
+      position = state.position[name]
       for _ in range(number):
         # The last one begins earlier rather than to be padded.
         start = jnp.minimum(position, length - size)
-        part = jax.lax.dynamic_slice_in_dim(sent, start, size, 1)
-        part = collectives.mean(part, self._axis)
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+        own = jax.lax.dynamic_slice_in_dim(whole, start, size, 1)
+        total = collectives.start_mean(own, self._axis)
+        sent.append(Part({name: start}, {name: own}, {name: total}))
         position = jnp.minimum(position + size, length)
-      arrived[name], positions[name] = whole, position
-    return StreamState(state.sent, arrived, positions)
+    return tuple(sent)
 
-  def complete(self, state: StreamState, steps: int | None) -> jax.Array:
-    """Whether the round may end: what is streamed must have arrived."""
-    if steps is None:
-      return jnp.asarray(True)
+  def finish(self, state: StreamState, sent: tuple[Part, ...]) -> StreamState:
+    """Writes down the means of what has been sent.
+
+    Stands in the conditional at the end of the step, and writes the
+    worker's own part back to where it came from: so the memory of both is
+    used until then.  XLA's CPU compiler else gives it to the computation,
+    which then has to wait for what it should hide.
+    """
+    own, arrived, position = map(
+      dict, (state.sent, state.arrived, state.position)
+    )
+    for part in sent:
+      ((name, start),) = part.start.items()
+      mean = collectives.finish_mean(part.total[name], self._axis)
+      for whole, piece in ((own, part.own[name]), (arrived, mean)):
+        whole[name] = jax.lax.dynamic_update_slice_in_dim(
+          whole[name], piece, start, 1
+        )
+      position[name] = self._after(part)[name]
+    return StreamState(own, arrived, position)
+
+  def complete(
+    self, state: StreamState, sent: tuple[Part, ...] = ()
+  ) -> jax.Array:
+    """Whether all has arrived, with what is being sent in this step."""
+    position = dict(state.position)
+    for part in sent:
+      position |= self._after(part)
     there = [
-      state.position[name] >= sent.shape[1] for name, sent in state.sent.items()
+      position[name] >= whole.shape[1] for name, whole in state.sent.items()
     ]
     return jnp.stack(there).all()
+
+  def _after(self, part: Part) -> dict[str, jax.Array]:
+    """How far a message has arrived with a part."""
+    ((name, start),) = part.start.items()
+    return {name: start + part.own[name].shape[1]}
 
   def mean(
     self,
@@ -195,7 +242,7 @@ class Streaming:
       return self._unpack(state.arrived)
     # Of what was streamed before there is nothing left to send.
     arrived = jax.lax.cond(
-      collectives.agreed(late & self.complete(state, 1), self._axis),
+      collectives.agreed(late & self.complete(state), self._axis),
       lambda: collectives.varying(state.arrived, self._axis),
       lambda: collectives.mean(
         _either(late, state.sent, self._pack(present)), self._axis

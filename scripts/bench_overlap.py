@@ -1,0 +1,168 @@
+r"""Measures which steps hide their communication, on a real slow link.
+
+    sudo python scripts/slow_network.py --hosts 2 --rate 100mbit -- \\
+      python scripts/bench_overlap.py
+
+Real processes over `jax.distributed`, one worker each.  All steps do the same
+computation on the same model; blocks of each alternate, so that whatever else
+the machine does slows all alike.  Process 0 prints, and appends to a file of
+rows: the time of a step's computation alone and of its communication alone,
+and of each kind of step, beside what hiding everything and hiding nothing
+would give.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+# One thread for the computation: another is to be free for the network.
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+)
+
+import jax
+import numpy as np
+import optax
+
+from jdist import collectives, models, training, transforms
+
+
+def _chains(axis, interval):
+  inner = optax.sgd(0.01, momentum=0.9)
+
+  def late(interval, stream):
+    return transforms.local_steps(
+      inner, interval, axis=axis, delay_rounds=1, stream=stream
+    )
+
+  parts = transforms.Stream(max_bytes=2**20)
+  return {
+    "computation": inner,
+    "ssgd": transforms.ssgd(inner, axis=axis),
+    "update_first": transforms.update_first(inner, axis=axis),
+    "streamed H=1": late(1, parts),
+    f"streamed H={interval}": late(interval, parts),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+  parser.add_argument("--width", type=int, default=1024)
+  parser.add_argument("--batch-size", type=int, default=2048)
+  parser.add_argument("--interval", type=int, default=4)
+  parser.add_argument("--blocks", type=int, default=5)
+  parser.add_argument("--steps", type=int, default=4, help="in a block")
+  parser.add_argument("--rate", default="100mbit", help="for the row only")
+  parser.add_argument("--output", default=None)
+  options = parser.parse_args()
+  process = int(os.environ["JDIST_PROCESS"])
+  num_processes = int(os.environ["JDIST_PROCESSES"])
+  collectives.start_processes(
+    os.environ["JDIST_COORDINATOR"], num_processes, process
+  )
+  team = collectives.workers(num_processes, substrate="shard_map")
+  model = models.build(
+    "mlp",
+    input_shape=(8, 8, 1),
+    num_classes=10,
+    seed=0,
+    hidden_sizes=(options.width, options.width),
+  )
+  random = np.random.default_rng(process)
+  batch = team.place(
+    {
+      "image": random.normal(size=(1, options.batch_size, 8, 8, 1)).astype(
+        np.float32
+      ),
+      "label": random.integers(0, 10, (1, options.batch_size)).astype(np.int32),
+    }
+  )
+  loss = training.classification_loss(model.apply)
+  chains = _chains(team.axis, options.interval)
+  states, programs, sent = {}, {}, {}
+  for name, chain in chains.items():
+    step = training.make_step(loss, chain, axis=team.axis)
+    states[name] = training.init_state(team, chain, model.params, model.state)
+    programs[name] = team.jit(step, donate_argnums=0)
+    shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+      (states[name], batch),
+    )
+    counted = collectives.traffic(
+      step, *shapes, axis=team.axis, num_workers=num_processes
+    )
+    sent[name] = counted.bytes_per_step
+  params = team.replicate(model.params)
+  programs["communication"] = team.jit(
+    lambda tree: collectives.mean(tree, team.axis)
+  )
+
+  def block(name: str) -> float:
+    started_s = time.perf_counter()
+    for _ in range(options.steps):
+      if name == "communication":
+        jax.block_until_ready(programs[name](params))
+      else:
+        states[name], metrics = programs[name](states[name], batch)
+        jax.block_until_ready(metrics)
+    return (time.perf_counter() - started_s) / options.steps
+
+  names = ["computation", "communication", *list(chains)[1:]]
+  times: dict[str, list[float]] = {name: [] for name in names}
+  for turn in range(options.blocks + 1):
+    for name in names:
+      seconds = block(name)
+      if turn:  # The first one compiles.
+        times[name].append(seconds)
+  if process:
+    return
+  median = {name: statistics.median(found) for name, found in times.items()}
+  whole = sent["ssgd"]
+  report = {}
+  for name in names:
+    row = {
+      "step_ms": 1e3 * median[name],
+      "spread_ms": [1e3 * min(times[name]), 1e3 * max(times[name])],
+    }
+    if sent.get(name):
+      # Communication alone, in proportion to what the step sends.
+      sending = median["communication"] * sent[name] / whole
+      bounds = [
+        (c, s * sent[name] / whole)
+        for c, s in zip(
+          times["computation"], times["communication"], strict=True
+        )
+      ]
+      row |= {
+        "sent_bytes": sent[name],
+        "all_hidden_ms": 1e3 * max(median["computation"], sending),
+        "none_hidden_ms": 1e3 * (median["computation"] + sending),
+        "over_all_hidden": statistics.median(
+          t / max(b) for t, b in zip(times[name], bounds, strict=True)
+        ),
+        "over_none_hidden": statistics.median(
+          t / sum(b) for t, b in zip(times[name], bounds, strict=True)
+        ),
+      }
+    report[name] = row
+    line = f"{name:16s} {row['step_ms']:7.0f} ms a step"
+    if "sent_bytes" in row:
+      line += (
+        f"   {row['sent_bytes'] / 1e6:5.2f} MB   "
+        f"{row['over_all_hidden']:.2f} of all hidden, "
+        f"{row['over_none_hidden']:.2f} of none hidden"
+      )
+    print(line, flush=True)
+  if options.output is not None:
+    row = training.make_row(
+      vars(options), 0, processes=num_processes, steps=report
+    )
+    training.append_rows(options.output, [row])
+  else:
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+  main()

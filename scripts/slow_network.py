@@ -1,0 +1,171 @@
+r"""Runs a command on several "hosts" with slow links, all on this machine.
+
+    sudo python scripts/slow_network.py --hosts 2 --rate 100mbit -- \\
+      python scripts/bench_overlap.py
+
+Every host is a Linux network namespace with a name, a hosts file and a link to
+a common switch, limited in both directions.  The command is run on all of
+them, with these variables in its environment:
+
+    JDIST_COORDINATOR   address and port of host 0, for `jax.distributed`
+    JDIST_PROCESS       the host's number
+    JDIST_PROCESSES     how many there are
+
+Needs root, `ip` and `tc`.  All that it makes it removes again, and it touches
+no other namespace: nothing is routed out of these.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+_PORT = 9912
+_UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+
+
+def _call(*words: str) -> None:
+  done = subprocess.run(words, capture_output=True, text=True)
+  if done.returncode:
+    raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _bytes_per_s(rate: str) -> float:
+  for unit, bits in _UNITS.items():
+    if rate.endswith(unit):
+      with contextlib.suppress(ValueError):
+        return float(rate.removesuffix(unit)) * bits / 8
+  raise SystemExit(
+    f"`--rate` must be a number with gbit, mbit or kbit, got {rate!r}."
+  )
+
+
+def _limit(namespace: str, device: str, rate: str, delay_ms: float) -> None:
+  """A token bucket on one end of a link, and half of the delay."""
+  inside = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev")
+  per_s = _bytes_per_s(rate)
+  burst, queue = max(16384, int(per_s / 500)), max(262144, int(per_s / 20))
+  _call(
+    *inside, device, "root", "handle", "1:", "tbf", "rate", rate,
+    "burst", str(burst), "limit", str(queue),
+  )  # fmt: skip
+  if delay_ms:
+    _call(
+      *inside, device, "parent", "1:", "netem", "delay", f"{delay_ms / 2}ms",
+      "limit", "20000",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def network(
+  hosts: int, rate: str, delay_ms: float, prefix: str
+) -> Iterator[list[str]]:
+  """Makes the namespaces; yields their names, and removes them."""
+  names, switch = [f"{prefix}{i}" for i in range(hosts)], f"{prefix}-switch"
+  try:
+    _call("ip", "netns", "add", switch)
+    inside = ("ip", "netns", "exec", switch, "ip", "link")
+    _call(*inside, "add", "bridge", "type", "bridge")
+    _call(*inside, "set", "bridge", "up")
+    told = "127.0.0.1 localhost\n" + "".join(
+      f"10.77.0.{i + 1} {name}\n" for i, name in enumerate(names)
+    )
+    for i, name in enumerate(names):
+      _call("ip", "netns", "add", name)
+      folder = pathlib.Path("/etc/netns") / name
+      folder.mkdir(parents=True)
+      (folder / "hosts").write_text(told)
+      _call(
+        "ip", "link", "add", "eth0", "netns", name, "type", "veth",
+        "peer", "name", f"port{i}", "netns", switch,
+      )  # fmt: skip
+      host = ("ip", "-n", name)
+      _call(*host, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+      _call(*host, "link", "set", "lo", "up")
+      _call(*host, "link", "set", "eth0", "up")
+      _call("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge")
+      _call("ip", "-n", switch, "link", "set", f"port{i}", "up")
+      if rate != "none":
+        _limit(name, "eth0", rate, delay_ms)
+        _limit(switch, f"port{i}", rate, delay_ms)
+    yield names
+  finally:
+    for name in (*names, switch):
+      subprocess.run(("ip", "netns", "del", name), capture_output=True)
+      shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
+
+
+def run(names: list[str], command: list[str], timeout_s: float) -> int:
+  """Runs a command on all hosts; the highest exit status."""
+  started = []
+  for i, name in enumerate(names):
+    environment = os.environ | {
+      "JDIST_COORDINATOR": f"10.77.0.1:{_PORT}",
+      "JDIST_PROCESS": str(i),
+      "JDIST_PROCESSES": str(len(names)),
+    }
+    # A host name of its own: gloo binds to what that resolves to.
+    script = 'hostname "$0" && exec "$@"'
+    words = ("ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c")
+    started.append(
+      subprocess.Popen(
+        (*words, script, name, *command),
+        env=environment,
+        start_new_session=True,
+      )
+    )
+  end_s = time.monotonic() + timeout_s
+  try:
+    while any(p.poll() is None for p in started):
+      failed = [p.returncode for p in started if p.poll()]
+      if failed or time.monotonic() > end_s:
+        return failed[0] if failed else 124
+      time.sleep(0.1)
+  finally:
+    for process in started:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+  return max(abs(p.returncode) for p in started)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=(__doc__ or "").split("\n", 1)[0],
+    usage="%(prog)s [--hosts N] [--rate RATE] [--delay-ms MS] -- COMMAND ...",
+  )
+  parser.add_argument("--hosts", type=int, default=2)
+  parser.add_argument(
+    "--rate", default="100mbit", help="of every link, or none"
+  )
+  parser.add_argument(
+    "--delay-ms", type=float, default=0.0, help="one way; needs netem"
+  )
+  parser.add_argument("--timeout-s", type=float, default=300.0)
+  parser.add_argument("command", nargs=argparse.REMAINDER)
+  options = parser.parse_args()
+  command = [word for word in options.command if word != "--"]
+  if not command:
+    parser.error("a command must follow `--`")
+  missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
+  if missing or os.geteuid():
+    raise SystemExit(
+      f"slow_network.py needs root and the programs ip, tc and unshare; "
+      f"missing: {', '.join(missing) or 'root'}."
+    )
+  # Stopped by a signal, it still removes what it has made.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  prefix = f"jd{os.getpid() % 100000}"
+  with network(options.hosts, options.rate, options.delay_ms, prefix) as names:
+    status = run(names, command, options.timeout_s)
+  raise SystemExit(status)
+
+
+if __name__ == "__main__":
+  main()

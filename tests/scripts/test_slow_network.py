@@ -1,0 +1,56 @@
+"""Real processes over a real slow link: what is hidden and what is not."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jdist import training
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def _network(*words, timeout_s=400):
+  return subprocess.run(
+    (sys.executable, "scripts/slow_network.py", *words),
+    cwd=_ROOT,
+    env=os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=timeout_s,
+  )
+
+
+def _can():
+  if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "unshare"))):
+    return False
+  made = subprocess.run(("ip", "netns", "add", "jdist-probe"))
+  if made.returncode:
+    return False
+  return not subprocess.run(("ip", "netns", "del", "jdist-probe")).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _can(), reason="needs root and network namespaces")
+def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
+  rows = tmp_path / "rows.jsonl"
+  done = _network(
+    "--hosts", "2", "--rate", "100mbit", "--",
+    sys.executable, "scripts/bench_overlap.py", "--output", str(rows),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  steps = training.read_rows(rows)[0]["steps"]
+  # In one run, block by block: the sum of both, or little more than the
+  # longer of the two.
+  assert steps["ssgd"]["over_none_hidden"] > 0.9
+  for name in ("streamed H=1", "streamed H=4"):
+    assert steps[name]["over_all_hidden"] <= 1.15, steps
+
+
+def test_a_command_must_be_given():
+  done = _network("--hosts", "2")
+  assert done.returncode == 2
+  assert "a command must follow" in done.stderr
