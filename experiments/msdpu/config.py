@@ -32,7 +32,7 @@ class Config:
   warmup_epochs: float = 0.5
   """In which the learning rate rises; MSDPU is synchronous for so long."""
 
-  rates: tuple[float, ...] = (0.025, 0.05, 0.1)
+  rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
   """The grid of highest learning rates; each variant uses its own best one, by
   a run of the same length on held-out training samples."""
 
