@@ -124,7 +124,7 @@ def schedule(options: _options.Schedule) -> None:
   console.print(_methods_table(found))
   path = output / "schedule.png"
   training.plot_forecasts(
-    {one.method: one.meeting for one in found},
+    {_label(one): one.meeting for one in found},
     path,
     title=f"One training step of {options.model} on {topology}, "
     "in the compiled program's order",
@@ -422,6 +422,12 @@ def _methods_table(found: list[Found]) -> Any:
       f"{100 * last.timeline.hidden_share:.1f}",
     )
   return grid
+
+
+def _label(found: Found) -> str:
+  if found.interval == 1:
+    return found.method
+  return f"{found.method}, last step of {found.interval}"
 
 
 def _row(options: _options.Schedule, found: Found) -> dict[str, Any]:

@@ -170,9 +170,7 @@ def _told(
       f"collective{'s' if number > 1 else ''}, "
       f"{100 * line.hidden_share:.1f} % hidden"
     )
-  ends = any(message.conditional for message in found.messages)
-  step = "the step that ends a round" if ends else "a step"
-  return f"{name}: {sent}; {step} takes {scale * line.end_s:.3g} {unit}"
+  return f"{name}: {sent}; takes {scale * line.end_s:.3g} {unit}"
 
 
 def _unit(end_s: float) -> tuple[float, str]:
