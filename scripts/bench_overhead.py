@@ -1,0 +1,120 @@
+"""Measures what jdist itself adds to a step: packing, anchors, corrections.
+
+    python scripts/bench_overhead.py [--model resnet18] [--batch-size 32]
+
+One worker that speaks to nobody (`axis=None`) takes the same step with its
+optimizer alone, and with each method around that optimizer.  Blocks alternate;
+what is reported is the median of paired ratios, beside that of the plain step
+to itself, which is the noise of the machine.  A round's end is counted as
+often as it happens.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+import optax
+
+from jdist import models, training, transforms
+from jdist.transforms import intervals
+
+
+def _chains(interval):
+  def inner():
+    return optax.sgd(0.01, momentum=0.9, nesterov=True)
+
+  def msdpu(**changes):
+    return transforms.msdpu(
+      inner(), intervals.fixed(interval), 0.01, axis=None, **changes
+    )
+
+  return {
+    "plain": inner(),
+    "plain again": inner(),
+    "local_sgd": transforms.local_sgd(inner(), interval, axis=None),
+    "diloco": transforms.diloco(inner(), interval, axis=None),
+    "msdpu": msdpu(),
+    "msdpu streamed": msdpu(stream=transforms.Stream()),
+    "update_first": transforms.update_first(inner(), axis=None),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+  parser.add_argument("--model", default="resnet18")
+  parser.add_argument("--image-size", type=int, default=32)
+  parser.add_argument("--batch-size", type=int, default=32)
+  parser.add_argument("--interval", type=int, default=8)
+  parser.add_argument("--blocks", type=int, default=7)
+  parser.add_argument("--output", default=None)
+  options = parser.parse_args()
+  shape = (options.image_size, options.image_size, 3)
+  model = models.build(options.model, input_shape=shape, num_classes=10, seed=0)
+  random = np.random.default_rng(0)
+  batch = jax.tree.map(
+    jax.device_put,
+    {
+      "image": random.normal(size=(options.batch_size, *shape)).astype(
+        np.float32
+      ),
+      "label": random.integers(0, 10, options.batch_size).astype(np.int32),
+    },
+  )
+  loss = training.classification_loss(model.apply)
+  states, programs = {}, {}
+  for name, chain in _chains(options.interval).items():
+    step = training.make_step(loss, chain, axis=None)
+    programs[name] = jax.jit(step, donate_argnums=0)
+    states[name] = training.TrainState(
+      step=np.zeros((), np.int32),
+      params=jax.tree.map(
+        lambda x: jax.numpy.array(x, copy=True), model.params
+      ),
+      opt_state=jax.jit(chain.init)(model.params),
+      model_state=jax.tree.map(
+        lambda x: jax.numpy.array(x, copy=True), model.state
+      ),
+      key=np.asarray(jax.random.key_data(jax.random.key(0))),
+    )
+  times: dict[str, list[float]] = {name: [] for name in states}
+  for turn in range(options.blocks + 1):
+    for name, program in programs.items():
+      started_s = time.perf_counter()
+      for _ in range(options.interval):  # With one round's end in it.
+        states[name], metrics = program(states[name], batch)
+        jax.block_until_ready(metrics)
+      if turn:  # The first block compiles.
+        times[name].append((time.perf_counter() - started_s) / options.interval)
+  print(
+    f"{options.model}, {models.num_params(model):,} parameters, "
+    f"{options.batch_size} images of {shape}: "
+    f"{1e3 * statistics.median(times['plain']):.0f} ms a step"
+  )
+  report = {}
+  for name, found in times.items():
+    if name == "plain":
+      continue
+    ratios = sorted(t / p for t, p in zip(found, times["plain"], strict=True))
+    report[name] = {
+      "ratio": statistics.median(ratios),
+      "quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
+    low, high = report[name]["quartiles"]
+    print(
+      f"{name:16s} {report[name]['ratio']:.3f} of the plain step "
+      f"(quartiles {low:.3f} to {high:.3f})"
+    )
+  if options.output is not None:
+    row = training.make_row(
+      vars(options),
+      0,
+      plain_step_s=statistics.median(times["plain"]),
+      ratios=report,
+    )
+    training.append_rows(options.output, [row])
+
+
+if __name__ == "__main__":
+  main()
