@@ -3,8 +3,10 @@
 import contextlib
 import difflib
 import io
+import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stderr says which, why, and what to do.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
+  try:
+    status = _status(words)
+  except BaseException:
+    if not _among_processes():
+      raise
+    traceback.print_exc()
+    status = 1
+  if status and _among_processes():
+    # An ordinary exit would wait for the other processes, which wait for this
+    # one in a collective.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+  return status
+
+
+def _among_processes() -> bool:
+  jax = sys.modules.get("jax")
+  return jax is not None and bool(jax.distributed.is_initialized())
+
+
+def _status(words: list[str]) -> int:
+  """Runs a command; its exit status."""
   if not words or words[0] in ("-h", "--help", "help"):
     told = {name: text for name, (_, text) in _COMMANDS.items()}
     print(_help.overview(told), end="")
@@ -92,9 +117,7 @@ def _command(
   return _COMMANDS[name][0], run
 
 
-def _parse(
-  name: str, command: type[Any], words: list[str]
-) -> Any:
+def _parse(name: str, command: type[Any], words: list[str]) -> Any:
   """The options of a command; None when its help was asked for."""
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
@@ -116,10 +139,14 @@ def _parse(
     ) from None
 
 
-def _check_known(
-  name: str, command: type[Any], words: list[str]
-) -> None:
-  known = [f"--{field.replace('_', '-')}" for field in _help.fields(command)]
+def _check_known(name: str, command: type[Any], words: list[str]) -> None:
+  names = [field.replace("_", "-") for field in _help.fields(command)]
+  known = [f"--{name}" for name in names]
+  known += [
+    f"--no-{name}"
+    for name in names
+    if command.__dataclass_fields__[name.replace("-", "_")].type is bool
+  ]
   for word in words:
     option = word.split("=")[0].replace("_", "-")
     if not word.startswith("--") or option in known:

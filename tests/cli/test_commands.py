@@ -1,6 +1,10 @@
 """Whole runs of both commands, as small as they come."""
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -98,3 +102,35 @@ def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
   (made,) = (tmp_path / "runs").iterdir()
   assert made.name.startswith("train-digits-")
   assert [p.name for p in made.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  words = (
+    "train", "--method", "ssgd", "--workers", "2", "--steps", "10000000",
+    "--evaluate-every-epochs", "1", "--output", str(tmp_path),
+    "--num-processes", "2", "--coordinator-address", f"127.0.0.1:{port}",
+  )  # fmt: skip
+  started = [
+    subprocess.Popen(
+      (sys.executable, "-m", "jdist", *words, "--process-id", str(i)),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  try:
+    # Both are in the middle of training once the first has been evaluated.
+    assert started[0].stdout.readline()
+    started[1].send_signal(signal.SIGINT)
+    assert started[1].wait(timeout=60) == 130
+    assert started[0].wait(timeout=60) not in (0, None)
+  finally:
+    for process in started:
+      process.kill()
+      process.stdout.close()
+      process.wait()
