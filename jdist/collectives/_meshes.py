@@ -40,7 +40,8 @@ def make_cpu_devices(num_devices: int) -> int:
   if num_devices < 1:
     raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
   # -1 when nobody has asked before.
-  num_devices = max(num_devices, jax.config.jax_num_cpu_devices)
+  asked_before = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  num_devices = max(num_devices, asked_before)
   try:
     jax.config.update("jax_num_cpu_devices", num_devices)
   except RuntimeError:  # The backend runs: its devices are what there is.

@@ -78,6 +78,46 @@ def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):
   _tiny.assert_same_bits(state, whole)
 
 
+def test_batch_statistics_are_those_of_the_simple_form():
+  team = _tiny.team("shard_map")
+
+  def loss_fn(params, model_state, batch, key):
+    loss, (_, metrics) = _tiny.loss_fn(params, {}, batch, key)
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
+    return loss, ({"mean": mean, "count": model_state["count"] + 1}, metrics)
+
+  found = []
+  for stream in (False, True):
+    chain = transforms.local_steps(
+      optax.sgd(0.05),
+      3,
+      axis=team.axis,
+      delay_rounds=1,
+      stream=transforms.Stream() if stream else None,
+    )
+    step = training.make_step(loss_fn, chain, axis=team.axis)
+    state = training.init_state(
+      team,
+      chain,
+      _tiny.params(),
+      {"mean": np.zeros(6, np.float32), "count": np.zeros((), np.int32)},
+    )
+    trainer = training.Trainer(team, step)
+    # One step after a round's end.
+    state, _ = trainer.fit(state, _tiny.batches(team), 10)
+    placed = team.place(_tiny.batch(0, team.local_workers))
+    conditional = [
+      c.conditional for c in trainer.traffic(state, placed).collectives
+    ]
+    assert not any(conditional) if stream else all(conditional)
+    found.append((state.params, state.model_state))
+  (params, statistics), (same, others) = found
+  _tiny.assert_same_bits(params, same)
+  np.testing.assert_array_equal(statistics["count"], others["count"])
+  # Our loss is compiled beside another neighbour and may round otherwise.
+  np.testing.assert_allclose(statistics["mean"], others["mean"], 1e-6, 1e-7)
+
+
 def test_the_host_knows_the_round_of_each_step():
   team = _tiny.team("vmap")
   chain = optimizer(team.axis, stream=True)
