@@ -14,6 +14,8 @@ from jdist.transforms._averaging import average_gradients as average_gradients
 from jdist.transforms._averaging import (
   AverageGradientsState as AverageGradientsState,
 )
+from jdist.transforms._controlling import VariatesState as VariatesState
+from jdist.transforms._correcting import proximal as proximal
 from jdist.transforms._correcting import pull_to_anchor as pull_to_anchor
 from jdist.transforms._correcting import PullToAnchorState as PullToAnchorState
 from jdist.transforms._delaying import delay_gradients as delay_gradients
@@ -21,6 +23,16 @@ from jdist.transforms._delaying import (
   DelayGradientsState as DelayGradientsState,
 )
 from jdist.transforms._draining import drain as drain
+from jdist.transforms._family import cocod as cocod
+from jdist.transforms._family import easgd as easgd
+from jdist.transforms._family import fed_prox as fed_prox
+from jdist.transforms._family import od_sgd as od_sgd
+from jdist.transforms._family import overlap_local_sgd as overlap_local_sgd
+from jdist.transforms._family import scaffold as scaffold
+from jdist.transforms._family import slow_mo as slow_mo
+from jdist.transforms._family import streaming_diloco as streaming_diloco
+from jdist.transforms._fragmenting import fragment_steps as fragment_steps
+from jdist.transforms._fragmenting import FragmentsState as FragmentsState
 from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
@@ -30,12 +42,17 @@ from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized
+from jdist.transforms._leading import lead_step as lead_step
+from jdist.transforms._leading import LeadStepState as LeadStepState
 from jdist.transforms._localizing import local_steps as local_steps
 from jdist.transforms._localizing import LocalStepsState as LocalStepsState
+from jdist.transforms._meeting import RoundsState as RoundsState
 from jdist.transforms._preceding import update_first as update_first
 from jdist.transforms._preceding import UpdateFirst as UpdateFirst
 from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
+from jdist.transforms._pulling import LateAnchorState as LateAnchorState
 from jdist.transforms._sending import buffer_axes as buffer_axes
 from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
+from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState

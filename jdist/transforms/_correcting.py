@@ -101,5 +101,70 @@ def pull_to_anchor(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def proximal(
+  strength: jax.typing.ArrayLike,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Adds the gradient of a proximal term to the gradient.
+
+  .. math:: g \leftarrow g + \mu (w - a), \qquad \text{that of }
+            f(w) + \tfrac\mu2 \lVert w - a \rVert^2
+
+  with the anchor a.  Unlike `pull_to_anchor` it is not scaled to the interval
+  and the learning rate: under plain SGD with the rate :math:`\eta` a worker
+  loses :math:`\eta \mu` of its distance in each step.
+
+  Stands in the inner chain of `local_steps`, which tells it the anchor.
+
+  Args:
+    strength: mu >= 0; 0 is none.
+
+  Returns:
+    A transformation; `update` takes `anchor=`.
+
+  Raises:
+    ValueError: when `strength` is out of its range; at trace time, when it
+      does not stand inside `local_steps`.
+
+  References:
+    Li et al., Federated Optimization in Heterogeneous Networks (FedProx,
+    arXiv 1812.06127), equation 2.
+
+  >>> term = proximal(0.5)
+  >>> w, anchor = jnp.array(3.0), jnp.array(1.0)
+  >>> term.update(jnp.array(0.0), term.init(w), w, anchor=anchor)[0].item()
+  1.0
+  """
+  _checking.check_continuous("strength", strength)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+    *,
+    anchor: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del extra_args
+    if params is None or anchor is None:
+      raise ValueError(
+        "`proximal` must stand in the inner chain of `local_steps`, and "
+        "`update` must be given `params`: it found no anchor. Write "
+        "`local_steps(optax.chain(proximal(...), optax.sgd(...)), ...)`."
+      )
+
+    def pulled(g: jax.Array, w: jax.Array, a: jax.Array) -> jax.Array:
+      # In the anchor's dtype, which is at least float32.
+      pull = _float(strength).astype(a.dtype) * (w.astype(a.dtype) - a)
+      return (g.astype(a.dtype) + pull).astype(g.dtype)
+
+    return jax.tree.map(pulled, updates, params, anchor), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _float(x: Any) -> jax.Array:
   return jnp.asarray(x).astype(jnp.float32)

@@ -14,23 +14,34 @@ import optax
 
 from jdist.transforms import (
   _averaging,
+  _controlling,
   _correcting,
   _delaying,
+  _fragmenting,
+  _leading,
   _localizing,
+  _meeting,
   _preceding,
+  _pulling,
   _sending,
+  _slowing,
 )
 
 PyTree = Any
 
 
-def _local_steps(state: PyTree) -> _localizing.LocalStepsState | None:
-  """The outermost local steps of a chain's state."""
+# What the state of every method with rounds has.
+_ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
 
-  def is_one(x: Any) -> bool:
-    return isinstance(x, _localizing.LocalStepsState)
 
-  found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+def _has_rounds(state: PyTree) -> bool:
+  return frozenset(getattr(state, "_fields", ())) >= _ROUND_FIELDS
+
+
+def _local_steps(state: PyTree) -> Any:
+  """The outermost state with rounds in a chain's state, or None."""
+  leaves = jax.tree.leaves(state, is_leaf=_has_rounds)
+  found = [x for x in leaves if _has_rounds(x)]
   if len(found) > 1:
     raise ValueError(
       "`state` must have one `local_steps` at most, side by side there are "
@@ -149,10 +160,11 @@ def apply_updates(
   if local is None:
     return moved()
   exact = local.synchronized
-  if not isinstance(local.kept, tuple):
+  kept = getattr(local, "kept", 1.0)
+  if not isinstance(kept, tuple):
     # With a part of its own progress the worker stands beside the anchor on
     # purpose.
-    exact = exact & (local.kept == 0)
+    exact = exact & (kept == 0)
   return jax.tree.map(
     lambda a, p: jnp.where(exact, a.astype(p.dtype), p),
     local.anchor,
@@ -194,6 +206,37 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
   _sending.StreamState: frozenset({"arrived", "position"}),
   _delaying.DelayGradientsState: frozenset({"step"}),
   _correcting.PullToAnchorState: frozenset({"step"}),
+  _meeting.RoundsState: frozenset(
+    {
+      "step",
+      "round",
+      "round_step",
+      "interval",
+      "next_interval",
+      "synchronized",
+      "anchor",
+      "interval_state",
+      "kept",
+    }
+  ),
+  _pulling.LateAnchorState: frozenset({"velocity"}),
+  _controlling.VariatesState: frozenset({"shared", "distance"}),
+  _slowing.SlowMomentumState: frozenset({"velocity", "learning_rate"}),
+  _leading.LeadStepState: frozenset(
+    {
+      "step",
+      "round",
+      "interval",
+      "synchronized",
+      "anchor",
+      "outer",
+      "in_flight",
+      "kept",
+    }
+  ),
+  _fragmenting.FragmentsState: frozenset(
+    {"step", "round", "interval", "synchronized", "anchor", "outer"}
+  ),
 }
 
 # Wrappers that hand on what their one inner transformation returns.
@@ -283,10 +326,10 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     value = getattr(state, field)
     if field in known or (transparent is not None and field in transparent):
       walked[field] = _all(value, True)
-    elif isinstance(state, _localizing.LocalStepsState):
+    elif _has_rounds(state):
       # Inner steps are each worker's own, even behind an average: the
       # parameters they see are.
-      inside = isinstance(value, _sending.StreamState)
+      inside = field != "inner" and type(value) in _SHARED_FIELDS
       walked[field] = _walk(value, False)[0] if inside else _all(value, False)
     else:
       walked[field], out = _walk(value, shared)

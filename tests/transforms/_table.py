@@ -75,6 +75,15 @@ def pulled(strength, learning_rate, interval, *, axis):
   return transforms.local_steps(inner, interval, axis=axis)
 
 
+def proximal(strength, interval, *, axis):
+  inner = optax.chain(transforms.proximal(strength), optax.sgd(0.1))
+  return transforms.local_steps(inner, interval, axis=axis)
+
+
+def led(local_rate, *, axis):
+  return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
+
+
 def line(build, continuous, structural, *covers):
   return Line(build, continuous, structural, covers or (build.__name__,))
 
@@ -108,8 +117,6 @@ TABLE = {
     {"carry": 0.5},
     ROUNDS_OF_3
     | {"delay_rounds": 1, "stream": transforms.Stream(8), "outer": NESTEROV},
-    "local_steps",
-    "Stream",
   ),
   "pulled": line(
     pulled,
@@ -163,6 +170,74 @@ TABLE = {
     {},
     {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
     "adacomm",
+  ),
+  "proximal": line(proximal, {"strength": 0.5}, {"interval": 3}),
+  "fed_prox": line(
+    transforms.fed_prox,
+    {"strength": 0.1},
+    {"optimizer": MOMENTUM, "interval": 4},
+  ),
+  "easgd": line(
+    transforms.easgd,
+    {"moving_rate": 0.9},
+    {"optimizer": MOMENTUM, "interval": 3},
+  ),
+  "overlap_local_sgd": line(
+    transforms.overlap_local_sgd,
+    {"pull": 0.6, "momentum": 0.7},
+    {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
+  ),
+  "scaffold": line(
+    transforms.scaffold,
+    {"learning_rate": 0.1, "global_learning_rate": 0.8},
+    {"optimizer": optax.sgd(0.1), "interval": 4},
+  ),
+  "slow_mo": line(
+    transforms.slow_mo,
+    {
+      "learning_rate": 0.1,
+      "slow_learning_rate": 0.9,
+      "slow_momentum": 0.5,
+    },
+    {"optimizer": MOMENTUM, "interval": 4, "buffers": "maintain"},
+  ),
+  "slow_mo average": line(
+    transforms.slow_mo,
+    {"slow_learning_rate": 1.0, "slow_momentum": 0.5},
+    {
+      "optimizer": MOMENTUM,
+      "interval": 4,
+      "learning_rate": RATES,
+      "buffers": "average",
+    },
+  ),
+  "cocod": line(transforms.cocod, {}, {"optimizer": MOMENTUM, "interval": 3}),
+  "lead_step": line(led, {"local_rate": 0.1}, {}, "lead_step"),
+  "od_sgd": line(
+    transforms.od_sgd,
+    {"local_learning_rate": 0.1},
+    {"optimizer": MOMENTUM, "warmup_steps": 3},
+  ),
+  "fragment_steps": line(
+    transforms.fragment_steps,
+    {"mix": 0.0},
+    {
+      "inner": MOMENTUM,
+      "interval": 4,
+      "fragments": 2,
+      "delay_steps": 0,
+      "outer": None,
+    },
+  ),
+  "streaming_diloco": line(
+    transforms.streaming_diloco,
+    {"outer_learning_rate": 0.7, "outer_momentum": 0.9, "mix": 0.5},
+    {
+      "optimizer": MOMENTUM,
+      "interval": 6,
+      "fragments": 2,
+      "delay_steps": 2,
+    },
   ),
 }
 # What the quick set runs: each mechanism once.

@@ -101,7 +101,8 @@ def test_substrates_agree(name, substrate):
     close(run.states[t], reference.states[t], 1e-5)
 
 
-@every_line
+# Elastic averaging's spring is weaker the more workers there are.
+@pytest.mark.parametrize("name", [n for n in TABLE if n != "easgd"])
 def test_equal_workers_are_one_worker(name):
   alone, together = _table.record_equal(name)
   for t in range(_table.NUM_STEPS):

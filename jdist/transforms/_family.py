@@ -1,0 +1,466 @@
+"""The family of methods around local steps, each as published.
+
+All take the optimizer of a worker first, any Optax chain, and the workers'
+axis by name.  In all of them every worker takes part in every round with the
+same weight: where a paper samples workers, or weighs them by their data, that
+is a departure and is not repeated at each.
+"""
+
+import jax
+import optax
+
+from jdist import collectives
+from jdist.transforms import (
+  _aliases,
+  _checking,
+  _controlling,
+  _correcting,
+  _fragmenting,
+  _leading,
+  _localizing,
+  _meeting,
+  _pulling,
+  _slowing,
+  intervals,
+)
+
+
+def fed_prox(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  strength: jax.typing.ArrayLike = 0.01,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""FedProx: Local SGD with a proximal term towards the round's beginning.
+
+  .. math:: w_i \leftarrow w_i + \mathrm{optimizer}(g_i + \mu (w_i - a)),
+            \qquad \text{every } H \text{ steps: } a \leftarrow \tfrac1N
+            \sum_j w_j, \quad w_i \leftarrow a
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, or a policy from `jdist.transforms.intervals`.
+    strength: mu >= 0; 0 is `local_sgd`. The paper tunes it in 0.001 ... 1,
+      for each data set; the default is the middle of that grid.
+    axis: the workers' axis.
+
+  Returns:
+    `local_steps` around `chain(proximal(strength), optimizer)`.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Li et al., Federated Optimization in Heterogeneous Networks (arXiv
+    1812.06127), algorithm 2.  Departures: all workers take the same number of
+    steps (the paper lets each solve its problem as exactly as it can), and
+    mu is not adapted.
+
+  >>> optimizer = fed_prox(optax.sgd(0.1), 8, 0.1, axis=None)
+  """
+  _checking.check_optimizer("optimizer", optimizer)
+  corrected = optax.chain(_correcting.proximal(strength), optimizer)
+  return _localizing.local_steps(corrected, interval, axis=axis)
+
+
+def easgd(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  moving_rate: jax.typing.ArrayLike = 0.9,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Elastic averaging: springs between every worker and a centre.
+
+  Every worker updates its own parameters, :math:`w_i \leftarrow w_i +
+  \mathrm{optimizer}(g_i)`.  After every H steps a spring pulls it and the
+  centre a, the anchor, together, with :math:`\alpha = \beta / N`:
+
+  .. math:: w_i \leftarrow w_i - \alpha (w_i - a), \qquad
+            a \leftarrow a + \beta (\tfrac1N \sum_j w_j - a)
+
+  with the old a and w on both right-hand sides, so that
+  :math:`a + \sum_i w_i` stays what it was.  Workers never stand on the anchor:
+  they explore on their own.  The momentum form, EAMSGD, is the same around
+  `optax.sgd(rate, momentum, nesterov=True)`.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, tau in the paper, which takes 10; or a policy.
+    moving_rate: beta in [0, 1], the paper's 0.9; 0 leaves all to themselves.
+    axis: the workers' axis.
+
+  Returns:
+    A transformation whose state is a `RoundsState`; evaluate on the anchor.
+
+  Raises:
+    ValueError: when an argument is out of its range; at trace time, when
+      `params` is missing or gradients are already summed.
+
+  References:
+    Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD (arXiv
+    1412.6651), equations 5 and 6 and algorithm 1.  Departures: the synchronous
+    form with a communication period, where algorithm 1 is asynchronous; the
+    spring acts after the local step and with its result, where the paper's
+    acts together with the gradient, at the point before; Nesterov's momentum
+    in Optax's form.
+
+  >>> optimizer = easgd(optax.sgd(0.1), 10, axis=None)
+  """
+  _checking.check_continuous("moving_rate", moving_rate, high=1.0)
+  return _meeting.in_rounds(
+    optimizer,
+    interval,
+    _pulling.elastic(moving_rate, axis),
+    axis=axis,
+    method="easgd",
+  )
+
+
+def overlap_local_sgd(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  pull: jax.typing.ArrayLike = 0.6,
+  momentum: jax.typing.ArrayLike = 0.0,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Overlap-Local-SGD: a pull towards a mean that is one round late.
+
+  After the H-th step of round r, with the anchor z and what the workers held
+  after the last round's pull,
+
+  .. math:: v \leftarrow \mu v + \tfrac1N \sum_j w_j^{(r-1)} - z, \quad
+            z \leftarrow z + v, \quad
+            w_i^{(r)} \leftarrow (1 - \alpha) w_i + \alpha z
+
+  The mean has had a whole round to travel.  Workers stand beside the anchor.
+  A pull of 1 stands still: all that was done is thrown away.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, tau in the paper; or a policy.
+    pull: alpha in [0, 1], the paper's 0.6; its authors' script has 0.2.
+    momentum: mu in [0, 1] of the anchor; 0 makes z the mean.
+    axis: the workers' axis.
+
+  Returns:
+    A transformation whose state is a `RoundsState`; evaluate on the anchor,
+    which is one round behind.
+
+  Raises:
+    ValueError: when an argument is out of its range; at trace time, when
+      `params` is missing or gradients are already summed.
+
+  References:
+    Wang, Liang, Joshi, Overlap Local-SGD (arXiv 2002.09539).  Departures: the
+    momentum does not divide by the learning rate as the authors' script does,
+    which differs while the rate changes; the late mean is taken of what lies
+    in the state, but in the conditional at the round's end, where a compiler
+    hides nothing of it: the arithmetic is the paper's, the overlap is not.
+
+  >>> optimizer = overlap_local_sgd(optax.sgd(0.1), 8, axis=None)
+  """
+  _checking.check_continuous("pull", pull, high=1.0)
+  _checking.check_continuous("momentum", momentum, high=1.0)
+  return _meeting.in_rounds(
+    optimizer,
+    interval,
+    _pulling.late_anchor(pull, momentum),
+    axis=axis,
+    method="overlap_local_sgd",
+  )
+
+
+def scaffold(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  learning_rate: optax.ScalarOrSchedule,
+  global_learning_rate: jax.typing.ArrayLike = 1.0,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""SCAFFOLD: control variates against the drift of unequal workers.
+
+  In every step, and after the H-th of a round,
+
+  .. math:: w_i &\leftarrow w_i + \mathrm{optimizer}(g_i - c_i + c) \\
+            c_i &\leftarrow c_i - c + \frac{a - w_i}{\sum_s \eta_s}, \qquad
+            c \leftarrow \tfrac1N \sum_j c_j \\
+            a &\leftarrow a + \eta_g (\tfrac1N \sum_j w_j - a), \qquad
+            w_i \leftarrow a
+
+  where :math:`\sum_s \eta_s` is that of the round's learning rates,
+  :math:`H \eta` for a constant one.  Under plain SGD :math:`c_i` becomes the
+  mean of the worker's gradients in the round.  A round sends twice the bytes
+  of Local SGD's.
+
+  Args:
+    optimizer: an Optax optimizer, `optax.sgd(learning_rate)` in the paper.
+      Behind a momentum m progress is up to 1/(1-m) times longer, and the
+      control variates with it; give that multiple of the rate as
+      `learning_rate` then.  With Adam they are no longer gradients.
+    interval: H, K in the paper; or a policy.
+    learning_rate: the optimizer's, a number or a schedule of the local step.
+    global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
+    axis: the workers' axis.
+
+  Returns:
+    A transformation whose state is a `RoundsState`.
+
+  Raises:
+    ValueError: when an argument is out of its range; at trace time, when
+      `params` is missing or gradients are already summed.
+
+  References:
+    Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1 with option
+    II.  Departures: the sum of the round's rates stands for K times the rate,
+    and c is the mean of all c_j itself rather than moved by their changes,
+    which is equal as long as all take part and keeps them from drifting
+    apart in rounding.
+
+  >>> optimizer = scaffold(optax.sgd(0.1), 8, 0.1, axis=None)
+  """
+  _checking.check_rate("learning_rate", learning_rate)
+  _checking.check_continuous(
+    "global_learning_rate", global_learning_rate, open_low=True
+  )
+  return _meeting.in_rounds(
+    optimizer,
+    interval,
+    _controlling.control_variates(learning_rate, global_learning_rate),
+    axis=axis,
+    method="scaffold",
+  )
+
+
+def slow_mo(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  learning_rate: optax.ScalarOrSchedule,
+  slow_learning_rate: jax.typing.ArrayLike = 1.0,
+  slow_momentum: jax.typing.ArrayLike = 0.5,
+  *,
+  axis: collectives.Axis,
+  buffers: _slowing.Buffers = "maintain",
+) -> optax.GradientTransformationExtraArgs:
+  r"""SlowMo: a slow momentum around Local SGD.
+
+  After every H steps :math:`w_i \leftarrow w_i + \mathrm{optimizer}(g_i)`,
+  with the learning rate :math:`\gamma` of the last of them,
+
+  .. math:: u \leftarrow \beta u + \frac1\gamma (a - \tfrac1N \sum_j w_j),
+            \qquad a \leftarrow a - \alpha \gamma u, \qquad w_i \leftarrow a
+
+  While the rate is constant it cancels, and this is `local_steps` with
+  `outer=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, tau in the paper; or a policy.
+    learning_rate: the optimizer's, a number or a schedule of the local step.
+    slow_learning_rate: alpha > 0, the paper's 1.
+    slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
+      it in 0.4 ... 0.8.
+    axis: the workers' axis.
+    buffers: what happens to the optimizer's own momentum after a round:
+      "maintain" leaves each worker its own, "reset" begins anew, "average"
+      takes the workers' mean, for the bytes of another round or more.
+
+  Returns:
+    A transformation whose state is a `RoundsState`.
+
+  Raises:
+    ValueError: when an argument is out of its range; at trace time, when
+      `params` is missing or gradients are already summed.
+
+  References:
+    Wang et al., SlowMo (arXiv 1910.00643), algorithm 1 around Local SGD.
+    Departures: in the paper the rate is constant in a round, here that of
+    its last step counts.  Reset and average treat all the optimizer's
+    floating-point arrays, and leave counters alone: schedules go on, and so
+    does Adam's bias correction, which then divides fresh moments by about
+    one.
+
+  >>> optimizer = slow_mo(optax.sgd(0.1), 8, 0.1, axis=None)
+  """
+  _checking.check_rate("learning_rate", learning_rate)
+  _checking.check_continuous(
+    "slow_learning_rate", slow_learning_rate, open_low=True
+  )
+  _checking.check_continuous("slow_momentum", slow_momentum, high=1.0)
+  if buffers not in _slowing.BUFFERS:
+    raise ValueError(
+      f"`buffers` must be one of {', '.join(map(repr, _slowing.BUFFERS))}, "
+      f"got {buffers!r}."
+    )
+  return _meeting.in_rounds(
+    optimizer,
+    interval,
+    _slowing.slow_momentum(
+      learning_rate, slow_learning_rate, slow_momentum, buffers
+    ),
+    axis=axis,
+    method="slow_mo",
+  )
+
+
+def cocod(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""CoCoD-SGD: the last round's mean, with one's own progress on top.
+
+  While the workers take the H steps of round r, the mean of the parameters
+  with which they began it is under way.  At its end
+
+  .. math:: w_i \leftarrow \tfrac1N \sum_j w_j^{\text{begin}} + (w_i -
+            w_i^{\text{begin}})
+
+  The anchor is that mean.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, or a policy.
+    axis: the workers' axis.
+
+  Returns:
+    `local_steps` with `delay_rounds=1` and `carry=1.0`.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Shen et al., Faster Distributed Deep Net Training: Computation and
+    Communication Decoupled SGD (arXiv 1906.12043), algorithm 1.  Departures:
+    what travels is the progress of the last round, whose mean moves the
+    anchor to the same place up to rounding; workers of unequal speed, for
+    whom the paper has other batch sizes, are not considered.
+
+  >>> optimizer = cocod(optax.sgd(0.1), 8, axis=None)
+  """
+  _checking.check_optimizer("optimizer", optimizer)
+  return _localizing.local_steps(
+    optimizer, interval, axis=axis, delay_rounds=1, carry=1.0
+  )
+
+
+def od_sgd(
+  optimizer: optax.GradientTransformation,
+  local_learning_rate: optax.ScalarOrSchedule,
+  *,
+  axis: collectives.Axis,
+  warmup_steps: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""OD-SGD: gradients one step late, with a local update in between.
+
+  .. math:: a \leftarrow a + \mathrm{optimizer}(\tfrac1N \sum_j
+            g_j^{(t-1)}), \qquad w_i \leftarrow a - \eta_{loc} g_i^{(t)}
+
+  Args:
+    optimizer: any Optax optimizer, for the anchor: the server's in the paper.
+    local_learning_rate: of the worker's own step, a positive number or a
+      schedule of the step after the warm-up; the paper tunes it beside the
+      optimizer's.
+    axis: the workers' axis.
+    warmup_steps: synchronous steps at the beginning; see `lead_step`, which
+      is without a warm-up the faster.
+
+  Returns:
+    `lead_step` with `optax.sgd(local_learning_rate)` as the local optimizer.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Xu et al., OD-SGD: One-step Delay Stochastic Gradient Descent for
+    Distributed Training (ACM TACO 17(4), 2020; arXiv 2005.06728).
+    Departures: a mean among workers stands for the paper's server; the local
+    step is plain SGD (the paper also compensates the delay as DC-ASGD does:
+    `lead_step` takes any local optimizer); the warm-up goes over into the
+    delayed phase at once.
+
+  >>> optimizer = od_sgd(optax.sgd(0.1, momentum=0.9), 0.1, axis=None)
+  """
+  _checking.check_rate("local_learning_rate", local_learning_rate)
+  return _leading.lead_step(
+    optimizer,
+    optax.sgd(local_learning_rate),
+    axis=axis,
+    warmup_steps=warmup_steps,
+  )
+
+
+def streaming_diloco(
+  optimizer: optax.GradientTransformation,
+  interval: int,
+  fragments: _fragmenting.Fragments,
+  outer_learning_rate: jax.typing.ArrayLike = 0.7,
+  outer_momentum: jax.typing.ArrayLike = 0.9,
+  *,
+  axis: collectives.Axis,
+  delay_steps: int = 1,
+  mix: jax.typing.ArrayLike = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Streaming DiLoCo: fragments, sent at staggered steps, applied late.
+
+  `fragment_steps` with Nesterov's momentum outside: fragment p is sent every
+  H steps, arrives :math:`\tau` steps later, and is mixed with what the worker
+  has by then,
+
+  .. math:: \Delta = \tfrac1N \sum_i (a_p - w_{i,p})^{(t-\tau)}, \quad
+            m_p \leftarrow \mu m_p + \Delta, \quad
+            a_p \leftarrow a_p - \eta_{out} (\mu m_p + \Delta), \quad
+            w_{i,p} \leftarrow \alpha w_{i,p} + (1-\alpha) a_p
+
+  Args:
+    optimizer: the inner optimizer, AdamW in the paper; its schedules count
+      local steps.
+    interval: H.
+    fragments: P at most the interval, or a function from a leaf's path to its
+      fragment; see `fragment_steps`.
+    outer_learning_rate: a positive number; 0.7 is DiLoCo's.
+    outer_momentum: mu in [0, 1]; 0.9 is DiLoCo's.
+    axis: the workers' axis.
+    delay_steps: tau, at most interval - 1.
+    mix: alpha in [0, 1], the worker's own part; the paper's 0.5.
+
+  Returns:
+    A transformation whose state is a `FragmentsState`.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Douillard et al., Streaming DiLoCo with overlapping communication (arXiv
+    2501.18512), algorithm 2.  Departures: fragments are runs of leaves in the
+    order of the tree unless a function says otherwise (the paper's are
+    strided layers of a transformer); progress is sent in float32, not in four
+    bits; the mean of a fragment is taken of what lies in the state, but in
+    the conditional of the step in which it arrives, where a compiler hides
+    nothing of it.
+
+  >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
+  """
+  _checking.check_optimizer("optimizer", optimizer)
+  _checking.check_continuous(
+    "outer_learning_rate", outer_learning_rate, open_low=True
+  )
+  _checking.check_continuous("outer_momentum", outer_momentum, high=1.0)
+  outer = optax.sgd(
+    _aliases._float(outer_learning_rate),
+    momentum=_aliases._float(outer_momentum),
+    nesterov=True,
+  )
+  return _fragmenting.fragment_steps(
+    optimizer,
+    interval,
+    fragments,
+    axis=axis,
+    outer=outer,
+    delay_steps=delay_steps,
+    mix=mix,
+  )

@@ -1,0 +1,328 @@
+"""Fragments of the parameters, each with rounds of its own.
+
+All workers take local steps; one part of the parameters after the other is
+brought together, at staggered steps, so that the network is used evenly.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives
+from jdist.transforms import _checking, _localizing, intervals
+
+PyTree = Any
+Fragments = int | Callable[[str], int]
+
+
+class FragmentsState(NamedTuple):
+  """State of `fragment_steps`.
+
+  Attributes:
+    step: local steps so far, int32 scalar.
+    round: how often all fragments were brought together, int32 scalar.
+    interval: steps between two meetings of a fragment, int32 scalar.
+    synchronized: whether the last update brought in the last fragment of a
+      round, bool scalar.
+    anchor: the parameters all workers agree on, float32.
+    inner: the inner optimizer's state, each worker its own.
+    outer: the outer optimizer's states, one for each fragment, in which
+      `optax.MaskedNode()` stands for the others; `()` without one.
+    pending: this worker's progress that is under way, float32, a fragment's
+      from the step in which it is sent; `()` without a delay.
+  """
+
+  step: jax.Array
+  round: jax.Array
+  interval: jax.Array
+  synchronized: jax.Array
+  anchor: PyTree
+  inner: PyTree
+  outer: PyTree
+  pending: PyTree
+
+
+def fragment_steps(
+  inner: optax.GradientTransformation,
+  interval: int,
+  fragments: Fragments,
+  *,
+  axis: collectives.Axis,
+  outer: optax.GradientTransformation | None = None,
+  delay_steps: int = 0,
+  mix: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Takes local steps, and brings the workers together in fragments.
+
+  Fragment p of P is sent after the local steps t = t_p, t_p + H, t_p + 2H, ...
+  with :math:`t_p = \lfloor H (p+1) / P \rfloor`, and arrives
+  :math:`\tau` steps later.  After step t a fragment that is sent holds the
+  progress since its anchor, and one that arrives moves its anchor:
+
+  .. math:: \Delta_{i,p}^{(t)} = a_p - w_{i,p}, \qquad
+            a_p \leftarrow a_p + \mathrm{outer}_p(\tfrac1N \sum_i
+            \Delta_{i,p}^{(t-\tau)}), \qquad
+            w_{i,p} \leftarrow \alpha w_{i,p} + (1 - \alpha) a_p
+
+  Each fragment has an outer state of its own.  With a delay the mean is that
+  of progress in the state, and depends on nothing in the present step.  It
+  stands in a conditional, one a fragment, in the step of its arrival.
+
+  Inner schedules count local steps, outer schedules count a fragment's
+  meetings.  Extra arguments of `update` reach the inner optimizer, and with
+  them `anchor` (float32) and `interval_steps` (int32 scalar).
+
+  Stands last in a chain: the anchor takes the updates as done.
+
+  Args:
+    inner: any Optax optimizer, run by each worker for itself.
+    interval: H, steps between two meetings of a fragment.
+    fragments: P at most the interval: leaves in the order of the tree, cut
+      into P runs of about equal size; or a function from a leaf's path
+      ("block_0/kernel") to its fragment, from 0.
+    axis: the workers' axis: None, a name, or (inner, outer).
+    outer: any Optax optimizer, fed with a fragment's mean progress; None
+      makes the anchor the mean of what was sent.
+    delay_steps: tau, at most interval - 1.
+    mix: alpha in [0, 1], how much of its own parameters a worker keeps when
+      the anchor arrives; 1 never listens.
+
+  Returns:
+    A transformation; `update` needs `params`.
+
+  Raises:
+    ValueError: when an argument is out of its range; at `init`, when there
+      are fewer leaves than fragments, or fragments are not 0, 1, 2, ...; at
+      trace time, when `params` is missing or gradients are already summed.
+
+  >>> optimizer = fragment_steps(optax.sgd(1.0), 2, 2, axis=None)
+  >>> w = {"a": jnp.array(0.0), "b": jnp.array(0.0)}
+  >>> state = optimizer.init(w)
+  >>> for _ in range(3):
+  ...   updates, state = optimizer.update(
+  ...     {"a": jnp.array(1.0), "b": jnp.array(1.0)}, state, w
+  ...   )
+  ...   w = optax.apply_updates(w, updates)
+  ...   print(state.anchor["a"].item(), state.anchor["b"].item())
+  -1.0 0.0
+  -1.0 -2.0
+  -3.0 -2.0
+  """
+  _checking.check_optimizer("inner", inner)
+  if outer is not None:
+    _checking.check_optimizer("outer", outer)
+  collectives.check_axis(axis)
+  intervals.fixed(interval)  # Checks it.
+  if not callable(fragments):
+    _checking.check_structural("fragments", fragments, minimum=1)
+    _check_number(fragments, interval)
+  _checking.check_structural("delay_steps", delay_steps, minimum=0)
+  if delay_steps >= interval:
+    raise ValueError(
+      f"`delay_steps` must be below `interval`, {interval}, got {delay_steps}: "
+      "a fragment arrives before it is sent again."
+    )
+  _checking.check_continuous("mix", mix, high=1.0)
+  inner = optax.with_extra_args_support(inner)
+
+  def offset(fragment: int, number: int) -> int:
+    return interval * (fragment + 1) // number
+
+  def due(step: jax.Array, first: int) -> jax.Array:
+    """Whether step number `step`, from 1, is first, first + H, ..."""
+    return (step >= first) & ((step - first) % interval == 0)
+
+  def init_fn(params: optax.Params) -> FragmentsState:
+    anchor = jax.tree.map(_localizing._wide_copy, params)
+    labels = fragments_of(params, fragments)
+    number = max(labels) + 1
+    _check_number(number, interval)
+    parts = [_part(anchor, labels, p) for p in range(number)]
+    return FragmentsState(
+      step=jnp.zeros((), jnp.int32),
+      round=jnp.zeros((), jnp.int32),
+      interval=jnp.asarray(interval, jnp.int32),
+      synchronized=jnp.asarray(True),  # All workers begin alike.
+      anchor=anchor,
+      inner=inner.init(params),
+      outer=() if outer is None else tuple(map(outer.init, parts)),
+      pending=jax.tree.map(jnp.zeros_like, anchor) if delay_steps else (),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: FragmentsState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, FragmentsState]:
+    if params is None:
+      raise ValueError(
+        "`params` must be given to `update` of `fragment_steps`: call "
+        "`optimizer.update(grads, state, params)`."
+      )
+    collectives.check_local(updates, axis, what="`updates`")
+    labels = fragments_of(params, fragments)
+    number = max(labels) + 1
+    step = optax.safe_increment(state.step)
+    arrives = [
+      due(step, offset(p, number) + delay_steps) for p in range(number)
+    ]
+    extra_args |= {"anchor": state.anchor, "interval_steps": state.interval}
+    if delay_steps:  # From the state, and before anything of this step.
+      state = arrive(state, state.pending, labels, arrives)
+    updates, inner_state = inner.update(
+      updates, state.inner, params, **extra_args
+    )
+    local = jax.tree.map(_localizing._moved, params, updates)
+    if not delay_steps:
+      progress = jax.tree.map(jnp.subtract, state.anchor, local)
+      state = arrive(state, progress, labels, arrives)
+    own = _localizing._scalar(mix)
+
+    def mixed(w: jax.Array, a: jax.Array, arrived: jax.Array) -> jax.Array:
+      alpha = own.astype(a.dtype)
+      return jnp.where(arrived, alpha * w + (1 - alpha) * a, w)
+
+    def each(flags: list[jax.Array]) -> PyTree:
+      """A fragment's flag at each of its leaves."""
+      return jax.tree.unflatten(
+        jax.tree.structure(params), [flags[p] for p in labels]
+      )
+
+    target = jax.tree.map(mixed, local, state.anchor, each(arrives))
+    updates = jax.tree.map(
+      lambda u, t, w: (_localizing._wide(u) + (t - w)).astype(u.dtype),
+      updates, target, local,
+    )  # fmt: skip
+    if delay_steps:
+      sends = [due(step, offset(p, number)) for p in range(number)]
+      pending = jax.tree.map(
+        lambda old, a, t, sent: jnp.where(sent, a - t, old),
+        state.pending, state.anchor, target, each(sends),
+      )  # fmt: skip
+      state = state._replace(pending=pending)
+    state = state._replace(
+      step=step,
+      round=state.round + arrives[-1].astype(jnp.int32),
+      synchronized=arrives[-1],
+      inner=inner_state,
+    )
+    return collectives.varying((updates, state), axis)
+
+  def arrive(
+    state: FragmentsState,
+    progress: PyTree,
+    labels: tuple[int, ...],
+    arrives: list[jax.Array],
+  ) -> FragmentsState:
+    """Moves the anchors of the fragments that arrive."""
+    anchors, outers = [], []
+    for p, arrived in enumerate(arrives):
+      anchor, outer_state = jax.lax.cond(
+        collectives.agreed(arrived, axis),
+        join,
+        keep,
+        _part(state.anchor, labels, p),
+        () if outer is None else state.outer[p],
+        _part(progress, labels, p),
+      )
+      anchors.append(anchor)
+      outers.append(outer_state)
+    return state._replace(
+      anchor=_whole(anchors, labels, jax.tree.structure(state.anchor)),
+      outer=() if outer is None else tuple(outers),
+    )
+
+  def join(
+    anchor: PyTree, outer_state: PyTree, progress: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    mean = collectives.mean(progress, axis)
+    if outer is None:
+      anchor = jax.tree.map(jnp.subtract, anchor, mean)
+    else:
+      moves, outer_state = outer.update(mean, outer_state, anchor)
+      anchor = jax.tree.map(_localizing._moved, anchor, moves)
+    return collectives.varying((anchor, outer_state), axis)
+
+  def keep(
+    anchor: PyTree, outer_state: PyTree, progress: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    del progress
+    return collectives.varying((anchor, outer_state), axis)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
+  """The fragment of every leaf, in the order of the tree.
+
+  Args:
+    tree: parameters, or their shapes.
+    fragments: as of `fragment_steps`.
+
+  Raises:
+    ValueError: when there are fewer leaves than fragments, or a function's
+      fragments are not all of 0, 1, 2, ...
+
+  >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}
+  >>> fragments_of(tree, 2), fragments_of(tree, lambda path: int(path == "b"))
+  ((0, 1, 1), (0, 1, 0))
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  if callable(fragments):
+    labels = tuple(
+      fragments(jax.tree_util.keystr(path, simple=True, separator="/"))
+      for path, _ in leaves
+    )
+    if set(labels) != set(range(max(labels) + 1)):
+      raise ValueError(
+        "`fragments` must return 0, 1, 2, ... with none left out, got "
+        f"{sorted(set(labels))}."
+      )
+    return labels
+  if fragments > len(leaves):
+    raise ValueError(
+      f"`fragments` must be at most the number of leaves, {len(leaves)}, got "
+      f"{fragments}: a leaf is never cut."
+    )
+  total = sum(leaf.size for _, leaf in leaves)
+  cut: list[int] = []
+  before = label = 0
+  for number, (_, leaf) in enumerate(leaves):
+    # Where its middle lies, but no fragment is left without a leaf.
+    middle = (before + leaf.size / 2) / max(total, 1)
+    wanted = min(int(middle * fragments), fragments - 1)
+    last = fragments - (len(leaves) - number)  # One for each that follows.
+    label = max(last, min(wanted, label + 1 if number else 0), label)
+    cut.append(label)
+    before += leaf.size
+  return tuple(cut)
+
+
+def _check_number(fragments: int, interval: int) -> None:
+  if fragments > interval:
+    raise ValueError(
+      f"`fragments` must be at most `interval`, {interval}, got {fragments}: "
+      "one fragment is sent in a step."
+    )
+
+
+def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
+  """The tree with nothing in place of other fragments' leaves."""
+  leaves, treedef = jax.tree.flatten(tree)
+  kept = [
+    leaf if label == fragment else optax.MaskedNode()
+    for leaf, label in zip(leaves, labels, strict=True)
+  ]
+  return jax.tree.unflatten(treedef, kept)
+
+
+def _whole(
+  parts: list[PyTree], labels: tuple[int, ...], treedef: Any
+) -> PyTree:
+  """Puts the parts of all fragments together."""
+  leaves = [iter(jax.tree.leaves(part)) for part in parts]
+  return jax.tree.unflatten(treedef, [next(leaves[label]) for label in labels])
