@@ -31,7 +31,10 @@ def make_step(
 
   Differentiates the loss on this worker's own parameters and batch, updates,
   ends rounds exactly on the anchor, and averages batch statistics whenever
-  the workers come together (of a streamed method at the next step's start).
+  the workers come together.  Of a streamed method it leaves them to each
+  worker: their mean would hold up what is streamed, no training step reads
+  them, and running averages are linear, so that their mean at an evaluation,
+  which `Evaluator` takes, is the same.
 
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
@@ -76,9 +79,6 @@ def make_step(
       params, opt_state = first.begin(params, opt_state)
       # With the parameters, and from the state like them.
       model_state = mean_statistics(model_state, axis)
-    streamed = transforms.stream_steps(opt_state) is not None
-    if streamed:
-      model_state = _met_before(model_state, opt_state, axis)
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
         params, model_state, batch, key
@@ -98,7 +98,7 @@ def make_step(
         grads, opt_state, params, loss=loss, **options
       )
       params = transforms.apply_updates(params, updates, opt_state)
-      if not streamed:
+      if transforms.stream_steps(opt_state) is None:
         model_state = _met(model_state, opt_state, axis)
     number = optax.safe_increment(state.step)
     metrics = metrics | {
@@ -133,25 +133,6 @@ def _met(
     collectives.agreed(jnp.asarray(together), axis),
     lambda tree: mean_statistics(tree, axis),
     lambda tree: collectives.varying(tree, axis),
-    model_state,
-  )
-
-
-def _met_before(
-  model_state: PyTree, opt_state: PyTree, axis: collectives.Axis
-) -> PyTree:
-  """Averages batch statistics if the last step brought the workers together.
-
-  The same as `_met` at that step's end, of which no step sees the result
-  before its forward pass; but from the state and in no conditional, so that
-  what else is streamed is not held up.
-  """
-  if not jax.tree.leaves(model_state):
-    return model_state
-  together = jnp.asarray(transforms.synchronized(opt_state))
-  return jax.tree.map(
-    lambda mean, own: jnp.where(together, mean, own),
-    mean_statistics(model_state, axis),
     model_state,
   )
 
