@@ -24,7 +24,7 @@ methods:
 
 examples:
   jdist compare
-      all methods but post_local_sgd on handwritten digits, in minutes
+      four methods on handwritten digits, in minutes
   jdist compare --preset mnist --interval 16
       longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR

@@ -105,12 +105,113 @@ def _msdpu(
   )
 
 
+def _fed_prox(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.fed_prox(inner, _interval(options, budget), axis=axis)
+
+
+def _easgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.easgd(inner, _interval(options, budget), axis=axis)
+
+
+def _cocod(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.cocod(inner, _interval(options, budget), axis=axis)
+
+
+def _overlap_local_sgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  interval = _interval(options, budget)
+  return transforms.overlap_local_sgd(inner, interval, axis=axis)
+
+
+def _scaffold(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  # Behind a momentum progress is longer, and control variates would be too.
+  factor = 1.0
+  if options.optimizer == "sgd":
+    factor = 1.0 / (1.0 - options.momentum)
+  return transforms.scaffold(
+    inner,
+    _interval(options, budget),
+    lambda step: factor * budget.learning_rate(step),
+    axis=axis,
+  )
+
+
+def _slow_mo(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.slow_mo(
+    inner, _interval(options, budget), budget.learning_rate, axis=axis
+  )
+
+
+def _od_sgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del options
+  return transforms.od_sgd(inner, budget.learning_rate, axis=axis)
+
+
+def _streaming_diloco(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  return transforms.streaming_diloco(
+    inner,
+    options.interval,
+    min(4, options.interval),
+    options.outer_learning_rate,
+    options.outer_momentum,
+    axis=axis,
+    delay_steps=min(1, options.interval - 1),
+  )
+
+
 METHODS: dict[str, Build] = {
   "ssgd": _ssgd,
   "local_sgd": _local_sgd,
   "post_local_sgd": _post_local_sgd,
   "diloco": _diloco,
   "msdpu": _msdpu,
+  "fed_prox": _fed_prox,
+  "easgd": _easgd,
+  "scaffold": _scaffold,
+  "slow_mo": _slow_mo,
+  "cocod": _cocod,
+  "overlap_local_sgd": _overlap_local_sgd,
+  "od_sgd": _od_sgd,
+  "streaming_diloco": _streaming_diloco,
 }
 
 

@@ -15,7 +15,15 @@ METHODS: dict[str, str] = {
   "local_sgd": "H steps each for itself, then the parameters' mean",
   "post_local_sgd": "ssgd for the first half of the run, then local_sgd",
   "diloco": "local steps; their mean is a gradient for outer Nesterov",
-  "msdpu": "local steps; the mean arrives a round late, H follows the loss",
+  "msdpu": "local steps; the mean comes a round late, H follows loss",
+  "fed_prox": "local_sgd with a pull back to the round's beginning",
+  "easgd": "springs between the workers and a centre",
+  "scaffold": "local_sgd with control variates, for unequal data",
+  "slow_mo": "local_sgd with a momentum of the rounds",
+  "cocod": "the last round's mean, one's own progress on top",
+  "overlap_local_sgd": "a pull to a mean that is one round late",
+  "od_sgd": "gradients one step late, a local step in between",
+  "streaming_diloco": "diloco in fragments at staggered steps",
 }
 
 # Of any command.
@@ -89,10 +97,10 @@ class Common:
   """What decides the interval: the method's own rule, or this one."""
 
   outer_learning_rate: float = 0.7
-  """Of DiLoCo's outer optimizer."""
+  """Of DiLoCo's outer optimizer, streaming or not."""
 
   outer_momentum: float = 0.9
-  """Of DiLoCo's outer optimizer."""
+  """Of DiLoCo's outer optimizer, streaming or not."""
 
   correction: float = 0.1
   """Of MSDPU: pull towards the anchor in a round."""
@@ -126,7 +134,7 @@ class Train(Common):
   """
 
   method: str = "msdpu"
-  """ssgd, local_sgd, post_local_sgd, diloco or msdpu."""
+  """Any of `jdist --help`: ssgd, local_sgd, diloco, msdpu, ..."""
 
   learning_rate: float = 0.1
   """The highest one of the schedule."""
@@ -164,7 +172,7 @@ class Compare(Common):
   methods: Annotated[
     tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")
   ] = ("ssgd", "local_sgd", "diloco", "msdpu")
-  """Of ssgd, local_sgd, post_local_sgd, diloco, msdpu."""
+  """Any of `jdist --help`."""
 
   learning_rate: Annotated[
     tuple[float, ...], tyro.conf.arg(metavar="RATE [RATE ...]")

@@ -1,0 +1,38 @@
+"""Every method that the commands name can be built, and takes steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import transforms
+from jdist.cli import _methods, _options
+
+_SHAPES = {"a": (3,), "b": (2, 2), "c": (), "d": (5,)}
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("name", _methods.METHODS)
+def test_a_method_trains_towards_its_target(name, interval):
+  options = _options.Train(interval=interval, steps=120, momentum=0.5)
+  budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer = _methods.build_method(name, options, budget, "worker")
+  params = {key: jnp.zeros(shape) for key, shape in _SHAPES.items()}
+
+  def one(target):
+    def body(carry, _):
+      w, state = carry
+      loss = sum(jnp.mean((x - target) ** 2) for x in w.values())
+      gradients = jax.tree.map(lambda x: x - target, w)
+      updates, state = optimizer.update(gradients, state, w, loss=loss)
+      return (transforms.apply_updates(w, updates, state), state), None
+
+    carry = params, optimizer.init(params)
+    w, state = jax.lax.scan(body, carry, length=budget.num_steps)[0]
+    return transforms.anchor(state, w)
+
+  # Two workers, whose targets lie around 3.
+  anchors = jax.jit(jax.vmap(one, axis_name="worker"))(jnp.array([2.0, 4.0]))
+  for x in jax.tree.leaves(anchors):
+    np.testing.assert_array_equal(x[0], x[1])
+    np.testing.assert_allclose(x, 3.0, atol=0.7)
