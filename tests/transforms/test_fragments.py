@@ -1,0 +1,113 @@
+"""Fragments: how leaves are dealt, and what their means wait for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend import core
+
+from jdist import transforms
+from jdist.transforms import _fragmenting
+
+SGD = optax.sgd(0.1)
+PARAMS = {"a": jnp.zeros(4), "b": jnp.zeros(2), "c": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize(
+  ("sizes", "number", "wanted"),
+  [
+    ((4, 2, 2), 2, (0, 1, 1)),
+    ((4, 2, 2), 3, (0, 1, 2)),
+    ((1, 1, 100), 3, (0, 1, 2)),
+    ((100, 1, 1), 3, (0, 1, 2)),
+    ((1, 1, 1, 1, 4, 4), 3, (0, 0, 0, 0, 1, 2)),
+    ((5, 5, 5), 1, (0, 0, 0)),
+  ],
+)
+def test_leaves_are_dealt_in_runs_of_about_equal_size(sizes, number, wanted):
+  tree = [jnp.zeros(size) for size in sizes]
+  assert _fragmenting.fragments_of(tree, number) == wanted
+
+
+def test_a_function_deals_leaves_by_their_path():
+  tree = {"block": {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)}}
+  of = {"block/kernel": 0, "block/bias": 1}
+  assert _fragmenting.fragments_of(tree, of.get) == (1, 0)
+
+
+def test_fragments_with_a_gap_are_refused():
+  optimizer = transforms.fragment_steps(
+    SGD, 4, lambda path: 2 * int(path == "b"), axis=None
+  )
+  with pytest.raises(ValueError, match=r"none left out, got \[0, 2\]"):
+    optimizer.init(PARAMS)
+
+
+def test_each_fragment_has_an_outer_state_of_its_own():
+  optimizer = transforms.streaming_diloco(SGD, 4, 2, axis=None)
+  traces = [state[0].trace for state in optimizer.init(PARAMS).outer]
+  assert [len(jax.tree.leaves(trace)) for trace in traces] == [1, 2]
+
+
+def test_a_worker_that_never_listens_goes_on_alone():
+  optimizer = transforms.streaming_diloco(SGD, 2, 1, axis=None, mix=1.0)
+  w, state = jnp.array([1.0, 2.0]), optimizer.init(jnp.array([1.0, 2.0]))
+  alone, alone_state = w, SGD.init(w)
+  for _ in range(5):
+    updates, state = optimizer.update(w - 3.0, state, w)
+    w = optax.apply_updates(w, updates)
+    updates, alone_state = SGD.update(alone - 3.0, alone_state)
+    alone = optax.apply_updates(alone, updates)
+  np.testing.assert_array_equal(w, alone)
+  assert state.round == 2
+
+
+def sends(eqn):
+  """Whether an equation sends an array, itself or inside of it."""
+  if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.shape:
+    return True
+  inside = core.jaxprs_in_params(eqn.params)
+  return any(sends(one) for jaxpr in inside for one in jaxpr.eqns)
+
+
+def waits(optimizer):
+  """Whether a collective of a step depends on the step's gradients."""
+  state = optimizer.init(PARAMS)
+  closed = jax.make_jaxpr(optimizer.update, axis_env=[("worker", 2)])(
+    PARAMS, state, PARAMS
+  )
+  jaxpr = closed.jaxpr
+  late = set(jaxpr.invars[: len(PARAMS)])  # What depends on the gradients.
+  found = []
+  for eqn in jaxpr.eqns:
+    inputs = {x for x in eqn.invars if isinstance(x, core.Var)}
+    if sends(eqn):
+      found.append(bool(inputs & late))
+    if inputs & late:
+      late |= set(eqn.outvars)
+  assert found
+  return any(found)
+
+
+MEANS = {
+  "streaming_diloco": (
+    lambda: transforms.streaming_diloco(SGD, 4, 2, axis="worker"),
+    False,
+  ),
+  "fragments at once": (
+    lambda: transforms.fragment_steps(SGD, 4, 2, axis="worker"),
+    True,
+  ),
+  "od_sgd": (lambda: transforms.od_sgd(SGD, 0.1, axis="worker"), False),
+  "od_sgd after a warm-up": (
+    lambda: transforms.od_sgd(SGD, 0.1, axis="worker", warmup_steps=2),
+    True,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_late_means_wait_for_nothing_of_the_step(name):
+  build, wanted = MEANS[name]
+  assert waits(build()) == wanted
