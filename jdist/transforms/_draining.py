@@ -39,7 +39,9 @@ def drain(
 
   Returns:
     The parameters, equal on all workers, and the state.  Of a method that
-    holds nothing, what was given.
+    holds nothing, what was given; so, for now, of `easgd`, `scaffold`,
+    `slow_mo`, `overlap_local_sgd`, `od_sgd` and `streaming_diloco`, whose
+    unfinished rounds it does not know.
 
   >>> optimizer = _delaying.delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)
