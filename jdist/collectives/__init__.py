@@ -32,6 +32,10 @@ from jdist.collectives._plans import Piece as Piece
 from jdist.collectives._plans import Plan as Plan
 from jdist.collectives._plans import plan as plan
 from jdist.collectives._programs import read_collectives as read_collectives
+from jdist.collectives._reducing import Bits as Bits
+from jdist.collectives._reducing import Reduced as Reduced
+from jdist.collectives._reducing import Reducer as Reducer
+from jdist.collectives._reducing import ring_bits as ring_bits
 from jdist.collectives._running import Workers as Workers
 from jdist.collectives._running import workers as workers
 from jdist.collectives._schedules import Event as Event

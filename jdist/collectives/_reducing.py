@@ -1,0 +1,100 @@
+"""What every reducer is: the workers' mean of a tree, by few bytes."""
+
+import abc
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from jdist.collectives import _axis
+
+PyTree: TypeAlias = Any
+
+
+class Reduced(NamedTuple):
+  """What a reducer returns.
+
+  Attributes:
+    mean: the workers' mean as all of them know it, equal to the bit on all
+      workers, in the tree's dtypes.
+    own_share: what this worker has contributed to it, float32.  What it
+      wanted to send and has not, `wanted - own_share`, is what error feedback
+      keeps.
+    state: the reducer's new state.
+  """
+
+  mean: PyTree
+  own_share: PyTree
+  state: PyTree
+
+
+class Bits(NamedTuple):
+  """What a worker's network interface moves in one reduction, in bits.
+
+  Attributes:
+    payload: of one worker's own message, as its codec counts it.
+    sent: by one worker, with what a ring or an all-to-all really moves.
+    received: by one worker.
+  """
+
+  payload: int
+  sent: float
+  received: float
+
+
+class Reducer(abc.ABC):
+  r"""The mean of the workers' trees, exactly or nearly.
+
+  Reducers are frozen dataclasses without arrays, like codecs; what they
+  remember is in their state.  The law that all of them obey:
+
+  .. math:: \sum_i x_i = N \cdot \mathrm{mean}
+            + \sum_i (x_i - \mathrm{own\_share}_i)
+            + N \sum_j \Delta e_j
+
+  where :math:`e_j` are the residuals in the reducer's own state (those of the
+  owners of parts of the tree), if it has any: nothing is lost on the way.
+  """
+
+  @abc.abstractmethod
+  def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
+    """The first state of one worker, a tree of arrays; `()` for none.
+
+    Args:
+      like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
+      axis: the workers' axis, bound, because shapes may depend on how many
+        there are.
+
+    Raises:
+      ValueError: when the reducer does not suit the tree, with the reason.
+    """
+
+  @abc.abstractmethod
+  def reduce(
+    self, tree: PyTree, state: PyTree, key: jax.Array, axis: _axis.Axis
+  ) -> Reduced:
+    """Takes the mean; a collective operation.
+
+    Args:
+      tree: this worker's floats.
+      state: this worker's.
+      key: a typed PRNG key, **the same on all workers**; a reducer folds the
+        worker's index in where workers are to differ.
+      axis: the workers' axis; None for one worker.
+    """
+
+  def shared(self, state: PyTree) -> PyTree:
+    """Which leaves of the state are equal on all workers: a tree of bools."""
+    return jax.tree.map(lambda _: False, state)
+
+  @abc.abstractmethod
+  def num_bits(self, like: PyTree, num_workers: int) -> Bits:
+    """What one reduction costs."""
+
+
+def ring_bits(payload_bits: float, num_workers: int) -> float:
+  """Bits that each worker sends in an all-reduce over a ring.
+
+  >>> ring_bits(800, 4)
+  1200.0
+  """
+  return 2 * payload_bits * (num_workers - 1) / num_workers
