@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import _localizing, _meeting
+from jdist.transforms import _anchoring, _meeting
 
 PyTree = Any
 
@@ -44,7 +44,7 @@ def control_variates(
       updates, outer.own, outer.shared,
     )  # fmt: skip
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    distance = outer.distance + _localizing._scalar(rate)
+    distance = outer.distance + _anchoring.scalar(rate)
     return updates, outer._replace(distance=distance)
 
   def message(
@@ -75,7 +75,7 @@ def control_variates(
   ) -> tuple[_meeting.Round, PyTree]:
     del inner
     together, shared = mean
-    rate = _localizing._scalar(global_learning_rate)
+    rate = _anchoring.scalar(global_learning_rate)
     # With a rate of 1 the anchor is the mean to the bit.
     anchor = jax.tree.map(
       lambda m, a: m + (rate - 1).astype(a.dtype) * (m - a),

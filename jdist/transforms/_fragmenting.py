@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _checking, _localizing, intervals
+from jdist.transforms import _anchoring, _checking, intervals
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
@@ -136,7 +136,7 @@ def fragment_steps(
     return (step >= first) & ((step - first) % interval == 0)
 
   def init_fn(params: optax.Params) -> FragmentsState:
-    anchor = jax.tree.map(_localizing._wide_copy, params)
+    anchor = jax.tree.map(_anchoring.wide_copy, params)
     labels = fragments_of(params, fragments)
     number = max(labels) + 1
     _check_number(number, interval)
@@ -176,11 +176,11 @@ def fragment_steps(
     updates, inner_state = inner.update(
       updates, state.inner, params, **extra_args
     )
-    local = jax.tree.map(_localizing._moved, params, updates)
+    local = jax.tree.map(_anchoring.moved, params, updates)
     if not delay_steps:
       progress = jax.tree.map(jnp.subtract, state.anchor, local)
       state = arrive(state, progress, labels, arrives)
-    own = _localizing._scalar(mix)
+    own = _anchoring.scalar(mix)
 
     def mixed(w: jax.Array, a: jax.Array, arrived: jax.Array) -> jax.Array:
       alpha = own.astype(a.dtype)
@@ -193,10 +193,7 @@ def fragment_steps(
       )
 
     target = jax.tree.map(mixed, local, state.anchor, each(arrives))
-    updates = jax.tree.map(
-      lambda u, t, w: (_localizing._wide(u) + (t - w)).astype(u.dtype),
-      updates, target, local,
-    )  # fmt: skip
+    updates = _anchoring.towards(updates, target, local)
     if delay_steps:
       sends = [due(step, offset(p, number)) for p in range(number)]
       pending = jax.tree.map(
@@ -240,12 +237,8 @@ def fragment_steps(
     anchor: PyTree, outer_state: PyTree, progress: PyTree
   ) -> tuple[PyTree, PyTree]:
     mean = collectives.mean(progress, axis)
-    if outer is None:
-      anchor = jax.tree.map(jnp.subtract, anchor, mean)
-    else:
-      moves, outer_state = outer.update(mean, outer_state, anchor)
-      anchor = jax.tree.map(_localizing._moved, anchor, moves)
-    return collectives.varying((anchor, outer_state), axis)
+    moved = _anchoring.outer_step(outer, outer_state, mean, anchor)
+    return collectives.varying(moved, axis)
 
   def keep(
     anchor: PyTree, outer_state: PyTree, progress: PyTree

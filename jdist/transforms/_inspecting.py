@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist.transforms import (
+  _anchoring,
   _averaging,
   _controlling,
   _correcting,
@@ -153,7 +154,7 @@ def apply_updates(
 
   def moved() -> optax.Params:
     return jax.tree.map(
-      lambda p, u: _localizing._moved(p, u).astype(p.dtype), params, updates
+      lambda p, u: _anchoring.moved(p, u).astype(p.dtype), params, updates
     )
 
   local = _local_steps(state)

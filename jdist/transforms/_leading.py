@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _checking, _localizing
+from jdist.transforms import _anchoring, _checking
 
 PyTree = Any
 
@@ -96,7 +96,7 @@ def lead_step(
   local = optax.with_extra_args_support(local)
 
   def init_fn(params: optax.Params) -> LeadStepState:
-    anchor = jax.tree.map(_localizing._wide_copy, params)
+    anchor = jax.tree.map(_anchoring.wide_copy, params)
     return LeadStepState(
       step=jnp.zeros((), jnp.int32),
       round=jnp.zeros((), jnp.int32),
@@ -129,16 +129,16 @@ def lead_step(
     late = jnp.ones_like(state.in_flight)
     if warmup_steps:
       late = state.step >= warmup_steps
-      sent = _localizing._either(late, sent, present)
+      sent = _anchoring.either(late, sent, present)
       arrived = arrived | ~late
     mean = collectives.mean(sent, axis)
     moves, outer = optimizer.update(mean, state.outer, state.anchor)
-    anchor = jax.tree.map(_localizing._moved, state.anchor, moves)
-    anchor, outer = _localizing._either(
+    anchor = jax.tree.map(_anchoring.moved, state.anchor, moves)
+    anchor, outer = _anchoring.either(
       arrived, (anchor, outer), (state.anchor, state.outer)
     )
     own, inner = local.update(updates, state.inner, params, **extra_args)
-    inner = _localizing._either(late, inner, state.inner)
+    inner = _anchoring.either(late, inner, state.inner)
 
     def difference(
       a: jax.Array, u: jax.Array, p: jax.Array, g: jax.Array

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _checking, _sending, intervals
+from jdist.transforms import (
+  _anchoring,
+  _checking,
+  _rounds,
+  _sending,
+  intervals,
+)
 
 PyTree = Any
 
@@ -207,30 +213,14 @@ def local_steps(
     return _sending.Message(progress, loss)
 
   def init_fn(params: optax.Params) -> LocalStepsState:
-    interval_state = policy.init()
-    zero = jnp.zeros((), jnp.int32)
-    first, interval_state = policy.next(interval_state, zero, None)
-    second, interval_state = policy.next(interval_state, first, None)
-    anchor = jax.tree.map(_wide_copy, params)
-    # Each leaf a buffer of its own, because the state may be donated.
-    first, second, interval_state = jax.tree.map(
-      jnp.copy, (first, second, interval_state)
-    )
+    anchor = jax.tree.map(_anchoring.wide_copy, params)
+    nothing = message(jax.tree.map(jnp.zeros_like, anchor))
     state = LocalStepsState(
-      step=zero,
-      round=jnp.copy(zero),
-      round_step=jnp.copy(zero),
-      interval=first,
-      next_interval=second,
-      synchronized=jnp.asarray(True),  # All workers begin alike.
+      **_rounds.begin(policy),
       anchor=anchor,
       inner=inner.init(params),
       outer=() if outer is None else outer.init(anchor),
-      interval_state=interval_state,
-      round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
-      pending=sender(anchor).hold(message(jax.tree.map(jnp.zeros_like, anchor)))
-      if delayed
-      else (),
+      pending=sender(anchor).hold(nothing) if delayed else (),
       in_flight=jnp.asarray(False) if delayed else (),
       kept=jnp.zeros((), jnp.float32) if delayed else (),
       stream_steps=(),
@@ -238,20 +228,10 @@ def local_steps(
     return ahead(state)
 
   def ahead(state: LocalStepsState) -> LocalStepsState:
-    """Looks two updates ahead, for a host that chooses programs."""
     if stream is None:
       return state
-    start = state.step - state.round_step
-    ends = state.round_step + 1 >= state.interval
-    following = jnp.where(ends, state.step + 1, start)
-    steps = jnp.where(ends, state.next_interval, state.interval)
     return state._replace(
-      stream_steps=(
-        jnp.where(start >= delay_after_step, state.interval, 0),
-        jnp.copy(state.round_step),
-        jnp.where(following >= delay_after_step, steps, 0),
-        jnp.where(ends, 0, state.round_step + 1),
-      )
+      stream_steps=_rounds.two_ahead(state, since_step=delay_after_step)
     )
 
   def update_fn(
@@ -274,25 +254,13 @@ def local_steps(
     steps = usual_steps if stream_steps == "usual" else stream_steps
     sent: tuple[Any, ...] = ()
     if steps is not None:
-      _check_stream_steps(steps, stream)
+      _sending.check_stream_steps(steps, stream)
       # From the state: it has to wait for nothing in this step.
       sent = sender(state.anchor).start(state.pending, steps)
-    extra_args |= {
-      "anchor": state.anchor,
-      "interval_steps": state.interval,
-    }
-    updates, inner_state = inner.update(
-      updates, state.inner, params, **extra_args
+    updates, state = _rounds.take_step(
+      policy, inner, updates, state, params, extra_args
     )
-    state = state._replace(
-      step=optax.safe_increment(state.step),
-      round_step=optax.safe_increment(state.round_step),
-      inner=inner_state,
-    )
-    if policy.needs_loss:
-      loss = _given_loss(extra_args.get("loss"))
-      state = state._replace(round_loss=state.round_loss + loss)
-    over = state.round_step >= state.interval
+    over = _rounds.is_over(state)
     if steps is not None:
       over &= sender(state.anchor).complete(state.pending, sent)
     updates, state = jax.lax.cond(
@@ -321,8 +289,7 @@ def local_steps(
     params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
     del params
-    state = finished(state, sent)
-    state = state._replace(synchronized=jnp.asarray(False))
+    state = _rounds.go_on(finished(state, sent))
     return collectives.varying((updates, state), axis)
 
   def end_round(
@@ -333,72 +300,53 @@ def local_steps(
     params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
     state = finished(state, sent)
-    local = jax.tree.map(_moved, params, updates)
+    local = jax.tree.map(_anchoring.moved, params, updates)
     if delayed:
-      anchor, target, mean_loss, state = join_late(state, local, steps)
+      target, mean_loss, state = join_late(state, local, steps)
     else:
-      anchor, mean_loss, state = join(state, local)
-      target = anchor
-    # Not `target - params`: where the workers agree with the mean, this is
-    # the inner update to the bit, as for one worker.
-    updates = jax.tree.map(
-      lambda u, t, w: (_wide(u) + (t - w)).astype(u.dtype),
-      updates, target, local,
-    )  # fmt: skip
-    start = state.step + state.next_interval
-    following, interval_state = policy.next(
-      state.interval_state, start, mean_loss if policy.needs_loss else None
-    )
-    state = state._replace(
-      round=optax.safe_increment(state.round),
-      round_step=jnp.zeros_like(state.round_step),
-      interval=state.next_interval,
-      next_interval=following,
-      synchronized=jnp.asarray(True),
-      anchor=anchor,
-      interval_state=interval_state,
-    )
-    if policy.needs_loss:
-      state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
+      target, mean_loss, state = join(state, local)
+    updates = _anchoring.towards(updates, target, local)
+    state = _rounds.end(policy, state, mean_loss)
     return collectives.varying((updates, state), axis)
 
   def join(
     state: LocalStepsState, local: PyTree
   ) -> tuple[PyTree, Any, LocalStepsState]:
     if outer is None:
-      anchor, loss = collectives.mean((local, round_loss(state)), axis)
-      return anchor, loss, state
-    progress = jax.tree.map(jnp.subtract, state.anchor, local)
-    gradient, loss = collectives.mean((progress, round_loss(state)), axis)
-    anchor, outer_state = outer_step(gradient, state)
-    return anchor, loss, state._replace(outer=outer_state)
+      anchor, loss = collectives.mean(
+        (local, _rounds.loss(policy, state)), axis
+      )
+      return anchor, loss, state._replace(anchor=anchor)
+    gradient, loss = collectives.mean(
+      (own_progress(state, local), _rounds.loss(policy, state)), axis
+    )
+    state = outer_step(gradient, state)
+    return state.anchor, loss, state
 
   def join_late(
     state: LocalStepsState, local: PyTree, steps: int | None
-  ) -> tuple[PyTree, PyTree, Any, LocalStepsState]:
+  ) -> tuple[PyTree, Any, LocalStepsState]:
     send = sender(state.anchor)
     progress = own_progress(state, local)
     # Whether this round is one of the delayed ones.
     late = state.step - state.round_step >= delay_after_step
     if steps is not None:  # What was streamed is what there is.
       late = jnp.full_like(late, True)
-    present = message(progress, round_loss(state))
+    present = message(progress, _rounds.loss(policy, state))
     gradient, loss = send.mean(state.pending, present, late, steps)
     # In the first delayed round nothing has arrived yet. Nothing happens to
     # the anchor then: a momentum must not move it by a gradient of zero.
     arrived = state.in_flight | ~late
-    anchor, outer_state = outer_step_if(arrived, gradient, state)
+    state = outer_step_if(arrived, gradient, state)
     if policy.needs_loss:
       loss = jnp.where(arrived, loss, jnp.nan)
-    keep = jnp.where(late, _scalar(carry), 0.0)
+    keep = jnp.where(late, _anchoring.scalar(carry), 0.0)
     # Without a delay the round's progress is in the anchor already.
     left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
-    target = jax.tree.map(lambda a, p: a - keep * p, anchor, left)
+    target = jax.tree.map(lambda a, p: a - keep * p, state.anchor, left)
     pending = send.hold(present._replace(progress=left), state.pending)
-    state = state._replace(
-      outer=outer_state, pending=pending, in_flight=late, kept=keep
-    )
-    return anchor, target, loss, state
+    state = state._replace(pending=pending, in_flight=late, kept=keep)
+    return target, loss, state
 
   def own_progress(state: LocalStepsState, local: PyTree) -> PyTree:
     """What this worker has done in this round."""
@@ -415,115 +363,42 @@ def local_steps(
     state: LocalStepsState, params: optax.Params
   ) -> tuple[optax.Updates, LocalStepsState]:
     """Ends everything that was begun, with no step of its own."""
-    local = jax.tree.map(_wide, params)
-    progress, held = own_progress(state, local), ()
-    if delayed:
-      held = sender(state.anchor).own(state.pending).progress
+    progress = own_progress(state, jax.tree.map(_anchoring.wide, params))
+    held = sender(state.anchor).own(state.pending).progress if delayed else ()
     progress, held = collectives.mean((progress, held), axis)
     if delayed:
-      anchor, outer_state = outer_step_if(state.in_flight, held, state)
-      state = state._replace(anchor=anchor, outer=outer_state)
-    begun = state.round_step > 0
-    anchor, outer_state = outer_step_if(begun, progress, state)
-    # A decision without a loss, as at the very beginning.
-    start = state.step + state.next_interval
-    following, interval_state = policy.next(state.interval_state, start, None)
-    state = state._replace(
-      round=state.round + begun.astype(jnp.int32),
-      round_step=jnp.zeros_like(state.round_step),
-      interval=jnp.where(begun, state.next_interval, state.interval),
-      next_interval=jnp.where(begun, following, state.next_interval),
-      synchronized=jnp.asarray(True),
-      anchor=anchor,
-      outer=outer_state,
-      interval_state=_either(begun, interval_state, state.interval_state),
-    )
-    if policy.needs_loss:
-      state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
+      state = outer_step_if(state.in_flight, held, state)
+    state = outer_step_if(_rounds.is_begun(state), progress, state)
+    state = _rounds.cut_short(policy, state)
     if delayed:
-      nothing = message(jax.tree.map(jnp.zeros_like, anchor))
+      nothing = message(jax.tree.map(jnp.zeros_like, state.anchor))
       state = state._replace(
-        pending=sender(anchor).hold(nothing, state.pending),
+        pending=sender(state.anchor).hold(nothing, state.pending),
         in_flight=jnp.zeros_like(state.in_flight),
         kept=jnp.zeros_like(state.kept),
       )
-    state = ahead(state)
-    updates = jax.tree.map(
-      lambda a, w, p: (a - w).astype(p.dtype), anchor, local, params
-    )
-    return collectives.varying((updates, state), axis)
+    updates = _anchoring.onto(state.anchor, params)
+    return collectives.varying((updates, ahead(state)), axis)
 
-  def outer_step(
-    gradient: PyTree, state: LocalStepsState
-  ) -> tuple[PyTree, PyTree]:
-    if outer is None:
-      return jax.tree.map(jnp.subtract, state.anchor, gradient), ()
-    updates, outer_state = outer.update(gradient, state.outer, state.anchor)
-    return jax.tree.map(_moved, state.anchor, updates), outer_state
+  def outer_step(gradient: PyTree, state: LocalStepsState) -> LocalStepsState:
+    anchor, outer_state = _anchoring.outer_step(
+      outer, state.outer, gradient, state.anchor
+    )
+    return state._replace(anchor=anchor, outer=outer_state)
 
   def outer_step_if(
     flag: jax.Array, gradient: PyTree, state: LocalStepsState
-  ) -> tuple[PyTree, PyTree]:
+  ) -> LocalStepsState:
     # A conditional and not a selection: a compiler cannot merge it with what
     # comes before, and so rounds alike in every form of the program.
-    return jax.lax.cond(
-      collectives.agreed(flag, axis),
-      lambda: collectives.varying(outer_step(gradient, state), axis),
-      lambda: collectives.varying((state.anchor, state.outer), axis),
-    )
+    def both(state: LocalStepsState) -> PyTree:
+      return collectives.varying((state.anchor, state.outer), axis)
 
-  def round_loss(state: LocalStepsState) -> Any:
-    if not policy.needs_loss:
-      return ()
-    return state.round_loss / state.round_step.astype(jnp.float32)
+    anchor, outer_state = jax.lax.cond(
+      collectives.agreed(flag, axis),
+      lambda: both(outer_step(gradient, state)),
+      lambda: both(state),
+    )
+    return state._replace(anchor=anchor, outer=outer_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-  """At least float32."""
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
-def _wide_copy(x: jax.Array) -> jax.Array:
-  # A copy, because parameters and state may both be donated.
-  return jnp.array(_wide(jnp.asarray(x)), copy=True)
-
-
-def _moved(params: jax.Array, updates: jax.Array) -> jax.Array:
-  """Where `optax.apply_updates` takes the parameters, in float32."""
-  moved = _wide(params) + _wide(updates)
-  # The cast is what the worker really holds afterwards.
-  return _wide(moved.astype(params.dtype))
-
-
-def _scalar(x: jax.typing.ArrayLike) -> jax.Array:
-  # Injected hyper-parameters come in the parameters' dtype.
-  return jnp.asarray(x).astype(jnp.float32)
-
-
-def _given_loss(loss: Any) -> jax.Array:
-  if loss is None:
-    raise ValueError(
-      "`loss` must be given to `update` when the interval is adaptive: call "
-      "`optimizer.update(grads, state, params, loss=loss)`."
-    )
-  if jnp.shape(loss) != ():
-    raise ValueError(
-      "`loss` must be a scalar, the mean over this worker's batch, got shape "
-      f"{jnp.shape(loss)}."
-    )
-  return _scalar(loss)
-
-
-def _either(which: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
-  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
-
-
-def _check_stream_steps(steps: Any, stream: Any) -> None:
-  _checking.check_structural("stream_steps", steps, minimum=1)
-  if stream is None:
-    raise ValueError(
-      "`stream_steps` must be given to a streamed form only: build "
-      "`local_steps` with `delay_rounds=1, stream=Stream()`."
-    )

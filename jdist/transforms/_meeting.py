@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _checking, _localizing, intervals
+from jdist.transforms import _anchoring, _checking, _rounds, intervals
 
 PyTree = Any
 
@@ -138,29 +138,16 @@ def in_rounds(
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params: optax.Params) -> RoundsState:
-    interval_state = policy.init()
-    zero = jnp.zeros((), jnp.int32)
-    first, interval_state = policy.next(interval_state, zero, None)
-    second, interval_state = policy.next(interval_state, first, None)
-    anchor = jax.tree.map(_localizing._wide_copy, params)
+    anchor = jax.tree.map(_anchoring.wide_copy, params)
     outer, pending = meeting.begin(anchor)
     # Each leaf a buffer of its own, because the state may be donated.
-    first, second, interval_state, outer, pending = jax.tree.map(
-      jnp.copy, (first, second, interval_state, outer, pending)
-    )
+    outer, pending = jax.tree.map(jnp.copy, (outer, pending))
     return RoundsState(
-      step=zero,
-      round=jnp.copy(zero),
-      round_step=jnp.copy(zero),
-      interval=first,
-      next_interval=second,
-      synchronized=jnp.asarray(True),  # All workers begin alike.
+      **_rounds.begin(policy),
       anchor=anchor,
       inner=inner.init(params),
       outer=outer,
       pending=pending,
-      interval_state=interval_state,
-      round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
       kept=() if meeting.lands else jnp.ones((), jnp.float32),
     )
 
@@ -177,21 +164,11 @@ def in_rounds(
       )
     collectives.check_local(updates, axis, what="`updates`")
     updates, outer = meeting.correct(updates, state.outer, state.step)
-    extra_args |= {"anchor": state.anchor, "interval_steps": state.interval}
-    updates, inner_state = inner.update(
-      updates, state.inner, params, **extra_args
+    updates, state = _rounds.take_step(
+      policy, inner, updates, state._replace(outer=outer), params, extra_args
     )
-    state = state._replace(
-      step=optax.safe_increment(state.step),
-      round_step=optax.safe_increment(state.round_step),
-      inner=inner_state,
-      outer=outer,
-    )
-    if policy.needs_loss:
-      loss = _localizing._given_loss(extra_args.get("loss"))
-      state = state._replace(round_loss=state.round_loss + loss)
     return jax.lax.cond(
-      collectives.agreed(state.round_step >= state.interval, axis),
+      collectives.agreed(_rounds.is_over(state), axis),
       end_round,
       go_on,
       updates,
@@ -203,13 +180,12 @@ def in_rounds(
     updates: optax.Updates, state: RoundsState, params: optax.Params
   ) -> tuple[optax.Updates, RoundsState]:
     del params
-    state = state._replace(synchronized=jnp.asarray(False))
-    return collectives.varying((updates, state), axis)
+    return collectives.varying((updates, _rounds.go_on(state)), axis)
 
   def end_round(
     updates: optax.Updates, state: RoundsState, params: optax.Params
   ) -> tuple[optax.Updates, RoundsState]:
-    local = jax.tree.map(_localizing._moved, params, updates)
+    local = jax.tree.map(_anchoring.moved, params, updates)
     ended = Round(
       anchor=state.anchor,
       local=local,
@@ -220,37 +196,18 @@ def in_rounds(
       round=state.round,
       step=state.step - 1,
     )
-    loss = ()
-    if policy.needs_loss:
-      loss = state.round_loss / state.round_step.astype(jnp.float32)
     mean, mean_loss = collectives.mean(
-      (meeting.message(ended, inner), loss), axis
+      (meeting.message(ended, inner), _rounds.loss(policy, state)), axis
     )
     ended, target = meeting.join(ended, mean, inner)
-    # Not `target - params`: a worker that goes nowhere keeps its inner update
-    # to the bit.
-    updates = jax.tree.map(
-      lambda u, t, w: (_localizing._wide(u) + (t - w)).astype(u.dtype),
-      updates, target, local,
-    )  # fmt: skip
-    start = state.step + state.next_interval
-    following, interval_state = policy.next(
-      state.interval_state, start, mean_loss if policy.needs_loss else None
-    )
-    state = state._replace(
-      round=optax.safe_increment(state.round),
-      round_step=jnp.zeros_like(state.round_step),
-      interval=state.next_interval,
-      next_interval=following,
-      synchronized=jnp.asarray(True),
+    # A worker that goes nowhere keeps its inner update to the bit.
+    updates = _anchoring.towards(updates, target, local)
+    state = _rounds.end(policy, state, mean_loss)._replace(
       anchor=ended.anchor,
       inner=ended.inner,
       outer=ended.outer,
       pending=ended.pending,
-      interval_state=interval_state,
     )
-    if policy.needs_loss:
-      state = state._replace(round_loss=jnp.zeros_like(state.round_loss))
     return collectives.varying((updates, state), axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _localizing, _meeting
+from jdist.transforms import _anchoring, _meeting
 
 PyTree = Any
 
@@ -31,7 +31,7 @@ def elastic(
     ended: _meeting.Round, mean: PyTree, inner: optax.GradientTransformation
   ) -> tuple[_meeting.Round, PyTree]:
     del inner
-    beta = _localizing._scalar(moving_rate)
+    beta = _anchoring.scalar(moving_rate)
     alpha = beta / collectives.size(axis)
     # Both ends of the spring feel the old positions.
     target = jax.tree.map(
@@ -77,7 +77,7 @@ def late_anchor(
     ended: _meeting.Round, mean: PyTree, inner: optax.GradientTransformation
   ) -> tuple[_meeting.Round, PyTree]:
     del inner
-    mu, alpha = _localizing._scalar(momentum), _localizing._scalar(pull)
+    mu, alpha = _anchoring.scalar(momentum), _anchoring.scalar(pull)
     velocity = jax.tree.map(
       lambda v, m, a: mu.astype(a.dtype) * v + (m - a),
       ended.outer.velocity, mean, ended.anchor,

@@ -327,6 +327,16 @@ class _Group:
     )(buffer)
 
 
+def check_stream_steps(steps: Any, stream: Stream | None) -> None:
+  """Raises a ValueError unless something can be sent in so many steps."""
+  _checking.check_structural("stream_steps", steps, minimum=1)
+  if stream is None:
+    raise ValueError(
+      "`stream_steps` must be given to a streamed form only: build "
+      "`local_steps` with `delay_rounds=1, stream=Stream()`."
+    )
+
+
 def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
   """The mesh axes over which the rows of a buffer are split.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import _localizing, _meeting
+from jdist.transforms import _anchoring, _meeting
 
 PyTree = Any
 Buffers = Literal["maintain", "reset", "average"]
@@ -43,7 +43,7 @@ def slow_momentum(
   ) -> tuple[PyTree, list[jax.Array]]:
     del inner
     sent = _buffers(ended.inner) if buffers == "average" else []
-    sent = [_localizing._wide(x) for x in sent]
+    sent = [_anchoring.wide(x) for x in sent]
     return ended.local, sent
 
   def join(
@@ -54,11 +54,11 @@ def slow_momentum(
     together, averaged = mean
     rate = learning_rate
     rate = rate(ended.step) if callable(rate) else rate
-    rate = _localizing._scalar(rate)
+    rate = _anchoring.scalar(rate)
     before = ended.outer.learning_rate
     ratio = jnp.where(before > 0, rate / before, 1.0)
-    mu = _localizing._scalar(momentum) * ratio
-    slow = _localizing._scalar(slow_learning_rate)
+    mu = _anchoring.scalar(momentum) * ratio
+    slow = _anchoring.scalar(slow_learning_rate)
     progress = jax.tree.map(jnp.subtract, ended.anchor, together)
     velocity = jax.tree.map(
       lambda v, p: mu.astype(p.dtype) * v + p, ended.outer.velocity, progress

@@ -1,0 +1,82 @@
+"""The anchor: a float32 copy that moves, and workers that go to it.
+
+An anchor is float32 whatever the parameters are, and a buffer of its own.
+What a worker computes with, its local parameters, is widened in the same way,
+after the cast to the dtype in which the worker really holds them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """At least float32."""
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def wide_copy(x: jax.Array) -> jax.Array:
+  """At least float32, and a copy: parameters and state may both be donated."""
+  return jnp.array(wide(jnp.asarray(x)), copy=True)
+
+
+def moved(params: jax.Array, updates: jax.Array) -> jax.Array:
+  """Where `optax.apply_updates` takes the parameters, in float32."""
+  there = wide(params) + wide(updates)
+  # The cast is what the worker really holds afterwards.
+  return wide(there.astype(params.dtype))
+
+
+def towards(updates: PyTree, target: PyTree, local: PyTree) -> PyTree:
+  """Updates that lead to `target`, where `updates` alone lead to `local`.
+
+  Not `target - params`: where both are the same, the updates stay what they
+  are to the bit.
+  """
+  return jax.tree.map(
+    lambda u, t, w: (wide(u) + (t - w)).astype(u.dtype), updates, target, local
+  )
+
+
+def onto(anchor: PyTree, params: PyTree) -> PyTree:
+  """Updates that lead from the parameters to the anchor."""
+  return jax.tree.map(
+    lambda a, p: (a - wide(p)).astype(p.dtype), anchor, params
+  )
+
+
+def outer_step(
+  outer: optax.GradientTransformation | None,
+  outer_state: PyTree,
+  gradient: PyTree,
+  anchor: PyTree,
+) -> tuple[PyTree, PyTree]:
+  """Moves an anchor by the mean pseudo-gradient.
+
+  Args:
+    outer: any Optax optimizer; None goes all the way.
+    outer_state: its state, `()` for None.
+    gradient: the mean of `anchor - local`, float32.
+    anchor: the anchor, float32.
+
+  Returns:
+    The new anchor, float32, and the new state.
+  """
+  if outer is None:
+    return jax.tree.map(jnp.subtract, anchor, gradient), ()
+  updates, outer_state = outer.update(gradient, outer_state, anchor)
+  return jax.tree.map(moved, anchor, updates), outer_state
+
+
+def scalar(x: jax.typing.ArrayLike) -> jax.Array:
+  """As float32: injected hyper-parameters come in the parameters' dtype."""
+  return jnp.asarray(x).astype(jnp.float32)
+
+
+def either(which: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+  """Chooses between two trees, leaf by leaf."""
+  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
