@@ -31,10 +31,11 @@ def make_step(
 
   Differentiates the loss on this worker's own parameters and batch, updates,
   ends rounds exactly on the anchor, and averages batch statistics whenever
-  the workers come together.  Of a streamed method it leaves them to each
-  worker: their mean would hold up what is streamed, no training step reads
-  them, and running averages are linear, so that their mean at an evaluation,
-  which `Evaluator` takes, is the same.
+  the workers come together.  Of a streamed method and of `update_first` it
+  leaves them to each worker: their mean would hold up what is to be hidden
+  (compilers join it with other messages, and all then wait for the joined
+  one), no training step reads them, and running averages are linear, so that
+  their mean at an evaluation, which `Evaluator` takes, is the same.
 
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
@@ -77,8 +78,6 @@ def make_step(
     )
     if first is not None:
       params, opt_state = first.begin(params, opt_state)
-      # With the parameters, and from the state like them.
-      model_state = mean_statistics(model_state, axis)
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
         params, model_state, batch, key

@@ -159,6 +159,28 @@ def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
   assert state.model_state["mean"].tolist() == [1.5] * 4
 
 
+def test_update_first_sends_gradients_alone():
+  """Compilers join what else is sent with them, and then all wait for it."""
+  team = _tiny.team("shard_map")
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    return jnp.sum(params) ** 2, (model_state + jnp.sum(batch), {})
+
+  optimizer = transforms.update_first(optax.sgd(0.0), axis=team.axis)
+  step = training.make_step(loss_fn, optimizer, axis=team.axis)
+  params = np.ones(3, np.float32)
+  state = training.init_state(team, optimizer, params, np.zeros(5, np.float32))
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+    (state, team.place(np.zeros((4, 1), np.float32))),
+  )
+  counted = collectives.traffic(
+    step, *shapes, axis=team.axis, num_workers=team.num_workers
+  )
+  assert [c.payload_bytes for c in counted.collectives] == [params.nbytes]
+
+
 def test_batch_normalization_meets_and_parts_again():
   team = collectives.workers(2, substrate="shard_map")
   model = models.build(
