@@ -1,80 +1,16 @@
 """What is compared: the variants, and sizes under which they are."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import pathlib
+import sys
+from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optax
+from comparing import Config, Presets, Run, Variant
 
-from jdist import collectives, transforms
+from jdist import transforms
 from jdist.transforms import intervals
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """One comparison."""
-
-  dataset: str = "cifar10"
-  """A name of `jdist.data`."""
-
-  model: str = "lenet"
-  """A name of `jdist.models`."""
-
-  workers: int = 8
-  """Workers that train together."""
-
-  batch_size: int = 128
-  """Samples of all workers in a step."""
-
-  epochs: float = 5.0
-  """Passes over the training set, the same for every variant."""
-
-  warmup_epochs: float = 0.5
-  """In which the learning rate rises; MSDPU is synchronous for so long."""
-
-  rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
-  """The grid of highest learning rates; each variant uses its own best one, by
-  a run of the same length on held-out training samples."""
-
-  momentum: float = 0.9
-  """Nesterov momentum of each worker's SGD."""
-
-  weight_decay: float = 0.0
-  """Decoupled."""
-
-  augment: bool = False
-  """Random crops and flips."""
-
-  alpha: float | None = None
-  """Label skew between workers (Dirichlet); i.i.d. if not given."""
-
-  dtype: str = "float32"
-  """In which the model computes."""
-
-  seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
-
-  variants: tuple[str, ...] = ()
-  """Of those in `VARIANTS`, in this order; all if none are named."""
-
-
-class Run(NamedTuple):
-  """What a variant is told.
-
-  Attributes:
-    inner: a worker's optimizer.
-    rate: the learning rate's schedule.
-    num_steps: local steps of the run.
-    warmup_steps: local steps until the rate is at its highest.
-    axis: the workers' axis.
-  """
-
-  inner: optax.GradientTransformation
-  rate: optax.Schedule
-  num_steps: int
-  warmup_steps: int
-  axis: collectives.Axis
-
 
 Chain = optax.GradientTransformationExtraArgs
 
@@ -134,7 +70,7 @@ def _no_delay(run: Run) -> Chain:
 
 
 # In the order in which they run: what matters most comes first.
-VARIANTS: dict[str, Callable[[Run], Chain]] = {
+VARIANTS: dict[str, Variant] = {
   "ssgd": _ssgd,
   "local_sgd H=8": lambda run: _local(run, 8),
   "msdpu H0=8": lambda run: _msdpu(run, 8),
@@ -155,7 +91,7 @@ VARIANTS: dict[str, Callable[[Run], Chain]] = {
 }
 
 # Under these names on the command line.
-PRESETS: dict[str, tuple[str, Config]] = {
+PRESETS: Presets = {
   "cifar10": ("CIFAR-10, LeNet: minutes a run on 2 cores", Config()),
   "mnist": (
     "MNIST, LeNet: a minute a run on 2 cores",

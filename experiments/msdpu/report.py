@@ -1,122 +1,14 @@
-"""The table and the picture of a comparison, from its rows.
+"""The table and the picture of the comparison, from its rows.
 
 python experiments/msdpu/report.py cifar10
 """
 
 import pathlib
-import statistics
 import sys
-from typing import Any
 
-from jdist import training
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
-_RESULTS = pathlib.Path(__file__).parent / "results"
-
-
-def best(rows: list[dict[str, Any]]) -> dict[str, float]:
-  """Each variant's learning rate, from its tuning rows."""
-  found: dict[str, tuple[float, float]] = {}
-  for row in rows:
-    if row["purpose"] == "tuning":
-      told = (row["accuracy"], row["learning_rate"])
-      found[row["method"]] = max(found.get(row["method"], told), told)
-  return {method: rate for method, (_, rate) in found.items()}
-
-
-def compared(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-  """The rows of each variant at its best rate, all seeds."""
-  rates = best(rows)
-  found: dict[str, list[dict[str, Any]]] = {}
-  for row in rows:
-    if row["purpose"] != "comparison":
-      continue
-    if row["learning_rate"] == rates.get(row["method"], row["learning_rate"]):
-      found.setdefault(row["method"], []).append(row)
-  return found
-
-
-def table(runs: dict[str, list[dict[str, Any]]]) -> str:
-  """Markdown, the most accurate first."""
-  lines = [
-    "| variant | test accuracy, % (mean ± standard deviation) | seeds | rounds "
-    "| MB sent | fewer bytes | learning rate |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  most = max(row["sent_bytes"] for rows in runs.values() for row in rows)
-
-  def accuracies(rows: list[dict[str, Any]]) -> list[float]:
-    return [100 * row["accuracy"] for row in rows]
-
-  for method, rows in sorted(
-    runs.items(), key=lambda item: -statistics.mean(accuracies(item[1]))
-  ):
-    found = accuracies(rows)
-    told = f"{statistics.mean(found):.2f}"
-    if len(found) > 1:
-      told += f" ± {statistics.stdev(found):.2f}"
-    sent = statistics.mean(row["sent_bytes"] for row in rows)
-    rounds = statistics.mean(row["rounds"] for row in rows)
-    lines.append(
-      f"| {method} | {told} | {len(rows)} | {rounds:,.0f} | {sent / 1e6:,.0f} "
-      f"| {most / sent:.1f}x | {rows[0]['learning_rate']:g} |"
-    )
-  return "\n".join(lines)
-
-
-def draw(runs: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
-  """Accuracy against bytes: what is above and to the left is better."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
-  points = []
-  for method, rows in runs.items():
-    found = [100 * row["accuracy"] for row in rows]
-    mean = statistics.mean(found)
-    spread = statistics.stdev(found) if len(found) > 1 else 0.0
-    sent = statistics.mean(row["sent_bytes"] for row in rows) / 1e6
-    points.append((sent, mean))
-    ours = method.startswith("msdpu")
-    axes.errorbar(
-      sent,
-      mean,
-      spread,
-      fmt="D" if ours else "o",
-      color="#d55e00" if ours else "#0072b2",
-      capsize=3,
-    )
-    axes.annotate(
-      method, (sent, mean), xytext=(7, 4), textcoords="offset points",
-      fontsize=9,
-    )  # fmt: skip
-  front, highest = [], float("-inf")
-  for sent, mean in sorted(points):
-    if mean > highest:
-      front.append((sent, mean))
-      highest = mean
-  axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0)
-  some = next(iter(runs.values()))[0]
-  axes.set_xscale("log")
-  axes.margins(x=0.15, y=0.12)
-  axes.set_xlabel(f"MB sent by each worker (N = {some['workers']}), log scale")
-  axes.set_ylabel("test accuracy, %")
-  axes.set_title(
-    f"{some['config']['dataset']}, {some['config']['model']}, "
-    f"{some['config']['epochs']:g} epochs; bars: standard deviation",
-    fontsize=11,
-  )
-  axes.grid(alpha=0.3)
-  figure.savefig(path, dpi=130)
-
-
-def main() -> None:
-  name = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
-  runs = compared(training.read_rows(_RESULTS / f"{name}.jsonl"))
-  print(table(runs))
-  draw(runs, _RESULTS / f"{name}.png")
-
+import reporting
 
 if __name__ == "__main__":
-  main()
+  reporting.main(pathlib.Path(__file__).resolve().parent, ours="msdpu")

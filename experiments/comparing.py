@@ -1,0 +1,297 @@
+"""Compares training methods: each tuned alike, then run with several seeds.
+
+An experiment names its variants and sizes, and calls `main`.  Every row is
+written when its run has ended, and runs whose rows are there are not repeated:
+the same command goes on where it was stopped.
+"""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+from jdist import collectives, data, models, training
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One comparison."""
+
+  dataset: str = "cifar10"
+  """A name of `jdist.data`."""
+
+  model: str = "lenet"
+  """A name of `jdist.models`."""
+
+  workers: int = 8
+  """Workers that train together."""
+
+  batch_size: int = 128
+  """Samples of all workers in a step."""
+
+  epochs: float = 5.0
+  """Passes over the training set, the same for every variant."""
+
+  warmup_epochs: float = 0.5
+  """In which the learning rate rises; methods with a warm-up have it then."""
+
+  rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
+  """The grid of highest learning rates; each variant uses its own best one, by
+  a run of the same length on held-out training samples."""
+
+  momentum: float = 0.9
+  """Nesterov momentum of each worker's SGD."""
+
+  weight_decay: float = 0.0
+  """Decoupled."""
+
+  augment: bool = False
+  """Random crops and flips."""
+
+  alpha: float | None = None
+  """Label skew between workers (Dirichlet); i.i.d. if not given."""
+
+  dtype: str = "float32"
+  """In which the model computes."""
+
+  seeds: tuple[int, ...] = (0, 1, 2)
+  """One run each at a variant's best rate."""
+
+  variants: tuple[str, ...] = ()
+  """Of the experiment's, in this order; all if none are named."""
+
+
+class Run(NamedTuple):
+  """What a variant is told.
+
+  Attributes:
+    inner: a worker's optimizer.
+    rate: the learning rate's schedule.
+    num_steps: local steps of the run.
+    warmup_steps: local steps until the rate is at its highest.
+    axis: the workers' axis.
+  """
+
+  inner: optax.GradientTransformation
+  rate: optax.Schedule
+  num_steps: int
+  warmup_steps: int
+  axis: collectives.Axis
+
+
+Variant: TypeAlias = Callable[[Run], optax.GradientTransformation]
+Presets: TypeAlias = dict[str, tuple[str, Config]]
+# Tuning uses no seed that is compared afterwards.
+_TUNING_SEED = 10_000
+
+
+class Comparison:
+  """The data and the workers that all runs share."""
+
+  def __init__(self, options: Config, variants: dict[str, Variant]):
+    self.options, self.variants = options, variants
+    self.train = data.load(options.dataset)
+    self.test = data.load(options.dataset, "test")
+    self.workers = collectives.workers(options.workers)
+
+  def hold_out(self) -> "Comparison":
+    """The same with a tenth of the training samples in place of the test."""
+    other = object.__new__(Comparison)
+    other.options, other.workers = self.options, self.workers
+    other.variants = self.variants
+    order = np.random.default_rng(0).permutation(len(self.train))
+    cut = len(order) // 10
+
+    def part(rows: np.ndarray) -> data.Dataset:
+      return dataclasses.replace(
+        self.train,
+        images=self.train.images[rows],
+        labels=self.train.labels[rows],
+      )
+
+    other.train, other.test = part(np.sort(order[cut:])), part(order[:cut])
+    return other
+
+  def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:
+    """Trains, and returns what was measured."""
+    options, workers = self.options, self.workers
+    per_epoch = len(self.train) / options.batch_size
+    num_steps = round(options.epochs * per_epoch)
+    warmup_steps = round(options.warmup_epochs * per_epoch)
+    rate = optax.warmup_cosine_decay_schedule(
+      peak / 10, peak, warmup_steps, num_steps, peak / 100
+    )
+    inner = optax.chain(
+      optax.trace(options.momentum, nesterov=True),
+      optax.add_decayed_weights(options.weight_decay),
+      optax.scale_by_learning_rate(rate),
+    )
+    chain = self.variants[variant](
+      Run(inner, rate, num_steps, warmup_steps, workers.axis)
+    )
+    model = models.build(
+      options.model,
+      input_shape=self.train.input_shape,
+      num_classes=self.train.num_classes,
+      seed=seed,
+    )
+    dtype = jax.numpy.dtype(options.dtype)
+    loss = training.classification_loss(
+      model.apply,
+      normalize=self.train.normalize,
+      compute_dtype=dtype,
+      augment=data.compose(data.random_crop(), data.random_flip())
+      if options.augment
+      else None,
+    )
+    batches = data.Batches(
+      self.train,
+      options.workers,
+      options.batch_size // options.workers,
+      seed=seed,
+      alpha=options.alpha,
+      worker_ids=workers.local_workers,
+    )
+    trainer = training.Trainer(
+      workers, training.make_step(loss, chain, axis=workers.axis)
+    )
+    state = training.init_state(
+      workers, chain, model.params, model.state, seed=seed
+    )
+    evaluate = training.Evaluator(
+      workers,
+      model.apply,
+      data.evaluation_batches(self.test, options.workers, 128),
+      normalize=self.train.normalize,
+      compute_dtype=dtype,
+      optimizer=chain,
+    )
+    _, records = trainer.fit(
+      state,
+      batches.iterate,
+      num_steps,
+      evaluate=evaluate,
+      evaluate_every=max(1, num_steps // 5),
+    )
+    last = records[-1]
+    return {
+      "accuracy": last.metrics["accuracy"],
+      "test_loss": last.metrics["loss"],
+      "train_loss": last.train_loss,
+      "steps": last.step,
+      "rounds": last.rounds,
+      "sent_bytes": last.sent_bytes,
+      "train_s": last.train_s,
+      "samples_per_s": last.samples_per_s,
+      "curve": [
+        {
+          "step": r.step,
+          "rounds": r.rounds,
+          "sent_bytes": r.sent_bytes,
+          "train_s": r.train_s,
+          "accuracy": r.metrics["accuracy"],
+        }
+        for r in records
+      ],
+    }
+
+
+class Rows:
+  """The rows of a preset, each run once."""
+
+  def __init__(self, path: pathlib.Path, options: Config):
+    self.path = path
+    self.rows = training.read_rows(self.path) if self.path.exists() else []
+    # What may differ between rows of one comparison.
+    free = {"seeds", "variants", "rates"}
+    self.config = {
+      k: v for k, v in dataclasses.asdict(options).items() if k not in free
+    }
+
+  def get(
+    self, comparison: Comparison, purpose: str, variant: str, rate: float,
+    seed: int,
+  ) -> dict[str, Any]:  # fmt: skip
+    """A run's row, from the file or from a run."""
+    named = {
+      "purpose": purpose, "method": variant, "learning_rate": rate,
+      "seed": seed, "config": self.config,
+    }  # fmt: skip
+    for row in self.rows:
+      if all(row[key] == value for key, value in named.items()):
+        return row
+    measured = comparison.fit(variant, rate, seed)
+    del named["config"], named["seed"]
+    row = training.make_row(
+      self.config,
+      seed,
+      workers=comparison.options.workers,
+      **named,
+      **measured,
+    )
+    training.append_rows(self.path, [row])
+    self.rows.append(row)
+    print(
+      f"{purpose} {variant}, rate {rate:g}, seed {seed}: "
+      f"{100 * row['accuracy']:.2f} %, {row['rounds']} rounds, "
+      f"{row['sent_bytes'] / 1e6:.1f} MB, {row['samples_per_s']:,.0f} images/s",
+      flush=True,
+    )
+    return row
+
+
+def compare(
+  path: pathlib.Path, options: Config, variants: dict[str, Variant]
+) -> None:
+  """Runs all variants: the rate first, then the seeds.
+
+  Args:
+    path: the file of rows.
+    options: the comparison.
+    variants: by name, in the order in which they run.
+  """
+  unknown = set(options.variants) - set(variants)
+  if unknown:
+    raise SystemExit(
+      f"`--variants` must be of {', '.join(variants)}, got {unknown}."
+    )
+  comparison = Comparison(options, variants)
+  held_out = comparison.hold_out()
+  rows = Rows(path, options)
+  for variant in options.variants or variants:
+    best = options.rates[0]
+    if len(options.rates) > 1:
+      tried = [
+        rows.get(held_out, "tuning", variant, rate, _TUNING_SEED)
+        for rate in options.rates
+      ]
+      best = max(tried, key=_quality)["learning_rate"]
+    for seed in options.seeds:
+      rows.get(comparison, "comparison", variant, best, seed)
+
+
+def _quality(row: dict[str, Any]) -> tuple[float, float]:
+  loss = row["test_loss"]
+  return row["accuracy"], -loss if loss is not None else -math.inf
+
+
+def main(
+  folder: pathlib.Path, presets: Presets, variants: dict[str, Variant]
+) -> None:
+  """Reads a preset's name and changes to it from the command line, and runs.
+
+  Args:
+    folder: the experiment's; rows go to `results/` in it.
+    presets: by name, each with a line of help.
+    variants: by name, in the order in which they run.
+  """
+  chosen = tyro.extras.overridable_config_cli(presets)
+  name = next(word for word in sys.argv[1:] if word in presets)
+  compare(folder / "results" / f"{name}.jsonl", chosen, variants)
