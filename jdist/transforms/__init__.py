@@ -33,11 +33,21 @@ from jdist.transforms._family import slow_mo as slow_mo
 from jdist.transforms._family import streaming_diloco as streaming_diloco
 from jdist.transforms._fragmenting import fragment_steps as fragment_steps
 from jdist.transforms._fragmenting import FragmentsState as FragmentsState
+from jdist.transforms._feeding import EF21 as EF21
+from jdist.transforms._feeding import EF21State as EF21State
+from jdist.transforms._feeding import ErrorFeedback as ErrorFeedback
+from jdist.transforms._feeding import ErrorFeedbackState as ErrorFeedbackState
+from jdist.transforms._feeding import Feedback as Feedback
+from jdist.transforms._feeding import MomentumCorrection as MomentumCorrection
+from jdist.transforms._feeding import (
+  MomentumCorrectionState as MomentumCorrectionState,
+)
 from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
 from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
+from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
@@ -53,6 +63,8 @@ from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
 from jdist.transforms._pulling import LateAnchorState as LateAnchorState
 from jdist.transforms._sending import buffer_axes as buffer_axes
 from jdist.transforms._sending import Message as Message
+from jdist.transforms._reducing import Reduction as Reduction
+from jdist.transforms._reducing import ReductionState as ReductionState
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState

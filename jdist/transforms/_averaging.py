@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import optax
 
 from jdist import collectives
+from jdist.transforms import _feeding, _reducing
 
 
 class AverageGradientsState(NamedTuple):
@@ -13,6 +14,9 @@ class AverageGradientsState(NamedTuple):
 
 def average_gradients(
   axis: collectives.Axis,
+  reducer: collectives.Reducer | None = None,
+  feedback: _feeding.Feedback | None = None,
+  seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces every worker's gradients by their mean.
 
@@ -22,17 +26,33 @@ def average_gradients(
   data-parallel training: what follows sees the same numbers on all workers,
   so parameters and state stay equal to the bit.
 
+  With a reducer the mean is taken by fewer bytes, and with a feedback what
+  was left out is not lost.  All workers decode the same bytes, so what comes
+  out is equal on all of them still.  The state then is a `ReductionState`,
+  whose first value may depend on the number of workers: make it where the
+  axis is bound, for instance `workers.jit(optimizer.init)(params)`.
+
   Args:
     axis: the workers' axis: None (one worker: does nothing), a name, or
       (inner, outer).
+    reducer: how to take the mean, for instance
+      `collectives.carry(codecs.TopK(0.01))`; None takes it exactly, in one
+      all-reduce.
+    feedback: what becomes of the part of a gradient that is not sent:
+      `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`, or None: it is
+      forgotten.
+    seed: of the random numbers of codecs that draw some, the same on all
+      workers.
 
   Returns:
     A transformation whose updates have the shapes and dtypes of the
     gradients.  A gradient in bfloat16 is sent in bfloat16.
 
   Raises:
-    ValueError: when `axis` is not an axis; at trace time, when the gradients
-      are already summed because the parameters are shared over the axis.
+    ValueError: when `axis` is not an axis, or another argument is of another
+      kind; when the state is made, and the reducer does not suit the
+      parameters; at trace time, when the gradients are already summed because
+      the parameters are shared over the axis.
 
   >>> import jax, jax.numpy as jnp
   >>> optimizer = optax.chain(average_gradients("worker"), optax.sgd(0.1))
@@ -45,6 +65,15 @@ def average_gradients(
   [0.8, 0.8]
   """
   collectives.check_axis(axis)
+  _feeding.check_feedback("feedback", feedback)
+  if reducer is not None:
+    return _reduced(axis, _reducing.Reduction(axis, reducer, feedback, seed))
+  if feedback is not None:
+    raise ValueError(
+      "`feedback` keeps what a reducer leaves out and needs `reducer`, for "
+      "instance `reducer=collectives.carry(codecs.TopK(0.01))`, got "
+      f"reducer=None, {feedback=}."
+    )
 
   def init_fn(params: optax.Params) -> AverageGradientsState:
     del params
@@ -61,3 +90,21 @@ def average_gradients(
     return collectives.mean(updates, axis), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _reduced(
+  axis: collectives.Axis, reduction: _reducing.Reduction
+) -> optax.GradientTransformationExtraArgs:
+  """Averages through a reducer."""
+
+  def update_fn(
+    updates: optax.Updates,
+    state: _reducing.ReductionState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, _reducing.ReductionState]:
+    del params, extra_args
+    collectives.check_local(updates, axis, what="`updates`")
+    return reduction.mean(updates, state)
+
+  return optax.GradientTransformationExtraArgs(reduction.init, update_fn)

@@ -18,12 +18,14 @@ from jdist.transforms import (
   _controlling,
   _correcting,
   _delaying,
+  _feeding,
   _fragmenting,
   _leading,
   _localizing,
   _meeting,
   _preceding,
   _pulling,
+  _reducing,
   _sending,
   _slowing,
 )
@@ -98,6 +100,33 @@ def rounds(state: PyTree, steps: jax.typing.ArrayLike) -> jax.Array:
   """
   local = _local_steps(state)
   return jnp.asarray(steps, jnp.int32) if local is None else local.round
+
+
+def nonfinite_rounds(state: PyTree) -> jax.Array:
+  """In how many rounds a feedback has met a number that is not finite.
+
+  A NaN or an infinity at one worker does not stay in what the worker remembers;
+  here it is seen nevertheless.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    This worker's count, int32 scalar, the largest of all feedbacks in the
+    state; 0 without any.
+  """
+  found = [
+    x.nonfinite
+    for x in jax.tree.leaves(state, is_leaf=_is_feedback)
+    if _is_feedback(x)
+  ]
+  if not found:
+    return jnp.zeros((), jnp.int32)
+  return jnp.stack(jnp.broadcast_arrays(*found)).max(0)
+
+
+def _is_feedback(state: PyTree) -> bool:
+  return "nonfinite" in getattr(state, "_fields", ())
 
 
 def interval(state: PyTree) -> jax.Array | int:
@@ -247,6 +276,8 @@ _TRANSPARENT: dict[type, frozenset[str]] = {
   ),
   _delaying.DelayGradientsState: frozenset({"step"}),
 }
+  _reducing.ReductionState: frozenset({"step", "shared"}),
+  _feeding.EF21State: frozenset({"mean"}),
 
 
 def register_shared(state_type: type, fields: frozenset[str]) -> None:
@@ -270,11 +301,11 @@ def register_shared(state_type: type, fields: frozenset[str]) -> None:
 def sharing(state: PyTree) -> Sharing:
   """Says which leaves of a state are equal on all workers.
 
-  Behind `average_gradients` in a chain everything is: the parameters begin
-  equal, and all workers do the same to them.  Of the local steps' state the
-  anchor, the outer optimizer and the counters are; the rest is each worker's
-  own.  Optax's other wrappers are walked into but never trusted to keep the
-  parameters equal.
+  Behind `average_gradients` in a chain everything is, with a reducer too: the
+  parameters begin equal, and all workers do the same to them.  Of the local
+  steps' state the anchor, the outer optimizer and the counters are; the rest
+  is each worker's own.  Optax's other wrappers are walked into but never
+  trusted to keep the parameters equal.
 
   Args:
     state: the optimizer's state, or its shapes.
@@ -310,6 +341,8 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     ), True
   if type(state) is tuple:  # A chain: one after the other.
     labels = []
+  if isinstance(state, _reducing.ReductionState):
+    return _reduction_labels(state), True
     for element in state:
       label, shared = _walk(element, shared)
       labels.append(label)
@@ -342,3 +375,16 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
 def _all(tree: PyTree, label: bool) -> PyTree:
   mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
   return jax.tree.map(mark, tree)
+def _reduction_labels(
+  state: _reducing.ReductionState,
+) -> _reducing.ReductionState:
+  # What a worker keeps is its own even where what comes in is not: random
+  # numbers and owned parts differ.
+  return _reducing.ReductionState(
+    step=True,  # type: ignore[arg-type]
+    shared=_all(state.shared, True),
+    own=_all(state.own, False),
+    feedback=_walk(state.feedback, False)[0],
+  )
+
+

@@ -1,0 +1,146 @@
+"""Taking a mean by few bytes: a reducer, a feedback and a seed as one."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import codecs, collectives
+from jdist.transforms import _checking, _feeding
+
+PyTree: TypeAlias = Any
+
+
+class ReductionState(NamedTuple):
+  """What a mean by few bytes remembers.
+
+  Attributes:
+    step: means so far, int32 scalar, equal on all workers; the random numbers
+      of the next one come from it.
+    shared: those leaves of the reducer's state that are equal on all workers;
+      None in the places of the others.
+    own: the others, each worker its own; None in the places of the shared.
+    feedback: the feedback's state, `()` without one.
+  """
+
+  step: jax.Array
+  shared: PyTree
+  own: PyTree
+  feedback: PyTree
+
+
+class Reduction:
+  """The workers' mean through a reducer, with feedback, and its state."""
+
+  def __init__(
+    self,
+    axis: collectives.Axis,
+    reducer: collectives.Reducer,
+    feedback: _feeding.Feedback | None = None,
+    seed: int = 0,
+  ):
+    check_reducer("reducer", reducer)
+    _feeding.check_feedback("feedback", feedback)
+    _checking.check_structural("seed", seed, minimum=0)
+    self._axis, self._reducer = axis, reducer
+    self._feedback, self._seed = feedback, seed
+
+  def init(self, like: PyTree) -> ReductionState:
+    """The first state, for trees like `like`; the axis must be bound."""
+    sent = like
+    if self._feedback is not None:
+      sent = jax.tree.map(_wide_shape, like)
+    shared, own = self._parted(self._reducer.init(sent, self._axis))
+    return ReductionState(
+      step=jnp.zeros((), jnp.int32),
+      shared=shared,
+      own=own,
+      feedback=() if self._feedback is None else self._feedback.init(like),
+    )
+
+  def mean(
+    self, tree: PyTree, state: ReductionState
+  ) -> tuple[PyTree, ReductionState]:
+    """The mean in the tree's dtypes, equal on all workers; collective.
+
+    Args:
+      tree: this worker's floats.
+      state: this worker's.
+    """
+    key = jax.random.fold_in(jax.random.key(self._seed), state.step)
+    wanted, feedback = self._prepared(tree, state)
+    reduced = self._reducer.reduce(
+      wanted, _joined(state.shared, state.own), key, self._axis
+    )
+    mean, feedback = self._finished(
+      reduced.mean, reduced.own_share, wanted, feedback
+    )
+    shared, own = self._parted(reduced.state)
+    new = ReductionState(
+      optax.safe_increment(state.step), shared, own, feedback
+    )
+    return collectives.varying((_like(mean, tree), new), self._axis)
+
+  def exact_mean(
+    self, tree: PyTree, state: ReductionState
+  ) -> tuple[PyTree, ReductionState]:
+    """The same with every bit sent, so that no feedback holds anything back.
+
+    What the reducer itself remembers stays as it is.
+    """
+    wanted, feedback = self._prepared(tree, state)
+    mean = collectives.mean(wanted, self._axis)
+    mean, feedback = self._finished(mean, wanted, wanted, feedback)
+    new = state._replace(feedback=feedback)
+    return collectives.varying((_like(mean, tree), new), self._axis)
+
+  def _prepared(
+    self, tree: PyTree, state: ReductionState
+  ) -> tuple[PyTree, PyTree]:
+    if self._feedback is None:
+      return tree, ()
+    return self._feedback.prepare(tree, state.feedback)
+
+  def _finished(
+    self, mean: PyTree, own_share: PyTree, wanted: PyTree, feedback: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    if self._feedback is None:
+      return mean, ()
+    return self._feedback.finish(mean, own_share, wanted, feedback)
+
+  def _parted(self, state: PyTree) -> tuple[PyTree, PyTree]:
+    labels = self._reducer.shared(state)
+    shared = jax.tree.map(lambda x, s: x if s else None, state, labels)
+    own = jax.tree.map(lambda x, s: None if s else x, state, labels)
+    return shared, own
+
+
+def check_reducer(name: str, value: Any) -> None:
+  """Raises a ValueError unless `value` is a reducer."""
+  if isinstance(value, collectives.Reducer):
+    return
+  remedy = "for instance `collectives.Exact()`"
+  if isinstance(value, codecs.Codec):
+    remedy = "`collectives.carry(codec)` makes one of a codec"
+  raise ValueError(
+    f"`{name}` must be a `collectives.Reducer`, {remedy}; got {value!r}."
+  )
+
+
+def _joined(shared: PyTree, own: PyTree) -> PyTree:
+  return jax.tree.map(
+    lambda s, o: o if s is None else s,
+    shared,
+    own,
+    is_leaf=lambda x: x is None,
+  )
+
+
+def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
+  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+  return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+
+def _like(mean: PyTree, tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, tree)
