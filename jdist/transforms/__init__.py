@@ -14,6 +14,8 @@ from jdist.transforms._averaging import average_gradients as average_gradients
 from jdist.transforms._averaging import (
   AverageGradientsState as AverageGradientsState,
 )
+from jdist.transforms._clipping import clip_deviations as clip_deviations
+from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._controlling import VariatesState as VariatesState
 from jdist.transforms._correcting import proximal as proximal
 from jdist.transforms._correcting import pull_to_anchor as pull_to_anchor
@@ -31,8 +33,6 @@ from jdist.transforms._family import overlap_local_sgd as overlap_local_sgd
 from jdist.transforms._family import scaffold as scaffold
 from jdist.transforms._family import slow_mo as slow_mo
 from jdist.transforms._family import streaming_diloco as streaming_diloco
-from jdist.transforms._fragmenting import fragment_steps as fragment_steps
-from jdist.transforms._fragmenting import FragmentsState as FragmentsState
 from jdist.transforms._feeding import EF21 as EF21
 from jdist.transforms._feeding import EF21State as EF21State
 from jdist.transforms._feeding import ErrorFeedback as ErrorFeedback
@@ -42,12 +42,14 @@ from jdist.transforms._feeding import MomentumCorrection as MomentumCorrection
 from jdist.transforms._feeding import (
   MomentumCorrectionState as MomentumCorrectionState,
 )
+from jdist.transforms._fragmenting import fragment_steps as fragment_steps
+from jdist.transforms._fragmenting import FragmentsState as FragmentsState
 from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
+from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
-from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
@@ -61,10 +63,13 @@ from jdist.transforms._preceding import update_first as update_first
 from jdist.transforms._preceding import UpdateFirst as UpdateFirst
 from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
 from jdist.transforms._pulling import LateAnchorState as LateAnchorState
-from jdist.transforms._sending import buffer_axes as buffer_axes
-from jdist.transforms._sending import Message as Message
 from jdist.transforms._reducing import Reduction as Reduction
 from jdist.transforms._reducing import ReductionState as ReductionState
+from jdist.transforms._sending import buffer_axes as buffer_axes
+from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState
+from jdist.transforms._warming import Scheduled as Scheduled
+from jdist.transforms._warming import ScheduledState as ScheduledState
+from jdist.transforms._warming import warm_up as warm_up

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import collectives, transforms
 from jdist.transforms import intervals
+from tests.transforms import _reducers
 
 NUM_STEPS = 30
 NUM_WORKERS = 8
@@ -35,12 +36,20 @@ class Line:
     continuous: arguments that may be injected.
     structural: arguments that may not.
     covers: the public names that this line tests.
+    whole: whether it looks at whole leaves (their largest entries, a norm),
+      for which the devices of a worker that is itself sharded must talk.
+    bound: whether its first state depends on the number of workers.
+    rough: whether a difference in the last place may become one of a rounding
+      step, a sign, or a choice of entries.
   """
 
   build: Callable[..., optax.GradientTransformationExtraArgs]
   continuous: dict[str, Any]
   structural: dict[str, Any]
   covers: tuple[str, ...]
+  whole: bool = False
+  bound: bool = False
+  rough: bool = False
 
   def make(self, axis, **changes):
     return self.build(
@@ -84,8 +93,24 @@ def led(local_rate, *, axis):
   return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
 
 
-def line(build, continuous, structural, *covers):
-  return Line(build, continuous, structural, covers or (build.__name__,))
+def clipped(threshold, deviations, rate, *, axis):
+  return optax.chain(
+    transforms.clip_deviations(deviations),
+    # Each leaf for itself: the leaves are of several dtypes.
+    transforms.clip_local(threshold, axis, per_leaf=True),
+    transforms.average_gradients(axis),
+    optax.sgd(rate),
+  )
+
+
+def reduced(rate, reducer, feedback, *, axis):
+  average = transforms.average_gradients(axis, reducer, feedback)
+  return optax.chain(average, optax.sgd(rate, momentum=0.9))
+
+
+def line(build, continuous, structural, *covers, **flags):
+  covers = covers or (build.__name__,)
+  return Line(build, continuous, structural, covers, **flags)
 
 
 RATES = optax.linear_schedule(0.2, 0.05, NUM_STEPS)
@@ -98,6 +123,38 @@ ROUNDS_OF_3 = {
 }
 TABLE = {
   "average": line(average, {"rate": 0.1}, {}, "average_gradients"),
+  "clipped": line(
+    clipped,
+    {"threshold": 4.0, "deviations": 1.5, "rate": 0.1},
+    {},
+    "clip_local",
+    "clip_deviations",
+    whole=True,
+  ),
+  "reduced": line(
+    reduced,
+    {"rate": 0.1},
+    {
+      "reducer": _reducers.Largest(2),
+      "feedback": transforms.ErrorFeedback(),
+    },
+    "average_gradients",
+    whole=True,
+  ),
+  "scheduled": line(
+    reduced,
+    {"rate": 0.1},
+    {
+      "reducer": transforms.Scheduled(
+        ((5, _reducers.Plain()), (None, _reducers.Owned(0.25)))
+      ),
+      "feedback": transforms.MomentumCorrection(0.5),
+    },
+    "average_gradients",
+    bound=True,
+    whole=True,
+    rough=True,
+  ),
   "ssgd": line(synchronous, {"rate": 0.1}, {}, "ssgd"),
   "stale": line(stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
   "local": line(transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3),
@@ -315,8 +372,9 @@ def copied(tree):
 class Runner:
   """One compiled step, for any data."""
 
-  def __init__(self, optimizer, workers, dtype=None):
+  def __init__(self, optimizer, workers, dtype=None, bound=False):
     self.optimizer, self.workers, self.dtype = optimizer, workers, dtype
+    self.bound = bound
     self.traces = []
     step = make_step(optimizer, self.traces)
     self.step = workers.jit(step, donate_argnums=(0, 1))
@@ -324,7 +382,11 @@ class Runner:
   def begin(self):
     """Parameters and state of all workers, placed without a program."""
     params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), PARAMS)
-    return self.place((params, self.optimizer.init(params)))
+    if self.bound:
+      state = init_among(self.optimizer, self.workers, params)
+    else:
+      state = self.optimizer.init(params)
+    return self.place((params, state))
 
   def place(self, tree):
     mesh = self.workers.mesh
@@ -362,6 +424,12 @@ class Runner:
     return self.step.lower(*self.begin(), *data).compile()
 
 
+def init_among(optimizer, workers, params):
+  """One worker's first state, where the number of workers is known."""
+  init = jax.jit(workers.spmd(optimizer.init))
+  return jax.tree.map(lambda x: x[0], init(workers.replicate(params)))
+
+
 def at(t, data):
   return jax.tree.map(lambda x: x[t], data)
 
@@ -369,7 +437,8 @@ def at(t, data):
 @functools.cache
 def runner(name, substrate):
   workers = team(substrate)
-  return Runner(TABLE[name].make(workers.axis), workers)
+  line = TABLE[name]
+  return Runner(line.make(workers.axis), workers, bound=line.bound)
 
 
 @functools.cache

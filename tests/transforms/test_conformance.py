@@ -16,6 +16,9 @@ from tests.transforms import _table
 
 TABLE = _table.TABLE
 every_line = _table.every_line
+every_smooth_line = pytest.mark.parametrize(
+  "name", [n for n in TABLE if not TABLE[n].rough]
+)
 on_all = pytest.mark.parametrize("substrate", ["vmap", "shard_map", "mixed"])
 
 
@@ -92,7 +95,7 @@ def test_anchors_are_equal_to_the_bit(name, substrate):
     assert not all(rows_equal(params["a"]) for params in run.params)
 
 
-@every_line
+@every_smooth_line
 @pytest.mark.parametrize("substrate", ["shard_map", "mixed"])
 def test_substrates_agree(name, substrate):
   run, reference = _table.record(name, substrate), _table.record(name, "vmap")
@@ -101,8 +104,12 @@ def test_substrates_agree(name, substrate):
     close(run.states[t], reference.states[t], 1e-5)
 
 
-# Elastic averaging's spring is weaker the more workers there are.
-@pytest.mark.parametrize("name", [n for n in TABLE if n != "easgd"])
+# Elastic averaging's spring is weaker the more workers there are, and a
+# worker's part of a norm is smaller.
+@pytest.mark.parametrize(
+  "name",
+  [n for n in TABLE if n not in ("easgd", "clipped") and not TABLE[n].rough],
+)
 def test_equal_workers_are_one_worker(name):
   alone, together = _table.record_equal(name)
   for t in range(_table.NUM_STEPS):
@@ -172,10 +179,11 @@ def test_continuous_arguments_may_be_injected_in_a_chain(name):
   team = _table.team("vmap")
   optimizer = optax.chain(optax.clip(1e6), TABLE[name].inject(team.axis))
   # Injected numbers are float32 arrays, which Optax multiplies with float32.
-  runner = _table.Runner(optimizer, team, jnp.float32)
+  runner = _table.Runner(optimizer, team, jnp.float32, TABLE[name].bound)
   run = runner.run(*_table.targets(_table.NUM_WORKERS))
   reference = _table.record(name, "vmap")
-  close(run.params[-1]["a"], reference.params[-1]["a"], 1e-5)
+  if not TABLE[name].rough:
+    close(run.params[-1]["a"], reference.params[-1]["a"], 1e-5)
   assert len(runner.traces) == 1
   injected = run.states[-1][1].hyperparams
   assert set(injected) == set(TABLE[name].continuous)
@@ -207,7 +215,7 @@ def test_a_structural_argument_is_not_injected(name, argument, others):
     optimizer.init(jnp.zeros(2))
 
 
-@every_line
+@every_smooth_line
 def test_a_scan_over_steps_is_the_same(name):
   team = _table.team("shard_map")
   optimizer = TABLE[name].make(team.axis)
@@ -235,7 +243,9 @@ def test_a_scan_over_steps_is_the_same(name):
 
 
 # A streamed worker must be told how it is split: see test_sending.
-@pytest.mark.parametrize("name", [n for n in TABLE if n != "streamed"])
+@pytest.mark.parametrize(
+  "name", [n for n in TABLE if n != "streamed" and not TABLE[n].whole]
+)
 def test_no_collective_crosses_the_inner_axis(name):
   runner = _table.runner(name, "mesh")
   assert runner.begin()[0]["a"].sharding.shard_shape((2, 4)) == (1, 2)

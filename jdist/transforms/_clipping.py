@@ -1,0 +1,148 @@
+"""Clipping a worker's own gradients, before they are added to anything."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives
+from jdist.transforms import _checking
+
+
+def clip_local(
+  threshold: jax.typing.ArrayLike,
+  axis: collectives.Axis,
+  *,
+  per_leaf: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Clips a worker's gradient to its part of a norm.
+
+  .. math:: g_i \leftarrow g_i \min\left(1, \frac{\theta}{\sqrt N
+            \lVert g_i \rVert_2}\right)
+
+  The sum of N independent gradients of norm :math:`\theta / \sqrt N` has about
+  the norm :math:`\theta`: so this stands in for a clipping of the sum, which a
+  worker that sends a part only never sees.
+
+  Stands before what accumulates gradients: a residual then holds nothing that
+  was not clipped.
+
+  Args:
+    threshold: theta > 0, in units of the gradients' sum.
+    axis: the workers' axis; of it only the number of workers is used.
+    per_leaf: whether each leaf has a norm of its own, instead of one of the
+      whole tree.
+
+  Returns:
+    A transformation with the dtypes of the gradients.  A gradient whose norm
+    is not finite passes as it is.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.2.
+
+  >>> clip = clip_local(1.0, None)
+  >>> g = {"a": jnp.array(3.0), "b": jnp.array(4.0)}
+  >>> clipped, _ = clip.update(g, clip.init(g))
+  >>> [round(x.item(), 6) for x in jax.tree.leaves(clipped)]
+  [0.6, 0.8]
+  """
+  _checking.check_continuous("threshold", threshold, open_low=True)
+  collectives.check_axis(axis)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params, extra_args
+    limit = jnp.asarray(threshold).astype(jnp.float32)
+    limit /= collectives.size(axis) ** 0.5
+
+    def clipped(tree: optax.Updates) -> optax.Updates:
+      squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32)))
+        for x in jax.tree.leaves(tree)
+      ]
+      if not squares:
+        return tree
+      norm = jnp.sqrt(sum(squares[1:], squares[0]))
+      # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
+      over = jnp.isfinite(norm) & (norm > limit)
+      factor = limit / jnp.where(over, norm, 1.0)
+      return jax.tree.map(
+        lambda x: jnp.where(
+          over, (x.astype(jnp.float32) * factor).astype(x.dtype), x
+        ),
+        tree,
+      )
+
+    if per_leaf:
+      return jax.tree.map(clipped, updates), state
+    return clipped(updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_deviations(
+  deviations: jax.typing.ArrayLike,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Clips every entry of a leaf to so many standard deviations of the leaf.
+
+  .. math:: g \leftarrow \max(-c \sigma, \min(g, c \sigma)), \qquad
+            \sigma^2 = \tfrac1n \sum (g - \bar g)^2
+
+  A codec whose scale is the largest entry sends a few outliers well and all
+  the others badly; without the outliers it is the other way round.
+
+  Args:
+    deviations: c > 0.
+
+  Returns:
+    A transformation with the dtypes of the gradients.  Leaves of one entry
+    pass as they are.
+
+  Raises:
+    ValueError: when `deviations` is out of its range.
+
+  References:
+    Wen et al., TernGrad (arXiv 1705.07878), section 4: c = 2.5.
+
+  >>> clip = clip_deviations(1.0)
+  >>> g = jnp.array([3.0, -1.0, -1.0, -1.0])  # The deviation is sqrt(3).
+  >>> clip.update(g, clip.init(g))[0].round(3).tolist()
+  [1.732..., -1.0, -1.0, -1.0]
+  """
+  _checking.check_continuous("deviations", deviations, open_low=True)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params, extra_args
+    c = jnp.asarray(deviations).astype(jnp.float32)
+
+    def clipped(x: jax.Array) -> jax.Array:
+      if x.size < 2:
+        return x
+      wide = x.astype(jnp.float32)
+      limit = c * jnp.std(wide)
+      return jnp.clip(wide, -limit, limit).astype(x.dtype)
+
+    return jax.tree.map(clipped, updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

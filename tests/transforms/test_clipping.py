@@ -1,0 +1,83 @@
+"""Clipping a worker's own gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import transforms
+
+
+def clipped(clip, *workers):
+  def one(g):
+    return clip.update(g, clip.init(g))[0]
+
+  rows = jax.tree.map(lambda *x: jnp.stack(x), *workers)
+  return jax.vmap(one, axis_name="worker")(rows)
+
+
+def test_of_a_norm_each_worker_has_its_part():
+  # Among four, half of the threshold.
+  clip = transforms.clip_local(10.0, "worker")
+  long = {"a": jnp.array([6.0, 0.0]), "b": jnp.array([[8.0]])}
+  short = jax.tree.map(lambda x: x / 4, long)
+  found = clipped(clip, long, short, long, short)
+  np.testing.assert_allclose(found["a"][0], [3.0, 0.0], 1e-6)
+  np.testing.assert_allclose(found["b"][0], [[4.0]], 1e-6)
+  assert found["a"][1].tolist() == [1.5, 0.0]
+
+
+def test_alone_it_is_that_of_optax():
+  g = {"a": jnp.array([3.0, 1.0]), "b": jnp.array([[8.0]])}
+  clip, other = transforms.clip_local(2.0, None), optax.clip_by_global_norm(2.0)
+  found = clip.update(g, clip.init(g))[0]
+  wanted = other.update(g, other.init(g))[0]
+  jax.tree.map(
+    lambda f, w: np.testing.assert_allclose(f, w, 1e-6), found, wanted
+  )
+
+
+def test_each_leaf_may_have_its_own_norm():
+  clip = transforms.clip_local(2.0, None, per_leaf=True)
+  g = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0], jnp.bfloat16)}
+  found = clip.update(g, clip.init(g))[0]
+  np.testing.assert_allclose(found["a"], [1.2, 1.6], 1e-6)
+  assert found["b"].tolist() == [1.0] and found["b"].dtype == jnp.bfloat16
+
+
+def test_what_is_not_finite_is_left_to_those_who_report_it():
+  clip = transforms.clip_local(2.0, None)
+  g = jnp.array([3.0, jnp.nan])
+  np.testing.assert_array_equal(clip.update(g, clip.init(g))[0], g)
+  assert clip.update({}, clip.init({}))[0] == {}
+
+
+def test_deviations_are_those_of_each_leaf():
+  clip = transforms.clip_deviations(2.5)
+  wild = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)
+  g = {"a": jnp.asarray(wild), "b": jnp.array(7.0), "c": jnp.array([7.0])}
+  found = clip.update(g, clip.init(g))[0]
+  np.testing.assert_allclose(found["a"][-1], 2.5 * wild.std(), 1e-5)
+  np.testing.assert_array_equal(found["a"][:-1], wild[:-1])
+  assert found["b"].item() == 7.0 and found["c"].tolist() == [7.0]
+
+
+REJECTED = {
+  "threshold": (
+    lambda: transforms.clip_local(0.0, None),
+    r"`threshold` must be in \(0, inf\], got 0.0",
+  ),
+  "axis": (lambda: transforms.clip_local(1.0, 3), "`axis` must be .*, got 3"),
+  "deviations": (
+    lambda: transforms.clip_deviations(-1.0),
+    r"`deviations` must be in \(0, inf\], got -1.0",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call()
