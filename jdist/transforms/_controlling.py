@@ -84,4 +84,5 @@ def control_variates(
     outer = VariatesState(renewed(ended), shared, jnp.zeros((), jnp.float32))
     return ended._replace(anchor=anchor, outer=outer), anchor
 
-  return _meeting.Meeting(begin, message, join, correct, lands=True)
+  ending = _meeting.Ending(message, join)
+  return _meeting.Meeting(begin, ending, correct, last=None)

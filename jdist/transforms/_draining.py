@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import _delaying, _inspecting, _localizing, _preceding
+from jdist.transforms import (
+  _delaying,
+  _fragmenting,
+  _inspecting,
+  _leading,
+  _localizing,
+  _meeting,
+  _preceding,
+)
 
 PyTree = Any
 # States whose transformations know `update(..., drain=True)`.
@@ -14,6 +22,9 @@ _HOLDING = (
   _localizing.LocalStepsState,
   _delaying.DelayGradientsState,
   _preceding.UpdateFirstState,
+  _meeting.RoundsState,
+  _leading.LeadStepState,
+  _fragmenting.FragmentsState,
 )
 
 
@@ -22,14 +33,30 @@ def drain(
   state: PyTree,
   params: optax.Params,
 ) -> tuple[optax.Params, PyTree]:
-  """Applies what is under way, so that nothing that was done is missing.
+  r"""Applies what is under way, so that nothing that was done is missing.
 
   A method with a delay holds the progress, or the gradients, of its last
   steps; local steps hold an unfinished round.  At the end of training these
   would be lost, and an evaluation on the anchor does not see them.  This is
   what one worker does to bring them in: a collective operation, to be run by
-  all workers, in a program of its own.  Training may go on afterwards, from
-  there.
+  all workers, in a program of its own.  Afterwards all stand on the anchor;
+  training may go on from there, and to drain again changes nothing.
+
+  - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends where it
+    is, as a shorter one would.
+  - `local_steps` with a delay, `cocod`, `msdpu`: the late mean arrives, then
+    that of the present round's progress.
+  - `easgd`: the springs relax, and all meet at the mean of the N workers and
+    the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
+  - `overlap_local_sgd`: the late mean arrives, then that of where the workers
+    are now, and pulls them all the way.
+  - `lead_step`, `od_sgd`: the late mean gradient arrives, and nobody leads.
+  - `fragment_steps`, `streaming_diloco`: the late mean of each fragment
+    arrives, then that of its progress since it was sent.
+  - `delay_gradients`, `update_first`: the pending gradients are applied, the
+    oldest first.
+
+  An outer optimizer takes each of these means as it does any other.
 
   Args:
     optimizer: any chain.  What stands before the transformation that holds
@@ -38,10 +65,8 @@ def drain(
     params: this worker's parameters.
 
   Returns:
-    The parameters, equal on all workers, and the state.  Of a method that
-    holds nothing, what was given; so, for now, of `easgd`, `scaffold`,
-    `slow_mo`, `overlap_local_sgd`, `od_sgd` and `streaming_diloco`, whose
-    unfinished rounds it does not know.
+    The parameters, equal on all workers, and the state; of a method that
+    holds nothing, what was given.
 
   >>> optimizer = _delaying.delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)

@@ -38,6 +38,8 @@ def fed_prox(
             \qquad \text{every } H \text{ steps: } a \leftarrow \tfrac1N
             \sum_j w_j, \quad w_i \leftarrow a
 
+  `drain` ends a round where it is.
+
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
@@ -84,6 +86,9 @@ def easgd(
   :math:`a + \sum_i w_i` stays what it was.  Workers never stand on the anchor:
   they explore on their own.  The momentum form, EAMSGD, is the same around
   `optax.sgd(rate, momentum, nesterov=True)`.
+
+  `drain` lets the springs relax: all meet where :math:`a + \sum_i w_i` is
+  shared out evenly, at :math:`(a + \sum_i w_i) / (N + 1)`.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -137,6 +142,9 @@ def overlap_local_sgd(
 
   The mean has had a whole round to travel.  Workers stand beside the anchor.
   A pull of 1 stands still: all that was done is thrown away.
+
+  `drain` lets the late mean arrive, and then, with the same momentum, that of
+  where the workers are now; all go to the anchor.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -195,6 +203,9 @@ def scaffold(
   :math:`H \eta` for a constant one.  Under plain SGD :math:`c_i` becomes the
   mean of the worker's gradients in the round.  A round sends twice the bytes
   of Local SGD's.
+
+  `drain` ends a round where it is: the control variates divide by the rates of
+  the steps that it had.
 
   Args:
     optimizer: an Optax optimizer, `optax.sgd(learning_rate)` in the paper.
@@ -255,6 +266,8 @@ def slow_mo(
 
   While the rate is constant it cancels, and this is `local_steps` with
   `outer=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
+
+  `drain` ends a round where it is, slow momentum and buffers included.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -322,6 +335,9 @@ def cocod(
 
   The anchor is that mean.
 
+  `drain` lets the last round's mean arrive, and then that of this round's
+  progress.
+
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy.
@@ -359,6 +375,9 @@ def od_sgd(
 
   .. math:: a \leftarrow a + \mathrm{optimizer}(\tfrac1N \sum_j
             g_j^{(t-1)}), \qquad w_i \leftarrow a - \eta_{loc} g_i^{(t)}
+
+  `drain` lets the last mean gradient arrive, and puts the workers on the
+  anchor.
 
   Args:
     optimizer: any Optax optimizer, for the anchor: the server's in the paper.
@@ -415,6 +434,9 @@ def streaming_diloco(
             m_p \leftarrow \mu m_p + \Delta, \quad
             a_p \leftarrow a_p - \eta_{out} (\mu m_p + \Delta), \quad
             w_{i,p} \leftarrow \alpha w_{i,p} + (1-\alpha) a_p
+
+  `drain` lets what is under way arrive, and then brings each fragment's
+  progress since it was sent into its anchor, unmixed.
 
   Args:
     optimizer: the inner optimizer, AdamW in the paper; its schedules count

@@ -33,6 +33,10 @@ class FragmentsState(NamedTuple):
       `optax.MaskedNode()` stands for the others; `()` without one.
     pending: this worker's progress that is under way, float32, a fragment's
       from the step in which it is sent; `()` without a delay.
+    kept: whether the workers stand beside the anchor, 1, or on it after a
+      `drain`, 0; float32 scalar.
+    drained_step: local steps before the last `drain`, int32 scalar: what was
+      sent until then has arrived.
   """
 
   step: jax.Array
@@ -43,6 +47,8 @@ class FragmentsState(NamedTuple):
   inner: PyTree
   outer: PyTree
   pending: PyTree
+  kept: jax.Array
+  drained_step: jax.Array
 
 
 def fragment_steps(
@@ -70,6 +76,9 @@ def fragment_steps(
   Each fragment has an outer state of its own.  With a delay the mean is that
   of progress in the state, and depends on nothing in the present step.  It
   stands in a conditional, one a fragment, in the step of its arrival.
+
+  `update` with the static `drain=True` takes no local step, ignores the
+  updates, and brings all that was done into the anchor; see `drain`.
 
   Inner schedules count local steps, outer schedules count a fragment's
   meetings.  Extra arguments of `update` reach the inner optimizer, and with
@@ -150,12 +159,16 @@ def fragment_steps(
       inner=inner.init(params),
       outer=() if outer is None else tuple(map(outer.init, parts)),
       pending=jax.tree.map(jnp.zeros_like, anchor) if delay_steps else (),
+      kept=jnp.ones((), jnp.float32),
+      drained_step=jnp.zeros((), jnp.int32),
     )
 
   def update_fn(
     updates: optax.Updates,
     state: FragmentsState,
     params: optax.Params | None = None,
+    *,
+    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FragmentsState]:
     if params is None:
@@ -163,6 +176,8 @@ def fragment_steps(
         "`params` must be given to `update` of `fragment_steps`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    if drain:
+      return bring_all(state, params)
     collectives.check_local(updates, axis, what="`updates`")
     labels = fragments_of(params, fragments)
     number = max(labels) + 1
@@ -172,6 +187,8 @@ def fragment_steps(
     ]
     extra_args |= {"anchor": state.anchor, "interval_steps": state.interval}
     if delay_steps:  # From the state, and before anything of this step.
+      sent_since = step - delay_steps > state.drained_step
+      arrives = [arrived & sent_since for arrived in arrives]
       state = arrive(state, state.pending, labels, arrives)
     updates, inner_state = inner.update(
       updates, state.inner, params, **extra_args
@@ -186,19 +203,15 @@ def fragment_steps(
       alpha = own.astype(a.dtype)
       return jnp.where(arrived, alpha * w + (1 - alpha) * a, w)
 
-    def each(flags: list[jax.Array]) -> PyTree:
-      """A fragment's flag at each of its leaves."""
-      return jax.tree.unflatten(
-        jax.tree.structure(params), [flags[p] for p in labels]
-      )
-
-    target = jax.tree.map(mixed, local, state.anchor, each(arrives))
+    target = jax.tree.map(
+      mixed, local, state.anchor, _each(arrives, labels, params)
+    )
     updates = _anchoring.towards(updates, target, local)
     if delay_steps:
       sends = [due(step, offset(p, number)) for p in range(number)]
       pending = jax.tree.map(
         lambda old, a, t, sent: jnp.where(sent, a - t, old),
-        state.pending, state.anchor, target, each(sends),
+        state.pending, state.anchor, target, _each(sends, labels, params),
       )  # fmt: skip
       state = state._replace(pending=pending)
     state = state._replace(
@@ -206,8 +219,43 @@ def fragment_steps(
       round=state.round + arrives[-1].astype(jnp.int32),
       synchronized=arrives[-1],
       inner=inner_state,
+      kept=jnp.ones_like(state.kept),
     )
     return collectives.varying((updates, state), axis)
+
+  def bring_all(
+    state: FragmentsState, params: optax.Params
+  ) -> tuple[optax.Updates, FragmentsState]:
+    """Brings all fragments together: what is under way, and what is not."""
+    labels = fragments_of(params, fragments)
+    number = max(labels) + 1
+    begun = state.step > state.drained_step
+    start = state.anchor  # Of what has not been sent.
+    if delay_steps:
+      under_way = [
+        is_under_way(state, offset(p, number)) for p in range(number)
+      ]
+      start = jax.tree.map(
+        lambda a, p, sent: jnp.where(sent, a - p, a),
+        start, state.pending, _each(under_way, labels, params),
+      )  # fmt: skip
+      state = arrive(state, state.pending, labels, under_way)
+    progress = jax.tree.map(lambda a, w: a - _anchoring.wide(w), start, params)
+    state = arrive(state, progress, labels, [begun] * number)
+    state = state._replace(
+      round=state.round + begun.astype(jnp.int32),
+      synchronized=jnp.asarray(True),
+      kept=jnp.zeros_like(state.kept),
+      drained_step=jnp.copy(state.step),
+    )
+    updates = _anchoring.onto(state.anchor, params)
+    return collectives.varying((updates, state), axis)
+
+  def is_under_way(state: FragmentsState, first: int) -> jax.Array:
+    """Whether a fragment sent after steps first, first + H, ... is so now."""
+    age = (state.step - first) % interval
+    sent = (state.step >= first) & (state.step - age > state.drained_step)
+    return sent & (age < delay_steps)
 
   def arrive(
     state: FragmentsState,
@@ -301,6 +349,15 @@ def _check_number(fragments: int, interval: int) -> None:
       f"`fragments` must be at most `interval`, {interval}, got {fragments}: "
       "one fragment is sent in a step."
     )
+
+
+def _each(
+  flags: list[jax.Array], labels: tuple[int, ...], like: PyTree
+) -> PyTree:
+  """A fragment's flag at each of its leaves."""
+  return jax.tree.unflatten(
+    jax.tree.structure(like), [flags[p] for p in labels]
+  )
 
 
 def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:

@@ -265,8 +265,19 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
     }
   ),
   _fragmenting.FragmentsState: frozenset(
-    {"step", "round", "interval", "synchronized", "anchor", "outer"}
+    {
+      "step",
+      "round",
+      "interval",
+      "synchronized",
+      "anchor",
+      "outer",
+      "kept",
+      "drained_step",
+    }
   ),
+  _reducing.ReductionState: frozenset({"step", "shared"}),
+  _feeding.EF21State: frozenset({"mean"}),
 }
 
 # Wrappers that hand on what their one inner transformation returns.
@@ -276,8 +287,6 @@ _TRANSPARENT: dict[type, frozenset[str]] = {
   ),
   _delaying.DelayGradientsState: frozenset({"step"}),
 }
-  _reducing.ReductionState: frozenset({"step", "shared"}),
-  _feeding.EF21State: frozenset({"mean"}),
 
 
 def register_shared(state_type: type, fields: frozenset[str]) -> None:
@@ -332,6 +341,8 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
   """
   if isinstance(state, _averaging.AverageGradientsState):
     return state, True
+  if isinstance(state, _reducing.ReductionState):
+    return _reduction_labels(state), True
   if isinstance(state, _preceding.UpdateFirstState):
     return _preceding.UpdateFirstState(
       pending=_all(state.pending, False),
@@ -341,8 +352,6 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     ), True
   if type(state) is tuple:  # A chain: one after the other.
     labels = []
-  if isinstance(state, _reducing.ReductionState):
-    return _reduction_labels(state), True
     for element in state:
       label, shared = _walk(element, shared)
       labels.append(label)
@@ -372,9 +381,6 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
   return type(state)(**walked), outgoing
 
 
-def _all(tree: PyTree, label: bool) -> PyTree:
-  mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
-  return jax.tree.map(mark, tree)
 def _reduction_labels(
   state: _reducing.ReductionState,
 ) -> _reducing.ReductionState:
@@ -388,3 +394,6 @@ def _reduction_labels(
   )
 
 
+def _all(tree: PyTree, label: bool) -> PyTree:
+  mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
+  return jax.tree.map(mark, tree)

@@ -60,6 +60,9 @@ def lead_step(
   it.  In the first step nothing has arrived and the optimizer's state stays
   untouched.
 
+  `update` with the static `drain=True` ignores the updates, moves the anchor
+  by the mean that is under way, and puts the workers on it; see `drain`.
+
   Stands last in a chain: the anchor takes the updates as done.  `optimizer`
   gets no extra arguments: a worker's own loss would drive the anchors apart.
 
@@ -114,6 +117,8 @@ def lead_step(
     updates: optax.Updates,
     state: LeadStepState,
     params: optax.Params | None = None,
+    *,
+    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LeadStepState]:
     if params is None:
@@ -121,6 +126,8 @@ def lead_step(
         "`params` must be given to `update` of `od_sgd`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    if drain:
+      return bring_all(state, params)
     collectives.check_local(updates, axis, what="`updates`")
     present = jax.tree.map(
       lambda g, a: g.astype(a.dtype), updates, state.anchor
@@ -131,12 +138,7 @@ def lead_step(
       late = state.step >= warmup_steps
       sent = _anchoring.either(late, sent, present)
       arrived = arrived | ~late
-    mean = collectives.mean(sent, axis)
-    moves, outer = optimizer.update(mean, state.outer, state.anchor)
-    anchor = jax.tree.map(_anchoring.moved, state.anchor, moves)
-    anchor, outer = _anchoring.either(
-      arrived, (anchor, outer), (state.anchor, state.outer)
-    )
+    anchor, outer = arrive(state, sent, arrived)
     own, inner = local.update(updates, state.inner, params, **extra_args)
     inner = _anchoring.either(late, inner, state.inner)
 
@@ -158,5 +160,30 @@ def lead_step(
       kept=late.astype(jnp.float32),
     )
     return new_updates, state
+
+  def arrive(
+    state: LeadStepState, sent: PyTree, arrived: jax.Array
+  ) -> tuple[PyTree, PyTree]:
+    """Moves the anchor by the mean of what was sent, if it has arrived."""
+    mean = collectives.mean(sent, axis)
+    moves, outer = optimizer.update(mean, state.outer, state.anchor)
+    anchor = jax.tree.map(_anchoring.moved, state.anchor, moves)
+    return _anchoring.either(
+      arrived, (anchor, outer), (state.anchor, state.outer)
+    )
+
+  def bring_all(
+    state: LeadStepState, params: optax.Params
+  ) -> tuple[optax.Updates, LeadStepState]:
+    """Applies the gradients that are under way; nobody leads."""
+    anchor, outer = arrive(state, state.pending, state.in_flight)
+    state = state._replace(
+      round=state.round + state.in_flight.astype(jnp.int32),
+      anchor=anchor,
+      outer=outer,
+      in_flight=jnp.zeros_like(state.in_flight),
+      kept=jnp.zeros_like(state.kept),
+    )
+    return _anchoring.onto(anchor, params), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

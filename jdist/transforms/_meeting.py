@@ -39,8 +39,9 @@ class RoundsState(NamedTuple):
     interval_state: the interval policy's state.
     round_loss: sum of this round's losses, float32 scalar, each worker its
       own; `()` when the interval needs no loss.
-    kept: `()` when a round ends on the anchor; else one, float32 scalar: the
-      workers stand beside it.
+    kept: `()` when a round ends on the anchor; else whether the workers stood
+      beside it when the round began, 1, or on it after a `drain`, 0; float32
+      scalar.
   """
 
   step: jax.Array
@@ -70,6 +71,7 @@ class Round(NamedTuple):
     pending: what this worker wanted to send.
     round: the number of the round, int32 scalar, from 0.
     step: the number of its last local step, int32 scalar, from 0.
+    begun: whether it has had a step, bool scalar; false in a `drain` only.
   """
 
   anchor: PyTree
@@ -80,28 +82,40 @@ class Round(NamedTuple):
   pending: PyTree
   round: jax.Array
   step: jax.Array
+  begun: jax.Array
 
 
-class Meeting(NamedTuple):
-  """What a method does at the end of a round, for one worker.
+class Ending(NamedTuple):
+  """How a round ends, for one worker.
 
   Attributes:
-    begin: `anchor -> outer, pending`, their first values.
     message: `(round, inner) -> tree` whose mean over the workers is taken;
       `inner` is the inner optimizer.
     join: `(round, mean, inner) -> round, target`: the round with the new
       anchor, inner, outer and pending, and where this worker goes, float32.
-    correct: `(gradients, outer, step) -> gradients, outer`, in every step.
-    lands: whether the target is the anchor.
   """
 
-  begin: Callable[[PyTree], tuple[PyTree, PyTree]]
   message: Callable[[Round, optax.GradientTransformation], PyTree]
   join: Callable[
     [Round, PyTree, optax.GradientTransformation], tuple[Round, PyTree]
   ]
+
+
+class Meeting(NamedTuple):
+  """What a method does, for one worker.
+
+  Attributes:
+    begin: `anchor -> outer, pending`, their first values.
+    ending: how its rounds end.
+    correct: `(gradients, outer, step) -> gradients, outer`, in every step.
+    last: the ending that `drain` takes, whose target is the anchor; None when
+      that of `ending` is.
+  """
+
+  begin: Callable[[PyTree], tuple[PyTree, PyTree]]
+  ending: Ending
   correct: Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
-  lands: bool
+  last: Ending | None
 
 
 def uncorrected(
@@ -124,6 +138,8 @@ def in_rounds(
 
   Extra arguments of `update` reach the inner optimizer, and with them
   `anchor` (float32) and `interval_steps` (int32 scalar), as in `local_steps`.
+  `update` with the static `drain=True` takes no local step, ignores the
+  updates, and ends the round where it is; see `drain`.
 
   Args:
     inner: any Optax optimizer, run by each worker for itself.
@@ -148,13 +164,15 @@ def in_rounds(
       inner=inner.init(params),
       outer=outer,
       pending=pending,
-      kept=() if meeting.lands else jnp.ones((), jnp.float32),
+      kept=() if meeting.last is None else jnp.ones((), jnp.float32),
     )
 
   def update_fn(
     updates: optax.Updates,
     state: RoundsState,
     params: optax.Params | None = None,
+    *,
+    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, RoundsState]:
     if params is None:
@@ -162,6 +180,8 @@ def in_rounds(
         f"`params` must be given to `update` of `{method}`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    if drain:
+      return bring_all(state, params)
     collectives.check_local(updates, axis, what="`updates`")
     updates, outer = meeting.correct(updates, state.outer, state.step)
     updates, state = _rounds.take_step(
@@ -186,7 +206,46 @@ def in_rounds(
     updates: optax.Updates, state: RoundsState, params: optax.Params
   ) -> tuple[optax.Updates, RoundsState]:
     local = jax.tree.map(_anchoring.moved, params, updates)
-    ended = Round(
+    ended = seen(state, local, params)
+    mean, mean_loss = collectives.mean(
+      (meeting.ending.message(ended, inner), _rounds.loss(policy, state)), axis
+    )
+    ended, target = meeting.ending.join(ended, mean, inner)
+    # A worker that goes nowhere keeps its inner update to the bit.
+    updates = _anchoring.towards(updates, target, local)
+    state = written(_rounds.end(policy, state, mean_loss), ended)
+    if meeting.last is not None:
+      state = state._replace(kept=jnp.ones_like(state.kept))
+    return collectives.varying((updates, state), axis)
+
+  def bring_all(
+    state: RoundsState, params: optax.Params
+  ) -> tuple[optax.Updates, RoundsState]:
+    """Ends the round where it is, with the workers on the anchor."""
+    last = meeting.ending if meeting.last is None else meeting.last
+    local = jax.tree.map(_anchoring.wide, params)
+    ended = seen(state, local, params)
+    apart = ended.begun
+    if meeting.last is not None:
+      apart = apart | (state.kept > 0)
+
+    def meet() -> Round:
+      mean = collectives.mean(last.message(ended, inner), axis)
+      return collectives.varying(last.join(ended, mean, inner)[0], axis)
+
+    ended = jax.lax.cond(
+      collectives.agreed(apart, axis),
+      meet,
+      lambda: collectives.varying(ended, axis),
+    )
+    state = written(_rounds.cut_short(policy, state), ended)
+    if meeting.last is not None:
+      state = state._replace(kept=jnp.zeros_like(state.kept))
+    updates = _anchoring.onto(state.anchor, params)
+    return collectives.varying((updates, state), axis)
+
+  def seen(state: RoundsState, local: PyTree, params: optax.Params) -> Round:
+    return Round(
       anchor=state.anchor,
       local=local,
       params=params,
@@ -195,19 +254,15 @@ def in_rounds(
       pending=state.pending,
       round=state.round,
       step=state.step - 1,
+      begun=_rounds.is_begun(state),
     )
-    mean, mean_loss = collectives.mean(
-      (meeting.message(ended, inner), _rounds.loss(policy, state)), axis
-    )
-    ended, target = meeting.join(ended, mean, inner)
-    # A worker that goes nowhere keeps its inner update to the bit.
-    updates = _anchoring.towards(updates, target, local)
-    state = _rounds.end(policy, state, mean_loss)._replace(
+
+  def written(state: RoundsState, ended: Round) -> RoundsState:
+    return state._replace(
       anchor=ended.anchor,
       inner=ended.inner,
       outer=ended.outer,
       pending=ended.pending,
     )
-    return collectives.varying((updates, state), axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

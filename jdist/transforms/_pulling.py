@@ -43,8 +43,28 @@ def elastic(
     )
     return ended._replace(anchor=anchor), target
 
+  def stretch(
+    ended: _meeting.Round, inner: optax.GradientTransformation
+  ) -> PyTree:
+    del inner
+    return jax.tree.map(jnp.subtract, ended.local, ended.anchor)
+
+  def relax(
+    ended: _meeting.Round, mean: PyTree, inner: optax.GradientTransformation
+  ) -> tuple[_meeting.Round, PyTree]:
+    del inner
+    # Where the springs are at rest: at the mean of the workers and the anchor.
+    workers = collectives.size(axis)
+    anchor = jax.tree.map(
+      lambda a, m: a + workers / (workers + 1) * m, ended.anchor, mean
+    )
+    return ended._replace(anchor=anchor), anchor
+
   return _meeting.Meeting(
-    begin, message, join, _meeting.uncorrected, lands=False
+    begin,
+    _meeting.Ending(message, join),
+    _meeting.uncorrected,
+    last=_meeting.Ending(stretch, relax),
   )
 
 
@@ -77,15 +97,8 @@ def late_anchor(
     ended: _meeting.Round, mean: PyTree, inner: optax.GradientTransformation
   ) -> tuple[_meeting.Round, PyTree]:
     del inner
-    mu, alpha = _anchoring.scalar(momentum), _anchoring.scalar(pull)
-    velocity = jax.tree.map(
-      lambda v, m, a: mu.astype(a.dtype) * v + (m - a),
-      ended.outer.velocity, mean, ended.anchor,
-    )  # fmt: skip
-    # Without a momentum the anchor is the mean to the bit.
-    anchor = jax.tree.map(
-      lambda m, v, a: m + (v - (m - a)), mean, velocity, ended.anchor
-    )
+    anchor, velocity = arrive(ended.anchor, ended.outer.velocity, mean)
+    alpha = _anchoring.scalar(pull)
     target = jax.tree.map(
       lambda w, a: w + alpha.astype(a.dtype) * (a - w), ended.local, anchor
     )
@@ -94,6 +107,45 @@ def late_anchor(
     )
     return ended, target
 
+  def arrive(
+    anchor: PyTree, velocity: PyTree, mean: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    mu = _anchoring.scalar(momentum)
+    velocity = jax.tree.map(
+      lambda v, m, a: mu.astype(a.dtype) * v + (m - a), velocity, mean, anchor
+    )
+    # Without a momentum the anchor is the mean to the bit.
+    anchor = jax.tree.map(
+      lambda m, v, a: m + (v - (m - a)), mean, velocity, anchor
+    )
+    return anchor, velocity
+
+  def all_messages(
+    ended: _meeting.Round, inner: optax.GradientTransformation
+  ) -> tuple[PyTree, PyTree]:
+    del inner
+    return ended.pending, ended.local
+
+  def arrive_all(
+    ended: _meeting.Round,
+    mean: tuple[PyTree, PyTree],
+    inner: optax.GradientTransformation,
+  ) -> tuple[_meeting.Round, PyTree]:
+    del inner
+    late, present = mean
+    first = arrive(ended.anchor, ended.outer.velocity, late)
+    # Between two rounds both are the same, and it arrives once.
+    anchor, velocity = _anchoring.either(
+      ended.begun, arrive(*first, present), first
+    )
+    ended = ended._replace(
+      anchor=anchor, outer=LateAnchorState(velocity), pending=anchor
+    )
+    return ended, anchor
+
   return _meeting.Meeting(
-    begin, message, join, _meeting.uncorrected, lands=False
+    begin,
+    _meeting.Ending(message, join),
+    _meeting.uncorrected,
+    last=_meeting.Ending(all_messages, arrive_all),
   )

@@ -76,9 +76,8 @@ def slow_momentum(
     outer = SlowMomentumState(velocity, rate)
     return ended._replace(anchor=anchor, inner=state, outer=outer), anchor
 
-  return _meeting.Meeting(
-    begin, message, join, _meeting.uncorrected, lands=True
-  )
+  ending = _meeting.Ending(message, join)
+  return _meeting.Meeting(begin, ending, _meeting.uncorrected, last=None)
 
 
 def _is_buffer(x: jax.Array) -> bool:
