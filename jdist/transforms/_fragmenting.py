@@ -77,6 +77,11 @@ def fragment_steps(
   of progress in the state, and depends on nothing in the present step.  It
   stands in a conditional, one a fragment, in the step of its arrival.
 
+  Counted bytes are those of whole rounds: a round counts when its last fragment
+  arrives, so that in between those of its other fragments are missing, up to
+  (P-1)/P of a round where fragments are of equal size.  At the end of a round
+  the count is exact.
+
   `update` with the static `drain=True` takes no local step, ignores the
   updates, and brings all that was done into the anchor; see `drain`.
 

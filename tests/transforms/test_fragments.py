@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.extend import core
 
-from jdist import transforms
+from jdist import collectives, transforms
 from jdist.transforms import _fragmenting
 
 SGD = optax.sgd(0.1)
@@ -61,6 +61,28 @@ def test_a_worker_that_never_listens_goes_on_alone():
     alone = optax.apply_updates(alone, updates)
   np.testing.assert_array_equal(w, alone)
   assert state.round == 2
+
+
+def test_counted_bytes_are_those_of_whole_rounds():
+  # Fragments of 4 and 4 elements arrive 1 step after steps 2, 4, 6, 8, ...
+  optimizer = transforms.streaming_diloco(SGD, 4, 2, axis="worker")
+  state = optimizer.init(PARAMS)
+  traffic = collectives.traffic(
+    lambda w, state: optimizer.update(w, state, w),
+    PARAMS,
+    state,
+    axis="worker",
+    num_workers=2,
+  )
+  assert (traffic.bytes_per_step, traffic.bytes_per_round) == (0, 8 * 4)
+  alone = transforms.streaming_diloco(SGD, 4, 2, axis=None)
+  missing = []
+  for step in range(1, 15):
+    _, state = alone.update(PARAMS, state, PARAMS)
+    sent = 16 * sum(step >= s + 1 for s in (2, 4, 6, 8, 10, 12))
+    missing.append(sent - traffic.sent_bytes(step, int(state.round)))
+  # From the arrival of a round's first fragment until that of its last.
+  assert missing == [0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16, 0, 0]
 
 
 def sends(eqn):
