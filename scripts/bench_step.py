@@ -23,6 +23,8 @@ import jdist
 from jdist import collectives, models, training
 
 _IMAGE = (32, 32, 3)
+# Those of images.
+_MODELS = tuple(name for name in models.NAMES if name != "transformer")
 
 
 def _loss(apply, params, model_state, images, labels):
@@ -101,7 +103,7 @@ class Runner:
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--model", default="cnn", choices=models.NAMES)
+  parser.add_argument("--model", default="cnn", choices=_MODELS)
   parser.add_argument("--workers", type=int, default=8)
   parser.add_argument("--batch-size", type=int, default=32, help="per worker")
   parser.add_argument("--blocks", type=int, default=30)
