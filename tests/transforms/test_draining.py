@@ -159,6 +159,17 @@ def test_springs_relax_where_centre_and_workers_share_what_went_in(steps):
   np.testing.assert_allclose(values(w), went_in / 5, 1e-5, 1e-6)
 
 
+def test_springs_pull_again_afterwards():
+  # Drained before, workers go to 2 and 6 from 0, and end a round at 1.5 and
+  # 4.5, beside the centre at 2; drained there, all meet.
+  optimizer = transforms.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
+  nothing = np.zeros((1, 2, 1), np.float32)
+  targets = np.array([[[4.0], [12.0]]], np.float32)
+  _, (every, (w, _), _) = run(optimizer, nothing, targets)
+  assert every[:, 0].tolist() == [[1.5], [4.5]]
+  np.testing.assert_allclose(values(w), [[8 / 3]] * 2, rtol=1e-6)
+
+
 def overlap(x, interval, alpha, mu):
   """Overlap-Local-SGD in NumPy, drained at the end."""
   w, z, v, sent = np.zeros(x.shape[1]), 0.0, 0.0, np.zeros(x.shape[1])
