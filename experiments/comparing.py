@@ -77,6 +77,7 @@ class Run(NamedTuple):
     num_steps: local steps of the run.
     warmup_steps: local steps until the rate is at its highest.
     axis: the workers' axis.
+    workers: how many there are.
   """
 
   inner: optax.GradientTransformation
@@ -84,6 +85,7 @@ class Run(NamedTuple):
   num_steps: int
   warmup_steps: int
   axis: collectives.Axis
+  workers: int
 
 
 Variant: TypeAlias = Callable[[Run], optax.GradientTransformation]
@@ -134,7 +136,7 @@ class Comparison:
       optax.scale_by_learning_rate(rate),
     )
     chain = self.variants[variant](
-      Run(inner, rate, num_steps, warmup_steps, workers.axis)
+      Run(inner, rate, num_steps, warmup_steps, workers.axis, options.workers)
     )
     model = models.build(
       options.model,

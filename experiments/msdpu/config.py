@@ -45,6 +45,8 @@ def _diloco(run: Run, interval: int) -> Chain:
 
 
 def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
+  # Of the mean under way a worker knows its own share, and keeps that.
+  changes.setdefault("carry", 1 / run.workers)
   rule = changes.pop("rule", None) or intervals.msdpu(interval, run.rate)
   return transforms.msdpu(
     run.inner,
@@ -79,6 +81,9 @@ VARIANTS: dict[str, Variant] = {
   "msdpu H0=4": lambda run: _msdpu(run, 4),
   "local_sgd H=4": lambda run: _local(run, 4),
   "msdpu H0=16": lambda run: _msdpu(run, 16),
+  "msdpu rho=1": lambda run: _msdpu(run, 8, carry=1.0),
+  "msdpu rho=1 H0=4": lambda run: _msdpu(run, 4, carry=1.0),
+  "msdpu rho=0": lambda run: _msdpu(run, 8, carry=0.0),
   "msdpu fixed H=8": lambda run: _msdpu(run, 8, rule=intervals.fixed(8)),
   "msdpu no correction": lambda run: _msdpu(run, 8, correction=0.0),
   "msdpu no delay": _no_delay,
