@@ -25,14 +25,10 @@ from jdist.transforms._delaying import (
   DelayGradientsState as DelayGradientsState,
 )
 from jdist.transforms._draining import drain as drain
-from jdist.transforms._family import cocod as cocod
 from jdist.transforms._family import easgd as easgd
 from jdist.transforms._family import fed_prox as fed_prox
-from jdist.transforms._family import od_sgd as od_sgd
-from jdist.transforms._family import overlap_local_sgd as overlap_local_sgd
 from jdist.transforms._family import scaffold as scaffold
 from jdist.transforms._family import slow_mo as slow_mo
-from jdist.transforms._family import streaming_diloco as streaming_diloco
 from jdist.transforms._feeding import EF21 as EF21
 from jdist.transforms._feeding import EF21State as EF21State
 from jdist.transforms._feeding import ErrorFeedback as ErrorFeedback
@@ -59,6 +55,10 @@ from jdist.transforms._leading import LeadStepState as LeadStepState
 from jdist.transforms._localizing import local_steps as local_steps
 from jdist.transforms._localizing import LocalStepsState as LocalStepsState
 from jdist.transforms._meeting import RoundsState as RoundsState
+from jdist.transforms._overlapping import cocod as cocod
+from jdist.transforms._overlapping import od_sgd as od_sgd
+from jdist.transforms._overlapping import overlap_local_sgd as overlap_local_sgd
+from jdist.transforms._overlapping import streaming_diloco as streaming_diloco
 from jdist.transforms._preceding import update_first as update_first
 from jdist.transforms._preceding import UpdateFirst as UpdateFirst
 from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
