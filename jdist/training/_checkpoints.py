@@ -12,14 +12,10 @@ that does not match its own hash: the checkpoint before is used.
 """
 
 import concurrent.futures
-import hashlib
-import json
 import os
 import pathlib
-import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -29,14 +25,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import collectives
+from jdist.training import _manifests
 
 PyTree = Any
-_FORMAT = 1
 _NOTHING, _ALL_DAMAGED = -1, -2
-# What a write leaves in the directory, whole, half or not yet renamed.
-_OURS = re.compile(
-  r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
-)
 
 
 class Restored(NamedTuple):
@@ -135,9 +127,9 @@ class Checkpoints:
       )
       if leaf.size:  # Orbax refuses arrays without elements.
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
-    target = self._directory / _name(step)
+    target = self._directory / _manifests.name(step)
     if self._is_first:
-      _manifest_of(target).unlink(missing_ok=True)
+      _manifests.path_of(target).unlink(missing_ok=True)
     self._writer.save(
       target, args=self._orbax.args.PyTreeSave(arrays), force=True
     )
@@ -184,20 +176,20 @@ class Checkpoints:
     self._writer.wait_until_finished()
     if not self._is_first:
       return
-    manifest["files"] = dict(_hashes(target))
-    _write_manifest(target, manifest)
+    manifest["files"] = dict(_manifests.hashes(target))
+    _manifests.write(target, manifest)
     for old in self._steps()[self._keep :]:
       # What has no manifest does not count.
-      _manifest_of(self._directory / _name(old)).unlink()
+      _manifests.path_of(self._directory / _manifests.name(old)).unlink()
     self._tidy()
 
   def _tidy(self) -> None:
     """Clears away what has no manifest: old, or never written to its end."""
     for path in self._directory.iterdir():
-      match = _OURS.fullmatch(path.name)
+      match = _manifests.OURS.fullmatch(path.name)
       if match is None:
         continue
-      counts = _manifest_of(self._directory / match[1])
+      counts = _manifests.path_of(self._directory / match[1])
       if path == counts or (counts.exists() and path.name == match[1]):
         continue
       if path.is_dir():
@@ -207,7 +199,9 @@ class Checkpoints:
 
   def _steps(self) -> list[int]:
     """The steps with a manifest, the newest first."""
-    found = (_OURS.fullmatch(path.name) for path in self._directory.iterdir())
+    found = (
+      _manifests.OURS.fullmatch(path.name) for path in self._directory.iterdir()
+    )
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
 
@@ -236,8 +230,8 @@ class Checkpoints:
         f"`directory` {self._directory} has checkpoints and all are damaged. "
         "Start anew in another directory."
       )
-    target = self._directory / _name(step)
-    manifest = _read_manifest(target)
+    target = self._directory / _manifests.name(step)
+    manifest = _manifests.read(target)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     return Restored(
@@ -252,12 +246,12 @@ class Checkpoints:
   def _newest_whole(self) -> int:
     steps = self._steps()
     for step in steps:
-      damage = _damage(self._directory / _name(step))
+      target = self._directory / _manifests.name(step)
+      damage = _manifests.damage(target)
       if damage is None:
         return step
       warnings.warn(
-        f"Checkpoint {self._directory / _name(step)} is damaged ({damage}); "
-        "using the one before it.",
+        f"Checkpoint {target} is damaged ({damage}); using the one before it.",
         stacklevel=3,
       )
     return _ALL_DAMAGED if steps else _NOTHING
@@ -365,14 +359,6 @@ def _import_orbax() -> Any:
   return orbax
 
 
-def _name(step: int) -> str:
-  return f"step_{step:08d}"
-
-
-def _manifest_of(target: pathlib.Path) -> pathlib.Path:
-  return target.with_name(target.name + ".json")
-
-
 def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
   pairs = jax.tree_util.tree_leaves_with_path(tree)
   names = [jax.tree_util.keystr(path) for path, _ in pairs]
@@ -405,68 +391,3 @@ def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
   """How a leaf `[workers, ...]` is split behind its first dimension."""
   spec = getattr(leaf.sharding, "spec", ())
   return jax.sharding.PartitionSpec(*tuple(spec)[1:])
-
-
-def _hashes(target: pathlib.Path) -> Iterator[tuple[str, list[Any]]]:
-  """Yields (relative path, [bytes, sha256]) of every file."""
-  for path in sorted(target.rglob("*")):
-    if path.is_file():
-      with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-      relative = path.relative_to(target).as_posix()
-      yield relative, [path.stat().st_size, digest]
-
-
-def _damage(target: pathlib.Path) -> str | None:
-  """What is wrong with a checkpoint, or None."""
-  try:
-    files = _read_manifest(target)["files"]
-  except _DamagedError as error:
-    return str(error)
-  found = dict(_hashes(target))
-  for name, expected in files.items():
-    if name not in found:
-      return f"file {name} is missing"
-    if found[name] != expected:
-      return f"file {name} has changed or is cut off"
-  return None
-
-
-class _DamagedError(Exception):
-  pass
-
-
-def _write_manifest(target: pathlib.Path, body: dict[str, Any]) -> None:
-  whole = {"format": _FORMAT, "sha256": _digest(body), "body": body}
-  _write_whole(_manifest_of(target), json.dumps(whole))
-
-
-def _read_manifest(target: pathlib.Path) -> dict[str, Any]:
-  try:
-    whole = json.loads(_manifest_of(target).read_text())
-    written, digest, body = (whole[k] for k in ("format", "sha256", "body"))
-  except (ValueError, KeyError, TypeError) as error:
-    raise _DamagedError(f"its manifest cannot be read: {error!r}") from error
-  if written != _FORMAT:
-    raise ValueError(
-      f"Checkpoint {target} has format {written}, and this version of jdist "
-      f"reads {_FORMAT}. Use the version that wrote it."
-    )
-  if digest != _digest(body):
-    raise _DamagedError("its manifest has changed")
-  return body
-
-
-def _digest(body: Any) -> str:
-  text = json.dumps(body, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_whole(path: pathlib.Path, text: str) -> None:
-  """Writes a file that is either there whole or not at all."""
-  partial = path.with_name(path.name + ".partial")
-  with partial.open("w") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  partial.replace(path)
