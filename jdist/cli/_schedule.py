@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import cluster, collectives, models, training, transforms
-from jdist.cli import _experiment, _methods, _options
+from jdist.cli import _experiment, _methods, _options, _telling
 
 # What models are made for, where images of 224x224 are not it.
 _IMAGE_SIZES = {
@@ -50,50 +50,6 @@ class Task:
   unit: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-  """What was read of a method's program.
-
-  Attributes:
-    method: its name and form.
-    meeting: the step that ends a round.
-    between: a step that does not; of a method that meets in every step, the
-      same.
-    interval: steps of a round.
-    memory_bytes: that the program needs on a GPU.
-    compile_s: how long that took here.
-  """
-
-  method: str
-  meeting: training.Forecast
-  between: training.Forecast
-  interval: int
-  memory_bytes: int
-  compile_s: float
-
-  @property
-  def mean_step_s(self) -> float:
-    """Of the steps of a round."""
-    return self.mean(lambda step: step.timeline.end_s)
-
-  @property
-  def mean_bytes(self) -> float:
-    """That a worker sends in a step, over a round."""
-    return self.mean(lambda step: step.wire_bytes)
-
-  @property
-  def hidden_share(self) -> float:
-    """Of all sending of a round."""
-    sent = self.mean(lambda step: step.timeline.send_s)
-    exposed = self.mean(lambda step: step.timeline.exposed_s)
-    return 1.0 - exposed / sent if sent else 1.0
-
-  def mean(self, of: Callable[[training.Forecast], float]) -> float:
-    """Of something over the steps of a round."""
-    rest = self.interval - 1
-    return (of(self.meeting) + rest * of(self.between)) / self.interval
-
-
 def schedule(options: _options.Schedule) -> None:
   """Compiles, reads, and leaves a table, rows and a picture."""
   topology, device, link = _check(options)
@@ -116,19 +72,19 @@ def schedule(options: _options.Schedule) -> None:
       f"{topology.memory_bytes / 1e9:.0f} GB"
     )
     found.append(one)
-    training.append_rows(output / "rows.jsonl", [_row(options, one)])
+    training.append_rows(output / "rows.jsonl", [_telling.row(options, one)])
   console.print()
   if len(found) == 1:
-    console.print(_messages_table(found[0]))
+    console.print(_telling.messages_table(found[0]))
     console.print()
-  console.print(_methods_table(found))
+  console.print(_telling.methods_table(found))
   path = output / "schedule.png"
   training.plot_forecasts(
-    {_label(one): one.meeting for one in found},
+    {_telling.label(one): one.meeting for one in found},
     path,
     title=f"One training step of {options.model} on {topology}, "
     "in the compiled program's order",
-    note=_rates(device, link),
+    note=_telling.rates(device, link),
   )
   # Not through the console, which would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
@@ -261,7 +217,7 @@ def _read(
   workers: collectives.Workers,
   device: cluster.Device,
   link: cluster.Link,
-) -> Found:
+) -> _telling.Found:
   """Compiles a method's step and forecasts it."""
   start_s = time.monotonic()
   program = _compile(method, options, task, workers)
@@ -271,7 +227,7 @@ def _read(
   between = training.forecast(text, device, link, branch="idles")
   memory = program.memory_analysis()
   every_step = not any(message.conditional for message in meeting.messages)
-  return Found(
+  return _telling.Found(
     method,
     meeting,
     between,
@@ -346,120 +302,8 @@ def _heading(
   return (
     f"{options.model}, {size:,} parameters, {options.batch_size} {task.unit} "
     f"of {shape} a GPU and step, {options.dtype}; {topology.num_gpus} x "
-    f"{device.name}.\n{_rates(device, link)}\n"
+    f"{device.name}.\n{_telling.rates(device, link)}\n"
   )
-
-
-def _rates(device: cluster.Device, link: cluster.Link) -> str:
-  return (
-    f"Stated rates, not measurements: {device.flops_per_s / 1e12:,.0f} "
-    f"TFLOP/s, {device.memory_bytes_per_s / 1e9:,.0f} GB/s of memory, "
-    f"{device.launch_s * 1e6:g} µs at least a kernel; link "
-    f"{link.bandwidth_bits_per_s / 1e9:,.0f} Gbit/s each way, "
-    f"{link.latency_s * 1e6:g} µs a message."
-  )
-
-
-def _messages_table(found: Found) -> Any:
-  from rich import table
-
-  grid = table.Table(
-    title=f"Collectives of {found.method}, in the order of their starts",
-    caption=(
-      "Sent: bytes that each GPU sends in a ring. Under it: kernels between "
-      "its start and its done, and of these products and convolutions."
-    ),
-  )
-  grid.add_column("#", justify="right")
-  grid.add_column("collective")
-  grid.add_column("when")
-  for name in (
-    "MB sent", "µs on the link", "kernels under it", "products",
-    "µs of kernels", "hidden %",
-  ):  # fmt: skip
-    grid.add_column(name, justify="right")
-  for number, message in enumerate(found.meeting.messages, 1):
-    grid.add_row(
-      str(number),
-      message.kind,
-      "round's end" if message.conditional else "each step",
-      f"{message.wire_bytes / 1e6:.3g}",
-      f"{message.send_s * 1e6:,.1f}",
-      str(message.kernels),
-      str(message.products),
-      f"{message.compute_s * 1e6:,.1f}",
-      f"{100 * message.hidden_share:.1f}",
-    )
-  return grid
-
-
-def _methods_table(found: list[Found]) -> Any:
-  from rich import table
-
-  grid = table.Table(
-    title="Steps at the stated rates",
-    caption=(
-      "Means over a round, and the step that ends one. Hidden: the part of "
-      "sending in which the device did not wait."
-    ),
-  )
-  grid.add_column("method", no_wrap=True)
-  for name in (
-    "round", "MB a step", "sending ms", "hidden %", "step ms",
-    "last step ms", "its hidden %",
-  ):  # fmt: skip
-    grid.add_column(name, justify="right")
-  for one in found:
-    last = one.meeting
-    grid.add_row(
-      one.method,
-      str(one.interval),
-      f"{one.mean_bytes / 1e6:.3g}",
-      f"{one.mean(lambda step: step.timeline.send_s) * 1e3:.3f}",
-      f"{100 * one.hidden_share:.1f}",
-      f"{one.mean_step_s * 1e3:.3f}",
-      f"{last.timeline.end_s * 1e3:.3f}",
-      f"{100 * last.timeline.hidden_share:.1f}",
-    )
-  return grid
-
-
-def _label(found: Found) -> str:
-  if found.interval == 1:
-    return found.method
-  return f"{found.method}, last step of {found.interval}"
-
-
-def _row(options: _options.Schedule, found: Found) -> dict[str, Any]:
-  return training.make_row(
-    dataclasses.asdict(options),
-    0,
-    method=found.method,
-    interval=found.interval,
-    memory_bytes=found.memory_bytes,
-    mean_step_s=found.mean_step_s,
-    mean_wire_bytes=found.mean_bytes,
-    hidden_share=found.hidden_share,
-    meeting=_step_row(found.meeting),
-    between=_step_row(found.between),
-    messages=[
-      dataclasses.asdict(message)
-      | {"send_s": message.send_s, "hidden_share": message.hidden_share}
-      for message in found.meeting.messages
-    ],
-  )
-
-
-def _step_row(step: training.Forecast) -> dict[str, Any]:
-  return {
-    "step_s": step.timeline.end_s,
-    "compute_s": step.timeline.compute_s,
-    "send_s": step.timeline.send_s,
-    "exposed_s": step.timeline.exposed_s,
-    "hidden_share": step.timeline.hidden_share,
-    "wire_bytes": step.wire_bytes,
-    "flops": step.flops,
-  }
 
 
 def _output(options: _options.Schedule) -> pathlib.Path:
