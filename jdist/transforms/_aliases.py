@@ -12,6 +12,7 @@ from jdist.transforms import (
   _averaging,
   _checking,
   _correcting,
+  _feeding,
   _localizing,
   _sending,
   intervals,
@@ -105,6 +106,9 @@ def diloco(
   outer_momentum: jax.typing.ArrayLike = 0.9,
   *,
   axis: collectives.Axis,
+  reducer: collectives.Reducer | None = None,
+  feedback: _feeding.Feedback | None = None,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DiLoCo: the mean progress of a round is a gradient for outer Nesterov.
 
@@ -120,6 +124,11 @@ def diloco(
       paper's 0.7.
     outer_momentum: mu in [0, 1]; the paper's 0.9.
     axis: the workers' axis.
+    reducer: how to take the mean by fewer bytes, see `local_steps`: with
+      `collectives.carry(codecs.Quantize(4))` and the feedback
+      `ErrorFeedback()` four bits a parameter and round.
+    feedback: what becomes of what is not sent.
+    seed: of the random numbers of codecs that draw some; None is 0.
 
   References:
     Douillard et al., DiLoCo: Distributed Low-Communication Training of
@@ -132,7 +141,15 @@ def diloco(
   _checking.check_continuous("outer_momentum", outer_momentum, high=1.0)
   rate = _float(outer_learning_rate)
   outer = optax.sgd(rate, momentum=_float(outer_momentum), nesterov=True)
-  return _localizing.local_steps(optimizer, interval, axis=axis, outer=outer)
+  return _localizing.local_steps(
+    optimizer,
+    interval,
+    axis=axis,
+    outer=outer,
+    reducer=reducer,
+    feedback=feedback,
+    seed=seed,
+  )
 
 
 def msdpu(

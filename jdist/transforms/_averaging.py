@@ -16,7 +16,7 @@ def average_gradients(
   axis: collectives.Axis,
   reducer: collectives.Reducer | None = None,
   feedback: _feeding.Feedback | None = None,
-  seed: int = 0,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces every worker's gradients by their mean.
 
@@ -42,7 +42,7 @@ def average_gradients(
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`, or None: it is
       forgotten.
     seed: of the random numbers of codecs that draw some, the same on all
-      workers.
+      workers; None is 0.
 
   Returns:
     A transformation whose updates have the shapes and dtypes of the
@@ -65,15 +65,9 @@ def average_gradients(
   [0.8, 0.8]
   """
   collectives.check_axis(axis)
-  _feeding.check_feedback("feedback", feedback)
-  if reducer is not None:
-    return _reduced(axis, _reducing.Reduction(axis, reducer, feedback, seed))
-  if feedback is not None:
-    raise ValueError(
-      "`feedback` keeps what a reducer leaves out and needs `reducer`, for "
-      "instance `reducer=collectives.carry(codecs.TopK(0.01))`, got "
-      f"reducer=None, {feedback=}."
-    )
+  reduction = _reducing.make(axis, reducer, feedback, seed)
+  if reduction is not None:
+    return _reduced(axis, reduction)
 
   def init_fn(params: optax.Params) -> AverageGradientsState:
     del params

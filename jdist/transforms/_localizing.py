@@ -16,6 +16,8 @@ from jdist import collectives
 from jdist.transforms import (
   _anchoring,
   _checking,
+  _feeding,
+  _reducing,
   _rounds,
   _sending,
   intervals,
@@ -52,6 +54,8 @@ class LocalStepsState(NamedTuple):
       how many updates came before it in that round; and both for the update
       after it.  Four int32 scalars; the interval 0 for a round that is not
       delayed; `()` when nothing is streamed.
+    reduction: what a mean by few bytes remembers, a `ReductionState`; `()`
+      without a reducer.
   """
 
   step: jax.Array
@@ -69,6 +73,7 @@ class LocalStepsState(NamedTuple):
   in_flight: Any
   kept: Any
   stream_steps: Any
+  reduction: Any = ()
 
 
 def local_steps(
@@ -81,6 +86,9 @@ def local_steps(
   carry: jax.typing.ArrayLike = 1.0,
   delay_after_step: int = 0,
   stream: _sending.Stream | None = None,
+  reducer: collectives.Reducer | None = None,
+  feedback: _feeding.Feedback | None = None,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps with `inner`, and brings the workers together.
 
@@ -121,8 +129,17 @@ def local_steps(
   its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
   picks).
 
+  With a reducer the mean of the pseudo-gradients, which are float32, is taken
+  by fewer bytes, and with a feedback what was left out goes with the next
+  round's.  All workers decode the same bytes, so anchors stay equal to the
+  bit.  A worker's own progress, where it keeps some, is what it has really
+  done.  The loss of an adaptive interval is averaged exactly.  The first state
+  may depend on the number of workers: make it where the axis is bound.
+
   `update` with the static `drain=True` takes no local step, ignores the
-  updates, and brings all that was done into the anchor; see `drain`.
+  updates, and brings all that was done into the anchor; see `drain`.  With a
+  reducer that is done with every bit, and brings in what a feedback holds,
+  when a round was begun or under way; what then is left is for the next round.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them
@@ -148,6 +165,13 @@ def local_steps(
       delayed: a synchronous warm-up.
     stream: how to cut what is delayed into sub-tensors; None for the simple
       form.  Needs `delay_rounds=1`.
+    reducer: how to take the mean, for instance
+      `collectives.carry(codecs.Quantize(4))`; None takes it exactly.  Not with
+      `stream`: a sub-tensor's place in its message may change from round to
+      round, and what a reducer remembers is of one place.
+    feedback: what becomes of the part of the progress that is not sent, for
+      instance `ErrorFeedback()`; None forgets it.
+    seed: of the random numbers of codecs that draw some; None is 0.
 
   Returns:
     A transformation; `update` takes `loss=` (this worker's, float32 scalar)
@@ -170,7 +194,9 @@ def local_steps(
     Stich, Local SGD Converges Fast and Communicates Little (arXiv
     1805.09767); Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1: the
     pseudo-gradient and the outer optimizer; Wang et al., CoCoD-SGD (arXiv
-    1906.12043): the delayed mean with one's own progress on top.
+    1906.12043): the delayed mean with one's own progress on top; Sarfi et
+    al., SparseLoCo (arXiv 2508.15706): pseudo-gradients compressed, with
+    feedback.
   """
   _checking.check_optimizer("inner", inner)
   if outer is not None:
@@ -194,6 +220,12 @@ def local_steps(
     raise ValueError(
       "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
       f"{delay_rounds=}."
+    )
+  reduction = _reducing.make(axis, reducer, feedback, seed)
+  if reduction is not None and stream is not None:
+    raise ValueError(
+      "`reducer` takes the mean of a whole message and cannot be used with "
+      f"`stream`, got {reducer=}. Take the simple form, `stream=None`."
     )
   inner = optax.with_extra_args_support(inner)
   delayed = delay_rounds == 1
@@ -224,6 +256,7 @@ def local_steps(
       in_flight=jnp.asarray(False) if delayed else (),
       kept=jnp.zeros((), jnp.float32) if delayed else (),
       stream_steps=(),
+      reduction=() if reduction is None else reduction.init(anchor),
     )
     return ahead(state)
 
@@ -312,16 +345,28 @@ def local_steps(
   def join(
     state: LocalStepsState, local: PyTree
   ) -> tuple[PyTree, Any, LocalStepsState]:
-    if outer is None:
+    if outer is None and reduction is None:
       anchor, loss = collectives.mean(
         (local, _rounds.loss(policy, state)), axis
       )
       return anchor, loss, state._replace(anchor=anchor)
-    gradient, loss = collectives.mean(
-      (own_progress(state, local), _rounds.loss(policy, state)), axis
-    )
+    present = message(own_progress(state, local), _rounds.loss(policy, state))
+    if reduction is None:
+      gradient, loss = collectives.mean(present, axis)
+    else:
+      (gradient, loss), state = reduced(reduction, present, state)
     state = outer_step(gradient, state)
     return state.anchor, loss, state
+
+  def reduced(
+    reduction: _reducing.Reduction,
+    present: _sending.Message,
+    state: LocalStepsState,
+  ) -> tuple[_sending.Message, LocalStepsState]:
+    """The mean by few bytes; of the loss, which is one number, exactly."""
+    mean, remembered = reduction.mean(present.progress, state.reduction)
+    loss = collectives.mean(present.loss, axis)
+    return _sending.Message(mean, loss), state._replace(reduction=remembered)
 
   def join_late(
     state: LocalStepsState, local: PyTree, steps: int | None
@@ -333,10 +378,19 @@ def local_steps(
     if steps is not None:  # What was streamed is what there is.
       late = jnp.full_like(late, True)
     present = message(progress, _rounds.loss(policy, state))
-    gradient, loss = send.mean(state.pending, present, late, steps)
     # In the first delayed round nothing has arrived yet. Nothing happens to
     # the anchor then: a momentum must not move it by a gradient of zero.
     arrived = state.in_flight | ~late
+    if reduction is None:
+      gradient, loss = send.mean(state.pending, present, late, steps)
+    else:
+      (gradient, loss), new = reduced(
+        reduction, _anchoring.either(late, state.pending, present), state
+      )
+      # What was sent of nothing, a sign perhaps, is not applied either.
+      state = state._replace(
+        reduction=_anchoring.either(arrived, new.reduction, state.reduction)
+      )
     state = outer_step_if(arrived, gradient, state)
     if policy.needs_loss:
       loss = jnp.where(arrived, loss, jnp.nan)
@@ -365,7 +419,10 @@ def local_steps(
     """Ends everything that was begun, with no step of its own."""
     progress = own_progress(state, jax.tree.map(_anchoring.wide, params))
     held = sender(state.anchor).own(state.pending).progress if delayed else ()
-    progress, held = collectives.mean((progress, held), axis)
+    if reduction is None:
+      progress, held = collectives.mean((progress, held), axis)
+    else:
+      progress, held, state = all_of_it(reduction, progress, held, state)
     if delayed:
       state = outer_step_if(state.in_flight, held, state)
     state = outer_step_if(_rounds.is_begun(state), progress, state)
@@ -379,6 +436,26 @@ def local_steps(
       )
     updates = _anchoring.onto(state.anchor, params)
     return collectives.varying((updates, ahead(state)), axis)
+
+  def all_of_it(
+    reduction: _reducing.Reduction,
+    progress: PyTree,
+    held: PyTree,
+    state: LocalStepsState,
+  ) -> tuple[PyTree, PyTree, LocalStepsState]:
+    """Exact means, and of what a feedback holds; oldest first."""
+
+    def exact(
+      flag: jax.Array, tree: PyTree, state: LocalStepsState
+    ) -> tuple[PyTree, LocalStepsState]:
+      mean, remembered = reduction.exact_mean(tree, state.reduction)
+      remembered = _anchoring.either(flag, remembered, state.reduction)
+      return mean, state._replace(reduction=remembered)
+
+    if delayed:
+      held, state = exact(state.in_flight, held, state)
+    progress, state = exact(_rounds.is_begun(state), progress, state)
+    return progress, held, state
 
   def outer_step(gradient: PyTree, state: LocalStepsState) -> LocalStepsState:
     anchor, outer_state = _anchoring.outer_step(

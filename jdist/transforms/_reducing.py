@@ -38,10 +38,12 @@ class Reduction:
     axis: collectives.Axis,
     reducer: collectives.Reducer,
     feedback: _feeding.Feedback | None = None,
-    seed: int = 0,
+    seed: int | None = None,
   ):
     check_reducer("reducer", reducer)
     _feeding.check_feedback("feedback", feedback)
+    # Not 0 by default: `optax.inject_hyperparams` would make it an array.
+    seed = 0 if seed is None else seed
     _checking.check_structural("seed", seed, minimum=0)
     self._axis, self._reducer = axis, reducer
     self._feedback, self._seed = feedback, seed
@@ -114,6 +116,30 @@ class Reduction:
     shared = jax.tree.map(lambda x, s: x if s else None, state, labels)
     own = jax.tree.map(lambda x, s: None if s else x, state, labels)
     return shared, own
+
+
+def make(
+  axis: collectives.Axis,
+  reducer: collectives.Reducer | None,
+  feedback: _feeding.Feedback | None,
+  seed: int | None,
+) -> Reduction | None:
+  """A reduction; None without a reducer.
+
+  Raises:
+    ValueError: when an argument is of another kind, or there is nothing that
+      the feedback could be of.
+  """
+  _feeding.check_feedback("feedback", feedback)
+  if reducer is not None:
+    return Reduction(axis, reducer, feedback, seed)
+  if feedback is not None:
+    raise ValueError(
+      "`feedback` keeps what a reducer leaves out and needs `reducer`, for "
+      "instance `reducer=collectives.carry(codecs.TopK(0.01))`, got "
+      f"reducer=None, {feedback=}."
+    )
+  return None
 
 
 def check_reducer(name: str, value: Any) -> None:

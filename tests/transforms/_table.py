@@ -175,6 +175,18 @@ TABLE = {
     ROUNDS_OF_3
     | {"delay_rounds": 1, "stream": transforms.Stream(8), "outer": NESTEROV},
   ),
+  "reduced rounds": line(
+    transforms.local_steps,
+    {"carry": 0.5},
+    ROUNDS_OF_3
+    | {
+      "reducer": _reducers.Largest(2),
+      "feedback": transforms.ErrorFeedback(0.9),
+      "outer": NESTEROV,
+      "delay_rounds": 1,
+    },
+    whole=True,
+  ),
   "pulled": line(
     pulled,
     {"strength": 0.5, "learning_rate": 0.1},
