@@ -19,6 +19,9 @@ from jdist.collectives._axis import size as size
 from jdist.collectives._axis import start_mean as start_mean
 from jdist.collectives._axis import sum as sum
 from jdist.collectives._axis import varying as varying
+from jdist.collectives._carrying import Carry as Carry
+from jdist.collectives._carrying import carry as carry
+from jdist.collectives._carrying import CarryState as CarryState
 from jdist.collectives._fingerprints import fingerprint as fingerprint
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
 from jdist.collectives._meshes import make_mesh as make_mesh
@@ -33,6 +36,7 @@ from jdist.collectives._plans import Plan as Plan
 from jdist.collectives._plans import plan as plan
 from jdist.collectives._programs import read_collectives as read_collectives
 from jdist.collectives._reducing import Bits as Bits
+from jdist.collectives._reducing import Exact as Exact
 from jdist.collectives._reducing import Reduced as Reduced
 from jdist.collectives._reducing import Reducer as Reducer
 from jdist.collectives._reducing import ring_bits as ring_bits
