@@ -1,0 +1,314 @@
+"""Which entries are the largest, without sorting them all.
+
+A magnitude is compared as an integer: the bits of |x|, which are ordered as
+the numbers are, tell denormals apart and put NaN above infinity, so that what
+has gone wrong is sent first and seen.
+
+The largest k of a long row are found in four steps, of which only the second
+and third read the whole row:
+
+1. guess: the threshold that as many entries of a sample exceed;
+2. check: count the entries above it; raise or lower it until the count is
+   right (mostly it is);
+3. gather the candidates: 32 comparisons make a word, and a running sum of the
+   words' set bits says where each candidate belongs;
+4. refine: the exact k-th among the few candidates.
+
+On a CPU that is several times as fast as `jax.lax.top_k` and a hundred times
+as fast as sorting.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# One above the bits of infinity: what every NaN is compared as.
+NAN_KEY = 0x7F800001
+# Shorter rows are left to `jax.lax.top_k`: nothing is won by guessing.
+_SHORT = 1 << 14
+# A sample that holds so many of the entries looked for errs by a sixth.
+_SAMPLED_HITS = 32
+# The first step of a threshold that was wrong: a sixteenth of a binade.
+_FIRST_STEP = 1 << 19
+
+
+class Selection(NamedTuple):
+  """The entries chosen of each row.
+
+  Attributes:
+    indices: int32 [rows, k], ascending in each row, never twice the same
+      below `num_used`; the slots above it hold the row's last index.
+    num_used: int32 [rows], how many slots are in use.
+  """
+
+  indices: jax.Array
+  num_used: jax.Array
+
+
+def magnitude_keys(x: jax.Array) -> jax.Array:
+  """Integers, int32 >= 0, in the order of the magnitudes; NaN is the largest.
+
+  >>> magnitude_keys(jnp.array([0.0, -1.0, jnp.nan])).tolist()
+  [0, 1065353216, 2139095041]
+  """
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  return jnp.minimum(bits & np.int32(0x7FFFFFFF), np.int32(NAN_KEY))
+
+
+def largest(
+  x: jax.Array, k: int, *, at_least: int | None = None, sample: float = 0.01
+) -> Selection:
+  """The k entries of largest magnitude in each row, ties to the lower index.
+
+  Args:
+    x: floats [rows, length].
+    k: how many of each row, 0 to `length`.
+    at_least: content with so few, for speed: then entries above a threshold
+      are taken, at least that many of them and at most k.  Default k.
+    sample: the part of a row that the threshold is guessed from, at the
+      least; more is taken where that would hold too few entries to tell.
+
+  Returns:
+    A `Selection`; all are in use in each row unless `at_least` is less.
+  """
+  rows, length = x.shape
+  if k in (0, length):
+    indices = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (rows, k))
+    return Selection(indices, jnp.full(rows, k, jnp.int32))
+  if length < _SHORT:
+    _, indices = jax.lax.top_k(jnp.abs(x.astype(jnp.float32)), k)
+    return Selection(jnp.sort(indices, 1), jnp.full(rows, k, jnp.int32))
+  if at_least is None:
+    # Room for the guess to err, more of it where few are looked for.
+    at_least, at_most = k, min(length, math.ceil(1.6 * k) + _SAMPLED_HITS)
+  else:
+    at_most = min(length, max(k, math.floor(1.3 * k)))
+  guess = _guess(x, (at_least + at_most) / 2, sample)
+  words = _settle(x, guess, at_least, at_most)
+  return _refine(x, first_set(words, at_most), k)
+
+
+def above(x: jax.Array, value: float, capacity: int) -> Selection:
+  """The first entries with |x| >= value, or NaN; at most `capacity` a row."""
+  threshold = np.float32(value).view(np.int32)
+  words = pack_words(magnitude_keys(x) >= threshold)
+  indices, count = first_set(words, capacity)
+  return Selection(jnp.minimum(indices, max(0, x.shape[1] - 1)), count)
+
+
+def first_set(words: jax.Array, capacity: int) -> Selection:
+  """The positions of the first set bits of each row.
+
+  Args:
+    words: uint32 [rows, words], lowest bit first.
+    capacity: how many positions to return, at the most.
+  """
+  rows, num_words = words.shape
+  if capacity == 0 or num_words == 0:
+    indices = jnp.zeros((rows, capacity), jnp.int32)
+    return Selection(indices, jnp.zeros(rows, jnp.int32))
+  ones = _num_ones(words)
+  ends = jnp.cumsum(ones, 1)
+  starts = ends - ones
+  # Every word that has a bit says so in the slot of its first one; the slots
+  # of its others take the last word that spoke.
+  offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * capacity
+  spoken = (ones > 0) & (starts < capacity)
+  slots = jnp.where(spoken, starts + offsets, rows * capacity)
+  numbers = jnp.broadcast_to(
+    jnp.arange(num_words, dtype=jnp.int32), (rows, num_words)
+  )
+  owners = jnp.zeros(rows * capacity, jnp.int32)
+  owners = owners.at[slots.reshape(-1)].set(
+    numbers.reshape(-1), mode="drop", unique_indices=False
+  )
+  owners = jax.lax.cummax(owners.reshape(rows, capacity), axis=1)
+  rank = jnp.arange(capacity, dtype=jnp.int32) - _take(starts, owners)
+  count = jnp.minimum(ends[:, -1], capacity)
+  bits = _position(_take(words, owners), rank)
+  last = 32 * num_words - 1
+  used = jnp.arange(capacity, dtype=jnp.int32) < count[:, None]
+  return Selection(jnp.where(used, 32 * owners + bits, last), count)
+
+
+def kth_largest(keys: jax.Array, k: jax.Array | int) -> jax.Array:
+  """The k-th largest key of each row, bit by bit; 0 where there are fewer.
+
+  Args:
+    keys: int32 [rows, length]; negative ones do not count.
+    k: 1 or more, or one for each row.
+  """
+  rest = -keys.shape[1] % 32
+  keys = jnp.pad(keys, ((0, 0), (0, rest)), constant_values=-1)
+  lanes = keys.reshape(keys.shape[0], 32, -1)
+
+  def add_bit(i: jax.Array, key: jax.Array) -> jax.Array:
+    higher = key | jax.lax.shift_left(jnp.int32(1), jnp.int32(30) - i)
+    reached = (lanes >= higher[:, None, None]).astype(jnp.int32)
+    # Long pieces side by side first: a CPU's vectors do not add neighbours.
+    count = jnp.sum(jnp.sum(reached, axis=1), axis=1)
+    return jnp.where(count >= k, higher, key)
+
+  # Made of the keys, so that it varies over a mesh's axis as they do.
+  start = keys[:, 0] & 0
+  return jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), add_bit, start)
+
+
+def pack_words(mask: jax.Array) -> jax.Array:
+  """32 neighbours to a uint32, the first in the lowest bit."""
+  rows, length = mask.shape
+  if length % 32:
+    mask = jnp.pad(mask, ((0, 0), (0, -length % 32)))
+  bits = mask.reshape(rows, -1, 32).astype(jnp.uint32)
+  shifts = jnp.arange(32, dtype=jnp.uint32)
+  return jnp.sum(bits << shifts, axis=-1, dtype=jnp.uint32)
+
+
+def _guess(x: jax.Array, target: float, sample: float) -> jax.Array:
+  """The threshold that about `target` entries of each row reach."""
+  length = x.shape[1]
+  size = max(sample * length, _SAMPLED_HITS * length / target)
+  size = min(math.ceil(size), max(1, length // 8))
+  # Odd, so that it does not step along the columns of a matrix.
+  sampled = x[:, :: (length // size) | 1]
+  rank = max(1, round(target * sampled.shape[1] / length))
+  return kth_largest(magnitude_keys(sampled), rank)
+
+
+class _Search(NamedTuple):
+  """A threshold for each row, and where the right one lies.
+
+  Attributes:
+    key: int32 [rows], the threshold.
+    reached: int32 [rows], how many entries reach it.
+    words: uint32 [rows, words], which of them do.
+    low: a threshold that too many reach, -1 for none known.
+    high: one that too few reach.
+    step: how far to go next.
+  """
+
+  key: jax.Array
+  reached: jax.Array
+  words: jax.Array
+  low: jax.Array
+  high: jax.Array
+  step: jax.Array
+
+
+def _settle(
+  x: jax.Array, guess: jax.Array, at_least: int, at_most: int
+) -> jax.Array:
+  """Moves the thresholds until the counts are right.
+
+  Returns:
+    uint32 [rows, words], the entries above them as bits.  Where no threshold
+    is right, because too many entries equal one, the first of these are too
+    many and are taken.
+  """
+
+  def wrong(search: _Search) -> jax.Array:
+    return (search.reached < at_least) | (search.reached > at_most)
+
+  def unsettled(search: _Search) -> jax.Array:
+    return wrong(search) & (search.high - search.low > 1)
+
+  def probe(key: jax.Array, low: jax.Array, high: jax.Array) -> _Search:
+    words = pack_words(magnitude_keys(x) >= key[:, None])
+    # Or the compiler packs twice, for the count and for the words.
+    words = jax.lax.optimization_barrier(words)
+    reached = jnp.sum(_num_ones(words), axis=1)
+    low = jnp.where(reached > at_most, key, low)
+    high = jnp.where(reached < at_least, key, high)
+    return _Search(key, reached, words, low, high, step)
+
+  def move(search: _Search) -> _Search:
+    key, low, high = search.key, search.low, search.high
+    # Growing steps until the right one lies between two keys, then halving.
+    room = jnp.where(search.reached > at_most, high - key, key - low)
+    step = jnp.where(search.reached > at_most, search.step, -search.step)
+    bounded = (low >= 0) & (high <= NAN_KEY)
+    halve = bounded | (search.step >= room)
+    key = jnp.where(halve, low + (high - low) // 2, key + step)
+    moved = probe(key, low, high)._replace(step=search.step * 2)
+    # Rows that are settled stay as they are.
+    moving = unsettled(search)
+    return jax.tree.map(
+      lambda new, old: jnp.where(
+        moving.reshape(-1, *[1] * (new.ndim - 1)), new, old
+      ),
+      moved,
+      search,
+    )
+
+  # Made of the guess, so that they vary over a mesh's axis as it does.
+  step = (guess & 0) + _FIRST_STEP
+  start = probe(guess, step * 0 - 1, step * 0 + NAN_KEY + 1)
+  end = jax.lax.while_loop(
+    lambda search: jnp.any(unsettled(search)), move, start
+  )
+  tied = wrong(end)
+
+  def trim(words: jax.Array) -> jax.Array:
+    keys, low = magnitude_keys(x), end.low[:, None]
+    over = pack_words(keys > low)
+    ties = pack_words(keys == low)
+    ones = _num_ones(ties)
+    room = at_most - jnp.sum(_num_ones(over), axis=1, keepdims=True)
+    room = room - (jnp.cumsum(ones, 1) - ones)
+    kept = over | _keep_lowest(ties, jnp.clip(room, 0, 32))
+    return jnp.where(tied[:, None], kept, words)
+
+  return jax.lax.cond(jnp.any(tied), trim, lambda words: words, end.words)
+
+
+def _refine(x: jax.Array, candidates: Selection, k: int) -> Selection:
+  """The k largest of candidates, still in the order of their indices."""
+  indices, count = candidates
+  rows, capacity = indices.shape
+  last = x.shape[1] - 1
+  indices = jnp.minimum(indices, last)
+  used = jnp.arange(capacity, dtype=jnp.int32) < count[:, None]
+  keys = jnp.where(used, magnitude_keys(_take(x, indices)), -1)
+  threshold = kth_largest(keys, k)[:, None]
+  ties = keys == threshold
+  room = k - jnp.sum(keys > threshold, axis=1, keepdims=True)
+  chosen = (keys > threshold) | (ties & (jnp.cumsum(ties, 1) <= room))
+  slots = jnp.cumsum(chosen, 1) - 1
+  offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * k
+  slots = jnp.where(chosen, slots + offsets, rows * k)
+  result = jnp.full(rows * k, last, jnp.int32)
+  result = result.at[slots.reshape(-1)].set(indices.reshape(-1), mode="drop")
+  return Selection(result.reshape(rows, k), jnp.minimum(count, k))
+
+
+def _take(values: jax.Array, indices: jax.Array) -> jax.Array:
+  """Entries of each row, at indices that are known to be inside."""
+  return jnp.take_along_axis(values, indices, 1, mode="promise_in_bounds")
+
+
+def _num_ones(words: jax.Array) -> jax.Array:
+  return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _position(words: jax.Array, rank: jax.Array) -> jax.Array:
+  """Where the bit stands that has `rank` set bits below it, int32."""
+  position = jnp.zeros_like(rank)
+  for width in (16, 8, 4, 2, 1):
+    lower = words & np.uint32((1 << width) - 1)
+    ones = _num_ones(lower)
+    upper = rank >= ones
+    position = jnp.where(upper, position + width, position)
+    rank = jnp.where(upper, rank - ones, rank)
+    words = jnp.where(upper, words >> np.uint32(width), lower)
+  return position
+
+
+def _keep_lowest(words: jax.Array, num: jax.Array) -> jax.Array:
+  """Clears all set bits but the lowest `num`, 0 to 32 of them."""
+  ones = _num_ones(words)
+  end = _position(words, num).astype(jnp.uint32)
+  mask = (jnp.uint32(1) << end) - jnp.uint32(1)
+  return jnp.where(num >= ones, words, words & mask)
