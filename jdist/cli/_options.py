@@ -105,8 +105,9 @@ class Common:
   correction: float = 0.1
   """Of MSDPU: pull towards the anchor in a round."""
 
-  carry: float = 1.0
-  """Of MSDPU: part of the local progress kept when a late mean arrives."""
+  carry: float | None = None
+  """Of MSDPU: part of the local progress kept when a late mean arrives; if not
+  given, a worker's share of it, 1/N."""
 
   stream: bool = False
   """Of MSDPU: send a late mean in sub-tensors, some in every step, under its

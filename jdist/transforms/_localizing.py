@@ -83,7 +83,7 @@ def local_steps(
   axis: collectives.Axis,
   outer: optax.GradientTransformation | None = None,
   delay_rounds: int = 0,
-  carry: jax.typing.ArrayLike = 1.0,
+  carry: jax.typing.ArrayLike | None = 1.0,
   delay_after_step: int = 0,
   stream: _sending.Stream | None = None,
   reducer: collectives.Reducer | None = None,
@@ -160,7 +160,8 @@ def local_steps(
     outer: any Optax optimizer, fed with the mean pseudo-gradient once a
       round; `optax.sgd(1.0)` is parameter averaging.
     delay_rounds: 0, or 1 to apply every mean one round late.
-    carry: rho in [0, 1]; used with a delay only.
+    carry: rho in [0, 1]; used with a delay only.  None is 1/N: of the mean that
+      is under way a worker knows its own share, and keeps that.
     delay_after_step: rounds that begin before this local step are not
       delayed: a synchronous warm-up.
     stream: how to cut what is delayed into sub-tensors; None for the simple
@@ -210,7 +211,8 @@ def local_steps(
       "see `delay_gradients`."
     )
   _checking.check_structural("delay_after_step", delay_after_step, minimum=0)
-  _checking.check_continuous("carry", carry, high=1.0)
+  if carry is not None:
+    _checking.check_continuous("carry", carry, high=1.0)
   if delay_after_step and not delay_rounds:
     raise ValueError(
       "`delay_after_step` says when the delay begins and needs "
@@ -394,7 +396,8 @@ def local_steps(
     state = outer_step_if(arrived, gradient, state)
     if policy.needs_loss:
       loss = jnp.where(arrived, loss, jnp.nan)
-    keep = jnp.where(late, _anchoring.scalar(carry), 0.0)
+    rho = 1 / collectives.size(axis) if carry is None else carry
+    keep = jnp.where(late, _anchoring.scalar(rho), 0.0)
     # Without a delay the round's progress is in the anchor already.
     left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
     target = jax.tree.map(lambda a, p: a - keep * p, state.anchor, left)

@@ -101,6 +101,23 @@ def test_a_late_mean_arrives_one_round_later():
   assert params[1].tolist() == [2.375, 3.125]
 
 
+def test_by_default_msdpu_keeps_its_share_of_the_mean_under_way():
+  # Two workers: half, as above.
+  optimizer = transforms.msdpu(
+    optax.sgd(0.5), intervals.fixed(1), 0.5, axis="worker", correction=0.0
+  )
+  targets = np.array([[2.0, 6.0], [2.0, 6.0]], np.float32)
+  params, _ = train(optimizer, targets)
+  assert params.tolist() == [[0.5, 1.5], [2.375, 3.125]]
+  # One worker knows all of the mean, so that nothing is late.
+  optimizer = transforms.msdpu(optax.sgd(0.5), 1, 0.5, axis=None)
+  w = jnp.array(0.0)
+  updates, _ = optimizer.update(
+    w - 2.0, optimizer.init(w), w, loss=jnp.array(1.0)
+  )
+  assert updates.item() == 1.0
+
+
 def reference(x, interval, late, carry, rate, mu, warmup):
   """SGD on (w - x)^2 / 2 in rounds; yields (w, anchor) after each."""
   (steps, n), a, m, pending, t = x.shape, 0.0, 0.0, None, 0
