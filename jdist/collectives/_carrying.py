@@ -210,12 +210,9 @@ class Carry(_reducing.Reducer):
         sent = _reducing.ring_bits(payload, n)
     return _reducing.Bits(payload, sent, sent)
 
-  def describe(self, like: Any, num_workers: int) -> str:
-    """How a leaf goes if it goes alone, in a few words."""
-    if self.wire != "exchange":
-      return f"{self.wire} {self.codec}"
-    ways = [v.way for v in self._vectors([like], num_workers)]
-    return " ".join(["exchange", *ways, str(self.codec)])
+  def __str__(self) -> str:
+    """For instance `exchange Quantize(bits=8, ...)`."""
+    return f"{self.wire} {self.codec}"
 
   # Each wire returns the means, the own shares, and the parts of the state.
 

@@ -3,7 +3,7 @@
 In an exchange, worker j adds up row j of everything and sends the result to
 all.  A codec may be cut at multiples of its granule only, so a leaf that does
 not fill N granules would be mostly padding.  Three ways, chosen for each leaf
-by bits and told by `describe`:
+by bits:
 
 | way | for | costs |
 |---|---|---|
