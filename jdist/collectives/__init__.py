@@ -23,6 +23,8 @@ from jdist.collectives._carrying import Carry as Carry
 from jdist.collectives._carrying import carry as carry
 from jdist.collectives._carrying import CarryState as CarryState
 from jdist.collectives._fingerprints import fingerprint as fingerprint
+from jdist.collectives._low_rank import PowerSGD as PowerSGD
+from jdist.collectives._low_rank import PowerSGDState as PowerSGDState
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
 from jdist.collectives._meshes import make_mesh as make_mesh
 from jdist.collectives._meshes import start_processes as start_processes

@@ -1,0 +1,116 @@
+"""PowerSGD: step by step as NumPy does it, and never more than two sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import collectives
+from tests.collectives import _reducers
+
+N = 4
+SHAPES = {
+  "conv": (3, 3, 2, 10),
+  "dense": (20, 12),
+  "bias": (10,),
+  "tiny": (2, 3),
+}
+
+
+def make(rounds, seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+    name: jnp.asarray(rng.standard_normal((N, rounds, *shape)), jnp.float32)
+    for name, shape in SHAPES.items()
+  }
+
+
+def reference(matrices, q):
+  """Vogels et al. 2019, algorithm 1, by projection and in float64."""
+  p, _ = np.linalg.qr(sum(m @ q for m in matrices) / len(matrices))
+  own = [m.T @ p for m in matrices]
+  q = sum(own) / len(own)
+  return p @ q.T, [p @ x.T for x in own], q
+
+
+def test_rounds_agree_with_a_reference():
+  rounds = 3
+  trees = make(rounds)
+  reducer = collectives.PowerSGD(rank=2)
+  means, shares, _, first = _reducers.run(reducer, trees, N)
+  for name, q in zip(("conv", "dense"), first.q, strict=True):
+    q = np.asarray(q[0], np.float64)
+    for r in range(rounds):
+      x = np.asarray(trees[name][:, r], np.float64)
+      mean, own, q = reference(x.reshape(N, -1, x.shape[-1]), q)
+      shape = x.shape[1:]
+      np.testing.assert_allclose(
+        means[name][2, r], mean.reshape(shape), atol=2e-5
+      )
+      for i in range(N):
+        np.testing.assert_allclose(
+          shares[name][i, r], own[i].reshape(shape), atol=2e-5
+        )
+  for name in ("bias", "tiny"):  # Exactly: they would grow.
+    np.testing.assert_allclose(
+      means[name][0], trees[name].mean(0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_matrix_of_low_rank_arrives_whole():
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((20, 2)) @ rng.standard_normal((2, 12))
+  trees = {"w": jnp.asarray(np.broadcast_to(x, (N, 1, 20, 12)), jnp.float32)}
+  means, *_ = _reducers.run(collectives.PowerSGD(rank=2), trees, N)
+  np.testing.assert_allclose(means["w"][0, 0], x, atol=1e-5)
+
+
+def test_zeros_and_nan_do_not_stay():
+  trees = {
+    "dense": jnp.ones((2, 4, 20, 12)).at[1, 0, 3, 3].set(jnp.nan)
+    .at[:, 1].set(0.0)
+  }  # fmt: skip
+  means, _, states, _ = _reducers.run(collectives.PowerSGD(rank=1), trees, 2)
+  assert np.isnan(means["dense"][:, 0]).all()
+  assert (means["dense"][:, 1] == 0).all()
+  assert all(np.isfinite(q).all() for q in states.q)
+  np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
+
+
+def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
+  reducer = collectives.PowerSGD(rank=2)
+  team = collectives.workers(N, substrate="shard_map")
+  trees = jax.tree.map(lambda x: x[:, 0], make(1))
+
+  def step(tree):
+    state = reducer.init(tree, team.axis)
+    reduced = reducer.reduce(tree, state, jax.random.key(0), team.axis)
+    return collectives.varying(tuple(reduced), team.axis)
+
+  program = team.jit(step).lower(team.place(trees)).compile()
+  found = collectives.read_collectives(program)
+  assert [c.kind for c in found] == ["all-reduce"] * 2
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees
+  )
+  bits = reducer.num_bits(like, N)
+  assert sum(c.payload_bytes for c in found) * 8 == bits.payload
+  assert sum(c.wire_bytes for c in found) * 8 == bits.sent
+  # By hand: (18 + 10) and (20 + 12) vectors' entries twice, and 10 + 6.
+  assert bits.payload == 32 * (2 * 28 + 2 * 32 + 16)
+
+
+def test_q_is_shared():
+  like = {"w": jax.ShapeDtypeStruct((20, 12), "float32")}
+  reducer = collectives.PowerSGD(rank=2)
+  state = reducer.init(like, None)
+  assert [q.shape for q in state.q] == [(12, 2)]
+  assert jax.tree.leaves(reducer.shared(state)) == [True]
+  assert reducer.init({"b": jnp.zeros(3)}, None) == ()
+
+
+def test_what_does_not_suit_is_refused():
+  with pytest.raises(ValueError, match="`rank` must be"):
+    collectives.PowerSGD(rank=0)
+  with pytest.raises(ValueError, match=r"int32 at `\['n'\]`.*PerLeaf"):
+    collectives.PowerSGD().init({"n": jnp.zeros(3, jnp.int32)}, None)
