@@ -54,3 +54,4 @@ from jdist.collectives._topologies import Topology as Topology
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
+from jdist.collectives._voting import MajorityVote as MajorityVote
