@@ -23,6 +23,8 @@ from jdist.collectives._carrying import Carry as Carry
 from jdist.collectives._carrying import carry as carry
 from jdist.collectives._carrying import CarryState as CarryState
 from jdist.collectives._fingerprints import fingerprint as fingerprint
+from jdist.collectives._leveling import TwoLevel as TwoLevel
+from jdist.collectives._leveling import TwoLevelState as TwoLevelState
 from jdist.collectives._low_rank import PowerSGD as PowerSGD
 from jdist.collectives._low_rank import PowerSGDState as PowerSGDState
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
