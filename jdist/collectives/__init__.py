@@ -22,6 +22,9 @@ from jdist.collectives._axis import varying as varying
 from jdist.collectives._carrying import Carry as Carry
 from jdist.collectives._carrying import carry as carry
 from jdist.collectives._carrying import CarryState as CarryState
+from jdist.collectives._choosing import compress_large as compress_large
+from jdist.collectives._choosing import PerLeaf as PerLeaf
+from jdist.collectives._choosing import Rule as Rule
 from jdist.collectives._fingerprints import fingerprint as fingerprint
 from jdist.collectives._leveling import TwoLevel as TwoLevel
 from jdist.collectives._leveling import TwoLevelState as TwoLevelState
