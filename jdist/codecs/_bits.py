@@ -98,6 +98,51 @@ def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
   return _join(pieces, packed, dtype)
 
 
+def pack_trits(codes: jax.Array) -> jax.Array:
+  """Packs 0, 1 and 2 along the last axis, five to a byte: 1.6 bits each.
+
+  The i-th byte holds the i-th code of each of five stretches, in base 3; the
+  up to four codes left over share one more byte.
+
+  Args:
+    codes: integers [..., n] in 0..2, of any integer dtype.
+
+  Returns:
+    uint8 [..., ceil(n / 5)].
+  """
+  length = codes.shape[-1] // 5
+  codes = codes.astype(jnp.uint8)
+  body = [codes[..., i * length : (i + 1) * length] for i in range(5)]
+  rest = codes[..., 5 * length :]
+  single = [rest[..., i : i + 1] for i in range(rest.shape[-1])]
+  pieces = [
+    sum(
+      (lane * np.uint8(3**i) for i, lane in enumerate(lanes[1:], 1)), lanes[0]
+    )
+    for lanes in (body, single)
+    if lanes and lanes[0].shape[-1]
+  ]
+  return _join(pieces, codes, np.dtype(np.uint8))
+
+
+def unpack_trits(packed: jax.Array, num_codes: int) -> jax.Array:
+  """Unpacks what `pack_trits` made: uint8 [..., num_codes]."""
+  length, num_rest = divmod(num_codes, 5)
+  body, rest = packed[..., :length], packed[..., length:]
+  pieces = [_trit(body, i) for i in range(5)] if length else []
+  pieces += [_trit(rest, i) for i in range(num_rest)]
+  return _join(pieces, packed, np.dtype(np.uint8))
+
+
+def _trit(packed: jax.Array, place: int) -> jax.Array:
+  """Digit `place`, in base 3, of bytes below 243."""
+  # x // d as a product and a shift, exact for bytes: found by trying them all.
+  x = packed.astype(jnp.uint32)
+  quotient = (x * np.uint32(-(-65536 // 3**place))) >> np.uint32(16)
+  higher = (x * np.uint32(-(-65536 // 3 ** (place + 1)))) >> np.uint32(16)
+  return (quotient - 3 * higher).astype(jnp.uint8)
+
+
 def _pack_lanes(codes: list[jax.Array], width: int) -> list[jax.Array]:
   """The planes of bytes that the lanes of codes fill, lowest bits first."""
   if width < 8:

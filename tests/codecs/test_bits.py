@@ -115,3 +115,22 @@ def test_nothing_is_gathered_scattered_or_transposed(width):
 def test_a_width_that_no_integer_has_is_refused(width):
   with pytest.raises(ValueError, match="`width` must be in"):
     _bits.pack(jnp.zeros(3, jnp.uint8), width)
+
+
+def test_trits_by_hand():
+  codes = jnp.array([1, 2, 0, 1, 2, 2, 1], jnp.int32)
+  # 1 + 3 * 2 + 9 * 0 + 27 * 1 + 81 * 2, and 2 + 3 * 1 left over.
+  packed = _bits.pack_trits(codes)
+  assert packed.tolist() == [196, 5]
+  assert _bits.unpack_trits(packed, 7).tolist() == codes.tolist()
+
+
+def test_every_byte_of_trits_comes_back():
+  codes = np.stack(np.unravel_index(np.arange(243), [3] * 5)).reshape(-1)
+  packed = _bits.pack_trits(jnp.asarray(codes))
+  assert sorted(packed.tolist()) == list(range(243))
+  np.testing.assert_array_equal(_bits.unpack_trits(packed, 5 * 243), codes)
+  for num in (0, 1, 4, 5, 9, 83):
+    packed = _bits.pack_trits(jnp.asarray(codes[:num]))
+    assert packed.size == -(-num // 5)
+    np.testing.assert_array_equal(_bits.unpack_trits(packed, num), codes[:num])
