@@ -1,0 +1,287 @@
+"""Vectors cut into blocks, and what is known of each block.
+
+Largest entries are sought among the *bits* of floats.  The bits of |x| order
+as |x| does, with every NaN above infinity, so that none is lost; and integer
+maxima of contiguous lanes run at the speed of memory, where XLA's CPU
+compiler gives rows of floats to a library that is three times slower.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.codecs import _codec
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+# Whole bytes of any packing, three-valued ones, five to a byte, included.
+_ROW = 240
+LARGEST = np.float32(np.finfo(np.float32).max)
+
+
+def shapes(size: int, block: int | None) -> list[tuple[int, int]]:
+  """(rows, columns) of the full blocks and of the short last one.
+
+  Without blocks the array is laid out in rows of 240 that share a scale.
+
+  >>> shapes(10, 4), shapes(3, 4), shapes(482, None), shapes(0, 4)
+  ([(2, 4), (1, 2)], [(1, 3)], [(2, 240), (1, 2)], [])
+  """
+  full, rest = divmod(size, _ROW if block is None else block)
+  both = [(full, _ROW if block is None else block), (1, rest)]
+  return [(rows, columns) for rows, columns in both if rows * columns]
+
+
+def num_blocks(size: int, block: int | None) -> int:
+  """How many scales there are, that of the short block included."""
+  if block is None:
+    return min(size, 1)
+  return sum(rows for rows, _ in shapes(size, block))
+
+
+def cut(x: jax.Array, block: int | None) -> list[jax.Array]:
+  """A float array of any shape as float32 pieces [rows, columns]."""
+  x = x.astype(jnp.float32).reshape(-1)
+  pieces, start = [], 0
+  for rows, columns in shapes(x.size, block):
+    end = start + rows * columns
+    pieces.append(x[start:end].reshape(rows, columns))
+    start = end
+  return pieces
+
+
+def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
+  """Float32 pieces [rows, columns] as an array of a shape and dtype."""
+  flat = [piece.reshape(-1) for piece in pieces]
+  if not flat:
+    return jnp.zeros(like.shape, like.dtype)
+  x = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+  return narrow(x.reshape(like.shape), like.dtype)
+
+
+def max_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+  """The largest magnitude in each row, NaN where there is one.
+
+  Args:
+    pieces: [rows, columns] each.
+    whole: all rows of all pieces count as one.
+
+  Returns:
+    [rows] for each piece; [1], once, for all of them together.
+  """
+  found = [_max_abs(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  return [functools.reduce(jnp.maximum, [_max_abs(x[None]) for x in found])]
+
+
+def low_high(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+  """The least and the greatest entry of each row, [2, rows] or [2, 1].
+
+  At least one of the two is NaN where the row holds one.
+  """
+  lows = [_max_rows(rows, _backwards) for rows in pieces]
+  highs = [_max_rows(rows, _ordered) for rows in pieces]
+  if whole and lows:
+    lows = [functools.reduce(jnp.maximum, [_max_rows(x[None]) for x in lows])]
+    highs = [functools.reduce(jnp.maximum, [_max_rows(x[None]) for x in highs])]
+  both = zip(lows, highs, strict=True)
+  return [_float(_flipped(jnp.stack([~low, high]))) for low, high in both]
+
+
+def l2(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+  """The Euclidean norm of each row, float32's largest number at the most."""
+  found = [_l2(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  found = [_l2(x[None]) for x in found]
+  return found if len(found) == 1 else [_l2(jnp.stack(found, -1))]
+
+
+def root_mean_square(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+  """The Euclidean norm of each row by the root of its length."""
+  found = [_root_mean_square(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  size = sum(rows.size for rows in pieces)
+  shares = [np.float32((rows.size / size) ** 0.5) for rows in pieces]
+  found = [_root_mean_square(x[None]) for x in found]
+  parts = [x * share for x, share in zip(found, shares, strict=True)]
+  return parts if len(parts) == 1 else [_l2(jnp.stack(parts, -1))]
+
+
+def mean_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+  """The mean magnitude of each row."""
+  found = [_mean_abs(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  size = sum(rows.size for rows in pieces)
+  shares = [np.float32(rows.size / size) for rows in pieces]
+  means = [_mean_abs(x[None]) for x in found]
+  return [
+    functools.reduce(
+      jnp.add, [m * share for m, share in zip(means, shares, strict=True)]
+    )
+  ]
+
+
+def quotient(rows: jax.Array, scale: jax.Array) -> jax.Array:
+  """`rows / scale[:, None]` for scales of any size; 0 where a scale is 0.
+
+  In two products, since XLA turns a quotient by a scale for a row into a
+  product with its reciprocal, and that of float32's largest numbers is
+  denormal, which is zero on a CPU.  Powers of two lose nothing.
+  """
+  power = _power(scale)
+  inverse = 1 / _nonzero(scale * power)
+  return (rows * power[:, None]) * inverse[:, None]
+
+
+def ratio(rows: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  """`(rows - low) / (high - low)`, for ranges of any size; 0 for none."""
+  power = _power(jnp.maximum(jnp.abs(low), jnp.abs(high)))
+  low, high = low * power, high * power
+  inverse = 1 / _nonzero(high - low)
+  return (rows * power[:, None] - low[:, None]) * inverse[:, None]
+
+
+def _power(scale: jax.Array) -> jax.Array:
+  """The power of two that brings scales nearer to 1."""
+  two = np.float32(2.0**64)
+  return jnp.where(scale > two, 1 / two, jnp.where(scale < 1 / two, two, 1))
+
+
+def _nonzero(scale: jax.Array) -> jax.Array:
+  return jnp.where(scale == 0, jnp.ones_like(scale), scale)
+
+
+def inverse_up(levels: int) -> np.float32:
+  """A little more than 1 / levels: `levels` of it are not below 1.
+
+  What decodes by it is cut at the scale, so that the last level is the scale
+  itself, in whatever order a compiler multiplies.
+  """
+  one = np.float32(1)
+  return one if levels == 1 else np.float32((1 + 2.0**-22) / levels)
+
+
+def finite(x: jax.Array) -> jax.Array:
+  """Which entries are neither infinite nor NaN."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  return (bits & _MAGNITUDE) < _INFINITY
+
+
+def with_scales(
+  pieces: list[jax.Array], scales: Sequence[jax.Array]
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+  """Pieces beside their scales in float32, of which there may be but one."""
+  if len(scales) == 1:
+    scales = [scales[0]] * len(pieces)
+  for rows, scale in zip(pieces, scales, strict=True):
+    yield rows, scale.astype(jnp.float32)
+
+
+def round_outward(scale: jax.Array, up: np.ndarray) -> jax.Array:
+  """Rounds float32 to bfloat16, up or down where `up`, broadcast, says so.
+
+  Finite numbers stay finite, so that only what is within 0.4 % of float32's
+  largest number may be rounded the other way.
+  """
+  bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+  negative = bits >> np.uint32(31)
+  magnitude = bits & np.uint32(0x7FFFFFFF)
+  away = (negative == np.uint32(0)) == up
+  raised = jnp.where(away, magnitude + np.uint32(0xFFFF), magnitude)
+  raised = jnp.minimum(raised, np.uint32(0x7F7FFFFF))
+  # NaN keeps its kind even when its low bits go.
+  special = jnp.where(
+    magnitude > np.uint32(0x7F800000), np.uint32(0x7FC00000), magnitude
+  )
+  magnitude = jnp.where(magnitude < np.uint32(0x7F800000), raised, special)
+  high = (negative << np.uint32(15)) | (magnitude >> np.uint32(16))
+  return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
+
+
+def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
+  """Casts float32 to a dtype; what is finite stays finite."""
+  dtype = jnp.dtype(dtype)
+  if dtype.itemsize >= 4:
+    return x.astype(dtype)
+  largest = np.float32(jnp.finfo(dtype).max)
+  return jnp.where(finite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
+def _max_abs(rows: jax.Array) -> jax.Array:
+  return _float(_max_rows(rows, lambda x: _int(x) & _MAGNITUDE))
+
+
+def _l2(rows: jax.Array) -> jax.Array:
+  largest = _max_abs(rows)
+  scaled = quotient(rows, largest)
+  norm = largest * jnp.sqrt((scaled * scaled).sum(-1))
+  return jnp.where(finite(largest), jnp.minimum(norm, LARGEST), jnp.nan)
+
+
+def _root_mean_square(rows: jax.Array) -> jax.Array:
+  largest = _max_abs(rows)
+  scaled = quotient(rows, largest)
+  mean = jnp.minimum((scaled * scaled).mean(-1), 1)
+  return jnp.where(finite(largest), largest * jnp.sqrt(mean), jnp.nan)
+
+
+def _mean_abs(rows: jax.Array) -> jax.Array:
+  largest = _max_abs(rows)
+  scaled = jnp.abs(quotient(rows, largest))
+  mean = jnp.minimum(scaled.mean(-1), 1) * largest
+  return jnp.where(finite(largest), mean, jnp.nan)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+  """Floats as int32 of the same order."""
+  return _flipped(_int(x))
+
+
+def _backwards(x: jax.Array) -> jax.Array:
+  """Floats as int32 of the opposite order."""
+  return ~_ordered(x)
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+  """Flips the magnitudes of negative numbers, or flips them back."""
+  return bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)
+
+
+def _int(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _max_rows(
+  rows: jax.Array, of: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
+  """Maxima of the int32 `of(rows)` of [rows, columns].
+
+  Eight contiguous lanes of 32 first: beyond it XLA's CPU compiler writes
+  temporaries.
+  """
+  num_rows, columns = rows.shape
+  if columns > 256 and columns % 256 == 0:
+    parts = _max_rows(rows.reshape(-1, 256), of)
+    return _max_rows(parts.reshape(num_rows, -1))
+  width = columns // 8
+  if width < 2:
+    return of(rows).max(-1)
+  values = [of(rows[:, i * width : (i + 1) * width]) for i in range(8)]
+  while len(values) > 1:
+    pairs = zip(values[::2], values[1::2], strict=True)
+    values = [jnp.maximum(a, b) for a, b in pairs]
+  largest = values[0].max(-1)
+  if columns % 8:
+    largest = jnp.maximum(largest, of(rows[:, 8 * width :]).max(-1))
+  return largest

@@ -1,0 +1,150 @@
+"""Fewer bits for each entry: 16 in place of 32, or as it is."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.codecs import _blocks, _checking, _codec, _random
+
+_DTYPES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(_codec.Codec):
+  r"""Sends the array as it is.
+
+  .. math:: \mathrm{decode}(\mathrm{encode}(x)) = x
+
+  The payload is the array, in its own shape and dtype; the identity among
+  codecs.
+
+  >>> Dense().num_bits(jax.ShapeDtypeStruct((3,), jnp.float32))
+  96
+  """
+
+  linear: ClassVar[bool] = True
+
+  @property
+  def unbiased(self) -> bool:
+    """True: nothing is lost."""
+    return True
+
+  def encode(
+    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
+  ) -> tuple[jax.Array, Any]:
+    """Returns the array itself."""
+    del key
+    return x, state
+
+  def decode(
+    self, payload: jax.Array, state: Any, like: _codec.Like
+  ) -> jax.Array:
+    """Returns the payload, which may be a sum of payloads."""
+    del state
+    return payload.astype(like.dtype).reshape(like.shape)
+
+  def num_bits(self, like: _codec.Like) -> int:
+    """The bits of the array."""
+    return like.size * 8 * np.dtype(like.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(_codec.Codec):
+  """Sends 16 bits for each entry.
+
+  The payload is the array in its own shape, as `dtype`.  It is `linear`: an
+  all-reduce of payloads is the sum of the arrays, **but its partial sums are
+  rounded to `dtype` too**, in an order that the hardware chooses, so that its
+  error grows with the number of workers, and a float16 sum may overflow where
+  no worker's array did.  What must be summed in float32 is gathered instead.
+  XLA's CPU compiler widens 16-bit sums and gathers to float32; what is only
+  gathered or permuted travels in 16 bits everywhere as
+  `jax.lax.bitcast_convert_type(payload, jnp.uint16)`, which loses nothing.
+
+  Entries beyond float16's largest finite number, 65504, become that number
+  with their sign; infinities and NaN stay what they are.  For bfloat16 the
+  same holds beyond 3.39e38.  Entries below float16's smallest normal number,
+  6.1e-5, keep an absolute error of up to 3e-8 (and may become zero on
+  hardware that flushes denormal numbers).
+
+  Args:
+    dtype: `"bfloat16"` (8 bits of exponent, relative error up to 2**-8 to
+      the nearest, 2**-7 when stochastic) or `"float16"` (5 bits, 2**-11).
+    rounding: `"nearest"`, ties to even, or `"stochastic"` for bfloat16: up
+      with the probability of the distance to the lower neighbour, so that the
+      expectation is x for every entry up to 3.39e38.  The default is nearest:
+      with error feedback it is the better one.
+
+  Raises:
+    ValueError: for another dtype, and for float16 with stochastic rounding.
+
+  >>> payload, state = Cast("float16").encode(jnp.array([1.5, -1e9]))
+  >>> payload.tolist()
+  [1.5, -65504.0]
+  """
+
+  dtype: Literal["bfloat16", "float16"] = "bfloat16"
+  rounding: Literal["nearest", "stochastic"] = "nearest"
+
+  linear: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    _checking.check_choice("dtype", self.dtype, _DTYPES)
+    _checking.check_choice("rounding", self.rounding, _checking.ROUNDINGS)
+    if self.rounding == "stochastic" and self.dtype != "bfloat16":
+      raise ValueError(
+        "`rounding` must be 'nearest' for float16, got 'stochastic'. Use "
+        "`dtype='bfloat16'`, or `Quantize(16, rounding='stochastic')`."
+      )
+
+  @property
+  def key(self) -> Literal["none", "worker", "shared"]:
+    """`"worker"` for stochastic rounding."""
+    return "worker" if self.rounding == "stochastic" else "none"
+
+  @property
+  def unbiased(self) -> bool:
+    """Whether rounding is stochastic."""
+    return self.rounding == "stochastic"
+
+  def encode(
+    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
+  ) -> tuple[jax.Array, Any]:
+    """Returns the array as `dtype`, in its own shape."""
+    x = x.astype(jnp.float32)
+    if self.rounding == "stochastic":
+      return _round_bfloat16(x, _random.require(key, self)), state
+    return _blocks.narrow(x, jnp.dtype(self.dtype)), state
+
+  def decode(
+    self, payload: jax.Array, state: Any, like: _codec.Like
+  ) -> jax.Array:
+    """Widens the payload, which may be a sum of payloads."""
+    del state
+    wide = payload.astype(jnp.float32).reshape(like.shape)
+    return _blocks.narrow(wide, like.dtype)
+
+  def num_bits(self, like: _codec.Like) -> int:
+    """16 for each entry."""
+    return 16 * like.size
+
+
+def _round_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
+  """Adds 16 random bits below bfloat16's last one and cuts them off."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  noise = _random.bits16(key, x.shape)
+  magnitude = bits & np.uint32(0x7FFFFFFF)
+  # A carry may pass into the exponent, as it should, but not reach infinity.
+  rounded = jnp.minimum(magnitude + noise, np.uint32(0x7F7FFFFF))
+  # A NaN whose payload is in the low bits only must not be cut to infinity.
+  special = jnp.where(
+    magnitude > np.uint32(0x7F800000), np.uint32(0x7FC00000), magnitude
+  )
+  finite = magnitude < np.uint32(0x7F800000)
+  magnitude = jnp.where(finite, rounded, special)
+  sign = bits & np.uint32(0x80000000)
+  high = ((sign | magnitude) >> np.uint32(16)).astype(jnp.uint16)
+  return jax.lax.bitcast_convert_type(high, jnp.bfloat16)

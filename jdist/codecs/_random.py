@@ -1,0 +1,62 @@
+"""Random bits for rounding, at the price of a few instructions an entry.
+
+JAX's own generator is made to be strong: its bits for a 16 MiB tensor take
+some thirty copies of that tensor on a CPU, most of a compressed step.  Here
+the key gives two words, and a mixing function of the entry's index and of
+those words gives the rest, fused into the loop that rounds.  Over the keys
+each entry's bits are exactly uniform, which is what makes rounding unbiased;
+that entries are independent is as good as the mixing function.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def require(key: jax.Array | None, codec: object) -> jax.Array:
+  """The key, or a ValueError that says how to make one."""
+  if key is None:
+    raise ValueError(
+      f"`key` must be a typed PRNG key for {codec}, got None. Give each worker "
+      "its own: `jax.random.fold_in(key, worker_index)`."
+    )
+  return key
+
+
+def bits16(
+  key: jax.Array, shape: tuple[int, ...], offset: int = 0
+) -> jax.Array:
+  """Uniform integers in 0..65535, as uint32.
+
+  Args:
+    key: a typed PRNG key.
+    shape: of the result.
+    offset: the index of the first entry, for parts of one array.
+
+  The mixing function is "lowbias32" with the constants of its second search
+  (C. Wellons, hash-prospector).  It and the exclusive or with a random word
+  are one-to-one, hence the exact uniformity.
+  """
+  seeds = jax.random.bits(key, (2,), jnp.uint32)
+  index = jnp.full(shape, offset, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(len(shape))):
+    steps = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    index = index + steps * np.uint32(stride)
+    stride *= shape[axis]
+  word = index * np.uint32(0x9E3779B9) + seeds[0]
+  word = (word ^ (word >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+  word = (word ^ (word >> np.uint32(15))) * np.uint32(0x735A2D97)
+  word = (word ^ (word >> np.uint32(15))) ^ seeds[1]
+  return word >> np.uint32(16)
+
+
+def offsets(
+  key: jax.Array, shape: tuple[int, ...], offset: int = 0
+) -> jax.Array:
+  """Uniform float32 in (-1/2, 1/2), symmetric, in steps of 2**-16.
+
+  `round(v + offsets)` is v in expectation and v itself where v is whole.
+  """
+  bits = bits16(key, shape, offset).astype(jnp.int32).astype(jnp.float32)
+  return (bits - np.float32(32767.5)) * np.float32(2.0**-16)
