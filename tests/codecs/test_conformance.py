@@ -1,0 +1,261 @@
+"""Every codec of the table has every property."""
+
+import inspect
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import codecs, collectives
+from tests.codecs import _table
+
+TABLE = _table.TABLE
+LARGEST = np.finfo(np.float32).max
+TINY = np.finfo(np.float32).tiny
+QUICK = ("int8", "int4", "bfloat16", "sign")
+every_line = pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.smoke] if name in QUICK else [])
+    for name in TABLE
+  ],
+)
+SAMPLES = {
+  "normal": _table.normal(),
+  "shifted": _table.normal(1) * 3 + 100,
+  "with zeros": np.where(np.arange(_table.SIZE) % 3, _table.normal(2), 0),
+  "small": _table.normal(3) * 1e-12,
+  "uneven": _table.normal(4) ** 9,
+  "one in a block": np.eye(1, _table.SIZE, 7)[0],
+}
+
+
+def nbytes(payload):
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(payload))
+
+
+def check_error(name, x):
+  bound = TABLE[name].error
+  if bound is None:
+    return
+  found = _table.decoded(name, x).astype(np.float64)
+  wrong = np.abs(found - x.astype(np.float64)) - bound(x)
+  assert wrong.max(initial=-1) <= TINY, (np.argmax(wrong), wrong.max())
+
+
+def test_every_public_codec_is_in_the_table():
+  public = {
+    name
+    for name, value in vars(codecs).items()
+    if inspect.isclass(value)
+    and issubclass(value, codecs.Codec)
+    and not inspect.isabstract(value)
+  }
+  assert public == {line.covers for line in TABLE.values()}
+
+
+@every_line
+def test_buffers_hold_the_bits_and_no_byte_more(name):
+  codec = TABLE[name].codec
+  for shape in [(), (0,), (1,), (7,), (256,), (3, 171), (40, 64)]:
+    for dtype in (jnp.float32, jnp.bfloat16):
+      like = jax.ShapeDtypeStruct(shape, dtype)
+      payload, _ = jax.eval_shape(
+        lambda x, codec=codec: codec.encode(
+          x, codec.init(x), jax.random.key(0)
+        ),
+        like,
+      )
+      leaves = jax.tree.leaves(payload)
+      told = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+      assert told == -(-codec.num_bits(like) // 8), (shape, dtype)
+
+
+@every_line
+def test_errors_stay_within_the_bound(name):
+  for x in SAMPLES.values():
+    check_error(name, x.astype(np.float32))
+
+
+@every_line
+def test_16_bit_arrays_decode_to_their_dtype(name):
+  for dtype in (jnp.bfloat16, jnp.float16):
+    x = jnp.asarray(_table.normal(), dtype)
+    found = _table.decoded(name, x)
+    assert found.dtype == dtype
+    bound = TABLE[name].error
+    if bound is not None:
+      x = np.asarray(x, np.float64)
+      extra = np.abs(found.astype(np.float64)) * 2**-8
+      wrong = np.abs(found.astype(np.float64) - x)
+      assert np.all(wrong <= bound(x) + extra + 1e-3)
+    # Float16's largest stays finite, whatever scales are rounded to.
+    ends = np.full(_table.SIZE, jnp.finfo(dtype).max, np.float32)
+    assert np.all(np.isfinite(_table.decoded(name, jnp.asarray(ends, dtype))))
+
+
+@every_line
+def test_scalars_and_empty_arrays(name):
+  codec = TABLE[name].codec
+  check_error(name, np.float32(-2.5).reshape(()))
+  _, run = _table.there_and_back(name)
+  for shape in [(), (0,), (3, 0)]:
+    x = jnp.full(shape, 1.5)
+    payload, found = run(x, jax.random.key(0))
+    assert found.shape == shape and found.dtype == jnp.float32
+    assert nbytes(payload) == -(-codec.num_bits(x) // 8)
+
+
+@every_line
+def test_zeros_and_equal_entries(name):
+  line = TABLE[name]
+  zeros = np.zeros(_table.SIZE, np.float32)
+  if line.keeps_zeros:
+    np.testing.assert_array_equal(_table.decoded(name, zeros), 0)
+  if line.keeps_equal:
+    for value in (-3.7, 1e-30, LARGEST):
+      equal = np.full(_table.SIZE, value, np.float32)
+      np.testing.assert_allclose(_table.decoded(name, equal), equal, 3e-7)
+
+
+@every_line
+def test_nothing_finite_overflows(name):
+  signs = np.where(np.arange(_table.SIZE) % 2, 1, -1).astype(np.float32)
+  mixed = _table.normal()
+  mixed = np.where(np.arange(_table.SIZE) % 5, mixed, LARGEST * signs)
+  for x in (signs * LARGEST, np.abs(signs) * LARGEST, mixed):
+    assert np.all(np.isfinite(_table.decoded(name, x)))
+
+
+@every_line
+def test_denormal_entries_stay_small(name):
+  if not TABLE[name].keeps_zeros:
+    return
+  x = np.float32(1e-40) * _table.normal()
+  found = _table.decoded(name, x)
+  assert np.all(np.abs(found) <= 3 * TINY)  # Also no NaN.
+
+
+@every_line
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(name, value):
+  for place in (0, 131, _table.SIZE - 1):
+    x = _table.normal()
+    x[place] = value
+    found = _table.decoded(name, x)
+    assert not np.isfinite(found[place]), place
+
+
+@every_line
+def test_what_was_decoded_encodes_to_itself(name):
+  if not TABLE[name].idempotent:
+    return
+  once = _table.decoded(name, _table.normal())
+  twice = _table.decoded(name, once, seed=1)
+  np.testing.assert_array_equal(twice, once)
+
+
+@every_line
+def test_vmap_is_a_loop(name):
+  run, compiled = _table.there_and_back(name)
+  xs = np.stack([_table.normal(seed) for seed in range(3)])
+  keys = jax.random.split(jax.random.key(5), 3)
+  payloads, found = jax.jit(jax.vmap(run))(xs, keys)
+  for i in range(3):
+    payload, wanted = compiled(xs[i], keys[i])
+    np.testing.assert_allclose(found[i], wanted, 1e-6, 1e-7)
+    rows = jax.tree.map(lambda leaf, i=i: leaf[i], payloads)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(
+        np.asarray(a, np.float32), np.asarray(b, np.float32), 1e-6
+      ),
+      rows,
+      payload,
+    )
+
+
+@pytest.mark.parametrize("name", ["int4", "qsgd", "sign", "ternary"])
+def test_shard_map_is_a_loop(name):
+  run, compiled = _table.there_and_back(name)
+  mesh = collectives.make_mesh((2,), ("worker",))
+  xs = np.stack([_table.normal(seed) for seed in range(2)])
+  keys = jax.random.split(jax.random.key(5), 2)
+  split = PartitionSpec("worker")
+
+  def one(x, key):
+    return run(x[0], key[0])[1][None]
+
+  mapped = jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split)
+  found = jax.jit(mapped)(xs, keys)
+  for i in range(2):
+    wanted = compiled(xs[i], keys[i])[1]
+    np.testing.assert_allclose(found[i], wanted, 1e-6, 1e-7)
+
+
+@every_line
+def test_unbiased_codecs_are_right_in_the_mean(name):
+  codec = TABLE[name].codec
+  if not codec.unbiased or codec.key == "none":
+    return
+  x = _table.normal(7, 21)
+  x[3] = 0
+  trials = 4096
+  run, _ = _table.there_and_back(name)
+  keys = jax.random.split(jax.random.key(1), trials)
+  found = jax.jit(jax.vmap(lambda key: run(x, key)[1]))(keys)
+  found = np.asarray(found, np.float64)
+  deviation = found.std(0) / np.sqrt(trials)
+  # Five standard deviations, and what 16 random bits leave.
+  scale = np.linalg.norm(x)
+  assert np.all(np.abs(found.mean(0) - x) <= 5 * deviation + 2e-5 * scale)
+  assert found.std(0).max() > 0
+
+
+@every_line
+def test_parts_of_whole_granules_fill_whole_bytes(name):
+  codec = TABLE[name].codec
+  for num in (1, 2, 7):
+    like = jax.ShapeDtypeStruct((num * codec.granule(),), jnp.float32)
+    assert codec.num_bits(like) % 8 == 0
+
+
+@every_line
+def test_no_program_speaks_to_the_host(name):
+  _, run = _table.there_and_back(name)
+  x = jnp.asarray(_table.normal())
+  text = run.lower(x, jax.random.key(0)).compile().as_text()
+  for word in ("infeed", "outfeed", "callback", "send(", "recv("):
+    assert word not in text, word
+
+
+@every_line
+def test_settings_are_values(name):
+  codec = TABLE[name].codec
+  assert codec == type(codec)(**vars(codec))
+  assert hash(codec) == hash(type(codec)(**vars(codec)))
+  assert codec.key in ("none", "worker", "shared")
+  with pytest.raises(ValueError, match="must be of a float dtype"):
+    codec.check(jax.ShapeDtypeStruct((3,), jnp.int32))
+  if codec.key != "none":
+    with pytest.raises(ValueError, match="`key` must be a typed PRNG key"):
+      codec.encode(jnp.ones(3), codec.init(jnp.ones(3)))
+
+
+@pytest.mark.parametrize("name", ["int8", "int3 tensor", "uint8", "float16"])
+@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(
+  x=hnp.arrays(
+    np.float32,
+    67,
+    elements=st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=False),
+  )
+)
+def test_any_array_is_within_the_bound(name, x):
+  if name == "float16":
+    x = np.clip(x, -6e4, 6e4)
+  check_error(name, x)
