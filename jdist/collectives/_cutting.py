@@ -59,7 +59,8 @@ class Vector:
     parts = []
     for leaf, start, end in zip(self.leaves, self.starts, ends, strict=True):
       flat = leaves[leaf].reshape(-1)
-      parts.append(jnp.pad(flat, (0, end - start - flat.size)))
+      short = end - start - flat.size
+      parts.append(jnp.pad(flat, (0, short)) if short else flat)
     flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return flat.reshape(self.num_rows, self.row)
 
