@@ -8,10 +8,10 @@ For K indices below n one of four forms is chosen, by their sizes alone:
   which chunk it is in follows from its place.
 - `split` (Elias-Fano): the l low bits of each index as they are, and the high
   part, which only grows, as a row of bits: the j-th index, with the high part
-  h, sets bit h + j.  That is K * l + K + (n - 1 >> l) bits, 8.6 for each of
-  1 % of the entries, where 65536 entries would need 16 locally.  Source:
-  P. Elias, "Efficient storage and retrieval by content and address of static
-  files", J. ACM 21(2), 1974.
+  h, sets bit h + j.  That is K * l, to whole bytes, and K + (n - 1 >> l)
+  bits; 8.6 for each of 1 % of the entries, where 65536 entries would need 16
+  locally.  Source: P. Elias, "Efficient storage and retrieval by content and
+  address of static files", J. ACM 21(2), 1974.
 """
 
 import dataclasses
@@ -128,7 +128,8 @@ class Indexing:
     return self.num + (max(0, self.size - 1) >> low)
 
   def _split_bits(self, low: int) -> int:
-    return self.num * low + self._num_high(low)
+    # The low parts are filled up to a whole byte before the row of bits.
+    return 8 * _bits.num_bytes(self.num, low) + self._num_high(low)
 
   def _starts(self) -> jax.Array:
     """The first index of each index's chunk."""
