@@ -47,6 +47,8 @@ from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
 from jdist.transforms._inspecting import Sharing as Sharing
+from jdist.transforms._feeding import Smoothing as Smoothing
+from jdist.transforms._feeding import SmoothingState as SmoothingState
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized

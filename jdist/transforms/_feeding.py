@@ -124,7 +124,7 @@ class ErrorFeedback(Feedback):
   ) -> tuple[PyTree, ErrorFeedbackState]:
     """The tree and the residual."""
     wanted = jax.tree.map(
-      lambda x, e: _wide(x) + self.decay * e, x, state.residual
+      lambda x, e: _wide(x) + _number(self.decay, e) * e, x, state.residual
     )
     return wanted, state
 
@@ -289,13 +289,15 @@ class MomentumCorrection(Feedback):
     self, x: PyTree, state: MomentumCorrectionState
   ) -> tuple[PyTree, MomentumCorrectionState]:
     """The residual, and the momentum on top."""
-    m, x = self.momentum, jax.tree.map(_wide, x)
+
+    def moved(u: jax.Array, x: jax.Array) -> jax.Array:
+      m, x = _number(self.momentum, u), _wide(x)
+      return m * (u + x) if self.nesterov else m * u + x
+
+    u = jax.tree.map(moved, state.momentum, x)
+    wanted = jax.tree.map(jnp.add, state.residual, u)
     if self.nesterov:
-      u = jax.tree.map(lambda u, x: m * (u + x), state.momentum, x)
-      wanted = jax.tree.map(lambda v, u, x: v + u + x, state.residual, u, x)
-    else:
-      u = jax.tree.map(lambda u, x: m * u + x, state.momentum, x)
-      wanted = jax.tree.map(jnp.add, state.residual, u)
+      wanted = jax.tree.map(lambda v, x: v + _wide(x), wanted, x)
     return wanted, state._replace(momentum=u)
 
   def finish(
@@ -320,6 +322,77 @@ class MomentumCorrection(Feedback):
     return mean, MomentumCorrectionState(momentum, residual, nonfinite)
 
 
+class SmoothingState(NamedTuple):
+  """State of `Smoothing`.
+
+  Attributes:
+    momentum: m, float32, each worker its own.
+    nonfinite: rounds after which it was not finite, int32 scalar, each worker
+      its own.
+  """
+
+  momentum: PyTree
+  nonfinite: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Smoothing(Feedback):
+  r"""Sends each worker's momentum; what is not sent of it is not remembered.
+
+  .. math:: m_i \leftarrow \mu m_i + (1 - \mu) x_i, \qquad p_i = m_i
+
+  For reducers whose error has no meaning as a number, such as a vote.
+
+  Attributes:
+    momentum: mu in [0, 1]; 0 sends the tree as it is, in float32.
+
+  Raises:
+    ValueError: when `momentum` is out of its range.
+
+  References:
+    Bernstein et al., signSGD (arXiv 1802.04434), algorithm 2, Signum.
+
+  >>> import jax.numpy as jnp
+  >>> feedback = Smoothing(0.75)
+  >>> state = feedback.init(jnp.zeros(1))
+  >>> feedback.prepare(jnp.array([4.0]), state)[0].tolist()
+  [1.0]
+  """
+
+  momentum: float = 0.9
+
+  def __post_init__(self) -> None:
+    _checking.check_continuous("momentum", self.momentum, high=1.0)
+
+  def init(self, like: PyTree) -> SmoothingState:
+    """No momentum."""
+    return SmoothingState(_zeros(like), jnp.zeros((), jnp.int32))
+
+  def prepare(
+    self, x: PyTree, state: SmoothingState
+  ) -> tuple[PyTree, SmoothingState]:
+    """The momentum."""
+
+    def moved(m: jax.Array, x: jax.Array) -> jax.Array:
+      mu = _number(self.momentum, m)
+      return mu * m + (1 - mu) * _wide(x)
+
+    wanted = jax.tree.map(moved, state.momentum, x)
+    return wanted, state
+
+  def finish(
+    self,
+    mean: PyTree,
+    own_share: PyTree,
+    wanted: PyTree,
+    state: SmoothingState,
+  ) -> tuple[PyTree, SmoothingState]:
+    """The mean, and the momentum."""
+    del own_share
+    momentum, found = _cleaned(wanted)
+    return mean, SmoothingState(momentum, _counted(state.nonfinite, found))
+
+
 def check_feedback(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a feedback or None."""
   if value is not None and not isinstance(value, Feedback):
@@ -332,6 +405,11 @@ def check_feedback(name: str, value: Any) -> None:
 def _wide(x: jax.Array) -> jax.Array:
   """At least float32."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _number(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
+  # Injected hyper-parameters come in the parameters' dtype.
+  return jnp.asarray(x).astype(like.dtype)
 
 
 def _zeros(like: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ FEEDBACKS = {
   "momentum": transforms.MomentumCorrection(0.9),
   "nesterov": transforms.MomentumCorrection(0.9, nesterov=True),
   "unmasked": transforms.MomentumCorrection(0.9, mask=False),
+  "smoothing": transforms.Smoothing(0.5),
 }
 LARGEST = _reducers.Largest(1)
 
