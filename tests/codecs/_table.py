@@ -25,6 +25,7 @@ class Line:
     idempotent: whether what was decoded encodes to itself.
     keeps_zeros: whether an array of zeros decodes to zeros.
     keeps_equal: whether an array of equal entries decodes to itself.
+    sees_all: whether what is not finite is seen wherever it is.
     covers: the public names that this line tests.
   """
 
@@ -33,6 +34,7 @@ class Line:
   idempotent: bool = False
   keeps_zeros: bool = True
   keeps_equal: bool = False
+  sees_all: bool = True
 
   @property
   def covers(self) -> str:
@@ -178,6 +180,33 @@ TABLE = {
     half_steps(1, 64),
     idempotent=True,
     keeps_equal=True,
+  ),
+  "top": line(codecs.TopK(), relative(1), idempotent=True),
+  "top bfloat16 in chunks": line(
+    codecs.TopK(0.1, chunk=64, values=codecs.Cast()),
+    relative(1),
+    idempotent=True,
+  ),
+  "top int4 stochastic": line(
+    codecs.TopK(
+      0.2, values=codecs.Quantize(4, 16, rounding="stochastic"), method="approx"
+    ),
+    None,
+  ),
+  "sampled top in chunks": line(
+    codecs.SampledTopK(0.05, chunk=128), relative(1), idempotent=True
+  ),
+  "threshold": line(codecs.Threshold(2.5, 0.2), relative(1), idempotent=True),
+  "top cosines": line(codecs.DCTTopK(8, k=3), None),
+  "random": line(codecs.RandomK(0.3), None, sees_all=False),
+  "random of its own": line(
+    codecs.RandomK(
+      0.3,
+      shared=False,
+      values=codecs.Quantize(8, 16, rounding="stochastic"),
+    ),
+    None,
+    sees_all=False,
   ),
 }
 
