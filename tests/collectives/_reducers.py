@@ -6,23 +6,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import collectives
+from jdist import codecs, collectives
 from tests.collectives import _small_codecs as small
 
 # Reducers of which the law holds, by name.
 LAWFUL = {
   "exact": collectives.Exact(),
-  "sum": collectives.carry(small.Whole()),
+  "sum": collectives.carry(codecs.Dense()),
   "sum_drawn": collectives.carry(small.Drawn(3)),
   "gather": collectives.carry(small.Largest(3)),
-  "gather_rounded": collectives.carry(small.Rounded(), wire="gather"),
+  "gather_int8": collectives.carry(codecs.Quantize(8, 16), wire="gather"),
   "exchange": collectives.carry(small.Rounded()),
-  "exchange_coarse": collectives.carry(small.Rounded(levels=1)),
-  "exchange_stochastic": collectives.carry(small.Rounded(7, stochastic=True)),
-  "exchange_one_scale": collectives.carry(small.OneScale()),
+  "exchange_int4": collectives.carry(codecs.Quantize(4, 16)),
+  "exchange_stochastic": collectives.carry(
+    codecs.Quantize(2, 16, rounding="stochastic")
+  ),
+  "exchange_one_scale": collectives.carry(codecs.Quantize(8, None)),
+  "exchange_sign": collectives.carry(codecs.Sign()),
+  "exchange_ternary": collectives.carry(codecs.Ternary()),
+  "exchange_cast": collectives.carry(codecs.Cast(), wire="exchange"),
   "exchange_largest": collectives.carry(small.Largest(2), wire="exchange"),
-  "exchange_whole": collectives.carry(small.Whole(), wire="exchange"),
-  "exchange_signs": collectives.carry(small.Signs()),
+  "exchange_blind": collectives.carry(small.Signs()),
+}
+# For programs that run once: nothing is won by optimizing them.
+QUICKLY = {
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
 }
 
 
@@ -78,5 +87,7 @@ def team_of(num_workers, substrate):
 def run(reducer, trees, num_workers, substrate="vmap"):
   """Means, own shares and states, [workers, rounds, ...]; the first state."""
   team = team_of(num_workers, substrate)
-  out = team.jit(lambda t: run_rounds(reducer, t, team.axis))(team.place(trees))
+  trees = team.place(trees)
+  program = team.jit(lambda t: run_rounds(reducer, t, team.axis)).lower(trees)
+  out = program.compile(compiler_options=QUICKLY)(trees)
   return jax.tree.map(np.asarray, out)

@@ -125,8 +125,8 @@ def test_shared_keys_draw_the_same_for_all_workers_and_others_for_leaves():
     *((name, np.nan) for name in _reducers.LAWFUL),
     ("sum_drawn", np.inf),
     ("gather", -np.inf),
-    ("exchange_coarse", np.inf),
-    ("exchange_signs", -np.inf),
+    ("exchange_int4", np.inf),
+    ("exchange_blind", -np.inf),
   ],
 )
 def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(name, bad):
