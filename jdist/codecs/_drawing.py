@@ -123,7 +123,7 @@ class RandomK(_codec.Codec):
     choosing, rounding = jax.random.split(key)
     seed = jax.random.bits(choosing, (2,), jnp.uint32)
     indices, lengths = self._strata(seed, x.size)
-    taken = x.reshape(-1).astype(jnp.float32)
+    taken = jnp.asarray(x).reshape(-1).astype(jnp.float32)
     taken = taken.at[indices].get(mode="promise_in_bounds")
     if self.scaled:
       scaled = taken * lengths.astype(jnp.float32)

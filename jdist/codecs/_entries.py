@@ -87,7 +87,7 @@ class Sparse(_codec.Codec):
   ) -> tuple[Entries, Any]:
     """Returns `Entries`."""
     self.check(x)
-    x = x.reshape(-1).astype(jnp.float32)
+    x = jnp.asarray(x).reshape(-1).astype(jnp.float32)
     indices, counts = self._choose(x)
     taken = x.at[indices].get(mode="promise_in_bounds")
     if self._counted:

@@ -91,7 +91,7 @@ class DCTTopK(_codec.Codec):
   ) -> tuple[_entries.Entries, Any]:
     """Returns `Entries` of the coefficients, block by block."""
     self.check(x)
-    coefficients = dct(x.astype(jnp.float32), self.chunk)
+    coefficients = dct(jnp.asarray(x).astype(jnp.float32), self.chunk)
     return self._top(x.shape).encode(coefficients, state, key)
 
   def decode(
