@@ -13,8 +13,12 @@ from tests.collectives import _small_codecs as small
 LAWFUL = {
   "exact": collectives.Exact(),
   "sum": collectives.carry(codecs.Dense()),
-  "sum_drawn": collectives.carry(small.Drawn(3)),
   "gather": collectives.carry(small.Largest(3)),
+  "sum_random_k": collectives.carry(codecs.RandomK(0.2)),
+  "gather_random_k": collectives.carry(codecs.RandomK(0.2, shared=False)),
+  "gather_top_k": collectives.carry(
+    codecs.TopK(0.2, values=codecs.Quantize(8, 16))
+  ),
   "gather_int8": collectives.carry(codecs.Quantize(8, 16), wire="gather"),
   "exchange": collectives.carry(small.Rounded()),
   "exchange_int4": collectives.carry(codecs.Quantize(4, 16)),
@@ -25,7 +29,9 @@ LAWFUL = {
   "exchange_sign": collectives.carry(codecs.Sign()),
   "exchange_ternary": collectives.carry(codecs.Ternary()),
   "exchange_cast": collectives.carry(codecs.Cast(), wire="exchange"),
-  "exchange_largest": collectives.carry(small.Largest(2), wire="exchange"),
+  "exchange_top_k": collectives.carry(
+    codecs.TopK(0.25, chunk=16), wire="exchange"
+  ),
   "exchange_blind": collectives.carry(small.Signs()),
 }
 # For programs that run once: nothing is won by optimizing them.

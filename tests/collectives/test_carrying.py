@@ -86,12 +86,12 @@ def test_more_workers_than_are_unrolled():
 # Keys.
 
 
-def test_workers_rows_leaves_and_owners_draw_their_own():
+def test_workers_rows_and_leaves_draw_their_own():
   """All that is rounded here is 0.5 of a step, up or down by a coin."""
   codec = small.Rounded(levels=1, block=64, stochastic=True)
   x = jnp.full(512, 0.5).at[::64].set(1.0)
   trees = {name: jnp.broadcast_to(x, (4, 1, 512)) for name in "ab"}
-  means, shares, *_ = _reducers.run(carry(codec), trees, 4)
+  _, shares, *_ = _reducers.run(carry(codec), trees, 4)
   coins = {
     (name, worker, row): shares[name][worker, 0, row * 128 : row * 128 + 128]
     for name in "ab"
@@ -99,10 +99,19 @@ def test_workers_rows_leaves_and_owners_draw_their_own():
     for row in range(4)
   }
   assert len({coin.tobytes() for coin in coins.values()}) == len(coins)
-  owned = [means[name][0, 0].reshape(4, 128) for name in "ab"]
-  assert len({row.tobytes() for leaf in owned for row in leaf}) == 8
   total = np.mean([shares["a"].mean(), shares["b"].mean()])
   assert abs(total - x.mean()) < 0.05
+
+
+def test_owners_draw_their_own():
+  """What workers send is exact here, and the mean is 0.5 of a step."""
+  codec = small.Rounded(levels=1, block=64, stochastic=True)
+  none = jnp.zeros(256).at[::64].set(1.0)
+  x = jnp.stack([jnp.ones(256), none])[:, None]
+  means, shares, *_ = _reducers.run(carry(codec), {"a": x, "b": x}, 2)
+  np.testing.assert_array_equal(shares["a"], x)
+  rows = [row for name in "ab" for row in means[name][0, 0].reshape(2, 128)]
+  assert len({row.tobytes() for row in rows}) == 4
 
 
 def test_shared_keys_draw_the_same_for_all_workers_and_others_for_leaves():
@@ -123,7 +132,7 @@ def test_shared_keys_draw_the_same_for_all_workers_and_others_for_leaves():
   ("name", "bad"),
   [
     *((name, np.nan) for name in _reducers.LAWFUL),
-    ("sum_drawn", np.inf),
+    ("sum_random_k", np.inf),
     ("gather", -np.inf),
     ("exchange_int4", np.inf),
     ("exchange_blind", -np.inf),
