@@ -59,11 +59,11 @@ def carry(
   the payload's dtype.
 
   In an exchange the tree is cut into N rows (`_cutting` says how and what
-  becomes of small leaves: with `codecs.Quantize(8)` and 8 workers,
-  those whose rows would be padded by more than an eighth, all of them under
-  13,000 entries, share a vector, and tiny ones go exactly).  Row j
-  goes to its owner, worker j, and e is the owner's residual of its row, float32
-  in units of the mean; without it everything that the second encoding leaves
+  becomes of small leaves: with `codecs.Quantize(8)` and 8 workers, those whose
+  rows would be padded by more than an eighth, all of them under 13,000
+  entries, share a vector, and tiny ones go exactly).  Row j goes to its owner,
+  worker j, and e is the owner's residual of its row, float32 in units of the
+  mean; without it everything that the second encoding leaves
   out is lost (int4: 23 % of the mass of the workers' residuals).  Where a leaf
   is narrower than float32, e holds what the cast of the mean has left out too.
 
@@ -74,7 +74,8 @@ def carry(
   **Not finite.**  A leaf (a row, in an exchange; so do leaves that share a
   vector share it) that holds a NaN or an infinity at one worker, or comes to
   one in the sum, is NaN on all workers, whatever the codec makes of it: a byte
-  for each travels along.  Over the `sum` wire it is what the payloads come to; a sparse one is NaN.
+  for each travels along.  Over the `sum` wire it is what the
+  payloads come to; where they hold chosen entries only, NaN for all of these.
   Entries of the owner's residual that would not be finite become zero.
 
   Args:
