@@ -158,16 +158,6 @@ def _nonzero(scale: jax.Array) -> jax.Array:
   return jnp.where(scale == 0, jnp.ones_like(scale), scale)
 
 
-def inverse_up(levels: int) -> np.float32:
-  """A little more than 1 / levels: `levels` of it are not below 1.
-
-  What decodes by it is cut at the scale, so that the last level is the scale
-  itself, in whatever order a compiler multiplies.
-  """
-  one = np.float32(1)
-  return one if levels == 1 else np.float32((1 + 2.0**-22) / levels)
-
-
 def finite(x: jax.Array) -> jax.Array:
   """Which entries are neither infinite nor NaN."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)

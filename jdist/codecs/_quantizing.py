@@ -227,7 +227,8 @@ class Quantize(_codec.Codec):
   def _values(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Float32 [rows, columns] of codes and scales."""
     levels = self.num_levels
-    step = _blocks.inverse_up(levels)
+    # The last level times it is 1 exactly, for all our numbers of levels.
+    step = np.float32(1) / np.float32(levels)
     # By int32: unsigned numbers become floats more slowly.
     q = codes.astype(jnp.int32).astype(jnp.float32)
     if self.range == "min_max":
@@ -236,8 +237,9 @@ class Quantize(_codec.Codec):
       return jnp.clip(low * (1 - t) + high * t, low, high)
     if self.bits == 1:
       return (2 * q - 1) * scale[:, None]
-    largest = scale[:, None]
-    return jnp.clip((q - levels) * (scale * step)[:, None], -largest, largest)
+    # Cut, which changes nothing, so that no compiler multiplies scale and step
+    # first: their product may be denormal, and the last level not the scale.
+    return jnp.clip((q - levels) * step, -1, 1) * scale[:, None]
 
 
 def round_to_int(
