@@ -1,0 +1,84 @@
+"""Signs and three values, by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import codecs
+
+X = jnp.array([3.0, -1.0, 0.0, 2.0, -0.0, -6.0, 1.0, 3.0, -4.0])
+
+
+def there_and_back(codec, x, key=None):
+  payload, state = codec.encode(x, (), key)
+  return payload, np.asarray(codec.decode(payload, state, x))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+  ("scale", "wanted"),
+  [("mean_abs", 20 / 9), ("max_abs", 6), ("l2", np.sqrt(76 / 9)), ("one", 1)],
+)
+def test_signs_by_hand(scale, wanted):
+  payload, found = there_and_back(codecs.Sign(scale=scale), X)
+  # Eight to a byte, neighbours in the short row; the last is in the next.
+  assert payload.codes[0].tolist() == [[0b11011101, 0]]
+  signs = [1, -1, 1, 1, 1, -1, 1, 1, -1]
+  np.testing.assert_allclose(found, wanted * np.array(signs), 1e-6)
+
+
+def test_every_block_of_signs_has_its_scale():
+  payload, found = there_and_back(codecs.Sign(8), X)
+  assert [s.tolist() for s in payload.scales] == [[2.0], [4.0]]
+  assert found.tolist() == [2, -2, 2, 2, 2, -2, 2, 2, -4]
+
+
+def test_the_mean_magnitude_is_the_nearest_multiple_of_the_signs():
+  x = jnp.asarray(np.random.default_rng(0).normal(size=300), jnp.float32)
+  errors = []
+  for scale in ("mean_abs", "l2", "max_abs"):
+    _, found = there_and_back(codecs.Sign(scale=scale), x)
+    errors.append(np.square(found - np.asarray(x)).sum())
+  assert errors == sorted(errors)
+  # The promise: ‖x‖² - ‖x‖₁² / n.
+  wanted = jnp.square(x).sum() - jnp.abs(x).sum() ** 2 / x.size
+  np.testing.assert_allclose(errors[0], wanted, 1e-4)
+
+
+def test_three_values_by_hand():
+  x = jnp.array([2.0, -1.5, 0.5, 0.0, -2.0, 1.1])
+  payload, found = there_and_back(codecs.Ternary(rounding="nearest"), x)
+  # 2 + 3 * 0 + 9 * 1 + 27 * 1 + 81 * 0, no: one entry in each of five
+  # stretches of length 1, and the sixth in a byte of its own.
+  assert payload.codes[0].tolist() == [[2 + 9 + 27, 2]]
+  assert found.tolist() == [2, -2, 0, 0, -2, 2]
+
+
+def test_entries_survive_with_their_share_of_the_largest():
+  x = jnp.array([1.0, 0.25, -0.75, 0.0])
+  codec = codecs.Ternary()
+  keys = jax.random.split(jax.random.key(0), 4000)
+  run = jax.jit(
+    jax.vmap(lambda key: codec.decode(*codec.encode(x, (), key), x))
+  )
+  found = np.asarray(run(keys))
+  assert set(np.unique(found)) == {-1.0, 0.0, 1.0}
+  np.testing.assert_array_equal(found[:, 0], 1)
+  np.testing.assert_array_equal(found[:, 3], 0)
+  np.testing.assert_allclose(found.mean(0), x, atol=5 * 0.5 / np.sqrt(4000))
+
+
+@pytest.mark.parametrize(
+  ("build", "told"),
+  [
+    (lambda: codecs.Sign(block=12), "The next one is 16"),
+    (lambda: codecs.Sign(scale="mean"), "`scale` must be 'mean_abs'"),
+    (lambda: codecs.Ternary(block=-1), "`block` must be a Python int"),
+    (lambda: codecs.Ternary(rounding="down"), "`rounding` must be"),
+  ],
+)
+def test_what_makes_no_sense_is_refused(build, told):
+  with pytest.raises(ValueError) as error:
+    build()
+  assert told in str(error.value)
