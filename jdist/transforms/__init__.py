@@ -51,6 +51,10 @@ from jdist.transforms._feeding import Smoothing as Smoothing
 from jdist.transforms._feeding import SmoothingState as SmoothingState
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
+from jdist.transforms._freezing import FrozenAdamState as FrozenAdamState
+from jdist.transforms._freezing import (
+  scale_by_frozen_adam as scale_by_frozen_adam,
+)
 from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._leading import lead_step as lead_step
 from jdist.transforms._leading import LeadStepState as LeadStepState

@@ -20,6 +20,7 @@ from jdist.transforms import (
   _delaying,
   _feeding,
   _fragmenting,
+  _freezing,
   _leading,
   _localizing,
   _meeting,
@@ -343,6 +344,13 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     return state, True
   if isinstance(state, _reducing.ReductionState):
     return _reduction_labels(state), True
+  if isinstance(state, _freezing.FrozenAdamState):
+    return _freezing.FrozenAdamState(
+      step=True,  # type: ignore[arg-type]
+      mu=_all(state.mu, True),
+      nu=_all(state.nu, True),
+      reduction=_reduction_labels(state.reduction),
+    ), True
   if isinstance(state, _preceding.UpdateFirstState):
     return _preceding.UpdateFirstState(
       pending=_all(state.pending, False),
