@@ -16,6 +16,15 @@ from jdist.transforms._averaging import (
 )
 from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
+from jdist.transforms._compressing import demo as demo
+from jdist.transforms._compressing import dgc as dgc
+from jdist.transforms._compressing import ef_signsgd as ef_signsgd
+from jdist.transforms._compressing import one_bit_adam as one_bit_adam
+from jdist.transforms._compressing import powersgd as powersgd
+from jdist.transforms._compressing import qsgd as qsgd
+from jdist.transforms._compressing import signsgd as signsgd
+from jdist.transforms._compressing import terngrad as terngrad
+from jdist.transforms._compressing import topk_sgd as topk_sgd
 from jdist.transforms._controlling import VariatesState as VariatesState
 from jdist.transforms._correcting import proximal as proximal
 from jdist.transforms._correcting import pull_to_anchor as pull_to_anchor
@@ -38,8 +47,14 @@ from jdist.transforms._feeding import MomentumCorrection as MomentumCorrection
 from jdist.transforms._feeding import (
   MomentumCorrectionState as MomentumCorrectionState,
 )
+from jdist.transforms._feeding import Smoothing as Smoothing
+from jdist.transforms._feeding import SmoothingState as SmoothingState
 from jdist.transforms._fragmenting import fragment_steps as fragment_steps
 from jdist.transforms._fragmenting import FragmentsState as FragmentsState
+from jdist.transforms._freezing import FrozenAdamState as FrozenAdamState
+from jdist.transforms._freezing import (
+  scale_by_frozen_adam as scale_by_frozen_adam,
+)
 from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
@@ -47,14 +62,8 @@ from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
 from jdist.transforms._inspecting import Sharing as Sharing
-from jdist.transforms._feeding import Smoothing as Smoothing
-from jdist.transforms._feeding import SmoothingState as SmoothingState
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
-from jdist.transforms._freezing import FrozenAdamState as FrozenAdamState
-from jdist.transforms._freezing import (
-  scale_by_frozen_adam as scale_by_frozen_adam,
-)
 from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._leading import lead_step as lead_step
 from jdist.transforms._leading import LeadStepState as LeadStepState
@@ -76,6 +85,8 @@ from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState
+from jdist.transforms._thinning import muloco as muloco
+from jdist.transforms._thinning import sparse_loco as sparse_loco
 from jdist.transforms._warming import Scheduled as Scheduled
 from jdist.transforms._warming import ScheduledState as ScheduledState
 from jdist.transforms._warming import warm_up as warm_up

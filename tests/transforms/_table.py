@@ -108,6 +108,13 @@ def reduced(rate, reducer, feedback, *, axis):
   return optax.chain(average, optax.sgd(rate, momentum=0.9))
 
 
+def frozen(rate, *, axis):
+  adam = transforms.scale_by_frozen_adam(
+    5, axis, _reducers.Owned(0.01), transforms.EF21(), eps=0.1
+  )
+  return optax.chain(adam, optax.sgd(rate))
+
+
 def line(build, continuous, structural, *covers, **flags):
   covers = covers or (build.__name__,)
   return Line(build, continuous, structural, covers, **flags)
@@ -307,6 +314,95 @@ TABLE = {
       "fragments": 2,
       "delay_steps": 2,
     },
+  ),
+}
+# Those that send fewer bytes.
+PLAIN = optax.sgd(0.1)
+COARSE = {"whole": True, "bound": True, "rough": True}
+TABLE |= {
+  "frozen": line(frozen, {"rate": 0.1}, {}, "scale_by_frozen_adam", **COARSE),
+  "qsgd": line(
+    transforms.qsgd,
+    {},
+    {"optimizer": MOMENTUM, "bits": 4, "block": 4, "wire": "gather"},
+    **COARSE,
+  ),
+  "terngrad": line(
+    transforms.terngrad,
+    {"deviations": 2.5},
+    {"optimizer": PLAIN, "wire": "exchange"},
+    **COARSE,
+  ),
+  "signsgd": line(
+    transforms.signsgd, {"momentum": 0.9}, {"optimizer": PLAIN}, **COARSE
+  ),
+  "ef_signsgd": line(
+    transforms.ef_signsgd,
+    {},
+    {"optimizer": MOMENTUM, "wire": "gather"},
+    **COARSE,
+  ),
+  "one_bit_adam": line(
+    transforms.one_bit_adam,
+    {
+      "learning_rate": 0.1,
+      "b1": 0.9,
+      "b2": 0.999,
+      "eps": 1e-8,
+      "weight_decay": 0.01,
+    },
+    {"warmup_steps": 5},
+    **COARSE,
+  ),
+  "topk_sgd": line(
+    transforms.topk_sgd,
+    {},
+    {"optimizer": MOMENTUM, "ratio": 0.25, "feedback": True},
+    **COARSE,
+  ),
+  "dgc": line(
+    transforms.dgc,
+    {"momentum": 0.9, "threshold": 4.0},
+    {
+      "optimizer": PLAIN,
+      "ratio": 0.3,
+      "nesterov": True,
+      "steps_per_phase": 3,
+    },
+    **COARSE,
+  ),
+  "powersgd": line(
+    transforms.powersgd, {}, {"optimizer": MOMENTUM, "rank": 1}, **COARSE
+  ),
+  "demo": line(
+    transforms.demo,
+    {"decay": 0.9},
+    {"optimizer": PLAIN, "chunk": 2, "k": 1},
+    **COARSE,
+  ),
+  "sparse_loco": line(
+    transforms.sparse_loco,
+    {"outer_learning_rate": 1.0, "decay": 0.95},
+    {
+      "optimizer": MOMENTUM,
+      "interval": 3,
+      "density": 0.25,
+      "bits": 2,
+      "chunk": 4,
+    },
+    **COARSE,
+  ),
+  "muloco": line(
+    transforms.muloco,
+    {
+      "learning_rate": 0.05,
+      "outer_learning_rate": 0.7,
+      "outer_momentum": 0.9,
+      "momentum": 0.95,
+      "weight_decay": 0.0,
+    },
+    {"interval": 3, "bits": 2},
+    **COARSE,
   ),
 }
 # What the quick set runs: each mechanism once.
