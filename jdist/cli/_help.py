@@ -78,6 +78,9 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "correction",
     "carry",
     "stream",
+    "bits",
+    "ratio",
+    "rank",
   ),
   "GPUs and compiler": ("topology", "in_flight", "combine_mb"),
   "stated rates": (

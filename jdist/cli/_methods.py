@@ -3,9 +3,10 @@
 To add one: write its line in `METHODS`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
@@ -198,6 +199,141 @@ def _streaming_diloco(
   )
 
 
+def _qsgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del budget
+  return transforms.qsgd(inner, axis=axis, **_given(options, "bits"))
+
+
+def _terngrad(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del options, budget
+  return transforms.terngrad(inner, axis=axis)
+
+
+def _signsgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del inner
+  plain = _without_momentum(options, budget)
+  return transforms.signsgd(plain, options.momentum, axis=axis)
+
+
+def _ef_signsgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del options, budget
+  return transforms.ef_signsgd(inner, axis=axis)
+
+
+def _one_bit_adam(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del inner
+  return transforms.one_bit_adam(
+    budget.learning_rate,
+    # The paper's 15 to 20 % of the run, and all of the rate's warm-up.
+    max(1, budget.warmup_steps, budget.num_steps // 6),
+    axis=axis,
+    weight_decay=options.weight_decay,
+  )
+
+
+def _topk_sgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del budget
+  return transforms.topk_sgd(inner, axis=axis, **_given(options, "ratio"))
+
+
+def _dgc(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del inner
+  return transforms.dgc(
+    _without_momentum(options, budget),
+    momentum=options.momentum,
+    axis=axis,
+    nesterov=True,
+    steps_per_phase=budget.warmup_steps or None,
+    **_given(options, "ratio"),
+  )
+
+
+def _powersgd(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del budget
+  return transforms.powersgd(inner, options.rank, axis=axis)
+
+
+def _demo(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del inner
+  return transforms.demo(_without_momentum(options, budget), axis=axis)
+
+
+def _sparse_loco(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  given = _given(options, "bits")
+  if options.ratio is not None:
+    given["density"] = options.ratio
+  interval = _interval(options, budget)
+  return transforms.sparse_loco(inner, interval, axis=axis, **given)
+
+
+def _muloco(
+  inner: optax.GradientTransformation,
+  options: _options.Common,
+  budget: Budget,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  del inner
+  return transforms.muloco(
+    budget.learning_rate,
+    _interval(options, budget),
+    options.outer_learning_rate,
+    options.outer_momentum,
+    axis=axis,
+    weight_decay=options.weight_decay,
+    **_given(options, "bits"),
+  )
+
+
 METHODS: dict[str, Build] = {
   "ssgd": _ssgd,
   "local_sgd": _local_sgd,
@@ -212,6 +348,17 @@ METHODS: dict[str, Build] = {
   "overlap_local_sgd": _overlap_local_sgd,
   "od_sgd": _od_sgd,
   "streaming_diloco": _streaming_diloco,
+  "qsgd": _qsgd,
+  "terngrad": _terngrad,
+  "signsgd": _signsgd,
+  "ef_signsgd": _ef_signsgd,
+  "one_bit_adam": _one_bit_adam,
+  "topk_sgd": _topk_sgd,
+  "dgc": _dgc,
+  "powersgd": _powersgd,
+  "demo": _demo,
+  "sparse_loco": _sparse_loco,
+  "muloco": _muloco,
 }
 
 
@@ -247,6 +394,23 @@ def _optimizer(
     else optax.identity(),
     optax.scale_by_learning_rate(rate),
   )
+
+
+def _without_momentum(
+  options: _options.Common, budget: Budget
+) -> optax.GradientTransformation:
+  """SGD for a method whose momentum is the workers' own."""
+  plain = dataclasses.replace(options, optimizer="sgd", momentum=0.0)
+  return _optimizer(plain, budget)
+
+
+def _given(options: _options.Common, *names: str) -> dict[str, Any]:
+  """Those options that are given; of the others a method knows better."""
+  return {
+    name: value
+    for name in names
+    if (value := getattr(options, name)) is not None
+  }
 
 
 def _interval(

@@ -24,6 +24,17 @@ METHODS: dict[str, str] = {
   "overlap_local_sgd": "a pull to a mean that is one round late",
   "od_sgd": "gradients one step late, a local step in between",
   "streaming_diloco": "diloco in fragments at staggered steps",
+  "qsgd": "ssgd with integers of a few bits",
+  "terngrad": "ssgd with -1, 0 or 1 times a scale",
+  "signsgd": "ssgd by majority vote on the signs of momenta",
+  "ef_signsgd": "ssgd with signs, and feedback of the rest",
+  "one_bit_adam": "Adam, then signs of its momentum",
+  "topk_sgd": "ssgd with the largest entries, and feedback",
+  "dgc": "the largest entries of momenta, fewer and fewer",
+  "powersgd": "ssgd with a mean of low rank, and feedback",
+  "demo": "signs of the fastest components of momenta",
+  "sparse_loco": "local steps; the largest entries in 2 bits",
+  "muloco": "diloco with Muon inside, in 2 bits",
 }
 
 # Of any command.
@@ -108,6 +119,17 @@ class Common:
   carry: float | None = None
   """Of MSDPU: part of the local progress kept when a late mean arrives; if not
   given, a worker's share of it, 1/N."""
+
+  bits: int | None = None
+  """Of each number that qsgd, sparse_loco and muloco send; the method's own
+  default if not given."""
+
+  ratio: float | None = None
+  """The part of the entries that topk_sgd, dgc and sparse_loco send; the
+  method's own default if not given."""
+
+  rank: int = 2
+  """Of powersgd's mean."""
 
   stream: bool = False
   """Of MSDPU: send a late mean in sub-tensors, some in every step, under its
