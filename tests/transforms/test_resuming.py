@@ -1,0 +1,59 @@
+"""A run that was stopped ends as one that went through, to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import collectives, training, transforms
+from tests.transforms.test_localizing import random_targets
+
+SGD = optax.sgd(0.1)
+NUM_WORKERS = 4
+# Random numbers, owners' residuals, a shared low rank, a phase of a schedule,
+# a frozen variance, and the middle of a round.
+METHODS = {
+  "qsgd": lambda axis: transforms.qsgd(SGD, block=8, axis=axis),
+  "ef_signsgd": lambda axis: transforms.ef_signsgd(SGD, axis=axis),
+  "powersgd": lambda axis: transforms.powersgd(SGD, 1, axis=axis),
+  "dgc": lambda axis: transforms.dgc(SGD, 0.1, axis=axis, steps_per_phase=2),
+  "one_bit_adam": lambda axis: transforms.one_bit_adam(0.1, 3, axis=axis),
+  "sparse_loco": lambda axis: transforms.sparse_loco(
+    SGD, 3, 0.1, axis=axis, chunk=32
+  ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_but_the_state_is_needed_to_go_on(name, tmp_path):
+  team = collectives.workers(NUM_WORKERS, substrate="shard_map")
+  optimizer = METHODS[name](team.axis)
+  targets = random_targets(8, NUM_WORKERS, 8, 8)
+
+  @team.jit
+  def step(w, state, x):
+    updates, state = optimizer.update(w - x, state, w)
+    return transforms.apply_updates(w, updates, state), state
+
+  def run(w, state, xs):
+    for x in xs:
+      w, state = step(w, state, *team.place((x,)))
+    return w, state
+
+  def begin():
+    w = team.replicate(jnp.zeros((8, 8)))
+    return w, team.jit(optimizer.init)(w)
+
+  half = run(*begin(), targets[:5])
+  told = transforms.sharing(half[1])
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    # Refuses a leaf that is labelled as shared and is not.
+    checkpoints.save(5, half, (told.params, told.state))
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    again = checkpoints.restore(begin()).state
+  wanted = run(*begin(), targets)
+  for x, y in zip(
+    *map(jax.tree.leaves, (run(*again, targets[5:]), wanted)), strict=True
+  ):
+    np.testing.assert_array_equal(x, y)
