@@ -14,8 +14,8 @@ and third read the whole row:
    words' set bits says where each candidate belongs;
 4. refine: the exact k-th among the few candidates.
 
-On a CPU that is several times as fast as `jax.lax.top_k` and a hundred times
-as fast as sorting.
+On a CPU that is two to four times as fast as `jax.lax.top_k`, and eighty times
+as fast as sorting (4 million entries, 1 % and 0.1 % of them).
 """
 
 import math

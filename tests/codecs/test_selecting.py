@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+from jdist import collectives
 from jdist.codecs import _selecting
 
 LENGTH = 20000  # Long enough not to be sorted.
@@ -136,3 +138,17 @@ def test_many_workers_are_as_one():
 def test_nothing_is_sorted():
   text = find.lower(jnp.zeros((1, LENGTH)), 200).compile().as_text()
   assert " sort(" not in text and "TopK" not in text
+
+
+def test_workers_of_a_mesh_search_their_own():
+  mesh = collectives.make_mesh((2,), ("worker",))
+  x = np.stack([some_rows(name, (1, LENGTH)) for name in ("normal", "few")])
+  split = PartitionSpec("worker")
+
+  def one(x):
+    return _selecting.largest(x[0], 200).indices[None]
+
+  mapped = jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split)
+  found = jax.jit(mapped)(x)
+  for i in range(2):
+    np.testing.assert_array_equal(found[i, 0], largest_reference(x[i, 0], 200))
