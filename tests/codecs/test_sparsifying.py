@@ -169,6 +169,16 @@ def test_above_a_value_by_hand():
   assert codec.num_bits(x) == 64 + 8 + 8
 
 
+def test_slots_that_are_not_in_use_hold_nothing():
+  # Of two slots one is in use; one bit would make 3 of the other's zero.
+  codec = Threshold(1.0, 0.4, values=_quantizing.Quantize(1, None))
+  x = jnp.array([0.0, -3.0, 0.0, 0.5, 0.0])
+  payload, state = codec.encode(x)
+  indices, values = codec.entries(payload, state, 5)
+  assert indices.tolist() == [1, 5] and values.tolist() == [-3, 0]
+  assert codec.decode(payload, state, x).tolist() == [0, -3, 0, 0, 0]
+
+
 @pytest.mark.parametrize("codec", [TopK(0.02), SampledTopK(0.02)])
 def test_workers_are_added_without_dense_arrays(codec):
   xs = normal((3, LONG))
