@@ -17,21 +17,24 @@ from jdist.codecs import _codec
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
-# Whole bytes of any packing, three-valued ones, five to a byte, included.
-_ROW = 240
+# Rows of an array without blocks: whole bytes of integers of any width.
+_ROW = 256
 LARGEST = np.float32(np.finfo(np.float32).max)
 
 
-def shapes(size: int, block: int | None) -> list[tuple[int, int]]:
+def shapes(
+  size: int, block: int | None, row: int = _ROW
+) -> list[tuple[int, int]]:
   """(rows, columns) of the full blocks and of the short last one.
 
-  Without blocks the array is laid out in rows of 240 that share a scale.
+  Without blocks the array is laid out in rows that share a scale.
 
-  >>> shapes(10, 4), shapes(3, 4), shapes(482, None), shapes(0, 4)
-  ([(2, 4), (1, 2)], [(1, 3)], [(2, 240), (1, 2)], [])
+  >>> shapes(10, 4), shapes(3, 4), shapes(514, None), shapes(0, 4)
+  ([(2, 4), (1, 2)], [(1, 3)], [(2, 256), (1, 2)], [])
   """
-  full, rest = divmod(size, _ROW if block is None else block)
-  both = [(full, _ROW if block is None else block), (1, rest)]
+  columns = row if block is None else block
+  full, rest = divmod(size, columns)
+  both = [(full, columns), (1, rest)]
   return [(rows, columns) for rows, columns in both if rows * columns]
 
 
@@ -42,11 +45,11 @@ def num_blocks(size: int, block: int | None) -> int:
   return sum(rows for rows, _ in shapes(size, block))
 
 
-def cut(x: jax.Array, block: int | None) -> list[jax.Array]:
+def cut(x: jax.Array, block: int | None, row: int = _ROW) -> list[jax.Array]:
   """A float array of any shape as float32 pieces [rows, columns]."""
   x = x.astype(jnp.float32).reshape(-1)
   pieces, start = [], 0
-  for rows, columns in shapes(x.size, block):
+  for rows, columns in shapes(x.size, block, row):
     end = start + rows * columns
     pieces.append(x[start:end].reshape(rows, columns))
     start = end

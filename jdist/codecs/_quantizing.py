@@ -21,7 +21,8 @@ class Quantized(NamedTuple):
   Both fields are tuples of what holds the full blocks and what holds the
   short last one, each if there are such.  Codes stay rows: where XLA's CPU
   compiler sees one long vector it divides indices for every byte, which made
-  packing four times slower.  Without blocks rows are of 240 entries.
+  packing four times slower.  Without blocks rows are of 256 entries
+  (`Ternary`: 240).
 
   Attributes:
     codes: uint8 [rows, bytes], each row laid out by `_bits`; uint16

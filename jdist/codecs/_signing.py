@@ -17,6 +17,8 @@ from jdist.codecs import (
 )
 
 _SCALES = ("mean_abs", "max_abs", "one", "l2")
+# Of three values: five to a byte, and eight lanes.
+_ROW = 240
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,9 @@ class Ternary(_codec.Codec):
   b = 1 where |x| > s / 2.  An entry is wrong by s at most, to the nearest by
   s / 2.  A block of zeros decodes to zeros, one with an infinity or a NaN to
   infinities and NaN.  From float32 it is 20 times smaller with one scale for
-  the array, and 19 times in blocks of 320.
+  the array, and 18.8 times in blocks of 320.  `Quantize(2, block, rounding=
+  "stochastic")` sends the same values in two bits: 16 times smaller, and on a
+  CPU decoded in half the time.
 
   Args:
     block: entries that share a scale, any number; multiples of 5 waste
@@ -179,7 +183,7 @@ class Ternary(_codec.Codec):
 
   def num_bits(self, like: _codec.Like) -> int:
     """Eight for five entries of a block, 32 for each scale."""
-    shapes = _blocks.shapes(like.size, self.block)
+    shapes = _blocks.shapes(like.size, self.block, _ROW)
     num_bytes = sum(rows * -(-columns // 5) for rows, columns in shapes)
     return 8 * num_bytes + 32 * _blocks.num_blocks(like.size, self.block)
 
@@ -189,7 +193,7 @@ class Ternary(_codec.Codec):
     """Packs an array."""
     if self.rounding == "stochastic":
       key = _random.require(key, self)
-    pieces = _blocks.cut(x, self.block)
+    pieces = _blocks.cut(x, self.block, _ROW)
     scales = _blocks.max_abs(pieces, self.block is None)
     codes, start = [], 0
     for rows, scale in _blocks.with_scales(pieces, scales):
@@ -207,7 +211,7 @@ class Ternary(_codec.Codec):
   ) -> jax.Array:
     """Unpacks it."""
     del state
-    shapes = _blocks.shapes(like.size, self.block)
+    shapes = _blocks.shapes(like.size, self.block, _ROW)
     codes = [
       _bits.unpack_trits(packed, columns)
       for packed, (_, columns) in zip(payload.codes, shapes, strict=True)
