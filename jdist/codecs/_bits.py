@@ -134,12 +134,18 @@ def unpack_trits(packed: jax.Array, num_codes: int) -> jax.Array:
   return _join(pieces, packed, np.dtype(np.uint8))
 
 
+# x // 3**place of bytes below 243 as (x * factor) >> shift, within 16 bits:
+# found by trying them all.
+_TRIT_QUOTIENTS = ((1, 0), (171, 9), (57, 9), (19, 9), (203, 14), (0, 0))
+
+
 def _trit(packed: jax.Array, place: int) -> jax.Array:
   """Digit `place`, in base 3, of bytes below 243."""
-  # x // d as a product and a shift, exact for bytes: found by trying them all.
-  x = packed.astype(jnp.uint32)
-  quotient = (x * np.uint32(-(-65536 // 3**place))) >> np.uint32(16)
-  higher = (x * np.uint32(-(-65536 // 3 ** (place + 1)))) >> np.uint32(16)
+  x = packed.astype(jnp.uint16)
+  quotient, higher = (
+    (x * np.uint16(factor)) >> np.uint16(shift)
+    for factor, shift in _TRIT_QUOTIENTS[place : place + 2]
+  )
   return (quotient - 3 * higher).astype(jnp.uint8)
 
 
