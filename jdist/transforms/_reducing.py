@@ -72,6 +72,7 @@ class Reduction:
     """
     key = jax.random.fold_in(jax.random.key(self._seed), state.step)
     wanted, feedback = self._prepared(tree, state)
+    collectives.note(self._reducer, wanted, self._axis)
     reduced = self._reducer.reduce(
       wanted, _joined(state.shared, state.own), key, self._axis
     )
