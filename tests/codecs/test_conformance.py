@@ -225,6 +225,9 @@ def test_unbiased_codecs_are_right_in_the_mean(name):
   scale = np.linalg.norm(x)
   assert np.all(np.abs(found.mean(0) - x) <= 5 * deviation + 2e-5 * scale)
   assert found.std(0).max() > 0
+  # All entries together: a bias of rounding would point the same way.
+  each = (found - x).mean(1)
+  assert abs(each.mean()) <= 5 * each.std() / np.sqrt(trials) + 2e-5 * scale
 
 
 @every_line

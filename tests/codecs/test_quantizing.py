@@ -121,6 +121,22 @@ def test_scales_differ_by_more_than_float32_can_divide():
   assert np.all(np.abs(found - x) <= 0.51 * steps)
 
 
+@pytest.mark.parametrize(
+  ("codec", "value"),
+  [
+    # 32767 and almost a half is 32767.5 in float32, and rounds to 32768.
+    (codecs.Quantize(16, rounding="stochastic"), 1.0),
+    # In bfloat16 float32's largest is rounded down, 127 levels become 127.5.
+    (codecs.Quantize(8, scale_dtype="bfloat16"), np.finfo(np.float32).max),
+  ],
+)
+def test_the_last_level_is_not_passed(codec, value):
+  x = np.where(np.arange(8192) % 2, value, -value).astype(np.float32)
+  found = decode(codec, encode(codec, x), x)
+  assert np.all(np.sign(found) == np.sign(x))
+  np.testing.assert_allclose(found, x, 0.005)
+
+
 def test_random_offsets_are_uniform_symmetric_and_new_for_each_key():
   keys = jax.random.split(jax.random.key(3), 256)
   noise = jax.vmap(lambda key: _random.offsets(key, (64, 17)))(keys)
