@@ -18,6 +18,7 @@ _COMMANDS: dict[str, tuple[type[Any], str]] = {
   "train": (_options.Train, "train one model with one method"),
   "compare": (_options.Compare, "compare methods: one table, one picture"),
   "schedule": (_options.Schedule, "what hides communication on GPUs"),
+  "bytes": (_options.Bytes, "what a worker sends, counted in three ways"),
 }
 
 
@@ -109,6 +110,10 @@ def _command(
       from jdist.cli import _schedule
 
       _schedule.schedule(options)
+    elif name == "bytes":
+      from jdist.cli import _bytes
+
+      _bytes.count(options)
     else:
       from jdist.cli import _compare
 

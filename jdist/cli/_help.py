@@ -31,6 +31,8 @@ examples:
       one method; the same command again goes on where it stopped
   jdist schedule --method ssgd msdpu --topology 8xh200
       what a GPU does while it sends, read from the compiled program
+  jdist bytes --method ssgd dgc --workers 32
+      what each worker sends
   jdist train --help
       every option
 
@@ -54,6 +56,10 @@ _EXAMPLES = {
   jdist schedule --method msdpu --model resnet50 --topology 8xh200
   jdist schedule --method ssgd local_sgd msdpu    one line each
   jdist schedule --topology 2x8xh100 --interval 32
+""",
+  "bytes": """examples:
+  jdist bytes --method ssgd topk_sgd powersgd --model resnet18 --workers 8
+  jdist bytes --method topk_sgd --workers 32      payloads are gathered
 """,
 }
 

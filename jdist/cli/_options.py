@@ -38,7 +38,7 @@ METHODS: dict[str, str] = {
 }
 
 # Of any command.
-Options = TypeVar("Options", bound="Common | Schedule")
+Options = TypeVar("Options", bound="Common | Schedule | Bytes")
 
 _Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
 
@@ -291,6 +291,38 @@ class Schedule:
 
   output: _Directory = None
   """Directory for rows and picture; a new one under runs/ if not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+  """Counts what a worker sends, in three ways that must agree: as the codecs
+  tell, by the collectives of the traced step, and by those of the compiled
+  program. Nothing is trained.
+  """
+
+  method: Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")
+  ] = ("ssgd", "qsgd", "topk_sgd", "dgc", "powersgd")
+  """Any of `jdist --help`."""
+
+  model: str = "resnet18"
+  """A model of `jdist train`."""
+
+  workers: int = 8
+  """Workers that train together."""
+
+  interval: int = 8
+  """Local steps of a round, H, of methods that have rounds."""
+
+  bits: int | None = None
+  """Of qsgd, sparse_loco and muloco; a method's own if not given."""
+
+  ratio: float | None = None
+  """Entries that are sent, of topk_sgd, dgc and sparse_loco; a method's own if
+  not given."""
+
+  rank: int = 2
+  """Of PowerSGD."""
 
 
 # What a preset changes. Presets are for both commands: a learning rate of

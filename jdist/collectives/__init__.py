@@ -26,12 +26,12 @@ from jdist.collectives._choosing import compress_large as compress_large
 from jdist.collectives._choosing import PerLeaf as PerLeaf
 from jdist.collectives._choosing import Rule as Rule
 from jdist.collectives._fingerprints import fingerprint as fingerprint
+from jdist.collectives._ledger import note as note
+from jdist.collectives._ledger import reductions as reductions
 from jdist.collectives._leveling import TwoLevel as TwoLevel
 from jdist.collectives._leveling import TwoLevelState as TwoLevelState
 from jdist.collectives._low_rank import PowerSGD as PowerSGD
 from jdist.collectives._low_rank import PowerSGDState as PowerSGDState
-from jdist.collectives._ledger import note as note
-from jdist.collectives._ledger import reductions as reductions
 from jdist.collectives._meshes import make_cpu_devices as make_cpu_devices
 from jdist.collectives._meshes import make_mesh as make_mesh
 from jdist.collectives._meshes import start_processes as start_processes

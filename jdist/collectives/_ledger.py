@@ -5,7 +5,6 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-
 from jdist.collectives import _axis, _reducing
 
 PyTree: TypeAlias = Any

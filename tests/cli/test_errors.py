@@ -15,7 +15,7 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 _BAD = [
   (
     "trian",
-    "the command must be one of train, compare, schedule, got 'trian'",
+    "the command must be one of train, compare, schedule, bytes, got 'trian'",
   ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),

@@ -1,0 +1,129 @@
+"""What is compared: the variants, and sizes under which they are."""
+
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import optax
+from comparing import Config, Presets, Run, Variant
+
+from jdist import codecs, collectives, transforms
+from jdist.transforms import intervals
+
+Chain = optax.GradientTransformationExtraArgs
+
+
+def _reduced(
+  run: Run, codec: codecs.Codec, *, feedback: bool = True
+) -> optax.GradientTransformation:
+  """Synchronous SGD whose mean goes through a codec."""
+  return optax.chain(
+    transforms.average_gradients(
+      run.axis,
+      reducer=collectives.carry(codec),
+      feedback=transforms.ErrorFeedback() if feedback else None,
+    ),
+    run.inner,
+  )
+
+
+def _plain(run: Run) -> optax.GradientTransformation:
+  """The rate alone, for methods with a momentum of their own."""
+  return optax.scale_by_learning_rate(run.rate)
+
+
+def _dgc(run: Run, ratio: float) -> Chain:
+  return transforms.dgc(
+    _plain(run),
+    ratio,
+    0.9,
+    axis=run.axis,
+    nesterov=True,
+    steps_per_phase=max(1, run.warmup_steps // 4),
+  )
+
+
+def _adam(run: Run) -> Chain:
+  # Adam's rates are a 25th of SGD's; the grid stays as wide.
+  return transforms.one_bit_adam(
+    lambda step: 0.04 * run.rate(step),
+    max(1, run.num_steps // 6),
+    axis=run.axis,
+  )
+
+
+def _local(run: Run, codec: codecs.Codec | None) -> Chain:
+  if codec is None:
+    return transforms.local_sgd(run.inner, 8, axis=run.axis)
+  return transforms.diloco(
+    run.inner,
+    intervals.ending_at(run.num_steps, 8),
+    axis=run.axis,
+    reducer=collectives.carry(codec),
+    feedback=transforms.ErrorFeedback(),
+  )
+
+
+# In the order in which they run: what matters most comes first.
+VARIANTS: dict[str, Variant] = {
+  "ssgd": lambda run: transforms.ssgd(run.inner, axis=run.axis),
+  "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
+  "dgc 0.5 %": lambda run: _dgc(run, 0.005),
+  "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
+    run.inner, 0.01, axis=run.axis
+  ),
+  "powersgd rank 2": lambda run: transforms.powersgd(
+    run.inner, 2, axis=run.axis
+  ),
+  "ef_signsgd": lambda run: transforms.ef_signsgd(run.inner, axis=run.axis),
+  "dgc 0.1 %": lambda run: _dgc(run, 0.001),
+  "diloco H=8 + int4": lambda run: _local(run, codecs.Quantize(4)),
+  "sparse_loco H=8": lambda run: transforms.sparse_loco(
+    run.inner, intervals.ending_at(run.num_steps, 8), axis=run.axis
+  ),
+  "int8": lambda run: _reduced(run, codecs.Quantize(8), feedback=False),
+  "qsgd 4 bits": lambda run: transforms.qsgd(run.inner, 4, axis=run.axis),
+  "terngrad": lambda run: transforms.terngrad(run.inner, axis=run.axis),
+  "signsgd": lambda run: transforms.signsgd(_plain(run), 0.9, axis=run.axis),
+  "one_bit_adam": _adam,
+  "top-k 1 %": lambda run: transforms.topk_sgd(
+    run.inner, 0.01, axis=run.axis, feedback=False
+  ),
+  "powersgd rank 1": lambda run: transforms.powersgd(
+    run.inner, 1, axis=run.axis
+  ),
+  "demo": lambda run: transforms.demo(_plain(run), axis=run.axis),
+  "local_sgd H=8": lambda run: _local(run, None),
+  "muloco H=8": lambda run: transforms.muloco(
+    run.rate, intervals.ending_at(run.num_steps, 8), axis=run.axis
+  ),
+}
+
+# Under these names on the command line.
+PRESETS: Presets = {
+  "cifar10": ("CIFAR-10, LeNet: minutes a run on 2 cores", Config()),
+  "smoke": (
+    "digits, a few steps: that it runs",
+    Config(
+      dataset="digits", model="mlp", workers=2, epochs=1.0, warmup_epochs=0.2,
+      rates=(0.1,), seeds=(0,), variants=("ssgd", "int4 + feedback"),
+    ),
+  ),
+  "cifar100-gpu": (
+    "CIFAR-100, ResNet-18 on 8 GPUs",
+    Config(
+      dataset="cifar100", model="resnet18", batch_size=1024, epochs=160.0,
+      warmup_epochs=5.0, rates=(0.1, 0.2, 0.4, 0.8), weight_decay=5e-4,
+      augment=True, dtype="bfloat16",
+    ),
+  ),
+  "imagenet-gpu": (
+    "ImageNet at 64x64, ResNet-50 on 8 GPUs",
+    Config(
+      dataset="imagenet_resized/64x64", model="resnet50", batch_size=1024,
+      epochs=90.0, warmup_epochs=5.0, rates=(0.2, 0.4, 0.8),
+      weight_decay=1e-4, augment=True, dtype="bfloat16",
+    ),
+  ),
+}  # fmt: skip

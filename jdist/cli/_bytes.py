@@ -1,0 +1,175 @@
+"""`jdist bytes`: what a method sends, counted in three ways."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives, models, training, transforms
+from jdist.cli import _methods, _options
+
+# Where images of 224x224 are not what a model is made for.
+_IMAGE_SIZES = {"mlp": 28, "lenet": 28, "cnn": 32, "resnet8": 32}
+_IMAGE_SIZES |= {"resnet20": 32}
+_CHANNELS = {"mlp": 1, "lenet": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+  """What one worker sends, in bytes.
+
+  Attributes:
+    method: its name.
+    interval: steps of a round.
+    told: by the codecs, in a round, without rounding up to whole bytes; None
+      of a method that sends its numbers as they are.
+    traced: in a round, by the collectives of the traced step.
+    compiled: the same by those of the program compiled for CPUs.
+  """
+
+  method: str
+  interval: int
+  told: float | None
+  traced: float
+  compiled: float
+
+
+def count(options: _options.Bytes) -> None:
+  """Counts, and prints a table."""
+  _check(options)
+  collectives.make_cpu_devices(options.workers)
+  model = _model(options.model)
+  found = [_count(method, options, model) for method in options.method]
+  dense = 4 * models.num_params(model)
+  baseline = 2 * dense * (options.workers - 1) / options.workers
+  _console().print(_table(found, baseline, options, model))
+
+
+def _check(options: _options.Bytes) -> None:
+  """Raises a ValueError for options that are wrong."""
+  if not options.method or len(set(options.method)) < len(options.method):
+    raise ValueError(
+      f"`--method` must be one or more different methods, got {options.method}."
+    )
+  for method in options.method:
+    _methods.check_method("--method", method)
+  if options.model not in models.NAMES or options.model == "transformer":
+    names = [name for name in models.NAMES if name != "transformer"]
+    raise ValueError(
+      f"`--model` must be one of {', '.join(names)}, got {options.model!r}."
+    )
+  for name in ("workers", "interval"):
+    if getattr(options, name) < 1:
+      raise ValueError(
+        f"`--{name}` must be at least 1, got {getattr(options, name)}."
+      )
+
+
+def _model(name: str) -> models.Model:
+  side = _IMAGE_SIZES.get(name, 224)
+  return models.build(
+    name,
+    input_shape=(side, side, _CHANNELS.get(name, 3)),
+    num_classes=10 if side <= 32 else 1000,
+    abstract=True,
+  )
+
+
+def _count(
+  method: str, options: _options.Bytes, model: models.Model
+) -> Counted:
+  workers = collectives.workers(options.workers, substrate="shard_map")
+  budget = _methods.Budget(
+    num_steps=1_000_000,  # Longer than any round.
+    warmup_steps=0,
+    learning_rate=optax.constant_schedule(0.1),
+  )
+  common = _options.Common(
+    interval=options.interval,
+    bits=options.bits,
+    ratio=options.ratio,
+    rank=options.rank,
+  )
+  optimizer = optax.with_extra_args_support(
+    _methods.build_method(method, common, budget, workers.axis)
+  )
+
+  def step(params: Any, state: Any) -> Any:
+    # Bytes do not depend on numbers: the parameters are their own gradients.
+    updates, state = optimizer.update(
+      params, state, params, loss=jnp.zeros((), jnp.float32)
+    )
+    return transforms.apply_updates(params, updates, state), state
+
+  shapes = training.abstract_state(workers, optimizer, model.params)
+  rows = (shapes.params, shapes.opt_state)
+  one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+  with collectives.reductions() as reduced:
+    traced = collectives.traffic(
+      step, *one, axis=workers.axis, num_workers=options.workers
+    )
+  program = workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile()
+  compiled = collectives.Traffic(collectives.read_collectives(program))
+  rare = bool(traced.bytes_per_round)
+  interval = options.interval if rare else 1
+  told = sum(bits.sent for bits in reduced) / 8 if reduced else None
+  return Counted(
+    method=method,
+    interval=interval,
+    told=told,
+    traced=_in_round(traced, interval),
+    compiled=_in_round(compiled, interval),
+  )
+
+
+def _in_round(traffic: collectives.Traffic, interval: int) -> float:
+  return traffic.sent_bytes(interval, 1)
+
+
+def _table(
+  found: list[Counted],
+  baseline: float,
+  options: _options.Bytes,
+  model: models.Model,
+) -> Any:
+  from rich import table
+
+  grid = table.Table(
+    title=f"{options.model}, {models.num_params(model):,} parameters, "
+    f"{options.workers} workers: what each one sends",
+    caption="Each worker receives as much. Traced and compiled count every "
+    "collective as a ring or an exchange moves it: gathered payloads grow with "
+    "the workers. Programs for CPUs widen sums of 16-bit floats.",
+    title_justify="left",
+    caption_justify="left",
+  )
+  grid.add_column("method")
+  grid.add_column("round", justify="right")
+  for name in ("MB a round: told", "traced", "compiled"):
+    grid.add_column(name, justify="right")
+  grid.add_column("MB a step", justify="right")
+  grid.add_column("fewer than ssgd", justify="right")
+  for one in found:
+    step = one.traced / one.interval
+    grid.add_row(
+      one.method,
+      str(one.interval),
+      "-" if one.told is None else _megabytes(one.told),
+      _megabytes(one.traced),
+      _megabytes(one.compiled),
+      _megabytes(step),
+      f"{baseline / step:,.1f}x" if step else "-",
+    )
+  return grid
+
+
+def _megabytes(num_bytes: float) -> str:
+  return f"{num_bytes / 1e6:,.4g}"
+
+
+def _console() -> Any:
+  from rich import console
+
+  return console.Console(width=100, highlight=False)

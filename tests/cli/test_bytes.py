@@ -1,0 +1,53 @@
+"""`jdist bytes`: three counts of what a worker sends."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jdist import cli
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("--method nothing", "`--method` must be of ssgd"),
+    ("--method ssgd ssgd", "must be one or more different methods"),
+    ("--model resnet9", "`--model` must be one of"),
+    ("--model transformer", "`--model` must be one of"),
+    ("--workers 0", "`--workers` must be at least 1, got 0"),
+  ],
+)
+def test_options_that_cannot_be_used_are_named(words, told, capsys):
+  assert cli.main(["bytes", *words.split()]) == 2
+  assert told in capsys.readouterr().err
+
+
+def test_the_three_counts_agree():
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  # Those of this process are not the command's.
+  environment.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+    [
+      sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
+      "--workers", "4", "--method",
+      "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
+    ],
+    env=environment, capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  rows = {}
+  for line in done.stdout.splitlines():
+    cells = [cell.strip() for cell in re.split("[│|]", line)[1:-1]]
+    if len(cells) == 7 and cells[0]:
+      rows[cells[0]] = cells[1:]
+  # 101,770 float32 parameters around a ring of 4, 2 * 3/4 of them sent.
+  assert rows["ssgd"][1:4] == ["-", "0.6106", "0.6106"]
+  assert rows["ssgd"][-1] == "1.0x"
+  assert rows["local_sgd"][0] == "8" and rows["local_sgd"][-1] == "8.0x"
+  for name in ("qsgd", "topk_sgd", "powersgd", "sparse_loco"):
+    told, traced, compiled = map(float, rows[name][1:4])
+    assert told == pytest.approx(traced, rel=0.01, abs=0.001), name
+    assert compiled == pytest.approx(traced, rel=0.01, abs=0.001), name
