@@ -190,6 +190,29 @@ class Carry(_reducing.Reducer):
       state,
     )
 
+  def release(
+    self, state: PyTree, like: PyTree, axis: _axis.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """Gathers the owners' residuals, whole numbers of 32 bits."""
+    held, treedef = jax.tree.flatten(
+      jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+    )
+    if not isinstance(state, CarryState) or not state.residual:
+      return jax.tree.unflatten(treedef, held), state
+    full = [i for i, x in enumerate(held) if x.size]
+    leaves = jax.tree.leaves(like)
+    likes = [leaves[i] for i in full]
+    found = [held[i] for i in full]
+    vectors = self._vectors(likes, _axis.size(axis))
+    kept = [vector for vector in vectors if self._remembers(vector)]
+    rows = _axis.gather(state.residual, axis)
+    for vector, residual in zip(kept, rows, strict=True):
+      vector.put(residual, likes, found)
+    for i, leaf in zip(full, found, strict=True):
+      held[i] = leaf
+    empty = jax.tree.map(jnp.zeros_like, state.residual)
+    return jax.tree.unflatten(treedef, held), state._replace(residual=empty)
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """By a ring, an all-to-all and an all-gather, or an all-gather.
 

@@ -161,6 +161,22 @@ class PerLeaf(_reducing.Reducer):
       tuple(states),
     )
 
+  def release(
+    self, state: PyTree, like: PyTree, axis: _axis.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """What the reducers hold back, of all leaves."""
+    named = self._named(like)
+    leaves, states = dict(named), []
+    held: dict[str, Any] = {}
+    for i, (reducer, names) in enumerate(self._groups(like).items()):
+      group = {name: leaves[name] for name in names}
+      released, new = reducer.release(state[i], group, axis)
+      held |= released
+      states.append(new)
+    treedef = jax.tree.structure(like)
+    tree = jax.tree.unflatten(treedef, [held[name] for name, _ in named])
+    return tree, tuple(states)
+
   def shared(self, state: PyTree) -> PyTree:
     """As the reducers say."""
     return tuple(

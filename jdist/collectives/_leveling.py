@@ -83,6 +83,19 @@ class TwoLevel(_reducing.Reducer):
       far.mean, share, new if jax.tree.leaves(new) else ()
     )
 
+  def release(
+    self, state: PyTree, like: PyTree, axis: _axis.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """What both hold back; of the hosts' the mean."""
+    inner, outer = _levels(axis)
+    if not isinstance(state, TwoLevelState):
+      state = TwoLevelState((), ())
+    near, near_state = self.inner.release(state.inner, like, inner)
+    far, far_state = self.outer.release(state.outer, like, outer)
+    held = jax.tree.map(jnp.add, _axis.mean(near, outer), far)
+    new = TwoLevelState(near_state, far_state)
+    return held, new if jax.tree.leaves(new) else ()
+
   def shared(self, state: PyTree) -> PyTree:
     """What `outer` shares is shared by all; what `inner` does, by a host."""
     if not isinstance(state, TwoLevelState):

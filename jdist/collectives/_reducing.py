@@ -90,6 +90,24 @@ class Reducer(abc.ABC):
     """Which leaves of the state are equal on all workers: a tree of bools."""
     return jax.tree.map(lambda _: False, state)
 
+  def release(
+    self, state: PyTree, like: PyTree, axis: _axis.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """Gives out what the state holds back; a collective operation.
+
+    Args:
+      state: this worker's.
+      like: what is reduced, arrays or `jax.ShapeDtypeStruct`.
+      axis: the workers' axis.
+
+    Returns:
+      The owners' residuals e as one tree, float32 in units of the mean, equal
+      on all workers; and the state without them.
+    """
+    del axis
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+    return nothing, state
+
   @abc.abstractmethod
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """What one reduction costs."""

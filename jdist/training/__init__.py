@@ -17,6 +17,7 @@ from jdist.training._plotting import check_plots as check_plots
 from jdist.training._plotting import plot_comparison as plot_comparison
 from jdist.training._progress import format_bytes as format_bytes
 from jdist.training._progress import Progress as Progress
+from jdist.training._resizing import resize as resize
 from jdist.training._rows import append_rows as append_rows
 from jdist.training._rows import make_row as make_row
 from jdist.training._rows import read_rows as read_rows

@@ -32,6 +32,8 @@ def drain(
   optimizer: optax.GradientTransformation,
   state: PyTree,
   params: optax.Params,
+  *,
+  residuals: bool = False,
 ) -> tuple[optax.Params, PyTree]:
   r"""Applies what is under way, so that nothing that was done is missing.
 
@@ -63,6 +65,9 @@ def drain(
       something sees a gradient of zero.
     state: its state.
     params: this worker's parameters.
+    residuals: whether local steps with a reducer bring in what it holds back
+      also between two rounds, by an outer step of its own: for what follows
+      without these residuals.
 
   Returns:
     The parameters, equal on all workers, and the state; of a method that
@@ -79,7 +84,9 @@ def drain(
     return params, state
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
-  updates, state = optimizer.update(nothing, state, params, drain=True)
+  updates, state = optimizer.update(
+    nothing, state, params, drain="residuals" if residuals else True
+  )
   return _inspecting.apply_updates(params, updates, state), state
 
 

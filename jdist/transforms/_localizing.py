@@ -275,7 +275,7 @@ def local_steps(
     params: optax.Params | None = None,
     *,
     stream_steps: int | Literal["usual"] | None = "usual",
-    drain: bool = False,
+    drain: bool | Literal["residuals"] = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LocalStepsState]:
     if params is None:
@@ -284,7 +284,7 @@ def local_steps(
         "`optimizer.update(grads, state, params)`."
       )
     if drain:
-      return bring_all(state, params)
+      return bring_all(state, params, residuals=drain == "residuals")
     collectives.check_local(updates, axis, what="`updates`")
     steps = usual_steps if stream_steps == "usual" else stream_steps
     sent: tuple[Any, ...] = ()
@@ -417,18 +417,21 @@ def local_steps(
     )
 
   def bring_all(
-    state: LocalStepsState, params: optax.Params
+    state: LocalStepsState, params: optax.Params, *, residuals: bool
   ) -> tuple[optax.Updates, LocalStepsState]:
     """Ends everything that was begun, with no step of its own."""
+    begun = _rounds.is_begun(state)
+    if residuals and reduction is not None:
+      begun = jnp.ones_like(begun)
     progress = own_progress(state, jax.tree.map(_anchoring.wide, params))
     held = sender(state.anchor).own(state.pending).progress if delayed else ()
     if reduction is None:
       progress, held = collectives.mean((progress, held), axis)
     else:
-      progress, held, state = all_of_it(reduction, progress, held, state)
+      progress, held, state = all_of_it(reduction, progress, held, state, begun)
     if delayed:
       state = outer_step_if(state.in_flight, held, state)
-    state = outer_step_if(_rounds.is_begun(state), progress, state)
+    state = outer_step_if(begun, progress, state)
     state = _rounds.cut_short(policy, state)
     if delayed:
       nothing = message(jax.tree.map(jnp.zeros_like, state.anchor))
@@ -445,6 +448,7 @@ def local_steps(
     progress: PyTree,
     held: PyTree,
     state: LocalStepsState,
+    begun: jax.Array,
   ) -> tuple[PyTree, PyTree, LocalStepsState]:
     """Exact means, and of what a feedback holds; oldest first."""
 
@@ -457,7 +461,7 @@ def local_steps(
 
     if delayed:
       held, state = exact(state.in_flight, held, state)
-    progress, state = exact(_rounds.is_begun(state), progress, state)
+    progress, state = exact(begun, progress, state)
     return progress, held, state
 
   def outer_step(gradient: PyTree, state: LocalStepsState) -> LocalStepsState:

@@ -88,14 +88,22 @@ class Reduction:
   def exact_mean(
     self, tree: PyTree, state: ReductionState
   ) -> tuple[PyTree, ReductionState]:
-    """The same with every bit sent, so that no feedback holds anything back.
+    """The same with every bit sent, and what the workers and owners hold back.
 
-    What the reducer itself remembers stays as it is.
+    Of a vote or of low ranks the state stays as it is: no mass is in it.
     """
     wanted, feedback = self._prepared(tree, state)
-    mean = collectives.mean(wanted, self._axis)
+    held, kept = self._reducer.release(
+      _joined(state.shared, state.own), wanted, self._axis
+    )
+    mean = jax.tree.map(
+      lambda m, h: (m + h).astype(m.dtype),
+      collectives.mean(wanted, self._axis),
+      held,
+    )
     mean, feedback = self._finished(mean, wanted, wanted, feedback)
-    new = state._replace(feedback=feedback)
+    shared, own = self._parted(kept)
+    new = state._replace(shared=shared, own=own, feedback=feedback)
     return collectives.varying((_like(mean, tree), new), self._axis)
 
   def _prepared(

@@ -100,6 +100,17 @@ class Scheduled(collectives.Reducer):
     new = ScheduledState(optax.safe_increment(state.step), phases)
     return collectives.Reduced(mean, own_share, new)
 
+  def release(
+    self, state: ScheduledState, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, ScheduledState]:
+    """What the reducers of all phases hold back."""
+    held, states = None, []
+    for (_, reducer), one in zip(self.phases, state.phases, strict=True):
+      released, new = reducer.release(one, like, axis)
+      states.append(new)
+      held = released if held is None else jax.tree.map(jnp.add, held, released)
+    return held, state._replace(phases=tuple(states))
+
   def shared(self, state: ScheduledState) -> ScheduledState:
     """The step is, and what the reducers say."""
     return ScheduledState(
