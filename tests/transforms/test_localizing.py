@@ -348,7 +348,9 @@ def test_aliases_are_what_they_say():
       transforms.msdpu(
         inner, intervals.fixed(3), RATE, axis="worker", correction=0.0
       ),
-      transforms.local_steps(inner, 3, axis="worker", delay_rounds=1),
+      transforms.local_steps(
+        inner, 3, axis="worker", delay_rounds=1, carry=None
+      ),
     ),
   ):
     np.testing.assert_array_equal(runs(alias), runs(chain))

@@ -102,9 +102,9 @@ REJECTED = {
     lambda: local(carry=float("nan")),
     r"`carry` must be in \[0, 1\], got nan",
   ),
-  "carry None": (
-    lambda: local(carry=None),
-    r"`carry` must be a number in \[0, 1\], got None",
+  "carry text": (
+    lambda: local(carry="1/N"),
+    r"`carry` must be a number in \[0, 1\], got '1/N'",
   ),
   "steps": (
     lambda: transforms.delay_gradients(SGD, -1),
