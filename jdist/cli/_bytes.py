@@ -27,6 +27,7 @@ class Counted:
       of a method that sends its numbers as they are.
     traced: in a round, by the collectives of the traced step.
     compiled: the same by those of the program compiled for CPUs.
+    phases: whether both counts hold what is sent in a warm-up, too.
   """
 
   method: str
@@ -34,6 +35,14 @@ class Counted:
   told: float | None
   traced: float
   compiled: float
+  phases: bool
+
+  @property
+  def in_step(self) -> float:
+    """In a step, over a round and after a warm-up."""
+    if self.phases and self.told is not None:
+      return self.told
+    return self.traced / self.interval
 
 
 def count(options: _options.Bytes) -> None:
@@ -112,8 +121,8 @@ def _count(
     )
   program = workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile()
   compiled = collectives.Traffic(collectives.read_collectives(program))
-  rare = bool(traced.bytes_per_round)
-  interval = options.interval if rare else 1
+  rounds = transforms.synchronized(shapes.opt_state) is not True
+  interval = options.interval if rounds and traced.bytes_per_round else 1
   told = sum(bits.sent for bits in reduced) / 8 if reduced else None
   return Counted(
     method=method,
@@ -121,6 +130,8 @@ def _count(
     told=told,
     traced=_in_round(traced, interval),
     compiled=_in_round(compiled, interval),
+    # A conditional without rounds: an exact warm-up, which comes to an end.
+    phases=not rounds and bool(traced.bytes_per_round),
   )
 
 
@@ -141,7 +152,12 @@ def _table(
     f"{options.workers} workers: what each one sends",
     caption="Each worker receives as much. Traced and compiled count every "
     "collective as a ring or an exchange moves it: gathered payloads grow with "
-    "the workers. Programs for CPUs widen sums of 16-bit floats.",
+    "the workers. Programs for CPUs widen sums of 16-bit floats."
+    + (
+      " * With the exact means of its warm-up."
+      if any(one.phases for one in found)
+      else ""
+    ),
     title_justify="left",
     caption_justify="left",
   )
@@ -152,13 +168,14 @@ def _table(
   grid.add_column("MB a step", justify="right")
   grid.add_column("fewer than ssgd", justify="right")
   for one in found:
-    step = one.traced / one.interval
+    step = one.in_step
+    mark = " *" if one.phases else ""
     grid.add_row(
       one.method,
       str(one.interval),
       "-" if one.told is None else _megabytes(one.told),
-      _megabytes(one.traced),
-      _megabytes(one.compiled),
+      _megabytes(one.traced) + mark,
+      _megabytes(one.compiled) + mark,
       _megabytes(step),
       f"{baseline / step:,.1f}x" if step else "-",
     )

@@ -32,331 +32,170 @@ class Budget(NamedTuple):
 # In how many steps a streamed message may go; the interval is 16 at most.
 STREAM_STEPS = (1, 2, 4, 8, 16)
 
-Build = Callable[
-  [
-    optax.GradientTransformation,
-    _options.Common,
-    Budget,
-    collectives.Axis,
-  ],
-  optax.GradientTransformationExtraArgs,
-]
+
+class Task(NamedTuple):
+  """What a method's line is given.
+
+  Attributes:
+    inner: the worker's optimizer.
+    options: of the run.
+    budget: of the run.
+    axis: the workers' axis.
+  """
+
+  inner: optax.GradientTransformation
+  options: _options.Common
+  budget: Budget
+  axis: collectives.Axis
+
+  def interval(self, default: str = "fixed") -> intervals.IntervalPolicy:
+    """The interval policy; the last round always ends with the run."""
+    return _interval(self.options, self.budget, default)
+
+  def given(self, *names: str) -> dict[str, Any]:
+    """Those options that are given; of the others a method knows better."""
+    return {
+      name: value
+      for name in names
+      if (value := getattr(self.options, name)) is not None
+    }
+
+  def without_momentum(self) -> optax.GradientTransformation:
+    """SGD for a method whose momentum is the workers' own."""
+    plain = dataclasses.replace(self.options, optimizer="sgd", momentum=0.0)
+    return _optimizer(plain, self.budget)
 
 
-def _ssgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del options, budget
-  return transforms.ssgd(inner, axis=axis)
+Build = Callable[[Task], optax.GradientTransformationExtraArgs]
 
 
-def _local_sgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.local_sgd(inner, _interval(options, budget), axis=axis)
-
-
-def _post_local_sgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.post_local_sgd(
-    inner, _interval(options, budget), budget.num_steps // 2, axis=axis
-  )
-
-
-def _diloco(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.diloco(
-    inner,
-    _interval(options, budget),
-    options.outer_learning_rate,
-    options.outer_momentum,
-    axis=axis,
-  )
-
-
-def _msdpu(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
+def _msdpu(task: Task) -> optax.GradientTransformationExtraArgs:
   return transforms.msdpu(
-    inner,
-    _interval(options, budget, default="msdpu"),
-    budget.learning_rate,
-    axis=axis,
-    correction=options.correction,
-    carry=options.carry,
-    warmup_steps=budget.warmup_steps,
-    stream=transforms.Stream() if options.stream else None,
+    task.inner,
+    task.interval("msdpu"),
+    task.budget.learning_rate,
+    axis=task.axis,
+    correction=task.options.correction,
+    carry=task.options.carry,
+    warmup_steps=task.budget.warmup_steps,
+    stream=transforms.Stream() if task.options.stream else None,
   )
 
 
-def _fed_prox(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.fed_prox(inner, _interval(options, budget), axis=axis)
-
-
-def _easgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.easgd(inner, _interval(options, budget), axis=axis)
-
-
-def _cocod(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.cocod(inner, _interval(options, budget), axis=axis)
-
-
-def _overlap_local_sgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  interval = _interval(options, budget)
-  return transforms.overlap_local_sgd(inner, interval, axis=axis)
-
-
-def _scaffold(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
+def _scaffold(task: Task) -> optax.GradientTransformationExtraArgs:
   # Behind a momentum progress is longer, and control variates would be too.
   factor = 1.0
-  if options.optimizer == "sgd":
-    factor = 1.0 / (1.0 - options.momentum)
+  if task.options.optimizer == "sgd":
+    factor = 1.0 / (1.0 - task.options.momentum)
   return transforms.scaffold(
-    inner,
-    _interval(options, budget),
-    lambda step: factor * budget.learning_rate(step),
-    axis=axis,
+    task.inner,
+    task.interval(),
+    lambda step: factor * task.budget.learning_rate(step),
+    axis=task.axis,
   )
 
 
-def _slow_mo(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  return transforms.slow_mo(
-    inner, _interval(options, budget), budget.learning_rate, axis=axis
-  )
-
-
-def _od_sgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del options
-  return transforms.od_sgd(inner, budget.learning_rate, axis=axis)
-
-
-def _streaming_diloco(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
+def _streaming_diloco(task: Task) -> optax.GradientTransformationExtraArgs:
+  interval = task.options.interval
   return transforms.streaming_diloco(
-    inner,
-    options.interval,
-    min(4, options.interval),
-    options.outer_learning_rate,
-    options.outer_momentum,
-    axis=axis,
-    delay_steps=min(1, options.interval - 1),
+    task.inner,
+    interval,
+    min(4, interval),
+    task.options.outer_learning_rate,
+    task.options.outer_momentum,
+    axis=task.axis,
+    delay_steps=min(1, interval - 1),
   )
 
 
-def _qsgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del budget
-  return transforms.qsgd(inner, axis=axis, **_given(options, "bits"))
-
-
-def _terngrad(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del options, budget
-  return transforms.terngrad(inner, axis=axis)
-
-
-def _signsgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del inner
-  plain = _without_momentum(options, budget)
-  return transforms.signsgd(plain, options.momentum, axis=axis)
-
-
-def _ef_signsgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del options, budget
-  return transforms.ef_signsgd(inner, axis=axis)
-
-
-def _one_bit_adam(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del inner
+def _one_bit_adam(task: Task) -> optax.GradientTransformationExtraArgs:
+  budget = task.budget
   return transforms.one_bit_adam(
     budget.learning_rate,
     # The paper's 15 to 20 % of the run, and all of the rate's warm-up.
     max(1, budget.warmup_steps, budget.num_steps // 6),
-    axis=axis,
-    weight_decay=options.weight_decay,
+    axis=task.axis,
+    weight_decay=task.options.weight_decay,
   )
 
 
-def _topk_sgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del budget
-  return transforms.topk_sgd(inner, axis=axis, **_given(options, "ratio"))
-
-
-def _dgc(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del inner
+def _dgc(task: Task) -> optax.GradientTransformationExtraArgs:
   return transforms.dgc(
-    _without_momentum(options, budget),
-    momentum=options.momentum,
-    axis=axis,
+    task.without_momentum(),
+    momentum=task.options.momentum,
+    axis=task.axis,
     nesterov=True,
-    steps_per_phase=budget.warmup_steps or None,
-    **_given(options, "ratio"),
+    steps_per_phase=task.budget.warmup_steps or None,
+    **task.given("ratio"),
   )
 
 
-def _powersgd(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del budget
-  return transforms.powersgd(inner, options.rank, axis=axis)
+def _sparse_loco(task: Task) -> optax.GradientTransformationExtraArgs:
+  given = task.given("bits")
+  if task.options.ratio is not None:
+    given["density"] = task.options.ratio
+  return transforms.sparse_loco(
+    task.inner, task.interval(), axis=task.axis, **given
+  )
 
 
-def _demo(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del inner
-  return transforms.demo(_without_momentum(options, budget), axis=axis)
-
-
-def _sparse_loco(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  given = _given(options, "bits")
-  if options.ratio is not None:
-    given["density"] = options.ratio
-  interval = _interval(options, budget)
-  return transforms.sparse_loco(inner, interval, axis=axis, **given)
-
-
-def _muloco(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  budget: Budget,
-  axis: collectives.Axis,
-) -> optax.GradientTransformationExtraArgs:
-  del inner
+def _muloco(task: Task) -> optax.GradientTransformationExtraArgs:
   return transforms.muloco(
-    budget.learning_rate,
-    _interval(options, budget),
-    options.outer_learning_rate,
-    options.outer_momentum,
-    axis=axis,
-    weight_decay=options.weight_decay,
-    **_given(options, "bits"),
+    task.budget.learning_rate,
+    task.interval(),
+    task.options.outer_learning_rate,
+    task.options.outer_momentum,
+    axis=task.axis,
+    weight_decay=task.options.weight_decay,
+    **task.given("bits"),
   )
 
 
 METHODS: dict[str, Build] = {
-  "ssgd": _ssgd,
-  "local_sgd": _local_sgd,
-  "post_local_sgd": _post_local_sgd,
-  "diloco": _diloco,
+  "ssgd": lambda t: transforms.ssgd(t.inner, axis=t.axis),
+  "local_sgd": lambda t: transforms.local_sgd(
+    t.inner, t.interval(), axis=t.axis
+  ),
+  "post_local_sgd": lambda t: transforms.post_local_sgd(
+    t.inner, t.interval(), t.budget.num_steps // 2, axis=t.axis
+  ),
+  "diloco": lambda t: transforms.diloco(
+    t.inner,
+    t.interval(),
+    t.options.outer_learning_rate,
+    t.options.outer_momentum,
+    axis=t.axis,
+  ),
   "msdpu": _msdpu,
-  "fed_prox": _fed_prox,
-  "easgd": _easgd,
+  "fed_prox": lambda t: transforms.fed_prox(t.inner, t.interval(), axis=t.axis),
+  "easgd": lambda t: transforms.easgd(t.inner, t.interval(), axis=t.axis),
   "scaffold": _scaffold,
-  "slow_mo": _slow_mo,
-  "cocod": _cocod,
-  "overlap_local_sgd": _overlap_local_sgd,
-  "od_sgd": _od_sgd,
+  "slow_mo": lambda t: transforms.slow_mo(
+    t.inner, t.interval(), t.budget.learning_rate, axis=t.axis
+  ),
+  "cocod": lambda t: transforms.cocod(t.inner, t.interval(), axis=t.axis),
+  "overlap_local_sgd": lambda t: transforms.overlap_local_sgd(
+    t.inner, t.interval(), axis=t.axis
+  ),
+  "od_sgd": lambda t: transforms.od_sgd(
+    t.inner, t.budget.learning_rate, axis=t.axis
+  ),
   "streaming_diloco": _streaming_diloco,
-  "qsgd": _qsgd,
-  "terngrad": _terngrad,
-  "signsgd": _signsgd,
-  "ef_signsgd": _ef_signsgd,
+  "qsgd": lambda t: transforms.qsgd(t.inner, axis=t.axis, **t.given("bits")),
+  "terngrad": lambda t: transforms.terngrad(t.inner, axis=t.axis),
+  "signsgd": lambda t: transforms.signsgd(
+    t.without_momentum(), t.options.momentum, axis=t.axis
+  ),
+  "ef_signsgd": lambda t: transforms.ef_signsgd(t.inner, axis=t.axis),
   "one_bit_adam": _one_bit_adam,
-  "topk_sgd": _topk_sgd,
+  "topk_sgd": lambda t: transforms.topk_sgd(
+    t.inner, axis=t.axis, **t.given("ratio")
+  ),
   "dgc": _dgc,
-  "powersgd": _powersgd,
-  "demo": _demo,
+  "powersgd": lambda t: transforms.powersgd(
+    t.inner, t.options.rank, axis=t.axis
+  ),
+  "demo": lambda t: transforms.demo(t.without_momentum(), axis=t.axis),
   "sparse_loco": _sparse_loco,
   "muloco": _muloco,
 }
@@ -377,7 +216,8 @@ def build_method(
   axis: collectives.Axis,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer."""
-  return METHODS[name](_optimizer(options, budget), options, budget, axis)
+  inner = _optimizer(options, budget)
+  return METHODS[name](Task(inner, options, budget, axis))
 
 
 def _optimizer(
@@ -394,23 +234,6 @@ def _optimizer(
     else optax.identity(),
     optax.scale_by_learning_rate(rate),
   )
-
-
-def _without_momentum(
-  options: _options.Common, budget: Budget
-) -> optax.GradientTransformation:
-  """SGD for a method whose momentum is the workers' own."""
-  plain = dataclasses.replace(options, optimizer="sgd", momentum=0.0)
-  return _optimizer(plain, budget)
-
-
-def _given(options: _options.Common, *names: str) -> dict[str, Any]:
-  """Those options that are given; of the others a method knows better."""
-  return {
-    name: value
-    for name in names
-    if (value := getattr(options, name)) is not None
-  }
 
 
 def _interval(
