@@ -1,0 +1,480 @@
+"""Where a network is cut: the front that is sent, the rear that is predicted.
+
+A cut is plain data, made from shapes alone. It turns trees of parameters into
+flat vectors and back, always in the same order: layer by layer from the front,
+of each layer the kernel, then the bias, then what a normalization adds.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist import models
+
+PyTree = Any
+# Of a layer's leaves those come first, in this order; others follow by name.
+_ORDER = ("kernel", "bias", "scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One array of a network's parameters.
+
+  Attributes:
+    path: the keys that lead to it.
+    shape: its shape.
+    dtype: its type, by name.
+  """
+
+  path: tuple[str, ...]
+  shape: tuple[int, ...]
+  dtype: str = "float32"
+
+  @property
+  def name(self) -> str:
+    """The path as one word, `conv01/kernel`."""
+    return "/".join(self.path)
+
+  @property
+  def size(self) -> int:
+    """How many numbers it has."""
+    return math.prod(self.shape)
+
+  def __str__(self) -> str:
+    return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """The arrays of one convolution or dense layer, with its normalization.
+
+  Attributes:
+    leaves: kernel, bias, and what its normalization trains.
+  """
+
+  leaves: tuple[Leaf, ...]
+
+  @property
+  def name(self) -> str:
+    """The path of the module, `stage1_block1/conv1`."""
+    return "/".join(self.leaves[0].path[:-1])
+
+  @property
+  def size(self) -> int:
+    """How many numbers its leaves have together."""
+    return sum(leaf.size for leaf in self.leaves)
+
+  @property
+  def is_dense(self) -> bool:
+    """Whether its kernel is a matrix and not a window."""
+    return len(self.leaves[0].shape) < 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+  """Where a network is cut in two; made by `cut` or `published_cut`.
+
+  Hashable, printable and made without values, so it may be a static argument
+  of a compiled function, a key, or part of a file.
+
+  Attributes:
+    model: what the network is called; for messages.
+    front: the layers in front of the cut, in their order.
+    rear: the layers behind it.
+  """
+
+  model: str
+  front: tuple[Layer, ...]
+  rear: tuple[Layer, ...]
+
+  @property
+  def num_front(self) -> int:
+    """How many parameters are in front of the cut."""
+    return sum(layer.size for layer in self.front)
+
+  @property
+  def num_rear(self) -> int:
+    """How many parameters are behind the cut."""
+    return sum(layer.size for layer in self.rear)
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """The same for the same leaves in the same halves, whatever the name."""
+    text = json.dumps([self.describe()[half] for half in ("front", "rear")])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+  def __repr__(self) -> str:
+    return (
+      f"Cut({self.model}: {len(self.front)} layers of {self.num_front:,} "
+      f"parameters | {len(self.rear)} layers of {self.num_rear:,})"
+    )
+
+  def describe(self) -> dict[str, Any]:
+    """The cut as JSON can hold it; see `from_description`."""
+    halves = {"front": self.front, "rear": self.rear}
+    return {"model": self.model} | {
+      half: [
+        [[list(leaf.path), list(leaf.shape), leaf.dtype] for leaf in x.leaves]
+        for x in layers
+      ]
+      for half, layers in halves.items()
+    }
+
+  @classmethod
+  def from_description(cls, description: dict[str, Any]) -> "Cut":
+    """The cut that `describe` told of."""
+    front, rear = (
+      tuple(
+        Layer(
+          tuple(
+            Leaf(tuple(path), tuple(shape), dtype)
+            for path, shape, dtype in leaves
+          )
+        )
+        for leaves in description[half]
+      )
+      for half in ("front", "rear")
+    )
+    return cls(description["model"], front, rear)
+
+  def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Cuts one worker's parameters in two.
+
+    Args:
+      tree: nested dict of arrays, the whole network's.
+
+    Returns:
+      Front and rear, nested dicts with their own leaves only.
+
+    Raises:
+      ValueError: when the tree is not of this network, naming the first leaf
+        that differs.
+    """
+    found = _leaves(tree)
+    self._check(found, (*self.front, *self.rear), "tree", "the network")
+    return (_pick(found, self.front), _pick(found, self.rear))
+
+  def join(self, front: PyTree, rear: PyTree) -> PyTree:
+    """Puts the network together; the inverse of `split`.
+
+    Raises:
+      ValueError: when a half is not of this cut.
+    """
+    ahead, behind = _leaves(front), _leaves(rear)
+    self._check(ahead, self.front, "front", "the front")
+    self._check(behind, self.rear, "rear", "the rear")
+    return _pick(ahead | behind, (*self.front, *self.rear))
+
+  def flatten_front(self, tree: PyTree) -> jax.Array:
+    """Makes the message: the front in one vector.
+
+    Layer by layer, of each layer kernel, bias and normalization, each in the
+    order of its dimensions; as the authors' (weights, then bias).
+
+    Args:
+      tree: the whole network's parameters, or the front of them.
+
+    Returns:
+      float32 [num_front].
+
+    Raises:
+      ValueError: when the tree does not fit.
+    """
+    return self._flatten(tree, self.front, "front")
+
+  def flatten_rear(self, tree: PyTree) -> jax.Array:
+    """The rear in one vector, float32 [num_rear]; see `flatten_front`."""
+    return self._flatten(tree, self.rear, "rear")
+
+  def unflatten_front(self, vector: jax.Array) -> PyTree:
+    """The inverse of `flatten_front`: [num_front] to the front's tree."""
+    return _unflatten(vector, self.front, self.num_front)
+
+  def unflatten_rear(self, vector: jax.Array) -> PyTree:
+    """The inverse of `flatten_rear`: [num_rear] to the rear's tree."""
+    return _unflatten(vector, self.rear, self.num_rear)
+
+  def _flatten(
+    self, tree: PyTree, layers: tuple[Layer, ...], half: str
+  ) -> jax.Array:
+    found = _leaves(tree)
+    inside = {leaf.path for layer in layers for leaf in layer.leaves}
+    if found.keys() <= inside:
+      self._check(found, layers, half, f"the {half}")
+    else:
+      self._check(found, (*self.front, *self.rear), "tree", "the network")
+    parts = [
+      jnp.ravel(found[leaf.path]).astype(jnp.float32)
+      for layer in layers
+      for leaf in layer.leaves
+    ]
+    return jnp.concatenate(parts)
+
+  def _check(
+    self,
+    found: dict[tuple[str, ...], Any],
+    layers: Sequence[Layer],
+    argument: str,
+    what: str,
+  ) -> None:
+    wanted = [leaf for layer in layers for leaf in layer.leaves]
+    rule = f"`{argument}` must be {what} of {self!r}, but"
+    remedy = (
+      "Make the cut from this network's parameters; of parameters "
+      "[workers, ...] take one worker's, as a step sees them."
+    )
+    for leaf in wanted:
+      x = found.get(leaf.path)
+      if x is None:
+        raise ValueError(f"{rule} it has no leaf {leaf}. {remedy}")
+      if tuple(x.shape) != leaf.shape:
+        raise ValueError(
+          f"{rule} leaf {leaf.name} has shape {list(x.shape)} and not "
+          f"{list(leaf.shape)}. {remedy}"
+        )
+    if more := sorted(found.keys() - {leaf.path for leaf in wanted}):
+      raise ValueError(
+        f"{rule} it has a leaf {'/'.join(more[0])} besides. {remedy}"
+      )
+
+
+def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
+  """Raises a ValueError that names the first leaf in which two cuts differ.
+
+  Args:
+    argument: what was given, for the message.
+    theirs: the cut of what was given.
+    ours: the cut that is expected.
+  """
+  if theirs.fingerprint == ours.fingerprint:
+    return
+  pairs = zip(_halves(ours), _halves(theirs), strict=False)
+  for (i, mine), (j, other) in pairs:
+    if mine != other:
+      difference = f"{mine} there is {other}"
+      break
+    if i != j:
+      difference = f"{mine}, {i} the cut here, is {j} it there"
+      break
+  else:
+    longer = max(ours, theirs, key=lambda x: x.num_front + x.num_rear)
+    difference = f"only {longer!r} has all of its leaves"
+  raise ValueError(
+    f"`{argument}` must be of {ours!r}, got one of {theirs!r}: in place of "
+    f"{difference}. Use the one that was made for this network and cut."
+  )
+
+
+def _halves(cut: Cut) -> Iterator[tuple[str, Leaf]]:
+  for half, layers in (("in front of", cut.front), ("behind", cut.rear)):
+    for layer in layers:
+      for leaf in layer.leaves:
+        yield half, leaf
+
+
+def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
+  """All leaves of a nested dict by their paths, in the order of its keys."""
+  found: dict[tuple[str, ...], Any] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    keys = [getattr(key, "key", None) for key in path]
+    words = tuple(key for key in keys if isinstance(key, str))
+    if not words or len(words) < len(keys):
+      raise ValueError(
+        "`tree` must be a nested dict of arrays with text as keys, as of "
+        f"`jdist.models`, got a leaf at {jax.tree_util.keystr(path)!r}. Pass "
+        "networks of other forms through `jdist.models.functional`."
+      )
+    found[words] = leaf
+  return found
+
+
+def _pick(
+  found: dict[tuple[str, ...], Any], layers: Sequence[Layer]
+) -> dict[str, Any]:
+  tree: dict[str, Any] = {}
+  for layer in layers:
+    for leaf in layer.leaves:
+      node = tree
+      for key in leaf.path[:-1]:
+        node = node.setdefault(key, {})
+      node[leaf.path[-1]] = found[leaf.path]
+  return tree
+
+
+def _unflatten(
+  vector: jax.Array, layers: tuple[Layer, ...], size: int
+) -> PyTree:
+  if vector.shape != (size,):
+    raise ValueError(
+      f"`vector` must have shape [{size}], got {list(vector.shape)}. Map over "
+      "further dimensions with `jax.vmap`."
+    )
+  values, start = {}, 0
+  for layer in layers:
+    for leaf in layer.leaves:
+      part = vector[start : start + leaf.size]
+      values[leaf.path] = part.reshape(leaf.shape).astype(leaf.dtype)
+      start += leaf.size
+  return _pick(values, layers)
+
+
+def _layers_of(tree: PyTree) -> tuple[Layer, ...]:
+  """The layers of a network in their order."""
+  modules: dict[tuple[str, ...], list[Leaf]] = {}
+  for path, leaf in _leaves(tree).items():
+    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype).name
+    modules.setdefault(path[:-1], []).append(Leaf(path, shape, dtype))
+  layers: list[tuple[Leaf, ...]] = []
+  for leaves in modules.values():
+    leaves.sort(key=_rank)
+    # What has vectors only is the normalization of the layer before.
+    if layers and max(len(leaf.shape) for leaf in leaves) < 2:
+      layers[-1] += tuple(leaves)
+    else:
+      layers.append(tuple(leaves))
+  return tuple(map(Layer, layers))
+
+
+def _rank(leaf: Leaf) -> tuple[int, str]:
+  last = leaf.path[-1]
+  return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
+
+
+def cut(
+  model: models.Model | PyTree, num_layers: int, *, name: str = "model"
+) -> Cut:
+  """Cuts a network behind its first layers.
+
+  A layer is a convolution or a dense layer: the leaves of one module, together
+  with those of a normalization that follows it. Shortcuts that are
+  convolutions count. The layers' order is that of the sorted keys, which for
+  models of `jdist.models` is the order in which they run.
+
+  Args:
+    model: a model, for instance of `models.build(..., abstract=True)`, or one
+      worker's parameters: a nested dict of arrays or shapes.
+    num_layers: how many layers are in front of the cut; from 1 to one less
+      than all.
+    name: what the network is called in messages.
+
+  Returns:
+    The cut.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  >>> from jdist import models
+  >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)
+  Cut(model: 2 layers of 2,572 parameters | 3 layers of 59,134)
+  """
+  tree = model.params if isinstance(model, models.Model) else model
+  layers = _layers_of(tree)
+  if not 1 <= num_layers < len(layers):
+    raise ValueError(
+      f"`num_layers` must be from 1 to {len(layers) - 1}, as the network has "
+      f"{len(layers)} layers, got {num_layers}."
+    )
+  return Cut(name, layers[:num_layers], layers[num_layers:])
+
+
+# Options of the authors' networks, and how many layers they push.
+_NARROW = {"width": 32, "norm": "none"}
+_PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+  "lenet": ({}, 2),
+  "alexnet": ({"form": "cifar"}, 2),
+  "vgg15": ({}, 4),
+  "resnet18": (_NARROW | {"shortcut_size": 3}, 10),
+  "resnet34": (_NARROW | {"shortcut_size": 3}, 16),
+  "resnet50": (_NARROW, 23),
+}
+_GRAY = (28, 28, 1)
+_COLOR = (32, 32, 3)
+
+PUBLISHED = tuple(_PUBLISHED)
+
+
+def published_model(
+  name: str,
+  *,
+  input_shape: tuple[int, int, int] | None = None,
+  num_classes: int = 10,
+  **options: Any,
+) -> models.Model:
+  """Builds a network as MP² has it.
+
+  None has a normalization, and the ResNets begin with 32 features in place of
+  64. With these options of `models.build` the front has the authors' numbers
+  of parameters: shortcuts of ResNet-18 and 34 over 3x3 pixels, those of
+  ResNet-50 over one.
+
+  | name     | layers pushed | parameters pushed | of       |
+  |----------|---------------|-------------------|----------|
+  | lenet    | 2             | 2,572             | 61,706   |
+  | alexnet  | 2             | 617,344           |          |
+  | vgg15    | 4             | 260,160           | 4,722,698|
+  | resnet18 | 10            | 185,664           | 3,139,274|
+  | resnet34 | 16            | 351,872           |          |
+  | resnet50 | 23            | 343,104           |          |
+
+  Args:
+    name: one of the table.
+    input_shape: (height, width, channels); default 28x28x1 for LeNet and
+      32x32x3 for the others.
+    num_classes: number of logits, default 10.
+    **options: of `models.build`, such as `seed` and `abstract`.
+
+  Returns:
+    The model.
+
+  Raises:
+    ValueError: if there is no such model or option.
+
+  References:
+    MP², model parameter prediction. Reconstruction: what is behind the cut of
+    AlexNet, ResNet-34 and ResNet-50, whose totals are not published, and
+    where VGG-15's eight last convolutions are pooled.
+  """
+  fixed, _ = _published(name)
+  if input_shape is None:
+    input_shape = _GRAY if name == "lenet" else _COLOR
+  return models.build(
+    name,
+    input_shape=input_shape,
+    num_classes=num_classes,
+    **fixed,
+    **options,
+  )
+
+
+def published_cut(
+  name: str,
+  *,
+  input_shape: tuple[int, int, int] | None = None,
+  num_classes: int = 10,
+) -> Cut:
+  """Cuts a network where MP² cuts it; arguments as of `published_model`.
+
+  >>> published_cut("vgg15")
+  Cut(vgg15: 4 layers of 260,160 parameters | 11 layers of 4,462,538)
+  """
+  _, num_layers = _published(name)
+  model = published_model(
+    name, input_shape=input_shape, num_classes=num_classes, abstract=True
+  )
+  return cut(model, num_layers, name=name)
+
+
+def _published(name: str) -> tuple[dict[str, Any], int]:
+  if name not in _PUBLISHED:
+    raise ValueError(
+      f"`name` must be one of {', '.join(_PUBLISHED)}, got {name!r}. Cut "
+      "other networks with `cut`."
+    )
+  return _PUBLISHED[name]

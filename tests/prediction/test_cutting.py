@@ -1,0 +1,163 @@
+"""Cuts: the published counts, and trees that come apart and together."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import models, prediction
+from jdist.prediction import _cutting
+
+# Parameters pushed, and layers predicted: of convolutions, dense.
+TABLE = {
+  "lenet": (2_572, 0, 3),
+  "alexnet": (617_344, 3, 3),
+  "vgg15": (260_160, 8, 3),
+  "resnet18": (185_664, 10, 1),
+  "resnet34": (351_872, 20, 1),
+  "resnet50": (343_104, 30, 1),
+}
+TOTALS = {"lenet": 61_706, "vgg15": 4_722_698, "resnet18": 3_139_274}
+
+
+def small():
+  """Two layers of a network, the first with a normalization, by hand."""
+  return {
+    "a": {
+      "bias": jnp.array([5.0, 6.0]),
+      "kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    },
+    "a_norm": {"bias": jnp.array([9.0, 10.0]), "scale": jnp.array([7.0, 8.0])},
+    "b": {"kernel": jnp.array([[11.0], [12.0]])},
+  }
+
+
+def test_the_table_has_every_published_cut():
+  assert set(TABLE) == set(prediction.PUBLISHED)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_published_counts_are_met(name):
+  cut = prediction.published_cut(name)
+  num_front, convs, dense = TABLE[name]
+  assert cut.num_front == num_front
+  assert sum(not layer.is_dense for layer in cut.rear) == convs
+  assert sum(layer.is_dense for layer in cut.rear) == dense
+  model = prediction.published_model(name, abstract=True)
+  total = models.num_params(model)
+  assert cut.num_front + cut.num_rear == total == TOTALS.get(name, total)
+
+
+def test_the_front_is_flattened_layer_by_layer_kernel_then_bias():
+  cut = prediction.cut(small(), 1)
+  assert [leaf.name for leaf in cut.front[0].leaves] == [
+    "a/kernel",
+    "a/bias",
+    "a_norm/bias",
+    "a_norm/scale",
+  ]
+  assert cut.flatten_front(small()).tolist() == [*range(1, 7), 9, 10, 7, 8]
+  assert cut.flatten_rear(small()).tolist() == [11, 12]
+
+
+def test_join_undoes_split_and_unflatten_undoes_flatten():
+  model = models.build("resnet8", input_shape=(8, 8, 1), num_classes=10)
+  cut = prediction.cut(model, 5)
+  front, rear = cut.split(model.params)
+  same = cut.join(
+    cut.unflatten_front(cut.flatten_front(front)),
+    cut.unflatten_rear(cut.flatten_rear(model.params)),
+  )
+  for joined in (cut.join(front, rear), same):
+    assert jax.tree.structure(joined) == jax.tree.structure(model.params)
+    for x, y in zip(
+      jax.tree.leaves(joined), jax.tree.leaves(model.params), strict=True
+    ):
+      np.testing.assert_array_equal(x, y)
+
+
+def test_half_precision_comes_back_as_it_was():
+  tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small())
+  cut = prediction.cut(tree, 1)
+  vector = cut.flatten_front(tree)
+  assert vector.dtype == jnp.float32
+  front = cut.unflatten_front(vector)
+  assert front["a"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_a_cut_is_plain_data():
+  cut = prediction.published_cut("resnet18")
+  again = prediction.Cut.from_description(
+    json.loads(json.dumps(cut.describe()))
+  )
+  assert again == cut
+  assert {cut: 1}[again] == 1
+  assert again.fingerprint == cut.fingerprint
+  renamed = dataclasses.replace(cut, model="other")
+  assert renamed.fingerprint == cut.fingerprint
+  deeper = prediction.cut(
+    prediction.published_model("resnet18", abstract=True), 11
+  )
+  assert deeper.fingerprint != cut.fingerprint
+
+
+def test_a_cut_works_inside_compiled_and_mapped_functions():
+  cut = prediction.cut(small(), 1)
+  many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), small())
+  rows = jax.jit(jax.vmap(cut.flatten_front))(many)
+  np.testing.assert_array_equal(rows[1], 2 * cut.flatten_front(small()))
+
+
+def test_another_tree_is_refused_by_the_first_leaf_that_differs():
+  cut = prediction.cut(small(), 1, name="small")
+  wide = small()
+  wide["b"]["kernel"] = jnp.zeros((2, 3))
+  with pytest.raises(ValueError, match=r"`tree`.*b/kernel has shape \[2, 3\]"):
+    cut.split(wide)
+  short = small()
+  del short["a_norm"]
+  with pytest.raises(ValueError, match="no leaf a_norm/bias float32"):
+    cut.split(short)
+  with pytest.raises(ValueError, match="a leaf c/kernel besides"):
+    cut.split(small() | {"c": {"kernel": jnp.zeros(2)}})
+  front, rear = cut.split(small())
+  with pytest.raises(ValueError, match="`rear` must be the rear of Cut"):
+    cut.join(front, front)
+  with pytest.raises(ValueError, match="`front` must be the front of Cut"):
+    cut.join(rear, rear)
+  with pytest.raises(ValueError, match=r"`tree`.*no leaf a/kernel"):
+    cut.flatten_front(rear)
+  stacked = jax.tree.map(lambda x: x[None], small())
+  with pytest.raises(ValueError, match="take one worker's"):
+    cut.flatten_front(stacked)
+  with pytest.raises(ValueError, match=r"`vector` must have shape \[10\]"):
+    cut.unflatten_front(jnp.zeros(9))
+
+
+def test_another_cut_is_refused_by_the_first_leaf_that_differs():
+  ours = prediction.published_cut("vgg15")
+  model = prediction.published_model("vgg15", abstract=True)
+  refuse = _cutting.refuse_other_cut
+  refuse("predictor", prediction.cut(model, 4), ours)
+  with pytest.raises(ValueError, match=r"conv05/kernel.*behind the cut here"):
+    refuse("predictor", prediction.cut(model, 5), ours)
+  other = prediction.published_cut("vgg15", num_classes=100)
+  with pytest.raises(ValueError, match=r"`predictor`.*dense15/kernel.*100\]"):
+    refuse("predictor", other, ours)
+  one = prediction.cut(small(), 1)
+  three = prediction.cut(small() | {"c": {"kernel": jnp.zeros((1, 1))}}, 1)
+  with pytest.raises(ValueError, match="has all of its leaves"):
+    refuse("predictor", three, one)
+
+
+def test_what_cannot_be_cut_is_refused():
+  for num_layers in (0, 2):
+    with pytest.raises(ValueError, match="`num_layers` must be from 1 to 1"):
+      prediction.cut(small(), num_layers)
+  with pytest.raises(ValueError, match="`tree` must be a nested dict"):
+    prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)
+  with pytest.raises(ValueError, match="`name` must be one of lenet"):
+    prediction.published_cut("resnet20")
