@@ -65,6 +65,17 @@ def _two_way(
   )
 
 
+def _low_rank(run: Run, rank: int) -> Chain:
+  """PowerSGD whose factors go in 4 bits."""
+  codec = codecs.Quantize(4, 64)
+  return transforms.powersgd(
+    run.inner,
+    rank,
+    axis=run.axis,
+    factors=collectives.carry(codec, owner_feedback="own_share"),
+  )
+
+
 def _adam(run: Run) -> Chain:
   # Adam's rates are a 25th of SGD's; the grid stays as wide.
   return transforms.one_bit_adam(
@@ -102,6 +113,8 @@ VARIANTS: dict[str, Variant] = {
   "two-way dgc 1 %, bfloat16": lambda run: _two_way(
     run, 0.01, codecs.Cast("bfloat16"), momentum=True
   ),
+  "powersgd rank 6, int4": lambda run: _low_rank(run, 6),
+  "powersgd rank 4, int4": lambda run: _low_rank(run, 4),
   "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
   "dgc 1 %": lambda run: _dgc(run, 0.01),
   "top-k 1 % + feedback": lambda run: transforms.topk_sgd(

@@ -23,6 +23,7 @@ from jdist.collectives import _axis, _cutting, _joining, _reducing
 
 PyTree: TypeAlias = Any
 Wire: TypeAlias = Literal["sum", "exchange", "gather"]
+OwnerFeedback: TypeAlias = bool | Literal["own_share"]
 
 
 class CarryState(NamedTuple):
@@ -42,7 +43,7 @@ def carry(
   codec: codecs.Codec,
   *,
   wire: Wire | None = None,
-  owner_feedback: bool = True,
+  owner_feedback: OwnerFeedback = True,
 ) -> "Carry":
   r"""Makes a reducer of a codec.
 
@@ -86,9 +87,12 @@ def carry(
       `"exchange"` (codecs without state only) or `"gather"`, which costs N - 1
       payloads for each worker.  Use `"exchange"` for a linear codec of 16 bits
       whose sums are to be in float32.
-    owner_feedback: whether owners keep e; only for an exchange.  It costs
-      1/N of the tree in float32 a worker.  Default yes: without it the law
-      does not hold.
+    owner_feedback: what becomes of what an owner leaves out of the mean; only
+      for an exchange.  True (default): it keeps it, e, which costs 1/N of the
+      tree in float32 a worker.  `"own_share"`: it has that much less of its
+      row in its own share, N e, and no state is needed: the error feedback
+      around the reducer remembers it, in that one worker, whose message is
+      the more uneven for it.  False: it is lost, and the law does not hold.
 
   Returns:
     A reducer for trees of floats.
@@ -126,12 +130,12 @@ class Carry(_reducing.Reducer):
   Attributes:
     codec: what is sent.
     wire: how.
-    owner_feedback: whether the owners of an exchange keep what they leave out.
+    owner_feedback: what becomes of what the owners of an exchange leave out.
   """
 
   codec: codecs.Codec
   wire: Wire
-  owner_feedback: bool = True
+  owner_feedback: OwnerFeedback = True
 
   def __post_init__(self) -> None:
     if self.wire not in ("sum", "exchange", "gather"):
@@ -144,6 +148,12 @@ class Carry(_reducing.Reducer):
         f"`wire` must be 'exchange' or 'gather' for {self.codec}, got 'sum': "
         "it is not linear, and the sum of its payloads does not decode to the "
         "sum of the arrays."
+      )
+
+    if self.owner_feedback not in (True, False, "own_share"):
+      raise ValueError(
+        "`owner_feedback` must be True, False or 'own_share', got "
+        f"{self.owner_feedback!r}."
       )
 
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
@@ -284,14 +294,14 @@ class Carry(_reducing.Reducer):
     vectors = self._vectors(leaves, num_workers)
     means, shares = list(leaves), list(leaves)  # All are replaced.
     # Up: row j of every vector to worker j.
-    payloads, finite = [], []
+    payloads, finite, kept = [], [], []
     for i, vector in enumerate(vectors):
       rows = vector.cut(leaves)
       coder = self._coder(vector)
       payload = jax.vmap(coder.encode)(rows, self._row_keys(key, i, axis))
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
-      vector.put(jax.vmap(coder.decode)(payload), leaves, shares)
+      kept.append(jax.vmap(coder.decode)(payload))
     sent = (payloads, jnp.stack(finite, 1))
     like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
@@ -320,11 +330,16 @@ class Carry(_reducing.Reducer):
       owner_key = self._owner_key(key, i, axis)
       payload = coder.encode(narrow, owner_key)
       payloads.append(payload)
-      if self._remembers(vector):
+      if self._leaves_out(vector):
         known = coder.decode(payload).astype(vector.dtype)
         left = wanted - known.astype(jnp.float32)
         left = jnp.where(finite[-1] & jnp.isfinite(left), left, 0)
-        new_residuals.append(left)
+        if self._remembers(vector):
+          new_residuals.append(left)
+        else:
+          own = _axis.index(axis)
+          kept[i] = kept[i].at[own].add(-num_workers * left)
+      vector.put(kept[i], leaves, shares)
     # Down: all rows to all.
     sent = (payloads, jnp.stack(finite))
     buffers = _axis.gather(_joining.join(sent), axis)
@@ -394,8 +409,12 @@ class Carry(_reducing.Reducer):
     )
 
   def _remembers(self, vector: _cutting.Vector) -> bool:
-    """Exact rows of float32 leave nothing out."""
-    return self.owner_feedback and (
+    """Whether owners have a residual."""
+    return self.owner_feedback is True and self._leaves_out(vector)
+
+  def _leaves_out(self, vector: _cutting.Vector) -> bool:
+    """Exact rows of float32 leave nothing out that could be remembered."""
+    return bool(self.owner_feedback) and (
       vector.way != "exact" or vector.dtype != "float32"
     )
 

@@ -46,6 +46,13 @@ class PowerSGD(_reducing.Reducer):
   are not compressed, in one float32 buffer; then all Q.  A leaf is compressed
   if that sends less: (n + m) r < n m.
 
+  **Factors in fewer bits** (ours): with `factors=carry(codecs.Quantize(8),
+  owner_feedback="own_share")` both means go through that reducer, a quarter of
+  the bytes, or four times the rank for the same.  The law holds whatever it
+  does to P, since only the span of :math:`\hat P` matters, which is the same
+  everywhere, and for :math:`Q_i` because its own share is what counts:
+  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.
+
   Memory of the state is m r float32 for each matrix.  The result is the same
   to the bit where all workers have the same kind of device: each of them
   orthogonalizes for itself.  A NaN or an infinity at one worker makes its leaf
@@ -55,10 +62,18 @@ class PowerSGD(_reducing.Reducer):
     rank: r, 1 or more; 2 by default, which the paper uses for ResNet-18 on
       CIFAR-10, and 4 for its language model.
     seed: of the first Q, normal random numbers.
+    factors: the reducer of P (with the leaves that are not compressed) and of
+      Q; None, the default, is two exact all-reduces.
 
   Raises:
-    ValueError: when built, for a rank below 1; at `init`, for leaves that are
-      not of floats.
+    ValueError: when built, for a rank below 1 or factors that are not a
+      reducer; at `init`, for leaves that are not of floats, and for a reducer
+      that keeps a state: what it remembers would be in terms of a
+      :math:`\hat P` that is gone.
+
+  >>> from jdist import codecs, collectives
+  >>> int8 = collectives.carry(codecs.Quantize(8), owner_feedback="own_share")
+  >>> reducer = PowerSGD(rank=4, factors=int8)
 
   Reference: Vogels et al. 2019, PowerSGD (arXiv:1905.13727), algorithm 1.
   Departures: the paper's matrices are transposed ([output channels, rest]),
@@ -71,11 +86,20 @@ class PowerSGD(_reducing.Reducer):
 
   rank: int = 2
   seed: int = 0
+  factors: _reducing.Reducer | None = None
 
   def __post_init__(self) -> None:
     if not isinstance(self.rank, int) or self.rank < 1:
       raise ValueError(
         f"`rank` must be a Python int of at least 1, got {self.rank!r}."
+      )
+    if self.factors is not None and not isinstance(
+      self.factors, _reducing.Reducer
+    ):
+      raise ValueError(
+        "`factors` must be None or a reducer, for instance "
+        "`carry(codecs.Quantize(8), owner_feedback='own_share')`, got "
+        f"{self.factors!r}."
       )
 
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
@@ -88,6 +112,16 @@ class PowerSGD(_reducing.Reducer):
           "some leaves in another way."
         )
     likes = jax.tree.leaves(like)
+    if self.factors is not None:
+      for sent in self._messages(likes):
+        kept = jax.tree.leaves(self.factors.init(sent, axis))
+        if kept:
+          raise ValueError(
+            "`factors` must keep no state between rounds (what it remembers "
+            "would be in terms of factors that have changed since), got "
+            f"{self.factors}. For a quantized exchange use "
+            "`owner_feedback='own_share'`."
+          )
     if not any(self.compresses(x) for x in likes):
       return ()
     key = jax.random.key(self.seed)
@@ -104,7 +138,6 @@ class PowerSGD(_reducing.Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: _axis.Axis
   ) -> _reducing.Reduced:
     """Takes the mean."""
-    del key
     leaves, treedef = jax.tree.flatten(tree)
     wide = [x.astype(jnp.float32) for x in leaves]
     low = [i for i, x in enumerate(leaves) if self.compresses(x)]
@@ -112,14 +145,18 @@ class PowerSGD(_reducing.Reducer):
     old = state.q if low else ()
     matrices = [wide[i].reshape(-1, wide[i].shape[-1]) for i in low]
     products = [m @ q for m, q in zip(matrices, old, strict=True)]
-    fused = _fused_mean([*products, *(wide[i] for i in rest)], axis)
+    first = [*products, *(wide[i] for i in rest)]
+    fused, sent = self._mean(first, key, 0, axis)
     bases = [jnp.linalg.qr(p)[0] for p in fused[: len(low)]]
     own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-    new = _fused_mean(own, axis)
+    new, own_factors = self._mean(own, key, 1, axis)
     means, shares = list(leaves), list(wide)
-    for i, mean in zip(rest, fused[len(low) :], strict=True):
+    for i, mean, share in zip(
+      rest, fused[len(low) :], sent[len(low) :], strict=True
+    ):
       means[i] = mean.astype(leaves[i].dtype)
-    for i, p, q_own, q in zip(low, bases, own, new, strict=True):
+      shares[i] = share
+    for i, p, q_own, q in zip(low, bases, own_factors, new, strict=True):
       shape, dtype = leaves[i].shape, leaves[i].dtype
       means[i] = (p @ q.T).reshape(shape).astype(dtype)
       shares[i] = (p @ q_own.T).reshape(shape)
@@ -142,15 +179,13 @@ class PowerSGD(_reducing.Reducer):
     return jax.tree.map(lambda _: True, state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
-    """32 bits for each entry of P, Q, and of what is sent exactly."""
-    payload = 0
-    for x in jax.tree.leaves(like):
-      size = math.prod(x.shape)
-      if self.compresses(x):
-        size = self.rank * (size // x.shape[-1] + x.shape[-1])
-      payload += 32 * size
-    sent = _reducing.ring_bits(payload, num_workers)
-    return _reducing.Bits(payload, sent, sent)
+    """Those of P, Q, and of what is not compressed; 32 for an entry."""
+    reducer = self.factors or _reducing.Exact()
+    parts = [
+      reducer.num_bits(sent, num_workers)
+      for sent in self._messages(jax.tree.leaves(like))
+    ]
+    return _reducing.Bits(*map(sum, zip(*parts, strict=True)))
 
   def compresses(self, like: Any) -> bool:
     """Whether a leaf is sent by its directions."""
@@ -158,6 +193,33 @@ class PowerSGD(_reducing.Reducer):
       return False
     n, m = math.prod(like.shape[:-1]), like.shape[-1]
     return (n + m) * self.rank < n * m
+
+  def _messages(self, likes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What is sent first, P and the rest, and then, Q."""
+    low = [x for x in likes if self.compresses(x)]
+    rest = [x.shape for x in likes if not self.compresses(x)]
+    p = [(math.prod(x.shape[:-1]), self.rank) for x in low]
+    q = [(x.shape[-1], self.rank) for x in low]
+    first, second = (
+      [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+      for shapes in ([*p, *rest], q)
+    )
+    return first, second
+
+  def _mean(
+    self,
+    arrays: Sequence[jax.Array],
+    key: jax.Array,
+    number: int,
+    axis: _axis.Axis,
+  ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """The means, and the own shares in them."""
+    if self.factors is None:
+      return _fused_mean(arrays, axis), arrays
+    key = jax.random.fold_in(key, number)
+    arrays = list(arrays)
+    reduced = self.factors.reduce(arrays, (), key, axis)
+    return reduced.mean, reduced.own_share
 
 
 def _fused_mean(

@@ -33,6 +33,16 @@ LAWFUL = {
     codecs.TopK(0.25, chunk=16), wire="exchange"
   ),
   "exchange_blind": collectives.carry(small.Signs()),
+  "exchange_own_share": collectives.carry(
+    codecs.Quantize(4, 16), owner_feedback="own_share"
+  ),
+  "low_rank": collectives.PowerSGD(2),
+  "low_rank_int4": collectives.PowerSGD(
+    2,
+    factors=collectives.carry(
+      codecs.Quantize(4, 16), owner_feedback="own_share"
+    ),
+  ),
 }
 # For programs that run once: nothing is won by optimizing them.
 QUICKLY = {

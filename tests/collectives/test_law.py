@@ -111,8 +111,8 @@ def test_rounding_of_the_mean_is_the_owners_too():
     check_law(reducer, trees, results, 3, 1e-5)
 
 
-@pytest.mark.parametrize("owner_feedback", [True, False])
-def test_int4_loses_mass_without_the_owners_residual(owner_feedback):
+@pytest.mark.parametrize("owner_feedback", [True, "own_share", False])
+def test_int4_loses_mass_without_feedback_at_the_owner(owner_feedback):
   """Missing over rounds with error feedback, of what workers still hold."""
   num_workers, rounds, size = 8, 20, 2048
   reducer = collectives.carry(
@@ -134,7 +134,8 @@ def test_int4_loses_mass_without_the_owners_residual(owner_feedback):
     return e, state, means
 
   e, state, means = jax.jit(jax.vmap(worker, axis_name="worker"))(x)
-  owned = state.residual[0].reshape(-1) if owner_feedback else 0.0
+  owned = state.residual[0].reshape(-1) if owner_feedback is True else 0.0
+  assert bool(state) == (owner_feedback is True)
   known = num_workers * (np.asarray(means[0], np.float64).sum(0) + owned)
   missing = x.sum((0, 1), np.float64) - known - np.asarray(e).sum(0)
   part = np.linalg.norm(missing) / np.linalg.norm(np.asarray(e))

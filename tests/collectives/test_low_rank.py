@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import collectives
+from jdist import codecs, collectives
 from tests.collectives import _reducers
 
 N = 4
@@ -100,6 +100,51 @@ def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
   assert bits.payload == 32 * (2 * 28 + 2 * 32 + 16)
 
 
+def test_factors_in_four_bits_and_their_bytes_in_the_compiled_program():
+  int4 = collectives.carry(codecs.Quantize(4, 16), owner_feedback="own_share")
+  reducer = collectives.PowerSGD(rank=2, factors=int4)
+  team = collectives.workers(N, substrate="shard_map")
+  trees = jax.tree.map(lambda x: x[:, 0], make(1))
+
+  def step(tree):
+    state = reducer.init(tree, team.axis)
+    reduced = reducer.reduce(tree, state, jax.random.key(0), team.axis)
+    return collectives.varying(tuple(reduced), team.axis)
+
+  program = team.jit(step).lower(team.place(trees)).compile()
+  found = collectives.read_collectives(program)
+  assert [c.kind for c in found] == ["all-to-all", "all-gather"] * 2
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees
+  )
+  bits = reducer.num_bits(like, N)
+  assert sum(c.wire_bytes for c in found) * 8 == bits.sent
+  exact = collectives.PowerSGD(rank=2).num_bits(like, N)
+  assert bits.sent < exact.sent / 2.5  # Blocks of 16, padded.
+
+
+def test_rough_factors_still_find_the_mean_with_feedback():
+  """What 4 bits leave out comes later: the mean of the sums is the sum."""
+  int4 = collectives.carry(codecs.Quantize(4, 16), owner_feedback="own_share")
+  reducer = collectives.PowerSGD(rank=2, factors=int4)
+  x = np.random.default_rng(0).standard_normal((N, 20, 12)).astype(np.float32)
+
+  def worker(x):
+    def step(carried, _):
+      e, state = carried
+      key = jax.random.key(0)
+      mean, own, state = reducer.reduce([x + e], state, key, "worker")
+      return (x + e - own[0], state), mean[0]
+
+    first = (jnp.zeros_like(x), reducer.init([x], "worker"))
+    return jax.lax.scan(step, first, None, length=200)[1]
+
+  means = jax.jit(jax.vmap(worker, axis_name="worker"))(x)
+  assert means[0].tobytes() == means[3].tobytes()
+  error = np.abs(np.asarray(means[0]).mean(0) - x.mean(0)).max()
+  assert error < 0.1 * np.abs(x.mean(0)).max()
+
+
 def test_q_is_shared():
   like = {"w": jax.ShapeDtypeStruct((20, 12), "float32")}
   reducer = collectives.PowerSGD(rank=2)
@@ -114,3 +159,10 @@ def test_what_does_not_suit_is_refused():
     collectives.PowerSGD(rank=0)
   with pytest.raises(ValueError, match=r"int32 at `\['n'\]`.*PerLeaf"):
     collectives.PowerSGD().init({"n": jnp.zeros(3, jnp.int32)}, None)
+  with pytest.raises(ValueError, match="`factors` must be None or a reducer"):
+    collectives.PowerSGD(factors=codecs.Quantize(8))
+  forgetful = collectives.PowerSGD(
+    factors=collectives.carry(codecs.Quantize(8, 16))
+  )
+  with pytest.raises(ValueError, match="`factors` must keep no state"):
+    forgetful.init({"w": jnp.zeros((64, 64))}, None)
