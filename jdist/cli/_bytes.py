@@ -18,30 +18,28 @@ _CHANNELS = {"mlp": 1, "lenet": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """What one worker sends, in bytes.
+  """What one worker sends in a phase of a method, in bytes.
 
   Attributes:
     method: its name.
+    phase: of the run; None when all of it is alike.
     interval: steps of a round.
     told: by the codecs, in a round, without rounding up to whole bytes; None
-      of a method that sends its numbers as they are.
+      where numbers are sent as they are, and of all phases but the last.
     traced: in a round, by the collectives of the traced step.
     compiled: the same by those of the program compiled for CPUs.
-    phases: whether both counts hold what is sent in a warm-up, too.
   """
 
   method: str
+  phase: collectives.Phase | None
   interval: int
   told: float | None
   traced: float
   compiled: float
-  phases: bool
 
   @property
   def in_step(self) -> float:
-    """In a step, over a round and after a warm-up."""
-    if self.phases and self.told is not None:
-      return self.told
+    """In a step, over a round."""
     return self.traced / self.interval
 
 
@@ -50,7 +48,9 @@ def count(options: _options.Bytes) -> None:
   _check(options)
   collectives.make_cpu_devices(options.workers)
   model = _model(options.model)
-  found = [_count(method, options, model) for method in options.method]
+  found = [
+    one for method in options.method for one in _count(method, options, model)
+  ]
   dense = 4 * models.num_params(model)
   baseline = 2 * dense * (options.workers - 1) / options.workers
   _console().print(_table(found, baseline, options, model))
@@ -69,10 +69,16 @@ def _check(options: _options.Bytes) -> None:
     raise ValueError(
       f"`--model` must be one of {', '.join(names)}, got {options.model!r}."
     )
-  for name in ("workers", "interval"):
-    if getattr(options, name) < 1:
+  for name, least in (
+    ("workers", 1),
+    ("interval", 1),
+    ("steps", 1),
+    ("warmup_steps", 0),
+  ):
+    number = getattr(options, name)
+    if number < least:
       raise ValueError(
-        f"`--{name}` must be at least 1, got {getattr(options, name)}."
+        f"`--{name.replace('_', '-')}` must be at least {least}, got {number}."
       )
 
 
@@ -88,11 +94,11 @@ def _model(name: str) -> models.Model:
 
 def _count(
   method: str, options: _options.Bytes, model: models.Model
-) -> Counted:
+) -> list[Counted]:
   workers = collectives.workers(options.workers, substrate="shard_map")
   budget = _methods.Budget(
-    num_steps=1_000_000,  # Longer than any round.
-    warmup_steps=0,
+    num_steps=options.steps,
+    warmup_steps=options.warmup_steps,
     learning_rate=optax.constant_schedule(0.1),
   )
   common = _options.Common(
@@ -124,19 +130,32 @@ def _count(
   rounds = transforms.synchronized(shapes.opt_state) is not True
   interval = options.interval if rounds and traced.bytes_per_round else 1
   told = sum(bits.sent for bits in reduced) / 8 if reduced else None
-  return Counted(
-    method=method,
-    interval=interval,
-    told=told,
-    traced=_in_round(traced, interval),
-    compiled=_in_round(compiled, interval),
-    # A conditional without rounds: an exact warm-up, which comes to an end.
-    phases=not rounds and bool(traced.bytes_per_round),
-  )
+  phases = _stretches(traced)
+  return [
+    Counted(
+      method=method,
+      phase=phase if len(phases) > 1 else None,
+      interval=interval,
+      told=told if phase.stop is None else None,
+      traced=_in_round(traced, interval, phase.start),
+      compiled=_in_round(compiled, interval, phase.start),
+    )
+    for phase in phases
+  ]
 
 
-def _in_round(traffic: collectives.Traffic, interval: int) -> float:
-  return traffic.sent_bytes(interval, 1)
+def _stretches(traffic: collectives.Traffic) -> list[collectives.Phase]:
+  """The run cut wherever a phase begins or ends."""
+  ends = {p.stop for p in traffic.phases} - {None}
+  cuts: list[Any] = sorted({0, *(p.start for p in traffic.phases), *ends})
+  return [
+    collectives.Phase(start, stop)
+    for start, stop in zip(cuts, [*cuts[1:], None], strict=True)
+  ]
+
+
+def _in_round(traffic: collectives.Traffic, interval: int, start: int) -> float:
+  return traffic.sent_bytes(interval, 1, after_steps=start, after_rounds=start)
 
 
 def _table(
@@ -152,16 +171,14 @@ def _table(
     f"{options.workers} workers: what each one sends",
     caption="Each worker receives as much. Traced and compiled count every "
     "collective as a ring or an exchange moves it: gathered payloads grow with "
-    "the workers. Programs for CPUs widen sums of 16-bit floats."
-    + (
-      " * With the exact means of its warm-up."
-      if any(one.phases for one in found)
-      else ""
-    ),
+    "the workers. Programs for CPUs widen sums of 16-bit floats.",
     title_justify="left",
     caption_justify="left",
   )
-  grid.add_column("method")
+  phases = any(one.phase is not None for one in found)
+  grid.add_column("method", no_wrap=True)
+  if phases:
+    grid.add_column("when", no_wrap=True)
   grid.add_column("round", justify="right")
   for name in ("MB a round: told", "traced", "compiled"):
     grid.add_column(name, justify="right")
@@ -169,13 +186,14 @@ def _table(
   grid.add_column("fewer than ssgd", justify="right")
   for one in found:
     step = one.in_step
-    mark = " *" if one.phases else ""
+    when = "always" if one.phase is None else str(one.phase)
     grid.add_row(
       one.method,
+      *([when] if phases else []),
       str(one.interval),
       "-" if one.told is None else _megabytes(one.told),
-      _megabytes(one.traced) + mark,
-      _megabytes(one.compiled) + mark,
+      _megabytes(one.traced),
+      _megabytes(one.compiled),
       _megabytes(step),
       f"{baseline / step:,.1f}x" if step else "-",
     )

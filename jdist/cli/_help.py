@@ -60,6 +60,7 @@ _EXAMPLES = {
   "bytes": """examples:
   jdist bytes --method ssgd topk_sgd powersgd --model resnet18 --workers 8
   jdist bytes --method topk_sgd --workers 32      payloads are gathered
+  jdist bytes --method dgc one_bit_adam --warmup-steps 500   each phase
 """,
 }
 
@@ -109,6 +110,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "learning_rate",
     "schedule",
     "warmup_epochs",
+    "warmup_steps",
     "optimizer",
     "momentum",
     "weight_decay",

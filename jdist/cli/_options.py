@@ -324,6 +324,13 @@ class Bytes:
   rank: int = 2
   """Of PowerSGD."""
 
+  steps: int = 10_000
+  """Steps of the run, of which one_bit_adam warms up for a sixth."""
+
+  warmup_steps: int = 0
+  """Steps of the learning rate's warm-up, and of each of dgc's first phases,
+  which send more; 0 has none."""
+
 
 # What a preset changes. Presets are for both commands: a learning rate of
 # several values is a grid for `compare`, and its first value is `train`'s.

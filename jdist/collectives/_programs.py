@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from jdist.collectives import _hlo, _traffic
+from jdist.collectives import _hlo, _phasing, _traffic
 
 # `all-reduce-start` and `-done` are one operation; `-done` is not counted.
 KINDS: dict[str, _traffic.Kind] = {
@@ -31,7 +31,8 @@ def read_collectives(program: Any) -> tuple[_traffic.Collective, ...]:
   Returns:
     Every collective in textual order, with the bytes of its operands and the
     number of devices of one of its groups; `conditional` where it is reached
-    through a conditional only.  A collective in a loop is listed once.
+    through a conditional only, with the `phase` that its branch names.  A
+    collective in a loop is listed once.
 
   >>> read_collectives('''
   ... ENTRY %main (x: f32[10]) -> f32[10] {
@@ -39,7 +40,7 @@ def read_collectives(program: Any) -> tuple[_traffic.Collective, ...]:
   ...   ROOT %r = f32[10]{0} all-reduce(%x), replica_groups=[1,8]<=[8]
   ... }''')
   (Collective(kind='all-reduce', payload_bytes=40, num_workers=8,
-   conditional=False, count=1),)
+   conditional=False, count=1, phase=None),)
   """
   parsed = _hlo.parse(program)
   always = parsed.always()
@@ -60,7 +61,13 @@ def as_collective(
     sum(shape.num_bytes for shape in program.operands(instruction)),
     _group_size(instruction.attributes),
     conditional=conditional,
+    phase=_phase(instruction.attributes) if conditional else None,
   )
+
+
+def _phase(attributes: str) -> _phasing.Phase | None:
+  match = re.search(r'op_name="([^"]*)"', attributes)
+  return None if match is None else _phasing.phase_of(match[1])
 
 
 def _group_size(attributes: str) -> int:

@@ -9,12 +9,12 @@ machines would send.  What a compiled program really does is read in
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist.collectives import _axis
+from jdist.collectives import _axis, _phasing
 
 Kind = Literal[
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"
@@ -32,6 +32,8 @@ class Collective:
     conditional: whether it stands in a conditional and so does not happen in
       every step.
     count: how often it happens when it does (the length of a loop).
+    phase: when the conditional's branch is taken, if it says so; None for one
+      that is taken once a round.
   """
 
   kind: Kind
@@ -39,6 +41,7 @@ class Collective:
   num_workers: int
   conditional: bool = False
   count: int = 1
+  phase: _phasing.Phase | None = None
 
   @property
   def wire_bytes(self) -> float:
@@ -82,19 +85,60 @@ class Traffic:
 
   @property
   def bytes_per_step(self) -> float:
-    """Bytes that a worker sends in every step."""
+    """Bytes that a worker sends in every step, whatever the phase."""
     return math.fsum(
       c.wire_bytes for c in self.collectives if not c.conditional
     )
 
   @property
   def bytes_per_round(self) -> float:
-    """Bytes that a worker sends more in the steps that end a round."""
-    return math.fsum(c.wire_bytes for c in self.collectives if c.conditional)
+    """Bytes that it sends more in the steps that end a round."""
+    return math.fsum(
+      c.wire_bytes
+      for c in self.collectives
+      if c.conditional and c.phase is None
+    )
 
-  def sent_bytes(self, steps: int, rounds: int) -> float:
-    """Bytes that a worker has sent after so many steps and rounds."""
-    return steps * self.bytes_per_step + rounds * self.bytes_per_round
+  @property
+  def phases(self) -> tuple[_phasing.Phase, ...]:
+    """The different phases in which something is sent, the first first."""
+    found = {c.phase for c in self.collectives if c.phase is not None}
+    return tuple(
+      sorted(
+        # In a short phase, later ones that stand in it are never reached.
+        (p for p in found if p.stop is None or p.stop > p.start),
+        key=lambda p: (p.start, p.stop is None, p.stop, p.unit),
+      )
+    )
+
+  def bytes_in(self, phase: _phasing.Phase) -> float:
+    """Bytes that it sends more in each of a phase's steps, or rounds."""
+    return math.fsum(c.wire_bytes for c in self.collectives if c.phase == phase)
+
+  def sent_bytes(
+    self,
+    steps: int,
+    rounds: int,
+    *,
+    after_steps: int = 0,
+    after_rounds: int = 0,
+  ) -> float:
+    """Bytes that a worker sends in so many steps, and the rounds in them.
+
+    Args:
+      steps: how many.
+      rounds: how many of them ended a round.
+      after_steps: steps of the run before them: they decide on the phase.
+      after_rounds: rounds before them.
+    """
+    sent = steps * self.bytes_per_step + rounds * self.bytes_per_round
+    for phase in self.phases:
+      if phase.unit == "step":
+        times = phase.times(steps, after=after_steps)
+      else:
+        times = phase.times(rounds, after=after_rounds)
+      sent += times * self.bytes_in(phase)
+    return sent
 
 
 # The primitives' names in the supported versions of JAX.
@@ -150,14 +194,50 @@ def traffic(
     )
   )(*args)
   sizes = dict(zip(names, shape, strict=True))
-  return Traffic(tuple(_walk(traced.jaxpr, sizes, False, 1)))
+  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1)))
+
+
+class _Place(NamedTuple):
+  """Where an equation stands.
+
+  Attributes:
+    conditional: whether in a conditional.
+    rare: whether in one whose branch does not say when it is taken.
+    phase: the phase of the branch around it, as one of the run.
+    before: of the innermost conditional, while its branch has not said when it
+      is taken.
+  """
+
+  conditional: bool = False
+  rare: bool = False
+  phase: _phasing.Phase | None = None
+  before: "_Place | None" = None
+
+  def branch(self) -> "_Place":
+    """In a conditional that stands here."""
+    return _Place(True, True, self.phase, self)
+
+  def named(self, name: str) -> "_Place":
+    """In a branch, which may say in the name when it is taken."""
+    said = _phasing.phases_in(name)
+    if self.before is None or not said:
+      return self
+    around = self.before
+    phase = dataclasses.replace(
+      said[-1], unit="round" if around.rare else "step"
+    )
+    if around.phase is not None:
+      phase = phase.inside(around.phase)
+    return _Place(True, around.rare, phase)
 
 
 def _walk(
-  jaxpr: Any, sizes: dict[str, int], conditional: bool, count: int
+  jaxpr: Any, sizes: dict[str, int], around: _Place, count: int
 ) -> Iterator[Collective]:
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
+    # Names in a branch begin anew.
+    place = around.named(str(eqn.source_info.name_stack))
     if name in _KINDS:
       axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
       axes = (axes,) if isinstance(axes, str) else axes
@@ -166,8 +246,15 @@ def _walk(
         payload = 0
         for var in eqn.invars:
           payload += math.prod(var.aval.shape) * var.aval.dtype.itemsize
-        yield Collective(_KINDS[name], payload, group, conditional, count)
-    inside = conditional or name == "cond"
+        yield Collective(
+          _KINDS[name],
+          payload,
+          group,
+          place.conditional,
+          count,
+          place.phase,
+        )
+    inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
     for value in eqn.params.values():
       for inner in value if isinstance(value, list | tuple) else (value,):

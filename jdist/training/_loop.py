@@ -321,6 +321,7 @@ class _Run:
   def _take(self, variant: _variants.Variant, metrics: jax.Array) -> None:
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
+    before = self._read
     self._read += 1
     self.watchdog.beat(f"the last was step {self._read}")
     if self._since_s is not None:
@@ -332,7 +333,9 @@ class _Run:
     rounds = int(columns["rounds"][0])
     # What was streamed before has not been sent again at the round's end.
     ended = 0 if variant == "idle" else rounds - self._rounds
-    self._sent_bytes += traffic.sent_bytes(1, ended)
+    self._sent_bytes += traffic.sent_bytes(
+      1, ended, after_steps=before, after_rounds=self._rounds
+    )
     self._rounds = rounds
     if "stream_steps" in columns:
       ahead = columns["stream_steps"][0], columns["stream_offset"][0]

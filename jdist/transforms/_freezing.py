@@ -140,7 +140,8 @@ def scale_by_frozen_adam(
     return scaled, state._replace(step=optax.safe_increment(state.step))
 
   def exactly(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
-    mean = collectives.mean(grads, axis)
+    with collectives.phase(0, warmup_steps):
+      mean = collectives.mean(grads, axis)
     squares = jax.tree.map(jnp.square, mean)
     state = state._replace(
       mu=_blended(_scalar(b1), state.mu, mean),
@@ -150,7 +151,8 @@ def scale_by_frozen_adam(
 
   def by_few_bytes(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
     own = _blended(_scalar(b1), state.mu, grads)
-    mu, reduced = reduction.mean(own, state.reduction)
+    with collectives.phase(warmup_steps):
+      mu, reduced = reduction.mean(own, state.reduction)
     mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0.0), mu, state.nu)
     state = state._replace(mu=mu, reduction=reduced)
     return collectives.varying(state, axis)

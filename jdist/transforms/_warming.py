@@ -86,8 +86,11 @@ class Scheduled(collectives.Reducer):
 
     def branch(number: int) -> Callable[..., collectives.Reduced]:
       def one(tree: PyTree, states: Any, key: jax.Array) -> collectives.Reduced:
-        _, reducer = self.phases[number]
-        reduced = reducer.reduce(tree, states[number], key, axis)
+        end, reducer = self.phases[number]
+        start = 0 if number == 0 else self.phases[number - 1][0]
+        assert start is not None
+        with collectives.phase(start, end):
+          reduced = reducer.reduce(tree, states[number], key, axis)
         states = (*states[:number], reduced.state, *states[number + 1 :])
         return collectives.varying(reduced._replace(state=states), axis)
 

@@ -18,6 +18,7 @@ from jdist import cli
     ("--model resnet9", "`--model` must be one of"),
     ("--model transformer", "`--model` must be one of"),
     ("--workers 0", "`--workers` must be at least 1, got 0"),
+    ("--warmup-steps -1", "`--warmup-steps` must be at least 0, got -1"),
   ],
 )
 def test_options_that_cannot_be_used_are_named(words, told, capsys):
@@ -34,6 +35,7 @@ def test_the_three_counts_agree():
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
       "--workers", "4", "--method",
       "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
+      "one_bit_adam", "--steps", "600",
     ],
     env=environment, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
@@ -41,8 +43,14 @@ def test_the_three_counts_agree():
   rows = {}
   for line in done.stdout.splitlines():
     cells = [cell.strip() for cell in re.split("[│|]", line)[1:-1]]
-    if len(cells) == 7 and cells[0]:
-      rows[cells[0]] = cells[1:]
+    if len(cells) == 8 and cells[0]:
+      rows[cells[0], cells[1]] = cells[2:]
+  warm, signs = (
+    rows.pop(("one_bit_adam", when))
+    for when in ("steps 1-100", "from step 101 on")
+  )
+  assert {when for _, when in rows} - {"when"} == {"always"}
+  rows = {name: row for (name, _), row in rows.items()}
   # 101,770 float32 parameters around a ring of 4, 2 * 3/4 of them sent.
   assert rows["ssgd"][1:4] == ["-", "0.6106", "0.6106"]
   assert rows["ssgd"][-1] == "1.0x"
@@ -51,3 +59,8 @@ def test_the_three_counts_agree():
     told, traced, compiled = map(float, rows[name][1:4])
     assert told == pytest.approx(traced, rel=0.01, abs=0.001), name
     assert compiled == pytest.approx(traced, rel=0.01, abs=0.001), name
+  # Exact means first, then a bit for each entry, scales and residuals' bytes.
+  assert warm[1:4] == ["-", "0.6106", "0.6106"]
+  told, traced, compiled = map(float, signs[1:4])
+  assert told == pytest.approx(0.6106 / 32, rel=0.02)
+  assert traced == compiled == pytest.approx(told, rel=0.01)

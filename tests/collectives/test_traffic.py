@@ -73,6 +73,71 @@ def test_a_local_step_by_hand():
   assert traffic.bytes_per_round == 60
 
 
+def warm(x):
+  """Gathered in steps 1 and 2, exchanged in 3, then nothing."""
+
+  def branch(start, stop, does):
+    def run(x):
+      with collectives.phase(start, stop):
+        return collectives.varying(does(x), AXIS)
+
+    return run
+
+  return jax.lax.switch(
+    x[0].astype(jnp.int32),
+    [
+      branch(0, 2, lambda x: collectives.gather(x, AXIS).sum(0)),
+      # Names begin anew in what is called.
+      branch(2, 3, jax.jit(lambda x: collectives.mean(x, AXIS))),
+      branch(3, None, lambda x: x),
+    ],
+    x,
+  )
+
+
+def test_a_phase_counts_in_its_steps_by_hand():
+  traffic = count(warm, struct(10), num_workers=4)
+  assert [str(p) for p in traffic.phases] == ["steps 1-2", "step 3"]
+  assert (traffic.bytes_per_step, traffic.bytes_per_round) == (0, 0)
+  first, second = 3 * 40, 2 * 3 / 4 * 40
+  for steps, sent in (
+    (0, 0), (1, first), (2, 2 * first), (3, 2 * first + second),
+    (9, 2 * first + second),
+  ):  # fmt: skip
+    assert traffic.sent_bytes(steps, steps) == sent
+    after = traffic.sent_bytes(9 - steps, 9, after_steps=steps)
+    assert sent + after == 2 * first + second
+
+
+def test_a_phase_of_a_round_s_end_counts_rounds():
+  def step(x, is_end):
+    x = jax.lax.cond(
+      is_end,
+      lambda: warm(x) + collectives.mean(x, AXIS),
+      lambda: collectives.varying(x, AXIS),
+    )
+    return collectives.mean(x[0], AXIS)
+
+  traffic = count(step, struct(10), struct(dtype="bool"), num_workers=4)
+  assert [str(p) for p in traffic.phases] == ["rounds 1-2", "round 3"]
+  assert (traffic.bytes_per_step, traffic.bytes_per_round) == (6, 60)
+  assert traffic.sent_bytes(20, 3) == 20 * 6 + 3 * 60 + 2 * 120 + 60
+  assert traffic.sent_bytes(1, 1, after_steps=9, after_rounds=2) == 6 + 60 + 60
+
+
+def test_a_phase_in_a_phase_counts_from_its_beginning():
+  def step(x):
+    def late():
+      with collectives.phase(5, 7):
+        return warm(x)
+
+    return jax.lax.cond(x[1] > 0, late, lambda: collectives.varying(x, AXIS))
+
+  traffic = count(step, struct(10), num_workers=4)
+  assert [str(p) for p in traffic.phases] == ["steps 6-7"]
+  assert traffic.sent_bytes(20, 20) == 2 * 120
+
+
 def test_a_scan_counts_its_length():
   def step(x):
     body = lambda x, _: (collectives.mean(x, AXIS), None)  # noqa: E731
@@ -156,7 +221,12 @@ def both_in_a_conditional(x):
   return rare, collectives.mean(x, AXIS)
 
 
+def another_in_every_phase(x):
+  return a_round_now_and_then(warm(x))
+
+
 STEPS = (
+  another_in_every_phase,
   mean_of_a_tree,
   a_round_now_and_then,
   steps_in_a_scan,
@@ -178,7 +248,7 @@ def test_the_program_moves_what_was_counted(step):
     # what stands in a loop once.
     sums = collections.Counter()
     for c in found:
-      sums[c.kind, c.num_workers, c.conditional] += c.payload_bytes
+      sums[c.kind, c.num_workers, c.conditional, c.phase] += c.payload_bytes
     return sums
 
   assert counted

@@ -4,11 +4,12 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jdist import collectives, training, transforms
+from jdist import codecs, collectives, training, transforms
 from tests.training import _tiny
 
 
@@ -179,6 +180,104 @@ def test_bytes_are_rounds_times_bytes_by_hand():
       )
       assert [(r.step, r.rounds) for r in records] == [(steps, rounds)], name
       assert records[0].sent_bytes == pytest.approx(sent), name
+
+
+def _phased(team):
+  """Two methods that send less and less, and their bytes a step by hand."""
+  like = jax.eval_shape(lambda: _WIDE)
+  wide = {name: like[name] for name in ("kernel", "other")}
+  narrow = {"bias": like["bias"]}
+  n = team.num_workers
+
+  def dgc_bits(ratio):
+    sparse = collectives.carry(codecs.SampledTopK(ratio))
+    dense = collectives.Exact()
+    return sparse.num_bits(wide, n).sent + dense.num_bits(narrow, n).sent
+
+  exact = collectives.Exact().num_bits(like, n).sent
+  sign = collectives.carry(codecs.Sign(scale="l2")).num_bits(like, n).sent
+  ratios = (0.25, 0.0625, 0.015625, 0.004)
+  return {
+    "dgc": (
+      transforms.dgc(optax.sgd(0.1), axis=team.axis, steps_per_phase=2),
+      [dgc_bits(r) / 8 for r in ratios for _ in range(2)]
+      + [dgc_bits(0.001) / 8] * 4,
+      # Whole bytes of each payload's two arrays.
+      12 * (n - 1) * 2 * 2,
+    ),
+    "one_bit_adam": (
+      transforms.one_bit_adam(0.01, 4, axis=team.axis),
+      [exact / 8] * 4 + [sign / 8] * 6,
+      6 * 2 * n * 3,
+    ),
+    # A reducer that changes from round to round.
+    "local_steps": (
+      transforms.local_steps(
+        optax.sgd(0.1),
+        3,
+        axis=team.axis,
+        reducer=transforms.Scheduled(
+          (
+            (2, collectives.Exact()),
+            (None, collectives.carry(codecs.Sign(scale="l2"))),
+          )
+        ),
+      ),
+      [0, 0, exact / 8] * 2 + [0, 0, sign / 8] * 2,
+      2 * 2 * n * 3,
+    ),
+  }
+
+
+_WIDE = {
+  "bias": np.zeros(3, np.float32),
+  "kernel": np.ones((6, 3), np.float32),
+  "other": np.ones((40, 50), np.float32),
+}
+
+
+def _wide_loss(params, model_state, batch, key):
+  del key
+  y = batch["x"] @ params["kernel"] + params["bias"]
+  return (y**2).mean() + (params["other"] ** 2).mean(), (model_state, {})
+
+
+@pytest.mark.parametrize("name", ["dgc", "one_bit_adam", "local_steps"])
+def test_bytes_of_phases_are_those_of_their_steps_by_hand(name, monkeypatch):
+  team = _tiny.team("vmap")
+  optimizer, by_hand, rounding = _phased(team)[name]
+  step = training.make_step(_wide_loss, optimizer, axis=team.axis)
+  trainer = training.Trainer(team, step)
+  rounds = np.cumsum(np.array(by_hand) > 0)
+
+  def program(state, batch):  # What is sent is counted without running it.
+    del batch
+    done = int(state.step[0])
+    opt_state = state.opt_state
+    if name == "local_steps":
+      opt_state = opt_state._replace(
+        round=jnp.full(4, int(rounds[done]), jnp.int32)
+      )
+    state = state._replace(step=state.step + 1, opt_state=opt_state)
+    return state, jnp.asarray([[0.0, float(rounds[done])]] * 4)
+
+  trainer._names = ("loss", "rounds")
+  monkeypatch.setattr(trainer, "_program", lambda state, variant: program)
+  first = training.init_state(team, optimizer, _WIDE)
+
+  def fit(state, stop):
+    return trainer.fit(state, _tiny.batches(team), stop, evaluate_every=1)
+
+  _, through = fit(first, len(by_hand))
+  sent = np.cumsum(by_hand)
+  found = [record.sent_bytes for record in through]
+  assert np.all(found >= sent - 1e-6)
+  assert np.all(found <= sent + rounding)
+  assert rounding < sent[-1] / 10
+  state, _ = fit(first, 3)
+  state, _ = fit(state, 7)  # As from a checkpoint.
+  _, resumed = fit(state, len(by_hand))
+  assert [r.sent_bytes for r in resumed] == found[7:]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
