@@ -7,3 +7,5 @@ from jdist.prediction._cutting import Leaf as Leaf
 from jdist.prediction._cutting import PUBLISHED as PUBLISHED
 from jdist.prediction._cutting import published_cut as published_cut
 from jdist.prediction._cutting import published_model as published_model
+from jdist.prediction._predictor import Predictor as Predictor
+from jdist.prediction._predictor import predictor as predictor
