@@ -1,4 +1,7 @@
-"""Prediction of parameters: some layers are sent, the others predicted."""
+"""Prediction of parameters: some layers are sent, the others predicted.
+
+And all of them from their past: weight nowcasters.
+"""
 
 from jdist.prediction._cutting import Cut as Cut
 from jdist.prediction._cutting import cut as cut
@@ -7,5 +10,22 @@ from jdist.prediction._cutting import Leaf as Leaf
 from jdist.prediction._cutting import PUBLISHED as PUBLISHED
 from jdist.prediction._cutting import published_cut as published_cut
 from jdist.prediction._cutting import published_model as published_model
+from jdist.prediction._jumping import nowcast_weights as nowcast_weights
+from jdist.prediction._jumping import NowcastState as NowcastState
+from jdist.prediction._nowcast_fitting import fit_nowcaster as fit_nowcaster
+from jdist.prediction._nowcast_fitting import fit_nowcasters as fit_nowcasters
+from jdist.prediction._nowcast_fitting import Fitted as Fitted
+from jdist.prediction._nowcast_fitting import load_nowcasters as load_nowcasters
+from jdist.prediction._nowcast_fitting import NowcastFit as NowcastFit
+from jdist.prediction._nowcast_fitting import save_nowcasters as save_nowcasters
+from jdist.prediction._nowcasting import init_nowcaster as init_nowcaster
+from jdist.prediction._nowcasting import init_nowcasters as init_nowcasters
+from jdist.prediction._nowcasting import kind_of as kind_of
+from jdist.prediction._nowcasting import nowcast as nowcast
+from jdist.prediction._nowcasting import nowcast_entries as nowcast_entries
 from jdist.prediction._predictor import Predictor as Predictor
 from jdist.prediction._predictor import predictor as predictor
+from jdist.prediction._tracking import load_tracks as load_tracks
+from jdist.prediction._tracking import save_tracks as save_tracks
+from jdist.prediction._tracking import Tracker as Tracker
+from jdist.prediction._tracking import Tracks as Tracks

@@ -1,0 +1,205 @@
+"""Tracks: sampled entries of the parameters, followed from epoch to epoch."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jdist.prediction import _nowcasting, _storing
+
+PyTree: TypeAlias = Any
+# Of each kind float32 [entries, epochs].
+Tracks: TypeAlias = dict[_nowcasting.Kind, np.ndarray]
+
+
+class Tracker:
+  """Follows some entries of each kind through a run.
+
+  The entries are drawn once, of all entries of a kind with equal chances, and
+  their values are kept at the ends of epochs.
+
+  >>> params = {"dense": {"bias": np.zeros(2), "kernel": np.ones((3, 2))}}
+  >>> tracker = Tracker(params, entries_per_kind=4)
+  >>> for _ in range(3):
+  ...   tracker.record(params)
+  >>> {kind: track.shape for kind, track in tracker.tracks().items()}
+  {'dense': (4, 3), 'bias': (2, 3)}
+  """
+
+  def __init__(
+    self,
+    like: PyTree,
+    *,
+    entries_per_kind: int = 2000,
+    seed: int = 0,
+    begun: Tracks | None = None,
+  ):
+    """Draws the entries.
+
+    Args:
+      like: one worker's parameters, or their shapes.
+      entries_per_kind: how many to follow of each kind, all if there are
+        fewer; default 2000, 0.4 MB for 50 epochs.
+      seed: of the choice, integer >= 0.
+      begun: tracks of the same entries from a part of the run that is over.
+
+    Raises:
+      ValueError: when an argument is out of its range, or `begun` is of
+        another number of entries.
+    """
+    if entries_per_kind < 1:
+      raise ValueError(
+        f"`entries_per_kind` must be >= 1, got {entries_per_kind}."
+      )
+    leaves = jax.tree.leaves(like)
+    self._structure: Any = jax.tree.structure(like)
+    self._shapes = [np.shape(leaf) for leaf in leaves]
+    # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
+    self._chosen: dict[_nowcasting.Kind, list[tuple[int, np.ndarray]]] = {}
+    for number, kind in enumerate(_nowcasting.KINDS):
+      own = [
+        i
+        for i, shape in enumerate(self._shapes)
+        if _nowcasting.kind_of(shape) == kind
+      ]
+      sizes = [int(np.prod(self._shapes[i])) for i in own]
+      if not sum(sizes):
+        continue
+      draw = np.random.default_rng([seed, number])
+      count = min(entries_per_kind, sum(sizes))
+      places = np.sort(draw.choice(sum(sizes), count, replace=False))
+      ends = np.cumsum(sizes)
+      self._chosen[kind] = [
+        (i, places[(places >= end - size) & (places < end)] - (end - size))
+        for i, size, end in zip(own, sizes, ends, strict=True)
+      ]
+    self._values: dict[_nowcasting.Kind, list[np.ndarray]] = {
+      kind: [] for kind in self._chosen
+    }
+    if begun is not None:
+      self._continue(begun)
+
+  def record(self, params: PyTree) -> None:
+    """Keeps the values at the end of an epoch.
+
+    Args:
+      params: one worker's, of the shapes given at first; with several workers
+        `workers.view(params)`.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if structure != self._structure or shapes != self._shapes:
+      raise ValueError(
+        "`params` must have the shapes that the tracker was made for, "
+        f"{self._shapes}, got {shapes}. With several workers give one's: "
+        "`workers.view(params)`."
+      )
+    for kind, chosen in self._chosen.items():
+      parts = [
+        np.asarray(leaves[i]).reshape(-1)[at].astype(np.float32)
+        for i, at in chosen
+      ]
+      self._values[kind].append(np.concatenate(parts))
+
+  def tracks(self) -> Tracks:
+    """What was recorded: of each kind float32 [entries, epochs]."""
+    return {
+      kind: np.stack(values, 1)
+      if values
+      else np.zeros((self._count(kind), 0), np.float32)
+      for kind, values in self._values.items()
+    }
+
+  def _count(self, kind: _nowcasting.Kind) -> int:
+    return sum(len(at) for _, at in self._chosen[kind])
+
+  def _continue(self, begun: Tracks) -> None:
+    wanted = {kind: self._count(kind) for kind in self._chosen}
+    found = {kind: len(track) for kind, track in begun.items()}
+    if wanted != found:
+      raise ValueError(
+        f"`begun` must be tracks of the same entries, {wanted}, got {found}."
+      )
+    for kind, track in begun.items():
+      self._values[kind] = list(np.asarray(track, np.float32).T)
+
+
+def save_tracks(
+  directory: str | os.PathLike[str],
+  runs: Sequence[Tracks],
+  about: dict[str, Any] | None = None,
+) -> None:
+  """Writes the tracks of runs: arrays as .npy, and a manifest with hashes.
+
+  Args:
+    directory: made if it is missing; what was there is replaced, in one move.
+    runs: tracks, which may be of different models and lengths.
+    about: anything that JSON can hold.
+  """
+  arrays = {
+    f"run_{number:03d}_{kind}": track
+    for number, run in enumerate(runs)
+    for kind, track in run.items()
+  }
+  _storing.save_arrays(
+    directory, arrays, {"what": "tracks", "runs": len(runs), "about": about}
+  )
+
+
+def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
+  """Reads what `save_tracks` wrote.
+
+  Raises:
+    FileNotFoundError: when there is nothing.
+    ValueError: when it is damaged, or something else.
+  """
+  arrays, body = _storing.load_arrays(directory, what="tracks")
+  runs: list[Tracks] = [{} for _ in range(body["runs"])]
+  for name, array in arrays.items():
+    _, number, kind = name.split("_")
+    runs[int(number)][kind] = array  # type: ignore[index]
+  return runs
+
+
+def windows(
+  tracks: Sequence[np.ndarray], horizon: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """All histories of five in the tracks, and what came `horizon` epochs on.
+
+  Args:
+    tracks: float32 [entries, epochs] each.
+    horizon: epochs between the last value of a history and its target.
+
+  Returns:
+    Histories, float32 [n, 5], and targets, float32 [n].
+
+  >>> histories, targets = windows([np.arange(7.0)[None]], horizon=2)
+  >>> histories.tolist(), targets.tolist()
+  ([[0.0, 1.0, 2.0, 3.0, 4.0]], [6.0])
+  """
+  length = _nowcasting.HISTORY_LENGTH
+  found = []
+  for track in tracks:
+    if track.shape[1] < length + horizon:
+      continue
+    view = np.lib.stride_tricks.sliding_window_view(
+      np.asarray(track, np.float32), length + horizon, axis=1
+    )
+    found.append(view.reshape(-1, length + horizon))
+  if not found:
+    longest = max((track.shape[1] for track in tracks), default=0)
+    raise ValueError(
+      f"`tracks` must be of {length + horizon} epochs at least, {length} and "
+      f"the horizon of {horizon}, got {longest}. Record longer runs."
+    )
+  together = np.concatenate(found)
+  return together[:, :length], together[:, -1]
+
+
+def of_kind(
+  runs: Sequence[Mapping[_nowcasting.Kind, np.ndarray]], kind: _nowcasting.Kind
+) -> list[np.ndarray]:
+  """The tracks of one kind, of the runs that have some."""
+  return [run[kind] for run in runs if kind in run]
