@@ -3,6 +3,8 @@
 And all of them from their past: weight nowcasters.
 """
 
+from jdist.prediction._counting import Traffic as Traffic
+from jdist.prediction._counting import traffic as traffic
 from jdist.prediction._cutting import Cut as Cut
 from jdist.prediction._cutting import cut as cut
 from jdist.prediction._cutting import Layer as Layer

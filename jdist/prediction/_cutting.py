@@ -144,6 +144,16 @@ class Cut:
     )
     return cls(description["model"], front, rear)
 
+  def abstract(self) -> PyTree:
+    """The network's parameters as a tree of `jax.ShapeDtypeStruct`."""
+    layers = (*self.front, *self.rear)
+    shapes = {
+      leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+      for layer in layers
+      for leaf in layer.leaves
+    }
+    return _pick(shapes, layers)
+
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
     """Cuts one worker's parameters in two.
 
