@@ -27,19 +27,27 @@ class DCTTopK(_codec.Codec):
 
   .. math:: \mathrm{decode}(\mathrm{encode}(x)) = D^T \mathrm{top}_k(D x)
 
-  with the orthonormal DCT-II D of each block: a tile of `chunk` x `chunk`
-  where the last dimension and the product of the others are multiples of
-  `chunk`, else `chunk` neighbours of the flat array, the last block shorter.
+  with the orthonormal DCT-II D of each block: a tile whose sides are the
+  largest divisors, not above `chunk`, of the last dimension and of the product
+  of the others; of a vector, a stretch.  With `chunk` 64 a matrix of 256 x 192
+  has tiles of 64 x 64, and one of 100 x 10 has tiles of 50 x 10.
+
+  **What a length costs.**  A tile sends k coefficients however small it is, so
+  what is sent is min(1, k / tile) of all entries: with k = 32, 0.8 % of 64 x 64
+  tiles and 6.4 % of those of 50 x 10.  A prime length above `chunk` has the
+  side 1: a matrix of 127 x 64 has tiles of 1 x 64 and sends half of its
+  entries, and a vector of 127 goes whole, as 32-bit floats without indices,
+  which saves nothing.  Lengths with many divisors are cheap; for others take
+  `ratio`, or leave them to another codec with `PerLeaf`.
 
   Source: DeMo (arXiv 2411.19870), which sends k coefficients of the tiles of
-  momentum.  Departures: their tiles are of the largest divisors not above
-  `chunk`, where an array that `chunk` does not divide is taken as a vector
-  here; arrays of more than two dimensions are matrices here.
+  momentum; the sides are those of its authors' code.  Departure: arrays of
+  more than two dimensions are matrices here.
 
   A NaN or an infinity makes its whole block NaN.
 
   Args:
-    chunk: the side of a block, 64 by default.
+    chunk: the longest side of a block, 64 by default.
     k: coefficients of each block, or all if it has fewer; 32 by default.
     ratio: the part of each block in place of `k`, in (0, 1].
     values: as in `TopK`.
@@ -109,7 +117,7 @@ class DCTTopK(_codec.Codec):
 
   def _top(self, shape: tuple[int, ...]) -> _sparsifying.TopK:
     """What chooses the coefficients of the blocks of such an array."""
-    block = block_size(shape, self.chunk)
+    block = math.prod(tile(shape, self.chunk))
     k = None if self.k is None else min(self.k, block)
     return _sparsifying.TopK(self.ratio, k, chunk=block, values=self.values)
 
@@ -127,35 +135,37 @@ def dct_matrix(size: int) -> np.ndarray:
   return matrix.astype(np.float32)
 
 
-def block_size(shape: tuple[int, ...], chunk: int) -> int:
-  """Entries of a block: a square tile where both dimensions divide, or a row.
+def tile(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
+  """The sides of a block: of rows, and of the last dimension.
 
-  >>> block_size((128, 64), 64), block_size((128, 65), 64)
-  (4096, 64)
+  >>> tile((128, 64), 64), tile((3, 3, 32, 65), 64), tile((70,), 64)
+  ((64, 64), (48, 13), (1, 35))
   """
-  return chunk * chunk if _tiled(shape, chunk) else chunk
+  rows, columns = _matrix(shape)
+  return _side(rows, chunk), _side(columns, chunk)
 
 
 def dct(x: jax.Array, chunk: int) -> jax.Array:
   """The coefficients of all blocks, one after another.
 
   Args:
-    x: float32 of any shape.
-    chunk: side of the square tiles of a matrix (all dimensions but the last
-      are its rows) whose dimensions it divides; else length of the pieces of
-      the flat array, of which the last may be shorter.
+    x: float32 of any shape; all dimensions but the last are rows of a matrix.
+    chunk: the longest side of a block, see `tile`.
 
   Returns:
     float32 [size], block by block.
   """
+  if not x.size:
+    return x.reshape(-1)
+  (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)
 
   def transform(x: jax.Array) -> jax.Array:
-    if not _tiled(x.shape, chunk):
-      return _by_pieces(x.reshape(-1), chunk, inverse=False)
-    tiles = x.reshape(-1, chunk, x.shape[-1] // chunk, chunk)
-    matrix = dct_matrix(chunk)
     return jnp.einsum(
-      "yhxw,kh,lw->yxkl", tiles, matrix, matrix, precision=_HIGHEST
+      "yhxw,kh,lw->yxkl",
+      x.reshape(rows // height, height, columns // width, width),
+      dct_matrix(height),
+      dct_matrix(width),
+      precision=_HIGHEST,
     ).reshape(-1)
 
   return _finitely(transform, x)
@@ -165,24 +175,30 @@ def inverse_dct(
   coefficients: jax.Array, shape: tuple[int, ...], chunk: int
 ) -> jax.Array:
   """The array of this shape that has these coefficients."""
+  if not coefficients.size:
+    return coefficients.reshape(shape)
+  (rows, columns), (height, width) = _matrix(shape), tile(shape, chunk)
 
   def transform(coefficients: jax.Array) -> jax.Array:
-    if not _tiled(shape, chunk):
-      return _by_pieces(coefficients, chunk, inverse=True).reshape(shape)
-    tiles = coefficients.reshape(-1, shape[-1] // chunk, chunk, chunk)
-    matrix = dct_matrix(chunk)
     return jnp.einsum(
-      "yxkl,kh,lw->yhxw", tiles, matrix, matrix, precision=_HIGHEST
+      "yxkl,kh,lw->yhxw",
+      coefficients.reshape(rows // height, columns // width, height, width),
+      dct_matrix(height),
+      dct_matrix(width),
+      precision=_HIGHEST,
     ).reshape(shape)
 
   return _finitely(transform, coefficients)
 
 
-def _tiled(shape: tuple[int, ...], chunk: int) -> bool:
-  if len(shape) < 2 or not math.prod(shape):
-    return False
-  rows = math.prod(shape[:-1])
-  return rows % chunk == 0 and shape[-1] % chunk == 0
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+  return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def _side(length: int, longest: int) -> int:
+  """The largest divisor that is not above `longest`; 1 of no length."""
+  sides = range(min(length, longest), 0, -1)
+  return next((side for side in sides if length % side == 0), 1)
 
 
 def _finitely(
@@ -195,14 +211,3 @@ def _finitely(
   limit = _blocks.LARGEST * scale
   y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
   return y / scale
-
-
-def _by_pieces(x: jax.Array, chunk: int, inverse: bool) -> jax.Array:
-  whole = x.size // chunk * chunk
-  parts = []
-  for part, length in ((x[:whole], chunk), (x[whole:], x.size - whole)):
-    if part.size:
-      matrix = dct_matrix(length) if inverse else dct_matrix(length).T
-      pieces = part.reshape(-1, length)
-      parts.append(jnp.matmul(pieces, matrix, precision=_HIGHEST).reshape(-1))
-  return jnp.concatenate(parts) if parts else x

@@ -378,7 +378,7 @@ def demo(
     optimizer: plain SGD, with decoupled weight decay if any; what it gets is
       -1, 0 or 1, so the learning rate is a distance.
     decay: beta; the authors' 0.999.
-    chunk: the side of a block of the transform; the authors' 64.
+    chunk: the longest side of a block of the transform; the authors' 64.
     k: coefficients of each block; the authors' 32.
     axis: the workers' axis.
 

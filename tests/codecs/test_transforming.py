@@ -51,6 +51,62 @@ def test_the_matrix_is_orthonormal_and_the_one_defined(size):
   np.testing.assert_allclose(matrix @ x, cosines(x), atol=1e-5)
 
 
+def tiles(x, chunk):
+  """Slices of the tiles of a matrix, by the largest divisors up to `chunk`."""
+  rows, columns = (
+    max(d for d in range(1, chunk + 1) if length % d == 0) for length in x.shape
+  )
+  for top in range(0, x.shape[0], rows):
+    for left in range(0, x.shape[1], columns):
+      yield slice(top, top + rows), slice(left, left + columns)
+
+
+def largest_cosines(x, chunk, k):
+  """What is left of an array after a step of the authors' code, in NumPy."""
+  matrix = x.reshape(-1, x.shape[-1]).astype(np.float64)
+  found = np.zeros_like(matrix)
+  for place in tiles(matrix, chunk):
+    waves = np.apply_along_axis(cosines, 0, matrix[place])
+    waves = np.apply_along_axis(cosines, 1, waves).reshape(-1)
+    waves[np.argsort(-np.abs(waves), kind="stable")[k:]] = 0
+    sides = [cosines_matrix(n) for n in matrix[place].shape]
+    waves = waves.reshape(matrix[place].shape)
+    found[place] = sides[0].T @ waves @ sides[1]
+  return found.reshape(x.shape)
+
+
+def cosines_matrix(n):
+  return np.apply_along_axis(cosines, 0, np.eye(n))
+
+
+@pytest.mark.parametrize(
+  ("shape", "chunk", "k", "sides"),
+  [
+    ((8, 12), 4, 3, (4, 4)),
+    ((6, 10), 4, 2, (3, 2)),  # What `chunk` does not divide.
+    ((9, 15), 4, 2, (3, 3)),  # Odd.
+    ((7, 8), 4, 2, (1, 4)),  # A prime above `chunk`,
+    ((3, 5), 8, 4, (3, 5)),  # and two below.
+    ((11, 13), 4, 3, (1, 1)),  # Two above: all of it goes.
+    ((3, 3, 2, 10), 4, 2, (3, 2)),
+    ((70,), 4, 1, (1, 2)),
+    ((13,), 4, 3, (1, 1)),
+    ((1,), 4, 3, (1, 1)),
+  ],
+)
+def test_tiles_have_the_largest_divisors_as_sides(shape, chunk, k, sides):
+  assert _transforming.tile(shape, chunk) == sides
+  x = normal(shape)
+  codec = DCTTopK(chunk, k)
+  wanted = largest_cosines(np.asarray(x), chunk, k)
+  np.testing.assert_allclose(there_and_back(codec, x), wanted, atol=1e-5)
+  # No tile sends more than it has, and one that sends all needs no indices.
+  in_tile = sides[0] * sides[1]
+  values = 32 * x.size // in_tile * min(k, in_tile)
+  indices = codec.num_bits(x) - values
+  assert indices == 0 if in_tile <= k else 0 < indices <= x.size + 7
+
+
 def test_tiles_of_a_matrix_are_transformed_both_ways():
   x = np.asarray(normal((8, 12)))
   found = np.asarray(_transforming.dct(jnp.asarray(x), 4)).reshape(2, 3, 4, 4)
@@ -63,7 +119,8 @@ def test_tiles_of_a_matrix_are_transformed_both_ways():
 
 
 @pytest.mark.parametrize(
-  "shape", [(), (0,), (3, 0), (1,), (64,), (70,), (8, 12), (3, 3, 8, 4), (9, 8)]
+  "shape",
+  [(), (0,), (3, 0), (1,), (64,), (70,), (8, 12), (3, 3, 8, 4), (9, 8), (11,)],
 )
 def test_all_coefficients_are_no_compression(shape):
   x = normal(shape)
