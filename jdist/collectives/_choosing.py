@@ -124,6 +124,11 @@ class PerLeaf(_reducing.Reducer):
         return rule.reducer
     return self.default
 
+  @property
+  def averages(self) -> bool:
+    """Whether all of them do."""
+    return all(reducer.averages for reducer in self.reducers)
+
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """The states of all reducers."""
     leaves = dict(self._named(like))

@@ -51,6 +51,11 @@ class TwoLevel(_reducing.Reducer):
   inner: _reducing.Reducer
   outer: _reducing.Reducer
 
+  @property
+  def averages(self) -> bool:
+    """Whether both do."""
+    return self.inner.averages and self.outer.averages
+
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """The states of both."""
     inner, outer = _levels(axis)

@@ -59,6 +59,15 @@ class Reducer(abc.ABC):
   owners of parts of the tree), if it has any: nothing is lost on the way.
   """
 
+  @property
+  def averages(self) -> bool:
+    """Whether the mean is made of the own shares, so that the law holds.
+
+    What `wanted - own_share` leaves for the next time means nothing elsewhere,
+    and feedbacks that keep it are refused.
+    """
+    return True
+
   @abc.abstractmethod
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """The first state of one worker, a tree of arrays; `()` for none.

@@ -31,8 +31,8 @@ class MajorityVote(_reducing.Reducer):
   `own_share` is :math:`\mathrm{sign}(x_i)`, float32.  **The reducers' law does
   not hold**: a vote is not a mean.  What does: every entry of the mean has the
   sign of :math:`\sum_i \mathrm{own\_share}_i`, or that is zero.  So error
-  feedback on `own_share` is meaningless here: the minority's vote is lost, and
-  signs have lost their scale.
+  feedback on `own_share` is meaningless here, and refused: the minority's vote
+  is lost, and signs have lost their scale.
 
   Leaves in whose row of a worker a NaN or an infinity was met are NaN in that
   row, on all workers.
@@ -43,6 +43,11 @@ class MajorityVote(_reducing.Reducer):
   Departures: its one server is spread over the workers by rows; ties and
   zeros are +1 (the papers' sign(0) is 0, which one bit cannot tell).
   """
+
+  @property
+  def averages(self) -> bool:
+    """No: a vote is no mean of the voters."""
+    return False
 
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """Nothing is kept; refuses leaves that are not of floats."""

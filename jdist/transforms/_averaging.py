@@ -40,7 +40,8 @@ def average_gradients(
       all-reduce.
     feedback: what becomes of the part of a gradient that is not sent:
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`, or None: it is
-      forgotten.
+      forgotten.  With `collectives.MajorityVote`, of which nothing is left out,
+      `Smoothing()` or None.
     seed: of the random numbers of codecs that draw some, the same on all
       workers; None is 0.
 
@@ -49,10 +50,11 @@ def average_gradients(
     gradients.  A gradient in bfloat16 is sent in bfloat16.
 
   Raises:
-    ValueError: when `axis` is not an axis, or another argument is of another
-      kind; when the state is made, and the reducer does not suit the
-      parameters; at trace time, when the gradients are already summed because
-      the parameters are shared over the axis.
+    ValueError: when `axis` is not an axis, another argument is of another kind,
+      or the feedback means nothing with the reducer (a vote has no rest that
+      could be sent later); when the state is made, and the reducer does not
+      suit the parameters; at trace time, when the gradients are already summed
+      because the parameters are shared over the axis.
 
   >>> import jax, jax.numpy as jnp
   >>> optimizer = optax.chain(average_gradients("worker"), optax.sgd(0.1))

@@ -17,7 +17,7 @@ old value stays, where that is what keeps workers together), and the state's
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,15 @@ PyTree: TypeAlias = Any
 
 
 class Feedback(abc.ABC):
-  """What becomes of the part of a tree that a message leaves out."""
+  """What becomes of the part of a tree that a message leaves out.
+
+  Attributes:
+    keeps_rest: whether it remembers what of `wanted` is not in `own_share`, or
+      what is; for reducers whose mean is made of the shares
+      (`Reducer.averages`) only.
+  """
+
+  keeps_rest: ClassVar[bool] = True
 
   @abc.abstractmethod
   def init(self, like: PyTree) -> PyTree:
@@ -360,6 +368,8 @@ class Smoothing(Feedback):
   """
 
   momentum: float = 0.9
+
+  keeps_rest: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
     _checking.check_continuous("momentum", self.momentum, high=1.0)

@@ -42,6 +42,12 @@ class Reduction:
   ):
     check_reducer("reducer", reducer)
     _feeding.check_feedback("feedback", feedback)
+    if feedback is not None and feedback.keeps_rest and not reducer.averages:
+      raise ValueError(
+        "`feedback` keeps what is not in a worker's share of the mean, and "
+        f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
+        f"made of shares (it is decided by vote), got {feedback}."
+      )
     # Not 0 by default: `optax.inject_hyperparams` would make it an array.
     seed = 0 if seed is None else seed
     _checking.check_structural("seed", seed, minimum=0)

@@ -62,6 +62,11 @@ class Scheduled(collectives.Reducer):
     for _, reducer in self.phases:
       _reducing.check_reducer("phases", reducer)
 
+  @property
+  def averages(self) -> bool:
+    """Whether all of them do."""
+    return all(reducer.averages for _, reducer in self.phases)
+
   def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:
     """The states of all reducers."""
     return ScheduledState(

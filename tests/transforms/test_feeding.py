@@ -349,6 +349,44 @@ def test_what_cannot_be_is_refused(name):
     call()
 
 
+VOTE = collectives.MajorityVote()
+EXACT = collectives.Exact()
+# A vote, wherever it stands in a reducer.
+VOTES = {
+  "alone": VOTE,
+  "of some leaves": collectives.PerLeaf((collectives.Rule(VOTE, min_ndim=2),)),
+  "between hosts": collectives.TwoLevel(EXACT, VOTE),
+  "inside of hosts": collectives.TwoLevel(VOTE, EXACT),
+  "after a warm-up": transforms.Scheduled(((3, EXACT), (None, VOTE))),
+}
+SENDERS = {
+  "average_gradients": lambda **ways: transforms.average_gradients(
+    None, **ways
+  ),
+  "local_steps": lambda **ways: transforms.local_steps(
+    optax.sgd(0.1), 2, axis=None, **ways
+  ),
+  "scale_by_frozen_adam": lambda **ways: transforms.scale_by_frozen_adam(
+    2, None, **ways
+  ),
+}
+
+
+@pytest.mark.parametrize("sender", SENDERS)
+@pytest.mark.parametrize("name", VOTES)
+def test_of_a_vote_nothing_is_left_to_be_kept(name, sender):
+  build, vote = SENDERS[sender], VOTES[name]
+  for feedback in FEEDBACKS.values():
+    if isinstance(feedback, transforms.Smoothing):
+      build(reducer=vote, feedback=feedback)
+      continue
+    with pytest.raises(
+      ValueError, match=r"`feedback` keeps .*must be `Smoothing\(\)` or None"
+    ):
+      build(reducer=vote, feedback=feedback)
+  build(reducer=vote, feedback=None)
+
+
 def test_gradients_of_shared_parameters_are_refused():
   team = _table.team("shard_map")
   optimizer = transforms.average_gradients(team.axis, LARGEST)
