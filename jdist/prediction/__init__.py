@@ -3,6 +3,8 @@
 And all of them from their past: weight nowcasters.
 """
 
+from jdist.prediction._collecting import choose_steps as choose_steps
+from jdist.prediction._collecting import Collector as Collector
 from jdist.prediction._counting import Traffic as Traffic
 from jdist.prediction._counting import traffic as traffic
 from jdist.prediction._cutting import Cut as Cut
@@ -27,6 +29,7 @@ from jdist.prediction._nowcasting import nowcast as nowcast
 from jdist.prediction._nowcasting import nowcast_entries as nowcast_entries
 from jdist.prediction._predictor import Predictor as Predictor
 from jdist.prediction._predictor import predictor as predictor
+from jdist.prediction._sampling import ParameterSet as ParameterSet
 from jdist.prediction._tracking import load_tracks as load_tracks
 from jdist.prediction._tracking import save_tracks as save_tracks
 from jdist.prediction._tracking import Tracker as Tracker

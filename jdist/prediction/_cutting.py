@@ -39,8 +39,8 @@ class Leaf:
 
   @property
   def name(self) -> str:
-    """The path as one word, `conv01/kernel`."""
-    return "/".join(self.path)
+    """The path as one word, `conv01.kernel`."""
+    return ".".join(self.path)
 
   @property
   def size(self) -> int:
@@ -63,8 +63,8 @@ class Layer:
 
   @property
   def name(self) -> str:
-    """The path of the module, `stage1_block1/conv1`."""
-    return "/".join(self.leaves[0].path[:-1])
+    """The path of the module, `stage1_block1.conv1`."""
+    return ".".join(self.leaves[0].path[:-1])
 
   @property
   def size(self) -> int:
@@ -251,7 +251,7 @@ class Cut:
         )
     if more := sorted(found.keys() - {leaf.path for leaf in wanted}):
       raise ValueError(
-        f"{rule} it has a leaf {'/'.join(more[0])} besides. {remedy}"
+        f"{rule} it has a leaf {'.'.join(more[0])} besides. {remedy}"
       )
 
 

@@ -46,10 +46,10 @@ def save_arrays(
     data = buffer.getvalue()
     digest = hashlib.sha256(data).hexdigest()
     file = f"{name}-{digest[:12]}.npy"
-    _write_whole(target / file, data)
+    write_whole(target / file, data)
     files[name] = [file, digest]
   manifest = {"format": _FORMAT, "files": files, "body": body}
-  _write_whole(target / _MANIFEST, json.dumps(manifest, indent=1).encode())
+  write_whole(target / _MANIFEST, json.dumps(manifest, indent=1).encode())
   kept = {file for file, _ in files.values()}
   for old in target.glob("*.npy"):
     if old.name not in kept:
@@ -135,7 +135,7 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, like)
 
 
-def _write_whole(path: pathlib.Path, data: bytes) -> None:
+def write_whole(path: pathlib.Path, data: bytes) -> None:
   """Writes a file that is either there whole or not at all."""
   partial = path.with_name(path.name + ".partial")
   with partial.open("wb") as file:
