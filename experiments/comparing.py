@@ -121,8 +121,8 @@ class Comparison:
     other.train, other.test = part(np.sort(order[cut:])), part(order[:cut])
     return other
 
-  def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:
-    """Trains, and returns what was measured."""
+  def prepare(self, variant: str, peak: float, seed: int) -> "Prepared":
+    """All that a run consists of."""
     options, workers = self.options, self.workers
     per_epoch = len(self.train) / options.batch_size
     num_steps = round(options.epochs * per_epoch)
@@ -144,11 +144,10 @@ class Comparison:
       num_classes=self.train.num_classes,
       seed=seed,
     )
-    dtype = jax.numpy.dtype(options.dtype)
     loss = training.classification_loss(
       model.apply,
       normalize=self.train.normalize,
-      compute_dtype=dtype,
+      compute_dtype=jax.numpy.dtype(options.dtype),
       augment=data.compose(data.random_crop(), data.random_flip())
       if options.augment
       else None,
@@ -161,26 +160,33 @@ class Comparison:
       alpha=options.alpha,
       worker_ids=workers.local_workers,
     )
-    trainer = training.Trainer(
-      workers, training.make_step(loss, chain, axis=workers.axis)
+    return Prepared(
+      chain,
+      model,
+      training.make_step(loss, chain, axis=workers.axis),
+      training.init_state(workers, chain, model.params, model.state, seed=seed),
+      batches,
+      num_steps,
     )
-    state = training.init_state(
-      workers, chain, model.params, model.state, seed=seed
-    )
+
+  def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:
+    """Trains, and returns what was measured."""
+    run = self.prepare(variant, peak, seed)
+    trainer = training.Trainer(self.workers, run.step)
     evaluate = training.Evaluator(
-      workers,
-      model.apply,
-      data.evaluation_batches(self.test, options.workers, 128),
+      self.workers,
+      run.model.apply,
+      data.evaluation_batches(self.test, self.options.workers, 128),
       normalize=self.train.normalize,
-      compute_dtype=dtype,
-      optimizer=chain,
+      compute_dtype=jax.numpy.dtype(self.options.dtype),
+      optimizer=run.chain,
     )
     _, records = trainer.fit(
-      state,
-      batches.iterate,
-      num_steps,
+      run.state,
+      run.batches.iterate,
+      run.num_steps,
       evaluate=evaluate,
-      evaluate_every=max(1, num_steps // 5),
+      evaluate_every=max(1, run.num_steps // 5),
     )
     last = records[-1]
     return {
@@ -203,6 +209,26 @@ class Comparison:
         for r in records
       ],
     }
+
+
+class Prepared(NamedTuple):
+  """What a run consists of.
+
+  Attributes:
+    chain: the method.
+    model: what is trained.
+    step: one worker's.
+    state: the first one.
+    batches: of all workers.
+    num_steps: how many local steps it takes.
+  """
+
+  chain: optax.GradientTransformation
+  model: models.Model
+  step: Callable[..., Any]
+  state: training.TrainState
+  batches: data.Batches
+  num_steps: int
 
 
 class Rows:

@@ -70,3 +70,16 @@ def test_the_smoke_preset_runs_and_is_reported(name, tmp_path):
     "ssgd", _OTHERS[name],
   }  # fmt: skip
   assert (folder / "results" / "smoke.png").stat().st_size > 0
+
+
+def test_times_are_measured_and_reported(tmp_path):
+  folder = copied("compression", tmp_path)
+  pytest.importorskip("sklearn")
+  pytest.importorskip("matplotlib")
+  run(folder, "times.py", "smoke", "--variants", "ssgd", "int4 + feedback")
+  rows = training.read_rows(folder / "results" / "smoke-times.jsonl")
+  named = {row["method"]: row for row in rows}
+  assert list(named) == ["ssgd", "ssgd again", "int4 + feedback"]
+  assert named["ssgd"]["ratio"] == 1.0
+  # By 2 workers: an all-reduce; an all-to-all and an all-gather.
+  assert [row["messages_per_step"] for row in rows] == [2, 2, 2]
