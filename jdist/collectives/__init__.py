@@ -37,6 +37,8 @@ from jdist.collectives._meshes import make_mesh as make_mesh
 from jdist.collectives._meshes import start_processes as start_processes
 from jdist.collectives._packing import pack as pack
 from jdist.collectives._packing import unpack as unpack
+from jdist.collectives._parting import Cut as Cut
+from jdist.collectives._parting import InParts as InParts
 from jdist.collectives._phasing import Phase as Phase
 from jdist.collectives._phasing import phase as phase
 from jdist.collectives._plans import leaf_order as leaf_order

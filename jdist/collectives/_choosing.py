@@ -203,6 +203,10 @@ class PerLeaf(_reducing.Reducer):
       sum(bits.received for bits in found),
     )
 
+  def whole_leaves(self) -> str:
+    """The rules are for leaves."""
+    return "its rules go by a leaf's path and shape, which a part has not."
+
   def report(self, like: PyTree, num_workers: int) -> str:
     """A table of which leaf goes how.
 

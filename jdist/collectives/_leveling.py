@@ -110,6 +110,10 @@ class TwoLevel(_reducing.Reducer):
       self.outer.shared(state.outer),
     )
 
+  def whole_leaves(self) -> str:
+    """As the reducers say."""
+    return self.inner.whole_leaves() or self.outer.whole_leaves()
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """What goes between hosts; `num_workers` is the number of **hosts**."""
     return self.outer.num_bits(like, num_workers)

@@ -178,6 +178,10 @@ class PowerSGD(_reducing.Reducer):
     """All of it is."""
     return jax.tree.map(lambda _: True, state)
 
+  def whole_leaves(self) -> str:
+    """Directions are of a matrix."""
+    return "of a vector it has no directions and would send every bit."
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """Those of P, Q, and of what is not compressed; 32 for an entry."""
     reducer = self.factors or _reducing.Exact()

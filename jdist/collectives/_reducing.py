@@ -117,6 +117,14 @@ class Reducer(abc.ABC):
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     return nothing, state
 
+  def whole_leaves(self) -> str:
+    """Why it cannot reduce vectors cut from the tree; empty if it can.
+
+    A reducer that goes by the shapes or the paths of leaves, or whose
+    collectives stand in a conditional, gives its reason here.
+    """
+    return ""
+
   @abc.abstractmethod
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """What one reduction costs."""

@@ -85,6 +85,7 @@ from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState
+from jdist.transforms._streaming import PartsState as PartsState
 from jdist.transforms._thinning import muloco as muloco
 from jdist.transforms._thinning import sparse_loco as sparse_loco
 from jdist.transforms._warming import Scheduled as Scheduled

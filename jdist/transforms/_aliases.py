@@ -164,6 +164,9 @@ def msdpu(
   max_interval: int = 16,
   outer: optax.GradientTransformation | None = None,
   stream: _sending.Stream | None = None,
+  reducer: collectives.Reducer | None = None,
+  feedback: _feeding.Feedback | None = None,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""MSDPU: adaptive multi-step delayed updates, a reconstruction.
 
@@ -199,6 +202,10 @@ def msdpu(
     max_interval: H_max of the adaptive rule, the reconstruction's 16.
     outer: an outer optimizer; None applies the mean as it is.
     stream: how to split into sub-tensors; None for the simple form.
+    reducer: how to take the mean by fewer bytes, of sub-tensors with `stream`;
+      see `local_steps`.
+    feedback: what becomes of what is not sent.
+    seed: of the random numbers of codecs that draw some; None is 0.
 
   Returns:
     A transformation; `update` takes `loss=` unless `interval` is a policy
@@ -235,6 +242,9 @@ def msdpu(
     carry=carry,
     delay_after_step=warmup_steps,
     stream=stream,
+    reducer=reducer,
+    feedback=feedback,
+    seed=seed,
   )
 
 

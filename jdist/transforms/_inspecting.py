@@ -29,6 +29,7 @@ from jdist.transforms import (
   _reducing,
   _sending,
   _slowing,
+  _streaming,
 )
 
 PyTree = Any
@@ -235,6 +236,7 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
     }
   ),
   _sending.StreamState: frozenset({"arrived", "position"}),
+  _streaming.PartsState: frozenset({"arrived", "mean_loss", "position"}),
   _delaying.DelayGradientsState: frozenset({"step"}),
   _correcting.PullToAnchorState: frozenset({"step"}),
   _meeting.RoundsState: frozenset(

@@ -20,6 +20,7 @@ from jdist.transforms import (
   _reducing,
   _rounds,
   _sending,
+  _streaming,
   intervals,
 )
 
@@ -44,8 +45,8 @@ class LocalStepsState(NamedTuple):
     round_loss: sum of this round's losses, float32 scalar, each worker its
       own; `()` when the interval needs no loss.
     pending: this worker's message of the last round, whose mean is applied at
-      the end of this one: a `Message`, or a `StreamState` when it is streamed;
-      `()` without delay.
+      the end of this one: a `Message`, or when it is streamed a `StreamState`,
+      with a reducer a `PartsState`; `()` without delay.
     in_flight: whether `pending` holds one, bool scalar; `()` without delay.
     kept: the part of the pending progress that is in this worker's
       parameters, and with which the round began, float32 scalar; `()` without
@@ -136,6 +137,17 @@ def local_steps(
   done.  The loss of an adaptive interval is averaged exactly.  The first state
   may depend on the number of workers: make it where the axis is bound.
 
+  With `stream` and a reducer the message is cut into sub-tensors of one size,
+  each with a reducer's state and random numbers of its own
+  (`collectives.InParts`, which a reducer becomes by itself: of
+  `stream.max_bytes` at the most, and as many as a multiple of the interval if
+  it is fixed, else of 16).  `stream_steps` must divide their number, so that
+  each goes once.  The feedback acts once a round on the whole tree.  The
+  simple form with the same `InParts` gives the same bits.  An adaptive
+  interval's loss, one exact number, goes in every step.  Beside the anchor a
+  streamed worker holds two trees in float32; with a feedback four, and what
+  the feedback holds.
+
   `update` with the static `drain=True` takes no local step, ignores the
   updates, and brings all that was done into the anchor; see `drain`.  With a
   reducer that is done with every bit, and brings in what a feedback holds,
@@ -167,9 +179,8 @@ def local_steps(
     stream: how to cut what is delayed into sub-tensors; None for the simple
       form.  Needs `delay_rounds=1`.
     reducer: how to take the mean, for instance
-      `collectives.carry(codecs.Quantize(4))`; None takes it exactly.  Not with
-      `stream`: a sub-tensor's place in its message may change from round to
-      round, and what a reducer remembers is of one place.
+      `collectives.carry(codecs.Quantize(4))`; None takes it exactly.  With
+      `stream` it is one for vectors, or `collectives.InParts(reducer)`.
     feedback: what becomes of the part of the progress that is not sent, for
       instance `ErrorFeedback()`; None forgets it.
     seed: of the random numbers of codecs that draw some; None is 0.
@@ -223,21 +234,20 @@ def local_steps(
       "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
       f"{delay_rounds=}."
     )
+  if reducer is not None and stream is not None:
+    reducer = _streaming.in_parts(stream, reducer, policy.constant)
   reduction = _reducing.make(axis, reducer, feedback, seed)
-  if reduction is not None and stream is not None:
-    raise ValueError(
-      "`reducer` takes the mean of a whole message and cannot be used with "
-      f"`stream`, got {reducer=}. Take the simple form, `stream=None`."
-    )
   inner = optax.with_extra_args_support(inner)
   delayed = delay_rounds == 1
   streaming = stream is not None and not delay_after_step
   usual_steps = policy.constant if streaming else None
 
-  def sender(anchor: PyTree) -> _sending.Sender:
+  def sender(anchor: PyTree) -> Any:
     """Made when the program is traced; of the anchor only shapes matter."""
     if stream is None:
       return _sending.AtOnce(axis)
+    if reduction is not None:
+      return _streaming.StreamingParts(reduction, axis, message(anchor))
     return _sending.Streaming(stream, axis, message(anchor))
 
   def message(progress: PyTree, loss: Any = None) -> _sending.Message:
@@ -249,16 +259,19 @@ def local_steps(
   def init_fn(params: optax.Params) -> LocalStepsState:
     anchor = jax.tree.map(_anchoring.wide_copy, params)
     nothing = message(jax.tree.map(jnp.zeros_like, anchor))
+    remembered = () if reduction is None else reduction.init(anchor)
     state = LocalStepsState(
       **_rounds.begin(policy),
       anchor=anchor,
       inner=inner.init(params),
       outer=() if outer is None else outer.init(anchor),
-      pending=sender(anchor).hold(nothing) if delayed else (),
+      pending=(
+        sender(anchor).hold(nothing, None, remembered) if delayed else ()
+      ),
       in_flight=jnp.asarray(False) if delayed else (),
       kept=jnp.zeros((), jnp.float32) if delayed else (),
       stream_steps=(),
-      reduction=() if reduction is None else reduction.init(anchor),
+      reduction=remembered,
     )
     return ahead(state)
 
@@ -291,7 +304,7 @@ def local_steps(
     if steps is not None:
       _sending.check_stream_steps(steps, stream)
       # From the state: it has to wait for nothing in this step.
-      sent = sender(state.anchor).start(state.pending, steps)
+      sent = sender(state.anchor).start(state.pending, steps, state.reduction)
     updates, state = _rounds.take_step(
       policy, inner, updates, state, params, extra_args
     )
@@ -314,8 +327,10 @@ def local_steps(
   ) -> LocalStepsState:
     if not sent:
       return state
-    pending = sender(state.anchor).finish(state.pending, sent)
-    return state._replace(pending=pending)
+    pending, remembered = sender(state.anchor).finish(
+      state.pending, sent, state.reduction, state.in_flight
+    )
+    return state._replace(pending=pending, reduction=remembered)
 
   def go_on(
     sent: tuple[Any, ...],
@@ -386,12 +401,18 @@ def local_steps(
     if reduction is None:
       gradient, loss = send.mean(state.pending, present, late, steps)
     else:
-      (gradient, loss), new = reduced(
-        reduction, _anchoring.either(late, state.pending, present), state
-      )
+      if stream is None:
+        (gradient, loss), new = reduced(
+          reduction, _anchoring.either(late, state.pending, present), state
+        )
+        remembered = new.reduction
+      else:
+        (gradient, loss), remembered = send.mean(
+          state.pending, present, late, steps, state.reduction
+        )
       # What was sent of nothing, a sign perhaps, is not applied either.
       state = state._replace(
-        reduction=_anchoring.either(arrived, new.reduction, state.reduction)
+        reduction=_anchoring.either(arrived, remembered, state.reduction)
       )
     state = outer_step_if(arrived, gradient, state)
     if policy.needs_loss:
@@ -401,7 +422,9 @@ def local_steps(
     # Without a delay the round's progress is in the anchor already.
     left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), progress)
     target = jax.tree.map(lambda a, p: a - keep * p, state.anchor, left)
-    pending = send.hold(present._replace(progress=left), state.pending)
+    pending = send.hold(
+      present._replace(progress=left), state.pending, state.reduction
+    )
     state = state._replace(pending=pending, in_flight=late, kept=keep)
     return target, loss, state
 
@@ -436,7 +459,9 @@ def local_steps(
     if delayed:
       nothing = message(jax.tree.map(jnp.zeros_like, state.anchor))
       state = state._replace(
-        pending=sender(state.anchor).hold(nothing, state.pending),
+        pending=sender(state.anchor).hold(
+          nothing, state.pending, state.reduction
+        ),
         in_flight=jnp.zeros_like(state.in_flight),
         kept=jnp.zeros_like(state.kept),
       )
@@ -452,16 +477,20 @@ def local_steps(
   ) -> tuple[PyTree, PyTree, LocalStepsState]:
     """Exact means, and of what a feedback holds; oldest first."""
 
-    def exact(
-      flag: jax.Array, tree: PyTree, state: LocalStepsState
+    def kept(
+      flag: jax.Array, mean: PyTree, remembered: Any
     ) -> tuple[PyTree, LocalStepsState]:
-      mean, remembered = reduction.exact_mean(tree, state.reduction)
       remembered = _anchoring.either(flag, remembered, state.reduction)
       return mean, state._replace(reduction=remembered)
 
-    if delayed:
-      held, state = exact(state.in_flight, held, state)
-    progress, state = exact(begun, progress, state)
+    if delayed and stream is not None:
+      exact = sender(state.anchor).exact_mean(state.pending, state.reduction)
+      held, state = kept(state.in_flight, *exact)
+    elif delayed:
+      exact = reduction.exact_mean(held, state.reduction)
+      held, state = kept(state.in_flight, *exact)
+    exact = reduction.exact_mean(progress, state.reduction)
+    progress, state = kept(begun, *exact)
     return progress, held, state
 
   def outer_step(gradient: PyTree, state: LocalStepsState) -> LocalStepsState:

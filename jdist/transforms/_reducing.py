@@ -51,7 +51,7 @@ class Reduction:
     # Not 0 by default: `optax.inject_hyperparams` would make it an array.
     seed = 0 if seed is None else seed
     _checking.check_structural("seed", seed, minimum=0)
-    self._axis, self._reducer = axis, reducer
+    self._axis, self.reducer = axis, reducer
     self._feedback, self._seed = feedback, seed
 
   def init(self, like: PyTree) -> ReductionState:
@@ -59,7 +59,7 @@ class Reduction:
     sent = like
     if self._feedback is not None:
       sent = jax.tree.map(_wide_shape, like)
-    shared, own = self._parted(self._reducer.init(sent, self._axis))
+    shared, own = self._parted(self.reducer.init(sent, self._axis))
     return ReductionState(
       step=jnp.zeros((), jnp.int32),
       shared=shared,
@@ -76,20 +76,17 @@ class Reduction:
       tree: this worker's floats.
       state: this worker's.
     """
-    key = jax.random.fold_in(jax.random.key(self._seed), state.step)
-    wanted, feedback = self._prepared(tree, state)
-    collectives.note(self._reducer, wanted, self._axis)
-    reduced = self._reducer.reduce(
-      wanted, _joined(state.shared, state.own), key, self._axis
-    )
-    mean, feedback = self._finished(
+    key = self.key(state)
+    wanted, feedback = self.prepared(tree, state)
+    collectives.note(self.reducer, wanted, self._axis)
+    reduced = self.reducer.reduce(wanted, self.joined(state), key, self._axis)
+    mean, feedback = self.finished(
       reduced.mean, reduced.own_share, wanted, feedback
     )
-    shared, own = self._parted(reduced.state)
-    new = ReductionState(
-      optax.safe_increment(state.step), shared, own, feedback
+    new = self.with_states(state, reduced.state)._replace(
+      step=optax.safe_increment(state.step), feedback=feedback
     )
-    return collectives.varying((_like(mean, tree), new), self._axis)
+    return collectives.varying((like(mean, tree), new), self._axis)
 
   def exact_mean(
     self, tree: PyTree, state: ReductionState
@@ -98,36 +95,55 @@ class Reduction:
 
     Of a vote or of low ranks the state stays as it is: no mass is in it.
     """
-    wanted, feedback = self._prepared(tree, state)
-    held, kept = self._reducer.release(
-      _joined(state.shared, state.own), wanted, self._axis
-    )
+    wanted, feedback = self.prepared(tree, state)
+    held, kept = self.reducer.release(self.joined(state), wanted, self._axis)
     mean = jax.tree.map(
       lambda m, h: (m + h).astype(m.dtype),
       collectives.mean(wanted, self._axis),
       held,
     )
-    mean, feedback = self._finished(mean, wanted, wanted, feedback)
-    shared, own = self._parted(kept)
-    new = state._replace(shared=shared, own=own, feedback=feedback)
-    return collectives.varying((_like(mean, tree), new), self._axis)
+    mean, feedback = self.finished(mean, wanted, wanted, feedback)
+    new = self.with_states(state, kept)._replace(feedback=feedback)
+    return collectives.varying((like(mean, tree), new), self._axis)
 
-  def _prepared(
+  @property
+  def has_feedback(self) -> bool:
+    """Whether what is left out is remembered."""
+    return self._feedback is not None
+
+  def key(self, state: ReductionState) -> jax.Array:
+    """The random key of the next mean, equal on all workers."""
+    return jax.random.fold_in(jax.random.key(self._seed), state.step)
+
+  def joined(self, state: ReductionState) -> PyTree:
+    """The reducer's state."""
+    return _joined(state.shared, state.own)
+
+  def with_states(
+    self, state: ReductionState, states: PyTree
+  ) -> ReductionState:
+    """With another state of the reducer."""
+    shared, own = self._parted(states)
+    return state._replace(shared=shared, own=own)
+
+  def prepared(
     self, tree: PyTree, state: ReductionState
   ) -> tuple[PyTree, PyTree]:
+    """What is wanted to be sent, and the feedback's state."""
     if self._feedback is None:
       return tree, ()
     return self._feedback.prepare(tree, state.feedback)
 
-  def _finished(
+  def finished(
     self, mean: PyTree, own_share: PyTree, wanted: PyTree, feedback: PyTree
   ) -> tuple[PyTree, PyTree]:
+    """What comes out, and the feedback's new state."""
     if self._feedback is None:
       return mean, ()
     return self._feedback.finish(mean, own_share, wanted, feedback)
 
   def _parted(self, state: PyTree) -> tuple[PyTree, PyTree]:
-    labels = self._reducer.shared(state)
+    labels = self.reducer.shared(state)
     shared = jax.tree.map(lambda x, s: x if s else None, state, labels)
     own = jax.tree.map(lambda x, s: None if s else x, state, labels)
     return shared, own
@@ -183,5 +199,6 @@ def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
-def _like(mean: PyTree, tree: PyTree) -> PyTree:
+def like(mean: PyTree, tree: PyTree) -> PyTree:
+  """A mean in the dtypes of what it is of."""
   return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, tree)

@@ -83,7 +83,7 @@ class Stream:
       applied together at the round's end, so it changes no result.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
-      sharded: every device sends its own part.
+      sharded: every device sends its own part.  Not with a reducer.
 
   >>> Stream(max_bytes=4096).cut(10_000, 5, itemsize=4)
   (2, 1000)
@@ -109,24 +109,33 @@ class AtOnce:
   def __init__(self, axis: collectives.Axis):
     self._axis = axis
 
-  def hold(self, message: Message, before: Message | None = None) -> Message:
+  def hold(
+    self,
+    message: Message,
+    before: Message | None = None,
+    remembered: Any = (),
+  ) -> Message:
     """Makes a message the next one to be sent."""
-    del before
+    del before, remembered
     return message
 
   def own(self, state: Message) -> Message:
     """This worker's message that is held."""
     return state
 
-  def start(self, state: Message, steps: int | None) -> tuple[()]:
+  def start(
+    self, state: Message, steps: int | None, remembered: Any = ()
+  ) -> tuple[()]:
     """What every step sends: nothing."""
-    del state, steps
+    del state, steps, remembered
     return ()
 
-  def finish(self, state: Message, sent: tuple[()]) -> Message:
+  def finish(
+    self, state: Message, sent: tuple[()], remembered: Any, in_flight: jax.Array
+  ) -> tuple[Message, Any]:
     """Writes down what has been sent: nothing."""
-    del sent
-    return state
+    del sent, in_flight
+    return state, remembered
 
   def complete(self, state: Message, sent: tuple[()]) -> jax.Array:
     """Whether the round may end."""
@@ -155,9 +164,13 @@ class Streaming:
     self._groups = _groups(stream, like)
 
   def hold(
-    self, message: Message, before: StreamState | None = None
+    self,
+    message: Message,
+    before: StreamState | None = None,
+    remembered: Any = (),
   ) -> StreamState:
     """Makes a message the next one to be sent."""
+    del remembered
     sent = self._pack(message)
     return StreamState(
       sent=sent,
@@ -172,8 +185,11 @@ class Streaming:
     """This worker's message that is held."""
     return self._unpack(state.sent)
 
-  def start(self, state: StreamState, steps: int | None) -> tuple[Part, ...]:
+  def start(
+    self, state: StreamState, steps: int | None, remembered: Any = ()
+  ) -> tuple[Part, ...]:
     """Sends the next sub-tensors; nothing waits for them yet."""
+    del remembered
     if steps is None:
       return ()
     sent = []
@@ -192,7 +208,13 @@ class Streaming:
         position = jnp.minimum(position + size, length)
     return tuple(sent)
 
-  def finish(self, state: StreamState, sent: tuple[Part, ...]) -> StreamState:
+  def finish(
+    self,
+    state: StreamState,
+    sent: tuple[Part, ...],
+    remembered: Any,
+    in_flight: jax.Array,
+  ) -> tuple[StreamState, Any]:
     """Writes down the means of what has been sent.
 
     Stands in the conditional at the end of the step, and writes the
@@ -200,6 +222,7 @@ class Streaming:
     used until then.  XLA's CPU compiler else gives it to the computation,
     which then has to wait for what it should hide.
     """
+    del in_flight
     own, arrived, position = map(
       dict, (state.sent, state.arrived, state.position)
     )
@@ -211,7 +234,7 @@ class Streaming:
           whole[name], piece, start, 1
         )
       position[name] = self._after(part)[name]
-    return StreamState(own, arrived, position)
+    return StreamState(own, arrived, position), remembered
 
   def complete(
     self, state: StreamState, sent: tuple[Part, ...] = ()

@@ -128,6 +128,10 @@ class Scheduled(collectives.Reducer):
       ),
     )
 
+  def whole_leaves(self) -> str:
+    """A part is streamed so as not to stand in a conditional."""
+    return "its phases are branches of a conditional, which hides nothing."
+
   def num_bits(self, like: PyTree, num_workers: int) -> collectives.Bits:
     """What a mean costs in the last phase; ask the others for theirs."""
     return self.phases[-1][1].num_bits(like, num_workers)

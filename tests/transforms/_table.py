@@ -194,6 +194,20 @@ TABLE = {
     },
     whole=True,
   ),
+  "reduced and streamed": line(
+    transforms.local_steps,
+    {"carry": 0.5},
+    ROUNDS_OF_3
+    | {
+      "reducer": _reducers.Owned(0.25),
+      "feedback": transforms.ErrorFeedback(0.9),
+      "delay_rounds": 1,
+      "stream": transforms.Stream(8),
+    },
+    bound=True,
+    whole=True,
+    rough=True,
+  ),
   "pulled": line(
     pulled,
     {"strength": 0.5, "learning_rate": 0.1},

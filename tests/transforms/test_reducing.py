@@ -237,18 +237,6 @@ REJECTED = {
     ),
     "`feedback` keeps what a reducer leaves out and needs `reducer`",
   ),
-  "streamed": (
-    lambda: transforms.local_steps(
-      SGD,
-      2,
-      axis=None,
-      reducer=LARGEST,
-      delay_rounds=1,
-      stream=transforms.Stream(),
-    ),
-    "`reducer` takes the mean of a whole message and cannot be used with "
-    "`stream`",
-  ),
   "reducer": (
     lambda: transforms.local_steps(SGD, 2, axis=None, reducer=0.01),
     "`reducer` must be a `collectives.Reducer`, .*got 0.01",

@@ -24,11 +24,11 @@ INNER = {
 }
 
 
-def params():
+def params(shapes=None):
   random = np.random.default_rng(0)
   return jax.tree.map(
     lambda shape: random.normal(size=shape).astype(np.float32),
-    SHAPES,
+    SHAPES if shapes is None else shapes,
     is_leaf=lambda x: isinstance(x, tuple),
   )
 
@@ -36,7 +36,7 @@ def params():
 class Host:
   """A loop of one's own: a program for each number of steps, by name."""
 
-  def __init__(self, optimizer, workers):
+  def __init__(self, optimizer, workers, shapes=None):
     self.workers, self.optimizer = workers, optimizer
 
     def step(w, state, target, loss, *, steps):
@@ -55,7 +55,7 @@ class Host:
       )
 
     self.program = program
-    self.w = workers.replicate(params())
+    self.w = workers.replicate(params(shapes))
     self.state = workers.jit(optimizer.init)(self.w)
     self.sent_in = []
 
@@ -77,12 +77,12 @@ def largest(told):
   return fitting if fitting and offset < fitting else None
 
 
-def data(num_steps, num_workers):
+def data(num_steps, num_workers, shapes=None):
   random = np.random.default_rng(1)
   targets = [
     jax.tree.map(
       lambda x: random.normal(size=(num_workers, *x.shape)).astype(np.float32),
-      params(),
+      params(shapes),
     )
     for _ in range(num_steps)
   ]
