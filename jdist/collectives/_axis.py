@@ -103,6 +103,23 @@ def varying(tree: PyTree, axis: Axis) -> PyTree:
   return tree
 
 
+def varying_like(tree: PyTree, like: PyTree) -> PyTree:
+  """Types every leaf as varying over all that some leaf of `like` varies over.
+
+  For what goes into a loop whose results vary over more of the mesh's axes
+  than the workers', as on the shards of a sharded worker.
+  """
+  names = frozenset[str]().union(*map(_varying_over, jax.tree.leaves(like)))
+  return jax.tree.map(
+    lambda x: (
+      jax.lax.pcast(x, missing, to="varying")
+      if (missing := tuple(sorted(names - _varying_over(x))))
+      else x
+    ),
+    tree,
+  )
+
+
 def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
   """Raises a ValueError if a leaf is typed as equal on all workers.
 

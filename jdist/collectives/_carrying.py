@@ -490,7 +490,7 @@ def _add_rows(
     return total
   total, _ = jax.lax.scan(
     lambda total, row: (_axis.varying(add(total, row), axis), None),
-    _axis.varying(total, axis),
+    _axis.varying_like(_axis.varying(total, axis), rows),
     rows,
   )
   return total

@@ -204,6 +204,10 @@ class PerLeaf(_reducing.Reducer):
     )
 
   def whole_leaves(self) -> str:
+    """As the reducers say."""
+    return next(filter(None, (r.whole_leaves() for r in self.reducers)), "")
+
+  def not_in_parts(self) -> str:
     """The rules are for leaves."""
     return "its rules go by a leaf's path and shape, which a part has not."
 

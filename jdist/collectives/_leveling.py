@@ -114,6 +114,10 @@ class TwoLevel(_reducing.Reducer):
     """As the reducers say."""
     return self.inner.whole_leaves() or self.outer.whole_leaves()
 
+  def not_in_parts(self) -> str:
+    """As the reducers say."""
+    return self.inner.not_in_parts() or self.outer.not_in_parts()
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """What goes between hosts; `num_workers` is the number of **hosts**."""
     return self.outer.num_bits(like, num_workers)

@@ -92,7 +92,7 @@ class InParts(_reducing.Reducer):
       low = 8 if name == "max_bytes" else 1
       if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
-    if reason := self.reducer.whole_leaves():
+    if reason := self.reducer.not_in_parts():
       raise ValueError(
         "`reducer` must be one for vectors that are cut from the tree, got "
         f"{self.reducer}: {reason} Take `carry(codec)` for all leaves, or "
@@ -221,7 +221,7 @@ class InParts(_reducing.Reducer):
     """As the reducer says."""
     return {name: self.reducer.shared(one) for name, one in state.items()}
 
-  def whole_leaves(self) -> str:
+  def not_in_parts(self) -> str:
     """It cuts already."""
     return "it cuts the tree itself."
 

@@ -118,12 +118,16 @@ class Reducer(abc.ABC):
     return nothing, state
 
   def whole_leaves(self) -> str:
+    """Why it cannot reduce a shard of a leaf alone; empty if it can."""
+    return ""
+
+  def not_in_parts(self) -> str:
     """Why it cannot reduce vectors cut from the tree; empty if it can.
 
     A reducer that goes by the shapes or the paths of leaves, or whose
     collectives stand in a conditional, gives its reason here.
     """
-    return ""
+    return self.whole_leaves()
 
   @abc.abstractmethod
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:

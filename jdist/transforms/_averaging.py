@@ -17,6 +17,7 @@ def average_gradients(
   reducer: collectives.Reducer | None = None,
   feedback: _feeding.Feedback | None = None,
   seed: int | None = None,
+  specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces every worker's gradients by their mean.
 
@@ -44,6 +45,11 @@ def average_gradients(
       `Smoothing()` or None.
     seed: of the random numbers of codecs that draw some, the same on all
       workers; None is 0.
+    specs: for a reducer and workers that are themselves sharded: how the
+      parameters are split over the mesh's other axes, a tree of PartitionSpec
+      (`Workers.specs(params)`).  Every device then reduces its own shards
+      (`collectives.OnShards`), with what a feedback holds of them.  None
+      leaves that to the compiler, which puts leaves together first.
 
   Returns:
     A transformation whose updates have the shapes and dtypes of the
@@ -67,7 +73,7 @@ def average_gradients(
   [0.8, 0.8]
   """
   collectives.check_axis(axis)
-  reduction = _reducing.make(axis, reducer, feedback, seed)
+  reduction = _reducing.make(axis, reducer, feedback, seed, specs)
   if reduction is not None:
     return _reduced(axis, reduction)
 

@@ -28,6 +28,7 @@ from jdist.transforms import (
   _pulling,
   _reducing,
   _sending,
+  _sharding,
   _slowing,
   _streaming,
 )
@@ -117,11 +118,12 @@ def nonfinite_rounds(state: PyTree) -> jax.Array:
     This worker's count, int32 scalar, the largest of all feedbacks in the
     state; 0 without any.
   """
-  found = [
-    x.nonfinite
-    for x in jax.tree.leaves(state, is_leaf=_is_feedback)
-    if _is_feedback(x)
-  ]
+  found = []
+  for x in jax.tree.leaves(state, is_leaf=_is_feedback):
+    if isinstance(x, _sharding.ShardedFeedbackState):
+      found += [each.max(-1) for each in x.nonfinite.values()]
+    elif _is_feedback(x):
+      found.append(x.nonfinite)
   if not found:
     return jnp.zeros((), jnp.int32)
   return jnp.stack(jnp.broadcast_arrays(*found)).max(0)

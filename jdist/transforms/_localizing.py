@@ -90,6 +90,7 @@ def local_steps(
   reducer: collectives.Reducer | None = None,
   feedback: _feeding.Feedback | None = None,
   seed: int | None = None,
+  specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps with `inner`, and brings the workers together.
 
@@ -184,6 +185,8 @@ def local_steps(
     feedback: what becomes of the part of the progress that is not sent, for
       instance `ErrorFeedback()`; None forgets it.
     seed: of the random numbers of codecs that draw some; None is 0.
+    specs: for a reducer and workers that are themselves sharded, as of
+      `average_gradients`; not with `stream`.
 
   Returns:
     A transformation; `update` takes `loss=` (this worker's, float32 scalar)
@@ -235,8 +238,9 @@ def local_steps(
       f"{delay_rounds=}."
     )
   if reducer is not None and stream is not None:
+    _streaming.check_whole_workers(specs, stream)
     reducer = _streaming.in_parts(stream, reducer, policy.constant)
-  reduction = _reducing.make(axis, reducer, feedback, seed)
+  reduction = _reducing.make(axis, reducer, feedback, seed, specs)
   inner = optax.with_extra_args_support(inner)
   delayed = delay_rounds == 1
   streaming = stream is not None and not delay_after_step

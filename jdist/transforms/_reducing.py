@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import codecs, collectives
-from jdist.transforms import _checking, _feeding
+from jdist.transforms import _checking, _feeding, _sharding
 
 PyTree: TypeAlias = Any
 
@@ -39,6 +39,7 @@ class Reduction:
     reducer: collectives.Reducer,
     feedback: _feeding.Feedback | None = None,
     seed: int | None = None,
+    specs: PyTree = None,
   ):
     check_reducer("reducer", reducer)
     _feeding.check_feedback("feedback", feedback)
@@ -48,6 +49,10 @@ class Reduction:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
+    if specs is not None:
+      reducer = collectives.OnShards(reducer, specs)
+      if feedback is not None:
+        feedback = _sharding.ShardedFeedback(feedback, reducer)
     # Not 0 by default: `optax.inject_hyperparams` would make it an array.
     seed = 0 if seed is None else seed
     _checking.check_structural("seed", seed, minimum=0)
@@ -154,6 +159,7 @@ def make(
   reducer: collectives.Reducer | None,
   feedback: _feeding.Feedback | None,
   seed: int | None,
+  specs: PyTree = None,
 ) -> Reduction | None:
   """A reduction; None without a reducer.
 
@@ -163,7 +169,12 @@ def make(
   """
   _feeding.check_feedback("feedback", feedback)
   if reducer is not None:
-    return Reduction(axis, reducer, feedback, seed)
+    return Reduction(axis, reducer, feedback, seed, specs)
+  if specs is not None:
+    raise ValueError(
+      "`specs` says how leaves are split that a reducer reduces and needs "
+      "`reducer`; an exact mean needs none. Got reducer=None."
+    )
   if feedback is not None:
     raise ValueError(
       "`feedback` keeps what a reducer leaves out and needs `reducer`, for "

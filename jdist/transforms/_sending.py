@@ -361,18 +361,24 @@ def check_stream_steps(steps: Any, stream: Stream | None) -> None:
 
 
 def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
-  """The mesh axes over which the rows of a buffer are split.
+  """The mesh axes over which the rows of a state are split.
+
+  Those of a buffer, or of what a reducer keeps for each shard.
 
   Args:
     path: a leaf's key path in an optimizer's state.
 
   Returns:
-    The axes, `()` for a buffer that is not split; None for other leaves.
+    The axes, `()` for rows that are not split; None for other leaves.
 
   >>> state = StreamState({"float32:x,y": 1}, {"float32": 2}, {"float32": 3})
   >>> [buffer_axes(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
   [('x', 'y'), (), None]
   """
+  for step in path:
+    over = collectives.row_axes(getattr(step, "key", None))
+    if over is not None:
+      return over
   if len(path) < 2:
     return None
   field, key = (getattr(path[-2], "name", ""), getattr(path[-1], "key", ""))

@@ -347,12 +347,6 @@ def in_parts(
     steps: the interval if it is fixed.
   """
   _reducing.check_reducer("reducer", reducer)
-  if stream.specs is not None:
-    raise ValueError(
-      "`stream` must have `specs=None` with a `reducer`, whose sub-tensors "
-      f"are of whole workers, got specs={stream.specs}. Send at once, "
-      "`stream=None`, where a worker is itself sharded."
-    )
   if isinstance(reducer, collectives.InParts):
     return reducer
   return collectives.InParts(
@@ -361,3 +355,14 @@ def in_parts(
     order=stream.order,
     multiple=_USUAL_STEPS if steps is None else steps,
   )
+
+
+def check_whole_workers(specs: PyTree, stream: _sending.Stream) -> None:
+  """Raises a ValueError where shards of workers would be streamed."""
+  given = stream.specs if specs is None else specs
+  if given is not None:
+    raise ValueError(
+      "`specs` must be None where a `reducer` is streamed, whose sub-tensors "
+      f"are of whole workers, got {given}. Send at once, `stream=None`, where "
+      "a worker is itself sharded."
+    )

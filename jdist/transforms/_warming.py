@@ -129,6 +129,11 @@ class Scheduled(collectives.Reducer):
     )
 
   def whole_leaves(self) -> str:
+    """As the reducers say."""
+    reasons = (reducer.whole_leaves() for _, reducer in self.phases)
+    return next(filter(None, reasons), "")
+
+  def not_in_parts(self) -> str:
     """A part is streamed so as not to stand in a conditional."""
     return "its phases are branches of a conditional, which hides nothing."
 

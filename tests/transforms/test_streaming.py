@@ -8,6 +8,7 @@ import pytest
 
 from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
+from tests.transforms import _reducers
 from tests.transforms.test_sending import data, Host, largest, params
 
 INT4 = collectives.carry(codecs.Quantize(4, 4))
@@ -93,7 +94,7 @@ def hand_over(told):
   """A host that errs: too slow, too fast, not at all, and changing."""
   del told
   hand_over.turn += 1
-  return (8, 8, 4, None, 4, 8, 8)[hand_over.turn % 7]
+  return (8, 8, None, 4, 8)[hand_over.turn % 5]
 
 
 @pytest.mark.parametrize("choose", [hand_over, largest])
@@ -184,7 +185,7 @@ def test_a_first_late_round_leaves_no_trace():
   """A reducer that sends something of nothing: it is not applied."""
   team = collectives.workers(2, substrate="vmap")
   optimizer = build(
-    team.axis, collectives.carry(codecs.Sign(scale="one")), feedback=FEEDBACK
+    team.axis, _reducers.Owned(0.25), feedback=transforms.EF21()
   )
   host = Host(optimizer, team, SHAPES)
   states = [state for _, state in host.run(*data(8, 2, SHAPES), largest)]
@@ -259,7 +260,7 @@ REJECTED = {
       stream=transforms.Stream(specs=jax.sharding.PartitionSpec()),
       reducer=INT4,
     ),
-    "`stream` must have `specs=None` with a `reducer`",
+    "`specs` must be None where a `reducer` is streamed",
   ),
   "steps": (
     lambda: update(INT4, 3),
