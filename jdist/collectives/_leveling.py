@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist.collectives import _axis, _reducing
+from jdist.collectives import _axis, _parting, _reducing
 
 PyTree: TypeAlias = Any
+_ALL_BYTES = 2**62  # As few parts as there are to be.
 
 
 class TwoLevelState(NamedTuple):
@@ -16,7 +17,8 @@ class TwoLevelState(NamedTuple):
 
   Attributes:
     inner: the inner reducer's.
-    outer: the outer reducer's; the same on all workers of a host.
+    outer: the outer reducer's; the same on all workers of a host, or with
+      `parts` a dict with each worker's own of its part, by dtype.
   """
 
   inner: PyTree
@@ -39,17 +41,46 @@ class TwoLevel(_reducing.Reducer):
   the same bytes: where the inner axis is `vmap`'s they are sent once, and where
   it is one of the mesh they are sent by each device.
 
+  There (in a `shard_map` of one's own over both names: `workers` spreads over
+  one axis of a mesh), with n `parts`, as many as a host has devices, device j
+  reduces part j of h only and all gather the means inside the host: each sends
+  1/n of the bytes between hosts.  With `Exact()` inside, h is taken by a
+  reduce-scatter and no device ever holds all of it.  What is left out of part
+  j is then device j's alone, n times, so that the law holds without sending
+  it:
+
+  .. math:: \mathrm{own\_share}_i = \mathrm{own\_share}_i^{inner}
+            - [i = j] \, n (h - \mathrm{own\_share}^{outer}) \quad
+            \text{in part } j
+
+  Parts are those of `InParts`: vectors of one size across leaves.
+
   Args:
     inner: over the first name, for instance `Exact()`.
-    outer: over the second, for instance `carry(codecs.Quantize(4))`.
+    outer: over the second, for instance `carry(codecs.Quantize(4))`; with
+      several parts one for vectors.
+    parts: n; 1, the default, sends everything from everywhere.
 
   Raises:
-    ValueError: at `init` and `reduce`, for an axis that is a single name; with
-      None there is one worker on each level.
+    ValueError: when built, for `parts` below 1 and an outer reducer that does
+      not suit them; at `init` and `reduce`, for an axis that is a single name
+      (with None there is one worker on each level), and for several parts that
+      are not as many as the workers of a host.
   """
 
   inner: _reducing.Reducer
   outer: _reducing.Reducer
+  parts: int = 1
+
+  def __post_init__(self) -> None:
+    if (
+      isinstance(self.parts, bool)
+      or not isinstance(self.parts, int)
+      or self.parts < 1
+    ):
+      raise ValueError(f"`parts` must be an int >= 1, got {self.parts!r}.")
+    if self.parts > 1:
+      self._in_parts()
 
   @property
   def averages(self) -> bool:
@@ -58,23 +89,30 @@ class TwoLevel(_reducing.Reducer):
 
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """The states of both."""
-    inner, outer = _levels(axis)
-    state = TwoLevelState(
-      self.inner.init(like, inner), self.outer.init(like, outer)
-    )
+    inner, outer = self._levels(axis)
+    if self.parts > 1:
+      far = {
+        cut.name: self.outer.init(cut.like, outer)
+        for cut in self._in_parts().cuts(like)
+      }
+    else:
+      far = self.outer.init(like, outer)
+    state = TwoLevelState(self.inner.init(like, inner), far)
     return _axis.varying(state, axis) if jax.tree.leaves(state) else ()
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: _axis.Axis
   ) -> _reducing.Reduced:
     """Takes the mean."""
-    inner, outer = _levels(axis)
+    inner, outer = self._levels(axis)
     if not isinstance(state, TwoLevelState):
-      state = TwoLevelState((), ())
+      state = self._nothing(tree)
     first, second = jax.random.split(key)
     if outer is not None:
       # Hosts are workers too, for what is drawn inside of them.
       first = jax.random.fold_in(first, _axis.index(outer))
+    if self.parts > 1:
+      return self._reduce_parts(tree, state, first, second, axis)
     near = self.inner.reduce(tree, state.inner, first, inner)
     far = self.outer.reduce(near.mean, state.outer, second, outer)
     share = jax.tree.map(
@@ -92,18 +130,32 @@ class TwoLevel(_reducing.Reducer):
     self, state: PyTree, like: PyTree, axis: _axis.Axis
   ) -> tuple[PyTree, PyTree]:
     """What both hold back; of the hosts' the mean."""
-    inner, outer = _levels(axis)
+    inner, outer = self._levels(axis)
     if not isinstance(state, TwoLevelState):
-      state = TwoLevelState((), ())
+      state = self._nothing(like)
     near, near_state = self.inner.release(state.inner, like, inner)
-    far, far_state = self.outer.release(state.outer, like, outer)
+    if self.parts > 1:
+      parts, rows, far_state = self._in_parts(), {}, {}
+      for cut in parts.cuts(like):
+        row, far_state[cut.name] = self.outer.release(
+          state.outer[cut.name], cut.like, outer
+        )
+        rows[cut.name] = _axis.gather(row, inner)
+      far = parts.join(rows, like)
+    else:
+      far, far_state = self.outer.release(state.outer, like, outer)
     held = jax.tree.map(jnp.add, _axis.mean(near, outer), far)
     new = TwoLevelState(near_state, far_state)
     return held, new if jax.tree.leaves(new) else ()
 
   def shared(self, state: PyTree) -> PyTree:
-    """What `outer` shares is shared by all; what `inner` does, by a host."""
+    """What `outer` shares is shared by all; what `inner` does, by a host.
+
+    With several parts `outer`'s is of one part, which one device of a host has.
+    """
     if not isinstance(state, TwoLevelState):
+      return jax.tree.map(lambda _: False, state)
+    if self.parts > 1:
       return jax.tree.map(lambda _: False, state)
     return TwoLevelState(
       jax.tree.map(lambda _: False, state.inner),
@@ -119,8 +171,77 @@ class TwoLevel(_reducing.Reducer):
     return self.inner.not_in_parts() or self.outer.not_in_parts()
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
-    """What goes between hosts; `num_workers` is the number of **hosts**."""
-    return self.outer.num_bits(like, num_workers)
+    """What each device sends to other hosts; `num_workers` counts **hosts**."""
+    if self.parts == 1:
+      return self.outer.num_bits(like, num_workers)
+    found = [
+      self.outer.num_bits(cut.like, num_workers)
+      for cut in self._in_parts().cuts(like)
+    ]
+    return _reducing.Bits(
+      sum(bits.payload for bits in found),
+      sum(bits.sent for bits in found),
+      sum(bits.received for bits in found),
+    )
+
+  def _reduce_parts(
+    self,
+    tree: PyTree,
+    state: TwoLevelState,
+    first: jax.Array,
+    second: jax.Array,
+    axis: _axis.Axis,
+  ) -> _reducing.Reduced:
+    """Each worker of a host reduces its part between hosts."""
+    inner, outer = self._levels(axis)
+    parts, number = self._in_parts(), _axis.index(inner)
+    if isinstance(self.inner, _reducing.Exact):
+      own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+      mine, near_state = _axis.scatter(parts.cut(tree), inner), state.inner
+    else:
+      near = self.inner.reduce(tree, state.inner, first, inner)
+      own, near_state = near.own_share, near.state
+      mine = {
+        name: jax.lax.dynamic_index_in_dim(rows, number, keepdims=False)
+        for name, rows in parts.cut(near.mean).items()
+      }
+    means, left, far_state = {}, {}, {}
+    for cut in parts.cuts(tree):
+      row = mine[cut.name]
+      far = parts.reduce_part(
+        cut, number, row, state.outer[cut.name], second, outer
+      )
+      means[cut.name] = _axis.gather(far.mean, inner)
+      rest = self.parts * (row.astype(jnp.float32) - far.own_share)
+      rows = jnp.arange(self.parts)[:, None] == number
+      left[cut.name] = jnp.where(rows, rest, 0)
+      far_state[cut.name] = far.state
+    share = jax.tree.map(jnp.subtract, own, parts.join(left, tree))
+    new = TwoLevelState(near_state, far_state)
+    reduced = _reducing.Reduced(
+      parts.join(means, tree), share, new if jax.tree.leaves(new) else ()
+    )
+    return _axis.varying(reduced, axis)
+
+  def _in_parts(self) -> _parting.InParts:
+    return _parting.InParts(
+      self.outer, max_bytes=_ALL_BYTES, multiple=self.parts
+    )
+
+  def _nothing(self, like: PyTree) -> TwoLevelState:
+    if self.parts == 1:
+      return TwoLevelState((), ())
+    cuts = self._in_parts().cuts(like)
+    return TwoLevelState((), {cut.name: () for cut in cuts})
+
+  def _levels(self, axis: _axis.Axis) -> tuple[_axis.Axis, _axis.Axis]:
+    inner, outer = _levels(axis)
+    if self.parts not in (1, _axis.size(inner)):
+      raise ValueError(
+        "`parts` must be 1 or the number of workers in a host, "
+        f"{_axis.size(inner)}, got {self.parts}."
+      )
+    return inner, outer
 
 
 def _levels(axis: _axis.Axis) -> tuple[_axis.Axis, _axis.Axis]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives
-from tests.collectives import _reducers
+from tests.collectives import _reading, _reducers
 from tests.collectives import _small_codecs as small
 
 AXIS = ("inner", "outer")
@@ -86,3 +86,98 @@ def test_axes_and_states():
   exact = collectives.TwoLevel(collectives.Exact(), collectives.Exact())
   assert exact.init(x, None) == ()
   assert exact.shared(()) == ()
+
+
+PARTS = collectives.TwoLevel(collectives.Exact(), OUTER, parts=INSIDE)
+
+
+@pytest.mark.parametrize("inside", ["exact", "rounded"])
+def test_each_reduces_a_part(inside):
+  inner = collectives.Exact() if inside == "exact" else OUTER
+  reducer = collectives.TwoLevel(inner, OUTER, parts=INSIDE)
+  trees = make()
+  means, shares, states, _ = run(reducer, trees)
+  # By hand: hosts with their means in 3 parts of 13 entries, the last padded.
+  if inside == "exact":
+    x = np.pad(np.asarray(trees["w"]).mean(1), ((0, 0), (0, 0), (0, 2)))
+    for j in range(INSIDE):
+      rows = {"w": jnp.asarray(x[..., 13 * j : 13 * j + 13])}
+      alone, _, far, _ = _reducers.run(OUTER, rows, HOSTS)
+      part = means["w"][0, 0][:, 13 * j : 13 * j + 13]
+      wanted = alone["w"][0][:, : part.shape[1]]
+      np.testing.assert_allclose(part, wanted, atol=1e-6)
+      np.testing.assert_allclose(
+        states.outer["float32"].residual[0][:, j], far.residual[0], atol=1e-6
+      )
+  for host in means["w"]:
+    for worker in host:
+      assert worker.tobytes() == means["w"][0, 0].tobytes()
+
+  # The law, over all rounds, with what both levels hold back.
+  def released(state, x):
+    return reducer.release(state, {"w": x}, AXIS)
+
+  last = jax.tree.map(lambda x: jnp.asarray(x[:, :, -1]), states)
+  inner_map = jax.vmap(released, axis_name="inner")
+  held, empty = jax.vmap(inner_map, axis_name="outer")(
+    last, trees["w"][:, :, 0]
+  )
+  n = HOSTS * INSIDE
+  x, total = np.asarray(trees["w"]), n * means["w"][0, 0].sum(0)
+  total = total + (x - shares["w"]).sum((0, 1, 2)) + n * held["w"][0, 0]
+  np.testing.assert_allclose(total, x.sum((0, 1, 2)), atol=1e-4)
+  assert np.abs(x - shares["w"]).max() > 0.01
+  assert not any(e.any() for e in jax.tree.leaves(empty))
+
+
+def test_each_device_sends_its_part_between_hosts():
+  # Devices 0 and 1 are a host, and 2 and 3.
+  mesh = collectives.make_mesh((2, 2), ("outer", "inner"))
+  x = np.random.default_rng(0).standard_normal((4, 96)).astype("float32")
+  spec = jax.sharding.PartitionSpec(("outer", "inner"))
+
+  def compiled(reducer):
+    def step(x):
+      state = reducer.init(x[0], AXIS)
+      reduced = reducer.reduce(x[0], state, jax.random.key(0), AXIS)
+      return collectives.varying(reduced.mean[None], AXIS)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(mapped).lower(x).compile()
+
+  sent = {}
+  for parts in (1, 2):
+    reducer = collectives.TwoLevel(collectives.Exact(), OUTER, parts=parts)
+    program = compiled(reducer)
+    groups = _reading.groups(program.as_text())
+    found = collectives.read_collectives(program)
+    between = [
+      c.wire_bytes
+      for (_, members), c in zip(groups, found, strict=True)
+      if sorted(map(sorted, members)) == [[0, 2], [1, 3]]
+    ]
+    inside = sorted(
+      kind
+      for kind, members in groups
+      if sorted(map(sorted, members)) == [[0, 1], [2, 3]]
+    )
+    assert len(between) + len(inside) == len(groups)
+    kinds = ["all-reduce"] if parts == 1 else ["all-gather", "reduce-scatter"]
+    assert inside == kinds
+    sent[parts] = sum(between) * 8
+    like = jax.ShapeDtypeStruct((96,), "float32")
+    assert sent[parts] == reducer.num_bits(like, 2).sent
+    mean = np.asarray(program(x))
+    for worker in mean[1:]:
+      assert worker.tobytes() == mean[0].tobytes()
+    np.testing.assert_allclose(mean[0], x.mean(0), atol=1.0)
+  assert sent[2] < 0.6 * sent[1]
+
+
+def test_parts_are_as_many_as_a_host_has_workers():
+  with pytest.raises(ValueError, match="`parts` must be an int >= 1, got 0"):
+    collectives.TwoLevel(collectives.Exact(), OUTER, parts=0)
+  with pytest.raises(ValueError, match="`reducer` must be one for vectors"):
+    collectives.TwoLevel(collectives.Exact(), collectives.PowerSGD(2), parts=2)
+  with pytest.raises(ValueError, match="number of workers in a host, 1, got 3"):
+    PARTS.init(jnp.zeros(20), None)
