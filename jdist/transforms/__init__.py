@@ -7,6 +7,7 @@ Each is an ordinary `optax.GradientTransformation` that a user composes in
 from jdist.transforms import intervals as intervals
 from jdist.transforms._aliases import diloco as diloco
 from jdist.transforms._aliases import local_sgd as local_sgd
+from jdist.transforms._aliases import mp2 as mp2
 from jdist.transforms._aliases import msdpu as msdpu
 from jdist.transforms._aliases import post_local_sgd as post_local_sgd
 from jdist.transforms._aliases import ssgd as ssgd
@@ -77,6 +78,10 @@ from jdist.transforms._overlapping import streaming_diloco as streaming_diloco
 from jdist.transforms._preceding import update_first as update_first
 from jdist.transforms._preceding import UpdateFirst as UpdateFirst
 from jdist.transforms._preceding import UpdateFirstState as UpdateFirstState
+from jdist.transforms._predicting import predict_rest as predict_rest
+from jdist.transforms._predicting import (
+  PredictRestState as PredictRestState,
+)
 from jdist.transforms._pulling import LateAnchorState as LateAnchorState
 from jdist.transforms._reducing import Reduction as Reduction
 from jdist.transforms._reducing import ReductionState as ReductionState

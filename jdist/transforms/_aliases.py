@@ -4,6 +4,8 @@ All take the optimizer of a worker first, any Optax chain, and the workers'
 axis by name.
 """
 
+from typing import Any
+
 import jax
 import optax
 
@@ -14,6 +16,7 @@ from jdist.transforms import (
   _correcting,
   _feeding,
   _localizing,
+  _predicting,
   _sending,
   intervals,
 )
@@ -251,3 +254,65 @@ def msdpu(
 def _float(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
   """Injected hyper-parameters come in the parameters' dtype; anchors do not."""
   return x.astype("float32") if isinstance(x, jax.Array) else x
+
+
+def mp2(
+  optimizer: optax.GradientTransformation,
+  cut: _predicting.Cut,
+  predict: _predicting.Predict,
+  predictor_params: Any,
+  interval: int | intervals.IntervalPolicy = 1,
+  *,
+  axis: collectives.Axis,
+  reducer: collectives.Reducer | None = None,
+  feedback: _feeding.Feedback | None = None,
+  seed: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""MP²: the front layers are trained and averaged, the others predicted.
+
+  With the front f of the network and a trained predictor,
+
+  .. math:: f_i \leftarrow f + \mathrm{optimizer}(g_i), \qquad
+            f \leftarrow \tfrac1N \sum_i f_i, \qquad
+            r \leftarrow \mathrm{predict}(\theta, f)
+
+  which is `predict_rest(local_steps(optimizer, interval), ...)`.  For other
+  ways of training the front, such as `diloco` or `msdpu`, and for a residual
+  by which the rest learns too, call `predict_rest`.
+
+  Args:
+    optimizer: of the front, each worker its own state; Adam in the paper.
+    cut: where the network is cut, `jdist.prediction.published_cut(name)`.
+    predict: the predictor, `jdist.prediction.Predictor.apply`.
+    predictor_params: its trained parameters.
+    interval: H, or a policy; 1 (default) as in the paper.
+    axis: the workers' axis.
+    reducer: how to take the front's mean by fewer bytes, see `local_steps`.
+    feedback: what becomes of what is not sent of the front.
+    seed: of the random numbers of codecs that draw some; None is 0.
+
+  References:
+    Model parameter prediction (MP²).  Departure: there a server predicts, and
+    sends all parameters to the workers; here all workers predict the same, so
+    that no rest travels in any direction.  `jdist.prediction.Server` is the
+    published protocol.
+
+  >>> class Halves:
+  ...   split = staticmethod(lambda tree: (tree[0], tree[1]))
+  ...   join = staticmethod(lambda front, rest: (front, rest))
+  >>> optimizer = mp2(
+  ...   optax.adam(1e-3), Halves, lambda theta, f: theta * f, 2.0, axis=None
+  ... )
+  """
+  _checking.check_optimizer("optimizer", optimizer)
+  front = _localizing.local_steps(
+    optimizer,
+    interval,
+    axis=axis,
+    reducer=reducer,
+    feedback=feedback,
+    seed=seed,
+  )
+  return _predicting.predict_rest(
+    front, cut, predict, predictor_params, axis=axis
+  )

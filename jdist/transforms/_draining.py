@@ -6,26 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import (
-  _delaying,
-  _fragmenting,
-  _inspecting,
-  _leading,
-  _localizing,
-  _meeting,
-  _preceding,
-)
+from jdist.transforms import _finding, _inspecting
 
 PyTree = Any
-# States whose transformations know `update(..., drain=True)`.
-_HOLDING = (
-  _localizing.LocalStepsState,
-  _delaying.DelayGradientsState,
-  _preceding.UpdateFirstState,
-  _meeting.RoundsState,
-  _leading.LeadStepState,
-  _fragmenting.FragmentsState,
-)
 
 
 def drain(
@@ -55,6 +38,8 @@ def drain(
   - `lead_step`, `od_sgd`: the late mean gradient arrives, and nobody leads.
   - `fragment_steps`, `streaming_diloco`: the late mean of each fragment
     arrives, then that of its progress since it was sent.
+  - `predict_rest`, `mp2`: what the front's transformation holds arrives, then
+    that of the rest's own, if it has one, and the rest is predicted.
   - `delay_gradients`, `update_first`: the pending gradients are applied, the
     oldest first.
 
@@ -73,14 +58,15 @@ def drain(
     The parameters, equal on all workers, and the state; of a method that
     holds nothing, what was given.
 
-  >>> optimizer = _delaying.delay_gradients(optax.sgd(1.0), steps=1)
+  >>> from jdist import transforms
+  >>> optimizer = transforms.delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)
   >>> updates, state = optimizer.update(jnp.array(3.0), optimizer.init(w), w)
   >>> w = optax.apply_updates(w, updates)
   >>> w.item(), drain(optimizer, state, w)[0].item()
   (0.0, -3.0)
   """
-  if not _holds(state):
+  if not _finding.holds(state):
     return params, state
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
@@ -88,10 +74,3 @@ def drain(
     nothing, state, params, drain="residuals" if residuals else True
   )
   return _inspecting.apply_updates(params, updates, state), state
-
-
-def _holds(state: PyTree) -> bool:
-  def is_one(x: Any) -> bool:
-    return isinstance(x, _HOLDING)
-
-  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))

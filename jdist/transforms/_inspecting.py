@@ -19,12 +19,14 @@ from jdist.transforms import (
   _correcting,
   _delaying,
   _feeding,
+  _finding,
   _fragmenting,
   _freezing,
   _leading,
   _localizing,
   _meeting,
   _preceding,
+  _predicting,
   _pulling,
   _reducing,
   _sending,
@@ -34,26 +36,6 @@ from jdist.transforms import (
 )
 
 PyTree = Any
-
-
-# What the state of every method with rounds has.
-_ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
-
-
-def _has_rounds(state: PyTree) -> bool:
-  return frozenset(getattr(state, "_fields", ())) >= _ROUND_FIELDS
-
-
-def _local_steps(state: PyTree) -> Any:
-  """The outermost state with rounds in a chain's state, or None."""
-  leaves = jax.tree.leaves(state, is_leaf=_has_rounds)
-  found = [x for x in leaves if _has_rounds(x)]
-  if len(found) > 1:
-    raise ValueError(
-      "`state` must have one `local_steps` at most, side by side there are "
-      f"{len(found)}. Put one inside the other's inner chain."
-    )
-  return found[0] if found else None
 
 
 def anchor(state: PyTree, params: optax.Params) -> optax.Params:
@@ -72,7 +54,7 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
   >>> anchor(state, jnp.array(3.0)).item()
   5.0
   """
-  local = _local_steps(state)
+  local = _finding.rounds_in(state)
   if local is None:
     return params
   return jax.tree.map(lambda a, p: a.astype(p.dtype), local.anchor, params)
@@ -90,7 +72,7 @@ def synchronized(state: PyTree) -> jax.Array | bool:
     A bool scalar; the Python value True for a method without rounds, so that
     nothing needs to be decided when the program runs.
   """
-  local = _local_steps(state)
+  local = _finding.rounds_in(state)
   return True if local is None else local.synchronized
 
 
@@ -101,7 +83,7 @@ def rounds(state: PyTree, steps: jax.typing.ArrayLike) -> jax.Array:
     state: the optimizer's state.
     steps: updates so far: the answer for a method without rounds.
   """
-  local = _local_steps(state)
+  local = _finding.rounds_in(state)
   return jnp.asarray(steps, jnp.int32) if local is None else local.round
 
 
@@ -135,7 +117,7 @@ def _is_feedback(state: PyTree) -> bool:
 
 def interval(state: PyTree) -> jax.Array | int:
   """Local steps of the present round, int32; 1 for a method without rounds."""
-  local = _local_steps(state)
+  local = _finding.rounds_in(state)
   return 1 if local is None else local.interval
 
 
@@ -157,7 +139,7 @@ def stream_steps(state: PyTree) -> jax.Array | None:
     without a delay, and how many updates of the round come before it, int32
     [2, 2]; None when nothing is streamed.
   """
-  found = getattr(_local_steps(state), "stream_steps", ())
+  found = getattr(_finding.rounds_in(state), "stream_steps", ())
   if not found:
     return None
   return jnp.stack(found, axis=-1).reshape(*jnp.shape(found[0]), 2, 2)
@@ -190,7 +172,7 @@ def apply_updates(
       lambda p, u: _anchoring.moved(p, u).astype(p.dtype), params, updates
     )
 
-  local = _local_steps(state)
+  local = _finding.rounds_in(state)
   if local is None:
     return moved()
   exact = local.synchronized
@@ -355,6 +337,8 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
       nu=_all(state.nu, True),
       reduction=_reduction_labels(state.reduction),
     ), True
+  if isinstance(state, _predicting.PredictRestState):
+    return _predict_rest_labels(state)
   if isinstance(state, _preceding.UpdateFirstState):
     return _preceding.UpdateFirstState(
       pending=_all(state.pending, False),
@@ -381,7 +365,7 @@ def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
     value = getattr(state, field)
     if field in known or (transparent is not None and field in transparent):
       walked[field] = _all(value, True)
-    elif _has_rounds(state):
+    elif _finding.has_rounds(state):
       # Inner steps are each worker's own, even behind an average: the
       # parameters they see are.
       inside = field != "inner" and type(value) in _SHARED_FIELDS
@@ -404,6 +388,16 @@ def _reduction_labels(
     own=_all(state.own, False),
     feedback=_walk(state.feedback, False)[0],
   )
+
+
+def _predict_rest_labels(
+  state: _predicting.PredictRestState,
+) -> tuple[_predicting.PredictRestState, bool]:
+  # All is, but what the two transformations keep for themselves.
+  front, front_is = _walk(state.front, False)
+  rest, rest_is = _walk(state.rest, False) if state.rest else ((), True)
+  labels = _all(state._replace(front=(), rest=()), True)
+  return labels._replace(front=front, rest=rest), front_is and rest_is
 
 
 def _all(tree: PyTree, label: bool) -> PyTree:

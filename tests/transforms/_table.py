@@ -115,6 +115,40 @@ def frozen(rate, *, axis):
   return optax.chain(adam, optax.sgd(rate))
 
 
+class Cut:
+  """Leaf "a" is the front, the rest is made from it."""
+
+  def split(self, tree):
+    return {"a": tree["a"]}, {"b": tree["b"]}
+
+  def join(self, front, rest):
+    return front | rest
+
+
+def predict(theta, front):
+  return {"b": {"c": theta * jnp.sin(front["a"].reshape(2, 2))}}
+
+
+def predicted(rate, interval, *, axis):
+  inner = optax.sgd(rate, momentum=0.9)
+  return transforms.mp2(
+    inner, Cut(), predict, np.float32(0.5), interval, axis=axis
+  )
+
+
+def refreshed(carry, rest_rate, *, axis):
+  """A front whose mean is late, and a rest that learns too."""
+  front = transforms.local_steps(
+    MOMENTUM, 3, axis=axis, delay_rounds=1, carry=carry, outer=NESTEROV
+  )
+  # The residual is float32 whatever the dtype of an injected rate.
+  rate = jnp.asarray(rest_rate).astype(jnp.float32)
+  rest = transforms.local_steps(optax.sgd(rate), 3, axis=axis)
+  return transforms.predict_rest(
+    front, Cut(), predict, np.float32(0.5), axis=axis, rest=rest
+  )
+
+
 def line(build, continuous, structural, *covers, **flags):
   covers = covers or (build.__name__,)
   return Line(build, continuous, structural, covers, **flags)
@@ -328,6 +362,13 @@ TABLE = {
       "fragments": 2,
       "delay_steps": 2,
     },
+  ),
+}
+# On the mesh a reshape crosses the inner axis: `whole`.
+TABLE |= {
+  "mp2": line(predicted, {"rate": 0.1}, {"interval": 3}, "mp2", whole=True),
+  "predict_rest": line(
+    refreshed, {"carry": 0.5, "rest_rate": 0.1}, {}, "predict_rest", whole=True
   ),
 }
 # Those that send fewer bytes.

@@ -1,0 +1,54 @@
+"""What is where in the state of a chain."""
+
+from typing import Any
+
+import jax
+
+from jdist.transforms import (
+  _delaying,
+  _fragmenting,
+  _leading,
+  _localizing,
+  _meeting,
+  _preceding,
+)
+
+PyTree = Any
+
+# What the state of every method with rounds has.
+_ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
+# States whose transformations know `update(..., drain=True)`.
+_HOLDING = (
+  _localizing.LocalStepsState,
+  _delaying.DelayGradientsState,
+  _preceding.UpdateFirstState,
+  _meeting.RoundsState,
+  _leading.LeadStepState,
+  _fragmenting.FragmentsState,
+)
+
+
+def has_rounds(state: PyTree) -> bool:
+  """Whether a state is that of a method with rounds."""
+  return frozenset(getattr(state, "_fields", ())) >= _ROUND_FIELDS
+
+
+def rounds_in(state: PyTree) -> Any:
+  """The outermost state with rounds in a chain's state, or None."""
+  leaves = jax.tree.leaves(state, is_leaf=has_rounds)
+  found = [x for x in leaves if has_rounds(x)]
+  if len(found) > 1:
+    raise ValueError(
+      "`state` must have one `local_steps` at most, side by side there are "
+      f"{len(found)}. Put one inside the other's inner chain."
+    )
+  return found[0] if found else None
+
+
+def holds(state: PyTree) -> bool:
+  """Whether there is something that `drain` may have to bring in."""
+
+  def is_one(x: Any) -> bool:
+    return isinstance(x, _HOLDING)
+
+  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
