@@ -30,6 +30,8 @@ from jdist.prediction._nowcasting import nowcast_entries as nowcast_entries
 from jdist.prediction._predictor import Predictor as Predictor
 from jdist.prediction._predictor import predictor as predictor
 from jdist.prediction._sampling import ParameterSet as ParameterSet
+from jdist.prediction._serving import Server as Server
+from jdist.prediction._serving import ServerState as ServerState
 from jdist.prediction._tracking import load_tracks as load_tracks
 from jdist.prediction._tracking import save_tracks as save_tracks
 from jdist.prediction._tracking import Tracker as Tracker

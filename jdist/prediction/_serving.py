@@ -1,0 +1,107 @@
+"""MP² as published: a server that predicts, and workers that pull it all."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist.prediction import _predictor
+
+PyTree = Any
+
+
+class ServerState(NamedTuple):
+  """What the server and its workers remember.
+
+  Attributes:
+    params: the whole network, as the workers pull it.
+    optimizer: of every worker's front, [workers, ...].
+  """
+
+  params: PyTree
+  optimizer: PyTree
+
+
+class Server:
+  r"""The published protocol, with one logical server.
+
+  In every step all workers pull the parameters (f, r), and worker i takes a
+  step of its own optimizer on the front alone, which it pushes; the server
+  averages and predicts:
+
+  .. math:: f_i = f + \mathrm{optimizer}_i(\partial L_i / \partial f), \qquad
+            f \leftarrow \tfrac1N \sum_i f_i, \qquad
+            r \leftarrow \mathrm{predict}(\theta, f)
+
+  Pure, for one device: the reference for `transforms.mp2`, which does the same
+  without a server.
+
+  >>> from jdist import models, prediction
+  >>> model = models.build("mlp", input_shape=(4, 4, 1), num_classes=2)
+  >>> predictor = prediction.predictor(prediction.cut(model, 1))
+  >>> server = Server(predictor, optax.adam(1e-3))
+  >>> state = server.init(model.params, num_workers=4)
+  >>> gradients = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), state.params)
+  >>> theta = predictor.init(jax.random.key(0))
+  >>> with jax.numpy_dtype_promotion("standard"):  # For Optax's Adam.
+  ...   state = server.step(state, gradients, theta)
+  """
+
+  def __init__(
+    self,
+    predictor: _predictor.Predictor,
+    optimizer: optax.GradientTransformation,
+  ):
+    """Makes a server.
+
+    Args:
+      predictor: of the network's rear.
+      optimizer: of the front; Adam in the paper.
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+      raise ValueError(
+        "`optimizer` must be an Optax transformation, for instance "
+        f"`optax.adam(1e-3)`, got {optimizer!r}."
+      )
+    self._cut, self._predictor = predictor.cut, predictor
+    self._optimizer = optimizer
+
+  def init(self, params: PyTree, num_workers: int) -> ServerState:
+    """The first state; the rear is as given until the first step ends.
+
+    Args:
+      params: the whole network's.
+      num_workers: how many workers, >= 1.
+    """
+    if num_workers < 1:
+      raise ValueError(f"`num_workers` must be >= 1, got {num_workers}.")
+    front, _ = self._cut.split(params)
+    one = self._optimizer.init(front)
+    rows = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (num_workers, *jnp.shape(x))), one
+    )
+    return ServerState(params, rows)
+
+  def step(
+    self, state: ServerState, gradients: PyTree, predictor_params: PyTree
+  ) -> ServerState:
+    """One step of all workers and of the server.
+
+    Args:
+      state: the state; all workers take their gradients at `state.params`.
+      gradients: of the whole network, [workers, ...]; those of the rear are
+        ignored.
+      predictor_params: the trained predictor's.
+    """
+    front, _ = self._cut.split(state.params)
+
+    def push(gradients: PyTree, optimizer: PyTree) -> tuple[PyTree, PyTree]:
+      own, _ = self._cut.split(gradients)
+      updates, optimizer = self._optimizer.update(own, optimizer, front)
+      return optax.apply_updates(front, updates), optimizer
+
+    pushed, optimizer = jax.vmap(push)(gradients, state.optimizer)
+    front = jax.tree.map(lambda x: x.mean(0), pushed)
+    rear = self._predictor.apply(predictor_params, front)
+    return ServerState(self._cut.join(front, rear), optimizer)
