@@ -3,6 +3,10 @@
 And all of them from their past: weight nowcasters.
 """
 
+from jdist.prediction._assembling import assemble as assemble
+from jdist.prediction._assembling import (
+  evaluate_predictor as evaluate_predictor,
+)
 from jdist.prediction._collecting import choose_steps as choose_steps
 from jdist.prediction._collecting import Collector as Collector
 from jdist.prediction._counting import Traffic as Traffic
@@ -11,9 +15,10 @@ from jdist.prediction._cutting import Cut as Cut
 from jdist.prediction._cutting import cut as cut
 from jdist.prediction._cutting import Layer as Layer
 from jdist.prediction._cutting import Leaf as Leaf
-from jdist.prediction._cutting import PUBLISHED as PUBLISHED
-from jdist.prediction._cutting import published_cut as published_cut
-from jdist.prediction._cutting import published_model as published_model
+from jdist.prediction._fitting import Epoch as Epoch
+from jdist.prediction._fitting import fit_predictor as fit_predictor
+from jdist.prediction._fitting import FittedPredictor as FittedPredictor
+from jdist.prediction._fitting import PredictorFit as PredictorFit
 from jdist.prediction._jumping import nowcast_weights as nowcast_weights
 from jdist.prediction._jumping import NowcastState as NowcastState
 from jdist.prediction._nowcast_fitting import fit_nowcaster as fit_nowcaster
@@ -29,7 +34,12 @@ from jdist.prediction._nowcasting import nowcast as nowcast
 from jdist.prediction._nowcasting import nowcast_entries as nowcast_entries
 from jdist.prediction._predictor import Predictor as Predictor
 from jdist.prediction._predictor import predictor as predictor
+from jdist.prediction._publishing import PUBLISHED as PUBLISHED
+from jdist.prediction._publishing import published_cut as published_cut
+from jdist.prediction._publishing import published_model as published_model
 from jdist.prediction._sampling import ParameterSet as ParameterSet
+from jdist.prediction._saving import load_predictor as load_predictor
+from jdist.prediction._saving import save_predictor as save_predictor
 from jdist.prediction._serving import Server as Server
 from jdist.prediction._serving import ServerState as ServerState
 from jdist.prediction._tracking import load_tracks as load_tracks

@@ -6,6 +6,9 @@ only within a version; a resumed run may have a newer NumPy.
 
 import numpy as np
 
+# Streams of a seed that `balanced` takes.
+_IMAGES_KEY, _ORDER_KEY = 6, 7
+
 
 def permutation(size: int, seed: int, *stream: int) -> np.ndarray:
   """A random order of 0 .. size - 1, for a seed and a stream's numbers.
@@ -16,3 +19,23 @@ def permutation(size: int, seed: int, *stream: int) -> np.ndarray:
   sequence = np.random.SeedSequence(seed, spawn_key=stream)
   bits = np.random.PCG64(sequence).random_raw(size)
   return np.argsort(bits, kind="stable")
+
+
+def balanced(
+  labels: np.ndarray, size: int, seed: int, number: int
+) -> np.ndarray:
+  """Draws images without replacement, of each class the same share.
+
+  >>> labels = np.array([0, 0, 0, 0, 1, 1])
+  >>> drawn = balanced(labels, 3, seed=0, number=0)
+  >>> sorted(labels[drawn].tolist())
+  [0, 0, 1]
+  """
+  order = permutation(len(labels), seed, _IMAGES_KEY, number)
+  # Where each stands within its class, as a share of the class.
+  place = np.empty(len(labels))
+  for label in np.unique(labels):
+    inside = np.flatnonzero(labels[order] == label)
+    place[inside] = (np.arange(len(inside)) + 0.5) / len(inside)
+  drawn = order[np.argsort(place, kind="stable")[:size]]
+  return drawn[permutation(size, seed, _ORDER_KEY, number)]

@@ -218,9 +218,7 @@ def test_damage_is_found(tmp_path):
   path = tmp_path / "front_01.npy"
   whole = path.read_bytes()
   path.write_bytes(whole[:-400] + b"\1" + whole[-399:])
-  with pytest.raises(
-    ValueError, match=r"_01\.npy has changed in sample 2"
-  ):
+  with pytest.raises(ValueError, match=r"_01\.npy has changed in sample 2"):
     prediction.ParameterSet(tmp_path).verify()
   path.write_bytes(whole[:-1])
   with pytest.raises(ValueError, match=r"front_01\.npy cannot be read"):

@@ -1,0 +1,183 @@
+"""Networks put together from sampled fronts and predicted rears."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import models
+from jdist.prediction import _cutting, _predictor
+
+PyTree = Any
+Normalize = Callable[[jax.Array], jax.Array]
+
+
+def as_they_are(images: jax.Array) -> jax.Array:
+  """Leaves images as they are stored."""
+  return images
+
+
+def assemble(
+  predictor: _predictor.Predictor, params: PyTree, vector: jax.Array
+) -> PyTree:
+  """Puts a network together from a front, with the predicted rear.
+
+  Args:
+    predictor: of the network's cut.
+    params: the predictor's.
+    vector: the front, float32 [num_front], as `Cut.flatten_front` makes it.
+
+  Returns:
+    The network's parameters.
+  """
+  front = predictor.cut.unflatten_front(vector)
+  return predictor.cut.join(front, predictor.apply_vector(params, vector))
+
+
+def logits_of(
+  predictor: _predictor.Predictor,
+  model: models.Model,
+  params: PyTree,
+  vectors: jax.Array,
+  images: jax.Array,
+  *,
+  train: bool,
+) -> jax.Array:
+  """What the networks of several samples say to the same images.
+
+  Args:
+    predictor: of the network's cut.
+    model: the network.
+    params: the predictor's.
+    vectors: fronts, float32 [samples, num_front].
+    images: normalized, [n, ...].
+    train: as of `Model.apply`.
+
+  Returns:
+    float32 [samples, n, classes].
+  """
+
+  def one(vector: jax.Array) -> jax.Array:
+    whole = assemble(predictor, params, vector)
+    logits, _ = model.apply(whole, model.state, images, train=train)
+    return logits.astype(jnp.float32)
+
+  return jax.vmap(one)(vectors)
+
+
+def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
+  """Refuses networks that cannot be put together from a prediction."""
+  if jax.tree.leaves(model.state):
+    raise ValueError(
+      "`model` must have no state, as batch statistics are neither sent nor "
+      f'predicted, got {model!r} with some. Build it with norm="none" or '
+      'norm="group".'
+    )
+  depth = len(predictor.cut.front)
+  mine = _cutting.cut(model, depth, name="the model")
+  _cutting.refuse_other_cut("model", mine, predictor.cut)
+
+
+def evaluate_predictor(
+  predictor: _predictor.Predictor,
+  params: PyTree,
+  model: models.Model,
+  samples: np.ndarray,
+  images: Any,
+  labels: Any,
+  *,
+  normalize: Normalize = as_they_are,
+  samples_per_batch: int = 25,
+  images_per_batch: int = 500,
+) -> np.ndarray:
+  """Measures the accuracy of the networks that a predictor completes.
+
+  This is the paper's "prediction-result-based evaluation": not how near the
+  predicted parameters are, but how well the network works with them.
+
+  Args:
+    predictor: of the network's cut.
+    params: the predictor's.
+    model: the network; without batch statistics.
+    samples: fronts, float32 [samples, num_front], for instance of
+      `ParameterSet.fronts`.
+    images: [n, ...], as stored.
+    labels: int [n].
+    normalize: turns stored images into the model's inputs.
+    samples_per_batch: how many networks run at once.
+    images_per_batch: on how many images.
+
+  Returns:
+    The share of images that each network gets right, float64 [samples].
+
+  Raises:
+    ValueError: when the samples or the model are not of the predictor's cut.
+  """
+  check_model(predictor, model)
+  check_samples("samples", samples, predictor)
+  hits = np.zeros(len(samples))
+  images, labels = np.asarray(images), np.asarray(labels)
+  for first in range(0, len(samples), samples_per_batch):
+    vectors = _padded(
+      samples[first : first + samples_per_batch],
+      min(samples_per_batch, len(samples)),
+    )
+    for start in range(0, len(images), images_per_batch):
+      stop = start + images_per_batch
+      size = min(images_per_batch, len(images))
+      mask = np.arange(start, start + size) < len(images)
+      found = _hits(
+        predictor,
+        model,
+        normalize,
+        params,
+        vectors,
+        _padded(images[start:stop], size),
+        _padded(labels[start:stop], size),
+        mask,
+      )
+      part = hits[first : first + samples_per_batch]
+      part += np.asarray(found)[: len(part)]
+  return hits / len(images)
+
+
+# Each triple is a program; of equal predictors that are made anew it is one.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hits(
+  predictor: _predictor.Predictor,
+  model: models.Model,
+  normalize: Normalize,
+  params: PyTree,
+  vectors: jax.Array,
+  images: jax.Array,
+  labels: jax.Array,
+  mask: jax.Array,
+) -> jax.Array:
+  inputs = normalize(images).astype(jnp.float32)
+  logits = logits_of(predictor, model, params, vectors, inputs, train=False)
+  right = (jnp.argmax(logits, -1) == labels) & mask
+  return jnp.sum(right, -1, dtype=jnp.float32)
+
+
+def check_samples(
+  argument: str, samples: np.ndarray, predictor: _predictor.Predictor
+) -> None:
+  """Refuses what is not an array of fronts."""
+  num_front = predictor.cut.num_front
+  if (
+    np.ndim(samples) != 2 or not len(samples) or (samples.shape[1] != num_front)
+  ):
+    raise ValueError(
+      f"`{argument}` must be [samples, {num_front}] with at least one sample, "
+      f"as the fronts of {predictor.cut!r}, got shape "
+      f"{list(np.shape(samples))}. Take `ParameterSet.fronts` of this cut."
+    )
+
+
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+  """Repeats the last row up to a size: one shape, one program."""
+  short = size - len(x)
+  return np.concatenate([x, np.repeat(x[-1:], short, 0)]) if short else x

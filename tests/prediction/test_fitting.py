@@ -1,0 +1,328 @@
+"""Training the predictor: what it learns, that it resumes, what it refuses."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import models, prediction
+from jdist.prediction import _drawing, _fitting, _saving, _storing
+from tests.prediction import _tiny
+
+FIT = prediction.PredictorFit(
+  num_epochs=2,
+  samples_per_batch=4,
+  sample_batches=2,
+  images_per_batch=20,
+  image_batches=3,
+  learning_rate=3e-3,
+)
+
+
+@functools.cache
+def fronts(num_samples, seed=0):
+  """Fronts near one another, as those of a run are."""
+  cut = _tiny.cut()
+  rng = np.random.default_rng(seed)
+  around = np.asarray(cut.flatten_front(_tiny.model().params))
+  noise = rng.standard_normal((num_samples, cut.num_front))
+  return (around + 0.01 * noise).astype(np.float32)
+
+
+model = functools.cache(_tiny.model)
+
+
+@functools.cache
+def predictor(**kwargs):
+  return prediction.predictor(_tiny.cut(), **kwargs)
+
+
+def normalize(images):
+  return images.astype(jnp.float32) / 16
+
+
+def fit_predictor(fit=FIT, of=None, **kwargs):
+  train, test = _tiny.digits("train"), _tiny.digits("test")
+  given = {
+    "samples": fronts(8),
+    "images": train.images,
+    "labels": train.labels,
+    "held_out": fronts(3, seed=1),
+    "test_images": test.images,
+    "test_labels": test.labels,
+    "normalize": normalize,
+    "fit": fit,
+  }
+  return prediction.fit_predictor(
+    predictor() if of is None else of, model(), **(given | kwargs)
+  )
+
+
+def assert_same_bits(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
+  """By hand: both labels' cross-entropies, weighted, of every sample."""
+  fit = FIT
+  params = _fitting._init(predictor(), jax.random.key(0))
+  images = np.random.default_rng(0).integers(0, 17, (4, 8, 8, 1))
+  labels = np.array([1, 2, 3, 4])
+  key = jax.random.key(3)
+  order, share = _fitting._mix(fit.mixup, jax.random.fold_in(key, 5), 2)
+  share = float(share)
+  assert 0 < share < 1 and sorted(order.tolist()) == [0, 1]
+  rows = np.array([3, 1], np.int32)
+  inputs = images[rows] / 16
+  inputs = share * inputs + (1 - share) * inputs[order]
+  losses = []
+  for vector in fronts(2):
+    whole = prediction.assemble(predictor(), params, vector)
+    logits, _ = model().apply(
+      whole, {}, jnp.asarray(inputs, jnp.float32), train=True
+    )
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    for i in range(2):
+      first, second = labels[rows][i], labels[rows][order[i]]
+      mixed = share * log_p[i, first] + (1 - share) * log_p[i, second]
+      losses.append(-mixed)
+  optimizer = _fitting._optimizer(fit.learning_rate)
+  _, loss = _fitting._update(
+    predictor(),
+    model(),
+    normalize,
+    fit.learning_rate,
+    fit.mixup,
+    {"params": params, "optimizer": optimizer.init(params)},
+    fronts(2),
+    jnp.asarray(images, jnp.int32),
+    jnp.asarray(labels, jnp.int32),
+    rows,
+    key,
+    np.uint32(5),
+  )
+  np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_share_of_mixup_is_drawn_from_its_distribution():
+  for alpha in (1.0, 2.0):
+    keys = jax.random.split(jax.random.key(0), 2000)
+    shares = jax.vmap(lambda key, alpha=alpha: _fitting._mix(alpha, key, 4)[1])(
+      keys
+    )
+    # A beta's mean and variance; five deviations of the estimates.
+    assert abs(shares.mean() - 0.5) < 5 * 0.29 / 2000**0.5
+    assert abs(shares.var() - 0.25 / (2 * alpha + 1)) < 0.01
+
+
+def test_without_mixup_an_image_is_itself():
+  assert _fitting._mix(0.0, jax.random.key(0), 4)[1] == 1
+
+
+def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
+  fit = dataclasses.replace(FIT, num_epochs=3, image_batches=60)
+  seen = []
+  fitted = fit_predictor(fit, on_epoch=seen.append)
+  assert tuple(seen) == fitted.curve
+  assert [point.epoch for point in fitted.curve] == [0, 1, 2, 3]
+  accuracies = [point.accuracy for point in fitted.curve]
+  assert accuracies[0] < 0.25 and fitted.best.accuracy > 0.35
+  assert fitted.best.accuracy == max(accuracies)
+  test = _tiny.digits("test")
+  # In other parts, and each network by itself.
+  found = prediction.evaluate_predictor(
+    predictor(),
+    fitted.params,
+    model(),
+    fronts(3, seed=1),
+    test.images,
+    test.labels,
+    normalize=normalize,
+    samples_per_batch=2,
+    images_per_batch=100,
+  )
+  np.testing.assert_allclose(found.mean(), fitted.best.accuracy, atol=1e-9)
+  for share, vector in zip(found, fronts(3, seed=1), strict=True):
+    whole = prediction.assemble(predictor(), fitted.params, vector)
+    logits, _ = model().apply(
+      whole, {}, normalize(jnp.asarray(test.images)), train=False
+    )
+    right = np.argmax(logits, -1) == test.labels
+    np.testing.assert_allclose(share, right.mean(), atol=1.5 / len(right))
+
+
+class _Killed(BaseException):
+  pass
+
+
+# After so many saves, one for each epoch or for each of two batches in it.
+@pytest.mark.parametrize(
+  "save_every, saves", [(None, 1), (1, 1), (1, 3)], ids=str
+)
+def test_training_resumes_to_the_bit(tmp_path, monkeypatch, save_every, saves):
+  whole = _whole()
+  save = _storing.save_arrays
+  count = []
+
+  def save_and_die(*args):
+    if len(count) == saves:
+      raise _Killed
+    count.append(save(*args))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(_storing, "save_arrays", save_and_die)
+    with pytest.raises(_Killed):
+      fit_predictor(directory=tmp_path, save_every=save_every)
+  # What has been trained, and when nothing is left to train.
+  for _ in range(2):
+    resumed = fit_predictor(directory=tmp_path, save_every=save_every)
+    assert_same_bits(resumed.params, whole.params)
+    assert resumed.curve == whole.curve
+
+
+@functools.cache
+def _whole():
+  return fit_predictor()
+
+
+def test_the_best_is_kept_and_not_the_last(monkeypatch):
+  scores = iter((0.1, 0.5, 0.5, 0.2))
+  monkeypatch.setattr(
+    _fitting._assembling,
+    "evaluate_predictor",
+    lambda *args, **kwargs: np.array([next(scores)]),
+  )
+  fit = dataclasses.replace(FIT, num_epochs=3)
+  fitted = fit_predictor(fit)
+  assert fitted.best.epoch == 1
+  scores = iter((0.1, 0.5))
+  first = fit_predictor(dataclasses.replace(FIT, num_epochs=1))
+  assert_same_bits(fitted.params, first.params)
+
+
+def test_the_state_of_another_training_is_refused(tmp_path):
+  fit = dataclasses.replace(FIT, num_epochs=1, image_batches=1)
+  fit_predictor(fit, directory=tmp_path)
+  with pytest.raises(ValueError, match="with other fit"):
+    fit_predictor(FIT, directory=tmp_path)
+  with pytest.raises(ValueError, match="with other data"):
+    fit_predictor(fit, directory=tmp_path, samples=fronts(9))
+  with pytest.raises(ValueError, match="with rank=2, got one with 1"):
+    fit_predictor(fit, of=predictor(rank=2), directory=tmp_path)
+
+
+def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
+  # Of convolutions, with names of two parts.
+  cut = prediction.cut(
+    models.build(
+      "resnet8",
+      input_shape=(8, 8, 1),
+      num_classes=10,
+      norm="none",
+      abstract=True,
+    ),
+    5,
+  )
+  ours = prediction.predictor(cut, 2, grid=8)
+  params = jax.jit(ours.init)(jax.random.key(0))
+  prediction.save_predictor(tmp_path, ours, params, {"accuracy": 0.9})
+  for known in (None, cut):
+    theirs, read = prediction.load_predictor(tmp_path, known)
+    assert theirs == ours
+    assert_same_bits(read, params)
+    assert jax.tree.structure(read) == jax.tree.structure(params)
+
+
+def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
+  params = _fitting._init(predictor(), jax.random.key(0))
+  prediction.save_predictor(tmp_path, predictor(), params)
+  with pytest.raises(
+    ValueError, match=r"dense1\.kernel float32\[64, 7\].*dense1\.kernel.*6\]"
+  ):
+    prediction.load_predictor(tmp_path, _tiny.cut(hidden_sizes=(7, 5)))
+  with pytest.raises(ValueError, match=r"dense2\.kernel.*behind it there"):
+    prediction.load_predictor(tmp_path, _tiny.cut(2))
+  other = prediction.predictor(_tiny.cut(2))
+  with pytest.raises(ValueError, match=r"`params` must be of Predictor\("):
+    prediction.save_predictor(tmp_path, other, params)
+  for path in tmp_path.glob("*.npy"):
+    path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="damaged"):
+    prediction.load_predictor(tmp_path)
+  with pytest.raises(FileNotFoundError, match="must hold predictor"):
+    prediction.load_predictor(tmp_path / "nothing")
+
+
+def test_networks_that_cannot_be_assembled_are_refused():
+  deep = model(hidden_sizes=(6, 5, 4))
+  with pytest.raises(ValueError, match=r"`model` must be of Cut"):
+    prediction.evaluate_predictor(
+      predictor(), {}, deep, fronts(3), np.zeros(0), np.zeros(0)
+    )
+  options = {"input_shape": (8, 8, 1), "num_classes": 10}
+  batch = models.build("resnet8", **options)
+  ours = prediction.predictor(prediction.cut(batch, 2))
+  with pytest.raises(ValueError, match="`model` must have no state"):
+    prediction.evaluate_predictor(
+      ours, {}, batch, fronts(3), np.zeros(0), np.zeros(0)
+    )
+
+
+def test_samples_and_settings_that_do_not_fit_are_refused():
+  for name in ("samples", "held_out"):
+    for wrong in (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0]):
+      with pytest.raises(ValueError, match=rf"`{name}` must be \[samples, "):
+        fit_predictor(**{name: wrong})
+  for name, value, rule in (
+    ("num_epochs", 0, "int >= 1"),
+    ("samples_per_batch", 0, "int >= 1"),
+    ("sample_batches", 0, "int >= 1"),
+    ("images_per_batch", 2.0, "int >= 1"),
+    ("image_batches", True, "int >= 1"),
+    ("learning_rate", 0, "above 0"),
+    ("mixup", -1, ">= 0"),
+    ("seed", -1, ">= 0"),
+  ):
+    with pytest.raises(ValueError, match=f"`{name}` must be.*{rule}"):
+      prediction.PredictorFit(**{name: value})
+  many = dataclasses.replace(FIT, samples_per_batch=9)
+  with pytest.raises(ValueError, match="`samples_per_batch` must be at most 8"):
+    fit_predictor(many)
+  many = dataclasses.replace(FIT, image_batches=1000)
+  with pytest.raises(ValueError, match="`image_batches` times"):
+    fit_predictor(many)
+  with pytest.raises(ValueError, match="`save_every` must be at least 1"):
+    fit_predictor(save_every=0)
+
+
+def test_images_are_drawn_once_and_of_each_class_the_same_share():
+  labels = np.repeat(np.arange(4), (40, 20, 20, 80))
+  draws = [_drawing.balanced(labels, 40, 0, number) for number in range(3)]
+  for drawn in draws:
+    assert len(set(drawn.tolist())) == 40
+    assert np.bincount(labels[drawn]).tolist() == [10, 5, 5, 20]
+    # Not sorted by class.
+    assert len(np.unique(labels[drawn[:20]])) == 4
+  assert draws[0].tolist() != draws[1].tolist()
+  every = _drawing.balanced(labels, 160, 0, 0)
+  assert sorted(every.tolist()) == list(range(160))
+
+
+def test_an_epoch_has_every_sample_once():
+  fit = dataclasses.replace(FIT, samples_per_batch=4)
+  epochs = [
+    [_fitting._sample_rows(fit, 8, epoch, batch).tolist() for batch in (0, 1)]
+    for epoch in (0, 1)
+  ]
+  for first, second in epochs:
+    assert sorted(first + second) == list(range(8))
+  assert epochs[0] != epochs[1]
+
+
+def test_describing_tells_predictors_apart():
+  assert _saving.describe(predictor()) != _saving.describe(predictor(rank=2))
