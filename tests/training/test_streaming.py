@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import training, transforms
+from jdist import codecs, collectives, training, transforms
 from jdist.training import _variants
 from jdist.transforms import intervals
 from tests.training import _tiny
@@ -16,7 +16,7 @@ NUM_STEPS = 60
 SENT_IN = (1, 2, 4, 8)
 
 
-def optimizer(axis, *, stream, warmup_steps=4):
+def optimizer(axis, *, stream, warmup_steps=4, **others):
   # Intervals of 1 to 9, most of which no program fits exactly.
   grown = intervals.scheduled(lambda step: 1 + (step % 9))
   return transforms.msdpu(
@@ -26,11 +26,12 @@ def optimizer(axis, *, stream, warmup_steps=4):
     axis=axis,
     warmup_steps=warmup_steps,
     stream=transforms.Stream(max_bytes=16) if stream else None,
+    **others,
   )
 
 
-def fit(team, *, stream, num_steps=NUM_STEPS, **options):
-  chain = optimizer(team.axis, stream=stream)
+def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
+  chain = optimizer(team.axis, stream=stream, **(others or {}))
   traces = []
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
@@ -62,6 +63,29 @@ def test_a_streamed_run_has_the_bits_of_a_simple_one(kind):
   # equal parts, the last of which is sent in part twice.
   assert records[-1].rounds == others[-1].rounds
   assert 1.0 <= others[-1].sent_bytes / records[-1].sent_bytes < 1.35
+
+
+@pytest.mark.slow
+def test_sub_tensors_go_through_a_codec():
+  team = _tiny.team("vmap")
+  codec = collectives.carry(codecs.TopK(0.5))
+  others = {
+    "reducer": collectives.InParts(codec, max_bytes=16, multiple=8),
+    "feedback": transforms.ErrorFeedback(),
+  }
+  simple, records, _ = fit(team, stream=False, others=others)
+  streamed, same, _ = fit(team, stream=True, others=others)
+  for name in ("anchor", "inner", "step", "round"):
+    _tiny.assert_same_bits(
+      getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
+    )
+  held = simple.opt_state.reduction.feedback.residual
+  assert any(np.asarray(x).any() for x in jax.tree.leaves(held))
+  # Each sub-tensor goes once; the last round's are under way, or gone.
+  rounds = records[-1].rounds
+  assert rounds == same[-1].rounds
+  sent = same[-1].sent_bytes / records[-1].sent_bytes
+  assert 1 <= sent < 1 + 1 / rounds
 
 
 def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):

@@ -82,7 +82,8 @@ def test_streamed_is_simple_to_the_bit(name):
         jax.tree.map(
           np.testing.assert_array_equal, state.reduction, same.reduction
         )
-  assert state.round[0] >= 12 and state.reduction.step[0] >= 10
+  adaptive = "interval" in CASES[name]  # Of up to 8 steps.
+  assert state.reduction.step[0] >= (8 if adaptive else 20)
   jax.tree.map(
     lambda a: np.testing.assert_array_equal(a, np.stack(4 * [a[0]])),
     state.anchor,
