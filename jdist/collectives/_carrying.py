@@ -11,19 +11,18 @@ What a sum of payloads means decides the wire:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdist import codecs
-from jdist.collectives import _axis, _cutting, _joining, _reducing
+from jdist.collectives import _axis, _exchanging, _joining, _keys, _reducing
 
 PyTree: TypeAlias = Any
 Wire: TypeAlias = Literal["sum", "exchange", "gather"]
-OwnerFeedback: TypeAlias = bool | Literal["own_share"]
+OwnerFeedback: TypeAlias = _exchanging.OwnerFeedback
 
 
 class CarryState(NamedTuple):
@@ -163,13 +162,7 @@ class Carry(_reducing.Reducer):
     if self.wire != "exchange":
       states = tuple(self.codec.init(x) for x in likes)
       return _state(_axis.varying(states, axis), ())
-    vectors = self._vectors(likes, _axis.size(axis))
-    for vector in vectors:
-      if vector.way != "exact":
-        self._check_row(vector)
-    zeros = tuple(
-      jnp.zeros(v.row, jnp.float32) for v in vectors if self._remembers(v)
-    )
+    zeros = self._exchange.init(likes, axis)
     return _state((), _axis.varying(zeros, axis))
 
   def reduce(
@@ -190,7 +183,10 @@ class Carry(_reducing.Reducer):
       elif self.wire == "gather":
         results = self._gather(leaves, state, key, axis)
       else:
-        results = self._exchange(leaves, state, key, axis)
+        means_of, shares_of, residual = self._exchange.reduce(
+          leaves, state.residual, key, axis
+        )
+        results = means_of, shares_of, ((), residual)
       for i, mean, share in zip(full, *results[:2], strict=True):
         means[i], shares[i] = mean, share
       state = _state(*results[2])
@@ -212,12 +208,7 @@ class Carry(_reducing.Reducer):
     full = [i for i, x in enumerate(held) if x.size]
     leaves = jax.tree.leaves(like)
     likes = [leaves[i] for i in full]
-    found = [held[i] for i in full]
-    vectors = self._vectors(likes, _axis.size(axis))
-    kept = [vector for vector in vectors if self._remembers(vector)]
-    rows = _axis.gather(state.residual, axis)
-    for vector, residual in zip(kept, rows, strict=True):
-      vector.put(residual, likes, found)
+    found = self._exchange.release(state.residual, likes, axis)
     for i, leaf in zip(full, found, strict=True):
       held[i] = leaf
     empty = jax.tree.map(jnp.zeros_like, state.residual)
@@ -233,8 +224,7 @@ class Carry(_reducing.Reducer):
     likes = [x for x in jax.tree.leaves(like) if x.size]
     n = num_workers
     if self.wire == "exchange":
-      vectors = self._vectors(likes, n)
-      payload = n * sum(8 + self._row_bits(v) for v in vectors)
+      payload = self._exchange.payload_bits(likes, n)
       sent = _reducing.ring_bits(payload, n)
     else:
       payload = sum(self.codec.num_bits(x) for x in likes)
@@ -248,6 +238,10 @@ class Carry(_reducing.Reducer):
   def __str__(self) -> str:
     """For instance `exchange Quantize(bits=8, ...)`."""
     return f"{self.wire} {self.codec}"
+
+  @property
+  def _exchange(self) -> _exchanging.Exchange:
+    return _exchanging.Exchange(self.codec, self.owner_feedback)
 
   # Each wire returns the means, the own shares, and the parts of the state.
 
@@ -277,7 +271,7 @@ class Carry(_reducing.Reducer):
     rows, finite = _joining.part(buffers, _shapes(sent))
     totals = []
     for i, (row, s, x) in enumerate(zip(rows, states, leaves, strict=True)):
-      total = _add_rows(
+      total = _exchanging.add_rows(
         jnp.zeros(x.shape, jnp.float32),
         row,
         functools.partial(self._add_to, s),
@@ -287,76 +281,13 @@ class Carry(_reducing.Reducer):
       totals.append(jnp.where(finite[:, i].all(), total, jnp.nan))
     return _divided(totals, leaves, axis), shares, (tuple(states), ())
 
-  def _exchange(
-    self, leaves: list[Any], state: CarryState, key: jax.Array, axis: Any
-  ) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
-    num_workers = _axis.size(axis)
-    vectors = self._vectors(leaves, num_workers)
-    means, shares = list(leaves), list(leaves)  # All are replaced.
-    # Up: row j of every vector to worker j.
-    payloads, finite, kept = [], [], []
-    for i, vector in enumerate(vectors):
-      rows = vector.cut(leaves)
-      coder = self._coder(vector)
-      payload = jax.vmap(coder.encode)(rows, self._row_keys(key, i, axis))
-      payloads.append(payload)
-      finite.append(jnp.isfinite(rows).all(1))
-      kept.append(jax.vmap(coder.decode)(payload))
-    sent = (payloads, jnp.stack(finite, 1))
-    like = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
-    )
-    buffers = _axis.exchange(_joining.join(sent, num_leading=1), axis)
-    rows, told = _joining.part(buffers, like, rows=num_workers)
-    told = told.all(0)
-    # The owner adds up its row, and encodes the mean for all.
-    payloads, finite, residuals = [], [], list(state.residual)
-    new_residuals = []
-    for i, vector in enumerate(vectors):
-      coder = self._coder(vector)
-      total = _add_rows(
-        jnp.zeros(vector.row, jnp.float32),
-        jax.vmap(coder.decode)(rows[i]),
-        lambda total, one: total + one,
-        axis,
-        most_unrolled=16,
-      )
-      wanted = total / num_workers
-      if self._remembers(vector):
-        wanted = wanted + residuals.pop(0)
-      # As it will be known: in the leaf's dtype.
-      narrow = wanted.astype(vector.dtype)
-      finite.append(jnp.isfinite(narrow).all() & told[i])
-      owner_key = self._owner_key(key, i, axis)
-      payload = coder.encode(narrow, owner_key)
-      payloads.append(payload)
-      if self._leaves_out(vector):
-        known = coder.decode(payload).astype(vector.dtype)
-        left = wanted - known.astype(jnp.float32)
-        left = jnp.where(finite[-1] & jnp.isfinite(left), left, 0)
-        if self._remembers(vector):
-          new_residuals.append(left)
-        else:
-          own = _axis.index(axis)
-          kept[i] = kept[i].at[own].add(-num_workers * left)
-      vector.put(kept[i], leaves, shares)
-    # Down: all rows to all.
-    sent = (payloads, jnp.stack(finite))
-    buffers = _axis.gather(_joining.join(sent), axis)
-    rows, told = _joining.part(buffers, like)
-    for i, vector in enumerate(vectors):
-      known = jax.vmap(self._coder(vector).decode)(rows[i])
-      known = jnp.where(told[:, i, None], known, jnp.nan)
-      vector.put(known.astype(vector.dtype), leaves, means)
-    return means, shares, ((), tuple(new_residuals))
-
   def _encode_all(
     self, leaves: list[Any], state: CarryState, key: jax.Array, axis: Any
   ) -> tuple[list[Any], list[Any]]:
-    key = self._mine(key, axis)
+    key = _keys.own(self.codec, key, axis)
     payloads, states = [], []
     for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
-      payload, s = self.codec.encode(x, s, self._key(key, i))
+      payload, s = self.codec.encode(x, s, _keys.numbered(self.codec, key, i))
       payloads.append(payload)
       states.append(s)
     return payloads, states
@@ -374,58 +305,6 @@ class Carry(_reducing.Reducer):
   ) -> jax.Array:
     return self.codec.add_to(total, payload, state)
 
-  def _mine(self, key: jax.Array, axis: _axis.Axis) -> jax.Array:
-    """This worker's key, unless the codec wants the same on all."""
-    if self.codec.key != "worker":
-      return key
-    return jax.random.fold_in(key, _axis.index(axis))
-
-  def _row_keys(
-    self, key: jax.Array, number: int, axis: _axis.Axis
-  ) -> jax.Array | None:
-    """Keys for a worker's rows of a vector."""
-    drawn = self._key(self._mine(key, axis), 2 * number)
-    return None if drawn is None else jax.random.split(drawn, _axis.size(axis))
-
-  def _owner_key(
-    self, key: jax.Array, number: int, axis: _axis.Axis
-  ) -> jax.Array | None:
-    """The key of the owner of a vector's row, which is one of many."""
-    drawn = self._key(key, 2 * number + 1)
-    return (
-      None if drawn is None else jax.random.fold_in(drawn, _axis.index(axis))
-    )
-
-  def _key(self, key: jax.Array, number: int) -> jax.Array | None:
-    if self.codec.key == "none":
-      return None
-    return jax.random.fold_in(key, number)
-
-  def _vectors(
-    self, likes: Sequence[Any], num_workers: int
-  ) -> tuple[_cutting.Vector, ...]:
-    return _cutting.cut_leaves(
-      likes, num_workers, self.codec.granule(), self.codec.num_bits
-    )
-
-  def _remembers(self, vector: _cutting.Vector) -> bool:
-    """Whether owners have a residual."""
-    return self.owner_feedback is True and self._leaves_out(vector)
-
-  def _leaves_out(self, vector: _cutting.Vector) -> bool:
-    """Exact rows of float32 leave nothing out that could be remembered."""
-    return bool(self.owner_feedback) and (
-      vector.way != "exact" or vector.dtype != "float32"
-    )
-
-  def _row_bits(self, vector: _cutting.Vector) -> int:
-    if vector.way == "exact":
-      return vector.row * np.dtype(vector.dtype).itemsize * 8
-    return self.codec.num_bits(vector.like)
-
-  def _coder(self, vector: _cutting.Vector) -> "_Coder":
-    return _Coder(None if vector.way == "exact" else self.codec, vector.like)
-
   def _check(self, tree: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
       if not leaf.size:
@@ -440,60 +319,6 @@ class Carry(_reducing.Reducer):
           f"`{jax.tree_util.keystr(path)}`: {error} "
           "`PerLeaf` reduces some leaves in another way."
         ) from None
-
-  def _check_row(self, vector: _cutting.Vector) -> None:
-    self.codec.check(vector.like)
-    state = jax.eval_shape(
-      lambda x, key: self.codec.encode(x, self.codec.init(x), key)[1],
-      vector.like,
-      jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    if jax.tree.leaves(state):
-      raise ValueError(
-        f"`wire` must be {'sum' if self.codec.linear else 'gather'!r} for "
-        f"{self.codec}, got 'exchange': it keeps a state, which the owner of "
-        "a row would need from every worker to decode."
-      )
-
-
-class _Coder(NamedTuple):
-  """Encodes and decodes a row, or leaves it as it is."""
-
-  codec: codecs.Codec | None
-  like: jax.ShapeDtypeStruct
-
-  def encode(self, x: jax.Array, key: jax.Array | None) -> PyTree:
-    if self.codec is None:
-      return x
-    return self.codec.encode(x, self.codec.init(self.like), key)[0]
-
-  def decode(self, payload: PyTree) -> jax.Array:
-    if self.codec is None:
-      return payload.astype(jnp.float32)
-    like = jax.ShapeDtypeStruct(self.like.shape, jnp.float32)
-    return self.codec.decode(payload, self.codec.init(self.like), like)
-
-
-def _add_rows(
-  total: jax.Array,
-  rows: PyTree,
-  add: Callable[[jax.Array, PyTree], jax.Array],
-  axis: _axis.Axis,
-  *,
-  most_unrolled: int,
-) -> jax.Array:
-  """Adds every worker's row, in the order of the workers."""
-  num_rows = _axis.size(axis)
-  if num_rows <= most_unrolled:
-    for i in range(num_rows):
-      total = add(total, jax.tree.map(lambda x, i=i: x[i], rows))
-    return total
-  total, _ = jax.lax.scan(
-    lambda total, row: (_axis.varying(add(total, row), axis), None),
-    _axis.varying_like(_axis.varying(total, axis), rows),
-    rows,
-  )
-  return total
 
 
 def _divided(

@@ -22,9 +22,10 @@ def residual_leaves(reducer, residuals, like, num_workers):
   if not isinstance(reducer, _carrying.Carry) or reducer.wire != "exchange":
     return out
   residuals = list(residuals)
+  exchange = reducer._exchange
   found = {}
-  for vector in reducer._vectors([leaves[i] for i in full], num_workers):
-    if reducer._remembers(vector):
+  for vector in exchange.vectors([leaves[i] for i in full], num_workers):
+    if exchange.remembers(vector):
       vector.put(residuals.pop(0), [leaves[i] for i in full], found)
   assert not residuals
   for i, x in found.items():
