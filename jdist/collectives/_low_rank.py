@@ -102,6 +102,11 @@ class PowerSGD(_reducing.Reducer):
         f"{self.factors!r}."
       )
 
+  @property
+  def averages(self) -> bool:
+    """Whether the factors' reducer does."""
+    return self.factors is None or self.factors.averages
+
   def init(self, like: PyTree, axis: _axis.Axis) -> PyTree:
     """Random directions for each matrix, the same on all workers."""
     for path, x in jax.tree_util.tree_leaves_with_path(like):

@@ -24,7 +24,8 @@ def resize(
 
   First everything that was begun is brought in, and what reducers and
   feedbacks of local steps hold back (`transforms.drain`); all workers then
-  stand on the anchor, and no mass is lost.  Then, leaf by leaf:
+  stand on the anchor.  What owners hold back of gradients goes to the feedbacks
+  of all workers.  No mass is lost.  Then, leaf by leaf:
 
   - what is equal on all workers stays as it is;
   - of floats that each worker has for itself (momenta, the residuals of
@@ -33,7 +34,7 @@ def resize(
     :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
   - counters and keys are those of worker 0;
   - the residuals of owners, who are others now, begin anew; they must be zero
-    by then, and those of local steps are.
+    by then, and with a feedback that keeps a rest they are.
 
   Args:
     state: arrays `[N, ...]`, as restored by a run of N workers.  Where there
@@ -49,8 +50,9 @@ def resize(
     Arrays `[M, ...]`.
 
   Raises:
-    ValueError: when something that begins anew is not zero: a compressed mean
-      of gradients through an exchange with owners' residuals, for instance.
+    ValueError: when something that begins anew is not zero: the owners'
+      residuals of gradients that go through an exchange without a feedback, or
+      with `Smoothing`, for instance.
   """
   new_optimizer = optimizer if new_optimizer is None else new_optimizer
 
@@ -88,7 +90,8 @@ def resize(
         raise ValueError(
           f"`state` must hold nothing in `{jax.tree_util.keystr(path)}`, which "
           "depends on the number of workers, got up to "
-          f"{np.abs(rows).max():.3g}. Use `owner_feedback=False`, or go on "
+          f"{np.abs(rows).max():.3g}. Use a feedback that takes it over, for "
+          "instance `ErrorFeedback()`, or `owner_feedback=False`, or go on "
           f"with {old.num_workers} workers."
         )
       return like

@@ -1,6 +1,6 @@
 """Averaging gradients over the workers: synchronous data parallelism."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -103,9 +103,13 @@ def _reduced(
     updates: optax.Updates,
     state: _reducing.ReductionState,
     params: optax.Params | None = None,
+    *,
+    drain: bool | Literal["residuals"] = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, _reducing.ReductionState]:
     del params, extra_args
+    if drain == "residuals":
+      return updates, reduction.handed_over(updates, state)
     collectives.check_local(updates, axis, what="`updates`")
     return reduction.mean(updates, state)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.transforms import _finding, _inspecting
+from jdist.transforms import _finding, _inspecting, _reducing
 
 PyTree = Any
 
@@ -50,9 +50,11 @@ def drain(
       something sees a gradient of zero.
     state: its state.
     params: this worker's parameters.
-    residuals: whether local steps with a reducer bring in what it holds back
-      also between two rounds, by an outer step of its own: for what follows
-      without these residuals.
+    residuals: whether, for what follows without them, the residuals in
+      reducers come out of there: of local steps also between two rounds, by an
+      outer step of its own; of gradients, which no update has had yet, into the
+      feedback of all workers.  They stay where a feedback has no place for
+      them, or is missing.
 
   Returns:
     The parameters, equal on all workers, and the state; of a method that
@@ -66,11 +68,42 @@ def drain(
   >>> w.item(), drain(optimizer, state, w)[0].item()
   (0.0, -3.0)
   """
-  if not _finding.holds(state):
-    return params, state
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
-  updates, state = optimizer.update(
-    nothing, state, params, drain="residuals" if residuals else True
-  )
-  return _inspecting.apply_updates(params, updates, state), state
+  if _finding.holds(state):
+    updates, state = optimizer.update(
+      nothing, state, params, drain="residuals" if residuals else True
+    )
+    params = _inspecting.apply_updates(params, updates, state)
+  if residuals and _reduces(state):
+    _, asked = optimizer.update(nothing, state, params, drain="residuals")
+    state = _handed_over(state, asked)
+  return params, state
+
+
+def _is_one(state: Any) -> bool:
+  """Whether a state is a reduction's, or holds its own."""
+  return isinstance(state, (*_finding.HOLDING, _reducing.ReductionState))
+
+
+def _reduces(state: PyTree) -> bool:
+  """Whether there is a reduction that is not in a method that holds it."""
+  leaves = jax.tree.leaves(state, is_leaf=_is_one)
+  return any(isinstance(x, _reducing.ReductionState) for x in leaves)
+
+
+def _handed_over(state: PyTree, asked: PyTree) -> PyTree:
+  """The state with those reductions that have handed over their residuals.
+
+  What else has changed in `asked` is the work of transformations that know
+  nothing of a drain and have taken a gradient of zero.
+  """
+
+  def one(old: Any, new: Any) -> Any:
+    if not isinstance(old, _reducing.ReductionState):
+      return old
+    # Behind one that does not pass `drain` on it has taken a mean.
+    alone = new.step == old.step
+    return jax.tree.map(lambda o, n: jnp.where(alone, n, o), old, new)
+
+  return jax.tree.map(one, state, asked, is_leaf=_is_one)

@@ -69,6 +69,20 @@ class Feedback(abc.ABC):
       state: that `prepare` returned.
     """
 
+  def absorb(self, held: PyTree, state: PyTree) -> PyTree | None:
+    """Takes over what owners hold back, so that a later mean has it.
+
+    Args:
+      held: what the mean has lacked, from `Reducer.release`, equal on all
+        workers.
+      state: this worker's.
+
+    Returns:
+      The state; None where there is no place for it.
+    """
+    del held, state
+    return None
+
 
 class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
@@ -148,6 +162,17 @@ class ErrorFeedback(Feedback):
     nonfinite = _counted(state.nonfinite, found)
     return mean, ErrorFeedbackState(residual, nonfinite)
 
+  def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
+    """Every worker adds it to its residual, before the decay."""
+    if self.decay == 0:
+      return None
+    residual = jax.tree.map(
+      lambda e, h: e + h.astype(e.dtype) / _number(self.decay, e),
+      state.residual,
+      held,
+    )
+    return state._replace(residual=residual)
+
 
 class EF21State(NamedTuple):
   """State of `EF21`.
@@ -219,6 +244,10 @@ class EF21(Feedback):
     found = _any_nonfinite((mean, own_share))
     nonfinite = _counted(state.nonfinite, found)
     return known, EF21State(own, known, nonfinite)
+
+  def absorb(self, held: PyTree, state: EF21State) -> PyTree | None:
+    """What is known of the mean becomes the mean of what is known."""
+    return state._replace(mean=_added(state.mean, held))
 
 
 class MomentumCorrectionState(NamedTuple):
@@ -329,6 +358,12 @@ class MomentumCorrection(Feedback):
     nonfinite = _counted(state.nonfinite, found)
     return mean, MomentumCorrectionState(momentum, residual, nonfinite)
 
+  def absorb(
+    self, held: PyTree, state: MomentumCorrectionState
+  ) -> PyTree | None:
+    """Every worker adds it to its residual."""
+    return state._replace(residual=_added(state.residual, held))
+
 
 class SmoothingState(NamedTuple):
   """State of `Smoothing`.
@@ -427,6 +462,10 @@ def _zeros(like: PyTree) -> PyTree:
     return _wide(jnp.zeros(jnp.shape(x), x.dtype))
 
   return jax.tree.map(one, like)
+
+
+def _added(tree: PyTree, held: PyTree) -> PyTree:
+  return jax.tree.map(lambda x, h: x + h.astype(x.dtype), tree, held)
 
 
 def _any_nonfinite(tree: PyTree) -> jax.Array:

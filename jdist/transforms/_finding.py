@@ -18,7 +18,7 @@ PyTree = Any
 # What the state of every method with rounds has.
 _ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
 # States whose transformations know `update(..., drain=True)`.
-_HOLDING = (
+HOLDING = (
   _localizing.LocalStepsState,
   _delaying.DelayGradientsState,
   _preceding.UpdateFirstState,
@@ -49,6 +49,6 @@ def holds(state: PyTree) -> bool:
   """Whether there is something that `drain` may have to bring in."""
 
   def is_one(x: Any) -> bool:
-    return isinstance(x, _HOLDING)
+    return isinstance(x, HOLDING)
 
   return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))

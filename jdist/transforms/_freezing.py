@@ -1,6 +1,6 @@
 """Freezing Adam's variance, so that what is left is linear and compresses."""
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -119,9 +119,14 @@ def scale_by_frozen_adam(
     updates: optax.Updates,
     state: FrozenAdamState,
     params: optax.Params | None = None,
+    *,
+    drain: bool | Literal["residuals"] = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FrozenAdamState]:
     del params, extra_args
+    if drain == "residuals":
+      reduced = reduction.handed_over(state.mu, state.reduction)
+      return updates, state._replace(reduction=reduced)
     collectives.check_local(updates, axis, what="`updates`")
     grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
     state = jax.lax.cond(

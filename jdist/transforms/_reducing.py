@@ -111,6 +111,27 @@ class Reduction:
     new = self.with_states(state, kept)._replace(feedback=feedback)
     return collectives.varying((like(mean, tree), new), self._axis)
 
+  def handed_over(self, like: PyTree, state: ReductionState) -> ReductionState:
+    """What owners hold back goes to the feedback of all; collective.
+
+    Nothing is reduced, and `step` stays.  Without a feedback that has a place
+    for it the state stays as it is.
+
+    Args:
+      like: what is reduced, for shapes and dtypes.
+      state: this worker's.
+    """
+    if self._feedback is None:
+      return state
+    held, kept = self.reducer.release(
+      self.joined(state), jax.tree.map(_wide_shape, like), self._axis
+    )
+    feedback = self._feedback.absorb(held, state.feedback)
+    if feedback is None:
+      return state
+    new = self.with_states(state, kept)._replace(feedback=feedback)
+    return collectives.varying(new, self._axis)
+
   @property
   def has_feedback(self) -> bool:
     """Whether what is left out is remembered."""

@@ -106,9 +106,51 @@ def test_residuals_of_gradients_keep_their_mean():
   np.testing.assert_array_equal(found.params["w"][0], state.params["w"][0])
 
 
-def test_what_would_be_lost_is_refused():
+def owned(state):
+  """The owners' residual as it lies in the tree, in units of the mean."""
+  return np.concatenate(np.asarray(state.own.residual[0]))[:400]
+
+
+def test_nothing_that_gradients_said_is_lost_on_the_way():
+  # What came out, and what workers and owners hold, is the gradients' sum.
   optimizer = optax.chain(
     transforms.average_gradients("worker", reducer=INT4, feedback=FEEDBACK),
+    optax.scale(-1.0),
+  )
+  start = np.linspace(-1, 1, 400).astype(np.float32)
+
+  def missing(state, wanted):
+    feedback = state.opt_state[0].feedback.residual["w"]
+    held = np.asarray(feedback).mean(0) + owned(state.opt_state[0])
+    moved = start - np.asarray(state.params["w"][0])
+    return np.abs(wanted - moved - held).max()
+
+  def one(state, grad):
+    updates, opt_state = optimizer.update(
+      {"w": grad}, state.opt_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state)
+
+  state = training.init_state(team(4), optimizer, {"w": start})
+  wanted = np.zeros(400)
+  for workers in (team(4), team(2)):
+    step = workers.jit(one)
+    for number in range(3):
+      random = np.random.default_rng(number)
+      grads = random.normal(size=(workers.num_workers, 400))
+      state = step(state, workers.place(grads.astype(np.float32)))
+      wanted += grads.mean(0)
+      assert missing(state, wanted) < 1e-5
+    if workers.num_workers == 4:
+      assert np.abs(owned(state.opt_state[0])).max() > 1e-3
+      state = training.resize(state, optimizer, workers, team(2))
+      assert missing(state, wanted) < 1e-5
+
+
+def test_what_would_be_lost_is_refused():
+  optimizer = optax.chain(
+    transforms.average_gradients("worker", INT4, transforms.Smoothing(0.5)),
     optax.sgd(0.1),
   )
   state = trained(optimizer, team(4), 3)

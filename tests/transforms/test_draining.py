@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import collectives, training, transforms
+from jdist import codecs, collectives, training, transforms
 from jdist.transforms import intervals
 from tests.transforms.test_localizing import random_targets
 
@@ -295,3 +295,56 @@ def test_an_evaluation_may_be_of_what_is_drained():
     evaluate = training.Evaluator(team, apply, [batch], optimizer=optimizer)
     wanted = np.log1p(np.exp(-centre))
     assert evaluate(state)["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+INT4 = collectives.carry(codecs.Quantize(4, 16))
+CHAIN = optax.chain(
+  transforms.average_gradients(None, INT4, transforms.ErrorFeedback()),
+  # What must not move, and would under a gradient of zero.
+  optax.trace(0.9),
+  optax.add_decayed_weights(0.1),
+  optax.scale_by_learning_rate(0.1),
+)
+HOLDERS = {
+  "average_gradients": (CHAIN, lambda state: state[0]),
+  "one_bit_adam": (
+    transforms.one_bit_adam(0.1, 2, axis=None, weight_decay=0.1),
+    lambda state: state[0].reduction,
+  ),
+  # One that does not pass extra arguments on takes a mean.
+  "behind a stranger": (
+    optax.GradientTransformation(
+      CHAIN.init, lambda g, state, params=None: CHAIN.update(g, state, params)
+    ),
+    lambda state: state[0],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
+  optimizer, reduction = HOLDERS[name]
+  random = np.random.default_rng(0)
+  params = {"w": jnp.asarray(random.normal(size=400), jnp.float32)}
+  state = jax.tree.map(
+    lambda x: jnp.asarray(random.normal(size=x.shape)).astype(x.dtype) + 1,
+    optimizer.init(params),
+  )
+  found, new = transforms.drain(optimizer, state, params, residuals=True)
+  before, after = reduction(state), reduction(new)
+  if name != "behind a stranger":
+    (held,) = before.own.residual
+    residual = before.feedback.residual["w"] + held[:400]
+    np.testing.assert_allclose(after.feedback.residual["w"], residual, 1e-6)
+    assert not after.own.residual[0].any()
+    # All else is as it was.
+    after.feedback.residual["w"] = before.feedback.residual["w"]
+    new = jax.tree.map(
+      lambda n, o: o if n.shape == held.shape and not n.any() else n, new, state
+    )
+  for x, y in zip(
+    jax.tree.leaves((found, new)), jax.tree.leaves((params, state)), strict=True
+  ):
+    np.testing.assert_array_equal(x, y)
+  # Without `residuals`, nothing is under way.
+  assert transforms.drain(optimizer, state, params)[1] is state

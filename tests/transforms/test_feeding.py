@@ -307,6 +307,30 @@ class Half(codecs.Codec):
     return 32 * like.size
 
 
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_what_owners_held_back_is_in_the_next_message(name):
+  feedback = FEEDBACKS[name]
+  random = np.random.default_rng(0)
+  x, held = (
+    {"w": jnp.asarray(random.normal(size=5), jnp.float32)} for _ in "ab"
+  )
+  state = jax.tree.map(
+    lambda z: jnp.asarray(random.normal(size=z.shape)).astype(z.dtype),
+    feedback.init(x),
+  )
+  new = feedback.absorb(held, state)
+  if name == "smoothing":
+    assert new is None
+    return
+  wanted, later = (feedback.prepare(x, s)[0]["w"] for s in (state, new))
+  if name == "ef21":  # Nothing is sent again; all know better what it was.
+    np.testing.assert_array_equal(later, wanted)
+    wanted, later = state.mean["w"], new.mean["w"]
+    np.testing.assert_array_equal(state.own["w"], new.own["w"])
+  np.testing.assert_allclose(later, wanted + held["w"], rtol=1e-5, atol=1e-6)
+  assert transforms.ErrorFeedback(0.0).absorb(held, feedback.init(x)) is None
+
+
 REJECTED = {
   "feedback alone": (
     lambda: transforms.average_gradients(
@@ -355,6 +379,7 @@ EXACT = collectives.Exact()
 VOTES = {
   "alone": VOTE,
   "of some leaves": collectives.PerLeaf((collectives.Rule(VOTE, min_ndim=2),)),
+  "of factors": collectives.PowerSGD(2, factors=VOTE),
   "between hosts": collectives.TwoLevel(EXACT, VOTE),
   "inside of hosts": collectives.TwoLevel(VOTE, EXACT),
   "after a warm-up": transforms.Scheduled(((3, EXACT), (None, VOTE))),
