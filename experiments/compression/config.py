@@ -76,6 +76,30 @@ def _low_rank(run: Run, rank: int) -> Chain:
   )
 
 
+def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
+  """Large dense layers by low rank, their factors in few bits, others in 4.
+
+  Convolutions are a twentieth of a LeNet, and of high rank.
+  """
+  factors = collectives.carry(
+    codecs.Quantize(bits, 64), owner_feedback="own_share"
+  )
+  policy = collectives.PerLeaf(
+    (
+      collectives.Rule(
+        collectives.PowerSGD(rank, factors=factors), path="dense*/kernel"
+      ),
+    ),
+    default=collectives.carry(codecs.Quantize(4, 64)),
+  )
+  return optax.chain(
+    transforms.average_gradients(
+      run.axis, reducer=policy, feedback=transforms.ErrorFeedback()
+    ),
+    run.inner,
+  )
+
+
 def _adam(run: Run) -> Chain:
   # Adam's rates are a 25th of SGD's; the grid stays as wide.
   return transforms.one_bit_adam(
@@ -113,6 +137,7 @@ VARIANTS: dict[str, Variant] = {
   "two-way dgc 1 %, bfloat16": lambda run: _two_way(
     run, 0.01, codecs.Cast("bfloat16"), momentum=True
   ),
+  "dense rank 6 in 3 bits, convs int4": lambda run: _by_leaf(run, 6, 3),
   "powersgd rank 6, int4": lambda run: _low_rank(run, 6),
   "powersgd rank 4, int4": lambda run: _low_rank(run, 4),
   "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
