@@ -39,17 +39,7 @@ from jdist.transforms._family import easgd as easgd
 from jdist.transforms._family import fed_prox as fed_prox
 from jdist.transforms._family import scaffold as scaffold
 from jdist.transforms._family import slow_mo as slow_mo
-from jdist.transforms._feeding import EF21 as EF21
-from jdist.transforms._feeding import EF21State as EF21State
-from jdist.transforms._feeding import ErrorFeedback as ErrorFeedback
-from jdist.transforms._feeding import ErrorFeedbackState as ErrorFeedbackState
 from jdist.transforms._feeding import Feedback as Feedback
-from jdist.transforms._feeding import MomentumCorrection as MomentumCorrection
-from jdist.transforms._feeding import (
-  MomentumCorrectionState as MomentumCorrectionState,
-)
-from jdist.transforms._feeding import Smoothing as Smoothing
-from jdist.transforms._feeding import SmoothingState as SmoothingState
 from jdist.transforms._fragmenting import fragment_steps as fragment_steps
 from jdist.transforms._fragmenting import FragmentsState as FragmentsState
 from jdist.transforms._freezing import FrozenAdamState as FrozenAdamState
@@ -85,11 +75,23 @@ from jdist.transforms._predicting import (
 from jdist.transforms._pulling import LateAnchorState as LateAnchorState
 from jdist.transforms._reducing import Reduction as Reduction
 from jdist.transforms._reducing import ReductionState as ReductionState
+from jdist.transforms._remembering import EF21 as EF21
+from jdist.transforms._remembering import EF21State as EF21State
+from jdist.transforms._remembering import ErrorFeedback as ErrorFeedback
+from jdist.transforms._remembering import (
+  ErrorFeedbackState as ErrorFeedbackState,
+)
 from jdist.transforms._sending import buffer_axes as buffer_axes
 from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState
+from jdist.transforms._smoothing import MomentumCorrection as MomentumCorrection
+from jdist.transforms._smoothing import (
+  MomentumCorrectionState as MomentumCorrectionState,
+)
+from jdist.transforms._smoothing import Smoothing as Smoothing
+from jdist.transforms._smoothing import SmoothingState as SmoothingState
 from jdist.transforms._streaming import PartsState as PartsState
 from jdist.transforms._thinning import muloco as muloco
 from jdist.transforms._thinning import sparse_loco as sparse_loco

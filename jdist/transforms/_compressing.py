@@ -17,8 +17,9 @@ from jdist.transforms import (
   _averaging,
   _checking,
   _clipping,
-  _feeding,
   _freezing,
+  _remembering,
+  _smoothing,
   _warming,
 )
 
@@ -134,7 +135,7 @@ def signsgd(
   _checking.check_optimizer("optimizer", optimizer)
   return optax.chain(
     _averaging.average_gradients(
-      axis, collectives.MajorityVote(), _feeding.Smoothing(momentum)
+      axis, collectives.MajorityVote(), _smoothing.Smoothing(momentum)
     ),
     optimizer,
   )
@@ -170,7 +171,7 @@ def ef_signsgd(
   """
   _checking.check_optimizer("optimizer", optimizer)
   reducer = collectives.carry(codecs.Sign(), wire=wire)
-  feedback = _feeding.ErrorFeedback()
+  feedback = _remembering.ErrorFeedback()
   return optax.chain(
     _averaging.average_gradients(axis, reducer, feedback), optimizer
   )
@@ -213,7 +214,7 @@ def one_bit_adam(
       warmup_steps,
       axis,
       collectives.carry(codecs.Sign(scale="l2")),
-      _feeding.ErrorFeedback(),
+      _remembering.ErrorFeedback(),
       b1=b1,
       b2=b2,
       eps=eps,
@@ -252,7 +253,7 @@ def topk_sgd(
   """
   _checking.check_optimizer("optimizer", optimizer)
   reducer = collectives.carry(codecs.TopK(ratio))
-  remembered = _feeding.ErrorFeedback() if feedback else None
+  remembered = _remembering.ErrorFeedback() if feedback else None
   return optax.chain(
     _averaging.average_gradients(axis, reducer, remembered), optimizer
   )
@@ -296,7 +297,7 @@ def powersgd(
   seed = 0 if seed is None else seed
   _checking.check_structural("seed", seed, minimum=0)
   reducer = collectives.PowerSGD(rank, seed, factors)
-  feedback = _feeding.ErrorFeedback()
+  feedback = _remembering.ErrorFeedback()
   return optax.chain(
     _averaging.average_gradients(axis, reducer, feedback), optimizer
   )
@@ -350,7 +351,7 @@ def dgc(
     if steps_per_phase is None
     else _warming.warm_up(sparse, steps_per_phase, ratio)
   )
-  feedback = _feeding.MomentumCorrection(momentum, nesterov)
+  feedback = _smoothing.MomentumCorrection(momentum, nesterov)
   chain = [_averaging.average_gradients(axis, reducer, feedback), optimizer]
   if threshold is not None:
     chain.insert(0, _clipping.clip_local(threshold, axis))
@@ -392,7 +393,7 @@ def demo(
   """
   _checking.check_optimizer("optimizer", optimizer)
   reducer = collectives.carry(codecs.DCTTopK(chunk, k))
-  feedback = _feeding.ErrorFeedback(decay)
+  feedback = _remembering.ErrorFeedback(decay)
   return optax.chain(
     _averaging.average_gradients(axis, reducer, feedback),
     optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates)),

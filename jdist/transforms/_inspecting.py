@@ -18,7 +18,6 @@ from jdist.transforms import (
   _controlling,
   _correcting,
   _delaying,
-  _feeding,
   _finding,
   _fragmenting,
   _freezing,
@@ -29,6 +28,7 @@ from jdist.transforms import (
   _predicting,
   _pulling,
   _reducing,
+  _remembering,
   _sending,
   _sharding,
   _slowing,
@@ -264,7 +264,7 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
     }
   ),
   _reducing.ReductionState: frozenset({"step", "shared"}),
-  _feeding.EF21State: frozenset({"mean"}),
+  _remembering.EF21State: frozenset({"mean"}),
 }
 
 # Wrappers that hand on what their one inner transformation returns.

@@ -9,8 +9,8 @@ from jdist import codecs, collectives
 from jdist.transforms import (
   _aliases,
   _checking,
-  _feeding,
   _localizing,
+  _remembering,
   intervals,
 )
 
@@ -66,7 +66,7 @@ def sparse_loco(
     axis=axis,
     outer=optax.sgd(_aliases._float(outer_learning_rate)),
     reducer=collectives.carry(codec),
-    feedback=_feeding.ErrorFeedback(decay),
+    feedback=_remembering.ErrorFeedback(decay),
   )
 
 
@@ -118,7 +118,7 @@ def muloco(
     outer_momentum,
     axis=axis,
     reducer=collectives.carry(codecs.Quantize(bits, 256, "min_max")),
-    feedback=_feeding.ErrorFeedback(),
+    feedback=_remembering.ErrorFeedback(),
   )
 
 
