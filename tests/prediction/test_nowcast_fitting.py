@@ -149,7 +149,8 @@ def digits_run(seed, num_epochs):
 @pytest.mark.slow
 def test_real_weights_are_predicted_better_than_by_the_last_value():
   pytest.importorskip("sklearn")
-  runs = [digits_run(seed, 25) for seed in range(4)]
+  with jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it.
+    runs = [digits_run(seed, 25) for seed in range(4)]
   fit = prediction.NowcastFit(num_steps=1000, evaluate_every=250)
   # Of three runs, for a fourth with other first weights and batches.
   fitted = prediction.fit_nowcasters(runs[:3], runs[3:], fit)
