@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import zlib
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -162,7 +163,7 @@ class InParts(_reducing.Reducer):
       axis: the workers' axis.
     """
     # By name and not by position, so that it is the same wherever it stands.
-    name = int.from_bytes(cut.name.encode()[:3], "big")
+    name = np.uint32(zlib.crc32(cut.name.encode()))
     key = jax.random.fold_in(jax.random.fold_in(key, name), number)
     reduced = self.reducer.reduce(row, state, key, axis)
     return _axis.varying(_reducing.Reduced(*reduced), axis)
