@@ -10,7 +10,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -46,6 +46,9 @@ class Config:
   """The grid of highest learning rates; each variant uses its own best one, by
   a run of the same length on held-out training samples."""
 
+  optimizer: Literal["sgd", "adam"] = "sgd"
+  """Of each worker; its moments stay its own."""
+
   momentum: float = 0.9
   """Nesterov momentum of each worker's SGD."""
 
@@ -60,6 +63,9 @@ class Config:
 
   dtype: str = "float32"
   """In which the model computes."""
+
+  evaluations: int = 5
+  """In a run, equally far apart, the last one at its end."""
 
   seeds: tuple[int, ...] = (0, 1, 2)
   """One run each at a variant's best rate."""
@@ -78,6 +84,8 @@ class Run(NamedTuple):
     warmup_steps: local steps until the rate is at its highest.
     axis: the workers' axis.
     workers: how many there are.
+    options: of the comparison.
+    model: what is trained, as it is in the beginning.
   """
 
   inner: optax.GradientTransformation
@@ -86,6 +94,8 @@ class Run(NamedTuple):
   warmup_steps: int
   axis: collectives.Axis
   workers: int
+  options: Config
+  model: models.Model
 
 
 Variant: TypeAlias = Callable[[Run], optax.GradientTransformation]
@@ -105,7 +115,7 @@ class Comparison:
 
   def hold_out(self) -> "Comparison":
     """The same with a tenth of the training samples in place of the test."""
-    other = object.__new__(Comparison)
+    other = object.__new__(type(self))
     other.options, other.workers = self.options, self.workers
     other.variants = self.variants
     order = np.random.default_rng(0).permutation(len(self.train))
@@ -121,6 +131,28 @@ class Comparison:
     other.train, other.test = part(np.sort(order[cut:])), part(order[:cut])
     return other
 
+  def build(self, seed: int) -> models.Model:
+    """What is trained."""
+    return models.build(
+      self.options.model,
+      input_shape=self.train.input_shape,
+      num_classes=self.train.num_classes,
+      seed=seed,
+    )
+
+  def tell(
+    self, variant: str, traffic: collectives.Traffic, record: training.Record
+  ) -> dict[str, Any]:
+    """What an experiment adds to a row.
+
+    Args:
+      variant: its name.
+      traffic: of its step.
+      record: the run's last.
+    """
+    del variant, traffic, record
+    return {}
+
   def prepare(self, variant: str, peak: float, seed: int) -> "Prepared":
     """All that a run consists of."""
     options, workers = self.options, self.workers
@@ -130,19 +162,27 @@ class Comparison:
     rate = optax.warmup_cosine_decay_schedule(
       peak / 10, peak, warmup_steps, num_steps, peak / 100
     )
+    moments = {
+      "sgd": optax.trace(options.momentum, nesterov=True),
+      "adam": optax.scale_by_adam(),
+    }
     inner = optax.chain(
-      optax.trace(options.momentum, nesterov=True),
+      moments[options.optimizer],
       optax.add_decayed_weights(options.weight_decay),
       optax.scale_by_learning_rate(rate),
     )
+    model = self.build(seed)
     chain = self.variants[variant](
-      Run(inner, rate, num_steps, warmup_steps, workers.axis, options.workers)
-    )
-    model = models.build(
-      options.model,
-      input_shape=self.train.input_shape,
-      num_classes=self.train.num_classes,
-      seed=seed,
+      Run(
+        inner,
+        rate,
+        num_steps,
+        warmup_steps,
+        workers.axis,
+        options.workers,
+        options,
+        model,
+      )
     )
     loss = training.classification_loss(
       model.apply,
@@ -181,14 +221,16 @@ class Comparison:
       compute_dtype=jax.numpy.dtype(self.options.dtype),
       optimizer=run.chain,
     )
-    _, records = trainer.fit(
+    state, records = trainer.fit(
       run.state,
       run.batches.iterate,
       run.num_steps,
       evaluate=evaluate,
-      evaluate_every=max(1, run.num_steps // 5),
+      evaluate_every=max(1, run.num_steps // self.options.evaluations),
     )
     last = records[-1]
+    # Of shapes alone, which have not changed.
+    traffic = trainer.traffic(state, next(run.batches.iterate(0)))
     return {
       "accuracy": last.metrics["accuracy"],
       "test_loss": last.metrics["loss"],
@@ -198,6 +240,7 @@ class Comparison:
       "sent_bytes": last.sent_bytes,
       "train_s": last.train_s,
       "samples_per_s": last.samples_per_s,
+      **self.tell(variant, traffic, last),
       "curve": [
         {
           "step": r.step,
@@ -238,10 +281,15 @@ class Rows:
     self.path = path
     self.rows = training.read_rows(self.path) if self.path.exists() else []
     # What may differ between rows of one comparison.
-    free = {"seeds", "variants", "rates"}
-    self.config = {
-      k: v for k, v in dataclasses.asdict(options).items() if k not in free
-    }
+    free = {"seeds", "variants", "rates", "cache"}
+
+    def fixed(options: Config) -> dict[str, Any]:
+      config = dataclasses.asdict(options)
+      return {k: v for k, v in config.items() if k not in free}
+
+    self.config = fixed(options)
+    # Rows are older than some options, which they had as they are by default.
+    self.defaults = fixed(type(options)())
 
   def get(
     self, comparison: Comparison, purpose: str, variant: str, rate: float,
@@ -250,13 +298,15 @@ class Rows:
     """A run's row, from the file or from a run."""
     named = {
       "purpose": purpose, "method": variant, "learning_rate": rate,
-      "seed": seed, "config": self.config,
+      "seed": seed,
     }  # fmt: skip
     for row in self.rows:
-      if all(row[key] == value for key, value in named.items()):
+      if self.defaults | row["config"] == self.config and all(
+        row[key] == value for key, value in named.items()
+      ):
         return row
     measured = comparison.fit(variant, rate, seed)
-    del named["config"], named["seed"]
+    del named["seed"]
     row = training.make_row(
       self.config,
       seed,
@@ -276,7 +326,10 @@ class Rows:
 
 
 def compare(
-  path: pathlib.Path, options: Config, variants: dict[str, Variant]
+  path: pathlib.Path,
+  options: Config,
+  variants: dict[str, Variant],
+  comparison_type: type[Comparison] = Comparison,
 ) -> None:
   """Runs all variants: the rate first, then the seeds.
 
@@ -284,13 +337,14 @@ def compare(
     path: the file of rows.
     options: the comparison.
     variants: by name, in the order in which they run.
+    comparison_type: what runs them.
   """
   unknown = set(options.variants) - set(variants)
   if unknown:
     raise SystemExit(
       f"`--variants` must be of {', '.join(variants)}, got {unknown}."
     )
-  comparison = Comparison(options, variants)
+  comparison = comparison_type(options, variants)
   held_out = comparison.hold_out()
   rows = Rows(path, options)
   for variant in options.variants or variants:
@@ -311,7 +365,10 @@ def _quality(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def main(
-  folder: pathlib.Path, presets: Presets, variants: dict[str, Variant]
+  folder: pathlib.Path,
+  presets: Presets,
+  variants: dict[str, Variant],
+  comparison_type: type[Comparison] = Comparison,
 ) -> None:
   """Reads a preset's name and changes to it from the command line, and runs.
 
@@ -319,7 +376,9 @@ def main(
     folder: the experiment's; rows go to `results/` in it.
     presets: by name, each with a line of help.
     variants: by name, in the order in which they run.
+    comparison_type: what runs them.
   """
   chosen = tyro.extras.overridable_config_cli(presets)
   name = next(word for word in sys.argv[1:] if word in presets)
-  compare(folder / "results" / f"{name}.jsonl", chosen, variants)
+  path = folder / "results" / f"{name}.jsonl"
+  compare(path, chosen, variants, comparison_type)

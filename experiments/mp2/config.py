@@ -1,0 +1,323 @@
+"""What is compared: the variants, and sizes under which they are."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+from typing import Any, Literal
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import comparing
+import optax
+from comparing import Run, Variant
+
+from jdist import (
+  codecs,
+  collectives,
+  models,
+  prediction,
+  training,
+  transforms,
+)
+
+Chain = optax.GradientTransformationExtraArgs
+# The network that is sent and the one that predicts: the paper's, or deeper
+# predictions by more.
+Kind = Literal["published", "rich"]
+# SGD's rates are 25 times Adam's; the grid stays as wide.
+_SGD_RATE = 25
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(comparing.Config):
+  """A comparison, and how its predictors and nowcasters are made."""
+
+  dataset: str = "mnist"
+  batch_size: int = 256
+  epochs: float = 1.0
+  warmup_epochs: float = 0.1
+  rates: tuple[float, ...] = (1e-3, 3e-3)
+  optimizer: Literal["sgd", "adam"] = "adam"
+  evaluations: int = 10
+
+  cut: int = 2
+  """Layers that are sent, as published for this network."""
+
+  rich_cut: int = 1
+  """Layers in front of our other cut."""
+
+  rich_rank: int = 8
+  """Of its predictor's convolutions; the published one has 1."""
+
+  rank: int = 4
+  """Of PowerSGD in our variant."""
+
+  nowcast_epochs: float = 0.05
+  """Passes that count as an epoch for the nowcasters: they jump after every
+  fifth, and a short run has few epochs."""
+
+  samples_per_epoch: int = 64
+  """Fronts that are collected in a pass of the ordinary run."""
+
+  fit_epochs: int = 6
+  """Of the predictor's training."""
+
+  fit_samples: int = 8
+  """Networks that are put together for an update."""
+
+  fit_images: int = 64
+  """Images of an update."""
+
+  fit_updates: int = 7
+  """Updates with the same networks."""
+
+  nowcast_steps: int = 1000
+  """Of the nowcasters' training."""
+
+  cache: str = str(pathlib.Path(__file__).resolve().parent / "cache")
+  """Where `prepare.py` leaves what the variants load."""
+
+
+def folder(options: Config) -> pathlib.Path:
+  """Where what was prepared for a comparison lies.
+
+  Another number of workers uses the same.
+  """
+  free = {"seeds", "variants", "rates", "cache", "workers"}
+  named = {
+    k: v for k, v in dataclasses.asdict(options).items() if k not in free
+  }
+  told = json.dumps(named, sort_keys=True).encode()
+  key = hashlib.sha256(told).hexdigest()[:8]
+  name = f"{options.dataset}-{options.model}-{key}".replace("/", "-")
+  return pathlib.Path(options.cache) / name
+
+
+def cut_of(options: Config, model: models.Model, kind: Kind) -> prediction.Cut:
+  """Where a network is cut."""
+  depth = options.cut if kind == "published" else options.rich_cut
+  return prediction.cut(model, depth, name=options.model)
+
+
+class Comparison(comparing.Comparison):
+  """With the paper's networks, and the paper's counts of bytes."""
+
+  def build(self, seed: int) -> models.Model:
+    """Those without normalization, where there are such."""
+    if self.options.model not in prediction.PUBLISHED:
+      return super().build(seed)
+    return prediction.published_model(
+      self.options.model,
+      input_shape=self.train.input_shape,
+      num_classes=self.train.num_classes,
+      seed=seed,
+    )
+
+  def tell(
+    self, variant: str, traffic: collectives.Traffic, record: training.Record
+  ) -> dict[str, Any]:
+    """Bytes between a worker and a server, see `served`."""
+    assert isinstance(self.options, Config)
+    model = self.build(0)
+    whole = prediction.traffic(cut_of(self.options, model, "published"))
+    up, down = served(traffic, whole.whole_bytes)
+    published = up
+    if variant.startswith("mp2"):
+      kind: Kind = "rich" if "rank" in variant else "published"
+      found = prediction.traffic(cut_of(self.options, model, kind))
+      published, down = found.published_bytes, found.pulled_bytes
+    return {
+      "uplink_bytes_as_published": published * record.steps,
+      "uplink_bytes": up * record.steps,
+      "both_bytes": (up + down) * record.steps,
+      "steps_bytes": {"whole": whole.whole_bytes, "up": up, "down": down},
+    }
+
+
+def served(traffic: collectives.Traffic, whole_bytes: int) -> tuple[int, int]:
+  """What a step would send to a server and back, for one worker.
+
+  An all-reduce goes up and down once.  What is gathered goes up, and the
+  payloads of all come down, or the whole network where that is less.  Of an
+  exchange the shares go up, and what is gathered after it comes down.
+  """
+  sent = [c for c in traffic.collectives if not c.conditional]
+  owners = {"all-to-all", "reduce-scatter"} & {c.kind for c in sent}
+  up = down = 0
+  for c in sent:
+    size = c.payload_bytes * c.count
+    if c.kind != "all-gather":
+      up += size
+      down += size if c.kind == "all-reduce" else 0
+    else:
+      up += 0 if owners else size
+      down += size * c.num_workers
+  return up, min(down, whole_bytes)
+
+
+def _loaded(
+  run: Run, kind: Kind
+) -> tuple[prediction.Cut, prediction.Predictor, Any]:
+  assert isinstance(run.options, Config)
+  cut = cut_of(run.options, run.model, kind)
+  path = folder(run.options) / f"predictor-{kind}"
+  if not path.exists():
+    raise SystemExit(
+      f"There is no trained predictor in {path}. Make it with `prepare.py` and "
+      "the same preset and options."
+    )
+  return (cut, *prediction.load_predictor(path, cut))
+
+
+def _published(run: Run, kind: Kind) -> Chain:
+  cut, predictor, params = _loaded(run, kind)
+  return transforms.mp2(run.inner, cut, predictor.apply, params, axis=run.axis)
+
+
+def _front(run: Run) -> Chain:
+  """The front in 8 bits, with feedback."""
+  return optax.chain(
+    transforms.average_gradients(
+      run.axis,
+      reducer=collectives.carry(codecs.Quantize(8, 64)),
+      feedback=transforms.ErrorFeedback(),
+    ),
+    run.inner,
+  )
+
+
+def _rest(run: Run) -> Chain:
+  """The residual's mean of low rank, with factors in 4 bits."""
+  assert isinstance(run.options, Config)
+  return transforms.powersgd(
+    run.inner,
+    run.options.rank,
+    axis=run.axis,
+    factors=collectives.carry(
+      codecs.Quantize(4, 64), owner_feedback="own_share"
+    ),
+  )
+
+
+def _ours(run: Run) -> Chain:
+  """A front in few bits, and a predicted rest that learns by low rank."""
+  cut, predictor, params = _loaded(run, "published")
+  return transforms.predict_rest(
+    _front(run), cut, predictor.apply, params, axis=run.axis, rest=_rest(run)
+  )
+
+
+def _unpredicted(run: Run) -> Chain:
+  """The same, with the first values in the prediction's place."""
+  assert isinstance(run.options, Config)
+  cut = cut_of(run.options, run.model, "published")
+  _, rest = cut.split(run.model.params)
+  return transforms.predict_rest(
+    _front(run),
+    cut,
+    lambda first, front: first,
+    rest,
+    axis=run.axis,
+    rest=_rest(run),
+  )
+
+
+def _wnn(run: Run) -> Chain:
+  assert isinstance(run.options, Config)
+  path = folder(run.options) / "nowcasters"
+  if not path.exists():
+    raise SystemExit(
+      f"There are no trained nowcasters in {path}. Make them with `prepare.py` "
+      "and the same preset and options."
+    )
+  return optax.chain(
+    transforms.ssgd(run.inner, axis=run.axis),
+    prediction.nowcast_weights(
+      prediction.load_nowcasters(path), nowcast_steps(run), axis=run.axis
+    ),
+  )
+
+
+def nowcast_steps(run: Run) -> int:
+  """Steps of what counts as an epoch for the nowcasters."""
+  assert isinstance(run.options, Config)
+  share = run.options.nowcast_epochs / run.options.epochs
+  return max(1, int(run.num_steps * share))
+
+
+def _dgc(run: Run) -> Chain:
+  # Its momentum stands before the mean, so that SGD is behind it, not Adam.
+  # Without its warm-up of the ratio, which alone would send more than the rest
+  # of so short a run.
+  return transforms.dgc(
+    optax.scale_by_learning_rate(lambda step: _SGD_RATE * run.rate(step)),
+    0.01,
+    0.9,
+    axis=run.axis,
+    nesterov=True,
+  )
+
+
+# In the order in which they run: what matters most comes first.
+VARIANTS: dict[str, Variant] = {
+  "baseline": lambda run: transforms.ssgd(run.inner, axis=run.axis),
+  "ours": _ours,
+  "mp2 as published": lambda run: _published(run, "published"),
+  "wnn": _wnn,
+  "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
+    run.inner, 0.01, axis=run.axis
+  ),
+  "dgc 1 %": _dgc,
+  "top-k 1 %": lambda run: transforms.topk_sgd(
+    run.inner, 0.01, axis=run.axis, feedback=False
+  ),
+  "ours, nothing predicted": _unpredicted,
+  "mp2 rank 8, 1 conv": lambda run: _published(run, "rich"),
+}
+
+# The paper's sizes: 8 workers of 125 images, 300 passes.
+_PUBLISHED = Config(
+  batch_size=1000, epochs=300.0, warmup_epochs=0.0, rates=(5e-4, 1e-3, 2e-3),
+  nowcast_epochs=1.0, samples_per_epoch=15, fit_epochs=30, fit_samples=25,
+  fit_images=125, fit_updates=100, nowcast_steps=20_000, evaluations=300,
+)  # fmt: skip
+
+# Under these names on the command line.
+PRESETS: dict[str, tuple[str, comparing.Config]] = {
+  "mnist": ("MNIST, LeNet: a minute a run on 2 cores", Config()),
+  "cifar10": (
+    "CIFAR-10, LeNet: minutes a run on 2 cores",
+    Config(dataset="cifar10", epochs=5.0, warmup_epochs=0.5),
+  ),
+  "smoke": (
+    "digits, a few steps: that it runs",
+    Config(
+      dataset="digits", model="mlp", workers=2, batch_size=128, epochs=1.0,
+      cut=1, rates=(1e-2,), seeds=(0,), nowcast_epochs=0.1, samples_per_epoch=6,
+      fit_epochs=1, fit_samples=3, fit_images=40, fit_updates=1,
+      nowcast_steps=500, evaluations=3, variants=("baseline", "ours"),
+    ),
+  ),
+  "vgg15-cifar10-gpu": (
+    "CIFAR-10, VGG-15 on 8 GPUs, as far as the paper says",
+    dataclasses.replace(
+      _PUBLISHED, dataset="cifar10", model="vgg15", cut=4, rich_cut=4
+    ),
+  ),
+  "resnet18-cifar10-gpu": (
+    "CIFAR-10, ResNet-18 on 8 GPUs",
+    dataclasses.replace(
+      _PUBLISHED, dataset="cifar10", model="resnet18", cut=10, rich_cut=10,
+      fit_samples=200, fit_updates=40,
+    ),
+  ),
+  "alexnet-cifar100-gpu": (
+    "CIFAR-100, AlexNet on 8 GPUs",
+    dataclasses.replace(
+      _PUBLISHED, dataset="cifar100", model="alexnet", cut=2, rich_cut=2,
+      fit_epochs=5,
+    ),
+  ),
+}  # fmt: skip

@@ -1,0 +1,25 @@
+"""MP² beside what its paper compares it with, and beside a variant of ours.
+
+    python experiments/mp2/prepare.py mnist
+    python experiments/mp2/run.py mnist
+    python experiments/mp2/run.py mnist --workers 4 --variants baseline ours
+
+Every row is written when its run has ended, and runs whose rows are there are
+not repeated: the same command goes on where it was stopped.
+"""
+
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import comparing
+import config
+
+if __name__ == "__main__":
+  comparing.main(
+    pathlib.Path(__file__).resolve().parent,
+    config.PRESETS,
+    config.VARIANTS,
+    config.Comparison,
+  )
