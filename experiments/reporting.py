@@ -5,7 +5,16 @@ import statistics
 import sys
 from typing import Any
 
-from jdist import training
+from jdist import cluster, training
+
+_LATENCY_S = 50e-6
+LINKS = {
+  "10 Mbit/s": 1e7,
+  "100 Mbit/s": 1e8,
+  "1 Gbit/s": 1e9,
+  "10 Gbit/s": 1e10,
+  "100 Gbit/s": 1e11,
+}
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -54,6 +63,53 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines.append(
       f"| {method} | {told} | {len(rows)} | {rounds:,.0f} | {sent / 1e6:,.0f} "
       f"| {most / sent:.1f}x | {rows[0]['learning_rate']:g} |"
+    )
+  return "\n".join(lines)
+
+
+def speedups(
+  runs: dict[str, list[dict[str, Any]]], times: dict[str, dict[str, Any]]
+) -> dict[str, list[float]]:
+  """How much sooner than synchronous SGD a run ends, by bandwidth.
+
+  Nothing is sent under computation: the sum of a step's computation, as
+  measured, of its bytes over the link, and of the latencies of its messages.
+  """
+  plain_s = times["ssgd"]["step_s"]
+
+  def step_s(method: str, bandwidth_bits_per_s: float) -> float:
+    row, told = runs[method][0], times[method]
+    per_step = row["rounds"] / row["steps"]
+    link = cluster.Link(bandwidth_bits_per_s, _LATENCY_S)
+    messages = told["messages_per_step"] + per_step * told["messages_per_round"]
+    sent = row["sent_bytes"] / row["steps"]
+    return told["ratio"] * plain_s + link.send_s(sent, messages)
+
+  return {
+    method: [
+      step_s("ssgd", speed) / step_s(method, speed) for speed in LINKS.values()
+    ]
+    for method in runs
+    if method in times
+  }
+
+
+def speed_table(
+  found: dict[str, list[float]], times: dict[str, dict[str, Any]]
+) -> str:
+  """Markdown, the fastest over the slowest link first."""
+  lines = [
+    "| variant | computation of a step, of ssgd's (quartiles) | "
+    + " | ".join(LINKS)
+    + " |",
+    "|---|---|" + "---|" * len(LINKS),
+  ]
+  for method, ratios in sorted(found.items(), key=lambda item: -item[1][0]):
+    row = times[method]
+    low, high = row["quartiles"]
+    told = " | ".join(f"{x:.2f}" for x in ratios)
+    lines.append(
+      f"| {method} | {row['ratio']:.2f} ({low:.2f} to {high:.2f}) | {told} |"
     )
   return "\n".join(lines)
 

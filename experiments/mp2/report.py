@@ -1,0 +1,233 @@
+"""The tables and the picture of the comparison, from its rows.
+
+python experiments/mp2/report.py mnist
+"""
+
+import pathlib
+import statistics
+import sys
+from typing import Any, TypeAlias
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import reporting
+
+from jdist import training
+
+Row: TypeAlias = dict[str, Any]
+Runs: TypeAlias = dict[str, list[Row]]
+
+_BASE = "baseline"
+_LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
+# What is counted, by its name in rows; of `sent_bytes` the most is baseline's.
+_COUNTS = {
+  "uplink_bytes_as_published": "uplink as the paper counts",
+  "uplink_bytes": "uplink, like for like",
+  "both_bytes": "both directions, a server",
+  "sent_bytes": "a ring, no server",
+}
+
+
+def _mean(rows: list[Row], key: str) -> float:
+  return statistics.mean(row[key] / row["steps"] for row in rows)
+
+
+def _accuracy(rows: list[Row]) -> tuple[float, float]:
+  """Mean and standard deviation over seeds, in percent."""
+  found = [100 * row["accuracy"] for row in rows]
+  spread = statistics.stdev(found) if len(found) > 1 else 0.0
+  return statistics.mean(found), spread
+
+
+def traffic_table(runs: Runs) -> str:
+  """Markdown: accuracy, and what is saved of the baseline's bytes."""
+  lines = [
+    "| variant | test accuracy, % | seeds | learning rate | "
+    + " | ".join(f"saved: {told}" for told in _COUNTS.values())
+    + " |",
+    "|---|---|---|---|" + "---|" * len(_COUNTS),
+  ]
+  base = runs[_BASE]
+  for method, rows in sorted(
+    runs.items(), key=lambda item: -_accuracy(item[1])[0]
+  ):
+    mean, spread = _accuracy(rows)
+    saved = " | ".join(
+      f"{100 * (1 - _mean(rows, key) / _mean(base, key)):.2f} %"
+      for key in _COUNTS
+    )
+    lines.append(
+      f"| {method} | {mean:.2f} ± {spread:.2f} | {len(rows)} "
+      f"| {rows[0]['learning_rate']:g} | {saved} |"
+    )
+  return "\n".join(lines)
+
+
+def steps_to(row: Row, accuracy: float) -> float | None:
+  """Steps until an accuracy, in percent, between two evaluations linearly."""
+  before_step, before = 0, 0.0
+  for point in row["curve"]:
+    now = 100 * point["accuracy"]
+    if now >= accuracy:
+      share = (accuracy - before) / (now - before)
+      return before_step + share * (point["step"] - before_step)
+    before_step, before = point["step"], now
+  return None
+
+
+def seconds_to(
+  runs: Runs, times: dict[str, Row], accuracy: float, key: str
+) -> dict[str, list[float] | None]:
+  """Seconds to an accuracy over each link; None where a seed misses it.
+
+  A step takes its computation, as measured for all workers on one machine,
+  and then its bytes over one worker's link: nothing is hidden, and the
+  server's own link is no narrower than all of theirs together.
+  """
+  measured = [row["train_s"] / row["steps"] for row in runs[_BASE]]
+  base_s = (
+    times[_BASE]["step_s"] if _BASE in times else statistics.median(measured)
+  )
+  found: dict[str, list[float] | None] = {}
+  for method, rows in runs.items():
+    steps = [steps_to(row, accuracy) for row in rows]
+    reached = [step for step in steps if step is not None]
+    if len(reached) < len(rows):
+      found[method] = None
+      continue
+    ratio = times[method]["ratio"] if method in times else 1.0
+    found[method] = [
+      statistics.mean(reached)
+      * (ratio * base_s + 8 * _mean(rows, key) / reporting.LINKS[link])
+      for link in _LINKS
+    ]
+  return found
+
+
+def time_table(runs: Runs, times: dict[str, Row], accuracy: float) -> str:
+  """Markdown: seconds, and how many of the baseline's are saved."""
+  counts = ("both_bytes", "sent_bytes")
+  tables = {key: seconds_to(runs, times, accuracy, key) for key in counts}
+  lines = [
+    "| variant | steps | "
+    + " | ".join(f"{_COUNTS[key]}, {link}" for key in counts for link in _LINKS)
+    + " |",
+    "|---|---|" + "---|" * (len(counts) * len(_LINKS)),
+  ]
+  for method, rows in runs.items():
+    steps = [steps_to(row, accuracy) for row in rows]
+    reached = [step for step in steps if step is not None]
+    if len(reached) < len(rows):
+      best = max(100 * p["accuracy"] for row in rows for p in row["curve"])
+      lines.append(
+        f"| {method} | reached by {len(reached)} of {len(rows)} seeds, "
+        f"highest {best:.2f} % |" + " |" * (len(counts) * len(_LINKS))
+      )
+      continue
+    cells = []
+    for key in counts:
+      mine, base = tables[key][method], tables[key][_BASE]
+      for i in range(len(_LINKS)):
+        if mine is None:
+          cells.append("")
+        elif base is None or method == _BASE:
+          cells.append(f"{mine[i]:.1f} s")
+        else:
+          cells.append(
+            f"{mine[i]:.1f} s ({100 * (mine[i] / base[i] - 1):+.0f} %)"
+          )
+    lines.append(
+      f"| {method} | {statistics.mean(reached):.0f} | {' | '.join(cells)} |"
+    )
+  return "\n".join(lines)
+
+
+def draw(runs: Runs, path: pathlib.Path) -> None:
+  """Accuracy against the bytes of a step in both directions."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
+  for method, rows in runs.items():
+    mean, spread = _accuracy(rows)
+    kilobytes = _mean(rows, "both_bytes") / 1e3
+    color = "#0072b2"
+    if method.startswith("ours"):
+      color = "#d55e00"
+    elif method.startswith("mp2"):
+      color = "#009e73"
+    axes.errorbar(
+      kilobytes, mean, spread, fmt="o", color=color, capsize=3
+    )  # fmt: skip
+    axes.annotate(
+      method, (kilobytes, mean), xytext=(7, 5), textcoords="offset points",
+      fontsize=9,
+    )  # fmt: skip
+  some = runs[_BASE][0]
+  axes.set_xscale("log")
+  axes.margins(x=0.25, y=0.15)
+  axes.set_xlabel("kB a step between a worker and a server, both directions")
+  axes.set_ylabel("test accuracy, %")
+  axes.set_title(
+    f"{some['config']['dataset']}, {some['config']['model']}, N = "
+    f"{some['workers']}, {some['config']['epochs']:g} epochs; bars: standard "
+    "deviation",
+    fontsize=11,
+  )
+  axes.grid(alpha=0.3)
+  figure.savefig(path, dpi=130)
+
+
+def prepared(rows: list[Row]) -> str:
+  """Markdown: how good what was prepared is."""
+  lines = []
+  for row in rows:
+    if row["purpose"] == "nowcaster":
+      ratio = row["error"] / row["repeat_error"]
+      lines.append(
+        f"- nowcaster of {row['kind']} entries: {100 * (1 - ratio):.1f} % less "
+        f"error than the last value repeated ({row['error']:.3g} and "
+        f"{row['repeat_error']:.3g}), on a run that was held out"
+      )
+    elif row["purpose"] == "predictor":
+      lines.append(
+        f"- predictor, {row['cut']}, rank {row['rank']}: assembled networks "
+        f"{100 * row['accuracy_own_run']:.1f} % with fronts of its own run, "
+        f"{100 * row['accuracy_other_seed']:.1f} % of another seed's, "
+        f"{100 * row['accuracy_untrained_fronts']:.1f} % with untrained ones"
+      )
+  return "\n".join(lines)
+
+
+def main(folder: pathlib.Path) -> None:
+  """Prints and draws what there are rows for."""
+  name = sys.argv[1] if len(sys.argv) > 1 else "mnist"
+  results = folder / "results"
+  rows = training.read_rows(results / f"{name}.jsonl")
+  workers = rows[0]["config"]["workers"]
+  same = [row for row in rows if row["config"]["workers"] == workers]
+  runs = reporting.compared(same)
+  print(traffic_table(runs))
+  measured = results / f"{name}-times.jsonl"
+  times = {}
+  if measured.exists():
+    times = {row["method"]: row for row in training.read_rows(measured)}
+  mean, spread = _accuracy(runs[_BASE])
+  print(f"\nTo {mean - spread:.2f} %, the baseline's mean less its spread:\n")
+  print(time_table(runs, times, mean - spread))
+  draw(runs, results / f"{name}.png")
+  others = [row for row in rows if row["config"]["workers"] != workers]
+  for row in others:
+    print(
+      f"\nWith {row['workers']} workers: {row['method']}, seed {row['seed']}, "
+      f"{100 * row['accuracy']:.2f} %"
+    )
+  made = results / f"{name}-prepare.jsonl"
+  if made.exists():
+    print(f"\n{prepared(training.read_rows(made))}")
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(__file__).resolve().parent)

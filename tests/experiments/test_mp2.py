@@ -1,0 +1,109 @@
+"""The comparison of MP²: its counts, its targets, and that it runs."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+from jdist import collectives, training
+from tests.experiments import test_comparisons
+
+_FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
+
+
+def load(name, path, monkeypatch):
+  """A program of an experiment as a module of its own."""
+  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER)])
+  spec = importlib.util.spec_from_file_location(name, _FOLDER / path)
+  module = importlib.util.module_from_spec(spec)
+  monkeypatch.setitem(sys.modules, name, module)
+  spec.loader.exec_module(module)
+  return module
+
+
+def sent(*collected):
+  return collectives.Traffic(
+    tuple(
+      collectives.Collective(kind, size, num_workers=4)
+      for kind, size in collected
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  ("collected", "up_and_down"),
+  (
+    # A mean goes up and down once.
+    ([("all-reduce", 1000)], (1000, 1000)),
+    # Sparse payloads of all four come down.
+    ([("all-gather", 10)], (10, 40)),
+    # Or the whole network, where that is less.
+    ([("all-gather", 600)], (600, 2000)),
+    # To the owners of the parts, and their means of a fourth to all.
+    ([("all-to-all", 80), ("all-gather", 20)], (80, 80)),
+    # A front at once, a rest by exchange.
+    ([("all-reduce", 100), ("all-to-all", 8), ("all-gather", 2)], (108, 108)),
+  ),
+)
+def test_a_server_receives_once_and_sends_back(
+  collected, up_and_down, monkeypatch
+):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  assert config.served(sent(*collected), 2000) == up_and_down
+
+
+def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
+  report = load("mp2_report", "mp2/report.py", monkeypatch)
+  curve = [{"step": s, "accuracy": a} for s, a in ((10, 0.5), (30, 0.9))]
+  assert report.steps_to({"curve": curve}, 70.0) == pytest.approx(20.0)
+  assert report.steps_to({"curve": curve}, 25.0) == pytest.approx(5.0)
+  assert report.steps_to({"curve": curve}, 91.0) is None
+
+
+def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
+  comparing = load("comparing", "comparing.py", monkeypatch)
+  options = comparing.Config()
+  old = comparing.Rows(tmp_path / "rows.jsonl", options).config
+  old = {k: v for k, v in old.items() if k not in ("optimizer", "evaluations")}
+  row = {
+    "purpose": "comparison", "method": "ssgd", "learning_rate": 0.1, "seed": 0,
+    "config": old,
+  }  # fmt: skip
+  training.append_rows(tmp_path / "rows.jsonl", [row])
+  named = ("comparison", "ssgd", 0.1, 0)
+  found = comparing.Rows(tmp_path / "rows.jsonl", options)
+  assert found.get(None, *named) == row
+  # A run by another optimizer would have to be made; here it cannot be.
+  changed = dataclasses.replace(options, optimizer="adam")
+  with pytest.raises(AttributeError):
+    comparing.Rows(tmp_path / "rows.jsonl", changed).get(None, *named)
+
+
+@pytest.mark.slow
+def test_what_is_prepared_is_compared_and_reported(tmp_path):
+  folder = test_comparisons.copied("mp2", tmp_path)
+  pytest.importorskip("sklearn")
+  pytest.importorskip("matplotlib")
+  test_comparisons.run(folder, "prepare.py", "smoke")
+  made = training.read_rows(folder / "results" / "smoke-prepare.jsonl")
+  purposes = [row["purpose"] for row in made]
+  assert purposes == [*["samples"] * 2, *["nowcaster"] * 2, *["predictor"] * 2]
+  assert [row["samples"] for row in made[:2]] == [6, 6]
+  # What is there is not made again.
+  assert test_comparisons.run(folder, "prepare.py", "smoke") == ""
+  names = ("baseline", "ours", "mp2 as published", "wnn")
+  test_comparisons.run(folder, "run.py", "smoke", "--variants", *names)
+  rows = training.read_rows(folder / "results" / "smoke.jsonl")
+  assert tuple(row["method"] for row in rows) == names
+  base, ours, published, wnn = rows
+  assert base["both_bytes"] == 2 * base["uplink_bytes"] == wnn["both_bytes"]
+  assert ours["both_bytes"] < 0.4 * base["both_bytes"]
+  # All comes back from the published server.
+  assert published["both_bytes"] == (
+    published["uplink_bytes"] + base["uplink_bytes"]
+  )
+  told = test_comparisons.run(folder, "report.py", "smoke")
+  assert "| mp2 as published |" in told and "nowcaster of dense" in told
+  assert (folder / "results" / "smoke.png").stat().st_size > 0
