@@ -129,9 +129,9 @@ class Comparison(comparing.Comparison):
       found = prediction.traffic(cut_of(self.options, model, kind))
       published, down = found.published_bytes, found.pulled_bytes
     return {
-      "uplink_bytes_as_published": published * record.steps,
-      "uplink_bytes": up * record.steps,
-      "both_bytes": (up + down) * record.steps,
+      "uplink_bytes_as_published": published * record.step,
+      "uplink_bytes": up * record.step,
+      "both_bytes": (up + down) * record.step,
       "steps_bytes": {"whole": whole.whole_bytes, "up": up, "down": down},
     }
 
