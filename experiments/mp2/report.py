@@ -63,22 +63,32 @@ def traffic_table(runs: Runs) -> str:
   return "\n".join(lines)
 
 
-def steps_to(row: Row, accuracy: float) -> float | None:
-  """Steps until an accuracy, in percent, between two evaluations linearly."""
+def mean_curve(rows: list[Row]) -> list[tuple[int, float]]:
+  """Steps, and the mean accuracy over seeds in percent."""
+  return [
+    (points[0]["step"], 100 * statistics.mean(p["accuracy"] for p in points))
+    for points in zip(*(row["curve"] for row in rows), strict=True)
+  ]
+
+
+def steps_to(rows: list[Row], accuracy: float) -> float | None:
+  """Steps until the mean over seeds has an accuracy, in percent.
+
+  Between two evaluations it is a straight line; None where it never does.
+  """
   before_step, before = 0, 0.0
-  for point in row["curve"]:
-    now = 100 * point["accuracy"]
+  for step, now in mean_curve(rows):
     if now >= accuracy:
       share = (accuracy - before) / (now - before)
-      return before_step + share * (point["step"] - before_step)
-    before_step, before = point["step"], now
+      return before_step + share * (step - before_step)
+    before_step, before = step, now
   return None
 
 
 def seconds_to(
   runs: Runs, times: dict[str, Row], accuracy: float, key: str
 ) -> dict[str, list[float] | None]:
-  """Seconds to an accuracy over each link; None where a seed misses it.
+  """Seconds to an accuracy over each link; None where it is not reached.
 
   A step takes its computation, as measured for all workers on one machine,
   and then its bytes over one worker's link: nothing is hidden, and the
@@ -90,15 +100,13 @@ def seconds_to(
   )
   found: dict[str, list[float] | None] = {}
   for method, rows in runs.items():
-    steps = [steps_to(row, accuracy) for row in rows]
-    reached = [step for step in steps if step is not None]
-    if len(reached) < len(rows):
+    steps = steps_to(rows, accuracy)
+    if steps is None:
       found[method] = None
       continue
     ratio = times[method]["ratio"] if method in times else 1.0
     found[method] = [
-      statistics.mean(reached)
-      * (ratio * base_s + 8 * _mean(rows, key) / reporting.LINKS[link])
+      steps * (ratio * base_s + 8 * _mean(rows, key) / reporting.LINKS[link])
       for link in _LINKS
     ]
   return found
@@ -115,13 +123,12 @@ def time_table(runs: Runs, times: dict[str, Row], accuracy: float) -> str:
     "|---|---|" + "---|" * (len(counts) * len(_LINKS)),
   ]
   for method, rows in runs.items():
-    steps = [steps_to(row, accuracy) for row in rows]
-    reached = [step for step in steps if step is not None]
-    if len(reached) < len(rows):
-      best = max(100 * p["accuracy"] for row in rows for p in row["curve"])
+    steps = steps_to(rows, accuracy)
+    if steps is None:
+      highest = max(found for _, found in mean_curve(rows))
       lines.append(
-        f"| {method} | reached by {len(reached)} of {len(rows)} seeds, "
-        f"highest {best:.2f} % |" + " |" * (len(counts) * len(_LINKS))
+        f"| {method} | not reached, highest {highest:.2f} % |"
+        + " |" * (len(counts) * len(_LINKS))
       )
       continue
     cells = []
@@ -136,9 +143,7 @@ def time_table(runs: Runs, times: dict[str, Row], accuracy: float) -> str:
           cells.append(
             f"{mine[i]:.1f} s ({100 * (mine[i] / base[i] - 1):+.0f} %)"
           )
-    lines.append(
-      f"| {method} | {statistics.mean(reached):.0f} | {' | '.join(cells)} |"
-    )
+    lines.append(f"| {method} | {steps:.0f} | {' | '.join(cells)} |")
   return "\n".join(lines)
 
 

@@ -57,9 +57,13 @@ def test_a_server_receives_once_and_sends_back(
 def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
   curve = [{"step": s, "accuracy": a} for s, a in ((10, 0.5), (30, 0.9))]
-  assert report.steps_to({"curve": curve}, 70.0) == pytest.approx(20.0)
-  assert report.steps_to({"curve": curve}, 25.0) == pytest.approx(5.0)
-  assert report.steps_to({"curve": curve}, 91.0) is None
+  rows = [{"curve": curve}]
+  assert report.steps_to(rows, 70.0) == pytest.approx(20.0)
+  assert report.steps_to(rows, 25.0) == pytest.approx(5.0)
+  assert report.steps_to(rows, 91.0) is None
+  # Of the mean over seeds, which no seed needs to be above.
+  lower = [{"step": s, "accuracy": a} for s, a in ((10, 0.3), (30, 0.5))]
+  assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
 
 
 def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
