@@ -99,10 +99,12 @@ def test_workers_may_be_stacked():
   indices = np.sort(
     [rng.choice(5000, 50, replace=False) for _ in range(3)]
   ).astype(np.int32)
-  together = jax.vmap(indexing.pack)(indices)
+  pack = jax.jit(indexing.pack)
+  together = jax.jit(jax.vmap(indexing.pack))(indices)
   for i in range(3):
-    alone = indexing.pack(jnp.asarray(indices[i]))
+    alone = pack(jnp.asarray(indices[i]))
     jax.tree.map(
       lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), together, alone
     )
-  np.testing.assert_array_equal(jax.vmap(indexing.unpack)(together), indices)
+  unpack = jax.jit(jax.vmap(indexing.unpack))
+  np.testing.assert_array_equal(unpack(together), indices)

@@ -72,6 +72,7 @@ def test_the_smoke_preset_runs_and_is_reported(name, tmp_path):
   assert (folder / "results" / "smoke.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_times_are_measured_and_reported(tmp_path):
   folder = copied("compression", tmp_path)
   pytest.importorskip("sklearn")

@@ -45,7 +45,9 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
   return state, records, traces
 
 
-@pytest.mark.parametrize("kind", ["shard_map", "vmap"])
+@pytest.mark.parametrize(
+  "kind", [pytest.param("shard_map", marks=pytest.mark.slow), "vmap"]
+)
 def test_a_streamed_run_has_the_bits_of_a_simple_one(kind):
   team = _tiny.team(kind)
   simple, records, _ = fit(team, stream=False)
