@@ -1,7 +1,7 @@
 """Makes predictors and nowcasters, from runs that are compared with nothing.
 
     python experiments/mp2/prepare.py mnist
-    python experiments/mp2/prepare.py mnist --cache /tmp/mp2
+    python experiments/mp2/prepare.py mnist --cache mp2-cache
 
 An ordinary synchronous run leaves fronts at random steps, for two cuts, and
 the tracks of some weights; a second one, with another seed, is held out.

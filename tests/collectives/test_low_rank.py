@@ -77,8 +77,8 @@ def test_zeros_and_nan_do_not_stay():
   np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
 
 
-def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
-  reducer = collectives.PowerSGD(rank=2)
+def compiled(reducer):
+  """The collectives of a program that reduces, and what it reduces."""
   team = collectives.workers(N, substrate="shard_map")
   trees = jax.tree.map(lambda x: x[:, 0], make(1))
 
@@ -89,10 +89,16 @@ def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
 
   program = team.jit(step).lower(team.place(trees)).compile()
   found = collectives.read_collectives(program)
-  assert [c.kind for c in found] == ["all-reduce"] * 2
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees
   )
+  return found, like
+
+
+def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
+  reducer = collectives.PowerSGD(rank=2)
+  found, like = compiled(reducer)
+  assert [c.kind for c in found] == ["all-reduce"] * 2
   bits = reducer.num_bits(like, N)
   assert sum(c.payload_bytes for c in found) * 8 == bits.payload
   assert sum(c.wire_bytes for c in found) * 8 == bits.sent
@@ -103,20 +109,8 @@ def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
 def test_factors_in_four_bits_and_their_bytes_in_the_compiled_program():
   int4 = collectives.carry(codecs.Quantize(4, 16), owner_feedback="own_share")
   reducer = collectives.PowerSGD(rank=2, factors=int4)
-  team = collectives.workers(N, substrate="shard_map")
-  trees = jax.tree.map(lambda x: x[:, 0], make(1))
-
-  def step(tree):
-    state = reducer.init(tree, team.axis)
-    reduced = reducer.reduce(tree, state, jax.random.key(0), team.axis)
-    return collectives.varying(tuple(reduced), team.axis)
-
-  program = team.jit(step).lower(team.place(trees)).compile()
-  found = collectives.read_collectives(program)
+  found, like = compiled(reducer)
   assert [c.kind for c in found] == ["all-to-all", "all-gather"] * 2
-  like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees
-  )
   bits = reducer.num_bits(like, N)
   assert sum(c.wire_bytes for c in found) * 8 == bits.sent
   exact = collectives.PowerSGD(rank=2).num_bits(like, N)
