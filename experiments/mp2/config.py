@@ -127,7 +127,9 @@ class Comparison(comparing.Comparison):
     if variant.startswith("mp2"):
       kind: Kind = "rich" if "rank" in variant else "published"
       found = prediction.traffic(cut_of(self.options, model, kind))
-      published, down = found.published_bytes, found.pulled_bytes
+      # Its one mean stands in the conditional of rounds, here of one step.
+      up, down = found.pushed_bytes, found.pulled_bytes
+      published = found.published_bytes
     return {
       "uplink_bytes_as_published": published * record.step,
       "uplink_bytes": up * record.step,
