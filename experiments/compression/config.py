@@ -175,6 +175,13 @@ VARIANTS: dict[str, Variant] = {
 # Under these names on the command line.
 PRESETS: Presets = {
   "cifar10": ("CIFAR-10, LeNet: minutes a run on 2 cores", Config()),
+  "cifar10-longer": (
+    "the same in 15 epochs: what sends a fiftieth, beside synchronous SGD",
+    Config(
+      epochs=15.0, rates=(0.0125, 0.025), seeds=(30, 31, 32, 33, 34),
+      variants=("ssgd", "powersgd rank 6, int4"),
+    ),
+  ),
   "smoke": (
     "digits, a few steps: that it runs",
     Config(
