@@ -178,6 +178,16 @@ def _published(run: Run, kind: Kind) -> Chain:
   return transforms.mp2(run.inner, cut, predictor.apply, params, axis=run.axis)
 
 
+def _frozen(run: Run) -> Chain:
+  """MP² without a prediction: the rest stays as it was drawn."""
+  assert isinstance(run.options, Config)
+  cut = cut_of(run.options, run.model, "published")
+  _, rest = cut.split(run.model.params)
+  return transforms.mp2(
+    run.inner, cut, lambda first, front: first, rest, axis=run.axis
+  )
+
+
 def _front(run: Run) -> Chain:
   """The front in 8 bits, with feedback."""
   return optax.chain(
@@ -267,6 +277,7 @@ VARIANTS: dict[str, Variant] = {
   "baseline": lambda run: transforms.ssgd(run.inner, axis=run.axis),
   "ours": _ours,
   "mp2 as published": lambda run: _published(run, "published"),
+  "mp2, nothing predicted": _frozen,
   "wnn": _wnn,
   "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
     run.inner, 0.01, axis=run.axis

@@ -5,9 +5,10 @@ import importlib.util
 import pathlib
 import sys
 
+import jax
 import pytest
 
-from jdist import collectives, training
+from jdist import collectives, models, prediction, training
 from tests.experiments import test_comparisons
 
 _FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
@@ -52,6 +53,47 @@ def test_a_server_receives_once_and_sends_back(
 ):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   assert config.served(sent(*collected), 2000) == up_and_down
+
+
+def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
+  pytest.importorskip("sklearn")
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  options = dataclasses.replace(config.PRESETS["smoke"][1], cache=str(tmp_path))
+  comparison = config.Comparison(options, config.VARIANTS)
+  model = comparison.build(0)
+  cut = config.cut_of(options, model, "published")
+  predictor = prediction.predictor(cut)
+  prediction.save_predictor(
+    config.folder(options) / "predictor-published",
+    predictor,
+    predictor.init(jax.random.key(0)),
+  )
+  last = training.Record(
+    step=10, rounds=10, sent_bytes=0.0, train_loss=0.5, metrics={}, train_s=1.0,
+    samples_per_s=1.0,
+  )  # fmt: skip
+  told, traced = {}, {}
+  # Optax's schedules and Adam mix floats with integer counts.
+  with jax.numpy_dtype_promotion("standard"):
+    for name in ("baseline", "mp2 as published", "mp2, nothing predicted"):
+      run = comparison.prepare(name, 0.01, seed=0)
+      trainer = training.Trainer(comparison.workers, run.step)
+      batch = next(run.batches.iterate(0))
+      traced[name] = trainer.traffic(run.state, batch)
+      told[name] = comparison.tell(name, traced[name], last)
+  whole = 4 * models.num_params(model)
+  assert told["baseline"]["uplink_bytes"] == 10 * whole
+  assert told["baseline"]["both_bytes"] == 20 * whole
+  # Its one mean is a round's, of one step each; the whole network comes back.
+  for name in ("mp2 as published", "mp2, nothing predicted"):
+    pushed = sum(
+      c.count * c.payload_bytes
+      for c in traced[name].collectives
+      if c.conditional
+    )
+    assert pushed == 4 * cut.num_front
+    assert told[name]["uplink_bytes"] == 10 * pushed
+    assert told[name]["both_bytes"] == 10 * (pushed + whole)
 
 
 def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
