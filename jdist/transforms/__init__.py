@@ -59,8 +59,8 @@ from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._leading import lead_step as lead_step
 from jdist.transforms._leading import LeadStepState as LeadStepState
 from jdist.transforms._localizing import local_steps as local_steps
-from jdist.transforms._localizing import LocalStepsState as LocalStepsState
 from jdist.transforms._meeting import RoundsState as RoundsState
+from jdist.transforms._messaging import Message as Message
 from jdist.transforms._overlapping import cocod as cocod
 from jdist.transforms._overlapping import od_sgd as od_sgd
 from jdist.transforms._overlapping import overlap_local_sgd as overlap_local_sgd
@@ -82,7 +82,6 @@ from jdist.transforms._remembering import (
   ErrorFeedbackState as ErrorFeedbackState,
 )
 from jdist.transforms._sending import buffer_axes as buffer_axes
-from jdist.transforms._sending import Message as Message
 from jdist.transforms._sending import Stream as Stream
 from jdist.transforms._sending import StreamState as StreamState
 from jdist.transforms._slowing import SlowMomentumState as SlowMomentumState
@@ -92,6 +91,7 @@ from jdist.transforms._smoothing import (
 )
 from jdist.transforms._smoothing import Smoothing as Smoothing
 from jdist.transforms._smoothing import SmoothingState as SmoothingState
+from jdist.transforms._stepping import LocalStepsState as LocalStepsState
 from jdist.transforms._streaming import PartsState as PartsState
 from jdist.transforms._thinning import muloco as muloco
 from jdist.transforms._thinning import sparse_loco as sparse_loco

@@ -8,9 +8,9 @@ from jdist.transforms import (
   _delaying,
   _fragmenting,
   _leading,
-  _localizing,
   _meeting,
   _preceding,
+  _stepping,
 )
 
 PyTree = Any
@@ -19,7 +19,7 @@ PyTree = Any
 _ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
 # States whose transformations know `update(..., drain=True)`.
 HOLDING = (
-  _localizing.LocalStepsState,
+  _stepping.LocalStepsState,
   _delaying.DelayGradientsState,
   _preceding.UpdateFirstState,
   _meeting.RoundsState,

@@ -22,7 +22,6 @@ from jdist.transforms import (
   _fragmenting,
   _freezing,
   _leading,
-  _localizing,
   _meeting,
   _preceding,
   _predicting,
@@ -32,6 +31,7 @@ from jdist.transforms import (
   _sending,
   _sharding,
   _slowing,
+  _stepping,
   _streaming,
 )
 
@@ -49,7 +49,8 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
   Returns:
     The anchor in the dtypes of `params`.
 
-  >>> optimizer = _localizing.local_steps(optax.sgd(1.0), 8, axis=None)
+  >>> from jdist import transforms
+  >>> optimizer = transforms.local_steps(optax.sgd(1.0), 8, axis=None)
   >>> state = optimizer.init(jnp.array(5.0))
   >>> anchor(state, jnp.array(3.0)).item()
   5.0
@@ -203,7 +204,7 @@ class Sharing(NamedTuple):
 # Fields of our states that are equal on all workers, besides those found by
 # walking into the rest.
 _SHARED_FIELDS: dict[type, frozenset[str]] = {
-  _localizing.LocalStepsState: frozenset(
+  _stepping.LocalStepsState: frozenset(
     {
       "step",
       "round",

@@ -84,6 +84,11 @@ def loss(policy: intervals.IntervalPolicy, state: State) -> Any:
   return state.round_loss / state.round_step.astype(jnp.float32)
 
 
+def no_loss(policy: intervals.IntervalPolicy) -> Any:
+  """The loss of no round: NaN, or `()` when none is needed."""
+  return jnp.full((), jnp.nan, jnp.float32) if policy.needs_loss else ()
+
+
 def go_on(state: State) -> State:
   """The state after a step that ends no round."""
   return state._replace(synchronized=jnp.asarray(False))

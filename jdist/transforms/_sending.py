@@ -1,41 +1,23 @@
-"""Sending what is delayed: at the end of a round, or a part in every step.
+"""Streaming: a part of what is delayed is sent in every step, exactly.
 
-Local steps with a delay hold a *message*, what this worker did in the last
-round, and need the workers' mean of it at the end of the present one.  When it
-travels in between is all that the two senders of this file differ in:
-
-- `AtOnce` sends it at the round's end: simple, and not hidden under anything,
-  because a conditional is a wall to a compiler's scheduler.
-- `Streaming` sends a part of it in every step.  The parts are read from the
-  state, so a part waits for nothing in the step and the step for no part.
+The sub-tensors are read from the state, so that a part waits for nothing in the
+step and the step for no part.  What is sent, and the sender that does it at
+once, is in `_messaging`; the same by few bytes in `_streaming`.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import collectives
-from jdist.transforms import _checking
+from jdist.transforms import _anchoring, _checking, _messaging
 
 PyTree = Any
 _MEBIBYTE = 2**20
-
-
-class Message(NamedTuple):
-  """What a worker did in a round.
-
-  Attributes:
-    progress: the pseudo-gradient, a tree in the anchor's dtypes.
-    loss: the round's mean loss, float32 scalar; `()` when the interval needs
-      none.
-  """
-
-  progress: PyTree
-  loss: Any
 
 
 class StreamState(NamedTuple):
@@ -103,53 +85,6 @@ class Stream:
     return number, -(-in_step // number)
 
 
-class AtOnce:
-  """Sends the whole message when it is needed.  Its state is the message."""
-
-  def __init__(self, axis: collectives.Axis):
-    self._axis = axis
-
-  def hold(
-    self,
-    message: Message,
-    before: Message | None = None,
-    remembered: Any = (),
-  ) -> Message:
-    """Makes a message the next one to be sent."""
-    del before, remembered
-    return message
-
-  def own(self, state: Message) -> Message:
-    """This worker's message that is held."""
-    return state
-
-  def start(
-    self, state: Message, steps: int | None, remembered: Any = ()
-  ) -> tuple[()]:
-    """What every step sends: nothing."""
-    del state, steps, remembered
-    return ()
-
-  def finish(
-    self, state: Message, sent: tuple[()], remembered: Any, in_flight: jax.Array
-  ) -> tuple[Message, Any]:
-    """Writes down what has been sent: nothing."""
-    del sent, in_flight
-    return state, remembered
-
-  def complete(self, state: Message, sent: tuple[()]) -> jax.Array:
-    """Whether the round may end."""
-    del state, sent
-    return jnp.asarray(True)
-
-  def mean(
-    self, state: Message, present: Message, late: jax.Array, steps: int | None
-  ) -> Message:
-    """The workers' mean of what is held, or of `present` if not `late`."""
-    del steps
-    return collectives.mean(_either(late, state, present), self._axis)
-
-
 class Streaming:
   """Sends a part of the message in every step, from the state.
 
@@ -158,16 +93,18 @@ class Streaming:
   `position`, and a round waits for its last sub-tensor, so nothing is lost.
   """
 
-  def __init__(self, stream: Stream, axis: collectives.Axis, like: Message):
+  def __init__(
+    self, stream: Stream, axis: collectives.Axis, like: _messaging.Message
+  ):
     """Lays out the buffers for messages like `like`."""
     self._stream, self._axis, self._like = stream, axis, like
     self._groups = _groups(stream, like)
 
   def hold(
     self,
-    message: Message,
-    before: StreamState | None = None,
-    remembered: Any = (),
+    message: _messaging.Message,
+    before: StreamState | None,
+    remembered: Any,
   ) -> StreamState:
     """Makes a message the next one to be sent."""
     del remembered
@@ -181,12 +118,12 @@ class Streaming:
       position={name: jnp.zeros((), jnp.int32) for name in sent},
     )  # fmt: skip
 
-  def own(self, state: StreamState) -> Message:
+  def own(self, state: StreamState) -> _messaging.Message:
     """This worker's message that is held."""
     return self._unpack(state.sent)
 
   def start(
-    self, state: StreamState, steps: int | None, remembered: Any = ()
+    self, state: StreamState, steps: int | None, remembered: Any
   ) -> tuple[Part, ...]:
     """Sends the next sub-tensors; nothing waits for them yet."""
     del remembered
@@ -256,31 +193,38 @@ class Streaming:
   def mean(
     self,
     state: StreamState,
-    present: Message,
+    present: _messaging.Message,
     late: jax.Array,
     steps: int | None,
-  ) -> Message:
+    remembered: Any,
+  ) -> tuple[_messaging.Message, Any]:
     """The workers' mean of what is held, or of `present` if not `late`."""
     if steps is not None:
-      return self._unpack(state.arrived)
+      return self._unpack(state.arrived), remembered
     # Of what was streamed before there is nothing left to send.
     arrived = jax.lax.cond(
       collectives.agreed(late & self.complete(state), self._axis),
       lambda: collectives.varying(state.arrived, self._axis),
       lambda: collectives.mean(
-        _either(late, state.sent, self._pack(present)), self._axis
+        _anchoring.either(late, state.sent, self._pack(present)), self._axis
       ),
     )
-    return self._unpack(arrived)
+    return self._unpack(arrived), remembered
 
-  def _pack(self, message: Message) -> dict[str, jax.Array]:
+  def exact_mean(
+    self, state: StreamState, remembered: Any
+  ) -> tuple[PyTree, Any]:
+    """The mean of the progress that is held, whatever has arrived."""
+    return collectives.mean(self.own(state).progress, self._axis), remembered
+
+  def _pack(self, message: _messaging.Message) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves(message)
     return {
       group.name: group.pack([leaves[i] for i in group.leaves])
       for group in self._groups
     }
 
-  def _unpack(self, buffers: dict[str, jax.Array]) -> Message:
+  def _unpack(self, buffers: dict[str, jax.Array]) -> _messaging.Message:
     leaves, structure = jax.tree.flatten(self._like)
     for group in self._groups:
       shapes = [leaves[i] for i in group.leaves]
@@ -288,9 +232,6 @@ class Streaming:
       for i, leaf in zip(group.leaves, found, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-Sender: TypeAlias = AtOnce | Streaming
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,7 +329,7 @@ def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
   return tuple(axes.split(",")) if axes else ()
 
 
-def _groups(stream: Stream, like: Message) -> tuple[_Group, ...]:
+def _groups(stream: Stream, like: _messaging.Message) -> tuple[_Group, ...]:
   leaves = jax.tree.leaves(like)
   order = list(collectives.leaf_order(like.progress, stream.order))
   order += range(len(order), len(leaves))  # The loss is the last.
@@ -423,7 +364,3 @@ def _by_dim(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
   ]
   return dims + [()] * (ndim - len(dims))
-
-
-def _either(late: jax.Array, old: PyTree, new: PyTree) -> PyTree:
-  return jax.tree.map(lambda o, n: jnp.where(late, o, n), old, new)

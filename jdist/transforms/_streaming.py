@@ -7,6 +7,8 @@ The feedback acts on the whole message, once a round:
     round's end    prepare          what this worker wants to send
     every step     reduce           the next parts of it, from the state
     round's end    finish           what was left out, from all parts' shares
+
+`make_sender` chooses between this, `_sending`, and sending at once.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,14 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _reducing, _sending
+from jdist.transforms import (
+  _anchoring,
+  _messaging,
+  _reducing,
+  _rounds,
+  _sending,
+  intervals,
+)
 
 PyTree = Any
 # The numbers of steps in which a message is sent divide it: 1, 2, 4, 8, 16.
@@ -71,7 +80,7 @@ class StreamingParts:
     self,
     reduction: _reducing.Reduction,
     axis: collectives.Axis,
-    like: _sending.Message,
+    like: _messaging.Message,
   ):
     """Lays out the rows for messages like `like`."""
     assert isinstance(reduction.reducer, collectives.InParts)
@@ -83,7 +92,7 @@ class StreamingParts:
 
   def hold(
     self,
-    message: _sending.Message,
+    message: _messaging.Message,
     before: PartsState | None,
     remembered: _reducing.ReductionState,
   ) -> PartsState:
@@ -105,12 +114,12 @@ class StreamingParts:
       position={name: jnp.zeros((), jnp.int32) for name in sent},
     )
 
-  def own(self, state: PartsState) -> _sending.Message:
+  def own(self, state: PartsState) -> _messaging.Message:
     """This worker's message that is held."""
     if self._reduction.has_feedback:
-      return _sending.Message(state.progress, state.loss)
+      return _messaging.Message(state.progress, state.loss)
     progress = self._parts.join(state.sent, self._shape)
-    return _sending.Message(progress, state.loss)
+    return _messaging.Message(progress, state.loss)
 
   def start(
     self,
@@ -196,13 +205,13 @@ class StreamingParts:
   def mean(
     self,
     state: PartsState,
-    present: _sending.Message,
+    present: _messaging.Message,
     late: jax.Array,
     steps: int | None,
     remembered: _reducing.ReductionState,
-  ) -> tuple[_sending.Message, _reducing.ReductionState]:
+  ) -> tuple[_messaging.Message, _reducing.ReductionState]:
     """The workers' mean of what is held, or of `present` if not `late`."""
-    progress, loss = _either(late, self.own(state), present)
+    progress, loss = _anchoring.either(late, self.own(state), present)
     prepared, feedback = self._reduction.prepared(progress, remembered)
     have = (
       state.arrived, state.shares, self._reduction.joined(remembered),
@@ -211,8 +220,8 @@ class StreamingParts:
     if steps is not None:
       wanted, arrived = state.sent, have
     else:
-      wanted = _either(late, state.sent, self._parts.cut(prepared))
-      done = _either(
+      wanted = _anchoring.either(late, state.sent, self._parts.cut(prepared))
+      done = _anchoring.either(
         late, state.position, jax.tree.map(jnp.zeros_like, state.position)
       )
       # Of what was streamed before there is nothing left to send.
@@ -240,7 +249,7 @@ class StreamingParts:
     new = self._reduction.with_states(remembered, states)._replace(
       step=optax.safe_increment(remembered.step), feedback=feedback
     )
-    out = _sending.Message(mean, mean_loss), new
+    out = _messaging.Message(mean, mean_loss), new
     return collectives.varying(out, self._axis)
 
   def exact_mean(
@@ -301,7 +310,7 @@ class StreamingParts:
         )
         new = (reduced.mean, reduced.own_share if keeps else (), reduced.state)
         old = (mean, share, before)
-        kept = _either(number < done[cut.name], old, new)
+        kept = _anchoring.either(number < done[cut.name], old, new)
         return None, collectives.varying(kept, self._axis)
 
       parts = (
@@ -330,8 +339,24 @@ def _with_row(
   return jax.tree.map(one, tree, row)
 
 
-def _either(which: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
-  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
+def make_sender(
+  axis: collectives.Axis,
+  policy: intervals.IntervalPolicy,
+  stream: _sending.Stream | None,
+  reduction: _reducing.Reduction | None,
+) -> _messaging.MakeSender:
+  """Chooses a sender: at once, or streamed, exactly or by a reducer."""
+
+  def sender(anchor: PyTree) -> _messaging.Sender:
+    """Made when the program is traced; of the anchor only shapes matter."""
+    if stream is None:
+      return _messaging.AtOnce(axis, reduction)
+    like = _messaging.Message(anchor, _rounds.no_loss(policy))
+    if reduction is not None:
+      return StreamingParts(reduction, axis, like)
+    return _sending.Streaming(stream, axis, like)
+
+  return sender
 
 
 def in_parts(

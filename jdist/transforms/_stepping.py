@@ -1,0 +1,228 @@
+"""Stepping: a round of `local_steps`, from its first step to its end.
+
+    init                          on the anchor
+    update ... update             a local step; the last one ends the round
+    update(drain=True)            no step: the round ends where it is
+
+How a round ends is in `_joining`; what travels in between, in `_messaging`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives
+from jdist.transforms import (
+  _anchoring,
+  _joining,
+  _messaging,
+  _reducing,
+  _rounds,
+  _sending,
+  intervals,
+)
+
+PyTree = Any
+
+
+class LocalStepsState(NamedTuple):
+  """State of `local_steps`.
+
+  Attributes:
+    step: local steps so far, int32 scalar.
+    round: rounds so far, int32 scalar.
+    round_step: local steps so far in this round, int32 scalar.
+    interval: local steps of this round, int32 scalar.
+    next_interval: local steps of the next round, int32 scalar: a host that
+      prepares for it can read it now.
+    synchronized: whether the last update ended a round, bool scalar.
+    anchor: the parameters all workers agree on, float32.
+    inner: the inner optimizer's state, each worker its own.
+    outer: the outer optimizer's state, or `()`.
+    interval_state: the interval policy's state.
+    round_loss: sum of this round's losses, float32 scalar, each worker its
+      own; `()` when the interval needs no loss.
+    pending: this worker's message of the last round, whose mean is applied at
+      the end of this one: a `Message`, or when it is streamed a `StreamState`,
+      with a reducer a `PartsState`; `()` without delay.
+    in_flight: whether `pending` holds one, bool scalar; `()` without delay.
+    kept: the part of the pending progress that is in this worker's
+      parameters, and with which the round began, float32 scalar; `()` without
+      delay.
+    stream_steps: the interval of the round in which the next update is, and
+      how many updates came before it in that round; and both for the update
+      after it.  Four int32 scalars; the interval 0 for a round that is not
+      delayed; `()` when nothing is streamed.
+    reduction: what a mean by few bytes remembers, a `ReductionState`; `()`
+      without a reducer.
+  """
+
+  step: jax.Array
+  round: jax.Array
+  round_step: jax.Array
+  interval: jax.Array
+  next_interval: jax.Array
+  synchronized: jax.Array
+  anchor: PyTree
+  inner: PyTree
+  outer: PyTree
+  interval_state: PyTree
+  round_loss: Any
+  pending: PyTree
+  in_flight: Any
+  kept: Any
+  stream_steps: Any
+  reduction: Any = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalSteps:
+  """The round of `local_steps`: its steps, and when it ends.
+
+  How it ends is the joining's; what is sent before is the sender's.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  policy: intervals.IntervalPolicy
+  axis: collectives.Axis
+  outer: _joining.Outer
+  joining: _joining.Joining
+  reduction: _reducing.Reduction | None
+  stream: _sending.Stream | None
+  make_sender: _messaging.MakeSender
+  delay_after_step: int
+
+  def init(self, params: optax.Params) -> LocalStepsState:
+    """The state before the first step, on the anchor."""
+    anchor = jax.tree.map(_anchoring.wide_copy, params)
+    remembered = () if self.reduction is None else self.reduction.init(anchor)
+    state = LocalStepsState(
+      **_rounds.begin(self.policy),
+      anchor=anchor,
+      inner=self.inner.init(params),
+      outer=self.outer.init(anchor),
+      **self.joining.init(anchor, remembered),
+      stream_steps=(),
+      reduction=remembered,
+    )
+    return self._looking_ahead(state)
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params | None = None,
+    *,
+    stream_steps: int | Literal["usual"] | None = "usual",
+    drain: bool | Literal["residuals"] = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Takes a step, and ends the round if it is over."""
+    if params is None:
+      raise ValueError(
+        "`params` must be given to `update` of `local_steps`: call "
+        "`optimizer.update(grads, state, params)`."
+      )
+    if drain:
+      return self._drain(state, params, residuals=drain == "residuals")
+    collectives.check_local(updates, self.axis, what="`updates`")
+    steps = self._usual_steps if stream_steps == "usual" else stream_steps
+    # First, and from the state: it has to wait for nothing in this step.
+    sent = self._start(state, steps)
+    updates, state = _rounds.take_step(
+      self.policy, self.inner, updates, state, params, extra_args
+    )
+    over = _rounds.is_over(state)
+    if steps is not None:
+      over &= self.make_sender(state.anchor).complete(state.pending, sent)
+    updates, state = jax.lax.cond(
+      collectives.agreed(over, self.axis),
+      functools.partial(self._end_round, steps),
+      self._go_on,
+      sent,
+      updates,
+      state,
+      params,
+    )
+    return updates, self._looking_ahead(state)
+
+  def _go_on(
+    self,
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    del params
+    state = _rounds.go_on(self._finish(state, sent))
+    return collectives.varying((updates, state), self.axis)
+
+  def _end_round(
+    self,
+    steps: int | None,
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    state = self._finish(state, sent)
+    local = jax.tree.map(_anchoring.moved, params, updates)
+    target, mean_loss, state = self.joining.join(state, local, steps)
+    updates = _anchoring.towards(updates, target, local)
+    state = _rounds.end(self.policy, state, mean_loss)
+    return collectives.varying((updates, state), self.axis)
+
+  def _drain(
+    self, state: LocalStepsState, params: optax.Params, *, residuals: bool
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Ends everything that was begun, with no step of its own."""
+    begun = _rounds.is_begun(state)
+    if residuals and self.reduction is not None:
+      begun = jnp.ones_like(begun)
+    local = jax.tree.map(_anchoring.wide, params)
+    state = self.joining.drain(state, local, begun)
+    updates = _anchoring.onto(state.anchor, params)
+    state = self._looking_ahead(state)
+    return collectives.varying((updates, state), self.axis)
+
+  # What only the streamed form does.
+
+  @property
+  def _usual_steps(self) -> int | None:
+    """In how many steps a message is sent where nobody chooses."""
+    if self.stream is None or self.delay_after_step:
+      return None
+    return self.policy.constant
+
+  def _start(
+    self, state: LocalStepsState, steps: int | None
+  ) -> tuple[Any, ...]:
+    """Sends the next parts of what is under way."""
+    if steps is None:
+      return ()
+    _sending.check_stream_steps(steps, self.stream)
+    sender = self.make_sender(state.anchor)
+    return sender.start(state.pending, steps, state.reduction)
+
+  def _finish(
+    self, state: LocalStepsState, sent: tuple[Any, ...]
+  ) -> LocalStepsState:
+    """Writes down what has been sent in this step."""
+    if not sent:
+      return state
+    pending, remembered = self.make_sender(state.anchor).finish(
+      state.pending, sent, state.reduction, state.in_flight
+    )
+    return state._replace(pending=pending, reduction=remembered)
+
+  def _looking_ahead(self, state: LocalStepsState) -> LocalStepsState:
+    """Says for the next two steps what a host needs to choose a program."""
+    if self.stream is None:
+      return state
+    return state._replace(
+      stream_steps=_rounds.two_ahead(state, since_step=self.delay_after_step)
+    )
