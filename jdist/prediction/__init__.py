@@ -7,6 +7,10 @@ from jdist.prediction._assembling import assemble as assemble
 from jdist.prediction._assembling import (
   evaluate_predictor as evaluate_predictor,
 )
+from jdist.prediction._choosing import choose_cut as choose_cut
+from jdist.prediction._choosing import depths as depths
+from jdist.prediction._choosing import score_cuts as score_cuts
+from jdist.prediction._choosing import ScoredCut as ScoredCut
 from jdist.prediction._collecting import choose_steps as choose_steps
 from jdist.prediction._collecting import Collector as Collector
 from jdist.prediction._counting import Traffic as Traffic

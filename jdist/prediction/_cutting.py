@@ -357,6 +357,15 @@ def _rank(leaf: Leaf) -> tuple[int, str]:
   return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
 
 
+def count_layers(model: models.Model | PyTree) -> int:
+  """How many layers a network has, as `cut` counts them."""
+  return len(_layers_of(_params_of(model)))
+
+
+def _params_of(model: models.Model | PyTree) -> PyTree:
+  return model.params if isinstance(model, models.Model) else model
+
+
 def cut(
   model: models.Model | PyTree, num_layers: int, *, name: str = "model"
 ) -> Cut:
@@ -384,8 +393,7 @@ def cut(
   >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)
   Cut(model: 2 layers of 2,572 parameters | 3 layers of 59,134)
   """
-  tree = model.params if isinstance(model, models.Model) else model
-  layers = _layers_of(tree)
+  layers = _layers_of(_params_of(model))
   if not 1 <= num_layers < len(layers):
     raise ValueError(
       f"`num_layers` must be from 1 to {len(layers) - 1}, as the network has "

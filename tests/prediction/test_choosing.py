@@ -1,0 +1,101 @@
+"""The cut chosen by what is predicted well behind it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import prediction
+from tests.prediction import _tiny
+from tests.prediction.test_fitting import FIT, model, normalize
+
+
+def collected(folder, seed, num_samples=8):
+  """Parameters near the first ones, cut at both depths."""
+  steps = tuple(range(1, num_samples + 1))
+  cuts = [_tiny.cut(1), _tiny.cut(2)]
+  collect = prediction.Collector(folder, _tiny.alone(), cuts, steps)
+  rng = np.random.default_rng(seed)
+  for step in steps:
+    state = _tiny.state(step, model().params)
+    near = jax.tree.map(
+      lambda x: x + 0.01 * rng.standard_normal(x.shape), model().params
+    )
+    params = jax.tree.map(lambda x: np.asarray(x[None], np.float32), near)
+    collect(state._replace(params=params))
+  return prediction.ParameterSet(folder)
+
+
+def scored(accuracy, pushed_bytes, untrained=0.1):
+  predictor = prediction.predictor(_tiny.cut())
+  return prediction.ScoredCut(predictor, {}, accuracy, untrained, pushed_bytes)
+
+
+def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
+  train, test = _tiny.digits("train"), _tiny.digits("test")
+  sets = [collected(tmp_path / str(seed), seed) for seed in (0, 1)]
+  predictors = prediction.depths(model())
+  assert [len(p.cut.front) for p in predictors] == [1, 2]
+  seen = []
+  scores = prediction.score_cuts(
+    predictors,
+    model(),
+    sets[0],
+    train.images,
+    train.labels,
+    held_out=sets[1],
+    test_images=test.images,
+    test_labels=test.labels,
+    fit=dataclasses.replace(FIT, num_epochs=1),
+    normalize=normalize,
+    directory=tmp_path / "fits",
+    on_score=seen.append,
+  )
+  assert seen == list(scores)
+  assert sorted(p.name for p in (tmp_path / "fits").iterdir()) == ["00", "01"]
+  for score, predictor in zip(scores, predictors, strict=True):
+    cut = predictor.cut
+    found = prediction.evaluate_predictor(
+      predictor,
+      score.params,
+      model(),
+      np.asarray(sets[1].fronts(cut)),
+      test.images,
+      test.labels,
+      normalize=normalize,
+    )
+    assert score.accuracy == pytest.approx(found.mean(), abs=1e-6)
+    assert score.accuracy >= score.untrained
+    assert score.pushed_bytes == 4 * cut.num_front
+
+
+def test_the_least_bytes_among_the_good_ones_are_chosen():
+  scores = [scored(0.90, 100), scored(0.95, 200), scored(0.955, 400)]
+  assert prediction.choose_cut(scores) is scores[1]
+  assert prediction.choose_cut(scores, max_lost=0.0) is scores[2]
+  assert prediction.choose_cut(scores, max_lost=0.1) is scores[0]
+  # Of those that send alike the best.
+  again = scored(0.953, 200)
+  assert prediction.choose_cut([*scores, again]) is again
+
+
+def test_bad_input_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="`scores` must hold at least one"):
+    prediction.choose_cut([])
+  with pytest.raises(ValueError, match="`max_lost` must be from 0 to 1, got 2"):
+    prediction.choose_cut([scored(0.5, 1)], max_lost=2)
+  with pytest.raises(ValueError, match=r"`scores` .* 0.100 at best and no gain"):
+    prediction.choose_cut([scored(0.1, 1), scored(0.1, 2)])
+  train = _tiny.digits("train")
+  parameters = collected(tmp_path, 0, 1)
+  given = {
+    "held_out": parameters, "test_images": train.images,
+    "test_labels": train.labels,
+  }  # fmt: skip
+  data = (parameters, train.images, train.labels)
+  with pytest.raises(ValueError, match="`predictors` must hold at least one"):
+    prediction.score_cuts([], model(), *data, **given)
+  other = prediction.predictor(_tiny.cut(1, hidden_sizes=(7, 5)))
+  with pytest.raises(ValueError, match=r"dense.*\[64, 7\]"):
+    prediction.score_cuts([other], model(), *data, **given)
