@@ -38,7 +38,7 @@ class Config(comparing.Config):
   batch_size: int = 256
   epochs: float = 1.0
   warmup_epochs: float = 0.1
-  rates: tuple[float, ...] = (1e-3, 3e-3)
+  rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
   optimizer: Literal["sgd", "adam"] = "adam"
   evaluations: int = 10
 
@@ -53,6 +53,14 @@ class Config(comparing.Config):
 
   rank: int = 4
   """Of PowerSGD in our variant."""
+
+  depths: tuple[int, ...] = (1, 2, 3, 4)
+  """Cuts whose predictability is measured; none where there are no layers to
+  spare the time for."""
+
+  more_runs: int = 3
+  """Runs with other seeds, whose fronts one more predictor learns from: whether
+  it then moves to a seed that it has not seen."""
 
   nowcast_epochs: float = 0.05
   """Passes that count as an epoch for the nowcasters: they jump after every
@@ -200,12 +208,11 @@ def _front(run: Run) -> Chain:
   )
 
 
-def _rest(run: Run) -> Chain:
+def _rest(run: Run, rank: int) -> Chain:
   """The residual's mean of low rank, with factors in 4 bits."""
-  assert isinstance(run.options, Config)
   return transforms.powersgd(
     run.inner,
-    run.options.rank,
+    rank,
     axis=run.axis,
     factors=collectives.carry(
       codecs.Quantize(4, 64), owner_feedback="own_share"
@@ -213,26 +220,28 @@ def _rest(run: Run) -> Chain:
   )
 
 
-def _ours(run: Run) -> Chain:
-  """A front in few bits, and a predicted rest that learns by low rank."""
-  cut, predictor, params = _loaded(run, "published")
-  return transforms.predict_rest(
-    _front(run), cut, predictor.apply, params, axis=run.axis, rest=_rest(run)
-  )
+def _ours(run: Run, rank: int | None = None, *, predicts: bool = True) -> Chain:
+  """A front in few bits, and a predicted rest that learns by low rank.
 
-
-def _unpredicted(run: Run) -> Chain:
-  """The same, with the first values in the prediction's place."""
+  Args:
+    run: what a variant is told.
+    rank: of the residual's mean; default the comparison's.
+    predicts: or the rest's first values stand in the prediction's place.
+  """
   assert isinstance(run.options, Config)
-  cut = cut_of(run.options, run.model, "published")
-  _, rest = cut.split(run.model.params)
+  rank = run.options.rank if rank is None else rank
+  if predicts:
+    cut, predictor, params = _loaded(run, "published")
+    predict = predictor.apply
+  else:
+    cut = cut_of(run.options, run.model, "published")
+    _, params = cut.split(run.model.params)
+
+    def predict(first: Any, front: Any) -> Any:
+      return first
+
   return transforms.predict_rest(
-    _front(run),
-    cut,
-    lambda first, front: first,
-    rest,
-    axis=run.axis,
-    rest=_rest(run),
+    _front(run), cut, predict, params, axis=run.axis, rest=_rest(run, rank)
   )
 
 
@@ -286,15 +295,20 @@ VARIANTS: dict[str, Variant] = {
   "top-k 1 %": lambda run: transforms.topk_sgd(
     run.inner, 0.01, axis=run.axis, feedback=False
   ),
-  "ours, nothing predicted": _unpredicted,
+  "ours, nothing predicted": lambda run: _ours(run, predicts=False),
+  "ours, rank 16": lambda run: _ours(run, 16),
+  "ours, rank 16, nothing predicted": lambda run: _ours(
+    run, 16, predicts=False
+  ),
   "mp2 rank 8, 1 conv": lambda run: _published(run, "rich"),
 }
 
 # The paper's sizes: 8 workers of 125 images, 300 passes.
 _PUBLISHED = Config(
-  batch_size=1000, epochs=300.0, warmup_epochs=0.0, rates=(5e-4, 1e-3, 2e-3),
-  nowcast_epochs=1.0, samples_per_epoch=15, fit_epochs=30, fit_samples=25,
-  fit_images=125, fit_updates=100, nowcast_steps=20_000, evaluations=300,
+  depths=(), more_runs=0, batch_size=1000, epochs=300.0, warmup_epochs=0.0,
+  rates=(5e-4, 1e-3, 2e-3), nowcast_epochs=1.0, samples_per_epoch=15,
+  fit_epochs=30, fit_samples=25, fit_images=125, fit_updates=100,
+  nowcast_steps=20_000, evaluations=300,
 )  # fmt: skip
 
 # Under these names on the command line.
@@ -308,9 +322,10 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
     "digits, a few steps: that it runs",
     Config(
       dataset="digits", model="mlp", workers=2, batch_size=128, epochs=1.0,
-      cut=1, rates=(1e-2,), seeds=(0,), nowcast_epochs=0.1, samples_per_epoch=6,
-      fit_epochs=1, fit_samples=3, fit_images=40, fit_updates=1,
-      nowcast_steps=500, evaluations=3, variants=("baseline", "ours"),
+      cut=1, depths=(1,), more_runs=1, rates=(1e-2,), seeds=(0,),
+      nowcast_epochs=0.1, samples_per_epoch=6, fit_epochs=1, fit_samples=3,
+      fit_images=40, fit_updates=1, nowcast_steps=500, evaluations=3,
+      variants=("baseline", "ours"),
     ),
   ),
   "vgg15-cifar10-gpu": (

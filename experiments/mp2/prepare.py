@@ -3,16 +3,21 @@
     python experiments/mp2/prepare.py mnist
     python experiments/mp2/prepare.py mnist --cache mp2-cache
 
-An ordinary synchronous run leaves fronts at random steps, for two cuts, and
-the tracks of some weights; a second one, with another seed, is held out.
+An ordinary synchronous run leaves fronts at random steps, for several cuts,
+and the tracks of some weights; a second one, with another seed, is held out.
 Predictors and nowcasters are trained on the first and measured on the second.
+Also measured, and not used by any variant: how well each depth of the cut can
+be predicted, and what fronts of further runs are good for.
 Images that the comparison tunes on are held out here, too, and no test image
 is looked at.  What is there is not made again.
 """
 
+import dataclasses
+import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -25,6 +30,7 @@ from jdist import data, prediction, training
 
 # No seed that is compared, or tuned with.
 _TRAINED, _HELD_OUT = 20_000, 20_001
+_MORE = 20_002
 _KINDS: tuple[config.Kind, ...] = ("published", "rich")
 _TEST_IMAGES = 2000
 
@@ -57,6 +63,18 @@ class Preparation:
     """One of the two."""
     return config.cut_of(self.options, self.model, kind)
 
+  def cuts(self) -> tuple[prediction.Cut, ...]:
+    """All that are collected for."""
+    found = {cut.fingerprint: cut for cut in map(self.cut, _KINDS)}
+    for depth in self.options.depths:
+      cut = prediction.cut(self.model, depth, name=self.options.model)
+      found.setdefault(cut.fingerprint, cut)
+    return tuple(found.values())
+
+  def parameters(self, seed: int) -> prediction.ParameterSet:
+    """What a run has left."""
+    return prediction.ParameterSet(self.folder / f"fronts-{seed}")
+
   def collect(self, seed: int) -> None:
     """An ordinary run: its fronts and its tracks."""
     tracks = self.folder / f"tracks-{seed}"
@@ -71,11 +89,10 @@ class Preparation:
       min(per_epoch, self.options.samples_per_epoch),
       seed=seed,
     )
-    cuts = {cut.fingerprint: cut for cut in map(self.cut, _KINDS)}
     collector = prediction.Collector(
       self.folder / f"fronts-{seed}",
       workers,
-      tuple(cuts.values()),
+      self.cuts(),
       [step for step in steps if step <= run.num_steps],
       metadata={"seed": seed},
     )
@@ -119,43 +136,63 @@ class Preparation:
       self.comparison.test, self.options.workers, 128
     )
 
-  def fit_predictor(self, kind: config.Kind) -> None:
-    """A predictor, and how well it does with fronts of another run."""
-    target = self.folder / f"predictor-{kind}"
+  def fit(self) -> prediction.PredictorFit:
+    """How predictors are trained."""
+    return prediction.PredictorFit(
+      num_epochs=self.options.fit_epochs,
+      samples_per_batch=self.options.fit_samples,
+      images_per_batch=self.options.fit_images,
+      image_batches=self.options.fit_updates,
+    )
+
+  def images(self) -> dict[str, Any]:
+    """What predictors are trained on and measured on."""
+    train, test = self.comparison.train, self.comparison.test
+    return {
+      "images": train.images,
+      "labels": train.labels,
+      "test_images": test.images[:_TEST_IMAGES],
+      "test_labels": test.labels[:_TEST_IMAGES],
+      "normalize": train.normalize,
+    }
+
+  def fit_predictor(
+    self, kind: config.Kind, seeds: Sequence[int] = (_TRAINED,)
+  ) -> None:
+    """A predictor, and how well it does with fronts of another run.
+
+    Args:
+      kind: which cut and which decoders.
+      seeds: of the runs whose fronts it learns from; with more of them the
+        updates are as many.
+    """
+    alone = len(seeds) == 1
+    target = self.folder / (
+      f"predictor-{kind}" if alone else f"predictor-{kind}-{len(seeds)}-runs"
+    )
     if target.exists():
       return
     options, cut = self.options, self.cut(kind)
     predictor = prediction.predictor(
       cut, 1 if kind == "published" else options.rich_rank
     )
-    fronts = {
-      seed: prediction.ParameterSet(self.folder / f"fronts-{seed}").fronts(cut)
-      for seed in (_TRAINED, _HELD_OUT)
-    }
-    train, test = self.comparison.train, self.comparison.test
-    images, labels = test.images[:_TEST_IMAGES], test.labels[:_TEST_IMAGES]
-    # Of the last half, as most of a run is spent there.
-    late = fronts[_HELD_OUT][len(fronts[_HELD_OUT]) // 2 :]
-    size = min(len(late), options.fit_samples)
-    late = np.asarray(late[np.linspace(0, len(late) - 1, size).astype(int)])
+    own = np.concatenate([self.parameters(seed).fronts(cut) for seed in seeds])
+    fit = dataclasses.replace(
+      self.fit(),
+      sample_batches=len(own) // len(seeds) // options.fit_samples,
+    )
+    # Of the last half of a run, as most of it is spent there.
+    late = self.late_fronts(_HELD_OUT, cut)
     started_s = time.perf_counter()
+    images = self.images()
     fitted = prediction.fit_predictor(
       predictor,
       self.model,
-      fronts[_TRAINED],
-      train.images,
-      train.labels,
+      own,
       held_out=late,
-      test_images=images,
-      test_labels=labels,
-      fit=prediction.PredictorFit(
-        num_epochs=options.fit_epochs,
-        samples_per_batch=options.fit_samples,
-        images_per_batch=options.fit_images,
-        image_batches=options.fit_updates,
-      ),
-      normalize=train.normalize,
+      fit=fit,
       on_epoch=lambda epoch: print(kind, epoch, flush=True),
+      **images,
     )
     seconds = time.perf_counter() - started_s
 
@@ -165,9 +202,9 @@ class Preparation:
         fitted.params,
         self.model,
         vectors,
-        images,
-        labels,
-        normalize=train.normalize,
+        images["test_images"],
+        images["test_labels"],
+        normalize=images["normalize"],
         samples_per_batch=options.fit_samples,
       )
       return float(found.mean())
@@ -175,29 +212,70 @@ class Preparation:
     first = np.stack(
       [
         cut.flatten_front(self.comparison.build(seed).params)
-        for seed in range(size)
+        for seed in range(len(late))
       ]
-    )
-    own = fronts[_TRAINED]
-    own = np.asarray(
-      own[np.linspace(len(own) // 2, len(own) - 1, size, dtype=int)]
     )
     self.note(
       "predictor",
       _TRAINED,
       kind=kind,
+      runs=len(seeds),
       cut=repr(cut),
       rank=predictor.rank,
       parameters=predictor.num_params,
-      samples=len(fronts[_TRAINED]),
+      samples=len(own),
       fit_s=seconds,
-      accuracy_own_run=accuracy(own),
+      accuracy_own_run=accuracy(self.late_fronts(_TRAINED, cut)),
       accuracy_other_seed=accuracy(late),
       accuracy_untrained_fronts=accuracy(first),
       best_epoch=fitted.best.epoch,
       curve=[epoch._asdict() for epoch in fitted.curve],
     )
     prediction.save_predictor(target, predictor, fitted.params)
+
+  def late_fronts(self, seed: int, cut: prediction.Cut) -> np.ndarray:
+    """Some of the last half of a run, equally far apart."""
+    fronts = self.parameters(seed).fronts(cut)
+    fronts = fronts[len(fronts) // 2 :]
+    size = min(len(fronts), self.options.fit_samples)
+    rows = np.linspace(0, len(fronts) - 1, size).astype(int)
+    return np.asarray(fronts[rows])
+
+  def score_cuts(self) -> None:
+    """How well each depth is predicted, in the run that was learned from.
+
+    Every second front is learned from, the others measure: nothing moves to
+    another seed, and no cut could be told from another there.
+    """
+    target = self.folder / "cuts.json"
+    if target.exists() or not self.options.depths:
+      return
+    own = self.parameters(_TRAINED)
+    scores = prediction.score_cuts(
+      [
+        prediction.predictor(
+          prediction.cut(self.model, depth, name=self.options.model)
+        )
+        for depth in self.options.depths
+      ],
+      self.model,
+      lambda cut: own.fronts(cut)[::2],
+      held_out=lambda cut: own.fronts(cut)[1::2],
+      fit=self.fit(),
+      **self.images(),
+    )
+    learned = any(score.accuracy > score.untrained for score in scores)
+    best = prediction.choose_cut(scores) if learned else None
+    for score in scores:
+      self.note(
+        "cut",
+        _TRAINED,
+        cut=repr(score.predictor.cut),
+        accuracy=score.accuracy,
+        pushed_bytes=score.pushed_bytes,
+        chosen=score is best,
+      )
+    target.write_text(json.dumps(repr(best and best.predictor.cut)))
 
   def fit_nowcasters(self) -> None:
     """Nowcasters, beside the repetition of the last value."""
@@ -240,6 +318,12 @@ def main() -> None:
   preparation.fit_nowcasters()
   for kind in _KINDS:
     preparation.fit_predictor(kind)
+  preparation.score_cuts()
+  more = range(_MORE, _MORE + chosen.more_runs)
+  for seed in more:
+    preparation.collect(seed)
+  if more:
+    preparation.fit_predictor("published", (_TRAINED, *more))
 
 
 if __name__ == "__main__":

@@ -198,10 +198,17 @@ def prepared(rows: list[Row]) -> str:
       )
     elif row["purpose"] == "predictor":
       lines.append(
-        f"- predictor, {row['cut']}, rank {row['rank']}: assembled networks "
+        f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
+        f"{row.get('runs', 1)} run(s): assembled networks "
         f"{100 * row['accuracy_own_run']:.1f} % with fronts of its own run, "
         f"{100 * row['accuracy_other_seed']:.1f} % of another seed's, "
         f"{100 * row['accuracy_untrained_fronts']:.1f} % with untrained ones"
+      )
+    elif row["purpose"] == "cut":
+      lines.append(
+        f"- {row['cut']}: {100 * row['accuracy']:.1f} % with fronts of its own "
+        f"run that were held out, {row['pushed_bytes']:,} bytes pushed"
+        + (", chosen" if row["chosen"] else "")
       )
   return "\n".join(lines)
 

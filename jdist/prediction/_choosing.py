@@ -14,8 +14,9 @@ from jdist.prediction import (
   _cutting,
   _fitting,
   _predictor,
-  _sampling,
 )
+
+Fronts = Callable[[_cutting.Cut], np.ndarray]
 
 
 class ScoredCut(NamedTuple):
@@ -40,11 +41,11 @@ class ScoredCut(NamedTuple):
 def score_cuts(
   predictors: Sequence[_predictor.Predictor],
   model: models.Model,
-  samples: _sampling.ParameterSet,
+  samples: Fronts,
   images: Any,
   labels: Any,
   *,
-  held_out: _sampling.ParameterSet,
+  held_out: Fronts,
   test_images: Any,
   test_labels: Any,
   fit: _fitting.PredictorFit | None = None,
@@ -62,10 +63,11 @@ def score_cuts(
     predictors: one for each cut, for instance of 1, 2 and 3 layers, or several
       of different rank for one.
     model: the network; without batch statistics.
-    samples: a run's parameters, collected for all these cuts.
+    samples: gives the fronts of a cut, float32 [samples, num_front], for
+      instance `ParameterSet.fronts` of a run collected for all these cuts.
     images: to train with, as `fit_predictor` takes them.
     labels: int [n].
-    held_out: the parameters of another run, or of another seed's.
+    held_out: likewise, of another run.
     test_images: for the evaluation.
     test_labels: likewise.
     fit: how all are trained; default `PredictorFit()`.
@@ -89,9 +91,7 @@ def score_cuts(
       "`prediction.predictor(cut)`."
     )
   # All of them first: training takes long.
-  fronts = [
-    (samples.fronts(each.cut), held_out.fronts(each.cut)) for each in predictors
-  ]
+  fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
   for number, (each, (own, others)) in enumerate(
     zip(predictors, fronts, strict=True)

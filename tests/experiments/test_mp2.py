@@ -135,8 +135,12 @@ def test_what_is_prepared_is_compared_and_reported(tmp_path):
   test_comparisons.run(folder, "prepare.py", "smoke")
   made = training.read_rows(folder / "results" / "smoke-prepare.jsonl")
   purposes = [row["purpose"] for row in made]
-  assert purposes == [*["samples"] * 2, *["nowcaster"] * 2, *["predictor"] * 2]
+  assert purposes == [
+    *["samples"] * 2, *["nowcaster"] * 2, *["predictor"] * 2, "cut", "samples",
+    "predictor",
+  ]  # fmt: skip
   assert [row["samples"] for row in made[:2]] == [6, 6]
+  assert made[-1]["samples"] == 12 and made[-1]["runs"] == 2
   # What is there is not made again.
   assert test_comparisons.run(folder, "prepare.py", "smoke") == ""
   names = ("baseline", "ours", "mp2 as published", "wnn")

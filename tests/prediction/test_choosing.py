@@ -41,10 +41,10 @@ def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
   scores = prediction.score_cuts(
     predictors,
     model(),
-    sets[0],
+    sets[0].fronts,
     train.images,
     train.labels,
-    held_out=sets[1],
+    held_out=sets[1].fronts,
     test_images=test.images,
     test_labels=test.labels,
     fit=dataclasses.replace(FIT, num_epochs=1),
@@ -85,15 +85,17 @@ def test_bad_input_is_refused(tmp_path):
     prediction.choose_cut([])
   with pytest.raises(ValueError, match="`max_lost` must be from 0 to 1, got 2"):
     prediction.choose_cut([scored(0.5, 1)], max_lost=2)
-  with pytest.raises(ValueError, match=r"`scores` .* 0.100 at best and no gain"):
+  with pytest.raises(
+    ValueError, match=r"`scores` .* 0.100 at best and no gain"
+  ):
     prediction.choose_cut([scored(0.1, 1), scored(0.1, 2)])
   train = _tiny.digits("train")
   parameters = collected(tmp_path, 0, 1)
   given = {
-    "held_out": parameters, "test_images": train.images,
+    "held_out": parameters.fronts, "test_images": train.images,
     "test_labels": train.labels,
   }  # fmt: skip
-  data = (parameters, train.images, train.labels)
+  data = (parameters.fronts, train.images, train.labels)
   with pytest.raises(ValueError, match="`predictors` must hold at least one"):
     prediction.score_cuts([], model(), *data, **given)
   other = prediction.predictor(_tiny.cut(1, hidden_sizes=(7, 5)))
