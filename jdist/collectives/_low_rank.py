@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist.collectives import _axis, _reducing
+from jdist.collectives import _axis, _orthogonalizing, _reducing
 
 PyTree: TypeAlias = Any
 
@@ -77,11 +77,11 @@ class PowerSGD(_reducing.Reducer):
 
   Reference: Vogels et al. 2019, PowerSGD (arXiv:1905.13727), algorithm 1.
   Departures: the paper's matrices are transposed ([output channels, rest]),
-  so that P and Q change places; orthogonalization is by Householder's QR and
-  not Gram-Schmidt's, because it gives orthonormal columns also for a matrix
-  of zeros, from which Gram-Schmidt's never recovers; leaves that would grow
-  are sent exactly, as the paper does with vectors.  Error feedback and
-  momentum (algorithm 2) are around the reducer, not in it.
+  so that P and Q change places; orthogonalization is by Cholesky's QR, for all
+  matrices at once, and not Gram-Schmidt's, column by column, and gives columns
+  also for a matrix of zeros, from which Gram-Schmidt's never recovers; leaves
+  that would grow are sent exactly, as the paper does with vectors.  Error
+  feedback and momentum (algorithm 2) are around the reducer, not in it.
   """
 
   rank: int = 2
@@ -152,7 +152,7 @@ class PowerSGD(_reducing.Reducer):
     products = [m @ q for m, q in zip(matrices, old, strict=True)]
     first = [*products, *(wide[i] for i in rest)]
     fused, sent = self._mean(first, key, 0, axis)
-    bases = [jnp.linalg.qr(p)[0] for p in fused[: len(low)]]
+    bases = _orthogonalizing.orthogonalize(fused[: len(low)])
     own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
     new, own_factors = self._mean(own, key, 1, axis)
     means, shares = list(leaves), list(wide)
