@@ -138,6 +138,7 @@ VARIANTS: dict[str, Variant] = {
     run, 0.01, codecs.Cast("bfloat16"), momentum=True
   ),
   "dense rank 6 in 3 bits, convs int4": lambda run: _by_leaf(run, 6, 3),
+  "powersgd rank 12, int4": lambda run: _low_rank(run, 12),
   "powersgd rank 6, int4": lambda run: _low_rank(run, 6),
   "powersgd rank 4, int4": lambda run: _low_rank(run, 4),
   "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
@@ -180,6 +181,13 @@ PRESETS: Presets = {
     Config(
       epochs=15.0, rates=(0.0125, 0.025), seeds=(30, 31, 32, 33, 34),
       variants=("ssgd", "powersgd rank 6, int4"),
+    ),
+  ),
+  "cifar10-mlp": (
+    "CIFAR-10, an MLP of 395,000 parameters: large layers compress better",
+    Config(
+      model="mlp", seeds=(30, 31, 32, 33, 34),
+      variants=("ssgd", "powersgd rank 4, int4", "powersgd rank 12, int4"),
     ),
   ),
   "smoke": (
