@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from jdist import _version, training
-from jdist.prediction import _cutting, _storing
+from jdist.prediction import _cutting
+from jdist.training import sealing
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -163,13 +164,12 @@ def create(
       shape = (len(body["steps"]), getattr(cut, f"num_{half}"))
       np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
   packages = {"jdist": _version, "jax": jax, "numpy": np}
-  whole = {
-    "format": _FORMAT,
-    "sha256": _hash_of(body),
-    "versions": {name: x.__version__ for name, x in packages.items()},
-    "body": body,
-  }
-  _storing.write_whole(directory / _MANIFEST, json.dumps(whole).encode())
+  sealing.write(
+    directory / _MANIFEST,
+    body,
+    form=_FORMAT,
+    versions={name: x.__version__ for name, x in packages.items()},
+  )
 
 
 def read_manifest(directory: pathlib.Path) -> dict[str, Any] | None:
@@ -178,24 +178,14 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any] | None:
   if not path.exists():
     return None
   try:
-    whole = json.loads(path.read_text())
-    found, expected, body = (whole[k] for k in ("format", "sha256", "body"))
-  except (ValueError, KeyError, TypeError) as error:
+    return sealing.read(path, form=_FORMAT)
+  except sealing.DamagedError as error:
     raise ValueError(
-      f"`directory` {directory} is damaged: {_MANIFEST} cannot be read "
-      f"({error!r}). Collect anew in another directory."
+      f"`directory` {directory} is damaged: {_MANIFEST} {error}. Collect anew "
+      "in another directory."
     ) from error
-  if found != _FORMAT:
-    raise ValueError(
-      f"`directory` {directory} has format {found}, and this version of jdist "
-      f"reads {_FORMAT}. Use the version that wrote it."
-    )
-  if expected != _hash_of(body):
-    raise ValueError(
-      f"`directory` {directory} is damaged: {_MANIFEST} has changed. Collect "
-      "anew in another directory."
-    )
-  return body
+  except sealing.OtherFormatError as error:
+    raise ValueError(f"`directory` {directory} {error}") from error
 
 
 def read_rows(
@@ -221,7 +211,7 @@ def append_row(directory: pathlib.Path, row: dict[str, Any]) -> None:
 def keep_rows(directory: pathlib.Path, rows: list[dict[str, Any]]) -> None:
   """Takes back what was said of all other samples."""
   lines = "".join(json.dumps(row) + "\n" for row in rows)
-  _storing.write_whole(directory / _ROWS, lines.encode())
+  sealing.write_whole(directory / _ROWS, lines.encode())
 
 
 def open_array(path: pathlib.Path, shape: tuple[int, ...], mode: Any) -> Any:
@@ -240,8 +230,3 @@ def open_array(path: pathlib.Path, shape: tuple[int, ...], mode: Any) -> Any:
       "Collect anew in another directory."
     )
   return array
-
-
-def _hash_of(body: Any) -> str:
-  text = json.dumps(body, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.training import sealing
+
 PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
 _FORMAT = 1
@@ -46,10 +48,12 @@ def save_arrays(
     data = buffer.getvalue()
     digest = hashlib.sha256(data).hexdigest()
     file = f"{name}-{digest[:12]}.npy"
-    write_whole(target / file, data)
+    sealing.write_whole(target / file, data)
     files[name] = [file, digest]
   manifest = {"format": _FORMAT, "files": files, "body": body}
-  write_whole(target / _MANIFEST, json.dumps(manifest, indent=1).encode())
+  sealing.write_whole(
+    target / _MANIFEST, json.dumps(manifest, indent=1).encode()
+  )
   kept = {file for file, _ in files.values()}
   for old in target.glob("*.npy"):
     if old.name not in kept:
@@ -133,13 +137,3 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
     return jnp.asarray(array)
 
   return jax.tree_util.tree_map_with_path(one, like)
-
-
-def write_whole(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file that is either there whole or not at all."""
-  partial = path.with_name(path.name + ".partial")
-  with partial.open("wb") as file:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-  partial.replace(path)

@@ -1,17 +1,17 @@
 """Manifests: what says that a checkpoint is there, and whole.
 
 A directory `step_00000100` counts when `step_00000100.json` is beside it, which
-is written last and in one piece: the files with their sizes and hashes, and a
-hash of itself.
+is written last, sealed: the files with their sizes and hashes, and what else
+the checkpoint says of itself.
 """
 
 import hashlib
-import json
-import os
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from jdist.training import sealing
 
 _FORMAT = 1
 # What a write leaves in the directory, whole, half or not yet renamed.
@@ -44,7 +44,7 @@ def damage(target: pathlib.Path) -> str | None:
   """What is wrong with a checkpoint, or None."""
   try:
     files = read(target)["files"]
-  except DamagedError as error:
+  except sealing.DamagedError as error:
     return str(error)
   found = dict(hashes(target))
   for file, expected in files.items():
@@ -55,14 +55,9 @@ def damage(target: pathlib.Path) -> str | None:
   return None
 
 
-class DamagedError(Exception):
-  """A manifest cannot be read, or is not what was written."""
-
-
 def write(target: pathlib.Path, body: dict[str, Any]) -> None:
   """Writes the manifest of a directory."""
-  whole = {"format": _FORMAT, "sha256": _digest(body), "body": body}
-  _write_whole(path_of(target), json.dumps(whole))
+  sealing.write(path_of(target), body, form=_FORMAT)
 
 
 def read(target: pathlib.Path) -> dict[str, Any]:
@@ -73,30 +68,8 @@ def read(target: pathlib.Path) -> dict[str, Any]:
     ValueError: when it has another format.
   """
   try:
-    whole = json.loads(path_of(target).read_text())
-    written, digest, body = (whole[k] for k in ("format", "sha256", "body"))
-  except (ValueError, KeyError, TypeError) as error:
-    raise DamagedError(f"its manifest cannot be read: {error!r}") from error
-  if written != _FORMAT:
-    raise ValueError(
-      f"Checkpoint {target} has format {written}, and this version of jdist "
-      f"reads {_FORMAT}. Use the version that wrote it."
-    )
-  if digest != _digest(body):
-    raise DamagedError("its manifest has changed")
-  return body
-
-
-def _digest(body: Any) -> str:
-  text = json.dumps(body, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_whole(path: pathlib.Path, text: str) -> None:
-  """Writes a file that is either there whole or not at all."""
-  partial = path.with_name(path.name + ".partial")
-  with partial.open("w") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  partial.replace(path)
+    return sealing.read(path_of(target), form=_FORMAT)
+  except sealing.DamagedError as error:
+    raise sealing.DamagedError(f"its manifest {error}") from error
+  except sealing.OtherFormatError as error:
+    raise ValueError(f"Checkpoint {target} {error}") from error

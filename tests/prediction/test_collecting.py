@@ -10,7 +10,8 @@ import pytest
 
 import jdist
 from jdist import prediction, training
-from jdist.prediction import _sampling, _storing
+from jdist.prediction import _sampling
+from jdist.training import sealing
 from tests.prediction import _tiny
 
 STEPS = (2, 3, 5)
@@ -134,7 +135,7 @@ def _kill_at(monkeypatch, number):
 
   monkeypatch.setattr(np.memmap, "flush", guarded(np.memmap.flush))
   monkeypatch.setattr(
-    _storing, "write_whole", guarded(_storing.write_whole, half_a_file)
+    sealing, "write_whole", guarded(sealing.write_whole, half_a_file)
   )
   monkeypatch.setattr(
     _sampling, "append_row", guarded(_sampling.append_row, half_a_row)

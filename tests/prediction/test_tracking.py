@@ -8,6 +8,7 @@ import pytest
 
 from jdist import prediction
 from jdist.prediction import _storing, _tracking
+from jdist.training import sealing
 
 PARAMS = {
   "block": {
@@ -120,14 +121,14 @@ def test_nothing_is_unpickled(tmp_path):
 
 def test_a_cut_write_leaves_what_was_there(tmp_path, monkeypatch):
   _storing.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
-  write = _storing.write_whole
+  write = sealing.write_whole
 
   def fail_at_the_manifest(path, data):
     if path.suffix == ".json":
       raise OSError("the disk is full")
     write(path, data)
 
-  monkeypatch.setattr(_storing, "write_whole", fail_at_the_manifest)
+  monkeypatch.setattr(sealing, "write_whole", fail_at_the_manifest)
   with pytest.raises(OSError, match="full"):
     _storing.save_arrays(tmp_path, {"w": np.ones(2)}, {"what": "x"})
   arrays, _ = _storing.load_arrays(tmp_path, what="x")
