@@ -54,11 +54,11 @@ from jdist.collectives._reducing import Reduced as Reduced
 from jdist.collectives._reducing import Reducer as Reducer
 from jdist.collectives._reducing import ring_bits as ring_bits
 from jdist.collectives._running import Workers as Workers
-from jdist.collectives._running import workers as workers
 from jdist.collectives._schedules import Event as Event
 from jdist.collectives._schedules import read_schedule as read_schedule
 from jdist.collectives._sharding import OnShards as OnShards
 from jdist.collectives._sharding import row_axes as row_axes
+from jdist.collectives._spreading import workers as workers
 from jdist.collectives._topologies import abstract as abstract
 from jdist.collectives._topologies import check_compiler as check_compiler
 from jdist.collectives._topologies import describe_gpus as describe_gpus

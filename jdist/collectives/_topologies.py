@@ -217,7 +217,8 @@ def abstract(workers: _running.Workers, tree: PyTree) -> PyTree:
     `jax.ShapeDtypeStruct` `[workers, ...]` with the sharding of a worker's
     arrays.
 
-  >>> team = _running.workers(4, substrate="vmap")
+  >>> from jdist import collectives
+  >>> team = collectives.workers(4, substrate="vmap")
   >>> abstract(team, jax.ShapeDtypeStruct((3,), "float32")).shape
   (4, 3)
   """
