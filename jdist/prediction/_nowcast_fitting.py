@@ -12,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist.prediction import _nowcasting, _storing, _tracking
+from jdist.prediction import (
+  _fingerprinting,
+  _nowcasting,
+  _storing,
+  _tracking,
+)
 
 PyTree: TypeAlias = Any
+_FIT = "nowcast fit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +106,7 @@ def fit_nowcaster(
 
   Raises:
     ValueError: when the tracks are too short, or `directory` holds the state
-      of another training.
+      of a training with other settings or tracks.
   """
   fit = NowcastFit() if fit is None else fit
   train = _scaled(_tracking.windows(tracks, fit.horizon))
@@ -112,8 +118,13 @@ def fit_nowcaster(
   training = {"params": params, "optimizer": optimizer.init(params)}
   best, best_step, step = params, 0, 0
   curve = [(0, _error(params, test))]
+  about = {
+    "what": _FIT,
+    "fit": dataclasses.asdict(fit),
+    "data": {"tracks": _bits(tracks), "held_out": _bits(held_out)},
+  }
   if directory is not None and _storing.is_there(directory):
-    (training, best), body = _restored(directory, (training, best), fit)
+    (training, best), body = _restored(directory, (training, best), about)
     step, best_step = body["step"], body["best_step"]
     curve = [tuple(point) for point in body["curve"]]
   while step < fit.num_steps:
@@ -125,7 +136,7 @@ def fit_nowcaster(
     curve.append((step, error))
     if directory is not None:
       body = {"step": step, "best_step": best_step, "curve": curve}
-      _save(directory, (training, best), fit, body)
+      _save(directory, (training, best), about | body)
   return Fitted(best, best_step, dict(curve)[best_step], repeat, tuple(curve))
 
 
@@ -252,23 +263,27 @@ def _error(params: PyTree, test: tuple[np.ndarray, np.ndarray]) -> float:
   return total / len(targets) if np.isfinite(total) else float("inf")
 
 
+def _bits(tracks: Sequence[np.ndarray]) -> str:
+  # As they enter the windows.
+  return _fingerprinting.fingerprint(
+    *(np.asarray(track, np.float32) for track in tracks)
+  )
+
+
 def _save(
-  directory: str | os.PathLike[str],
-  state: PyTree,
-  fit: NowcastFit,
-  body: dict[str, Any],
+  directory: str | os.PathLike[str], state: PyTree, body: dict[str, Any]
 ) -> None:
-  body = body | {"what": "nowcast fit", "fit": dataclasses.asdict(fit)}
   _storing.save_arrays(directory, _storing.named(state), body)
 
 
 def _restored(
-  directory: str | os.PathLike[str], like: PyTree, fit: NowcastFit
+  directory: str | os.PathLike[str], like: PyTree, about: dict[str, Any]
 ) -> tuple[PyTree, dict[str, Any]]:
-  arrays, body = _storing.load_arrays(directory, what="nowcast fit")
-  if body["fit"] != dataclasses.asdict(fit):
+  arrays, body = _storing.load_arrays(directory, what=_FIT)
+  if body["fit"] != about["fit"]:
     raise ValueError(
       f"`directory` holds the state of another training, {body['fit']}, got "
-      f"{fit}. Take another directory, or the same settings."
+      f"{about['fit']}. Take another directory, or the same settings."
     )
+  _fingerprinting.refuse_other_data(body.get("data"), about["data"])
   return _storing.tree_of(arrays, like), body

@@ -1,5 +1,7 @@
 """Training of weight nowcasters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,23 @@ def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
     prediction.fit_nowcaster(
       *tracks, prediction.NowcastFit(num_steps=500), directory=tmp_path
     )
+
+
+def test_training_does_not_go_on_with_other_tracks(tracks, tmp_path):
+  short = dataclasses.replace(SMALL, num_steps=1, evaluate_every=1)
+  prediction.fit_nowcaster(*tracks, short, directory=tmp_path)
+  own, others = ([100 * track for track in each] for each in tracks)
+  for given, name in (
+    ((own, tracks[1]), "tracks"),
+    ((tracks[0], others), "held_out"),
+    ((tracks[0] * 2, tracks[1]), "tracks"),
+  ):
+    with pytest.raises(
+      ValueError,
+      match=rf"`directory` holds.*other data: `{name}` differ.*another dir",
+    ):
+      prediction.fit_nowcaster(*given, short, directory=tmp_path)
+  prediction.fit_nowcaster(*tracks, short, directory=tmp_path)
 
 
 def test_the_best_is_kept_and_not_the_last(tracks):
