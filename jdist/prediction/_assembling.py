@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import models
-from jdist.prediction import _cutting, _predictor
+from jdist.prediction import _checking, _cutting, _predictor
 
 PyTree = Any
 Normalize = Callable[[jax.Array], jax.Array]
@@ -105,7 +105,7 @@ def evaluate_predictor(
     samples: fronts, float32 [samples, num_front], for instance of
       `ParameterSet.fronts`.
     images: [n, ...], as stored.
-    labels: int [n].
+    labels: integers [n], a class each, from 0.
     normalize: turns stored images into the model's inputs.
     samples_per_batch: how many networks run at once.
     images_per_batch: on how many images.
@@ -114,10 +114,14 @@ def evaluate_predictor(
     The share of images that each network gets right, float64 [samples].
 
   Raises:
-    ValueError: when the samples or the model are not of the predictor's cut.
+    ValueError: when the samples or the model are not of the predictor's cut,
+      samples are not finite, or the labels are not of these images.
   """
   check_model(predictor, model)
   check_samples("samples", samples, predictor)
+  check_images(("images", "labels"), images, labels, model, normalize)
+  _checking.check_int("samples_per_batch", samples_per_batch, 1)
+  _checking.check_int("images_per_batch", images_per_batch, 1)
   hits = np.zeros(len(samples))
   images, labels = np.asarray(images), np.asarray(labels)
   for first in range(0, len(samples), samples_per_batch):
@@ -165,7 +169,7 @@ def _hits(
 def check_samples(
   argument: str, samples: np.ndarray, predictor: _predictor.Predictor
 ) -> None:
-  """Refuses what is not an array of fronts."""
+  """Refuses what is not an array of fronts, all of them finite."""
   num_front = predictor.cut.num_front
   if (
     np.ndim(samples) != 2 or not len(samples) or (samples.shape[1] != num_front)
@@ -175,6 +179,56 @@ def check_samples(
       f"as the fronts of {predictor.cut!r}, got shape "
       f"{list(np.shape(samples))}. Take `ParameterSet.fronts` of this cut."
     )
+  _checking.check_finite(argument, samples)
+
+
+def check_images(
+  names: tuple[str, str],
+  images: Any,
+  labels: Any,
+  model: models.Model,
+  normalize: Normalize,
+) -> None:
+  """Refuses images and labels that are not of each other or of the model."""
+  own, other = names
+  images, labels = np.asarray(images), np.asarray(labels)
+  if not images.ndim or not len(images):
+    raise ValueError(
+      f"`{own}` must hold at least one image, got shape {list(images.shape)}."
+    )
+  if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    raise ValueError(
+      f"`{other}` must be integers [images], the class of each, got "
+      f"{labels.dtype}{list(labels.shape)}. Of one-hot labels take "
+      "`labels.argmax(-1)`."
+    )
+  if len(labels) != len(images):
+    raise ValueError(
+      f"`{other}` must have one label for each of `{own}`, got {len(labels)} "
+      f"for {len(images)}. Take both from the same split."
+    )
+  num_classes = _count_classes(model, normalize, images)
+  low, high = int(labels.min()), int(labels.max())
+  if low < 0 or high >= num_classes:
+    raise ValueError(
+      f"`{other}` must be from 0 to {num_classes - 1}, as the model has "
+      f"{num_classes} classes, got {low} to {high}. Count classes from 0, or "
+      "build the model with more."
+    )
+  _checking.check_finite(own, images)
+
+
+def _count_classes(
+  model: models.Model, normalize: Normalize, images: np.ndarray
+) -> int:
+  """How many logits the model gives, without running it."""
+
+  def logits(params: PyTree, images: jax.Array) -> jax.Array:
+    inputs = normalize(images).astype(jnp.float32)
+    return model.apply(params, model.state, inputs, train=False)[0]
+
+  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
+  return jax.eval_shape(logits, model.params, one).shape[-1]
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:

@@ -27,6 +27,11 @@ def fingerprint(*arrays: Any) -> str:
   return found.hexdigest()
 
 
+def fingerprints(**arrays: Any) -> dict[str, str]:
+  """The fingerprint of each argument, by its name."""
+  return {name: fingerprint(array) for name, array in arrays.items()}
+
+
 def parts(array: np.ndarray) -> list[np.ndarray]:
   """An array in parts of some rows, each small beside the memory; views.
 

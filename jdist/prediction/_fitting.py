@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import hashlib
+import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ import optax
 from jdist import models
 from jdist.prediction import (
   _assembling,
+  _checking,
   _drawing,
+  _fingerprinting,
   _predictor,
   _saving,
   _storing,
@@ -63,18 +65,16 @@ class PredictorFit:
       "image_batches",
     ):
       value = getattr(self, name)
-      if name == "sample_batches" and value is None:
-        continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+      if name != "sample_batches" or value is not None:
+        # As JSON can hold it, and not NumPy's.
+        object.__setattr__(self, name, _checking.check_int(name, value, 1))
     if not self.learning_rate > 0:
       raise ValueError(
         f"`learning_rate` must be above 0, got {self.learning_rate}."
       )
     if not self.mixup >= 0:
       raise ValueError(f"`mixup` must be >= 0, got {self.mixup}.")
-    if self.seed < 0:
-      raise ValueError(f"`seed` must be an integer >= 0, got {self.seed}.")
+    object.__setattr__(self, "seed", _checking.check_int("seed", self.seed, 0))
 
 
 class Epoch(NamedTuple):
@@ -138,7 +138,7 @@ def fit_predictor(
     samples: fronts to train with, float32 [samples, num_front], for instance
       of `ParameterSet.fronts`; may be mapped from the disk.
     images: to train with, [n, ...] as stored; all are put on the device.
-    labels: int [n].
+    labels: integers [n], a class each, from 0.
     held_out: fronts for the evaluation, likewise. Those of a run are like
       their neighbours: take them of another run, or of epochs of their own.
     test_images: for the evaluation.
@@ -147,7 +147,9 @@ def fit_predictor(
     normalize: turns stored images into the model's inputs, a function that is
       kept (not made anew for each call, which compiles anew).
     directory: where to keep what is needed to go on, after every epoch; a run
-      that was cut off goes on from there, to the bit.
+      that was cut off goes on from there, to the bit. All data are compared,
+      by hashes; `normalize` and `model.apply` are functions and cannot be:
+      give the same.
     save_every: also keep it after every so many batches of samples.
     on_epoch: called with each evaluation, for instance to show progress.
 
@@ -157,6 +159,8 @@ def fit_predictor(
   Raises:
     ValueError: if an argument does not fit, or `directory` holds the state of
       another predictor, settings or data.
+    FloatingPointError: when the loss is not finite any more. The state is not
+      kept then.
 
   References:
     MP², "prediction-result-based evaluation". Reconstruction: images are drawn
@@ -169,9 +173,12 @@ def fit_predictor(
   _assembling.check_model(predictor, model)
   _assembling.check_samples("samples", samples, predictor)
   _assembling.check_samples("held_out", held_out, predictor)
+  own, other = ("images", "labels"), ("test_images", "test_labels")
+  _assembling.check_images(own, images, labels, model, normalize)
+  _assembling.check_images(other, test_images, test_labels, model, normalize)
   num_batches = _check_sizes(fit, samples, images)
-  if save_every is not None and save_every < 1:
-    raise ValueError(f"`save_every` must be at least 1, got {save_every}.")
+  if save_every is not None:
+    _checking.check_int("save_every", save_every, 1)
 
   def evaluate(params: PyTree) -> float:
     found = _assembling.evaluate_predictor(
@@ -191,7 +198,21 @@ def fit_predictor(
     "params": begin,
     "optimizer": _optimizer(fit.learning_rate).init(begin),
   }
-  about = _about(predictor, fit, samples, labels)
+  about = {}
+  if directory is not None:
+    about = {
+      "what": _FIT,
+      "predictor": _saving.describe(predictor),
+      "fit": dataclasses.asdict(fit),
+      "data": _fingerprinting.fingerprints(
+        samples=samples,
+        images=images,
+        labels=labels,
+        held_out=held_out,
+        test_images=test_images,
+        test_labels=test_labels,
+      ),
+    }
   if directory is not None and _storing.is_there(directory):
     (state, best), body = _restored(directory, (state, begin), predictor, about)
     done, losses = body["done"], body["losses"]
@@ -207,6 +228,12 @@ def fit_predictor(
     epoch, batch = divmod(done, num_batches)
     rows = _sample_rows(fit, len(samples), epoch, batch)
     state, loss = train.run(state, np.asarray(samples[rows]), done)
+    if not math.isfinite(loss):
+      raise FloatingPointError(
+        f"The loss of epoch {epoch + 1} is {loss}. Lower `learning_rate`, now "
+        f"{fit.learning_rate:g}, or leave out `samples` of a run that was "
+        "about to diverge."
+      )
     losses.append(loss)
     done += 1
     if batch + 1 == num_batches:
@@ -222,7 +249,7 @@ def fit_predictor(
     if directory is not None and (due or not losses):
       body = about | {"done": done, "losses": losses, "curve": curve}
       arrays = _storing.named((state, best))
-      _storing.save_arrays(directory, arrays, body | {"what": _FIT})
+      _storing.save_arrays(directory, arrays, body)
   top = max(point.accuracy for point in curve)
   first = next(point for point in curve if point.accuracy == top)
   return FittedPredictor(best, first, tuple(curve))
@@ -363,22 +390,6 @@ def _check_sizes(
   return fit.sample_batches or len(samples) // fit.samples_per_batch
 
 
-def _about(
-  predictor: _predictor.Predictor,
-  fit: PredictorFit,
-  samples: np.ndarray,
-  labels: np.ndarray,
-) -> dict[str, Any]:
-  """What a saved state is of."""
-  ends = np.asarray(samples[[0, -1]]).tobytes()
-  data = hashlib.sha256(ends + np.ascontiguousarray(labels).tobytes())
-  return {
-    "predictor": _saving.describe(predictor),
-    "fit": dataclasses.asdict(fit),
-    "data": [len(samples), len(labels), data.hexdigest()],
-  }
-
-
 def _restored(
   directory: str | os.PathLike[str],
   like: PyTree,
@@ -387,11 +398,11 @@ def _restored(
 ) -> tuple[PyTree, dict[str, Any]]:
   arrays, body = _storing.load_arrays(directory, what=_FIT)
   _saving.refuse_other_predictor(body["predictor"], predictor)
-  for name in ("fit", "data"):
-    if body[name] != about[name]:
-      raise ValueError(
-        f"`directory` holds the state of a training with other {name}, "
-        f"{body[name]}, got {about[name]}. Take another directory, or the "
-        "same settings."
-      )
+  if body["fit"] != about["fit"]:
+    raise ValueError(
+      "`directory` holds the state of a training with other fit, "
+      f"{body['fit']}, got {about['fit']}. Take another directory, or the same "
+      "settings."
+    )
+  _fingerprinting.refuse_other_data(body.get("data"), about["data"])
   return _storing.tree_of(arrays, like), body

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from jdist import models, prediction
-from jdist.prediction import _drawing, _fitting, _saving, _storing
+from jdist.prediction import (
+  _drawing,
+  _fingerprinting,
+  _fitting,
+  _saving,
+  _storing,
+)
 from tests.prediction import _tiny
 
 FIT = prediction.PredictorFit(
@@ -210,10 +216,39 @@ def test_the_state_of_another_training_is_refused(tmp_path):
   fit_predictor(fit, directory=tmp_path)
   with pytest.raises(ValueError, match="with other fit"):
     fit_predictor(FIT, directory=tmp_path)
-  with pytest.raises(ValueError, match="with other data"):
+  with pytest.raises(ValueError, match="other data: `samples` differ"):
     fit_predictor(fit, directory=tmp_path, samples=fronts(9))
   with pytest.raises(ValueError, match="with rank=2, got one with 1"):
     fit_predictor(fit, of=predictor(rank=2), directory=tmp_path)
+
+
+def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+  # In parts, as of what is mapped from a disk.
+  monkeypatch.setattr(_fingerprinting, "_PART", 1000)
+  fit = dataclasses.replace(FIT, num_epochs=1, sample_batches=1)
+  first = fit_predictor(fit, directory=tmp_path)
+  train, test = _tiny.digits("train"), _tiny.digits("test")
+  for name, value in (
+    ("samples", fronts(8)),
+    ("images", train.images),
+    ("labels", train.labels),
+    ("held_out", fronts(3, seed=1)),
+    ("test_images", test.images),
+    ("test_labels", test.labels),
+  ):
+    other = value.copy()
+    # Neither the first nor the last, and no other sum.
+    other[1], other[2] = value[2], value[1]
+    if name.endswith("labels"):
+      other[1:-1] = np.roll(value[1:-1], 1)
+    with pytest.raises(
+      ValueError, match=f"`directory`.*other data: `{name}` differ"
+    ):
+      fit_predictor(fit, directory=tmp_path, **{name: other})
+  np.save(tmp_path / "mapped.npy", fronts(8))
+  mapped = np.load(tmp_path / "mapped.npy", mmap_mode="r")
+  again = fit_predictor(fit, directory=tmp_path, samples=mapped)
+  assert again.curve == first.curve
 
 
 def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
@@ -296,8 +331,60 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
   many = dataclasses.replace(FIT, image_batches=1000)
   with pytest.raises(ValueError, match="`image_batches` times"):
     fit_predictor(many)
-  with pytest.raises(ValueError, match="`save_every` must be at least 1"):
+  with pytest.raises(ValueError, match="`save_every` must be an int >= 1"):
     fit_predictor(save_every=0)
+
+
+def test_images_and_labels_that_do_not_belong_together_are_refused():
+  train = _tiny.digits("train")
+  n = len(train.images)
+  for prefix in ("", "test_"):
+    labels = _tiny.digits("test" if prefix else "train").labels
+    for wrong, rule in (
+      (labels[:-1], f"one label for each of `{prefix}images`"),
+      (np.tile(labels, 2), f"one label for each of `{prefix}images`"),
+      (np.eye(10)[labels], r"integers \[images\].*float64.*argmax"),
+      (np.float32(labels), r"integers \[images\].*float32"),
+      (labels + 1, "from 0 to 9.*got 1 to 10"),
+      (labels.astype(int) - 1, "from 0 to 9.*got -1 to 8"),
+    ):
+      with pytest.raises(ValueError, match=f"`{prefix}labels` must.*{rule}"):
+        fit_predictor(**{f"{prefix}labels": wrong})
+    with pytest.raises(ValueError, match=f"`{prefix}images` must hold at le"):
+      fit_predictor(
+        **{f"{prefix}images": train.images[:0], f"{prefix}labels": labels[:0]}
+      )
+  bad = np.float32(train.images)
+  bad[7, 0] = np.nan
+  for name, value, row in (
+    ("samples", np.where(np.arange(8)[:, None] == 5, np.inf, fronts(8)), 5),
+    ("held_out", np.full_like(fronts(3), np.nan), 0),
+    ("images", bad, 7),
+  ):
+    with pytest.raises(ValueError, match=f"`{name}` must be finite.*row {row}"):
+      fit_predictor(**{name: value})
+  evaluate = functools.partial(
+    prediction.evaluate_predictor, predictor(), {}, model()
+  )
+  for samples, images, labels, rule in (
+    (fronts(3), train.images, train.labels[:-1], f"{n - 1} for {n}"),
+    (fronts(3), train.images[:0], train.labels[:0], "at least one image"),
+    (fronts(3) * np.nan, train.images, train.labels, "`samples` must be fin"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      evaluate(samples, images, labels)
+  for name in ("samples_per_batch", "images_per_batch"):
+    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
+      evaluate(fronts(3), train.images, train.labels, **{name: 0})
+
+
+def test_a_loss_that_is_not_finite_is_told_and_not_trained_on(tmp_path):
+  wild = dataclasses.replace(FIT, learning_rate=1e38)
+  with pytest.raises(
+    FloatingPointError, match=r"epoch 1 .*`learning_rate`.* 1e\+38.*`samples`"
+  ):
+    fit_predictor(wild, directory=tmp_path, save_every=1)
+  assert not _storing.is_there(tmp_path)
 
 
 def test_images_are_drawn_once_and_of_each_class_the_same_share():
