@@ -1,9 +1,4 @@
-"""One table, a line for each transformation, through the same properties.
-
-Gradients are elementwise, `w - x`, with other targets x on every worker in
-every step, so that a test reads the collectives of the transformation and no
-others.  One leaf is float32 and one bfloat16.
-"""
+"""One table, a line for each transformation, through the same properties."""
 
 import dataclasses
 import functools
@@ -11,18 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
-from jdist import collectives, transforms
+from jdist import transforms
 from jdist.transforms import intervals
-from tests.transforms import _reducers
+from tests.transforms import _chains, _reducers, _running
 
-NUM_STEPS = 30
-NUM_WORKERS = 8
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -64,97 +55,12 @@ class Line:
     )
 
 
-def average(rate, *, axis):
-  return optax.chain(
-    transforms.average_gradients(axis), optax.sgd(rate, momentum=0.9)
-  )
-
-
-def synchronous(rate, *, axis):
-  return transforms.ssgd(optax.sgd(rate, momentum=0.9), axis=axis)
-
-
-def stale(rate, steps, *, axis):
-  return transforms.delay_gradients(synchronous(rate, axis=axis), steps)
-
-
-def pulled(strength, learning_rate, interval, *, axis):
-  pull = transforms.pull_to_anchor(strength, learning_rate)
-  inner = optax.chain(pull, optax.sgd(learning_rate))
-  return transforms.local_steps(inner, interval, axis=axis)
-
-
-def proximal(strength, interval, *, axis):
-  inner = optax.chain(transforms.proximal(strength), optax.sgd(0.1))
-  return transforms.local_steps(inner, interval, axis=axis)
-
-
-def led(local_rate, *, axis):
-  return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
-
-
-def clipped(threshold, deviations, rate, *, axis):
-  return optax.chain(
-    transforms.clip_deviations(deviations),
-    # Each leaf for itself: the leaves are of several dtypes.
-    transforms.clip_local(threshold, axis, per_leaf=True),
-    transforms.average_gradients(axis),
-    optax.sgd(rate),
-  )
-
-
-def reduced(rate, reducer, feedback, *, axis):
-  average = transforms.average_gradients(axis, reducer, feedback)
-  return optax.chain(average, optax.sgd(rate, momentum=0.9))
-
-
-def frozen(rate, *, axis):
-  adam = transforms.scale_by_frozen_adam(
-    5, axis, _reducers.Owned(0.01), transforms.EF21(), eps=0.1
-  )
-  return optax.chain(adam, optax.sgd(rate))
-
-
-class Cut:
-  """Leaf "a" is the front, the rest is made from it."""
-
-  def split(self, tree):
-    return {"a": tree["a"]}, {"b": tree["b"]}
-
-  def join(self, front, rest):
-    return front | rest
-
-
-def predict(theta, front):
-  return {"b": {"c": theta * jnp.sin(front["a"].reshape(2, 2))}}
-
-
-def predicted(rate, interval, *, axis):
-  inner = optax.sgd(rate, momentum=0.9)
-  return transforms.mp2(
-    inner, Cut(), predict, np.float32(0.5), interval, axis=axis
-  )
-
-
-def refreshed(carry, rest_rate, *, axis):
-  """A front whose mean is late, and a rest that learns too."""
-  front = transforms.local_steps(
-    MOMENTUM, 3, axis=axis, delay_rounds=1, carry=carry, outer=NESTEROV
-  )
-  # The residual is float32 whatever the dtype of an injected rate.
-  rate = jnp.asarray(rest_rate).astype(jnp.float32)
-  rest = transforms.local_steps(optax.sgd(rate), 3, axis=axis)
-  return transforms.predict_rest(
-    front, Cut(), predict, np.float32(0.5), axis=axis, rest=rest
-  )
-
-
 def line(build, continuous, structural, *covers, **flags):
   covers = covers or (build.__name__,)
   return Line(build, continuous, structural, covers, **flags)
 
 
-RATES = optax.linear_schedule(0.2, 0.05, NUM_STEPS)
+RATES = optax.linear_schedule(0.2, 0.05, _running.NUM_STEPS)
 ROUNDS_OF_3 = {
   "inner": MOMENTUM,
   "interval": 3,
@@ -163,9 +69,9 @@ ROUNDS_OF_3 = {
   "delay_after_step": 0,
 }
 TABLE = {
-  "average": line(average, {"rate": 0.1}, {}, "average_gradients"),
+  "average": line(_chains.average, {"rate": 0.1}, {}, "average_gradients"),
   "clipped": line(
-    clipped,
+    _chains.clipped,
     {"threshold": 4.0, "deviations": 1.5, "rate": 0.1},
     {},
     "clip_local",
@@ -173,7 +79,7 @@ TABLE = {
     whole=True,
   ),
   "reduced": line(
-    reduced,
+    _chains.reduced,
     {"rate": 0.1},
     {
       "reducer": _reducers.Largest(2),
@@ -183,7 +89,7 @@ TABLE = {
     whole=True,
   ),
   "scheduled": line(
-    reduced,
+    _chains.reduced,
     {"rate": 0.1},
     {
       "reducer": transforms.Scheduled(
@@ -196,8 +102,8 @@ TABLE = {
     whole=True,
     rough=True,
   ),
-  "ssgd": line(synchronous, {"rate": 0.1}, {}, "ssgd"),
-  "stale": line(stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
+  "ssgd": line(_chains.synchronous, {"rate": 0.1}, {}, "ssgd"),
+  "stale": line(_chains.stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
   "local": line(transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3),
   "outer": line(
     transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3 | {"outer": NESTEROV}
@@ -243,7 +149,7 @@ TABLE = {
     rough=True,
   ),
   "pulled": line(
-    pulled,
+    _chains.pulled,
     {"strength": 0.5, "learning_rate": 0.1},
     {"interval": 3},
     "pull_to_anchor",
@@ -260,7 +166,7 @@ TABLE = {
     {},
     {
       "optimizer": MOMENTUM,
-      "interval": intervals.ending_at(NUM_STEPS, 4),
+      "interval": intervals.ending_at(_running.NUM_STEPS, 4),
       "switch_step": 4,
     },
     "post_local_sgd",
@@ -295,7 +201,7 @@ TABLE = {
     {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
     "adacomm",
   ),
-  "proximal": line(proximal, {"strength": 0.5}, {"interval": 3}),
+  "proximal": line(_chains.proximal, {"strength": 0.5}, {"interval": 3}),
   "fed_prox": line(
     transforms.fed_prox,
     {"strength": 0.1},
@@ -336,7 +242,7 @@ TABLE = {
     },
   ),
   "cocod": line(transforms.cocod, {}, {"optimizer": MOMENTUM, "interval": 3}),
-  "lead_step": line(led, {"local_rate": 0.1}, {}, "lead_step"),
+  "lead_step": line(_chains.led, {"local_rate": 0.1}, {}, "lead_step"),
   "od_sgd": line(
     transforms.od_sgd,
     {"local_learning_rate": 0.1},
@@ -366,16 +272,24 @@ TABLE = {
 }
 # On the mesh a reshape crosses the inner axis: `whole`.
 TABLE |= {
-  "mp2": line(predicted, {"rate": 0.1}, {"interval": 3}, "mp2", whole=True),
+  "mp2": line(
+    _chains.predicted, {"rate": 0.1}, {"interval": 3}, "mp2", whole=True
+  ),
   "predict_rest": line(
-    refreshed, {"carry": 0.5, "rest_rate": 0.1}, {}, "predict_rest", whole=True
+    _chains.refreshed,
+    {"carry": 0.5, "rest_rate": 0.1},
+    {},
+    "predict_rest",
+    whole=True,
   ),
 }
 # Those that send fewer bytes.
 PLAIN = optax.sgd(0.1)
 COARSE = {"whole": True, "bound": True, "rough": True}
 TABLE |= {
-  "frozen": line(frozen, {"rate": 0.1}, {}, "scale_by_frozen_adam", **COARSE),
+  "frozen": line(
+    _chains.frozen, {"rate": 0.1}, {}, "scale_by_frozen_adam", **COARSE
+  ),
   "qsgd": line(
     transforms.qsgd,
     {},
@@ -469,152 +383,26 @@ every_line = pytest.mark.parametrize(
     for name in TABLE
   ],
 )
-PARAMS = {
-  "a": np.linspace(-1.0, 1.0, 4, dtype=np.float32),
-  "b": {"c": np.ones((2, 2), jnp.bfloat16)},
-}
-
-
-def targets(num_workers):
-  """Targets [steps, workers, ...] and losses [steps, workers]."""
-  random = np.random.default_rng(0)
-
-  def one(like):
-    shape = (NUM_STEPS, num_workers, *like.shape)
-    return random.normal(size=shape).astype(like.dtype)
-
-  fall = np.exp(-np.arange(NUM_STEPS) / 8)[:, None]
-  noise = random.uniform(0.7, 1.3, (NUM_STEPS, num_workers))
-  losses = (4 * fall * noise).astype(np.float32)
-  return jax.tree.map(one, PARAMS), losses
-
-
-def make_step(optimizer, traces=None):
-  """What one worker does; appends to `traces` whenever it is traced."""
-
-  def step(params, state, target, loss):
-    if traces is not None:
-      traces.append(1)
-    gradients = jax.tree.map(lambda p, x: p - x.astype(p.dtype), params, target)
-    updates, state = optimizer.update(gradients, state, params, loss=loss)
-    return transforms.apply_updates(params, updates, state), state
-
-  return step
-
-
-@functools.cache
-def team(substrate):
-  """Eight workers everywhere, except on the (2, 2) mesh."""
-  if substrate == "mixed":  # Two workers on each of four devices.
-    mesh = collectives.make_mesh((4,), ("worker",))
-    return collectives.workers(NUM_WORKERS, mesh=mesh)
-  if substrate == "mesh":  # Two workers of two devices each.
-    mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
-    return collectives.workers(2, mesh=mesh)
-  if substrate == "none":
-    return collectives.workers(1, substrate="none")
-  if substrate == "two":
-    return collectives.workers(2, substrate="vmap")
-  return collectives.workers(NUM_WORKERS, substrate=substrate)
-
-
-@dataclasses.dataclass
-class Run:
-  """A run, with all workers' arrays [workers, ...] after every step."""
-
-  params: list[Any]
-  states: list[Any]
-  donated: bool
-
-
-def copied(tree):
-  # A NumPy view of a buffer that is donated next would change under us.
-  return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
-class Runner:
-  """One compiled step, for any data."""
-
-  def __init__(self, optimizer, workers, dtype=None, bound=False):
-    self.optimizer, self.workers, self.dtype = optimizer, workers, dtype
-    self.bound = bound
-    self.traces = []
-    step = make_step(optimizer, self.traces)
-    self.step = workers.jit(step, donate_argnums=(0, 1))
-
-  def begin(self):
-    """Parameters and state of all workers, placed without a program."""
-    params = jax.tree.map(lambda x: jnp.asarray(x, self.dtype), PARAMS)
-    if self.bound:
-      state = init_among(self.optimizer, self.workers, params)
-    else:
-      state = self.optimizer.init(params)
-    return self.place((params, state))
-
-  def place(self, tree):
-    mesh = self.workers.mesh
-    inner = () if mesh is None else mesh.axis_names[1:]
-
-    def one(x):
-      # What looks like a parameter, or a row of them, is sharded like one.
-      spec = PartitionSpec()
-      for shape in [p.shape for p in jax.tree.leaves(PARAMS)]:
-        rest = x.ndim - len(shape)
-        if rest in (0, 1) and x.shape[rest:] == shape:
-          spec = PartitionSpec(*[None] * rest, *inner)
-      rows = np.broadcast_to(x, (self.workers.num_workers, *x.shape))
-      return jax.device_put(rows.copy(), self.workers.sharding(spec))
-
-    return jax.tree.map(one, tree)
-
-  def run(self, xs, losses, step=None):
-    step = step or self.step
-    params, state = self.begin()
-    record = Run([], [], True)
-    for t in range(NUM_STEPS):
-      # A flag that is only written is no argument of the program.
-      old = [x for x in jax.tree.leaves((params, state)) if x.ndim > 1]
-      data = self.workers.place(at(t, (xs, losses)))
-      params, state = step(params, state, *data)
-      record.params.append(copied(params))
-      record.states.append(copied(state))
-      record.donated &= all(x.is_deleted() for x in old)
-    return record
-
-  def compile(self):
-    """The step as a program that can be read, and run."""
-    data = self.workers.place(at(0, targets(self.workers.num_workers)))
-    return self.step.lower(*self.begin(), *data).compile()
-
-
-def init_among(optimizer, workers, params):
-  """One worker's first state, where the number of workers is known."""
-  init = jax.jit(workers.spmd(optimizer.init))
-  return jax.tree.map(lambda x: x[0], init(workers.replicate(params)))
-
-
-def at(t, data):
-  return jax.tree.map(lambda x: x[t], data)
 
 
 @functools.cache
 def runner(name, substrate):
-  workers = team(substrate)
+  workers = _running.team(substrate)
   line = TABLE[name]
-  return Runner(line.make(workers.axis), workers, bound=line.bound)
+  return _running.Runner(line.make(workers.axis), workers, bound=line.bound)
 
 
 @functools.cache
 def record(name, substrate):
   """The run of a line with its own data on every worker."""
   one = runner(name, substrate)
-  return one.run(*targets(one.workers.num_workers))
+  return one.run(*_running.targets(one.workers.num_workers))
 
 
 def record_equal(name):
   """One worker alone, and eight that all have its data."""
-  xs, losses = targets(1)
+  xs, losses = _running.targets(1)
   together = runner(name, "vmap").run(
-    *jax.tree.map(lambda x: np.repeat(x, NUM_WORKERS, 1), (xs, losses))
+    *jax.tree.map(lambda x: np.repeat(x, _running.NUM_WORKERS, 1), (xs, losses))
   )
   return runner(name, "none").run(xs, losses), together

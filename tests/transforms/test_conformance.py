@@ -12,7 +12,7 @@ import pytest
 from jdist import collectives, transforms
 from jdist.transforms import intervals
 from tests.collectives import _reading
-from tests.transforms import _table
+from tests.transforms import _running, _table
 
 TABLE = _table.TABLE
 every_line = _table.every_line
@@ -86,12 +86,12 @@ def test_anchors_are_equal_to_the_bit(name, substrate):
     hashlib.sha256(
       b"".join(x[worker].tobytes() for x in jax.tree.leaves(anchors))
     ).digest()
-    for worker in range(_table.NUM_WORKERS)
+    for worker in range(_running.NUM_WORKERS)
   }
   assert len(hashes) == 1
   if local_state(state) is not None:
     # Rounds happened, and between them the workers differed.
-    assert 3 <= local_state(state).round[0] < _table.NUM_STEPS
+    assert 3 <= local_state(state).round[0] < _running.NUM_STEPS
     assert not all(rows_equal(params["a"]) for params in run.params)
 
 
@@ -112,7 +112,7 @@ def test_substrates_agree(name, substrate):
 )
 def test_equal_workers_are_one_worker(name):
   alone, together = _table.record_equal(name)
-  for t in range(_table.NUM_STEPS):
+  for t in range(_running.NUM_STEPS):
     first = jax.tree.map(lambda x: x[:1], together.params[t])
     close(first, alone.params[t], 1e-5)
 
@@ -134,7 +134,7 @@ def test_parameters_and_state_may_be_donated(name, substrate):
 def test_a_fresh_state_may_be_donated(name):
   # Made outside of a program, where equal counters are easily one buffer.
   optimizer = TABLE[name].make(None)
-  params = jax.tree.map(jnp.asarray, _table.PARAMS)
+  params = jax.tree.map(jnp.asarray, _running.PARAMS)
   leaves = jax.tree.leaves((params, optimizer.init(params)))
   pointers = [x.unsafe_buffer_pointer() for x in leaves]
   assert len(set(pointers)) == len(pointers)
@@ -146,7 +146,7 @@ def test_a_fresh_state_may_be_donated(name):
 def test_state_keeps_its_form(name, dtype, injected):
   line = TABLE[name]
   optimizer = line.inject(None) if injected else line.make(None)
-  params = jax.tree.map(lambda x: jnp.asarray(x, dtype), _table.PARAMS)
+  params = jax.tree.map(lambda x: jnp.asarray(x, dtype), _running.PARAMS)
   state = optimizer.init(params)
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
   assert all(x.size for x in jax.tree.leaves(state))  # Orbax refuses those.
@@ -177,11 +177,11 @@ def test_updates_have_the_dtype_of_the_gradients(name):
 
 @every_line
 def test_continuous_arguments_may_be_injected_in_a_chain(name):
-  team = _table.team("vmap")
+  team = _running.team("vmap")
   optimizer = optax.chain(optax.clip(1e6), TABLE[name].inject(team.axis))
   # Injected numbers are float32 arrays, which Optax multiplies with float32.
-  runner = _table.Runner(optimizer, team, jnp.float32, TABLE[name].bound)
-  run = runner.run(*_table.targets(_table.NUM_WORKERS))
+  runner = _running.Runner(optimizer, team, jnp.float32, TABLE[name].bound)
+  run = runner.run(*_running.targets(_running.NUM_WORKERS))
   reference = _table.record(name, "vmap")
   if not TABLE[name].rough:
     close(run.params[-1]["a"], reference.params[-1]["a"], 1e-5)
@@ -218,9 +218,9 @@ def test_a_structural_argument_is_not_injected(name, argument, others):
 
 @every_smooth_line
 def test_a_scan_over_steps_is_the_same(name):
-  team = _table.team("shard_map")
+  team = _running.team("shard_map")
   optimizer = TABLE[name].make(team.axis)
-  one = _table.make_step(optimizer)
+  one = _running.make_step(optimizer)
 
   def train(params, targets, losses):
     def body(carry, data):
@@ -232,15 +232,15 @@ def test_a_scan_over_steps_is_the_same(name):
 
   # [workers, steps, ...]
   targets, losses = jax.tree.map(
-    lambda x: np.swapaxes(x, 0, 1), _table.targets(_table.NUM_WORKERS)
+    lambda x: np.swapaxes(x, 0, 1), _running.targets(_running.NUM_WORKERS)
   )
   params, state = team.jit(train)(
     _table.runner(name, "shard_map").begin()[0],
     *team.place((targets, losses)),
   )
   reference = _table.record(name, "shard_map")
-  close(_table.copied(params), reference.params[-1], 1e-5)
-  close(_table.copied(state), reference.states[-1], 1e-5)
+  close(_running.copied(params), reference.params[-1], 1e-5)
+  close(_running.copied(state), reference.states[-1], 1e-5)
 
 
 # A streamed worker must be told how it is split: see test_sending.
@@ -256,5 +256,5 @@ def test_no_collective_crosses_the_inner_axis(name):
   assert found
   for kind, groups in found:
     assert kind == "all-reduce" and sorted(groups) == [[0, 2], [1, 3]]
-  run = runner.run(*_table.targets(2), compiled)
+  run = runner.run(*_running.targets(2), compiled)
   close(run.params[-1], _table.record(name, "two").params[-1], 1e-5)

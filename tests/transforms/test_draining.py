@@ -11,7 +11,7 @@ import pytest
 import jdist
 from jdist import codecs, collectives, training, transforms
 from jdist.transforms import intervals
-from tests.transforms.test_localizing import random_targets
+from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
 SGD = optax.sgd(RATE)
@@ -348,3 +348,52 @@ def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
     np.testing.assert_array_equal(x, y)
   # Without `residuals`, nothing is under way.
   assert transforms.drain(optimizer, state, params)[1] is state
+
+
+BEGUN = {
+  "round": functools.partial(transforms.local_steps, SGD, 5),
+  "outer": functools.partial(
+    transforms.local_steps, SGD, 5, outer=optax.sgd(1.0)
+  ),
+  "late": functools.partial(
+    transforms.local_steps, SGD, 5, delay_rounds=1, carry=0.5
+  ),
+  "streamed": functools.partial(
+    transforms.local_steps,
+    SGD,
+    5,
+    delay_rounds=1,
+    stream=transforms.Stream(8),
+  ),
+  "stale": lambda axis: transforms.delay_gradients(
+    transforms.ssgd(SGD, axis=axis), 3
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_drained_nothing_is_missing(name):
+  # In the middle of a round: 13 of rounds of 5, or three gradients late.
+  optimizer = BEGUN[name](axis="worker")
+  targets = random_targets(13)
+  params, states = train(optimizer, targets)
+  last = jax.tree.map(lambda x: x[-1], (states, params))
+  drain = jax.vmap(
+    lambda state, w: transforms.drain(optimizer, state, w), axis_name="worker"
+  )
+  drained, state = jax.jit(drain)(*last)
+  before = np.concatenate([np.zeros((1, 4)), params[:-1]])
+  moved = -RATE * (before - targets).sum(0).mean()
+  np.testing.assert_allclose(drained, [moved] * 4, rtol=1e-5, atol=1e-6)
+  anchor = transforms.anchor(state, drained)
+  np.testing.assert_array_equal(anchor, drained)
+  # There is nothing more to bring in.
+  again, _ = jax.jit(drain)(state, drained)
+  np.testing.assert_array_equal(again, drained)
+
+
+def test_what_holds_nothing_is_left_alone():
+  optimizer = optax.adam(0.1)
+  w = jnp.ones(3)
+  state = optimizer.init(w)
+  assert transforms.drain(optimizer, state, w) == (w, state)

@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 from jdist import transforms
-from tests.transforms.test_localizing import (
+from tests.transforms._rounds import (
   plain_apply,
   random_targets,
   train,

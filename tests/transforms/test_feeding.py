@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, transforms
-from tests.transforms import _reducers, _table
+from tests.transforms import _reducers, _running
 
 FEEDBACKS = {
   "error": transforms.ErrorFeedback(),
@@ -49,7 +49,7 @@ def run(transform, xs, substrate="vmap"):
 
   outputs, states = [], []
   for t in range(num_steps):
-    output, state = step(team.place(_table.at(t, xs)), state)
+    output, state = step(team.place(_running.at(t, xs)), state)
     outputs.append(output)
     states.append(state)
   stack = lambda *x: np.stack(x)  # noqa: E731
@@ -413,7 +413,7 @@ def test_of_a_vote_nothing_is_left_to_be_kept(name, sender):
 
 
 def test_gradients_of_shared_parameters_are_refused():
-  team = _table.team("shard_map")
+  team = _running.team("shard_map")
   optimizer = transforms.average_gradients(team.axis, LARGEST)
 
   def step(x):

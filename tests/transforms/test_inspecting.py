@@ -9,7 +9,7 @@ import pytest
 
 from jdist import collectives, transforms
 from jdist.transforms import intervals
-from tests.transforms import _table
+from tests.transforms import _running, _table
 
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -131,7 +131,7 @@ def test_bfloat16_parameters_are_averaged_in_float32():
 @pytest.mark.parametrize("name", ["ssgd", "local_sgd", "diloco", "msdpu"])
 def test_the_compiled_program_sends_what_was_counted(name):
   make, args, per_step, per_round = SENT[name]
-  team = _table.team("shard_map")
+  team = _running.team("shard_map")
   optimizer = make(*args, axis=team.axis)
   params = team.replicate(RING)
   state = team.replicate(optimizer.init(RING))

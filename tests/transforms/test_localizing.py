@@ -1,6 +1,4 @@
-"""Local steps: by hand, against NumPy, and where they equal something else."""
-
-import functools
+"""Local steps: by hand, against NumPy, and what they count."""
 
 import jax
 import jax.numpy as jnp
@@ -11,47 +9,10 @@ import pytest
 import jdist
 from jdist import collectives, transforms
 from jdist.transforms import intervals
+from tests.transforms._rounds import plain_apply, random_targets, train
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 RATE = 0.1
-
-
-def train(
-  optimizer, targets, losses=None, *, start=0.0, apply=jdist.apply_updates
-):
-  """Runs all steps for all workers: targets [steps, workers, ...].
-
-  Returns:
-    The parameters and states after every step, arrays [steps, workers, ...].
-  """
-  steps, num_workers = targets.shape[:2]
-  if losses is None:
-    losses = np.ones((steps, num_workers), np.float32)
-
-  def one(params, xs, losses):
-    def body(carry, data):
-      params, state = carry
-      x, loss = data
-      gradient = params - x.astype(params.dtype)
-      updates, state = optimizer.update(gradient, state, params, loss=loss)
-      carry = apply(params, updates, state), state
-      return carry, carry
-
-    return jax.lax.scan(body, (params, optimizer.init(params)), (xs, losses))[1]
-
-  params = jnp.full(targets.shape[2:], start, targets.dtype)
-  mapped = jax.vmap(one, (None, 1, 1), 1, axis_name="worker")
-  return jax.jit(mapped)(params, targets, losses)
-
-
-def plain_apply(params, updates, state):
-  del state
-  return optax.apply_updates(params, updates)
-
-
-def random_targets(steps=14, num_workers=4, *shape):
-  random = np.random.default_rng(1)
-  return random.normal(size=(steps, num_workers, *shape)).astype(np.float32)
 
 
 def state_of(optimizer, w):
@@ -256,106 +217,6 @@ def test_nothing_is_lost_when_the_carry_changes():
   np.testing.assert_allclose(went_in.sum(), held.sum(), rtol=1e-5)
 
 
-ADAMS = {
-  "adam": optax.adam(1e-2),
-  "adamw": optax.adamw(1e-2),
-  "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
-}
-LINEAR = {
-  "sgd": optax.sgd(RATE),
-  "momentum": optax.sgd(RATE, momentum=0.9),
-  "nesterov": optax.sgd(RATE, momentum=0.9, nesterov=True),
-}
-
-
-def apart(optimizer, targets, axis, apply):
-  """One worker, with the update and its application as two programs.
-
-  In one program the compiler may contract `w + rate * g` to one rounding
-  where nothing stands between, as in plain Optax; the transformations are
-  compared and not that.
-  """
-  mapped = (lambda f: f) if axis is None else (
-    lambda f: jax.vmap(f, axis_name=axis)
-  )  # fmt: skip
-  update, apply = jax.jit(mapped(optimizer.update)), jax.jit(mapped(apply))
-  w = jnp.zeros(targets.shape[1:] if axis else targets.shape[2:])
-  state = mapped(optimizer.init)(w)
-  for x in targets if axis else targets[:, 0]:
-    updates, state = update(w - x, state, w)
-    w = apply(w, updates, state)
-  return np.asarray(w).ravel()
-
-
-# Not "clipped": a norm may be summed in another order in another program.
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", [*LINEAR, "adam", "adamw"])
-def test_one_worker_is_plain_optax_to_the_bit(name):
-  optimizer = (LINEAR | ADAMS)[name]
-  targets = random_targets(10, 1, 33)
-  # Optax' Adam mixes its int32 counter with floats.
-  with jax.numpy_dtype_promotion("standard"):
-    wanted = apart(optimizer, targets, None, plain_apply)
-    for axis in (None, "worker"):
-      local = transforms.local_sgd(optimizer, 3, axis=axis)
-      for apply in (plain_apply, jdist.apply_updates):
-        found = apart(local, targets, axis, apply)
-        np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", [*LINEAR, *ADAMS])
-def test_interval_1_is_synchronous_where_linear(name):
-  optimizer = (LINEAR | ADAMS)[name]
-  targets = random_targets(20, 4, 33)
-  with jax.numpy_dtype_promotion("standard"):
-    one = transforms.local_sgd(optimizer, 1, axis="worker")
-    found, _ = train(one, targets)
-    wanted, _ = train(transforms.ssgd(optimizer, axis="worker"), targets)
-  error = np.abs(found - wanted).max() / np.abs(wanted).max()
-  # Adam and clipping are another algorithm on each worker's own gradient.
-  assert error < 1e-5 if name in LINEAR else error > 1e-2
-
-
-def test_outer_sgd_of_1_is_parameter_averaging():
-  targets = random_targets(12, 4, 33)
-  inner = LINEAR["momentum"]
-  averaged, _ = train(transforms.local_sgd(inner, 3, axis="worker"), targets)
-  outer, _ = train(
-    transforms.local_steps(inner, 3, axis="worker", outer=optax.sgd(1.0)),
-    targets,
-  )
-  np.testing.assert_allclose(outer, averaged, rtol=1e-6, atol=1e-6)
-
-
-def test_aliases_are_what_they_say():
-  targets = random_targets(18)
-  inner = LINEAR["momentum"]
-
-  def runs(optimizer):
-    return train(optimizer, targets)[0]
-
-  for alias, chain in (
-    (
-      transforms.diloco(inner, 3, axis="worker"),
-      transforms.local_steps(inner, 3, axis="worker", outer=NESTEROV),
-    ),
-    (
-      transforms.post_local_sgd(inner, 3, 6, axis="worker"),
-      transforms.local_steps(inner, intervals.post_local(6, 3), axis="worker"),
-    ),
-    (
-      transforms.msdpu(
-        inner, intervals.fixed(3), RATE, axis="worker", correction=0.0
-      ),
-      transforms.local_steps(
-        inner, 3, axis="worker", delay_rounds=1, carry=None
-      ),
-    ),
-  ):
-    np.testing.assert_array_equal(runs(alias), runs(chain))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_round_ends_on_the_anchor_to_the_bit(dtype, late):
@@ -465,60 +326,11 @@ def test_gradients_of_k_steps_ago_are_used():
 
 def test_no_delay_is_the_optimizer_itself():
   targets = random_targets()
-  plain = transforms.ssgd(LINEAR["momentum"], axis="worker")
+  plain = transforms.ssgd(optax.sgd(RATE, momentum=0.9), axis="worker")
   delayed = transforms.delay_gradients(plain, 0)
   np.testing.assert_array_equal(
     train(delayed, targets)[0], train(plain, targets)[0]
   )
-
-
-DRAINED = {
-  "round": functools.partial(transforms.local_steps, LINEAR["sgd"], 5),
-  "outer": functools.partial(
-    transforms.local_steps, LINEAR["sgd"], 5, outer=optax.sgd(1.0)
-  ),
-  "late": functools.partial(
-    transforms.local_steps, LINEAR["sgd"], 5, delay_rounds=1, carry=0.5
-  ),
-  "streamed": functools.partial(
-    transforms.local_steps,
-    LINEAR["sgd"],
-    5,
-    delay_rounds=1,
-    stream=transforms.Stream(8),
-  ),
-  "stale": lambda axis: transforms.delay_gradients(
-    transforms.ssgd(LINEAR["sgd"], axis=axis), 3
-  ),
-}
-
-
-@pytest.mark.parametrize("name", DRAINED)
-def test_drained_nothing_is_missing(name):
-  # In the middle of a round: 13 of rounds of 5, or three gradients late.
-  optimizer = DRAINED[name](axis="worker")
-  targets = random_targets(13)
-  params, states = train(optimizer, targets)
-  last = jax.tree.map(lambda x: x[-1], (states, params))
-  drain = jax.vmap(
-    lambda state, w: transforms.drain(optimizer, state, w), axis_name="worker"
-  )
-  drained, state = jax.jit(drain)(*last)
-  before = np.concatenate([np.zeros((1, 4)), params[:-1]])
-  moved = -RATE * (before - targets).sum(0).mean()
-  np.testing.assert_allclose(drained, [moved] * 4, rtol=1e-5, atol=1e-6)
-  anchor = transforms.anchor(state, drained)
-  np.testing.assert_array_equal(anchor, drained)
-  # There is nothing more to bring in.
-  again, _ = jax.jit(drain)(state, drained)
-  np.testing.assert_array_equal(again, drained)
-
-
-def test_what_holds_nothing_is_left_alone():
-  optimizer = optax.adam(0.1)
-  w = jnp.ones(3)
-  state = optimizer.init(w)
-  assert transforms.drain(optimizer, state, w) == (w, state)
 
 
 def test_gradients_are_averaged():

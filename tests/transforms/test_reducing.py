@@ -9,7 +9,7 @@ import pytest
 from jdist import collectives, transforms
 from jdist.transforms import intervals
 from tests.transforms import _reducers, _table
-from tests.transforms.test_localizing import random_targets, train
+from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
 SGD = optax.sgd(RATE)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jdist import collectives, training, transforms
-from tests.transforms.test_localizing import random_targets
+from tests.transforms._rounds import random_targets
 
 SGD = optax.sgd(0.1)
 NUM_WORKERS = 4

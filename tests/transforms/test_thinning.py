@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jdist import transforms
-from tests.transforms.test_localizing import random_targets, train
+from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
 SGD = optax.sgd(RATE)

@@ -1,0 +1,96 @@
+"""Chains around those transformations that are no optimizer by themselves."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import transforms
+from tests.transforms import _reducers
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def average(rate, *, axis):
+  return optax.chain(
+    transforms.average_gradients(axis), optax.sgd(rate, momentum=0.9)
+  )
+
+
+def synchronous(rate, *, axis):
+  return transforms.ssgd(optax.sgd(rate, momentum=0.9), axis=axis)
+
+
+def stale(rate, steps, *, axis):
+  return transforms.delay_gradients(synchronous(rate, axis=axis), steps)
+
+
+def pulled(strength, learning_rate, interval, *, axis):
+  pull = transforms.pull_to_anchor(strength, learning_rate)
+  inner = optax.chain(pull, optax.sgd(learning_rate))
+  return transforms.local_steps(inner, interval, axis=axis)
+
+
+def proximal(strength, interval, *, axis):
+  inner = optax.chain(transforms.proximal(strength), optax.sgd(0.1))
+  return transforms.local_steps(inner, interval, axis=axis)
+
+
+def led(local_rate, *, axis):
+  return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
+
+
+def clipped(threshold, deviations, rate, *, axis):
+  return optax.chain(
+    transforms.clip_deviations(deviations),
+    # Each leaf for itself: the leaves are of several dtypes.
+    transforms.clip_local(threshold, axis, per_leaf=True),
+    transforms.average_gradients(axis),
+    optax.sgd(rate),
+  )
+
+
+def reduced(rate, reducer, feedback, *, axis):
+  average = transforms.average_gradients(axis, reducer, feedback)
+  return optax.chain(average, optax.sgd(rate, momentum=0.9))
+
+
+def frozen(rate, *, axis):
+  adam = transforms.scale_by_frozen_adam(
+    5, axis, _reducers.Owned(0.01), transforms.EF21(), eps=0.1
+  )
+  return optax.chain(adam, optax.sgd(rate))
+
+
+class Cut:
+  """Leaf "a" is the front, the rest is made from it."""
+
+  def split(self, tree):
+    return {"a": tree["a"]}, {"b": tree["b"]}
+
+  def join(self, front, rest):
+    return front | rest
+
+
+def predict(theta, front):
+  return {"b": {"c": theta * jnp.sin(front["a"].reshape(2, 2))}}
+
+
+def predicted(rate, interval, *, axis):
+  inner = optax.sgd(rate, momentum=0.9)
+  return transforms.mp2(
+    inner, Cut(), predict, np.float32(0.5), interval, axis=axis
+  )
+
+
+def refreshed(carry, rest_rate, *, axis):
+  """A front whose mean is late, and a rest that learns too."""
+  front = transforms.local_steps(
+    MOMENTUM, 3, axis=axis, delay_rounds=1, carry=carry, outer=NESTEROV
+  )
+  # The residual is float32 whatever the dtype of an injected rate.
+  rate = jnp.asarray(rest_rate).astype(jnp.float32)
+  rest = transforms.local_steps(optax.sgd(rate), 3, axis=axis)
+  return transforms.predict_rest(
+    front, Cut(), predict, np.float32(0.5), axis=axis, rest=rest
+  )
