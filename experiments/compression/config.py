@@ -186,7 +186,7 @@ PRESETS: Presets = {
   "cifar10-mlp": (
     "CIFAR-10, an MLP of 395,000 parameters: large layers compress better",
     Config(
-      model="mlp", seeds=(30, 31, 32, 33, 34),
+      model="mlp", rates=(0.025, 0.05, 0.1), seeds=(30, 31, 32, 33, 34),
       variants=("ssgd", "powersgd rank 4, int4", "powersgd rank 12, int4"),
     ),
   ),

@@ -92,6 +92,9 @@ class Prepared:
       model.apply,
       normalize=experiment.train.normalize,
       compute_dtype=dtype,
+      augment=data.compose(data.random_crop(), data.random_flip())
+      if options.augment
+      else None,
     )
     self.trainer = training.Trainer(
       experiment.workers,

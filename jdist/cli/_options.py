@@ -139,6 +139,10 @@ class Common:
   """Label skew between workers (Dirichlet), i.i.d. if not given; 0.1 is a lot,
   10 little."""
 
+  augment: bool = False
+  """Random crops, padded by 4 pixels, and flips left to right: for photographs,
+  not for digits."""
+
   dtype: Literal["float32", "bfloat16"] = "float32"
   """In which the model computes; parameters stay float32."""
 

@@ -66,6 +66,18 @@ class Feedback(abc.ABC):
       state: that `prepare` returned.
     """
 
+  def keep_cast(self, left: PyTree, state: PyTree) -> PyTree:
+    """Takes over what the mean lost in the cast to narrower leaves.
+
+    By default nothing, for feedbacks whose output is kept wide.
+
+    Args:
+      left: the mean less what came out, finite, equal on all workers.
+      state: this worker's, after `finish`.
+    """
+    del left
+    return state
+
   def absorb(self, held: PyTree, state: PyTree) -> PyTree | None:
     """Takes over what owners hold back, so that a later mean has it.
 

@@ -88,10 +88,11 @@ class Reduction:
     mean, feedback = self.finished(
       reduced.mean, reduced.own_share, wanted, feedback
     )
+    mean, feedback = self._cast(mean, tree, feedback)
     new = self.with_states(state, reduced.state)._replace(
       step=optax.safe_increment(state.step), feedback=feedback
     )
-    return collectives.varying((like(mean, tree), new), self._axis)
+    return collectives.varying((mean, new), self._axis)
 
   def exact_mean(
     self, tree: PyTree, state: ReductionState
@@ -108,8 +109,9 @@ class Reduction:
       held,
     )
     mean, feedback = self.finished(mean, wanted, wanted, feedback)
+    mean, feedback = self._cast(mean, tree, feedback)
     new = self.with_states(state, kept)._replace(feedback=feedback)
-    return collectives.varying((like(mean, tree), new), self._axis)
+    return collectives.varying((mean, new), self._axis)
 
   def handed_over(self, like: PyTree, state: ReductionState) -> ReductionState:
     """What owners hold back goes to the feedback of all; collective.
@@ -167,6 +169,22 @@ class Reduction:
     if self._feedback is None:
       return mean, ()
     return self._feedback.finish(mean, own_share, wanted, feedback)
+
+  def _cast(
+    self, mean: PyTree, tree: PyTree, feedback: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    """The mean in the dtypes of the tree; the feedback keeps the rest."""
+    out = like(mean, tree)
+    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(out), strict=True)
+    if self._feedback is None or all(m.dtype == o.dtype for m, o in pairs):
+      return out, feedback
+
+    def left(mean: jax.Array, out: jax.Array) -> jax.Array:
+      found = mean - out.astype(mean.dtype)
+      return jnp.where(jnp.isfinite(found), found, 0.0)
+
+    rest = jax.tree.map(left, mean, out)
+    return out, self._feedback.keep_cast(rest, feedback)
 
   def _parted(self, state: PyTree) -> tuple[PyTree, PyTree]:
     labels = self.reducer.shared(state)

@@ -93,6 +93,12 @@ class ErrorFeedback(_feeding.Feedback):
     nonfinite = _feeding.counted(state.nonfinite, found)
     return mean, ErrorFeedbackState(residual, nonfinite)
 
+  def keep_cast(
+    self, left: PyTree, state: ErrorFeedbackState
+  ) -> ErrorFeedbackState:
+    """Every worker adds it to its residual: N times, as the mean lacks it."""
+    return state._replace(residual=_feeding.added(state.residual, left))
+
   def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
     """Every worker adds it to its residual, before the decay."""
     if self.decay == 0:

@@ -77,6 +77,16 @@ class ShardedFeedback(_feeding.Feedback):
     """What comes out, shard by shard."""
     return self._over(self.feedback.finish, (mean, own_share, wanted), state)
 
+  def keep_cast(
+    self, left: PyTree, state: ShardedFeedbackState
+  ) -> ShardedFeedbackState:
+    """The feedback's, shard by shard."""
+
+    def kept(left: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+      return left, self.feedback.keep_cast(left, own)
+
+    return self._over(kept, (left,), state)[1]
+
   def _over(
     self, function: Any, trees: tuple[PyTree, ...], state: ShardedFeedbackState
   ) -> tuple[PyTree, ShardedFeedbackState]:

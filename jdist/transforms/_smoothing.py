@@ -119,6 +119,12 @@ class MomentumCorrection(_feeding.Feedback):
     nonfinite = _feeding.counted(state.nonfinite, found)
     return mean, MomentumCorrectionState(momentum, residual, nonfinite)
 
+  def keep_cast(
+    self, left: PyTree, state: MomentumCorrectionState
+  ) -> MomentumCorrectionState:
+    """Every worker adds it to its residual: N times, as the mean lacks it."""
+    return state._replace(residual=_feeding.added(state.residual, left))
+
   def absorb(
     self, held: PyTree, state: MomentumCorrectionState
   ) -> PyTree | None:

@@ -331,6 +331,32 @@ def test_what_owners_held_back_is_in_the_next_message(name):
   assert transforms.ErrorFeedback(0.0).absorb(held, feedback.init(x)) is None
 
 
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("name", ("error", "nesterov"))
+def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
+  """In + nothing = N times the means + residuals, though means are narrow."""
+  num_workers, num_steps = 2, 40
+  # Their mean lies between two numbers of bfloat16, of float16 their sum.
+  one = {jnp.bfloat16: (1.0, 1.0078125), jnp.float16: (1.0, 1.0009766)}[dtype]
+  xs = {"a": jnp.stack([jnp.full((num_steps, 5), x, dtype) for x in one], 1)}
+  feedback = (
+    transforms.ErrorFeedback()
+    if name == "error"
+    else transforms.MomentumCorrection(0.0, mask=False)
+  )
+  reducer = collectives.carry(
+    codecs.Quantize(8, 64), owner_feedback="own_share"
+  )
+  outputs, states = run(average(reducer, feedback), xs)
+  assert outputs["a"].dtype == dtype
+  went_in = np.asarray(xs["a"], np.float64).sum((0, 1))
+  came_out = num_workers * outputs["a"][:, 0].astype(np.float64).sum(0)
+  left = states.feedback.residual["a"][-1].astype(np.float64).sum(0)
+  assert np.abs(came_out + left - went_in).max() < 1e-4 * num_steps
+  # And it does come out: no residual grows.
+  assert np.abs(left).max() < 0.1
+
+
 REJECTED = {
   "feedback alone": (
     lambda: transforms.average_gradients(
