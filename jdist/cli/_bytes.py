@@ -181,8 +181,8 @@ def _table(
     grid.add_column("when", no_wrap=True)
   grid.add_column("round", justify="right")
   for name in ("MB a round: told", "traced", "compiled"):
-    grid.add_column(name, justify="right")
-  grid.add_column("MB a step", justify="right")
+    grid.add_column(name, justify="right", no_wrap=not phases)
+  grid.add_column("MB a step", justify="right", no_wrap=not phases)
   grid.add_column("fewer than ssgd", justify="right")
   for one in found:
     step = one.in_step
@@ -201,7 +201,8 @@ def _table(
 
 
 def _megabytes(num_bytes: float) -> str:
-  return f"{num_bytes / 1e6:,.4g}"
+  # Without exponents, which a narrow column would cut off.
+  return f"{num_bytes / 1e6:,.4g}" if num_bytes >= 100 else "< 0.0001"
 
 
 def _console() -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -43,6 +43,19 @@ class Rule:
         "`reducer` must be a `Reducer`, for instance `carry(codec)` or "
         f"`Exact()`, got {self.reducer!r}."
       )
+    if self.path is not None and not (
+      isinstance(self.path, str | re.Pattern) or callable(self.path)
+    ):
+      raise ValueError(
+        "`path` must be a glob, a compiled pattern, a function or None, got "
+        f"{self.path!r}."
+      )
+    for name in ("min_size", "min_ndim", "max_ndim"):
+      value = getattr(self, name)
+      if name == "max_ndim" and value is None:
+        continue
+      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"`{name}` must be an int >= 0, got {value!r}.")
 
   def matches(self, path: str, leaf: Any) -> bool:
     """Whether it is for a leaf."""
@@ -103,6 +116,11 @@ class PerLeaf(_reducing.Reducer):
   )
 
   def __post_init__(self) -> None:
+    if isinstance(self.rules, Rule) or not isinstance(self.rules, Iterable):
+      raise ValueError(
+        "`rules` must be a tuple of `Rule`s, for instance "
+        f"`(Rule(reducer, path=...),)`, got {self.rules!r}."
+      )
     for rule in self.rules:
       if not isinstance(rule, Rule):
         raise ValueError(

@@ -40,4 +40,4 @@ def note(reducer: _reducing.Reducer, like: PyTree, axis: _axis.Axis) -> None:
   """Tells an open `reductions` of one; for who calls a reducer."""
   found = _OPEN.get()
   if found is not None:
-    found.append(reducer.num_bits(like, _axis.size(axis)))
+    found.append(reducer.num_bits(like, reducer.told_workers(axis)))

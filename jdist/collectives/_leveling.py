@@ -62,10 +62,10 @@ class TwoLevel(_reducing.Reducer):
     parts: n; 1, the default, sends everything from everywhere.
 
   Raises:
-    ValueError: when built, for `parts` below 1 and an outer reducer that does
-      not suit them; at `init` and `reduce`, for an axis that is a single name
-      (with None there is one worker on each level), and for several parts that
-      are not as many as the workers of a host.
+    ValueError: when built, for what is not a reducer, for `parts` below 1 and
+      an outer reducer that does not suit them; at `init` and `reduce`, for an
+      axis that is a single name (with None there is one worker on each level),
+      and for several parts that are not as many as the workers of a host.
   """
 
   inner: _reducing.Reducer
@@ -73,6 +73,12 @@ class TwoLevel(_reducing.Reducer):
   parts: int = 1
 
   def __post_init__(self) -> None:
+    for name in ("inner", "outer"):
+      if not isinstance(getattr(self, name), _reducing.Reducer):
+        raise ValueError(
+          f"`{name}` must be a `Reducer`, for instance `Exact()` or "
+          f"`carry(codec)`, got {getattr(self, name)!r}."
+        )
     if (
       isinstance(self.parts, bool)
       or not isinstance(self.parts, int)
@@ -169,6 +175,10 @@ class TwoLevel(_reducing.Reducer):
   def not_in_parts(self) -> str:
     """As the reducers say."""
     return self.inner.not_in_parts() or self.outer.not_in_parts()
+
+  def told_workers(self, axis: _axis.Axis) -> int:
+    """The hosts."""
+    return self.outer.told_workers(self._levels(axis)[1])
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """What each device sends to other hosts; `num_workers` counts **hosts**."""

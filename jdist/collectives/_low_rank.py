@@ -51,12 +51,15 @@ class PowerSGD(_reducing.Reducer):
   the bytes, or four times the rank for the same.  The law holds whatever it
   does to P, since only the span of :math:`\hat P` matters, which is the same
   everywhere, and for :math:`Q_i` because its own share is what counts:
-  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.
+  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.  A
+  reducer that forgets a part of Q's mean (`owner_feedback=False`) loses it.
 
   Memory of the state is m r float32 for each matrix.  The result is the same
   to the bit where all workers have the same kind of device: each of them
-  orthogonalizes for itself.  A NaN or an infinity at one worker makes its leaf
-  NaN on all; Q then stays as it was.
+  orthogonalizes for itself.  A NaN or an infinity at one worker makes the mean
+  of its leaf NaN on all, and with `factors` that of leaves whose factors share
+  a block with it; Q then stays as it was, and no other worker's share holds
+  anything of these leaves.
 
   Args:
     rank: r, 1 or more; 2 by default, which the paper uses for ResNet-18 on
@@ -93,6 +96,10 @@ class PowerSGD(_reducing.Reducer):
       raise ValueError(
         f"`rank` must be a Python int of at least 1, got {self.rank!r}."
       )
+    if isinstance(self.seed, bool) or not (
+      isinstance(self.seed, int) and self.seed >= 0
+    ):
+      raise ValueError(f"`seed` must be an int >= 0, got {self.seed!r}.")
     if self.factors is not None and not isinstance(
       self.factors, _reducing.Reducer
     ):
@@ -152,7 +159,17 @@ class PowerSGD(_reducing.Reducer):
     products = [m @ q for m, q in zip(matrices, old, strict=True)]
     first = [*products, *(wide[i] for i in rest)]
     fused, sent = self._mean(first, key, 0, axis)
-    bases = _orthogonalizing.orthogonalize(fused[: len(low)])
+    # What is not finite anywhere takes nothing away on any worker, and the mean
+    # tells of it.
+    usable = [jnp.isfinite(p).all() for p in fused[: len(low)]]
+    bases = [
+      jnp.where(good, p, 0.0)
+      for good, p in zip(
+        usable,
+        _orthogonalizing.orthogonalize(fused[: len(low)]),
+        strict=True,
+      )
+    ]
     own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
     new, own_factors = self._mean(own, key, 1, axis)
     means, shares = list(leaves), list(wide)
@@ -161,16 +178,19 @@ class PowerSGD(_reducing.Reducer):
     ):
       means[i] = mean.astype(leaves[i].dtype)
       shares[i] = share
-    for i, p, q_own, q in zip(low, bases, own_factors, new, strict=True):
+    for i, good, p, q_own, q in zip(
+      low, usable, bases, own_factors, new, strict=True
+    ):
       shape, dtype = leaves[i].shape, leaves[i].dtype
-      means[i] = (p @ q.T).reshape(shape).astype(dtype)
+      mean = jnp.where(good, p @ q.T, jnp.nan)
+      means[i] = mean.reshape(shape).astype(dtype)
       shares[i] = (p @ q_own.T).reshape(shape)
     if low:
       # A NaN that is remembered would never leave.
       state = PowerSGDState(
         tuple(
-          jnp.where(jnp.isfinite(q).all(), q, before)
-          for q, before in zip(new, old, strict=True)
+          jnp.where(good & jnp.isfinite(q).all(), q, before)
+          for good, q, before in zip(usable, new, old, strict=True)
         )
       )
     return _reducing.Reduced(
@@ -227,7 +247,9 @@ class PowerSGD(_reducing.Reducer):
       return _fused_mean(arrays, axis), arrays
     key = jax.random.fold_in(key, number)
     arrays = list(arrays)
-    reduced = self.factors.reduce(arrays, (), key, axis)
+    # Without leaves, whatever its structure: `init` has seen to it.
+    nothing = self.factors.init(arrays, axis)
+    reduced = self.factors.reduce(arrays, nothing, key, axis)
     return reduced.mean, reduced.own_share
 
 

@@ -226,6 +226,10 @@ class InParts(_reducing.Reducer):
     """It cuts already."""
     return "it cuts the tree itself."
 
+  def told_workers(self, axis: _axis.Axis) -> int:
+    """As the reducer says."""
+    return self.reducer.told_workers(axis)
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """The sum over all parts, their padding included."""
     payload, sent, received = 0, 0.0, 0.0

@@ -32,6 +32,15 @@ class Phase:
   stop: int | None = None
   unit: Literal["step", "round"] = "step"
 
+  def __post_init__(self) -> None:
+    for name, value in (("start", self.start), ("stop", self.stop)):
+      if name == "stop" and value is None:
+        continue
+      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+          f"`{name}` of a phase must be an int >= 0, got {value!r}."
+        )
+
   def times(self, count: int, *, after: int = 0) -> int:
     """How many of `count` steps that follow on the first `after` are in it.
 
@@ -85,6 +94,9 @@ def phase(
     start: from 0.
     stop: None for ever.
 
+  Raises:
+    ValueError: unless 0 <= start < stop.
+
   Returns:
     A context in which the branch does what it does.
 
@@ -98,6 +110,12 @@ def phase(
   >>> step(3.0, True).item()
   6.0
   """
+  Phase(start, stop)
+  if stop is not None and stop <= start:
+    raise ValueError(
+      f"`stop` must be above `start`, {start}, or None, got {stop}: this "
+      "branch would never be entered."
+    )
   end = "end" if stop is None else stop
   return jax.named_scope(f"jdist_phase_from_{start}_to_{end}")
 

@@ -133,6 +133,10 @@ class Reducer(abc.ABC):
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """What one reduction costs."""
 
+  def told_workers(self, axis: _axis.Axis) -> int:
+    """How many workers `num_bits` means, where `axis` is bound."""
+    return _axis.size(axis)
+
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Reducer):

@@ -186,6 +186,10 @@ class OnShards(_reducing.Reducer):
       function, self.specs, in_specs=in_specs, out_specs=out_specs
     )
 
+  def told_workers(self, axis: _axis.Axis) -> int:
+    """As the reducer says."""
+    return self.reducer.told_workers(axis)
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducing.Bits:
     """Of all devices of a worker together."""
     local = local_likes(like, self.specs)
@@ -276,6 +280,11 @@ def local_likes(
   out = []
   for leaf, spec in zip(jax.tree.leaves(like), specs, strict=True):
     shape = list(leaf.shape)
+    if len(spec) > len(shape):
+      raise ValueError(
+        "`specs` must name at most as many dimensions as each leaf has, got "
+        f"{spec} for shape {shape}."
+      )
     for dim, entry in enumerate(spec):
       names = entry if isinstance(entry, tuple) else (entry,)
       used = tuple(name for name in names if name is not None)

@@ -49,6 +49,14 @@ class Reduction:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
+    left = getattr(reducer, "owner_feedback", None) == "own_share"
+    if left and feedback is None:
+      raise ValueError(
+        "`reducer` leaves what its owners round away to a feedback "
+        f"(`owner_feedback='own_share'`) and needs one, got {reducer!r} and "
+        "feedback=None. Take `feedback=ErrorFeedback()`, or "
+        "owner_feedback=True."
+      )
     if specs is not None:
       reducer = collectives.OnShards(reducer, specs)
       if feedback is not None:

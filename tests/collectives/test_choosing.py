@@ -132,6 +132,14 @@ def test_errors_name_the_leaf():
     policy.init(LIKE, None)
   with pytest.raises(ValueError, match="`rules` must hold"):
     collectives.PerLeaf((ROUND,))
+  with pytest.raises(ValueError, match="`rules` must be a tuple of `Rule`s"):
+    collectives.PerLeaf(collectives.Rule(ROUND))
+  with pytest.raises(ValueError, match=r"`path` must be a glob, .* got 3"):
+    collectives.Rule(ROUND, path=3)
+  with pytest.raises(
+    ValueError, match="`min_size` must be an int >= 0, got 'a'"
+  ):
+    collectives.Rule(ROUND, min_size="a")
   with pytest.raises(ValueError, match="`reducer` must be"):
     collectives.Rule(small.Rounded())
   with pytest.raises(ValueError, match="different paths"):

@@ -24,6 +24,22 @@ def run(reducer, trees):
   )
 
 
+def test_what_is_told_is_between_hosts():
+  """Not of all workers: inside a host nothing is told."""
+
+  def step(x):
+    collectives.note(TWO, x, AXIS)
+    return collectives.mean(x, AXIS)
+
+  x = jnp.zeros((HOSTS, INSIDE, 40))
+  with collectives.reductions() as told:
+    jax.eval_shape(
+      jax.vmap(jax.vmap(step, axis_name="inner"), axis_name="outer"), x
+    )
+  assert told == [TWO.num_bits(x[0, 0], HOSTS)]
+  assert told != [TWO.num_bits(x[0, 0], HOSTS * INSIDE)]
+
+
 def make():
   rng = np.random.default_rng(0)
   shape = (HOSTS, INSIDE, ROUNDS, 37)
@@ -175,6 +191,9 @@ def test_each_device_sends_its_part_between_hosts():
 
 
 def test_parts_are_as_many_as_a_host_has_workers():
+  for wrong, name in (((OUTER, small.Rounded()), "outer"), ((None,), "inner")):
+    with pytest.raises(ValueError, match=f"`{name}` must be a `Reducer`"):
+      collectives.TwoLevel(*wrong, *[OUTER] * (2 - len(wrong)))
   with pytest.raises(ValueError, match="`parts` must be an int >= 1, got 0"):
     collectives.TwoLevel(collectives.Exact(), OUTER, parts=0)
   with pytest.raises(ValueError, match="`reducer` must be one for vectors"):

@@ -77,6 +77,40 @@ def test_zeros_and_nan_do_not_stay():
   np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
 
 
+def test_a_nan_takes_nothing_from_other_leaves():
+  """Nor from other workers: what they wanted to send stays theirs."""
+  int8 = collectives.carry(codecs.Quantize(8), owner_feedback="own_share")
+  trees = {
+    "b": jnp.ones((2, 1, 9)).at[1, 0, 2].set(jnp.nan),
+    "dense": jnp.ones((2, 1, 20, 12)),
+  }
+  for factors in (None, int8):
+    reducer = collectives.PowerSGD(2, factors=factors)
+    means, shares, states, _ = _reducers.run(reducer, trees, 2)
+    assert np.isnan(means["b"]).any()
+    # In one block with the vector all directions are lost, and told.
+    assert np.isnan(means["dense"]).all() == (factors is not None)
+    if factors is not None:
+      np.testing.assert_array_equal(shares["dense"], 0.0)
+    assert all(np.isfinite(q).all() for q in states.q)
+
+
+def test_factors_may_go_by_leaf_or_in_parts():
+  """Their states are empty, but not every one is a `()`."""
+  int8 = collectives.carry(codecs.Quantize(8), owner_feedback="own_share")
+  trees = make(1)
+  plain, *_ = _reducers.run(collectives.PowerSGD(2), trees, N)
+  for factors in (
+    collectives.PerLeaf((collectives.Rule(int8, min_ndim=2),)),
+    collectives.InParts(int8),
+  ):
+    means, *_ = _reducers.run(collectives.PowerSGD(2, 0, factors), trees, N)
+    for mean, exact in zip(
+      jax.tree.leaves(means), jax.tree.leaves(plain), strict=True
+    ):
+      np.testing.assert_allclose(mean, exact, atol=0.2)
+
+
 def compiled(reducer):
   """The collectives of a program that reduces, and what it reduces."""
   team = collectives.workers(N, substrate="shard_map")
@@ -151,6 +185,8 @@ def test_q_is_shared():
 def test_what_does_not_suit_is_refused():
   with pytest.raises(ValueError, match="`rank` must be"):
     collectives.PowerSGD(rank=0)
+  with pytest.raises(ValueError, match="`seed` must be an int >= 0, got -1"):
+    collectives.PowerSGD(seed=-1)
   with pytest.raises(ValueError, match=r"int32 at `\['n'\]`.*PerLeaf"):
     collectives.PowerSGD().init({"n": jnp.zeros(3, jnp.int32)}, None)
   with pytest.raises(ValueError, match="`factors` must be None or a reducer"):

@@ -364,6 +364,13 @@ REJECTED = {
     ),
     "`feedback` keeps what a reducer leaves out and needs `reducer`.*carry",
   ),
+  "nobody keeps what owners round away": (
+    lambda: transforms.average_gradients(
+      None,
+      collectives.carry(codecs.Quantize(4), owner_feedback="own_share"),
+    ),
+    "`reducer` leaves what its owners round away to a feedback",
+  ),
   "a codec": (
     lambda: transforms.average_gradients(None, Half()),
     r"`reducer` must be a `collectives.Reducer`, `collectives.carry\(codec\)` "
