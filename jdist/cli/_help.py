@@ -103,6 +103,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "batch_size",
     "accumulate",
     "alpha",
+    "augment",
   ),
   "budget and each worker's optimizer": (
     "epochs",

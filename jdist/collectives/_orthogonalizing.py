@@ -62,7 +62,7 @@ def _unit_columns(p: jax.Array) -> jax.Array:
   highest = jnp.max(jnp.abs(p), axis=0)
   is_zero = highest == 0
   p = p / jnp.where(is_zero, 1.0, highest)
-  p = jnp.where(is_zero, jnp.eye(*p.shape, dtype=p.dtype), p)
+  p = jnp.where(is_zero, jnp.eye(p.shape[0], p.shape[1], dtype=p.dtype), p)
   return p / jnp.sqrt(jnp.sum(p * p, axis=0))
 
 

@@ -35,7 +35,9 @@ class Scheduled(collectives.Reducer):
   Shapes are static, so every phase has its program, and they are the branches
   of a conditional: what is sent is hidden under nothing, as in every
   conditional.  What a reducer itself remembers (an owner's residual, a low
-  rank) begins anew with its phase; what a *feedback* remembers goes on.
+  rank) begins anew with its phase, and what an owner of the phase before still
+  held back stays in the state until `drain` brings it in; what a *feedback*
+  remembers goes on: `owner_feedback="own_share"` leaves all of it to that.
 
   Attributes:
     phases: pairs of the first step that is no longer in the phase, rising,
