@@ -5,11 +5,13 @@ from typing import Any
 import jax
 
 from jdist.transforms import (
+  _averaging,
   _delaying,
   _fragmenting,
   _leading,
   _meeting,
   _preceding,
+  _reducing,
   _stepping,
 )
 
@@ -25,6 +27,13 @@ HOLDING = (
   _meeting.RoundsState,
   _leading.LeadStepState,
   _fragmenting.FragmentsState,
+)
+# States whose transformations bring the workers' updates together, besides
+# those with rounds.
+_AVERAGING = (
+  _averaging.AverageGradientsState,
+  _reducing.ReductionState,
+  _preceding.UpdateFirstState,
 )
 
 
@@ -43,6 +52,15 @@ def rounds_in(state: PyTree) -> Any:
       f"{len(found)}. Put one inside the other's inner chain."
     )
   return found[0] if found else None
+
+
+def averages(state: PyTree) -> bool:
+  """Whether something in a chain's state brings the workers together."""
+
+  def is_one(x: Any) -> bool:
+    return isinstance(x, _AVERAGING) or has_rounds(x)
+
+  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 
 def holds(state: PyTree) -> bool:

@@ -109,8 +109,9 @@ def predict_rest(
 
   Args:
     front: a chain that brings the workers together: `ssgd`, `local_steps`,
-      `diloco`, `msdpu`, ...  It gets the front's updates and parameters, and
-      all extra arguments.
+      `diloco`, `msdpu`, ...; with `axis=None` any.  It gets the front's updates
+      and parameters, and all extra arguments.  A transformation of one's own
+      stands behind `average_gradients`, by which it is known.
     cut: how to cut the parameters, an object with `split(tree) -> (front,
       rest)` and `join(front, rest) -> tree`: `jdist.prediction.cut`.
     predict: a pure function of the predictor's parameters and the front,
@@ -127,8 +128,10 @@ def predict_rest(
     rest: evaluate on it.  Interval, rounds and streaming are the front's.
 
   Raises:
-    ValueError: when an argument is of another kind; at trace time, when
-      `params` is missing or does not suit the cut.
+    ValueError: when an argument is of another kind; when the state is made,
+      and `predict` does not give the rest of these parameters, or, with an
+      axis, `front` or `rest` never brings the workers together; at trace time,
+      when `params` is missing or does not suit the cut.
 
   >>> from jdist.transforms import _averaging
   >>> class Halves:  # The front is half of the rest.
@@ -164,8 +167,20 @@ def predict_rest(
 
   def init_fn(params: optax.Params) -> PredictRestState:
     ahead, behind = cut.split(params)
+    # A buffer of its own, because the state may be donated.
+    predictor = jax.tree.map(
+      lambda x: jnp.array(x, copy=True), predictor_params
+    )
+    _check_prediction(predict, predictor, ahead, behind)
     predicted = jax.tree.map(_anchoring.wide_copy, behind)
     front_state = front.init(ahead)
+    rest_state = (
+      () if rest is None else rest.init(jax.tree.map(jnp.zeros_like, predicted))
+    )
+    if axis is not None:
+      _check_together("front", front_state)
+      if rest is not None:
+        _check_together("rest", rest_state)
     found = _finding.rounds_in(front_state)
     return PredictRestState(
       step=jnp.zeros((), jnp.int32),
@@ -176,14 +191,9 @@ def predict_rest(
       kept=jnp.zeros((), jnp.float32),
       stream_steps=jax.tree.map(jnp.copy, getattr(found, "stream_steps", ())),
       predicted=() if rest is None else predicted,
-      # A buffer of its own, because the state may be donated.
-      predictor=jax.tree.map(
-        lambda x: jnp.array(x, copy=True), predictor_params
-      ),
+      predictor=predictor,
       front=front_state,
-      rest=()
-      if rest is None
-      else rest.init(jax.tree.map(jnp.zeros_like, predicted)),
+      rest=rest_state,
     )
 
   def update_fn(
@@ -298,6 +308,76 @@ def predict_rest(
     return residual, state._replace(rest=new)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_together(name: str, state: PyTree) -> None:
+  """Refuses a state of which nothing keeps the workers equal."""
+  if not _finding.averages(state):
+    raise ValueError(
+      f"`{name}` must bring the workers together where there is an `axis`, but "
+      "its state is neither that of a mean nor one with rounds, and the "
+      f"workers would drift apart. Give `ssgd({name}, axis=axis)`, or put it "
+      "into `local_steps`."
+    )
+
+
+def _check_prediction(
+  predict: Predict, predictor: PyTree, front: PyTree, rest: PyTree
+) -> None:
+  """Refuses what does not predict this rest, before anything is compiled."""
+  rule = (
+    "`predict` must give the rest from `predictor_params` and the front, but"
+  )
+  remedy = (
+    "Take the predictor that was made for this cut of this network, and its "
+    "own trained parameters."
+  )
+
+  def predicted(predictor: PyTree, front: PyTree) -> PyTree:
+    return predict(predictor, jax.tree.map(_anchoring.wide, front))
+
+  try:
+    # Of shapes, as it will be the same on every substrate.
+    found = jax.eval_shape(predicted, *jax.tree.map(_shape, (predictor, front)))
+  except (TypeError, ValueError, LookupError, AttributeError) as error:
+    told = str(error).partition("\n")[0]
+    raise ValueError(
+      f"{rule} it fails: {type(error).__name__}: {told} {remedy}"
+    ) from error
+  theirs, ours = _leaves(found), _leaves(jax.tree.map(_shape, rest))
+  for name, leaf in ours.items():
+    if name not in theirs:
+      raise ValueError(f"{rule} it gives no leaf {name}. {remedy}")
+    other = theirs[name]
+    alike = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, other))
+    if other.shape != leaf.shape or not (alike or other.dtype == leaf.dtype):
+      raise ValueError(
+        f"{rule} its leaf {name} is {_told(other)} and not {_told(leaf)}. "
+        f"{remedy}"
+      )
+  if more := [name for name in theirs if name not in ours]:
+    raise ValueError(f"{rule} it gives a leaf {more[0]} besides. {remedy}")
+  given, wanted = str(jax.tree.structure(found)), str(jax.tree.structure(rest))
+  if given != wanted:
+    raise ValueError(f"{rule} it gives {given} and not {wanted}. {remedy}")
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+  weak = getattr(x, "weak_type", False)
+  return jax.ShapeDtypeStruct(
+    jnp.shape(x), jnp.asarray(x).dtype, weak_type=weak
+  )
+
+
+def _told(leaf: jax.ShapeDtypeStruct) -> str:
+  return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def _interval(found: Any) -> jax.Array:
