@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jdist.prediction import _cutting
+from jdist.prediction import _cutting, _storing
 
 PyTree = Any
 Params = dict[str, Any]
@@ -102,7 +102,8 @@ class Predictor:
       The rear, for `Cut.join`.
 
     Raises:
-      ValueError: when the front does not fit the cut.
+      ValueError: when the front does not fit the cut, or the parameters are of
+        another predictor, naming the first leaf that differs.
     """
     return self.apply_vector(params, self.cut.flatten_front(front))
 
@@ -114,6 +115,7 @@ class Predictor:
         f"{self.cut!r}, got {list(vector.shape)}. Map over samples with "
         "`jax.vmap`."
       )
+    self.check_params(params)
     features = self._features(params, vector)
     convs = dense = features
     if "hidden" in params:
@@ -127,6 +129,27 @@ class Predictor:
       flat = (dense if layer.is_dense else convs) @ kernel
       parts.append(flat.reshape(-1)[: layer.size])
     return self.cut.unflatten_rear(jnp.concatenate(parts))
+
+  def check_params(self, params: Params) -> None:
+    """Raises a ValueError unless the parameters are this predictor's.
+
+    Args:
+      params: arrays or shapes; the first leaf that differs is named.
+    """
+    wanted = {".".join(path): shape for path, shape in self._shapes().items()}
+    found = {name: jnp.shape(x) for name, x in _storing.named(params).items()}
+    rule = f"`params` must be of {self!r}, but"
+    remedy = "Take the parameters that were trained with this predictor."
+    for name, shape in wanted.items():
+      if name not in found:
+        raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
+      if found[name] != shape:
+        raise ValueError(
+          f"{rule} {name} has shape {list(found[name])} and not {list(shape)}. "
+          f"{remedy}"
+        )
+    if more := sorted(found.keys() - wanted.keys()):
+      raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
 
   def _features(self, params: Params, vector: jax.Array) -> jax.Array:
     """The 8 features of a front."""

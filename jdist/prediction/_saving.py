@@ -53,15 +53,8 @@ def save_predictor(
     ValueError: when the parameters are not of this predictor, naming the
       first that differs.
   """
-  like = _storing.named(jax.eval_shape(predictor.init, jax.random.key(0)))
+  predictor.check_params(params)
   arrays = _storing.named(params)
-  for name in sorted(like.keys() | arrays.keys()):
-    shapes = [x[name].shape if name in x else None for x in (like, arrays)]
-    if shapes[0] != shapes[1]:
-      raise ValueError(
-        f"`params` must be of {predictor!r}, but {name} has shape {shapes[1]} "
-        f"and not {shapes[0]}."
-      )
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
   _storing.save_arrays(directory, arrays, body)
 

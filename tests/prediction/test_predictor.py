@@ -6,9 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jdist import collectives, models, prediction
+from jdist import collectives, models, prediction, transforms
 
 
 def reference(p, vector, grid, rear):
@@ -232,5 +233,41 @@ def test_what_does_not_fit_is_refused():
   params = init(predictor)
   with pytest.raises(ValueError, match=r"`vector` must have shape \[2572\]"):
     predictor.apply_vector(params, jnp.zeros((2, 2572)))
+  other = prediction.predictor(cut_of("lenet", 2), grid=8)
+  with pytest.raises(
+    ValueError,
+    match=r"`params` must be of Predictor.*block1\.conv\.kernel has shape "
+    r"\[3, 3, 2572, 8\] and not \[3, 3, 41, 8\]",
+  ):
+    other.apply_vector(params, jnp.zeros(2572))
+  few = {k: v for k, v in params.items() if k != "hidden_dense"}
+  with pytest.raises(ValueError, match=r"no leaf hidden_dense\.kernel"):
+    predictor.apply_vector(few, jnp.zeros(2572))
+  with pytest.raises(ValueError, match=r"a leaf more besides"):
+    predictor.apply_vector(params | {"more": jnp.zeros(1)}, jnp.zeros(2572))
   with pytest.raises(ValueError, match="`front` must be the front of"):
     predictor.apply(params, {"conv1": {"kernel": jnp.zeros((5, 5, 1, 6))}})
+
+
+def test_a_predictor_of_another_cut_is_refused_when_the_state_is_made():
+  model = models.build("lenet", input_shape=(8, 8, 1), num_classes=10)
+  cuts = [prediction.cut(model, number) for number in (1, 2)]
+  own, other = (prediction.predictor(cut) for cut in cuts)
+  params = [jax.eval_shape(x.init, jax.random.key(0)) for x in (own, other)]
+  params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+  for predict, theta, rule in (
+    (other.apply, params[1], "`front` must be the front of|`tree` must be"),
+    (own.apply, params[1], r"`params` must be of Predictor.*has shape"),
+    (
+      lambda _, f: other.cut.split(model.params)[1],
+      (),
+      "no leaf conv2.kernel|no leaf conv2.bias",
+    ),
+  ):
+    optimizer = transforms.mp2(
+      optax.sgd(0.1), cuts[0], predict, theta, axis=None
+    )
+    with pytest.raises(
+      ValueError, match=f"`predict`.*`predictor_params`.*({rule})"
+    ):
+      optimizer.init(model.params)
