@@ -1,12 +1,13 @@
 """Checks of arguments, before anything is trained or drawn."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.prediction import _fingerprinting
+from jdist.prediction import _fingerprinting, _storing
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
@@ -22,6 +23,30 @@ def check_int(name: str, value: Any, minimum: int) -> int:
   if isinstance(value, bool) or number < minimum:
     raise ValueError(f"`{name}` must be an int >= {minimum}, got {value!r}.")
   return number
+
+
+def check_leaves(
+  rule: str, remedy: str, params: Any, wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+  """Raises a ValueError that names the first leaf that is not as wanted.
+
+  Args:
+    rule: what a message begins with.
+    remedy: what it ends with.
+    params: a tree of arrays or shapes.
+    wanted: the shape of each leaf, by its name of `_storing.named`.
+  """
+  found = {name: jnp.shape(x) for name, x in _storing.named(params).items()}
+  for name, shape in wanted.items():
+    if name not in found:
+      raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
+    if found[name] != shape:
+      raise ValueError(
+        f"{rule} {name} has shape {list(found[name])} and not {list(shape)}. "
+        f"{remedy}"
+      )
+  if more := sorted(found.keys() - wanted.keys()):
+    raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
 
 
 def check_finite(name: str, array: Any) -> None:

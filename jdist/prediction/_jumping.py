@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.prediction import _nowcasting
+from jdist.prediction import _checking, _nowcasting
 
 PyTree = Any
 
@@ -44,8 +44,13 @@ def nowcast_weights(
   steps.  To save epochs, train for fewer.  Nothing is sent; where the
   parameters are equal on all workers to the bit, they stay so.
 
-  Stands last in a chain, where the updates are as they will be applied, or last
-  in the inner chain of `local_steps`, where every worker jumps for itself.
+  Stands last in a chain behind `ssgd` or `average_gradients`, where the updates
+  are as they will be applied.  With a method that has rounds, `local_steps`,
+  `easgd`, `mp2`, ..., it stands last in the inner chain: every worker jumps for
+  itself, of `mp2` the front only.  Behind such a method the jump would be lost
+  on the anchor; `jdist.anchor`, `jdist.apply_updates` and the training step
+  refuse it there.
+
   Its state is five times the size of the parameters in float32.
 
   Args:
@@ -58,8 +63,8 @@ def nowcast_weights(
     as `transforms.drain` says it, it hands the updates on and counts nothing.
 
   Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing.
+    ValueError: when an argument is out of its range, or a network is not one
+      of `init_nowcasters`; at trace time, when `params` is missing.
 
   References:
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
@@ -81,14 +86,7 @@ def nowcast_weights(
   [2.0, 3.0, 4.0, 5.0]
   """
   _nowcasting.check_nowcasters(params)
-  if (
-    isinstance(steps_per_epoch, bool)
-    or not isinstance(steps_per_epoch, int)
-    or steps_per_epoch < 1
-  ):
-    raise ValueError(
-      f"`steps_per_epoch` must be an int >= 1, got {steps_per_epoch!r}."
-    )
+  steps_per_epoch = _checking.check_int("steps_per_epoch", steps_per_epoch, 1)
   collectives.check_axis(axis)
   networks, length = params, _nowcasting.HISTORY_LENGTH
 

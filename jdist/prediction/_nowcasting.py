@@ -4,11 +4,14 @@ A weight nowcaster network looks at one entry of the parameters at a time, so
 that it fits any model.  There are three, one for each kind of entry.
 """
 
+import functools
 import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from jdist.prediction import _checking, _storing
 
 PyTree = Any
 Kind = Literal["conv", "dense", "bias"]
@@ -159,13 +162,26 @@ def nowcast(history: PyTree, params: dict[Kind, dict[str, Any]]) -> PyTree:
 
 
 def check_nowcasters(params: Any) -> None:
-  """Raises a ValueError unless every network is of a known kind."""
+  """Raises a ValueError unless all are networks, of known kinds."""
   if not isinstance(params, dict) or not set(params) <= set(KINDS):
     found = sorted(params) if isinstance(params, dict) else params
     raise ValueError(
       f"`params` must be a dict with a network for some of {', '.join(KINDS)}, "
       f"as `init_nowcasters` makes it, got {found!r}."
     )
+  for kind, network in params.items():
+    _checking.check_leaves(
+      f"`params` must hold networks as of `init_nowcasters`, but in {kind}",
+      "Take those of `fit_nowcasters` or `load_nowcasters`.",
+      network,
+      _shapes(),
+    )
+
+
+@functools.cache
+def _shapes() -> dict[str, tuple[int, ...]]:
+  like = jax.eval_shape(init_nowcaster, jax.random.key(0))
+  return {name: leaf.shape for name, leaf in _storing.named(like).items()}
 
 
 def _leaf(network: dict[str, Any], leaf: jax.Array) -> jax.Array:

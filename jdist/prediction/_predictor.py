@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jdist.prediction import _cutting, _storing
+from jdist.prediction import _checking, _cutting
 
 PyTree = Any
 Params = dict[str, Any]
@@ -136,20 +136,12 @@ class Predictor:
     Args:
       params: arrays or shapes; the first leaf that differs is named.
     """
-    wanted = {".".join(path): shape for path, shape in self._shapes().items()}
-    found = {name: jnp.shape(x) for name, x in _storing.named(params).items()}
-    rule = f"`params` must be of {self!r}, but"
-    remedy = "Take the parameters that were trained with this predictor."
-    for name, shape in wanted.items():
-      if name not in found:
-        raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
-      if found[name] != shape:
-        raise ValueError(
-          f"{rule} {name} has shape {list(found[name])} and not {list(shape)}. "
-          f"{remedy}"
-        )
-    if more := sorted(found.keys() - wanted.keys()):
-      raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
+    _checking.check_leaves(
+      f"`params` must be of {self!r}, but",
+      "Take the parameters that were trained with this predictor.",
+      params,
+      {".".join(path): shape for path, shape in self._shapes().items()},
+    )
 
   def _features(self, params: Params, vector: jax.Array) -> jax.Array:
     """The 8 features of a front."""

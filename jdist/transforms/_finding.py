@@ -19,6 +19,8 @@ PyTree = Any
 
 # What the state of every method with rounds has.
 _ROUND_FIELDS = frozenset({"anchor", "synchronized", "round", "interval"})
+# What that of `prediction.nowcast_weights` has, which is in a room above.
+_JUMP_FIELDS = frozenset({"step", "history", "networks"})
 # States whose transformations know `update(..., drain=True)`.
 HOLDING = (
   _stepping.LocalStepsState,
@@ -42,10 +44,21 @@ def has_rounds(state: PyTree) -> bool:
   return frozenset(getattr(state, "_fields", ())) >= _ROUND_FIELDS
 
 
+def _jumps(state: PyTree) -> bool:
+  return frozenset(getattr(state, "_fields", ())) >= _JUMP_FIELDS
+
+
 def rounds_in(state: PyTree) -> Any:
   """The outermost state with rounds in a chain's state, or None."""
-  leaves = jax.tree.leaves(state, is_leaf=has_rounds)
+  leaves = jax.tree.leaves(state, is_leaf=lambda x: has_rounds(x) or _jumps(x))
   found = [x for x in leaves if has_rounds(x)]
+  if found and any(map(_jumps, leaves)):
+    raise ValueError(
+      "`state` must not hold `nowcast_weights` beside a method with rounds, "
+      f"got one beside {type(found[0]).__name__}: the jump would be lost where "
+      "a round ends on the anchor. Put it last into the inner chain, as in "
+      "`local_sgd(optax.chain(optimizer, nowcast_weights(...)), ...)`."
+    )
   if len(found) > 1:
     raise ValueError(
       "`state` must have one `local_steps` at most, side by side there are "

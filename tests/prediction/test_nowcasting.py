@@ -232,3 +232,85 @@ def test_draining_counts_nothing():
   updates, state = chain.update(jnp.array([3.0]), chain.init(w), w)
   w, state = transforms.drain(chain, state, w + updates)
   assert w.item() == -3.0 and state[1].step.item() == 1
+
+
+class Halves:
+  """The second leaf is predicted from the first."""
+
+  split = staticmethod(lambda tree: (tree["a"], tree["b"]))
+  join = staticmethod(lambda front, rest: {"a": front, "b": rest})
+
+
+def sgd_and_jump():
+  # After the fifth step.
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  return optax.chain(optax.sgd(1.0), jump)
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    lambda sgd: transforms.local_sgd(sgd, 5, axis=None),
+    lambda sgd: transforms.diloco(sgd, 5, axis=None),
+    lambda sgd: transforms.easgd(sgd, 5, axis=None),
+    lambda sgd: transforms.mp2(sgd, Halves, lambda _, f: f, 0.0, axis=None),
+    lambda sgd: transforms.predict_rest(
+      transforms.ssgd(sgd, axis=None), Halves, lambda _, f: f, 0.0, axis=None
+    ),
+  ],
+  ids=("local_sgd", "diloco", "easgd", "mp2", "predict_rest"),
+)
+def test_a_jump_beside_rounds_is_refused(method):
+  w = {"a": jnp.ones(3), "b": jnp.ones(3)}
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  beside = optax.chain(method(optax.sgd(1.0)), jump).init(w)
+  within = method(sgd_and_jump()).init(w)
+  for ask in (
+    lambda state: transforms.apply_updates(w, w, state),
+    lambda state: transforms.anchor(state, w),
+    transforms.synchronized,
+  ):
+    with pytest.raises(
+      ValueError, match=r"hold `nowcast_weights` beside.*lost.*inner chain"
+    ):
+      ask(beside)
+    ask(within)
+
+
+def test_a_jump_at_a_rounds_end_is_kept_in_the_inner_chain():
+  local = transforms.local_sgd(sgd_and_jump(), 5, axis=None)
+  plain, w, alone = sgd_and_jump(), jnp.zeros(3), jnp.zeros(3)
+  state, own = local.init(w), plain.init(w)
+  updates = jax.jit(local.update), jax.jit(plain.update)
+  for step in range(6):
+    gradient = jnp.full(3, 1.0 + step)
+    moves, state = updates[0](gradient, state, w)
+    w = transforms.apply_updates(w, moves, state)
+    moves, own = updates[1](gradient, own, alone)
+    before, alone = alone, alone + moves
+    np.testing.assert_allclose(w, alone, rtol=1e-6)
+    assert (abs(alone - (before - gradient)).max() > 1e-3) == (step == 4)
+  np.testing.assert_allclose(
+    transforms.anchor(state, w), alone + gradient, rtol=1e-6
+  )
+
+
+def test_networks_are_looked_at_when_the_jump_is_made():
+  for wrong, rule in (
+    ({"conv": 1}, r"in conv there is no leaf head\.bias"),
+    ({"dense": {}}, "in dense there is no leaf"),
+    (
+      {"bias": NETWORK | {"more": jnp.zeros(1)}},
+      "in bias there is a leaf more besides",
+    ),
+    (
+      {"conv": NETWORK | {"head": {"kernel": np.ones(3), "bias": np.ones(1)}}},
+      r"in conv head\.kernel has shape \[3\] and not \[64, 1\]",
+    ),
+  ):
+    for call in (
+      lambda wrong=wrong: prediction.nowcast_weights(wrong, 1, axis=None),
+      lambda wrong=wrong: prediction.nowcast(jnp.zeros(5), wrong),
+    ):
+      with pytest.raises(ValueError, match=f"`params` .*{rule}.*`fit_nowcas"):
+        call()
