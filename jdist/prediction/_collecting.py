@@ -1,5 +1,7 @@
 """Collects the parameters of an ordinary run."""
 
+import json
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ import jax
 import numpy as np
 
 from jdist import collectives, training
-from jdist.prediction import _cutting, _drawing, _sampling
+from jdist.prediction import _checking, _cutting, _drawing, _sampling
 
 PyTree = Any
 # What `choose_steps` draws from; other uses of a seed have other numbers.
@@ -38,20 +40,18 @@ def choose_steps(
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
   """
-  for name, number in (
-    ("num_epochs", num_epochs),
-    ("steps_per_epoch", steps_per_epoch),
-    ("per_epoch", per_epoch),
+  for name, number, minimum in (
+    ("num_epochs", num_epochs, 1),
+    ("steps_per_epoch", steps_per_epoch, 1),
+    ("per_epoch", per_epoch, 1),
+    ("seed", seed, 0),
   ):
-    if number < 1:
-      raise ValueError(f"`{name}` must be at least 1, got {number}.")
+    _checking.check_int(name, number, minimum)
   if per_epoch > steps_per_epoch:
     raise ValueError(
       f"`per_epoch` must be at most `steps_per_epoch`, got {per_epoch} of "
       f"{steps_per_epoch}."
     )
-  if seed < 0:
-    raise ValueError(f"`seed` must be an integer >= 0, got {seed}.")
   steps: list[int] = []
   for epoch in range(num_epochs):
     order = _drawing.permutation(steps_per_epoch, seed, _STEPS_KEY, epoch)
@@ -108,7 +108,8 @@ class Collector:
     """
     self._directory = pathlib.Path(directory)
     self._workers = workers
-    self._cuts = tuple(sorted(cuts, key=lambda cut: len(cut.front)))
+    self._cuts = _sorted_cuts(cuts)
+    _check_metadata(metadata)
     self._steps = _checked_steps(steps)
     self._on_sample = on_sample
     depths = [len(cut.front) for cut in self._cuts]
@@ -203,9 +204,34 @@ class Collector:
       self._on_sample(self.done, len(self._steps))
 
 
+def _sorted_cuts(cuts: Sequence[_cutting.Cut]) -> tuple[_cutting.Cut, ...]:
+  for each in cuts:
+    if not isinstance(each, _cutting.Cut):
+      raise ValueError(
+        "`cuts` must hold cuts, for instance `prediction.cut(model, "
+        f"num_layers)`, got {each!r}."
+      )
+  return tuple(sorted(cuts, key=lambda cut: len(cut.front)))
+
+
+def _check_metadata(metadata: Any) -> None:
+  try:
+    json.dumps(metadata or {})
+    told = None if metadata is None or isinstance(metadata, dict) else metadata
+  except (TypeError, ValueError) as error:
+    told = error
+  if told is not None:
+    raise ValueError(
+      f"`metadata` must be a dict that JSON can hold, got {told!r}. Make lists "
+      "of arrays, `x.tolist()`, and text of other things."
+    )
+
+
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
-  steps = tuple(int(step) for step in steps)
-  if not steps or list(steps) != sorted(set(steps)) or steps[0] < 0:
+  whole = all(hasattr(step, "__index__") for step in steps)
+  steps = tuple(map(operator.index, steps)) if whole else tuple(steps)
+  rising = whole and list(steps) == sorted(set(steps))
+  if not steps or not rising or steps[0] < 0:
     raise ValueError(
       "`steps` must be increasing numbers from 0, at least one, got "
       f"{steps[:5]}{'...' if len(steps) > 5 else ''}. Draw them with "

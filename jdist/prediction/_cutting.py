@@ -394,9 +394,10 @@ def cut(
   Cut(model: 2 layers of 2,572 parameters | 3 layers of 59,134)
   """
   layers = _layers_of(_params_of(model))
-  if not 1 <= num_layers < len(layers):
+  whole = hasattr(num_layers, "__index__") and num_layers is not True
+  if not whole or num_layers not in range(1, len(layers)):
     raise ValueError(
-      f"`num_layers` must be from 1 to {len(layers) - 1}, as the network has "
-      f"{len(layers)} layers, got {num_layers}."
+      f"`num_layers` must be an int from 1 to {len(layers) - 1}, as the "
+      f"network has {len(layers)} layers, got {num_layers!r}."
     )
   return Cut(name, layers[:num_layers], layers[num_layers:])

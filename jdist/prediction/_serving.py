@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.prediction import _predictor
+from jdist.prediction import _checking, _predictor
 
 PyTree = Any
 
@@ -59,6 +59,11 @@ class Server:
       predictor: of the network's rear.
       optimizer: of the front; Adam in the paper.
     """
+    if not isinstance(predictor, _predictor.Predictor):
+      raise ValueError(
+        "`predictor` must be of `prediction.predictor(cut)`, got "
+        f"{predictor!r}."
+      )
     if not isinstance(optimizer, optax.GradientTransformation):
       raise ValueError(
         "`optimizer` must be an Optax transformation, for instance "
@@ -74,8 +79,7 @@ class Server:
       params: the whole network's.
       num_workers: how many workers, >= 1.
     """
-    if num_workers < 1:
-      raise ValueError(f"`num_workers` must be >= 1, got {num_workers}.")
+    num_workers = _checking.check_int("num_workers", num_workers, 1)
     front, _ = self._cut.split(params)
     one = self._optimizer.init(front)
     rows = jax.tree.map(

@@ -252,14 +252,23 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
   for cuts in ([], [_tiny.cut(1), _tiny.cut(1)]):
     with pytest.raises(ValueError, match="`cuts` must be of different depths"):
       collector(tmp_path, cuts=cuts)
-  for steps in ((), (3, 2), (2, 2), (-1, 2)):
+  for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",)):
     with pytest.raises(ValueError, match="`steps` must be increasing"):
       collector(tmp_path, steps=steps)
   with pytest.raises(ValueError, match="`per_epoch` must be at most"):
     prediction.choose_steps(2, 5, 6)
   for name in ("num_epochs", "steps_per_epoch", "per_epoch"):
     numbers = {"num_epochs": 2, "steps_per_epoch": 5, "per_epoch": 1}
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
       prediction.choose_steps(**(numbers | {name: 0}))
-  with pytest.raises(ValueError, match="`seed` must be an integer >= 0"):
-    prediction.choose_steps(2, 5, 1, seed=-1)
+    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
+      prediction.choose_steps(**(numbers | {name: 1.5}))
+  for seed in (-1, 0.5):
+    with pytest.raises(ValueError, match="`seed` must be an int >= 0"):
+      prediction.choose_steps(2, 5, 1, seed=seed)
+  for wrong in ({"x": np.ones(2)}, {"x": {1, 2}}, {("a", 1): 2}, 3):
+    with pytest.raises(ValueError, match=r"`metadata` must be a dict.*JSON"):
+      collector(tmp_path / "none", metadata=wrong)
+  assert not (tmp_path / "none").exists()
+  with pytest.raises(ValueError, match=r"`cuts` must hold cuts.*got 'a'"):
+    collector(tmp_path / "none", cuts=["a"])

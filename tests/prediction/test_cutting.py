@@ -154,8 +154,10 @@ def test_another_cut_is_refused_by_the_first_leaf_that_differs():
 
 
 def test_what_cannot_be_cut_is_refused():
-  for num_layers in (0, 2):
-    with pytest.raises(ValueError, match="`num_layers` must be from 1 to 1"):
+  for num_layers in (0, 2, 1.0, 1.5, True, None):
+    with pytest.raises(
+      ValueError, match=r"`num_layers` must be an int from 1 to 1,"
+    ):
       prediction.cut(small(), num_layers)
   with pytest.raises(ValueError, match="`tree` must be a nested dict"):
     prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)

@@ -223,8 +223,13 @@ def test_all_workers_predict_the_same_on_every_substrate(substrate):
 
 def test_what_does_not_fit_is_refused():
   cut = cut_of("lenet", 2)
-  with pytest.raises(ValueError, match="`rank` must be at least 1"):
-    prediction.predictor(cut, 0)
+  for rank in (0, 1.5, True, "1"):
+    with pytest.raises(ValueError, match="`rank` must be an int >= 1"):
+      prediction.predictor(cut, rank)
+  assert type(prediction.predictor(cut, np.int64(2)).rank) is int
+  for wrong in (None, cut_of("lenet", 2).front):
+    with pytest.raises(ValueError, match=r"`cut` must be.*`prediction\.cut\("):
+      prediction.predictor(wrong)
   with pytest.raises(ValueError, match="`grid` must be 1 or 8"):
     prediction.predictor(cut, grid=4)
   with pytest.raises(ValueError, match="`dense_from` must be"):

@@ -126,7 +126,13 @@ def test_both_forms_agree_and_replicas_are_equal_to_the_bit(substrate):
 def test_a_server_refuses_what_is_wrong():
   with pytest.raises(ValueError, match="`optimizer` must be an Optax"):
     prediction.Server(PREDICTOR, 0.1)
-  with pytest.raises(ValueError, match="`num_workers` must be >= 1, got 0"):
-    prediction.Server(PREDICTOR, ADAM).init(MODEL.params, 0)
+  for wrong in ("a", PREDICTOR.cut):
+    with pytest.raises(
+      ValueError, match=r"`predictor` must be.*`prediction\.predictor\("
+    ):
+      prediction.Server(wrong, ADAM)
+  for number in (0, 1.5):
+    with pytest.raises(ValueError, match="`num_workers` must be an int >= 1"):
+      prediction.Server(PREDICTOR, ADAM).init(MODEL.params, number)
   with pytest.raises(ValueError, match="`tree` must be the network"):
     prediction.Server(PREDICTOR, ADAM).init({"w": {"kernel": jnp.ones(2)}}, 1)
