@@ -375,7 +375,7 @@ def _told(leaf: jax.ShapeDtypeStruct) -> str:
 
 def _leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
   return {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    jax.tree_util.keystr(path, simple=True, separator=".") or "(alone)": leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 

@@ -382,11 +382,23 @@ def test_a_prediction_that_does_not_fit_is_refused_at_init(predict, message):
     optimizer.init(PARAMS)
 
 
+class Alone:
+  """Each part is a leaf."""
+
+  split = staticmethod(lambda tree: (tree["a"], tree["c"]))
+  join = staticmethod(lambda front, rest: {"a": front, "c": rest})
+
+
 def test_parameters_of_another_predictor_are_refused_at_init():
   for theta in (THETA[:2], {"theta": THETA}):
     optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, theta, axis=None)
     with pytest.raises(ValueError, match=r"`predictor_params`.*it fails"):
       optimizer.init(PARAMS)
+  optimizer = transforms.mp2(
+    optax.sgd(0.1), Alone, lambda theta, f: f[:2], THETA, axis=None
+  )
+  with pytest.raises(ValueError, match=r"leaf \(alone\) is float32\[2\]"):
+    optimizer.init(PARAMS)
   # The rest may be of another floating type, for instance bfloat16.
   optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   optimizer.init(jax.tree.map(jnp.bfloat16, PARAMS))
