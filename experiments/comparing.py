@@ -6,6 +6,7 @@ the same command goes on where it was stopped.
 """
 
 import dataclasses
+import json
 import math
 import pathlib
 import sys
@@ -285,7 +286,8 @@ class Rows:
 
     def fixed(options: Config) -> dict[str, Any]:
       config = dataclasses.asdict(options)
-      return {k: v for k, v in config.items() if k not in free}
+      told = {k: v for k, v in config.items() if k not in free}
+      return json.loads(json.dumps(told))  # As rows have it: lists.
 
     self.config = fixed(options)
     # Rows are older than some options, which they had as they are by default.

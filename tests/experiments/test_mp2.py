@@ -127,6 +127,22 @@ def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
     comparing.Rows(tmp_path / "rows.jsonl", changed).get(None, *named)
 
 
+def test_rows_of_this_comparison_are_found_again(monkeypatch, tmp_path):
+  comparing = load("comparing", "comparing.py", monkeypatch)
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  path = tmp_path / "rows.jsonl"
+  for options in (config.Config(), comparing.Config(alpha=0.5)):
+    row = {
+      "purpose": "tuning", "method": "baseline", "learning_rate": 0.1,
+      "seed": 1, "config": comparing.Rows(path, options).config,
+    }  # fmt: skip
+    training.append_rows(path, [row])
+    found = comparing.Rows(path, options)
+    assert (
+      found.get(None, "tuning", "baseline", 0.1, 1)["config"] == (row["config"])
+    )
+
+
 @pytest.mark.slow
 def test_what_is_prepared_is_compared_and_reported(tmp_path):
   folder = test_comparisons.copied("mp2", tmp_path)
