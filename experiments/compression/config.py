@@ -138,7 +138,6 @@ VARIANTS: dict[str, Variant] = {
     run, 0.01, codecs.Cast("bfloat16"), momentum=True
   ),
   "dense rank 6 in 3 bits, convs int4": lambda run: _by_leaf(run, 6, 3),
-  "powersgd rank 12, int4": lambda run: _low_rank(run, 12),
   "powersgd rank 6, int4": lambda run: _low_rank(run, 6),
   "powersgd rank 4, int4": lambda run: _low_rank(run, 4),
   "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
@@ -187,7 +186,7 @@ PRESETS: Presets = {
     "CIFAR-10, an MLP of 395,000 parameters: large layers compress better",
     Config(
       model="mlp", rates=(0.025, 0.05, 0.1), seeds=(30, 31, 32, 33, 34),
-      variants=("ssgd", "powersgd rank 4, int4", "powersgd rank 12, int4"),
+      variants=("ssgd", "powersgd rank 4, int4"),
     ),
   ),
   "smoke": (
