@@ -18,6 +18,10 @@ Row: TypeAlias = dict[str, Any]
 Runs: TypeAlias = dict[str, list[Row]]
 
 _BASE = "baseline"
+# Points of accuracy below the best that the picture shows.
+_SHOWN = 8.0
+# About the width and the height of a label.
+_LABEL_PIXELS = (160, 14)
 _LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
 # What is counted, by its name in rows; of `sent_bytes` the most is baseline's.
 _COUNTS = {
@@ -155,6 +159,9 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   from matplotlib import pyplot
 
   figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
+  # What is far below would press all others into a line: it stands at the edge.
+  lowest = max(_accuracy(rows)[0] for rows in runs.values()) - _SHOWN
+  labels = []
   for method, rows in runs.items():
     mean, spread = _accuracy(rows)
     kilobytes = _mean(rows, "both_bytes") / 1e3
@@ -163,16 +170,17 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
       color = "#d55e00"
     elif method.startswith("mp2"):
       color = "#009e73"
+    if mean < lowest:
+      axes.plot(kilobytes, lowest, "v", color=color)
+      labels.append((kilobytes, lowest, f"{method}: {mean:.1f} ± {spread:.1f}"))
+      continue
     axes.errorbar(
       kilobytes, mean, spread, fmt="o", color=color, capsize=3
     )  # fmt: skip
-    axes.annotate(
-      method, (kilobytes, mean), xytext=(7, 5), textcoords="offset points",
-      fontsize=9,
-    )  # fmt: skip
+    labels.append((kilobytes, mean, method))
   some = runs[_BASE][0]
   axes.set_xscale("log")
-  axes.margins(x=0.25, y=0.15)
+  axes.margins(x=0.35, y=0.1)
   axes.set_xlabel("kB a step between a worker and a server, both directions")
   axes.set_ylabel("test accuracy, %")
   axes.set_title(
@@ -182,7 +190,25 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     fontsize=11,
   )
   axes.grid(alpha=0.3)
+  _label(axes, labels)
   figure.savefig(path, dpi=130)
+
+
+def _label(axes: Any, labels: list[tuple[float, float, str]]) -> None:
+  """Writes beside points, from the highest down, no line over another."""
+  taken: list[tuple[float, float]] = []
+  for x, y, text in sorted(labels, key=lambda label: -label[1]):
+    left, at = axes.transData.transform((x, y))
+    place = at
+    for other_left, other in taken:  # From the highest down.
+      if abs(other_left - left) < _LABEL_PIXELS[0]:
+        place = min(place, other - _LABEL_PIXELS[1])
+    taken.append((left, place))
+    shift = 72 / axes.figure.dpi * (place - at)
+    axes.annotate(
+      text, (x, y), xytext=(8, shift - 3), textcoords="offset points",
+      fontsize=8,
+    )  # fmt: skip
 
 
 def prepared(rows: list[Row]) -> str:
