@@ -38,7 +38,7 @@ class Config(comparing.Config):
   batch_size: int = 256
   epochs: float = 1.0
   warmup_epochs: float = 0.1
-  rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+  rates: tuple[float, ...] = (8e-3, 1.6e-2, 3.2e-2)
   optimizer: Literal["sgd", "adam"] = "adam"
   evaluations: int = 10
 
@@ -65,6 +65,9 @@ class Config(comparing.Config):
   nowcast_epochs: float = 0.05
   """Passes that count as an epoch for the nowcasters: they jump after every
   fifth, and a short run has few epochs."""
+
+  collect_rate: float = 1e-3
+  """The learning rate of the ordinary runs that fronts are collected from."""
 
   samples_per_epoch: int = 64
   """Fronts that are collected in a pass of the ordinary run."""
@@ -316,14 +319,18 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
   "mnist": ("MNIST, LeNet: a minute a run on 2 cores", Config()),
   "cifar10": (
     "CIFAR-10, LeNet: minutes a run on 2 cores",
-    Config(dataset="cifar10", epochs=5.0, warmup_epochs=0.5),
+    Config(
+      dataset="cifar10", epochs=5.0, warmup_epochs=0.5,
+      rates=(1e-3, 4e-3, 1.6e-2),
+    ),
   ),
   "smoke": (
     "digits, a few steps: that it runs",
     Config(
       dataset="digits", model="mlp", workers=2, batch_size=128, epochs=1.0,
       cut=1, depths=(1,), more_runs=1, rates=(1e-2,), seeds=(0,),
-      nowcast_epochs=0.1, samples_per_epoch=6, fit_epochs=1, fit_samples=3,
+      collect_rate=1e-2, nowcast_epochs=0.1, samples_per_epoch=6,
+      fit_epochs=1, fit_samples=3,
       fit_images=40, fit_updates=1, nowcast_steps=500, evaluations=3,
       variants=("baseline", "ours"),
     ),

@@ -80,7 +80,7 @@ class Preparation:
     tracks = self.folder / f"tracks-{seed}"
     if tracks.exists():
       return
-    run = self.comparison.prepare("baseline", self.options.rates[0], seed)
+    run = self.comparison.prepare("baseline", self.options.collect_rate, seed)
     workers = self.comparison.workers
     per_epoch = int(run.num_steps / self.options.epochs)
     steps = prediction.choose_steps(
