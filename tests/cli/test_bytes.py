@@ -37,7 +37,7 @@ def test_the_three_counts_agree():
       "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
       "one_bit_adam", "--steps", "600",
     ],
-    env=environment, capture_output=True, text=True, timeout=300,
+    env=environment, capture_output=True, text=True, timeout=600,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   rows = {}
