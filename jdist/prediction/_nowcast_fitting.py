@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jdist.prediction import (
+  _checking,
   _fingerprinting,
   _nowcasting,
   _storing,
@@ -105,10 +106,13 @@ def fit_nowcaster(
     The best parameters and their error.
 
   Raises:
-    ValueError: when the tracks are too short, or `directory` holds the state
-      of a training with other settings or tracks.
+    ValueError: when the tracks are too short or not finite, or `directory`
+      holds the state of a training with other settings or tracks.
   """
   fit = NowcastFit() if fit is None else fit
+  for name, given in (("tracks", tracks), ("held_out", held_out)):
+    for number, track in enumerate(given):
+      _checking.check_finite(f"{name}[{number}]", track)
   train = _scaled(_tracking.windows(tracks, fit.horizon))
   test = _tracking.windows(held_out, fit.horizon)
   repeat = float(np.abs(test[1] - test[0][:, -1]).mean(dtype=np.float64))

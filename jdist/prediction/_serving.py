@@ -17,10 +17,18 @@ class ServerState(NamedTuple):
   Attributes:
     params: the whole network, as the workers pull it.
     optimizer: of every worker's front, [workers, ...].
+    ranks: of the workers, int32 [workers]; says how many there are, where the
+      optimizer remembers nothing.
   """
 
   params: PyTree
   optimizer: PyTree
+  ranks: jax.Array
+
+  @property
+  def num_workers(self) -> int:
+    """How many workers there are."""
+    return int(self.ranks.shape[0])
 
 
 class Server:
@@ -85,7 +93,7 @@ class Server:
     rows = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (num_workers, *jnp.shape(x))), one
     )
-    return ServerState(params, rows)
+    return ServerState(params, rows, jnp.arange(num_workers))
 
   def step(
     self, state: ServerState, gradients: PyTree, predictor_params: PyTree
@@ -97,8 +105,12 @@ class Server:
       gradients: of the whole network, [workers, ...]; those of the rear are
         ignored.
       predictor_params: the trained predictor's.
+
+    Raises:
+      ValueError: when the gradients are of another number of workers.
     """
     front, _ = self._cut.split(state.params)
+    _check_rows(gradients, state.num_workers)
 
     def push(gradients: PyTree, optimizer: PyTree) -> tuple[PyTree, PyTree]:
       own, _ = self._cut.split(gradients)
@@ -108,4 +120,15 @@ class Server:
     pushed, optimizer = jax.vmap(push)(gradients, state.optimizer)
     front = jax.tree.map(lambda x: x.mean(0), pushed)
     rear = self._predictor.apply(predictor_params, front)
-    return ServerState(self._cut.join(front, rear), optimizer)
+    whole = self._cut.join(front, rear)
+    return state._replace(params=whole, optimizer=optimizer)
+
+
+def _check_rows(gradients: PyTree, num_workers: int) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+    if leaf.shape[:1] != (num_workers,):
+      raise ValueError(
+        f"`gradients` must be of {num_workers} workers, [{num_workers}, ...], "
+        f"got {list(leaf.shape)} at {jax.tree_util.keystr(path)!r}. Stack one "
+        "gradient for each worker that the state was made for."
+      )

@@ -37,8 +37,19 @@ def save_arrays(
   Args:
     directory: made if it is missing; for nothing else.
     arrays: by names that may be in a file's name.
-    body: what JSON can hold; `"what"` in it says what the arrays are.
+    body: what JSON can hold; `"what"` in it says what the arrays are, and
+      `"about"` is the caller's.
+
+  Raises:
+    ValueError: when JSON cannot hold `about`; nothing is written then.
   """
+  try:
+    json.dumps(body.get("about"))
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"`about` must be what JSON can hold, got {body['about']!r}: {error}. "
+      "Make numbers of arrays by `float` or `.tolist()`."
+    ) from error
   target = pathlib.Path(directory)
   target.mkdir(parents=True, exist_ok=True)
   files = {}

@@ -131,6 +131,37 @@ def test_what_is_wrong_is_refused(change, message):
     prediction.NowcastFit(**change)
 
 
+def test_tracks_must_be_finite(tracks):
+  own, others = tracks
+  broken = own[0].copy()
+  broken[3, 7] = np.nan
+  with pytest.raises(ValueError, match=r"`tracks\[1\]` must be finite.*row 3"):
+    prediction.fit_nowcaster([own[0], broken], others, SMALL)
+  with pytest.raises(ValueError, match=r"`held_out\[0\]` must be finite"):
+    prediction.fit_nowcaster(own, [broken], SMALL)
+
+
+@pytest.mark.parametrize("name", ["predictor", "tracks", "nowcasters"])
+def test_what_json_cannot_hold_is_refused(name, tmp_path):
+  model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
+  predictor = prediction.predictor(prediction.cut(model, 1))
+  params = predictor.init(jax.random.key(0))
+  nowcaster = prediction.init_nowcaster(jax.random.key(0))
+  about = {"accuracy": np.float32(0.5)}
+  save = {
+    "predictor": lambda: prediction.save_predictor(
+      tmp_path, predictor, params, about
+    ),
+    "tracks": lambda: prediction.save_tracks(tmp_path, [], about),
+    "nowcasters": lambda: prediction.save_nowcasters(
+      tmp_path, {"bias": nowcaster}, about
+    ),
+  }
+  with pytest.raises(ValueError, match="`about` must be what JSON can hold"):
+    save[name]()
+  assert not list(tmp_path.iterdir())
+
+
 def test_held_out_runs_must_have_the_same_kinds(tracks):
   with pytest.raises(ValueError, match=r"`held_out` must.*'dense'"):
     prediction.fit_nowcasters([{"dense": tracks[0][0]}], [], SMALL)

@@ -136,3 +136,12 @@ def test_a_server_refuses_what_is_wrong():
       prediction.Server(PREDICTOR, ADAM).init(MODEL.params, number)
   with pytest.raises(ValueError, match="`tree` must be the network"):
     prediction.Server(PREDICTOR, ADAM).init({"w": {"kernel": jnp.ones(2)}}, 1)
+
+
+def test_a_server_refuses_gradients_of_other_workers():
+  # Stateless, so that nothing else would tell.
+  server = prediction.Server(PREDICTOR, optax.sgd(0.1))
+  state = server.init(MODEL.params, 2)
+  gradients = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), MODEL.params)
+  with pytest.raises(ValueError, match="`gradients` must be of 2 workers"):
+    server.step(state, gradients, THETA)
