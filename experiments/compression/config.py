@@ -33,6 +33,15 @@ def _plain(run: Run) -> optax.GradientTransformation:
   return optax.scale_by_learning_rate(run.rate)
 
 
+def _share(run: Run, share: float) -> optax.Schedule:
+  """A share of SGD's rate, so that the grid stays as wide.
+
+  Adam's updates are about 1 in every entry, and signs are just that: 0.04.
+  Muon's are about 1 as matrices; what is no matrix has Adam there: 0.2.
+  """
+  return lambda step: share * run.rate(step)
+
+
 def _dgc(run: Run, ratio: float) -> Chain:
   # Without its warm-up of the ratio, which alone sends more than a fiftieth of
   # what synchronous SGD does in all of so short a run.
@@ -101,12 +110,13 @@ def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
 
 
 def _adam(run: Run) -> Chain:
-  # Adam's rates are a 25th of SGD's; the grid stays as wide.
   return transforms.one_bit_adam(
-    lambda step: 0.04 * run.rate(step),
-    max(1, run.num_steps // 6),
-    axis=run.axis,
+    _share(run, 0.04), max(1, run.num_steps // 6), axis=run.axis
   )
+
+
+def _signs(run: Run) -> optax.GradientTransformation:
+  return optax.scale_by_learning_rate(_share(run, 0.04))
 
 
 def _local(run: Run, codec: codecs.Codec | None) -> Chain:
@@ -157,7 +167,7 @@ VARIANTS: dict[str, Variant] = {
   "int8": lambda run: _reduced(run, codecs.Quantize(8), feedback=False),
   "qsgd 4 bits": lambda run: transforms.qsgd(run.inner, 4, axis=run.axis),
   "terngrad": lambda run: transforms.terngrad(run.inner, axis=run.axis),
-  "signsgd": lambda run: transforms.signsgd(_plain(run), 0.9, axis=run.axis),
+  "signsgd": lambda run: transforms.signsgd(_signs(run), 0.9, axis=run.axis),
   "one_bit_adam": _adam,
   "top-k 1 %": lambda run: transforms.topk_sgd(
     run.inner, 0.01, axis=run.axis, feedback=False
@@ -165,10 +175,10 @@ VARIANTS: dict[str, Variant] = {
   "powersgd rank 1": lambda run: transforms.powersgd(
     run.inner, 1, axis=run.axis
   ),
-  "demo": lambda run: transforms.demo(_plain(run), axis=run.axis),
+  "demo": lambda run: transforms.demo(_signs(run), axis=run.axis),
   "local_sgd H=8": lambda run: _local(run, None),
   "muloco H=8": lambda run: transforms.muloco(
-    run.rate, intervals.ending_at(run.num_steps, 8), axis=run.axis
+    _share(run, 0.2), intervals.ending_at(run.num_steps, 8), axis=run.axis
   ),
 }
 
