@@ -62,6 +62,14 @@ class Config(comparing.Config):
   """Runs with other seeds, whose fronts one more predictor learns from: whether
   it then moves to a seed that it has not seen."""
 
+  other_dataset: str | None = "cifar10"
+  """With as many classes: whether the predictor works there, too, with images
+  brought to the same form; None leaves it out."""
+
+  other_workers: int | None = 4
+  """Of an ordinary run whose fronts the predictor has not seen; None leaves it
+  out."""
+
   nowcast_epochs: float = 0.05
   """Passes that count as an epoch for the nowcasters: they jump after every
   fifth, and a short run has few epochs."""
@@ -94,9 +102,13 @@ class Config(comparing.Config):
 def folder(options: Config) -> pathlib.Path:
   """Where what was prepared for a comparison lies.
 
-  Another number of workers uses the same.
+  Another number of workers uses the same. Where predictors are moved to does
+  not change them.
   """
-  free = {"seeds", "variants", "rates", "cache", "workers"}
+  free = {
+    "seeds", "variants", "rates", "cache", "workers", "other_dataset",
+    "other_workers",
+  }  # fmt: skip
   named = {
     k: v for k, v in dataclasses.asdict(options).items() if k not in free
   }
@@ -308,7 +320,8 @@ VARIANTS: dict[str, Variant] = {
 
 # The paper's sizes: 8 workers of 125 images, 300 passes.
 _PUBLISHED = Config(
-  depths=(), more_runs=0, batch_size=1000, epochs=300.0, warmup_epochs=0.0,
+  depths=(), more_runs=0, other_dataset=None, other_workers=None,
+  batch_size=1000, epochs=300.0, warmup_epochs=0.0,
   rates=(5e-4, 1e-3, 2e-3), nowcast_epochs=1.0, samples_per_epoch=15,
   fit_epochs=30, fit_samples=25, fit_images=125, fit_updates=100,
   nowcast_steps=20_000, evaluations=300,
@@ -320,7 +333,7 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
   "cifar10": (
     "CIFAR-10, LeNet: minutes a run on 2 cores",
     Config(
-      dataset="cifar10", epochs=5.0, warmup_epochs=0.5,
+      dataset="cifar10", other_dataset="mnist", epochs=5.0, warmup_epochs=0.5,
       rates=(1e-3, 4e-3, 1.6e-2),
     ),
   ),
@@ -328,7 +341,8 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
     "digits, a few steps: that it runs",
     Config(
       dataset="digits", model="mlp", workers=2, batch_size=128, epochs=1.0,
-      cut=1, depths=(1,), more_runs=1, rates=(1e-2,), seeds=(0,),
+      cut=1, depths=(1,), more_runs=1, other_dataset=None, other_workers=4,
+      rates=(1e-2,), seeds=(0,),
       collect_rate=1e-2, nowcast_epochs=0.1, samples_per_epoch=6,
       fit_epochs=1, fit_samples=3,
       fit_images=40, fit_updates=1, nowcast_steps=500, evaluations=3,

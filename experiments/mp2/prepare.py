@@ -7,22 +7,25 @@ An ordinary synchronous run leaves fronts at random steps, for several cuts,
 and the tracks of some weights; a second one, with another seed, is held out.
 Predictors and nowcasters are trained on the first and measured on the second.
 Also measured, and not used by any variant: how well each depth of the cut can
-be predicted, and what fronts of further runs are good for.
+be predicted, what fronts of further runs are good for, and what the predictors
+make of runs on another data set and with another number of workers.
 Images that the comparison tunes on are held out here, too, and no test image
 is looked at.  What is there is not made again.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
+import moving
 import numpy as np
 import tyro
 
@@ -35,17 +38,30 @@ _KINDS: tuple[config.Kind, ...] = ("published", "rich")
 _TEST_IMAGES = 2000
 
 
+@dataclasses.dataclass(frozen=True)
+class Ordinary:
+  """A run whose fronts are collected.
+
+  Attributes:
+    name: in names of files.
+    seed: of all of it.
+    comparison: its data and workers, with held-out images in the test's place.
+  """
+
+  name: str
+  seed: int
+  comparison: config.Comparison
+
+
 class Preparation:
   """The folder of what is made, and the rows that tell of it."""
 
   def __init__(self, options: config.Config, rows: pathlib.Path):
     self.options, self.rows = options, rows
     self.folder = config.folder(options)
-    comparison = config.Comparison(options, config.VARIANTS)
-    held_out = comparison.hold_out()
-    assert isinstance(held_out, config.Comparison)
-    self.comparison = held_out
-    self.model = comparison.build(0)
+    self.whole = config.Comparison(options, config.VARIANTS)
+    self.comparison = _held_out(self.whole)
+    self.model = self.whole.build(0)
 
   def note(self, purpose: str, seed: int, **measured: Any) -> None:
     """Writes a row, and tells what is short of it."""
@@ -71,17 +87,42 @@ class Preparation:
       found.setdefault(cut.fingerprint, cut)
     return tuple(found.values())
 
-  def parameters(self, seed: int) -> prediction.ParameterSet:
-    """What a run has left."""
-    return prediction.ParameterSet(self.folder / f"fronts-{seed}")
+  def parameters(self, name: int | str) -> prediction.ParameterSet:
+    """What a run has left, by its seed or name."""
+    return prediction.ParameterSet(self.folder / f"fronts-{name}")
 
-  def collect(self, seed: int) -> None:
+  def ordinary(self, seed: int) -> Ordinary:
+    """A run on the data, and with the workers, of the comparison."""
+    return Ordinary(str(seed), seed, self.comparison)
+
+  def moves(self) -> Iterator[Ordinary]:
+    """Runs elsewhere, each unlike what is learned from in one thing."""
+    options = self.options
+    elsewhere = {}
+    if options.other_dataset is not None:
+      elsewhere[options.other_dataset] = functools.partial(
+        moving.to_data, self.whole, options.other_dataset
+      )
+    if options.other_workers is not None:
+      elsewhere[f"{options.other_workers}-workers"] = functools.partial(
+        moving.to_workers, self.whole, options.other_workers
+      )
+    for name, make in elsewhere.items():
+      if not self.moved(name).exists():
+        yield Ordinary(name, _TRAINED, _held_out(make()))
+
+  def moved(self, name: str) -> pathlib.Path:
+    """What is there when predictors have been moved to a run."""
+    return self.folder / f"moved-{name}.json"
+
+  def collect(self, source: Ordinary) -> None:
     """An ordinary run: its fronts and its tracks."""
-    tracks = self.folder / f"tracks-{seed}"
+    tracks = self.folder / f"tracks-{source.name}"
     if tracks.exists():
       return
-    run = self.comparison.prepare("baseline", self.options.collect_rate, seed)
-    workers = self.comparison.workers
+    comparison, seed = source.comparison, source.seed
+    run = comparison.prepare("baseline", self.options.collect_rate, seed)
+    workers = comparison.workers
     per_epoch = int(run.num_steps / self.options.epochs)
     steps = prediction.choose_steps(
       max(1, int(self.options.epochs)),
@@ -90,7 +131,7 @@ class Preparation:
       seed=seed,
     )
     collector = prediction.Collector(
-      self.folder / f"fronts-{seed}",
+      self.folder / f"fronts-{source.name}",
       workers,
       self.cuts(),
       [step for step in steps if step <= run.num_steps],
@@ -116,25 +157,26 @@ class Preparation:
     evaluate = training.Evaluator(
       workers,
       run.model.apply,
-      self.test_batches(),
-      normalize=self.comparison.train.normalize,
+      data.evaluation_batches(comparison.test, comparison.options.workers, 128),
+      normalize=comparison.train.normalize,
     )
+    accuracy = evaluate(trained)["accuracy"]
+    self.reached(source).write_text(json.dumps(accuracy))
     prediction.save_tracks(tracks, [tracker.tracks()], {"seed": seed})
     self.note(
       "samples",
       seed,
+      run=source.name,
       samples=collector.done,
       recorded=tracker.tracks()["bias"].shape[1],
       steps=run.num_steps,
       train_s=records[-1].train_s,
-      validation_accuracy=evaluate(trained)["accuracy"],
+      validation_accuracy=accuracy,
     )
 
-  def test_batches(self) -> Any:
-    """Held-out images."""
-    return data.evaluation_batches(
-      self.comparison.test, self.options.workers, 128
-    )
+  def reached(self, source: Ordinary) -> pathlib.Path:
+    """Where it stands what a run reached itself, on held-out images."""
+    return self.folder / f"reached-{source.name}.json"
 
   def fit(self) -> prediction.PredictorFit:
     """How predictors are trained."""
@@ -156,6 +198,31 @@ class Preparation:
       "normalize": train.normalize,
     }
 
+  def accuracy(
+    self,
+    predictor: prediction.Predictor,
+    params: Any,
+    vectors: np.ndarray,
+    comparison: config.Comparison,
+  ) -> float:
+    """The mean of the networks with these fronts, on held-out images."""
+    found = prediction.evaluate_predictor(
+      predictor,
+      params,
+      self.model,
+      vectors,
+      comparison.test.images[:_TEST_IMAGES],
+      comparison.test.labels[:_TEST_IMAGES],
+      normalize=comparison.train.normalize,
+      samples_per_batch=self.options.fit_samples,
+    )
+    return float(found.mean())
+
+  def target(self, kind: config.Kind, num_runs: int) -> pathlib.Path:
+    """Where a predictor lies."""
+    more = "" if num_runs == 1 else f"-{num_runs}-runs"
+    return self.folder / f"predictor-{kind}{more}"
+
   def fit_predictor(
     self, kind: config.Kind, seeds: Sequence[int] = (_TRAINED,)
   ) -> None:
@@ -166,10 +233,7 @@ class Preparation:
       seeds: of the runs whose fronts it learns from; with more of them the
         updates are as many.
     """
-    alone = len(seeds) == 1
-    target = self.folder / (
-      f"predictor-{kind}" if alone else f"predictor-{kind}-{len(seeds)}-runs"
-    )
+    target = self.target(kind, len(seeds))
     if target.exists():
       return
     options, cut = self.options, self.cut(kind)
@@ -197,17 +261,7 @@ class Preparation:
     seconds = time.perf_counter() - started_s
 
     def accuracy(vectors: np.ndarray) -> float:
-      found = prediction.evaluate_predictor(
-        predictor,
-        fitted.params,
-        self.model,
-        vectors,
-        images["test_images"],
-        images["test_labels"],
-        normalize=images["normalize"],
-        samples_per_batch=options.fit_samples,
-      )
-      return float(found.mean())
+      return self.accuracy(predictor, fitted.params, vectors, self.comparison)
 
     first = np.stack(
       [
@@ -233,9 +287,32 @@ class Preparation:
     )
     prediction.save_predictor(target, predictor, fitted.params)
 
-  def late_fronts(self, seed: int, cut: prediction.Cut) -> np.ndarray:
+  def move(self, source: Ordinary) -> None:
+    """What the predictors make of a run elsewhere, beside the run itself."""
+    own = json.loads(self.reached(source).read_text())
+    more = 1 + self.options.more_runs
+    found = dict.fromkeys([*((kind, 1) for kind in _KINDS), (_KINDS[0], more)])
+    for kind, num_runs in found:
+      target = self.target(kind, num_runs)
+      cut = self.cut(kind)
+      predictor, params = prediction.load_predictor(target, cut)
+      late = self.late_fronts(source.name, cut)
+      self.note(
+        "moved",
+        source.seed,
+        to=source.name,
+        kind=kind,
+        runs=num_runs,
+        cut=repr(cut),
+        rank=predictor.rank,
+        accuracy=self.accuracy(predictor, params, late, source.comparison),
+        ordinary_accuracy=own,
+      )
+    self.moved(source.name).write_text(json.dumps(own))
+
+  def late_fronts(self, name: int | str, cut: prediction.Cut) -> np.ndarray:
     """Some of the last half of a run, equally far apart."""
-    fronts = self.parameters(seed).fronts(cut)
+    fronts = self.parameters(name).fronts(cut)
     fronts = fronts[len(fronts) // 2 :]
     size = min(len(fronts), self.options.fit_samples)
     rows = np.linspace(0, len(fronts) - 1, size).astype(int)
@@ -306,6 +383,12 @@ class Preparation:
     )
 
 
+def _held_out(whole: config.Comparison) -> config.Comparison:
+  found = whole.hold_out()
+  assert isinstance(found, config.Comparison)
+  return found
+
+
 def main() -> None:
   """Makes all that is missing."""
   chosen = tyro.extras.overridable_config_cli(config.PRESETS)
@@ -314,16 +397,19 @@ def main() -> None:
   results = pathlib.Path(__file__).resolve().parent / "results"
   preparation = Preparation(chosen, results / f"{name}-prepare.jsonl")
   for seed in (_TRAINED, _HELD_OUT):
-    preparation.collect(seed)
+    preparation.collect(preparation.ordinary(seed))
   preparation.fit_nowcasters()
   for kind in _KINDS:
     preparation.fit_predictor(kind)
   preparation.score_cuts()
   more = range(_MORE, _MORE + chosen.more_runs)
   for seed in more:
-    preparation.collect(seed)
+    preparation.collect(preparation.ordinary(seed))
   if more:
     preparation.fit_predictor("published", (_TRAINED, *more))
+  for source in preparation.moves():
+    preparation.collect(source)
+    preparation.move(source)
 
 
 if __name__ == "__main__":

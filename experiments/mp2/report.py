@@ -230,6 +230,13 @@ def prepared(rows: list[Row]) -> str:
         f"{100 * row['accuracy_other_seed']:.1f} % of another seed's, "
         f"{100 * row['accuracy_untrained_fronts']:.1f} % with untrained ones"
       )
+    elif row["purpose"] == "moved":
+      lines.append(
+        f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
+        f"{row['runs']} run(s), moved to {row['to']}: assembled networks "
+        f"{100 * row['accuracy']:.1f} %, the ordinary run there "
+        f"{100 * row['ordinary_accuracy']:.1f} %"
+      )
     elif row["purpose"] == "cut":
       lines.append(
         f"- {row['cut']}: {100 * row['accuracy']:.1f} % with fronts of its own "

@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jdist import collectives, models, prediction, training
@@ -143,6 +144,41 @@ def test_rows_of_this_comparison_are_found_again(monkeypatch, tmp_path):
     )
 
 
+def test_images_are_brought_to_another_form(monkeypatch):
+  load("mp2_config", "mp2/config.py", monkeypatch)
+  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER / "mp2")])
+  moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
+  rows = np.arange(3, dtype=np.uint8).reshape(1, 3, 1, 1)
+  # The middle, or zeros around; the odd one behind.
+  assert moving.in_form(rows, (1, 1, 1)).ravel().tolist() == [1]
+  assert moving.in_form(rows, (2, 1, 1)).ravel().tolist() == [0, 1]
+  assert moving.in_form(rows, (6, 1, 1)).ravel().tolist() == [0, 0, 1, 2, 0, 0]
+  color = np.array([255, 255, 253], np.uint8).reshape(1, 1, 1, 3)
+  gray = moving.in_form(color, (1, 1, 1))
+  assert gray.ravel().tolist() == [254] and gray.dtype == np.uint8
+  assert moving.in_form(gray, (1, 1, 3)).ravel().tolist() == [254] * 3
+  with pytest.raises(ValueError, match="`images` must have 2 channels"):
+    moving.in_form(color, (1, 1, 2))
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+def test_parts_measure_as_the_whole(monkeypatch, seed):
+  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER / "mp2")])
+  moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
+  draw = np.random.default_rng(seed)
+  images = draw.integers(0, 256, (1500, 2, 3, 2)).astype(np.uint8)
+  mean, std = moving.measure(images)
+  np.testing.assert_allclose(mean, images.mean((0, 1, 2)), rtol=1e-12)
+  np.testing.assert_allclose(std, images.std((0, 1, 2)), rtol=1e-12)
+
+
+def test_where_predictors_are_moved_to_changes_no_predictor(monkeypatch):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  options = config.Config()
+  moved = dataclasses.replace(options, other_dataset=None, other_workers=2)
+  assert config.folder(moved) == config.folder(options)
+
+
 @pytest.mark.slow
 def test_what_is_prepared_is_compared_and_reported(tmp_path):
   folder = test_comparisons.copied("mp2", tmp_path)
@@ -153,10 +189,18 @@ def test_what_is_prepared_is_compared_and_reported(tmp_path):
   purposes = [row["purpose"] for row in made]
   assert purposes == [
     *["samples"] * 2, *["nowcaster"] * 2, *["predictor"] * 2, "cut", "samples",
-    "predictor",
+    "predictor", "samples", *["moved"] * 3,
   ]  # fmt: skip
   assert [row["samples"] for row in made[:2]] == [6, 6]
-  assert made[-1]["samples"] == 12 and made[-1]["runs"] == 2
+  assert made[8]["samples"] == 12 and made[8]["runs"] == 2
+  moved = [(row["to"], row["kind"], row["runs"]) for row in made[-3:]]
+  assert moved == [
+    ("4-workers", *which)
+    for which in (("published", 1), ("rich", 1), ("published", 2))
+  ]
+  # Beside what that run itself has reached.
+  reached = made[9]["validation_accuracy"]
+  assert {row["ordinary_accuracy"] for row in made[-3:]} == {reached}
   # What is there is not made again.
   assert test_comparisons.run(folder, "prepare.py", "smoke") == ""
   names = ("baseline", "ours", "mp2 as published", "wnn")
@@ -172,4 +216,5 @@ def test_what_is_prepared_is_compared_and_reported(tmp_path):
   )
   told = test_comparisons.run(folder, "report.py", "smoke")
   assert "| mp2 as published |" in told and "nowcaster of dense" in told
+  assert told.count("moved to 4-workers") == 3
   assert (folder / "results" / "smoke.png").stat().st_size > 0
