@@ -218,3 +218,19 @@ def test_what_is_prepared_is_compared_and_reported(tmp_path):
   assert "| mp2 as published |" in told and "nowcaster of dense" in told
   assert told.count("moved to 4-workers") == 3
   assert (folder / "results" / "smoke.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_family_is_measured(tmp_path):
+  folder = test_comparisons.copied("mp2", tmp_path)
+  pytest.importorskip("sklearn")
+  words = (
+    "--dataset digits --front 6 --rears 5 4 3 --runs 2 --batch-size 128 "
+    "--samples 4 --updates 2 --new-updates 1 --held-out 60 --seeds 0"
+  )
+  told = test_comparisons.run(folder, "family.py", *words.split())
+  rows = training.read_rows(folder / "results" / "digits-family.jsonl")
+  # Six predictors of known members, and six for the new one.
+  assert [row["rear"] for row in rows] == [*3 * [5, 4], *6 * [3]]
+  assert {row["runs"] for row in rows} == {2}
+  assert "| one member's, 2 updates | 2 | " in told
