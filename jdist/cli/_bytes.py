@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, models, training, transforms
-from jdist.cli import _methods, _options
+from jdist.cli import _methods, _options, _trained
 
 # Where images of 224x224 are not what a model is made for.
 _IMAGE_SIZES = {"mlp": 28, "lenet": 28, "cnn": 32, "resnet8": 32}
@@ -108,7 +108,7 @@ def _count(
     rank=options.rank,
   )
   optimizer = optax.with_extra_args_support(
-    _methods.build_method(method, common, budget, workers.axis)
+    _chain(method, options, common, budget, workers.axis, model)
   )
 
   def step(params: Any, state: Any) -> Any:
@@ -142,6 +142,27 @@ def _count(
     )
     for phase in phases
   ]
+
+
+def _chain(
+  method: str,
+  options: _options.Bytes,
+  common: _options.Common,
+  budget: _methods.Budget,
+  axis: collectives.Axis,
+  model: models.Model,
+) -> optax.GradientTransformation:
+  if method == "mp2":
+    return _trained.counted_mp2(
+      _methods.optimizer_of(common, budget),
+      options.cut,
+      options.model,
+      model,
+      axis,
+    )
+  if method == "wnn":  # Its jumps send nothing.
+    method = "ssgd"
+  return _methods.build_method(method, common, budget, axis)
 
 
 def _stretches(traffic: collectives.Traffic) -> list[collectives.Phase]:

@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from jdist import cluster, training
-from jdist.cli import _experiment, _methods, _options
+from jdist.cli import _experiment, _methods, _options, _trained
 
 # Tuning uses no seed that is compared afterwards.
 _TUNING_SEED = 10_000
@@ -60,6 +60,7 @@ def _check(options: _options.Compare) -> None:
       )
   for method in options.methods:
     _methods.check_method("--methods", method)
+  _trained.check_given(options, options.methods)
   if min(options.seeds) < 0:
     raise ValueError(f"`--seeds` must not be negative, got {options.seeds}.")
   for peak in options.learning_rate:

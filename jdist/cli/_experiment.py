@@ -81,10 +81,10 @@ class Prepared:
     self.budget = _methods.make_budget(
       options, self.peak, experiment.steps_per_epoch
     )
-    self.optimizer = _methods.build_method(
-      self.method, options, self.budget, axis
-    )
     model = experiment.model(seed=0)
+    self.optimizer = _methods.build_method(
+      self.method, options, self.budget, axis, model
+    )
     dtype = np.dtype(options.dtype) if options.dtype == "float32" else (
       jax.numpy.bfloat16
     )  # fmt: skip

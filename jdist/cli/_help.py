@@ -88,6 +88,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "bits",
     "ratio",
     "rank",
+    "predictor",
+    "nowcasters",
+    "nowcast_steps",
+    "cut",
   ),
   "GPUs and compiler": ("topology", "in_flight", "combine_mb"),
   "stated rates": (

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import optax
 
-from jdist import collectives, transforms
-from jdist.cli import _options
+from jdist import collectives, models, transforms
+from jdist.cli import _options, _trained
 from jdist.transforms import intervals
 
 
@@ -22,11 +22,13 @@ class Budget(NamedTuple):
     num_steps: local steps of the whole run.
     warmup_steps: of the learning rate.
     learning_rate: the schedule, a function of the local step.
+    steps_per_epoch: in a pass over the training set, rounded up.
   """
 
   num_steps: int
   warmup_steps: int
   learning_rate: optax.Schedule
+  steps_per_epoch: int = 1
 
 
 # In how many steps a streamed message may go; the interval is 16 at most.
@@ -41,12 +43,14 @@ class Task(NamedTuple):
     options: of the run.
     budget: of the run.
     axis: the workers' axis.
+    model: what is trained; None where only methods are built that do not ask.
   """
 
   inner: optax.GradientTransformation
   options: _options.Common
   budget: Budget
   axis: collectives.Axis
+  model: models.Model | None = None
 
   def interval(self, default: str = "fixed") -> intervals.IntervalPolicy:
     """The interval policy; the last round always ends with the run."""
@@ -63,7 +67,7 @@ class Task(NamedTuple):
   def without_momentum(self) -> optax.GradientTransformation:
     """SGD for a method whose momentum is the workers' own."""
     plain = dataclasses.replace(self.options, optimizer="sgd", momentum=0.0)
-    return _optimizer(plain, self.budget)
+    return optimizer_of(plain, self.budget)
 
 
 Build = Callable[[Task], optax.GradientTransformationExtraArgs]
@@ -151,6 +155,11 @@ def _muloco(task: Task) -> optax.GradientTransformationExtraArgs:
   )
 
 
+def _mp2(task: Task) -> optax.GradientTransformationExtraArgs:
+  assert task.model is not None
+  return _trained.mp2(task.inner, task.options, task.model, task.axis)
+
+
 METHODS: dict[str, Build] = {
   "ssgd": lambda t: transforms.ssgd(t.inner, axis=t.axis),
   "local_sgd": lambda t: transforms.local_sgd(
@@ -198,6 +207,10 @@ METHODS: dict[str, Build] = {
   "demo": lambda t: transforms.demo(t.without_momentum(), axis=t.axis),
   "sparse_loco": _sparse_loco,
   "muloco": _muloco,
+  "mp2": _mp2,
+  "wnn": lambda t: _trained.wnn(
+    t.inner, t.options, t.budget.steps_per_epoch, t.axis
+  ),
 }
 
 
@@ -214,13 +227,14 @@ def build_method(
   options: _options.Common,
   budget: Budget,
   axis: collectives.Axis,
+  model: models.Model | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer."""
-  inner = _optimizer(options, budget)
-  return METHODS[name](Task(inner, options, budget, axis))
+  inner = optimizer_of(options, budget)
+  return METHODS[name](Task(inner, options, budget, axis, model))
 
 
-def _optimizer(
+def optimizer_of(
   options: _options.Common, budget: Budget
 ) -> optax.GradientTransformation:
   rate = budget.learning_rate
@@ -296,4 +310,4 @@ def make_budget(
     )
   else:
     schedule = optax.schedules.warmup_constant_schedule(peak / 10, peak, warmup)
-  return Budget(num_steps, warmup, schedule)
+  return Budget(num_steps, warmup, schedule, math.ceil(steps_per_epoch))

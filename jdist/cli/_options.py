@@ -35,6 +35,8 @@ METHODS: dict[str, str] = {
   "demo": "signs of the fastest components of momenta",
   "sparse_loco": "local steps; the largest entries in 2 bits",
   "muloco": "diloco with Muon inside, in 2 bits",
+  "mp2": "the front layers' mean; a network predicts the others",
+  "wnn": "ssgd; networks foresee the weights, every fifth epoch",
 }
 
 # Of any command.
@@ -130,6 +132,18 @@ class Common:
 
   rank: int = 2
   """Of powersgd's mean."""
+
+  predictor: _Directory = None
+  """Of mp2, which needs one: a trained predictor for this model, as
+  `jdist.prediction.save_predictor` leaves it, which says where it is cut."""
+
+  nowcasters: _Directory = None
+  """Of wnn, which needs them: trained nowcasters, as
+  `jdist.prediction.save_nowcasters` leaves them."""
+
+  nowcast_steps: int | None = None
+  """Of wnn: steps that count as an epoch; a pass over the training set if not
+  given."""
 
   stream: bool = False
   """Of MSDPU: send a late mean in sub-tensors, some in every step, under its
@@ -327,6 +341,10 @@ class Bytes:
 
   rank: int = 2
   """Of PowerSGD."""
+
+  cut: int | None = None
+  """Layers that mp2 sends; if not given, as published for lenet, alexnet,
+  vgg15, resnet18, resnet34 and resnet50."""
 
   steps: int = 10_000
   """Steps of the run, of which one_bit_adam warms up for a sixth."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import cluster, collectives, models, training, transforms
-from jdist.cli import _experiment, _methods, _options, _telling
+from jdist.cli import _experiment, _methods, _options, _telling, _trained
 
 # What models are made for, where images of 224x224 are not it.
 _IMAGE_SIZES = {
@@ -148,6 +148,11 @@ def _split(method: str) -> tuple[str, str | None]:
   """A method's name and form: `msdpu:simple`."""
   name, _, form = method.partition(":")
   _methods.check_method("--method", name)
+  if name in _trained.NEEDS:
+    raise ValueError(
+      f"`--method` must be one without trained networks, got {name}. `jdist "
+      "bytes` counts what it sends."
+    )
   forms = _options.FORMS.get(name, ())
   if form and form not in forms:
     raise ValueError(

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 
 from jdist import collectives, training
-from jdist.cli import _experiment, _methods, _options
+from jdist.cli import _experiment, _methods, _options, _trained
 
 
 def train(options: _options.Train) -> None:
   """Trains, saves rows, and goes on from a checkpoint if there is one."""
   _methods.check_method("--method", options.method)
+  _trained.check_given(options, (options.method,))
   if options.seed < 0:
     raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
   if not options.checkpoint_every_epochs > 0:
@@ -120,6 +121,9 @@ def _identity(options: _options.Train) -> dict[str, object]:
     "num_processes",
     "process_id",
     "preset",
+    # Networks that were trained before are in the state.
+    "predictor",
+    "nowcasters",
   }
   return {
     name: value

@@ -18,6 +18,11 @@ from jdist import cli
     ("--model resnet9", "`--model` must be one of"),
     ("--model transformer", "`--model` must be one of"),
     ("--workers 0", "`--workers` must be at least 1, got 0"),
+    ("--method mp2 --model mlp", "`--cut` must be given for mp2, as none"),
+    (
+      "--method mp2 --model mlp --cut 2",
+      "`--cut` cannot be used: `num_layers`",
+    ),
     ("--warmup-steps -1", "`--warmup-steps` must be at least 0, got -1"),
   ],
 )
@@ -35,7 +40,7 @@ def test_the_three_counts_agree():
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
       "--workers", "4", "--method",
       "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
-      "one_bit_adam", "--steps", "600",
+      "one_bit_adam", "mp2", "wnn", "--steps", "600", "--cut", "1",
     ],
     env=environment, capture_output=True, text=True, timeout=600,
   )  # fmt: skip
@@ -54,6 +59,9 @@ def test_the_three_counts_agree():
   # 101,770 float32 parameters around a ring of 4, 2 * 3/4 of them sent.
   assert rows["ssgd"][1:4] == ["-", "0.6106", "0.6106"]
   assert rows["ssgd"][-1] == "1.0x"
+  assert rows["wnn"] == rows["ssgd"]
+  # The first layer, 100,480 of them.
+  assert rows["mp2"][1:4] == ["-", "0.6029", "0.6029"]
   assert rows["local_sgd"][0] == "8" and rows["local_sgd"][-1] == "8.0x"
   for name in ("qsgd", "topk_sgd", "powersgd", "sparse_loco"):
     told, traced, compiled = map(float, rows[name][1:4])

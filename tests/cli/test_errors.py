@@ -56,6 +56,17 @@ _BAD = [
   ("train --alpha 0", "`alpha` must be positive"),
   ("train --method diloco --outer-momentum 2", "`outer_momentum` must be in"),
   ("train --carry 2", "`carry` must be in [0, 1]"),
+  ("train --method mp2", "`--predictor` must be given for mp2"),
+  ("compare --methods ssgd wnn", "`--nowcasters` must be given for wnn"),
+  ("train --nowcast-steps 0", "`--nowcast-steps` must be at least 1, got 0"),
+  (
+    "train --method mp2 --predictor none",
+    "`--predictor` none cannot be used: `directory` must hold predictor, but",
+  ),
+  (
+    "compare --methods wnn --nowcasters none",
+    "`--nowcasters` none cannot be used: `directory` must hold nowcasters",
+  ),
   ("compare --bandwidth-mbit-per-s 0", "`--bandwidth-mbit-per-s` must be"),
   ("compare --latency-ms -1", "`--latency-ms` must not be negative"),
   ("train --num-processes 2", "`--coordinator-address` must be given"),

@@ -11,7 +11,9 @@ _COMPRESSED = (
   "qsgd", "terngrad", "signsgd", "ef_signsgd", "one_bit_adam", "topk_sgd",
   "dgc", "powersgd", "demo", "sparse_loco", "muloco",
 )  # fmt: skip
-_OTHERS = tuple(sorted(set(_options.METHODS) - set(_COMPRESSED)))
+# Which need networks that were trained before.
+_TRAINED = {"mp2", "wnn"}
+_OTHERS = tuple(sorted({*_options.METHODS} - {*_COMPRESSED} - _TRAINED))
 
 
 def train(names, steps):
