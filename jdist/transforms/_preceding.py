@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist import collectives
 from jdist.transforms import _checking
@@ -20,8 +21,9 @@ class UpdateFirstState(NamedTuple):
   """State of `update_first`.
 
   Attributes:
-    pending: this worker's gradients of the last step, in their dtypes; with
-      `scatter` its share of their mean, a row for each message.
+    pending: this worker's gradients of the last step, in their dtypes; of
+      what was not held back their mean; with `scatter` its share of their
+      mean, a row for each message.
     in_flight: whether there are any, bool scalar.
     loss: this worker's loss of the last step, float32 scalar.
     inner: the optimizer's state.
@@ -57,6 +59,7 @@ def update_first(
   in_flight: int = 4,
   order: collectives.Order = "front_first",
   scatter: bool = False,
+  pending: float = 1.0,
   specs: PyTree = None,
 ) -> UpdateFirst:
   r"""Exact synchronous SGD, with communication under the forward pass.
@@ -72,7 +75,10 @@ def update_first(
   forward pass of a layer waits for this layer's sub-tensors only, and hides
   those behind it.  With `scatter` the mean is split into a reduce-scatter at
   the end of a step, last layers first, and an all-gather at the beginning of
-  the next, so that it hides under both passes.
+  the next, so that it hides under both passes.  So it does with `pending`
+  below 1: only the front layers' gradients are held back, which the backward
+  pass gives last and has nothing left to hide; the others are averaged
+  within their step, while it goes on to the front.
 
   What needs all gradients at once makes the first layer wait for the last
   sub-tensor: `optax.clip_by_global_norm` and `optax.apply_if_finite`, for
@@ -101,6 +107,10 @@ def update_first(
     order: which leaf is most urgent: give a function of the path where names
       do not sort in the order of the layers.
     scatter: whether to split the mean in two.
+    pending: which part of the gradients is held back, in [0, 1]: leaves in
+      `order`, until they hold this share of all elements (1, the default:
+      all of them; 0: none, as `ssgd`).  Where forward and backward pass are
+      as long as they usually are, a third.  Not with `scatter`.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec, for workers that are themselves sharded; not with
       `scatter`.
@@ -131,6 +141,16 @@ def update_first(
   collectives.check_axis(axis)
   _checking.check_structural("max_bytes", max_bytes, minimum=8)
   _checking.check_structural("in_flight", in_flight, minimum=1)
+  if isinstance(pending, jax.Array):
+    raise ValueError(
+      "`pending` shapes the program and must be a Python number, got an array."
+    )
+  _checking.check_continuous("pending", pending, high=1.0)
+  if scatter and pending < 1:
+    raise ValueError(
+      "`scatter` splits all means in two and cannot be used with "
+      f"`pending` below 1, got {pending}. Take one of both."
+    )
   if scatter and specs is not None:
     raise ValueError(
       "`scatter` deals out flat messages and cannot be used with `specs`. Take "
@@ -144,7 +164,7 @@ def update_first(
       max_bytes=max_bytes,
       order=order,
       credit=in_flight,
-      shardings=specs,
+      shardings=specs if pending == 1 else _like(specs, like),
     )
 
   def init_fn(params: optax.Params) -> UpdateFirstState:
@@ -159,12 +179,13 @@ def update_first(
   def arrived(state: UpdateFirstState, params: optax.Params) -> PyTree:
     """The mean of what is pending."""
     if not scatter:
-      planned = plan(state.pending)
-      messages = collectives.pack(planned, state.pending)
+      held, rest = _parted(state.pending, order, pending)
+      planned = plan(held)
+      messages = collectives.pack(planned, held)
       sent = _in_turns(
         planned, messages, lambda message: collectives.mean(message, axis)
       )
-      return collectives.unpack(planned, sent, state.pending)
+      return _joined(collectives.unpack(planned, sent, held), rest)
     planned = plan(params)
     rows = _in_turns(
       planned, state.pending, lambda row: collectives.gather(row, axis)
@@ -210,6 +231,9 @@ def update_first(
     collectives.check_local(grads, axis, what="`grads`")
     if scatter:
       grads = _dealt(plan(grads), grads, axis)
+    elif pending < 1:
+      front, rest = _parted(grads, order, pending)
+      grads = _joined(front, collectives.mean(rest, axis))
     held = UpdateFirstState(
       pending=grads,
       in_flight=jnp.ones_like(state.in_flight),
@@ -238,6 +262,44 @@ def update_first(
   made = UpdateFirst(init_fn, update_fn)
   made.begin, made.hold = begin, hold
   return made
+
+
+def _parted(
+  tree: PyTree, order: collectives.Order, share: float
+) -> tuple[PyTree, PyTree]:
+  """The most urgent leaves and the others, None in place of what is not there.
+
+  >>> _parted({"a": jnp.zeros(2), "b": jnp.ones(2)}, "back_first", 0.5)[1]
+  {'a': Array([0., 0.], dtype=float32), 'b': None}
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  whole = sum(leaf.size for leaf in leaves)
+  front: list[Any] = [None] * len(leaves)
+  rest, before = list(leaves), 0
+  for i in collectives.leaf_order(tree, order):
+    if before >= share * whole:
+      break
+    front[i], rest[i] = leaves[i], None
+    before += leaves[i].size
+  return structure.unflatten(front), structure.unflatten(rest)
+
+
+def _joined(front: PyTree, rest: PyTree) -> PyTree:
+  return jax.tree.map(
+    lambda a, b: b if a is None else a, front, rest, is_leaf=lambda x: x is None
+  )
+
+
+def _like(specs: PyTree, tree: PyTree) -> PyTree:
+  """The specs of the leaves that there are, None elsewhere."""
+  if specs is None or isinstance(specs, PartitionSpec | NamedSharding):
+    return specs
+  return jax.tree.map(
+    lambda x, spec: None if x is None else spec,
+    tree,
+    specs,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def _in_turns(

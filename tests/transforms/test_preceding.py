@@ -80,9 +80,18 @@ def combinations():
     yield pytest.param(name, kind, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("scatter", [False, True], ids=["mean", "scatter"])
+FORMS = {
+  "mean": {},
+  "scatter": {"scatter": True},
+  "front": {"pending": 0.3},
+  "back": {"pending": 0.5, "order": "back_first"},
+  "nothing": {"pending": 0.0},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "kind"), list(combinations()))
-def test_update_first_is_synchronous_sgd(name, kind, scatter):
+def test_update_first_is_synchronous_sgd(name, kind, form):
   workers = team(kind)
   with jax.numpy_dtype_promotion("standard"):
     wanted, *_ = fit(workers, transforms.ssgd(INNER[name], axis=workers.axis))
@@ -91,7 +100,7 @@ def test_update_first_is_synchronous_sgd(name, kind, scatter):
       axis=workers.axis,
       max_bytes=16,
       in_flight=2,
-      scatter=scatter,
+      **FORMS[form],
     )
     found, *_ = fit(workers, first)
   jax.tree.map(
@@ -175,7 +184,27 @@ def test_a_mean_in_two_halves_sends_as_much():
   assert sent[False] == sent[True] == 32 * 4 * 1.5
 
 
-def test_a_sharded_worker_sends_its_own_parts():
+def test_what_is_not_pending_is_a_mean_already():
+  # Half of the four elements are the urgent leaf's.
+  optimizer = transforms.update_first(
+    optax.sgd(1.0), axis="worker", pending=0.5, order="back_first"
+  )
+
+  def run(x):
+    grads = {"a": jnp.stack([x, x]), "b": jnp.stack([x, 3 * x])}
+    state = optimizer.hold(grads, optimizer.init(grads))
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    return state.pending, optimizer.begin(zeros, state)[0]
+
+  pending, w = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  assert pending["a"].tolist() == [[2, 2], [2, 2]]
+  assert pending["b"].tolist() == [[1, 3], [3, 9]]
+  assert w["a"].tolist() == [[-2, -2]] * 2
+  assert w["b"].tolist() == [[-2, -6]] * 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_sharded_worker_sends_its_own_parts(share):
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
   workers = collectives.workers(2, mesh=mesh)
   specs = {
@@ -186,12 +215,21 @@ def test_a_sharded_worker_sends_its_own_parts():
     },
   }  # fmt: skip
   chain = transforms.update_first(
-    optax.sgd(0.1), axis=workers.axis, max_bytes=16, specs=specs
+    optax.sgd(0.1),
+    axis=workers.axis,
+    max_bytes=16,
+    specs=specs,
+    pending=share,
   )
   state = training.init_state(workers, chain, params(), specs=specs)
   placed = workers.specs(state)
+
+  def step(w, s):
+    w, s = chain.begin(w, s)
+    return w, chain.hold(w, s)
+
   program = workers.jit(
-    lambda w, s: chain.begin(w, s),
+    step,
     out_specs=(placed.params, placed.opt_state),
   ).lower(state.params, state.opt_state)
   text = program.compile().as_text()
@@ -210,6 +248,15 @@ REJECTED = {
   ),
   "in_flight": ({"in_flight": 0}, "`in_flight` must be an int >= 1, got 0"),
   "max_bytes": ({"max_bytes": 1}, "`max_bytes` must be an int >= 8, got 1"),
+  "pending": ({"pending": 1.1}, r"`pending` must be in \[0, 1\], got 1.1"),
+  "traced": (
+    {"pending": jnp.ones(())},
+    "`pending` shapes the program and must be a Python number, got an array",
+  ),
+  "two_splits": (
+    {"scatter": True, "pending": 0.5},
+    "`scatter` splits all means in two and cannot be used with `pending`",
+  ),
   "scatter": (
     {"scatter": True, "specs": PartitionSpec("fsdp")},
     "`scatter` deals out flat messages and cannot be used with `specs`",
