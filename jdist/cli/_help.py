@@ -93,7 +93,14 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "nowcast_steps",
     "cut",
   ),
-  "GPUs and compiler": ("topology", "in_flight", "combine_mb"),
+  "GPUs and compiler": (
+    "topology",
+    "tell_compiler",
+    "message_mb",
+    "pending",
+    "in_flight",
+    "combine_mb",
+  ),
   "stated rates": (
     "bandwidth_gbit_per_s",
     "latency_us",

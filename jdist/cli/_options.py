@@ -235,7 +235,7 @@ class Compare(Common):
 
 # Of methods that have several forms, the first is meant without a colon.
 FORMS: dict[str, tuple[str, ...]] = {
-  "ssgd": ("after", "first", "scattered"),
+  "ssgd": ("after", "first", "scattered", "hybrid"),
   "msdpu": ("streamed", "simple"),
 }
 
@@ -253,8 +253,9 @@ class Schedule:
     tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")
   ] = ("msdpu",)
   """One or more methods, in forms: ssgd sends after the backward pass,
-  ssgd:first before the forward pass, ssgd:scattered half of it in each; msdpu
-  is streamed, msdpu:simple sends its late mean at once at a round's end."""
+  ssgd:first before the forward pass, ssgd:scattered half of each message then
+  and ssgd:hybrid the front layers' messages; msdpu is streamed, msdpu:simple
+  sends its late mean at once at a round's end."""
 
   model: str = "resnet50"
   """A model of `jdist train`, or transformer: that of GPT-2, 124 million
@@ -282,6 +283,17 @@ class Schedule:
 
   interval: int = 8
   """Local steps of a round, H."""
+
+  message_mb: float | None = None
+  """Size up to which ssgd:first, :scattered and :hybrid cut and join their
+  messages; 4 MiB if not given."""
+
+  pending: float = 0.33
+  """Which part of the gradients ssgd:hybrid holds back for the next step."""
+
+  tell_compiler: bool = False
+  """Tell the compiler's scheduler how fast the link is. If not, it takes any
+  message to last as long as a few products."""
 
   in_flight: int | None = None
   """Collectives that may be under way at once; if not given, the compiler's

@@ -53,6 +53,8 @@ class Task:
 def schedule(options: _options.Schedule) -> None:
   """Compiles, reads, and leaves a table, rows and a picture."""
   topology, device, link = _check(options)
+  if options.tell_compiler:
+    collectives.tell_compiler(link.bandwidth_bits_per_s, link.latency_s)
   # The devices of this host are not needed, and its GPUs not taken.
   if getattr(jax.config, "jax_platforms", None) is None:
     jax.config.update("jax_platforms", "cpu")
@@ -116,7 +118,11 @@ def _check(
       raise ValueError(
         f"`--{name.replace('_', '-')}` must be at least {low}, got {value}."
       )
-  for name in ("bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s"):
+  if not 0 <= options.pending <= 1:
+    raise ValueError(f"`--pending` must be in [0, 1], got {options.pending}.")
+  for name in (
+    "bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s", "message_mb",
+  ):  # fmt: skip
     value = getattr(options, name)
     if value is not None and not 0 < value < math.inf:
       raise ValueError(
@@ -284,14 +290,19 @@ def _optimizer(
     learning_rate=optax.constant_schedule(0.1),
   )
   common = _options.Common(interval=options.interval, stream=form == "streamed")
-  if form not in ("first", "scattered"):
+  if form not in ("first", "scattered", "hybrid"):
     return _methods.build_method(name, common, budget, axis)
+  sized: dict[str, Any] = {}
+  if options.message_mb is not None:
+    sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
   # The worker's own optimizer is the method without anybody to speak to.
   return transforms.update_first(
     _methods.build_method(name, common, budget, None),
     axis=axis,
     in_flight=options.in_flight or 1,
     scatter=form == "scattered",
+    pending=options.pending if form == "hybrid" else 1.0,
+    **sized,
   )
 
 

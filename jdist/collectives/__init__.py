@@ -63,6 +63,7 @@ from jdist.collectives._topologies import abstract as abstract
 from jdist.collectives._topologies import check_compiler as check_compiler
 from jdist.collectives._topologies import describe_gpus as describe_gpus
 from jdist.collectives._topologies import GPU_KINDS as GPU_KINDS
+from jdist.collectives._topologies import tell_compiler as tell_compiler
 from jdist.collectives._topologies import Topology as Topology
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import Traffic as Traffic

@@ -199,6 +199,44 @@ def check_compiler() -> None:
     )
 
 
+def tell_compiler(bandwidth_bits_per_s: float, latency_s: float) -> None:
+  """Tells XLA's scheduler of GPU programs how fast the link is.
+
+  Left alone it takes every message to last as long as a few products, begins
+  it so long before it is needed, and on a slow link the device then waits.
+  Told, it begins as early as a message of that size needs.  Holds for all
+  programs that this process compiles for GPUs; XLA reads it once.
+
+  Args:
+    bandwidth_bits_per_s: of each GPU's link, in each direction, in a ring of
+      all GPUs.
+    latency_s: of a message of the ring; XLA counts whole microseconds, at
+      least one.
+
+  Raises:
+    RuntimeError: when JAX has already started, and would not notice.
+  """
+  # A no-op that JAX refuses after its start.
+  count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  jax.config.update("jax_num_cpu_devices", count)
+  latency_us = max(1, round(latency_s * 1e6))
+  estimator = {
+    "nccl_op_launch_time": 1,
+    "nic_speed_gbps": bandwidth_bits_per_s / 8e9,  # In gigabytes.
+    "chunk_prep_time": 1,
+    "rtt": latency_us,
+    "gpus_per_node": 1,
+  }
+  told = ",".join(f"{name}={value:g}" for name, value in estimator.items())
+  os.environ["XLA_FLAGS"] = " ".join(
+    (
+      os.environ.get("XLA_FLAGS", ""),
+      "--xla_gpu_enable_analytical_sol_latency_estimator=true",
+      f"--xla_gpu_analytical_latency_estimator_options={told}",
+    )
+  )
+
+
 def _is_there(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
 

@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
+import jax
 import pytest
 
 from jdist import cli, collectives, models
@@ -30,6 +34,9 @@ _BAD = [
   ("--interval 0", "`--interval` must be at least 1, got 0"),
   ("--in-flight 0", "`--in-flight` must be at least 1, got 0"),
   ("--combine-mb -1", "`--combine-mb` must be at least 0, got -1"),
+  ("--message-mb 0", "`--message-mb` must be positive, got 0"),
+  ("--pending 1.5", "`--pending` must be in [0, 1], got 1.5"),
+  ("--pending nan", "`--pending` must be in [0, 1], got nan"),
   ("--combine-mb nan", "`--combine-mb` must be at least 0, got nan"),
   ("--bandwidth-gbit-per-s 0", "`--bandwidth-gbit-per-s` must be positive"),
   ("--tflop-per-s inf", "`--tflop-per-s` must be positive, got inf"),
@@ -203,6 +210,35 @@ def test_update_first_hides_under_the_forward_pass(run):
   sent = [row["mean_wire_bytes"] for row in rows]
   assert sent[1] == sent[0]
   assert sent[2] == pytest.approx(sent[0], rel=0.01)
+
+
+@needs_compiler
+def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
+  # In a process of its own: JAX must not have started.
+  pytest.importorskip("matplotlib")
+  words = (
+    "--model", "resnet8", "--method", "ssgd", "ssgd:scattered", "ssgd:hybrid",
+    "--tell-compiler", "--message-mb", "0.06",
+    "--bandwidth-gbit-per-s", "10", "--output", str(tmp_path),
+  )  # fmt: skip
+  done = subprocess.run(
+    [sys.executable, "-m", "jdist", "schedule", *words],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+  after, *others = [json.loads(line) for line in lines]
+  for row in others:
+    assert row["hidden_share"] > after["hidden_share"] + 0.1, row["method"]
+    assert row["mean_step_s"] < after["mean_step_s"], row["method"]
+
+
+def test_the_compiler_is_told_before_jax_starts():
+  jax.devices()
+  with pytest.raises(RuntimeError, match="before"):
+    collectives.tell_compiler(1e9, 1e-6)
 
 
 @needs_compiler
