@@ -281,7 +281,9 @@ def _parted(
       break
     front[i], rest[i] = leaves[i], None
     before += leaves[i].size
-  return structure.unflatten(front), structure.unflatten(rest)
+  return jax.tree.unflatten(structure, front), jax.tree.unflatten(
+    structure, rest
+  )
 
 
 def _joined(front: PyTree, rest: PyTree) -> PyTree:
