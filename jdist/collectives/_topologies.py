@@ -216,8 +216,9 @@ def tell_compiler(bandwidth_bits_per_s: float, latency_s: float) -> None:
   Raises:
     RuntimeError: when JAX has already started, and would not notice.
   """
-  # A no-op that JAX refuses after its start.
+  # JAX refuses another number of devices once it has started.
   count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  jax.config.update("jax_num_cpu_devices", max(count, 1) + 1)
   jax.config.update("jax_num_cpu_devices", count)
   latency_us = max(1, round(latency_s * 1e6))
   estimator = {
