@@ -58,6 +58,7 @@ _BAD = [
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
   ("compare --methods ssgd wnn", "`--nowcasters` must be given for wnn"),
+  ("schedule --method mp2", "`--method` must be one without trained networks"),
   ("train --nowcast-steps 0", "`--nowcast-steps` must be at least 1, got 0"),
   (
     "train --method mp2 --predictor none",
