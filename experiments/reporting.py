@@ -5,6 +5,8 @@ import statistics
 import sys
 from typing import Any
 
+import labelling
+
 from jdist import cluster, training
 
 _LATENCY_S = 50e-6
@@ -129,14 +131,17 @@ def draw(
   matplotlib.use("Agg")
   from matplotlib import pyplot
 
-  figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
-  points = []
+  # The more there are, the more room their names need.
+  size = (7.5, 4.8) if len(runs) < 12 else (10.5, 6.8)
+  figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+  points, labels = [], []
   for method, rows in runs.items():
     found = [100 * row["accuracy"] for row in rows]
     mean = statistics.mean(found)
     spread = statistics.stdev(found) if len(found) > 1 else 0.0
     sent = statistics.mean(row["sent_bytes"] for row in rows) / 1e6
     points.append((sent, mean))
+    labels.append((sent, mean, method))
     marked = method.startswith(ours)
     axes.errorbar(
       sent,
@@ -146,10 +151,6 @@ def draw(
       color="#d55e00" if marked else "#0072b2",
       capsize=3,
     )
-    axes.annotate(
-      method, (sent, mean), xytext=(7, 4), textcoords="offset points",
-      fontsize=9,
-    )  # fmt: skip
   front, highest = [], float("-inf")
   for sent, mean in sorted(points):
     if mean > highest:
@@ -167,6 +168,7 @@ def draw(
     fontsize=11,
   )
   axes.grid(alpha=0.3)
+  labelling.label(axes, labels)
   figure.savefig(path, dpi=130)
 
 

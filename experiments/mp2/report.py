@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import labelling
 import reporting
 
 from jdist import training
@@ -20,8 +21,6 @@ Runs: TypeAlias = dict[str, list[Row]]
 _BASE = "baseline"
 # Points of accuracy below the best that the picture shows.
 _SHOWN = 8.0
-# About the width and the height of a label.
-_LABEL_PIXELS = (160, 14)
 _LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
 # What is counted, by its name in rows; of `sent_bytes` the most is baseline's.
 _COUNTS = {
@@ -190,25 +189,8 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     fontsize=11,
   )
   axes.grid(alpha=0.3)
-  _label(axes, labels)
+  labelling.label(axes, labels)
   figure.savefig(path, dpi=130)
-
-
-def _label(axes: Any, labels: list[tuple[float, float, str]]) -> None:
-  """Writes beside points, from the highest down, no line over another."""
-  taken: list[tuple[float, float]] = []
-  for x, y, text in sorted(labels, key=lambda label: -label[1]):
-    left, at = axes.transData.transform((x, y))
-    place = at
-    for other_left, other in taken:  # From the highest down.
-      if abs(other_left - left) < _LABEL_PIXELS[0]:
-        place = min(place, other - _LABEL_PIXELS[1])
-    taken.append((left, place))
-    shift = 72 / axes.figure.dpi * (place - at)
-    axes.annotate(
-      text, (x, y), xytext=(8, shift - 3), textcoords="offset points",
-      fontsize=8,
-    )  # fmt: skip
 
 
 def prepared(rows: list[Row]) -> str:

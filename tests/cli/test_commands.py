@@ -127,8 +127,10 @@ def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
     # Both are in the middle of training once the first has been evaluated.
     assert started[0].stdout.readline()
     started[1].send_signal(signal.SIGINT)
-    assert started[1].wait(timeout=60) == 130
-    assert started[0].wait(timeout=60) not in (0, None)
+    # Long, as Python sees the signal only when its collective has returned,
+    # and a busy machine takes its time; one that hangs never returns.
+    assert started[1].wait(timeout=300) == 130
+    assert started[0].wait(timeout=300) not in (0, None)
   finally:
     for process in started:
       process.kill()

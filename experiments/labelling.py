@@ -1,0 +1,76 @@
+"""Names beside the points of a picture, none over another or over a point."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+_SIZE = 8
+# In points, from the point: beside it first, then ever farther.
+_NEAR = (
+  (7, -3, "left"), (-7, -3, "right"), (0, 7, "center"), (0, -13, "center"),
+)  # fmt: skip
+_AROUND = tuple(
+  (sign * 12, step * side, "left" if sign > 0 else "right")
+  for step, side, sign in itertools.product(range(9, 73, 9), (1, -1), (1, -1))
+)
+# Where a line to the point is wanted.
+_FAR = 14
+
+
+def label(
+  axes: Any,
+  labels: Sequence[tuple[float, float, str]],
+  points: Sequence[tuple[float, float]] | None = None,
+) -> None:
+  """Writes names beside their points, when all else has been drawn.
+
+  Args:
+    axes: matplotlib's, with its limits and scales as they will be.
+    labels: x, y and the name of each point.
+    points: what no name may cover; default those that have names.
+  """
+  figure = axes.figure
+  figure.canvas.draw()  # Lays out; places are final from here on.
+  renderer = figure.canvas.get_renderer()
+  inside = axes.get_window_extent(renderer)
+  points = [(x, y) for x, y, _ in labels] if points is None else points
+  half = 4 * figure.dpi / 72
+  taken = [
+    (x - half, y - half, x + half, y + half)
+    for x, y in axes.transData.transform(list(points))
+  ]
+
+  def covered(box: tuple[float, ...]) -> float:
+    """How much of what is there a box covers, or has outside, in pixels."""
+    found = sum(
+      max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
+      * max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
+      for other in taken
+    )
+    outside = max(0.0, inside.x0 - box[0]) + max(0.0, box[2] - inside.x1)
+    beyond = max(0.0, inside.y0 - box[1]) + max(0.0, box[3] - inside.y1)
+    return found + 1e3 * (outside + beyond)
+
+  for x, y, text in sorted(labels, key=lambda one: -one[1]):
+    tried = []
+    for place in (*_NEAR, *_AROUND):
+      note = _write(axes, (x, y), text, place)
+      box = note.get_window_extent(renderer).extents
+      note.remove()
+      tried.append((covered(tuple(box)), place, tuple(box)))
+      if not tried[-1][0]:
+        break
+    _, place, box = min(tried, key=lambda one: one[0])
+    _write(axes, (x, y), text, place)
+    taken.append(box)
+
+
+def _write(
+  axes: Any, at: tuple[float, float], text: str, place: tuple[int, int, str]
+) -> Any:
+  right, up, side = place
+  line = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "shrinkB": 3}
+  return axes.annotate(
+    text, at, xytext=(right, up), textcoords="offset points", fontsize=_SIZE,
+    ha=side, arrowprops=line if abs(up) > _FAR else None,
+  )  # fmt: skip
