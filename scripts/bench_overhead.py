@@ -6,10 +6,11 @@ One worker that speaks to nobody (`axis=None`) takes the same step with its
 optimizer alone, and with each method around that optimizer.  Blocks alternate;
 what is reported is the median of paired ratios, beside that of the plain step
 to itself, which is the noise of the machine.  A round's end is counted as
-often as it happens.
+often as it happens.  "Told" is a method whose rounds the host ends.
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -19,6 +20,8 @@ import optax
 
 from jdist import models, training, transforms
 from jdist.transforms import intervals
+
+_TOLD = "told"
 
 
 def _chains(interval):
@@ -30,7 +33,7 @@ def _chains(interval):
       inner(), intervals.fixed(interval), 0.01, axis=None, **changes
     )
 
-  return {
+  chains = {
     "plain": inner(),
     "plain again": inner(),
     "local_sgd": transforms.local_sgd(inner(), interval, axis=None),
@@ -39,6 +42,9 @@ def _chains(interval):
     "msdpu streamed": msdpu(stream=transforms.Stream()),
     "update_first": transforms.update_first(inner(), axis=None),
   }
+  for name in ("local_sgd", "diloco", "msdpu"):
+    chains[f"{name} {_TOLD}"] = chains[name]
+  return chains
 
 
 def main() -> None:
@@ -66,7 +72,13 @@ def main() -> None:
   states, programs = {}, {}
   for name, chain in _chains(options.interval).items():
     step = training.make_step(loss, chain, axis=None)
-    programs[name] = jax.jit(step, donate_argnums=0)
+    # One that goes on with the round and one that ends it.
+    programs[name] = [jax.jit(step, donate_argnums=0)] * 2
+    if name.endswith(_TOLD):
+      programs[name] = [
+        jax.jit(functools.partial(step, round_ends=ends), donate_argnums=0)
+        for ends in (False, True)
+      ]
     states[name] = training.TrainState(
       step=np.zeros((), np.int32),
       params=jax.tree.map(
@@ -80,9 +92,10 @@ def main() -> None:
     )
   times: dict[str, list[float]] = {name: [] for name in states}
   for turn in range(options.blocks + 1):
-    for name, program in programs.items():
+    for name, (on, end) in programs.items():
       started_s = time.perf_counter()
-      for _ in range(options.interval):  # With one round's end in it.
+      for i in range(options.interval):  # With one round's end in it.
+        program = end if i == options.interval - 1 else on
         states[name], metrics = program(states[name], batch)
         jax.block_until_ready(metrics)
       if turn:  # The first block compiles.

@@ -67,6 +67,7 @@ class Trainer:
     step: _step.Step,
     *,
     stream_steps: Sequence[int] = (),
+    host_rounds: bool = False,
     timeout_s: float = 900.0,
   ):
     """Prepares the program.
@@ -80,13 +81,17 @@ class Trainer:
         `(1, 2, 4, 8, 16)`.  Each is a program, compiled before the first step;
         the loop takes the largest that fits into a round, at the round's
         start.  By default there is one program.
+      host_rounds: for `local_steps` and what is made of it, not streamed: the
+        loop says which step ends a round, and compiles one program for those
+        that do and one for those that do not, in place of one with a
+        conditional, around which compilers copy and in which nothing overlaps.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
-    self._variants = _variants.Variants(stream_steps)
+    self._variants = _variants.Variants(stream_steps, host_rounds=host_rounds)
     self._names: tuple[str, ...] = ()
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
@@ -258,7 +263,7 @@ class _Run:
     view = trainer.workers.view
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
     # Interval and offset of the next step and of the one after it.
-    ahead = transforms.stream_steps(state.opt_state)
+    ahead = _ahead(trainer._variants, state.opt_state)
     self._ahead = [(0, 0)] * 2 if ahead is None else np.asarray(view(ahead))
     self._losses: list[float] = []
     self._samples = 0
@@ -292,8 +297,13 @@ class _Run:
         self.watchdog.beat("compiling", patience=4.0)
       self._programs[variant] = program
     # Up to here, as far as the counters tell: all that was sent at once.
+    steps, rounds = self._start, self._rounds
     before = self._traffic[variants[0]]
-    self._sent_bytes = before.sent_bytes(self._start, self._rounds)
+    if self._trainer._variants.host_rounds:
+      self._sent_bytes = before.sent_bytes(rounds, 0)
+      self._sent_bytes += self._traffic["on"].sent_bytes(steps - rounds, 0)
+    else:
+      self._sent_bytes = before.sent_bytes(steps, rounds)
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
@@ -333,12 +343,18 @@ class _Run:
     rounds = int(columns["rounds"][0])
     # What was streamed before has not been sent again at the round's end.
     ended = 0 if variant == "idle" else rounds - self._rounds
+    # A program that always ends a round has no conditional and counts rounds
+    # as its steps.
+    before = self._rounds if variant == "end" else before
     self._sent_bytes += traffic.sent_bytes(
       1, ended, after_steps=before, after_rounds=self._rounds
     )
     self._rounds = rounds
     if "stream_steps" in columns:
       ahead = columns["stream_steps"][0], columns["stream_offset"][0]
+      self._ahead = [*self._ahead, ahead]
+    elif "round_interval" in columns:
+      ahead = columns["round_interval"][0], columns["round_offset"][0]
       self._ahead = [*self._ahead, ahead]
     else:
       self._ahead = [*self._ahead, (0, 0)]
@@ -382,6 +398,20 @@ class _Run:
     shared = _state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
+
+
+def _ahead(variants: _variants.Variants, opt_state: PyTree) -> PyTree:
+  """Intervals and offsets of the next two steps; None if nobody asks."""
+  if not variants.host_rounds:
+    return transforms.stream_steps(opt_state)
+  ahead = transforms.rounds_ahead(opt_state)
+  if ahead is None:
+    raise ValueError(
+      "`host_rounds` must be False for an optimizer that does not take "
+      "`round_ends`, got True. Those of `local_steps` without `stream` do: "
+      "`local_sgd`, `diloco`, `msdpu`."
+    )
+  return ahead
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:

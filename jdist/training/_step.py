@@ -52,8 +52,10 @@ def make_step(
     `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
     `interval`, and where something is streamed `stream_steps` and
-    `stream_offset`, of the step after next.  For a streamed optimizer the
-    step takes the static keyword `stream_steps`, too.
+    `stream_offset`, of the step after next.  The step passes static keywords
+    on to the optimizer: `stream_steps` to a streamed one, `round_ends` to one
+    whose rounds a host ends; then `round_interval` and `round_offset`, of the
+    step after next, are metrics, too.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
@@ -97,7 +99,10 @@ def make_step(
         grads, opt_state, params, loss=loss, **options
       )
       params = transforms.apply_updates(params, updates, opt_state)
-      if transforms.stream_steps(opt_state) is None:
+      if (told := options.get("round_ends")) is not None:
+        if told:
+          model_state = mean_statistics(model_state, axis)
+      elif transforms.stream_steps(opt_state) is None:
         model_state = _met(model_state, opt_state, axis)
     number = optax.safe_increment(state.step)
     metrics = metrics | {
@@ -107,6 +112,10 @@ def make_step(
     }
     if (ahead := transforms.stream_steps(opt_state)) is not None:
       metrics["stream_steps"], metrics["stream_offset"] = ahead[1]
+    if "round_ends" in options:
+      ahead = transforms.rounds_ahead(opt_state)
+      assert ahead is not None  # Else the optimizer has refused it.
+      metrics["round_interval"], metrics["round_offset"] = ahead[1]
     new = _state.TrainState(
       step=number,
       params=params,

@@ -52,6 +52,7 @@ from jdist.transforms._inspecting import interval as interval
 from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
+from jdist.transforms._inspecting import rounds_ahead as rounds_ahead
 from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps

@@ -30,6 +30,8 @@ HOLDING = (
   _leading.LeadStepState,
   _fragmenting.FragmentsState,
 )
+# States whose transformations know `update(..., round_ends=...)`.
+TOLD = (_stepping.LocalStepsState,)
 # States whose transformations bring the workers' updates together, besides
 # those with rounds.
 _AVERAGING = (

@@ -28,6 +28,7 @@ from jdist.transforms import (
   _pulling,
   _reducing,
   _remembering,
+  _rounds,
   _sending,
   _sharding,
   _slowing,
@@ -144,6 +145,29 @@ def stream_steps(state: PyTree) -> jax.Array | None:
   if not found:
     return None
   return jnp.stack(found, axis=-1).reshape(*jnp.shape(found[0]), 2, 2)
+
+
+def rounds_ahead(state: PyTree) -> jax.Array | None:
+  """What a host needs to say whether the next two updates end their rounds.
+
+  An update ends its round when all steps of the interval but one came before
+  it: `update(..., round_ends=True)`.  The host need not wait for anything:
+  while one update runs, it has read the state before it.
+  `training.Trainer(..., host_rounds=True)` does this.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    For the next update and the one after it the interval of its round, and how
+    many updates of the round come before it, int32 [2, 2]; None for a method
+    that does not know `round_ends`.
+  """
+  found = _finding.rounds_in(state)
+  if not isinstance(found, _finding.TOLD) or found.stream_steps:
+    return None
+  ahead = _rounds.two_ahead(found, since_step=0)
+  return jnp.stack(ahead, axis=-1).reshape(*jnp.shape(ahead[0]), 2, 2)
 
 
 def apply_updates(

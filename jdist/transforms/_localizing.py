@@ -105,6 +105,14 @@ def local_steps(
   reducer that is done with every bit, and brings in what a feedback holds,
   when a round was begun or under way; what then is left is for the next round.
 
+  Whether a step ends its round is decided on the device, in a conditional,
+  around which compilers copy and in which nothing overlaps.  A host that
+  knows it (`transforms.rounds_ahead`) gives the static `round_ends=`: False
+  is a step that neither ends a round nor sends anything, True one that ends
+  the round at once, with its mean as free to overlap as that of synchronous
+  SGD.  What it says holds, also for a round that is shorter or longer then.
+  `training.Trainer(..., host_rounds=True)` does it.  Not with `stream`.
+
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them
   `anchor` (float32) and `interval_steps` (int32 scalar).

@@ -118,10 +118,11 @@ class LocalSteps:
     params: optax.Params | None = None,
     *,
     stream_steps: int | Literal["usual"] | None = "usual",
+    round_ends: bool | None = None,
     drain: bool | Literal["residuals"] = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LocalStepsState]:
-    """Takes a step, and ends the round if it is over."""
+    """Takes a step, and ends the round if it is over, or as it is told."""
     if params is None:
       raise ValueError(
         "`params` must be given to `update` of `local_steps`: call "
@@ -136,6 +137,10 @@ class LocalSteps:
     updates, state = _rounds.take_step(
       self.policy, self.inner, updates, state, params, extra_args
     )
+    if round_ends is not None:
+      self._check_told(round_ends)
+      end = functools.partial(self._end_round, None)
+      return (end if round_ends else self._go_on)((), updates, state, params)
     over = _rounds.is_over(state)
     if steps is not None:
       over &= self.make_sender(state.anchor).complete(state.pending, sent)
@@ -188,6 +193,19 @@ class LocalSteps:
     updates = _anchoring.onto(state.anchor, params)
     state = self._looking_ahead(state)
     return collectives.varying((updates, state), self.axis)
+
+  def _check_told(self, round_ends: Any) -> None:
+    if not isinstance(round_ends, bool):
+      raise ValueError(
+        "`round_ends` shapes the program and must be True, False or None, got "
+        f"{round_ends!r}."
+      )
+    if self.stream is not None:
+      raise ValueError(
+        "`round_ends` must be None where something is streamed, since such a "
+        "round lasts until all of it has arrived, got "
+        f"{round_ends}. Choose `stream_steps`, or leave out `stream`."
+      )
 
   # What only the streamed form does.
 

@@ -1,0 +1,136 @@
+"""Rounds that the host ends, in place of a conditional on the device."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import codecs, collectives, training, transforms
+from jdist.transforms import intervals
+from tests.training import _tiny
+
+NUM_STEPS = 29
+
+
+def chains(axis):
+  grown = intervals.scheduled(lambda step: 1 + (step % 5))
+  sgd = optax.sgd(0.05, momentum=0.9)
+  int4 = collectives.carry(codecs.Quantize(4, 4))
+  return {
+    "local SGD": transforms.local_sgd(sgd, 4, axis=axis),
+    "DiLoCo, grown, int4": transforms.diloco(
+      sgd, grown, axis=axis, reducer=int4, feedback=transforms.ErrorFeedback()
+    ),
+    "MSDPU, adaptive": transforms.msdpu(
+      sgd, intervals.msdpu(4, 0.05), 0.05, axis=axis, warmup_steps=3
+    ),
+  }
+
+
+def params():
+  """In float32: in bfloat16 XLA rounds where a program's fusions end."""
+  return jax.tree.map(lambda x: np.asarray(x, np.float32), _tiny.params())
+
+
+def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
+  chain, traces = chains(team.axis)[name], []
+  plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+
+  def step(state, batch, **chosen):
+    traces.append(chosen.get("round_ends"))
+    return plain(state, batch, **chosen)
+
+  trainer = training.Trainer(team, step, host_rounds=host)
+  state = training.init_state(team, chain, params())
+  state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
+  return state, records[-1], traces
+
+
+@pytest.mark.parametrize("name", chains(None))
+def test_rounds_end_where_the_device_would_end_them(name):
+  team = _tiny.team("vmap")
+  wanted, told, _ = fit(team, name, host=False)
+  state, record, traces = fit(team, name, host=True)
+  # Other programs: the last place of a float may differ, the counts may not.
+  for mine, theirs in zip(
+    jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+  ):
+    mine, theirs = np.asarray(mine), np.asarray(theirs)
+    if np.issubdtype(mine.dtype, np.floating):
+      np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+    elif mine.dtype.kind in "iub":
+      np.testing.assert_array_equal(mine, theirs)
+  assert record.rounds == told.rounds > 3
+  assert record.sent_bytes == told.sent_bytes
+  # Two programs, each traced to run and to count.
+  assert sorted(traces) == [False, False, True, True]
+
+
+def test_only_the_end_of_a_round_sends_and_without_a_conditional():
+  team = _tiny.team("shard_map")
+  chain = chains(team.axis)["local SGD"]
+  step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+  state = training.init_state(team, chain, params())
+  batch = team.place(next(_tiny.batches(team)(0)))
+  sent = {}
+  for ends in (False, True):
+    program = team.jit(
+      lambda state, batch, ends=ends: step(state, batch, round_ends=ends)
+    )
+    text = program.lower(state, batch).compile().as_text()
+    assert " conditional(" not in text
+    sent[ends] = len(collectives.read_collectives(text))
+  assert sent[False] == 0 < sent[True]
+
+
+def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path):
+  team = _tiny.team("vmap")
+  name = "DiLoCo, grown, int4"
+  whole, told, _ = fit(team, name, host=True)
+  offsets = []
+  for last in (14, NUM_STEPS):
+    with training.Checkpoints(tmp_path, team) as checkpoints:
+      state, record, _ = fit(
+        team, name, host=True, num_steps=last, checkpoints=checkpoints
+      )
+    offsets.append(int(state.opt_state.round_step[0]))
+  assert offsets[0] > 0
+  _tiny.assert_same_bits(state, whole)
+  assert record.sent_bytes == told.sent_bytes
+
+
+def test_what_the_host_says_holds():
+  optimizer = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
+  w = np.float32(4.0)
+  state = optimizer.init(w)
+  for ends in (False, False, False, True, True):
+    before = int(state.round)
+    _, state = optimizer.update(w, state, w, round_ends=ends)
+    assert int(state.round) == before + ends
+    assert bool(state.synchronized) == ends
+  assert int(state.step) == 5 and int(state.round_step) == 0
+
+
+def update(optimizer, **options):
+  w = np.float32(1.0)
+  return optimizer.update(w, optimizer.init(w), w, **options)
+
+
+def test_what_cannot_be_is_refused():
+  team = _tiny.team("vmap")
+  plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
+  with pytest.raises(ValueError, match="`round_ends` shapes the program"):
+    update(plain, round_ends=1)
+  late = transforms.local_steps(
+    optax.sgd(1.0), 3, axis=None, delay_rounds=1, stream=transforms.Stream()
+  )
+  with pytest.raises(ValueError, match="`round_ends` must be None where some"):
+    update(late, round_ends=False)
+  with pytest.raises(ValueError, match="`host_rounds` must be False where"):
+    training.Trainer(team, None, stream_steps=(1, 2), host_rounds=True)
+  chain = transforms.ssgd(optax.sgd(0.1), axis=team.axis)
+  step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+  state = training.init_state(team, chain, params())
+  trainer = training.Trainer(team, step, host_rounds=True)
+  with pytest.raises(ValueError, match="`host_rounds` must be False for an"):
+    trainer.fit(state, _tiny.batches(team), 2)
