@@ -1,6 +1,10 @@
 """Rounds that the host ends, in place of a conditional on the device."""
 
+import math
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -81,6 +85,43 @@ def test_only_the_end_of_a_round_sends_and_without_a_conditional():
     assert " conditional(" not in text
     sent[ends] = len(collectives.read_collectives(text))
   assert sent[False] == 0 < sent[True]
+
+
+def copied_bytes(chain, team, **told):
+  """What a step's program copies from one float32 array to another."""
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    hidden = jnp.tanh(batch @ params["a"])
+    return jnp.mean((hidden @ params["b"]) ** 2), (model_state, {})
+
+  weights = {"a": np.ones((64, 256)), "b": np.ones((256, 64))}
+  weights = jax.tree.map(lambda x: x.astype(np.float32), weights)
+  step = training.make_step(loss_fn, chain, axis=team.axis)
+  program = team.jit(
+    lambda state, batch: step(state, batch, **told), donate_argnums=0
+  )
+  state = training.init_state(team, chain, weights)
+  batch = team.place(np.ones((1, 8, 64), np.float32))
+  text = program.lower(state, batch).compile().as_text()
+  shapes = re.findall(r"= f32\[([\d,]*)\]\S* copy\(", text)
+  return 4 * sum(
+    math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
+  )
+
+
+def test_a_step_within_a_round_copies_what_a_plain_step_copies():
+  team = collectives.workers(1, substrate="none")
+  sgd = optax.sgd(0.05, momentum=0.9)
+  plain = copied_bytes(sgd, team)
+  for chain in (
+    transforms.local_sgd(sgd, 4, axis=None),
+    transforms.diloco(sgd, 4, axis=None),
+    transforms.local_steps(sgd, 4, axis=None, delay_rounds=1),
+  ):
+    assert copied_bytes(chain, team, round_ends=False) <= plain
+  # The last one, with the conditional.
+  assert copied_bytes(chain, team) > plain
 
 
 def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path):
