@@ -1,7 +1,7 @@
 """Measures what encoding and decoding cost beside a copy of the tensor.
 
     python scripts/bench_codecs.py [--codecs int8 int4] [--size 4194304]
-      [--repeats 30] [--output row.jsonl]
+      [--repeats 30] [--sort] [--output row.jsonl]
 
 The unit is a copy of the same float32 tensor, read and written by a compiled
 program in the same process: a codec that takes one copy costs a training step
@@ -70,6 +70,12 @@ def make_programs(codec, x, key):
   }
 
 
+def sorted_by_size(x):
+  """All entries and their places, the largest first."""
+  places = jax.lax.iota(jnp.int32, x.size)
+  return jax.lax.sort_key_val(-jnp.abs(x), places)
+
+
 def measure(programs, repeats):
   """Seconds of each program in each round."""
   seconds = {name: [] for name in programs}
@@ -103,6 +109,8 @@ def main():
   parser.add_argument("--size", type=int, default=4 << 20,
                       help="entries of float32; default 16 MiB")  # fmt: skip
   parser.add_argument("--repeats", type=int, default=30)
+  parser.add_argument("--sort", action="store_true",
+                      help="beside them, a sort of all entries")  # fmt: skip
   parser.add_argument("--output", help="a file of rows to append to")
   options = parser.parse_args()
   names = list(CODECS) if "all" in options.codecs else options.codecs
@@ -113,6 +121,8 @@ def main():
     "copy": (compiled(jnp.copy, x), (x,)),
     "copy again": (compiled(jnp.copy, x), (x,)),
   }
+  if options.sort:
+    programs["sort"] = (compiled(sorted_by_size, x), (x,))
   for name in names:
     for kind, program in make_programs(CODECS[name], x, key).items():
       programs[f"{kind} {name}"] = program
@@ -135,6 +145,7 @@ def main():
     copy_s={"median": statistics.median(copy), "fastest": min(copy)},
     copy_again=summary(seconds["copy again"], copy),
     codecs=results,
+    **({"sort": summary(seconds["sort"], copy)} if options.sort else {}),
   )
   if options.output:
     training.append_rows(options.output, [row])

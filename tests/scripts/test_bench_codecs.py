@@ -13,7 +13,7 @@ SCRIPT = "scripts/bench_codecs.py"
 
 def test_a_row_tells_ratios_to_a_copy(monkeypatch, tmp_path, capsys):
   output = tmp_path / "rows.jsonl"
-  arguments = ["--codecs", "int4", "--size", "1000", "--repeats", "3"]
+  arguments = ["--codecs", "int4", "--size", "1000", "--repeats", "3", "--sort"]
   monkeypatch.setattr(
     sys, "argv", [SCRIPT, *arguments, "--output", str(output)]
   )
@@ -21,6 +21,7 @@ def test_a_row_tells_ratios_to_a_copy(monkeypatch, tmp_path, capsys):
   row = json.loads(output.read_text())
   assert row == json.loads(capsys.readouterr().out)
   assert row["tensor_bytes"] == 4000 and row["config"]["repeats"] == 3
+  assert row["sort"]["median"] > 0
   told = row["codecs"]["int4"]
   # 4 bits, and a scale for each of 4 blocks.
   assert told["compression"] == pytest.approx(32_000 / (4000 + 4 * 32))
