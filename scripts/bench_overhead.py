@@ -6,11 +6,15 @@ One worker that speaks to nobody (`axis=None`) takes the same step with its
 optimizer alone, and with each method around that optimizer.  Blocks alternate;
 what is reported is the median of paired ratios, beside that of the plain step
 to itself, which is the noise of the machine.  A round's end is counted as
-often as it happens.  "Told" is a method whose rounds the host ends.
+often as it happens.  "Told" is a method whose rounds the host ends.  Beside
+the times, which are noisy, stand the bytes that the compiled program of a step
+within a round copies: those of a conditional's branches count as taken.
 """
 
 import argparse
 import functools
+import math
+import re
 import statistics
 import time
 
@@ -47,6 +51,14 @@ def _chains(interval):
   return chains
 
 
+def _copied_bytes(text: str) -> int:
+  """What a program copies from one float32 array to another."""
+  shapes = re.findall(r"= f32\[([\d,]*)\]\S* copy\(", text)
+  return 4 * sum(
+    math.prod(int(n) for n in shape.split(",") if n) for shape in shapes
+  )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
   parser.add_argument("--model", default="resnet18")
@@ -69,15 +81,14 @@ def main() -> None:
     },
   )
   loss = training.classification_loss(model.apply)
-  states, programs = {}, {}
+  states, programs, copied = {}, {}, {}
   for name, chain in _chains(options.interval).items():
     step = training.make_step(loss, chain, axis=None)
     # One that goes on with the round and one that ends it.
-    programs[name] = [jax.jit(step, donate_argnums=0)] * 2
+    steps = [step]
     if name.endswith(_TOLD):
-      programs[name] = [
-        jax.jit(functools.partial(step, round_ends=ends), donate_argnums=0)
-        for ends in (False, True)
+      steps = [
+        functools.partial(step, round_ends=ends) for ends in (False, True)
       ]
     states[name] = training.TrainState(
       step=np.zeros((), np.int32),
@@ -90,6 +101,12 @@ def main() -> None:
       ),
       key=np.asarray(jax.random.key_data(jax.random.key(0))),
     )
+    found = [
+      jax.jit(each, donate_argnums=0).lower(states[name], batch).compile()
+      for each in steps
+    ]
+    programs[name] = (found[0], found[-1])
+    copied[name] = _copied_bytes(found[0].as_text())
   times: dict[str, list[float]] = {name: [] for name in states}
   for turn in range(options.blocks + 1):
     for name, (on, end) in programs.items():
@@ -103,7 +120,8 @@ def main() -> None:
   print(
     f"{options.model}, {models.num_params(model):,} parameters, "
     f"{options.batch_size} images of {shape}: "
-    f"{1e3 * statistics.median(times['plain']):.0f} ms a step"
+    f"{1e3 * statistics.median(times['plain']):.0f} ms a step, "
+    f"{copied['plain'] / 1e6:.0f} MB copied"
   )
   report = {}
   for name, found in times.items():
@@ -113,17 +131,20 @@ def main() -> None:
     report[name] = {
       "ratio": statistics.median(ratios),
       "quartiles": statistics.quantiles(ratios, n=4)[::2],
+      "copied_bytes": copied[name],
     }
     low, high = report[name]["quartiles"]
     print(
       f"{name:16s} {report[name]['ratio']:.3f} of the plain step "
-      f"(quartiles {low:.3f} to {high:.3f})"
+      f"(quartiles {low:.3f} to {high:.3f}), "
+      f"{copied[name] / 1e6:.0f} MB copied"
     )
   if options.output is not None:
     row = training.make_row(
       vars(options),
       0,
       plain_step_s=statistics.median(times["plain"]),
+      plain_copied_bytes=copied["plain"],
       ratios=report,
     )
     training.append_rows(options.output, [row])
