@@ -356,12 +356,13 @@ def compare(
         rows.get(held_out, "tuning", variant, rate, _TUNING_SEED)
         for rate in options.rates
       ]
-      best = max(tried, key=_quality)["learning_rate"]
+      best = max(tried, key=quality)["learning_rate"]
     for seed in options.seeds:
       rows.get(comparison, "comparison", variant, best, seed)
 
 
-def _quality(row: dict[str, Any]) -> tuple[float, float]:
+def quality(row: dict[str, Any]) -> tuple[float, float]:
+  """By what the best rate is chosen: accuracy, and of equal ones the loss."""
   loss = row["test_loss"]
   return row["accuracy"], -loss if loss is not None else -math.inf
 

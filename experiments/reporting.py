@@ -5,6 +5,7 @@ import statistics
 import sys
 from typing import Any
 
+import comparing
 import labelling
 
 from jdist import cluster, training
@@ -21,12 +22,12 @@ LINKS = {
 
 def best(rows: list[dict[str, Any]]) -> dict[str, float]:
   """Each variant's learning rate, from its tuning rows."""
-  found: dict[str, tuple[float, float]] = {}
+  found: dict[str, dict[str, Any]] = {}
   for row in rows:
     if row["purpose"] == "tuning":
-      told = (row["accuracy"], row["learning_rate"])
-      found[row["method"]] = max(found.get(row["method"], told), told)
-  return {method: rate for method, (_, rate) in found.items()}
+      other = found.get(row["method"], row)
+      found[row["method"]] = max(other, row, key=comparing.quality)
+  return {method: row["learning_rate"] for method, row in found.items()}
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
