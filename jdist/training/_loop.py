@@ -263,7 +263,7 @@ class _Run:
     view = trainer.workers.view
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
     # Interval and offset of the next step and of the one after it.
-    ahead = _ahead(trainer._variants, state.opt_state)
+    ahead = trainer._variants.ahead(state.opt_state)
     self._ahead = [(0, 0)] * 2 if ahead is None else np.asarray(view(ahead))
     self._losses: list[float] = []
     self._samples = 0
@@ -398,20 +398,6 @@ class _Run:
     shared = _state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
-
-
-def _ahead(variants: _variants.Variants, opt_state: PyTree) -> PyTree:
-  """Intervals and offsets of the next two steps; None if nobody asks."""
-  if not variants.host_rounds:
-    return transforms.stream_steps(opt_state)
-  ahead = transforms.rounds_ahead(opt_state)
-  if ahead is None:
-    raise ValueError(
-      "`host_rounds` must be False for an optimizer that does not take "
-      "`round_ends`, got True. Those of `local_steps` without `stream` do: "
-      "`local_sgd`, `diloco`, `msdpu`."
-    )
-  return ahead
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:

@@ -10,6 +10,10 @@ intervals the next two updates have.
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
+
+from jdist import transforms
+
 # What a step is compiled for: the number of steps in which a message is sent;
 # "usual", as the optimizer has it; None, at once; or "idle", when all of it
 # has been sent. Or for one that goes on with a round or ends it.
@@ -46,6 +50,23 @@ class Variants:
     if not self.stream_steps:
       return ("usual",)
     return (None, *self.stream_steps)
+
+  def ahead(self, opt_state: Any) -> jax.Array | None:
+    """Intervals and offsets of the next two steps; None if nobody asks.
+
+    Raises:
+      ValueError: when the host is to end rounds that it cannot end.
+    """
+    if not self.host_rounds:
+      return transforms.stream_steps(opt_state)
+    found = transforms.rounds_ahead(opt_state)
+    if found is None:
+      raise ValueError(
+        "`host_rounds` must be False for an optimizer that does not take "
+        "`round_ends`, got True. Those of `local_steps` without `stream` do: "
+        "`local_sgd`, `diloco`, `msdpu`."
+      )
+    return found
 
   def choose(self, interval: int, offset: int) -> Variant:
     """The program of one step.
