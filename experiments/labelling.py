@@ -17,27 +17,22 @@ _AROUND = tuple(
 _FAR = 14
 
 
-def label(
-  axes: Any,
-  labels: Sequence[tuple[float, float, str]],
-  points: Sequence[tuple[float, float]] | None = None,
-) -> None:
+def label(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
   """Writes names beside their points, when all else has been drawn.
 
   Args:
     axes: matplotlib's, with its limits and scales as they will be.
     labels: x, y and the name of each point.
-    points: what no name may cover; default those that have names.
   """
   figure = axes.figure
   figure.canvas.draw()  # Lays out; places are final from here on.
   renderer = figure.canvas.get_renderer()
   inside = axes.get_window_extent(renderer)
-  points = [(x, y) for x, y, _ in labels] if points is None else points
+  points = [(x, y) for x, y, _ in labels]
   half = 4 * figure.dpi / 72
   taken = [
     (x - half, y - half, x + half, y + half)
-    for x, y in axes.transData.transform(list(points))
+    for x, y in axes.transData.transform(points)
   ]
 
   def covered(box: tuple[float, ...]) -> float:
