@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jdist.models import _patches
+
 
 class NoKeys:
   """Stands where random keys come from, and gives none."""
@@ -50,6 +52,9 @@ def conv(
     use_bias=use_bias,
     kernel_init=_normal(2.0 * gain**2),
     bias_init=_zeros,
+    conv_general_dilated=_patches.convolve
+    if in_features <= _patches.MOST_CHANNELS
+    else jax.lax.conv_general_dilated,
     rngs=rngs,
   )
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _layers
+from jdist.models import _layers, _patches
 
 
 class LeNet(nnx.Module):
@@ -54,7 +54,7 @@ class LeNet(nnx.Module):
     around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]
     x = jnp.pad(images, around)
     for layer in (self.conv1, self.conv2):
-      x = nnx.max_pool(jax.nn.relu(layer(x)), (2, 2), strides=(2, 2))
+      x = _patches.halve(jax.nn.relu(layer(x)))
     x = x.reshape(len(x), -1)
     x = jax.nn.relu(self.dense3(x))
     x = jax.nn.relu(self.dense4(x))
@@ -99,5 +99,5 @@ class CNN(nnx.Module):
     """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
     x = images
     for layer in (self.conv1, self.conv2, self.conv3):
-      x = nnx.max_pool(jax.nn.relu(layer(x)), (2, 2), strides=(2, 2))
+      x = _patches.halve(jax.nn.relu(layer(x)))
     return self.dense4(x.reshape(len(x), -1))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _forms, _layers, _normalizing
+from jdist.models import _forms, _layers, _normalizing, _patches
 
 _HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
   "cifar": (),
@@ -118,7 +118,7 @@ class VGG(nnx.Module):
         if self.norm != "none":
           x = getattr(self, f"{name}_norm")(x, mask=mask)
         x = jax.nn.relu(x)
-      x = nnx.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
+      x = _patches.halve(x, padding="SAME")
     if self.averaged:
       x = jnp.mean(x, axis=(1, 2))
     return _layers.apply_head(self, x.reshape(len(x), -1))

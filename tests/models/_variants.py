@@ -85,9 +85,18 @@ def leaves_of(model):
 def products(jaxpr):
   """All convolutions and matrix products of a program, in their order."""
   for equation in jaxpr.eqns:
-    if equation.primitive.name in ("conv_general_dilated", "dot_general"):
-      yield equation
-    for value in jax.tree.leaves(list(equation.params.values())):
-      inner = getattr(value, "jaxpr", value)
-      if hasattr(inner, "eqns"):
-        yield from products(inner)
+    yield from _products_of(equation)
+
+
+def has_products(equation):
+  """Whether an equation is a product or contains one."""
+  return next(_products_of(equation), None) is not None
+
+
+def _products_of(equation):
+  if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+    yield equation
+  for value in jax.tree.leaves(list(equation.params.values())):
+    inner = getattr(value, "jaxpr", value)
+    if hasattr(inner, "eqns"):
+      yield from products(inner)

@@ -195,7 +195,8 @@ def order_of_use(model, x):
   }
   return [
     names[v]
-    for equation in _variants.products(jaxpr)
+    for equation in jaxpr.eqns
+    if _variants.has_products(equation)
     for v in equation.invars
     if v in names
   ]

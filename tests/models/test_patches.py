@@ -1,0 +1,107 @@
+"""Convolutions by patches and halving, beside XLA's own."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist import models
+from jdist.models import _patches
+
+
+def _draw(*shape, dtype=jnp.float32):
+  entries = np.random.default_rng(0).standard_normal(shape, np.float32)
+  return jnp.asarray(entries, dtype)
+
+
+@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize(
+  ("size", "window", "stride", "padding"),
+  [
+    ((8, 8), (5, 5), 1, "VALID"),
+    ((9, 6), (3, 3), 1, "SAME"),
+    ((9, 6), (3, 3), 2, "SAME"),
+    ((11, 8), (7, 7), 2, ((3, 3), (2, 3))),
+    ((5, 7), (1, 1), 2, "VALID"),
+    ((7, 9), (3, 2), 2, "VALID"),
+  ],
+)
+def test_values_and_gradients_are_those_of_xla(
+  size, window, stride, padding, vmapped
+):
+  many = (2,) if vmapped else ()
+  images, kernel = _draw(*many, 3, *size, 2), _draw(*many, *window, 2, 4)
+  numbers = ("NHWC", "HWIO", "NHWC")
+
+  def run(convolve):
+    def loss(images, kernel):
+      y = convolve(
+        images, kernel, (stride, stride), padding, dimension_numbers=numbers
+      )
+      return jnp.sum(jnp.sin(y)), y
+
+    gradient = jax.grad(loss, (0, 1), has_aux=True)
+    return jax.jit(jax.vmap(gradient) if vmapped else gradient)(images, kernel)
+
+  # Sums of up to 98 products of about 1, in another order.
+  chex.assert_trees_all_close(
+    run(_patches.convolve),
+    run(jax.lax.conv_general_dilated),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+def test_bfloat16_stays_bfloat16():
+  images, kernel = (
+    _draw(*shape, dtype=jnp.bfloat16) for shape in ((2, 6, 6, 3), (3, 3, 3, 4))
+  )
+  numbers = ("NHWC", "HWIO", "NHWC")
+  mine, xla = (
+    convolve(images, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    for convolve in (_patches.convolve, jax.lax.conv_general_dilated)
+  )
+  assert mine.dtype == jnp.bfloat16
+  # One rounding to 8 bits of sums of the same products.
+  np.testing.assert_allclose(
+    mine.astype(np.float32), xla.astype(np.float32), rtol=2**-6, atol=2**-6
+  )
+
+
+@pytest.mark.parametrize(
+  ("platform", "convolutions"), [("cpu", 0), ("cuda", 2)]
+)
+def test_the_platform_that_is_compiled_for_decides(platform, convolutions):
+  model = models.build("lenet", input_shape=(32, 32, 3), num_classes=10)
+
+  def predict(params, images):
+    return model.apply(params, model.state, images, train=False)[0]
+
+  traced = jax.jit(predict).trace(model.params, _draw(4, 32, 32, 3))
+  program = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert program.count("stablehlo.convolution") == convolutions
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+@pytest.mark.parametrize("size", [(4, 6), (5, 6), (1, 1)])
+def test_halving_is_max_pooling(size, padding):
+  images = _draw(2, *size, 3)
+
+  def run(pool):
+    def loss(images):
+      y = pool(images)
+      return jnp.sum(jnp.sin(y)), y
+
+    return jax.grad(loss, has_aux=True)(images)
+
+  chex.assert_trees_all_equal(
+    run(lambda x: _patches.halve(x, padding=padding)),
+    run(lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2), padding=padding)),
+  )
+
+
+def test_what_does_not_decide_shares_the_gradient():
+  gradient = jax.grad(lambda x: _patches.halve(x)[0, 0, 0, 0])
+  np.testing.assert_array_equal(gradient(jnp.ones((1, 2, 2, 1))), 0.25)
