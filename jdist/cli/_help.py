@@ -95,6 +95,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
   ),
   "GPUs and compiler": (
     "topology",
+    "host_rounds",
     "tell_compiler",
     "message_mb",
     "pending",

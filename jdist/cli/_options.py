@@ -291,6 +291,10 @@ class Schedule:
   pending: float = 0.33
   """Which part of the gradients ssgd:hybrid holds back for the next step."""
 
+  host_rounds: bool = False
+  """Let the host say which step ends a round, of methods that take it: two
+  programs without a conditional, as of `Trainer(..., host_rounds=True)`."""
+
   tell_compiler: bool = False
   """Tell the compiler's scheduler how fast the link is. If not, it takes any
   message to last as long as a few products."""

@@ -58,6 +58,8 @@ def schedule(options: _options.Schedule) -> None:
   # The devices of this host are not needed, and its GPUs not taken.
   if getattr(jax.config, "jax_platforms", None) is None:
     jax.config.update("jax_platforms", "cpu")
+  # Programs for devices that are not there cannot be read back.
+  jax.config.update("jax_enable_compilation_cache", False)
   collectives.check_compiler()
   training.check_plots()
   task = _task(options)
@@ -231,43 +233,66 @@ def _read(
 ) -> _telling.Found:
   """Compiles a method's step and forecasts it."""
   start_s = time.monotonic()
-  program = _compile(method, options, task, workers)
+  optimizer = _optimizer(method, options, workers.axis)
+  state = training.abstract_state(
+    workers, optimizer, task.model.params, task.model.state
+  )
+  streamed = _split(method)[1] == "streamed"
+  chosen = {"stream_steps": options.interval} if streamed else {}
+  if options.host_rounds and _can_be_told(state):
+    programs = [
+      _compile(optimizer, state, chosen | {"round_ends": ends}, options, task,
+               workers)
+      for ends in (True, False)
+    ]  # fmt: skip
+  else:
+    programs = [_compile(optimizer, state, chosen, options, task, workers)]
   compile_s = time.monotonic() - start_s
-  text = program.as_text()
-  meeting = training.forecast(text, device, link)
-  between = training.forecast(text, device, link, branch="idles")
-  memory = program.memory_analysis()
-  every_step = not any(message.conditional for message in meeting.messages)
+  texts = [program.as_text() for program in programs]
+  meeting = training.forecast(texts[0], device, link)
+  between = training.forecast(texts[-1], device, link, branch="idles")
+  every_step = len(programs) == 1 and not any(
+    message.conditional for message in meeting.messages
+  )
   return _telling.Found(
     method,
     meeting,
     between,
-    1 if every_step and _split(method)[1] != "streamed" else options.interval,
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes,
+    1 if every_step and not streamed else options.interval,
+    max(_memory_bytes(program) for program in programs),
     compile_s,
   )
 
 
+def _can_be_told(state: training.TrainState) -> bool:
+  """Whether a host may say where rounds of an optimizer end."""
+  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
+  return ahead is not None
+
+
+def _memory_bytes(program: Any) -> int:
+  memory = program.memory_analysis()
+  return int(
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+  )
+
+
 def _compile(
-  method: str,
+  optimizer: optax.GradientTransformation,
+  state: training.TrainState,
+  chosen: dict[str, Any],
   options: _options.Schedule,
   task: Task,
   workers: collectives.Workers,
 ) -> Any:
-  optimizer = _optimizer(method, options, workers.axis)
-  streamed = _split(method)[1] == "streamed"
   step = training.make_step(task.loss, optimizer, axis=workers.axis)
-  chosen = {"stream_steps": options.interval} if streamed else {}
 
   def one_step(state: Any, batch: Any) -> Any:
     return step(state, batch, **chosen)
 
-  state = training.abstract_state(
-    workers, optimizer, task.model.params, task.model.state
-  )
   lowered = workers.jit(one_step, donate_argnums=0).lower(
     state, collectives.abstract(workers, task.batch)
   )

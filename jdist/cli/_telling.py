@@ -82,11 +82,13 @@ def messages_table(found: Found) -> Any:
     "µs of kernels", "hidden %",
   ):  # fmt: skip
     grid.add_column(name, justify="right")
+  # Where the host ends rounds, that step has a program of its own.
+  rarely = found.interval > 1 and not found.between.messages
   for number, message in enumerate(found.meeting.messages, 1):
     grid.add_row(
       str(number),
       message.kind,
-      "round's end" if message.conditional else "each step",
+      "round's end" if message.conditional or rarely else "each step",
       f"{message.wire_bytes / 1e6:.3g}",
       f"{message.send_s * 1e6:,.1f}",
       str(message.kernels),

@@ -1,8 +1,8 @@
 """Convolutions of few channels and max pooling, written for all machines.
 
 XLA's convolutions on CPUs take their time per window, whatever its channels,
-and the gradient of its windowed maximum is a scalar loop: by both together a
-LeNet's step takes six times as long as it must.
+and the gradient of its windowed maximum is a scalar loop: a LeNet's step takes
+twice as long by both together.
 """
 
 from collections.abc import Sequence

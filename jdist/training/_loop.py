@@ -81,10 +81,10 @@ class Trainer:
         `(1, 2, 4, 8, 16)`.  Each is a program, compiled before the first step;
         the loop takes the largest that fits into a round, at the round's
         start.  By default there is one program.
-      host_rounds: for `local_steps` and what is made of it, not streamed: the
-        loop says which step ends a round, and compiles one program for those
-        that do and one for those that do not, in place of one with a
-        conditional, around which compilers copy and in which nothing overlaps.
+      host_rounds: for `local_steps` and what is made of it: the loop says
+        which step ends a round, and compiles one program for those that do
+        and one for those that do not, in place of one with a conditional,
+        around which compilers copy and in which nothing overlaps.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
@@ -131,7 +131,7 @@ class Trainer:
     self,
     state: _state.TrainState,
     batch: PyTree,
-    variant: _variants.Variant = "usual",
+    variant: _variants.Variant = _variants.USUAL,
   ) -> collectives.Traffic:
     """What one worker sends in a step and in a round."""
 
@@ -298,12 +298,12 @@ class _Run:
       self._programs[variant] = program
     # Up to here, as far as the counters tell: all that was sent at once.
     steps, rounds = self._start, self._rounds
-    before = self._traffic[variants[0]]
-    if self._trainer._variants.host_rounds:
-      self._sent_bytes = before.sent_bytes(rounds, 0)
-      self._sent_bytes += self._traffic["on"].sent_bytes(steps - rounds, 0)
+    at_once = {v.ends: self._traffic[v] for v in reversed(variants)}
+    if None in at_once:
+      self._sent_bytes = at_once[None].sent_bytes(steps, rounds)
     else:
-      self._sent_bytes = before.sent_bytes(steps, rounds)
+      self._sent_bytes = at_once[True].sent_bytes(rounds, 0)
+      self._sent_bytes += at_once[False].sent_bytes(steps - rounds, 0)
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
@@ -342,22 +342,17 @@ class _Run:
     traffic = self._traffic[self._trainer._variants.program(variant)]
     rounds = int(columns["rounds"][0])
     # What was streamed before has not been sent again at the round's end.
-    ended = 0 if variant == "idle" else rounds - self._rounds
-    # A program that always ends a round has no conditional and counts rounds
-    # as its steps.
-    before = self._rounds if variant == "end" else before
+    ended = 0 if variant.idle else rounds - self._rounds
+    # A program that always ends a round counts rounds as its steps.
+    before = self._rounds if variant.ends else before
     self._sent_bytes += traffic.sent_bytes(
       1, ended, after_steps=before, after_rounds=self._rounds
     )
     self._rounds = rounds
-    if "stream_steps" in columns:
-      ahead = columns["stream_steps"][0], columns["stream_offset"][0]
-      self._ahead = [*self._ahead, ahead]
-    elif "round_interval" in columns:
-      ahead = columns["round_interval"][0], columns["round_offset"][0]
-      self._ahead = [*self._ahead, ahead]
-    else:
-      self._ahead = [*self._ahead, (0, 0)]
+    ahead = (0, 0)
+    if "interval_ahead" in columns:
+      ahead = columns["interval_ahead"][0], columns["offset_ahead"][0]
+    self._ahead = [*self._ahead, ahead]
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress.update(

@@ -51,11 +51,11 @@ def make_step(
     `(state, batch) -> state, metrics` for one worker, to be run by
     `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
-    `interval`, and where something is streamed `stream_steps` and
-    `stream_offset`, of the step after next.  The step passes static keywords
-    on to the optimizer: `stream_steps` to a streamed one, `round_ends` to one
-    whose rounds a host ends; then `round_interval` and `round_offset`, of the
-    step after next, are metrics, too.
+    `interval`.  The step passes static keywords on to the optimizer:
+    `stream_steps` to a streamed one, `round_ends` to one whose rounds a host
+    ends.  Where a host chooses so between programs, `interval_ahead` and
+    `offset_ahead`, the place in its round of the step after next, are
+    metrics, too.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
@@ -99,23 +99,22 @@ def make_step(
         grads, opt_state, params, loss=loss, **options
       )
       params = transforms.apply_updates(params, updates, opt_state)
-      if (told := options.get("round_ends")) is not None:
-        if told:
-          model_state = mean_statistics(model_state, axis)
-      elif transforms.stream_steps(opt_state) is None:
-        model_state = _met(model_state, opt_state, axis)
+      if transforms.stream_steps(opt_state) is None:
+        ends = options.get("round_ends")
+        model_state = _met(model_state, opt_state, axis, ends=ends)
     number = optax.safe_increment(state.step)
     metrics = metrics | {
       "loss": loss,
       "rounds": transforms.rounds(opt_state, number),
       "interval": jnp.asarray(transforms.interval(opt_state)),
     }
-    if (ahead := transforms.stream_steps(opt_state)) is not None:
-      metrics["stream_steps"], metrics["stream_offset"] = ahead[1]
-    if "round_ends" in options:
-      ahead = transforms.rounds_ahead(opt_state)
-      assert ahead is not None  # Else the optimizer has refused it.
-      metrics["round_interval"], metrics["round_offset"] = ahead[1]
+    places = (
+      transforms.rounds_ahead
+      if "round_ends" in options
+      else transforms.stream_steps
+    )
+    if (ahead := places(opt_state)) is not None:
+      metrics["interval_ahead"], metrics["offset_ahead"] = ahead[1]
     new = _state.TrainState(
       step=number,
       params=params,
@@ -129,14 +128,27 @@ def make_step(
 
 
 def _met(
-  model_state: PyTree, opt_state: PyTree, axis: collectives.Axis
+  model_state: PyTree,
+  opt_state: PyTree,
+  axis: collectives.Axis,
+  *,
+  ends: bool | None,
 ) -> PyTree:
-  """Averages batch statistics if the workers have just come together."""
+  """Averages batch statistics if the workers have just come together.
+
+  Args:
+    model_state: with the statistics.
+    opt_state: which knows.
+    axis: the workers' axis.
+    ends: what the host has said, None if it has said nothing.
+  """
   if not jax.tree.leaves(model_state):
     return model_state
-  together = transforms.synchronized(opt_state)
+  together = transforms.synchronized(opt_state) if ends is None else ends
   if together is True:
     return mean_statistics(model_state, axis)
+  if together is False:
+    return model_state
   return jax.lax.cond(
     collectives.agreed(jnp.asarray(together), axis),
     lambda tree: mean_statistics(tree, axis),

@@ -8,16 +8,30 @@ intervals the next two updates have.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jdist import transforms
 
-# What a step is compiled for: the number of steps in which a message is sent;
-# "usual", as the optimizer has it; None, at once; or "idle", when all of it
-# has been sent. Or for one that goes on with a round or ends it.
-Variant = int | Literal["usual", "idle", "on", "end"] | None
+
+class Variant(NamedTuple):
+  """What a step is compiled for.
+
+  Attributes:
+    steps: the number of steps in which a message is sent; "usual", as the
+      optimizer has it; None, at once at the round's end.
+    ends: whether the step ends its round; None where the device decides.
+    idle: whether all of the message has been sent before; then `steps` is
+      None, and the round's end sends nothing.
+  """
+
+  steps: int | Literal["usual"] | None = "usual"
+  ends: bool | None = None
+  idle: bool = False
+
+
+USUAL = Variant()
 
 
 class Variants:
@@ -33,23 +47,21 @@ class Variants:
         "`stream_steps` must be ints >= 1, the numbers of steps in which a "
         f"message may be sent, got {tuple(stream_steps)}."
       )
-    if stream_steps and host_rounds:
-      raise ValueError(
-        "`host_rounds` must be False where something is streamed, got True "
-        f"and stream_steps={tuple(stream_steps)}. A streamed round ends when "
-        "all of it has arrived."
-      )
     self.stream_steps = tuple(sorted(set(stream_steps)))
     self.host_rounds = host_rounds
 
   @property
   def all(self) -> tuple[Variant, ...]:
-    """All that may be needed; what is sent at once comes first."""
-    if self.host_rounds:
-      return ("end", "on")
+    """All programs that may be needed; what is sent at once comes first."""
+    told = (True, False) if self.host_rounds else (None,)
     if not self.stream_steps:
-      return ("usual",)
-    return (None, *self.stream_steps)
+      return tuple(Variant("usual", ends) for ends in told)
+    # Rounds that are not delayed the device ends in any case.
+    at_once = dict.fromkeys((None, *told))
+    return (
+      *(Variant(None, ends) for ends in at_once),
+      *(Variant(s, ends) for s in self.stream_steps for ends in told),
+    )
 
   def ahead(self, opt_state: Any) -> jax.Array | None:
     """Intervals and offsets of the next two steps; None if nobody asks.
@@ -63,42 +75,46 @@ class Variants:
     if found is None:
       raise ValueError(
         "`host_rounds` must be False for an optimizer that does not take "
-        "`round_ends`, got True. Those of `local_steps` without `stream` do: "
-        "`local_sgd`, `diloco`, `msdpu`."
+        "`round_ends`, got True. Those of `local_steps` do: `local_sgd`, "
+        "`diloco`, `msdpu`."
       )
     return found
 
   def choose(self, interval: int, offset: int) -> Variant:
-    """The program of one step.
+    """The variant of one step.
 
     Args:
       interval: local steps of its round; 0 for a round without a delay.
       offset: how many of them came before it.
 
     >>> variants = Variants((1, 2, 4, 8))
-    >>> variants.choose(6, 0), variants.choose(6, 4), variants.choose(0, 0)
-    (4, 'idle', None)
+    >>> variants.choose(6, 0).steps, variants.choose(6, 4).idle
+    (4, True)
+    >>> variants.choose(0, 0)
+    Variant(steps=None, ends=None, idle=False)
     >>> variants = Variants((), host_rounds=True)
-    >>> variants.choose(2, 0), variants.choose(2, 1)
-    ('on', 'end')
+    >>> variants.choose(2, 0).ends, variants.choose(2, 1).ends
+    (False, True)
     """
-    if self.host_rounds:
-      return "end" if offset + 1 >= interval else "on"
+    ends = offset + 1 >= interval if self.host_rounds else None
     if not self.stream_steps:
-      return "usual"
+      return Variant("usual", ends)
     fitting = [s for s in self.stream_steps if s <= interval]
     if not fitting:
-      return None
-    return fitting[-1] if offset < fitting[-1] else "idle"
+      return Variant(None)
+    if offset < fitting[-1]:
+      return Variant(fitting[-1], ends)
+    return Variant(None, ends, idle=True)
 
   def options(self, variant: Variant) -> dict[str, Any]:
     """What the step is given for it."""
-    if variant == "usual":
-      return {}
-    if variant in ("on", "end"):
-      return {"round_ends": variant == "end"}
-    return {"stream_steps": None if variant == "idle" else variant}
+    given: dict[str, Any] = {}
+    if variant.steps != "usual":
+      given["stream_steps"] = variant.steps
+    if variant.ends is not None:
+      given["round_ends"] = variant.ends
+    return given
 
   def program(self, variant: Variant) -> Variant:
     """The variant whose program it runs."""
-    return None if variant == "idle" else variant
+    return variant._replace(idle=False)

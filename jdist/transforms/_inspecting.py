@@ -161,11 +161,15 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
   Returns:
     For the next update and the one after it the interval of its round, and how
     many updates of the round come before it, int32 [2, 2]; None for a method
-    that does not know `round_ends`.
+    that does not know `round_ends`.  Where something is streamed they are
+    those of `stream_steps`: 0 for a round without a delay, which the device
+    ends, `round_ends=None`.
   """
   found = _finding.rounds_in(state)
-  if not isinstance(found, _finding.TOLD) or found.stream_steps:
+  if not isinstance(found, _finding.TOLD):
     return None
+  if found.stream_steps:
+    return stream_steps(state)
   ahead = _rounds.two_ahead(found, since_step=0)
   return jnp.stack(ahead, axis=-1).reshape(*jnp.shape(ahead[0]), 2, 2)
 

@@ -110,8 +110,9 @@ def local_steps(
   knows it (`transforms.rounds_ahead`) gives the static `round_ends=`: False
   is a step that neither ends a round nor sends anything, True one that ends
   the round at once, with its mean as free to overlap as that of synchronous
-  SGD.  What it says holds, also for a round that is shorter or longer then.
-  `training.Trainer(..., host_rounds=True)` does it.  Not with `stream`.
+  SGD.  What it says holds, also for a round that is shorter or longer then;
+  but of a streamed one that ends before everything has arrived the mean is
+  NaN.  `training.Trainer(..., host_rounds=True)` does it.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them

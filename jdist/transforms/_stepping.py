@@ -138,9 +138,7 @@ class LocalSteps:
       self.policy, self.inner, updates, state, params, extra_args
     )
     if round_ends is not None:
-      self._check_told(round_ends)
-      end = functools.partial(self._end_round, None)
-      return (end if round_ends else self._go_on)((), updates, state, params)
+      return self._go_as_told(round_ends, steps, sent, updates, state, params)
     over = _rounds.is_over(state)
     if steps is not None:
       over &= self.make_sender(state.anchor).complete(state.pending, sent)
@@ -194,18 +192,29 @@ class LocalSteps:
     state = self._looking_ahead(state)
     return collectives.varying((updates, state), self.axis)
 
-  def _check_told(self, round_ends: Any) -> None:
+  def _go_as_told(
+    self,
+    round_ends: bool,
+    steps: int | None,
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Ends the round, or does not, without a conditional."""
     if not isinstance(round_ends, bool):
       raise ValueError(
         "`round_ends` shapes the program and must be True, False or None, got "
         f"{round_ends!r}."
       )
-    if self.stream is not None:
-      raise ValueError(
-        "`round_ends` must be None where something is streamed, since such a "
-        "round lasts until all of it has arrived, got "
-        f"{round_ends}. Choose `stream_steps`, or leave out `stream`."
-      )
+    state = self._finish_last(state, sent, updates)
+    if not round_ends:
+      updates, state = self._go_on((), updates, state, params)
+    else:
+      if steps is not None:
+        state = self._lost_unless_there(state)
+      updates, state = self._end_round(steps, (), updates, state, params)
+    return updates, self._looking_ahead(state)
 
   # What only the streamed form does.
 
@@ -236,6 +245,53 @@ class LocalSteps:
       state.pending, sent, state.reduction, state.in_flight
     )
     return state._replace(pending=pending, reduction=remembered)
+
+  def _finish_last(
+    self, state: LocalStepsState, sent: tuple[Any, ...], updates: PyTree
+  ) -> LocalStepsState:
+    """Writes down what has been sent, on CPUs not before `updates` are there.
+
+    XLA's CPU compiler gives memory that is free to what comes next, which then
+    has to wait for it; so a message under way must keep its own until the
+    computation that hides it has ended.  On GPUs copies run beside the
+    kernels, and nothing need be done.
+    """
+    if not sent:
+      return state
+
+    def finish(state: LocalStepsState) -> tuple[Any, Any]:
+      state = self._finish(state, sent)
+      return collectives.varying((state.pending, state.reduction), self.axis)
+
+    def behind(updates: PyTree) -> tuple[Any, Any]:
+      # Always true, and known to nobody before all updates are: at least one
+      # step of the round has been taken.
+      ends = [jnp.ravel(x)[-1] for x in jax.tree.leaves(updates) if x.size]
+      unknown = jnp.isnan(sum(jnp.real(x).astype(jnp.float32) for x in ends))
+      return jax.lax.cond(
+        state.round_step >= unknown.astype(jnp.int32),
+        lambda: finish(state),
+        lambda: collectives.varying(
+          (state.pending, state.reduction), self.axis
+        ),
+      )
+
+    pending, remembered = jax.lax.platform_dependent(
+      updates, cpu=behind, default=lambda _: finish(state)
+    )
+    return state._replace(pending=pending, reduction=remembered)
+
+  def _lost_unless_there(self, state: LocalStepsState) -> LocalStepsState:
+    """Makes a mean NaN of which something has not arrived.
+
+    Whoever ends a round says that all of it has been sent, which only the
+    device knows: a mean of a part must not pass for the whole.
+    """
+    there = self.make_sender(state.anchor).complete(state.pending, ())
+    arrived = jax.tree.map(
+      lambda x: jnp.where(there, x, jnp.nan), state.pending.arrived
+    )
+    return state._replace(pending=state.pending._replace(arrived=arrived))
 
   def _looking_ahead(self, state: LocalStepsState) -> LocalStepsState:
     """Says for the next two steps what a host needs to choose a program."""

@@ -193,6 +193,23 @@ def test_a_streamed_round_is_hidden_and_a_conditional_one_is_not(run):
 
 
 @needs_compiler
+def test_rounds_that_the_host_ends_have_no_conditional(run):
+  words = ("--method", "msdpu", "local_sgd", "ssgd", "--interval", "4")
+  decided, _ = run(*words)
+  told = run(*words, "--host-rounds")[0][len(decided) :]
+  for one, other in zip(told, decided, strict=True):
+    assert one["interval"] == other["interval"]
+    assert one["mean_wire_bytes"] == pytest.approx(other["mean_wire_bytes"])
+    assert not any(m["conditional"] for m in one["messages"])
+  streamed, local, _ = told
+  assert streamed["between"]["wire_bytes"] > 0
+  assert local["between"]["wire_bytes"] == 0
+  # Nothing is copied around a conditional.
+  for one, other in zip(told[:2], decided[:2], strict=True):
+    assert one["between"]["compute_s"] < other["between"]["compute_s"]
+
+
+@needs_compiler
 def test_merging_less_sends_in_more_messages(run):
   (merged, *_), _ = run("--method", "ssgd")
   rows, _ = run("--method", "ssgd", "--combine-mb", "0", "--in-flight", "4")

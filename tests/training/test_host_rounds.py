@@ -14,12 +14,15 @@ from jdist.transforms import intervals
 from tests.training import _tiny
 
 NUM_STEPS = 29
+# Of the adaptive interval's messages; not all intervals are among them.
+SENT_IN = (1, 2, 4)
 
 
 def chains(axis):
   grown = intervals.scheduled(lambda step: 1 + (step % 5))
   sgd = optax.sgd(0.05, momentum=0.9)
   int4 = collectives.carry(codecs.Quantize(4, 4))
+  parts = transforms.Stream(max_bytes=16)
   return {
     "local SGD": transforms.local_sgd(sgd, 4, axis=axis),
     "DiLoCo, grown, int4": transforms.diloco(
@@ -28,7 +31,17 @@ def chains(axis):
     "MSDPU, adaptive": transforms.msdpu(
       sgd, intervals.msdpu(4, 0.05), 0.05, axis=axis, warmup_steps=3
     ),
-  }
+    "streamed": transforms.local_steps(
+      sgd, 4, axis=axis, delay_rounds=1, stream=parts
+    ),
+    "streamed, int4": transforms.local_steps(
+      sgd, 4, axis=axis, delay_rounds=1, stream=parts, reducer=int4,
+      feedback=transforms.ErrorFeedback(),
+    ),
+    "streamed MSDPU, grown": transforms.msdpu(
+      sgd, grown, 0.05, axis=axis, warmup_steps=3, stream=parts
+    ),
+  }  # fmt: skip
 
 
 def params():
@@ -41,16 +54,27 @@ def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
   def step(state, batch, **chosen):
-    traces.append(chosen.get("round_ends"))
+    traces.append((chosen.get("stream_steps"), chosen.get("round_ends")))
     return plain(state, batch, **chosen)
 
-  trainer = training.Trainer(team, step, host_rounds=host)
+  steps = SENT_IN if name == _MANY else ()
+  trainer = training.Trainer(team, step, stream_steps=steps, host_rounds=host)
   state = training.init_state(team, chain, params())
   state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
   return state, records[-1], traces
 
 
-@pytest.mark.parametrize("name", chains(None))
+# Nine programs, each compiled: not in the default set.
+_MANY = "streamed MSDPU, grown"
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow) if name == _MANY else name
+    for name in chains(None)
+  ],
+)
 def test_rounds_end_where_the_device_would_end_them(name):
   team = _tiny.team("vmap")
   wanted, told, _ = fit(team, name, host=False)
@@ -66,8 +90,13 @@ def test_rounds_end_where_the_device_would_end_them(name):
       np.testing.assert_array_equal(mine, theirs)
   assert record.rounds == told.rounds > 3
   assert record.sent_bytes == told.sent_bytes
-  # Two programs, each traced to run and to count.
-  assert sorted(traces) == [False, False, True, True]
+  # Each program is traced to run and to count, and never again.
+  assert all(traces.count(trace) == 2 for trace in traces)
+  sent_in = {None, *(SENT_IN if name == _MANY else ())}
+  expected = {(steps, ends) for steps in sent_in for ends in (False, True)}
+  if len(sent_in) > 1:
+    expected.add((None, None))  # The device ends what is not delayed.
+  assert set(traces) == expected
 
 
 def test_only_the_end_of_a_round_sends_and_without_a_conditional():
@@ -102,7 +131,7 @@ def copied_bytes(chain, team, **told):
     lambda state, batch: step(state, batch, **told), donate_argnums=0
   )
   state = training.init_state(team, chain, weights)
-  batch = team.place(np.ones((1, 8, 64), np.float32))
+  batch = team.place(np.ones((team.num_workers, 8, 64), np.float32))
   text = program.lower(state, batch).compile().as_text()
   shapes = re.findall(r"= f32\[([\d,]*)\]\S* copy\(", text)
   return 4 * sum(
@@ -118,10 +147,14 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
     transforms.local_sgd(sgd, 4, axis=None),
     transforms.diloco(sgd, 4, axis=None),
     transforms.local_steps(sgd, 4, axis=None, delay_rounds=1),
+    transforms.local_steps(
+      sgd, 4, axis=None, delay_rounds=1, stream=transforms.Stream()
+    ),
   ):
     assert copied_bytes(chain, team, round_ends=False) <= plain
-  # The last one, with the conditional.
-  assert copied_bytes(chain, team) > plain
+  # The last one, with the conditional, and where it ends a round.
+  assert copied_bytes(chain, team) > copied_bytes(chain, team, round_ends=True)
+  assert copied_bytes(chain, team, round_ends=True) > plain
 
 
 def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path):
@@ -152,6 +185,22 @@ def test_what_the_host_says_holds():
   assert int(state.step) == 5 and int(state.round_step) == 0
 
 
+@pytest.mark.parametrize("steps", [3, 2])
+def test_a_mean_of_a_part_is_not_taken_for_the_whole(steps):
+  stream = transforms.Stream(max_bytes=8)
+  optimizer = transforms.local_steps(
+    optax.sgd(0.1), 3, axis=None, delay_rounds=1, stream=stream
+  )
+  w = np.arange(6, dtype=np.float32)
+  state = optimizer.init(w)
+  for number in range(2 * 3):
+    # Nothing of the second message is sent in the second round's first step.
+    sent = 3 if number != 3 else {3: 3, 2: None}[steps]
+    ends = number % 3 == 2
+    _, state = optimizer.update(w, state, w, stream_steps=sent, round_ends=ends)
+  assert np.isfinite(state.anchor).all() == (steps == 3)
+
+
 def update(optimizer, **options):
   w = np.float32(1.0)
   return optimizer.update(w, optimizer.init(w), w, **options)
@@ -162,13 +211,6 @@ def test_what_cannot_be_is_refused():
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
   with pytest.raises(ValueError, match="`round_ends` shapes the program"):
     update(plain, round_ends=1)
-  late = transforms.local_steps(
-    optax.sgd(1.0), 3, axis=None, delay_rounds=1, stream=transforms.Stream()
-  )
-  with pytest.raises(ValueError, match="`round_ends` must be None where some"):
-    update(late, round_ends=False)
-  with pytest.raises(ValueError, match="`host_rounds` must be False where"):
-    training.Trainer(team, None, stream_steps=(1, 2), host_rounds=True)
   chain = transforms.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, params())

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, training, transforms
+from jdist.training import _variants
 from tests.training import _tiny
 
 
@@ -324,7 +325,7 @@ def test_a_second_call_trains_further():
 
 def test_training_time_counts_every_step_but_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
-  program = fake.trainer._program(None, "usual")
+  program = fake.trainer._program(None, _variants.USUAL)
 
   def slow(state, batch):
     time.sleep(0.02)
