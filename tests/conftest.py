@@ -1,9 +1,32 @@
-"""Every test runs on 8 virtual CPU devices, with strict promotion."""
+"""Every test runs on 8 virtual CPU devices, with strict promotion.
 
+Programs that several tests have in common, or processes that a test starts,
+are compiled once: JAX keeps them in a folder that goes with the run.  Two that
+differ in the names of their operations only count as the same program.
+"""
+
+import atexit
+import importlib.util
 import os
+import shutil
+import tempfile
 
 # Before the backend starts; a GPU, where there is one, has its own tests.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JDIST_TEST_PROGRAMS" not in os.environ:  # Else one of several processes.
+  os.environ["JDIST_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="jdist-tests-")
+  atexit.register(
+    shutil.rmtree, os.environ["JDIST_TEST_PROGRAMS"], ignore_errors=True
+  )
+# Programs for devices that are not there, which a plugin compiles, cannot be
+# read back.
+if importlib.util.find_spec("jax_plugins") is None:
+  # A folder for each of pytest's processes: JAX does not lock what it writes.
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ["JDIST_TEST_PROGRAMS"],
+    os.environ.get("PYTEST_XDIST_WORKER", "only"),
+  )
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 

@@ -14,6 +14,8 @@ from jdist.cli import _methods, _options, _trained
 _IMAGE_SIZES = {"mlp": 28, "lenet": 28, "cnn": 32, "resnet8": 32}
 _IMAGE_SIZES |= {"resnet20": 32}
 _CHANNELS = {"mlp": 1, "lenet": 1}
+# The program is read and never run: machine code need not be good.
+_QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,9 @@ def _count(
     traced = collectives.traffic(
       step, *one, axis=workers.axis, num_workers=options.workers
     )
-  program = workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile()
+  program = (
+    workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile(_QUICKLY)
+  )
   compiled = collectives.Traffic(collectives.read_collectives(program))
   rounds = transforms.synchronized(shapes.opt_state) is not True
   interval = options.interval if rounds and traced.bytes_per_round else 1
