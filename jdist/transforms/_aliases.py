@@ -200,7 +200,7 @@ def msdpu(
     correction: beta >= 0, 0 is none.
     carry: rho in [0, 1], how much of a round's progress is kept until the mean
       of it arrives; None is 1/N, the share that is this worker's in that mean.
-      (On CIFAR-10 1 and 0 cost several points, see experiments/msdpu.)
+      (On CIFAR-10 1 costs several points, see experiments/msdpu.)
     warmup_steps: local steps of synchronous, undelayed warm-up.
     max_interval: H_max of the adaptive rule, the reconstruction's 16.
     outer: an outer optimizer; None applies the mean as it is.
