@@ -46,7 +46,7 @@ def _chains(interval):
     "msdpu streamed": msdpu(stream=transforms.Stream()),
     "update_first": transforms.update_first(inner(), axis=None),
   }
-  for name in ("local_sgd", "diloco", "msdpu"):
+  for name in ("local_sgd", "diloco", "msdpu", "msdpu streamed"):
     chains[f"{name} {_TOLD}"] = chains[name]
   return chains
 

@@ -12,6 +12,7 @@ would give.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +29,8 @@ import optax
 
 from jdist import collectives, models, training, transforms
 
+_TOLD = ", told"
+
 
 def _chains(axis, interval):
   inner = optax.sgd(0.01, momentum=0.9)
@@ -38,13 +41,30 @@ def _chains(axis, interval):
     )
 
   parts = transforms.Stream(max_bytes=2**20)
-  return {
+  chains = {
     "computation": inner,
     "ssgd": transforms.ssgd(inner, axis=axis),
     "update_first": transforms.update_first(inner, axis=axis),
-    "streamed H=1": late(1, parts),
-    f"streamed H={interval}": late(interval, parts),
   }
+  for h in (1, interval):
+    chains[f"streamed H={h}"] = late(h, parts)
+    # The same, where the host says which step ends a round.
+    chains[f"streamed H={h}{_TOLD}"] = late(h, parts)
+  return chains
+
+
+def _programs(name, interval, step, team):
+  """A step's programs in their turns: one, or those of a round."""
+
+  def jit(**told):
+    return team.jit(
+      lambda state, batch: step(state, batch, **told), donate_argnums=0
+    )
+
+  if not name.endswith(_TOLD):
+    return [jit()]
+  end, on = jit(round_ends=True), jit(round_ends=False)
+  return [end] if "H=1," in name else [on] * (interval - 1) + [end]
 
 
 def main() -> None:
@@ -85,7 +105,9 @@ def main() -> None:
   for name, chain in chains.items():
     step = training.make_step(loss, chain, axis=team.axis)
     states[name] = training.init_state(team, chain, model.params, model.state)
-    programs[name] = team.jit(step, donate_argnums=0)
+    programs[name] = itertools.cycle(
+      _programs(name, options.interval, step, team)
+    )
     shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
       (states[name], batch),
@@ -105,16 +127,17 @@ def main() -> None:
       if name == "communication":
         jax.block_until_ready(programs[name](params))
       else:
-        states[name], metrics = programs[name](states[name], batch)
+        states[name], metrics = next(programs[name])(states[name], batch)
         jax.block_until_ready(metrics)
     return (time.perf_counter() - started_s) / options.steps
 
   names = ["computation", "communication", *list(chains)[1:]]
   times: dict[str, list[float]] = {name: [] for name in names}
-  for turn in range(options.blocks + 1):
+  for turn in range(options.blocks + -(-options.interval // options.steps)):
     for name in names:
       seconds = block(name)
-      if turn:  # The first one compiles.
+      # The first ones compile, a round's programs one after the other.
+      if turn * options.steps >= options.interval:
         times[name].append(seconds)
   if process:
     return
@@ -147,7 +170,7 @@ def main() -> None:
         ),
       }
     report[name] = row
-    line = f"{name:16s} {row['step_ms']:7.0f} ms a step"
+    line = f"{name:20s} {row['step_ms']:7.0f} ms a step"
     if "sent_bytes" in row:
       line += (
         f"   {row['sent_bytes'] / 1e6:5.2f} MB   "
