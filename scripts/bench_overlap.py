@@ -162,13 +162,13 @@ def main() -> None:
         "sent_bytes": sent[name],
         "all_hidden_ms": 1e3 * max(median["computation"], sending),
         "none_hidden_ms": 1e3 * (median["computation"] + sending),
-        "over_all_hidden": statistics.median(
-          t / max(b) for t, b in zip(times[name], bounds, strict=True)
-        ),
-        "over_none_hidden": statistics.median(
-          t / sum(b) for t, b in zip(times[name], bounds, strict=True)
-        ),
       }
+      # Ratios of the same block, and the lowest and the highest of all blocks.
+      for bound, hides in (("all", max), ("none", sum)):
+        of_blocks = zip(times[name], bounds, strict=True)
+        ratios = [seconds / hides(both) for seconds, both in of_blocks]
+        row[f"over_{bound}_hidden"] = statistics.median(ratios)
+        row[f"over_{bound}_hidden_spread"] = [min(ratios), max(ratios)]
     report[name] = row
     line = f"{name:20s} {row['step_ms']:7.0f} ms a step"
     if "sent_bytes" in row:

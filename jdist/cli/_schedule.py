@@ -238,15 +238,16 @@ def _read(
     workers, optimizer, task.model.params, task.model.state
   )
   streamed = _split(method)[1] == "streamed"
-  chosen = {"stream_steps": options.interval} if streamed else {}
+  chosen: dict[str, Any] = {}
+  if streamed:
+    chosen["stream_steps"] = options.interval
+  told: list[dict[str, Any]] = [{}]
   if options.host_rounds and _can_be_told(state):
-    programs = [
-      _compile(optimizer, state, chosen | {"round_ends": ends}, options, task,
-               workers)
-      for ends in (True, False)
-    ]  # fmt: skip
-  else:
-    programs = [_compile(optimizer, state, chosen, options, task, workers)]
+    told = [{"round_ends": True}, {"round_ends": False}]
+  programs = [
+    _compile(optimizer, state, chosen | more, options, task, workers)
+    for more in told
+  ]
   compile_s = time.monotonic() - start_s
   texts = [program.as_text() for program in programs]
   meeting = training.forecast(texts[0], device, link)

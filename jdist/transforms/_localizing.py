@@ -108,11 +108,12 @@ def local_steps(
   Whether a step ends its round is decided on the device, in a conditional,
   around which compilers copy and in which nothing overlaps.  A host that
   knows it (`transforms.rounds_ahead`) gives the static `round_ends=`: False
-  is a step that neither ends a round nor sends anything, True one that ends
-  the round at once, with its mean as free to overlap as that of synchronous
-  SGD.  What it says holds, also for a round that is shorter or longer then;
-  but of a streamed one that ends before everything has arrived the mean is
-  NaN.  `training.Trainer(..., host_rounds=True)` does it.
+  is a step within a round, which sends nothing but a streamed round's parts;
+  True ends the round, and what the simple form sends then is as free to
+  overlap as the mean of synchronous SGD.  Neither has a conditional around a
+  round's end.  What the host says holds, also for a round that is shorter or
+  longer then; but of a streamed one that ends before everything has arrived
+  the mean is NaN.  `training.Trainer(..., host_rounds=True)` does it.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them

@@ -201,7 +201,7 @@ class LocalSteps:
     state: LocalStepsState,
     params: optax.Params,
   ) -> tuple[optax.Updates, LocalStepsState]:
-    """Ends the round, or does not, without a conditional."""
+    """Ends the round, or does not; the device has nothing to decide."""
     if not isinstance(round_ends, bool):
       raise ValueError(
         "`round_ends` shapes the program and must be True, False or None, got "
