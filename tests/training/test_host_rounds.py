@@ -16,6 +16,8 @@ from tests.training import _tiny
 NUM_STEPS = 29
 # Of the adaptive interval's messages; not all intervals are among them.
 SENT_IN = (1, 2, 4)
+# Nine programs, each compiled: not in the default set.
+_MANY = "streamed MSDPU, grown"
 
 
 def chains(axis):
@@ -62,10 +64,6 @@ def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
   state = training.init_state(team, chain, params())
   state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
   return state, records[-1], traces
-
-
-# Nine programs, each compiled: not in the default set.
-_MANY = "streamed MSDPU, grown"
 
 
 @pytest.mark.parametrize(
@@ -157,9 +155,9 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
   assert copied_bytes(chain, team, round_ends=True) > plain
 
 
-def test_a_run_goes_on_from_the_middle_of_a_round(tmp_path):
+@pytest.mark.parametrize("name", ["DiLoCo, grown, int4", "streamed, int4"])
+def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
   team = _tiny.team("vmap")
-  name = "DiLoCo, grown, int4"
   whole, told, _ = fit(team, name, host=True)
   offsets = []
   for last in (14, NUM_STEPS):
@@ -199,6 +197,32 @@ def test_a_mean_of_a_part_is_not_taken_for_the_whole(steps):
     ends = number % 3 == 2
     _, state = optimizer.update(w, state, w, stream_steps=sent, round_ends=ends)
   assert np.isfinite(state.anchor).all() == (steps == 3)
+
+
+def moving_mean_loss(params, moving_mean, batch, key):
+  """Keeps a statistic of its batches, which differ between the workers."""
+  loss, _ = _tiny.loss_fn(params, (), batch, key)
+  return loss, (0.5 * moving_mean + 0.5 * batch["x"].mean(0), {})
+
+
+def test_statistics_meet_where_the_host_ends_a_round():
+  team = _tiny.team("vmap")
+  chain = chains(team.axis)["local SGD"]
+  step = training.make_step(moving_mean_loss, chain, axis=team.axis)
+  found = {}
+  for host in (False, True):
+    trainer = training.Trainer(team, step, host_rounds=host)
+    state = training.init_state(
+      team, chain, params(), np.zeros(6, np.float32), seed=0
+    )
+    alike = []
+    for last in range(1, 7):
+      state, _ = trainer.fit(state, _tiny.batches(team), last)
+      rows = np.asarray(state.model_state)
+      alike.append(bool((rows == rows[0]).all()))
+    found[host] = rows
+    assert alike == [n % 4 == 0 for n in range(1, 7)]
+  np.testing.assert_allclose(found[True], found[False], rtol=1e-6)
 
 
 def update(optimizer, **options):

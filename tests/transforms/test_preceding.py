@@ -130,9 +130,12 @@ def test_a_step_takes_gradients_where_the_last_update_led():
   assert last.tolist() == [1.75] * 2
 
 
-def test_drained_in_between_it_goes_on_alike():
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_drained_in_between_it_goes_on_alike(share):
   workers = team("vmap")
-  chain = transforms.update_first(INNER["momentum"], axis=workers.axis)
+  chain = transforms.update_first(
+    INNER["momentum"], axis=workers.axis, pending=share
+  )
   step = training.make_step(loss_fn, chain, axis=workers.axis)
   run = workers.jit(step)
   drain = workers.jit(lambda w, s: transforms.drain(chain, s, w))
