@@ -9,7 +9,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import optax
 from comparing import Config, Presets, Run, Variant
 
-from jdist import transforms
+from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs
@@ -19,9 +19,9 @@ def _ssgd(run: Run) -> Chain:
   return transforms.ssgd(run.inner, axis=run.axis)
 
 
-def _local(run: Run, rule: Any) -> Chain:
+def _local(run: Run, rule: Any, **changes: Any) -> Chain:
   rule = intervals.ending_at(run.num_steps, rule)
-  return transforms.local_steps(run.inner, rule, axis=run.axis)
+  return transforms.local_steps(run.inner, rule, axis=run.axis, **changes)
 
 
 def _post_local(run: Run) -> Chain:
@@ -71,6 +71,14 @@ def _no_delay(run: Run) -> Chain:
   )
 
 
+def _in_4_bits() -> dict[str, Any]:
+  """Means of 4-bit integers; what they leave out goes with the next round's."""
+  return {
+    "reducer": collectives.carry(codecs.Quantize(4)),
+    "feedback": transforms.ErrorFeedback(),
+  }
+
+
 # In the order in which they run: what matters most comes first.
 VARIANTS: dict[str, Variant] = {
   "ssgd": _ssgd,
@@ -93,6 +101,9 @@ VARIANTS: dict[str, Variant] = {
   "msdpu outer": lambda run: _msdpu(
     run, 8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)
   ),
+  "msdpu H0=1, int4": lambda run: _msdpu(run, 1, **_in_4_bits()),
+  "msdpu H0=2, int4": lambda run: _msdpu(run, 2, **_in_4_bits()),
+  "local_sgd H=2, int4": lambda run: _local(run, 2, **_in_4_bits()),
 }
 
 # Under these names on the command line.
