@@ -104,6 +104,12 @@ class Prepared:
       stream_steps=_methods.STREAM_STEPS
       if self.method == "msdpu" and options.stream
       else (),
+      host_rounds=options.host_rounds
+      and _methods.can_be_told(
+        training.abstract_state(
+          experiment.workers, self.optimizer, model.params, model.state
+        )
+      ),
     )
     self.evaluate = training.Evaluator(
       experiment.workers,

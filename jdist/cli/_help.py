@@ -85,6 +85,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "correction",
     "carry",
     "stream",
+    "host_rounds",
     "bits",
     "ratio",
     "rank",
@@ -95,7 +96,6 @@ _GROUPS: dict[str, tuple[str, ...]] = {
   ),
   "GPUs and compiler": (
     "topology",
-    "host_rounds",
     "tell_compiler",
     "message_mb",
     "pending",

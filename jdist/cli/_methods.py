@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
-from jdist import collectives, models, transforms
+from jdist import collectives, models, training, transforms
 from jdist.cli import _options, _trained
 from jdist.transforms import intervals
 
@@ -232,6 +233,16 @@ def build_method(
   """Builds a method's chain around the worker's optimizer."""
   inner = optimizer_of(options, budget)
   return METHODS[name](Task(inner, options, budget, axis, model))
+
+
+def can_be_told(state: training.TrainState) -> bool:
+  """Whether a host may say which steps end the rounds of a run.
+
+  Args:
+    state: its first one, arrays or shapes.
+  """
+  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
+  return ahead is not None
 
 
 def optimizer_of(

@@ -149,6 +149,11 @@ class Common:
   """Of MSDPU: send a late mean in sub-tensors, some in every step, under its
   computation. The same numbers; compiles a few programs instead of one."""
 
+  host_rounds: bool = False
+  """Let the host say which step ends a round, of methods that take it: the
+  steps before it copy less. The same numbers up to rounding; twice the
+  programs."""
+
   alpha: float | None = None
   """Label skew between workers (Dirichlet), i.i.d. if not given; 0.1 is a lot,
   10 little."""

@@ -242,7 +242,7 @@ def _read(
   if streamed:
     chosen["stream_steps"] = options.interval
   told: list[dict[str, Any]] = [{}]
-  if options.host_rounds and _can_be_told(state):
+  if options.host_rounds and _methods.can_be_told(state):
     told = [{"round_ends": True}, {"round_ends": False}]
   programs = [
     _compile(optimizer, state, chosen | more, options, task, workers)
@@ -263,12 +263,6 @@ def _read(
     max(_memory_bytes(program) for program in programs),
     compile_s,
   )
-
-
-def _can_be_told(state: training.TrainState) -> bool:
-  """Whether a host may say where rounds of an optimizer end."""
-  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
-  return ahead is not None
 
 
 def _memory_bytes(program: Any) -> int:
