@@ -101,6 +101,8 @@ VARIANTS: dict[str, Variant] = {
   "msdpu outer": lambda run: _msdpu(
     run, 8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)
   ),
+  "msdpu H0=8, 2 steps late": lambda run: _msdpu(run, 8, delay_steps=2),
+  "msdpu H0=16, 2 steps late": lambda run: _msdpu(run, 16, delay_steps=2),
   "msdpu H0=1, int4": lambda run: _msdpu(run, 1, **_in_4_bits()),
   "msdpu H0=2, int4": lambda run: _msdpu(run, 2, **_in_4_bits()),
   "local_sgd H=2, int4": lambda run: _local(run, 2, **_in_4_bits()),

@@ -84,6 +84,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "outer_momentum",
     "correction",
     "carry",
+    "delay_steps",
     "stream",
     "host_rounds",
     "bits",

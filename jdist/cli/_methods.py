@@ -82,6 +82,7 @@ def _msdpu(task: Task) -> optax.GradientTransformationExtraArgs:
     axis=task.axis,
     correction=task.options.correction,
     carry=task.options.carry,
+    delay_steps=task.options.delay_steps,
     warmup_steps=task.budget.warmup_steps,
     stream=transforms.Stream() if task.options.stream else None,
   )

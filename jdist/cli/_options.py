@@ -145,6 +145,10 @@ class Common:
   """Of wnn: steps that count as an epoch; a pass over the training set if not
   given."""
 
+  delay_steps: int | None = None
+  """Of MSDPU: after how many steps of the next round a mean is applied; at its
+  end if not given."""
+
   stream: bool = False
   """Of MSDPU: send a late mean in sub-tensors, some in every step, under its
   computation. The same numbers; compiles a few programs instead of one."""

@@ -163,6 +163,7 @@ def msdpu(
   axis: collectives.Axis,
   correction: jax.typing.ArrayLike = 0.1,
   carry: jax.typing.ArrayLike | None = None,
+  delay_steps: int | None = None,
   warmup_steps: int = 0,
   max_interval: int = 16,
   outer: optax.GradientTransformation | None = None,
@@ -201,6 +202,8 @@ def msdpu(
     carry: rho in [0, 1], how much of a round's progress is kept until the mean
       of it arrives; None is 1/N, the share that is this worker's in that mean.
       (On CIFAR-10 1 costs several points, see experiments/msdpu.)
+    delay_steps: after how many steps of the next round the mean is applied;
+      None is a whole round, the reconstruction's.  See `local_steps`.
     warmup_steps: local steps of synchronous, undelayed warm-up.
     max_interval: H_max of the adaptive rule, the reconstruction's 16.
     outer: an outer optimizer; None applies the mean as it is.
@@ -243,6 +246,7 @@ def msdpu(
     outer=outer,
     delay_rounds=1,
     carry=carry,
+    delay_steps=delay_steps,
     delay_after_step=warmup_steps,
     stream=stream,
     reducer=reducer,

@@ -137,9 +137,10 @@ def stream_steps(state: PyTree) -> jax.Array | None:
     state: the optimizer's state.
 
   Returns:
-    For the next update and the one after it the interval of its round, 0
-    without a delay, and how many updates of the round come before it, int32
-    [2, 2]; None when nothing is streamed.
+    For the next update and the one after it the interval of its round (or the
+    steps until the message is due, if they are fewer; 0 without a delay), and
+    how many updates of the round come before it, int32 [2, 2]; None when
+    nothing is streamed.
   """
   found = getattr(_finding.rounds_in(state), "stream_steps", ())
   if not found:
@@ -168,6 +169,8 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
   found = _finding.rounds_in(state)
   if not isinstance(found, _finding.TOLD):
     return None
+  if not isinstance(found.arrived_loss, tuple):
+    return None  # When a mean arrives in a round the device says.
   if found.stream_steps:
     return stream_steps(state)
   ahead = _rounds.two_ahead(found, since_step=0)
@@ -246,6 +249,7 @@ _SHARED_FIELDS: dict[type, frozenset[str]] = {
       "in_flight",
       "kept",
       "stream_steps",
+      "arrived_loss",
     }
   ),
   _sending.StreamState: frozenset({"arrived", "position"}),

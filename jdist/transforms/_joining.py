@@ -1,13 +1,14 @@
 """Joining: what the workers did in a round moves the anchor they share.
 
-The end of a round of `local_steps`, in its two forms:
+The end of a round of `local_steps`, in its forms:
 
 - `AtRoundEnd`: the mean of the round's progress moves the anchor, and all
   workers go there.
 - `OneRoundLate`: the mean of the progress of the round *before* moves it, and
-  every worker keeps a part of what it has done since.
+  every worker keeps a part of what it has done since.  In `_arriving` it does
+  so before the round has ended.
 
-Both have the same four functions:
+All have the same four functions:
 
     init       the fields of a state that say what is under way
     progress   what this worker has done in the round
@@ -202,10 +203,7 @@ class OneRoundLate:
     """
     sender = self._make_sender(state.anchor)
     progress = self.progress(state, local)
-    # Whether this round is one of the delayed ones.
-    late = state.step - state.round_step >= self._after_step
-    if steps is not None:  # What was streamed is what there is.
-      late = jnp.full_like(late, True)
+    late = self._is_late(state, steps)
     present = _messaging.Message(progress, _rounds.loss(self._policy, state))
     # In the first delayed round nothing has arrived yet. Nothing happens to
     # the anchor then: a momentum must not move it by a gradient of zero. What
@@ -221,6 +219,13 @@ class OneRoundLate:
       loss = jnp.where(arrived, loss, jnp.nan)
     target, state = self._set_out(state, present, late)
     return target, loss, state
+
+  def _is_late(self, state: State, steps: int | None) -> jax.Array:
+    """Whether this round is one of the delayed ones."""
+    late = state.step - state.round_step >= self._after_step
+    if steps is not None:  # What was streamed is what there is.
+      late = jnp.full_like(late, True)
+    return late
 
   def _set_out(
     self, state: State, present: _messaging.Message, late: jax.Array

@@ -8,6 +8,8 @@ Here is what it is and what it takes.  A round is in `_stepping`, how it ends in
 `_joining`, and how what was done in it travels in `_messaging`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import optax
 
 from jdist import collectives
 from jdist.transforms import (
+  _arriving,
   _checking,
   _feeding,
   _joining,
@@ -35,6 +38,7 @@ def local_steps(
   axis: collectives.Axis,
   outer: optax.GradientTransformation | None = None,
   delay_rounds: int = 0,
+  delay_steps: int | None = None,
   carry: jax.typing.ArrayLike | None = 1.0,
   delay_after_step: int = 0,
   stream: _sending.Stream | None = None,
@@ -68,18 +72,29 @@ def local_steps(
   round's losses, where the interval needs them, travel with the progress and
   arrive as late; no loss that is known yet is NaN.
 
-  The simple form sends it all in the step that ends the round, inside a
-  conditional.  With `stream` the same mean is taken of a part in every step:
-  no collective depends on the step's gradients, nor stands in a conditional,
-  so a compiler can hide all of it.  `update` takes the static `stream_steps=`,
-  the number of steps in which the whole is sent; it may change from step to
-  step.  None sends nothing, and at the round's end, if not all has arrived,
-  everything.  By default it is the interval if that is fixed (and
-  `delay_after_step` 0), else None: a host then chooses it, see
-  `transforms.stream_steps` and `training.Trainer`.  A streamed round
-  lasts until everything has arrived, however late.  Both forms give the same
-  bits where the order of summation does not depend on an element's place in
-  its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
+  A whole round is long: meanwhile workers do not know of each other.  With
+  `delay_steps=d` the mean arrives after d steps of the next round (at its end,
+  if that comes first), and the worker keeps all that it has done since it
+  set out from :math:`s_i = a - \rho \Delta_i^{(r)}`:
+
+  .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i
+            \Delta_i^{(r)}), \qquad w_i \leftarrow a - (s_i - w_i)
+
+  With :math:`\rho = 1` and d = H it is the same as without.  Take as many
+  steps as the link needs.
+
+  The simple form sends it all in the step that ends the round (or in which it
+  arrives), inside a conditional.  With `stream` the same mean is taken of a
+  part in every step: no collective depends on the step's gradients, nor stands
+  in a conditional, so a compiler can hide all of it.  `update` takes the static
+  `stream_steps=`, the number of steps in which the whole is sent; it may change
+  from step to step.  None sends nothing, and where the mean is due, if not all
+  has arrived, everything.  By default it is the interval if that is fixed (with
+  `delay_after_step` 0 and no shorter `delay_steps`), else None: a host then
+  chooses it, see `transforms.stream_steps` and `training.Trainer`.  A streamed
+  round lasts until everything has arrived, however late.  Both forms give the
+  same bits where the order of summation does not depend on an element's place
+  in its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
   picks).
 
   With a reducer the mean of the pseudo-gradients, which are float32, is taken
@@ -134,6 +149,9 @@ def local_steps(
     outer: any Optax optimizer, fed with the mean pseudo-gradient once a
       round; `optax.sgd(1.0)` is parameter averaging.
     delay_rounds: 0, or 1 to apply every mean one round late.
+    delay_steps: with a delay, the steps of the next round after which the mean
+      is applied, at least 1; None for all of them.  A host cannot tell rounds
+      then (`round_ends`).
     carry: rho in [0, 1]; used with a delay only.  None is 1/N: of the mean that
       is under way a worker knows its own share, and keeps that.
     delay_after_step: rounds that begin before this local step are not
@@ -180,21 +198,27 @@ def local_steps(
     _checking.check_optimizer("outer", outer)
   collectives.check_axis(axis)
   policy = intervals.as_policy(interval)
-  _check_delay(delay_rounds, carry, delay_after_step, stream)
+  _check_delay(delay_rounds, delay_steps, carry, delay_after_step, stream)
+  sent_in = policy.constant
+  if sent_in is not None and delay_steps is not None:
+    sent_in = min(sent_in, delay_steps)
   if reducer is not None and stream is not None:
     _streaming.check_whole_workers(specs, stream)
-    reducer = _streaming.in_parts(stream, reducer, policy.constant)
+    reducer = _streaming.in_parts(stream, reducer, sent_in)
   reduction = _reducing.make(axis, reducer, feedback, seed, specs)
   make_sender = _streaming.make_sender(axis, policy, stream, reduction)
   outer_steps = _joining.Outer(outer, axis)
   joining: _joining.Joining
-  if delay_rounds:
-    joining = _joining.OneRoundLate(
+  if not delay_rounds:
+    joining = _joining.AtRoundEnd(axis, policy, outer_steps, reduction)
+  else:
+    late: Callable[..., _joining.OneRoundLate] = _joining.OneRoundLate
+    if delay_steps is not None:
+      late = functools.partial(_arriving.StepsLate, delay_steps=delay_steps)
+    joining = late(
       axis, policy, outer_steps, reduction, make_sender,
       carry=carry, after_step=delay_after_step,
     )  # fmt: skip
-  else:
-    joining = _joining.AtRoundEnd(axis, policy, outer_steps, reduction)
   steps = _stepping.LocalSteps(
     inner=optax.with_extra_args_support(inner),
     policy=policy,
@@ -205,12 +229,14 @@ def local_steps(
     stream=stream,
     make_sender=make_sender,
     delay_after_step=delay_after_step,
+    delay_steps=delay_steps,
   )
   return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
 def _check_delay(
   delay_rounds: int,
+  delay_steps: int | None,
   carry: jax.typing.ArrayLike | None,
   delay_after_step: int,
   stream: _sending.Stream | None,
@@ -222,6 +248,13 @@ def _check_delay(
       "see `delay_gradients`."
     )
   _checking.check_structural("delay_after_step", delay_after_step, minimum=0)
+  if delay_steps is not None:
+    _checking.check_structural("delay_steps", delay_steps, minimum=1)
+    if not delay_rounds:
+      raise ValueError(
+        "`delay_steps` says how late a mean arrives and needs "
+        f"`delay_rounds=1`, got {delay_rounds=}."
+      )
   if carry is not None:
     _checking.check_continuous("carry", carry, high=1.0)
   if delay_after_step and not delay_rounds:

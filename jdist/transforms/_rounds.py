@@ -145,13 +145,14 @@ def cut_short(policy: intervals.IntervalPolicy, state: State) -> State:
 
 
 def two_ahead(
-  state: State, *, since_step: int
+  state: State, *, since_step: int, at_most: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Looks two steps ahead, for a host that chooses programs.
 
   Args:
     state: the state between two steps.
     since_step: rounds that begin earlier count as of interval 0.
+    at_most: of longer intervals this is told in their place.
 
   Returns:
     The interval of the next step's round, and how many steps of the round
@@ -161,8 +162,11 @@ def two_ahead(
   ends = state.round_step + 1 >= state.interval
   following = jnp.where(ends, state.step + 1, start)
   steps = jnp.where(ends, state.next_interval, state.interval)
+  present = state.interval
+  if at_most is not None:
+    present, steps = (jnp.minimum(x, at_most) for x in (present, steps))
   return (
-    jnp.where(start >= since_step, state.interval, 0),
+    jnp.where(start >= since_step, present, 0),
     jnp.copy(state.round_step),
     jnp.where(following >= since_step, steps, 0),
     jnp.where(ends, 0, state.round_step + 1),

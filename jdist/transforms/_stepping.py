@@ -18,6 +18,7 @@ import optax
 from jdist import collectives
 from jdist.transforms import (
   _anchoring,
+  _arriving,
   _joining,
   _messaging,
   _reducing,
@@ -46,19 +47,22 @@ class LocalStepsState(NamedTuple):
     interval_state: the interval policy's state.
     round_loss: sum of this round's losses, float32 scalar, each worker its
       own; `()` when the interval needs no loss.
-    pending: this worker's message of the last round, whose mean is applied at
-      the end of this one: a `Message`, or when it is streamed a `StreamState`,
-      with a reducer a `PartsState`; `()` without delay.
+    pending: this worker's message of the last round, whose mean is applied in
+      this one, by default at its end: a `Message`, or when it is streamed a
+      `StreamState`, with a reducer a `PartsState`; `()` without delay.
     in_flight: whether `pending` holds one, bool scalar; `()` without delay.
     kept: the part of the pending progress that is in this worker's
       parameters, and with which the round began, float32 scalar; `()` without
       delay.
-    stream_steps: the interval of the round in which the next update is, and
-      how many updates came before it in that round; and both for the update
-      after it.  Four int32 scalars; the interval 0 for a round that is not
-      delayed; `()` when nothing is streamed.
+    stream_steps: the interval of the round in which the next update is, or the
+      steps until a message is due if they are fewer, and how many updates came
+      before it in that round; and both for the update after it.  Four int32
+      scalars; the interval 0 for a round that is not delayed; `()` when nothing
+      is streamed.
     reduction: what a mean by few bytes remembers, a `ReductionState`; `()`
       without a reducer.
+    arrived_loss: the mean loss that arrived in this round, float32 scalar, NaN
+      if none has; `()` where messages arrive at a round's end.
   """
 
   step: jax.Array
@@ -77,6 +81,7 @@ class LocalStepsState(NamedTuple):
   kept: Any
   stream_steps: Any
   reduction: Any = ()
+  arrived_loss: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,6 +100,7 @@ class LocalSteps:
   stream: _sending.Stream | None
   make_sender: _messaging.MakeSender
   delay_after_step: int
+  delay_steps: int | None
 
   def init(self, params: optax.Params) -> LocalStepsState:
     """The state before the first step, on the anchor."""
@@ -137,6 +143,16 @@ class LocalSteps:
     updates, state = _rounds.take_step(
       self.policy, self.inner, updates, state, params, extra_args
     )
+    if isinstance(self.joining, _arriving.StepsLate):
+      if round_ends is not None:
+        raise ValueError(
+          "`round_ends` must be None where a mean arrives within the next "
+          f"round, which the device decides, got {round_ends!r}. Leave "
+          "`delay_steps` out."
+        )
+      return self._go_until_met(
+        self.joining, steps, sent, updates, state, params
+      )
     if round_ends is not None:
       return self._go_as_told(round_ends, steps, sent, updates, state, params)
     over = _rounds.is_over(state)
@@ -216,6 +232,45 @@ class LocalSteps:
       updates, state = self._end_round(steps, (), updates, state, params)
     return updates, self._looking_ahead(state)
 
+  def _go_until_met(
+    self,
+    joining: _arriving.StepsLate,
+    steps: int | None,
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Meets if a mean is due, then ends the round if it is over."""
+    state = self._finish_last(state, sent, updates)
+
+    def meet(
+      updates: optax.Updates, state: LocalStepsState
+    ) -> tuple[optax.Updates, LocalStepsState]:
+      local = jax.tree.map(_anchoring.moved, params, updates)
+      target, state = joining.meet(state, local, steps)
+      updates = _anchoring.towards(updates, target, local)
+      return collectives.varying((updates, state), self.axis)
+
+    complete = self.make_sender(state.anchor).complete(state.pending, ())
+    updates, state = jax.lax.cond(
+      collectives.agreed(joining.is_due(state, steps, complete), self.axis),
+      meet,
+      lambda *nothing: collectives.varying(nothing, self.axis),
+      updates,
+      state,
+    )
+    updates, state = jax.lax.cond(
+      collectives.agreed(joining.is_over(state), self.axis),
+      functools.partial(self._end_round, steps),
+      self._go_on,
+      (),
+      updates,
+      state,
+      params,
+    )
+    return updates, self._looking_ahead(state)
+
   # What only the streamed form does.
 
   @property
@@ -223,7 +278,10 @@ class LocalSteps:
     """In how many steps a message is sent where nobody chooses."""
     if self.stream is None or self.delay_after_step:
       return None
-    return self.policy.constant
+    steps = self.policy.constant
+    if steps is not None and steps > (self.delay_steps or steps):
+      return None  # All has arrived before the round's last steps.
+    return steps
 
   def _start(
     self, state: LocalStepsState, steps: int | None
@@ -298,5 +356,7 @@ class LocalSteps:
     if self.stream is None:
       return state
     return state._replace(
-      stream_steps=_rounds.two_ahead(state, since_step=self.delay_after_step)
+      stream_steps=_rounds.two_ahead(
+        state, since_step=self.delay_after_step, at_most=self.delay_steps
+      )
     )

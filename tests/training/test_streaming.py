@@ -46,12 +46,18 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
 
 
 @pytest.mark.parametrize(
-  "kind", [pytest.param("shard_map", marks=pytest.mark.slow), "vmap"]
+  ("kind", "delay_steps"),
+  [
+    pytest.param("shard_map", None, marks=pytest.mark.slow),
+    pytest.param("shard_map", 4, marks=pytest.mark.slow),
+    ("vmap", None),
+    ("vmap", 4),
+  ],
 )
-def test_a_streamed_run_has_the_bits_of_a_simple_one(kind):
-  team = _tiny.team(kind)
-  simple, records, _ = fit(team, stream=False)
-  streamed, others, traces = fit(team, stream=True)
+def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, delay_steps):
+  team, given = _tiny.team(kind), {"delay_steps": delay_steps}
+  simple, records, _ = fit(team, stream=False, others=given)
+  streamed, others, traces = fit(team, stream=True, others=given)
   for name in ("anchor", "inner", "interval", "step", "round"):
     _tiny.assert_same_bits(
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)

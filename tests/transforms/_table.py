@@ -122,6 +122,17 @@ TABLE = {
     ROUNDS_OF_3
     | {"delay_rounds": 1, "stream": transforms.Stream(8), "outer": NESTEROV},
   ),
+  "late by steps": line(
+    transforms.local_steps,
+    {"carry": 0.5},
+    ROUNDS_OF_3 | {"delay_rounds": 1, "delay_steps": 2, "outer": NESTEROV},
+  ),
+  "streamed, late by steps": line(
+    transforms.local_steps,
+    {"carry": 0.5},
+    ROUNDS_OF_3
+    | {"delay_rounds": 1, "delay_steps": 2, "stream": transforms.Stream(8)},
+  ),
   "reduced rounds": line(
     transforms.local_steps,
     {"carry": 0.5},

@@ -69,6 +69,9 @@ METHODS = {
     delay_rounds=1,
     carry=0.5,
   ),
+  "late by steps": functools.partial(
+    transforms.local_steps, MOMENTUM, 5, delay_rounds=1, delay_steps=2
+  ),
   "easgd": functools.partial(transforms.easgd, MOMENTUM, 5, 0.8),
   "overlap": functools.partial(
     transforms.overlap_local_sgd, MOMENTUM, 5, 0.6, 0.5
@@ -357,6 +360,9 @@ BEGUN = {
   ),
   "late": functools.partial(
     transforms.local_steps, SGD, 5, delay_rounds=1, carry=0.5
+  ),
+  "late by steps": functools.partial(
+    transforms.local_steps, SGD, 5, delay_rounds=1, delay_steps=2
   ),
   "streamed": functools.partial(
     transforms.local_steps,
