@@ -47,13 +47,13 @@ def _diloco(run: Run, interval: int) -> Chain:
 def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
   # Of the mean under way a worker knows its own share, and keeps that.
   changes.setdefault("carry", 1 / run.workers)
+  changes.setdefault("warmup_steps", run.warmup_steps)
   rule = changes.pop("rule", None) or intervals.msdpu(interval, run.rate)
   return transforms.msdpu(
     run.inner,
     intervals.ending_at(run.num_steps, rule),
     run.rate,
     axis=run.axis,
-    warmup_steps=run.warmup_steps,
     **changes,
   )
 
@@ -102,7 +102,9 @@ VARIANTS: dict[str, Variant] = {
     run, 8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)
   ),
   "msdpu H0=8, 2 steps late": lambda run: _msdpu(run, 8, delay_steps=2),
-  "msdpu H0=16, 2 steps late": lambda run: _msdpu(run, 16, delay_steps=2),
+  "msdpu H0=8, 2 steps late, no warm-up": lambda run: _msdpu(
+    run, 8, delay_steps=2, warmup_steps=0
+  ),
   "msdpu H0=1, int4": lambda run: _msdpu(run, 1, **_in_4_bits()),
   "msdpu H0=2, int4": lambda run: _msdpu(run, 2, **_in_4_bits()),
   "local_sgd H=2, int4": lambda run: _local(run, 2, **_in_4_bits()),
