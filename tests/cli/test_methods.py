@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import transforms
-from jdist.cli import _methods, _options, _trained
+from jdist import training, transforms
+from jdist.cli import _experiment, _methods, _options, _trained
 
 # Two workers who disagree have no majority, and between their targets nothing
 # is better than anything; Muon goes a bounded way in each step.
@@ -51,3 +51,22 @@ def test_a_method_trains_towards_its_target(name, interval):
   for x in jax.tree.leaves(anchors):
     np.testing.assert_array_equal(x[0], x[1])
     np.testing.assert_allclose(x, 3.0, atol=_FAR.get(name, 0.7))
+
+
+def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
+  told = []
+
+  class Recorded(training.Trainer):
+    def __init__(self, *args, host_rounds=False, **options):
+      told.append(host_rounds)
+      super().__init__(*args, host_rounds=host_rounds, **options)
+
+  monkeypatch.setattr(training, "Trainer", Recorded)
+  options = _options.Train(
+    dataset="digits", model="mlp", workers=2, host_rounds=True, delay_steps=2
+  )
+  experiment = _experiment.build(options)
+  for method in ("ssgd", "local_sgd", "diloco", "easgd", "msdpu"):
+    _experiment.Prepared(experiment, method, 0.1)
+  # Within a round the device decides when a mean arrives, as of this MSDPU.
+  assert told == [False, True, True, False, False]
