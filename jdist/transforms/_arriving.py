@@ -5,8 +5,8 @@ that time the workers do not know of each other.  Here it arrives after a stated
 number of steps, as soon as a link can deliver it, and the worker keeps what it
 has done since:
 
-    round's end    set_out    the progress is sent; nobody waits for it
-    some steps later    meet  its mean moves the anchor, and the worker with it
+    round's end         join    the progress is sent; nobody waits for it
+    some steps later    meet    its mean moves the anchor, and the worker with it
 
 A round is over when its steps are taken and what was under way has arrived.
 """

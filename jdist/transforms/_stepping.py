@@ -158,6 +158,17 @@ class LocalSteps:
     over = _rounds.is_over(state)
     if steps is not None:
       over &= self.make_sender(state.anchor).complete(state.pending, sent)
+    return self._end_if(over, steps, sent, updates, state, params)
+
+  def _end_if(
+    self,
+    over: jax.Array,
+    steps: int | None,
+    sent: tuple[Any, ...],
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params,
+  ) -> tuple[optax.Updates, LocalStepsState]:
     updates, state = jax.lax.cond(
       collectives.agreed(over, self.axis),
       functools.partial(self._end_round, steps),
@@ -260,16 +271,8 @@ class LocalSteps:
       updates,
       state,
     )
-    updates, state = jax.lax.cond(
-      collectives.agreed(joining.is_over(state), self.axis),
-      functools.partial(self._end_round, steps),
-      self._go_on,
-      (),
-      updates,
-      state,
-      params,
-    )
-    return updates, self._looking_ahead(state)
+    over = joining.is_over(state)
+    return self._end_if(over, steps, (), updates, state, params)
 
   # What only the streamed form does.
 
