@@ -6,7 +6,7 @@ number of steps, as soon as a link can deliver it, and the worker keeps what it
 has done since:
 
     round's end         join    the progress is sent; nobody waits for it
-    some steps later    meet    its mean moves the anchor, and the worker with it
+    some steps later    meet    its mean moves the anchor and the worker
 
 A round is over when its steps are taken and what was under way has arrived.
 """
