@@ -52,7 +52,7 @@ def _limit(namespace: str, device: str, rate: str, delay_ms: float) -> None:
   per_s = _bytes_per_s(rate)
   # Twice the largest packet that TCP hands to a network card, 64 KiB, which is
   # cut up there.  Through a smaller bucket the kernel cuts it up, and both ends
-  # wake 20 times as often: work of this machine's cores that no host would do.
+  # wake many times as often: work of these cores that no host would do.
   burst, queue = max(131072, int(per_s / 500)), max(262144, int(per_s / 20))
   _call(
     *inside, device, "root", "handle", "1:", "tbf", "rate", rate,

@@ -80,8 +80,7 @@ def local_steps(
   .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i
             \Delta_i^{(r)}), \qquad w_i \leftarrow a - (s_i - w_i)
 
-  With :math:`\rho = 1` and d = H it is the same as without.  Take as many
-  steps as the link needs.
+  With d = H it is the same as without.  Take as many steps as the link needs.
 
   The simple form sends it all in the step that ends the round (or in which it
   arrives), inside a conditional.  With `stream` the same mean is taken of a

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import transforms
+from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
 from tests.transforms._rounds import random_targets, train
 
@@ -181,6 +181,29 @@ def test_streamed_is_simple_to_the_bit(outer, carry):
   ]
   for other, _ in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, found[0][0], other)
+
+
+def test_sub_tensors_go_through_a_codec():
+  build = functools.partial(
+    transforms.local_steps, optax.sgd(RATE), 5, axis="worker",
+    delay_rounds=1, delay_steps=2, feedback=transforms.ErrorFeedback(),
+    reducer=collectives.InParts(
+      collectives.carry(codecs.TopK(0.3)), max_bytes=16, multiple=2
+    ),
+  )  # fmt: skip
+  targets, parts = random_targets(17), transforms.Stream(max_bytes=16)
+  simple, _ = run_streamed(build(), targets, (None,))
+  exact, _ = run_streamed(
+    transforms.local_steps(
+      optax.sgd(RATE), 5, axis="worker", delay_rounds=1, delay_steps=2
+    ),
+    targets,
+    (None,),
+  )
+  assert np.abs(simple[-1][1] - exact[-1][1]).max() > 1e-4
+  for chosen in ((2, 2, None, None, None), (1, None, None, None, None)):
+    streamed, _ = run_streamed(build(stream=parts), targets, chosen)
+    jax.tree.map(np.testing.assert_array_equal, simple, streamed)
 
 
 @pytest.mark.parametrize("chosen", [(8, 1, 2, None, 4), (4,), (9,)])
