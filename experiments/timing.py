@@ -66,6 +66,12 @@ def measure(
       if turn:
         found[name].append((time.perf_counter() - started_s) / _STEPS)
   rows = []
+  # No variants, as each has its row, and nobody's folders.
+  told = {
+    key: value
+    for key, value in dataclasses.asdict(options).items()
+    if key not in ("variants", "cache")
+  }
   for name in names:
     ratios = [
       mine / theirs
@@ -73,7 +79,7 @@ def measure(
     ]
     rows.append(
       training.make_row(
-        dataclasses.asdict(options) | {"variants": (), "blocks": blocks},
+        told | {"blocks": blocks},
         0,
         method=name,
         workers=options.workers,

@@ -105,13 +105,16 @@ def folder(options: Config) -> pathlib.Path:
   Another number of workers uses the same. Where predictors are moved to does
   not change them.
   """
-  free = {
-    "seeds", "variants", "rates", "cache", "workers", "other_dataset",
-    "other_workers",
-  }  # fmt: skip
-  named = {
-    k: v for k, v in dataclasses.asdict(options).items() if k not in free
-  }
+  matters = (
+    # The run that fronts and tracks are of,
+    "dataset", "model", "batch_size", "epochs", "warmup_epochs", "optimizer",
+    "momentum", "weight_decay", "augment", "alpha", "dtype", "collect_rate",
+    "samples_per_epoch", "nowcast_epochs",
+    # and what is learned from them.
+    "cut", "rich_cut", "rich_rank", "depths", "more_runs", "fit_epochs",
+    "fit_samples", "fit_images", "fit_updates", "nowcast_steps",
+  )  # fmt: skip
+  named = {name: getattr(options, name) for name in matters}
   told = json.dumps(named, sort_keys=True).encode()
   key = hashlib.sha256(told).hexdigest()[:8]
   name = f"{options.dataset}-{options.model}-{key}".replace("/", "-")
@@ -145,12 +148,13 @@ class Comparison(comparing.Comparison):
     assert isinstance(self.options, Config)
     model = self.build(0)
     whole = prediction.traffic(cut_of(self.options, model, "published"))
-    up, down = served(traffic, whole.whole_bytes)
+    rounds = record.rounds / record.step
+    up, down = served(traffic, whole.whole_bytes, rounds)
     published = up
     if variant.startswith("mp2"):
       kind: Kind = "rich" if "rank" in variant else "published"
       found = prediction.traffic(cut_of(self.options, model, kind))
-      # Its one mean stands in the conditional of rounds, here of one step.
+      # What it predicts comes back from a server, and of a ring needs nothing.
       up, down = found.pushed_bytes, found.pulled_bytes
       published = found.published_bytes
     return {
@@ -161,25 +165,38 @@ class Comparison(comparing.Comparison):
     }
 
 
-def served(traffic: collectives.Traffic, whole_bytes: int) -> tuple[int, int]:
+def served(
+  traffic: collectives.Traffic, whole_bytes: int, rounds_per_step: float = 1.0
+) -> tuple[float, float]:
   """What a step would send to a server and back, for one worker.
 
   An all-reduce goes up and down once.  What is gathered goes up, and the
   payloads of all come down, or the whole network where that is less.  Of an
   exchange the shares go up, and what is gathered after it comes down.
+
+  Args:
+    traffic: of the step.
+    whole_bytes: of the network.
+    rounds_per_step: what stands in a conditional is sent once a round.
+
+  Returns:
+    Bytes up and down, the mean of a step.
   """
-  sent = [c for c in traffic.collectives if not c.conditional]
-  owners = {"all-to-all", "reduce-scatter"} & {c.kind for c in sent}
-  up = down = 0
-  for c in sent:
-    size = c.payload_bytes * c.count
-    if c.kind != "all-gather":
-      up += size
-      down += size if c.kind == "all-reduce" else 0
-    else:
-      up += 0 if owners else size
-      down += size * c.num_workers
-  return up, min(down, whole_bytes)
+  up = down = 0.0
+  for conditional, times in ((False, 1.0), (True, rounds_per_step)):
+    sent = [c for c in traffic.collectives if c.conditional is conditional]
+    owners = {"all-to-all", "reduce-scatter"} & {c.kind for c in sent}
+    back = 0
+    for c in sent:
+      size = c.payload_bytes * c.count
+      if c.kind != "all-gather":
+        up += times * size
+        back += size if c.kind == "all-reduce" else 0
+      else:
+        up += 0 if owners else times * size
+        back += size * c.num_workers
+    down += times * min(back, whole_bytes)
+  return up, down
 
 
 def _loaded(
@@ -211,12 +228,12 @@ def _frozen(run: Run) -> Chain:
   )
 
 
-def _front(run: Run) -> Chain:
-  """The front in 8 bits, with feedback."""
+def _in_bits(run: Run, bits: int) -> Chain:
+  """Means of a few bits, with feedback."""
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=collectives.carry(codecs.Quantize(8, 64)),
+      reducer=collectives.carry(codecs.Quantize(bits, 64)),
       feedback=transforms.ErrorFeedback(),
     ),
     run.inner,
@@ -235,12 +252,19 @@ def _rest(run: Run, rank: int) -> Chain:
   )
 
 
-def _ours(run: Run, rank: int | None = None, *, predicts: bool = True) -> Chain:
-  """A front in few bits, and a predicted rest that learns by low rank.
+def _ours(
+  run: Run,
+  rank: int | None = None,
+  *,
+  bits: int | None = None,
+  predicts: bool = True,
+) -> Chain:
+  """A front in 8 bits, and a predicted rest whose residual learns in fewer.
 
   Args:
     run: what a variant is told.
     rank: of the residual's mean; default the comparison's.
+    bits: of the residual's entries, in place of a low rank.
     predicts: or the rest's first values stand in the prediction's place.
   """
   assert isinstance(run.options, Config)
@@ -255,8 +279,9 @@ def _ours(run: Run, rank: int | None = None, *, predicts: bool = True) -> Chain:
     def predict(first: Any, front: Any) -> Any:
       return first
 
+  rest = _rest(run, rank) if bits is None else _in_bits(run, bits)
   return transforms.predict_rest(
-    _front(run), cut, predict, params, axis=run.axis, rest=_rest(run, rank)
+    _in_bits(run, 8), cut, predict, params, axis=run.axis, rest=rest
   )
 
 
@@ -314,6 +339,10 @@ VARIANTS: dict[str, Variant] = {
   "ours, rank 16": lambda run: _ours(run, 16),
   "ours, rank 16, nothing predicted": lambda run: _ours(
     run, 16, predicts=False
+  ),
+  "ours, 2 bits": lambda run: _ours(run, bits=2),
+  "ours, 2 bits, nothing predicted": lambda run: _ours(
+    run, bits=2, predicts=False
   ),
   "mp2 rank 8, 1 conv": lambda run: _published(run, "rich"),
 }

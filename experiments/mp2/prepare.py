@@ -240,23 +240,27 @@ class Preparation:
     predictor = prediction.predictor(
       cut, 1 if kind == "published" else options.rich_rank
     )
-    own = np.concatenate([self.parameters(seed).fronts(cut) for seed in seeds])
+    # The best epoch is that of fronts of the same runs that are not learned
+    # from: with those of another seed all epochs may be at chance, and which of
+    # them is best says nothing.
+    parts = [self.parted(seed, cut) for seed in seeds]
+    own = np.concatenate([learned for learned, _ in parts])
+    near = np.concatenate([held_out for _, held_out in parts])
     fit = dataclasses.replace(
       self.fit(),
       sample_batches=len(own) // len(seeds) // options.fit_samples,
     )
-    # Of the last half of a run, as most of it is spent there.
     late = self.late_fronts(_HELD_OUT, cut)
     started_s = time.perf_counter()
-    images = self.images()
     fitted = prediction.fit_predictor(
       predictor,
       self.model,
       own,
-      held_out=late,
+      held_out=near,
       fit=fit,
+      directory=self.unfinished(target),
       on_epoch=lambda epoch: print(kind, epoch, flush=True),
-      **images,
+      **self.images(),
     )
     seconds = time.perf_counter() - started_s
 
@@ -278,8 +282,9 @@ class Preparation:
       rank=predictor.rank,
       parameters=predictor.num_params,
       samples=len(own),
+      chosen_by="own runs, held out",
       fit_s=seconds,
-      accuracy_own_run=accuracy(self.late_fronts(_TRAINED, cut)),
+      accuracy_own_run=accuracy(near),
       accuracy_other_seed=accuracy(late),
       accuracy_untrained_fronts=accuracy(first),
       best_epoch=fitted.best.epoch,
@@ -310,6 +315,23 @@ class Preparation:
       )
     self.moved(source.name).write_text(json.dumps(own))
 
+  def unfinished(self, target: pathlib.Path) -> pathlib.Path:
+    """Where a training keeps what it needs to go on after it was stopped."""
+    return target.with_name(f"unfinished-{target.name}")
+
+  def parted(
+    self, seed: int, cut: prediction.Cut
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """A run's fronts: those to learn from, and some that are held out.
+
+    Held out are some of its last half, as most of a run is spent there.
+    """
+    fronts = np.asarray(self.parameters(seed).fronts(cut))
+    half = len(fronts) // 2
+    size = max(1, min((len(fronts) - half) // 2, self.options.fit_samples))
+    rows = np.linspace(half, len(fronts) - 1, size).astype(int)
+    return np.delete(fronts, rows, axis=0), fronts[rows]
+
   def late_fronts(self, name: int | str, cut: prediction.Cut) -> np.ndarray:
     """Some of the last half of a run, equally far apart."""
     fronts = self.parameters(name).fronts(cut)
@@ -339,6 +361,7 @@ class Preparation:
       lambda cut: own.fronts(cut)[::2],
       held_out=lambda cut: own.fronts(cut)[1::2],
       fit=self.fit(),
+      directory=self.unfinished(target),
       **self.images(),
     )
     learned = any(score.accuracy > score.untrained for score in scores)
@@ -367,6 +390,7 @@ class Preparation:
       runs,
       held_out,
       prediction.NowcastFit(num_steps=self.options.nowcast_steps),
+      directory=self.unfinished(target),
     )
     for kind, found in fitted.items():
       self.note(

@@ -56,6 +56,30 @@ def test_a_server_receives_once_and_sends_back(
   assert config.served(sent(*collected), 2000) == up_and_down
 
 
+def test_what_a_round_sends_is_shared_by_its_steps(monkeypatch):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  in_rounds = collectives.Traffic(
+    (
+      collectives.Collective("all-reduce", 40, num_workers=4),
+      collectives.Collective("all-reduce", 800, 4, conditional=True),
+    )
+  )
+  # 40 in every step, 800 in every fourth.
+  assert config.served(in_rounds, 2000, 0.25) == (240, 240)
+
+
+def test_what_is_prepared_has_a_name_by_what_it_depends_on(monkeypatch):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  options = config.Config()
+  same = {"rank": 16, "evaluations": 5, "rates": (1.0,), "workers": 4}
+  for name, value in same.items():
+    other = dataclasses.replace(options, **{name: value})
+    assert config.folder(other) == config.folder(options), name
+  for name, value in {"cut": 1, "fit_epochs": 7, "dataset": "cifar10"}.items():
+    other = dataclasses.replace(options, **{name: value})
+    assert config.folder(other) != config.folder(options), name
+
+
 def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   config = load("mp2_config", "mp2/config.py", monkeypatch)
