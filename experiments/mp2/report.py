@@ -1,8 +1,10 @@
 """The tables and the picture of the comparison, from its rows.
 
 python experiments/mp2/report.py mnist
+python experiments/mp2/report.py mnist --accuracy 96 97
 """
 
+import argparse
 import pathlib
 import statistics
 import sys
@@ -228,32 +230,61 @@ def prepared(rows: list[Row]) -> str:
   return "\n".join(lines)
 
 
+def once(rows: list[Row]) -> list[Row]:
+  """Of what was prepared again the last row."""
+  measured = {"purpose", "seed", "run", "runs", "kind", "cut", "rank", "to"}
+  found = {}
+  for row in rows:
+    key = tuple(str(row.get(name)) for name in sorted(measured))
+    found.pop(key, None)
+    found[key] = row
+  return list(found.values())
+
+
+def by_workers(rows: list[Row]) -> dict[int, Runs]:
+  """The tuned runs, for each number of workers, that of the preset first."""
+  found: dict[int, list[Row]] = {}
+  for row in rows:
+    found.setdefault(row["config"]["workers"], []).append(row)
+  return {number: reporting.compared(own) for number, own in found.items()}
+
+
 def main(folder: pathlib.Path) -> None:
   """Prints and draws what there are rows for."""
-  name = sys.argv[1] if len(sys.argv) > 1 else "mnist"
-  results = folder / "results"
+  parser = argparse.ArgumentParser(description="Tables and a picture, of rows.")
+  parser.add_argument("preset", nargs="?", default="mnist")
+  parser.add_argument(
+    "--accuracy",
+    nargs="*",
+    type=float,
+    help="in percent, to which times are told; default the baseline's mean "
+    "less its spread",
+  )
+  chosen = parser.parse_args()
+  name, results = chosen.preset, folder / "results"
   rows = training.read_rows(results / f"{name}.jsonl")
-  workers = rows[0]["config"]["workers"]
-  same = [row for row in rows if row["config"]["workers"] == workers]
-  runs = reporting.compared(same)
+  (_, runs), *others = by_workers(rows).items()
+  if _BASE not in runs:
+    raise SystemExit(f"There is no tuned run of {_BASE} in {name}'s rows yet.")
   print(traffic_table(runs))
   measured = results / f"{name}-times.jsonl"
   times = {}
   if measured.exists():
     times = {row["method"]: row for row in training.read_rows(measured)}
   mean, spread = _accuracy(runs[_BASE])
-  print(f"\nTo {mean - spread:.2f} %, the baseline's mean less its spread:\n")
-  print(time_table(runs, times, mean - spread))
+  for accuracy in chosen.accuracy or [mean - spread]:
+    print(f"\nTo {accuracy:.2f} %:\n")
+    print(time_table(runs, times, accuracy))
   draw(runs, results / f"{name}.png")
-  others = [row for row in rows if row["config"]["workers"] != workers]
-  for row in others:
-    print(
-      f"\nWith {row['workers']} workers: {row['method']}, seed {row['seed']}, "
-      f"{100 * row['accuracy']:.2f} %"
-    )
+  for workers, found in others:
+    print(f"\nWith {workers} workers:\n")
+    if _BASE in found:
+      print(traffic_table(found))
+    else:
+      print(f"no row of {_BASE}, with which the others could be compared")
   made = results / f"{name}-prepare.jsonl"
   if made.exists():
-    print(f"\n{prepared(training.read_rows(made))}")
+    print(f"\n{prepared(once(training.read_rows(made)))}")
 
 
 if __name__ == "__main__":

@@ -133,6 +133,41 @@ def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
 
 
+def test_what_was_prepared_again_counts_once(monkeypatch):
+  report = load("mp2_report", "mp2/report.py", monkeypatch)
+  rows = [
+    {"purpose": "predictor", "kind": "published", "runs": 1, "best": 1},
+    {"purpose": "predictor", "kind": "published", "runs": 4, "best": 2},
+    {"purpose": "predictor", "kind": "published", "runs": 1, "best": 3},
+  ]
+  assert [row["best"] for row in report.once(rows)] == [2, 3]
+
+
+def test_other_numbers_of_workers_stand_apart(monkeypatch):
+  report = load("mp2_report", "mp2/report.py", monkeypatch)
+
+  def row(workers, purpose, rate, seed, accuracy):
+    return {
+      "config": {"workers": workers}, "purpose": purpose, "method": "baseline",
+      "learning_rate": rate, "seed": seed, "accuracy": accuracy,
+      "test_loss": 0.1,
+    }  # fmt: skip
+
+  rows = [
+    row(8, "tuning", 0.1, 10_000, 0.8),
+    row(8, "comparison", 0.1, 0, 0.81),
+    # Another rate is best with four of them, and tuning is no result.
+    row(4, "tuning", 0.1, 10_000, 0.6),
+    row(4, "tuning", 0.2, 10_000, 0.7),
+    row(4, "comparison", 0.2, 0, 0.71),
+  ]
+  found = report.by_workers(rows)
+  assert {n: runs["baseline"] for n, runs in found.items()} == {
+    8: rows[1:2],
+    4: rows[4:],
+  }
+
+
 def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
   comparing = load("comparing", "comparing.py", monkeypatch)
   options = comparing.Config()

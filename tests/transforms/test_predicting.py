@@ -35,24 +35,34 @@ PARAMS = {
 }
 
 
-def whole(front, axis, rest=None):
+def whole(front, axis, rest=None, theta=THETA):
   return transforms.predict_rest(
-    front, Cut(), predict, THETA, axis=axis, rest=rest
+    front, Cut(), predict, theta, axis=axis, rest=rest
   )
 
 
-def targets(num_steps, num_workers, seed=0):
+# Large enough that codecs do not send them as they are.
+_DRAW = np.random.default_rng(7)
+LARGE = {
+  "a": jnp.asarray(_DRAW.normal(size=1024), jnp.float32),
+  "b": jnp.asarray(_DRAW.normal(size=64), jnp.float32),
+  "c": jnp.zeros(1024),
+  "d": jnp.zeros((1024, 64)),
+}
+
+
+def targets(num_steps, num_workers, seed=0, like=PARAMS):
   draw = np.random.default_rng(seed)
   return [
     {
       k: draw.normal(size=(num_workers, *x.shape)).astype(np.float32)
-      for k, x in PARAMS.items()
+      for k, x in like.items()
     }
     for _ in range(num_steps)
   ]
 
 
-def train(make, num_workers, xs, substrate="vmap"):
+def train(make, num_workers, xs, substrate="vmap", first=PARAMS):
   """Params and states [workers, ...] after every step, and the program."""
   team = collectives.workers(num_workers, substrate=substrate)
   optimizer = make(team.axis)
@@ -62,7 +72,7 @@ def train(make, num_workers, xs, substrate="vmap"):
     updates, state = optimizer.update(gradients, state, params)
     return transforms.apply_updates(params, updates, state), state
 
-  params = team.replicate(PARAMS)
+  params = team.replicate(first)
   state = team.jit(optimizer.init)(params)
   program = team.jit(step).lower(params, state, team.place(xs[0])).compile()
   seen = []
@@ -137,6 +147,22 @@ def late(axis):
   return whole(transforms.cocod(optax.sgd(0.1), 3, axis=axis), axis)
 
 
+def compared(axis):
+  """A front in 8 bits, and a residual of low rank in 4: experiments/mp2."""
+  front = transforms.average_gradients(
+    axis,
+    reducer=collectives.carry(codecs.Quantize(8, 64)),
+    feedback=transforms.ErrorFeedback(),
+  )
+  rest = transforms.powersgd(
+    optax.sgd(0.1),
+    1,
+    axis=axis,
+    factors=collectives.carry(codecs.Quantize(4), owner_feedback="own_share"),
+  )
+  return whole(optax.chain(front, optax.sgd(0.1)), axis, rest, 0.5)
+
+
 @pytest.mark.parametrize("make", [synchronous, outer, late])
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
 def test_replicas_are_equal_to_the_bit(make, substrate):
@@ -161,6 +187,47 @@ def test_replicas_are_equal_to_the_bit(make, substrate):
   assert all(labels.state.anchor.values())
   if make is synchronous:  # Adam's moments would be stored once.
     assert all(jax.tree.leaves(labels.state))
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+def test_a_residual_in_few_bits_is_equal_on_all_workers(substrate):
+  xs = targets(12, 4, like=LARGE)
+  seen, program = train(compared, 4, xs, substrate, LARGE)
+  for params, state in seen:
+    assert rows_equal((params, state.anchor, state.predicted))
+  residual = np.asarray(params["d"][0]) - state.predicted["d"][0]
+  assert np.abs(residual).max() > 0.01
+  if substrate == "shard_map":
+    assert sent_in(program) < 4 * 1088  # Less than the front in float32.
+
+
+def test_a_front_of_mp2_in_few_bits():
+  """Is the front of local steps with the same reducer, feedback and seed."""
+  options = {
+    "reducer": collectives.carry(codecs.Quantize(2, 64, rounding="stochastic")),
+    "feedback": transforms.ErrorFeedback(),
+    "seed": 5,
+  }
+
+  def in_bits(axis):
+    return transforms.mp2(
+      optax.sgd(0.1), Cut(), predict, 0.5, 3, axis=axis, **options
+    )
+
+  def front_alone(axis):
+    return transforms.local_steps(optax.sgd(0.1), 3, axis=axis, **options)
+
+  front = {k: LARGE[k] for k in "ab"}
+  xs = targets(6, 4, like=LARGE)
+  seen, _ = train(in_bits, 4, xs, "vmap", LARGE)
+  fronts = [{k: x[k] for k in "ab"} for x in xs]
+  alone, _ = train(front_alone, 4, fronts, "vmap", front)
+  for (params, _), (wanted, _) in zip(seen, alone, strict=True):
+    for k in "ab":
+      np.testing.assert_array_equal(params[k], wanted[k])
+  assert rows_equal((params, seen[-1][1].anchor))
+  left = seen[-1][1].front.reduction.feedback.residual
+  assert all(np.asarray(x).any() for x in jax.tree.leaves(left))
 
 
 def sent_in(program):
