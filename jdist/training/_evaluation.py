@@ -41,7 +41,12 @@ class Evaluator:
       compute_dtype: the dtype in which the model computes.
       optimizer: if given, what it has begun and not yet applied is brought in
         first, in a copy (`transforms.drain`): the last round of a delayed
-        method, or an unfinished one.  Costs a round's communication.
+        method, or an unfinished one.  Costs a round's communication, which
+        `Record.sent_bytes` does not count.  Needed with `update_first`.
+
+    Raises:
+      ValueError: when there are no batches; at the first evaluation, when the
+        last step's update is still to come and `optimizer` is not given.
     """
     axis = workers.axis
     rows = list(workers.local_workers)
@@ -56,6 +61,12 @@ class Evaluator:
       params, opt_state = state.params, state.opt_state
       if optimizer is not None:
         params, opt_state = transforms.drain(optimizer, opt_state, params)
+      elif _step.holds_back(opt_state):
+        raise ValueError(
+          "`optimizer` must be given for a state of `update_first`, whose last "
+          "update comes with the next step: without it the parameters are "
+          "those of a step before. Build `Evaluator(..., optimizer=optimizer)`."
+        )
       params = transforms.anchor(opt_state, params)
       return params, _step.mean_statistics(state.model_state, axis)
 

@@ -76,11 +76,12 @@ class Trainer:
       workers: the run's workers.
       step: one worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
-      stream_steps: for a streamed method with an adaptive interval, the
-        numbers of steps in which a round's message may be sent, for instance
-        `(1, 2, 4, 8, 16)`.  Each is a program, compiled before the first step;
-        the loop takes the largest that fits into a round, at the round's
-        start.  By default there is one program.
+      stream_steps: for a streamed method with an adaptive interval (or a
+        warm-up, or `delay_steps`), the numbers of steps in which a round's
+        message may be sent, for instance `(1, 2, 4, 8, 16)`.  Each is a
+        program, compiled before the first step; the loop takes the largest
+        that fits into a round, at the round's start.  By default there is one
+        program, which only a fixed interval allows.
       host_rounds: for `local_steps` and what is made of it: the loop says
         which step ends a round, and compiles one program for those that do
         and one for those that do not, in place of one with a conditional,

@@ -59,7 +59,7 @@ def make_step(
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
-      divide a batch.
+      divide a batch, or `update_first` is inside another transformation.
   """
   if accumulate < 1:
     raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
@@ -80,6 +80,14 @@ def make_step(
     )
     if first is not None:
       params, opt_state = first.begin(params, opt_state)
+    elif holds_back(opt_state):
+      raise ValueError(
+        "`optimizer` must be what `update_first` gives, with nothing around "
+        "it: as a part of another transformation its update is one step late, "
+        f"and no longer synchronous SGD. Got {type(opt_state).__name__} around "
+        "its state; write `update_first(outer(optimizer), axis=axis)` in place "
+        "of `outer(update_first(optimizer, axis=axis))`."
+      )
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
         params, model_state, batch, key
@@ -125,6 +133,15 @@ def make_step(
     return new, metrics
 
   return step
+
+
+def holds_back(opt_state: PyTree) -> bool:
+  """Whether the last step's gradients are still to be applied."""
+
+  def is_one(x: Any) -> bool:
+    return isinstance(x, transforms.UpdateFirstState)
+
+  return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
 def _met(

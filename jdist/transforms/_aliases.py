@@ -188,8 +188,9 @@ def msdpu(
 
   and the interval follows the loss (`intervals.msdpu`).  With `stream` the
   aggregation is split into sub-tensors, the next ones sent in every step of
-  the round under its computation; without it, it is one mean at the end of a
-  round, with the same result (see `local_steps`).
+  the round under its computation, of which a host says how many go in a step
+  (`training.Trainer(stream_steps=)`); without it, it is one mean at the end of
+  a round, with the same result (see `local_steps`).
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.

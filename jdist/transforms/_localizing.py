@@ -89,12 +89,12 @@ def local_steps(
   `stream_steps=`, the number of steps in which the whole is sent; it may change
   from step to step.  None sends nothing, and where the mean is due, if not all
   has arrived, everything.  By default it is the interval if that is fixed (with
-  `delay_after_step` 0 and no shorter `delay_steps`), else None: a host then
-  chooses it, see `transforms.stream_steps` and `training.Trainer`.  A streamed
-  round lasts until everything has arrived, however late.  Both forms give the
-  same bits where the order of summation does not depend on an element's place
-  in its message (on CPU; on GPUs with two workers, or by the algorithm NCCL
-  picks).
+  `delay_after_step` 0 and no shorter `delay_steps`); else it must be given, as a
+  host chooses it, see `transforms.stream_steps` and `training.Trainer`.  A
+  streamed round lasts until everything has arrived, however late.  Both forms
+  give the same bits where the order of summation does not depend on an
+  element's place in its message (on CPU; on GPUs with two workers, or by the
+  algorithm NCCL picks).
 
   With a reducer the mean of the pseudo-gradients, which are float32, is taken
   by fewer bytes, and with a feedback what was left out goes with the next

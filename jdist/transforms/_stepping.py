@@ -137,7 +137,7 @@ class LocalSteps:
     if drain:
       return self._drain(state, params, residuals=drain == "residuals")
     collectives.check_local(updates, self.axis, what="`updates`")
-    steps = self._usual_steps if stream_steps == "usual" else stream_steps
+    steps = self._usual_steps() if stream_steps == "usual" else stream_steps
     # First, and from the state: it has to wait for nothing in this step.
     sent = self._start(state, steps)
     updates, state = _rounds.take_step(
@@ -276,15 +276,29 @@ class LocalSteps:
 
   # What only the streamed form does.
 
-  @property
   def _usual_steps(self) -> int | None:
     """In how many steps a message is sent where nobody chooses."""
-    if self.stream is None or self.delay_after_step:
+    if self.stream is None:
       return None
-    steps = self.policy.constant
-    if steps is not None and steps > (self.delay_steps or steps):
-      return None  # All has arrived before the round's last steps.
-    return steps
+    steps, after = self.policy.constant, self.delay_after_step
+    if after:
+      reason = f"the first {after} steps are not delayed"
+    elif steps is None:
+      reason = "the interval is not one number"
+    elif steps > (self.delay_steps or steps):
+      # All has arrived before the round's last steps.
+      reason = f"the mean arrives {self.delay_steps} steps into a longer round"
+    else:
+      return steps
+    # To send all at the round's end, in a conditional, would hide nothing, and
+    # nobody would notice.
+    raise ValueError(
+      "`stream_steps` must be given to `update` of a streamed method whose "
+      f"steps do not all send alike: here {reason}. Let the host choose: "
+      "`jdist.training.Trainer(workers, step, stream_steps=(1, 2, 4, 8, 16))`, "
+      "or in a loop of your own by `jdist.transforms.stream_steps`; None sends "
+      "all that is left at the round's end."
+    )
 
   def _start(
     self, state: LocalStepsState, steps: int | None

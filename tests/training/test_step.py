@@ -312,6 +312,51 @@ def test_evaluation_is_on_the_anchor_and_counts_each_sample_once(kind):
   assert found["loss"] == pytest.approx(log.mean(), rel=1e-5)
 
 
+def test_an_evaluation_before_the_last_update_is_refused():
+  team = _tiny.team("vmap")
+  optimizer = transforms.update_first(optax.sgd(0.1), axis=team.axis)
+  state = training.init_state(team, optimizer, _tiny.params())
+  batch = {
+    "image": np.ones((4, 2, 6), np.float32),
+    "label": np.zeros((4, 2), np.int32),
+    "mask": np.ones((4, 2), np.float32),
+  }
+
+  def apply(params, model_state, images, *, train):
+    return images @ params["kernel"], model_state
+
+  with pytest.raises(ValueError, match="`optimizer` must be given for a state"):
+    training.Evaluator(team, apply, [batch])(state)
+  told = training.Evaluator(team, apply, [batch], optimizer=optimizer)(state)
+  assert np.isfinite(told["loss"])
+
+
+@pytest.mark.parametrize(
+  "around",
+  [
+    lambda first: optax.chain(optax.identity(), first),
+    lambda first: optax.apply_if_finite(first, 3),
+    lambda first: transforms.predict_rest(
+      first, _Everything, lambda theta, f: {}, {}, axis=None
+    ),
+  ],
+)
+def test_update_first_inside_another_transformation_is_refused(around):
+  team = _tiny.team("vmap")
+  optimizer = around(transforms.update_first(optax.sgd(0.1), axis=None))
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, _tiny.params())
+  with pytest.raises(ValueError, match="`optimizer` must be what `update_fir"):
+    team.jit(step)(state, team.place(_tiny.batch(0, team.local_workers)))
+
+
+class _Everything:
+  """A cut that leaves nothing to be predicted."""
+
+  split = staticmethod(lambda tree: (tree, {}))
+  join = staticmethod(lambda front, rest: front)
+
+
 def test_an_evaluation_without_batches_is_refused():
   with pytest.raises(ValueError, match="at least one batch"):
     training.Evaluator(_tiny.team("vmap"), None, [])

@@ -171,6 +171,34 @@ def test_the_host_knows_the_round_of_each_step():
     state, _ = program(state, batch)
 
 
+@pytest.mark.parametrize(
+  ("options", "reason"),
+  [
+    ({"interval": intervals.scheduled(lambda step: 2)}, "is not one number"),
+    ({"interval": intervals.ending_at(20, 4)}, "is not one number"),
+    ({"delay_after_step": 4}, "the first 4 steps are not delayed"),
+    ({"delay_steps": 2}, "arrives 2 steps into a longer round"),
+  ],
+)
+def test_nobody_streams_without_a_word_all_at_once(options, reason):
+  team = _tiny.team("vmap")
+  chain = transforms.local_steps(
+    optax.sgd(0.1),
+    **({"interval": 4} | options),
+    axis=team.axis,
+    delay_rounds=1,
+    stream=transforms.Stream(),
+  )
+  step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
+  state = training.init_state(team, chain, _tiny.params())
+  with pytest.raises(ValueError, match=f"`stream_steps` must be .*{reason}"):
+    training.Trainer(team, step).fit(state, _tiny.batches(team), 2)
+  # What is said is done, also that nothing is to be streamed.
+  state = training.init_state(team, chain, _tiny.params())
+  batch = team.place(_tiny.batch(0, team.local_workers))
+  team.jit(functools.partial(step, stream_steps=None))(state, batch)
+
+
 @pytest.mark.parametrize("wrong", [(0,), (2, -1), (True,), (2.0,)])
 def test_a_number_of_steps_must_be_one(wrong):
   with pytest.raises(ValueError, match="`stream_steps` must be ints >= 1"):

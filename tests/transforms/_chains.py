@@ -36,6 +36,30 @@ def proximal(strength, interval, *, axis):
   return transforms.local_steps(inner, interval, axis=axis)
 
 
+def chosen(
+  inner, interval, carry, outer, delay_rounds, delay_after_step, delay_steps,
+  stream, steps, *, axis,
+):  # fmt: skip
+  """Local steps for which the host chooses to send in so many steps."""
+  local = transforms.local_steps(
+    inner,
+    interval,
+    axis=axis,
+    carry=carry,
+    outer=outer,
+    delay_rounds=delay_rounds,
+    delay_after_step=delay_after_step,
+    delay_steps=delay_steps,
+    stream=stream,
+  )
+
+  def update(updates, state, params=None, **extra_args):
+    given = {"stream_steps": steps} | extra_args
+    return local.update(updates, state, params, **given)
+
+  return optax.GradientTransformationExtraArgs(local.init, update)
+
+
 def led(local_rate, *, axis):
   return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
 

@@ -128,10 +128,16 @@ TABLE = {
     ROUNDS_OF_3 | {"delay_rounds": 1, "delay_steps": 2, "outer": NESTEROV},
   ),
   "streamed, late by steps": line(
-    transforms.local_steps,
+    _chains.chosen,
     {"carry": 0.5},
     ROUNDS_OF_3
-    | {"delay_rounds": 1, "delay_steps": 2, "stream": transforms.Stream(8)},
+    | {
+      "delay_rounds": 1,
+      "delay_steps": 2,
+      "stream": transforms.Stream(8),
+      "steps": 2,
+    },
+    "local_steps",
   ),
   "reduced rounds": line(
     transforms.local_steps,
