@@ -30,6 +30,23 @@ def best(rows: list[dict[str, Any]]) -> dict[str, float]:
   return {method: row["learning_rate"] for method, row in found.items()}
 
 
+def at_an_end(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+  """Variants whose best rate is the lowest or the highest that was tried.
+
+  Beyond it there may be a better one.
+  """
+  tried: dict[str, set[float]] = {}
+  for row in rows:
+    if row["purpose"] == "tuning":
+      tried.setdefault(row["method"], set()).add(row["learning_rate"])
+  found: dict[str, list[str]] = {"lowest": [], "highest": []}
+  for method, rate in best(rows).items():
+    rates = tried[method]
+    if len(rates) > 1 and rate in (min(rates), max(rates)):
+      found["lowest" if rate == min(rates) else "highest"].append(method)
+  return found
+
+
 def compared(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
   """The rows of each variant at its best rate, all seeds."""
   rates = best(rows)
@@ -182,6 +199,10 @@ def main(folder: pathlib.Path, *, ours: str) -> None:
   """
   name = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = folder / "results"
-  runs = compared(training.read_rows(results / f"{name}.jsonl"))
+  rows = training.read_rows(results / f"{name}.jsonl")
+  runs = compared(rows)
   print(table(runs))
+  for end, methods in at_an_end(rows).items():
+    if methods:
+      print(f"\nBest at the {end} rate tried: {', '.join(methods)}.")
   draw(runs, results / f"{name}.png", ours=ours)

@@ -84,3 +84,23 @@ def test_times_are_measured_and_reported(tmp_path):
   assert named["ssgd"]["ratio"] == 1.0
   # By 2 workers: an all-reduce; an all-to-all and an all-gather.
   assert [row["messages_per_step"] for row in rows] == [2, 2, 2]
+
+
+def test_a_best_rate_at_an_end_of_the_grid_is_told(monkeypatch):
+  monkeypatch.syspath_prepend(str(_ROOT / "experiments"))
+  import reporting
+
+  def tuned(method, rate, accuracy):
+    return {
+      "purpose": "tuning", "method": method, "learning_rate": rate,
+      "accuracy": accuracy, "test_loss": 1.0,
+    }  # fmt: skip
+
+  found = {"low": (3, 2, 1), "high": (1, 2, 3), "inside": (1, 2, 1)}
+  rows = [
+    tuned(method, rate, accuracy)
+    for method, accuracies in found.items()
+    for rate, accuracy in zip((0.1, 0.2, 0.4), accuracies, strict=True)
+  ]
+  rows.append(tuned("alone", 0.1, 0.5))
+  assert reporting.at_an_end(rows) == {"lowest": ["low"], "highest": ["high"]}
