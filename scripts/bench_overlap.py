@@ -44,7 +44,7 @@ def _chains(axis, interval):
   chains = {
     "computation": inner,
     "ssgd": transforms.ssgd(inner, axis=axis),
-    "update_first": transforms.update_first(inner, axis=axis),
+    "update_first": transforms.update_first(inner, axis=axis, in_flight=4),
   }
   for h in (1, interval):
     chains[f"streamed H={h}"] = late(h, parts)

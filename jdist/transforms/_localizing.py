@@ -89,7 +89,7 @@ def local_steps(
   `stream_steps=`, the number of steps in which the whole is sent; it may change
   from step to step.  None sends nothing, and where the mean is due, if not all
   has arrived, everything.  By default it is the interval if that is fixed (with
-  `delay_after_step` 0 and no shorter `delay_steps`); else it must be given, as a
+  `delay_after_step` 0 and no shorter `delay_steps`); else it must be given: a
   host chooses it, see `transforms.stream_steps` and `training.Trainer`.  A
   streamed round lasts until everything has arrived, however late.  Both forms
   give the same bits where the order of summation does not depend on an

@@ -56,7 +56,7 @@ def update_first(
   *,
   axis: collectives.Axis,
   max_bytes: int = 4 * _MEBIBYTE,
-  in_flight: int = 4,
+  in_flight: int = 1,
   order: collectives.Order = "front_first",
   scatter: bool = False,
   pending: float = 1.0,
@@ -101,9 +101,11 @@ def update_first(
     axis: the workers' axis.
     max_bytes: the size that a sub-tensor should not exceed, see
       `collectives.plan`.
-    in_flight: how many sub-tensors may be under way, the credit.  To have
-      several at a time on GPUs, XLA needs the option
-      `xla_gpu_experimental_parallel_collective_overlap_limit` too.
+    in_flight: how many sub-tensors may be under way, the credit; 1 by default:
+      XLA merges those that may be under way together, and the first layer then
+      waits for several.  To have several on GPUs, set the option
+      `xla_gpu_experimental_parallel_collective_overlap_limit` to their number
+      and `xla_gpu_all_reduce_combine_threshold_bytes` to 0.
     order: which leaf is most urgent: give a function of the path where names
       do not sort in the order of the layers.
     scatter: whether to split the mean in two.
