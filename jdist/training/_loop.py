@@ -189,8 +189,9 @@ class Trainer:
       train, one record of the state as it is.
 
     Raises:
-      ValueError: when a checkpoint is of another run, or is behind
-        `num_steps`.
+      ValueError: when a checkpoint is of another run, or is beyond
+        `num_steps`; when the optimizer does not take `stream_steps` or
+        `host_rounds`.
     """
     for name, number in (
       ("num_steps", num_steps),

@@ -67,8 +67,16 @@ class Variants:
     """Intervals and offsets of the next two steps; None if nobody asks.
 
     Raises:
-      ValueError: when the host is to end rounds that it cannot end.
+      ValueError: when the host is to end rounds that it cannot end, or to
+        choose for a method that streams nothing.
     """
+    if self.stream_steps and transforms.stream_steps(opt_state) is None:
+      raise ValueError(
+        "`stream_steps` must be empty for an optimizer that streams nothing, "
+        f"got {self.stream_steps}: each is a program, and none would run. "
+        "Leave it out, or build the optimizer with `stream=Stream()`, which "
+        "`msdpu` and `local_steps(..., delay_rounds=1)` take."
+      )
     if not self.host_rounds:
       return transforms.stream_steps(opt_state)
     found = transforms.rounds_ahead(opt_state)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _anchoring, _checking, intervals
+from jdist.transforms import _anchoring, _checking, _refusing, intervals
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
+# For errors: whoever reads them has written the one or the other.
+_NAME = "`fragment_steps` (also as `streaming_diloco`)"
 
 
 class FragmentsState(NamedTuple):
@@ -178,11 +180,12 @@ def fragment_steps(
   ) -> tuple[optax.Updates, FragmentsState]:
     if params is None:
       raise ValueError(
-        "`params` must be given to `update` of `fragment_steps`: call "
+        f"`params` must be given to `update` of {_NAME}: call "
         "`optimizer.update(grads, state, params)`."
       )
     if drain:
       return bring_all(state, params)
+    _refusing.check_told(_NAME, extra_args, state.inner)
     collectives.check_local(updates, axis, what="`updates`")
     labels = fragments_of(params, fragments)
     number = max(labels) + 1

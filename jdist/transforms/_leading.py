@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _anchoring, _checking
+from jdist.transforms import _anchoring, _checking, _refusing
 
 PyTree = Any
+# For errors: whoever reads them has written the one or the other.
+_NAME = "`lead_step` (also as `od_sgd`)"
 
 
 class LeadStepState(NamedTuple):
@@ -123,11 +125,12 @@ def lead_step(
   ) -> tuple[optax.Updates, LeadStepState]:
     if params is None:
       raise ValueError(
-        "`params` must be given to `update` of `od_sgd`: call "
+        f"`params` must be given to `update` of {_NAME}: call "
         "`optimizer.update(grads, state, params)`."
       )
     if drain:
       return bring_all(state, params)
+    _refusing.check_told(_NAME, extra_args, state.inner)
     collectives.check_local(updates, axis, what="`updates`")
     present = jax.tree.map(
       lambda g, a: g.astype(a.dtype), updates, state.anchor

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _anchoring, _checking, _rounds, intervals
+from jdist.transforms import (
+  _anchoring,
+  _checking,
+  _refusing,
+  _rounds,
+  intervals,
+)
 
 PyTree = Any
 
@@ -182,6 +188,7 @@ def in_rounds(
       )
     if drain:
       return bring_all(state, params)
+    _refusing.check_told(f"`{method}`", extra_args, state.inner)
     collectives.check_local(updates, axis, what="`updates`")
     updates, outer = meeting.correct(updates, state.outer, state.step)
     updates, state = _rounds.take_step(

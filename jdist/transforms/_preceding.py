@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist import collectives
-from jdist.transforms import _checking
+from jdist.transforms import _checking, _refusing
 
 PyTree = Any
 _MEBIBYTE = 2**20
@@ -258,6 +258,7 @@ def update_first(
         "`params` must be given to `update` of `update_first`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    _refusing.check_told("`update_first`", extra_args, state.inner)
     late, state = apply_pending(state, params, **extra_args)
     return late, state if drain else hold(updates, state, loss=loss)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _anchoring, _checking, _finding
+from jdist.transforms import _anchoring, _checking, _finding, _refusing
 
 PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]
@@ -121,7 +121,8 @@ def predict_rest(
     axis: the workers' axis: None, a name, or (inner, outer).
     rest: a chain that brings the workers together for the residual, float32,
       whose gradients it gets; None (default) has no residual: MP².  It gets
-      the extra arguments but for `stream_steps`.
+      the extra arguments but for `stream_steps`, and `round_ends` if it takes
+      that.
 
   Returns:
     A transformation; `update` needs `params`.  `jdist.anchor` gives front and
@@ -207,6 +208,11 @@ def predict_rest(
         "`params` must be given to `update` of `predict_rest`: call "
         "`optimizer.update(grads, state, params)`."
       )
+    states = (state.front, state.rest)
+    _refusing.check_told("`predict_rest`", extra_args, states, ("round_ends",))
+    _refusing.check_told(
+      "`predict_rest`", extra_args, state.front, ("stream_steps",)
+    )
     ahead, behind = cut.split(params)
     moves, gradients = cut.split(updates)
     moves, state = move_front(moves, state, ahead, extra_args)
@@ -295,7 +301,11 @@ def predict_rest(
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     assert rest is not None
-    extra_args = {k: v for k, v in extra_args.items() if k != "stream_steps"}
+    # Interval and rounds are the front's: no rest is told what it cannot do.
+    kept_back = {"stream_steps"}
+    if not _refusing.can_be_told(state.rest):
+      kept_back.add("round_ends")
+    extra_args = {k: v for k, v in extra_args.items() if k not in kept_back}
     if drains(extra_args) and not _finding.holds(state.rest):
       return residual, state
     # Until the first prediction there is nothing that a residual could add to.
