@@ -41,6 +41,7 @@ from jdist.collectives._parting import Cut as Cut
 from jdist.collectives._parting import InParts as InParts
 from jdist.collectives._phasing import Phase as Phase
 from jdist.collectives._phasing import phase as phase
+from jdist.collectives._plans import check_order as check_order
 from jdist.collectives._plans import leaf_order as leaf_order
 from jdist.collectives._plans import Message as Message
 from jdist.collectives._plans import Order as Order

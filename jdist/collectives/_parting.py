@@ -93,6 +93,7 @@ class InParts(_reducing.Reducer):
       low = 8 if name == "max_bytes" else 1
       if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
+    _plans.check_order(self.order)
     if reason := self.reducer.not_in_parts():
       raise ValueError(
         "`reducer` must be one for vectors that are cut from the tree, got "

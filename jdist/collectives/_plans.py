@@ -350,6 +350,15 @@ def _sharded_dims(path: str, leaf: Any, sharding: Any) -> frozenset[int]:
   return frozenset(dim for dim, entry in enumerate(spec) if is_split(entry))
 
 
+def check_order(order: Order) -> None:
+  """Raises a ValueError unless leaves can be ordered so."""
+  if order not in ("front_first", "back_first") and not callable(order):
+    raise ValueError(
+      "`order` must be 'front_first', 'back_first' or a function of a leaf's "
+      f"path, got {order!r}."
+    )
+
+
 def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
   """The numbers of a tree's leaves, the most urgent one first.
 
@@ -369,15 +378,12 @@ def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
 
 def _ordered(paths: Sequence[str], order: Order) -> list[int]:
   """The numbers of the leaves, the most urgent one first."""
+  check_order(order)
   if order == "front_first":
     return list(range(len(paths)))
   if order == "back_first":
     return list(reversed(range(len(paths))))
-  if not callable(order):
-    raise ValueError(
-      "`order` must be 'front_first', 'back_first' or a function of a leaf's "
-      f"path, got {order!r}."
-    )
+  assert callable(order)
   keys = [order(path) for path in paths]
   try:
     return sorted(range(len(paths)), key=keys.__getitem__)

@@ -64,7 +64,8 @@ def adacomm(
   `qsr` does the opposite.
 
   Args:
-    initial_interval: tau_0, at least 1.
+    initial_interval: tau_0, at least 1; of the halving form at most
+      `max_interval`.
     period_steps: local steps between two decisions, at least 1.
     learning_rate: the inner optimizer's, a number or a schedule of the local
       step.
@@ -91,6 +92,8 @@ def adacomm(
   longest = _pacing.longest(max_interval, 1)
   if form not in ("halving", "capped"):
     raise ValueError(f"`form` must be 'halving' or 'capped', got {form!r}.")
+  if form == "halving":  # In the capped form its root counts.
+    _pacing.check_first("initial_interval", initial_interval, longest)
 
   def init_fn() -> AdaCommState:
     return AdaCommState(
@@ -174,7 +177,7 @@ def msdpu(
   round's; eta_0 is the highest rate so far, as in `adacomm`.
 
   Args:
-    initial_interval: H_0, at least 1.
+    initial_interval: H_0, from 1 to `max_interval`.
     learning_rate: the inner optimizer's, a number or a schedule of the local
       step; a decaying rate lengthens the rounds, a falling loss shortens
       them.
@@ -194,13 +197,14 @@ def msdpu(
   _checking.check_structural("initial_interval", initial_interval, minimum=1)
   _checking.check_rate("learning_rate", learning_rate)
   longest = _pacing.longest(max_interval, 1)
+  _pacing.check_first("initial_interval", initial_interval, longest)
   _checking.check_continuous("decay", decay, high=1.0)
   if decay >= 1:
     raise ValueError(f"`decay` must be below 1, got {decay}.")
 
   def init_fn() -> MsdpuIntervalState:
     unknown = jnp.asarray(jnp.nan, jnp.float32)
-    first = jnp.asarray(min(initial_interval, longest), jnp.int32)
+    first = jnp.asarray(initial_interval, jnp.int32)
     first_rate = _pacing.rate_at(learning_rate, jnp.zeros((), jnp.int32))
     return MsdpuIntervalState(unknown, unknown, first, first_rate)
 

@@ -16,6 +16,7 @@ from jdist.transforms import (
   _correcting,
   _feeding,
   _localizing,
+  _pacing,
   _predicting,
   _sending,
   intervals,
@@ -194,8 +195,8 @@ def msdpu(
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
-    interval: H_0 of the adaptive rule, or a policy that replaces the rule:
-      `intervals.fixed(8)`, for instance.
+    interval: H_0 of the adaptive rule, at most `max_interval`, or a policy
+      that replaces the rule: `intervals.fixed(8)`, for instance.
     learning_rate: the optimizer's, a number or a schedule of the local step;
       the correction and the interval depend on it.
     axis: the workers' axis.
@@ -232,6 +233,7 @@ def msdpu(
   _checking.check_continuous("correction", correction)
   if not isinstance(interval, intervals.IntervalPolicy):
     _checking.check_structural("interval", interval, minimum=1)
+    _pacing.check_first("interval", interval, _pacing.longest(max_interval, 1))
     interval = intervals.msdpu(
       interval, learning_rate, max_interval=max_interval
     )

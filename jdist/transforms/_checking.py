@@ -16,6 +16,18 @@ def is_traced(value: Any) -> bool:
   return isinstance(value, jax.core.Tracer)
 
 
+def told(value: Any) -> str:
+  """A value in an error; of a tuple of functions its kind, not addresses.
+
+  >>> told(0.1), told(optax.sgd(0.1))
+  ('0.1', 'a GradientTransformationExtraArgs')
+  """
+  if isinstance(value, tuple) and any(map(callable, value)):
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+  return repr(value)
+
+
 def check_structural(name: str, value: Any, *, minimum: int) -> None:
   """Raises a ValueError unless `value` is a Python int >= `minimum`."""
   if isinstance(value, jax.Array):
@@ -25,7 +37,9 @@ def check_structural(name: str, value: Any, *, minimum: int) -> None:
       f"`static_args=({name!r},)`."
     )
   if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-    raise ValueError(f"`{name}` must be an int >= {minimum}, got {value!r}.")
+    raise ValueError(
+      f"`{name}` must be an int >= {minimum}, got {told(value)}."
+    )
 
 
 def check_continuous(
@@ -49,7 +63,7 @@ def check_continuous(
   except (TypeError, ValueError):
     raise ValueError(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
-      f"{value!r}."
+      f"{told(value)}."
     ) from None
   above = number > low if open_low else number >= low
   if not (above and number <= high):
@@ -63,11 +77,17 @@ def check_optimizer(name: str, value: Any) -> None:
   if not isinstance(value, optax.GradientTransformation):
     raise ValueError(
       f"`{name}` must be an Optax transformation, for instance "
-      f"`optax.sgd(0.1)`, got {value!r}."
+      f"`optax.sgd(0.1)`, got {told(value)}."
     )
 
 
 def check_rate(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a positive number or a schedule."""
+  if isinstance(value, tuple) and any(map(callable, value)):
+    raise ValueError(
+      f"`{name}` must be a positive number or a schedule, a function of the "
+      f"step, got {told(value)}. An interval policy is given as `interval`, "
+      "and of an optimizer its rate is meant."
+    )
   if not callable(value):
     check_continuous(name, value, open_low=True)

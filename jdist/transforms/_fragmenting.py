@@ -4,6 +4,7 @@ All workers take local steps; one part of the parameters after the other is
 brought together, at staggered steps, so that the network is used evenly.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -131,6 +132,12 @@ def fragment_steps(
   if outer is not None:
     _checking.check_optimizer("outer", outer)
   collectives.check_axis(axis)
+  if isinstance(interval, intervals.IntervalPolicy):
+    raise ValueError(
+      f"`interval` must be an int for {_NAME}, whose fragments take their "
+      "turns at fixed steps, got an interval policy. Give the number of "
+      "steps, or take `local_steps` or `diloco`, which have no fragments."
+    )
   intervals.fixed(interval)  # Checks it.
   if not callable(fragments):
     _checking.check_structural("fragments", fragments, minimum=1)
@@ -314,7 +321,7 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
 
   Raises:
     ValueError: when there are fewer leaves than fragments, or a function's
-      fragments are not all of 0, 1, 2, ...
+      fragments are no ints or not all of 0, 1, 2, ...
 
   >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}
   >>> fragments_of(tree, 2), fragments_of(tree, lambda path: int(path == "b"))
@@ -323,7 +330,7 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   if callable(fragments):
     labels = tuple(
-      fragments(jax.tree_util.keystr(path, simple=True, separator="/"))
+      _label(fragments, jax.tree_util.keystr(path, simple=True, separator="/"))
       for path, _ in leaves
     )
     if set(labels) != set(range(max(labels) + 1)):
@@ -349,6 +356,18 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
     cut.append(label)
     before += leaf.size
   return tuple(cut)
+
+
+def _label(fragments: Callable[[str], int], path: str) -> int:
+  """The fragment of one leaf, as a function says."""
+  label = fragments(path)
+  try:
+    return operator.index(label)
+  except TypeError:
+    raise ValueError(
+      f"`fragments` must return an int for every leaf, got {label!r} for "
+      f"{path!r}. Return 0, 1, 2, ..., the number of the leaf's fragment."
+    ) from None
 
 
 def _check_number(fragments: int, interval: int) -> None:

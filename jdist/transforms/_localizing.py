@@ -261,6 +261,11 @@ def _check_delay(
       "`delay_after_step` says when the delay begins and needs "
       f"`delay_rounds=1`, got {delay_rounds=}."
     )
+  if stream is not None and not isinstance(stream, _sending.Stream):
+    raise ValueError(
+      "`stream` must be a `transforms.Stream`, for instance "
+      f"`stream=Stream()`, or None for the simple form, got {stream!r}."
+    )
   if stream is not None and not delay_rounds:
     raise ValueError(
       "`stream` cuts what is delayed and needs `delay_rounds=1`, got "

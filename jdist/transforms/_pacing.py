@@ -44,6 +44,16 @@ def longest(max_interval: int | None, shortest: int) -> int:
   return min(max_interval, LONGEST)
 
 
+def check_first(name: str, interval: int, longest: int) -> None:
+  """Raises a ValueError when a rule begins above its longest interval."""
+  if interval > longest:
+    raise ValueError(
+      f"`{name}` must be at most `max_interval`, {longest}, got {interval}: "
+      "the rule would cut every longer round, the first one too. Give "
+      f"`max_interval={interval}` or more."
+    )
+
+
 def rate_at(
   learning_rate: optax.ScalarOrSchedule, step: jax.Array | int
 ) -> jax.Array:

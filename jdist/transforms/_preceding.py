@@ -143,6 +143,7 @@ def update_first(
   collectives.check_axis(axis)
   _checking.check_structural("max_bytes", max_bytes, minimum=8)
   _checking.check_structural("in_flight", in_flight, minimum=1)
+  collectives.check_order(order)
   if isinstance(pending, jax.Array):
     raise ValueError(
       "`pending` shapes the program and must be a Python number, got an array."

@@ -77,6 +77,7 @@ class Stream:
 
   def __post_init__(self) -> None:
     _checking.check_structural("max_bytes", self.max_bytes, minimum=8)
+    collectives.check_order(self.order)
 
   def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
     """The number of sub-tensors in a step, and the elements of each."""

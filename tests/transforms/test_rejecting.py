@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import transforms
+from jdist import collectives, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.1)
@@ -57,6 +57,22 @@ REJECTED = {
     lambda: local(stream=transforms.Stream()),
     "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
     "delay_rounds=0",
+  ),
+  "stream True": (
+    lambda: local(delay_rounds=1, stream=True),
+    r"`stream` must be a `transforms.Stream`, .*`stream=Stream\(\)`, .* True",
+  ),
+  "msdpu's stream": (
+    lambda: msdpu(stream=True),
+    "`stream` must be a `transforms.Stream`, .* got True",
+  ),
+  "order": (
+    lambda: transforms.Stream(order="fifo"),
+    "`order` must be 'front_first', 'back_first' or a function .* got 'fifo'",
+  ),
+  "order of parts": (
+    lambda: collectives.InParts(collectives.Exact(), order="fifo"),
+    "`order` must be 'front_first', .* got 'fifo'",
   ),
   "max_bytes": (
     lambda: transforms.Stream(max_bytes=4),
@@ -162,6 +178,25 @@ REJECTED = {
     lambda: msdpu(learning_rate=-1.0),
     r"`learning_rate` must be in \(0, inf\], got -1.0",
   ),
+  "msdpu's interval above the highest": (
+    lambda: msdpu(interval=32),
+    "`interval` must be at most `max_interval`, 16, got 32: .* Give "
+    "`max_interval=32` or more",
+  ),
+  "a policy for a rate": (
+    lambda: msdpu(learning_rate=intervals.fixed(8)),
+    "`learning_rate` must be a positive number or a schedule, .* got an "
+    "IntervalPolicy. An interval policy is given as `interval`",
+  ),
+  "an optimizer for a rate": (
+    lambda: msdpu(learning_rate=SGD),
+    "`learning_rate` must be .* got a GradientTransformationExtraArgs. .* its "
+    "rate is meant",
+  ),
+  "a policy for an optimizer": (
+    lambda: msdpu(optimizer=intervals.fixed(8)),
+    "`optimizer` must be an Optax transformation, .* got an IntervalPolicy",
+  ),
   "correction": (
     lambda: msdpu(correction=-0.1),
     r"`correction` must be in \[0, inf\], got -0.1",
@@ -197,6 +232,14 @@ REJECTED = {
   "initial_interval": (
     lambda: intervals.adacomm(0, 1),
     "`initial_interval` must be an int >= 1, got 0",
+  ),
+  "initial_interval above the highest": (
+    lambda: intervals.msdpu(17),
+    "`initial_interval` must be at most `max_interval`, 16, got 17",
+  ),
+  "adacomm's initial_interval above the highest": (
+    lambda: intervals.adacomm(17, 1),
+    "`initial_interval` must be at most `max_interval`, 16, got 17",
   ),
   "period_steps": (
     lambda: intervals.adacomm(1, 0),
