@@ -93,7 +93,11 @@ def cocod(
   .. math:: w_i \leftarrow \tfrac1N \sum_j w_j^{\text{begin}} + (w_i -
             w_i^{\text{begin}})
 
-  The anchor is that mean.
+  The anchor is that mean.  It is taken at the end of the round, in a
+  conditional, where a compiler hides nothing of it.  The form that sends it
+  under the computation, to the same bits, is
+  `local_steps(optimizer, interval, axis=axis, delay_rounds=1, carry=1.0,
+  stream=Stream())`.
 
   `drain` lets the last round's mean arrive, and then that of this round's
   progress.
@@ -177,7 +181,7 @@ def streaming_diloco(
   optimizer: optax.GradientTransformation,
   interval: int,
   fragments: _fragmenting.Fragments,
-  outer_learning_rate: jax.typing.ArrayLike = 0.7,
+  outer_learning_rate: optax.ScalarOrSchedule = 0.7,
   outer_momentum: jax.typing.ArrayLike = 0.9,
   *,
   axis: collectives.Axis,
@@ -204,7 +208,8 @@ def streaming_diloco(
     interval: H.
     fragments: P at most the interval, or a function from a leaf's path to its
       fragment; see `fragment_steps`.
-    outer_learning_rate: a positive number; 0.7 is DiLoCo's.
+    outer_learning_rate: a positive number, or a schedule of a fragment's
+      meetings; 0.7 is DiLoCo's.
     outer_momentum: mu in [0, 1]; 0.9 is DiLoCo's.
     axis: the workers' axis.
     delay_steps: tau, at most interval - 1.
@@ -228,9 +233,7 @@ def streaming_diloco(
   >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
-  _checking.check_continuous(
-    "outer_learning_rate", outer_learning_rate, open_low=True
-  )
+  _checking.check_rate("outer_learning_rate", outer_learning_rate)
   _checking.check_continuous("outer_momentum", outer_momentum, high=1.0)
   outer = optax.sgd(
     _aliases._float(outer_learning_rate),

@@ -8,6 +8,7 @@ import pytest
 
 import jdist
 from jdist import transforms
+from jdist.transforms import intervals
 from tests.transforms._rounds import (
   plain_apply,
   random_targets,
@@ -157,6 +158,28 @@ def test_rounds_are_those_of_the_paper(name):
 
 
 @pytest.mark.smoke
+def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
+  def run(optimizer):
+    def one(x):
+      w = {"a": jnp.zeros(5), "b": jnp.ones(3)}
+      state = optimizer.init(w)
+      for t in range(10):
+        grads = jax.tree.map(lambda y, t=t: (y - x) * jnp.sin(t + x), w)
+        updates, state = optimizer.update(grads, state, w)
+        w = transforms.apply_updates(w, updates, state)
+      return w, state.anchor
+
+    return jax.vmap(one, axis_name="worker")(jnp.array([0.3, 1.7, -2.1]))
+
+  sgd = optax.sgd(0.1, momentum=0.9)
+  published = transforms.cocod(sgd, 4, axis="worker")
+  overlapping = transforms.local_steps(
+    sgd, 4, axis="worker", delay_rounds=1, carry=1.0,
+    stream=transforms.Stream(max_bytes=8),
+  )  # fmt: skip
+  jax.tree.map(np.testing.assert_array_equal, run(published), run(overlapping))
+
+
 def test_springs_pull_both_ends():
   # Two workers at 2 and 6 after a step, the centre at 0: alpha = 0.25.
   optimizer = transforms.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
@@ -345,6 +368,25 @@ REJECTED = {
   "strength": (
     lambda: transforms.fed_prox(SGD, 3, -1.0, axis=None),
     r"`strength` must be in \[0, inf\], got -1.0",
+  ),
+  "a policy for fragments": (
+    lambda: transforms.streaming_diloco(SGD, intervals.fixed(4), 2, axis=None),
+    "`interval` must be an int for .*`streaming_diloco`.* got an interval "
+    "policy. Give the number of steps",
+  ),
+  "outer_learning_rate of fragments": (
+    lambda: transforms.streaming_diloco(SGD, 4, 2, -0.7, axis=None),
+    r"`outer_learning_rate` must be in \(0, inf\], got -0.7",
+  ),
+  "params of fragments": (
+    lambda: transforms.fragment_steps(SGD, 4, 1, axis=None).update(
+      jnp.zeros(3), ()
+    ),
+    "`params` .* of `fragment_steps` .also as `streaming_diloco`.: call",
+  ),
+  "params of a lead": (
+    lambda: transforms.lead_step(SGD, SGD, axis=None).update(jnp.zeros(3), ()),
+    "`params` .* of `lead_step` .also as `od_sgd`.: call",
   ),
   "delay_steps": (
     lambda: transforms.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=3),

@@ -44,6 +44,39 @@ def test_fragments_with_a_gap_are_refused():
     optimizer.init(PARAMS)
 
 
+@pytest.mark.parametrize("label", [None, 1.0, "a"])
+def test_a_fragment_that_is_no_int_is_refused(label):
+  optimizer = transforms.fragment_steps(SGD, 4, lambda path: label, axis=None)
+  told = f"`fragments` must return an int .* got {label!r} for 'a'. Return 0"
+  with pytest.raises(ValueError, match=told):
+    optimizer.init(PARAMS)
+
+
+@pytest.mark.parametrize("label", [np.int64(0), jnp.array(0), False])
+def test_what_counts_as_an_int_is_a_fragment(label):
+  assert _fragmenting.fragments_of(PARAMS, lambda path: label) == (0, 0, 0)
+
+
+def test_an_outer_schedule_counts_the_meetings_of_a_fragment():
+  rates = (0.5, 0.25, 1.0)
+  optimizer = transforms.streaming_diloco(
+    optax.sgd(1.0), 2, 2, lambda count: jnp.array(rates)[count], 0.0,
+    axis=None, delay_steps=0, mix=0.0,
+  )  # fmt: skip
+  w = {"a": jnp.array(0.0), "b": jnp.array(0.0)}
+  state = optimizer.init(w)
+  anchors = []
+  for _ in range(6):
+    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, w), state, w)
+    w = optax.apply_updates(w, updates)
+    anchors.append((state.anchor["a"].item(), state.anchor["b"].item()))
+  # Progress of one step, then of two: 0.5 * 1, 0.25 * 2 and 1 * 2 for "a".
+  assert anchors == [
+    (-0.5, 0.0), (-0.5, -1.0), (-1.0, -1.0),
+    (-1.0, -1.5), (-3.0, -1.5), (-3.0, -3.5),
+  ]  # fmt: skip
+
+
 def test_each_fragment_has_an_outer_state_of_its_own():
   optimizer = transforms.streaming_diloco(SGD, 4, 2, axis=None)
   traces = [state[0].trace for state in optimizer.init(PARAMS).outer]
