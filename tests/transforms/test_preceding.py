@@ -206,6 +206,57 @@ def test_what_is_not_pending_is_a_mean_already():
   assert w["b"].tolist() == [[-2, -6]] * 2
 
 
+def scaled_by_loss(rate):
+  """SGD whose steps are as long as the loss is large."""
+
+  def update(updates, state, params=None, *, loss, **others):
+    del params, others
+    return jax.tree.map(lambda g: -rate * loss * g, updates), state + loss
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros(()), update
+  )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_reaches_the_optimizer_as_the_mean(form):
+  optimizer = transforms.update_first(
+    scaled_by_loss(0.5), axis="worker", max_bytes=16, **FORMS[form]
+  )
+
+  def run(x):
+    w = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    state = optimizer.init(w)
+    for _ in range(2):
+      w, state = optimizer.begin(w, state)
+      grads = jax.tree.map(lambda y: y - x, w)
+      state = optimizer.hold(grads, state, loss=x)
+    return transforms.drain(optimizer, state, w)
+
+  w, state = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  # Of both workers the mean target is 2, and so is the mean loss.
+  assert w["a"].tolist() == [[2.0] * 3] * 2
+  assert w["b"].tolist() == [[2.0] * 2] * 2
+  assert state.inner.tolist() == [4.0, 4.0]
+  assert transforms.sharing(state).state.inner is True
+
+
+@pytest.mark.parametrize(
+  ("inner", "more"), [(INNER["momentum"], 0), (scaled_by_loss(0.1), 1)]
+)
+def test_a_loss_that_nobody_asks_for_is_not_sent(inner, more):
+  optimizer = transforms.update_first(inner, axis="worker")
+  like = jax.ShapeDtypeStruct((5,), jnp.float32)
+  traffic = collectives.traffic(
+    lambda w: optimizer.begin(w, optimizer.init(w)),
+    like,
+    axis="worker",
+    num_workers=2,
+  )
+  payloads = [c.payload_bytes for c in traffic.collectives]
+  assert sorted(payloads) == [4] * more + [20]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_sharded_worker_sends_its_own_parts(share):
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
@@ -252,6 +303,10 @@ REJECTED = {
   "in_flight": ({"in_flight": 0}, "`in_flight` must be an int >= 1, got 0"),
   "max_bytes": ({"max_bytes": 1}, "`max_bytes` must be an int >= 8, got 1"),
   "pending": ({"pending": 1.1}, r"`pending` must be in \[0, 1\], got 1.1"),
+  "order": (
+    {"order": "fifo"},
+    "`order` must be 'front_first', .* got 'fifo'",
+  ),
   "traced": (
     {"pending": jnp.ones(())},
     "`pending` shapes the program and must be a Python number, got an array",
