@@ -61,6 +61,7 @@ def _check(options: _options.Compare) -> None:
   for method in options.methods:
     _methods.check_method("--methods", method)
   _trained.check_given(options, options.methods)
+  _methods.check_used(options, options.methods)
   if min(options.seeds) < 0:
     raise ValueError(f"`--seeds` must not be negative, got {options.seeds}.")
   for peak in options.learning_rate:

@@ -5,7 +5,7 @@ To add one: write its line in `METHODS`.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +32,30 @@ class Budget(NamedTuple):
   steps_per_epoch: int = 1
 
 
-# In how many steps a streamed message may go; the interval is 16 at most.
+# In how many steps a streamed message may go; in longer rounds it has arrived
+# before their end.
 STREAM_STEPS = (1, 2, 4, 8, 16)
+# How far the rules of `intervals` go that have a highest interval, unless the
+# first one is longer.
+_HIGHEST = 16
+# Who uses the options that not all methods do.
+_OF_ROUNDS = (
+  "local_sgd", "post_local_sgd", "diloco", "msdpu", "fed_prox", "easgd",
+  "scaffold", "slow_mo", "cocod", "overlap_local_sgd", "streaming_diloco",
+  "sparse_loco", "muloco",
+)  # fmt: skip
+USED_BY: dict[str, tuple[str, ...]] = {
+  "interval_policy": _OF_ROUNDS,
+  "outer_learning_rate": ("diloco", "streaming_diloco", "muloco"),
+  "outer_momentum": ("diloco", "streaming_diloco", "muloco"),
+  "correction": ("msdpu",),
+  "carry": ("msdpu",),
+  "delay_steps": ("msdpu",),
+  "stream": ("msdpu",),
+  "bits": ("qsgd", "sparse_loco", "muloco"),
+  "ratio": ("topk_sgd", "dgc", "sparse_loco"),
+  "rank": ("powersgd",),
+}
 
 
 class Task(NamedTuple):
@@ -102,7 +124,13 @@ def _scaffold(task: Task) -> optax.GradientTransformationExtraArgs:
 
 
 def _streaming_diloco(task: Task) -> optax.GradientTransformationExtraArgs:
-  interval = task.options.interval
+  interval, rule = task.options.interval, task.options.interval_policy
+  if rule not in ("method", "fixed"):
+    raise ValueError(
+      "`--interval-policy` must be fixed for streaming_diloco, whose fragments "
+      f"take their turns at fixed steps, got {rule}. Leave it out, or take "
+      "diloco."
+    )
   return transforms.streaming_diloco(
     task.inner,
     interval,
@@ -224,6 +252,22 @@ def check_method(option: str, name: str) -> None:
     )
 
 
+def check_used(options: _options.Common, methods: Sequence[str]) -> None:
+  """Raises a ValueError when an option is given that no method uses.
+
+  What is as the preset has it is not given: presets are for all methods.
+  """
+  usual = _options.with_preset(type(options), options.preset)
+  for name, users in USED_BY.items():
+    value = getattr(options, name)
+    if value != getattr(usual, name) and not set(users) & set(methods):
+      raise ValueError(
+        f"`--{name.replace('_', '-')}` must be left out for "
+        f"{', '.join(methods)}, which does not use it, got {value}. It is of "
+        f"{', '.join(users)}."
+      )
+
+
 def build_method(
   name: str,
   options: _options.Common,
@@ -273,9 +317,14 @@ def _interval(
   if rule == "fixed":
     policy = intervals.fixed(first)
   elif rule == "msdpu":
-    policy = intervals.msdpu(first, rate)
+    policy = intervals.msdpu(first, rate, max_interval=max(first, _HIGHEST))
   elif rule == "adacomm":
-    policy = intervals.adacomm(first, max(1, budget.num_steps // 10), rate)
+    policy = intervals.adacomm(
+      first,
+      max(1, budget.num_steps // 10),
+      rate,
+      max_interval=max(first, _HIGHEST),
+    )
   else:
     # So that the interval begins to grow in the last third of a cosine.
     highest = float(rate(budget.warmup_steps))

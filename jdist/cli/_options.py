@@ -102,7 +102,8 @@ class Common:
   long."""
 
   interval: int = 8
-  """Local steps of a round, H; the first interval of adaptive methods."""
+  """Local steps of a round, H; the first interval of adaptive methods, whose
+  highest is 16, or this if it is more."""
 
   interval_policy: Literal["method", "fixed", "adacomm", "qsr", "msdpu"] = (
     "method"

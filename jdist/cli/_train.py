@@ -12,6 +12,7 @@ def train(options: _options.Train) -> None:
   """Trains, saves rows, and goes on from a checkpoint if there is one."""
   _methods.check_method("--method", options.method)
   _trained.check_given(options, (options.method,))
+  _methods.check_used(options, (options.method,))
   if options.seed < 0:
     raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
   if not options.checkpoint_every_epochs > 0:

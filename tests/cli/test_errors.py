@@ -59,6 +59,33 @@ _BAD = [
   ("train --method mp2", "`--predictor` must be given for mp2"),
   ("compare --methods ssgd wnn", "`--nowcasters` must be given for wnn"),
   ("schedule --method mp2", "`--method` must be one without trained networks"),
+  (
+    "train --method streaming_diloco --interval-policy adacomm",
+    "`--interval-policy` must be fixed for streaming_diloco",
+  ),
+  (
+    "compare --methods diloco streaming_diloco --interval-policy qsr",
+    "`--interval-policy` must be fixed for streaming_diloco",
+  ),
+  (
+    "train --method ssgd --interval-policy qsr",
+    "`--interval-policy` must be left out for ssgd, which does not use it",
+  ),
+  (
+    "train --method local_sgd --stream",
+    "`--stream` must be left out for local_sgd, which does not use it, got "
+    "True. It is of msdpu.",
+  ),
+  (
+    "train --method local_sgd --delay-steps 2",
+    "`--delay-steps` must be left out for local_sgd, which does not use it, "
+    "got 2. It is of msdpu.",
+  ),
+  (
+    "compare --methods ssgd cocod --stream",
+    "`--stream` must be left out for ssgd, cocod, which does not use it",
+  ),
+  ("train --rank 3", "`--rank` must be left out for msdpu"),
   ("train --nowcast-steps 0", "`--nowcast-steps` must be at least 1, got 0"),
   (
     "train --method mp2 --predictor none",

@@ -1,8 +1,11 @@
 """Every method that the commands name can be built, and takes steps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jdist import training, transforms
@@ -51,6 +54,45 @@ def test_a_method_trains_towards_its_target(name, interval):
   for x in jax.tree.leaves(anchors):
     np.testing.assert_array_equal(x[0], x[1])
     np.testing.assert_allclose(x, 3.0, atol=_FAR.get(name, 0.7))
+
+
+def test_the_table_tells_which_options_a_method_uses(monkeypatch):
+  read = set()
+
+  class Recorded(_options.Train):
+    def __getattribute__(self, name):
+      read.add(name)
+      return super().__getattribute__(name)
+
+  # It copies all options, and reads them.
+  monkeypatch.setattr(
+    _methods.Task, "without_momentum", lambda self: self.inner
+  )
+  budget = _methods.make_budget(_options.Train(steps=12), 0.1, 4.0)
+  for name in _NAMES:
+    task = _methods.Task(optax.sgd(0.1), Recorded(), budget, None)
+    read.clear()
+    _methods.METHODS[name](task)
+    used = {option for option, who in _methods.USED_BY.items() if name in who}
+    assert used == read & set(_methods.USED_BY), name
+
+
+def test_what_the_preset_has_is_not_given():
+  gpu = _options.with_preset(_options.Train, "cifar10-gpu")
+  assert gpu.stream
+  _methods.check_used(gpu, ("local_sgd",))
+  many = dataclasses.replace(gpu, delay_steps=2)
+  _methods.check_used(many, ("local_sgd", "msdpu"))
+  with pytest.raises(ValueError, match="`--delay-steps` must be left out"):
+    _methods.check_used(many, ("local_sgd",))
+
+
+@pytest.mark.parametrize("rule", ["msdpu", "adacomm"])
+def test_a_long_first_interval_is_not_cut(rule):
+  options = _options.Train(interval=32, interval_policy=rule, steps=100)
+  budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer = _methods.build_method("local_sgd", options, budget, None)
+  assert optimizer.init(jnp.zeros(2)).interval == 32
 
 
 def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
