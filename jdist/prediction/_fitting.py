@@ -158,7 +158,7 @@ def fit_predictor(
 
   Raises:
     ValueError: if an argument does not fit, or `directory` holds the state of
-      another predictor, settings or data.
+      another predictor, settings or data, or other arrays.
     FloatingPointError: when the loss is not finite any more. The state is not
       kept then.
 
@@ -179,6 +179,8 @@ def fit_predictor(
   num_batches = _check_sizes(fit, samples, images)
   if save_every is not None:
     _checking.check_int("save_every", save_every, 1)
+  if directory is not None:
+    _storing.refuse_others(directory, _FIT)
 
   def evaluate(params: PyTree) -> float:
     found = _assembling.evaluate_predictor(

@@ -107,9 +107,12 @@ def fit_nowcaster(
 
   Raises:
     ValueError: when the tracks are too short or not finite, or `directory`
-      holds the state of a training with other settings or tracks.
+      holds the state of a training with other settings or tracks, or other
+      arrays.
   """
   fit = NowcastFit() if fit is None else fit
+  if directory is not None:
+    _storing.refuse_others(directory, _FIT)
   for name, given in (("tracks", tracks), ("held_out", held_out)):
     for number, track in enumerate(given):
       _checking.check_finite(f"{name}[{number}]", track)
@@ -183,7 +186,17 @@ def save_nowcasters(
   params: dict[_nowcasting.Kind, dict[str, Any]],
   about: dict[str, Any] | None = None,
 ) -> None:
-  """Writes trained networks, as .npy files and a manifest with hashes."""
+  """Writes trained networks, as .npy files and a manifest with hashes.
+
+  Args:
+    directory: for nothing else; networks that were saved there are replaced.
+    params: a network for each kind.
+    about: anything that JSON can hold.
+
+  Raises:
+    ValueError: when these are no networks, or the directory holds something
+      else.
+  """
   _nowcasting.check_nowcasters(params)
   body = {"what": "nowcasters", "kinds": sorted(params), "about": about}
   _storing.save_arrays(directory, _storing.named(params), body)

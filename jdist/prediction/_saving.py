@@ -44,14 +44,15 @@ def save_predictor(
   """Writes a trained predictor, as .npy files and a manifest with hashes.
 
   Args:
-    directory: for nothing else; what is there is replaced at the end.
+    directory: for nothing else; a predictor that was saved there is replaced
+      at the end.
     predictor: what it is.
     params: its parameters.
     about: anything that JSON can hold: the data, the accuracy.
 
   Raises:
     ValueError: when the parameters are not of this predictor, naming the
-      first that differs.
+      first that differs, or the directory holds something else.
   """
   predictor.check_params(params)
   arrays = _storing.named(params)

@@ -4,8 +4,9 @@
     w-0123456789ab.npy     one array; its name holds a part of its hash
 
 A new manifest replaces the old one in one move, and only then are the old
-files removed: a write that is cut off leaves what was there before.  Nothing
-is ever unpickled.
+files removed: a write that is cut off leaves what was there before.  What no
+manifest of ours has named is never removed, and a directory that holds other
+arrays is refused.  Nothing is ever unpickled.
 """
 
 import hashlib
@@ -13,8 +14,9 @@ import io
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from jdist.training import sealing
 PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
 _FORMAT = 1
+# Names that `save_arrays` gives; a manifest cannot make it remove others.
+_FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 
 
 def save_arrays(
@@ -32,7 +36,7 @@ def save_arrays(
   arrays: Mapping[str, Any],
   body: dict[str, Any],
 ) -> None:
-  """Replaces what is in the directory.
+  """Replaces what an earlier save has left in the directory.
 
   Args:
     directory: made if it is missing; for nothing else.
@@ -41,7 +45,8 @@ def save_arrays(
       `"about"` is the caller's.
 
   Raises:
-    ValueError: when JSON cannot hold `about`; nothing is written then.
+    ValueError: when JSON cannot hold `about`, or the directory holds something
+      else; nothing is written then.
   """
   try:
     json.dumps(body.get("about"))
@@ -51,24 +56,90 @@ def save_arrays(
       "Make numbers of arrays by `float` or `.tolist()`."
     ) from error
   target = pathlib.Path(directory)
+  earlier = refuse_others(target, body["what"])
   target.mkdir(parents=True, exist_ok=True)
   files = {}
   for name, array in arrays.items():
     buffer = io.BytesIO()
     np.save(buffer, np.asarray(array), allow_pickle=False)
     data = buffer.getvalue()
-    digest = hashlib.sha256(data).hexdigest()
+    digest = _digest(data)
     file = f"{name}-{digest[:12]}.npy"
     sealing.write_whole(target / file, data)
     files[name] = [file, digest]
-  manifest = {"format": _FORMAT, "files": files, "body": body}
+  earlier -= {file for file, _ in files.values()}
+  # Named on, as a save that is cut off below leaves them.
+  stale = sorted(file for file in earlier if (target / file).exists())
+  manifest = {"format": _FORMAT, "files": files, "stale": stale, "body": body}
   sealing.write_whole(
     target / _MANIFEST, json.dumps(manifest, indent=1).encode()
   )
-  kept = {file for file, _ in files.values()}
-  for old in target.glob("*.npy"):
-    if old.name not in kept:
-      old.unlink(missing_ok=True)
+  for file in stale:
+    (target / file).unlink(missing_ok=True)
+
+
+def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
+  """Raises a ValueError unless a directory is free for `what`, or holds it.
+
+  Before a long training call it by itself: when it is saved is too late.
+
+  Returns:
+    The names of files that earlier saves have left there.
+  """
+  target = pathlib.Path(directory)
+  rule = f"`directory` must be for {what} alone, but {target}"
+  if not is_there(target):
+    others = [x.name for x in sorted(target.glob("*.npy")) if not _cut_off(x)]
+    if others:
+      more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+      raise ValueError(
+        f"{rule} holds other arrays, {others[0]}{more}. Take another directory."
+      )
+    return set()
+  try:
+    manifest = _read(target)
+  except ValueError as error:
+    raise ValueError(
+      f"{rule} has a manifest that is not ours, or damaged: {error} Take "
+      "another directory."
+    ) from error
+  if manifest.what != what or manifest.form != _FORMAT:
+    raise ValueError(
+      f"{rule} holds {manifest.what} of format {manifest.form} (here "
+      f"{_FORMAT}). Take another directory."
+    )
+  names = [file for file, _ in manifest.files.values()] + manifest.stale
+  return {x for x in names if isinstance(x, str) and _FILE.fullmatch(x)}
+
+
+def _cut_off(path: pathlib.Path) -> bool:
+  """Whether a file is of a first save that never came to its manifest."""
+  name = _FILE.fullmatch(path.name)
+  # Its name tells its content, which no other file's does.
+  return name is not None and _digest(path.read_bytes()).startswith(name[1])
+
+
+def _digest(data: bytes) -> str:
+  return hashlib.sha256(data).hexdigest()
+
+
+class _Manifest(NamedTuple):
+  form: int
+  what: str
+  files: dict[str, tuple[str, str]]  # Of each array its file and hash.
+  stale: list[str]
+  body: dict[str, Any]
+
+
+def _read(target: pathlib.Path) -> _Manifest:
+  path = target / _MANIFEST
+  try:
+    found = json.loads(path.read_text())
+    form, body, stale = found["format"], found["body"], found.get("stale", [])
+    files = {name: (file, sha) for name, (file, sha) in found["files"].items()}
+    return _Manifest(form, body["what"], files, list(stale), body)
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f"{path} cannot be read: {error!r}.") from error
 
 
 def load_arrays(
@@ -83,32 +154,28 @@ def load_arrays(
   """
   target = pathlib.Path(directory)
   try:
-    manifest = json.loads((target / _MANIFEST).read_text())
-    form, files, body = (manifest[k] for k in ("format", "files", "body"))
-    found = body["what"]
+    manifest = _read(target)
   except FileNotFoundError as error:
     raise FileNotFoundError(
       f"`directory` must hold {what}, but there is no {_MANIFEST} in {target}."
     ) from error
-  except (ValueError, KeyError, TypeError) as error:
+  except ValueError as error:
+    raise ValueError(f"`directory` is damaged: {error}") from error
+  if manifest.form != _FORMAT or manifest.what != what:
     raise ValueError(
-      f"`directory` is damaged: {target / _MANIFEST} cannot be read: {error!r}."
-    ) from error
-  if form != _FORMAT or found != what:
-    raise ValueError(
-      f"`directory` must hold {what} of format {_FORMAT}, got {found} of "
-      f"format {form} in {target}."
+      f"`directory` must hold {what} of format {_FORMAT}, got {manifest.what} "
+      f"of format {manifest.form} in {target}."
     )
   arrays = {}
-  for name, (file, digest) in files.items():
+  for name, (file, digest) in manifest.files.items():
     path = target / pathlib.Path(file).name  # Never outside of it.
     data = path.read_bytes() if path.exists() else b""
-    if hashlib.sha256(data).hexdigest() != digest:
+    if _digest(data) != digest:
       raise ValueError(
         f"`directory` is damaged: {path} is missing, has changed or is cut off."
       )
     arrays[name] = np.load(io.BytesIO(data), allow_pickle=False)
-  return arrays, body
+  return arrays, manifest.body
 
 
 def is_there(directory: str | os.PathLike[str]) -> bool:

@@ -134,9 +134,13 @@ def save_tracks(
   """Writes the tracks of runs: arrays as .npy, and a manifest with hashes.
 
   Args:
-    directory: made if it is missing; what was there is replaced, in one move.
+    directory: made if it is missing; tracks that were saved there are
+      replaced, in one move.
     runs: tracks, which may be of different models and lengths.
     about: anything that JSON can hold.
+
+  Raises:
+    ValueError: when the directory holds something else.
   """
   arrays = {
     f"run_{number:03d}_{kind}": track

@@ -1,0 +1,168 @@
+"""Arrays on the disk: what is replaced, and what is never touched."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import prediction
+from jdist.prediction import _storing
+from jdist.training import sealing
+from tests.prediction import _tiny
+from tests.prediction.test_fitting import FIT, fit_predictor, predictor
+
+RUNS = [{"bias": np.ones((2, 9), np.float32)}]
+
+
+def contents(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def save_predictor(folder):
+  params = jax.jit(predictor().init)(jax.random.key(0))
+  prediction.save_predictor(folder, predictor(), params)
+
+
+def never(*args, **kwargs):
+  raise AssertionError("Trained before the directory was looked at.")
+
+
+@pytest.mark.parametrize(
+  "save",
+  [
+    save_predictor,
+    lambda folder: prediction.save_tracks(folder, RUNS),
+    lambda folder: fit_predictor(FIT, directory=folder),
+    lambda folder: prediction.fit_nowcaster(
+      [RUNS[0]["bias"]],
+      [RUNS[0]["bias"]],
+      prediction.NowcastFit(horizon=1),
+      directory=folder,
+    ),
+  ],
+  ids=("predictor", "tracks", "fit", "nowcaster"),
+)
+def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
+  # Refused at once, and not after an epoch of training.
+  monkeypatch.setattr("jdist.prediction._fitting._update", never)
+  monkeypatch.setattr("jdist.prediction._nowcast_fitting._take_steps", never)
+  collected, numbers, others = (
+    tmp_path / name for name in ("collected", "numbers", "others")
+  )
+  prediction.Collector(collected, _tiny.alone(), [_tiny.cut()], (1, 2))
+  numbers.mkdir()
+  np.save(numbers / "mine.npy", np.ones(3))
+  prediction.save_nowcasters(others, {})
+  for folder, found in (
+    (collected, r"front_01\.npy"),
+    (numbers, r"mine\.npy"),
+    (others, "holds nowcasters"),
+  ):
+    before = contents(folder)
+    with pytest.raises(
+      ValueError, match=rf"`directory` must.*{folder}.*{found}.*another"
+    ):
+      save(folder)
+    assert contents(folder) == before
+
+
+def test_only_what_was_saved_before_is_removed(tmp_path):
+  (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
+  prediction.save_tracks(tmp_path, RUNS * 2)
+  for name in ("mine.npy", "run-0123456789ab.npy"):
+    np.save(tmp_path / name, np.ones(3))
+  prediction.save_tracks(tmp_path, [{"bias": np.zeros((2, 9), np.float32)}])
+  names = sorted(contents(tmp_path))
+  kept = ["arrays.json", "mine.npy", "notes.txt", "run-0123456789ab.npy"]
+  assert set(kept) < set(names) and len(names) == len(kept) + 1
+
+
+def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path):
+  (tmp_path / "arrays.json").write_text('["somebody else\'s"]')
+  with pytest.raises(ValueError, match=r"`directory`.*cannot be read.*another"):
+    prediction.save_tracks(tmp_path, RUNS)
+  assert len(contents(tmp_path)) == 1
+
+
+def test_nothing_outside_is_removed(tmp_path):
+  """Whatever a manifest says, as an attacker would write it."""
+  folder = tmp_path / "tracks"
+  prediction.save_tracks(folder, RUNS)
+  manifest = json.loads((folder / "arrays.json").read_text())
+  names = ("../mine-0123456789ab.npy", "notes.txt", "..")
+  manifest["stale"] = [*names, 3]
+  manifest["files"] |= {f"x{i}": [name, ""] for i, name in enumerate(names)}
+  (folder / "arrays.json").write_text(json.dumps(manifest))
+  (folder / "notes.txt").write_text("mine")
+  np.save(tmp_path / "mine-0123456789ab.npy", np.ones(3))
+  prediction.save_tracks(folder, [])
+  assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
+  assert (tmp_path / "mine-0123456789ab.npy").exists()
+
+
+class _Killed(BaseException):
+  """Nobody catches it, as nobody catches SIGKILL."""
+
+
+@pytest.mark.parametrize("begun", (False, True), ids=("first", "second"))
+def test_killed_at_any_moment_it_saves_the_next_time(
+  tmp_path, monkeypatch, begun
+):
+  """What was there before, or the new, and in the end nothing else."""
+  old = {"a": np.zeros(2), "b": np.ones(2)}
+  new = {"a": np.full(2, 5.0), "b": np.ones(2), "c": np.full(2, 7.0)}
+  body = {"what": "x"}
+  _storing.save_arrays(tmp_path / "whole", new, body)
+  expected = contents(tmp_path / "whole")
+  for number in range(100):
+    folder = tmp_path / str(number)
+    if begun:
+      _storing.save_arrays(folder, old, body)
+    with monkeypatch.context() as patch:
+      _kill_at(patch, number)
+      try:
+        _storing.save_arrays(folder, new, body)
+      except _Killed:
+        pass
+      else:
+        break
+    if begun or _storing.is_there(folder):
+      found, _ = _storing.load_arrays(folder, what="x")
+      assert any(
+        found.keys() == x.keys() and all((found[k] == x[k]).all() for k in x)
+        for x in (old, new)
+      )
+    for _ in range(2):  # Nothing more is to be removed after the first.
+      _storing.save_arrays(folder, new, body)
+    assert contents(folder) == expected
+  # Three arrays and a manifest; of the old ones one goes.
+  assert number == (5 if begun else 4)
+
+
+def _kill_at(monkeypatch, number):
+  """Ends everything at the n-th thing that reaches the disk, in its middle."""
+  left = [None] * (number + 1)
+
+  def guarded(function, half):
+    def call(path, *args, **kwargs):
+      if left:
+        left.pop()
+        if not left:
+          half(path, *args)
+          raise _Killed
+      return function(path, *args, **kwargs)
+
+    return call
+
+  def half_a_file(path, data):
+    path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+
+  monkeypatch.setattr(
+    sealing, "write_whole", guarded(sealing.write_whole, half_a_file)
+  )
+  unlink = guarded(pathlib.Path.unlink, lambda path: None)
+  monkeypatch.setattr(
+    pathlib.Path, "unlink", lambda path, *a, **k: unlink(path)
+  )
