@@ -159,7 +159,11 @@ def choose_cut(
 
 
 def depths(
-  model: models.Model | Any, *, rank: int = 1, name: str = "model"
+  model: models.Model | Any,
+  *,
+  rank: int = 1,
+  name: str = "model",
+  order: Sequence[str] | None = None,
 ) -> tuple[_predictor.Predictor, ...]:
   """A predictor for every depth at which a network can be cut.
 
@@ -167,12 +171,15 @@ def depths(
     model: as `cut` takes it.
     rank: of each, see `predictor`.
     name: what the network is called in messages.
+    order: of its layers, see `cut`.
 
   Returns:
     The predictors, the shallowest cut first.
   """
-  num_layers = _cutting.count_layers(model)
+  num_layers = _cutting.count_layers(model, order)
   return tuple(
-    _predictor.predictor(_cutting.cut(model, depth, name=name), rank)
+    _predictor.predictor(
+      _cutting.cut(model, depth, name=name, order=order), rank
+    )
     for depth in range(1, num_layers)
   )

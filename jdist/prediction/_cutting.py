@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from jdist import models
 PyTree = Any
 # Of a layer's leaves those come first, in this order; others follow by name.
 _ORDER = ("kernel", "bias", "scale")
+# Of so many layers a cut tells all names.
+_NUM_NAMES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +114,13 @@ class Cut:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
   def __repr__(self) -> str:
+    names = [layer.name for layer in self.front]
+    if len(names) > _NUM_NAMES:
+      names[2:-1] = ["..."]
     return (
       f"Cut({self.model}: {len(self.front)} layers of {self.num_front:,} "
-      f"parameters | {len(self.rear)} layers of {self.num_rear:,})"
+      f"parameters ({', '.join(names)}) | {len(self.rear)} layers of "
+      f"{self.num_rear:,})"
     )
 
   def describe(self) -> dict[str, Any]:
@@ -335,14 +342,16 @@ def _unflatten(
   return _pick(values, layers)
 
 
-def _layers_of(tree: PyTree) -> tuple[Layer, ...]:
+def _layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
   """The layers of a network in their order."""
-  modules: dict[tuple[str, ...], list[Leaf]] = {}
-  for path, leaf in _leaves(tree).items():
+  modules: dict[str, list[Leaf]] = {}
+  for path, leaf in sorted(_leaves(tree).items(), key=_natural):
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype).name
-    modules.setdefault(path[:-1], []).append(Leaf(path, shape, dtype))
+    name = ".".join(path[:-1])
+    modules.setdefault(name, []).append(Leaf(path, shape, dtype))
   layers: list[tuple[Leaf, ...]] = []
-  for leaves in modules.values():
+  for name in modules if order is None else _checked(order, list(modules)):
+    leaves = modules[name]
     leaves.sort(key=_rank)
     # What has vectors only is the normalization of the layer before.
     if layers and max(len(leaf.shape) for leaf in leaves) < 2:
@@ -352,14 +361,40 @@ def _layers_of(tree: PyTree) -> tuple[Layer, ...]:
   return tuple(map(Layer, layers))
 
 
+def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
+  """What sorts paths with the numbers in their names as numbers."""
+  path, _ = item
+  words = [re.split("([0-9]+)", key) for key in path]
+  return [
+    # Every second word is a number, so like is compared with like.
+    ([int(x) if i % 2 else x for i, x in enumerate(parts)], key)
+    for parts, key in zip(words, path, strict=True)
+  ]
+
+
+def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
+  given = [order] if isinstance(order, str) else list(order)
+  wrong = [f"{x!r} is missing" for x in names if x not in given]
+  wrong += [f"{x!r} is none of them" for x in given if x not in names]
+  wrong += [f"{x!r} is there twice" for x in names if given.count(x) > 1]
+  if wrong:
+    raise ValueError(
+      "`order` must name every module that holds arrays once, the first that "
+      f"runs first, but {wrong[0]}. They are {', '.join(names)}."
+    )
+  return given
+
+
 def _rank(leaf: Leaf) -> tuple[int, str]:
   last = leaf.path[-1]
   return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
 
 
-def count_layers(model: models.Model | PyTree) -> int:
+def count_layers(
+  model: models.Model | PyTree, order: Sequence[str] | None = None
+) -> int:
   """How many layers a network has, as `cut` counts them."""
-  return len(_layers_of(_params_of(model)))
+  return len(_layers_of(_params_of(model), order))
 
 
 def _params_of(model: models.Model | PyTree) -> PyTree:
@@ -367,14 +402,20 @@ def _params_of(model: models.Model | PyTree) -> PyTree:
 
 
 def cut(
-  model: models.Model | PyTree, num_layers: int, *, name: str = "model"
+  model: models.Model | PyTree,
+  num_layers: int,
+  *,
+  name: str = "model",
+  order: Sequence[str] | None = None,
 ) -> Cut:
   """Cuts a network behind its first layers.
 
   A layer is a convolution or a dense layer: the leaves of one module, together
   with those of a normalization that follows it. Shortcuts that are
-  convolutions count. The layers' order is that of the sorted keys, which for
-  models of `jdist.models` is the order in which they run.
+  convolutions count. The layers' order is that of the sorted keys, `Dense_10`
+  behind `Dense_9`, which for models of `jdist.models` is the order in which
+  they run; for others look at the names that the cut shows, and give `order`
+  where they do not tell it.
 
   Args:
     model: a model, for instance of `models.build(..., abstract=True)`, or one
@@ -382,6 +423,8 @@ def cut(
     num_layers: how many layers are in front of the cut; from 1 to one less
       than all.
     name: what the network is called in messages.
+    order: names of all modules that hold arrays, `Layer.name`, the first that
+      runs first and a normalization behind its layer; default as they sort.
 
   Returns:
     The cut.
@@ -391,9 +434,16 @@ def cut(
 
   >>> from jdist import models
   >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)
-  Cut(model: 2 layers of 2,572 parameters | 3 layers of 59,134)
+  Cut(model: 2 layers of 2,572 parameters (conv1, conv2)
+  | 3 layers of 59,134)
+  >>> dense = {"kernel": jnp.zeros((2, 2))}
+  >>> cut({"first": dense, "second": dense, "head": dense}, 2)
+  Cut(model: 2 layers of 8 parameters (first, head) | 1 layers of 4)
+  >>> order = ("first", "second", "head")
+  >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
+  Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)
   """
-  layers = _layers_of(_params_of(model))
+  layers = _layers_of(_params_of(model), order)
   whole = hasattr(num_layers, "__index__") and num_layers is not True
   if not whole or num_layers not in range(1, len(layers)):
     raise ValueError(

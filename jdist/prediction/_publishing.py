@@ -83,7 +83,8 @@ def published_cut(
   """Cuts a network where MP² cuts it; arguments as of `published_model`.
 
   >>> published_cut("vgg15")
-  Cut(vgg15: 4 layers of 260,160 parameters | 11 layers of 4,462,538)
+  Cut(vgg15: 4 layers of 260,160 parameters (conv01, conv02, conv03, conv04)
+  | 11 layers of 4,462,538)
   """
   _, num_layers = _published(name)
   model = published_model(

@@ -95,7 +95,8 @@ def test_a_cut_is_plain_data():
   )
   assert again == cut
   assert {cut: 1}[again] == 1
-  assert again.fingerprint == cut.fingerprint
+  # As saved predictors and data sets have it.
+  assert again.fingerprint == cut.fingerprint == "342a2a0d0bc82abc"
   renamed = dataclasses.replace(cut, model="other")
   assert renamed.fingerprint == cut.fingerprint
   deeper = prediction.cut(
@@ -151,6 +152,78 @@ def test_another_cut_is_refused_by_the_first_leaf_that_differs():
   three = prediction.cut(small() | {"c": {"kernel": jnp.zeros((1, 1))}}, 1)
   with pytest.raises(ValueError, match="has all of its leaves"):
     refuse("predictor", three, one)
+
+
+def named(*names):
+  return {name: {"kernel": jnp.zeros((2, 2))} for name in names}
+
+
+def test_numbers_in_names_are_sorted_as_numbers():
+  """As flax names them, without zeros in front."""
+  cut = prediction.cut(named(*(f"Dense_{i}" for i in range(12))), 3)
+  names = [layer.name for layer in (*cut.front, *cut.rear)]
+  assert names == [f"Dense_{i}" for i in range(12)]
+  assert "(Dense_0, Dense_1, Dense_2)" in repr(cut)
+  deep = prediction.cut({"block_10": named("a"), "block_9": named("b2")}, 1)
+  assert deep.front[0].name == "block_9.b2"
+  odd = prediction.cut(named("1a", "a", "x01", "x1", "x"), 4)
+  assert [layer.name for layer in odd.front] == ["1a", "a", "x", "x01"]
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_our_own_models_are_cut_as_their_keys_sort(name):
+  """So the fingerprints of saved predictors and data sets stay theirs."""
+  images = {"input_shape": (32, 32, 3)}
+  many = {
+    "mlp": {**images, "hidden_sizes": (5,) * 12},
+    "transformer": {"input_shape": (16,), "num_layers": 12},
+  }
+  model = models.build(
+    name, num_classes=10, abstract=True, **many.get(name, images)
+  )
+  whole = prediction.cut(model, 1)
+  found = dict.fromkeys(
+    leaf.path[:-1]
+    for layer in (*whole.front, *whole.rear)
+    for leaf in layer.leaves
+  )
+  leaves = jax.tree_util.tree_leaves_with_path(model.params)
+  sorted_keys = dict.fromkeys(
+    tuple(key.key for key in path[:-1]) for path, _ in leaves
+  )
+  assert list(found) == list(sorted_keys)
+
+
+def test_the_order_can_be_given():
+  tree = small() | named("first", "Dense_0")
+  order = ("first", "b", "a", "a_norm", "Dense_0")
+  cut = prediction.cut(tree, 3, order=order)
+  assert [layer.name for layer in cut.front] == ["first", "b", "a"]
+  # With its normalization, and as a cut comes back from a file.
+  assert [leaf.name for leaf in cut.front[2].leaves][2:] == [
+    "a_norm.bias",
+    "a_norm.scale",
+  ]
+  assert prediction.Cut.from_description(cut.describe()) == cut
+  front, rear = cut.split(tree)
+  assert jax.tree.structure(cut.join(front, rear)) == jax.tree.structure(tree)
+  depths = prediction.depths(tree, order=order)
+  assert [p.cut.front[-1].name for p in depths] == ["first", "b", "a"]
+  for wrong, rule in (
+    (order[1:], "'first' is missing"),
+    ((*order, "c"), "'c' is none of them"),
+    ((*order, 3), "3 is none of them"),
+    ((*order, "b"), "'b' is there twice"),
+    ("b", "is missing"),
+  ):
+    with pytest.raises(ValueError, match=rf"`order` must.*{rule}.*They are D"):
+      prediction.cut(tree, 3, order=wrong)
+
+
+def test_many_names_are_told_by_the_first_and_the_last():
+  told = repr(prediction.published_cut("resnet18"))
+  assert told.startswith("Cut(resnet18: 10 layers of 185,664 parameters (")
+  assert told.count(", ...,") == 1 and told.count("conv") <= 4
 
 
 def test_what_cannot_be_cut_is_refused():
