@@ -1,5 +1,7 @@
 """Checks of arguments, before anything is trained or drawn."""
 
+import contextlib
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +12,14 @@ import numpy as np
 from jdist.prediction import _fingerprinting, _storing
 
 
-def check_int(name: str, value: Any, minimum: int) -> int:
+def check_int(name: str, value: Any, minimum: int, remedy: str = "") -> int:
   """An argument as a Python int; a ValueError unless it is one >= `minimum`.
+
+  Args:
+    name: of the argument.
+    value: what was given.
+    minimum: the least that it may be.
+    remedy: what a message ends with, a sentence.
 
   >>> check_int("rank", np.int64(2), 1)
   2
@@ -21,7 +29,52 @@ def check_int(name: str, value: Any, minimum: int) -> int:
   except TypeError:
     number = minimum - 1
   if isinstance(value, bool) or number < minimum:
-    raise ValueError(f"`{name}` must be an int >= {minimum}, got {value!r}.")
+    rule = f"`{name}` must be an int >= {minimum}, got {value!r}."
+    raise ValueError(f"{rule} {remedy}".rstrip())
+  return number
+
+
+def check_steps_per_epoch(value: Any) -> int:
+  """Likewise, with what to do about a part of a step."""
+  return check_int(
+    "steps_per_epoch",
+    value,
+    1,
+    "Of `data.Batches` take the whole steps, `int(batches.steps_per_epoch)`.",
+  )
+
+
+def check_number(
+  name: str,
+  value: Any,
+  *,
+  low: float = 0.0,
+  high: float = math.inf,
+  above: bool = False,
+) -> float:
+  """An argument as a Python float; a ValueError unless it is in its range.
+
+  Args:
+    name: of the argument.
+    value: what was given; text, a truth value and what is not finite is out of
+      every range.
+    low: the least that it may be.
+    high: the most that it may be.
+    above: whether it must be above `low`.
+
+  >>> check_number("mixup", np.float32(0.5))
+  0.5
+  """
+  number = math.nan
+  if not isinstance(value, bool | str | bytes):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+      number = float(value) if np.ndim(value) == 0 else math.nan
+  inside = low < number if above else low <= number
+  if not (inside and number <= high and math.isfinite(number)):
+    rule = f"above {low:g}" if above else f">= {low:g}"
+    if high < math.inf:
+      rule = f"from {low:g} to {high:g}"
+    raise ValueError(f"`{name}` must be a finite number {rule}, got {value!r}.")
   return number
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jdist import models
 from jdist.prediction import (
   _assembling,
+  _checking,
   _counting,
   _cutting,
   _fitting,
@@ -140,11 +141,11 @@ def choose_cut(
     One of the scores; of those that send alike the most accurate.
 
   Raises:
-    ValueError: if there is no score, or none is above its untrained
-      predictor's: then nothing was learned, and no cut is better.
+    ValueError: if `max_lost` is out of range, or there is no score, or none is
+      above its untrained predictor's: then nothing was learned, and no cut is
+      better.
   """
-  if not 0 <= max_lost <= 1:
-    raise ValueError(f"`max_lost` must be from 0 to 1, got {max_lost}.")
+  max_lost = _checking.check_number("max_lost", max_lost, high=1)
   if not scores:
     raise ValueError("`scores` must hold at least one, got none.")
   best = max(score.accuracy for score in scores)

@@ -25,7 +25,8 @@ def choose_steps(
 
   Args:
     num_epochs: of the run.
-    steps_per_epoch: updates in an epoch.
+    steps_per_epoch: updates in an epoch, a whole number:
+      `int(batches.steps_per_epoch)`.
     per_epoch: how many of them are taken, without repetition; default 15 as
       in the paper, of 50.
     seed: integer >= 0.
@@ -40,13 +41,10 @@ def choose_steps(
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
   """
-  for name, number, minimum in (
-    ("num_epochs", num_epochs, 1),
-    ("steps_per_epoch", steps_per_epoch, 1),
-    ("per_epoch", per_epoch, 1),
-    ("seed", seed, 0),
-  ):
-    _checking.check_int(name, number, minimum)
+  num_epochs = _checking.check_int("num_epochs", num_epochs, 1)
+  steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
+  per_epoch = _checking.check_int("per_epoch", per_epoch, 1)
+  seed = _checking.check_int("seed", seed, 0)
   if per_epoch > steps_per_epoch:
     raise ValueError(
       f"`per_epoch` must be at most `steps_per_epoch`, got {per_epoch} of "

@@ -63,6 +63,9 @@ def traffic(cut: _cutting.Cut) -> Traffic:
   Returns:
     The counts, for one worker.
 
+  Raises:
+    ValueError: if that is no cut.
+
   >>> from jdist import prediction
   >>> found = prediction.traffic(prediction.published_cut("vgg15"))
   >>> found.published_bytes
@@ -77,6 +80,7 @@ def traffic(cut: _cutting.Cut) -> Traffic:
     for VGG-15. It compares float64 with float32 and leaves out what comes
     back.
   """
+  _cutting.check_cut("cut", cut)
   whole = cut.abstract()
   front, rear = jax.eval_shape(cut.split, whole)
   message = jax.eval_shape(cut.flatten_front, front)

@@ -262,6 +262,18 @@ class Cut:
       )
 
 
+def check_cut(argument: str, value: Any) -> None:
+  """Raises a ValueError unless an argument is a cut."""
+  if not isinstance(value, Cut):
+    # Not all of its arrays.
+    model = isinstance(value, models.Model)
+    given = "a `models.Model`" if model else repr(value)
+    raise ValueError(
+      f"`{argument}` must be where a network is cut, for instance "
+      f"`prediction.cut(model, num_layers)`, got {given}."
+    )
+
+
 def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
   """Raises a ValueError that names the first leaf in which two cuts differ.
 

@@ -68,12 +68,12 @@ class PredictorFit:
       if name != "sample_batches" or value is not None:
         # As JSON can hold it, and not NumPy's.
         object.__setattr__(self, name, _checking.check_int(name, value, 1))
-    if not self.learning_rate > 0:
-      raise ValueError(
-        f"`learning_rate` must be above 0, got {self.learning_rate}."
-      )
-    if not self.mixup >= 0:
-      raise ValueError(f"`mixup` must be >= 0, got {self.mixup}.")
+    rate = _checking.check_number(
+      "learning_rate", self.learning_rate, above=True
+    )
+    object.__setattr__(self, "learning_rate", rate)
+    mixup = _checking.check_number("mixup", self.mixup)
+    object.__setattr__(self, "mixup", mixup)
     object.__setattr__(self, "seed", _checking.check_int("seed", self.seed, 0))
 
 

@@ -86,7 +86,7 @@ def nowcast_weights(
   [2.0, 3.0, 4.0, 5.0]
   """
   _nowcasting.check_nowcasters(params)
-  steps_per_epoch = _checking.check_int("steps_per_epoch", steps_per_epoch, 1)
+  steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
   collectives.check_axis(axis)
   networks, length = params, _nowcasting.HISTORY_LENGTH
 

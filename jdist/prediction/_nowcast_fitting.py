@@ -50,13 +50,14 @@ class NowcastFit:
 
   def __post_init__(self) -> None:
     for name in ("num_steps", "batch_size", "horizon", "evaluate_every"):
-      value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
-    if not self.learning_rate > 0:
-      raise ValueError(
-        f"`learning_rate` must be above 0, got {self.learning_rate}."
-      )
+      value = _checking.check_int(name, getattr(self, name), 1)
+      # As JSON can hold it, and not NumPy's.
+      object.__setattr__(self, name, value)
+    rate = _checking.check_number(
+      "learning_rate", self.learning_rate, above=True
+    )
+    object.__setattr__(self, "learning_rate", rate)
+    object.__setattr__(self, "seed", _checking.check_int("seed", self.seed, 0))
     if self.num_steps % self.evaluate_every:
       raise ValueError(
         "`num_steps` must be a multiple of `evaluate_every`, got "

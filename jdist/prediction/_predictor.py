@@ -254,11 +254,7 @@ def predictor(
     divides a front or a layer not. Ours: `rank` above 1. Inputs and outputs
     are not normalized, as published.
   """
-  if not isinstance(cut, _cutting.Cut):
-    raise ValueError(
-      "`cut` must be where a network is cut, for instance "
-      f"`prediction.cut(model, num_layers)`, got {cut!r}."
-    )
+  _cutting.check_cut("cut", cut)
   rank = _checking.check_int("rank", rank, 1)
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1

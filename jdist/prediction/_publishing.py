@@ -55,7 +55,8 @@ def published_model(
     The model.
 
   Raises:
-    ValueError: if there is no such model or option.
+    ValueError: if there is no such model or option, or one that the authors'
+      network fixes.
 
   References:
     MP², model parameter prediction. Reconstruction: what is behind the cut of
@@ -63,6 +64,12 @@ def published_model(
     where VGG-15's eight last convolutions are pooled.
   """
   fixed, _ = _published(name)
+  if own := sorted(fixed.keys() & options.keys()):
+    raise ValueError(
+      f"`{own[0]}` must be left out, as {name} has {own[0]}="
+      f"{fixed[own[0]]!r} as published, got {options[own[0]]!r}. Build other "
+      "forms with `jdist.models.build`."
+    )
   if input_shape is None:
     input_shape = _GRAY if name == "lenet" else _COLOR
   return models.build(

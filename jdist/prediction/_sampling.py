@@ -84,7 +84,7 @@ class ParameterSet:
       ValueError: when the samples are of another network, or cut elsewhere;
         names the first leaf that differs.
     """
-    return self._open("front", cut, cut.num_front)
+    return self._open("front", cut)
 
   def rears(self, cut: _cutting.Cut) -> np.ndarray:
     """The samples behind a cut, float32 [done, num_rear]; as `fronts`.
@@ -97,7 +97,7 @@ class ParameterSet:
         "`rears` must have been collected, but this set has fronts only. "
         "Collect with `rears=True`."
       )
-    return self._open("rear", cut, cut.num_rear)
+    return self._open("rear", cut)
 
   def verify(self) -> None:
     """Reads everything, and compares it with the hashes.
@@ -108,7 +108,7 @@ class ParameterSet:
     for cut in self.cuts:
       for half in self._halves:
         name = file_of(half, cut)
-        samples = self._open(half, cut, getattr(cut, f"num_{half}"))
+        samples = self._open(half, cut)
         for row, vector in zip(self._rows, samples, strict=True):
           if row["sha256"][name] != digest(vector):
             raise ValueError(
@@ -116,7 +116,8 @@ class ParameterSet:
               f"in sample {row['row']}, of step {row['step']}. Collect anew."
             )
 
-  def _open(self, half: str, cut: _cutting.Cut, size: int) -> np.ndarray:
+  def _open(self, half: str, cut: _cutting.Cut) -> np.ndarray:
+    _cutting.check_cut("cut", cut)
     for mine in self.cuts:
       if mine.fingerprint == cut.fingerprint:
         break
@@ -125,9 +126,8 @@ class ParameterSet:
         self.cuts, key=lambda mine: abs(len(mine.front) - len(cut.front))
       )
       _cutting.refuse_other_cut("cut", cut, near)
-    array = open_array(
-      self._directory / file_of(half, cut), (len(self.steps), size), "r"
-    )
+    shape = (len(self.steps), getattr(cut, f"num_{half}"))
+    array = open_array(self._directory / file_of(half, cut), shape, "r")
     return array[: self.done]
 
 

@@ -78,6 +78,8 @@ def load_predictor(
     ValueError: when it is damaged or something else; or of another network or
       cut, naming the first leaf that differs with its shape.
   """
+  if cut is not None:
+    _cutting.check_cut("cut", cut)
   arrays, body = _storing.load_arrays(directory, what=_PREDICTOR)
   found = body["predictor"]
   theirs = _cutting.Cut.from_description(found["cut"])

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jdist.prediction import _nowcasting, _storing
+from jdist.prediction import _checking, _nowcasting, _storing
 
 PyTree: TypeAlias = Any
 # Of each kind float32 [entries, epochs].
@@ -49,10 +49,10 @@ class Tracker:
       ValueError: when an argument is out of its range, or `begun` is of
         another number of entries.
     """
-    if entries_per_kind < 1:
-      raise ValueError(
-        f"`entries_per_kind` must be >= 1, got {entries_per_kind}."
-      )
+    entries_per_kind = _checking.check_int(
+      "entries_per_kind", entries_per_kind, 1
+    )
+    seed = _checking.check_int("seed", seed, 0)
     leaves = jax.tree.leaves(like)
     self._structure: Any = jax.tree.structure(like)
     self._shapes = [np.shape(leaf) for leaf in leaves]

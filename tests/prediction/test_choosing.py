@@ -83,8 +83,11 @@ def test_the_least_bytes_among_the_good_ones_are_chosen():
 def test_bad_input_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`scores` must hold at least one"):
     prediction.choose_cut([])
-  with pytest.raises(ValueError, match="`max_lost` must be from 0 to 1, got 2"):
-    prediction.choose_cut([scored(0.5, 1)], max_lost=2)
+  for wrong in (2, -0.1, np.nan, "a", None, True, [0.1]):
+    with pytest.raises(
+      ValueError, match=r"`max_lost` must be .* from 0 to 1, got"
+    ):
+      prediction.choose_cut([scored(0.5, 1)], max_lost=wrong)
   with pytest.raises(
     ValueError, match=r"`scores` .* 0.100 at best and no gain"
   ):

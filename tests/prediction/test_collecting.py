@@ -263,6 +263,13 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
       prediction.choose_steps(**(numbers | {name: 0}))
     with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
       prediction.choose_steps(**(numbers | {name: 1.5}))
+  with pytest.raises(
+    ValueError, match=r"`steps_per_epoch`.*got 22\.53\. .*`int\(batches"
+  ):
+    prediction.choose_steps(2, 22.53)
+  with pytest.raises(ValueError, match="`cut` must be where a network is cut"):
+    run(collector(tmp_path / "some"))
+    prediction.ParameterSet(tmp_path / "some").fronts(_tiny.model())
   for seed in (-1, 0.5):
     with pytest.raises(ValueError, match="`seed` must be an int >= 0"):
       prediction.choose_steps(2, 5, 1, seed=seed)

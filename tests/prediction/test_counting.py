@@ -42,6 +42,13 @@ def test_the_counts_are_those_of_the_messages_in_a_traced_step():
   assert f"{saved:.2%}" == "94.49%"
 
 
+def test_what_is_no_cut_cannot_be_counted():
+  model = prediction.published_model("lenet", abstract=True)
+  for wrong in (model, model.params, "lenet", None):
+    with pytest.raises(ValueError, match=r"`cut` must be where.*num_layers\)"):
+      prediction.traffic(wrong)
+
+
 def test_half_precision_is_counted_as_it_is_sent():
   cut = prediction.published_cut("lenet")
   half = jax.tree.map(

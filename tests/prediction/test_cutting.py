@@ -234,5 +234,12 @@ def test_what_cannot_be_cut_is_refused():
       prediction.cut(small(), num_layers)
   with pytest.raises(ValueError, match="`tree` must be a nested dict"):
     prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)
+  for option in ({"norm": "group"}, {"width": 64}, {"shortcut_size": 1}):
+    (name,) = option
+    with pytest.raises(
+      ValueError,
+      match=rf"`{name}` must be left out, as resnet18.*models\.build",
+    ):
+      prediction.published_model("resnet18", **option)
   with pytest.raises(ValueError, match="`name` must be one of lenet"):
     prediction.published_cut("resnet20")

@@ -289,6 +289,10 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
   with pytest.raises(ValueError, match="damaged"):
     prediction.load_predictor(tmp_path)
+  with pytest.raises(
+    ValueError, match=r"`cut` must be where.*got a `models\.Model`"
+  ):
+    prediction.load_predictor(tmp_path, model())
   with pytest.raises(FileNotFoundError, match="must hold predictor"):
     prediction.load_predictor(tmp_path / "nothing")
 
@@ -320,11 +324,22 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
     ("images_per_batch", 2.0, "int >= 1"),
     ("image_batches", True, "int >= 1"),
     ("learning_rate", 0, "above 0"),
+    ("learning_rate", "x", "number above 0, got 'x'"),
+    ("learning_rate", "1e-3", "number above 0"),
+    ("learning_rate", np.inf, "finite"),
     ("mixup", -1, ">= 0"),
+    ("mixup", None, "number >= 0, got None"),
+    ("mixup", np.inf, "finite"),
+    ("mixup", np.nan, "finite"),
+    ("mixup", 10**400, "finite"),
     ("seed", -1, ">= 0"),
+    ("seed", "a", ">= 0"),
   ):
     with pytest.raises(ValueError, match=f"`{name}` must be.*{rule}"):
       prediction.PredictorFit(**{name: value})
+  # As JSON can hold it.
+  fit = prediction.PredictorFit(learning_rate=np.float32(0.5), mixup=0)
+  assert (type(fit.learning_rate), fit.learning_rate) == (float, 0.5)
   many = dataclasses.replace(FIT, samples_per_batch=9)
   with pytest.raises(ValueError, match="`samples_per_batch` must be at most 8"):
     fit_predictor(many)

@@ -1,6 +1,7 @@
 """Training of weight nowcasters."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +123,25 @@ def test_networks_come_back(whole, tmp_path):
   [
     ({"num_steps": 0}, "`num_steps` must be an int >= 1, got 0"),
     ({"horizon": 2.5}, "`horizon` must be an int >= 1, got 2.5"),
-    ({"learning_rate": 0.0}, "`learning_rate` must be above 0"),
+    ({"learning_rate": 0.0}, "`learning_rate` must be a finite number above 0"),
+    ({"learning_rate": "a"}, "`learning_rate` must be.*above 0, got 'a'"),
+    ({"learning_rate": np.inf}, "`learning_rate` must be.*above 0, got inf"),
+    ({"seed": "a"}, "`seed` must be an int >= 0, got 'a'"),
+    ({"seed": -1}, "`seed` must be an int >= 0, got -1"),
     ({"num_steps": 70, "evaluate_every": 20}, "must be a multiple of"),
   ],
 )
 def test_what_is_wrong_is_refused(change, message):
   with pytest.raises(ValueError, match=message):
     prediction.NowcastFit(**change)
+
+
+def test_numbers_of_numpy_are_numbers():
+  given = {"num_steps": np.int64(500), "learning_rate": np.float32(0.5)}
+  fit = prediction.NowcastFit(**given)
+  assert fit == prediction.NowcastFit(num_steps=500, learning_rate=0.5)
+  # As JSON can hold it.
+  assert json.dumps(dataclasses.asdict(fit))
 
 
 def test_tracks_must_be_finite(tracks):

@@ -68,8 +68,12 @@ def test_other_shapes_are_refused():
   tracker = prediction.Tracker(PARAMS)
   with pytest.raises(ValueError, match=r"`params` must have the shapes"):
     tracker.record({**PARAMS, "head": {}})
-  with pytest.raises(ValueError, match="`entries_per_kind` must be >= 1"):
-    prediction.Tracker(PARAMS, entries_per_kind=0)
+  for name, minimum in (("entries_per_kind", 1), ("seed", 0)):
+    for wrong in (minimum - 1, 2.5, "a", None):
+      with pytest.raises(
+        ValueError, match=f"`{name}` must be an int >= {minimum}, got"
+      ):
+        prediction.Tracker(PARAMS, **{name: wrong})
 
 
 def test_tracks_come_back(tmp_path):
