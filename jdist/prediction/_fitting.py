@@ -147,7 +147,9 @@ def fit_predictor(
     normalize: turns stored images into the model's inputs, a function that is
       kept (not made anew for each call, which compiles anew).
     directory: where to keep what is needed to go on, after every epoch; a run
-      that was cut off goes on from there, to the bit. All data are compared,
+      that was cut off goes on from there, to the bit, and one that is over
+      does with more `num_epochs`, as if they had been asked for at first. All
+      other settings must be the same, and all data are compared,
       by hashes; `normalize` and `model.apply` are functions and cannot be:
       give the same.
     save_every: also keep it after every so many batches of samples.
@@ -216,7 +218,9 @@ def fit_predictor(
       ),
     }
   if directory is not None and _storing.is_there(directory):
-    (state, best), body = _restored(directory, (state, begin), predictor, about)
+    (state, best), body = _restored(
+      directory, (state, begin), predictor, about, num_batches
+    )
     done, losses = body["done"], body["losses"]
     curve = [Epoch(*point) for point in body["curve"]]
   else:
@@ -397,14 +401,24 @@ def _restored(
   like: PyTree,
   predictor: _predictor.Predictor,
   about: dict[str, Any],
+  num_batches: int,
 ) -> tuple[PyTree, dict[str, Any]]:
   arrays, body = _storing.load_arrays(directory, what=_FIT)
   _saving.refuse_other_predictor(body["predictor"], predictor)
-  if body["fit"] != about["fit"]:
+  # How long it goes on changes nothing of what has been: neither the order of
+  # anything nor the rate depends on the number of epochs.
+  num_epochs = about["fit"]["num_epochs"]
+  if body["fit"] | {"num_epochs": num_epochs} != about["fit"]:
     raise ValueError(
       "`directory` holds the state of a training with other fit, "
       f"{body['fit']}, got {about['fit']}. Take another directory, or the same "
       "settings."
     )
   _fingerprinting.refuse_other_data(body.get("data"), about["data"])
+  if body["done"] > num_epochs * num_batches:
+    raise ValueError(
+      "`num_epochs` must be at least what `directory` has been trained for, "
+      f"{body['done'] / num_batches:g}, got {num_epochs}. Take another "
+      "directory, or as many epochs."
+    )
   return _storing.tree_of(arrays, like), body

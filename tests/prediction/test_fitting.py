@@ -191,6 +191,20 @@ def test_training_resumes_to_the_bit(tmp_path, monkeypatch, save_every, saves):
     assert resumed.curve == whole.curve
 
 
+def test_training_goes_on_for_more_epochs_to_the_bit(tmp_path):
+  whole = _whole()
+  short = dataclasses.replace(FIT, num_epochs=1)
+  fit_predictor(short, directory=tmp_path)
+  seen = []
+  more = fit_predictor(directory=tmp_path, on_epoch=seen.append)
+  assert_same_bits(more.params, whole.params)
+  assert more.curve == whole.curve
+  # The first is not trained again.
+  assert [point.epoch for point in seen] == [2]
+  with pytest.raises(ValueError, match=r"`num_epochs` must be.* for, 2, got 1"):
+    fit_predictor(short, directory=tmp_path)
+
+
 @functools.cache
 def _whole():
   return fit_predictor()
@@ -214,8 +228,11 @@ def test_the_best_is_kept_and_not_the_last(monkeypatch):
 def test_the_state_of_another_training_is_refused(tmp_path):
   fit = dataclasses.replace(FIT, num_epochs=1, image_batches=1)
   fit_predictor(fit, directory=tmp_path)
-  with pytest.raises(ValueError, match="with other fit"):
-    fit_predictor(FIT, directory=tmp_path)
+  for change in ({"image_batches": 2}, {"learning_rate": 1.0}, {"seed": 1}):
+    for num_epochs in (1, 2):
+      other = dataclasses.replace(fit, num_epochs=num_epochs, **change)
+      with pytest.raises(ValueError, match="with other fit"):
+        fit_predictor(other, directory=tmp_path)
   with pytest.raises(ValueError, match="other data: `samples` differ"):
     fit_predictor(fit, directory=tmp_path, samples=fronts(9))
   with pytest.raises(ValueError, match="with rank=2, got one with 1"):
