@@ -70,6 +70,19 @@ class Collector:
   comes again and has the same bits is left as it is; where it has others, its
   sample is replaced, and those after it, which are of another run, are
   dropped.
+
+  >>> import tempfile, optax
+  >>> from jdist import models, prediction
+  >>> model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
+  >>> cut, folder = prediction.cut(model, 1), tempfile.TemporaryDirectory()
+  >>> workers = collectives.workers(2, substrate="vmap")
+  >>> collect = Collector(folder.name, workers, [cut], steps=(0, 5))
+  >>> state = training.init_state(workers, optax.sgd(0.1), model.params)
+  >>> collect(state)  # As `Trainer.fit` does after every step.
+  {'samples': 1.0}
+  >>> prediction.ParameterSet(folder.name).fronts(cut).shape
+  (1, 640)
+  >>> folder.cleanup()
   """
 
   def __init__(

@@ -164,6 +164,22 @@ def fit_predictor(
     FloatingPointError: when the loss is not finite any more. The state is not
       kept then.
 
+  >>> from jdist import models, prediction
+  >>> shape = {"input_shape": (2, 2, 1), "num_classes": 2}
+  >>> model = models.build("mlp", **shape, hidden_sizes=(3,))
+  >>> cut = prediction.cut(model, 1)
+  >>> front = np.asarray(cut.flatten_front(model.params))
+  >>> images = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 2, 2, 1)
+  >>> labels = np.arange(8) % 2
+  >>> fitted = fit_predictor(
+  ...   prediction.predictor(cut), model, np.stack([front, 2 * front]),
+  ...   images, labels, held_out=front[None],
+  ...   test_images=images, test_labels=labels,
+  ...   fit=PredictorFit(1, 2, images_per_batch=4, image_batches=2),
+  ... )
+  >>> [point.epoch for point in fitted.curve]
+  [0, 1]
+
   References:
     MP², "prediction-result-based evaluation". Reconstruction: images are drawn
     without replacement for each batch of samples; one lambda for a mini-batch

@@ -1,0 +1,32 @@
+"""What the module's docstring shows is run as it stands there."""
+
+import re
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import prediction
+
+
+@pytest.mark.slow
+def test_the_example_of_the_module_runs(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  block = re.findall(r"(?:^(?:    .*)?\n)+", prediction.__doc__, re.M)[-1]
+  scope = {"__name__": "example"}
+  # Optax's Adam mixes dtypes in a way that the strict mode of the tests
+  # refuses; a reader's program has the ordinary mode.
+  with jax.numpy_dtype_promotion("standard"):
+    exec(compile(textwrap.dedent(block), "example", "exec"), scope)
+  assert [point.epoch for point in scope["fitted"].curve] == [0, 1, 2]
+  assert prediction.ParameterSet("run-1").done == 20
+  # Where the run ends, the rest is what the predictor makes of the front.
+  params = jax.tree.map(lambda x: x[0], scope["state"].params)
+  cut, predictor = scope["cut"], scope["predictor"]
+  front, rear = cut.split(params)
+  predicted = predictor.apply(scope["params"], front)
+  for x, y in zip(
+    jax.tree.leaves(predicted), jax.tree.leaves(rear), strict=True
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
