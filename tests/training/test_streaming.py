@@ -11,6 +11,7 @@ from jdist import codecs, collectives, training, transforms
 from jdist.training import _variants
 from jdist.transforms import intervals
 from tests.training import _tiny
+from tests.transforms import _waiting
 
 NUM_STEPS = 60
 SENT_IN = (1, 2, 4, 8)
@@ -149,6 +150,52 @@ def test_batch_statistics_are_those_of_the_simple_form():
   # Never averaged in training: an evaluation does, with the same result.
   means = [np.asarray(x["mean"]).mean(0) for x in (statistics, others)]
   np.testing.assert_allclose(*means, 1e-5, 1e-6)
+
+
+STREAMED = {
+  "fixed": (4, {}, 4),
+  "adaptive": (intervals.msdpu(3, 0.05), {}, 2),
+  "late by steps": (8, {"delay_steps": 4}, 4),
+  "reduced": (
+    4,
+    {
+      "reducer": collectives.carry(codecs.TopK(0.5)),
+      "feedback": transforms.ErrorFeedback(),
+    },
+    4,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_no_collective_of_a_streamed_step_waits_for_the_batch(name):
+  interval, others, steps = STREAMED[name]
+
+  def loss_fn(params, model_state, batch, key):
+    loss, (_, metrics) = _tiny.loss_fn(params, {}, batch, key)
+    return loss, ({"mean": batch["x"].mean(0) + model_state["mean"]}, metrics)
+
+  chain = transforms.local_steps(
+    optax.sgd(0.05),
+    interval,
+    axis="worker",
+    delay_rounds=1,
+    stream=transforms.Stream(max_bytes=16),
+    **others,
+  )
+  step = training.make_step(loss_fn, chain, axis="worker")
+  state = training.init_state(
+    collectives.workers(1, substrate="none"),
+    chain,
+    _tiny.params(),
+    {"mean": np.zeros(6, np.float32)},
+  )
+  state, batch = jax.tree.map(lambda x: x[0], (state, _tiny.batch(0, [0])))
+
+  def on_batch(batch, state):
+    return step(state, batch, stream_steps=steps)
+
+  assert not _waiting.waits(on_batch, batch, state)
 
 
 def test_the_host_knows_the_round_of_each_step():

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend import core
 
 from jdist import collectives, transforms
 from jdist.transforms import _fragmenting
+from tests.transforms import _waiting
 
 SGD = optax.sgd(0.1)
 PARAMS = {"a": jnp.zeros(4), "b": jnp.zeros(2), "c": jnp.zeros(2)}
@@ -118,33 +118,6 @@ def test_counted_bytes_are_those_of_whole_rounds():
   assert missing == [0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16, 0, 0]
 
 
-def sends(eqn):
-  """Whether an equation sends an array, itself or inside of it."""
-  if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.shape:
-    return True
-  inside = core.jaxprs_in_params(eqn.params)
-  return any(sends(one) for jaxpr in inside for one in jaxpr.eqns)
-
-
-def waits(optimizer):
-  """Whether a collective of a step depends on the step's gradients."""
-  state = optimizer.init(PARAMS)
-  closed = jax.make_jaxpr(optimizer.update, axis_env=[("worker", 2)])(
-    PARAMS, state, PARAMS
-  )
-  jaxpr = closed.jaxpr
-  late = set(jaxpr.invars[: len(PARAMS)])  # What depends on the gradients.
-  found = []
-  for eqn in jaxpr.eqns:
-    inputs = {x for x in eqn.invars if isinstance(x, core.Var)}
-    if sends(eqn):
-      found.append(bool(inputs & late))
-    if inputs & late:
-      late |= set(eqn.outvars)
-  assert found
-  return any(found)
-
-
 MEANS = {
   "streaming_diloco": (
     lambda: transforms.streaming_diloco(SGD, 4, 2, axis="worker"),
@@ -165,4 +138,6 @@ MEANS = {
 @pytest.mark.parametrize("name", MEANS)
 def test_late_means_wait_for_nothing_of_the_step(name):
   build, wanted = MEANS[name]
-  assert waits(build()) == wanted
+  optimizer = build()
+  state = optimizer.init(PARAMS)
+  assert _waiting.waits(optimizer.update, PARAMS, state, PARAMS) == wanted

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jdist
-from jdist import collectives, transforms
+from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
+from tests.transforms import _waiting
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"a": (3, 7), "b": {"c": (11,), "d": ()}}
@@ -210,6 +211,50 @@ def test_no_collective_waits_for_the_step_or_a_conditional():
   assert not any(c.conditional for c in counted["streamed"])
   # A quarter of 33 elements, in sub-tensors of 3.
   assert sum(c.payload_bytes for c in counted["streamed"]) == 9 * 4
+
+
+ON_THE_WAY = {
+  "fixed": (4, {}, {}),
+  "adaptive": (POLICIES["adaptive"], {}, {"stream_steps": 4}),
+  "late by steps": (4, {"delay_steps": 2}, {"stream_steps": 2}),
+  "adaptive, late by steps": (
+    POLICIES["adaptive"],
+    {"delay_steps": 2},
+    {"stream_steps": 2},
+  ),
+  "reduced": (
+    4,
+    {
+      "reducer": collectives.carry(codecs.TopK(0.5)),
+      "feedback": transforms.ErrorFeedback(),
+    },
+    {},
+  ),
+  "the host ends rounds": (4, {}, {"round_ends": False}),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
+  interval, others, options = ON_THE_WAY[name]
+  optimizer = transforms.local_steps(
+    # A step that one can find again.
+    optax.stateless(lambda updates, _: jax.tree.map(jnp.sin, updates)),
+    interval,
+    axis="worker",
+    delay_rounds=1,
+    stream=transforms.Stream(max_bytes=12),
+    **others,
+  )
+  w = jax.tree.map(jnp.asarray, params())
+  state, loss = optimizer.init(w), jnp.float32(1.0)
+
+  def update(present, state, w):
+    gradients, loss = present
+    return optimizer.update(gradients, state, w, loss=loss, **options)
+
+  assert not _waiting.waits(update, (w, loss), state, w)
+  assert not _waiting.is_held_up("sin", update, (w, loss), state, w)
 
 
 @pytest.mark.smoke
