@@ -1,5 +1,6 @@
 """Update-first order: synchronous SGD, with the mean at the step's start."""
 
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, training, transforms
+from tests.transforms import _waiting
 
 INNER = {
   "momentum": optax.sgd(0.1, momentum=0.9),
@@ -149,6 +151,78 @@ def test_drained_in_between_it_goes_on_alike(share):
       state, _ = run(state, workers.place(batch))
     ends.append(workers.gather(drain(state.params, state.opt_state)[0]))
   jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+# One message each.
+LAYERS = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+
+
+def one_by_one(**options):
+  """A chain whose second message goes when the first has arrived."""
+  return transforms.update_first(
+    optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=1, **options
+  )
+
+
+def begins_after(optimizer, state, name):
+  """Of each message of a step's beginning, whether it waits for a layer."""
+
+  def begin(pending, state):
+    state = state._replace(pending=state.pending | {name: pending})
+    return optimizer.begin(LAYERS, state)
+
+  return _waiting.waiting(begin, LAYERS[name], state)
+
+
+def holds_after(optimizer, state, name):
+  """Of each message of a step's end, whether it waits for a layer."""
+
+  def hold(gradient, others, state):
+    return optimizer.hold(others | {name: gradient}, state)
+
+  return _waiting.waiting(hold, LAYERS[name], LAYERS, state)
+
+
+@pytest.mark.parametrize(
+  ("options", "first", "last"),
+  [({}, "a", "b"), ({"order": "back_first"}, "b", "a")],
+  ids=["by default", "back first"],
+)
+def test_front_layers_are_sent_first_unless_told_otherwise(
+  options, first, last
+):
+  optimizer = one_by_one(**options)
+  state = optimizer.init(LAYERS)
+  assert begins_after(optimizer, state, first) == [True, True]
+  assert begins_after(optimizer, state, last) == [False, True]
+
+
+def test_of_two_halves_the_one_begins_with_the_back_and_one_with_the_front():
+  optimizer = one_by_one(scatter=True)
+  state = one_by_one().init(LAYERS)  # Its own deals out what is pending.
+  assert holds_after(optimizer, state, "b") == [True, True]
+  assert holds_after(optimizer, state, "a") == [False, True]
+  row = jnp.zeros(2)
+
+  def begin(row, number):
+    rows = [jnp.zeros(2), jnp.zeros(2)]
+    rows[number] = row
+    return optimizer.begin(LAYERS, state._replace(pending=tuple(rows)))
+
+  waits = [
+    _waiting.waiting(functools.partial(begin, number=number), row)
+    for number in (0, 1)
+  ]
+  assert waits == [[True, True], [False, True]]
+
+
+def test_by_default_the_front_layers_are_held_back():
+  optimizer = one_by_one(pending=0.5)
+  state = optimizer.init(LAYERS)
+  assert holds_after(optimizer, state, "a") == [False]
+  assert holds_after(optimizer, state, "b") == [True]
+  assert begins_after(optimizer, state, "a") == [True]
+  assert begins_after(optimizer, state, "b") == [False]
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])

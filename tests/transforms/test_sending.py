@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jdist
 from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
-from tests.transforms import _waiting
+from tests.transforms import _reducers, _waiting
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"a": (3, 7), "b": {"c": (11,), "d": ()}}
@@ -255,6 +255,37 @@ def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
 
   assert not _waiting.waits(update, (w, loss), state, w)
   assert not _waiting.is_held_up("sin", update, (w, loss), state, w)
+
+
+@pytest.mark.parametrize(
+  "reducer", [None, _reducers.Plain()], ids=["exact", "reduced"]
+)
+@pytest.mark.parametrize(
+  ("options", "moved"),
+  [({}, 2.0), ({"order": "back_first"}, 4.0)],
+  ids=["by default", "back first"],
+)
+def test_front_layers_arrive_first_unless_told_otherwise(
+  options, moved, reducer
+):
+  # In a round of two steps the front leaf moves by 2, and that behind it by 4.
+  optimizer = transforms.local_steps(
+    optax.sgd(1.0),
+    2,
+    axis=None,
+    delay_rounds=1,
+    reducer=reducer,
+    stream=transforms.Stream(max_bytes=8, **options),
+  )
+  w = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+  gradients = {"a": jnp.full(4, 1.0), "b": jnp.full(4, 2.0)}
+  state, update = optimizer.init(w), jax.jit(optimizer.update)
+  for _ in range(3):
+    updates, state = update(gradients, state, w)
+    w = jdist.apply_updates(w, updates, state)
+  # One half of the message in the second round's first step.
+  found = np.abs(state.pending.arrived["float32"]).ravel()
+  assert sorted(found) == [0.0] * 4 + [moved] * 4
 
 
 @pytest.mark.smoke
