@@ -150,6 +150,38 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
   assert chosen == {4} if policy == "fixed" else len(chosen) >= 2
 
 
+@pytest.mark.parametrize(
+  "policy", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)]
+)
+def test_neither_order_nor_splitting_changes_a_bit(policy):
+  team = collectives.workers(4, substrate="shard_map")
+  streams = (
+    None,
+    transforms.Stream(max_bytes=12, order="back_first"),
+    transforms.Stream(max_bytes=2**20),
+  )
+  with jax.numpy_dtype_promotion("standard"):
+    runs = []
+    for stream in streams:
+      optimizer = transforms.local_steps(
+        INNER["momentum"],
+        POLICIES[policy],
+        axis=team.axis,
+        outer=NESTEROV,
+        delay_rounds=1,
+        stream=stream,
+      )
+      choose = largest if stream else lambda told: None
+      runs.append(Host(optimizer, team).run(*data(24, 4), choose))
+    for (w, state), *others in zip(*runs, strict=True):
+      for same_w, same in others:
+        jax.tree.map(np.testing.assert_array_equal, w, same_w)
+        jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
+        np.testing.assert_array_equal(state.interval, same.interval)
+  assert state.round[0] >= 3
+  assert np.abs(state.anchor["b"]["c"] - params()["b"]["c"]).min() > 0.01
+
+
 def hand_over(told):
   """A host that errs: too slow, too fast, not at all, and changing."""
   del told
