@@ -49,6 +49,9 @@ def optimizers(axis):
     "delay_gradients": transforms.delay_gradients(
       transforms.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis), 2
     ),
+    "update_first": transforms.update_first(
+      optax.sgd(0.05, momentum=0.9), axis=axis
+    ),
     "injected": optax.chain(
       transforms.average_gradients(axis),
       # Without momentum, of which Optax makes float32 out of bfloat16 here.

@@ -52,6 +52,13 @@ def _quick_and_slow():
       yield pytest.param(name, kind, marks=marks)
 
 
+def _assert_gradients_are_pending(state):
+  """Gradients of which each worker has its own."""
+  assert np.asarray(state.opt_state.in_flight).all()
+  held = np.asarray(state.opt_state.pending["kernel"])
+  assert held.any() and (held != held[:1]).any()
+
+
 @pytest.mark.parametrize(("name", "kind"), list(_quick_and_slow()))
 def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
   team = _tiny.team(kind)
@@ -60,6 +67,8 @@ def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
     assert bool(state.opt_state.in_flight[0])
     assert not bool(state.opt_state.synchronized[0])
     assert np.any(np.asarray(state.opt_state.pending.progress["kernel"]))
+  if name == "update_first":  # With gradients that are still to be applied.
+    _assert_gradients_are_pending(state)
   _save(tmp_path, team, state, 7, note="hello")
   found = _restore(tmp_path, team, _tiny.init(team, name))
   assert (found.step, found.metadata) == (7, {"note": "hello"})
@@ -71,7 +80,9 @@ def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["diloco", "msdpu", "typed_key"])
+@pytest.mark.parametrize(
+  "name", ["diloco", "msdpu", "update_first", "typed_key"]
+)
 def test_a_resumed_run_ends_as_one_that_went_through(name, tmp_path):
   team = _tiny.team("shard_map")
   with training.Checkpoints(tmp_path, team) as checkpoints:

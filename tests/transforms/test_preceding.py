@@ -225,6 +225,38 @@ def test_by_default_the_front_layers_are_held_back():
   assert begins_after(optimizer, state, "b") == [False]
 
 
+def test_an_evaluation_sees_the_pending_update():
+  workers = team("vmap")
+
+  def apply(params, model_state, images, *, train):
+    del train
+    hidden = jnp.tanh(images @ params["a"]) @ params["b"]["c"][:, :3].T
+    return hidden + params["b"]["e"], model_state
+
+  random = np.random.default_rng(5)
+  rows = {
+    "image": random.normal(size=(4, 3, 4)).astype(np.float32),
+    "label": np.zeros((4, 3), np.int32),
+    "mask": np.ones((4, 3), np.float32),
+  }
+
+  def losses(chain, num_steps, seen):
+    _, _, state = fit(workers, chain, num_steps)
+    evaluators = [
+      training.Evaluator(workers, apply, [rows], optimizer=given)
+      for given in seen
+    ]
+    return [evaluate(state)["loss"] for evaluate in evaluators]
+
+  simple = transforms.ssgd(INNER["momentum"], axis=workers.axis)
+  first = transforms.update_first(INNER["momentum"], axis=workers.axis)
+  (before,) = losses(simple, 4, [None])
+  (after,) = losses(simple, 5, [None])
+  assert abs(after - before) > 1e-3
+  found = losses(first, 5, [None, first])
+  assert found == pytest.approx([before, after], rel=1e-6)
+
+
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_no_more_are_in_flight_than_stated(in_flight):
   optimizer = transforms.update_first(
