@@ -287,8 +287,28 @@ TABLE = {
     },
   ),
 }
-# On the mesh a reshape crosses the inner axis: `whole`.
+# On the mesh a reshape crosses the inner axis: `whole`.  As a whole, one step
+# late; its halves, and workers that are themselves sharded: test_preceding.
 TABLE |= {
+  "update_first": line(
+    transforms.update_first,
+    {},
+    {"optimizer": MOMENTUM, "max_bytes": 16, "in_flight": 2, "pending": 1.0},
+    whole=True,
+  ),
+  "update_first in halves": line(
+    transforms.update_first,
+    {},
+    {
+      "optimizer": MOMENTUM,
+      "max_bytes": 16,
+      "in_flight": 2,
+      "scatter": True,
+      "pending": 1.0,
+    },
+    whole=True,
+    bound=True,
+  ),
   "mp2": line(
     _chains.predicted, {"rate": 0.1}, {"interval": 3}, "mp2", whole=True
   ),
