@@ -136,10 +136,10 @@ def run(tmp_path, capsys):
   """Runs the command on a small model; gives its rows and what it printed."""
   pytest.importorskip("matplotlib")
 
-  def one(*words):
+  def one(*words, model="mlp"):
     output = tmp_path / "out"
     status = cli.main(
-      ["schedule", "--model", "mlp", "--output", str(output), *words]
+      ["schedule", "--model", model, "--output", str(output), *words]
     )
     out, error = capsys.readouterr()
     assert status == 0, error
@@ -220,6 +220,23 @@ def test_merging_less_sends_in_more_messages(run):
 
 @needs_compiler
 def test_update_first_hides_under_the_forward_pass(run):
+  # Five in six of LeNet's bytes are behind its two convolutions.
+  (row,), _ = run(
+    "--method", "ssgd:first",
+    "--message-mb", "0.05", "--combine-mb", "0", "--in-flight", "4",
+    "--tflop-per-s", "0.01", "--bandwidth-gbit-per-s", "100",
+    "--latency-us", "0", "--launch-us", "0",
+    model="lenet",
+  )  # fmt: skip
+  # 0.76; where the forward pass waits for all of them, next to nothing.
+  assert row["hidden_share"] > 0.5
+  front, *behind = row["messages"]
+  assert front["products"] == 0  # The first layer waits for its own.
+  assert sum(m["products"] > 0 for m in behind) >= len(behind) / 2
+
+
+@needs_compiler
+def test_update_first_sends_what_synchronous_sgd_sends(run):
   rows, _ = run("--method", "ssgd", "ssgd:first", "ssgd:scattered")
   kinds = [[m["kind"] for m in row["messages"]] for row in rows]
   assert kinds[0] == kinds[1] == ["all-reduce"]
