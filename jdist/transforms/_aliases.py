@@ -11,6 +11,7 @@ import optax
 
 from jdist import collectives
 from jdist.transforms import (
+  _agreeing,
   _averaging,
   _checking,
   _correcting,
@@ -31,7 +32,9 @@ def ssgd(
   .. math:: w \leftarrow w + \mathrm{optimizer}(\tfrac1N \sum_i g_i)
 
   Args:
-    optimizer: any Optax optimizer.
+    optimizer: any Optax optimizer; as `loss` and as `value` it gets the
+      workers' mean of what is given, for which 4 bytes more are sent where it
+      uses that.
     axis: the workers' axis: None, a name, or (inner, outer).
 
   Returns:
@@ -40,7 +43,10 @@ def ssgd(
   >>> optimizer = ssgd(optax.adam(1e-3), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
-  return optax.chain(_averaging.average_gradients(axis), optimizer)
+  return optax.chain(
+    _averaging.average_gradients(axis),
+    _agreeing.with_mean_loss(optimizer, axis),
+  )
 
 
 def local_sgd(

@@ -25,7 +25,9 @@ def average_gradients(
 
   As the first element of a chain it makes any Optax optimizer synchronous
   data-parallel training: what follows sees the same numbers on all workers,
-  so parameters and state stay equal to the bit.
+  so parameters and state stay equal to the bit.  Except for a loss, which is
+  each worker's own and passes through: in front of an optimizer that uses it
+  take `ssgd`, which hands it the mean.
 
   With a reducer the mean is taken by fewer bytes, and with a feedback what
   was left out is not lost.  All workers decode the same bytes, so what comes

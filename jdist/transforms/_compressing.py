@@ -14,6 +14,7 @@ import optax
 
 from jdist import codecs, collectives
 from jdist.transforms import (
+  _agreeing,
   _averaging,
   _checking,
   _clipping,
@@ -58,6 +59,7 @@ def qsgd(
   >>> optimizer = qsgd(optax.sgd(0.1), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = collectives.carry(codec, wire=wire)
   return optax.chain(
@@ -96,6 +98,7 @@ def terngrad(
   >>> optimizer = terngrad(optax.sgd(0.1), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   reducer = collectives.carry(codecs.Ternary(), wire=wire)
   return optax.chain(
     _clipping.clip_deviations(deviations),
@@ -133,6 +136,7 @@ def signsgd(
   >>> optimizer = signsgd(optax.sgd(1e-3), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   return optax.chain(
     _averaging.average_gradients(
       axis, collectives.MajorityVote(), _smoothing.Smoothing(momentum)
@@ -170,6 +174,7 @@ def ef_signsgd(
   >>> optimizer = ef_signsgd(optax.sgd(0.1), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   reducer = collectives.carry(codecs.Sign(), wire=wire)
   feedback = _remembering.ErrorFeedback()
   return optax.chain(
@@ -252,6 +257,7 @@ def topk_sgd(
   >>> optimizer = topk_sgd(optax.sgd(0.1), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   reducer = collectives.carry(codecs.TopK(ratio))
   remembered = _remembering.ErrorFeedback() if feedback else None
   return optax.chain(
@@ -293,6 +299,7 @@ def powersgd(
   >>> optimizer = powersgd(optax.sgd(0.1, momentum=0.9), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   _checking.check_structural("rank", rank, minimum=1)
   seed = 0 if seed is None else seed
   _checking.check_structural("seed", seed, minimum=0)
@@ -341,6 +348,7 @@ def dgc(
   >>> optimizer = dgc(optax.sgd(0.1), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
 
   def sparse(ratio: float) -> collectives.Reducer:
     largest = collectives.carry(codecs.SampledTopK(ratio))
@@ -392,6 +400,7 @@ def demo(
   >>> optimizer = demo(optax.sgd(1e-3), axis=None)
   """
   _checking.check_optimizer("optimizer", optimizer)
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
   reducer = collectives.carry(codecs.DCTTopK(chunk, k))
   feedback = _remembering.ErrorFeedback(decay)
   return optax.chain(

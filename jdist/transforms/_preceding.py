@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist import collectives
-from jdist.transforms import _checking, _refusing
+from jdist.transforms import _agreeing, _checking, _refusing
 
 PyTree = Any
 _MEBIBYTE = 2**20
@@ -211,9 +211,7 @@ def update_first(
       )
 
     # A worker's own loss would drive the workers apart.
-    loss = state.loss
-    if axis is not None and _depends(updated, loss):
-      loss = collectives.mean(loss, axis)
+    loss = _agreeing.mean_if_used(updated, state.loss, axis)
     updates, inner = updated(loss)
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
@@ -274,24 +272,6 @@ def update_first(
   made = UpdateFirst(init_fn, update_fn)
   made.begin, made.hold = begin, hold
   return made
-
-
-def _depends(update: Callable[[jax.Array], PyTree], loss: jax.Array) -> bool:
-  """Whether an update uses the loss, as hardly any does.
-
-  Read from the traced update, so that no mean is counted, or waited for, of
-  what nobody asks.
-
-  >>> _depends(lambda loss: 2 * loss, jnp.ones(()))
-  True
-  >>> _depends(lambda loss: jnp.ones(()), jnp.ones(()))
-  False
-  """
-  traced = jax.make_jaxpr(update)(loss).jaxpr
-  used = list(traced.outvars)
-  for equation in traced.eqns:
-    used += equation.invars
-  return any(variable is traced.invars[0] for variable in used)
 
 
 def _parted(

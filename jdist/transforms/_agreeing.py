@@ -1,0 +1,79 @@
+"""Agreeing: what all workers must get alike besides their mean gradients.
+
+Each worker has a loss of its own.  An optimizer that is to stay equal on all of
+them and uses it (a plateau's, a line search's) would drive them apart.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jdist import collectives
+
+PyTree = Any
+# By these names optimizers are given it: ours, and Optax's own.
+_LOSSES = ("loss", "value")
+
+
+def mean_if_used(
+  update: Callable[[jax.Array], PyTree],
+  loss: jax.Array,
+  axis: collectives.Axis,
+) -> jax.Array:
+  """The workers' mean of a loss, or it as it is where an update ignores it.
+
+  Read from the traced update, so that no mean is counted, or waited for, of
+  what nobody asks.
+  """
+  if axis is None or not _depends(update, loss):
+    return loss
+  return collectives.mean(loss, axis)
+
+
+def with_mean_loss(
+  optimizer: optax.GradientTransformation, axis: collectives.Axis
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer behind a mean of gradients, whose loss is a mean as well.
+
+  By the name of `loss` or `value`.  For one that does not use it nothing is
+  sent.
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: PyTree,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, PyTree]:
+    def update(**changed: jax.Array) -> tuple[optax.Updates, PyTree]:
+      given = extra_args | changed
+      return optimizer.update(updates, state, params, **given)
+
+    def agreed(name: str) -> jax.Array:
+      def alone(loss: jax.Array) -> PyTree:
+        return update(**{name: loss})
+
+      return mean_if_used(alone, extra_args[name], axis)
+
+    given = [name for name in _LOSSES if extra_args.get(name) is not None]
+    return update(**{name: agreed(name) for name in given})
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
+
+
+def _depends(update: Callable[[jax.Array], PyTree], loss: jax.Array) -> bool:
+  """Whether an update uses the loss, as hardly any does.
+
+  >>> _depends(lambda loss: 2 * loss, jax.numpy.ones(()))
+  True
+  >>> _depends(lambda loss: jax.numpy.ones(()), jax.numpy.ones(()))
+  False
+  """
+  traced = jax.make_jaxpr(update)(loss).jaxpr
+  used = list(traced.outvars)
+  for equation in traced.eqns:
+    used += equation.invars
+  return any(variable is traced.invars[0] for variable in used)
