@@ -180,8 +180,10 @@ def draw(
   axes.margins(x=0.15, y=0.12)
   axes.set_xlabel(f"MB sent by each worker (N = {some['workers']}), log scale")
   axes.set_ylabel("test accuracy, %")
+  alpha = some["config"].get("alpha")
+  skewed = "" if alpha is None else f" (labels skewed, alpha {alpha:g})"
   axes.set_title(
-    f"{some['config']['dataset']}, {some['config']['model']}, "
+    f"{some['config']['dataset']}{skewed}, {some['config']['model']}, "
     f"{some['config']['epochs']:g} epochs; bars: standard deviation",
     fontsize=11,
   )
