@@ -93,7 +93,9 @@ def update_first(
      state = optimizer.hold(grads, state, loss=loss)
 
   One update is always pending: `drain` applies it, before an evaluation and at
-  the end; going on afterwards changes nothing.
+  the end; going on afterwards changes nothing.  Checkpoints keep it as it is,
+  and go on to the bit.  Nothing may stand around the transformation: as a part
+  of another one its `update` is one step late, which `make_step` refuses.
 
   Args:
     optimizer: any Optax optimizer; it sees the mean gradients, and as `loss`
