@@ -317,7 +317,7 @@ class Preparation:
 
   def unfinished(self, target: pathlib.Path) -> pathlib.Path:
     """Where a training keeps what it needs to go on after it was stopped."""
-    return target.with_name(f"unfinished-{target.name}")
+    return target.with_name(f"unfinished-{target.stem}")
 
   def parted(
     self, seed: int, cut: prediction.Cut

@@ -61,7 +61,7 @@ class Evaluator:
       params, opt_state = state.params, state.opt_state
       if optimizer is not None:
         params, opt_state = transforms.drain(optimizer, opt_state, params)
-      elif _step.holds_back(opt_state):
+      elif transforms.update_pending(opt_state):
         raise ValueError(
           "`optimizer` must be given for a state of `update_first`, whose last "
           "update comes with the next step: without it the parameters are "

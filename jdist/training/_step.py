@@ -79,8 +79,13 @@ def make_step(
       state.model_state,
     )
     if first is not None:
+      if told := [name for name, x in options.items() if x is not None]:
+        raise ValueError(
+          f"`{told[0]}` must be None for `update_first`, which has neither "
+          f"rounds nor a stream, got {options[told[0]]!r}. Leave it out."
+        )
       params, opt_state = first.begin(params, opt_state)
-    elif holds_back(opt_state):
+    elif transforms.update_pending(opt_state):
       raise ValueError(
         "`optimizer` must be what `update_first` gives, with nothing around "
         "it: as a part of another transformation its update is one step late, "
@@ -133,15 +138,6 @@ def make_step(
     return new, metrics
 
   return step
-
-
-def holds_back(opt_state: PyTree) -> bool:
-  """Whether the last step's gradients are still to be applied."""
-
-  def is_one(x: Any) -> bool:
-    return isinstance(x, transforms.UpdateFirstState)
-
-  return any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
 
 
 def _met(

@@ -57,6 +57,7 @@ from jdist.transforms._inspecting import Sharing as Sharing
 from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized
+from jdist.transforms._inspecting import update_pending as update_pending
 from jdist.transforms._leading import lead_step as lead_step
 from jdist.transforms._leading import LeadStepState as LeadStepState
 from jdist.transforms._localizing import local_steps as local_steps

@@ -17,30 +17,18 @@ PyTree = Any
 _LOSSES = ("loss", "value")
 
 
-def mean_if_used(
-  update: Callable[[jax.Array], PyTree],
-  loss: jax.Array,
-  axis: collectives.Axis,
-) -> jax.Array:
-  """The workers' mean of a loss, or it as it is where an update ignores it.
-
-  Read from the traced update, so that no mean is counted, or waited for, of
-  what nobody asks.
-  """
-  if axis is None or not _depends(update, loss):
-    return loss
-  return collectives.mean(loss, axis)
-
-
 def with_mean_loss(
   optimizer: optax.GradientTransformation, axis: collectives.Axis
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer behind a mean of gradients, whose loss is a mean as well.
 
-  By the name of `loss` or `value`.  For one that does not use it nothing is
-  sent.
+  By the name of `loss` or `value`.  Whether the optimizer uses it is read from
+  its traced update, so that no mean is counted, or waited for, of what nobody
+  asks.
   """
   optimizer = optax.with_extra_args_support(optimizer)
+  if axis is None:
+    return optimizer
 
   def update_fn(
     updates: optax.Updates,
@@ -52,14 +40,12 @@ def with_mean_loss(
       given = extra_args | changed
       return optimizer.update(updates, state, params, **given)
 
-    def agreed(name: str) -> jax.Array:
-      def alone(loss: jax.Array) -> PyTree:
-        return update(**{name: loss})
+    def uses(name: str) -> bool:
+      loss = extra_args.get(name)
+      return loss is not None and _depends(lambda x: update(**{name: x}), loss)
 
-      return mean_if_used(alone, extra_args[name], axis)
-
-    given = [name for name in _LOSSES if extra_args.get(name) is not None]
-    return update(**{name: agreed(name) for name in given})
+    used = {name: extra_args[name] for name in _LOSSES if uses(name)}
+    return update(**collectives.mean(used, axis)) if used else update()
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
 

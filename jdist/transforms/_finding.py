@@ -12,6 +12,7 @@ from jdist.transforms import (
   _meeting,
   _preceding,
   _reducing,
+  _searching,
   _stepping,
 )
 
@@ -71,17 +72,11 @@ def rounds_in(state: PyTree) -> Any:
 
 def averages(state: PyTree) -> bool:
   """Whether something in a chain's state brings the workers together."""
-
-  def is_one(x: Any) -> bool:
-    return isinstance(x, _AVERAGING) or has_rounds(x)
-
-  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+  return _searching.contains(
+    state, lambda x: isinstance(x, _AVERAGING) or has_rounds(x)
+  )
 
 
 def holds(state: PyTree) -> bool:
   """Whether there is something that `drain` may have to bring in."""
-
-  def is_one(x: Any) -> bool:
-    return isinstance(x, HOLDING)
-
-  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+  return _searching.contains(state, lambda x: isinstance(x, HOLDING))

@@ -29,6 +29,7 @@ from jdist.transforms import (
   _reducing,
   _remembering,
   _rounds,
+  _searching,
   _sending,
   _sharding,
   _slowing,
@@ -175,6 +176,27 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
     return stream_steps(state)
   ahead = _rounds.two_ahead(found, since_step=0)
   return jnp.stack(ahead, axis=-1).reshape(*jnp.shape(ahead[0]), 2, 2)
+
+
+def update_pending(state: PyTree) -> bool:
+  """Whether the last step's gradients are still to be applied.
+
+  So it is with `update_first`, whose parameters are those of a step before:
+  `drain` brings them up.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    A Python bool, of the kind of state; true before the first step, too.
+
+  >>> optimizer = _preceding.update_first(optax.sgd(0.1), axis=None)
+  >>> update_pending(optimizer.init(1.0))
+  True
+  """
+  return _searching.contains(
+    state, lambda x: isinstance(x, _preceding.UpdateFirstState)
+  )
 
 
 def apply_updates(

@@ -100,8 +100,8 @@ def update_first(
   Args:
     optimizer: any Optax optimizer; it sees the mean gradients, and as `loss`
       the workers' mean of their step's, for which 4 bytes more are sent where
-      it uses that.  What else is given to `update` reaches it as it is, and
-      must be equal on all workers.
+      it uses that.  What else is given to `update`, but for a `value`, reaches
+      it as it is, and must be equal on all workers.
     axis: the workers' axis.
     max_bytes: the size that a sub-tensor should not exceed, see
       `collectives.plan`.
@@ -163,7 +163,8 @@ def update_first(
       "`scatter` deals out flat messages and cannot be used with `specs`. Take "
       "`scatter=False` for workers that are themselves sharded."
     )
-  optimizer = optax.with_extra_args_support(optimizer)
+  # A worker's own loss would drive the workers apart.
+  optimizer = _agreeing.with_mean_loss(optimizer, axis)
 
   def plan(like: PyTree) -> collectives.Plan:  # When a program is traced.
     return collectives.plan(
@@ -205,16 +206,12 @@ def update_first(
     state: UpdateFirstState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, UpdateFirstState]:
     # Selected and not under a conditional, where nothing would overlap.
-    mean = arrived(state, params)
-
-    def updated(loss: jax.Array) -> tuple[optax.Updates, PyTree]:
-      return optimizer.update(
-        mean, state.inner, params, **({"loss": loss} | extra_args)
-      )
-
-    # A worker's own loss would drive the workers apart.
-    loss = _agreeing.mean_if_used(updated, state.loss, axis)
-    updates, inner = updated(loss)
+    updates, inner = optimizer.update(
+      arrived(state, params),
+      state.inner,
+      params,
+      **({"loss": state.loss} | extra_args),
+    )
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
       return jax.tree.map(

@@ -8,9 +8,7 @@ not know, and the host would believe that it was heard.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from jdist.transforms import _stepping
+from jdist.transforms import _searching, _stepping
 
 PyTree = Any
 
@@ -57,8 +55,6 @@ def check_told(
 
 def can_be_told(state: PyTree) -> bool:
   """Whether there is a `local_steps` in a state."""
-
-  def is_one(x: Any) -> bool:
-    return isinstance(x, _stepping.LocalStepsState)
-
-  return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+  return _searching.contains(
+    state, lambda x: isinstance(x, _stepping.LocalStepsState)
+  )

@@ -133,6 +133,32 @@ def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
 
 
+def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
+  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
+  preparation = object.__new__(prepare.Preparation)
+  preparation.options = dataclasses.replace(
+    prepare.config.Config(), fit_samples=8
+  )
+  for number in (64, 6, 2):
+    fronts = np.arange(number, dtype=np.float32)[:, None]
+    monkeypatch.setattr(
+      prepare.Preparation,
+      "parameters",
+      lambda self, seed, fronts=fronts: _Fronts(fronts),
+    )
+    learned, held_out = preparation.parted(0, None)
+    assert sorted([*learned[:, 0], *held_out[:, 0]]) == list(range(number))
+    assert 1 <= len(held_out) <= 8 and held_out.min() >= number // 2
+
+
+class _Fronts:
+  """A set of parameters, as far as its fronts are asked for."""
+
+  def __init__(self, fronts):
+    self.fronts = lambda cut: fronts
+
+
 def test_what_was_prepared_again_counts_once(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
   rows = [

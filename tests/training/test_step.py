@@ -350,6 +350,17 @@ def test_update_first_inside_another_transformation_is_refused(around):
     team.jit(step)(state, team.place(_tiny.batch(0, team.local_workers)))
 
 
+@pytest.mark.parametrize("name", ["round_ends", "stream_steps"])
+def test_update_first_has_nothing_to_be_told(name):
+  team = _tiny.team("vmap")
+  optimizer = transforms.update_first(optax.sgd(0.1), axis=team.axis)
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, _tiny.params())
+  batch = team.place(_tiny.batch(0, team.local_workers))
+  with pytest.raises(ValueError, match=f"`{name}` must be None for `update_f"):
+    team.jit(lambda s, b: step(s, b, **{name: 2}))(state, batch)
+
+
 class _Everything:
   """A cut that leaves nothing to be predicted."""
 
