@@ -363,7 +363,7 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
     "CIFAR-10, LeNet: minutes a run on 2 cores",
     Config(
       dataset="cifar10", other_dataset="mnist", epochs=5.0, warmup_epochs=0.5,
-      rates=(1e-3, 4e-3, 1.6e-2),
+      rates=(1e-3, 4e-3, 1.6e-2), samples_per_epoch=16,
     ),
   ),
   "smoke": (
