@@ -155,14 +155,29 @@ def plan(
 def create(
   directory: pathlib.Path, cuts: Sequence[_cutting.Cut], body: dict[str, Any]
 ) -> None:
-  """Makes the files; the manifest comes last, and says that they are there."""
+  """Makes the files; the manifest comes last, and says that they are there.
+
+  No rows come first: by them what was begun here and stopped, and may be
+  written over, is told from what somebody else has put there.
+  """
   directory.mkdir(parents=True, exist_ok=True)
-  (directory / _ROWS).unlink(missing_ok=True)
-  for cut in cuts:
-    for half in body["halves"]:
-      path = directory / file_of(half, cut)
-      shape = (len(body["steps"]), getattr(cut, f"num_{half}"))
-      np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
+  rows = directory / _ROWS
+  arrays = {
+    directory / file_of(half, cut): (len(body["steps"]), size)
+    for cut in cuts
+    for half, size in (("front", cut.num_front), ("rear", cut.num_rear))
+    if half in body["halves"]
+  }
+  begun = rows.exists() and not rows.stat().st_size
+  foreign = [path.name for path in (rows, *arrays) if path.exists()]
+  if foreign and not begun:
+    raise ValueError(
+      f"`directory` must not hold files of others, but {directory} has "
+      f"{foreign[0]} and no {_MANIFEST}. Choose another directory."
+    )
+  rows.touch()
+  for path, shape in arrays.items():
+    np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
   packages = {"jdist": _version, "jax": jax, "numpy": np}
   sealing.write(
     directory / _MANIFEST,

@@ -246,6 +246,15 @@ def test_damage_is_found(tmp_path):
     prediction.ParameterSet(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["front_01.npy", "rows.jsonl"])
+def test_files_of_others_are_not_written_over(tmp_path, name):
+  (tmp_path / name).write_bytes(b"theirs")
+  with pytest.raises(ValueError, match=f"must not hold files.*has {name}"):
+    collector(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+  assert (tmp_path / name).read_bytes() == b"theirs"
+
+
 def test_what_cannot_be_collected_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`directory` must hold"):
     prediction.ParameterSet(tmp_path)
