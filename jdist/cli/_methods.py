@@ -45,6 +45,7 @@ _OF_ROUNDS = (
   "sparse_loco", "muloco",
 )  # fmt: skip
 USED_BY: dict[str, tuple[str, ...]] = {
+  "interval": _OF_ROUNDS,
   "interval_policy": _OF_ROUNDS,
   "outer_learning_rate": ("diloco", "streaming_diloco", "muloco"),
   "outer_momentum": ("diloco", "streaming_diloco", "muloco"),

@@ -11,15 +11,17 @@ import pytest
 from jdist import cli, training
 
 _TINY = [
-  "--steps", "6", "--workers", "4", "--batch-size", "32", "--interval", "2",
+  "--steps", "6", "--workers", "4", "--batch-size", "32",
   "--evaluate-every-epochs", "0.05", "--warmup-epochs", "0",
 ]  # fmt: skip
+_ROUNDS = [*_TINY, "--interval", "2"]
 
 
 @pytest.mark.smoke
 def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
-  words = ["compare", *_TINY, "--methods", "ssgd", "msdpu", "--seeds", "0", "1"]
-  words += ["--learning-rate", "0.05", "--output", str(tmp_path / "out")]
+  words = ["compare", *_ROUNDS, "--methods", "ssgd", "msdpu"]
+  words += ["--seeds", "0", "1", "--learning-rate", "0.05"]
+  words += ["--output", str(tmp_path / "out")]
   assert cli.main(words) == 0
   out, error = capsys.readouterr()
   assert error == ""  # No progress where nobody looks.
@@ -55,7 +57,7 @@ def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
 
 
 def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
-  words = ["compare", *_TINY, "--methods", "local_sgd", "--seeds", "0"]
+  words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "0"]
   words += ["--learning-rate", "1e-6", "0.1", "--output", str(tmp_path)]
   assert cli.main(words) == 0
   out = capsys.readouterr().out
@@ -69,7 +71,7 @@ def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
 
 def test_train_resumes_by_itself(tmp_path, capsys):
   out, ckpt = str(tmp_path / "out"), str(tmp_path / "ckpt")
-  words = ["train", *_TINY, "--method", "diloco", "--output", out]
+  words = ["train", *_ROUNDS, "--method", "diloco", "--output", out]
   words += ["--checkpoints", ckpt, "--checkpoint-every-epochs", "0.05"]
   assert cli.main(words) == 0
   first = capsys.readouterr().out
