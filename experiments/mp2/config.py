@@ -10,6 +10,7 @@ from typing import Any, Literal
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import comparing
+import jax
 import optax
 from comparing import Run, Variant
 
@@ -199,33 +200,31 @@ def served(
   return up, down
 
 
-def _loaded(
-  run: Run, kind: Kind
-) -> tuple[prediction.Cut, prediction.Predictor, Any]:
+def _prediction(
+  run: Run, kind: Kind = "published", *, predicts: bool = True
+) -> tuple[prediction.Cut, Any, Any]:
+  """A cut, and what predicts behind it, with its parameters.
+
+  One that does not predict leaves the rest as it was drawn.
+  """
   assert isinstance(run.options, Config)
   cut = cut_of(run.options, run.model, kind)
+  if not predicts:
+    _, rest = cut.split(run.model.params)
+    return cut, lambda first, front: first, rest
   path = folder(run.options) / f"predictor-{kind}"
   if not path.exists():
     raise SystemExit(
       f"There is no trained predictor in {path}. Make it with `prepare.py` and "
       "the same preset and options."
     )
-  return (cut, *prediction.load_predictor(path, cut))
+  predictor, params = prediction.load_predictor(path, cut)
+  return cut, predictor.apply, params
 
 
-def _published(run: Run, kind: Kind) -> Chain:
-  cut, predictor, params = _loaded(run, kind)
-  return transforms.mp2(run.inner, cut, predictor.apply, params, axis=run.axis)
-
-
-def _frozen(run: Run) -> Chain:
-  """MP² without a prediction: the rest stays as it was drawn."""
-  assert isinstance(run.options, Config)
-  cut = cut_of(run.options, run.model, "published")
-  _, rest = cut.split(run.model.params)
-  return transforms.mp2(
-    run.inner, cut, lambda first, front: first, rest, axis=run.axis
-  )
+def _mp2(run: Run, kind: Kind = "published", *, predicts: bool = True) -> Chain:
+  cut, predict, params = _prediction(run, kind, predicts=predicts)
+  return transforms.mp2(run.inner, cut, predict, params, axis=run.axis)
 
 
 def _in_bits(run: Run, bits: int) -> Chain:
@@ -269,19 +268,27 @@ def _ours(
   """
   assert isinstance(run.options, Config)
   rank = run.options.rank if rank is None else rank
-  if predicts:
-    cut, predictor, params = _loaded(run, "published")
-    predict = predictor.apply
-  else:
-    cut = cut_of(run.options, run.model, "published")
-    _, params = cut.split(run.model.params)
-
-    def predict(first: Any, front: Any) -> Any:
-      return first
-
+  cut, predict, params = _prediction(run, predicts=predicts)
   rest = _rest(run, rank) if bits is None else _in_bits(run, bits)
   return transforms.predict_rest(
     _in_bits(run, 8), cut, predict, params, axis=run.axis, rest=rest
+  )
+
+
+def _refreshed(run: Run, *, predicts: bool = True) -> Chain:
+  """The front's means, and in turn those of the layers behind it.
+
+  Every 16 steps, in float32; between its turns a layer goes where its worker
+  and the prediction take it.
+  """
+  assert isinstance(run.options, Config)
+  interval, axis = 16, run.axis
+  front = transforms.local_sgd(run.inner, interval, axis=axis)
+  cut, predict, params = _prediction(run, predicts=predicts)
+  layers = len(jax.tree.leaves(cut.split(run.model.params)[1])) // 2
+  rest = transforms.fragment_steps(run.inner, interval, layers, axis=axis)
+  return transforms.predict_rest(
+    front, cut, predict, params, axis=axis, rest=rest
   )
 
 
@@ -325,8 +332,8 @@ def _dgc(run: Run) -> Chain:
 VARIANTS: dict[str, Variant] = {
   "baseline": lambda run: transforms.ssgd(run.inner, axis=run.axis),
   "ours": _ours,
-  "mp2 as published": lambda run: _published(run, "published"),
-  "mp2, nothing predicted": _frozen,
+  "mp2 as published": _mp2,
+  "mp2, nothing predicted": lambda run: _mp2(run, predicts=False),
   "wnn": _wnn,
   "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
     run.inner, 0.01, axis=run.axis
@@ -344,7 +351,11 @@ VARIANTS: dict[str, Variant] = {
   "ours, 2 bits, nothing predicted": lambda run: _ours(
     run, bits=2, predicts=False
   ),
-  "mp2 rank 8, 1 conv": lambda run: _published(run, "rich"),
+  "ours, refreshed": _refreshed,
+  "ours, refreshed, nothing predicted": lambda run: _refreshed(
+    run, predicts=False
+  ),
+  "mp2 rank 8, 1 conv": lambda run: _mp2(run, "rich"),
 }
 
 # The paper's sizes: 8 workers of 125 images, 300 passes.
@@ -355,6 +366,23 @@ _PUBLISHED = Config(
   fit_epochs=30, fit_samples=25, fit_images=125, fit_updates=100,
   nowcast_steps=20_000, evaluations=300,
 )  # fmt: skip
+# What the paper says of one network: the cut, and how its predictor is trained.
+_OF_MODEL: dict[str, dict[str, int]] = {
+  "vgg15": {"cut": 4},
+  "resnet18": {"cut": 10, "fit_samples": 200, "fit_updates": 40},
+  "alexnet": {"cut": 2, "fit_epochs": 5},
+}
+
+
+def _on_gpus(model: str, dataset: str) -> tuple[str, Config]:
+  own = _OF_MODEL[model]
+  return (
+    f"{dataset}, {model} on 8 GPUs, as far as the paper says",
+    dataclasses.replace(
+      _PUBLISHED, dataset=dataset, model=model, rich_cut=own["cut"], **own
+    ),
+  )
+
 
 # Under these names on the command line.
 PRESETS: dict[str, tuple[str, comparing.Config]] = {
@@ -378,24 +406,9 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
       variants=("baseline", "ours"),
     ),
   ),
-  "vgg15-cifar10-gpu": (
-    "CIFAR-10, VGG-15 on 8 GPUs, as far as the paper says",
-    dataclasses.replace(
-      _PUBLISHED, dataset="cifar10", model="vgg15", cut=4, rich_cut=4
-    ),
-  ),
-  "resnet18-cifar10-gpu": (
-    "CIFAR-10, ResNet-18 on 8 GPUs",
-    dataclasses.replace(
-      _PUBLISHED, dataset="cifar10", model="resnet18", cut=10, rich_cut=10,
-      fit_samples=200, fit_updates=40,
-    ),
-  ),
-  "alexnet-cifar100-gpu": (
-    "CIFAR-100, AlexNet on 8 GPUs",
-    dataclasses.replace(
-      _PUBLISHED, dataset="cifar100", model="alexnet", cut=2, rich_cut=2,
-      fit_epochs=5,
-    ),
-  ),
+  **{
+    f"{model}-{dataset}-gpu": _on_gpus(model, dataset)
+    for model in ("vgg15", "resnet18", "alexnet")
+    for dataset in ("cifar10", "cifar100")
+  },
 }  # fmt: skip
