@@ -104,7 +104,10 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   told, traced = {}, {}
   # Optax's schedules and Adam mix floats with integer counts.
   with jax.numpy_dtype_promotion("standard"):
-    for name in ("baseline", "mp2 as published", "mp2, nothing predicted"):
+    for name in (
+      "baseline", "mp2 as published", "mp2, nothing predicted",
+      "ours, refreshed", "ours, refreshed, nothing predicted",
+    ):  # fmt: skip
       run = comparison.prepare(name, 0.01, seed=0)
       trainer = training.Trainer(comparison.workers, run.step)
       batch = next(run.batches.iterate(0))
@@ -123,6 +126,10 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
     assert pushed == 4 * cut.num_front
     assert told[name]["uplink_bytes"] == 10 * pushed
     assert told[name]["both_bytes"] == 10 * (pushed + whole)
+  # In a round each layer goes up and down once.
+  for name in ("ours, refreshed", "ours, refreshed, nothing predicted"):
+    assert told[name]["uplink_bytes"] == 10 * whole
+    assert told[name]["both_bytes"] == 20 * whole
 
 
 def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
