@@ -27,6 +27,12 @@ if importlib.util.find_spec("jax_plugins") is None:
     os.environ.get("PYTEST_XDIST_WORKER", "only"),
   )
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Most tests take longer to compile than to run: LLVM, below XLA's own passes,
+# is asked for less. `.ci/run` has a set that runs as users' programs do.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+  )
 
 import jax
 
