@@ -103,7 +103,7 @@ def run(
             subprocess.Popen(
               command,
               cwd=_ROOT,
-              env=_environment(),
+              env=environment(),
               stdin=subprocess.DEVNULL,
               stdout=log,
               stderr=subprocess.STDOUT,
@@ -129,14 +129,20 @@ def free_port() -> int:
     return int(sock.getsockname()[1])
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+  """For a program on CPUs with as many devices as it asks for itself.
+
+  Of the flags of this process's XLA it has how far programs are optimized, and
+  nothing of this process's virtual devices and threads.
+  """
   paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-  # Not what the parent's virtual devices and thread pool were given.
-  drop = {"XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES"}
+  drop = {"NPROC", "JAX_NUM_CPU_DEVICES"}
   kept = {name: x for name, x in os.environ.items() if name not in drop}
+  flags = os.environ.get("XLA_FLAGS", "").split()
   return kept | {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    "XLA_FLAGS": " ".join(x for x in flags if "optimization_level" in x),
   }
 
 

@@ -1,6 +1,5 @@
 """`jdist bytes`: three counts of what a worker sends."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 
 from jdist import cli
+from tests import _processes
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,6 @@ def test_options_that_cannot_be_used_are_named(words, told, capsys):
 
 
 def test_the_three_counts_agree():
-  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-  # Those of this process are not the command's.
-  environment.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
@@ -42,7 +39,7 @@ def test_the_three_counts_agree():
       "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
       "one_bit_adam", "mp2", "wnn", "--steps", "600", "--cut", "1",
     ],
-    env=environment, capture_output=True, text=True, timeout=600,
+    env=_processes.environment(), capture_output=True, text=True, timeout=600,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   rows = {}

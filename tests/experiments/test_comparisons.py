@@ -1,6 +1,5 @@
 """The comparisons run end to end, as their READMEs say."""
 
-import os
 import pathlib
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import pytest
 
 from jdist import training
+from tests import _processes
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -29,16 +29,10 @@ def copied(name, tmp_path):
 
 
 def run(folder, *command):
-  environment = os.environ | {
-    "PYTHONPATH": str(_ROOT),
-    "JAX_PLATFORMS": "cpu",
-  }
-  # Those of this process are not the experiment's.
-  environment.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [sys.executable, *command],
     cwd=folder,
-    env=environment,
+    env=_processes.environment(),
     capture_output=True,
     text=True,
     timeout=300,
