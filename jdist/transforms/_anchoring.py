@@ -42,6 +42,21 @@ def towards(updates: PyTree, target: PyTree, local: PyTree) -> PyTree:
   )
 
 
+def rounded(product: jax.Array) -> jax.Array:
+  """A product that is rounded before anything is added to it.
+
+  Else a compiler may merge both into one instruction that rounds once, in one
+  form of a program and not in another, and their bits would differ.  It does
+  not see that nothing is selected here, and does so within the same pass over
+  the arrays.  (`optimization_barrier` and `reduce_precision` are gone before
+  LLVM merges, and would cost a pass on GPUs.)
+
+  >>> rounded(jnp.float32(0.7) * jnp.float32(3.0)).item()
+  2.0999999046325684
+  """
+  return jnp.where(product == 0, jnp.zeros_like(product), product)
+
+
 def onto(anchor: PyTree, params: PyTree) -> PyTree:
   """Updates that lead from the parameters to the anchor."""
   return jax.tree.map(

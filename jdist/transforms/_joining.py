@@ -183,7 +183,10 @@ class OneRoundLate:
     # no copy, and what rounding adds to it is sent along as progress.
     held = self._make_sender(state.anchor).own(state.pending).progress
     return jax.tree.map(
-      lambda a, p, w: (a - state.kept * p) - w, state.anchor, held, local
+      lambda a, p, w: (a - _anchoring.rounded(state.kept * p)) - w,
+      state.anchor,
+      held,
+      local,
     )
 
   def join(
@@ -237,7 +240,9 @@ class OneRoundLate:
     keep = jnp.where(late, _anchoring.scalar(rho), 0.0)
     # Without a delay the round's progress is in the anchor already.
     left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), present.progress)
-    target = jax.tree.map(lambda a, p: a - keep * p, state.anchor, left)
+    target = jax.tree.map(
+      lambda a, p: a - _anchoring.rounded(keep * p), state.anchor, left
+    )
     pending = self._make_sender(state.anchor).hold(
       present._replace(progress=left), state.pending, state.reduction
     )

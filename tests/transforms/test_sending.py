@@ -108,11 +108,15 @@ QUICK = {
   ("adaptive", "momentum", "nesterov"),
   ("warm-up", "sgd", "nesterov"),
 }
+# What a worker keeps is a product there that must not be merged with a sum: in
+# a set of programs that are optimized as users' are.
+OPTIMIZED = ("adaptive", "sgd", "mean")
 
 
 def combinations():
   for chosen in itertools.product(POLICIES, INNER, OUTER):
     marks = [] if chosen in QUICK else [pytest.mark.slow]
+    marks = [pytest.mark.smoke] if chosen == OPTIMIZED else marks
     yield pytest.param(*chosen, marks=marks)
 
 
