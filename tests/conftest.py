@@ -9,6 +9,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 
 # Before the backend starts; a GPU, where there is one, has its own tests.
@@ -28,10 +29,14 @@ if importlib.util.find_spec("jax_plugins") is None:
   )
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Most tests take longer to compile than to run: LLVM, below XLA's own passes,
-# is asked for less. `.ci/run` has a set that runs as users' programs do.
+# is asked for less. Slow ones compute, and run as users' programs do, as does
+# the smoke set in `.ci/run`.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+  os.environ["XLA_FLAGS"] = " ".join(
+    (
+      os.environ.get("XLA_FLAGS", ""),
+      f"--xla_backend_optimization_level={3 if 'slow' in sys.argv else 0}",
+    )
   )
 
 import jax
