@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jdist import training
+from tests import _processes
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -17,7 +18,7 @@ def _network(*words, timeout_s=400):
   return subprocess.run(
     (sys.executable, "scripts/slow_network.py", *words),
     cwd=_ROOT,
-    env=os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"},
+    env=_processes.environment(),
     capture_output=True,
     text=True,
     timeout=timeout_s,
