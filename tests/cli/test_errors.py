@@ -86,6 +86,10 @@ _BAD = [
     "`--stream` must be left out for ssgd, cocod, which does not use it",
   ),
   ("train --rank 3", "`--rank` must be left out for msdpu"),
+  (
+    "train --method ssgd --interval 4",
+    "`--interval` must be left out for ssgd, which does not use it, got 4",
+  ),
   ("train --nowcast-steps 0", "`--nowcast-steps` must be at least 1, got 0"),
   (
     "train --method mp2 --predictor none",
