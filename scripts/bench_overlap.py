@@ -72,7 +72,10 @@ def main() -> None:
   parser.add_argument("--width", type=int, default=1024)
   parser.add_argument("--batch-size", type=int, default=2048)
   parser.add_argument("--interval", type=int, default=4)
-  parser.add_argument("--blocks", type=int, default=5)
+  parser.add_argument("--blocks", type=int, default=10)
+  parser.add_argument(
+    "--kinds", nargs="+", default=None, help="of steps; none: all of them"
+  )
   parser.add_argument("--steps", type=int, default=4, help="in a block")
   parser.add_argument("--rate", default="100mbit", help="for the row only")
   parser.add_argument("--output", default=None)
@@ -101,6 +104,10 @@ def main() -> None:
   )
   loss = training.classification_loss(model.apply)
   chains = _chains(team.axis, options.interval)
+  kinds = list(chains)[1:] if options.kinds is None else options.kinds
+  if unknown := set(kinds) - set(chains):
+    parser.error(f"--kinds must be of {list(chains)}; got {sorted(unknown)}")
+  chains = {name: chains[name] for name in ("computation", *kinds)}
   states, programs, sent = {}, {}, {}
   for name, chain in chains.items():
     step = training.make_step(loss, chain, axis=team.axis)
@@ -131,7 +138,7 @@ def main() -> None:
         jax.block_until_ready(metrics)
     return (time.perf_counter() - started_s) / options.steps
 
-  names = ["computation", "communication", *list(chains)[1:]]
+  names = ["computation", "communication", *kinds]
   times: dict[str, list[float]] = {name: [] for name in names}
   for turn in range(options.blocks + -(-options.interval // options.steps)):
     for name in names:
