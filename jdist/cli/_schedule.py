@@ -233,21 +233,7 @@ def _read(
 ) -> _telling.Found:
   """Compiles a method's step and forecasts it."""
   start_s = time.monotonic()
-  optimizer = _optimizer(method, options, workers.axis)
-  state = training.abstract_state(
-    workers, optimizer, task.model.params, task.model.state
-  )
-  streamed = _split(method)[1] == "streamed"
-  chosen: dict[str, Any] = {}
-  if streamed:
-    chosen["stream_steps"] = options.interval
-  told: list[dict[str, Any]] = [{}]
-  if options.host_rounds and _methods.can_be_told(state):
-    told = [{"round_ends": True}, {"round_ends": False}]
-  programs = [
-    _compile(optimizer, state, chosen | more, options, task, workers)
-    for more in told
-  ]
+  programs = _programs(method, options, task, workers)
   compile_s = time.monotonic() - start_s
   texts = [program.as_text() for program in programs]
   meeting = training.forecast(texts[0], device, link)
@@ -259,10 +245,37 @@ def _read(
     method,
     meeting,
     between,
-    1 if every_step and not streamed else options.interval,
+    1 if every_step and not _streamed(method) else options.interval,
     max(_memory_bytes(program) for program in programs),
     compile_s,
   )
+
+
+def _streamed(method: str) -> bool:
+  return _split(method)[1] == "streamed"
+
+
+def _programs(
+  method: str,
+  options: _options.Schedule,
+  task: Task,
+  workers: collectives.Workers,
+) -> list[Any]:
+  """A method's step, compiled; of rounds that the host ends both of it."""
+  optimizer = _optimizer(method, options, workers.axis)
+  state = training.abstract_state(
+    workers, optimizer, task.model.params, task.model.state
+  )
+  chosen: dict[str, Any] = {}
+  if _streamed(method):
+    chosen["stream_steps"] = options.interval
+  told: list[dict[str, Any]] = [{}]
+  if options.host_rounds and _methods.can_be_told(state):
+    told = [{"round_ends": True}, {"round_ends": False}]
+  return [
+    _compile(optimizer, state, chosen | more, options, task, workers)
+    for more in told
+  ]
 
 
 def _memory_bytes(program: Any) -> int:

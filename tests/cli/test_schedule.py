@@ -295,7 +295,7 @@ def test_operations_are_those_that_are_known(model, giga_flops):
   options = _options.Schedule(model=model, batch_size=2)
   described = collectives.describe_gpus("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
-  program = _schedule._compile(
+  (program,) = _schedule._programs(
     "ssgd", options, _schedule._task(options), workers
   )
   events = collectives.read_schedule(program)
