@@ -105,9 +105,13 @@ def main() -> None:
   loss = training.classification_loss(model.apply)
   chains = _chains(team.axis, options.interval)
   kinds = list(chains)[1:] if options.kinds is None else options.kinds
-  if unknown := set(kinds) - set(chains):
-    parser.error(f"--kinds must be of {list(chains)}; got {sorted(unknown)}")
-  chains = {name: chains[name] for name in ("computation", *kinds)}
+  if unknown := set(kinds) - set(list(chains)[1:]):
+    parser.error(
+      f"--kinds must be of {list(chains)[1:]}, got {sorted(unknown)}"
+    )
+  # All sent bytes are told as parts of the synchronous step's.
+  built = {"computation", "ssgd", *kinds}
+  chains = {name: chain for name, chain in chains.items() if name in built}
   states, programs, sent = {}, {}, {}
   for name, chain in chains.items():
     step = training.make_step(loss, chain, axis=team.axis)
