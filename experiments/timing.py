@@ -5,15 +5,20 @@ that this is the cost of encoding, decoding and updating.  Methods take turns;
 what is kept is the median of paired ratios to the synchronous variant, beside
 that of this to itself, which is the noise of the machine.  Reports model the
 time over links from it.
+
+Where `scripts/slow_network.py` runs it on several hosts, each has as many of
+the workers, and what they send goes over its links: a step then is measured
+whole, beside that of workers who send nothing.
 """
 
 import dataclasses
+import os
 import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import comparing
 import jax
@@ -22,6 +27,25 @@ import tyro
 from jdist import cluster, collectives, training
 
 _STEPS = 8  # With one round's end in them.
+# The workers' own optimizer, and nothing sent.
+_ALONE = "computation"
+
+
+class Link(NamedTuple):
+  """Between hosts, see `scripts/slow_network.py`.
+
+  Attributes:
+    hosts: how many there are.
+    bits_per_s: of every host's link.
+  """
+
+  hosts: int
+  bits_per_s: float
+
+  @property
+  def name(self) -> str:
+    """As rows and files of rows are called."""
+    return f"{self.hosts}x{self.bits_per_s / 1e6:g}mbit"
 
 
 def measure(
@@ -31,6 +55,7 @@ def measure(
   *,
   base: str = "ssgd",
   blocks: int = 9,
+  link: Link | None = None,
 ) -> list[dict[str, Any]]:
   """A row for each variant.
 
@@ -40,64 +65,95 @@ def measure(
     comparison_type: what prepares them.
     base: the synchronous one.
     blocks: how often each variant has its turn.
+    link: between the hosts whose workers these are; None for one machine.
   """
   names = [*(options.variants or variants)]
   again = f"{base} again"
-  variants = variants | {again: variants[base]}
+  variants = variants | {again: variants[base], _ALONE: lambda run: run.inner}
   names = [base, again, *(name for name in names if name != base)]
+  if link is not None:
+    names.append(_ALONE)
   comparison = comparison_type(options, variants)
   rate = options.rates[len(options.rates) // 2]
-  workers, runs, sent = comparison.workers, {}, {}
-  for name in names:
-    run = comparison.prepare(name, rate, seed=0)
-    batch = workers.place(next(run.batches.iterate(0)))
-    program = workers.jit(run.step, donate_argnums=0)
-    program = program.lower(run.state, batch).compile()
-    runs[name] = [program, run.state, batch]
-    sent[name] = collectives.read_collectives(program)
+  turns = {name: _Turn(comparison, name, rate) for name in names}
   found: dict[str, list[float]] = {name: [] for name in names}
-  for turn in range(blocks + 1):  # The first is to get warm.
-    for name, (program, state, batch) in runs.items():
-      started_s = time.perf_counter()
-      for _ in range(_STEPS):
-        state, metrics = program(state, batch)
-        jax.block_until_ready(metrics)
-      runs[name][1] = state
-      if turn:
-        found[name].append((time.perf_counter() - started_s) / _STEPS)
-  rows = []
+  for block in range(blocks + 1):  # The first is to get warm.
+    for name, turn in turns.items():
+      seconds = turn.take()
+      if block:
+        found[name].append(seconds)
   # No variants, as each has its row, and nobody's folders.
   told = {
     key: value
     for key, value in dataclasses.asdict(options).items()
     if key not in ("variants", "cache")
   }
+  rows = []
   for name in names:
     ratios = [
       mine / theirs
       for mine, theirs in zip(found[name], found[base], strict=True)
     ]
-    rows.append(
-      training.make_row(
-        told | {"blocks": blocks},
-        0,
-        method=name,
-        workers=options.workers,
-        step_s=statistics.median(found[name]),
-        ratio=statistics.median(ratios),
-        quartiles=statistics.quantiles(ratios, n=4)[::2],
-        messages_per_step=_messages(sent[name], conditional=False),
-        messages_per_round=_messages(sent[name], conditional=True),
-      )
+    row = training.make_row(
+      told | {"blocks": blocks},
+      0,
+      method=name,
+      workers=options.workers,
+      step_s=statistics.median(found[name]),
+      ratio=statistics.median(ratios),
+      quartiles=statistics.quantiles(ratios, n=4)[::2],
+      messages_per_step=_messages(turns[name].messages, conditional=False),
+      messages_per_round=_messages(turns[name].messages, conditional=True),
     )
-    row = rows[-1]
     low, high = row["quartiles"]
-    print(
-      f"{name:30s} {1e3 * row['step_s']:6.1f} ms, {row['ratio']:.3f} of {base} "
-      f"({low:.3f} to {high:.3f})",
-      flush=True,
+    line = (
+      f"{name:32s} {1e3 * row['step_s']:6.1f} ms, {row['ratio']:.3f} of {base} "
+      f"({low:.3f} to {high:.3f})"
     )
+    if link is not None:
+      sent = turns[name].sent_bytes()
+      alone_s = statistics.median(found[_ALONE])
+      # As reports have it: nothing hidden, and no method's own computation.
+      modelled_s = alone_s + 8 * sent / link.bits_per_s
+      row |= link._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
+      line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
+    rows.append(row)
+    if not jax.process_index():
+      print(line, flush=True)
   return rows
+
+
+class _Turn:
+  """A variant's program, and how far it is."""
+
+  def __init__(
+    self, comparison: comparing.Comparison, variant: str, rate: float
+  ):
+    run, workers = comparison.prepare(variant, rate, seed=0), comparison.workers
+    self.state = run.state
+    self.batch = workers.place(next(run.batches.iterate(0)))
+    program = workers.jit(run.step, donate_argnums=0)
+    self.program = program.lower(self.state, self.batch).compile()
+    self.messages = collectives.read_collectives(self.program)
+    trainer = training.Trainer(workers, run.step)
+    self.traffic = trainer.traffic(self.state, self.batch)
+    self.steps, self.rounds = 0, 0
+
+  def take(self) -> float:
+    """Runs a block; seconds a step."""
+    started_s = time.perf_counter()
+    for _ in range(_STEPS):
+      self.state, metrics = self.program(self.state, self.batch)
+      jax.block_until_ready(metrics)
+    seconds = time.perf_counter() - started_s
+    self.steps += _STEPS
+    # The same for all workers; of an array of several hosts each has its own.
+    self.rounds = int(metrics["rounds"].addressable_data(0).ravel()[0])
+    return seconds / _STEPS
+
+  def sent_bytes(self) -> float:
+    """What a worker has sent in a step, the mean of those taken."""
+    return self.traffic.sent_bytes(self.steps, self.rounds) / self.steps
 
 
 def _messages(
@@ -129,7 +185,32 @@ def main(
   """Measures the preset that the command line names; see `comparing.main`."""
   chosen = tyro.extras.overridable_config_cli(presets)
   preset = next(word for word in sys.argv[1:] if word in presets)
-  path = folder / "results" / f"{preset}-times.jsonl"
-  measured = measure(chosen, variants, comparison_type, base=base)
+  link = _join(chosen.workers)
+  measured = measure(chosen, variants, comparison_type, base=base, link=link)
+  if jax.process_index():
+    return
+  name = "times" if link is None else link.name
+  path = folder / "results" / f"{preset}-{name}.jsonl"
   path.unlink(missing_ok=True)
   training.append_rows(path, measured)
+
+
+def _join(workers: int) -> Link | None:
+  """Joins the hosts, if there are several."""
+  if "JDIST_COORDINATOR" not in os.environ:
+    return None
+  hosts = int(os.environ["JDIST_PROCESSES"])
+  if workers % hosts:
+    raise SystemExit(
+      f"`--workers` must be a multiple of the {hosts} hosts, got {workers}."
+    )
+  # One thread for the computation: another is to be free for the network.
+  flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+  collectives.start_processes(
+    os.environ["JDIST_COORDINATOR"],
+    hosts,
+    int(os.environ["JDIST_PROCESS"]),
+    cpu_devices_per_process=workers // hosts,
+  )
+  return Link(hosts, float(os.environ.get("JDIST_BITS_PER_S", "inf")))

@@ -10,6 +10,7 @@ them, with these variables in its environment:
     JDIST_COORDINATOR   address and port of host 0, for `jax.distributed`
     JDIST_PROCESS       the host's number
     JDIST_PROCESSES     how many there are
+    JDIST_BITS_PER_S    the rate of every link, where there is a limit
 
 Needs root, `ip` and `tc`.  All that it makes it removes again, and it touches
 no other namespace: nothing is routed out of these.
@@ -104,15 +105,24 @@ def network(
       shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
 
 
-def run(names: list[str], command: list[str], timeout_s: float) -> int:
+def run(
+  names: list[str], command: list[str], rate: str, timeout_s: float
+) -> int:
   """Runs a command on all hosts; the highest exit status."""
   started = []
+  limit = {}
+  if rate != "none":
+    limit = {"JDIST_BITS_PER_S": f"{8 * _bytes_per_s(rate):.0f}"}
   for i, name in enumerate(names):
-    environment = os.environ | {
-      "JDIST_COORDINATOR": f"10.77.0.1:{_PORT}",
-      "JDIST_PROCESS": str(i),
-      "JDIST_PROCESSES": str(len(names)),
-    }
+    environment = (
+      os.environ
+      | limit
+      | {
+        "JDIST_COORDINATOR": f"10.77.0.1:{_PORT}",
+        "JDIST_PROCESS": str(i),
+        "JDIST_PROCESSES": str(len(names)),
+      }
+    )
     # A host name of its own: gloo binds to what that resolves to.
     script = 'hostname "$0" && exec "$@"'
     words = ("ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c")
@@ -166,7 +176,7 @@ def main() -> None:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   prefix = f"jd{os.getpid() % 100000}"
   with network(options.hosts, options.rate, options.delay_ms, prefix) as names:
-    status = run(names, command, options.timeout_s)
+    status = run(names, command, options.rate, options.timeout_s)
   raise SystemExit(status)
 
 

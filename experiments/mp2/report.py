@@ -152,6 +152,33 @@ def time_table(runs: Runs, times: dict[str, Row], accuracy: float) -> str:
   return "\n".join(lines)
 
 
+def link_table(runs: Runs, measured: list[Row], accuracy: float) -> str:
+  """Markdown: steps as measured over real links, and the time of so many."""
+  times = {row["method"]: row for row in measured}
+  some = times[_BASE]
+  lines = [
+    f"| variant, {some['hosts']} hosts, links of "
+    f"{some['bits_per_s'] / 1e6:g} Mbit/s | ms a step | of {_BASE}'s "
+    f"| modelled ms | to {accuracy:g} % |",
+    "|---|---|---|---|---|",
+  ]
+  base_steps = steps_to(runs[_BASE], accuracy)
+  for method, row in times.items():
+    low, high = row["quartiles"]
+    steps = steps_to(runs[method], accuracy) if method in runs else None
+    told = ""
+    if steps is not None:
+      told = f"{steps * row['step_s']:.0f} s"
+      if method != _BASE and base_steps is not None:
+        ratio = row["ratio"] * steps / base_steps
+        told += f" ({100 * (ratio - 1):+.0f} %)"
+    lines.append(
+      f"| {method} | {1e3 * row['step_s']:.1f} | {row['ratio']:.3f} ({low:.3f} "
+      f"to {high:.3f}) | {1e3 * row['modelled_s']:.1f} | {told} |"
+    )
+  return "\n".join(lines)
+
+
 def draw(runs: Runs, path: pathlib.Path) -> None:
   """Accuracy against the bytes of a step in both directions."""
   import matplotlib
@@ -272,9 +299,12 @@ def main(folder: pathlib.Path) -> None:
   if measured.exists():
     times = {row["method"]: row for row in training.read_rows(measured)}
   mean, spread = _accuracy(runs[_BASE])
+  links = [training.read_rows(p) for p in results.glob(f"{name}-*bit.jsonl")]
   for accuracy in chosen.accuracy or [mean - spread]:
     print(f"\nTo {accuracy:.2f} %:\n")
     print(time_table(runs, times, accuracy))
+    for found in sorted(links, key=lambda rows: rows[0]["bits_per_s"]):
+      print(f"\n{link_table(runs, found, accuracy)}")
   draw(runs, results / f"{name}.png")
   for workers, found in others:
     print(f"\nWith {workers} workers:\n")

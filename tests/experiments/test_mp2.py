@@ -144,6 +144,32 @@ def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
 
 
+def test_steps_over_a_link_make_the_time_to_an_accuracy(monkeypatch):
+  report = load("mp2_report", "mp2/report.py", monkeypatch)
+
+  def reached(step):
+    return [{"curve": [{"step": step, "accuracy": 0.8}]}]
+
+  def measured(method, step_s, ratio):
+    return {
+      "method": method, "hosts": 8, "bits_per_s": 1e7, "step_s": step_s,
+      "ratio": ratio, "quartiles": [ratio, ratio], "modelled_s": step_s,
+    }  # fmt: skip
+
+  table = report.link_table(
+    {"baseline": reached(40), "ours": reached(60), "worse": reached(90)},
+    [
+      measured("baseline", 0.5, 1.0),
+      measured("ours", 0.2, 0.5),  # By blocks; medians alone would say 0.4.
+      measured("computation", 0.1, 0.2),
+    ],
+    80.0,
+  )
+  assert "8 hosts, links of 10 Mbit/s" in table
+  times = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
+  assert times == ["20 s", "12 s (-25 %)", ""]
+
+
 def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
   monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)

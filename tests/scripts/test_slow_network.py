@@ -10,6 +10,7 @@ import pytest
 
 from jdist import training
 from tests import _processes
+from tests.experiments import test_comparisons
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -55,6 +56,33 @@ def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
   assert steps["ssgd"]["over_none_hidden"] > 0.9
   for name in ("streamed H=1", "streamed H=4"):
     assert steps[name]["over_all_hidden"] <= 1.15, steps
+
+
+@pytest.mark.slow
+def test_steps_of_a_comparison_are_measured_over_links(tmp_path):
+  if not _can():
+    pytest.skip("needs root and network namespaces")
+  pytest.importorskip("sklearn")
+  folder = test_comparisons.copied("compression", tmp_path)
+  done = _network(
+    "--hosts", "2", "--rate", "1mbit", "--",
+    sys.executable, str(folder / "times.py"), "smoke",
+    "--variants", "ssgd", "int4 + feedback",
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  rows = training.read_rows(folder / "results" / "smoke-2x1mbit.jsonl")
+  named = {row["method"]: row for row in rows}
+  assert list(named) == ["ssgd", "ssgd again", "int4 + feedback", "computation"]
+  assert {(row["hosts"], row["bits_per_s"]) for row in rows} == {(2, 1e6)}
+  # One of the hosts told, and nothing is faster than its bytes allow: a link
+  # lets 128 KiB through at once, less than the eight steps of a block.
+  assert done.stdout.count("ssgd again") == 1
+  assert named["computation"]["sent_bytes"] == 0
+  synchronous, other = named["ssgd"], named["int4 + feedback"]
+  block = 8 * synchronous["sent_bytes"]
+  assert block > 2**18
+  assert 8 * synchronous["step_s"] >= 8 * (block - 2**17) / 1e6
+  assert other["step_s"] < 0.7 * synchronous["step_s"]
 
 
 def test_a_command_must_be_given():
