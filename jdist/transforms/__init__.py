@@ -50,14 +50,14 @@ from jdist.transforms._inspecting import anchor as anchor
 from jdist.transforms._inspecting import apply_updates as apply_updates
 from jdist.transforms._inspecting import interval as interval
 from jdist.transforms._inspecting import nonfinite_rounds as nonfinite_rounds
-from jdist.transforms._inspecting import register_shared as register_shared
 from jdist.transforms._inspecting import rounds as rounds
 from jdist.transforms._inspecting import rounds_ahead as rounds_ahead
-from jdist.transforms._inspecting import Sharing as Sharing
-from jdist.transforms._inspecting import sharing as sharing
 from jdist.transforms._inspecting import stream_steps as stream_steps
 from jdist.transforms._inspecting import synchronized as synchronized
 from jdist.transforms._inspecting import update_pending as update_pending
+from jdist.transforms._labelling import register_shared as register_shared
+from jdist.transforms._labelling import Sharing as Sharing
+from jdist.transforms._labelling import sharing as sharing
 from jdist.transforms._leading import lead_step as lead_step
 from jdist.transforms._leading import LeadStepState as LeadStepState
 from jdist.transforms._localizing import local_steps as local_steps

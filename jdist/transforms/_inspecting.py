@@ -1,12 +1,11 @@
-"""What a training loop asks of a state: the anchor, rounds, what is shared.
+"""What a training loop asks of a state: the anchor, rounds, what is pending.
 
 These work on the state of any chain, however deep the transformation that
 knows the answer stands in it, inside jit or outside, for one worker's arrays
 or for all workers' arrays `[workers, ...]`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +13,11 @@ import optax
 
 from jdist.transforms import (
   _anchoring,
-  _averaging,
-  _controlling,
-  _correcting,
-  _delaying,
   _finding,
-  _fragmenting,
-  _freezing,
-  _leading,
-  _meeting,
   _preceding,
-  _predicting,
-  _pulling,
-  _reducing,
-  _remembering,
   _rounds,
   _searching,
-  _sending,
   _sharding,
-  _slowing,
-  _stepping,
-  _streaming,
 )
 
 PyTree = Any
@@ -240,221 +223,3 @@ def apply_updates(
     local.anchor,
     moved(),
   )
-
-
-class Sharing(NamedTuple):
-  """Which leaves are equal on all workers.
-
-  Attributes:
-    params: whether the parameters are, at every step.
-    state: a tree of bools like the optimizer's state.
-  """
-
-  params: bool
-  state: PyTree
-
-
-# Fields of our states that are equal on all workers, besides those found by
-# walking into the rest.
-_SHARED_FIELDS: dict[type, frozenset[str]] = {
-  _stepping.LocalStepsState: frozenset(
-    {
-      "step",
-      "round",
-      "round_step",
-      "interval",
-      "next_interval",
-      "synchronized",
-      "anchor",
-      "outer",
-      "interval_state",
-      "in_flight",
-      "kept",
-      "stream_steps",
-      "arrived_loss",
-    }
-  ),
-  _sending.StreamState: frozenset({"arrived", "position"}),
-  _streaming.PartsState: frozenset({"arrived", "mean_loss", "position"}),
-  _delaying.DelayGradientsState: frozenset({"step"}),
-  _correcting.PullToAnchorState: frozenset({"step"}),
-  _meeting.RoundsState: frozenset(
-    {
-      "step",
-      "round",
-      "round_step",
-      "interval",
-      "next_interval",
-      "synchronized",
-      "anchor",
-      "interval_state",
-      "kept",
-    }
-  ),
-  _pulling.LateAnchorState: frozenset({"velocity"}),
-  _controlling.VariatesState: frozenset({"shared", "distance"}),
-  _slowing.SlowMomentumState: frozenset({"velocity", "learning_rate"}),
-  _leading.LeadStepState: frozenset(
-    {
-      "step",
-      "round",
-      "interval",
-      "synchronized",
-      "anchor",
-      "outer",
-      "in_flight",
-      "kept",
-    }
-  ),
-  _fragmenting.FragmentsState: frozenset(
-    {
-      "step",
-      "round",
-      "interval",
-      "synchronized",
-      "anchor",
-      "outer",
-      "kept",
-      "drained_step",
-    }
-  ),
-  _reducing.ReductionState: frozenset({"step", "shared"}),
-  _remembering.EF21State: frozenset({"mean"}),
-}
-
-# Wrappers that hand on what their one inner transformation returns.
-_TRANSPARENT: dict[type, frozenset[str]] = {
-  optax.InjectStatefulHyperparamsState: frozenset(
-    {"count", "hyperparams", "hyperparams_states"}
-  ),
-  _delaying.DelayGradientsState: frozenset({"step"}),
-}
-
-
-def register_shared(state_type: type, fields: frozenset[str]) -> None:
-  """Declares which fields of a state are equal on all workers.
-
-  For transformations outside jdist; what is not declared counts as each
-  worker's own, which is always right and costs checkpoints space.
-
-  Args:
-    state_type: the NamedTuple of the state.
-    fields: names of the fields.
-  """
-  unknown = set(fields) - set(state_type._fields)  # type: ignore[attr-defined]
-  if unknown:
-    raise ValueError(
-      f"`fields` must be fields of {state_type.__name__}, got {unknown}."
-    )
-  _SHARED_FIELDS[state_type] = frozenset(fields)
-
-
-def sharing(state: PyTree) -> Sharing:
-  """Says which leaves of a state are equal on all workers.
-
-  Behind `average_gradients` in a chain everything is, with a reducer too: the
-  parameters begin equal, and all workers do the same to them.  Of the local
-  steps' state the anchor, the outer optimizer and the counters are; the rest
-  is each worker's own.  Optax's other wrappers are walked into but never
-  trusted to keep the parameters equal.
-
-  Args:
-    state: the optimizer's state, or its shapes.
-
-  Returns:
-    The answer; a checkpoint stores shared leaves once.
-
-  >>> optimizer = optax.chain(
-  ...   optax.trace(0.9), _averaging.average_gradients(None), optax.trace(0.9)
-  ... )
-  >>> told = sharing(optimizer.init(jnp.array(0.0)))
-  >>> told.params, [s.trace for s in (told.state[0], told.state[2])]
-  (True, [False, True])
-  """
-  labels, out = _walk(state, False)
-  return Sharing(out, labels)
-
-
-def _walk(state: PyTree, shared: bool) -> tuple[PyTree, bool]:
-  """Labels a state whose incoming updates are `shared` or not.
-
-  Returns:
-    The labels, and whether the outgoing updates are shared.
-  """
-  if isinstance(state, _averaging.AverageGradientsState):
-    return state, True
-  if isinstance(state, _reducing.ReductionState):
-    return _reduction_labels(state), True
-  if isinstance(state, _freezing.FrozenAdamState):
-    return _freezing.FrozenAdamState(
-      step=True,  # type: ignore[arg-type]
-      mu=_all(state.mu, True),
-      nu=_all(state.nu, True),
-      reduction=_reduction_labels(state.reduction),
-    ), True
-  if isinstance(state, _predicting.PredictRestState):
-    return _predict_rest_labels(state)
-  if isinstance(state, _preceding.UpdateFirstState):
-    return _preceding.UpdateFirstState(
-      pending=_all(state.pending, False),
-      in_flight=True,  # type: ignore[arg-type]
-      loss=False,  # type: ignore[arg-type]
-      inner=_walk(state.inner, True)[0],
-    ), True
-  if type(state) is tuple:  # A chain: one after the other.
-    labels = []
-    for element in state:
-      label, shared = _walk(element, shared)
-      labels.append(label)
-    return tuple(labels), shared
-  if isinstance(state, dict):  # Not in order: each for itself.
-    each = {k: _walk(v, shared)[0] for k, v in state.items()}
-    return type(state)(each), shared
-  fields = getattr(state, "_fields", None)
-  if fields is None:
-    return _all(state, shared), shared
-  known = _SHARED_FIELDS.get(type(state), frozenset())
-  transparent = _TRANSPARENT.get(type(state))
-  walked, outgoing = {}, shared
-  for field in fields:
-    value = getattr(state, field)
-    if field in known or (transparent is not None and field in transparent):
-      walked[field] = _all(value, True)
-    elif _finding.has_rounds(state):
-      # Inner steps are each worker's own, even behind an average: the
-      # parameters they see are.
-      inside = field != "inner" and type(value) in _SHARED_FIELDS
-      walked[field] = _walk(value, False)[0] if inside else _all(value, False)
-    else:
-      walked[field], out = _walk(value, shared)
-      if transparent is not None:
-        outgoing = outgoing or out
-  return type(state)(**walked), outgoing
-
-
-def _reduction_labels(
-  state: _reducing.ReductionState,
-) -> _reducing.ReductionState:
-  # What a worker keeps is its own even where what comes in is not: random
-  # numbers and owned parts differ.
-  return _reducing.ReductionState(
-    step=True,  # type: ignore[arg-type]
-    shared=_all(state.shared, True),
-    own=_all(state.own, False),
-    feedback=_walk(state.feedback, False)[0],
-  )
-
-
-def _predict_rest_labels(
-  state: _predicting.PredictRestState,
-) -> tuple[_predicting.PredictRestState, bool]:
-  # All is, but what the two transformations keep for themselves.
-  front, front_is = _walk(state.front, False)
-  rest, rest_is = _walk(state.rest, False) if state.rest else ((), True)
-  labels = _all(state._replace(front=(), rest=()), True)
-  return labels._replace(front=front, rest=rest), front_is and rest_is
-
-
-def _all(tree: PyTree, label: bool) -> PyTree:
-  mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
-  return jax.tree.map(mark, tree)
