@@ -62,14 +62,14 @@ from jdist.prediction._counting import Traffic as Traffic
 from jdist.prediction._counting import traffic as traffic
 from jdist.prediction._cutting import Cut as Cut
 from jdist.prediction._cutting import cut as cut
-from jdist.prediction._cutting import Layer as Layer
-from jdist.prediction._cutting import Leaf as Leaf
 from jdist.prediction._fitting import Epoch as Epoch
 from jdist.prediction._fitting import fit_predictor as fit_predictor
 from jdist.prediction._fitting import FittedPredictor as FittedPredictor
 from jdist.prediction._fitting import PredictorFit as PredictorFit
 from jdist.prediction._jumping import nowcast_weights as nowcast_weights
 from jdist.prediction._jumping import NowcastState as NowcastState
+from jdist.prediction._layering import Layer as Layer
+from jdist.prediction._layering import Leaf as Leaf
 from jdist.prediction._nowcast_fitting import fit_nowcaster as fit_nowcaster
 from jdist.prediction._nowcast_fitting import fit_nowcasters as fit_nowcasters
 from jdist.prediction._nowcast_fitting import Fitted as Fitted

@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,66 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jdist import models
+from jdist.prediction import _layering
 
 PyTree = Any
-# Of a layer's leaves those come first, in this order; others follow by name.
-_ORDER = ("kernel", "bias", "scale")
 # Of so many layers a cut tells all names.
 _NUM_NAMES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """One array of a network's parameters.
-
-  Attributes:
-    path: the keys that lead to it.
-    shape: its shape.
-    dtype: its type, by name.
-  """
-
-  path: tuple[str, ...]
-  shape: tuple[int, ...]
-  dtype: str = "float32"
-
-  @property
-  def name(self) -> str:
-    """The path as one word, `conv01.kernel`."""
-    return ".".join(self.path)
-
-  @property
-  def size(self) -> int:
-    """How many numbers it has."""
-    return math.prod(self.shape)
-
-  def __str__(self) -> str:
-    return f"{self.name} {self.dtype}{list(self.shape)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-  """The arrays of one convolution or dense layer, with its normalization.
-
-  Attributes:
-    leaves: kernel, bias, and what its normalization trains.
-  """
-
-  leaves: tuple[Leaf, ...]
-
-  @property
-  def name(self) -> str:
-    """The path of the module, `stage1_block1.conv1`."""
-    return ".".join(self.leaves[0].path[:-1])
-
-  @property
-  def size(self) -> int:
-    """How many numbers its leaves have together."""
-    return sum(leaf.size for leaf in self.leaves)
-
-  @property
-  def is_dense(self) -> bool:
-    """Whether its kernel is a matrix and not a window."""
-    return len(self.leaves[0].shape) < 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +37,8 @@ class Cut:
   """
 
   model: str
-  front: tuple[Layer, ...]
-  rear: tuple[Layer, ...]
+  front: tuple[_layering.Layer, ...]
+  rear: tuple[_layering.Layer, ...]
 
   @property
   def num_front(self) -> int:
@@ -139,9 +82,9 @@ class Cut:
     """The cut that `describe` told of."""
     front, rear = (
       tuple(
-        Layer(
+        _layering.Layer(
           tuple(
-            Leaf(tuple(path), tuple(shape), dtype)
+            _layering.Leaf(tuple(path), tuple(shape), dtype)
             for path, shape, dtype in leaves
           )
         )
@@ -174,7 +117,7 @@ class Cut:
       ValueError: when the tree is not of this network, naming the first leaf
         that differs.
     """
-    found = _leaves(tree)
+    found = _layering.leaves_of(tree)
     self._check(found, (*self.front, *self.rear), "tree", "the network")
     return (_pick(found, self.front), _pick(found, self.rear))
 
@@ -184,7 +127,7 @@ class Cut:
     Raises:
       ValueError: when a half is not of this cut.
     """
-    ahead, behind = _leaves(front), _leaves(rear)
+    ahead, behind = _layering.leaves_of(front), _layering.leaves_of(rear)
     self._check(ahead, self.front, "front", "the front")
     self._check(behind, self.rear, "rear", "the rear")
     return _pick(ahead | behind, (*self.front, *self.rear))
@@ -219,9 +162,9 @@ class Cut:
     return _unflatten(vector, self.rear, self.num_rear)
 
   def _flatten(
-    self, tree: PyTree, layers: tuple[Layer, ...], half: str
+    self, tree: PyTree, layers: tuple[_layering.Layer, ...], half: str
   ) -> jax.Array:
-    found = _leaves(tree)
+    found = _layering.leaves_of(tree)
     inside = {leaf.path for layer in layers for leaf in layer.leaves}
     if found.keys() <= inside:
       self._check(found, layers, half, f"the {half}")
@@ -237,7 +180,7 @@ class Cut:
   def _check(
     self,
     found: dict[tuple[str, ...], Any],
-    layers: Sequence[Layer],
+    layers: Sequence[_layering.Layer],
     argument: str,
     what: str,
   ) -> None:
@@ -301,31 +244,15 @@ def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
   )
 
 
-def _halves(cut: Cut) -> Iterator[tuple[str, Leaf]]:
+def _halves(cut: Cut) -> Iterator[tuple[str, _layering.Leaf]]:
   for half, layers in (("in front of", cut.front), ("behind", cut.rear)):
     for layer in layers:
       for leaf in layer.leaves:
         yield half, leaf
 
 
-def _leaves(tree: PyTree) -> dict[tuple[str, ...], Any]:
-  """All leaves of a nested dict by their paths, in the order of its keys."""
-  found: dict[tuple[str, ...], Any] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    keys = [getattr(key, "key", None) for key in path]
-    words = tuple(key for key in keys if isinstance(key, str))
-    if not words or len(words) < len(keys):
-      raise ValueError(
-        "`tree` must be a nested dict of arrays with text as keys, as of "
-        f"`jdist.models`, got a leaf at {jax.tree_util.keystr(path)!r}. Pass "
-        "networks of other forms through `jdist.models.functional`."
-      )
-    found[words] = leaf
-  return found
-
-
 def _pick(
-  found: dict[tuple[str, ...], Any], layers: Sequence[Layer]
+  found: dict[tuple[str, ...], Any], layers: Sequence[_layering.Layer]
 ) -> dict[str, Any]:
   tree: dict[str, Any] = {}
   for layer in layers:
@@ -338,7 +265,7 @@ def _pick(
 
 
 def _unflatten(
-  vector: jax.Array, layers: tuple[Layer, ...], size: int
+  vector: jax.Array, layers: tuple[_layering.Layer, ...], size: int
 ) -> PyTree:
   if vector.shape != (size,):
     raise ValueError(
@@ -354,59 +281,11 @@ def _unflatten(
   return _pick(values, layers)
 
 
-def _layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
-  """The layers of a network in their order."""
-  modules: dict[str, list[Leaf]] = {}
-  for path, leaf in sorted(_leaves(tree).items(), key=_natural):
-    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype).name
-    name = ".".join(path[:-1])
-    modules.setdefault(name, []).append(Leaf(path, shape, dtype))
-  layers: list[tuple[Leaf, ...]] = []
-  for name in modules if order is None else _checked(order, list(modules)):
-    leaves = modules[name]
-    leaves.sort(key=_rank)
-    # What has vectors only is the normalization of the layer before.
-    if layers and max(len(leaf.shape) for leaf in leaves) < 2:
-      layers[-1] += tuple(leaves)
-    else:
-      layers.append(tuple(leaves))
-  return tuple(map(Layer, layers))
-
-
-def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
-  """What sorts paths with the numbers in their names as numbers."""
-  path, _ = item
-  words = [re.split("([0-9]+)", key) for key in path]
-  return [
-    # Every second word is a number, so like is compared with like.
-    ([int(x) if i % 2 else x for i, x in enumerate(parts)], key)
-    for parts, key in zip(words, path, strict=True)
-  ]
-
-
-def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
-  given = [order] if isinstance(order, str) else list(order)
-  wrong = [f"{x!r} is missing" for x in names if x not in given]
-  wrong += [f"{x!r} is none of them" for x in given if x not in names]
-  wrong += [f"{x!r} is there twice" for x in names if given.count(x) > 1]
-  if wrong:
-    raise ValueError(
-      "`order` must name every module that holds arrays once, the first that "
-      f"runs first, but {wrong[0]}. They are {', '.join(names)}."
-    )
-  return given
-
-
-def _rank(leaf: Leaf) -> tuple[int, str]:
-  last = leaf.path[-1]
-  return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
-
-
 def count_layers(
   model: models.Model | PyTree, order: Sequence[str] | None = None
 ) -> int:
   """How many layers a network has, as `cut` counts them."""
-  return len(_layers_of(_params_of(model), order))
+  return len(_layering.layers_of(_params_of(model), order))
 
 
 def _params_of(model: models.Model | PyTree) -> PyTree:
@@ -455,7 +334,7 @@ def cut(
   >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
   Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)
   """
-  layers = _layers_of(_params_of(model), order)
+  layers = _layering.layers_of(_params_of(model), order)
   whole = hasattr(num_layers, "__index__") and num_layers is not True
   if not whole or num_layers not in range(1, len(layers)):
     raise ValueError(

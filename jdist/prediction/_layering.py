@@ -1,0 +1,136 @@
+"""Which layers a network has, in their order, and which leaves each of them.
+
+Made from shapes alone: a layer is a convolution or a dense layer, with what
+normalizes it.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+# Of a layer's leaves those come first, in this order; others follow by name.
+_ORDER = ("kernel", "bias", "scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One array of a network's parameters.
+
+  Attributes:
+    path: the keys that lead to it.
+    shape: its shape.
+    dtype: its type, by name.
+  """
+
+  path: tuple[str, ...]
+  shape: tuple[int, ...]
+  dtype: str = "float32"
+
+  @property
+  def name(self) -> str:
+    """The path as one word, `conv01.kernel`."""
+    return ".".join(self.path)
+
+  @property
+  def size(self) -> int:
+    """How many numbers it has."""
+    return math.prod(self.shape)
+
+  def __str__(self) -> str:
+    return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """The arrays of one convolution or dense layer, with its normalization.
+
+  Attributes:
+    leaves: kernel, bias, and what its normalization trains.
+  """
+
+  leaves: tuple[Leaf, ...]
+
+  @property
+  def name(self) -> str:
+    """The path of the module, `stage1_block1.conv1`."""
+    return ".".join(self.leaves[0].path[:-1])
+
+  @property
+  def size(self) -> int:
+    """How many numbers its leaves have together."""
+    return sum(leaf.size for leaf in self.leaves)
+
+  @property
+  def is_dense(self) -> bool:
+    """Whether its kernel is a matrix and not a window."""
+    return len(self.leaves[0].shape) < 3
+
+
+def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
+  """All leaves of a nested dict by their paths, in the order of its keys."""
+  found: dict[tuple[str, ...], Any] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    keys = [getattr(key, "key", None) for key in path]
+    words = tuple(key for key in keys if isinstance(key, str))
+    if not words or len(words) < len(keys):
+      raise ValueError(
+        "`tree` must be a nested dict of arrays with text as keys, as of "
+        f"`jdist.models`, got a leaf at {jax.tree_util.keystr(path)!r}. Pass "
+        "networks of other forms through `jdist.models.functional`."
+      )
+    found[words] = leaf
+  return found
+
+
+def layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
+  """The layers of a network in their order."""
+  modules: dict[str, list[Leaf]] = {}
+  for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
+    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype).name
+    name = ".".join(path[:-1])
+    modules.setdefault(name, []).append(Leaf(path, shape, dtype))
+  layers: list[tuple[Leaf, ...]] = []
+  for name in modules if order is None else _checked(order, list(modules)):
+    leaves = modules[name]
+    leaves.sort(key=_rank)
+    # What has vectors only is the normalization of the layer before.
+    if layers and max(len(leaf.shape) for leaf in leaves) < 2:
+      layers[-1] += tuple(leaves)
+    else:
+      layers.append(tuple(leaves))
+  return tuple(map(Layer, layers))
+
+
+def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
+  """What sorts paths with the numbers in their names as numbers."""
+  path, _ = item
+  words = [re.split("([0-9]+)", key) for key in path]
+  return [
+    # Every second word is a number, so like is compared with like.
+    ([int(x) if i % 2 else x for i, x in enumerate(parts)], key)
+    for parts, key in zip(words, path, strict=True)
+  ]
+
+
+def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
+  given = [order] if isinstance(order, str) else list(order)
+  wrong = [f"{x!r} is missing" for x in names if x not in given]
+  wrong += [f"{x!r} is none of them" for x in given if x not in names]
+  wrong += [f"{x!r} is there twice" for x in names if given.count(x) > 1]
+  if wrong:
+    raise ValueError(
+      "`order` must name every module that holds arrays once, the first that "
+      f"runs first, but {wrong[0]}. They are {', '.join(names)}."
+    )
+  return given
+
+
+def _rank(leaf: Leaf) -> tuple[int, str]:
+  last = leaf.path[-1]
+  return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
