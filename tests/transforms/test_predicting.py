@@ -7,39 +7,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, transforms
-
-THETA = np.float32([0.5, -2.0, 1.0])
-
-
-class Cut:
-  """Two leaves in front, of which the rest is made."""
-
-  def split(self, tree):
-    front = {k: v for k, v in tree.items() if k in "ab"}
-    return front, {k: v for k, v in tree.items() if k not in "ab"}
-
-  def join(self, front, rest):
-    return front | rest
-
-
-def predict(theta, front):
-  a, b = front["a"], front["b"]
-  return {"c": theta * jnp.tanh(a), "d": jnp.outer(a, b)}
-
-
-PARAMS = {
-  "a": jnp.float32([0.5, -1.0, 2.0]),
-  "b": jnp.float32([1.0, 3.0]),
-  "c": jnp.float32([7.0, 8.0, 9.0]),
-  "d": jnp.ones((3, 2)),
-}
-
-
-def whole(front, axis, rest=None, theta=THETA):
-  return transforms.predict_rest(
-    front, Cut(), predict, theta, axis=axis, rest=rest
-  )
-
+from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
 
 # Large enough that codecs do not send them as they are.
 _DRAW = np.random.default_rng(7)
@@ -349,7 +317,7 @@ def test_bytes_of_a_rotating_refresh():
   assert traffic.bytes_per_round == ring * 4 * (5 + 3 + 6)
 
 
-# Draining, errors.
+# Draining.
 
 
 def run(optimizer, params, num_steps):
@@ -390,143 +358,3 @@ def test_draining_does_not_step_a_front_that_holds_nothing():
   for k in PARAMS:
     np.testing.assert_allclose(drained[k], params[k], rtol=1e-6)
   assert (after.step, after.round) == (1, 1) and after.synchronized
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"front": 0.1}, "`front` must be an Optax transformation"),
-    ({"rest": 0.1}, "`rest` must be an Optax transformation"),
-    ({"cut": {}}, r"`cut` must have `split\(tree\)` and `join"),
-    ({"predict": None}, "`predict` must be a function of the predictor's"),
-    ({"axis": 1}, "`axis` must be None, a name"),
-  ],
-)
-def test_what_is_wrong_is_refused(change, message):
-  arguments = {
-    "front": optax.sgd(0.1),
-    "cut": Cut(),
-    "predict": predict,
-    "predictor_params": THETA,
-    "axis": None,
-  }
-  with pytest.raises(ValueError, match=message):
-    transforms.predict_rest(**(arguments | change))
-
-
-def ones(front, **shapes):
-  del front
-  return {k: jnp.ones(shape) for k, shape in shapes.items()}
-
-
-@pytest.mark.parametrize(
-  ("predict", "message"),
-  [
-    (lambda _, f: ones(f, c=3), "it gives no leaf d"),
-    # They would be broadcast.
-    (
-      lambda _, f: ones(f, c=(), d=(3, 2)),
-      r"leaf c is float32\[\] and not.*3\]",
-    ),
-    (lambda _, f: ones(f, c=3, d=(1, 2)), r"leaf d is float32\[1, 2\] and not"),
-    (lambda _, f: ones(f, c=3, d=(3, 2), e=1), "it gives a leaf e besides"),
-    (
-      lambda _, f: {"c": jnp.arange(3), "d": jnp.ones((3, 2))},
-      r"leaf c is int32\[3\] and not float32\[3\]",
-    ),
-    (
-      lambda _, f: list(ones(f, c=3, d=(3, 2)).values()),
-      r"it gives no leaf c",
-    ),
-    (lambda theta, f: {"c": theta[:2] * f["a"]}, "it fails: TypeError.*broad"),
-  ],
-)
-def test_a_prediction_that_does_not_fit_is_refused_at_init(predict, message):
-  optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
-  with pytest.raises(
-    ValueError, match=rf"`predict`.*`predictor_params`.*{message}.*was made for"
-  ):
-    optimizer.init(PARAMS)
-
-
-class Alone:
-  """Each part is a leaf."""
-
-  split = staticmethod(lambda tree: (tree["a"], tree["c"]))
-  join = staticmethod(lambda front, rest: {"a": front, "c": rest})
-
-
-def test_parameters_of_another_predictor_are_refused_at_init():
-  for theta in (THETA[:2], {"theta": THETA}):
-    optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, theta, axis=None)
-    with pytest.raises(ValueError, match=r"`predictor_params`.*it fails"):
-      optimizer.init(PARAMS)
-  optimizer = transforms.mp2(
-    optax.sgd(0.1), Alone, lambda theta, f: f[:2], THETA, axis=None
-  )
-  with pytest.raises(ValueError, match=r"leaf \(alone\) is float32\[2\]"):
-    optimizer.init(PARAMS)
-  # The rest may be of another floating type, for instance bfloat16.
-  optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
-  optimizer.init(jax.tree.map(jnp.bfloat16, PARAMS))
-
-
-def refuse_or_init(front, axis="worker", rest=None):
-  """The state's shapes on two workers."""
-  optimizer = whole(front, axis, rest)
-  both = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
-  return jax.eval_shape(jax.vmap(optimizer.init, axis_name=axis), both)
-
-
-def test_a_part_that_does_not_average_is_refused_where_there_are_workers():
-  alone = optax.sgd(0.1, momentum=0.9)
-  together = transforms.ssgd(optax.sgd(0.1), axis="worker")
-  with pytest.raises(ValueError, match=r"`front` must bring.*`ssgd\(front"):
-    refuse_or_init(alone)
-  with pytest.raises(ValueError, match=r"`rest` must bring.*`ssgd\(rest"):
-    refuse_or_init(together, rest=alone)
-  whole(alone, None, alone).init(PARAMS)
-
-
-@pytest.mark.parametrize(
-  "front",
-  [
-    transforms.ssgd,
-    lambda sgd, axis: optax.chain(
-      optax.clip(1.0), transforms.average_gradients(axis), sgd
-    ),
-    lambda sgd, axis: optax.chain(sgd, transforms.average_gradients(axis)),
-    lambda sgd, axis: transforms.local_steps(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.diloco(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.easgd(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.od_sgd(sgd, 0.1, axis=axis),
-    lambda sgd, axis: transforms.fragment_steps(sgd, 2, 2, axis=axis),
-    lambda sgd, axis: transforms.powersgd(sgd, 1, axis=axis),
-    lambda sgd, axis: transforms.dgc(sgd, 0.5, axis=axis),
-    lambda sgd, axis: transforms.update_first(sgd, axis=axis),
-    lambda sgd, axis: transforms.delay_gradients(
-      transforms.ssgd(sgd, axis=axis), 1
-    ),
-    lambda sgd, axis: optax.apply_if_finite(transforms.ssgd(sgd, axis=axis), 3),
-    lambda sgd, axis: optax.inject_hyperparams(
-      lambda rate: transforms.ssgd(optax.sgd(rate), axis=axis)
-    )(rate=0.1),
-    lambda sgd, axis: frozen(axis),
-  ],
-)
-def test_whatever_averages_may_be_in_front(front):
-  state = refuse_or_init(front(optax.sgd(0.1), axis="worker"))
-  assert state.anchor["c"].shape == (2, 3)
-
-
-def frozen(axis):
-  adam = transforms.scale_by_frozen_adam(
-    5, axis, collectives.carry(codecs.Quantize(4))
-  )
-  return optax.chain(adam, optax.sgd(0.1))
-
-
-def test_an_update_without_parameters_is_refused():
-  optimizer = synchronous(None)
-  with pytest.raises(ValueError, match="`params` must be given to `update`"):
-    optimizer.update(PARAMS, optimizer.init(PARAMS))
