@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -154,6 +154,17 @@ class Comparison:
     del variant, traffic, record
     return {}
 
+  def ignores(self, variant: str) -> Collection[str]:
+    """Options that a variant's runs do not depend on.
+
+    Its rows hold whatever these are.
+
+    Args:
+      variant: its name.
+    """
+    del variant
+    return ()
+
   def prepare(self, variant: str, peak: float, seed: int) -> "Prepared":
     """All that a run consists of."""
     options, workers = self.options, self.workers
@@ -278,8 +289,13 @@ class Prepared(NamedTuple):
 class Rows:
   """The rows of a preset, each run once."""
 
-  def __init__(self, path: pathlib.Path, options: Config):
-    self.path = path
+  def __init__(
+    self,
+    path: pathlib.Path,
+    options: Config,
+    ignores: Callable[[str], Collection[str]] = lambda variant: (),
+  ):
+    self.path, self.ignores = path, ignores
     self.rows = training.read_rows(self.path) if self.path.exists() else []
     # What may differ between rows of one comparison.
     free = {"seeds", "variants", "rates", "cache"}
@@ -302,8 +318,12 @@ class Rows:
       "purpose": purpose, "method": variant, "learning_rate": rate,
       "seed": seed,
     }  # fmt: skip
+    ignored = self.ignores(variant)
     for row in self.rows:
-      if self.defaults | row["config"] == self.config and all(
+      theirs = self.defaults | row["config"]
+      other = {k for k, v in self.config.items() if theirs.get(k) != v}
+      other |= theirs.keys() - self.config.keys()
+      if not other.difference(ignored) and all(
         row[key] == value for key, value in named.items()
       ):
         return row
@@ -348,7 +368,7 @@ def compare(
     )
   comparison = comparison_type(options, variants)
   held_out = comparison.hold_out()
-  rows = Rows(path, options)
+  rows = Rows(path, options, comparison.ignores)
   for variant in options.variants or variants:
     best = options.rates[0]
     if len(options.rates) > 1:

@@ -81,8 +81,11 @@ class Config(comparing.Config):
   samples_per_epoch: int = 64
   """Fronts that are collected in a pass of the ordinary run."""
 
-  fit_epochs: int = 6
-  """Of the predictor's training."""
+  fit_epochs: int = 30
+  """Of the predictors' training."""
+
+  study_epochs: int = 6
+  """Of the trainings that measure how well each depth is predicted."""
 
   fit_samples: int = 8
   """Networks that are put together for an update."""
@@ -113,7 +116,7 @@ def folder(options: Config) -> pathlib.Path:
     "samples_per_epoch", "nowcast_epochs",
     # and what is learned from them.
     "cut", "rich_cut", "rich_rank", "depths", "more_runs", "fit_epochs",
-    "fit_samples", "fit_images", "fit_updates", "nowcast_steps",
+    "study_epochs", "fit_samples", "fit_images", "fit_updates", "nowcast_steps",
   )  # fmt: skip
   named = {name: getattr(options, name) for name in matters}
   told = json.dumps(named, sort_keys=True).encode()
@@ -141,6 +144,21 @@ class Comparison(comparing.Comparison):
       num_classes=self.train.num_classes,
       seed=seed,
     )
+
+  def ignores(self, variant: str) -> set[str]:
+    """What its predictor, or the nowcasters, are made with, without such."""
+    ignored = {"depths", "study_epochs", "more_runs", "other_dataset"}
+    ignored |= {"other_workers"}
+    predicts = not variant.endswith("nothing predicted") and (
+      variant.startswith(("mp2", "ours"))
+    )
+    if not predicts:
+      ignored |= {"fit_epochs", "fit_samples", "fit_images", "fit_updates"}
+    if variant != "wnn":
+      ignored |= {"nowcast_epochs", "nowcast_steps"}
+    if not predicts and variant != "wnn":
+      ignored |= {"collect_rate", "samples_per_epoch"}
+    return ignored
 
   def tell(
     self, variant: str, traffic: collectives.Traffic, record: training.Record
@@ -401,7 +419,7 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
       cut=1, depths=(1,), more_runs=1, other_dataset=None, other_workers=4,
       rates=(1e-2,), seeds=(0,),
       collect_rate=1e-2, nowcast_epochs=0.1, samples_per_epoch=6,
-      fit_epochs=1, fit_samples=3,
+      fit_epochs=1, study_epochs=1, fit_samples=3,
       fit_images=40, fit_updates=1, nowcast_steps=500, evaluations=3,
       variants=("baseline", "ours"),
     ),

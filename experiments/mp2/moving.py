@@ -40,8 +40,15 @@ def to_data(comparison: config.Comparison, dataset: str) -> config.Comparison:
 def to_workers(
   comparison: config.Comparison, workers: int
 ) -> config.Comparison:
-  """The same on another number of workers, with as many images in a step."""
-  options = dataclasses.replace(comparison.options, workers=workers)
+  """The same on another number of workers, each with as many images.
+
+  With as many in a step of all it would be the same run.
+  """
+  options = comparison.options
+  images = options.batch_size // options.workers
+  options = dataclasses.replace(
+    options, workers=workers, batch_size=images * workers
+  )
   return config.Comparison(options, comparison.variants)
 
 

@@ -162,7 +162,8 @@ class Preparation:
     )
     accuracy = evaluate(trained)["accuracy"]
     self.reached(source).write_text(json.dumps(accuracy))
-    prediction.save_tracks(tracks, [tracker.tracks()], {"seed": seed})
+    # What says that all is there comes last: a stop before it makes a row
+    # twice, and loses none.
     self.note(
       "samples",
       seed,
@@ -173,15 +174,16 @@ class Preparation:
       train_s=records[-1].train_s,
       validation_accuracy=accuracy,
     )
+    prediction.save_tracks(tracks, [tracker.tracks()], {"seed": seed})
 
   def reached(self, source: Ordinary) -> pathlib.Path:
     """Where it stands what a run reached itself, on held-out images."""
     return self.folder / f"reached-{source.name}.json"
 
-  def fit(self) -> prediction.PredictorFit:
+  def fit(self, num_epochs: int) -> prediction.PredictorFit:
     """How predictors are trained."""
     return prediction.PredictorFit(
-      num_epochs=self.options.fit_epochs,
+      num_epochs=num_epochs,
       samples_per_batch=self.options.fit_samples,
       images_per_batch=self.options.fit_images,
       image_batches=self.options.fit_updates,
@@ -247,7 +249,7 @@ class Preparation:
     own = np.concatenate([learned for learned, _ in parts])
     near = np.concatenate([held_out for _, held_out in parts])
     fit = dataclasses.replace(
-      self.fit(),
+      self.fit(options.fit_epochs),
       sample_batches=len(own) // len(seeds) // options.fit_samples,
     )
     late = self.late_fronts(_HELD_OUT, cut)
@@ -360,7 +362,7 @@ class Preparation:
       self.model,
       lambda cut: own.fronts(cut)[::2],
       held_out=lambda cut: own.fronts(cut)[1::2],
-      fit=self.fit(),
+      fit=self.fit(self.options.study_epochs),
       directory=self.unfinished(target),
       **self.images(),
     )

@@ -87,16 +87,20 @@ def test_what_is_prepared_has_a_name_by_what_it_depends_on(monkeypatch):
 def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   config = load("mp2_config", "mp2/config.py", monkeypatch)
-  options = dataclasses.replace(config.PRESETS["smoke"][1], cache=str(tmp_path))
+  options = dataclasses.replace(
+    config.PRESETS["smoke"][1], cache=str(tmp_path), model="cnn", rich_cut=2
+  )
   comparison = config.Comparison(options, config.VARIANTS)
   model = comparison.build(0)
-  cut = config.cut_of(options, model, "published")
-  predictor = prediction.predictor(cut)
-  prediction.save_predictor(
-    config.folder(options) / "predictor-published",
-    predictor,
-    predictor.init(jax.random.key(0)),
-  )
+  cuts = {}
+  for kind in ("published", "rich"):
+    cuts[kind] = config.cut_of(options, model, kind)
+    predictor = prediction.predictor(cuts[kind])
+    prediction.save_predictor(
+      config.folder(options) / f"predictor-{kind}",
+      predictor,
+      predictor.init(jax.random.key(0)),
+    )
   last = training.Record(
     step=10, rounds=10, sent_bytes=0.0, train_loss=0.5, metrics={}, train_s=1.0,
     samples_per_s=1.0,
@@ -106,7 +110,8 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   with jax.numpy_dtype_promotion("standard"):
     for name in (
       "baseline", "mp2 as published", "mp2, nothing predicted",
-      "ours, refreshed", "ours, refreshed, nothing predicted",
+      "mp2 rank 8, 1 conv", "ours, refreshed",
+      "ours, refreshed, nothing predicted",
     ):  # fmt: skip
       run = comparison.prepare(name, 0.01, seed=0)
       trainer = training.Trainer(comparison.workers, run.step)
@@ -117,13 +122,17 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   assert told["baseline"]["uplink_bytes"] == 10 * whole
   assert told["baseline"]["both_bytes"] == 20 * whole
   # Its one mean is a round's, of one step each; the whole network comes back.
-  for name in ("mp2 as published", "mp2, nothing predicted"):
+  for name, kind in (
+    ("mp2 as published", "published"),
+    ("mp2, nothing predicted", "published"),
+    ("mp2 rank 8, 1 conv", "rich"),
+  ):
     pushed = sum(
       c.count * c.payload_bytes
       for c in traced[name].collectives
       if c.conditional
     )
-    assert pushed == 4 * cut.num_front
+    assert pushed == 4 * cuts[kind].num_front
     assert told[name]["uplink_bytes"] == 10 * pushed
     assert told[name]["both_bytes"] == 10 * (pushed + whole)
   # In a round each layer goes up and down once.
@@ -142,6 +151,29 @@ def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   # Of the mean over seeds, which no seed needs to be above.
   lower = [{"step": s, "accuracy": a} for s, a in ((10, 0.3), (30, 0.5))]
   assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
+
+
+def test_modelled_time_by_hand(monkeypatch):
+  report = load("mp2_report", "mp2/report.py", monkeypatch)
+
+  def reached(step, both_bytes):
+    return [
+      {
+        "steps": 100, "train_s": 70.0, "both_bytes": 100 * both_bytes,
+        "curve": [{"step": step, "accuracy": 0.8}],
+      }
+    ]  # fmt: skip
+
+  runs = {"baseline": reached(40, 10**6), "ours": reached(60, 10**5)}
+  # Steps of 0.1 and 0.1 * 2 s, then 8 and 0.8 Mbit over each of the links.
+  times = {"baseline": {"step_s": 0.1, "ratio": 1.0}, "ours": {"ratio": 2.0}}
+  found = report.seconds_to(runs, times, 80.0, "both_bytes")
+  assert report._LINKS == ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
+  assert found["baseline"] == pytest.approx([36.0, 7.2, 4.32])
+  assert found["ours"] == pytest.approx([16.8, 12.48, 12.048])
+  # Without times of its own a step is that of Baseline's runs.
+  found = report.seconds_to(runs, {}, 80.0, "both_bytes")
+  assert found["ours"] == pytest.approx([46.8, 42.48, 42.048])
 
 
 def test_steps_over_a_link_make_the_time_to_an_accuracy(monkeypatch):
@@ -187,6 +219,29 @@ def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
     learned, held_out = preparation.parted(0, None)
     assert sorted([*learned[:, 0], *held_out[:, 0]]) == list(range(number))
     assert 1 <= len(held_out) <= 8 and held_out.min() >= number // 2
+
+
+def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
+  pytest.importorskip("sklearn")
+  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
+  options = prepare.config.PRESETS["smoke"][1]
+  options = dataclasses.replace(options, cache=str(tmp_path))
+  preparation = prepare.Preparation(options, tmp_path / "rows.jsonl")
+
+  def rows(images):
+    return {image.tobytes() for image in images}
+
+  used = preparation.images()
+  of_training = rows(preparation.whole.train.images)
+  of_test = rows(preparation.whole.test.images)
+  assert not of_training & of_test
+  assert rows(used["test_images"]) <= of_training
+  # Nor what predictors and ordinary runs have learned from.
+  assert not rows(used["test_images"]) & rows(used["images"])
+  assert not rows(used["test_images"]) & rows(
+    preparation.ordinary(0).comparison.train.images
+  )
 
 
 class _Fronts:
@@ -248,6 +303,44 @@ def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
   changed = dataclasses.replace(options, optimizer="adam")
   with pytest.raises(AttributeError):
     comparing.Rows(tmp_path / "rows.jsonl", changed).get(None, *named)
+
+
+def test_rows_hold_under_options_that_their_variant_ignores(
+  monkeypatch, tmp_path
+):
+  comparing = load("comparing", "comparing.py", monkeypatch)
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  options = config.Config()
+  comparison = object.__new__(config.Comparison)
+  path = tmp_path / "rows.jsonl"
+  row = {
+    "purpose": "tuning", "learning_rate": 0.1, "seed": 1,
+    "config": comparing.Rows(path, options).config,
+  }  # fmt: skip
+  training.append_rows(
+    path, [row | {"method": name} for name in config.VARIANTS]
+  )
+
+  def kept(change):
+    other = dataclasses.replace(options, **change)
+    rows = comparing.Rows(path, other, comparison.ignores)
+    found = set()
+    for name in config.VARIANTS:
+      try:
+        rows.get(None, "tuning", name, 0.1, 1)
+      except AttributeError:  # It would have to be made.
+        continue
+      found.add(name)
+    return found
+
+  everything = set(config.VARIANTS)
+  predicting = {"ours", "ours, 2 bits", "ours, rank 16", "ours, refreshed"}
+  predicting |= {"mp2 as published", "mp2 rank 8, 1 conv"}
+  assert kept({"other_workers": 2}) == everything
+  assert kept({"fit_epochs": 1}) == everything - predicting
+  assert kept({"nowcast_steps": 1}) == everything - {"wnn"}
+  assert kept({"collect_rate": 1.0}) == everything - predicting - {"wnn"}
+  assert kept({"epochs": 2.0}) == set()
 
 
 def test_rows_of_this_comparison_are_found_again(monkeypatch, tmp_path):
