@@ -388,6 +388,9 @@ _PUBLISHED = Config(
 _OF_MODEL: dict[str, dict[str, int]] = {
   "vgg15": {"cut": 4},
   "resnet18": {"cut": 10, "fit_samples": 200, "fit_updates": 40},
+  # Their cuts are the paper's, their predictors' training is ResNet-18's.
+  "resnet34": {"cut": 16, "fit_samples": 200, "fit_updates": 40},
+  "resnet50": {"cut": 23, "fit_samples": 200, "fit_updates": 40},
   "alexnet": {"cut": 2, "fit_epochs": 5},
 }
 
@@ -426,7 +429,7 @@ PRESETS: dict[str, tuple[str, comparing.Config]] = {
   ),
   **{
     f"{model}-{dataset}-gpu": _on_gpus(model, dataset)
-    for model in ("vgg15", "resnet18", "alexnet")
+    for model in _OF_MODEL
     for dataset in ("cifar10", "cifar100")
   },
 }  # fmt: skip

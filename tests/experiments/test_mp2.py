@@ -221,6 +221,25 @@ def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
     assert 1 <= len(held_out) <= 8 and held_out.min() >= number // 2
 
 
+def test_presets_for_gpus_cut_where_the_paper_does(monkeypatch):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  found = set()
+  for name, (_, options) in config.PRESETS.items():
+    if not name.endswith("-gpu"):
+      continue
+    model = prediction.published_model(options.model, abstract=True)
+    cut = config.cut_of(options, model, "published")
+    assert (
+      cut.fingerprint == prediction.published_cut(options.model).fingerprint
+    )
+    assert options.workers == 8 and options.batch_size == 8 * 125
+    assert name == f"{options.model}-{options.dataset}-gpu"
+    found.add((options.model, options.dataset))
+  networks = set(prediction.PUBLISHED) - {"lenet"}
+  datasets = ("cifar10", "cifar100")
+  assert found == {(model, each) for model in networks for each in datasets}
+
+
 def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
