@@ -4,9 +4,11 @@
     w-0123456789ab.npy     one array; its name holds a part of its hash
 
 A new manifest replaces the old one in one move, and only then are the old
-files removed: a write that is cut off leaves what was there before.  What no
-manifest of ours has named is never removed, and a directory that holds other
-arrays is refused.  Nothing is ever unpickled.
+files removed: a write that is cut off leaves what was there before.  Where no
+directory was, it is filled beside, as `w.partial` for `w`, and then moved: so
+whoever asks only whether it exists finds it whole.  What no manifest of ours
+has named is never removed, and a directory that holds other arrays is refused.
+Nothing is ever unpickled.
 """
 
 import hashlib
@@ -39,7 +41,8 @@ def save_arrays(
   """Replaces what an earlier save has left in the directory.
 
   Args:
-    directory: made if it is missing; for nothing else.
+    directory: for nothing else; if it is missing it appears at the end, in one
+      move.
     arrays: by names that may be in a file's name.
     body: what JSON can hold; `"what"` in it says what the arrays are, and
       `"about"` is the caller's.
@@ -57,7 +60,26 @@ def save_arrays(
     ) from error
   target = pathlib.Path(directory)
   earlier = refuse_others(target, body["what"])
-  target.mkdir(parents=True, exist_ok=True)
+  if target.exists():
+    _fill(target, arrays, body, earlier)
+    return
+  partial = target.with_name(f"{target.name}.partial")
+  partial.mkdir(parents=True, exist_ok=True)
+  for path in partial.iterdir():
+    name = path.name.removesuffix(".partial")
+    if name == _MANIFEST or _FILE.fullmatch(name):
+      path.unlink()  # Of a save that was cut off.
+  _fill(partial, arrays, body, set())
+  partial.rename(target)
+
+
+def _fill(
+  target: pathlib.Path,
+  arrays: Mapping[str, Any],
+  body: dict[str, Any],
+  earlier: set[str],
+) -> None:
+  """Writes the arrays and the manifest, and removes earlier files."""
   files = {}
   for name, array in arrays.items():
     buffer = io.BytesIO()

@@ -128,7 +128,7 @@ def test_killed_at_any_moment_it_saves_the_next_time(
         pass
       else:
         break
-    if begun or _storing.is_there(folder):
+    if begun or folder.exists():
       found, _ = _storing.load_arrays(folder, what="x")
       assert any(
         found.keys() == x.keys() and all((found[k] == x[k]).all() for k in x)
@@ -137,8 +137,31 @@ def test_killed_at_any_moment_it_saves_the_next_time(
     for _ in range(2):  # Nothing more is to be removed after the first.
       _storing.save_arrays(folder, new, body)
     assert contents(folder) == expected
-  # Three arrays and a manifest; of the old ones one goes.
-  assert number == (5 if begun else 4)
+    assert not list(tmp_path.glob("*.partial"))
+  # Three arrays and a manifest; of the old ones one goes, or all are moved.
+  assert number == 5
+
+
+def test_what_an_earlier_stop_has_left_is_cleared_away(tmp_path, monkeypatch):
+  """Even that of other arrays; what others put beside it is kept."""
+  folder, write = tmp_path / "in" / "tracks", sealing.write_whole
+
+  def stop_at_the_manifest(path, data):
+    if path.suffix == ".json":
+      raise _Killed
+    write(path, data)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(sealing, "write_whole", stop_at_the_manifest)
+    with pytest.raises(_Killed):
+      prediction.save_tracks(folder, RUNS)
+  assert not folder.exists()
+  (left,) = folder.parent.iterdir()
+  (left / "notes.txt").write_text("mine")
+  prediction.save_tracks(folder, [])
+  assert prediction.load_tracks(folder) == []
+  assert list(folder.parent.iterdir()) == [folder]
+  assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
 
 
 def _kill_at(monkeypatch, number):
@@ -166,3 +189,5 @@ def _kill_at(monkeypatch, number):
   monkeypatch.setattr(
     pathlib.Path, "unlink", lambda path, *a, **k: unlink(path)
   )
+  rename = guarded(pathlib.Path.rename, lambda path, to: None)
+  monkeypatch.setattr(pathlib.Path, "rename", lambda path, to: rename(path, to))
