@@ -12,9 +12,14 @@ import pytest
 from jdist import collectives, models, prediction, transforms
 
 
+def relu(x):
+  """A rectifier that cuts off some of what enters, but not all."""
+  assert (x < 0).any() and (x > 0).any()
+  return np.maximum(0.0, x)
+
+
 def reference(p, vector, grid, rear):
   """The published network of rank 1, layer after layer, in NumPy."""
-  relu = functools.partial(np.maximum, 0.0)
   x = vector.reshape(grid, grid, -1)
   for i in (1, 2, 3):
     b, n = p[f"block{i}"], len(x)
@@ -84,7 +89,12 @@ SMALL = {
 def test_the_prediction_is_the_one_made_by_hand(kind):
   cut, grid, dense_from = SMALL[kind]
   predictor = prediction.predictor(cut, grid=grid, dense_from=dense_from)
-  params = init(predictor)
+  # Of both signs, and drawn so that no rectifier is without effect.
+  draw = np.random.default_rng(11)
+  params = jax.tree.map(
+    lambda x: 0.3 * draw.standard_normal(x.shape).astype(np.float32),
+    init(predictor),
+  )
   vector = np.zeros(grid**2 * predictor.num_channels, np.float32)
   vector[: cut.num_front] = front_of(cut)
   rear = predict(predictor, params, vector[: cut.num_front])
