@@ -92,6 +92,7 @@ def test_mp2_by_hand(interval):
         np.testing.assert_allclose(params[k][i], x, rtol=2e-6, atol=1e-6)
     # On the rest all workers agree at all times, and on the anchor.
     assert rows_equal((params["c"], params["d"], state.anchor))
+    assert (state.interval == interval).all()
 
 
 def synchronous(axis):
