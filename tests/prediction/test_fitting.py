@@ -10,6 +10,7 @@ import pytest
 
 from jdist import models, prediction
 from jdist.prediction import (
+  _assembling,
   _drawing,
   _fingerprinting,
   _fitting,
@@ -112,6 +113,22 @@ def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
     np.uint32(5),
   )
   np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+
+
+def test_networks_mapped_at_once_are_those_one_by_one(monkeypatch):
+  """On an accelerator they are mapped, on a CPU they are a loop."""
+  params = _fitting._init(predictor(), jax.random.key(0))
+  images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
+  found = {}
+  for backend in ("cpu", "gpu"):
+    monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+    found[backend] = _assembling.logits_of(
+      predictor(), model(), params, 5 * fronts(3), images, train=True
+    )
+  np.testing.assert_allclose(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-5)
+  # Each sample says something else, so that none stands in another's place.
+  for one, other in ((0, 1), (0, 2), (1, 2)):
+    assert np.abs(found["cpu"][one] - found["cpu"][other]).max() > 1e-2
 
 
 @pytest.mark.slow
