@@ -460,5 +460,17 @@ def test_an_epoch_has_every_sample_once():
   assert epochs[0] != epochs[1]
 
 
-def test_describing_tells_predictors_apart():
-  assert _saving.describe(predictor()) != _saving.describe(predictor(rank=2))
+@pytest.mark.parametrize(
+  "change", ({"rank": 2}, {"grid": 8}, {"dense_from": "flatten"}), ids=str
+)
+def test_describing_tells_predictors_apart(change):
+  ours = predictor(rank=1, grid=1, dense_from="hidden")
+  (name,) = change
+  theirs = _saving.describe(dataclasses.replace(ours, **change))
+  _saving.refuse_other_predictor(_saving.describe(ours), ours)
+  with pytest.raises(
+    ValueError,
+    match=rf"`directory` must.* {name}={getattr(ours, name)!r}, got one with "
+    rf"{change[name]!r}",
+  ):
+    _saving.refuse_other_predictor(theirs, ours)
