@@ -34,6 +34,7 @@ def assemble(
   Returns:
     The network's parameters.
   """
+  _predictor.check_predictor("predictor", predictor)
   front = predictor.cut.unflatten_front(vector)
   return predictor.cut.join(front, predictor.apply_vector(params, vector))
 
@@ -91,6 +92,13 @@ def _one_by_one(
 
 def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
   """Refuses networks that cannot be put together from a prediction."""
+  _predictor.check_predictor("predictor", predictor)
+  _checking.check_kind(
+    "model",
+    model,
+    models.Model,
+    "a network, for instance `models.build(name, ...)`",
+  )
   if jax.tree.leaves(model.state):
     raise ValueError(
       "`model` must have no state, as batch statistics are neither sent nor "
@@ -192,13 +200,14 @@ def check_samples(
 ) -> None:
   """Refuses what is not an array of fronts, all of them finite."""
   num_front = predictor.cut.num_front
-  if (
-    np.ndim(samples) != 2 or not len(samples) or (samples.shape[1] != num_front)
-  ):
+  shape: tuple[int, ...] = getattr(samples, "shape", ())
+  if len(shape) != 2 or not shape[0] or shape[1] != num_front:
+    array = hasattr(samples, "shape")
+    given = f"shape {list(shape)}" if array else _checking.told(samples)
     raise ValueError(
       f"`{argument}` must be [samples, {num_front}] with at least one sample, "
-      f"as the fronts of {predictor.cut!r}, got shape "
-      f"{list(np.shape(samples))}. Take `ParameterSet.fronts` of this cut."
+      f"an array, as the fronts of {predictor.cut!r}, got {given}. Take "
+      "`ParameterSet.fronts` of this cut."
     )
   _checking.check_finite(argument, samples)
 
@@ -212,6 +221,7 @@ def check_images(
 ) -> None:
   """Refuses images and labels that are not of each other or of the model."""
   own, other = names
+  _checking.check_function("normalize", normalize, "images as they are stored")
   images, labels = np.asarray(images), np.asarray(labels)
   if not images.ndim or not len(images):
     raise ValueError(

@@ -4,12 +4,79 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdist.prediction import _fingerprinting, _storing
+
+# A value that takes more letters is told by its kind.
+_NUM_LETTERS = 100
+
+
+def told(value: Any) -> str:
+  """A value in a message, or its kind where that would be long.
+
+  >>> told(3), told(np.zeros((9, 9)))
+  ('3', 'a `ndarray`')
+  """
+  text = repr(value)
+  short = len(text) <= _NUM_LETTERS and "\n" not in text
+  return text if short else f"a `{type(value).__name__}`"
+
+
+def check_kind(
+  name: str, value: Any, kind: type | UnionType, wanted: str
+) -> None:
+  """Raises a ValueError unless an argument is of a kind.
+
+  Args:
+    name: of the argument.
+    value: what was given.
+    kind: its type, or several.
+    wanted: what it must be, for the message.
+  """
+  if not isinstance(value, kind):
+    raise ValueError(f"`{name}` must be {wanted}, got {told(value)}.")
+
+
+def check_function(
+  name: str, value: Any, wanted: str, *, optional: bool = False
+) -> None:
+  """Raises a ValueError unless an argument can be called.
+
+  Args:
+    name: of the argument.
+    value: what was given.
+    wanted: a function of what, for the message.
+    optional: whether None will do, too.
+  """
+  if not (callable(value) or (optional and value is None)):
+    rule = f"`{name}` must be a function of {wanted}"
+    raise ValueError(
+      f"{rule}{', or None' if optional else ''}, got {told(value)}."
+    )
+
+
+def check_list(name: str, value: Any, wanted: str) -> list[Any]:
+  """An argument as a list; a ValueError unless it has items.
+
+  Args:
+    name: of the argument.
+    value: what was given; text and dicts are no lists.
+    wanted: of what it must be a list, for the message.
+
+  >>> check_list("steps", range(3), "numbers")
+  [0, 1, 2]
+  """
+  try:
+    if not isinstance(value, str | bytes | Mapping):
+      return list(value)
+  except TypeError:
+    pass
+  raise ValueError(f"`{name}` must be a list of {wanted}, got {told(value)}.")
 
 
 def check_int(name: str, value: Any, minimum: int, remedy: str = "") -> int:

@@ -86,12 +86,23 @@ def score_cuts(
   References:
     Reconstruction: MP² names its cuts and does not tell how they were chosen.
   """
+  predictors = _checking.check_list(
+    "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
+  )
   if not predictors:
     raise ValueError(
       "`predictors` must hold at least one, got none. Make them with "
       "`prediction.predictor(cut)`."
     )
   # All of them first: training takes long.
+  for each in predictors:
+    _predictor.check_predictor("predictors", each)
+    _assembling.check_model(each, model)
+  for name, given in (("samples", samples), ("held_out", held_out)):
+    _checking.check_function(
+      name, given, "a cut, for instance `ParameterSet.fronts`"
+    )
+  _checking.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
   for number, (each, (own, others)) in enumerate(

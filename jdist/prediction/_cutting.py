@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import models
-from jdist.prediction import _layering
+from jdist.prediction import _checking, _layering
 
 PyTree = Any
 # Of so many layers a cut tells all names.
@@ -207,14 +207,12 @@ class Cut:
 
 def check_cut(argument: str, value: Any) -> None:
   """Raises a ValueError unless an argument is a cut."""
-  if not isinstance(value, Cut):
-    # Not all of its arrays.
-    model = isinstance(value, models.Model)
-    given = "a `models.Model`" if model else repr(value)
-    raise ValueError(
-      f"`{argument}` must be where a network is cut, for instance "
-      f"`prediction.cut(model, num_layers)`, got {given}."
-    )
+  _checking.check_kind(
+    argument,
+    value,
+    Cut,
+    "where a network is cut, for instance `prediction.cut(model, num_layers)`",
+  )
 
 
 def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:

@@ -187,6 +187,10 @@ def fit_predictor(
     over held-out samples.
   """
   fit = PredictorFit() if fit is None else fit
+  _checking.check_kind("fit", fit, PredictorFit, "a `PredictorFit` or None")
+  _checking.check_function(
+    "on_epoch", on_epoch, "an evaluation, `Epoch`", optional=True
+  )
   images, labels = np.asarray(images), np.asarray(labels)
   _assembling.check_model(predictor, model)
   _assembling.check_samples("samples", samples, predictor)

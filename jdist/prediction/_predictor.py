@@ -270,5 +270,12 @@ def predictor(
   return Predictor(cut, rank, grid, dense_from)
 
 
+def check_predictor(argument: str, value: Any) -> None:
+  """Raises a ValueError unless an argument is a predictor."""
+  _checking.check_kind(
+    argument, value, Predictor, "of `prediction.predictor(cut)`"
+  )
+
+
 def _dense(params: Params, x: jax.Array) -> jax.Array:
   return x @ params["kernel"] + params["bias"]

@@ -52,8 +52,9 @@ def save_predictor(
 
   Raises:
     ValueError: when the parameters are not of this predictor, naming the
-      first that differs, or the directory holds something else.
+      first that differs, or it is none, or the directory holds something else.
   """
+  _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
   arrays = _storing.named(params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}

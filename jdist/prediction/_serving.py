@@ -67,11 +67,7 @@ class Server:
       predictor: of the network's rear.
       optimizer: of the front; Adam in the paper.
     """
-    if not isinstance(predictor, _predictor.Predictor):
-      raise ValueError(
-        "`predictor` must be of `prediction.predictor(cut)`, got "
-        f"{predictor!r}."
-      )
+    _predictor.check_predictor("predictor", predictor)
     if not isinstance(optimizer, optax.GradientTransformation):
       raise ValueError(
         "`optimizer` must be an Optax transformation, for instance "

@@ -101,6 +101,19 @@ def test_bad_input_is_refused(tmp_path):
   data = (parameters.fronts, train.images, train.labels)
   with pytest.raises(ValueError, match="`predictors` must hold at least one"):
     prediction.score_cuts([], model(), *data, **given)
+  ours, fronts = prediction.predictor(_tiny.cut()), parameters.fronts
+  for wrong in (ours, 3, "a", {"a": ours}):
+    with pytest.raises(ValueError, match="`predictors` must be a list of"):
+      prediction.score_cuts(wrong, model(), *data, **given)
+  with pytest.raises(ValueError, match="`predictors` must be of `pred"):
+    prediction.score_cuts([ours, ours.cut], model(), *data, **given)
+  with pytest.raises(ValueError, match="`model` must be a network"):
+    prediction.score_cuts([ours], model().params, *data, **given)
+  with pytest.raises(ValueError, match="`samples` must be a function of a cut"):
+    prediction.score_cuts([ours], model(), fronts(ours.cut), *data[1:], **given)
+  for name in ("held_out", "on_score"):
+    with pytest.raises(ValueError, match=f"`{name}` must be a function of"):
+      prediction.score_cuts([ours], model(), *data, **(given | {name: 3}))
   other = prediction.predictor(_tiny.cut(1, hidden_sizes=(7, 5)))
   with pytest.raises(ValueError, match=r"dense.*\[64, 7\]"):
     prediction.score_cuts([other], model(), *data, **given)

@@ -323,9 +323,7 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
   with pytest.raises(ValueError, match="damaged"):
     prediction.load_predictor(tmp_path)
-  with pytest.raises(
-    ValueError, match=r"`cut` must be where.*got a `models\.Model`"
-  ):
+  with pytest.raises(ValueError, match=r"`cut` must be where.*got Model\("):
     prediction.load_predictor(tmp_path, model())
   with pytest.raises(FileNotFoundError, match="must hold predictor"):
     prediction.load_predictor(tmp_path / "nothing")
@@ -344,6 +342,32 @@ def test_networks_that_cannot_be_assembled_are_refused():
     prediction.evaluate_predictor(
       ours, {}, batch, fronts(3), np.zeros(0), np.zeros(0)
     )
+
+
+def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
+  cut = _tiny.cut()
+  for name, wrong, rule in (
+    ("of", cut, r"`predictor` must be of `prediction\.predictor\(cut\)`, got"),
+    ("fit", {}, r"`fit` must be a `PredictorFit` or None, got \{\}"),
+    ("normalize", None, "`normalize` must be a function of images.*got None"),
+    ("on_epoch", 3, "`on_epoch` must be a function of .*or None, got 3"),
+    ("samples", fronts(8).tolist(), r"`samples` must be \[.*got a `list`"),
+    ("held_out", None, r"`held_out` must be \[.*got None"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      fit_predictor(**{name: wrong})
+  given = ({}, fronts(3), np.zeros(0), np.zeros(0))
+  with pytest.raises(ValueError, match="`predictor` must be of"):
+    prediction.evaluate_predictor(cut, given[0], model(), *given[1:])
+  with pytest.raises(ValueError, match=r"`model` must be a network.*a `dict`"):
+    prediction.evaluate_predictor(
+      predictor(), given[0], model().params, *given[1:]
+    )
+  with pytest.raises(ValueError, match="`predictor` must be of"):
+    prediction.assemble(cut, {}, fronts(1)[0])
+  with pytest.raises(ValueError, match="`predictor` must be of"):
+    prediction.save_predictor(tmp_path / "none", cut, {})
+  assert not (tmp_path / "none").exists()
 
 
 def test_samples_and_settings_that_do_not_fit_are_refused():
