@@ -102,7 +102,7 @@ class Collector:
     Args:
       directory: where it is; on several processes the first one writes.
       workers: the run's workers.
-      cuts: where to cut the network, of different depths.
+      cuts: where to cut the network, of different depths; at least one.
       steps: at which steps, increasing, from `choose_steps`.
       rears: whether to save what is behind each cut, too; default False.
       params_of: which parameters of one worker's state to save; by default
@@ -119,15 +119,19 @@ class Collector:
     """
     self._directory = pathlib.Path(directory)
     self._workers = workers
+    _checking.check_kind(
+      "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"
+    )
     self._cuts = _sorted_cuts(cuts)
     _check_metadata(metadata)
+    _checking.check_kind("rears", rears, bool, "True or False")
+    for name, given, wanted in (
+      ("params_of", params_of, "one worker's state"),
+      ("on_sample", on_sample, "(samples done, samples planned)"),
+    ):
+      _checking.check_function(name, given, wanted, optional=True)
     self._steps = _checked_steps(steps)
     self._on_sample = on_sample
-    depths = [len(cut.front) for cut in self._cuts]
-    if not depths or len(set(depths)) < len(depths):
-      raise ValueError(
-        f"`cuts` must be of different depths, at least one, got {depths}."
-      )
     halves = ("front", "rear") if rears else ("front",)
     self._rows: list[dict[str, Any]] = []
     self._arrays: dict[str, np.ndarray] = {}
@@ -216,13 +220,32 @@ class Collector:
 
 
 def _sorted_cuts(cuts: Sequence[_cutting.Cut]) -> tuple[_cutting.Cut, ...]:
+  cuts = _checking.check_list(
+    "cuts", cuts, "cuts, for instance `[prediction.cut(model, num_layers)]`"
+  )
   for each in cuts:
     if not isinstance(each, _cutting.Cut):
       raise ValueError(
         "`cuts` must hold cuts, for instance `prediction.cut(model, "
-        f"num_layers)`, got {each!r}."
+        f"num_layers)`, got {_checking.told(each)}."
       )
-  return tuple(sorted(cuts, key=lambda cut: len(cut.front)))
+  cuts.sort(key=lambda cut: len(cut.front))
+  depths = [len(cut.front) for cut in cuts]
+  if not depths or len(set(depths)) < len(depths):
+    raise ValueError(
+      f"`cuts` must be of different depths, at least one, got {depths}."
+    )
+  first, *others = (
+    {leaf for layer in (*cut.front, *cut.rear) for leaf in layer.leaves}
+    for cut in cuts
+  )
+  for cut, leaves in zip(cuts[1:], others, strict=True):
+    if different := sorted(first ^ leaves, key=str):
+      raise ValueError(
+        f"`cuts` must be of one network, got {cuts[0]!r} and {cut!r}, of which "
+        f"only one has {different[0]}. Collect each network by itself."
+      )
+  return tuple(cuts)
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -239,7 +262,10 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
-  whole = all(hasattr(step, "__index__") for step in steps)
+  steps = _checking.check_list("steps", steps, "numbers, as of `choose_steps`")
+  whole = all(
+    hasattr(step, "__index__") and not isinstance(step, bool) for step in steps
+  )
   steps = tuple(map(operator.index, steps)) if whole else tuple(steps)
   rising = whole and list(steps) == sorted(set(steps))
   if not steps or not rising or steps[0] < 0:

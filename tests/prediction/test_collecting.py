@@ -261,7 +261,7 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
   for cuts in ([], [_tiny.cut(1), _tiny.cut(1)]):
     with pytest.raises(ValueError, match="`cuts` must be of different depths"):
       collector(tmp_path, cuts=cuts)
-  for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",)):
+  for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",), (True, 2)):
     with pytest.raises(ValueError, match="`steps` must be increasing"):
       collector(tmp_path, steps=steps)
   with pytest.raises(ValueError, match="`per_epoch` must be at most"):
@@ -288,3 +288,27 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
   assert not (tmp_path / "none").exists()
   with pytest.raises(ValueError, match=r"`cuts` must hold cuts.*got 'a'"):
     collector(tmp_path / "none", cuts=["a"])
+  for wrong in (_tiny.cut(), 3, "a"):
+    with pytest.raises(ValueError, match=r"`cuts` must be a list of cuts.*\["):
+      collector(tmp_path / "none", cuts=wrong)
+  for other in (
+    _tiny.cut(2, hidden_sizes=(6, 4)),
+    prediction.published_cut("lenet"),
+  ):
+    with pytest.raises(
+      ValueError, match=r"`cuts` must be of one network.*only one has .*\["
+    ):
+      collector(tmp_path / "none", cuts=[_tiny.cut(1), other])
+  for wrong in (3, None, "ab"):
+    with pytest.raises(ValueError, match="`steps` must be a list of numbers"):
+      collector(tmp_path / "none", steps=wrong)
+  for name, wrong, rule in (
+    ("rears", "no", "True or False, got 'no'"),
+    ("params_of", 3, "a function of one worker's state, or None, got 3"),
+    ("on_sample", 3, "a function of .*, or None, got 3"),
+  ):
+    with pytest.raises(ValueError, match=f"`{name}` must be {rule}"):
+      collector(tmp_path / "none", **{name: wrong})
+  with pytest.raises(ValueError, match=r"`workers` must be as of.*got 2"):
+    prediction.Collector(tmp_path / "none", 2, [_tiny.cut()], STEPS)
+  assert not (tmp_path / "none").exists()
