@@ -63,8 +63,9 @@ def nowcast_weights(
     as `transforms.drain` says it, it hands the updates on and counts nothing.
 
   Raises:
-    ValueError: when an argument is out of its range, or a network is not one
-      of `init_nowcasters`; at trace time, when `params` is missing.
+    ValueError: when an argument is out of its range, or there is no network,
+      or one that is not of `init_nowcasters`; at trace time, when `params` is
+      missing.
 
   References:
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
@@ -86,6 +87,12 @@ def nowcast_weights(
   [2.0, 3.0, 4.0, 5.0]
   """
   _nowcasting.check_nowcasters(params)
+  if not params:
+    raise ValueError(
+      "`params` must have a network for one kind at least of "
+      f"{', '.join(_nowcasting.KINDS)}, got {{}}: nothing would jump. Take "
+      "those of `fit_nowcasters` or `load_nowcasters`."
+    )
   steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
   collectives.check_axis(axis)
   networks, length = params, _nowcasting.HISTORY_LENGTH

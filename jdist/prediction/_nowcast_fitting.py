@@ -107,16 +107,16 @@ def fit_nowcaster(
     The best parameters and their error.
 
   Raises:
-    ValueError: when the tracks are too short or not finite, or `directory`
-      holds the state of a training with other settings or tracks, or other
-      arrays.
+    ValueError: when an argument does not fit, the tracks are too short or not
+      finite, or `directory` holds the state of a training with other settings
+      or tracks, or other arrays.
   """
   fit = NowcastFit() if fit is None else fit
+  _checking.check_kind("fit", fit, NowcastFit, "a `NowcastFit` or None")
   if directory is not None:
     _storing.refuse_others(directory, _FIT)
-  for name, given in (("tracks", tracks), ("held_out", held_out)):
-    for number, track in enumerate(given):
-      _checking.check_finite(f"{name}[{number}]", track)
+  tracks = _checked_tracks("tracks", tracks)
+  held_out = _checked_tracks("held_out", held_out)
   train = _scaled(_tracking.windows(tracks, fit.horizon))
   test = _tracking.windows(held_out, fit.horizon)
   repeat = float(np.abs(test[1] - test[0][:, -1]).mean(dtype=np.float64))
@@ -167,6 +167,8 @@ def fit_nowcasters(
     What training gave, by kind.  `nowcast` takes
     `{kind: fitted.params for kind, fitted in ...}`.
   """
+  runs = _tracking.check_runs("runs", runs)
+  held_out = _tracking.check_runs("held_out", held_out)
   found: dict[_nowcasting.Kind, Fitted] = {}
   for kind in _nowcasting.KINDS:
     tracks = _tracking.of_kind(runs, kind)
@@ -179,6 +181,11 @@ def fit_nowcasters(
     if tracks:
       own = None if directory is None else pathlib.Path(directory) / kind
       found[kind] = fit_nowcaster(tracks, others, fit, directory=own)
+  if not found:
+    raise ValueError(
+      f"`runs` must have tracks of one kind at least of "
+      f"{', '.join(_nowcasting.KINDS)}, got none. Record some with `Tracker`."
+    )
   return found
 
 
@@ -215,6 +222,19 @@ def load_nowcasters(
   arrays, body = _storing.load_arrays(directory, what="nowcasters")
   like = jax.eval_shape(_nowcasting.init_nowcaster, jax.random.key(0))
   return _storing.tree_of(arrays, dict.fromkeys(body["kinds"], like))
+
+
+def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
+  tracks = _checking.check_list(name, given, "arrays [entries, epochs]")
+  tracks = list(map(np.asarray, tracks))
+  for number, track in enumerate(tracks):
+    if track.ndim != 2:
+      raise ValueError(
+        f"`{name}[{number}]` must be [entries, epochs], got shape "
+        f"{list(track.shape)}. Give a list of arrays, one for each run."
+      )
+    _checking.check_finite(f"{name}[{number}]", track)
+  return tracks
 
 
 def _optimizer(fit: NowcastFit) -> optax.GradientTransformation:

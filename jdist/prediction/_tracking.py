@@ -140,8 +140,10 @@ def save_tracks(
     about: anything that JSON can hold.
 
   Raises:
-    ValueError: when the directory holds something else.
+    ValueError: when these are no tracks, or of unknown kinds, or the directory
+      holds something else.
   """
+  runs = check_runs("runs", runs)
   arrays = {
     f"run_{number:03d}_{kind}": track
     for number, run in enumerate(runs)
@@ -164,6 +166,21 @@ def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
   for name, array in arrays.items():
     _, number, kind = name.split("_")
     runs[int(number)][kind] = array  # type: ignore[index]
+  return runs
+
+
+def check_runs(argument: str, runs: Any) -> list[Tracks]:
+  """The tracks of runs as a list; a ValueError if a kind is unknown."""
+  runs = _checking.check_list(
+    argument, runs, "the tracks of each run, as of `Tracker.tracks`"
+  )
+  for number, run in enumerate(runs):
+    if not isinstance(run, Mapping) or not set(run) <= set(_nowcasting.KINDS):
+      given = list(run) if isinstance(run, Mapping) else _checking.told(run)
+      raise ValueError(
+        f"`{argument}[{number}]` must be a dict with tracks of some of "
+        f"{', '.join(_nowcasting.KINDS)}, as of `Tracker.tracks`, got {given}."
+      )
   return runs
 
 

@@ -154,6 +154,28 @@ def test_tracks_must_be_finite(tracks):
     prediction.fit_nowcaster(own, [broken], SMALL)
 
 
+def test_tracks_of_another_form_are_refused(tracks):
+  own, others = tracks
+  for given, rule in (
+    ((own[0], others), r"`tracks\[0\]` must be \[entries, epochs\].*a list"),
+    ((own, [others[0], others[0][0]]), r"`held_out\[1\]` must be .*\[20\]"),
+    ((3, others), "`tracks` must be a list of arrays.*got 3"),
+    ((own, {"bias": others}), "`held_out` must be a list"),
+    ((own, others, 3), "`fit` must be a `NowcastFit` or None, got 3"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      prediction.fit_nowcaster(*given)
+  runs = [{"bias": own[0]}]
+  for given, rule in (
+    (([], []), "`runs` must have tracks of one kind at least of conv.*none"),
+    (([{"x": own[0]}], runs), r"`runs\[0\]` must be a dict.*got \['x'\]"),
+    ((runs, [own[0]]), r"`held_out\[0\]` must be a dict.*a `ndarray`"),
+    ((runs[0], runs), "`runs` must be a list of the tracks"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      prediction.fit_nowcasters(*given, SMALL)
+
+
 @pytest.mark.parametrize("name", ["predictor", "tracks", "nowcasters"])
 def test_what_json_cannot_hold_is_refused(name, tmp_path):
   model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)

@@ -129,6 +129,10 @@ def test_every_kind_has_its_network(monkeypatch):
       r"`params` must be a dict with a network for some of conv, dense, bias",
     ),
     (
+      lambda: prediction.nowcast_weights({}, 1, axis=None),
+      r"`params` must have a network .*conv, dense, bias, got \{\}",
+    ),
+    (
       lambda: prediction.nowcast_weights(NETWORKS, 0, axis=None),
       r"`steps_per_epoch` must be an int >= 1, got 0",
     ),

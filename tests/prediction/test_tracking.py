@@ -93,6 +93,18 @@ def test_tracks_come_back(tmp_path):
       np.testing.assert_array_equal(found[kind], run[kind])
 
 
+def test_what_is_no_track_is_not_saved(tmp_path):
+  track = np.zeros((2, 9), np.float32)
+  for wrong, rule in (
+    ([{"bias": track}, {"fo_o": track}], r"`runs\[1\]` .* got \['fo_o'\]"),
+    ([track], r"`runs\[0\]` must be a dict with tracks of some of conv"),
+    ({"bias": track}, "`runs` must be a list of the tracks of each run"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      prediction.save_tracks(tmp_path / "tracks", wrong)
+  assert not (tmp_path / "tracks").exists()
+
+
 def test_damage_is_seen(tmp_path):
   prediction.save_tracks(tmp_path, [{"bias": np.ones((3, 4), np.float32)}])
   (file,) = tmp_path.glob("*.npy")
