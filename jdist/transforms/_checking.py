@@ -81,6 +81,19 @@ def check_optimizer(name: str, value: Any) -> None:
     )
 
 
+def check_arrays(name: str, tree: Any) -> None:
+  """Raises a ValueError that names the first leaf that is no array."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    try:
+      jax.eval_shape(lambda x: x, leaf)
+    except TypeError:
+      where = jax.tree_util.keystr(path, simple=True, separator=".")
+      raise ValueError(
+        f"`{name}` must be a tree of arrays, got {told(leaf)}"
+        f"{f' at {where!r}' if where else ''}."
+      ) from None
+
+
 def check_rate(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a positive number or a schedule."""
   if isinstance(value, tuple) and any(map(callable, value)):

@@ -163,6 +163,7 @@ def predict_rest(
       "`predict` must be a function of the predictor's parameters and the "
       f"front, for instance `predictor.apply`, got {predict!r}."
     )
+  _checking.check_arrays("predictor_params", predictor_params)
   collectives.check_axis(axis)
   front = optax.with_extra_args_support(front)
 
