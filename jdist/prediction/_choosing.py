@@ -187,8 +187,21 @@ def depths(
 
   Returns:
     The predictors, the shallowest cut first.
+
+  Raises:
+    ValueError: if an argument is out of range, or the network has less than
+      two layers.
+
+  >>> dense = {"kernel": np.zeros((2, 2))}
+  >>> [p.cut for p in depths({"first": dense, "last": dense})]
+  [Cut(model: 1 layers of 4 parameters (first) | 1 layers of 4)]
   """
   num_layers = _cutting.count_layers(model, order)
+  if num_layers < 2:
+    raise ValueError(
+      "`model` must have two layers at least, one in front of a cut and one "
+      f"behind it, got {num_layers}. Give the whole network or its parameters."
+    )
   return tuple(
     _predictor.predictor(
       _cutting.cut(model, depth, name=name, order=order), rank

@@ -7,7 +7,7 @@ normalizes it.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -119,9 +119,10 @@ def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
 
 
 def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
-  given = [order] if isinstance(order, str) else list(order)
-  wrong = [f"{x!r} is missing" for x in names if x not in given]
-  wrong += [f"{x!r} is none of them" for x in given if x not in names]
+  several = isinstance(order, Iterable) and not isinstance(order, str)
+  given: list[Any] = list(order) if several else [order]
+  wrong = [f"{x!r} is none of them" for x in given if x not in names]
+  wrong += [f"{x!r} is missing" for x in names if x not in given]
   wrong += [f"{x!r} is there twice" for x in names if given.count(x) > 1]
   if wrong:
     raise ValueError(

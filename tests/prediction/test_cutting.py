@@ -215,6 +215,7 @@ def test_the_order_can_be_given():
     ((*order, 3), "3 is none of them"),
     ((*order, "b"), "'b' is there twice"),
     ("b", "is missing"),
+    (3, "3 is none of them"),
   ):
     with pytest.raises(ValueError, match=rf"`order` must.*{rule}.*They are D"):
       prediction.cut(tree, 3, order=wrong)
@@ -232,6 +233,11 @@ def test_what_cannot_be_cut_is_refused():
       ValueError, match=r"`num_layers` must be an int from 1 to 1,"
     ):
       prediction.cut(small(), num_layers)
+  for wrong, num_layers in ((None, 0), (named("alone"), 1)):
+    with pytest.raises(
+      ValueError, match=f"`model` must have two layers.*got {num_layers}"
+    ):
+      prediction.depths(wrong)
   with pytest.raises(ValueError, match="`tree` must be a nested dict"):
     prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)
   for option in ({"norm": "group"}, {"width": 64}, {"shortcut_size": 1}):
