@@ -33,6 +33,10 @@ def assemble(
 
   Returns:
     The network's parameters.
+
+  Raises:
+    ValueError: when the front is of another cut, or the parameters are of
+      another predictor, naming the first leaf that differs.
   """
   _predictor.check_predictor("predictor", predictor)
   front = predictor.cut.unflatten_front(vector)

@@ -36,7 +36,12 @@ def choose_steps(
     update, in their order.
 
   Raises:
-    ValueError: if an argument is out of range.
+    ValueError: if an argument is out of range, or there are less steps in an
+      epoch than are to be taken.
+
+  References:
+    MP², model parameter prediction: 15 random iterations of the 50 of every
+    epoch. Reconstruction: the same number in each, without repetition.
 
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
@@ -83,6 +88,11 @@ class Collector:
   >>> prediction.ParameterSet(folder.name).fronts(cut).shape
   (1, 640)
   >>> folder.cleanup()
+
+  References:
+    MP², model parameter prediction, the hierarchical parameter data set: one
+    file of flattened fronts for each depth. Ours: hashes of all samples, the
+    rears, and going on after a stop.
   """
 
   def __init__(
@@ -102,7 +112,7 @@ class Collector:
     Args:
       directory: where it is; on several processes the first one writes.
       workers: the run's workers.
-      cuts: where to cut the network, of different depths; at least one.
+      cuts: where to cut the network, one at least, of different depths.
       steps: at which steps, increasing, from `choose_steps`.
       rears: whether to save what is behind each cut, too; default False.
       params_of: which parameters of one worker's state to save; by default
@@ -114,8 +124,9 @@ class Collector:
         instance to show progress.
 
     Raises:
-      ValueError: if an argument is out of range, or the directory holds a set
-        of another network, other cuts, steps or metadata.
+      ValueError: if an argument is out of range, the cuts are of two networks,
+        or the directory holds a set of another network, other cuts, steps or
+        metadata.
     """
     self._directory = pathlib.Path(directory)
     self._workers = workers

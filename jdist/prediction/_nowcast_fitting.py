@@ -166,6 +166,10 @@ def fit_nowcasters(
   Returns:
     What training gave, by kind.  `nowcast` takes
     `{kind: fitted.params for kind, fitted in ...}`.
+
+  Raises:
+    ValueError: when there are no tracks, or of unknown kinds, or `held_out` has
+      others than `runs`; and as `fit_nowcaster`.
   """
   runs = _tracking.check_runs("runs", runs)
   held_out = _tracking.check_runs("held_out", held_out)
@@ -214,6 +218,13 @@ def load_nowcasters(
   directory: str | os.PathLike[str],
 ) -> dict[_nowcasting.Kind, dict[str, Any]]:
   """Reads what `save_nowcasters` wrote.
+
+  Args:
+    directory: where it is.
+
+  Returns:
+    A network for each kind that was saved, for `nowcast` and
+    `nowcast_weights`.
 
   Raises:
     FileNotFoundError: when there is nothing.

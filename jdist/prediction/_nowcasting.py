@@ -58,7 +58,14 @@ def init_nowcaster(key: jax.Array) -> dict[str, Any]:
 
 
 def init_nowcasters(key: jax.Array) -> dict[Kind, dict[str, Any]]:
-  """Draws the first parameters of a network for each kind of entry."""
+  """Draws the first parameters of a network for each kind of entry.
+
+  Args:
+    key: a typed PRNG key.
+
+  Returns:
+    What `init_nowcaster` draws, by kind, each from a key of its own.
+  """
   keys = jax.random.split(key, len(KINDS))
   return {kind: init_nowcaster(k) for kind, k in zip(KINDS, keys, strict=True)}
 

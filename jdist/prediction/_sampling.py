@@ -40,7 +40,7 @@ class ParameterSet:
   Attributes:
     cuts: where the network was cut, the shallowest first.
     steps: the steps at which samples are taken, all that were planned.
-    metadata: what was given to the `Collector`, and `seed`.
+    metadata: what was given to the `Collector`, `{}` where nothing was.
     done: how many samples are there.
   """
 

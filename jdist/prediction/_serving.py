@@ -54,6 +54,11 @@ class Server:
   >>> theta = predictor.init(jax.random.key(0))
   >>> with jax.numpy_dtype_promotion("standard"):  # For Optax's Adam.
   ...   state = server.step(state, gradients, theta)
+
+  References:
+    MP², model parameter prediction, the authors' protocol. Departure: nothing
+    is sent here, so no front is pushed in float64; `prediction.traffic` counts
+    what would be.
   """
 
   def __init__(
@@ -66,6 +71,10 @@ class Server:
     Args:
       predictor: of the network's rear.
       optimizer: of the front; Adam in the paper.
+
+    Raises:
+      ValueError: when the predictor is none of `prediction.predictor(cut)`, or
+        the optimizer none of Optax.
     """
     _predictor.check_predictor("predictor", predictor)
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -82,6 +91,13 @@ class Server:
     Args:
       params: the whole network's.
       num_workers: how many workers, >= 1.
+
+    Returns:
+      The state before the first step.
+
+    Raises:
+      ValueError: when the parameters are not of the predictor's network, or
+        `num_workers` is out of range.
     """
     num_workers = _checking.check_int("num_workers", num_workers, 1)
     front, _ = self._cut.split(params)
@@ -102,8 +118,12 @@ class Server:
         ignored.
       predictor_params: the trained predictor's.
 
+    Returns:
+      The state after it.
+
     Raises:
-      ValueError: when the gradients are of another number of workers.
+      ValueError: when the gradients are of another number of workers, or the
+        predictor's parameters are of another one.
     """
     front, _ = self._cut.split(state.params)
     _check_rows(gradients, state.num_workers)

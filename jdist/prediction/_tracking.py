@@ -87,6 +87,9 @@ class Tracker:
     Args:
       params: one worker's, of the shapes given at first; with several workers
         `workers.view(params)`.
+
+    Raises:
+      ValueError: when they are of other shapes.
     """
     leaves, structure = jax.tree.flatten(params)
     shapes = [np.shape(leaf) for leaf in leaves]
@@ -156,6 +159,12 @@ def save_tracks(
 
 def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
   """Reads what `save_tracks` wrote.
+
+  Args:
+    directory: where it is.
+
+  Returns:
+    The tracks of each run, in the order in which they were saved.
 
   Raises:
     FileNotFoundError: when there is nothing.

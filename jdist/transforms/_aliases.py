@@ -304,6 +304,16 @@ def mp2(
     feedback: what becomes of what is not sent of the front.
     seed: of the random numbers of codecs that draw some; None is 0.
 
+  Returns:
+    A transformation; `update` needs `params`, and `loss=` where the interval's
+    policy does. `jdist.anchor` gives the whole network: evaluate on it.
+
+  Raises:
+    ValueError: when an argument is of another kind or out of its range; when
+      the state is made, and `predict` does not give the rest of these
+      parameters; at trace time, when `params`, or a needed `loss`, is missing
+      or does not suit the cut.
+
   References:
     Model parameter prediction (MP²).  Departure: there a server predicts, and
     sends all parameters to the workers; here all workers predict the same, so
