@@ -189,7 +189,7 @@ def depths(
     The predictors, the shallowest cut first.
 
   Raises:
-    ValueError: if an argument is out of range, or the network has less than
+    ValueError: if an argument is out of range, or the network has fewer than
       two layers.
 
   >>> dense = {"kernel": np.zeros((2, 2))}

@@ -36,7 +36,7 @@ def choose_steps(
     update, in their order.
 
   Raises:
-    ValueError: if an argument is out of range, or there are less steps in an
+    ValueError: if an argument is out of range, or there are fewer steps in an
       epoch than are to be taken.
 
   References:
