@@ -19,7 +19,9 @@ EXIT_STATUS = 75
 class Watchdog:
   """Ends the process if nobody calls `beat` for too long.
 
-  Used as a context manager around a training loop.
+  Used as a context manager around a training loop.  Time in which the process
+  itself was stopped, by a scheduler that suspends jobs for instance, does not
+  count.
   """
 
   def __init__(self, timeout_s: float, *, what: str = "training step"):
@@ -53,8 +55,14 @@ class Watchdog:
 
   def _watch(self) -> None:
     interval_s = min(1.0, self._timeout_s / 4)
+    looked_s = time.monotonic()
     while not self._done.wait(interval_s):
-      if time.monotonic() > self._deadline_s:
+      now_s = time.monotonic()
+      overslept_s = now_s - looked_s - interval_s
+      if overslept_s > interval_s:  # So did whoever was to call `beat`.
+        self._deadline_s += overslept_s
+      looked_s = now_s
+      if now_s > self._deadline_s:
         self._end()
 
   def _end(self) -> None:

@@ -1,5 +1,6 @@
 """A run that hangs ends with a message instead of forever."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +48,29 @@ def test_beats_keep_it_alive_and_leaving_ends_its_thread():
       watchdog.beat()
     assert "jdist-watchdog" in {t.name for t in threading.enumerate()}
   assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}
+
+
+_IS_STOPPED = """
+import time
+from jdist.training import _watchdog
+with _watchdog.Watchdog(6.0):
+  print("begun", flush=True)
+  for _ in range(20):  # Not one sleep, which would be over when it goes on.
+    time.sleep(0.1)
+"""
+
+
+def test_time_in_which_the_process_is_stopped_does_not_count():
+  command = [sys.executable, "-c", _IS_STOPPED]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    try:
+      assert process.stdout.readline() == "begun\n"
+      process.send_signal(signal.SIGSTOP)
+      time.sleep(8.0)
+      process.send_signal(signal.SIGCONT)
+      assert process.wait(timeout=60) == 0
+    finally:
+      process.kill()
 
 
 def test_patience_makes_one_deadline_longer():
