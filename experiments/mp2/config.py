@@ -71,6 +71,10 @@ class Config(comparing.Config):
   """Of an ordinary run whose fronts the predictor has not seen; None leaves it
   out."""
 
+  start_seed: int | None = None
+  """Of the first weights of all runs; default each run's own seed. That of the
+  run whose fronts were collected is 20000."""
+
   nowcast_epochs: float = 0.05
   """Passes that count as an epoch for the nowcasters: they jump after every
   fifth, and a short run has few epochs."""
@@ -136,6 +140,9 @@ class Comparison(comparing.Comparison):
 
   def build(self, seed: int) -> models.Model:
     """Those without normalization, where there are such."""
+    assert isinstance(self.options, Config)
+    if self.options.start_seed is not None:
+      seed = self.options.start_seed
     if self.options.model not in prediction.PUBLISHED:
       return super().build(seed)
     return prediction.published_model(

@@ -57,6 +57,8 @@ class Preparation:
   """The folder of what is made, and the rows that tell of it."""
 
   def __init__(self, options: config.Config, rows: pathlib.Path):
+    # The runs here have weights of their own, however those compared begin.
+    options = dataclasses.replace(options, start_seed=None)
     self.options, self.rows = options, rows
     self.folder = config.folder(options)
     self.whole = config.Comparison(options, config.VARIANTS)

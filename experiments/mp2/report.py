@@ -268,12 +268,19 @@ def once(rows: list[Row]) -> list[Row]:
   return list(found.values())
 
 
-def by_workers(rows: list[Row]) -> dict[int, Runs]:
-  """The tuned runs, for each number of workers, that of the preset first."""
-  found: dict[int, list[Row]] = {}
+def by_setting(rows: list[Row]) -> dict[str, Runs]:
+  """The tuned runs, for each way in which they were made, the preset's first.
+
+  Rows may be of another number of workers, and of the same first weights.
+  """
+  found: dict[str, list[Row]] = {}
   for row in rows:
-    found.setdefault(row["config"]["workers"], []).append(row)
-  return {number: reporting.compared(own) for number, own in found.items()}
+    config = row["config"]
+    name = f"{config['workers']} workers"
+    if (seed := config.get("start_seed")) is not None:
+      name += f", first weights of seed {seed}"
+    found.setdefault(name, []).append(row)
+  return {name: reporting.compared(own) for name, own in found.items()}
 
 
 def main(folder: pathlib.Path) -> None:
@@ -290,7 +297,7 @@ def main(folder: pathlib.Path) -> None:
   chosen = parser.parse_args()
   name, results = chosen.preset, folder / "results"
   rows = training.read_rows(results / f"{name}.jsonl")
-  (_, runs), *others = by_workers(rows).items()
+  (_, runs), *others = by_setting(rows).items()
   if _BASE not in runs:
     raise SystemExit(f"There is no tuned run of {_BASE} in {name}'s rows yet.")
   print(traffic_table(runs))
@@ -306,8 +313,8 @@ def main(folder: pathlib.Path) -> None:
     for found in sorted(links, key=lambda rows: rows[0]["bits_per_s"]):
       print(f"\n{link_table(runs, found, accuracy)}")
   draw(runs, results / f"{name}.png")
-  for workers, found in others:
-    print(f"\nWith {workers} workers:\n")
+  for setting, found in others:
+    print(f"\n{setting}:\n")
     if _BASE in found:
       print(traffic_table(found))
     else:

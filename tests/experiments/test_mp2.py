@@ -74,7 +74,7 @@ def test_what_is_prepared_has_a_name_by_what_it_depends_on(monkeypatch):
   # A new option is on one of the two sides.
   matters_not = {
     "rank", "rates", "seeds", "variants", "evaluations", "workers", "cache",
-    "other_dataset", "other_workers",
+    "other_dataset", "other_workers", "start_seed",
   }  # fmt: skip
   found = set()
   for field in dataclasses.fields(options):
@@ -280,14 +280,14 @@ def test_what_was_prepared_again_counts_once(monkeypatch):
   assert [row["best"] for row in report.once(rows)] == [2, 3]
 
 
-def test_other_numbers_of_workers_stand_apart(monkeypatch):
+def test_other_settings_stand_apart(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
 
-  def row(workers, purpose, rate, seed, accuracy):
+  def row(workers, purpose, rate, seed, accuracy, **config):
     return {
-      "config": {"workers": workers}, "purpose": purpose, "method": "baseline",
-      "learning_rate": rate, "seed": seed, "accuracy": accuracy,
-      "test_loss": 0.1,
+      "config": {"workers": workers, **config}, "purpose": purpose,
+      "method": "baseline", "learning_rate": rate, "seed": seed,
+      "accuracy": accuracy, "test_loss": 0.1,
     }  # fmt: skip
 
   rows = [
@@ -297,11 +297,15 @@ def test_other_numbers_of_workers_stand_apart(monkeypatch):
     row(4, "tuning", 0.1, 10_000, 0.6),
     row(4, "tuning", 0.2, 10_000, 0.7),
     row(4, "comparison", 0.2, 0, 0.71),
+    # Rows are older than the seed of the first weights.
+    row(8, "comparison", 0.1, 1, 0.82, start_seed=None),
+    row(8, "comparison", 0.1, 0, 0.83, start_seed=20_000),
   ]
-  found = report.by_workers(rows)
+  found = report.by_setting(rows)
   assert {n: runs["baseline"] for n, runs in found.items()} == {
-    8: rows[1:2],
-    4: rows[4:],
+    "8 workers": [rows[1], rows[5]],
+    "4 workers": [rows[4]],
+    "8 workers, first weights of seed 20000": [rows[6]],
   }
 
 
@@ -404,6 +408,27 @@ def test_parts_measure_as_the_whole(monkeypatch, seed):
   mean, std = moving.measure(images)
   np.testing.assert_allclose(mean, images.mean((0, 1, 2)), rtol=1e-12)
   np.testing.assert_allclose(std, images.std((0, 1, 2)), rtol=1e-12)
+
+
+def test_all_runs_may_begin_with_the_same_weights(monkeypatch, tmp_path):
+  pytest.importorskip("sklearn")
+  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
+  config = prepare.config
+  options = dataclasses.replace(
+    config.PRESETS["smoke"][1], start_seed=5, cache=str(tmp_path)
+  )
+
+  def weights(comparison, seed):
+    leaves = jax.tree.leaves(comparison.build(seed).params)
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+  same = config.Comparison(options, config.VARIANTS)
+  usual = config.Comparison(config.PRESETS["smoke"][1], config.VARIANTS)
+  assert weights(same, 0) == weights(same, 1) == weights(usual, 5)
+  # Not those that predictors learn from.
+  preparation = prepare.Preparation(options, tmp_path / "rows.jsonl")
+  assert weights(preparation.comparison, 0) == weights(usual, 0)
 
 
 def test_where_predictors_are_moved_to_changes_no_predictor(monkeypatch):
