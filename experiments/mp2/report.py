@@ -236,7 +236,8 @@ def prepared(rows: list[Row]) -> str:
     elif row["purpose"] == "predictor":
       lines.append(
         f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
-        f"{row.get('runs', 1)} run(s): assembled networks "
+        f"{row.get('runs', 1)} run(s) in {row['config']['fit_epochs']} epochs: "
+        "assembled networks "
         f"{100 * row['accuracy_own_run']:.1f} % with fronts of its own run, "
         f"{100 * row['accuracy_other_seed']:.1f} % of another seed's, "
         f"{100 * row['accuracy_untrained_fronts']:.1f} % with untrained ones"
@@ -244,7 +245,8 @@ def prepared(rows: list[Row]) -> str:
     elif row["purpose"] == "moved":
       lines.append(
         f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
-        f"{row['runs']} run(s), moved to {row['to']}: assembled networks "
+        f"{row['runs']} run(s) in {row['config']['fit_epochs']} epochs, moved "
+        f"to {row['to']}: assembled networks "
         f"{100 * row['accuracy']:.1f} %, the ordinary run there "
         f"{100 * row['ordinary_accuracy']:.1f} %"
       )
@@ -263,6 +265,7 @@ def once(rows: list[Row]) -> list[Row]:
   found = {}
   for row in rows:
     key = tuple(str(row.get(name)) for name in sorted(measured))
+    key += (str(row["config"].get("fit_epochs")),)
     found.pop(key, None)
     found[key] = row
   return list(found.values())

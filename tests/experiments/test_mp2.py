@@ -277,7 +277,10 @@ def test_what_was_prepared_again_counts_once(monkeypatch):
     {"purpose": "predictor", "kind": "published", "runs": 4, "best": 2},
     {"purpose": "predictor", "kind": "published", "runs": 1, "best": 3},
   ]
-  assert [row["best"] for row in report.once(rows)] == [2, 3]
+  rows = [row | {"config": {"fit_epochs": 6}} for row in rows]
+  # Longer trained is another one.
+  rows.append(rows[-1] | {"config": {"fit_epochs": 30}, "best": 4})
+  assert [row["best"] for row in report.once(rows)] == [2, 3, 4]
 
 
 def test_other_settings_stand_apart(monkeypatch):
