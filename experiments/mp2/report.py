@@ -320,6 +320,8 @@ def main(folder: pathlib.Path) -> None:
     print(f"\n{setting}:\n")
     if _BASE in found:
       print(traffic_table(found))
+      for accuracy in chosen.accuracy or [_accuracy(found[_BASE])[0]]:
+        print(f"\nTo {accuracy:.2f} %:\n\n{time_table(found, times, accuracy)}")
     else:
       print(f"no row of {_BASE}, with which the others could be compared")
   made = results / f"{name}-prepare.jsonl"
