@@ -57,7 +57,7 @@ def measure(
   blocks: int = 9,
   link: Link | None = None,
 ) -> list[dict[str, Any]]:
-  """A row for each variant.
+  """A row for each variant; none on other hosts than the first.
 
   Args:
     options: the comparison whose steps are measured.
@@ -82,6 +82,8 @@ def measure(
       seconds = turn.take()
       if block:
         found[name].append(seconds)
+  if jax.process_index():  # The first one tells.
+    return []
   # No variants, as each has its row, and nobody's folders.
   told = {
     key: value
@@ -118,8 +120,7 @@ def measure(
       row |= link._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
       line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
     rows.append(row)
-    if not jax.process_index():
-      print(line, flush=True)
+    print(line, flush=True)
   return rows
 
 
@@ -135,8 +136,7 @@ class _Turn:
     program = workers.jit(run.step, donate_argnums=0)
     self.program = program.lower(self.state, self.batch).compile()
     self.messages = collectives.read_collectives(self.program)
-    trainer = training.Trainer(workers, run.step)
-    self.traffic = trainer.traffic(self.state, self.batch)
+    self.trainer = training.Trainer(workers, run.step)
     self.steps, self.rounds = 0, 0
 
   def take(self) -> float:
@@ -153,7 +153,9 @@ class _Turn:
 
   def sent_bytes(self) -> float:
     """What a worker has sent in a step, the mean of those taken."""
-    return self.traffic.sent_bytes(self.steps, self.rounds) / self.steps
+    # Traced once more, which takes long: only where somebody asks.
+    traffic = self.trainer.traffic(self.state, self.batch)
+    return traffic.sent_bytes(self.steps, self.rounds) / self.steps
 
 
 def _messages(
@@ -187,7 +189,7 @@ def main(
   preset = next(word for word in sys.argv[1:] if word in presets)
   link = _join(chosen.workers)
   measured = measure(chosen, variants, comparison_type, base=base, link=link)
-  if jax.process_index():
+  if not measured:
     return
   name = "times" if link is None else link.name
   path = folder / "results" / f"{preset}-{name}.jsonl"

@@ -1,8 +1,6 @@
 """The comparison of MP²: its counts, its targets, and that it runs."""
 
 import dataclasses
-import importlib.util
-import pathlib
 import sys
 
 import jax
@@ -11,18 +9,7 @@ import pytest
 
 from jdist import collectives, models, prediction, training
 from tests.experiments import test_comparisons
-
-_FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
-
-
-def load(name, path, monkeypatch):
-  """A program of an experiment as a module of its own."""
-  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER)])
-  spec = importlib.util.spec_from_file_location(name, _FOLDER / path)
-  module = importlib.util.module_from_spec(spec)
-  monkeypatch.setitem(sys.modules, name, module)
-  spec.loader.exec_module(module)
-  return module
+from tests.experiments._loading import FOLDER, load
 
 
 def sent(*collected):
@@ -141,69 +128,8 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
     assert told[name]["both_bytes"] == 20 * whole
 
 
-def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
-  report = load("mp2_report", "mp2/report.py", monkeypatch)
-  curve = [{"step": s, "accuracy": a} for s, a in ((10, 0.5), (30, 0.9))]
-  rows = [{"curve": curve}]
-  assert report.steps_to(rows, 70.0) == pytest.approx(20.0)
-  assert report.steps_to(rows, 25.0) == pytest.approx(5.0)
-  assert report.steps_to(rows, 91.0) is None
-  # Of the mean over seeds, which no seed needs to be above.
-  lower = [{"step": s, "accuracy": a} for s, a in ((10, 0.3), (30, 0.5))]
-  assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
-
-
-def test_modelled_time_by_hand(monkeypatch):
-  report = load("mp2_report", "mp2/report.py", monkeypatch)
-
-  def reached(step, both_bytes):
-    return [
-      {
-        "steps": 100, "train_s": 70.0, "both_bytes": 100 * both_bytes,
-        "curve": [{"step": step, "accuracy": 0.8}],
-      }
-    ]  # fmt: skip
-
-  runs = {"baseline": reached(40, 10**6), "ours": reached(60, 10**5)}
-  # Steps of 0.1 and 0.1 * 2 s, then 8 and 0.8 Mbit over each of the links.
-  times = {"baseline": {"step_s": 0.1, "ratio": 1.0}, "ours": {"ratio": 2.0}}
-  found = report.seconds_to(runs, times, 80.0, "both_bytes")
-  assert report._LINKS == ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
-  assert found["baseline"] == pytest.approx([36.0, 7.2, 4.32])
-  assert found["ours"] == pytest.approx([16.8, 12.48, 12.048])
-  # Without times of its own a step is that of Baseline's runs.
-  found = report.seconds_to(runs, {}, 80.0, "both_bytes")
-  assert found["ours"] == pytest.approx([46.8, 42.48, 42.048])
-
-
-def test_steps_over_a_link_make_the_time_to_an_accuracy(monkeypatch):
-  report = load("mp2_report", "mp2/report.py", monkeypatch)
-
-  def reached(step):
-    return [{"curve": [{"step": step, "accuracy": 0.8}]}]
-
-  def measured(method, step_s, ratio):
-    return {
-      "method": method, "hosts": 8, "bits_per_s": 1e7, "step_s": step_s,
-      "ratio": ratio, "quartiles": [ratio, ratio], "modelled_s": step_s,
-    }  # fmt: skip
-
-  table = report.link_table(
-    {"baseline": reached(40), "ours": reached(60), "worse": reached(90)},
-    [
-      measured("baseline", 0.5, 1.0),
-      measured("ours", 0.2, 0.5),  # By blocks; medians alone would say 0.4.
-      measured("computation", 0.1, 0.2),
-    ],
-    80.0,
-  )
-  assert "8 hosts, links of 10 Mbit/s" in table
-  times = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
-  assert times == ["20 s", "12 s (-25 %)", ""]
-
-
 def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
-  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   preparation = object.__new__(prepare.Preparation)
   preparation.options = dataclasses.replace(
@@ -242,7 +168,7 @@ def test_presets_for_gpus_cut_where_the_paper_does(monkeypatch):
 
 def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = prepare.config.PRESETS["smoke"][1]
   options = dataclasses.replace(options, cache=str(tmp_path))
@@ -268,48 +194,6 @@ class _Fronts:
 
   def __init__(self, fronts):
     self.fronts = lambda cut: fronts
-
-
-def test_what_was_prepared_again_counts_once(monkeypatch):
-  report = load("mp2_report", "mp2/report.py", monkeypatch)
-  rows = [
-    {"purpose": "predictor", "kind": "published", "runs": 1, "best": 1},
-    {"purpose": "predictor", "kind": "published", "runs": 4, "best": 2},
-    {"purpose": "predictor", "kind": "published", "runs": 1, "best": 3},
-  ]
-  rows = [row | {"config": {"fit_epochs": 6}} for row in rows]
-  # Longer trained is another one.
-  rows.append(rows[-1] | {"config": {"fit_epochs": 30}, "best": 4})
-  assert [row["best"] for row in report.once(rows)] == [2, 3, 4]
-
-
-def test_other_settings_stand_apart(monkeypatch):
-  report = load("mp2_report", "mp2/report.py", monkeypatch)
-
-  def row(workers, purpose, rate, seed, accuracy, **config):
-    return {
-      "config": {"workers": workers, **config}, "purpose": purpose,
-      "method": "baseline", "learning_rate": rate, "seed": seed,
-      "accuracy": accuracy, "test_loss": 0.1,
-    }  # fmt: skip
-
-  rows = [
-    row(8, "tuning", 0.1, 10_000, 0.8),
-    row(8, "comparison", 0.1, 0, 0.81),
-    # Another rate is best with four of them, and tuning is no result.
-    row(4, "tuning", 0.1, 10_000, 0.6),
-    row(4, "tuning", 0.2, 10_000, 0.7),
-    row(4, "comparison", 0.2, 0, 0.71),
-    # Rows are older than the seed of the first weights.
-    row(8, "comparison", 0.1, 1, 0.82, start_seed=None),
-    row(8, "comparison", 0.1, 0, 0.83, start_seed=20_000),
-  ]
-  found = report.by_setting(rows)
-  assert {n: runs["baseline"] for n, runs in found.items()} == {
-    "8 workers": [rows[1], rows[5]],
-    "4 workers": [rows[4]],
-    "8 workers, first weights of seed 20000": [rows[6]],
-  }
 
 
 def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
@@ -387,7 +271,7 @@ def test_rows_of_this_comparison_are_found_again(monkeypatch, tmp_path):
 
 def test_images_are_brought_to_another_form(monkeypatch):
   load("mp2_config", "mp2/config.py", monkeypatch)
-  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER / "mp2")])
+  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   rows = np.arange(3, dtype=np.uint8).reshape(1, 3, 1, 1)
   # The middle, or zeros around; the odd one behind.
@@ -404,7 +288,7 @@ def test_images_are_brought_to_another_form(monkeypatch):
 
 @pytest.mark.parametrize("seed", (0, 1))
 def test_parts_measure_as_the_whole(monkeypatch, seed):
-  monkeypatch.setattr(sys, "path", [*sys.path, str(_FOLDER / "mp2")])
+  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   draw = np.random.default_rng(seed)
   images = draw.integers(0, 256, (1500, 2, 3, 2)).astype(np.uint8)
@@ -413,9 +297,23 @@ def test_parts_measure_as_the_whole(monkeypatch, seed):
   np.testing.assert_allclose(std, images.std((0, 1, 2)), rtol=1e-12)
 
 
+def test_elsewhere_each_worker_has_as_many_images(monkeypatch):
+  pytest.importorskip("sklearn")
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
+  moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
+  options = config.PRESETS["smoke"][1]
+  comparison = object.__new__(config.Comparison)
+  comparison.options, comparison.variants = options, config.VARIANTS
+  assert (options.workers, options.batch_size) == (2, 128)
+  # The same images in a step would make it the same run.
+  moved = moving.to_workers(comparison, 4).options
+  assert (moved.workers, moved.batch_size) == (4, 256)
+
+
 def test_all_runs_may_begin_with_the_same_weights(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(_FOLDER / "mp2"))
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   config = prepare.config
   options = dataclasses.replace(
