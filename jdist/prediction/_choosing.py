@@ -1,7 +1,6 @@
 """The cut chosen by how well what is behind it can be predicted."""
 
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jdist.prediction import (
   _cutting,
   _fitting,
   _predictor,
+  _storing,
 )
 
 Fronts = Callable[[_cutting.Cut], np.ndarray]
@@ -103,6 +103,7 @@ def score_cuts(
       name, given, "a cut, for instance `ParameterSet.fronts`"
     )
   _checking.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
+  folder = None if directory is None else _storing.folder(directory)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
   for number, (each, (own, others)) in enumerate(
@@ -119,9 +120,7 @@ def score_cuts(
       test_labels=test_labels,
       fit=fit,
       normalize=normalize,
-      directory=None
-      if directory is None
-      else pathlib.Path(directory) / f"{number:02}",
+      directory=None if folder is None else folder / f"{number:02}",
     )
     score = ScoredCut(
       each,
@@ -157,6 +156,9 @@ def choose_cut(
       better.
   """
   max_lost = _checking.check_number("max_lost", max_lost, high=1)
+  scores = _checking.check_list("scores", scores, "`ScoredCut`s")
+  for score in scores:
+    _checking.check_kind("scores", score, ScoredCut, "of `score_cuts`")
   if not scores:
     raise ValueError("`scores` must hold at least one, got none.")
   best = max(score.accuracy for score in scores)

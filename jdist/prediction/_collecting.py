@@ -3,7 +3,6 @@
 import json
 import operator
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,13 @@ import jax
 import numpy as np
 
 from jdist import collectives, training
-from jdist.prediction import _checking, _cutting, _drawing, _sampling
+from jdist.prediction import (
+  _checking,
+  _cutting,
+  _drawing,
+  _sampling,
+  _storing,
+)
 
 PyTree = Any
 # What `choose_steps` draws from; other uses of a seed have other numbers.
@@ -128,7 +133,7 @@ class Collector:
         or the directory holds a set of another network, other cuts, steps or
         metadata.
     """
-    self._directory = pathlib.Path(directory)
+    self._directory = _storing.folder(directory)
     self._workers = workers
     _checking.check_kind(
       "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"

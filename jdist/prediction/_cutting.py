@@ -332,6 +332,7 @@ def cut(
   >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
   Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)
   """
+  _checking.check_kind("name", name, str, "text")
   layers = _layering.layers_of(_params_of(model), order)
   whole = hasattr(num_layers, "__index__") and num_layers is not True
   if not whole or num_layers not in range(1, len(layers)):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,7 +182,7 @@ def fit_nowcasters(
         f"{kind!r} is in one of them only."
       )
     if tracks:
-      own = None if directory is None else pathlib.Path(directory) / kind
+      own = None if directory is None else _storing.folder(directory) / kind
       found[kind] = fit_nowcaster(tracks, others, fit, directory=own)
   if not found:
     raise ValueError(

@@ -6,6 +6,7 @@ that it fits any model.  There are three, one for each kind of entry.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -30,6 +31,11 @@ def kind_of(shape: tuple[int, ...]) -> Kind:
   >>> kind_of((3, 3, 1, 8)), kind_of((64, 10)), kind_of((10,))
   ('conv', 'dense', 'bias')
   """
+  if not isinstance(shape, Sequence):
+    raise ValueError(
+      f"`shape` must be a leaf's shape, a tuple of ints, got {shape!r}. Take "
+      "`leaf.shape`."
+    )
   if len(shape) > 2:
     return "conv"
   return "dense" if len(shape) == 2 else "bias"

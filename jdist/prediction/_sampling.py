@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jdist import _version, training
-from jdist.prediction import _cutting
+from jdist.prediction import _cutting, _storing
 from jdist.training import sealing
 
 _FORMAT = 1
@@ -50,7 +50,7 @@ class ParameterSet:
     Raises:
       ValueError: when there is no such data set, or not of this format.
     """
-    self._directory = pathlib.Path(directory)
+    self._directory = _storing.folder(directory)
     body = read_manifest(self._directory)
     if body is None:
       raise ValueError(

@@ -33,6 +33,21 @@ _FORMAT = 1
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 
 
+def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
+  """A directory as a path; a ValueError unless it can be one.
+
+  >>> folder("predictors").name
+  'predictors'
+  """
+  try:
+    return pathlib.Path(directory)
+  except TypeError as error:
+    raise ValueError(
+      f"`directory` must be a path, as text or a `pathlib.Path`, got "
+      f"{directory!r}."
+    ) from error
+
+
 def save_arrays(
   directory: str | os.PathLike[str],
   arrays: Mapping[str, Any],
@@ -58,7 +73,7 @@ def save_arrays(
       f"`about` must be what JSON can hold, got {body['about']!r}: {error}. "
       "Make numbers of arrays by `float` or `.tolist()`."
     ) from error
-  target = pathlib.Path(directory)
+  target = folder(directory)
   earlier = refuse_others(target, body["what"])
   if target.exists():
     _fill(target, arrays, body, earlier)
@@ -108,7 +123,7 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
   Returns:
     The names of files that earlier saves have left there.
   """
-  target = pathlib.Path(directory)
+  target = folder(directory)
   rule = f"`directory` must be for {what} alone, but {target}"
   if not is_there(target):
     others = [x.name for x in sorted(target.glob("*.npy")) if not _cut_off(x)]
@@ -174,7 +189,7 @@ def load_arrays(
     ValueError: when a file has changed or is missing, or the arrays are
       something else than `what`.
   """
-  target = pathlib.Path(directory)
+  target = folder(directory)
   try:
     manifest = _read(target)
   except FileNotFoundError as error:
@@ -202,7 +217,7 @@ def load_arrays(
 
 def is_there(directory: str | os.PathLike[str]) -> bool:
   """Whether something was saved in a directory."""
-  return (pathlib.Path(directory) / _MANIFEST).exists()
+  return (folder(directory) / _MANIFEST).exists()
 
 
 def named(tree: PyTree) -> dict[str, Any]:

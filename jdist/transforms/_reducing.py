@@ -215,6 +215,8 @@ def make(
       the feedback could be of.
   """
   _feeding.check_feedback("feedback", feedback)
+  if seed is not None:
+    _checking.check_structural("seed", seed, minimum=0)
   if reducer is not None:
     return Reduction(axis, reducer, feedback, seed, specs)
   if specs is not None:

@@ -83,6 +83,11 @@ def test_the_least_bytes_among_the_good_ones_are_chosen():
 def test_bad_input_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`scores` must hold at least one"):
     prediction.choose_cut([])
+  for wrong in ([1], [(0.5, 1)]):
+    with pytest.raises(ValueError, match="`scores` must be of `score_cuts`"):
+      prediction.choose_cut(wrong)
+  with pytest.raises(ValueError, match="`scores` must be a list of"):
+    prediction.choose_cut(None)
   for wrong in (2, -0.1, np.nan, "a", None, True, [0.1]):
     with pytest.raises(
       ValueError, match=r"`max_lost` must be .* from 0 to 1, got"
