@@ -163,7 +163,7 @@ class Preparation:
       normalize=comparison.train.normalize,
     )
     accuracy = evaluate(trained)["accuracy"]
-    self.reached(source).write_text(json.dumps(accuracy))
+    _write(self.reached(source), accuracy)
     # What says that all is there comes last: a stop before it makes a row
     # twice, and loses none.
     self.note(
@@ -317,7 +317,7 @@ class Preparation:
         accuracy=self.accuracy(predictor, params, late, source.comparison),
         ordinary_accuracy=own,
       )
-    self.moved(source.name).write_text(json.dumps(own))
+    _write(self.moved(source.name), own)
 
   def unfinished(self, target: pathlib.Path) -> pathlib.Path:
     """Where a training keeps what it needs to go on after it was stopped."""
@@ -379,7 +379,7 @@ class Preparation:
         pushed_bytes=score.pushed_bytes,
         chosen=score is best,
       )
-    target.write_text(json.dumps(repr(best and best.predictor.cut)))
+    _write(target, repr(best and best.predictor.cut))
 
   def fit_nowcasters(self) -> None:
     """Nowcasters, beside the repetition of the last value."""
@@ -409,6 +409,11 @@ class Preparation:
     prediction.save_nowcasters(
       target, {kind: found.params for kind, found in fitted.items()}
     )
+
+
+def _write(path: pathlib.Path, value: Any) -> None:
+  """Writes what says that something is made; a stop leaves no part of it."""
+  training.sealing.write_whole(path, json.dumps(value).encode())
 
 
 def _held_out(whole: config.Comparison) -> config.Comparison:

@@ -8,7 +8,7 @@ import pytest
 
 from jdist import prediction
 from tests.prediction import _tiny
-from tests.prediction.test_fitting import FIT, model, normalize
+from tests.prediction._fits import FIT, model, normalize
 
 
 def collected(folder, seed, num_samples=8):

@@ -1,4 +1,4 @@
-"""Training the predictor: what it learns, that it resumes, what it refuses."""
+"""Training the predictor: what it learns, and that it resumes."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import models, prediction
+from jdist import prediction
 from jdist.prediction import (
   _assembling,
   _drawing,
@@ -18,59 +18,15 @@ from jdist.prediction import (
   _storing,
 )
 from tests.prediction import _tiny
-
-FIT = prediction.PredictorFit(
-  num_epochs=2,
-  samples_per_batch=4,
-  sample_batches=2,
-  images_per_batch=20,
-  image_batches=3,
-  learning_rate=3e-3,
+from tests.prediction._fits import (
+  assert_same_bits,
+  FIT,
+  fit_predictor,
+  fronts,
+  model,
+  normalize,
+  predictor,
 )
-
-
-@functools.cache
-def fronts(num_samples, seed=0):
-  """Fronts near one another, as those of a run are."""
-  cut = _tiny.cut()
-  rng = np.random.default_rng(seed)
-  around = np.asarray(cut.flatten_front(_tiny.model().params))
-  noise = rng.standard_normal((num_samples, cut.num_front))
-  return (around + 0.01 * noise).astype(np.float32)
-
-
-model = functools.cache(_tiny.model)
-
-
-@functools.cache
-def predictor(**kwargs):
-  return prediction.predictor(_tiny.cut(), **kwargs)
-
-
-def normalize(images):
-  return images.astype(jnp.float32) / 16
-
-
-def fit_predictor(fit=FIT, of=None, **kwargs):
-  train, test = _tiny.digits("train"), _tiny.digits("test")
-  given = {
-    "samples": fronts(8),
-    "images": train.images,
-    "labels": train.labels,
-    "held_out": fronts(3, seed=1),
-    "test_images": test.images,
-    "test_labels": test.labels,
-    "normalize": normalize,
-    "fit": fit,
-  }
-  return prediction.fit_predictor(
-    predictor() if of is None else of, model(), **(given | kwargs)
-  )
-
-
-def assert_same_bits(a, b):
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
@@ -283,172 +239,6 @@ def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   mapped = np.load(tmp_path / "mapped.npy", mmap_mode="r")
   again = fit_predictor(fit, directory=tmp_path, samples=mapped)
   assert again.curve == first.curve
-
-
-def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
-  # Of convolutions, with names of two parts.
-  cut = prediction.cut(
-    models.build(
-      "resnet8",
-      input_shape=(8, 8, 1),
-      num_classes=10,
-      norm="none",
-      abstract=True,
-    ),
-    5,
-  )
-  ours = prediction.predictor(cut, 2, grid=8)
-  params = jax.jit(ours.init)(jax.random.key(0))
-  prediction.save_predictor(tmp_path, ours, params, {"accuracy": 0.9})
-  for known in (None, cut):
-    theirs, read = prediction.load_predictor(tmp_path, known)
-    assert theirs == ours
-    assert_same_bits(read, params)
-    assert jax.tree.structure(read) == jax.tree.structure(params)
-
-
-def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
-  params = _fitting._init(predictor(), jax.random.key(0))
-  prediction.save_predictor(tmp_path, predictor(), params)
-  with pytest.raises(
-    ValueError, match=r"dense1\.kernel float32\[64, 7\].*dense1\.kernel.*6\]"
-  ):
-    prediction.load_predictor(tmp_path, _tiny.cut(hidden_sizes=(7, 5)))
-  with pytest.raises(ValueError, match=r"dense2\.kernel.*behind it there"):
-    prediction.load_predictor(tmp_path, _tiny.cut(2))
-  other = prediction.predictor(_tiny.cut(2))
-  with pytest.raises(ValueError, match=r"`params` must be of Predictor\("):
-    prediction.save_predictor(tmp_path, other, params)
-  for path in tmp_path.glob("*.npy"):
-    path.write_bytes(path.read_bytes()[:-1])
-  with pytest.raises(ValueError, match="damaged"):
-    prediction.load_predictor(tmp_path)
-  with pytest.raises(ValueError, match=r"`cut` must be where.*got Model\("):
-    prediction.load_predictor(tmp_path, model())
-  with pytest.raises(FileNotFoundError, match="must hold predictor"):
-    prediction.load_predictor(tmp_path / "nothing")
-
-
-def test_networks_that_cannot_be_assembled_are_refused():
-  deep = model(hidden_sizes=(6, 5, 4))
-  with pytest.raises(ValueError, match=r"`model` must be of Cut"):
-    prediction.evaluate_predictor(
-      predictor(), {}, deep, fronts(3), np.zeros(0), np.zeros(0)
-    )
-  options = {"input_shape": (8, 8, 1), "num_classes": 10}
-  batch = models.build("resnet8", **options)
-  ours = prediction.predictor(prediction.cut(batch, 2))
-  with pytest.raises(ValueError, match="`model` must have no state"):
-    prediction.evaluate_predictor(
-      ours, {}, batch, fronts(3), np.zeros(0), np.zeros(0)
-    )
-
-
-def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
-  cut = _tiny.cut()
-  for name, wrong, rule in (
-    ("of", cut, r"`predictor` must be of `prediction\.predictor\(cut\)`, got"),
-    ("fit", {}, r"`fit` must be a `PredictorFit` or None, got \{\}"),
-    ("normalize", None, "`normalize` must be a function of images.*got None"),
-    ("on_epoch", 3, "`on_epoch` must be a function of .*or None, got 3"),
-    ("samples", fronts(8).tolist(), r"`samples` must be \[.*got a `list`"),
-    ("held_out", None, r"`held_out` must be \[.*got None"),
-  ):
-    with pytest.raises(ValueError, match=rule):
-      fit_predictor(**{name: wrong})
-  given = ({}, fronts(3), np.zeros(0), np.zeros(0))
-  with pytest.raises(ValueError, match="`predictor` must be of"):
-    prediction.evaluate_predictor(cut, given[0], model(), *given[1:])
-  with pytest.raises(ValueError, match=r"`model` must be a network.*a `dict`"):
-    prediction.evaluate_predictor(
-      predictor(), given[0], model().params, *given[1:]
-    )
-  with pytest.raises(ValueError, match="`predictor` must be of"):
-    prediction.assemble(cut, {}, fronts(1)[0])
-  with pytest.raises(ValueError, match="`predictor` must be of"):
-    prediction.save_predictor(tmp_path / "none", cut, {})
-  assert not (tmp_path / "none").exists()
-
-
-def test_samples_and_settings_that_do_not_fit_are_refused():
-  for name in ("samples", "held_out"):
-    for wrong in (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0]):
-      with pytest.raises(ValueError, match=rf"`{name}` must be \[samples, "):
-        fit_predictor(**{name: wrong})
-  for name, value, rule in (
-    ("num_epochs", 0, "int >= 1"),
-    ("samples_per_batch", 0, "int >= 1"),
-    ("sample_batches", 0, "int >= 1"),
-    ("images_per_batch", 2.0, "int >= 1"),
-    ("image_batches", True, "int >= 1"),
-    ("learning_rate", 0, "above 0"),
-    ("learning_rate", "x", "number above 0, got 'x'"),
-    ("learning_rate", "1e-3", "number above 0"),
-    ("learning_rate", np.inf, "finite"),
-    ("mixup", -1, ">= 0"),
-    ("mixup", None, "number >= 0, got None"),
-    ("mixup", np.inf, "finite"),
-    ("mixup", np.nan, "finite"),
-    ("mixup", 10**400, "finite"),
-    ("seed", -1, ">= 0"),
-    ("seed", "a", ">= 0"),
-  ):
-    with pytest.raises(ValueError, match=f"`{name}` must be.*{rule}"):
-      prediction.PredictorFit(**{name: value})
-  # As JSON can hold it.
-  fit = prediction.PredictorFit(learning_rate=np.float32(0.5), mixup=0)
-  assert (type(fit.learning_rate), fit.learning_rate) == (float, 0.5)
-  many = dataclasses.replace(FIT, samples_per_batch=9)
-  with pytest.raises(ValueError, match="`samples_per_batch` must be at most 8"):
-    fit_predictor(many)
-  many = dataclasses.replace(FIT, image_batches=1000)
-  with pytest.raises(ValueError, match="`image_batches` times"):
-    fit_predictor(many)
-  with pytest.raises(ValueError, match="`save_every` must be an int >= 1"):
-    fit_predictor(save_every=0)
-
-
-def test_images_and_labels_that_do_not_belong_together_are_refused():
-  train = _tiny.digits("train")
-  n = len(train.images)
-  for prefix in ("", "test_"):
-    labels = _tiny.digits("test" if prefix else "train").labels
-    for wrong, rule in (
-      (labels[:-1], f"one label for each of `{prefix}images`"),
-      (np.tile(labels, 2), f"one label for each of `{prefix}images`"),
-      (np.eye(10)[labels], r"integers \[images\].*float64.*argmax"),
-      (np.float32(labels), r"integers \[images\].*float32"),
-      (labels + 1, "from 0 to 9.*got 1 to 10"),
-      (labels.astype(int) - 1, "from 0 to 9.*got -1 to 8"),
-    ):
-      with pytest.raises(ValueError, match=f"`{prefix}labels` must.*{rule}"):
-        fit_predictor(**{f"{prefix}labels": wrong})
-    with pytest.raises(ValueError, match=f"`{prefix}images` must hold at le"):
-      fit_predictor(
-        **{f"{prefix}images": train.images[:0], f"{prefix}labels": labels[:0]}
-      )
-  bad = np.float32(train.images)
-  bad[7, 0] = np.nan
-  for name, value, row in (
-    ("samples", np.where(np.arange(8)[:, None] == 5, np.inf, fronts(8)), 5),
-    ("held_out", np.full_like(fronts(3), np.nan), 0),
-    ("images", bad, 7),
-  ):
-    with pytest.raises(ValueError, match=f"`{name}` must be finite.*row {row}"):
-      fit_predictor(**{name: value})
-  evaluate = functools.partial(
-    prediction.evaluate_predictor, predictor(), {}, model()
-  )
-  for samples, images, labels, rule in (
-    (fronts(3), train.images, train.labels[:-1], f"{n - 1} for {n}"),
-    (fronts(3), train.images[:0], train.labels[:0], "at least one image"),
-    (fronts(3) * np.nan, train.images, train.labels, "`samples` must be fin"),
-  ):
-    with pytest.raises(ValueError, match=rule):
-      evaluate(samples, images, labels)
-  for name in ("samples_per_batch", "images_per_batch"):
-    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
-      evaluate(fronts(3), train.images, train.labels, **{name: 0})
 
 
 def test_a_loss_that_is_not_finite_is_told_and_not_trained_on(tmp_path):

@@ -11,7 +11,7 @@ from jdist import prediction
 from jdist.prediction import _storing
 from jdist.training import sealing
 from tests.prediction import _tiny
-from tests.prediction.test_fitting import FIT, fit_predictor, predictor
+from tests.prediction._fits import FIT, fit_predictor, predictor
 
 RUNS = [{"bias": np.ones((2, 9), np.float32)}]
 
