@@ -11,9 +11,15 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import NamedTuple
 
 # What the shell sees; EX_TEMPFAIL: run it again, it resumes.
 EXIT_STATUS = 75
+
+
+class _Beat(NamedTuple):
+  at_s: float
+  patience_s: float
 
 
 class Watchdog:
@@ -36,7 +42,7 @@ class Watchdog:
       raise ValueError(f"`timeout_s` must be positive, got {timeout_s}.")
     self._timeout_s = timeout_s
     self._what = what
-    self._deadline_s = float("inf")
+    self._last = _Beat(time.monotonic(), float("inf"))
     self._note = ""
     self._done = threading.Event()
     self._thread = threading.Thread(
@@ -51,18 +57,23 @@ class Watchdog:
       patience: this time, wait so many times longer: compiling takes time.
     """
     self._note = note
-    self._deadline_s = time.monotonic() + self._timeout_s * patience
+    # In one assignment, as another thread reads it.
+    self._last = _Beat(time.monotonic(), self._timeout_s * patience)
 
   def _watch(self) -> None:
     interval_s = min(1.0, self._timeout_s / 4)
-    looked_s = time.monotonic()
+    looked_s, last, stopped_s = time.monotonic(), self._last, 0.0
     while not self._done.wait(interval_s):
       now_s = time.monotonic()
+      if self._last is not last:
+        last, stopped_s = self._last, 0.0
       overslept_s = now_s - looked_s - interval_s
       if overslept_s > interval_s:  # So did whoever was to call `beat`.
-        self._deadline_s += overslept_s
+        # Of it what was after the last beat: who was stopped may have called
+        # before this thread came to look.
+        stopped_s += min(overslept_s, max(0.0, now_s - last.at_s))
       looked_s = now_s
-      if now_s > self._deadline_s:
+      if now_s - last.at_s > last.patience_s + stopped_s:
         self._end()
 
   def _end(self) -> None:

@@ -73,6 +73,45 @@ def test_time_in_which_the_process_is_stopped_does_not_count():
       process.kill()
 
 
+_HANGS_AFTERWARDS = """
+import threading, time
+from jdist.training import _watchdog
+with _watchdog.Watchdog(3.0) as watchdog:
+  print("begun", flush=True)
+  before_s = time.monotonic()
+  while time.monotonic() - before_s < 4.0:  # Until it was stopped.
+    before_s = time.monotonic()
+    watchdog.beat()
+    time.sleep(0.1)
+  watchdog.beat("goes on")
+  lock = threading.Lock()
+  lock.acquire()
+  lock.acquire()
+"""
+
+
+def test_a_run_that_hangs_after_it_was_stopped_is_ended_in_time():
+  with subprocess.Popen(
+    [sys.executable, "-c", _HANGS_AFTERWARDS],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as process:
+    try:
+      assert process.stdout.readline() == "begun\n"
+      process.send_signal(signal.SIGSTOP)
+      time.sleep(12.0)
+      process.send_signal(signal.SIGCONT)
+      started_s = time.monotonic()
+      _, told = process.communicate(timeout=60)
+      waited_s = time.monotonic() - started_s
+    finally:
+      process.kill()
+  assert process.returncode == 75 and "goes on" in told
+  # 3 s, and what a busy machine adds; not the 12 in which it was stopped.
+  assert waited_s < 10.0
+
+
 def test_patience_makes_one_deadline_longer():
   with training.Watchdog(0.2) as watchdog:
     watchdog.beat("compiling", patience=100.0)
