@@ -5,10 +5,11 @@
 
 A new manifest replaces the old one in one move, and only then are the old
 files removed: a write that is cut off leaves what was there before.  Where no
-directory was, it is filled beside, as `w.partial` for `w`, and then moved: so
+directory was, it is filled beside, as `.w.unfinished`, and then moved: so
 whoever asks only whether it exists finds it whole.  What no manifest of ours
 has named is never removed, and a directory that holds other arrays is refused.
-Nothing is ever unpickled.
+Nothing is ever unpickled.  One process saves at a time: on several hosts that
+share a disk, the first.
 """
 
 import hashlib
@@ -34,18 +35,23 @@ _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
-  """A directory as a path; a ValueError unless it can be one.
+  """A directory as a path; a ValueError if it is none, or a file.
 
   >>> folder("predictors").name
   'predictors'
   """
   try:
-    return pathlib.Path(directory)
+    path = pathlib.Path(directory)
   except TypeError as error:
     raise ValueError(
       f"`directory` must be a path, as text or a `pathlib.Path`, got "
       f"{directory!r}."
     ) from error
+  if path.exists() and not path.is_dir():
+    raise ValueError(
+      f"`directory` must be a directory, but {path} is a file. Give another."
+    )
+  return path
 
 
 def save_arrays(
@@ -78,7 +84,8 @@ def save_arrays(
   if target.exists():
     _fill(target, arrays, body, earlier)
     return
-  partial = target.with_name(f"{target.name}.partial")
+  # Hidden, as no directory is that somebody else saves to.
+  partial = target.with_name(f".{target.name}.unfinished")
   partial.mkdir(parents=True, exist_ok=True)
   for path in partial.iterdir():
     name = path.name.removesuffix(".partial")

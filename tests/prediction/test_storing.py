@@ -68,7 +68,7 @@ def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("wrong", [3, b"bytes"])
+@pytest.mark.parametrize("wrong", [3, b"bytes", __file__])
 def test_what_is_no_path_is_refused(wrong):
   for call in (
     lambda: prediction.Collector(wrong, _tiny.alone(), [_tiny.cut()], (1, 2)),
@@ -78,7 +78,7 @@ def test_what_is_no_path_is_refused(wrong):
     lambda: prediction.load_predictor(wrong),
     lambda: fit_predictor(directory=wrong),
   ):
-    with pytest.raises(ValueError, match="`directory` must be a path"):
+    with pytest.raises(ValueError, match=r"`directory` must be a (path|direc)"):
       call()
 
 
@@ -98,6 +98,14 @@ def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path):
   with pytest.raises(ValueError, match=r"`directory`.*cannot be read.*another"):
     prediction.save_tracks(tmp_path, RUNS)
   assert len(contents(tmp_path)) == 1
+
+
+def test_directories_whose_names_are_alike_are_left_alone(tmp_path):
+  names = ("run.partial", "run.unfinished", "run")
+  for name in names:
+    prediction.save_tracks(tmp_path / name, RUNS)
+  for name in names:
+    assert len(prediction.load_tracks(tmp_path / name)) == len(RUNS)
 
 
 def test_nothing_outside_is_removed(tmp_path):
@@ -151,7 +159,7 @@ def test_killed_at_any_moment_it_saves_the_next_time(
     for _ in range(2):  # Nothing more is to be removed after the first.
       _storing.save_arrays(folder, new, body)
     assert contents(folder) == expected
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*"))
   # Three arrays and a manifest; of the old ones one goes, or all are moved.
   assert number == 5
 
