@@ -205,13 +205,18 @@ def check_samples(
   """Refuses what is not an array of fronts, all of them finite."""
   num_front = predictor.cut.num_front
   shape: tuple[int, ...] = getattr(samples, "shape", ())
-  if len(shape) != 2 or not shape[0] or shape[1] != num_front:
+  dtype = getattr(samples, "dtype", np.dtype(object))
+  numbers = jnp.issubdtype(dtype, jnp.number)
+  fits = len(shape) == 2 and shape[0] and shape[1] == num_front
+  if not (fits and numbers):
     array = hasattr(samples, "shape")
-    given = f"shape {list(shape)}" if array else _checking.told(samples)
+    given = _checking.told(samples)
+    if array:
+      given = f"{dtype}{list(shape)}"
     raise ValueError(
       f"`{argument}` must be [samples, {num_front}] with at least one sample, "
-      f"an array, as the fronts of {predictor.cut!r}, got {given}. Take "
-      "`ParameterSet.fronts` of this cut."
+      f"an array of numbers, as the fronts of {predictor.cut!r}, got {given}. "
+      "Take `ParameterSet.fronts` of this cut."
     )
   _checking.check_finite(argument, samples)
 

@@ -280,7 +280,10 @@ def _check_metadata(metadata: Any) -> None:
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
   steps = _checking.check_list("steps", steps, "numbers, as of `choose_steps`")
   whole = all(
-    hasattr(step, "__index__") and not isinstance(step, bool) for step in steps
+    hasattr(step, "__index__")
+    and np.ndim(step) == 0
+    and not isinstance(step, bool)
+    for step in steps
   )
   steps = tuple(map(operator.index, steps)) if whole else tuple(steps)
   rising = whole and list(steps) == sorted(set(steps))

@@ -265,9 +265,11 @@ def _pick(
 def _unflatten(
   vector: jax.Array, layers: tuple[_layering.Layer, ...], size: int
 ) -> PyTree:
-  if vector.shape != (size,):
+  shape = getattr(vector, "shape", None)
+  if shape != (size,):
+    given = _checking.told(vector) if shape is None else list(shape)
     raise ValueError(
-      f"`vector` must have shape [{size}], got {list(vector.shape)}. Map over "
+      f"`vector` must be an array of shape [{size}], got {given}. Map over "
       "further dimensions with `jax.vmap`."
     )
   values, start = {}, 0

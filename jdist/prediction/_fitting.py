@@ -151,7 +151,7 @@ def fit_predictor(
       does with more `num_epochs`, as if they had been asked for at first. All
       other settings must be the same, and all data are compared,
       by hashes; `normalize` and `model.apply` are functions and cannot be:
-      give the same.
+      give the same. On several processes, train on one.
     save_every: also keep it after every so many batches of samples.
     on_epoch: called with each evaluation, for instance to show progress.
 

@@ -100,7 +100,8 @@ def fit_nowcaster(
     held_out: likewise, of other runs.
     fit: how; default `NowcastFit()`.
     directory: where to keep the state after every evaluation; a run that was
-      cut off goes on from there, to the bit.
+      cut off goes on from there, to the bit. On several processes, train on
+      one.
 
   Returns:
     The best parameters and their error.
@@ -201,6 +202,7 @@ def save_nowcasters(
 
   Args:
     directory: for nothing else; networks that were saved there are replaced.
+      On several processes, save on one.
     params: a network for each kind.
     about: anything that JSON can hold.
 

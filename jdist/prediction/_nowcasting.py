@@ -28,10 +28,21 @@ _CHUNK = 1 << 16
 def kind_of(shape: tuple[int, ...]) -> Kind:
   """The kind of a leaf, by its rank, one worker's: a reconstruction.
 
+  Args:
+    shape: the leaf's.
+
+  Returns:
+    "conv" for three dimensions and more, "dense" for two, else "bias".
+
+  Raises:
+    ValueError: if it is no shape.
+
   >>> kind_of((3, 3, 1, 8)), kind_of((64, 10)), kind_of((10,))
   ('conv', 'dense', 'bias')
   """
-  if not isinstance(shape, Sequence):
+  if not isinstance(shape, Sequence) or not all(
+    hasattr(size, "__index__") for size in shape
+  ):
     raise ValueError(
       f"`shape` must be a leaf's shape, a tuple of ints, got {shape!r}. Take "
       "`leaf.shape`."

@@ -45,7 +45,7 @@ def save_predictor(
 
   Args:
     directory: for nothing else; a predictor that was saved there is replaced
-      at the end.
+      at the end. On several processes, save on one.
     predictor: what it is.
     params: its parameters.
     about: anything that JSON can hold: the data, the accuracy.

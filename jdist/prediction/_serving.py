@@ -126,7 +126,7 @@ class Server:
         predictor's parameters are of another one.
     """
     front, _ = self._cut.split(state.params)
-    _check_rows(gradients, state.num_workers)
+    _check_rows(gradients, state)
 
     def push(gradients: PyTree, optimizer: PyTree) -> tuple[PyTree, PyTree]:
       own, _ = self._cut.split(gradients)
@@ -140,7 +140,14 @@ class Server:
     return state._replace(params=whole, optimizer=optimizer)
 
 
-def _check_rows(gradients: PyTree, num_workers: int) -> None:
+def _check_rows(gradients: PyTree, state: ServerState) -> None:
+  wanted: Any = jax.tree.structure(state.params)
+  found: Any = jax.tree.structure(gradients)
+  if found != wanted:
+    raise ValueError(
+      f"`gradients` must be a tree like the parameters, {wanted}, got {found}."
+    )
+  num_workers = state.num_workers
   for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
     if leaf.shape[:1] != (num_workers,):
       raise ValueError(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist.prediction import _checking, _nowcasting, _storing
@@ -138,7 +139,7 @@ def save_tracks(
 
   Args:
     directory: made if it is missing; tracks that were saved there are
-      replaced, in one move.
+      replaced, in one move. On several processes, save on one.
     runs: tracks, which may be of different models and lengths.
     about: anything that JSON can hold.
 
@@ -179,7 +180,7 @@ def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
 
 
 def check_runs(argument: str, runs: Any) -> list[Tracks]:
-  """The tracks of runs as a list; a ValueError if a kind is unknown."""
+  """The tracks of runs as a list; a ValueError if one is none."""
   runs = _checking.check_list(
     argument, runs, "the tracks of each run, as of `Tracker.tracks`"
   )
@@ -190,6 +191,16 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
         f"`{argument}[{number}]` must be a dict with tracks of some of "
         f"{', '.join(_nowcasting.KINDS)}, as of `Tracker.tracks`, got {given}."
       )
+    for kind, track in run.items():
+      if not (
+        isinstance(track, np.ndarray | jax.Array)
+        and track.ndim == 2
+        and jnp.issubdtype(track.dtype, jnp.floating)
+      ):
+        raise ValueError(
+          f"`{argument}[{number}][{kind!r}]` must be a track, floats [epochs, "
+          f"entries], as of `Tracker.tracks`, got {_checking.told(track)}."
+        )
   return runs
 
 

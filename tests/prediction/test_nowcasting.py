@@ -137,6 +137,7 @@ def test_every_kind_has_its_network(monkeypatch):
       r"`steps_per_epoch` must be an int >= 1, got 0",
     ),
     (lambda: prediction.kind_of(3), "`shape` must be a leaf's shape.* got 3"),
+    (lambda: prediction.kind_of("abc"), "`shape` must be .* got 'abc'"),
     (
       lambda: prediction.nowcast_weights(NETWORKS, 1, axis=3),
       r"`axis` must be None, a name",

@@ -145,3 +145,5 @@ def test_a_server_refuses_gradients_of_other_workers():
   gradients = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), MODEL.params)
   with pytest.raises(ValueError, match="`gradients` must be of 2 workers"):
     server.step(state, gradients, THETA)
+  with pytest.raises(ValueError, match="`gradients` must be a tree like"):
+    server.step(state, None, THETA)

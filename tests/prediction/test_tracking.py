@@ -99,6 +99,10 @@ def test_what_is_no_track_is_not_saved(tmp_path):
     ([{"bias": track}, {"fo_o": track}], r"`runs\[1\]` .* got \['fo_o'\]"),
     ([track], r"`runs\[0\]` must be a dict with tracks of some of conv"),
     ({"bias": track}, "`runs` must be a list of the tracks of each run"),
+    ([{"bias": "abc"}], r"`runs\[0\]\['bias'\]` must be a track.* got 'abc'"),
+    ([{"bias": track[0]}], r"`runs\[0\]\['bias'\]` must be a track"),
+    ([{"bias": None}], r"`runs\[0\]\['bias'\]` must be a track"),
+    ([{"bias": track.astype(str)}], r"`runs\[0\]\['bias'\]` must be a track"),
   ):
     with pytest.raises(ValueError, match=rule):
       prediction.save_tracks(tmp_path / "tracks", wrong)
