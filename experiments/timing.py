@@ -12,6 +12,7 @@ whole, beside that of workers who send nothing.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import statistics
@@ -45,6 +46,8 @@ class Link(NamedTuple):
   @property
   def name(self) -> str:
     """As rows and files of rows are called."""
+    if math.isinf(self.bits_per_s):
+      return f"{self.hosts}xunlimited"
     return f"{self.hosts}x{self.bits_per_s / 1e6:g}mbit"
 
 
@@ -76,6 +79,9 @@ def measure(
   comparison = comparison_type(options, variants)
   rate = options.rates[len(options.rates) // 2]
   turns = {name: _Turn(comparison, name, rate) for name in names}
+  if link is not None and not jax.process_index():
+    for turn in turns.values():
+      turn.trace()  # While the others wait, and not behind them.
   found: dict[str, list[float]] = {name: [] for name in names}
   for block in range(blocks + 1):  # The first is to get warm.
     for name, turn in turns.items():
@@ -115,7 +121,8 @@ def measure(
     if link is not None:
       sent = turns[name].sent_bytes()
       alone_s = statistics.median(found[_ALONE])
-      # As reports have it: nothing hidden, and no method's own computation.
+      # Nothing hidden. Not quite as reports have it, who also count what a
+      # method computes.
       modelled_s = alone_s + 8 * sent / link.bits_per_s
       row |= link._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
       line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
@@ -136,7 +143,7 @@ class _Turn:
     program = workers.jit(run.step, donate_argnums=0)
     self.program = program.lower(self.state, self.batch).compile()
     self.messages = collectives.read_collectives(self.program)
-    self.trainer = training.Trainer(workers, run.step)
+    self.workers, self.step = workers, run.step
     self.steps, self.rounds = 0, 0
 
   def take(self) -> float:
@@ -151,11 +158,14 @@ class _Turn:
     self.rounds = int(metrics["rounds"].addressable_data(0).ravel()[0])
     return seconds / _STEPS
 
+  def trace(self) -> None:
+    """Looks at what a step sends: traced once more, which takes long."""
+    trainer = training.Trainer(self.workers, self.step)
+    self.traffic = trainer.traffic(self.state, self.batch)
+
   def sent_bytes(self) -> float:
     """What a worker has sent in a step, the mean of those taken."""
-    # Traced once more, which takes long: only where somebody asks.
-    traffic = self.trainer.traffic(self.state, self.batch)
-    return traffic.sent_bytes(self.steps, self.rounds) / self.steps
+    return self.traffic.sent_bytes(self.steps, self.rounds) / self.steps
 
 
 def _messages(

@@ -262,10 +262,13 @@ def prepared(rows: list[Row]) -> str:
 def once(rows: list[Row]) -> list[Row]:
   """Of what was prepared again the last row."""
   measured = {"purpose", "seed", "run", "runs", "kind", "cut", "rank", "to"}
+  # What it depends on besides.
+  trained = {"predictor": "fit_epochs", "moved": "fit_epochs"}
+  trained["cut"] = "study_epochs"
   found = {}
   for row in rows:
     key = tuple(str(row.get(name)) for name in sorted(measured))
-    key += (str(row["config"].get("fit_epochs")),)
+    key += (str(row["config"].get(trained.get(row["purpose"], ""))),)
     found.pop(key, None)
     found[key] = row
   return list(found.values())

@@ -189,6 +189,49 @@ def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
   )
 
 
+class _Stopped(BaseException):
+  """Nobody catches it."""
+
+
+def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
+  pytest.importorskip("sklearn")
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
+  prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
+  options = dataclasses.replace(
+    prepare.config.PRESETS["smoke"][1], fit_epochs=3, cache=str(tmp_path)
+  )
+  preparation = prepare.Preparation(options, tmp_path / "rows.jsonl")
+  preparation.parameters = lambda name: _Fronts(np.zeros((4, 1)))
+
+  def stop(*args, fit, **kwargs):
+    raise _Stopped(fit.num_epochs)
+
+  monkeypatch.setattr(prepare.prediction, "score_cuts", stop)
+  with pytest.raises(_Stopped, match="1"):
+    preparation.score_cuts()
+
+
+def test_a_stop_at_a_runs_end_loses_no_row(monkeypatch, tmp_path):
+  pytest.importorskip("sklearn")
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
+  prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
+  options = dataclasses.replace(
+    prepare.config.PRESETS["smoke"][1], cache=str(tmp_path)
+  )
+  preparation = prepare.Preparation(options, tmp_path / "rows.jsonl")
+
+  def stop(*args, **kwargs):
+    raise _Stopped
+
+  monkeypatch.setattr(prepare.prediction, "save_tracks", stop)
+  # Optax's Adam needs the promotion.
+  with jax.numpy_dtype_promotion("standard"), pytest.raises(_Stopped):
+    preparation.collect(preparation.ordinary(0))
+  (row,) = training.read_rows(tmp_path / "rows.jsonl")
+  assert row["purpose"] == "samples" and row["samples"] == 6
+  assert (row["workers"], row["batch_size"]) == (2, 128)
+
+
 class _Fronts:
   """A set of parameters, as far as its fronts are asked for."""
 
@@ -213,6 +256,19 @@ def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
   changed = dataclasses.replace(options, optimizer="adam")
   with pytest.raises(AttributeError):
     comparing.Rows(tmp_path / "rows.jsonl", changed).get(None, *named)
+
+
+def test_rows_of_an_option_that_is_gone_are_not_taken(monkeypatch, tmp_path):
+  comparing = load("comparing", "comparing.py", monkeypatch)
+  path, options = tmp_path / "rows.jsonl", comparing.Config()
+  config = comparing.Rows(path, options).config | {"dropped": 0.5}
+  row = {
+    "purpose": "tuning", "method": "ssgd", "learning_rate": 0.1, "seed": 1,
+    "config": config,
+  }  # fmt: skip
+  training.append_rows(path, [row])
+  with pytest.raises(AttributeError):  # It would have to be made.
+    comparing.Rows(path, options).get(None, "tuning", "ssgd", 0.1, 1)
 
 
 def test_rows_hold_under_options_that_their_variant_ignores(

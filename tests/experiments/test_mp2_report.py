@@ -77,6 +77,19 @@ def test_what_was_prepared_again_counts_once(monkeypatch):
   # Longer trained is another one.
   rows.append(rows[-1] | {"config": {"fit_epochs": 30}, "best": 4})
   assert [row["best"] for row in report.once(rows)] == [2, 3, 4]
+  # Nowcasters do not depend on it, and depths on another number.
+  config = {"fit_epochs": 6, "study_epochs": 6}
+  rows = [
+    {"purpose": purpose, "best": best, "config": config | {option: 30}}
+    for purpose, option, best in (
+      ("nowcaster", "seeds", 1),
+      ("nowcaster", "fit_epochs", 2),
+      ("cut", "seeds", 3),
+      ("cut", "fit_epochs", 4),
+      ("cut", "study_epochs", 5),
+    )
+  ]
+  assert [row["best"] for row in report.once(rows)] == [2, 4, 5]
 
 
 def test_other_settings_stand_apart(monkeypatch):
