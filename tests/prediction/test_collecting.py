@@ -264,6 +264,8 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
   for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",), (True, 2)):
     with pytest.raises(ValueError, match="`steps` must be increasing"):
       collector(tmp_path, steps=steps)
+  with pytest.raises(ValueError, match="`steps` must be increasing"):
+    collector(tmp_path, steps=np.arange(4).reshape(2, 2))
   with pytest.raises(ValueError, match="`per_epoch` must be at most"):
     prediction.choose_steps(2, 5, 6)
   for name in ("num_epochs", "steps_per_epoch", "per_epoch"):

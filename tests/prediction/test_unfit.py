@@ -60,7 +60,8 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
 
 def test_samples_and_settings_that_do_not_fit_are_refused():
   for name in ("samples", "held_out"):
-    for wrong in (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0]):
+    text = fronts(8).astype(str)
+    for wrong in (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0], text):
       with pytest.raises(ValueError, match=rf"`{name}` must be \[samples, "):
         fit_predictor(**{name: wrong})
   for name, value, rule in (
