@@ -84,8 +84,8 @@ def test_what_was_prepared_again_counts_once(monkeypatch):
     for purpose, option, best in (
       ("nowcaster", "seeds", 1),
       ("nowcaster", "fit_epochs", 2),
-      ("cut", "seeds", 3),
-      ("cut", "fit_epochs", 4),
+      ("cut", "fit_epochs", 3),
+      ("cut", "seeds", 4),
       ("cut", "study_epochs", 5),
     )
   ]
