@@ -22,6 +22,29 @@ class _Beat(NamedTuple):
   patience_s: float
 
 
+class _Looks:
+  """Who comes to look at the beats, and knows when it overslept itself."""
+
+  def __init__(self, interval_s: float, now_s: float):
+    """`interval_s` is the time between looks, the first of which was now."""
+    self._interval_s = interval_s
+    self._looked_s = now_s
+    self._last: _Beat | None = None
+    self._stopped_s = 0.0
+
+  def find_late(self, last: _Beat, now_s: float) -> bool:
+    """Whether the next beat is late, of the time that the process ran."""
+    if last is not self._last:
+      self._last, self._stopped_s = last, 0.0
+    overslept_s = now_s - self._looked_s - self._interval_s
+    if overslept_s > self._interval_s:  # So did whoever was to call `beat`.
+      # Of it what was after the last beat: who was stopped may have called
+      # before this thread came to look.
+      self._stopped_s += min(overslept_s, max(0.0, now_s - last.at_s))
+    self._looked_s = now_s
+    return now_s - last.at_s > last.patience_s + self._stopped_s
+
+
 class Watchdog:
   """Ends the process if nobody calls `beat` for too long.
 
@@ -62,18 +85,11 @@ class Watchdog:
 
   def _watch(self) -> None:
     interval_s = min(1.0, self._timeout_s / 4)
-    looked_s, last, stopped_s = time.monotonic(), self._last, 0.0
+    looks = _Looks(interval_s, time.monotonic())
     while not self._done.wait(interval_s):
-      now_s = time.monotonic()
-      if self._last is not last:
-        last, stopped_s = self._last, 0.0
-      overslept_s = now_s - looked_s - interval_s
-      if overslept_s > interval_s:  # So did whoever was to call `beat`.
-        # Of it what was after the last beat: who was stopped may have called
-        # before this thread came to look.
-        stopped_s += min(overslept_s, max(0.0, now_s - last.at_s))
-      looked_s = now_s
-      if now_s - last.at_s > last.patience_s + stopped_s:
+      # The beat first: it lies before the look at it, whoever is interrupted.
+      last = self._last
+      if looks.find_late(last, time.monotonic()):
         self._end()
 
   def _end(self) -> None:

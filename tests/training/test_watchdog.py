@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jdist import training
+from jdist.training import _watchdog
 
 _HANGS = """
 import io, sys, threading
@@ -111,6 +112,42 @@ def test_a_run_that_hangs_after_it_was_stopped_is_ended_in_time():
   assert process.returncode == 75 and "goes on" in told
   # 3 s, and what a busy machine adds; not the 12 in which it was stopped.
   assert waited_s < 10.0
+
+
+def _ended_at_s(
+  beats_s: list[float], looks_s: list[float], patience_s: float = 3.0
+) -> float | None:
+  """When a run is ended that beats, and is looked at, at those times."""
+  beats = [_watchdog._Beat(at_s, patience_s) for at_s in beats_s]
+  looks = _watchdog._Looks(1.0, 0.0)
+  for now_s in looks_s:
+    last = [beat for beat in beats if beat.at_s <= now_s][-1]
+    if looks.find_late(last, now_s):
+      return now_s
+  return None
+
+
+def test_a_run_that_hangs_is_ended_at_the_first_look_after_its_patience():
+  assert _ended_at_s([0.0, 1.5], [1.0, 2.0, 3.0, 4.0, 5.0]) == 5.0
+
+
+def test_a_stop_gives_as_much_time_as_it_took():
+  # Stopped from 2.0 to 13.5: at 14.5 it ran for 3.0 s and not for more.
+  looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
+  assert _ended_at_s([0.0], looks_s) == 15.5
+  # And none to who beat since.
+  assert _ended_at_s([0.0, 14.0], looks_s) == 17.5
+
+
+def test_a_stop_before_the_last_beat_gives_none():
+  # Going on at 13.5 it beat before it was looked at, and hangs since.
+  looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
+  assert _ended_at_s([0.0, 13.5], looks_s) == 17.5
+
+
+def test_two_stops_after_one_beat_count_both():
+  # Stopped from 2.0 to 11.0 and from 12.0 to 21.0.
+  assert _ended_at_s([0.0], [1.0, 11.0, 21.0, 22.0, 23.0]) == 22.0
 
 
 def test_patience_makes_one_deadline_longer():
