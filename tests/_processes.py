@@ -11,10 +11,12 @@ The function's source is written to a file and run there: it imports what it
 needs itself, takes and returns what JSON can hold, and may assert.
 """
 
+import contextlib
 import inspect
 import json
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -123,10 +125,16 @@ def run(
 
 
 def free_port() -> int:
-  """A port of the loopback interface that nobody listens on."""
-  with socket.socket() as sock:
-    sock.bind(("127.0.0.1", 0))
-    return int(sock.getsockname()[1])
+  """A port of the loopback interface that nobody listens on.
+
+  Below those that systems give to connections as their own ends: of these one
+  could take it before a process of the test listens there.
+  """
+  while True:
+    port = random.SystemRandom().randrange(10_000, 30_000)
+    with socket.socket() as sock, contextlib.suppress(OSError):
+      sock.bind(("127.0.0.1", port))
+      return port
 
 
 def environment() -> dict[str, str]:

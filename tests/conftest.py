@@ -39,9 +39,21 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     )
   )
 
+import hypothesis
 import jax
 
 from jdist import collectives
 
 collectives.make_cpu_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples each time, so that a change is judged by what it changed,
+# and no limits of time: a machine may be busy. `--hypothesis-profile=random`
+# looks for others.
+_no_limits = {
+  "deadline": None,
+  "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("random", **_no_limits)
+hypothesis.settings.register_profile("same", derandomize=True, **_no_limits)
+hypothesis.settings.load_profile("same")

@@ -2,13 +2,13 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from jdist import cli, training
+from tests import _processes
 
 _TINY = [
   "--steps", "6", "--workers", "4", "--batch-size", "32",
@@ -108,9 +108,7 @@ def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
+  port = _processes.free_port()
   words = (
     "train", "--method", "ssgd", "--workers", "2", "--steps", "10000000",
     "--evaluate-every-epochs", "1", "--output", str(tmp_path),

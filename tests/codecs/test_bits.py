@@ -73,7 +73,7 @@ def test_every_width_comes_back_and_fills_no_byte_too_many(width):
   )
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(st.integers(1, 32), st.integers(0, 70), st.integers(0, 9))
 def test_any_width_and_length_come_back(width, num, seed):
   check_there_and_back(width, [random_codes(width, num, seed)])

@@ -259,7 +259,7 @@ def test_settings_are_values(name):
 
 
 @pytest.mark.parametrize("name", ["int8", "int3 tensor", "uint8", "float16"])
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
   x=hnp.arrays(
     np.float32,

@@ -73,7 +73,7 @@ def test_a_small_part_needs_few_bits_each(part, most):
     assert indexing.num_bits < 1.07 * size * entropy
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(st.data())
 def test_any_indices_come_back_in_the_bytes_that_are_told(data):
   size = data.draw(st.sampled_from([1, 2, 9, 64, 1000]))

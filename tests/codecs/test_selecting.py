@@ -100,7 +100,7 @@ def test_a_sampled_threshold_keeps_its_bounds(name, k):
     assert (indices[used:] == LENGTH - 1).all()
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(st.integers(0, 10**6), st.sampled_from([3, 130]))
 def test_ties_and_magnitudes_of_any_kind(seed, k):
   rng = np.random.default_rng(seed)

@@ -230,7 +230,7 @@ def test_payloads_of_any_dtype_travel_unchanged(name, dtype):
   assert mean.dtype == (x.dtype if x.dtype.kind in "fc" else np.float32)
 
 
-@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(n=st.integers(1, 5), shape=st.lists(st.integers(0, 3)))
 def test_exchanging_twice_gives_everything_back(n, shape):
   shape = shape[:3]

@@ -231,7 +231,7 @@ def planned(draw):
   return tree, plan, [tuple(spec or ()) for spec in specs]
 
 
-LAW = hypothesis.settings(deadline=None, max_examples=100)
+LAW = hypothesis.settings(max_examples=100)
 
 
 @LAW
@@ -286,7 +286,7 @@ def test_at_most_credit_messages_are_in_flight(case):
     assert len(set(range(i + 1)) - finished) <= plan.credit
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(planned())
 def test_unpacking_gives_the_tree_back_to_the_bit(case):
   tree, plan, _ = case

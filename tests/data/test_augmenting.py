@@ -24,7 +24,7 @@ JITTED = {name: jax.jit(augment) for name, augment in AUGMENTS.items()}
 SHAPE = (8, 5, 6, 2)
 each = pytest.mark.parametrize("name", AUGMENTS)
 seeds = st.integers(0, 2**32 - 1)
-quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+quick = hypothesis.settings(max_examples=30)
 
 
 @pytest.fixture(autouse=True, scope="module")

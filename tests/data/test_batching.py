@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jdist import data
 
-quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+quick = hypothesis.settings(max_examples=50)
 
 
 def numbered(n, num_classes=3):

@@ -16,7 +16,6 @@ def splits(draw):
   return np.array(labels), draw(st.integers(1, len(labels)))
 
 
-@hypothesis.settings(deadline=None, derandomize=True)
 @hypothesis.given(
   splits(),
   st.sampled_from([None, 1e-300, 1e-3]) | st.floats(1e-2, 1e6),

@@ -1,7 +1,7 @@
 """The loop: never more than two steps in flight, and its records add up."""
 
 import threading
-import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, training, transforms
-from jdist.training import _variants
+from jdist.training import _loop, _variants
 from tests.training import _tiny
 
 
@@ -326,20 +326,24 @@ def test_a_second_call_trains_further():
 def test_training_time_counts_every_step_but_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
   program = fake.trainer._program(None, _variants.USUAL)
+  now_s = [0.0]
+  clock = types.SimpleNamespace(perf_counter=lambda: now_s[0])
+  monkeypatch.setattr(_loop, "time", clock)
 
-  def slow(state, batch):
-    time.sleep(0.02)
+  def step(state, batch):
+    now_s[0] += 0.02
     return program(state, batch)
 
-  monkeypatch.setattr(fake.trainer, "_program", lambda state, variant: slow)
-  _, records = fake.fit(6, evaluate=lambda _: time.sleep(0.1) or {},
-                        evaluate_every=1)  # fmt: skip
+  def evaluate(state):
+    del state
+    now_s[0] += 0.1
+    return {}
+
+  monkeypatch.setattr(fake.trainer, "_program", lambda state, variant: step)
+  _, records = fake.fit(6, evaluate=evaluate, evaluate_every=1)
   # Five steps of 20 ms, and none of the 100 ms of an evaluation.
-  assert 0.1 <= records[-1].train_s < 0.35
-  samples = 4 * 5
-  assert records[-1].samples_per_s == pytest.approx(
-    samples / records[-1].train_s
-  )
+  assert records[-1].train_s == pytest.approx(0.1)
+  assert records[-1].samples_per_s == pytest.approx(4 * 5 / 0.1)
 
 
 class _Closing:
