@@ -64,7 +64,7 @@ def run(
   *args: Any,
   num_processes: int,
   devices_per_process: int = 1,
-  timeout_s: float = 90.0,
+  timeout_s: float = 300.0,
   join: bool = True,
 ) -> list[Any]:
   """Runs `function(*args)` in each of several processes.
@@ -74,7 +74,8 @@ def run(
     *args: what JSON can hold.
     num_processes: how many processes.
     devices_per_process: virtual CPU devices of each.
-    timeout_s: after which all processes are killed.
+    timeout_s: after which all processes are killed; far more than they take,
+      as a busy machine slows them down.
     join: whether the processes call `collectives.start_processes` first.
 
   Returns:
