@@ -1,11 +1,11 @@
-"""Names beside the points of a picture, none over another or over a point."""
+"""Names beside the points of a picture, none over another, a point or a bar."""
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 _SIZE = 8
-# In points, from the point: beside it first, then ever farther.
+# In points, from the point: beside it first, then ever farther, with a line.
 _NEAR = (
   (7, -3, "left"), (-7, -3, "right"), (0, 7, "center"), (0, -13, "center"),
 )  # fmt: skip
@@ -13,8 +13,6 @@ _AROUND = tuple(
   (sign * 12, step * side, "left" if sign > 0 else "right")
   for step, side, sign in itertools.product(range(9, 73, 9), (1, -1), (1, -1))
 )
-# Where a line to the point is wanted.
-_FAR = 14
 
 
 def label(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
@@ -34,6 +32,11 @@ def label(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
     (x - half, y - half, x + half, y + half)
     for x, y in axes.transData.transform(points)
   ]
+  # Bars of errors, with their caps.
+  for bars in axes.collections:
+    for bar in bars.get_paths():
+      x0, y0, x1, y1 = bar.get_extents(bars.get_transform()).extents
+      taken.append((x0 - half, y0, x1 + half, y1))
 
   def covered(box: tuple[float, ...]) -> float:
     """How much of what is there a box covers, or has outside, in pixels."""
@@ -67,5 +70,5 @@ def _write(
   line = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "shrinkB": 3}
   return axes.annotate(
     text, at, xytext=(right, up), textcoords="offset points", fontsize=_SIZE,
-    ha=side, arrowprops=line if abs(up) > _FAR else None,
+    ha=side, arrowprops=None if place in _NEAR else line,
   )  # fmt: skip

@@ -42,3 +42,23 @@ def test_no_name_is_over_another_or_outside(labelling):
       assert inside.x0 <= box.x0 and box.x1 <= inside.x1
   finally:
     pyplot.close(figure)
+
+
+def test_no_name_is_over_a_bar(labelling):
+  figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+  at = [(1.0, 1.0), (1.3, 3.0)]
+  for x, y in at:
+    axes.errorbar(x, y, 2.5, fmt="o", capsize=3)
+  axes.set(xlim=(0, 2.5), ylim=(-3, 7))
+  try:
+    labelling.label(axes, [(x, y, f"a method at {x}") for x, y in at])
+    figure.canvas.draw()
+    # To the right of the first is the second's bar.
+    renderer = figure.canvas.get_renderer()
+    first, second = axes.transData.transform(at)[:, 0]
+    for text in axes.texts:
+      box = pyplot.Text.get_window_extent(text, renderer)
+      assert not box.x0 < first < box.x1
+      assert not box.x0 < second < box.x1
+  finally:
+    pyplot.close(figure)
