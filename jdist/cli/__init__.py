@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.cli import _help, _options
+from jdist.cli import _help, _interrupts, _options
 
 # Every command: its options and, in words, the module that runs it. Commands
 # load when they are used: help and errors should not wait for Flax and more.
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
-    status = _status(words)
+    with _interrupts.kept():
+      status = _status(words)
   except BaseException:
     if not _among_processes():
       raise

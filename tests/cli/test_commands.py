@@ -118,7 +118,6 @@ def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
     subprocess.Popen(
       (sys.executable, "-m", "jdist", *words, "--process-id", str(i)),
       stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
       text=True,
     )
     for i in range(2)

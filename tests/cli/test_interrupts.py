@@ -1,0 +1,55 @@
+"""An interrupt ends a command wherever it arrives."""
+
+import subprocess
+import sys
+import textwrap
+
+# A command that is interrupted where nobody can catch that, and goes on.
+_LOSES_ONE = textwrap.dedent("""
+  import gc, os, signal, sys, time
+  from jdist import cli
+  from jdist.cli import _options
+
+  def lose(phase, info):
+    gc.callbacks.remove(lose)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)  # It is interrupted here.
+
+  def run(options):
+    gc.callbacks.append(lose)
+    gc.collect()
+    for _ in range(3000):
+      time.sleep(0.01)
+
+  cli._command = lambda name: (_options.Train, run)
+  sys.exit(cli.main(["train"]))
+""")
+
+
+def test_an_interrupt_in_a_collector_of_garbage_is_not_lost():
+  done = subprocess.run(
+    (sys.executable, "-c", _LOSES_ONE),
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 130, done.stderr
+  assert done.stderr == "jdist: interrupted.\n"
+
+
+def test_what_else_is_lost_is_told_as_always():
+  script = textwrap.dedent("""
+    from jdist.cli import _interrupts
+
+    class Broken:
+      def __del__(self):
+        raise RuntimeError("broken")
+
+    with _interrupts.kept():
+      Broken()
+  """)
+  done = subprocess.run(
+    (sys.executable, "-c", script), capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 0
+  assert "RuntimeError: broken" in done.stderr
