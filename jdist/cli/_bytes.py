@@ -131,7 +131,8 @@ def _count(
     workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile(_QUICKLY)
   )
   compiled = collectives.Traffic(collectives.read_collectives(program))
-  rounds = transforms.synchronized(shapes.opt_state) is not True
+  # MP² has rounds, too, of a step each.
+  rounds = method in _methods.USED_BY["interval"]
   interval = options.interval if rounds and traced.bytes_per_round else 1
   told = sum(bits.sent for bits in reduced) / 8 if reduced else None
   phases = _stretches(traced)

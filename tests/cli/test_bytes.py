@@ -57,8 +57,9 @@ def test_the_three_counts_agree():
   assert rows["ssgd"][1:4] == ["-", "0.6106", "0.6106"]
   assert rows["ssgd"][-1] == "1.0x"
   assert rows["wnn"] == rows["ssgd"]
-  # The first layer, 100,480 of them.
-  assert rows["mp2"][1:4] == ["-", "0.6029", "0.6029"]
+  # The first layer, 100,480 of them,
+  # sent in every step: `--interval` is not its.
+  assert rows["mp2"][:4] == ["1", "-", "0.6029", "0.6029"]
   assert rows["local_sgd"][0] == "8" and rows["local_sgd"][-1] == "8.0x"
   for name in ("qsgd", "topk_sgd", "powersgd", "sparse_loco"):
     told, traced, compiled = map(float, rows[name][1:4])
