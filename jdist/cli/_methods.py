@@ -56,6 +56,9 @@ USED_BY: dict[str, tuple[str, ...]] = {
   "bits": ("qsgd", "sparse_loco", "muloco"),
   "ratio": ("topk_sgd", "dgc", "sparse_loco"),
   "rank": ("powersgd",),
+  "predictor": ("mp2",),
+  "nowcasters": ("wnn",),
+  "nowcast_steps": ("wnn",),
 }
 
 

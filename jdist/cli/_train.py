@@ -122,12 +122,15 @@ def _identity(options: _options.Train) -> dict[str, object]:
     "num_processes",
     "process_id",
     "preset",
-    # Networks that were trained before are in the state.
+    # Networks that were trained before are in the state: another path to the
+    # same ones will do, and the same path to others will not.
     "predictor",
     "nowcasters",
   }
-  return {
+  identity = {
     name: value
     for name, value in dataclasses.asdict(options).items()
     if name not in elsewhere
   }
+  networks = _trained.fingerprint(options, options.method)
+  return identity if networks is None else identity | {"networks": networks}

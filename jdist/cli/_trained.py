@@ -1,10 +1,12 @@
 """Methods that need networks trained before: MP² and weight nowcasters."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdist import collectives, models, prediction, transforms
@@ -32,6 +34,26 @@ def check_given(options: _options.Common, methods: Sequence[str]) -> None:
   steps = options.nowcast_steps
   if steps is not None and steps < 1:
     raise ValueError(f"`--nowcast-steps` must be at least 1, got {steps}.")
+
+
+def fingerprint(options: _options.Common, method: str) -> str | None:
+  """A hash of the networks that a method uses; None where it uses none.
+
+  Raises:
+    ValueError: when there are no such networks.
+  """
+  if method not in NEEDS:
+    return None
+  loads: dict[str, Callable[[str], Any]] = {
+    "predictor": lambda path: prediction.load_predictor(path)[1],
+    "nowcasters": prediction.load_nowcasters,
+  }
+  params = _loaded(NEEDS[method], options, loads[NEEDS[method]])
+  found = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    found.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode())
+    found.update(np.asarray(leaf).tobytes())
+  return found.hexdigest()[:16]
 
 
 def mp2(

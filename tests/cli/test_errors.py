@@ -58,6 +58,8 @@ _BAD = [
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
   ("compare --methods ssgd wnn", "`--nowcasters` must be given for wnn"),
+  ("train --predictor here", "`--predictor` must be left out for msdpu"),
+  ("train --nowcast-steps 3", "`--nowcast-steps` must be left out for msdpu"),
   ("schedule --method mp2", "`--method` must be one without trained networks"),
   (
     "train --method streaming_diloco --interval-policy adacomm",

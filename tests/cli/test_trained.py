@@ -95,6 +95,33 @@ def test_what_is_no_predictor_is_refused(nowcasters, capsys):
   )
 
 
+@pytest.mark.parametrize("method", ["mp2", "wnn"])
+def test_a_run_goes_on_with_the_networks_that_it_began_with(
+  method, predictor, nowcasters, tmp_path, capsys
+):
+  option, path = {
+    "mp2": ("--predictor", predictor),
+    "wnn": ("--nowcasters", nowcasters),
+  }[method]
+  words = f"train --method {method} --steps 2 --warmup-epochs 0 --workers 2"
+  words += f" --output {tmp_path / 'out'} --checkpoints {tmp_path / 'kept'}"
+  assert cli.main([*words.split(), option, str(path)]) == 0
+  # The same ones, elsewhere.
+  moved = path.rename(tmp_path / "moved")
+  assert cli.main([*words.split(), option, str(moved)]) == 0
+  capsys.readouterr()
+  # Others, where those were.
+  if method == "mp2":
+    found, params = prediction.load_predictor(moved)
+    others = jax.tree.map(lambda x: x + 1, params)
+    prediction.save_predictor(path, found, others)
+  else:
+    others = prediction.init_nowcasters(jax.random.key(1))
+    prediction.save_nowcasters(path, others)
+  assert cli.main([*words.split(), option, str(path)]) == 2
+  assert "`networks`" in capsys.readouterr().err
+
+
 def test_batch_statistics_are_refused(predictor):
   model = models.build("resnet8", input_shape=(8, 8, 1), num_classes=10)
   with pytest.raises(ValueError, match="`--model` must have no batch stat"):
