@@ -194,9 +194,9 @@ class Cut:
       x = found.get(leaf.path)
       if x is None:
         raise ValueError(f"{rule} it has no leaf {leaf}. {remedy}")
-      if tuple(x.shape) != leaf.shape:
+      if jnp.shape(x) != leaf.shape:
         raise ValueError(
-          f"{rule} leaf {leaf.name} has shape {list(x.shape)} and not "
+          f"{rule} leaf {leaf.name} has shape {list(jnp.shape(x))} and not "
           f"{list(leaf.shape)}. {remedy}"
         )
     if more := sorted(found.keys() - {leaf.path for leaf in wanted}):
@@ -302,11 +302,14 @@ def cut(
   """Cuts a network behind its first layers.
 
   A layer is a convolution or a dense layer: the leaves of one module, together
-  with those of a normalization that follows it. Shortcuts that are
+  with those of a normalization that follows it, a module of vectors only. Of a
+  module the leaf with the most dimensions comes first, its kernel, whatever it
+  is called: with three or more the layer is a convolution. Shortcuts that are
   convolutions count. The layers' order is that of the sorted keys, `Dense_10`
   behind `Dense_9`, which for models of `jdist.models` is the order in which
   they run; for others look at the names that the cut shows, and give `order`
-  where they do not tell it.
+  where they do not tell it. Where a normalization comes first by name, or two
+  follow each other, as Linen calls them, `order` must be given.
 
   Args:
     model: a model, for instance of `models.build(..., abstract=True)`, or one
@@ -321,7 +324,8 @@ def cut(
     The cut.
 
   Raises:
-    ValueError: if an argument is out of range.
+    ValueError: if an argument is out of range, the network has fewer than two
+      layers, a leaf is no floating array, or the names do not tell the order.
 
   >>> from jdist import models
   >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)
@@ -336,6 +340,11 @@ def cut(
   """
   _checking.check_kind("name", name, str, "text")
   layers = _layering.layers_of(_params_of(model), order)
+  if len(layers) < 2:
+    raise ValueError(
+      "`model` must have two layers at least, one in front of a cut and one "
+      f"behind it, got {len(layers)}. Give the whole network or its parameters."
+    )
   whole = hasattr(num_layers, "__index__") and num_layers is not True
   if not whole or num_layers not in range(1, len(layers)):
     raise ValueError(

@@ -7,14 +7,15 @@ normalizes it.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 PyTree = Any
-# Of a layer's leaves those come first, in this order; others follow by name.
+# Of leaves of as many dimensions those come first, in this order; others follow
+# by name.
 _ORDER = ("kernel", "bias", "scale")
 
 
@@ -68,12 +69,13 @@ class Layer:
 
   @property
   def is_dense(self) -> bool:
-    """Whether its kernel is a matrix and not a window."""
+    """Whether its kernel, its first leaf, is a matrix and not a window."""
     return len(self.leaves[0].shape) < 3
 
 
 def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
   """All leaves of a nested dict by their paths, in the order of its keys."""
+  _check_plain(tree)
   found: dict[tuple[str, ...], Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     keys = [getattr(key, "key", None) for key in path]
@@ -88,23 +90,58 @@ def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
   return found
 
 
+def _check_plain(tree: PyTree) -> None:
+  """Refuses other mappings: what is put together again is of plain dicts."""
+  if isinstance(tree, Mapping):
+    if type(tree) is not dict:
+      raise ValueError(
+        f"`tree` must be of plain dicts, got a {type(tree).__name__}. Copy it "
+        "into dicts, as `flax.core.unfreeze` and `dict` do."
+      )
+    for node in tree.values():
+      _check_plain(node)
+
+
 def layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
   """The layers of a network in their order."""
   modules: dict[str, list[Leaf]] = {}
   for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
-    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype).name
     name = ".".join(path[:-1])
-    modules.setdefault(name, []).append(Leaf(path, shape, dtype))
+    modules.setdefault(name, []).append(_leaf(path, leaf))
   layers: list[tuple[Leaf, ...]] = []
+  normalized = ""
   for name in modules if order is None else _checked(order, list(modules)):
     leaves = modules[name]
     leaves.sort(key=_rank)
     # What has vectors only is the normalization of the layer before.
-    if layers and max(len(leaf.shape) for leaf in leaves) < 2:
+    vectors = len(leaves[0].shape) < 2
+    if order is None and vectors and (normalized or not layers):
+      other = f"{normalized} is" if normalized else "no layer is"
+      raise ValueError(
+        f"`order` must be given for this network: {name} holds vectors only, "
+        f"as a normalization behind its layer does, but {other} before it by "
+        f"name. Name the modules as they run; they are {', '.join(modules)}."
+      )
+    if layers and vectors:
       layers[-1] += tuple(leaves)
+      normalized = name
     else:
       layers.append(tuple(leaves))
+      normalized = ""
   return tuple(map(Layer, layers))
+
+
+def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
+  shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+  if shape is None or not jnp.issubdtype(dtype, jnp.floating):
+    # Others would not come back from a float32 message as they were.
+    given = type(leaf).__name__ if shape is None else f"{dtype}{list(shape)}"
+    raise ValueError(
+      "`tree` must hold arrays of real floats, which alone can be sent and "
+      f"predicted, got {given} at {'.'.join(path)}. Cut the parameters that "
+      "are trained, and keep counters and keys in the model's state."
+    )
+  return Leaf(path, tuple(shape), jnp.dtype(dtype).name)
 
 
 def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
@@ -132,6 +169,8 @@ def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
   return given
 
 
-def _rank(leaf: Leaf) -> tuple[int, str]:
+def _rank(leaf: Leaf) -> tuple[int, int, str]:
+  # The kernel first, whatever it is called.
   last = leaf.path[-1]
-  return (_ORDER.index(last) if last in _ORDER else len(_ORDER), last)
+  known = _ORDER.index(last) if last in _ORDER else len(_ORDER)
+  return -len(leaf.shape), known, last
