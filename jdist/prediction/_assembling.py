@@ -195,7 +195,9 @@ def _hits(
 ) -> jax.Array:
   inputs = normalize(images).astype(jnp.float32)
   logits = logits_of(predictor, model, params, vectors, inputs, train=False)
-  right = (jnp.argmax(logits, -1) == labels) & mask
+  # Of a NaN `argmax` makes the class at which it stands.
+  told = ~jnp.isnan(logits).any(-1)
+  right = (jnp.argmax(logits, -1) == labels) & told & mask
   return jnp.sum(right, -1, dtype=jnp.float32)
 
 
@@ -206,7 +208,7 @@ def check_samples(
   num_front = predictor.cut.num_front
   shape: tuple[int, ...] = getattr(samples, "shape", ())
   dtype = getattr(samples, "dtype", np.dtype(object))
-  numbers = jnp.issubdtype(dtype, jnp.number)
+  numbers = jnp.issubdtype(dtype, jnp.floating)
   fits = len(shape) == 2 and shape[0] and shape[1] == num_front
   if not (fits and numbers):
     array = hasattr(samples, "shape")
@@ -215,7 +217,7 @@ def check_samples(
       given = f"{dtype}{list(shape)}"
     raise ValueError(
       f"`{argument}` must be [samples, {num_front}] with at least one sample, "
-      f"an array of numbers, as the fronts of {predictor.cut!r}, got {given}. "
+      f"an array of floats, as the fronts of {predictor.cut!r}, got {given}. "
       "Take `ParameterSet.fronts` of this cut."
     )
   _checking.check_finite(argument, samples)
@@ -247,7 +249,13 @@ def check_images(
       f"`{other}` must have one label for each of `{own}`, got {len(labels)} "
       f"for {len(images)}. Take both from the same split."
     )
-  num_classes = _count_classes(model, normalize, images)
+  try:
+    num_classes = _count_classes(model, normalize, images)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"`{own}` must be images that `normalize` makes inputs of the model, got "
+      f"{images.dtype}{list(images.shape)}: {error}"
+    ) from error
   low, high = int(labels.min()), int(labels.max())
   if low < 0 or high >= num_classes:
     raise ValueError(

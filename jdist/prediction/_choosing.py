@@ -161,6 +161,8 @@ def choose_cut(
     _checking.check_kind("scores", score, ScoredCut, "of `score_cuts`")
   if not scores:
     raise ValueError("`scores` must hold at least one, got none.")
+  for score in scores:
+    _checking.check_number("scores[...].accuracy", score.accuracy, high=1)
   best = max(score.accuracy for score in scores)
   if all(score.accuracy <= score.untrained for score in scores):
     raise ValueError(

@@ -118,7 +118,9 @@ class Collector:
       directory: where it is; on several processes the first one writes.
       workers: the run's workers.
       cuts: where to cut the network, one at least, of different depths.
-      steps: at which steps, increasing, from `choose_steps`.
+      steps: at which steps, increasing, from `choose_steps`. `Trainer.fit`
+        calls after each, from 1 on; 0 is for a loop of your own, which calls
+        before the first.
       rears: whether to save what is behind each cut, too; default False.
       params_of: which parameters of one worker's state to save; by default
         the mean over the workers. For a method with an anchor give `lambda
@@ -203,6 +205,7 @@ class Collector:
       ValueError: when a step was missed that should have been sampled.
     """
     step = int(self._workers.view(state.step))
+    self._refuse_missed(step)
     number = self._numbers.get(step)
     if number is not None:
       # On every process, as the workers speak to each other here.
@@ -211,13 +214,18 @@ class Collector:
         self._save(number, step, self._workers.view(vectors))
     return {"samples": float(self.done)}
 
-  def _save(self, number: int, step: int, vectors: PyTree) -> None:
-    if number > self.done:
+  def _refuse_missed(self, step: int) -> None:
+    """On the first process, which knows what there is."""
+    missing = self._steps[self.done :] if jax.process_index() == 0 else ()
+    if missing and step > missing[0]:
       raise ValueError(
         f"`steps` must be sampled in their order, but the run is at {step}, "
-        f"and step {self._steps[self.done]} has not been sampled. Go on from "
-        "a checkpoint before it, and call the collector after every step."
+        f"and step {missing[0]} has not been sampled. Go on from a checkpoint "
+        "before it, and call the collector after every step: "
+        "`Trainer.fit(..., evaluate=collector, evaluate_every=1)`."
       )
+
+  def _save(self, number: int, step: int, vectors: PyTree) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
     sha256 = {name: _sampling.digest(row) for name, row in rows.items()}
     if number < self.done:

@@ -17,7 +17,8 @@ class Traffic(NamedTuple):
 
   Attributes:
     whole_bytes: all parameters, as they are: what synchronous training sends
-      up, and down again.
+      up, and down again. Those of fewer bits than float32 take fewer bytes,
+      and the front is sent in float32 all the same: all shares are less then.
     pushed_bytes: the front in float32, `Cut.flatten_front`.
     published_bytes: the front as the authors push it, in float64 behind a
       header.
@@ -37,7 +38,7 @@ class Traffic(NamedTuple):
 
   @property
   def uplink_saved(self) -> float:
-    """The share of the uplink that is saved, like for like."""
+    """The share of the uplink that is saved, of what is really sent."""
     return 1 - self.pushed_bytes / self.whole_bytes
 
   @property

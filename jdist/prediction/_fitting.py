@@ -134,7 +134,8 @@ def fit_predictor(
 
   Args:
     predictor: of the network's cut.
-    model: the network; without batch statistics.
+    model: the network; without batch statistics. One that is kept, not made
+      anew for each call: for another object everything compiles anew.
     samples: fronts to train with, float32 [samples, num_front], for instance
       of `ParameterSet.fronts`; may be mapped from the disk.
     images: to train with, [n, ...] as stored; all are put on the device.
@@ -201,6 +202,11 @@ def fit_predictor(
   num_batches = _check_sizes(fit, samples, images)
   if save_every is not None:
     _checking.check_int("save_every", save_every, 1)
+    if directory is None:
+      raise ValueError(
+        f"`save_every` must be left out without `directory`, got {save_every}. "
+        "Name the directory that is to keep the state."
+      )
   if directory is not None:
     _storing.refuse_others(directory, _FIT)
 

@@ -132,10 +132,12 @@ def layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
 
 
 def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
-  shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-  if shape is None or not jnp.issubdtype(dtype, jnp.floating):
+  shape: Any = getattr(leaf, "shape", None)
+  dtype: Any = getattr(leaf, "dtype", None)
+  array = shape is not None and dtype is not None
+  if not array or not jnp.issubdtype(dtype, jnp.floating):
     # Others would not come back from a float32 message as they were.
-    given = type(leaf).__name__ if shape is None else f"{dtype}{list(shape)}"
+    given = f"{dtype}{list(shape)}" if array else type(leaf).__name__
     raise ValueError(
       "`tree` must hold arrays of real floats, which alone can be sent and "
       f"predicted, got {given} at {'.'.join(path)}. Cut the parameters that "

@@ -109,11 +109,12 @@ class Predictor:
 
   def apply_vector(self, params: Params, vector: jax.Array) -> PyTree:
     """The same from a flat front: `vector` is float32 [num_front]."""
-    if vector.shape != (self.cut.num_front,):
+    shape = getattr(vector, "shape", None)
+    if shape != (self.cut.num_front,):
+      given = _checking.told(vector) if shape is None else list(shape)
       raise ValueError(
-        f"`vector` must have shape [{self.cut.num_front}] as the front of "
-        f"{self.cut!r}, got {list(vector.shape)}. Map over samples with "
-        "`jax.vmap`."
+        f"`vector` must be an array of shape [{self.cut.num_front}], the front "
+        f"of {self.cut!r}, got {given}. Map over samples with `jax.vmap`."
       )
     self.check_params(params)
     features = self._features(params, vector)
@@ -258,7 +259,7 @@ def predictor(
   rank = _checking.check_int("rank", rank, 1)
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
-  if grid not in (1, _GRID):
+  if _checking.check_int("grid", grid, 1) not in (1, _GRID):
     raise ValueError(f"`grid` must be 1 or {_GRID}, got {grid}.")
   if dense_from is None:
     num_dense = sum(layer.is_dense for layer in cut.rear)

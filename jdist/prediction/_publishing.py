@@ -10,7 +10,7 @@ _NARROW = {"width": 32, "norm": "none"}
 _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
   "lenet": ({}, 2),
   "alexnet": ({"form": "cifar"}, 2),
-  "vgg15": ({}, 4),
+  "vgg15": ({"norm": "none"}, 4),
   "resnet18": (_NARROW | {"shortcut_size": 3}, 10),
   "resnet34": (_NARROW | {"shortcut_size": 3}, 16),
   "resnet50": (_NARROW, 23),
@@ -101,7 +101,7 @@ def published_cut(
 
 
 def _published(name: str) -> tuple[dict[str, Any], int]:
-  if name not in _PUBLISHED:
+  if not isinstance(name, str) or name not in _PUBLISHED:
     raise ValueError(
       f"`name` must be one of {', '.join(_PUBLISHED)}, got {name!r}. Cut "
       "other networks with `cut`."

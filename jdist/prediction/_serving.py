@@ -43,7 +43,8 @@ class Server:
             r \leftarrow \mathrm{predict}(\theta, f)
 
   Pure, for one device: the reference for `transforms.mp2`, which does the same
-  without a server.
+  without a server. (Fronts are averaged in the parameters' own type, where
+  `mp2` keeps float32 anchors: of half precision the two differ by roundings.)
 
   >>> from jdist import models, prediction
   >>> model = models.build("mlp", input_shape=(4, 4, 1), num_classes=2)
@@ -105,7 +106,7 @@ class Server:
     rows = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (num_workers, *jnp.shape(x))), one
     )
-    return ServerState(params, rows, jnp.arange(num_workers))
+    return ServerState(params, rows, jnp.arange(num_workers, dtype=jnp.int32))
 
   def step(
     self, state: ServerState, gradients: PyTree, predictor_params: PyTree
@@ -125,6 +126,7 @@ class Server:
       ValueError: when the gradients are of another number of workers, or the
         predictor's parameters are of another one.
     """
+    _checking.check_kind("state", state, ServerState, "of `Server.init`")
     front, _ = self._cut.split(state.params)
     _check_rows(gradients, state)
 
@@ -149,9 +151,9 @@ def _check_rows(gradients: PyTree, state: ServerState) -> None:
     )
   num_workers = state.num_workers
   for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
-    if leaf.shape[:1] != (num_workers,):
+    if jnp.shape(leaf)[:1] != (num_workers,):
       raise ValueError(
         f"`gradients` must be of {num_workers} workers, [{num_workers}, ...], "
-        f"got {list(leaf.shape)} at {jax.tree_util.keystr(path)!r}. Stack one "
-        "gradient for each worker that the state was made for."
+        f"got {list(jnp.shape(leaf))} at {jax.tree_util.keystr(path)!r}. Stack "
+        "one gradient for each worker that the state was made for."
       )

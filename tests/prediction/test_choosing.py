@@ -80,6 +80,14 @@ def test_the_least_bytes_among_the_good_ones_are_chosen():
   assert prediction.choose_cut([*scores, again]) is again
 
 
+def test_an_accuracy_that_is_none_is_refused():
+  for at in (0, 1):
+    scores = [scored(0.9, 10), scored(0.8, 5)]
+    scores[at] = scored(np.nan, 5)
+    with pytest.raises(ValueError, match=r"accuracy` must be a fin.*got nan"):
+      prediction.choose_cut(scores)
+
+
 def test_bad_input_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`scores` must hold at least one"):
     prediction.choose_cut([])

@@ -189,6 +189,13 @@ def test_a_missed_step_is_told_and_not_left_out(tmp_path):
   collect = collector(tmp_path)
   with pytest.raises(ValueError, match=r"`steps`.* at 3, and step 2 has not"):
     run(collect, start=3)
+  # At a step that was not chosen, too: the next chosen one may never come.
+  rest = collector(tmp_path / "rest")
+  run(rest, start=2, stop=4)
+  with pytest.raises(
+    ValueError, match=r"`steps`.* at 7, and step 5 has not.*=1"
+  ):
+    run(rest, start=7, stop=8)
 
 
 def test_another_network_cut_or_run_is_refused(tmp_path):

@@ -247,6 +247,10 @@ def test_what_cannot_be_cut_is_refused():
       match=rf"`{name}` must be left out, as resnet18.*models\.build",
     ):
       prediction.published_model("resnet18", **option)
+  with pytest.raises(ValueError, match="`norm` must be left out, as vgg15"):
+    prediction.published_model("vgg15", norm="batch")
+  with pytest.raises(ValueError, match=r"`name` must be one of.*got \['lenet'"):
+    prediction.published_model(["lenet"])
   with pytest.raises(ValueError, match=r"`vector` must be an array.*\[1\.0\]"):
     prediction.cut(small(), 1).unflatten_front([1.0])
   with pytest.raises(ValueError, match="`name` must be text, got 3"):

@@ -135,6 +135,19 @@ def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
     np.testing.assert_allclose(share, right.mean(), atol=1.5 / len(right))
 
 
+def test_what_is_no_number_is_not_right():
+  params = jax.tree.map(
+    lambda x: jnp.full_like(x, jnp.nan),
+    predictor().init(jax.random.key(0)),
+  )
+  test = _tiny.digits("test")
+  found = prediction.evaluate_predictor(
+    predictor(), params, model(), fronts(2), test.images, test.labels,
+    normalize=normalize,
+  )  # fmt: skip
+  assert found.tolist() == [0, 0]  # And not the share of class 0.
+
+
 class _Killed(BaseException):
   pass
 

@@ -242,12 +242,21 @@ def test_what_does_not_fit_is_refused():
       prediction.predictor(wrong)
   with pytest.raises(ValueError, match="`grid` must be 1 or 8"):
     prediction.predictor(cut, grid=4)
+  for wrong in (True, 8.0, np.array([8, 8])):
+    with pytest.raises(ValueError, match="`grid` must be an int"):
+      prediction.predictor(cut, grid=wrong)
   with pytest.raises(ValueError, match="`dense_from` must be"):
     prediction.predictor(cut, dense_from="front")
   predictor = prediction.predictor(cut)
   params = init(predictor)
-  with pytest.raises(ValueError, match=r"`vector` must have shape \[2572\]"):
+  with pytest.raises(
+    ValueError, match=r"`vector` must be an array of shape \[2572\]"
+  ):
     predictor.apply_vector(params, jnp.zeros((2, 2572)))
+  with pytest.raises(
+    ValueError, match=r"`vector` must be an arr.*got a `list`"
+  ):
+    predictor.apply_vector(params, [0.0] * 2572)
   other = prediction.predictor(cut_of("lenet", 2), grid=8)
   with pytest.raises(
     ValueError,

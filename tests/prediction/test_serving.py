@@ -147,3 +147,8 @@ def test_a_server_refuses_gradients_of_other_workers():
     server.step(state, gradients, THETA)
   with pytest.raises(ValueError, match="`gradients` must be a tree like"):
     server.step(state, None, THETA)
+  scalars = jax.tree.map(lambda x: 1.0, MODEL.params)
+  with pytest.raises(ValueError, match=r"of 2 workers.*got \[\] at"):
+    server.step(state, scalars, THETA)
+  with pytest.raises(ValueError, match=r"`state` must be of `Server\.init`"):
+    server.step(None, gradients, THETA)

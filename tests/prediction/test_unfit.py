@@ -61,7 +61,8 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
 def test_samples_and_settings_that_do_not_fit_are_refused():
   for name in ("samples", "held_out"):
     text = fronts(8).astype(str)
-    for wrong in (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0], text):
+    cut = (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0])
+    for wrong in (*cut, text, fronts(8).astype(np.complex64)):
       with pytest.raises(ValueError, match=rf"`{name}` must be \[samples, "):
         fit_predictor(**{name: wrong})
   for name, value, rule in (
@@ -95,6 +96,8 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
     fit_predictor(many)
   with pytest.raises(ValueError, match="`save_every` must be an int >= 1"):
     fit_predictor(save_every=0)
+  with pytest.raises(ValueError, match="`save_every` must be left out without"):
+    fit_predictor(save_every=1)
 
 
 def test_images_and_labels_that_do_not_belong_together_are_refused():
@@ -116,6 +119,10 @@ def test_images_and_labels_that_do_not_belong_together_are_refused():
       fit_predictor(
         **{f"{prefix}images": train.images[:0], f"{prefix}labels": labels[:0]}
       )
+    with pytest.raises(
+      ValueError, match=rf"`{prefix}images` must be im.*\[batch, 8, 8"
+    ):
+      fit_predictor(**{f"{prefix}images": np.zeros((len(labels), 4, 8, 1))})
   bad = np.float32(train.images)
   bad[7, 0] = np.nan
   for name, value, row in (
