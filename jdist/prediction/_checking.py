@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,7 @@ from jdist.prediction import _fingerprinting, _storing
 
 # A value that takes more letters is told by its kind.
 _NUM_LETTERS = 100
+_HIGHEST_SEED = 2**63 - 1
 
 
 def told(value: Any) -> str:
@@ -99,6 +101,33 @@ def check_int(name: str, value: Any, minimum: int, remedy: str = "") -> int:
     rule = f"`{name}` must be an int >= {minimum}, got {value!r}."
     raise ValueError(f"{rule} {remedy}".rstrip())
   return number
+
+
+def check_seed(value: Any) -> int:
+  """A seed as a Python int; a ValueError unless `jax.random.key` takes it.
+
+  >>> check_seed(np.uint32(3))
+  3
+  """
+  seed = check_int("seed", value, 0)
+  if seed > _HIGHEST_SEED:
+    raise ValueError(
+      f"`seed` must be below 2**63, as `jax.random.key` takes it, got {seed}."
+    )
+  return seed
+
+
+def check_key(value: Any) -> None:
+  """Raises a ValueError unless an argument is a random key."""
+  dtype = getattr(value, "dtype", None)
+  if dtype is None or not (
+    jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
+  ):
+    raise ValueError(
+      f"`key` must be a random key, got {told(value)}. Make one with "
+      "`jax.random.key(seed)`."
+    )
 
 
 def check_steps_per_epoch(value: Any) -> int:

@@ -54,7 +54,7 @@ def choose_steps(
   num_epochs = _checking.check_int("num_epochs", num_epochs, 1)
   steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
   per_epoch = _checking.check_int("per_epoch", per_epoch, 1)
-  seed = _checking.check_int("seed", seed, 0)
+  seed = _checking.check_seed(seed)
   if per_epoch > steps_per_epoch:
     raise ValueError(
       f"`per_epoch` must be at most `steps_per_epoch`, got {per_epoch} of "

@@ -74,7 +74,7 @@ class PredictorFit:
     object.__setattr__(self, "learning_rate", rate)
     mixup = _checking.check_number("mixup", self.mixup)
     object.__setattr__(self, "mixup", mixup)
-    object.__setattr__(self, "seed", _checking.check_int("seed", self.seed, 0))
+    object.__setattr__(self, "seed", _checking.check_seed(self.seed))
 
 
 class Epoch(NamedTuple):

@@ -70,7 +70,11 @@ class Predictor:
 
     Returns:
       Nested dict of float32 arrays.
+
+    Raises:
+      ValueError: when that is no key.
     """
+    _checking.check_key(key)
     shapes = self._shapes()
     # At once, as each shape would be a program.
     draw = _STD * jax.random.truncated_normal(

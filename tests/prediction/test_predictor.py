@@ -248,6 +248,9 @@ def test_what_does_not_fit_is_refused():
   with pytest.raises(ValueError, match="`dense_from` must be"):
     prediction.predictor(cut, dense_from="front")
   predictor = prediction.predictor(cut)
+  for wrong in (0, np.zeros(2)):
+    with pytest.raises(ValueError, match="`key` must be a random key, got"):
+      predictor.init(wrong)
   params = init(predictor)
   with pytest.raises(
     ValueError, match=r"`vector` must be an array of shape \[2572\]"

@@ -82,6 +82,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
     ("mixup", 10**400, "finite"),
     ("seed", -1, ">= 0"),
     ("seed", "a", ">= 0"),
+    ("seed", 2**63, r"below 2\*\*63"),
   ):
     with pytest.raises(ValueError, match=f"`{name}` must be.*{rule}"):
       prediction.PredictorFit(**{name: value})
