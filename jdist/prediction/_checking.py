@@ -198,6 +198,27 @@ def check_leaves(
     raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
 
 
+def check_trained(name: str, params: Any) -> None:
+  """Raises a ValueError unless all leaves are float32 and finite.
+
+  Args:
+    name: of the argument.
+    params: a tree of arrays.
+  """
+  for leaf, value in _storing.named(params).items():
+    array = np.asarray(value)
+    if array.dtype != np.float32:
+      raise ValueError(
+        f"`{name}` must be float32, as they are trained, but {leaf} is "
+        f"{array.dtype}. Make it so with `.astype(jnp.float32)`."
+      )
+    if not np.isfinite(array).all():
+      raise ValueError(
+        f"`{name}` must be finite, but {leaf} holds a NaN or an infinity: they "
+        "are of a training that has diverged. Train with a lower rate."
+      )
+
+
 def check_finite(name: str, array: Any) -> None:
   """Raises a ValueError when a row holds a NaN or an infinity."""
   array = np.asarray(array)

@@ -184,7 +184,8 @@ class Collector:
       _sampling.create(self._directory, self._cuts, body)
     else:
       _check_same(found, body, self._cuts)
-      self._rows = _sampling.read_rows(self._directory, self._steps)
+      names = _sampling.files_of(self._cuts, body["halves"])
+      self._rows = _sampling.read_rows(self._directory, self._steps, names)
     for cut in self._cuts:
       for half in body["halves"]:
         name = _sampling.file_of(half, cut)

@@ -207,10 +207,16 @@ def save_nowcasters(
     about: anything that JSON can hold.
 
   Raises:
-    ValueError: when these are no networks, or the directory holds something
-      else.
+    ValueError: when these are no networks, none at all, not float32 or not
+      finite, or the directory holds something else.
   """
   _nowcasting.check_nowcasters(params)
+  if not params:
+    raise ValueError(
+      "`params` must hold a network at least, got none. Take those of "
+      "`fit_nowcasters`."
+    )
+  _checking.check_trained("params", params)
   body = {"what": "nowcasters", "kinds": sorted(params), "about": about}
   _storing.save_arrays(directory, _storing.named(params), body)
 

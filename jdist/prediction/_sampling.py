@@ -34,6 +34,11 @@ def file_of(half: str, cut: _cutting.Cut) -> str:
   return f"{half}_{len(cut.front):02}.npy"
 
 
+def files_of(cuts: Sequence[_cutting.Cut], halves: Sequence[str]) -> set[str]:
+  """The names of all arrays of a data set."""
+  return {file_of(half, cut) for cut in cuts for half in halves}
+
+
 class ParameterSet:
   """Samples of one network's parameters, from a run; read only.
 
@@ -61,7 +66,9 @@ class ParameterSet:
     self.steps: tuple[int, ...] = tuple(body["steps"])
     self.metadata: dict[str, Any] = body["metadata"]
     self._halves: list[str] = body["halves"]
-    self._rows = read_rows(self._directory, self.steps)
+    self._rows = read_rows(
+      self._directory, self.steps, files_of(self.cuts, self._halves)
+    )
     self.done = len(self._rows)
 
   def __repr__(self) -> str:
@@ -204,17 +211,40 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any] | None:
 
 
 def read_rows(
-  directory: pathlib.Path, steps: Sequence[int]
+  directory: pathlib.Path, steps: Sequence[int], names: set[str]
 ) -> list[dict[str, Any]]:
-  """The lines of the samples that are there."""
-  path = directory / _ROWS
-  rows = training.read_rows(path) if path.exists() else []
-  for number, (row, step) in enumerate(zip(rows, steps, strict=False)):
-    if (row.get("row"), row.get("step")) != (number, step):
-      raise ValueError(
-        f"`directory` {directory} is damaged: line {number + 1} of {_ROWS} is "
-        f"not of sample {number}. Collect anew in another directory."
-      )
+  """The lines of the samples that are there.
+
+  Args:
+    directory: of the data set, made by `create`.
+    steps: that were planned.
+    names: of the arrays, each of which has a hash in every line.
+
+  Raises:
+    ValueError: when a line is missing, of another sample, or none of ours.
+  """
+
+  def damaged(what: str) -> ValueError:
+    return ValueError(
+      f"`directory` {directory} is damaged: {what}. Collect anew in another "
+      "directory."
+    )
+
+  try:
+    rows: list[Any] = training.read_rows(directory / _ROWS)
+  except FileNotFoundError as error:
+    raise damaged(f"{_ROWS} is missing") from error
+  except ValueError as error:
+    raise damaged(f"{_ROWS} cannot be read ({error})") from error
+  for number, row in enumerate(rows):
+    row = row if isinstance(row, dict) else {}
+    hashes = row.get("sha256")
+    whole = isinstance(hashes, dict) and hashes.keys() == names
+    if not whole or (row.get("row"), [row.get("step")]) != (
+      number,
+      [*steps[number : number + 1]],
+    ):
+      raise damaged(f"line {number + 1} of {_ROWS} is not of sample {number}")
   return rows
 
 

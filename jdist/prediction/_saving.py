@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdist.prediction import _cutting, _predictor, _storing
+from jdist.prediction import _checking, _cutting, _predictor, _storing
 
 PyTree = Any
 _PREDICTOR = "predictor"
@@ -51,11 +51,13 @@ def save_predictor(
     about: anything that JSON can hold: the data, the accuracy.
 
   Raises:
-    ValueError: when the parameters are not of this predictor, naming the
-      first that differs, or it is none, or the directory holds something else.
+    ValueError: when the parameters are not of this predictor, not float32 or
+      not finite, naming the first that differs, or it is none, or the directory
+      holds something else.
   """
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
+  _checking.check_trained("params", params)
   arrays = _storing.named(params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
   _storing.save_arrays(directory, arrays, body)

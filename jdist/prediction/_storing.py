@@ -29,9 +29,12 @@ from jdist.training import sealing
 
 PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
-_FORMAT = 1
+_FORMAT = 2
 # Names that `save_arrays` gives; a manifest cannot make it remove others.
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
+# What is not in it stands for itself in every file system.
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]")
+_NUM_LETTERS = 80
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -64,13 +67,14 @@ def save_arrays(
   Args:
     directory: for nothing else; if it is missing it appears at the end, in one
       move.
-    arrays: by names that may be in a file's name.
+    arrays: by their names, any text.
     body: what JSON can hold; `"what"` in it says what the arrays are, and
       `"about"` is the caller's.
 
   Raises:
-    ValueError: when JSON cannot hold `about`, or the directory holds something
-      else; nothing is written then.
+    ValueError: when JSON cannot hold `about`, an array is of a type that .npy
+      files do not have, or the directory holds something else; nothing is
+      written then.
   """
   try:
     json.dumps(body.get("about"))
@@ -79,10 +83,18 @@ def save_arrays(
       f"`about` must be what JSON can hold, got {body['about']!r}: {error}. "
       "Make numbers of arrays by `float` or `.tolist()`."
     ) from error
+  held = {name: np.asarray(array) for name, array in arrays.items()}
+  for name, array in held.items():
+    # NumPy writes others, as bfloat16, and reads bytes without a type.
+    if array.dtype.isbuiltin != 1 or array.dtype.kind not in "biufc":
+      raise ValueError(
+        f"`{name}` cannot be saved as {array.dtype}, which .npy files do not "
+        "have. Make it float32 with `.astype(jnp.float32)`."
+      )
   target = folder(directory)
   earlier = refuse_others(target, body["what"])
   if target.exists():
-    _fill(target, arrays, body, earlier)
+    _fill(target, held, body, earlier)
     return
   # Hidden, as no directory is that somebody else saves to.
   partial = target.with_name(f".{target.name}.unfinished")
@@ -91,13 +103,13 @@ def save_arrays(
     name = path.name.removesuffix(".partial")
     if name == _MANIFEST or _FILE.fullmatch(name):
       path.unlink()  # Of a save that was cut off.
-  _fill(partial, arrays, body, set())
+  _fill(partial, held, body, set())
   partial.rename(target)
 
 
 def _fill(
   target: pathlib.Path,
-  arrays: Mapping[str, Any],
+  arrays: Mapping[str, np.ndarray],
   body: dict[str, Any],
   earlier: set[str],
 ) -> None:
@@ -105,19 +117,19 @@ def _fill(
   files = {}
   for name, array in arrays.items():
     buffer = io.BytesIO()
-    np.save(buffer, np.asarray(array), allow_pickle=False)
+    np.save(buffer, array, allow_pickle=False)
     data = buffer.getvalue()
     digest = _digest(data)
-    file = f"{name}-{digest[:12]}.npy"
+    # For people: names that become one are told apart by the hash, unless
+    # their arrays are the same, too.
+    file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
     sealing.write_whole(target / file, data)
     files[name] = [file, digest]
   earlier -= {file for file, _ in files.values()}
   # Named on, as a save that is cut off below leaves them.
   stale = sorted(file for file in earlier if (target / file).exists())
-  manifest = {"format": _FORMAT, "files": files, "stale": stale, "body": body}
-  sealing.write_whole(
-    target / _MANIFEST, json.dumps(manifest, indent=1).encode()
-  )
+  manifest = {"files": files, "stale": stale, "body": body}
+  sealing.write(target / _MANIFEST, manifest, form=_FORMAT, what=body["what"])
   for file in stale:
     (target / file).unlink(missing_ok=True)
 
@@ -142,16 +154,13 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
     return set()
   try:
     manifest = _read(target)
-  except ValueError as error:
+  except (sealing.DamagedError, sealing.OtherFormatError) as error:
     raise ValueError(
-      f"{rule} has a manifest that is not ours, or damaged: {error} Take "
-      "another directory."
+      f"{rule} has an {_MANIFEST} that is not ours, damaged, or of another "
+      f"version: it {error}. Take another directory."
     ) from error
-  if manifest.what != what or manifest.form != _FORMAT:
-    raise ValueError(
-      f"{rule} holds {manifest.what} of format {manifest.form} (here "
-      f"{_FORMAT}). Take another directory."
-    )
+  if manifest.what != what:
+    raise ValueError(f"{rule} holds {manifest.what}. Take another directory.")
   names = [file for file, _ in manifest.files.values()] + manifest.stale
   return {x for x in names if isinstance(x, str) and _FILE.fullmatch(x)}
 
@@ -168,7 +177,6 @@ def _digest(data: bytes) -> str:
 
 
 class _Manifest(NamedTuple):
-  form: int
   what: str
   files: dict[str, tuple[str, str]]  # Of each array its file and hash.
   stale: list[str]
@@ -176,14 +184,13 @@ class _Manifest(NamedTuple):
 
 
 def _read(target: pathlib.Path) -> _Manifest:
-  path = target / _MANIFEST
+  found = sealing.read(target / _MANIFEST, form=_FORMAT)
   try:
-    found = json.loads(path.read_text())
-    form, body, stale = found["format"], found["body"], found.get("stale", [])
+    body, stale = found["body"], found["stale"]
     files = {name: (file, sha) for name, (file, sha) in found["files"].items()}
-    return _Manifest(form, body["what"], files, list(stale), body)
+    return _Manifest(body["what"], files, list(stale), body)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise ValueError(f"{path} cannot be read: {error!r}.") from error
+    raise sealing.DamagedError(f"cannot be read: {error!r}") from error
 
 
 def load_arrays(
@@ -203,12 +210,15 @@ def load_arrays(
     raise FileNotFoundError(
       f"`directory` must hold {what}, but there is no {_MANIFEST} in {target}."
     ) from error
-  except ValueError as error:
-    raise ValueError(f"`directory` is damaged: {error}") from error
-  if manifest.form != _FORMAT or manifest.what != what:
+  except sealing.DamagedError as error:
     raise ValueError(
-      f"`directory` must hold {what} of format {_FORMAT}, got {manifest.what} "
-      f"of format {manifest.form} in {target}."
+      f"`directory` is damaged: {target / _MANIFEST} {error}. Make it anew."
+    ) from error
+  except sealing.OtherFormatError as error:
+    raise ValueError(f"`directory` {target} {error}") from error
+  if manifest.what != what:
+    raise ValueError(
+      f"`directory` must hold {what}, got {manifest.what} in {target}."
     )
   arrays = {}
   for name, (file, digest) in manifest.files.items():

@@ -253,6 +253,31 @@ def test_damage_is_found(tmp_path):
     prediction.ParameterSet(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ("damage", "told"),
+  [
+    (lambda x: x.replace("front_01", "front_11", 1), "line 1 of .* is not of"),
+    (lambda x: x.replace("sha256", "sha255", 1), "line 1 of .* is not of"),
+    (lambda x: x.replace('"step": 3', '"step": 4'), "line 2 of .* is not of"),
+    (lambda x: "[1]\n" + x, "line 1 of .* is not of"),
+    (lambda x: "{]\n" + x, "cannot be read"),
+    # As many lines as samples were planned, and one more.
+    (lambda x: x + x.splitlines(keepends=True)[-1], "line 4 of .* is not of"),
+    (None, "is missing"),
+  ],
+)
+def test_damaged_rows_are_told(damage, told, tmp_path):
+  run(collector(tmp_path))
+  path = tmp_path / "rows.jsonl"
+  if damage is None:
+    path.unlink()
+  else:
+    path.write_text(damage(path.read_text()))
+  for opened in (prediction.ParameterSet, collector):
+    with pytest.raises(ValueError, match=rf"damaged: .*{told}.*Collect anew"):
+      opened(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["front_01.npy", "rows.jsonl"])
 def test_files_of_others_are_not_written_over(tmp_path, name):
   (tmp_path / name).write_bytes(b"theirs")

@@ -1,9 +1,9 @@
 """Arrays on the disk: what is replaced, and what is never touched."""
 
-import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,7 +54,9 @@ def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
   prediction.Collector(collected, _tiny.alone(), [_tiny.cut()], (1, 2))
   numbers.mkdir()
   np.save(numbers / "mine.npy", np.ones(3))
-  prediction.save_nowcasters(others, {})
+  prediction.save_nowcasters(
+    others, prediction.init_nowcasters(jax.random.key(0))
+  )
   for folder, found in (
     (collected, r"front_01\.npy"),
     (numbers, r"mine\.npy"),
@@ -112,16 +114,70 @@ def test_nothing_outside_is_removed(tmp_path):
   """Whatever a manifest says, as an attacker would write it."""
   folder = tmp_path / "tracks"
   prediction.save_tracks(folder, RUNS)
-  manifest = json.loads((folder / "arrays.json").read_text())
+  manifest = sealing.read(folder / "arrays.json", form=_storing._FORMAT)
   names = ("../mine-0123456789ab.npy", "notes.txt", "..")
   manifest["stale"] = [*names, 3]
   manifest["files"] |= {f"x{i}": [name, ""] for i, name in enumerate(names)}
-  (folder / "arrays.json").write_text(json.dumps(manifest))
+  sealing.write(folder / "arrays.json", manifest, form=_storing._FORMAT)
   (folder / "notes.txt").write_text("mine")
   np.save(tmp_path / "mine-0123456789ab.npy", np.ones(3))
   prediction.save_tracks(folder, [])
   assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
   assert (tmp_path / "mine-0123456789ab.npy").exists()
+
+
+def test_names_need_not_be_fit_for_files(tmp_path):
+  arrays = {
+    name: np.full(2, value, np.float32)
+    for value, name in enumerate(
+      ("net/~/linear.w", "net_~_linear.w", "x" * 300, "..", "a\\b", "\u00e9")
+    )
+  }
+  # Of the same file and content.
+  arrays |= {"a/b": np.ones(1, np.float32), "a_b": np.ones(1, np.float32)}
+  for number in range(2):
+    arrays |= {"changed/": np.full(1, number, np.float32)}
+    _storing.save_arrays(tmp_path / "in", arrays, {"what": "x"})
+  found, _ = _storing.load_arrays(tmp_path / "in", what="x")
+  assert found.keys() == arrays.keys()
+  for name, array in arrays.items():
+    np.testing.assert_array_equal(found[name], array)
+  assert [path.name for path in tmp_path.iterdir()] == ["in"]
+  assert len(contents(tmp_path / "in")) == len(arrays)  # Two in one file.
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, object, "U3", jnp.float8_e5m2])
+def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
+  _storing.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
+  before = contents(tmp_path)
+  with pytest.raises(ValueError, match=r"`w` cannot be saved as .*float32"):
+    _storing.save_arrays(
+      tmp_path, {"w": np.zeros(2).astype(dtype)}, {"what": "x"}
+    )
+  assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    (lambda text: text.replace('"note": 1', '"note": 2'), "has changed"),
+    (lambda text: text.replace('"stale": []', '"stale": [3]'), "has changed"),
+    (lambda text: text.replace('"format": 2', '"format": 1'), "has format 1"),
+    (lambda text: text[:-2], "cannot be read"),
+    (lambda text: "{}", "cannot be read"),
+  ],
+)
+def test_a_manifest_that_has_changed_is_told(change, told, tmp_path):
+  body = {"what": "x", "note": 1}
+  _storing.save_arrays(tmp_path, {"w": np.zeros(2)}, body)
+  manifest = tmp_path / "arrays.json"
+  text = manifest.read_text()
+  assert change(text) != text
+  manifest.write_text(change(text))
+  with pytest.raises(ValueError, match=f"`directory`.*{told}"):
+    _storing.load_arrays(tmp_path, what="x")
+  with pytest.raises(ValueError, match=f"`directory`.*{told}.*another direc"):
+    _storing.save_arrays(tmp_path, {"w": np.ones(2)}, body)
 
 
 class _Killed(BaseException):

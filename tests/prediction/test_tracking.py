@@ -1,7 +1,6 @@
 """Tracks of entries, and arrays on the disk."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -129,12 +128,12 @@ def test_damage_is_seen(tmp_path):
 def test_nothing_is_unpickled(tmp_path):
   """An object array, as an attacker would write it."""
   prediction.save_tracks(tmp_path, [{"bias": np.ones((3, 4), np.float32)}])
-  manifest = json.loads((tmp_path / "arrays.json").read_text())
+  manifest = sealing.read(tmp_path / "arrays.json", form=_storing._FORMAT)
   bad = tmp_path / "bad.npy"
   np.save(bad, np.array([{}], object), allow_pickle=True)
   digest = hashlib.sha256(bad.read_bytes()).hexdigest()
   manifest["files"] = {"run_000_bias": ["bad.npy", digest]}
-  (tmp_path / "arrays.json").write_text(json.dumps(manifest))
+  sealing.write(tmp_path / "arrays.json", manifest, form=_storing._FORMAT)
   with pytest.raises(ValueError, match="allow_pickle=False"):
     prediction.load_tracks(tmp_path)
 
@@ -153,7 +152,7 @@ def test_a_cut_write_leaves_what_was_there(tmp_path, monkeypatch):
     _storing.save_arrays(tmp_path, {"w": np.ones(2)}, {"what": "x"})
   arrays, _ = _storing.load_arrays(tmp_path, what="x")
   np.testing.assert_array_equal(arrays["w"], [0, 0])
-  with pytest.raises(ValueError, match="must hold y of format 1, got x"):
+  with pytest.raises(ValueError, match="must hold y, got x"):
     _storing.load_arrays(tmp_path, what="y")
 
 
