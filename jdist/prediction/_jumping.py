@@ -93,6 +93,8 @@ def nowcast_weights(
       f"{', '.join(_nowcasting.KINDS)}, got {{}}: nothing would jump. Take "
       "those of `fit_nowcasters` or `load_nowcasters`."
     )
+  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+    _checking.check_trained("params", params)
   steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
   collectives.check_axis(axis)
   networks, length = params, _nowcasting.HISTORY_LENGTH

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -56,7 +57,7 @@ class NowcastFit:
       "learning_rate", self.learning_rate, above=True
     )
     object.__setattr__(self, "learning_rate", rate)
-    object.__setattr__(self, "seed", _checking.check_int("seed", self.seed, 0))
+    object.__setattr__(self, "seed", _checking.check_seed(self.seed))
     if self.num_steps % self.evaluate_every:
       raise ValueError(
         "`num_steps` must be a multiple of `evaluate_every`, got "
@@ -110,6 +111,8 @@ def fit_nowcaster(
     ValueError: when an argument does not fit, the tracks are too short or not
       finite, or `directory` holds the state of a training with other settings
       or tracks, or other arrays.
+    FloatingPointError: when what is predicted is not finite any more. The state
+      is not kept then.
   """
   fit = NowcastFit() if fit is None else fit
   _checking.check_kind("fit", fit, NowcastFit, "a `NowcastFit` or None")
@@ -118,7 +121,7 @@ def fit_nowcaster(
   tracks = _checked_tracks("tracks", tracks)
   held_out = _checked_tracks("held_out", held_out)
   train = _scaled(_tracking.windows(tracks, fit.horizon))
-  test = _tracking.windows(held_out, fit.horizon)
+  test = _tracking.windows(held_out, fit.horizon, "held_out")
   repeat = float(np.abs(test[1] - test[0][:, -1]).mean(dtype=np.float64))
   optimizer = _optimizer(fit)
   begin, key = jax.random.split(jax.random.key(fit.seed))
@@ -139,6 +142,11 @@ def fit_nowcaster(
     training = _take_steps(fit, training, train, key, step)
     step += fit.evaluate_every
     error = _error(training["params"], test)
+    if not math.isfinite(error):
+      raise FloatingPointError(
+        f"What is predicted after step {step} is not finite. Lower "
+        f"`learning_rate`, now {fit.learning_rate:g}."
+      )
     if error < min(e for _, e in curve):
       best, best_step = training["params"], step
     curve.append((step, error))
@@ -243,15 +251,24 @@ def load_nowcasters(
 
 
 def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
-  tracks = _checking.check_list(name, given, "arrays [entries, epochs]")
-  tracks = list(map(np.asarray, tracks))
-  for number, track in enumerate(tracks):
-    if track.ndim != 2:
+  tracks = []
+  for number, one in enumerate(
+    _checking.check_list(name, given, "arrays [entries, epochs]")
+  ):
+    track = np.asarray(one)
+    real = any(
+      jnp.issubdtype(track.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    if track.ndim != 2 or not len(track) or not real:
       raise ValueError(
-        f"`{name}[{number}]` must be [entries, epochs], got shape "
-        f"{list(track.shape)}. Give a list of arrays, one for each run."
+        f"`{name}[{number}]` must be floats [entries, epochs] of an entry at "
+        f"least, got {track.dtype}{list(track.shape)}. Give a list of arrays, "
+        "one for each run."
       )
+    with np.errstate(over="ignore"):  # What is too large is told below.
+      track = track.astype(np.float32)
     _checking.check_finite(f"{name}[{number}]", track)
+    tracks.append(track)
   return tracks
 
 

@@ -66,6 +66,7 @@ def init_nowcaster(key: jax.Array) -> dict[str, Any]:
   >>> sum(x.size for x in jax.tree.leaves(params))
   9425
   """
+  _checking.check_key(key)
   values, steps, head = jax.random.split(key, 3)
   return {
     "values": _init_stream(values, HISTORY_LENGTH),
@@ -83,6 +84,7 @@ def init_nowcasters(key: jax.Array) -> dict[Kind, dict[str, Any]]:
   Returns:
     What `init_nowcaster` draws, by kind, each from a key of its own.
   """
+  _checking.check_key(key)
   keys = jax.random.split(key, len(KINDS))
   return {kind: init_nowcaster(k) for kind, k in zip(KINDS, keys, strict=True)}
 
@@ -129,11 +131,20 @@ def nowcast_entries(params: dict[str, Any], history: jax.Array) -> jax.Array:
   Returns:
     Float32 [...]; not finite where the history is not.
 
+  Raises:
+    ValueError: when these are no network's, or no histories of five.
+
   References:
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
     Weights (ICML 2023).  Reconstruction: the slope of the leaky ReLU, 0.01.
     Departure: exponents above 30 count as 30, so that nothing overflows.
   """
+  _check_network(params, "in it")
+  if jnp.shape(history)[-1:] != (HISTORY_LENGTH,):
+    raise ValueError(
+      f"`history` must be [..., {HISTORY_LENGTH}], the last values of each "
+      f"entry, oldest first, got shape {list(jnp.shape(history))}."
+    )
   scaled, scale = normalize(history)
   streams = [
     _stream(params["values"], scaled),
@@ -194,12 +205,16 @@ def check_nowcasters(params: Any) -> None:
       f"as `init_nowcasters` makes it, got {found!r}."
     )
   for kind, network in params.items():
-    _checking.check_leaves(
-      f"`params` must hold networks as of `init_nowcasters`, but in {kind}",
-      "Take those of `fit_nowcasters` or `load_nowcasters`.",
-      network,
-      _shapes(),
-    )
+    _check_network(network, f"in {kind}")
+
+
+def _check_network(network: Any, where: str) -> None:
+  _checking.check_leaves(
+    f"`params` must hold networks as of `init_nowcasters`, but {where}",
+    "Take those of `fit_nowcasters` or `load_nowcasters`.",
+    network,
+    _shapes(),
+  )
 
 
 @functools.cache

@@ -44,17 +44,19 @@ class Tracker:
       entries_per_kind: how many to follow of each kind, all if there are
         fewer; default 2000, 0.4 MB for 50 epochs.
       seed: of the choice, integer >= 0.
-      begun: tracks of the same entries from a part of the run that is over.
+      begun: tracks of the same entries from a part of the run that is over:
+        with the same `seed` and `entries_per_kind`, which they do not tell.
 
     Raises:
-      ValueError: when an argument is out of its range, or `begun` is of
-        another number of entries.
+      ValueError: when an argument is out of its range, `like` has leaves that
+        are no floating arrays, or none, or `begun` is of another number of
+        entries, of several lengths or not finite.
     """
     entries_per_kind = _checking.check_int(
       "entries_per_kind", entries_per_kind, 1
     )
-    seed = _checking.check_int("seed", seed, 0)
-    leaves = jax.tree.leaves(like)
+    seed = _checking.check_seed(seed)
+    leaves = _checked_leaves(like)
     self._structure: Any = jax.tree.structure(like)
     self._shapes = [np.shape(leaf) for leaf in leaves]
     # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
@@ -120,14 +122,41 @@ class Tracker:
     return sum(len(at) for _, at in self._chosen[kind])
 
   def _continue(self, begun: Tracks) -> None:
+    (begun,) = check_runs("begun", [begun])
     wanted = {kind: self._count(kind) for kind in self._chosen}
     found = {kind: len(track) for kind, track in begun.items()}
     if wanted != found:
       raise ValueError(
         f"`begun` must be tracks of the same entries, {wanted}, got {found}."
       )
+    epochs = {kind: track.shape[1] for kind, track in begun.items()}
+    if len(set(epochs.values())) > 1:
+      raise ValueError(
+        f"`begun` must have all tracks of as many epochs, got {epochs}. Take "
+        "what `Tracker.tracks` returned."
+      )
+    for kind, track in begun.items():
+      _checking.check_finite(f"begun[{kind!r}]", track)
     for kind, track in begun.items():
       self._values[kind] = list(np.asarray(track, np.float32).T)
+
+
+def _checked_leaves(like: PyTree) -> list[Any]:
+  leaves = jax.tree.leaves(like)
+  for leaf in leaves:
+    dtype: Any = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+      given = _checking.told(leaf) if dtype is None else f"{dtype}"
+      raise ValueError(
+        f"`like` must hold arrays of floats, or their shapes, got {given}. "
+        "Give the parameters that are trained."
+      )
+  if not leaves:
+    raise ValueError(
+      "`like` must hold an array at least, got none. Give the parameters that "
+      "are trained."
+    )
+  return leaves
 
 
 def save_tracks(
@@ -140,7 +169,8 @@ def save_tracks(
   Args:
     directory: made if it is missing; tracks that were saved there are
       replaced, in one move. On several processes, save on one.
-    runs: tracks, which may be of different models and lengths.
+    runs: tracks, which may be of different models and lengths; saved as
+      float32.
     about: anything that JSON can hold.
 
   Raises:
@@ -149,7 +179,7 @@ def save_tracks(
   """
   runs = check_runs("runs", runs)
   arrays = {
-    f"run_{number:03d}_{kind}": track
+    f"run_{number:03d}_{kind}": np.asarray(track, np.float32)
     for number, run in enumerate(runs)
     for kind, track in run.items()
   }
@@ -198,20 +228,21 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
         and jnp.issubdtype(track.dtype, jnp.floating)
       ):
         raise ValueError(
-          f"`{argument}[{number}][{kind!r}]` must be a track, floats [epochs, "
-          f"entries], as of `Tracker.tracks`, got {_checking.told(track)}."
+          f"`{argument}[{number}][{kind!r}]` must be a track, floats [entries, "
+          f"epochs], as of `Tracker.tracks`, got {_checking.told(track)}."
         )
   return runs
 
 
 def windows(
-  tracks: Sequence[np.ndarray], horizon: int
+  tracks: Sequence[np.ndarray], horizon: int, argument: str = "tracks"
 ) -> tuple[np.ndarray, np.ndarray]:
   """All histories of five in the tracks, and what came `horizon` epochs on.
 
   Args:
     tracks: float32 [entries, epochs] each.
     horizon: epochs between the last value of a history and its target.
+    argument: what the tracks were given as, for messages.
 
   Returns:
     Histories, float32 [n, 5], and targets, float32 [n].
@@ -232,8 +263,8 @@ def windows(
   if not found:
     longest = max((track.shape[1] for track in tracks), default=0)
     raise ValueError(
-      f"`tracks` must be of {length + horizon} epochs at least, {length} and "
-      f"the horizon of {horizon}, got {longest}. Record longer runs."
+      f"`{argument}` must be of {length + horizon} epochs at least, {length} "
+      f"and the horizon of {horizon}, got {longest}. Record longer runs."
     )
   together = np.concatenate(found)
   return together[:, :length], together[:, -1]

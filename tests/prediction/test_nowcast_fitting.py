@@ -110,6 +110,13 @@ def test_the_best_is_kept_and_not_the_last(tracks):
   assert fitted.error < fitted.curve[-1][1]
 
 
+def test_a_training_that_diverges_says_so_and_is_not_kept(tracks, tmp_path):
+  fit = dataclasses.replace(SMALL, learning_rate=1e30)
+  with pytest.raises(FloatingPointError, match=r"step .*Lower `learning_rate`"):
+    prediction.fit_nowcaster(*tracks, fit, directory=tmp_path / "kept")
+  assert not (tmp_path / "kept").exists()
+
+
 def test_networks_come_back(whole, tmp_path):
   networks = {"bias": whole.params, "conv": whole.params}
   prediction.save_nowcasters(tmp_path, networks, {"from": "a test"})
@@ -128,6 +135,7 @@ def test_networks_come_back(whole, tmp_path):
     ({"learning_rate": np.inf}, "`learning_rate` must be.*above 0, got inf"),
     ({"seed": "a"}, "`seed` must be an int >= 0, got 'a'"),
     ({"seed": -1}, "`seed` must be an int >= 0, got -1"),
+    ({"seed": 2**64}, r"`seed` must be below 2\*\*63"),
     ({"num_steps": 70, "evaluate_every": 20}, "must be a multiple of"),
   ],
 )
@@ -157,7 +165,12 @@ def test_tracks_must_be_finite(tracks):
 def test_tracks_of_another_form_are_refused(tracks):
   own, others = tracks
   for given, rule in (
-    ((own[0], others), r"`tracks\[0\]` must be \[entries, epochs\].*a list"),
+    ((own[0], others), r"`tracks\[0\]` must be floats \[entries, ep.*a list"),
+    (([own[0][:0]], others), r"`tracks\[0\]` must be .* an entry at least"),
+    ((own, [others[0] * 1j]), r"`held_out\[0\]` must be floats.*got complex"),
+    (([own[0].astype(float) + 1e60], others), r"`tracks\[0\]` must be finite"),
+    ((own, [others[0][:, :3]]), "`held_out` must be of .* epochs at least"),
+    (([own[0][:, :3]], others), "`tracks` must be of .* epochs at least"),
     ((own, [others[0], others[0][0]]), r"`held_out\[1\]` must be .*\[20\]"),
     ((3, others), "`tracks` must be a list of arrays.*got 3"),
     ((own, {"bias": others}), "`held_out` must be a list"),

@@ -136,6 +136,22 @@ def test_every_kind_has_its_network(monkeypatch):
       lambda: prediction.nowcast_weights(NETWORKS, 0, axis=None),
       r"`steps_per_epoch` must be an int >= 1, got 0",
     ),
+    (
+      lambda: prediction.nowcast_weights(
+        {"conv": jax.tree.map(lambda x: x * np.nan, NETWORK)}, 1, axis=None
+      ),
+      r"`params` must be finite, but conv\.",
+    ),
+    (
+      lambda: prediction.nowcast_entries(NETWORK, jnp.zeros((3, 4))),
+      r"`history` must be \[\.\.\., 5\], .* got shape \[3, 4\]",
+    ),
+    (
+      lambda: prediction.nowcast_entries({}, jnp.zeros(5)),
+      r"`params` must hold networks .* in it there is no leaf",
+    ),
+    (lambda: prediction.init_nowcaster(0), "`key` must be a random key, got 0"),
+    (lambda: prediction.init_nowcasters(0), "`key` must be a random key"),
     (lambda: prediction.kind_of(3), "`shape` must be a leaf's shape.* got 3"),
     (lambda: prediction.kind_of("abc"), "`shape` must be .* got 'abc'"),
     (

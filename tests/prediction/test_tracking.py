@@ -2,6 +2,7 @@
 
 import hashlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,6 +74,40 @@ def test_other_shapes_are_refused():
         ValueError, match=f"`{name}` must be an int >= {minimum}, got"
       ):
         prediction.Tracker(PARAMS, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+  ("like", "told"),
+  [
+    ({}, "an array at least"),
+    (None, "an array at least"),
+    ({"w": "text"}, "floats, or their shapes, got 'text'"),
+    ({"w": np.zeros(2), "n": np.zeros(2, int)}, "floats.* got int64"),
+  ],
+)
+def test_what_cannot_be_tracked_is_refused(like, told):
+  with pytest.raises(ValueError, match=f"`like` must hold.*{told}"):
+    prediction.Tracker(like)
+
+
+def test_what_was_not_begun_here_is_refused():
+  begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
+  for wrong, told in (
+    (3, r"`begun\[0\]` must be a dict"),
+    (begun | {"conv": begun["conv"][:, :1]}, "as many epochs, got.*'conv': 1"),
+    (begun | {"conv": begun["conv"][0]}, r"must be a track, floats \[entries"),
+    (begun | {"bias": begun["bias"] * np.nan}, "`begun.'bias'.` must be fini"),
+  ):
+    with pytest.raises(ValueError, match=told):
+      prediction.Tracker(PARAMS, entries_per_kind=5, begun=wrong)
+
+
+def test_tracks_are_saved_as_float32(tmp_path):
+  for dtype in (np.float64, jnp.bfloat16, np.float16):
+    run = {"bias": np.ones((2, 9)).astype(dtype)}
+    prediction.save_tracks(tmp_path, [run])
+    (found,) = prediction.load_tracks(tmp_path)
+    assert found["bias"].dtype == np.float32 and (found["bias"] == 1).all()
 
 
 def test_tracks_come_back(tmp_path):
