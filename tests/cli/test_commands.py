@@ -106,6 +106,16 @@ def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
   assert [p.name for p in made.iterdir()] == ["rows.jsonl"]
 
 
+# The command line, in a process that can be interrupted: a shell lets those in
+# the background ignore that, and they their children.
+_INTERRUPTIBLE = """
+import signal, sys
+from jdist import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(cli.main())
+"""
+
+
 @pytest.mark.slow
 def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
   port = _processes.free_port()
@@ -116,7 +126,7 @@ def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
   )  # fmt: skip
   started = [
     subprocess.Popen(
-      (sys.executable, "-m", "jdist", *words, "--process-id", str(i)),
+      (sys.executable, "-c", _INTERRUPTIBLE, *words, "--process-id", str(i)),
       stdout=subprocess.PIPE,
       text=True,
     )

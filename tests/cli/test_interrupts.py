@@ -10,6 +10,9 @@ _LOSES_ONE = textwrap.dedent("""
   from jdist import cli
   from jdist.cli import _options
 
+  # A shell lets those in the background ignore it, and they their children.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+
   def lose(phase, info):
     gc.callbacks.remove(lose)
     os.kill(os.getpid(), signal.SIGINT)
