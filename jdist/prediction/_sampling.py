@@ -237,12 +237,12 @@ def read_rows(
   except ValueError as error:
     raise damaged(f"{_ROWS} cannot be read ({error})") from error
   for number, row in enumerate(rows):
-    row = row if isinstance(row, dict) else {}
-    hashes = row.get("sha256")
-    whole = isinstance(hashes, dict) and hashes.keys() == names
-    if not whole or (row.get("row"), [row.get("step")]) != (
-      number,
-      [*steps[number : number + 1]],
+    hashes = row.get("sha256") if isinstance(row, dict) else None
+    if not (
+      isinstance(hashes, dict)
+      and hashes.keys() == names
+      and number < len(steps)
+      and (row.get("row"), row.get("step")) == (number, steps[number])
     ):
       raise damaged(f"line {number + 1} of {_ROWS} is not of sample {number}")
   return rows

@@ -32,7 +32,7 @@ _MANIFEST = "arrays.json"
 _FORMAT = 2
 # Names that `save_arrays` gives; a manifest cannot make it remove others.
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
-# What is not in it stands for itself in every file system.
+# All but what every file system takes.
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _NUM_LETTERS = 80
 
