@@ -25,7 +25,7 @@ import comparing
 import jax
 import tyro
 
-from jdist import cluster, collectives, training
+from jdist import cluster, collectives, profiling, training
 
 _STEPS = 8  # With one round's end in them.
 # The workers' own optimizer, and nothing sent.
@@ -142,7 +142,7 @@ class _Turn:
     self.batch = workers.place(next(run.batches.iterate(0)))
     program = workers.jit(run.step, donate_argnums=0)
     self.program = program.lower(self.state, self.batch).compile()
-    self.messages = collectives.read_collectives(self.program)
+    self.messages = profiling.read_collectives(self.program)
     self.workers, self.step = workers, run.step
     self.steps, self.rounds = 0, 0
 

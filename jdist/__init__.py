@@ -10,12 +10,12 @@ from jdist import collectives as collectives
 from jdist import transforms as transforms
 from jdist._version import __version__ as __version__
 from jdist.collectives import workers as workers
+from jdist.methods import diloco as diloco
+from jdist.methods import local_sgd as local_sgd
+from jdist.methods import msdpu as msdpu
+from jdist.methods import post_local_sgd as post_local_sgd
+from jdist.methods import ssgd as ssgd
 from jdist.transforms import anchor as anchor
 from jdist.transforms import apply_updates as apply_updates
 from jdist.transforms import average_gradients as average_gradients
-from jdist.transforms import diloco as diloco
-from jdist.transforms import local_sgd as local_sgd
 from jdist.transforms import local_steps as local_steps
-from jdist.transforms import msdpu as msdpu
-from jdist.transforms import post_local_sgd as post_local_sgd
-from jdist.transforms import ssgd as ssgd

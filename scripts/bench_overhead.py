@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import optax
 
-from jdist import models, training, transforms
+from jdist import methods, models, training, transforms
 from jdist.transforms import intervals
 
 _TOLD = "told"
@@ -33,15 +33,15 @@ def _chains(interval):
     return optax.sgd(0.01, momentum=0.9, nesterov=True)
 
   def msdpu(**changes):
-    return transforms.msdpu(
+    return methods.msdpu(
       inner(), intervals.fixed(interval), 0.01, axis=None, **changes
     )
 
   chains = {
     "plain": inner(),
     "plain again": inner(),
-    "local_sgd": transforms.local_sgd(inner(), interval, axis=None),
-    "diloco": transforms.diloco(inner(), interval, axis=None),
+    "local_sgd": methods.local_sgd(inner(), interval, axis=None),
+    "diloco": methods.diloco(inner(), interval, axis=None),
     "msdpu": msdpu(),
     "msdpu streamed": msdpu(stream=transforms.Stream()),
     "update_first": transforms.update_first(inner(), axis=None),

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import optax
 
-from jdist import collectives, models, training, transforms
+from jdist import collectives, methods, models, training, transforms
 
 _TOLD = ", told"
 
@@ -43,7 +43,7 @@ def _chains(axis, interval):
   parts = transforms.Stream(max_bytes=2**20)
   chains = {
     "computation": inner,
-    "ssgd": transforms.ssgd(inner, axis=axis),
+    "ssgd": methods.ssgd(inner, axis=axis),
     "update_first": transforms.update_first(inner, axis=axis, in_flight=4),
   }
   for h in (1, interval):

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
-from jdist import collectives, models, training
+from jdist import models, profiling, training
 
 _IMAGE = (32, 32, 3)
 # Those of images.
@@ -161,7 +161,7 @@ def main():
   sent = {
     name: [
       (c.kind, c.payload_bytes)
-      for c in collectives.read_collectives(runner.compiled)
+      for c in profiling.read_collectives(runner.compiled)
     ]
     for name, runner in runners.items()
   }

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist import collectives, models
+from jdist import collectives, models, profiling
 
 _SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 
@@ -56,7 +56,7 @@ def test_ssgd_has_the_collectives_of_a_step_by_hand(programs):
   sent = {
     name: sorted(
       (c.kind, c.payload_bytes, c.num_workers)
-      for c in collectives.read_collectives(program)
+      for c in profiling.read_collectives(program)
     )
     for name, program in programs.items()
   }

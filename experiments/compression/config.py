@@ -8,7 +8,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import optax
 from comparing import Config, Presets, Run, Variant
 
-from jdist import codecs, collectives, transforms
+from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs
@@ -21,8 +21,8 @@ def _reduced(
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=collectives.carry(codec),
-      feedback=transforms.ErrorFeedback() if feedback else None,
+      reducer=reducers.compressed(codec),
+      feedback=reducers.ErrorFeedback() if feedback else None,
     ),
     run.inner,
   )
@@ -45,7 +45,7 @@ def _share(run: Run, share: float) -> optax.Schedule:
 def _dgc(run: Run, ratio: float) -> Chain:
   # Without its warm-up of the ratio, which alone sends more than a fiftieth of
   # what synchronous SGD does in all of so short a run.
-  return transforms.dgc(_plain(run), ratio, 0.9, axis=run.axis, nesterov=True)
+  return methods.dgc(_plain(run), ratio, 0.9, axis=run.axis, nesterov=True)
 
 
 def _two_way(
@@ -65,10 +65,10 @@ def _two_way(
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=collectives.carry(codec, wire="exchange"),
-      feedback=transforms.MomentumCorrection(0.9, nesterov=True)
+      reducer=reducers.compressed(codec, wire="exchange"),
+      feedback=reducers.MomentumCorrection(0.9, nesterov=True)
       if momentum
-      else transforms.ErrorFeedback(),
+      else reducers.ErrorFeedback(),
     ),
     _plain(run) if momentum else run.inner,
   )
@@ -77,11 +77,11 @@ def _two_way(
 def _low_rank(run: Run, rank: int) -> Chain:
   """PowerSGD whose factors go in 4 bits."""
   codec = codecs.Quantize(4, 64)
-  return transforms.powersgd(
+  return methods.powersgd(
     run.inner,
     rank,
     axis=run.axis,
-    factors=collectives.carry(codec, owner_feedback="own_share"),
+    factors=reducers.compressed(codec, owner_feedback="own_share"),
   )
 
 
@@ -90,27 +90,27 @@ def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
 
   Convolutions are a twentieth of a LeNet, and of high rank.
   """
-  factors = collectives.carry(
+  factors = reducers.compressed(
     codecs.Quantize(bits, 64), owner_feedback="own_share"
   )
-  policy = collectives.PerLeaf(
+  policy = reducers.PerLeaf(
     (
-      collectives.Rule(
-        collectives.PowerSGD(rank, factors=factors), path="dense*/kernel"
+      reducers.Rule(
+        reducers.PowerSGD(rank, factors=factors), path="dense*/kernel"
       ),
     ),
-    default=collectives.carry(codecs.Quantize(4, 64)),
+    default=reducers.compressed(codecs.Quantize(4, 64)),
   )
   return optax.chain(
     transforms.average_gradients(
-      run.axis, reducer=policy, feedback=transforms.ErrorFeedback()
+      run.axis, reducer=policy, feedback=reducers.ErrorFeedback()
     ),
     run.inner,
   )
 
 
 def _adam(run: Run) -> Chain:
-  return transforms.one_bit_adam(
+  return methods.one_bit_adam(
     _share(run, 0.04), max(1, run.num_steps // 6), axis=run.axis
   )
 
@@ -121,19 +121,19 @@ def _signs(run: Run) -> optax.GradientTransformation:
 
 def _local(run: Run, codec: codecs.Codec | None) -> Chain:
   if codec is None:
-    return transforms.local_sgd(run.inner, 8, axis=run.axis)
-  return transforms.diloco(
+    return methods.local_sgd(run.inner, 8, axis=run.axis)
+  return methods.diloco(
     run.inner,
     intervals.ending_at(run.num_steps, 8),
     axis=run.axis,
-    reducer=collectives.carry(codec),
-    feedback=transforms.ErrorFeedback(),
+    reducer=reducers.compressed(codec),
+    feedback=reducers.ErrorFeedback(),
   )
 
 
 # In the order in which they run: what matters most comes first.
 VARIANTS: dict[str, Variant] = {
-  "ssgd": lambda run: transforms.ssgd(run.inner, axis=run.axis),
+  "ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis),
   "two-way top-k 2 %, int4": lambda run: _two_way(
     run, 0.02, codecs.Quantize(4)
   ),
@@ -152,32 +152,28 @@ VARIANTS: dict[str, Variant] = {
   "powersgd rank 4, int4": lambda run: _low_rank(run, 4),
   "int4 + feedback": lambda run: _reduced(run, codecs.Quantize(4)),
   "dgc 1 %": lambda run: _dgc(run, 0.01),
-  "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
+  "top-k 1 % + feedback": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis
   ),
-  "powersgd rank 2": lambda run: transforms.powersgd(
-    run.inner, 2, axis=run.axis
-  ),
-  "ef_signsgd": lambda run: transforms.ef_signsgd(run.inner, axis=run.axis),
+  "powersgd rank 2": lambda run: methods.powersgd(run.inner, 2, axis=run.axis),
+  "ef_signsgd": lambda run: methods.ef_signsgd(run.inner, axis=run.axis),
   "dgc 0.1 %": lambda run: _dgc(run, 0.001),
   "diloco H=8 + int4": lambda run: _local(run, codecs.Quantize(4)),
-  "sparse_loco H=8": lambda run: transforms.sparse_loco(
+  "sparse_loco H=8": lambda run: methods.sparse_loco(
     run.inner, intervals.ending_at(run.num_steps, 8), axis=run.axis
   ),
   "int8": lambda run: _reduced(run, codecs.Quantize(8), feedback=False),
-  "qsgd 4 bits": lambda run: transforms.qsgd(run.inner, 4, axis=run.axis),
-  "terngrad": lambda run: transforms.terngrad(run.inner, axis=run.axis),
-  "signsgd": lambda run: transforms.signsgd(_signs(run), 0.9, axis=run.axis),
+  "qsgd 4 bits": lambda run: methods.qsgd(run.inner, 4, axis=run.axis),
+  "terngrad": lambda run: methods.terngrad(run.inner, axis=run.axis),
+  "signsgd": lambda run: methods.signsgd(_signs(run), 0.9, axis=run.axis),
   "one_bit_adam": _adam,
-  "top-k 1 %": lambda run: transforms.topk_sgd(
+  "top-k 1 %": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis, feedback=False
   ),
-  "powersgd rank 1": lambda run: transforms.powersgd(
-    run.inner, 1, axis=run.axis
-  ),
-  "demo": lambda run: transforms.demo(_signs(run), axis=run.axis),
+  "powersgd rank 1": lambda run: methods.powersgd(run.inner, 1, axis=run.axis),
+  "demo": lambda run: methods.demo(_signs(run), axis=run.axis),
   "local_sgd H=8": lambda run: _local(run, None),
-  "muloco H=8": lambda run: transforms.muloco(
+  "muloco H=8": lambda run: methods.muloco(
     _share(run, 0.2), intervals.ending_at(run.num_steps, 8), axis=run.axis
   ),
 }

@@ -17,8 +17,10 @@ from comparing import Run, Variant
 from jdist import (
   codecs,
   collectives,
+  methods,
   models,
   prediction,
+  reducers,
   training,
   transforms,
 )
@@ -249,7 +251,7 @@ def _prediction(
 
 def _mp2(run: Run, kind: Kind = "published", *, predicts: bool = True) -> Chain:
   cut, predict, params = _prediction(run, kind, predicts=predicts)
-  return transforms.mp2(run.inner, cut, predict, params, axis=run.axis)
+  return methods.mp2(run.inner, cut, predict, params, axis=run.axis)
 
 
 def _in_bits(run: Run, bits: int) -> Chain:
@@ -257,8 +259,8 @@ def _in_bits(run: Run, bits: int) -> Chain:
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=collectives.carry(codecs.Quantize(bits, 64)),
-      feedback=transforms.ErrorFeedback(),
+      reducer=reducers.compressed(codecs.Quantize(bits, 64)),
+      feedback=reducers.ErrorFeedback(),
     ),
     run.inner,
   )
@@ -266,11 +268,11 @@ def _in_bits(run: Run, bits: int) -> Chain:
 
 def _rest(run: Run, rank: int) -> Chain:
   """The residual's mean of low rank, with factors in 4 bits."""
-  return transforms.powersgd(
+  return methods.powersgd(
     run.inner,
     rank,
     axis=run.axis,
-    factors=collectives.carry(
+    factors=reducers.compressed(
       codecs.Quantize(4, 64), owner_feedback="own_share"
     ),
   )
@@ -308,7 +310,7 @@ def _refreshed(run: Run, *, predicts: bool = True) -> Chain:
   """
   assert isinstance(run.options, Config)
   interval, axis = 16, run.axis
-  front = transforms.local_sgd(run.inner, interval, axis=axis)
+  front = methods.local_sgd(run.inner, interval, axis=axis)
   cut, predict, params = _prediction(run, predicts=predicts)
   layers = len(jax.tree.leaves(cut.split(run.model.params)[1])) // 2
   rest = transforms.fragment_steps(run.inner, interval, layers, axis=axis)
@@ -326,7 +328,7 @@ def _wnn(run: Run) -> Chain:
       "and the same preset and options."
     )
   return optax.chain(
-    transforms.ssgd(run.inner, axis=run.axis),
+    methods.ssgd(run.inner, axis=run.axis),
     prediction.nowcast_weights(
       prediction.load_nowcasters(path), nowcast_steps(run), axis=run.axis
     ),
@@ -344,7 +346,7 @@ def _dgc(run: Run) -> Chain:
   # Its momentum stands before the mean, so that SGD is behind it, not Adam.
   # Without its warm-up of the ratio, which alone would send more than the rest
   # of so short a run.
-  return transforms.dgc(
+  return methods.dgc(
     optax.scale_by_learning_rate(lambda step: _SGD_RATE * run.rate(step)),
     0.01,
     0.9,
@@ -355,16 +357,16 @@ def _dgc(run: Run) -> Chain:
 
 # In the order in which they run: what matters most comes first.
 VARIANTS: dict[str, Variant] = {
-  "baseline": lambda run: transforms.ssgd(run.inner, axis=run.axis),
+  "baseline": lambda run: methods.ssgd(run.inner, axis=run.axis),
   "ours": _ours,
   "mp2 as published": _mp2,
   "mp2, nothing predicted": lambda run: _mp2(run, predicts=False),
   "wnn": _wnn,
-  "top-k 1 % + feedback": lambda run: transforms.topk_sgd(
+  "top-k 1 % + feedback": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis
   ),
   "dgc 1 %": _dgc,
-  "top-k 1 %": lambda run: transforms.topk_sgd(
+  "top-k 1 %": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis, feedback=False
   ),
   "ours, nothing predicted": lambda run: _ours(run, predicts=False),

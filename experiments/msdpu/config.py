@@ -9,14 +9,14 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import optax
 from comparing import Config, Presets, Run, Variant
 
-from jdist import codecs, collectives, transforms
+from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs
 
 
 def _ssgd(run: Run) -> Chain:
-  return transforms.ssgd(run.inner, axis=run.axis)
+  return methods.ssgd(run.inner, axis=run.axis)
 
 
 def _local(run: Run, rule: Any, **changes: Any) -> Chain:
@@ -41,7 +41,7 @@ def _qsr(run: Run) -> Chain:
 
 def _diloco(run: Run, interval: int) -> Chain:
   rule = intervals.ending_at(run.num_steps, interval)
-  return transforms.diloco(run.inner, rule, axis=run.axis)
+  return methods.diloco(run.inner, rule, axis=run.axis)
 
 
 def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
@@ -49,7 +49,7 @@ def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
   changes.setdefault("carry", 1 / run.workers)
   changes.setdefault("warmup_steps", run.warmup_steps)
   rule = changes.pop("rule", None) or intervals.msdpu(interval, run.rate)
-  return transforms.msdpu(
+  return methods.msdpu(
     run.inner,
     intervals.ending_at(run.num_steps, rule),
     run.rate,
@@ -74,8 +74,8 @@ def _no_delay(run: Run) -> Chain:
 def _in_4_bits() -> dict[str, Any]:
   """Means of 4-bit integers; what they leave out goes with the next round's."""
   return {
-    "reducer": collectives.carry(codecs.Quantize(4)),
-    "feedback": transforms.ErrorFeedback(),
+    "reducer": reducers.compressed(codecs.Quantize(4)),
+    "feedback": reducers.ErrorFeedback(),
   }
 
 

@@ -108,9 +108,9 @@ def _command(
 
       _train.train(options)
     elif name == "schedule":
-      from jdist.cli import _schedule
+      from jdist.cli import _overlap
 
-      _schedule.schedule(options)
+      _overlap.schedule(options)
     elif name == "bytes":
       from jdist.cli import _bytes
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, models, training, transforms
+from jdist import collectives, models, profiling, reducers, transforms
 from jdist.cli import _methods, _options, _trained
 
 # Where images of 224x224 are not what a model is made for.
@@ -120,17 +120,17 @@ def _count(
     )
     return transforms.apply_updates(params, updates, state), state
 
-  shapes = training.abstract_state(workers, optimizer, model.params)
+  shapes = profiling.abstract_state(workers, optimizer, model.params)
   rows = (shapes.params, shapes.opt_state)
   one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-  with collectives.reductions() as reduced:
+  with reducers.reductions() as reduced:
     traced = collectives.traffic(
       step, *one, axis=workers.axis, num_workers=options.workers
     )
   program = (
     workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile(_QUICKLY)
   )
-  compiled = collectives.Traffic(collectives.read_collectives(program))
+  compiled = collectives.Traffic(profiling.read_collectives(program))
   # MP² has rounds, too, of a step each.
   rounds = method in _methods.USED_BY["interval"]
   interval = options.interval if rounds and traced.bytes_per_round else 1

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import collectives, data, models, training
+from jdist import collectives, data, models, profiling, training
 from jdist.cli import _methods, _options
 
 
@@ -106,7 +106,7 @@ class Prepared:
       else (),
       host_rounds=options.host_rounds
       and _methods.can_be_told(
-        training.abstract_state(
+        profiling.abstract_state(
           experiment.workers, self.optimizer, model.params, model.state
         )
       ),

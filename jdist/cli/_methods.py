@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdist import collectives, models, training, transforms
+from jdist import collectives, methods, models, training, transforms
 from jdist.cli import _options, _trained
 from jdist.transforms import intervals
 
@@ -101,7 +101,7 @@ Build = Callable[[Task], optax.GradientTransformationExtraArgs]
 
 
 def _msdpu(task: Task) -> optax.GradientTransformationExtraArgs:
-  return transforms.msdpu(
+  return methods.msdpu(
     task.inner,
     task.interval("msdpu"),
     task.budget.learning_rate,
@@ -119,7 +119,7 @@ def _scaffold(task: Task) -> optax.GradientTransformationExtraArgs:
   factor = 1.0
   if task.options.optimizer == "sgd":
     factor = 1.0 / (1.0 - task.options.momentum)
-  return transforms.scaffold(
+  return methods.scaffold(
     task.inner,
     task.interval(),
     lambda step: factor * task.budget.learning_rate(step),
@@ -135,7 +135,7 @@ def _streaming_diloco(task: Task) -> optax.GradientTransformationExtraArgs:
       f"take their turns at fixed steps, got {rule}. Leave it out, or take "
       "diloco."
     )
-  return transforms.streaming_diloco(
+  return methods.streaming_diloco(
     task.inner,
     interval,
     min(4, interval),
@@ -148,7 +148,7 @@ def _streaming_diloco(task: Task) -> optax.GradientTransformationExtraArgs:
 
 def _one_bit_adam(task: Task) -> optax.GradientTransformationExtraArgs:
   budget = task.budget
-  return transforms.one_bit_adam(
+  return methods.one_bit_adam(
     budget.learning_rate,
     # The paper's 15 to 20 % of the run, and all of the rate's warm-up.
     max(1, budget.warmup_steps, budget.num_steps // 6),
@@ -158,7 +158,7 @@ def _one_bit_adam(task: Task) -> optax.GradientTransformationExtraArgs:
 
 
 def _dgc(task: Task) -> optax.GradientTransformationExtraArgs:
-  return transforms.dgc(
+  return methods.dgc(
     task.without_momentum(),
     momentum=task.options.momentum,
     axis=task.axis,
@@ -172,13 +172,13 @@ def _sparse_loco(task: Task) -> optax.GradientTransformationExtraArgs:
   given = task.given("bits")
   if task.options.ratio is not None:
     given["density"] = task.options.ratio
-  return transforms.sparse_loco(
+  return methods.sparse_loco(
     task.inner, task.interval(), axis=task.axis, **given
   )
 
 
 def _muloco(task: Task) -> optax.GradientTransformationExtraArgs:
-  return transforms.muloco(
+  return methods.muloco(
     task.budget.learning_rate,
     task.interval(),
     task.options.outer_learning_rate,
@@ -195,14 +195,12 @@ def _mp2(task: Task) -> optax.GradientTransformationExtraArgs:
 
 
 METHODS: dict[str, Build] = {
-  "ssgd": lambda t: transforms.ssgd(t.inner, axis=t.axis),
-  "local_sgd": lambda t: transforms.local_sgd(
-    t.inner, t.interval(), axis=t.axis
-  ),
-  "post_local_sgd": lambda t: transforms.post_local_sgd(
+  "ssgd": lambda t: methods.ssgd(t.inner, axis=t.axis),
+  "local_sgd": lambda t: methods.local_sgd(t.inner, t.interval(), axis=t.axis),
+  "post_local_sgd": lambda t: methods.post_local_sgd(
     t.inner, t.interval(), t.budget.num_steps // 2, axis=t.axis
   ),
-  "diloco": lambda t: transforms.diloco(
+  "diloco": lambda t: methods.diloco(
     t.inner,
     t.interval(),
     t.options.outer_learning_rate,
@@ -210,35 +208,33 @@ METHODS: dict[str, Build] = {
     axis=t.axis,
   ),
   "msdpu": _msdpu,
-  "fed_prox": lambda t: transforms.fed_prox(t.inner, t.interval(), axis=t.axis),
-  "easgd": lambda t: transforms.easgd(t.inner, t.interval(), axis=t.axis),
+  "fed_prox": lambda t: methods.fed_prox(t.inner, t.interval(), axis=t.axis),
+  "easgd": lambda t: methods.easgd(t.inner, t.interval(), axis=t.axis),
   "scaffold": _scaffold,
-  "slow_mo": lambda t: transforms.slow_mo(
+  "slow_mo": lambda t: methods.slow_mo(
     t.inner, t.interval(), t.budget.learning_rate, axis=t.axis
   ),
-  "cocod": lambda t: transforms.cocod(t.inner, t.interval(), axis=t.axis),
-  "overlap_local_sgd": lambda t: transforms.overlap_local_sgd(
+  "cocod": lambda t: methods.cocod(t.inner, t.interval(), axis=t.axis),
+  "overlap_local_sgd": lambda t: methods.overlap_local_sgd(
     t.inner, t.interval(), axis=t.axis
   ),
-  "od_sgd": lambda t: transforms.od_sgd(
+  "od_sgd": lambda t: methods.od_sgd(
     t.inner, t.budget.learning_rate, axis=t.axis
   ),
   "streaming_diloco": _streaming_diloco,
-  "qsgd": lambda t: transforms.qsgd(t.inner, axis=t.axis, **t.given("bits")),
-  "terngrad": lambda t: transforms.terngrad(t.inner, axis=t.axis),
-  "signsgd": lambda t: transforms.signsgd(
+  "qsgd": lambda t: methods.qsgd(t.inner, axis=t.axis, **t.given("bits")),
+  "terngrad": lambda t: methods.terngrad(t.inner, axis=t.axis),
+  "signsgd": lambda t: methods.signsgd(
     t.without_momentum(), t.options.momentum, axis=t.axis
   ),
-  "ef_signsgd": lambda t: transforms.ef_signsgd(t.inner, axis=t.axis),
+  "ef_signsgd": lambda t: methods.ef_signsgd(t.inner, axis=t.axis),
   "one_bit_adam": _one_bit_adam,
-  "topk_sgd": lambda t: transforms.topk_sgd(
+  "topk_sgd": lambda t: methods.topk_sgd(
     t.inner, axis=t.axis, **t.given("ratio")
   ),
   "dgc": _dgc,
-  "powersgd": lambda t: transforms.powersgd(
-    t.inner, t.options.rank, axis=t.axis
-  ),
-  "demo": lambda t: transforms.demo(t.without_momentum(), axis=t.axis),
+  "powersgd": lambda t: methods.powersgd(t.inner, t.options.rank, axis=t.axis),
+  "demo": lambda t: methods.demo(t.without_momentum(), axis=t.axis),
   "sparse_loco": _sparse_loco,
   "muloco": _muloco,
   "mp2": _mp2,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, models, prediction, transforms
+from jdist import collectives, methods, models, prediction
 from jdist.cli import _options
 
 Chain: TypeAlias = optax.GradientTransformationExtraArgs
@@ -83,9 +83,7 @@ def mp2(
     return prediction.load_predictor(path, cut)
 
   predictor, params = _loaded("predictor", options, load)
-  return transforms.mp2(
-    inner, predictor.cut, predictor.apply, params, axis=axis
-  )
+  return methods.mp2(inner, predictor.cut, predictor.apply, params, axis=axis)
 
 
 def counted_mp2(
@@ -125,7 +123,7 @@ def counted_mp2(
     del first, front
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rear)
 
-  return transforms.mp2(inner, cut, predict, (), axis=axis)
+  return methods.mp2(inner, cut, predict, (), axis=axis)
 
 
 def wnn(
@@ -141,7 +139,7 @@ def wnn(
   """
   networks = _loaded("nowcasters", options, prediction.load_nowcasters)
   return optax.chain(
-    transforms.ssgd(inner, axis=axis),
+    methods.ssgd(inner, axis=axis),
     prediction.nowcast_weights(
       networks, options.nowcast_steps or steps_per_epoch, axis=axis
     ),

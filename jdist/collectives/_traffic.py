@@ -3,7 +3,7 @@
 The count is read from the traced step, so that it holds for any composition
 and on any substrate: under `vmap` nothing is sent, and the count says what N
 machines would send.  What a compiled program really does is read in
-`_programs`; tests hold the two together.
+`_hlo_collectives`; tests hold the two together.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist.collectives import _axis, _phasing
+from jdist.collectives import _operations, _phases
 
 Kind = Literal[
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"
@@ -41,7 +41,7 @@ class Collective:
   num_workers: int
   conditional: bool = False
   count: int = 1
-  phase: _phasing.Phase | None = None
+  phase: _phases.Phase | None = None
 
   @property
   def wire_bytes(self) -> float:
@@ -100,7 +100,7 @@ class Traffic:
     )
 
   @property
-  def phases(self) -> tuple[_phasing.Phase, ...]:
+  def phases(self) -> tuple[_phases.Phase, ...]:
     """The different phases in which something is sent, the first first."""
     found = {c.phase for c in self.collectives if c.phase is not None}
     return tuple(
@@ -111,7 +111,7 @@ class Traffic:
       )
     )
 
-  def bytes_in(self, phase: _phasing.Phase) -> float:
+  def bytes_in(self, phase: _phases.Phase) -> float:
     """Bytes that it sends more in each of a phase's steps, or rounds."""
     return math.fsum(c.wire_bytes for c in self.collectives if c.phase == phase)
 
@@ -156,7 +156,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def traffic(
-  step: Callable[..., Any], *args: Any, axis: _axis.Axis, num_workers: int
+  step: Callable[..., Any], *args: Any, axis: _operations.Axis, num_workers: int
 ) -> Traffic:
   """Counts the collectives over the workers in one worker's step.
 
@@ -174,7 +174,7 @@ def traffic(
   Returns:
     The counted step.
 
-  >>> step = lambda x: _axis.mean(x, "worker")
+  >>> step = lambda x: _operations.mean(x, "worker")
   >>> gradient = jax.ShapeDtypeStruct((1000,), "float32")
   >>> traffic(step, gradient, axis="worker", num_workers=8).bytes_per_step
   7000.0
@@ -210,7 +210,7 @@ class _Place(NamedTuple):
 
   conditional: bool = False
   rare: bool = False
-  phase: _phasing.Phase | None = None
+  phase: _phases.Phase | None = None
   before: "_Place | None" = None
 
   def branch(self) -> "_Place":
@@ -219,7 +219,7 @@ class _Place(NamedTuple):
 
   def named(self, name: str) -> "_Place":
     """In a branch, which may say in the name when it is taken."""
-    said = _phasing.phases_in(name)
+    said = _phases.phases_in(name)
     if self.before is None or not said:
       return self
     around = self.before

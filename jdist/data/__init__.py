@@ -7,15 +7,15 @@ The room imports NumPy and JAX only; scikit-learn, Grain and TensorFlow
 Datasets load where they are used.
 """
 
-from jdist.data._augmenting import compose as compose
-from jdist.data._augmenting import random_crop as random_crop
-from jdist.data._augmenting import random_cutout as random_cutout
-from jdist.data._augmenting import random_flip as random_flip
-from jdist.data._batching import Batches as Batches
-from jdist.data._batching import evaluation_batches as evaluation_batches
-from jdist.data._batching import EvaluationBatches as EvaluationBatches
+from jdist.data._augmentation import compose as compose
+from jdist.data._augmentation import random_crop as random_crop
+from jdist.data._augmentation import random_cutout as random_cutout
+from jdist.data._augmentation import random_flip as random_flip
+from jdist.data._batches import Batches as Batches
+from jdist.data._batches import evaluation_batches as evaluation_batches
+from jdist.data._batches import EvaluationBatches as EvaluationBatches
 from jdist.data._catalog import NAMES as NAMES
 from jdist.data._dataset import Dataset as Dataset
-from jdist.data._loading import load as load
-from jdist.data._partitioning import partition as partition
-from jdist.data._preparing import prepare as prepare
+from jdist.data._load import load as load
+from jdist.data._partition import partition as partition
+from jdist.data._prepare import prepare as prepare

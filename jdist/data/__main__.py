@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from jdist.data import _catalog, _loading, _preparing
+from jdist.data import _catalog, _load, _prepare
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,9 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
       _catalog.find(name)
     for name in names:
-      _preparing.prepare(name)
+      _prepare.prepare(name)
       for split in _catalog.SPLITS:
-        dataset = _loading.load(name, split)
+        dataset = _load.load(name, split)
         print(f"{name} {split}: {len(dataset):,} images", flush=True)
   except (ConnectionError, FileNotFoundError, ImportError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _layers, _normalizing
+from jdist.models import _layers, _normalization
 
 
 class CifarResNet(nnx.Module):
@@ -46,7 +46,7 @@ class CifarResNet(nnx.Module):
     num_classes: int,
     *,
     blocks_per_stage: int,
-    norm: _normalizing.Norm = "batch",
+    norm: _normalization.Norm = "batch",
     num_groups: int = 8,
     rngs: _layers.Keys,
   ):
@@ -56,12 +56,12 @@ class CifarResNet(nnx.Module):
         "`input_shape` of a resnet must be at least 4x4, as it is halved "
         f"twice, got {input_shape}. Pad the images, or use mlp."
       )
-    _normalizing.check_norm(norm)
+    _normalization.check_norm(norm)
     self.stage0_conv = _layers.conv(
       num_channels, 16, 3, use_bias=norm == "none", rngs=rngs
     )
     if norm != "none":
-      self.stage0_norm = _normalizing.make_norm(norm, 16, num_groups)
+      self.stage0_norm = _normalization.make_norm(norm, 16, num_groups)
     names = []
     num_channels = 16
     for stage in range(3):
@@ -105,7 +105,7 @@ class _Block(nnx.Module):
     out_features: int,
     *,
     strides: int,
-    norm: _normalizing.Norm,
+    norm: _normalization.Norm,
     num_groups: int,
     num_blocks: int,
     rngs: _layers.Keys,
@@ -129,8 +129,8 @@ class _Block(nnx.Module):
       rngs=rngs,
     )
     if not plain:
-      self.conv1_norm = _normalizing.make_norm(norm, out_features, num_groups)
-      self.conv2_norm = _normalizing.make_norm(norm, out_features, num_groups)
+      self.conv1_norm = _normalization.make_norm(norm, out_features, num_groups)
+      self.conv2_norm = _normalization.make_norm(norm, out_features, num_groups)
     self.plain = plain
     self.strides = strides
     self.added_features = out_features - in_features

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _forms, _layers, _normalizing
+from jdist.models import _forms, _layers, _normalization
 
 
 class ResNet(nnx.Module):
@@ -58,7 +58,7 @@ class ResNet(nnx.Module):
     blocks_per_stage: tuple[int, ...],
     bottleneck: bool,
     form: _forms.Form | None = None,
-    norm: _normalizing.Norm = "batch",
+    norm: _normalization.Norm = "batch",
     num_groups: int = 8,
     width: int = 64,
     shortcut_size: int = 1,
@@ -67,7 +67,7 @@ class ResNet(nnx.Module):
     form = _forms.choose_form(form, input_shape)
     self.large = form == "imagenet"
     _forms.check_size("a resnet", form, input_shape, 32 if self.large else 8)
-    _normalizing.check_norm(norm)
+    _normalization.check_norm(norm)
     _layers.check_width(width)
     if shortcut_size < 1 or shortcut_size % 2 == 0:
       raise ValueError(
@@ -84,7 +84,7 @@ class ResNet(nnx.Module):
       rngs=rngs,
     )
     if norm != "none":
-      self.stage0_norm = _normalizing.make_norm(norm, width, num_groups)
+      self.stage0_norm = _normalization.make_norm(norm, width, num_groups)
     names = []
     num_features = width
     for stage, num_blocks in enumerate(blocks_per_stage):
@@ -136,7 +136,7 @@ class _Block(nnx.Module):
     *,
     bottleneck: bool,
     strides: int,
-    norm: _normalizing.Norm,
+    norm: _normalization.Norm,
     num_groups: int,
     shortcut_size: int,
     num_blocks: int,
@@ -166,7 +166,7 @@ class _Block(nnx.Module):
       )
       setattr(self, name, conv)
       if not self.plain:
-        norm_layer = _normalizing.make_norm(norm, outputs, num_groups)
+        norm_layer = _normalization.make_norm(norm, outputs, num_groups)
         setattr(self, f"{name}_norm", norm_layer)
 
     smaller = num_blocks ** (-0.5 / (len(layers) - 1)) if self.plain else 1.0

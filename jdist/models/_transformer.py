@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _layers, _normalizing
+from jdist.models import _layers, _normalization
 
 Positions = Literal["learned", "rotary"]
 
@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         width, num_heads, hidden_size, self.rotary, num_layers, rngs=rngs
       )
       setattr(self, name, layer)
-    self._set(2, _normalizing.LayerNorm(width))
+    self._set(2, _normalization.LayerNorm(width))
     if self.head is not None:
       layer = _layers.dense(
         width, num_classes, last=True, use_bias=False, rngs=rngs
@@ -140,10 +140,10 @@ class _Layer(nnx.Module):
 
     smaller = (2 * num_layers) ** -0.5
     # Names that sort in the order of use.
-    self.attend1_norm = _normalizing.LayerNorm(width)
+    self.attend1_norm = _normalization.LayerNorm(width)
     self.attend2_qkv = dense(width, 3 * width)
     self.attend3_out = dense(width, width, smaller)
-    self.dense1_norm = _normalizing.LayerNorm(width)
+    self.dense1_norm = _normalization.LayerNorm(width)
     self.dense2_up = dense(width, hidden_size)
     self.dense3_down = dense(hidden_size, width, smaller)
     self.num_heads = num_heads

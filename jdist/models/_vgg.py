@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.models import _forms, _layers, _normalizing, _patches
+from jdist.models import _forms, _layers, _normalization, _patches
 
 _HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
   "cifar": (),
@@ -62,7 +62,7 @@ class VGG(nnx.Module):
     convs_per_block: tuple[int, ...],
     form: _forms.Form | None = None,
     hidden_sizes: Sequence[int] | None = None,
-    norm: _normalizing.Norm = "none",
+    norm: _normalization.Norm = "none",
     num_groups: int = 8,
     width: int = 64,
     max_growth: int = 8,
@@ -72,7 +72,7 @@ class VGG(nnx.Module):
     form = _forms.choose_form(form, input_shape)
     if form == "imagenet":
       _forms.check_size("vgg", form, input_shape, 32)
-    _normalizing.check_norm(norm)
+    _normalization.check_norm(norm)
     _layers.check_width(width)
     blocks = []
     number = 0
@@ -88,7 +88,7 @@ class VGG(nnx.Module):
         )
         setattr(self, names[-1], layer)
         if norm != "none":
-          layer = _normalizing.make_norm(norm, features, num_groups)
+          layer = _normalization.make_norm(norm, features, num_groups)
           setattr(self, f"{names[-1]}_norm", layer)
         num_features = features
       size = [(n + 1) // 2 for n in size]

@@ -42,56 +42,74 @@ cut, and in other runs only the front travels:
     prediction.save_predictor("predictor", predictor, fitted.params)
 
     predictor, params = prediction.load_predictor("predictor", cut)
-    optimizer = transforms.mp2(
+    optimizer = methods.mp2(
       optax.adam(1e-3), cut, predictor.apply, params, axis=workers.axis
     )
     state, records = run(optimizer, seed=2)
 """
 
-from jdist.prediction._assembling import assemble as assemble
-from jdist.prediction._assembling import (
+from jdist.prediction.mp2._choose_cut import choose_cut as choose_cut
+from jdist.prediction.mp2._choose_cut import depths as depths
+from jdist.prediction.mp2._choose_cut import score_cuts as score_cuts
+from jdist.prediction.mp2._choose_cut import ScoredCut as ScoredCut
+from jdist.prediction.mp2._collector import choose_steps as choose_steps
+from jdist.prediction.mp2._collector import Collector as Collector
+from jdist.prediction.mp2._cut import Cut as Cut
+from jdist.prediction.mp2._cut import cut as cut
+from jdist.prediction.mp2._dataset import ParameterSet as ParameterSet
+from jdist.prediction.mp2._evaluate import assemble as assemble
+from jdist.prediction.mp2._evaluate import (
   evaluate_predictor as evaluate_predictor,
 )
-from jdist.prediction._choosing import choose_cut as choose_cut
-from jdist.prediction._choosing import depths as depths
-from jdist.prediction._choosing import score_cuts as score_cuts
-from jdist.prediction._choosing import ScoredCut as ScoredCut
-from jdist.prediction._collecting import choose_steps as choose_steps
-from jdist.prediction._collecting import Collector as Collector
-from jdist.prediction._counting import Traffic as Traffic
-from jdist.prediction._counting import traffic as traffic
-from jdist.prediction._cutting import Cut as Cut
-from jdist.prediction._cutting import cut as cut
-from jdist.prediction._fitting import Epoch as Epoch
-from jdist.prediction._fitting import fit_predictor as fit_predictor
-from jdist.prediction._fitting import FittedPredictor as FittedPredictor
-from jdist.prediction._fitting import PredictorFit as PredictorFit
-from jdist.prediction._jumping import nowcast_weights as nowcast_weights
-from jdist.prediction._jumping import NowcastState as NowcastState
-from jdist.prediction._layering import Layer as Layer
-from jdist.prediction._layering import Leaf as Leaf
-from jdist.prediction._nowcast_fitting import fit_nowcaster as fit_nowcaster
-from jdist.prediction._nowcast_fitting import fit_nowcasters as fit_nowcasters
-from jdist.prediction._nowcast_fitting import Fitted as Fitted
-from jdist.prediction._nowcast_fitting import load_nowcasters as load_nowcasters
-from jdist.prediction._nowcast_fitting import NowcastFit as NowcastFit
-from jdist.prediction._nowcast_fitting import save_nowcasters as save_nowcasters
-from jdist.prediction._nowcasting import init_nowcaster as init_nowcaster
-from jdist.prediction._nowcasting import init_nowcasters as init_nowcasters
-from jdist.prediction._nowcasting import kind_of as kind_of
-from jdist.prediction._nowcasting import nowcast as nowcast
-from jdist.prediction._nowcasting import nowcast_entries as nowcast_entries
-from jdist.prediction._predictor import Predictor as Predictor
-from jdist.prediction._predictor import predictor as predictor
-from jdist.prediction._publishing import PUBLISHED as PUBLISHED
-from jdist.prediction._publishing import published_cut as published_cut
-from jdist.prediction._publishing import published_model as published_model
-from jdist.prediction._sampling import ParameterSet as ParameterSet
-from jdist.prediction._saving import load_predictor as load_predictor
-from jdist.prediction._saving import save_predictor as save_predictor
-from jdist.prediction._serving import Server as Server
-from jdist.prediction._serving import ServerState as ServerState
-from jdist.prediction._tracking import load_tracks as load_tracks
-from jdist.prediction._tracking import save_tracks as save_tracks
-from jdist.prediction._tracking import Tracker as Tracker
-from jdist.prediction._tracking import Tracks as Tracks
+from jdist.prediction.mp2._exchange import Server as Server
+from jdist.prediction.mp2._exchange import ServerState as ServerState
+from jdist.prediction.mp2._layers import Layer as Layer
+from jdist.prediction.mp2._layers import Leaf as Leaf
+from jdist.prediction.mp2._predictor import Predictor as Predictor
+from jdist.prediction.mp2._predictor import predictor as predictor
+from jdist.prediction.mp2._predictor_fit import Epoch as Epoch
+from jdist.prediction.mp2._predictor_fit import fit_predictor as fit_predictor
+from jdist.prediction.mp2._predictor_fit import (
+  FittedPredictor as FittedPredictor,
+)
+from jdist.prediction.mp2._predictor_fit import PredictorFit as PredictorFit
+from jdist.prediction.mp2._published import PUBLISHED as PUBLISHED
+from jdist.prediction.mp2._published import published_cut as published_cut
+from jdist.prediction.mp2._published import published_model as published_model
+from jdist.prediction.mp2._saved_predictor import (
+  load_predictor as load_predictor,
+)
+from jdist.prediction.mp2._saved_predictor import (
+  save_predictor as save_predictor,
+)
+from jdist.prediction.mp2._traffic_mp2 import Traffic as Traffic
+from jdist.prediction.mp2._traffic_mp2 import traffic as traffic
+from jdist.prediction.nowcast._jump import nowcast_weights as nowcast_weights
+from jdist.prediction.nowcast._jump import NowcastState as NowcastState
+from jdist.prediction.nowcast._nowcaster import init_nowcaster as init_nowcaster
+from jdist.prediction.nowcast._nowcaster import (
+  init_nowcasters as init_nowcasters,
+)
+from jdist.prediction.nowcast._nowcaster import kind_of as kind_of
+from jdist.prediction.nowcast._nowcaster import nowcast as nowcast
+from jdist.prediction.nowcast._nowcaster import (
+  nowcast_entries as nowcast_entries,
+)
+from jdist.prediction.nowcast._nowcaster_fit import (
+  fit_nowcaster as fit_nowcaster,
+)
+from jdist.prediction.nowcast._nowcaster_fit import (
+  fit_nowcasters as fit_nowcasters,
+)
+from jdist.prediction.nowcast._nowcaster_fit import Fitted as Fitted
+from jdist.prediction.nowcast._nowcaster_fit import (
+  load_nowcasters as load_nowcasters,
+)
+from jdist.prediction.nowcast._nowcaster_fit import NowcastFit as NowcastFit
+from jdist.prediction.nowcast._nowcaster_fit import (
+  save_nowcasters as save_nowcasters,
+)
+from jdist.prediction.nowcast._tracks import load_tracks as load_tracks
+from jdist.prediction.nowcast._tracks import save_tracks as save_tracks
+from jdist.prediction.nowcast._tracks import Tracker as Tracker
+from jdist.prediction.nowcast._tracks import Tracks as Tracks

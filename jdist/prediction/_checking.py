@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.prediction import _fingerprinting, _storing
+from jdist.storage import array_files, hashes
 
 # A value that takes more letters is told by its kind.
 _NUM_LETTERS = 100
@@ -183,9 +183,9 @@ def check_leaves(
     rule: what a message begins with.
     remedy: what it ends with.
     params: a tree of arrays or shapes.
-    wanted: the shape of each leaf, by its name of `_storing.named`.
+    wanted: the shape of each leaf, by its name of `array_files.named`.
   """
-  found = {name: jnp.shape(x) for name, x in _storing.named(params).items()}
+  found = {name: jnp.shape(x) for name, x in array_files.named(params).items()}
   for name, shape in wanted.items():
     if name not in found:
       raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
@@ -205,7 +205,7 @@ def check_trained(name: str, params: Any) -> None:
     name: of the argument.
     params: a tree of arrays.
   """
-  for leaf, value in _storing.named(params).items():
+  for leaf, value in array_files.named(params).items():
     array = np.asarray(value)
     if array.dtype != np.float32:
       raise ValueError(
@@ -225,7 +225,7 @@ def check_finite(name: str, array: Any) -> None:
   if not jnp.issubdtype(array.dtype, jnp.inexact):
     return
   first = 0
-  for part in _fingerprinting.parts(array):
+  for part in hashes.parts(array):
     good = np.isfinite(part).reshape(len(part), -1).all(1)
     if not good.all():
       raise ValueError(

@@ -3,30 +3,24 @@
 The model, the data and the optimizer's chain arrive as arguments.
 """
 
-from jdist.training import sealing as sealing
 from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
-from jdist.training._forecasting import abstract_state as abstract_state
-from jdist.training._forecasting import Forecast as Forecast
-from jdist.training._forecasting import forecast as forecast
-from jdist.training._forecasting import Kernel as Kernel
-from jdist.training._forecasting import Message as Message
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
-from jdist.training._plotting import check_plots as check_plots
-from jdist.training._plotting import plot_comparison as plot_comparison
+from jdist.training._plots import check_plots as check_plots
+from jdist.training._plots import plot_comparison as plot_comparison
+from jdist.training._plots import pyplot as pyplot
 from jdist.training._progress import format_bytes as format_bytes
 from jdist.training._progress import Progress as Progress
-from jdist.training._resizing import resize as resize
-from jdist.training._rows import append_rows as append_rows
-from jdist.training._rows import make_row as make_row
-from jdist.training._rows import read_rows as read_rows
-from jdist.training._state import init_state as init_state
-from jdist.training._state import shared_leaves as shared_leaves
-from jdist.training._state import TrainState as TrainState
+from jdist.training._resize import resize as resize
+from jdist.training._results import append_rows as append_rows
+from jdist.training._results import make_row as make_row
+from jdist.training._results import read_rows as read_rows
 from jdist.training._step import cast as cast
 from jdist.training._step import classification_loss as classification_loss
 from jdist.training._step import make_step as make_step
-from jdist.training._timelines import plot_forecasts as plot_forecasts
+from jdist.training._train_state import init_state as init_state
+from jdist.training._train_state import shared_leaves as shared_leaves
+from jdist.training._train_state import TrainState as TrainState
 from jdist.training._watchdog import Watchdog as Watchdog

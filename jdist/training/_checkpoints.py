@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import collectives
-from jdist.training import _manifests
+from jdist.storage import manifests
 
 PyTree = Any
 _NOTHING, _ALL_DAMAGED = -1, -2
@@ -127,9 +127,9 @@ class Checkpoints:
       )
       if leaf.size:  # Orbax refuses arrays without elements.
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
-    target = self._directory / _manifests.name(step)
+    target = self._directory / manifests.name(step)
     if self._is_first:
-      _manifests.path_of(target).unlink(missing_ok=True)
+      manifests.path_of(target).unlink(missing_ok=True)
     self._writer.save(
       target, args=self._orbax.args.PyTreeSave(arrays), force=True
     )
@@ -176,20 +176,20 @@ class Checkpoints:
     self._writer.wait_until_finished()
     if not self._is_first:
       return
-    manifest["files"] = dict(_manifests.hashes(target))
-    _manifests.write(target, manifest)
+    manifest["files"] = dict(manifests.hashes(target))
+    manifests.write(target, manifest)
     for old in self._steps()[self._keep :]:
       # What has no manifest does not count.
-      _manifests.path_of(self._directory / _manifests.name(old)).unlink()
+      manifests.path_of(self._directory / manifests.name(old)).unlink()
     self._tidy()
 
   def _tidy(self) -> None:
     """Clears away what has no manifest: old, or never written to its end."""
     for path in self._directory.iterdir():
-      match = _manifests.OURS.fullmatch(path.name)
+      match = manifests.OURS.fullmatch(path.name)
       if match is None:
         continue
-      counts = _manifests.path_of(self._directory / match[1])
+      counts = manifests.path_of(self._directory / match[1])
       if path == counts or (counts.exists() and path.name == match[1]):
         continue
       if path.is_dir():
@@ -200,7 +200,7 @@ class Checkpoints:
   def _steps(self) -> list[int]:
     """The steps with a manifest, the newest first."""
     found = (
-      _manifests.OURS.fullmatch(path.name) for path in self._directory.iterdir()
+      manifests.OURS.fullmatch(path.name) for path in self._directory.iterdir()
     )
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
@@ -230,8 +230,8 @@ class Checkpoints:
         f"`directory` {self._directory} has checkpoints and all are damaged. "
         "Start anew in another directory."
       )
-    target = self._directory / _manifests.name(step)
-    manifest = _manifests.read(target)
+    target = self._directory / manifests.name(step)
+    manifest = manifests.read(target)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     return Restored(
@@ -246,8 +246,8 @@ class Checkpoints:
   def _newest_whole(self) -> int:
     steps = self._steps()
     for step in steps:
-      target = self._directory / _manifests.name(step)
-      damage = _manifests.damage(target)
+      target = self._directory / manifests.name(step)
+      damage = manifests.damage(target)
       if damage is None:
         return step
       warnings.warn(

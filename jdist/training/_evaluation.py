@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jdist import collectives, transforms
-from jdist.training import _state, _step
+from jdist.training import _step, _train_state
 
 PyTree = Any
 
@@ -57,7 +57,7 @@ class Evaluator:
     if not self._batches:
       raise ValueError("`batches` must hold at least one batch, got none.")
 
-    def prepare(state: _state.TrainState) -> tuple[PyTree, PyTree]:
+    def prepare(state: _train_state.TrainState) -> tuple[PyTree, PyTree]:
       params, opt_state = state.params, state.opt_state
       if optimizer is not None:
         params, opt_state = transforms.drain(optimizer, opt_state, params)
@@ -88,7 +88,7 @@ class Evaluator:
     self._totals = workers.jit(totals)
     self._workers = workers
 
-  def __call__(self, state: _state.TrainState) -> dict[str, float]:
+  def __call__(self, state: _train_state.TrainState) -> dict[str, float]:
     """Returns test `accuracy` and `loss`, means over all samples."""
     params, model_state = self._prepare(state)
     totals = np.zeros(3)

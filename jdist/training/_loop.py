@@ -21,10 +21,10 @@ import numpy as np
 from jdist import collectives, transforms
 from jdist.training import (
   _checkpoints,
+  _programs,
   _progress,
-  _state,
   _step,
-  _variants,
+  _train_state,
   _watchdog,
 )
 
@@ -92,14 +92,14 @@ class Trainer:
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
-    self._variants = _variants.Variants(stream_steps, host_rounds=host_rounds)
+    self._variants = _programs.Variants(stream_steps, host_rounds=host_rounds)
     self._names: tuple[str, ...] = ()
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
 
   def _packed(
-    self, state: _state.TrainState, batch: PyTree, **options: Any
-  ) -> tuple[_state.TrainState, jax.Array]:
+    self, state: _train_state.TrainState, batch: PyTree, **options: Any
+  ) -> tuple[_train_state.TrainState, jax.Array]:
     """The step, with its metrics in one array: each would be a transfer."""
     state, metrics = self._step(state, batch, **options)
     if missing := {"loss", "rounds"} - metrics.keys():
@@ -112,7 +112,7 @@ class Trainer:
     return state, jnp.stack(values)
 
   def _program(
-    self, state: _state.TrainState, variant: _variants.Variant
+    self, state: _train_state.TrainState, variant: _programs.Variant
   ) -> Any:
     """The compiled step for states that live where this one does."""
     specs = self.workers.specs(state)
@@ -130,9 +130,9 @@ class Trainer:
 
   def traffic(
     self,
-    state: _state.TrainState,
+    state: _train_state.TrainState,
     batch: PyTree,
-    variant: _variants.Variant = _variants.USUAL,
+    variant: _programs.Variant = _programs.USUAL,
   ) -> collectives.Traffic:
     """What one worker sends in a step and in a round."""
 
@@ -153,18 +153,19 @@ class Trainer:
 
   def fit(
     self,
-    state: _state.TrainState,
+    state: _train_state.TrainState,
     batches: Batches,
     num_steps: int,
     *,
-    evaluate: Callable[[_state.TrainState], dict[str, float]] | None = None,
+    evaluate: Callable[[_train_state.TrainState], dict[str, float]]
+    | None = None,
     evaluate_every: int | None = None,
     checkpoints: _checkpoints.Checkpoints | None = None,
     checkpoint_every: int | None = None,
     metadata: dict[str, Any] | None = None,
     label: str | None = None,
     on_record: Callable[[Record], None] | None = None,
-  ) -> tuple[_state.TrainState, list[Record]]:
+  ) -> tuple[_train_state.TrainState, list[Record]]:
     """Trains until step `num_steps`, going on from the last checkpoint.
 
     Without a checkpoint it goes on from `state.step`, so that a second call
@@ -239,12 +240,12 @@ class _Run:
   def __init__(
     self,
     trainer: Trainer,
-    state: _state.TrainState,
+    state: _train_state.TrainState,
     start: int,
     num_steps: int,
     label: str | None,
     on_record: Callable[[Record], None] | None,
-    evaluate: Callable[[_state.TrainState], dict[str, float]] | None,
+    evaluate: Callable[[_train_state.TrainState], dict[str, float]] | None,
   ):
     self.state = state
     self.records: list[Record] = []
@@ -257,10 +258,10 @@ class _Run:
     self._trainer = trainer
     self._on_record = on_record
     self._evaluate = evaluate
-    self._traffic: dict[_variants.Variant, collectives.Traffic] = {}
+    self._traffic: dict[_programs.Variant, collectives.Traffic] = {}
     self._sent_bytes = 0.0
     # Metrics of two steps at the most, and what was run.
-    self._flying: list[tuple[_variants.Variant, jax.Array]] = []
+    self._flying: list[tuple[_programs.Variant, jax.Array]] = []
     self._start = self._read = start
     view = trainer.workers.view
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
@@ -330,7 +331,7 @@ class _Run:
     while self._flying:
       self._take(*self._flying.pop(0))
 
-  def _take(self, variant: _variants.Variant, metrics: jax.Array) -> None:
+  def _take(self, variant: _programs.Variant, metrics: jax.Array) -> None:
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
     before = self._read
@@ -392,7 +393,7 @@ class _Run:
     """Starts to write a checkpoint."""
     self.settle()
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
-    shared = _state.shared_leaves(self.state)
+    shared = _train_state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
 
@@ -412,9 +413,9 @@ def _due(done: int, every: int | None, last: int) -> bool:
 
 def _resumed(
   checkpoints: _checkpoints.Checkpoints,
-  state: _state.TrainState,
+  state: _train_state.TrainState,
   metadata: dict[str, Any],
-) -> _state.TrainState:
+) -> _train_state.TrainState:
   found = checkpoints.restore(state)
   if found is None:
     return state

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, transforms
-from jdist.training import _state
+from jdist.training import _train_state
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -17,7 +17,7 @@ LossFn = Callable[
   [PyTree, PyTree, PyTree, jax.Array],
   tuple[jax.Array, tuple[PyTree, Metrics]],
 ]
-Step = Callable[..., tuple[_state.TrainState, Metrics]]
+Step = Callable[..., tuple[_train_state.TrainState, Metrics]]
 
 
 def make_step(
@@ -68,8 +68,8 @@ def make_step(
   differentiate = jax.value_and_grad(loss_fn, has_aux=True)
 
   def step(
-    state: _state.TrainState, batch: PyTree, **options: Any
-  ) -> tuple[_state.TrainState, Metrics]:
+    state: _train_state.TrainState, batch: PyTree, **options: Any
+  ) -> tuple[_train_state.TrainState, Metrics]:
     key = jax.random.wrap_key_data(state.key)
     key = jax.random.fold_in(key, state.step)
     key = jax.random.fold_in(key, collectives.index(axis))
@@ -128,7 +128,7 @@ def make_step(
     )
     if (ahead := places(opt_state)) is not None:
       metrics["interval_ahead"], metrics["offset_ahead"] = ahead[1]
-    new = _state.TrainState(
+    new = _train_state.TrainState(
       step=number,
       params=params,
       opt_state=opt_state,
@@ -185,7 +185,7 @@ def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
 
 def _accumulated(
   differentiate: Callable[..., Any],
-  state: _state.TrainState,
+  state: _train_state.TrainState,
   batch: PyTree,
   key: jax.Array,
   accumulate: int,

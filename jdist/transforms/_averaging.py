@@ -4,8 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from jdist import collectives
-from jdist.transforms import _feeding, _reducing
+from jdist import collectives, reducers
 
 
 class AverageGradientsState(NamedTuple):
@@ -14,8 +13,8 @@ class AverageGradientsState(NamedTuple):
 
 def average_gradients(
   axis: collectives.Axis,
-  reducer: collectives.Reducer | None = None,
-  feedback: _feeding.Feedback | None = None,
+  reducer: reducers.Reducer | None = None,
+  feedback: reducers.Feedback | None = None,
   seed: int | None = None,
   specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -39,18 +38,18 @@ def average_gradients(
     axis: the workers' axis: None (one worker: does nothing), a name, or
       (inner, outer).
     reducer: how to take the mean, for instance
-      `collectives.carry(codecs.TopK(0.01))`; None takes it exactly, in one
+      `reducers.compressed(codecs.TopK(0.01))`; None takes it exactly, in one
       all-reduce.
     feedback: what becomes of the part of a gradient that is not sent:
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`, or None: it is
-      forgotten.  With `collectives.MajorityVote`, of which nothing is left out,
+      forgotten.  With `reducers.MajorityVote`, of which nothing is left out,
       `Smoothing()` or None.
     seed: of the random numbers of codecs that draw some, the same on all
       workers; None is 0.
     specs: for a reducer and workers that are themselves sharded: how the
       parameters are split over the mesh's other axes, a tree of PartitionSpec
       (`Workers.specs(params)`).  Every device then reduces its own shards
-      (`collectives.OnShards`), with what a feedback holds of them.  None
+      (`reducers.Sharded`), with what a feedback holds of them.  None
       leaves that to the compiler, which puts leaves together first.
 
   Returns:
@@ -75,7 +74,7 @@ def average_gradients(
   [0.8, 0.8]
   """
   collectives.check_axis(axis)
-  reduction = _reducing.make(axis, reducer, feedback, seed, specs)
+  reduction = reducers.make(axis, reducer, feedback, seed, specs)
   if reduction is not None:
     return _reduced(axis, reduction)
 
@@ -97,18 +96,18 @@ def average_gradients(
 
 
 def _reduced(
-  axis: collectives.Axis, reduction: _reducing.Reduction
+  axis: collectives.Axis, reduction: reducers.Reduction
 ) -> optax.GradientTransformationExtraArgs:
   """Averages through a reducer."""
 
   def update_fn(
     updates: optax.Updates,
-    state: _reducing.ReductionState,
+    state: reducers.ReductionState,
     params: optax.Params | None = None,
     *,
     drain: bool | Literal["residuals"] = False,
     **extra_args: Any,
-  ) -> tuple[optax.Updates, _reducing.ReductionState]:
+  ) -> tuple[optax.Updates, reducers.ReductionState]:
     del params, extra_args
     if drain == "residuals":
       return updates, reduction.handed_over(updates, state)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives
-from jdist.transforms import _checking
+from jdist import checks, collectives
 
 
 def clip_local(
@@ -50,7 +49,7 @@ def clip_local(
   >>> [round(x.item(), 6) for x in jax.tree.leaves(clipped)]
   [0.6, 0.8]
   """
-  _checking.check_continuous("threshold", threshold, open_low=True)
+  checks.check_continuous("threshold", threshold, open_low=True)
   collectives.check_axis(axis)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
@@ -122,7 +121,7 @@ def clip_deviations(
   >>> clip.update(g, clip.init(g))[0].round(3).tolist()
   [1.732..., -1.0, -1.0, -1.0]
   """
-  _checking.check_continuous("deviations", deviations, open_low=True)
+  checks.check_continuous("deviations", deviations, open_low=True)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     del params

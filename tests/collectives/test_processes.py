@@ -23,7 +23,7 @@ def speak(workers_per_device):
       "mean": collectives.mean(x, team.axis),
       "sum": collectives.sum(x, team.axis),
       "gather": collectives.gather(x, team.axis),
-      "exchange": collectives.exchange(x, team.axis),
+      "exchange": collectives.all_to_all(x, team.axis),
       "index": collectives.index(team.axis),
     }
 

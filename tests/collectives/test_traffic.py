@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jdist import collectives
-from jdist.collectives import _programs, _traffic
+from jdist.collectives import _traffic
+from jdist.profiling import _hlo_collectives
 
 Collective = _traffic.Collective
 AXIS = "worker"
@@ -173,7 +174,7 @@ def test_payloads_count_in_their_own_dtype():
 
 def test_workers_that_share_a_device_count_as_machines_of_their_own():
   axis = ("inner", "outer")
-  for say in (collectives.mean, collectives.gather, collectives.exchange):
+  for say in (collectives.mean, collectives.gather, collectives.all_to_all):
     one = count(lambda x, say=say: say(x, AXIS), struct(8, 3))
     two = count(lambda x, say=say: say(x, axis), struct(8, 3), axis=axis)
     assert one.bytes_per_step == two.bytes_per_step > 0
@@ -223,7 +224,7 @@ def gather_bytes(x):
 
 
 def exchange_and_gather(x):
-  mine = collectives.exchange(x.reshape(8, -1), AXIS).sum(0)
+  mine = collectives.all_to_all(x.reshape(8, -1), AXIS).sum(0)
   return collectives.gather(mine, AXIS)
 
 
@@ -256,7 +257,7 @@ def test_the_program_moves_what_was_counted(step):
   team = collectives.workers(8, substrate="shard_map")
   x = team.place(np.ones((8, 16), np.float32))
   counted = count(step, struct(16)).collectives
-  program = _programs.read_collectives(team.jit(step).lower(x).compile())
+  program = _hlo_collectives.read_collectives(team.jit(step).lower(x).compile())
 
   def total(found):
     # The compiler merges reductions, so their bytes are compared.  It lists

@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import optax
 
-from jdist import collectives, data, models, prediction, training, transforms
+from jdist import (
+  collectives,
+  data,
+  methods,
+  models,
+  prediction,
+  training,
+)
 
 HIDDEN = (6, 5)
 
@@ -33,8 +40,8 @@ def team():
 @functools.cache
 def optimizer(method):
   if method == "local_sgd":
-    return transforms.local_sgd(optax.sgd(0.1), 2, axis=team().axis)
-  return transforms.ssgd(optax.sgd(0.1, momentum=0.9), axis=team().axis)
+    return methods.local_sgd(optax.sgd(0.1), 2, axis=team().axis)
+  return methods.ssgd(optax.sgd(0.1, momentum=0.9), axis=team().axis)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import time
 import jax
 import optax
 
-from jdist import collectives, data, models, training, transforms
+from jdist import collectives, data, methods, models, training
 
 
 def main(steps, in_flight):
@@ -20,7 +20,7 @@ def main(steps, in_flight):
   assert (team.substrate, len(jax.devices())) == ("shard_map", 8)
   digits = data.load("digits")
   model = models.build("cnn", input_shape=digits.input_shape, num_classes=10)
-  optimizer = transforms.ssgd(optax.sgd(0.02, momentum=0.9), axis=team.axis)
+  optimizer = methods.ssgd(optax.sgd(0.02, momentum=0.9), axis=team.axis)
   loss = training.classification_loss(model.apply, normalize=digits.normalize)
   step = training.make_step(loss, optimizer, axis=team.axis)
   state = training.init_state(team, optimizer, model.params)

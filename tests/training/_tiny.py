@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, training, transforms
+from jdist import collectives, methods, training, transforms
 from jdist.transforms import intervals
 
 
@@ -37,17 +37,15 @@ def optimizers(axis):
   """One of every kind of chain, with state of every kind."""
   adaptive = intervals.msdpu(3, 0.05)
   return {
-    "momentum": transforms.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis),
-    "adam": transforms.ssgd(optax.adam(0.01), axis=axis),
-    "local_sgd": transforms.local_sgd(
-      optax.sgd(0.05, momentum=0.9), 3, axis=axis
-    ),
-    "diloco": transforms.diloco(optax.adam(0.01), 3, axis=axis),
-    "msdpu": transforms.msdpu(
+    "momentum": methods.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis),
+    "adam": methods.ssgd(optax.adam(0.01), axis=axis),
+    "local_sgd": methods.local_sgd(optax.sgd(0.05, momentum=0.9), 3, axis=axis),
+    "diloco": methods.diloco(optax.adam(0.01), 3, axis=axis),
+    "msdpu": methods.msdpu(
       optax.sgd(0.05, momentum=0.9), adaptive, 0.05, axis=axis
     ),
     "delay_gradients": transforms.delay_gradients(
-      transforms.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis), 2
+      methods.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis), 2
     ),
     "update_first": transforms.update_first(
       optax.sgd(0.05, momentum=0.9), axis=axis

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jdist import collectives, training, transforms
+from jdist import collectives, methods, training
 from tests.training import _tiny
 
 _NAMES = tuple(_tiny.optimizers(None))
@@ -147,7 +147,7 @@ def test_a_run_may_go_on_while_its_state_is_written(tmp_path):
   """What is saved is the state at the call, though its memory is reused."""
   for kind in _tiny.TEAMS:
     team = _tiny.team(kind)
-    optimizer = transforms.diloco(optax.adam(0.1), 2, axis=team.axis)
+    optimizer = methods.diloco(optax.adam(0.1), 2, axis=team.axis)
     wide = {"w": np.ones((512, 512), np.float32)}
     state = training.init_state(team, optimizer, wide)
     step = training.make_step(
@@ -198,13 +198,13 @@ def test_shared_leaves_stand_on_disk_once(tmp_path):
     return _num_bytes(tmp_path / name) / one, shared, entries
 
   copies, shared, entries = on_disk(
-    "ssgd", transforms.ssgd(optax.sgd(0.1, momentum=0.9), axis=team.axis)
+    "ssgd", methods.ssgd(optax.sgd(0.1, momentum=0.9), axis=team.axis)
   )
   assert shared == {entry["name"] for entry in entries}
   assert 1.7 < copies < 2.2  # Parameters and momentum, compressed a bit.
   copies, shared, _ = on_disk(
     "local_sgd",
-    transforms.local_sgd(optax.sgd(0.1, momentum=0.9), 8, axis=team.axis),
+    methods.local_sgd(optax.sgd(0.1, momentum=0.9), 8, axis=team.axis),
   )
   assert ".opt_state.anchor['w']" in shared
   assert ".params['w']" not in shared

@@ -9,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, collectives, training, transforms
+from jdist import (
+  codecs,
+  collectives,
+  methods,
+  profiling,
+  reducers,
+  training,
+  transforms,
+)
 from jdist.transforms import intervals
 from tests.training import _tiny
 
@@ -23,14 +31,14 @@ _MANY = "streamed MSDPU, grown"
 def chains(axis):
   grown = intervals.scheduled(lambda step: 1 + (step % 5))
   sgd = optax.sgd(0.05, momentum=0.9)
-  int4 = collectives.carry(codecs.Quantize(4, 4))
+  int4 = reducers.compressed(codecs.Quantize(4, 4))
   parts = transforms.Stream(max_bytes=16)
   return {
-    "local SGD": transforms.local_sgd(sgd, 4, axis=axis),
-    "DiLoCo, grown, int4": transforms.diloco(
-      sgd, grown, axis=axis, reducer=int4, feedback=transforms.ErrorFeedback()
+    "local SGD": methods.local_sgd(sgd, 4, axis=axis),
+    "DiLoCo, grown, int4": methods.diloco(
+      sgd, grown, axis=axis, reducer=int4, feedback=reducers.ErrorFeedback()
     ),
-    "MSDPU, adaptive": transforms.msdpu(
+    "MSDPU, adaptive": methods.msdpu(
       sgd, intervals.msdpu(4, 0.05), 0.05, axis=axis, warmup_steps=3
     ),
     "streamed": transforms.local_steps(
@@ -38,9 +46,9 @@ def chains(axis):
     ),
     "streamed, int4": transforms.local_steps(
       sgd, 4, axis=axis, delay_rounds=1, stream=parts, reducer=int4,
-      feedback=transforms.ErrorFeedback(),
+      feedback=reducers.ErrorFeedback(),
     ),
-    "streamed MSDPU, grown": transforms.msdpu(
+    "streamed MSDPU, grown": methods.msdpu(
       sgd, grown, 0.05, axis=axis, warmup_steps=3, stream=parts
     ),
   }  # fmt: skip
@@ -110,7 +118,7 @@ def test_only_the_end_of_a_round_sends_and_without_a_conditional():
     )
     text = program.lower(state, batch).compile().as_text()
     assert " conditional(" not in text
-    sent[ends] = len(collectives.read_collectives(text))
+    sent[ends] = len(profiling.read_collectives(text))
   assert sent[False] == 0 < sent[True]
 
 
@@ -142,8 +150,8 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
   sgd = optax.sgd(0.05, momentum=0.9)
   plain = copied_bytes(sgd, team)
   for chain in (
-    transforms.local_sgd(sgd, 4, axis=None),
-    transforms.diloco(sgd, 4, axis=None),
+    methods.local_sgd(sgd, 4, axis=None),
+    methods.diloco(sgd, 4, axis=None),
     transforms.local_steps(sgd, 4, axis=None, delay_rounds=1),
     transforms.local_steps(
       sgd, 4, axis=None, delay_rounds=1, stream=transforms.Stream()
@@ -235,7 +243,7 @@ def test_what_cannot_be_is_refused():
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
   with pytest.raises(ValueError, match="`round_ends` shapes the program"):
     update(plain, round_ends=1)
-  chain = transforms.ssgd(optax.sgd(0.1), axis=team.axis)
+  chain = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, params())
   trainer = training.Trainer(team, step, host_rounds=True)

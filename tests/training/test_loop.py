@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, collectives, training, transforms
-from jdist.training import _loop, _variants
+from jdist import codecs, collectives, methods, reducers, training, transforms
+from jdist.training import _loop, _programs
 from tests.training import _tiny
 
 
@@ -33,7 +33,7 @@ class _Fake:
   def __init__(self, monkeypatch):
     self.log = []
     team = _tiny.team("none")
-    optimizer = transforms.ssgd(optax.sgd(0.1), axis=None)
+    optimizer = methods.ssgd(optax.sgd(0.1), axis=None)
     step = training.make_step(_tiny.loss_fn, optimizer, axis=None)
     self.trainer = training.Trainer(team, step)
     self.trainer._names = ("loss", "rounds")
@@ -191,23 +191,23 @@ def _phased(team):
   n = team.num_workers
 
   def dgc_bits(ratio):
-    sparse = collectives.carry(codecs.SampledTopK(ratio))
-    dense = collectives.Exact()
+    sparse = reducers.compressed(codecs.SampledTopK(ratio))
+    dense = reducers.Exact()
     return sparse.num_bits(wide, n).sent + dense.num_bits(narrow, n).sent
 
-  exact = collectives.Exact().num_bits(like, n).sent
-  sign = collectives.carry(codecs.Sign(scale="l2")).num_bits(like, n).sent
+  exact = reducers.Exact().num_bits(like, n).sent
+  sign = reducers.compressed(codecs.Sign(scale="l2")).num_bits(like, n).sent
   ratios = (0.25, 0.0625, 0.015625, 0.004)
   return {
     "dgc": (
-      transforms.dgc(optax.sgd(0.1), axis=team.axis, steps_per_phase=2),
+      methods.dgc(optax.sgd(0.1), axis=team.axis, steps_per_phase=2),
       [dgc_bits(r) / 8 for r in ratios for _ in range(2)]
       + [dgc_bits(0.001) / 8] * 4,
       # Whole bytes of each payload's two arrays.
       12 * (n - 1) * 2 * 2,
     ),
     "one_bit_adam": (
-      transforms.one_bit_adam(0.01, 4, axis=team.axis),
+      methods.one_bit_adam(0.01, 4, axis=team.axis),
       [exact / 8] * 4 + [sign / 8] * 6,
       6 * 2 * n * 3,
     ),
@@ -217,10 +217,10 @@ def _phased(team):
         optax.sgd(0.1),
         3,
         axis=team.axis,
-        reducer=transforms.Scheduled(
+        reducer=reducers.Scheduled(
           (
-            (2, collectives.Exact()),
-            (None, collectives.carry(codecs.Sign(scale="l2"))),
+            (2, reducers.Exact()),
+            (None, reducers.compressed(codecs.Sign(scale="l2"))),
           )
         ),
       ),
@@ -325,7 +325,7 @@ def test_a_second_call_trains_further():
 
 def test_training_time_counts_every_step_but_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
-  program = fake.trainer._program(None, _variants.USUAL)
+  program = fake.trainer._program(None, _programs.USUAL)
   now_s = [0.0]
   clock = types.SimpleNamespace(perf_counter=lambda: now_s[0])
   monkeypatch.setattr(_loop, "time", clock)

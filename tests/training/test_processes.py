@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from jdist import collectives, data, models, training, transforms
+from jdist import collectives, data, methods, models, training, transforms
 from tests import _processes
 from tests.training import _tiny
 
@@ -29,7 +29,7 @@ def train(names, steps, folder):
   import numpy as np
   import optax
 
-  from jdist import collectives, data, models, training, transforms
+  from jdist import collectives, data, models, training
 
   if jax.process_count() > 1:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -42,10 +42,10 @@ def train(names, steps, folder):
     batches = data.Batches(digits, 4, 8, seed=3, worker_ids=team.local_workers)
     axis, inner = team.axis, optax.sgd(0.05, momentum=0.9)
     chains = {
-      "ssgd": transforms.ssgd(inner, axis=axis),
-      "local_sgd": transforms.local_sgd(inner, 3, axis=axis),
-      "diloco": transforms.diloco(inner, 3, axis=axis),
-      "msdpu": transforms.msdpu(inner, 4, 0.05, axis=axis, max_interval=6),
+      "ssgd": methods.ssgd(inner, axis=axis),
+      "local_sgd": methods.local_sgd(inner, 3, axis=axis),
+      "diloco": methods.diloco(inner, 3, axis=axis),
+      "msdpu": methods.msdpu(inner, 4, 0.05, axis=axis, max_interval=6),
     }
     for name in names:
       for dtype in (jnp.float32, jnp.bfloat16):
@@ -183,10 +183,10 @@ def test_what_four_processes_saved_one_process_restores(results, tmp_path):
   model = models.build("mlp", input_shape=digits.input_shape, num_classes=10)
   inner = optax.sgd(0.05, momentum=0.9)
   optimizer = {
-    "msdpu": lambda: transforms.msdpu(
+    "msdpu": lambda: methods.msdpu(
       inner, 4, 0.05, axis=team.axis, max_interval=6
     ),
-    "diloco": lambda: transforms.diloco(inner, 3, axis=team.axis),
+    "diloco": lambda: methods.diloco(inner, 3, axis=team.axis),
   }[name]()
   template = training.init_state(team, optimizer, model.params)
   with training.Checkpoints(tmp_path, team) as checkpoints:
@@ -201,11 +201,11 @@ def restore_damaged(folder):
   import numpy as np
   import optax
 
-  from jdist import collectives, training, transforms
+  from jdist import collectives, training
 
   warnings.simplefilter("ignore")
   team = collectives.workers(2)
-  optimizer = transforms.ssgd(optax.sgd(0.1), axis=team.axis)
+  optimizer = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   state = training.init_state(team, optimizer, np.ones(3, np.float32))
   with training.Checkpoints(folder, team) as checkpoints:
     try:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import collectives, data, models, training, transforms
+from jdist import collectives, data, methods, models, training, transforms
 from tests.training import _tiny
 
 
@@ -45,7 +45,7 @@ def test_micro_batches_make_the_same_step_as_one_batch(kind):
     rates.append(count)
     return 0.1 / (1 + count.astype(jnp.float32))
 
-  optimizer = transforms.local_sgd(
+  optimizer = methods.local_sgd(
     optax.sgd(rate, momentum=0.9), 3, axis=team.axis
   )
   whole, metrics = _run(team, optimizer, 4, loss_fn=_dict_loss)
@@ -71,7 +71,7 @@ def test_micro_batches_make_the_same_step_as_one_batch(kind):
 def test_a_batch_that_does_not_divide_is_told():
   team = _tiny.team("vmap")
   with pytest.raises(ValueError, match="`accumulate=3` must divide the batch"):
-    _run(team, transforms.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
+    _run(team, methods.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
   with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
     training.make_step(_tiny.loss_fn, optax.sgd(0.1), axis=None, accumulate=0)
 
@@ -91,7 +91,7 @@ def test_computing_in_bfloat16_keeps_parameters_and_gradients_float32():
 
   optimizer = optax.chain(
     optax.GradientTransformation(lambda params: (), spy),
-    transforms.local_sgd(optax.sgd(0.1), 2, axis=team.axis),
+    methods.local_sgd(optax.sgd(0.1), 2, axis=team.axis),
   )
   loss = training.classification_loss(apply, compute_dtype=jnp.bfloat16)
   step = training.make_step(loss, optimizer, axis=team.axis)
@@ -133,7 +133,7 @@ def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
     }
     return jnp.sum(params) ** 2, (new, {})
 
-  optimizer = transforms.local_sgd(optax.sgd(0.0), 2, axis=team.axis)
+  optimizer = methods.local_sgd(optax.sgd(0.0), 2, axis=team.axis)
   start = {
     "mean": np.zeros((), np.float32),
     "count": np.zeros((), np.int32),
@@ -152,7 +152,7 @@ def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
   assert state.model_state["count"].tolist() == [2, 4, 6, 8]
   state, _ = program(state, batch)
   assert state.model_state["mean"].tolist() == [3.0, 4.0, 5.0, 6.0]
-  synchronous = transforms.ssgd(optax.sgd(0.0), axis=team.axis)
+  synchronous = methods.ssgd(optax.sgd(0.0), axis=team.axis)
   program = team.jit(training.make_step(loss_fn, synchronous, axis=team.axis))
   state = training.init_state(team, synchronous, np.ones(2, np.float32), start)
   state, _ = program(state, batch)
@@ -188,7 +188,7 @@ def test_batch_normalization_meets_and_parts_again():
   )
   digits = data.load("digits")
   batches = data.Batches(digits, 2, 8, seed=0)
-  optimizer = transforms.local_sgd(optax.sgd(0.01), 2, axis=team.axis)
+  optimizer = methods.local_sgd(optax.sgd(0.01), 2, axis=team.axis)
   loss = training.classification_loss(model.apply, normalize=digits.normalize)
   program = team.jit(training.make_step(loss, optimizer, axis=team.axis))
   state = training.init_state(team, optimizer, model.params, model.state)
@@ -238,7 +238,7 @@ def _keys(team, steps=3):
     words = jax.lax.stop_gradient(jax.random.key_data(key))
     return jnp.sum(params), (words, {})
 
-  optimizer = transforms.local_sgd(optax.sgd(0.1), 100, axis=team.axis)
+  optimizer = methods.local_sgd(optax.sgd(0.1), 100, axis=team.axis)
   program = team.jit(training.make_step(loss_fn, optimizer, axis=team.axis))
   state = training.init_state(
     team, optimizer, np.ones(2, np.float32), np.zeros(2, np.uint32), seed=5
@@ -285,7 +285,7 @@ def test_evaluation_is_on_the_anchor_and_counts_each_sample_once(kind):
   digits = data.load("digits")
   test = data.load("digits", "test")
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
-  optimizer = transforms.local_sgd(optax.sgd(0.1), 4, axis=team.axis)
+  optimizer = methods.local_sgd(optax.sgd(0.1), 4, axis=team.axis)
   loss = training.classification_loss(model.apply, normalize=digits.normalize)
   trainer = training.Trainer(
     team, training.make_step(loss, optimizer, axis=team.axis)

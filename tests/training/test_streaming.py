@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, collectives, training, transforms
-from jdist.training import _variants
+from jdist import codecs, collectives, methods, reducers, training, transforms
+from jdist.training import _programs
 from jdist.transforms import intervals
 from tests.training import _tiny
 from tests.transforms import _waiting
@@ -20,7 +20,7 @@ SENT_IN = (1, 2, 4, 8)
 def optimizer(axis, *, stream, warmup_steps=4, **others):
   # Intervals of 1 to 9, most of which no program fits exactly.
   grown = intervals.scheduled(lambda step: 1 + (step % 9))
-  return transforms.msdpu(
+  return methods.msdpu(
     optax.sgd(0.05, momentum=0.9),
     grown,
     0.05,
@@ -77,10 +77,10 @@ def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, delay_steps):
 @pytest.mark.slow
 def test_sub_tensors_go_through_a_codec():
   team = _tiny.team("vmap")
-  codec = collectives.carry(codecs.TopK(0.5))
+  codec = reducers.compressed(codecs.TopK(0.5))
   others = {
-    "reducer": collectives.InParts(codec, max_bytes=16, multiple=8),
-    "feedback": transforms.ErrorFeedback(),
+    "reducer": reducers.Chunked(codec, max_bytes=16, multiple=8),
+    "feedback": reducers.ErrorFeedback(),
   }
   simple, records, _ = fit(team, stream=False, others=others)
   streamed, same, _ = fit(team, stream=True, others=others)
@@ -159,8 +159,8 @@ STREAMED = {
   "reduced": (
     4,
     {
-      "reducer": collectives.carry(codecs.TopK(0.5)),
-      "feedback": transforms.ErrorFeedback(),
+      "reducer": reducers.compressed(codecs.TopK(0.5)),
+      "feedback": reducers.ErrorFeedback(),
     },
     4,
   ),
@@ -249,7 +249,7 @@ def test_nobody_streams_without_a_word_all_at_once(options, reason):
 @pytest.mark.parametrize("wrong", [(0,), (2, -1), (True,), (2.0,)])
 def test_a_number_of_steps_must_be_one(wrong):
   with pytest.raises(ValueError, match="`stream_steps` must be ints >= 1"):
-    _variants.Variants(wrong)
+    _programs.Variants(wrong)
 
 
 @pytest.mark.parametrize("stream", [False, True])

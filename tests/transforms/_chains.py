@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import transforms
+from jdist import methods, reducers, transforms
 from tests.transforms import _reducers
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
@@ -18,7 +18,7 @@ def average(rate, *, axis):
 
 
 def synchronous(rate, *, axis):
-  return transforms.ssgd(optax.sgd(rate, momentum=0.9), axis=axis)
+  return methods.ssgd(optax.sgd(rate, momentum=0.9), axis=axis)
 
 
 def stale(rate, steps, *, axis):
@@ -81,7 +81,7 @@ def reduced(rate, reducer, feedback, *, axis):
 
 def frozen(rate, *, axis):
   adam = transforms.scale_by_frozen_adam(
-    5, axis, _reducers.Owned(0.01), transforms.EF21(), eps=0.1
+    5, axis, _reducers.Owned(0.01), reducers.EF21(), eps=0.1
   )
   return optax.chain(adam, optax.sgd(rate))
 
@@ -102,7 +102,7 @@ def predict(theta, front):
 
 def predicted(rate, interval, *, axis):
   inner = optax.sgd(rate, momentum=0.9)
-  return transforms.mp2(
+  return methods.mp2(
     inner, Cut(), predict, np.float32(0.5), interval, axis=axis
   )
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives
+from jdist import collectives, reducers
 
 
-class Plain(collectives.Reducer):
+class Plain(reducers.Reducer):
   """Everything, as it is."""
 
   def init(self, like, axis):
@@ -21,11 +21,11 @@ class Plain(collectives.Reducer):
 
   def reduce(self, tree, state, key, axis):
     own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    return collectives.Reduced(collectives.mean(tree, axis), own, state)
+    return reducers.Reduced(collectives.mean(tree, axis), own, state)
 
   def num_bits(self, like, num_workers):
     bits = sum(x.size * x.dtype.itemsize * 8 for x in jax.tree.leaves(like))
-    return collectives.Bits(bits, bits, bits)
+    return reducers.Bits(bits, bits, bits)
 
 
 def largest(x, k):
@@ -56,7 +56,7 @@ class OwnedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Owned(collectives.Reducer):
+class Owned(reducers.Reducer):
   """Rounds the mean to whole numbers, and remembers what that left out.
 
   Like the owners of parts, except that every worker owns all.
@@ -81,7 +81,7 @@ class Owned(collectives.Reducer):
     sent = [jnp.round(w / self.step) * self.step for w in wanted]
     residual = [w - s for w, s in zip(wanted, sent, strict=True)]
     mine = state.mine + collectives.index(axis).astype(jnp.float32)
-    return collectives.Reduced(
+    return reducers.Reduced(
       jax.tree.unflatten(structure, sent),
       tree,  # All of it has been handed over.
       OwnedState(state.seen + 1, mine, residual),

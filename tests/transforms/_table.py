@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import transforms
+from jdist import methods, reducers, transforms
 from jdist.transforms import intervals
 from tests.transforms import _chains, _reducers, _running
 
@@ -83,7 +83,7 @@ TABLE = {
     {"rate": 0.1},
     {
       "reducer": _reducers.Largest(2),
-      "feedback": transforms.ErrorFeedback(),
+      "feedback": reducers.ErrorFeedback(),
     },
     "average_gradients",
     whole=True,
@@ -92,10 +92,10 @@ TABLE = {
     _chains.reduced,
     {"rate": 0.1},
     {
-      "reducer": transforms.Scheduled(
+      "reducer": reducers.Scheduled(
         ((5, _reducers.Plain()), (None, _reducers.Owned(0.25)))
       ),
-      "feedback": transforms.MomentumCorrection(0.5),
+      "feedback": reducers.MomentumCorrection(0.5),
     },
     "average_gradients",
     bound=True,
@@ -145,7 +145,7 @@ TABLE = {
     ROUNDS_OF_3
     | {
       "reducer": _reducers.Largest(2),
-      "feedback": transforms.ErrorFeedback(0.9),
+      "feedback": reducers.ErrorFeedback(0.9),
       "outer": NESTEROV,
       "delay_rounds": 1,
     },
@@ -157,7 +157,7 @@ TABLE = {
     ROUNDS_OF_3
     | {
       "reducer": _reducers.Owned(0.25),
-      "feedback": transforms.ErrorFeedback(0.9),
+      "feedback": reducers.ErrorFeedback(0.9),
       "delay_rounds": 1,
       "stream": transforms.Stream(8),
     },
@@ -172,14 +172,14 @@ TABLE = {
     "pull_to_anchor",
   ),
   "local_sgd": line(
-    transforms.local_sgd,
+    methods.local_sgd,
     {},
     {"optimizer": MOMENTUM, "interval": 4},
     "local_sgd",
     "fixed",
   ),
   "post_local_sgd": line(
-    transforms.post_local_sgd,
+    methods.post_local_sgd,
     {},
     {
       "optimizer": MOMENTUM,
@@ -191,12 +191,12 @@ TABLE = {
     "ending_at",
   ),
   "diloco": line(
-    transforms.diloco,
+    methods.diloco,
     {"outer_learning_rate": 0.7, "outer_momentum": 0.9},
     {"optimizer": MOMENTUM, "interval": 3},
   ),
   "msdpu": line(
-    transforms.msdpu,
+    methods.msdpu,
     {"learning_rate": 0.1, "correction": 0.1, "carry": 1.0},
     {
       "optimizer": MOMENTUM,
@@ -206,41 +206,41 @@ TABLE = {
     },
   ),
   "qsr": line(
-    transforms.local_sgd,
+    methods.local_sgd,
     {},
     {"optimizer": MOMENTUM, "interval": intervals.qsr(RATES, 0.3, 2)},
     "qsr",
     "scheduled",
   ),
   "adacomm": line(
-    transforms.local_sgd,
+    methods.local_sgd,
     {},
     {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
     "adacomm",
   ),
   "proximal": line(_chains.proximal, {"strength": 0.5}, {"interval": 3}),
   "fed_prox": line(
-    transforms.fed_prox,
+    methods.fed_prox,
     {"strength": 0.1},
     {"optimizer": MOMENTUM, "interval": 4},
   ),
   "easgd": line(
-    transforms.easgd,
+    methods.easgd,
     {"moving_rate": 0.9},
     {"optimizer": MOMENTUM, "interval": 3},
   ),
   "overlap_local_sgd": line(
-    transforms.overlap_local_sgd,
+    methods.overlap_local_sgd,
     {"pull": 0.6, "momentum": 0.7},
     {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
   ),
   "scaffold": line(
-    transforms.scaffold,
+    methods.scaffold,
     {"learning_rate": 0.1, "global_learning_rate": 0.8},
     {"optimizer": optax.sgd(0.1), "interval": 4},
   ),
   "slow_mo": line(
-    transforms.slow_mo,
+    methods.slow_mo,
     {
       "learning_rate": 0.1,
       "slow_learning_rate": 0.9,
@@ -249,7 +249,7 @@ TABLE = {
     {"optimizer": MOMENTUM, "interval": 4, "buffers": "maintain"},
   ),
   "slow_mo average": line(
-    transforms.slow_mo,
+    methods.slow_mo,
     {"slow_learning_rate": 1.0, "slow_momentum": 0.5},
     {
       "optimizer": MOMENTUM,
@@ -258,10 +258,10 @@ TABLE = {
       "buffers": "average",
     },
   ),
-  "cocod": line(transforms.cocod, {}, {"optimizer": MOMENTUM, "interval": 3}),
+  "cocod": line(methods.cocod, {}, {"optimizer": MOMENTUM, "interval": 3}),
   "lead_step": line(_chains.led, {"local_rate": 0.1}, {}, "lead_step"),
   "od_sgd": line(
-    transforms.od_sgd,
+    methods.od_sgd,
     {"local_learning_rate": 0.1},
     {"optimizer": MOMENTUM, "warmup_steps": 3},
   ),
@@ -277,7 +277,7 @@ TABLE = {
     },
   ),
   "streaming_diloco": line(
-    transforms.streaming_diloco,
+    methods.streaming_diloco,
     {"outer_learning_rate": 0.7, "outer_momentum": 0.9, "mix": 0.5},
     {
       "optimizer": MOMENTUM,
@@ -328,28 +328,28 @@ TABLE |= {
     _chains.frozen, {"rate": 0.1}, {}, "scale_by_frozen_adam", **COARSE
   ),
   "qsgd": line(
-    transforms.qsgd,
+    methods.qsgd,
     {},
     {"optimizer": MOMENTUM, "bits": 4, "block": 4, "wire": "gather"},
     **COARSE,
   ),
   "terngrad": line(
-    transforms.terngrad,
+    methods.terngrad,
     {"deviations": 2.5},
     {"optimizer": PLAIN, "wire": "exchange"},
     **COARSE,
   ),
   "signsgd": line(
-    transforms.signsgd, {"momentum": 0.9}, {"optimizer": PLAIN}, **COARSE
+    methods.signsgd, {"momentum": 0.9}, {"optimizer": PLAIN}, **COARSE
   ),
   "ef_signsgd": line(
-    transforms.ef_signsgd,
+    methods.ef_signsgd,
     {},
     {"optimizer": MOMENTUM, "wire": "gather"},
     **COARSE,
   ),
   "one_bit_adam": line(
-    transforms.one_bit_adam,
+    methods.one_bit_adam,
     {
       "learning_rate": 0.1,
       "b1": 0.9,
@@ -361,13 +361,13 @@ TABLE |= {
     **COARSE,
   ),
   "topk_sgd": line(
-    transforms.topk_sgd,
+    methods.topk_sgd,
     {},
     {"optimizer": MOMENTUM, "ratio": 0.25, "feedback": True},
     **COARSE,
   ),
   "dgc": line(
-    transforms.dgc,
+    methods.dgc,
     {"momentum": 0.9, "threshold": 4.0},
     {
       "optimizer": PLAIN,
@@ -378,16 +378,16 @@ TABLE |= {
     **COARSE,
   ),
   "powersgd": line(
-    transforms.powersgd, {}, {"optimizer": MOMENTUM, "rank": 1}, **COARSE
+    methods.powersgd, {}, {"optimizer": MOMENTUM, "rank": 1}, **COARSE
   ),
   "demo": line(
-    transforms.demo,
+    methods.demo,
     {"decay": 0.9},
     {"optimizer": PLAIN, "chunk": 2, "k": 1},
     **COARSE,
   ),
   "sparse_loco": line(
-    transforms.sparse_loco,
+    methods.sparse_loco,
     {"outer_learning_rate": 1.0, "decay": 0.95},
     {
       "optimizer": MOMENTUM,
@@ -399,7 +399,7 @@ TABLE |= {
     **COARSE,
   ),
   "muloco": line(
-    transforms.muloco,
+    methods.muloco,
     {
       "learning_rate": 0.05,
       "outer_learning_rate": 0.7,

@@ -11,7 +11,7 @@ import pytest
 
 from jdist import collectives, transforms
 from jdist.transforms import intervals
-from tests.collectives import _reading
+from tests.profiling import _reading
 from tests.transforms import _running, _table
 
 TABLE = _table.TABLE

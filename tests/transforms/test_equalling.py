@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import transforms
+from jdist import methods, transforms
 from jdist.transforms import intervals
 from tests.transforms._rounds import plain_apply, random_targets, train
 
@@ -54,7 +54,7 @@ def test_one_worker_is_plain_optax_to_the_bit(name):
   with jax.numpy_dtype_promotion("standard"):
     wanted = apart(optimizer, targets, None, plain_apply)
     for axis in (None, "worker"):
-      local = transforms.local_sgd(optimizer, 3, axis=axis)
+      local = methods.local_sgd(optimizer, 3, axis=axis)
       for apply in (plain_apply, jdist.apply_updates):
         found = apart(local, targets, axis, apply)
         np.testing.assert_array_equal(found, wanted)
@@ -66,9 +66,9 @@ def test_interval_1_is_synchronous_where_linear(name):
   optimizer = (LINEAR | ADAMS)[name]
   targets = random_targets(20, 4, 33)
   with jax.numpy_dtype_promotion("standard"):
-    one = transforms.local_sgd(optimizer, 1, axis="worker")
+    one = methods.local_sgd(optimizer, 1, axis="worker")
     found, _ = train(one, targets)
-    wanted, _ = train(transforms.ssgd(optimizer, axis="worker"), targets)
+    wanted, _ = train(methods.ssgd(optimizer, axis="worker"), targets)
   error = np.abs(found - wanted).max() / np.abs(wanted).max()
   # Adam and clipping are another algorithm on each worker's own gradient.
   assert error < 1e-5 if name in LINEAR else error > 1e-2
@@ -77,7 +77,7 @@ def test_interval_1_is_synchronous_where_linear(name):
 def test_outer_sgd_of_1_is_parameter_averaging():
   targets = random_targets(12, 4, 33)
   inner = LINEAR["momentum"]
-  averaged, _ = train(transforms.local_sgd(inner, 3, axis="worker"), targets)
+  averaged, _ = train(methods.local_sgd(inner, 3, axis="worker"), targets)
   outer, _ = train(
     transforms.local_steps(inner, 3, axis="worker", outer=optax.sgd(1.0)),
     targets,
@@ -94,15 +94,15 @@ def test_aliases_are_what_they_say():
 
   for alias, chain in (
     (
-      transforms.diloco(inner, 3, axis="worker"),
+      methods.diloco(inner, 3, axis="worker"),
       transforms.local_steps(inner, 3, axis="worker", outer=NESTEROV),
     ),
     (
-      transforms.post_local_sgd(inner, 3, 6, axis="worker"),
+      methods.post_local_sgd(inner, 3, 6, axis="worker"),
       transforms.local_steps(inner, intervals.post_local(6, 3), axis="worker"),
     ),
     (
-      transforms.msdpu(
+      methods.msdpu(
         inner, intervals.fixed(3), RATE, axis="worker", correction=0.0
       ),
       transforms.local_steps(

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import collectives, transforms
-from jdist.transforms import _fragmenting
+from jdist import collectives, methods, transforms
+from jdist.transforms.local import _fragments
 from tests.transforms import _waiting
 
 SGD = optax.sgd(0.1)
@@ -27,13 +27,13 @@ PARAMS = {"a": jnp.zeros(4), "b": jnp.zeros(2), "c": jnp.zeros(2)}
 )
 def test_leaves_are_dealt_in_runs_of_about_equal_size(sizes, number, wanted):
   tree = [jnp.zeros(size) for size in sizes]
-  assert _fragmenting.fragments_of(tree, number) == wanted
+  assert _fragments.fragments_of(tree, number) == wanted
 
 
 def test_a_function_deals_leaves_by_their_path():
   tree = {"block": {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)}}
   of = {"block/kernel": 0, "block/bias": 1}
-  assert _fragmenting.fragments_of(tree, of.get) == (1, 0)
+  assert _fragments.fragments_of(tree, of.get) == (1, 0)
 
 
 def test_fragments_with_a_gap_are_refused():
@@ -54,12 +54,12 @@ def test_a_fragment_that_is_no_int_is_refused(label):
 
 @pytest.mark.parametrize("label", [np.int64(0), jnp.array(0), False])
 def test_what_counts_as_an_int_is_a_fragment(label):
-  assert _fragmenting.fragments_of(PARAMS, lambda path: label) == (0, 0, 0)
+  assert _fragments.fragments_of(PARAMS, lambda path: label) == (0, 0, 0)
 
 
 def test_an_outer_schedule_counts_the_meetings_of_a_fragment():
   rates = (0.5, 0.25, 1.0)
-  optimizer = transforms.streaming_diloco(
+  optimizer = methods.streaming_diloco(
     optax.sgd(1.0), 2, 2, lambda count: jnp.array(rates)[count], 0.0,
     axis=None, delay_steps=0, mix=0.0,
   )  # fmt: skip
@@ -78,13 +78,13 @@ def test_an_outer_schedule_counts_the_meetings_of_a_fragment():
 
 
 def test_each_fragment_has_an_outer_state_of_its_own():
-  optimizer = transforms.streaming_diloco(SGD, 4, 2, axis=None)
+  optimizer = methods.streaming_diloco(SGD, 4, 2, axis=None)
   traces = [state[0].trace for state in optimizer.init(PARAMS).outer]
   assert [len(jax.tree.leaves(trace)) for trace in traces] == [1, 2]
 
 
 def test_a_worker_that_never_listens_goes_on_alone():
-  optimizer = transforms.streaming_diloco(SGD, 2, 1, axis=None, mix=1.0)
+  optimizer = methods.streaming_diloco(SGD, 2, 1, axis=None, mix=1.0)
   w, state = jnp.array([1.0, 2.0]), optimizer.init(jnp.array([1.0, 2.0]))
   alone, alone_state = w, SGD.init(w)
   for _ in range(5):
@@ -98,7 +98,7 @@ def test_a_worker_that_never_listens_goes_on_alone():
 
 def test_counted_bytes_are_those_of_whole_rounds():
   # Fragments of 4 and 4 elements arrive 1 step after steps 2, 4, 6, 8, ...
-  optimizer = transforms.streaming_diloco(SGD, 4, 2, axis="worker")
+  optimizer = methods.streaming_diloco(SGD, 4, 2, axis="worker")
   state = optimizer.init(PARAMS)
   traffic = collectives.traffic(
     lambda w, state: optimizer.update(w, state, w),
@@ -108,7 +108,7 @@ def test_counted_bytes_are_those_of_whole_rounds():
     num_workers=2,
   )
   assert (traffic.bytes_per_step, traffic.bytes_per_round) == (0, 8 * 4)
-  alone = transforms.streaming_diloco(SGD, 4, 2, axis=None)
+  alone = methods.streaming_diloco(SGD, 4, 2, axis=None)
   missing = []
   for step in range(1, 15):
     _, state = alone.update(PARAMS, state, PARAMS)
@@ -120,16 +120,16 @@ def test_counted_bytes_are_those_of_whole_rounds():
 
 MEANS = {
   "streaming_diloco": (
-    lambda: transforms.streaming_diloco(SGD, 4, 2, axis="worker"),
+    lambda: methods.streaming_diloco(SGD, 4, 2, axis="worker"),
     False,
   ),
   "fragments at once": (
     lambda: transforms.fragment_steps(SGD, 4, 2, axis="worker"),
     True,
   ),
-  "od_sgd": (lambda: transforms.od_sgd(SGD, 0.1, axis="worker"), False),
+  "od_sgd": (lambda: methods.od_sgd(SGD, 0.1, axis="worker"), False),
   "od_sgd after a warm-up": (
-    lambda: transforms.od_sgd(SGD, 0.1, axis="worker", warmup_steps=2),
+    lambda: methods.od_sgd(SGD, 0.1, axis="worker", warmup_steps=2),
     True,
   ),
 }

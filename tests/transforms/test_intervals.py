@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import transforms
+from jdist import methods
 from jdist.transforms import intervals
 
 
@@ -32,7 +32,7 @@ def unfold(policy, losses, num_steps=10**6):
 
 def train(policy, losses, axis=None):
   """(interval, next_interval, round) after every step, losses [steps, ...]."""
-  optimizer = transforms.local_sgd(optax.sgd(0.1), policy, axis=axis)
+  optimizer = methods.local_sgd(optax.sgd(0.1), policy, axis=axis)
 
   def one(losses):
     w = jnp.zeros(())
@@ -174,7 +174,7 @@ def test_a_policy_is_told_the_mean_over_steps_and_workers():
     ),
     needs_loss=True,
   )
-  optimizer = transforms.local_sgd(optax.sgd(0.1), policy, axis="worker")
+  optimizer = methods.local_sgd(optax.sgd(0.1), policy, axis="worker")
   w = jnp.zeros(2)
   state = jax.vmap(optimizer.init)(w)
   told = []

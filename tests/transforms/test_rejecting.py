@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import collectives, transforms
+from jdist import methods, reducers, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.1)
@@ -16,9 +16,7 @@ def local(inner=SGD, interval=2, axis=None, **others):
 
 
 def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
-  return transforms.msdpu(
-    optimizer, interval, learning_rate, axis=None, **others
-  )
+  return methods.msdpu(optimizer, interval, learning_rate, axis=None, **others)
 
 
 REJECTED = {
@@ -71,7 +69,7 @@ REJECTED = {
     "`order` must be 'front_first', 'back_first' or a function .* got 'fifo'",
   ),
   "order of parts": (
-    lambda: collectives.InParts(collectives.Exact(), order="fifo"),
+    lambda: reducers.Chunked(reducers.Exact(), order="fifo"),
     "`order` must be 'front_first', .* got 'fifo'",
   ),
   "max_bytes": (
@@ -139,31 +137,31 @@ REJECTED = {
     r"`learning_rate` must be in \(0, inf\], got 0.0",
   ),
   "ssgd": (
-    lambda: transforms.ssgd(None, axis=None),
+    lambda: methods.ssgd(None, axis=None),
     "`optimizer` must be an Optax transformation, .*, got None",
   ),
   "local_sgd": (
-    lambda: transforms.local_sgd(None, 2, axis=None),
+    lambda: methods.local_sgd(None, 2, axis=None),
     "`optimizer` must be an Optax transformation, .*, got None",
   ),
   "post_local_sgd": (
-    lambda: transforms.post_local_sgd(None, 2, 2, axis=None),
+    lambda: methods.post_local_sgd(None, 2, 2, axis=None),
     "`optimizer` must be an Optax transformation, .*, got None",
   ),
   "switch_step": (
-    lambda: transforms.post_local_sgd(SGD, 2, -1, axis=None),
+    lambda: methods.post_local_sgd(SGD, 2, -1, axis=None),
     "`switch_step` must be an int >= 0, got -1",
   ),
   "diloco": (
-    lambda: transforms.diloco(None, 2, axis=None),
+    lambda: methods.diloco(None, 2, axis=None),
     "`optimizer` must be an Optax transformation, .*, got None",
   ),
   "outer_learning_rate": (
-    lambda: transforms.diloco(SGD, 2, -0.7, axis=None),
+    lambda: methods.diloco(SGD, 2, -0.7, axis=None),
     r"`outer_learning_rate` must be in \(0, inf\], got -0.7",
   ),
   "outer_momentum": (
-    lambda: transforms.diloco(SGD, 2, 0.7, 1.1, axis=None),
+    lambda: methods.diloco(SGD, 2, 0.7, 1.1, axis=None),
     r"`outer_momentum` must be in \[0, 1\], got 1.1",
   ),
   "msdpu's optimizer": (

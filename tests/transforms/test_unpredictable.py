@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import codecs, collectives, transforms
+from jdist import codecs, methods, reducers, transforms
 from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
 
 
@@ -36,9 +36,7 @@ def test_what_is_wrong_is_refused(change, message):
 def test_a_seed_is_looked_at_with_a_reducer_or_without():
   for seed in (-1, 0.5):
     with pytest.raises(ValueError, match=f"`seed` must be .* got {seed}"):
-      transforms.mp2(
-        optax.sgd(0.1), Cut(), predict, THETA, axis=None, seed=seed
-      )
+      methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None, seed=seed)
 
 
 def ones(front, **shapes):
@@ -69,7 +67,7 @@ def ones(front, **shapes):
   ],
 )
 def test_a_prediction_that_does_not_fit_is_refused_at_init(predict, message):
-  optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
+  optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   with pytest.raises(
     ValueError, match=rf"`predict`.*`predictor_params`.*{message}.*was made for"
   ):
@@ -85,16 +83,16 @@ class Alone:
 
 def test_parameters_of_another_predictor_are_refused_at_init():
   for theta in (THETA[:2], {"theta": THETA}):
-    optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, theta, axis=None)
+    optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, theta, axis=None)
     with pytest.raises(ValueError, match=r"`predictor_params`.*it fails"):
       optimizer.init(PARAMS)
-  optimizer = transforms.mp2(
+  optimizer = methods.mp2(
     optax.sgd(0.1), Alone, lambda theta, f: f[:2], THETA, axis=None
   )
   with pytest.raises(ValueError, match=r"leaf \(alone\) is float32\[2\]"):
     optimizer.init(PARAMS)
   # The rest may be of another floating type, for instance bfloat16.
-  optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
+  optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   optimizer.init(jax.tree.map(jnp.bfloat16, PARAMS))
 
 
@@ -107,7 +105,7 @@ def refuse_or_init(front, axis="worker", rest=None):
 
 def test_a_part_that_does_not_average_is_refused_where_there_are_workers():
   alone = optax.sgd(0.1, momentum=0.9)
-  together = transforms.ssgd(optax.sgd(0.1), axis="worker")
+  together = methods.ssgd(optax.sgd(0.1), axis="worker")
   with pytest.raises(ValueError, match=r"`front` must bring.*`ssgd\(front"):
     refuse_or_init(alone)
   with pytest.raises(ValueError, match=r"`rest` must bring.*`ssgd\(rest"):
@@ -118,25 +116,25 @@ def test_a_part_that_does_not_average_is_refused_where_there_are_workers():
 @pytest.mark.parametrize(
   "front",
   [
-    transforms.ssgd,
+    methods.ssgd,
     lambda sgd, axis: optax.chain(
       optax.clip(1.0), transforms.average_gradients(axis), sgd
     ),
     lambda sgd, axis: optax.chain(sgd, transforms.average_gradients(axis)),
     lambda sgd, axis: transforms.local_steps(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.diloco(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.easgd(sgd, 2, axis=axis),
-    lambda sgd, axis: transforms.od_sgd(sgd, 0.1, axis=axis),
+    lambda sgd, axis: methods.diloco(sgd, 2, axis=axis),
+    lambda sgd, axis: methods.easgd(sgd, 2, axis=axis),
+    lambda sgd, axis: methods.od_sgd(sgd, 0.1, axis=axis),
     lambda sgd, axis: transforms.fragment_steps(sgd, 2, 2, axis=axis),
-    lambda sgd, axis: transforms.powersgd(sgd, 1, axis=axis),
-    lambda sgd, axis: transforms.dgc(sgd, 0.5, axis=axis),
+    lambda sgd, axis: methods.powersgd(sgd, 1, axis=axis),
+    lambda sgd, axis: methods.dgc(sgd, 0.5, axis=axis),
     lambda sgd, axis: transforms.update_first(sgd, axis=axis),
     lambda sgd, axis: transforms.delay_gradients(
-      transforms.ssgd(sgd, axis=axis), 1
+      methods.ssgd(sgd, axis=axis), 1
     ),
-    lambda sgd, axis: optax.apply_if_finite(transforms.ssgd(sgd, axis=axis), 3),
+    lambda sgd, axis: optax.apply_if_finite(methods.ssgd(sgd, axis=axis), 3),
     lambda sgd, axis: optax.inject_hyperparams(
-      lambda rate: transforms.ssgd(optax.sgd(rate), axis=axis)
+      lambda rate: methods.ssgd(optax.sgd(rate), axis=axis)
     )(rate=0.1),
     lambda sgd, axis: frozen(axis),
   ],
@@ -148,12 +146,12 @@ def test_whatever_averages_may_be_in_front(front):
 
 def frozen(axis):
   adam = transforms.scale_by_frozen_adam(
-    5, axis, collectives.carry(codecs.Quantize(4))
+    5, axis, reducers.compressed(codecs.Quantize(4))
   )
   return optax.chain(adam, optax.sgd(0.1))
 
 
 def test_an_update_without_parameters_is_refused():
-  optimizer = transforms.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
+  optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   with pytest.raises(ValueError, match="`params` must be given to `update`"):
     optimizer.update(PARAMS, optimizer.init(PARAMS))

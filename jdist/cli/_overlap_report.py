@@ -1,0 +1,171 @@
+"""What `jdist schedule` tells: tables, rows and names of what was read."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jdist import cluster, profiling, training
+from jdist.cli import _options
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What was read of a method's program.
+
+  Attributes:
+    method: its name and form.
+    meeting: the step that ends a round.
+    between: a step that does not; of a method that meets in every step, the
+      same.
+    interval: steps of a round.
+    memory_bytes: that the program needs on a GPU.
+    compile_s: how long that took here.
+  """
+
+  method: str
+  meeting: profiling.Forecast
+  between: profiling.Forecast
+  interval: int
+  memory_bytes: int
+  compile_s: float
+
+  @property
+  def mean_step_s(self) -> float:
+    """Of the steps of a round."""
+    return self.mean(lambda step: step.timeline.end_s)
+
+  @property
+  def mean_bytes(self) -> float:
+    """That a worker sends in a step, over a round."""
+    return self.mean(lambda step: step.wire_bytes)
+
+  @property
+  def hidden_share(self) -> float:
+    """Of all sending of a round."""
+    sent = self.mean(lambda step: step.timeline.send_s)
+    exposed = self.mean(lambda step: step.timeline.exposed_s)
+    return 1.0 - exposed / sent if sent else 1.0
+
+  def mean(self, of: Callable[[profiling.Forecast], float]) -> float:
+    """Of something over the steps of a round."""
+    rest = self.interval - 1
+    return (of(self.meeting) + rest * of(self.between)) / self.interval
+
+
+def rates(device: cluster.Device, link: cluster.Link) -> str:
+  """The rates that were stated, in words."""
+  return (
+    f"Stated rates, not measurements: {device.flops_per_s / 1e12:,.0f} "
+    f"TFLOP/s, {device.memory_bytes_per_s / 1e9:,.0f} GB/s of memory, "
+    f"{device.launch_s * 1e6:g} µs at least a kernel; link "
+    f"{link.bandwidth_bits_per_s / 1e9:,.0f} Gbit/s each way, "
+    f"{link.latency_s * 1e6:g} µs a message."
+  )
+
+
+def messages_table(found: Found) -> Any:
+  """A line for each collective of a method."""
+  from rich import table
+
+  grid = table.Table(
+    title=f"Collectives of {found.method}, in the order of their starts",
+    caption=(
+      "Sent: bytes that each GPU sends in a ring. Under it: kernels between "
+      "its start and its done, and of these products and convolutions."
+    ),
+  )
+  grid.add_column("#", justify="right")
+  grid.add_column("collective")
+  grid.add_column("when")
+  for name in (
+    "MB sent", "µs on the link", "kernels under it", "products",
+    "µs of kernels", "hidden %",
+  ):  # fmt: skip
+    grid.add_column(name, justify="right")
+  # Where the host ends rounds, that step has a program of its own.
+  rarely = found.interval > 1 and not found.between.messages
+  for number, message in enumerate(found.meeting.messages, 1):
+    grid.add_row(
+      str(number),
+      message.kind,
+      "round's end" if message.conditional or rarely else "each step",
+      f"{message.wire_bytes / 1e6:.3g}",
+      f"{message.send_s * 1e6:,.1f}",
+      str(message.kernels),
+      str(message.products),
+      f"{message.compute_s * 1e6:,.1f}",
+      f"{100 * message.hidden_share:.1f}",
+    )
+  return grid
+
+
+def methods_table(found: list[Found]) -> Any:
+  """A line for each method."""
+  from rich import table
+
+  grid = table.Table(
+    title="Steps at the stated rates",
+    caption=(
+      "Means over a round, and the step that ends one. Hidden: the part of "
+      "sending in which the device did not wait."
+    ),
+  )
+  grid.add_column("method", no_wrap=True)
+  for name in (
+    "round", "MB a step", "sending ms", "hidden %", "step ms",
+    "last step ms", "its hidden %",
+  ):  # fmt: skip
+    grid.add_column(name, justify="right")
+  for one in found:
+    last = one.meeting
+    grid.add_row(
+      one.method,
+      str(one.interval),
+      f"{one.mean_bytes / 1e6:.3g}",
+      f"{one.mean(lambda step: step.timeline.send_s) * 1e3:.3f}",
+      f"{100 * one.hidden_share:.1f}",
+      f"{one.mean_step_s * 1e3:.3f}",
+      f"{last.timeline.end_s * 1e3:.3f}",
+      f"{100 * last.timeline.hidden_share:.1f}",
+    )
+  return grid
+
+
+def label(found: Found) -> str:
+  """A method's name in the picture."""
+  if found.interval == 1:
+    return found.method
+  return f"{found.method}, last step of {found.interval}"
+
+
+def row(options: _options.Schedule, found: Found) -> dict[str, Any]:
+  """A method's row."""
+  return training.make_row(
+    dataclasses.asdict(options),
+    0,
+    method=found.method,
+    interval=found.interval,
+    memory_bytes=found.memory_bytes,
+    mean_step_s=found.mean_step_s,
+    mean_wire_bytes=found.mean_bytes,
+    hidden_share=found.hidden_share,
+    meeting=_step_row(found.meeting),
+    between=_step_row(found.between),
+    messages=[
+      dataclasses.asdict(message)
+      | {"send_s": message.send_s, "hidden_share": message.hidden_share}
+      for message in found.meeting.messages
+    ],
+  )
+
+
+def _step_row(step: profiling.Forecast) -> dict[str, Any]:
+  return {
+    "step_s": step.timeline.end_s,
+    "compute_s": step.timeline.compute_s,
+    "send_s": step.timeline.send_s,
+    "exposed_s": step.timeline.exposed_s,
+    "hidden_share": step.timeline.hidden_share,
+    "wire_bytes": step.wire_bytes,
+    "flops": step.flops,
+  }

@@ -1,0 +1,277 @@
+"""What sparse codecs share: chunks, slots, and where entries belong."""
+
+import abc
+import math
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.codecs import (
+  _bits,
+  _blocks,
+  _cast,
+  _checking,
+  _codec,
+  _indices,
+  _largest,
+)
+
+Values: TypeAlias = _codec.Codec
+FLOAT32 = _cast.Dense()
+_MAX_SIZE = 2**30
+
+
+class Entries(NamedTuple):
+  """What a sparse codec sends.
+
+  Attributes:
+    values: the payload of the codec of the values.
+    indices: uint8 buffers by their names, of `_indices`; maybe none.
+    counts: uint8, how many of each chunk's slots are in use; `()` when all
+      are.
+  """
+
+  values: Any
+  indices: dict[str, jax.Array]
+  counts: Any
+
+
+class Sparse(_codec.Codec):
+  """Chooses entries and sends their values and indices."""
+
+  sparse: ClassVar[bool] = True
+  # Whether there may be fewer entries than slots, so that counts are sent.
+  _counted: ClassVar[bool] = False
+
+  chunk: int | None
+  values: Values
+
+  @abc.abstractmethod
+  def num_entries(self, length: int) -> int:
+    """How many entries of so many are sent, at the most."""
+
+  @abc.abstractmethod
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    """Chooses k entries of each row, float32 [rows, length]."""
+
+  @property
+  def key(self) -> Literal["none", "worker", "shared"]:
+    """The one that the codec of the values wants."""
+    return self.values.key
+
+  def granule(self) -> int:
+    """Whole chunks, as many as make whole blocks of values."""
+    if self.chunk is None:
+      return 1
+    block = self.values.granule()
+    return self.chunk * (block // math.gcd(block, self.num_entries(self.chunk)))
+
+  def check(self, like: _codec.Like) -> None:
+    """Raises a ValueError for integers and for too large an array."""
+    _codec.check_float(like)
+    if like.size >= _MAX_SIZE:
+      raise ValueError(
+        f"`like` must have fewer than 2**30 entries, got {like.size}. Cut it "
+        "at multiples of `granule()`."
+      )
+    self.values.check(self._values_like(like.size))
+
+  def init(self, like: _codec.Like) -> Any:
+    """The state of the codec of the values."""
+    return self.values.init(self._values_like(like.size))
+
+  def encode(
+    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
+  ) -> tuple[Entries, Any]:
+    """Returns `Entries`."""
+    self.check(x)
+    x = jnp.asarray(x).reshape(-1).astype(jnp.float32)
+    indices, counts = self._choose(x)
+    taken = x.at[indices].get(mode="promise_in_bounds")
+    if self._counted:
+      taken = jnp.where(self._used(counts, x.size), taken, 0)
+      counts = _bits.pack(counts, self._count_width(x.size))
+    values, state = self.values.encode(taken, state, key)
+    parts = self._indices(x.size).pack(indices)
+    return Entries(values, parts, counts if self._counted else ()), state
+
+  def decode(
+    self, payload: Entries, state: Any, like: _codec.Like
+  ) -> jax.Array:
+    """Puts the entries in their places among zeros."""
+    indices, values = self.entries(payload, state, like.size)
+    zeros = jnp.zeros(like.size, jnp.float32)
+    # Set, not added, so that even the sign of a zero comes back.
+    flat = zeros.at[indices].set(values, **self._placing())
+    return _blocks.narrow(flat.reshape(like.shape), like.dtype)
+
+  def add_to(self, total: jax.Array, payload: Entries, state: Any) -> jax.Array:
+    """Adds the entries in their places, and touches no others."""
+    indices, values = self.entries(payload, state, total.size)
+    flat = total.reshape(-1).at[indices].add(values, **self._placing())
+    return flat.reshape(total.shape)
+
+  def entries(
+    self, payload: Entries, state: Any, size: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """Which entries a payload holds.
+
+    Args:
+      payload: made by `encode`.
+      state: that `encode` returned with it.
+      size: of the array.
+
+    Returns:
+      Indices, int32 [k], and values, float32 [k], of the flat array; a slot
+      that is not in use has index `size` and value zero.
+    """
+    indices = self._indices(size).unpack(payload.indices)
+    values = self.values.decode(payload.values, state, self._values_like(size))
+    if self._counted:
+      width = self._count_width(size)
+      counts = _bits.unpack(payload.counts, width, self._num_chunks(size))
+      used = self._used(counts.astype(jnp.int32), size)
+      indices = jnp.where(used, indices, size)
+      values = jnp.where(used, values, 0)
+    return indices, values
+
+  def num_bits(self, like: _codec.Like) -> int:
+    """Of values, of indices, and of counts if any, each to whole bytes."""
+    parts = [
+      self.values.num_bits(self._values_like(like.size)),
+      self._indices(like.size).num_bits,
+    ]
+    if self._counted:
+      parts.append(self._num_chunks(like.size) * self._count_width(like.size))
+    return sum(-(-bits // 8) * 8 for bits in parts)
+
+  def _placing(self) -> dict[str, Any]:
+    ordered = not self._counted
+    return {
+      "mode": "drop",
+      "indices_are_sorted": ordered,
+      "unique_indices": ordered,
+    }
+
+  def _pieces(self, size: int) -> list[tuple[int, int]]:
+    """(rows, length) of the whole chunks and of the shorter last one."""
+    length = size if self.chunk is None else min(self.chunk, size)
+    if not size:
+      return []
+    pieces = [(size // length, length), (1, size % length)]
+    return [(rows, length) for rows, length in pieces if length]
+
+  def _num_chunks(self, size: int) -> int:
+    return sum(rows for rows, _ in self._pieces(size))
+
+  def _slots(self, size: int) -> int:
+    return sum(
+      rows * self.num_entries(length) for rows, length in self._pieces(size)
+    )
+
+  def _values_like(self, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((self._slots(size),), jnp.float32)
+
+  def _indices(self, size: int) -> _indices.Indexing:
+    length = self._pieces(size)[0][1] if size else 0
+    return _indices.Indexing(
+      size,
+      self._slots(size),
+      length,
+      self.num_entries(length) if size else 0,
+      distinct=not self._counted,
+    )
+
+  def _count_width(self, size: int) -> int:
+    return max(1, self._indices(size).per_chunk.bit_length())
+
+  def _choose(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ascending indices of all chunks, int32 [k], and counts, [chunks]."""
+    indices, counts = [jnp.zeros(0, jnp.int32)], [jnp.zeros(0, jnp.int32)]
+    start = 0
+    for rows, length in self._pieces(x.size):
+      end = start + rows * length
+      found = self._select(
+        x[start:end].reshape(rows, length), self.num_entries(length)
+      )
+      starts = jnp.arange(rows, dtype=jnp.int32)[:, None] * np.int32(length)
+      indices.append((found.indices + starts + start).reshape(-1))
+      counts.append(found.num_used)
+      start = end
+    return jnp.concatenate(indices), jnp.concatenate(counts)
+
+  def _used(self, counts: jax.Array, size: int) -> jax.Array:
+    """Which slots are in use, bool [k]."""
+    used, first = [jnp.zeros(0, bool)], 0
+    for rows, length in self._pieces(size):
+      slots = jnp.arange(self.num_entries(length), dtype=jnp.int32)
+      used.append((slots < counts[first : first + rows, None]).reshape(-1))
+      first += rows
+    return jnp.concatenate(used)
+
+
+def num_entries(ratio: float | None, k: int | None, length: int) -> int:
+  if k is not None:
+    return min(k, length)
+  assert ratio is not None
+  # 0.07 * 100 is a little more than 7, and must not become 8.
+  wanted = math.ceil(ratio * length * (1 - 1e-12))
+  return min(length, max(1, wanted))
+
+
+def is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_part(name: str, value: Any) -> None:
+  if not (is_number(value) and 0 < value <= 1):
+    raise ValueError(
+      f"`{name}` must be in (0, 1], got {value!r}. It is a part of the "
+      "entries: 0.01 is one in a hundred."
+    )
+
+
+def check_ratio_or_k(codec: Any) -> None:
+  if codec.k is None:
+    if codec.ratio is None:
+      object.__setattr__(codec, "ratio", 0.01)
+    check_part("ratio", codec.ratio)
+  elif codec.ratio is not None:
+    raise ValueError(
+      f"`ratio` and `k` are given both, {codec.ratio!r} and {codec.k!r}. Leave "
+      "one of them out."
+    )
+  else:
+    _checking.check_int("k", codec.k, 1, remedy="It counts entries.")
+
+
+def check_chunk(chunk: Any, k: int | None) -> None:
+  if chunk is None:
+    return
+  remedy = "None means to choose among all entries."
+  _checking.check_int("chunk", chunk, 1, remedy=remedy)
+  if k is not None and k > chunk:
+    raise ValueError(
+      f"`k` must be at most `chunk`, got k={k} of chunk={chunk}. It counts the "
+      "entries of each chunk."
+    )
+
+
+def check_values(values: Any) -> None:
+  if not isinstance(values, _codec.Codec):
+    raise ValueError(f"`values` must be a codec, got {values!r}.")
+  if values.sparse or values.key == "shared":
+    raise ValueError(
+      f"`values` must be a codec of all entries, got {values!r}. Use `Dense`, "
+      "`Cast` or `Quantize`."
+    )
+
+
+def check_k_fits(k: int | None, like: _codec.Like) -> None:
+  if k is not None and 0 < like.size < k:
+    raise ValueError(
+      f"`k` must be at most the number of entries, got k={k} for an array of "
+      f"shape {like.shape}. Use `ratio`, or leave small arrays uncompressed."
+    )

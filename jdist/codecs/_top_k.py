@@ -1,0 +1,172 @@
+"""The largest of the entries, or those above a value."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jdist.codecs import _checking, _codec, _largest, _sparse
+
+
+class _Ratio(_sparse.Sparse):
+  """Sends a part of the entries of each chunk."""
+
+  ratio: float | None
+  k: int | None
+
+  def num_entries(self, length: int) -> int:
+    """`k`, or the ratio of the length rounded up; not above the length."""
+    return _sparse.num_entries(self.ratio, self.k, length)
+
+  def check(self, like: _codec.Like) -> None:
+    """Raises a ValueError for an array of fewer than `k` entries as well."""
+    super().check(like)
+    if self.chunk is None:
+      _sparse.check_k_fits(self.k, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(_Ratio):
+  r"""Sends the entries of largest magnitude.
+
+  .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
+            x_i \text{ if } i \in \mathrm{top}_k(|x|) \text{ else } 0
+
+  Of equal magnitudes the one of the lower index goes first, and NaN goes
+  before all numbers, so that it is seen after decoding; no entry is sent
+  twice.  A payload holds k values, in the order of their indices and packed
+  by `values`, and the indices in the fewest bits (`_indices`): about 8.6
+  bits for each of 1 % of the entries and 12 for each of 0.1 %.  With bfloat16
+  values 1 % of a float32 array is 130 times smaller than it.
+
+  Args:
+    ratio: the part of the entries that is sent, in (0, 1]; one at the least.
+      The default is 0.01, unless `k` is given.
+    k: how many entries instead, of each chunk.
+    chunk: choose among so many neighbours each, so that every part of the
+      array sends some; the last chunk may be shorter.  None, the default,
+      chooses among all.
+    values: the codec of the values, as one vector; `Dense()`, float32, by
+      default.
+    method: `"exact"`, or `"approx"` for `jax.lax.approx_max_k`, which finds
+      95 % of the largest and is faster on TPUs only.
+
+  Raises:
+    ValueError: at construction for settings out of range; by `check` for an
+      array of fewer than `k` entries.
+
+  >>> codec = TopK(k=2)
+  >>> x = jnp.array([1.0, -3.0, 0.5, 2.0])
+  >>> payload, state = codec.encode(x)
+  >>> codec.decode(payload, state, x).tolist()
+  [0.0, -3.0, 0.0, 2.0]
+  """
+
+  ratio: float | None = None
+  k: int | None = None
+  chunk: int | None = None
+  values: _sparse.Values = _sparse.FLOAT32
+  method: Literal["exact", "approx"] = "exact"
+
+  def __post_init__(self) -> None:
+    _sparse.check_ratio_or_k(self)
+    _sparse.check_chunk(self.chunk, self.k)
+    _sparse.check_values(self.values)
+    _checking.check_choice("method", self.method, ("exact", "approx"))
+
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    if self.method == "exact" or k in (0, rows.shape[1]):
+      return _largest.largest(rows, k)
+    magnitudes = jnp.where(jnp.isnan(rows), jnp.inf, jnp.abs(rows))
+    _, indices = jax.lax.approx_max_k(magnitudes, k)
+    num_used = jnp.full(rows.shape[0], k, jnp.int32)
+    return _largest.Selection(jnp.sort(indices, 1), num_used)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTopK(_Ratio):
+  """Sends the entries above a threshold that is read off a sample.
+
+  With K the k-th part wanted, k = ceil(ratio n): the threshold is guessed from
+  a strided sample and accepted when between 0.8 k and 1.3 k entries reach it;
+  of more than k the k largest are sent.  If fewer are accepted than k, the
+  slots left over decode to nothing.  Rows of less than 16384 entries, for
+  which a sample does not pay, send exactly the k largest.
+
+  Source: deep gradient compression (DGC, arXiv 1712.01887) and its authors'
+  code.  Departures: the sample begins at the first entry, where theirs begins
+  at a random one, and holds 32 hits at the least, where theirs holds 2; a
+  threshold that was wrong is bracketed and halved until it is right, where
+  theirs is multiplied by 0.8 ten times at the most; of up to 1.3 k entries the
+  k largest are sent, where theirs sends the first k.
+
+  Args:
+    ratio: the part of the entries that is wanted, in (0, 1]; 0.01 by default.
+    sample: the part of the entries in the sample, in (0, 1].
+    chunk: as in `TopK`.
+    values: as in `TopK`.
+    k: how many entries of each chunk, in place of `ratio`.
+  """
+
+  ratio: float | None = None
+  sample: float = 0.01
+  chunk: int | None = None
+  values: _sparse.Values = _sparse.FLOAT32
+  k: int | None = None
+
+  _counted: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    _sparse.check_ratio_or_k(self)
+    _sparse.check_part("sample", self.sample)
+    _sparse.check_chunk(self.chunk, self.k)
+    _sparse.check_values(self.values)
+
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    return _largest.largest(
+      rows, k, at_least=math.ceil(0.8 * k), sample=self.sample
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(_sparse.Sparse):
+  r"""Sends the entries of at least a magnitude.
+
+  .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
+            x_i \text{ if } |x_i| \ge v \text{ else } 0
+
+  and NaN too.  There is room for `ceil(capacity_ratio * n)` entries; when more
+  reach the value the first ones are sent and the others are not in the decoded
+  array: with error feedback they stay for the next time.  A payload has the
+  size of its capacity however few are sent.
+
+  Args:
+    value: v, in the units of the array, > 0.
+    capacity_ratio: the part of the entries that there is room for, in (0, 1].
+    values: as in `TopK`.
+  """
+
+  value: float
+  capacity_ratio: float = 0.05
+  values: _sparse.Values = _sparse.FLOAT32
+
+  _counted: ClassVar[bool] = True
+  chunk: ClassVar[int | None] = None  # type: ignore[misc]
+
+  def __post_init__(self) -> None:
+    if not (_sparse.is_number(self.value) and 0 < self.value < math.inf):
+      raise ValueError(
+        f"`value` must be a finite number above 0, got {self.value!r}. To send "
+        "every entry use `Dense()`."
+      )
+    _sparse.check_part("capacity_ratio", self.capacity_ratio)
+    _sparse.check_values(self.values)
+
+  def num_entries(self, length: int) -> int:
+    """The capacity."""
+    return _sparse.num_entries(self.capacity_ratio, None, length)
+
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    return _largest.above(rows, self.value, k)

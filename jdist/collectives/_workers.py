@@ -1,0 +1,348 @@
+"""Runs what one worker does on all workers: the substrates behind the axis.
+
+Every array that the workers hold has a leading axis of workers, whatever the
+substrate: `[workers, ...]`, sharded over the mesh's worker axis where there is
+one.  So each worker differentiates its own slice, and gradients are local
+everywhere.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist.collectives import _operations
+
+PyTree = Any
+_UNSPLIT = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+  """The workers of a run and how they run; made by `workers`.
+
+  Attributes:
+    num_workers: how many there are, over all processes.
+    substrate: `"none"`, `"vmap"` or `"shard_map"`.
+    axis: what a step gives to `jdist.collectives` and to transformations.
+    mesh: the devices of `"shard_map"`, else None.
+  """
+
+  num_workers: int
+  substrate: Literal["none", "vmap", "shard_map"]
+  axis: _operations.Axis
+  mesh: Mesh | None = None
+
+  @property
+  def mesh_axis(self) -> str:
+    """The name of the mesh axis over which workers are spread."""
+    return self.axis[-1] if isinstance(self.axis, tuple) else str(self.axis)
+
+  @property
+  def workers_per_device(self) -> int:
+    """How many workers share a device."""
+    if self.mesh is None:
+      return self.num_workers
+    return self.num_workers // self.mesh.shape[self.mesh_axis]
+
+  @functools.cached_property
+  def local_workers(self) -> tuple[int, ...]:
+    """The numbers of the workers that run in this process."""
+    if self.mesh is None:
+      return tuple(range(self.num_workers))
+    # The devices of one worker may lie in several processes; the process
+    # that owns any of them feeds the worker.
+    dim = self.mesh.axis_names.index(self.mesh_axis)
+    rows = np.moveaxis(self.mesh.devices, dim, 0)
+    mine = jax.process_index()
+    return tuple(
+      row * self.workers_per_device + slot
+      for row, devices in enumerate(rows)
+      if any(d.process_index == mine for d in np.ravel(devices))
+      for slot in range(self.workers_per_device)
+    )
+
+  def sharding(self, spec: PartitionSpec = _UNSPLIT) -> jax.sharding.Sharding:
+    """Where arrays `[workers, ...]` live.
+
+    Args:
+      spec: how the remaining dimensions are split over the mesh's other axes.
+
+    Returns:
+      A sharding whose first dimension is split over the workers.
+    """
+    if self.mesh is None:
+      return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    # Without trailing None, as compiled programs name the sharding of their
+    # results: another name is another program.
+    dims = list(spec)
+    while dims and dims[-1] is None:
+      dims.pop()
+    return NamedSharding(self.mesh, PartitionSpec(self.mesh_axis, *dims))
+
+  def specs(self, tree: PyTree) -> PyTree:
+    """Reads how a worker's arrays are split over the mesh's other axes.
+
+    Args:
+      tree: arrays `[workers, ...]` on the devices.
+
+    Returns:
+      A tree of PartitionSpec, without the axis of workers.
+    """
+
+    def one(x: jax.Array) -> PartitionSpec:
+      if isinstance(x.sharding, NamedSharding):
+        return PartitionSpec(*x.sharding.spec[1:])
+      return _UNSPLIT
+
+    return jax.tree.map(one, tree)
+
+  def jit(
+    self,
+    step: Callable[..., PyTree],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    out_specs: PyTree = None,
+  ) -> Any:
+    """Compiles what one worker does into one program for all of them.
+
+    Args:
+      step: takes and returns pytrees of one worker's arrays, without the
+        leading axis of workers; speaks to the others through `self.axis`.
+      donate_argnums: the arguments whose memory the results may reuse.
+      out_specs: how the results are split over the mesh's other axes: a
+        `PartitionSpec`, or None where the compiler may choose, for each result
+        or for whole subtrees.  A step that gives a state back names here how
+        the state is split, for instance `(team.specs(state), None)`; else the
+        compiler may split a leaf that came whole, and the next call, with
+        another input, compiles the step again.
+
+    Returns:
+      A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
+      `lower`, `trace` and so on.
+    """
+    # Results that depend on no argument would else be free to move, and the
+    # next call, where they are arguments, a call of another kind.
+    if self.mesh is None:
+      placed = self.sharding()
+    else:
+      placed = jax.tree.map(self.sharding, out_specs)
+    return jax.jit(
+      self.spmd(step), donate_argnums=donate_argnums, out_shardings=placed
+    )
+
+  def spmd(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`jit` without the compilation: maps `step` over the leading axis."""
+    one = _squeezed(step)
+    if self.substrate == "none":
+      return one
+    if self.substrate == "vmap":
+      return jax.vmap(step, axis_name=str(self.axis))
+    assert self.mesh is not None
+    spec = PartitionSpec(self.mesh_axis)
+    several = isinstance(self.axis, tuple)
+    if several:
+      one = jax.vmap(step, axis_name=self.axis[0])  # type: ignore[index]
+    return jax.shard_map(
+      one,
+      mesh=self.mesh,
+      in_specs=spec,
+      out_specs=spec,
+      axis_names={self.mesh_axis},
+      # vmap inside shard_map cannot be typed.  Nothing is lost as long as
+      # the differentiated function holds no collective, which a test checks.
+      check_vma=not several,
+    )
+
+  def replicate(
+    self, tree: PyTree, specs: PyTree | PartitionSpec = _UNSPLIT
+  ) -> PyTree:
+    """Gives every worker a copy of `tree`.
+
+    Args:
+      tree: one worker's arrays; on several processes the same in each.
+      specs: how the arrays are split over the mesh's other axes: one
+        `PartitionSpec` for all, or a tree of them like `tree`.
+
+    Returns:
+      Arrays `[workers, ...]`.
+    """
+    if jax.process_count() > 1:  # Only host arrays may enter such a program.
+      tree = jax.tree.map(_to_host, tree)
+    if isinstance(specs, PartitionSpec):
+      shardings = self.sharding(specs)
+    else:
+      shardings = jax.tree.map(self.sharding, specs)
+    # A program and not a device_put: it never holds all copies in one place.
+    spread = jax.jit(
+      lambda one: jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), one
+      ),
+      out_shardings=shardings,
+    )
+    return spread(tree)
+
+  def place(self, tree: PyTree) -> PyTree:
+    """Puts arrays that already have their axis of workers onto the devices.
+
+    Args:
+      tree: host arrays `[local workers, ...]`: all workers in a run of one
+        process, else the rows of `local_workers`.
+
+    Returns:
+      Arrays `[workers, ...]`.
+
+    Raises:
+      ValueError: when the first dimension is not the number of workers.
+    """
+    rows = len(self.local_workers)
+
+    def one(x: Any) -> jax.Array:
+      if jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows:
+        raise ValueError(
+          f"`tree` must have one row for each of this process's {rows} "
+          f"workers, got an array of shape {jnp.shape(x)}. To split a batch "
+          "by workers, call `shard`."
+        )
+      if jax.process_count() == 1:
+        return jax.device_put(x, self.sharding())
+      return jax.make_array_from_process_local_data(
+        self.sharding(), _to_host(x), (self.num_workers, *jnp.shape(x)[1:])
+      )
+
+    return jax.tree.map(one, tree)
+
+  def shard(self, batch: PyTree) -> PyTree:
+    """Splits a batch evenly over the workers and places it.
+
+    Args:
+      batch: arrays `[workers * n, ...]`; on several processes this process's
+        part, `[local workers * n, ...]`.
+
+    Returns:
+      Arrays `[workers, n, ...]`: worker i has samples i*n to (i+1)*n.
+
+    Raises:
+      ValueError: when a batch does not divide.
+    """
+    rows = len(self.local_workers)
+
+    def split(x: Any) -> Any:
+      if jnp.ndim(x) == 0 or jnp.shape(x)[0] % rows:
+        raise ValueError(
+          f"`batch` must divide evenly over {rows} workers, got an array of "
+          f"shape {jnp.shape(x)}. Make the batch a multiple of {rows}."
+        )
+      return x.reshape(rows, -1, *x.shape[1:])
+
+    return self.place(jax.tree.map(split, batch))
+
+  def view(self, tree: PyTree, worker: int | None = None) -> PyTree:
+    """One worker's arrays.
+
+    Args:
+      tree: arrays `[workers, ...]`.
+      worker: its number; by default the first one of this process.
+
+    Returns:
+      Arrays `[...]`.
+
+    Raises:
+      ValueError: when the worker, or a part of it, does not run in this
+        process.
+    """
+    worker = self.local_workers[0] if worker is None else worker
+    if worker not in self.local_workers:
+      raise ValueError(
+        f"`worker` must run in this process, one of {self.local_workers}, "
+        f"got {worker}. To see all workers, call `gather`."
+      )
+    return jax.tree.map(lambda x: _row(x, worker), tree)
+
+  def gather(self, tree: PyTree) -> PyTree:
+    """All workers' arrays as NumPy arrays, in every process.
+
+    Args:
+      tree: arrays `[workers, ...]`.
+
+    Returns:
+      NumPy arrays `[workers, ...]`.
+    """
+    if jax.process_count() == 1:
+      return jax.tree.map(_to_host, tree)
+    jax.tree.map(_check_plain, tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  """`step` on the only row, with a leading axis on its results."""
+
+  @functools.wraps(step)  # Its name is what profiles and programs show.
+  def on_row(*args: PyTree) -> PyTree:
+    row = jax.tree.map(lambda x: jnp.squeeze(x, 0), args)
+    # What a step gives back as it was given is not touched at all.
+    rows = zip(jax.tree.leaves(row), jax.tree.leaves(args), strict=True)
+    given = {id(x): whole for x, whole in rows}
+    return jax.tree.map(
+      lambda x: given[id(x)] if id(x) in given else _as_row(x), step(*row)
+    )
+
+  return on_row
+
+
+def _as_row(x: jax.Array) -> jax.Array:
+  # Without the barrier XLA may fuse the new shape into what made the value and
+  # compute it twice where the step also goes on with the old shape: a
+  # momentum, for instance, which then cannot be updated in place. Compiled
+  # for 8 H200, a step has 3 copies with it and 9 without. XLA's CPU compiler
+  # drops barriers before it fuses, and keeps such copies. One barrier a leaf:
+  # nothing waits for anything else.
+  return jnp.expand_dims(jax.lax.optimization_barrier(x), 0)
+
+
+def _row(x: jax.Array, worker: int) -> jax.Array:
+  """Row `worker` of an array of which this process has that row."""
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return x[worker]
+  parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}
+  for shard in x.addressable_shards:
+    # Bounds, because slices have no hash before Python 3.12.
+    (start, stop), *box = (
+      side.indices(length)[:2]
+      for side, length in zip(shard.index, x.shape, strict=True)
+    )
+    if start <= worker < stop:
+      parts[tuple(box)] = shard.data[worker - start]
+  if sum(part.size for part in parts.values()) != math.prod(x.shape[1:]):
+    raise ValueError(
+      f"`worker` must have all its devices in this process, but worker {worker}"
+      " is sharded over several processes. To see all workers, call `gather`."
+    )
+  if len(parts) == 1:
+    return next(iter(parts.values()))
+  # The worker is itself sharded: put its pieces together on the host.
+  whole = np.empty(x.shape[1:], x.dtype)
+  for bounds, part in parts.items():
+    whole[tuple(slice(*side) for side in bounds)] = np.asarray(part)
+  return jnp.asarray(whole)
+
+
+def _to_host(x: Any) -> Any:
+  _check_plain(x)
+  return np.asarray(x)
+
+
+def _check_plain(x: Any) -> None:
+  if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    raise ValueError(
+      "`tree` must hold plain arrays here, got a typed PRNG key. Pass "
+      "`jax.random.key_data(key)` and wrap it again with "
+      "`jax.random.wrap_key_data`."
+    )

@@ -1,0 +1,1 @@
+"""MP²: the front of a network is sent, a predictor gives the rest."""

@@ -1,0 +1,212 @@
+"""The cut chosen by how well what is behind it can be predicted."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdist import models
+from jdist.prediction import _checking
+from jdist.prediction.mp2 import (
+  _cut,
+  _evaluate,
+  _predictor,
+  _predictor_fit,
+  _traffic_mp2,
+)
+from jdist.storage import array_files
+
+Fronts = Callable[[_cut.Cut], np.ndarray]
+
+
+class ScoredCut(NamedTuple):
+  """A cut, and what a predictor made of it.
+
+  Attributes:
+    predictor: the one that was trained for the cut.
+    params: its best parameters.
+    accuracy: the mean of the networks that it completes, from held-out fronts
+      on the test images, at its best epoch.
+    untrained: the same before it was trained.
+    pushed_bytes: what a worker sends in a round.
+  """
+
+  predictor: _predictor.Predictor
+  params: Any
+  accuracy: float
+  untrained: float
+  pushed_bytes: int
+
+
+def score_cuts(
+  predictors: Sequence[_predictor.Predictor],
+  model: models.Model,
+  samples: Fronts,
+  images: Any,
+  labels: Any,
+  *,
+  held_out: Fronts,
+  test_images: Any,
+  test_labels: Any,
+  fit: _predictor_fit.PredictorFit | None = None,
+  normalize: _evaluate.Normalize = _evaluate.as_they_are,
+  directory: str | os.PathLike[str] | None = None,
+  on_score: Callable[[ScoredCut], None] | None = None,
+) -> tuple[ScoredCut, ...]:
+  """Measures how well the layers behind each of several cuts are predicted.
+
+  A predictor is trained for each, with the same budget, and measured on fronts
+  that it has not seen: prediction-result-based, as MP² trains them, and not by
+  how near the predicted parameters are.
+
+  Args:
+    predictors: one for each cut, for instance of 1, 2 and 3 layers, or several
+      of different rank for one.
+    model: the network; without batch statistics.
+    samples: gives the fronts of a cut, float32 [samples, num_front], for
+      instance `ParameterSet.fronts` of a run collected for all these cuts.
+    images: to train with, as `fit_predictor` takes them.
+    labels: int [n].
+    held_out: likewise, of another run.
+    test_images: for the evaluation.
+    test_labels: likewise.
+    fit: how all are trained; default `PredictorFit()`.
+    normalize: turns stored images into the model's inputs.
+    directory: where each training keeps what it needs to go on after it was
+      cut off, in a folder of its own.
+    on_score: called with each cut when it has been measured.
+
+  Returns:
+    One score for each predictor, in their order.
+
+  Raises:
+    ValueError: if there is no predictor, or an argument does not fit.
+
+  References:
+    Reconstruction: MP² names its cuts and does not tell how they were chosen.
+  """
+  predictors = _checking.check_list(
+    "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
+  )
+  if not predictors:
+    raise ValueError(
+      "`predictors` must hold at least one, got none. Make them with "
+      "`prediction.predictor(cut)`."
+    )
+  # All of them first: training takes long.
+  for each in predictors:
+    _predictor.check_predictor("predictors", each)
+    _evaluate.check_model(each, model)
+  for name, given in (("samples", samples), ("held_out", held_out)):
+    _checking.check_function(
+      name, given, "a cut, for instance `ParameterSet.fronts`"
+    )
+  _checking.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
+  folder = None if directory is None else array_files.folder(directory)
+  fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
+  scores = []
+  for number, (each, (own, others)) in enumerate(
+    zip(predictors, fronts, strict=True)
+  ):
+    fitted = _predictor_fit.fit_predictor(
+      each,
+      model,
+      own,
+      images,
+      labels,
+      held_out=np.asarray(others),
+      test_images=test_images,
+      test_labels=test_labels,
+      fit=fit,
+      normalize=normalize,
+      directory=None if folder is None else folder / f"{number:02}",
+    )
+    score = ScoredCut(
+      each,
+      fitted.params,
+      fitted.best.accuracy,
+      fitted.curve[0].accuracy,
+      _traffic_mp2.traffic(each.cut).pushed_bytes,
+    )
+    scores.append(score)
+    if on_score is not None:
+      on_score(score)
+  return tuple(scores)
+
+
+def choose_cut(
+  scores: Sequence[ScoredCut], *, max_lost: float = 0.01
+) -> ScoredCut:
+  """Chooses the cut that sends least among those that are predicted well.
+
+    least pushed_bytes  where  accuracy >= max(accuracy) - max_lost
+
+  Args:
+    scores: from `score_cuts`, with the same network and images.
+    max_lost: accuracy that may be given away for fewer bytes, from 0 to 1;
+      default 0.01, a point.
+
+  Returns:
+    One of the scores; of those that send alike the most accurate.
+
+  Raises:
+    ValueError: if `max_lost` is out of range, or there is no score, or none is
+      above its untrained predictor's: then nothing was learned, and no cut is
+      better.
+  """
+  max_lost = _checking.check_number("max_lost", max_lost, high=1)
+  scores = _checking.check_list("scores", scores, "`ScoredCut`s")
+  for score in scores:
+    _checking.check_kind("scores", score, ScoredCut, "of `score_cuts`")
+  if not scores:
+    raise ValueError("`scores` must hold at least one, got none.")
+  for score in scores:
+    _checking.check_number("scores[...].accuracy", score.accuracy, high=1)
+  best = max(score.accuracy for score in scores)
+  if all(score.accuracy <= score.untrained for score in scores):
+    raise ValueError(
+      "`scores` must have one that is above its untrained predictor's "
+      f"accuracy, got {best:.3f} at best and no gain. Train longer, or with "
+      "fronts of more runs."
+    )
+  good = [score for score in scores if score.accuracy >= best - max_lost]
+  return min(good, key=lambda score: (score.pushed_bytes, -score.accuracy))
+
+
+def depths(
+  model: models.Model | Any,
+  *,
+  rank: int = 1,
+  name: str = "model",
+  order: Sequence[str] | None = None,
+) -> tuple[_predictor.Predictor, ...]:
+  """A predictor for every depth at which a network can be cut.
+
+  Args:
+    model: as `cut` takes it.
+    rank: of each, see `predictor`.
+    name: what the network is called in messages.
+    order: of its layers, see `cut`.
+
+  Returns:
+    The predictors, the shallowest cut first.
+
+  Raises:
+    ValueError: if an argument is out of range, or the network has fewer than
+      two layers.
+
+  >>> dense = {"kernel": np.zeros((2, 2))}
+  >>> [p.cut for p in depths({"first": dense, "last": dense})]
+  [Cut(model: 1 layers of 4 parameters (first) | 1 layers of 4)]
+  """
+  num_layers = _cut.count_layers(model, order)
+  if num_layers < 2:
+    raise ValueError(
+      "`model` must have two layers at least, one in front of a cut and one "
+      f"behind it, got {num_layers}. Give the whole network or its parameters."
+    )
+  return tuple(
+    _predictor.predictor(_cut.cut(model, depth, name=name, order=order), rank)
+    for depth in range(1, num_layers)
+  )

@@ -1,0 +1,286 @@
+"""Networks put together from sampled fronts and predicted rears."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import models
+from jdist.prediction import _checking
+from jdist.prediction.mp2 import _cut, _predictor
+
+PyTree = Any
+_UNROLL = 8
+Normalize = Callable[[jax.Array], jax.Array]
+
+
+def as_they_are(images: jax.Array) -> jax.Array:
+  """Leaves images as they are stored."""
+  return images
+
+
+def assemble(
+  predictor: _predictor.Predictor, params: PyTree, vector: jax.Array
+) -> PyTree:
+  """Puts a network together from a front, with the predicted rear.
+
+  Args:
+    predictor: of the network's cut.
+    params: the predictor's.
+    vector: the front, float32 [num_front], as `Cut.flatten_front` makes it.
+
+  Returns:
+    The network's parameters.
+
+  Raises:
+    ValueError: when the front is of another cut, or the parameters are of
+      another predictor, naming the first leaf that differs.
+  """
+  _predictor.check_predictor("predictor", predictor)
+  front = predictor.cut.unflatten_front(vector)
+  return predictor.cut.join(front, predictor.apply_vector(params, vector))
+
+
+def logits_of(
+  predictor: _predictor.Predictor,
+  model: models.Model,
+  params: PyTree,
+  vectors: jax.Array,
+  images: jax.Array,
+  *,
+  train: bool,
+) -> jax.Array:
+  """What the networks of several samples say to the same images.
+
+  Args:
+    predictor: of the network's cut.
+    model: the network.
+    params: the predictor's.
+    vectors: fronts, float32 [samples, num_front].
+    images: normalized, [n, ...].
+    train: as of `Model.apply`.
+
+  Returns:
+    float32 [samples, n, classes].
+  """
+
+  def one(vector: jax.Array) -> jax.Array:
+    whole = assemble(predictor, params, vector)
+    logits, _ = model.apply(whole, model.state, images, train=train)
+    return logits.astype(jnp.float32)
+
+  if jax.default_backend() == "cpu":
+    return _one_by_one(one, vectors)
+  return jax.vmap(one)(vectors)
+
+
+def _one_by_one(
+  function: Callable[[jax.Array], jax.Array], vectors: jax.Array
+) -> jax.Array:
+  """A map over rows whose convolutions stay single ones.
+
+  Mapped by `vmap`, a convolution with kernels of its own for every sample is a
+  grouped one, for which XLA's CPU compiler has no fast kernel: the gradient of
+  eight LeNets took 16 times as long, in a loop that is not unrolled 3 times.
+  """
+  _, found = jax.lax.scan(
+    lambda _, x: (None, function(x)),
+    None,
+    vectors,
+    unroll=min(len(vectors), _UNROLL),
+  )
+  return found
+
+
+def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
+  """Refuses networks that cannot be put together from a prediction."""
+  _predictor.check_predictor("predictor", predictor)
+  _checking.check_kind(
+    "model",
+    model,
+    models.Model,
+    "a network, for instance `models.build(name, ...)`",
+  )
+  if jax.tree.leaves(model.state):
+    raise ValueError(
+      "`model` must have no state, as batch statistics are neither sent nor "
+      f'predicted, got {model!r} with some. Build it with norm="none" or '
+      'norm="group".'
+    )
+  depth = len(predictor.cut.front)
+  mine = _cut.cut(model, depth, name="the model")
+  _cut.refuse_other_cut("model", mine, predictor.cut)
+
+
+def evaluate_predictor(
+  predictor: _predictor.Predictor,
+  params: PyTree,
+  model: models.Model,
+  samples: np.ndarray,
+  images: Any,
+  labels: Any,
+  *,
+  normalize: Normalize = as_they_are,
+  samples_per_batch: int = 25,
+  images_per_batch: int = 500,
+) -> np.ndarray:
+  """Measures the accuracy of the networks that a predictor completes.
+
+  This is the paper's "prediction-result-based evaluation": not how near the
+  predicted parameters are, but how well the network works with them.
+
+  Args:
+    predictor: of the network's cut.
+    params: the predictor's.
+    model: the network; without batch statistics.
+    samples: fronts, float32 [samples, num_front], for instance of
+      `ParameterSet.fronts`.
+    images: [n, ...], as stored.
+    labels: integers [n], a class each, from 0.
+    normalize: turns stored images into the model's inputs.
+    samples_per_batch: how many networks run at once.
+    images_per_batch: on how many images.
+
+  Returns:
+    The share of images that each network gets right, float64 [samples].
+
+  Raises:
+    ValueError: when the samples or the model are not of the predictor's cut,
+      samples are not finite, or the labels are not of these images.
+  """
+  check_model(predictor, model)
+  check_samples("samples", samples, predictor)
+  check_images(("images", "labels"), images, labels, model, normalize)
+  _checking.check_int("samples_per_batch", samples_per_batch, 1)
+  _checking.check_int("images_per_batch", images_per_batch, 1)
+  hits = np.zeros(len(samples))
+  images, labels = np.asarray(images), np.asarray(labels)
+  for first in range(0, len(samples), samples_per_batch):
+    vectors = _padded(
+      samples[first : first + samples_per_batch],
+      min(samples_per_batch, len(samples)),
+    )
+    for start in range(0, len(images), images_per_batch):
+      stop = start + images_per_batch
+      size = min(images_per_batch, len(images))
+      mask = np.arange(start, start + size) < len(images)
+      found = _hits(
+        predictor,
+        model,
+        normalize,
+        params,
+        vectors,
+        _padded(images[start:stop], size),
+        _padded(labels[start:stop], size),
+        mask,
+      )
+      part = hits[first : first + samples_per_batch]
+      part += np.asarray(found)[: len(part)]
+  return hits / len(images)
+
+
+# Each triple is a program; of equal predictors that are made anew it is one.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _hits(
+  predictor: _predictor.Predictor,
+  model: models.Model,
+  normalize: Normalize,
+  params: PyTree,
+  vectors: jax.Array,
+  images: jax.Array,
+  labels: jax.Array,
+  mask: jax.Array,
+) -> jax.Array:
+  inputs = normalize(images).astype(jnp.float32)
+  logits = logits_of(predictor, model, params, vectors, inputs, train=False)
+  # Of a NaN `argmax` makes the class at which it stands.
+  told = ~jnp.isnan(logits).any(-1)
+  right = (jnp.argmax(logits, -1) == labels) & told & mask
+  return jnp.sum(right, -1, dtype=jnp.float32)
+
+
+def check_samples(
+  argument: str, samples: np.ndarray, predictor: _predictor.Predictor
+) -> None:
+  """Refuses what is not an array of fronts, all of them finite."""
+  num_front = predictor.cut.num_front
+  shape: tuple[int, ...] = getattr(samples, "shape", ())
+  dtype = getattr(samples, "dtype", np.dtype(object))
+  numbers = jnp.issubdtype(dtype, jnp.floating)
+  fits = len(shape) == 2 and shape[0] and shape[1] == num_front
+  if not (fits and numbers):
+    array = hasattr(samples, "shape")
+    given = _checking.told(samples)
+    if array:
+      given = f"{dtype}{list(shape)}"
+    raise ValueError(
+      f"`{argument}` must be [samples, {num_front}] with at least one sample, "
+      f"an array of floats, as the fronts of {predictor.cut!r}, got {given}. "
+      "Take `ParameterSet.fronts` of this cut."
+    )
+  _checking.check_finite(argument, samples)
+
+
+def check_images(
+  names: tuple[str, str],
+  images: Any,
+  labels: Any,
+  model: models.Model,
+  normalize: Normalize,
+) -> None:
+  """Refuses images and labels that are not of each other or of the model."""
+  own, other = names
+  _checking.check_function("normalize", normalize, "images as they are stored")
+  images, labels = np.asarray(images), np.asarray(labels)
+  if not images.ndim or not len(images):
+    raise ValueError(
+      f"`{own}` must hold at least one image, got shape {list(images.shape)}."
+    )
+  if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    raise ValueError(
+      f"`{other}` must be integers [images], the class of each, got "
+      f"{labels.dtype}{list(labels.shape)}. Of one-hot labels take "
+      "`labels.argmax(-1)`."
+    )
+  if len(labels) != len(images):
+    raise ValueError(
+      f"`{other}` must have one label for each of `{own}`, got {len(labels)} "
+      f"for {len(images)}. Take both from the same split."
+    )
+  try:
+    num_classes = _count_classes(model, normalize, images)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"`{own}` must be images that `normalize` makes inputs of the model, got "
+      f"{images.dtype}{list(images.shape)}: {error}"
+    ) from error
+  low, high = int(labels.min()), int(labels.max())
+  if low < 0 or high >= num_classes:
+    raise ValueError(
+      f"`{other}` must be from 0 to {num_classes - 1}, as the model has "
+      f"{num_classes} classes, got {low} to {high}. Count classes from 0, or "
+      "build the model with more."
+    )
+  _checking.check_finite(own, images)
+
+
+def _count_classes(
+  model: models.Model, normalize: Normalize, images: np.ndarray
+) -> int:
+  """How many logits the model gives, without running it."""
+
+  def logits(params: PyTree, images: jax.Array) -> jax.Array:
+    inputs = normalize(images).astype(jnp.float32)
+    return model.apply(params, model.state, inputs, train=False)[0]
+
+  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
+  return jax.eval_shape(logits, model.params, one).shape[-1]
+
+
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+  """Repeats the last row up to a size: one shape, one program."""
+  short = size - len(x)
+  return np.concatenate([x, np.repeat(x[-1:], short, 0)]) if short else x

@@ -1,0 +1,287 @@
+"""The network that predicts the rear of another network from its front."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jdist.prediction import _checking
+from jdist.prediction.mp2 import _cut
+
+PyTree = Any
+Params = dict[str, Any]
+DenseFrom = Literal["flatten", "hidden"]
+
+_GRID = 8
+_NUM_CELLS = _GRID * _GRID
+_NUM_CHANNELS = 8
+_NUM_SQUEEZED = 2
+_NUM_BLOCKS = 3
+_BIAS = 0.1
+_STD = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+  """Predicts the layers behind a cut; made by `predictor`.
+
+  Plain data and pure functions of one worker's parameters, for `jax.jit` and
+  on every substrate.
+
+  Attributes:
+    cut: of the network whose rear is predicted.
+    rank: how many outer products a predicted convolution is a sum of.
+    grid: 8 where the front enters as [8, 8, channels], 1 as [1, 1, channels].
+    dense_from: whether dense layers are decoded from the 8 flattened
+      features, "flatten", or from a dense layer of 64 behind them, "hidden".
+  """
+
+  cut: _cut.Cut
+  rank: int
+  grid: int
+  dense_from: DenseFrom
+
+  @property
+  def num_channels(self) -> int:
+    """Channels of the input, C: [grid, grid, C] holds the front."""
+    return -(-self.cut.num_front // self.grid**2)
+
+  @property
+  def num_params(self) -> int:
+    """How many numbers are trained."""
+    return sum(math.prod(shape) for shape in self._shapes().values())
+
+  def __repr__(self) -> str:
+    return (
+      f"Predictor({self.cut!r}, rank={self.rank}, grid={self.grid}, "
+      f"dense_from={self.dense_from!r}: {self.num_params:,} parameters)"
+    )
+
+  def init(self, key: jax.Array) -> Params:
+    """Draws the parameters to begin with.
+
+    Weights are normal with deviation 0.1, drawn again beyond two deviations;
+    biases 0.1.
+
+    Args:
+      key: random key.
+
+    Returns:
+      Nested dict of float32 arrays.
+
+    Raises:
+      ValueError: when that is no key.
+    """
+    _checking.check_key(key)
+    shapes = self._shapes()
+    # At once, as each shape would be a program.
+    draw = _STD * jax.random.truncated_normal(
+      key, -2.0, 2.0, (self.num_params,), jnp.float32
+    )
+    tree: Params = {}
+    start = 0
+    for path, shape in shapes.items():
+      if path[-1] == "bias":
+        value = jnp.full(shape, _BIAS, jnp.float32)
+      else:
+        value = draw[start : start + math.prod(shape)].reshape(shape)
+      start += math.prod(shape)
+      node = tree
+      for name in path[:-1]:
+        node = node.setdefault(name, {})
+      node[path[-1]] = value
+    return tree
+
+  def apply(self, params: Params, front: PyTree) -> PyTree:
+    """Predicts the rear.
+
+    Args:
+      params: from `init`, trained.
+      front: the front of one worker's parameters, of `Cut.split`; those of
+        the whole network will do.
+
+    Returns:
+      The rear, for `Cut.join`.
+
+    Raises:
+      ValueError: when the front does not fit the cut, or the parameters are of
+        another predictor, naming the first leaf that differs.
+    """
+    return self.apply_vector(params, self.cut.flatten_front(front))
+
+  def apply_vector(self, params: Params, vector: jax.Array) -> PyTree:
+    """The same from a flat front: `vector` is float32 [num_front]."""
+    shape = getattr(vector, "shape", None)
+    if shape != (self.cut.num_front,):
+      given = _checking.told(vector) if shape is None else list(shape)
+      raise ValueError(
+        f"`vector` must be an array of shape [{self.cut.num_front}], the front "
+        f"of {self.cut!r}, got {given}. Map over samples with `jax.vmap`."
+      )
+    self.check_params(params)
+    features = self._features(params, vector)
+    convs = dense = features
+    if "hidden" in params:
+      convs = jax.nn.relu(_dense(params["hidden"], features))
+      convs = convs.reshape(_NUM_CELLS, self.rank)
+    if "hidden_dense" in params:
+      dense = jax.nn.relu(_dense(params["hidden_dense"], features))
+    parts = []
+    for layer in self.cut.rear:
+      kernel = params["layers"][layer.name]["kernel"]
+      flat = (dense if layer.is_dense else convs) @ kernel
+      parts.append(flat.reshape(-1)[: layer.size])
+    return self.cut.unflatten_rear(jnp.concatenate(parts))
+
+  def check_params(self, params: Params) -> None:
+    """Raises a ValueError unless the parameters are this predictor's.
+
+    Args:
+      params: arrays or shapes; the first leaf that differs is named.
+    """
+    _checking.check_leaves(
+      f"`params` must be of {self!r}, but",
+      "Take the parameters that were trained with this predictor.",
+      params,
+      {".".join(path): shape for path, shape in self._shapes().items()},
+    )
+
+  def _features(self, params: Params, vector: jax.Array) -> jax.Array:
+    """The 8 features of a front."""
+    grid, num_channels = self.grid, self.num_channels
+    missing = grid * grid * num_channels - vector.size
+    x = jnp.pad(vector.astype(jnp.float32), (0, missing))
+    x = x.reshape(1, grid, grid, num_channels)
+    for number in range(1, _NUM_BLOCKS + 1):
+      block = params[f"block{number}"]
+      x = jax.lax.conv_general_dilated(
+        x,
+        block["conv"]["kernel"],
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+      )
+      x = jax.nn.relu(x + block["conv"]["bias"].reshape(1, 1, 1, -1))
+      weights = jax.nn.relu(_dense(block["squeeze"], jnp.mean(x, (0, 1, 2))))
+      weights = jax.nn.sigmoid(_dense(block["excite"], weights))
+      x = x * weights.reshape(1, 1, 1, -1)
+      window = (1, 2, 2, 1)
+      x = jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, window, window, "SAME"
+      )
+    return x.reshape(_NUM_CHANNELS)
+
+  def _shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The shape of every array, by its path."""
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def add(*path: str, sizes: tuple[int, ...]) -> None:
+      shapes[*path, "kernel"] = sizes
+      shapes[*path, "bias"] = sizes[-1:]
+
+    widths = [self.num_channels] + [_NUM_CHANNELS] * _NUM_BLOCKS
+    for i, pair in enumerate(itertools.pairwise(widths)):
+      block = f"block{i + 1}"
+      add(block, "conv", sizes=(3, 3, *pair))
+      add(block, "squeeze", sizes=(_NUM_CHANNELS, _NUM_SQUEEZED))
+      add(block, "excite", sizes=(_NUM_SQUEEZED, _NUM_CHANNELS))
+    num_features = _NUM_CHANNELS
+    kinds = {layer.is_dense for layer in self.cut.rear}
+    if False in kinds:
+      add("hidden", sizes=(_NUM_CHANNELS, _NUM_CELLS * self.rank))
+    if True in kinds and self.dense_from == "hidden":
+      num_features = _NUM_CELLS
+      add("hidden_dense", sizes=(_NUM_CHANNELS, num_features))
+    for layer in self.cut.rear:
+      shapes["layers", layer.name, "kernel"] = (
+        (num_features, layer.size)
+        if layer.is_dense
+        else (self.rank, -(-layer.size // _NUM_CELLS))
+      )
+    return shapes
+
+
+def predictor(
+  cut: _cut.Cut,
+  rank: int = 1,
+  *,
+  grid: int | None = None,
+  dense_from: DenseFrom | None = None,
+) -> Predictor:
+  """Makes the published predictor for a cut.
+
+  The front p enters as x = [8, 8, C]; three times
+
+    x <- relu(conv3x3(x) + b)                 C -> 8, 8 -> 8, 8 -> 8
+    x <- x * sigmoid(V relu(U mean(x)))       8 -> 2 -> 8, per channel
+    x <- max over 2x2                         8x8 -> 4x4 -> 2x2 -> 1x1
+
+  leave 8 features f. A convolution of n parameters, kernel, bias and
+  normalization, is the outer product of what all share and what is its own,
+
+    a = relu(A f + c) [64, rank],   layer = (a @ w)[:n],   w [rank, n / 64]
+
+  and a dense layer of n parameters is `D g`, with g = f or g = relu(B f + d)
+  [64].
+
+  Args:
+    cut: where the network is cut, from `cut` or `published_cut`.
+    rank: how many outer products are summed; default 1, as published.
+    grid: 8 for an input [8, 8, C], with zeros behind where 64 does not divide
+      the front, or 1 for [1, 1, C]. Default 8 where 64 divides it, else 1:
+      so have the authors' networks it, LeNet as the only one [1, 1, 2572].
+      Over one pixel 8 of the 9 weights of a window meet zeros only, and the
+      first convolution has 72 weights for each number of the front: give 8
+      for large ones.
+    dense_from: "flatten" for g = f, "hidden" for the layer of 64. Default
+      "flatten" where one dense layer is predicted, as for the ResNets, else
+      "hidden", as for VGG and AlexNet.
+
+  Returns:
+    The predictor: `init(key) -> params`, `apply(params, front) -> rear`.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  >>> from jdist import prediction
+  >>> predictor = prediction.predictor(prediction.published_cut("resnet18"))
+  >>> predictor.num_channels, predictor.num_params
+  (2901, 277420)
+
+  References:
+    MP², model parameter prediction, the authors' predictor. Reconstruction,
+    where it is not told: pooling keeps a single pixel; the dense layers of
+    channel attention and the shared ones have biases, which begin at 0.1 as
+    the convolutions' do; LeNet's dense layers are decoded as VGG's; all dense
+    layers share one layer of 64, with a rectifier; what is padded when 64
+    divides a front or a layer not. Ours: `rank` above 1. Inputs and outputs
+    are not normalized, as published.
+  """
+  _cut.check_cut("cut", cut)
+  rank = _checking.check_int("rank", rank, 1)
+  if grid is None:
+    grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
+  if _checking.check_int("grid", grid, 1) not in (1, _GRID):
+    raise ValueError(f"`grid` must be 1 or {_GRID}, got {grid}.")
+  if dense_from is None:
+    num_dense = sum(layer.is_dense for layer in cut.rear)
+    dense_from = "flatten" if num_dense <= 1 else "hidden"
+  if dense_from not in ("flatten", "hidden"):
+    raise ValueError(
+      f'`dense_from` must be "flatten" or "hidden", got {dense_from!r}.'
+    )
+  return Predictor(cut, rank, grid, dense_from)
+
+
+def check_predictor(argument: str, value: Any) -> None:
+  """Raises a ValueError unless an argument is a predictor."""
+  _checking.check_kind(
+    argument, value, Predictor, "of `prediction.predictor(cut)`"
+  )
+
+
+def _dense(params: Params, x: jax.Array) -> jax.Array:
+  return x @ params["kernel"] + params["bias"]

@@ -1,0 +1,109 @@
+"""The networks and cuts of MP²."""
+
+from typing import Any
+
+from jdist import models
+from jdist.prediction.mp2 import _cut
+
+# Options of the authors' networks, and how many layers they push.
+_NARROW = {"width": 32, "norm": "none"}
+_PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+  "lenet": ({}, 2),
+  "alexnet": ({"form": "cifar"}, 2),
+  "vgg15": ({"norm": "none"}, 4),
+  "resnet18": (_NARROW | {"shortcut_size": 3}, 10),
+  "resnet34": (_NARROW | {"shortcut_size": 3}, 16),
+  "resnet50": (_NARROW, 23),
+}
+_GRAY = (28, 28, 1)
+_COLOR = (32, 32, 3)
+
+PUBLISHED = tuple(_PUBLISHED)
+
+
+def published_model(
+  name: str,
+  *,
+  input_shape: tuple[int, int, int] | None = None,
+  num_classes: int = 10,
+  **options: Any,
+) -> models.Model:
+  """Builds a network as MP² has it.
+
+  None has a normalization, and the ResNets begin with 32 features in place of
+  64. With these options of `models.build` the front has the authors' numbers
+  of parameters: shortcuts of ResNet-18 and 34 over 3x3 pixels, those of
+  ResNet-50 over one.
+
+  | name     | layers pushed | parameters pushed | of       |
+  |----------|---------------|-------------------|----------|
+  | lenet    | 2             | 2,572             | 61,706   |
+  | alexnet  | 2             | 617,344           |          |
+  | vgg15    | 4             | 260,160           | 4,722,698|
+  | resnet18 | 10            | 185,664           | 3,139,274|
+  | resnet34 | 16            | 351,872           |          |
+  | resnet50 | 23            | 343,104           |          |
+
+  Args:
+    name: one of the table.
+    input_shape: (height, width, channels); default 28x28x1 for LeNet and
+      32x32x3 for the others.
+    num_classes: number of logits, default 10.
+    **options: of `models.build`, such as `seed` and `abstract`.
+
+  Returns:
+    The model.
+
+  Raises:
+    ValueError: if there is no such model or option, or one that the authors'
+      network fixes.
+
+  References:
+    MP², model parameter prediction. Reconstruction: what is behind the cut of
+    AlexNet, ResNet-34 and ResNet-50, whose totals are not published, and
+    where VGG-15's eight last convolutions are pooled.
+  """
+  fixed, _ = _published(name)
+  if own := sorted(fixed.keys() & options.keys()):
+    raise ValueError(
+      f"`{own[0]}` must be left out, as {name} has {own[0]}="
+      f"{fixed[own[0]]!r} as published, got {options[own[0]]!r}. Build other "
+      "forms with `jdist.models.build`."
+    )
+  if input_shape is None:
+    input_shape = _GRAY if name == "lenet" else _COLOR
+  return models.build(
+    name,
+    input_shape=input_shape,
+    num_classes=num_classes,
+    **fixed,
+    **options,
+  )
+
+
+def published_cut(
+  name: str,
+  *,
+  input_shape: tuple[int, int, int] | None = None,
+  num_classes: int = 10,
+) -> _cut.Cut:
+  """Cuts a network where MP² cuts it; arguments as of `published_model`.
+
+  >>> published_cut("vgg15")
+  Cut(vgg15: 4 layers of 260,160 parameters (conv01, conv02, conv03, conv04)
+  | 11 layers of 4,462,538)
+  """
+  _, num_layers = _published(name)
+  model = published_model(
+    name, input_shape=input_shape, num_classes=num_classes, abstract=True
+  )
+  return _cut.cut(model, num_layers, name=name)
+
+
+def _published(name: str) -> tuple[dict[str, Any], int]:
+  if not isinstance(name, str) or name not in _PUBLISHED:
+    raise ValueError(
+      f"`name` must be one of {', '.join(_PUBLISHED)}, got {name!r}. Cut "
+      "other networks with `cut`."
+    )
+  return _PUBLISHED[name]

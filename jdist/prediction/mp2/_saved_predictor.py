@@ -1,0 +1,97 @@
+"""Trained predictors on the disk."""
+
+import os
+from typing import Any
+
+import jax
+
+from jdist.prediction import _checking
+from jdist.prediction.mp2 import _cut, _predictor
+from jdist.storage import array_files
+
+PyTree = Any
+_PREDICTOR = "predictor"
+
+
+def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
+  """A predictor as JSON can hold it."""
+  return {
+    "cut": predictor.cut.describe(),
+    "rank": predictor.rank,
+    "grid": predictor.grid,
+    "dense_from": predictor.dense_from,
+  }
+
+
+def refuse_other_predictor(
+  description: dict[str, Any], ours: _predictor.Predictor
+) -> None:
+  """Raises a ValueError unless a directory is of a predictor like this."""
+  theirs = _cut.Cut.from_description(description["cut"])
+  _cut.refuse_other_cut("directory", theirs, ours.cut)
+  for name in ("rank", "grid", "dense_from"):
+    if description[name] != getattr(ours, name):
+      raise ValueError(
+        f"`directory` must hold a predictor with {name}="
+        f"{getattr(ours, name)!r}, got one with {description[name]!r}."
+      )
+
+
+def save_predictor(
+  directory: str | os.PathLike[str],
+  predictor: _predictor.Predictor,
+  params: PyTree,
+  about: dict[str, Any] | None = None,
+) -> None:
+  """Writes a trained predictor, as .npy files and a manifest with hashes.
+
+  Args:
+    directory: for nothing else; a predictor that was saved there is replaced
+      at the end. On several processes, save on one.
+    predictor: what it is.
+    params: its parameters.
+    about: anything that JSON can hold: the data, the accuracy.
+
+  Raises:
+    ValueError: when the parameters are not of this predictor, not float32 or
+      not finite, naming the first that differs, or it is none, or the directory
+      holds something else.
+  """
+  _predictor.check_predictor("predictor", predictor)
+  predictor.check_params(params)
+  _checking.check_trained("params", params)
+  arrays = array_files.named(params)
+  body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
+  array_files.save_arrays(directory, arrays, body)
+
+
+def load_predictor(
+  directory: str | os.PathLike[str], cut: _cut.Cut | None = None
+) -> tuple[_predictor.Predictor, PyTree]:
+  """Reads what `save_predictor` wrote.
+
+  Args:
+    directory: where it is.
+    cut: of the network whose rear is to be predicted; one for another network
+      or cut is refused.
+
+  Returns:
+    The predictor and its parameters.
+
+  Raises:
+    FileNotFoundError: when there is nothing.
+    ValueError: when it is damaged or something else; or of another network or
+      cut, naming the first leaf that differs with its shape.
+  """
+  if cut is not None:
+    _cut.check_cut("cut", cut)
+  arrays, body = array_files.load_arrays(directory, what=_PREDICTOR)
+  found = body["predictor"]
+  theirs = _cut.Cut.from_description(found["cut"])
+  if cut is not None:
+    _cut.refuse_other_cut("directory", theirs, cut)
+  predictor = _predictor.predictor(
+    theirs, found["rank"], grid=found["grid"], dense_from=found["dense_from"]
+  )
+  like = jax.eval_shape(predictor.init, jax.random.key(0))
+  return predictor, array_files.tree_of(arrays, like)

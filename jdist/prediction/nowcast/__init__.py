@@ -1,0 +1,1 @@
+"""Weight nowcasters: each weight predicted from its last values."""

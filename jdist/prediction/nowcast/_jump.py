@@ -1,0 +1,175 @@
+"""Jumping: the parameters go to where they are predicted to be."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives
+from jdist.prediction import _checking
+from jdist.prediction.nowcast import _nowcaster
+
+PyTree = Any
+
+
+class NowcastState(NamedTuple):
+  """State of `nowcast_weights`.
+
+  Attributes:
+    step: updates so far, int32 scalar.
+    history: the parameters at the ends of epochs, float32 [5, *shape]: that of
+      epoch e in row e mod 5, so that all five are in order when they are used.
+    networks: the trained networks, frozen.
+  """
+
+  step: jax.Array
+  history: PyTree
+  networks: PyTree
+
+
+def nowcast_weights(
+  params: dict[_nowcaster.Kind, dict[str, Any]],
+  steps_per_epoch: int,
+  *,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces the parameters by their prediction after every fifth epoch.
+
+  With the parameters :math:`w^{(e)}` at the end of epoch e = 0, 1, ..., and
+  when e mod 5 = 4,
+
+  .. math:: w \leftarrow \mathrm{nowcast}(w^{(e-4)}, \dots, w^{(e)})
+
+  Nothing else changes: not what the optimizer remembers, and not the number of
+  steps.  To save epochs, train for fewer.  Nothing is sent; where the
+  parameters are equal on all workers to the bit, they stay so.
+
+  Stands last in a chain behind `ssgd` or `average_gradients`, where the updates
+  are as they will be applied.  With a method that has rounds, `local_steps`,
+  `easgd`, `mp2`, ..., it stands last in the inner chain: every worker jumps for
+  itself, of `mp2` the front only.  Behind such a method the jump would be lost
+  on the anchor; `jdist.anchor`, `jdist.apply_updates` and the training step
+  refuse it there.
+
+  Its state is five times the size of the parameters in float32.
+
+  Args:
+    params: trained networks, by kind of leaf; see `nowcast`.
+    steps_per_epoch: updates in an epoch, >= 1.
+    axis: the workers' axis: None, a name, or (inner, outer).
+
+  Returns:
+    A transformation; `update` needs `params`.  With the static `drain=True`,
+    as `transforms.drain` says it, it hands the updates on and counts nothing.
+
+  Raises:
+    ValueError: when an argument is out of its range, or there is no network,
+      or one that is not of `init_nowcasters`; at trace time, when `params` is
+      missing.
+
+  References:
+    Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
+    Weights (ICML 2023).
+
+  >>> networks = _nowcaster.init_nowcasters(jax.random.key(0))
+  >>> optimizer = optax.chain(
+  ...   optax.sgd(1.0), nowcast_weights(networks, 1, axis=None)
+  ... )
+  >>> w, moves = jnp.array([0.0]), []
+  >>> state, update = optimizer.init(w), jax.jit(optimizer.update)
+  >>> for _ in range(6):
+  ...   updates, state = update(jnp.array([-1.0]), state, w)
+  ...   w = w + updates
+  ...   moves.append(updates.item())
+  >>> moves[:4] + moves[5:]  # The fifth is the jump.
+  [1.0, 1.0, 1.0, 1.0, 1.0]
+  >>> state[1].history[:, 0].tolist()[1:]  # Row 0 is of the sixth epoch.
+  [2.0, 3.0, 4.0, 5.0]
+  """
+  _nowcaster.check_nowcasters(params)
+  if not params:
+    raise ValueError(
+      "`params` must have a network for one kind at least of "
+      f"{', '.join(_nowcaster.KINDS)}, got {{}}: nothing would jump. Take "
+      "those of `fit_nowcasters` or `load_nowcasters`."
+    )
+  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+    _checking.check_trained("params", params)
+  steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
+  collectives.check_axis(axis)
+  networks, length = params, _nowcaster.HISTORY_LENGTH
+
+  def init_fn(params: optax.Params) -> NowcastState:
+    return NowcastState(
+      step=jnp.zeros((), jnp.int32),
+      history=jax.tree.map(
+        lambda x: jnp.zeros((length, *jnp.shape(x)), jnp.float32), params
+      ),
+      # A buffer of its own, because the state may be donated.
+      networks=jax.tree.map(lambda x: jnp.array(x, copy=True), networks),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: NowcastState,
+    params: optax.Params | None = None,
+    *,
+    drain: Any = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, NowcastState]:
+    del extra_args
+    if params is None:
+      raise ValueError(
+        "`params` must be given to `update` of `nowcast_weights`: call "
+        "`optimizer.update(grads, state, params)`."
+      )
+    if drain:
+      return updates, state
+    step = optax.safe_increment(state.step)
+    state = state._replace(step=step)
+    return jax.lax.cond(
+      collectives.agreed(step % steps_per_epoch == 0, axis),
+      end_epoch,
+      lambda *given: collectives.varying(given[:2], axis),
+      updates,
+      state,
+      params,
+    )
+
+  def end_epoch(
+    updates: optax.Updates, state: NowcastState, params: optax.Params
+  ) -> tuple[optax.Updates, NowcastState]:
+    epoch = state.step // steps_per_epoch - 1
+    # As the worker will hold them, after the cast to their dtype.
+    local = jax.tree.map(
+      lambda p, u: (p + u.astype(p.dtype)).astype(jnp.float32), params, updates
+    )
+    history = jax.tree.map(
+      lambda h, w: h.at[epoch % length].set(w), state.history, local
+    )
+    updates = jax.lax.cond(
+      collectives.agreed(epoch % length == length - 1, axis),
+      jump,
+      lambda updates, *_: collectives.varying(updates, axis),
+      updates,
+      local,
+      history,
+      state.networks,
+    )
+    state = state._replace(history=history)
+    return collectives.varying((updates, state), axis)
+
+  def jump(
+    updates: optax.Updates, local: PyTree, history: PyTree, networks: PyTree
+  ) -> optax.Updates:
+    target = _nowcaster.nowcast(history, networks)
+    return collectives.varying(
+      jax.tree.map(
+        lambda u, t, w: (u.astype(jnp.float32) + (t - w)).astype(u.dtype),
+        updates, target, local,
+      ),
+      axis,
+    )  # fmt: skip
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,279 @@
+"""Tracks: sampled entries of the parameters, followed from epoch to epoch."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.prediction import _checking
+from jdist.prediction.nowcast import _nowcaster
+from jdist.storage import array_files
+
+PyTree: TypeAlias = Any
+# Of each kind float32 [entries, epochs].
+Tracks: TypeAlias = dict[_nowcaster.Kind, np.ndarray]
+
+
+class Tracker:
+  """Follows some entries of each kind through a run.
+
+  The entries are drawn once, of all entries of a kind with equal chances, and
+  their values are kept at the ends of epochs.
+
+  >>> params = {"dense": {"bias": np.zeros(2), "kernel": np.ones((3, 2))}}
+  >>> tracker = Tracker(params, entries_per_kind=4)
+  >>> for _ in range(3):
+  ...   tracker.record(params)
+  >>> {kind: track.shape for kind, track in tracker.tracks().items()}
+  {'dense': (4, 3), 'bias': (2, 3)}
+  """
+
+  def __init__(
+    self,
+    like: PyTree,
+    *,
+    entries_per_kind: int = 2000,
+    seed: int = 0,
+    begun: Tracks | None = None,
+  ):
+    """Draws the entries.
+
+    Args:
+      like: one worker's parameters, or their shapes.
+      entries_per_kind: how many to follow of each kind, all if there are
+        fewer; default 2000, 0.4 MB for 50 epochs.
+      seed: of the choice, integer >= 0.
+      begun: tracks of the same entries from a part of the run that is over:
+        with the same `seed` and `entries_per_kind`, which they do not tell.
+
+    Raises:
+      ValueError: when an argument is out of its range, `like` has leaves that
+        are no floating arrays, or none, or `begun` is of another number of
+        entries, of several lengths or not finite.
+    """
+    entries_per_kind = _checking.check_int(
+      "entries_per_kind", entries_per_kind, 1
+    )
+    seed = _checking.check_seed(seed)
+    leaves = _checked_leaves(like)
+    self._structure: Any = jax.tree.structure(like)
+    self._shapes = [np.shape(leaf) for leaf in leaves]
+    # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
+    self._chosen: dict[_nowcaster.Kind, list[tuple[int, np.ndarray]]] = {}
+    for number, kind in enumerate(_nowcaster.KINDS):
+      own = [
+        i
+        for i, shape in enumerate(self._shapes)
+        if _nowcaster.kind_of(shape) == kind
+      ]
+      sizes = [int(np.prod(self._shapes[i])) for i in own]
+      if not sum(sizes):
+        continue
+      draw = np.random.default_rng([seed, number])
+      count = min(entries_per_kind, sum(sizes))
+      places = np.sort(draw.choice(sum(sizes), count, replace=False))
+      ends = np.cumsum(sizes)
+      self._chosen[kind] = [
+        (i, places[(places >= end - size) & (places < end)] - (end - size))
+        for i, size, end in zip(own, sizes, ends, strict=True)
+      ]
+    self._values: dict[_nowcaster.Kind, list[np.ndarray]] = {
+      kind: [] for kind in self._chosen
+    }
+    if begun is not None:
+      self._continue(begun)
+
+  def record(self, params: PyTree) -> None:
+    """Keeps the values at the end of an epoch.
+
+    Args:
+      params: one worker's, of the shapes given at first; with several workers
+        `workers.view(params)`.
+
+    Raises:
+      ValueError: when they are of other shapes.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if structure != self._structure or shapes != self._shapes:
+      raise ValueError(
+        "`params` must have the shapes that the tracker was made for, "
+        f"{self._shapes}, got {shapes}. With several workers give one's: "
+        "`workers.view(params)`."
+      )
+    for kind, chosen in self._chosen.items():
+      parts = [
+        np.asarray(leaves[i]).reshape(-1)[at].astype(np.float32)
+        for i, at in chosen
+      ]
+      self._values[kind].append(np.concatenate(parts))
+
+  def tracks(self) -> Tracks:
+    """What was recorded: of each kind float32 [entries, epochs]."""
+    return {
+      kind: np.stack(values, 1)
+      if values
+      else np.zeros((self._count(kind), 0), np.float32)
+      for kind, values in self._values.items()
+    }
+
+  def _count(self, kind: _nowcaster.Kind) -> int:
+    return sum(len(at) for _, at in self._chosen[kind])
+
+  def _continue(self, begun: Tracks) -> None:
+    (begun,) = check_runs("begun", [begun])
+    wanted = {kind: self._count(kind) for kind in self._chosen}
+    found = {kind: len(track) for kind, track in begun.items()}
+    if wanted != found:
+      raise ValueError(
+        f"`begun` must be tracks of the same entries, {wanted}, got {found}."
+      )
+    epochs = {kind: track.shape[1] for kind, track in begun.items()}
+    if len(set(epochs.values())) > 1:
+      raise ValueError(
+        f"`begun` must have all tracks of as many epochs, got {epochs}. Take "
+        "what `Tracker.tracks` returned."
+      )
+    for kind, track in begun.items():
+      _checking.check_finite(f"begun[{kind!r}]", track)
+    for kind, track in begun.items():
+      self._values[kind] = list(np.asarray(track, np.float32).T)
+
+
+def _checked_leaves(like: PyTree) -> list[Any]:
+  leaves = jax.tree.leaves(like)
+  for leaf in leaves:
+    dtype: Any = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+      given = _checking.told(leaf) if dtype is None else f"{dtype}"
+      raise ValueError(
+        f"`like` must hold arrays of floats, or their shapes, got {given}. "
+        "Give the parameters that are trained."
+      )
+  if not leaves:
+    raise ValueError(
+      "`like` must hold an array at least, got none. Give the parameters that "
+      "are trained."
+    )
+  return leaves
+
+
+def save_tracks(
+  directory: str | os.PathLike[str],
+  runs: Sequence[Tracks],
+  about: dict[str, Any] | None = None,
+) -> None:
+  """Writes the tracks of runs: arrays as .npy, and a manifest with hashes.
+
+  Args:
+    directory: made if it is missing; tracks that were saved there are
+      replaced, in one move. On several processes, save on one.
+    runs: tracks, which may be of different models and lengths; saved as
+      float32.
+    about: anything that JSON can hold.
+
+  Raises:
+    ValueError: when these are no tracks, or of unknown kinds, or the directory
+      holds something else.
+  """
+  runs = check_runs("runs", runs)
+  arrays = {
+    f"run_{number:03d}_{kind}": np.asarray(track, np.float32)
+    for number, run in enumerate(runs)
+    for kind, track in run.items()
+  }
+  array_files.save_arrays(
+    directory, arrays, {"what": "tracks", "runs": len(runs), "about": about}
+  )
+
+
+def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
+  """Reads what `save_tracks` wrote.
+
+  Args:
+    directory: where it is.
+
+  Returns:
+    The tracks of each run, in the order in which they were saved.
+
+  Raises:
+    FileNotFoundError: when there is nothing.
+    ValueError: when it is damaged, or something else.
+  """
+  arrays, body = array_files.load_arrays(directory, what="tracks")
+  runs: list[Tracks] = [{} for _ in range(body["runs"])]
+  for name, array in arrays.items():
+    _, number, kind = name.split("_")
+    runs[int(number)][kind] = array  # type: ignore[index]
+  return runs
+
+
+def check_runs(argument: str, runs: Any) -> list[Tracks]:
+  """The tracks of runs as a list; a ValueError if one is none."""
+  runs = _checking.check_list(
+    argument, runs, "the tracks of each run, as of `Tracker.tracks`"
+  )
+  for number, run in enumerate(runs):
+    if not isinstance(run, Mapping) or not set(run) <= set(_nowcaster.KINDS):
+      given = list(run) if isinstance(run, Mapping) else _checking.told(run)
+      raise ValueError(
+        f"`{argument}[{number}]` must be a dict with tracks of some of "
+        f"{', '.join(_nowcaster.KINDS)}, as of `Tracker.tracks`, got {given}."
+      )
+    for kind, track in run.items():
+      if not (
+        isinstance(track, np.ndarray | jax.Array)
+        and track.ndim == 2
+        and jnp.issubdtype(track.dtype, jnp.floating)
+      ):
+        raise ValueError(
+          f"`{argument}[{number}][{kind!r}]` must be a track, floats [entries, "
+          f"epochs], as of `Tracker.tracks`, got {_checking.told(track)}."
+        )
+  return runs
+
+
+def windows(
+  tracks: Sequence[np.ndarray], horizon: int, argument: str = "tracks"
+) -> tuple[np.ndarray, np.ndarray]:
+  """All histories of five in the tracks, and what came `horizon` epochs on.
+
+  Args:
+    tracks: float32 [entries, epochs] each.
+    horizon: epochs between the last value of a history and its target.
+    argument: what the tracks were given as, for messages.
+
+  Returns:
+    Histories, float32 [n, 5], and targets, float32 [n].
+
+  >>> histories, targets = windows([np.arange(7.0)[None]], horizon=2)
+  >>> histories.tolist(), targets.tolist()
+  ([[0.0, 1.0, 2.0, 3.0, 4.0]], [6.0])
+  """
+  length = _nowcaster.HISTORY_LENGTH
+  found = []
+  for track in tracks:
+    if track.shape[1] < length + horizon:
+      continue
+    view = np.lib.stride_tricks.sliding_window_view(
+      np.asarray(track, np.float32), length + horizon, axis=1
+    )
+    found.append(view.reshape(-1, length + horizon))
+  if not found:
+    longest = max((track.shape[1] for track in tracks), default=0)
+    raise ValueError(
+      f"`{argument}` must be of {length + horizon} epochs at least, {length} "
+      f"and the horizon of {horizon}, got {longest}. Record longer runs."
+    )
+  together = np.concatenate(found)
+  return together[:, :length], together[:, -1]
+
+
+def of_kind(
+  runs: Sequence[Mapping[_nowcaster.Kind, np.ndarray]], kind: _nowcaster.Kind
+) -> list[np.ndarray]:
+  """The tracks of one kind, of the runs that have some."""
+  return [run[kind] for run in runs if kind in run]

@@ -1,0 +1,302 @@
+"""The schedule of a compiled program: what runs while what is being sent.
+
+XLA's GPU programs are scheduled: their text is the order in which the host
+gives work to the device.  A collective begins at its `-start` and is waited
+for at its `-done`; what stands between hides it.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from jdist import collectives
+from jdist.profiling import _hlo, _hlo_collectives
+
+# Instructions that make no kernel: names, views and constants.
+_FREE = frozenset({
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
+  "after-all", "partition-id", "replica-id", "opt-barrier", "domain",
+})  # fmt: skip
+
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """One thing that the program does, in its place in the order.
+
+  Attributes:
+    kind: `"compute"`, or the `"start"` or `"done"` of a collective.
+    name: the instruction's; a start and its done have the start's name.
+    operation: XLA's name of it.
+    flops: floating point operations of a computation.
+    num_bytes: memory that a computation reads and writes; of what it takes a
+      slice of, or changes in place, the slice.
+    collective: what a start sends; None for others.
+  """
+
+  kind: Literal["compute", "start", "done"]
+  name: str
+  operation: str
+  flops: int = 0
+  num_bytes: int = 0
+  collective: collectives.Collective | None = None
+
+
+def read_schedule(
+  program: Any, *, branch: Literal["sends", "idles"] = "sends"
+) -> tuple[Event, ...]:
+  """Reads the order in which a compiled program computes and sends.
+
+  A collective that is not split into start and done, or is marked to run in
+  line, is both at once: nothing runs beside it.  A loop is read as often as it
+  runs.
+
+  Args:
+    program: a compiled function (`jitted.lower(...).compile()`) or its text.
+    branch: which one of a conditional is read: "sends" (default), the one
+      that sends most, or computes most if none sends, as in the step that
+      ends a round; "idles", the one that does least, as in the steps before.
+
+  Returns:
+    The events in order.
+
+  >>> [event.kind for event in read_schedule('''
+  ... ENTRY %main (x: f32[8], w: f32[8,8]) -> f32[8] {
+  ...   %x = f32[8]{0} parameter(0)
+  ...   %w = f32[8,8]{1,0} parameter(1)
+  ...   %s = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  ...   %y = f32[8]{0} dot(%x, %w), lhs_contracting_dims={0}
+  ...   %d = f32[8]{0} all-reduce-done(%s)
+  ...   ROOT %z = f32[8]{0} add(%d, %y)
+  ... }''')]
+  ['start', 'compute', 'done', 'compute']
+  """
+  parsed = _hlo.parse(program)
+  if branch not in ("sends", "idles"):
+    raise ValueError(f"`branch` must be 'sends' or 'idles', got {branch!r}.")
+  choose = max if branch == "sends" else min
+  return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
+
+
+def _walk(
+  program: _hlo.Program,
+  computation: str,
+  choose: Callable[..., tuple[Event, ...]],
+  *,
+  conditional: bool,
+) -> Iterator[Event]:
+  for instruction in program.computations[computation]:
+    operation = instruction.operation
+    if operation in _FREE:
+      continue
+    if operation == "conditional":
+      branches = [
+        tuple(_walk(program, name, choose, conditional=True))
+        for name in instruction.called
+        if name in program.computations
+      ]
+      yield from choose(branches, key=_weight, default=())
+    elif operation == "while":
+      body = re.search(r"body=%?([\w.\-]+)", instruction.attributes)
+      turns = _TURNS.search(instruction.attributes)
+      if body is not None:
+        once = tuple(_walk(program, body[1], choose, conditional=conditional))
+        for _ in range(int(turns[1]) if turns else 1):
+          yield from once
+    elif operation == "call":
+      for name in instruction.called:
+        yield from _walk(program, name, choose, conditional=conditional)
+    else:
+      yield from _events(program, instruction, conditional=conditional)
+
+
+def _weight(events: tuple[Event, ...]) -> tuple[float, int]:
+  sent = math.fsum(e.collective.wire_bytes for e in events if e.collective)
+  return sent, sum(e.flops + e.num_bytes for e in events)
+
+
+def _events(
+  program: _hlo.Program, instruction: _hlo.Instruction, *, conditional: bool
+) -> Iterator[Event]:
+  operation, name = instruction.operation, instruction.name
+  if operation.endswith("-done"):
+    started = program.instructions.get(next(iter(instruction.operands), ""))
+    if started is not None and _sends(program, started) and not _waits(started):
+      yield Event("done", started.name, operation)
+    return
+  if _sends(program, instruction):
+    sender = _sender(program, instruction)
+    collective = _hlo_collectives.as_collective(
+      program, sender, conditional=conditional
+    )
+    yield Event("start", name, sender.operation, collective=collective)
+    if not operation.endswith("-start") or _waits(instruction):
+      yield Event("done", name, operation)
+    return
+  if operation.endswith("-start"):
+    return  # A copy engine's work beside the kernels.
+  yield Event(
+    "compute",
+    name,
+    operation,
+    flops=_flops(program, instruction),
+    num_bytes=_moved_bytes(program, instruction),
+  )
+
+
+def _sends(program: _hlo.Program, instruction: _hlo.Instruction) -> bool:
+  sender = _sender(program, instruction)
+  return sender.operation.removesuffix("-start") in _hlo_collectives.KINDS
+
+
+def _waits(instruction: _hlo.Instruction) -> bool:
+  """Whether the compiler runs a start in line with the kernels after all."""
+  return '"is_sync":true' in instruction.attributes
+
+
+def _sender(
+  program: _hlo.Program, instruction: _hlo.Instruction
+) -> _hlo.Instruction:
+  """The collective itself, where a generic `async-start` wraps it."""
+  if instruction.operation != "async-start":
+    return instruction
+  for name in instruction.called:
+    for inner in program.computations.get(name, ()):
+      if inner.operation in _hlo_collectives.KINDS:
+        return inner
+  return instruction
+
+
+def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
+  """Memory that a kernel reads and writes.
+
+  A kernel that takes a slice reads the slice, and one that changes a part of
+  an array in place writes the part.
+  """
+  if instruction.operation == "fusion":
+    for name in instruction.called:
+      if body := program.computations.get(name):
+        return _moved_in_fusion(program, body)
+  operands = tuple(
+    program.instructions[name]
+    for name in instruction.operands
+    if name in program.instructions
+  )
+  if instruction.operation in _SLICES:
+    return 2 * instruction.result_bytes
+  if (part := _part(instruction)) is not None:
+    return 2 * sum(o.result_bytes for o in operands[part : part + 1])
+  result = instruction.result
+  if instruction.operation == "custom-call":
+    result = result[:1]  # The rest is scratch.
+  return sum(shape.num_bytes for shape in result) + sum(
+    operand.result_bytes for operand in operands
+  )
+
+
+# What reads only as much of its first operand as it gives.
+_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+# What changes its first operand in place; the operand that says how.
+_PARTS = {"dynamic-update-slice": 1, "scatter": 2}
+_VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
+
+
+def _part(instruction: _hlo.Instruction) -> int | None:
+  return _PARTS.get(instruction.operation)
+
+
+def _moved_in_fusion(
+  program: _hlo.Program, body: tuple[_hlo.Instruction, ...]
+) -> int:
+  by_name = {inner.name: inner for inner in body}
+  users: dict[str, list[_hlo.Instruction]] = {name: [] for name in by_name}
+  for inner in body:
+    for name in set(inner.operands) & by_name.keys():
+      users[name].append(inner)
+
+  def read(inner: _hlo.Instruction) -> int:
+    """What is read of a value, at most all of it."""
+    total = 0
+    for user in users[inner.name]:
+      first = user.operands[0] == inner.name
+      if user.operation in _VIEWS:
+        total += read(user)
+      elif first and user.operation in _SLICES:
+        total += user.result_bytes
+      elif not (first and _part(user) is not None):
+        return inner.result_bytes
+    return min(total, inner.result_bytes)
+
+  def written(inner: _hlo.Instruction) -> int:
+    operands = [by_name[name] for name in inner.operands if name in by_name]
+    if inner.operation == "tuple":
+      return sum(written(operand) for operand in operands)
+    if inner.operation in _VIEWS and operands:
+      return written(operands[0])
+    if (part := _part(inner)) is not None and part < len(operands):
+      return operands[part].result_bytes
+    return inner.result_bytes
+
+  return written(body[-1]) + sum(
+    read(inner) for inner in body if inner.operation == "parameter"
+  )
+
+
+def _flops(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
+  """Two for each multiply and add of products and convolutions.
+
+  What else a kernel computes is bounded by the memory it moves.
+  """
+  operation = instruction.operation
+  operands = program.operands(instruction)
+  if operation == "fusion":
+    return sum(
+      _flops(program, inner)
+      for name in instruction.called
+      for inner in program.computations.get(name, ())
+    )
+  if operation == "dot" or "__cublas$" in instruction.attributes:
+    return _dot_flops(instruction, operands)
+  if operation == "convolution" or "__cudnn$conv" in instruction.attributes:
+    return _convolution_flops(instruction, operands)
+  return 0
+
+
+def _dot_flops(
+  instruction: _hlo.Instruction, operands: tuple[_hlo.Shape, ...]
+) -> int:
+  # `lhs_contracting_dims={1}`, in a library call `"...":["1"]`.
+  match = re.search(
+    r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)',
+    instruction.attributes,
+  )
+  if match is None or not operands:
+    return 0
+  dims = [int(d) for d in re.findall(r"\d+", match[1])]
+  contracted = math.prod(operands[0].dims[d] for d in dims)
+  return 2 * instruction.result[0].size * contracted
+
+
+def _convolution_flops(
+  instruction: _hlo.Instruction, operands: tuple[_hlo.Shape, ...]
+) -> int:
+  """Every output sample meets every weight of one output feature.
+
+  The three convolutions of a layer (forward, by input, by filter) cost the
+  same: the gradient has the output's shape.
+  """
+  labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
+  if labels is None or len(operands) < 2:
+    return 0
+  target = instruction.attributes
+  if "BackwardFilter" in target:
+    output, weights = operands[1], instruction.result[0]
+  elif "BackwardInput" in target:
+    output, weights = operands[0], operands[1]
+  else:
+    output, weights = instruction.result[0], operands[1]
+  features = weights.dims[labels[1].index("o")]
+  return 2 * output.size * (weights.size // max(features, 1))

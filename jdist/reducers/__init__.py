@@ -1,0 +1,54 @@
+"""Means of the workers' trees by few bytes, and what is fed back.
+
+A reducer takes the mean of one tree over the axis; a feedback keeps what a
+worker wanted to send and did not.  `CompressedMean` joins both.
+"""
+
+from jdist.reducers._chunked import Chunked as Chunked
+from jdist.reducers._chunked import Cut as Cut
+from jdist.reducers._compressed import Compressed as Compressed
+from jdist.reducers._compressed import compressed as compressed
+from jdist.reducers._compressed import CompressedState as CompressedState
+from jdist.reducers._compressed_mean import check_reducer as check_reducer
+from jdist.reducers._compressed_mean import like as like
+from jdist.reducers._compressed_mean import make as make
+from jdist.reducers._compressed_mean import Reduction as Reduction
+from jdist.reducers._compressed_mean import ReductionState as ReductionState
+from jdist.reducers._error_feedback import EF21 as EF21
+from jdist.reducers._error_feedback import EF21State as EF21State
+from jdist.reducers._error_feedback import ErrorFeedback as ErrorFeedback
+from jdist.reducers._error_feedback import (
+  ErrorFeedbackState as ErrorFeedbackState,
+)
+from jdist.reducers._feedback import Feedback as Feedback
+from jdist.reducers._hierarchical import Hierarchical as Hierarchical
+from jdist.reducers._hierarchical import HierarchicalState as HierarchicalState
+from jdist.reducers._ledger import note as note
+from jdist.reducers._ledger import reductions as reductions
+from jdist.reducers._majority_vote import MajorityVote as MajorityVote
+from jdist.reducers._momentum_feedback import (
+  MomentumCorrection as MomentumCorrection,
+)
+from jdist.reducers._momentum_feedback import (
+  MomentumCorrectionState as MomentumCorrectionState,
+)
+from jdist.reducers._momentum_feedback import Smoothing as Smoothing
+from jdist.reducers._momentum_feedback import SmoothingState as SmoothingState
+from jdist.reducers._per_leaf import compress_large as compress_large
+from jdist.reducers._per_leaf import PerLeaf as PerLeaf
+from jdist.reducers._per_leaf import Rule as Rule
+from jdist.reducers._power_sgd import PowerSGD as PowerSGD
+from jdist.reducers._power_sgd import PowerSGDState as PowerSGDState
+from jdist.reducers._reducer import Bits as Bits
+from jdist.reducers._reducer import Exact as Exact
+from jdist.reducers._reducer import Reduced as Reduced
+from jdist.reducers._reducer import Reducer as Reducer
+from jdist.reducers._reducer import ring_bits as ring_bits
+from jdist.reducers._scheduled import Scheduled as Scheduled
+from jdist.reducers._scheduled import ScheduledState as ScheduledState
+from jdist.reducers._scheduled import warm_up as warm_up
+from jdist.reducers._sharded import row_axes as row_axes
+from jdist.reducers._sharded import Sharded as Sharded
+from jdist.reducers._sharded_feedback import (
+  ShardedFeedbackState as ShardedFeedbackState,
+)

@@ -1,0 +1,314 @@
+"""A reducer for each leaf, chosen by path, size and rank."""
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jdist import codecs, collectives
+from jdist.reducers import _compressed, _reducer
+
+PyTree: TypeAlias = Any
+Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """Says which leaves a reducer is for.
+
+  Attributes:
+    reducer: what reduces them, all together.
+    path: a glob that the whole path must match (`"*/kernel"`; the path of
+      `tree["a"][0]` is `"a/0"`), a compiled pattern that is searched for in it,
+      a function of the path and the leaf, or None for every path.
+    min_size: entries of a leaf, at the least.
+    min_ndim: dimensions of a leaf, at the least.
+    max_ndim: at the most; None for no limit.
+  """
+
+  reducer: _reducer.Reducer
+  path: Path = None
+  min_size: int = 0
+  min_ndim: int = 0
+  max_ndim: int | None = None
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.reducer, _reducer.Reducer):
+      raise ValueError(
+        "`reducer` must be a `Reducer`, for instance `compressed(codec)` or "
+        f"`Exact()`, got {self.reducer!r}."
+      )
+    if self.path is not None and not (
+      isinstance(self.path, str | re.Pattern) or callable(self.path)
+    ):
+      raise ValueError(
+        "`path` must be a glob, a compiled pattern, a function or None, got "
+        f"{self.path!r}."
+      )
+    for name in ("min_size", "min_ndim", "max_ndim"):
+      value = getattr(self, name)
+      if name == "max_ndim" and value is None:
+        continue
+      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"`{name}` must be an int >= 0, got {value!r}.")
+
+  def matches(self, path: str, leaf: Any) -> bool:
+    """Whether it is for a leaf."""
+    ndim = len(leaf.shape)
+    if math.prod(leaf.shape) < self.min_size or ndim < self.min_ndim:
+      return False
+    if self.max_ndim is not None and ndim > self.max_ndim:
+      return False
+    if self.path is None:
+      return True
+    if isinstance(self.path, str):
+      return fnmatch.fnmatchcase(path, self.path)
+    if isinstance(self.path, re.Pattern):
+      return self.path.search(path) is not None
+    return bool(self.path(path, leaf))
+
+  def __str__(self) -> str:
+    """For instance `*/kernel, 1024 entries or more: Exact()`."""
+    if isinstance(self.path, re.Pattern):
+      told = [f"/{self.path.pattern}/"]
+    else:
+      told = [] if self.path is None else [str(self.path)]
+    if self.min_size:
+      told.append(f"{self.min_size} entries or more")
+    if self.min_ndim:
+      told.append(f"{self.min_ndim} dimensions or more")
+    if self.max_ndim is not None:
+      told.append(f"{self.max_ndim} dimensions or less")
+    return f"{', '.join(told) or 'all'}: {self.reducer}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLeaf(_reducer.Reducer):
+  """Reduces every leaf by the reducer of the first rule that matches it.
+
+  Leaves with equal reducers are reduced together, in one call.  The state is a
+  tuple with the state of each different reducer, in the order of the rules.
+
+  Args:
+    rules: `Rule`s, the first match wins.
+    default: for leaves that none matches; `Exact()`, which also takes
+      integers.
+
+  Raises:
+    ValueError: for what is not a rule or a reducer; at `init`, what the
+      reducers raise.
+
+  >>> small = PerLeaf((Rule(_reducer.Exact(), "*/bias"),))
+  >>> print(small)
+  PerLeaf:
+    */bias: Exact()
+    else: Exact()
+  """
+
+  rules: tuple[Rule, ...]
+  default: _reducer.Reducer = dataclasses.field(default_factory=_reducer.Exact)
+
+  def __post_init__(self) -> None:
+    if isinstance(self.rules, Rule) or not isinstance(self.rules, Iterable):
+      raise ValueError(
+        "`rules` must be a tuple of `Rule`s, for instance "
+        f"`(Rule(reducer, path=...),)`, got {self.rules!r}."
+      )
+    for rule in self.rules:
+      if not isinstance(rule, Rule):
+        raise ValueError(
+          f"`rules` must hold `Rule(reducer, path=...)` only, got {rule!r}."
+        )
+    object.__setattr__(self, "rules", tuple(self.rules))
+    Rule(self.default)
+
+  @property
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
+    """The different ones, in the order of the rules."""
+    found = [rule.reducer for rule in self.rules]
+    return tuple(dict.fromkeys([*found, self.default]))
+
+  def reducer_of(self, path: str, leaf: Any) -> _reducer.Reducer:
+    """The one that reduces a leaf."""
+    for rule in self.rules:
+      if rule.matches(path, leaf):
+        return rule.reducer
+    return self.default
+
+  @property
+  def averages(self) -> bool:
+    """Whether all of them do."""
+    return all(reducer.averages for reducer in self.reducers)
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
+    """The states of all reducers."""
+    leaves = dict(self._named(like))
+    groups = self._groups(like)
+    return tuple(
+      reducer.init({name: leaves[name] for name in names}, axis)
+      for reducer, names in groups.items()
+    )
+
+  def reduce(
+    self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
+  ) -> _reducer.Reduced:
+    """Takes the means."""
+    named = self._named(tree)
+    leaves = dict(named)
+    means: dict[str, Any] = {}
+    shares: dict[str, Any] = {}
+    states = []
+    for i, (reducer, names) in enumerate(self._groups(tree).items()):
+      if not names:
+        states.append(state[i])
+        continue
+      # By name, so that errors tell which leaf they are about.
+      group = {name: leaves[name] for name in names}
+      reduced = reducer.reduce(
+        group, state[i], jax.random.fold_in(key, i), axis
+      )
+      means |= reduced.mean
+      shares |= reduced.own_share
+      states.append(reduced.state)
+    treedef = jax.tree.structure(tree)
+    return _reducer.Reduced(
+      jax.tree.unflatten(treedef, [means[name] for name, _ in named]),
+      jax.tree.unflatten(treedef, [shares[name] for name, _ in named]),
+      tuple(states),
+    )
+
+  def release(
+    self, state: PyTree, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """What the reducers hold back, of all leaves."""
+    named = self._named(like)
+    leaves, states = dict(named), []
+    held: dict[str, Any] = {}
+    for i, (reducer, names) in enumerate(self._groups(like).items()):
+      group = {name: leaves[name] for name in names}
+      released, new = reducer.release(state[i], group, axis)
+      held |= released
+      states.append(new)
+    treedef = jax.tree.structure(like)
+    tree = jax.tree.unflatten(treedef, [held[name] for name, _ in named])
+    return tree, tuple(states)
+
+  def shared(self, state: PyTree) -> PyTree:
+    """As the reducers say."""
+    return tuple(
+      reducer.shared(one)
+      for reducer, one in zip(self.reducers, state, strict=True)
+    )
+
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
+    """The sum over the reducers."""
+    leaves = dict(self._named(like))
+    found = [
+      reducer.num_bits([leaves[name] for name in names], num_workers)
+      for reducer, names in self._groups(like).items()
+      if names
+    ]
+    return _reducer.Bits(
+      sum(bits.payload for bits in found),
+      sum(bits.sent for bits in found),
+      sum(bits.received for bits in found),
+    )
+
+  def whole_leaves(self) -> str:
+    """As the reducers say."""
+    return next(filter(None, (r.whole_leaves() for r in self.reducers)), "")
+
+  def not_in_parts(self) -> str:
+    """The rules are for leaves."""
+    return "its rules go by a leaf's path and shape, which a part has not."
+
+  def report(self, like: PyTree, num_workers: int) -> str:
+    """A table of which leaf goes how.
+
+    Args:
+      like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
+      num_workers: how many there are: ratios depend on it.
+
+    Returns:
+      Lines "leaf, shape, goes how, bits, ratio".  Bits are what a worker
+      sends for the leaf if it goes alone, the ratio is those of an exact mean
+      over them (`-` for one worker, who sends nothing).  The last line is for
+      all leaves as they go together, where small ones share what they cost.
+    """
+    rows = [("leaf", "shape", "goes", "bits sent", "ratio")]
+    exact = _reducer.Exact()
+
+    def row(name: str, shape: str, way: str, part: PyTree, by: Any) -> None:
+      sent = by.num_bits(part, num_workers).sent
+      plain = exact.num_bits(part, num_workers).sent
+      ratio = f"{plain / sent:.2f}" if sent else "-"
+      rows.append((name, shape, way, f"{sent:.0f}", ratio))
+
+    for name, leaf in self._named(like):
+      reducer = self.reducer_of(name, leaf)
+      shape = "x".join(map(str, leaf.shape)) or "scalar"
+      row(
+        name, f"{np.dtype(leaf.dtype)} {shape}", str(reducer), [leaf], reducer
+      )
+    row("all", "", f"{num_workers} workers", like, self)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+      "  ".join(
+        cell.rjust(width) if i > 2 else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+      ).rstrip()
+      for cells in rows
+    )
+
+  def __str__(self) -> str:
+    """The rules, one a line."""
+    lines = [*map(str, self.rules), f"else: {self.default}"]
+    return "\n  ".join(["PerLeaf:", *lines])
+
+  def _named(self, tree: PyTree) -> list[tuple[str, Any]]:
+    named = [
+      (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    if len(dict(named)) < len(named):
+      raise ValueError(
+        "`tree` must have leaves of different paths, and some are equal with "
+        f"'/' between their parts: {sorted(name for name, _ in named)}. Use "
+        "keys without '/'."
+      )
+    return named
+
+  def _groups(self, tree: PyTree) -> dict[_reducer.Reducer, list[str]]:
+    groups: dict[_reducer.Reducer, list[str]] = {r: [] for r in self.reducers}
+    for name, leaf in self._named(tree):
+      groups[self.reducer_of(name, leaf)].append(name)
+    return groups
+
+
+def compress_large(
+  codec: codecs.Codec, *, min_size: int = 4096, min_ndim: int = 0
+) -> PerLeaf:
+  """Carries large leaves by a codec and sends the small ones exactly.
+
+  Biases and the scales of normalizations are a thousandth of the bits and
+  matter more than that.
+
+  Args:
+    codec: for the large leaves.
+    min_size: entries of what is large, 4096 by default.
+    min_ndim: dimensions it must have; 2 keeps all vectors exact.
+
+  >>> like = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+  >>> like["b"] = jax.ShapeDtypeStruct((64,), "float32")
+  >>> compress_large(codecs.Quantize(8)).num_bits(like, 2).payload
+  35344
+  """
+  rule = Rule(
+    _compressed.compressed(codec), min_size=min_size, min_ndim=min_ndim
+  )
+  return PerLeaf((rule,))

@@ -1,0 +1,183 @@
+"""Warming up: one reducer after the other, while gradients change quickly."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks, collectives
+from jdist.reducers import _compressed_mean, _reducer
+
+PyTree: TypeAlias = Any
+# Deep Gradient Compression: 75, 93.75, 98.4375 and 99.6 % are not sent.
+DGC_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
+
+
+class ScheduledState(NamedTuple):
+  """State of `Scheduled`.
+
+  Attributes:
+    step: means so far, int32 scalar, equal on all workers.
+    phases: each reducer's state.
+  """
+
+  step: jax.Array
+  phases: tuple[PyTree, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(_reducer.Reducer):
+  """Takes means by one reducer, and by another from a step on.
+
+  Shapes are static, so every phase has its program, and they are the branches
+  of a conditional: what is sent is hidden under nothing, as in every
+  conditional.  What a reducer itself remembers (an owner's residual, a low
+  rank) begins anew with its phase, and what an owner of the phase before still
+  held back stays in the state until `drain` brings it in; what a *feedback*
+  remembers goes on: `owner_feedback="own_share"` leaves all of it to that.
+
+  Attributes:
+    phases: pairs of the first step that is no longer in the phase, rising,
+      and the reducer.  The last one's step is None: it goes on for ever.
+
+  Raises:
+    ValueError: when the steps do not rise, or the last one is not None.
+  """
+
+  phases: tuple[tuple[int | None, _reducer.Reducer], ...]
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "phases", tuple(map(tuple, self.phases)))
+    ends = [end for end, _ in self.phases]
+    if not ends or ends[-1] is not None or None in ends[:-1]:
+      raise ValueError(
+        "`phases` must end with a phase without an end, `(None, reducer)`, "
+        f"and have no other, got ends {ends}."
+      )
+    before = 0
+    for end in ends[:-1]:
+      checks.check_structural("phases", end, minimum=before + 1)
+      before = end or 0
+    for _, reducer in self.phases:
+      _compressed_mean.check_reducer("phases", reducer)
+
+  @property
+  def averages(self) -> bool:
+    """Whether all of them do."""
+    return all(reducer.averages for _, reducer in self.phases)
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:
+    """The states of all reducers."""
+    return ScheduledState(
+      step=jnp.zeros((), jnp.int32),
+      phases=tuple(r.init(like, axis) for _, r in self.phases),
+    )
+
+  def reduce(
+    self,
+    tree: PyTree,
+    state: ScheduledState,
+    key: jax.Array,
+    axis: collectives.Axis,
+  ) -> _reducer.Reduced:
+    """The mean by the phase's reducer."""
+    phase = jnp.zeros((), jnp.int32)
+    for end, _ in self.phases[:-1]:
+      assert end is not None
+      # A flag on which vmap sees that all workers agree.
+      over = collectives.agreed(state.step >= end, axis)
+      phase = phase + over.astype(jnp.int32)
+
+    def branch(number: int) -> Callable[..., _reducer.Reduced]:
+      def one(tree: PyTree, states: Any, key: jax.Array) -> _reducer.Reduced:
+        end, reducer = self.phases[number]
+        start = 0 if number == 0 else self.phases[number - 1][0]
+        assert start is not None
+        with collectives.phase(start, end):
+          reduced = reducer.reduce(tree, states[number], key, axis)
+        states = (*states[:number], reduced.state, *states[number + 1 :])
+        return collectives.varying(reduced._replace(state=states), axis)
+
+      return one
+
+    branches = [branch(i) for i in range(len(self.phases))]
+    mean, own_share, phases = jax.lax.switch(
+      phase, branches, tree, state.phases, key
+    )
+    new = ScheduledState(optax.safe_increment(state.step), phases)
+    return _reducer.Reduced(mean, own_share, new)
+
+  def release(
+    self, state: ScheduledState, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, ScheduledState]:
+    """What the reducers of all phases hold back."""
+    held, states = None, []
+    for (_, reducer), one in zip(self.phases, state.phases, strict=True):
+      released, new = reducer.release(one, like, axis)
+      states.append(new)
+      held = released if held is None else jax.tree.map(jnp.add, held, released)
+    return held, state._replace(phases=tuple(states))
+
+  def shared(self, state: ScheduledState) -> ScheduledState:
+    """The step is, and what the reducers say."""
+    return ScheduledState(
+      step=True,  # type: ignore[arg-type]
+      phases=tuple(
+        r.shared(s) for (_, r), s in zip(self.phases, state.phases, strict=True)
+      ),
+    )
+
+  def whole_leaves(self) -> str:
+    """As the reducers say."""
+    reasons = (reducer.whole_leaves() for _, reducer in self.phases)
+    return next(filter(None, reasons), "")
+
+  def not_in_parts(self) -> str:
+    """A part is streamed so as not to stand in a conditional."""
+    return "its phases are branches of a conditional, which hides nothing."
+
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
+    """What a mean costs in the last phase; ask the others for theirs."""
+    return self.phases[-1][1].num_bits(like, num_workers)
+
+
+def warm_up(
+  make: Callable[[float], _reducer.Reducer],
+  steps_per_phase: int,
+  final_ratio: float = 0.001,
+  ratios: Sequence[float] = DGC_RATIOS,
+) -> Scheduled:
+  """Sends a smaller part of the gradients in every phase.
+
+  Args:
+    make: makes a reducer of the part of the entries that is sent, for instance
+      `lambda ratio: _compressed.compressed(codecs.TopK(ratio))`.
+    steps_per_phase: steps of each phase, an epoch in the paper.
+    final_ratio: the part that is sent after the last phase, in (0, 1].
+    ratios: the parts that are sent before, those above `final_ratio`; by
+      default the paper's 25, 6.25, 1.5625 and 0.4 %.
+
+  Returns:
+    The reducer.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.3 and
+    the authors' code.
+  """
+  checks.check_structural("steps_per_phase", steps_per_phase, minimum=1)
+  for name, ratio in (
+    ("final_ratio", final_ratio),
+    *(("ratios", ratio) for ratio in ratios),
+  ):
+    checks.check_continuous(name, ratio, high=1.0, open_low=True)
+  before = [ratio for ratio in ratios if ratio > final_ratio]
+  phases = [
+    (steps_per_phase * (i + 1), make(ratio)) for i, ratio in enumerate(before)
+  ]
+  return Scheduled((*phases, (None, make(final_ratio))))

@@ -1,0 +1,348 @@
+"""Reduces what every device of a sharded worker holds, by its own peers."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jdist import collectives
+from jdist.reducers import _reducer
+
+PyTree: TypeAlias = Any
+_ROWS = "shards:"
+
+
+class _Group(NamedTuple):
+  """Leaves that are split over the same mesh axes.
+
+  Attributes:
+    axes: the mesh axes; none for leaves that every device holds whole.
+    leaves: their numbers.
+  """
+
+  axes: tuple[str, ...]
+  leaves: tuple[int, ...]
+
+  @property
+  def name(self) -> str:
+    """What the group's state is called."""
+    return rows_over(self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(_reducer.Reducer):
+  """Reduces the shards of a worker that is itself sharded, each by itself.
+
+  A worker may be spread over several devices, by the mesh's axes beside the
+  workers'.  Every device then reduces the part of each leaf that it holds,
+  with those devices of the other workers that hold the same part: blocks,
+  scales and largest entries are of a shard, and nothing is sent between the
+  devices of a worker.  Without it a compiler puts leaves together before a
+  codec sees them.
+
+  Every shard has a state and random numbers of its own.  Leaves that are not
+  split are reduced by each device alike.  Leaves that are split over different
+  axes do not share messages.
+
+  The state is a dict: under `"shards:"` and the names of the axes arrays
+  `[shards, ...]`, split over these axes; under `"shards:"` alone that of the
+  leaves that are not split, without that dimension.
+
+  Args:
+    reducer: for the shards of all leaves.
+    specs: how the leaves are split over the mesh's other axes, a tree of
+      PartitionSpec like the tree (`Workers.specs(params)`).
+
+  Raises:
+    ValueError: when built, for what is not a tree of specs; at `init`, for a
+      tree of another number of leaves, for axes that the mesh has not, outside
+      a mesh, and where a leaf is split and the reducer needs it whole.
+  """
+
+  reducer: _reducer.Reducer
+  specs: Any
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.reducer, _reducer.Reducer):
+      raise ValueError(
+        "`reducer` must be a `Reducer`, for instance `compressed(codec)`, got "
+        f"{self.reducer!r}."
+      )
+    object.__setattr__(self, "specs", spec_leaves(self.specs))
+
+  @property
+  def averages(self) -> bool:
+    """As the reducer says."""
+    return self.reducer.averages
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
+    """The states of all shards, zeros of which every shard has its own."""
+    leaves, states = local_likes(like, self.specs), {}
+    for group in self._groups(like):
+      if group.axes and (reason := self.reducer.whole_leaves()):
+        raise ValueError(
+          f"`reducer` must be one for shards of leaves, got {self.reducer}: "
+          f"{reason} Take `compressed(codec)`, or leave these leaves unsplit."
+        )
+      state = self.reducer.init(_named(group, like, leaves), axis)
+      if group.axes:
+        n = math.prod(mesh_sizes(group.axes))
+        state = jax.tree.map(lambda x, n=n: jnp.repeat(x[None], n, 0), state)
+      states[group.name] = state
+    return states
+
+  def reduce(
+    self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
+  ) -> _reducer.Reduced:
+    """Takes the mean of every shard."""
+    groups = self._groups(tree)
+
+    def on_shards(
+      leaves: list[Any], state: PyTree, key: jax.Array
+    ) -> tuple[list[Any], list[Any], PyTree]:
+      means, shares, states = list(leaves), list(leaves), {}
+      for group in groups:
+        own_key = key
+        for name in group.axes:
+          own_key = jax.random.fold_in(own_key, jax.lax.axis_index(name))
+        reduced = self.reducer.reduce(
+          _named(group, tree, leaves), _row(state, group), own_key, axis
+        )
+        for i, name in _names(group, tree):
+          means[i] = reduced.mean[name]
+          shares[i] = reduced.own_share[name]
+        states[group.name] = _as_row(reduced.state, group)
+      return collectives.varying((means, shares, states), axis)
+
+    leaves, treedef = jax.tree.flatten(tree)
+    split, rows = list(self.specs), _row_specs(state)
+    means, shares, states = self.over(
+      on_shards,
+      in_specs=(split, rows, PartitionSpec()),
+      out_specs=(split, split, rows),
+    )(leaves, state, key)
+    return _reducer.Reduced(
+      jax.tree.unflatten(treedef, means),
+      jax.tree.unflatten(treedef, shares),
+      states,
+    )
+
+  def release(
+    self, state: PyTree, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """What the reducer holds back, of all shards."""
+    groups, local = self._groups(like), local_likes(like, self.specs)
+
+    def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
+      held, states = [jnp.zeros(x.shape, jnp.float32) for x in local], {}
+      for group in groups:
+        released, new = self.reducer.release(
+          _row(state, group), _named(group, like, local), axis
+        )
+        for i, name in _names(group, like):
+          held[i] = released[name]
+        states[group.name] = _as_row(new, group)
+      return collectives.varying((held, states), axis)
+
+    rows = _row_specs(state)
+    held, states = self.over(
+      on_shards,
+      in_specs=(rows,),
+      out_specs=(list(self.specs), rows),
+    )(state)
+    return jax.tree.unflatten(jax.tree.structure(like), held), states
+
+  def shared(self, state: PyTree) -> PyTree:
+    """As the reducer says."""
+    return {name: self.reducer.shared(one) for name, one in state.items()}
+
+  def whole_leaves(self) -> str:
+    """It is for whole workers."""
+    return "it takes shards of leaves itself."
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh axes over which something is split."""
+    return axes_of(self.specs)
+
+  @property
+  def rows(self) -> str:
+    """The key under which a state has a row for each device."""
+    return rows_over(self.axes)
+
+  def num_rows(self) -> int:
+    """How many devices a worker has, while a program is traced."""
+    return math.prod(mesh_sizes(self.axes))
+
+  def over(
+    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+  ) -> Callable[..., Any]:
+    """Maps a function over the devices of a worker."""
+    return over_shards(
+      function, self.specs, in_specs=in_specs, out_specs=out_specs
+    )
+
+  def told_workers(self, axis: collectives.Axis) -> int:
+    """As the reducer says."""
+    return self.reducer.told_workers(axis)
+
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
+    """Of all devices of a worker together."""
+    local = local_likes(like, self.specs)
+    devices = self.num_rows()
+    payload, sent, received = 0, 0.0, 0.0
+    for group in self._groups(like):
+      bits = self.reducer.num_bits(_named(group, like, local), num_workers)
+      payload += devices * bits.payload
+      sent += devices * bits.sent
+      received += devices * bits.received
+    return _reducer.Bits(payload, sent, received)
+
+  def _groups(self, tree: PyTree) -> tuple[_Group, ...]:
+    found: dict[tuple[str, ...], list[int]] = {}
+    check_number(self.specs, tree)
+    for i, spec in enumerate(self.specs):
+      found.setdefault(axes_of((spec,)), []).append(i)
+    return tuple(_Group(axes, tuple(i)) for axes, i in sorted(found.items()))
+
+
+def spec_leaves(specs: PyTree) -> tuple[PartitionSpec, ...]:
+  """The specs of a tree's leaves."""
+  leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+  for leaf in leaves:
+    if not _is_spec(leaf):
+      raise ValueError(
+        "`specs` must hold one PartitionSpec for each leaf of the parameters, "
+        f"got {leaf!r}. `Workers.specs(params)` reads them off."
+      )
+  return tuple(leaves)
+
+
+def axes_of(specs: tuple[PartitionSpec, ...]) -> tuple[str, ...]:
+  """The mesh axes over which something is split, in order."""
+  found = set()
+  for spec in specs:
+    for entry in spec:
+      names = entry if isinstance(entry, tuple) else (entry,)
+      found |= {name for name in names if name is not None}
+  return tuple(sorted(found))
+
+
+def rows_over(axes: tuple[str, ...]) -> str:
+  """The key under which a state has a row for each shard."""
+  return _ROWS + ",".join(axes)
+
+
+def row_axes(key: Any) -> tuple[str, ...] | None:
+  """The mesh axes over which rows under a key are split, None for others.
+
+  >>> row_axes("shards:x,y"), row_axes("shards:"), row_axes("kernel")
+  (('x', 'y'), (), None)
+  """
+  if not isinstance(key, str) or not key.startswith(_ROWS):
+    return None
+  names = key.removeprefix(_ROWS)
+  return tuple(names.split(",")) if names else ()
+
+
+def mesh_sizes(axes: tuple[str, ...]) -> tuple[int, ...]:
+  """The sizes of axes of the mesh under which a program is traced."""
+  sizes = dict(jax.sharding.get_abstract_mesh().shape)
+  missing = [name for name in axes if name not in sizes]
+  if missing:
+    raise ValueError(
+      f"`specs` must name axes of the workers' mesh, {tuple(sizes)}, got "
+      f"{missing}. Call it in a step of "
+      "`collectives.workers(..., mesh=mesh)`, where the mesh is known."
+    )
+  return tuple(sizes[name] for name in axes)
+
+
+def check_number(specs: tuple[PartitionSpec, ...], tree: PyTree) -> None:
+  """Raises a ValueError unless there is one spec for each leaf."""
+  number = len(jax.tree.leaves(tree))
+  if len(specs) != number:
+    raise ValueError(
+      "`specs` must have one PartitionSpec for each leaf of the parameters: "
+      f"{number}, got {len(specs)}. `Workers.specs(params)` reads them off."
+    )
+
+
+def local_likes(
+  like: PyTree, specs: tuple[PartitionSpec, ...]
+) -> list[jax.ShapeDtypeStruct]:
+  """What one device holds of each leaf."""
+  check_number(specs, like)
+  out = []
+  for leaf, spec in zip(jax.tree.leaves(like), specs, strict=True):
+    shape = list(leaf.shape)
+    if len(spec) > len(shape):
+      raise ValueError(
+        "`specs` must name at most as many dimensions as each leaf has, got "
+        f"{spec} for shape {shape}."
+      )
+    for dim, entry in enumerate(spec):
+      names = entry if isinstance(entry, tuple) else (entry,)
+      used = tuple(name for name in names if name is not None)
+      shape[dim] //= math.prod(mesh_sizes(used))
+    dtype = np.dtype(leaf.dtype)
+    out.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
+  return out
+
+
+def over_shards(
+  function: Callable[..., Any],
+  specs: tuple[PartitionSpec, ...],
+  *,
+  in_specs: Any,
+  out_specs: Any,
+) -> Callable[..., Any]:
+  """Maps a function over the devices of a worker, inside its own shard_map."""
+  used = axes_of(specs)
+  if not used:
+    return function
+  mesh_sizes(used)
+  return jax.shard_map(
+    function, in_specs=in_specs, out_specs=out_specs, axis_names=set(used)
+  )
+
+
+def _is_spec(x: Any) -> bool:
+  return isinstance(x, PartitionSpec)
+
+
+def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
+  """Numbers and paths of a group's leaves."""
+  paths = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  return [(i, paths[i]) for i in group.leaves]
+
+
+def _named(group: _Group, tree: PyTree, leaves: list[Any]) -> dict[str, Any]:
+  """A group's leaves under their paths, so that rules may go by them."""
+  return {name: leaves[i] for i, name in _names(group, tree)}
+
+
+def _row_specs(state: PyTree) -> PyTree:
+  return {
+    name: jax.tree.map(lambda _, n=name: PartitionSpec(row_axes(n)), one)
+    for name, one in state.items()
+  }
+
+
+def _row(state: PyTree, group: _Group) -> PyTree:
+  """A device's own state."""
+  if not group.axes:
+    return state[group.name]
+  return jax.tree.map(lambda x: x[0], state[group.name])
+
+
+def _as_row(state: PyTree, group: _Group) -> PyTree:
+  return jax.tree.map(lambda x: x[None], state) if group.axes else state

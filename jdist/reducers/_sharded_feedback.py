@@ -1,0 +1,117 @@
+"""Feedback on the shards of a worker that is itself sharded."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist.reducers import _feedback, _sharded
+
+PyTree = Any
+
+
+class ShardedFeedbackState(NamedTuple):
+  """State of a feedback on shards.
+
+  Attributes:
+    trees: the feedback's own, each of its trees split as the parameters are,
+      and `()` for its `nonfinite`.
+    nonfinite: rounds in which something was not finite, int32 [devices], of
+      each device of a worker, split over them.
+  """
+
+  trees: PyTree
+  nonfinite: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedFeedback(_feedback.Feedback):
+  """Lets every device of a worker feed back what it left out itself.
+
+  Nothing is sent: not even whether another shard was finite, and what a
+  feedback decides for a leaf it decides for a shard.
+
+  Attributes:
+    feedback: on each shard; its state is a NamedTuple of trees like the
+      parameters and of `nonfinite`.
+    shards: how the parameters are split.
+
+  Raises:
+    ValueError: at `init`, for a feedback with another state.
+  """
+
+  feedback: _feedback.Feedback
+  shards: _sharded.Sharded
+
+  def init(self, like: PyTree) -> ShardedFeedbackState:
+    """The feedback's, whose trees are split as `like` is."""
+    state = self.feedback.init(like)
+    structure: Any = jax.tree.structure(like)
+    for name, field in state._asdict().items():
+      if name != "nonfinite" and jax.tree.structure(field) != structure:
+        raise ValueError(
+          "`feedback` must have a state of trees like the parameters where "
+          f"`specs` are given, got {self.feedback} with {name!r}."
+        )
+    count = jnp.zeros(self.shards.num_rows(), jnp.int32)
+    return ShardedFeedbackState(
+      state._replace(nonfinite=()), {self.shards.rows: count}
+    )
+
+  def prepare(
+    self, x: PyTree, state: ShardedFeedbackState
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    """What every device wants to send."""
+    return self._over(self.feedback.prepare, (x,), state)
+
+  def finish(
+    self,
+    mean: PyTree,
+    own_share: PyTree,
+    wanted: PyTree,
+    state: ShardedFeedbackState,
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    """What comes out, shard by shard."""
+    return self._over(self.feedback.finish, (mean, own_share, wanted), state)
+
+  def keep_cast(
+    self, left: PyTree, state: ShardedFeedbackState
+  ) -> ShardedFeedbackState:
+    """The feedback's, shard by shard."""
+
+    def kept(left: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+      return left, self.feedback.keep_cast(left, own)
+
+    return self._over(kept, (left,), state)[1]
+
+  def _over(
+    self, function: Any, trees: tuple[PyTree, ...], state: ShardedFeedbackState
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    structure = jax.tree.structure(trees[0])
+    specs = jax.tree.unflatten(structure, self.shards.specs)
+    name, axes = self.shards.rows, self.shards.axes
+    rows: Any = ShardedFeedbackState(
+      type(state.trees)(
+        **{
+          field: () if field == "nonfinite" else specs
+          for field in state.trees._fields
+        }
+      ),
+      {name: PartitionSpec(axes)},  # type: ignore[dict-item]
+    )
+
+    def on_shards(
+      trees: tuple[PyTree, ...], state: ShardedFeedbackState
+    ) -> tuple[PyTree, ShardedFeedbackState]:
+      own = state.trees._replace(nonfinite=state.nonfinite[name][0])
+      out, new = function(*trees, own)
+      count = {name: new.nonfinite[None]}
+      return out, ShardedFeedbackState(new._replace(nonfinite=()), count)
+
+    return self.shards.over(
+      on_shards,
+      in_specs=((specs,) * len(trees), rows),
+      out_specs=(specs, rows),
+    )(trees, state)

@@ -1,0 +1,157 @@
+"""One picture of a comparison: accuracy against bytes, rounds and time."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdist import cluster
+
+# Distinct for most kinds of colour vision, and dark enough on white.
+_COLORS = (
+  "#333333", "#0072b2", "#d55e00", "#009e73",
+  "#cc79a7", "#e69f00", "#56b4e9", "#8c564b",
+)  # fmt: skip
+_MARKERS = "osD^vP*X"
+
+
+def plot_comparison(
+  rows: Sequence[dict[str, Any]],
+  path: str | os.PathLike[str],
+  link: cluster.Link,
+) -> None:
+  """Draws test accuracy against bytes, rounds and modelled time.
+
+  A line is the mean over seeds, its band the standard deviation, its marker
+  the end of the run.
+
+  Args:
+    rows: result rows of one comparison, with `method`, `seed`, `workers` and
+      `curve`.
+    path: of the PNG.
+    link: between the machines, for the modelled time: measured seconds of
+      training plus the time to send the bytes, a ring's messages one by one
+      and nothing overlapped.
+
+  Raises:
+    ImportError: when matplotlib is missing.
+  """
+  plt = pyplot()
+  num_workers = rows[0]["workers"]
+  messages = cluster.ring_messages(num_workers)
+  methods = list(dict.fromkeys(row["method"] for row in rows))
+
+  def modelled_s(point: dict[str, Any]) -> float:
+    sending = link.send_s(point["sent_bytes"], point["rounds"] * messages)
+    return point["train_s"] + sending
+
+  mbit = link.bandwidth_bits_per_s / 1e6
+  panels: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+    (
+      f"MB sent by each worker (N = {num_workers})",
+      lambda point: point["sent_bytes"] / 1e6,
+    ),
+    ("rounds of communication", lambda point: point["rounds"]),
+    (
+      f"modelled seconds at {mbit:g} Mbit/s, {1e3 * link.latency_s:g} ms",
+      modelled_s,
+    ),
+  ]
+  config = rows[0]["config"]
+  figure, axes = plt.subplots(
+    1, 3, figsize=(13, 4.6), sharey=True, layout="constrained"
+  )
+  try:
+    for number, (label, measure) in enumerate(panels):
+      for style, method in enumerate(methods):
+        runs = [row["curve"] for row in rows if row["method"] == method]
+        _draw(axes[number], runs, measure, method, style)
+      _number_axis(axes[number])
+      axes[number].set_xlabel(label)
+      axes[number].grid(alpha=0.25, linewidth=0.6)
+      axes[number].spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].set_ylim(*_limits(rows))
+    seeds = len({row["seed"] for row in rows})
+    figure.suptitle(
+      f"{config['dataset']}, {config['model']}, {num_workers} workers, "
+      f"{rows[0]['steps']} steps of {config['batch_size']} images: "
+      f"mean and standard deviation of {seeds} seeds",
+      fontsize=11,
+    )
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+      handles, labels, loc="outside lower center", ncols=len(methods),
+      frameon=False,
+    )  # fmt: skip
+    figure.savefig(path, dpi=130)
+  finally:
+    plt.close(figure)
+
+
+def check_plots() -> None:
+  """Raises an ImportError when pictures cannot be drawn here."""
+  pyplot()
+
+
+def pyplot() -> Any:
+  try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+  except ImportError as error:
+    raise ImportError(
+      'Pictures need matplotlib: pip install "jdist[plots]".'
+    ) from error
+  return pyplot
+
+
+def _draw(
+  axes: Any,
+  runs: list[list[dict[str, Any]]],
+  measure: Callable[[dict[str, Any]], float],
+  method: str,
+  style: int,
+) -> None:
+  x = np.mean([[measure(point) for point in run] for run in runs], axis=0)
+  y = np.array([[100 * point["accuracy"] for point in run] for run in runs])
+  mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
+  color = _COLORS[style % len(_COLORS)]
+  # One marker, at the end; the legend shows it too.
+  axes.plot(
+    x, mean, color=color, linewidth=1.6, label=method,
+    marker=_MARKERS[style % len(_MARKERS)], markevery=[-1], markersize=7,
+  )  # fmt: skip
+  axes.fill_between(
+    x, mean - spread, mean + spread, color=color, alpha=0.15, linewidth=0
+  )
+
+
+def _number_axis(axes: Any) -> None:
+  """A logarithmic axis that says 0.5, 1, 10 and not powers of ten."""
+  from matplotlib import ticker
+
+  low, high = axes.dataLim.intervalx
+  if not 0 < low < high:  # One worker sends nothing.
+    return
+  axes.set_xscale("log")
+  wide = high / low > 200
+  axes.xaxis.set_major_locator(
+    ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=20)
+  )
+  axes.xaxis.set_major_formatter(lambda value, _: _plain(value))
+  axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _plain(value: float) -> str:
+  return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
+
+
+def _limits(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+  """Shows where the methods differ, not how they leave chance behind."""
+  ends = [100 * row["accuracy"] for row in rows]
+  span = max(max(ends) - min(ends), 2.0)
+  low = max(0.0, min(ends) - 4 * span)
+  return low, min(100.0, max(ends) + span)

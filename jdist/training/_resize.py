@@ -1,0 +1,115 @@
+"""Going on with another number of workers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import collectives, reducers, transforms
+from jdist.training import _train_state
+
+PyTree = Any
+
+
+def resize(
+  state: _train_state.TrainState,
+  optimizer: optax.GradientTransformation,
+  old: collectives.Workers,
+  new: collectives.Workers,
+  new_optimizer: optax.GradientTransformation | None = None,
+) -> _train_state.TrainState:
+  r"""Turns a state of N workers into one of M that goes on from there.
+
+  First everything that was begun is brought in, and what reducers and
+  feedbacks of local steps hold back (`transforms.drain`); all workers then
+  stand on the anchor.  What owners hold back of gradients goes to the feedbacks
+  of all workers.  No mass is lost.  Then, leaf by leaf:
+
+  - what is equal on all workers stays as it is;
+  - of floats that each worker has for itself (momenta, the residuals of
+    compressed gradients) every new worker gets the old workers' mean, so that
+    the mean over the workers, which is all that others see, stays as it is:
+    :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
+  - counters and keys are those of worker 0;
+  - the residuals of owners, who are others now, begin anew; they must be zero
+    by then, and with a feedback that keeps a rest they are.
+
+  Args:
+    state: arrays `[N, ...]`, as restored by a run of N workers.  Where there
+      are not so many devices, restore it with
+      `collectives.workers(N, substrate="vmap")` on one.
+    optimizer: the chain, built for the axis of `old`.
+    old: the N workers.
+    new: the M workers.
+    new_optimizer: the chain, built for the axis of `new`; `optimizer` if the
+      axes are the same.
+
+  Returns:
+    Arrays `[M, ...]`.
+
+  Raises:
+    ValueError: when something that begins anew is not zero: the owners'
+      residuals of gradients that go through an exchange without a feedback, or
+      with `Smoothing`, for instance.
+  """
+  new_optimizer = optimizer if new_optimizer is None else new_optimizer
+
+  def brought_in(state: _train_state.TrainState) -> _train_state.TrainState:
+    params, opt_state = transforms.drain(
+      optimizer, state.opt_state, state.params, residuals=True
+    )
+    return state._replace(params=params, opt_state=opt_state)
+
+  drained = old.gather(old.jit(brought_in)(state))
+  first = jax.tree.map(lambda x: x[0], drained)
+  template = _train_state.init_state(
+    new, new_optimizer, first.params, first.model_state
+  )
+  shared = transforms.sharing(template.opt_state)
+  num_local = len(new.local_workers)
+  labels = jax.tree.map(lambda _: False, template)._replace(
+    opt_state=shared.state
+  )
+  by_owner = jax.tree.map(
+    _of_owners,
+    template,
+    is_leaf=lambda x: isinstance(x, reducers.CompressedState),
+  )
+
+  def resized(
+    path: tuple[Any, ...],
+    rows: np.ndarray,
+    like: jax.Array,
+    same: bool,
+    owned: bool,
+  ) -> jax.Array:
+    if owned or rows.shape[1:] != like.shape[1:]:
+      if rows.any():
+        raise ValueError(
+          f"`state` must hold nothing in `{jax.tree_util.keystr(path)}`, which "
+          "depends on the number of workers, got up to "
+          f"{np.abs(rows).max():.3g}. Use a feedback that takes it over, for "
+          "instance `ErrorFeedback()`, or `owner_feedback=False`, or go on "
+          f"with {old.num_workers} workers."
+        )
+      return like
+    one = rows[0]
+    if not same and jnp.issubdtype(rows.dtype, jnp.floating):
+      one = rows.astype(np.float64).mean(0).astype(rows.dtype)
+    return new.place(np.broadcast_to(one, (num_local, *one.shape)))
+
+  return jax.tree_util.tree_map_with_path(
+    resized, drained, template, labels, by_owner
+  )
+
+
+def _of_owners(state: Any) -> Any:
+  """Which leaves are owners' residuals, a row of the tree at each worker."""
+  if not isinstance(state, reducers.CompressedState):
+    return False
+  return reducers.CompressedState(
+    jax.tree.map(lambda _: False, state.codec),
+    jax.tree.map(lambda _: True, state.residual),
+  )

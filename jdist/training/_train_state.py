@@ -1,0 +1,130 @@
+"""What a training run is made of between two steps."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jdist import collectives, transforms
+
+PyTree = Any
+
+
+class TrainState(NamedTuple):
+  """One worker's part of a run; nothing else is needed to go on with it.
+
+  Attributes:
+    step: updates so far, int32 scalar; also the position in the data.
+    params: the model's parameters.
+    opt_state: the optimizer's state, with the anchor where there is one.
+    model_state: batch statistics and the like, each worker its own between
+      rounds; `{}` for most models.
+    key: the run's random key, uint32 [2], equal on all workers and constant:
+      a step derives its own from it, the step and the worker.
+  """
+
+  step: jax.Array
+  params: PyTree
+  opt_state: PyTree
+  model_state: PyTree
+  key: jax.Array
+
+
+def init_state(
+  workers: collectives.Workers,
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  model_state: PyTree | None = None,
+  *,
+  seed: int = 0,
+  specs: Any = None,
+) -> TrainState:
+  """Makes the state in which all workers begin alike.
+
+  Args:
+    workers: the run's workers.
+    optimizer: an Optax chain, for instance `jdist.diloco(...)`.
+    params: one worker's parameters.
+    model_state: one worker's batch statistics, if any.
+    seed: of the run's random key.
+    specs: how the parameters are split over the mesh's other axes, see
+      `Workers.replicate`; not split by default.  What the optimizer keeps
+      beside a parameter (momentum, anchor, pending gradients) is split alike.
+
+  Returns:
+    Arrays `[workers, ...]`.
+  """
+  if specs is None:
+    specs = jax.sharding.PartitionSpec()
+  replicated = workers.replicate(params, specs)
+  key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+  common = workers.replicate(
+    (np.zeros((), np.int32), {} if model_state is None else model_state, key)
+  )
+  step, model_state, key = common
+  init = workers.jit(
+    optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)
+  )
+  return TrainState(step, replicated, init(replicated), model_state, key)
+
+
+def _split_alike(
+  workers: collectives.Workers,
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+) -> PyTree:
+  """Specs of an optimizer's state: leaves like a parameter go as it does.
+
+  Such a leaf stands at a path that ends with the parameter's, and has its
+  shape, or its shape behind one more dimension, as a history has.
+  """
+  specs = jax.tree.leaves(workers.specs(params))
+  known = [
+    (path, leaf.shape, spec)
+    for (path, leaf), spec in zip(
+      jax.tree_util.tree_leaves_with_path(params), specs, strict=True
+    )
+  ]
+
+  def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
+    if (axes := transforms.buffer_axes(path)) is not None:
+      return jax.sharding.PartitionSpec(axes)
+    for end, shape, spec in known:
+      if path[len(path) - len(end) :] != end:
+        continue
+      if leaf.shape == shape:
+        return spec
+      if leaf.shape[2:] == shape[1:]:
+        return jax.sharding.PartitionSpec(None, *spec)
+    return jax.sharding.PartitionSpec()
+
+  shapes = jax.eval_shape(workers.spmd(optimizer.init), params)
+  return jax.tree_util.tree_map_with_path(spec_of, shapes)
+
+
+def shared_leaves(state: TrainState) -> TrainState:
+  """Which leaves are equal on all workers, as a state of bools.
+
+  Checkpoints store those once.
+
+  >>> import optax
+  >>> from jdist import collectives, transforms
+  >>> one = collectives.workers(1, substrate="none")
+  >>> optimizer = methods.local_sgd(optax.trace(0.9), 8, axis=None)
+  >>> shared = shared_leaves(init_state(one, optimizer, np.zeros(3)))
+  >>> shared.params, shared.opt_state.anchor, shared.opt_state.inner.trace
+  (False, True, False)
+  """
+  told = transforms.sharing(state.opt_state)
+
+  def every(tree: PyTree, label: bool) -> PyTree:
+    return jax.tree.map(lambda _: label, tree)
+
+  return TrainState(
+    step=True,  # type: ignore[arg-type]
+    params=every(state.params, told.params),
+    opt_state=told.state,
+    model_state=every(state.model_state, False),
+    key=True,  # type: ignore[arg-type]
+  )

@@ -1,0 +1,110 @@
+"""Bringing in what a method has begun and not yet applied."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import reducers
+from jdist.transforms import _found, _state
+
+PyTree = Any
+
+
+def drain(
+  optimizer: optax.GradientTransformation,
+  state: PyTree,
+  params: optax.Params,
+  *,
+  residuals: bool = False,
+) -> tuple[optax.Params, PyTree]:
+  r"""Applies what is under way, so that nothing that was done is missing.
+
+  A method with a delay holds the progress, or the gradients, of its last
+  steps; local steps hold an unfinished round.  At the end of training these
+  would be lost, and an evaluation on the anchor does not see them.  This is
+  what one worker does to bring them in: a collective operation, to be run by
+  all workers, in a program of its own.  Afterwards all stand on the anchor;
+  training may go on from there, and to drain again changes nothing.
+
+  - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends where it
+    is, as a shorter one would.
+  - `local_steps` with a delay, `cocod`, `msdpu`: the late mean arrives, then
+    that of the present round's progress.
+  - `easgd`: the springs relax, and all meet at the mean of the N workers and
+    the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
+  - `overlap_local_sgd`: the late mean arrives, then that of where the workers
+    are now, and pulls them all the way.
+  - `lead_step`, `od_sgd`: the late mean gradient arrives, and nobody leads.
+  - `fragment_steps`, `streaming_diloco`: the late mean of each fragment
+    arrives, then that of its progress since it was sent.
+  - `predict_rest`, `mp2`: what the front's transformation holds arrives, then
+    that of the rest's own, if it has one, and the rest is predicted.
+  - `delay_gradients`, `update_first`: the pending gradients are applied, the
+    oldest first.
+
+  An outer optimizer takes each of these means as it does any other.
+
+  Args:
+    optimizer: any chain.  What stands before the transformation that holds
+      something sees a gradient of zero.
+    state: its state.
+    params: this worker's parameters.
+    residuals: whether, for what follows without them, the residuals in
+      reducers come out of there: of local steps also between two rounds, by an
+      outer step of its own; of gradients, which no update has had yet, into the
+      feedback of all workers.  They stay where a feedback has no place for
+      them, or is missing.
+
+  Returns:
+    The parameters, equal on all workers, and the state; of a method that
+    holds nothing, what was given.
+
+  >>> from jdist import transforms
+  >>> optimizer = transforms.delay_gradients(optax.sgd(1.0), steps=1)
+  >>> w = jnp.array(0.0)
+  >>> updates, state = optimizer.update(jnp.array(3.0), optimizer.init(w), w)
+  >>> w = optax.apply_updates(w, updates)
+  >>> w.item(), drain(optimizer, state, w)[0].item()
+  (0.0, -3.0)
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+  nothing = jax.tree.map(jnp.zeros_like, params)
+  if _found.holds(state):
+    updates, state = optimizer.update(
+      nothing, state, params, drain="residuals" if residuals else True
+    )
+    params = _state.apply_updates(params, updates, state)
+  if residuals and _reduces(state):
+    _, asked = optimizer.update(nothing, state, params, drain="residuals")
+    state = _handed_over(state, asked)
+  return params, state
+
+
+def _is_one(state: Any) -> bool:
+  """Whether a state is a reduction's, or holds its own."""
+  return isinstance(state, (*_found.HOLDING, reducers.ReductionState))
+
+
+def _reduces(state: PyTree) -> bool:
+  """Whether there is a reduction that is not in a method that holds it."""
+  leaves = jax.tree.leaves(state, is_leaf=_is_one)
+  return any(isinstance(x, reducers.ReductionState) for x in leaves)
+
+
+def _handed_over(state: PyTree, asked: PyTree) -> PyTree:
+  """The state with those reductions that have handed over their residuals.
+
+  What else has changed in `asked` is the work of transformations that know
+  nothing of a drain and have taken a gradient of zero.
+  """
+
+  def one(old: Any, new: Any) -> Any:
+    if not isinstance(old, reducers.ReductionState):
+      return old
+    # Behind one that does not pass `drain` on it has taken a mean.
+    alone = new.step == old.step
+    return jax.tree.map(lambda o, n: jnp.where(alone, n, o), old, new)
+
+  return jax.tree.map(one, state, asked, is_leaf=_is_one)

@@ -1,0 +1,182 @@
+"""Freezing Adam's variance, so that what is left is linear and compresses."""
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks, collectives, reducers
+
+PyTree: TypeAlias = Any
+
+
+class FrozenAdamState(NamedTuple):
+  """State of `scale_by_frozen_adam`.
+
+  Attributes:
+    step: updates so far, int32 scalar, equal on all workers.
+    mu: the momentum, float32, equal on all workers.
+    nu: the second moment, float32, equal on all workers; constant after the
+      warm-up.
+    reduction: what a mean by few bytes remembers, a `ReductionState`.
+  """
+
+  step: jax.Array
+  mu: PyTree
+  nu: PyTree
+  reduction: PyTree
+
+
+def scale_by_frozen_adam(
+  warmup_steps: int,
+  axis: collectives.Axis,
+  reducer: reducers.Reducer,
+  feedback: reducers.Feedback | None = None,
+  *,
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.999,
+  eps: jax.typing.ArrayLike = 1e-8,
+  seed: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Adam of exact means, then a mean momentum over a frozen variance.
+
+  In the first T steps, with the exact mean g of the workers' gradients,
+
+  .. math:: m \leftarrow \beta_1 m + (1-\beta_1) g, \qquad
+            v \leftarrow \beta_2 v + (1-\beta_2) g^2, \qquad
+            \text{output } \frac{m}{\sqrt v + \epsilon}
+
+  and from then on, with each worker's own gradient,
+
+  .. math:: m \leftarrow \mathrm{mean}_i(\beta_1 m + (1-\beta_1) g_i), \qquad
+            \text{output } \frac{m}{\sqrt{v_T} + \epsilon}
+
+  where the mean goes through the reducer.  The momentum is what is sent, so
+  one-bit codes err by a part of the momentum and not of a gradient, and the
+  variance, in which such an error would be squared, does not change.
+
+  Both phases are branches of a conditional on the step, with what they send.
+
+  Args:
+    warmup_steps: T; the paper's 15 to 20 % of the run, or until the variance
+      has settled.  With a schedule of the learning rate at least its warm-up.
+    axis: the workers' axis.
+    reducer: how to take the mean after the warm-up.
+    feedback: what becomes of what is not sent.
+    b1: decay of the momentum, in [0, 1].
+    b2: decay of the second moment, in [0, 1].
+    eps: added to the root of the second moment, positive.
+    seed: of the random numbers of codecs that draw some; None is 0.
+
+  Returns:
+    A transformation with the dtypes of the gradients; what comes out is equal
+    on all workers.  Its state may depend on the number of workers: make it
+    where the axis is bound.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; no correction of
+    the bias, as there.  Departure: an entry whose frozen variance is zero (a
+    parameter that had no gradient in the warm-up) does not move, because a
+    sign has no zero and would be divided by `eps`; the authors' code asks the
+    user for a mask instead.
+
+  >>> from jdist import collectives
+  >>> class Same(reducers.Reducer):  # Of one worker.
+  ...   init = lambda self, like, axis: ()
+  ...   reduce = lambda self, tree, state, key, axis: (
+  ...     reducers.Reduced(tree, tree, state))
+  ...   num_bits = None
+  >>> adam = scale_by_frozen_adam(1, None, Same(), b1=0.5, b2=0.75, eps=1e-30)
+  >>> state = adam.init(jnp.array(0.0))
+  >>> for g in (2.0, 8.0):  # m is 1 and 4.5, the root of v is 1 and stays.
+  ...   updates, state = adam.update(jnp.array(g), state)
+  ...   print(updates.item())
+  1.0
+  4.5
+  """
+  checks.check_structural("warmup_steps", warmup_steps, minimum=1)
+  collectives.check_axis(axis)
+  checks.check_continuous("b1", b1, high=1.0)
+  checks.check_continuous("b2", b2, high=1.0)
+  checks.check_continuous("eps", eps, open_low=True)
+  reduction = reducers.Reduction(axis, reducer, feedback, seed)
+
+  def init_fn(params: optax.Params) -> FrozenAdamState:
+    mu = jax.tree.map(_wide_zeros, params)
+    return FrozenAdamState(
+      step=jnp.zeros((), jnp.int32),
+      mu=mu,
+      nu=jax.tree.map(jnp.copy, mu),
+      reduction=reduction.init(mu),
+    )
+
+  def update_fn(
+    updates: optax.Updates,
+    state: FrozenAdamState,
+    params: optax.Params | None = None,
+    *,
+    drain: bool | Literal["residuals"] = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, FrozenAdamState]:
+    del params, extra_args
+    if drain == "residuals":
+      reduced = reduction.handed_over(state.mu, state.reduction)
+      return updates, state._replace(reduction=reduced)
+    collectives.check_local(updates, axis, what="`updates`")
+    grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
+    state = jax.lax.cond(
+      collectives.agreed(state.step < warmup_steps, axis),
+      exactly,
+      by_few_bytes,
+      grads,
+      state,
+    )
+    scaled = jax.tree.map(
+      lambda m, v, g: _quotient(m, v, _scalar(eps)).astype(g.dtype),
+      state.mu,
+      state.nu,
+      updates,
+    )
+    return scaled, state._replace(step=optax.safe_increment(state.step))
+
+  def exactly(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
+    with collectives.phase(0, warmup_steps):
+      mean = collectives.mean(grads, axis)
+    squares = jax.tree.map(jnp.square, mean)
+    state = state._replace(
+      mu=_blended(_scalar(b1), state.mu, mean),
+      nu=_blended(_scalar(b2), state.nu, squares),
+    )
+    return collectives.varying(state, axis)
+
+  def by_few_bytes(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
+    own = _blended(_scalar(b1), state.mu, grads)
+    with collectives.phase(warmup_steps):
+      mu, reduced = reduction.mean(own, state.reduction)
+    mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0.0), mu, state.nu)
+    state = state._replace(mu=mu, reduction=reduced)
+    return collectives.varying(state, axis)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _blended(decay: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+  return jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
+
+
+def _quotient(m: jax.Array, v: jax.Array, eps: jax.Array) -> jax.Array:
+  return m / (jnp.sqrt(v) + eps)
+
+
+def _wide_zeros(x: Any) -> jax.Array:
+  x = jnp.asarray(x)
+  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+  return jnp.zeros(x.shape, dtype)
+
+
+def _scalar(x: jax.typing.ArrayLike) -> jax.Array:
+  return jnp.asarray(x).astype(jnp.float32)

@@ -1,0 +1,34 @@
+"""How many local steps a round has: fixed, scheduled, or adaptive.
+
+An interval policy decides the length of every round.  The length of round r+1
+is decided when round r begins, from the losses of rounds up to r-1, averaged
+over the workers: it is the same on all workers to the bit, and the host can
+read it a whole round before it is needed.
+"""
+
+from jdist.transforms.intervals._adaptive import adacomm as adacomm
+from jdist.transforms.intervals._adaptive import AdaCommState as AdaCommState
+from jdist.transforms.intervals._adaptive import msdpu as msdpu
+from jdist.transforms.intervals._adaptive import (
+  MsdpuIntervalState as MsdpuIntervalState,
+)
+from jdist.transforms.intervals._policy import check_first as check_first
+from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
+from jdist.transforms.intervals._policy import longest as longest
+from jdist.transforms.intervals._scheduled_interval import (
+  as_policy as as_policy,
+)
+from jdist.transforms.intervals._scheduled_interval import (
+  ending_at as ending_at,
+)
+from jdist.transforms.intervals._scheduled_interval import fixed as fixed
+from jdist.transforms.intervals._scheduled_interval import (
+  post_local as post_local,
+)
+from jdist.transforms.intervals._scheduled_interval import (
+  PostLocalState as PostLocalState,
+)
+from jdist.transforms.intervals._scheduled_interval import qsr as qsr
+from jdist.transforms.intervals._scheduled_interval import (
+  scheduled as scheduled,
+)

@@ -1,0 +1,219 @@
+"""Intervals that are fixed or follow the step: fixed, post-local, QSR.
+
+Policies see the number of the local step at which a round begins, so those of
+this file need no loss.  Those that adapt to the loss are in `_adaptive`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks
+from jdist.transforms.intervals import _policy
+from jdist.transforms.intervals._policy import IntervalPolicy
+
+
+def fixed(interval: int) -> IntervalPolicy:
+  """Every round has `interval` local steps.
+
+  Args:
+    interval: local steps, at least 1.
+
+  >>> fixed(8).next((), jnp.array(0), None)[0].item()
+  8
+  """
+  checks.check_structural("interval", interval, minimum=1)
+  if interval > _policy.LONGEST:
+    raise ValueError(
+      f"`interval` must be at most {_policy.LONGEST}, got {interval}."
+    )
+  return IntervalPolicy(
+    init=lambda: (),
+    next=lambda state, start_step, loss: (
+      jnp.asarray(interval, jnp.int32),
+      state,
+    ),
+    constant=interval,
+  )
+
+
+def scheduled(
+  schedule: Callable[[jax.Array], jax.Array | int],
+) -> IntervalPolicy:
+  """The interval is a function of the local step at which the round begins.
+
+  Args:
+    schedule: from an int32 scalar to the number of local steps, rounded down
+      and at least 1; any Optax schedule will do.
+
+  >>> growing = scheduled(lambda step: 2 + step // 10)
+  >>> growing.next((), jnp.array(25), None)[0].item()
+  4
+  """
+  if not callable(schedule):
+    raise ValueError(
+      f"`schedule` must be a function of the local step, got {schedule!r}."
+    )
+
+  def next_fn(
+    state: Any, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, Any]:
+    del loss
+    return _policy.whole_steps(
+      jnp.floor(_policy.as_float(schedule(start_step)))
+    ), state
+
+  return IntervalPolicy(lambda: (), next_fn)
+
+
+class PostLocalState(NamedTuple):
+  """State of `post_local`.
+
+  Attributes:
+    starts: the local steps at which the present and the next round begin,
+      int32 [2].
+    later: the local phase's state.
+  """
+
+  starts: jax.Array
+  later: Any
+
+
+def post_local(
+  switch_step: int, interval: int | IntervalPolicy
+) -> IntervalPolicy:
+  """Synchronous at first, local steps afterwards.
+
+  Rounds that begin before local step `switch_step` have one step.
+
+  Args:
+    switch_step: the first step of the local phase, at least 0.
+    interval: the local phase's interval or policy; a policy sees only the
+      losses of its own phase.
+
+  References:
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD (2020), post-local
+    SGD: there the switch is the first decay of the learning rate.
+
+  >>> rule = post_local(100, 8)
+  >>> rule.next(rule.init(), jnp.array(99), None)[0].item()
+  1
+  """
+  checks.check_structural("switch_step", switch_step, minimum=0)
+  later = as_policy(interval)
+
+  def init_fn() -> PostLocalState:
+    return PostLocalState(jnp.zeros((2,), jnp.int32), later.init())
+
+  def next_fn(
+    state: PostLocalState, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, PostLocalState]:
+    decided = later.next(state.later, start_step, None)
+    if loss is not None and later.needs_loss:
+      # The loss is that of the round before last, whose phase decides.
+      own = state.starts[0] >= switch_step
+      decided = _select(own, later.next(state.later, start_step, loss), decided)
+    local = start_step >= switch_step
+    synchronous = jnp.asarray(1, jnp.int32), state.later
+    steps, later_state = _select(local, decided, synchronous)
+    starts = jnp.stack([state.starts[1], start_step])
+    return steps, PostLocalState(starts, later_state)
+
+  return IntervalPolicy(init_fn, next_fn, later.needs_loss)
+
+
+def ending_at(
+  total_steps: int, interval: int | IntervalPolicy
+) -> IntervalPolicy:
+  """Shortens the last round so that it ends with the training.
+
+  Without it the last local steps never reach the anchor unless the interval
+  divides the number of steps.
+
+  Args:
+    total_steps: local steps of the whole training, at least 1.
+    interval: the interval or policy to shorten.
+
+  >>> ending_at(20, 8).next((), jnp.array(16), None)[0].item()
+  4
+  """
+  checks.check_structural("total_steps", total_steps, minimum=1)
+  policy = as_policy(interval)
+
+  def next_fn(
+    state: Any, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, Any]:
+    steps, state = policy.next(state, start_step, loss)
+    left = total_steps - start_step
+    return jnp.where(left > 0, jnp.minimum(steps, left), steps), state
+
+  return IntervalPolicy(policy.init, next_fn, policy.needs_loss)
+
+
+def qsr(
+  learning_rate: optax.ScalarOrSchedule,
+  alpha: float,
+  base_interval: int,
+  *,
+  max_interval: int | None = None,
+) -> IntervalPolicy:
+  r"""The quadratic synchronization rule: longer rounds at lower rates.
+
+  .. math:: H = \max(H_{base}, \lfloor (\alpha / \eta)^2 \rfloor)
+
+  with the learning rate of the round's first step.
+
+  Args:
+    learning_rate: the inner optimizer's, a number or a schedule of the local
+      step.
+    alpha: the growth coefficient; the paper tunes it between about 0.01 and
+      0.3, depending on the optimizer.
+    base_interval: the shortest interval, at least 1.
+    max_interval: the longest, none by default.  Use `ending_at` too: a rate
+      that goes to zero asks for a round that never ends.
+
+  References:
+    Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning
+    (arXiv 2310.14423).
+
+  >>> qsr(0.1, alpha=0.4, base_interval=4).next((), jnp.array(0), None)[
+  ...   0
+  ... ].item()
+  16
+  """
+  checks.check_rate("learning_rate", learning_rate)
+  checks.check_continuous("alpha", alpha, open_low=True)
+  checks.check_structural("base_interval", base_interval, minimum=1)
+  longest = _policy.longest(max_interval, base_interval)
+
+  def schedule(start_step: jax.Array) -> jax.Array:
+    rate = _policy.rate_at(learning_rate, start_step)
+    # The smallest normal number: a rate of zero means the longest round.
+    ratio = alpha / jnp.maximum(rate, jnp.finfo(jnp.float32).tiny)
+    # A hair more, so that 0.4 / 0.1 squared is 16 and not 15.999999.
+    steps = jnp.floor(jnp.minimum(ratio**2 * (1 + 1e-6), longest))
+    return jnp.maximum(steps, base_interval)
+
+  return scheduled(schedule)
+
+
+def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
+  """Turns the number of steps into a policy, and leaves a policy alone.
+
+  Raises:
+    ValueError: when it is neither a policy nor an int of at least 1.
+
+  >>> as_policy(0)
+  Traceback (most recent call last):
+  ValueError: `interval` must be an int >= 1, got 0.
+  """
+  if isinstance(interval, IntervalPolicy):
+    return interval
+  return fixed(interval)
+
+
+def _select(which: jax.Array, yes: Any, no: Any) -> Any:
+  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)

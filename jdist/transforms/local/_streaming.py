@@ -1,0 +1,367 @@
+"""Streaming: a part of what is delayed is sent in every step, exactly.
+
+The sub-tensors are read from the state, so that a part waits for nothing in the
+step and the step for no part.  What is sent, and the sender that does it at
+once, is in `_sender`; the same by few bytes in `_chunked_stream`.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist import checks, collectives, reducers
+from jdist.transforms.local import _anchor, _sender
+
+PyTree = Any
+_MEBIBYTE = 2**20
+
+
+class StreamState(NamedTuple):
+  """A message under way.
+
+  The buffers' keys name what is in them: a dtype, and after a colon the mesh
+  axes over which its leaves are split.  A buffer is `[parts, length]`, a row
+  for each part of a worker that is itself sharded, else one row.
+
+  Attributes:
+    sent: this worker's message.
+    arrived: the mean of all workers' messages, as far as `position`.
+    position: how many elements of a row have arrived, int32 scalars.
+  """
+
+  sent: dict[str, jax.Array]
+  arrived: dict[str, jax.Array]
+  position: dict[str, jax.Array]
+
+
+class Part(NamedTuple):
+  """A sub-tensor that is sent in this step, under its buffer's name.
+
+  Attributes:
+    start: where it begins.
+    own: this worker's.
+    total: the workers' mean, but for its last division.
+  """
+
+  start: dict[str, jax.Array]
+  own: dict[str, jax.Array]
+  total: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream:
+  """How a delayed message is cut into sub-tensors.
+
+  In a round of H steps every step sends the next `1/H` of the message, in
+  sub-tensors of `max_bytes` at the most and of one size.
+
+  Attributes:
+    max_bytes: the size that a sub-tensor does not exceed; 4 MiB by default.
+    order: which leaves are sent first, as in `collectives.plan`.  All are
+      applied together at the round's end, so it changes no result.
+    specs: how the parameters are split over the mesh's other axes, a tree of
+      PartitionSpec (`Workers.specs(params)`), for workers that are themselves
+      sharded: every device sends its own part.  Not with a reducer.
+
+  >>> Stream(max_bytes=4096).cut(10_000, 5, itemsize=4)
+  (2, 1000)
+  """
+
+  max_bytes: int = 4 * _MEBIBYTE
+  order: collectives.Order = "front_first"
+  specs: PyTree = None
+
+  def __post_init__(self) -> None:
+    checks.check_structural("max_bytes", self.max_bytes, minimum=8)
+    collectives.check_order(self.order)
+
+  def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
+    """The number of sub-tensors in a step, and the elements of each."""
+    in_step = -(-length // steps)
+    number = -(-in_step * itemsize // self.max_bytes)
+    return number, -(-in_step // number)
+
+
+class Streaming:
+  """Sends a part of the message in every step, from the state.
+
+  `steps` says in how many steps the whole message goes, and is static; None
+  sends it at once.  It may change from step to step: sending goes on at
+  `position`, and a round waits for its last sub-tensor, so nothing is lost.
+  """
+
+  def __init__(
+    self, stream: Stream, axis: collectives.Axis, like: _sender.Message
+  ):
+    """Lays out the buffers for messages like `like`."""
+    self._stream, self._axis, self._like = stream, axis, like
+    self._groups = _groups(stream, like)
+
+  def hold(
+    self,
+    message: _sender.Message,
+    before: StreamState | None,
+    remembered: Any,
+  ) -> StreamState:
+    """Makes a message the next one to be sent."""
+    del remembered
+    sent = self._pack(message)
+    return StreamState(
+      sent=sent,
+      # What arrives next is written over it.
+      arrived=jax.tree.map(jnp.zeros_like, sent) if before is None else (
+        before.arrived
+      ),
+      position={name: jnp.zeros((), jnp.int32) for name in sent},
+    )  # fmt: skip
+
+  def own(self, state: StreamState) -> _sender.Message:
+    """This worker's message that is held."""
+    return self._unpack(state.sent)
+
+  def start(
+    self, state: StreamState, steps: int | None, remembered: Any
+  ) -> tuple[Part, ...]:
+    """Sends the next sub-tensors; nothing waits for them yet."""
+    del remembered
+    if steps is None:
+      return ()
+    sent = []
+    for name, whole in state.sent.items():
+      length = whole.shape[1]
+      number, size = self._stream.cut(
+        length, steps, itemsize=whole.dtype.itemsize
+      )
+      position = state.position[name]
+      for _ in range(number):
+        # The last one begins earlier rather than to be padded.
+        start = jnp.minimum(position, length - size)
+        own = jax.lax.dynamic_slice_in_dim(whole, start, size, 1)
+        total = collectives.start_mean(own, self._axis)
+        sent.append(Part({name: start}, {name: own}, {name: total}))
+        position = jnp.minimum(position + size, length)
+    return tuple(sent)
+
+  def finish(
+    self,
+    state: StreamState,
+    sent: tuple[Part, ...],
+    remembered: Any,
+    in_flight: jax.Array,
+  ) -> tuple[StreamState, Any]:
+    """Writes down the means of what has been sent.
+
+    Stands in the conditional at the end of the step, and writes the
+    worker's own part back to where it came from: so the memory of both is
+    used until then.  XLA's CPU compiler else gives it to the computation,
+    which then has to wait for what it should hide.
+    """
+    del in_flight
+    own, arrived, position = map(
+      dict, (state.sent, state.arrived, state.position)
+    )
+    for part in sent:
+      ((name, start),) = part.start.items()
+      mean = collectives.finish_mean(part.total[name], self._axis)
+      for whole, piece in ((own, part.own[name]), (arrived, mean)):
+        whole[name] = jax.lax.dynamic_update_slice_in_dim(
+          whole[name], piece, start, 1
+        )
+      position[name] = self._after(part)[name]
+    return StreamState(own, arrived, position), remembered
+
+  def complete(
+    self, state: StreamState, sent: tuple[Part, ...] = ()
+  ) -> jax.Array:
+    """Whether all has arrived, with what is being sent in this step."""
+    position = dict(state.position)
+    for part in sent:
+      position |= self._after(part)
+    there = [
+      position[name] >= whole.shape[1] for name, whole in state.sent.items()
+    ]
+    return jnp.stack(there).all()
+
+  def _after(self, part: Part) -> dict[str, jax.Array]:
+    """How far a message has arrived with a part."""
+    ((name, start),) = part.start.items()
+    return {name: start + part.own[name].shape[1]}
+
+  def mean(
+    self,
+    state: StreamState,
+    present: _sender.Message,
+    late: jax.Array,
+    steps: int | None,
+    remembered: Any,
+  ) -> tuple[_sender.Message, Any]:
+    """The workers' mean of what is held, or of `present` if not `late`."""
+    if steps is not None:
+      return self._unpack(state.arrived), remembered
+    # Of what was streamed before there is nothing left to send.
+    arrived = jax.lax.cond(
+      collectives.agreed(late & self.complete(state), self._axis),
+      lambda: collectives.varying(state.arrived, self._axis),
+      lambda: collectives.mean(
+        _anchor.either(late, state.sent, self._pack(present)), self._axis
+      ),
+    )
+    return self._unpack(arrived), remembered
+
+  def exact_mean(
+    self, state: StreamState, remembered: Any
+  ) -> tuple[PyTree, Any]:
+    """The mean of the progress that is held, whatever has arrived."""
+    return collectives.mean(self.own(state).progress, self._axis), remembered
+
+  def _pack(self, message: _sender.Message) -> dict[str, jax.Array]:
+    leaves = jax.tree.leaves(message)
+    return {
+      group.name: group.pack([leaves[i] for i in group.leaves])
+      for group in self._groups
+    }
+
+  def _unpack(self, buffers: dict[str, jax.Array]) -> _sender.Message:
+    leaves, structure = jax.tree.flatten(self._like)
+    for group in self._groups:
+      shapes = [leaves[i] for i in group.leaves]
+      found = group.unpack(buffers[group.name], shapes)
+      for i, leaf in zip(group.leaves, found, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+  """Leaves that share a buffer: of one dtype, split over the same mesh axes.
+
+  Attributes:
+    name: the buffer's.
+    leaves: numbers of the leaves, in the order in which they are sent.
+    axes: the mesh axes.
+    specs: of each leaf.
+  """
+
+  name: str
+  leaves: tuple[int, ...]
+  axes: tuple[str, ...]
+  specs: tuple[PartitionSpec, ...]
+
+  def pack(self, leaves: list[jax.Array]) -> jax.Array:
+    def one(leaves: list[jax.Array]) -> jax.Array:
+      return jnp.concatenate([leaf.reshape(1, -1) for leaf in leaves], 1)
+
+    if not self.axes:
+      return one(leaves)
+    return jax.shard_map(
+      one,
+      in_specs=(list(self.specs),),
+      out_specs=PartitionSpec(self.axes),
+      axis_names=set(self.axes),
+    )(leaves)
+
+  def unpack(self, buffer: jax.Array, like: list[Any]) -> list[jax.Array]:
+    def one(row: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+      leaves, start = [], 0
+      for shape in shapes:
+        stop = start + math.prod(shape)
+        leaves.append(row[0, start:stop].reshape(shape))
+        start = stop
+      return leaves
+
+    shapes = [leaf.shape for leaf in like]
+    if not self.axes:
+      return one(buffer, shapes)
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    local = [
+      tuple(
+        length // math.prod(sizes[axis] for axis in axes)
+        for length, axes in zip(shape, _by_dim(spec, len(shape)), strict=True)
+      )
+      for shape, spec in zip(shapes, self.specs, strict=True)
+    ]
+    return jax.shard_map(
+      lambda row: one(row, local),
+      in_specs=PartitionSpec(self.axes),
+      out_specs=list(self.specs),
+      axis_names=set(self.axes),
+    )(buffer)
+
+
+def check_stream_steps(steps: Any, stream: Stream | None) -> None:
+  """Raises a ValueError unless something can be sent in so many steps."""
+  checks.check_structural("stream_steps", steps, minimum=1)
+  if stream is None:
+    raise ValueError(
+      "`stream_steps` must be given to a streamed form only: build "
+      "`local_steps` with `delay_rounds=1, stream=Stream()`."
+    )
+
+
+def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
+  """The mesh axes over which the rows of a state are split.
+
+  Those of a buffer, or of what a reducer keeps for each shard.
+
+  Args:
+    path: a leaf's key path in an optimizer's state.
+
+  Returns:
+    The axes, `()` for rows that are not split; None for other leaves.
+
+  >>> state = StreamState({"float32:x,y": 1}, {"float32": 2}, {"float32": 3})
+  >>> [buffer_axes(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+  [('x', 'y'), (), None]
+  """
+  for step in path:
+    over = reducers.row_axes(getattr(step, "key", None))
+    if over is not None:
+      return over
+  if len(path) < 2:
+    return None
+  field, key = (getattr(path[-2], "name", ""), getattr(path[-1], "key", ""))
+  if field not in ("sent", "arrived"):
+    return None
+  _, _, axes = str(key).partition(":")
+  return tuple(axes.split(",")) if axes else ()
+
+
+def _groups(stream: Stream, like: _sender.Message) -> tuple[_Group, ...]:
+  leaves = jax.tree.leaves(like)
+  order = list(collectives.leaf_order(like.progress, stream.order))
+  order += range(len(order), len(leaves))  # The loss is the last.
+  specs = [PartitionSpec()] * len(leaves)
+  if stream.specs is not None:
+    given = jax.tree.leaves(
+      stream.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    if len(given) != len(jax.tree.leaves(like.progress)):
+      raise ValueError(
+        "`specs` must have one PartitionSpec for each leaf of the parameters: "
+        f"{len(jax.tree.leaves(like.progress))}, got {len(given)}. "
+        "`Workers.specs(params)` reads them off."
+      )
+    specs[: len(given)] = given
+  found: dict[str, tuple[list[int], tuple[str, ...]]] = {}
+  for i in order:
+    if leaves[i].size == 0:
+      continue  # Nothing to send.
+    axes = tuple(sorted({a for dim in _by_dim(specs[i], 99) for a in dim}))
+    name = str(leaves[i].dtype) + (f":{','.join(axes)}" if axes else "")
+    found.setdefault(name, ([], axes))[0].append(i)
+  return tuple(
+    _Group(name, tuple(members), axes, tuple(specs[i] for i in members))
+    for name, (members, axes) in found.items()
+  )
+
+
+def _by_dim(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+  """The mesh axes over which each dimension is split."""
+  dims = [
+    () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
+  ]
+  return dims + [()] * (ndim - len(dims))

@@ -1,0 +1,303 @@
+"""`jdist schedule`, with the compiler for GPUs and without."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jdist import cli, collectives, models, profiling
+from jdist.cli import _help, _methods, _options, _overlap
+
+needs_compiler = pytest.mark.skipif(
+  not any(
+    importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13)
+  ),
+  reason="needs the extra `schedules`: JAX's plugin for CUDA",
+)
+
+_BAD = [
+  ("--method sgd", "`--method` must be of ssgd"),
+  ("--method msdpu msdpu", "`--method` must be one or more different methods"),
+  ("--method msdpu:fast", "msdpu has the forms streamed, simple, got"),
+  ("--method local_sgd:first", "local_sgd has one form only, got"),
+  ("--methods msdpu", "no option `--methods`, did you mean `--method`?"),
+  ("--model vit", "`--model` must be one of mlp"),
+  ("--topology h200", "`--topology`: the topology must be GPUSxKIND"),
+  ("--topology 0xh200", "`gpus_per_node` must be at least 1, got 0"),
+  ("--batch-size 0", "`--batch-size` must be at least 1, got 0"),
+  ("--image-size -1", "`--image-size` must be at least 1, got -1"),
+  ("--length 0", "`--length` must be at least 1, got 0"),
+  ("--interval 0", "`--interval` must be at least 1, got 0"),
+  ("--in-flight 0", "`--in-flight` must be at least 1, got 0"),
+  ("--combine-mb -1", "`--combine-mb` must be at least 0, got -1"),
+  ("--message-mb 0", "`--message-mb` must be positive, got 0"),
+  ("--pending 1.5", "`--pending` must be in [0, 1], got 1.5"),
+  ("--pending nan", "`--pending` must be in [0, 1], got nan"),
+  ("--combine-mb nan", "`--combine-mb` must be at least 0, got nan"),
+  ("--bandwidth-gbit-per-s 0", "`--bandwidth-gbit-per-s` must be positive"),
+  ("--tflop-per-s inf", "`--tflop-per-s` must be positive, got inf"),
+  ("--memory-gb-per-s -1", "`--memory-gb-per-s` must be positive, got -1"),
+  ("--latency-us -1", "`--latency-us` must not be negative, got -1"),
+  ("--launch-us nan", "`--launch-us` must not be negative, got nan"),
+  ("--dtype float8", "invalid choice 'float8' for argument '--dtype'"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), _BAD, ids=[w for w, _ in _BAD])
+def test_a_bad_option_is_one_line_and_status_2(
+  words, told, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["schedule", *words.split()]) == 2
+  out, error = capsys.readouterr()
+  assert error.startswith("jdist: error: ") and error.count("\n") == 1
+  assert told in error
+  assert out == ""
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_is_one_line_that_names_the_extra(
+  tmp_path, monkeypatch, capsys
+):
+  found = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util,
+    "find_spec",
+    lambda name, *rest: (
+      None if name.startswith("jax_cuda") else found(name, *rest)
+    ),
+  )
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["schedule"]) == 2
+  out, error = capsys.readouterr()
+  assert error.count("\n") == 1
+  assert 'pip install "jdist[schedules]"' in error
+  assert out == ""
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_every_option_once(monkeypatch, capsys):
+  monkeypatch.setenv("COLUMNS", "80")
+  assert cli.main(["schedule", "--help"]) == 0
+  text, error = capsys.readouterr()
+  assert error == ""
+  fields = _help.fields(_options.Schedule)
+  assert set(fields) == set(_options.Schedule.__dataclass_fields__)
+  for name, told in fields.items():
+    option = f"  --{name.replace('_', '-')} "
+    assert sum(line.startswith(option) for line in text.splitlines()) == 1
+    assert told[:20] in " ".join(text.split()), name
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_forms_are_of_methods_that_there_are():
+  assert set(_options.FORMS) <= set(_methods.METHODS)
+
+
+@pytest.mark.parametrize("model", models.NAMES)
+def test_every_model_has_a_batch(model):
+  task = _overlap._task(_options.Schedule(model=model, batch_size=3))
+  assert all(x.shape[0] == 3 for x in task.batch.values())
+
+
+@pytest.mark.parametrize(
+  ("topology", "options", "expected"),
+  [
+    ("8xh200", {}, (3600e9, 989.5e12, 4.8e12)),
+    ("2x8xh200", {"dtype": "float32"}, (400e9, 494.7e12, 4.8e12)),
+    (
+      "8xa100",
+      {
+        "bandwidth_gbit_per_s": 100.0,
+        "tflop_per_s": 50.0,
+        "memory_gb_per_s": 1.0,
+      },
+      (100e9, 50e12, 1e9),
+    ),
+  ],
+)
+def test_rates_are_the_data_sheets_unless_given(topology, options, expected):
+  _, device, link = _overlap._check(
+    _options.Schedule(topology=topology, **options)
+  )
+  rates = (
+    link.bandwidth_bits_per_s, device.flops_per_s, device.memory_bytes_per_s,
+  )  # fmt: skip
+  assert rates == expected
+  assert link.latency_s == device.launch_s == 2e-6
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+  """Runs the command on a small model; gives its rows and what it printed."""
+  pytest.importorskip("matplotlib")
+
+  def one(*words, model="mlp"):
+    output = tmp_path / "out"
+    status = cli.main(
+      ["schedule", "--model", model, "--output", str(output), *words]
+    )
+    out, error = capsys.readouterr()
+    assert status == 0, error
+    assert (output / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    lines = (output / "rows.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], out
+
+  return one
+
+
+# 118 thousand parameters, as many bytes in float32 and in a ring of 8.
+_BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
+
+
+@needs_compiler
+def test_one_method_is_told_by_its_collectives(run):
+  (row,), out = run("--method", "ssgd", "--topology", "8xh200")
+  (message,) = row["messages"]
+  assert message["kind"] == "all-reduce"
+  assert message["wire_bytes"] == row["mean_wire_bytes"] == _BYTES
+  assert not message["conditional"]
+  assert 0 <= row["hidden_share"] <= 1
+  assert "Collectives of ssgd" in out and "each step" in out
+  assert "Stated rates, not measurements" in out
+  # Two layers, forward and backward, without the images' gradient.
+  layers = 784 * 128 * 2 + 128 * 10 * 3
+  # The compiler pads 784 to 896 where it splits the sum.
+  assert row["meeting"]["flops"] == pytest.approx(2 * 32 * layers, rel=0.1)
+
+
+@needs_compiler
+def test_a_streamed_round_is_hidden_and_a_conditional_one_is_not(run):
+  rows, out = run(
+    "--method", "msdpu", "msdpu:simple", "--interval", "4",
+    "--tflop-per-s", "0.01", "--bandwidth-gbit-per-s", "100",
+    "--latency-us", "0", "--launch-us", "0",
+  )  # fmt: skip
+  streamed, simple = rows
+  assert streamed["interval"] == simple["interval"] == 4
+  # The same bytes in a round, up to the last sub-tensor's overlap.
+  assert streamed["mean_wire_bytes"] == pytest.approx(_BYTES / 4, rel=0.01)
+  assert simple["mean_wire_bytes"] == pytest.approx(_BYTES / 4, rel=0.01)
+  assert not any(m["conditional"] for m in streamed["messages"])
+  assert all(m["conditional"] for m in simple["messages"])
+  # With slow products there is enough computation to hide under.
+  assert streamed["hidden_share"] > 0.95
+  assert streamed["messages"][0]["products"] > 0
+  assert sum(m["products"] for m in simple["messages"]) == 0
+  assert simple["hidden_share"] < streamed["hidden_share"] - 0.3
+  assert "msdpu:simple" in out and "Collectives of" not in out
+
+
+@needs_compiler
+def test_rounds_that_the_host_ends_have_no_conditional(run):
+  words = ("--method", "msdpu", "local_sgd", "ssgd", "--interval", "4")
+  decided, _ = run(*words)
+  told = run(*words, "--host-rounds")[0][len(decided) :]
+  for one, other in zip(told, decided, strict=True):
+    assert one["interval"] == other["interval"]
+    assert one["mean_wire_bytes"] == pytest.approx(other["mean_wire_bytes"])
+    assert not any(m["conditional"] for m in one["messages"])
+  streamed, local, _ = told
+  assert streamed["between"]["wire_bytes"] > 0
+  assert local["between"]["wire_bytes"] == 0
+  # Nothing is copied around a conditional.
+  for one, other in zip(told[:2], decided[:2], strict=True):
+    assert one["between"]["compute_s"] < other["between"]["compute_s"]
+
+
+@needs_compiler
+def test_merging_less_sends_in_more_messages(run):
+  (merged, *_), _ = run("--method", "ssgd")
+  rows, _ = run("--method", "ssgd", "--combine-mb", "0", "--in-flight", "4")
+  apart = rows[-1]
+  assert len(merged["messages"]) == 1 and len(apart["messages"]) == 4
+  assert apart["mean_wire_bytes"] == merged["mean_wire_bytes"]
+
+
+@needs_compiler
+def test_update_first_hides_under_the_forward_pass(run):
+  # Five in six of LeNet's bytes are behind its two convolutions.
+  (row,), _ = run(
+    "--method", "ssgd:first",
+    "--message-mb", "0.05", "--combine-mb", "0", "--in-flight", "4",
+    "--tflop-per-s", "0.01", "--bandwidth-gbit-per-s", "100",
+    "--latency-us", "0", "--launch-us", "0",
+    model="lenet",
+  )  # fmt: skip
+  # 0.76; where the forward pass waits for all of them, next to nothing.
+  assert row["hidden_share"] > 0.5
+  front, *behind = row["messages"]
+  assert front["products"] == 0  # The first layer waits for its own.
+  assert sum(m["products"] > 0 for m in behind) >= len(behind) / 2
+
+
+@needs_compiler
+def test_update_first_sends_what_synchronous_sgd_sends(run):
+  rows, _ = run("--method", "ssgd", "ssgd:first", "ssgd:scattered")
+  kinds = [[m["kind"] for m in row["messages"]] for row in rows]
+  assert kinds[0] == kinds[1] == ["all-reduce"]
+  assert sorted(kinds[2]) == ["all-gather", "reduce-scatter"]
+  sent = [row["mean_wire_bytes"] for row in rows]
+  assert sent[1] == sent[0]
+  assert sent[2] == pytest.approx(sent[0], rel=0.01)
+
+
+@needs_compiler
+def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
+  # In a process of its own: JAX must not have started.
+  pytest.importorskip("matplotlib")
+  words = (
+    "--model", "resnet8", "--method", "ssgd", "ssgd:scattered", "ssgd:hybrid",
+    "--tell-compiler", "--message-mb", "0.06",
+    "--bandwidth-gbit-per-s", "10", "--output", str(tmp_path),
+  )  # fmt: skip
+  done = subprocess.run(
+    [sys.executable, "-m", "jdist", "schedule", *words],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+  after, *others = [json.loads(line) for line in lines]
+  for row in others:
+    assert row["hidden_share"] > after["hidden_share"] + 0.1, row["method"]
+    assert row["mean_step_s"] < after["mean_step_s"], row["method"]
+
+
+def test_the_compiler_is_told_before_jax_starts():
+  jax.devices()
+  with pytest.raises(RuntimeError, match="before"):
+    profiling.tell_compiler(1e9, 1e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("model", "giga_flops"),
+  [
+    # 4.09 billion multiply-adds an image, three times in training, without
+    # the first layer's gradient of the images.
+    ("resnet50", (3 * 4.089 - 0.118) * 2),
+    # 6 a parameter and token without the 1,024 positions, and attention: two
+    # products of length x length x width in each of 12 layers.
+    (
+      "transformer",
+      6e-9 * (124.44e6 - 1024 * 768) * 1024 + 3e-9 * 12 * 4 * 1024**2 * 768,
+    ),
+  ],
+)
+def test_operations_are_those_that_are_known(model, giga_flops):
+  options = _options.Schedule(model=model, batch_size=2)
+  described = profiling.describe_gpus("8xh200")
+  workers = collectives.workers(8, mesh=described.mesh())
+  (program,) = _overlap._programs(
+    "ssgd", options, _overlap._task(options), workers
+  )
+  events = profiling.read_schedule(program)
+  found = sum(event.flops for event in events)
+  assert found / 2 / 1e9 == pytest.approx(giga_flops, rel=0.01)

@@ -1,0 +1,154 @@
+"""The largest entries are found as a sort finds them."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives
+from jdist.codecs import _largest
+
+LENGTH = 20000  # Long enough not to be sorted.
+
+
+def largest_reference(row, k):
+  """By magnitude, NaN first, ties to the lower index."""
+  keys = np.abs(row.astype(np.float64))
+  keys = np.where(np.isnan(keys), np.inf, keys)
+  order = np.lexsort((np.arange(row.size), -keys, ~np.isnan(row)))
+  return np.sort(order[:k])
+
+
+def some_rows(name, shape=(2, LENGTH), seed=0):
+  rng = np.random.default_rng(seed)
+  normal = rng.standard_normal(shape)
+  x = {
+    "normal": normal,
+    "cauchy": rng.standard_cauchy(shape),
+    "lognormal": np.exp(3 * normal),
+    "zeros": np.zeros(shape),
+    "equal": np.full(shape, -2.0),
+    "few": np.where(rng.random(shape) < 0.002, normal, 0),
+    "integers": rng.integers(-3, 4, shape),
+    "denormal": normal * 1e-40,
+    "huge": np.sign(normal) * (1 + rng.random(shape)) * 1e38,
+    "sorted": np.sort(normal, axis=-1),
+    "nan": np.where(rng.random(shape) < 0.001, np.nan, normal),
+    "infinite": np.where(rng.random(shape) < 0.05, -np.inf, normal),
+    "all_nan": np.full(shape, np.nan),
+  }[name]
+  return x.astype(np.float32)
+
+
+NAMES = [
+  "normal",
+  "cauchy",
+  "lognormal",
+  "zeros",
+  "equal",
+  "few",
+  "integers",
+  "denormal",
+  "huge",
+  "sorted",
+  "nan",
+  "infinite",
+  "all_nan",
+]
+find = jax.jit(_largest.largest, static_argnames=("k", "at_least"))
+
+
+def test_the_keys_are_ordered_as_magnitudes_are():
+  x = jnp.array([0.0, -1e-44, 1e-40, 1.0, -1.5, 3e38, -jnp.inf, jnp.nan])
+  keys = _largest.magnitude_keys(x)
+  assert (jnp.diff(keys) > 0).all()
+  assert _largest.magnitude_keys(-x).tolist() == keys.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [1, 20, 200, 9000])
+def test_exactly_the_largest_are_found(name, k):
+  x = some_rows(name)
+  found = find(x, k)
+  assert found.num_used.tolist() == [k, k]
+  for row, indices in zip(x, found.indices, strict=True):
+    np.testing.assert_array_equal(indices, largest_reference(row, k))
+
+
+@pytest.mark.parametrize("name", ["integers", "nan", "normal"])
+@pytest.mark.parametrize("length", [1, 7, 16384, 20031])
+def test_any_length_is_searched(name, length):
+  x = some_rows(name, (1, length))
+  for k in {max(1, length // 50), length}:
+    found = find(x, k)
+    np.testing.assert_array_equal(found.indices[0], largest_reference(x[0], k))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [20, 200])
+def test_a_sampled_threshold_keeps_its_bounds(name, k):
+  x = some_rows(name)
+  found = find(x, k, at_least=-(-8 * k // 10))
+  for row, indices, used in zip(x, *jax.device_get(found), strict=True):
+    assert 0.8 * k <= used <= k
+    # They are the largest, though fewer; what is left over is the last.
+    wanted = largest_reference(row, int(used))
+    np.testing.assert_array_equal(indices[:used], wanted)
+    assert (indices[used:] == LENGTH - 1).all()
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(st.integers(0, 10**6), st.sampled_from([3, 130]))
+def test_ties_and_magnitudes_of_any_kind(seed, k):
+  rng = np.random.default_rng(seed)
+  x = rng.standard_normal(LENGTH) * 10.0 ** rng.integers(-30, 30)
+  x = np.where(rng.random(LENGTH) < rng.random(), x, rng.choice(x))
+  x = x.astype(np.float32)
+  np.testing.assert_array_equal(
+    find(x[None], k).indices[0], largest_reference(x, k)
+  )
+
+
+def test_set_bits_by_hand():
+  words = jnp.array([[0b101, 0, 1 << 31], [0, 0, 0]], jnp.uint32)
+  found = _largest.first_set(words, 4)
+  assert found.indices.tolist() == [[0, 2, 95, 95], [95] * 4]
+  assert found.num_used.tolist() == [3, 0]
+  assert _largest.first_set(words, 2).indices[0].tolist() == [0, 2]
+
+
+def test_what_is_above_a_value_by_hand():
+  x = jnp.array([[0.5, -2.0, jnp.nan, 1.0, 0.99, jnp.inf]])
+  found = _largest.above(x, 1.0, 5)
+  assert found.indices.tolist() == [[1, 2, 3, 5, 5]]
+  assert found.num_used.tolist() == [4]
+  assert _largest.above(x, 1.0, 2).indices.tolist() == [[1, 2]]
+
+
+def test_many_workers_are_as_one():
+  x = np.stack([some_rows(name) for name in ("normal", "equal", "few")])
+  together = jax.jit(jax.vmap(lambda x: _largest.largest(x, 200)))(x)
+  for i in range(3):
+    np.testing.assert_array_equal(together.indices[i], find(x[i], 200).indices)
+
+
+def test_nothing_is_sorted():
+  text = find.lower(jnp.zeros((1, LENGTH)), 200).compile().as_text()
+  assert " sort(" not in text and "TopK" not in text
+
+
+def test_workers_of_a_mesh_search_their_own():
+  mesh = collectives.make_mesh((2,), ("worker",))
+  x = np.stack([some_rows(name, (1, LENGTH)) for name in ("normal", "few")])
+  split = PartitionSpec("worker")
+
+  def one(x):
+    return _largest.largest(x[0], 200).indices[None]
+
+  mapped = jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split)
+  found = jax.jit(mapped)(x)
+  for i in range(2):
+    np.testing.assert_array_equal(found[i, 0], largest_reference(x[i, 0], 200))

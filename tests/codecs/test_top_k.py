@@ -1,0 +1,276 @@
+"""The largest entries go, and nothing else does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist.codecs import _cast, _quantize, _sparse, _top_k
+
+SampledTopK = _top_k.SampledTopK
+Threshold = _top_k.Threshold
+TopK = _top_k.TopK
+LONG = 40000
+
+
+def there_and_back(codec, x, key=None):
+  def run(x):
+    payload, state = codec.encode(x, codec.init(x), key)
+    return payload, codec.decode(payload, state, x)
+
+  payload, found = jax.jit(run)(x)
+  num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(payload))
+  assert 8 * num_bytes == codec.num_bits(x)
+  assert found.shape == x.shape and found.dtype == x.dtype
+  return np.asarray(found)
+
+
+def normal(shape, seed=0):
+  x = np.random.default_rng(seed).standard_normal(shape)
+  return jnp.asarray(x, jnp.float32)
+
+
+def keep_largest(x, k):
+  """By a stable sort: ties go to the lower index."""
+  x = np.asarray(x)
+  order = np.argsort(-np.abs(x).reshape(-1), kind="stable")[:k]
+  kept = np.zeros(x.size, x.dtype)
+  kept[order] = x.reshape(-1)[order]
+  return kept.reshape(x.shape)
+
+
+def test_two_of_five_by_hand():
+  codec = TopK(k=2)
+  x = jnp.array([1.0, -3.0, 2.0, -2.0, 0.5])
+  assert there_and_back(codec, x).tolist() == [0, -3, 2, 0, 0]
+  # Two floats and a map of five entries.
+  assert codec.num_bits(x) == 64 + 8
+
+
+def test_each_chunk_sends_its_own():
+  codec = TopK(k=1, chunk=3)
+  x = jnp.array([9.0, 8.0, 7.0, 1.0, 3.0, 2.0, 0.5, 0.25])
+  assert there_and_back(codec, x).tolist() == [9, 0, 0, 0, 3, 0, 0.5, 0]
+
+
+@pytest.mark.parametrize("chunk", [None, 64, 20000, 10**6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_largest_come_back_and_the_others_do_not(chunk, dtype):
+  x = normal((100, 410)).astype(dtype)
+  found = there_and_back(TopK(0.01, chunk=chunk), x).reshape(-1)
+  flat = np.asarray(x).reshape(-1)
+  step = min(chunk or flat.size, flat.size)
+  for start in range(0, flat.size, step):
+    part = flat[start : start + step]
+    wanted = keep_largest(part, int(np.ceil(round(0.01 * part.size, 9))))
+    np.testing.assert_array_equal(found[start : start + step], wanted)
+
+
+@pytest.mark.parametrize("chunk", [None, 4096, 65536])
+def test_one_per_cent_is_at_least_95_times_smaller(chunk):
+  codec = TopK(0.01, chunk=chunk, values=_cast.Cast())
+  x = normal((1 << 18,))
+  payload, _ = jax.jit(codec.encode)(x)
+  num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(payload))
+  assert x.nbytes / num_bytes > 125
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    TopK(1),
+    TopK(1.0, chunk=7),
+    SampledTopK(1.0),
+    Threshold(1e-6, 1.0),
+    TopK(k=LONG),
+  ],
+)
+def test_all_entries_are_no_compression(codec):
+  x = normal(LONG).at[0].set(-3.0)
+  np.testing.assert_array_equal(there_and_back(codec, x), x)
+
+
+def test_all_entries_need_no_indices():
+  assert TopK(1.0).num_bits(normal(1000)) == 32 * 1000
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+  "codec", [TopK(k=1), SampledTopK(k=1), Threshold(9.0, 1e-4)]
+)
+def test_what_is_not_finite_is_seen(codec, value):
+  for size in (100, LONG):
+    x = normal(size).at[77].set(value)
+    assert not np.isfinite(there_and_back(codec, x)[77])
+
+
+@pytest.mark.parametrize(
+  "codec", [TopK(), TopK(0.5, chunk=2), SampledTopK(), Threshold(1.0, 0.5)]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (3, 5)])
+def test_small_arrays(codec, shape):
+  found = there_and_back(codec, jnp.full(shape, 2.0))
+  assert set(np.unique(found)) <= {0.0, 2.0}
+  if found.size == 1:
+    assert found.item() == 2.0
+
+
+@pytest.mark.parametrize("value", [0.0, -2.5, 1e-40, 3e38])
+def test_equal_entries_go_in_their_order(value):
+  found = there_and_back(TopK(k=3), jnp.full(50, value))
+  assert (found[:3] == np.float32(value)).all() and not found[3:].any()
+
+
+@pytest.mark.parametrize(
+  "values", [_cast.Cast(), _quantize.Quantize(2), _quantize.Quantize(8)]
+)
+@pytest.mark.parametrize("codec", [TopK, SampledTopK])
+def test_values_go_through_their_own_codec(values, codec):
+  x = normal(LONG)
+  codec = codec(0.02, values=values)
+
+  @jax.jit
+  def compare(x):
+    payload, state = codec.encode(x)
+    indices, found = codec.entries(payload, state, x.size)
+    used = indices < x.size
+    wanted = jnp.where(used, x[jnp.minimum(indices, x.size - 1)], 0)
+    sent, inner = values.encode(wanted)
+    return found, jnp.where(used, values.decode(sent, inner, wanted), 0)
+
+  np.testing.assert_array_equal(*compare(x))
+
+
+@pytest.mark.parametrize("chunk", [None, 20000])
+@pytest.mark.parametrize("name", ["normal", "heavy", "few"])
+def test_a_sampled_threshold_sends_nearly_as_many_and_the_largest(name, chunk):
+  x = np.asarray(normal(LONG + 100), np.float32)
+  x = {"normal": x, "heavy": x**9, "few": np.where(x > 3.5, x, 0)}[name]
+  found = there_and_back(SampledTopK(0.01, chunk=chunk), jnp.asarray(x))
+  step = chunk or x.size
+  for start in range(0, x.size, step):
+    part, got = x[start : start + step], found[start : start + step]
+    k = int(np.ceil(0.01 * part.size))
+    sent = int((got != 0).sum())
+    if name != "few":
+      assert 0.8 * k <= sent <= k
+    np.testing.assert_array_equal(got, keep_largest(part, sent))
+
+
+def test_above_a_value_by_hand():
+  codec = Threshold(1.0, 0.4)
+  x = jnp.array([0.5, -2.0, 1.0, 3.0, 0.1])
+  # Room for two: the third that reaches the value stays behind.
+  assert there_and_back(codec, x).tolist() == [0, -2, 1, 0, 0]
+  assert there_and_back(codec, x / 2).tolist() == [0, -1, 0, 1.5, 0]
+  assert there_and_back(codec, x / 4).tolist() == [0, 0, 0, 0, 0]
+  # Values; two indices of three bits; a count of two bits.
+  assert codec.num_bits(x) == 64 + 8 + 8
+
+
+def test_slots_that_are_not_in_use_hold_nothing():
+  # Of two slots one is in use; one bit would make 3 of the other's zero.
+  codec = Threshold(1.0, 0.4, values=_quantize.Quantize(1, None))
+  x = jnp.array([0.0, -3.0, 0.0, 0.5, 0.0])
+  payload, state = codec.encode(x)
+  indices, values = codec.entries(payload, state, 5)
+  assert indices.tolist() == [1, 5] and values.tolist() == [-3, 0]
+  assert codec.decode(payload, state, x).tolist() == [0, -3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("codec", [TopK(0.02), SampledTopK(0.02)])
+def test_workers_are_added_without_dense_arrays(codec):
+  xs = normal((3, LONG))
+  payloads, _ = jax.jit(jax.vmap(codec.encode))(xs)
+
+  def total(payloads):
+    def add(total, payload):
+      return codec.add_to(total, payload, ()), None
+
+    return jax.lax.scan(add, jnp.zeros(LONG), payloads)[0]
+
+  back = jax.vmap(lambda payload: codec.decode(payload, (), xs[0]))
+  wanted = np.asarray(jax.jit(back)(payloads)).sum(0)
+  compiled = jax.jit(total).lower(payloads).compile()
+  np.testing.assert_allclose(compiled(payloads), wanted, rtol=1e-6)
+  # Two copies of the total, not one of each worker's array.
+  assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * LONG
+
+
+@pytest.mark.parametrize(
+  "codec", [TopK(0.02), TopK(0.02, chunk=64), SampledTopK(0.02)]
+)
+def test_vmap_is_a_loop_and_no_host_is_asked(codec):
+  xs = normal((2, LONG)) ** 3
+  payloads, _ = jax.jit(jax.vmap(codec.encode))(xs)
+  for i in range(2):
+    payload, _ = jax.jit(codec.encode)(xs[i])
+    jax.tree.map(
+      lambda a, b, i=i: np.testing.assert_array_equal(a[i], b),
+      payloads,
+      payload,
+    )
+  text = jax.jit(codec.encode).lower(xs[0]).compile().as_text()
+  for word in ("infeed", "outfeed", "callback", "send(", "recv("):
+    assert word not in text
+
+
+def test_approximately_the_largest():
+  x = normal(LONG)
+  found = there_and_back(TopK(0.01, method="approx"), x)
+  wanted = keep_largest(x, 400)
+  assert (found != 0).sum() == 400
+  assert ((found != 0) & (wanted != 0)).sum() >= 0.9 * 400
+
+
+def test_parts_hold_whole_blocks():
+  codec = TopK(k=6, chunk=50, values=_quantize.Quantize(4, 8))
+  # Four chunks of six make three blocks of eight.
+  assert codec.granule() == 200
+  assert TopK().granule() == 1
+
+
+def test_settings_are_values():
+  assert TopK() == TopK(0.01) and hash(TopK()) == hash(TopK(0.01))
+  assert TopK().sparse and not TopK().linear and not TopK().unbiased
+  assert TopK().key == "none"
+  values = _quantize.Quantize(4, rounding="stochastic")
+  assert TopK(values=values).key == "worker"
+  x = normal(100)
+  key = jax.random.key(0)
+  assert (there_and_back(TopK(0.1, values=values), x, key) != 0).any()
+
+
+@pytest.mark.parametrize(
+  "build, words",
+  [
+    (lambda: TopK(0.0), r"`ratio` must be in \(0, 1\], got 0.0"),
+    (lambda: TopK(1.1), r"`ratio` must be in \(0, 1\]"),
+    (lambda: TopK(0.1, k=3), "`ratio` and `k` are given both"),
+    (lambda: TopK(k=0), "`k` must be a Python int at least 1"),
+    (lambda: TopK(chunk=0), "`chunk` must be a Python int at least 1"),
+    (lambda: TopK(k=9, chunk=8), "`k` must be at most `chunk`"),
+    (lambda: TopK(method="best"), "`method` must be 'exact' or 'approx'"),
+    (lambda: TopK(values=TopK()), "`values` must be a codec of all"),
+    (lambda: TopK(values=0.1), "`values` must be a codec, got 0.1"),
+    (lambda: SampledTopK(sample=2.0), r"`sample` must be in \(0, 1\]"),
+    (lambda: Threshold(0.0), "`value` must be a finite number above 0"),
+    (lambda: Threshold(1.0, 0.0), r"`capacity_ratio` must be in \(0, 1\]"),
+    (lambda: TopK(k=9).check(jnp.ones(8)), "`k` must be at most the number"),
+    (lambda: TopK(k=9).encode(jnp.ones(8)), "`k` must be at most the number"),
+    (lambda: TopK().check(jnp.ones(8, int)), "`like` must be of a float"),
+    (
+      lambda: TopK().check(jax.ShapeDtypeStruct((1 << 30,), jnp.float32)),
+      "`like` must have fewer than",
+    ),
+  ],
+)
+def test_what_is_refused(build, words):
+  with pytest.raises(ValueError, match=words):
+    build()
+
+
+def test_a_part_of_a_hundred_is_not_rounded_up_by_floats():
+  assert 0.07 * 100 > 7
+  assert _sparse.num_entries(0.07, None, 100) == 7
+  assert _sparse.num_entries(0.071, None, 100) == 8

@@ -1,0 +1,82 @@
+"""Joined and parted again: every bit comes back, and no byte is added."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist.collectives import _byte_buffer
+
+
+def make(*shape, dtype, seed=0):
+  bits = np.random.default_rng(seed).integers(
+    0, 256, (*shape, jnp.dtype(dtype).itemsize), np.uint8
+  )
+  if dtype == "bool":
+    return jnp.asarray(bits[..., 0] > 127)
+  return jnp.asarray(bits.view(jnp.dtype(dtype))[..., 0])
+
+
+def payload(rows=()):
+  return {
+    "codes": make(*rows, 5, dtype="uint8"),
+    "narrow": make(*rows, 3, dtype="bfloat16"),
+    "scales": make(*rows, 2, 2, dtype="float32"),
+    "flag": make(*rows, dtype="bool"),
+    "none": make(*rows, 0, dtype="float32"),
+    "index": make(*rows, 3, dtype="uint16"),
+  }
+
+
+def same_bits(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    assert x.shape == y.shape
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def shapes(tree, leading=0):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[leading:], x.dtype), tree
+  )
+
+
+def test_small_arrays_are_one_buffer_without_padding():
+  tree = payload()
+  (buffer,) = jax.jit(_byte_buffer.join)(tree)
+  assert buffer.dtype == jnp.uint8
+  assert buffer.size == 5 + 6 + 16 + 1 + 0 + 6
+  same_bits(_byte_buffer.part([buffer], tree), tree)
+
+
+def test_rows_stay_rows():
+  tree = payload((3,))
+  (buffer,) = _byte_buffer.join(tree, num_leading=1)
+  assert buffer.shape == (3, 34)
+  same_bits(_byte_buffer.part([buffer], shapes(tree, 1), rows=3), tree)
+  same_bits(
+    _byte_buffer.part([buffer[1]], shapes(tree, 1)),
+    jax.tree.map(lambda x: x[1], tree),
+  )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16"])
+def test_large_arrays_go_alone_and_are_not_copied(dtype):
+  items = _byte_buffer.ALONE_BYTES // jnp.dtype(dtype).itemsize
+  tree = [make(3, dtype="float32"), make(2, items // 2, dtype=dtype)]
+  small, large = _byte_buffer.join(tree)
+  assert small.size == 12
+  assert large.shape == (2, items // 2)
+  # Floats of 16 bits would be widened on the way.
+  assert large.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
+  same_bits(_byte_buffer.part([small, large], shapes(tree)), tree)
+  program = jax.jit(_byte_buffer.join).lower(tree).as_text()
+  assert f"{items}x4xui8" not in program
+
+
+def test_what_is_large_is_told_by_all_rows_together():
+  half = _byte_buffer.ALONE_BYTES // 2
+  tree = [make(2, half, dtype="uint8"), make(2, dtype="uint8")]
+  buffers = _byte_buffer.join(tree, num_leading=1)
+  assert [b.shape for b in buffers] == [(2, 1), (2, half)]
+  same_bits(_byte_buffer.part(buffers, shapes(tree, 1), rows=2), tree)

@@ -1,0 +1,382 @@
+"""The runner: the same step on every substrate, and where its arrays are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jdist import collectives
+from tests.profiling import _reading
+
+
+def mesh_2x2():
+  return collectives.make_mesh((2, 2), ("worker", "fsdp"), jax.devices()[:4])
+
+
+def make_team(name):
+  return {
+    "none": lambda: collectives.workers(1, substrate="none"),
+    "vmap": lambda: collectives.workers(4, substrate="vmap"),
+    "shard_map": lambda: collectives.workers(4),
+    "two_a_device": lambda: collectives.workers(
+      4, mesh=collectives.make_mesh((2,), ("worker",))
+    ),
+    "mesh_2x2": lambda: collectives.workers(2, mesh=mesh_2x2()),
+  }[name]()
+
+
+TEAMS = ("none", "vmap", "shard_map", "two_a_device", "mesh_2x2")
+
+
+# Placing, by hand.
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", TEAMS)
+def test_every_worker_gets_its_rows(name):
+  team = make_team(name)
+  n = team.num_workers
+  assert team.local_workers == tuple(range(n))
+  samples = np.arange(2 * n * 3, dtype=np.float32).reshape(2 * n, 3)
+  batch = team.shard({"x": samples, "y": samples[:, 0]})
+  assert batch["x"].shape == (n, 2, 3)
+  assert batch["y"].shape == (n, 2)
+  for worker in range(n):
+    mine = team.view(batch, worker)
+    np.testing.assert_array_equal(
+      mine["x"], samples[2 * worker : 2 * worker + 2]
+    )
+  np.testing.assert_array_equal(team.view(batch)["x"], samples[:2])
+  gathered = team.gather(batch)
+  assert isinstance(gathered["x"], np.ndarray)
+  np.testing.assert_array_equal(gathered["x"].reshape(-1, 3), samples)
+  again = team.place(gathered)
+  np.testing.assert_array_equal(team.gather(again)["y"], gathered["y"])
+  if team.mesh is None:
+    assert isinstance(batch["x"].sharding, SingleDeviceSharding)
+  else:  # Every device holds the rows of its own workers, and no others.
+    for shard in batch["x"].addressable_shards:
+      assert shard.data.shape[0] == team.workers_per_device
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_replicating_gives_every_worker_a_copy_of_its_own(name):
+  team = make_team(name)
+  tree = {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "step": 7}
+  copies = team.replicate(tree)
+  assert copies["w"].shape == (team.num_workers, 2, 3)
+  assert copies["w"].sharding.is_equivalent_to(team.sharding(), 3)
+  np.testing.assert_array_equal(
+    team.gather(copies)["w"], [tree["w"]] * team.num_workers
+  )
+  assert team.gather(copies)["step"].tolist() == [7] * team.num_workers
+
+
+def test_a_worker_is_split_over_the_other_axes_of_its_mesh():
+  team = make_team("mesh_2x2")
+  specs = {"rows": PartitionSpec("fsdp", None), "whole": PartitionSpec()}
+  value = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+  copies = team.replicate({"rows": value, "whole": value}, specs)
+  assert {s.data.shape for s in copies["rows"].addressable_shards} == {
+    (1, 2, 3)
+  }
+  assert {s.data.shape for s in copies["whole"].addressable_shards} == {
+    (1, 4, 3)
+  }
+  assert team.specs(copies) == {
+    "rows": PartitionSpec("fsdp"),
+    "whole": PartitionSpec(),
+  }
+  # One spec for all leaves.
+  both = team.replicate([value, value], PartitionSpec("fsdp"))
+  assert team.specs(both) == [PartitionSpec("fsdp")] * 2
+  for worker in (0, 1):
+    np.testing.assert_array_equal(team.view(copies, worker)["rows"], value)
+
+
+def test_without_a_mesh_nothing_is_split():
+  team = make_team("vmap")
+  assert team.specs(team.place(np.zeros((4, 2)))) == PartitionSpec()
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_typed_keys_are_leaves_like_others(name):
+  team = make_team(name)
+  n = team.num_workers
+  same = team.replicate({"key": jax.random.key(3)})
+  own = team.place(jax.random.split(jax.random.key(4), n))
+
+  def step(tree, own):
+    key = jax.random.fold_in(tree["key"], collectives.index(team.axis))
+    return {"key": key}, jax.random.normal(own, (2,))
+
+  keys, values = team.jit(step)(same, own)
+  assert keys["key"].shape == (n,)
+  for worker in range(n):
+    np.testing.assert_array_equal(
+      jax.random.key_data(team.view(keys, worker)["key"]),
+      jax.random.key_data(jax.random.fold_in(jax.random.key(3), worker)),
+    )
+  assert len({row.tobytes() for row in team.gather(values)}) == n
+  with pytest.raises(ValueError, match="typed PRNG key"):
+    team.gather(keys)
+
+
+# Running.
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", TEAMS)
+def test_a_step_is_traced_and_compiled_once_and_its_state_stays_where_it_is(
+  name,
+):
+  team = make_team(name)
+  traces = 0
+
+  def step(state, x):
+    nonlocal traces
+    traces += 1
+
+    def loss(params):
+      return jnp.sum((x @ params["w"] + params["b"]) ** 2)
+
+    grads = collectives.mean(jax.grad(loss)(state["params"]), team.axis)
+    state = {
+      "params": jax.tree.map(lambda p, g: p - 0.01 * g, state["params"], grads),
+      # A leaf that starts whole, and depends on one that is split.
+      "momentum": jax.tree.map(
+        lambda m, g: 0.9 * m + g, state["momentum"], grads
+      ),
+      "step": state["step"] + 1,
+    }
+    return state, loss(state["params"])
+
+  params = {
+    "w": np.arange(12.0, dtype=np.float32).reshape(4, 3),
+    "b": np.ones(3, np.float32),
+  }
+  specs = PartitionSpec()
+  if name == "mesh_2x2":
+    specs = {"w": PartitionSpec("fsdp", None), "b": PartitionSpec()}
+  state = {
+    "params": team.replicate(params, specs),
+    "momentum": team.replicate(jax.tree.map(np.zeros_like, params)),
+    "step": team.replicate(np.int32(0)),
+  }
+  x = team.place(np.ones((team.num_workers, 2, 4), np.float32))
+  run = team.jit(step, donate_argnums=0, out_specs=(team.specs(state), None))
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  compiled = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: (
+      compiled.append(event) if "backend_compile" in event else None
+    )
+  )
+  try:
+    for _ in range(3):
+      old, (state, _) = state, run(state, x)
+      assert jax.tree.map(lambda x: x.sharding, state) == shardings
+      # Given away: its memory is the new state's.
+      assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+  finally:
+    jax.monitoring.clear_event_listeners()
+  assert traces == 1
+  assert len(compiled) == 1
+  assert team.gather(state["step"]).tolist() == [3] * team.num_workers
+
+
+def test_a_state_that_is_not_named_may_move_and_compile_again():
+  """Why `out_specs` is there."""
+  team = make_team("mesh_2x2")
+  split = team.replicate(np.ones((4, 3), np.float32), PartitionSpec("fsdp"))
+  whole = team.replicate(np.ones((4, 3), np.float32))
+  add = lambda split, whole: (split, split + whole)  # noqa: E731
+  _, moved = team.jit(add)(split, whole)
+  assert team.specs(moved) == PartitionSpec("fsdp")
+  _, stays = team.jit(add, out_specs=(None, PartitionSpec()))(split, whole)
+  assert team.specs(stays) == PartitionSpec()
+  np.testing.assert_array_equal(team.gather(stays), team.gather(moved))
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_a_donated_argument_is_aliased_and_another_one_kept(name):
+  team = make_team(name)
+  x = team.place(np.ones((team.num_workers, 1000), np.float32))
+  y = team.place(np.ones((team.num_workers, 1000), np.float32))
+  step = team.jit(lambda x, y: x + y, donate_argnums=0)
+  assert "input_output_alias={" in step.lower(x, y).compile().as_text()
+  step(x, y)
+  assert x.is_deleted() and not y.is_deleted()
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_a_gradient_holds_no_collective(name):
+  """The condition under which `check_vma=False` loses nothing."""
+  team = make_team(name)
+  n = team.num_workers
+
+  def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+  arguments = (
+    jnp.ones((n, 4, 3)),
+    jnp.arange(n * 8.0).reshape(n, 2, 4),
+  )
+  traced = jax.make_jaxpr(team.spmd(jax.value_and_grad(loss)))(*arguments)
+  for word in ("psum", "all_gather", "all_to_all", "ppermute", "pmax"):
+    assert word not in str(traced)
+  compiled = team.jit(jax.grad(loss)).lower(*arguments).compile()
+  assert _reading.groups(compiled.as_text()) == []
+
+
+@pytest.mark.parametrize(
+  ("name", "typed"),
+  [("shard_map", True), ("mesh_2x2", True), ("two_a_device", False)],
+)
+def test_jax_checks_the_types_of_workers_wherever_it_can(name, typed):
+  """`check_vma` off gives wrong gradients through a collective."""
+  team = make_team(name)
+
+  def step(x):
+    varying = jax.typeof(x).manual_axis_type.varying
+    assert (team.mesh_axis in varying) == typed
+    return x
+
+  team.jit(step)(team.place(np.zeros(team.num_workers)))
+
+
+@pytest.mark.parametrize("name", ["vmap", "shard_map", "two_a_device"])
+def test_every_substrate_trains_alike(name):
+  def train(team):
+    def step(w, x):
+      grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+      return w - 0.1 * collectives.mean(grad, team.axis)
+
+    rng = np.random.default_rng(0)
+    w = team.replicate(rng.normal(size=(4, 3)).astype(np.float32))
+    x = team.place(rng.normal(size=(4, 2, 4)).astype(np.float32))
+    run = team.jit(step, donate_argnums=0)
+    for _ in range(20):
+      w = run(w, x)
+    return team.gather(w)
+
+  ours, wanted = train(make_team(name)), train(make_team("shard_map"))
+  np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-7)
+  for row in ours:  # After every mean the workers are equal to the bit.
+    assert row.tobytes() == ours[0].tobytes()
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize(
+  ("num_workers", "devices", "axis"),
+  [
+    (1, 1, "worker"),
+    (3, 3, "worker"),
+    (8, 8, "worker"),
+    (12, 6, ("worker_local", "worker")),
+    (16, 8, ("worker_local", "worker")),
+    (11, 1, ("worker_local", "worker")),
+  ],
+)
+def test_workers_share_as_many_devices_as_divide_them(
+  num_workers, devices, axis
+):
+  team = collectives.workers(num_workers)
+  assert (team.num_workers, team.substrate, team.axis) == (
+    num_workers,
+    "shard_map",
+    axis,
+  )
+  assert dict(team.mesh.shape) == {"worker": devices}
+  assert team.workers_per_device * devices == num_workers
+
+
+def test_on_one_device_workers_are_mapped_and_one_needs_no_axis(monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
+  assert collectives.workers(3).substrate == "vmap"
+  alone = collectives.workers(1)
+  assert (alone.substrate, alone.axis, alone.mesh) == ("none", None, None)
+
+
+def test_a_mesh_of_the_user_is_taken_as_it_is():
+  mesh = collectives.make_mesh((2, 4), ("replica", "fsdp"))
+  team = collectives.workers(2, mesh=mesh, axis="replica")
+  assert (team.axis, team.mesh, team.mesh_axis) == ("replica", mesh, "replica")
+  team = collectives.workers(6, mesh=mesh, axis="replica")
+  assert team.axis == ("replica_local", "replica")
+  assert team.workers_per_device == 3
+
+
+def test_meshes_have_automatic_axes():
+  mesh = collectives.make_mesh((2, 4), ("a", "b"))
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+  assert collectives.make_mesh((3,), ("a",)).size == 3
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"num_workers": 0}, r"`num_workers` must be at least 1, got 0"),
+    ({"axis": ""}, r"`axis` must be None, a name"),
+    ({"axis": None}, r"`axis` must be a name, got None"),
+    ({"axis": ("a", "b")}, r"`axis` must be a name, got \('a', 'b'\)"),
+    ({"substrate": "pmap"}, r"`substrate` must be .* got 'pmap'"),
+    ({"substrate": "none"}, r"`substrate='none'` is one worker .*workers=2"),
+    ({"substrate": "vmap", "mesh": 1}, r"`mesh` needs .* got 'vmap'"),
+    ({"mesh": 1, "axis": "fsdp2"}, r"`axis` must be an axis of the mesh"),
+    ({"mesh": 1, "num_workers": 3}, r"multiple of the mesh's 2 places .* 3"),
+  ],
+)
+def test_impossible_workers_are_refused(arguments, message):
+  arguments = {"num_workers": 2} | arguments
+  if "mesh" in arguments:
+    arguments["mesh"] = mesh_2x2()
+  with pytest.raises(ValueError, match=message):
+    collectives.workers(**arguments)
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_rows_that_are_not_one_for_each_worker_are_refused(name):
+  team = make_team(name)
+  n = team.num_workers
+  for shape in ((), (n + 1, 2)):
+    with pytest.raises(ValueError, match="`tree` must have one row for each"):
+      team.place(np.zeros(shape))
+  bad = [()] if n == 1 else [(), (n + 1, 2)]
+  for shape in bad:
+    with pytest.raises(ValueError, match="`batch` must divide evenly over"):
+      team.shard({"x": np.zeros(shape)})
+  for worker in (-1, n):
+    with pytest.raises(ValueError, match="`worker` must run in this process"):
+      team.view(team.place(np.zeros(n)), worker)
+
+
+def test_impossible_meshes_and_devices_are_refused():
+  with pytest.raises(ValueError, match="`shape` and `names` must have one"):
+    collectives.make_mesh((2, 2), ("worker",))
+  with pytest.raises(ValueError, match=r"`shape` must fit .* 16, there are 8"):
+    collectives.make_mesh((16,), ("worker",))
+  with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
+    collectives.make_cpu_devices(0)
+
+
+def test_devices_are_what_they_are_once_jax_has_started():
+  assert jax.device_count() == 8
+  assert collectives.make_cpu_devices(3) == 8
+
+
+def test_shardings_name_the_workers_axis_first():
+  team = make_team("mesh_2x2")
+  for spec, wanted in (
+    (PartitionSpec(), PartitionSpec("worker")),
+    (PartitionSpec(None, "fsdp"), PartitionSpec("worker", None, "fsdp")),
+    # Named as compiled programs name it, so that it is the same input.
+    (PartitionSpec("fsdp", None), PartitionSpec("worker", "fsdp")),
+  ):
+    assert team.sharding(spec) == NamedSharding(team.mesh, wanted)

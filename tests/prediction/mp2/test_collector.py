@@ -1,0 +1,348 @@
+"""The parameter data set: what it holds, and that nothing can break it."""
+
+import contextlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+from jdist import prediction, training
+from jdist.prediction.mp2 import _dataset
+from jdist.storage import sealed_json
+from tests.prediction import _tiny
+
+STEPS = (2, 3, 5)
+
+
+def collector(folder, steps=STEPS, cuts=None, **kwargs):
+  cuts = [_tiny.cut(2), _tiny.cut(1)] if cuts is None else cuts
+  return prediction.Collector(folder, _tiny.alone(), cuts, steps, **kwargs)
+
+
+def run(collect, start=0, stop=6, add=0):
+  """Steps of a run whose parameters are all equal to the step (plus add)."""
+  params = _tiny.model(abstract=True).params
+  for step in range(start, stop):
+    state = _tiny.state(step, params)
+    if add:
+      params_of = jax.tree.map(lambda x: x + add, state.params)
+      state = state._replace(params=params_of)
+    collect(state)
+
+
+def contents(folder):
+  return {
+    path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()
+  }
+
+
+def test_as_many_steps_of_each_epoch_are_chosen_and_always_the_same():
+  steps = prediction.choose_steps(30, 50)
+  assert len(steps) == len(set(steps)) == 30 * 15
+  assert list(steps) == sorted(steps)
+  epochs = (np.asarray(steps) - 1) // 50
+  assert (np.bincount(epochs) == 15).all() and max(steps) <= 1500
+  assert steps == prediction.choose_steps(30, 50)
+  # The first epochs of a longer run are those of a shorter one.
+  assert steps[:150] == prediction.choose_steps(10, 50)
+  assert steps != prediction.choose_steps(30, 50, seed=1)
+  assert prediction.choose_steps(2, 3, 3) == (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("method", ("ssgd", "local_sgd"))
+def test_a_run_leaves_its_averaged_parameters_cut_at_every_depth(
+  tmp_path, method
+):
+  seen = {}
+  mean = _tiny.team().jit(
+    lambda state: jdist.collectives.mean(state.params, _tiny.team().axis)
+  )
+  cuts = [_tiny.cut(1), _tiny.cut(2)]
+  steps = prediction.choose_steps(2, 4, 2)
+  collect = prediction.Collector(
+    tmp_path, _tiny.team(), cuts, steps, rears=True, metadata={"seed": 0}
+  )
+
+  def evaluate(state):
+    step = int(_tiny.team().view(state.step))
+    # Copied: the next step takes the memory.
+    seen[step] = jax.tree.map(np.array, _tiny.team().view(mean(state)))
+    return collect(state)
+
+  _, records = _tiny.fit(method, 8, evaluate=evaluate)
+  assert records[-1].metrics == {"samples": 4.0}
+  found = prediction.ParameterSet(tmp_path)
+  found.verify()
+  assert (found.done, found.steps) == (4, steps)
+  assert found.metadata == {"seed": 0}
+  assert len(np.unique(found.fronts(cuts[0])[:, 0])) == 4
+  for cut in cuts:
+    fronts, rears = found.fronts(cut), found.rears(cut)
+    assert fronts.shape == (4, cut.num_front) and not fronts.flags.writeable
+    for step, front, rear in zip(steps, fronts, rears, strict=True):
+      np.testing.assert_array_equal(front, cut.flatten_front(seen[step]))
+      np.testing.assert_array_equal(rear, cut.flatten_rear(seen[step]))
+
+
+def test_what_is_saved_can_be_chosen(tmp_path):
+  def twice(state):
+    return jax.tree.map(lambda x: 2 * x, state.params)
+
+  run(collector(tmp_path, params_of=twice))
+  fronts = prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  assert fronts[:, 0].tolist() == [4, 6, 10]
+
+
+def test_progress_is_told(tmp_path):
+  told = []
+  run(collector(tmp_path, on_sample=lambda *numbers: told.append(numbers)))
+  assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+class _Killed(BaseException):
+  """Nobody catches it, as nobody catches SIGKILL."""
+
+
+def _kill_at(monkeypatch, number):
+  """Ends everything at the n-th thing that reaches the disk.
+
+  Before it, or for text in its middle; returns a function that says whether
+  it was reached.
+  """
+  count = [0]
+
+  def guarded(function, half=None):
+    def call(*args, **kwargs):
+      count[0] += 1
+      if count[0] == number:
+        if half is not None:
+          half(*args)
+        raise _Killed
+      return function(*args, **kwargs)
+
+    return call
+
+  def half_a_file(path, data):
+    path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+
+  def half_a_row(directory, row):
+    text = json.dumps(row)
+    with (directory / "rows.jsonl").open("a") as file:
+      file.write(text[: len(text) // 2])
+
+  monkeypatch.setattr(np.memmap, "flush", guarded(np.memmap.flush))
+  monkeypatch.setattr(
+    sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
+  )
+  monkeypatch.setattr(
+    _dataset, "append_row", guarded(_dataset.append_row, half_a_row)
+  )
+  return lambda: count[0] >= number
+
+
+@pytest.mark.parametrize("add", (0, 1), ids=("the same", "another run"))
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
+  tmp_path, monkeypatch, add
+):
+  """The second time from the run's start, or from its last checkpoint."""
+  run(collector(tmp_path / "whole"), add=add)
+  expected = contents(tmp_path / "whole")
+  moments = 0
+  while True:
+    folder = tmp_path / f"killed_{moments}"
+    if add:  # A run from another start, whose samples are to be replaced.
+      run(collector(folder))
+    with monkeypatch.context() as patch:
+      reached = _kill_at(patch, moments + 1)
+      with contextlib.suppress(_Killed):
+        run(collector(folder), add=add)
+    if not reached():
+      break
+    run(collector(folder), add=add)
+    found = contents(folder)
+    found.pop("rows.jsonl.partial", None)
+    found.pop("manifest.json.partial", None)
+    assert found == expected, moments
+    prediction.ParameterSet(folder).verify()
+    moments += 1
+  # Two arrays and a manifest, and for each of three samples two arrays and a
+  # line; another run takes the old lines back.
+  assert moments == (1 + 3 * 3 if add else 2 + 1 + 3 * 3)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_samples(
+  tmp_path,
+):
+  run(collector(tmp_path), stop=4)
+  half = prediction.ParameterSet(tmp_path)
+  assert (half.done, half.fronts(_tiny.cut(1)).shape[0]) == (2, 2)
+  collect = collector(tmp_path)
+  assert collect.done == 2
+  run(collect, start=3)
+  assert prediction.ParameterSet(tmp_path).done == 3
+
+
+def test_a_missed_step_is_told_and_not_left_out(tmp_path):
+  collect = collector(tmp_path)
+  with pytest.raises(ValueError, match=r"`steps`.* at 3, and step 2 has not"):
+    run(collect, start=3)
+  # At a step that was not chosen, too: the next chosen one may never come.
+  rest = collector(tmp_path / "rest")
+  run(rest, start=2, stop=4)
+  with pytest.raises(
+    ValueError, match=r"`steps`.* at 7, and step 5 has not.*=1"
+  ):
+    run(rest, start=7, stop=8)
+
+
+def test_another_network_cut_or_run_is_refused(tmp_path):
+  cut = _tiny.cut(1)
+  run(collector(tmp_path, cuts=[cut], metadata={"seed": 0}))
+  wide = _tiny.cut(1, hidden_sizes=(7, 5))
+  found = prediction.ParameterSet(tmp_path)
+  for wrong in (wide, _tiny.cut(2)):
+    with pytest.raises(ValueError, match=r"`cut` must be of Cut\(.*got one"):
+      found.fronts(wrong)
+  with pytest.raises(ValueError, match=r"dense1\.kernel float32\[64, 6\].*7\]"):
+    collector(tmp_path, cuts=[wide], metadata={"seed": 0})
+  with pytest.raises(ValueError, match="`rears` must have been collected"):
+    found.rears(cut)
+  with pytest.raises(ValueError, match="`metadata` must be as in"):
+    collector(tmp_path, cuts=[cut], metadata={"seed": 1})
+  same = {"cuts": [cut], "metadata": {"seed": 0}}
+  with pytest.raises(ValueError, match="`steps` must be as in"):
+    collector(tmp_path, steps=(2, 3, 4), **same)
+  with pytest.raises(ValueError, match="`rears` must be as in"):
+    collector(tmp_path, rears=True, **same)
+  with pytest.raises(ValueError, match="`cuts` must be as in"):
+    collector(tmp_path, cuts=[cut, _tiny.cut(2)], metadata={"seed": 0})
+
+
+def test_damage_is_found(tmp_path):
+  run(collector(tmp_path))
+  path = tmp_path / "front_01.npy"
+  whole = path.read_bytes()
+  path.write_bytes(whole[:-400] + b"\1" + whole[-399:])
+  with pytest.raises(ValueError, match=r"_01\.npy has changed in sample 2"):
+    prediction.ParameterSet(tmp_path).verify()
+  path.write_bytes(whole[:-1])
+  with pytest.raises(ValueError, match=r"front_01\.npy cannot be read"):
+    prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  np.save(path, np.array([{}]), allow_pickle=True)
+  with pytest.raises(ValueError, match=r"front_01\.npy cannot be read"):
+    prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  manifest = tmp_path / "manifest.json"
+  text = manifest.read_text()
+  manifest.write_text(text.replace('"steps": [2', '"steps": [1'))
+  with pytest.raises(ValueError, match=r"manifest\.json has changed"):
+    prediction.ParameterSet(tmp_path)
+  manifest.write_text(text.replace('"format": 1', '"format": 2'))
+  with pytest.raises(ValueError, match="has format 2"):
+    prediction.ParameterSet(tmp_path)
+  manifest.write_text(text[:50])
+  with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+    prediction.ParameterSet(tmp_path)
+  manifest.write_text(text)
+  training.append_rows(tmp_path / "rows.jsonl", [{"row": 7, "step": 7}])
+  rows = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+  (tmp_path / "rows.jsonl").write_text("".join(rows[1:]))
+  with pytest.raises(ValueError, match=r"line 1 of rows\.jsonl is not"):
+    prediction.ParameterSet(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("damage", "told"),
+  [
+    (lambda x: x.replace("front_01", "front_11", 1), "line 1 of .* is not of"),
+    (lambda x: x.replace("sha256", "sha255", 1), "line 1 of .* is not of"),
+    (lambda x: x.replace('"step": 3', '"step": 4'), "line 2 of .* is not of"),
+    (lambda x: "[1]\n" + x, "line 1 of .* is not of"),
+    (lambda x: "{]\n" + x, "cannot be read"),
+    # As many lines as samples were planned, and one more.
+    (lambda x: x + x.splitlines(keepends=True)[-1], "line 4 of .* is not of"),
+    (None, "is missing"),
+  ],
+)
+def test_damaged_rows_are_told(damage, told, tmp_path):
+  run(collector(tmp_path))
+  path = tmp_path / "rows.jsonl"
+  if damage is None:
+    path.unlink()
+  else:
+    path.write_text(damage(path.read_text()))
+  for opened in (prediction.ParameterSet, collector):
+    with pytest.raises(ValueError, match=rf"damaged: .*{told}.*Collect anew"):
+      opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["front_01.npy", "rows.jsonl"])
+def test_files_of_others_are_not_written_over(tmp_path, name):
+  (tmp_path / name).write_bytes(b"theirs")
+  with pytest.raises(ValueError, match=f"must not hold files.*has {name}"):
+    collector(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+  assert (tmp_path / name).read_bytes() == b"theirs"
+
+
+def test_what_cannot_be_collected_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="`directory` must hold"):
+    prediction.ParameterSet(tmp_path)
+  for cuts in ([], [_tiny.cut(1), _tiny.cut(1)]):
+    with pytest.raises(ValueError, match="`cuts` must be of different depths"):
+      collector(tmp_path, cuts=cuts)
+  for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",), (True, 2)):
+    with pytest.raises(ValueError, match="`steps` must be increasing"):
+      collector(tmp_path, steps=steps)
+  with pytest.raises(ValueError, match="`steps` must be increasing"):
+    collector(tmp_path, steps=np.arange(4).reshape(2, 2))
+  with pytest.raises(ValueError, match="`per_epoch` must be at most"):
+    prediction.choose_steps(2, 5, 6)
+  for name in ("num_epochs", "steps_per_epoch", "per_epoch"):
+    numbers = {"num_epochs": 2, "steps_per_epoch": 5, "per_epoch": 1}
+    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
+      prediction.choose_steps(**(numbers | {name: 0}))
+    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
+      prediction.choose_steps(**(numbers | {name: 1.5}))
+  with pytest.raises(
+    ValueError, match=r"`steps_per_epoch`.*got 22\.53\. .*`int\(batches"
+  ):
+    prediction.choose_steps(2, 22.53)
+  with pytest.raises(ValueError, match="`cut` must be where a network is cut"):
+    run(collector(tmp_path / "some"))
+    prediction.ParameterSet(tmp_path / "some").fronts(_tiny.model())
+  for seed in (-1, 0.5):
+    with pytest.raises(ValueError, match="`seed` must be an int >= 0"):
+      prediction.choose_steps(2, 5, 1, seed=seed)
+  for wrong in ({"x": np.ones(2)}, {"x": {1, 2}}, {("a", 1): 2}, 3):
+    with pytest.raises(ValueError, match=r"`metadata` must be a dict.*JSON"):
+      collector(tmp_path / "none", metadata=wrong)
+  assert not (tmp_path / "none").exists()
+  with pytest.raises(ValueError, match=r"`cuts` must hold cuts.*got 'a'"):
+    collector(tmp_path / "none", cuts=["a"])
+  for wrong in (_tiny.cut(), 3, "a"):
+    with pytest.raises(ValueError, match=r"`cuts` must be a list of cuts.*\["):
+      collector(tmp_path / "none", cuts=wrong)
+  for other in (
+    _tiny.cut(2, hidden_sizes=(6, 4)),
+    prediction.published_cut("lenet"),
+  ):
+    with pytest.raises(
+      ValueError, match=r"`cuts` must be of one network.*only one has .*\["
+    ):
+      collector(tmp_path / "none", cuts=[_tiny.cut(1), other])
+  for wrong in (3, None, "ab"):
+    with pytest.raises(ValueError, match="`steps` must be a list of numbers"):
+      collector(tmp_path / "none", steps=wrong)
+  for name, wrong, rule in (
+    ("rears", "no", "True or False, got 'no'"),
+    ("params_of", 3, "a function of one worker's state, or None, got 3"),
+    ("on_sample", 3, "a function of .*, or None, got 3"),
+  ):
+    with pytest.raises(ValueError, match=f"`{name}` must be {rule}"):
+      collector(tmp_path / "none", **{name: wrong})
+  with pytest.raises(ValueError, match=r"`workers` must be as of.*got 2"):
+    prediction.Collector(tmp_path / "none", 2, [_tiny.cut()], STEPS)
+  assert not (tmp_path / "none").exists()

@@ -1,0 +1,259 @@
+"""Cuts: the published counts, and trees that come apart and together."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import models, prediction
+from jdist.prediction.mp2 import _cut
+
+# Parameters pushed, and layers predicted: of convolutions, dense.
+TABLE = {
+  "lenet": (2_572, 0, 3),
+  "alexnet": (617_344, 3, 3),
+  "vgg15": (260_160, 8, 3),
+  "resnet18": (185_664, 10, 1),
+  "resnet34": (351_872, 20, 1),
+  "resnet50": (343_104, 30, 1),
+}
+TOTALS = {"lenet": 61_706, "vgg15": 4_722_698, "resnet18": 3_139_274}
+
+
+def small():
+  """Two layers of a network, the first with a normalization, by hand."""
+  return {
+    "a": {
+      "bias": jnp.array([5.0, 6.0]),
+      "kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    },
+    "a_norm": {"bias": jnp.array([9.0, 10.0]), "scale": jnp.array([7.0, 8.0])},
+    "b": {"kernel": jnp.array([[11.0], [12.0]])},
+  }
+
+
+def test_the_table_has_every_published_cut():
+  assert set(TABLE) == set(prediction.PUBLISHED)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_published_counts_are_met(name):
+  cut = prediction.published_cut(name)
+  num_front, convs, dense = TABLE[name]
+  assert cut.num_front == num_front
+  assert sum(not layer.is_dense for layer in cut.rear) == convs
+  assert sum(layer.is_dense for layer in cut.rear) == dense
+  model = prediction.published_model(name, abstract=True)
+  total = models.num_params(model)
+  assert cut.num_front + cut.num_rear == total == TOTALS.get(name, total)
+
+
+def test_the_front_is_flattened_layer_by_layer_kernel_then_bias():
+  cut = prediction.cut(small(), 1)
+  assert [leaf.name for leaf in cut.front[0].leaves] == [
+    "a.kernel",
+    "a.bias",
+    "a_norm.bias",
+    "a_norm.scale",
+  ]
+  assert cut.flatten_front(small()).tolist() == [*range(1, 7), 9, 10, 7, 8]
+  assert cut.flatten_rear(small()).tolist() == [11, 12]
+
+
+def test_join_undoes_split_and_unflatten_undoes_flatten():
+  model = models.build("resnet8", input_shape=(8, 8, 1), num_classes=10)
+  cut = prediction.cut(model, 5)
+  front, rear = cut.split(model.params)
+  same = cut.join(
+    cut.unflatten_front(cut.flatten_front(front)),
+    cut.unflatten_rear(cut.flatten_rear(model.params)),
+  )
+  for joined in (cut.join(front, rear), same):
+    assert jax.tree.structure(joined) == jax.tree.structure(model.params)
+    for x, y in zip(
+      jax.tree.leaves(joined), jax.tree.leaves(model.params), strict=True
+    ):
+      np.testing.assert_array_equal(x, y)
+
+
+def test_half_precision_comes_back_as_it_was():
+  tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small())
+  cut = prediction.cut(tree, 1)
+  vector = cut.flatten_front(tree)
+  assert vector.dtype == jnp.float32
+  front = cut.unflatten_front(vector)
+  assert front["a"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_a_cut_is_plain_data():
+  cut = prediction.published_cut("resnet18")
+  again = prediction.Cut.from_description(
+    json.loads(json.dumps(cut.describe()))
+  )
+  assert again == cut
+  assert {cut: 1}[again] == 1
+  # As saved predictors and data sets have it.
+  assert again.fingerprint == cut.fingerprint == "342a2a0d0bc82abc"
+  renamed = dataclasses.replace(cut, model="other")
+  assert renamed.fingerprint == cut.fingerprint
+  deeper = prediction.cut(
+    prediction.published_model("resnet18", abstract=True), 11
+  )
+  assert deeper.fingerprint != cut.fingerprint
+
+
+def test_a_cut_works_inside_compiled_and_mapped_functions():
+  cut = prediction.cut(small(), 1)
+  many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), small())
+  rows = jax.jit(jax.vmap(cut.flatten_front))(many)
+  np.testing.assert_array_equal(rows[1], 2 * cut.flatten_front(small()))
+
+
+def test_another_tree_is_refused_by_the_first_leaf_that_differs():
+  cut = prediction.cut(small(), 1, name="small")
+  wide = small()
+  wide["b"]["kernel"] = jnp.zeros((2, 3))
+  with pytest.raises(ValueError, match=r"`tree`.*b\.kernel has shape \[2, 3\]"):
+    cut.split(wide)
+  short = small()
+  del short["a_norm"]
+  with pytest.raises(ValueError, match=r"no leaf a_norm\.bias float32"):
+    cut.split(short)
+  with pytest.raises(ValueError, match=r"a leaf c\.kernel besides"):
+    cut.split(small() | {"c": {"kernel": jnp.zeros(2)}})
+  front, rear = cut.split(small())
+  with pytest.raises(ValueError, match="`rear` must be the rear of Cut"):
+    cut.join(front, front)
+  with pytest.raises(ValueError, match="`front` must be the front of Cut"):
+    cut.join(rear, rear)
+  with pytest.raises(ValueError, match=r"`tree`.*no leaf a.kernel"):
+    cut.flatten_front(rear)
+  stacked = jax.tree.map(lambda x: x[None], small())
+  with pytest.raises(ValueError, match="take one worker's"):
+    cut.flatten_front(stacked)
+  with pytest.raises(ValueError, match=r"`vector` must be.*shape \[10\]"):
+    cut.unflatten_front(jnp.zeros(9))
+
+
+def test_another_cut_is_refused_by_the_first_leaf_that_differs():
+  ours = prediction.published_cut("vgg15")
+  model = prediction.published_model("vgg15", abstract=True)
+  refuse = _cut.refuse_other_cut
+  refuse("predictor", prediction.cut(model, 4), ours)
+  with pytest.raises(ValueError, match=r"conv05\.kernel.*behind the cut here"):
+    refuse("predictor", prediction.cut(model, 5), ours)
+  other = prediction.published_cut("vgg15", num_classes=100)
+  with pytest.raises(ValueError, match=r"`predictor`.*dense15\.kernel.*100\]"):
+    refuse("predictor", other, ours)
+  one = prediction.cut(small(), 1)
+  three = prediction.cut(small() | {"c": {"kernel": jnp.zeros((1, 1))}}, 1)
+  with pytest.raises(ValueError, match="has all of its leaves"):
+    refuse("predictor", three, one)
+
+
+def named(*names):
+  return {name: {"kernel": jnp.zeros((2, 2))} for name in names}
+
+
+def test_numbers_in_names_are_sorted_as_numbers():
+  """As flax names them, without zeros in front."""
+  cut = prediction.cut(named(*(f"Dense_{i}" for i in range(12))), 3)
+  names = [layer.name for layer in (*cut.front, *cut.rear)]
+  assert names == [f"Dense_{i}" for i in range(12)]
+  assert "(Dense_0, Dense_1, Dense_2)" in repr(cut)
+  deep = prediction.cut({"block_10": named("a"), "block_9": named("b2")}, 1)
+  assert deep.front[0].name == "block_9.b2"
+  odd = prediction.cut(named("1a", "a", "x01", "x1", "x"), 4)
+  assert [layer.name for layer in odd.front] == ["1a", "a", "x", "x01"]
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_our_own_models_are_cut_as_their_keys_sort(name):
+  """So the fingerprints of saved predictors and data sets stay theirs."""
+  images = {"input_shape": (32, 32, 3)}
+  many = {
+    "mlp": {**images, "hidden_sizes": (5,) * 12},
+    "transformer": {"input_shape": (16,), "num_layers": 12},
+  }
+  model = models.build(
+    name, num_classes=10, abstract=True, **many.get(name, images)
+  )
+  whole = prediction.cut(model, 1)
+  found = dict.fromkeys(
+    leaf.path[:-1]
+    for layer in (*whole.front, *whole.rear)
+    for leaf in layer.leaves
+  )
+  leaves = jax.tree_util.tree_leaves_with_path(model.params)
+  sorted_keys = dict.fromkeys(
+    tuple(key.key for key in path[:-1]) for path, _ in leaves
+  )
+  assert list(found) == list(sorted_keys)
+
+
+def test_the_order_can_be_given():
+  tree = small() | named("first", "Dense_0")
+  order = ("first", "b", "a", "a_norm", "Dense_0")
+  cut = prediction.cut(tree, 3, order=order)
+  assert [layer.name for layer in cut.front] == ["first", "b", "a"]
+  # With its normalization, and as a cut comes back from a file.
+  assert [leaf.name for leaf in cut.front[2].leaves][2:] == [
+    "a_norm.bias",
+    "a_norm.scale",
+  ]
+  assert prediction.Cut.from_description(cut.describe()) == cut
+  front, rear = cut.split(tree)
+  assert jax.tree.structure(cut.join(front, rear)) == jax.tree.structure(tree)
+  depths = prediction.depths(tree, order=order)
+  assert [p.cut.front[-1].name for p in depths] == ["first", "b", "a"]
+  for wrong, rule in (
+    (order[1:], "'first' is missing"),
+    ((*order, "c"), "'c' is none of them"),
+    ((*order, 3), "3 is none of them"),
+    ((*order, "b"), "'b' is there twice"),
+    ("b", "is missing"),
+    (3, "3 is none of them"),
+  ):
+    with pytest.raises(ValueError, match=rf"`order` must.*{rule}.*They are D"):
+      prediction.cut(tree, 3, order=wrong)
+
+
+def test_many_names_are_told_by_the_first_and_the_last():
+  told = repr(prediction.published_cut("resnet18"))
+  assert told.startswith("Cut(resnet18: 10 layers of 185,664 parameters (")
+  assert told.count(", ...,") == 1 and told.count("conv") <= 4
+
+
+def test_what_cannot_be_cut_is_refused():
+  for num_layers in (0, 2, 1.0, 1.5, True, None):
+    with pytest.raises(
+      ValueError, match=r"`num_layers` must be an int from 1 to 1,"
+    ):
+      prediction.cut(small(), num_layers)
+  for wrong, num_layers in ((None, 0), (named("alone"), 1)):
+    with pytest.raises(
+      ValueError, match=f"`model` must have two layers.*got {num_layers}"
+    ):
+      prediction.depths(wrong)
+  with pytest.raises(ValueError, match="`tree` must be a nested dict"):
+    prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)
+  for option in ({"norm": "group"}, {"width": 64}, {"shortcut_size": 1}):
+    (name,) = option
+    with pytest.raises(
+      ValueError,
+      match=rf"`{name}` must be left out, as resnet18.*models\.build",
+    ):
+      prediction.published_model("resnet18", **option)
+  with pytest.raises(ValueError, match="`norm` must be left out, as vgg15"):
+    prediction.published_model("vgg15", norm="batch")
+  with pytest.raises(ValueError, match=r"`name` must be one of.*got \['lenet'"):
+    prediction.published_model(["lenet"])
+  with pytest.raises(ValueError, match=r"`vector` must be an array.*\[1\.0\]"):
+    prediction.cut(small(), 1).unflatten_front([1.0])
+  with pytest.raises(ValueError, match="`name` must be text, got 3"):
+    prediction.cut(small(), 1, name=3)
+  with pytest.raises(ValueError, match="`name` must be one of lenet"):
+    prediction.published_cut("resnet20")

@@ -1,0 +1,305 @@
+"""Training the predictor: what it learns, and that it resumes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import prediction
+from jdist.prediction.mp2 import (
+  _evaluate,
+  _permutation,
+  _predictor_fit,
+  _saved_predictor,
+)
+from jdist.storage import array_files, hashes
+from tests.prediction import _tiny
+from tests.prediction._fits import (
+  assert_same_bits,
+  FIT,
+  fit_predictor,
+  fronts,
+  model,
+  normalize,
+  predictor,
+)
+
+
+def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
+  """By hand: both labels' cross-entropies, weighted, of every sample."""
+  fit = FIT
+  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  images = np.random.default_rng(0).integers(0, 17, (4, 8, 8, 1))
+  labels = np.array([1, 2, 3, 4])
+  key = jax.random.key(3)
+  order, share = _predictor_fit._mix(fit.mixup, jax.random.fold_in(key, 5), 2)
+  share = float(share)
+  assert 0 < share < 1 and sorted(order.tolist()) == [0, 1]
+  rows = np.array([3, 1], np.int32)
+  inputs = images[rows] / 16
+  inputs = share * inputs + (1 - share) * inputs[order]
+  losses = []
+  for vector in fronts(2):
+    whole = prediction.assemble(predictor(), params, vector)
+    logits, _ = model().apply(
+      whole, {}, jnp.asarray(inputs, jnp.float32), train=True
+    )
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    for i in range(2):
+      first, second = labels[rows][i], labels[rows][order[i]]
+      mixed = share * log_p[i, first] + (1 - share) * log_p[i, second]
+      losses.append(-mixed)
+  optimizer = _predictor_fit._optimizer(fit.learning_rate)
+  _, loss = _predictor_fit._update(
+    predictor(),
+    model(),
+    normalize,
+    fit.learning_rate,
+    fit.mixup,
+    {"params": params, "optimizer": optimizer.init(params)},
+    fronts(2),
+    jnp.asarray(images, jnp.int32),
+    jnp.asarray(labels, jnp.int32),
+    rows,
+    key,
+    np.uint32(5),
+  )
+  np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+
+
+def test_networks_mapped_at_once_are_those_one_by_one(monkeypatch):
+  """On an accelerator they are mapped, on a CPU they are a loop."""
+  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
+  found = {}
+  for backend in ("cpu", "gpu"):
+    monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+    found[backend] = _evaluate.logits_of(
+      predictor(), model(), params, 5 * fronts(3), images, train=True
+    )
+  np.testing.assert_allclose(found["gpu"], found["cpu"], rtol=1e-4, atol=1e-5)
+  # Each sample says something else, so that none stands in another's place.
+  for one, other in ((0, 1), (0, 2), (1, 2)):
+    assert np.abs(found["cpu"][one] - found["cpu"][other]).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_the_share_of_mixup_is_drawn_from_its_distribution():
+  for alpha in (1.0, 2.0):
+    keys = jax.random.split(jax.random.key(0), 2000)
+    shares = jax.vmap(
+      lambda key, alpha=alpha: _predictor_fit._mix(alpha, key, 4)[1]
+    )(keys)
+    # A beta's mean and variance; five deviations of the estimates.
+    assert abs(shares.mean() - 0.5) < 5 * 0.29 / 2000**0.5
+    assert abs(shares.var() - 0.25 / (2 * alpha + 1)) < 0.01
+
+
+def test_without_mixup_an_image_is_itself():
+  assert _predictor_fit._mix(0.0, jax.random.key(0), 4)[1] == 1
+
+
+def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
+  fit = dataclasses.replace(FIT, num_epochs=3, image_batches=60)
+  seen = []
+  fitted = fit_predictor(fit, on_epoch=seen.append)
+  assert tuple(seen) == fitted.curve
+  assert [point.epoch for point in fitted.curve] == [0, 1, 2, 3]
+  accuracies = [point.accuracy for point in fitted.curve]
+  assert accuracies[0] < 0.25 and fitted.best.accuracy > 0.35
+  assert fitted.best.accuracy == max(accuracies)
+  test = _tiny.digits("test")
+  # In other parts, and each network by itself.
+  found = prediction.evaluate_predictor(
+    predictor(),
+    fitted.params,
+    model(),
+    fronts(3, seed=1),
+    test.images,
+    test.labels,
+    normalize=normalize,
+    samples_per_batch=2,
+    images_per_batch=100,
+  )
+  np.testing.assert_allclose(found.mean(), fitted.best.accuracy, atol=1e-9)
+  for share, vector in zip(found, fronts(3, seed=1), strict=True):
+    whole = prediction.assemble(predictor(), fitted.params, vector)
+    logits, _ = model().apply(
+      whole, {}, normalize(jnp.asarray(test.images)), train=False
+    )
+    right = np.argmax(logits, -1) == test.labels
+    np.testing.assert_allclose(share, right.mean(), atol=1.5 / len(right))
+
+
+def test_what_is_no_number_is_not_right():
+  params = jax.tree.map(
+    lambda x: jnp.full_like(x, jnp.nan),
+    predictor().init(jax.random.key(0)),
+  )
+  test = _tiny.digits("test")
+  found = prediction.evaluate_predictor(
+    predictor(), params, model(), fronts(2), test.images, test.labels,
+    normalize=normalize,
+  )  # fmt: skip
+  assert found.tolist() == [0, 0]  # And not the share of class 0.
+
+
+class _Killed(BaseException):
+  pass
+
+
+# After so many saves, one for each epoch or for each of two batches in it.
+@pytest.mark.parametrize(
+  "save_every, saves", [(None, 1), (1, 1), (1, 3)], ids=str
+)
+def test_training_resumes_to_the_bit(tmp_path, monkeypatch, save_every, saves):
+  whole = _whole()
+  save = array_files.save_arrays
+  count = []
+
+  def save_and_die(*args):
+    if len(count) == saves:
+      raise _Killed
+    count.append(save(*args))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(array_files, "save_arrays", save_and_die)
+    with pytest.raises(_Killed):
+      fit_predictor(directory=tmp_path, save_every=save_every)
+  # What has been trained, and when nothing is left to train.
+  for _ in range(2):
+    resumed = fit_predictor(directory=tmp_path, save_every=save_every)
+    assert_same_bits(resumed.params, whole.params)
+    assert resumed.curve == whole.curve
+
+
+def test_training_goes_on_for_more_epochs_to_the_bit(tmp_path):
+  whole = _whole()
+  short = dataclasses.replace(FIT, num_epochs=1)
+  fit_predictor(short, directory=tmp_path)
+  seen = []
+  more = fit_predictor(directory=tmp_path, on_epoch=seen.append)
+  assert_same_bits(more.params, whole.params)
+  assert more.curve == whole.curve
+  # The first is not trained again.
+  assert [point.epoch for point in seen] == [2]
+  with pytest.raises(ValueError, match=r"`num_epochs` must be.* for, 2, got 1"):
+    fit_predictor(short, directory=tmp_path)
+
+
+@functools.cache
+def _whole():
+  return fit_predictor()
+
+
+def test_the_best_is_kept_and_not_the_last(monkeypatch):
+  scores = iter((0.1, 0.5, 0.5, 0.2))
+  monkeypatch.setattr(
+    _predictor_fit._assembling,
+    "evaluate_predictor",
+    lambda *args, **kwargs: np.array([next(scores)]),
+  )
+  fit = dataclasses.replace(FIT, num_epochs=3)
+  fitted = fit_predictor(fit)
+  assert fitted.best.epoch == 1
+  scores = iter((0.1, 0.5))
+  first = fit_predictor(dataclasses.replace(FIT, num_epochs=1))
+  assert_same_bits(fitted.params, first.params)
+
+
+def test_the_state_of_another_training_is_refused(tmp_path):
+  fit = dataclasses.replace(FIT, num_epochs=1, image_batches=1)
+  fit_predictor(fit, directory=tmp_path)
+  for change in ({"image_batches": 2}, {"learning_rate": 1.0}, {"seed": 1}):
+    for num_epochs in (1, 2):
+      other = dataclasses.replace(fit, num_epochs=num_epochs, **change)
+      with pytest.raises(ValueError, match="with other fit"):
+        fit_predictor(other, directory=tmp_path)
+  with pytest.raises(ValueError, match="other data: `samples` differ"):
+    fit_predictor(fit, directory=tmp_path, samples=fronts(9))
+  with pytest.raises(ValueError, match="with rank=2, got one with 1"):
+    fit_predictor(fit, of=predictor(rank=2), directory=tmp_path)
+
+
+def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+  # In parts, as of what is mapped from a disk.
+  monkeypatch.setattr(hashes, "_PART", 1000)
+  fit = dataclasses.replace(FIT, num_epochs=1, sample_batches=1)
+  first = fit_predictor(fit, directory=tmp_path)
+  train, test = _tiny.digits("train"), _tiny.digits("test")
+  for name, value in (
+    ("samples", fronts(8)),
+    ("images", train.images),
+    ("labels", train.labels),
+    ("held_out", fronts(3, seed=1)),
+    ("test_images", test.images),
+    ("test_labels", test.labels),
+  ):
+    other = value.copy()
+    # Neither the first nor the last, and no other sum.
+    other[1], other[2] = value[2], value[1]
+    if name.endswith("labels"):
+      other[1:-1] = np.roll(value[1:-1], 1)
+    with pytest.raises(
+      ValueError, match=f"`directory`.*other data: `{name}` differ"
+    ):
+      fit_predictor(fit, directory=tmp_path, **{name: other})
+  np.save(tmp_path / "mapped.npy", fronts(8))
+  mapped = np.load(tmp_path / "mapped.npy", mmap_mode="r")
+  again = fit_predictor(fit, directory=tmp_path, samples=mapped)
+  assert again.curve == first.curve
+
+
+def test_a_loss_that_is_not_finite_is_told_and_not_trained_on(tmp_path):
+  wild = dataclasses.replace(FIT, learning_rate=1e38)
+  with pytest.raises(
+    FloatingPointError, match=r"epoch 1 .*`learning_rate`.* 1e\+38.*`samples`"
+  ):
+    fit_predictor(wild, directory=tmp_path, save_every=1)
+  assert not array_files.is_there(tmp_path)
+
+
+def test_images_are_drawn_once_and_of_each_class_the_same_share():
+  labels = np.repeat(np.arange(4), (40, 20, 20, 80))
+  draws = [_permutation.balanced(labels, 40, 0, number) for number in range(3)]
+  for drawn in draws:
+    assert len(set(drawn.tolist())) == 40
+    assert np.bincount(labels[drawn]).tolist() == [10, 5, 5, 20]
+    # Not sorted by class.
+    assert len(np.unique(labels[drawn[:20]])) == 4
+  assert draws[0].tolist() != draws[1].tolist()
+  every = _permutation.balanced(labels, 160, 0, 0)
+  assert sorted(every.tolist()) == list(range(160))
+
+
+def test_an_epoch_has_every_sample_once():
+  fit = dataclasses.replace(FIT, samples_per_batch=4)
+  epochs = [
+    [
+      _predictor_fit._sample_rows(fit, 8, epoch, batch).tolist()
+      for batch in (0, 1)
+    ]
+    for epoch in (0, 1)
+  ]
+  for first, second in epochs:
+    assert sorted(first + second) == list(range(8))
+  assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+  "change", ({"rank": 2}, {"grid": 8}, {"dense_from": "flatten"}), ids=str
+)
+def test_describing_tells_predictors_apart(change):
+  ours = predictor(rank=1, grid=1, dense_from="hidden")
+  (name,) = change
+  theirs = _saved_predictor.describe(dataclasses.replace(ours, **change))
+  _saved_predictor.refuse_other_predictor(_saved_predictor.describe(ours), ours)
+  with pytest.raises(
+    ValueError,
+    match=rf"`directory` must.* {name}={getattr(ours, name)!r}, got one with "
+    rf"{change[name]!r}",
+  ):
+    _saved_predictor.refuse_other_predictor(theirs, ours)

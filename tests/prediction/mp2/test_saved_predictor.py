@@ -1,0 +1,84 @@
+"""Predictors on the disk: they come back, and others are refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdist import models, prediction
+from jdist.prediction.mp2 import _predictor_fit
+from tests.prediction import _tiny
+from tests.prediction._fits import (
+  assert_same_bits,
+  model,
+  predictor,
+)
+
+
+def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
+  # Of convolutions, with names of two parts.
+  cut = prediction.cut(
+    models.build(
+      "resnet8",
+      input_shape=(8, 8, 1),
+      num_classes=10,
+      norm="none",
+      abstract=True,
+    ),
+    5,
+  )
+  ours = prediction.predictor(cut, 2, grid=8)
+  params = jax.jit(ours.init)(jax.random.key(0))
+  prediction.save_predictor(tmp_path, ours, params, {"accuracy": 0.9})
+  for known in (None, cut):
+    theirs, read = prediction.load_predictor(tmp_path, known)
+    assert theirs == ours
+    assert_same_bits(read, params)
+    assert jax.tree.structure(read) == jax.tree.structure(params)
+
+
+def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
+  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  prediction.save_predictor(tmp_path, predictor(), params)
+  with pytest.raises(
+    ValueError, match=r"dense1\.kernel float32\[64, 7\].*dense1\.kernel.*6\]"
+  ):
+    prediction.load_predictor(tmp_path, _tiny.cut(hidden_sizes=(7, 5)))
+  with pytest.raises(ValueError, match=r"dense2\.kernel.*behind it there"):
+    prediction.load_predictor(tmp_path, _tiny.cut(2))
+  other = prediction.predictor(_tiny.cut(2))
+  with pytest.raises(ValueError, match=r"`params` must be of Predictor\("):
+    prediction.save_predictor(tmp_path, other, params)
+  for path in tmp_path.glob("*.npy"):
+    path.write_bytes(path.read_bytes()[:-1])
+  with pytest.raises(ValueError, match="damaged"):
+    prediction.load_predictor(tmp_path)
+  with pytest.raises(ValueError, match=r"`cut` must be where.*got Model\("):
+    prediction.load_predictor(tmp_path, model())
+  with pytest.raises(FileNotFoundError, match="must hold predictor"):
+    prediction.load_predictor(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    (lambda x: x.astype(jnp.bfloat16), "must be float32.*is bfloat16"),
+    (lambda x: x.astype(jnp.float16), "must be float32.*is float16"),
+    (lambda x: x.at[0].set(jnp.nan), "must be finite"),
+  ],
+)
+def test_what_could_not_be_used_again_is_not_saved(change, told, tmp_path):
+  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  nowcasters = prediction.init_nowcasters(jax.random.key(0))
+  of = functools.partial(prediction.save_predictor, tmp_path / "a", predictor())
+  now = functools.partial(prediction.save_nowcasters, tmp_path / "b")
+  for save, good in ((of, params), (now, nowcasters)):
+    save(good)
+    with pytest.raises(ValueError, match=f"`params` {told}"):
+      save(jax.tree.map(change, good))
+  _, found = prediction.load_predictor(tmp_path / "a")
+  assert_same_bits(found, params)
+  assert_same_bits(prediction.load_nowcasters(tmp_path / "b"), nowcasters)
+  with pytest.raises(ValueError, match="`params` must hold a network at least"):
+    now({})

@@ -1,0 +1,338 @@
+"""Weight nowcasters: the network, the jump, and what training gains."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import collectives, methods, prediction, transforms
+from jdist.prediction.nowcast import _nowcaster
+
+NETWORKS = prediction.init_nowcasters(jax.random.key(0))
+# Biases that are not zero, so that a test sees where they go.
+NETWORK = jax.tree.map(
+  lambda x: x + 0.1 * np.sin(np.arange(x.size)).reshape(x.shape).astype("f4"),
+  NETWORKS["conv"],
+)
+
+
+def by_hand(params, x):
+  """The sheet's formulas in NumPy, of one entry."""
+
+  def dense(layer, x):
+    return x @ np.float64(layer["kernel"]) + np.float64(layer["bias"])
+
+  def stream(p, x):
+    h = dense(p["first"], x)
+    z = np.maximum(dense(p["squeeze"], h), 0)
+    y = dense(p["offset"], z) + dense(p["gain"], z) * np.exp(
+      dense(p["rate"], z) * h
+    )
+    y = dense(p["last"], y)
+    return np.where(y > 0, y, 0.01 * y)
+
+  r = x.max() - x.min() + 1e-8
+  s = (x - x[0]) / (r + 1e-5) / 2
+  both = [stream(params["values"], s), stream(params["steps"], np.diff(s))]
+  out = np.tanh(dense(params["head"], np.concatenate(both))[0])
+  return (s[4] + out) * 2 * (r + 1e-5) + x[0]
+
+
+ENTRIES = jax.jit(prediction.nowcast_entries)
+
+
+def histories(rows, scale=1.0, seed=0):
+  draw = np.random.default_rng(seed)
+  return (scale * draw.normal(size=(rows, 5)).cumsum(1)).astype(np.float32)
+
+
+@pytest.mark.smoke
+def test_the_network_by_hand():
+  x = histories(7)
+  found = ENTRIES(NETWORK, x)
+  wanted = [by_hand(NETWORK, np.float64(row)) for row in x]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+  # Not the last value: the network says something.
+  assert np.abs(found - x[:, 4]).max() > 0.1
+
+
+def test_the_number_of_parameters():
+  def stream(length):
+    tract = 64 * 8 + 8 + 3 * (8 * 64 + 64)
+    return length * 64 + 64 + tract + 64 * 32 + 32
+
+  for network in NETWORKS.values():
+    sizes = [x.size for x in jax.tree.leaves(network)]
+    assert sum(sizes) == stream(5) + stream(4) + 2 * 32 + 1 == 9425
+
+
+def test_the_normalization_does_not_see_where_and_how_large():
+  # Up to the 1e-5 beside the spread, and the rounding of the shift.
+  x = histories(50)
+  scaled, _ = _nowcaster.normalize(jnp.asarray(x))
+  moved, _ = _nowcaster.normalize(jnp.asarray(64 * x + 3))
+  np.testing.assert_allclose(moved, scaled, atol=1e-4)
+  assert float(jnp.abs(scaled).max()) <= 0.5
+  found, alike = ENTRIES(NETWORK, 64 * x + 3), ENTRIES(NETWORK, x)
+  np.testing.assert_allclose(found, 64 * alike + 3, rtol=1e-3, atol=0.02)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-30, 1e30])
+def test_what_does_not_move_is_predicted_to_stay(value):
+  found = ENTRIES(NETWORK, jnp.full((2, 5), value))
+  np.testing.assert_allclose(found, value, rtol=1e-6, atol=2.1e-5)
+
+
+def test_a_steep_network_does_not_overflow():
+  wild = jax.tree.map(lambda x: 1e4 * x, NETWORK)
+  x = histories(200)
+  found = ENTRIES(wild, x)
+  assert jnp.isfinite(found).all()
+  # But nothing hides a NaN that was there before.
+  x[0, 2] = np.nan
+  found = ENTRIES(NETWORK, x)
+  assert jnp.isnan(found[0]) and jnp.isfinite(found[1:]).all()
+
+
+def test_every_kind_has_its_network(monkeypatch):
+  tree = {
+    "conv": jnp.asarray(histories(18).T.reshape(5, 3, 3, 1, 2)),
+    "dense": jnp.asarray(histories(6).T.reshape(5, 2, 3)),
+    "bias": jnp.asarray(histories(4).T),
+    "scalar": jnp.asarray(histories(1)[0]),
+  }
+  found = jax.jit(prediction.nowcast)(tree, NETWORKS)
+  for name, leaf in found.items():
+    kind = "bias" if name == "scalar" else name
+    wanted = ENTRIES(NETWORKS[kind], jnp.moveaxis(tree[name], 0, -1))
+    np.testing.assert_allclose(leaf, wanted, 1e-5, 1e-6)
+  # In parts, which do not divide evenly.
+  monkeypatch.setattr(_nowcaster, "_CHUNK", 5)
+  parts = jax.jit(lambda *x: prediction.nowcast(*x))(tree, NETWORKS)
+  for name, leaf in parts.items():
+    np.testing.assert_allclose(leaf, found[name], 1e-5, 1e-6)
+  # Without a network of its kind a leaf stays.
+  still = prediction.nowcast({"conv": tree["conv"]}, {"dense": NETWORK})
+  np.testing.assert_array_equal(still["conv"], tree["conv"][4])
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (
+      lambda: prediction.nowcast({"w": jnp.zeros((4, 2))}, NETWORKS),
+      r"`history` must hold 5 values.*`\['w'\]` has shape \(4, 2\)",
+    ),
+    (
+      lambda: prediction.nowcast(jnp.zeros(5), {"convs": {}}),
+      r"`params` must be a dict with a network for some of conv, dense, bias",
+    ),
+    (
+      lambda: prediction.nowcast_weights({}, 1, axis=None),
+      r"`params` must have a network .*conv, dense, bias, got \{\}",
+    ),
+    (
+      lambda: prediction.nowcast_weights(NETWORKS, 0, axis=None),
+      r"`steps_per_epoch` must be an int >= 1, got 0",
+    ),
+    (
+      lambda: prediction.nowcast_weights(
+        {"conv": jax.tree.map(lambda x: x * np.nan, NETWORK)}, 1, axis=None
+      ),
+      r"`params` must be finite, but conv\.",
+    ),
+    (
+      lambda: prediction.nowcast_entries(NETWORK, jnp.zeros((3, 4))),
+      r"`history` must be \[\.\.\., 5\], .* got shape \[3, 4\]",
+    ),
+    (
+      lambda: prediction.nowcast_entries({}, jnp.zeros(5)),
+      r"`params` must hold networks .* in it there is no leaf",
+    ),
+    (lambda: prediction.init_nowcaster(0), "`key` must be a random key, got 0"),
+    (lambda: prediction.init_nowcasters(0), "`key` must be a random key"),
+    (lambda: prediction.kind_of(3), "`shape` must be a leaf's shape.* got 3"),
+    (lambda: prediction.kind_of("abc"), "`shape` must be .* got 'abc'"),
+    (
+      lambda: prediction.nowcast_weights(NETWORKS, 1, axis=3),
+      r"`axis` must be None, a name",
+    ),
+  ],
+)
+def test_what_is_wrong_is_refused(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
+
+
+# The jump.
+
+
+def train(optimizer, team, num_steps, substrate_params):
+  """Quadratic valleys, one of each worker; gives params and states."""
+  shape = substrate_params["w"].shape
+
+  def step(params, state, target):
+    gradients = jax.tree.map(lambda w: w - target, params)
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = team.replicate(substrate_params)
+  state = team.jit(optimizer.init)(params)
+  step, seen = team.jit(step), []
+  draw = np.random.default_rng(0)
+  for _ in range(num_steps):
+    targets = draw.normal(size=(team.num_workers, *shape)).astype(np.float32)
+    params, state = step(params, state, team.place(targets))
+    seen.append(np.asarray(params["w"]))
+  return seen, state
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+def test_the_jump_by_hand(substrate):
+  team = collectives.workers(4, substrate=substrate)
+  inner = methods.ssgd(optax.sgd(0.1, momentum=0.9), axis=team.axis)
+  jump = prediction.nowcast_weights(NETWORKS, 2, axis=team.axis)
+  begin = {"w": jnp.ones((3, 2))}
+  seen, state = train(optax.chain(inner, jump), team, 20, begin)
+  plain, _ = train(inner, team, 10, begin)
+  # Until the fifth epoch's last step, nothing is different.
+  # But that two programs round differently.
+  np.testing.assert_allclose(seen[:9], plain[:9], rtol=1e-5, atol=1e-6)
+  ends = np.stack([*(seen[i][0] for i in (1, 3, 5, 7)), plain[9][0]])
+  wanted = ENTRIES(NETWORKS["dense"], np.moveaxis(ends, 0, -1))
+  np.testing.assert_allclose(seen[9][0], wanted, rtol=1e-5, atol=1e-6)
+  assert np.abs(wanted - ends[4]).max() > 1e-3
+  # All workers jump alike, and all that is kept is known to be shared.
+  for w in seen:
+    assert all(row.tobytes() == w[0].tobytes() for row in w)
+  labels = transforms.sharing(state)
+  assert labels.params and all(jax.tree.leaves(labels.state))
+  # The history of the second jump is the next five epochs.
+  history = np.asarray(state[1].history["w"][0])
+  np.testing.assert_array_equal(
+    history[:4], [seen[i][0] for i in (11, 13, 15, 17)]
+  )
+
+
+def test_the_optimizer_does_not_notice_the_jump():
+  momentum = optax.trace(0.9)
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  chain = optax.chain(momentum, jump)
+  w = jnp.zeros((2, 3))
+  state, alone = chain.init(w), momentum.init(w)
+  update = jax.jit(chain.update)
+  for t in range(6):
+    gradient = jnp.full((2, 3), 1.0 + t)
+    updates, state = update(gradient, state, w)
+    _, alone = momentum.update(gradient, alone)
+    w = w + updates
+  np.testing.assert_array_equal(state[0].trace, alone.trace)
+
+
+def test_a_jump_in_bfloat16_under_jit_and_donation():
+  chain = optax.chain(
+    optax.sgd(jnp.bfloat16(0.125)),
+    prediction.nowcast_weights(NETWORKS, 1, axis=None),
+  )
+  w = {"w": jnp.ones((4, 2), jnp.bfloat16)}
+  state = chain.init(w)
+  assert state[1].history["w"].dtype == jnp.float32
+  step = jax.jit(chain.update, donate_argnums=(1,))
+  for _ in range(5):
+    updates, state = step(w, state, w)
+    w = optax.apply_updates(w, updates)
+  assert w["w"].dtype == jnp.bfloat16 and jnp.isfinite(w["w"]).all()
+
+
+def test_draining_counts_nothing():
+  chain = optax.chain(
+    transforms.delay_gradients(optax.sgd(1.0), 1),
+    prediction.nowcast_weights(NETWORKS, 1, axis=None),
+  )
+  w = jnp.array([0.0])
+  updates, state = chain.update(jnp.array([3.0]), chain.init(w), w)
+  w, state = transforms.drain(chain, state, w + updates)
+  assert w.item() == -3.0 and state[1].step.item() == 1
+
+
+class Halves:
+  """The second leaf is predicted from the first."""
+
+  split = staticmethod(lambda tree: (tree["a"], tree["b"]))
+  join = staticmethod(lambda front, rest: {"a": front, "b": rest})
+
+
+def sgd_and_jump():
+  # After the fifth step.
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  return optax.chain(optax.sgd(1.0), jump)
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    lambda sgd: methods.local_sgd(sgd, 5, axis=None),
+    lambda sgd: methods.diloco(sgd, 5, axis=None),
+    lambda sgd: methods.easgd(sgd, 5, axis=None),
+    lambda sgd: methods.mp2(sgd, Halves, lambda _, f: f, 0.0, axis=None),
+    lambda sgd: transforms.predict_rest(
+      methods.ssgd(sgd, axis=None), Halves, lambda _, f: f, 0.0, axis=None
+    ),
+  ],
+  ids=("local_sgd", "diloco", "easgd", "mp2", "predict_rest"),
+)
+def test_a_jump_beside_rounds_is_refused(method):
+  w = {"a": jnp.ones(3), "b": jnp.ones(3)}
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  beside = optax.chain(method(optax.sgd(1.0)), jump).init(w)
+  within = method(sgd_and_jump()).init(w)
+  for ask in (
+    lambda state: transforms.apply_updates(w, w, state),
+    lambda state: transforms.anchor(state, w),
+    transforms.synchronized,
+  ):
+    with pytest.raises(
+      ValueError, match=r"hold `nowcast_weights` beside.*lost.*inner chain"
+    ):
+      ask(beside)
+    ask(within)
+
+
+def test_a_jump_at_a_rounds_end_is_kept_in_the_inner_chain():
+  local = methods.local_sgd(sgd_and_jump(), 5, axis=None)
+  plain, w, alone = sgd_and_jump(), jnp.zeros(3), jnp.zeros(3)
+  state, own = local.init(w), plain.init(w)
+  updates = jax.jit(local.update), jax.jit(plain.update)
+  for step in range(6):
+    gradient = jnp.full(3, 1.0 + step)
+    moves, state = updates[0](gradient, state, w)
+    w = transforms.apply_updates(w, moves, state)
+    moves, own = updates[1](gradient, own, alone)
+    before, alone = alone, alone + moves
+    np.testing.assert_allclose(w, alone, rtol=1e-6)
+    assert (abs(alone - (before - gradient)).max() > 1e-3) == (step == 4)
+  np.testing.assert_allclose(
+    transforms.anchor(state, w), alone + gradient, rtol=1e-6
+  )
+
+
+def test_networks_are_looked_at_when_the_jump_is_made():
+  for wrong, rule in (
+    ({"conv": 1}, r"in conv there is no leaf head\.bias"),
+    ({"dense": {}}, "in dense there is no leaf"),
+    (
+      {"bias": NETWORK | {"more": jnp.zeros(1)}},
+      "in bias there is a leaf more besides",
+    ),
+    (
+      {"conv": NETWORK | {"head": {"kernel": np.ones(3), "bias": np.ones(1)}}},
+      r"in conv head\.kernel has shape \[3\] and not \[64, 1\]",
+    ),
+  ):
+    for call in (
+      lambda wrong=wrong: prediction.nowcast_weights(wrong, 1, axis=None),
+      lambda wrong=wrong: prediction.nowcast(jnp.zeros(5), wrong),
+    ):
+      with pytest.raises(ValueError, match=f"`params` .*{rule}.*`fit_nowcas"):
+        call()

@@ -1,0 +1,203 @@
+"""Tracks of entries, and arrays on the disk."""
+
+import hashlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import prediction
+from jdist.prediction.nowcast import _tracks
+from jdist.storage import array_files, sealed_json
+
+PARAMS = {
+  "block": {
+    "bias": np.arange(4.0),
+    "kernel": np.arange(72.0).reshape(3, 3, 2, 4),
+  },
+  "head": {
+    "bias": np.arange(3.0),
+    "kernel": 100 + np.arange(12.0).reshape(4, 3),
+  },
+}
+
+
+def recorded(tracker, epochs):
+  for epoch in epochs:
+    tracker.record(
+      {
+        k: {n: x + 1000 * epoch for n, x in v.items()}
+        for k, v in PARAMS.items()
+      }
+    )
+  return tracker.tracks()
+
+
+def test_a_track_is_of_one_entry():
+  tracks = recorded(prediction.Tracker(PARAMS, entries_per_kind=6), range(3))
+  assert {k: t.shape for k, t in tracks.items()} == {
+    "conv": (6, 3),
+    "dense": (6, 3),
+    "bias": (6, 3),
+  }
+  everything = {
+    "conv": PARAMS["block"]["kernel"].ravel(),
+    "dense": PARAMS["head"]["kernel"].ravel(),
+    "bias": np.concatenate([PARAMS["block"]["bias"], PARAMS["head"]["bias"]]),
+  }
+  for kind, track in tracks.items():
+    assert track.dtype == np.float32
+    np.testing.assert_array_equal(np.diff(track), 1000)
+    assert np.isin(track[:, 0], everything[kind]).all()
+  # Different entries, and both leaves of the kind have some.
+  assert len(set(tracks["conv"][:, 0])) == 6
+  assert len(recorded(prediction.Tracker(PARAMS), range(1))["bias"]) == 7
+
+
+def test_a_tracker_goes_on():
+  whole = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(4))
+  begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
+  again = prediction.Tracker(PARAMS, entries_per_kind=5, begun=begun)
+  for kind, track in recorded(again, range(2, 4)).items():
+    np.testing.assert_array_equal(track, whole[kind])
+  with pytest.raises(ValueError, match="`begun` must be tracks of the same"):
+    prediction.Tracker(PARAMS, entries_per_kind=4, begun=begun)
+
+
+def test_other_shapes_are_refused():
+  tracker = prediction.Tracker(PARAMS)
+  with pytest.raises(ValueError, match=r"`params` must have the shapes"):
+    tracker.record({**PARAMS, "head": {}})
+  for name, minimum in (("entries_per_kind", 1), ("seed", 0)):
+    for wrong in (minimum - 1, 2.5, "a", None):
+      with pytest.raises(
+        ValueError, match=f"`{name}` must be an int >= {minimum}, got"
+      ):
+        prediction.Tracker(PARAMS, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+  ("like", "told"),
+  [
+    ({}, "an array at least"),
+    (None, "an array at least"),
+    ({"w": "text"}, "floats, or their shapes, got 'text'"),
+    ({"w": np.zeros(2), "n": np.zeros(2, int)}, "floats.* got int64"),
+  ],
+)
+def test_what_cannot_be_tracked_is_refused(like, told):
+  with pytest.raises(ValueError, match=f"`like` must hold.*{told}"):
+    prediction.Tracker(like)
+
+
+def test_what_was_not_begun_here_is_refused():
+  begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
+  for wrong, told in (
+    (3, r"`begun\[0\]` must be a dict"),
+    (begun | {"conv": begun["conv"][:, :1]}, "as many epochs, got.*'conv': 1"),
+    (begun | {"conv": begun["conv"][0]}, r"must be a track, floats \[entries"),
+    (begun | {"bias": begun["bias"] * np.nan}, "`begun.'bias'.` must be fini"),
+  ):
+    with pytest.raises(ValueError, match=told):
+      prediction.Tracker(PARAMS, entries_per_kind=5, begun=wrong)
+
+
+def test_tracks_are_saved_as_float32(tmp_path):
+  for dtype in (np.float64, jnp.bfloat16, np.float16):
+    run = {"bias": np.ones((2, 9)).astype(dtype)}
+    prediction.save_tracks(tmp_path, [run])
+    (found,) = prediction.load_tracks(tmp_path)
+    assert found["bias"].dtype == np.float32 and (found["bias"] == 1).all()
+
+
+def test_tracks_come_back(tmp_path):
+  runs = [
+    recorded(prediction.Tracker(PARAMS), range(3)),
+    {"dense": np.zeros((2, 9), np.float32)},
+  ]
+  for n in (2, 1, 2):  # What was there is replaced.
+    prediction.save_tracks(tmp_path / "tracks", runs[:n], {"model": "small"})
+  files = list((tmp_path / "tracks").iterdir())
+  assert len(files) == 5
+  for found, run in zip(
+    prediction.load_tracks(tmp_path / "tracks"), runs, strict=True
+  ):
+    assert set(found) == set(run)
+    for kind in run:
+      np.testing.assert_array_equal(found[kind], run[kind])
+
+
+def test_what_is_no_track_is_not_saved(tmp_path):
+  track = np.zeros((2, 9), np.float32)
+  for wrong, rule in (
+    ([{"bias": track}, {"fo_o": track}], r"`runs\[1\]` .* got \['fo_o'\]"),
+    ([track], r"`runs\[0\]` must be a dict with tracks of some of conv"),
+    ({"bias": track}, "`runs` must be a list of the tracks of each run"),
+    ([{"bias": "abc"}], r"`runs\[0\]\['bias'\]` must be a track.* got 'abc'"),
+    ([{"bias": track[0]}], r"`runs\[0\]\['bias'\]` must be a track"),
+    ([{"bias": None}], r"`runs\[0\]\['bias'\]` must be a track"),
+    ([{"bias": track.astype(str)}], r"`runs\[0\]\['bias'\]` must be a track"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      prediction.save_tracks(tmp_path / "tracks", wrong)
+  assert not (tmp_path / "tracks").exists()
+
+
+def test_damage_is_seen(tmp_path):
+  prediction.save_tracks(tmp_path, [{"bias": np.ones((3, 4), np.float32)}])
+  (file,) = tmp_path.glob("*.npy")
+  whole = file.read_bytes()
+  file.write_bytes(whole[:-1])
+  with pytest.raises(ValueError, match=r"`directory` is damaged.*has changed"):
+    prediction.load_tracks(tmp_path)
+  file.unlink()
+  with pytest.raises(ValueError, match="is missing"):
+    prediction.load_tracks(tmp_path)
+  (tmp_path / "arrays.json").write_text("{")
+  with pytest.raises(ValueError, match="cannot be read"):
+    prediction.load_tracks(tmp_path)
+  with pytest.raises(FileNotFoundError, match="`directory` must hold tracks"):
+    prediction.load_tracks(tmp_path / "nowhere")
+
+
+def test_nothing_is_unpickled(tmp_path):
+  """An object array, as an attacker would write it."""
+  prediction.save_tracks(tmp_path, [{"bias": np.ones((3, 4), np.float32)}])
+  manifest = sealed_json.read(
+    tmp_path / "arrays.json", form=array_files._FORMAT
+  )
+  bad = tmp_path / "bad.npy"
+  np.save(bad, np.array([{}], object), allow_pickle=True)
+  digest = hashlib.sha256(bad.read_bytes()).hexdigest()
+  manifest["files"] = {"run_000_bias": ["bad.npy", digest]}
+  sealed_json.write(
+    tmp_path / "arrays.json", manifest, form=array_files._FORMAT
+  )
+  with pytest.raises(ValueError, match="allow_pickle=False"):
+    prediction.load_tracks(tmp_path)
+
+
+def test_a_cut_write_leaves_what_was_there(tmp_path, monkeypatch):
+  array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
+  write = sealed_json.write_whole
+
+  def fail_at_the_manifest(path, data):
+    if path.suffix == ".json":
+      raise OSError("the disk is full")
+    write(path, data)
+
+  monkeypatch.setattr(sealed_json, "write_whole", fail_at_the_manifest)
+  with pytest.raises(OSError, match="full"):
+    array_files.save_arrays(tmp_path, {"w": np.ones(2)}, {"what": "x"})
+  arrays, _ = array_files.load_arrays(tmp_path, what="x")
+  np.testing.assert_array_equal(arrays["w"], [0, 0])
+  with pytest.raises(ValueError, match="must hold y, got x"):
+    array_files.load_arrays(tmp_path, what="y")
+
+
+def test_windows_that_are_too_long_are_refused():
+  tracks = [np.zeros((2, 9), np.float32), np.zeros((2, 11), np.float32)]
+  histories, targets = _tracks.windows(tracks, 5)
+  assert histories.shape == (4, 5) and targets.shape == (4,)
+  with pytest.raises(ValueError, match=r"must be of 12 epochs.*got 11"):
+    _tracks.windows(tracks, 7)

@@ -1,0 +1,133 @@
+"""Forecasts of steps, from a program that XLA made for 8 H200."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import (
+  cluster,
+  collectives,
+  methods,
+  models,
+  profiling,
+  training,
+)
+
+_TEXT = (pathlib.Path(__file__).parent / "delayed_on_8_h200.hlo").read_text()
+_PRODUCT = 2 * 1024**3  # Operations of one of the four products.
+_SENT = 2 * 7 / 8 * 2 * 1024**2  # Bytes of the mean, in a ring.
+# A product takes a second, and nothing else any time.
+_DEVICE = cluster.Device("toy", _PRODUCT, memory_bytes_per_s=1e30)
+
+
+def _link(send_s):
+  return cluster.Link(8 * _SENT / send_s)
+
+
+def _undelayed():
+  """The text with the mean waited for at once, as if it were needed."""
+  done = re.search(r"  %all-reduce-done = .*\n", _TEXT)[0]
+  start = re.search(r"  %all-reduce-start = .*\n", _TEXT)[0]
+  return _TEXT.replace(done, "").replace(start, start + done)
+
+
+def test_what_comes_from_the_state_hides_under_all_products():
+  found = profiling.forecast(_TEXT, _DEVICE, _link(3.0))
+  (message,) = found.messages
+  assert (message.kernels, message.products) == (4, 4)
+  assert message.wire_bytes == found.wire_bytes == _SENT
+  assert message.compute_s == pytest.approx(4.0)
+  assert message.send_s == pytest.approx(3.0)
+  assert message.hidden_share == found.timeline.hidden_share == 1.0
+  assert found.timeline.end_s == pytest.approx(4.0)
+  assert found.flops == 4 * _PRODUCT
+
+
+def test_without_the_delay_nothing_is_hidden():
+  found = profiling.forecast(_undelayed(), _DEVICE, _link(3.0))
+  (message,) = found.messages
+  assert (message.kernels, message.products, message.compute_s) == (0, 0, 0)
+  assert message.hidden_share == found.timeline.hidden_share == 0.0
+  assert found.timeline.end_s == pytest.approx(7.0)
+
+
+def test_what_is_longer_than_the_computation_is_waited_for():
+  found = profiling.forecast(_TEXT, _DEVICE, _link(10.0))
+  (message,) = found.messages
+  assert message.exposed_s == pytest.approx(6.0)
+  assert message.hidden_share == pytest.approx(0.4)
+
+
+def test_a_message_that_stood_in_line_is_not_hidden_less_than_not_at_all():
+  text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %a = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  %b = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  %e = f32[8]{0} all-reduce-done(%b)
+  ROOT %d = f32[8]{0} all-reduce-done(%a)
+}"""
+  found = profiling.forecast(text, _DEVICE, cluster.Link(8.0))
+  first, second = found.messages
+  assert first.exposed_s == 0.0 and second.exposed_s == 64.0
+  assert second.hidden_share == found.timeline.hidden_share == 0.0
+
+
+@pytest.mark.parametrize(
+  ("operation", "messages"),
+  [("all-reduce", 14), ("all-gather", 7), ("collective-permute", 1)],
+)
+def test_the_messages_of_a_ring_follow_each_other(operation, messages):
+  groups = (
+    "source_target_pairs={{0,1},{1,0}}"
+    if operation == "collective-permute"
+    else "replica_groups={{0,1,2,3,4,5,6,7}}"
+  )
+  text = f"""
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %a = f32[8]{{0}} {operation}(%x), {groups}
+}}"""
+  link = cluster.Link(1e30, latency_s=1.0)
+  found = profiling.forecast(text, _DEVICE, link)
+  assert found.messages[0].send_s == pytest.approx(messages)
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+def test_the_abstract_state_is_that_of_init_state(substrate):
+  workers = collectives.workers(4, substrate=substrate)
+  chosen = {"input_shape": (8, 8, 3), "num_classes": 3, "norm": "batch"}
+  optimizer = methods.msdpu(
+    optax.sgd(0.1, momentum=0.9), 4, 0.1, axis=workers.axis
+  )
+
+  def told(state):
+    return jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), state)
+
+  model = models.build("resnet8", **chosen)
+  real = training.init_state(workers, optimizer, model.params, model.state)
+  model = models.build("resnet8", **chosen, abstract=True)
+  shapes = profiling.abstract_state(
+    workers, optimizer, model.params, model.state
+  )
+  assert told(shapes) == told(real)
+  assert all(
+    isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
+  )
+
+
+def test_a_picture_is_drawn(tmp_path):
+  pytest.importorskip("matplotlib")
+  found = {
+    "delayed": profiling.forecast(_TEXT, _DEVICE, _link(3.0)),
+    "at once": profiling.forecast(_undelayed(), _DEVICE, _link(3.0)),
+  }
+  path = tmp_path / "schedule.png"
+  profiling.plot_forecasts(found, path, title="Two steps", note="Toy rates")
+  assert path.read_bytes().startswith(b"\x89PNG")
+  with pytest.raises(ValueError, match="`forecasts` must have one entry"):
+    profiling.plot_forecasts({}, path)

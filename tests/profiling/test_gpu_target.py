@@ -1,0 +1,119 @@
+"""GPUs that are described: their text, and what compiling for them needs."""
+
+import importlib.metadata
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdist import cluster, collectives, profiling
+from jdist.profiling import _gpu_target
+
+needs_compiler = pytest.mark.skipif(
+  not any(
+    importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13)
+  ),
+  reason="needs the extra `schedules`: JAX's plugin for CUDA",
+)
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("8xh200", profiling.Topology("h200", 8)),
+    ("2x8xH100", profiling.Topology("h100", 8, nodes=2)),
+    ("1xa100", profiling.Topology("a100", 1)),
+  ],
+)
+def test_a_topology_is_read_and_written_alike(text, expected):
+  found = profiling.describe_gpus(text)
+  assert found == expected
+  assert str(found) == text.lower()
+  assert found.num_gpus == expected.gpus_per_node * expected.nodes
+
+
+@pytest.mark.parametrize(
+  "text", ["", "h200", "8", "8xb200", "8 x h200", "axbxh200", "2x2x8xh200"]
+)
+def test_what_is_no_topology_is_refused(text):
+  with pytest.raises(ValueError, match=r"for instance 8xh200 or 2x8xh200"):
+    profiling.describe_gpus(text)
+
+
+@pytest.mark.parametrize("text", ["0xh200", "0x8xh200"])
+def test_no_gpus_are_refused(text):
+  with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    profiling.describe_gpus(text)
+
+
+def test_every_kind_has_its_rates():
+  assert set(profiling.GPU_KINDS) == set(cluster.GPUS)
+  for kind in profiling.GPU_KINDS:
+    # The compiler is told what the model is told.
+    target = _gpu_target._TARGETS[kind]
+    assert target.name.startswith(cluster.GPUS[kind].name)
+    assert target.memory_bytes_per_s == pytest.approx(
+      cluster.GPUS[kind].memory_bytes_per_s, rel=0.01
+    )
+
+
+def test_a_missing_plugin_is_told_with_its_extra(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ImportError, match=r'pip install "jdist\[schedules\]"'):
+    profiling.describe_gpus("8xh200").mesh()
+
+
+def test_a_plugin_of_another_version_is_told(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+  monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+  with pytest.raises(
+    ImportError, match=f"0.1.0 does not work with jax {jax.__version__}"
+  ):
+    profiling.check_compiler()
+
+
+def test_abstract_arrays_have_an_axis_of_workers_and_no_values():
+  workers = collectives.workers(8)
+  tree = {"w": jnp.zeros((3, 2)), "n": jax.ShapeDtypeStruct((), "int32")}
+  found = profiling.abstract(workers, tree)
+  assert found["w"].shape == (8, 3, 2) and found["n"].shape == (8,)
+  assert found["n"].dtype == jnp.int32
+  assert found["w"].sharding == workers.sharding()
+  lowered = workers.jit(lambda x: x).lower(found)
+  assert lowered.compile() is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("text", ["8xh200", "2x4xa100"])
+def test_devices_are_there_to_compile_for(text):
+  described = profiling.describe_gpus(text)
+  devices = described.devices()
+  assert len(devices) == described.num_gpus
+  kind = described.kind.upper()
+  assert all(kind in device.device_kind for device in devices)
+  processes = [device.process_index for device in devices]
+  assert len(set(processes)) == described.nodes
+
+
+@needs_compiler
+def test_a_program_for_gpus_is_scheduled_around_its_collectives():
+  described = profiling.describe_gpus("8xh200")
+  workers = collectives.workers(8, mesh=described.mesh())
+
+  def step(w, pending, x):
+    """Sends what is there from the start, and computes meanwhile."""
+    mean = collectives.mean(pending, workers.axis)
+    for _ in range(4):
+      x = jnp.tanh(x @ w)
+    return w - mean, x
+
+  square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+  args = profiling.abstract(workers, (square, square, square))
+  events = profiling.read_schedule(workers.jit(step).lower(*args).compile())
+  kinds = [e.kind if e.kind != "compute" else bool(e.flops) for e in events]
+  start, done = kinds.index("start"), kinds.index("done")
+  assert kinds[start:done].count(True) == 4
+  assert sum(e.flops for e in events) == 4 * 2 * 1024**3
+  (sent,) = [e.collective for e in events if e.collective]
+  assert sent.num_workers == 8

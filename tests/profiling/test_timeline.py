@@ -1,0 +1,194 @@
+"""Orders of programs read from texts that XLA made for GPUs, shortened."""
+
+import pytest
+
+from jdist import cluster, profiling
+
+# One of each: a product in a fusion, a library's product, the three
+# convolutions of a layer, an asynchronous all-reduce around two of them, a
+# synchronous one, a conditional, a loop.
+_TEXT = """HloModule jit_step, is_scheduled=true
+
+%product (a: bf16[16,32], b: bf16[32,8]) -> bf16[16,8] {
+  %a = bf16[16,32]{1,0} parameter(0)
+  %b = bf16[32,8]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[16,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}
+}
+
+%rare (q: f32[10]) -> f32[10] {
+  %q = f32[10]{0} parameter(0)
+  ROOT %all-reduce.9 = f32[10]{0} all-reduce(%q), replica_groups={{0,1,2,3}}
+}
+
+%often (r: f32[10]) -> f32[10] {
+  %r = f32[10]{0} parameter(0)
+  ROOT %copy.9 = f32[10]{0} copy(%r)
+}
+
+%body (s: f32[10]) -> f32[10] {
+  %s = f32[10]{0} parameter(0)
+  ROOT %negate.9 = f32[10]{0} negate(%s)
+}
+
+ENTRY %main (x: bf16[16,32], w: bf16[32,8], i: f32[2,8,8,3]) -> f32[10] {
+  %x = bf16[16,32]{1,0} parameter(0)
+  %w = bf16[32,8]{1,0} parameter(1)
+  %i = f32[2,8,8,3]{3,2,1,0} parameter(2)
+  %k = f32[4,3,3,3]{3,2,1,0} constant({...})
+  %v = f32[10]{0} constant({...})
+  %all-reduce-start = bf16[16,32]{1,0} all-reduce-start(%x), replica_groups=[1,8]<=[8]
+  %gemm = bf16[16,8]{1,0} fusion(%x, %w), kind=kCustom, calls=%product
+  %lib = (bf16[16,8]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %all-reduce-done = bf16[16,32]{1,0} all-reduce-done(%all-reduce-start)
+  %out = (f32[2,8,8,4]{3,2,1,0}, u8[0]{0}) custom-call(%i, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %g = f32[2,8,8,4]{3,2,1,0} get-tuple-element(%out), index=0
+  %bw = (f32[2,8,8,3]{3,2,1,0}, u8[0]{0}) custom-call(%g, %k), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %bf = (f32[4,3,3,3]{3,2,1,0}, u8[0]{0}) custom-call(%i, %g), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %all-reduce.2 = f32[10]{0} all-reduce(%v), replica_groups={{0,1},{2,3}}
+  %flag = pred[] constant(true)
+  %cond = f32[10]{0} conditional(%flag, %v, %v), true_computation=%rare, false_computation=%often
+  ROOT %loop = f32[10]{0} while(%cond), condition=%often, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_the_order_is_that_of_the_program():
+  events = profiling.read_schedule(_TEXT)
+  assert [(event.kind, event.name) for event in events] == [
+    ("start", "all-reduce-start"),
+    ("compute", "gemm"),
+    ("compute", "lib"),
+    ("done", "all-reduce-start"),
+    ("compute", "out"),
+    ("compute", "bw"),
+    ("compute", "bf"),
+    # Synchronous: nothing runs beside it.
+    ("start", "all-reduce.2"),
+    ("done", "all-reduce.2"),
+    # Of the conditional, the branch that sends.
+    ("start", "all-reduce.9"),
+    ("done", "all-reduce.9"),
+    *[("compute", "negate.9")] * 3,
+  ]
+
+
+def test_a_start_that_runs_in_line_hides_under_nothing():
+  start = "replica_groups=[1,8]<=[8]\n"
+  assert start in _TEXT
+  marked = (
+    start.strip()
+    + ', backend_config={"collective_backend_config":{"is_sync":true}}\n'
+  )
+  events = profiling.read_schedule(_TEXT.replace(start, marked))
+  assert [event.kind for event in events][:3] == ["start", "done", "compute"]
+  assert len(events) == len(profiling.read_schedule(_TEXT))
+
+
+def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
+  events = profiling.read_schedule(_TEXT, branch="idles")
+  names = [event.name for event in events]
+  assert "copy.9" in names and "all-reduce.9" not in names
+  with pytest.raises(ValueError, match="`branch` must be 'sends' or 'idles'"):
+    profiling.read_schedule(_TEXT, branch="rare")
+
+
+# As streaming has it: a slice of a large array is sent, and written into
+# another one in place.
+_SLICES = """HloModule jit_step, is_scheduled=true
+
+%take (b: f32[1,1000], i: s32[]) -> f32[1,10] {
+  %b = f32[1,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[1,10]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={1,10}
+}
+
+%put (w: f32[1,1000], p: f32[1,10], j: s32[]) -> f32[1,1000] {
+  %w = f32[1,1000]{1,0} parameter(0)
+  %p = f32[1,10]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %half = f32[1,10]{1,0} multiply(%p, %p)
+  ROOT %dus = f32[1,1000]{1,0} dynamic-update-slice(%w, %half, %j, %j)
+}
+
+%both (v: f32[1,1000], k: s32[]) -> f32[1,1000] {
+  %v = f32[1,1000]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %part = f32[1,10]{1,0} dynamic-slice(%v, %k, %k), dynamic_slice_sizes={1,10}
+  %wide = f32[1,1000]{1,0} broadcast(%part), dimensions={0,1}
+  ROOT %sum = f32[1,1000]{1,0} add(%v, %wide)
+}
+
+ENTRY %main (buffer: f32[1,1000], n: s32[]) -> f32[1,1000] {
+  %buffer = f32[1,1000]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %taken = f32[1,10]{1,0} fusion(%buffer, %n), kind=kLoop, calls=%take
+  %written = f32[1,1000]{1,0} fusion(%buffer, %taken, %n), kind=kLoop, calls=%put
+  %alone = f32[1,10]{1,0} dynamic-slice(%written, %n, %n), dynamic_slice_sizes={1,10}
+  %plain = f32[1,1000]{1,0} dynamic-update-slice(%written, %alone, %n, %n)
+  %lib = (f32[1,10]{1,0}, s8[4096]{0}) custom-call(%alone), custom_call_target="f"
+  ROOT %all = f32[1,1000]{1,0} fusion(%plain, %n), kind=kLoop, calls=%both
+}
+"""
+
+
+def test_slices_cost_what_is_sliced_and_not_the_whole_array():
+  moved = {e.name: e.num_bytes for e in profiling.read_schedule(_SLICES)}
+  index = 4
+  assert moved["taken"] == 40 + 40 + index  # Read, written, and where.
+  assert moved["written"] == 40 + 40 + index
+  assert moved["alone"] == moved["plain"] == 80
+  assert moved["lib"] == 80  # Scratch is not counted.
+  # Read as a slice and as a whole is read as a whole.
+  assert moved["all"] == 4000 + 4000 + index
+
+
+def test_flops_by_hand():
+  flops = {e.name: e.flops for e in profiling.read_schedule(_TEXT)}
+  assert flops["gemm"] == flops["lib"] == 2 * 16 * 32 * 8
+  # Every output sample meets 3x3 weights of each of 3 features.
+  assert (
+    flops["out"]
+    == flops["bw"]
+    == flops["bf"]
+    == (2 * (2 * 8 * 8 * 4) * (3 * 3 * 3))
+  )
+  assert flops["negate.9"] == 0
+
+
+def test_what_is_sent_by_hand():
+  sent = {
+    e.name: e.collective for e in profiling.read_schedule(_TEXT) if e.collective
+  }
+  first = sent["all-reduce-start"]
+  assert (first.payload_bytes, first.num_workers) == (2 * 16 * 32, 8)
+  assert not first.conditional
+  assert sent["all-reduce.2"].num_workers == 2
+  assert sent["all-reduce.9"].conditional
+
+
+def test_a_schedule_runs_on_a_stated_machine():
+  """One second a byte of memory, one second a byte on the link."""
+  device = cluster.Device("toy", flops_per_s=1e12, memory_bytes_per_s=1.0)
+  link = cluster.Link(bandwidth_bits_per_s=8.0)
+  tasks = [
+    cluster.Task("start", "a", num_bytes=10),
+    cluster.Task("start", "b", num_bytes=4),
+    cluster.Task("compute", "long", num_bytes=12),
+    cluster.Task("done", "a"),
+    cluster.Task("done", "b"),
+  ]
+  found = cluster.overlap(tasks, device, link)
+  # a is hidden under the computation, b comes 2 seconds late.
+  assert found.end_s == 14.0
+  assert found.exposed_s == 2.0
+  assert found.hidden_share == 1 - 2 / 14
+
+
+def test_what_is_never_waited_for_ends_with_the_program():
+  device = cluster.Device("toy", flops_per_s=1.0, memory_bytes_per_s=1.0)
+  link = cluster.Link(bandwidth_bits_per_s=8.0)
+  tasks = [
+    cluster.Task("start", "late", num_bytes=5),
+    cluster.Task("compute", "short", flops=1),
+  ]
+  assert cluster.overlap(tasks, device, link).end_s == 5.0

@@ -1,0 +1,91 @@
+"""Parts of a tree, each reduced for itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import codecs, reducers
+from tests.reducers import _reducers
+
+INT4 = reducers.compressed(codecs.Quantize(4, 4))
+ROUNDS = 3
+
+
+@pytest.mark.parametrize(
+  "reducer", [INT4, reducers.compressed(codecs.RandomK(0.2))], ids=str
+)
+def test_a_part_is_what_its_reducer_makes_of_it(reducer):
+  """Two parts of 32 entries, by hand: each has its own state and key."""
+  parts = reducers.Chunked(reducer, max_bytes=128)
+  x = jnp.asarray(
+    np.random.default_rng(0).standard_normal((2, ROUNDS, 50)), jnp.float32
+  )
+  means, shares, _, _ = _reducers.run(parts, {"w": x}, 2)
+  (cut,) = parts.cuts({"w": x[0, 0]})
+  assert (cut.num_parts, cut.size) == (2, 25)
+  for i in range(2):
+
+    def one(rows, i=i):
+      state, out = reducer.init(rows[0], "worker"), []
+      for r in range(ROUNDS):
+        key = jax.random.fold_in(jax.random.key(7), r)
+        reduced = parts.reduce_part(cut, i, rows[r], state, key, "worker")
+        state = reduced.state
+        out.append(reduced[:2])
+      return jax.tree.map(lambda *x: jnp.stack(x), *out)
+
+    here = slice(25 * i, 25 * i + 25)
+    mean, share = jax.vmap(one, axis_name="worker")(x[:, :, here])
+    np.testing.assert_allclose(means["w"][:, :, here], mean, 1e-6, 1e-6)
+    np.testing.assert_allclose(shares["w"][:, :, here], share, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4", "top k", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_lost(name, dtype):
+  """Of what went in the mean has, the workers have, and owners give out."""
+  reducer = {
+    "int4": INT4,
+    "top k": reducers.compressed(codecs.TopK(0.2)),
+    "none": reducers.Exact(),
+  }[name]
+  parts = reducers.Chunked(
+    reducer, max_bytes=200, multiple=3, order="back_first"
+  )
+  trees = _reducers.make_tree(3, ROUNDS, dtype)
+
+  def one(trees):
+    mean, share, _, first = _reducers.run_rounds(parts, trees)
+    last = jax.tree.map(lambda x: x[-1], _)
+    like = jax.tree.map(lambda x: x[0], trees)
+    held, empty = parts.release(last, like, "worker")
+    return mean, share, held, empty, first
+
+  mean, share, held, empty, first = jax.jit(
+    jax.vmap(one, axis_name="worker")
+  )(trees)  # fmt: skip
+  for m, s, h, x in zip(
+    *map(jax.tree.leaves, (mean, share, held, trees)), strict=True
+  ):
+    m, s, h, x = (np.asarray(a, np.float64) for a in (m, s, h, x))
+    assert m.shape == x.shape and h.shape == x[:, 0].shape
+    for worker in m[1:]:
+      np.testing.assert_array_equal(worker, m[0])
+    total = 3 * (m[0].sum(0) + h[0]) + (x - s).sum((0, 1))
+    scale = max(np.abs(x).max(initial=0), 1)
+    # A bfloat16 mean that nobody re-encodes is rounded, and the rest is lost.
+    loose = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(total, x.sum((0, 1)), 0, 9 * loose * scale)
+  for x, y in zip(*map(jax.tree.leaves, (empty, first)), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_bits_are_those_of_all_parts():
+  parts = reducers.Chunked(INT4, max_bytes=128, multiple=4)
+  like = {"a": jax.ShapeDtypeStruct((100,), "float32"), "b": jnp.zeros((3, 5))}
+  (cut,) = parts.cuts(like)
+  assert (cut.num_parts, cut.size) == (4, 29)
+  assert cut.leaves == (0, 1)
+  one = INT4.num_bits(cut.like, 2)
+  assert parts.num_bits(like, 2) == tuple(4 * x for x in one)

@@ -1,0 +1,247 @@
+"""Local steps whose progress goes through a reducer, with feedback."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import methods, profiling, reducers, transforms
+from jdist.transforms import intervals
+from tests.transforms import _reducers, _table
+from tests.transforms._rounds import random_targets, train
+
+RATE = 0.1
+SGD = optax.sgd(RATE)
+MOMENTUM = optax.sgd(RATE, momentum=0.9)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+LARGEST = _reducers.Largest(2)
+DECAYED = reducers.ErrorFeedback(0.9)
+
+
+def numpy_largest(x, k):
+  kept = np.zeros_like(x)
+  for row, out in zip(x, kept, strict=True):
+    chosen = np.argsort(-np.abs(row), kind="stable")[:k]
+    out[chosen] = row[chosen]
+  return kept
+
+
+class Outer:
+  """Nesterov's momentum, or none."""
+
+  def __init__(self, momentum):
+    self.momentum, self.trace = momentum, 0.0
+
+  def __call__(self, anchor, gradient):
+    if self.momentum is None:
+      return anchor - gradient
+    self.trace = self.momentum * self.trace + gradient
+    return anchor - 0.7 * (self.momentum * self.trace + gradient)
+
+
+def reference(targets, interval, momentum, decay, *, late, carry=0.5):
+  """Anchors after every round; targets [steps, workers, dim]."""
+  num_workers, dim = targets.shape[1:]
+  w, a = np.zeros((num_workers, dim)), np.zeros(dim)
+  residual, pending, kept = np.zeros_like(w), None, 0.0
+  outer, anchors = Outer(momentum), []
+  for start in range(0, len(targets) - interval + 1, interval):
+    begun = w.copy()
+    for x in targets[start : start + interval]:
+      w = w - RATE * (w - x)
+    progress = begun - w
+    sending = pending if late else progress
+    if sending is not None:
+      wanted = sending + decay * residual
+      share = numpy_largest(wanted, 2)
+      residual = wanted - share
+      a = outer(a, share.mean(0))
+    kept = carry * progress if late else 0.0
+    w, pending = a - kept + 0 * w, progress
+    anchors.append(a)
+  return np.array(anchors)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_local_steps_are_those_of_numpy(late, momentum):
+  targets = random_targets(15, 4, 5)
+  optimizer = transforms.local_steps(
+    SGD,
+    3,
+    axis="worker",
+    outer=None if momentum is None else NESTEROV,
+    delay_rounds=int(late),
+    carry=0.5,
+    reducer=LARGEST,
+    feedback=DECAYED,
+  )
+  _, states = train(optimizer, targets)
+  wanted = reference(targets, 3, momentum, 0.9, late=late)
+  np.testing.assert_allclose(states.anchor[2::3, 0], wanted, 1e-4, 1e-5)
+  rows = states.anchor
+  np.testing.assert_array_equal(rows, np.repeat(rows[:, :1], 4, 1))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("interval", [3, intervals.msdpu(2, 0.1)])
+def test_with_all_bits_it_is_what_it_was(late, interval):
+  targets = random_targets(12, 4, 5)
+
+  def anchors(**others):
+    optimizer = transforms.local_steps(
+      MOMENTUM,
+      interval,
+      axis="worker",
+      outer=NESTEROV,
+      delay_rounds=late,
+      **others,
+    )
+    return train(optimizer, targets)[1].anchor
+
+  found = anchors(reducer=_reducers.Plain(), feedback=reducers.ErrorFeedback())
+  if late:
+    np.testing.assert_array_equal(found, anchors())
+  else:  # A compiler may merge the mean's division with the outer step.
+    np.testing.assert_allclose(found, anchors(), 1e-5, 1e-7)
+
+
+def test_with_all_bits_it_is_parameter_averaging():
+  targets = random_targets(12, 4, 5)
+  found = transforms.local_steps(
+    MOMENTUM, 3, axis="worker", reducer=_reducers.Plain()
+  )
+  wanted = methods.local_sgd(MOMENTUM, 3, axis="worker")
+  np.testing.assert_allclose(
+    train(found, targets)[0], train(wanted, targets)[0], 1e-5, 1e-6
+  )
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("reducer", [LARGEST, _reducers.Owned(0.25)], ids=repr)
+def test_nothing_of_the_progress_is_lost(late, reducer):
+  """The anchor has moved by the mean progress but for what is held."""
+  targets = random_targets(18, 4, 5)
+  optimizer = transforms.local_steps(
+    SGD,
+    3,
+    axis="worker",
+    delay_rounds=late,
+    carry=0.0,
+    reducer=reducer,
+    feedback=reducers.ErrorFeedback(),
+  )
+  params, states = train(optimizer, targets)
+  # Every round begins at its anchor, and the step that ends it does not show
+  # where it went: take that step again.
+  begun = np.concatenate([np.zeros((1, 4, 5)), states.anchor[2:-1:3]])
+  before = np.asarray(params[1::3])
+  progress = begun - (before - RATE * (before - targets[2::3]))
+  went_in = progress.cumsum(0).mean(1)
+  if late:
+    went_in = np.concatenate([np.zeros((1, 5)), went_in[:-1]])
+  held = states.reduction.feedback.residual[2::3].mean(1)
+  if isinstance(reducer, _reducers.Owned):
+    held = held + states.reduction.shared.residual[0][2::3, 0]
+  np.testing.assert_allclose(went_in, held - states.anchor[2::3, 0], 1e-4, 1e-5)
+  assert np.abs(held).max() > 0.01
+
+
+def test_a_first_late_round_leaves_no_trace():
+  """A reducer that sends something of nothing: it is not applied."""
+  optimizer = transforms.local_steps(
+    SGD,
+    2,
+    axis="worker",
+    delay_rounds=1,
+    reducer=Signs(),
+    feedback=reducers.ErrorFeedback(),
+  )
+  _, states = train(optimizer, random_targets(4, 4, 3))
+  first = jax.tree.map(lambda x: x[1], states.reduction)
+  assert not first.feedback.residual.any() and not first.step.any()
+  assert states.reduction.step[3].tolist() == [1] * 4
+
+
+class Signs(_reducers.Plain):
+  """A sign of every number, also of zero."""
+
+  def reduce(self, tree, state, key, axis):
+    signs = jax.tree.map(lambda x: jnp.where(x < 0, -1.0, 1.0), tree)
+    return super().reduce(signs, state, key, axis)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_drain_brings_in_what_a_feedback_holds(late):
+  targets = random_targets(8, 4, 5)  # Two rounds of 3, and two steps.
+  optimizer = transforms.local_steps(
+    SGD,
+    3,
+    axis="worker",
+    delay_rounds=late,
+    carry=0.0,
+    reducer=LARGEST,
+    feedback=reducers.ErrorFeedback(),
+  )
+  exact = transforms.local_steps(
+    SGD, 3, axis="worker", delay_rounds=late, carry=0.0
+  )
+
+  def drained(optimizer):
+    params, states = train(optimizer, targets)
+    last = jax.tree.map(lambda x: x[-1], (params, states))
+    drain = jax.vmap(
+      lambda w, s: transforms.drain(optimizer, s, w), axis_name="worker"
+    )
+    return last, drain(*last)
+
+  (w, before), (params, state) = drained(optimizer)
+  assert before.reduction.feedback.residual.any()
+  assert not state.reduction.feedback.residual.any()
+  held = before.reduction.feedback.residual
+  progress = before.anchor - w
+  if late:
+    progress = progress + before.pending.progress
+  wanted = before.anchor - (progress + held).mean(0)
+  np.testing.assert_allclose(state.anchor, wanted, 1e-4, 1e-5)
+  np.testing.assert_allclose(params, wanted, 1e-4, 1e-5)
+  assert drained(exact)[1][0].shape == params.shape
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map", "mixed"])
+def test_a_round_ends_under_a_conditional(substrate):
+  text = _table.runner("reduced rounds", substrate).compile().as_text()
+  assert " conditional(" in text
+  assert all(c.conditional for c in profiling.read_collectives(text))
+
+
+def test_diloco_is_one_line():
+  optimizer = methods.diloco(
+    SGD, 3, axis="worker", reducer=LARGEST, feedback=reducers.ErrorFeedback()
+  )
+  _, states = train(optimizer, random_targets(6, 4, 5))
+  assert states.reduction.step[-1].tolist() == [2] * 4
+  told = transforms.sharing(states)
+  assert told.state.reduction.step is True
+  assert told.state.reduction.feedback.residual is False
+  assert told.params is False
+
+
+REJECTED = {
+  "feedback alone": (
+    lambda: transforms.local_steps(SGD, 2, axis=None, feedback=reducers.EF21()),
+    "`feedback` keeps what a reducer leaves out and needs `reducer`",
+  ),
+  "reducer": (
+    lambda: transforms.local_steps(SGD, 2, axis=None, reducer=0.01),
+    "`reducer` must be a `reducers.Reducer`, .*got 0.01",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call()

@@ -1,0 +1,455 @@
+"""What was not sent is fed into what is sent next."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import codecs, collectives, methods, reducers, transforms
+from tests.transforms import _reducers, _running
+
+FEEDBACKS = {
+  "error": reducers.ErrorFeedback(),
+  "decayed": reducers.ErrorFeedback(0.5),
+  "ef21": reducers.EF21(),
+  "momentum": reducers.MomentumCorrection(0.9),
+  "nesterov": reducers.MomentumCorrection(0.9, nesterov=True),
+  "unmasked": reducers.MomentumCorrection(0.9, mask=False),
+  "smoothing": reducers.Smoothing(0.5),
+}
+LARGEST = _reducers.Largest(1)
+
+
+def gradients(num_steps, num_workers=4, size=5, dtype=np.float32):
+  """[steps, workers, ...] of two leaves, in eighths."""
+  random = np.random.default_rng(0)
+
+  def one(*shape):
+    x = random.integers(-40, 40, (num_steps, num_workers, *shape))
+    return (x / 8).astype(dtype)
+
+  return {"a": one(size), "b": one(2, 3)}
+
+
+def run(transform, xs, substrate="vmap"):
+  """Outputs and states after every step, arrays [steps, workers, ...]."""
+  num_steps, num_workers = jax.tree.leaves(xs)[0].shape[:2]
+  if substrate == "none":
+    team = collectives.workers(1, substrate="none")
+  else:
+    team = collectives.workers(num_workers, substrate=substrate)
+  optimizer = transform(team.axis)
+  like = team.place(jax.tree.map(lambda x: x[0], xs))
+  state = team.jit(optimizer.init)(like)
+
+  @team.jit
+  def step(x, state):
+    return optimizer.update(x, state)
+
+  outputs, states = [], []
+  for t in range(num_steps):
+    output, state = step(team.place(_running.at(t, xs)), state)
+    outputs.append(output)
+    states.append(state)
+  stack = lambda *x: np.stack(x)  # noqa: E731
+  return jax.tree.map(stack, *outputs), jax.tree.map(stack, *states)
+
+
+def average(reducer, feedback=None, **others):
+  return lambda axis: transforms.average_gradients(
+    axis, reducer, feedback, **others
+  )
+
+
+def by_hand(reducer, feedback, xs):
+  """One worker and one leaf of numbers: what comes out, and the states."""
+  outputs, _ = run(average(reducer, feedback), np.array(xs)[:, None], "none")
+  return outputs[:, 0].tolist()
+
+
+def test_error_feedback_by_hand():
+  xs = [[4.0, 1.0, 2.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
+  # Residuals [0, 1, 2]; [0, 2, 0] after sending 3; then 3 is sent of entry 1.
+  wanted = [[4.0, 0.0, 0.0], [0.0, 0.0, 3.0], [0.0, 3.0, 0.0]]
+  assert by_hand(LARGEST, reducers.ErrorFeedback(), xs) == wanted
+
+
+def test_a_decayed_residual_by_hand():
+  xs = [[4.0, 2.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+  # 2 is left, of it 1 is sent with the next 1.
+  wanted = [[4.0, 0.0], [0.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+  assert by_hand(LARGEST, reducers.ErrorFeedback(0.5), xs) == wanted
+
+
+def test_ef21_by_hand():
+  xs = [[4.0, 1.0], [4.0, 1.0], [3.0, 2.0], [3.0, 2.0]]
+  # Known: [4, 0], [4, 1]; then both are 1 off and the first one goes.
+  wanted = [[4.0, 0.0], [4.0, 1.0], [3.0, 1.0], [3.0, 2.0]]
+  assert by_hand(LARGEST, reducers.EF21(), xs) == wanted
+
+
+def test_momentum_correction_by_hand():
+  xs = [[4.0, 2.0], [0.0, 1.0], [1.0, 0.0]]
+  # u = [4, 2], v the same: 4 goes, u = [0, 2], v = [0, 2].
+  # u = [0, 2], v = [0, 4]: 4 goes, u = [0, 0].  Then u = [1, 0].
+  # The last v has one number, and is sent whole.
+  wanted = [[4.0, 0.0], [0.0, 4.0], [1.0, 0.0]]
+  assert by_hand(LARGEST, reducers.MomentumCorrection(0.5), xs) == wanted
+
+
+def test_nesterov_momentum_correction_by_hand():
+  xs = [[4.0, 2.0], [0.0, 2.0]]
+  # u = [2, 1], v = u + x = [6, 3]: 6 goes, u = [0, 1].
+  # u = [0, 1.5], v = [0, 3 + 1.5 + 2].
+  wanted = [[6.0, 0.0], [0.0, 6.5]]
+  found = by_hand(LARGEST, reducers.MomentumCorrection(0.5, nesterov=True), xs)
+  assert found == wanted
+
+
+def test_momentum_is_masked_where_it_was_sent_only():
+  xs = [[4.0, 2.0], [2.0, 1.0]]
+  unmasked = reducers.MomentumCorrection(0.5, mask=False)
+  # Without the mask u is [4, 2] still: u = [4, 2], v = [4, 4].
+  assert by_hand(LARGEST, unmasked, xs) == [[4.0, 0.0], [4.0, 0.0]]
+  masked = reducers.MomentumCorrection(0.5)
+  # u = [2, 2], v = [2, 4].
+  assert by_hand(LARGEST, masked, xs) == [[4.0, 0.0], [0.0, 4.0]]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sent_whole_momentum_correction_is_momentum(nesterov):
+  xs = gradients(20)
+  found, _ = run(
+    average(_reducers.Plain(), reducers.MomentumCorrection(0.9, nesterov)),
+    xs,
+  )
+
+  def momentum(axis):
+    return optax.chain(
+      transforms.average_gradients(axis), optax.trace(0.9, nesterov)
+    )
+
+  wanted, _ = run(momentum, xs)
+  for f, w in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    np.testing.assert_allclose(f, w, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+@pytest.mark.parametrize("reducer", [LARGEST, _reducers.Owned()], ids=repr)
+def test_nothing_is_lost(reducer, substrate):
+  """What went in is N times what came out, and what the residuals hold."""
+  xs = gradients(30)
+  outputs, states = run(
+    average(reducer, reducers.ErrorFeedback()), xs, substrate
+  )
+  held = states.feedback.residual
+  if isinstance(reducer, _reducers.Owned):
+    a, b = states.shared.residual
+    held = {"a": held["a"] + a, "b": held["b"] + b}
+  for name, x in xs.items():
+    # All numbers are eighths or fourths of them: sums are exact.
+    out = outputs[name].sum(1).cumsum(0)
+    np.testing.assert_allclose(
+      x.sum(1).cumsum(0), out + held[name].sum(1), 1e-6, 1e-6
+    )
+    assert np.abs(held[name]).max() > 0.1
+
+
+def test_a_decayed_residual_loses_what_it_decays():
+  xs = gradients(10)
+  outputs, states = run(average(LARGEST, reducers.ErrorFeedback(0.5)), xs)
+  residual = states.feedback.residual["a"]
+  gone = np.concatenate([np.zeros_like(residual[:1]), residual[:-1]]) / 2
+  np.testing.assert_allclose(
+    xs["a"].sum(1), outputs["a"].sum(1) + (residual - gone).sum(1), 1e-6, 1e-6
+  )
+
+
+def test_ef21_knows_the_mean_of_what_is_known():
+  xs = gradients(12)
+  outputs, states = run(average(LARGEST, reducers.EF21()), xs)
+  own, mean = states.feedback.own, states.feedback.mean
+  for name in xs:
+    np.testing.assert_array_equal(outputs[name], mean[name])
+    np.testing.assert_allclose(
+      own[name].mean(1, keepdims=True) + 0 * mean[name], mean[name], 1e-5, 1e-5
+    )
+
+
+def test_ef21_finds_the_mean_of_gradients_that_stay():
+  xs = jax.tree.map(lambda x: np.repeat(x, 12, 0), gradients(1))
+  outputs, _ = run(average(LARGEST, reducers.EF21()), xs)
+  for name, x in xs.items():
+    np.testing.assert_allclose(outputs[name][-1][0], x[-1].mean(0), 1e-6, 1e-6)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("feedback", [None, reducers.ErrorFeedback()])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_with_all_bits_it_is_plain_averaging_to_the_bit(feedback, dtype):
+  xs = gradients(8, dtype=dtype)
+  if feedback is not None:
+    # The mean of what is kept in float32, rounded once.
+    xs = jax.tree.map(lambda x: x.astype(np.float32), xs)
+  found, _ = run(average(_reducers.Plain(), feedback), xs)
+  wanted, _ = run(transforms.average_gradients, xs)
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_without_a_reducer_nothing_has_changed():
+  optimizer = transforms.average_gradients("worker")
+  state = optimizer.init(jnp.ones(3))
+  assert state == transforms.AverageGradientsState()
+  program = jax.make_jaxpr(
+    jax.vmap(lambda g: optimizer.update(g, state)[0], axis_name="worker")
+  )(jnp.ones((2, 3)))
+  assert len(program.eqns) <= 4 and "random" not in str(program)
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_a_nan_at_one_worker_is_reported_and_does_not_stay(name):
+  xs = gradients(6)
+  for t, worker, bad in ((1, 2, np.nan), (3, 0, np.inf)):
+    xs["a"][t, worker, 1] = bad
+  outputs, states = run(average(LARGEST, FEEDBACKS[name]), xs)
+  memory = jax.tree.leaves(states.feedback)
+  assert all(np.isfinite(x).all() for x in memory)
+  # The gradient that was lost is seen in the mean of that step.
+  finite = [np.isfinite(x).all() for x in outputs["a"]]
+  if name != "ef21":  # Which stays where it was.
+    assert finite == [True, False, True, False, True, True]
+  counts = transforms.nonfinite_rounds(jax.tree.map(lambda x: x[-1], states))
+  # All workers see what was not finite in the mean, which EF21 keeps.
+  assert counts.tolist() == ([2] * 4 if name == "ef21" else [1, 0, 1, 0])
+
+
+def test_rounds_are_only_counted_by_feedbacks():
+  state = methods.ssgd(optax.sgd(0.1), axis=None).init(jnp.ones(2))
+  assert transforms.nonfinite_rounds(state) == 0
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_memories_are_float32_and_outputs_are_like_gradients(name):
+  xs = gradients(3, dtype=jnp.bfloat16)
+  outputs, states = run(average(LARGEST, FEEDBACKS[name]), xs)
+  assert {x.dtype.name for x in jax.tree.leaves(outputs)} == {"bfloat16"}
+  kept = {x.dtype.name for x in jax.tree.leaves(states.feedback)}
+  assert kept == {"float32", "int32"}
+  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(states))
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
+def test_labels_say_what_is_equal(name, substrate):
+  outputs, states = run(
+    average(_reducers.Owned(), FEEDBACKS[name]), gradients(5), substrate
+  )
+  told = transforms.sharing(states)
+  assert told.params is True
+
+  def rows_equal(x):
+    return (x == x[:, :1]).all()
+
+  assert all(map(rows_equal, jax.tree.leaves(outputs)))
+  jax.tree.map(lambda x, s: rows_equal(x) or not s, states, told.state)
+  labels = jax.tree.leaves(told.state)
+  for x, shared in zip(jax.tree.leaves(states), labels, strict=True):
+    assert rows_equal(x) or not shared
+  assert told.state.shared.seen is True and told.state.own.mine is False
+  assert told.state.shared.mine is None
+  # Behind another average a worker's own stays its own.
+  chain = (transforms.AverageGradientsState(), states)
+  assert transforms.sharing(chain).state[1] == told.state
+
+
+@pytest.mark.parametrize("reducer", [LARGEST, _reducers.Owned()], ids=repr)
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_substrates_agree(name, reducer):
+  xs = gradients(8)
+  vmapped, mapped = (
+    run(average(reducer, FEEDBACKS[name]), xs, substrate)
+    for substrate in ("vmap", "shard_map")
+  )
+  for x, y in zip(*map(jax.tree.leaves, (vmapped, mapped)), strict=True):
+    np.testing.assert_allclose(x, y, 1e-5, 1e-5)
+
+
+class Drawn(_reducers.Plain):
+  """Shows the random numbers that a reducer is given."""
+
+  def reduce(self, tree, state, key, axis):
+    own = jax.tree.map(lambda x: jax.random.normal(key, x.shape), tree)
+    return reducers.Reduced(collectives.mean(own, axis), own, state)
+
+
+def test_random_numbers_change_by_step_and_seed_and_not_by_worker():
+  xs = gradients(3)
+  one, _ = run(average(Drawn(), seed=1), xs)
+  again, _ = run(average(Drawn(), seed=1), xs)
+  other, _ = run(average(Drawn(), seed=2), xs)
+  assert (one["a"] == one["a"][:, :1]).all()
+  assert len(np.unique(one["a"][:, 0])) == 15
+  np.testing.assert_array_equal(one["a"], again["a"])
+  assert not (one["a"] == other["a"]).any()
+
+
+class Half(codecs.Codec):
+  def encode(self, x, state=(), key=None):
+    return x, state
+
+  def decode(self, payload, state, like):
+    return payload
+
+  def num_bits(self, like):
+    return 32 * like.size
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_what_owners_held_back_is_in_the_next_message(name):
+  feedback = FEEDBACKS[name]
+  random = np.random.default_rng(0)
+  x, held = (
+    {"w": jnp.asarray(random.normal(size=5), jnp.float32)} for _ in "ab"
+  )
+  state = jax.tree.map(
+    lambda z: jnp.asarray(random.normal(size=z.shape)).astype(z.dtype),
+    feedback.init(x),
+  )
+  new = feedback.absorb(held, state)
+  if name == "smoothing":
+    assert new is None
+    return
+  wanted, later = (feedback.prepare(x, s)[0]["w"] for s in (state, new))
+  if name == "ef21":  # Nothing is sent again; all know better what it was.
+    np.testing.assert_array_equal(later, wanted)
+    wanted, later = state.mean["w"], new.mean["w"]
+    np.testing.assert_array_equal(state.own["w"], new.own["w"])
+  np.testing.assert_allclose(later, wanted + held["w"], rtol=1e-5, atol=1e-6)
+  assert reducers.ErrorFeedback(0.0).absorb(held, feedback.init(x)) is None
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("name", ("error", "nesterov"))
+def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
+  """In + nothing = N times the means + residuals, though means are narrow."""
+  num_workers, num_steps = 2, 40
+  # Their mean lies between two numbers of bfloat16, of float16 their sum.
+  one = {jnp.bfloat16: (1.0, 1.0078125), jnp.float16: (1.0, 1.0009766)}[dtype]
+  xs = {"a": jnp.stack([jnp.full((num_steps, 5), x, dtype) for x in one], 1)}
+  feedback = (
+    reducers.ErrorFeedback()
+    if name == "error"
+    else reducers.MomentumCorrection(0.0, mask=False)
+  )
+  reducer = reducers.compressed(
+    codecs.Quantize(8, 64), owner_feedback="own_share"
+  )
+  outputs, states = run(average(reducer, feedback), xs)
+  assert outputs["a"].dtype == dtype
+  went_in = np.asarray(xs["a"], np.float64).sum((0, 1))
+  came_out = num_workers * outputs["a"][:, 0].astype(np.float64).sum(0)
+  left = states.feedback.residual["a"][-1].astype(np.float64).sum(0)
+  assert np.abs(came_out + left - went_in).max() < 1e-4 * num_steps
+  # And it does come out: no residual grows.
+  assert np.abs(left).max() < 0.1
+
+
+REJECTED = {
+  "feedback alone": (
+    lambda: transforms.average_gradients(
+      None, feedback=reducers.ErrorFeedback()
+    ),
+    "`feedback` keeps what a reducer leaves out and needs `reducer`.*carry",
+  ),
+  "nobody keeps what owners round away": (
+    lambda: transforms.average_gradients(
+      None,
+      reducers.compressed(codecs.Quantize(4), owner_feedback="own_share"),
+    ),
+    "`reducer` leaves what its owners round away to a feedback",
+  ),
+  "a codec": (
+    lambda: transforms.average_gradients(None, Half()),
+    r"`reducer` must be a `reducers.Reducer`, `reducers.compressed\(codec\)` "
+    "makes one of a codec; got <.*Half",
+  ),
+  "reducer": (
+    lambda: transforms.average_gradients(None, "int8"),
+    r"`reducer` must be .*for instance `reducers.Exact\(\)`; got 'int8'",
+  ),
+  "feedback": (
+    lambda: transforms.average_gradients(None, LARGEST, True),
+    "`feedback` must be a feedback or None, .*, got True",
+  ),
+  "seed": (
+    lambda: transforms.average_gradients(None, LARGEST, seed=-1),
+    "`seed` must be an int >= 0, got -1",
+  ),
+  "decay": (
+    lambda: reducers.ErrorFeedback(1.5),
+    r"`decay` must be in \[0, 1\], got 1.5",
+  ),
+  "momentum": (
+    lambda: reducers.MomentumCorrection(-0.1),
+    r"`momentum` must be in \[0, inf\]|\[0, 1\], got -0.1",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call()
+
+
+VOTE = reducers.MajorityVote()
+EXACT = reducers.Exact()
+# A vote, wherever it stands in a reducer.
+VOTES = {
+  "alone": VOTE,
+  "of some leaves": reducers.PerLeaf((reducers.Rule(VOTE, min_ndim=2),)),
+  "of factors": reducers.PowerSGD(2, factors=VOTE),
+  "between hosts": reducers.Hierarchical(EXACT, VOTE),
+  "inside of hosts": reducers.Hierarchical(VOTE, EXACT),
+  "after a warm-up": reducers.Scheduled(((3, EXACT), (None, VOTE))),
+}
+SENDERS = {
+  "average_gradients": lambda **ways: transforms.average_gradients(
+    None, **ways
+  ),
+  "local_steps": lambda **ways: transforms.local_steps(
+    optax.sgd(0.1), 2, axis=None, **ways
+  ),
+  "scale_by_frozen_adam": lambda **ways: transforms.scale_by_frozen_adam(
+    2, None, **ways
+  ),
+}
+
+
+@pytest.mark.parametrize("sender", SENDERS)
+@pytest.mark.parametrize("name", VOTES)
+def test_of_a_vote_nothing_is_left_to_be_kept(name, sender):
+  build, vote = SENDERS[sender], VOTES[name]
+  for feedback in FEEDBACKS.values():
+    if isinstance(feedback, reducers.Smoothing):
+      build(reducer=vote, feedback=feedback)
+      continue
+    with pytest.raises(
+      ValueError, match=r"`feedback` keeps .*must be `Smoothing\(\)` or None"
+    ):
+      build(reducer=vote, feedback=feedback)
+  build(reducer=vote, feedback=None)
+
+
+def test_gradients_of_shared_parameters_are_refused():
+  team = _running.team("shard_map")
+  optimizer = transforms.average_gradients(team.axis, LARGEST)
+
+  def step(x):
+    state = optimizer.init(x)
+    return optimizer.update(jnp.zeros(3), state)[0]
+
+  with pytest.raises(ValueError, match="`updates` must be each worker's own"):
+    team.jit(step)(team.place(np.ones((8, 3), np.float32)))

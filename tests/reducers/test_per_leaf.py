@@ -1,0 +1,152 @@
+"""Which leaf goes how."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import collectives, reducers
+from tests.reducers import _small_codecs as small
+
+ROUND = reducers.compressed(small.Rounded())
+LARGE = reducers.compressed(small.Largest(2))
+LIKE = {
+  "embed": jax.ShapeDtypeStruct((64, 8), "float32"),
+  "layer": [
+    {
+      "bias": jax.ShapeDtypeStruct((8,), "float32"),
+      "kernel": jax.ShapeDtypeStruct((8, 16), "float32"),
+    }
+  ],
+  "step": jax.ShapeDtypeStruct((), "int32"),
+}
+
+
+def chosen(*rules):
+  policy = reducers.PerLeaf(rules)
+  return {
+    name: policy.reducer_of(name, leaf) for name, leaf in policy._named(LIKE)
+  }
+
+
+def test_the_first_match_wins_and_the_rest_is_exact():
+  rules = (
+    reducers.Rule(LARGE, "embed"),
+    reducers.Rule(ROUND, min_size=100),
+  )
+  assert chosen(*rules) == {
+    "embed": LARGE,
+    "layer/0/bias": reducers.Exact(),
+    "layer/0/kernel": ROUND,
+    "step": reducers.Exact(),
+  }
+
+
+@pytest.mark.parametrize(
+  ("rule", "matches"),
+  [
+    ({"path": "*/kernel"}, ["layer/0/kernel"]),
+    ({"path": "kernel"}, []),
+    ({"path": re.compile("kernel|embed")}, ["embed", "layer/0/kernel"]),
+    (
+      {"path": lambda path, x: x.shape[-1:] == (8,)},
+      ["embed", "layer/0/bias"],
+    ),
+    ({"min_ndim": 2}, ["embed", "layer/0/kernel"]),
+    ({"max_ndim": 1}, ["layer/0/bias", "step"]),
+    ({"min_size": 128}, ["embed", "layer/0/kernel"]),
+    ({}, ["embed", "layer/0/bias", "layer/0/kernel", "step"]),
+  ],
+)
+def test_what_a_rule_matches(rule, matches):
+  found = chosen(reducers.Rule(ROUND, **rule))
+  assert [
+    name for name, reducer in found.items() if reducer == ROUND
+  ] == matches
+
+
+def test_leaves_with_the_same_reducer_go_together():
+  policy = reducers.PerLeaf(
+    (
+      reducers.Rule(LARGE, "*/kernel"),
+      reducers.Rule(LARGE, "embed"),
+      reducers.Rule(ROUND, "*/bias"),
+    )
+  )
+  traffic = collectives.traffic(
+    lambda tree: (
+      policy.reduce(
+        tree, policy.init(tree, "worker"), jax.random.key(0), "worker"
+      ).mean
+    ),
+    LIKE,
+    axis="worker",
+    num_workers=4,
+  )
+  kinds = [c.kind for c in traffic.collectives]
+  assert kinds == ["all-gather", "all-to-all", "all-gather", "all-reduce"]
+  assert traffic.bytes_per_step * 8 == policy.num_bits(LIKE, 4).sent
+
+
+def test_it_reduces_each_leaf_as_its_reducer_does():
+  policy = reducers.PerLeaf((reducers.Rule(ROUND, "embed"),))
+  tree = jax.tree.map(
+    lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape).astype(x.dtype), LIKE
+  )
+  state = policy.init(tree, None)
+  assert jax.tree.leaves(policy.shared(state)) == [False]  # The residual.
+  key = jax.random.key(0)
+  reduced = policy.reduce(tree, state, key, None)
+  alone = ROUND.reduce([tree["embed"]], state[0], key, None)
+  np.testing.assert_array_equal(reduced.mean["embed"], alone.mean[0])
+  np.testing.assert_array_equal(
+    reduced.mean["layer"][0]["kernel"], tree["layer"][0]["kernel"]
+  )
+  assert jax.tree.structure(reduced.mean) == jax.tree.structure(tree)
+
+
+def test_the_report_by_hand():
+  policy = reducers.PerLeaf((reducers.Rule(LARGE, "embed"),))
+  lines = policy.report(LIKE, 3).splitlines()
+  assert [line.split() for line in lines] == [
+    ["leaf", "shape", "goes", "bits", "sent", "ratio"],
+    # (2 * 48 + 8) * 2 to the two others, of 2 * 2/3 * 64 * 8 * 32.
+    ["embed", "float32", "64x8", "gather", "Largest(k=2)", "208", "105.03"],
+    ["layer/0/bias", "float32", "8", "Exact()", "341", "1.00"],
+    ["layer/0/kernel", "float32", "8x16", "Exact()", "5461", "1.00"],
+    ["step", "int32", "scalar", "Exact()", "43", "1.00"],
+    ["all", "3", "workers", "6053", "4.57"],
+  ]
+  assert str(policy).splitlines() == [
+    "PerLeaf:",
+    "  embed: gather Largest(k=2)",
+    "  else: Exact()",
+  ]
+
+
+def test_errors_name_the_leaf():
+  policy = reducers.PerLeaf((), default=ROUND)
+  with pytest.raises(ValueError, match=r"leaf `\['step'\]`.*int32.*PerLeaf"):
+    policy.init(LIKE, None)
+  with pytest.raises(ValueError, match="`rules` must hold"):
+    reducers.PerLeaf((ROUND,))
+  with pytest.raises(ValueError, match="`rules` must be a tuple of `Rule`s"):
+    reducers.PerLeaf(reducers.Rule(ROUND))
+  with pytest.raises(ValueError, match=r"`path` must be a glob, .* got 3"):
+    reducers.Rule(ROUND, path=3)
+  with pytest.raises(
+    ValueError, match="`min_size` must be an int >= 0, got 'a'"
+  ):
+    reducers.Rule(ROUND, min_size="a")
+  with pytest.raises(ValueError, match="`reducer` must be"):
+    reducers.Rule(small.Rounded())
+  with pytest.raises(ValueError, match="different paths"):
+    policy.init({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, None)
+
+
+def test_compress_large():
+  policy = reducers.compress_large(small.Rounded(), min_size=100)
+  assert policy.reducer_of("x", jnp.ones(100)) == ROUND
+  assert policy.reducer_of("x", jnp.ones(99)) == reducers.Exact()

@@ -1,0 +1,198 @@
+"""PowerSGD: step by step as NumPy does it, and never more than two sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import codecs, collectives, profiling, reducers
+from tests.reducers import _reducers
+
+N = 4
+SHAPES = {
+  "conv": (3, 3, 2, 10),
+  "dense": (20, 12),
+  "bias": (10,),
+  "tiny": (2, 3),
+}
+
+
+def make(rounds, seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+    name: jnp.asarray(rng.standard_normal((N, rounds, *shape)), jnp.float32)
+    for name, shape in SHAPES.items()
+  }
+
+
+def reference(matrices, q):
+  """Vogels et al. 2019, algorithm 1, by projection and in float64."""
+  p, _ = np.linalg.qr(sum(m @ q for m in matrices) / len(matrices))
+  own = [m.T @ p for m in matrices]
+  q = sum(own) / len(own)
+  return p @ q.T, [p @ x.T for x in own], q
+
+
+def test_rounds_agree_with_a_reference():
+  rounds = 3
+  trees = make(rounds)
+  reducer = reducers.PowerSGD(rank=2)
+  means, shares, _, first = _reducers.run(reducer, trees, N)
+  for name, q in zip(("conv", "dense"), first.q, strict=True):
+    q = np.asarray(q[0], np.float64)
+    for r in range(rounds):
+      x = np.asarray(trees[name][:, r], np.float64)
+      mean, own, q = reference(x.reshape(N, -1, x.shape[-1]), q)
+      shape = x.shape[1:]
+      np.testing.assert_allclose(
+        means[name][2, r], mean.reshape(shape), atol=2e-5
+      )
+      for i in range(N):
+        np.testing.assert_allclose(
+          shares[name][i, r], own[i].reshape(shape), atol=2e-5
+        )
+  for name in ("bias", "tiny"):  # Exactly: they would grow.
+    np.testing.assert_allclose(
+      means[name][0], trees[name].mean(0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_matrix_of_low_rank_arrives_whole():
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((20, 2)) @ rng.standard_normal((2, 12))
+  trees = {"w": jnp.asarray(np.broadcast_to(x, (N, 1, 20, 12)), jnp.float32)}
+  means, *_ = _reducers.run(reducers.PowerSGD(rank=2), trees, N)
+  np.testing.assert_allclose(means["w"][0, 0], x, atol=1e-5)
+
+
+def test_zeros_and_nan_do_not_stay():
+  trees = {
+    "dense": jnp.ones((2, 4, 20, 12)).at[1, 0, 3, 3].set(jnp.nan)
+    .at[:, 1].set(0.0)
+  }  # fmt: skip
+  means, _, states, _ = _reducers.run(reducers.PowerSGD(rank=1), trees, 2)
+  assert np.isnan(means["dense"][:, 0]).all()
+  assert (means["dense"][:, 1] == 0).all()
+  assert all(np.isfinite(q).all() for q in states.q)
+  np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
+
+
+def test_a_nan_takes_nothing_from_other_leaves():
+  """Nor from other workers: what they wanted to send stays theirs."""
+  int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")
+  trees = {
+    "b": jnp.ones((2, 1, 9)).at[1, 0, 2].set(jnp.nan),
+    "dense": jnp.ones((2, 1, 20, 12)),
+  }
+  for factors in (None, int8):
+    reducer = reducers.PowerSGD(2, factors=factors)
+    means, shares, states, _ = _reducers.run(reducer, trees, 2)
+    assert np.isnan(means["b"]).any()
+    # In one block with the vector all directions are lost, and told.
+    assert np.isnan(means["dense"]).all() == (factors is not None)
+    if factors is not None:
+      np.testing.assert_array_equal(shares["dense"], 0.0)
+    assert all(np.isfinite(q).all() for q in states.q)
+
+
+def test_factors_may_go_by_leaf_or_in_parts():
+  """Their states are empty, but not every one is a `()`."""
+  int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")
+  trees = make(1)
+  plain, *_ = _reducers.run(reducers.PowerSGD(2), trees, N)
+  for factors in (
+    reducers.PerLeaf((reducers.Rule(int8, min_ndim=2),)),
+    reducers.Chunked(int8),
+  ):
+    means, *_ = _reducers.run(reducers.PowerSGD(2, 0, factors), trees, N)
+    for mean, exact in zip(
+      jax.tree.leaves(means), jax.tree.leaves(plain), strict=True
+    ):
+      np.testing.assert_allclose(mean, exact, atol=0.2)
+
+
+def compiled(reducer):
+  """The collectives of a program that reduces, and what it reduces."""
+  team = collectives.workers(N, substrate="shard_map")
+  trees = jax.tree.map(lambda x: x[:, 0], make(1))
+
+  def step(tree):
+    state = reducer.init(tree, team.axis)
+    reduced = reducer.reduce(tree, state, jax.random.key(0), team.axis)
+    return collectives.varying(tuple(reduced), team.axis)
+
+  program = team.jit(step).lower(team.place(trees)).compile()
+  found = profiling.read_collectives(program)
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees
+  )
+  return found, like
+
+
+def test_two_all_reduces_and_their_bytes_in_the_compiled_program():
+  reducer = reducers.PowerSGD(rank=2)
+  found, like = compiled(reducer)
+  assert [c.kind for c in found] == ["all-reduce"] * 2
+  bits = reducer.num_bits(like, N)
+  assert sum(c.payload_bytes for c in found) * 8 == bits.payload
+  assert sum(c.wire_bytes for c in found) * 8 == bits.sent
+  # By hand: (18 + 10) and (20 + 12) vectors' entries twice, and 10 + 6.
+  assert bits.payload == 32 * (2 * 28 + 2 * 32 + 16)
+
+
+def test_factors_in_four_bits_and_their_bytes_in_the_compiled_program():
+  int4 = reducers.compressed(codecs.Quantize(4, 16), owner_feedback="own_share")
+  reducer = reducers.PowerSGD(rank=2, factors=int4)
+  found, like = compiled(reducer)
+  assert [c.kind for c in found] == ["all-to-all", "all-gather"] * 2
+  bits = reducer.num_bits(like, N)
+  assert sum(c.wire_bytes for c in found) * 8 == bits.sent
+  exact = reducers.PowerSGD(rank=2).num_bits(like, N)
+  assert bits.sent < exact.sent / 2.5  # Blocks of 16, padded.
+
+
+def test_rough_factors_still_find_the_mean_with_feedback():
+  """What 4 bits leave out comes later: the mean of the sums is the sum."""
+  int4 = reducers.compressed(codecs.Quantize(4, 16), owner_feedback="own_share")
+  reducer = reducers.PowerSGD(rank=2, factors=int4)
+  x = np.random.default_rng(0).standard_normal((N, 20, 12)).astype(np.float32)
+
+  def worker(x):
+    def step(carried, _):
+      e, state = carried
+      key = jax.random.key(0)
+      mean, own, state = reducer.reduce([x + e], state, key, "worker")
+      return (x + e - own[0], state), mean[0]
+
+    first = (jnp.zeros_like(x), reducer.init([x], "worker"))
+    return jax.lax.scan(step, first, None, length=200)[1]
+
+  means = jax.jit(jax.vmap(worker, axis_name="worker"))(x)
+  assert means[0].tobytes() == means[3].tobytes()
+  error = np.abs(np.asarray(means[0]).mean(0) - x.mean(0)).max()
+  assert error < 0.1 * np.abs(x.mean(0)).max()
+
+
+def test_q_is_shared():
+  like = {"w": jax.ShapeDtypeStruct((20, 12), "float32")}
+  reducer = reducers.PowerSGD(rank=2)
+  state = reducer.init(like, None)
+  assert [q.shape for q in state.q] == [(12, 2)]
+  assert jax.tree.leaves(reducer.shared(state)) == [True]
+  assert reducer.init({"b": jnp.zeros(3)}, None) == ()
+
+
+def test_what_does_not_suit_is_refused():
+  with pytest.raises(ValueError, match="`rank` must be"):
+    reducers.PowerSGD(rank=0)
+  with pytest.raises(ValueError, match="`seed` must be an int >= 0, got -1"):
+    reducers.PowerSGD(seed=-1)
+  with pytest.raises(ValueError, match=r"int32 at `\['n'\]`.*PerLeaf"):
+    reducers.PowerSGD().init({"n": jnp.zeros(3, jnp.int32)}, None)
+  with pytest.raises(ValueError, match="`factors` must be None or a reducer"):
+    reducers.PowerSGD(factors=codecs.Quantize(8))
+  forgetful = reducers.PowerSGD(
+    factors=reducers.compressed(codecs.Quantize(8, 16))
+  )
+  with pytest.raises(ValueError, match="`factors` must keep no state"):
+    forgetful.init({"w": jnp.zeros((64, 64))}, None)

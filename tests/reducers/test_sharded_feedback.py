@@ -1,0 +1,329 @@
+"""Workers that are themselves sharded: codecs see what a device holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jdist
+from jdist import codecs, collectives, reducers, training, transforms
+from tests.profiling import _reading
+
+ROUNDS = 5
+# Devices 0 and 1 are the first worker, split over `inner`.
+SPECS = {
+  "a": PartitionSpec("inner"),
+  "b": PartitionSpec(None, "inner"),
+  "c": PartitionSpec(),
+}
+SHAPES = {"a": (16, 6), "b": (8, 32), "c": (37,)}
+REDUCERS = {
+  "exchange int4": reducers.compressed(codecs.Quantize(4, 4)),
+  "gather top-k": reducers.compressed(codecs.TopK(0.1)),
+  "exchange stochastic": reducers.compressed(
+    codecs.Quantize(2, 8, rounding="stochastic")
+  ),
+  "sum random-k": reducers.compressed(codecs.RandomK(0.2)),
+  "by leaf": reducers.PerLeaf(
+    (reducers.Rule(reducers.compressed(codecs.Sign()), "a"),)
+  ),
+}
+FEEDBACK = reducers.ErrorFeedback()
+
+
+def team_of():
+  mesh = collectives.make_mesh((2, 2), ("worker", "inner"))
+  return collectives.workers(2, mesh=mesh)
+
+
+def trees(number, lead=(2,)):
+  random = np.random.default_rng(number)
+  return {
+    name: random.normal(size=(*lead, *shape)).astype(np.float32)
+    for name, shape in SHAPES.items()
+  }
+
+
+def placed(team, tree):
+  return {
+    name: jax.device_put(x, team.sharding(SPECS[name]))
+    for name, x in tree.items()
+  }
+
+
+def run(team, optimizer, steps=ROUNDS):
+  """The states after each step, and the program."""
+  params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
+  state = training.init_state(team, optimizer, params, specs=SPECS)
+
+  def step(state, gradients):
+    updates, opt_state = optimizer.update(
+      gradients, state.opt_state, state.params
+    )
+    w = jdist.apply_updates(state.params, updates, opt_state)
+    return state._replace(params=w, opt_state=opt_state)
+
+  program = team.jit(step, out_specs=team.specs(state))
+  first = placed(team, trees(0))
+  text = program.lower(state, first).compile().as_text()
+  states = []
+  for number in range(steps):
+    state = program(state, placed(team, trees(number)))
+    states.append(state)
+  assert program._cache_size() == 1
+  return states, text
+
+
+def check_groups(text):
+  """Collectives there are, and none between the devices of a worker."""
+  found = _reading.groups(text)
+  assert found
+  for kind, groups in found:
+    for group in groups:
+      assert sorted(group) in ([0, 2], [1, 3], [0], [1], [2], [3]), (
+        kind,
+        group,
+      )
+
+
+def shards_of(tree, device):
+  """What a device along `inner` holds, [workers, ...]."""
+  half = {"a": 8, "b": 16}
+  a = slice(device * half["a"], (device + 1) * half["a"])
+  b = slice(device * half["b"], (device + 1) * half["b"])
+  return {"a": tree["a"][:, a], "b": tree["b"][:, :, b]}
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(n, marks=() if n.startswith(("exchange int4", "gather"))
+                 else pytest.mark.slow)
+    for n in REDUCERS
+  ],
+)  # fmt: skip
+def test_every_device_reduces_its_own_shards(name):
+  reducer = REDUCERS[name]
+  team = team_of()
+  optimizer = optax.chain(
+    transforms.average_gradients(
+      team.axis, reducer, FEEDBACK, specs=SPECS, seed=5
+    ),
+    optax.sgd(1.0),
+  )
+  states, text = run(team, optimizer)
+  check_groups(text)
+  gathered = [team.gather((s.params, s.opt_state[0])) for s in states]
+
+  # The same, of each shard by itself and of what is not split.
+  def alone(pick, fold):
+    like = jax.tree.map(lambda x: x[0], pick(trees(0)))
+
+    def init(_):
+      return reducer.init(like, "worker"), FEEDBACK.init(like)
+
+    state = jax.vmap(init, axis_name="worker")(jnp.arange(2))
+
+    def one(x, state, key):
+      remembered, held = state
+      wanted, held = FEEDBACK.prepare(x, held)
+      mean, share, remembered = reducer.reduce(
+        wanted, remembered, key, "worker"
+      )
+      mean, held = FEEDBACK.finish(mean, share, wanted, held)
+      return mean, (remembered, held)
+
+    one = jax.jit(jax.vmap(one, (0, 0, None), axis_name="worker"))
+    total = 0
+    for number in range(ROUNDS):
+      key = fold(jax.random.fold_in(jax.random.key(5), number))
+      mean, state = one(pick(trees(number)), state, key)
+      total = jax.tree.map(lambda m, t: t - m, mean, total or
+                           jax.tree.map(jnp.zeros_like, mean))  # fmt: skip
+      yield total, state
+
+  picks = [
+    (functools.partial(shards_of, device=d),
+     lambda key, d=d: jax.random.fold_in(key, d))
+    for d in range(2)
+  ]  # fmt: skip
+  whole = (lambda tree: {"c": tree["c"]}, lambda key: key)
+  for d, (pick, fold) in enumerate([*picks, whole]):
+    for (w, state), (params, got) in zip(
+      alone(pick, fold), gathered, strict=True
+    ):
+      jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
+        pick(params),
+        w,
+      )
+      residual = pick(got.feedback.trees.residual)
+      jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
+        residual,
+        state[1].residual,
+      )
+      own = got.own["shards:inner"] if d < 2 else got.own["shards:"]
+      if d < 2:
+        own = jax.tree.map(lambda x, d=d: x[:, d], own)
+      jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
+        own,
+        state[0],
+      )
+  for params, _ in gathered:  # Identical to the bit over workers.
+    for x in params.values():
+      assert x[0].tobytes() == x[1].tobytes()
+
+
+def test_a_state_lies_where_its_shard_is():
+  team = team_of()
+  reducer = REDUCERS["exchange int4"]
+  optimizer = transforms.average_gradients(
+    team.axis, reducer, FEEDBACK, specs=SPECS
+  )
+  params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
+  state = training.init_state(team, optimizer, params, specs=SPECS).opt_state
+  for x in state.own["shards:inner"].residual:
+    assert x.sharding.spec == PartitionSpec("worker", "inner")
+    assert x.shape[:2] == (2, 2)
+  assert state.feedback.trees.residual["b"].sharding.spec == PartitionSpec(
+    "worker", None, "inner"
+  )
+  (count,) = state.feedback.nonfinite.values()
+  assert count.sharding.spec == PartitionSpec("worker", "inner")
+  told = transforms.sharing(state)
+  assert told.params and told.state.feedback.trees.residual["a"] is False
+  one = jax.tree.map(lambda x: x[0], team.gather(state))
+  assert transforms.nonfinite_rounds(one) == 0
+
+
+def test_a_nan_stays_in_its_shard_and_is_counted():
+  team = team_of()
+  optimizer = transforms.average_gradients(
+    team.axis, REDUCERS["exchange int4"], FEEDBACK, specs=SPECS
+  )
+  gradients = trees(0)
+  gradients["a"][1, 0, 0] = np.nan
+  params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
+  state = training.init_state(team, optimizer, params, specs=SPECS)
+  step = team.jit(lambda g, s: optimizer.update(g, s))
+  mean, after = step(placed(team, gradients), state.opt_state)
+  shard = np.asarray(mean["a"])[:, :8]
+  assert np.isnan(shard).any() and np.isfinite(mean["a"][:, 8:]).all()
+  counts = np.asarray(after.feedback.nonfinite["shards:inner"])
+  np.testing.assert_array_equal(counts, [[0, 0], [1, 0]])
+  rows = team.gather(after)
+  assert transforms.nonfinite_rounds(rows).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_local_steps_send_shards(late):
+  team = team_of()
+  optimizer = transforms.local_steps(
+    optax.sgd(0.1, momentum=0.9),
+    2,
+    axis=team.axis,
+    delay_rounds=late,
+    outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+    reducer=REDUCERS["gather top-k"],
+    feedback=FEEDBACK,
+    specs=SPECS,
+  )
+  states, text = run(team, optimizer, steps=6)
+  check_groups(text)
+  last = team.gather(states[-1].opt_state)
+  assert last.round.tolist() == [3, 3]
+  assert last.reduction.step[0] == 3 - late
+  for x in jax.tree.leaves(last.anchor):
+    assert x.any() and x[0].tobytes() == x[1].tobytes()
+  residual = states[-1].opt_state.reduction.feedback.trees.residual["a"]
+  assert residual.sharding.spec == PartitionSpec("worker", "inner")
+  # What went in has arrived, or is held.
+  drained = team.jit(
+    lambda w, s: transforms.drain(optimizer, s, w, residuals=True)
+  )
+  _, after = drained(states[-1].params, states[-1].opt_state)
+  for x in jax.tree.leaves(after.reduction.feedback.trees):
+    assert not np.asarray(x).any()
+
+
+def test_bits_are_of_all_devices():
+  reducer = reducers.Sharded(REDUCERS["exchange int4"], SPECS)
+  like = {
+    name: jax.ShapeDtypeStruct(shape, "float32")
+    for name, shape in SHAPES.items()
+  }
+  local = [
+    {"a": jax.ShapeDtypeStruct((8, 6), "float32"),
+     "b": jax.ShapeDtypeStruct((8, 16), "float32")},
+    {"c": like["c"]},
+  ]  # fmt: skip
+  alone = [reducer.reducer.num_bits(part, 2) for part in local]
+  found = []
+
+  def count(x):
+    found.append(reducer.num_bits(like, 2))
+    return x
+
+  team = team_of()
+  team.jit(count).lower(team.place(np.zeros(2)))
+  assert found[0].sent == 2 * sum(bits.sent for bits in alone)
+
+
+REJECTED = {
+  "low rank": (
+    lambda team: training.init_state(
+      team,
+      transforms.average_gradients(
+        team.axis, reducers.PowerSGD(2), specs=SPECS
+      ),
+      {n: np.zeros(s, "float32") for n, s in SHAPES.items()},
+      specs=SPECS,
+    ),
+    "`reducer` must be one for shards of leaves",
+  ),
+  "no reducer": (
+    lambda team: transforms.average_gradients(team.axis, specs=SPECS),
+    "`specs` says how .* needs `reducer`",
+  ),
+  "not specs": (
+    lambda team: reducers.Sharded(reducers.Exact(), {"a": "inner"}),
+    "`specs` must hold one PartitionSpec for each leaf",
+  ),
+  "number": (
+    lambda team: reducers.Sharded(reducers.Exact(), [PartitionSpec()]).init(
+      {"a": jnp.zeros(2), "b": jnp.zeros(2)}, None
+    ),
+    "`specs` must have one PartitionSpec for each leaf .*: 2, got 1",
+  ),
+  "no mesh": (
+    lambda team: reducers.Sharded(
+      reducers.Exact(), PartitionSpec("inner")
+    ).init(jnp.zeros(2), None),
+    r"`specs` must name axes of the workers' mesh, \(\), got \['inner'\]",
+  ),
+  "streamed": (
+    lambda team: transforms.local_steps(
+      optax.sgd(0.1),
+      2,
+      axis=team.axis,
+      delay_rounds=1,
+      specs=SPECS,
+      stream=transforms.Stream(),
+      reducer=REDUCERS["gather top-k"],
+    ),
+    "`specs` must be None where a `reducer` is streamed",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call(team_of())

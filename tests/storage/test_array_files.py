@@ -1,0 +1,270 @@
+"""Arrays on the disk: what is replaced, and what is never touched."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import prediction
+from jdist.storage import array_files, sealed_json
+from tests.prediction import _tiny
+from tests.prediction._fits import FIT, fit_predictor, predictor
+
+RUNS = [{"bias": np.ones((2, 9), np.float32)}]
+
+
+def contents(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def save_predictor(folder):
+  params = jax.jit(predictor().init)(jax.random.key(0))
+  prediction.save_predictor(folder, predictor(), params)
+
+
+def never(*args, **kwargs):
+  raise AssertionError("Trained before the directory was looked at.")
+
+
+@pytest.mark.parametrize(
+  "save",
+  [
+    save_predictor,
+    lambda folder: prediction.save_tracks(folder, RUNS),
+    lambda folder: fit_predictor(FIT, directory=folder),
+    lambda folder: prediction.fit_nowcaster(
+      [RUNS[0]["bias"]],
+      [RUNS[0]["bias"]],
+      prediction.NowcastFit(horizon=1),
+      directory=folder,
+    ),
+  ],
+  ids=("predictor", "tracks", "fit", "nowcaster"),
+)
+def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
+  # Refused at once, and not after an epoch of training.
+  monkeypatch.setattr("jdist.prediction._fitting._update", never)
+  monkeypatch.setattr("jdist.prediction._nowcast_fitting._take_steps", never)
+  collected, numbers, others = (
+    tmp_path / name for name in ("collected", "numbers", "others")
+  )
+  prediction.Collector(collected, _tiny.alone(), [_tiny.cut()], (1, 2))
+  numbers.mkdir()
+  np.save(numbers / "mine.npy", np.ones(3))
+  prediction.save_nowcasters(
+    others, prediction.init_nowcasters(jax.random.key(0))
+  )
+  for folder, found in (
+    (collected, r"front_01\.npy"),
+    (numbers, r"mine\.npy"),
+    (others, "holds nowcasters"),
+  ):
+    before = contents(folder)
+    with pytest.raises(
+      ValueError, match=rf"`directory` must.*{folder}.*{found}.*another"
+    ):
+      save(folder)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("wrong", [3, b"bytes", __file__])
+def test_what_is_no_path_is_refused(wrong):
+  for call in (
+    lambda: prediction.Collector(wrong, _tiny.alone(), [_tiny.cut()], (1, 2)),
+    lambda: prediction.ParameterSet(wrong),
+    lambda: prediction.save_tracks(wrong, RUNS),
+    lambda: prediction.load_tracks(wrong),
+    lambda: prediction.load_predictor(wrong),
+    lambda: fit_predictor(directory=wrong),
+  ):
+    with pytest.raises(ValueError, match=r"`directory` must be a (path|direc)"):
+      call()
+
+
+def test_only_what_was_saved_before_is_removed(tmp_path):
+  (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
+  prediction.save_tracks(tmp_path, RUNS * 2)
+  for name in ("mine.npy", "run-0123456789ab.npy"):
+    np.save(tmp_path / name, np.ones(3))
+  prediction.save_tracks(tmp_path, [{"bias": np.zeros((2, 9), np.float32)}])
+  names = sorted(contents(tmp_path))
+  kept = ["arrays.json", "mine.npy", "notes.txt", "run-0123456789ab.npy"]
+  assert set(kept) < set(names) and len(names) == len(kept) + 1
+
+
+def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path):
+  (tmp_path / "arrays.json").write_text('["somebody else\'s"]')
+  with pytest.raises(ValueError, match=r"`directory`.*cannot be read.*another"):
+    prediction.save_tracks(tmp_path, RUNS)
+  assert len(contents(tmp_path)) == 1
+
+
+def test_directories_whose_names_are_alike_are_left_alone(tmp_path):
+  names = ("run.partial", "run.unfinished", "run")
+  for name in names:
+    prediction.save_tracks(tmp_path / name, RUNS)
+  for name in names:
+    assert len(prediction.load_tracks(tmp_path / name)) == len(RUNS)
+
+
+def test_nothing_outside_is_removed(tmp_path):
+  """Whatever a manifest says, as an attacker would write it."""
+  folder = tmp_path / "tracks"
+  prediction.save_tracks(folder, RUNS)
+  manifest = sealed_json.read(folder / "arrays.json", form=array_files._FORMAT)
+  names = ("../mine-0123456789ab.npy", "notes.txt", "..")
+  manifest["stale"] = [*names, 3]
+  manifest["files"] |= {f"x{i}": [name, ""] for i, name in enumerate(names)}
+  sealed_json.write(folder / "arrays.json", manifest, form=array_files._FORMAT)
+  (folder / "notes.txt").write_text("mine")
+  np.save(tmp_path / "mine-0123456789ab.npy", np.ones(3))
+  prediction.save_tracks(folder, [])
+  assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
+  assert (tmp_path / "mine-0123456789ab.npy").exists()
+
+
+def test_names_need_not_be_fit_for_files(tmp_path):
+  arrays = {
+    name: np.full(2, value, np.float32)
+    for value, name in enumerate(
+      ("net/~/linear.w", "net_~_linear.w", "x" * 300, "..", "a\\b", "\u00e9")
+    )
+  }
+  # Of the same file and content.
+  arrays |= {"a/b": np.ones(1, np.float32), "a_b": np.ones(1, np.float32)}
+  for number in range(2):
+    arrays |= {"changed/": np.full(1, number, np.float32)}
+    array_files.save_arrays(tmp_path / "in", arrays, {"what": "x"})
+  found, _ = array_files.load_arrays(tmp_path / "in", what="x")
+  assert found.keys() == arrays.keys()
+  for name, array in arrays.items():
+    np.testing.assert_array_equal(found[name], array)
+  assert [path.name for path in tmp_path.iterdir()] == ["in"]
+  assert len(contents(tmp_path / "in")) == len(arrays)  # Two in one file.
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, object, "U3", jnp.float8_e5m2])
+def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
+  array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
+  before = contents(tmp_path)
+  with pytest.raises(ValueError, match=r"`w` cannot be saved as .*float32"):
+    array_files.save_arrays(
+      tmp_path, {"w": np.zeros(2).astype(dtype)}, {"what": "x"}
+    )
+  assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+  ("change", "told"),
+  [
+    (lambda text: text.replace('"note": 1', '"note": 2'), "has changed"),
+    (lambda text: text.replace('"stale": []', '"stale": [3]'), "has changed"),
+    (lambda text: text.replace('"format": 2', '"format": 1'), "has format 1"),
+    (lambda text: text[:-2], "cannot be read"),
+    (lambda text: "{}", "cannot be read"),
+  ],
+)
+def test_a_manifest_that_has_changed_is_told(change, told, tmp_path):
+  body = {"what": "x", "note": 1}
+  array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, body)
+  manifest = tmp_path / "arrays.json"
+  text = manifest.read_text()
+  assert change(text) != text
+  manifest.write_text(change(text))
+  with pytest.raises(ValueError, match=f"`directory`.*{told}"):
+    array_files.load_arrays(tmp_path, what="x")
+  with pytest.raises(ValueError, match=f"`directory`.*{told}.*another direc"):
+    array_files.save_arrays(tmp_path, {"w": np.ones(2)}, body)
+
+
+class _Killed(BaseException):
+  """Nobody catches it, as nobody catches SIGKILL."""
+
+
+@pytest.mark.parametrize("begun", (False, True), ids=("first", "second"))
+def test_killed_at_any_moment_it_saves_the_next_time(
+  tmp_path, monkeypatch, begun
+):
+  """What was there before, or the new, and in the end nothing else."""
+  old = {"a": np.zeros(2), "b": np.ones(2)}
+  new = {"a": np.full(2, 5.0), "b": np.ones(2), "c": np.full(2, 7.0)}
+  body = {"what": "x"}
+  array_files.save_arrays(tmp_path / "whole", new, body)
+  expected = contents(tmp_path / "whole")
+  for number in range(100):
+    folder = tmp_path / str(number)
+    if begun:
+      array_files.save_arrays(folder, old, body)
+    with monkeypatch.context() as patch:
+      _kill_at(patch, number)
+      try:
+        array_files.save_arrays(folder, new, body)
+      except _Killed:
+        pass
+      else:
+        break
+    if begun or folder.exists():
+      found, _ = array_files.load_arrays(folder, what="x")
+      assert any(
+        found.keys() == x.keys() and all((found[k] == x[k]).all() for k in x)
+        for x in (old, new)
+      )
+    for _ in range(2):  # Nothing more is to be removed after the first.
+      array_files.save_arrays(folder, new, body)
+    assert contents(folder) == expected
+    assert not list(tmp_path.glob(".*"))
+  # Three arrays and a manifest; of the old ones one goes, or all are moved.
+  assert number == 5
+
+
+def test_what_an_earlier_stop_has_left_is_cleared_away(tmp_path, monkeypatch):
+  """Even that of other arrays; what others put beside it is kept."""
+  folder, write = tmp_path / "in" / "tracks", sealed_json.write_whole
+
+  def stop_at_the_manifest(path, data):
+    if path.suffix == ".json":
+      raise _Killed
+    write(path, data)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(sealed_json, "write_whole", stop_at_the_manifest)
+    with pytest.raises(_Killed):
+      prediction.save_tracks(folder, RUNS)
+  assert not folder.exists()
+  (left,) = folder.parent.iterdir()
+  (left / "notes.txt").write_text("mine")
+  prediction.save_tracks(folder, [])
+  assert prediction.load_tracks(folder) == []
+  assert list(folder.parent.iterdir()) == [folder]
+  assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
+
+
+def _kill_at(monkeypatch, number):
+  """Ends everything at the n-th thing that reaches the disk, in its middle."""
+  left = [None] * (number + 1)
+
+  def guarded(function, half):
+    def call(path, *args, **kwargs):
+      if left:
+        left.pop()
+        if not left:
+          half(path, *args)
+          raise _Killed
+      return function(path, *args, **kwargs)
+
+    return call
+
+  def half_a_file(path, data):
+    path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+
+  monkeypatch.setattr(
+    sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
+  )
+  unlink = guarded(pathlib.Path.unlink, lambda path: None)
+  monkeypatch.setattr(
+    pathlib.Path, "unlink", lambda path, *a, **k: unlink(path)
+  )
+  rename = guarded(pathlib.Path.rename, lambda path, to: None)
+  monkeypatch.setattr(pathlib.Path, "rename", lambda path, to: rename(path, to))

@@ -1,0 +1,158 @@
+"""Going on with another number of workers."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import codecs, collectives, methods, reducers, training, transforms
+
+INT4 = reducers.compressed(codecs.Quantize(4, 16))
+FEEDBACK = reducers.ErrorFeedback()
+
+
+def trained(optimizer, workers, steps, state=None):
+  """A state after so many steps on random targets, and what it was."""
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    return ((params["w"] - batch) ** 2).sum() / 2, (model_state, {})
+
+  step = workers.jit(training.make_step(loss_fn, optimizer, axis=workers.axis))
+  if state is None:
+    start = {"w": np.linspace(-1, 1, 400).astype(np.float32)}
+    state = training.init_state(workers, optimizer, start)
+  for number in range(steps):
+    random = np.random.default_rng(number)
+    targets = random.normal(size=(workers.num_workers, 400))
+    state, _ = step(state, workers.place(targets.astype(np.float32)))
+  return state
+
+
+def team(number):
+  return collectives.workers(number, substrate="vmap")
+
+
+def local(outer=None):
+  return transforms.local_steps(
+    optax.sgd(0.1, momentum=0.9), 3, axis="worker", outer=outer,
+    reducer=INT4, feedback=FEEDBACK,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [6, 8])  # At a round's end, and within one.
+def test_no_mass_is_lost_with_other_workers(steps):
+  optimizer = local()
+  state = trained(optimizer, team(4), steps)
+  rows = jax.tree.map(np.asarray, state)
+  kept = rows.opt_state.reduction
+  assert np.abs(kept.feedback.residual["w"]).max() > 0
+  found = training.resize(state, optimizer, team(4), team(2))
+  new = jax.tree.map(np.asarray, found)
+  assert new.params["w"].shape == (2, 400)
+  # All workers on the anchor, which has all that was done and held back:
+  # the workers' progress and residuals, and the owners' residuals.
+  anchor = rows.opt_state.anchor["w"][0]
+  progress = anchor - rows.params["w"]
+  missing = (progress + kept.feedback.residual["w"]).mean(0)
+  owners = np.concatenate(kept.own.residual[0])[:400]
+  assert np.abs(owners).max() > 0
+  wanted = anchor - missing - owners
+  for row in (*new.params["w"], *new.opt_state.anchor["w"]):
+    np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
+  left = jax.tree.leaves((new.opt_state.reduction.feedback,))
+  assert not any(x.any() for x in left)
+  assert not any(x.any() for x in new.opt_state.reduction.own.residual)
+  # Momenta: the mean of the old ones. Counters go on.
+  for row in new.opt_state.inner[0].trace["w"]:
+    np.testing.assert_allclose(
+      row, rows.opt_state.inner[0].trace["w"].mean(0), rtol=1e-6, atol=1e-6
+    )
+  assert new.step.tolist() == [steps, steps]
+  # And it goes on.
+  state = trained(optimizer, team(2), 3, state=found)
+  assert np.isfinite(state.params["w"]).all()
+
+
+def test_diloco_with_four_bits_goes_on_with_more_workers():
+  optimizer = methods.diloco(
+    optax.sgd(0.1), 3, axis="worker", reducer=INT4, feedback=FEEDBACK
+  )
+  state = trained(optimizer, team(2), 7)
+  found = training.resize(state, optimizer, team(2), team(5))
+  anchor = np.asarray(found.opt_state.anchor["w"])
+  assert (anchor == anchor[0]).all() and anchor.shape == (5, 400)
+  np.testing.assert_array_equal(found.params["w"], anchor)
+  velocity = np.asarray(found.opt_state.outer[0].trace["w"])
+  assert velocity.shape == (5, 400) and velocity.any()
+
+
+def test_residuals_of_gradients_keep_their_mean():
+  optimizer = optax.chain(
+    transforms.average_gradients(
+      "worker", reducer=reducers.compressed(codecs.TopK(0.1)), feedback=FEEDBACK
+    ),
+    optax.sgd(0.1),
+  )
+  state = trained(optimizer, team(4), 3)
+  found = training.resize(state, optimizer, team(4), team(3))
+  before, after = (
+    np.asarray(s.opt_state[0].feedback.residual["w"]) for s in (state, found)
+  )
+  assert np.abs(before).max() > 0
+  np.testing.assert_allclose(
+    after.mean(0), before.mean(0), rtol=1e-5, atol=1e-6
+  )
+  np.testing.assert_array_equal(found.params["w"][0], state.params["w"][0])
+
+
+def owned(state):
+  """The owners' residual as it lies in the tree, in units of the mean."""
+  return np.concatenate(np.asarray(state.own.residual[0]))[:400]
+
+
+def test_nothing_that_gradients_said_is_lost_on_the_way():
+  # What came out, and what workers and owners hold, is the gradients' sum.
+  optimizer = optax.chain(
+    transforms.average_gradients("worker", reducer=INT4, feedback=FEEDBACK),
+    optax.scale(-1.0),
+  )
+  start = np.linspace(-1, 1, 400).astype(np.float32)
+
+  def missing(state, wanted):
+    feedback = state.opt_state[0].feedback.residual["w"]
+    held = np.asarray(feedback).mean(0) + owned(state.opt_state[0])
+    moved = start - np.asarray(state.params["w"][0])
+    return np.abs(wanted - moved - held).max()
+
+  def one(state, grad):
+    updates, opt_state = optimizer.update(
+      {"w": grad}, state.opt_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state)
+
+  state = training.init_state(team(4), optimizer, {"w": start})
+  wanted = np.zeros(400)
+  for workers in (team(4), team(2)):
+    step = workers.jit(one)
+    for number in range(3):
+      random = np.random.default_rng(number)
+      grads = random.normal(size=(workers.num_workers, 400))
+      state = step(state, workers.place(grads.astype(np.float32)))
+      wanted += grads.mean(0)
+      assert missing(state, wanted) < 1e-5
+    if workers.num_workers == 4:
+      assert np.abs(owned(state.opt_state[0])).max() > 1e-3
+      state = training.resize(state, optimizer, workers, team(2))
+      assert missing(state, wanted) < 1e-5
+
+
+def test_what_would_be_lost_is_refused():
+  optimizer = optax.chain(
+    transforms.average_gradients("worker", INT4, reducers.Smoothing(0.5)),
+    optax.sgd(0.1),
+  )
+  state = trained(optimizer, team(4), 3)
+  with pytest.raises(ValueError, match="depends on the number of workers"):
+    training.resize(state, optimizer, team(4), team(2))

@@ -1,0 +1,291 @@
+"""Sub-tensors through a reducer: the simple form's bits, sent in parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import codecs, collectives, profiling, reducers, transforms
+from jdist.transforms import intervals
+from tests.transforms import _reducers
+from tests.transforms.local.test_streaming import data, Host, largest, params
+
+INT4 = reducers.compressed(codecs.Quantize(4, 4))
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+FEEDBACK = reducers.ErrorFeedback()
+# 252 entries: 8 parts of 32, in which each of 4 workers owns two blocks.
+SHAPES = {"a": (13, 17), "b": {"c": (30,), "d": ()}}
+
+
+def build(axis, reducer, interval=4, *, streamed=True, multiple=8, **others):
+  parts = reducers.Chunked(reducer, max_bytes=128, multiple=multiple)
+  if streamed:
+    others["stream"] = transforms.Stream()
+  return transforms.local_steps(
+    others.pop("inner", optax.sgd(0.1, momentum=0.9)),
+    interval,
+    axis=axis,
+    delay_rounds=1,
+    reducer=parts,
+    **others,
+  )
+
+
+CASES = {
+  "int4": {"reducer": INT4, "feedback": FEEDBACK, "outer": NESTEROV},
+  "stochastic int8, drawn anew": {
+    "reducer": reducers.compressed(
+      codecs.Quantize(8, 4, rounding="stochastic")
+    ),
+    "seed": 3,
+    "carry": 0.5,
+  },
+  "top-k, DGC": {
+    "reducer": reducers.compressed(codecs.TopK(0.4)),
+    "feedback": reducers.MomentumCorrection(0.5),
+    "outer": optax.sgd(1.0),
+    "interval": intervals.post_local(5, intervals.msdpu(8, max_interval=8)),
+    "delay_after_step": 5,
+  },
+  "sign, EF21": {
+    "reducer": reducers.compressed(codecs.Sign(block=8)),
+    "feedback": reducers.EF21(),
+    "interval": intervals.msdpu(8, max_interval=8),
+    "carry": None,
+  },
+  "cast": {"reducer": reducers.compressed(codecs.Cast("bfloat16"))},
+}
+QUICK = ("int4", "top-k, DGC")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in CASES
+  ],
+)
+def test_streamed_is_simple_to_the_bit(name):
+  team = collectives.workers(4, substrate="shard_map")
+  streamed = Host(build(team.axis, **CASES[name]), team, SHAPES)
+  simple = Host(build(team.axis, streamed=False, **CASES[name]), team, SHAPES)
+  num_steps = 84
+  with jax.numpy_dtype_promotion("standard"):
+    pairs = zip(
+      simple.run(*data(num_steps, 4, SHAPES), lambda told: None),
+      streamed.run(*data(num_steps, 4, SHAPES), largest),
+      strict=True,
+    )
+    for (w, state), (same_w, same) in pairs:
+      jax.tree.map(np.testing.assert_array_equal, w, same_w)
+      jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
+      if state.synchronized[0]:
+        jax.tree.map(
+          np.testing.assert_array_equal, state.reduction, same.reduction
+        )
+  adaptive = "interval" in CASES[name]  # Of up to 8 steps.
+  assert state.reduction.step[0] >= (8 if adaptive else 20)
+  jax.tree.map(
+    lambda a: np.testing.assert_array_equal(a, np.stack(4 * [a[0]])),
+    state.anchor,
+  )
+  assert set(streamed.sent_in) - {None}
+
+
+def hand_over(told):
+  """A host that errs: too slow, too fast, not at all, and changing."""
+  del told
+  hand_over.turn += 1
+  return (8, 8, None, 4, 8)[hand_over.turn % 5]
+
+
+@pytest.mark.parametrize("choose", [hand_over, largest])
+def test_nothing_is_lost(choose):
+  team = collectives.workers(4, substrate="vmap")
+  hand_over.turn = 0
+  optimizer = build(
+    team.axis, INT4, 3 if choose is hand_over else 4, feedback=FEEDBACK,
+    inner=optax.sgd(0.1), carry=1.0,
+  )  # fmt: skip
+  host = Host(optimizer, team, SHAPES)
+  targets, losses = data(45, 4, SHAPES)
+  went_in = jax.tree.map(np.zeros_like, targets[0])
+  w = team.gather(host.w)
+  for target, now in zip(
+    targets, host.run(targets, losses, choose), strict=True
+  ):
+    went_in = jax.tree.map(
+      lambda g, x, t: g + np.float32(0.1) * (x - t), went_in, w, target
+    )
+    w, state = now
+    position = int(state.pending.position["float32"][0])
+    if state.step[0] > 30 and 0 < position < 8:
+      break  # In the middle of a round, with some of its parts sent.
+  assert 0 < position < 8
+  # Drained, the anchor has moved by the mean of all that went in: what was
+  # sent, what the workers hold back and what the owners do.
+  drain = team.jit(
+    lambda w, state: transforms.drain(optimizer, state, w, residuals=True)
+  )
+  drained, after = drain(host.w, host.state)
+  jax.tree.map(
+    lambda a, start, g: np.testing.assert_allclose(
+      a[0], start - g.mean(0), rtol=1e-4, atol=2e-5
+    ),
+    team.gather(drained),
+    params(SHAPES),
+    went_in,
+  )
+  assert state.round[0] >= 5
+  held = jax.tree.leaves(state.reduction.feedback.residual)
+  assert max(np.abs(x).max() for x in held) > 0.01
+  for x in jax.tree.leaves((after.reduction.own, after.reduction.feedback)):
+    assert not np.asarray(x).any()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+  "reducer", [INT4, reducers.compressed(codecs.TopK(0.4))]
+)
+def test_no_collective_waits_for_the_step_or_a_conditional(reducer):
+  team = collectives.workers(4, substrate="shard_map")
+  optimizer = build(team.axis, reducer, feedback=FEEDBACK)
+  host = Host(optimizer, team, SHAPES)
+  target, losses = (x[0] for x in data(1, 4, SHAPES))
+  found = {}
+  for steps in ("usual", None):
+    program = host.program(steps).lower(
+      host.w, host.state, *team.place((target, losses))
+    )
+    found[steps] = profiling.read_collectives(program.compile())
+  assert all(c.conditional for c in found[None])
+  assert not any(c.conditional for c in found["usual"])
+  # Eight parts of 32 entries in four steps, each as the codec counts it.
+  bits = reducer.num_bits(jax.ShapeDtypeStruct((32,), "float32"), 4)
+  assert sum(c.wire_bytes for c in found["usual"]) * 8 == 2 * bits.sent
+  parts = reducers.Chunked(reducer, max_bytes=128, multiple=8)
+  assert parts.num_bits(params(SHAPES), 4).sent == 8 * bits.sent
+
+
+@pytest.mark.smoke
+def test_what_arrives_is_from_the_state():
+  optimizer = build(None, INT4, feedback=FEEDBACK)
+  w = jax.tree.map(jnp.asarray, params(SHAPES))
+  state = optimizer.init(w)
+
+  @jax.jit
+  def arrived(gradient, state):
+    _, state = optimizer.update(gradient, state, w)
+    return state.pending.arrived["float32"]
+
+  none, some = jax.tree.map(jnp.zeros_like, w), jax.tree.map(jnp.ones_like, w)
+  sent = jax.tree.map(jnp.ones_like, state.pending.sent)
+  changed = state._replace(pending=state.pending._replace(sent=sent))
+  np.testing.assert_array_equal(arrived(none, state), arrived(some, state))
+  assert arrived(none, changed).sum() == 64  # Two parts of 32.
+
+
+def test_a_first_late_round_leaves_no_trace():
+  """A reducer that sends something of nothing: it is not applied."""
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = build(team.axis, _reducers.Owned(0.25), feedback=reducers.EF21())
+  host = Host(optimizer, team, SHAPES)
+  states = [state for _, state in host.run(*data(8, 2, SHAPES), largest)]
+  for x in jax.tree.leaves(states[3].reduction):
+    assert not x.any()
+  assert states[7].reduction.step.tolist() == [1, 1]
+
+
+def test_all_bits_are_those_of_plain_streaming():
+  team = collectives.workers(4, substrate="vmap")
+  plain = transforms.local_steps(
+    optax.sgd(0.1), 4, axis=team.axis, delay_rounds=1,
+    stream=transforms.Stream(128),
+  )  # fmt: skip
+  same = build(team.axis, reducers.Exact(), inner=optax.sgd(0.1))
+  runs = [
+    list(
+      Host(optimizer, team, SHAPES).run(*data(20, 4, SHAPES), lambda told: 4)
+    )
+    for optimizer in (plain, same)
+  ]
+  for (w, state), (same_w, other) in zip(*runs, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, w, same_w)
+    jax.tree.map(np.testing.assert_array_equal, state.anchor, other.anchor)
+
+
+def test_the_stream_cuts_for_a_reducer():
+  optimizer = transforms.local_steps(
+    optax.sgd(0.1),
+    3,
+    axis=None,
+    delay_rounds=1,
+    stream=transforms.Stream(max_bytes=128),
+    reducer=INT4,
+  )
+  state = optimizer.init(params(SHAPES))
+  assert state.pending.sent["float32"].shape == (9, 28)
+  told = transforms.sharing(state).state
+  assert told.pending.arrived == {"float32": True}
+  assert told.pending.sent == {"float32": False}
+
+
+def update(reducer, steps):
+  optimizer = build(None, reducer)
+  w = jax.tree.map(jnp.asarray, params(SHAPES))
+  return optimizer.update(w, optimizer.init(w), w, stream_steps=steps)
+
+
+REJECTED = {
+  "low rank": (
+    lambda: build(None, reducers.PowerSGD(2)),
+    "`reducer` must be one for vectors .* of a vector it has no directions",
+  ),
+  "by leaf": (
+    lambda: build(None, reducers.compress_large(codecs.Quantize(4))),
+    "`reducer` must be one for vectors(.|\n)* its rules go by",
+  ),
+  "scheduled": (
+    lambda: build(None, reducers.Scheduled(((None, INT4),))),
+    "`reducer` must be one for vectors .* branches of a conditional",
+  ),
+  "nested": (
+    lambda: build(None, reducers.Chunked(INT4)),
+    "`reducer` must be one for vectors .* it cuts the tree itself",
+  ),
+  "specs": (
+    lambda: transforms.local_steps(
+      optax.sgd(0.1),
+      4,
+      axis=None,
+      delay_rounds=1,
+      stream=transforms.Stream(specs=jax.sharding.PartitionSpec()),
+      reducer=INT4,
+    ),
+    "`specs` must be None where a `reducer` is streamed",
+  ),
+  "steps": (
+    lambda: update(INT4, 3),
+    "`stream_steps` must divide the number of sub-tensors.* got 3 for 8",
+  ),
+  "max_bytes": (
+    lambda: reducers.Chunked(INT4, max_bytes=7),
+    "`max_bytes` must be an int >= 8, got 7",
+  ),
+  "multiple": (
+    lambda: reducers.Chunked(INT4, multiple=0),
+    "`multiple` must be an int >= 1, got 0",
+  ),
+  "reducer": (
+    lambda: reducers.Chunked(codecs.Quantize(4)),
+    "`reducer` must be a `Reducer`",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call()

@@ -1,0 +1,239 @@
+"""Means that arrive within the next round, some steps after they were sent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import codecs, methods, reducers, transforms
+from jdist.transforms import intervals
+from tests.transforms._rounds import random_targets, train
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+RATE = 0.1
+
+
+@pytest.mark.smoke
+def test_a_mean_arrives_after_one_step_of_two():
+  optimizer = transforms.local_steps(
+    optax.sgd(0.5), 2, axis="worker", delay_rounds=1, delay_steps=1
+  )
+  targets = np.array([[2.0, 6.0]] * 4, np.float32)
+  params, states = train(optimizer, targets)
+  # The first round's progress is -1.5 and -4.5, and all of it is kept.
+  assert params[1].tolist() == [1.5, 4.5]
+  assert states.anchor[1].tolist() == [0.0, 0.0]
+  # One step later, at 1.75 and 5.25, the mean -3 arrives, and what was done
+  # since it was sent stays: 0.25 and 0.75.
+  assert states.anchor[2].tolist() == [3.0, 3.0]
+  assert params[2].tolist() == [3.25, 3.75]
+  assert states.in_flight[:, 0].tolist() == [False, True, False, True]
+  # The second round's progress counts from there: 2.625 - 3, 4.875 - 3.
+  assert params[3].tolist() == [2.625, 4.875]
+  assert states.pending.progress[3].tolist() == [0.375, -1.875]
+  assert states.round[:, 0].tolist() == [0, 1, 1, 2]
+  assert states.synchronized[:, 0].tolist() == [False, True, False, True]
+
+
+def reference(x, interval, delay, carry, rate, mu, warmup):
+  """SGD on (w - x)^2 / 2; yields (w, anchor) after every step."""
+  w, a, m, t = np.zeros(x.shape[1]), 0.0, 0.0, 0
+  start, pending = w.copy(), None  # Where the round's progress counts from.
+
+  def outer(a, m, progress):
+    m = mu * m + progress.mean()
+    return a - rate * (mu * m + progress.mean()), m
+
+  while t < len(x):
+    late = t >= warmup
+    steps = interval if late else 1
+    for step in range(steps):
+      w, t = w - RATE * (w - x[t]), t + 1
+      if pending is not None and step + 1 >= min(delay, steps):
+        a, m = outer(a, m, pending)
+        w, start, pending = a - (start - w), a, None
+      if step + 1 == steps:
+        progress = start - w
+        if late:
+          pending = progress
+          w = start = a - carry * progress
+        else:
+          a, m = outer(a, m, progress)
+          w = start = np.full(x.shape[1], a)
+      yield w, a
+      if t == len(x):
+        return
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("outer", [None, NESTEROV])
+@pytest.mark.parametrize("delay", [1, 2, 3, 5])
+@pytest.mark.parametrize("carry", [0.0, 0.5, 1.0])
+def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
+  targets = random_targets(steps=23)
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE),
+    intervals.post_local(warmup, 4),
+    axis="worker",
+    outer=outer,
+    delay_rounds=1,
+    delay_steps=delay,
+    delay_after_step=warmup,
+    carry=carry,
+  )
+  params, states = train(optimizer, targets)
+  rate, mu = (1.0, 0.0) if outer is None else (0.7, 0.9)
+  wanted = list(reference(targets, 4, delay, carry, rate, mu, warmup))
+  np.testing.assert_allclose(params, [w for w, _ in wanted], 1e-5, 1e-6)
+  np.testing.assert_allclose(
+    states.anchor[:, 0], [a for _, a in wanted], 1e-5, 1e-6
+  )
+
+
+def falling(steps):
+  """Losses of four workers, by which an adaptive interval shrinks."""
+  return np.geomspace(4.0, 0.1, 4 * steps, dtype=np.float32).reshape(steps, 4)
+
+
+@pytest.mark.parametrize("carry", [None, 1.0])
+def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
+  # Adaptive, so that losses arrive as well, and with a warm-up.
+  targets, losses = random_targets(70), falling(70)
+  runs = []
+  for delay in (None, 16):
+    optimizer = methods.msdpu(
+      optax.sgd(RATE, momentum=0.9), 6, RATE, axis="worker", carry=carry,
+      outer=NESTEROV, warmup_steps=4, delay_steps=delay,
+    )  # fmt: skip
+    runs.append(train(optimizer, targets, losses))
+  (w, states), (same, others) = runs
+  np.testing.assert_array_equal(states.interval, others.interval)
+  assert len(set(states.interval[:, 0].tolist())) >= 3
+  np.testing.assert_allclose(states.anchor, others.anchor, 1e-5, 1e-6)
+  np.testing.assert_allclose(w, same, 1e-5, 1e-6)
+
+
+def test_a_loss_decides_as_one_that_arrives_with_the_round():
+  intervals_of = []
+  for delay in (None, 1):
+    optimizer = transforms.local_steps(
+      optax.sgd(RATE), intervals.msdpu(6, RATE), axis="worker",
+      delay_rounds=1, delay_steps=delay,
+    )  # fmt: skip
+    _, states = train(optimizer, random_targets(70), falling(70))
+    intervals_of.append(states.interval)
+  np.testing.assert_array_equal(*intervals_of)
+
+
+def run_streamed(optimizer, targets, chosen):
+  """All steps, with `stream_steps` of `chosen` in turn: a program for each."""
+
+  def step(w, state, x, *, steps):
+    updates, state = optimizer.update(w - x, state, w, stream_steps=steps)
+    return transforms.apply_updates(w, updates, state), state
+
+  programs = {
+    steps: jax.jit(
+      jax.vmap(functools.partial(step, steps=steps), axis_name="worker")
+    )
+    for steps in chosen
+  }
+  w, found = jnp.zeros((4, 5)), []
+  state = jax.vmap(optimizer.init, axis_name="worker")(w)
+  for t, x in enumerate(targets[..., None] + np.arange(5, dtype=np.float32)):
+    w, state = programs[chosen[t % len(chosen)]](w, state, x)
+    found.append((w, state.anchor, state.round))
+
+  def drain(w, state):
+    return transforms.drain(optimizer, state, w)[0]
+
+  return found, jax.jit(jax.vmap(drain, axis_name="worker"))(w, state)
+
+
+@pytest.mark.parametrize(
+  ("outer", "carry"),
+  [
+    (NESTEROV, None),
+    (None, 1.0),
+    pytest.param(NESTEROV, 1.0, marks=pytest.mark.slow),
+    pytest.param(None, None, marks=pytest.mark.slow),
+  ],
+)
+def test_streamed_is_simple_to_the_bit(outer, carry):
+  build = functools.partial(
+    transforms.local_steps, optax.sgd(RATE, momentum=0.9), 5, axis="worker",
+    outer=outer, delay_rounds=1, delay_steps=2, carry=carry,
+  )  # fmt: skip
+  targets = random_targets(17)
+  parts = transforms.Stream(max_bytes=8)
+  # Sent in two steps, and in one; nothing after that; and all when it is due.
+  found = [
+    run_streamed(build(stream=stream), targets, chosen)
+    for stream, chosen in (
+      (None, (None,)),
+      (parts, (2, 2, None, None, None)),
+      (parts, (1, None, None, None, None)),
+      (parts, (None,)),
+    )
+  ]
+  for other, _ in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, found[0][0], other)
+
+
+def test_sub_tensors_go_through_a_codec():
+  build = functools.partial(
+    transforms.local_steps, optax.sgd(RATE), 5, axis="worker",
+    delay_rounds=1, delay_steps=2, feedback=reducers.ErrorFeedback(),
+    reducer=reducers.Chunked(
+      reducers.compressed(codecs.TopK(0.3)), max_bytes=16, multiple=2
+    ),
+  )  # fmt: skip
+  targets, parts = random_targets(17), transforms.Stream(max_bytes=16)
+  simple, _ = run_streamed(build(), targets, (None,))
+  exact, _ = run_streamed(
+    transforms.local_steps(
+      optax.sgd(RATE), 5, axis="worker", delay_rounds=1, delay_steps=2
+    ),
+    targets,
+    (None,),
+  )
+  assert np.abs(simple[-1][1] - exact[-1][1]).max() > 1e-4
+  for chosen in ((2, 2, None, None, None), (1, None, None, None, None)):
+    streamed, _ = run_streamed(build(stream=parts), targets, chosen)
+    jax.tree.map(np.testing.assert_array_equal, simple, streamed)
+
+
+@pytest.mark.parametrize("chosen", [(8, 1, 2, None, 4), (4,), (9,)])
+def test_a_slow_host_makes_rounds_longer_and_loses_nothing(chosen):
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 3, axis="worker", delay_rounds=1, delay_steps=2,
+    stream=transforms.Stream(max_bytes=8),
+  )  # fmt: skip
+  targets = random_targets(29)
+  found, drained = run_streamed(optimizer, targets, chosen)
+  w = np.stack([np.zeros((4, 5))] + [np.asarray(w) for w, _, _ in found])
+  x = targets[..., None] + np.arange(5.0)
+  # The anchor has moved by the mean of all that went in.
+  moved = -RATE * (w[:-1] - x).sum(0).mean(0)
+  np.testing.assert_allclose(drained, [moved] * 4, rtol=1e-5, atol=1e-5)
+  rounds = int(found[-1][2][0])
+  assert rounds < 29 // 3 if chosen == (9,) else rounds >= 6
+
+
+def test_what_cannot_be_is_refused():
+  build = functools.partial(
+    transforms.local_steps, optax.sgd(RATE), 3, axis=None
+  )
+  with pytest.raises(ValueError, match="`delay_steps` must be an int >= 1"):
+    build(delay_rounds=1, delay_steps=0)
+  with pytest.raises(ValueError, match="needs `delay_rounds=1`, got delay_r"):
+    build(delay_steps=2)
+  optimizer = build(delay_rounds=1, delay_steps=2)
+  w = jnp.ones(3)
+  state = optimizer.init(w)
+  assert transforms.rounds_ahead(state) is None
+  with pytest.raises(ValueError, match="`round_ends` must be None where a"):
+    optimizer.update(w, state, w, round_ends=False)

@@ -1,0 +1,405 @@
+"""Draining: all stand on the anchor, and nothing that was begun is missing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import codecs, collectives, methods, reducers, training, transforms
+from jdist.transforms import intervals
+from tests.transforms._rounds import random_targets, train
+
+RATE = 0.1
+SGD = optax.sgd(RATE)
+MOMENTUM = optax.sgd(RATE, momentum=0.9)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def run(optimizer, *targets, drained=True, dtype=jnp.float32):
+  """Trains on each of the targets [steps, workers, leaves], drains after each.
+
+  Returns:
+    Of each: the parameters [steps, workers, leaves], and what the end of it
+    is, parameters and state; and what it is after another drain.
+  """
+
+  def gradient(w, x):
+    return {name: w[name] - x[p].astype(dtype) for p, name in enumerate(w)}
+
+  def body(carry, x):
+    w, state = carry
+    updates, state = optimizer.update(gradient(w, x), state, w)
+    w = jdist.apply_updates(w, updates, state)
+    return (w, state), w
+
+  def one(parts):
+    names = "abcd"[: targets[0].shape[2]]
+    w = {name: jnp.zeros((), dtype) for name in names}
+    state, found = optimizer.init(w), []
+    for xs in parts:
+      (w, state), every = jax.lax.scan(body, (w, state), xs)
+      if drained:
+        w, state = transforms.drain(optimizer, state, w)
+      again = transforms.drain(optimizer, state, w)
+      found.append((jnp.stack(list(every.values()), -1), (w, state), again))
+    return found
+
+  parts = [x.swapaxes(0, 1) for x in targets]
+  return jax.jit(jax.vmap(one, axis_name="worker"))(parts)
+
+
+def values(w):
+  """The leaves of all workers, [workers, leaves]."""
+  return np.stack([np.asarray(x, np.float64) for x in w.values()], -1)
+
+
+METHODS = {
+  "local": functools.partial(
+    transforms.local_steps, MOMENTUM, 5, outer=NESTEROV
+  ),
+  "late": functools.partial(
+    transforms.local_steps,
+    MOMENTUM,
+    5,
+    outer=NESTEROV,
+    delay_rounds=1,
+    carry=0.5,
+  ),
+  "late by steps": functools.partial(
+    transforms.local_steps, MOMENTUM, 5, delay_rounds=1, delay_steps=2
+  ),
+  "easgd": functools.partial(methods.easgd, MOMENTUM, 5, 0.8),
+  "overlap": functools.partial(
+    methods.overlap_local_sgd, MOMENTUM, 5, 0.6, 0.5
+  ),
+  "scaffold": functools.partial(methods.scaffold, SGD, 5, RATE),
+  "slow_mo": functools.partial(
+    methods.slow_mo, MOMENTUM, 5, RATE, buffers="average"
+  ),
+  "cocod": functools.partial(methods.cocod, MOMENTUM, 5),
+  "fed_prox": functools.partial(methods.fed_prox, MOMENTUM, 5, 0.5),
+  "od_sgd": functools.partial(methods.od_sgd, MOMENTUM, RATE),
+  "streaming": functools.partial(
+    methods.streaming_diloco, MOMENTUM, 5, 2, delay_steps=2
+  ),
+  "stale": lambda axis: transforms.delay_gradients(
+    methods.ssgd(MOMENTUM, axis=axis), 3
+  ),
+}
+
+
+# Where a worker's parameters are beside the anchor, their rounding is too.
+ROUNDED = ("easgd", "overlap", "streaming")
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"),
+  [(name, jnp.float32) for name in METHODS]
+  + [(name, jnp.bfloat16) for name in ROUNDED],
+)
+def test_all_stand_on_the_anchor_and_may_go_on(name, dtype):
+  targets = random_targets(24, 4, 2)
+  # In the middle of a round, at the end of one, and after a single step.
+  parts = targets[:8], targets[8:18], targets[18:19], targets[19:]
+  optimizer = METHODS[name](axis="worker")
+  found = run(optimizer, *parts, dtype=dtype)
+  if name != "stale":
+    assert len(set(found[0][0][:, -1, 0].tolist())) == 4
+  for every, (w, state), (again, same) in found:
+    assert np.isfinite(every.astype(jnp.float32)).all()
+    anchor = transforms.anchor(state, w)
+    for leaf, there in zip(w.values(), anchor.values(), strict=True):
+      assert len(set(leaf.tolist())) == 1
+      np.testing.assert_array_equal(leaf, there)
+    # To drain twice is to drain once.
+    jax.tree.map(np.testing.assert_array_equal, (w, state), (again, same))
+    assert np.all(transforms.synchronized(state))
+
+
+ENDED = {
+  "local": (MOMENTUM, transforms.local_steps, {"outer": NESTEROV}),
+  "fed_prox": (MOMENTUM, methods.fed_prox, {"strength": 0.5}),
+  "scaffold": (SGD, methods.scaffold, {"learning_rate": RATE}),
+  "slow_mo": (
+    MOMENTUM,
+    methods.slow_mo,
+    {"learning_rate": RATE, "buffers": "reset"},
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_round_that_is_drained_is_one_that_ended(name):
+  inner, build, options = ENDED[name]
+  targets = random_targets(8, 4, 2)
+
+  def end(interval, drained):
+    optimizer = build(inner, interval, axis="worker", **options)
+    return run(optimizer, targets, drained=drained)[0][1]
+
+  found, state = end(5, True)
+  wanted, reference = end(intervals.ending_at(8, 5), False)
+  np.testing.assert_allclose(values(found), values(wanted), 1e-5, 1e-6)
+  for field in ("inner", "outer", "round", "round_step"):
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+      getattr(state, field),
+      getattr(reference, field),
+    )
+
+
+@pytest.mark.parametrize("steps", [3, 7])
+def test_springs_relax_where_centre_and_workers_share_what_went_in(steps):
+  targets = random_targets(steps, 4, 1)
+  optimizer = methods.easgd(SGD, 3, 0.8, axis="worker")
+  [(every, (w, _), _)] = run(optimizer, targets)
+  before = np.concatenate([np.zeros((4, 1, 1)), every[:, :-1]], 1)
+  went_in = -RATE * (before - targets.swapaxes(0, 1)).sum()
+  np.testing.assert_allclose(values(w), went_in / 5, 1e-5, 1e-6)
+
+
+def test_springs_pull_again_afterwards():
+  # Drained before, workers go to 2 and 6 from 0, and end a round at 1.5 and
+  # 4.5, beside the centre at 2; drained there, all meet.
+  optimizer = methods.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
+  nothing = np.zeros((1, 2, 1), np.float32)
+  targets = np.array([[[4.0], [12.0]]], np.float32)
+  _, (every, (w, _), _) = run(optimizer, nothing, targets)
+  assert every[:, 0].tolist() == [[1.5], [4.5]]
+  np.testing.assert_allclose(values(w), [[8 / 3]] * 2, rtol=1e-6)
+
+
+def overlap(x, interval, alpha, mu):
+  """Overlap-Local-SGD in NumPy, drained at the end."""
+  w, z, v, sent = np.zeros(x.shape[1]), 0.0, 0.0, np.zeros(x.shape[1])
+
+  def arrive(z, v, mean):
+    v = mu * v + mean - z
+    return z + v, v
+
+  for t, row in enumerate(x, 1):
+    w = w - RATE * (w - row)
+    if t % interval == 0:
+      z, v = arrive(z, v, sent.mean())
+      w = (1 - alpha) * w + alpha * z
+      sent = w
+  z, v = arrive(z, v, sent.mean())
+  return arrive(z, v, w.mean())[0] if len(x) % interval else z
+
+
+@pytest.mark.parametrize(("steps", "mu"), [(8, 0.0), (8, 0.5), (6, 0.5)])
+def test_an_anchor_that_is_late_takes_both_means(steps, mu):
+  targets = random_targets(steps, 4, 1)
+  optimizer = methods.overlap_local_sgd(SGD, 3, 0.6, mu, axis="worker")
+  [(every, (w, _), _)] = run(optimizer, targets)
+  wanted = overlap(targets[..., 0].astype(np.float64), 3, 0.6, mu)
+  np.testing.assert_allclose(values(w), np.full((4, 1), wanted), 1e-5, 1e-6)
+  if not mu:
+    np.testing.assert_allclose(wanted, every[:, -1].mean(), 1e-5)
+
+
+@pytest.mark.parametrize("warmup", [0, 9])
+def test_every_gradient_has_reached_the_anchor(warmup):
+  targets = random_targets(5, 4, 1)
+  optimizer = methods.od_sgd(SGD, 0.05, axis="worker", warmup_steps=warmup)
+  [(every, (w, state), _)] = run(optimizer, targets)
+  before = np.concatenate([np.zeros((4, 1, 1)), every[:, :-1]], 1)
+  went_in = -RATE * (before - targets.swapaxes(0, 1)).mean(0).sum()
+  np.testing.assert_allclose(values(w), np.full((4, 1), went_in), 1e-5, 1e-6)
+  assert state.round.tolist() == [5] * 4 and state.step.tolist() == [5] * 4
+
+
+def fragments(x, drains, interval, number, tau, mix, rate, mu):
+  """Streaming DiLoCo in NumPy; yields (w, a) after each drain."""
+  n = x.shape[1]
+  w, a, m = np.zeros((n, number)), np.zeros(number), np.zeros(number)
+  under_way = {}
+
+  def arrive(p, progress):
+    m[p] = mu * m[p] + progress.mean()
+    a[p] -= rate * (mu * m[p] + progress.mean())
+
+  for t, row in enumerate(x, 1):
+    phases = [(t - interval * (p + 1) // number) for p in range(number)]
+    late = [p for p, (sent_at, _) in under_way.items() if sent_at + tau == t]
+    for p in late:
+      arrive(p, under_way.pop(p)[1])
+    w = w - RATE * (w - row)
+    for p in late:
+      w[:, p] = mix * w[:, p] + (1 - mix) * a[p]
+    for p, phase in enumerate(phases):
+      if phase >= 0 and phase % interval == 0:
+        under_way[p] = (t, a[p] - w[:, p])
+    if t in drains:
+      for p in range(number):
+        begun = a[p]
+        if p in under_way:
+          _, progress = under_way.pop(p)
+          arrive(p, progress)
+          begun = begun - progress
+        arrive(p, begun - w[:, p])
+        w[:, p] = a[p]
+      yield w.copy(), a.copy()
+
+
+def test_fragments_arrive_and_what_was_not_sent_too():
+  # Drained with fragments under way, and again with none: fragments of 3 are
+  # sent in steps 2, 4, 6, 8, ... and arrive three steps later.
+  targets = random_targets(27, 4, 3)
+  drains = (9, 11, 20, 27)
+  optimizer = methods.streaming_diloco(
+    SGD, 6, 3, 0.7, 0.9, axis="worker", delay_steps=3, mix=0.25
+  )
+  cuts = zip((0, *drains), drains, strict=False)
+  found = run(optimizer, *[targets[a:b] for a, b in cuts])
+  wanted = fragments(
+    targets.astype(np.float64), drains, 6, 3, 3, 0.25, 0.7, 0.9
+  )
+  for (_, (w, state), _), (there, anchor) in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(values(w), there, 1e-5, 1e-6)
+    np.testing.assert_allclose(values(state.anchor), [anchor] * 4, 1e-5, 1e-6)
+
+
+def test_two_workers_bring_in_what_was_sent_and_what_was_not():
+  # 1.75 and 5.25 are sent after step 3; they are at 1.875 and 5.625 when
+  # drained: the anchor goes to the mean 3.5, and by 0.25 more.
+  optimizer = transforms.fragment_steps(
+    optax.sgd(0.5), 3, 1, axis="worker", delay_steps=2
+  )
+  [(every, (w, _), _)] = run(
+    optimizer, np.array([[[2.0], [6.0]]] * 4, np.float32)
+  )
+  assert every[:, -1].tolist() == [[1.875], [5.625]]
+  assert values(w).tolist() == [[3.75], [3.75]]
+
+
+def test_an_evaluation_may_be_of_what_is_drained():
+  # Workers at 1 and 3, the centre at 0: the springs relax at 4/3.
+  team = collectives.workers(2, substrate="vmap")
+  chain = methods.easgd(SGD, 3, 0.8, axis=team.axis)
+  state = training.init_state(team, chain, {"kernel": jnp.zeros((1, 2))})
+  there = np.array([[[1.0, 0.0]], [[3.0, 0.0]]], np.float32)
+  state = state._replace(params=team.place({"kernel": there}))
+
+  def apply(params, model_state, images, *, train):
+    del train
+    return images @ params["kernel"], model_state
+
+  batch = {
+    "image": np.ones((2, 1, 1), np.float32),
+    "label": np.zeros((2, 1), np.int32),
+    "mask": np.ones((2, 1), np.float32),
+  }
+  for optimizer, centre in ((None, 0.0), (chain, 4 / 3)):
+    evaluate = training.Evaluator(team, apply, [batch], optimizer=optimizer)
+    wanted = np.log1p(np.exp(-centre))
+    assert evaluate(state)["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+INT4 = reducers.compressed(codecs.Quantize(4, 16))
+CHAIN = optax.chain(
+  transforms.average_gradients(None, INT4, reducers.ErrorFeedback()),
+  # What must not move, and would under a gradient of zero.
+  optax.trace(0.9),
+  optax.add_decayed_weights(0.1),
+  optax.scale_by_learning_rate(0.1),
+)
+HOLDERS = {
+  "average_gradients": (CHAIN, lambda state: state[0]),
+  "one_bit_adam": (
+    methods.one_bit_adam(0.1, 2, axis=None, weight_decay=0.1),
+    lambda state: state[0].reduction,
+  ),
+  # One that does not pass extra arguments on takes a mean.
+  "behind a stranger": (
+    optax.GradientTransformation(
+      CHAIN.init, lambda g, state, params=None: CHAIN.update(g, state, params)
+    ),
+    lambda state: state[0],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
+  optimizer, reduction = HOLDERS[name]
+  random = np.random.default_rng(0)
+  params = {"w": jnp.asarray(random.normal(size=400), jnp.float32)}
+  state = jax.tree.map(
+    lambda x: jnp.asarray(random.normal(size=x.shape)).astype(x.dtype) + 1,
+    optimizer.init(params),
+  )
+  found, new = transforms.drain(optimizer, state, params, residuals=True)
+  before, after = reduction(state), reduction(new)
+  if name != "behind a stranger":
+    (held,) = before.own.residual
+    residual = before.feedback.residual["w"] + held[:400]
+    np.testing.assert_allclose(after.feedback.residual["w"], residual, 1e-6)
+    assert not after.own.residual[0].any()
+    # All else is as it was.
+    after.feedback.residual["w"] = before.feedback.residual["w"]
+    new = jax.tree.map(
+      lambda n, o: o if n.shape == held.shape and not n.any() else n, new, state
+    )
+  for x, y in zip(
+    jax.tree.leaves((found, new)), jax.tree.leaves((params, state)), strict=True
+  ):
+    np.testing.assert_array_equal(x, y)
+  # Without `residuals`, nothing is under way.
+  assert transforms.drain(optimizer, state, params)[1] is state
+
+
+BEGUN = {
+  "round": functools.partial(transforms.local_steps, SGD, 5),
+  "outer": functools.partial(
+    transforms.local_steps, SGD, 5, outer=optax.sgd(1.0)
+  ),
+  "late": functools.partial(
+    transforms.local_steps, SGD, 5, delay_rounds=1, carry=0.5
+  ),
+  "late by steps": functools.partial(
+    transforms.local_steps, SGD, 5, delay_rounds=1, delay_steps=2
+  ),
+  "streamed": functools.partial(
+    transforms.local_steps,
+    SGD,
+    5,
+    delay_rounds=1,
+    stream=transforms.Stream(8),
+  ),
+  "stale": lambda axis: transforms.delay_gradients(
+    methods.ssgd(SGD, axis=axis), 3
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_drained_nothing_is_missing(name):
+  # In the middle of a round: 13 of rounds of 5, or three gradients late.
+  optimizer = BEGUN[name](axis="worker")
+  targets = random_targets(13)
+  params, states = train(optimizer, targets)
+  last = jax.tree.map(lambda x: x[-1], (states, params))
+  drain = jax.vmap(
+    lambda state, w: transforms.drain(optimizer, state, w), axis_name="worker"
+  )
+  drained, state = jax.jit(drain)(*last)
+  before = np.concatenate([np.zeros((1, 4)), params[:-1]])
+  moved = -RATE * (before - targets).sum(0).mean()
+  np.testing.assert_allclose(drained, [moved] * 4, rtol=1e-5, atol=1e-6)
+  anchor = transforms.anchor(state, drained)
+  np.testing.assert_array_equal(anchor, drained)
+  # There is nothing more to bring in.
+  again, _ = jax.jit(drain)(state, drained)
+  np.testing.assert_array_equal(again, drained)
+
+
+def test_what_holds_nothing_is_left_alone():
+  optimizer = optax.adam(0.1)
+  w = jnp.ones(3)
+  state = optimizer.init(w)
+  assert transforms.drain(optimizer, state, w) == (w, state)

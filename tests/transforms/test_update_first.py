@@ -1,0 +1,436 @@
+"""Update-first order: synchronous SGD, with the mean at the step's start."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives, methods, training, transforms
+from tests.transforms import _waiting
+
+INNER = {
+  "momentum": optax.sgd(0.1, momentum=0.9),
+  "adamw": optax.adamw(1e-2),
+  "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+}
+SHAPES = {"a": (4, 3), "b": {"c": (2, 6), "d": (7,), "e": ()}}
+
+
+def params():
+  random = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda shape: random.normal(size=shape).astype(np.float32),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def loss_fn(params, model_state, batch, key):
+  del key
+  hidden = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]["c"][:, :3].T
+  loss = jnp.mean((hidden.sum(-1) - batch["y"]) ** 2)
+  loss += jnp.sum(params["b"]["d"] ** 2) + params["b"]["e"] ** 2
+  return loss, (model_state, {})
+
+
+def batches(team):
+  def iterate(start):
+    step = start
+    while True:
+      random = np.random.default_rng(step)
+      rows = random.normal(size=(team.num_workers, 5, 5)).astype(np.float32)
+      yield {"x": rows[..., :4], "y": rows[..., 4]}
+      step += 1
+
+  return iterate
+
+
+def team(kind):
+  if kind == "none":
+    return collectives.workers(1, substrate="none")
+  if kind == "two_on_each":
+    mesh = collectives.make_mesh((2,), ("worker",))
+    return collectives.workers(4, mesh=mesh)
+  return collectives.workers(4, substrate=kind)
+
+
+def fit(workers, chain, num_steps=20):
+  step = training.make_step(loss_fn, chain, axis=workers.axis)
+  traces = []
+
+  def counted(state, batch):
+    traces.append(1)
+    return step(state, batch)
+
+  trainer = training.Trainer(workers, counted)
+  state = training.init_state(workers, chain, params())
+  state, _ = trainer.fit(state, batches(workers), num_steps)
+  assert len(traces) <= 2  # To run and to count.
+  drain = workers.jit(lambda w, s: transforms.drain(chain, s, w))
+  return workers.gather(drain(state.params, state.opt_state)[0]), trainer, state
+
+
+def combinations():
+  kinds = ("shard_map", "vmap", "two_on_each", "none")
+  for name, kind in itertools.product(INNER, kinds):
+    quick = kind == "shard_map" or name == "momentum"
+    yield pytest.param(name, kind, marks=[] if quick else [pytest.mark.slow])
+
+
+FORMS = {
+  "mean": {},
+  "scatter": {"scatter": True},
+  "front": {"pending": 0.3},
+  "back": {"pending": 0.5, "order": "back_first"},
+  "nothing": {"pending": 0.0},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "kind"), list(combinations()))
+def test_update_first_is_synchronous_sgd(name, kind, form):
+  workers = team(kind)
+  with jax.numpy_dtype_promotion("standard"):
+    wanted, *_ = fit(workers, methods.ssgd(INNER[name], axis=workers.axis))
+    first = transforms.update_first(
+      INNER[name],
+      axis=workers.axis,
+      max_bytes=16,
+      in_flight=2,
+      **FORMS[form],
+    )
+    found, *_ = fit(workers, first)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+    found,
+    wanted,
+  )
+  assert all((x == x[:1]).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.smoke
+def test_a_step_takes_gradients_where_the_last_update_led():
+  optimizer = transforms.update_first(optax.sgd(0.5), axis="worker")
+
+  def run(x):
+    w, state, seen = jnp.zeros(()), None, []
+    state = optimizer.init(w)
+    for _ in range(3):
+      w, state = optimizer.begin(w, state)
+      seen.append(w)
+      state = optimizer.hold(w - x, state)
+    return jnp.stack(seen), transforms.drain(optimizer, state, w)[0]
+
+  seen, last = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  # Towards 2, by half of the way in each step.
+  assert seen.tolist() == [[0.0, 1.0, 1.5]] * 2
+  assert last.tolist() == [1.75] * 2
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_drained_in_between_it_goes_on_alike(share):
+  workers = team("vmap")
+  chain = transforms.update_first(
+    INNER["momentum"], axis=workers.axis, pending=share
+  )
+  step = training.make_step(loss_fn, chain, axis=workers.axis)
+  run = workers.jit(step)
+  drain = workers.jit(lambda w, s: transforms.drain(chain, s, w))
+  ends = []
+  for drained_at in (None, 3):
+    state = training.init_state(workers, chain, params())
+    for t, batch in zip(range(6), batches(workers)(0), strict=False):
+      if t == drained_at:
+        w, opt_state = drain(state.params, state.opt_state)
+        state = state._replace(params=w, opt_state=opt_state)
+      state, _ = run(state, workers.place(batch))
+    ends.append(workers.gather(drain(state.params, state.opt_state)[0]))
+  jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+# One message each.
+LAYERS = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+
+
+def one_by_one(**options):
+  """A chain whose second message goes when the first has arrived."""
+  return transforms.update_first(
+    optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=1, **options
+  )
+
+
+def begins_after(optimizer, state, name):
+  """Of each message of a step's beginning, whether it waits for a layer."""
+
+  def begin(pending, state):
+    state = state._replace(pending=state.pending | {name: pending})
+    return optimizer.begin(LAYERS, state)
+
+  return _waiting.waiting(begin, LAYERS[name], state)
+
+
+def holds_after(optimizer, state, name):
+  """Of each message of a step's end, whether it waits for a layer."""
+
+  def hold(gradient, others, state):
+    return optimizer.hold(others | {name: gradient}, state)
+
+  return _waiting.waiting(hold, LAYERS[name], LAYERS, state)
+
+
+@pytest.mark.parametrize(
+  ("options", "first", "last"),
+  [({}, "a", "b"), ({"order": "back_first"}, "b", "a")],
+  ids=["by default", "back first"],
+)
+def test_front_layers_are_sent_first_unless_told_otherwise(
+  options, first, last
+):
+  optimizer = one_by_one(**options)
+  state = optimizer.init(LAYERS)
+  assert begins_after(optimizer, state, first) == [True, True]
+  assert begins_after(optimizer, state, last) == [False, True]
+
+
+def test_of_two_halves_the_one_begins_with_the_back_and_one_with_the_front():
+  optimizer = one_by_one(scatter=True)
+  state = one_by_one().init(LAYERS)  # Its own deals out what is pending.
+  assert holds_after(optimizer, state, "b") == [True, True]
+  assert holds_after(optimizer, state, "a") == [False, True]
+  row = jnp.zeros(2)
+
+  def begin(row, number):
+    rows = [jnp.zeros(2), jnp.zeros(2)]
+    rows[number] = row
+    return optimizer.begin(LAYERS, state._replace(pending=tuple(rows)))
+
+  waits = [
+    _waiting.waiting(functools.partial(begin, number=number), row)
+    for number in (0, 1)
+  ]
+  assert waits == [[True, True], [False, True]]
+
+
+def test_by_default_the_front_layers_are_held_back():
+  optimizer = one_by_one(pending=0.5)
+  state = optimizer.init(LAYERS)
+  assert holds_after(optimizer, state, "a") == [False]
+  assert holds_after(optimizer, state, "b") == [True]
+  assert begins_after(optimizer, state, "a") == [True]
+  assert begins_after(optimizer, state, "b") == [False]
+
+
+def test_an_evaluation_sees_the_pending_update():
+  workers = team("vmap")
+
+  def apply(params, model_state, images, *, train):
+    del train
+    hidden = jnp.tanh(images @ params["a"]) @ params["b"]["c"][:, :3].T
+    return hidden + params["b"]["e"], model_state
+
+  random = np.random.default_rng(5)
+  rows = {
+    "image": random.normal(size=(4, 3, 4)).astype(np.float32),
+    "label": np.zeros((4, 3), np.int32),
+    "mask": np.ones((4, 3), np.float32),
+  }
+
+  def losses(chain, num_steps, seen):
+    _, _, state = fit(workers, chain, num_steps)
+    evaluators = [
+      training.Evaluator(workers, apply, [rows], optimizer=given)
+      for given in seen
+    ]
+    return [evaluate(state)["loss"] for evaluate in evaluators]
+
+  simple = methods.ssgd(INNER["momentum"], axis=workers.axis)
+  first = transforms.update_first(INNER["momentum"], axis=workers.axis)
+  (before,) = losses(simple, 4, [None])
+  (after,) = losses(simple, 5, [None])
+  assert abs(after - before) > 1e-3
+  assert losses(first, 5, [first]) == pytest.approx([after], rel=1e-6)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_no_more_are_in_flight_than_stated(in_flight):
+  optimizer = transforms.update_first(
+    optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=in_flight
+  )
+  messages = len(collectives.plan(params(), max_bytes=16).messages)
+
+  def begin(w):
+    return optimizer.begin(w, optimizer.init(w))[0]
+
+  rows = jax.tree.map(lambda x: jnp.stack([x, x]), params())
+  traced = str(jax.make_jaxpr(jax.vmap(begin, axis_name="worker"))(rows))
+  assert traced.count("optimization_barrier") == messages - in_flight
+  assert messages > 6
+
+
+def test_a_mean_in_two_halves_sends_as_much():
+  workers = team("shard_map")
+  sent = {}
+  for scatter in (False, True):
+    chain = transforms.update_first(
+      INNER["momentum"], axis=workers.axis, scatter=scatter
+    )
+    _, trainer, state = fit(workers, chain, 1)
+    batch = workers.place(next(batches(workers)(0)))
+    traffic = trainer.traffic(state, batch)
+    sent[scatter] = traffic.bytes_per_step
+    kinds = {c.kind for c in traffic.collectives}
+    assert kinds == (
+      {"reduce-scatter", "all-gather"} if scatter else {"all-reduce"}
+    )
+    assert not any(c.conditional for c in traffic.collectives)
+  # 32 elements, three quarters of them twice.
+  assert sent[False] == sent[True] == 32 * 4 * 1.5
+
+
+def test_what_is_not_pending_is_a_mean_already():
+  # Half of the four elements are the urgent leaf's.
+  optimizer = transforms.update_first(
+    optax.sgd(1.0), axis="worker", pending=0.5, order="back_first"
+  )
+
+  def run(x):
+    grads = {"a": jnp.stack([x, x]), "b": jnp.stack([x, 3 * x])}
+    state = optimizer.hold(grads, optimizer.init(grads))
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    return state.pending, optimizer.begin(zeros, state)[0]
+
+  pending, w = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  assert pending["a"].tolist() == [[2, 2], [2, 2]]
+  assert pending["b"].tolist() == [[1, 3], [3, 9]]
+  assert w["a"].tolist() == [[-2, -2]] * 2
+  assert w["b"].tolist() == [[-2, -6]] * 2
+
+
+def scaled_by_loss(rate):
+  """SGD whose steps are as long as the loss is large."""
+
+  def update(updates, state, params=None, *, loss, **others):
+    del params, others
+    return jax.tree.map(lambda g: -rate * loss * g, updates), state + loss
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros(()), update
+  )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_reaches_the_optimizer_as_the_mean(form):
+  optimizer = transforms.update_first(
+    scaled_by_loss(0.5), axis="worker", max_bytes=16, **FORMS[form]
+  )
+
+  def run(x):
+    w = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    state = optimizer.init(w)
+    for _ in range(2):
+      w, state = optimizer.begin(w, state)
+      grads = jax.tree.map(lambda y: y - x, w)
+      state = optimizer.hold(grads, state, loss=x)
+    return transforms.drain(optimizer, state, w)
+
+  w, state = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  # Of both workers the mean target is 2, and so is the mean loss.
+  assert w["a"].tolist() == [[2.0] * 3] * 2
+  assert w["b"].tolist() == [[2.0] * 2] * 2
+  assert state.inner.tolist() == [4.0, 4.0]
+  assert transforms.sharing(state).state.inner is True
+
+
+@pytest.mark.parametrize(
+  ("inner", "more"), [(INNER["momentum"], 0), (scaled_by_loss(0.1), 1)]
+)
+def test_a_loss_that_nobody_asks_for_is_not_sent(inner, more):
+  optimizer = transforms.update_first(inner, axis="worker")
+  like = jax.ShapeDtypeStruct((5,), jnp.float32)
+  traffic = collectives.traffic(
+    lambda w: optimizer.begin(w, optimizer.init(w)),
+    like,
+    axis="worker",
+    num_workers=2,
+  )
+  payloads = [c.payload_bytes for c in traffic.collectives]
+  assert sorted(payloads) == [4] * more + [20]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_sharded_worker_sends_its_own_parts(share):
+  mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
+  workers = collectives.workers(2, mesh=mesh)
+  specs = {
+    "a": PartitionSpec("fsdp"),
+    "b": {
+      "c": PartitionSpec(None, "fsdp"), "d": PartitionSpec(),
+      "e": PartitionSpec(),
+    },
+  }  # fmt: skip
+  chain = transforms.update_first(
+    optax.sgd(0.1),
+    axis=workers.axis,
+    max_bytes=16,
+    specs=specs,
+    pending=share,
+  )
+  state = training.init_state(workers, chain, params(), specs=specs)
+  placed = workers.specs(state)
+
+  def step(w, s):
+    w, s = chain.begin(w, s)
+    return w, chain.hold(w, s)
+
+  program = workers.jit(
+    step,
+    out_specs=(placed.params, placed.opt_state),
+  ).lower(state.params, state.opt_state)
+  text = program.compile().as_text()
+  groups = [
+    line for line in text.splitlines() if "replica_groups=" in line
+  ]  # fmt: skip
+  # Devices 0 and 1 are one worker.
+  assert groups and all("{{0,2},{1,3}}" in line or "[2,2]<=[2,2]T(1,0)" in line
+                        for line in groups), groups  # fmt: skip
+
+
+REJECTED = {
+  "optimizer": (
+    {"optimizer": 0.1},
+    "`optimizer` must be an Optax transformation",
+  ),
+  "in_flight": ({"in_flight": 0}, "`in_flight` must be an int >= 1, got 0"),
+  "max_bytes": ({"max_bytes": 1}, "`max_bytes` must be an int >= 8, got 1"),
+  "pending": ({"pending": 1.1}, r"`pending` must be in \[0, 1\], got 1.1"),
+  "order": (
+    {"order": "fifo"},
+    "`order` must be 'front_first', .* got 'fifo'",
+  ),
+  "traced": (
+    {"pending": jnp.ones(())},
+    "`pending` shapes the program and must be a Python number, got an array",
+  ),
+  "two_splits": (
+    {"scatter": True, "pending": 0.5},
+    "`scatter` splits all means in two and cannot be used with `pending`",
+  ),
+  "scatter": (
+    {"scatter": True, "specs": PartitionSpec("fsdp")},
+    "`scatter` deals out flat messages and cannot be used with `specs`",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  changes, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    transforms.update_first(
+      **({"optimizer": optax.sgd(0.1), "axis": None} | changes)
+    )
