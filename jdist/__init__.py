@@ -7,6 +7,8 @@ here too.
 """
 
 from jdist import collectives as collectives
+from jdist import methods as methods
+from jdist import reducers as reducers
 from jdist import transforms as transforms
 from jdist._version import __version__ as __version__
 from jdist.collectives import workers as workers
@@ -15,6 +17,7 @@ from jdist.methods import local_sgd as local_sgd
 from jdist.methods import msdpu as msdpu
 from jdist.methods import post_local_sgd as post_local_sgd
 from jdist.methods import ssgd as ssgd
+from jdist.reducers import Compression as Compression
 from jdist.transforms import anchor as anchor
 from jdist.transforms import apply_updates as apply_updates
 from jdist.transforms import average_gradients as average_gradients

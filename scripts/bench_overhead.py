@@ -43,7 +43,9 @@ def _chains(interval):
     "local_sgd": methods.local_sgd(inner(), interval, axis=None),
     "diloco": methods.diloco(inner(), interval, axis=None),
     "msdpu": msdpu(),
-    "msdpu streamed": msdpu(stream=transforms.Stream()),
+    "msdpu streamed": msdpu(
+      overlap=transforms.Delayed(carry=None, stream=transforms.Stream())
+    ),
     "update_first": transforms.update_first(inner(), axis=None),
   }
   for name in ("local_sgd", "diloco", "msdpu", "msdpu streamed"):

@@ -37,7 +37,7 @@ def _chains(axis, interval):
 
   def late(interval, stream):
     return transforms.local_steps(
-      inner, interval, axis=axis, delay_rounds=1, stream=stream
+      inner, interval, axis=axis, overlap=transforms.Delayed(stream=stream)
     )
 
   parts = transforms.Stream(max_bytes=2**20)

@@ -21,8 +21,20 @@ def _reduced(
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=reducers.compressed(codec),
-      feedback=reducers.ErrorFeedback() if feedback else None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.compressed(codec),
+                  reducers.ErrorFeedback() if feedback else None,
+                )
+              )
+            )
+          )
+        )
+      ),
     ),
     run.inner,
   )
@@ -65,10 +77,22 @@ def _two_way(
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=reducers.compressed(codec, wire="exchange"),
-      feedback=reducers.MomentumCorrection(0.9, nesterov=True)
-      if momentum
-      else reducers.ErrorFeedback(),
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.compressed(codec, wire="exchange"),
+                  reducers.MomentumCorrection(0.9, nesterov=True)
+                  if momentum
+                  else reducers.ErrorFeedback(),
+                )
+              )
+            )
+          )
+        )
+      ),
     ),
     _plain(run) if momentum else run.inner,
   )
@@ -103,7 +127,18 @@ def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
   )
   return optax.chain(
     transforms.average_gradients(
-      run.axis, reducer=policy, feedback=reducers.ErrorFeedback()
+      run.axis,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(policy, reducers.ErrorFeedback())
+              )
+            )
+          )
+        )
+      ),
     ),
     run.inner,
   )
@@ -126,8 +161,9 @@ def _local(run: Run, codec: codecs.Codec | None) -> Chain:
     run.inner,
     intervals.ending_at(run.num_steps, 8),
     axis=run.axis,
-    reducer=reducers.compressed(codec),
-    feedback=reducers.ErrorFeedback(),
+    compression=reducers.Compression(
+      reducers.compressed(codec), reducers.ErrorFeedback()
+    ),
   )
 
 

@@ -259,8 +259,20 @@ def _in_bits(run: Run, bits: int) -> Chain:
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducer=reducers.compressed(codecs.Quantize(bits, 64)),
-      feedback=reducers.ErrorFeedback(),
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.compressed(codecs.Quantize(bits, 64)),
+                  reducers.ErrorFeedback(),
+                )
+              )
+            )
+          )
+        )
+      ),
     ),
     run.inner,
   )

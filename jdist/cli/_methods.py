@@ -107,10 +107,12 @@ def _msdpu(task: Task) -> optax.GradientTransformationExtraArgs:
     task.budget.learning_rate,
     axis=task.axis,
     correction=task.options.correction,
-    carry=task.options.carry,
-    delay_steps=task.options.delay_steps,
     warmup_steps=task.budget.warmup_steps,
-    stream=transforms.Stream() if task.options.stream else None,
+    overlap=transforms.Delayed(
+      task.options.delay_steps,
+      carry=task.options.carry,
+      stream=transforms.Stream() if task.options.stream else None,
+    ),
   )
 
 

@@ -9,11 +9,10 @@ from jdist.reducers._chunked import Cut as Cut
 from jdist.reducers._compressed import Compressed as Compressed
 from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compressed import CompressedState as CompressedState
-from jdist.reducers._compressed_mean import check_reducer as check_reducer
-from jdist.reducers._compressed_mean import like as like
-from jdist.reducers._compressed_mean import make as make
-from jdist.reducers._compressed_mean import Reduction as Reduction
-from jdist.reducers._compressed_mean import ReductionState as ReductionState
+from jdist.reducers._compression import check_compression as check_compression
+from jdist.reducers._compression import check_reducer as check_reducer
+from jdist.reducers._compression import Compression as Compression
+from jdist.reducers._compression import CompressionState as CompressionState
 from jdist.reducers._error_feedback import EF21 as EF21
 from jdist.reducers._error_feedback import EF21State as EF21State
 from jdist.reducers._error_feedback import ErrorFeedback as ErrorFeedback

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks
+from jdist import checks, states
 from jdist.reducers import _feedback
 
 PyTree: TypeAlias = Any
 
 
+@states.declare()
 class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
 
@@ -23,6 +24,10 @@ class ErrorFeedbackState(NamedTuple):
 
   residual: PyTree
   nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +117,7 @@ class ErrorFeedback(_feedback.Feedback):
     return state._replace(residual=residual)
 
 
+@states.declare(shared=("mean",))
 class EF21State(NamedTuple):
   """State of `EF21`.
 
@@ -125,6 +131,10 @@ class EF21State(NamedTuple):
   own: PyTree
   mean: PyTree
   nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)

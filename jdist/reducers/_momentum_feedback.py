@@ -6,12 +6,13 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks
+from jdist import checks, states
 from jdist.reducers import _feedback
 
 PyTree: TypeAlias = Any
 
 
+@states.declare()
 class MomentumCorrectionState(NamedTuple):
   """State of `MomentumCorrection`.
 
@@ -25,6 +26,10 @@ class MomentumCorrectionState(NamedTuple):
   momentum: PyTree
   residual: PyTree
   nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +138,7 @@ class MomentumCorrection(_feedback.Feedback):
     return state._replace(residual=_feedback.added(state.residual, held))
 
 
+@states.declare()
 class SmoothingState(NamedTuple):
   """State of `Smoothing`.
 
@@ -144,6 +150,10 @@ class SmoothingState(NamedTuple):
 
   momentum: PyTree
   nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)

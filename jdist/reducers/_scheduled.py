@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives
-from jdist.reducers import _compressed_mean, _reducer
+from jdist.reducers import _compression, _reducer
 
 PyTree: TypeAlias = Any
 # Deep Gradient Compression: 75, 93.75, 98.4375 and 99.6 % are not sent.
@@ -62,7 +62,7 @@ class Scheduled(_reducer.Reducer):
       checks.check_structural("phases", end, minimum=before + 1)
       before = end or 0
     for _, reducer in self.phases:
-      _compressed_mean.check_reducer("phases", reducer)
+      _compression.check_reducer("phases", reducer)
 
   @property
   def averages(self) -> bool:

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdist import states
 from jdist.reducers import _feedback, _sharded
 
 PyTree = Any
 
 
+@states.declare()
 class ShardedFeedbackState(NamedTuple):
   """State of a feedback on shards.
 
@@ -24,6 +26,11 @@ class ShardedFeedbackState(NamedTuple):
 
   trees: PyTree
   nonfinite: dict[str, jax.Array]
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The largest count of a device."""
+    (count,) = self.nonfinite.values()
+    return count.max(-1)
 
 
 @dataclasses.dataclass(frozen=True)

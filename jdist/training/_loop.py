@@ -67,7 +67,7 @@ class Trainer:
     step: _step.Step,
     *,
     stream_steps: Sequence[int] = (),
-    host_rounds: bool = False,
+    host_rounds: bool | None = None,
     timeout_s: float = 900.0,
   ):
     """Prepares the program.
@@ -77,52 +77,58 @@ class Trainer:
       step: one worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
       stream_steps: for a streamed method with an adaptive interval (or a
-        warm-up, or `delay_steps`), the numbers of steps in which a round's
-        message may be sent, for instance `(1, 2, 4, 8, 16)`.  Each is a
-        program, compiled before the first step; the loop takes the largest
-        that fits into a round, at the round's start.  By default there is one
-        program, which only a fixed interval allows.
-      host_rounds: for `local_steps` and what is made of it: the loop says
-        which step ends a round, and compiles one program for those that do
-        and one for those that do not, in place of one with a conditional,
-        around which compilers copy and in which nothing overlaps.
+        warm-up, or steps late), the numbers of steps in which a message may be
+        sent, for instance `(1, 2, 4, 8, 16)`.  Each is a program, compiled
+        before the first step; the loop takes the largest that fits into a
+        round, at the round's start.  By default there is one program, which
+        only a fixed interval allows.
+      host_rounds: whether the loop says which step ends a round, and compiles
+        one program for those that do and one for those that do not, in place of
+        one with a conditional, around which compilers copy and in which nothing
+        overlaps.  None (default): wherever the method allows it.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
-    self._variants = _programs.Variants(stream_steps, host_rounds=host_rounds)
+    self._choices = _programs.Programs(stream_steps, host_rounds)
     self._names: tuple[str, ...] = ()
+    self._places: tuple[str, ...] = ()
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
 
   def _packed(
-    self, state: _train_state.TrainState, batch: PyTree, **options: Any
+    self,
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control,
   ) -> tuple[_train_state.TrainState, jax.Array]:
     """The step, with its metrics in one array: each would be a transfer."""
-    state, metrics = self._step(state, batch, **options)
+    state, metrics = self._step(state, batch, **_given(control))
     if missing := {"loss", "rounds"} - metrics.keys():
       raise ValueError(
         f"`step` must return the metrics `loss` and `rounds`, but {missing} "
         f"are missing; got {sorted(metrics)}."
       )
     self._names = tuple(sorted(metrics))
+    count = sum(name.startswith("ahead_") for name in metrics)
+    self._places = tuple(f"ahead_{i}" for i in range(count))
     values = [jnp.asarray(metrics[n], jnp.float32) for n in self._names]
     return state, jnp.stack(values)
 
   def _program(
-    self, state: _train_state.TrainState, variant: _programs.Variant
+    self, state: _train_state.TrainState, control: transforms.Control
   ) -> Any:
     """The compiled step for states that live where this one does."""
     specs = self.workers.specs(state)
     leaves, structure = jax.tree.flatten(specs)
-    key = (variant, structure, tuple(leaves))
+    key = (control, structure, tuple(leaves))
     if key not in self._programs:
       # A state comes out as it went in; else the compiler may split it
       # otherwise over the mesh's other axes, and the next call is another.
       self._programs[key] = self.workers.jit(
-        functools.partial(self._packed, **self._variants.options(variant)),
+        functools.partial(self._packed, control=control),
         donate_argnums=0,
         out_specs=(specs, None),
       )
@@ -132,7 +138,7 @@ class Trainer:
     self,
     state: _train_state.TrainState,
     batch: PyTree,
-    variant: _programs.Variant = _programs.USUAL,
+    control: transforms.Control = _programs.DEVICE,
   ) -> collectives.Traffic:
     """What one worker sends in a step and in a round."""
 
@@ -141,10 +147,10 @@ class Trainer:
 
     args = jax.tree.map(one, (state, batch))
     leaves, structure = jax.tree.flatten(args)
-    key = (variant, structure, tuple((x.shape, str(x.dtype)) for x in leaves))
+    key = (control, structure, tuple((x.shape, str(x.dtype)) for x in leaves))
     if key not in self._traffic:  # It costs as much as tracing the step.
       self._traffic[key] = collectives.traffic(
-        functools.partial(self._step, **self._variants.options(variant)),
+        functools.partial(self._step, **_given(control)),
         *args,
         axis=self.workers.axis,
         num_workers=self.workers.num_workers,
@@ -258,16 +264,21 @@ class _Run:
     self._trainer = trainer
     self._on_record = on_record
     self._evaluate = evaluate
-    self._traffic: dict[_programs.Variant, collectives.Traffic] = {}
+    self._traffic: dict[transforms.Control, collectives.Traffic] = {}
     self._sent_bytes = 0.0
     # Metrics of two steps at the most, and what was run.
-    self._flying: list[tuple[_programs.Variant, jax.Array]] = []
+    self._flying: list[tuple[_programs.Choice, jax.Array]] = []
     self._start = self._read = start
     view = trainer.workers.view
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
-    # Interval and offset of the next step and of the one after it.
-    ahead = trainer._variants.ahead(state.opt_state)
-    self._ahead = [(0, 0)] * 2 if ahead is None else np.asarray(view(ahead))
+    self._choices = trainer._choices.for_state(state.opt_state)
+    # The places in their rounds of the next step and of the one after it.
+    ahead = transforms.rounds_ahead(state.opt_state)
+    self._ahead: list[Any] = [None, None]
+    if ahead is not None:
+      places = np.asarray(view(ahead))
+      self._ahead = [places[..., 0, :], places[..., 1, :]]
+      self._place_shape = self._ahead[0].shape
     self._losses: list[float] = []
     self._samples = 0
     self._samples_per_step = 0
@@ -288,37 +299,47 @@ class _Run:
   def _prepare(self, placed: PyTree) -> None:
     """Makes all programs, and counts what each sends."""
     self.watchdog.beat("compiling", patience=4.0)
-    variants = self._trainer._variants.all
-    self._programs = {}
-    for variant in variants:
-      self._traffic[variant] = self._trainer.traffic(
-        self.state, placed, variant
-      )
-      program = self._trainer._program(self.state, variant)
-      if len(variants) > 1:  # Not when it is needed, with the device waiting.
-        program = program.lower(self.state, placed).compile()
-        self.watchdog.beat("compiling", patience=4.0)
-      self._programs[variant] = program
+    choices = self._choices.all
+    self._programs: dict[transforms.Control, Any] = {}
+    if self._ahead[0] is not None and self._ahead[0].ndim > 1:
+      choices = (_programs.Choice(),)  # Of fragments when they are needed.
+    for choice in choices:
+      self._compile(choice.control, placed, now=len(choices) > 1)
     # Up to here, as far as the counters tell: all that was sent at once.
     steps, rounds = self._start, self._rounds
-    at_once = {v.ends: self._traffic[v] for v in reversed(variants)}
+    at_once = {
+      choice.control.round_ends: self._traffic[choice.control]
+      for choice in reversed(choices)
+    }
     if None in at_once:
       self._sent_bytes = at_once[None].sent_bytes(steps, rounds)
     else:
       self._sent_bytes = at_once[True].sent_bytes(rounds, 0)
       self._sent_bytes += at_once[False].sent_bytes(steps - rounds, 0)
 
+  def _compile(
+    self, control: transforms.Control, placed: PyTree, *, now: bool
+  ) -> None:
+    """Makes a program, and counts what it sends."""
+    self._traffic[control] = self._trainer.traffic(self.state, placed, control)
+    program = self._trainer._program(self.state, control)
+    if now:  # Not when it is needed, with the device waiting.
+      program = program.lower(self.state, placed).compile()
+      self.watchdog.beat("compiling", patience=4.0)
+    self._programs[control] = program
+
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
     if not self._flying and self._read > self._start:
       self._since_s = time.perf_counter()  # After an interruption.
-    variants = self._trainer._variants
-    interval, offset = self._ahead[0]
-    variant = variants.choose(int(interval), int(offset))
-    program = self._programs[variants.program(variant)]
-    self.state, metrics = program(self.state, placed)
-    self._flying.append((variant, metrics))
-    # The step after this one; its metrics will tell about the one after that.
+    place, choice = self._ahead[0], _programs.Choice()
+    if place is not None:
+      choice = self._choices.choose(place)
+    if choice.control not in self._programs:
+      self._compile(choice.control, placed, now=False)
+    self.state, metrics = self._programs[choice.control](self.state, placed)
+    self._flying.append((choice, metrics))
+    # The metrics of this step hold the place of the one after next.
     self._ahead = self._ahead[1:]
 
   def read_before(self) -> None:
@@ -331,7 +352,7 @@ class _Run:
     while self._flying:
       self._take(*self._flying.pop(0))
 
-  def _take(self, variant: _programs.Variant, metrics: jax.Array) -> None:
+  def _take(self, choice: _programs.Choice, metrics: jax.Array) -> None:
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
     before = self._read
@@ -342,20 +363,19 @@ class _Run:
       self._samples += self._samples_per_step
     self._since_s = now_s
     columns = dict(zip(self._trainer._names, rows.T, strict=True))
-    traffic = self._traffic[self._trainer._variants.program(variant)]
+    traffic = self._traffic[choice.control]
     rounds = int(columns["rounds"][0])
     # What was streamed before has not been sent again at the round's end.
-    ended = 0 if variant.idle else rounds - self._rounds
+    ended = 0 if choice.idle else rounds - self._rounds
     # A program that always ends a round counts rounds as its steps.
-    before = self._rounds if variant.ends else before
+    before = self._rounds if choice.control.round_ends else before
     self._sent_bytes += traffic.sent_bytes(
       1, ended, after_steps=before, after_rounds=self._rounds
     )
     self._rounds = rounds
-    ahead = (0, 0)
-    if "interval_ahead" in columns:
-      ahead = columns["interval_ahead"][0], columns["offset_ahead"][0]
-    self._ahead = [*self._ahead, ahead]
+    ahead = [columns[name][0] for name in self._trainer._places]
+    last = np.asarray(ahead).reshape(self._place_shape) if ahead else None
+    self._ahead = [*self._ahead, last]
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress.update(
@@ -396,6 +416,11 @@ class _Run:
     shared = _train_state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
+
+
+def _given(control: transforms.Control) -> dict[str, Any]:
+  """A step of a user's own may know nothing of a control."""
+  return {} if control == transforms.Control() else {"control": control}
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:

@@ -1,44 +1,47 @@
 """The programs of a step, and which one is next.
 
 How many sub-tensors a step sends shapes its program, and so does whether it
-ends a round.  A streamed method whose interval adapts is compiled for a few
-numbers, one whose rounds the host ends for both cases, and the host takes the
-program that fits, without waiting for the device: the state says which
-intervals the next two updates have.
+ends a round.  The host chooses without waiting for the device: the state says
+where in their rounds the next two updates are.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jdist import transforms
 
+# Nothing is said: the device ends rounds.
+DEVICE = transforms.Control()
 
-class Variant(NamedTuple):
+
+class Choice(NamedTuple):
   """What a step is compiled for.
 
   Attributes:
-    steps: the number of steps in which a message is sent; "usual", as the
-      optimizer has it; None, at once at the round's end.
-    ends: whether the step ends its round; None where the device decides.
-    idle: whether all of the message has been sent before; then `steps` is
-      None, and the round's end sends nothing.
+    control: what the optimizer is told.
+    idle: whether all of the message has been sent before, so that the round's
+      end sends nothing.
   """
 
-  steps: int | Literal["usual"] | None = "usual"
-  ends: bool | None = None
+  control: transforms.Control = DEVICE
   idle: bool = False
 
 
-USUAL = Variant()
-
-
-class Variants:
+class Programs:
   """Which programs there are."""
 
-  def __init__(self, stream_steps: Sequence[int], *, host_rounds: bool = False):
-    """Checks the numbers of steps."""
+  def __init__(
+    self, stream_steps: Sequence[int], host_rounds: bool | None = None
+  ):
+    """Checks the numbers of steps.
+
+    Args:
+      stream_steps: in how many steps a message may be sent.
+      host_rounds: whether the host ends rounds; None where it can.
+    """
     wrong = [
       s for s in stream_steps if isinstance(s, bool) or not isinstance(s, int)
     ]
@@ -50,79 +53,96 @@ class Variants:
     self.stream_steps = tuple(sorted(set(stream_steps)))
     self.host_rounds = host_rounds
 
-  @property
-  def all(self) -> tuple[Variant, ...]:
-    """All programs that may be needed; what is sent at once comes first."""
-    told = (True, False) if self.host_rounds else (None,)
-    if not self.stream_steps:
-      return tuple(Variant("usual", ends) for ends in told)
-    # Rounds that are not delayed the device ends in any case.
-    at_once = dict.fromkeys((None, *told))
-    return (
-      *(Variant(None, ends) for ends in at_once),
-      *(Variant(s, ends) for s in self.stream_steps for ends in told),
-    )
+  def for_state(self, opt_state: Any) -> "Programs":
+    """Decides for a state whether the host ends its rounds.
 
-  def ahead(self, opt_state: Any) -> jax.Array | None:
-    """Intervals and offsets of the next two steps; None if nobody asks.
+    Args:
+      opt_state: arrays or shapes.
 
     Raises:
       ValueError: when the host is to end rounds that it cannot end, or to
         choose for a method that streams nothing.
     """
-    if self.stream_steps and transforms.stream_steps(opt_state) is None:
+    if self.stream_steps and not transforms.streams(opt_state):
       raise ValueError(
         "`stream_steps` must be empty for an optimizer that streams nothing, "
         f"got {self.stream_steps}: each is a program, and none would run. "
-        "Leave it out, or build the optimizer with `stream=Stream()`, which "
-        "`msdpu` and `local_steps(..., delay_rounds=1)` take."
+        "Leave it out, or build the optimizer with "
+        "`overlap=Delayed(stream=Stream())`."
       )
-    if not self.host_rounds:
-      return transforms.stream_steps(opt_state)
-    found = transforms.rounds_ahead(opt_state)
-    if found is None:
+    can = jax.eval_shape(transforms.rounds_ahead, opt_state) is not None
+    if self.host_rounds and not can:
       raise ValueError(
-        "`host_rounds` must be False for an optimizer that does not take "
-        "`round_ends`, got True. Those of `local_steps` do: `local_sgd`, "
-        "`diloco`, `msdpu`."
+        "`host_rounds` must be False for an optimizer whose rounds no host "
+        "ends, got True. Leave it out: the loop ends rounds where it can."
       )
-    return found
+    ends = can if self.host_rounds is None else self.host_rounds
+    return Programs(self.stream_steps, ends)
 
-  def choose(self, interval: int, offset: int) -> Variant:
-    """The variant of one step.
+  @property
+  def all(self) -> tuple[Choice, ...]:
+    """The programs that may be needed; what is sent at once comes first.
+
+    Of a mean that arrives within a round, and of fragments, there are others,
+    which are compiled when they are first needed.
+    """
+    ends = (True, False) if self.host_rounds else (None,)
+    steps: tuple[Any, ...] = ("fixed",)
+    if self.stream_steps:
+      steps = (None, *self.stream_steps)
+    found = [_choice(s, e, e) for s in steps for e in ends]
+    if self.host_rounds and self.stream_steps:
+      # Rounds that are not delayed the device ends in any case.
+      found.insert(0, _choice(None, None, None))
+    return tuple(found)
+
+  def choose(self, place: np.ndarray) -> Choice:
+    """Chooses the program of one step.
 
     Args:
-      interval: local steps of its round; 0 for a round without a delay.
-      offset: how many of them came before it.
+      place: window, offset and interval of the update, [3]; with fragments
+        [fragments, 3].  See `transforms.rounds_ahead`.
 
-    >>> variants = Variants((1, 2, 4, 8))
-    >>> variants.choose(6, 0).steps, variants.choose(6, 4).idle
-    (4, True)
-    >>> variants.choose(0, 0)
-    Variant(steps=None, ends=None, idle=False)
-    >>> variants = Variants((), host_rounds=True)
-    >>> variants.choose(2, 0).ends, variants.choose(2, 1).ends
-    (False, True)
+    >>> programs = Programs((1, 2, 4, 8), False)
+    >>> programs.choose(np.array([6, 0, 6])).control.stream_steps
+    4
+    >>> programs.choose(np.array([6, 4, 6])).idle
+    True
+    >>> programs = Programs((), True)
+    >>> programs.choose(np.array([2, 1, 2])).control.round_ends
+    True
     """
+    if place.ndim == 1:
+      return self._one(*map(int, place))
+    each = [self._one(*map(int, row)) for row in place]
+    if not self.host_rounds and not self.stream_steps:
+      return Choice()
+    return Choice(
+      transforms.Control(fragments=tuple(one.control for one in each)),
+      all(one.idle for one in each),
+    )
+
+  def _one(self, window: int, offset: int, interval: int) -> Choice:
     ends = offset + 1 >= interval if self.host_rounds else None
+    arrives = offset + 1 == window if self.host_rounds else None
+    if window < 0 and self.stream_steps:
+      return _choice(None, None, None)
+    if window < 0:
+      ends = arrives = None
     if not self.stream_steps:
-      return Variant("usual", ends)
-    fitting = [s for s in self.stream_steps if s <= interval]
+      return _choice("fixed", ends, arrives)
+    fitting = [s for s in self.stream_steps if s <= window]
     if not fitting:
-      return Variant(None)
+      return _choice(None, ends, arrives, idle=window == 0)
     if offset < fitting[-1]:
-      return Variant(fitting[-1], ends)
-    return Variant(None, ends, idle=True)
+      return _choice(fitting[-1], ends, arrives)
+    return _choice(None, ends, arrives, idle=True)
 
-  def options(self, variant: Variant) -> dict[str, Any]:
-    """What the step is given for it."""
-    given: dict[str, Any] = {}
-    if variant.steps != "usual":
-      given["stream_steps"] = variant.steps
-    if variant.ends is not None:
-      given["round_ends"] = variant.ends
-    return given
 
-  def program(self, variant: Variant) -> Variant:
-    """The variant whose program it runs."""
-    return variant._replace(idle=False)
+def _choice(
+  steps: Any, ends: bool | None, arrives: bool | None, idle: bool = False
+) -> Choice:
+  control = transforms.Control(
+    round_ends=ends, arrives=arrives, stream_steps=steps
+  )
+  return Choice(control, idle)

@@ -33,7 +33,7 @@ def make_step(
   ends rounds exactly on the anchor, and averages batch statistics whenever
   the workers come together.  Of a streamed method and of `update_first` it
   leaves them to each worker: their mean would hold up what is to be hidden
-  (compilers join it with other messages, and all then wait for the joined
+  (compilers merge it with other all-reduces, and all then wait for the merged
   one), no training step reads them, and running averages are linear, so that
   their mean at an evaluation, which `Evaluator` takes, is the same.
 
@@ -51,11 +51,9 @@ def make_step(
     `(state, batch) -> state, metrics` for one worker, to be run by
     `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
-    `interval`.  The step passes static keywords on to the optimizer:
-    `stream_steps` to a streamed one, `round_ends` to one whose rounds a host
-    ends.  Where a host chooses so between programs, `interval_ahead` and
-    `offset_ahead`, the place in its round of the step after next, are
-    metrics, too.
+    `interval`, and for a host that chooses between programs `ahead_0`, ..., the
+    place in its round of the step after next.  The step passes the static
+    `control` on to the optimizer.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
@@ -68,7 +66,9 @@ def make_step(
   differentiate = jax.value_and_grad(loss_fn, has_aux=True)
 
   def step(
-    state: _train_state.TrainState, batch: PyTree, **options: Any
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control | None = None,
   ) -> tuple[_train_state.TrainState, Metrics]:
     key = jax.random.wrap_key_data(state.key)
     key = jax.random.fold_in(key, state.step)
@@ -79,10 +79,10 @@ def make_step(
       state.model_state,
     )
     if first is not None:
-      if told := [name for name, x in options.items() if x is not None]:
+      if control not in (None, transforms.Control()):
         raise ValueError(
-          f"`{told[0]}` must be None for `update_first`, which has neither "
-          f"rounds nor a stream, got {options[told[0]]!r}. Leave it out."
+          "`control` must be None for `update_first`, which has neither rounds "
+          f"nor a stream, got {control}. Leave it out."
         )
       params, opt_state = first.begin(params, opt_state)
     elif transforms.update_pending(opt_state):
@@ -108,26 +108,24 @@ def make_step(
     if first is not None:
       opt_state = first.hold(grads, opt_state, loss=loss)
     else:
+      given = {} if control is None else {"control": control}
       updates, opt_state = optimizer.update(
-        grads, opt_state, params, loss=loss, **options
+        grads, opt_state, params, loss=loss, **given
       )
       params = transforms.apply_updates(params, updates, opt_state)
-      if transforms.stream_steps(opt_state) is None:
-        ends = options.get("round_ends")
-        model_state = _met(model_state, opt_state, axis, ends=ends)
+      if not transforms.streams(opt_state):
+        ends = None if control is None else control.round_ends
+        model_state = _synchronized(model_state, opt_state, axis, ends=ends)
     number = optax.safe_increment(state.step)
     metrics = metrics | {
       "loss": loss,
       "rounds": transforms.rounds(opt_state, number),
       "interval": jnp.asarray(transforms.interval(opt_state)),
     }
-    places = (
-      transforms.rounds_ahead
-      if "round_ends" in options
-      else transforms.stream_steps
-    )
-    if (ahead := places(opt_state)) is not None:
-      metrics["interval_ahead"], metrics["offset_ahead"] = ahead[1]
+    if (ahead := transforms.rounds_ahead(opt_state)) is not None:
+      # Where in its round the step after next is.
+      places = ahead[..., 1, :].reshape(-1)
+      metrics |= {f"ahead_{i}": place for i, place in enumerate(places)}
     new = _train_state.TrainState(
       step=number,
       params=params,
@@ -140,7 +138,7 @@ def make_step(
   return step
 
 
-def _met(
+def _synchronized(
   model_state: PyTree,
   opt_state: PyTree,
   axis: collectives.Axis,

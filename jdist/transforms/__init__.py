@@ -1,4 +1,4 @@
-"""Optax transformations for workers that meet rarely, late, or in part.
+"""Optax transformations for workers that communicate rarely, late, or in part.
 
 Each is an ordinary `optax.GradientTransformation` that a user composes in
 `optax.chain` and unit-tests in isolation with `axis=None`.
@@ -11,6 +11,7 @@ from jdist.transforms._averaging import (
 )
 from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
+from jdist.transforms._control import Control as Control
 from jdist.transforms._delayed_gradients import (
   delay_gradients as delay_gradients,
 )
@@ -32,7 +33,6 @@ from jdist.transforms._predicted import PredictRestState as PredictRestState
 from jdist.transforms._proximal import proximal as proximal
 from jdist.transforms._proximal import pull_to_anchor as pull_to_anchor
 from jdist.transforms._proximal import PullToAnchorState as PullToAnchorState
-from jdist.transforms._shared import register_shared as register_shared
 from jdist.transforms._shared import Sharing as Sharing
 from jdist.transforms._shared import sharing as sharing
 from jdist.transforms._state import anchor as anchor
@@ -41,36 +41,47 @@ from jdist.transforms._state import interval as interval
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._state import rounds as rounds
 from jdist.transforms._state import rounds_ahead as rounds_ahead
-from jdist.transforms._state import stream_steps as stream_steps
+from jdist.transforms._state import streams as streams
 from jdist.transforms._state import synchronized as synchronized
 from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
 from jdist.transforms._update_first import UpdateFirstState as UpdateFirstState
-from jdist.transforms.local._chunked_stream import PartsState as PartsState
+from jdist.transforms.local._chunked_stream import (
+  ChunkedStreamState as ChunkedStreamState,
+)
+from jdist.transforms.local._clock import RoundClock as RoundClock
 from jdist.transforms.local._control_variates import (
-  control_variates as control_variates,
+  ControlVariates as ControlVariates,
 )
 from jdist.transforms.local._control_variates import (
-  VariatesState as VariatesState,
+  ControlVariatesState as ControlVariatesState,
 )
-from jdist.transforms.local._elastic import elastic as elastic
-from jdist.transforms.local._elastic import late_anchor as late_anchor
-from jdist.transforms.local._elastic import LateAnchorState as LateAnchorState
-from jdist.transforms.local._engine import LocalStepsState as LocalStepsState
+from jdist.transforms.local._delayed import Delayed as Delayed
+from jdist.transforms.local._delayed import Flight as Flight
+from jdist.transforms.local._elastic import Elastic as Elastic
+from jdist.transforms.local._elastic import PulledAnchor as PulledAnchor
+from jdist.transforms.local._elastic import (
+  PulledAnchorState as PulledAnchorState,
+)
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import FragmentsState as FragmentsState
 from jdist.transforms.local._local_steps import local_steps as local_steps
-from jdist.transforms.local._sender import Message as Message
+from jdist.transforms.local._local_steps import (
+  LocalStepsState as LocalStepsState,
+)
 from jdist.transforms.local._slow_momentum import BUFFERS as BUFFERS
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
-from jdist.transforms.local._slow_momentum import slow_momentum as slow_momentum
+from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._slow_momentum import (
   SlowMomentumState as SlowMomentumState,
 )
 from jdist.transforms.local._streaming import buffer_axes as buffer_axes
 from jdist.transforms.local._streaming import Stream as Stream
 from jdist.transforms.local._streaming import StreamState as StreamState
-from jdist.transforms.local._sync_rule import in_rounds as in_rounds
-from jdist.transforms.local._sync_rule import RoundsState as RoundsState
+from jdist.transforms.local._sync_rule import Average as Average
+from jdist.transforms.local._sync_rule import OuterStep as OuterStep
+from jdist.transforms.local._sync_rule import Round as Round
+from jdist.transforms.local._sync_rule import SyncRule as SyncRule
+from jdist.transforms.local._synchronizer import SyncState as SyncState

@@ -1,61 +1,83 @@
-"""Refusing what a host tells a method that cannot be told.
+"""Control: what the host says about one update, as static data."""
 
-`local_steps` takes `round_ends` and `stream_steps`.  Any other method with
-rounds would hand them on to its inner optimizer, which ignores what it does
-not know, and the host would believe that it was heard.
-"""
+import dataclasses
+from typing import Any, Literal
 
-from collections.abc import Sequence
-from typing import Any
-
-from jdist.transforms import _search
-from jdist.transforms.local import _engine
-
-PyTree = Any
-
-# Why a method cannot be told, and what to do.
-_TOLD = {
-  "round_ends": (
-    "whose rounds no host ends",
-    "Leave it out, as `Trainer(..., host_rounds=False)` does: `local_steps` "
-    "and what is made of it take it.",
-  ),
-  "stream_steps": (
-    "which streams nothing",
-    "Leave it out, as `Trainer(..., stream_steps=())` does: `local_steps(..., "
-    "delay_rounds=1, stream=Stream())` takes it.",
-  ),
-}
+from jdist import checks
 
 
-def check_told(
-  method: str,
-  extra_args: dict[str, Any],
-  inner: PyTree,
-  options: Sequence[str] = tuple(_TOLD),
-) -> None:
-  """Raises a ValueError when a host tells what nobody hears.
+@dataclasses.dataclass(frozen=True)
+class Control:
+  """What the host says about one `update`; it shapes the program.
+
+  Passed as `update(..., control=Control(...))` and static, so that a host which
+  chooses among several compiles a program for each.  Transformations that know
+  nothing of it ignore it; `transforms.rounds_ahead` says which state has one
+  that listens, and `transforms.drain` passes its own.
+
+  Attributes:
+    round_ends: whether the update ends its round; None where the device
+      decides, in a conditional.
+    arrives: whether a mean that is late by steps arrives in the update; None
+      where the device decides.
+    stream_steps: in how many updates a streamed message is sent, of which this
+      is one.  None sends nothing now and, where the mean is due, all that is
+      left.  "fixed" is the interval, if that is one number.
+    drain: no step is taken, and everything that was begun is brought into the
+      anchor; "residuals" also what reducers hold back.
+    fragments: for a method whose fragments have rounds of their own, one
+      control each; None where the device decides.
+
+  Raises:
+    ValueError: when a value is of another kind.
+  """
+
+  round_ends: bool | None = None
+  arrives: bool | None = None
+  stream_steps: int | Literal["fixed"] | None = "fixed"
+  drain: bool | Literal["residuals"] = False
+  fragments: tuple["Control", ...] | None = None
+
+  def __post_init__(self) -> None:
+    for name in ("round_ends", "arrives"):
+      value = getattr(self, name)
+      if value is not None and not isinstance(value, bool):
+        raise ValueError(
+          f"`{name}` shapes the program and must be True, False or None, got "
+          f"{value!r}."
+        )
+    if self.stream_steps is not None and self.stream_steps != "fixed":
+      checks.check_structural("stream_steps", self.stream_steps, minimum=1)
+
+  @property
+  def of_host(self) -> str | None:
+    """The name of what a host has chosen; None where it chose nothing."""
+    if self.round_ends is not None or self.arrives is not None:
+      return "round_ends"
+    if self.stream_steps != "fixed":
+      return "stream_steps"
+    return None if self.fragments is None else "fragments"
+
+
+# What an update hears where no host speaks.
+DEVICE = Control()
+
+
+def refuse(control: Control, method: str) -> None:
+  """Raises a ValueError when a host chose what a method cannot follow.
 
   Args:
-    method: what is told, for the error.
-    extra_args: of its `update`.
-    inner: the state of what they are handed on to; a `local_steps` in there
-      hears them, and refuses itself what it cannot do.
-    options: of which to ask.
+    control: of the update.
+    method: for the error.
   """
-  for name in options:
-    value = extra_args.get(name)
-    # What these options are where nobody tells anything.
-    if value is None or value == "usual" or can_be_told(inner):
-      continue
-    why, remedy = _TOLD[name]
+  if name := control.of_host:
     raise ValueError(
-      f"`{name}` must be None for {method}, {why}, got {value!r}. {remedy}"
+      f"`control` must leave `{name}` out for {method}, whose rounds no host "
+      f"ends, got {getattr(control, name)!r}. `transforms.rounds_ahead(state)` "
+      "is None for such a method."
     )
 
 
-def can_be_told(state: PyTree) -> bool:
-  """Whether there is a `local_steps` in a state."""
-  return _search.contains(
-    state, lambda x: isinstance(x, _engine.LocalStepsState)
-  )
+def drains(extra_args: dict[str, Any]) -> bool:
+  """Whether the extra arguments of an update say that it drains."""
+  return bool(extra_args.get("control", DEVICE).drain)

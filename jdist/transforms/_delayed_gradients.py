@@ -1,4 +1,4 @@
-"""Delaying gradients by steps: what is sent was computed earlier."""
+"""Gradients that an optimizer gets some steps after they were computed."""
 
 from typing import Any, NamedTuple
 
@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks
+from jdist import checks, states
+from jdist.transforms import _control, _shared
 
 PyTree = Any
 
 
+@states.declare(shared=("step",), drains=True)
 class DelayGradientsState(NamedTuple):
   """State of `delay_gradients`.
 
@@ -24,6 +26,12 @@ class DelayGradientsState(NamedTuple):
   step: jax.Array
   pending: PyTree
   inner: PyTree
+
+  def label(self, walk: Any) -> tuple[Any, bool]:
+    """The inner transformation says whether the workers are kept equal."""
+    inner, equal = walk(self.inner, False)
+    labels = _shared.label_fields(self)
+    return labels._replace(inner=inner), equal
 
 
 def delay_gradients(
@@ -42,8 +50,7 @@ def delay_gradients(
   schedules, decay weights and move a momentum).  Other arguments of `update`
   are not delayed: the optimizer sees the present loss with the old gradient.
 
-  `update` with the static `drain=True` ignores the updates and applies all
-  that is pending; see `drain`.
+  `drain` applies all that is pending.
 
   Args:
     optimizer: any Optax optimizer, an averaging one for instance.
@@ -89,12 +96,11 @@ def delay_gradients(
     updates: optax.Updates,
     state: DelayGradientsState,
     params: optax.Params | None = None,
-    *,
-    drain: bool = False,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DelayGradientsState]:
-    if drain:
-      return bring_all(updates, state, params, **extra_args)
+    if _control.drains(extra_args):
+      del extra_args["control"]
+      return flush(updates, state, params, **extra_args)
     row = state.step % steps
     arrived = jax.tree.map(
       lambda p, g: p[row].astype(g.dtype), state.pending, updates
@@ -117,7 +123,7 @@ def delay_gradients(
     step = optax.safe_increment(state.step)
     return new_updates, DelayGradientsState(step, pending, inner)
 
-  def bring_all(
+  def flush(
     updates: optax.Updates,
     state: DelayGradientsState,
     params: optax.Params | None,

@@ -1,4 +1,4 @@
-"""Bringing in what a method has begun and not yet applied."""
+"""Draining: everything that was begun is brought into the anchor."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import reducers
-from jdist.transforms import _found, _state
+from jdist.transforms import _control, _state
 
 PyTree = Any
 
@@ -19,7 +19,7 @@ def drain(
   *,
   residuals: bool = False,
 ) -> tuple[optax.Params, PyTree]:
-  r"""Applies what is under way, so that nothing that was done is missing.
+  r"""Brings in what is under way, so that nothing that was done is missing.
 
   A method with a delay holds the progress, or the gradients, of its last
   steps; local steps hold an unfinished round.  At the end of training these
@@ -71,39 +71,43 @@ def drain(
   """
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
-  if _found.holds(state):
+  bare = _control.Control(drain=True)
+  full = _control.Control(drain="residuals")
+  if _state.drains(state):
     updates, state = optimizer.update(
-      nothing, state, params, drain="residuals" if residuals else True
+      nothing, state, params, control=full if residuals else bare
     )
     params = _state.apply_updates(params, updates, state)
-  if residuals and _reduces(state):
-    _, asked = optimizer.update(nothing, state, params, drain="residuals")
-    state = _handed_over(state, asked)
+  if residuals and _compresses(state):
+    _, asked = optimizer.update(nothing, state, params, control=full)
+    state = _absorbed(state, asked)
   return params, state
 
 
 def _is_one(state: Any) -> bool:
-  """Whether a state is a reduction's, or holds its own."""
-  return isinstance(state, (*_found.HOLDING, reducers.ReductionState))
+  """Whether a state is a compression's, or holds its own."""
+  return isinstance(state, reducers.CompressionState) or getattr(
+    type(state), "drains", False
+  )
 
 
-def _reduces(state: PyTree) -> bool:
-  """Whether there is a reduction that is not in a method that holds it."""
+def _compresses(state: PyTree) -> bool:
+  """Whether there is a compression outside of a method that drains its own."""
   leaves = jax.tree.leaves(state, is_leaf=_is_one)
-  return any(isinstance(x, reducers.ReductionState) for x in leaves)
+  return any(isinstance(x, reducers.CompressionState) for x in leaves)
 
 
-def _handed_over(state: PyTree, asked: PyTree) -> PyTree:
-  """The state with those reductions that have handed over their residuals.
+def _absorbed(state: PyTree, asked: PyTree) -> PyTree:
+  """Returns the state with those residuals that feedbacks have absorbed.
 
   What else has changed in `asked` is the work of transformations that know
   nothing of a drain and have taken a gradient of zero.
   """
 
   def one(old: Any, new: Any) -> Any:
-    if not isinstance(old, reducers.ReductionState):
+    if not isinstance(old, reducers.CompressionState):
       return old
-    # Behind one that does not pass `drain` on it has taken a mean.
+    # Behind one that does not pass `control` on it has taken a mean.
     alone = new.step == old.step
     return jax.tree.map(lambda o, n: jnp.where(alone, n, o), old, new)
 

@@ -1,16 +1,18 @@
 """Freezing Adam's variance, so that what is left is linear and compresses."""
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives, reducers
+from jdist import checks, collectives, reducers, states
+from jdist.transforms import _control
 
 PyTree: TypeAlias = Any
 
 
+@states.declare(shared=("step", "mu", "nu"), averages=True)
 class FrozenAdamState(NamedTuple):
   """State of `scale_by_frozen_adam`.
 
@@ -19,25 +21,23 @@ class FrozenAdamState(NamedTuple):
     mu: the momentum, float32, equal on all workers.
     nu: the second moment, float32, equal on all workers; constant after the
       warm-up.
-    reduction: what a mean by few bytes remembers, a `ReductionState`.
+    compression: the compression's state.
   """
 
   step: jax.Array
   mu: PyTree
   nu: PyTree
-  reduction: PyTree
+  compression: PyTree
 
 
 def scale_by_frozen_adam(
   warmup_steps: int,
   axis: collectives.Axis,
-  reducer: reducers.Reducer,
-  feedback: reducers.Feedback | None = None,
+  compression: reducers.Compression,
   *,
   b1: jax.typing.ArrayLike = 0.9,
   b2: jax.typing.ArrayLike = 0.999,
   eps: jax.typing.ArrayLike = 1e-8,
-  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Adam of exact means, then a mean momentum over a frozen variance.
 
@@ -62,12 +62,10 @@ def scale_by_frozen_adam(
     warmup_steps: T; the paper's 15 to 20 % of the run, or until the variance
       has settled.  With a schedule of the learning rate at least its warm-up.
     axis: the workers' axis.
-    reducer: how to take the mean after the warm-up.
-    feedback: what becomes of what is not sent.
+    compression: how to take the mean after the warm-up.
     b1: decay of the momentum, in [0, 1].
     b2: decay of the second moment, in [0, 1].
     eps: added to the root of the second moment, positive.
-    seed: of the random numbers of codecs that draw some; None is 0.
 
   Returns:
     A transformation with the dtypes of the gradients; what comes out is equal
@@ -84,13 +82,8 @@ def scale_by_frozen_adam(
     sign has no zero and would be divided by `eps`; the authors' code asks the
     user for a mask instead.
 
-  >>> from jdist import collectives
-  >>> class Same(reducers.Reducer):  # Of one worker.
-  ...   init = lambda self, like, axis: ()
-  ...   reduce = lambda self, tree, state, key, axis: (
-  ...     reducers.Reduced(tree, tree, state))
-  ...   num_bits = None
-  >>> adam = scale_by_frozen_adam(1, None, Same(), b1=0.5, b2=0.75, eps=1e-30)
+  >>> exact = reducers.Compression(reducers.Exact())
+  >>> adam = scale_by_frozen_adam(1, None, exact, b1=0.5, b2=0.75, eps=1e-30)
   >>> state = adam.init(jnp.array(0.0))
   >>> for g in (2.0, 8.0):  # m is 1 and 4.5, the root of v is 1 and stays.
   ...   updates, state = adam.update(jnp.array(g), state)
@@ -103,7 +96,12 @@ def scale_by_frozen_adam(
   checks.check_continuous("b1", b1, high=1.0)
   checks.check_continuous("b2", b2, high=1.0)
   checks.check_continuous("eps", eps, open_low=True)
-  reduction = reducers.Reduction(axis, reducer, feedback, seed)
+  if not isinstance(compression, reducers.Compression):
+    raise ValueError(
+      "`compression` must be a `jdist.Compression`, for instance "
+      "`Compression(codecs.Sign(), ErrorFeedback())`, got "
+      f"{checks.told(compression)}."
+    )
 
   def init_fn(params: optax.Params) -> FrozenAdamState:
     mu = jax.tree.map(_wide_zeros, params)
@@ -111,7 +109,7 @@ def scale_by_frozen_adam(
       step=jnp.zeros((), jnp.int32),
       mu=mu,
       nu=jax.tree.map(jnp.copy, mu),
-      reduction=reduction.init(mu),
+      compression=compression.init(mu, axis),
     )
 
   def update_fn(
@@ -119,13 +117,13 @@ def scale_by_frozen_adam(
     state: FrozenAdamState,
     params: optax.Params | None = None,
     *,
-    drain: bool | Literal["residuals"] = False,
+    control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FrozenAdamState]:
     del params, extra_args
-    if drain == "residuals":
-      reduced = reduction.handed_over(state.mu, state.reduction)
-      return updates, state._replace(reduction=reduced)
+    if control.drain == "residuals":
+      memory = compression.absorb(state.mu, state.compression, axis)
+      return updates, state._replace(compression=memory)
     collectives.check_local(updates, axis, what="`updates`")
     grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
     state = jax.lax.cond(
@@ -156,9 +154,9 @@ def scale_by_frozen_adam(
   def by_few_bytes(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
     own = _blended(_scalar(b1), state.mu, grads)
     with collectives.phase(warmup_steps):
-      mu, reduced = reduction.mean(own, state.reduction)
+      mu, memory = compression.mean(own, state.compression, axis)
     mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0.0), mu, state.nu)
-    state = state._replace(mu=mu, reduction=reduced)
+    state = state._replace(mu=mu, compression=memory)
     return collectives.varying(state, axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,4 +1,4 @@
-"""Leading: a worker's own step in front of the mean that comes a step late."""
+"""OD-SGD's step: the mean of gradients a step late, a local step in front."""
 
 from typing import Any, NamedTuple
 
@@ -6,41 +6,38 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
-from jdist.transforms import _control
-from jdist.transforms.local import _anchor
+from jdist import checks, collectives, reducers, states
+from jdist.transforms import _control, intervals
+from jdist.transforms.local import _anchor, _clock, _sender
 
 PyTree = Any
 # For errors: whoever reads them has written the one or the other.
 _NAME = "`lead_step` (also as `od_sgd`)"
 
 
+@states.declare(shared=("anchor", "outer", "in_flight", "kept"), drains=True)
 class LeadStepState(NamedTuple):
   """State of `lead_step`.
 
   Attributes:
-    step: steps so far, int32 scalar.
-    round: means that have arrived, int32 scalar.
-    interval: one, int32 scalar.
-    synchronized: true, bool scalar: every step is a round.
+    clock: of rounds of one step.
     anchor: the parameters all workers agree on, one gradient behind, float32.
     inner: the local optimizer's state, each worker its own.
     outer: the optimizer's state, of the anchor.
-    pending: this worker's last gradient, float32.
-    in_flight: whether `pending` is still to arrive, bool scalar.
+    held: this worker's last gradient, float32.
+    in_flight: whether `held` is still to arrive, bool scalar.
     kept: whether the worker leads the anchor, 0 or 1, float32 scalar.
+    compression: the compression's state, `()` without one.
   """
 
-  step: jax.Array
-  round: jax.Array
-  interval: jax.Array
-  synchronized: jax.Array
+  clock: _clock.RoundClock
   anchor: PyTree
   inner: PyTree
   outer: PyTree
-  pending: PyTree
+  held: PyTree
   in_flight: jax.Array
   kept: jax.Array
+  compression: PyTree
 
 
 def lead_step(
@@ -49,6 +46,7 @@ def lead_step(
   *,
   axis: collectives.Axis,
   warmup_steps: int = 0,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Moves the anchor by late means, and each worker a step in front of it.
 
@@ -63,8 +61,8 @@ def lead_step(
   it.  In the first step nothing has arrived and the optimizer's state stays
   untouched.
 
-  `update` with the static `drain=True` ignores the updates, moves the anchor
-  by the mean that is under way, and puts the workers on it; see `drain`.
+  `drain` moves the anchor by the mean that is under way, and puts the workers
+  on it.
 
   Stands last in a chain: the anchor takes the updates as done.  `optimizer`
   gets no extra arguments: a worker's own loss would drive the anchors apart.
@@ -78,8 +76,11 @@ def lead_step(
       chooses between the two when it runs, so that the mean waits for the
       present gradients throughout: for speed train on without one.
 
+    compression: how to take the mean by fewer bytes; None takes it exactly,
+      in float32.
+
   Returns:
-    A transformation; `update` needs `params`.  Gradients travel in float32.
+    A transformation; `update` needs `params`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when
@@ -99,21 +100,21 @@ def lead_step(
   checks.check_optimizer("local", local)
   collectives.check_axis(axis)
   checks.check_structural("warmup_steps", warmup_steps, minimum=0)
+  reducers.check_compression(compression)
   local = optax.with_extra_args_support(local)
+  sender = _sender.Sender(axis, compression)
 
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)
     return LeadStepState(
-      step=jnp.zeros((), jnp.int32),
-      round=jnp.zeros((), jnp.int32),
-      interval=jnp.ones((), jnp.int32),
-      synchronized=jnp.asarray(True),
+      clock=_clock.start(intervals.fixed(1)),
       anchor=anchor,
       inner=local.init(params),
       outer=optimizer.init(anchor),
-      pending=jax.tree.map(jnp.zeros_like, anchor),
+      held=jax.tree.map(jnp.zeros_like, anchor),
       in_flight=jnp.asarray(False),
       kept=jnp.zeros((), jnp.float32),
+      compression=() if compression is None else compression.init(anchor, axis),
     )
 
   def update_fn(
@@ -121,7 +122,7 @@ def lead_step(
     state: LeadStepState,
     params: optax.Params | None = None,
     *,
-    drain: bool = False,
+    control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LeadStepState]:
     if params is None:
@@ -129,20 +130,23 @@ def lead_step(
         f"`params` must be given to `update` of {_NAME}: call "
         "`optimizer.update(grads, state, params)`."
       )
-    if drain:
-      return bring_all(state, params)
-    _control.check_told(_NAME, extra_args, state.inner)
+    if control.drain:
+      return flush(state, params)
+    _control.refuse(control, _NAME)
     collectives.check_local(updates, axis, what="`updates`")
     present = jax.tree.map(
       lambda g, a: g.astype(a.dtype), updates, state.anchor
     )
-    sent, arrived = state.pending, state.in_flight
+    sent, arrived = state.held, state.in_flight
     late = jnp.ones_like(state.in_flight)
     if warmup_steps:
-      late = state.step >= warmup_steps
+      late = state.clock.step >= warmup_steps
       sent = _anchor.either(late, sent, present)
       arrived = arrived | ~late
-    anchor, outer = arrive(state, sent, arrived)
+    mean, memory = sender.mean_now(
+      _sender.Contribution(sent, ()), state.compression
+    )
+    state = arrive(state, mean.message, memory, arrived)
     own, inner = local.update(updates, state.inner, params, **extra_args)
     inner = _anchor.either(late, inner, state.inner)
 
@@ -152,40 +156,45 @@ def lead_step(
       target = a + jnp.where(late, u.astype(a.dtype), jnp.zeros_like(a))
       return (target - p.astype(a.dtype)).astype(g.dtype)
 
-    new_updates = jax.tree.map(difference, anchor, own, params, updates)
+    new_updates = jax.tree.map(difference, state.anchor, own, params, updates)
+    clock = state.clock
     state = state._replace(
-      step=optax.safe_increment(state.step),
-      round=state.round + arrived.astype(jnp.int32),
-      anchor=anchor,
+      clock=clock._replace(
+        step=optax.safe_increment(clock.step),
+        round=clock.round + arrived.astype(jnp.int32),
+      ),
       inner=inner,
-      outer=outer,
-      pending=present,
+      held=present,
       in_flight=late,
       kept=late.astype(jnp.float32),
     )
     return new_updates, state
 
   def arrive(
-    state: LeadStepState, sent: PyTree, arrived: jax.Array
-  ) -> tuple[PyTree, PyTree]:
+    state: LeadStepState, mean: PyTree, memory: PyTree, arrived: jax.Array
+  ) -> LeadStepState:
     """Moves the anchor by the mean of what was sent, if it has arrived."""
-    mean = collectives.mean(sent, axis)
     moves, outer = optimizer.update(mean, state.outer, state.anchor)
     anchor = jax.tree.map(_anchor.moved, state.anchor, moves)
-    return _anchor.either(arrived, (anchor, outer), (state.anchor, state.outer))
+    anchor, outer, memory = _anchor.either(
+      arrived,
+      (anchor, outer, memory),
+      (state.anchor, state.outer, state.compression),
+    )
+    return state._replace(anchor=anchor, outer=outer, compression=memory)
 
-  def bring_all(
+  def flush(
     state: LeadStepState, params: optax.Params
   ) -> tuple[optax.Updates, LeadStepState]:
     """Applies the gradients that are under way; nobody leads."""
-    anchor, outer = arrive(state, state.pending, state.in_flight)
+    mean, memory = sender.flush_now(state.held, state.compression)
+    state = arrive(state, mean, memory, state.in_flight)
+    rounds = state.clock.round + state.in_flight.astype(jnp.int32)
     state = state._replace(
-      round=state.round + state.in_flight.astype(jnp.int32),
-      anchor=anchor,
-      outer=outer,
+      clock=state.clock._replace(round=rounds),
       in_flight=jnp.zeros_like(state.in_flight),
       kept=jnp.zeros_like(state.kept),
     )
-    return _anchor.onto(anchor, params), state
+    return _anchor.onto(state.anchor, params), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

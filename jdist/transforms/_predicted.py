@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
-from jdist.transforms import _control, _found
-from jdist.transforms.local import _anchor
+from jdist import checks, collectives, states
+from jdist.transforms import _control, _shared, _state, intervals
+from jdist.transforms.local import _anchor, _clock
 
 PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]
@@ -29,20 +29,17 @@ class Cut(Protocol):
     """Undoes `split`."""
 
 
+@states.declare(
+  shared=("anchor", "kept", "predicted", "predictor"), drains=True
+)
 class PredictRestState(NamedTuple):
   """State of `predict_rest`.
 
   Attributes:
-    step: updates so far, int32 scalar.
-    round: how often the front was brought together, int32 scalar.
-    interval: steps of this round, int32 scalar; 1 where there are no rounds.
-    synchronized: whether the last update brought all of it together, bool
-      scalar.
+    clock: the rounds of the front; of one step where it has none.
     anchor: the parameters all workers agree on, float32: the front when it
       was last brought together, and the rest that goes with it.
-    kept: whether the workers stand beside the anchor, float32 scalar; see
-      `LocalStepsState`.
-    stream_steps: as of the front's state, or `()`.
+    kept: how far the workers stand beside the anchor, float32 scalar.
     predicted: the last prediction of the rest, float32; at first the rest as
       it was given; `()` where nothing is added to it.
     predictor: the predictor's parameters, frozen.
@@ -50,17 +47,29 @@ class PredictRestState(NamedTuple):
     rest: that of the rest's own, `()` without one.
   """
 
-  step: jax.Array
-  round: jax.Array
-  interval: jax.Array
-  synchronized: jax.Array
+  clock: _clock.RoundClock
   anchor: PyTree
   kept: jax.Array
-  stream_steps: Any
   predicted: PyTree
   predictor: PyTree
   front: PyTree
   rest: PyTree
+
+  @property
+  def streams(self) -> bool:
+    """Whether the front's message is sent in parts."""
+    return _state.streams(self.front)
+
+  def ahead(self) -> jax.Array | None:
+    """The next two updates, if a host may end the front's rounds."""
+    return _state.rounds_ahead(self.front)
+
+  def label(self, walk: Any) -> tuple[Any, bool]:
+    """All is equal on all workers, but what the two transformations keep."""
+    front, front_is = walk(self.front, False)
+    rest, rest_is = walk(self.rest, False) if self.rest else ((), True)
+    labels = _shared.label_fields(self._replace(front=(), rest=()))
+    return labels._replace(front=front, rest=rest), front_is and rest_is
 
 
 def predict_rest(
@@ -122,8 +131,7 @@ def predict_rest(
     axis: the workers' axis: None, a name, or (inner, outer).
     rest: a chain that brings the workers together for the residual, float32,
       whose gradients it gets; None (default) has no residual: MP².  It gets
-      the extra arguments but for `stream_steps`, and `round_ends` if it takes
-      that.
+      the extra arguments, and of `control` only what ends rounds.
 
   Returns:
     A transformation; `update` needs `params`.  `jdist.anchor` gives front and
@@ -184,15 +192,13 @@ def predict_rest(
       _check_together("front", front_state)
       if rest is not None:
         _check_together("rest", rest_state)
-    found = _found.rounds_in(front_state)
+    found = _state.find_rounds(front_state)
     return PredictRestState(
-      step=jnp.zeros((), jnp.int32),
-      round=jnp.zeros((), jnp.int32),
-      interval=jnp.copy(_interval(found)),
-      synchronized=jnp.asarray(True),  # All workers begin alike.
+      clock=_clock.start(intervals.fixed(1))._replace(
+        interval=jnp.copy(_interval(found))
+      ),
       anchor=jax.tree.map(_anchor.wide_copy, params),
       kept=jnp.zeros((), jnp.float32),
-      stream_steps=jax.tree.map(jnp.copy, getattr(found, "stream_steps", ())),
       predicted=() if rest is None else predicted,
       predictor=predictor,
       front=front_state,
@@ -210,16 +216,14 @@ def predict_rest(
         "`params` must be given to `update` of `predict_rest`: call "
         "`optimizer.update(grads, state, params)`."
       )
-    states = (state.front, state.rest)
-    _control.check_told("`predict_rest`", extra_args, states, ("round_ends",))
-    _control.check_told(
-      "`predict_rest`", extra_args, state.front, ("stream_steps",)
-    )
+    control = extra_args.get("control", _control.DEVICE)
+    if state.ahead() is None:
+      _control.refuse(control, "`predict_rest` around such a front")
     ahead, behind = cut.split(params)
     moves, gradients = cut.split(updates)
     moves, state = move_front(moves, state, ahead, extra_args)
-    found = _found.rounds_in(state.front)
-    over = jnp.asarray(True) if found is None else found.synchronized
+    found = _state.find_rounds(state.front)
+    over = jnp.asarray(True) if found is None else found.clock.synchronized
     agreed = (
       jax.tree.map(_anchor.moved, ahead, moves)
       if found is None
@@ -243,14 +247,14 @@ def predict_rest(
       residual, state = move_rest(gradients, state, residual, extra_args)
       target = jax.tree.map(jnp.add, predicted, residual)
       together = target
-      following = _found.rounds_in(state.rest)
+      following = _state.find_rounds(state.rest)
       if following is not None:
         together = _anchor.either(
-          over | following.synchronized,
+          over | following.clock.synchronized,
           jax.tree.map(jnp.add, predicted, following.anchor),
           before[1],
         )
-        synchronized = over & following.synchronized
+        synchronized = over & following.clock.synchronized
         kept = jnp.maximum(kept, _kept(following))
     changes = jax.tree.map(
       lambda t, p, g: (t - _anchor.wide(p)).astype(g.dtype),
@@ -260,22 +264,22 @@ def predict_rest(
       changes = _anchor.either(
         over, changes, jax.tree.map(jnp.zeros_like, changes)
       )
-    drained = drains(extra_args)
-    step = state.step if drained else optax.safe_increment(state.step)
-    state = state._replace(
+    step = state.clock.step
+    if not control.drain:
+      step = optax.safe_increment(step)
+    clock = state.clock._replace(
       step=step,
-      round=jnp.copy(step if found is None else found.round),
+      round=jnp.copy(step if found is None else found.clock.round),
       interval=jnp.copy(_interval(found)),
       synchronized=jnp.copy(synchronized),
+    )
+    state = state._replace(
+      clock=clock,
       anchor=cut.join(anchor, together),
       kept=kept,
-      stream_steps=jax.tree.map(jnp.copy, getattr(found, "stream_steps", ())),
       predicted=() if rest is None else predicted,
     )
     return collectives.varying((cut.join(moves, changes), state), axis)
-
-  def drains(extra_args: dict[str, Any]) -> bool:
-    return bool(extra_args.get("drain", False))
 
   def move_front(
     moves: PyTree,
@@ -283,7 +287,7 @@ def predict_rest(
     ahead: PyTree,
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
-    if drains(extra_args) and not _found.holds(state.front):
+    if _control.drains(extra_args) and not _state.drains(state.front):
       return jax.tree.map(jnp.zeros_like, moves), state
     moves, new = front.update(moves, state.front, ahead, **extra_args)
     return moves, state._replace(front=new)
@@ -303,15 +307,19 @@ def predict_rest(
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     assert rest is not None
-    # Interval and rounds are the front's: no rest is told what it cannot do.
-    kept_back = {"stream_steps"}
-    if not _control.can_be_told(state.rest):
-      kept_back.add("round_ends")
-    extra_args = {k: v for k, v in extra_args.items() if k not in kept_back}
-    if drains(extra_args) and not _found.holds(state.rest):
+    # Streaming is the front's, and a rest whose rounds no host ends follows the
+    # device.
+    control = extra_args.get("control", _control.DEVICE)
+    ends = control.round_ends
+    if _state.rounds_ahead(state.rest) is None:
+      ends = None
+    extra_args = extra_args | {
+      "control": _control.Control(round_ends=ends, drain=control.drain)
+    }
+    if _control.drains(extra_args) and not _state.drains(state.rest):
       return residual, state
     # Until the first prediction there is nothing that a residual could add to.
-    met = state.round > 0
+    met = state.clock.round > 0
     gradients = jax.tree.map(
       lambda g: jnp.where(met, _anchor.wide(g), 0.0), gradients
     )
@@ -324,7 +332,7 @@ def predict_rest(
 
 def _check_together(name: str, state: PyTree) -> None:
   """Refuses a state of which nothing keeps the workers equal."""
-  if not _found.averages(state):
+  if not _state.averages(state):
     raise ValueError(
       f"`{name}` must bring the workers together where there is an `axis`, but "
       "its state is neither that of a mean nor one with rounds, and the "
@@ -395,12 +403,12 @@ def _leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
 def _interval(found: Any) -> jax.Array:
   if found is None:
     return jnp.ones((), jnp.int32)
-  return jnp.asarray(found.interval, jnp.int32)
+  return jnp.asarray(found.clock.interval, jnp.int32)
 
 
 def _kept(found: Any) -> jax.Array:
   """How far the workers stand beside the anchor of a state with rounds."""
-  kept = () if found is None else getattr(found, "kept", 1.0)
+  kept = () if found is None else found.kept
   if isinstance(kept, tuple):
     return jnp.zeros((), jnp.float32)
   return jnp.asarray(kept, jnp.float32)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks
+from jdist import checks, states
 
 
+@states.declare(shared=("step",))
 class PullToAnchorState(NamedTuple):
   """State of `pull_to_anchor`.
 

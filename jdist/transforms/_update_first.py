@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist import checks, collectives
-from jdist.transforms import _control, _mean_loss
+from jdist import checks, collectives, states
+from jdist.transforms import _control, _mean_loss, _shared
 
 PyTree = Any
 _MEBIBYTE = 2**20
 
 
+@states.declare(
+  shared=("in_flight",), drains=True, averages=True, update_pending=True
+)
 class UpdateFirstState(NamedTuple):
   """State of `update_first`.
 
@@ -33,6 +36,11 @@ class UpdateFirstState(NamedTuple):
   in_flight: jax.Array
   loss: jax.Array
   inner: PyTree
+
+  def label(self, walk: Any) -> tuple[Any, bool]:
+    """Behind the mean the optimizer's state is equal on all workers."""
+    labels = _shared.label_fields(self)
+    return labels._replace(inner=walk(self.inner, True)[0]), True
 
 
 class UpdateFirst(optax.GradientTransformationExtraArgs):
@@ -256,7 +264,7 @@ def update_first(
     params: optax.Params | None = None,
     *,
     loss: jax.typing.ArrayLike = 0.0,
-    drain: bool = False,
+    control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, UpdateFirstState]:
     if params is None:
@@ -264,9 +272,11 @@ def update_first(
         "`params` must be given to `update` of `update_first`: call "
         "`optimizer.update(grads, state, params)`."
       )
-    _control.check_told("`update_first`", extra_args, state.inner)
+    _control.refuse(control, "`update_first`")
     late, state = apply_pending(state, params, **extra_args)
-    return late, state if drain else hold(updates, state, loss=loss)
+    if control.drain:
+      return late, state
+    return late, hold(updates, state, loss=loss)
 
   made = UpdateFirst(init_fn, update_fn)
   made.begin, made.hold = begin, hold

@@ -174,9 +174,13 @@ def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
   sgd = optax.sgd(0.1, momentum=0.9)
   published = methods.cocod(sgd, 4, axis="worker")
   overlapping = transforms.local_steps(
-    sgd, 4, axis="worker", delay_rounds=1, carry=1.0,
-    stream=transforms.Stream(max_bytes=8),
-  )  # fmt: skip
+    sgd,
+    4,
+    axis="worker",
+    overlap=transforms.Delayed(
+      carry=1.0, stream=transforms.Stream(max_bytes=8)
+    ),
+  )
   jax.tree.map(np.testing.assert_array_equal, run(published), run(overlapping))
 
 
@@ -283,7 +287,7 @@ IDENTITIES = {
   "slow_mo of a constant rate": (
     lambda: methods.slow_mo(MOMENTUM, 3, RATE, 0.8, 0.6, axis="worker"),
     lambda: transforms.local_steps(
-      MOMENTUM, 3, axis="worker", outer=optax.sgd(0.8, momentum=0.6)
+      MOMENTUM, 3, axis="worker", rule=optax.sgd(0.8, momentum=0.6)
     ),
   ),
   "fragments": (
@@ -298,7 +302,9 @@ IDENTITIES = {
   ),
   "cocod": (
     lambda: methods.cocod(MOMENTUM, 3, axis="worker"),
-    lambda: transforms.local_steps(MOMENTUM, 3, axis="worker", delay_rounds=1),
+    lambda: transforms.local_steps(
+      MOMENTUM, 3, axis="worker", overlap=transforms.Delayed()
+    ),
   ),
 }
 

@@ -71,11 +71,9 @@ def test_local_steps_are_those_of_numpy(late, momentum):
     SGD,
     3,
     axis="worker",
-    outer=None if momentum is None else NESTEROV,
-    delay_rounds=int(late),
-    carry=0.5,
-    reducer=LARGEST,
-    feedback=DECAYED,
+    compression=reducers.Compression(LARGEST, DECAYED),
+    overlap=transforms.Delayed(carry=0.5),
+    rule=None if momentum is None else NESTEROV,
   )
   _, states = train(optimizer, targets)
   wanted = reference(targets, 3, momentum, 0.9, late=late)
@@ -94,9 +92,9 @@ def test_with_all_bits_it_is_what_it_was(late, interval):
       MOMENTUM,
       interval,
       axis="worker",
-      outer=NESTEROV,
-      delay_rounds=late,
       **others,
+      overlap=transforms.Delayed(),
+      rule=NESTEROV,
     )
     return train(optimizer, targets)[1].anchor
 
@@ -110,7 +108,10 @@ def test_with_all_bits_it_is_what_it_was(late, interval):
 def test_with_all_bits_it_is_parameter_averaging():
   targets = random_targets(12, 4, 5)
   found = transforms.local_steps(
-    MOMENTUM, 3, axis="worker", reducer=_reducers.Plain()
+    MOMENTUM,
+    3,
+    axis="worker",
+    compression=reducers.Compression(_reducers.Plain()),
   )
   wanted = methods.local_sgd(MOMENTUM, 3, axis="worker")
   np.testing.assert_allclose(
@@ -127,10 +128,8 @@ def test_nothing_of_the_progress_is_lost(late, reducer):
     SGD,
     3,
     axis="worker",
-    delay_rounds=late,
-    carry=0.0,
-    reducer=reducer,
-    feedback=reducers.ErrorFeedback(),
+    compression=reducers.Compression(reducer, reducers.ErrorFeedback()),
+    overlap=transforms.Delayed(carry=0.0),
   )
   params, states = train(optimizer, targets)
   # Every round begins at its anchor, and the step that ends it does not show
@@ -154,9 +153,8 @@ def test_a_first_late_round_leaves_no_trace():
     SGD,
     2,
     axis="worker",
-    delay_rounds=1,
-    reducer=Signs(),
-    feedback=reducers.ErrorFeedback(),
+    compression=reducers.Compression(Signs(), reducers.ErrorFeedback()),
+    overlap=transforms.Delayed(),
   )
   _, states = train(optimizer, random_targets(4, 4, 3))
   first = jax.tree.map(lambda x: x[1], states.reduction)
@@ -179,13 +177,11 @@ def test_drain_brings_in_what_a_feedback_holds(late):
     SGD,
     3,
     axis="worker",
-    delay_rounds=late,
-    carry=0.0,
-    reducer=LARGEST,
-    feedback=reducers.ErrorFeedback(),
+    compression=reducers.Compression(LARGEST, reducers.ErrorFeedback()),
+    overlap=transforms.Delayed(carry=0.0),
   )
   exact = transforms.local_steps(
-    SGD, 3, axis="worker", delay_rounds=late, carry=0.0
+    SGD, 3, axis="worker", overlap=transforms.Delayed(carry=0.0)
   )
 
   def drained(optimizer):
@@ -218,7 +214,10 @@ def test_a_round_ends_under_a_conditional(substrate):
 
 def test_diloco_is_one_line():
   optimizer = methods.diloco(
-    SGD, 3, axis="worker", reducer=LARGEST, feedback=reducers.ErrorFeedback()
+    SGD,
+    3,
+    axis="worker",
+    compression=reducers.Compression(LARGEST, reducers.ErrorFeedback()),
   )
   _, states = train(optimizer, random_targets(6, 4, 5))
   assert states.reduction.step[-1].tolist() == [2] * 4
@@ -230,11 +229,15 @@ def test_diloco_is_one_line():
 
 REJECTED = {
   "feedback alone": (
-    lambda: transforms.local_steps(SGD, 2, axis=None, feedback=reducers.EF21()),
+    lambda: transforms.local_steps(
+      SGD, 2, axis=None, compression=reducers.Compression(None, reducers.EF21())
+    ),
     "`feedback` keeps what a reducer leaves out and needs `reducer`",
   ),
   "reducer": (
-    lambda: transforms.local_steps(SGD, 2, axis=None, reducer=0.01),
+    lambda: transforms.local_steps(
+      SGD, 2, axis=None, compression=reducers.Compression(0.01)
+    ),
     "`reducer` must be a `reducers.Reducer`, .*got 0.01",
   ),
 }

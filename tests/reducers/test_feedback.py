@@ -58,7 +58,17 @@ def run(transform, xs, substrate="vmap"):
 
 def average(reducer, feedback=None, **others):
   return lambda axis: transforms.average_gradients(
-    axis, reducer, feedback, **others
+    axis,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(reducers.Compression(reducer, feedback))
+          )
+        )
+      )
+    ),
+    **others,
   )
 
 
@@ -358,32 +368,101 @@ def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
 REJECTED = {
   "feedback alone": (
     lambda: transforms.average_gradients(
-      None, feedback=reducers.ErrorFeedback()
+      None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(None, reducers.ErrorFeedback())
+              )
+            )
+          )
+        )
+      ),
     ),
     "`feedback` keeps what a reducer leaves out and needs `reducer`.*carry",
   ),
   "nobody keeps what owners round away": (
     lambda: transforms.average_gradients(
       None,
-      reducers.compressed(codecs.Quantize(4), owner_feedback="own_share"),
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.compressed(
+                    codecs.Quantize(4), owner_feedback="own_share"
+                  )
+                )
+              )
+            )
+          )
+        )
+      ),
     ),
     "`reducer` leaves what its owners round away to a feedback",
   ),
   "a codec": (
-    lambda: transforms.average_gradients(None, Half()),
+    lambda: transforms.average_gradients(
+      None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression(Half()))
+            )
+          )
+        )
+      ),
+    ),
     r"`reducer` must be a `reducers.Reducer`, `reducers.compressed\(codec\)` "
     "makes one of a codec; got <.*Half",
   ),
   "reducer": (
-    lambda: transforms.average_gradients(None, "int8"),
+    lambda: transforms.average_gradients(
+      None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression("int8"))
+            )
+          )
+        )
+      ),
+    ),
     r"`reducer` must be .*for instance `reducers.Exact\(\)`; got 'int8'",
   ),
   "feedback": (
-    lambda: transforms.average_gradients(None, LARGEST, True),
+    lambda: transforms.average_gradients(
+      None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression(LARGEST, True))
+            )
+          )
+        )
+      ),
+    ),
     "`feedback` must be a feedback or None, .*, got True",
   ),
   "seed": (
-    lambda: transforms.average_gradients(None, LARGEST, seed=-1),
+    lambda: transforms.average_gradients(
+      None,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression(LARGEST, seed=-1))
+            )
+          )
+        )
+      ),
+    ),
     "`seed` must be an int >= 0, got -1",
   ),
   "decay": (
@@ -445,7 +524,18 @@ def test_of_a_vote_nothing_is_left_to_be_kept(name, sender):
 
 def test_gradients_of_shared_parameters_are_refused():
   team = _running.team("shard_map")
-  optimizer = transforms.average_gradients(team.axis, LARGEST)
+  optimizer = transforms.average_gradients(
+    team.axis,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(reducers.Compression(LARGEST))
+          )
+        )
+      )
+    ),
+  )
 
   def step(x):
     state = optimizer.init(x)

@@ -111,7 +111,18 @@ def test_every_device_reduces_its_own_shards(name):
   team = team_of()
   optimizer = optax.chain(
     transforms.average_gradients(
-      team.axis, reducer, FEEDBACK, specs=SPECS, seed=5
+      team.axis,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(reducer, FEEDBACK, seed=5, specs=SPECS)
+              )
+            )
+          )
+        )
+      ),
     ),
     optax.sgd(1.0),
   )
@@ -184,7 +195,18 @@ def test_a_state_lies_where_its_shard_is():
   team = team_of()
   reducer = REDUCERS["exchange int4"]
   optimizer = transforms.average_gradients(
-    team.axis, reducer, FEEDBACK, specs=SPECS
+    team.axis,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducer, FEEDBACK, specs=SPECS)
+            )
+          )
+        )
+      )
+    ),
   )
   params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
   state = training.init_state(team, optimizer, params, specs=SPECS).opt_state
@@ -205,7 +227,20 @@ def test_a_state_lies_where_its_shard_is():
 def test_a_nan_stays_in_its_shard_and_is_counted():
   team = team_of()
   optimizer = transforms.average_gradients(
-    team.axis, REDUCERS["exchange int4"], FEEDBACK, specs=SPECS
+    team.axis,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                REDUCERS["exchange int4"], FEEDBACK, specs=SPECS
+              )
+            )
+          )
+        )
+      )
+    ),
   )
   gradients = trees(0)
   gradients["a"][1, 0, 0] = np.nan
@@ -228,11 +263,11 @@ def test_local_steps_send_shards(late):
     optax.sgd(0.1, momentum=0.9),
     2,
     axis=team.axis,
-    delay_rounds=late,
-    outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
-    reducer=REDUCERS["gather top-k"],
-    feedback=FEEDBACK,
-    specs=SPECS,
+    compression=reducers.Compression(
+      REDUCERS["gather top-k"], FEEDBACK, specs=SPECS
+    ),
+    overlap=transforms.Delayed(),
+    rule=optax.sgd(0.7, momentum=0.9, nesterov=True),
   )
   states, text = run(team, optimizer, steps=6)
   check_groups(text)
@@ -280,7 +315,18 @@ REJECTED = {
     lambda team: training.init_state(
       team,
       transforms.average_gradients(
-        team.axis, reducers.PowerSGD(2), specs=SPECS
+        team.axis,
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.Compression(reducers.PowerSGD(2), specs=SPECS)
+                )
+              )
+            )
+          )
+        ),
       ),
       {n: np.zeros(s, "float32") for n, s in SHAPES.items()},
       specs=SPECS,
@@ -288,7 +334,18 @@ REJECTED = {
     "`reducer` must be one for shards of leaves",
   ),
   "no reducer": (
-    lambda team: transforms.average_gradients(team.axis, specs=SPECS),
+    lambda team: transforms.average_gradients(
+      team.axis,
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression(None, specs=SPECS))
+            )
+          )
+        )
+      ),
+    ),
     "`specs` says how .* needs `reducer`",
   ),
   "not specs": (
@@ -312,10 +369,8 @@ REJECTED = {
       optax.sgd(0.1),
       2,
       axis=team.axis,
-      delay_rounds=1,
-      specs=SPECS,
-      stream=transforms.Stream(),
-      reducer=REDUCERS["gather top-k"],
+      compression=reducers.Compression(REDUCERS["gather top-k"], specs=SPECS),
+      overlap=transforms.Delayed(stream=transforms.Stream()),
     ),
     "`specs` must be None where a `reducer` is streamed",
   ),

@@ -36,22 +36,33 @@ def chains(axis):
   return {
     "local SGD": methods.local_sgd(sgd, 4, axis=axis),
     "DiLoCo, grown, int4": methods.diloco(
-      sgd, grown, axis=axis, reducer=int4, feedback=reducers.ErrorFeedback()
+      sgd,
+      grown,
+      axis=axis,
+      compression=reducers.Compression(int4, reducers.ErrorFeedback()),
     ),
     "MSDPU, adaptive": methods.msdpu(
       sgd, intervals.msdpu(4, 0.05), 0.05, axis=axis, warmup_steps=3
     ),
     "streamed": transforms.local_steps(
-      sgd, 4, axis=axis, delay_rounds=1, stream=parts
+      sgd, 4, axis=axis, overlap=transforms.Delayed(stream=parts)
     ),
     "streamed, int4": transforms.local_steps(
-      sgd, 4, axis=axis, delay_rounds=1, stream=parts, reducer=int4,
-      feedback=reducers.ErrorFeedback(),
+      sgd,
+      4,
+      axis=axis,
+      compression=reducers.Compression(int4, reducers.ErrorFeedback()),
+      overlap=transforms.Delayed(stream=parts),
     ),
     "streamed MSDPU, grown": methods.msdpu(
-      sgd, grown, 0.05, axis=axis, warmup_steps=3, stream=parts
+      sgd,
+      grown,
+      0.05,
+      axis=axis,
+      warmup_steps=3,
+      overlap=transforms.Delayed(carry=None, stream=parts),
     ),
-  }  # fmt: skip
+  }
 
 
 def params():
@@ -152,9 +163,9 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
   for chain in (
     methods.local_sgd(sgd, 4, axis=None),
     methods.diloco(sgd, 4, axis=None),
-    transforms.local_steps(sgd, 4, axis=None, delay_rounds=1),
+    transforms.local_steps(sgd, 4, axis=None, overlap=transforms.Delayed()),
     transforms.local_steps(
-      sgd, 4, axis=None, delay_rounds=1, stream=transforms.Stream()
+      sgd, 4, axis=None, overlap=transforms.Delayed(stream=transforms.Stream())
     ),
   ):
     assert copied_bytes(chain, team, round_ends=False) <= plain
@@ -185,7 +196,9 @@ def test_what_the_host_says_holds():
   state = optimizer.init(w)
   for ends in (False, False, False, True, True):
     before = int(state.round)
-    _, state = optimizer.update(w, state, w, round_ends=ends)
+    _, state = optimizer.update(
+      w, state, w, control=transforms.Control(round_ends=ends)
+    )
     assert int(state.round) == before + ends
     assert bool(state.synchronized) == ends
   assert int(state.step) == 5 and int(state.round_step) == 0
@@ -195,7 +208,7 @@ def test_what_the_host_says_holds():
 def test_a_mean_of_a_part_is_not_taken_for_the_whole(steps):
   stream = transforms.Stream(max_bytes=8)
   optimizer = transforms.local_steps(
-    optax.sgd(0.1), 3, axis=None, delay_rounds=1, stream=stream
+    optax.sgd(0.1), 3, axis=None, overlap=transforms.Delayed(stream=stream)
   )
   w = np.arange(6, dtype=np.float32)
   state = optimizer.init(w)
@@ -203,7 +216,12 @@ def test_a_mean_of_a_part_is_not_taken_for_the_whole(steps):
     # Nothing of the second message is sent in the second round's first step.
     sent = 3 if number != 3 else {3: 3, 2: None}[steps]
     ends = number % 3 == 2
-    _, state = optimizer.update(w, state, w, stream_steps=sent, round_ends=ends)
+    _, state = optimizer.update(
+      w,
+      state,
+      w,
+      control=transforms.Control(round_ends=ends, stream_steps=sent),
+    )
   assert np.isfinite(state.anchor).all() == (steps == 3)
 
 
@@ -242,7 +260,7 @@ def test_what_cannot_be_is_refused():
   team = _tiny.team("vmap")
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
   with pytest.raises(ValueError, match="`round_ends` shapes the program"):
-    update(plain, round_ends=1)
+    update(plain, control=transforms.Control(round_ends=1))
   chain = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, params())

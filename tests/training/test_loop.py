@@ -217,10 +217,12 @@ def _phased(team):
         optax.sgd(0.1),
         3,
         axis=team.axis,
-        reducer=reducers.Scheduled(
-          (
-            (2, reducers.Exact()),
-            (None, reducers.compressed(codecs.Sign(scale="l2"))),
+        compression=reducers.Compression(
+          reducers.Scheduled(
+            (
+              (2, reducers.Exact()),
+              (None, reducers.compressed(codecs.Sign(scale="l2"))),
+            )
           )
         ),
       ),

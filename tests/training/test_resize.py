@@ -35,9 +35,12 @@ def team(number):
 
 def local(outer=None):
   return transforms.local_steps(
-    optax.sgd(0.1, momentum=0.9), 3, axis="worker", outer=outer,
-    reducer=INT4, feedback=FEEDBACK,
-  )  # fmt: skip
+    optax.sgd(0.1, momentum=0.9),
+    3,
+    axis="worker",
+    compression=reducers.Compression(INT4, FEEDBACK),
+    rule=outer,
+  )
 
 
 @pytest.mark.parametrize("steps", [6, 8])  # At a round's end, and within one.
@@ -76,7 +79,10 @@ def test_no_mass_is_lost_with_other_workers(steps):
 
 def test_diloco_with_four_bits_goes_on_with_more_workers():
   optimizer = methods.diloco(
-    optax.sgd(0.1), 3, axis="worker", reducer=INT4, feedback=FEEDBACK
+    optax.sgd(0.1),
+    3,
+    axis="worker",
+    compression=reducers.Compression(INT4, FEEDBACK),
   )
   state = trained(optimizer, team(2), 7)
   found = training.resize(state, optimizer, team(2), team(5))
@@ -90,7 +96,20 @@ def test_diloco_with_four_bits_goes_on_with_more_workers():
 def test_residuals_of_gradients_keep_their_mean():
   optimizer = optax.chain(
     transforms.average_gradients(
-      "worker", reducer=reducers.compressed(codecs.TopK(0.1)), feedback=FEEDBACK
+      "worker",
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(
+                  reducers.compressed(codecs.TopK(0.1)), FEEDBACK
+                )
+              )
+            )
+          )
+        )
+      ),
     ),
     optax.sgd(0.1),
   )
@@ -114,7 +133,18 @@ def owned(state):
 def test_nothing_that_gradients_said_is_lost_on_the_way():
   # What came out, and what workers and owners hold, is the gradients' sum.
   optimizer = optax.chain(
-    transforms.average_gradients("worker", reducer=INT4, feedback=FEEDBACK),
+    transforms.average_gradients(
+      "worker",
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(reducers.Compression(INT4, FEEDBACK))
+            )
+          )
+        )
+      ),
+    ),
     optax.scale(-1.0),
   )
   start = np.linspace(-1, 1, 400).astype(np.float32)
@@ -150,7 +180,20 @@ def test_nothing_that_gradients_said_is_lost_on_the_way():
 
 def test_what_would_be_lost_is_refused():
   optimizer = optax.chain(
-    transforms.average_gradients("worker", INT4, reducers.Smoothing(0.5)),
+    transforms.average_gradients(
+      "worker",
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.Compression(INT4, reducers.Smoothing(0.5))
+              )
+            )
+          )
+        )
+      ),
+    ),
     optax.sgd(0.1),
   )
   state = trained(optimizer, team(4), 3)

@@ -26,8 +26,10 @@ def optimizer(axis, *, stream, warmup_steps=4, **others):
     0.05,
     axis=axis,
     warmup_steps=warmup_steps,
-    stream=transforms.Stream(max_bytes=16) if stream else None,
     **others,
+    overlap=transforms.Delayed(
+      carry=None, stream=transforms.Stream(max_bytes=16) if stream else None
+    ),
   )
 
 
@@ -125,8 +127,9 @@ def test_batch_statistics_are_those_of_the_simple_form():
       optax.sgd(0.05),
       3,
       axis=team.axis,
-      delay_rounds=1,
-      stream=transforms.Stream() if stream else None,
+      overlap=transforms.Delayed(
+        stream=transforms.Stream() if stream else None
+      ),
     )
     step = training.make_step(loss_fn, chain, axis=team.axis)
     state = training.init_state(
@@ -179,9 +182,8 @@ def test_no_collective_of_a_streamed_step_waits_for_the_batch(name):
     optax.sgd(0.05),
     interval,
     axis="worker",
-    delay_rounds=1,
-    stream=transforms.Stream(max_bytes=16),
     **others,
+    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=16)),
   )
   step = training.make_step(loss_fn, chain, axis="worker")
   state = training.init_state(
@@ -231,10 +233,9 @@ def test_nobody_streams_without_a_word_all_at_once(options, reason):
   team = _tiny.team("vmap")
   chain = transforms.local_steps(
     optax.sgd(0.1),
-    **({"interval": 4} | options),
+    **{"interval": 4} | options,
     axis=team.axis,
-    delay_rounds=1,
-    stream=transforms.Stream(),
+    overlap=transforms.Delayed(stream=transforms.Stream()),
   )
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, _tiny.params())

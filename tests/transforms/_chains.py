@@ -45,12 +45,10 @@ def chosen(
     inner,
     interval,
     axis=axis,
-    carry=carry,
-    outer=outer,
-    delay_rounds=delay_rounds,
-    delay_after_step=delay_after_step,
-    delay_steps=delay_steps,
-    stream=stream,
+    overlap=transforms.Delayed(
+      steps=delay_steps, carry=carry, after_step=delay_after_step, stream=stream
+    ),
+    rule=outer,
   )
 
   def update(updates, state, params=None, **extra_args):
@@ -75,7 +73,18 @@ def clipped(threshold, deviations, rate, *, axis):
 
 
 def reduced(rate, reducer, feedback, *, axis):
-  average = transforms.average_gradients(axis, reducer, feedback)
+  average = transforms.average_gradients(
+    axis,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(reducers.Compression(reducer, feedback))
+          )
+        )
+      )
+    ),
+  )
   return optax.chain(average, optax.sgd(rate, momentum=0.9))
 
 
@@ -110,7 +119,11 @@ def predicted(rate, interval, *, axis):
 def refreshed(carry, rest_rate, *, axis):
   """A front whose mean is late, and a rest that learns too."""
   front = transforms.local_steps(
-    MOMENTUM, 3, axis=axis, delay_rounds=1, carry=carry, outer=NESTEROV
+    MOMENTUM,
+    3,
+    axis=axis,
+    overlap=transforms.Delayed(carry=carry),
+    rule=NESTEROV,
   )
   # The residual is float32 whatever the dtype of an injected rate.
   rate = jnp.asarray(rest_rate).astype(jnp.float32)

@@ -84,7 +84,9 @@ def test_what_is_handed_on_to_local_steps_is_heard(build, option):
 
 def test_what_is_not_streamed_is_no_rest_of_mp2():
   with pytest.raises(ValueError, match="`stream_steps` must be None for `pred"):
-    update(predicted(SGD, streamed()), stream_steps=1)
+    update(
+      predicted(SGD, streamed()), control=transforms.Control(stream_steps=1)
+    )
 
 
 @pytest.mark.parametrize(

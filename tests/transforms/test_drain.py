@@ -268,7 +268,7 @@ def test_two_workers_bring_in_what_was_sent_and_what_was_not():
   # 1.75 and 5.25 are sent after step 3; they are at 1.875 and 5.625 when
   # drained: the anchor goes to the mean 3.5, and by 0.25 more.
   optimizer = transforms.fragment_steps(
-    optax.sgd(0.5), 3, 1, axis="worker", delay_steps=2
+    optax.sgd(0.5), 3, 1, axis="worker", overlap=transforms.Delayed(steps=2)
   )
   [(every, (w, _), _)] = run(
     optimizer, np.array([[[2.0], [6.0]]] * 4, np.float32)
@@ -302,7 +302,20 @@ def test_an_evaluation_may_be_of_what_is_drained():
 
 INT4 = reducers.compressed(codecs.Quantize(4, 16))
 CHAIN = optax.chain(
-  transforms.average_gradients(None, INT4, reducers.ErrorFeedback()),
+  transforms.average_gradients(
+    None,
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(INT4, reducers.ErrorFeedback())
+            )
+          )
+        )
+      )
+    ),
+  ),
   # What must not move, and would under a gradient of zero.
   optax.trace(0.9),
   optax.add_decayed_weights(0.1),

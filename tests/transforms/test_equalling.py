@@ -79,7 +79,7 @@ def test_outer_sgd_of_1_is_parameter_averaging():
   inner = LINEAR["momentum"]
   averaged, _ = train(methods.local_sgd(inner, 3, axis="worker"), targets)
   outer, _ = train(
-    transforms.local_steps(inner, 3, axis="worker", outer=optax.sgd(1.0)),
+    transforms.local_steps(inner, 3, axis="worker", rule=optax.sgd(1.0)),
     targets,
   )
   np.testing.assert_allclose(outer, averaged, rtol=1e-6, atol=1e-6)
@@ -95,7 +95,7 @@ def test_aliases_are_what_they_say():
   for alias, chain in (
     (
       methods.diloco(inner, 3, axis="worker"),
-      transforms.local_steps(inner, 3, axis="worker", outer=NESTEROV),
+      transforms.local_steps(inner, 3, axis="worker", rule=NESTEROV),
     ),
     (
       methods.post_local_sgd(inner, 3, 6, axis="worker"),
@@ -106,7 +106,7 @@ def test_aliases_are_what_they_say():
         inner, intervals.fixed(3), RATE, axis="worker", correction=0.0
       ),
       transforms.local_steps(
-        inner, 3, axis="worker", delay_rounds=1, carry=None
+        inner, 3, axis="worker", overlap=transforms.Delayed(carry=None)
       ),
     ),
   ):

@@ -105,8 +105,9 @@ def outer(axis):
       optax.sgd(0.1),
       3,
       axis=axis,
-      reducer=reducers.compressed(codecs.Quantize(4)),
-      feedback=reducers.ErrorFeedback(),
+      compression=reducers.Compression(
+        reducers.compressed(codecs.Quantize(4)), reducers.ErrorFeedback()
+      ),
     ),
     axis,
   )
@@ -120,8 +121,20 @@ def compared(axis):
   """A front in 8 bits, and a residual of low rank in 4: experiments/mp2."""
   front = transforms.average_gradients(
     axis,
-    reducer=reducers.compressed(codecs.Quantize(8, 64)),
-    feedback=reducers.ErrorFeedback(),
+    reducers.Compression(
+      reducers.Compression(
+        reducers.Compression(
+          reducers.Compression(
+            reducers.Compression(
+              reducers.Compression(
+                reducers.compressed(codecs.Quantize(8, 64)),
+                reducers.ErrorFeedback(),
+              )
+            )
+          )
+        )
+      )
+    ),
   )
   rest = methods.powersgd(
     optax.sgd(0.1),

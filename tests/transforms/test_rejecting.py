@@ -61,7 +61,7 @@ REJECTED = {
     r"`stream` must be a `transforms.Stream`, .*`stream=Stream\(\)`, .* True",
   ),
   "msdpu's stream": (
-    lambda: msdpu(stream=True),
+    lambda: msdpu(overlap=transforms.Delayed(carry=None, stream=True)),
     "`stream` must be a `transforms.Stream`, .* got True",
   ),
   "order": (
@@ -89,7 +89,7 @@ REJECTED = {
       jnp.zeros(3),
       local(delay_rounds=1).init(jnp.zeros(3)),
       jnp.zeros(3),
-      stream_steps=2,
+      control=transforms.Control(stream_steps=2),
     ),
     "`stream_steps` must be given to a streamed form only: build",
   ),

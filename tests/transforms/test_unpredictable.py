@@ -36,7 +36,14 @@ def test_what_is_wrong_is_refused(change, message):
 def test_a_seed_is_looked_at_with_a_reducer_or_without():
   for seed in (-1, 0.5):
     with pytest.raises(ValueError, match=f"`seed` must be .* got {seed}"):
-      methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None, seed=seed)
+      methods.mp2(
+        optax.sgd(0.1),
+        Cut(),
+        predict,
+        THETA,
+        axis=None,
+        compression=reducers.Compression(None, seed=seed),
+      )
 
 
 def ones(front, **shapes):

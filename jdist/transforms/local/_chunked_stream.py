@@ -1,33 +1,27 @@
-"""Streaming through a reducer: sub-tensors by few bytes, some in every step.
+"""Streaming by few bytes: sub-tensors through a reducer, some in every step.
 
-What `_streaming` does with plain sums.  A part has a number, a reducer's
-state and a random key of its own, so that nothing in it depends on when it is
-sent.
-The feedback acts on the whole message, once a round:
-
-    round's end    prepare          what this worker wants to send
-    every step     reduce           the next parts of it, from the state
-    round's end    finish           what was left out, from all parts' shares
-
-`make_sender` chooses between this, `_chunked_stream`, and sending at once.
+A sub-tensor has a number, a reducer's state and a random key of its own, so
+that nothing in it depends on when it is sent.  The feedback acts once a round
+on the whole message.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, reducers
-from jdist.transforms import intervals
-from jdist.transforms.local import _anchor, _clock, _sender, _streaming
+from jdist import collectives, reducers, states
+from jdist.transforms.local import _anchor, _sender, _streaming
 
 PyTree = Any
 # The numbers of steps in which a message is sent divide it: 1, 2, 4, 8, 16.
 _USUAL_STEPS = 16
 
 
-class PartsState(NamedTuple):
+@states.declare(shared=("arrived", "mean_loss", "position"), streams=True)
+class ChunkedStreamState(NamedTuple):
   """A message under way, part by part.
 
   Rows are float32 [parts, entries], under the name of the leaves' dtype.
@@ -68,105 +62,110 @@ class Sent(NamedTuple):
   reduced: reducers.Reduced
 
 
-class StreamingParts:
-  """Sends parts of the message in every step, from the state, by a reducer."""
+class ChunkedStream(_sender.Sender):
+  """Sends parts of the message in every step, from the state, by a reducer.
+
+  Args:
+    compression: its reducer is a `reducers.Chunked`.
+    axis: the workers' axis.
+    like: a contribution, for its shapes.
+  """
+
+  compression: reducers.Compression
 
   def __init__(
     self,
-    reduction: reducers.Reduction,
+    compression: reducers.Compression,
     axis: collectives.Axis,
-    like: _sender.Message,
+    like: _sender.Contribution,
   ):
-    """Lays out the rows for messages like `like`."""
-    assert isinstance(reduction.reducer, reducers.Chunked)
-    self._reduction, self._axis = reduction, axis
-    self._parts = reduction.reducer
+    super().__init__(axis, compression)
+    self._feeds_back = compression.feedback is not None
+    self._parts = compression.reducer
     # Progress is float32 at the least, and so is what is wanted of it.
-    self._shape = like.progress
-    self._cuts = {cut.name: cut for cut in self._parts.cuts(like.progress)}
+    self._shape = like.message
+    self._cuts = {cut.name: cut for cut in self._parts.cuts(like.message)}
 
   def hold(
     self,
-    message: _sender.Message,
-    before: PartsState | None,
-    remembered: reducers.ReductionState,
-  ) -> PartsState:
-    """Makes a message the next one to be sent."""
-    wanted, _ = self._reduction.prepared(message.progress, remembered)
+    new: _sender.Contribution,
+    before: ChunkedStreamState | None,
+    memory: reducers.CompressionState,
+  ) -> ChunkedStreamState:
+    """Splits what this worker wants to send into rows."""
+    wanted, _ = self.compression.prepare(new.message, memory)
     sent = self._parts.cut(wanted)
-    # What arrives next is written over it.
+    # Overwritten by what arrives next.
     rows = jax.tree.map(jnp.zeros_like, sent)
-    keeps = self._reduction.has_feedback
+    keeps = self._feeds_back
     if before is None:
-      before = PartsState(
+      before = ChunkedStreamState(
         (), (), {}, rows, jax.tree.map(jnp.copy, rows) if keeps else (),
-        jax.tree.map(jnp.zeros_like, message.loss), {},
+        jax.tree.map(jnp.zeros_like, new.exact), {},
       )  # fmt: skip
     return before._replace(
-      progress=message.progress if keeps else (),
-      loss=message.loss,
+      progress=new.message if keeps else (),
+      loss=new.exact,
       sent=sent,
       position={name: jnp.zeros((), jnp.int32) for name in sent},
     )
 
-  def own(self, state: PartsState) -> _sender.Message:
-    """This worker's message that is held."""
-    if self._reduction.has_feedback:
-      return _sender.Message(state.progress, state.loss)
-    progress = self._parts.join(state.sent, self._shape)
-    return _sender.Message(progress, state.loss)
+  def own(self, held: ChunkedStreamState) -> _sender.Contribution:
+    """Returns this worker's contribution that is held."""
+    if self._feeds_back:
+      return _sender.Contribution(held.progress, held.loss)
+    progress = self._parts.join(held.sent, self._shape)
+    return _sender.Contribution(progress, held.loss)
 
-  def start(
+  def send(
     self,
-    state: PartsState,
-    steps: int | None,
-    remembered: reducers.ReductionState,
+    held: ChunkedStreamState,
+    steps: int,
+    memory: reducers.CompressionState,
   ) -> tuple[Any, ...]:
-    """Sends the next parts; nothing waits for them yet."""
-    if steps is None:
-      return ()
-    key = self._reduction.key(remembered)
-    states = self._reduction.joined(remembered)
+    """Starts the next parts; nothing waits for them yet."""
+    key = self.compression.key(memory)
+    states = self.compression.reducer_state(memory)
     found = []
     for name, cut in self._cuts.items():
       if cut.num_parts % steps:
         raise ValueError(
           "`stream_steps` must divide the number of sub-tensors, so that "
           f"nothing is sent twice, got {steps} for {cut.num_parts}. Give "
-          "`reducer=reducers.Chunked(reducer, multiple=...)` a multiple "
+          "`Compression(reducers.Chunked(reducer, multiple=...))` a multiple "
           "of all numbers of steps."
         )
-      reducers.note(self._parts.reducer, cut.like, self._axis)
+      reducers.note(self._parts.reducer, cut.like, self.axis)
       for i in range(cut.num_parts // steps):
-        position = state.position[name] + i
+        position = held.position[name] + i
         number = jnp.minimum(position, cut.num_parts - 1)
-        row, before = _row((state.sent[name], states[name]), number)
+        row, before = _row((held.sent[name], states[name]), number)
         reduced = self._parts.reduce_part(
-          cut, number, row, before, key, self._axis
+          cut, number, row, before, key, self.axis
         )
         fresh = position < cut.num_parts
         found.append(Sent({name: ()}, number, fresh, reduced))
     # One number, and exactly: in every step, since a step cannot know whether
     # it is the first.
-    loss = collectives.start_mean(state.loss, self._axis)
+    loss = collectives.start_mean(held.loss, self.axis)
     return (tuple(found), loss)
 
-  def finish(
+  def receive(
     self,
-    state: PartsState,
+    held: ChunkedStreamState,
     sent: tuple[Any, ...],
-    remembered: reducers.ReductionState,
+    memory: reducers.CompressionState,
     in_flight: jax.Array,
-  ) -> tuple[PartsState, reducers.ReductionState]:
-    """Writes down what has been sent, in the conditional at the step's end.
+  ) -> tuple[ChunkedStreamState, reducers.CompressionState]:
+    """Stores what has been sent, in the conditional at the step's end.
 
-    Of a message that is none, before the first delayed round, the reducer
-    remembers nothing.
+    Of a message that is none, before the first delayed round, the reducer's
+    state stays as it is.
     """
     found, loss = sent
-    arrived, position = dict(state.arrived), dict(state.position)
-    shares = dict(state.shares) if self._reduction.has_feedback else {}
-    states = dict(self._reduction.joined(remembered))
+    arrived, position = dict(held.arrived), dict(held.position)
+    shares = dict(held.shares) if self._feeds_back else {}
+    states = dict(self.compression.reducer_state(memory))
     for part in found:
       ((name, _),) = part.name.items()
       mean, share, new = part.reduced
@@ -176,19 +175,19 @@ class StreamingParts:
         shares[name] = _with_row(shares[name], share, at, part.fresh)
       states[name] = _with_row(states[name], new, at, part.fresh & in_flight)
       position[name] = position[name] + part.fresh.astype(jnp.int32)
-    state = state._replace(
+    held = held._replace(
       arrived=arrived,
-      shares=shares if self._reduction.has_feedback else (),
+      shares=shares if self._feeds_back else (),
       position=position,
-      mean_loss=collectives.finish_mean(loss, self._axis),
+      mean_loss=collectives.finish_mean(loss, self.axis),
     )
-    return state, self._reduction.with_states(remembered, states)
+    return held, self.compression.with_reducer_state(memory, states)
 
   def complete(
-    self, state: PartsState, sent: tuple[Any, ...] = ()
+    self, held: ChunkedStreamState, sent: tuple[Any, ...] = ()
   ) -> jax.Array:
-    """Whether all has arrived, with what is being sent in this step."""
-    position = dict(state.position)
+    """Returns whether all has arrived, with what this step sends."""
+    position = dict(held.position)
     for part in sent[0] if sent else ():
       ((name, _),) = part.name.items()
       position[name] = position[name] + part.fresh.astype(jnp.int32)
@@ -199,114 +198,114 @@ class StreamingParts:
 
   def mean(
     self,
-    state: PartsState,
-    present: _sender.Message,
+    held: ChunkedStreamState,
+    present: _sender.Contribution,
     late: jax.Array,
     steps: int | None,
-    remembered: reducers.ReductionState,
-  ) -> tuple[_sender.Message, reducers.ReductionState]:
-    """The workers' mean of what is held, or of `present` if not `late`."""
-    progress, loss = _anchor.either(late, self.own(state), present)
-    prepared, feedback = self._reduction.prepared(progress, remembered)
+    memory: reducers.CompressionState,
+  ) -> tuple[_sender.Contribution, reducers.CompressionState]:
+    """Takes the mean of what is held, or of `present` if not `late`."""
+    progress, loss = _anchor.either(late, self.own(held), present)
+    prepared, feedback = self.compression.prepare(progress, memory)
     have = (
-      state.arrived, state.shares, self._reduction.joined(remembered),
-      state.mean_loss,
+      held.arrived, held.shares, self.compression.reducer_state(memory),
+      held.mean_loss,
     )  # fmt: skip
     if steps is not None:
-      wanted, arrived = state.sent, have
+      wanted, arrived = held.sent, have
     else:
-      wanted = _anchor.either(late, state.sent, self._parts.cut(prepared))
+      wanted = _anchor.either(late, held.sent, self._parts.cut(prepared))
       done = _anchor.either(
-        late, state.position, jax.tree.map(jnp.zeros_like, state.position)
+        late, held.position, jax.tree.map(jnp.zeros_like, held.position)
       )
       # Of what was streamed before there is nothing left to send.
       arrived = jax.lax.cond(
-        collectives.agreed(late & self.complete(state), self._axis),
-        lambda: collectives.varying(have, self._axis),
+        collectives.agreed(late & self.complete(held), self.axis),
+        lambda: collectives.varying(have, self.axis),
         lambda: collectives.varying(
           (
-            *self._send_rest(wanted, have[:3], done, remembered),
-            collectives.mean(loss, self._axis),
+            *self._send_rest(wanted, have[:3], done, memory),
+            collectives.mean(loss, self.axis),
           ),
-          self._axis,
+          self.axis,
         ),
       )
     means, shares, states, mean_loss = arrived
-    if self._reduction.has_feedback:
+    if self._feeds_back:
       shares = self._parts.join(shares, self._shape)
-    mean, feedback = self._reduction.finished(
+    mean, feedback = self.compression.finish(
       self._parts.join(means, self._shape),
       shares,
       self._parts.join(wanted, self._shape),
       feedback,
     )
-    mean = reducers.like(mean, self._shape)
-    new = self._reduction.with_states(remembered, states)._replace(
-      step=optax.safe_increment(remembered.step), feedback=feedback
+    mean = _as(mean, self._shape)
+    new = self.compression.with_reducer_state(memory, states)._replace(
+      step=optax.safe_increment(memory.step), feedback=feedback
     )
-    out = _sender.Message(mean, mean_loss), new
-    return collectives.varying(out, self._axis)
+    out = _sender.Contribution(mean, mean_loss), new
+    return collectives.varying(out, self.axis)
 
-  def exact_mean(
-    self, state: PartsState, remembered: reducers.ReductionState
-  ) -> tuple[PyTree, reducers.ReductionState]:
-    """The mean of what is held with every bit, and what is held back.
+  def flush(
+    self, held: ChunkedStreamState, memory: reducers.CompressionState
+  ) -> tuple[PyTree, reducers.CompressionState]:
+    """Takes the mean with every bit, and of what is held back beside it.
 
     What has arrived is not sent again; what it has left out is sent, where
     there is a feedback.
     """
 
     def left(name: str, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-      rows = jnp.arange(wanted.shape[0])[:, None] < state.position[name]
-      mean = jnp.where(rows, state.arrived[name], 0)
-      if self._reduction.has_feedback:
-        return mean, wanted - jnp.where(rows, state.shares[name], 0)
+      rows = jnp.arange(wanted.shape[0])[:, None] < held.position[name]
+      mean = jnp.where(rows, held.arrived[name], 0)
+      if self._feeds_back:
+        return mean, wanted - jnp.where(rows, held.shares[name], 0)
       return mean, jnp.where(rows, 0, wanted)
 
-    each = {name: left(name, rows) for name, rows in state.sent.items()}
-    rest = collectives.mean({k: v[1] for k, v in each.items()}, self._axis)
+    each = {name: left(name, rows) for name, rows in held.sent.items()}
+    rest = collectives.mean({k: v[1] for k, v in each.items()}, self.axis)
     means = {name: each[name][0] + rest[name] for name in each}
-    held, kept = self._parts.release(
-      self._reduction.joined(remembered), self._shape, self._axis
+    owned, kept = self._parts.release(
+      self.compression.reducer_state(memory), self._shape, self.axis
     )
     mean = jax.tree.map(
       lambda m, h: (m + h).astype(m.dtype),
       self._parts.join(means, self._shape),
-      held,
+      owned,
     )
-    progress = self.own(state).progress
-    _, feedback = self._reduction.prepared(progress, remembered)
-    wanted = self._parts.join(state.sent, self._shape)
-    mean, feedback = self._reduction.finished(mean, wanted, wanted, feedback)
-    new = self._reduction.with_states(remembered, kept)._replace(
-      step=optax.safe_increment(remembered.step), feedback=feedback
+    progress = self.own(held).message
+    _, feedback = self.compression.prepare(progress, memory)
+    wanted = self._parts.join(held.sent, self._shape)
+    mean, feedback = self.compression.finish(mean, wanted, wanted, feedback)
+    new = self.compression.with_reducer_state(memory, kept)._replace(
+      step=optax.safe_increment(memory.step), feedback=feedback
     )
-    mean = reducers.like(mean, self._shape)
-    return collectives.varying((mean, new), self._axis)
+    mean = _as(mean, self._shape)
+    return collectives.varying((mean, new), self.axis)
 
   def _send_rest(
     self,
     wanted: dict[str, jax.Array],
     have: tuple[Any, Any, Any],
     done: dict[str, jax.Array],
-    remembered: reducers.ReductionState,
+    memory: reducers.CompressionState,
   ) -> tuple[Any, Any, Any]:
     """All parts at once; what has arrived stays as it is."""
-    reducers.note(self._parts, self._shape, self._axis)
-    key = self._reduction.key(remembered)
-    keeps = self._reduction.has_feedback
+    reducers.note(self._parts, self._shape, self.axis)
+    key = self.compression.key(memory)
+    keeps = self._feeds_back
     means, shares, states = {}, {}, {}
     for name, cut in self._cuts.items():
 
       def one(_: None, part: Any, cut: Any = cut) -> tuple[None, Any]:
         number, row, mean, share, before = part
         reduced = self._parts.reduce_part(
-          cut, number, row, before, key, self._axis
+          cut, number, row, before, key, self.axis
         )
         new = (reduced.mean, reduced.own_share if keeps else (), reduced.state)
         old = (mean, share, before)
         kept = _anchor.either(number < done[cut.name], old, new)
-        return None, collectives.varying(kept, self._axis)
+        return None, collectives.varying(kept, self.axis)
 
       parts = (
         jnp.arange(cut.num_parts), wanted[name], have[0][name],
@@ -334,55 +333,38 @@ def _with_row(
   return jax.tree.map(one, tree, row)
 
 
-def make_sender(
-  axis: collectives.Axis,
-  policy: intervals.IntervalPolicy,
-  stream: _streaming.Stream | None,
-  reduction: reducers.Reduction | None,
-) -> _sender.MakeSender:
-  """Chooses a sender: at once, or streamed, exactly or by a reducer."""
-
-  def sender(anchor: PyTree) -> _sender.Sender:
-    """Made when the program is traced; of the anchor only shapes matter."""
-    if stream is None:
-      return _sender.AtOnce(axis, reduction)
-    like = _sender.Message(anchor, _clock.no_loss(policy))
-    if reduction is not None:
-      return StreamingParts(reduction, axis, like)
-    return _streaming.Streaming(stream, axis, like)
-
-  return sender
+def _as(mean: PyTree, like: PyTree) -> PyTree:
+  return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, like)
 
 
-def in_parts(
+def in_chunks(
+  compression: reducers.Compression,
   stream: _streaming.Stream,
-  reducer: reducers.Reducer,
   steps: int | None,
-) -> reducers.Chunked:
-  """A reducer of sub-tensors, as `stream` cuts them.
+) -> reducers.Compression:
+  """Returns the compression of sub-tensors, as `stream` splits them.
 
   Args:
-    stream: how.
-    reducer: of a part; or one that is in parts already, and then stays.
-    steps: the interval if it is fixed.
+    compression: of a whole message; where its reducer is in chunks already, it
+      stays.
+    stream: how to split.
+    steps: the number of steps in which a message is sent, if it is fixed.
+
+  Raises:
+    ValueError: where a worker is itself sharded.
   """
-  reducers.check_reducer("reducer", reducer)
-  if isinstance(reducer, reducers.Chunked):
-    return reducer
-  return reducers.Chunked(
-    reducer,
+  if isinstance(compression.reducer, reducers.Chunked):
+    return compression
+  if stream.specs is not None or compression.specs is not None:
+    raise ValueError(
+      "`specs` must be None where a compressed message is streamed, whose "
+      "sub-tensors are of whole workers. Leave `stream` out where a worker is "
+      "itself sharded."
+    )
+  reducer = reducers.Chunked(
+    compression.reducer,
     max_bytes=stream.max_bytes,
     order=stream.order,
     multiple=_USUAL_STEPS if steps is None else steps,
   )
-
-
-def check_whole_workers(specs: PyTree, stream: _streaming.Stream) -> None:
-  """Raises a ValueError where shards of workers would be streamed."""
-  given = stream.specs if specs is None else specs
-  if given is not None:
-    raise ValueError(
-      "`specs` must be None where a `reducer` is streamed, whose sub-tensors "
-      f"are of whole workers, got {given}. Send at once, `stream=None`, where "
-      "a worker is itself sharded."
-    )
+  return dataclasses.replace(compression, reducer=reducer)

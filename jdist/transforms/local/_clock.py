@@ -1,31 +1,151 @@
-"""Rounds: local steps that are counted, and an interval that is decided.
+"""The clock of a round: local steps counted, and the next interval decided."""
 
-All methods whose workers meet after a number of local steps count alike and
-ask an interval policy alike.  These functions do it on the fields that their
-states share: `step`, `round`, `round_step`, `interval`, `next_interval`,
-`synchronized`, `interval_state`, `round_loss`, and `anchor` and `inner`, with
-which a step is taken.  What is sent, and when, is not theirs.
-
-    begin   take_step ... take_step   end   take_step ...
-                                  cut_short, in between
-"""
-
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdist import states
 from jdist.transforms import intervals
 from jdist.transforms.local import _anchor
 
 PyTree = Any
-# A NamedTuple with the fields above, and others.
-State = Any
 
 
-def begin(policy: intervals.IntervalPolicy) -> dict[str, Any]:
-  """The fields of a state before the first step."""
+@states.declare(
+  shared=(
+    "step",
+    "round",
+    "round_step",
+    "interval",
+    "next_interval",
+    "synchronized",
+    "interval_state",
+  )
+)
+class RoundClock(NamedTuple):
+  """Where a worker stands in its rounds.
+
+  Attributes:
+    step: local steps so far, int32 scalar.
+    round: rounds so far, int32 scalar.
+    round_step: local steps so far in this round, int32 scalar.
+    interval: local steps of this round, int32 scalar.
+    next_interval: local steps of the next round, int32 scalar: a host that
+      prepares for it can read it now.
+    synchronized: whether the last update ended a round, bool scalar.
+    interval_state: the interval policy's state.
+    round_loss: sum of this round's losses, float32 scalar, each worker its
+      own; `()` when the interval needs no loss.
+  """
+
+  step: jax.Array
+  round: jax.Array
+  round_step: jax.Array
+  interval: jax.Array
+  next_interval: jax.Array
+  synchronized: jax.Array
+  interval_state: PyTree
+  round_loss: Any
+
+  def is_over(self) -> jax.Array:
+    """Whether the round has had its steps."""
+    return self.round_step >= self.interval
+
+  def is_begun(self) -> jax.Array:
+    """Whether the round has had a step."""
+    return self.round_step > 0
+
+  def mean_loss(self) -> Any:
+    """The round's mean loss, this worker's; `()` when none is needed."""
+    if isinstance(self.round_loss, tuple):
+      return ()
+    return self.round_loss / self.round_step.astype(jnp.float32)
+
+  def unsynchronized(self) -> "RoundClock":
+    """The clock after a step that ends no round."""
+    return self._replace(synchronized=jnp.asarray(False))
+
+  def advance(self, loss: Any) -> "RoundClock":
+    """Counts a local step, and its loss where the interval needs it."""
+    clock = self._replace(
+      step=optax.safe_increment(self.step),
+      round_step=optax.safe_increment(self.round_step),
+    )
+    if isinstance(self.round_loss, tuple):
+      return clock
+    return clock._replace(round_loss=self.round_loss + _checked_loss(loss))
+
+  def end(
+    self, policy: intervals.IntervalPolicy, mean_loss: Any
+  ) -> "RoundClock":
+    """Ends a round, and decides the interval after the next one.
+
+    Args:
+      policy: the interval policy.
+      mean_loss: the workers' mean of the loss that the policy gets, float32
+        scalar; ignored when it needs none.
+    """
+    following, interval_state = _next(
+      policy, self, mean_loss if policy.needs_loss else None
+    )
+    return self._without_loss()._replace(
+      round=optax.safe_increment(self.round),
+      round_step=jnp.zeros_like(self.round_step),
+      interval=self.next_interval,
+      next_interval=following,
+      synchronized=jnp.asarray(True),
+      interval_state=interval_state,
+    )
+
+  def cut_short(self, policy: intervals.IntervalPolicy) -> "RoundClock":
+    """Ends a round where it is; leaves one alone that has had no step.
+
+    The interval is decided as without a loss.
+    """
+    begun = self.is_begun()
+    following, interval_state = _next(policy, self, None)
+    return self._without_loss()._replace(
+      round=self.round + begun.astype(jnp.int32),
+      round_step=jnp.zeros_like(self.round_step),
+      interval=jnp.where(begun, self.next_interval, self.interval),
+      next_interval=jnp.where(begun, following, self.next_interval),
+      synchronized=jnp.asarray(True),
+      interval_state=_anchor.either(begun, interval_state, self.interval_state),
+    )
+
+  def ahead(self) -> jax.Array:
+    """The places in their rounds of the next two updates, for a host.
+
+    Returns:
+      For the next update and the one after it the interval of its round, and
+      how many updates of the round come before it, int32 [2, 2], in each row
+      (interval, offset).
+    """
+    ends = self.round_step + 1 >= self.interval
+    return jnp.stack(
+      [
+        jnp.stack([self.interval, self.round_step], -1),
+        jnp.stack(
+          [
+            jnp.where(ends, self.next_interval, self.interval),
+            jnp.where(ends, 0, self.round_step + 1),
+          ],
+          -1,
+        ),
+      ],
+      -2,
+    )
+
+  def _without_loss(self) -> "RoundClock":
+    if isinstance(self.round_loss, tuple):
+      return self
+    return self._replace(round_loss=jnp.zeros_like(self.round_loss))
+
+
+def start(policy: intervals.IntervalPolicy) -> RoundClock:
+  """The clock before the first step; all workers begin alike."""
   interval_state = policy.init()
   zero = jnp.zeros((), jnp.int32)
   first, interval_state = policy.next(interval_state, zero, None)
@@ -34,159 +154,42 @@ def begin(policy: intervals.IntervalPolicy) -> dict[str, Any]:
   first, second, interval_state = jax.tree.map(
     jnp.copy, (first, second, interval_state)
   )
-  return {
-    "step": zero,
-    "round": jnp.copy(zero),
-    "round_step": jnp.copy(zero),
-    "interval": first,
-    "next_interval": second,
-    "synchronized": jnp.asarray(True),  # All workers begin alike.
-    "interval_state": interval_state,
-    "round_loss": jnp.zeros((), jnp.float32) if policy.needs_loss else (),
-  }
-
-
-def take_step(
-  policy: intervals.IntervalPolicy,
-  inner: optax.GradientTransformationExtraArgs,
-  updates: optax.Updates,
-  state: State,
-  params: optax.Params,
-  extra_args: dict[str, Any],
-) -> tuple[optax.Updates, State]:
-  """Takes a local step with the inner optimizer, and counts it."""
-  extra_args = extra_args | {
-    "anchor": state.anchor,
-    "interval_steps": state.interval,
-  }
-  updates, inner_state = inner.update(
-    updates, state.inner, params, **extra_args
+  return RoundClock(
+    step=zero,
+    round=jnp.copy(zero),
+    round_step=jnp.copy(zero),
+    interval=first,
+    next_interval=second,
+    synchronized=jnp.asarray(True),
+    interval_state=interval_state,
+    round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
   )
-  state = state._replace(
-    step=optax.safe_increment(state.step),
-    round_step=optax.safe_increment(state.round_step),
-    inner=inner_state,
-  )
-  if policy.needs_loss:
-    loss = _given_loss(extra_args.get("loss"))
-    state = state._replace(round_loss=state.round_loss + loss)
-  return updates, state
 
 
-def is_over(state: State) -> jax.Array:
-  """Whether the round has had its steps."""
-  return state.round_step >= state.interval
-
-
-def loss(policy: intervals.IntervalPolicy, state: State) -> Any:
-  """The round's mean loss, this worker's; `()` when none is needed."""
-  if not policy.needs_loss:
-    return ()
-  return state.round_loss / state.round_step.astype(jnp.float32)
-
-
-def no_loss(policy: intervals.IntervalPolicy) -> Any:
+def unknown_loss(policy: intervals.IntervalPolicy) -> Any:
   """The loss of no round: NaN, or `()` when none is needed."""
   return jnp.full((), jnp.nan, jnp.float32) if policy.needs_loss else ()
 
 
-def go_on(state: State) -> State:
-  """The state after a step that ends no round."""
-  return state._replace(synchronized=jnp.asarray(False))
+def _next(
+  policy: intervals.IntervalPolicy, clock: RoundClock, loss: Any
+) -> tuple[jax.Array, PyTree]:
+  """The interval of the round after the next one."""
+  if policy.constant is not None:
+    return jnp.asarray(policy.constant, jnp.int32), clock.interval_state
+  begins = clock.step + clock.next_interval
+  return policy.next(clock.interval_state, begins, loss)
 
 
-def end(
-  policy: intervals.IntervalPolicy, state: State, mean_loss: Any
-) -> State:
-  """Ends a round, and decides the interval after the next one.
-
-  Args:
-    policy: the interval policy.
-    state: the state after the round's last step.
-    mean_loss: the workers' mean of the loss that the policy gets, float32
-      scalar; ignored when it needs none.
-  """
-  start = state.step + state.next_interval
-  following, interval_state = policy.next(
-    state.interval_state, start, mean_loss if policy.needs_loss else None
-  )
-  return _without_loss(policy, state)._replace(
-    round=optax.safe_increment(state.round),
-    round_step=jnp.zeros_like(state.round_step),
-    interval=state.next_interval,
-    next_interval=following,
-    synchronized=jnp.asarray(True),
-    interval_state=interval_state,
-  )
-
-
-def is_begun(state: State) -> jax.Array:
-  """Whether the round has had a step."""
-  return state.round_step > 0
-
-
-def cut_short(policy: intervals.IntervalPolicy, state: State) -> State:
-  """Ends a round where it is, and leaves one alone that is not begun.
-
-  Its loss is not told: the interval is decided as without one.
-  """
-  begun = is_begun(state)
-  start = state.step + state.next_interval
-  following, interval_state = policy.next(state.interval_state, start, None)
-  return _without_loss(policy, state)._replace(
-    round=state.round + begun.astype(jnp.int32),
-    round_step=jnp.zeros_like(state.round_step),
-    interval=jnp.where(begun, state.next_interval, state.interval),
-    next_interval=jnp.where(begun, following, state.next_interval),
-    synchronized=jnp.asarray(True),
-    interval_state=_anchor.either(begun, interval_state, state.interval_state),
-  )
-
-
-def two_ahead(
-  state: State, *, since_step: int, at_most: int | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Looks two steps ahead, for a host that chooses programs.
-
-  Args:
-    state: the state between two steps.
-    since_step: rounds that begin earlier count as of interval 0.
-    at_most: of longer intervals this is told in their place.
-
-  Returns:
-    The interval of the next step's round, and how many steps of the round
-    come before it; both of the step after it.  Int32 scalars.
-  """
-  start = state.step - state.round_step
-  ends = state.round_step + 1 >= state.interval
-  following = jnp.where(ends, state.step + 1, start)
-  steps = jnp.where(ends, state.next_interval, state.interval)
-  present = state.interval
-  if at_most is not None:
-    present, steps = (jnp.minimum(x, at_most) for x in (present, steps))
-  return (
-    jnp.where(start >= since_step, present, 0),
-    jnp.copy(state.round_step),
-    jnp.where(following >= since_step, steps, 0),
-    jnp.where(ends, 0, state.round_step + 1),
-  )
-
-
-def _without_loss(policy: intervals.IntervalPolicy, state: State) -> State:
-  if not policy.needs_loss:
-    return state
-  return state._replace(round_loss=jnp.zeros_like(state.round_loss))
-
-
-def _given_loss(given: Any) -> jax.Array:
-  if given is None:
+def _checked_loss(loss: Any) -> jax.Array:
+  if loss is None:
     raise ValueError(
       "`loss` must be given to `update` when the interval is adaptive: call "
       "`optimizer.update(grads, state, params, loss=loss)`."
     )
-  if jnp.shape(given) != ():
+  if jnp.shape(loss) != ():
     raise ValueError(
       "`loss` must be a scalar, the mean over this worker's batch, got shape "
-      f"{jnp.shape(given)}."
+      f"{jnp.shape(loss)}."
     )
-  return _anchor.scalar(given)
+  return _anchor.scalar(loss)

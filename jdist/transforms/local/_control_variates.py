@@ -1,88 +1,137 @@
-"""Control variates: what a worker's gradient differs by from all workers'."""
+"""Control variates: how a worker's gradient differs from all workers'."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdist import checks, states
 from jdist.transforms.local import _anchor, _sync_rule
 
 PyTree = Any
 
 
-class VariatesState(NamedTuple):
-  """What `scaffold` remembers.
+@states.declare(shared=("mean", "distance"))
+class ControlVariatesState(NamedTuple):
+  """State of `ControlVariates`.
 
   Attributes:
     own: this worker's control variate, float32.
-    shared: the mean of all workers', float32.
+    mean: the mean of all workers', float32.
     distance: sum of the learning rates of this round's steps, float32 scalar.
   """
 
   own: PyTree
-  shared: PyTree
+  mean: PyTree
   distance: jax.Array
 
 
-def control_variates(
-  learning_rate: optax.ScalarOrSchedule,
-  global_learning_rate: jax.typing.ArrayLike,
-) -> _sync_rule.Meeting:
-  """The corrections and the meeting of `scaffold`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ControlVariates(_sync_rule.SyncRule):
+  r"""SCAFFOLD's: gradients are corrected for the drift of unequal workers.
 
-  def begin(anchor: PyTree) -> tuple[PyTree, PyTree]:
-    zeros = jax.tree.map(jnp.zeros_like, anchor)
-    return VariatesState(zeros, zeros, jnp.zeros((), jnp.float32)), ()
+  .. math:: g_i &\leftarrow g_i - c_i + c \text{ in every step; at the end} \\
+            c_i &\leftarrow c_i - c + \frac{\Delta_i}{\sum_s \eta_s}, \qquad
+            c \leftarrow \tfrac1N \sum_j c_j, \qquad
+            a \leftarrow a - \eta_g \tfrac1N \sum_j \Delta_j
 
-  def correct(
-    updates: PyTree, outer: VariatesState, step: jax.Array
-  ) -> tuple[PyTree, VariatesState]:
-    # Where own and shared agree nothing is added, to the bit.
-    updates = jax.tree.map(
-      lambda g, own, all_: (g.astype(own.dtype) + (all_ - own)).astype(g.dtype),
-      updates, outer.own, outer.shared,
-    )  # fmt: skip
-    rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    distance = outer.distance + _anchor.scalar(rate)
-    return updates, outer._replace(distance=distance)
+  A message is twice as long as the parameters.  By few bytes the *change* of
+  the variates is sent, as in the paper; a late one moves c when it arrives.
 
-  def message(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> tuple[PyTree, PyTree]:
-    del inner
-    return ended.local, renewed(ended)
+  Attributes:
+    learning_rate: the inner optimizer's, a number or a schedule of the local
+      step.
+    global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
 
-  def renewed(ended: _sync_rule.Round) -> PyTree:
-    distance = ended.outer.distance
-    # A schedule may end at zero, where nothing moves and nothing is learned.
-    per_rate = jnp.where(distance > 0, 1.0 / distance, 0.0)
+  Raises:
+    ValueError: when one is out of its range.
 
-    def one(
-      own: jax.Array, all_: jax.Array, a: jax.Array, w: jax.Array
-    ) -> jax.Array:
-      seen = (own - all_) + (a - w) * per_rate.astype(a.dtype)
-      return jnp.where(distance > 0, seen, own)
+  References:
+    Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1, option II.
+  """
 
-    return jax.tree.map(
-      one, ended.outer.own, ended.outer.shared, ended.anchor, ended.local
+  learning_rate: optax.ScalarOrSchedule
+  global_learning_rate: jax.typing.ArrayLike = 1.0
+
+  def __post_init__(self) -> None:
+    checks.check_rate("learning_rate", self.learning_rate)
+    checks.check_continuous(
+      "global_learning_rate", self.global_learning_rate, open_low=True
     )
 
-  def join(
-    ended: _sync_rule.Round,
+  def init(self, anchor: PyTree) -> ControlVariatesState:
+    """Variates of zero."""
+    zeros = jax.tree.map(jnp.zeros_like, anchor)
+    return ControlVariatesState(zeros, zeros, jnp.zeros((), jnp.float32))
+
+  def correct(
+    self, updates: PyTree, memory: ControlVariatesState, step: jax.Array
+  ) -> tuple[PyTree, ControlVariatesState]:
+    """The drift is taken off."""
+    # Where own and mean agree nothing is added, to the bit.
+    updates = jax.tree.map(
+      lambda g, own, all_: (g.astype(own.dtype) + (all_ - own)).astype(g.dtype),
+      updates, memory.own, memory.mean,
+    )  # fmt: skip
+    rate = self.learning_rate
+    rate = rate(step) if callable(rate) else rate
+    distance = memory.distance + _anchor.scalar(rate)
+    return updates, memory._replace(distance=distance)
+
+  def message(
+    self, end: _sync_rule.Round, relative: bool
+  ) -> tuple[PyTree, PyTree]:
+    """The parameters and the variate, or the changes of both."""
+    renewed = _renewed(end)
+    if not relative:
+      return end.local, renewed
+    changes = jax.tree.map(jnp.subtract, renewed, end.memory.own)
+    return end.progress, changes
+
+  def like(self, tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Two trees."""
+    return tree, tree
+
+  def progress_in(self, message: tuple[PyTree, PyTree]) -> PyTree:
+    """The first tree."""
+    return message[0]
+
+  def depart(self, end: _sync_rule.Round) -> ControlVariatesState:
+    """The worker's own variate is new at once."""
+    zero = jnp.zeros((), jnp.float32)
+    return end.memory._replace(own=_renewed(end), distance=zero)
+
+  def move(
+    self,
+    end: _sync_rule.Round,
     mean: tuple[PyTree, PyTree],
-    inner: optax.GradientTransformation,
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    del inner
-    together, shared = mean
-    rate = _anchor.scalar(global_learning_rate)
+    exact: PyTree,
+    relative: bool,
+  ) -> _sync_rule.Round:
+    """The anchor and the mean variate."""
+    del exact
+    first, variate = mean
+    rate = _anchor.scalar(self.global_learning_rate)
+    if relative:
+      first = jax.tree.map(jnp.subtract, end.anchor, first)
+      variate = jax.tree.map(jnp.add, end.memory.mean, variate)
     # With a rate of 1 the anchor is the mean to the bit.
     anchor = jax.tree.map(
-      lambda m, a: m + (rate - 1).astype(a.dtype) * (m - a),
-      together, ended.anchor,
-    )  # fmt: skip
-    outer = VariatesState(renewed(ended), shared, jnp.zeros((), jnp.float32))
-    return ended._replace(anchor=anchor, outer=outer), anchor
+      lambda m, a: m + (rate - 1).astype(a.dtype) * (m - a), first, end.anchor
+    )
+    return end._replace(anchor=anchor, memory=end.memory._replace(mean=variate))
 
-  ending = _sync_rule.Ending(message, join)
-  return _sync_rule.Meeting(begin, ending, correct, last=None)
+
+def _renewed(end: _sync_rule.Round) -> PyTree:
+  """This worker's control variate after the round."""
+  distance = end.memory.distance
+  # A schedule may end at zero, where nothing moves and nothing is learned.
+  per_rate = jnp.where(distance > 0, 1.0 / distance, 0.0)
+
+  def one(own: jax.Array, all_: jax.Array, progress: jax.Array) -> jax.Array:
+    seen = (own - all_) + progress * per_rate.astype(progress.dtype)
+    return jnp.where(distance > 0, seen, own)
+
+  return jax.tree.map(one, end.memory.own, end.memory.mean, end.progress)

@@ -1,75 +1,95 @@
-"""Pulling workers towards an anchor, and the anchor towards the workers."""
+"""Elastic rules: the workers stay beside the anchor and are pulled to it."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist import collectives
+from jdist import checks, states
 from jdist.transforms.local import _anchor, _sync_rule
 
 PyTree = Any
 
 
-def elastic(
-  moving_rate: jax.typing.ArrayLike, axis: collectives.Axis
-) -> _sync_rule.Meeting:
-  """The meeting of `easgd`: an elastic force between workers and anchor."""
+class _Beside(_sync_rule.SyncRule):
+  """Sends where a worker is."""
 
-  def begin(anchor: PyTree) -> tuple[PyTree, PyTree]:
-    del anchor
-    return (), ()
+  beside: ClassVar[bool] = True
 
-  def message(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> PyTree:
-    del inner
-    return ended.local
+  def message(self, end: _sync_rule.Round, relative: bool) -> PyTree:
+    """The parameters, or how far the anchor is from them."""
+    if not relative:
+      return end.local
+    return jax.tree.map(jnp.subtract, end.anchor, end.local)
 
-  def join(
-    ended: _sync_rule.Round, mean: PyTree, inner: optax.GradientTransformation
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    del inner
-    beta = _anchor.scalar(moving_rate)
-    alpha = beta / collectives.size(axis)
-    # Both ends of the spring feel the old positions.
-    target = jax.tree.map(
+
+def _positions(end: _sync_rule.Round, mean: PyTree, relative: bool) -> PyTree:
+  """The mean of the workers' positions."""
+  if not relative:
+    return mean
+  return jax.tree.map(jnp.subtract, end.anchor, mean)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elastic(_Beside):
+  r"""EASGD's: springs between every worker and the anchor.
+
+  .. math:: w_i \leftarrow w_i - \tfrac{\beta}{N} (w_i - a), \qquad
+            a \leftarrow a + \beta (\tfrac1N \sum_j w_j - a)
+
+  A drain lets the springs relax, to :math:`(a + \sum_i w_i) / (N + 1)`.
+
+  Attributes:
+    moving_rate: beta in [0, 1].
+
+  Raises:
+    ValueError: when it is out of its range.
+
+  References:
+    Zhang, Choromanska, LeCun, EASGD (arXiv 1412.6651), equations 5 and 6.
+  """
+
+  moving_rate: jax.typing.ArrayLike = 0.9
+
+  def __post_init__(self) -> None:
+    checks.check_continuous("moving_rate", self.moving_rate, high=1.0)
+
+  def move(
+    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _sync_rule.Round:
+    """The anchor's end of the spring."""
+    del exact
+    beta = _anchor.scalar(self.moving_rate)
+    mean = _positions(end, mean, relative)
+    anchor = jax.tree.map(
+      lambda a, m: a + beta.astype(a.dtype) * (m - a), end.anchor, mean
+    )
+    return end._replace(anchor=anchor)
+
+  def place(self, before: _sync_rule.Round, after: _sync_rule.Round) -> PyTree:
+    """The worker's end: both ends feel the old positions."""
+    del after
+    alpha = _anchor.scalar(self.moving_rate) / before.num_workers
+    return jax.tree.map(
       lambda w, a: w - alpha.astype(a.dtype) * (w - a),
-      ended.local, ended.anchor,
+      before.local, before.anchor,
     )  # fmt: skip
-    anchor = jax.tree.map(
-      lambda a, m: a + beta.astype(a.dtype) * (m - a), ended.anchor, mean
-    )
-    return ended._replace(anchor=anchor), target
 
-  def stretch(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> PyTree:
-    del inner
-    return jax.tree.map(jnp.subtract, ended.local, ended.anchor)
-
-  def relax(
-    ended: _sync_rule.Round, mean: PyTree, inner: optax.GradientTransformation
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    del inner
-    # Where the springs are at rest: at the mean of the workers and the anchor.
-    workers = collectives.size(axis)
-    anchor = jax.tree.map(
-      lambda a, m: a + workers / (workers + 1) * m, ended.anchor, mean
-    )
-    return ended._replace(anchor=anchor), anchor
-
-  return _sync_rule.Meeting(
-    begin,
-    _sync_rule.Ending(message, join),
-    _sync_rule.uncorrected,
-    last=_sync_rule.Ending(stretch, relax),
-  )
+  def settle(
+    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _sync_rule.Round:
+    """The springs at rest: the mean of the workers and the anchor."""
+    del exact
+    part = end.num_workers / (end.num_workers + 1)
+    mean = _positions(end, mean, relative)
+    anchor = jax.tree.map(lambda a, m: a + part * (m - a), end.anchor, mean)
+    return end._replace(anchor=anchor)
 
 
-class LateAnchorState(NamedTuple):
-  """What `overlap_local_sgd` remembers.
+@states.declare(shared=("velocity",))
+class PulledAnchorState(NamedTuple):
+  """State of `PulledAnchor`.
 
   Attributes:
     velocity: the anchor's momentum, float32.
@@ -78,74 +98,60 @@ class LateAnchorState(NamedTuple):
   velocity: PyTree
 
 
-def late_anchor(
-  pull: jax.typing.ArrayLike, momentum: jax.typing.ArrayLike
-) -> _sync_rule.Meeting:
-  """The meeting of `overlap_local_sgd`: a pull to an anchor one round late."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class PulledAnchor(_Beside):
+  r"""Overlap-Local-SGD's: workers are pulled to a mean with momentum.
 
-  def begin(anchor: PyTree) -> tuple[PyTree, PyTree]:
-    # What is under way at first is what all workers begin with.
-    return LateAnchorState(jax.tree.map(jnp.zeros_like, anchor)), anchor
+  .. math:: v \leftarrow \mu v + \tfrac1N \sum_j w_j - z, \qquad
+            z \leftarrow z + v, \qquad
+            w_i \leftarrow (1 - \alpha) w_i + \alpha z
 
-  def message(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> PyTree:
-    del inner
-    return ended.pending  # Of the last round: from the state.
+  with the anchor z.  The method sends the w that were pulled, and receives
+  their mean one round late.
 
-  def join(
-    ended: _sync_rule.Round, mean: PyTree, inner: optax.GradientTransformation
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    del inner
-    anchor, velocity = arrive(ended.anchor, ended.outer.velocity, mean)
-    alpha = _anchor.scalar(pull)
-    target = jax.tree.map(
-      lambda w, a: w + alpha.astype(a.dtype) * (a - w), ended.local, anchor
-    )
-    ended = ended._replace(
-      anchor=anchor, outer=LateAnchorState(velocity), pending=target
-    )
-    return ended, target
+  Attributes:
+    pull: alpha in [0, 1].
+    momentum: mu in [0, 1]; 0 makes z the mean.
 
-  def arrive(
-    anchor: PyTree, velocity: PyTree, mean: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    mu = _anchor.scalar(momentum)
+  Raises:
+    ValueError: when one is out of its range.
+
+  References:
+    Wang, Liang, Joshi, Overlap Local-SGD (arXiv 2002.09539).
+  """
+
+  pull: jax.typing.ArrayLike = 0.6
+  momentum: jax.typing.ArrayLike = 0.0
+
+  def __post_init__(self) -> None:
+    checks.check_continuous("pull", self.pull, high=1.0)
+    checks.check_continuous("momentum", self.momentum, high=1.0)
+
+  def init(self, anchor: PyTree) -> PulledAnchorState:
+    """No momentum."""
+    return PulledAnchorState(jax.tree.map(jnp.zeros_like, anchor))
+
+  def move(
+    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _sync_rule.Round:
+    """The anchor's momentum step."""
+    del exact
+    mu = _anchor.scalar(self.momentum)
+    mean = _positions(end, mean, relative)
     velocity = jax.tree.map(
-      lambda v, m, a: mu.astype(a.dtype) * v + (m - a), velocity, mean, anchor
-    )
+      lambda v, m, a: mu.astype(a.dtype) * v + (m - a),
+      end.memory.velocity, mean, end.anchor,
+    )  # fmt: skip
     # Without a momentum the anchor is the mean to the bit.
     anchor = jax.tree.map(
-      lambda m, v, a: m + (v - (m - a)), mean, velocity, anchor
+      lambda m, v, a: m + (v - (m - a)), mean, velocity, end.anchor
     )
-    return anchor, velocity
+    return end._replace(anchor=anchor, memory=PulledAnchorState(velocity))
 
-  def all_messages(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> tuple[PyTree, PyTree]:
-    del inner
-    return ended.pending, ended.local
-
-  def arrive_all(
-    ended: _sync_rule.Round,
-    mean: tuple[PyTree, PyTree],
-    inner: optax.GradientTransformation,
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    del inner
-    late, present = mean
-    first = arrive(ended.anchor, ended.outer.velocity, late)
-    # Between two rounds both are the same, and it arrives once.
-    anchor, velocity = _anchor.either(
-      ended.begun, arrive(*first, present), first
-    )
-    ended = ended._replace(
-      anchor=anchor, outer=LateAnchorState(velocity), pending=anchor
-    )
-    return ended, anchor
-
-  return _sync_rule.Meeting(
-    begin,
-    _sync_rule.Ending(message, join),
-    _sync_rule.uncorrected,
-    last=_sync_rule.Ending(all_messages, arrive_all),
-  )
+  def place(self, before: _sync_rule.Round, after: _sync_rule.Round) -> PyTree:
+    """A part of the way to the new anchor."""
+    alpha = _anchor.scalar(self.pull)
+    return jax.tree.map(
+      lambda w, a: w + alpha.astype(a.dtype) * (a - w),
+      before.local, after.anchor,
+    )  # fmt: skip

@@ -4,17 +4,24 @@ All workers take local steps; one part of the parameters after the other is
 brought together, at staggered steps, so that the network is used evenly.
 """
 
+import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
-from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor
+from jdist import checks, collectives, reducers, states
+from jdist.transforms import _control, _shared, intervals
+from jdist.transforms.local import (
+  _clock,
+  _delayed,
+  _local_steps,
+  _sync_rule,
+  _synchronizer,
+)
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
@@ -22,37 +29,47 @@ Fragments = int | Callable[[str], int]
 _NAME = "`fragment_steps` (also as `streaming_diloco`)"
 
 
+@states.declare(shared=("kept",), drains=True)
 class FragmentsState(NamedTuple):
   """State of `fragment_steps`.
 
   Attributes:
-    step: local steps so far, int32 scalar.
-    round: how often all fragments were brought together, int32 scalar.
-    interval: steps between two meetings of a fragment, int32 scalar.
-    synchronized: whether the last update brought in the last fragment of a
-      round, bool scalar.
-    anchor: the parameters all workers agree on, float32.
+    clock: of rounds in which all fragments come together once: it counts them
+      when the last fragment arrives.
     inner: the inner optimizer's state, each worker its own.
-    outer: the outer optimizer's states, one for each fragment, in which
-      `optax.MaskedNode()` stands for the others; `()` without one.
-    pending: this worker's progress that is under way, float32, a fragment's
-      from the step in which it is sent; `()` without a delay.
+    fragments: a state for each fragment, in whose trees `optax.MaskedNode()`
+      stands for the leaves of others.
     kept: whether the workers stand beside the anchor, 1, or on it after a
       `drain`, 0; float32 scalar.
-    drained_step: local steps before the last `drain`, int32 scalar: what was
-      sent until then has arrived.
   """
 
-  step: jax.Array
-  round: jax.Array
-  interval: jax.Array
-  synchronized: jax.Array
-  anchor: PyTree
+  clock: _clock.RoundClock
   inner: PyTree
-  outer: PyTree
-  pending: PyTree
+  fragments: tuple[_synchronizer.SyncState, ...]
   kept: jax.Array
-  drained_step: jax.Array
+
+  def label(self, walk: Any) -> tuple[Any, bool]:
+    """Each fragment's state says it for itself."""
+    del walk
+    labels = _shared.label_fields(self)
+    parts = tuple(map(_shared.label_fields, self.fragments))
+    return labels._replace(fragments=parts), False
+
+  @property
+  def anchor(self) -> PyTree:
+    """The parameters all workers agree on, float32."""
+    return _merge([part.anchor for part in self.fragments])
+
+  @property
+  def streams(self) -> bool:
+    """Whether a message is sent in parts, some in every step."""
+    held = getattr(self.fragments[0].flight, "held", None)
+    return bool(getattr(type(held), "streams", False))
+
+  def ahead(self) -> jax.Array:
+    """The next two updates of every fragment; see `transforms.rounds_ahead`."""
+    rows = [_synchronizer.ahead(part) for part in self.fragments]
+    return jnp.stack(rows, -3)
 
 
 def fragment_steps(
@@ -61,52 +78,42 @@ def fragment_steps(
   fragments: Fragments,
   *,
   axis: collectives.Axis,
-  outer: optax.GradientTransformation | None = None,
-  delay_steps: int = 0,
-  mix: jax.typing.ArrayLike = 0.0,
+  rule: _sync_rule.SyncRule | optax.GradientTransformation | None = None,
+  overlap: _delayed.Delayed | None = None,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps, and brings the workers together in fragments.
 
-  Fragment p of P is sent after the local steps t = t_p, t_p + H, t_p + 2H, ...
-  with :math:`t_p = \lfloor H (p+1) / P \rfloor`, and arrives
-  :math:`\tau` steps later.  After step t a fragment that is sent holds the
-  progress since its anchor, and one that arrives moves its anchor:
+  Fragment p of P has rounds of its own, of H steps, which end after the local
+  steps t = t_p, t_p + H, t_p + 2H, ... with
+  :math:`t_p = \lfloor H (p+1) / P \rfloor`: so the network is used evenly.
+  Each ends as a round of `local_steps` does, with a sync rule's state, an
+  overlap and a compression of its own.
 
-  .. math:: \Delta_{i,p}^{(t)} = a_p - w_{i,p}, \qquad
-            a_p \leftarrow a_p + \mathrm{outer}_p(\tfrac1N \sum_i
-            \Delta_{i,p}^{(t-\tau)}), \qquad
-            w_{i,p} \leftarrow \alpha w_{i,p} + (1 - \alpha) a_p
+  With `overlap=Delayed(steps=tau, stream=Stream())` a fragment that has ended
+  its round is sent in the next tau steps, and nothing waits for it; the host
+  says which step sends what (`training.Trainer`), so that nothing stands in a
+  conditional.
 
-  Each fragment has an outer state of its own.  With a delay the mean is that
-  of progress in the state, and depends on nothing in the present step.  It
-  stands in a conditional, one a fragment, in the step of its arrival.
+  Inner schedules count local steps, outer schedules count a fragment's rounds.
+  Extra arguments of `update` reach the inner optimizer, and with them `anchor`
+  (float32) and `interval_steps` (int32 scalar).  Stands last in a chain: the
+  anchor takes the updates as done.
 
-  Counted bytes are those of whole rounds: a round counts when its last fragment
-  arrives, so that in between those of its other fragments are missing, up to
-  (P-1)/P of a round where fragments are of equal size.  At the end of a round
-  the count is exact.
-
-  `update` with the static `drain=True` takes no local step, ignores the
-  updates, and brings all that was done into the anchor; see `drain`.
-
-  Inner schedules count local steps, outer schedules count a fragment's
-  meetings.  Extra arguments of `update` reach the inner optimizer, and with
-  them `anchor` (float32) and `interval_steps` (int32 scalar).
-
-  Stands last in a chain: the anchor takes the updates as done.
+  Counted bytes are those of whole rounds where the device ends them: a round
+  counts when its last fragment arrives, so that in between those of its other
+  fragments are missing.
 
   Args:
     inner: any Optax optimizer, run by each worker for itself.
-    interval: H, steps between two meetings of a fragment.
-    fragments: P at most the interval: leaves in the order of the tree, cut
+    interval: H, local steps of a fragment's round.
+    fragments: P at most the interval: leaves in the order of the tree, split
       into P runs of about equal size; or a function from a leaf's path
       ("block_0/kernel") to its fragment, from 0.
     axis: the workers' axis: None, a name, or (inner, outer).
-    outer: any Optax optimizer, fed with a fragment's mean progress; None
-      makes the anchor the mean of what was sent.
-    delay_steps: tau, at most interval - 1.
-    mix: alpha in [0, 1], how much of its own parameters a worker keeps when
-      the anchor arrives; 1 never listens.
+    rule: as of `local_steps`.
+    overlap: as of `local_steps`, with `steps` below the interval.
+    compression: as of `local_steps`.
 
   Returns:
     A transformation; `update` needs `params`.
@@ -128,54 +135,52 @@ def fragment_steps(
   -1.0 0.0
   -1.0 -2.0
   -3.0 -2.0
+
+  References:
+    Douillard et al., Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
   """
-  checks.check_optimizer("inner", inner)
-  if outer is not None:
-    checks.check_optimizer("outer", outer)
-  collectives.check_axis(axis)
   if isinstance(interval, intervals.IntervalPolicy):
     raise ValueError(
       f"`interval` must be an int for {_NAME}, whose fragments take their "
       "turns at fixed steps, got an interval policy. Give the number of "
       "steps, or take `local_steps` or `diloco`, which have no fragments."
     )
-  intervals.fixed(interval)  # Checks it.
+  sync = _local_steps.make_synchronizer(
+    inner, interval, axis, rule, overlap, compression
+  )
   if not callable(fragments):
     checks.check_structural("fragments", fragments, minimum=1)
     _check_number(fragments, interval)
-  checks.check_structural("delay_steps", delay_steps, minimum=0)
-  if delay_steps >= interval:
+  if overlap is not None:
+    _check_overlap(overlap, interval)
+  buffers = getattr(sync.rule, "buffers", "maintain")
+  if buffers != "maintain":
     raise ValueError(
-      f"`delay_steps` must be below `interval`, {interval}, got {delay_steps}: "
-      "a fragment arrives before it is sent again."
+      "`buffers` must be 'maintain' with fragments, which share the inner "
+      f"optimizer's momenta, got {buffers!r}."
     )
-  checks.check_continuous("mix", mix, high=1.0)
-  inner = optax.with_extra_args_support(inner)
+  optimizer = optax.with_extra_args_support(inner)
 
-  def offset(fragment: int, number: int) -> int:
-    return interval * (fragment + 1) // number
-
-  def due(step: jax.Array, first: int) -> jax.Array:
-    """Whether step number `step`, from 1, is first, first + H, ..."""
-    return (step >= first) & ((step - first) % interval == 0)
+  def synchronizers(params: optax.Params) -> list[_synchronizer.Synchronizer]:
+    number = max(fragments_of(params, fragments)) + 1
+    _check_number(number, interval)
+    return [
+      dataclasses.replace(
+        sync, policy=_staggered(interval * (p + 1) // number, interval)
+      )
+      for p in range(number)
+    ]
 
   def init_fn(params: optax.Params) -> FragmentsState:
-    anchor = jax.tree.map(_anchor.wide_copy, params)
     labels = fragments_of(params, fragments)
-    number = max(labels) + 1
-    _check_number(number, interval)
-    parts = [_part(anchor, labels, p) for p in range(number)]
     return FragmentsState(
-      step=jnp.zeros((), jnp.int32),
-      round=jnp.zeros((), jnp.int32),
-      interval=jnp.asarray(interval, jnp.int32),
-      synchronized=jnp.asarray(True),  # All workers begin alike.
-      anchor=anchor,
-      inner=inner.init(params),
-      outer=() if outer is None else tuple(map(outer.init, parts)),
-      pending=jax.tree.map(jnp.zeros_like, anchor) if delay_steps else (),
+      clock=_clock.start(intervals.fixed(interval)),
+      inner=optimizer.init(params),
+      fragments=tuple(
+        one.init(_part(params, labels, p))
+        for p, one in enumerate(synchronizers(params))
+      ),
       kept=jnp.ones((), jnp.float32),
-      drained_step=jnp.zeros((), jnp.int32),
     )
 
   def update_fn(
@@ -183,7 +188,7 @@ def fragment_steps(
     state: FragmentsState,
     params: optax.Params | None = None,
     *,
-    drain: bool = False,
+    control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FragmentsState]:
     if params is None:
@@ -191,124 +196,75 @@ def fragment_steps(
         f"`params` must be given to `update` of {_NAME}: call "
         "`optimizer.update(grads, state, params)`."
       )
-    if drain:
-      return bring_all(state, params)
-    _control.check_told(_NAME, extra_args, state.inner)
+    labels, parts = fragments_of(params, fragments), synchronizers(params)
+    if control.drain:
+      return drain(state, params, labels, parts, control)
     collectives.check_local(updates, axis, what="`updates`")
-    labels = fragments_of(params, fragments)
-    number = max(labels) + 1
-    step = optax.safe_increment(state.step)
-    arrives = [
-      due(step, offset(p, number) + delay_steps) for p in range(number)
+    controls = _controls_of(control, len(parts))
+    sent = [
+      one.send(own, told)
+      for one, own, told in zip(parts, state.fragments, controls, strict=True)
     ]
-    extra_args |= {"anchor": state.anchor, "interval_steps": state.interval}
-    if delay_steps:  # From the state, and before anything of this step.
-      sent_since = step - delay_steps > state.drained_step
-      arrives = [arrived & sent_since for arrived in arrives]
-      state = arrive(state, state.pending, labels, arrives)
-    updates, inner_state = inner.update(
-      updates, state.inner, params, **extra_args
+    extra_args |= {
+      "anchor": state.anchor,
+      "interval_steps": state.clock.interval,
+    }
+    moves, memories = updates, []
+    for own in state.fragments:  # Each corrects the leaves of its own.
+      moves, memory = _corrected(sync.rule, moves, own, state.clock.step)
+      memories.append(memory)
+    moves, inner_state = optimizer.update(
+      moves, state.inner, params, **extra_args
     )
-    local = jax.tree.map(_anchor.moved, params, updates)
-    if not delay_steps:
-      progress = jax.tree.map(jnp.subtract, state.anchor, local)
-      state = arrive(state, progress, labels, arrives)
-    own = _anchor.scalar(mix)
-
-    def mixed(w: jax.Array, a: jax.Array, arrived: jax.Array) -> jax.Array:
-      alpha = own.astype(a.dtype)
-      return jnp.where(arrived, alpha * w + (1 - alpha) * a, w)
-
-    target = jax.tree.map(
-      mixed, local, state.anchor, _each(arrives, labels, params)
-    )
-    updates = _anchor.towards(updates, target, local)
-    if delay_steps:
-      sends = [due(step, offset(p, number)) for p in range(number)]
-      pending = jax.tree.map(
-        lambda old, a, t, sent: jnp.where(sent, a - t, old),
-        state.pending, state.anchor, target, _each(sends, labels, params),
-      )  # fmt: skip
-      state = state._replace(pending=pending)
-    state = state._replace(
-      step=step,
-      round=state.round + arrives[-1].astype(jnp.int32),
-      synchronized=arrives[-1],
+    ended, arrives = [], []
+    for p, one in enumerate(parts):
+      own = state.fragments[p]._replace(
+        clock=state.fragments[p].clock.advance(None), memory=memories[p]
+      )
+      step = _synchronizer.Step(_part(moves, labels, p), (), own)
+      step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
+      ended.append(step)
+      arrives.append(_arrived(state.fragments[p], step.sync))
+    last = jnp.asarray(arrives[-1])
+    clock = state.clock
+    return _merge([step.updates for step in ended]), FragmentsState(
+      clock=clock._replace(
+        step=optax.safe_increment(clock.step),
+        round=clock.round + last.astype(jnp.int32),
+        synchronized=last,
+      ),
       inner=inner_state,
+      fragments=tuple(step.sync for step in ended),
       kept=jnp.ones_like(state.kept),
     )
-    return collectives.varying((updates, state), axis)
 
-  def bring_all(
-    state: FragmentsState, params: optax.Params
-  ) -> tuple[optax.Updates, FragmentsState]:
-    """Brings all fragments together: what is under way, and what is not."""
-    labels = fragments_of(params, fragments)
-    number = max(labels) + 1
-    begun = state.step > state.drained_step
-    start = state.anchor  # Of what has not been sent.
-    if delay_steps:
-      under_way = [
-        is_under_way(state, offset(p, number)) for p in range(number)
-      ]
-      start = jax.tree.map(
-        lambda a, p, sent: jnp.where(sent, a - p, a),
-        start, state.pending, _each(under_way, labels, params),
-      )  # fmt: skip
-      state = arrive(state, state.pending, labels, under_way)
-    progress = jax.tree.map(lambda a, w: a - _anchor.wide(w), start, params)
-    state = arrive(state, progress, labels, [begun] * number)
-    state = state._replace(
-      round=state.round + begun.astype(jnp.int32),
-      synchronized=jnp.asarray(True),
-      kept=jnp.zeros_like(state.kept),
-      drained_step=jnp.copy(state.step),
-    )
-    updates = _anchor.onto(state.anchor, params)
-    return collectives.varying((updates, state), axis)
-
-  def is_under_way(state: FragmentsState, first: int) -> jax.Array:
-    """Whether a fragment sent after steps first, first + H, ... is so now."""
-    age = (state.step - first) % interval
-    sent = (state.step >= first) & (state.step - age > state.drained_step)
-    return sent & (age < delay_steps)
-
-  def arrive(
+  def drain(
     state: FragmentsState,
-    progress: PyTree,
+    params: optax.Params,
     labels: tuple[int, ...],
-    arrives: list[jax.Array],
-  ) -> FragmentsState:
-    """Moves the anchors of the fragments that arrive."""
-    anchors, outers = [], []
-    for p, arrived in enumerate(arrives):
-      anchor, outer_state = jax.lax.cond(
-        collectives.agreed(arrived, axis),
-        join,
-        keep,
-        _part(state.anchor, labels, p),
-        () if outer is None else state.outer[p],
-        _part(progress, labels, p),
-      )
-      anchors.append(anchor)
-      outers.append(outer_state)
-    return state._replace(
-      anchor=_whole(anchors, labels, jax.tree.structure(state.anchor)),
-      outer=() if outer is None else tuple(outers),
+    parts: list[_synchronizer.Synchronizer],
+    control: _control.Control,
+  ) -> tuple[optax.Updates, FragmentsState]:
+    """Brings in all fragments: what is under way, and what is not."""
+    residuals = control.drain == "residuals"
+    steps = [
+      one.drain((), state.fragments[p], _part(params, labels, p), residuals)
+      for p, one in enumerate(parts)
+    ]
+    begun = state.kept > 0
+    begun &= state.clock.step > 0
+    clock = state.clock
+    state = FragmentsState(
+      clock=clock._replace(
+        round=clock.round + begun.astype(jnp.int32),
+        synchronized=jnp.asarray(True),
+      ),
+      inner=state.inner,
+      fragments=tuple(step.sync for step in steps),
+      kept=jnp.zeros_like(state.kept),
     )
-
-  def join(
-    anchor: PyTree, outer_state: PyTree, progress: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    mean = collectives.mean(progress, axis)
-    moved = _anchor.outer_step(outer, outer_state, mean, anchor)
-    return collectives.varying(moved, axis)
-
-  def keep(
-    anchor: PyTree, outer_state: PyTree, progress: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    del progress
-    return collectives.varying((anchor, outer_state), axis)
+    updates = _merge([step.updates for step in steps])
+    return collectives.varying((updates, state), axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -379,15 +335,6 @@ def _check_number(fragments: int, interval: int) -> None:
     )
 
 
-def _each(
-  flags: list[jax.Array], labels: tuple[int, ...], like: PyTree
-) -> PyTree:
-  """A fragment's flag at each of its leaves."""
-  return jax.tree.unflatten(
-    jax.tree.structure(like), [flags[p] for p in labels]
-  )
-
-
 def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
   """The tree with nothing in place of other fragments' leaves."""
   leaves, treedef = jax.tree.flatten(tree)
@@ -398,9 +345,93 @@ def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
   return jax.tree.unflatten(treedef, kept)
 
 
-def _whole(
-  parts: list[PyTree], labels: tuple[int, ...], treedef: Any
-) -> PyTree:
-  """Puts the parts of all fragments together."""
-  leaves = [iter(jax.tree.leaves(part)) for part in parts]
-  return jax.tree.unflatten(treedef, [next(leaves[label]) for label in labels])
+def _merge(parts: Sequence[PyTree]) -> PyTree:
+  """Puts the leaves of all fragments into one tree."""
+
+  def masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  def one(*leaves: Any) -> Any:
+    return next(x for x in leaves if not masked(x))
+
+  return jax.tree.map(one, *parts, is_leaf=masked)
+
+
+def _corrected(
+  rule: _sync_rule.SyncRule,
+  updates: PyTree,
+  own: _synchronizer.SyncState,
+  step: jax.Array,
+) -> tuple[PyTree, PyTree]:
+  """Corrects the gradients of one fragment's leaves."""
+
+  def masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  part = jax.tree.map(
+    lambda a, g: a if masked(a) else g, own.anchor, updates, is_leaf=masked
+  )
+  part, memory = rule.correct(part, own.memory, step)
+  merged = jax.tree.map(
+    lambda c, g: g if masked(c) else c, part, updates, is_leaf=masked
+  )
+  return merged, memory
+
+
+def _arrived(
+  before: _synchronizer.SyncState, after: _synchronizer.SyncState
+) -> jax.Array:
+  """Whether a fragment's mean has arrived in this step."""
+  if before.flight == ():
+    return after.clock.synchronized
+  return before.flight.in_flight & ~after.flight.in_flight
+
+
+def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
+  """A first round that staggers a fragment, then rounds of one length."""
+
+  def next_fn(
+    state: Any, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, Any]:
+    del loss
+    steps = jnp.where(start_step == 0, first, interval)
+    return steps.astype(jnp.int32), state
+
+  return intervals.IntervalPolicy(lambda: (), next_fn)
+
+
+def _controls_of(
+  control: _control.Control, number: int
+) -> tuple[_control.Control, ...]:
+  """What the host says about each fragment."""
+  found = control.fragments
+  if found is None:
+    if name := control.of_host:
+      raise ValueError(
+        f"`control` must say `{name}` for each fragment, in `fragments`, got "
+        f"{getattr(control, name)!r} for all. `training.Trainer` does it."
+      )
+    return (control,) * number
+  if len(found) != number:
+    raise ValueError(
+      f"`control.fragments` must have one control for each of {number} "
+      f"fragments, got {len(found)}."
+    )
+  return found
+
+
+def _check_overlap(overlap: _delayed.Delayed, interval: int) -> None:
+  if overlap.steps is None:
+    raise ValueError(
+      f"`overlap` must have `steps` for {_NAME}, below `interval`: a fragment "
+      "arrives before it is sent again, got steps=None."
+    )
+  if overlap.steps >= interval:
+    raise ValueError(
+      f"`steps` must be below `interval`, {interval}, got {overlap.steps}: a "
+      "fragment arrives before it is sent again."
+    )
+  if overlap.after_step:
+    raise ValueError(
+      f"`after_step` must be 0 for {_NAME}, got {overlap.after_step}."
+    )

@@ -1,22 +1,15 @@
-"""Messages: what a worker did in a round, and who takes the mean of them.
+"""Senders: a worker's message is held, sent, and its mean taken.
 
-A delayed message is held from the end of its round to the end of the next one.
-When it travels in between, and by how many bytes, is all that senders differ
-in:
+`Sender` sends a held message when its mean is due, `_streaming.ExactStream` and
+`_chunked_stream.ChunkedStream` a part of it in every step:
 
-- `AtOnce`, here, sends it at the round's end: simple, and not hidden under
-  anything, because a conditional is a wall to a compiler's scheduler.
-- `Streaming` in `_chunked_stream` sends a part of it in every step, exactly.
-- `StreamingParts` in `_chunked_stream` does it by a reducer.
-
-    round's end    hold      what is sent until the next one
-    every step     start     sends some of it; nothing waits for it yet
-                   finish    writes down what has arrived
-    round's end    mean      of all of it, sending what is missing
+    round's end    hold        the message that is sent from now on
+    every step     send        starts some of it; nothing waits for it yet
+                   receive     stores what has arrived
+    mean due       mean        of all of it; sends what is missing
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,134 +20,88 @@ from jdist.transforms.local import _anchor
 PyTree = Any
 
 
-class Message(NamedTuple):
-  """What a worker did in a round.
+class Contribution(NamedTuple):
+  """A worker's part of a round's mean.
 
   Attributes:
-    progress: the pseudo-gradient, a tree in the anchor's dtypes.
-    loss: the round's mean loss, float32 scalar; `()` when the interval needs
-      none.
+    message: float32; few bytes of it may suffice.
+    exact: what is averaged with every bit: the round's mean loss (`()` when
+      the interval needs none), and what the sync rule adds.
   """
 
-  progress: PyTree
-  loss: Any
+  message: PyTree
+  exact: PyTree
 
 
-class Sender(Protocol):
-  """Holds a worker's message, and takes the workers' mean of it.
+class Sender:
+  """Sends a message when its mean is due.
 
-  `state` is the message in the form in which it is held; `remembered` is what
-  a reduction remembers, `()` without one; `steps` is the static number of
-  steps in which the whole message goes, None for all of it when it is needed.
+  Args:
+    axis: the workers' axis.
+    compression: how the mean is taken; None for exactly.
   """
-
-  def hold(self, message: Message, before: Any, remembered: Any) -> Any:
-    """Makes a message the next one to be sent; `before` was the last one."""
-
-  def own(self, state: Any) -> Message:
-    """This worker's message that is held."""
-
-  def start(
-    self, state: Any, steps: int | None, remembered: Any
-  ) -> tuple[Any, ...]:
-    """Sends what this step sends; nothing waits for it yet."""
-
-  def finish(
-    self,
-    state: Any,
-    sent: tuple[Any, ...],
-    remembered: Any,
-    in_flight: jax.Array,
-  ) -> tuple[Any, Any]:
-    """Writes down what has been sent: state and remembered."""
-
-  def complete(self, state: Any, sent: tuple[Any, ...]) -> jax.Array:
-    """Whether all has arrived, with what is being sent in this step."""
-
-  def mean(
-    self,
-    state: Any,
-    present: Message,
-    late: jax.Array,
-    steps: int | None,
-    remembered: Any,
-  ) -> tuple[Message, Any]:
-    """The workers' mean of what is held, or of `present` if not `late`."""
-
-  def exact_mean(self, state: Any, remembered: Any) -> tuple[PyTree, Any]:
-    """The mean of the progress that is held, every bit of it."""
-
-
-# Makes one when the program is traced, for messages like an anchor.
-MakeSender: TypeAlias = Callable[[PyTree], Sender]
-
-
-class AtOnce:
-  """Sends the whole message when it is needed.  Its state is the message."""
 
   def __init__(
-    self, axis: collectives.Axis, reduction: reducers.Reduction | None = None
+    self, axis: collectives.Axis, compression: reducers.Compression | None
   ):
-    """Takes means exactly, or by a reduction."""
-    self._axis, self._reduction = axis, reduction
+    self.axis, self.compression = axis, compression
 
-  def hold(
-    self, message: Message, before: Message | None, remembered: Any
-  ) -> Message:
-    """Makes a message the next one to be sent."""
-    del before, remembered
-    return message
+  def hold(self, new: Contribution, before: Any, memory: PyTree) -> Any:
+    """Returns the form in which a contribution is held.
 
-  def own(self, state: Message) -> Message:
-    """This worker's message that is held."""
-    return state
+    Args:
+      new: what is sent from now on.
+      before: what was held; None at first.
+      memory: the compression's state.
+    """
+    del before, memory
+    return new
 
-  def start(
-    self, state: Message, steps: int | None, remembered: Any
-  ) -> tuple[()]:
-    """What every step sends: nothing."""
-    del state, steps, remembered
-    return ()
-
-  def finish(
-    self,
-    state: Message,
-    sent: tuple[Any, ...],
-    remembered: Any,
-    in_flight: jax.Array,
-  ) -> tuple[Message, Any]:
-    """Writes down what has been sent: nothing."""
-    del sent, in_flight
-    return state, remembered
-
-  def complete(self, state: Message, sent: tuple[Any, ...]) -> jax.Array:
-    """Whether the round may end."""
-    del state, sent
-    return jnp.asarray(True)
+  def own(self, held: Any) -> Contribution:
+    """Returns this worker's contribution that is held."""
+    return held
 
   def mean(
     self,
-    state: Message,
-    present: Message,
+    held: Any,
+    present: Contribution,
     late: jax.Array,
     steps: int | None,
-    remembered: Any,
-  ) -> tuple[Message, Any]:
-    """The workers' mean of what is held, or of `present` if not `late`."""
+    memory: PyTree,
+  ) -> tuple[Contribution, PyTree]:
+    """Takes the workers' mean of what is held, or of `present` if not `late`.
+
+    Args:
+      held: as `hold` returned.
+      present: this round's contribution.
+      late: bool scalar, equal on all workers.
+      steps: in how many steps the message was streamed; None if it was not.
+      memory: the compression's state.
+    """
     del steps
-    return self.mean_now(_anchor.either(late, state, present), remembered)
+    return self.mean_now(_anchor.either(late, held, present), memory)
 
-  def mean_now(self, message: Message, remembered: Any) -> tuple[Message, Any]:
-    """The workers' mean of a message."""
-    if self._reduction is None:
-      return collectives.mean(message, self._axis), remembered
-    progress, remembered = self._reduction.mean(message.progress, remembered)
-    # One number, and exactly.
-    loss = collectives.mean(message.loss, self._axis)
-    return Message(progress, loss), remembered
+  def mean_now(
+    self, new: Contribution, memory: PyTree
+  ) -> tuple[Contribution, PyTree]:
+    """Takes the workers' mean of a contribution."""
+    if self.compression is None:
+      return collectives.mean(new, self.axis), memory
+    message, memory = self.compression.mean(new.message, memory, self.axis)
+    # A few numbers, and exactly.
+    return Contribution(message, collectives.mean(new.exact, self.axis)), memory
 
-  def exact_mean(self, state: Message, remembered: Any) -> tuple[PyTree, Any]:
-    """The mean of the progress, and of what a feedback holds of others."""
-    if self._reduction is None:
-      return collectives.mean(state.progress, self._axis), remembered
-    return self._reduction.exact_mean(state.progress, remembered)
+  def flush(self, held: Any, memory: PyTree) -> tuple[PyTree, PyTree]:
+    """Takes the message's mean with every bit, and of what is held back."""
+    return self.flush_now(self.own(held).message, memory)
+
+  def flush_now(self, message: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
+    """The same of a message that is not held."""
+    if self.compression is None:
+      return collectives.mean(message, self.axis), memory
+    return self.compression.flush(message, memory, self.axis)
+
+  def complete(self, held: Any, sent: tuple[Any, ...] = ()) -> jax.Array:
+    """Returns whether all has arrived, with what this step sends."""
+    del held, sent
+    return jnp.asarray(True)

@@ -1,11 +1,13 @@
 """Slow momentum: a momentum of the rounds around the steps' own."""
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdist import checks, states
 from jdist.transforms.local import _anchor, _sync_rule
 
 PyTree = Any
@@ -13,8 +15,9 @@ Buffers = Literal["maintain", "reset", "average"]
 BUFFERS: tuple[Buffers, ...] = ("maintain", "reset", "average")
 
 
+@states.declare(shared=("velocity", "learning_rate"))
 class SlowMomentumState(NamedTuple):
-  """What `slow_mo` remembers.
+  """State of `SlowMomentum`.
 
   Attributes:
     velocity: the slow momentum times the learning rate of the round that made
@@ -26,58 +29,104 @@ class SlowMomentumState(NamedTuple):
   learning_rate: jax.Array
 
 
-def slow_momentum(
-  learning_rate: optax.ScalarOrSchedule,
-  slow_learning_rate: jax.typing.ArrayLike,
-  momentum: jax.typing.ArrayLike,
-  buffers: Buffers,
-) -> _sync_rule.Meeting:
-  """The meeting of `slow_mo`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlowMomentum(_sync_rule.SyncRule):
+  r"""SlowMo's: a momentum of the rounds' mean progress.
 
-  def begin(anchor: PyTree) -> tuple[PyTree, PyTree]:
+  .. math:: u \leftarrow \beta u + \frac1\gamma (a - \tfrac1N \sum_j w_j),
+            \qquad a \leftarrow a - \alpha \gamma u, \qquad w_i \leftarrow a
+
+  with the learning rate :math:`\gamma` of the round's last step; of a late mean
+  that of the round in which it arrives.
+
+  Attributes:
+    learning_rate: the inner optimizer's, a number or a schedule of the local
+      step.
+    slow_learning_rate: alpha > 0.
+    momentum: beta in [0, 1].
+    buffers: what happens to the inner optimizer's floating-point arrays after
+      a round: "maintain" leaves each worker its own, "reset" begins anew,
+      "average" takes the workers' mean, with every bit.
+
+  Raises:
+    ValueError: when one is out of its range.
+
+  References:
+    Wang et al., SlowMo (arXiv 1910.00643), algorithm 1.
+  """
+
+  learning_rate: optax.ScalarOrSchedule
+  slow_learning_rate: jax.typing.ArrayLike = 1.0
+  momentum: jax.typing.ArrayLike = 0.5
+  buffers: Buffers = "maintain"
+
+  def __post_init__(self) -> None:
+    checks.check_rate("learning_rate", self.learning_rate)
+    checks.check_continuous(
+      "slow_learning_rate", self.slow_learning_rate, open_low=True
+    )
+    checks.check_continuous("slow_momentum", self.momentum, high=1.0)
+    if self.buffers not in BUFFERS:
+      raise ValueError(
+        f"`buffers` must be one of {', '.join(map(repr, BUFFERS))}, got "
+        f"{self.buffers!r}."
+      )
+
+  @property
+  def exact_parts(self) -> bool:  # type: ignore[override]
+    """Momenta are averaged with every bit."""
+    return self.buffers == "average"
+
+  def init(self, anchor: PyTree) -> SlowMomentumState:
+    """No momentum."""
     zeros = jax.tree.map(jnp.zeros_like, anchor)
-    return SlowMomentumState(zeros, jnp.zeros((), jnp.float32)), ()
+    return SlowMomentumState(zeros, jnp.zeros((), jnp.float32))
 
-  def message(
-    ended: _sync_rule.Round, inner: optax.GradientTransformation
-  ) -> tuple[PyTree, list[jax.Array]]:
-    del inner
-    sent = _buffers(ended.inner) if buffers == "average" else []
-    sent = [_anchor.wide(x) for x in sent]
-    return ended.local, sent
+  def message(self, end: _sync_rule.Round, relative: bool) -> PyTree:
+    """The parameters, or the progress."""
+    return end.progress if relative else end.local
 
-  def join(
-    ended: _sync_rule.Round,
-    mean: tuple[PyTree, list[jax.Array]],
-    inner: optax.GradientTransformation,
-  ) -> tuple[_sync_rule.Round, PyTree]:
-    together, averaged = mean
-    rate = learning_rate
-    rate = rate(ended.step) if callable(rate) else rate
-    rate = _anchor.scalar(rate)
-    before = ended.outer.learning_rate
+  def exact(self, end: _sync_rule.Round) -> list[jax.Array]:
+    """The inner optimizer's momenta, if they are averaged."""
+    if self.buffers != "average":
+      return []
+    return [_anchor.wide(x) for x in _buffers(end.inner)]
+
+  def move(
+    self,
+    end: _sync_rule.Round,
+    mean: PyTree,
+    exact: list[jax.Array],
+    relative: bool,
+  ) -> _sync_rule.Round:
+    """The slow step."""
+    rate = self.learning_rate
+    rate = _anchor.scalar(rate(end.step) if callable(rate) else rate)
+    before = end.memory.learning_rate
     ratio = jnp.where(before > 0, rate / before, 1.0)
-    mu = _anchor.scalar(momentum) * ratio
-    slow = _anchor.scalar(slow_learning_rate)
-    progress = jax.tree.map(jnp.subtract, ended.anchor, together)
+    mu = _anchor.scalar(self.momentum) * ratio
+    slow = _anchor.scalar(self.slow_learning_rate)
+    if relative:
+      progress = mean
+      mean = jax.tree.map(jnp.subtract, end.anchor, progress)
+    else:
+      progress = jax.tree.map(jnp.subtract, end.anchor, mean)
     velocity = jax.tree.map(
-      lambda v, p: mu.astype(p.dtype) * v + p, ended.outer.velocity, progress
+      lambda v, p: mu.astype(p.dtype) * v + p, end.memory.velocity, progress
     )
     # With no momentum and a rate of 1 the anchor is the mean to the bit.
     anchor = jax.tree.map(
       lambda m, v, p: m - (slow.astype(p.dtype) * v - p),
-      together, velocity, progress,
+      mean, velocity, progress,
     )  # fmt: skip
-    state = ended.inner
-    if buffers == "reset":
-      state = _with_buffers(state, _buffers(inner.init(ended.params)))
-    elif buffers == "average":
-      state = _with_buffers(state, averaged)
-    outer = SlowMomentumState(velocity, rate)
-    return ended._replace(anchor=anchor, inner=state, outer=outer), anchor
-
-  ending = _sync_rule.Ending(message, join)
-  return _sync_rule.Meeting(begin, ending, _sync_rule.uncorrected, last=None)
+    inner = end.inner
+    if self.buffers == "reset":
+      fresh = end.optimizer.init(end.params)
+      inner = _with_buffers(inner, _buffers(fresh))
+    elif self.buffers == "average":
+      inner = _with_buffers(inner, exact)
+    memory = SlowMomentumState(velocity, rate)
+    return end._replace(anchor=anchor, inner=inner, memory=memory)
 
 
 def _is_buffer(x: jax.Array) -> bool:

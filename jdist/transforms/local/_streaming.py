@@ -1,8 +1,7 @@
-"""Streaming: a part of what is delayed is sent in every step, exactly.
+"""Streaming: a part of a late message is sent in every step, exactly.
 
 The sub-tensors are read from the state, so that a part waits for nothing in the
-step and the step for no part.  What is sent, and the sender that does it at
-once, is in `_sender`; the same by few bytes in `_chunked_stream`.
+step and the step for no part.
 """
 
 import dataclasses
@@ -13,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist import checks, collectives, reducers
+from jdist import checks, collectives, reducers, states
 from jdist.transforms.local import _anchor, _sender
 
 PyTree = Any
 _MEBIBYTE = 2**20
 
 
+@states.declare(shared=("arrived", "position"), streams=True)
 class StreamState(NamedTuple):
   """A message under way.
 
@@ -86,74 +86,75 @@ class Stream:
     return number, -(-in_step // number)
 
 
-class Streaming:
+class ExactStream(_sender.Sender):
   """Sends a part of the message in every step, from the state.
 
   `steps` says in how many steps the whole message goes, and is static; None
-  sends it at once.  It may change from step to step: sending goes on at
-  `position`, and a round waits for its last sub-tensor, so nothing is lost.
+  sends it when the mean is due.  It may change from step to step: sending goes
+  on at `position`, and a round waits for its last sub-tensor, so nothing is
+  lost.
+
+  Args:
+    stream: how to split into sub-tensors.
+    axis: the workers' axis.
+    like: a contribution, for its shapes.
   """
 
   def __init__(
-    self, stream: Stream, axis: collectives.Axis, like: _sender.Message
+    self, stream: Stream, axis: collectives.Axis, like: _sender.Contribution
   ):
-    """Lays out the buffers for messages like `like`."""
-    self._stream, self._axis, self._like = stream, axis, like
+    super().__init__(axis, None)
+    self._stream, self._like = stream, like
     self._groups = _groups(stream, like)
 
   def hold(
-    self,
-    message: _sender.Message,
-    before: StreamState | None,
-    remembered: Any,
+    self, new: _sender.Contribution, before: StreamState | None, memory: PyTree
   ) -> StreamState:
-    """Makes a message the next one to be sent."""
-    del remembered
-    sent = self._pack(message)
+    """Packs a contribution into buffers."""
+    del memory
+    sent = self._pack(new)
     return StreamState(
       sent=sent,
-      # What arrives next is written over it.
+      # Overwritten by what arrives next.
       arrived=jax.tree.map(jnp.zeros_like, sent) if before is None else (
         before.arrived
       ),
       position={name: jnp.zeros((), jnp.int32) for name in sent},
     )  # fmt: skip
 
-  def own(self, state: StreamState) -> _sender.Message:
-    """This worker's message that is held."""
-    return self._unpack(state.sent)
+  def own(self, held: StreamState) -> _sender.Contribution:
+    """Unpacks this worker's contribution."""
+    return self._unpack(held.sent)
 
-  def start(
-    self, state: StreamState, steps: int | None, remembered: Any
+  def send(
+    self, held: StreamState, steps: int, memory: PyTree
   ) -> tuple[Part, ...]:
-    """Sends the next sub-tensors; nothing waits for them yet."""
-    del remembered
-    if steps is None:
-      return ()
+    """Starts the next sub-tensors; nothing waits for them yet."""
+    del memory
     sent = []
-    for name, whole in state.sent.items():
+    for name, whole in held.sent.items():
       length = whole.shape[1]
       number, size = self._stream.cut(
         length, steps, itemsize=whole.dtype.itemsize
       )
-      position = state.position[name]
+      position = held.position[name]
       for _ in range(number):
         # The last one begins earlier rather than to be padded.
         start = jnp.minimum(position, length - size)
         own = jax.lax.dynamic_slice_in_dim(whole, start, size, 1)
-        total = collectives.start_mean(own, self._axis)
+        total = collectives.start_mean(own, self.axis)
         sent.append(Part({name: start}, {name: own}, {name: total}))
         position = jnp.minimum(position + size, length)
     return tuple(sent)
 
-  def finish(
+  def receive(
     self,
-    state: StreamState,
+    held: StreamState,
     sent: tuple[Part, ...],
-    remembered: Any,
+    memory: PyTree,
     in_flight: jax.Array,
-  ) -> tuple[StreamState, Any]:
-    """Writes down the means of what has been sent.
+  ) -> tuple[StreamState, PyTree]:
+    """Stores the means of what has been sent.
 
     Stands in the conditional at the end of the step, and writes the
     worker's own part back to where it came from: so the memory of both is
@@ -161,71 +162,58 @@ class Streaming:
     which then has to wait for what it should hide.
     """
     del in_flight
-    own, arrived, position = map(
-      dict, (state.sent, state.arrived, state.position)
-    )
+    own, arrived, position = map(dict, (held.sent, held.arrived, held.position))
     for part in sent:
       ((name, start),) = part.start.items()
-      mean = collectives.finish_mean(part.total[name], self._axis)
+      mean = collectives.finish_mean(part.total[name], self.axis)
       for whole, piece in ((own, part.own[name]), (arrived, mean)):
         whole[name] = jax.lax.dynamic_update_slice_in_dim(
           whole[name], piece, start, 1
         )
-      position[name] = self._after(part)[name]
-    return StreamState(own, arrived, position), remembered
+      position[name] = _end_of(part)[name]
+    return StreamState(own, arrived, position), memory
 
   def complete(
-    self, state: StreamState, sent: tuple[Part, ...] = ()
+    self, held: StreamState, sent: tuple[Part, ...] = ()
   ) -> jax.Array:
-    """Whether all has arrived, with what is being sent in this step."""
-    position = dict(state.position)
+    """Returns whether all has arrived, with what this step sends."""
+    position = dict(held.position)
     for part in sent:
-      position |= self._after(part)
+      position |= _end_of(part)
     there = [
-      position[name] >= whole.shape[1] for name, whole in state.sent.items()
+      position[name] >= whole.shape[1] for name, whole in held.sent.items()
     ]
     return jnp.stack(there).all()
 
-  def _after(self, part: Part) -> dict[str, jax.Array]:
-    """How far a message has arrived with a part."""
-    ((name, start),) = part.start.items()
-    return {name: start + part.own[name].shape[1]}
-
   def mean(
     self,
-    state: StreamState,
-    present: _sender.Message,
+    held: StreamState,
+    present: _sender.Contribution,
     late: jax.Array,
     steps: int | None,
-    remembered: Any,
-  ) -> tuple[_sender.Message, Any]:
-    """The workers' mean of what is held, or of `present` if not `late`."""
+    memory: PyTree,
+  ) -> tuple[_sender.Contribution, PyTree]:
+    """Takes the mean of what is held, or of `present` if not `late`."""
     if steps is not None:
-      return self._unpack(state.arrived), remembered
+      return self._unpack(held.arrived), memory
     # Of what was streamed before there is nothing left to send.
     arrived = jax.lax.cond(
-      collectives.agreed(late & self.complete(state), self._axis),
-      lambda: collectives.varying(state.arrived, self._axis),
+      collectives.agreed(late & self.complete(held), self.axis),
+      lambda: collectives.varying(held.arrived, self.axis),
       lambda: collectives.mean(
-        _anchor.either(late, state.sent, self._pack(present)), self._axis
+        _anchor.either(late, held.sent, self._pack(present)), self.axis
       ),
     )
-    return self._unpack(arrived), remembered
+    return self._unpack(arrived), memory
 
-  def exact_mean(
-    self, state: StreamState, remembered: Any
-  ) -> tuple[PyTree, Any]:
-    """The mean of the progress that is held, whatever has arrived."""
-    return collectives.mean(self.own(state).progress, self._axis), remembered
-
-  def _pack(self, message: _sender.Message) -> dict[str, jax.Array]:
-    leaves = jax.tree.leaves(message)
+  def _pack(self, new: _sender.Contribution) -> dict[str, jax.Array]:
+    leaves = jax.tree.leaves(new)
     return {
       group.name: group.pack([leaves[i] for i in group.leaves])
       for group in self._groups
     }
 
-  def _unpack(self, buffers: dict[str, jax.Array]) -> _sender.Message:
+  def _unpack(self, buffers: dict[str, jax.Array]) -> _sender.Contribution:
     leaves, structure = jax.tree.flatten(self._like)
     for group in self._groups:
       shapes = [leaves[i] for i in group.leaves]
@@ -233,6 +221,12 @@ class Streaming:
       for i, leaf in zip(group.leaves, found, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def _end_of(part: Part) -> dict[str, jax.Array]:
+  """How far a message has arrived with a part."""
+  ((name, start),) = part.start.items()
+  return {name: start + part.own[name].shape[1]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,16 +286,6 @@ class _Group:
     )(buffer)
 
 
-def check_stream_steps(steps: Any, stream: Stream | None) -> None:
-  """Raises a ValueError unless something can be sent in so many steps."""
-  checks.check_structural("stream_steps", steps, minimum=1)
-  if stream is None:
-    raise ValueError(
-      "`stream_steps` must be given to a streamed form only: build "
-      "`local_steps` with `delay_rounds=1, stream=Stream()`."
-    )
-
-
 def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
   """The mesh axes over which the rows of a state are split.
 
@@ -330,19 +314,19 @@ def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
   return tuple(axes.split(",")) if axes else ()
 
 
-def _groups(stream: Stream, like: _sender.Message) -> tuple[_Group, ...]:
+def _groups(stream: Stream, like: _sender.Contribution) -> tuple[_Group, ...]:
   leaves = jax.tree.leaves(like)
-  order = list(collectives.leaf_order(like.progress, stream.order))
+  order = list(collectives.leaf_order(like.message, stream.order))
   order += range(len(order), len(leaves))  # The loss is the last.
   specs = [PartitionSpec()] * len(leaves)
   if stream.specs is not None:
     given = jax.tree.leaves(
       stream.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    if len(given) != len(jax.tree.leaves(like.progress)):
+    if len(given) != len(jax.tree.leaves(like.message)):
       raise ValueError(
         "`specs` must have one PartitionSpec for each leaf of the parameters: "
-        f"{len(jax.tree.leaves(like.progress))}, got {len(given)}. "
+        f"{len(jax.tree.leaves(like.message))}, got {len(given)}. "
         "`Workers.specs(params)` reads them off."
       )
     specs[: len(given)] = given

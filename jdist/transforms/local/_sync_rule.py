@@ -1,270 +1,198 @@
-"""Rounds of local steps that end in a meeting of any kind.
+"""Sync rules: how the anchor and the workers move at the end of a round.
 
-`local_steps` ends a round by moving an anchor and putting the workers on it.
-Other methods meet differently: workers stay beside the anchor, send control
-variates too, or treat the inner optimizer's momentum.  Here is the round that
-they share; what a method does at its end is a `Meeting`, pure functions that
-speak to nobody: the one mean of a round is taken here.
+A rule is a frozen dataclass of hyper-parameters with pure functions for one
+worker.  It sends nothing: the round engine takes the one mean of a round,
+exactly or by few bytes, now or while the next round is computed.
+
+    correct            in every step: the gradient that the inner optimizer gets
+    message            at a round's end: the tree whose mean is taken
+    depart             what changes at the sender, before any mean is there
+    move               the mean has arrived: the new anchor
+    place              where this worker goes on from
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
-from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor, _clock
+from jdist import checks
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
 
-class RoundsState(NamedTuple):
-  """State of the methods whose rounds end in a meeting.
-
-  Attributes:
-    step: local steps so far, int32 scalar.
-    round: rounds so far, int32 scalar.
-    round_step: local steps so far in this round, int32 scalar.
-    interval: local steps of this round, int32 scalar.
-    next_interval: local steps of the next round, int32 scalar.
-    synchronized: whether the last update ended a round, bool scalar.
-    anchor: the parameters all workers agree on, float32.
-    inner: the inner optimizer's state, each worker its own.
-    outer: what the method remembers between meetings, a NamedTuple of its
-      own or `()`.
-    pending: what this worker sends at the next meeting, float32; `()` when
-      everything is sent at once.
-    interval_state: the interval policy's state.
-    round_loss: sum of this round's losses, float32 scalar, each worker its
-      own; `()` when the interval needs no loss.
-    kept: `()` when a round ends on the anchor; else whether the workers stood
-      beside it when the round began, 1, or on it after a `drain`, 0; float32
-      scalar.
-  """
-
-  step: jax.Array
-  round: jax.Array
-  round_step: jax.Array
-  interval: jax.Array
-  next_interval: jax.Array
-  synchronized: jax.Array
-  anchor: PyTree
-  inner: PyTree
-  outer: PyTree
-  pending: PyTree
-  interval_state: PyTree
-  round_loss: Any
-  kept: Any
-
-
 class Round(NamedTuple):
-  """A round at its end, as a meeting sees it.
+  """A round at its end, as a rule sees it; all for one worker.
 
   Attributes:
-    anchor: the anchor of the round, float32.
-    local: this worker's parameters after its last step, float32.
-    params: its parameters before that step, in their dtypes.
+    anchor: the anchor, float32.
+    local: the worker's parameters after its last step, float32.
+    progress: where the round began less `local`: the pseudo-gradient, float32.
+    params: the parameters before the last step, in their dtypes.
     inner: the inner optimizer's state.
-    outer: what the method remembers.
-    pending: what this worker wanted to send.
-    round: the number of the round, int32 scalar, from 0.
-    step: the number of its last local step, int32 scalar, from 0.
-    begun: whether it has had a step, bool scalar; false in a `drain` only.
+    memory: the rule's own state.
+    step: the number of the last local step, int32 scalar, from 0.
+    optimizer: the inner optimizer.
+    num_workers: N.
   """
 
   anchor: PyTree
   local: PyTree
+  progress: PyTree
   params: PyTree
   inner: PyTree
-  outer: PyTree
-  pending: PyTree
-  round: jax.Array
+  memory: PyTree
   step: jax.Array
-  begun: jax.Array
+  optimizer: optax.GradientTransformation
+  num_workers: int
 
 
-class Ending(NamedTuple):
-  """How a round ends, for one worker.
+class SyncRule:
+  """How a round of local steps ends.
 
-  Attributes:
-    message: `(round, inner) -> tree` whose mean over the workers is taken;
-      `inner` is the inner optimizer.
-    join: `(round, mean, inner) -> round, target`: the round with the new
-      anchor, inner, outer and pending, and where this worker goes, float32.
-  """
-
-  message: Callable[[Round, optax.GradientTransformation], PyTree]
-  join: Callable[
-    [Round, PyTree, optax.GradientTransformation], tuple[Round, PyTree]
-  ]
-
-
-class Meeting(NamedTuple):
-  """What a method does, for one worker.
+  A message is `relative` where it is a difference to something that all workers
+  know: few bytes suffice for it, and it may arrive late.  Else it may be what
+  the rule needs itself, for instance the parameters, to save a rounding.
 
   Attributes:
-    begin: `anchor -> outer, pending`, their first values.
-    ending: how its rounds end.
-    correct: `(gradients, outer, step) -> gradients, outer`, in every step.
-    last: the ending that `drain` takes, whose target is the anchor; None when
-      that of `ending` is.
+    beside: whether the workers stay beside the anchor.  Their message is where
+      they are, and not what they did.
+    exact_parts: whether something else than the message is averaged, with
+      every bit (`exact`); such a rule cannot be late.
   """
 
-  begin: Callable[[PyTree], tuple[PyTree, PyTree]]
-  ending: Ending
-  correct: Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
-  last: Ending | None
+  beside: ClassVar[bool] = False
+  exact_parts: ClassVar[bool] = False
+
+  def init(self, anchor: PyTree) -> PyTree:
+    """Returns the rule's first state, a NamedTuple of arrays or `()`."""
+    del anchor
+    return ()
+
+  def correct(
+    self, updates: PyTree, memory: PyTree, step: jax.Array
+  ) -> tuple[PyTree, PyTree]:
+    """Returns the gradients that the inner optimizer gets, and the state."""
+    del step
+    return updates, memory
+
+  def message(self, end: Round, relative: bool) -> PyTree:
+    """Returns the tree whose mean over the workers is taken."""
+    del relative
+    return end.progress
+
+  def like(self, tree: PyTree) -> PyTree:
+    """Returns the form of a relative message, for trees like the anchor."""
+    return tree
+
+  def progress_in(self, message: PyTree) -> PyTree:
+    """Returns the pseudo-gradient in a relative message."""
+    return message
+
+  def exact(self, end: Round) -> PyTree:
+    """Returns what else is averaged, with every bit; usually nothing."""
+    del end
+    return ()
+
+  def depart(self, end: Round) -> PyTree:
+    """Returns the rule's state once the message is on its way."""
+    return end.memory
+
+  def move(
+    self, end: Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> Round:
+    """Returns the round with the new `anchor`, `memory` and `inner`.
+
+    Args:
+      end: the round at its end.
+      mean: the workers' mean of `message`, float32, equal on all workers.
+      exact: their mean of `exact`; `()` where the mean is late.
+      relative: as `message` was asked for.
+    """
+    raise NotImplementedError
+
+  def place(self, before: Round, after: Round) -> PyTree:
+    """Returns where this worker goes on from, float32; usually the anchor."""
+    del before
+    return after.anchor
+
+  def settle(
+    self, end: Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> Round:
+    """Returns the round moved for good, by a mean after which all stop."""
+    return self.move(end, mean, exact, relative)
 
 
-def uncorrected(
-  updates: PyTree, outer: PyTree, step: jax.Array
-) -> tuple[PyTree, PyTree]:
-  """Leaves gradients alone."""
-  del step
-  return updates, outer
+class Average(SyncRule):
+  r"""Local SGD's: the anchor becomes the mean of the parameters.
 
-
-def in_rounds(
-  inner: optax.GradientTransformation,
-  interval: int | intervals.IntervalPolicy,
-  meeting: Meeting,
-  *,
-  axis: collectives.Axis,
-  method: str,
-) -> optax.GradientTransformationExtraArgs:
-  """Takes local steps with `inner`, and ends every round with a meeting.
-
-  Extra arguments of `update` reach the inner optimizer, and with them
-  `anchor` (float32) and `interval_steps` (int32 scalar), as in `local_steps`.
-  `update` with the static `drain=True` takes no local step, ignores the
-  updates, and ends the round where it is; see `drain`.
-
-  Args:
-    inner: any Optax optimizer, run by each worker for itself.
-    interval: local steps of a round, or a policy.
-    meeting: what happens at the end of a round.
-    axis: the workers' axis.
-    method: the public name, for errors.
+  .. math:: a \leftarrow \tfrac1N \sum_i w_i, \qquad w_i \leftarrow a
   """
-  checks.check_optimizer("optimizer", inner)
-  collectives.check_axis(axis)
-  policy = intervals.as_policy(interval)
-  inner = optax.with_extra_args_support(inner)
 
-  def init_fn(params: optax.Params) -> RoundsState:
-    anchor = jax.tree.map(_anchor.wide_copy, params)
-    outer, pending = meeting.begin(anchor)
-    # Each leaf a buffer of its own, because the state may be donated.
-    outer, pending = jax.tree.map(jnp.copy, (outer, pending))
-    return RoundsState(
-      **_clock.begin(policy),
-      anchor=anchor,
-      inner=inner.init(params),
-      outer=outer,
-      pending=pending,
-      kept=() if meeting.last is None else jnp.ones((), jnp.float32),
-    )
+  def message(self, end: Round, relative: bool) -> PyTree:
+    """The parameters: by way of the progress they would be rounded twice."""
+    return end.progress if relative else end.local
 
-  def update_fn(
-    updates: optax.Updates,
-    state: RoundsState,
-    params: optax.Params | None = None,
-    *,
-    drain: bool = False,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, RoundsState]:
-    if params is None:
-      raise ValueError(
-        f"`params` must be given to `update` of `{method}`: call "
-        "`optimizer.update(grads, state, params)`."
-      )
-    if drain:
-      return bring_all(state, params)
-    _control.check_told(f"`{method}`", extra_args, state.inner)
-    collectives.check_local(updates, axis, what="`updates`")
-    updates, outer = meeting.correct(updates, state.outer, state.step)
-    updates, state = _clock.take_step(
-      policy, inner, updates, state._replace(outer=outer), params, extra_args
-    )
-    return jax.lax.cond(
-      collectives.agreed(_clock.is_over(state), axis),
-      end_round,
-      go_on,
-      updates,
-      state,
-      params,
-    )
+  def move(
+    self, end: Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> Round:
+    """The mean is the anchor."""
+    del exact
+    if not relative:
+      return end._replace(anchor=mean)
+    anchor = jax.tree.map(jnp.subtract, end.anchor, mean)
+    return end._replace(anchor=anchor)
 
-  def go_on(
-    updates: optax.Updates, state: RoundsState, params: optax.Params
-  ) -> tuple[optax.Updates, RoundsState]:
-    del params
-    return collectives.varying((updates, _clock.go_on(state)), axis)
 
-  def end_round(
-    updates: optax.Updates, state: RoundsState, params: optax.Params
-  ) -> tuple[optax.Updates, RoundsState]:
-    local = jax.tree.map(_anchor.moved, params, updates)
-    ended = seen(state, local, params)
-    mean, mean_loss = collectives.mean(
-      (meeting.ending.message(ended, inner), _clock.loss(policy, state)), axis
-    )
-    ended, target = meeting.ending.join(ended, mean, inner)
-    # A worker that goes nowhere keeps its inner update to the bit.
-    updates = _anchor.towards(updates, target, local)
-    state = written(_clock.end(policy, state, mean_loss), ended)
-    if meeting.last is not None:
-      state = state._replace(kept=jnp.ones_like(state.kept))
-    return collectives.varying((updates, state), axis)
+class OuterStep(SyncRule):
+  r"""DiLoCo's: the mean pseudo-gradient is fed to an outer optimizer.
 
-  def bring_all(
-    state: RoundsState, params: optax.Params
-  ) -> tuple[optax.Updates, RoundsState]:
-    """Ends the round where it is, with the workers on the anchor."""
-    last = meeting.ending if meeting.last is None else meeting.last
-    local = jax.tree.map(_anchor.wide, params)
-    ended = seen(state, local, params)
-    apart = ended.begun
-    if meeting.last is not None:
-      apart = apart | (state.kept > 0)
+  .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i (a - w_i)), \qquad
+            w_i \leftarrow a
 
-    def meet() -> Round:
-      mean = collectives.mean(last.message(ended, inner), axis)
-      return collectives.varying(last.join(ended, mean, inner)[0], axis)
+  Its schedules count rounds.
 
-    ended = jax.lax.cond(
-      collectives.agreed(apart, axis),
-      meet,
-      lambda: collectives.varying(ended, axis),
-    )
-    state = written(_clock.cut_short(policy, state), ended)
-    if meeting.last is not None:
-      state = state._replace(kept=jnp.zeros_like(state.kept))
-    updates = _anchor.onto(state.anchor, params)
-    return collectives.varying((updates, state), axis)
+  Attributes:
+    optimizer: any Optax optimizer; `optax.sgd(1.0)` is `Average` up to
+      rounding.
 
-  def seen(state: RoundsState, local: PyTree, params: optax.Params) -> Round:
-    return Round(
-      anchor=state.anchor,
-      local=local,
-      params=params,
-      inner=state.inner,
-      outer=state.outer,
-      pending=state.pending,
-      round=state.round,
-      step=state.step - 1,
-      begun=_clock.is_begun(state),
-    )
+  Raises:
+    ValueError: when `optimizer` is none.
 
-  def written(state: RoundsState, ended: Round) -> RoundsState:
-    return state._replace(
-      anchor=ended.anchor,
-      inner=ended.inner,
-      outer=ended.outer,
-      pending=ended.pending,
-    )
+  References:
+    Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
+  """
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def __init__(self, optimizer: optax.GradientTransformation):
+    checks.check_optimizer("outer", optimizer)
+    self.optimizer = optimizer
+
+  def init(self, anchor: PyTree) -> PyTree:
+    """The outer optimizer's state."""
+    return self.optimizer.init(anchor)
+
+  def move(
+    self, end: Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> Round:
+    """The outer step."""
+    del exact, relative
+    updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
+    anchor = jax.tree.map(_anchor.moved, end.anchor, updates)
+    return end._replace(anchor=anchor, memory=memory)
+
+
+def as_rule(rule: Any) -> SyncRule:
+  """Returns a sync rule; an Optax optimizer becomes the outer one."""
+  if rule is None:
+    return Average()
+  if isinstance(rule, SyncRule):
+    return rule
+  if isinstance(rule, optax.GradientTransformation):
+    return OuterStep(rule)
+  raise ValueError(
+    "`rule` must be a sync rule, an Optax optimizer for the outer step, or "
+    f"None to average parameters, got {checks.told(rule)}. For DiLoCo write "
+    "`rule=optax.sgd(0.7, momentum=0.9, nesterov=True)`."
+  )

@@ -26,9 +26,9 @@ def build(axis, reducer, interval=4, *, streamed=True, multiple=8, **others):
     others.pop("inner", optax.sgd(0.1, momentum=0.9)),
     interval,
     axis=axis,
-    delay_rounds=1,
-    reducer=parts,
     **others,
+    compression=reducers.Compression(parts),
+    overlap=transforms.Delayed(),
   )
 
 
@@ -200,9 +200,11 @@ def test_a_first_late_round_leaves_no_trace():
 def test_all_bits_are_those_of_plain_streaming():
   team = collectives.workers(4, substrate="vmap")
   plain = transforms.local_steps(
-    optax.sgd(0.1), 4, axis=team.axis, delay_rounds=1,
-    stream=transforms.Stream(128),
-  )  # fmt: skip
+    optax.sgd(0.1),
+    4,
+    axis=team.axis,
+    overlap=transforms.Delayed(stream=transforms.Stream(128)),
+  )
   same = build(team.axis, reducers.Exact(), inner=optax.sgd(0.1))
   runs = [
     list(
@@ -220,9 +222,8 @@ def test_the_stream_cuts_for_a_reducer():
     optax.sgd(0.1),
     3,
     axis=None,
-    delay_rounds=1,
-    stream=transforms.Stream(max_bytes=128),
-    reducer=INT4,
+    compression=reducers.Compression(INT4),
+    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=128)),
   )
   state = optimizer.init(params(SHAPES))
   assert state.pending.sent["float32"].shape == (9, 28)
@@ -234,7 +235,9 @@ def test_the_stream_cuts_for_a_reducer():
 def update(reducer, steps):
   optimizer = build(None, reducer)
   w = jax.tree.map(jnp.asarray, params(SHAPES))
-  return optimizer.update(w, optimizer.init(w), w, stream_steps=steps)
+  return optimizer.update(
+    w, optimizer.init(w), w, control=transforms.Control(stream_steps=steps)
+  )
 
 
 REJECTED = {
@@ -259,9 +262,10 @@ REJECTED = {
       optax.sgd(0.1),
       4,
       axis=None,
-      delay_rounds=1,
-      stream=transforms.Stream(specs=jax.sharding.PartitionSpec()),
-      reducer=INT4,
+      compression=reducers.Compression(INT4),
+      overlap=transforms.Delayed(
+        stream=transforms.Stream(specs=jax.sharding.PartitionSpec())
+      ),
     ),
     "`specs` must be None where a `reducer` is streamed",
   ),

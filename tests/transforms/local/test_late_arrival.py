@@ -19,7 +19,7 @@ RATE = 0.1
 @pytest.mark.smoke
 def test_a_mean_arrives_after_one_step_of_two():
   optimizer = transforms.local_steps(
-    optax.sgd(0.5), 2, axis="worker", delay_rounds=1, delay_steps=1
+    optax.sgd(0.5), 2, axis="worker", overlap=transforms.Delayed(steps=1)
   )
   targets = np.array([[2.0, 6.0]] * 4, np.float32)
   params, states = train(optimizer, targets)
@@ -78,11 +78,8 @@ def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
     optax.sgd(RATE),
     intervals.post_local(warmup, 4),
     axis="worker",
-    outer=outer,
-    delay_rounds=1,
-    delay_steps=delay,
-    delay_after_step=warmup,
-    carry=carry,
+    overlap=transforms.Delayed(steps=delay, carry=carry, after_step=warmup),
+    rule=outer,
   )
   params, states = train(optimizer, targets)
   rate, mu = (1.0, 0.0) if outer is None else (0.7, 0.9)
@@ -105,9 +102,14 @@ def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
   runs = []
   for delay in (None, 16):
     optimizer = methods.msdpu(
-      optax.sgd(RATE, momentum=0.9), 6, RATE, axis="worker", carry=carry,
-      outer=NESTEROV, warmup_steps=4, delay_steps=delay,
-    )  # fmt: skip
+      optax.sgd(RATE, momentum=0.9),
+      6,
+      RATE,
+      axis="worker",
+      warmup_steps=4,
+      overlap=transforms.Delayed(steps=delay, carry=carry),
+      rule=NESTEROV,
+    )
     runs.append(train(optimizer, targets, losses))
   (w, states), (same, others) = runs
   np.testing.assert_array_equal(states.interval, others.interval)
@@ -120,9 +122,11 @@ def test_a_loss_decides_as_one_that_arrives_with_the_round():
   intervals_of = []
   for delay in (None, 1):
     optimizer = transforms.local_steps(
-      optax.sgd(RATE), intervals.msdpu(6, RATE), axis="worker",
-      delay_rounds=1, delay_steps=delay,
-    )  # fmt: skip
+      optax.sgd(RATE),
+      intervals.msdpu(6, RATE),
+      axis="worker",
+      overlap=transforms.Delayed(steps=delay),
+    )
     _, states = train(optimizer, random_targets(70), falling(70))
     intervals_of.append(states.interval)
   np.testing.assert_array_equal(*intervals_of)
@@ -132,7 +136,9 @@ def run_streamed(optimizer, targets, chosen):
   """All steps, with `stream_steps` of `chosen` in turn: a program for each."""
 
   def step(w, state, x, *, steps):
-    updates, state = optimizer.update(w - x, state, w, stream_steps=steps)
+    updates, state = optimizer.update(
+      w - x, state, w, control=transforms.Control(stream_steps=steps)
+    )
     return transforms.apply_updates(w, updates, state), state
 
   programs = {
@@ -195,7 +201,7 @@ def test_sub_tensors_go_through_a_codec():
   simple, _ = run_streamed(build(), targets, (None,))
   exact, _ = run_streamed(
     transforms.local_steps(
-      optax.sgd(RATE), 5, axis="worker", delay_rounds=1, delay_steps=2
+      optax.sgd(RATE), 5, axis="worker", overlap=transforms.Delayed(steps=2)
     ),
     targets,
     (None,),
@@ -209,9 +215,11 @@ def test_sub_tensors_go_through_a_codec():
 @pytest.mark.parametrize("chosen", [(8, 1, 2, None, 4), (4,), (9,)])
 def test_a_slow_host_makes_rounds_longer_and_loses_nothing(chosen):
   optimizer = transforms.local_steps(
-    optax.sgd(RATE), 3, axis="worker", delay_rounds=1, delay_steps=2,
-    stream=transforms.Stream(max_bytes=8),
-  )  # fmt: skip
+    optax.sgd(RATE),
+    3,
+    axis="worker",
+    overlap=transforms.Delayed(steps=2, stream=transforms.Stream(max_bytes=8)),
+  )
   targets = random_targets(29)
   found, drained = run_streamed(optimizer, targets, chosen)
   w = np.stack([np.zeros((4, 5))] + [np.asarray(w) for w, _, _ in found])
@@ -236,4 +244,4 @@ def test_what_cannot_be_is_refused():
   state = optimizer.init(w)
   assert transforms.rounds_ahead(state) is None
   with pytest.raises(ValueError, match="`round_ends` must be None where a"):
-    optimizer.update(w, state, w, round_ends=False)
+    optimizer.update(w, state, w, control=transforms.Control(round_ends=False))

@@ -36,7 +36,7 @@ def test_two_workers_average_their_parameters_after_two_steps():
 def test_two_workers_move_the_anchor_by_outer_nesterov():
   outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
   optimizer = transforms.local_steps(
-    optax.sgd(0.5), 1, axis="worker", outer=outer
+    optax.sgd(0.5), 1, axis="worker", rule=outer
   )
   targets = np.array([[2.0, 6.0], [2.25, 6.25]], np.float32)
   params, states = train(optimizer, targets)
@@ -48,7 +48,7 @@ def test_two_workers_move_the_anchor_by_outer_nesterov():
 
 def test_a_late_mean_arrives_one_round_later():
   optimizer = transforms.local_steps(
-    optax.sgd(0.5), 1, axis="worker", delay_rounds=1, carry=0.5
+    optax.sgd(0.5), 1, axis="worker", overlap=transforms.Delayed(carry=0.5)
   )
   targets = np.array([[2.0, 6.0], [2.0, 6.0]], np.float32)
   params, states = train(optimizer, targets)
@@ -107,10 +107,10 @@ def test_rounds_are_those_of_the_formulas(carry, outer, warmup):
     optax.sgd(RATE),
     intervals.post_local(warmup, 3),
     axis="worker",
-    outer=outer,
-    delay_rounds=int(late),
-    delay_after_step=warmup if late else 0,
-    carry=carry if late else 1.0,
+    overlap=transforms.Delayed(
+      carry=carry if late else 1.0, after_step=warmup if late else 0
+    ),
+    rule=outer,
   )
   params, states = train(optimizer, targets)
   rate, mu = (1.0, 0.0) if outer is None else (0.7, 0.9)
@@ -165,9 +165,9 @@ def test_msdpu_is_what_its_formulas_say(warmup):
     rate,
     axis="worker",
     correction=0.3,
-    carry=0.8,
     warmup_steps=warmup,
     max_interval=6,
+    overlap=transforms.Delayed(carry=0.8),
   )
   params, states = train(optimizer, targets, losses)
   rounds = list(msdpu_reference(targets, losses, 5, 0.3, 0.8, warmup, 6, rate))
@@ -184,7 +184,7 @@ def test_nothing_is_lost(late, carry):
   # All that went in as gradients is in the anchor or on its way to it.
   targets = random_targets(12)
   optimizer = transforms.local_steps(
-    optax.sgd(RATE), 3, axis="worker", delay_rounds=int(late), carry=carry
+    optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(carry=carry)
   )
   params, states = train(optimizer, targets)
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
@@ -223,7 +223,7 @@ def test_a_round_ends_on_the_anchor_to_the_bit(dtype, late):
   targets = random_targets(9, 4, 257).astype(dtype)
   # A late mean without carry ends there too.
   optimizer = transforms.local_steps(
-    optax.sgd(RATE), 3, axis="worker", delay_rounds=int(late), carry=0.0
+    optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(carry=0.0)
   )
   params, states = train(optimizer, targets)
   rounded, others = train(optimizer, targets, apply=plain_apply)
@@ -236,7 +236,7 @@ def test_a_round_ends_on_the_anchor_to_the_bit(dtype, late):
 def test_inner_schedules_count_steps_and_outer_schedules_rounds():
   inner = optax.sgd(optax.exponential_decay(1.0, 1, 0.5))
   outer = optax.sgd(lambda round_: jnp.where(round_ == 0, 1.0, 10.0))
-  optimizer = transforms.local_steps(inner, 2, axis=None, outer=outer)
+  optimizer = transforms.local_steps(inner, 2, axis=None, rule=outer)
   w = jnp.zeros(())
   state = optimizer.init(w)
   anchors = []

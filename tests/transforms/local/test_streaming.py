@@ -43,7 +43,11 @@ class Host:
     def step(w, state, target, loss, *, steps):
       gradient = jax.tree.map(jnp.subtract, w, target)
       updates, state = optimizer.update(
-        gradient, state, w, loss=loss, stream_steps=steps
+        gradient,
+        state,
+        w,
+        loss=loss,
+        control=transforms.Control(stream_steps=steps),
       )
       return jdist.apply_updates(w, updates, state), state
 
@@ -171,9 +175,8 @@ def test_neither_order_nor_splitting_changes_a_bit(policy):
         INNER["momentum"],
         POLICIES[policy],
         axis=team.axis,
-        outer=NESTEROV,
-        delay_rounds=1,
-        stream=stream,
+        overlap=transforms.Delayed(stream=stream),
+        rule=NESTEROV,
       )
       choose = largest if stream else lambda told: None
       runs.append(Host(optimizer, team).run(*data(24, 4), choose))
@@ -200,8 +203,7 @@ def test_whatever_the_host_chooses_nothing_is_lost():
     optax.sgd(0.1),
     3,
     axis=team.axis,
-    delay_rounds=1,
-    stream=transforms.Stream(max_bytes=12),
+    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=12)),
   )
   host = Host(optimizer, team)
   targets, losses = data(40, 4)
@@ -274,13 +276,11 @@ ON_THE_WAY = {
 def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
   interval, others, options = ON_THE_WAY[name]
   optimizer = transforms.local_steps(
-    # A step that one can find again.
     optax.stateless(lambda updates, _: jax.tree.map(jnp.sin, updates)),
     interval,
     axis="worker",
-    delay_rounds=1,
-    stream=transforms.Stream(max_bytes=12),
     **others,
+    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=12)),
   )
   w = jax.tree.map(jnp.asarray, params())
   state, loss = optimizer.init(w), jnp.float32(1.0)
@@ -309,9 +309,10 @@ def test_front_layers_arrive_first_unless_told_otherwise(
     optax.sgd(1.0),
     2,
     axis=None,
-    delay_rounds=1,
-    reducer=reducer,
-    stream=transforms.Stream(max_bytes=8, **options),
+    compression=reducers.Compression(reducer),
+    overlap=transforms.Delayed(
+      stream=transforms.Stream(max_bytes=8, **options)
+    ),
   )
   w = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
   gradients = {"a": jnp.full(4, 1.0), "b": jnp.full(4, 2.0)}
@@ -327,7 +328,10 @@ def test_front_layers_arrive_first_unless_told_otherwise(
 @pytest.mark.smoke
 def test_what_arrives_is_from_the_state():
   optimizer = transforms.local_steps(
-    optax.sgd(0.1), 4, axis=None, delay_rounds=1, stream=transforms.Stream(12)
+    optax.sgd(0.1),
+    4,
+    axis=None,
+    overlap=transforms.Delayed(stream=transforms.Stream(12)),
   )
   w = jax.tree.map(jnp.asarray, params())
   state = optimizer.init(w)
@@ -375,8 +379,7 @@ def test_a_sharded_worker_sends_its_own_parts():
       optax.sgd(0.1, momentum=0.9),
       3,
       axis=team.axis,
-      delay_rounds=1,
-      stream=stream,
+      overlap=transforms.Delayed(stream=stream),
     )
 
   def run(optimizer):

@@ -1,9 +1,7 @@
-"""Published methods that send fewer bytes, each as one chain.
+"""Synchronous methods that send gradients by fewer bytes.
 
-A codec, the collective that carries it, what becomes of the rest, and an
-optimizer: that is all there is to most of them.  Their first state may depend
-on the number of workers: make it where the axis is bound, for instance
-`workers.jit(optimizer.init)(params)`.
+Their first state may depend on the number of workers: make it where the axis is
+bound, for instance `workers.jit(optimizer.init)(params)`.
 """
 
 from typing import Literal
@@ -22,7 +20,7 @@ def qsgd(
   *,
   axis: collectives.Axis,
   wire: Literal["gather", "exchange"] = "gather",
-  seed: int | None = None,
+  seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: few-bit integers, rounded at random so that the mean is right.
 
@@ -40,7 +38,7 @@ def qsgd(
     wire: `"gather"` sends every worker's integers to all, as in the paper: by
       N workers N - 1 payloads each.  `"exchange"` sends less than two,
       whatever N is, and rounds the mean once more.
-    seed: of the rounding; None is 0.
+    seed: of the rounding.
 
   References:
     Alistarh et al., QSGD (arXiv 1610.02132), section 3.  Departure: integers
@@ -53,7 +51,10 @@ def qsgd(
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = reducers.compressed(codec, wire=wire)
   return optax.chain(
-    transforms.average_gradients(axis, reducer, seed=seed), optimizer
+    transforms.average_gradients(
+      axis, reducers.Compression(reducer, seed=seed)
+    ),
+    optimizer,
   )
 
 
@@ -63,7 +64,7 @@ def terngrad(
   *,
   axis: collectives.Axis,
   wire: Literal["gather", "exchange"] = "gather",
-  seed: int | None = None,
+  seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: every entry is -1, 0 or 1 times the largest of its leaf.
 
@@ -78,7 +79,7 @@ def terngrad(
     deviations: c, the paper's 2.5.
     axis: the workers' axis.
     wire: see `qsgd`.
-    seed: of the coins; None is 0.
+    seed: of the coins.
 
   References:
     Wen et al., TernGrad (arXiv 1705.07878), equations 2 to 4 and section 4.
@@ -92,7 +93,9 @@ def terngrad(
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
   return optax.chain(
     transforms.clip_deviations(deviations),
-    transforms.average_gradients(axis, reducer, seed=seed),
+    transforms.average_gradients(
+      axis, reducers.Compression(reducer, seed=seed)
+    ),
     optimizer,
   )
 
@@ -129,7 +132,10 @@ def signsgd(
   optimizer = transforms.with_mean_loss(optimizer, axis)
   return optax.chain(
     transforms.average_gradients(
-      axis, reducers.MajorityVote(), reducers.Smoothing(momentum)
+      axis,
+      reducers.Compression(
+        reducers.MajorityVote(), reducers.Smoothing(momentum)
+      ),
     ),
     optimizer,
   )
@@ -168,7 +174,8 @@ def ef_signsgd(
   reducer = reducers.compressed(codecs.Sign(), wire=wire)
   feedback = reducers.ErrorFeedback()
   return optax.chain(
-    transforms.average_gradients(axis, reducer, feedback), optimizer
+    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
+    optimizer,
   )
 
 
@@ -208,8 +215,7 @@ def one_bit_adam(
     transforms.scale_by_frozen_adam(
       warmup_steps,
       axis,
-      reducers.compressed(codecs.Sign(scale="l2")),
-      reducers.ErrorFeedback(),
+      reducers.Compression(codecs.Sign(scale="l2"), reducers.ErrorFeedback()),
       b1=b1,
       b2=b2,
       eps=eps,
@@ -235,7 +241,7 @@ def topk_sgd(
     optimizer: any Optax optimizer.
     ratio: k as a part of the leaf, in (0, 1].
     axis: the workers' axis.
-    feedback: whether the rest is remembered; without it, it is lost, and small
+    feedback: whether the rest is kept; without it, it is lost, and small
       gradients never move anything.
 
   References:
@@ -249,9 +255,10 @@ def topk_sgd(
   checks.check_optimizer("optimizer", optimizer)
   optimizer = transforms.with_mean_loss(optimizer, axis)
   reducer = reducers.compressed(codecs.TopK(ratio))
-  remembered = reducers.ErrorFeedback() if feedback else None
+  kept = reducers.ErrorFeedback() if feedback else None
   return optax.chain(
-    transforms.average_gradients(axis, reducer, remembered), optimizer
+    transforms.average_gradients(axis, reducers.Compression(reducer, kept)),
+    optimizer,
   )
 
 
@@ -260,7 +267,7 @@ def powersgd(
   rank: int = 2,
   *,
   axis: collectives.Axis,
-  seed: int | None = None,
+  seed: int = 0,
   factors: reducers.Reducer | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""PowerSGD: a mean of low rank, by one step of power iteration.
@@ -277,7 +284,7 @@ def powersgd(
       `optax.sgd(0.1, momentum=0.9)`.
     rank: of the mean; the paper's 1, 2 and 4.
     axis: the workers' axis.
-    seed: of the first Q; None is 0.
+    seed: of the first Q.
     factors: what carries P and Q; None, the paper's exact sums.  Ours:
       `reducers.compressed(codecs.Quantize(4, 64), owner_feedback="own_share")`
       has thrice the rank in fewer bytes than `rank=2` in float32.
@@ -291,12 +298,12 @@ def powersgd(
   checks.check_optimizer("optimizer", optimizer)
   optimizer = transforms.with_mean_loss(optimizer, axis)
   checks.check_structural("rank", rank, minimum=1)
-  seed = 0 if seed is None else seed
   checks.check_structural("seed", seed, minimum=0)
   reducer = reducers.PowerSGD(rank, seed, factors)
   feedback = reducers.ErrorFeedback()
   return optax.chain(
-    transforms.average_gradients(axis, reducer, feedback), optimizer
+    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
+    optimizer,
   )
 
 
@@ -350,7 +357,8 @@ def dgc(
     else reducers.warm_up(sparse, steps_per_phase, ratio)
   )
   feedback = reducers.MomentumCorrection(momentum, nesterov)
-  chain = [transforms.average_gradients(axis, reducer, feedback), optimizer]
+  compression = reducers.Compression(reducer, feedback)
+  chain = [transforms.average_gradients(axis, compression), optimizer]
   if threshold is not None:
     chain.insert(0, transforms.clip_local(threshold, axis))
   return optax.chain(*chain)
@@ -394,7 +402,7 @@ def demo(
   reducer = reducers.compressed(codecs.DCTTopK(chunk, k))
   feedback = reducers.ErrorFeedback(decay)
   return optax.chain(
-    transforms.average_gradients(axis, reducer, feedback),
+    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
     optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates)),
     optimizer,
   )

@@ -1,17 +1,88 @@
-"""The family of methods whose workers meet and wait, each as published.
+"""Local SGD and its family: every worker takes part, with the same weight.
 
-Those that go on while the mean is under way are in `_overlapped`.  All take
-the optimizer of a worker first, any Optax chain, and the workers' axis by
-name.  In all of them every worker takes part in every round with the same
-weight: where a paper samples workers, or weighs them by their data, that is a
-departure and is not repeated at each.
+Where a paper samples workers, or weighs them by their data, that is a departure
+and is not repeated at each.
 """
 
 import jax
 import optax
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, reducers, transforms
 from jdist.transforms import intervals
+
+
+def local_sgd(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  *,
+  axis: collectives.Axis,
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Local SGD: parameters are averaged every H steps.
+
+  .. math:: w_i \leftarrow w_i + \mathrm{optimizer}(g_i), \qquad
+            \text{every } H \text{ steps: } w_i \leftarrow \tfrac1N
+            \sum_j w_j
+
+  The optimizer's state (momentum, moments) stays each worker's own.  Interval
+  1 equals `ssgd` for optimizers linear in the gradient; with Adam or clipping
+  it is another algorithm.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H, or a policy from `jdist.transforms.intervals`.
+    axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
+
+  References:
+    Stich, Local SGD Converges Fast and Communicates Little (arXiv
+    1805.09767), algorithm 1.
+
+  >>> optimizer = local_sgd(optax.sgd(0.1), 8, axis=None)
+  """
+  checks.check_optimizer("optimizer", optimizer)
+  return transforms.local_steps(
+    optimizer, interval, axis=axis, overlap=overlap, compression=compression
+  )
+
+
+def post_local_sgd(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  switch_step: int,
+  *,
+  axis: collectives.Axis,
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Post-local SGD: synchronous until a step, local steps from there on.
+
+  Args:
+    optimizer: any Optax optimizer; its schedules count local steps.
+    interval: H of the local phase, or a policy.
+    switch_step: the first local step of the local phase; in the paper the
+      first decay of the learning rate, half-way or later.
+    axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
+
+  References:
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD (arXiv
+    1808.07217), post-local SGD.  Departure: the first phase averages
+    parameters every step, which equals averaging gradients for optimizers
+    linear in the gradient.
+
+  >>> optimizer = post_local_sgd(optax.sgd(0.1), 8, 1000, axis=None)
+  """
+  checks.check_optimizer("optimizer", optimizer)
+  policy = intervals.post_local(switch_step, interval)
+  return transforms.local_steps(
+    optimizer, policy, axis=axis, overlap=overlap, compression=compression
+  )
 
 
 def fed_prox(
@@ -20,6 +91,8 @@ def fed_prox(
   strength: jax.typing.ArrayLike = 0.01,
   *,
   axis: collectives.Axis,
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""FedProx: Local SGD with a proximal term towards the round's beginning.
 
@@ -35,6 +108,9 @@ def fed_prox(
     strength: mu >= 0; 0 is `local_sgd`. The paper tunes it in 0.001 ... 1,
       for each data set; the default is the middle of that grid.
     axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
     `local_steps` around `chain(proximal(strength), optimizer)`.
@@ -52,7 +128,9 @@ def fed_prox(
   """
   checks.check_optimizer("optimizer", optimizer)
   corrected = optax.chain(transforms.proximal(strength), optimizer)
-  return transforms.local_steps(corrected, interval, axis=axis)
+  return transforms.local_steps(
+    corrected, interval, axis=axis, overlap=overlap, compression=compression
+  )
 
 
 def easgd(
@@ -61,6 +139,8 @@ def easgd(
   moving_rate: jax.typing.ArrayLike = 0.9,
   *,
   axis: collectives.Axis,
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Elastic averaging: springs between every worker and a centre.
 
@@ -84,9 +164,12 @@ def easgd(
     interval: H, tau in the paper, which takes 10; or a policy.
     moving_rate: beta in [0, 1], the paper's 0.9; 0 leaves all to themselves.
     axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
-    A transformation whose state is a `RoundsState`; evaluate on the anchor.
+    `local_steps` with the rule `Elastic`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when
@@ -102,13 +185,14 @@ def easgd(
 
   >>> optimizer = easgd(optax.sgd(0.1), 10, axis=None)
   """
-  checks.check_continuous("moving_rate", moving_rate, high=1.0)
-  return transforms.in_rounds(
+  checks.check_optimizer("optimizer", optimizer)
+  return transforms.local_steps(
     optimizer,
     interval,
-    transforms.elastic(moving_rate, axis),
     axis=axis,
-    method="easgd",
+    rule=transforms.Elastic(moving_rate),
+    overlap=overlap,
+    compression=compression,
   )
 
 
@@ -119,6 +203,8 @@ def scaffold(
   global_learning_rate: jax.typing.ArrayLike = 1.0,
   *,
   axis: collectives.Axis,
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SCAFFOLD: control variates against the drift of unequal workers.
 
@@ -147,9 +233,12 @@ def scaffold(
     learning_rate: the optimizer's, a number or a schedule of the local step.
     global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
     axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
-    A transformation whose state is a `RoundsState`.
+    `local_steps` with the rule `ControlVariates`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when
@@ -164,16 +253,14 @@ def scaffold(
 
   >>> optimizer = scaffold(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_rate("learning_rate", learning_rate)
-  checks.check_continuous(
-    "global_learning_rate", global_learning_rate, open_low=True
-  )
-  return transforms.in_rounds(
+  checks.check_optimizer("optimizer", optimizer)
+  return transforms.local_steps(
     optimizer,
     interval,
-    transforms.control_variates(learning_rate, global_learning_rate),
     axis=axis,
-    method="scaffold",
+    rule=transforms.ControlVariates(learning_rate, global_learning_rate),
+    overlap=overlap,
+    compression=compression,
   )
 
 
@@ -186,6 +273,8 @@ def slow_mo(
   *,
   axis: collectives.Axis,
   buffers: transforms.Buffers = "maintain",
+  overlap: transforms.Delayed | None = None,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SlowMo: a slow momentum around Local SGD.
 
@@ -208,12 +297,15 @@ def slow_mo(
     slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
       it in 0.4 ... 0.8.
     axis: the workers' axis.
+    overlap: `transforms.Delayed(...)` for a mean that is late; see
+      `local_steps`.
+    compression: how to take the mean by fewer bytes; see `local_steps`.
     buffers: what happens to the optimizer's own momentum after a round:
       "maintain" leaves each worker its own, "reset" begins anew, "average"
       takes the workers' mean, for the bytes of another round or more.
 
   Returns:
-    A transformation whose state is a `RoundsState`.
+    `local_steps` with the rule `SlowMomentum`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when
@@ -229,22 +321,14 @@ def slow_mo(
 
   >>> optimizer = slow_mo(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_rate("learning_rate", learning_rate)
-  checks.check_continuous(
-    "slow_learning_rate", slow_learning_rate, open_low=True
-  )
-  checks.check_continuous("slow_momentum", slow_momentum, high=1.0)
-  if buffers not in transforms.BUFFERS:
-    raise ValueError(
-      f"`buffers` must be one of {', '.join(map(repr, transforms.BUFFERS))}, "
-      f"got {buffers!r}."
-    )
-  return transforms.in_rounds(
+  checks.check_optimizer("optimizer", optimizer)
+  return transforms.local_steps(
     optimizer,
     interval,
-    transforms.slow_momentum(
+    axis=axis,
+    rule=transforms.SlowMomentum(
       learning_rate, slow_learning_rate, slow_momentum, buffers
     ),
-    axis=axis,
-    method="slow_mo",
+    overlap=overlap,
+    compression=compression,
   )

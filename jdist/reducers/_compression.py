@@ -1,0 +1,272 @@
+"""Compression: the workers' mean of a tree by few bytes, with feedback."""
+
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks, codecs, collectives, states
+from jdist.reducers import (
+  _compressed,
+  _feedback,
+  _ledger,
+  _reducer,
+  _sharded,
+  _sharded_feedback,
+)
+
+PyTree: TypeAlias = Any
+
+
+@states.declare(shared=("step", "equal"), averages=True)
+class CompressionState(NamedTuple):
+  """State of a `Compression`.
+
+  Attributes:
+    step: means so far, int32 scalar, equal on all workers; the random numbers
+      of the next one come from it.
+    equal: those leaves of the reducer's state that are equal on all workers;
+      None in the places of the others.
+    own: the others, each worker its own; None in the places of the equal.
+    feedback: the feedback's state, `()` without one.
+  """
+
+  step: jax.Array
+  equal: PyTree
+  own: PyTree
+  feedback: PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compression:
+  """Takes the workers' mean of a tree by few bytes.
+
+  All workers decode the same bytes in the same way, so that the mean is equal
+  to the bit on all of them.  The first state may depend on the number of
+  workers: make it where the axis is bound, for instance
+  `workers.jit(optimizer.init)(params)`.
+
+  Attributes:
+    reducer: how the mean is taken; of a codec `reducers.compressed(codec)`.
+    feedback: what becomes of the part of a tree that is not sent:
+      `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.  With
+      `MajorityVote`, of which nothing is left out, `Smoothing()` or None.
+    seed: of the random numbers of codecs that draw some, equal on all workers.
+    specs: for workers that are themselves sharded: how the parameters are split
+      over the mesh's other axes, a tree of PartitionSpec
+      (`Workers.specs(params)`).  Every device then reduces its own shards, with
+      what a feedback holds of them.  None leaves that to the compiler, which
+      puts leaves together first.
+
+  Raises:
+    ValueError: when an argument is of another kind, or the feedback means
+      nothing with the reducer; when the state is made, and the reducer does
+      not suit the parameters.
+
+  >>> compression = Compression(codecs.TopK(k=1))
+  >>> tree = {"w": jnp.array([1.0, -3.0])}
+  >>> mean, _ = compression.mean(tree, compression.init(tree, None), None)
+  >>> mean["w"].tolist()
+  [0.0, -3.0]
+  """
+
+  reducer: Any
+  feedback: _feedback.Feedback | None = None
+  seed: int = dataclasses.field(default=0, kw_only=True)
+  specs: PyTree = dataclasses.field(default=None, kw_only=True)
+
+  def __post_init__(self) -> None:
+    reducer, feedback = self.reducer, self.feedback
+    if isinstance(reducer, codecs.Codec):
+      reducer = _compressed.compressed(reducer)
+    check_reducer("reducer", reducer)
+    _feedback.check_feedback("feedback", feedback)
+    checks.check_structural("seed", self.seed, minimum=0)
+    if feedback is not None and feedback.keeps_rest and not reducer.averages:
+      raise ValueError(
+        "`feedback` keeps what is not in a worker's share of the mean, and "
+        f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
+        f"made of shares (it is decided by vote), got {feedback}."
+      )
+    left = getattr(reducer, "owner_feedback", None) == "own_share"
+    if left and feedback is None:
+      raise ValueError(
+        "`reducer` leaves what its owners round away to a feedback "
+        f"(`owner_feedback='own_share'`) and needs one, got {reducer!r} and "
+        "feedback=None. Take `feedback=ErrorFeedback()`, or "
+        "owner_feedback=True."
+      )
+    if self.specs is not None and not isinstance(reducer, _sharded.Sharded):
+      reducer = _sharded.Sharded(reducer, self.specs)
+      if feedback is not None:
+        feedback = _sharded_feedback.ShardedFeedback(feedback, reducer)
+    object.__setattr__(self, "reducer", reducer)
+    object.__setattr__(self, "feedback", feedback)
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
+    """Returns the first state for trees like `like`; the axis must be bound."""
+    sent = like
+    if self.feedback is not None:
+      sent = jax.tree.map(_wide_shape, like)
+    equal, own = self._parted(self.reducer.init(sent, axis))
+    return CompressionState(
+      step=jnp.zeros((), jnp.int32),
+      equal=equal,
+      own=own,
+      feedback=() if self.feedback is None else self.feedback.init(like),
+    )
+
+  def mean(
+    self, tree: PyTree, state: CompressionState, axis: collectives.Axis
+  ) -> tuple[PyTree, CompressionState]:
+    """Takes the mean in the tree's dtypes; a collective operation.
+
+    Args:
+      tree: this worker's floats.
+      state: this worker's.
+      axis: the workers' axis.
+    """
+    wanted, feedback = self.prepare(tree, state)
+    _ledger.note(self.reducer, wanted, axis)
+    reduced = self.reducer.reduce(
+      wanted, self.reducer_state(state), self.key(state), axis
+    )
+    mean, feedback = self.finish(
+      reduced.mean, reduced.own_share, wanted, feedback
+    )
+    mean, feedback = self._cast(mean, tree, feedback)
+    new = self.with_reducer_state(state, reduced.state)._replace(
+      step=optax.safe_increment(state.step), feedback=feedback
+    )
+    return collectives.varying((mean, new), axis)
+
+  def flush(
+    self, tree: PyTree, state: CompressionState, axis: collectives.Axis
+  ) -> tuple[PyTree, CompressionState]:
+    """Takes the mean with every bit, and of what is held back beside it.
+
+    Of a vote or of low ranks the state stays as it is: no mass is in it.
+    """
+    wanted, feedback = self.prepare(tree, state)
+    held, kept = self.reducer.release(self.reducer_state(state), wanted, axis)
+    mean = jax.tree.map(
+      lambda m, h: (m + h).astype(m.dtype),
+      collectives.mean(wanted, axis),
+      held,
+    )
+    mean, feedback = self.finish(mean, wanted, wanted, feedback)
+    mean, feedback = self._cast(mean, tree, feedback)
+    new = self.with_reducer_state(state, kept)._replace(feedback=feedback)
+    return collectives.varying((mean, new), axis)
+
+  def absorb(
+    self, like: PyTree, state: CompressionState, axis: collectives.Axis
+  ) -> CompressionState:
+    """Moves what owners hold back into the feedback of all; collective.
+
+    Nothing is reduced, and `step` stays.  Without a feedback that has a place
+    for it the state stays as it is.
+
+    Args:
+      like: what is reduced, for shapes and dtypes.
+      state: this worker's.
+      axis: the workers' axis.
+    """
+    if self.feedback is None:
+      return state
+    held, kept = self.reducer.release(
+      self.reducer_state(state), jax.tree.map(_wide_shape, like), axis
+    )
+    feedback = self.feedback.absorb(held, state.feedback)
+    if feedback is None:
+      return state
+    new = self.with_reducer_state(state, kept)._replace(feedback=feedback)
+    return collectives.varying(new, axis)
+
+  # What a stream needs, which takes the mean in parts.
+
+  def key(self, state: CompressionState) -> jax.Array:
+    """Returns the random key of the next mean, equal on all workers."""
+    return jax.random.fold_in(jax.random.key(self.seed), state.step)
+
+  def reducer_state(self, state: CompressionState) -> PyTree:
+    """Returns the reducer's state."""
+    return jax.tree.map(
+      lambda s, o: o if s is None else s,
+      state.equal,
+      state.own,
+      is_leaf=lambda x: x is None,
+    )
+
+  def with_reducer_state(
+    self, state: CompressionState, reducer_state: PyTree
+  ) -> CompressionState:
+    """Replaces the reducer's state."""
+    equal, own = self._parted(reducer_state)
+    return state._replace(equal=equal, own=own)
+
+  def prepare(
+    self, tree: PyTree, state: CompressionState
+  ) -> tuple[PyTree, PyTree]:
+    """Returns what a worker wants to send, and the feedback's state."""
+    if self.feedback is None:
+      return tree, ()
+    return self.feedback.prepare(tree, state.feedback)
+
+  def finish(
+    self, mean: PyTree, own_share: PyTree, wanted: PyTree, feedback: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    """Returns what comes out, and the feedback's new state."""
+    if self.feedback is None:
+      return mean, ()
+    return self.feedback.finish(mean, own_share, wanted, feedback)
+
+  def _cast(
+    self, mean: PyTree, tree: PyTree, feedback: PyTree
+  ) -> tuple[PyTree, PyTree]:
+    """Casts the mean to the dtypes of the tree; the feedback keeps the rest."""
+    out = jax.tree.map(lambda m, x: m.astype(x.dtype), mean, tree)
+    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(out), strict=True)
+    if self.feedback is None or all(m.dtype == o.dtype for m, o in pairs):
+      return out, feedback
+
+    def left(mean: jax.Array, out: jax.Array) -> jax.Array:
+      found = mean - out.astype(mean.dtype)
+      return jnp.where(jnp.isfinite(found), found, 0.0)
+
+    rest = jax.tree.map(left, mean, out)
+    return out, self.feedback.keep_cast(rest, feedback)
+
+  def _parted(self, state: PyTree) -> tuple[PyTree, PyTree]:
+    labels = self.reducer.shared(state)
+    equal = jax.tree.map(lambda x, s: x if s else None, state, labels)
+    own = jax.tree.map(lambda x, s: None if s else x, state, labels)
+    return equal, own
+
+
+def check_compression(value: Any) -> None:
+  """Raises a ValueError unless `value` is a compression or None."""
+  if value is None or isinstance(value, Compression):
+    return
+  raise ValueError(
+    "`compression` must be a `jdist.Compression`, for instance "
+    "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
+    f"None to take the mean exactly, got {checks.told(value)}."
+  )
+
+
+def check_reducer(name: str, value: Any) -> None:
+  """Raises a ValueError unless `value` is a reducer."""
+  if isinstance(value, _reducer.Reducer):
+    return
+  raise ValueError(
+    f"`{name}` must be a `reducers.Reducer` or a codec, for instance "
+    f"`reducers.PowerSGD(2)` or `codecs.Quantize(4)`, got {checks.told(value)}."
+  )
+
+
+def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
+  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+  return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
