@@ -22,18 +22,8 @@ def _reduced(
     transforms.average_gradients(
       run.axis,
       reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.compressed(codec),
-                  reducers.ErrorFeedback() if feedback else None,
-                )
-              )
-            )
-          )
-        )
+        reducers.compressed(codec),
+        reducers.ErrorFeedback() if feedback else None,
       ),
     ),
     run.inner,
@@ -78,20 +68,10 @@ def _two_way(
     transforms.average_gradients(
       run.axis,
       reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.compressed(codec, wire="exchange"),
-                  reducers.MomentumCorrection(0.9, nesterov=True)
-                  if momentum
-                  else reducers.ErrorFeedback(),
-                )
-              )
-            )
-          )
-        )
+        reducers.compressed(codec, wire="exchange"),
+        reducers.MomentumCorrection(0.9, nesterov=True)
+        if momentum
+        else reducers.ErrorFeedback(),
       ),
     ),
     _plain(run) if momentum else run.inner,
@@ -128,17 +108,7 @@ def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
   return optax.chain(
     transforms.average_gradients(
       run.axis,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(policy, reducers.ErrorFeedback())
-              )
-            )
-          )
-        )
-      ),
+      reducers.Compression(policy, reducers.ErrorFeedback()),
     ),
     run.inner,
   )

@@ -260,18 +260,8 @@ def _in_bits(run: Run, bits: int) -> Chain:
     transforms.average_gradients(
       run.axis,
       reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.compressed(codecs.Quantize(bits, 64)),
-                  reducers.ErrorFeedback(),
-                )
-              )
-            )
-          )
-        )
+        reducers.compressed(codecs.Quantize(bits, 64)),
+        reducers.ErrorFeedback(),
       ),
     ),
     run.inner,

@@ -20,7 +20,7 @@ def qsgd(
   *,
   axis: collectives.Axis,
   wire: Literal["gather", "exchange"] = "gather",
-  seed: int = 0,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: few-bit integers, rounded at random so that the mean is right.
 
@@ -38,7 +38,7 @@ def qsgd(
     wire: `"gather"` sends every worker's integers to all, as in the paper: by
       N workers N - 1 payloads each.  `"exchange"` sends less than two,
       whatever N is, and rounds the mean once more.
-    seed: of the rounding.
+    seed: of the rounding; None is 0.
 
   References:
     Alistarh et al., QSGD (arXiv 1610.02132), section 3.  Departure: integers
@@ -64,7 +64,7 @@ def terngrad(
   *,
   axis: collectives.Axis,
   wire: Literal["gather", "exchange"] = "gather",
-  seed: int = 0,
+  seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: every entry is -1, 0 or 1 times the largest of its leaf.
 
@@ -79,7 +79,7 @@ def terngrad(
     deviations: c, the paper's 2.5.
     axis: the workers' axis.
     wire: see `qsgd`.
-    seed: of the coins.
+    seed: of the coins; None is 0.
 
   References:
     Wen et al., TernGrad (arXiv 1705.07878), equations 2 to 4 and section 4.
@@ -267,7 +267,7 @@ def powersgd(
   rank: int = 2,
   *,
   axis: collectives.Axis,
-  seed: int = 0,
+  seed: int | None = None,
   factors: reducers.Reducer | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""PowerSGD: a mean of low rank, by one step of power iteration.
@@ -284,7 +284,7 @@ def powersgd(
       `optax.sgd(0.1, momentum=0.9)`.
     rank: of the mean; the paper's 1, 2 and 4.
     axis: the workers' axis.
-    seed: of the first Q.
+    seed: of the first Q; None is 0.
     factors: what carries P and Q; None, the paper's exact sums.  Ours:
       `reducers.compressed(codecs.Quantize(4, 64), owner_feedback="own_share")`
       has thrice the rank in fewer bytes than `rank=2` in float32.
@@ -298,6 +298,7 @@ def powersgd(
   checks.check_optimizer("optimizer", optimizer)
   optimizer = transforms.with_mean_loss(optimizer, axis)
   checks.check_structural("rank", rank, minimum=1)
+  seed = 0 if seed is None else seed
   checks.check_structural("seed", seed, minimum=0)
   reducer = reducers.PowerSGD(rank, seed, factors)
   feedback = reducers.ErrorFeedback()

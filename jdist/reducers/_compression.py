@@ -53,7 +53,8 @@ class Compression:
     feedback: what becomes of the part of a tree that is not sent:
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.  With
       `MajorityVote`, of which nothing is left out, `Smoothing()` or None.
-    seed: of the random numbers of codecs that draw some, equal on all workers.
+    seed: of the random numbers of codecs that draw some, equal on all workers;
+      None is 0.
     specs: for workers that are themselves sharded: how the parameters are split
       over the mesh's other axes, a tree of PartitionSpec
       (`Workers.specs(params)`).  Every device then reduces its own shards, with
@@ -74,7 +75,7 @@ class Compression:
 
   reducer: Any
   feedback: _feedback.Feedback | None = None
-  seed: int = dataclasses.field(default=0, kw_only=True)
+  seed: int | None = dataclasses.field(default=None, kw_only=True)
   specs: PyTree = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self) -> None:
@@ -83,7 +84,9 @@ class Compression:
       reducer = _compressed.compressed(reducer)
     check_reducer("reducer", reducer)
     _feedback.check_feedback("feedback", feedback)
-    checks.check_structural("seed", self.seed, minimum=0)
+    # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
+    seed = 0 if self.seed is None else self.seed
+    checks.check_structural("seed", seed, minimum=0)
     if feedback is not None and feedback.keeps_rest and not reducer.averages:
       raise ValueError(
         "`feedback` keeps what is not in a worker's share of the mean, and "
@@ -104,6 +107,7 @@ class Compression:
         feedback = _sharded_feedback.ShardedFeedback(feedback, reducer)
     object.__setattr__(self, "reducer", reducer)
     object.__setattr__(self, "feedback", feedback)
+    object.__setattr__(self, "seed", seed)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
@@ -189,7 +193,7 @@ class Compression:
 
   def key(self, state: CompressionState) -> jax.Array:
     """Returns the random key of the next mean, equal on all workers."""
-    return jax.random.fold_in(jax.random.key(self.seed), state.step)
+    return jax.random.fold_in(jax.random.key(self.seed or 0), state.step)
 
   def reducer_state(self, state: CompressionState) -> PyTree:
     """Returns the reducer's state."""

@@ -59,15 +59,7 @@ def run(transform, xs, substrate="vmap"):
 def average(reducer, feedback=None, **others):
   return lambda axis: transforms.average_gradients(
     axis,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(reducers.Compression(reducer, feedback))
-          )
-        )
-      )
-    ),
+    reducers.Compression(reducer, feedback),
     **others,
   )
 
@@ -369,17 +361,7 @@ REJECTED = {
   "feedback alone": (
     lambda: transforms.average_gradients(
       None,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(None, reducers.ErrorFeedback())
-              )
-            )
-          )
-        )
-      ),
+      reducers.Compression(None, reducers.ErrorFeedback()),
     ),
     "`feedback` keeps what a reducer leaves out and needs `reducer`.*carry",
   ),
@@ -387,19 +369,7 @@ REJECTED = {
     lambda: transforms.average_gradients(
       None,
       reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.compressed(
-                    codecs.Quantize(4), owner_feedback="own_share"
-                  )
-                )
-              )
-            )
-          )
-        )
+        reducers.compressed(codecs.Quantize(4), owner_feedback="own_share")
       ),
     ),
     "`reducer` leaves what its owners round away to a feedback",
@@ -407,15 +377,7 @@ REJECTED = {
   "a codec": (
     lambda: transforms.average_gradients(
       None,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression(Half()))
-            )
-          )
-        )
-      ),
+      reducers.Compression(Half()),
     ),
     r"`reducer` must be a `reducers.Reducer`, `reducers.compressed\(codec\)` "
     "makes one of a codec; got <.*Half",
@@ -423,45 +385,21 @@ REJECTED = {
   "reducer": (
     lambda: transforms.average_gradients(
       None,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression("int8"))
-            )
-          )
-        )
-      ),
+      reducers.Compression("int8"),
     ),
     r"`reducer` must be .*for instance `reducers.Exact\(\)`; got 'int8'",
   ),
   "feedback": (
     lambda: transforms.average_gradients(
       None,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression(LARGEST, True))
-            )
-          )
-        )
-      ),
+      reducers.Compression(LARGEST, True),
     ),
     "`feedback` must be a feedback or None, .*, got True",
   ),
   "seed": (
     lambda: transforms.average_gradients(
       None,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression(LARGEST, seed=-1))
-            )
-          )
-        )
-      ),
+      reducers.Compression(LARGEST, seed=-1),
     ),
     "`seed` must be an int >= 0, got -1",
   ),
@@ -526,15 +464,7 @@ def test_gradients_of_shared_parameters_are_refused():
   team = _running.team("shard_map")
   optimizer = transforms.average_gradients(
     team.axis,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(reducers.Compression(LARGEST))
-          )
-        )
-      )
-    ),
+    reducers.Compression(LARGEST),
   )
 
   def step(x):

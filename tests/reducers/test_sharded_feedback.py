@@ -112,17 +112,7 @@ def test_every_device_reduces_its_own_shards(name):
   optimizer = optax.chain(
     transforms.average_gradients(
       team.axis,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(reducer, FEEDBACK, seed=5, specs=SPECS)
-              )
-            )
-          )
-        )
-      ),
+      reducers.Compression(reducer, FEEDBACK, seed=5, specs=SPECS),
     ),
     optax.sgd(1.0),
   )
@@ -196,17 +186,7 @@ def test_a_state_lies_where_its_shard_is():
   reducer = REDUCERS["exchange int4"]
   optimizer = transforms.average_gradients(
     team.axis,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducer, FEEDBACK, specs=SPECS)
-            )
-          )
-        )
-      )
-    ),
+    reducers.Compression(reducer, FEEDBACK, specs=SPECS),
   )
   params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
   state = training.init_state(team, optimizer, params, specs=SPECS).opt_state
@@ -228,19 +208,7 @@ def test_a_nan_stays_in_its_shard_and_is_counted():
   team = team_of()
   optimizer = transforms.average_gradients(
     team.axis,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                REDUCERS["exchange int4"], FEEDBACK, specs=SPECS
-              )
-            )
-          )
-        )
-      )
-    ),
+    reducers.Compression(REDUCERS["exchange int4"], FEEDBACK, specs=SPECS),
   )
   gradients = trees(0)
   gradients["a"][1, 0, 0] = np.nan
@@ -316,17 +284,7 @@ REJECTED = {
       team,
       transforms.average_gradients(
         team.axis,
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.Compression(reducers.PowerSGD(2), specs=SPECS)
-                )
-              )
-            )
-          )
-        ),
+        reducers.Compression(reducers.PowerSGD(2), specs=SPECS),
       ),
       {n: np.zeros(s, "float32") for n, s in SHAPES.items()},
       specs=SPECS,
@@ -336,15 +294,7 @@ REJECTED = {
   "no reducer": (
     lambda team: transforms.average_gradients(
       team.axis,
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression(None, specs=SPECS))
-            )
-          )
-        )
-      ),
+      reducers.Compression(None, specs=SPECS),
     ),
     "`specs` says how .* needs `reducer`",
   ),

@@ -97,19 +97,7 @@ def test_residuals_of_gradients_keep_their_mean():
   optimizer = optax.chain(
     transforms.average_gradients(
       "worker",
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(
-                  reducers.compressed(codecs.TopK(0.1)), FEEDBACK
-                )
-              )
-            )
-          )
-        )
-      ),
+      reducers.Compression(reducers.compressed(codecs.TopK(0.1)), FEEDBACK),
     ),
     optax.sgd(0.1),
   )
@@ -135,15 +123,7 @@ def test_nothing_that_gradients_said_is_lost_on_the_way():
   optimizer = optax.chain(
     transforms.average_gradients(
       "worker",
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(reducers.Compression(INT4, FEEDBACK))
-            )
-          )
-        )
-      ),
+      reducers.Compression(INT4, FEEDBACK),
     ),
     optax.scale(-1.0),
   )
@@ -182,17 +162,7 @@ def test_what_would_be_lost_is_refused():
   optimizer = optax.chain(
     transforms.average_gradients(
       "worker",
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.Compression(INT4, reducers.Smoothing(0.5))
-              )
-            )
-          )
-        )
-      ),
+      reducers.Compression(INT4, reducers.Smoothing(0.5)),
     ),
     optax.sgd(0.1),
   )

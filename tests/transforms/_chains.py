@@ -36,23 +36,31 @@ def proximal(strength, interval, *, axis):
   return transforms.local_steps(inner, interval, axis=axis)
 
 
-def chosen(
-  inner, interval, carry, outer, delay_rounds, delay_after_step, delay_steps,
-  stream, steps, *, axis,
+def late(
+  inner, interval, carry, rule=None, compression=None, steps=None,
+  after_step=None, stream=None, *, axis,
 ):  # fmt: skip
-  """Local steps for which the host chooses to send in so many steps."""
-  local = transforms.local_steps(
+  """Local steps whose mean is late, of a part that may be injected."""
+  overlap = transforms.Delayed(
+    steps=steps, carry=carry, after_step=after_step or 0, stream=stream
+  )
+  return transforms.local_steps(
     inner,
     interval,
     axis=axis,
-    overlap=transforms.Delayed(
-      steps=delay_steps, carry=carry, after_step=delay_after_step, stream=stream
-    ),
-    rule=outer,
+    rule=rule,
+    overlap=overlap,
+    compression=compression,
   )
 
+
+def chosen(inner, interval, carry, steps, stream, sent_in, *, axis):
+  """Local steps for which the host chooses to send in so many steps."""
+  local = late(inner, interval, carry, axis=axis, steps=steps, stream=stream)
+  control = transforms.Control(stream_steps=sent_in)
+
   def update(updates, state, params=None, **extra_args):
-    given = {"stream_steps": steps} | extra_args
+    given = {"control": control} | extra_args
     return local.update(updates, state, params, **given)
 
   return optax.GradientTransformationExtraArgs(local.init, update)
@@ -72,26 +80,14 @@ def clipped(threshold, deviations, rate, *, axis):
   )
 
 
-def reduced(rate, reducer, feedback, *, axis):
-  average = transforms.average_gradients(
-    axis,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(reducers.Compression(reducer, feedback))
-          )
-        )
-      )
-    ),
-  )
+def compressed(rate, compression, *, axis):
+  average = transforms.average_gradients(axis, compression)
   return optax.chain(average, optax.sgd(rate, momentum=0.9))
 
 
 def frozen(rate, *, axis):
-  adam = transforms.scale_by_frozen_adam(
-    5, axis, _reducers.Owned(0.01), reducers.EF21(), eps=0.1
-  )
+  compression = reducers.Compression(_reducers.Owned(0.01), reducers.EF21())
+  adam = transforms.scale_by_frozen_adam(5, axis, compression, eps=0.1)
   return optax.chain(adam, optax.sgd(rate))
 
 

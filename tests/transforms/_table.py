@@ -61,13 +61,11 @@ def line(build, continuous, structural, *covers, **flags):
 
 
 RATES = optax.linear_schedule(0.2, 0.05, _running.NUM_STEPS)
-ROUNDS_OF_3 = {
-  "inner": MOMENTUM,
-  "interval": 3,
-  "outer": None,
-  "delay_rounds": 0,
-  "delay_after_step": 0,
-}
+ROUNDS_OF_3 = {"inner": MOMENTUM, "interval": 3}
+LARGEST = reducers.Compression(
+  _reducers.Largest(2), reducers.ErrorFeedback(0.9)
+)
+OWNED = reducers.Compression(_reducers.Owned(0.25), reducers.ErrorFeedback(0.9))
 TABLE = {
   "average": line(_chains.average, {"rate": 0.1}, {}, "average_gradients"),
   "clipped": line(
@@ -78,24 +76,27 @@ TABLE = {
     "clip_deviations",
     whole=True,
   ),
-  "reduced": line(
-    _chains.reduced,
+  "compressed": line(
+    _chains.compressed,
     {"rate": 0.1},
     {
-      "reducer": _reducers.Largest(2),
-      "feedback": reducers.ErrorFeedback(),
+      "compression": reducers.Compression(
+        _reducers.Largest(2), reducers.ErrorFeedback()
+      )
     },
     "average_gradients",
     whole=True,
   ),
   "scheduled": line(
-    _chains.reduced,
+    _chains.compressed,
     {"rate": 0.1},
     {
-      "reducer": reducers.Scheduled(
-        ((5, _reducers.Plain()), (None, _reducers.Owned(0.25)))
-      ),
-      "feedback": reducers.MomentumCorrection(0.5),
+      "compression": reducers.Compression(
+        reducers.Scheduled(
+          ((5, _reducers.Plain()), (None, _reducers.Owned(0.25)))
+        ),
+        reducers.MomentumCorrection(0.5),
+      )
     },
     "average_gradients",
     bound=True,
@@ -104,63 +105,45 @@ TABLE = {
   ),
   "ssgd": line(_chains.synchronous, {"rate": 0.1}, {}, "ssgd"),
   "stale": line(_chains.stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
-  "local": line(transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3),
-  "outer": line(
-    transforms.local_steps, {"carry": 1.0}, ROUNDS_OF_3 | {"outer": NESTEROV}
-  ),
-  "late": line(
-    transforms.local_steps, {"carry": 0.5}, ROUNDS_OF_3 | {"delay_rounds": 1}
-  ),
+  "local": line(transforms.local_steps, {}, ROUNDS_OF_3),
+  "outer": line(transforms.local_steps, {}, ROUNDS_OF_3 | {"rule": NESTEROV}),
+  "late": line(_chains.late, {"carry": 0.5}, ROUNDS_OF_3, "local_steps"),
   "late outer": line(
-    transforms.local_steps,
+    _chains.late,
     {"carry": 1.0},
-    ROUNDS_OF_3 | {"outer": NESTEROV, "delay_rounds": 1, "delay_after_step": 4},
+    ROUNDS_OF_3 | {"rule": NESTEROV, "after_step": 4},
+    "local_steps",
   ),
   "streamed": line(
-    transforms.local_steps,
+    _chains.late,
     {"carry": 0.5},
-    ROUNDS_OF_3
-    | {"delay_rounds": 1, "stream": transforms.Stream(8), "outer": NESTEROV},
+    ROUNDS_OF_3 | {"stream": transforms.Stream(8), "rule": NESTEROV},
+    "local_steps",
   ),
   "late by steps": line(
-    transforms.local_steps,
+    _chains.late,
     {"carry": 0.5},
-    ROUNDS_OF_3 | {"delay_rounds": 1, "delay_steps": 2, "outer": NESTEROV},
+    ROUNDS_OF_3 | {"steps": 2, "rule": NESTEROV},
+    "local_steps",
   ),
   "streamed, late by steps": line(
     _chains.chosen,
     {"carry": 0.5},
-    ROUNDS_OF_3
-    | {
-      "delay_rounds": 1,
-      "delay_steps": 2,
-      "stream": transforms.Stream(8),
-      "steps": 2,
-    },
+    ROUNDS_OF_3 | {"steps": 2, "stream": transforms.Stream(8), "sent_in": 2},
     "local_steps",
   ),
-  "reduced rounds": line(
-    transforms.local_steps,
+  "compressed rounds": line(
+    _chains.late,
     {"carry": 0.5},
-    ROUNDS_OF_3
-    | {
-      "reducer": _reducers.Largest(2),
-      "feedback": reducers.ErrorFeedback(0.9),
-      "outer": NESTEROV,
-      "delay_rounds": 1,
-    },
+    ROUNDS_OF_3 | {"compression": LARGEST, "rule": NESTEROV},
+    "local_steps",
     whole=True,
   ),
-  "reduced and streamed": line(
-    transforms.local_steps,
+  "compressed and streamed": line(
+    _chains.late,
     {"carry": 0.5},
-    ROUNDS_OF_3
-    | {
-      "reducer": _reducers.Owned(0.25),
-      "feedback": reducers.ErrorFeedback(0.9),
-      "delay_rounds": 1,
-      "stream": transforms.Stream(8),
-    },
+    ROUNDS_OF_3 | {"compression": OWNED, "stream": transforms.Stream(8)},
+    "local_steps",
     bound=True,
     whole=True,
     rough=True,
@@ -197,12 +180,13 @@ TABLE = {
   ),
   "msdpu": line(
     methods.msdpu,
-    {"learning_rate": 0.1, "correction": 0.1, "carry": 1.0},
+    {"learning_rate": 0.1, "correction": 0.1},
     {
       "optimizer": MOMENTUM,
       "interval": 4,
       "warmup_steps": 2,
       "max_interval": 8,
+      "overlap": transforms.Delayed(carry=1.0),
     },
   ),
   "qsr": line(
@@ -267,14 +251,8 @@ TABLE = {
   ),
   "fragment_steps": line(
     transforms.fragment_steps,
-    {"mix": 0.0},
-    {
-      "inner": MOMENTUM,
-      "interval": 4,
-      "fragments": 2,
-      "delay_steps": 0,
-      "outer": None,
-    },
+    {},
+    {"inner": MOMENTUM, "interval": 4, "fragments": 2},
   ),
   "streaming_diloco": line(
     methods.streaming_diloco,

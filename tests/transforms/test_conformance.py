@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import collectives, transforms
+from jdist import collectives, methods, transforms
 from jdist.transforms import intervals
 from tests.profiling import _reading
 from tests.transforms import _running, _table
@@ -27,7 +27,7 @@ def rows_equal(x):
 
 
 def local_state(state):
-  return transforms._finding.rounds_in(state)
+  return transforms._state.find_rounds(state)
 
 
 def close(found, wanted, rtol):
@@ -49,7 +49,7 @@ def test_every_public_transformation_is_in_the_table():
   made = (optax.GradientTransformation, intervals.IntervalPolicy)
   public = {
     name
-    for module in (transforms, intervals)
+    for module in (methods, transforms, intervals)
     for name, value in vars(module).items()
     if inspect.isfunction(value)
     and not name.startswith("_")
@@ -57,7 +57,7 @@ def test_every_public_transformation_is_in_the_table():
     and issubclass(given, made)
   }
   covered = {name for line in TABLE.values() for name in line.covers}
-  assert public - {"as_policy"} == covered
+  assert public - {"as_policy", "with_mean_loss"} == covered
 
 
 @every_line
@@ -89,7 +89,7 @@ def test_anchors_are_equal_to_the_bit(name, substrate):
   assert len(hashes) == 1
   if local_state(state) is not None:
     # Rounds happened, and between them the workers differed.
-    assert 3 <= local_state(state).round[0] < _running.NUM_STEPS
+    assert 3 <= local_state(state).clock.round[0] < _running.NUM_STEPS
     assert not all(rows_equal(params["a"]) for params in run.params)
 
 
@@ -195,8 +195,8 @@ def test_continuous_arguments_may_be_injected_in_a_chain(name):
   [
     ("stale", "steps", ()),
     ("local", "interval", ()),
-    ("late", "delay_rounds", ("interval",)),
-    ("late outer", "delay_after_step", ("interval", "delay_rounds")),
+    ("late outer", "after_step", ("interval",)),
+    ("late by steps", "steps", ("interval",)),
     ("post_local_sgd", "switch_step", ("interval",)),
     ("diloco", "interval", ()),
     ("msdpu", "interval", ("warmup_steps", "max_interval")),

@@ -304,17 +304,7 @@ INT4 = reducers.compressed(codecs.Quantize(4, 16))
 CHAIN = optax.chain(
   transforms.average_gradients(
     None,
-    reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(INT4, reducers.ErrorFeedback())
-            )
-          )
-        )
-      )
-    ),
+    reducers.Compression(INT4, reducers.ErrorFeedback()),
   ),
   # What must not move, and would under a gradient of zero.
   optax.trace(0.9),

@@ -122,18 +122,8 @@ def compared(axis):
   front = transforms.average_gradients(
     axis,
     reducers.Compression(
-      reducers.Compression(
-        reducers.Compression(
-          reducers.Compression(
-            reducers.Compression(
-              reducers.Compression(
-                reducers.compressed(codecs.Quantize(8, 64)),
-                reducers.ErrorFeedback(),
-              )
-            )
-          )
-        )
-      )
+      reducers.compressed(codecs.Quantize(8, 64)),
+      reducers.ErrorFeedback(),
     ),
   )
   rest = methods.powersgd(

@@ -12,7 +12,9 @@ from jdist.transforms.local import _clock, _streaming
 PyTree = Any
 
 
-@states.declare(shared=("in_flight", "arrived_loss", "ahead"))
+@states.declare(
+  shared=("in_flight", "arrived_loss", "due_after", "device_before")
+)
 class Flight(NamedTuple):
   """A message under way, part of the state of local steps.
 
@@ -21,14 +23,17 @@ class Flight(NamedTuple):
     in_flight: whether `held` holds one, bool scalar.
     arrived_loss: the mean loss that arrived in this round, float32 scalar, NaN
       if none has; `()` where a mean arrives at a round's end.
-    ahead: for the next update and the one after it what a host needs to choose
-      a program, int32 [2, 3]; see `transforms.rounds_ahead`.
+    due_after: the steps of a round after which the mean of the last one is due,
+      0 for all of them, int32 scalar, constant.
+    device_before: rounds that begin before this step the device ends, int32
+      scalar, constant.
   """
 
   held: PyTree
   in_flight: jax.Array
   arrived_loss: Any
-  ahead: Any
+  due_after: jax.Array
+  device_before: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,32 +107,23 @@ class Delayed:
       )
 
 
-def look_ahead(
-  clock: _clock.RoundClock,
-  in_flight: jax.Array,
-  *,
-  within: int | None,
-  device_before: int,
-) -> jax.Array:
-  """Returns `Flight.ahead`: the places of the next two updates.
+def look_ahead(clock: _clock.RoundClock, flight: Flight) -> jax.Array:
+  """Returns the places of the next two updates; see `rounds_ahead`.
 
   Args:
     clock: the round's clock between two steps.
-    in_flight: whether a message is under way.
-    within: the steps of the next round after which its mean arrives; None for
-      all of them.
-    device_before: rounds that begin before this step the device ends.
+    flight: what is under way.
   """
   rows = clock.ahead()
   interval, offset = rows[..., 0], rows[..., 1]
   begins = jnp.stack([clock.step, clock.step + 1], -1) - offset
-  window = interval
-  if within is not None:
-    # The second of the two updates may be in a new round, of which the message
-    # is that of the present one.
-    sends = (offset[..., 1] == 0) & (begins[..., 0] >= device_before)
-    flying = jnp.stack([in_flight, in_flight | sends], -1)
-    window = jnp.minimum(interval, within)
-    window = jnp.where(flying | (offset >= window), window, 0)
-  window = jnp.where(begins >= device_before, window, -1)
-  return jnp.stack([window, offset, interval], -1)
+  late = begins >= flight.device_before[..., None]
+  # The second of the two updates may be in a new round, and the message under
+  # way then is that of the present one.
+  sends = (offset[..., 1] == 0) & late[..., 0]
+  flying = jnp.stack([flight.in_flight, flight.in_flight | sends], -1)
+  due = flight.due_after[..., None]
+  window = jnp.minimum(interval, due)
+  window = jnp.where(flying | (offset >= window), window, 0)
+  window = jnp.where(due > 0, window, interval)
+  return jnp.stack([jnp.where(late, window, -1), offset, interval], -1)

@@ -120,13 +120,17 @@ class Synchronizer:
     )
     if not self.late:
       return state
+    assert self.overlap is not None
+    decides = self.within or self.overlap.stream is not None
+    after = self.overlap.after_step if decides else 0
     flight = _delayed.Flight(
       held=self._hold_nothing(state, None),
       in_flight=jnp.asarray(False),
       arrived_loss=_unknown() if self.within else (),
-      ahead=(),
+      due_after=jnp.asarray(self.overlap.steps or 0, jnp.int32),
+      device_before=jnp.asarray(after, jnp.int32),
     )
-    return self._looking_ahead(state._replace(flight=flight))
+    return state._replace(flight=flight)
 
   def send(
     self, state: SyncState, control: _control.Control
@@ -178,7 +182,7 @@ class Synchronizer:
       step = self._end(step, (), params, steps)
     else:
       step = self._go_on(step, ())
-    return step._replace(sync=self._looking_ahead(step.sync))
+    return step
 
   def drain(
     self, inner: PyTree, state: SyncState, params: optax.Params, residuals: bool
@@ -223,7 +227,7 @@ class Synchronizer:
         in_flight=jnp.zeros_like(state.flight.in_flight),
         arrived_loss=_unknown() if self.within else (),
       )
-      state = self._looking_ahead(state._replace(flight=flight))
+      state = state._replace(flight=flight)
     updates = _anchor.onto(state.anchor, params)
     return collectives.varying(Step(updates, end.inner, state), self.axis)
 
@@ -533,19 +537,6 @@ class Synchronizer:
     )
     return self._sender(state.anchor).hold(nothing, before, state.compression)
 
-  def _looking_ahead(self, state: SyncState) -> SyncState:
-    if not self.late:
-      return state
-    assert self.overlap is not None
-    decides = self.within or self.overlap.stream is not None
-    ahead = _delayed.look_ahead(
-      state.clock,
-      state.flight.in_flight,
-      within=self.overlap.steps,
-      device_before=self.overlap.after_step if decides else 0,
-    )
-    return state._replace(flight=state.flight._replace(ahead=ahead))
-
   def _sender(self, anchor: PyTree) -> Any:
     """Makes the sender; of the anchor only shapes matter."""
     stream = None if self.overlap is None else self.overlap.stream
@@ -666,6 +657,6 @@ def _unknown() -> jax.Array:
 def ahead(state: SyncState) -> jax.Array:
   """Returns the places of the next two updates; see `rounds_ahead`."""
   if state.flight != ():
-    return state.flight.ahead
+    return _delayed.look_ahead(state.clock, state.flight)
   rows = state.clock.ahead()
   return jnp.concatenate([rows[..., :1], rows[..., 1:], rows[..., :1]], -1)

@@ -1,0 +1,152 @@
+"""Traces one update of some methods and prints which files it enters.
+
+    python scripts/trace_updates.py
+
+What is traced is `optimizer.update` followed by `jdist.apply_updates`, of two
+small arrays and four workers under vmap, by `jax.make_jaxpr`.  What is counted
+is every call of a Python function of the library's files, lambdas and
+comprehensions included.  A *hop* is a call that enters another file than the
+call before; the first call is one, too.  Python 3.12 calls no comprehensions
+and counts up to 2 hops fewer than Python 3.11.
+
+Prints one JSON object: for each method the number of `hops` and the `files`,
+by their paths below jdist/.  The library is the one that `import jdist` finds.
+"""
+
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jdist
+from jdist import codecs, transforms
+from jdist.transforms import intervals
+
+_PACKAGE = pathlib.Path(jdist.__file__).resolve().parent
+_INTERVAL, _RATE, _AXIS = 8, 0.1, "worker"
+
+
+def _cases() -> dict[str, Callable[[], Any]]:
+  """Returns what makes the optimizer of each case."""
+  from jdist import methods, reducers
+
+  sgd = optax.sgd(_RATE, momentum=0.9)
+
+  def compression(bits: int) -> Any:
+    reducer = reducers.compressed(codecs.Quantize(bits))
+    return reducers.Compression(reducer, reducers.ErrorFeedback())
+
+  def msdpu(**options: Any) -> Any:
+    stream = transforms.Stream()
+    return methods.msdpu(
+      sgd,
+      intervals.fixed(_INTERVAL),
+      _RATE,
+      axis=_AXIS,
+      overlap=transforms.Delayed(carry=None, stream=stream),
+      **options,
+    )
+
+  return {
+    "local_sgd": lambda: methods.local_sgd(sgd, _INTERVAL, axis=_AXIS),
+    "diloco": lambda: methods.diloco(sgd, _INTERVAL, axis=_AXIS),
+    "diloco int4 + feedback": lambda: methods.diloco(
+      sgd, _INTERVAL, axis=_AXIS, compression=compression(4)
+    ),
+    "msdpu streamed": msdpu,
+    "msdpu streamed int8 + feedback": lambda: msdpu(compression=compression(8)),
+    "slow_mo int4 + feedback": lambda: methods.slow_mo(
+      sgd, _INTERVAL, _RATE, axis=_AXIS, compression=compression(4)
+    ),
+  }
+
+
+def _cases_before_the_rebuild() -> dict[str, Callable[[], Any]]:
+  """Returns the cases of a tree of before issue 21, which has no `methods`."""
+  from jdist import collectives
+
+  sgd = optax.sgd(_RATE, momentum=0.9)
+
+  def compression(bits: int) -> dict[str, Any]:
+    reducer = collectives.carry(codecs.Quantize(bits))
+    return {"reducer": reducer, "feedback": transforms.ErrorFeedback()}
+
+  def msdpu(**options: Any) -> Any:
+    return transforms.msdpu(
+      sgd,
+      intervals.fixed(_INTERVAL),
+      _RATE,
+      axis=_AXIS,
+      stream=transforms.Stream(),
+      **options,
+    )
+
+  return {
+    "local_sgd": lambda: transforms.local_sgd(sgd, _INTERVAL, axis=_AXIS),
+    "diloco": lambda: transforms.diloco(sgd, _INTERVAL, axis=_AXIS),
+    "diloco int4 + feedback": lambda: transforms.diloco(
+      sgd, _INTERVAL, axis=_AXIS, **compression(4)
+    ),
+    "msdpu streamed": msdpu,
+    "msdpu streamed int8 + feedback": lambda: msdpu(**compression(8)),
+  }
+
+
+def _entered_files(function: Callable[[], Any]) -> list[str]:
+  """Returns the file of each call of a function of the library, in order."""
+  files = []
+
+  def record(frame: Any, event: str, _: Any) -> None:
+    path = frame.f_code.co_filename
+    if event == "call" and path.startswith(f"{_PACKAGE}/"):
+      files.append(pathlib.Path(path).relative_to(_PACKAGE).as_posix())
+
+  sys.setprofile(record)
+  try:
+    function()
+  finally:
+    sys.setprofile(None)
+  return files
+
+
+def _trace_update(optimizer: Any) -> list[str]:
+  """Returns the files that a traced update enters, in order."""
+
+  def step(params: Any, state: Any) -> Any:
+    # Only the shapes matter: parameters do for gradients.
+    updates, state = optimizer.update(params, state, params)
+    return jdist.apply_updates(params, updates, state), state
+
+  params = {"bias": jnp.zeros((4, 4)), "kernel": jnp.zeros((4, 8, 4))}
+  state = jax.eval_shape(jax.vmap(optimizer.init, axis_name=_AXIS), params)
+  step = jax.vmap(step, axis_name=_AXIS)
+  files = []
+  # The first trace fills the library's own caches, so that no case's figures
+  # depend on the cases before it; JAX's must be empty for both.
+  for _ in range(2):
+    jax.clear_caches()
+    files = _entered_files(lambda: jax.make_jaxpr(step)(params, state))
+  return files
+
+
+def main() -> None:
+  try:
+    cases = _cases()
+  except ImportError:
+    cases = _cases_before_the_rebuild()
+  found = {}
+  for name, make in cases.items():
+    files = _trace_update(make())
+    hops = sum(1 for _ in itertools.groupby(files))
+    found[name] = {"hops": hops, "files": sorted(set(files))}
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  main()
