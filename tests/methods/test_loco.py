@@ -85,7 +85,9 @@ def test_residuals_are_each_workers_own_and_the_anchor_is_not(make):
   optimizer = make(inner, 2, axis="worker")
   _, states = train(optimizer, random_targets(4, 4, 32, 32))
   told = transforms.sharing(states).state
-  assert told.anchor is True and told.reduction.feedback.residual is False
+  assert (
+    told.anchor is True and told.sync.compression.feedback.residual is False
+  )
   residual = states.reduction.feedback.residual[-1]
   assert not np.array_equal(residual[0], residual[1])
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(states))

@@ -158,7 +158,7 @@ def test_a_first_late_round_leaves_no_trace():
   )
   _, states = train(optimizer, random_targets(4, 4, 3))
   first = jax.tree.map(lambda x: x[1], states.reduction)
-  assert not first.feedback.residual.any() and not first.step.any()
+  assert not first.feedback.residual.any() and not first.clock.step.any()
   assert states.reduction.step[3].tolist() == [1] * 4
 
 
@@ -193,12 +193,12 @@ def test_drain_brings_in_what_a_feedback_holds(late):
     return last, drain(*last)
 
   (w, before), (params, state) = drained(optimizer)
-  assert before.reduction.feedback.residual.any()
-  assert not state.reduction.feedback.residual.any()
-  held = before.reduction.feedback.residual
+  assert before.sync.compression.feedback.residual.any()
+  assert not state.sync.compression.feedback.residual.any()
+  held = before.sync.compression.feedback.residual
   progress = before.anchor - w
   if late:
-    progress = progress + before.pending.progress
+    progress = progress + before.sync.flight.held.message
   wanted = before.anchor - (progress + held).mean(0)
   np.testing.assert_allclose(state.anchor, wanted, 1e-4, 1e-5)
   np.testing.assert_allclose(params, wanted, 1e-4, 1e-5)
@@ -222,8 +222,8 @@ def test_diloco_is_one_line():
   _, states = train(optimizer, random_targets(6, 4, 5))
   assert states.reduction.step[-1].tolist() == [2] * 4
   told = transforms.sharing(states)
-  assert told.state.reduction.step is True
-  assert told.state.reduction.feedback.residual is False
+  assert told.state.sync.compression.step is True
+  assert told.state.sync.compression.feedback.residual is False
   assert told.params is False
 
 

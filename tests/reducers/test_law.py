@@ -19,7 +19,10 @@ def residual_leaves(reducer, residuals, like, num_workers):
   leaves = jax.tree.leaves(like)
   full = [i for i, x in enumerate(leaves) if x.size]
   out = [np.zeros(x.shape) for x in leaves]
-  if not isinstance(reducer, _compressed.Carry) or reducer.wire != "exchange":
+  if (
+    not isinstance(reducer, _compressed.Compressed)
+    or reducer.wire != "exchange"
+  ):
     return out
   residuals = list(residuals)
   exchange = reducer._exchange

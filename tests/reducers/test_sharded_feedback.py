@@ -240,18 +240,18 @@ def test_local_steps_send_shards(late):
   states, text = run(team, optimizer, steps=6)
   check_groups(text)
   last = team.gather(states[-1].opt_state)
-  assert last.round.tolist() == [3, 3]
-  assert last.reduction.step[0] == 3 - late
+  assert last.clock.round.tolist() == [3, 3]
+  assert last.sync.compression.step[0] == 3 - late
   for x in jax.tree.leaves(last.anchor):
     assert x.any() and x[0].tobytes() == x[1].tobytes()
-  residual = states[-1].opt_state.reduction.feedback.trees.residual["a"]
+  residual = states[-1].opt_state.sync.compression.feedback.trees.residual["a"]
   assert residual.sharding.spec == PartitionSpec("worker", "inner")
   # What went in has arrived, or is held.
   drained = team.jit(
     lambda w, s: transforms.drain(optimizer, s, w, residuals=True)
   )
   _, after = drained(states[-1].params, states[-1].opt_state)
-  for x in jax.tree.leaves(after.reduction.feedback.trees):
+  for x in jax.tree.leaves(after.sync.compression.feedback.trees):
     assert not np.asarray(x).any()
 
 

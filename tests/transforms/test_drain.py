@@ -210,7 +210,10 @@ def test_every_gradient_has_reached_the_anchor(warmup):
   before = np.concatenate([np.zeros((4, 1, 1)), every[:, :-1]], 1)
   went_in = -RATE * (before - targets.swapaxes(0, 1)).mean(0).sum()
   np.testing.assert_allclose(values(w), np.full((4, 1), went_in), 1e-5, 1e-6)
-  assert state.round.tolist() == [5] * 4 and state.step.tolist() == [5] * 4
+  assert (
+    state.clock.round.tolist() == [5] * 4
+    and state.clock.step.tolist() == [5] * 4
+  )
 
 
 def fragments(x, drains, interval, number, tau, mix, rate, mu):
@@ -315,7 +318,7 @@ HOLDERS = {
   "average_gradients": (CHAIN, lambda state: state[0]),
   "one_bit_adam": (
     methods.one_bit_adam(0.1, 2, axis=None, weight_decay=0.1),
-    lambda state: state[0].reduction,
+    lambda state: state[0].sync.compression,
   ),
   # One that does not pass extra arguments on takes a mean.
   "behind a stranger": (

@@ -93,7 +93,7 @@ def test_a_worker_that_never_listens_goes_on_alone():
     updates, alone_state = SGD.update(alone - 3.0, alone_state)
     alone = optax.apply_updates(alone, updates)
   np.testing.assert_array_equal(w, alone)
-  assert state.round == 2
+  assert state.clock.round == 2
 
 
 def test_counted_bytes_are_those_of_whole_rounds():
@@ -113,7 +113,7 @@ def test_counted_bytes_are_those_of_whole_rounds():
   for step in range(1, 15):
     _, state = alone.update(PARAMS, state, PARAMS)
     sent = 16 * sum(step >= s + 1 for s in (2, 4, 6, 8, 10, 12))
-    missing.append(sent - traffic.sent_bytes(step, int(state.round)))
+    missing.append(sent - traffic.sent_bytes(step, int(state.clock.round)))
   # From the arrival of a round's first fragment until that of its last.
   assert missing == [0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16, 0, 0]
 

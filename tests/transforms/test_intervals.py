@@ -39,7 +39,11 @@ def train(policy, losses, axis=None):
 
     def body(state, loss):
       _, state = optimizer.update(jnp.ones(()), state, w, loss=loss)
-      return state, (state.interval, state.next_interval, state.round)
+      return state, (
+        state.clock.interval,
+        state.clock.next_interval,
+        state.clock.round,
+      )
 
     return jax.lax.scan(body, optimizer.init(w), losses)[1]
 
@@ -183,7 +187,7 @@ def test_a_policy_is_told_the_mean_over_steps_and_workers():
     _, state = jax.vmap(
       lambda g, s, w, x: optimizer.update(g, s, w, loss=x), axis_name="worker"
     )(w, state, w, loss)
-    told.append(state.interval_state[1][0].item())
+    told.append(state.clock.interval_state[1][0].item())
   # Steps 0; 1 and 2; 3, 4 and 5.
   assert told == [5.0, 5.0, 6.5, 6.5, 6.5, 9.0]
 

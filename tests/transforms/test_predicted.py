@@ -92,7 +92,7 @@ def test_mp2_by_hand(interval):
         np.testing.assert_allclose(params[k][i], x, rtol=2e-6, atol=1e-6)
     # On the rest all workers agree at all times, and on the anchor.
     assert rows_equal((params["c"], params["d"], state.anchor))
-    assert (state.interval == interval).all()
+    assert (state.clock.interval == interval).all()
 
 
 def synchronous(axis):
@@ -142,7 +142,7 @@ def test_replicas_are_equal_to_the_bit(make, substrate):
   meetings = 0
   for params, state in seen:
     assert rows_equal((params["c"], params["d"], state.anchor))
-    if not state.synchronized[0]:
+    if not state.clock.synchronized[0]:
       continue
     meetings += 1
     anchor = {k: x[0] for k, x in state.anchor.items()}
@@ -341,7 +341,7 @@ def test_draining_brings_in_the_front_and_predicts():
   drain = jax.jit(lambda s, p: transforms.drain(optimizer, s, p))
   params, state = run(optimizer, PARAMS, 4)
   params, state = drain(state, params)
-  assert state.step == 4
+  assert state.clock.step == 4
   front = methods.cocod(optax.sgd(0.1), 3, axis=None)
   alone, own = run(front, {k: PARAMS[k] for k in "ab"}, 4)
   alone, _ = transforms.drain(front, own, alone)
@@ -363,4 +363,7 @@ def test_draining_does_not_step_a_front_that_holds_nothing():
   drained, after = transforms.drain(optimizer, state, params)
   for k in PARAMS:
     np.testing.assert_allclose(drained[k], params[k], rtol=1e-6)
-  assert (after.step, after.round) == (1, 1) and after.synchronized
+  assert (after.clock.step, after.clock.round) == (
+    1,
+    1,
+  ) and after.clock.synchronized

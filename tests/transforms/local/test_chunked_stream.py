@@ -80,12 +80,12 @@ def test_streamed_is_simple_to_the_bit(name):
     for (w, state), (same_w, same) in pairs:
       jax.tree.map(np.testing.assert_array_equal, w, same_w)
       jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
-      if state.synchronized[0]:
+      if state.clock.synchronized[0]:
         jax.tree.map(
-          np.testing.assert_array_equal, state.reduction, same.reduction
+          np.testing.assert_array_equal, state.sync.compression, same.reduction
         )
   adaptive = "interval" in CASES[name]  # Of up to 8 steps.
-  assert state.reduction.step[0] >= (8 if adaptive else 20)
+  assert state.sync.compression.step[0] >= (8 if adaptive else 20)
   jax.tree.map(
     lambda a: np.testing.assert_array_equal(a, np.stack(4 * [a[0]])),
     state.anchor,
@@ -119,8 +119,8 @@ def test_nothing_is_lost(choose):
       lambda g, x, t: g + np.float32(0.1) * (x - t), went_in, w, target
     )
     w, state = now
-    position = int(state.pending.position["float32"][0])
-    if state.step[0] > 30 and 0 < position < 8:
+    position = int(state.sync.flight.held.position["float32"][0])
+    if state.clock.step[0] > 30 and 0 < position < 8:
       break  # In the middle of a round, with some of its parts sent.
   assert 0 < position < 8
   # Drained, the anchor has moved by the mean of all that went in: what was
@@ -137,10 +137,12 @@ def test_nothing_is_lost(choose):
     params(SHAPES),
     went_in,
   )
-  assert state.round[0] >= 5
-  held = jax.tree.leaves(state.reduction.feedback.residual)
+  assert state.clock.round[0] >= 5
+  held = jax.tree.leaves(state.sync.compression.feedback.residual)
   assert max(np.abs(x).max() for x in held) > 0.01
-  for x in jax.tree.leaves((after.reduction.own, after.reduction.feedback)):
+  for x in jax.tree.leaves(
+    (after.sync.compression.own, after.sync.compression.feedback)
+  ):
     assert not np.asarray(x).any()
 
 
@@ -177,11 +179,11 @@ def test_what_arrives_is_from_the_state():
   @jax.jit
   def arrived(gradient, state):
     _, state = optimizer.update(gradient, state, w)
-    return state.pending.arrived["float32"]
+    return state.sync.flight.held.arrived["float32"]
 
   none, some = jax.tree.map(jnp.zeros_like, w), jax.tree.map(jnp.ones_like, w)
-  sent = jax.tree.map(jnp.ones_like, state.pending.sent)
-  changed = state._replace(pending=state.pending._replace(sent=sent))
+  sent = jax.tree.map(jnp.ones_like, state.sync.flight.held.sent)
+  changed = state._replace(pending=state.sync.flight.held._replace(sent=sent))
   np.testing.assert_array_equal(arrived(none, state), arrived(some, state))
   assert arrived(none, changed).sum() == 64  # Two parts of 32.
 
@@ -192,9 +194,9 @@ def test_a_first_late_round_leaves_no_trace():
   optimizer = build(team.axis, _reducers.Owned(0.25), feedback=reducers.EF21())
   host = Host(optimizer, team, SHAPES)
   states = [state for _, state in host.run(*data(8, 2, SHAPES), largest)]
-  for x in jax.tree.leaves(states[3].reduction):
+  for x in jax.tree.leaves(states[3].sync.compression):
     assert not x.any()
-  assert states[7].reduction.step.tolist() == [1, 1]
+  assert states[7].sync.compression.step.tolist() == [1, 1]
 
 
 def test_all_bits_are_those_of_plain_streaming():
@@ -226,10 +228,10 @@ def test_the_stream_cuts_for_a_reducer():
     overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=128)),
   )
   state = optimizer.init(params(SHAPES))
-  assert state.pending.sent["float32"].shape == (9, 28)
+  assert state.sync.flight.held.sent["float32"].shape == (9, 28)
   told = transforms.sharing(state).state
-  assert told.pending.arrived == {"float32": True}
-  assert told.pending.sent == {"float32": False}
+  assert told.sync.flight.held.arrived == {"float32": True}
+  assert told.sync.flight.held.sent == {"float32": False}
 
 
 def update(reducer, steps):

@@ -151,7 +151,7 @@ def run_streamed(optimizer, targets, chosen):
   state = jax.vmap(optimizer.init, axis_name="worker")(w)
   for t, x in enumerate(targets[..., None] + np.arange(5, dtype=np.float32)):
     w, state = programs[chosen[t % len(chosen)]](w, state, x)
-    found.append((w, state.anchor, state.round))
+    found.append((w, state.anchor, state.clock.round))
 
   def drain(w, state):
     return transforms.drain(optimizer, state, w)[0]

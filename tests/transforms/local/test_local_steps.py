@@ -213,7 +213,7 @@ def test_nothing_is_lost_when_the_carry_changes():
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
   went_in = RATE * (before - targets).sum(0)
   local = states.inner_state
-  held = np.asarray(local.pending.progress[-1] - local.anchor[-1])
+  held = np.asarray(local.sync.flight.held.message[-1] - local.anchor[-1])
   np.testing.assert_allclose(went_in.sum(), held.sum(), rtol=1e-5)
 
 

@@ -152,8 +152,8 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
     for (w, state), (same_w, same) in pairs:
       jax.tree.map(np.testing.assert_array_equal, w, same_w)
       jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
-      np.testing.assert_array_equal(state.interval, same.interval)
-  assert state.round[0] >= 50
+      np.testing.assert_array_equal(state.clock.interval, same.interval)
+  assert state.clock.round[0] >= 50
   chosen = set(streamed.sent_in)
   assert chosen == {4} if policy == "fixed" else len(chosen) >= 2
 
@@ -184,8 +184,8 @@ def test_neither_order_nor_splitting_changes_a_bit(policy):
       for same_w, same in others:
         jax.tree.map(np.testing.assert_array_equal, w, same_w)
         jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
-        np.testing.assert_array_equal(state.interval, same.interval)
-  assert state.round[0] >= 3
+        np.testing.assert_array_equal(state.clock.interval, same.interval)
+  assert state.clock.round[0] >= 3
   assert np.abs(state.anchor["b"]["c"] - params()["b"]["c"]).min() > 0.01
 
 
@@ -228,7 +228,7 @@ def test_whatever_the_host_chooses_nothing_is_lost():
     params(),
     went_in,
   )
-  assert state.round[0] >= 5
+  assert state.clock.round[0] >= 5
 
 
 @pytest.mark.smoke
@@ -321,7 +321,7 @@ def test_front_layers_arrive_first_unless_told_otherwise(
     updates, state = update(gradients, state, w)
     w = jdist.apply_updates(w, updates, state)
   # One half of the message in the second round's first step.
-  found = np.abs(state.pending.arrived["float32"]).ravel()
+  found = np.abs(state.sync.flight.held.arrived["float32"]).ravel()
   assert sorted(found) == [0.0] * 4 + [moved] * 4
 
 
@@ -339,11 +339,11 @@ def test_what_arrives_is_from_the_state():
   def arrived(gradient, state):
     # In the middle of a round: what is there has come through `send`.
     _, state = optimizer.update(gradient, state, w)
-    return state.pending.arrived["float32"]
+    return state.sync.flight.held.arrived["float32"]
 
   none, some = jax.tree.map(jnp.zeros_like, w), jax.tree.map(jnp.ones_like, w)
-  pending = state.pending._replace(
-    sent=jax.tree.map(jnp.ones_like, state.pending.sent)
+  pending = state.sync.flight.held._replace(
+    sent=jax.tree.map(jnp.ones_like, state.sync.flight.held.sent)
   )
   np.testing.assert_array_equal(arrived(none, state), arrived(some, state))
   changed = arrived(none, state._replace(pending=pending))
@@ -408,7 +408,7 @@ def test_a_sharded_worker_sends_its_own_parts():
 
   streamed, state = run(build(transforms.Stream(specs=specs)))
   _, reference = run(build(None))
-  pending = state.opt_state.pending
+  pending = state.opt_state.sync.flight.held
   assert {k: v.shape for k, v in pending.sent.items()} == {
     "float32:fsdp": (2, 2, 12),
     "float32": (2, 1, 5),
