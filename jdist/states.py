@@ -18,6 +18,7 @@ _T = TypeVar("_T", bound=type)
 def declare(
   *,
   shared: Iterable[str] = (),
+  rounds: bool = False,
   drains: bool = False,
   averages: bool = False,
   update_pending: bool = False,
@@ -29,6 +30,8 @@ def declare(
   Args:
     shared: the fields that are equal on all workers, which a checkpoint stores
       once; a field whose value declares its own is left to that.
+    rounds: it has a `clock`, an `anchor` at which rounds end, and `kept`: how
+      far the worker stands beside it on purpose.
     drains: the transformation knows `Control(drain=True)`.
     averages: the transformation makes the workers' updates equal.
     update_pending: the last step's update comes with the next step.
@@ -50,6 +53,7 @@ def declare(
   """
   flags = {
     "shared": frozenset(shared),
+    "rounds": rounds,
     "drains": drains,
     "averages": averages,
     "update_pending": update_pending,

@@ -35,8 +35,6 @@ from jdist.transforms._proximal import pull_to_anchor as pull_to_anchor
 from jdist.transforms._proximal import PullToAnchorState as PullToAnchorState
 from jdist.transforms._shared import Sharing as Sharing
 from jdist.transforms._shared import sharing as sharing
-from jdist.transforms._state import anchor as anchor
-from jdist.transforms._state import apply_updates as apply_updates
 from jdist.transforms._state import interval as interval
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._state import rounds as rounds
@@ -47,6 +45,8 @@ from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
 from jdist.transforms._update_first import UpdateFirstState as UpdateFirstState
+from jdist.transforms.local._anchor import anchor as anchor
+from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._chunked_stream import (
   ChunkedStreamState as ChunkedStreamState,
 )
@@ -58,7 +58,6 @@ from jdist.transforms.local._control_variates import (
   ControlVariatesState as ControlVariatesState,
 )
 from jdist.transforms.local._delayed import Delayed as Delayed
-from jdist.transforms.local._delayed import Flight as Flight
 from jdist.transforms.local._elastic import Elastic as Elastic
 from jdist.transforms.local._elastic import PulledAnchor as PulledAnchor
 from jdist.transforms.local._elastic import (
@@ -67,10 +66,12 @@ from jdist.transforms.local._elastic import (
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import FragmentsState as FragmentsState
+from jdist.transforms.local._late_rounds import Flight as Flight
 from jdist.transforms.local._local_steps import local_steps as local_steps
 from jdist.transforms.local._local_steps import (
   LocalStepsState as LocalStepsState,
 )
+from jdist.transforms.local._local_steps import SyncState as SyncState
 from jdist.transforms.local._slow_momentum import BUFFERS as BUFFERS
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
@@ -84,4 +85,3 @@ from jdist.transforms.local._sync_rule import Average as Average
 from jdist.transforms.local._sync_rule import OuterStep as OuterStep
 from jdist.transforms.local._sync_rule import Round as Round
 from jdist.transforms.local._sync_rule import SyncRule as SyncRule
-from jdist.transforms.local._synchronizer import SyncState as SyncState

@@ -8,6 +8,7 @@ import optax
 
 from jdist import reducers
 from jdist.transforms import _control, _state
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -77,7 +78,7 @@ def drain(
     updates, state = optimizer.update(
       nothing, state, params, control=full if residuals else bare
     )
-    params = _state.apply_updates(params, updates, state)
+    params = _anchor.apply_updates(params, updates, state)
   if residuals and _compresses(state):
     _, asked = optimizer.update(nothing, state, params, control=full)
     state = _absorbed(state, asked)

@@ -15,7 +15,9 @@ PyTree = Any
 _NAME = "`lead_step` (also as `od_sgd`)"
 
 
-@states.declare(shared=("anchor", "outer", "in_flight", "kept"), drains=True)
+@states.declare(
+  shared=("anchor", "outer", "in_flight", "kept"), rounds=True, drains=True
+)
 class LeadStepState(NamedTuple):
   """State of `lead_step`.
 
@@ -187,7 +189,8 @@ def lead_step(
     state: LeadStepState, params: optax.Params
   ) -> tuple[optax.Updates, LeadStepState]:
     """Applies the gradients that are under way; nobody leads."""
-    mean, memory = sender.flush_now(state.held, state.compression)
+    held = _sender.Contribution(state.held, ())
+    mean, memory = sender.flush(held, state.compression)
     state = arrive(state, mean, memory, state.in_flight)
     rounds = state.clock.round + state.in_flight.astype(jnp.int32)
     state = state._replace(

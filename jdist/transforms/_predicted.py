@@ -30,7 +30,7 @@ class Cut(Protocol):
 
 
 @states.declare(
-  shared=("anchor", "kept", "predicted", "predictor"), drains=True
+  shared=("anchor", "kept", "predicted", "predictor"), rounds=True, drains=True
 )
 class PredictRestState(NamedTuple):
   """State of `predict_rest`.
@@ -192,7 +192,7 @@ def predict_rest(
       _check_together("front", front_state)
       if rest is not None:
         _check_together("rest", rest_state)
-    found = _state.find_rounds(front_state)
+    found = _anchor.find_rounds(front_state)
     return PredictRestState(
       clock=_clock.start(intervals.fixed(1))._replace(
         interval=jnp.copy(_interval(found))
@@ -222,7 +222,7 @@ def predict_rest(
     ahead, behind = cut.split(params)
     moves, gradients = cut.split(updates)
     moves, state = move_front(moves, state, ahead, extra_args)
-    found = _state.find_rounds(state.front)
+    found = _anchor.find_rounds(state.front)
     over = jnp.asarray(True) if found is None else found.clock.synchronized
     agreed = (
       jax.tree.map(_anchor.moved, ahead, moves)
@@ -247,7 +247,7 @@ def predict_rest(
       residual, state = move_rest(gradients, state, residual, extra_args)
       target = jax.tree.map(jnp.add, predicted, residual)
       together = target
-      following = _state.find_rounds(state.rest)
+      following = _anchor.find_rounds(state.rest)
       if following is not None:
         together = _anchor.either(
           over | following.clock.synchronized,

@@ -5,7 +5,6 @@ that nothing in it depends on when it is sent.  The feedback acts once a round
 on the whole message.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
-from jdist.transforms.local import _anchor, _sender, _streaming
+from jdist.transforms.local import _anchor, _sender
 
 PyTree = Any
-# The numbers of steps in which a message is sent divide it: 1, 2, 4, 8, 16.
-_USUAL_STEPS = 16
 
 
 @states.declare(shared=("arrived", "mean_loss", "position"), streams=True)
@@ -335,36 +332,3 @@ def _with_row(
 
 def _as(mean: PyTree, like: PyTree) -> PyTree:
   return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, like)
-
-
-def in_chunks(
-  compression: reducers.Compression,
-  stream: _streaming.Stream,
-  steps: int | None,
-) -> reducers.Compression:
-  """Returns the compression of sub-tensors, as `stream` splits them.
-
-  Args:
-    compression: of a whole message; where its reducer is in chunks already, it
-      stays.
-    stream: how to split.
-    steps: the number of steps in which a message is sent, if it is fixed.
-
-  Raises:
-    ValueError: where a worker is itself sharded.
-  """
-  if isinstance(compression.reducer, reducers.Chunked):
-    return compression
-  if stream.specs is not None or compression.specs is not None:
-    raise ValueError(
-      "`specs` must be None where a compressed message is streamed, whose "
-      "sub-tensors are of whole workers. Leave `stream` out where a worker is "
-      "itself sharded."
-    )
-  reducer = reducers.Chunked(
-    compression.reducer,
-    max_bytes=stream.max_bytes,
-    order=stream.order,
-    multiple=_USUAL_STEPS if steps is None else steps,
-  )
-  return dataclasses.replace(compression, reducer=reducer)

@@ -1,39 +1,21 @@
 """Overlap: a round's mean that arrives while the next round is computed."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jdist import checks, states
-from jdist.transforms.local import _clock, _streaming
+from jdist import checks, reducers
+from jdist.transforms.local import (
+  _late_rounds,
+  _local_steps,
+  _streaming,
+  _sync_rule,
+)
 
 PyTree = Any
-
-
-@states.declare(
-  shared=("in_flight", "arrived_loss", "due_after", "device_before")
-)
-class Flight(NamedTuple):
-  """A message under way, part of the state of local steps.
-
-  Attributes:
-    held: this worker's message of the last round, as its sender holds it.
-    in_flight: whether `held` holds one, bool scalar.
-    arrived_loss: the mean loss that arrived in this round, float32 scalar, NaN
-      if none has; `()` where a mean arrives at a round's end.
-    due_after: the steps of a round after which the mean of the last one is due,
-      0 for all of them, int32 scalar, constant.
-    device_before: rounds that begin before this step the device ends, int32
-      scalar, constant.
-  """
-
-  held: PyTree
-  in_flight: jax.Array
-  arrived_loss: Any
-  due_after: jax.Array
-  device_before: jax.Array
+# The numbers of steps in which a message is sent divide it: 1, 2, 4, 8, 16.
+_USUAL_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,24 +88,97 @@ class Delayed:
         f"`stream=Stream()`, or None to send at once, got {self.stream!r}."
       )
 
+  def engine(self, now: _local_steps.Synchronizer) -> _local_steps.Synchronizer:
+    """Builds the round engine of a method whose means are late in this way.
 
-def look_ahead(clock: _clock.RoundClock, flight: Flight) -> jax.Array:
-  """Returns the places of the next two updates; see `rounds_ahead`.
+    Args:
+      now: the engine of the method without an overlap.
+
+    Raises:
+      ValueError: where the rule's mean cannot be late in this way.
+    """
+    _check(now.rule, self)
+    if self.steps == 0:
+      return dataclasses.replace(now, mix=self.mix)
+    stream, compression = self.stream, now.compression
+    if stream is not None and compression is not None:
+      steps = now.policy.constant
+      if steps is not None and self.steps is not None:
+        steps = min(steps, self.steps)
+      compression = _in_chunks(compression, stream, steps)
+    elif stream is not None and stream.specs is not None:
+      stream = dataclasses.replace(stream, specs=now.rule.like(stream.specs))
+    return _late_rounds.LateSynchronizer(
+      optimizer=now.optimizer,
+      policy=now.policy,
+      axis=now.axis,
+      rule=now.rule,
+      compression=compression,
+      mix=self.mix,
+      steps=self.steps,
+      carry=self.carry,
+      after_step=self.after_step,
+      stream=stream,
+    )
+
+
+def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
+  """Raises a ValueError where a rule's mean cannot be late in this way."""
+  name = type(rule).__name__
+  if overlap.steps == 0:
+    if overlap.stream is not None:
+      raise ValueError(
+        "`stream` splits what is late, and `steps` must be at least 1 with it, "
+        "got 0."
+      )
+    return
+  if rule.exact_parts:
+    raise ValueError(
+      f"`overlap` must be None for `{name}`, which averages something with "
+      "every bit that would be a round old: `buffers='average'`. Take "
+      "`buffers='maintain'`."
+    )
+  if overlap.after_step and rule.beside:
+    raise ValueError(
+      f"`after_step` must be 0 for `{name}`, whose workers stay beside the "
+      f"anchor in every round, got {overlap.after_step}."
+    )
+  departs = type(rule).depart is not _sync_rule.SyncRule.depart
+  if overlap.after_step and overlap.steps is not None and departs:
+    raise ValueError(
+      f"`after_step` must be 0 for `{name}` with `steps`, got "
+      f"{overlap.after_step}: its own state changes when a message leaves."
+    )
+
+
+def _in_chunks(
+  compression: reducers.Compression,
+  stream: _streaming.Stream,
+  steps: int | None,
+) -> reducers.Compression:
+  """Returns the compression of sub-tensors, as `stream` splits them.
 
   Args:
-    clock: the round's clock between two steps.
-    flight: what is under way.
+    compression: of a whole message; where its reducer is in chunks already, it
+      stays.
+    stream: how to split.
+    steps: the number of steps in which a message is sent, if it is fixed.
+
+  Raises:
+    ValueError: where a worker is itself sharded.
   """
-  rows = clock.ahead()
-  interval, offset = rows[..., 0], rows[..., 1]
-  begins = jnp.stack([clock.step, clock.step + 1], -1) - offset
-  late = begins >= flight.device_before[..., None]
-  # The second of the two updates may be in a new round, and the message under
-  # way then is that of the present one.
-  sends = (offset[..., 1] == 0) & late[..., 0]
-  flying = jnp.stack([flight.in_flight, flight.in_flight | sends], -1)
-  due = flight.due_after[..., None]
-  window = jnp.minimum(interval, due)
-  window = jnp.where(flying | (offset >= window), window, 0)
-  window = jnp.where(due > 0, window, interval)
-  return jnp.stack([jnp.where(late, window, -1), offset, interval], -1)
+  if isinstance(compression.reducer, reducers.Chunked):
+    return compression
+  if stream.specs is not None or compression.specs is not None:
+    raise ValueError(
+      "`specs` must be None where a compressed message is streamed, whose "
+      "sub-tensors are of whole workers. Leave `stream` out where a worker is "
+      "itself sharded."
+    )
+  reducer = reducers.Chunked(
+    compression.reducer,
+    max_bytes=stream.max_bytes,
+    order=stream.order,
+    multiple=_USUAL_STEPS if steps is None else steps,
+  )
+  return dataclasses.replace(compression, reducer=reducer)

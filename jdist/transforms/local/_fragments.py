@@ -20,7 +20,6 @@ from jdist.transforms.local import (
   _delayed,
   _local_steps,
   _sync_rule,
-  _synchronizer,
 )
 
 PyTree = Any
@@ -29,7 +28,7 @@ Fragments = int | Callable[[str], int]
 _NAME = "`fragment_steps` (also as `streaming_diloco`)"
 
 
-@states.declare(shared=("kept",), drains=True)
+@states.declare(shared=("kept",), rounds=True, drains=True)
 class FragmentsState(NamedTuple):
   """State of `fragment_steps`.
 
@@ -45,7 +44,7 @@ class FragmentsState(NamedTuple):
 
   clock: _clock.RoundClock
   inner: PyTree
-  fragments: tuple[_synchronizer.SyncState, ...]
+  fragments: tuple[_local_steps.SyncState, ...]
   kept: jax.Array
 
   def label(self, walk: Any) -> tuple[Any, bool]:
@@ -68,7 +67,7 @@ class FragmentsState(NamedTuple):
 
   def ahead(self) -> jax.Array:
     """The next two updates of every fragment; see `transforms.rounds_ahead`."""
-    rows = [_synchronizer.ahead(part) for part in self.fragments]
+    rows = [_local_steps.ahead(part) for part in self.fragments]
     return jnp.stack(rows, -3)
 
 
@@ -161,7 +160,7 @@ def fragment_steps(
     )
   optimizer = optax.with_extra_args_support(inner)
 
-  def synchronizers(params: optax.Params) -> list[_synchronizer.Synchronizer]:
+  def synchronizers(params: optax.Params) -> list[_local_steps.Synchronizer]:
     number = max(fragments_of(params, fragments)) + 1
     _check_number(number, interval)
     return [
@@ -221,7 +220,7 @@ def fragment_steps(
       own = state.fragments[p]._replace(
         clock=state.fragments[p].clock.advance(None), memory=memories[p]
       )
-      step = _synchronizer.Step(_part(moves, labels, p), (), own)
+      step = _local_steps.Step(_part(moves, labels, p), (), own)
       step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
       ended.append(step)
       arrives.append(_arrived(state.fragments[p], step.sync))
@@ -242,7 +241,7 @@ def fragment_steps(
     state: FragmentsState,
     params: optax.Params,
     labels: tuple[int, ...],
-    parts: list[_synchronizer.Synchronizer],
+    parts: list[_local_steps.Synchronizer],
     control: _control.Control,
   ) -> tuple[optax.Updates, FragmentsState]:
     """Brings in all fragments: what is under way, and what is not."""
@@ -360,7 +359,7 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
 def _corrected(
   rule: _sync_rule.SyncRule,
   updates: PyTree,
-  own: _synchronizer.SyncState,
+  own: _local_steps.SyncState,
   step: jax.Array,
 ) -> tuple[PyTree, PyTree]:
   """Corrects the gradients of one fragment's leaves."""
@@ -379,7 +378,7 @@ def _corrected(
 
 
 def _arrived(
-  before: _synchronizer.SyncState, after: _synchronizer.SyncState
+  before: _local_steps.SyncState, after: _local_steps.SyncState
 ) -> jax.Array:
   """Whether a fragment's mean has arrived in this step."""
   if before.flight == ():

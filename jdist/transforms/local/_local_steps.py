@@ -4,22 +4,279 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, intervals
-from jdist.transforms.local import (
-  _chunked_stream,
-  _clock,
-  _delayed,
-  _sync_rule,
-  _synchronizer,
-)
+from jdist.transforms.local import _anchor, _clock, _sync_rule
 
 PyTree = Any
 
 
-@states.declare(drains=True)
+@states.declare(shared=("anchor", "memory", "kept"))
+class SyncState(NamedTuple):
+  """State of a `Synchronizer`.
+
+  Attributes:
+    clock: the round's.
+    anchor: the parameters all workers agree on, float32.
+    memory: the sync rule's state: the outer optimizer's, for instance.
+    kept: how far the worker stands beside the anchor on purpose: the part of
+      its pending progress that is in its parameters, float32 scalar; `()`
+      where every round ends on the anchor.
+    flight: the message under way, a `Flight`; `()` without a delay.
+    compression: the compression's state, `()` without one.
+  """
+
+  clock: _clock.RoundClock
+  anchor: PyTree
+  memory: PyTree
+  kept: Any
+  flight: Any
+  compression: Any
+
+
+class Step(NamedTuple):
+  """A worker's local step, before and after the workers come together.
+
+  Attributes:
+    updates: of the parameters.
+    inner: the inner optimizer's state.
+    sync: the synchronizer's.
+  """
+
+  updates: PyTree
+  inner: PyTree
+  sync: SyncState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Synchronizer:
+  """Brings one tree of parameters together, round after round.
+
+  How anchor and workers move is the sync rule's, by how many bytes the
+  compression's.  Here a mean is taken at the end of its round; one that is late
+  is `_late_rounds.LateSynchronizer`'s:
+
+      send      first in a step: the next part of what is under way
+      finish    last in a step: the round ends if it is over
+      drain     instead of a step: everything that was begun is brought in
+  """
+
+  optimizer: optax.GradientTransformation
+  policy: intervals.IntervalPolicy
+  axis: collectives.Axis
+  rule: _sync_rule.SyncRule
+  compression: reducers.Compression | None
+  mix: jax.typing.ArrayLike | None = None
+
+  @property
+  def relative(self) -> bool:
+    """Whether a message is a difference to something that all know."""
+    return self.compression is not None
+
+  def init(self, params: optax.Params) -> SyncState:
+    """Returns the state before the first step, on the anchor."""
+    anchor = jax.tree.map(_anchor.wide_copy, params)
+    memory: Any = ()
+    if self.compression is not None:
+      memory = self.compression.init(self.rule.like(anchor), self.axis)
+    beside = self.rule.beside or self.mix is not None
+    return SyncState(
+      clock=_clock.start(self.policy),
+      anchor=anchor,
+      # Each leaf a buffer of its own, because the state may be donated.
+      memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
+      kept=jnp.zeros((), jnp.float32) if beside else (),
+      flight=(),
+      compression=memory,
+    )
+
+  def send(
+    self, state: SyncState, control: _control.Control
+  ) -> tuple[Any, ...]:
+    """Starts the next parts of what is under way: nothing is."""
+    del state
+    if control.stream_steps not in ("fixed", None):
+      raise ValueError(
+        "`stream_steps` must be left out of the control of a method that "
+        f"streams nothing, got {control.stream_steps}. Build it with "
+        "`overlap=Delayed(stream=Stream())` to stream."
+      )
+    return ()
+
+  def finish(
+    self,
+    step: Step,
+    params: optax.Params,
+    sent: tuple[Any, ...],
+    control: _control.Control,
+  ) -> Step:
+    """Ends the round if it is over, after the local step."""
+    del sent
+    if control.round_ends is None:
+      return jax.lax.cond(
+        collectives.agreed(step.sync.clock.is_over(), self.axis),
+        self.end,
+        lambda step, params: self.go_on(step),
+        step,
+        params,
+      )
+    return self.end(step, params) if control.round_ends else self.go_on(step)
+
+  def go_on(self, step: Step) -> Step:
+    """Ends a step within a round."""
+    clock = step.sync.clock.unsynchronized()
+    step = step._replace(sync=step.sync._replace(clock=clock))
+    return collectives.varying(step, self.axis)
+
+  def end(self, step: Step, params: optax.Params) -> Step:
+    """Ends a round with the mean of its messages."""
+    state, rule = step.sync, self.rule
+    local = jax.tree.map(_anchor.moved, params, step.updates)
+    end = self.round(step, params, local)
+    mean, loss, exact, memory = self._mean(
+      rule.message(end, self.relative), state.clock.mean_loss(),
+      rule.exact(end), state.compression,
+    )  # fmt: skip
+    departed = end._replace(memory=rule.depart(end))
+    after = rule.move(departed, mean, exact, self.relative)
+    target = self.mixed(end, after)
+    if target is None:
+      target = rule.place(end, after)
+    state = state._replace(
+      clock=state.clock.end(self.policy, loss),
+      anchor=after.anchor,
+      memory=after.memory,
+      kept=jax.tree.map(jnp.ones_like, state.kept),
+      compression=memory,
+    )
+    # A worker that goes nowhere keeps its inner update to the bit.
+    updates = _anchor.towards(step.updates, target, local)
+    return collectives.varying(Step(updates, after.inner, state), self.axis)
+
+  def drain(
+    self, inner: PyTree, state: SyncState, params: optax.Params, residuals: bool
+  ) -> Step:
+    """Brings in everything that was begun; takes no step."""
+    begun = self._begun(state, residuals)
+    if self.rule.beside:
+      begun |= state.kept > 0  # The workers stand apart between rounds, too.
+    local = jax.tree.map(_anchor.wide, params)
+    end = self.round(Step((), inner, state), params, local)
+    relative = self.relative or not self.rule.beside
+    end, state = self.settle(
+      begun, end, self.rule.message(end, relative), relative, state
+    )
+    state = state._replace(
+      clock=state.clock.cut_short(self.policy),
+      anchor=end.anchor,
+      memory=end.memory,
+      kept=jax.tree.map(jnp.zeros_like, state.kept),
+    )
+    updates = _anchor.onto(state.anchor, params)
+    return collectives.varying(Step(updates, end.inner, state), self.axis)
+
+  # What a late form shares.
+
+  def round(
+    self, step: Step, params: optax.Params, local: PyTree
+  ) -> _sync_rule.Round:
+    """Returns what a rule sees, with the progress since `start`."""
+    state = step.sync
+    return _sync_rule.Round(
+      anchor=state.anchor,
+      local=local,
+      progress=jax.tree.map(jnp.subtract, self.start(state), local),
+      params=params,
+      inner=step.inner,
+      memory=state.memory,
+      step=state.clock.step - 1,
+      optimizer=self.optimizer,
+      num_workers=collectives.size(self.axis),
+    )
+
+  def start(self, state: SyncState) -> PyTree:
+    """Returns where this worker's round began."""
+    return state.anchor
+
+  def mixed(
+    self, before: _sync_rule.Round, after: _sync_rule.Round
+  ) -> PyTree | None:
+    """Returns a part of the worker's own and of the anchor, if they mix."""
+    if self.mix is None:
+      return None
+    own = _anchor.scalar(self.mix)
+
+    def one(w: jax.Array, a: jax.Array) -> jax.Array:
+      alpha = own.astype(a.dtype)
+      return alpha * w + (1 - alpha) * a
+
+    return jax.tree.map(one, before.local, after.anchor)
+
+  def settle(
+    self,
+    begun: jax.Array,
+    end: _sync_rule.Round,
+    message: PyTree,
+    relative: bool,
+    state: SyncState,
+  ) -> tuple[_sync_rule.Round, SyncState]:
+    """Takes the mean with every bit, and moves by it, if `begun`."""
+    mean: PyTree
+    memory: PyTree = ()
+    if self.compression is None:
+      mean = collectives.mean(message, self.axis)
+    else:
+      mean, memory = self.compression.flush(
+        message, state.compression, self.axis
+      )
+    memory = _anchor.either(begun, memory, state.compression)
+    exact = collectives.mean(self.rule.exact(end), self.axis)
+
+    def moved(end: _sync_rule.Round) -> _sync_rule.Round:
+      departed = end._replace(memory=self.rule.depart(end))
+      return self.rule.settle(departed, mean, exact, relative)
+
+    return self.change_if(begun, end, moved), state._replace(compression=memory)
+
+  def change_if(
+    self, flag: jax.Array, end: _sync_rule.Round, change: Any
+  ) -> _sync_rule.Round:
+    """Applies a change, or nothing; `flag` is equal on all workers."""
+
+    # A conditional and not a selection: a compiler cannot merge it with what
+    # comes before, and so rounds alike in every form of the program.
+    def moving(end: _sync_rule.Round) -> PyTree:
+      parts = end.anchor, end.memory, end.inner
+      return collectives.varying(parts, self.axis)
+
+    anchor, memory, inner = jax.lax.cond(
+      collectives.agreed(flag, self.axis),
+      lambda: moving(change(end)),
+      lambda: moving(end),
+    )
+    return end._replace(anchor=anchor, memory=memory, inner=inner)
+
+  def _mean(
+    self, message: PyTree, loss: Any, exact: PyTree, memory: PyTree
+  ) -> tuple[PyTree, Any, PyTree, PyTree]:
+    """Takes the workers' means; a few numbers go with every bit."""
+    if self.compression is None:
+      found = collectives.mean((message, loss, exact), self.axis)
+      return *found, memory
+    mean, memory = self.compression.mean(message, memory, self.axis)
+    return mean, *collectives.mean((loss, exact), self.axis), memory
+
+  def _begun(self, state: SyncState, residuals: bool) -> jax.Array:
+    begun = state.clock.is_begun()
+    if residuals and self.compression is not None:
+      begun = jnp.ones_like(begun)
+    return begun
+
+
+@states.declare(rounds=True, drains=True)
 class LocalStepsState(NamedTuple):
   """State of `local_steps`.
 
@@ -29,7 +286,7 @@ class LocalStepsState(NamedTuple):
   """
 
   inner: PyTree
-  sync: _synchronizer.SyncState
+  sync: SyncState
 
   @property
   def clock(self) -> _clock.RoundClock:
@@ -54,7 +311,7 @@ class LocalStepsState(NamedTuple):
 
   def ahead(self) -> jax.Array:
     """The next two updates, for a host; see `transforms.rounds_ahead`."""
-    return _synchronizer.ahead(self.sync)
+    return ahead(self.sync)
 
 
 def local_steps(
@@ -63,7 +320,7 @@ def local_steps(
   *,
   axis: collectives.Axis,
   rule: _sync_rule.SyncRule | optax.GradientTransformation | None = None,
-  overlap: _delayed.Delayed | None = None,
+  overlap: Any = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps with `inner`, and brings the workers together.
@@ -109,7 +366,7 @@ def local_steps(
     rule: how a round ends, a `transforms.SyncRule`; an Optax optimizer is the
       outer one, fed with the mean pseudo-gradient once a round; None averages
       parameters.
-    overlap: `transforms.Delayed(...)` for a mean that is late, streamed or not;
+    overlap: a `transforms.Delayed` for a mean that is late, streamed or not;
       None for a mean at the round's end.
     compression: `jdist.Compression(...)`; None takes the mean exactly.
 
@@ -173,7 +430,7 @@ def local_steps(
     moved = state.sync._replace(
       clock=clock.advance(extra_args.get("loss")), memory=memory
     )
-    step = _synchronizer.Step(updates, inner_state, moved)
+    step = Step(updates, inner_state, moved)
     step = sync.finish(step, params, sent, control)
     return step.updates, LocalStepsState(step.inner, step.sync)
 
@@ -185,67 +442,33 @@ def make_synchronizer(
   interval: int | intervals.IntervalPolicy,
   axis: collectives.Axis,
   rule: Any,
-  overlap: _delayed.Delayed | None,
+  overlap: Any,
   compression: reducers.Compression | None,
-) -> _synchronizer.Synchronizer:
-  """Checks the arguments of `local_steps`, one by one and together."""
+) -> Synchronizer:
+  """Checks the arguments of `local_steps`, and builds its engine."""
   checks.check_optimizer("inner", inner)
   collectives.check_axis(axis)
-  policy, rule = intervals.as_policy(interval), _sync_rule.as_rule(rule)
   reducers.check_compression(compression)
-  if overlap is not None and not isinstance(overlap, _delayed.Delayed):
+  engine = Synchronizer(
+    optimizer=inner,
+    policy=intervals.as_policy(interval),
+    axis=axis,
+    rule=_sync_rule.as_rule(rule),
+    compression=compression,
+  )
+  if overlap is None:
+    return engine
+  if not hasattr(overlap, "engine"):
     raise ValueError(
       "`overlap` must be `transforms.Delayed(...)`, or None for a mean at the "
       f"round's end, got {checks.told(overlap)}."
     )
-  if overlap is not None:
-    check_late(rule, overlap)
-    if overlap.stream is not None:
-      steps = policy.constant
-      if steps is not None and overlap.steps:
-        steps = min(steps, overlap.steps)
-      if compression is not None:
-        compression = _chunked_stream.in_chunks(
-          compression, overlap.stream, steps
-        )
-      elif overlap.stream.specs is not None:
-        specs = rule.like(overlap.stream.specs)
-        stream = dataclasses.replace(overlap.stream, specs=specs)
-        overlap = dataclasses.replace(overlap, stream=stream)
-  return _synchronizer.Synchronizer(
-    optimizer=inner,
-    policy=policy,
-    axis=axis,
-    rule=rule,
-    overlap=overlap,
-    compression=compression,
-  )
+  return overlap.engine(engine)
 
 
-def check_late(rule: _sync_rule.SyncRule, overlap: _delayed.Delayed) -> None:
-  """Raises a ValueError where a rule's mean cannot be late in this way."""
-  name = type(rule).__name__
-  if overlap.steps == 0:
-    if overlap.stream is not None:
-      raise ValueError(
-        "`stream` splits what is late, and `steps` must be at least 1 with it, "
-        "got 0."
-      )
-    return
-  if rule.exact_parts:
-    raise ValueError(
-      f"`overlap` must be None for `{name}`, which averages something with "
-      "every bit that would be a round old: `buffers='average'`. Take "
-      "`buffers='maintain'`."
-    )
-  if overlap.after_step and rule.beside:
-    raise ValueError(
-      f"`after_step` must be 0 for `{name}`, whose workers stay beside the "
-      f"anchor in every round, got {overlap.after_step}."
-    )
-  departs = type(rule).depart is not _sync_rule.SyncRule.depart
-  if overlap.after_step and overlap.steps is not None and departs:
-    raise ValueError(
-      f"`after_step` must be 0 for `{name}` with `steps`, got "
-      f"{overlap.after_step}: its own state changes when a message leaves."
-    )
+def ahead(state: SyncState) -> jax.Array:
+  """Returns the places of the next two updates; see `rounds_ahead`."""
+  if state.flight != ():
+    return state.flight.ahead(state.clock)
+  rows = state.clock.ahead()
+  return jnp.concatenate([rows[..., :1], rows[..., 1:], rows[..., :1]], -1)

@@ -25,8 +25,8 @@ class Contribution(NamedTuple):
 
   Attributes:
     message: float32; few bytes of it may suffice.
-    exact: what is averaged with every bit: the round's mean loss (`()` when
-      the interval needs none), and what the sync rule adds.
+    exact: what is averaged with every bit: the round's mean loss, `()` when
+      the interval needs none.
   """
 
   message: PyTree
@@ -93,10 +93,7 @@ class Sender:
 
   def flush(self, held: Any, memory: PyTree) -> tuple[PyTree, PyTree]:
     """Takes the message's mean with every bit, and of what is held back."""
-    return self.flush_now(self.own(held).message, memory)
-
-  def flush_now(self, message: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
-    """The same of a message that is not held."""
+    message = self.own(held).message
     if self.compression is None:
       return collectives.mean(message, self.axis), memory
     return self.compression.flush(message, memory, self.axis)

@@ -85,6 +85,12 @@ class Stream:
     number = -(-in_step * itemsize // self.max_bytes)
     return number, -(-in_step // number)
 
+  def sender(
+    self, axis: collectives.Axis, like: _sender.Contribution
+  ) -> "ExactStream":
+    """Makes what sends a message exactly; of `like` only shapes matter."""
+    return ExactStream(self, axis, like)
+
 
 class ExactStream(_sender.Sender):
   """Sends a part of the message in every step, from the state.
