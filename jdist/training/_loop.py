@@ -8,6 +8,7 @@ deadlock (see `collectives.make_cpu_devices`).
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import time
@@ -85,13 +86,16 @@ class Trainer:
       host_rounds: whether the loop says which step ends a round, and compiles
         one program for those that do and one for those that do not, in place of
         one with a conditional, around which compilers copy and in which nothing
-        overlaps.  None (default): wherever the method allows it.
+        overlaps.  None (default): wherever the method, and a step of
+        one's own by a parameter `control`, allow it.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
     self._timeout_s = timeout_s
+    if host_rounds is None and not _takes_control(step):
+      host_rounds = False
     self._choices = _programs.Programs(stream_steps, host_rounds)
     self._names: tuple[str, ...] = ()
     self._places: tuple[str, ...] = ()
@@ -416,6 +420,16 @@ class _Run:
     shared = _train_state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
+
+
+def _takes_control(step: _step.Step) -> bool:
+  """Whether a step of a user's own passes a control on."""
+  try:
+    parameters = inspect.signature(step).parameters
+  except (TypeError, ValueError):
+    return False
+  kinds = {p.kind for p in parameters.values()}
+  return "control" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _given(control: transforms.Control) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def shared_leaves(state: TrainState) -> TrainState:
   Checkpoints store those once.
 
   >>> import optax
-  >>> from jdist import collectives, transforms
+  >>> from jdist import collectives, methods
   >>> one = collectives.workers(1, substrate="none")
   >>> optimizer = methods.local_sgd(optax.trace(0.9), 8, axis=None)
   >>> shared = shared_leaves(init_state(one, optimizer, np.zeros(3)))

@@ -62,9 +62,11 @@ def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
   team = _tiny.team(kind)
   state = _tiny.trained(team, name, 7)
   if name == "msdpu":  # In the middle of a round, with a mean in flight.
-    assert bool(state.opt_state.in_flight[0])
-    assert not bool(state.opt_state.synchronized[0])
-    assert np.any(np.asarray(state.opt_state.pending.progress["kernel"]))
+    assert bool(state.opt_state.sync.flight.in_flight[0])
+    assert not bool(state.opt_state.clock.synchronized[0])
+    assert np.any(
+      np.asarray(state.opt_state.sync.flight.held.message["kernel"])
+    )
   if name == "update_first":  # With gradients that are still to be applied.
     _assert_gradients_are_pending(state)
   _save(tmp_path, team, state, 7, note="hello")
@@ -206,7 +208,7 @@ def test_shared_leaves_stand_on_disk_once(tmp_path):
     "local_sgd",
     methods.local_sgd(optax.sgd(0.1, momentum=0.9), 8, axis=team.axis),
   )
-  assert ".opt_state.anchor['w']" in shared
+  assert ".opt_state.sync.anchor['w']" in shared
   assert ".params['w']" not in shared
   # All workers' parameters and momenta, and one anchor; not 24. Orbax may
   # compress the eight equal copies, so no lower bound.
@@ -225,7 +227,8 @@ def test_workers_that_have_diverged_are_refused(tmp_path):
     return {**anchor, "bias": anchor["bias"] + last}
 
   anchor = team.jit(nudge)(state.opt_state.anchor)
-  wrong = state._replace(opt_state=state.opt_state._replace(anchor=anchor))
+  sync = state.opt_state.sync._replace(anchor=anchor)
+  wrong = state._replace(opt_state=state.opt_state._replace(sync=sync))
   with training.Checkpoints(tmp_path, team) as checkpoints:
     with pytest.raises(RuntimeError, match=r"anchor\['bias'\]"):
       checkpoints.save(9, wrong, training.shared_leaves(wrong))

@@ -18,6 +18,7 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.training import _programs
 from jdist.transforms import intervals
 from tests.training import _tiny
 
@@ -74,9 +75,9 @@ def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
   chain, traces = chains(team.axis)[name], []
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
-  def step(state, batch, **chosen):
-    traces.append((chosen.get("stream_steps"), chosen.get("round_ends")))
-    return plain(state, batch, **chosen)
+  def step(state, batch, control=_programs.DEVICE):
+    traces.append((control.stream_steps, control.round_ends))
+    return plain(state, batch, control)
 
   steps = SENT_IN if name == _MANY else ()
   trainer = training.Trainer(team, step, stream_steps=steps, host_rounds=host)
@@ -109,7 +110,7 @@ def test_rounds_end_where_the_device_would_end_them(name):
   assert record.sent_bytes == told.sent_bytes
   # Each program is traced to run and to count, and never again.
   assert all(traces.count(trace) == 2 for trace in traces)
-  sent_in = {None, *(SENT_IN if name == _MANY else ())}
+  sent_in = {None, *SENT_IN} if name == _MANY else {"fixed"}
   expected = {(steps, ends) for steps in sent_in for ends in (False, True)}
   if len(sent_in) > 1:
     expected.add((None, None))  # The device ends what is not delayed.
@@ -125,7 +126,9 @@ def test_only_the_end_of_a_round_sends_and_without_a_conditional():
   sent = {}
   for ends in (False, True):
     program = team.jit(
-      lambda state, batch, ends=ends: step(state, batch, round_ends=ends)
+      lambda state, batch, ends=ends: step(
+        state, batch, transforms.Control(round_ends=ends)
+      )
     )
     text = program.lower(state, batch).compile().as_text()
     assert " conditional(" not in text
@@ -145,7 +148,8 @@ def copied_bytes(chain, team, **told):
   weights = jax.tree.map(lambda x: x.astype(np.float32), weights)
   step = training.make_step(loss_fn, chain, axis=team.axis)
   program = team.jit(
-    lambda state, batch: step(state, batch, **told), donate_argnums=0
+    lambda state, batch: step(state, batch, transforms.Control(**told)),
+    donate_argnums=0,
   )
   state = training.init_state(team, chain, weights)
   batch = team.place(np.ones((team.num_workers, 8, 64), np.float32))
@@ -184,7 +188,7 @@ def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
       state, record, _ = fit(
         team, name, host=True, num_steps=last, checkpoints=checkpoints
       )
-    offsets.append(int(state.opt_state.round_step[0]))
+    offsets.append(int(state.opt_state.clock.round_step[0]))
   assert offsets[0] > 0
   _tiny.assert_same_bits(state, whole)
   assert record.sent_bytes == told.sent_bytes
@@ -195,13 +199,13 @@ def test_what_the_host_says_holds():
   w = np.float32(4.0)
   state = optimizer.init(w)
   for ends in (False, False, False, True, True):
-    before = int(state.round)
+    before = int(state.clock.round)
     _, state = optimizer.update(
       w, state, w, control=transforms.Control(round_ends=ends)
     )
-    assert int(state.round) == before + ends
-    assert bool(state.synchronized) == ends
-  assert int(state.step) == 5 and int(state.round_step) == 0
+    assert int(state.clock.round) == before + ends
+    assert bool(state.clock.synchronized) == ends
+  assert int(state.clock.step) == 5 and int(state.clock.round_step) == 0
 
 
 @pytest.mark.parametrize("steps", [3, 2])

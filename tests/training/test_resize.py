@@ -48,7 +48,7 @@ def test_no_mass_is_lost_with_other_workers(steps):
   optimizer = local()
   state = trained(optimizer, team(4), steps)
   rows = jax.tree.map(np.asarray, state)
-  kept = rows.opt_state.reduction
+  kept = rows.opt_state.sync.compression
   assert np.abs(kept.feedback.residual["w"]).max() > 0
   found = training.resize(state, optimizer, team(4), team(2))
   new = jax.tree.map(np.asarray, found)
@@ -63,9 +63,9 @@ def test_no_mass_is_lost_with_other_workers(steps):
   wanted = anchor - missing - owners
   for row in (*new.params["w"], *new.opt_state.anchor["w"]):
     np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
-  left = jax.tree.leaves((new.opt_state.reduction.feedback,))
+  left = jax.tree.leaves((new.opt_state.sync.compression.feedback,))
   assert not any(x.any() for x in left)
-  assert not any(x.any() for x in new.opt_state.reduction.own.residual)
+  assert not any(x.any() for x in new.opt_state.sync.compression.own.residual)
   # Momenta: the mean of the old ones. Counters go on.
   for row in new.opt_state.inner[0].trace["w"]:
     np.testing.assert_allclose(
@@ -89,7 +89,7 @@ def test_diloco_with_four_bits_goes_on_with_more_workers():
   anchor = np.asarray(found.opt_state.anchor["w"])
   assert (anchor == anchor[0]).all() and anchor.shape == (5, 400)
   np.testing.assert_array_equal(found.params["w"], anchor)
-  velocity = np.asarray(found.opt_state.outer[0].trace["w"])
+  velocity = np.asarray(found.opt_state.sync.memory[0].trace["w"])
   assert velocity.shape == (5, 400) and velocity.any()
 
 

@@ -65,7 +65,7 @@ def test_micro_batches_make_the_same_step_as_one_batch(kind):
         rtol=1e-6, atol=1e-6,
       )  # fmt: skip
     assert cut.step.tolist() == [4] * team.num_workers
-    assert cut.opt_state.round_step.tolist() == [1] * team.num_workers
+    assert cut.opt_state.clock.round_step.tolist() == [1] * team.num_workers
 
 
 def test_a_batch_that_does_not_divide_is_told():
@@ -350,15 +350,16 @@ def test_update_first_inside_another_transformation_is_refused(around):
     team.jit(step)(state, team.place(_tiny.batch(0, team.local_workers)))
 
 
-@pytest.mark.parametrize("name", ["round_ends", "stream_steps"])
-def test_update_first_has_nothing_to_be_told(name):
+@pytest.mark.parametrize("said", [{"round_ends": True}, {"stream_steps": 2}])
+def test_update_first_follows_no_host(said):
   team = _tiny.team("vmap")
   optimizer = transforms.update_first(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
   state = training.init_state(team, optimizer, _tiny.params())
   batch = team.place(_tiny.batch(0, team.local_workers))
-  with pytest.raises(ValueError, match=f"`{name}` must be None for `update_f"):
-    team.jit(lambda s, b: step(s, b, **{name: 2}))(state, batch)
+  control = transforms.Control(**said)
+  with pytest.raises(ValueError, match="`control` must be None for `update_f"):
+    team.jit(lambda s, b: step(s, b, control))(state, batch)
 
 
 class _Everything:

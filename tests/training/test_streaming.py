@@ -17,7 +17,7 @@ NUM_STEPS = 60
 SENT_IN = (1, 2, 4, 8)
 
 
-def optimizer(axis, *, stream, warmup_steps=4, **others):
+def optimizer(axis, *, stream, warmup_steps=4, steps=None, compression=None):
   # Intervals of 1 to 9, most of which no program fits exactly.
   grown = intervals.scheduled(lambda step: 1 + (step % 9))
   return methods.msdpu(
@@ -26,10 +26,12 @@ def optimizer(axis, *, stream, warmup_steps=4, **others):
     0.05,
     axis=axis,
     warmup_steps=warmup_steps,
-    **others,
     overlap=transforms.Delayed(
-      carry=None, stream=transforms.Stream(max_bytes=16) if stream else None
+      steps=steps,
+      carry=None,
+      stream=transforms.Stream(max_bytes=16) if stream else None,
     ),
+    compression=compression,
   )
 
 
@@ -38,18 +40,20 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
   traces = []
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
-  def step(state, batch, **chosen):
-    traces.append(chosen.get("stream_steps", "usual"))
-    return plain(state, batch, **chosen)
+  def step(state, batch, control=_programs.DEVICE):
+    traces.append(control.stream_steps)
+    return plain(state, batch, control)
 
-  trainer = training.Trainer(team, step, stream_steps=SENT_IN if stream else ())
+  trainer = training.Trainer(
+    team, step, stream_steps=SENT_IN if stream else (), host_rounds=False
+  )
   state = training.init_state(team, chain, _tiny.params())
   state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
   return state, records, traces
 
 
 @pytest.mark.parametrize(
-  ("kind", "delay_steps"),
+  ("kind", "steps"),
   [
     pytest.param("shard_map", None, marks=pytest.mark.slow),
     pytest.param("shard_map", 4, marks=pytest.mark.slow),
@@ -57,11 +61,11 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
     ("vmap", 4),
   ],
 )
-def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, delay_steps):
-  team, given = _tiny.team(kind), {"delay_steps": delay_steps}
+def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
+  team, given = _tiny.team(kind), {"steps": steps}
   simple, records, _ = fit(team, stream=False, others=given)
   streamed, others, traces = fit(team, stream=True, others=given)
-  for name in ("anchor", "inner", "interval", "step", "round"):
+  for name in ("anchor", "inner", "clock"):
     _tiny.assert_same_bits(
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
     )
@@ -80,17 +84,17 @@ def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, delay_steps):
 def test_sub_tensors_go_through_a_codec():
   team = _tiny.team("vmap")
   codec = reducers.compressed(codecs.TopK(0.5))
+  chunked = reducers.Chunked(codec, max_bytes=16, multiple=8)
   others = {
-    "reducer": reducers.Chunked(codec, max_bytes=16, multiple=8),
-    "feedback": reducers.ErrorFeedback(),
+    "compression": reducers.Compression(chunked, reducers.ErrorFeedback())
   }
   simple, records, _ = fit(team, stream=False, others=others)
   streamed, same, _ = fit(team, stream=True, others=others)
-  for name in ("anchor", "inner", "step", "round"):
+  for name in ("anchor", "inner", "clock"):
     _tiny.assert_same_bits(
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
     )
-  held = simple.opt_state.reduction.feedback.residual
+  held = simple.opt_state.sync.compression.feedback.residual
   assert any(np.asarray(x).any() for x in jax.tree.leaves(held))
   # Each sub-tensor goes once; the last round's are under way, or gone.
   rounds = records[-1].rounds
@@ -108,7 +112,7 @@ def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):
       state, _, _ = fit(
         team, stream=True, num_steps=last, checkpoints=checkpoints
       )
-      in_rounds.append(int(state.opt_state.round_step[0]))
+      in_rounds.append(int(state.opt_state.clock.round_step[0]))
   assert in_rounds[0] > 0
   _tiny.assert_same_bits(state, whole)
 
@@ -158,12 +162,13 @@ def test_batch_statistics_are_those_of_the_simple_form():
 STREAMED = {
   "fixed": (4, {}, 4),
   "adaptive": (intervals.msdpu(3, 0.05), {}, 2),
-  "late by steps": (8, {"delay_steps": 4}, 4),
-  "reduced": (
+  "late by steps": (8, {"steps": 4}, 4),
+  "compressed": (
     4,
     {
-      "reducer": reducers.compressed(codecs.TopK(0.5)),
-      "feedback": reducers.ErrorFeedback(),
+      "compression": reducers.Compression(
+        codecs.TopK(0.5), reducers.ErrorFeedback()
+      )
     },
     4,
   ),
@@ -182,8 +187,10 @@ def test_no_collective_of_a_streamed_step_waits_for_the_batch(name):
     optax.sgd(0.05),
     interval,
     axis="worker",
-    **others,
-    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=16)),
+    overlap=transforms.Delayed(
+      steps=others.get("steps"), stream=transforms.Stream(max_bytes=16)
+    ),
+    compression=others.get("compression"),
   )
   step = training.make_step(loss_fn, chain, axis="worker")
   state = training.init_state(
@@ -195,7 +202,7 @@ def test_no_collective_of_a_streamed_step_waits_for_the_batch(name):
   state, batch = jax.tree.map(lambda x: x[0], (state, _tiny.batch(0, [0])))
 
   def on_batch(batch, state):
-    return step(state, batch, stream_steps=steps)
+    return step(state, batch, transforms.Control(stream_steps=steps))
 
   assert not _waiting.waits(on_batch, batch, state)
 
@@ -205,17 +212,20 @@ def test_the_host_knows_the_round_of_each_step():
   chain = optimizer(team.axis, stream=True)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, _tiny.params())
-  program = team.jit(functools.partial(step, stream_steps=None))
-  told = [transforms.stream_steps(state.opt_state)[0, 1]]
+  control = transforms.Control(stream_steps=None)
+  program = team.jit(functools.partial(step, control=control))
+  said = [transforms.rounds_ahead(state.opt_state)[0, 1]]
   for t in range(40):
-    local = state.opt_state
-    late = local.step[0] - local.round_step[0] >= 4
-    # What was told a step earlier, and what is told now.
-    now = [int(local.interval[0]) * bool(late), int(local.round_step[0])]
-    assert transforms.stream_steps(local)[0, 0].tolist() == now
+    clock = state.opt_state.clock
+    late = clock.step[0] - clock.round_step[0] >= 4
+    interval, offset = int(clock.interval[0]), int(clock.round_step[0])
+    # As it was said a step earlier, and as it is said now.
+    now = [interval if late else -1, offset, interval]
+    places = transforms.rounds_ahead(state.opt_state)
+    assert places[0, 0].tolist() == now
     if t:
-      assert told[-1].tolist() == now
-    told.append(transforms.stream_steps(local)[0, 1])
+      assert said[-1].tolist() == now
+    said.append(places[0, 1])
     batch = team.place(_tiny.batch(t, team.local_workers))
     state, _ = program(state, batch)
 
@@ -225,17 +235,17 @@ def test_the_host_knows_the_round_of_each_step():
   [
     ({"interval": intervals.scheduled(lambda step: 2)}, "is not one number"),
     ({"interval": intervals.ending_at(20, 4)}, "is not one number"),
-    ({"delay_after_step": 4}, "the first 4 steps are not delayed"),
-    ({"delay_steps": 2}, "arrives 2 steps into a longer round"),
+    ({"after_step": 4}, "the first 4 steps are not delayed"),
+    ({"steps": 2}, "arrives 2 steps into a longer round"),
   ],
 )
 def test_nobody_streams_without_a_word_all_at_once(options, reason):
+  options = dict(options)
   team = _tiny.team("vmap")
+  interval = options.pop("interval", 4)
+  overlap = transforms.Delayed(stream=transforms.Stream(), **options)
   chain = transforms.local_steps(
-    optax.sgd(0.1),
-    **{"interval": 4} | options,
-    axis=team.axis,
-    overlap=transforms.Delayed(stream=transforms.Stream()),
+    optax.sgd(0.1), interval, axis=team.axis, overlap=overlap
   )
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, _tiny.params())
@@ -244,13 +254,14 @@ def test_nobody_streams_without_a_word_all_at_once(options, reason):
   # What is said is done, also that nothing is to be streamed.
   state = training.init_state(team, chain, _tiny.params())
   batch = team.place(_tiny.batch(0, team.local_workers))
-  team.jit(functools.partial(step, stream_steps=None))(state, batch)
+  control = transforms.Control(stream_steps=None)
+  team.jit(functools.partial(step, control=control))(state, batch)
 
 
 @pytest.mark.parametrize("wrong", [(0,), (2, -1), (True,), (2.0,)])
 def test_a_number_of_steps_must_be_one(wrong):
   with pytest.raises(ValueError, match="`stream_steps` must be ints >= 1"):
-    _programs.Variants(wrong)
+    _programs.Programs(wrong)
 
 
 @pytest.mark.parametrize("stream", [False, True])
