@@ -9,6 +9,7 @@ import pytest
 import jdist
 from jdist import collectives, methods, transforms
 from jdist.transforms import intervals
+from tests.transforms import _chains
 from tests.transforms._rounds import plain_apply, random_targets, train
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -27,10 +28,10 @@ def test_two_workers_average_their_parameters_after_two_steps():
   # 0 -> 0.5 -> 0.75 and 0 -> 1.5 -> 2.25, whose mean is 1.5.
   assert params.tolist() == [[0.5, 1.5], [1.5, 1.5]]
   assert states.anchor.tolist() == [[0.0, 0.0], [1.5, 1.5]]
-  assert states.synchronized.tolist() == [[False] * 2, [True] * 2]
-  assert states.round.tolist() == [[0, 0], [1, 1]]
-  assert states.round_step.tolist() == [[1, 1], [0, 0]]
-  assert states.step.tolist() == [[1, 1], [2, 2]]
+  assert states.clock.synchronized.tolist() == [[False] * 2, [True] * 2]
+  assert states.clock.round.tolist() == [[0, 0], [1, 1]]
+  assert states.clock.round_step.tolist() == [[1, 1], [0, 0]]
+  assert states.clock.step.tolist() == [[1, 1], [2, 2]]
 
 
 def test_two_workers_move_the_anchor_by_outer_nesterov():
@@ -55,10 +56,10 @@ def test_a_late_mean_arrives_one_round_later():
   # Progress -1 and -3, of which the workers keep half; the anchor waits.
   assert params[0].tolist() == [0.5, 1.5]
   assert states.anchor[0].tolist() == [0.0, 0.0]
-  assert states.pending.progress[0].tolist() == [-1.0, -3.0]
+  assert states.sync.flight.held.message[0].tolist() == [-1.0, -3.0]
   # The mean -2 arrives; new progress -0.75 and -2.25.
   assert states.anchor[1].tolist() == [2.0, 2.0]
-  assert states.pending.progress[1].tolist() == [-0.75, -2.25]
+  assert states.sync.flight.held.message[1].tolist() == [-0.75, -2.25]
   assert params[1].tolist() == [2.375, 3.125]
 
 
@@ -107,15 +108,15 @@ def test_rounds_are_those_of_the_formulas(carry, outer, warmup):
     optax.sgd(RATE),
     intervals.post_local(warmup, 3),
     axis="worker",
-    overlap=transforms.Delayed(
-      carry=carry if late else 1.0, after_step=warmup if late else 0
-    ),
+    overlap=transforms.Delayed(carry=carry, after_step=warmup)
+    if late
+    else None,
     rule=outer,
   )
   params, states = train(optimizer, targets)
   rate, mu = (1.0, 0.0) if outer is None else (0.7, 0.9)
   rounds = list(reference(targets, 3, late, carry, rate, mu, warmup))
-  assert len(rounds) == states.round[-1, 0] >= 6
+  assert len(rounds) == states.clock.round[-1, 0] >= 6
   for t, w, a in rounds:
     np.testing.assert_allclose(states.anchor[t - 1], [a] * 4, 1e-5, 1e-6)
     np.testing.assert_allclose(params[t - 1], w, 1e-5, 1e-6)
@@ -173,7 +174,7 @@ def test_msdpu_is_what_its_formulas_say(warmup):
   rounds = list(msdpu_reference(targets, losses, 5, 0.3, 0.8, warmup, 6, rate))
   assert len({h for *_, h in rounds}) >= 3  # The interval did adapt.
   for number, (t, w, a, _) in enumerate(rounds):
-    assert states.round[t - 1].tolist() == [number + 1] * 4
+    assert states.clock.round[t - 1].tolist() == [number + 1] * 4
     np.testing.assert_allclose(states.anchor[t - 1], [a] * 4, 1e-5, 1e-6)
     np.testing.assert_allclose(params[t - 1], w, 1e-5, 1e-6)
 
@@ -183,13 +184,14 @@ def test_msdpu_is_what_its_formulas_say(warmup):
 def test_nothing_is_lost(late, carry):
   # All that went in as gradients is in the anchor or on its way to it.
   targets = random_targets(12)
+  overlap = transforms.Delayed(carry=carry) if late else None
   optimizer = transforms.local_steps(
-    optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(carry=carry)
+    optax.sgd(RATE), 3, axis="worker", overlap=overlap
   )
   params, states = train(optimizer, targets)
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
   went_in = RATE * (before - targets).sum(0)
-  pending = np.asarray(states.pending.progress[-1] if late else np.zeros(4))
+  pending = np.asarray(states.sync.flight.held.message[-1] if late else np.zeros(4))
   anchor = float(states.anchor[-1, 0])
   np.testing.assert_allclose(
     went_in.sum(), 4 * (0.0 - anchor) + pending.sum(), rtol=1e-5, atol=1e-6
@@ -199,13 +201,11 @@ def test_nothing_is_lost(late, carry):
 def test_nothing_is_lost_when_the_carry_changes():
   # What a round began with is not what the next one will keep.
   optimizer = optax.inject_hyperparams(
-    transforms.local_steps,
-    static_args=("interval", "delay_rounds", "delay_after_step"),
+    _chains.late, static_args=("interval",)
   )(
     optax.sgd(RATE),
     3,
     axis="worker",
-    delay_rounds=1,
     carry=lambda step: 1.0 / (1.0 + jnp.float32(step)),
   )
   targets = random_targets(12)
@@ -222,8 +222,9 @@ def test_nothing_is_lost_when_the_carry_changes():
 def test_a_round_ends_on_the_anchor_to_the_bit(dtype, late):
   targets = random_targets(9, 4, 257).astype(dtype)
   # A late mean without carry ends there too.
+  overlap = transforms.Delayed(carry=0.0) if late else None
   optimizer = transforms.local_steps(
-    optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(carry=0.0)
+    optax.sgd(RATE), 3, axis="worker", overlap=overlap
   )
   params, states = train(optimizer, targets)
   rounded, others = train(optimizer, targets, apply=plain_apply)
@@ -258,10 +259,10 @@ def test_accumulation_around_local_steps_counts_neither():
   wanted, reference = train(local, targets[::2])
   np.testing.assert_allclose(params[1::2], wanted, 1e-6)
   inner = states.inner_opt_state
-  assert inner.step[:, 0].tolist() == [t // 2 for t in range(1, 17)]
-  np.testing.assert_array_equal(inner.round[1::2], reference.round)
+  assert inner.clock.step[:, 0].tolist() == [t // 2 for t in range(1, 17)]
+  np.testing.assert_array_equal(inner.clock.round[1::2], reference.clock.round)
   # The flag stays up until the next local step is complete.
-  assert inner.synchronized[:8, 0].tolist() == [True] + [False] * 2 + [
+  assert inner.clock.synchronized[:8, 0].tolist() == [True] + [False] * 2 + [
     True, True, False, False, True
   ]  # fmt: skip
 
@@ -274,7 +275,7 @@ def test_accumulation_inside_local_steps_counts_micro_steps():
   )
   with jax.numpy_dtype_promotion("standard"):
     _, states = train(optimizer, random_targets(4))
-  assert states.round[:, 0].tolist() == [0, 1, 1, 2]
+  assert states.clock.round[:, 0].tolist() == [0, 1, 1, 2]
 
 
 def test_a_pull_reaches_its_anchor():

@@ -10,6 +10,7 @@ import pytest
 
 from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
+from tests.transforms import _chains
 from tests.transforms._rounds import random_targets, train
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -30,12 +31,12 @@ def test_a_mean_arrives_after_one_step_of_two():
   # since it was sent stays: 0.25 and 0.75.
   assert states.anchor[2].tolist() == [3.0, 3.0]
   assert params[2].tolist() == [3.25, 3.75]
-  assert states.in_flight[:, 0].tolist() == [False, True, False, True]
+  assert states.sync.flight.in_flight[:, 0].tolist() == [False, True, False, True]
   # The second round's progress counts from there: 2.625 - 3, 4.875 - 3.
   assert params[3].tolist() == [2.625, 4.875]
-  assert states.pending.progress[3].tolist() == [0.375, -1.875]
-  assert states.round[:, 0].tolist() == [0, 1, 1, 2]
-  assert states.synchronized[:, 0].tolist() == [False, True, False, True]
+  assert states.sync.flight.held.message[3].tolist() == [0.375, -1.875]
+  assert states.clock.round[:, 0].tolist() == [0, 1, 1, 2]
+  assert states.clock.synchronized[:, 0].tolist() == [False, True, False, True]
 
 
 def reference(x, interval, delay, carry, rate, mu, warmup):
@@ -112,8 +113,8 @@ def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
     )
     runs.append(train(optimizer, targets, losses))
   (w, states), (same, others) = runs
-  np.testing.assert_array_equal(states.interval, others.interval)
-  assert len(set(states.interval[:, 0].tolist())) >= 3
+  np.testing.assert_array_equal(states.clock.interval, others.clock.interval)
+  assert len(set(states.clock.interval[:, 0].tolist())) >= 3
   np.testing.assert_allclose(states.anchor, others.anchor, 1e-5, 1e-6)
   np.testing.assert_allclose(w, same, 1e-5, 1e-6)
 
@@ -128,7 +129,7 @@ def test_a_loss_decides_as_one_that_arrives_with_the_round():
       overlap=transforms.Delayed(steps=delay),
     )
     _, states = train(optimizer, random_targets(70), falling(70))
-    intervals_of.append(states.interval)
+    intervals_of.append(states.clock.interval)
   np.testing.assert_array_equal(*intervals_of)
 
 
@@ -170,8 +171,8 @@ def run_streamed(optimizer, targets, chosen):
 )
 def test_streamed_is_simple_to_the_bit(outer, carry):
   build = functools.partial(
-    transforms.local_steps, optax.sgd(RATE, momentum=0.9), 5, axis="worker",
-    outer=outer, delay_rounds=1, delay_steps=2, carry=carry,
+    _chains.late, optax.sgd(RATE, momentum=0.9), 5, axis="worker",
+    rule=outer, steps=2, carry=carry,
   )  # fmt: skip
   targets = random_targets(17)
   parts = transforms.Stream(max_bytes=8)
@@ -190,13 +191,18 @@ def test_streamed_is_simple_to_the_bit(outer, carry):
 
 
 def test_sub_tensors_go_through_a_codec():
+  chunked = reducers.Chunked(
+    reducers.compressed(codecs.TopK(0.3)), max_bytes=16, multiple=2
+  )
   build = functools.partial(
-    transforms.local_steps, optax.sgd(RATE), 5, axis="worker",
-    delay_rounds=1, delay_steps=2, feedback=reducers.ErrorFeedback(),
-    reducer=reducers.Chunked(
-      reducers.compressed(codecs.TopK(0.3)), max_bytes=16, multiple=2
-    ),
-  )  # fmt: skip
+    _chains.late,
+    optax.sgd(RATE),
+    5,
+    carry=1.0,
+    axis="worker",
+    steps=2,
+    compression=reducers.Compression(chunked, reducers.ErrorFeedback()),
+  )
   targets, parts = random_targets(17), transforms.Stream(max_bytes=16)
   simple, _ = run_streamed(build(), targets, (None,))
   exact, _ = run_streamed(
@@ -231,17 +237,61 @@ def test_a_slow_host_makes_rounds_longer_and_loses_nothing(chosen):
   assert rounds < 29 // 3 if chosen == (9,) else rounds >= 6
 
 
-def test_what_cannot_be_is_refused():
-  build = functools.partial(
-    transforms.local_steps, optax.sgd(RATE), 3, axis=None
+def test_a_host_says_when_a_mean_arrives_and_a_round_ends():
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(steps=2)
   )
-  with pytest.raises(ValueError, match="`delay_steps` must be an int >= 1"):
-    build(delay_rounds=1, delay_steps=0)
-  with pytest.raises(ValueError, match="needs `delay_rounds=1`, got delay_r"):
-    build(delay_steps=2)
-  optimizer = build(delay_rounds=1, delay_steps=2)
+  targets = random_targets(13)[..., None] + np.arange(5, dtype=np.float32)
+
+  def step(w, state, x, *, control):
+    updates, state = optimizer.update(w - x, state, w, control=control)
+    return transforms.apply_updates(w, updates, state), state
+
+  def run(choose):
+    w, found = jnp.zeros((4, 5)), []
+    state = jax.vmap(optimizer.init, axis_name="worker")(w)
+    for x in targets:
+      one = functools.partial(step, control=choose(state))
+      w, state = jax.vmap(one, axis_name="worker")(w, state, x)
+      found.append((w, state.anchor, state.clock.round))
+    return found
+
+  def said(state):
+    window, offset, interval = transforms.rounds_ahead(state)[0, 0].tolist()
+    return transforms.Control(
+      round_ends=offset + 1 == interval, arrives=offset + 1 == window
+    )
+
+  by_device = run(lambda state: transforms.Control())
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, 1e-6, 1e-6),
+    by_device,
+    run(said),
+  )
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"steps": 0}, "`steps` must be an int >= 1"),
+    ({"mix": 0.5}, "`mix` .*needs `steps`"),
+    ({"steps": 2, "mix": 1.5}, r"`mix` must be in \[0, 1\]"),
+    ({"carry": -0.1}, r"`carry` must be in \[0, 1\]"),
+    ({"after_step": -1}, "`after_step` must be an int >= 0"),
+    ({"stream": True}, "`stream` must be a `transforms.Stream`"),
+  ],
+)
+def test_a_delay_out_of_range_is_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    transforms.Delayed(**options)
+
+
+def test_a_host_must_say_both():
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 3, axis=None, overlap=transforms.Delayed(steps=2)
+  )
   w = jnp.ones(3)
-  state = optimizer.init(w)
-  assert transforms.rounds_ahead(state) is None
-  with pytest.raises(ValueError, match="`round_ends` must be None where a"):
-    optimizer.update(w, state, w, control=transforms.Control(round_ends=False))
+  with pytest.raises(ValueError, match="both `round_ends` and `arrives`"):
+    optimizer.update(
+      w, optimizer.init(w), w, control=transforms.Control(round_ends=False)
+    )
