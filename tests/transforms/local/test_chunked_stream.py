@@ -9,7 +9,13 @@ import pytest
 from jdist import codecs, collectives, profiling, reducers, transforms
 from jdist.transforms import intervals
 from tests.transforms import _reducers
-from tests.transforms.local.test_streaming import data, Host, largest, params
+from tests.transforms.local.test_streaming import (
+  data,
+  holding,
+  Host,
+  largest,
+  params,
+)
 
 INT4 = reducers.compressed(codecs.Quantize(4, 4))
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -18,22 +24,27 @@ FEEDBACK = reducers.ErrorFeedback()
 SHAPES = {"a": (13, 17), "b": {"c": (30,), "d": ()}}
 
 
-def build(axis, reducer, interval=4, *, streamed=True, multiple=8, **others):
+def build(
+  axis, reducer, interval=4, *, streamed=True, multiple=8, carry=1.0,
+  feedback=None, seed=None, inner=None, rule=None, after_step=0,
+):  # fmt: skip
   parts = reducers.Chunked(reducer, max_bytes=128, multiple=multiple)
-  if streamed:
-    others["stream"] = transforms.Stream()
   return transforms.local_steps(
-    others.pop("inner", optax.sgd(0.1, momentum=0.9)),
+    optax.sgd(0.1, momentum=0.9) if inner is None else inner,
     interval,
     axis=axis,
-    **others,
-    compression=reducers.Compression(parts),
-    overlap=transforms.Delayed(),
+    rule=rule,
+    overlap=transforms.Delayed(
+      carry=carry,
+      after_step=after_step,
+      stream=transforms.Stream() if streamed else None,
+    ),
+    compression=reducers.Compression(parts, feedback, seed=seed),
   )
 
 
 CASES = {
-  "int4": {"reducer": INT4, "feedback": FEEDBACK, "outer": NESTEROV},
+  "int4": {"reducer": INT4, "feedback": FEEDBACK, "rule": NESTEROV},
   "stochastic int8, drawn anew": {
     "reducer": reducers.compressed(
       codecs.Quantize(8, 4, rounding="stochastic")
@@ -44,9 +55,9 @@ CASES = {
   "top-k, DGC": {
     "reducer": reducers.compressed(codecs.TopK(0.4)),
     "feedback": reducers.MomentumCorrection(0.5),
-    "outer": optax.sgd(1.0),
+    "rule": optax.sgd(1.0),
     "interval": intervals.post_local(5, intervals.msdpu(8, max_interval=8)),
-    "delay_after_step": 5,
+    "after_step": 5,
   },
   "sign, EF21": {
     "reducer": reducers.compressed(codecs.Sign(block=8)),
@@ -73,7 +84,7 @@ def test_streamed_is_simple_to_the_bit(name):
   num_steps = 84
   with jax.numpy_dtype_promotion("standard"):
     pairs = zip(
-      simple.run(*data(num_steps, 4, SHAPES), lambda told: None),
+      simple.run(*data(num_steps, 4, SHAPES), lambda place: None),
       streamed.run(*data(num_steps, 4, SHAPES), largest),
       strict=True,
     )
@@ -82,7 +93,9 @@ def test_streamed_is_simple_to_the_bit(name):
       jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
       if state.clock.synchronized[0]:
         jax.tree.map(
-          np.testing.assert_array_equal, state.sync.compression, same.reduction
+          np.testing.assert_array_equal,
+          state.sync.compression,
+          same.sync.compression,
         )
   adaptive = "interval" in CASES[name]  # Of up to 8 steps.
   assert state.sync.compression.step[0] >= (8 if adaptive else 20)
@@ -93,9 +106,9 @@ def test_streamed_is_simple_to_the_bit(name):
   assert set(streamed.sent_in) - {None}
 
 
-def hand_over(told):
+def hand_over(place):
   """A host that errs: too slow, too fast, not at all, and changing."""
-  del told
+  del place
   hand_over.turn += 1
   return (8, 8, None, 4, 8)[hand_over.turn % 5]
 
@@ -156,16 +169,16 @@ def test_no_collective_waits_for_the_step_or_a_conditional(reducer):
   host = Host(optimizer, team, SHAPES)
   target, losses = (x[0] for x in data(1, 4, SHAPES))
   found = {}
-  for steps in ("usual", None):
+  for steps in ("fixed", None):
     program = host.program(steps).lower(
       host.w, host.state, *team.place((target, losses))
     )
     found[steps] = profiling.read_collectives(program.compile())
   assert all(c.conditional for c in found[None])
-  assert not any(c.conditional for c in found["usual"])
+  assert not any(c.conditional for c in found["fixed"])
   # Eight parts of 32 entries in four steps, each as the codec counts it.
   bits = reducer.num_bits(jax.ShapeDtypeStruct((32,), "float32"), 4)
-  assert sum(c.wire_bytes for c in found["usual"]) * 8 == 2 * bits.sent
+  assert sum(c.wire_bytes for c in found["fixed"]) * 8 == 2 * bits.sent
   parts = reducers.Chunked(reducer, max_bytes=128, multiple=8)
   assert parts.num_bits(params(SHAPES), 4).sent == 8 * bits.sent
 
@@ -183,7 +196,7 @@ def test_what_arrives_is_from_the_state():
 
   none, some = jax.tree.map(jnp.zeros_like, w), jax.tree.map(jnp.ones_like, w)
   sent = jax.tree.map(jnp.ones_like, state.sync.flight.held.sent)
-  changed = state._replace(pending=state.sync.flight.held._replace(sent=sent))
+  changed = holding(state, state.sync.flight.held._replace(sent=sent))
   np.testing.assert_array_equal(arrived(none, state), arrived(some, state))
   assert arrived(none, changed).sum() == 64  # Two parts of 32.
 
@@ -210,7 +223,7 @@ def test_all_bits_are_those_of_plain_streaming():
   same = build(team.axis, reducers.Exact(), inner=optax.sgd(0.1))
   runs = [
     list(
-      Host(optimizer, team, SHAPES).run(*data(20, 4, SHAPES), lambda told: 4)
+      Host(optimizer, team, SHAPES).run(*data(20, 4, SHAPES), lambda place: 4)
     )
     for optimizer in (plain, same)
   ]
@@ -269,7 +282,7 @@ REJECTED = {
         stream=transforms.Stream(specs=jax.sharding.PartitionSpec())
       ),
     ),
-    "`specs` must be None where a `reducer` is streamed",
+    "`specs` must be None where a compressed message is streamed",
   ),
   "steps": (
     lambda: update(INT4, 3),

@@ -31,7 +31,12 @@ def test_a_mean_arrives_after_one_step_of_two():
   # since it was sent stays: 0.25 and 0.75.
   assert states.anchor[2].tolist() == [3.0, 3.0]
   assert params[2].tolist() == [3.25, 3.75]
-  assert states.sync.flight.in_flight[:, 0].tolist() == [False, True, False, True]
+  assert states.sync.flight.in_flight[:, 0].tolist() == [
+    False,
+    True,
+    False,
+    True,
+  ]
   # The second round's progress counts from there: 2.625 - 3, 4.875 - 3.
   assert params[3].tolist() == [2.625, 4.875]
   assert states.sync.flight.held.message[3].tolist() == [0.375, -1.875]

@@ -191,7 +191,9 @@ def test_nothing_is_lost(late, carry):
   params, states = train(optimizer, targets)
   before = np.concatenate([np.zeros((1, 4)), params[:-1]])
   went_in = RATE * (before - targets).sum(0)
-  pending = np.asarray(states.sync.flight.held.message[-1] if late else np.zeros(4))
+  pending = np.asarray(
+    states.sync.flight.held.message[-1] if late else np.zeros(4)
+  )
   anchor = float(states.anchor[-1, 0])
   np.testing.assert_allclose(
     went_in.sum(), 4 * (0.0 - anchor) + pending.sum(), rtol=1e-5, atol=1e-6
@@ -200,9 +202,7 @@ def test_nothing_is_lost(late, carry):
 
 def test_nothing_is_lost_when_the_carry_changes():
   # What a round began with is not what the next one will keep.
-  optimizer = optax.inject_hyperparams(
-    _chains.late, static_args=("interval",)
-  )(
+  optimizer = optax.inject_hyperparams(_chains.late, static_args=("interval",))(
     optax.sgd(RATE),
     3,
     axis="worker",

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jdist
 from jdist import codecs, collectives, profiling, reducers, transforms
 from jdist.transforms import intervals
-from tests.transforms import _reducers, _waiting
+from tests.transforms import _chains, _reducers, _waiting
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 SHAPES = {"a": (3, 7), "b": {"c": (11,), "d": ()}}
@@ -67,18 +67,23 @@ class Host:
   def run(self, targets, losses, choose):
     """Takes a step on each target; `choose` picks the program by the state."""
     for target, loss in zip(targets, losses, strict=True):
-      told = transforms.stream_steps(self.state)
-      steps = choose(None if told is None else told[0, 0].tolist())
+      steps = choose(transforms.rounds_ahead(self.state)[0, 0].tolist())
       self.sent_in.append(steps)
       data = self.workers.place((jax.tree.map(np.asarray, target), loss))
       self.w, self.state = self.program(steps)(self.w, self.state, *data)
       yield self.workers.gather((self.w, self.state))
 
 
-def largest(told):
+def holding(state, held):
+  """The state with another message under way."""
+  flight = state.sync.flight._replace(held=held)
+  return state._replace(sync=state.sync._replace(flight=flight))
+
+
+def largest(place):
   """As a host chooses: the whole message within the round."""
-  interval, offset = told
-  fitting = max((s for s in STEPS if s <= interval), default=None)
+  window, offset, _ = place
+  fitting = max((s for s in STEPS if s <= window), default=None)
   return fitting if fitting and offset < fitting else None
 
 
@@ -129,14 +134,13 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
   outer, carry = OUTER[outer]
   team = collectives.workers(4, substrate="shard_map")
   build = functools.partial(
-    transforms.local_steps,
+    _chains.late,
     INNER[name],
     POLICIES[policy],
     axis=team.axis,
-    outer=outer,
-    delay_rounds=1,
+    rule=outer,
     carry=carry,
-    delay_after_step=6 if policy == "warm-up" else 0,
+    after_step=6 if policy == "warm-up" else 0,
   )
   # 33 elements and a loss, in parts of up to 3: several in a step, and the
   # last one shifted.
@@ -145,14 +149,14 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
   num_steps = {"fixed": 200, "adaptive": 330, "warm-up": 250}[policy]
   with jax.numpy_dtype_promotion("standard"):
     pairs = zip(
-      simple.run(*data(num_steps, 4), lambda told: None),
+      simple.run(*data(num_steps, 4), lambda place: None),
       streamed.run(*data(num_steps, 4), largest),
       strict=True,
     )
     for (w, state), (same_w, same) in pairs:
       jax.tree.map(np.testing.assert_array_equal, w, same_w)
       jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
-      np.testing.assert_array_equal(state.clock.interval, same.interval)
+      np.testing.assert_array_equal(state.clock.interval, same.clock.interval)
   assert state.clock.round[0] >= 50
   chosen = set(streamed.sent_in)
   assert chosen == {4} if policy == "fixed" else len(chosen) >= 2
@@ -178,20 +182,20 @@ def test_neither_order_nor_splitting_changes_a_bit(policy):
         overlap=transforms.Delayed(stream=stream),
         rule=NESTEROV,
       )
-      choose = largest if stream else lambda told: None
+      choose = largest if stream else lambda place: None
       runs.append(Host(optimizer, team).run(*data(24, 4), choose))
     for (w, state), *others in zip(*runs, strict=True):
       for same_w, same in others:
         jax.tree.map(np.testing.assert_array_equal, w, same_w)
         jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
-        np.testing.assert_array_equal(state.clock.interval, same.interval)
+        np.testing.assert_array_equal(state.clock.interval, same.clock.interval)
   assert state.clock.round[0] >= 3
   assert np.abs(state.anchor["b"]["c"] - params()["b"]["c"]).min() > 0.01
 
 
-def hand_over(told):
+def hand_over(place):
   """A host that errs: too slow, too fast, not at all, and changing."""
-  del told
+  del place
   hand_over.turn += 1
   return (8, 1, 2, None, 4, 8, 8)[hand_over.turn % 7]
 
@@ -235,13 +239,13 @@ def test_whatever_the_host_chooses_nothing_is_lost():
 def test_no_collective_waits_for_the_step_or_a_conditional():
   team = collectives.workers(4, substrate="shard_map")
   build = functools.partial(
-    transforms.local_steps, optax.sgd(0.1), 4, axis=team.axis, delay_rounds=1
+    _chains.late, optax.sgd(0.1), 4, carry=1.0, axis=team.axis
   )
   counted = {}
   for name, stream in (("simple", None), ("streamed", transforms.Stream(12))):
     host = Host(build(stream=stream), team)
     target, losses = (x[0] for x in data(1, 4))
-    program = host.program("usual").lower(
+    program = host.program("fixed").lower(
       host.w, host.state, *team.place((target, losses))
     )
     counted[name] = profiling.read_collectives(program.compile())
@@ -254,17 +258,18 @@ def test_no_collective_waits_for_the_step_or_a_conditional():
 ON_THE_WAY = {
   "fixed": (4, {}, {}),
   "adaptive": (POLICIES["adaptive"], {}, {"stream_steps": 4}),
-  "late by steps": (4, {"delay_steps": 2}, {"stream_steps": 2}),
+  "late by steps": (4, {"steps": 2}, {"stream_steps": 2}),
   "adaptive, late by steps": (
     POLICIES["adaptive"],
-    {"delay_steps": 2},
+    {"steps": 2},
     {"stream_steps": 2},
   ),
-  "reduced": (
+  "compressed": (
     4,
     {
-      "reducer": reducers.compressed(codecs.TopK(0.5)),
-      "feedback": reducers.ErrorFeedback(),
+      "compression": reducers.Compression(
+        codecs.TopK(0.5), reducers.ErrorFeedback()
+      )
     },
     {},
   ),
@@ -275,19 +280,21 @@ ON_THE_WAY = {
 @pytest.mark.parametrize("name", ON_THE_WAY)
 def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
   interval, others, options = ON_THE_WAY[name]
-  optimizer = transforms.local_steps(
+  optimizer = _chains.late(
     optax.stateless(lambda updates, _: jax.tree.map(jnp.sin, updates)),
     interval,
+    carry=1.0,
     axis="worker",
+    stream=transforms.Stream(max_bytes=12),
     **others,
-    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=12)),
   )
+  control = transforms.Control(**options)
   w = jax.tree.map(jnp.asarray, params())
   state, loss = optimizer.init(w), jnp.float32(1.0)
 
   def update(present, state, w):
     gradients, loss = present
-    return optimizer.update(gradients, state, w, loss=loss, **options)
+    return optimizer.update(gradients, state, w, loss=loss, control=control)
 
   assert not _waiting.waits(update, (w, loss), state, w)
   assert not _waiting.is_held_up("sin", update, (w, loss), state, w)
@@ -309,7 +316,7 @@ def test_front_layers_arrive_first_unless_told_otherwise(
     optax.sgd(1.0),
     2,
     axis=None,
-    compression=reducers.Compression(reducer),
+    compression=None if reducer is None else reducers.Compression(reducer),
     overlap=transforms.Delayed(
       stream=transforms.Stream(max_bytes=8, **options)
     ),
@@ -346,7 +353,7 @@ def test_what_arrives_is_from_the_state():
     sent=jax.tree.map(jnp.ones_like, state.sync.flight.held.sent)
   )
   np.testing.assert_array_equal(arrived(none, state), arrived(some, state))
-  changed = arrived(none, state._replace(pending=pending))
+  changed = arrived(none, holding(state, pending))
   assert changed.sum() == 9  # A quarter of 33 elements.
 
 
