@@ -75,7 +75,7 @@ class PowerSGD(_reducer.Reducer):
       that keeps a state: what it remembers would be in terms of a
       :math:`\hat P` that is gone.
 
-  >>> from jdist import codecs, collectives
+  >>> from jdist import codecs, reducers
   >>> int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")
   >>> reducer = PowerSGD(rank=4, factors=int8)
 

@@ -36,7 +36,7 @@ def test_a_phase_is_its_reducer(substrate):
     )
   told = transforms.sharing(states).state
   # The third reducer's state is part shared and part not, as without phases.
-  assert told.shared.phases[2].seen is True
+  assert told.equal.phases[2].seen is True
   assert told.own.phases[2].mine is False
 
 
@@ -88,7 +88,7 @@ REJECTED = {
   ),
   "reducer": (
     lambda: reducers.Scheduled(((None, 0.1),)),
-    "`phases` must be a `reducers.Reducer`, .*got 0.1",
+    "`phases` must be a `reducers.Reducer` or a codec, .*got 0.1",
   ),
   "steps": (
     lambda: reducers.warm_up(_reducers.Largest, 0),

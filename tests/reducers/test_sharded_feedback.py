@@ -234,7 +234,7 @@ def test_local_steps_send_shards(late):
     compression=reducers.Compression(
       REDUCERS["gather top-k"], FEEDBACK, specs=SPECS
     ),
-    overlap=transforms.Delayed(),
+    overlap=transforms.Delayed() if late else None,
     rule=optax.sgd(0.7, momentum=0.9, nesterov=True),
   )
   states, text = run(team, optimizer, steps=6)
@@ -296,7 +296,7 @@ REJECTED = {
       team.axis,
       reducers.Compression(None, specs=SPECS),
     ),
-    "`specs` says how .* needs `reducer`",
+    "`reducer` must be a `reducers.Reducer` or a codec",
   ),
   "not specs": (
     lambda team: reducers.Sharded(reducers.Exact(), {"a": "inner"}),
@@ -322,7 +322,7 @@ REJECTED = {
       compression=reducers.Compression(REDUCERS["gather top-k"], specs=SPECS),
       overlap=transforms.Delayed(stream=transforms.Stream()),
     ),
-    "`specs` must be None where a `reducer` is streamed",
+    "`specs` must be None where a compressed message is streamed",
   ),
 }
 

@@ -338,7 +338,7 @@ def test_a_parameter_that_had_no_gradient_stays_when_adam_is_frozen():
   assert not params[:, :, 0, 0].any() and np.isfinite(params).all()
   told = transforms.sharing(states).state[0]
   assert told.mu is True and told.nu is True and told.step is True
-  assert told.sync.compression.feedback.residual is False
+  assert told.compression.feedback.residual is False
 
 
 def test_demo_is_the_sign_of_the_fastest_components():

@@ -396,7 +396,7 @@ REJECTED = {
   ),
   "delay_steps": (
     lambda: methods.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=3),
-    "`delay_steps` must be below `interval`, 3, got 3",
+    "`steps` must be below `interval`, 3, got 3",
   ),
   "fragments": (
     lambda: methods.streaming_diloco(SGD, 3, 4, axis=None),
@@ -414,7 +414,7 @@ REJECTED = {
     lambda: methods.easgd(SGD, 3, axis=None).update(
       jnp.zeros(3), methods.easgd(SGD, 3, axis=None).init(jnp.zeros(3))
     ),
-    "`params` must be given to `update` of `easgd`",
+    "`params` must be given to `update` of `local_steps`",
   ),
 }
 

@@ -88,7 +88,7 @@ def test_residuals_are_each_workers_own_and_the_anchor_is_not(make):
   assert (
     told.anchor is True and told.sync.compression.feedback.residual is False
   )
-  residual = states.reduction.feedback.residual[-1]
+  residual = states.sync.compression.feedback.residual[-1]
   assert not np.array_equal(residual[0], residual[1])
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(states))
 
