@@ -1,4 +1,4 @@
-"""What a host tells is heard, or refused: never handed on to nobody."""
+"""Controls: what a host says is followed, or refused: never ignored."""
 
 import jax.numpy as jnp
 import optax
@@ -9,7 +9,7 @@ from tests.training import _tiny
 
 SGD = optax.sgd(0.1)
 W = {"a": jnp.arange(4.0), "b": jnp.ones(2)}
-TOLD = {"round_ends": True, "stream_steps": 1}
+SAID = {"round_ends": True, "stream_steps": 1}
 
 
 class Cut:
@@ -29,64 +29,82 @@ def local(**options):
 
 
 def streamed():
-  return local(delay_rounds=1, stream=transforms.Stream(max_bytes=8))
+  return local(
+    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=8))
+  )
 
 
 DEAF = {
-  "easgd": lambda: methods.easgd(SGD, 2, axis=None),
-  "slow_mo": lambda: methods.slow_mo(SGD, 2, 0.1, axis=None),
-  "scaffold": lambda: methods.scaffold(SGD, 2, 0.1, axis=None),
-  "overlap_local_sgd": lambda: methods.overlap_local_sgd(SGD, 2, axis=None),
-  "streaming_diloco": lambda: methods.streaming_diloco(SGD, 2, 2, axis=None),
-  "fragment_steps": lambda: transforms.fragment_steps(SGD, 2, 2, axis=None),
   "lead_step": lambda: transforms.lead_step(SGD, SGD, axis=None),
   "od_sgd": lambda: methods.od_sgd(SGD, 0.1, axis=None),
   "update_first": lambda: transforms.update_first(SGD, axis=None),
   "predict_rest": lambda: predicted(SGD),
 }
+FOLLOWING = {
+  "local_steps": local,
+  "cocod": lambda: methods.cocod(SGD, 2, axis=None),
+  "easgd": lambda: methods.easgd(SGD, 2, axis=None),
+  "slow_mo": lambda: methods.slow_mo(SGD, 2, 0.1, axis=None),
+  "scaffold": lambda: methods.scaffold(SGD, 2, 0.1, axis=None),
+  "overlap_local_sgd": lambda: methods.overlap_local_sgd(SGD, 2, axis=None),
+  "a front": lambda: predicted(local()),
+  "a front, and a rest that follows no host": lambda: predicted(local(), SGD),
+  "a front and a rest": lambda: predicted(local(), local()),
+}
 
 
-def update(optimizer, **options):
-  return optimizer.update(W, optimizer.init(W), W, **options)
+def update(optimizer, **said):
+  control = transforms.Control(**said)
+  return optimizer.update(W, optimizer.init(W), W, control=control)
 
 
-@pytest.mark.parametrize("option", TOLD)
-@pytest.mark.parametrize("name", DEAF)
-def test_what_a_method_cannot_hear_is_refused_by_its_name(name, option):
-  optimizer = DEAF[name]()
-  told = rf"`{option}` must be None for .*`{name}`.* got {TOLD[option]}\. Leave"
-  with pytest.raises(ValueError, match=told):
-    update(optimizer, **{option: TOLD[option]})
-  update(optimizer, **{option: None})
+@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("method", DEAF)
+def test_what_a_method_cannot_follow_is_refused_by_its_name(method, name):
+  optimizer = DEAF[method]()
+  refused = rf"`control` must leave `{name}` out for .*`{method}`"
+  with pytest.raises(ValueError, match=refused):
+    update(optimizer, **{name: SAID[name]})
+  update(optimizer)
+  assert transforms.rounds_ahead(optimizer.init(W)) is None
+
+
+@pytest.mark.parametrize("method", FOLLOWING)
+def test_a_host_ends_rounds(method):
+  optimizer = FOLLOWING[method]()
+  assert transforms.rounds_ahead(optimizer.init(W)).shape == (2, 3)
+  _, ended = update(optimizer, round_ends=True)
+  _, going_on = update(optimizer, round_ends=False)
+  assert bool(transforms.synchronized(ended))
+  assert not bool(transforms.synchronized(going_on))
 
 
 @pytest.mark.parametrize(
-  ("build", "option"),
+  "build", [streamed, lambda: predicted(streamed(), local())]
+)
+def test_a_host_says_in_how_many_steps_to_send(build):
+  found = update(build(), stream_steps=1)
+  assert str(found) != str(update(build()))
+
+
+@pytest.mark.parametrize("build", [local, lambda: predicted(local())])
+def test_what_streams_nothing_is_sent_in_no_number_of_steps(build):
+  with pytest.raises(ValueError, match="`stream_steps` must be left out"):
+    update(build(), stream_steps=1)
+
+
+@pytest.mark.parametrize(
+  ("said", "message"),
   [
-    (local, "round_ends"),
-    (streamed, "stream_steps"),
-    (lambda: methods.cocod(SGD, 2, axis=None), "round_ends"),
-    (lambda: methods.easgd(local(), 3, axis=None), "round_ends"),
-    (lambda: predicted(local()), "round_ends"),
-    (lambda: predicted(SGD, local()), "round_ends"),
-    (lambda: predicted(streamed(), local()), "stream_steps"),
-    (
-      lambda: predicted(local(), DEAF["easgd"]()),
-      "round_ends",
-    ),
+    ({"round_ends": 1}, "`round_ends` .*True, False or None, got 1"),
+    ({"arrives": "now"}, "`arrives` .*True, False or None, got 'now'"),
+    ({"stream_steps": 0}, "`stream_steps` must be an int >= 1, got 0"),
+    ({"stream_steps": True}, "`stream_steps` must be an int >= 1, got True"),
   ],
 )
-def test_what_is_handed_on_to_local_steps_is_heard(build, option):
-  optimizer = build()
-  found = update(optimizer, **{option: TOLD[option]})
-  assert str(found) != str(update(optimizer))
-
-
-def test_what_is_not_streamed_is_no_rest_of_mp2():
-  with pytest.raises(ValueError, match="`stream_steps` must be None for `pred"):
-    update(
-      predicted(SGD, streamed()), control=transforms.Control(stream_steps=1)
-    )
+def test_a_control_of_another_kind_is_refused(said, message):
+  with pytest.raises(ValueError, match=message):
+    transforms.Control(**said)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +129,6 @@ def test_a_trainer_streams_nothing_that_is_not_streamed(build, host_rounds):
   def no_batches(start):
     raise AssertionError(f"asked for a batch of step {start}")
 
-  told = r"`stream_steps` must be empty for .* got \(1, 2\).* Leave it out, or"
-  with pytest.raises(ValueError, match=told):
+  refused = r"`stream_steps` must be empty for .* got \(1, 2\).* Leave it out"
+  with pytest.raises(ValueError, match=refused):
     trainer.fit(state, no_batches, 3)

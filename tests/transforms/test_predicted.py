@@ -176,11 +176,11 @@ def test_a_residual_in_few_bits_is_equal_on_all_workers(substrate):
 def test_a_front_of_mp2_in_few_bits():
   """Is the front of local steps with the same reducer, feedback and seed."""
   options = {
-    "reducer": reducers.compressed(
-      codecs.Quantize(2, 64, rounding="stochastic")
-    ),
-    "feedback": reducers.ErrorFeedback(),
-    "seed": 5,
+    "compression": reducers.Compression(
+      codecs.Quantize(2, 64, rounding="stochastic"),
+      reducers.ErrorFeedback(),
+      seed=5,
+    )
   }
 
   def in_bits(axis):
@@ -200,7 +200,7 @@ def test_a_front_of_mp2_in_few_bits():
     for k in "ab":
       np.testing.assert_array_equal(params[k], wanted[k])
   assert rows_equal((params, seen[-1][1].anchor))
-  left = seen[-1][1].front.reduction.feedback.residual
+  left = seen[-1][1].front.sync.compression.feedback.residual
   assert all(np.asarray(x).any() for x in jax.tree.leaves(left))
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import methods, reducers, transforms
+from jdist import methods, reducers, states, transforms
 from jdist.transforms import intervals
+from tests.transforms import _reducers
 
 SGD = optax.sgd(0.1)
 
@@ -32,7 +33,7 @@ REJECTED = {
     r"`optax.sgd\(0.1\)`, got 0.1",
   ),
   "outer": (
-    lambda: local(outer="nesterov"),
+    lambda: transforms.OuterStep("nesterov"),
     "`outer` must be an Optax transformation, .*, got 'nesterov'",
   ),
   "interval 0": (
@@ -51,13 +52,8 @@ REJECTED = {
     lambda: local(interval=2**31),
     "`interval` must be at most 1073741824, got 2147483648",
   ),
-  "stream without delay": (
-    lambda: local(stream=transforms.Stream()),
-    "`stream` cuts what is delayed and needs `delay_rounds=1`, got "
-    "delay_rounds=0",
-  ),
   "stream True": (
-    lambda: local(delay_rounds=1, stream=True),
+    lambda: transforms.Delayed(stream=True),
     r"`stream` must be a `transforms.Stream`, .*`stream=Stream\(\)`, .* True",
   ),
   "msdpu's stream": (
@@ -78,46 +74,55 @@ REJECTED = {
   ),
   "specs": (
     lambda: local(
-      delay_rounds=1,
-      stream=transforms.Stream(specs=[jax.sharding.PartitionSpec()] * 2),
+      overlap=transforms.Delayed(
+        stream=transforms.Stream(specs=[jax.sharding.PartitionSpec()] * 2)
+      )
     ).init(jnp.zeros(3)),
     "`specs` must have one PartitionSpec for each leaf of the parameters: 1, "
     "got 2. `Workers.specs",
   ),
-  "stream_steps": (
-    lambda: local(delay_rounds=1).update(
-      jnp.zeros(3),
-      local(delay_rounds=1).init(jnp.zeros(3)),
-      jnp.zeros(3),
-      control=transforms.Control(stream_steps=2),
+  "overlap": (
+    lambda: local(overlap=1),
+    r"`overlap` must be `transforms.Delayed\(...\)`, .* got 1",
+  ),
+  "rule": (
+    lambda: local(rule=0.7),
+    "`rule` must be a sync rule, an Optax optimizer .* got 0.7",
+  ),
+  "compression": (
+    lambda: local(compression=_reducers.Largest(2)),
+    "`compression` must be a `jdist.Compression`",
+  ),
+  "momenta that would be late": (
+    lambda: local(
+      rule=transforms.SlowMomentum(0.1, buffers="average"),
+      overlap=transforms.Delayed(),
     ),
-    "`stream_steps` must be given to a streamed form only: build",
+    "`overlap` must be None for `SlowMomentum`",
   ),
-  "delay_rounds": (
-    lambda: local(delay_rounds=2),
-    "`delay_rounds` must be 0 or 1, got 2. To delay by steps, see "
-    "`delay_gradients`",
+  "a warm-up beside the anchor": (
+    lambda: local(
+      rule=transforms.Elastic(0.9), overlap=transforms.Delayed(after_step=2)
+    ),
+    "`after_step` must be 0 for `Elastic`",
   ),
-  "delay_rounds -1": (
-    lambda: local(delay_rounds=-1),
-    "`delay_rounds` must be an int >= 0, got -1",
+  "a warm-up of variates within a round": (
+    lambda: local(
+      rule=transforms.ControlVariates(0.1),
+      overlap=transforms.Delayed(1, after_step=2),
+    ),
+    "`after_step` must be 0 for `ControlVariates` with `steps`",
   ),
-  "delay_after_step": (
-    lambda: local(delay_after_step=-1, delay_rounds=1),
-    "`delay_after_step` must be an int >= 0, got -1",
+  "carry": (
+    lambda: transforms.Delayed(carry=1.5),
+    r"`carry` must be in \[0, 1\], got 1.5",
   ),
-  "delay_after_step without delay": (
-    lambda: local(delay_after_step=3),
-    "`delay_after_step` says when the delay begins and needs "
-    "`delay_rounds=1`, got delay_rounds=0",
-  ),
-  "carry": (lambda: local(carry=1.5), r"`carry` must be in \[0, 1\], got 1.5"),
   "carry nan": (
-    lambda: local(carry=float("nan")),
+    lambda: transforms.Delayed(carry=float("nan")),
     r"`carry` must be in \[0, 1\], got nan",
   ),
   "carry text": (
-    lambda: local(carry="1/N"),
+    lambda: transforms.Delayed(carry="1/N"),
     r"`carry` must be a number in \[0, 1\], got '1/N'",
   ),
   "steps": (
@@ -251,9 +256,9 @@ REJECTED = {
     lambda: intervals.msdpu(1, decay=1.0),
     "`decay` must be below 1, got 1.0",
   ),
-  "register_shared": (
-    lambda: transforms.register_shared(optax.TraceState, frozenset({"m"})),
-    "`fields` must be fields of TraceState, got {'m'}",
+  "shared fields": (
+    lambda: states.declare(shared=("m",))(optax.TraceState),
+    r"`shared` must name fields of TraceState, got \['m'\]",
   ),
 }
 

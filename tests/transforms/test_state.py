@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import collectives, methods, profiling, transforms
+from jdist import collectives, methods, profiling, states, transforms
 from jdist.transforms import intervals
 from tests.transforms import _running, _table
 
@@ -53,7 +53,7 @@ def test_labels_are_careful():
   assert labels(average, SGD).params is True
   assert labels(SGD, average).state[0][0].trace == {"w": False}
   told = labels(average, optax.named_chain(("local", adaptive)))
-  assert told.state[1]["local"].round_loss is False
+  assert told.state[1]["local"].clock.round_loss is False
   assert told.state[1]["local"].anchor == {"w": True}
   # In a wrapper whose other leaves pass by, parameters are not.
   masked = optax.masked(optax.chain(average, SGD), {"w": True})
@@ -63,7 +63,7 @@ def test_labels_are_careful():
 def test_own_states_are_declared():
   state = MineState(jnp.zeros(()), jnp.zeros(2))
   assert transforms.sharing(state).state == MineState(False, False)
-  transforms.register_shared(MineState, frozenset({"count"}))
+  states.declare(shared=("count",))(MineState)
   assert transforms.sharing(state).state == MineState(True, False)
 
 

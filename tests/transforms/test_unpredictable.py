@@ -33,19 +33,6 @@ def test_what_is_wrong_is_refused(change, message):
     transforms.predict_rest(**(arguments | change))
 
 
-def test_a_seed_is_looked_at_with_a_reducer_or_without():
-  for seed in (-1, 0.5):
-    with pytest.raises(ValueError, match=f"`seed` must be .* got {seed}"):
-      methods.mp2(
-        optax.sgd(0.1),
-        Cut(),
-        predict,
-        THETA,
-        axis=None,
-        compression=reducers.Compression(None, seed=seed),
-      )
-
-
 def ones(front, **shapes):
   del front
   return {k: jnp.ones(shape) for k, shape in shapes.items()}
@@ -153,7 +140,7 @@ def test_whatever_averages_may_be_in_front(front):
 
 def frozen(axis):
   adam = transforms.scale_by_frozen_adam(
-    5, axis, reducers.compressed(codecs.Quantize(4))
+    5, axis, reducers.Compression(codecs.Quantize(4))
   )
   return optax.chain(adam, optax.sgd(0.1))
 

@@ -168,7 +168,7 @@ def begins_after(optimizer, state, name):
   """Of each message of a step's beginning, whether it waits for a layer."""
 
   def begin(pending, state):
-    state = state._replace(pending=state.sync.flight.held | {name: pending})
+    state = state._replace(pending=state.pending | {name: pending})
     return optimizer.begin(LAYERS, state)
 
   return _waiting.waiting(begin, LAYERS[name], state)
@@ -302,7 +302,7 @@ def test_what_is_not_pending_is_a_mean_already():
     grads = {"a": jnp.stack([x, x]), "b": jnp.stack([x, 3 * x])}
     state = optimizer.hold(grads, optimizer.init(grads))
     zeros = jax.tree.map(jnp.zeros_like, grads)
-    return state.sync.flight.held, optimizer.begin(zeros, state)[0]
+    return state.pending, optimizer.begin(zeros, state)[0]
 
   pending, w = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
   assert pending["a"].tolist() == [[2, 2], [2, 2]]

@@ -95,8 +95,10 @@ def scalar(x: jax.typing.ArrayLike) -> jax.Array:
   return jnp.asarray(x).astype(jnp.float32)
 
 
-def either(which: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+def either(which: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
   """Chooses between two trees, leaf by leaf."""
+  if which is True:  # Known now: the program need not wait for `no`.
+    return yes
   return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
 
 

@@ -197,7 +197,7 @@ class ChunkedStream(_sender.Sender):
     self,
     held: ChunkedStreamState,
     present: _sender.Contribution,
-    late: jax.Array,
+    late: jax.Array | bool,
     steps: int | None,
     memory: reducers.CompressionState,
   ) -> tuple[_sender.Contribution, reducers.CompressionState]:

@@ -259,11 +259,23 @@ def fragment_steps(
         synchronized=jnp.asarray(True),
       ),
       inner=state.inner,
-      fragments=tuple(step.sync for step in steps),
+      fragments=tuple(
+        staggered(one, step.sync)
+        for one, step in zip(parts, steps, strict=True)
+      ),
       kept=jnp.zeros_like(state.kept),
     )
     updates = _merge([step.updates for step in steps])
     return collectives.varying((updates, state), axis)
+
+  def staggered(
+    one: _local_steps.Synchronizer, own: _local_steps.SyncState
+  ) -> _local_steps.SyncState:
+    """Lets a round that begins anywhere end at the fragment's next step."""
+    left, _ = one.policy.next((), own.clock.step, None)
+    following = jnp.full_like(left, interval)
+    clock = own.clock._replace(interval=left, next_interval=following)
+    return own._replace(clock=clock)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -387,14 +399,14 @@ def _arrived(
 
 
 def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
-  """A first round that staggers a fragment, then rounds of one length."""
+  """Rounds that end after the local steps first, first + interval, ..."""
 
   def next_fn(
     state: Any, start_step: jax.Array, loss: jax.Array | None
   ) -> tuple[jax.Array, Any]:
     del loss
-    steps = jnp.where(start_step == 0, first, interval)
-    return steps.astype(jnp.int32), state
+    left = (first - start_step) % interval
+    return jnp.where(left == 0, interval, left).astype(jnp.int32), state
 
   return intervals.IntervalPolicy(lambda: (), next_fn)
 

@@ -216,7 +216,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
     self,
     end: _sync_rule.Round,
     present: _sender.Contribution,
-    late: jax.Array,
+    late: jax.Array | bool,
     steps: int | None,
     state: SyncState,
   ) -> tuple[_sync_rule.Round, Any, SyncState]:
@@ -225,7 +225,9 @@ class LateSynchronizer(_local_steps.Synchronizer):
     # In the first delayed round nothing has arrived yet. Nothing happens to
     # the anchor then: a momentum must not move it by a gradient of zero. What
     # was sent of nothing, a sign perhaps, does not stay in a residual either.
-    arrived = flight.in_flight | ~late
+    arrived = flight.in_flight
+    if late is not True:
+      arrived |= ~late
     mean, memory = self._sender(state.anchor).mean(
       flight.held, present, late, steps, state.compression
     )
@@ -240,7 +242,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
     self,
     end: _sync_rule.Round,
     present: _sender.Contribution,
-    late: jax.Array,
+    late: jax.Array | bool,
     state: SyncState,
   ) -> tuple[PyTree, SyncState]:
     """Returns where the next round begins, and holds what it sends."""
@@ -269,7 +271,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
       held=self._sender(state.anchor).hold(
         present, state.flight.held, state.compression
       ),
-      in_flight=late,
+      in_flight=jnp.asarray(late),
     )
     return target, state._replace(flight=flight, kept=keep)
 
@@ -296,9 +298,11 @@ class LateSynchronizer(_local_steps.Synchronizer):
         due &= sender.complete(state.flight.held)
       late = self._is_late(state, steps)
       due = jnp.where(late, due, state.clock.is_over())
+      due = collectives.agreed(due, self.axis)
+      mean = self._mean_if(due, state, steps) if late is True else None
       return jax.lax.cond(
-        collectives.agreed(due, self.axis),
-        lambda step, params: self._arrive(step, params, steps),
+        due,
+        lambda step, params: self._arrive(step, params, steps, mean),
         lambda step, params: collectives.varying(step, self.axis),
         step,
         params,
@@ -309,15 +313,42 @@ class LateSynchronizer(_local_steps.Synchronizer):
       step = step._replace(sync=self._lost_unless_there(step.sync))
     return self._arrive(step, params, steps)
 
+  def _mean_if(
+    self, due: jax.Array, state: SyncState, steps: int | None
+  ) -> Any:
+    """Takes the mean of what is held, if it is due, or of nothing.
+
+    In a conditional of its own, so that no collective waits for the step.
+    """
+
+    def mean(held: PyTree, memory: PyTree) -> Any:
+      new = _sender.Contribution((), ())  # Not looked at: all rounds are late.
+      found = self._sender(state.anchor).mean(held, new, True, steps, memory)
+      return collectives.varying(found, self.axis)
+
+    operands = state.flight.held, state.compression
+    shapes = jax.eval_shape(mean, *operands)
+
+    def nothing(held: PyTree, memory: PyTree) -> Any:
+      del held
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
+      return collectives.varying((zeros, memory), self.axis)
+
+    return jax.lax.cond(due, mean, nothing, *operands)
+
   def _arrive(
-    self, step: Step, params: optax.Params, steps: int | None
+    self,
+    step: Step,
+    params: optax.Params,
+    steps: int | None,
+    arrived: Any = None,
   ) -> Step:
     """Moves the anchor by the mean of what was under way."""
     state = step.sync
     late = self._is_late(state, steps)
     local = jax.tree.map(_anchor.moved, params, step.updates)
     end = self.round(step, params, local)
-    mean, memory = self._sender(state.anchor).mean(
+    mean, memory = arrived or self._sender(state.anchor).mean(
       state.flight.held, self._contribution(end, state), late, steps,
       state.compression,
     )  # fmt: skip
@@ -368,13 +399,13 @@ class LateSynchronizer(_local_steps.Synchronizer):
     memory = _anchor.either(flag, memory, state.compression)
     return state._replace(compression=memory)
 
-  def _is_late(self, state: SyncState, steps: int | None) -> jax.Array:
-    """Returns whether this round is one of the delayed ones."""
+  def _is_late(self, state: SyncState, steps: int | None) -> jax.Array | bool:
+    """Returns whether this round is a delayed one; True if all are."""
+    # What was streamed is what there is.
+    if steps is not None or not self.after_step:
+      return True
     begins = state.clock.step - state.clock.round_step
-    late = begins >= self.after_step
-    if steps is not None:  # What was streamed is what there is.
-      late = jnp.full_like(late, True)
-    return late
+    return begins >= self.after_step
 
   def _hold_nothing(self, state: SyncState, before: Any) -> Any:
     nothing = _sender.Contribution(

@@ -88,7 +88,7 @@ class Synchronizer:
       anchor=anchor,
       # Each leaf a buffer of its own, because the state may be donated.
       memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
-      kept=jnp.zeros((), jnp.float32) if beside else (),
+      kept=jnp.ones((), jnp.float32) if beside else (),
       flight=(),
       compression=memory,
     )

@@ -65,7 +65,7 @@ class Sender:
     self,
     held: Any,
     present: Contribution,
-    late: jax.Array,
+    late: jax.Array | bool,
     steps: int | None,
     memory: PyTree,
   ) -> tuple[Contribution, PyTree]:

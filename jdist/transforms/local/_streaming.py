@@ -195,7 +195,7 @@ class ExactStream(_sender.Sender):
     self,
     held: StreamState,
     present: _sender.Contribution,
-    late: jax.Array,
+    late: jax.Array | bool,
     steps: int | None,
     memory: PyTree,
   ) -> tuple[_sender.Contribution, PyTree]:
@@ -207,7 +207,10 @@ class ExactStream(_sender.Sender):
       collectives.agreed(late & self.complete(held), self.axis),
       lambda: collectives.varying(held.arrived, self.axis),
       lambda: collectives.mean(
-        _anchor.either(late, held.sent, self._pack(present)), self.axis
+        held.sent
+        if late is True
+        else _anchor.either(late, held.sent, self._pack(present)),
+        self.axis,
       ),
     )
     return self._unpack(arrived), memory

@@ -79,7 +79,8 @@ def test_an_outer_schedule_counts_the_meetings_of_a_fragment():
 
 def test_each_fragment_has_an_outer_state_of_its_own():
   optimizer = methods.streaming_diloco(SGD, 4, 2, axis=None)
-  traces = [state[0].trace for state in optimizer.init(PARAMS).outer]
+  parts = optimizer.init(PARAMS).fragments
+  traces = [part.memory[0].trace for part in parts]
   assert [len(jax.tree.leaves(trace)) for trace in traces] == [1, 2]
 
 
