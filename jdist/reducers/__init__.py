@@ -1,7 +1,7 @@
 """Means of the workers' trees by few bytes, and what is fed back.
 
 A reducer takes the mean of one tree over the axis; a feedback keeps what a
-worker wanted to send and did not.  `CompressedMean` joins both.
+worker wanted to send and did not.  `Compression` joins both.
 """
 
 from jdist.reducers._chunked import Chunked as Chunked
@@ -10,7 +10,6 @@ from jdist.reducers._compressed import Compressed as Compressed
 from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compressed import CompressedState as CompressedState
 from jdist.reducers._compression import check_compression as check_compression
-from jdist.reducers._compression import check_reducer as check_reducer
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
 from jdist.reducers._error_feedback import EF21 as EF21

@@ -82,11 +82,7 @@ class Chunked(_reducer.Reducer):
   multiple: int = 1
 
   def __post_init__(self) -> None:
-    if not isinstance(self.reducer, _reducer.Reducer):
-      raise ValueError(
-        "`reducer` must be a `Reducer`, for instance `compressed(codec)`, got "
-        f"{self.reducer!r}."
-      )
+    _reducer.check_reducer("reducer", self.reducer)
     for name, value in (
       ("max_bytes", self.max_bytes),
       ("multiple", self.multiple),

@@ -82,7 +82,12 @@ class Compression:
     reducer, feedback = self.reducer, self.feedback
     if isinstance(reducer, codecs.Codec):
       reducer = _compressed.compressed(reducer)
-    check_reducer("reducer", reducer)
+    if not isinstance(reducer, _reducer.Reducer):
+      raise ValueError(
+        "`reducer` must be a `reducers.Reducer` or a codec, for instance "
+        "`reducers.PowerSGD(2)` or `codecs.Quantize(4)`, got "
+        f"{checks.told(reducer)}."
+      )
     _feedback.check_feedback("feedback", feedback)
     # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
     seed = 0 if self.seed is None else self.seed
@@ -258,16 +263,6 @@ def check_compression(value: Any) -> None:
     "`compression` must be a `jdist.Compression`, for instance "
     "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
     f"None to take the mean exactly, got {checks.told(value)}."
-  )
-
-
-def check_reducer(name: str, value: Any) -> None:
-  """Raises a ValueError unless `value` is a reducer."""
-  if isinstance(value, _reducer.Reducer):
-    return
-  raise ValueError(
-    f"`{name}` must be a `reducers.Reducer` or a codec, for instance "
-    f"`reducers.PowerSGD(2)` or `codecs.Quantize(4)`, got {checks.told(value)}."
   )
 
 

@@ -75,11 +75,7 @@ class Hierarchical(_reducer.Reducer):
 
   def __post_init__(self) -> None:
     for name in ("inner", "outer"):
-      if not isinstance(getattr(self, name), _reducer.Reducer):
-        raise ValueError(
-          f"`{name}` must be a `Reducer`, for instance `Exact()` or "
-          f"`compressed(codec)`, got {getattr(self, name)!r}."
-        )
+      _reducer.check_reducer(name, getattr(self, name))
     if (
       isinstance(self.parts, bool)
       or not isinstance(self.parts, int)

@@ -38,11 +38,7 @@ class Rule:
   max_ndim: int | None = None
 
   def __post_init__(self) -> None:
-    if not isinstance(self.reducer, _reducer.Reducer):
-      raise ValueError(
-        "`reducer` must be a `Reducer`, for instance `compressed(codec)` or "
-        f"`Exact()`, got {self.reducer!r}."
-      )
+    _reducer.check_reducer("reducer", self.reducer)
     if self.path is not None and not (
       isinstance(self.path, str | re.Pattern) or callable(self.path)
     ):

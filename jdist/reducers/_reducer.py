@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import collectives
+from jdist import checks, collectives
 
 PyTree: TypeAlias = Any
 
@@ -179,3 +179,12 @@ def ring_bits(payload_bits: float, num_workers: int) -> float:
   1200.0
   """
   return 2 * payload_bits * (num_workers - 1) / num_workers
+
+
+def check_reducer(name: str, value: Any) -> None:
+  """Raises a ValueError unless `value` is a reducer."""
+  if not isinstance(value, Reducer):
+    raise ValueError(
+      f"`{name}` must be a `Reducer`, for instance `Exact()` or "
+      f"`compressed(codec)`, got {checks.told(value)}."
+    )

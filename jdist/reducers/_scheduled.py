@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives
-from jdist.reducers import _compression, _reducer
+from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
 # Deep Gradient Compression: 75, 93.75, 98.4375 and 99.6 % are not sent.
@@ -62,7 +62,7 @@ class Scheduled(_reducer.Reducer):
       checks.check_structural("phases", end, minimum=before + 1)
       before = end or 0
     for _, reducer in self.phases:
-      _compression.check_reducer("phases", reducer)
+      _reducer.check_reducer("phases", reducer)
 
   @property
   def averages(self) -> bool:
@@ -154,7 +154,7 @@ def warm_up(
 
   Args:
     make: makes a reducer of the part of the entries that is sent, for instance
-      `lambda ratio: _compressed.compressed(codecs.TopK(ratio))`.
+      `lambda ratio: reducers.compressed(codecs.TopK(ratio))`.
     steps_per_phase: steps of each phase, an epoch in the paper.
     final_ratio: the part that is sent after the last phase, in (0, 1].
     ratios: the parts that are sent before, those above `final_ratio`; by

@@ -68,11 +68,7 @@ class Sharded(_reducer.Reducer):
   specs: Any
 
   def __post_init__(self) -> None:
-    if not isinstance(self.reducer, _reducer.Reducer):
-      raise ValueError(
-        "`reducer` must be a `Reducer`, for instance `compressed(codec)`, got "
-        f"{self.reducer!r}."
-      )
+    _reducer.check_reducer("reducer", self.reducer)
     object.__setattr__(self, "specs", spec_leaves(self.specs))
 
   @property
