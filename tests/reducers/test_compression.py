@@ -1,4 +1,4 @@
-"""Compression: local steps whose progress goes through a reducer."""
+"""Means by few bytes: of gradients, and of what local steps have done."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,16 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import methods, profiling, reducers, transforms
+from jdist import (
+  codecs,
+  collectives,
+  methods,
+  profiling,
+  reducers,
+  transforms,
+)
 from jdist.transforms import intervals
+from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _table
 from tests.transforms._rounds import random_targets, train
 
@@ -82,24 +90,24 @@ def test_local_steps_are_those_of_numpy(late, momentum):
   np.testing.assert_array_equal(rows, np.repeat(rows[:, :1], 4, 1))
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("interval", [3, intervals.msdpu(2, 0.1)])
 def test_with_all_bits_it_is_what_it_was(late, interval):
   targets = random_targets(12, 4, 5)
 
-  def anchors(**others):
+  def anchors(compression=None):
     optimizer = transforms.local_steps(
       MOMENTUM,
       interval,
       axis="worker",
-      overlap=transforms.Delayed() if late else None,
       rule=NESTEROV,
-      **others,
+      overlap=transforms.Delayed() if late else None,
+      compression=compression,
     )
     return train(optimizer, targets)[1].anchor
 
-  plain = reducers.Compression(_reducers.Plain(), reducers.ErrorFeedback())
-  found = anchors(compression=plain)
+  every_bit = reducers.Compression(_reducers.Plain(), reducers.ErrorFeedback())
+  found = anchors(every_bit)
   if late:
     np.testing.assert_array_equal(found, anchors())
   else:  # A compiler may merge the mean's division with the outer step.
@@ -120,7 +128,7 @@ def test_with_all_bits_it_is_parameter_averaging():
   )
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("reducer", [LARGEST, _reducers.Owned(0.25)], ids=repr)
 def test_nothing_of_the_progress_is_lost(late, reducer):
   """The anchor has moved by the mean progress but for what is held."""
@@ -141,9 +149,10 @@ def test_nothing_of_the_progress_is_lost(late, reducer):
   went_in = progress.cumsum(0).mean(1)
   if late:
     went_in = np.concatenate([np.zeros((1, 5)), went_in[:-1]])
-  held = states.sync.compression.feedback.residual[2::3].mean(1)
+  memory = states.sync.compression
+  held = memory.feedback.residual[2::3].mean(1)
   if isinstance(reducer, _reducers.Owned):
-    held = held + states.sync.compression.equal.residual[0][2::3, 0]
+    held = held + memory.equal.residual[0][2::3, 0]
   np.testing.assert_allclose(went_in, held - states.anchor[2::3, 0], 1e-4, 1e-5)
   assert np.abs(held).max() > 0.01
 
@@ -158,9 +167,10 @@ def test_a_first_late_round_leaves_no_trace():
     overlap=transforms.Delayed(),
   )
   _, states = train(optimizer, random_targets(4, 4, 3))
-  first = jax.tree.map(lambda x: x[1], states.sync.compression)
+  memory = states.sync.compression
+  first = jax.tree.map(lambda x: x[1], memory)
   assert not first.feedback.residual.any() and not first.step.any()
-  assert states.sync.compression.step[3].tolist() == [1] * 4
+  assert memory.step[3].tolist() == [1] * 4
 
 
 class Signs(_reducers.Plain):
@@ -171,7 +181,7 @@ class Signs(_reducers.Plain):
     return super().reduce(signs, state, key, axis)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_drain_brings_in_what_a_feedback_holds(late):
   targets = random_targets(8, 4, 5)  # Two rounds of 3, and two steps.
   optimizer = transforms.local_steps(
@@ -231,20 +241,96 @@ def test_diloco_is_one_line():
   assert told.params is False
 
 
+class Drawn(_reducers.Plain):
+  """Shows the random numbers that a reducer is given."""
+
+  def reduce(self, tree, state, key, axis):
+    own = jax.tree.map(lambda x: jax.random.normal(key, x.shape), tree)
+    return reducers.Reduced(collectives.mean(own, axis), own, state)
+
+
+def test_random_numbers_change_by_step_and_seed_and_not_by_worker():
+  xs = gradients(3)
+  one, _ = run(average(Drawn(), seed=1), xs)
+  again, _ = run(average(Drawn(), seed=1), xs)
+  other, _ = run(average(Drawn(), seed=2), xs)
+  assert (one["a"] == one["a"][:, :1]).all()
+  assert len(np.unique(one["a"][:, 0])) == 15
+  np.testing.assert_array_equal(one["a"], again["a"])
+  assert not (one["a"] == other["a"]).any()
+
+
+def test_a_codec_stands_for_its_reducer():
+  codec = codecs.TopK(k=2)
+  found = reducers.Compression(codec).reducer
+  assert found == reducers.compressed(codec)
+
+
+VOTE = reducers.MajorityVote()
+EXACT = reducers.Exact()
+# A vote, wherever it stands in a reducer.
+VOTES = {
+  "alone": VOTE,
+  "of some leaves": reducers.PerLeaf((reducers.Rule(VOTE, min_ndim=2),)),
+  "of factors": reducers.PowerSGD(2, factors=VOTE),
+  "between hosts": reducers.Hierarchical(EXACT, VOTE),
+  "inside of hosts": reducers.Hierarchical(VOTE, EXACT),
+  "after a warm-up": reducers.Scheduled(((3, EXACT), (None, VOTE))),
+}
+
+
+@pytest.mark.parametrize("name", VOTES)
+def test_of_a_vote_nothing_is_left_to_be_kept(name):
+  for feedback in (None, reducers.Smoothing(0.5)):
+    assert reducers.Compression(VOTES[name], feedback).feedback is feedback
+  for feedback in (
+    reducers.ErrorFeedback(),
+    reducers.ErrorFeedback(0.5),
+    reducers.EF21(),
+    reducers.MomentumCorrection(0.9),
+  ):
+    with pytest.raises(
+      ValueError, match=r"`feedback` keeps .*must be `Smoothing\(\)` or None"
+    ):
+      reducers.Compression(VOTES[name], feedback)
+
+
 REJECTED = {
   "feedback alone": (
-    lambda: transforms.local_steps(
-      SGD, 2, axis=None, compression=reducers.Compression(None, reducers.EF21())
-    ),
+    lambda: reducers.Compression(None, reducers.EF21()),
     "`reducer` must be a `reducers.Reducer` or a codec, .*got None",
   ),
   "reducer": (
-    lambda: transforms.local_steps(
-      SGD, 2, axis=None, compression=reducers.Compression(0.01)
+    lambda: reducers.Compression("int8"),
+    "`reducer` must be a `reducers.Reducer` or a codec, .*got 'int8'",
+  ),
+  "feedback": (
+    lambda: reducers.Compression(LARGEST, True),
+    "`feedback` must be a feedback or None, .*, got True",
+  ),
+  "seed": (
+    lambda: reducers.Compression(LARGEST, seed=-1),
+    "`seed` must be an int >= 0, got -1",
+  ),
+  "nobody keeps what owners round away": (
+    lambda: reducers.Compression(
+      reducers.compressed(codecs.Quantize(4), owner_feedback="own_share")
     ),
-    "`reducer` must be a `reducers.Reducer` or a codec, .*got 0.01",
+    "`reducer` leaves .*needs one, .*feedback=None",
   ),
 }
+TAKERS = {
+  "average_gradients": lambda x: transforms.average_gradients(None, x),
+  "local_steps": lambda x: transforms.local_steps(
+    SGD, 2, axis=None, compression=x
+  ),
+  "scale_by_frozen_adam": lambda x: transforms.scale_by_frozen_adam(2, None, x),
+}
+for taker, take in TAKERS.items():
+  REJECTED[f"a codec for {taker}"] = (
+    lambda take=take: take(codecs.TopK(k=2)),
+    "`compression` must be a `jdist.Compression`, .*got TopK",
+  )
 
 
 @pytest.mark.parametrize("name", REJECTED)

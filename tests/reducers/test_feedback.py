@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, collectives, methods, reducers, transforms
+from jdist import codecs, methods, reducers, transforms
+from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _running
 
 FEEDBACKS = {
@@ -19,46 +20,6 @@ FEEDBACKS = {
   "smoothing": reducers.Smoothing(0.5),
 }
 LARGEST = _reducers.Largest(1)
-
-
-def gradients(num_steps, num_workers=4, size=5, dtype=np.float32):
-  """[steps, workers, ...] of two leaves, in eighths."""
-  random = np.random.default_rng(0)
-
-  def one(*shape):
-    x = random.integers(-40, 40, (num_steps, num_workers, *shape))
-    return (x / 8).astype(dtype)
-
-  return {"a": one(size), "b": one(2, 3)}
-
-
-def run(transform, xs, substrate="vmap"):
-  """Outputs and states after every step, arrays [steps, workers, ...]."""
-  num_steps, num_workers = jax.tree.leaves(xs)[0].shape[:2]
-  if substrate == "none":
-    team = collectives.workers(1, substrate="none")
-  else:
-    team = collectives.workers(num_workers, substrate=substrate)
-  optimizer = transform(team.axis)
-  like = team.place(jax.tree.map(lambda x: x[0], xs))
-  state = team.jit(optimizer.init)(like)
-
-  @team.jit
-  def step(x, state):
-    return optimizer.update(x, state)
-
-  outputs, states = [], []
-  for t in range(num_steps):
-    output, state = step(team.place(_running.at(t, xs)), state)
-    outputs.append(output)
-    states.append(state)
-  stack = lambda *x: np.stack(x)  # noqa: E731
-  return jax.tree.map(stack, *outputs), jax.tree.map(stack, *states)
-
-
-def average(reducer, feedback=None, **others):
-  compression = reducers.Compression(reducer, feedback, **others)
-  return lambda axis: transforms.average_gradients(axis, compression)
 
 
 def by_hand(reducer, feedback, xs):
@@ -274,25 +235,6 @@ def test_substrates_agree(name, reducer):
     np.testing.assert_allclose(x, y, 1e-5, 1e-5)
 
 
-class Drawn(_reducers.Plain):
-  """Shows the random numbers that a reducer is given."""
-
-  def reduce(self, tree, state, key, axis):
-    own = jax.tree.map(lambda x: jax.random.normal(key, x.shape), tree)
-    return reducers.Reduced(collectives.mean(own, axis), own, state)
-
-
-def test_random_numbers_change_by_step_and_seed_and_not_by_worker():
-  xs = gradients(3)
-  one, _ = run(average(Drawn(), seed=1), xs)
-  again, _ = run(average(Drawn(), seed=1), xs)
-  other, _ = run(average(Drawn(), seed=2), xs)
-  assert (one["a"] == one["a"][:, :1]).all()
-  assert len(np.unique(one["a"][:, 0])) == 15
-  np.testing.assert_array_equal(one["a"], again["a"])
-  assert not (one["a"] == other["a"]).any()
-
-
 @pytest.mark.parametrize("name", FEEDBACKS)
 def test_what_owners_held_back_is_in_the_next_message(name):
   feedback = FEEDBACKS[name]
@@ -344,50 +286,13 @@ def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
 
 
 REJECTED = {
-  "feedback alone": (
-    lambda: transforms.average_gradients(
-      None,
-      reducers.Compression(None, reducers.ErrorFeedback()),
-    ),
-    "`reducer` must be a `reducers.Reducer` or a codec, .*got None",
-  ),
-  "nobody keeps what owners round away": (
-    lambda: transforms.average_gradients(
-      None,
-      reducers.Compression(
-        reducers.compressed(codecs.Quantize(4), owner_feedback="own_share")
-      ),
-    ),
-    "`reducer` leaves what its owners round away to a feedback",
-  ),
-  "reducer": (
-    lambda: transforms.average_gradients(
-      None,
-      reducers.Compression("int8"),
-    ),
-    "`reducer` must be .*or a codec, .*got 'int8'",
-  ),
-  "feedback": (
-    lambda: transforms.average_gradients(
-      None,
-      reducers.Compression(LARGEST, True),
-    ),
-    "`feedback` must be a feedback or None, .*, got True",
-  ),
-  "seed": (
-    lambda: transforms.average_gradients(
-      None,
-      reducers.Compression(LARGEST, seed=-1),
-    ),
-    "`seed` must be an int >= 0, got -1",
-  ),
   "decay": (
     lambda: reducers.ErrorFeedback(1.5),
-    r"`decay` must be in \[0, 1\], got 1.5",
+    r"`decay` .*\[0, 1\], got 1.5",
   ),
   "momentum": (
     lambda: reducers.MomentumCorrection(-0.1),
-    r"`momentum` must be in \[0, inf\]|\[0, 1\], got -0.1",
+    r"`momentum` .*\[0, 1\], got -0.1",
   ),
 }
 
@@ -397,45 +302,6 @@ def test_what_cannot_be_is_refused(name):
   call, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     call()
-
-
-VOTE = reducers.MajorityVote()
-EXACT = reducers.Exact()
-# A vote, wherever it stands in a reducer.
-VOTES = {
-  "alone": VOTE,
-  "of some leaves": reducers.PerLeaf((reducers.Rule(VOTE, min_ndim=2),)),
-  "of factors": reducers.PowerSGD(2, factors=VOTE),
-  "between hosts": reducers.Hierarchical(EXACT, VOTE),
-  "inside of hosts": reducers.Hierarchical(VOTE, EXACT),
-  "after a warm-up": reducers.Scheduled(((3, EXACT), (None, VOTE))),
-}
-SENDERS = {
-  "average_gradients": lambda *ways: transforms.average_gradients(
-    None, reducers.Compression(*ways)
-  ),
-  "local_steps": lambda *ways: transforms.local_steps(
-    optax.sgd(0.1), 2, axis=None, compression=reducers.Compression(*ways)
-  ),
-  "scale_by_frozen_adam": lambda *ways: transforms.scale_by_frozen_adam(
-    2, None, reducers.Compression(*ways)
-  ),
-}
-
-
-@pytest.mark.parametrize("sender", SENDERS)
-@pytest.mark.parametrize("name", VOTES)
-def test_of_a_vote_nothing_is_left_to_be_kept(name, sender):
-  build, vote = SENDERS[sender], VOTES[name]
-  for feedback in FEEDBACKS.values():
-    if isinstance(feedback, reducers.Smoothing):
-      build(vote, feedback)
-      continue
-    with pytest.raises(
-      ValueError, match=r"`feedback` keeps .*must be `Smoothing\(\)` or None"
-    ):
-      build(vote, feedback)
-  build(vote, None)
 
 
 def test_gradients_of_shared_parameters_are_refused():

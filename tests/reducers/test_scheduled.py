@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import profiling, reducers, transforms
-from tests.reducers.test_feedback import average, gradients, run
+from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _table
 
 PHASES = reducers.Scheduled(
@@ -88,7 +88,7 @@ REJECTED = {
   ),
   "reducer": (
     lambda: reducers.Scheduled(((None, 0.1),)),
-    "`phases` must be a `reducers.Reducer` or a codec, .*got 0.1",
+    "`phases` must be a `Reducer`, .*got 0.1",
   ),
   "steps": (
     lambda: reducers.warm_up(_reducers.Largest, 0),
