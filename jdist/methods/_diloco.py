@@ -117,6 +117,7 @@ def streaming_diloco(
   >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
   """
   checks.check_optimizer("optimizer", optimizer)
+  checks.check_structural("delay_steps", delay_steps, minimum=0)
   return transforms.fragment_steps(
     optimizer,
     interval,

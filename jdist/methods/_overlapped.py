@@ -86,7 +86,8 @@ def msdpu(
   overlap = transforms.Delayed(carry=None) if overlap is None else overlap
   if warmup_steps:
     interval = intervals.post_local(warmup_steps, interval)
-    overlap = dataclasses.replace(overlap, after_step=warmup_steps)
+    if isinstance(overlap, transforms.Delayed):  # Else refused below.
+      overlap = dataclasses.replace(overlap, after_step=warmup_steps)
   corrected = optax.chain(
     transforms.pull_to_anchor(correction, learning_rate), optimizer
   )

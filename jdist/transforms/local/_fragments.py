@@ -439,8 +439,9 @@ def _check_overlap(overlap: _delayed.Delayed, interval: int) -> None:
     )
   if overlap.steps >= interval:
     raise ValueError(
-      f"`steps` must be below `interval`, {interval}, got {overlap.steps}: a "
-      "fragment arrives before it is sent again."
+      "`steps` (`delay_steps` of `streaming_diloco`) must be below `interval`, "
+      f"{interval}, got {overlap.steps}: a fragment arrives before it is sent "
+      "again."
     )
   if overlap.after_step:
     raise ValueError(
