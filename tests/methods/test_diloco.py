@@ -1,15 +1,15 @@
-"""Methods with rounds that send few bytes."""
+"""Outer optimizers: of few bytes, and fragment by fragment."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jdist import methods, transforms
-from tests.transforms._rounds import random_targets, train
-
-RATE = 0.1
-SGD = optax.sgd(RATE)
+from jdist.transforms import intervals
+from tests.methods._rounds import check_same, gradient, MOMENTUM, RATE, SGD
+from tests.transforms._rounds import plain_apply, random_targets, train
 
 
 def largest_of_chunks(x, chunk, k):
@@ -93,6 +93,81 @@ def test_residuals_are_each_workers_own_and_the_anchor_is_not(make):
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(states))
 
 
+def fragments_reference(x, interval, number, tau, mix, rate, mu):
+  """Streaming DiLoCo by fragments; x is [steps, workers, fragments]."""
+  steps, n, _ = x.shape
+  w, a, m = np.zeros((n, number)), np.zeros(number), np.zeros(number)
+  under_way = {}
+  for t in range(1, steps + 1):
+    # What was sent tau steps ago is from the state.
+    arriving = {}
+    for p in range(number):
+      first = interval * (p + 1) // number
+      if t >= first + tau and (t - first - tau) % interval == 0 and tau:
+        arriving[p] = under_way.pop(p)
+    w = w - RATE * gradient(w, x[t - 1])
+    for p in range(number):
+      first = interval * (p + 1) // number
+      if not tau and t >= first and (t - first) % interval == 0:
+        arriving[p] = (a[p] - w[:, p]).mean()
+      if p in arriving:
+        m[p] = mu * m[p] + arriving[p]
+        a[p] -= rate * (mu * m[p] + arriving[p])
+        w[:, p] = mix * w[:, p] + (1 - mix) * a[p]
+      if tau and t >= first and (t - first) % interval == 0:
+        under_way[p] = (a[p] - w[:, p]).mean()
+    yield w.copy(), a.copy()
+
+
+@pytest.mark.parametrize(("tau", "mix"), [(0, 0.0), (2, 0.5), (3, 0.25)])
+def test_fragments_are_sent_and_applied_one_by_one(tau, mix):
+  targets = random_targets(24, 4, 3)
+  optimizer = methods.streaming_diloco(
+    SGD, 6, 3, 0.7, 0.9, axis="worker", delay_steps=tau, mix=mix
+  )
+
+  def one(xs):
+    w = {"a": jnp.zeros(()), "b": jnp.zeros(()), "c": jnp.zeros(())}
+
+    def body(carry, x):
+      w, state = carry
+      grads = jax.tree.map(jnp.subtract, w, dict(zip("abc", x, strict=True)))
+      updates, state = optimizer.update(grads, state, w)
+      carry = plain_apply(w, updates, state), state
+      return carry, (carry[0], state.anchor)
+
+    return jax.lax.scan(body, (w, optimizer.init(w)), xs)[1]
+
+  params, anchors = jax.vmap(one, 1, 1, axis_name="worker")(targets)
+  wanted = list(
+    fragments_reference(targets.astype(np.float64), 6, 3, tau, mix, 0.7, 0.9)
+  )
+  for t, (w, a) in enumerate(wanted):
+    for p, name in enumerate("abc"):
+      np.testing.assert_allclose(params[name][t], w[:, p], 1e-5, 1e-6)
+      np.testing.assert_allclose(anchors[name][t], [a[p]] * 4, 1e-5, 1e-6)
+
+
+IDENTITIES = {
+  "fragments": (
+    lambda: transforms.fragment_steps(MOMENTUM, 3, 1, axis="worker"),
+    lambda: methods.local_sgd(MOMENTUM, 3, axis="worker"),
+  ),
+  "streaming_diloco": (
+    lambda: methods.streaming_diloco(
+      MOMENTUM, 3, 1, axis="worker", delay_steps=0, mix=0.0
+    ),
+    lambda: methods.diloco(MOMENTUM, 3, axis="worker"),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_switched_off_a_method_is_a_simpler_one(name):
+  one, other = IDENTITIES[name]
+  check_same(one(), other())
+
+
 REJECTED = {
   "optimizer": (
     lambda: methods.sparse_loco(0.1, 2, axis=None),
@@ -109,6 +184,37 @@ REJECTED = {
   "rate": (
     lambda: methods.muloco(-0.1, 2, axis=None),
     r"`learning_rate` must be in \(0, inf\], got -0.1",
+  ),
+  "a policy for fragments": (
+    lambda: methods.streaming_diloco(SGD, intervals.fixed(4), 2, axis=None),
+    "`interval` must be an int for .*`streaming_diloco`.* got an interval "
+    "policy. Give the number of steps",
+  ),
+  "outer_learning_rate of fragments": (
+    lambda: methods.streaming_diloco(SGD, 4, 2, -0.7, axis=None),
+    r"`outer_learning_rate` must be in \(0, inf\], got -0.7",
+  ),
+  "params of fragments": (
+    lambda: transforms.fragment_steps(SGD, 4, 1, axis=None).update(
+      jnp.zeros(3), ()
+    ),
+    "`params` .* of `fragment_steps` .also as `streaming_diloco`.: call",
+  ),
+  "delay_steps": (
+    lambda: methods.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=3),
+    "`delay_steps` .*must be below `interval`, 3, got 3",
+  ),
+  "delay_steps None": (
+    lambda: methods.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=None),
+    "`delay_steps` must be an int >= 0, got None",
+  ),
+  "fragments": (
+    lambda: methods.streaming_diloco(SGD, 3, 4, axis=None),
+    "`fragments` must be at most `interval`, 3, got 4",
+  ),
+  "leaves": (
+    lambda: transforms.fragment_steps(SGD, 3, 2, axis=None).init(jnp.zeros(3)),
+    "`fragments` must be at most the number of leaves, 1, got 2",
   ),
 }
 

@@ -1,0 +1,137 @@
+"""Methods whose mean is late: by hand and against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import methods, transforms
+from tests.methods._rounds import (
+  check_rounds,
+  check_same,
+  gradient,
+  MOMENTUM,
+  RATE,
+  rounds_of,
+  SGD,
+)
+from tests.transforms._rounds import train
+
+
+def overlap(x, interval, alpha, mu):
+  w, z, v, sent = np.zeros(x.shape[1]), 0.0, 0.0, 0.0
+  for t, xs in rounds_of(x, interval):
+    for row in xs:
+      w = w - RATE * gradient(w, row)
+    v = mu * v + np.mean(sent) - z
+    z = z + v
+    w = (1 - alpha) * w + alpha * z
+    sent = w
+    yield t, w, z
+
+
+def cocod(x, interval):
+  """As in the paper: the mean of what the round began with."""
+  w = np.zeros(x.shape[1])
+  for t, xs in rounds_of(x, interval):
+    begun = w
+    for row in xs:
+      w = w - RATE * gradient(w, row)
+    w = begun.mean() + (w - begun)
+    yield t, w, begun.mean()
+
+
+REFERENCES = {
+  "overlap_local_sgd": (
+    lambda: methods.overlap_local_sgd(SGD, 3, 0.6, 0.5, axis="worker"),
+    lambda x: overlap(x, 3, 0.6, 0.5),
+  ),
+  "cocod": (
+    lambda: methods.cocod(SGD, 3, axis="worker"),
+    lambda x: cocod(x, 3),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_rounds_are_those_of_the_paper(name):
+  build, reference = REFERENCES[name]
+  check_rounds(build(), reference)
+
+
+@pytest.mark.smoke
+def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
+  def run(optimizer):
+    def one(x):
+      w = {"a": jnp.zeros(5), "b": jnp.ones(3)}
+      state = optimizer.init(w)
+      for t in range(10):
+        grads = jax.tree.map(lambda y, t=t: (y - x) * jnp.sin(t + x), w)
+        updates, state = optimizer.update(grads, state, w)
+        w = transforms.apply_updates(w, updates, state)
+      return w, state.anchor
+
+    return jax.vmap(one, axis_name="worker")(jnp.array([0.3, 1.7, -2.1]))
+
+  sgd = optax.sgd(0.1, momentum=0.9)
+  published = methods.cocod(sgd, 4, axis="worker")
+  overlapping = transforms.local_steps(
+    sgd,
+    4,
+    axis="worker",
+    overlap=transforms.Delayed(
+      carry=1.0, stream=transforms.Stream(max_bytes=8)
+    ),
+  )
+  jax.tree.map(np.testing.assert_array_equal, run(published), run(overlapping))
+
+
+def test_cocod_is_local_steps_one_round_late():
+  check_same(
+    methods.cocod(MOMENTUM, 3, axis="worker"),
+    transforms.local_steps(
+      MOMENTUM, 3, axis="worker", overlap=transforms.Delayed()
+    ),
+  )
+
+
+def test_od_sgd_leads_the_anchor_by_a_step():
+  optimizer = methods.od_sgd(
+    optax.sgd(0.5), 0.25, axis="worker", warmup_steps=1
+  )
+  params, states = train(optimizer, np.array([[2.0, 6.0]] * 3, np.float32))
+  # Synchronous first: the mean gradient -4. Then one's own step in front.
+  assert params[0].tolist() == [2.0, 2.0]
+  assert params[1].tolist() == [2.0, 3.0]
+  # The gradients 0 and -4 of step 1, whose mean is -2, move the anchor by 1;
+  # those of step 2 were taken at 2 and 3.
+  assert states.anchor[2].tolist() == [3.0, 3.0]
+  assert params[2].tolist() == [3.0, 3.75]
+
+
+REJECTED = {
+  "an overlap": (
+    lambda: methods.msdpu(SGD, 3, 0.1, axis=None, warmup_steps=2, overlap=True),
+    "`overlap` must be `transforms.Delayed.*got True",
+  ),
+  "a stream": (
+    lambda: methods.cocod(SGD, 3, axis=None, stream=True),
+    "`stream` must be a `transforms.Stream`.* got True",
+  ),
+  "pull": (
+    lambda: methods.overlap_local_sgd(SGD, 3, -0.1, axis=None),
+    r"`pull` must be in \[0, 1\], got -0.1",
+  ),
+  "params of a lead": (
+    lambda: transforms.lead_step(SGD, SGD, axis=None).update(jnp.zeros(3), ()),
+    "`params` .* of `lead_step` .also as `od_sgd`.: call",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_cannot_be_is_refused(name):
+  call, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    call()
