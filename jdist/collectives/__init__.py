@@ -1,4 +1,4 @@
-"""How workers meet: the axis, the runner, plans, and counted bytes.
+"""Communication between workers: operations, the runner, buckets, traffic.
 
 A step is written for one worker and calls `mean`, `sum`, `gather`, `all_to_all`
 and `index` with an axis; `workers` runs it on one device, on many, or in many
@@ -15,14 +15,16 @@ from jdist.collectives._buckets import plan as plan
 from jdist.collectives._byte_buffer import pack_bytes as pack_bytes
 from jdist.collectives._byte_buffer import unpack_bytes as unpack_bytes
 from jdist.collectives._fingerprint import fingerprint as fingerprint
+from jdist.collectives._manual_axes import agreed as agreed
+from jdist.collectives._manual_axes import Axis as Axis
+from jdist.collectives._manual_axes import check_axis as check_axis
+from jdist.collectives._manual_axes import check_local as check_local
+from jdist.collectives._manual_axes import varying as varying
+from jdist.collectives._manual_axes import varying_like as varying_like
 from jdist.collectives._mesh import make_cpu_devices as make_cpu_devices
 from jdist.collectives._mesh import make_mesh as make_mesh
 from jdist.collectives._mesh import start_processes as start_processes
-from jdist.collectives._operations import agreed as agreed
 from jdist.collectives._operations import all_to_all as all_to_all
-from jdist.collectives._operations import Axis as Axis
-from jdist.collectives._operations import check_axis as check_axis
-from jdist.collectives._operations import check_local as check_local
 from jdist.collectives._operations import finish_mean as finish_mean
 from jdist.collectives._operations import gather as gather
 from jdist.collectives._operations import index as index
@@ -31,8 +33,6 @@ from jdist.collectives._operations import reduce_scatter as reduce_scatter
 from jdist.collectives._operations import size as size
 from jdist.collectives._operations import start_mean as start_mean
 from jdist.collectives._operations import sum as sum
-from jdist.collectives._operations import varying as varying
-from jdist.collectives._operations import varying_like as varying_like
 from jdist.collectives._packed import pack as pack
 from jdist.collectives._packed import unpack as unpack
 from jdist.collectives._phases import Phase as Phase

@@ -1,16 +1,16 @@
-"""Joins payloads of any dtypes into one buffer of bytes, and parts them again.
+"""Payloads of any dtypes as one buffer of bytes.
 
-A collective costs its latency whatever it carries, so what is small travels
-together; copying costs time too, so what is large travels alone:
+Beside `_buckets`, whose buffers hold numbers of one dtype that can be summed,
+because a codec's payload mixes dtypes and is only copied:
 
-- arrays of less than `ALONE_BYTES` become one uint8 buffer, those of the
-  widest items first.  So every array begins at a multiple of its own item
-  size, **without padding**: the buffer has the bytes of its arrays and no more.
-- a larger one goes as it is, in its own shape; if it is of 16-bit or 8-bit
-  floats, as unsigned integers of the same bits, because XLA's CPU compiler
+- arrays of less than `ALONE_BYTES` become one uint8 buffer, which pays one
+  latency, those of the widest items first.  So every array begins at a multiple
+  of its own item size, **without padding**.
+- a larger one is sent in its own shape, which saves the copy; 16-bit and 8-bit
+  floats as unsigned integers of the same bits, because XLA's CPU compiler
   widens such floats in collectives.
 
-Nothing is rounded on the way: all of it is `bitcast_convert_type`.
+Nothing is rounded: all of it is `bitcast_convert_type`.
 """
 
 import math
@@ -31,16 +31,16 @@ _UNSIGNED: dict[int, np.dtype] = {
 
 
 def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
-  """Copies what is small into one buffer of bytes.
+  """Packs small arrays into one buffer of bytes.
 
   Args:
     tree: arrays [..., *shape] of any dtypes of whole bytes.
-    num_leading: how many leading dimensions all arrays share, for instance 1
-      for a row a worker; they stay as they are.
+    num_leading: the number of leading dimensions that all arrays share, for
+      instance 1 for a row a worker; they are kept.
 
   Returns:
-    The buffers: of what is joined, uint8 [..., bytes], if there is anything;
-    then the large arrays, in the tree's order.
+    The buffers: that of the small arrays, uint8 [..., bytes], if there are
+    any; then the large ones, in the tree's order.
 
   >>> tree = {"codes": jnp.uint8([7, 8]), "scale": jnp.float32(1.0)}
   >>> (buffer,) = pack_bytes(tree)
@@ -48,25 +48,25 @@ def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
   [0, 0, 128, 63, 7, 8]
   """
   leaves = jax.tree.leaves(tree)
-  joined, alone = _order(leaves, 0)
+  small, large = _order(leaves, 0)
   buffers = []
-  if joined:
-    parts = [_as_bytes(leaves[i], num_leading) for i in joined]
+  if small:
+    parts = [_as_bytes(leaves[i], num_leading) for i in small]
     buffers.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1))
-  return (*buffers, *(_as_integers(leaves[i]) for i in alone))
+  return (*buffers, *(_as_integers(leaves[i]) for i in large))
 
 
 def unpack_bytes(
   buffers: Sequence[jax.Array], like: PyTree, *, rows: int | None = None
 ) -> PyTree:
-  """Undoes `join`, also where the buffers have got other leading dimensions.
+  """Undoes `pack_bytes`, also after leading dimensions were added or changed.
 
   Args:
-    buffers: made by `join`, perhaps gathered or exchanged since.
-    like: what was joined, arrays or `jax.ShapeDtypeStruct`, without its
-      leading dimensions.
-    rows: how many rows were joined, if there was a dimension of them: what is
-      large is told by all rows together.
+    buffers: of `pack_bytes`, perhaps gathered since.
+    like: the packed tree, arrays or `jax.ShapeDtypeStruct`, without its leading
+      dimensions.
+    rows: the number of rows that were packed, if there was a dimension of them:
+      an array is large by the bytes of all its rows.
 
   Returns:
     Arrays [..., *shape] of like's dtypes.
@@ -76,16 +76,16 @@ def unpack_bytes(
   1.0
   """
   leaves, treedef = jax.tree.flatten(like)
-  joined, alone = _order(leaves, 0 if rows is None else rows)
+  small, large = _order(leaves, 0 if rows is None else rows)
   parts: dict[int, jax.Array] = {}
   rest = list(buffers)
-  if joined:
+  if small:
     buffer, start = rest.pop(0), 0
-    for i in joined:
+    for i in small:
       end = start + _num_bytes(leaves[i])
       parts[i] = _from_bytes(buffer[..., start:end], leaves[i])
       start = end
-  for i, buffer in zip(alone, rest, strict=True):
+  for i, buffer in zip(large, rest, strict=True):
     parts[i] = _from_integers(buffer, leaves[i])
   return jax.tree.unflatten(treedef, [parts[i] for i in range(len(leaves))])
 
@@ -95,7 +95,7 @@ def _num_bytes(leaf: Any) -> int:
 
 
 def _order(leaves: Sequence[Any], rows: int) -> tuple[list[int], list[int]]:
-  """Which leaves are joined, in their order in the buffer, and which not."""
+  """Returns the small leaves, in their order in the buffer, and the large."""
   small: list[int] = []
   large: list[int] = []
   for i, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""Fingerprints: whether two workers hold the same bits, in eight bytes."""
+"""A fingerprint of a tree: eight bytes a leaf that tell copies apart."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
-"""The one place that makes devices, processes and meshes.
+"""Devices, processes and meshes, which are made here only.
 
 JAX reads the number of virtual CPU devices, the size of their thread pool and
-the processes of a run once, when its backend starts.  Whoever needs them
-comes here first.
+the processes of a run once, when its backend starts.
 """
 
 import os
@@ -13,7 +12,7 @@ import numpy as np
 
 # XLA's CPU backend sizes its one thread pool by this variable.  Virtual
 # devices share the pool, a collective blocks one thread a device, and steps
-# in flight behind it take the threads that it waits for: with 8 devices on 2
+# in flight behind it take the threads that it needs: with 8 devices on 2
 # cores the default pool aborted within seconds, and 32 threads ran 12,528
 # steps.  Four threads a device leave room for several steps in flight.
 _POOL_VARIABLE = "NPROC"
@@ -61,16 +60,15 @@ def start_processes(
   *,
   cpu_devices_per_process: int = 1,
 ) -> None:
-  """Joins this process to the others of one run; call it before using JAX.
+  """Connects the processes of one run; call it before using JAX.
 
-  A thin layer over `jax.distributed.initialize`, which finds the three
-  arguments itself under Slurm, Open MPI and Kubernetes.  GPUs speak NCCL to
-  each other, CPUs gloo.
+  Calls `jax.distributed.initialize`, which finds the three arguments itself
+  under Slurm, Open MPI and Kubernetes.  GPUs use NCCL, CPUs gloo.
 
   Args:
     coordinator_address: `host:port` of process 0.
-    num_processes: how many processes the run has.
-    process_id: this process, from 0.
+    num_processes: the number of processes.
+    process_id: the number of this one, from 0.
     cpu_devices_per_process: virtual devices of each process without GPUs.
   """
   make_cpu_devices(cpu_devices_per_process)

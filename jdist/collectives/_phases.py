@@ -1,9 +1,9 @@
-"""Phases of a run: what is sent at its beginning only, or from a step on.
+"""Phases of a run: the steps in which a branch of a conditional is taken.
 
-A method that warms up has a conditional on how far it is, and each of its
-branches sends something else.  Which branch runs is known without running
-anything, if the branch says when it does.  It says so in its name, which JAX
-keeps for the traced step, the compiled program and the profile alike.
+A method with a warm-up sends other bytes in each branch of a conditional on the
+step.  A branch states its steps in its name, which JAX keeps in the traced
+step, the compiled program and the profile, so that bytes are counted without
+running anything.
 """
 
 import contextlib
@@ -20,12 +20,13 @@ _BRANCH = re.compile(r"/branch_\d+_fun")
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """When a branch of a conditional is taken.
+  """The steps in which a branch of a conditional is taken.
 
   Attributes:
     start: the first step, from 0.
-    stop: the first step after it, or None: it goes on for ever.
-    unit: what is counted, steps, or rounds where it stands in a round's end.
+    stop: the first step after the phase; None for a phase without end.
+    unit: whether steps are counted, or rounds, for a conditional at a round's
+      end.
   """
 
   start: int
@@ -42,7 +43,7 @@ class Phase:
         )
 
   def times(self, count: int, *, after: int = 0) -> int:
-    """How many of `count` steps that follow on the first `after` are in it.
+    """Counts the steps of the phase among `count` that follow `after` others.
 
     >>> Phase(2, 5).times(4), Phase(2, 5).times(4, after=4), Phase(2).times(9)
     (2, 1, 7)
@@ -53,7 +54,7 @@ class Phase:
     return max(0, last - max(after, self.start))
 
   def inside(self, outer: "Phase") -> "Phase":
-    """This one, counted from the outer one's start, as one of the run.
+    """Counts this phase, which begins with the outer one, in the run's steps.
 
     >>> Phase(2).inside(Phase(10, 14)), Phase(0, 3).inside(Phase(10, 12))
     (Phase(start=12, stop=14, unit='step'), \
@@ -66,7 +67,7 @@ Phase(start=10, stop=12, unit='step'))
     return Phase(start, min(stops) if stops else None, outer.unit)
 
   def __str__(self) -> str:
-    """For instance `steps 1-4` or `from step 5 on`, steps from 1.
+    """Prints for instance `steps 1-4` or `from step 5 on`, from 1.
 
     >>> print(Phase(0, 4), Phase(4, None, "round"), sep=", ")
     steps 1-4, from round 5 on
@@ -81,24 +82,22 @@ Phase(start=10, stop=12, unit='step'))
 def phase(
   start: int, stop: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-  """Says of a conditional's branch when it is taken, for the count of bytes.
+  """States when a conditional's branch is taken, for the count of bytes.
 
-  The branch is entered, whenever the conditional is reached, from the time
-  `start` until before the time `stop`.  In a chain of its own the conditional
-  is reached in every step of the run, and in the end of a round in every
-  round; in a branch that has a phase itself, in every step of that.  A wrapper
-  that withholds steps from the chain (`delay_gradients` its first ones,
+  Times are counted where the conditional is reached: in steps of the run, in
+  rounds at a round's end, and inside a branch with a phase in that branch's
+  steps.  A wrapper that skips steps (`delay_gradients` its first ones,
   `optax.apply_if_finite` some) shifts the count by as many.
 
   Args:
-    start: from 0.
-    stop: None for ever.
+    start: the first time, from 0.
+    stop: the first time after the phase; None for a phase without end.
 
   Raises:
     ValueError: unless 0 <= start < stop.
 
   Returns:
-    A context in which the branch does what it does.
+    A context for the body of the branch.
 
   >>> step = lambda x, is_first: jax.lax.cond(is_first, warm, go_on, x)
   >>> def warm(x):
@@ -121,7 +120,7 @@ def phase(
 
 
 def phases_in(name: str) -> tuple[Phase, ...]:
-  """The phases in a name that JAX made, the outermost first.
+  """Reads the phases in a name that JAX made, the outermost first.
 
   >>> phases_in("jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_end/psum")
   (Phase(start=2, stop=None, unit='step'),)
@@ -133,7 +132,7 @@ def phases_in(name: str) -> tuple[Phase, ...]:
 
 
 def phase_of(path: str) -> Phase | None:
-  """The phase of an operation by its whole name in a compiled program.
+  """Reads the phase of an operation off its full name in a compiled program.
 
   >>> phase_of("jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_5/psum")
   Phase(start=2, stop=5, unit='step')

@@ -1,11 +1,11 @@
-"""Spreading workers over devices: which substrate a run takes."""
+"""The choice of a substrate: how a run's workers spread over devices."""
 
 from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
-from jdist.collectives import _mesh, _operations, _workers
+from jdist.collectives import _manual_axes, _mesh, _workers
 
 Substrate = Literal["auto", "none", "vmap", "shard_map"]
 # A thousand logical workers need no thousand devices, each of which brings
@@ -24,11 +24,10 @@ def workers(
 
   With `substrate="auto"`: the user's mesh if there is one; else one device
   each, if there are enough; else an equal number of workers on each device;
-  one worker on one device needs no axis at all.  On a machine without GPUs
-  this process becomes as many virtual CPU devices as it has workers, because
-  small networks ran 2.5 to 6 times faster so than under `vmap`, where a
-  convolution with per-worker weights becomes a grouped one.  That works only
-  before JAX has started; afterwards the devices that are there are used.
+  one worker on one device needs no axis.  Without GPUs, and before JAX has
+  started, the process splits its CPU into one virtual device a worker: small
+  networks ran 2.5 to 6 times faster so than under `vmap`, where a convolution
+  with weights for each worker becomes a grouped one.
 
   Args:
     num_workers: how many workers, over all processes.
@@ -45,12 +44,13 @@ def workers(
     ValueError: when the workers cannot be spread so.
 
   >>> import numpy as np
+  >>> from jdist import collectives
   >>> team = workers(4, substrate="vmap")
-  >>> total = team.jit(lambda x: _operations.sum(x, team.axis))
+  >>> total = team.jit(lambda x: collectives.sum(x, team.axis))
   >>> total(team.place(np.arange(4))).tolist()
   [6, 6, 6, 6]
   """
-  _operations.check_axis(axis)
+  _manual_axes.check_axis(axis)
   if not isinstance(axis, str):
     raise ValueError(f"`axis` must be a name, got {axis!r}.")
   if num_workers < 1:
@@ -114,7 +114,7 @@ def _on_mesh(num_workers: int, mesh: Mesh, axis: str) -> _workers.Workers:
       f"`num_workers` must be a multiple of the mesh's {along} places along "
       f"{axis!r}, got {num_workers}."
     )
-  names: _operations.Axis = (
+  names: _manual_axes.Axis = (
     axis if num_workers == along else (f"{axis}_local", axis)
   )
   return _workers.Workers(num_workers, "shard_map", names, mesh)

@@ -1,9 +1,8 @@
-"""Counts what a step sends, from the step itself.
+"""Counts the bytes that a step sends, from the traced step.
 
-The count is read from the traced step, so that it holds for any composition
-and on any substrate: under `vmap` nothing is sent, and the count says what N
-machines would send.  What a compiled program really does is read in
-`_hlo_collectives`; tests hold the two together.
+So the count holds for any composition and on any substrate: under `vmap`
+nothing is sent, and the count is that of N machines.  The collectives of a
+compiled program are read by `profiling.read_collectives`; tests compare both.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist.collectives import _operations, _phases
+from jdist.collectives import _manual_axes, _phases
 
 Kind = Literal[
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"
@@ -23,17 +22,17 @@ Kind = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective operation, as one worker sees it.
+  """One collective operation of one worker.
 
   Attributes:
-    kind: which operation.
+    kind: the operation.
     payload_bytes: bytes of this worker's operands.
-    num_workers: how many take part.
-    conditional: whether it stands in a conditional and so does not happen in
+    num_workers: the number of workers that take part.
+    conditional: whether it stands in a conditional, and so does not run in
       every step.
-    count: how often it happens when it does (the length of a loop).
-    phase: when the conditional's branch is taken, if it says so; None for one
-      that is taken once a round.
+    count: how often it runs when it does (the length of a loop).
+    phase: the steps in which its branch of the conditional is taken, if known;
+      None for a branch that is taken once a round.
   """
 
   kind: Kind
@@ -75,7 +74,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """What one worker's step sends.
+  """The collectives of one worker's step, and their bytes.
 
   Attributes:
     collectives: every collective of the step.
@@ -92,7 +91,7 @@ class Traffic:
 
   @property
   def bytes_per_round(self) -> float:
-    """Bytes that it sends more in the steps that end a round."""
+    """Bytes that it sends in addition in the steps that end a round."""
     return math.fsum(
       c.wire_bytes
       for c in self.collectives
@@ -101,7 +100,7 @@ class Traffic:
 
   @property
   def phases(self) -> tuple[_phases.Phase, ...]:
-    """The different phases in which something is sent, the first first."""
+    """The phases in which something is sent, in order."""
     found = {c.phase for c in self.collectives if c.phase is not None}
     return tuple(
       sorted(
@@ -112,7 +111,7 @@ class Traffic:
     )
 
   def bytes_in(self, phase: _phases.Phase) -> float:
-    """Bytes that it sends more in each of a phase's steps, or rounds."""
+    """Counts the additional bytes in each of a phase's steps or rounds."""
     return math.fsum(c.wire_bytes for c in self.collectives if c.phase == phase)
 
   def sent_bytes(
@@ -123,12 +122,12 @@ class Traffic:
     after_steps: int = 0,
     after_rounds: int = 0,
   ) -> float:
-    """Bytes that a worker sends in so many steps, and the rounds in them.
+    """Counts the bytes that a worker sends in a number of steps.
 
     Args:
-      steps: how many.
+      steps: the number of steps.
       rounds: how many of them ended a round.
-      after_steps: steps of the run before them: they decide on the phase.
+      after_steps: steps of the run before them, which decide on the phase.
       after_rounds: rounds before them.
     """
     sent = steps * self.bytes_per_step + rounds * self.bytes_per_round
@@ -156,7 +155,10 @@ _KINDS: dict[str, Kind] = {
 
 
 def traffic(
-  step: Callable[..., Any], *args: Any, axis: _operations.Axis, num_workers: int
+  step: Callable[..., Any],
+  *args: Any,
+  axis: _manual_axes.Axis,
+  num_workers: int,
 ) -> Traffic:
   """Counts the collectives over the workers in one worker's step.
 
@@ -164,17 +166,18 @@ def traffic(
   not counted.
 
   Args:
-    step: what one worker does.
+    step: one worker's step.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`, without a leading
       axis of workers.  Nothing is computed.
-    axis: the axis that `step` speaks to.
-    num_workers: how many machines to count for.  With (inner, outer) every
-      worker counts as a machine of its own.
+    axis: the axis of the step's collectives.
+    num_workers: the number of machines.  With (inner, outer) every worker
+      counts as a machine of its own.
 
   Returns:
     The counted step.
 
-  >>> step = lambda x: _operations.mean(x, "worker")
+  >>> from jdist import collectives
+  >>> step = lambda x: collectives.mean(x, "worker")
   >>> gradient = jax.ShapeDtypeStruct((1000,), "float32")
   >>> traffic(step, gradient, axis="worker", num_workers=8).bytes_per_step
   7000.0
@@ -198,14 +201,14 @@ def traffic(
 
 
 class _Place(NamedTuple):
-  """Where an equation stands.
+  """The place of an equation in a program.
 
   Attributes:
-    conditional: whether in a conditional.
-    rare: whether in one whose branch does not say when it is taken.
-    phase: the phase of the branch around it, as one of the run.
-    before: of the innermost conditional, while its branch has not said when it
-      is taken.
+    conditional: whether it stands in a conditional.
+    rare: whether in one whose branch names no phase.
+    phase: the phase of the branch around it, counted in the run.
+    before: the place of the innermost conditional, until its branch names a
+      phase.
   """
 
   conditional: bool = False
@@ -214,11 +217,11 @@ class _Place(NamedTuple):
   before: "_Place | None" = None
 
   def branch(self) -> "_Place":
-    """In a conditional that stands here."""
+    """Returns the place inside a conditional that stands here."""
     return _Place(True, True, self.phase, self)
 
   def named(self, name: str) -> "_Place":
-    """In a branch, which may say in the name when it is taken."""
+    """Returns the place inside a branch of a name, which may tell its phase."""
     said = _phases.phases_in(name)
     if self.before is None or not said:
       return self

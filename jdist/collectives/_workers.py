@@ -1,9 +1,8 @@
-"""Runs what one worker does on all workers: the substrates behind the axis.
+"""The runner: one worker's step on all workers, on any substrate.
 
-Every array that the workers hold has a leading axis of workers, whatever the
-substrate: `[workers, ...]`, sharded over the mesh's worker axis where there is
-one.  So each worker differentiates its own slice, and gradients are local
-everywhere.
+Every array has a leading axis of workers on every substrate, `[workers, ...]`,
+sharded over the mesh's worker axis where there is one.  So each worker
+differentiates its own slice, and gradients are local everywhere.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist.collectives import _operations
+from jdist.collectives import _manual_axes
 
 PyTree = Any
 _UNSPLIT = PartitionSpec()
@@ -26,28 +25,28 @@ _UNSPLIT = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-  """The workers of a run and how they run; made by `workers`.
+  """The workers of a run and their substrate; made by `workers`.
 
   Attributes:
-    num_workers: how many there are, over all processes.
+    num_workers: the number of workers, over all processes.
     substrate: `"none"`, `"vmap"` or `"shard_map"`.
-    axis: what a step gives to `jdist.collectives` and to transformations.
+    axis: the axis that a step passes to `jdist.collectives`.
     mesh: the devices of `"shard_map"`, else None.
   """
 
   num_workers: int
   substrate: Literal["none", "vmap", "shard_map"]
-  axis: _operations.Axis
+  axis: _manual_axes.Axis
   mesh: Mesh | None = None
 
   @property
   def mesh_axis(self) -> str:
-    """The name of the mesh axis over which workers are spread."""
+    """The name of the mesh axis that holds the workers."""
     return self.axis[-1] if isinstance(self.axis, tuple) else str(self.axis)
 
   @property
   def workers_per_device(self) -> int:
-    """How many workers share a device."""
+    """The number of workers on each device."""
     if self.mesh is None:
       return self.num_workers
     return self.num_workers // self.mesh.shape[self.mesh_axis]
@@ -70,7 +69,7 @@ class Workers:
     )
 
   def sharding(self, spec: PartitionSpec = _UNSPLIT) -> jax.sharding.Sharding:
-    """Where arrays `[workers, ...]` live.
+    """Returns the sharding of arrays `[workers, ...]`.
 
     Args:
       spec: how the remaining dimensions are split over the mesh's other axes.
@@ -80,15 +79,15 @@ class Workers:
     """
     if self.mesh is None:
       return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    # Without trailing None, as compiled programs name the sharding of their
-    # results: another name is another program.
+    # Without trailing None, as compiled programs write the sharding of their
+    # results: a sharding that is written otherwise compiles the step again.
     dims = list(spec)
     while dims and dims[-1] is None:
       dims.pop()
     return NamedSharding(self.mesh, PartitionSpec(self.mesh_axis, *dims))
 
   def specs(self, tree: PyTree) -> PyTree:
-    """Reads how a worker's arrays are split over the mesh's other axes.
+    """Reads off how a worker's arrays are split over the mesh's other axes.
 
     Args:
       tree: arrays `[workers, ...]` on the devices.
@@ -111,25 +110,25 @@ class Workers:
     donate_argnums: int | Sequence[int] = (),
     out_specs: PyTree = None,
   ) -> Any:
-    """Compiles what one worker does into one program for all of them.
+    """Compiles one worker's step into one program for all workers.
 
     Args:
       step: takes and returns pytrees of one worker's arrays, without the
-        leading axis of workers; speaks to the others through `self.axis`.
+        leading axis of workers; communicates over `self.axis`.
       donate_argnums: the arguments whose memory the results may reuse.
       out_specs: how the results are split over the mesh's other axes: a
         `PartitionSpec`, or None where the compiler may choose, for each result
-        or for whole subtrees.  A step that gives a state back names here how
-        the state is split, for instance `(team.specs(state), None)`; else the
-        compiler may split a leaf that came whole, and the next call, with
-        another input, compiles the step again.
+        or for whole subtrees.  A step that returns its state says here how
+        it is split, for instance `(team.specs(state), None)`; else the
+        compiler may split a leaf that came unsplit, and the next call compiles
+        the step again.
 
     Returns:
       A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
       `lower`, `trace` and so on.
     """
-    # Results that depend on no argument would else be free to move, and the
-    # next call, where they are arguments, a call of another kind.
+    # The compiler may place results that depend on no argument anywhere; the
+    # next call, which takes them as arguments, would compile again.
     if self.mesh is None:
       placed = self.sharding()
     else:
@@ -139,7 +138,7 @@ class Workers:
     )
 
   def spmd(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`jit` without the compilation: maps `step` over the leading axis."""
+    """Maps `step` over the leading axis of workers, without compiling it."""
     one = _squeezed(step)
     if self.substrate == "none":
       return one
@@ -245,7 +244,7 @@ class Workers:
     return self.place(jax.tree.map(split, batch))
 
   def view(self, tree: PyTree, worker: int | None = None) -> PyTree:
-    """One worker's arrays.
+    """Returns one worker's arrays.
 
     Args:
       tree: arrays `[workers, ...]`.
@@ -267,7 +266,7 @@ class Workers:
     return jax.tree.map(lambda x: _row(x, worker), tree)
 
   def gather(self, tree: PyTree) -> PyTree:
-    """All workers' arrays as NumPy arrays, in every process.
+    """Returns all workers' arrays as NumPy arrays, in every process.
 
     Args:
       tree: arrays `[workers, ...]`.
@@ -282,12 +281,12 @@ class Workers:
 
 
 def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """`step` on the only row, with a leading axis on its results."""
+  """Runs `step` on the only row and adds a leading axis to its results."""
 
   @functools.wraps(step)  # Its name is what profiles and programs show.
   def on_row(*args: PyTree) -> PyTree:
     row = jax.tree.map(lambda x: jnp.squeeze(x, 0), args)
-    # What a step gives back as it was given is not touched at all.
+    # What a step returns unchanged is not touched at all.
     rows = zip(jax.tree.leaves(row), jax.tree.leaves(args), strict=True)
     given = {id(x): whole for x, whole in rows}
     return jax.tree.map(
@@ -308,7 +307,7 @@ def _as_row(x: jax.Array) -> jax.Array:
 
 
 def _row(x: jax.Array, worker: int) -> jax.Array:
-  """Row `worker` of an array of which this process has that row."""
+  """Returns row `worker` of an array of which this process has that row."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x[worker]
   parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}

@@ -1,0 +1,171 @@
+"""JAX's typing rules for values along the workers' axis.
+
+In a `shard_map` with `check_vma=True` JAX types every value as *varying* over a
+mesh axis or equal along it; under `vmap` and with `check_vma=False` it does
+not.  The convention of this library: **everything a worker holds varies over
+the axis**.  Results of collectives are equal on all workers but typed as
+varying, so that a `lax.cond` or a `scan` carry takes them together with a
+worker's own values.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+PyTree: TypeAlias = Any
+Axis: TypeAlias = str | tuple[str, str] | None
+
+
+def check_axis(axis: Axis) -> None:
+  """Raises a ValueError unless `axis` is None, a name, or (inner, outer).
+
+  >>> check_axis(("worker", "worker"))
+  Traceback (most recent call last):
+  ValueError: `axis` must be None, a name, or two different names (inner,
+  outer), got ('worker', 'worker').
+  """
+  if axis is None or (isinstance(axis, str) and axis):
+    return
+  if (
+    isinstance(axis, tuple)
+    and len(axis) == 2
+    and all(isinstance(name, str) and name for name in axis)
+    and axis[0] != axis[1]
+  ):
+    return
+  raise ValueError(
+    "`axis` must be None, a name, or two different names (inner, outer), got "
+    f"{axis!r}."
+  )
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+  """Returns the names to reduce over one after the other, innermost first.
+
+  One after the other, because some of JAX's collectives refuse a tuple of a
+  vmap name and a shard_map name.
+  """
+  check_axis(axis)
+  if axis is None:
+    return ()
+  return (axis,) if isinstance(axis, str) else axis
+
+
+def _varying_over(x: Any) -> frozenset[str]:
+  return jax.typeof(x).manual_axis_type.varying
+
+
+def _tracks_varying(name: str) -> bool:
+  """Returns whether values are typed as varying or not over `name`.
+
+  Read off a worker's index, which always varies where anything does.
+  """
+  if name not in jax.sharding.get_abstract_mesh().manual_axes:
+    return False
+  return name in _varying_over(jax.lax.axis_index(name))
+
+
+def varying(tree: PyTree, axis: Axis) -> PyTree:
+  """Types every leaf as a worker's own value; moves no data.
+
+  For constants and shared inputs that are combined with varying values;
+  outside a `shard_map` with `check_vma=True` it returns `tree`.
+
+  Args:
+    tree: arrays of any shapes.
+    axis: the workers' axis.
+
+  Returns:
+    The same values.
+  """
+  for name in axis_names(axis):
+    if _tracks_varying(name):
+      # jax reports a repeated cast as an error, hence the test per leaf.
+      tree = jax.tree.map(
+        lambda x, name=name: (
+          x
+          if name in _varying_over(x)
+          else jax.lax.pcast(x, name, to="varying")
+        ),
+        tree,
+      )
+  return tree
+
+
+def varying_like(tree: PyTree, like: PyTree) -> PyTree:
+  """Types every leaf as varying over all axes that leaves of `like` vary over.
+
+  For the carry of a loop over the shards of a worker, which varies over the
+  mesh's other axes, too.
+  """
+  names = frozenset[str]().union(*map(_varying_over, jax.tree.leaves(like)))
+  return jax.tree.map(
+    lambda x: (
+      jax.lax.pcast(x, missing, to="varying")
+      if (missing := tuple(sorted(names - _varying_over(x))))
+      else x
+    ),
+    tree,
+  )
+
+
+def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
+  """Raises a ValueError if a leaf is typed as equal on all workers.
+
+  Under `shard_map` the gradient with respect to parameters that are *shared*
+  over the axis is already **summed** over it: a mean of it would send
+  everything a second time and leave the sum.
+
+  Args:
+    tree: the values that should be each worker's own.
+    axis: the workers' axis.
+    what: how to name `tree` in the error.
+
+  Raises:
+    ValueError: at trace time, when a leaf does not vary over `axis`.
+  """
+  for name in axis_names(axis):
+    if not _tracks_varying(name):
+      continue
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+      if name not in _varying_over(leaf):
+        raise ValueError(
+          f"{what} must be each worker's own, but leaf "
+          f"`{jax.tree_util.keystr(path)}` is the same on all workers of axis "
+          f"{name!r}. This usually means that the parameters are shared over "
+          "the axis (`in_specs=P()`), where `jax.grad` has already summed the "
+          "gradients. Give every worker its own slice of the parameters "
+          "(`jdist.collectives.workers(...).replicate(params)`), or call "
+          "`jdist.collectives.varying(params, axis)` before differentiating."
+        )
+
+
+def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
+  """Makes a flag one that vmap knows to be the same on all workers.
+
+  A `lax.cond` on a mapped flag becomes a select under vmap: both branches run
+  in every step, with their collectives.  On an agreed flag it stays a
+  conditional.
+
+  Args:
+    flag: a bool scalar, equal on all workers.
+    axis: the workers' axis.
+
+  Returns:
+    The same flag.  Nothing is sent between devices.
+
+  >>> def step(x):
+  ...   done = agreed(x > 0, "worker")
+  ...   return jax.lax.cond(done, lambda: x, lambda: -x)
+  >>> program = jax.make_jaxpr(jax.vmap(step, axis_name="worker"))(
+  ...   jnp.ones(2)
+  ... )
+  >>> "cond" in str(program)
+  True
+  """
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  for name in axis_names(axis):
+    if name not in manual:
+      flag = jax.lax.pmax(flag.astype(jnp.int32), name) > 0
+  return flag
