@@ -5,13 +5,12 @@ and `index` with an axis; `workers` runs it on one device, on many, or in many
 processes, unchanged.
 """
 
+from jdist.collectives._buckets import Bucket as Bucket
+from jdist.collectives._buckets import Buckets as Buckets
 from jdist.collectives._buckets import check_order as check_order
 from jdist.collectives._buckets import leaf_order as leaf_order
-from jdist.collectives._buckets import Message as Message
 from jdist.collectives._buckets import Order as Order
 from jdist.collectives._buckets import Piece as Piece
-from jdist.collectives._buckets import Plan as Plan
-from jdist.collectives._buckets import plan as plan
 from jdist.collectives._byte_buffer import pack_bytes as pack_bytes
 from jdist.collectives._byte_buffer import unpack_bytes as unpack_bytes
 from jdist.collectives._fingerprint import fingerprint as fingerprint
@@ -33,11 +32,14 @@ from jdist.collectives._operations import reduce_scatter as reduce_scatter
 from jdist.collectives._operations import size as size
 from jdist.collectives._operations import start_mean as start_mean
 from jdist.collectives._operations import sum as sum
-from jdist.collectives._packed import pack as pack
-from jdist.collectives._packed import unpack as unpack
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._phases import phase_of as phase_of
+from jdist.collectives._shards import map_shards as map_shards
+from jdist.collectives._shards import num_shards as num_shards
+from jdist.collectives._shards import shard_shape as shard_shape
+from jdist.collectives._shards import spec_axes as spec_axes
+from jdist.collectives._shards import spec_leaves as spec_leaves
 from jdist.collectives._substrate import workers as workers
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import Kind as Kind

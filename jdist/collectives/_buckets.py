@@ -1,353 +1,455 @@
-"""Who travels with whom, and in which order: messages as plain data.
+"""Buckets: a tree's leaves one after the other in flat buffers.
 
-A plan cuts a tree into *pieces* (boxes of one leaf) and puts them into
-*messages* (pieces that travel as one buffer), in the order of their priority.
-Large leaves are cut, so that an urgent small one need not wait behind them;
-small leaves are joined, so that each does not pay its own latency.  Making a
-plan touches no device, and the plan can be printed, hashed and compared.
+A collective costs its latency whatever it carries, so small leaves share a
+buffer; a large one is cut, so that an urgent leaf need not wait behind it.
+Which element is where in which buffer is plain data, made without arrays, that
+can be printed, hashed and compared.
 
 References:
   Peng et al., A Generic Communication Scheduler for Distributed DNN Training
-  Acceleration (ByteScheduler), SOSP 2019: partitions and credit.
+  Acceleration (ByteScheduler), SOSP 2019: partitions.
   Jayarajan et al., Priority-based Parameter Propagation for Distributed DNN
   Training (P3), MLSys 2019: slices of layers, front layers first.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-PyTree = Any
-Order = Literal["front_first", "back_first"] | Callable[[str], Any]
-_MEBIBYTE = 2**20
+from jdist.collectives import _shards
+
+PyTree: TypeAlias = Any
+Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """A box of one leaf.
+class Piece(NamedTuple):
+  """A range of a leaf's elements, or of one device's part of the leaf.
 
   Attributes:
     leaf: the leaf's number in the tree, from 0.
-    path: the leaf's path, for instance `dense/kernel`; empty when the tree is
-      one array.
-    start: the first index of each dimension.
-    stop: one past the last index of each dimension.
-    num_bytes: the box's size.
-
-  >>> print(Piece(0, "dense/kernel", (2, 0), (4, 5), num_bytes=40))
-  dense/kernel[2:4, 0:5]
+    start: the first element.
+    stop: one past the last element.
   """
 
   leaf: int
-  path: str
-  start: tuple[int, ...]
-  stop: tuple[int, ...]
-  num_bytes: int
+  start: int
+  stop: int
 
   @property
-  def shape(self) -> tuple[int, ...]:
-    """The lengths of the box's sides."""
-    return tuple(
-      stop - start for start, stop in zip(self.start, self.stop, strict=True)
-    )
-
-  def __str__(self) -> str:
-    """The path and the box, as one would index it."""
-    sides = ", ".join(
-      f"{start}:{stop}"
-      for start, stop in zip(self.start, self.stop, strict=True)
-    )
-    return f"{self.path or '(array)'}[{sides}]"
+  def size(self) -> int:
+    """The number of elements."""
+    return self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
-  """Pieces that travel as one buffer.
+class Bucket:
+  """Pieces of one kind in one buffer, `[num_rows, row_size]`.
 
   Attributes:
-    pieces: at least one; all of one dtype, and unsharded if several.
+    dtype: of all pieces.
+    pieces: one after the other.
+    offsets: where each begins in the flattened buffer.
+    num_rows: the number of rows.
+    row_size: elements of a row; what no piece fills is zero.
+    axes: the mesh axes over which the leaves are split, beside the workers'.
+      The buffers of all devices stand below each other.
   """
 
+  dtype: str
   pieces: tuple[Piece, ...]
+  offsets: tuple[int, ...]
+  num_rows: int
+  row_size: int
+  axes: tuple[str, ...] = ()
 
-  @property
-  def num_bytes(self) -> int:
-    """The size of the buffer."""
-    return sum(piece.num_bytes for piece in self.pieces)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """Messages in the order of their priority; made by `plan`.
-
-  Attributes:
-    messages: the most urgent one first.  Together their pieces hold every
-      element of every leaf exactly once.
-    credit: how many messages may be in flight.
-    max_bytes: the size that a message should not exceed.
-    shapes: the shape of each leaf of the tree.
-    dtypes: the name of the dtype of each leaf of the tree.
-  """
-
-  messages: tuple[Message, ...]
-  credit: int
-  max_bytes: int
-  shapes: tuple[tuple[int, ...], ...]
-  dtypes: tuple[str, ...]
-
-  @property
-  def num_bytes(self) -> int:
-    """The size of all messages."""
-    return sum(message.num_bytes for message in self.messages)
-
-  @property
-  def oversized(self) -> tuple[int, ...]:
-    """The messages larger than `max_bytes`: boxes that only a cut along a
-    sharded dimension would make smaller.
-    """
-    return tuple(
-      i
-      for i, message in enumerate(self.messages)
-      if message.num_bytes > self.max_bytes
-    )
-
-  def waits_for(self, i: int) -> int | None:
-    """The message that must have finished before message `i` starts.
+  @classmethod
+  def of(
+    cls,
+    pieces: Sequence[Piece],
+    dtype: Any,
+    *,
+    num_rows: int = 1,
+    granule: int = 1,
+    axes: tuple[str, ...] = (),
+  ) -> "Bucket":
+    """Places pieces in a buffer.
 
     Args:
-      i: the number of a message, from 0.
+      pieces: at least one.
+      dtype: of all of them.
+      num_rows: rows of the buffer.
+      granule: elements; pieces and rows begin at multiples of it.
+      axes: the mesh axes over which the pieces' leaves are split.
+
+    >>> Bucket.of([Piece(0, 0, 3), Piece(1, 0, 2)], "int8", granule=4).offsets
+    (0, 4)
+    """
+    ends = itertools.accumulate(_round_up(p.size, granule) for p in pieces)
+    *offsets, end = (0, *ends)
+    row_size = _round_up(end, num_rows * granule) // num_rows
+    name = jnp.dtype(dtype).name
+    return cls(name, tuple(pieces), tuple(offsets), num_rows, row_size, axes)
+
+  @property
+  def name(self) -> str:
+    """Names the kind: a dtype, and after a colon the mesh axes, if any."""
+    return self.dtype + (f":{','.join(self.axes)}" if self.axes else "")
+
+  @property
+  def row(self) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a row."""
+    return jax.ShapeDtypeStruct((self.row_size,), jnp.dtype(self.dtype))
+
+  @property
+  def num_bytes(self) -> int:
+    """The size of the buffer, of one device."""
+    return self.num_rows * self.row_size * jnp.dtype(self.dtype).itemsize
+
+  def pack(self, leaves: Mapping[int, jax.Array]) -> jax.Array:
+    """Copies pieces of leaves into the buffer; reshapes a leaf that fills it.
+
+    Args:
+      leaves: one device's parts of the leaves, by number.
+    """
+    ends = (*self.offsets[1:], self.num_rows * self.row_size)
+    parts = []
+    for piece, start, end in zip(self.pieces, self.offsets, ends, strict=True):
+      flat = leaves[piece.leaf].reshape(-1)
+      if piece.size < flat.size:
+        flat = jax.lax.slice(flat, (piece.start,), (piece.stop,))
+      short = end - start - piece.size
+      parts.append(jnp.pad(flat, (0, short)) if short else flat)
+    flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return flat.reshape(self.num_rows, self.row_size)
+
+  def unpack(self, buffer: jax.Array) -> Iterator[tuple[Piece, jax.Array]]:
+    """Yields the pieces in the buffer, flat."""
+    flat = buffer.reshape(-1)
+    for piece, start in zip(self.pieces, self.offsets, strict=True):
+      if piece.size < flat.size:
+        yield piece, jax.lax.slice(flat, (start,), (start + piece.size,))
+      else:
+        yield piece, flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+  """The buckets of a tree; made by `Buckets.of`.
+
+  Attributes:
+    buckets: the most urgent one first.
+    paths: the path of each leaf of the tree, for instance `dense/kernel`.
+    shapes: the shape of each leaf.
+    dtypes: the name of the dtype of each leaf.
+    specs: how each leaf is split over the mesh's axes beside the workers'.
+  """
+
+  buckets: tuple[Bucket, ...]
+  paths: tuple[str, ...]
+  shapes: tuple[tuple[int, ...], ...]
+  dtypes: tuple[str, ...]
+  specs: tuple[PartitionSpec, ...]
+
+  @classmethod
+  def of(
+    cls,
+    tree: PyTree,
+    *,
+    order: Order | Sequence[int] = "front_first",
+    max_bytes: int | None = None,
+    num_rows: int = 1,
+    max_row_bytes: int | None = None,
+    specs: PyTree = None,
+  ) -> "Buckets":
+    """Distributes a tree over buckets, one for each kind of leaves.
+
+    Leaves are of one kind if they have one dtype and are split over the same
+    mesh axes.  With `max_bytes` a larger leaf is cut into pieces of nearly
+    equal size, and a bucket holds neighbours in the order only: it waits for
+    the last of its pieces, and one that reached far ahead would hold up
+    everything behind it.
+
+    Args:
+      tree: one worker's arrays or `jax.ShapeDtypeStruct`.
+      order: `"front_first"`, the order of the tree's leaves, which is that of
+        the layers in the forward pass where names sort so; `"back_first"`, its
+        reverse, in which gradients become ready; or a function from a leaf's
+        path, such as `"layer10/kernel"`, to something that sorts, because dict
+        keys sort **alphabetically** (`layer10` before `layer2`).  Or the
+        numbers of the leaves.
+      max_bytes: the size of a bucket, at the most; None for one bucket a kind.
+      num_rows: the number of rows of a buffer; one that does not fill them ends
+        in zeros.
+      max_row_bytes: the size of a row, at the most: there are then several
+        times `num_rows` rows where needed.
+      specs: how leaves are split over the mesh's axes beside the workers', a
+        tree of PartitionSpec; call it in the step then, where the mesh is
+        known.  Every device packs its own parts, and nothing is sent between
+        the devices of a worker.
 
     Returns:
-      The number of an earlier message, or None if `i` may start at once.
+      The buckets.  Leaves without elements are in none.
 
     Raises:
-      ValueError: when there is no message `i`.
+      ValueError: when an argument is not as described.
+
+    >>> tree = {
+    ...   "conv": jax.ShapeDtypeStruct((4, 10), "float32"),
+    ...   "dense": {
+    ...     "bias": jax.ShapeDtypeStruct((5,), "float32"),
+    ...     "kernel": jax.ShapeDtypeStruct((3, 5), "float32"),
+    ...   },
+    ... }
+    >>> print(Buckets.of(tree, max_bytes=80))
+    3 buckets, 240 bytes
+        # kind             bytes  pieces
+        0 float32             80  conv[0:20]
+        1 float32             80  conv[20:40]
+        2 float32             80  dense/bias + dense/kernel
     """
-    if not 0 <= i < len(self.messages):
-      raise ValueError(
-        f"`i` must be the number of one of the {len(self.messages)} messages, "
-        f"got {i}."
+    for name, value in (
+      ("max_bytes", max_bytes),
+      ("num_rows", num_rows),
+      ("max_row_bytes", max_row_bytes),
+    ):
+      if value is None and name != "num_rows":
+        continue
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+    empty = cls.given(tree, (), specs)
+    found: list[tuple[tuple[str, tuple[str, ...]], list[Piece]]] = []
+    of_kind: dict[Any, list[Piece]] = {}
+    if isinstance(order, str) or callable(order):
+      order = leaf_order(tree, order)
+    for leaf in order:
+      size = math.prod(
+        _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])
       )
-    return i - self.credit if i >= self.credit else None
+      if not size:
+        continue
+      kind = empty.dtypes[leaf], _shards.spec_axes([empty.specs[leaf]])
+      itemsize = jnp.dtype(kind[0]).itemsize
+      if max_bytes is None:
+        if kind not in of_kind:
+          found.append((kind, of_kind.setdefault(kind, [])))
+        of_kind[kind].append(Piece(leaf, 0, size))
+        continue
+      if max_bytes < itemsize:
+        raise ValueError(
+          f"`max_bytes` must hold at least one element, got {max_bytes} for "
+          f"{kind[0]} at {empty.paths[leaf]!r}."
+        )
+      parts = -(-size // (max_bytes // itemsize))
+      for i in range(parts):
+        piece = Piece(leaf, i * size // parts, (i + 1) * size // parts)
+        if found and found[-1][0] == kind:
+          held = sum(p.size for p in found[-1][1])
+          if (held + piece.size) * itemsize <= max_bytes:
+            found[-1][1].append(piece)
+            continue
+        found.append((kind, [piece]))
+
+    def rows_of(pieces: list[Piece], dtype: str) -> int:
+      if max_row_bytes is None:
+        return num_rows
+      size = sum(p.size for p in pieces) * jnp.dtype(dtype).itemsize
+      return num_rows * -(-size // (num_rows * max_row_bytes))
+
+    buckets = tuple(
+      Bucket.of(pieces, dtype, num_rows=rows_of(pieces, dtype), axes=axes)
+      for (dtype, axes), pieces in found
+    )
+    return dataclasses.replace(empty, buckets=buckets)
+
+  @classmethod
+  def given(
+    cls, tree: PyTree, buckets: Sequence[Bucket], specs: PyTree = None
+  ) -> "Buckets":
+    """Takes buckets that another rule than `of`'s has made.
+
+    Args:
+      tree: whose leaves the pieces are of.
+      buckets: in their order.
+      specs: as of `of`.
+
+    Raises:
+      ValueError: when the tree does not hold plain arrays, or with other specs
+        than one for each leaf.
+    """
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    paths = tuple(
+      jax.tree_util.keystr(path, simple=True, separator="/")
+      for path, _ in named
+    )
+    for path, (_, leaf) in zip(paths, named, strict=True):
+      _check_leaf(path, leaf)
+    return cls(
+      buckets=tuple(buckets),
+      paths=paths,
+      shapes=tuple(tuple(leaf.shape) for _, leaf in named),
+      dtypes=tuple(_dtype_name(leaf) for _, leaf in named),
+      specs=(PartitionSpec(),) * len(named)
+      if specs is None
+      else _shards.spec_leaves(specs, tree),
+    )
+
+  @property
+  def num_bytes(self) -> int:
+    """The size of all buffers, of one device."""
+    return sum(bucket.num_bytes for bucket in self.buckets)
+
+  def pack(self, tree: PyTree) -> tuple[jax.Array, ...]:
+    """Copies a tree into the buffers.
+
+    Args:
+      tree: arrays of the shapes and dtypes for which the buckets were made.
+
+    Returns:
+      A buffer for each bucket, `[num_rows, row_size]`, of a worker that is
+      itself sharded `[shards * num_rows, row_size]`.
+
+    Raises:
+      ValueError: when the tree is another one.
+
+    >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
+    >>> [x.tolist() for x in Buckets.of(tree, max_bytes=12).pack(tree)]
+    [[[1, 2, 3]], [[4, 5]], [[6, 7]]]
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    self._check(leaves, "tree")
+    for leaf, dtype in zip(leaves, self.dtypes, strict=True):
+      if leaf.dtype.name != dtype:
+        raise ValueError(
+          f"`tree` must have the dtypes of the buckets, got {leaf.dtype} for "
+          f"{dtype}. Make the buckets of the tree that is sent."
+        )
+    buffers = []
+    for bucket in self.buckets:
+      held = {piece.leaf: leaves[piece.leaf] for piece in bucket.pieces}
+      pack = _shards.map_shards(
+        bucket.pack,
+        bucket.axes,
+        in_specs=({i: self.specs[i] for i in held},),
+        out_specs=PartitionSpec(bucket.axes),
+      )
+      buffers.append(pack(held))
+    return tuple(buffers)
+
+  def unpack(self, buffers: Sequence[jax.Array], like: PyTree) -> PyTree:
+    """Copies buffers back into a tree; undoes `pack`.
+
+    Args:
+      buffers: one for each bucket, shaped as `pack` makes them.  They may have
+        another dtype, which the leaves then have.
+      like: a tree of the structure and shapes for which the buckets were made,
+        arrays or `jax.ShapeDtypeStruct`.  Only the values of leaves that are in
+        no bucket are used; those of a shape are zeros.
+
+    Returns:
+      A tree like `like`.
+
+    Raises:
+      ValueError: when buffers or `like` are others.
+
+    >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
+    >>> buckets = Buckets.of(tree, max_bytes=12)
+    >>> doubled = [2 * buffer for buffer in buckets.pack(tree)]
+    >>> buckets.unpack(doubled, tree)[2].tolist()
+    [[8, 10], [12, 14]]
+    """
+    leaves, treedef = jax.tree.flatten(like)
+    self._check(leaves, "like")
+    if len(buffers) != len(self.buckets):
+      raise ValueError(
+        f"`buffers` must be one for each of the {len(self.buckets)} buckets, "
+        f"got {len(buffers)}."
+      )
+    of_axes: dict[tuple[str, ...], dict[int, jax.Array]] = {}
+    for i, (bucket, buffer) in enumerate(
+      zip(self.buckets, buffers, strict=True)
+    ):
+      rows = _shards.num_shards(bucket.axes) * bucket.num_rows
+      if buffer.shape != (rows, bucket.row_size):
+        raise ValueError(
+          f"`buffers` must be shaped as `pack` makes them: bucket {i} has "
+          f"shape {(rows, bucket.row_size)}, got {buffer.shape}."
+        )
+      of_axes.setdefault(bucket.axes, {})[i] = buffer
+    out = [
+      leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
+      for leaf in leaves
+    ]
+    for axes, held in of_axes.items():
+      found = {p.leaf for i in held for p in self.buckets[i].pieces}
+      unpack = _shards.map_shards(
+        self._unpack_shard,
+        axes,
+        in_specs=(PartitionSpec(axes),),
+        out_specs={leaf: self.specs[leaf] for leaf in found},
+      )
+      for leaf, x in unpack(held).items():
+        out[leaf] = x
+    return jax.tree.unflatten(treedef, out)
 
   def __str__(self) -> str:
-    """A line for each message: its number, what it waits for, its pieces."""
-    plural = "" if len(self.messages) == 1 else "s"
+    """Prints a line for each bucket: its number, kind, bytes and pieces."""
+    plural = "" if len(self.buckets) == 1 else "s"
     lines = [
-      f"{len(self.messages)} message{plural}, {self.num_bytes:,} bytes, at "
-      f"most {self.credit} in flight",
-      f"{'#':>5} {'after':>5} {'bytes':>13}  pieces",
+      f"{len(self.buckets)} bucket{plural}, {self.num_bytes:,} bytes",
+      f"{'#':>5} {'kind':<10} {'bytes':>11}  pieces",
     ]
-    for i, message in enumerate(self.messages):
-      before = self.waits_for(i)
-      mark = "!" if i in self.oversized else " "
-      head = (
-        f"{i:>5} {'-' if before is None else before:>5} "
-        f"{message.num_bytes:>13,}{mark} "
-      )
-      # Lines end after a plus: a piece with its plus holds no plain space.
-      pieces = " + ".join(self._name(piece) for piece in message.pieces)
+    count = collections.Counter(p.leaf for b in self.buckets for p in b.pieces)
+    for i, bucket in enumerate(self.buckets):
+      head = f"{i:>5} {bucket.name:<10} {bucket.num_bytes:>11,}  "
+      pieces = [
+        (self.paths[leaf] or "(array)")
+        + (f"[{start}:{stop}]" if count[leaf] > 1 else "")
+        for leaf, start, stop in bucket.pieces
+      ]
       lines += textwrap.wrap(
-        pieces.replace(" ", "\xa0").replace("+\xa0", "+ "),
+        "\xa0+ ".join(pieces),  # Lines end after a plus.
         width=80,
         initial_indent=head,
         subsequent_indent=" " * len(head),
         break_long_words=False,
         break_on_hyphens=False,
       )
-    if self.oversized:
-      lines.append(
-        f"! larger than {self.max_bytes:,} bytes: sharded dimensions are not "
-        "cut"
-      )
     return "\n".join(lines).replace("\xa0", " ")
 
-  def _name(self, piece: Piece) -> str:
-    whole = piece.shape == self.shapes[piece.leaf]
-    return (piece.path or "(array)") if whole else str(piece)
+  def _unpack_shard(
+    self, buffers: Mapping[int, jax.Array]
+  ) -> dict[int, jax.Array]:
+    """Puts together one device's parts of the leaves in some buckets."""
+    parts: dict[int, list[jax.Array]] = {}
+    for i in sorted(buffers):
+      for piece, flat in self.buckets[i].unpack(buffers[i]):
+        parts.setdefault(piece.leaf, []).append(flat)
+    return {
+      leaf: (flat[0] if len(flat) == 1 else jnp.concatenate(flat)).reshape(
+        _shards.shard_shape(self.shapes[leaf], self.specs[leaf])
+      )
+      for leaf, flat in parts.items()
+    }
 
-
-def plan(
-  tree: PyTree,
-  *,
-  max_bytes: int = 4 * _MEBIBYTE,
-  order: Order = "front_first",
-  join: bool = True,
-  credit: int = 4,
-  shardings: PyTree = None,
-) -> Plan:
-  """Cuts a tree into messages and orders them.
-
-  A leaf of more than `max_bytes` is cut into boxes of nearly equal size: by
-  rows (its first dimension), and when one row is too large, within the row.
-  Smaller pieces join their neighbours in the order, and only those: a message
-  waits for the last of its pieces, so one that reached far ahead would hold
-  up everything behind it.
-
-  Args:
-    tree: what one worker sends: arrays or `jax.ShapeDtypeStruct`.
-    max_bytes: the size that a message should not exceed.  Small ones let
-      urgent leaves overtake, large ones pay the latency less often.  Message
-      sizes count a worker's whole leaves, also where its devices share them.
-    order: which leaf is most urgent.  `"front_first"`: the order of the tree's
-      leaves, which is that of the layers in the forward pass where names sort
-      so.  Dict keys sort **alphabetically** (`layer10` before `layer2`, `head`
-      before `stem`): where they do not sort by layer, give a function from a
-      leaf's path, such as `"layer10/kernel"`, to something that sorts.
-      `"back_first"`: the reverse, in which gradients become ready.
-    join: whether small neighbours share a message.  False gives sub-tensors,
-      one piece a message.
-    credit: how many messages may be in flight.  1 obeys the order strictly
-      and leaves the network idle between messages; many fill it and let
-      urgent messages queue behind others.
-    shardings: how a leaf's dimensions are split over the mesh's axes within a
-      worker: None (not at all), or a tree like `tree` of PartitionSpec,
-      NamedSharding or None; or one for all leaves.  A sharded dimension is
-      never cut, and a sharded leaf never joined with another: both would make
-      the devices of a worker exchange its data.  So a piece of a sharded leaf
-      may exceed `max_bytes`; `Plan.oversized` lists these and printing the
-      plan marks them.
-
-  Returns:
-    The plan.  Leaves without elements have no piece.
-
-  Raises:
-    ValueError: when an argument is not as described.
-
-  >>> tree = {
-  ...   "conv": jax.ShapeDtypeStruct((4, 10), "float32"),
-  ...   "dense": {
-  ...     "bias": jax.ShapeDtypeStruct((5,), "float32"),
-  ...     "kernel": jax.ShapeDtypeStruct((3, 5), "float32"),
-  ...   },
-  ... }
-  >>> print(plan(tree, max_bytes=80, credit=2))
-  3 messages, 240 bytes, at most 2 in flight
-      # after         bytes  pieces
-      0     -            80  conv[0:2, 0:10]
-      1     -            80  conv[2:4, 0:10]
-      2     0            80  dense/bias + dense/kernel
-
-  References:
-    ByteScheduler (module docstring) calls the two knobs partition size and
-    credit.  Departure: its credit counts bytes and is given back message by
-    message; here it counts messages, as compilers do
-    (`xla_gpu_experimental_parallel_collective_overlap_limit`).  P3 slices by
-    parameters; `join=False` with `"front_first"` is its order.
-  """
-  for name, value in (("max_bytes", max_bytes), ("credit", credit)):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}.")
-  with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  paths = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in with_paths
-  ]
-  leaves = [leaf for _, leaf in with_paths]
-  for path, leaf in zip(paths, leaves, strict=True):
-    _check_leaf(path, leaf, max_bytes)
-  sharded = [
-    _sharded_dims(path, leaf, sharding)
-    for path, leaf, sharding in zip(
-      paths, leaves, _per_leaf(shardings, treedef), strict=True
-    )
-  ]
-
-  messages: list[Message] = []
-  last: tuple[Any, bool] | None = None
-  for leaf in _ordered(paths, order):
-    shape, dtype = leaves[leaf].shape, dtype_of(leaves[leaf])
-    kind = (dtype, bool(sharded[leaf]))
-    limit = max_bytes // dtype.itemsize
-    for start, stop in _boxes(tuple(shape), sharded[leaf], limit):
-      size = math.prod(b - a for a, b in zip(start, stop, strict=True))
-      piece = Piece(leaf, paths[leaf], start, stop, size * dtype.itemsize)
-      if (
-        join
-        and kind == last == (dtype, False)
-        and messages[-1].num_bytes + piece.num_bytes <= max_bytes
-      ):
-        messages[-1] = Message((*messages[-1].pieces, piece))
-      else:
-        messages.append(Message((piece,)))
-      last = kind
-  return Plan(
-    tuple(messages),
-    credit,
-    max_bytes,
-    tuple(tuple(leaf.shape) for leaf in leaves),
-    tuple(dtype_of(leaf).name for leaf in leaves),
-  )
-
-
-def dtype_of(leaf: Any) -> Any:
-  """The dtype as JAX holds it: a NumPy float64 is usually a float32 there."""
-  return jax.dtypes.canonicalize_dtype(leaf.dtype)
-
-
-def _check_leaf(path: str, leaf: Any, max_bytes: int) -> None:
-  if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-    raise ValueError(
-      "`tree` must hold arrays or `jax.ShapeDtypeStruct`, got "
-      f"{type(leaf).__name__} at {path!r}."
-    )
-  if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    raise ValueError(
-      f"`tree` must hold plain arrays, got dtype {leaf.dtype} at {path!r}. "
-      "Leave PRNG keys out, or pass `jax.random.key_data(key)`."
-    )
-  if max_bytes < dtype_of(leaf).itemsize:
-    raise ValueError(
-      f"`max_bytes` must hold at least one element, got {max_bytes} for "
-      f"{leaf.dtype} at {path!r}."
-    )
-
-
-def _per_leaf(shardings: PyTree, treedef: Any) -> list[Any]:
-  if shardings is None or isinstance(shardings, PartitionSpec | NamedSharding):
-    return [shardings] * treedef.num_leaves
-  try:
-    return list(treedef.flatten_up_to(shardings))
-  except ValueError as error:
-    raise ValueError(
-      "`shardings` must be None, one sharding, or a tree like `tree` of "
-      f"PartitionSpec, NamedSharding or None: {error}"
-    ) from error
-
-
-def _sharded_dims(path: str, leaf: Any, sharding: Any) -> frozenset[int]:
-  """The dimensions that the devices of one worker share."""
-  if sharding is None:
-    return frozenset()
-  spec, sizes = sharding, None
-  if isinstance(sharding, NamedSharding):
-    spec, sizes = sharding.spec, dict(sharding.mesh.shape)
-  if not isinstance(spec, PartitionSpec):
-    raise ValueError(
-      "`shardings` must hold PartitionSpec, NamedSharding or None, got "
-      f"{type(sharding).__name__} at {path!r}."
-    )
-  if len(spec) > len(leaf.shape):
-    raise ValueError(
-      f"`shardings` must have at most one entry for each dimension, got "
-      f"{spec} for shape {tuple(leaf.shape)} at {path!r}. Leave out the axis "
-      "of workers."
-    )
-
-  def is_split(entry: Any) -> bool:
-    if entry is None or sizes is None or entry is PartitionSpec.UNCONSTRAINED:
-      return entry is not None and entry != ()
-    names = (entry,) if isinstance(entry, str) else entry
-    return math.prod(sizes[name] for name in names) > 1
-
-  return frozenset(dim for dim, entry in enumerate(spec) if is_split(entry))
+  def _check(self, leaves: Sequence[Any], what: str) -> None:
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    if shapes != self.shapes:
+      pairs = enumerate(itertools.zip_longest(shapes, self.shapes))
+      leaf, (got, wanted) = next((i, p) for i, p in pairs if p[0] != p[1])
+      raise ValueError(
+        f"`{what}` must have the shapes of the buckets: leaf {leaf} was "
+        f"{'no leaf' if wanted is None else wanted}, got "
+        f"{'no leaf' if got is None else got}. Make the buckets of one "
+        "worker's tree, without the axis of workers."
+      )
 
 
 def check_order(order: Order) -> None:
@@ -360,33 +462,29 @@ def check_order(order: Order) -> None:
 
 
 def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
-  """The numbers of a tree's leaves, the most urgent one first.
+  """Sorts the numbers of a tree's leaves, the most urgent one first.
 
   Args:
     tree: any tree.
-    order: as of `plan`.
+    order: as of `Buckets.of`.
+
+  Raises:
+    ValueError: for what is not an order, and keys that do not compare.
 
   >>> leaf_order({"a": 1, "b": 2}, "back_first")
   (1, 0)
   """
+  check_order(order)
   paths = [
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, _ in jax.tree_util.tree_leaves_with_path(tree)
   ]
-  return tuple(_ordered(paths, order))
-
-
-def _ordered(paths: Sequence[str], order: Order) -> list[int]:
-  """The numbers of the leaves, the most urgent one first."""
-  check_order(order)
-  if order == "front_first":
-    return list(range(len(paths)))
-  if order == "back_first":
-    return list(reversed(range(len(paths))))
-  assert callable(order)
+  numbers = range(len(paths))
+  if not callable(order):
+    return tuple(numbers if order == "front_first" else reversed(numbers))
   keys = [order(path) for path in paths]
   try:
-    return sorted(range(len(paths)), key=keys.__getitem__)
+    return tuple(sorted(numbers, key=keys.__getitem__))
   except TypeError as error:
     raise ValueError(
       "`order` must give keys that can be compared with each other, got "
@@ -394,33 +492,23 @@ def _ordered(paths: Sequence[str], order: Order) -> list[int]:
     ) from error
 
 
-def _boxes(
-  shape: tuple[int, ...], uncut: frozenset[int], limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-  """Yields (start, stop) of boxes of at most `limit` elements, in order.
+def _check_leaf(path: str, leaf: Any) -> None:
+  if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    raise ValueError(
+      "`tree` must hold arrays or `jax.ShapeDtypeStruct`, got "
+      f"{type(leaf).__name__} at {path!r}."
+    )
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    raise ValueError(
+      f"`tree` must hold plain arrays, got dtype {leaf.dtype} at {path!r}. "
+      "Leave PRNG keys out, or pass `jax.random.key_data(key)`."
+    )
 
-  Cuts the first dimension that may be cut; where one index of it still holds
-  too much, takes it index by index and cuts the next.
 
-  >>> list(_boxes((2, 5), frozenset(), limit=3))
-  [((0, 0), (1, 2)), ((0, 2), (1, 5)), ((1, 0), (2, 2)), ((1, 2), (2, 5))]
-  >>> list(_boxes((2, 5), frozenset({0}), limit=6))
-  [((0, 0), (2, 2)), ((0, 2), (2, 5))]
-  """
-  size = math.prod(shape)
-  if size == 0:
-    return
-  # Each dimension as a list of (start, stop).
-  cuts = [[(0, length)] for length in shape]
-  for dim, length in enumerate(shape):
-    if size <= limit:
-      break
-    if dim in uncut:
-      continue
-    size //= length  # Now of one index.
-    parts = -(-length // max(limit // size, 1))
-    cuts[dim] = [
-      (i * length // parts, (i + 1) * length // parts) for i in range(parts)
-    ]
-  for box in itertools.product(*cuts):
-    yield tuple(side[0] for side in box), tuple(side[1] for side in box)
+def _dtype_name(leaf: Any) -> str:
+  """Names the dtype as JAX holds it: float64 of NumPy is usually float32."""
+  return jax.dtypes.canonicalize_dtype(leaf.dtype).name
+
+
+def _round_up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist.collectives import _manual_axes
+from jdist.collectives import _manual_axes, _shards
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = _manual_axes.Axis
@@ -279,18 +279,12 @@ def _map_parts(
     specs = jax.tree.map(lambda _: specs, tree)
 
   def on_parts(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    used = set()
-    for entry in spec:
-      names = entry if isinstance(entry, tuple) else (entry,)
-      used |= {name for name in names if name is not None}
-    if not used:
-      return one(x)
     rows = PartitionSpec(None, *spec)
-    return jax.shard_map(
+    return _shards.map_shards(
       one,
+      _shards.spec_axes([spec]),
       in_specs=rows if from_row else spec,
       out_specs=rows,
-      axis_names=used,
     )(x)
 
   return jax.tree.map(on_parts, tree, specs)

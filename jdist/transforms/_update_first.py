@@ -1,14 +1,11 @@
 """Synchronous training whose steps begin with the update of the last one."""
 
-import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist import checks, collectives, states
 from jdist.transforms import _control, _mean_loss, _shared
@@ -26,7 +23,7 @@ class UpdateFirstState(NamedTuple):
   Attributes:
     pending: this worker's gradients of the last step, in their dtypes; of
       what was not held back their mean; with `scatter` its share of their
-      mean, a row for each message.
+      mean, a row for each bucket.
     in_flight: whether there are any, bool scalar.
     loss: this worker's loss of the last step, float32 scalar.
     inner: the optimizer's state.
@@ -112,7 +109,7 @@ def update_first(
       it as it is, and must be equal on all workers.
     axis: the workers' axis.
     max_bytes: the size that a sub-tensor should not exceed, see
-      `collectives.plan`.
+      `collectives.Buckets.of`.
     in_flight: how many sub-tensors may be under way, the credit; 1 by default:
       XLA merges those that may be under way together, and the first layer then
       waits for several.  To have several on GPUs, set the option
@@ -168,54 +165,63 @@ def update_first(
     )
   if scatter and specs is not None:
     raise ValueError(
-      "`scatter` deals out flat messages and cannot be used with `specs`. Take "
-      "`scatter=False` for workers that are themselves sharded."
+      "`scatter` splits flat buckets by rows and cannot be used with `specs`. "
+      "Take `scatter=False` for workers that are themselves sharded."
     )
   # A worker's own loss would drive the workers apart.
   optimizer = _mean_loss.with_mean_loss(optimizer, axis)
 
-  def plan(like: PyTree) -> collectives.Plan:  # When a program is traced.
-    return collectives.plan(
+  def buckets_of(like: PyTree) -> collectives.Buckets:
+    return collectives.Buckets.of(
       like,
-      max_bytes=max_bytes,
       order=order,
-      credit=in_flight,
-      shardings=specs if pending == 1 else _like(specs, like),
+      max_bytes=max_bytes,
+      num_rows=collectives.size(axis) if scatter else 1,
+      specs=_present(specs, like),
     )
 
   def init_fn(params: optax.Params) -> UpdateFirstState:
-    pending = jax.tree.map(jnp.zeros_like, params)
+    if scatter:
+      buckets = buckets_of(params).buckets
+      zeros: PyTree = tuple(jnp.zeros(b.row_size, b.dtype) for b in buckets)
+      zeros = collectives.varying(zeros, axis)
+    else:
+      zeros = jax.tree.map(jnp.zeros_like, params)
     return UpdateFirstState(
-      pending=_dealt(plan(params), pending, axis) if scatter else pending,
+      pending=zeros,
       in_flight=jnp.asarray(False),
       loss=jnp.zeros((), jnp.float32),
       inner=optimizer.init(params),
     )
 
-  def arrived(state: UpdateFirstState, params: optax.Params) -> PyTree:
-    """The mean of what is pending."""
-    if not scatter:
-      held, rest = _parted(state.pending, order, pending)
-      planned = plan(held)
-      messages = collectives.pack(planned, held)
-      sent = _in_turns(
-        planned, messages, lambda message: collectives.mean(message, axis)
+  def mean_of_pending(state: UpdateFirstState, params: optax.Params) -> PyTree:
+    if scatter:
+      rows = _in_turns(
+        state.pending, lambda row: collectives.gather(row, axis), in_flight
       )
-      return _joined(collectives.unpack(planned, sent, held), rest)
-    planned = plan(params)
-    rows = _in_turns(
-      planned, state.pending, lambda row: collectives.gather(row, axis)
+      return buckets_of(params).unpack(rows, params)
+    held, rest = _split(state.pending, order, pending)
+    buckets = buckets_of(held)
+    means = _in_turns(
+      buckets.pack(held), lambda x: collectives.mean(x, axis), in_flight
     )
-    shapes = _shapes(planned, params)
-    sent = [_shaped(r, s) for r, s in zip(rows, shapes, strict=True)]
-    return collectives.unpack(planned, sent, params)
+    return _merge(buckets.unpack(means, held), rest)
+
+  def reduce_scattered(grads: optax.Updates) -> tuple[jax.Array, ...]:
+    # The last layers' gradients are ready first.
+    rows = _in_turns(
+      reversed(buckets_of(grads).pack(grads)),
+      lambda x: collectives.reduce_scatter(x, axis),
+      in_flight,
+    )
+    return tuple(reversed(rows))
 
   def apply_pending(
     state: UpdateFirstState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, UpdateFirstState]:
     # Selected and not under a conditional, where nothing would overlap.
     updates, inner = optimizer.update(
-      arrived(state, params),
+      mean_of_pending(state, params),
       state.inner,
       params,
       **({"loss": state.loss} | extra_args),
@@ -246,10 +252,10 @@ def update_first(
   ) -> UpdateFirstState:
     collectives.check_local(grads, axis, what="`grads`")
     if scatter:
-      grads = _dealt(plan(grads), grads, axis)
+      grads = reduce_scattered(grads)
     elif pending < 1:
-      front, rest = _parted(grads, order, pending)
-      grads = _joined(front, collectives.mean(rest, axis))
+      front, rest = _split(grads, order, pending)
+      grads = _merge(front, collectives.mean(rest, axis))
     held = UpdateFirstState(
       pending=grads,
       in_flight=jnp.ones_like(state.in_flight),
@@ -283,12 +289,12 @@ def update_first(
   return made
 
 
-def _parted(
+def _split(
   tree: PyTree, order: collectives.Order, share: float
 ) -> tuple[PyTree, PyTree]:
-  """The most urgent leaves and the others, None in place of what is not there.
+  """Splits a tree in the most urgent leaves and the others, None elsewhere.
 
-  >>> _parted({"a": jnp.zeros(2), "b": jnp.ones(2)}, "back_first", 0.5)[1]
+  >>> _split({"a": jnp.zeros(2), "b": jnp.ones(2)}, "back_first", 0.5)[1]
   {'a': Array([0., 0.], dtype=float32), 'b': None}
   """
   leaves, structure = jax.tree.flatten(tree)
@@ -305,16 +311,16 @@ def _parted(
   )
 
 
-def _joined(front: PyTree, rest: PyTree) -> PyTree:
+def _merge(front: PyTree, rest: PyTree) -> PyTree:
   return jax.tree.map(
     lambda a, b: b if a is None else a, front, rest, is_leaf=lambda x: x is None
   )
 
 
-def _like(specs: PyTree, tree: PyTree) -> PyTree:
-  """The specs of the leaves that there are, None elsewhere."""
-  if specs is None or isinstance(specs, PartitionSpec | NamedSharding):
-    return specs
+def _present(specs: PyTree, tree: PyTree) -> PyTree:
+  """Returns the specs of a tree's leaves, None where the tree has None."""
+  if specs is None:
+    return None
   return jax.tree.map(
     lambda x, spec: None if x is None else spec,
     tree,
@@ -324,43 +330,17 @@ def _like(specs: PyTree, tree: PyTree) -> PyTree:
 
 
 def _in_turns(
-  plan: collectives.Plan, messages: Any, send: Callable[[Any], Any]
-) -> list[Any]:
-  """Sends messages in the plan's order, no more at a time than its credit."""
-  sent: list[Any] = []
-  for i, message in enumerate(messages):
-    before = plan.waits_for(i)
-    if before is not None:
-      message, sent[before] = jax.lax.optimization_barrier(
-        (message, sent[before])
+  buffers: Iterable[jax.Array],
+  send: Callable[[jax.Array], jax.Array],
+  in_flight: int,
+) -> list[jax.Array]:
+  """Sends buffers one after the other, with so many in flight at the most."""
+  sent: list[jax.Array] = []
+  for i, buffer in enumerate(buffers):
+    if i >= in_flight:
+      before = i - in_flight
+      buffer, sent[before] = jax.lax.optimization_barrier(
+        (buffer, sent[before])
       )
-    sent.append(send(message))
+    sent.append(send(buffer))
   return sent
-
-
-def _dealt(
-  plan: collectives.Plan, tree: PyTree, axis: collectives.Axis
-) -> tuple[jax.Array, ...]:
-  """This worker's rows of the means of a plan's messages."""
-  workers = collectives.size(axis)
-
-  def rows(message: jax.Array) -> jax.Array:
-    flat = message.reshape(-1)
-    flat = jnp.pad(flat, (0, -flat.size % workers))
-    return flat.reshape(workers, -1)
-
-  # The last layers' gradients are there first.
-  messages = [rows(m) for m in reversed(collectives.pack(plan, tree))]
-  dealt = _in_turns(
-    plan, messages, lambda m: collectives.reduce_scatter(m, axis)
-  )
-  return tuple(reversed(dealt))
-
-
-def _shapes(plan: collectives.Plan, tree: PyTree) -> list[tuple[int, ...]]:
-  pack = functools.partial(collectives.pack, plan)
-  return [x.shape for x in jax.eval_shape(pack, tree)]
-
-
-def _shaped(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  return rows.reshape(-1)[: math.prod(shape)].reshape(shape)

@@ -261,15 +261,15 @@ def test_no_more_are_in_flight_than_stated(in_flight):
   optimizer = transforms.update_first(
     optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=in_flight
   )
-  messages = len(collectives.plan(params(), max_bytes=16).messages)
+  buckets = collectives.Buckets.of(params(), max_bytes=16).buckets
 
   def begin(w):
     return optimizer.begin(w, optimizer.init(w))[0]
 
   rows = jax.tree.map(lambda x: jnp.stack([x, x]), params())
   traced = str(jax.make_jaxpr(jax.vmap(begin, axis_name="worker"))(rows))
-  assert traced.count("optimization_barrier") == messages - in_flight
-  assert messages > 6
+  assert traced.count("optimization_barrier") == len(buckets) - in_flight
+  assert len(buckets) > 6
 
 
 def test_a_mean_in_two_halves_sends_as_much():
@@ -422,7 +422,7 @@ REJECTED = {
   ),
   "scatter": (
     {"scatter": True, "specs": PartitionSpec("fsdp")},
-    "`scatter` deals out flat messages and cannot be used with `specs`",
+    "`scatter` splits flat buckets by rows and cannot be used with `specs`",
   ),
 }
 

@@ -1,0 +1,123 @@
+"""Shards: the parts of a worker's leaves on its devices.
+
+A worker may itself be spread over the mesh's axes beside the workers'.  Its
+leaves are then split as a PartitionSpec says, without the axis of workers.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+PyTree: TypeAlias = Any
+
+
+def spec_leaves(
+  specs: PyTree, tree: PyTree = None
+) -> tuple[PartitionSpec, ...]:
+  """Lists the specs of a tree's leaves.
+
+  Args:
+    specs: a tree of PartitionSpec, like the parameters.
+    tree: the parameters, if they are known; None skips the count.
+
+  Raises:
+    ValueError: for what is not a spec, or not one for each leaf.
+  """
+  leaves = jax.tree.leaves(
+    specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+  )
+  for leaf in leaves:
+    if not isinstance(leaf, PartitionSpec):
+      raise ValueError(
+        "`specs` must hold one PartitionSpec for each leaf of the parameters, "
+        f"got {leaf!r}. `Workers.specs(params)` reads them off."
+      )
+  number = len(leaves) if tree is None else len(jax.tree.leaves(tree))
+  if len(leaves) != number:
+    raise ValueError(
+      "`specs` must have one PartitionSpec for each leaf of the parameters: "
+      f"{number}, got {len(leaves)}. `Workers.specs(params)` reads them off."
+    )
+  return tuple(leaves)
+
+
+def spec_axes(specs: Iterable[PartitionSpec]) -> tuple[str, ...]:
+  """Returns the mesh axes over which something is split, sorted.
+
+  >>> spec_axes([PartitionSpec(None, ("y", "x")), PartitionSpec("x")])
+  ('x', 'y')
+  """
+  return tuple(
+    sorted({name for spec in specs for entry in spec for name in _names(entry)})
+  )
+
+
+def num_shards(axes: Iterable[str]) -> int:
+  """Counts the devices along mesh axes, while a program is traced.
+
+  Raises:
+    ValueError: for axes that the mesh has not, or outside a mesh.
+  """
+  sizes = dict(jax.sharding.get_abstract_mesh().shape)
+  missing = [name for name in axes if name not in sizes]
+  if missing:
+    raise ValueError(
+      f"`specs` must name axes of the workers' mesh, {tuple(sizes)}, got "
+      f"{missing}. Call it in a step of "
+      "`collectives.workers(..., mesh=mesh)`, where the mesh is known."
+    )
+  return math.prod(sizes[name] for name in axes)
+
+
+def shard_shape(shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+  """Returns the shape of one device's part of a leaf.
+
+  Raises:
+    ValueError: for a spec with more dimensions than the leaf, and as
+      `num_shards`.
+  """
+  if len(spec) > len(shape):
+    raise ValueError(
+      "`specs` must name at most as many dimensions as each leaf has, got "
+      f"{spec} for shape {list(shape)}. Leave out the axis of workers."
+    )
+  split = [*map(_names, spec), *[()] * (len(shape) - len(spec))]
+  return tuple(
+    length // num_shards(names)
+    for length, names in zip(shape, split, strict=True)
+  )
+
+
+def map_shards(
+  function: Callable[..., Any],
+  axes: Iterable[str],
+  *,
+  in_specs: Any,
+  out_specs: Any,
+) -> Callable[..., Any]:
+  """Maps a function over a worker's devices, inside the workers' own step.
+
+  Args:
+    function: of one device's parts.
+    axes: the mesh axes over which they are split; with none it is returned as
+      it is.
+    in_specs: of its arguments, as of `jax.shard_map`.
+    out_specs: of its results.
+  """
+  names = set(axes)
+  if not names:
+    return function
+  num_shards(names)
+  return jax.shard_map(
+    function, in_specs=in_specs, out_specs=out_specs, axis_names=names
+  )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+  """Returns the mesh axes in an entry of a spec."""
+  if entry is None:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
