@@ -5,7 +5,6 @@ worker wanted to send and did not.  `Compression` joins both.
 """
 
 from jdist.reducers._chunked import Chunked as Chunked
-from jdist.reducers._chunked import Cut as Cut
 from jdist.reducers._compressed import Compressed as Compressed
 from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compressed import CompressedState as CompressedState

@@ -1,9 +1,8 @@
 """Reduces a tree in parts of one size, each with a state of its own."""
 
 import dataclasses
-import math
 import zlib
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +13,6 @@ from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
 _MEBIBYTE = 2**20
-
-
-class Cut(NamedTuple):
-  """How the leaves of one dtype become rows.
-
-  Attributes:
-    name: the dtype's.
-    leaves: their numbers, in the order in which they are sent.
-    num_parts: how many rows there are.
-    size: entries of a row; the last rows may end in zeros.
-  """
-
-  name: str
-  leaves: tuple[int, ...]
-  num_parts: int
-  size: int
-
-  @property
-  def like(self) -> jax.ShapeDtypeStruct:
-    """What one row is."""
-    return jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +49,7 @@ class Chunked(_reducer.Reducer):
       needs whole leaves.
 
   >>> halves = Chunked(_reducer.Exact(), multiple=2)
-  >>> rows = halves.cut({"a": jnp.ones(2), "b": jnp.zeros(1)})
+  >>> rows = halves.pack({"a": jnp.ones(2), "b": jnp.zeros(1)})
   >>> rows["float32"].tolist()
   [[1.0, 1.0], [0.0, 0.0]]
   """
@@ -103,65 +81,47 @@ class Chunked(_reducer.Reducer):
     """As the reducer says."""
     return self.reducer.averages
 
-  def cuts(self, like: PyTree) -> tuple[Cut, ...]:
-    """How a tree is cut, plain data."""
-    leaves = jax.tree.leaves(like)
-    found: dict[str, list[int]] = {}
-    for i in collectives.leaf_order(like, self.order):
-      if math.prod(leaves[i].shape):
-        name = np.dtype(leaves[i].dtype).name
-        found.setdefault(name, []).append(i)
-    cuts = []
-    for name, members in found.items():
-      length = sum(math.prod(leaves[i].shape) for i in members)
-      num_bytes = length * np.dtype(name).itemsize
-      num = self.multiple * -(-num_bytes // (self.multiple * self.max_bytes))
-      cuts.append(Cut(name, tuple(members), num, -(-length // num)))
-    return tuple(cuts)
+  def buckets(self, like: PyTree) -> collectives.Buckets:
+    """Returns the layout of a tree: a bucket a dtype, a row a chunk."""
+    return collectives.Buckets.of(
+      like,
+      order=self.order,
+      num_rows=self.multiple,
+      max_row_bytes=self.max_bytes,
+    )
 
-  def cut(self, tree: PyTree) -> dict[str, jax.Array]:
-    """Copies a tree into rows [num_parts, size], by dtype."""
-    leaves, rows = jax.tree.leaves(tree), {}
-    for cut in self.cuts(tree):
-      flat = jnp.concatenate([leaves[i].reshape(-1) for i in cut.leaves])
-      short = cut.num_parts * cut.size - flat.size
-      flat = jnp.pad(flat, (0, short)) if short else flat
-      rows[cut.name] = flat.reshape(cut.num_parts, cut.size)
-    return rows
+  def pack(self, tree: PyTree) -> dict[str, jax.Array]:
+    """Copies a tree into rows `[chunks, entries]`, by dtype."""
+    buckets = self.buckets(tree)
+    names = [bucket.name for bucket in buckets.buckets]
+    return dict(zip(names, buckets.pack(tree), strict=True))
 
-  def join(self, rows: dict[str, jax.Array], like: PyTree) -> PyTree:
-    """Undoes `cut`, in the dtypes of the rows; an empty leaf is empty."""
-    leaves, treedef = jax.tree.flatten(like)
-    out = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    for cut in self.cuts(like):
-      flat, start = rows[cut.name].reshape(-1), 0
-      for i in cut.leaves:
-        stop = start + math.prod(leaves[i].shape)
-        out[i] = flat[start:stop].reshape(leaves[i].shape)
-        start = stop
-    return jax.tree.unflatten(treedef, out)
+  def unpack(self, rows: dict[str, jax.Array], like: PyTree) -> PyTree:
+    """Undoes `pack`, in the dtypes of the rows."""
+    buckets = self.buckets(like)
+    return buckets.unpack([rows[b.name] for b in buckets.buckets], like)
 
-  def reduce_part(
+  def reduce_chunk(
     self,
-    cut: Cut,
+    bucket: collectives.Bucket,
     number: jax.typing.ArrayLike,
     row: jax.Array,
     state: PyTree,
     key: jax.Array,
     axis: collectives.Axis,
   ) -> _reducer.Reduced:
-    """Takes the mean of one part; a collective operation.
+    """Takes the mean of one chunk; a collective operation.
 
     Args:
-      cut: the part's, one of `cuts`.
-      number: of the part in its cut, the same on all workers.
-      row: this worker's [size].
-      state: the part's own.
+      bucket: the chunk's.
+      number: of the row in its bucket, the same on all workers.
+      row: this worker's.
+      state: the chunk's own.
       key: of the whole tree.
       axis: the workers' axis.
     """
-    # By name and not by position, so that it is the same wherever it stands.
-    name = np.uint32(zlib.crc32(cut.name.encode()))
+    # By name and not by position, so that another dtype changes nothing.
+    name = np.uint32(zlib.crc32(bucket.name.encode()))
     key = jax.random.fold_in(jax.random.fold_in(key, name), number)
     reduced = self.reducer.reduce(row, state, key, axis)
     return collectives.varying(_reducer.Reduced(*reduced), axis)
@@ -169,10 +129,10 @@ class Chunked(_reducer.Reducer):
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """The states of all parts, [num_parts, ...], by dtype."""
     states = {}
-    for cut in self.cuts(like):
-      state = self.reducer.init(cut.like, axis)
-      states[cut.name] = jax.tree.map(
-        lambda x, n=cut.num_parts: jnp.repeat(x[None], n, 0), state
+    for bucket in self.buckets(like).buckets:
+      state = self.reducer.init(bucket.row, axis)
+      states[bucket.name] = jax.tree.map(
+        lambda x, n=bucket.num_rows: jnp.repeat(x[None], n, 0), state
       )
     return states
 
@@ -180,22 +140,22 @@ class Chunked(_reducer.Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     """Takes the mean, of one part after the other."""
-    wanted, found = self.cut(tree), {}
-    for cut in self.cuts(tree):
+    wanted, found = self.pack(tree), {}
+    for bucket in self.buckets(tree).buckets:
 
-      def one(_: None, part: Any, cut: Cut = cut) -> tuple[None, Any]:
-        number, row, state = part
-        return None, self.reduce_part(cut, number, row, state, key, axis)
+      def one(_: None, chunk: Any, bucket: Any = bucket) -> tuple[None, Any]:
+        number, row, state = chunk
+        return None, self.reduce_chunk(bucket, number, row, state, key, axis)
 
-      numbers = jnp.arange(cut.num_parts)
-      parts = (numbers, wanted[cut.name], state[cut.name])
-      _, found[cut.name] = jax.lax.scan(one, None, parts)
+      name = bucket.name
+      chunks = (jnp.arange(bucket.num_rows), wanted[name], state[name])
+      _, found[name] = jax.lax.scan(one, None, chunks)
     means, shares, states = (
       {name: reduced[i] for name, reduced in found.items()} for i in range(3)
     )
     return _reducer.Reduced(
-      self.join(means, tree),
-      jax.tree.map(lambda x: x.astype(jnp.float32), self.join(shares, tree)),
+      self.unpack(means, tree),
+      jax.tree.map(lambda x: x.astype(jnp.float32), self.unpack(shares, tree)),
       states,
     )
 
@@ -204,16 +164,17 @@ class Chunked(_reducer.Reducer):
   ) -> tuple[PyTree, PyTree]:
     """What the reducer holds back, of all parts."""
     held, states = {}, {}
-    for cut in self.cuts(like):
+    for bucket in self.buckets(like).buckets:
 
-      def one(_: None, state: PyTree, cut: Cut = cut) -> tuple[None, Any]:
-        released = self.reducer.release(state, cut.like, axis)
+      def one(_: None, state: PyTree, bucket: Any = bucket) -> tuple[None, Any]:
+        released = self.reducer.release(state, bucket.row, axis)
         return None, collectives.varying(released, axis)
 
-      _, (held[cut.name], states[cut.name]) = jax.lax.scan(
-        one, None, state[cut.name], length=cut.num_parts
+      name = bucket.name
+      _, (held[name], states[name]) = jax.lax.scan(
+        one, None, state[name], length=bucket.num_rows
       )
-    tree = self.join(held, like)
+    tree = self.unpack(held, like)
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree), states
 
   def shared(self, state: PyTree) -> PyTree:
@@ -231,9 +192,9 @@ class Chunked(_reducer.Reducer):
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """The sum over all parts, their padding included."""
     payload, sent, received = 0, 0.0, 0.0
-    for cut in self.cuts(like):
-      bits = self.reducer.num_bits(cut.like, num_workers)
-      payload += cut.num_parts * bits.payload
-      sent += cut.num_parts * bits.sent
-      received += cut.num_parts * bits.received
+    for bucket in self.buckets(like).buckets:
+      bits = self.reducer.num_bits(bucket.row, num_workers)
+      payload += bucket.num_rows * bits.payload
+      sent += bucket.num_rows * bits.sent
+      received += bucket.num_rows * bits.received
     return _reducer.Bits(payload, sent, received)

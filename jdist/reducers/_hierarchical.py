@@ -95,8 +95,8 @@ class Hierarchical(_reducer.Reducer):
     inner, outer = self._levels(axis)
     if self.parts > 1:
       far = {
-        cut.name: self.outer.init(cut.like, outer)
-        for cut in self._in_parts().cuts(like)
+        bucket.name: self.outer.init(bucket.row, outer)
+        for bucket in self._in_parts().buckets(like).buckets
       }
     else:
       far = self.outer.init(like, outer)
@@ -139,12 +139,13 @@ class Hierarchical(_reducer.Reducer):
     near, near_state = self.inner.release(state.inner, like, inner)
     if self.parts > 1:
       parts, rows, far_state = self._in_parts(), {}, {}
-      for cut in parts.cuts(like):
-        row, far_state[cut.name] = self.outer.release(
-          state.outer[cut.name], cut.like, outer
+      for bucket in parts.buckets(like).buckets:
+        name = bucket.name
+        row, far_state[name] = self.outer.release(
+          state.outer[name], bucket.row, outer
         )
-        rows[cut.name] = collectives.gather(row, inner)
-      far = parts.join(rows, like)
+        rows[name] = collectives.gather(row, inner)
+      far = parts.unpack(rows, like)
     else:
       far, far_state = self.outer.release(state.outer, like, outer)
     held = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
@@ -182,8 +183,8 @@ class Hierarchical(_reducer.Reducer):
     if self.parts == 1:
       return self.outer.num_bits(like, num_workers)
     found = [
-      self.outer.num_bits(cut.like, num_workers)
-      for cut in self._in_parts().cuts(like)
+      self.outer.num_bits(bucket.row, num_workers)
+      for bucket in self._in_parts().buckets(like).buckets
     ]
     return _reducer.Bits(
       sum(bits.payload for bits in found),
@@ -205,7 +206,7 @@ class Hierarchical(_reducer.Reducer):
     if isinstance(self.inner, _reducer.Exact):
       own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
       mine, near_state = (
-        collectives.reduce_scatter(parts.cut(tree), inner),
+        collectives.reduce_scatter(parts.pack(tree), inner),
         state.inner,
       )
     else:
@@ -213,23 +214,23 @@ class Hierarchical(_reducer.Reducer):
       own, near_state = near.own_share, near.state
       mine = {
         name: jax.lax.dynamic_index_in_dim(rows, number, keepdims=False)
-        for name, rows in parts.cut(near.mean).items()
+        for name, rows in parts.pack(near.mean).items()
       }
     means, left, far_state = {}, {}, {}
-    for cut in parts.cuts(tree):
-      row = mine[cut.name]
-      far = parts.reduce_part(
-        cut, number, row, state.outer[cut.name], second, outer
+    for bucket in parts.buckets(tree).buckets:
+      name, row = bucket.name, mine[bucket.name]
+      far = parts.reduce_chunk(
+        bucket, number, row, state.outer[name], second, outer
       )
-      means[cut.name] = collectives.gather(far.mean, inner)
+      means[name] = collectives.gather(far.mean, inner)
       rest = self.parts * (row.astype(jnp.float32) - far.own_share)
       rows = jnp.arange(self.parts)[:, None] == number
-      left[cut.name] = jnp.where(rows, rest, 0)
-      far_state[cut.name] = far.state
-    share = jax.tree.map(jnp.subtract, own, parts.join(left, tree))
+      left[name] = jnp.where(rows, rest, 0)
+      far_state[name] = far.state
+    share = jax.tree.map(jnp.subtract, own, parts.unpack(left, tree))
     new = HierarchicalState(near_state, far_state)
     reduced = _reducer.Reduced(
-      parts.join(means, tree), share, new if jax.tree.leaves(new) else ()
+      parts.unpack(means, tree), share, new if jax.tree.leaves(new) else ()
     )
     return collectives.varying(reduced, axis)
 
@@ -241,8 +242,8 @@ class Hierarchical(_reducer.Reducer):
   def _nothing(self, like: PyTree) -> HierarchicalState:
     if self.parts == 1:
       return HierarchicalState((), ())
-    cuts = self._in_parts().cuts(like)
-    return HierarchicalState((), {cut.name: () for cut in cuts})
+    buckets = self._in_parts().buckets(like).buckets
+    return HierarchicalState((), {bucket.name: () for bucket in buckets})
 
   def _levels(
     self, axis: collectives.Axis

@@ -1,13 +1,11 @@
 """Reduces what every device of a sharded worker holds, by its own peers."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist import collectives
@@ -69,7 +67,7 @@ class Sharded(_reducer.Reducer):
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
-    object.__setattr__(self, "specs", spec_leaves(self.specs))
+    object.__setattr__(self, "specs", collectives.spec_leaves(self.specs))
 
   @property
   def averages(self) -> bool:
@@ -78,7 +76,7 @@ class Sharded(_reducer.Reducer):
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """The states of all shards, zeros of which every shard has its own."""
-    leaves, states = local_likes(like, self.specs), {}
+    leaves, states = self._local(like), {}
     for group in self._groups(like):
       if group.axes and (reason := self.reducer.whole_leaves()):
         raise ValueError(
@@ -87,7 +85,7 @@ class Sharded(_reducer.Reducer):
         )
       state = self.reducer.init(_named(group, like, leaves), axis)
       if group.axes:
-        n = math.prod(mesh_sizes(group.axes))
+        n = collectives.num_shards(group.axes)
         state = jax.tree.map(lambda x, n=n: jnp.repeat(x[None], n, 0), state)
       states[group.name] = state
     return states
@@ -132,7 +130,7 @@ class Sharded(_reducer.Reducer):
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
     """What the reducer holds back, of all shards."""
-    groups, local = self._groups(like), local_likes(like, self.specs)
+    groups, local = self._groups(like), self._local(like)
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
       held, states = [jnp.zeros(x.shape, jnp.float32) for x in local], {}
@@ -164,7 +162,7 @@ class Sharded(_reducer.Reducer):
   @property
   def axes(self) -> tuple[str, ...]:
     """The mesh axes over which something is split."""
-    return axes_of(self.specs)
+    return collectives.spec_axes(self.specs)
 
   @property
   def rows(self) -> str:
@@ -173,14 +171,14 @@ class Sharded(_reducer.Reducer):
 
   def num_rows(self) -> int:
     """How many devices a worker has, while a program is traced."""
-    return math.prod(mesh_sizes(self.axes))
+    return collectives.num_shards(self.axes)
 
   def over(
     self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
   ) -> Callable[..., Any]:
     """Maps a function over the devices of a worker."""
-    return over_shards(
-      function, self.specs, in_specs=in_specs, out_specs=out_specs
+    return collectives.map_shards(
+      function, self.axes, in_specs=in_specs, out_specs=out_specs
     )
 
   def told_workers(self, axis: collectives.Axis) -> int:
@@ -189,7 +187,7 @@ class Sharded(_reducer.Reducer):
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Of all devices of a worker together."""
-    local = local_likes(like, self.specs)
+    local = self._local(like)
     devices = self.num_rows()
     payload, sent, received = 0, 0.0, 0.0
     for group in self._groups(like):
@@ -199,34 +197,19 @@ class Sharded(_reducer.Reducer):
       received += devices * bits.received
     return _reducer.Bits(payload, sent, received)
 
+  def _local(self, like: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """Lists what one device holds of each leaf."""
+    specs = collectives.spec_leaves(self.specs, like)
+    return [
+      jax.ShapeDtypeStruct(collectives.shard_shape(x.shape, spec), x.dtype)
+      for x, spec in zip(jax.tree.leaves(like), specs, strict=True)
+    ]
+
   def _groups(self, tree: PyTree) -> tuple[_Group, ...]:
     found: dict[tuple[str, ...], list[int]] = {}
-    check_number(self.specs, tree)
-    for i, spec in enumerate(self.specs):
-      found.setdefault(axes_of((spec,)), []).append(i)
+    for i, spec in enumerate(collectives.spec_leaves(self.specs, tree)):
+      found.setdefault(collectives.spec_axes([spec]), []).append(i)
     return tuple(_Group(axes, tuple(i)) for axes, i in sorted(found.items()))
-
-
-def spec_leaves(specs: PyTree) -> tuple[PartitionSpec, ...]:
-  """The specs of a tree's leaves."""
-  leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
-  for leaf in leaves:
-    if not _is_spec(leaf):
-      raise ValueError(
-        "`specs` must hold one PartitionSpec for each leaf of the parameters, "
-        f"got {leaf!r}. `Workers.specs(params)` reads them off."
-      )
-  return tuple(leaves)
-
-
-def axes_of(specs: tuple[PartitionSpec, ...]) -> tuple[str, ...]:
-  """The mesh axes over which something is split, in order."""
-  found = set()
-  for spec in specs:
-    for entry in spec:
-      names = entry if isinstance(entry, tuple) else (entry,)
-      found |= {name for name in names if name is not None}
-  return tuple(sorted(found))
 
 
 def rows_over(axes: tuple[str, ...]) -> str:
@@ -244,72 +227,6 @@ def row_axes(key: Any) -> tuple[str, ...] | None:
     return None
   names = key.removeprefix(_ROWS)
   return tuple(names.split(",")) if names else ()
-
-
-def mesh_sizes(axes: tuple[str, ...]) -> tuple[int, ...]:
-  """The sizes of axes of the mesh under which a program is traced."""
-  sizes = dict(jax.sharding.get_abstract_mesh().shape)
-  missing = [name for name in axes if name not in sizes]
-  if missing:
-    raise ValueError(
-      f"`specs` must name axes of the workers' mesh, {tuple(sizes)}, got "
-      f"{missing}. Call it in a step of "
-      "`collectives.workers(..., mesh=mesh)`, where the mesh is known."
-    )
-  return tuple(sizes[name] for name in axes)
-
-
-def check_number(specs: tuple[PartitionSpec, ...], tree: PyTree) -> None:
-  """Raises a ValueError unless there is one spec for each leaf."""
-  number = len(jax.tree.leaves(tree))
-  if len(specs) != number:
-    raise ValueError(
-      "`specs` must have one PartitionSpec for each leaf of the parameters: "
-      f"{number}, got {len(specs)}. `Workers.specs(params)` reads them off."
-    )
-
-
-def local_likes(
-  like: PyTree, specs: tuple[PartitionSpec, ...]
-) -> list[jax.ShapeDtypeStruct]:
-  """What one device holds of each leaf."""
-  check_number(specs, like)
-  out = []
-  for leaf, spec in zip(jax.tree.leaves(like), specs, strict=True):
-    shape = list(leaf.shape)
-    if len(spec) > len(shape):
-      raise ValueError(
-        "`specs` must name at most as many dimensions as each leaf has, got "
-        f"{spec} for shape {shape}."
-      )
-    for dim, entry in enumerate(spec):
-      names = entry if isinstance(entry, tuple) else (entry,)
-      used = tuple(name for name in names if name is not None)
-      shape[dim] //= math.prod(mesh_sizes(used))
-    dtype = np.dtype(leaf.dtype)
-    out.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
-  return out
-
-
-def over_shards(
-  function: Callable[..., Any],
-  specs: tuple[PartitionSpec, ...],
-  *,
-  in_specs: Any,
-  out_specs: Any,
-) -> Callable[..., Any]:
-  """Maps a function over the devices of a worker, inside its own shard_map."""
-  used = axes_of(specs)
-  if not used:
-    return function
-  mesh_sizes(used)
-  return jax.shard_map(
-    function, in_specs=in_specs, out_specs=out_specs, axis_names=set(used)
-  )
-
-
-def _is_spec(x: Any) -> bool:
-  return isinstance(x, PartitionSpec)
 
 
 def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:

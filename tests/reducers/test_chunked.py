@@ -22,15 +22,15 @@ def test_a_part_is_what_its_reducer_makes_of_it(reducer):
     np.random.default_rng(0).standard_normal((2, ROUNDS, 50)), jnp.float32
   )
   means, shares, _, _ = _reducers.run(parts, {"w": x}, 2)
-  (cut,) = parts.cuts({"w": x[0, 0]})
-  assert (cut.num_parts, cut.size) == (2, 25)
+  (bucket,) = parts.buckets({"w": x[0, 0]}).buckets
+  assert (bucket.num_rows, bucket.row_size) == (2, 25)
   for i in range(2):
 
     def one(rows, i=i):
       state, out = reducer.init(rows[0], "worker"), []
       for r in range(ROUNDS):
         key = jax.random.fold_in(jax.random.key(7), r)
-        reduced = parts.reduce_part(cut, i, rows[r], state, key, "worker")
+        reduced = parts.reduce_chunk(bucket, i, rows[r], state, key, "worker")
         state = reduced.state
         out.append(reduced[:2])
       return jax.tree.map(lambda *x: jnp.stack(x), *out)
@@ -84,8 +84,8 @@ def test_nothing_is_lost(name, dtype):
 def test_bits_are_those_of_all_parts():
   parts = reducers.Chunked(INT4, max_bytes=128, multiple=4)
   like = {"a": jax.ShapeDtypeStruct((100,), "float32"), "b": jnp.zeros((3, 5))}
-  (cut,) = parts.cuts(like)
-  assert (cut.num_parts, cut.size) == (4, 29)
-  assert cut.leaves == (0, 1)
-  one = INT4.num_bits(cut.like, 2)
+  (bucket,) = parts.buckets(like).buckets
+  assert (bucket.num_rows, bucket.row_size) == (4, 29)
+  assert [piece.leaf for piece in bucket.pieces] == [0, 1]
+  one = INT4.num_bits(bucket.row, 2)
   assert parts.num_bits(like, 2) == tuple(4 * x for x in one)

@@ -81,7 +81,8 @@ class ChunkedStream(_sender.Sender):
     self._parts = compression.reducer
     # Progress is float32 at the least, and so is what is wanted of it.
     self._shape = like.message
-    self._cuts = {cut.name: cut for cut in self._parts.cuts(like.message)}
+    buckets = self._parts.buckets(like.message).buckets
+    self._buckets = {bucket.name: bucket for bucket in buckets}
 
   def hold(
     self,
@@ -91,7 +92,7 @@ class ChunkedStream(_sender.Sender):
   ) -> ChunkedStreamState:
     """Splits what this worker wants to send into rows."""
     wanted, _ = self.compression.prepare(new.message, memory)
-    sent = self._parts.cut(wanted)
+    sent = self._parts.pack(wanted)
     # Overwritten by what arrives next.
     rows = jax.tree.map(jnp.zeros_like, sent)
     keeps = self._feeds_back
@@ -111,7 +112,7 @@ class ChunkedStream(_sender.Sender):
     """Returns this worker's contribution that is held."""
     if self._feeds_back:
       return _sender.Contribution(held.progress, held.loss)
-    progress = self._parts.join(held.sent, self._shape)
+    progress = self._parts.unpack(held.sent, self._shape)
     return _sender.Contribution(progress, held.loss)
 
   def send(
@@ -124,23 +125,23 @@ class ChunkedStream(_sender.Sender):
     key = self.compression.key(memory)
     states = self.compression.reducer_state(memory)
     found = []
-    for name, cut in self._cuts.items():
-      if cut.num_parts % steps:
+    for name, bucket in self._buckets.items():
+      if bucket.num_rows % steps:
         raise ValueError(
           "`stream_steps` must divide the number of sub-tensors, so that "
-          f"nothing is sent twice, got {steps} for {cut.num_parts}. Give "
+          f"nothing is sent twice, got {steps} for {bucket.num_rows}. Give "
           "`Compression(reducers.Chunked(reducer, multiple=...))` a multiple "
           "of all numbers of steps."
         )
-      reducers.note(self._parts.reducer, cut.like, self.axis)
-      for i in range(cut.num_parts // steps):
+      reducers.note(self._parts.reducer, bucket.row, self.axis)
+      for i in range(bucket.num_rows // steps):
         position = held.position[name] + i
-        number = jnp.minimum(position, cut.num_parts - 1)
+        number = jnp.minimum(position, bucket.num_rows - 1)
         row, before = _row((held.sent[name], states[name]), number)
-        reduced = self._parts.reduce_part(
-          cut, number, row, before, key, self.axis
+        reduced = self._parts.reduce_chunk(
+          bucket, number, row, before, key, self.axis
         )
-        fresh = position < cut.num_parts
+        fresh = position < bucket.num_rows
         found.append(Sent({name: ()}, number, fresh, reduced))
     # One number, and exactly: in every step, since a step cannot know whether
     # it is the first.
@@ -189,7 +190,8 @@ class ChunkedStream(_sender.Sender):
       ((name, _),) = part.name.items()
       position[name] = position[name] + part.fresh.astype(jnp.int32)
     there = [
-      position[name] >= cut.num_parts for name, cut in self._cuts.items()
+      position[name] >= bucket.num_rows
+      for name, bucket in self._buckets.items()
     ]
     return jnp.stack(there).all() if there else jnp.asarray(True)
 
@@ -211,7 +213,7 @@ class ChunkedStream(_sender.Sender):
     if steps is not None:
       wanted, arrived = held.sent, have
     else:
-      wanted = _anchor.either(late, held.sent, self._parts.cut(prepared))
+      wanted = _anchor.either(late, held.sent, self._parts.pack(prepared))
       done = _anchor.either(
         late, held.position, jax.tree.map(jnp.zeros_like, held.position)
       )
@@ -229,11 +231,11 @@ class ChunkedStream(_sender.Sender):
       )
     means, shares, states, mean_loss = arrived
     if self._feeds_back:
-      shares = self._parts.join(shares, self._shape)
+      shares = self._parts.unpack(shares, self._shape)
     mean, feedback = self.compression.finish(
-      self._parts.join(means, self._shape),
+      self._parts.unpack(means, self._shape),
       shares,
-      self._parts.join(wanted, self._shape),
+      self._parts.unpack(wanted, self._shape),
       feedback,
     )
     mean = _as(mean, self._shape)
@@ -267,12 +269,12 @@ class ChunkedStream(_sender.Sender):
     )
     mean = jax.tree.map(
       lambda m, h: (m + h).astype(m.dtype),
-      self._parts.join(means, self._shape),
+      self._parts.unpack(means, self._shape),
       owned,
     )
     progress = self.own(held).message
     _, feedback = self.compression.prepare(progress, memory)
-    wanted = self._parts.join(held.sent, self._shape)
+    wanted = self._parts.unpack(held.sent, self._shape)
     mean, feedback = self.compression.finish(mean, wanted, wanted, feedback)
     new = self.compression.with_reducer_state(memory, kept)._replace(
       step=optax.safe_increment(memory.step), feedback=feedback
@@ -292,20 +294,20 @@ class ChunkedStream(_sender.Sender):
     key = self.compression.key(memory)
     keeps = self._feeds_back
     means, shares, states = {}, {}, {}
-    for name, cut in self._cuts.items():
+    for name, bucket in self._buckets.items():
 
-      def one(_: None, part: Any, cut: Any = cut) -> tuple[None, Any]:
+      def one(_: None, part: Any, bucket: Any = bucket) -> tuple[None, Any]:
         number, row, mean, share, before = part
-        reduced = self._parts.reduce_part(
-          cut, number, row, before, key, self.axis
+        reduced = self._parts.reduce_chunk(
+          bucket, number, row, before, key, self.axis
         )
         new = (reduced.mean, reduced.own_share if keeps else (), reduced.state)
         old = (mean, share, before)
-        kept = _anchor.either(number < done[cut.name], old, new)
+        kept = _anchor.either(number < done[bucket.name], old, new)
         return None, collectives.varying(kept, self.axis)
 
       parts = (
-        jnp.arange(cut.num_parts), wanted[name], have[0][name],
+        jnp.arange(bucket.num_rows), wanted[name], have[0][name],
         have[1][name] if keeps else (), have[2][name],
       )  # fmt: skip
       _, found = jax.lax.scan(one, None, parts)

@@ -5,7 +5,6 @@ step and the step for no part.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +60,7 @@ class Stream:
 
   Attributes:
     max_bytes: the size that a sub-tensor does not exceed; 4 MiB by default.
-    order: which leaves are sent first, as in `collectives.plan`.  All are
+    order: which leaves are sent first, as of `collectives.Buckets`.  All are
       applied together at the round's end, so it changes no result.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
@@ -111,7 +110,7 @@ class ExactStream(_sender.Sender):
   ):
     super().__init__(axis, None)
     self._stream, self._like = stream, like
-    self._groups = _groups(stream, like)
+    self._buckets = _buckets_of(stream, like)
 
   def hold(
     self, new: _sender.Contribution, before: StreamState | None, memory: PyTree
@@ -216,83 +215,18 @@ class ExactStream(_sender.Sender):
     return self._unpack(arrived), memory
 
   def _pack(self, new: _sender.Contribution) -> dict[str, jax.Array]:
-    leaves = jax.tree.leaves(new)
-    return {
-      group.name: group.pack([leaves[i] for i in group.leaves])
-      for group in self._groups
-    }
+    names = [bucket.name for bucket in self._buckets.buckets]
+    return dict(zip(names, self._buckets.pack(new), strict=True))
 
   def _unpack(self, buffers: dict[str, jax.Array]) -> _sender.Contribution:
-    leaves, structure = jax.tree.flatten(self._like)
-    for group in self._groups:
-      shapes = [leaves[i] for i in group.leaves]
-      found = group.unpack(buffers[group.name], shapes)
-      for i, leaf in zip(group.leaves, found, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
+    found = [buffers[bucket.name] for bucket in self._buckets.buckets]
+    return self._buckets.unpack(found, self._like)
 
 
 def _end_of(part: Part) -> dict[str, jax.Array]:
   """How far a message has arrived with a part."""
   ((name, start),) = part.start.items()
   return {name: start + part.own[name].shape[1]}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-  """Leaves that share a buffer: of one dtype, split over the same mesh axes.
-
-  Attributes:
-    name: the buffer's.
-    leaves: numbers of the leaves, in the order in which they are sent.
-    axes: the mesh axes.
-    specs: of each leaf.
-  """
-
-  name: str
-  leaves: tuple[int, ...]
-  axes: tuple[str, ...]
-  specs: tuple[PartitionSpec, ...]
-
-  def pack(self, leaves: list[jax.Array]) -> jax.Array:
-    def one(leaves: list[jax.Array]) -> jax.Array:
-      return jnp.concatenate([leaf.reshape(1, -1) for leaf in leaves], 1)
-
-    if not self.axes:
-      return one(leaves)
-    return jax.shard_map(
-      one,
-      in_specs=(list(self.specs),),
-      out_specs=PartitionSpec(self.axes),
-      axis_names=set(self.axes),
-    )(leaves)
-
-  def unpack(self, buffer: jax.Array, like: list[Any]) -> list[jax.Array]:
-    def one(row: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-      leaves, start = [], 0
-      for shape in shapes:
-        stop = start + math.prod(shape)
-        leaves.append(row[0, start:stop].reshape(shape))
-        start = stop
-      return leaves
-
-    shapes = [leaf.shape for leaf in like]
-    if not self.axes:
-      return one(buffer, shapes)
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    local = [
-      tuple(
-        length // math.prod(sizes[axis] for axis in axes)
-        for length, axes in zip(shape, _by_dim(spec, len(shape)), strict=True)
-      )
-      for shape, spec in zip(shapes, self.specs, strict=True)
-    ]
-    return jax.shard_map(
-      lambda row: one(row, local),
-      in_specs=PartitionSpec(self.axes),
-      out_specs=list(self.specs),
-      axis_names=set(self.axes),
-    )(buffer)
 
 
 def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
@@ -323,38 +257,14 @@ def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
   return tuple(axes.split(",")) if axes else ()
 
 
-def _groups(stream: Stream, like: _sender.Contribution) -> tuple[_Group, ...]:
-  leaves = jax.tree.leaves(like)
-  order = list(collectives.leaf_order(like.message, stream.order))
-  order += range(len(order), len(leaves))  # The loss is the last.
-  specs = [PartitionSpec()] * len(leaves)
+def _buckets_of(
+  stream: Stream, like: _sender.Contribution
+) -> collectives.Buckets:
+  """Lays out a contribution; what is averaged exactly is the last."""
+  order = collectives.leaf_order(like.message, stream.order)
+  rest = range(len(order), len(jax.tree.leaves(like)))
+  specs = None
   if stream.specs is not None:
-    given = jax.tree.leaves(
-      stream.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-    if len(given) != len(jax.tree.leaves(like.message)):
-      raise ValueError(
-        "`specs` must have one PartitionSpec for each leaf of the parameters: "
-        f"{len(jax.tree.leaves(like.message))}, got {len(given)}. "
-        "`Workers.specs(params)` reads them off."
-      )
-    specs[: len(given)] = given
-  found: dict[str, tuple[list[int], tuple[str, ...]]] = {}
-  for i in order:
-    if leaves[i].size == 0:
-      continue  # Nothing to send.
-    axes = tuple(sorted({a for dim in _by_dim(specs[i], 99) for a in dim}))
-    name = str(leaves[i].dtype) + (f":{','.join(axes)}" if axes else "")
-    found.setdefault(name, ([], axes))[0].append(i)
-  return tuple(
-    _Group(name, tuple(members), axes, tuple(specs[i] for i in members))
-    for name, (members, axes) in found.items()
-  )
-
-
-def _by_dim(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-  """The mesh axes over which each dimension is split."""
-  dims = [
-    () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
-  ]
-  return dims + [()] * (ndim - len(dims))
+    given = collectives.spec_leaves(stream.specs, like.message)
+    specs = [*given, *(PartitionSpec() for _ in rest)]
+  return collectives.Buckets.of(like, order=(*order, *rest), specs=specs)
