@@ -68,7 +68,7 @@ def _two_way(
     transforms.average_gradients(
       run.axis,
       reducers.Compression(
-        reducers.compressed(codec, wire="exchange"),
+        reducers.compressed(codec, wire="all_to_all"),
         reducers.MomentumCorrection(0.9, nesterov=True)
         if momentum
         else reducers.ErrorFeedback(),

@@ -196,8 +196,8 @@ def _table(
     title=f"{options.model}, {models.num_params(model):,} parameters, "
     f"{options.workers} workers: what each one sends",
     caption="Each worker receives as much. Traced and compiled count every "
-    "collective as a ring or an exchange moves it: gathered payloads grow with "
-    "the workers. Programs for CPUs widen sums of 16-bit floats.",
+    "collective as a ring or an all-to-all moves it: gathered payloads grow "
+    "with the workers. Programs for CPUs widen sums of 16-bit floats.",
     title_justify="left",
     caption_justify="left",
   )

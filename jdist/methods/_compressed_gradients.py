@@ -19,7 +19,7 @@ def qsgd(
   block: int = 512,
   *,
   axis: collectives.Axis,
-  wire: Literal["gather", "exchange"] = "gather",
+  wire: Literal["gather", "all_to_all"] = "gather",
   seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""QSGD: few-bit integers, rounded at random so that the mean is right.
@@ -36,7 +36,7 @@ def qsgd(
     block: entries that share a norm, the paper's bucket of 512.
     axis: the workers' axis.
     wire: `"gather"` sends every worker's integers to all, as in the paper: by
-      N workers N - 1 payloads each.  `"exchange"` sends less than two,
+      N workers N - 1 payloads each.  `"all_to_all"` sends less than two,
       whatever N is, and rounds the mean once more.
     seed: of the rounding; None is 0.
 
@@ -63,7 +63,7 @@ def terngrad(
   deviations: jax.typing.ArrayLike = 2.5,
   *,
   axis: collectives.Axis,
-  wire: Literal["gather", "exchange"] = "gather",
+  wire: Literal["gather", "all_to_all"] = "gather",
   seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""TernGrad: every entry is -1, 0 or 1 times the largest of its leaf.
@@ -145,7 +145,7 @@ def ef_signsgd(
   optimizer: optax.GradientTransformation,
   *,
   axis: collectives.Axis,
-  wire: Literal["gather", "exchange"] = "exchange",
+  wire: Literal["gather", "all_to_all"] = "all_to_all",
 ) -> optax.GradientTransformationExtraArgs:
   r"""EF-signSGD: signs, a scale for each leaf, and feedback.
 
@@ -156,15 +156,15 @@ def ef_signsgd(
   Args:
     optimizer: any Optax optimizer.
     axis: the workers' axis.
-    wire: `"exchange"` makes signs of the mean again, at the owner of each
+    wire: `"all_to_all"` makes signs of the mean again, at the owner of each
       part, who has a residual of its own; `"gather"` sends every worker's
       signs to all, as the paper has it.
 
   References:
     Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847),
-    algorithm 2; for more workers and the exchange Zheng et al., dist-EF-SGD
+    algorithm 2; for more workers and the all-to-all Zheng et al., dist-EF-SGD
     (arXiv 1905.10936), algorithm 2, with a server for each part.  Departures:
-    residuals are in units of gradients, see `ErrorFeedback`; in an exchange a
+    residuals are in units of gradients, see `ErrorFeedback`; in an all-to-all a
     scale is of one part of a leaf.
 
   >>> optimizer = ef_signsgd(optax.sgd(0.1), axis=None)

@@ -1,12 +1,21 @@
-"""The exchange: a row of the tree to each worker, who sends its mean to all.
+"""The mean by an all-to-all: every worker owns a row of all buckets.
 
-|      | at every worker         | and at the owner of a row            |
-|------|-------------------------|--------------------------------------|
-| up   | cut, encode, all-to-all | decode, add up, add what was left    |
-| down | all-gather, decode, put | encode, keep what is left            |
+|      | at every worker                | at the owner of a row            |
+|------|--------------------------------|----------------------------------|
+| up   | pack, encode, all-to-all       | decode, add up, add its residual |
+| down | all-gather, decode, unpack     | encode, keep what is left out    |
+
+Rows begin at multiples of the codec's granule, so a leaf that does not fill N
+granules would be mostly padding.  By the fewest bits each leaf goes
+
+- into a bucket of its own, padded up to N granules;
+- into one that small leaves share, each begun at a granule, unless that saves
+  less than an eighth of the bits.  Only for codecs that take granules one by
+  one (twice the granules, twice the bits): one scale for a whole array would
+  round a small leaf to zero by its neighbour's;
+- into a bucket that is sent as it is.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,18 +24,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import codecs, collectives
-from jdist.reducers import _keys, _worker_rows
 
 PyTree: TypeAlias = Any
 OwnerFeedback: TypeAlias = bool | Literal["own_share"]
+_NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-  """Means of arrays of floats, none empty, by an exchange; see `compressed`.
+class Layout(NamedTuple):
+  """Buckets of one row a worker.
 
   Attributes:
-    codec: what is sent.
+    buckets: of all leaves.
+    exact: for each bucket, whether it is sent without the codec.
+  """
+
+  buckets: collectives.Buckets
+  exact: tuple[bool, ...]
+
+
+class AllToAll(NamedTuple):
+  """Takes means of arrays of floats, none of them empty; see `compressed`.
+
+  Attributes:
+    codec: encodes the rows.
     owner_feedback: what becomes of what the owners leave out.
   """
 
@@ -36,13 +56,14 @@ class Exchange:
   def init(
     self, likes: Sequence[Any], axis: collectives.Axis
   ) -> tuple[jax.Array, ...]:
-    """The owners' residuals, zeros; raises for a codec with a state."""
-    vectors = self.vectors(likes, collectives.size(axis))
-    for vector in vectors:
-      if vector.way != "exact":
-        self._check_row(vector)
+    """Returns the owners' residuals, zeros; refuses a codec with a state."""
+    coders = self._coders(self.layout(likes, collectives.size(axis)))
+    for coder in coders:
+      coder.check()
     return tuple(
-      jnp.zeros(v.row, jnp.float32) for v in vectors if self.remembers(v)
+      jnp.zeros(coder.row.shape, jnp.float32)
+      for coder in coders
+      if self._keeps(coder)
     )
 
   def reduce(
@@ -54,19 +75,16 @@ class Exchange:
   ) -> tuple[list[Any], list[Any], tuple[jax.Array, ...]]:
     """Returns the means, the own shares and the owners' residuals."""
     num_workers = collectives.size(axis)
-    vectors = self.vectors(leaves, num_workers)
-    means, shares = list(leaves), list(leaves)  # All are replaced.
-    # Up: row j of every vector to worker j.
-    payloads, finite, kept = [], [], []
-    for i, vector in enumerate(vectors):
-      rows = vector.cut(leaves)
-      coder = self._coder(vector)
-      payload = jax.vmap(coder.encode)(
-        rows, _keys.of_rows(self.codec, key, i, axis)
-      )
+    layout = self.layout(leaves, num_workers)
+    coders = self._coders(layout)
+    # Up: row j of every bucket to worker j.
+    payloads, finite, shares = [], [], []
+    for i, rows in enumerate(layout.buckets.pack(leaves)):
+      keys = _row_keys(self.codec, key, i, axis)
+      payload = jax.vmap(coders[i].encode)(rows, keys)
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
-      kept.append(jax.vmap(coder.decode)(payload))
+      shares.append(jax.vmap(coders[i].decode)(payload))
     sent = (payloads, jnp.stack(finite, 1))
     like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
@@ -74,126 +92,201 @@ class Exchange:
     buffers = collectives.all_to_all(
       collectives.pack_bytes(sent, num_leading=1), axis
     )
-    rows, told = collectives.unpack_bytes(buffers, like, rows=num_workers)
-    told = told.all(0)
+    rows, sound = collectives.unpack_bytes(buffers, like, rows=num_workers)
+    sound = sound.all(0)
     # The owner adds up its row, and encodes the mean for all.
-    payloads, finite, residuals = [], [], list(residual)
-    new_residuals = []
-    for i, vector in enumerate(vectors):
-      coder = self._coder(vector)
+    payloads, finite, old, new = [], [], list(residual), []
+    for i, coder in enumerate(coders):
       total = add_rows(
-        jnp.zeros(vector.row, jnp.float32),
+        jnp.zeros(coder.row.shape, jnp.float32),
         jax.vmap(coder.decode)(rows[i]),
         lambda total, one: total + one,
         axis,
         most_unrolled=16,
       )
       wanted = total / num_workers
-      if self.remembers(vector):
-        wanted = wanted + residuals.pop(0)
-      # As it will be known: in the leaf's dtype.
-      narrow = wanted.astype(vector.dtype)
-      finite.append(jnp.isfinite(narrow).all() & told[i])
-      owner_key = _keys.of_owner(self.codec, key, i, axis)
-      payload = coder.encode(narrow, owner_key)
+      if self._keeps(coder):
+        wanted = wanted + old.pop(0)
+      # As all will have it: in the leaf's dtype.
+      narrow = wanted.astype(coder.row.dtype)
+      finite.append(jnp.isfinite(narrow).all() & sound[i])
+      payload = coder.encode(narrow, _owner_key(self.codec, key, i, axis))
       payloads.append(payload)
-      if self._leaves_out(vector):
-        known = coder.decode(payload).astype(vector.dtype)
+      if self._leaves_out(coder):
+        known = coder.decode(payload).astype(coder.row.dtype)
         left = wanted - known.astype(jnp.float32)
         left = jnp.where(finite[-1] & jnp.isfinite(left), left, 0)
-        if self.remembers(vector):
-          new_residuals.append(left)
+        if self._keeps(coder):
+          new.append(left)
         else:
           own = collectives.index(axis)
-          kept[i] = kept[i].at[own].add(-num_workers * left)
-      vector.put(kept[i], leaves, shares)
+          shares[i] = shares[i].at[own].add(-num_workers * left)
     # Down: all rows to all.
     sent = (payloads, jnp.stack(finite))
     buffers = collectives.gather(collectives.pack_bytes(sent), axis)
-    rows, told = collectives.unpack_bytes(buffers, like)
-    for i, vector in enumerate(vectors):
-      known = jax.vmap(self._coder(vector).decode)(rows[i])
-      known = jnp.where(told[:, i, None], known, jnp.nan)
-      vector.put(known.astype(vector.dtype), leaves, means)
-    return means, shares, tuple(new_residuals)
+    rows, sound = collectives.unpack_bytes(buffers, like)
+    means = []
+    for i, coder in enumerate(coders):
+      mean = jax.vmap(coder.decode)(rows[i])
+      mean = jnp.where(sound[:, i, None], mean, jnp.nan)
+      means.append(mean.astype(coder.row.dtype))
+    unpack = layout.buckets.unpack
+    return unpack(means, leaves), unpack(shares, leaves), tuple(new)
 
-  def release(
+  def flush(
     self,
     residual: tuple[jax.Array, ...],
     likes: Sequence[Any],
     axis: collectives.Axis,
   ) -> list[jax.Array]:
-    """What all owners hold back, float32 in units of the mean, leaf by leaf."""
-    found = [jnp.zeros(x.shape, jnp.float32) for x in likes]
-    vectors = self.vectors(likes, collectives.size(axis))
-    kept = [vector for vector in vectors if self.remembers(vector)]
-    rows = collectives.gather(residual, axis)
-    for vector, row in zip(kept, rows, strict=True):
-      vector.put(row, likes, found)
-    return found
+    """Gathers the owners' residuals, float32 in units of the mean, by leaf."""
+    layout = self.layout(likes, collectives.size(axis))
+    rows = iter(collectives.gather(residual, axis))
+    buffers = [
+      next(rows)
+      if self._keeps(coder)
+      else jnp.zeros((bucket.num_rows, bucket.row_size), jnp.float32)
+      for bucket, coder in zip(
+        layout.buckets.buckets, self._coders(layout), strict=True
+      )
+    ]
+    return layout.buckets.unpack(buffers, list(likes))
 
   def payload_bits(self, likes: Sequence[Any], num_workers: int) -> int:
-    """Of a worker's rows, each with the byte that tells if it is finite."""
-    vectors = self.vectors(likes, num_workers)
-    return num_workers * sum(8 + self._row_bits(v) for v in vectors)
+    """Counts a worker's rows, each with the byte that says if it is finite."""
+    coders = self._coders(self.layout(likes, num_workers))
+    return num_workers * sum(8 + coder.num_bits() for coder in coders)
 
-  def vectors(
-    self, likes: Sequence[Any], num_workers: int
-  ) -> tuple[_worker_rows.Vector, ...]:
-    """How the leaves are cut."""
-    return _worker_rows.cut_leaves(
+  def layout(self, likes: Sequence[Any], num_workers: int) -> Layout:
+    """Distributes leaves over buckets."""
+    return make_layout(
       likes, num_workers, self.codec.granule(), self.codec.num_bits
     )
 
-  def remembers(self, vector: _worker_rows.Vector) -> bool:
-    """Whether owners have a residual."""
-    return self.owner_feedback is True and self._leaves_out(vector)
-
-  def _leaves_out(self, vector: _worker_rows.Vector) -> bool:
-    """Exact rows of float32 leave nothing out that could be remembered."""
-    return bool(self.owner_feedback) and (
-      vector.way != "exact" or vector.dtype != "float32"
-    )
-
-  def _coder(self, vector: _worker_rows.Vector) -> "_Coder":
-    return _Coder(None if vector.way == "exact" else self.codec, vector.like)
-
-  def _row_bits(self, vector: _worker_rows.Vector) -> int:
-    if vector.way == "exact":
-      return vector.row * np.dtype(vector.dtype).itemsize * 8
-    return self.codec.num_bits(vector.like)
-
-  def _check_row(self, vector: _worker_rows.Vector) -> None:
-    self.codec.check(vector.like)
-    state = jax.eval_shape(
-      lambda x, key: self.codec.encode(x, self.codec.init(x), key)[1],
-      vector.like,
-      jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    if jax.tree.leaves(state):
-      raise ValueError(
-        f"`wire` must be {'sum' if self.codec.linear else 'gather'!r} for "
-        f"{self.codec}, got 'exchange': it keeps a state, which the owner of "
-        "a row would need from every worker to decode."
+  def _coders(self, layout: Layout) -> list["_Coder"]:
+    return [
+      _Coder(None if exact else self.codec, bucket.row)
+      for bucket, exact in zip(
+        layout.buckets.buckets, layout.exact, strict=True
       )
+    ]
+
+  def _keeps(self, coder: "_Coder") -> bool:
+    """Returns whether owners have a residual."""
+    return self.owner_feedback is True and self._leaves_out(coder)
+
+  def _leaves_out(self, coder: "_Coder") -> bool:
+    """Exact rows of float32 leave nothing out that could be kept."""
+    return bool(self.owner_feedback) and (
+      coder.codec is not None or coder.row.dtype != np.float32
+    )
+
+
+def make_layout(
+  likes: Sequence[Any], num_rows: int, granule: int, num_bits: _NumBits
+) -> Layout:
+  """Chooses a bucket for every leaf.
+
+  Args:
+    likes: arrays or `jax.ShapeDtypeStruct`, none of them empty.
+    num_rows: the number of workers.
+    granule: the codec's.
+    num_bits: the codec's.
+  """
+
+  def bucket(leaves: Sequence[int], granule: int) -> collectives.Bucket:
+    pieces = [collectives.Piece(i, 0, likes[i].size) for i in leaves]
+    return collectives.Bucket.of(
+      pieces, likes[leaves[0]].dtype, num_rows=num_rows, granule=granule
+    )
+
+  buckets, num_exact = [], []
+  for dtype in sorted({np.dtype(like.dtype).name for like in likes}):
+    places: dict[str, list[int]] = {"own": [], "shared": [], "exact": []}
+    for i, like in enumerate(likes):
+      if np.dtype(like.dtype).name == dtype:
+        places[_place(like, num_rows, granule, num_bits)].append(i)
+    own = [bucket([i], granule) for i in places["own"]]
+    if places["shared"]:
+      shared = bucket(places["shared"], granule)
+      exact_bits = sum(_exact_bits(likes[i]) for i in places["shared"])
+      if num_rows * num_bits(shared.row) < exact_bits:
+        own.append(shared)
+      else:
+        places["exact"] += places["shared"]
+    exact = [bucket(places["exact"], 1)] if places["exact"] else []
+    buckets += [*own, *exact]
+    num_exact += [False] * len(own) + [True] * len(exact)
+  return Layout(
+    collectives.Buckets.given(list(likes), buckets), tuple(num_exact)
+  )
+
+
+def _place(
+  like: Any, num_rows: int, granule: int, num_bits: _NumBits
+) -> Literal["own", "shared", "exact"]:
+  def bits(size: int) -> int:
+    return num_bits(jax.ShapeDtypeStruct((size,), like.dtype))
+
+  def padded(multiple: int) -> int:
+    return -(-like.size // multiple) * multiple
+
+  fewest = num_rows * bits(padded(num_rows * granule) // num_rows)
+  place: Literal["own", "shared"] = "own"
+  if num_rows > 1 and bits(2 * granule) == 2 * bits(granule):
+    shared = bits(padded(granule))
+    if fewest > 1.125 * shared:
+      place, fewest = "shared", shared
+  return "exact" if fewest >= _exact_bits(like) else place
+
+
+def _exact_bits(like: Any) -> int:
+  return like.size * np.dtype(like.dtype).itemsize * 8
 
 
 class _Coder(NamedTuple):
-  """Encodes and decodes a row, or leaves it as it is."""
+  """Encodes and decodes a row, or leaves it as it is.
+
+  Attributes:
+    codec: None to leave it.
+    row: its shape and dtype.
+  """
 
   codec: codecs.Codec | None
-  like: jax.ShapeDtypeStruct
+  row: jax.ShapeDtypeStruct
 
   def encode(self, x: jax.Array, key: jax.Array | None) -> PyTree:
     if self.codec is None:
       return x
-    return self.codec.encode(x, self.codec.init(self.like), key)[0]
+    return self.codec.encode(x, self.codec.init(self.row), key)[0]
 
   def decode(self, payload: PyTree) -> jax.Array:
     if self.codec is None:
       return payload.astype(jnp.float32)
-    like = jax.ShapeDtypeStruct(self.like.shape, jnp.float32)
-    return self.codec.decode(payload, self.codec.init(self.like), like)
+    like = jax.ShapeDtypeStruct(self.row.shape, jnp.float32)
+    return self.codec.decode(payload, self.codec.init(self.row), like)
+
+  def num_bits(self) -> int:
+    if self.codec is None:
+      return _exact_bits(self.row)
+    return self.codec.num_bits(self.row)
+
+  def check(self) -> None:
+    codec = self.codec
+    if codec is None:
+      return
+    codec.check(self.row)
+    state = jax.eval_shape(
+      lambda x, key: codec.encode(x, codec.init(x), key)[1],
+      self.row,
+      jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    if jax.tree.leaves(state):
+      raise ValueError(
+        f"`wire` must be {'sum' if codec.linear else 'gather'!r} for "
+        f"{codec}, got 'all_to_all': it keeps a state, which the owner of "
+        "a row would need from every worker to decode."
+      )
 
 
 def add_rows(
@@ -216,3 +309,42 @@ def add_rows(
     rows,
   )
   return total
+
+
+# A reduction has one key, the same on all workers.
+
+
+def own_key(
+  codec: codecs.Codec, key: jax.Array, axis: collectives.Axis
+) -> jax.Array:
+  """Returns this worker's key, or the same on all where the codec needs it."""
+  if codec.key != "worker":
+    return key
+  return jax.random.fold_in(key, collectives.index(axis))
+
+
+def leaf_key(
+  codec: codecs.Codec, key: jax.Array, number: int
+) -> jax.Array | None:
+  """Returns the key of a leaf; None for a codec that draws nothing."""
+  return None if codec.key == "none" else jax.random.fold_in(key, number)
+
+
+def _row_keys(
+  codec: codecs.Codec, key: jax.Array, number: int, axis: collectives.Axis
+) -> jax.Array | None:
+  """Returns a key for each of a worker's rows of a bucket."""
+  drawn = leaf_key(codec, own_key(codec, key, axis), 2 * number)
+  if drawn is None:
+    return None
+  return jax.random.split(drawn, collectives.size(axis))
+
+
+def _owner_key(
+  codec: codecs.Codec, key: jax.Array, number: int, axis: collectives.Axis
+) -> jax.Array | None:
+  """Returns the key of this worker as the owner of a row of a bucket."""
+  drawn = leaf_key(codec, key, 2 * number + 1)
+  if drawn is None:
+    return None
+  return jax.random.fold_in(drawn, collectives.index(axis))

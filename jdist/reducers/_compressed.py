@@ -1,13 +1,11 @@
-"""Carries a codec's payloads between workers: a codec becomes a reducer.
+"""A codec as a reducer: means of encoded trees.
 
-What a sum of payloads means decides the wire:
-
-| codec | wire | how |
+| codec | wire | collectives |
 |---|---|---|
-| linear | `sum` | payloads are summed by an all-reduce |
-| neither | `exchange` | row j of all to worker j, who decodes, adds up and encodes again for all |
-| sparse | `gather` | all payloads to all, who add them up |
-"""  # noqa: E501
+| linear | `sum` | an all-reduce of the payloads |
+| sparse | `gather` | an all-gather of the payloads, which everyone adds up |
+| others | `all_to_all` | each worker adds up and encodes a row of all trees |
+"""
 
 import dataclasses
 import functools
@@ -17,21 +15,22 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import codecs, collectives
-from jdist.reducers import _all_to_all, _keys, _reducer
+from jdist import codecs, collectives, states
+from jdist.reducers import _all_to_all, _reducer
 
 PyTree: TypeAlias = Any
-Wire: TypeAlias = Literal["sum", "exchange", "gather"]
+Wire: TypeAlias = Literal["sum", "all_to_all", "gather"]
 OwnerFeedback: TypeAlias = _all_to_all.OwnerFeedback
 
 
+@states.declare()
 class CompressedState(NamedTuple):
   """State of `compressed`; each worker its own.
 
   Attributes:
-    codec: the codec's state for each leaf; `()` for the exchange.
+    codec: the codec's state for each leaf; `()` for an all-to-all.
     residual: what the owner of a row has not sent yet, in units of the mean:
-      float32 [row] for each encoded vector of an exchange; else `()`.
+      float32 [row] for each encoded bucket of an all-to-all; else `()`.
   """
 
   codec: PyTree
@@ -46,52 +45,46 @@ def compressed(
 ) -> "Compressed":
   r"""Makes a reducer of a codec.
 
-  With C the codec's encoding and decoding, one after the other, and
-  :math:`x_i` the tree of worker i of N, leaf by leaf:
+  With C encoding and decoding and :math:`x_i` the tree of worker i of N, leaf
+  by leaf:
 
   .. math::
     \text{sum, gather:} \quad & \mathrm{mean} = \frac1N \sum_i C(x_i) \\
-    \text{exchange:} \quad & w = \frac1N \sum_i C(x_i) + e, \quad
+    \text{all\_to\_all:} \quad & w = \frac1N \sum_i C(x_i) + e, \quad
       \mathrm{mean} = C(w), \quad e \leftarrow w - \mathrm{mean}
 
-  :math:`\mathrm{own\_share}_i = C(x_i)` in all of them.  Sums are in float32
-  and in the order of the workers, except those of an all-reduce, which are in
-  the payload's dtype.
+  and :math:`\mathrm{own\_share}_i = C(x_i)`.  Sums are in float32 and in the
+  order of the workers, those of an all-reduce in the payload's dtype.
 
-  In an exchange the tree is cut into N rows (`_worker_rows` says how and what
-  becomes of small leaves: with `codecs.Quantize(8)` and 8 workers, those whose
-  rows would be padded by more than an eighth, all of them under 13,000
-  entries, share a vector, and tiny ones go exactly).  Row j goes to its owner,
-  worker j, and e is the owner's residual of its row, float32 in units of the
-  mean; without it everything that the second encoding leaves
-  out is lost (int4: 23 % of the mass of the workers' residuals).  Where a leaf
-  is narrower than float32, e holds what the cast of the mean has left out too.
+  In an all-to-all worker j owns row j of every bucket, and e is its residual of
+  that row; without it everything that the second encoding leaves out is lost
+  (int4: 23 % of the mass of the workers' residuals).  It holds what the cast of
+  the mean to a narrower leaf leaves out, too.  Small leaves share a bucket
+  (`Quantize(8)` and 8 workers: those whose rows would be padded by more than an
+  eighth, all of them under 13,000 entries), and tiny ones are sent exactly.
 
-  Payloads travel as bytes, joined where they are small (`collectives`): one
-  all-reduce, one all-gather, or one all-to-all and one all-gather for all
-  leaves of less than 1 MiB, and one for each larger array.
+  Payloads are sent as bytes: one all-reduce, one all-gather, or one all-to-all
+  and one all-gather for all leaves of less than 1 MiB, and one for each larger
+  array.
 
-  **Not finite.**  A leaf (a row, in an exchange; so do leaves that share a
-  vector share it) that holds a NaN or an infinity at one worker, or comes to
-  one in the sum, is NaN on all workers, whatever the codec makes of it: a byte
-  for each travels along.  Over the `sum` wire it is what the
-  payloads come to; where they hold chosen entries only, NaN for all of these.
-  Entries of the owner's residual that would not be finite become zero.
+  **Not finite.**  A leaf (a row, in an all-to-all) that holds a NaN or an
+  infinity at one worker, or in the sum, is NaN on all workers, whatever the
+  codec makes of it: a byte for each is sent along.  Over the `sum` wire it is
+  the sum of the payloads; where they hold chosen entries only, NaN for all of
+  these.  Entries of the owner's residual that would not be finite become zero.
 
   Args:
-    codec: what to send.  Its random numbers are drawn with a key of their own
-      for each leaf, each row, each worker (unless they share it), and each
-      owner.
-    wire: None, by the table above; or `"sum"` (linear codecs only),
-      `"exchange"` (codecs without state only) or `"gather"`, which costs N - 1
-      payloads for each worker.  Use `"exchange"` for a linear codec of 16 bits
-      whose sums are to be in float32.
-    owner_feedback: what becomes of what an owner leaves out of the mean; only
-      for an exchange.  True (default): it keeps it, e, which costs 1/N of the
-      tree in float32 a worker.  `"own_share"`: it has that much less of its
-      row in its own share, N e, and no state is needed: the error feedback
-      around the reducer remembers it, in that one worker, whose message is
-      the more uneven for it.  False: it is lost, and the law does not hold.
+    codec: the encoding.  Its random numbers have a key of their own for each
+      leaf, row, worker (unless they share it) and owner.
+    wire: None, by the codec: `"sum"` for a linear one, `"gather"` for a sparse
+      one (N - 1 payloads for each worker), else `"all_to_all"` (codecs without
+      state only).  `"all_to_all"` sums a linear codec of 16 bits in float32.
+    owner_feedback: what becomes of what an owner leaves out; only for an
+      all-to-all.  True (default): it keeps it, e, which costs 1/N of the tree
+      in float32 a worker.  `"own_share"`: its own share has N e less, and no
+      state is needed: the error feedback around the reducer keeps it, in that
+      one worker, whose message is the more uneven for it.  False: it is lost,
+      and the law does not hold.
 
   Returns:
     A reducer for trees of floats.
@@ -106,11 +99,11 @@ def compressed(
   ValueError: `codec` must be a codec, for instance `codecs.Quantize(8)`, got
   <class 'jdist.codecs._codec.Codec'>.
 
-  References: the exchange is the two-sided compression of DoubleSqueeze (Tang
+  References: the all-to-all is the two-sided compression of DoubleSqueeze (Tang
   et al. 2019, arXiv:1905.05957, algorithm 1) with its one server spread over
-  the workers by rows, as in 1-bit Adam (arXiv:2102.02888,
-  where the owner's residual is the "server error").  Departures: none in the
-  arithmetic; rows end at the codec's granules.
+  the workers by rows, as in 1-bit Adam (arXiv:2102.02888, where the owner's
+  residual is the "server error").  Departures: none in the arithmetic; rows end
+  at the codec's granules.
   """
   if not isinstance(codec, codecs.Codec):
     raise ValueError(
@@ -118,18 +111,18 @@ def compressed(
       f"{codec!r}."
     )
   if wire is None:
-    wire = "sum" if codec.linear else "gather" if codec.sparse else "exchange"
+    wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
   return Compressed(codec, wire, owner_feedback)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(_reducer.Reducer):
-  """What `compressed` makes.
+  """The reducer of a codec; made by `compressed`.
 
   Attributes:
-    codec: what is sent.
-    wire: how.
-    owner_feedback: what becomes of what the owners of an exchange leave out.
+    codec: the encoding.
+    wire: the collectives.
+    owner_feedback: what becomes of what the owners in an all-to-all leave out.
   """
 
   codec: codecs.Codec
@@ -137,18 +130,17 @@ class Compressed(_reducer.Reducer):
   owner_feedback: OwnerFeedback = True
 
   def __post_init__(self) -> None:
-    if self.wire not in ("sum", "exchange", "gather"):
+    if self.wire not in ("sum", "all_to_all", "gather"):
       raise ValueError(
-        "`wire` must be None, 'sum', 'exchange' or 'gather', got "
+        "`wire` must be None, 'sum', 'all_to_all' or 'gather', got "
         f"{self.wire!r}."
       )
     if self.wire == "sum" and not self.codec.linear:
       raise ValueError(
-        f"`wire` must be 'exchange' or 'gather' for {self.codec}, got 'sum': "
+        f"`wire` must be 'all_to_all' or 'gather' for {self.codec}, got 'sum': "
         "it is not linear, and the sum of its payloads does not decode to the "
         "sum of the arrays."
       )
-
     if self.owner_feedback not in (True, False, "own_share"):
       raise ValueError(
         "`owner_feedback` must be True, False or 'own_share', got "
@@ -159,10 +151,10 @@ class Compressed(_reducer.Reducer):
     """The codec's states and the owners' residuals, zeros."""
     self._check(like)
     likes = [x for x in jax.tree.leaves(like) if x.size]
-    if self.wire != "exchange":
+    if self.wire != "all_to_all":
       states = tuple(self.codec.init(x) for x in likes)
       return _state(collectives.varying(states, axis), ())
-    zeros = self._exchange.init(likes, axis)
+    zeros = self._rows.init(likes, axis)
     return _state((), collectives.varying(zeros, axis))
 
   def reduce(
@@ -183,7 +175,7 @@ class Compressed(_reducer.Reducer):
       elif self.wire == "gather":
         results = self._gather(leaves, state, key, axis)
       else:
-        means_of, shares_of, residual = self._exchange.reduce(
+        means_of, shares_of, residual = self._rows.reduce(
           leaves, state.residual, key, axis
         )
         results = means_of, shares_of, ((), residual)
@@ -199,7 +191,7 @@ class Compressed(_reducer.Reducer):
   def release(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Gathers the owners' residuals, whole numbers of 32 bits."""
+    """Gathers the owners' residuals, in float32."""
     held, treedef = jax.tree.flatten(
       jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     )
@@ -208,23 +200,23 @@ class Compressed(_reducer.Reducer):
     full = [i for i, x in enumerate(held) if x.size]
     leaves = jax.tree.leaves(like)
     likes = [leaves[i] for i in full]
-    found = self._exchange.release(state.residual, likes, axis)
+    found = self._rows.flush(state.residual, likes, axis)
     for i, leaf in zip(full, found, strict=True):
       held[i] = leaf
     empty = jax.tree.map(jnp.zeros_like, state.residual)
     return jax.tree.unflatten(treedef, held), state._replace(residual=empty)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """By a ring, an all-to-all and an all-gather, or an all-gather.
+    """Counts a ring, an all-to-all and an all-gather, or an all-gather.
 
-    The payload includes the bytes that tell of what is not finite.  Buffers
-    are whole bytes: each array of a payload may be up to 7 bits longer.
+    The payload includes the bytes that say whether all is finite.  Buffers are
+    whole bytes: each array of a payload may be up to 7 bits longer.
     """
     self._check(like)
     likes = [x for x in jax.tree.leaves(like) if x.size]
     n = num_workers
-    if self.wire == "exchange":
-      payload = self._exchange.payload_bits(likes, n)
+    if self.wire == "all_to_all":
+      payload = self._rows.payload_bits(likes, n)
       sent = _reducer.ring_bits(payload, n)
     else:
       payload = sum(self.codec.num_bits(x) for x in likes)
@@ -236,12 +228,12 @@ class Compressed(_reducer.Reducer):
     return _reducer.Bits(payload, sent, sent)
 
   def __str__(self) -> str:
-    """For instance `exchange Quantize(bits=8, ...)`."""
+    """Prints for instance `all_to_all Quantize(bits=8, ...)`."""
     return f"{self.wire} {self.codec}"
 
   @property
-  def _exchange(self) -> _all_to_all.Exchange:
-    return _all_to_all.Exchange(self.codec, self.owner_feedback)
+  def _rows(self) -> _all_to_all.AllToAll:
+    return _all_to_all.AllToAll(self.codec, self.owner_feedback)
 
   # Each wire returns the means, the own shares, and the parts of the state.
 
@@ -284,10 +276,12 @@ class Compressed(_reducer.Reducer):
   def _encode_all(
     self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
   ) -> tuple[list[Any], list[Any]]:
-    key = _keys.own(self.codec, key, axis)
+    key = _all_to_all.own_key(self.codec, key, axis)
     payloads, states = [], []
     for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
-      payload, s = self.codec.encode(x, s, _keys.numbered(self.codec, key, i))
+      payload, s = self.codec.encode(
+        x, s, _all_to_all.leaf_key(self.codec, key, i)
+      )
       payloads.append(payload)
       states.append(s)
     return payloads, states
@@ -311,7 +305,7 @@ class Compressed(_reducer.Reducer):
         continue
       try:
         codecs.Codec.check(self.codec, leaf)
-        if self.wire != "exchange":
+        if self.wire != "all_to_all":
           self.codec.check(leaf)
       except ValueError as error:
         raise ValueError(
@@ -336,7 +330,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
 
 def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:
-  """NaN for the floats of a payload, unless all that it tells is finite."""
+  """Replaces the floats of a payload by NaN, unless its leaf is finite."""
   return jax.tree.map(
     lambda x: (
       jnp.where(finite, x, jnp.full((), jnp.nan, x.dtype))
@@ -352,6 +346,6 @@ def _shapes(tree: PyTree) -> PyTree:
 
 
 def _state(codec: PyTree, residual: tuple[jax.Array, ...]) -> PyTree:
-  """The state, `()` if there is nothing in it."""
+  """Returns the state, `()` if there is nothing in it."""
   state = CompressedState(codec, residual)
   return state if jax.tree.leaves(state) else ()

@@ -51,8 +51,8 @@ def resize(
 
   Raises:
     ValueError: when something that begins anew is not zero: the owners'
-      residuals of gradients that go through an exchange without a feedback, or
-      with `Smoothing`, for instance.
+      residuals of gradients that go through an all-to-all without a feedback,
+      or with `Smoothing`, for instance.
   """
   new_optimizer = optimizer if new_optimizer is None else new_optimizer
 

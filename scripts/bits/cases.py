@@ -85,7 +85,7 @@ CASES = {
     SGD, 4, 3, axis=axis, delay_steps=0
   ),
   "qsgd": lambda axis: methods.qsgd(SGD, axis=axis),
-  "qsgd exchange": lambda axis: methods.qsgd(SGD, axis=axis, wire="exchange"),
+  "qsgd exchange": lambda axis: methods.qsgd(SGD, axis=axis, wire="all_to_all"),
   "terngrad": lambda axis: methods.terngrad(SGD, axis=axis),
   "signsgd": lambda axis: methods.signsgd(optax.sgd(1e-3), 0.9, axis=axis),
   "ef_signsgd": lambda axis: methods.ef_signsgd(SGD, axis=axis),

@@ -54,7 +54,7 @@ def say_everything(x, axis):
     "mean": collectives.mean(x, axis),
     "sum": collectives.sum(x, axis),
     "gather": collectives.gather(x, axis),
-    "exchange": collectives.all_to_all(x, axis),
+    "all_to_all": collectives.all_to_all(x, axis),
     "scatter": collectives.reduce_scatter(x, axis),
     "index": collectives.index(axis),
     "size": jnp.asarray(collectives.size(axis)),
@@ -73,7 +73,7 @@ def reference(x):
     "mean": everyone(wide.mean(0)),
     "sum": everyone(wide.sum(0)),
     "gather": everyone(x),
-    "exchange": x.swapaxes(0, 1),
+    "all_to_all": x.swapaxes(0, 1),
     "scatter": wide.mean(0),
     "index": np.arange(n),
     "size": np.full(n, n),
@@ -93,7 +93,7 @@ def test_two_workers_by_hand():
   assert said["mean"].tolist() == [[2, 4], [2, 4]]
   assert said["sum"].tolist() == [[4, 8], [4, 8]]
   assert said["gather"].tolist() == [[[1, 2], [3, 6]]] * 2
-  assert said["exchange"].tolist() == [[1, 3], [2, 6]]
+  assert said["all_to_all"].tolist() == [[1, 3], [2, 6]]
   assert said["scatter"].tolist() == [2, 4]
   assert said["index"].tolist() == [0, 1]
   assert said["size"].tolist() == [2, 2]
@@ -141,7 +141,7 @@ def test_workers_say_what_numpy_says(name):
     floating = "float32" if dtype == "int32" else dtype
     assert said[key]["mean"].dtype == floating
     assert said[key]["sum"].dtype == dtype
-    assert said[key]["gather"].dtype == said[key]["exchange"].dtype == dtype
+    assert said[key]["gather"].dtype == said[key]["all_to_all"].dtype == dtype
 
 
 @pytest.mark.parametrize("name", TEAMS)
@@ -232,7 +232,7 @@ def test_payloads_of_any_dtype_travel_unchanged(name, dtype):
 
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(n=st.integers(1, 5), shape=st.lists(st.integers(0, 3)))
-def test_exchanging_twice_gives_everything_back(n, shape):
+def test_an_all_to_all_twice_gives_everything_back(n, shape):
   shape = shape[:3]
   x = jnp.arange(n * n * np.prod(shape, dtype=int)).reshape(n, n, *shape)
   twice = jax.vmap(
@@ -244,7 +244,7 @@ def test_exchanging_twice_gives_everything_back(n, shape):
   np.testing.assert_array_equal(twice(x), x)
 
 
-def test_exchange_refuses_another_number_of_rows():
+def test_all_to_all_refuses_another_number_of_rows():
   for shape in ((2, 3), (2,)):  # Two workers with three rows, with none.
     for call in (collectives.all_to_all, collectives.reduce_scatter):
       with pytest.raises(
@@ -385,7 +385,7 @@ def two_rows(tree):
     lambda tree, axis: collectives.gather(tree, axis, SPLIT),
     lambda tree, axis: collectives.all_to_all(two_rows(tree), axis, SPLIT),
   ],
-  ids=["gather", "exchange"],
+  ids=["gather", "all_to_all"],
 )
 def test_no_copy_crosses_the_inner_axis(say):
   """XLA puts a leaf together first, unless it is told how it is split."""
@@ -395,7 +395,7 @@ def test_no_copy_crosses_the_inner_axis(say):
     assert groups == [[0, 2], [1, 3]], kind
 
 
-def test_gather_and_exchange_of_parts_move_the_right_values():
+def test_gather_and_all_to_all_of_parts_move_the_right_values():
   team = make_team("mesh_2x2")
   random = np.random.default_rng(0)
   mine = {

@@ -20,20 +20,20 @@ LAWFUL = {
     codecs.TopK(0.2, values=codecs.Quantize(8, 16))
   ),
   "gather_int8": reducers.compressed(codecs.Quantize(8, 16), wire="gather"),
-  "exchange": reducers.compressed(small.Rounded()),
-  "exchange_int4": reducers.compressed(codecs.Quantize(4, 16)),
-  "exchange_stochastic": reducers.compressed(
+  "all_to_all": reducers.compressed(small.Rounded()),
+  "all_to_all_int4": reducers.compressed(codecs.Quantize(4, 16)),
+  "all_to_all_stochastic": reducers.compressed(
     codecs.Quantize(2, 16, rounding="stochastic")
   ),
-  "exchange_one_scale": reducers.compressed(codecs.Quantize(8, None)),
-  "exchange_sign": reducers.compressed(codecs.Sign()),
-  "exchange_ternary": reducers.compressed(codecs.Ternary()),
-  "exchange_cast": reducers.compressed(codecs.Cast(), wire="exchange"),
-  "exchange_top_k": reducers.compressed(
-    codecs.TopK(0.25, chunk=16), wire="exchange"
+  "all_to_all_one_scale": reducers.compressed(codecs.Quantize(8, None)),
+  "all_to_all_sign": reducers.compressed(codecs.Sign()),
+  "all_to_all_ternary": reducers.compressed(codecs.Ternary()),
+  "all_to_all_cast": reducers.compressed(codecs.Cast(), wire="all_to_all"),
+  "all_to_all_top_k": reducers.compressed(
+    codecs.TopK(0.25, chunk=16), wire="all_to_all"
   ),
-  "exchange_blind": reducers.compressed(small.Signs()),
-  "exchange_own_share": reducers.compressed(
+  "all_to_all_blind": reducers.compressed(small.Signs()),
+  "all_to_all_own_share": reducers.compressed(
     codecs.Quantize(4, 16), owner_feedback="own_share"
   ),
   "low_rank": reducers.PowerSGD(2),

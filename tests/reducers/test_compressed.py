@@ -22,7 +22,7 @@ def reduce_once(reducer, trees, num_workers, substrate="vmap"):
 # By hand.
 
 
-def test_an_exchange_by_hand():
+def test_an_all_to_all_by_hand():
   """Two workers, a block of 2 each, codes -1, 0, 1 of the block's maximum."""
   x = jnp.asarray([[[4.0, 1.0, 8.0, 8.0]], [[2.0, 4.0, 0.0, 0.0]]])
   # Each is 4 entries; enough of them that the codec is worth it.
@@ -63,7 +63,7 @@ def test_sums_and_gathers_by_hand():
 def test_sums_go_in_the_order_of_the_workers():
   """1e8 + 1 is 1e8 in float32, so that the order is seen."""
   for reducer in (
-    carry(small.Whole(), wire="exchange"),
+    carry(small.Whole(), wire="all_to_all"),
     carry(small.Whole(), wire="gather"),
   ):
     x = jnp.asarray([[1e8], [1.0], [-1e8], [2.0]])
@@ -134,8 +134,8 @@ def test_shared_keys_draw_the_same_for_all_workers_and_others_for_leaves():
     *((name, np.nan) for name in _reducers.LAWFUL),
     ("sum_random_k", np.inf),
     ("gather", -np.inf),
-    ("exchange_int4", np.inf),
-    ("exchange_blind", -np.inf),
+    ("all_to_all_int4", np.inf),
+    ("all_to_all_blind", -np.inf),
   ],
 )
 def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(name, bad):
@@ -168,7 +168,7 @@ LIKE = {
 }
 KINDS = {
   "sum": ["all-reduce"],
-  "exchange": ["all-to-all", "all-gather"],
+  "all_to_all": ["all-to-all", "all-gather"],
   "gather": ["all-gather"],
 }
 
@@ -194,7 +194,7 @@ def test_bits_told_are_bytes_sent(name, num_workers):
   assert bits.received == bits.sent
 
 
-@pytest.mark.parametrize("wire", ["sum", "exchange", "gather"])
+@pytest.mark.parametrize("wire", ["sum", "all_to_all", "gather"])
 def test_the_compiled_program_has_few_collectives_and_those_bytes(wire):
   codec = {"sum": small.Whole(), "gather": small.Largest(2)}
   reducer = carry(codec.get(wire, small.Rounded()), wire=wire)
@@ -242,14 +242,14 @@ def test_wires_that_do_not_suit_are_refused():
     carry(small.Rounded(), wire="ring")
   with pytest.raises(ValueError, match="`codec` must be a codec"):
     carry(reducers.Exact())
-  stateful = carry(small.Drawn(2), wire="exchange")
+  stateful = carry(small.Drawn(2), wire="all_to_all")
   with pytest.raises(
     ValueError, match=r"must be 'sum' for Drawn.*keeps a state"
   ):
     stateful.init(jnp.zeros(200), None)
 
 
-@pytest.mark.parametrize("wire", ["exchange", "gather"])
+@pytest.mark.parametrize("wire", ["all_to_all", "gather"])
 def test_integers_are_refused_by_name(wire):
   reducer = carry(small.Rounded(), wire=wire)
   tree = {"w": jnp.zeros(3), "n": [jnp.zeros(3, jnp.int32)]}
@@ -263,7 +263,7 @@ def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
   assert carry(small.Whole()).wire == "sum"
   assert carry(small.Drawn()).wire == "sum"
   assert carry(small.Largest()).wire == "gather"
-  assert carry(small.Rounded()).wire == "exchange"
+  assert carry(small.Rounded()).wire == "all_to_all"
 
 
 def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():
@@ -273,7 +273,7 @@ def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():
   assert all(e.dtype == jnp.float32 for e in state.residual)
   assert carry(small.Rounded(), owner_feedback=False).init(LIKE, None) == ()
   assert carry(small.Largest()).init(LIKE, None) == ()
-  assert carry(small.Whole(), wire="exchange").init({}, None) == ()
+  assert carry(small.Whole(), wire="all_to_all").init({}, None) == ()
 
 
 def test_nothing_to_send():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jdist import codecs, reducers
-from jdist.reducers import _compressed
 from tests.reducers import _reducers, _small_codecs
 
 ROUNDS = 3
@@ -19,20 +18,22 @@ def residual_leaves(reducer, residuals, like, num_workers):
   leaves = jax.tree.leaves(like)
   full = [i for i, x in enumerate(leaves) if x.size]
   out = [np.zeros(x.shape) for x in leaves]
-  if (
-    not isinstance(reducer, _compressed.Compressed)
-    or reducer.wire != "exchange"
-  ):
+  if getattr(reducer, "wire", "") != "all_to_all":
     return out
-  residuals = list(residuals)
-  exchange = reducer._exchange
-  found = {}
-  for vector in exchange.vectors([leaves[i] for i in full], num_workers):
-    if exchange.remembers(vector):
-      vector.put(residuals.pop(0), [leaves[i] for i in full], found)
+  residuals, likes = list(residuals), [leaves[i] for i in full]
+  rows = reducer._rows
+  layout = rows.layout(likes, num_workers)
+  buffers = [
+    residuals.pop(0)
+    if rows._keeps(coder)
+    else np.zeros((bucket.num_rows, bucket.row_size))
+    for bucket, coder in zip(
+      layout.buckets.buckets, rows._coders(layout), strict=True
+    )
+  ]
   assert not residuals
-  for i, x in found.items():
-    out[full[i]] = x
+  for i, x in zip(full, layout.buckets.unpack(buffers, likes), strict=True):
+    out[i] = x
   return out
 
 
@@ -68,7 +69,7 @@ def check_same_everywhere(means):
 
 
 # A program each takes seconds to compile: one of a kind in the default set.
-_ONE_OF_A_KIND = ("sum_random_k", "gather_top_k", "exchange_int4", "low_rank")
+_ONE_OF_A_KIND = ("sum_random_k", "gather_top_k", "all_to_all_int4", "low_rank")
 
 
 @pytest.mark.parametrize("name", _reducers.LAWFUL)
@@ -87,7 +88,7 @@ def test_nothing_is_lost_in_bfloat16_on_devices(name):
   check(name, 6, "bfloat16", "two_a_device")
 
 
-@pytest.mark.parametrize("name", ["sum", "gather", "exchange"])
+@pytest.mark.parametrize("name", ["sum", "gather", "all_to_all"])
 @pytest.mark.parametrize(
   ("num_workers", "dtype", "substrate"),
   [
@@ -117,7 +118,7 @@ def check(name, num_workers, dtype, substrate):
 def test_rounding_of_the_mean_is_the_owners_too():
   """In bfloat16 the owners keep what the cast of the mean has left out."""
   for codec in (_small_codecs.Rounded(), _small_codecs.Whole()):
-    reducer = reducers.compressed(codec, wire="exchange")
+    reducer = reducers.compressed(codec, wire="all_to_all")
     trees = _reducers.make_tree(3, ROUNDS, "bfloat16")
     results = _reducers.run(reducer, trees, 3)
     check_law(reducer, trees, results, 3, 1e-5)

@@ -22,9 +22,9 @@ SPECS = {
 }
 SHAPES = {"a": (16, 6), "b": (8, 32), "c": (37,)}
 REDUCERS = {
-  "exchange int4": reducers.compressed(codecs.Quantize(4, 4)),
+  "all-to-all int4": reducers.compressed(codecs.Quantize(4, 4)),
   "gather top-k": reducers.compressed(codecs.TopK(0.1)),
-  "exchange stochastic": reducers.compressed(
+  "all-to-all stochastic": reducers.compressed(
     codecs.Quantize(2, 8, rounding="stochastic")
   ),
   "sum random-k": reducers.compressed(codecs.RandomK(0.2)),
@@ -101,7 +101,7 @@ def shards_of(tree, device):
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(n, marks=() if n.startswith(("exchange int4", "gather"))
+    pytest.param(n, marks=() if n.startswith(("all-to-all int4", "gather"))
                  else pytest.mark.slow)
     for n in REDUCERS
   ],
@@ -183,7 +183,7 @@ def test_every_device_reduces_its_own_shards(name):
 
 def test_a_state_lies_where_its_shard_is():
   team = team_of()
-  reducer = REDUCERS["exchange int4"]
+  reducer = REDUCERS["all-to-all int4"]
   optimizer = transforms.average_gradients(
     team.axis,
     reducers.Compression(reducer, FEEDBACK, specs=SPECS),
@@ -208,7 +208,7 @@ def test_a_nan_stays_in_its_shard_and_is_counted():
   team = team_of()
   optimizer = transforms.average_gradients(
     team.axis,
-    reducers.Compression(REDUCERS["exchange int4"], FEEDBACK, specs=SPECS),
+    reducers.Compression(REDUCERS["all-to-all int4"], FEEDBACK, specs=SPECS),
   )
   gradients = trees(0)
   gradients["a"][1, 0, 0] = np.nan
@@ -256,7 +256,7 @@ def test_local_steps_send_shards(late):
 
 
 def test_bits_are_of_all_devices():
-  reducer = reducers.Sharded(REDUCERS["exchange int4"], SPECS)
+  reducer = reducers.Sharded(REDUCERS["all-to-all int4"], SPECS)
   like = {
     name: jax.ShapeDtypeStruct(shape, "float32")
     for name, shape in SHAPES.items()

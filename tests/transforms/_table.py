@@ -314,7 +314,7 @@ TABLE |= {
   "terngrad": line(
     methods.terngrad,
     {"deviations": 2.5},
-    {"optimizer": PLAIN, "wire": "exchange"},
+    {"optimizer": PLAIN, "wire": "all_to_all"},
     **COARSE,
   ),
   "signsgd": line(

@@ -1,0 +1,80 @@
+"""Which leaves get a bucket of their own, share one, or are sent exactly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist.reducers import _all_to_all
+from tests.reducers import _small_codecs as small
+
+
+def layout_of(likes, num_rows=4, codec=None):
+  """For each bucket its leaves, offsets, row size, and if it is exact."""
+  codec = codec or small.Rounded(block=8)
+  layout = _all_to_all.make_layout(
+    likes, num_rows, codec.granule(), codec.num_bits
+  )
+  return [
+    (tuple(p.leaf for p in b.pieces), b.offsets, b.row_size, exact)
+    for b, exact in zip(layout.buckets.buckets, layout.exact, strict=True)
+  ]
+
+
+def structs(*shapes, dtype="float32"):
+  return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+
+
+def test_three_ways_by_hand():
+  likes = structs((1000,), (9,), (2,), (5, 5), (33,), (1,))
+  assert layout_of(likes) == [
+    # 1000 in 4 rows of 32 blocks: 2.4 % of padding.
+    ((0,), (0,), 256, False),
+    # 25 take 4 blocks either way.
+    ((3,), (0,), 8, False),
+    # Begun at blocks; 33 entries take 5 blocks there and 8 in rows.
+    ((1, 4), (0, 16), 16, False),
+    # 2 entries are 64 bits, and a block of them would be 96.
+    ((2, 5), (0, 2), 1, True),
+  ]
+
+
+def test_a_group_that_would_grow_is_sent_exactly():
+  ((_, _, _, exact),) = layout_of(structs((9,)), num_rows=8)
+  assert exact
+
+
+def test_one_scale_for_all_is_not_shared_with_neighbours():
+  found = layout_of(structs((1000,), (40,), (6,)), codec=small.OneScale())
+  assert [(leaves, exact) for leaves, _, _, exact in found] == [
+    ((0,), False),
+    ((1,), False),
+    ((2,), True),
+  ]
+
+
+def test_dtypes_do_not_mix():
+  likes = [
+    jax.ShapeDtypeStruct((1,), dtype)
+    for dtype in ("float32", jnp.bfloat16, "float32")
+  ]
+  assert [leaves for leaves, *_ in layout_of(likes, 2)] == [(1,), (0, 2)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_rows_hold_every_leaf_once(num_rows):
+  shapes = [(7, 43), (), (3, 3), (16,), (5,), (40,)]
+  leaves = [
+    jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape) + i
+    for i, shape in enumerate(shapes)
+  ]
+  found = layout_of(leaves, num_rows)
+  assert sorted(i for leaves, *_ in found for i in leaves) == list(range(6))
+  assert all(exact or row % 8 == 0 for _, _, row, exact in found)
+  codec = small.Rounded(block=8)
+  buckets = _all_to_all.make_layout(
+    leaves, num_rows, 8, codec.num_bits
+  ).buckets  # fmt: skip
+  back = buckets.unpack(buckets.pack(leaves), leaves)
+  for x, y in zip(leaves, back, strict=True):
+    np.testing.assert_array_equal(x, y)
