@@ -1,7 +1,7 @@
-"""Means of the workers' trees by few bytes, and what is fed back.
+"""Means of the workers' trees by few bytes, with error feedback.
 
 A reducer takes the mean of one tree over the axis; a feedback keeps what a
-worker wanted to send and did not.  `Compression` joins both.
+worker wanted to send and did not.  `Compression` is both.
 """
 
 from jdist.reducers._chunked import Chunked as Chunked
@@ -20,8 +20,6 @@ from jdist.reducers._error_feedback import (
 from jdist.reducers._feedback import Feedback as Feedback
 from jdist.reducers._hierarchical import Hierarchical as Hierarchical
 from jdist.reducers._hierarchical import HierarchicalState as HierarchicalState
-from jdist.reducers._ledger import note as note
-from jdist.reducers._ledger import reductions as reductions
 from jdist.reducers._majority_vote import MajorityVote as MajorityVote
 from jdist.reducers._momentum_feedback import (
   MomentumCorrection as MomentumCorrection,
@@ -31,16 +29,16 @@ from jdist.reducers._momentum_feedback import (
 )
 from jdist.reducers._momentum_feedback import Smoothing as Smoothing
 from jdist.reducers._momentum_feedback import SmoothingState as SmoothingState
-from jdist.reducers._per_leaf import compress_large as compress_large
 from jdist.reducers._per_leaf import PerLeaf as PerLeaf
 from jdist.reducers._per_leaf import Rule as Rule
 from jdist.reducers._power_sgd import PowerSGD as PowerSGD
 from jdist.reducers._power_sgd import PowerSGDState as PowerSGDState
 from jdist.reducers._reducer import Bits as Bits
 from jdist.reducers._reducer import Exact as Exact
+from jdist.reducers._reducer import note as note
 from jdist.reducers._reducer import Reduced as Reduced
 from jdist.reducers._reducer import Reducer as Reducer
-from jdist.reducers._reducer import ring_bits as ring_bits
+from jdist.reducers._reducer import reductions as reductions
 from jdist.reducers._scheduled import Scheduled as Scheduled
 from jdist.reducers._scheduled import ScheduledState as ScheduledState
 from jdist.reducers._scheduled import warm_up as warm_up

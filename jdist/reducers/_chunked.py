@@ -1,4 +1,4 @@
-"""Reduces a tree in parts of one size, each with a state of its own."""
+"""Chunks: a tree reduced in parts of one size, each with its own state."""
 
 import dataclasses
 import zlib
@@ -17,32 +17,30 @@ _MEBIBYTE = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(_reducer.Reducer):
-  r"""Reduces sub-tensors, one after the other, by another reducer.
+  r"""Reduces chunks of a tree, one after the other, by another reducer.
 
-  The leaves of one dtype stand one after the other in a vector, which is cut
-  into M parts of one size, padded with zeros at its end:
+  The leaves of one dtype stand one after the other in a bucket of M rows,
+  padded with zeros at its end; each row is a chunk:
 
   .. math:: M = m \left\lceil \frac{\text{bytes}}{m \cdot
             \text{max\_bytes}} \right\rceil
 
-  with m the `multiple`.  Part i is reduced with a state of its own and a key
-  into which i is folded.  So it does not matter when a part is sent, nor
-  beside which others: a late mean of local steps that is streamed, some parts
-  in every step, has the bits of one that is sent at once.
+  with m the `multiple`.  Chunk i has a state of its own and a key into which i
+  is folded.  So it does not matter when a chunk is sent, nor beside which
+  others: a late mean of local steps that is streamed, some chunks in every
+  step, has the bits of one that is sent at once.
 
-  Parts end where they end: what a codec takes for one array (the largest
-  entries of a leaf, one scale) is of a part, which may hold some leaves and
-  pieces of others.  Blocks begin with the part.
+  What a codec takes for one array (the largest entries of a leaf, one scale) is
+  a chunk, which may hold some leaves and pieces of others.
 
   Attributes:
-    reducer: for a part, a vector; for instance
+    reducer: for a chunk, a vector; for instance
       `compressed(codecs.Quantize(4))`.
-    max_bytes: what a part does not exceed before it is encoded, 4 MiB by
+    max_bytes: the size of a chunk before it is encoded, at the most; 4 MiB by
       default.
-    order: which leaves come first, as in `plan`.
-    multiple: m; the number of steps in which a whole message is to be sent,
-      or one that all such numbers divide, so that every step sends equally
-      many parts.
+    order: which leaves come first, as of `collectives.Buckets.of`.
+    multiple: m; the number of steps in which a whole tree is sent, or one that
+      all such numbers divide, so that every step sends equally many chunks.
 
   Raises:
     ValueError: when built, for settings out of range and for a reducer that
@@ -69,16 +67,11 @@ class Chunked(_reducer.Reducer):
       if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
     collectives.check_order(self.order)
-    if reason := self.reducer.not_in_parts():
-      raise ValueError(
-        "`reducer` must be one for vectors that are cut from the tree, got "
-        f"{self.reducer}: {reason} Take `compressed(codec)` for all leaves, or "
-        "send at once."
-      )
+    self.reducer.check_chunks()
 
   @property
   def averages(self) -> bool:
-    """As the reducer says."""
+    """Whether the reducer does."""
     return self.reducer.averages
 
   def buckets(self, like: PyTree) -> collectives.Buckets:
@@ -127,7 +120,7 @@ class Chunked(_reducer.Reducer):
     return collectives.varying(_reducer.Reduced(*reduced), axis)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The states of all parts, [num_parts, ...], by dtype."""
+    """Returns the states of all chunks, `[chunks, ...]`, by dtype."""
     states = {}
     for bucket in self.buckets(like).buckets:
       state = self.reducer.init(bucket.row, axis)
@@ -139,7 +132,7 @@ class Chunked(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean, of one part after the other."""
+    """Takes the mean of one chunk after the other."""
     wanted, found = self.pack(tree), {}
     for bucket in self.buckets(tree).buckets:
 
@@ -159,42 +152,35 @@ class Chunked(_reducer.Reducer):
       states,
     )
 
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """What the reducer holds back, of all parts."""
-    held, states = {}, {}
+    """Empties the owners' residuals of all chunks."""
+    residuals, states = {}, {}
     for bucket in self.buckets(like).buckets:
 
       def one(_: None, state: PyTree, bucket: Any = bucket) -> tuple[None, Any]:
-        released = self.reducer.release(state, bucket.row, axis)
-        return None, collectives.varying(released, axis)
+        flushed = self.reducer.flush(state, bucket.row, axis)
+        return None, collectives.varying(flushed, axis)
 
       name = bucket.name
-      _, (held[name], states[name]) = jax.lax.scan(
+      _, (residuals[name], states[name]) = jax.lax.scan(
         one, None, state[name], length=bucket.num_rows
       )
-    tree = self.unpack(held, like)
+    tree = self.unpack(residuals, like)
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree), states
 
-  def shared(self, state: PyTree) -> PyTree:
-    """As the reducer says."""
-    return {name: self.reducer.shared(one) for name, one in state.items()}
+  def check_chunks(self) -> None:
+    """Raises a ValueError."""
+    raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")
 
-  def not_in_parts(self) -> str:
-    """It cuts already."""
-    return "it cuts the tree itself."
-
-  def told_workers(self, axis: collectives.Axis) -> int:
-    """As the reducer says."""
-    return self.reducer.told_workers(axis)
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the reducer's."""
+    return self.reducer.num_workers(axis)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """The sum over all parts, their padding included."""
-    payload, sent, received = 0, 0.0, 0.0
-    for bucket in self.buckets(like).buckets:
-      bits = self.reducer.num_bits(bucket.row, num_workers)
-      payload += bucket.num_rows * bits.payload
-      sent += bucket.num_rows * bits.sent
-      received += bucket.num_rows * bits.received
-    return _reducer.Bits(payload, sent, received)
+    """Adds up all chunks, their padding included."""
+    return _reducer.Bits.total(
+      self.reducer.num_bits(bucket.row, num_workers).times(bucket.num_rows)
+      for bucket in self.buckets(like).buckets
+    )

@@ -188,7 +188,7 @@ class Compressed(_reducer.Reducer):
       state,
     )
 
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
     """Gathers the owners' residuals, in float32."""

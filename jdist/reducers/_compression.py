@@ -11,7 +11,6 @@ from jdist import checks, codecs, collectives, states
 from jdist.reducers import (
   _compressed,
   _feedback,
-  _ledger,
   _reducer,
   _sharded,
   _sharded_feedback,
@@ -20,22 +19,19 @@ from jdist.reducers import (
 PyTree: TypeAlias = Any
 
 
-@states.declare(shared=("step", "equal"), averages=True)
+@states.declare(shared=("step",), averages=True)
 class CompressionState(NamedTuple):
   """State of a `Compression`.
 
   Attributes:
     step: means so far, int32 scalar, equal on all workers; the random numbers
       of the next one come from it.
-    equal: those leaves of the reducer's state that are equal on all workers;
-      None in the places of the others.
-    own: the others, each worker its own; None in the places of the equal.
+    reducer: the reducer's state.
     feedback: the feedback's state, `()` without one.
   """
 
   step: jax.Array
-  equal: PyTree
-  own: PyTree
+  reducer: PyTree
   feedback: PyTree
 
 
@@ -119,11 +115,9 @@ class Compression:
     sent = like
     if self.feedback is not None:
       sent = jax.tree.map(_wide_shape, like)
-    equal, own = self._parted(self.reducer.init(sent, axis))
     return CompressionState(
       step=jnp.zeros((), jnp.int32),
-      equal=equal,
-      own=own,
+      reducer=self.reducer.init(sent, axis),
       feedback=() if self.feedback is None else self.feedback.init(like),
     )
 
@@ -138,16 +132,14 @@ class Compression:
       axis: the workers' axis.
     """
     wanted, feedback = self.prepare(tree, state)
-    _ledger.note(self.reducer, wanted, axis)
-    reduced = self.reducer.reduce(
-      wanted, self.reducer_state(state), self.key(state), axis
-    )
+    _reducer.note(self.reducer, wanted, axis)
+    reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
     mean, feedback = self.finish(
       reduced.mean, reduced.own_share, wanted, feedback
     )
     mean, feedback = self._cast(mean, tree, feedback)
-    new = self.with_reducer_state(state, reduced.state)._replace(
-      step=optax.safe_increment(state.step), feedback=feedback
+    new = CompressionState(
+      optax.safe_increment(state.step), reduced.state, feedback
     )
     return collectives.varying((mean, new), axis)
 
@@ -159,7 +151,7 @@ class Compression:
     Of a vote or of low ranks the state stays as it is: no mass is in it.
     """
     wanted, feedback = self.prepare(tree, state)
-    held, kept = self.reducer.release(self.reducer_state(state), wanted, axis)
+    held, kept = self.reducer.flush(state.reducer, wanted, axis)
     mean = jax.tree.map(
       lambda m, h: (m + h).astype(m.dtype),
       collectives.mean(wanted, axis),
@@ -167,7 +159,7 @@ class Compression:
     )
     mean, feedback = self.finish(mean, wanted, wanted, feedback)
     mean, feedback = self._cast(mean, tree, feedback)
-    new = self.with_reducer_state(state, kept)._replace(feedback=feedback)
+    new = state._replace(reducer=kept, feedback=feedback)
     return collectives.varying((mean, new), axis)
 
   def absorb(
@@ -185,13 +177,13 @@ class Compression:
     """
     if self.feedback is None:
       return state
-    held, kept = self.reducer.release(
-      self.reducer_state(state), jax.tree.map(_wide_shape, like), axis
+    held, kept = self.reducer.flush(
+      state.reducer, jax.tree.map(_wide_shape, like), axis
     )
     feedback = self.feedback.absorb(held, state.feedback)
     if feedback is None:
       return state
-    new = self.with_reducer_state(state, kept)._replace(feedback=feedback)
+    new = state._replace(reducer=kept, feedback=feedback)
     return collectives.varying(new, axis)
 
   # What a stream needs, which takes the mean in parts.
@@ -199,22 +191,6 @@ class Compression:
   def key(self, state: CompressionState) -> jax.Array:
     """Returns the random key of the next mean, equal on all workers."""
     return jax.random.fold_in(jax.random.key(self.seed or 0), state.step)
-
-  def reducer_state(self, state: CompressionState) -> PyTree:
-    """Returns the reducer's state."""
-    return jax.tree.map(
-      lambda s, o: o if s is None else s,
-      state.equal,
-      state.own,
-      is_leaf=lambda x: x is None,
-    )
-
-  def with_reducer_state(
-    self, state: CompressionState, reducer_state: PyTree
-  ) -> CompressionState:
-    """Replaces the reducer's state."""
-    equal, own = self._parted(reducer_state)
-    return state._replace(equal=equal, own=own)
 
   def prepare(
     self, tree: PyTree, state: CompressionState
@@ -247,12 +223,6 @@ class Compression:
 
     rest = jax.tree.map(left, mean, out)
     return out, self.feedback.keep_cast(rest, feedback)
-
-  def _parted(self, state: PyTree) -> tuple[PyTree, PyTree]:
-    labels = self.reducer.shared(state)
-    equal = jax.tree.map(lambda x, s: x if s else None, state, labels)
-    own = jax.tree.map(lambda x, s: None if s else x, state, labels)
-    return equal, own
 
 
 def check_compression(value: Any) -> None:

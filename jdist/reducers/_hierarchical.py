@@ -1,4 +1,4 @@
-"""Means over two levels: fast links inside, slow ones between."""
+"""Means over two levels: fast links inside a host, slow ones between."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
@@ -6,20 +6,22 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives
+from jdist import collectives, states
 from jdist.reducers import _chunked, _reducer
 
 PyTree: TypeAlias = Any
-_ALL_BYTES = 2**62  # As few parts as there are to be.
+_ALL_BYTES = 2**62  # No more chunks than parts.
 
 
+@states.declare()
 class HierarchicalState(NamedTuple):
   """State of `Hierarchical`.
 
   Attributes:
-    inner: the inner reducer's.
-    outer: the outer reducer's; the same on all workers of a host, or with
-      `parts` a dict with each worker's own of its part, by dtype.
+    inner: the inner reducer's, shared by a host at the most; with `parts` a
+      pair with the outer reducer's of this worker's part, a dict by dtype.
+    outer: the outer reducer's, the same on all workers of a host; with `parts`
+      `()`.
   """
 
   inner: PyTree
@@ -37,30 +39,28 @@ class Hierarchical(_reducer.Reducer):
   .. math:: \mathrm{own\_share} = \mathrm{own\_share}^{inner}
             - (h - \mathrm{own\_share}^{outer})
 
-  what `outer` has left out is everyone's of the host, so the law holds over
-  all workers.  Every worker of a host takes part in the outer reduction with
-  the same bytes: where the inner axis is `vmap`'s they are sent once, and where
-  it is one of the mesh they are sent by each device.
+  where every worker of the host bears what `outer` leaves out, so the law holds
+  over all workers.  All of them take part in the outer reduction with the same
+  bytes, which are sent once where the inner axis is `vmap`'s, and by each
+  device where it is one of the mesh.
 
-  There (in a `shard_map` of one's own over both names: `workers` spreads over
-  one axis of a mesh), with n `parts`, as many as a host has devices, device j
-  reduces part j of h only and all gather the means inside the host: each sends
-  1/n of the bytes between hosts.  With `Exact()` inside, h is taken by a
-  reduce-scatter and no device ever holds all of it.  What is left out of part
-  j is then device j's alone, n times, so that the law holds without sending
-  it:
+  In the second case (a `shard_map` of one's own over both names), with n
+  `parts`, one for each device of a host, device j reduces part j of h only, and
+  all gather the means inside the host: each sends 1/n of the bytes between
+  hosts.  With `Exact()` inside, h is taken by a reduce-scatter, and no device
+  holds all of it.  Device j alone bears what is left out of part j, n times:
 
   .. math:: \mathrm{own\_share}_i = \mathrm{own\_share}_i^{inner}
             - [i = j] \, n (h - \mathrm{own\_share}^{outer}) \quad
             \text{in part } j
 
-  Parts are those of `Chunked`: vectors of one size across leaves.
+  Parts are the chunks of `Chunked`.
 
   Args:
     inner: over the first name, for instance `Exact()`.
     outer: over the second, for instance `compressed(codecs.Quantize(4))`; with
       several parts one for vectors.
-    parts: n; 1, the default, sends everything from everywhere.
+    parts: n; 1, the default, sends all of h from every device.
 
   Raises:
     ValueError: when built, for what is not a reducer, for `parts` below 1 and
@@ -83,7 +83,7 @@ class Hierarchical(_reducer.Reducer):
     ):
       raise ValueError(f"`parts` must be an int >= 1, got {self.parts!r}.")
     if self.parts > 1:
-      self._in_parts()
+      self._chunked()
 
   @property
   def averages(self) -> bool:
@@ -91,16 +91,17 @@ class Hierarchical(_reducer.Reducer):
     return self.inner.averages and self.outer.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The states of both."""
+    """Returns the states of both."""
     inner, outer = self._levels(axis)
+    near = self.inner.init(like, inner)
     if self.parts > 1:
       far = {
         bucket.name: self.outer.init(bucket.row, outer)
-        for bucket in self._in_parts().buckets(like).buckets
+        for bucket in self._chunked().buckets(like).buckets
       }
+      state = HierarchicalState((near, far), ())
     else:
-      far = self.outer.init(like, outer)
-    state = HierarchicalState(self.inner.init(like, inner), far)
+      state = HierarchicalState(near, self.outer.init(like, outer))
     return collectives.varying(state, axis) if jax.tree.leaves(state) else ()
 
   def reduce(
@@ -108,8 +109,7 @@ class Hierarchical(_reducer.Reducer):
   ) -> _reducer.Reduced:
     """Takes the mean."""
     inner, outer = self._levels(axis)
-    if not isinstance(state, HierarchicalState):
-      state = self._nothing(tree)
+    state = self._with_fields(state, tree)
     first, second = jax.random.split(key)
     if outer is not None:
       # Hosts are workers too, for what is drawn inside of them.
@@ -129,67 +129,51 @@ class Hierarchical(_reducer.Reducer):
       far.mean, share, new if jax.tree.leaves(new) else ()
     )
 
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """What both hold back; of the hosts' the mean."""
+    """Empties the owners' residuals of both; of the hosts' the mean."""
     inner, outer = self._levels(axis)
-    if not isinstance(state, HierarchicalState):
-      state = self._nothing(like)
-    near, near_state = self.inner.release(state.inner, like, inner)
+    state = self._with_fields(state, like)
     if self.parts > 1:
-      parts, rows, far_state = self._in_parts(), {}, {}
-      for bucket in parts.buckets(like).buckets:
-        name = bucket.name
-        row, far_state[name] = self.outer.release(
-          state.outer[name], bucket.row, outer
+      chunked, rows, old = self._chunked(), {}, state.inner
+      near, near_state = self.inner.flush(old[0], like, inner)
+      far_state = {}
+      for bucket in chunked.buckets(like).buckets:
+        row, far_state[bucket.name] = self.outer.flush(
+          old[1][bucket.name], bucket.row, outer
         )
-        rows[name] = collectives.gather(row, inner)
-      far = parts.unpack(rows, like)
+        rows[bucket.name] = collectives.gather(row, inner)
+      far = chunked.unpack(rows, like)
+      new = HierarchicalState((near_state, far_state), ())
     else:
-      far, far_state = self.outer.release(state.outer, like, outer)
-    held = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
-    new = HierarchicalState(near_state, far_state)
-    return held, new if jax.tree.leaves(new) else ()
+      near, near_state = self.inner.flush(state.inner, like, inner)
+      far, outer_state = self.outer.flush(state.outer, like, outer)
+      new = HierarchicalState(near_state, outer_state)
+    residuals = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
+    return residuals, new if jax.tree.leaves(new) else ()
 
-  def shared(self, state: PyTree) -> PyTree:
-    """What `outer` shares is shared by all; what `inner` does, by a host.
+  def check_shards(self) -> None:
+    """Raises a ValueError if one of both does."""
+    self.inner.check_shards()
+    self.outer.check_shards()
 
-    With several parts `outer`'s is of one part, which one device of a host has.
-    """
-    if not isinstance(state, HierarchicalState):
-      return jax.tree.map(lambda _: False, state)
-    if self.parts > 1:
-      return jax.tree.map(lambda _: False, state)
-    return HierarchicalState(
-      jax.tree.map(lambda _: False, state.inner),
-      self.outer.shared(state.outer),
-    )
+  def check_chunks(self) -> None:
+    """Raises a ValueError if one of both does."""
+    self.inner.check_chunks()
+    self.outer.check_chunks()
 
-  def whole_leaves(self) -> str:
-    """As the reducers say."""
-    return self.inner.whole_leaves() or self.outer.whole_leaves()
-
-  def not_in_parts(self) -> str:
-    """As the reducers say."""
-    return self.inner.not_in_parts() or self.outer.not_in_parts()
-
-  def told_workers(self, axis: collectives.Axis) -> int:
-    """The hosts."""
-    return self.outer.told_workers(self._levels(axis)[1])
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the number of hosts."""
+    return self.outer.num_workers(self._levels(axis)[1])
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """What each device sends to other hosts; `num_workers` counts **hosts**."""
+    """Counts a device's bits between hosts; `num_workers` counts **hosts**."""
     if self.parts == 1:
       return self.outer.num_bits(like, num_workers)
-    found = [
+    return _reducer.Bits.total(
       self.outer.num_bits(bucket.row, num_workers)
-      for bucket in self._in_parts().buckets(like).buckets
-    ]
-    return _reducer.Bits(
-      sum(bits.payload for bits in found),
-      sum(bits.sent for bits in found),
-      sum(bits.received for bits in found),
+      for bucket in self._chunked().buckets(like).buckets
     )
 
   def _reduce_parts(
@@ -200,50 +184,49 @@ class Hierarchical(_reducer.Reducer):
     second: jax.Array,
     axis: collectives.Axis,
   ) -> _reducer.Reduced:
-    """Each worker of a host reduces its part between hosts."""
+    """Lets each worker of a host reduce its part between hosts."""
     inner, outer = self._levels(axis)
-    parts, number = self._in_parts(), collectives.index(inner)
+    chunked, number = self._chunked(), collectives.index(inner)
+    near_state, old = state.inner
     if isinstance(self.inner, _reducer.Exact):
       own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-      mine, near_state = (
-        collectives.reduce_scatter(parts.pack(tree), inner),
-        state.inner,
-      )
+      mine = collectives.reduce_scatter(chunked.pack(tree), inner)
     else:
-      near = self.inner.reduce(tree, state.inner, first, inner)
+      near = self.inner.reduce(tree, near_state, first, inner)
       own, near_state = near.own_share, near.state
       mine = {
         name: jax.lax.dynamic_index_in_dim(rows, number, keepdims=False)
-        for name, rows in parts.pack(near.mean).items()
+        for name, rows in chunked.pack(near.mean).items()
       }
     means, left, far_state = {}, {}, {}
-    for bucket in parts.buckets(tree).buckets:
+    for bucket in chunked.buckets(tree).buckets:
       name, row = bucket.name, mine[bucket.name]
-      far = parts.reduce_chunk(
-        bucket, number, row, state.outer[name], second, outer
-      )
+      far = chunked.reduce_chunk(bucket, number, row, old[name], second, outer)
       means[name] = collectives.gather(far.mean, inner)
       rest = self.parts * (row.astype(jnp.float32) - far.own_share)
       rows = jnp.arange(self.parts)[:, None] == number
       left[name] = jnp.where(rows, rest, 0)
       far_state[name] = far.state
-    share = jax.tree.map(jnp.subtract, own, parts.unpack(left, tree))
-    new = HierarchicalState(near_state, far_state)
+    share = jax.tree.map(jnp.subtract, own, chunked.unpack(left, tree))
+    new = HierarchicalState((near_state, far_state), ())
     reduced = _reducer.Reduced(
-      parts.unpack(means, tree), share, new if jax.tree.leaves(new) else ()
+      chunked.unpack(means, tree), share, new if jax.tree.leaves(new) else ()
     )
     return collectives.varying(reduced, axis)
 
-  def _in_parts(self) -> _chunked.Chunked:
+  def _chunked(self) -> _chunked.Chunked:
     return _chunked.Chunked(
       self.outer, max_bytes=_ALL_BYTES, multiple=self.parts
     )
 
-  def _nothing(self, like: PyTree) -> HierarchicalState:
+  def _with_fields(self, state: PyTree, like: PyTree) -> HierarchicalState:
+    """Returns the state with its fields, also where `init` gave `()`."""
+    if isinstance(state, HierarchicalState):
+      return state
     if self.parts == 1:
       return HierarchicalState((), ())
-    buckets = self._in_parts().buckets(like).buckets
-    return HierarchicalState((), {bucket.name: () for bucket in buckets})
+    buckets = self._chunked().buckets(like).buckets
+    return HierarchicalState(((), {bucket.name: () for bucket in buckets}), ())
 
   def _levels(
     self, axis: collectives.Axis

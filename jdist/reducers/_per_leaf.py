@@ -1,4 +1,4 @@
-"""A reducer for each leaf, chosen by path, size and rank."""
+"""A reducer for each leaf, by path, size and rank."""
 
 import dataclasses
 import fnmatch
@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jdist import codecs, collectives
-from jdist.reducers import _compressed, _reducer
+from jdist import collectives
+from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
 Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
@@ -19,10 +19,10 @@ Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Says which leaves a reducer is for.
+  """Leaves that a reducer is for.
 
   Attributes:
-    reducer: what reduces them, all together.
+    reducer: reduces them, all together.
     path: a glob that the whole path must match (`"*/kernel"`; the path of
       `tree["a"][0]` is `"a/0"`), a compiled pattern that is searched for in it,
       a function of the path and the leaf, or None for every path.
@@ -54,7 +54,7 @@ class Rule:
         raise ValueError(f"`{name}` must be an int >= 0, got {value!r}.")
 
   def matches(self, path: str, leaf: Any) -> bool:
-    """Whether it is for a leaf."""
+    """Returns whether a leaf is one of them."""
     ndim = len(leaf.shape)
     if math.prod(leaf.shape) < self.min_size or ndim < self.min_ndim:
       return False
@@ -69,18 +69,18 @@ class Rule:
     return bool(self.path(path, leaf))
 
   def __str__(self) -> str:
-    """For instance `*/kernel, 1024 entries or more: Exact()`."""
+    """Prints for instance `*/kernel, 1024 entries or more: Exact()`."""
     if isinstance(self.path, re.Pattern):
-      told = [f"/{self.path.pattern}/"]
+      parts = [f"/{self.path.pattern}/"]
     else:
-      told = [] if self.path is None else [str(self.path)]
+      parts = [] if self.path is None else [str(self.path)]
     if self.min_size:
-      told.append(f"{self.min_size} entries or more")
+      parts.append(f"{self.min_size} entries or more")
     if self.min_ndim:
-      told.append(f"{self.min_ndim} dimensions or more")
+      parts.append(f"{self.min_ndim} dimensions or more")
     if self.max_ndim is not None:
-      told.append(f"{self.max_ndim} dimensions or less")
-    return f"{', '.join(told) or 'all'}: {self.reducer}"
+      parts.append(f"{self.max_ndim} dimensions or less")
+    return f"{', '.join(parts) or 'all'}: {self.reducer}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class PerLeaf(_reducer.Reducer):
     return tuple(dict.fromkeys([*found, self.default]))
 
   def reducer_of(self, path: str, leaf: Any) -> _reducer.Reducer:
-    """The one that reduces a leaf."""
+    """Returns the reducer of a leaf."""
     for rule in self.rules:
       if rule.matches(path, leaf):
         return rule.reducer
@@ -142,7 +142,7 @@ class PerLeaf(_reducer.Reducer):
     return all(reducer.averages for reducer in self.reducers)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The states of all reducers."""
+    """Returns the states of all reducers."""
     leaves = dict(self._named(like))
     groups = self._groups(like)
     return tuple(
@@ -163,7 +163,7 @@ class PerLeaf(_reducer.Reducer):
       if not names:
         states.append(state[i])
         continue
-      # By name, so that errors tell which leaf they are about.
+      # By name, so that errors name the leaf.
       group = {name: leaves[name] for name in names}
       reduced = reducer.reduce(
         group, state[i], jax.random.fold_in(key, i), axis
@@ -178,65 +178,58 @@ class PerLeaf(_reducer.Reducer):
       tuple(states),
     )
 
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """What the reducers hold back, of all leaves."""
+    """Empties the owners' residuals of all leaves."""
     named = self._named(like)
     leaves, states = dict(named), []
-    held: dict[str, Any] = {}
+    residuals: dict[str, Any] = {}
     for i, (reducer, names) in enumerate(self._groups(like).items()):
       group = {name: leaves[name] for name in names}
-      released, new = reducer.release(state[i], group, axis)
-      held |= released
+      flushed, new = reducer.flush(state[i], group, axis)
+      residuals |= flushed
       states.append(new)
     treedef = jax.tree.structure(like)
-    tree = jax.tree.unflatten(treedef, [held[name] for name, _ in named])
+    tree = jax.tree.unflatten(treedef, [residuals[name] for name, _ in named])
     return tree, tuple(states)
 
-  def shared(self, state: PyTree) -> PyTree:
-    """As the reducers say."""
-    return tuple(
-      reducer.shared(one)
-      for reducer, one in zip(self.reducers, state, strict=True)
-    )
-
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """The sum over the reducers."""
+    """Adds up the reducers."""
     leaves = dict(self._named(like))
-    found = [
+    return _reducer.Bits.total(
       reducer.num_bits([leaves[name] for name in names], num_workers)
       for reducer, names in self._groups(like).items()
       if names
-    ]
-    return _reducer.Bits(
-      sum(bits.payload for bits in found),
-      sum(bits.sent for bits in found),
-      sum(bits.received for bits in found),
     )
 
-  def whole_leaves(self) -> str:
-    """As the reducers say."""
-    return next(filter(None, (r.whole_leaves() for r in self.reducers)), "")
+  def check_shards(self) -> None:
+    """Raises a ValueError if a reducer does."""
+    for reducer in self.reducers:
+      reducer.check_shards()
 
-  def not_in_parts(self) -> str:
-    """The rules are for leaves."""
-    return "its rules go by a leaf's path and shape, which a part has not."
+  def check_chunks(self) -> None:
+    """Raises a ValueError."""
+    raise _reducer.unsuited(
+      self,
+      "chunks",
+      "its rules go by a leaf's path and shape, which a chunk has not.",
+    )
 
   def report(self, like: PyTree, num_workers: int) -> str:
-    """A table of which leaf goes how.
+    """Makes a table of the leaves, their reducers and bits.
 
     Args:
       like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
-      num_workers: how many there are: ratios depend on it.
+      num_workers: the number of workers, on which ratios depend.
 
     Returns:
-      Lines "leaf, shape, goes how, bits, ratio".  Bits are what a worker
-      sends for the leaf if it goes alone, the ratio is those of an exact mean
-      over them (`-` for one worker, who sends nothing).  The last line is for
-      all leaves as they go together, where small ones share what they cost.
+      Lines "leaf, shape, reducer, bits sent, ratio".  Bits are those that a
+      worker sends for the leaf alone, the ratio is that of an exact mean to
+      them (`-` for one worker).  The last line is for all leaves together,
+      where small ones share what they cost.
     """
-    rows = [("leaf", "shape", "goes", "bits sent", "ratio")]
+    rows = [("leaf", "shape", "reducer", "bits sent", "ratio")]
     exact = _reducer.Exact()
 
     def row(name: str, shape: str, way: str, part: PyTree, by: Any) -> None:
@@ -262,7 +255,7 @@ class PerLeaf(_reducer.Reducer):
     )
 
   def __str__(self) -> str:
-    """The rules, one a line."""
+    """Prints the rules, one a line."""
     lines = [*map(str, self.rules), f"else: {self.default}"]
     return "\n  ".join(["PerLeaf:", *lines])
 
@@ -284,27 +277,3 @@ class PerLeaf(_reducer.Reducer):
     for name, leaf in self._named(tree):
       groups[self.reducer_of(name, leaf)].append(name)
     return groups
-
-
-def compress_large(
-  codec: codecs.Codec, *, min_size: int = 4096, min_ndim: int = 0
-) -> PerLeaf:
-  """Carries large leaves by a codec and sends the small ones exactly.
-
-  Biases and the scales of normalizations are a thousandth of the bits and
-  matter more than that.
-
-  Args:
-    codec: for the large leaves.
-    min_size: entries of what is large, 4096 by default.
-    min_ndim: dimensions it must have; 2 keeps all vectors exact.
-
-  >>> like = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
-  >>> like["b"] = jax.ShapeDtypeStruct((64,), "float32")
-  >>> compress_large(codecs.Quantize(8)).num_bits(like, 2).payload
-  35344
-  """
-  rule = Rule(
-    _compressed.compressed(codec), min_size=min_size, min_ndim=min_ndim
-  )
-  return PerLeaf((rule,))

@@ -1,4 +1,4 @@
-"""Means of matrices by a few of their directions."""
+"""Means of matrices by low-rank factors."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives
+from jdist import collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -18,6 +18,7 @@ PyTree: TypeAlias = Any
 _SHIFTS = (1e-5, 1e-6)
 
 
+@states.declare(shared=("q",))
 class PowerSGDState(NamedTuple):
   """State of `PowerSGD`; equal on all workers.
 
@@ -120,7 +121,7 @@ class PowerSGD(_reducer.Reducer):
     return self.factors is None or self.factors.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Random directions for each matrix, the same on all workers."""
+    """Returns random directions for each matrix, the same on all workers."""
     for path, x in jax.tree_util.tree_leaves_with_path(like):
       if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -164,8 +165,8 @@ class PowerSGD(_reducer.Reducer):
     products = [m @ q for m, q in zip(matrices, old, strict=True)]
     first = [*products, *(wide[i] for i in rest)]
     fused, sent = self._mean(first, key, 0, axis)
-    # What is not finite anywhere takes nothing away on any worker, and the mean
-    # tells of it.
+    # What is not finite anywhere takes nothing away on any worker; the mean is
+    # NaN there.
     usable = [jnp.isfinite(p).all() for p in fused[: len(low)]]
     bases = [
       jnp.where(good, p, 0.0)
@@ -191,7 +192,7 @@ class PowerSGD(_reducer.Reducer):
       means[i] = mean.reshape(shape).astype(dtype)
       shares[i] = (p @ q_own.T).reshape(shape)
     if low:
-      # A NaN that is remembered would never leave.
+      # A NaN in Q would never leave.
       state = PowerSGDState(
         tuple(
           jnp.where(good & jnp.isfinite(q).all(), q, before)
@@ -204,32 +205,31 @@ class PowerSGD(_reducer.Reducer):
       state,
     )
 
-  def shared(self, state: PyTree) -> PyTree:
-    """All of it is."""
-    return jax.tree.map(lambda _: True, state)
-
-  def whole_leaves(self) -> str:
-    """Directions are of a matrix."""
-    return "of a vector it has no directions and would send every bit."
+  def check_shards(self) -> None:
+    """Raises a ValueError."""
+    raise _reducer.unsuited(
+      self,
+      "shards and chunks",
+      "of a vector it has no directions and would send every bit.",
+    )
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Those of P, Q, and of what is not compressed; 32 for an entry."""
+    """Counts P, Q, and the leaves that are not compressed, in float32."""
     reducer = self.factors or _reducer.Exact()
-    parts = [
+    return _reducer.Bits.total(
       reducer.num_bits(sent, num_workers)
       for sent in self._messages(jax.tree.leaves(like))
-    ]
-    return _reducer.Bits(*map(sum, zip(*parts, strict=True)))
+    )
 
   def compresses(self, like: Any) -> bool:
-    """Whether a leaf is sent by its directions."""
+    """Returns whether a leaf is sent by its factors."""
     if len(like.shape) < 2:
       return False
     n, m = math.prod(like.shape[:-1]), like.shape[-1]
     return (n + m) * self.rank < n * m
 
   def _messages(self, likes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What is sent first, P and the rest, and then, Q."""
+    """Returns the shapes of both messages: P and the rest, and Q."""
     low = [x for x in likes if self.compresses(x)]
     rest = [x.shape for x in likes if not self.compresses(x)]
     p = [(math.prod(x.shape[:-1]), self.rank) for x in low]
@@ -247,14 +247,14 @@ class PowerSGD(_reducer.Reducer):
     number: int,
     axis: collectives.Axis,
   ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-    """The means, and the own shares in them."""
+    """Returns the means, and the own shares in them."""
     if self.factors is None:
       return _fused_mean(arrays, axis), arrays
     key = jax.random.fold_in(key, number)
     arrays = list(arrays)
-    # Without leaves, whatever its structure: `init` has seen to it.
-    nothing = self.factors.init(arrays, axis)
-    reduced = self.factors.reduce(arrays, nothing, key, axis)
+    # Without leaves, whatever its structure: `init` has checked that.
+    state = self.factors.init(arrays, axis)
+    reduced = self.factors.reduce(arrays, state, key, axis)
     return reduced.mean, reduced.own_share
 
 
@@ -278,7 +278,7 @@ def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
   Its work is products of tall matrices, and what is done one column after
   another is done on r x r matrices, for all of them in one batch.  LAPACK's
   Householder is a call for each matrix, and from rank 6 or so on one with
-  threads, which wait for each other where devices share a busy CPU.
+  threads, which block each other where devices share a busy CPU.
 
   The columns are orthonormal to about 1e-5 up to a condition of 1e3, whatever
   their scales.  A direction that float32 can hardly tell from the others comes

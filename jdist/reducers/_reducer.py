@@ -1,8 +1,11 @@
-"""What every reducer is: the workers' mean of a tree, by few bytes."""
+"""The interface of reducers: the workers' mean of a tree, by few bytes."""
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,14 +18,13 @@ PyTree: TypeAlias = Any
 
 
 class Reduced(NamedTuple):
-  """What a reducer returns.
+  """The result of a reduction.
 
   Attributes:
     mean: the workers' mean as all of them know it, equal to the bit on all
       workers, in the tree's dtypes.
-    own_share: what this worker has contributed to it, float32.  What it
-      wanted to send and has not, `wanted - own_share`, is what error feedback
-      keeps.
+    own_share: what this worker has contributed to it, float32.  Error feedback
+      keeps `wanted - own_share`.
     state: the reducer's new state.
   """
 
@@ -32,11 +34,11 @@ class Reduced(NamedTuple):
 
 
 class Bits(NamedTuple):
-  """What a worker's network interface moves in one reduction, in bits.
+  """The bits that a worker's network interface moves in one reduction.
 
   Attributes:
     payload: of one worker's own message, as its codec counts it.
-    sent: by one worker, with what a ring or an all-to-all really moves.
+    sent: by one worker, over a ring or an all-to-all.
     received: by one worker.
   """
 
@@ -44,38 +46,50 @@ class Bits(NamedTuple):
   sent: float
   received: float
 
+  @classmethod
+  def total(cls, parts: "Iterable[Bits]") -> "Bits":
+    """Adds up several reductions.
+
+    >>> Bits.total([Bits(1, 2.0, 2.0), Bits(3, 4.0, 4.0)])
+    Bits(payload=4, sent=6.0, received=6.0)
+    """
+    return cls(*map(sum, zip((0, 0.0, 0.0), *parts, strict=True)))
+
+  def times(self, count: int) -> "Bits":
+    """Counts equal reductions."""
+    return Bits(count * self.payload, count * self.sent, count * self.received)
+
 
 class Reducer(abc.ABC):
-  r"""The mean of the workers' trees, exactly or nearly.
+  r"""Takes the mean of the workers' trees, exactly or nearly.
 
-  Reducers are frozen dataclasses without arrays, like codecs; what they
-  remember is in their state.  The law that all of them obey:
+  Reducers are frozen dataclasses without arrays, like codecs; what they keep
+  is in their state, whose class declares what is shared (`jdist.states`).  The
+  law that all of them obey:
 
   .. math:: \sum_i x_i = N \cdot \mathrm{mean}
             + \sum_i (x_i - \mathrm{own\_share}_i)
             + N \sum_j \Delta e_j
 
   where :math:`e_j` are the residuals in the reducer's own state (those of the
-  owners of parts of the tree), if it has any: nothing is lost on the way.
+  owners of parts of the tree), if it has any: nothing is lost.
   """
 
   @property
   def averages(self) -> bool:
     """Whether the mean is made of the own shares, so that the law holds.
 
-    What `wanted - own_share` leaves for the next time means nothing elsewhere,
-    and feedbacks that keep it are refused.
+    Feedbacks that keep `wanted - own_share` are refused elsewhere.
     """
     return True
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The first state of one worker, a tree of arrays; `()` for none.
+    """Returns the first state of one worker, a tree of arrays; `()` for none.
 
     Args:
       like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
-      axis: the workers' axis, bound, because shapes may depend on how many
-        there are.
+      axis: the workers' axis, bound, because shapes may depend on their number.
 
     Raises:
       ValueError: when the reducer does not suit the tree, with the reason.
@@ -95,18 +109,14 @@ class Reducer(abc.ABC):
       axis: the workers' axis; None for one worker.
     """
 
-  def shared(self, state: PyTree) -> PyTree:
-    """Which leaves of the state are equal on all workers: a tree of bools."""
-    return jax.tree.map(lambda _: False, state)
-
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Gives out what the state holds back; a collective operation.
+    """Empties the owners' residuals; a collective operation.
 
     Args:
       state: this worker's.
-      like: what is reduced, arrays or `jax.ShapeDtypeStruct`.
+      like: the tree that is reduced, arrays or `jax.ShapeDtypeStruct`.
       axis: the workers' axis.
 
     Returns:
@@ -114,33 +124,33 @@ class Reducer(abc.ABC):
       on all workers; and the state without them.
     """
     del axis
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
-    return nothing, state
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+    return zeros, state
 
-  def whole_leaves(self) -> str:
-    """Why it cannot reduce a shard of a leaf alone; empty if it can."""
-    return ""
+  def check_shards(self) -> None:
+    """Raises a ValueError if it cannot reduce a shard of a leaf alone."""
+    return
 
-  def not_in_parts(self) -> str:
-    """Why it cannot reduce vectors cut from the tree; empty if it can.
+  def check_chunks(self) -> None:
+    """Raises a ValueError if it cannot reduce chunks of the flattened tree.
 
-    A reducer that goes by the shapes or the paths of leaves, or whose
-    collectives stand in a conditional, gives its reason here.
+    For reducers that go by the shapes or the paths of leaves, or whose
+    collectives stand in a conditional.
     """
-    return self.whole_leaves()
+    self.check_shards()
 
   @abc.abstractmethod
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
-    """What one reduction costs."""
+    """Counts the bits of one reduction."""
 
-  def told_workers(self, axis: collectives.Axis) -> int:
-    """How many workers `num_bits` means, where `axis` is bound."""
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the number of workers for `num_bits`, where `axis` is bound."""
     return collectives.size(axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Reducer):
-  """Takes the plain mean, by an all-reduce; `own_share` is all of the tree.
+  """Takes the plain mean by an all-reduce; `own_share` is all of the tree.
 
   Integers give floats, as in `mean`.  A leaf narrower than float32 is summed
   as it is, and then the law holds within its rounding.
@@ -150,7 +160,7 @@ class Exact(Reducer):
   """
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Nothing is kept."""
+    """Returns no state."""
     del like, axis
     return ()
 
@@ -163,7 +173,7 @@ class Exact(Reducer):
     return Reduced(collectives.mean(tree, axis), share, state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
-    """The bits of the leaves, around a ring."""
+    """Counts the bits of the leaves, around a ring."""
     payload = sum(
       math.prod(x.shape) * np.dtype(x.dtype).itemsize * 8
       for x in jax.tree.leaves(like)
@@ -173,7 +183,7 @@ class Exact(Reducer):
 
 
 def ring_bits(payload_bits: float, num_workers: int) -> float:
-  """Bits that each worker sends in an all-reduce over a ring.
+  """Counts the bits that each worker sends in an all-reduce over a ring.
 
   >>> ring_bits(800, 4)
   1200.0
@@ -188,3 +198,50 @@ def check_reducer(name: str, value: Any) -> None:
       f"`{name}` must be a `Reducer`, for instance `Exact()` or "
       f"`compressed(codec)`, got {checks.told(value)}."
     )
+
+
+def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
+  """Makes the error of `check_shards` and `check_chunks`.
+
+  Args:
+    reducer: what is refused.
+    to: `"shards"` or `"chunks"`.
+    reason: a sentence about the reducer.
+  """
+  return ValueError(
+    f"`reducer` must be one for {to} of leaves, got {reducer}: {reason} Take "
+    "`compressed(codec)`, or reduce whole leaves at once."
+  )
+
+
+_OPEN: contextvars.ContextVar[list[Bits] | None] = contextvars.ContextVar(
+  "reductions", default=None
+)
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[Bits]]:
+  """Collects the bits of every reduction that is traced inside.
+
+  Returns:
+    A list that is filled while something is traced: one entry for each
+    reduction in the program, also for one that stands in a conditional.
+
+  >>> with reductions() as found:
+  ...   note(Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)
+  >>> found
+  [Bits(payload=800, sent=0.0, received=0.0)]
+  """
+  found: list[Bits] = []
+  token = _OPEN.set(found)
+  try:
+    yield found
+  finally:
+    _OPEN.reset(token)
+
+
+def note(reducer: Reducer, like: PyTree, axis: collectives.Axis) -> None:
+  """Adds a reduction to an open `reductions`; for callers of a reducer."""
+  found = _OPEN.get()
+  if found is not None:
+    found.append(reducer.num_bits(like, reducer.num_workers(axis)))

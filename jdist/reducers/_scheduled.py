@@ -1,4 +1,4 @@
-"""Warming up: one reducer after the other, while gradients change quickly."""
+"""A schedule of reducers, for a warm-up while gradients change quickly."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
+from jdist import checks, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -16,6 +16,7 @@ PyTree: TypeAlias = Any
 DGC_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 
 
+@states.declare(shared=("step",))
 class ScheduledState(NamedTuple):
   """State of `Scheduled`.
 
@@ -32,16 +33,15 @@ class ScheduledState(NamedTuple):
 class Scheduled(_reducer.Reducer):
   """Takes means by one reducer, and by another from a step on.
 
-  Shapes are static, so every phase has its program, and they are the branches
-  of a conditional: what is sent is hidden under nothing, as in every
-  conditional.  What a reducer itself remembers (an owner's residual, a low
-  rank) begins anew with its phase, and what an owner of the phase before still
-  held back stays in the state until `drain` brings it in; what a *feedback*
-  remembers goes on: `owner_feedback="own_share"` leaves all of it to that.
+  Shapes are static, so the phases are branches of a conditional, and nothing
+  hides their communication.  A reducer's state (an owner's residual, a low
+  rank) begins anew with its phase, and the owners' residuals of the phase
+  before stay in the state until `drain` flushes them; a *feedback* goes on:
+  `owner_feedback="own_share"` leaves the owners' residuals to it.
 
   Attributes:
-    phases: pairs of the first step that is no longer in the phase, rising,
-      and the reducer.  The last one's step is None: it goes on for ever.
+    phases: pairs of the first step after the phase, rising, and the reducer.
+      The last one's step is None: it has no end.
 
   Raises:
     ValueError: when the steps do not rise, or the last one is not None.
@@ -70,7 +70,7 @@ class Scheduled(_reducer.Reducer):
     return all(reducer.averages for _, reducer in self.phases)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:
-    """The states of all reducers."""
+    """Returns the states of all reducers."""
     return ScheduledState(
       step=jnp.zeros((), jnp.int32),
       phases=tuple(r.init(like, axis) for _, r in self.phases),
@@ -83,11 +83,10 @@ class Scheduled(_reducer.Reducer):
     key: jax.Array,
     axis: collectives.Axis,
   ) -> _reducer.Reduced:
-    """The mean by the phase's reducer."""
+    """Takes the mean by the phase's reducer."""
     phase = jnp.zeros((), jnp.int32)
     for end, _ in self.phases[:-1]:
       assert end is not None
-      # A flag on which vmap sees that all workers agree.
       over = collectives.agreed(state.step >= end, axis)
       phase = phase + over.astype(jnp.int32)
 
@@ -110,37 +109,34 @@ class Scheduled(_reducer.Reducer):
     new = ScheduledState(optax.safe_increment(state.step), phases)
     return _reducer.Reduced(mean, own_share, new)
 
-  def release(
+  def flush(
     self, state: ScheduledState, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, ScheduledState]:
-    """What the reducers of all phases hold back."""
-    held, states = None, []
+    """Empties the owners' residuals of all phases."""
+    residuals, phases = None, []
     for (_, reducer), one in zip(self.phases, state.phases, strict=True):
-      released, new = reducer.release(one, like, axis)
-      states.append(new)
-      held = released if held is None else jax.tree.map(jnp.add, held, released)
-    return held, state._replace(phases=tuple(states))
+      found, new = reducer.flush(one, like, axis)
+      phases.append(new)
+      residuals = (
+        found if residuals is None else jax.tree.map(jnp.add, residuals, found)
+      )
+    return residuals, state._replace(phases=tuple(phases))
 
-  def shared(self, state: ScheduledState) -> ScheduledState:
-    """The step is, and what the reducers say."""
-    return ScheduledState(
-      step=True,  # type: ignore[arg-type]
-      phases=tuple(
-        r.shared(s) for (_, r), s in zip(self.phases, state.phases, strict=True)
-      ),
+  def check_shards(self) -> None:
+    """Raises a ValueError if a reducer does."""
+    for _, reducer in self.phases:
+      reducer.check_shards()
+
+  def check_chunks(self) -> None:
+    """Raises a ValueError: a chunk is streamed outside of conditionals."""
+    raise _reducer.unsuited(
+      self,
+      "chunks",
+      "its phases are branches of a conditional, which hides nothing.",
     )
 
-  def whole_leaves(self) -> str:
-    """As the reducers say."""
-    reasons = (reducer.whole_leaves() for _, reducer in self.phases)
-    return next(filter(None, reasons), "")
-
-  def not_in_parts(self) -> str:
-    """A part is streamed so as not to stand in a conditional."""
-    return "its phases are branches of a conditional, which hides nothing."
-
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """What a mean costs in the last phase; ask the others for theirs."""
+    """Counts a mean of the last phase; ask the others for theirs."""
     return self.phases[-1][1].num_bits(like, num_workers)
 
 

@@ -1,4 +1,4 @@
-"""Reduces what every device of a sharded worker holds, by its own peers."""
+"""Shards: every device of a worker reduces its own parts of the leaves."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class _Group(NamedTuple):
 
   @property
   def name(self) -> str:
-    """What the group's state is called."""
+    """Names the group's state."""
     return rows_over(self.axes)
 
 
@@ -36,16 +36,15 @@ class _Group(NamedTuple):
 class Sharded(_reducer.Reducer):
   """Reduces the shards of a worker that is itself sharded, each by itself.
 
-  A worker may be spread over several devices, by the mesh's axes beside the
-  workers'.  Every device then reduces the part of each leaf that it holds,
-  with those devices of the other workers that hold the same part: blocks,
-  scales and largest entries are of a shard, and nothing is sent between the
-  devices of a worker.  Without it a compiler puts leaves together before a
-  codec sees them.
+  A worker may be spread over the mesh's axes beside the workers'.  Every device
+  then reduces its part of each leaf with those devices of the other workers
+  that hold the same part: blocks, scales and largest entries are of a shard,
+  and nothing is sent between the devices of a worker.  Without it a compiler
+  puts leaves together before a codec sees them.
 
   Every shard has a state and random numbers of its own.  Leaves that are not
-  split are reduced by each device alike.  Leaves that are split over different
-  axes do not share messages.
+  split are reduced by each device alike; those that are split over different
+  axes, by calls of their own.
 
   The state is a dict: under `"shards:"` and the names of the axes arrays
   `[shards, ...]`, split over these axes; under `"shards:"` alone that of the
@@ -71,18 +70,15 @@ class Sharded(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """As the reducer says."""
+    """Whether the reducer does."""
     return self.reducer.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The states of all shards, zeros of which every shard has its own."""
+    """Returns the states of all shards."""
     leaves, states = self._local(like), {}
     for group in self._groups(like):
-      if group.axes and (reason := self.reducer.whole_leaves()):
-        raise ValueError(
-          f"`reducer` must be one for shards of leaves, got {self.reducer}: "
-          f"{reason} Take `compressed(codec)`, or leave these leaves unsplit."
-        )
+      if group.axes:
+        self.reducer.check_shards()
       state = self.reducer.init(_named(group, like, leaves), axis)
       if group.axes:
         n = collectives.num_shards(group.axes)
@@ -126,38 +122,34 @@ class Sharded(_reducer.Reducer):
       states,
     )
 
-  def release(
+  def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """What the reducer holds back, of all shards."""
+    """Empties the owners' residuals of all shards."""
     groups, local = self._groups(like), self._local(like)
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
-      held, states = [jnp.zeros(x.shape, jnp.float32) for x in local], {}
+      residuals, states = [jnp.zeros(x.shape, jnp.float32) for x in local], {}
       for group in groups:
-        released, new = self.reducer.release(
+        flushed, new = self.reducer.flush(
           _row(state, group), _named(group, like, local), axis
         )
         for i, name in _names(group, like):
-          held[i] = released[name]
+          residuals[i] = flushed[name]
         states[group.name] = _as_row(new, group)
-      return collectives.varying((held, states), axis)
+      return collectives.varying((residuals, states), axis)
 
     rows = _row_specs(state)
-    held, states = self.over(
+    residuals, states = self.over(
       on_shards,
       in_specs=(rows,),
       out_specs=(list(self.specs), rows),
     )(state)
-    return jax.tree.unflatten(jax.tree.structure(like), held), states
+    return jax.tree.unflatten(jax.tree.structure(like), residuals), states
 
-  def shared(self, state: PyTree) -> PyTree:
-    """As the reducer says."""
-    return {name: self.reducer.shared(one) for name, one in state.items()}
-
-  def whole_leaves(self) -> str:
-    """It is for whole workers."""
-    return "it takes shards of leaves itself."
+  def check_shards(self) -> None:
+    """Raises a ValueError."""
+    raise _reducer.unsuited(self, "shards", "it takes shards itself.")
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -170,7 +162,7 @@ class Sharded(_reducer.Reducer):
     return rows_over(self.axes)
 
   def num_rows(self) -> int:
-    """How many devices a worker has, while a program is traced."""
+    """Counts the devices of a worker, while a program is traced."""
     return collectives.num_shards(self.axes)
 
   def over(
@@ -181,21 +173,18 @@ class Sharded(_reducer.Reducer):
       function, self.axes, in_specs=in_specs, out_specs=out_specs
     )
 
-  def told_workers(self, axis: collectives.Axis) -> int:
-    """As the reducer says."""
-    return self.reducer.told_workers(axis)
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the reducer's."""
+    return self.reducer.num_workers(axis)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Of all devices of a worker together."""
+    """Adds up all devices of a worker."""
     local = self._local(like)
-    devices = self.num_rows()
-    payload, sent, received = 0, 0.0, 0.0
-    for group in self._groups(like):
-      bits = self.reducer.num_bits(_named(group, like, local), num_workers)
-      payload += devices * bits.payload
-      sent += devices * bits.sent
-      received += devices * bits.received
-    return _reducer.Bits(payload, sent, received)
+    one = _reducer.Bits.total(
+      self.reducer.num_bits(_named(group, like, local), num_workers)
+      for group in self._groups(like)
+    )
+    return one.times(self.num_rows())
 
   def _local(self, like: PyTree) -> list[jax.ShapeDtypeStruct]:
     """Lists what one device holds of each leaf."""
@@ -213,12 +202,12 @@ class Sharded(_reducer.Reducer):
 
 
 def rows_over(axes: tuple[str, ...]) -> str:
-  """The key under which a state has a row for each shard."""
+  """Returns the key under which a state has a row for each shard."""
   return _ROWS + ",".join(axes)
 
 
 def row_axes(key: Any) -> tuple[str, ...] | None:
-  """The mesh axes over which rows under a key are split, None for others.
+  """Returns the mesh axes over which rows under a key are split, if they are.
 
   >>> row_axes("shards:x,y"), row_axes("shards:"), row_axes("kernel")
   (('x', 'y'), (), None)
@@ -230,7 +219,7 @@ def row_axes(key: Any) -> tuple[str, ...] | None:
 
 
 def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
-  """Numbers and paths of a group's leaves."""
+  """Lists the numbers and paths of a group's leaves."""
   paths = [
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, _ in jax.tree_util.tree_leaves_with_path(tree)
@@ -239,7 +228,7 @@ def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
 
 
 def _named(group: _Group, tree: PyTree, leaves: list[Any]) -> dict[str, Any]:
-  """A group's leaves under their paths, so that rules may go by them."""
+  """Names a group's leaves by their paths, for rules and errors."""
   return {name: leaves[i] for i, name in _names(group, tree)}
 
 
@@ -251,7 +240,7 @@ def _row_specs(state: PyTree) -> PyTree:
 
 
 def _row(state: PyTree, group: _Group) -> PyTree:
-  """A device's own state."""
+  """Returns a device's own state."""
   if not group.axes:
     return state[group.name]
   return jax.tree.map(lambda x: x[0], state[group.name])

@@ -59,17 +59,27 @@ def label_all(tree: PyTree, label: bool) -> PyTree:
 def label_fields(state: Any) -> Any:
   """Labels the fields that a state's class declares as `shared`, and no others.
 
-  A field whose value declares its own is labelled by that.  An inner
+  A value that declares its own, also in a tuple or a dict, is labelled by that.
+  An inner
   optimizer's state is the worker's own, whatever stands in it.
   """
 
   def one(name: str) -> PyTree:
     value = getattr(state, name)
-    if hasattr(type(value), "shared") and name != "inner":
-      return label_fields(value)
-    return label_all(value, name in type(state).shared)
+    label = label_all if name == "inner" else _label
+    return label(value, name in type(state).shared)
 
   return type(state)(**{name: one(name) for name in state._fields})
+
+
+def _label(value: PyTree, shared: bool) -> PyTree:
+  if hasattr(type(value), "shared"):
+    return label_fields(value)
+  if type(value) is tuple:
+    return tuple(_label(one, shared) for one in value)
+  if isinstance(value, dict):
+    return {name: _label(one, shared) for name, one in value.items()}
+  return label_all(value, shared)
 
 
 def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:

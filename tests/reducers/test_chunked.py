@@ -59,7 +59,7 @@ def test_nothing_is_lost(name, dtype):
     mean, share, _, first = _reducers.run_rounds(parts, trees)
     last = jax.tree.map(lambda x: x[-1], _)
     like = jax.tree.map(lambda x: x[0], trees)
-    held, empty = parts.release(last, like, "worker")
+    held, empty = parts.flush(last, like, "worker")
     return mean, share, held, empty, first
 
   mean, share, held, empty, first = jax.jit(

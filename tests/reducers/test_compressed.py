@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, profiling, reducers
+from jdist.transforms import _shared
 from tests.reducers import _reducers
 from tests.reducers import _small_codecs as small
 
@@ -269,7 +270,7 @@ def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
 def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():
   reducer = carry(small.Rounded())
   state = reducer.init(LIKE, None)
-  assert jax.tree.leaves(reducer.shared(state)) == [False] * 3
+  assert jax.tree.leaves(_shared.label_fields(state)) == [False] * 3
   assert all(e.dtype == jnp.float32 for e in state.residual)
   assert carry(small.Rounded(), owner_feedback=False).init(LIKE, None) == ()
   assert carry(small.Largest()).init(LIKE, None) == ()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, profiling, reducers
+from jdist.transforms import _shared
 from tests.profiling import _reading
 from tests.reducers import _reducers
 from tests.reducers import _small_codecs as small
@@ -96,13 +97,12 @@ def test_axes_and_states():
   with pytest.raises(ValueError, match="must be two names"):
     TWO.init(x, "worker")
   state = TWO.init(x, None)
-  assert jax.tree.leaves(TWO.shared(state)) == [False]
+  assert jax.tree.leaves(_shared.label_fields(state)) == [False]
   reduced = TWO.reduce(x, state, jax.random.key(0), None)
   alone = OUTER.reduce(x, OUTER.init(x, None), jax.random.key(0), None)
   np.testing.assert_array_equal(reduced.mean, alone.mean)
   exact = reducers.Hierarchical(reducers.Exact(), reducers.Exact())
   assert exact.init(x, None) == ()
-  assert exact.shared(()) == ()
 
 
 PARTS = reducers.Hierarchical(reducers.Exact(), OUTER, parts=INSIDE)
@@ -124,18 +124,18 @@ def test_each_reduces_a_part(inside):
       wanted = alone["w"][0][:, : part.shape[1]]
       np.testing.assert_allclose(part, wanted, atol=1e-6)
       np.testing.assert_allclose(
-        states.outer["float32"].residual[0][:, j], far.residual[0], atol=1e-6
+        states.inner[1]["float32"].residual[0][:, j], far.residual[0], atol=1e-6
       )
   for host in means["w"]:
     for worker in host:
       assert worker.tobytes() == means["w"][0, 0].tobytes()
 
   # The law, over all rounds, with what both levels hold back.
-  def released(state, x):
-    return reducer.release(state, {"w": x}, AXIS)
+  def flushed(state, x):
+    return reducer.flush(state, {"w": x}, AXIS)
 
   last = jax.tree.map(lambda x: jnp.asarray(x[:, :, -1]), states)
-  inner_map = jax.vmap(released, axis_name="inner")
+  inner_map = jax.vmap(flushed, axis_name="inner")
   held, empty = jax.vmap(inner_map, axis_name="outer")(
     last, trees["w"][:, :, 0]
   )
@@ -197,7 +197,9 @@ def test_parts_are_as_many_as_a_host_has_workers():
       reducers.Hierarchical(*wrong, *[OUTER] * (2 - len(wrong)))
   with pytest.raises(ValueError, match="`parts` must be an int >= 1, got 0"):
     reducers.Hierarchical(reducers.Exact(), OUTER, parts=0)
-  with pytest.raises(ValueError, match="`reducer` must be one for vectors"):
+  with pytest.raises(
+    ValueError, match="`reducer` must be one for shards and chunks of leaves"
+  ):
     reducers.Hierarchical(reducers.Exact(), reducers.PowerSGD(2), parts=2)
   with pytest.raises(ValueError, match="number of workers in a host, 1, got 3"):
     PARTS.init(jnp.zeros(20), None)

@@ -7,6 +7,7 @@ import pytest
 
 from jdist import codecs, collectives, profiling, reducers
 from jdist.reducers import _power_sgd
+from jdist.transforms import _shared
 from tests.reducers import _reducers
 
 N = 4
@@ -179,7 +180,7 @@ def test_q_is_shared():
   reducer = reducers.PowerSGD(rank=2)
   state = reducer.init(like, None)
   assert [q.shape for q in state.q] == [(12, 2)]
-  assert jax.tree.leaves(reducer.shared(state)) == [True]
+  assert jax.tree.leaves(_shared.label_fields(state)) == [True]
   assert reducer.init({"b": jnp.zeros(3)}, None) == ()
 
 

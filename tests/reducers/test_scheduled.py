@@ -34,10 +34,10 @@ def test_a_phase_is_its_reducer(substrate):
       found,
       wanted,
     )
-  told = transforms.sharing(states).state
+  labels = transforms.sharing(states).state.reducer
   # The third reducer's state is part shared and part not, as without phases.
-  assert told.equal.phases[2].seen is True
-  assert told.own.phases[2].mine is False
+  assert labels.step is labels.phases[2].seen is True
+  assert labels.phases[2].mine is False
 
 
 def test_residuals_go_on_into_the_next_phase():

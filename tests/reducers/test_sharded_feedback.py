@@ -289,7 +289,7 @@ REJECTED = {
       {n: np.zeros(s, "float32") for n, s in SHAPES.items()},
       specs=SPECS,
     ),
-    "`reducer` must be one for shards of leaves",
+    "`reducer` must be one for shards and chunks of leaves",
   ),
   "no reducer": (
     lambda team: reducers.Compression(None, specs=SPECS),

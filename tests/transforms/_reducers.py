@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives, reducers
+from jdist import collectives, reducers, states
 
 
 class Plain(reducers.Reducer):
@@ -47,6 +47,7 @@ class Largest(Plain):
     )
 
 
+@states.declare(shared=("seen", "residual"))
 class OwnedState(NamedTuple):
   """What workers know together, what each has counted, and its residual."""
 
@@ -70,9 +71,6 @@ class Owned(reducers.Reducer):
     return OwnedState(
       jnp.zeros((), jnp.int32), jnp.zeros(collectives.size(axis)), zeros
     )
-
-  def shared(self, state):
-    return OwnedState(True, False, [True] * len(state.residual))
 
   def reduce(self, tree, state, key, axis):
     leaves, structure = jax.tree.flatten(tree)

@@ -123,7 +123,7 @@ class ChunkedStream(_sender.Sender):
   ) -> tuple[Any, ...]:
     """Starts the next parts; nothing waits for them yet."""
     key = self.compression.key(memory)
-    states = self.compression.reducer_state(memory)
+    states = memory.reducer
     found = []
     for name, bucket in self._buckets.items():
       if bucket.num_rows % steps:
@@ -163,7 +163,7 @@ class ChunkedStream(_sender.Sender):
     found, loss = sent
     arrived, position = dict(held.arrived), dict(held.position)
     shares = dict(held.shares) if self._feeds_back else {}
-    states = dict(self.compression.reducer_state(memory))
+    states = dict(memory.reducer)
     for part in found:
       ((name, _),) = part.name.items()
       mean, share, new = part.reduced
@@ -179,7 +179,7 @@ class ChunkedStream(_sender.Sender):
       position=position,
       mean_loss=collectives.finish_mean(loss, self.axis),
     )
-    return held, self.compression.with_reducer_state(memory, states)
+    return held, memory._replace(reducer=states)
 
   def complete(
     self, held: ChunkedStreamState, sent: tuple[Any, ...] = ()
@@ -207,7 +207,7 @@ class ChunkedStream(_sender.Sender):
     progress, loss = _anchor.either(late, self.own(held), present)
     prepared, feedback = self.compression.prepare(progress, memory)
     have = (
-      held.arrived, held.shares, self.compression.reducer_state(memory),
+      held.arrived, held.shares, memory.reducer,
       held.mean_loss,
     )  # fmt: skip
     if steps is not None:
@@ -239,8 +239,8 @@ class ChunkedStream(_sender.Sender):
       feedback,
     )
     mean = _as(mean, self._shape)
-    new = self.compression.with_reducer_state(memory, states)._replace(
-      step=optax.safe_increment(memory.step), feedback=feedback
+    new = memory._replace(
+      step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
     )
     out = _sender.Contribution(mean, mean_loss), new
     return collectives.varying(out, self.axis)
@@ -264,9 +264,7 @@ class ChunkedStream(_sender.Sender):
     each = {name: left(name, rows) for name, rows in held.sent.items()}
     rest = collectives.mean({k: v[1] for k, v in each.items()}, self.axis)
     means = {name: each[name][0] + rest[name] for name in each}
-    owned, kept = self._parts.release(
-      self.compression.reducer_state(memory), self._shape, self.axis
-    )
+    owned, kept = self._parts.flush(memory.reducer, self._shape, self.axis)
     mean = jax.tree.map(
       lambda m, h: (m + h).astype(m.dtype),
       self._parts.unpack(means, self._shape),
@@ -276,8 +274,8 @@ class ChunkedStream(_sender.Sender):
     _, feedback = self.compression.prepare(progress, memory)
     wanted = self._parts.unpack(held.sent, self._shape)
     mean, feedback = self.compression.finish(mean, wanted, wanted, feedback)
-    new = self.compression.with_reducer_state(memory, kept)._replace(
-      step=optax.safe_increment(memory.step), feedback=feedback
+    new = memory._replace(
+      step=optax.safe_increment(memory.step), reducer=kept, feedback=feedback
     )
     mean = _as(mean, self._shape)
     return collectives.varying((mean, new), self.axis)

@@ -258,19 +258,19 @@ def update(reducer, steps):
 REJECTED = {
   "low rank": (
     lambda: build(None, reducers.PowerSGD(2)),
-    "`reducer` must be one for vectors .* of a vector it has no directions",
+    "`reducer` must be one for .*chunks .* of a vector it has no directions",
   ),
   "by leaf": (
-    lambda: build(None, reducers.compress_large(codecs.Quantize(4))),
-    "`reducer` must be one for vectors(.|\n)* its rules go by",
+    lambda: build(None, reducers.PerLeaf((reducers.Rule(INT4, min_ndim=2),))),
+    "`reducer` must be one for chunks(.|\n)* its rules go by",
   ),
   "scheduled": (
     lambda: build(None, reducers.Scheduled(((None, INT4),))),
-    "`reducer` must be one for vectors .* branches of a conditional",
+    "`reducer` must be one for chunks .* branches of a conditional",
   ),
   "nested": (
     lambda: build(None, reducers.Chunked(INT4)),
-    "`reducer` must be one for vectors .* it cuts the tree itself",
+    "`reducer` must be one for chunks .* it splits the tree itself",
   ),
   "specs": (
     lambda: transforms.local_steps(
