@@ -60,8 +60,7 @@ def label_fields(state: Any) -> Any:
   """Labels the fields that a state's class declares as `shared`, and no others.
 
   A value that declares its own, also in a tuple or a dict, is labelled by that.
-  An inner
-  optimizer's state is the worker's own, whatever stands in it.
+  An inner optimizer's state is the worker's own, whatever stands in it.
   """
 
   def one(name: str) -> PyTree:

@@ -152,7 +152,7 @@ def test_nothing_of_the_progress_is_lost(late, reducer):
   memory = states.sync.compression
   held = memory.feedback.residual[2::3].mean(1)
   if isinstance(reducer, _reducers.Owned):
-    held = held + memory.equal.residual[0][2::3, 0]
+    held = held + memory.reducer.residual[0][2::3, 0]
   np.testing.assert_allclose(went_in, held - states.anchor[2::3, 0], 1e-4, 1e-5)
   assert np.abs(held).max() > 0.01
 

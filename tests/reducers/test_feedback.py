@@ -105,7 +105,7 @@ def test_nothing_is_lost(reducer, substrate):
   )
   held = states.feedback.residual
   if isinstance(reducer, _reducers.Owned):
-    a, b = states.equal.residual
+    a, b = states.reducer.residual
     held = {"a": held["a"] + a, "b": held["b"] + b}
   for name, x in xs.items():
     # All numbers are eighths or fourths of them: sums are exact.
@@ -216,8 +216,8 @@ def test_labels_say_what_is_equal(name, substrate):
   labels = jax.tree.leaves(told.state)
   for x, shared in zip(jax.tree.leaves(states), labels, strict=True):
     assert rows_equal(x) or not shared
-  assert told.state.equal.seen is True and told.state.own.mine is False
-  assert told.state.equal.mine is None
+  assert told.state.reducer.seen is True
+  assert told.state.reducer.mine is False
   # Behind another average a worker's own stays its own.
   chain = (transforms.AverageGradientsState(), states)
   assert transforms.sharing(chain).state[1] == told.state

@@ -168,7 +168,7 @@ def test_every_device_reduces_its_own_shards(name):
         residual,
         state[1].residual,
       )
-      own = got.own["shards:inner"] if d < 2 else got.own["shards:"]
+      own = got.reducer["shards:inner" if d < 2 else "shards:"]
       if d < 2:
         own = jax.tree.map(lambda x, d=d: x[:, d], own)
       jax.tree.map(
@@ -190,7 +190,7 @@ def test_a_state_lies_where_its_shard_is():
   )
   params = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
   state = training.init_state(team, optimizer, params, specs=SPECS).opt_state
-  for x in state.own["shards:inner"].residual:
+  for x in state.reducer["shards:inner"].residual:
     assert x.sharding.spec == PartitionSpec("worker", "inner")
     assert x.shape[:2] == (2, 2)
   assert state.feedback.trees.residual["b"].sharding.spec == PartitionSpec(

@@ -58,14 +58,14 @@ def test_no_mass_is_lost_with_other_workers(steps):
   anchor = rows.opt_state.anchor["w"][0]
   progress = anchor - rows.params["w"]
   missing = (progress + kept.feedback.residual["w"]).mean(0)
-  owners = np.concatenate(kept.own.residual[0])[:400]
+  owners = np.concatenate(kept.reducer.residual[0])[:400]
   assert np.abs(owners).max() > 0
   wanted = anchor - missing - owners
   for row in (*new.params["w"], *new.opt_state.anchor["w"]):
     np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
   left = jax.tree.leaves((new.opt_state.sync.compression.feedback,))
   assert not any(x.any() for x in left)
-  assert not any(x.any() for x in new.opt_state.sync.compression.own.residual)
+  assert not any(x.any() for x in new.opt_state.sync.compression.reducer.residual)
   # Momenta: the mean of the old ones. Counters go on.
   for row in new.opt_state.inner[0].trace["w"]:
     np.testing.assert_allclose(
@@ -115,7 +115,7 @@ def test_residuals_of_gradients_keep_their_mean():
 
 def owned(state):
   """The owners' residual as it lies in the tree, in units of the mean."""
-  return np.concatenate(np.asarray(state.own.residual[0]))[:400]
+  return np.concatenate(np.asarray(state.reducer.residual[0]))[:400]
 
 
 def test_nothing_that_gradients_said_is_lost_on_the_way():

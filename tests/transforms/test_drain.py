@@ -348,10 +348,10 @@ def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
   found, new = transforms.drain(optimizer, state, params, residuals=True)
   before, after = reduction(state), reduction(new)
   if name != "behind a stranger":
-    (held,) = before.own.residual
+    (held,) = before.reducer.residual
     residual = before.feedback.residual["w"] + held[:400]
     np.testing.assert_allclose(after.feedback.residual["w"], residual, 1e-6)
-    assert not after.own.residual[0].any()
+    assert not after.reducer.residual[0].any()
     # All else is as it was.
     after.feedback.residual["w"] = before.feedback.residual["w"]
     new = jax.tree.map(
