@@ -54,7 +54,7 @@ def schedule(options: _options.Schedule) -> None:
   """Compiles, reads, and leaves a table, rows and a picture."""
   topology, device, link = _check(options)
   if options.tell_compiler:
-    profiling.tell_compiler(link.bandwidth_bits_per_s, link.latency_s)
+    profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
   # The devices of this host are not needed, and its GPUs not taken.
   if getattr(jax.config, "jax_platforms", None) is None:
     jax.config.update("jax_platforms", "cpu")
@@ -99,7 +99,7 @@ def schedule(options: _options.Schedule) -> None:
 
 def _check(
   options: _options.Schedule,
-) -> tuple[profiling.Topology, cluster.Device, cluster.Link]:
+) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
   """The stated machine; raises a ValueError for options that are wrong."""
   if not options.method or len(set(options.method)) < len(options.method):
     raise ValueError(
@@ -112,7 +112,7 @@ def _check(
       f"`--model` must be one of {', '.join(_MODELS)}, got {options.model!r}."
     )
   try:
-    topology = profiling.describe_gpus(options.topology)
+    topology = profiling.gpu_target(options.topology)
   except ValueError as error:
     raise ValueError(f"`--topology`: {error}") from None
   least = {"batch_size": 1, "image_size": 1, "length": 1, "interval": 1}
@@ -138,7 +138,7 @@ def _check(
       raise ValueError(
         f"`--{name.replace('_', '-')}` must not be negative, got {value}."
       )
-  gpu = cluster.GPUS[topology.kind]
+  gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
   link = gpu.link(topology.nodes, options.latency_us / 1e6)
   if options.tflop_per_s is not None:
@@ -241,7 +241,7 @@ def _read(
   meeting = profiling.forecast(texts[0], device, link)
   between = profiling.forecast(texts[-1], device, link, branch="idles")
   every_step = len(programs) == 1 and not any(
-    message.conditional for message in meeting.messages
+    sent.conditional for sent in meeting.collectives
   )
   return _overlap_report.Found(
     method,
@@ -343,7 +343,7 @@ def _optimizer(
 
 def _heading(
   options: _options.Schedule,
-  topology: profiling.Topology,
+  topology: profiling.GpuTarget,
   task: Task,
   device: cluster.Device,
   link: cluster.Link,

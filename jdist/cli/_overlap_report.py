@@ -32,7 +32,7 @@ class Found:
   @property
   def mean_step_s(self) -> float:
     """Of the steps of a round."""
-    return self.mean(lambda step: step.timeline.end_s)
+    return self.mean(lambda step: step.end_s)
 
   @property
   def mean_bytes(self) -> float:
@@ -42,8 +42,8 @@ class Found:
   @property
   def hidden_share(self) -> float:
     """Of all sending of a round."""
-    sent = self.mean(lambda step: step.timeline.send_s)
-    exposed = self.mean(lambda step: step.timeline.exposed_s)
+    sent = self.mean(lambda step: step.send_s)
+    exposed = self.mean(lambda step: step.exposed_s)
     return 1.0 - exposed / sent if sent else 1.0
 
   def mean(self, of: Callable[[profiling.Forecast], float]) -> float:
@@ -83,8 +83,8 @@ def messages_table(found: Found) -> Any:
   ):  # fmt: skip
     grid.add_column(name, justify="right")
   # Where the host ends rounds, that step has a program of its own.
-  rarely = found.interval > 1 and not found.between.messages
-  for number, message in enumerate(found.meeting.messages, 1):
+  rarely = found.interval > 1 and not found.between.collectives
+  for number, message in enumerate(found.meeting.collectives, 1):
     grid.add_row(
       str(number),
       message.kind,
@@ -122,11 +122,11 @@ def methods_table(found: list[Found]) -> Any:
       one.method,
       str(one.interval),
       f"{one.mean_bytes / 1e6:.3g}",
-      f"{one.mean(lambda step: step.timeline.send_s) * 1e3:.3f}",
+      f"{one.mean(lambda step: step.send_s) * 1e3:.3f}",
       f"{100 * one.hidden_share:.1f}",
       f"{one.mean_step_s * 1e3:.3f}",
-      f"{last.timeline.end_s * 1e3:.3f}",
-      f"{100 * last.timeline.hidden_share:.1f}",
+      f"{last.end_s * 1e3:.3f}",
+      f"{100 * last.hidden_share:.1f}",
     )
   return grid
 
@@ -154,18 +154,18 @@ def row(options: _options.Schedule, found: Found) -> dict[str, Any]:
     messages=[
       dataclasses.asdict(message)
       | {"send_s": message.send_s, "hidden_share": message.hidden_share}
-      for message in found.meeting.messages
+      for message in found.meeting.collectives
     ],
   )
 
 
 def _step_row(step: profiling.Forecast) -> dict[str, Any]:
   return {
-    "step_s": step.timeline.end_s,
-    "compute_s": step.timeline.compute_s,
-    "send_s": step.timeline.send_s,
-    "exposed_s": step.timeline.exposed_s,
-    "hidden_share": step.timeline.hidden_share,
+    "step_s": step.end_s,
+    "compute_s": step.compute_s,
+    "send_s": step.send_s,
+    "exposed_s": step.exposed_s,
+    "hidden_share": step.hidden_share,
     "wire_bytes": step.wire_bytes,
     "flops": step.flops,
   }

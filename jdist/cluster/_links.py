@@ -1,4 +1,4 @@
-"""Links between machines, and how long it takes to send something."""
+"""Links between machines, and the time that messages take on them."""
 
 import dataclasses
 
@@ -30,13 +30,13 @@ class Link:
       )
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:
-    """Seconds to send so many bytes in so many messages, one by one."""
+    """Returns the seconds for bytes in messages, one after the other."""
     bits = 8 * num_bytes
     return bits / self.bandwidth_bits_per_s + messages * self.latency_s
 
 
 def ring_messages(num_workers: int) -> int:
-  """Messages, one after the other, of an all-reduce in a ring: 2 (N - 1).
+  """Counts the messages, one after the other, of an all-reduce in a ring.
 
   >>> ring_messages(8)
   14

@@ -1,23 +1,24 @@
-"""Compiled programs read: what they send, when, and what hides it.
+"""Compiled programs read: their collectives, their order, and what hides them.
 
-Programs for GPUs are compiled without one; collectives, schedules and
+Programs for GPUs are compiled without one; collectives, timelines and
 forecasts are read off the text of the optimized program.
 """
 
-from jdist.profiling._forecast import abstract_state as abstract_state
+from jdist.profiling._abstract import abstract as abstract
+from jdist.profiling._abstract import abstract_state as abstract_state
 from jdist.profiling._forecast import Forecast as Forecast
 from jdist.profiling._forecast import forecast as forecast
 from jdist.profiling._forecast import Kernel as Kernel
-from jdist.profiling._forecast import Message as Message
-from jdist.profiling._gpu_target import abstract as abstract
+from jdist.profiling._forecast import SentCollective as SentCollective
 from jdist.profiling._gpu_target import check_compiler as check_compiler
-from jdist.profiling._gpu_target import describe_gpus as describe_gpus
-from jdist.profiling._gpu_target import GPU_KINDS as GPU_KINDS
-from jdist.profiling._gpu_target import tell_compiler as tell_compiler
-from jdist.profiling._gpu_target import Topology as Topology
+from jdist.profiling._gpu_target import gpu_target as gpu_target
+from jdist.profiling._gpu_target import GpuTarget as GpuTarget
+from jdist.profiling._gpu_target import set_link_rates as set_link_rates
+from jdist.profiling._gpus import Gpu as Gpu
+from jdist.profiling._gpus import GPUS as GPUS
 from jdist.profiling._hlo_collectives import (
   read_collectives as read_collectives,
 )
 from jdist.profiling._timeline import Event as Event
-from jdist.profiling._timeline import read_schedule as read_schedule
+from jdist.profiling._timeline import read_timeline as read_timeline
 from jdist.profiling._timeline_plot import plot_forecasts as plot_forecasts

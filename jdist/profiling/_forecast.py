@@ -1,33 +1,27 @@
-"""What a compiled step does on stated machines, before there are any."""
+"""Forecasts: a compiled step on stated machines, before there are any."""
 
 import dataclasses
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import optax
-
-from jdist import cluster, collectives, training
-from jdist.profiling import _gpu_target, _timeline
-
-PyTree = Any
+from jdist import cluster, collectives
+from jdist.profiling import _timeline
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
-  """A collective of a step, and what hides it.
+class SentCollective:
+  """A collective of a step on the link, and the kernels that hide it.
 
   Attributes:
     name: the instruction's.
     kind: `"all-reduce"` and so on.
     wire_bytes: bytes that a worker sends, in a ring.
-    conditional: whether it happens in the steps that end a round only.
-    kernels: how many run between its start and its done.
+    conditional: whether it runs in the steps that end a round only.
+    kernels: the number of kernels between its start and its done.
     products: how many of these are matrix products or convolutions.
     compute_s: seconds that they take.
-    start_s: when the link begins to send it.
-    end_s: when it has been sent.
-    exposed_s: how long the device waits for it.
+    start_s: the time at which the link begins to send it.
+    end_s: the time at which it has been sent.
+    exposed_s: seconds for which the device waits for it.
   """
 
   name: str
@@ -43,12 +37,12 @@ class Message:
 
   @property
   def send_s(self) -> float:
-    """Seconds that the link needs for it."""
+    """Seconds on the link."""
     return self.end_s - self.start_s
 
   @property
   def hidden_share(self) -> float:
-    """The part of sending that the device does not wait for, in [0, 1]."""
+    """The part of sending for which the device does not wait, in [0, 1]."""
     if not self.send_s:
       return 1.0
     return max(0.0, 1.0 - self.exposed_s / self.send_s)
@@ -60,8 +54,8 @@ class Kernel:
 
   Attributes:
     name: the instruction's.
-    start_s: when it begins.
-    end_s: when it ends.
+    start_s: the time at which it begins.
+    end_s: the time at which it ends.
     flops: two for each multiply and add of products and convolutions.
   """
 
@@ -76,23 +70,48 @@ class Forecast:
   """One step on a stated device and link.
 
   Attributes:
-    timeline: when what happens; its `hidden_share` is that of the step.
-    messages: every collective, in the order of their starts.
-    kernels: every computation, in order.
+    collectives: in the order of their starts.
+    kernels: in order.
   """
 
-  timeline: cluster.Timeline
-  messages: tuple[Message, ...]
+  collectives: tuple[SentCollective, ...]
   kernels: tuple[Kernel, ...]
+
+  @property
+  def end_s(self) -> float:
+    """The time at which everything is done."""
+    ends = [kernel.end_s for kernel in self.kernels]
+    ends += [sent.end_s for sent in self.collectives]
+    return max(ends, default=0.0)
+
+  @property
+  def compute_s(self) -> float:
+    """Seconds for which the device computes."""
+    return sum(kernel.end_s - kernel.start_s for kernel in self.kernels)
+
+  @property
+  def send_s(self) -> float:
+    """Seconds for which the link sends."""
+    return sum(sent.send_s for sent in self.collectives)
+
+  @property
+  def exposed_s(self) -> float:
+    """Seconds for which the device waits for collectives."""
+    return sum(sent.exposed_s for sent in self.collectives)
+
+  @property
+  def hidden_share(self) -> float:
+    """The part of sending for which the device does not wait; 1 for none."""
+    return 1.0 - self.exposed_s / self.send_s if self.send_s else 1.0
 
   @property
   def wire_bytes(self) -> float:
     """Bytes that a worker sends."""
-    return sum(message.wire_bytes for message in self.messages)
+    return sum(sent.wire_bytes for sent in self.collectives)
 
   @property
   def flops(self) -> int:
-    """Of products and convolutions."""
+    """Operations of products and convolutions."""
     return sum(kernel.flops for kernel in self.kernels)
 
 
@@ -103,12 +122,14 @@ def forecast(
   *,
   branch: Literal["sends", "idles"] = "sends",
 ) -> Forecast:
-  """Says what hides a step's communication, from its compiled program.
+  """Predicts how much of a compiled step's communication is hidden.
 
-  The order is the compiler's, read by `profiling.read_schedule`; the times
-  are a model's: a kernel is bounded by arithmetic, memory or its launch, the
-  link sends one message after the other in a ring, and neither slows the
-  other.
+  The order is the compiler's, read by `read_timeline`; the times are a
+  model's.  The device runs one kernel after the other, each bounded by
+  arithmetic, memory or its launch, and stops at a `done` until its collective
+  has been sent.  The link sends one collective after the other, in a ring and
+  in the order of their starts.  Neither slows the other.  A collective without
+  `done` must end with the program.
 
   Args:
     program: a compiled step (`jitted.lower(...).compile()`) or its text.
@@ -130,113 +151,53 @@ def forecast(
   ...   %y = f32[8]{0} dot(%x, %w), lhs_contracting_dims={0}
   ...   ROOT %d = f32[8]{0} all-reduce-done(%s)
   ... }''', device, link)
-  >>> (message,) = found.messages  # 32 bytes, while 128 operations run.
-  >>> message.send_s, message.compute_s, message.hidden_share
+  >>> (sent,) = found.collectives  # 32 bytes, while 128 operations run.
+  >>> sent.send_s, sent.compute_s, sent.hidden_share
   (8.0, 8.0, 1.0)
   """
-  events = _timeline.read_schedule(program, branch=branch)
-  timeline = cluster.overlap([_task(e) for e in events], device, link)
-  # The device and the link each take their tasks in the program's order.
-  busy = iter([s for s in timeline.spans if s.where == "device"])
-  sent = iter([s for s in timeline.spans if s.where == "link"])
   kernels: list[Kernel] = []
-  open_messages: dict[str, tuple[int, int]] = {}
-  messages: list[Message] = []
+  found: list[SentCollective] = []
+  started: dict[str, tuple[int, int]] = {}
+  now_s = link_free_s = 0.0
 
-  def close(name: str) -> None:
-    number, first = open_messages.pop(name)
-    under = kernels[first:]
-    messages[number] = dataclasses.replace(
-      messages[number],
+  def wait(name: str) -> float:
+    number, first = started.pop(name)
+    sent, under = found[number], kernels[first:]
+    found[number] = dataclasses.replace(
+      sent,
       kernels=len(under),
-      products=sum(k.flops > 0 for k in under),
-      compute_s=sum(k.end_s - k.start_s for k in under),
+      products=sum(kernel.flops > 0 for kernel in under),
+      compute_s=sum(kernel.end_s - kernel.start_s for kernel in under),
+      exposed_s=max(0.0, sent.end_s - now_s),
     )
+    return max(now_s, sent.end_s)
 
-  for event in events:
+  for event in _timeline.read_timeline(program, branch=branch):
     if event.kind == "compute":
-      span = next(busy)
-      kernels.append(Kernel(event.name, span.start_s, span.end_s, event.flops))
+      end_s = now_s + device.compute_s(event.flops, event.num_bytes)
+      kernels.append(Kernel(event.name, now_s, end_s, event.flops))
+      now_s = end_s
     elif event.collective is not None:
-      span = next(sent)
-      open_messages[event.name] = (len(messages), len(kernels))
-      messages.append(
-        Message(
-          event.name,
-          event.collective.kind,
-          event.collective.wire_bytes,
-          event.collective.conditional,
-          kernels=0,
-          products=0,
-          compute_s=0.0,
-          start_s=span.start_s,
-          end_s=span.end_s,
-          exposed_s=span.exposed_s,
+      sent = event.collective
+      start_s = max(now_s, link_free_s)
+      link_free_s = start_s + link.send_s(sent.wire_bytes, _messages(sent))
+      started[event.name] = len(found), len(kernels)
+      found.append(
+        SentCollective(
+          event.name, sent.kind, sent.wire_bytes, sent.conditional,
+          0, 0, 0.0, start_s, link_free_s, 0.0,
         )
-      )
+      )  # fmt: skip
     else:
-      close(event.name)
-  for name in list(open_messages):  # Never waited for: until the end.
-    close(name)
-  return Forecast(timeline, tuple(messages), tuple(kernels))
-
-
-def _task(event: _timeline.Event) -> cluster.Task:
-  if event.collective is None:
-    return cluster.Task(event.kind, event.name, event.flops, event.num_bytes)
-  return cluster.Task(
-    event.kind,
-    event.name,
-    num_bytes=event.collective.wire_bytes,
-    messages=_messages(event.collective),
-  )
+      now_s = wait(event.name)
+  for name in list(started):
+    now_s = wait(name)
+  return Forecast(tuple(found), tuple(kernels))
 
 
 def _messages(collective: collectives.Collective) -> int:
-  """How many messages follow each other in a ring."""
+  """Counts the messages of a ring that follow each other."""
   both_ways = cluster.ring_messages(collective.num_workers)
   if collective.kind == "all-reduce":
     return both_ways
   return 1 if collective.kind == "permute" else both_ways // 2
-
-
-def abstract_state(
-  workers: collectives.Workers,
-  optimizer: optax.GradientTransformation,
-  params: PyTree,
-  model_state: PyTree | None = None,
-) -> training.TrainState:
-  """Makes the shapes of `init_state`, to compile a step without any arrays.
-
-  Works for workers on devices that are described only.
-
-  Args:
-    workers: the run's workers.
-    optimizer: an Optax chain.
-    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`, as of
-      `models.build(..., abstract=True)`.
-    model_state: one worker's batch statistics, likewise.
-
-  Returns:
-    `jax.ShapeDtypeStruct` `[workers, ...]`.
-
-  >>> one = collectives.workers(2, substrate="vmap")
-  >>> shapes = abstract_state(one, optax.sgd(0.1), jnp.zeros(3))
-  >>> shapes.params.shape, shapes.step.shape
-  ((2, 3), (2,))
-  """
-  replicated = _gpu_target.abstract(workers, params)
-  sharding = workers.sharding()
-  opt_state = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(workers.spmd(optimizer.init), replicated),
-  )
-  step, model_state, key = _gpu_target.abstract(
-    workers,
-    (
-      jax.ShapeDtypeStruct((), jnp.int32),
-      {} if model_state is None else model_state,
-      jax.ShapeDtypeStruct((2,), jnp.uint32),
-    ),
-  )
-  return training.TrainState(step, replicated, opt_state, model_state, key)

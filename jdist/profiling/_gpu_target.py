@@ -1,8 +1,8 @@
-"""GPUs that are described and need not be there.
+"""GPUs to compile for, which need not be there.
 
-XLA compiles for devices that it knows from a text only.  The devices cannot
-run anything nor hold an array, but the program is the one that real ones would
-get: its schedule, its collectives and its memory can be read.
+XLA compiles for devices that it knows from a text only.  They cannot run
+anything nor hold an array, but the program is the one that real ones get: its
+order, its collectives and its memory can be read.
 """
 
 import dataclasses
@@ -10,15 +10,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from typing import Any
 
 import jax
 
 from jdist import collectives
 
-PyTree = Any
-
-# The plugin otherwise refuses to load where there is no driver.
+# Without it the plugin refuses to load where there is no driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _REMEDY = 'Install the extra: pip install "jdist[schedules]".'
@@ -26,7 +23,7 @@ _REMEDY = 'Install the extra: pip install "jdist[schedules]".'
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-  """What the compiler is told about a GPU, beside what all of them share."""
+  """The description of a GPU for the compiler, without what all share."""
 
   name: str
   compute_capability: tuple[int, int]
@@ -40,7 +37,7 @@ class _Target:
   shared_bytes_per_block: int
 
   def text(self) -> str:
-    """A `GpuTargetConfigProto`."""
+    """Writes a `GpuTargetConfigProto`."""
     major, minor = self.compute_capability
     return f"""
       gpu_device_info {{
@@ -78,17 +75,15 @@ _TARGETS = {
   ),
 }  # fmt: skip
 
-GPU_KINDS = tuple(_TARGETS)
-
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
-  """GPUs to compile for; made by `describe_gpus`.
+class GpuTarget:
+  """GPUs to compile for; made by `gpu_target`.
 
   Attributes:
-    kind: of the GPUs, one of `GPU_KINDS`.
-    gpus_per_node: how many share a host and its fast links.
-    nodes: how many hosts.
+    kind: of the GPUs, a key of `GPUS`.
+    gpus_per_node: the number of GPUs that share a host and its fast links.
+    nodes: the number of hosts.
   """
 
   kind: str
@@ -98,7 +93,7 @@ class Topology:
   def __post_init__(self) -> None:
     if self.kind not in _TARGETS:
       raise ValueError(
-        f"`kind` must be one of {', '.join(GPU_KINDS)}, got {self.kind!r}."
+        f"`kind` must be one of {', '.join(_TARGETS)}, got {self.kind!r}."
       )
     for name in ("gpus_per_node", "nodes"):
       if getattr(self, name) < 1:
@@ -121,7 +116,7 @@ class Topology:
     return _TARGETS[self.kind].memory_bytes
 
   def devices(self) -> list[jax.Device]:
-    """Devices that programs can be compiled for, and nothing else.
+    """Lists devices that programs can be compiled for, and nothing else.
 
     Needs no GPU and no driver.  Each node is a process of its own.
 
@@ -148,7 +143,7 @@ class Topology:
     return list(described.devices)
 
   def mesh(self, axis: str = "worker") -> jax.sharding.Mesh:
-    """All GPUs along one axis, for `workers(num_gpus, mesh=...)`.
+    """Puts all GPUs along one axis, for `workers(num_gpus, mesh=...)`.
 
     Args:
       axis: its name.
@@ -159,8 +154,8 @@ class Topology:
     return collectives.make_mesh((self.num_gpus,), (axis,), self.devices())
 
 
-def describe_gpus(text: str) -> Topology:
-  """Reads what GPUs there should be.
+def gpu_target(text: str) -> GpuTarget:
+  """Reads the number and kind of GPUs.
 
   Args:
     text: `"8xh200"`, or `"2x8xh200"` for two nodes of eight; kinds are h200,
@@ -169,17 +164,17 @@ def describe_gpus(text: str) -> Topology:
   Raises:
     ValueError: when it cannot be read.
 
-  >>> described = describe_gpus("2x8xH200")
-  >>> described.num_gpus, described.nodes, str(described)
+  >>> target = gpu_target("2x8xH200")
+  >>> target.num_gpus, target.nodes, str(target)
   (16, 2, '2x8xh200')
   """
   match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-z]\w*)", text.lower())
   if match is None or match[3] not in _TARGETS:
     raise ValueError(
-      "the topology must be GPUSxKIND or NODESxGPUSxKIND, for instance 8xh200 "
-      f"or 2x8xh200, with a kind of {', '.join(GPU_KINDS)}; got {text!r}."
+      "the GPUs must be GPUSxKIND or NODESxGPUSxKIND, for instance 8xh200 "
+      f"or 2x8xh200, with a kind of {', '.join(_TARGETS)}; got {text!r}."
     )
-  return Topology(match[3], int(match[2]), int(match[1] or 1))
+  return GpuTarget(match[3], int(match[2]), int(match[1] or 1))
 
 
 def check_compiler() -> None:
@@ -199,13 +194,13 @@ def check_compiler() -> None:
     )
 
 
-def tell_compiler(bandwidth_bits_per_s: float, latency_s: float) -> None:
-  """Tells XLA's scheduler of GPU programs how fast the link is.
+def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
+  """Sets the rates of the link in XLA's scheduler of GPU programs.
 
-  Left alone it takes every message to last as long as a few products, begins
-  it so long before it is needed, and on a slow link the device then waits.
-  Told, it begins as early as a message of that size needs.  Holds for all
-  programs that this process compiles for GPUs; XLA reads it once.
+  By default every collective is scheduled as if it lasted a few products, and
+  on a slow link the device waits; with the rates it starts as early as its size
+  needs.  Holds for all programs that this process compiles for GPUs; XLA reads
+  it once.
 
   Args:
     bandwidth_bits_per_s: of each GPU's link, in each direction, in a ring of
@@ -214,7 +209,7 @@ def tell_compiler(bandwidth_bits_per_s: float, latency_s: float) -> None:
       least one.
 
   Raises:
-    RuntimeError: when JAX has already started, and would not notice.
+    RuntimeError: when JAX has already started, and would ignore it.
   """
   # JAX refuses another number of devices once it has started.
   count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
@@ -228,43 +223,15 @@ def tell_compiler(bandwidth_bits_per_s: float, latency_s: float) -> None:
     "rtt": latency_us,
     "gpus_per_node": 1,
   }
-  told = ",".join(f"{name}={value:g}" for name, value in estimator.items())
+  options = ",".join(f"{name}={value:g}" for name, value in estimator.items())
   os.environ["XLA_FLAGS"] = " ".join(
     (
       os.environ.get("XLA_FLAGS", ""),
       "--xla_gpu_enable_analytical_sol_latency_estimator=true",
-      f"--xla_gpu_analytical_latency_estimator_options={told}",
+      f"--xla_gpu_analytical_latency_estimator_options={options}",
     )
   )
 
 
 def _is_there(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
-
-
-def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
-  """Shapes that stand for one worker's arrays, on all workers.
-
-  `workers.jit(step).lower(...)` takes them, so that a program is compiled
-  without an array and without the devices it is for.
-
-  Args:
-    workers: of the run.
-    tree: one worker's arrays or `jax.ShapeDtypeStruct`, `[...]`.
-
-  Returns:
-    `jax.ShapeDtypeStruct` `[workers, ...]` with the sharding of a worker's
-    arrays.
-
-  >>> from jdist import collectives
-  >>> team = collectives.workers(4, substrate="vmap")
-  >>> abstract(team, jax.ShapeDtypeStruct((3,), "float32")).shape
-  (4, 3)
-  """
-  sharding = workers.sharding()
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      (workers.num_workers, *x.shape), x.dtype, sharding=sharding
-    ),
-    tree,
-  )

@@ -1,7 +1,7 @@
 """The text of an optimized XLA program as data.
 
-The text is the one form of a compiled program that JAX hands out for every
-platform, also for one that was compiled without the devices it is for.
+JAX returns it for every platform, also of a program that was compiled without
+the devices it is for.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ class Program:
     return {i.name: i for each in self.computations.values() for i in each}
 
   def operands(self, instruction: Instruction) -> tuple[Shape, ...]:
-    """The arrays that go into an instruction."""
+    """Returns the arrays that go into an instruction."""
     return tuple(
       shape
       for name in instruction.operands
@@ -116,7 +116,7 @@ class Program:
     )
 
   def always(self) -> frozenset[str]:
-    """The computations that run whatever the conditionals decide."""
+    """Returns the computations that run in no conditional."""
     seen: set[str] = set()
     todo = [self.entry]
     while todo:
@@ -176,7 +176,7 @@ def _computations(
 
 
 def _instruction(name: str, right_side: str) -> Iterator[Instruction]:
-  """Yields the instruction; nothing for a line that is none."""
+  """Yields the instruction of a line, if it holds one."""
   match = _OPERATION.search(right_side)
   if match is None:
     return

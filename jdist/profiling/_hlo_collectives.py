@@ -1,8 +1,4 @@
-"""Reads the collectives of a compiled program.
-
-Works on the text of any optimized XLA program, so that what is claimed about
-bytes can be held against what the compiler made of it.
-"""
+"""The collectives of a compiled program, to compare with the traced step's."""
 
 import math
 import re
@@ -11,7 +7,7 @@ from typing import Any
 from jdist import collectives
 from jdist.profiling import _hlo
 
-# `all-reduce-start` and `-done` are one operation; `-done` is not counted.
+# `all-reduce-start` and `-done` are one operation, counted at its start.
 KINDS: dict[str, collectives.Kind] = {
   "all-reduce": "all-reduce",
   "all-gather": "all-gather",
@@ -56,7 +52,7 @@ def read_collectives(program: Any) -> tuple[collectives.Collective, ...]:
 def as_collective(
   program: _hlo.Program, instruction: _hlo.Instruction, *, conditional: bool
 ) -> collectives.Collective:
-  """What a collective instruction sends."""
+  """Reads a collective instruction."""
   return collectives.Collective(
     KINDS[instruction.operation.removesuffix("-start")],
     sum(shape.num_bytes for shape in program.operands(instruction)),

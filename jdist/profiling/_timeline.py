@@ -1,8 +1,8 @@
-"""The schedule of a compiled program: what runs while what is being sent.
+"""The timeline of a compiled program: kernels and collectives in order.
 
-XLA's GPU programs are scheduled: their text is the order in which the host
-gives work to the device.  A collective begins at its `-start` and is waited
-for at its `-done`; what stands between hides it.
+The text of a GPU program is the order in which the host launches work.  A
+collective begins at its `-start`, and the device waits for it at its `-done`;
+the kernels between hide it.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """One thing that the program does, in its place in the order.
+  """A kernel, or the start or the done of a collective.
 
   Attributes:
     kind: `"compute"`, or the `"start"` or `"done"` of a collective.
     name: the instruction's; a start and its done have the start's name.
     operation: XLA's name of it.
     flops: floating point operations of a computation.
-    num_bytes: memory that a computation reads and writes; of what it takes a
-      slice of, or changes in place, the slice.
-    collective: what a start sends; None for others.
+    num_bytes: memory that a computation reads and writes; of an array that it
+      slices or changes in place, the slice.
+    collective: of a start; None for others.
   """
 
   kind: Literal["compute", "start", "done"]
@@ -45,25 +45,24 @@ class Event:
   collective: collectives.Collective | None = None
 
 
-def read_schedule(
+def read_timeline(
   program: Any, *, branch: Literal["sends", "idles"] = "sends"
 ) -> tuple[Event, ...]:
   """Reads the order in which a compiled program computes and sends.
 
   A collective that is not split into start and done, or is marked to run in
-  line, is both at once: nothing runs beside it.  A loop is read as often as it
-  runs.
+  line, gives both events at once.  A loop is read as often as it runs.
 
   Args:
     program: a compiled function (`jitted.lower(...).compile()`) or its text.
-    branch: which one of a conditional is read: "sends" (default), the one
-      that sends most, or computes most if none sends, as in the step that
-      ends a round; "idles", the one that does least, as in the steps before.
+    branch: of a conditional: "sends" (default), the one that sends most, or
+      computes most if none sends, as in the step that ends a round; "idles",
+      the one that does least, as in the steps before.
 
   Returns:
     The events in order.
 
-  >>> [event.kind for event in read_schedule('''
+  >>> [event.kind for event in read_timeline('''
   ... ENTRY %main (x: f32[8], w: f32[8,8]) -> f32[8] {
   ...   %x = f32[8]{0} parameter(0)
   ...   %w = f32[8,8]{1,0} parameter(1)
@@ -153,14 +152,14 @@ def _sends(program: _hlo.Program, instruction: _hlo.Instruction) -> bool:
 
 
 def _waits(instruction: _hlo.Instruction) -> bool:
-  """Whether the compiler runs a start in line with the kernels after all."""
+  """Returns whether the compiler runs a start in line with the kernels."""
   return '"is_sync":true' in instruction.attributes
 
 
 def _sender(
   program: _hlo.Program, instruction: _hlo.Instruction
 ) -> _hlo.Instruction:
-  """The collective itself, where a generic `async-start` wraps it."""
+  """Returns the collective itself, where an `async-start` wraps it."""
   if instruction.operation != "async-start":
     return instruction
   for name in instruction.called:
@@ -171,11 +170,7 @@ def _sender(
 
 
 def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
-  """Memory that a kernel reads and writes.
-
-  A kernel that takes a slice reads the slice, and one that changes a part of
-  an array in place writes the part.
-  """
+  """Counts the memory that a kernel reads and writes."""
   if instruction.operation == "fusion":
     for name in instruction.called:
       if body := program.computations.get(name):
@@ -197,9 +192,10 @@ def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
   )
 
 
-# What reads only as much of its first operand as it gives.
+# Operations that read only as much of their first operand as they return.
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
-# What changes its first operand in place; the operand that says how.
+# Operations that change their first operand in place; the operand that is
+# written there.
 _PARTS = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
 
@@ -218,7 +214,7 @@ def _moved_in_fusion(
       users[name].append(inner)
 
   def read(inner: _hlo.Instruction) -> int:
-    """What is read of a value, at most all of it."""
+    """Counts the bytes that are read of a value, at most all of it."""
     total = 0
     for user in users[inner.name]:
       first = user.operands[0] == inner.name
@@ -246,9 +242,9 @@ def _moved_in_fusion(
 
 
 def _flops(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
-  """Two for each multiply and add of products and convolutions.
+  """Counts two for each multiply and add of products and convolutions.
 
-  What else a kernel computes is bounded by the memory it moves.
+  Everything else in a kernel is bounded by the memory it moves.
   """
   operation = instruction.operation
   operands = program.operands(instruction)
@@ -283,7 +279,7 @@ def _dot_flops(
 def _convolution_flops(
   instruction: _hlo.Instruction, operands: tuple[_hlo.Shape, ...]
 ) -> int:
-  """Every output sample meets every weight of one output feature.
+  """Counts every weight of an output feature for each sample of the output.
 
   The three convolutions of a layer (forward, by input, by filter) cost the
   same: the gradient has the output's shape.

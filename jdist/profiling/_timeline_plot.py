@@ -1,4 +1,4 @@
-"""A picture of forecasts: what the device computes while the link sends."""
+"""A picture of forecasts: kernels on the device, collectives on the link."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from jdist.profiling import _forecast
 # Distinct for most kinds of colour vision.
 _PRODUCT, _OTHER = "#0072b2", "#a6cee3"
 _HIDDEN, _EXPOSED = "#009e73", "#d55e00"
-_DEVICE, _LINK = 1.0, 0.0  # Where the lanes are.
+_DEVICE, _LINK = 1.0, 0.0  # The heights of the lanes.
 _HEIGHT = 0.62
 
 
@@ -23,11 +23,11 @@ def plot_forecasts(
 ) -> None:
   """Draws steps as timelines, one below the other on one axis of time.
 
-  Each has two lanes: the device with its kernels and the times in which it
-  waits, and the link with what is sent, hidden or waited for.
+  Each has two lanes: the device with its kernels and waits, and the link with
+  what it sends, hidden or exposed.
 
   Args:
-    forecasts: by the name of what they are of.
+    forecasts: by name.
     path: of the PNG.
     title: above all.
     note: below all, for instance the stated rates.
@@ -41,16 +41,18 @@ def plot_forecasts(
   pyplot = training.pyplot()
   from matplotlib import patches
 
-  scale, unit = _unit(max(f.timeline.end_s for f in forecasts.values()))
+  scale, unit = _unit(max(f.end_s for f in forecasts.values()))
   figure, axes = pyplot.subplots(
     len(forecasts), 1, figsize=(13, 1.3 + 1.75 * len(forecasts)),
     sharex=True, squeeze=False, layout="constrained",
   )  # fmt: skip
-  end = scale * max(f.timeline.end_s for f in forecasts.values())
+  end = scale * max(f.end_s for f in forecasts.values())
   try:
     for axis, (name, found) in zip(axes[:, 0], forecasts.items(), strict=True):
       _draw(axis, found, scale, end)
-      axis.set_title(_told(name, found, scale, unit), loc="left", fontsize=10)
+      axis.set_title(
+        _summary(name, found, scale, unit), loc="left", fontsize=10
+      )
     axes[-1, 0].set_xlim(-0.005 * end, 1.005 * end)
     axes[-1, 0].set_xlabel(f"time in the step, {unit}")
     figure.suptitle(title, fontsize=12)
@@ -93,26 +95,25 @@ def _draw(
     ]
     bars(_DEVICE, _joined(spans), facecolors=color)
   waits = [
-    (message.end_s - message.exposed_s, message.end_s)
-    for message in found.messages
-    if message.exposed_s
+    (sent.end_s - sent.exposed_s, sent.end_s)
+    for sent in found.collectives
+    if sent.exposed_s
   ]
   bars(
     _DEVICE, waits, facecolors="white", edgecolors=_EXPOSED, hatch="////",
     linewidth=0.5,
   )  # fmt: skip
-  # Of a message that stood in line the device waited for those before, too.
+  # The device waited for those before a collective in the queue, too.
   cuts = [
-    max(message.start_s, message.end_s - message.exposed_s)
-    for message in found.messages
+    max(sent.start_s, sent.end_s - sent.exposed_s) for sent in found.collectives
   ]
-  pairs = list(zip(found.messages, cuts, strict=True))
+  pairs = list(zip(found.collectives, cuts, strict=True))
   look = {"edgecolors": "white", "linewidth": 0.4}
   bars(_LINK, [(m.start_s, c) for m, c in pairs], facecolors=_HIDDEN, **look)
   bars(_LINK, [(c, m.end_s) for m, c in pairs], facecolors=_EXPOSED, **look)
-  _name_messages(axis, found, scale, end)
+  _name_collectives(axis, found, scale, end)
   axis.axvline(
-    scale * found.timeline.end_s, color="#333333", linewidth=0.8, linestyle=":"
+    scale * found.end_s, color="#333333", linewidth=0.8, linestyle=":"
   )
   axis.set_yticks([_LINK, _DEVICE], ["link", "device"])
   axis.set_ylim(_LINK - 0.5, _DEVICE + 0.5)
@@ -122,34 +123,34 @@ def _draw(
   axis.set_axisbelow(True)
 
 
-def _name_messages(
+def _name_collectives(
   axis: Any, found: _forecast.Forecast, scale: float, end: float
 ) -> None:
-  """Bytes in a bar, or above it, where there is room."""
+  """Writes the bytes in a bar, or above it where there is room."""
   width, free_from = 0.045 * end, 0.0
-  for message in found.messages:
-    middle = scale * (message.start_s + message.end_s) / 2
-    inside = scale * message.send_s > width
+  for sent in found.collectives:
+    middle = scale * (sent.start_s + sent.end_s) / 2
+    inside = scale * sent.send_s > width
     if not inside and middle - width / 2 < free_from:
       continue
     free_from = middle + width / 2
     axis.text(
       middle, _LINK if inside else _LINK + _HEIGHT / 2 + 0.03,
-      _megabytes(message.wire_bytes),
+      _megabytes(sent.wire_bytes),
       color="white" if inside else "#333333", fontsize=8, ha="center",
       va="center" if inside else "bottom",
     )  # fmt: skip
 
 
 def _megabytes(num_bytes: float) -> str:
-  """Never as 1e+03 MB."""
+  """Writes megabytes, never as 1e+03 MB."""
   if num_bytes >= 99.5e6:
     return f"{num_bytes / 1e6:,.0f} MB"
   return f"{num_bytes / 1e6:.2g} MB"
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Neighbours as one: a thousand seams would make a bar look pale."""
+  """Merges neighbours: a thousand seams would make a bar look pale."""
   joined: list[tuple[float, float]] = []
   for start, end in spans:
     if joined and start == joined[-1][1]:
@@ -159,17 +160,19 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
   return joined
 
 
-def _told(name: str, found: _forecast.Forecast, scale: float, unit: str) -> str:
-  line, number = found.timeline, len(found.messages)
+def _summary(
+  name: str, found: _forecast.Forecast, scale: float, unit: str
+) -> str:
+  number = len(found.collectives)
   if not number:
-    sent = "nothing sent"
+    traffic = "nothing sent"
   else:
-    sent = (
+    traffic = (
       f"{_megabytes(found.wire_bytes)} sent in {number} "
       f"collective{'s' if number > 1 else ''}, "
-      f"{100 * line.hidden_share:.1f} % hidden"
+      f"{100 * found.hidden_share:.1f} % hidden"
     )
-  return f"{name}: {sent}; takes {scale * line.end_s:.3g} {unit}"
+  return f"{name}: {traffic}; takes {scale * found.end_s:.3g} {unit}"
 
 
 def _unit(end_s: float) -> tuple[float, str]:

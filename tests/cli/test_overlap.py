@@ -26,7 +26,7 @@ _BAD = [
   ("--method local_sgd:first", "local_sgd has one form only, got"),
   ("--methods msdpu", "no option `--methods`, did you mean `--method`?"),
   ("--model vit", "`--model` must be one of mlp"),
-  ("--topology h200", "`--topology`: the topology must be GPUSxKIND"),
+  ("--topology h200", "`--topology`: the GPUs must be GPUSxKIND"),
   ("--topology 0xh200", "`gpus_per_node` must be at least 1, got 0"),
   ("--batch-size 0", "`--batch-size` must be at least 1, got 0"),
   ("--image-size -1", "`--image-size` must be at least 1, got -1"),
@@ -157,7 +157,7 @@ _BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
 @needs_compiler
 def test_one_method_is_told_by_its_collectives(run):
   (row,), out = run("--method", "ssgd", "--topology", "8xh200")
-  (message,) = row["messages"]
+  (sent,) = row["messages"]
   assert message["kind"] == "all-reduce"
   assert message["wire_bytes"] == row["mean_wire_bytes"] == _BYTES
   assert not message["conditional"]
@@ -272,7 +272,7 @@ def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
 def test_the_compiler_is_told_before_jax_starts():
   jax.devices()
   with pytest.raises(RuntimeError, match="before"):
-    profiling.tell_compiler(1e9, 1e-6)
+    profiling.set_link_rates(1e9, 1e-6)
 
 
 @needs_compiler
@@ -293,11 +293,11 @@ def test_the_compiler_is_told_before_jax_starts():
 )
 def test_operations_are_those_that_are_known(model, giga_flops):
   options = _options.Schedule(model=model, batch_size=2)
-  described = profiling.describe_gpus("8xh200")
+  described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
   (program,) = _overlap._programs(
     "ssgd", options, _overlap._task(options), workers
   )
-  events = profiling.read_schedule(program)
+  events = profiling.read_timeline(program)
   found = sum(event.flops for event in events)
   assert found / 2 / 1e9 == pytest.approx(giga_flops, rel=0.01)

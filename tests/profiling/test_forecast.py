@@ -3,18 +3,11 @@
 import pathlib
 import re
 
-import jax
-import numpy as np
-import optax
 import pytest
 
 from jdist import (
   cluster,
-  collectives,
-  methods,
-  models,
   profiling,
-  training,
 )
 
 _TEXT = (pathlib.Path(__file__).parent / "delayed_on_8_h200.hlo").read_text()
@@ -37,29 +30,29 @@ def _undelayed():
 
 def test_what_comes_from_the_state_hides_under_all_products():
   found = profiling.forecast(_TEXT, _DEVICE, _link(3.0))
-  (message,) = found.messages
-  assert (message.kernels, message.products) == (4, 4)
-  assert message.wire_bytes == found.wire_bytes == _SENT
-  assert message.compute_s == pytest.approx(4.0)
-  assert message.send_s == pytest.approx(3.0)
-  assert message.hidden_share == found.timeline.hidden_share == 1.0
-  assert found.timeline.end_s == pytest.approx(4.0)
+  (sent,) = found.collectives
+  assert (sent.kernels, sent.products) == (4, 4)
+  assert sent.wire_bytes == found.wire_bytes == _SENT
+  assert sent.compute_s == pytest.approx(4.0)
+  assert sent.send_s == pytest.approx(3.0)
+  assert sent.hidden_share == found.hidden_share == 1.0
+  assert found.end_s == pytest.approx(4.0)
   assert found.flops == 4 * _PRODUCT
 
 
 def test_without_the_delay_nothing_is_hidden():
   found = profiling.forecast(_undelayed(), _DEVICE, _link(3.0))
-  (message,) = found.messages
-  assert (message.kernels, message.products, message.compute_s) == (0, 0, 0)
-  assert message.hidden_share == found.timeline.hidden_share == 0.0
-  assert found.timeline.end_s == pytest.approx(7.0)
+  (sent,) = found.collectives
+  assert (sent.kernels, sent.products, sent.compute_s) == (0, 0, 0)
+  assert sent.hidden_share == found.hidden_share == 0.0
+  assert found.end_s == pytest.approx(7.0)
 
 
 def test_what_is_longer_than_the_computation_is_waited_for():
   found = profiling.forecast(_TEXT, _DEVICE, _link(10.0))
-  (message,) = found.messages
-  assert message.exposed_s == pytest.approx(6.0)
-  assert message.hidden_share == pytest.approx(0.4)
+  (sent,) = found.collectives
+  assert sent.exposed_s == pytest.approx(6.0)
+  assert sent.hidden_share == pytest.approx(0.4)
 
 
 def test_a_message_that_stood_in_line_is_not_hidden_less_than_not_at_all():
@@ -72,9 +65,44 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   ROOT %d = f32[8]{0} all-reduce-done(%a)
 }"""
   found = profiling.forecast(text, _DEVICE, cluster.Link(8.0))
-  first, second = found.messages
+  first, second = found.collectives
   assert first.exposed_s == 0.0 and second.exposed_s == 64.0
-  assert second.hidden_share == found.timeline.hidden_share == 0.0
+  assert second.hidden_share == found.hidden_share == 0.0
+
+
+def test_a_program_runs_on_a_stated_machine():
+  """One second a byte of memory, one second a byte on the link."""
+  text = """
+ENTRY %main (x: f32[10], y: f32[4], z: f32[6]) -> f32[4] {
+  %x = f32[10]{0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  %z = f32[6]{0} parameter(2)
+  %a = f32[10]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  %b = f32[4]{0} all-reduce-start(%y), replica_groups={{0,1}}
+  %long = f32[6]{0} negate(%z)
+  %c = f32[10]{0} all-reduce-done(%a)
+  ROOT %d = f32[4]{0} all-reduce-done(%b)
+}"""
+  device = cluster.Device("toy", flops_per_s=1e12, memory_bytes_per_s=1.0)
+  found = profiling.forecast(text, device, cluster.Link(8.0))
+  # 40 and 16 bytes on the link, 48 in memory: a is hidden under the kernel, b
+  # comes 8 seconds late.
+  assert (found.compute_s, found.send_s) == (48.0, 56.0)
+  assert (found.end_s, found.exposed_s) == (56.0, 8.0)
+  assert [sent.exposed_s for sent in found.collectives] == [0.0, 8.0]
+  assert found.hidden_share == 1 - 8 / 56
+
+
+def test_what_is_never_waited_for_ends_with_the_program():
+  text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %a = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
+  ROOT %y = f32[8]{0} negate(%x)
+}"""
+  found = profiling.forecast(text, _DEVICE, cluster.Link(8.0))
+  assert (found.end_s, found.exposed_s) == (32.0, 32.0)
+  assert found.collectives[0].kernels == 1
 
 
 @pytest.mark.parametrize(
@@ -94,30 +122,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 }}"""
   link = cluster.Link(1e30, latency_s=1.0)
   found = profiling.forecast(text, _DEVICE, link)
-  assert found.messages[0].send_s == pytest.approx(messages)
-
-
-@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
-def test_the_abstract_state_is_that_of_init_state(substrate):
-  workers = collectives.workers(4, substrate=substrate)
-  chosen = {"input_shape": (8, 8, 3), "num_classes": 3, "norm": "batch"}
-  optimizer = methods.msdpu(
-    optax.sgd(0.1, momentum=0.9), 4, 0.1, axis=workers.axis
-  )
-
-  def told(state):
-    return jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), state)
-
-  model = models.build("resnet8", **chosen)
-  real = training.init_state(workers, optimizer, model.params, model.state)
-  model = models.build("resnet8", **chosen, abstract=True)
-  shapes = profiling.abstract_state(
-    workers, optimizer, model.params, model.state
-  )
-  assert told(shapes) == told(real)
-  assert all(
-    isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
-  )
+  assert found.collectives[0].send_s == pytest.approx(messages)
 
 
 def test_a_picture_is_drawn(tmp_path):

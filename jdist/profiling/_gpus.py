@@ -1,14 +1,14 @@
-"""What data sheets say about GPUs."""
+"""Data sheets of GPUs."""
 
 import dataclasses
 from typing import Literal
 
-from jdist.cluster import _links, _overlap
+from jdist import cluster
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU's highest rates, by its data sheet: no program reaches all of them.
+  """A GPU's highest rates, which no program reaches all.
 
   Attributes:
     name: of the GPU.
@@ -31,8 +31,8 @@ class Gpu:
 
   def device(
     self, dtype: Literal["bfloat16", "float32"], launch_s: float = 0.0
-  ) -> _overlap.Device:
-    """The device for programs that compute in a dtype.
+  ) -> cluster.Device:
+    """Returns the device for programs that compute in a dtype.
 
     Args:
       dtype: of the products.
@@ -49,15 +49,15 @@ class Gpu:
       raise ValueError(
         f"`dtype` must be one of {', '.join(rates)}, got {dtype!r}."
       )
-    return _overlap.Device(
+    return cluster.Device(
       self.name, rates[dtype], self.memory_bytes_per_s, launch_s
     )
 
-  def link(self, nodes: int = 1, latency_s: float = 0.0) -> _links.Link:
-    """The link that bounds a ring over all GPUs of so many nodes.
+  def link(self, nodes: int = 1, latency_s: float = 0.0) -> cluster.Link:
+    """Returns the link that bounds a ring over all GPUs of some nodes.
 
     Args:
-      nodes: over one it is NVLink, over several the network.
+      nodes: 1 for NVLink, more for the network.
       latency_s: of one message, default 0.
 
     >>> GPUS["h200"].link().bandwidth_bits_per_s / 8e9  # GB/s
@@ -66,7 +66,7 @@ class Gpu:
     if nodes < 1:
       raise ValueError(f"`nodes` must be at least 1, got {nodes}.")
     slowest = self.nvlink_bits_per_s if nodes == 1 else self.network_bits_per_s
-    return _links.Link(slowest, latency_s)
+    return cluster.Link(slowest, latency_s)
 
 
 # NVIDIA's data sheets of the SXM forms, without sparsity; networks are those

@@ -1,0 +1,78 @@
+"""Shapes that stand for the arrays of a run, to compile without any."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives, training
+
+PyTree = Any
+
+
+def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
+  """Returns shapes that stand for one worker's arrays, on all workers.
+
+  `workers.jit(step).lower(...)` takes them, so that a program is compiled
+  without an array and without the devices it is for.
+
+  Args:
+    workers: of the run.
+    tree: one worker's arrays or `jax.ShapeDtypeStruct`, `[...]`.
+
+  Returns:
+    `jax.ShapeDtypeStruct` `[workers, ...]` with the sharding of a worker's
+    arrays.
+
+  >>> team = collectives.workers(4, substrate="vmap")
+  >>> abstract(team, jax.ShapeDtypeStruct((3,), "float32")).shape
+  (4, 3)
+  """
+  sharding = workers.sharding()
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (workers.num_workers, *x.shape), x.dtype, sharding=sharding
+    ),
+    tree,
+  )
+
+
+def abstract_state(
+  workers: collectives.Workers,
+  optimizer: optax.GradientTransformation,
+  params: PyTree,
+  model_state: PyTree | None = None,
+) -> training.TrainState:
+  """Returns the shapes of `init_state`.
+
+  Args:
+    workers: the run's workers, also on devices that are described only.
+    optimizer: an Optax chain.
+    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`, as of
+      `models.build(..., abstract=True)`.
+    model_state: one worker's batch statistics, likewise.
+
+  Returns:
+    `jax.ShapeDtypeStruct` `[workers, ...]`.
+
+  >>> team = collectives.workers(2, substrate="vmap")
+  >>> shapes = abstract_state(team, optax.sgd(0.1), jnp.zeros(3))
+  >>> shapes.params.shape, shapes.step.shape
+  ((2, 3), (2,))
+  """
+  replicated = abstract(workers, params)
+  sharding = workers.sharding()
+  opt_state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    jax.eval_shape(workers.spmd(optimizer.init), replicated),
+  )
+  step, model_state, key = abstract(
+    workers,
+    (
+      jax.ShapeDtypeStruct((), jnp.int32),
+      {} if model_state is None else model_state,
+      jax.ShapeDtypeStruct((2,), jnp.uint32),
+    ),
+  )
+  return training.TrainState(step, replicated, opt_state, model_state, key)
