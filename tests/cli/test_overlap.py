@@ -157,7 +157,7 @@ _BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
 @needs_compiler
 def test_one_method_is_told_by_its_collectives(run):
   (row,), out = run("--method", "ssgd", "--topology", "8xh200")
-  (sent,) = row["messages"]
+  (message,) = row["messages"]
   assert message["kind"] == "all-reduce"
   assert message["wire_bytes"] == row["mean_wire_bytes"] == _BYTES
   assert not message["conditional"]

@@ -65,7 +65,9 @@ def test_no_mass_is_lost_with_other_workers(steps):
     np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
   left = jax.tree.leaves((new.opt_state.sync.compression.feedback,))
   assert not any(x.any() for x in left)
-  assert not any(x.any() for x in new.opt_state.sync.compression.reducer.residual)
+  assert not any(
+    x.any() for x in new.opt_state.sync.compression.reducer.residual
+  )
   # Momenta: the mean of the old ones. Counters go on.
   for row in new.opt_state.inner[0].trace["w"]:
     np.testing.assert_allclose(

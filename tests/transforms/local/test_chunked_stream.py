@@ -154,7 +154,7 @@ def test_nothing_is_lost(choose):
   held = jax.tree.leaves(state.sync.compression.feedback.residual)
   assert max(np.abs(x).max() for x in held) > 0.01
   for x in jax.tree.leaves(
-    (after.sync.compression.own, after.sync.compression.feedback)
+    (after.sync.compression.reducer, after.sync.compression.feedback)
   ):
     assert not np.asarray(x).any()
 
