@@ -1,44 +1,165 @@
-"""Checks of arguments, made when a transformation is built.
+"""Checks of arguments, made once, at the public door.
 
-Under `optax.inject_hyperparams` a factory runs again inside jit with traced
-numbers.  Then there is nothing to compare: continuous arguments pass, and
-structural ones, which shape the program, are refused with the remedy.
+An error names the argument, the rule, the value and the remedy.  Under
+`optax.inject_hyperparams` a factory runs again inside jit with traced numbers.
+Then there is nothing to compare: continuous arguments pass, and structural
+ones, which shape the program, are refused with the remedy.
 """
 
+import contextlib
+import math
+import operator
+from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+
+# A value of more letters is shown by its type.
+_MAX_LETTERS = 100
+# Bytes of an array that are looked at together: it may lie on a disk.
+_PART = 1 << 24
 
 
 def is_traced(value: Any) -> bool:
-  """Whether a value is known only when the program runs."""
+  """Returns whether a value is known only when the program runs."""
   return isinstance(value, jax.core.Tracer)
 
 
 def told(value: Any) -> str:
-  """A value in an error; of a tuple of functions its kind, not addresses.
+  """Returns a value as an error shows it: by its type where that is shorter.
 
-  >>> told(0.1), told(optax.sgd(0.1))
-  ('0.1', 'a GradientTransformationExtraArgs')
+  >>> told(0.1), told(np.zeros((9, 9))), told(optax.sgd(0.1))
+  ('0.1', 'a ndarray', 'a GradientTransformationExtraArgs')
   """
-  if isinstance(value, tuple) and any(map(callable, value)):
-    kind = type(value).__name__
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-  return repr(value)
+  text = repr(value)
+  functions = isinstance(value, tuple) and any(map(callable, value))
+  if not functions and len(text) <= _MAX_LETTERS and "\n" not in text:
+    return text
+  kind = type(value).__name__
+  return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
-def check_structural(name: str, value: Any, *, minimum: int) -> None:
-  """Raises a ValueError unless `value` is a Python int >= `minimum`."""
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+  """Raises a ValueError unless `value` is one of `choices`."""
+  if value not in choices:
+    known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    raise ValueError(f"`{name}` must be {known}, got {told(value)}.")
+
+
+def check_type(
+  name: str, value: Any, kind: type | UnionType, wanted: str
+) -> None:
+  """Raises a ValueError, naming what is wanted, unless a value has a type."""
+  if not isinstance(value, kind):
+    raise ValueError(f"`{name}` must be {wanted}, got {told(value)}.")
+
+
+def check_function(
+  name: str, value: Any, of: str, *, optional: bool = False
+) -> None:
+  """Raises a ValueError unless `value` is a function, or None if optional."""
+  if not (callable(value) or (optional and value is None)):
+    rule = f"`{name}` must be a function of {of}"
+    rule += ", or None" if optional else ""
+    raise ValueError(f"{rule}, got {told(value)}.")
+
+
+def check_list(name: str, value: Any, of: str) -> list[Any]:
+  """Returns an iterable as a list; raises a ValueError for text and mappings.
+
+  >>> check_list("steps", range(3), "numbers")
+  [0, 1, 2]
+  """
+  try:
+    if not isinstance(value, str | bytes | Mapping):
+      return list(value)
+  except TypeError:
+    pass
+  raise ValueError(f"`{name}` must be a list of {of}, got {told(value)}.")
+
+
+def check_structural(
+  name: str,
+  value: Any,
+  *,
+  minimum: int,
+  maximum: int | None = None,
+  remedy: str = "",
+) -> None:
+  """Raises a ValueError unless `value` is a Python int in its range."""
   if isinstance(value, jax.Array):
     raise ValueError(
       f"`{name}` shapes the program and must be a Python int, got an array. "
       "Under `optax.inject_hyperparams` name it in `static_args`: "
       f"`static_args=({name!r},)`."
     )
-  if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+  one = value if isinstance(value, int) else None
+  _check_range(name, value, one, minimum, maximum, remedy)
+
+
+def check_int(
+  name: str,
+  value: Any,
+  minimum: int,
+  maximum: int | None = None,
+  remedy: str = "",
+) -> int:
+  """Returns an integer, also NumPy's, as a Python int.
+
+  Raises:
+    ValueError: unless it is in its range.
+
+  >>> check_int("rank", np.int64(2), 1)
+  2
+  """
+  try:
+    number = operator.index(value)
+  except TypeError:
+    number = None
+  _check_range(name, value, number, minimum, maximum, remedy)
+  return number  # type: ignore[return-value]
+
+
+def _check_range(
+  name: str,
+  value: Any,
+  number: int | None,
+  minimum: int,
+  maximum: int | None,
+  remedy: str,
+) -> None:
+  if (
+    number is None
+    or isinstance(value, bool)
+    or number < minimum
+    or (maximum is not None and number > maximum)
+  ):
+    rule = (
+      f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    )
+    message = f"`{name}` must be an int {rule}, got {told(value)}. {remedy}"
+    raise ValueError(message.rstrip())
+
+
+def check_seed(value: Any) -> int:
+  """Returns a seed that `jax.random.key` takes as a Python int."""
+  return check_int("seed", value, 0, 2**63 - 1)
+
+
+def check_key(value: Any) -> None:
+  """Raises a ValueError unless `value` is a random key."""
+  dtype = getattr(value, "dtype", None)
+  if dtype is None or not (
+    jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
+  ):
     raise ValueError(
-      f"`{name}` must be an int >= {minimum}, got {told(value)}."
+      f"`key` must be a random key, got {told(value)}. Make one with "
+      "`jax.random.key(seed)`."
     )
 
 
@@ -72,6 +193,32 @@ def check_continuous(
     )
 
 
+def check_number(
+  name: str,
+  value: Any,
+  *,
+  low: float = 0.0,
+  high: float = float("inf"),
+  open_low: bool = False,
+) -> float:
+  """Returns a finite number as a Python float; text and bools are none.
+
+  Raises:
+    ValueError: unless it lies in [low, high] or (low, high].
+
+  >>> check_number("mixup", np.float32(0.5))
+  0.5
+  """
+  number = math.nan
+  if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+      number = float(value)
+  if not math.isfinite(number):
+    raise ValueError(f"`{name}` must be a finite number, got {told(value)}.")
+  check_continuous(name, number, low=low, high=high, open_low=open_low)
+  return number
+
+
 def check_optimizer(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is an Optax transformation."""
   if not isinstance(value, optax.GradientTransformation):
@@ -83,14 +230,13 @@ def check_optimizer(name: str, value: Any) -> None:
 
 def check_arrays(name: str, tree: Any) -> None:
   """Raises a ValueError that names the first leaf that is no array."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+  for leaf, value in named_leaves(tree).items():
     try:
-      jax.eval_shape(lambda x: x, leaf)
+      jax.eval_shape(lambda x: x, value)
     except TypeError:
-      where = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(
-        f"`{name}` must be a tree of arrays, got {told(leaf)}"
-        f"{f' at {where!r}' if where else ''}."
+        f"`{name}` must be a tree of arrays, got {told(value)}"
+        f"{f' at {leaf!r}' if leaf else ''}."
       ) from None
 
 
@@ -104,3 +250,71 @@ def check_rate(name: str, value: Any) -> None:
     )
   if not callable(value):
     check_continuous(name, value, open_low=True)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by the names of their paths.
+
+  >>> named_leaves({"a": {"b": 1}, "c": (2,)})
+  {'a.b': 1, 'c.0': 2}
+  """
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def check_shapes(
+  rule: str, remedy: str, leaves: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
+  """Raises a ValueError that names the first leaf of another shape.
+
+  Args:
+    rule: the error's first words, up to "but".
+    remedy: its last sentence.
+    leaves: by name.
+    wanted: the shape of each leaf, by name.
+  """
+  for name, shape in wanted.items():
+    if name not in leaves:
+      raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
+    if jnp.shape(leaves[name]) != shape:
+      raise ValueError(
+        f"{rule} {name} has shape {list(jnp.shape(leaves[name]))} and not "
+        f"{list(shape)}. {remedy}"
+      )
+  if more := sorted(leaves.keys() - wanted.keys()):
+    raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
+
+
+def check_trained(name: str, params: Any) -> None:
+  """Raises a ValueError unless all leaves are float32 and finite."""
+  for leaf, value in named_leaves(params).items():
+    array = np.asarray(value)
+    if array.dtype != np.float32:
+      raise ValueError(
+        f"`{name}` must be float32, as they are trained, but {leaf} is "
+        f"{array.dtype}. Make it so with `.astype(jnp.float32)`."
+      )
+    if not np.isfinite(array).all():
+      raise ValueError(
+        f"`{name}` must be finite, but {leaf} holds a NaN or an infinity: they "
+        "are of a training that has diverged. Train with a lower rate."
+      )
+
+
+def check_finite(name: str, array: Any) -> None:
+  """Raises a ValueError that names the first row with a NaN or an infinity."""
+  array = np.asarray(array)
+  if not jnp.issubdtype(array.dtype, jnp.inexact) or not array.size:
+    return
+  rows = max(_PART // array[:1].nbytes, 1)
+  for first in range(0, len(array), rows):
+    good = np.isfinite(array[first : first + rows])
+    good = good.reshape(len(good), -1).all(1)
+    if not good.all():
+      raise ValueError(
+        f"`{name}` must be finite, but row {first + int(np.argmin(good))} "
+        "holds a NaN or an infinity. Leave such rows out; those of parameters "
+        "are of a run that has diverged."
+      )

@@ -8,11 +8,13 @@ compiler gives rows of floats to a library that is three times slower.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import checks
 from jdist.codecs import _codec
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -20,6 +22,20 @@ _INFINITY = np.int32(0x7F800000)
 # Rows of an array without blocks: whole bytes of integers of any width.
 _ROW = 256
 LARGEST = np.float32(np.finfo(np.float32).max)
+
+
+def check_block(block: Any, multiple: int = 1) -> None:
+  """Raises a ValueError unless `block` is None or a multiple of `multiple`."""
+  if block is None:
+    return
+  remedy = "None means one scale for the whole array."
+  checks.check_structural("block", block, minimum=1, remedy=remedy)
+  if block % multiple:
+    near = -(-block // multiple) * multiple
+    raise ValueError(
+      f"`block` must be a multiple of {multiple}, so that it fills whole "
+      f"bytes, got {block}. The next one is {near}."
+    )
 
 
 def shapes(

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.codecs import _blocks, _checking, _codec, _random
+from jdist import checks
+from jdist.codecs import _blocks, _codec, _random
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -92,8 +93,8 @@ class Cast(_codec.Codec):
   linear: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    _checking.check_choice("dtype", self.dtype, _DTYPES)
-    _checking.check_choice("rounding", self.rounding, _checking.ROUNDINGS)
+    checks.check_choice("dtype", self.dtype, _DTYPES)
+    checks.check_choice("rounding", self.rounding, _random.ROUNDINGS)
     if self.rounding == "stochastic" and self.dtype != "bfloat16":
       raise ValueError(
         "`rounding` must be 'nearest' for float16, got 'stochastic'. Use "

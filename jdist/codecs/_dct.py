@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.codecs import _blocks, _checking, _codec, _sparse, _top_k
+from jdist import checks
+from jdist.codecs import _blocks, _codec, _sparse, _top_k
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -66,7 +67,7 @@ class DCTTopK(_codec.Codec):
   sparse: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    _checking.check_int("chunk", self.chunk, 1)
+    checks.check_structural("chunk", self.chunk, minimum=1)
     if self.k is None and self.ratio is None:
       object.__setattr__(self, "k", min(32, self.chunk**2))
     _sparse.check_ratio_or_k(self)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.codecs import _bits, _blocks, _checking, _codec, _random
+from jdist import checks
+from jdist.codecs import _bits, _blocks, _codec, _random
 
 # Adding it leaves a float32 of magnitude below 2**22 rounded to the nearest
 # integer in its low bits: one addition in place of a slow conversion.
@@ -112,12 +113,15 @@ class Quantize(_codec.Codec):
   scale_dtype: Literal["float32", "bfloat16"] = "float32"
 
   def __post_init__(self) -> None:
-    check = _checking
-    check.check_int("bits", self.bits, 1, 16, "Beyond it, use `Dense`.")
-    check.check_choice("range", self.range, ("max_abs", "min_max", "norm"))
-    check.check_choice("rounding", self.rounding, check.ROUNDINGS)
-    check.check_choice("scale_dtype", self.scale_dtype, ("float32", "bfloat16"))
-    check.check_block(self.block, _bits.group(self.bits))
+    remedy = "Beyond it, use `Dense`."
+    checks.check_structural(
+      "bits", self.bits, minimum=1, maximum=16, remedy=remedy
+    )
+    dtypes = ("float32", "bfloat16")
+    checks.check_choice("range", self.range, ("max_abs", "min_max", "norm"))
+    checks.check_choice("rounding", self.rounding, _random.ROUNDINGS)
+    checks.check_choice("scale_dtype", self.scale_dtype, dtypes)
+    _blocks.check_block(self.block, _bits.group(self.bits))
     if self.range == "norm" and self.bits == 1:
       raise ValueError(
         "`bits` must be at least 2 for `range='norm'`, one for the sign and "

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+ROUNDINGS = ("nearest", "stochastic")
+
 
 def require(key: jax.Array | None, codec: object) -> jax.Array:
   """The key, or a ValueError that says how to make one."""

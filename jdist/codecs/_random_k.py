@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.codecs import _blocks, _checking, _codec, _sparse
+from jdist import checks
+from jdist.codecs import _blocks, _codec, _sparse
 
 
 class RandomKState(NamedTuple):
@@ -77,8 +78,8 @@ class RandomK(_codec.Codec):
 
   def __post_init__(self) -> None:
     _sparse.check_ratio_or_k(self)
-    _checking.check_choice("shared", self.shared, (True, False))
-    _checking.check_choice("scaled", self.scaled, (True, False))
+    checks.check_choice("shared", self.shared, (True, False))
+    checks.check_choice("scaled", self.scaled, (True, False))
     _sparse.check_values(self.values)
     if self.shared and self.values.key != "none":
       raise ValueError(

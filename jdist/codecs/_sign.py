@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.codecs import _bits, _blocks, _checking, _codec, _quantize, _random
+from jdist import checks
+from jdist.codecs import _bits, _blocks, _codec, _quantize, _random
 
 _SCALES = ("mean_abs", "max_abs", "one", "l2")
 # Of three values: five to a byte, and eight lanes.
@@ -61,8 +62,8 @@ class Sign(_codec.Codec):
   scale: Literal["mean_abs", "max_abs", "one", "l2"] = "mean_abs"
 
   def __post_init__(self) -> None:
-    _checking.check_choice("scale", self.scale, _SCALES)
-    _checking.check_block(self.block, 8)
+    checks.check_choice("scale", self.scale, _SCALES)
+    _blocks.check_block(self.block, 8)
 
   def granule(self) -> int:
     """The block; without one, eight."""
@@ -157,8 +158,8 @@ class Ternary(_codec.Codec):
   rounding: Literal["nearest", "stochastic"] = "stochastic"
 
   def __post_init__(self) -> None:
-    _checking.check_choice("rounding", self.rounding, _checking.ROUNDINGS)
-    _checking.check_block(self.block)
+    checks.check_choice("rounding", self.rounding, _random.ROUNDINGS)
+    _blocks.check_block(self.block)
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import checks
 from jdist.codecs import (
   _bits,
   _blocks,
   _cast,
-  _checking,
   _codec,
   _indices,
   _largest,
@@ -244,14 +244,16 @@ def check_ratio_or_k(codec: Any) -> None:
       "one of them out."
     )
   else:
-    _checking.check_int("k", codec.k, 1, remedy="It counts entries.")
+    checks.check_structural(
+      "k", codec.k, minimum=1, remedy="It counts entries."
+    )
 
 
 def check_chunk(chunk: Any, k: int | None) -> None:
   if chunk is None:
     return
   remedy = "None means to choose among all entries."
-  _checking.check_int("chunk", chunk, 1, remedy=remedy)
+  checks.check_structural("chunk", chunk, minimum=1, remedy=remedy)
   if k is not None and k > chunk:
     raise ValueError(
       f"`k` must be at most `chunk`, got k={k} of chunk={chunk}. It counts the "

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from jdist.codecs import _checking, _codec, _largest, _sparse
+from jdist import checks
+from jdist.codecs import _codec, _largest, _sparse
 
 
 class _Ratio(_sparse.Sparse):
@@ -74,7 +75,7 @@ class TopK(_Ratio):
     _sparse.check_ratio_or_k(self)
     _sparse.check_chunk(self.chunk, self.k)
     _sparse.check_values(self.values)
-    _checking.check_choice("method", self.method, ("exact", "approx"))
+    checks.check_choice("method", self.method, ("exact", "approx"))
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
     if self.method == "exact" or k in (0, rows.shape[1]):

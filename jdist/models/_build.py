@@ -5,14 +5,14 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jdist.models import (
   _alexnet,
-  _checking,
   _cifar_resnet,
   _functional,
   _layers,
@@ -150,10 +150,8 @@ def build(
       f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For a network "
       "of your own use `jdist.models.functional`."
     )
-  takes: Literal["tokens", "images"] = (
-    "tokens" if name in _TAKES_TOKENS else "images"
-  )
-  shape = _checking.check_input_shape(input_shape, takes)
+  is_text = name in _TAKES_TOKENS
+  shape = _check_input_shape(input_shape, is_text)
   if num_classes < 1:
     raise ValueError(f"`num_classes` must be >= 1, got {num_classes}.")
   if operator.index(seed) < 0:
@@ -169,7 +167,8 @@ def build(
   model = _functional.functional(
     factory(shape, num_classes, rngs=rngs, **options)
   )
-  apply = _checking.checked(model.apply, name, shape, takes)
+  check = _check_tokens if is_text else _check_images
+  apply = _checked(model.apply, functools.partial(check, name, shape))
   params, state = model.params, model.state
   if abstract:
     # What has few numbers, as normalizations do, is there all the same.
@@ -191,3 +190,71 @@ def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:
     for parameter in parameters
     if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in fixed
   ]
+
+
+def _check_input_shape(
+  input_shape: tuple[int, ...], is_text: bool
+) -> tuple[int, ...]:
+  """Returns the shape of one input as a tuple."""
+  shape = tuple(input_shape)
+  num_axes = 1 if is_text else 3
+  if len(shape) != num_axes or min(shape) < 1:
+    wanted = (
+      "(length,) for a model of tokens"
+      if is_text
+      else "(height, width, channels) for a model of images"
+    )
+    raise ValueError(f"`input_shape` must be {wanted}, got {input_shape}.")
+  return shape
+
+
+def _checked(
+  apply: Callable[..., Any], check: Callable[[jax.Array], None]
+) -> Callable[..., Any]:
+  """Returns a model's function that checks its inputs first."""
+
+  def checked_apply(
+    params: dict[str, Any],
+    state: dict[str, Any],
+    inputs: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    check(inputs)
+    return apply(params, state, inputs, train=train, mask=mask)
+
+  return checked_apply
+
+
+def _check_images(
+  name: str, input_shape: tuple[int, ...], images: jax.Array
+) -> None:
+  if images.ndim != 4 or images.shape[1:] != input_shape:
+    raise ValueError(
+      f"`images` must be [batch, {', '.join(map(str, input_shape))}] as "
+      f"this {name} was built, got shape {images.shape}. A worker's step "
+      "sees its own images, without the axis of workers."
+    )
+  if not jnp.issubdtype(images.dtype, jnp.floating):
+    raise ValueError(
+      f"`images` must be floating and normalized, got {images.dtype}. Pass "
+      "raw pixels through `Dataset.normalize` first."
+    )
+
+
+def _check_tokens(
+  name: str, input_shape: tuple[int, ...], tokens: jax.Array
+) -> None:
+  (length,) = input_shape
+  if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= length:
+    raise ValueError(
+      f"`tokens` must be [batch, length] with a length from 1 to {length} as "
+      f"this {name} was built, got shape {tokens.shape}. A worker's step sees "
+      "its own tokens, without the axis of workers."
+    )
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(
+      f"`tokens` must be integers, got {tokens.dtype}. Neither normalize nor "
+      "cast them: the parameters' type is what the model computes in."
+    )

@@ -239,20 +239,8 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
   return (folder(directory) / _MANIFEST).exists()
 
 
-def named(tree: PyTree) -> dict[str, Any]:
-  """The leaves of a tree, by their paths.
-
-  >>> named({"a": {"b": 1}, "c": (2,)})
-  {'a.b': 1, 'c.0': 2}
-  """
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-  """Undoes `named`.
+  """Undoes `checks.named_leaves`.
 
   Raises:
     ValueError: when a leaf is missing or of another form.

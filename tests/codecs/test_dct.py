@@ -198,7 +198,7 @@ def test_workers_and_sums():
 @pytest.mark.parametrize(
   "build, words",
   [
-    (lambda: DCTTopK(0), "`chunk` must be a Python int at least 1"),
+    (lambda: DCTTopK(0), "`chunk` must be an int >= 1"),
     (lambda: DCTTopK(2, k=5), "`k` must be at most `chunk`"),
     (lambda: DCTTopK(ratio=0.0), r"`ratio` must be in \(0, 1\]"),
     (lambda: DCTTopK(k=3, ratio=0.1), "`ratio` and `k` are given both"),

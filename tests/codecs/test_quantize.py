@@ -181,12 +181,12 @@ def test_programs_are_loops_over_contiguous_lanes(bits):
 @pytest.mark.parametrize(
   ("settings", "told"),
   [
-    ({"bits": 0}, "`bits` must be a Python int in 1..16, got 0"),
+    ({"bits": 0}, "`bits` must be an int from 1 to 16, got 0"),
     ({"bits": 17}, "Beyond it, use `Dense`"),
-    ({"bits": 8.0}, "`bits` must be a Python int"),
+    ({"bits": 8.0}, "`bits` must be an int"),
     ({"bits": 4, "block": 3}, "`block` must be a multiple of 2"),
     ({"bits": 3, "block": 20}, "The next one is 24"),
-    ({"block": 0}, "`block` must be a Python int at least 1, got 0"),
+    ({"block": 0}, "`block` must be an int >= 1, got 0"),
     ({"range": "max"}, "`range` must be 'max_abs', 'min_max' or 'norm'"),
     ({"rounding": "up"}, "`rounding` must be 'nearest' or 'stochastic'"),
     ({"scale_dtype": "float16"}, "`scale_dtype` must be 'float32' or"),

@@ -74,7 +74,7 @@ def test_entries_survive_with_their_share_of_the_largest():
   [
     (lambda: codecs.Sign(block=12), "The next one is 16"),
     (lambda: codecs.Sign(scale="mean"), "`scale` must be 'mean_abs'"),
-    (lambda: codecs.Ternary(block=-1), "`block` must be a Python int"),
+    (lambda: codecs.Ternary(block=-1), "`block` must be an int"),
     (lambda: codecs.Ternary(rounding="down"), "`rounding` must be"),
   ],
 )

@@ -398,7 +398,7 @@ REJECTED = {
   ),
   "bits": (
     lambda: methods.qsgd(SGD, 40, axis=None),
-    r"`bits` must be a Python int in 1\.\.16, got 40",
+    r"`bits` must be an int from 1 to 16, got 40",
   ),
   "warmup": (
     lambda: methods.one_bit_adam(0.1, 0, axis=None),

@@ -39,7 +39,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     ("fit", {}, r"`fit` must be a `PredictorFit` or None, got \{\}"),
     ("normalize", None, "`normalize` must be a function of images.*got None"),
     ("on_epoch", 3, "`on_epoch` must be a function of .*or None, got 3"),
-    ("samples", fronts(8).tolist(), r"`samples` must be \[.*got a `list`"),
+    ("samples", fronts(8).tolist(), r"`samples` must be \[.*got a list"),
     ("held_out", None, r"`held_out` must be \[.*got None"),
   ):
     with pytest.raises(ValueError, match=rule):
@@ -47,7 +47,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
   given = ({}, fronts(3), np.zeros(0), np.zeros(0))
   with pytest.raises(ValueError, match="`predictor` must be of"):
     prediction.evaluate_predictor(cut, given[0], model(), *given[1:])
-  with pytest.raises(ValueError, match=r"`model` must be a network.*a `dict`"):
+  with pytest.raises(ValueError, match=r"`model` must be a network.*a dict"):
     prediction.evaluate_predictor(
       predictor(), given[0], model().params, *given[1:]
     )
@@ -71,18 +71,18 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
     ("sample_batches", 0, "int >= 1"),
     ("images_per_batch", 2.0, "int >= 1"),
     ("image_batches", True, "int >= 1"),
-    ("learning_rate", 0, "above 0"),
-    ("learning_rate", "x", "number above 0, got 'x'"),
-    ("learning_rate", "1e-3", "number above 0"),
+    ("learning_rate", 0, r"in \(0, inf\]"),
+    ("learning_rate", "x", "number, got 'x'"),
+    ("learning_rate", "1e-3", "finite number"),
     ("learning_rate", np.inf, "finite"),
-    ("mixup", -1, ">= 0"),
-    ("mixup", None, "number >= 0, got None"),
+    ("mixup", -1, r"in \[0"),
+    ("mixup", None, "number, got None"),
     ("mixup", np.inf, "finite"),
     ("mixup", np.nan, "finite"),
     ("mixup", 10**400, "finite"),
-    ("seed", -1, ">= 0"),
-    ("seed", "a", ">= 0"),
-    ("seed", 2**63, r"below 2\*\*63"),
+    ("seed", -1, "from 0"),
+    ("seed", "a", "from 0"),
+    ("seed", 2**63, "from 0 to"),
   ):
     with pytest.raises(ValueError, match=f"`{name}` must be.*{rule}"):
       prediction.PredictorFit(**{name: value})

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import models
-from jdist.prediction import _checking
+from jdist import checks, models
 from jdist.prediction.mp2 import (
   _cut,
   _evaluate,
@@ -86,7 +85,7 @@ def score_cuts(
   References:
     Reconstruction: MP² names its cuts and does not tell how they were chosen.
   """
-  predictors = _checking.check_list(
+  predictors = checks.check_list(
     "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
   )
   if not predictors:
@@ -99,10 +98,10 @@ def score_cuts(
     _predictor.check_predictor("predictors", each)
     _evaluate.check_model(each, model)
   for name, given in (("samples", samples), ("held_out", held_out)):
-    _checking.check_function(
+    checks.check_function(
       name, given, "a cut, for instance `ParameterSet.fronts`"
     )
-  _checking.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
+  checks.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
   folder = None if directory is None else array_files.folder(directory)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
@@ -155,14 +154,14 @@ def choose_cut(
       above its untrained predictor's: then nothing was learned, and no cut is
       better.
   """
-  max_lost = _checking.check_number("max_lost", max_lost, high=1)
-  scores = _checking.check_list("scores", scores, "`ScoredCut`s")
+  max_lost = checks.check_number("max_lost", max_lost, high=1)
+  scores = checks.check_list("scores", scores, "`ScoredCut`s")
   for score in scores:
-    _checking.check_kind("scores", score, ScoredCut, "of `score_cuts`")
+    checks.check_type("scores", score, ScoredCut, "of `score_cuts`")
   if not scores:
     raise ValueError("`scores` must hold at least one, got none.")
   for score in scores:
-    _checking.check_number("scores[...].accuracy", score.accuracy, high=1)
+    checks.check_number("scores[...].accuracy", score.accuracy, high=1)
   best = max(score.accuracy for score in scores)
   if all(score.accuracy <= score.untrained for score in scores):
     raise ValueError(

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import collectives, training
-from jdist.prediction import _checking
+from jdist import checks, collectives, training
 from jdist.prediction.mp2 import _cut, _dataset, _permutation
 from jdist.storage import array_files
 
@@ -47,10 +46,15 @@ def choose_steps(
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
   """
-  num_epochs = _checking.check_int("num_epochs", num_epochs, 1)
-  steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
-  per_epoch = _checking.check_int("per_epoch", per_epoch, 1)
-  seed = _checking.check_seed(seed)
+  num_epochs = checks.check_int("num_epochs", num_epochs, 1)
+  steps_per_epoch = checks.check_int(
+    "steps_per_epoch",
+    steps_per_epoch,
+    1,
+    remedy="Of `data.Batches` take `int(batches.steps_per_epoch)`.",
+  )
+  per_epoch = checks.check_int("per_epoch", per_epoch, 1)
+  seed = checks.check_seed(seed)
   if per_epoch > steps_per_epoch:
     raise ValueError(
       f"`per_epoch` must be at most `steps_per_epoch`, got {per_epoch} of "
@@ -133,17 +137,17 @@ class Collector:
     """
     self._directory = array_files.folder(directory)
     self._workers = workers
-    _checking.check_kind(
+    checks.check_type(
       "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"
     )
     self._cuts = _sorted_cuts(cuts)
     _check_metadata(metadata)
-    _checking.check_kind("rears", rears, bool, "True or False")
+    checks.check_type("rears", rears, bool, "True or False")
     for name, given, wanted in (
       ("params_of", params_of, "one worker's state"),
       ("on_sample", on_sample, "(samples done, samples planned)"),
     ):
-      _checking.check_function(name, given, wanted, optional=True)
+      checks.check_function(name, given, wanted, optional=True)
     self._steps = _checked_steps(steps)
     self._on_sample = on_sample
     halves = ("front", "rear") if rears else ("front",)
@@ -239,14 +243,14 @@ class Collector:
 
 
 def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
-  cuts = _checking.check_list(
+  cuts = checks.check_list(
     "cuts", cuts, "cuts, for instance `[prediction.cut(model, num_layers)]`"
   )
   for each in cuts:
     if not isinstance(each, _cut.Cut):
       raise ValueError(
         "`cuts` must hold cuts, for instance `prediction.cut(model, "
-        f"num_layers)`, got {_checking.told(each)}."
+        f"num_layers)`, got {checks.told(each)}."
       )
   cuts.sort(key=lambda cut: len(cut.front))
   depths = [len(cut.front) for cut in cuts]
@@ -281,7 +285,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
-  steps = _checking.check_list("steps", steps, "numbers, as of `choose_steps`")
+  steps = checks.check_list("steps", steps, "numbers, as of `choose_steps`")
   whole = all(
     hasattr(step, "__index__")
     and np.ndim(step) == 0

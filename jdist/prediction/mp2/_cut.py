@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import models
-from jdist.prediction import _checking
+from jdist import checks, models
 from jdist.prediction.mp2 import _layers
 
 PyTree = Any
@@ -185,30 +184,18 @@ class Cut:
     argument: str,
     what: str,
   ) -> None:
-    wanted = [leaf for layer in layers for leaf in layer.leaves]
-    rule = f"`{argument}` must be {what} of {self!r}, but"
-    remedy = (
+    checks.check_shapes(
+      f"`{argument}` must be {what} of {self!r}, but",
       "Make the cut from this network's parameters; of parameters "
-      "[workers, ...] take one worker's, as a step sees them."
+      "[workers, ...] take one worker's, as a step sees them.",
+      {".".join(path): leaf for path, leaf in found.items()},
+      {leaf.name: leaf.shape for layer in layers for leaf in layer.leaves},
     )
-    for leaf in wanted:
-      x = found.get(leaf.path)
-      if x is None:
-        raise ValueError(f"{rule} it has no leaf {leaf}. {remedy}")
-      if jnp.shape(x) != leaf.shape:
-        raise ValueError(
-          f"{rule} leaf {leaf.name} has shape {list(jnp.shape(x))} and not "
-          f"{list(leaf.shape)}. {remedy}"
-        )
-    if more := sorted(found.keys() - {leaf.path for leaf in wanted}):
-      raise ValueError(
-        f"{rule} it has a leaf {'.'.join(more[0])} besides. {remedy}"
-      )
 
 
 def check_cut(argument: str, value: Any) -> None:
   """Raises a ValueError unless an argument is a cut."""
-  _checking.check_kind(
+  checks.check_type(
     argument,
     value,
     Cut,
@@ -268,7 +255,7 @@ def _unflatten(
 ) -> PyTree:
   shape = getattr(vector, "shape", None)
   if shape != (size,):
-    given = _checking.told(vector) if shape is None else list(shape)
+    given = checks.told(vector) if shape is None else list(shape)
     raise ValueError(
       f"`vector` must be an array of shape [{size}], got {given}. Map over "
       "further dimensions with `jax.vmap`."
@@ -339,17 +326,15 @@ def cut(
   >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
   Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)
   """
-  _checking.check_kind("name", name, str, "text")
+  checks.check_type("name", name, str, "text")
   layers = _layers.layers_of(_params_of(model), order)
   if len(layers) < 2:
     raise ValueError(
       "`model` must have two layers at least, one in front of a cut and one "
       f"behind it, got {len(layers)}. Give the whole network or its parameters."
     )
-  whole = hasattr(num_layers, "__index__") and num_layers is not True
-  if not whole or num_layers not in range(1, len(layers)):
-    raise ValueError(
-      f"`num_layers` must be an int from 1 to {len(layers) - 1}, as the "
-      f"network has {len(layers)} layers, got {num_layers!r}."
-    )
+  remedy = f"The network has {len(layers)} layers."
+  num_layers = checks.check_int(
+    "num_layers", num_layers, 1, len(layers) - 1, remedy
+  )
   return Cut(name, layers[:num_layers], layers[num_layers:])

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import models
-from jdist.prediction import _checking
+from jdist import checks, models
 from jdist.prediction.mp2 import _cut, _predictor
 
 PyTree = Any
@@ -98,7 +97,7 @@ def _one_by_one(
 def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
   """Refuses networks that cannot be put together from a prediction."""
   _predictor.check_predictor("predictor", predictor)
-  _checking.check_kind(
+  checks.check_type(
     "model",
     model,
     models.Model,
@@ -154,8 +153,8 @@ def evaluate_predictor(
   check_model(predictor, model)
   check_samples("samples", samples, predictor)
   check_images(("images", "labels"), images, labels, model, normalize)
-  _checking.check_int("samples_per_batch", samples_per_batch, 1)
-  _checking.check_int("images_per_batch", images_per_batch, 1)
+  checks.check_int("samples_per_batch", samples_per_batch, 1)
+  checks.check_int("images_per_batch", images_per_batch, 1)
   hits = np.zeros(len(samples))
   images, labels = np.asarray(images), np.asarray(labels)
   for first in range(0, len(samples), samples_per_batch):
@@ -213,7 +212,7 @@ def check_samples(
   fits = len(shape) == 2 and shape[0] and shape[1] == num_front
   if not (fits and numbers):
     array = hasattr(samples, "shape")
-    given = _checking.told(samples)
+    given = checks.told(samples)
     if array:
       given = f"{dtype}{list(shape)}"
     raise ValueError(
@@ -221,7 +220,7 @@ def check_samples(
       f"an array of floats, as the fronts of {predictor.cut!r}, got {given}. "
       "Take `ParameterSet.fronts` of this cut."
     )
-  _checking.check_finite(argument, samples)
+  checks.check_finite(argument, samples)
 
 
 def check_images(
@@ -233,7 +232,7 @@ def check_images(
 ) -> None:
   """Refuses images and labels that are not of each other or of the model."""
   own, other = names
-  _checking.check_function("normalize", normalize, "images as they are stored")
+  checks.check_function("normalize", normalize, "images as they are stored")
   images, labels = np.asarray(images), np.asarray(labels)
   if not images.ndim or not len(images):
     raise ValueError(
@@ -264,7 +263,7 @@ def check_images(
       f"{num_classes} classes, got {low} to {high}. Count classes from 0, or "
       "build the model with more."
     )
-  _checking.check_finite(own, images)
+  checks.check_finite(own, images)
 
 
 def _count_classes(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.prediction import _checking
+from jdist import checks
 from jdist.prediction.mp2 import _predictor
 
 PyTree = Any
@@ -79,11 +79,7 @@ class Server:
         the optimizer none of Optax.
     """
     _predictor.check_predictor("predictor", predictor)
-    if not isinstance(optimizer, optax.GradientTransformation):
-      raise ValueError(
-        "`optimizer` must be an Optax transformation, for instance "
-        f"`optax.adam(1e-3)`, got {optimizer!r}."
-      )
+    checks.check_optimizer("optimizer", optimizer)
     self._cut, self._predictor = predictor.cut, predictor
     self._optimizer = optimizer
 
@@ -101,7 +97,7 @@ class Server:
       ValueError: when the parameters are not of the predictor's network, or
         `num_workers` is out of range.
     """
-    num_workers = _checking.check_int("num_workers", num_workers, 1)
+    num_workers = checks.check_int("num_workers", num_workers, 1)
     front, _ = self._cut.split(params)
     one = self._optimizer.init(front)
     rows = jax.tree.map(
@@ -127,7 +123,7 @@ class Server:
       ValueError: when the gradients are of another number of workers, or the
         predictor's parameters are of another one.
     """
-    _checking.check_kind("state", state, ServerState, "of `Server.init`")
+    checks.check_type("state", state, ServerState, "of `Server.init`")
     front, _ = self._cut.split(state.params)
     _check_rows(gradients, state)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jdist.prediction import _checking
+from jdist import checks
 from jdist.prediction.mp2 import _cut
 
 PyTree = Any
@@ -75,7 +75,7 @@ class Predictor:
     Raises:
       ValueError: when that is no key.
     """
-    _checking.check_key(key)
+    checks.check_key(key)
     shapes = self._shapes()
     # At once, as each shape would be a program.
     draw = _STD * jax.random.truncated_normal(
@@ -116,7 +116,7 @@ class Predictor:
     """The same from a flat front: `vector` is float32 [num_front]."""
     shape = getattr(vector, "shape", None)
     if shape != (self.cut.num_front,):
-      given = _checking.told(vector) if shape is None else list(shape)
+      given = checks.told(vector) if shape is None else list(shape)
       raise ValueError(
         f"`vector` must be an array of shape [{self.cut.num_front}], the front "
         f"of {self.cut!r}, got {given}. Map over samples with `jax.vmap`."
@@ -142,10 +142,10 @@ class Predictor:
     Args:
       params: arrays or shapes; the first leaf that differs is named.
     """
-    _checking.check_leaves(
+    checks.check_shapes(
       f"`params` must be of {self!r}, but",
       "Take the parameters that were trained with this predictor.",
-      params,
+      checks.named_leaves(params),
       {".".join(path): shape for path, shape in self._shapes().items()},
     )
 
@@ -261,10 +261,10 @@ def predictor(
     are not normalized, as published.
   """
   _cut.check_cut("cut", cut)
-  rank = _checking.check_int("rank", rank, 1)
+  rank = checks.check_int("rank", rank, 1)
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
-  if _checking.check_int("grid", grid, 1) not in (1, _GRID):
+  if checks.check_int("grid", grid, 1) not in (1, _GRID):
     raise ValueError(f"`grid` must be 1 or {_GRID}, got {grid}.")
   if dense_from is None:
     num_dense = sum(layer.is_dense for layer in cut.rear)
@@ -278,7 +278,7 @@ def predictor(
 
 def check_predictor(argument: str, value: Any) -> None:
   """Raises a ValueError unless an argument is a predictor."""
-  _checking.check_kind(
+  checks.check_type(
     argument, value, Predictor, "of `prediction.predictor(cut)`"
   )
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import models
-from jdist.prediction import _checking
+from jdist import checks, models
 from jdist.prediction.mp2 import (
   _evaluate,
   _permutation,
@@ -66,14 +65,14 @@ class PredictorFit:
       value = getattr(self, name)
       if name != "sample_batches" or value is not None:
         # As JSON can hold it, and not NumPy's.
-        object.__setattr__(self, name, _checking.check_int(name, value, 1))
-    rate = _checking.check_number(
-      "learning_rate", self.learning_rate, above=True
+        object.__setattr__(self, name, checks.check_int(name, value, 1))
+    rate = checks.check_number(
+      "learning_rate", self.learning_rate, open_low=True
     )
     object.__setattr__(self, "learning_rate", rate)
-    mixup = _checking.check_number("mixup", self.mixup)
+    mixup = checks.check_number("mixup", self.mixup)
     object.__setattr__(self, "mixup", mixup)
-    object.__setattr__(self, "seed", _checking.check_seed(self.seed))
+    object.__setattr__(self, "seed", checks.check_seed(self.seed))
 
 
 class Epoch(NamedTuple):
@@ -187,8 +186,8 @@ def fit_predictor(
     over held-out samples.
   """
   fit = PredictorFit() if fit is None else fit
-  _checking.check_kind("fit", fit, PredictorFit, "a `PredictorFit` or None")
-  _checking.check_function(
+  checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
+  checks.check_function(
     "on_epoch", on_epoch, "an evaluation, `Epoch`", optional=True
   )
   images, labels = np.asarray(images), np.asarray(labels)
@@ -200,7 +199,7 @@ def fit_predictor(
   _evaluate.check_images(other, test_images, test_labels, model, normalize)
   num_batches = _check_sizes(fit, samples, images)
   if save_every is not None:
-    _checking.check_int("save_every", save_every, 1)
+    checks.check_int("save_every", save_every, 1)
     if directory is None:
       raise ValueError(
         f"`save_every` must be left out without `directory`, got {save_every}. "
@@ -279,7 +278,7 @@ def fit_predictor(
     due = save_every is not None and done % save_every == 0
     if directory is not None and (due or not losses):
       body = about | {"done": done, "losses": losses, "curve": curve}
-      arrays = array_files.named((state, best))
+      arrays = checks.named_leaves((state, best))
       array_files.save_arrays(directory, arrays, body)
   top = max(point.accuracy for point in curve)
   first = next(point for point in curve if point.accuracy == top)

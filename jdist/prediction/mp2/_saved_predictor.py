@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdist.prediction import _checking
+from jdist import checks
 from jdist.prediction.mp2 import _cut, _predictor
 from jdist.storage import array_files
 
@@ -59,8 +59,8 @@ def save_predictor(
   """
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
-  _checking.check_trained("params", params)
-  arrays = array_files.named(params)
+  checks.check_trained("params", params)
+  arrays = checks.named_leaves(params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
   array_files.save_arrays(directory, arrays, body)
 

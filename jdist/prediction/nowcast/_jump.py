@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives
-from jdist.prediction import _checking
+from jdist import checks, collectives
 from jdist.prediction.nowcast import _nowcaster
 
 PyTree = Any
@@ -95,8 +94,13 @@ def nowcast_weights(
       "those of `fit_nowcasters` or `load_nowcasters`."
     )
   if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-    _checking.check_trained("params", params)
-  steps_per_epoch = _checking.check_steps_per_epoch(steps_per_epoch)
+    checks.check_trained("params", params)
+  steps_per_epoch = checks.check_int(
+    "steps_per_epoch",
+    steps_per_epoch,
+    1,
+    remedy="Of `data.Batches` take `int(batches.steps_per_epoch)`.",
+  )
   collectives.check_axis(axis)
   networks, length = params, _nowcaster.HISTORY_LENGTH
 

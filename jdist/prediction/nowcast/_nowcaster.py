@@ -12,8 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jdist.prediction import _checking
-from jdist.storage import array_files
+from jdist import checks
 
 PyTree = Any
 Kind = Literal["conv", "dense", "bias"]
@@ -67,7 +66,7 @@ def init_nowcaster(key: jax.Array) -> dict[str, Any]:
   >>> sum(x.size for x in jax.tree.leaves(params))
   9425
   """
-  _checking.check_key(key)
+  checks.check_key(key)
   values, steps, head = jax.random.split(key, 3)
   return {
     "values": _init_stream(values, HISTORY_LENGTH),
@@ -85,7 +84,7 @@ def init_nowcasters(key: jax.Array) -> dict[Kind, dict[str, Any]]:
   Returns:
     What `init_nowcaster` draws, by kind, each from a key of its own.
   """
-  _checking.check_key(key)
+  checks.check_key(key)
   keys = jax.random.split(key, len(KINDS))
   return {kind: init_nowcaster(k) for kind, k in zip(KINDS, keys, strict=True)}
 
@@ -210,10 +209,10 @@ def check_nowcasters(params: Any) -> None:
 
 
 def _check_network(network: Any, where: str) -> None:
-  _checking.check_leaves(
+  checks.check_shapes(
     f"`params` must hold networks as of `init_nowcasters`, but {where}",
     "Take those of `fit_nowcasters` or `load_nowcasters`.",
-    network,
+    checks.named_leaves(network),
     _shapes(),
   )
 
@@ -221,7 +220,7 @@ def _check_network(network: Any, where: str) -> None:
 @functools.cache
 def _shapes() -> dict[str, tuple[int, ...]]:
   like = jax.eval_shape(init_nowcaster, jax.random.key(0))
-  return {name: leaf.shape for name, leaf in array_files.named(like).items()}
+  return {name: leaf.shape for name, leaf in checks.named_leaves(like).items()}
 
 
 def _leaf(network: dict[str, Any], leaf: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist.prediction import _checking
+from jdist import checks
 from jdist.prediction.nowcast import _nowcaster, _tracks
 from jdist.storage import array_files, hashes
 
@@ -46,14 +46,14 @@ class NowcastFit:
 
   def __post_init__(self) -> None:
     for name in ("num_steps", "batch_size", "horizon", "evaluate_every"):
-      value = _checking.check_int(name, getattr(self, name), 1)
+      value = checks.check_int(name, getattr(self, name), 1)
       # As JSON can hold it, and not NumPy's.
       object.__setattr__(self, name, value)
-    rate = _checking.check_number(
-      "learning_rate", self.learning_rate, above=True
+    rate = checks.check_number(
+      "learning_rate", self.learning_rate, open_low=True
     )
     object.__setattr__(self, "learning_rate", rate)
-    object.__setattr__(self, "seed", _checking.check_seed(self.seed))
+    object.__setattr__(self, "seed", checks.check_seed(self.seed))
     if self.num_steps % self.evaluate_every:
       raise ValueError(
         "`num_steps` must be a multiple of `evaluate_every`, got "
@@ -111,7 +111,7 @@ def fit_nowcaster(
       is not kept then.
   """
   fit = NowcastFit() if fit is None else fit
-  _checking.check_kind("fit", fit, NowcastFit, "a `NowcastFit` or None")
+  checks.check_type("fit", fit, NowcastFit, "a `NowcastFit` or None")
   if directory is not None:
     array_files.refuse_others(directory, _FIT)
   tracks = _checked_tracks("tracks", tracks)
@@ -220,9 +220,9 @@ def save_nowcasters(
       "`params` must hold a network at least, got none. Take those of "
       "`fit_nowcasters`."
     )
-  _checking.check_trained("params", params)
+  checks.check_trained("params", params)
   body = {"what": "nowcasters", "kinds": sorted(params), "about": about}
-  array_files.save_arrays(directory, array_files.named(params), body)
+  array_files.save_arrays(directory, checks.named_leaves(params), body)
 
 
 def load_nowcasters(
@@ -249,7 +249,7 @@ def load_nowcasters(
 def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
   tracks = []
   for number, one in enumerate(
-    _checking.check_list(name, given, "arrays [entries, epochs]")
+    checks.check_list(name, given, "arrays [entries, epochs]")
   ):
     track = np.asarray(one)
     real = any(
@@ -263,7 +263,7 @@ def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
       )
     with np.errstate(over="ignore"):  # What is too large is told below.
       track = track.astype(np.float32)
-    _checking.check_finite(f"{name}[{number}]", track)
+    checks.check_finite(f"{name}[{number}]", track)
     tracks.append(track)
   return tracks
 
@@ -342,7 +342,7 @@ def _bits(tracks: Sequence[np.ndarray]) -> str:
 def _save(
   directory: str | os.PathLike[str], state: PyTree, body: dict[str, Any]
 ) -> None:
-  array_files.save_arrays(directory, array_files.named(state), body)
+  array_files.save_arrays(directory, checks.named_leaves(state), body)
 
 
 def _restored(

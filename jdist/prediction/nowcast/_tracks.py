@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.prediction import _checking
+from jdist import checks
 from jdist.prediction.nowcast import _nowcaster
 from jdist.storage import array_files
 
@@ -54,10 +54,8 @@ class Tracker:
         are no floating arrays, or none, or `begun` is of another number of
         entries, of several lengths or not finite.
     """
-    entries_per_kind = _checking.check_int(
-      "entries_per_kind", entries_per_kind, 1
-    )
-    seed = _checking.check_seed(seed)
+    entries_per_kind = checks.check_int("entries_per_kind", entries_per_kind, 1)
+    seed = checks.check_seed(seed)
     leaves = _checked_leaves(like)
     self._structure: Any = jax.tree.structure(like)
     self._shapes = [np.shape(leaf) for leaf in leaves]
@@ -138,7 +136,7 @@ class Tracker:
         "what `Tracker.tracks` returned."
       )
     for kind, track in begun.items():
-      _checking.check_finite(f"begun[{kind!r}]", track)
+      checks.check_finite(f"begun[{kind!r}]", track)
     for kind, track in begun.items():
       self._values[kind] = list(np.asarray(track, np.float32).T)
 
@@ -148,7 +146,7 @@ def _checked_leaves(like: PyTree) -> list[Any]:
   for leaf in leaves:
     dtype: Any = getattr(leaf, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-      given = _checking.told(leaf) if dtype is None else f"{dtype}"
+      given = checks.told(leaf) if dtype is None else f"{dtype}"
       raise ValueError(
         f"`like` must hold arrays of floats, or their shapes, got {given}. "
         "Give the parameters that are trained."
@@ -213,12 +211,12 @@ def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
 
 def check_runs(argument: str, runs: Any) -> list[Tracks]:
   """The tracks of runs as a list; a ValueError if one is none."""
-  runs = _checking.check_list(
+  runs = checks.check_list(
     argument, runs, "the tracks of each run, as of `Tracker.tracks`"
   )
   for number, run in enumerate(runs):
     if not isinstance(run, Mapping) or not set(run) <= set(_nowcaster.KINDS):
-      given = list(run) if isinstance(run, Mapping) else _checking.told(run)
+      given = list(run) if isinstance(run, Mapping) else checks.told(run)
       raise ValueError(
         f"`{argument}[{number}]` must be a dict with tracks of some of "
         f"{', '.join(_nowcaster.KINDS)}, as of `Tracker.tracks`, got {given}."
@@ -231,7 +229,7 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
       ):
         raise ValueError(
           f"`{argument}[{number}][{kind!r}]` must be a track, floats [entries, "
-          f"epochs], as of `Tracker.tracks`, got {_checking.told(track)}."
+          f"epochs], as of `Tracker.tracks`, got {checks.told(track)}."
         )
   return runs
 

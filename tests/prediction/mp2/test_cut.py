@@ -120,7 +120,7 @@ def test_another_tree_is_refused_by_the_first_leaf_that_differs():
     cut.split(wide)
   short = small()
   del short["a_norm"]
-  with pytest.raises(ValueError, match=r"no leaf a_norm\.bias float32"):
+  with pytest.raises(ValueError, match=r"no leaf a_norm\.bias"):
     cut.split(short)
   with pytest.raises(ValueError, match=r"a leaf c\.kernel besides"):
     cut.split(small() | {"c": {"kernel": jnp.zeros(2)}})

@@ -256,9 +256,7 @@ def test_what_does_not_fit_is_refused():
     ValueError, match=r"`vector` must be an array of shape \[2572\]"
   ):
     predictor.apply_vector(params, jnp.zeros((2, 2572)))
-  with pytest.raises(
-    ValueError, match=r"`vector` must be an arr.*got a `list`"
-  ):
+  with pytest.raises(ValueError, match=r"`vector` must be an arr.*got a list"):
     predictor.apply_vector(params, [0.0] * 2572)
   other = prediction.predictor(cut_of("lenet", 2), grid=8)
   with pytest.raises(

@@ -71,7 +71,7 @@ def test_other_shapes_are_refused():
   for name, minimum in (("entries_per_kind", 1), ("seed", 0)):
     for wrong in (minimum - 1, 2.5, "a", None):
       with pytest.raises(
-        ValueError, match=f"`{name}` must be an int >= {minimum}, got"
+        ValueError, match=f"`{name}` must be an int (>=|from) {minimum}"
       ):
         prediction.Tracker(PARAMS, **{name: wrong})
 

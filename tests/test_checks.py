@@ -1,0 +1,169 @@
+"""Checks of arguments: what each refuses, in words that name the argument."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import checks
+
+_NAN_ROW = np.array([[0.0, 1.0], [2.0, np.nan]])
+_BF16 = jnp.ones(1, jnp.bfloat16)
+# A check, what it refuses, and key words of the rule.
+_REFUSED = (
+  (lambda x: checks.check_choice("x", x, ("a", "b")), ("c", 3), "'a' or 'b'"),
+  (lambda x: checks.check_type("x", x, int, "a number"), ("c",), "a number"),
+  (lambda x: checks.check_function("x", x, "y"), (None, 3), "function of y"),
+  (
+    lambda x: checks.check_function("x", x, "y", optional=True),
+    (3,),
+    "or None",
+  ),
+  (lambda x: checks.check_list("x", x, "y"), (3, "ab", b"", {}), "list of y"),
+  (
+    lambda x: checks.check_structural("x", x, minimum=1),
+    (0, 1.0, True, "1", None, np.int64(2)),
+    "an int >= 1",
+  ),
+  (
+    lambda x: checks.check_structural("x", x, minimum=1),
+    (jnp.int32(2),),
+    "a Python int, got an array.*static_args",
+  ),
+  (
+    lambda x: checks.check_structural(
+      "x", x, minimum=1, maximum=2, remedy="Do."
+    ),
+    (0, 3),
+    r"an int from 1 to 2.* Do\.$",
+  ),
+  (
+    lambda x: checks.check_int("x", x, 1),
+    (0, 1.5, True, "1", None, np.ones(2)),
+    "an int >= 1",
+  ),
+  (lambda x: checks.check_int("x", x, 1, 2, "Do."), (3,), r"to 2.* Do\.$"),
+  (
+    lambda x: checks.check_continuous("x", x, high=1),
+    (-0.1, 1.1, np.nan),
+    r"in \[0, 1\]",
+  ),
+  (
+    lambda x: checks.check_continuous("x", x, open_low=True),
+    (0,),
+    r"in \(0, inf\]",
+  ),
+  (lambda x: checks.check_continuous("x", x), ("a", None), "a number in"),
+  (
+    lambda x: checks.check_number("x", x),
+    ("1", True, None, np.inf, np.nan, 10**400, [0.5], -1),
+    r"(finite number|in \[0, inf\])",
+  ),
+  (
+    lambda x: checks.check_optimizer("x", x),
+    (0.1, None),
+    "an Optax transformation",
+  ),
+  (
+    lambda x: checks.check_arrays("x", x),
+    ({"a": "text"},),
+    "tree of arrays, got 'text' at 'a'",
+  ),
+  (
+    lambda x: checks.check_rate("x", x),
+    (optax.sgd(0.1),),
+    "schedule.* got a Gra",
+  ),
+  (
+    lambda x: checks.check_trained("x", {"w": x}),
+    (_BF16, np.ones(1)),
+    "float32.* w is",
+  ),
+  (
+    lambda x: checks.check_trained("x", {"w": x}),
+    (jnp.full(1, np.nan),),
+    "finite.* w holds",
+  ),
+  (
+    lambda x: checks.check_finite("x", x),
+    (_NAN_ROW, _NAN_ROW[:, 1]),
+    "finite.* row 1",
+  ),
+)
+
+
+@pytest.mark.parametrize("number", range(len(_REFUSED)))
+def test_a_check_names_the_argument_and_the_rule(number):
+  check, values, rule = _REFUSED[number]
+  for value in values:
+    with pytest.raises(ValueError, match=f"`x` must be {rule}|`x` .*{rule}"):
+      check(value)
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "a", True, 2**63])
+def test_a_seed_is_one_that_jax_takes(value):
+  with pytest.raises(ValueError, match="`seed` must be an int from 0"):
+    checks.check_seed(value)
+  assert checks.check_seed(np.uint32(3)) == 3
+  jax.random.key(checks.check_seed(2**63 - 1))
+
+
+@pytest.mark.parametrize("value", [0, np.zeros(2), None])
+def test_a_key_is_a_random_one(value):
+  with pytest.raises(ValueError, match="`key` must be a random key"):
+    checks.check_key(value)
+  for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+    checks.check_key(key)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+  number = checks.check_number("x", np.float32(0.5))
+  count = checks.check_int("x", np.int64(2), 1)
+  assert (type(number), type(count)) == (float, int)
+
+
+def test_traced_numbers_pass_and_structural_ones_do_not():
+  @jax.jit
+  def build(x):
+    checks.check_continuous("x", x, high=1)
+    checks.check_rate("x", x)
+    return x
+
+  assert build(7.0) == 7
+  with pytest.raises(ValueError, match=r"`n` shapes the program.*'n'"):
+    jax.jit(lambda n: checks.check_structural("n", n, minimum=1))(2)
+
+
+def test_a_value_is_shown_by_its_type_where_that_is_shorter():
+  assert checks.told("short") == "'short'"
+  assert checks.told("x" * 200) == "a str"
+  assert checks.told(np.zeros((3, 3))) == "a ndarray"
+  assert checks.told(optax.adam(0.1)).startswith("a Gradient")
+
+
+@pytest.mark.parametrize(
+  ("leaves", "rule"),
+  [
+    ({}, "there is no leaf a"),
+    ({"a": np.ones(3)}, r"a has shape \[3\] and not \[2\]"),
+    ({"a": np.ones(2), "b": 1.0}, "there is a leaf b besides"),
+  ],
+)
+def test_the_first_leaf_of_another_shape_is_named(leaves, rule):
+  with pytest.raises(ValueError, match=rf"^`x` must be y, but {rule}\. Do\.$"):
+    checks.check_shapes("`x` must be y, but", "Do.", leaves, {"a": (2,)})
+  checks.check_shapes("", "", {"a": np.ones(2)}, {"a": (2,)})
+
+
+def test_rows_are_looked_at_in_parts(monkeypatch):
+  monkeypatch.setattr(checks, "_PART", 16)
+  rows = np.zeros((7, 2))
+  checks.check_finite("x", rows)
+  checks.check_finite("x", rows[:0])
+  checks.check_finite("x", np.arange(3))
+  rows[5, 1] = np.inf
+  with pytest.raises(ValueError, match=re.escape("row 5 holds")):
+    checks.check_finite("x", rows)
