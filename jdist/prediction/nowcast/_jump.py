@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives
+from jdist import checks, collectives, transforms
 from jdist.prediction.nowcast import _nowcaster
 
 PyTree = Any
+_DEVICE = transforms.Control()
 
 
 class NowcastState(NamedTuple):
@@ -25,6 +26,11 @@ class NowcastState(NamedTuple):
   step: jax.Array
   history: PyTree
   networks: PyTree
+
+  @property
+  def jumps(self) -> bool:
+    """True: `jdist.anchor` refuses it beside a method with rounds."""
+    return True
 
 
 def nowcast_weights(
@@ -59,8 +65,9 @@ def nowcast_weights(
     axis: the workers' axis: None, a name, or (inner, outer).
 
   Returns:
-    A transformation; `update` needs `params`.  With the static `drain=True`,
-    as `transforms.drain` says it, it hands the updates on and counts nothing.
+    A transformation; `update` needs `params`.  With the static
+    `control=transforms.Control(drain=True)` the updates pass unchanged and
+    nothing is counted.
 
   Raises:
     ValueError: when an argument is out of its range, or there is no network,
@@ -119,7 +126,7 @@ def nowcast_weights(
     state: NowcastState,
     params: optax.Params | None = None,
     *,
-    drain: Any = False,
+    control: transforms.Control = _DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, NowcastState]:
     del extra_args
@@ -128,7 +135,7 @@ def nowcast_weights(
         "`params` must be given to `update` of `nowcast_weights`: call "
         "`optimizer.update(grads, state, params)`."
       )
-    if drain:
+    if control.drain:
       return updates, state
     step = optax.safe_increment(state.step)
     state = state._replace(step=step)

@@ -198,7 +198,7 @@ def _whole():
 def test_the_best_is_kept_and_not_the_last(monkeypatch):
   scores = iter((0.1, 0.5, 0.5, 0.2))
   monkeypatch.setattr(
-    _predictor_fit._assembling,
+    _evaluate,
     "evaluate_predictor",
     lambda *args, **kwargs: np.array([next(scores)]),
   )
