@@ -90,7 +90,8 @@ def main() -> None:
     steps = [step]
     if name.endswith(_TOLD):
       steps = [
-        functools.partial(step, round_ends=ends) for ends in (False, True)
+        functools.partial(step, control=transforms.Control(round_ends=ends))
+        for ends in (False, True)
       ]
     states[name] = training.TrainState(
       step=np.zeros((), np.int32),

@@ -58,7 +58,8 @@ def _programs(name, interval, step, team):
 
   def jit(**told):
     return team.jit(
-      lambda state, batch: step(state, batch, **told), donate_argnums=0
+      lambda state, batch: step(state, batch, transforms.Control(**told)),
+      donate_argnums=0,
     )
 
   if not name.endswith(_TOLD):

@@ -46,14 +46,17 @@ def _diloco(run: Run, interval: int) -> Chain:
 
 def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
   # Of the mean under way a worker knows its own share, and keeps that.
-  changes.setdefault("carry", 1 / run.workers)
+  overlap = transforms.Delayed(
+    changes.pop("steps", None), carry=changes.pop("carry", 1 / run.workers)
+  )
   changes.setdefault("warmup_steps", run.warmup_steps)
-  rule = changes.pop("rule", None) or intervals.msdpu(interval, run.rate)
+  policy = changes.pop("policy", None) or intervals.msdpu(interval, run.rate)
   return methods.msdpu(
     run.inner,
-    intervals.ending_at(run.num_steps, rule),
+    intervals.ending_at(run.num_steps, policy),
     run.rate,
     axis=run.axis,
+    overlap=overlap,
     **changes,
   )
 
@@ -74,8 +77,9 @@ def _no_delay(run: Run) -> Chain:
 def _in_4_bits() -> dict[str, Any]:
   """Means of 4-bit integers; what they leave out goes with the next round's."""
   return {
-    "reducer": reducers.compressed(codecs.Quantize(4)),
-    "feedback": reducers.ErrorFeedback(),
+    "compression": reducers.Compression(
+      codecs.Quantize(4), reducers.ErrorFeedback()
+    )
   }
 
 
@@ -92,18 +96,18 @@ VARIANTS: dict[str, Variant] = {
   "msdpu rho=1": lambda run: _msdpu(run, 8, carry=1.0),
   "msdpu rho=1 H0=4": lambda run: _msdpu(run, 4, carry=1.0),
   "msdpu rho=0": lambda run: _msdpu(run, 8, carry=0.0),
-  "msdpu fixed H=8": lambda run: _msdpu(run, 8, rule=intervals.fixed(8)),
+  "msdpu fixed H=8": lambda run: _msdpu(run, 8, policy=intervals.fixed(8)),
   "msdpu no correction": lambda run: _msdpu(run, 8, correction=0.0),
   "msdpu no delay": _no_delay,
   "post_local_sgd H=8": _post_local,
   "adacomm tau0=16": _adacomm,
   "qsr H>=8": _qsr,
   "msdpu outer": lambda run: _msdpu(
-    run, 8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)
+    run, 8, rule=optax.sgd(0.7, momentum=0.5, nesterov=True)
   ),
-  "msdpu H0=8, 2 steps late": lambda run: _msdpu(run, 8, delay_steps=2),
+  "msdpu H0=8, 2 steps late": lambda run: _msdpu(run, 8, steps=2),
   "msdpu H0=8, 2 steps late, no warm-up": lambda run: _msdpu(
-    run, 8, delay_steps=2, warmup_steps=0
+    run, 8, steps=2, warmup_steps=0
   ),
   "msdpu H0=1, int4": lambda run: _msdpu(run, 1, **_in_4_bits()),
   "msdpu H0=2, int4": lambda run: _msdpu(run, 2, **_in_4_bits()),

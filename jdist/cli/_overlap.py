@@ -301,7 +301,7 @@ def _compile(
   step = training.make_step(task.loss, optimizer, axis=workers.axis)
 
   def one_step(state: Any, batch: Any) -> Any:
-    return step(state, batch, **chosen)
+    return step(state, batch, transforms.Control(**chosen))
 
   lowered = workers.jit(one_step, donate_argnums=0).lower(
     state, profiling.abstract(workers, task.batch)
