@@ -131,7 +131,7 @@ def predict_rest(
     axis: the workers' axis: None, a name, or (inner, outer).
     rest: a chain that brings the workers together for the residual, float32,
       whose gradients it gets; None (default) has no residual: MP².  It gets
-      the extra arguments, and of `control` only what ends rounds.
+      the extra arguments; its rounds the device ends.
 
   Returns:
     A transformation; `update` needs `params`.  `jdist.anchor` gives front and
@@ -307,15 +307,9 @@ def predict_rest(
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     assert rest is not None
-    # Streaming is the front's, and a rest whose rounds no host ends follows the
-    # device.
+    # What a host says is of the front's rounds; the rest has its own.
     control = extra_args.get("control", _control.DEVICE)
-    ends = control.round_ends
-    if _state.rounds_ahead(state.rest) is None:
-      ends = None
-    extra_args = extra_args | {
-      "control": _control.Control(round_ends=ends, drain=control.drain)
-    }
+    extra_args = extra_args | {"control": _control.Control(drain=control.drain)}
     if _control.drains(extra_args) and not _state.drains(state.rest):
       return residual, state
     # Until the first prediction there is nothing that a residual could add to.

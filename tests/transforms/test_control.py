@@ -49,7 +49,6 @@ FOLLOWING = {
   "overlap_local_sgd": lambda: methods.overlap_local_sgd(SGD, 2, axis=None),
   "a front": lambda: predicted(local()),
   "a front, and a rest that follows no host": lambda: predicted(local(), SGD),
-  "a front and a rest": lambda: predicted(local(), local()),
 }
 
 

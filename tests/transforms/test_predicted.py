@@ -6,7 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, collectives, methods, profiling, reducers, transforms
+from jdist import (
+  codecs,
+  collectives,
+  methods,
+  profiling,
+  reducers,
+  training,
+  transforms,
+)
 from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
 
 # Large enough that codecs do not send them as they are.
@@ -106,7 +114,7 @@ def outer(axis):
       3,
       axis=axis,
       compression=reducers.Compression(
-        reducers.compressed(codecs.Quantize(4)), reducers.ErrorFeedback()
+        codecs.Quantize(4), reducers.ErrorFeedback()
       ),
     ),
     axis,
@@ -121,10 +129,7 @@ def compared(axis):
   """A front in 8 bits, and a residual of low rank in 4: experiments/mp2."""
   front = transforms.average_gradients(
     axis,
-    reducers.Compression(
-      reducers.compressed(codecs.Quantize(8, 64)),
-      reducers.ErrorFeedback(),
-    ),
+    reducers.Compression(codecs.Quantize(8, 64), reducers.ErrorFeedback()),
   )
   rest = methods.powersgd(
     optax.sgd(0.1),
@@ -174,22 +179,22 @@ def test_a_residual_in_few_bits_is_equal_on_all_workers(substrate):
 
 
 def test_a_front_of_mp2_in_few_bits():
-  """Is the front of local steps with the same reducer, feedback and seed."""
-  options = {
-    "compression": reducers.Compression(
-      codecs.Quantize(2, 64, rounding="stochastic"),
-      reducers.ErrorFeedback(),
-      seed=5,
-    )
-  }
+  """Is the front of local steps with the same compression."""
+  compression = reducers.Compression(
+    codecs.Quantize(2, 64, rounding="stochastic"),
+    reducers.ErrorFeedback(),
+    seed=5,
+  )
 
   def in_bits(axis):
     return methods.mp2(
-      optax.sgd(0.1), Cut(), predict, 0.5, 3, axis=axis, **options
+      optax.sgd(0.1), Cut(), predict, 0.5, 3, axis=axis, compression=compression
     )
 
   def front_alone(axis):
-    return transforms.local_steps(optax.sgd(0.1), 3, axis=axis, **options)
+    return transforms.local_steps(
+      optax.sgd(0.1), 3, axis=axis, compression=compression
+    )
 
   front = {k: LARGE[k] for k in "ab"}
   xs = targets(6, 4, like=LARGE)
@@ -323,6 +328,43 @@ def test_bytes_of_a_rotating_refresh():
   assert traffic.bytes_per_round == ring * 4 * (5 + 3 + 6)
 
 
+RESTS = {
+  "longer rounds": lambda sgd, axis: methods.local_sgd(sgd, 4, axis=axis),
+  "late": lambda sgd, axis: methods.local_sgd(
+    sgd, 4, axis=axis, overlap=transforms.Delayed(steps=2)
+  ),
+  "fragments": lambda sgd, axis: transforms.fragment_steps(
+    sgd, 4, 2, axis=axis
+  ),
+}
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_a_host_that_ends_the_rounds_of_the_front_leaves_the_rest_its_own(name):
+  team = collectives.workers(2, substrate="vmap")
+  sgd = optax.sgd(0.1)
+  front = methods.local_sgd(sgd, 2, axis=team.axis)
+  chain = whole(front, team.axis, RESTS[name](sgd, team.axis))
+  xs = targets(8, 2)
+
+  def loss(params, model_state, x, key):
+    del key
+    squares = jax.tree.map(lambda w, x: jnp.sum((w - x) ** 2), params, x)
+    return sum(squares.values()), (model_state, {})
+
+  step = training.make_step(loss, chain, axis=team.axis)
+  ends = []
+  for host_rounds in (False, None):
+    trainer = training.Trainer(team, step, host_rounds=host_rounds)
+    state = training.init_state(team, chain, PARAMS)
+    state, _ = trainer.fit(state, lambda start: iter(xs[start:]), 8)
+    assert state.opt_state.front.clock.round.tolist() == [4, 4]
+    assert state.opt_state.rest.clock.round.tolist() == [2, 2]
+    ends.append(state.params)
+  for x, y in zip(*map(jax.tree.leaves, ends), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
 # Draining.
 
 
@@ -363,7 +405,5 @@ def test_draining_does_not_step_a_front_that_holds_nothing():
   drained, after = transforms.drain(optimizer, state, params)
   for k in PARAMS:
     np.testing.assert_allclose(drained[k], params[k], rtol=1e-6)
-  assert (after.clock.step, after.clock.round) == (
-    1,
-    1,
-  ) and after.clock.synchronized
+  assert (after.clock.step, after.clock.round) == (1, 1)
+  assert after.clock.synchronized
