@@ -30,17 +30,19 @@ def is_traced(value: Any) -> bool:
 
 
 def told(value: Any) -> str:
-  """Returns a value as an error shows it: by its type where that is shorter.
+  """Returns a value as an error shows it: arrays, and long ones, by their type.
 
   >>> told(0.1), told(np.zeros((9, 9))), told(optax.sgd(0.1))
-  ('0.1', 'a ndarray', 'a GradientTransformationExtraArgs')
+  ('0.1', 'float64[9, 9]', 'a GradientTransformationExtraArgs')
   """
   text = repr(value)
   functions = isinstance(value, tuple) and any(map(callable, value))
-  if not functions and len(text) <= _MAX_LETTERS and "\n" not in text:
-    return text
+  array = hasattr(value, "shape") and hasattr(value, "dtype")
+  long = functions or len(text) > _MAX_LETTERS or "\n" in text
+  if array and (long or value.shape):
+    return f"{value.dtype}{list(value.shape)}"
   kind = type(value).__name__
-  return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+  return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}" if long else text
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

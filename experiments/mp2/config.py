@@ -175,13 +175,13 @@ class Comparison(comparing.Comparison):
     """Bytes between a worker and a server, see `served`."""
     assert isinstance(self.options, Config)
     model = self.build(0)
-    whole = prediction.traffic(cut_of(self.options, model, "published"))
+    whole = prediction.exchange_bytes(cut_of(self.options, model, "published"))
     rounds = record.rounds / record.step
     up, down = served(traffic, whole.whole_bytes, rounds)
     published = up
     if variant.startswith("mp2"):
       kind: Kind = "rich" if "rank" in variant else "published"
-      found = prediction.traffic(cut_of(self.options, model, kind))
+      found = prediction.exchange_bytes(cut_of(self.options, model, kind))
       # What it predicts comes back from a server, and of a ring needs nothing.
       up, down = found.pushed_bytes, found.pulled_bytes
       published = found.published_bytes

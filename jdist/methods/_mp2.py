@@ -52,7 +52,7 @@ def mp2(
   References:
     Model parameter prediction (MP²).  Departure: there a server predicts, and
     sends all parameters to the workers; here all workers predict the same, so
-    that no rest travels in any direction.  `jdist.prediction.Server` is the
+    that no rest travels in any direction.  `jdist.prediction.Exchange` is the
     published protocol.
 
   >>> class Halves:

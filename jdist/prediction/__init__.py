@@ -61,8 +61,10 @@ from jdist.prediction.mp2._evaluate import assemble as assemble
 from jdist.prediction.mp2._evaluate import (
   evaluate_predictor as evaluate_predictor,
 )
-from jdist.prediction.mp2._exchange import Server as Server
-from jdist.prediction.mp2._exchange import ServerState as ServerState
+from jdist.prediction.mp2._exchange import Exchange as Exchange
+from jdist.prediction.mp2._exchange import exchange_bytes as exchange_bytes
+from jdist.prediction.mp2._exchange import ExchangeBytes as ExchangeBytes
+from jdist.prediction.mp2._exchange import ExchangeState as ExchangeState
 from jdist.prediction.mp2._layers import Layer as Layer
 from jdist.prediction.mp2._layers import Leaf as Leaf
 from jdist.prediction.mp2._predictor import Predictor as Predictor
@@ -82,34 +84,34 @@ from jdist.prediction.mp2._saved_predictor import (
 from jdist.prediction.mp2._saved_predictor import (
   save_predictor as save_predictor,
 )
-from jdist.prediction.mp2._traffic_mp2 import Traffic as Traffic
-from jdist.prediction.mp2._traffic_mp2 import traffic as traffic
-from jdist.prediction.nowcast._jump import nowcast_weights as nowcast_weights
-from jdist.prediction.nowcast._jump import NowcastState as NowcastState
-from jdist.prediction.nowcast._nowcaster import init_nowcaster as init_nowcaster
-from jdist.prediction.nowcast._nowcaster import (
-  init_nowcasters as init_nowcasters,
-)
-from jdist.prediction.nowcast._nowcaster import kind_of as kind_of
-from jdist.prediction.nowcast._nowcaster import nowcast as nowcast
-from jdist.prediction.nowcast._nowcaster import (
-  nowcast_entries as nowcast_entries,
-)
-from jdist.prediction.nowcast._nowcaster_fit import (
+from jdist.prediction.nowcast._fit import (
   fit_nowcaster as fit_nowcaster,
 )
-from jdist.prediction.nowcast._nowcaster_fit import (
+from jdist.prediction.nowcast._fit import (
   fit_nowcasters as fit_nowcasters,
 )
-from jdist.prediction.nowcast._nowcaster_fit import Fitted as Fitted
-from jdist.prediction.nowcast._nowcaster_fit import (
+from jdist.prediction.nowcast._fit import Fitted as Fitted
+from jdist.prediction.nowcast._fit import (
   load_nowcasters as load_nowcasters,
 )
-from jdist.prediction.nowcast._nowcaster_fit import NowcastFit as NowcastFit
-from jdist.prediction.nowcast._nowcaster_fit import (
+from jdist.prediction.nowcast._fit import NowcastFit as NowcastFit
+from jdist.prediction.nowcast._fit import (
   save_nowcasters as save_nowcasters,
+)
+from jdist.prediction.nowcast._model import init_nowcaster as init_nowcaster
+from jdist.prediction.nowcast._model import (
+  init_nowcasters as init_nowcasters,
+)
+from jdist.prediction.nowcast._model import kind_of as kind_of
+from jdist.prediction.nowcast._model import nowcast as nowcast
+from jdist.prediction.nowcast._model import (
+  nowcast_entries as nowcast_entries,
 )
 from jdist.prediction.nowcast._tracks import load_tracks as load_tracks
 from jdist.prediction.nowcast._tracks import save_tracks as save_tracks
 from jdist.prediction.nowcast._tracks import Tracker as Tracker
 from jdist.prediction.nowcast._tracks import Tracks as Tracks
+from jdist.prediction.nowcast._transform import (
+  nowcast_weights as nowcast_weights,
+)
+from jdist.prediction.nowcast._transform import NowcastState as NowcastState

@@ -1,15 +1,14 @@
 """Arrays on the disk: .npy files and a manifest that is written last.
 
-    arrays.json            names, the files with their hashes, what it is
-    w-0123456789ab.npy     one array; its name holds a part of its hash
+    arrays.json            names, files, hashes, and the body of the caller
+    w-0123456789ab.npy     an array; its name holds a part of its hash
 
 A new manifest replaces the old one in one move, and only then are the old
-files removed: a write that is cut off leaves what was there before.  Where no
-directory was, it is filled beside, as `.w.unfinished`, and then moved: so
-whoever asks only whether it exists finds it whole.  What no manifest of ours
-has named is never removed, and a directory that holds other arrays is refused.
-Nothing is ever unpickled.  One process saves at a time: on several hosts that
-share a disk, the first.
+files removed: a write that is cut off leaves the earlier arrays.  A new
+directory is filled as `.w.unfinished` and then moved, so that one that exists
+is whole.  Files that no manifest of ours has named are never removed, and a
+directory that holds other arrays is refused.  Nothing is ever unpickled.  One
+process saves at a time: on several hosts that share a disk, the first.
 """
 
 import hashlib
@@ -25,20 +24,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.storage import sealed_json
+from jdist import checks
+from jdist.storage import hashes, sealed_json
 
 PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
 _FORMAT = 2
-# Names that `save_arrays` gives; a manifest cannot make it remove others.
+# Names that `save_arrays` gives; a manifest cannot name other files.
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 # All but what every file system takes.
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _NUM_LETTERS = 80
 
 
+class _Manifest(NamedTuple):
+  files: dict[str, tuple[str, str]]  # Of each array its file and hash.
+  stale: list[str]
+  body: dict[str, Any]
+
+
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
-  """A directory as a path; a ValueError if it is none, or a file.
+  """Returns a directory as a path.
+
+  Raises:
+    ValueError: when it is no path, or a file.
 
   >>> folder("predictors").name
   'predictors'
@@ -57,19 +66,22 @@ def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
   return path
 
 
+def is_there(directory: str | os.PathLike[str]) -> bool:
+  """Returns whether a directory has a manifest of arrays."""
+  return (folder(directory) / _MANIFEST).exists()
+
+
 def save_arrays(
-  directory: str | os.PathLike[str],
-  arrays: Mapping[str, Any],
-  body: dict[str, Any],
+  directory: str | os.PathLike[str], tree: PyTree, body: dict[str, Any]
 ) -> None:
-  """Replaces what an earlier save has left in the directory.
+  """Saves the leaves of a tree, and replaces those of an earlier save.
 
   Args:
-    directory: for nothing else; if it is missing it appears at the end, in one
-      move.
-    arrays: by their names, any text.
-    body: what JSON can hold; `"what"` in it says what the arrays are, and
-      `"about"` is the caller's.
+    directory: used for nothing else; if it is missing it appears at the end,
+      in one move.
+    tree: arrays; `checks.named_leaves` gives their names.
+    body: anything that JSON can hold; its `"what"` says what the arrays are,
+      its `"about"` is the user's.
 
   Raises:
     ValueError: when JSON cannot hold `about`, an array is of a type that .npy
@@ -83,8 +95,9 @@ def save_arrays(
       f"`about` must be what JSON can hold, got {body['about']!r}: {error}. "
       "Make numbers of arrays by `float` or `.tolist()`."
     ) from error
-  held = {name: np.asarray(array) for name, array in arrays.items()}
-  for name, array in held.items():
+  leaves = checks.named_leaves(tree)
+  arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+  for name, array in arrays.items():
     # NumPy writes others, as bfloat16, and reads bytes without a type.
     if array.dtype.isbuiltin != 1 or array.dtype.kind not in "biufc":
       raise ValueError(
@@ -94,7 +107,7 @@ def save_arrays(
   target = folder(directory)
   earlier = refuse_others(target, body["what"])
   if target.exists():
-    _fill(target, held, body, earlier)
+    _fill(target, arrays, body, earlier)
     return
   # Hidden, as no directory is that somebody else saves to.
   partial = target.with_name(f".{target.name}.unfinished")
@@ -103,7 +116,7 @@ def save_arrays(
     name = path.name.removesuffix(".partial")
     if name == _MANIFEST or _FILE.fullmatch(name):
       path.unlink()  # Of a save that was cut off.
-  _fill(partial, held, body, set())
+  _fill(partial, arrays, body, set())
   partial.rename(target)
 
 
@@ -119,9 +132,8 @@ def _fill(
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     data = buffer.getvalue()
-    digest = _digest(data)
-    # For people: names that become one are told apart by the hash, unless
-    # their arrays are the same, too.
+    digest = hashlib.sha256(data).hexdigest()
+    # For people: equal names differ by the hash, unless their arrays are equal.
     file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, data)
     files[name] = [file, digest]
@@ -139,7 +151,7 @@ def _fill(
 def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
   """Raises a ValueError unless a directory is free for `what`, or holds it.
 
-  Before a long training call it by itself: when it is saved is too late.
+  Before a long training it is called by itself, and not only by the save.
 
   Returns:
     The names of files that earlier saves have left there.
@@ -156,49 +168,43 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
     return set()
   try:
     manifest = _read(target)
-  except (sealed_json.DamagedError, sealed_json.OtherFormatError) as error:
+  except (sealed_json.DamagedError, sealed_json.FormatError) as error:
     raise ValueError(
       f"{rule} has an {_MANIFEST} that is not ours, damaged, or of another "
-      f"version: it {error}. Take another directory."
+      f"version. {error} Take another directory."
     ) from error
-  if manifest.what != what:
-    raise ValueError(f"{rule} holds {manifest.what}. Take another directory.")
+  if manifest.body["what"] != what:
+    raise ValueError(
+      f"{rule} holds {manifest.body['what']}. Take another directory."
+    )
   names = [file for file, _ in manifest.files.values()] + manifest.stale
   return {x for x in names if isinstance(x, str) and _FILE.fullmatch(x)}
 
 
 def _cut_off(path: pathlib.Path) -> bool:
-  """Whether a file is of a first save that never came to its manifest."""
+  """Returns whether a file is of a first save that has no manifest yet."""
   name = _FILE.fullmatch(path.name)
-  # Its name tells its content, which no other file's does.
-  return name is not None and _digest(path.read_bytes()).startswith(name[1])
-
-
-def _digest(data: bytes) -> str:
-  return hashlib.sha256(data).hexdigest()
-
-
-class _Manifest(NamedTuple):
-  what: str
-  files: dict[str, tuple[str, str]]  # Of each array its file and hash.
-  stale: list[str]
-  body: dict[str, Any]
+  # The hash in its name is that of its content, as in no other file.
+  return name is not None and hashes.hash_file(path).startswith(name[1])
 
 
 def _read(target: pathlib.Path) -> _Manifest:
   found = sealed_json.read(target / _MANIFEST, form=_FORMAT)
   try:
-    body, stale = found["body"], found["stale"]
     files = {name: (file, sha) for name, (file, sha) in found["files"].items()}
-    return _Manifest(body["what"], files, list(stale), body)
+    manifest = _Manifest(files, list(found["stale"]), found["body"])
+    manifest.body["what"]
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise sealed_json.DamagedError(f"cannot be read: {error!r}") from error
+    raise sealed_json.DamagedError(
+      target / _MANIFEST, f"cannot be read ({error!r})"
+    ) from error
+  return manifest
 
 
 def load_arrays(
   directory: str | os.PathLike[str], *, what: str
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  """Reads what `save_arrays` wrote.
+  """Returns the arrays by name, and the body, of `save_arrays`.
 
   Raises:
     FileNotFoundError: when there is no manifest.
@@ -212,42 +218,30 @@ def load_arrays(
     raise FileNotFoundError(
       f"`directory` must hold {what}, but there is no {_MANIFEST} in {target}."
     ) from error
-  except sealed_json.DamagedError as error:
+  if manifest.body["what"] != what:
     raise ValueError(
-      f"`directory` is damaged: {target / _MANIFEST} {error}. Make it anew."
-    ) from error
-  except sealed_json.OtherFormatError as error:
-    raise ValueError(f"`directory` {target} {error}") from error
-  if manifest.what != what:
-    raise ValueError(
-      f"`directory` must hold {what}, got {manifest.what} in {target}."
+      f"`directory` must hold {what}, got {manifest.body['what']} in {target}."
     )
-  arrays = {}
-  for name, (file, digest) in manifest.files.items():
-    path = target / pathlib.Path(file).name  # Never outside of it.
-    data = path.read_bytes() if path.exists() else b""
-    if _digest(data) != digest:
-      raise ValueError(
-        f"`directory` is damaged: {path} is missing, has changed or is cut off."
-      )
-    arrays[name] = np.load(io.BytesIO(data), allow_pickle=False)
-  return arrays, manifest.body
-
-
-def is_there(directory: str | os.PathLike[str]) -> bool:
-  """Whether something was saved in a directory."""
-  return (folder(directory) / _MANIFEST).exists()
+  # Never outside of the directory, whatever the manifest names.
+  files = {
+    name: (pathlib.Path(file).name, digest)
+    for name, (file, digest) in manifest.files.items()
+  }
+  hashes.check_files(target, dict(files.values()))
+  return {
+    name: np.load(target / file, allow_pickle=False)
+    for name, (file, _) in files.items()
+  }, manifest.body
 
 
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-  """Undoes `checks.named_leaves`.
+  """Returns loaded arrays as a tree like another.
 
   Raises:
-    ValueError: when a leaf is missing or of another form.
+    ValueError: when a leaf is missing, or of another shape or type.
   """
-
-  def one(path: Any, leaf: Any) -> jax.Array:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
+  leaves = []
+  for name, leaf in checks.named_leaves(like).items():
     array = arrays.get(name)
     found = None if array is None else (array.shape, str(array.dtype))
     wanted = (jnp.shape(leaf), str(leaf.dtype))
@@ -256,6 +250,5 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
         f"`directory` must hold {name!r} as {wanted}, but there is {found}. It "
         "was written by another version, or for another model."
       )
-    return jnp.asarray(array)
-
-  return jax.tree_util.tree_map_with_path(one, like)
+    leaves.append(jnp.asarray(array))
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)

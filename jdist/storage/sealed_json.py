@@ -1,9 +1,9 @@
-"""Sealing: JSON files that are there whole, and tell when they have changed.
+"""Sealed JSON: files that are there whole, and show when they have changed.
 
     {"format": 1, "sha256": "of the body", ..., "body": ...}
 
-A sealed file is what says that other files are there: it is written after them,
-and in one move.
+A sealed file is the manifest of other files: it is written after them, in one
+move, so that what it lists is complete.
 """
 
 import hashlib
@@ -13,53 +13,58 @@ import pathlib
 from typing import Any
 
 
-class DamagedError(Exception):
-  """A sealed file cannot be read, or is not what was written.
+class DamagedError(ValueError):
+  """A file is missing, cannot be read, or is not what was written.
 
-  The message goes on from the name of the file.
+  Attributes:
+    reason: the file's name and what is wrong with it.
   """
 
+  def __init__(self, path: pathlib.Path, fault: str):
+    super().__init__(
+      f"`directory` is damaged: {path} {fault}. Make it anew in another "
+      "directory."
+    )
+    self.reason = f"{path.name} {fault}"
 
-class OtherFormatError(Exception):
-  """A sealed file is of another format.
 
-  The message goes on from the name of what it is of.
-  """
+class FormatError(ValueError):
+  """A sealed file is of another format."""
 
 
 def write(path: pathlib.Path, body: Any, *, form: int, **beside: Any) -> None:
   """Writes a sealed file.
 
   Args:
-    path: where; a file that is there is replaced.
-    body: what JSON can hold.
+    path: a file that is there is replaced.
+    body: anything that JSON can hold.
     form: the number of the body's format.
-    **beside: what else is in the file, for people; nothing reads it.
+    **beside: further entries for people; nothing reads them.
   """
   whole = {"format": form, "sha256": _digest(body), **beside, "body": body}
   write_whole(path, json.dumps(whole).encode())
 
 
 def read(path: pathlib.Path, *, form: int) -> Any:
-  """The body that was given to `write`.
+  """Returns the body that was given to `write`.
 
   Raises:
     DamagedError: when the file is no sealed one, or has changed.
-    OtherFormatError: when it is of another format than `form`.
+    FormatError: when it is of another format than `form`.
     FileNotFoundError: when there is none.
   """
   try:
     whole = json.loads(path.read_text())
     found, digest, body = (whole[k] for k in ("format", "sha256", "body"))
   except (ValueError, KeyError, TypeError) as error:
-    raise DamagedError(f"cannot be read: {error!r}") from error
+    raise DamagedError(path, f"cannot be read ({error!r})") from error
   if found != form:
-    raise OtherFormatError(
-      f"has format {found}, and this version of jdist reads {form}. Use the "
-      "version that wrote it."
+    raise FormatError(
+      f"`directory`: {path} has format {found}, and this version of jdist "
+      f"reads {form}. Use the version that wrote it."
     )
   if digest != _digest(body):
-    raise DamagedError("has changed")
+    raise DamagedError(path, "has changed")
   return body
 
 

@@ -3,7 +3,7 @@
 A checkpoint is a directory written by Orbax and a manifest beside it:
 
     step_00000100/       arrays; those equal on all workers stand there once
-    step_00000100.json   names, shapes, the files with their sizes and hashes
+    step_00000100.json   names, shapes, the files with their hashes
 
 The manifest is written last and in one piece.  A directory without one is
 the rest of a write that never ended; the next write clears it away.  A
@@ -14,6 +14,7 @@ that does not match its own hash: the checkpoint before is used.
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import warnings
 from types import TracebackType
@@ -25,10 +26,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import collectives
-from jdist.storage import manifests
+from jdist.storage import hashes, sealed_json
 
 PyTree = Any
 _NOTHING, _ALL_DAMAGED = -1, -2
+_FORMAT = 2
+# What a write leaves in the directory, whole, half or not yet renamed.
+_OURS = re.compile(
+  r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
+)
 
 
 class Restored(NamedTuple):
@@ -127,11 +133,10 @@ class Checkpoints:
       )
       if leaf.size:  # Orbax refuses arrays without elements.
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
-    target = self._directory / manifests.name(step)
     if self._is_first:
-      manifests.path_of(target).unlink(missing_ok=True)
+      self._manifest(step).unlink(missing_ok=True)
     self._writer.save(
-      target, args=self._orbax.args.PyTreeSave(arrays), force=True
+      self._target(step), args=self._orbax.args.PyTreeSave(arrays), force=True
     )
     manifest = {
       "step": step,
@@ -139,7 +144,7 @@ class Checkpoints:
       "leaves": entries,
       "metadata": metadata or {},
     }
-    self._finishing = self._finisher.submit(self._finish, target, manifest)
+    self._finishing = self._finisher.submit(self._finish, step, manifest)
 
   def _check_equal(
     self, names: list[str], leaves: list[jax.Array], flags: list[bool]
@@ -172,24 +177,29 @@ class Checkpoints:
       return np.asarray(self._workers.view(leaf))
     return leaf if jax.process_count() > 1 else np.asarray(leaf)
 
-  def _finish(self, target: pathlib.Path, manifest: dict[str, Any]) -> None:
+  def _finish(self, step: int, manifest: dict[str, Any]) -> None:
     self._writer.wait_until_finished()
     if not self._is_first:
       return
-    manifest["files"] = dict(manifests.hashes(target))
-    manifests.write(target, manifest)
+    manifest["files"] = hashes.hash_files(self._target(step))
+    sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
     for old in self._steps()[self._keep :]:
-      # What has no manifest does not count.
-      manifests.path_of(self._directory / manifests.name(old)).unlink()
+      self._manifest(old).unlink()  # A directory without one does not count.
     self._tidy()
+
+  def _target(self, step: int) -> pathlib.Path:
+    return self._directory / f"step_{step:08d}"
+
+  def _manifest(self, step: int) -> pathlib.Path:
+    return self._directory / f"step_{step:08d}.json"
 
   def _tidy(self) -> None:
     """Clears away what has no manifest: old, or never written to its end."""
     for path in self._directory.iterdir():
-      match = manifests.OURS.fullmatch(path.name)
+      match = _OURS.fullmatch(path.name)
       if match is None:
         continue
-      counts = manifests.path_of(self._directory / match[1])
+      counts = self._directory / f"{match[1]}.json"
       if path == counts or (counts.exists() and path.name == match[1]):
         continue
       if path.is_dir():
@@ -199,9 +209,7 @@ class Checkpoints:
 
   def _steps(self) -> list[int]:
     """The steps with a manifest, the newest first."""
-    found = (
-      manifests.OURS.fullmatch(path.name) for path in self._directory.iterdir()
-    )
+    found = (_OURS.fullmatch(x.name) for x in self._directory.iterdir())
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
 
@@ -230,15 +238,14 @@ class Checkpoints:
         f"`directory` {self._directory} has checkpoints and all are damaged. "
         "Start anew in another directory."
       )
-    target = self._directory / manifests.name(step)
-    manifest = manifests.read(target)
+    manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     return Restored(
       step,
       jax.tree.unflatten(
         jax.tree.structure(template),
-        self._read(target, manifest["leaves"], leaves),
+        self._read(self._target(step), manifest["leaves"], leaves),
       ),
       manifest["metadata"],
     )
@@ -246,14 +253,17 @@ class Checkpoints:
   def _newest_whole(self) -> int:
     steps = self._steps()
     for step in steps:
-      target = self._directory / manifests.name(step)
-      damage = manifests.damage(target)
-      if damage is None:
+      target = self._target(step)
+      try:
+        manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
+        hashes.check_files(target, manifest["files"])
         return step
-      warnings.warn(
-        f"Checkpoint {target} is damaged ({damage}); using the one before it.",
-        stacklevel=3,
-      )
+      except sealed_json.DamagedError as error:
+        warnings.warn(
+          f"Checkpoint {target} is damaged ({error.reason}); using the one "
+          "before it.",
+          stacklevel=3,
+        )
     return _ALL_DAMAGED if steps else _NOTHING
 
   def _check_fits(

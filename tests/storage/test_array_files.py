@@ -9,7 +9,7 @@ import pytest
 
 from jdist import prediction
 from jdist.prediction.mp2 import _predictor_fit
-from jdist.prediction.nowcast import _nowcaster_fit
+from jdist.prediction.nowcast import _fit
 from jdist.storage import array_files, sealed_json
 from tests.prediction import _tiny
 from tests.prediction._fits import FIT, fit_predictor, predictor
@@ -48,7 +48,7 @@ def never(*args, **kwargs):
 def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
   # Refused at once, and not after an epoch of training.
   monkeypatch.setattr(_predictor_fit, "_update", never)
-  monkeypatch.setattr(_nowcaster_fit, "_take_steps", never)
+  monkeypatch.setattr(_fit, "_take_steps", never)
   collected, numbers, others = (
     tmp_path / name for name in ("collected", "numbers", "others")
   )

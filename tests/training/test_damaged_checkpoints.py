@@ -170,8 +170,8 @@ def test_another_number_of_workers_is_refused(folder):
 def test_a_later_format_is_refused_and_not_called_damaged(folder):
   team = _tiny.team("vmap")
   path = folder / "step_00000003.json"
-  path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-  with pytest.raises(ValueError, match="has format 2"):
+  path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+  with pytest.raises(ValueError, match="has format 3"):
     _restore(folder, team, _tiny.init(team, "diloco"))
 
 

@@ -1,4 +1,4 @@
-"""The cut chosen by how well what is behind it can be predicted."""
+"""Cuts scored by the networks that are predicted behind them, and chosen."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,28 +7,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist import checks, models
-from jdist.prediction.mp2 import (
-  _cut,
-  _evaluate,
-  _predictor,
-  _predictor_fit,
-  _traffic_mp2,
-)
+from jdist.prediction.mp2 import _cut, _evaluate, _predictor, _predictor_fit
 from jdist.storage import array_files
 
 Fronts = Callable[[_cut.Cut], np.ndarray]
 
 
 class ScoredCut(NamedTuple):
-  """A cut, and what a predictor made of it.
+  """A cut with its trained predictor.
 
   Attributes:
-    predictor: the one that was trained for the cut.
+    predictor: of the cut.
     params: its best parameters.
-    accuracy: the mean of the networks that it completes, from held-out fronts
-      on the test images, at its best epoch.
+    accuracy: mean accuracy of the networks that it completes, from held-out
+      fronts on the test images, at its best epoch.
     untrained: the same before it was trained.
-    pushed_bytes: what a worker sends in a round.
+    pushed_bytes: bytes that a worker sends in a round.
   """
 
   predictor: _predictor.Predictor
@@ -55,14 +49,14 @@ def score_cuts(
 ) -> tuple[ScoredCut, ...]:
   """Measures how well the layers behind each of several cuts are predicted.
 
-  A predictor is trained for each, with the same budget, and measured on fronts
-  that it has not seen: prediction-result-based, as MP² trains them, and not by
-  how near the predicted parameters are.
+  A predictor is trained for each, with the same budget, and measured on unseen
+  fronts by the accuracy of the networks, as MP² trains them, and not by how
+  near the predicted parameters are.
 
   Args:
     predictors: one for each cut, for instance of 1, 2 and 3 layers, or several
       of different rank for one.
-    model: the network; without batch statistics.
+    model: the network, without batch statistics.
     samples: gives the fronts of a cut, float32 [samples, num_front], for
       instance `ParameterSet.fronts` of a run collected for all these cuts.
     images: to train with, as `fit_predictor` takes them.
@@ -70,10 +64,9 @@ def score_cuts(
     held_out: likewise, of another run.
     test_images: for the evaluation.
     test_labels: likewise.
-    fit: how all are trained; default `PredictorFit()`.
+    fit: settings of all trainings; default `PredictorFit()`.
     normalize: turns stored images into the model's inputs.
-    directory: where each training keeps what it needs to go on after it was
-      cut off, in a folder of its own.
+    directory: keeps the state of each training, in a folder of its own.
     on_score: called with each cut when it has been measured.
 
   Returns:
@@ -83,7 +76,7 @@ def score_cuts(
     ValueError: if there is no predictor, or an argument does not fit.
 
   References:
-    Reconstruction: MP² names its cuts and does not tell how they were chosen.
+    Reconstruction: MP² names its cuts, but not how they were chosen.
   """
   predictors = checks.check_list(
     "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
@@ -94,13 +87,11 @@ def score_cuts(
       "`prediction.predictor(cut)`."
     )
   # All of them first: training takes long.
-  for each in predictors:
-    _predictor.check_predictor("predictors", each)
+  for number, each in enumerate(predictors):
+    _predictor.check_predictor(f"predictors[{number}]", each)
     _evaluate.check_model(each, model)
   for name, given in (("samples", samples), ("held_out", held_out)):
-    checks.check_function(
-      name, given, "a cut, for instance `ParameterSet.fronts`"
-    )
+    checks.check_function(name, given, "a cut, as `ParameterSet.fronts`")
   checks.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
   folder = None if directory is None else array_files.folder(directory)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
@@ -126,7 +117,7 @@ def score_cuts(
       fitted.params,
       fitted.best.accuracy,
       fitted.curve[0].accuracy,
-      _traffic_mp2.traffic(each.cut).pushed_bytes,
+      4 * each.cut.num_front,
     )
     scores.append(score)
     if on_score is not None:
@@ -156,12 +147,12 @@ def choose_cut(
   """
   max_lost = checks.check_number("max_lost", max_lost, high=1)
   scores = checks.check_list("scores", scores, "`ScoredCut`s")
-  for score in scores:
-    checks.check_type("scores", score, ScoredCut, "of `score_cuts`")
   if not scores:
     raise ValueError("`scores` must hold at least one, got none.")
-  for score in scores:
-    checks.check_number("scores[...].accuracy", score.accuracy, high=1)
+  for number, score in enumerate(scores):
+    name = f"scores[{number}]"
+    checks.check_type(name, score, ScoredCut, "of `score_cuts`")
+    checks.check_number(f"{name}.accuracy", score.accuracy, high=1)
   best = max(score.accuracy for score in scores)
   if all(score.accuracy <= score.untrained for score in scores):
     raise ValueError(
@@ -180,12 +171,12 @@ def depths(
   name: str = "model",
   order: Sequence[str] | None = None,
 ) -> tuple[_predictor.Predictor, ...]:
-  """A predictor for every depth at which a network can be cut.
+  """Makes a predictor for every depth at which a network can be cut.
 
   Args:
     model: as `cut` takes it.
     rank: of each, see `predictor`.
-    name: what the network is called in messages.
+    name: the network's name in messages.
     order: of its layers, see `cut`.
 
   Returns:
@@ -199,13 +190,8 @@ def depths(
   >>> [p.cut for p in depths({"first": dense, "last": dense})]
   [Cut(model: 1 layers of 4 parameters (first) | 1 layers of 4)]
   """
-  num_layers = _cut.count_layers(model, order)
-  if num_layers < 2:
-    raise ValueError(
-      "`model` must have two layers at least, one in front of a cut and one "
-      f"behind it, got {num_layers}. Give the whole network or its parameters."
-    )
+  num_rear = len(_cut.cut(model, 1, name=name, order=order).rear)
   return tuple(
     _predictor.predictor(_cut.cut(model, depth, name=name, order=order), rank)
-    for depth in range(1, num_layers)
+    for depth in range(1, num_rear + 1)
   )

@@ -1,7 +1,6 @@
-"""Collects the parameters of an ordinary run."""
+"""The collector of a run's parameters, and the steps at which it samples."""
 
 import json
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +26,8 @@ def choose_steps(
     num_epochs: of the run.
     steps_per_epoch: updates in an epoch, a whole number:
       `int(batches.steps_per_epoch)`.
-    per_epoch: how many of them are taken, without repetition; default 15 as
-      in the paper, of 50.
+    per_epoch: samples in an epoch, without repetition; default 15 as in the
+      paper, of 50.
     seed: integer >= 0.
 
   Returns:
@@ -41,17 +40,15 @@ def choose_steps(
 
   References:
     MP², model parameter prediction: 15 random iterations of the 50 of every
-    epoch. Reconstruction: the same number in each, without repetition.
+    epoch.  Reconstruction: the same number in each, without repetition.
 
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
   """
+  remedy = "Of `data.Batches` take `int(batches.steps_per_epoch)`."
   num_epochs = checks.check_int("num_epochs", num_epochs, 1)
   steps_per_epoch = checks.check_int(
-    "steps_per_epoch",
-    steps_per_epoch,
-    1,
-    remedy="Of `data.Batches` take `int(batches.steps_per_epoch)`.",
+    "steps_per_epoch", steps_per_epoch, 1, remedy=remedy
   )
   per_epoch = checks.check_int("per_epoch", per_epoch, 1)
   seed = checks.check_seed(seed)
@@ -71,15 +68,13 @@ def choose_steps(
 class Collector:
   """Saves the averaged parameters of a run at random steps.
 
-  Give it to `Trainer.fit` as `evaluate`, with `evaluate_every=1`: it looks at
-  the step's number, and at most steps does nothing else. The data set is
-  hierarchical: each sample is cut at every depth that is asked for, one file
-  each.
+  Pass it to `Trainer.fit` as `evaluate`, with `evaluate_every=1`: at most steps
+  it only reads the step's number.  The data set is hierarchical: each sample is
+  cut at every depth that is asked for, one file each.
 
-  A run that goes on from its checkpoint goes on with its data set. A step that
-  comes again and has the same bits is left as it is; where it has others, its
-  sample is replaced, and those after it, which are of another run, are
-  dropped.
+  A run that goes on from its checkpoint goes on with its data set.  A step that
+  comes again with the same bits is left as it is; with others, its sample is
+  replaced, and those after it, which are of another run, are dropped.
 
   >>> import tempfile, optax
   >>> from jdist import models, prediction
@@ -96,7 +91,7 @@ class Collector:
 
   References:
     MP², model parameter prediction, the hierarchical parameter data set: one
-    file of flattened fronts for each depth. Ours: hashes of all samples, the
+    file of flattened fronts for each depth.  Ours: hashes of all samples, the
     rears, and going on after a stop.
   """
 
@@ -115,18 +110,18 @@ class Collector:
     """Opens the data set, or makes its files in their full size.
 
     Args:
-      directory: where it is; on several processes the first one writes.
+      directory: of the data set; on several processes the first one writes.
       workers: the run's workers.
-      cuts: where to cut the network, one at least, of different depths.
-      steps: at which steps, increasing, from `choose_steps`. `Trainer.fit`
+      cuts: cuts of the network, one at least, of different depths.
+      steps: steps to sample, increasing, from `choose_steps`.  `Trainer.fit`
         calls after each, from 1 on; 0 is for a loop of your own, which calls
         before the first.
-      rears: whether to save what is behind each cut, too; default False.
-      params_of: which parameters of one worker's state to save; by default
-        the mean over the workers. For a method with an anchor give `lambda
-        state: jdist.anchor(state.opt_state, state.params)`.
+      rears: also saves the parameters behind each cut; default False.
+      params_of: gives the parameters to save from one worker's state; by
+        default the mean over the workers.  For a method with an anchor give
+        `lambda state: jdist.anchor(state.opt_state, state.params)`.
       metadata: anything that JSON can hold, saved with the set: the run's
-        seed and options. A set with other metadata is refused.
+        seed and options.  A set with other metadata is refused.
       on_sample: called with (samples done, samples planned) after each, for
         instance to show progress.
 
@@ -141,20 +136,23 @@ class Collector:
       "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"
     )
     self._cuts = _sorted_cuts(cuts)
-    _check_metadata(metadata)
     checks.check_type("rears", rears, bool, "True or False")
-    for name, given, wanted in (
-      ("params_of", params_of, "one worker's state"),
-      ("on_sample", on_sample, "(samples done, samples planned)"),
-    ):
-      checks.check_function(name, given, wanted, optional=True)
+    state, numbers = "one worker's state", "(samples done, samples planned)"
+    checks.check_function("params_of", params_of, state, optional=True)
+    checks.check_function("on_sample", on_sample, numbers, optional=True)
     self._steps = _checked_steps(steps)
     self._on_sample = on_sample
-    halves = ("front", "rear") if rears else ("front",)
+    halves = ["front", "rear"] if rears else ["front"]
+    body = {
+      "cuts": [cut.describe() for cut in self._cuts],
+      "halves": halves,
+      "steps": list(self._steps),
+      "metadata": _checked_metadata(metadata),
+    }
     self._rows: list[dict[str, Any]] = []
     self._arrays: dict[str, np.ndarray] = {}
     if jax.process_index() == 0:
-      self._open(_dataset.plan(self._cuts, halves, self._steps, metadata or {}))
+      self._open(body)
     self._numbers = {step: i for i, step in enumerate(self._steps)}
     if params_of is None:
 
@@ -173,23 +171,21 @@ class Collector:
 
   @property
   def done(self) -> int:
-    """How many samples are there, as the first process knows."""
+    """The number of samples so far, on the first process."""
     return len(self._rows)
 
   def _open(self, body: dict[str, Any]) -> None:
     found = _dataset.read_manifest(self._directory)
+    sizes = _dataset.sizes_of(self._cuts, body["halves"])
     if found is None:
       _dataset.create(self._directory, self._cuts, body)
     else:
       _check_same(found, body, self._cuts)
-      names = _dataset.files_of(self._cuts, body["halves"])
-      self._rows = _dataset.read_rows(self._directory, self._steps, names)
-    for cut in self._cuts:
-      for half in body["halves"]:
-        name = _dataset.file_of(half, cut)
-        shape = (len(self._steps), getattr(cut, f"num_{half}"))
-        path = self._directory / name
-        self._arrays[name] = _dataset.open_array(path, shape, "r+")
+      self._rows = _dataset.read_rows(self._directory, self._steps, set(sizes))
+    for name, size in sizes.items():
+      self._arrays[name] = _dataset.open_array(
+        self._directory / name, (len(self._steps), size), "r+"
+      )
 
   def __call__(self, state: training.TrainState) -> dict[str, float]:
     """Saves a sample if the state's step was chosen.
@@ -198,23 +194,13 @@ class Collector:
       state: arrays `[workers, ...]`.
 
     Returns:
-      `samples`, how many there are now; the first process knows.
+      `samples`, their number so far, on the first process.
 
     Raises:
       ValueError: when a step was missed that should have been sampled.
     """
     step = int(self._workers.view(state.step))
-    self._refuse_missed(step)
-    number = self._numbers.get(step)
-    if number is not None:
-      # On every process, as the workers speak to each other here.
-      vectors = self._vectors(state)
-      if jax.process_index() == 0:
-        self._save(number, step, self._workers.view(vectors))
-    return {"samples": float(self.done)}
-
-  def _refuse_missed(self, step: int) -> None:
-    """On the first process, which knows what there is."""
+    # On the first process, which alone knows the samples.
     missing = self._steps[self.done :] if jax.process_index() == 0 else ()
     if missing and step > missing[0]:
       raise ValueError(
@@ -223,6 +209,13 @@ class Collector:
         "before it, and call the collector after every step: "
         "`Trainer.fit(..., evaluate=collector, evaluate_every=1)`."
       )
+    number = self._numbers.get(step)
+    if number is not None:
+      # On every process, as the workers' parameters are averaged here.
+      vectors = self._vectors(state)
+      if jax.process_index() == 0:
+        self._save(number, step, self._workers.view(vectors))
+    return {"samples": float(self.done)}
 
   def _save(self, number: int, step: int, vectors: PyTree) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
@@ -246,12 +239,8 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
   cuts = checks.check_list(
     "cuts", cuts, "cuts, for instance `[prediction.cut(model, num_layers)]`"
   )
-  for each in cuts:
-    if not isinstance(each, _cut.Cut):
-      raise ValueError(
-        "`cuts` must hold cuts, for instance `prediction.cut(model, "
-        f"num_layers)`, got {checks.told(each)}."
-      )
+  for number, each in enumerate(cuts):
+    _cut.check_cut(f"cuts[{number}]", each)
   cuts.sort(key=lambda cut: len(cut.front))
   depths = [len(cut.front) for cut in cuts]
   if not depths or len(set(depths)) < len(depths):
@@ -271,36 +260,34 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
   return tuple(cuts)
 
 
-def _check_metadata(metadata: Any) -> None:
+def _checked_metadata(metadata: Any) -> dict[str, Any]:
+  """Returns metadata as JSON gives it back: tuples become lists there."""
+  metadata = {} if metadata is None else metadata
+  fault = metadata
   try:
-    json.dumps(metadata or {})
-    told = None if metadata is None or isinstance(metadata, dict) else metadata
+    if isinstance(metadata, dict):
+      return json.loads(json.dumps(metadata))
   except (TypeError, ValueError) as error:
-    told = error
-  if told is not None:
-    raise ValueError(
-      f"`metadata` must be a dict that JSON can hold, got {told!r}. Make lists "
-      "of arrays, `x.tolist()`, and text of other things."
-    )
+    fault = error
+  raise ValueError(
+    f"`metadata` must be a dict that JSON can hold, got {fault!r}. Make lists "
+    "of arrays, `x.tolist()`, and text of other things."
+  )
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
   steps = checks.check_list("steps", steps, "numbers, as of `choose_steps`")
-  whole = all(
-    hasattr(step, "__index__")
-    and np.ndim(step) == 0
-    and not isinstance(step, bool)
-    for step in steps
-  )
-  steps = tuple(map(operator.index, steps)) if whole else tuple(steps)
-  rising = whole and list(steps) == sorted(set(steps))
-  if not steps or not rising or steps[0] < 0:
+  remedy = "Draw them with `choose_steps`."
+  found = [
+    checks.check_int(f"steps[{number}]", step, 0, remedy=remedy)
+    for number, step in enumerate(steps)
+  ]
+  if not found or found != sorted(set(found)):
     raise ValueError(
       "`steps` must be increasing numbers from 0, at least one, got "
-      f"{steps[:5]}{'...' if len(steps) > 5 else ''}. Draw them with "
-      "`choose_steps`."
+      f"{found[:5]}{'...' if len(found) > 5 else ''}. {remedy}"
     )
-  return steps
+  return tuple(found)
 
 
 def _check_same(
@@ -310,13 +297,16 @@ def _check_same(
   theirs = [_cut.Cut.from_description(x) for x in found["cuts"]]
   for ours, other in zip(cuts, theirs, strict=False):
     _cut.refuse_other_cut("cuts", ours, other)
-  for name in ("cuts", "halves", "steps", "metadata"):
-    if name == "cuts":
-      same = len(cuts) == len(theirs)
-    else:
-      same = found[name] == body[name]
-    if not same:
-      argument = "rears" if name == "halves" else name
+  same = {"cuts": len(cuts) == len(theirs)} | {
+    argument: found[name] == body[name]
+    for argument, name in (
+      ("rears", "halves"),
+      ("steps", "steps"),
+      ("metadata", "metadata"),
+    )
+  }
+  for argument, equal in same.items():
+    if not equal:
       raise ValueError(
         f"`{argument}` must be as in the data set that is there, but they "
         "differ. Collect into another directory."

@@ -2,12 +2,12 @@
 
     manifest.json   the network, the cuts, the steps, versions; never changes
     front_04.npy    [samples, parameters] float32, for a cut behind 4 layers
-    rear_04.npy     what is behind it, where that was wanted
-    rows.jsonl      one line for each sample that is there, with its hashes
+    rear_04.npy     the parameters behind it, where they are collected
+    rows.jsonl      a line for each sample, with its hashes
 
-The arrays have their full size from the start. A sample counts when its line is
-in `rows.jsonl`, which is written after it; so a run that is killed at any
-moment loses at most the sample that was being written. Nothing is pickled.
+The arrays have their full size from the start.  A sample counts when its line
+is in `rows.jsonl`, which is written after it; so a run that is killed at any
+moment loses at most the sample that was being written.  Nothing is pickled.
 """
 
 import hashlib
@@ -30,13 +30,17 @@ _ROWS = "rows.jsonl"
 
 
 def file_of(half: str, cut: _cut.Cut) -> str:
-  """The name of a file, by how many layers are in front of the cut."""
+  """Returns the name of a file, by the number of layers in front of the cut."""
   return f"{half}_{len(cut.front):02}.npy"
 
 
-def files_of(cuts: Sequence[_cut.Cut], halves: Sequence[str]) -> set[str]:
-  """The names of all arrays of a data set."""
-  return {file_of(half, cut) for cut in cuts for half in halves}
+def sizes_of(cuts: Sequence[_cut.Cut], halves: Sequence[str]) -> dict[str, int]:
+  """Returns the length of a sample in each file, by the file's name."""
+  return {
+    file_of(half, cut): getattr(cut, f"num_{half}")
+    for cut in cuts
+    for half in halves
+  }
 
 
 class ParameterSet:
@@ -45,12 +49,12 @@ class ParameterSet:
   Attributes:
     cuts: where the network was cut, the shallowest first.
     steps: the steps at which samples are taken, all that were planned.
-    metadata: what was given to the `Collector`, `{}` where nothing was.
-    done: how many samples are there.
+    metadata: of the `Collector`, `{}` without any.
+    done: the number of samples so far.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
-    """Opens what a `Collector` has written, or is still writing.
+    """Opens the files that a `Collector` has written, or is still writing.
 
     Raises:
       ValueError: when there is no such data set, or not of this format.
@@ -66,9 +70,8 @@ class ParameterSet:
     self.steps: tuple[int, ...] = tuple(body["steps"])
     self.metadata: dict[str, Any] = body["metadata"]
     self._halves: list[str] = body["halves"]
-    self._rows = read_rows(
-      self._directory, self.steps, files_of(self.cuts, self._halves)
-    )
+    names = sizes_of(self.cuts, self._halves).keys()
+    self._rows = read_rows(self._directory, self.steps, set(names))
     self.done = len(self._rows)
 
   def __repr__(self) -> str:
@@ -78,7 +81,7 @@ class ParameterSet:
     )
 
   def fronts(self, cut: _cut.Cut) -> np.ndarray:
-    """The samples in front of a cut.
+    """Returns the samples in front of a cut.
 
     Args:
       cut: one of `cuts`, or an equal one of another name.
@@ -94,10 +97,10 @@ class ParameterSet:
     return self._open("front", cut)
 
   def rears(self, cut: _cut.Cut) -> np.ndarray:
-    """The samples behind a cut, float32 [done, num_rear]; as `fronts`.
+    """Returns the samples behind a cut, float32 [done, num_rear].
 
     Raises:
-      ValueError: also when only the fronts were collected.
+      ValueError: as `fronts`, and when only the fronts were collected.
     """
     if "rear" not in self._halves:
       raise ValueError(
@@ -118,20 +121,17 @@ class ParameterSet:
         samples = self._open(half, cut)
         for row, vector in zip(self._rows, samples, strict=True):
           if row["sha256"][name] != digest(vector):
-            raise ValueError(
-              f"`directory` {self._directory} is damaged: {name} has changed "
-              f"in sample {row['row']}, of step {row['step']}. Collect anew."
+            raise sealed_json.DamagedError(
+              self._directory / name,
+              f"has changed in sample {row['row']}, of step {row['step']}",
             )
 
   def _open(self, half: str, cut: _cut.Cut) -> np.ndarray:
     _cut.check_cut("cut", cut)
-    for mine in self.cuts:
-      if mine.fingerprint == cut.fingerprint:
-        break
-    else:
-      near = min(
-        self.cuts, key=lambda mine: abs(len(mine.front) - len(cut.front))
-      )
+    same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]
+    if not any(same):
+      away = [abs(len(mine.front) - len(cut.front)) for mine in self.cuts]
+      near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
     shape = (len(self.steps), getattr(cut, f"num_{half}"))
     array = open_array(self._directory / file_of(half, cut), shape, "r")
@@ -139,24 +139,8 @@ class ParameterSet:
 
 
 def digest(vector: np.ndarray) -> str:
-  """A hash of all bits of a sample."""
+  """Returns a hash of all bits of a sample."""
   return hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest()
-
-
-def plan(
-  cuts: Sequence[_cut.Cut],
-  halves: Sequence[str],
-  steps: Sequence[int],
-  metadata: dict[str, Any],
-) -> dict[str, Any]:
-  """What a manifest says besides versions."""
-  body = {
-    "cuts": [cut.describe() for cut in cuts],
-    "halves": list(halves),
-    "steps": list(steps),
-    "metadata": metadata,
-  }
-  return json.loads(json.dumps(body))  # Tuples become lists there.
 
 
 def create(
@@ -164,27 +148,23 @@ def create(
 ) -> None:
   """Makes the files; the manifest comes last, and says that they are there.
 
-  No rows come first: by them what was begun here and stopped, and may be
-  written over, is told from what somebody else has put there.
+  No rows come first: by them an unfinished start of ours, which may be written
+  over, differs from the files of others.
   """
   directory.mkdir(parents=True, exist_ok=True)
   rows = directory / _ROWS
-  arrays = {
-    directory / file_of(half, cut): (len(body["steps"]), size)
-    for cut in cuts
-    for half, size in (("front", cut.num_front), ("rear", cut.num_rear))
-    if half in body["halves"]
-  }
+  sizes = sizes_of(cuts, body["halves"])
   begun = rows.exists() and not rows.stat().st_size
-  foreign = [path.name for path in (rows, *arrays) if path.exists()]
+  foreign = [name for name in (_ROWS, *sizes) if (directory / name).exists()]
   if foreign and not begun:
     raise ValueError(
       f"`directory` must not hold files of others, but {directory} has "
       f"{foreign[0]} and no {_MANIFEST}. Choose another directory."
     )
   rows.touch()
-  for path, shape in arrays.items():
-    np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
+  for name, size in sizes.items():
+    shape = (len(body["steps"]), size)
+    np.lib.format.open_memmap(directory / name, "w+", np.float32, shape).flush()
   packages = {"jdist": _version, "jax": jax, "numpy": np}
   sealed_json.write(
     directory / _MANIFEST,
@@ -195,25 +175,15 @@ def create(
 
 
 def read_manifest(directory: pathlib.Path) -> dict[str, Any] | None:
-  """The plan that `create` was given, or None where nothing was created."""
+  """Returns the body of `create`, or None where nothing was created."""
   path = directory / _MANIFEST
-  if not path.exists():
-    return None
-  try:
-    return sealed_json.read(path, form=_FORMAT)
-  except sealed_json.DamagedError as error:
-    raise ValueError(
-      f"`directory` {directory} is damaged: {_MANIFEST} {error}. Collect anew "
-      "in another directory."
-    ) from error
-  except sealed_json.OtherFormatError as error:
-    raise ValueError(f"`directory` {directory} {error}") from error
+  return sealed_json.read(path, form=_FORMAT) if path.exists() else None
 
 
 def read_rows(
   directory: pathlib.Path, steps: Sequence[int], names: set[str]
 ) -> list[dict[str, Any]]:
-  """The lines of the samples that are there.
+  """Returns the lines of the samples so far.
 
   Args:
     directory: of the data set, made by `create`.
@@ -223,19 +193,13 @@ def read_rows(
   Raises:
     ValueError: when a line is missing, of another sample, or none of ours.
   """
-
-  def damaged(what: str) -> ValueError:
-    return ValueError(
-      f"`directory` {directory} is damaged: {what}. Collect anew in another "
-      "directory."
-    )
-
+  path = directory / _ROWS
   try:
-    rows: list[Any] = training.read_rows(directory / _ROWS)
+    rows: list[Any] = training.read_rows(path)
   except FileNotFoundError as error:
-    raise damaged(f"{_ROWS} is missing") from error
+    raise sealed_json.DamagedError(path, "is missing") from error
   except ValueError as error:
-    raise damaged(f"{_ROWS} cannot be read ({error})") from error
+    raise sealed_json.DamagedError(path, f"cannot be read ({error})") from error
   for number, row in enumerate(rows):
     hashes = row.get("sha256") if isinstance(row, dict) else None
     if not (
@@ -244,17 +208,19 @@ def read_rows(
       and number < len(steps)
       and (row.get("row"), row.get("step")) == (number, steps[number])
     ):
-      raise damaged(f"line {number + 1} of {_ROWS} is not of sample {number}")
+      raise sealed_json.DamagedError(
+        path, f"has a line {number + 1} that is not of sample {number}"
+      )
   return rows
 
 
 def append_row(directory: pathlib.Path, row: dict[str, Any]) -> None:
-  """Says that a sample is there."""
+  """Adds the line of a sample that is there."""
   training.append_rows(directory / _ROWS, [row])
 
 
 def keep_rows(directory: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  """Takes back what was said of all other samples."""
+  """Removes the lines of all other samples."""
   lines = "".join(json.dumps(row) + "\n" for row in rows)
   sealed_json.write_whole(directory / _ROWS, lines.encode())
 
@@ -264,14 +230,10 @@ def open_array(path: pathlib.Path, shape: tuple[int, ...], mode: Any) -> Any:
   try:
     array = np.load(path, mmap_mode=mode, allow_pickle=False)
   except (OSError, ValueError) as error:
-    raise ValueError(
-      f"`directory` {path.parent} is damaged: {path.name} cannot be read "
-      f"({error}). Collect anew in another directory."
-    ) from error
+    raise sealed_json.DamagedError(path, f"cannot be read ({error})") from error
   if array.shape != shape or array.dtype != np.float32:
-    raise ValueError(
-      f"`directory` {path.parent} is damaged: {path.name} holds "
-      f"{array.dtype}{list(array.shape)} and not float32{list(shape)}. "
-      "Collect anew in another directory."
+    raise sealed_json.DamagedError(
+      path,
+      f"holds {array.dtype}{list(array.shape)} and not float32{list(shape)}",
     )
   return array

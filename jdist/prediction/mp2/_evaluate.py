@@ -1,4 +1,4 @@
-"""Networks put together from sampled fronts and predicted rears."""
+"""Networks of sampled fronts and predicted rears, and their accuracy."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def as_they_are(images: jax.Array) -> jax.Array:
 def assemble(
   predictor: _predictor.Predictor, params: PyTree, vector: jax.Array
 ) -> PyTree:
-  """Puts a network together from a front, with the predicted rear.
+  """Assembles a network from a front and the predicted rear.
 
   Args:
     predictor: of the network's cut.
@@ -52,7 +52,7 @@ def logits_of(
   *,
   train: bool,
 ) -> jax.Array:
-  """What the networks of several samples say to the same images.
+  """Applies the networks of several samples to the same images.
 
   Args:
     predictor: of the network's cut.
@@ -63,7 +63,7 @@ def logits_of(
     train: as of `Model.apply`.
 
   Returns:
-    float32 [samples, n, classes].
+    Logits, float32 [samples, n, classes].
   """
 
   def one(vector: jax.Array) -> jax.Array:
@@ -71,47 +71,19 @@ def logits_of(
     logits, _ = model.apply(whole, model.state, images, train=train)
     return logits.astype(jnp.float32)
 
-  if jax.default_backend() == "cpu":
-    return _one_by_one(one, vectors)
-  return jax.vmap(one)(vectors)
-
-
-def _one_by_one(
-  function: Callable[[jax.Array], jax.Array], vectors: jax.Array
-) -> jax.Array:
-  """A map over rows whose convolutions stay single ones.
-
-  Mapped by `vmap`, a convolution with kernels of its own for every sample is a
-  grouped one, for which XLA's CPU compiler has no fast kernel: the gradient of
-  eight LeNets took 16 times as long, in a loop that is not unrolled 3 times.
-  """
+  if jax.default_backend() != "cpu":
+    return jax.vmap(one)(vectors)
+  # Mapped by `vmap`, a convolution with kernels of its own for every sample is
+  # a grouped one, for which XLA's CPU compiler has no fast kernel: the gradient
+  # of eight LeNets took 16 times as long, in a loop that is not unrolled 3
+  # times.
   _, found = jax.lax.scan(
-    lambda _, x: (None, function(x)),
+    lambda _, x: (None, one(x)),
     None,
     vectors,
     unroll=min(len(vectors), _UNROLL),
   )
   return found
-
-
-def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
-  """Refuses networks that cannot be put together from a prediction."""
-  _predictor.check_predictor("predictor", predictor)
-  checks.check_type(
-    "model",
-    model,
-    models.Model,
-    "a network, for instance `models.build(name, ...)`",
-  )
-  if jax.tree.leaves(model.state):
-    raise ValueError(
-      "`model` must have no state, as batch statistics are neither sent nor "
-      f'predicted, got {model!r} with some. Build it with norm="none" or '
-      'norm="group".'
-    )
-  depth = len(predictor.cut.front)
-  mine = _cut.cut(model, depth, name="the model")
-  _cut.refuse_other_cut("model", mine, predictor.cut)
 
 
 def evaluate_predictor(
@@ -128,20 +100,20 @@ def evaluate_predictor(
 ) -> np.ndarray:
   """Measures the accuracy of the networks that a predictor completes.
 
-  This is the paper's "prediction-result-based evaluation": not how near the
-  predicted parameters are, but how well the network works with them.
+  This is the paper's "prediction-result-based evaluation": how well the network
+  works with the predicted parameters, and not how near they are.
 
   Args:
     predictor: of the network's cut.
     params: the predictor's.
-    model: the network; without batch statistics.
+    model: the network, without batch statistics.
     samples: fronts, float32 [samples, num_front], for instance of
       `ParameterSet.fronts`.
     images: [n, ...], as stored.
     labels: integers [n], a class each, from 0.
     normalize: turns stored images into the model's inputs.
-    samples_per_batch: how many networks run at once.
-    images_per_batch: on how many images.
+    samples_per_batch: networks that run at once.
+    images_per_batch: images that they see at once.
 
   Returns:
     The share of images that each network gets right, float64 [samples].
@@ -155,9 +127,34 @@ def evaluate_predictor(
   check_images(("images", "labels"), images, labels, model, normalize)
   checks.check_int("samples_per_batch", samples_per_batch, 1)
   checks.check_int("images_per_batch", images_per_batch, 1)
+  return accuracies(
+    predictor,
+    params,
+    model,
+    samples,
+    np.asarray(images),
+    np.asarray(labels),
+    normalize,
+    samples_per_batch,
+    images_per_batch,
+  )
+
+
+def accuracies(
+  predictor: _predictor.Predictor,
+  params: PyTree,
+  model: models.Model,
+  samples: np.ndarray,
+  images: np.ndarray,
+  labels: np.ndarray,
+  normalize: Normalize,
+  samples_per_batch: int,
+  images_per_batch: int = 500,
+) -> np.ndarray:
+  """Returns the same for arguments that were checked before."""
   hits = np.zeros(len(samples))
-  images, labels = np.asarray(images), np.asarray(labels)
   for first in range(0, len(samples), samples_per_batch):
+    part = hits[first : first + samples_per_batch]
     vectors = _padded(
       samples[first : first + samples_per_batch],
       min(samples_per_batch, len(samples)),
@@ -165,7 +162,6 @@ def evaluate_predictor(
     for start in range(0, len(images), images_per_batch):
       stop = start + images_per_batch
       size = min(images_per_batch, len(images))
-      mask = np.arange(start, start + size) < len(images)
       found = _hits(
         predictor,
         model,
@@ -174,9 +170,8 @@ def evaluate_predictor(
         vectors,
         _padded(images[start:stop], size),
         _padded(labels[start:stop], size),
-        mask,
+        np.arange(start, start + size) < len(images),
       )
-      part = hits[first : first + samples_per_batch]
       part += np.asarray(found)[: len(part)]
   return hits / len(images)
 
@@ -196,29 +191,45 @@ def _hits(
   inputs = normalize(images).astype(jnp.float32)
   logits = logits_of(predictor, model, params, vectors, inputs, train=False)
   # Of a NaN `argmax` makes the class at which it stands.
-  told = ~jnp.isnan(logits).any(-1)
-  right = (jnp.argmax(logits, -1) == labels) & told & mask
+  known = ~jnp.isnan(logits).any(-1)
+  right = (jnp.argmax(logits, -1) == labels) & known & mask
   return jnp.sum(right, -1, dtype=jnp.float32)
 
 
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+  """Repeats the last row up to a size: one shape, one program."""
+  short = size - len(x)
+  return np.concatenate([x, np.repeat(x[-1:], short, 0)]) if short else x
+
+
+def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
+  """Raises a ValueError unless a network can be assembled by a predictor."""
+  _predictor.check_predictor("predictor", predictor)
+  wanted = "a network, for instance `models.build(name, ...)`"
+  checks.check_type("model", model, models.Model, wanted)
+  if jax.tree.leaves(model.state):
+    raise ValueError(
+      "`model` must have no state, as batch statistics are neither sent nor "
+      f'predicted, got {model!r} with some. Build it with norm="none" or '
+      'norm="group".'
+    )
+  mine = _cut.cut(model, len(predictor.cut.front), name="the model")
+  _cut.refuse_other_cut("model", mine, predictor.cut)
+
+
 def check_samples(
-  argument: str, samples: np.ndarray, predictor: _predictor.Predictor
+  argument: str, samples: Any, predictor: _predictor.Predictor
 ) -> None:
-  """Refuses what is not an array of fronts, all of them finite."""
+  """Raises a ValueError unless `samples` are fronts, all of them finite."""
   num_front = predictor.cut.num_front
   shape: tuple[int, ...] = getattr(samples, "shape", ())
   dtype = getattr(samples, "dtype", np.dtype(object))
-  numbers = jnp.issubdtype(dtype, jnp.floating)
   fits = len(shape) == 2 and shape[0] and shape[1] == num_front
-  if not (fits and numbers):
-    array = hasattr(samples, "shape")
-    given = checks.told(samples)
-    if array:
-      given = f"{dtype}{list(shape)}"
+  if not (fits and jnp.issubdtype(dtype, jnp.floating)):
     raise ValueError(
       f"`{argument}` must be [samples, {num_front}] with at least one sample, "
-      f"an array of floats, as the fronts of {predictor.cut!r}, got {given}. "
-      "Take `ParameterSet.fronts` of this cut."
+      f"an array of floats, as the fronts of {predictor.cut!r}, got "
+      f"{checks.told(samples)}. Take `ParameterSet.fronts` of this cut."
     )
   checks.check_finite(argument, samples)
 
@@ -230,31 +241,36 @@ def check_images(
   model: models.Model,
   normalize: Normalize,
 ) -> None:
-  """Refuses images and labels that are not of each other or of the model."""
+  """Raises a ValueError unless images, labels and model fit each other."""
   own, other = names
   checks.check_function("normalize", normalize, "images as they are stored")
   images, labels = np.asarray(images), np.asarray(labels)
   if not images.ndim or not len(images):
     raise ValueError(
-      f"`{own}` must hold at least one image, got shape {list(images.shape)}."
+      f"`{own}` must hold at least one image, got {checks.told(images)}."
     )
   if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
     raise ValueError(
       f"`{other}` must be integers [images], the class of each, got "
-      f"{labels.dtype}{list(labels.shape)}. Of one-hot labels take "
-      "`labels.argmax(-1)`."
+      f"{checks.told(labels)}. Of one-hot labels take `labels.argmax(-1)`."
     )
   if len(labels) != len(images):
     raise ValueError(
       f"`{other}` must have one label for each of `{own}`, got {len(labels)} "
       f"for {len(images)}. Take both from the same split."
     )
+
+  def logits(params: PyTree, images: jax.Array) -> jax.Array:
+    inputs = normalize(images).astype(jnp.float32)
+    return model.apply(params, model.state, inputs, train=False)[0]
+
+  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
   try:
-    num_classes = _count_classes(model, normalize, images)
+    num_classes = jax.eval_shape(logits, model.params, one).shape[-1]
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"`{own}` must be images that `normalize` makes inputs of the model, got "
-      f"{images.dtype}{list(images.shape)}: {error}"
+      f"{checks.told(images)}: {error}"
     ) from error
   low, high = int(labels.min()), int(labels.max())
   if low < 0 or high >= num_classes:
@@ -264,22 +280,3 @@ def check_images(
       "build the model with more."
     )
   checks.check_finite(own, images)
-
-
-def _count_classes(
-  model: models.Model, normalize: Normalize, images: np.ndarray
-) -> int:
-  """How many logits the model gives, without running it."""
-
-  def logits(params: PyTree, images: jax.Array) -> jax.Array:
-    inputs = normalize(images).astype(jnp.float32)
-    return model.apply(params, model.state, inputs, train=False)[0]
-
-  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
-  return jax.eval_shape(logits, model.params, one).shape[-1]
-
-
-def _padded(x: np.ndarray, size: int) -> np.ndarray:
-  """Repeats the last row up to a size: one shape, one program."""
-  short = size - len(x)
-  return np.concatenate([x, np.repeat(x[-1:], short, 0)]) if short else x

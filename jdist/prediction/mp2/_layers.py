@@ -1,7 +1,7 @@
-"""Which layers a network has, in their order, and which leaves each of them.
+"""Layers of a network in their order, and the arrays of each.
 
-Made from shapes alone: a layer is a convolution or a dense layer, with what
-normalizes it.
+Made from shapes alone: a layer is a convolution or a dense layer, with the
+normalization behind it.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jdist import checks
 
 PyTree = Any
 # Of leaves of as many dimensions those come first, in this order; others follow
@@ -40,7 +42,7 @@ class Leaf:
 
   @property
   def size(self) -> int:
-    """How many numbers it has."""
+    """The number of entries."""
     return math.prod(self.shape)
 
   def __str__(self) -> str:
@@ -52,7 +54,7 @@ class Layer:
   """The arrays of one convolution or dense layer, with its normalization.
 
   Attributes:
-    leaves: kernel, bias, and what its normalization trains.
+    leaves: kernel, bias, and the parameters of its normalization.
   """
 
   leaves: tuple[Leaf, ...]
@@ -64,17 +66,21 @@ class Layer:
 
   @property
   def size(self) -> int:
-    """How many numbers its leaves have together."""
+    """The number of entries of its leaves together."""
     return sum(leaf.size for leaf in self.leaves)
 
   @property
   def is_dense(self) -> bool:
-    """Whether its kernel, its first leaf, is a matrix and not a window."""
+    """True when its kernel, its first leaf, is a matrix and not a window."""
     return len(self.leaves[0].shape) < 3
 
 
 def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
-  """All leaves of a nested dict by their paths, in the order of its keys."""
+  """Returns the leaves of a nested dict by their paths, in its order.
+
+  Raises:
+    ValueError: when it is none of plain dicts with text as keys.
+  """
   _check_plain(tree)
   found: dict[tuple[str, ...], Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -90,8 +96,19 @@ def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
   return found
 
 
+def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+  """Undoes `leaves_of`."""
+  tree: dict[str, Any] = {}
+  for path, leaf in leaves.items():
+    node = tree
+    for key in path[:-1]:
+      node = node.setdefault(key, {})
+    node[path[-1]] = leaf
+  return tree
+
+
 def _check_plain(tree: PyTree) -> None:
-  """Refuses other mappings: what is put together again is of plain dicts."""
+  """Refuses other mappings: `Cut.join` makes plain dicts."""
   if isinstance(tree, Mapping):
     if type(tree) is not dict:
       raise ValueError(
@@ -102,18 +119,18 @@ def _check_plain(tree: PyTree) -> None:
       _check_plain(node)
 
 
-def layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
-  """The layers of a network in their order."""
+def layers_of(
+  tree: PyTree, order: Sequence[str] | None = None
+) -> tuple[Layer, ...]:
+  """Returns the layers of a network, two at least; arguments as of `cut`."""
   modules: dict[str, list[Leaf]] = {}
   for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
-    name = ".".join(path[:-1])
-    modules.setdefault(name, []).append(_leaf(path, leaf))
+    modules.setdefault(".".join(path[:-1]), []).append(_leaf(path, leaf))
   layers: list[tuple[Leaf, ...]] = []
   normalized = ""
   for name in modules if order is None else _checked(order, list(modules)):
-    leaves = modules[name]
-    leaves.sort(key=_rank)
-    # What has vectors only is the normalization of the layer before.
+    leaves = sorted(modules[name], key=_rank)
+    # A module of vectors only is the normalization of the layer before.
     vectors = len(leaves[0].shape) < 2
     if order is None and vectors and (normalized or not layers):
       other = f"{normalized} is" if normalized else "no layer is"
@@ -128,26 +145,30 @@ def layers_of(tree: PyTree, order: Sequence[str] | None) -> tuple[Layer, ...]:
     else:
       layers.append(tuple(leaves))
       normalized = ""
+  if len(layers) < 2:
+    raise ValueError(
+      "`model` must have two layers at least, one in front of a cut and one "
+      f"behind it, got {len(layers)}. Give the whole network or its parameters."
+    )
   return tuple(map(Layer, layers))
 
 
 def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
   shape: Any = getattr(leaf, "shape", None)
-  dtype: Any = getattr(leaf, "dtype", None)
-  array = shape is not None and dtype is not None
-  if not array or not jnp.issubdtype(dtype, jnp.floating):
+  dtype: Any = getattr(leaf, "dtype", object)
+  if shape is None or not jnp.issubdtype(dtype, jnp.floating):
     # Others would not come back from a float32 message as they were.
-    given = f"{dtype}{list(shape)}" if array else type(leaf).__name__
     raise ValueError(
       "`tree` must hold arrays of real floats, which alone can be sent and "
-      f"predicted, got {given} at {'.'.join(path)}. Cut the parameters that "
-      "are trained, and keep counters and keys in the model's state."
+      f"predicted, got {checks.told(leaf)} at {'.'.join(path)}. Cut the "
+      "parameters that are trained, and keep counters and keys in the model's "
+      "state."
     )
   return Leaf(path, tuple(shape), jnp.dtype(dtype).name)
 
 
 def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
-  """What sorts paths with the numbers in their names as numbers."""
+  """Returns a key that sorts the numbers in the names of a path as numbers."""
   path, _ = item
   words = [re.split("([0-9]+)", key) for key in path]
   return [

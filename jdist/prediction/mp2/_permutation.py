@@ -1,7 +1,7 @@
-"""Random orders that stay what they are.
+"""Random orders that stay the same with every version of NumPy.
 
-NumPy promises the raw bits of a generator for good, and what it makes of them
-only within a version; a resumed run may have a newer NumPy.
+NumPy promises the raw bits of a generator for good, but its permutations only
+within a version; a resumed run may have a newer NumPy.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ _IMAGES_KEY, _ORDER_KEY = 6, 7
 
 
 def permutation(size: int, seed: int, *stream: int) -> np.ndarray:
-  """A random order of 0 .. size - 1, for a seed and a stream's numbers.
+  """Returns a random order of 0 .. size - 1, for a seed and a stream's numbers.
 
   >>> bool((permutation(9, 1, 2) == permutation(9, 1, 2)).all())
   True
@@ -32,7 +32,7 @@ def balanced(
   [0, 0, 1]
   """
   order = permutation(len(labels), seed, _IMAGES_KEY, number)
-  # Where each stands within its class, as a share of the class.
+  # The place of each within its class, as a share of the class.
   place = np.empty(len(labels))
   for label in np.unique(labels):
     inside = np.flatnonzero(labels[order] == label)

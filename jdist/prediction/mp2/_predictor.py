@@ -1,4 +1,4 @@
-"""The network that predicts the rear of another network from its front."""
+"""The predictor: a network that gives the rear of another from its front."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks
-from jdist.prediction.mp2 import _cut
+from jdist.prediction.mp2 import _cut, _layers
 
 PyTree = Any
 Params = dict[str, Any]
@@ -33,10 +33,10 @@ class Predictor:
 
   Attributes:
     cut: of the network whose rear is predicted.
-    rank: how many outer products a predicted convolution is a sum of.
+    rank: the number of outer products that a predicted convolution sums.
     grid: 8 where the front enters as [8, 8, channels], 1 as [1, 1, channels].
-    dense_from: whether dense layers are decoded from the 8 flattened
-      features, "flatten", or from a dense layer of 64 behind them, "hidden".
+    dense_from: "flatten" where dense layers are decoded from the 8 features,
+      "hidden" where they are from a dense layer of 64 behind them.
   """
 
   cut: _cut.Cut
@@ -51,7 +51,7 @@ class Predictor:
 
   @property
   def num_params(self) -> int:
-    """How many numbers are trained."""
+    """The number of entries that are trained."""
     return sum(math.prod(shape) for shape in self._shapes().values())
 
   def __repr__(self) -> str:
@@ -61,19 +61,10 @@ class Predictor:
     )
 
   def init(self, key: jax.Array) -> Params:
-    """Draws the parameters to begin with.
+    """Draws the first parameters, a nested dict of float32 arrays.
 
     Weights are normal with deviation 0.1, drawn again beyond two deviations;
     biases 0.1.
-
-    Args:
-      key: random key.
-
-    Returns:
-      Nested dict of float32 arrays.
-
-    Raises:
-      ValueError: when that is no key.
     """
     checks.check_key(key)
     shapes = self._shapes()
@@ -81,27 +72,21 @@ class Predictor:
     draw = _STD * jax.random.truncated_normal(
       key, -2.0, 2.0, (self.num_params,), jnp.float32
     )
-    tree: Params = {}
-    start = 0
+    values, start = {}, 0
     for path, shape in shapes.items():
       if path[-1] == "bias":
-        value = jnp.full(shape, _BIAS, jnp.float32)
+        values[path] = jnp.full(shape, _BIAS, jnp.float32)
       else:
-        value = draw[start : start + math.prod(shape)].reshape(shape)
+        values[path] = draw[start : start + math.prod(shape)].reshape(shape)
       start += math.prod(shape)
-      node = tree
-      for name in path[:-1]:
-        node = node.setdefault(name, {})
-      node[path[-1]] = value
-    return tree
+    return _layers.nested(values)
 
   def apply(self, params: Params, front: PyTree) -> PyTree:
     """Predicts the rear.
 
     Args:
       params: from `init`, trained.
-      front: the front of one worker's parameters, of `Cut.split`; those of
-        the whole network will do.
+      front: the front of one worker's parameters, or the whole network's.
 
     Returns:
       The rear, for `Cut.join`.
@@ -113,14 +98,8 @@ class Predictor:
     return self.apply_vector(params, self.cut.flatten_front(front))
 
   def apply_vector(self, params: Params, vector: jax.Array) -> PyTree:
-    """The same from a flat front: `vector` is float32 [num_front]."""
-    shape = getattr(vector, "shape", None)
-    if shape != (self.cut.num_front,):
-      given = checks.told(vector) if shape is None else list(shape)
-      raise ValueError(
-        f"`vector` must be an array of shape [{self.cut.num_front}], the front "
-        f"of {self.cut!r}, got {given}. Map over samples with `jax.vmap`."
-      )
+    """Predicts the rear from a flat front, float32 [num_front]."""
+    self.cut.check_vector("front", vector)
     self.check_params(params)
     features = self._features(params, vector)
     convs = dense = features
@@ -137,11 +116,7 @@ class Predictor:
     return self.cut.unflatten_rear(jnp.concatenate(parts))
 
   def check_params(self, params: Params) -> None:
-    """Raises a ValueError unless the parameters are this predictor's.
-
-    Args:
-      params: arrays or shapes; the first leaf that differs is named.
-    """
+    """Raises a ValueError unless arrays or shapes are this predictor's."""
     checks.check_shapes(
       f"`params` must be of {self!r}, but",
       "Take the parameters that were trained with this predictor.",
@@ -150,7 +125,7 @@ class Predictor:
     )
 
   def _features(self, params: Params, vector: jax.Array) -> jax.Array:
-    """The 8 features of a front."""
+    """Returns the 8 features of a front."""
     grid, num_channels = self.grid, self.num_channels
     missing = grid * grid * num_channels - vector.size
     x = jnp.pad(vector.astype(jnp.float32), (0, missing))
@@ -175,7 +150,7 @@ class Predictor:
     return x.reshape(_NUM_CHANNELS)
 
   def _shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shape of every array, by its path."""
+    """Returns the shape of every array, by its path."""
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def add(*path: str, sizes: tuple[int, ...]) -> None:
@@ -213,7 +188,7 @@ def predictor(
 ) -> Predictor:
   """Makes the published predictor for a cut.
 
-  The front p enters as x = [8, 8, C]; three times
+  The front p enters as x = [8, 8, C].  Three times
 
     x <- relu(conv3x3(x) + b)                 C -> 8, 8 -> 8, 8 -> 8
     x <- x * sigmoid(V relu(U mean(x)))       8 -> 2 -> 8, per channel
@@ -229,14 +204,13 @@ def predictor(
 
   Args:
     cut: where the network is cut, from `cut` or `published_cut`.
-    rank: how many outer products are summed; default 1, as published.
-    grid: 8 for an input [8, 8, C], with zeros behind where 64 does not divide
-      the front, or 1 for [1, 1, C]. Default 8 where 64 divides it, else 1:
-      so have the authors' networks it, LeNet as the only one [1, 1, 2572].
-      Over one pixel 8 of the 9 weights of a window meet zeros only, and the
-      first convolution has 72 weights for each number of the front: give 8
-      for large ones.
-    dense_from: "flatten" for g = f, "hidden" for the layer of 64. Default
+    rank: the number of outer products in a sum; default 1, as published.
+    grid: 8 for an input [8, 8, C], padded with zeros where 64 does not divide
+      the front, or 1 for [1, 1, C].  Default 8 where 64 divides it, else 1,
+      which of the authors' networks only LeNet has, [1, 1, 2572].  Over one
+      pixel the first convolution has 72 weights for each entry of the front,
+      of which 64 are multiplied by zeros: give 8 for large fronts.
+    dense_from: "flatten" for g = f, "hidden" for the layer of 64.  Default
       "flatten" where one dense layer is predicted, as for the ResNets, else
       "hidden", as for VGG and AlexNet.
 
@@ -252,27 +226,22 @@ def predictor(
   (2901, 277420)
 
   References:
-    MP², model parameter prediction, the authors' predictor. Reconstruction,
-    where it is not told: pooling keeps a single pixel; the dense layers of
-    channel attention and the shared ones have biases, which begin at 0.1 as
-    the convolutions' do; LeNet's dense layers are decoded as VGG's; all dense
-    layers share one layer of 64, with a rectifier; what is padded when 64
-    divides a front or a layer not. Ours: `rank` above 1. Inputs and outputs
-    are not normalized, as published.
+    MP², model parameter prediction, the authors' predictor.  Reconstruction:
+    pooling keeps a single pixel; the dense layers of channel attention and the
+    shared ones have biases, which begin at 0.1 as the convolutions' do; LeNet's
+    dense layers are decoded as VGG's; all dense layers share one layer of 64,
+    with a rectifier; fronts and layers are padded to multiples of 64.  Ours:
+    `rank` above 1.  Inputs and outputs are not normalized, as published.
   """
   _cut.check_cut("cut", cut)
   rank = checks.check_int("rank", rank, 1)
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
-  if checks.check_int("grid", grid, 1) not in (1, _GRID):
-    raise ValueError(f"`grid` must be 1 or {_GRID}, got {grid}.")
+  checks.check_choice("grid", checks.check_int("grid", grid, 1), (1, _GRID))
   if dense_from is None:
     num_dense = sum(layer.is_dense for layer in cut.rear)
     dense_from = "flatten" if num_dense <= 1 else "hidden"
-  if dense_from not in ("flatten", "hidden"):
-    raise ValueError(
-      f'`dense_from` must be "flatten" or "hidden", got {dense_from!r}.'
-    )
+  checks.check_choice("dense_from", dense_from, ("flatten", "hidden"))
   return Predictor(cut, rank, grid, dense_from)
 
 

@@ -13,17 +13,19 @@ import numpy as np
 import optax
 
 from jdist import checks, models
+from jdist.prediction import _fit_folder
 from jdist.prediction.mp2 import (
   _evaluate,
   _permutation,
   _predictor,
   _saved_predictor,
 )
-from jdist.storage import array_files, hashes
 
 PyTree = Any
 _SAMPLES_KEY = 5
-_FIT = "predictor fit"
+_DATA = (
+  "samples", "images", "labels", "held_out", "test_images", "test_labels",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PredictorFit:
   Attributes:
     num_epochs: passes over the samples, after each of which the predictor is
       evaluated.
-    samples_per_batch: how many networks are put together at once.
+    samples_per_batch: networks that are assembled at once.
     sample_batches: batches of samples in an epoch; default as many as there
       are samples for, the paper's 180 of 25.
     images_per_batch: images of one update.
@@ -55,24 +57,18 @@ class PredictorFit:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    for name in (
-      "num_epochs",
-      "samples_per_batch",
-      "sample_batches",
-      "images_per_batch",
-      "image_batches",
-    ):
-      value = getattr(self, name)
-      if name != "sample_batches" or value is not None:
-        # As JSON can hold it, and not NumPy's.
-        object.__setattr__(self, name, checks.check_int(name, value, 1))
-    rate = checks.check_number(
-      "learning_rate", self.learning_rate, open_low=True
+    sizes = ["num_epochs", "samples_per_batch", "images_per_batch"]
+    optional = [] if self.sample_batches is None else ["sample_batches"]
+    sizes += ["image_batches", *optional]
+    # As JSON can hold them, and not NumPy's.
+    vars(self).update(
+      {name: checks.check_int(name, getattr(self, name), 1) for name in sizes},
+      learning_rate=checks.check_number(
+        "learning_rate", self.learning_rate, open_low=True
+      ),
+      mixup=checks.check_number("mixup", self.mixup),
+      seed=checks.check_seed(self.seed),
     )
-    object.__setattr__(self, "learning_rate", rate)
-    mixup = checks.check_number("mixup", self.mixup)
-    object.__setattr__(self, "mixup", mixup)
-    object.__setattr__(self, "seed", checks.check_seed(self.seed))
 
 
 class Epoch(NamedTuple):
@@ -127,31 +123,30 @@ def fit_predictor(
     mean over samples p:  CE(network(p, predict(p)), mix(images, labels))
 
   with the labels of the mixed images, lambda of the one and 1 - lambda of the
-  other, lambda ~ Beta(mixup, mixup) drawn for each update. No rear is ever
+  other, lambda ~ Beta(mixup, mixup) drawn for each update.  No rear is ever
   compared with the rear of a sample.
 
   Args:
     predictor: of the network's cut.
-    model: the network; without batch statistics. One that is kept, not made
-      anew for each call: for another object everything compiles anew.
+    model: the network, without batch statistics; another object, though equal,
+      compiles anew.
     samples: fronts to train with, float32 [samples, num_front], for instance
       of `ParameterSet.fronts`; may be mapped from the disk.
     images: to train with, [n, ...] as stored; all are put on the device.
     labels: integers [n], a class each, from 0.
-    held_out: fronts for the evaluation, likewise. Those of a run are like
+    held_out: fronts for the evaluation, likewise.  Those of a run are like
       their neighbours: take them of another run, or of epochs of their own.
     test_images: for the evaluation.
     test_labels: likewise.
-    fit: how; default `PredictorFit()`.
-    normalize: turns stored images into the model's inputs, a function that is
-      kept (not made anew for each call, which compiles anew).
-    directory: where to keep what is needed to go on, after every epoch; a run
-      that was cut off goes on from there, to the bit, and one that is over
-      does with more `num_epochs`, as if they had been asked for at first. All
-      other settings must be the same, and all data are compared,
-      by hashes; `normalize` and `model.apply` are functions and cannot be:
-      give the same. On several processes, train on one.
-    save_every: also keep it after every so many batches of samples.
+    fit: settings; default `PredictorFit()`.
+    normalize: turns stored images into the model's inputs; another function,
+      though equal, compiles anew.
+    directory: keeps the state after every epoch; a run that was cut off goes on
+      from there, to the bit, and one that is over with more `num_epochs`, as if
+      they had been asked for at first.  All other settings and all data must
+      be the same; `normalize` and `model.apply` are functions and are not
+      compared.  On several processes, train on one.
+    save_every: also keeps the state after every so many batches of samples.
     on_epoch: called with each evaluation, for instance to show progress.
 
   Returns:
@@ -160,7 +155,7 @@ def fit_predictor(
   Raises:
     ValueError: if an argument does not fit, or `directory` holds the state of
       another predictor, settings or data, or other arrays.
-    FloatingPointError: when the loss is not finite any more. The state is not
+    FloatingPointError: when the loss is not finite any more.  The state is not
       kept then.
 
   >>> from jdist import models, prediction
@@ -180,84 +175,86 @@ def fit_predictor(
   [0, 1]
 
   References:
-    MP², "prediction-result-based evaluation". Reconstruction: images are drawn
+    MP², "prediction-result-based evaluation".  Reconstruction: images are drawn
     without replacement for each batch of samples; one lambda for a mini-batch
     and all of its samples; the best epoch is that of the highest mean accuracy
     over held-out samples.
   """
   fit = PredictorFit() if fit is None else fit
   checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
-  checks.check_function(
-    "on_epoch", on_epoch, "an evaluation, `Epoch`", optional=True
-  )
-  images, labels = np.asarray(images), np.asarray(labels)
+  checks.check_function("on_epoch", on_epoch, "an `Epoch`", optional=True)
+  _check_save_every(save_every, directory)
+  train = (np.asarray(images), np.asarray(labels))
+  test = (np.asarray(test_images), np.asarray(test_labels))
   _evaluate.check_model(predictor, model)
   _evaluate.check_samples("samples", samples, predictor)
   _evaluate.check_samples("held_out", held_out, predictor)
-  own, other = ("images", "labels"), ("test_images", "test_labels")
-  _evaluate.check_images(own, images, labels, model, normalize)
-  _evaluate.check_images(other, test_images, test_labels, model, normalize)
-  num_batches = _check_sizes(fit, samples, images)
-  if save_every is not None:
-    checks.check_int("save_every", save_every, 1)
-    if directory is None:
+  names = ("images", "labels"), ("test_images", "test_labels")
+  _evaluate.check_images(names[0], *train, model, normalize)
+  _evaluate.check_images(names[1], *test, model, normalize)
+  num_batches = _count_batches(fit, len(samples), len(train[0]))
+  arrays = (samples, *train, held_out, *test)
+  kept = _fit_folder.FitFolder(
+    directory,
+    "predictor fit",
+    dataclasses.asdict(fit),
+    dict(zip(_DATA, arrays, strict=True)),
+  )
+
+  def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
+    found = _evaluate.accuracies(
+      predictor, params, model, held_out, *test, normalize,
+      fit.samples_per_batch,
+    )  # fmt: skip
+    point = Epoch(epoch, float(found.mean()), loss)
+    if on_epoch is not None:
+      on_epoch(point)
+    return point
+
+  updates = _Updates(predictor, model, fit, normalize, *train)
+  kept_batches = save_every or fit.num_epochs * num_batches
+  return _train(
+    predictor, fit, samples, num_batches, kept_batches, updates, evaluate, kept
+  )
+
+
+def _train(
+  predictor: _predictor.Predictor,
+  fit: PredictorFit,
+  samples: np.ndarray,
+  num_batches: int,
+  save_every: int,
+  updates: "_Updates",
+  evaluate: Callable[[int, PyTree, float | None], Epoch],
+  kept: _fit_folder.FitFolder,
+) -> FittedPredictor:
+  """Trains from the beginning, or from the state that was kept."""
+
+  def check(body: dict[str, Any]) -> None:
+    _saved_predictor.refuse_other_predictor(body["predictor"], predictor)
+    if body["done"] > fit.num_epochs * num_batches:
       raise ValueError(
-        f"`save_every` must be left out without `directory`, got {save_every}. "
-        "Name the directory that is to keep the state."
+        "`num_epochs` must be at least what `directory` has been trained for, "
+        f"{body['done'] / num_batches:g}, got {fit.num_epochs}. Take another "
+        "directory, or as many epochs."
       )
-  if directory is not None:
-    array_files.refuse_others(directory, _FIT)
 
-  def evaluate(params: PyTree) -> float:
-    found = _evaluate.evaluate_predictor(
-      predictor,
-      params,
-      model,
-      held_out,
-      test_images,
-      test_labels,
-      normalize=normalize,
-      samples_per_batch=fit.samples_per_batch,
-    )
-    return float(found.mean())
-
-  begin = _init(predictor, jax.random.key(fit.seed))
-  state = {
-    "params": begin,
-    "optimizer": _optimizer(fit.learning_rate).init(begin),
-  }
-  about = {}
-  if directory is not None:
-    about = {
-      "what": _FIT,
-      "predictor": _saved_predictor.describe(predictor),
-      "fit": dataclasses.asdict(fit),
-      "data": hashes.fingerprints(
-        samples=samples,
-        images=images,
-        labels=labels,
-        held_out=held_out,
-        test_images=test_images,
-        test_labels=test_labels,
-      ),
-    }
-  if directory is not None and array_files.is_there(directory):
-    (state, best), body = _restored(
-      directory, (state, begin), predictor, about, num_batches
-    )
+  state = _init(predictor, fit.learning_rate, jax.random.key(fit.seed))
+  # A copy, as updates reuse the memory of what they are given.
+  best = jax.tree.map(jnp.copy, state["params"])
+  # Neither an order nor the rate depends on the number of epochs.
+  found = kept.restore((state, best), free="num_epochs", check=check)
+  if found is None:
+    done, losses = 0, []
+    curve = [evaluate(0, state["params"], None)]
+  else:
+    (state, best), body = found
     done, losses = body["done"], body["losses"]
     curve = [Epoch(*point) for point in body["curve"]]
-  else:
-    # A copy, as updates reuse the memory of what they are given.
-    best, done, losses = jax.tree.map(jnp.copy, begin), 0, []
-    curve = [Epoch(0, evaluate(begin), None)]
-    if on_epoch is not None:
-      on_epoch(curve[0])
-  train = _Training(predictor, model, fit, normalize, images, labels)
   while done < fit.num_epochs * num_batches:
     epoch, batch = divmod(done, num_batches)
     rows = _sample_rows(fit, len(samples), epoch, batch)
-    state, loss = train.run(state, np.asarray(samples[rows]), done)
+    state, loss = updates.take(state, np.asarray(samples[rows]), done)
     if not math.isfinite(loss):
       raise FloatingPointError(
         f"The loss of epoch {epoch + 1} is {loss}. Lower `learning_rate`, now "
@@ -267,30 +264,62 @@ def fit_predictor(
     losses.append(loss)
     done += 1
     if batch + 1 == num_batches:
-      accuracy = evaluate(state["params"])
-      point = Epoch(epoch + 1, accuracy, float(np.mean(losses)))
-      if accuracy > max(other.accuracy for other in curve):
+      point = evaluate(epoch + 1, state["params"], float(np.mean(losses)))
+      if point.accuracy > max(other.accuracy for other in curve):
         best = jax.tree.map(jnp.copy, state["params"])
       curve.append(point)
       losses = []
-      if on_epoch is not None:
-        on_epoch(point)
-    due = save_every is not None and done % save_every == 0
-    if directory is not None and (due or not losses):
-      body = about | {"done": done, "losses": losses, "curve": curve}
-      arrays = checks.named_leaves((state, best))
-      array_files.save_arrays(directory, arrays, body)
-  top = max(point.accuracy for point in curve)
-  first = next(point for point in curve if point.accuracy == top)
-  return FittedPredictor(best, first, tuple(curve))
+    if not losses or done % save_every == 0:
+      kept.save(
+        (state, best),
+        predictor=_saved_predictor.describe(predictor),
+        done=done,
+        losses=losses,
+        curve=curve,
+      )
+  # The first of equals.
+  top = max(curve, key=lambda point: (point.accuracy, -point.epoch))
+  return FittedPredictor(best, top, tuple(curve))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _init(predictor: _predictor.Predictor, key: jax.Array) -> PyTree:
-  return predictor.init(key)
+def _check_save_every(
+  save_every: int | None, directory: str | os.PathLike[str] | None
+) -> None:
+  if save_every is None:
+    return
+  checks.check_int("save_every", save_every, 1)
+  if directory is None:
+    raise ValueError(
+      f"`save_every` must be left out without `directory`, got {save_every}. "
+      "Name the directory that is to keep the state."
+    )
 
 
-class _Training:
+def _count_batches(fit: PredictorFit, num_samples: int, num_images: int) -> int:
+  """Returns the number of batches of samples in an epoch."""
+  if fit.samples_per_batch > num_samples:
+    raise ValueError(
+      f"`samples_per_batch` must be at most {num_samples}, the number of "
+      f"samples, got {fit.samples_per_batch}."
+    )
+  needed = fit.images_per_batch * fit.image_batches
+  if needed > num_images:
+    raise ValueError(
+      "`image_batches` times `images_per_batch` must be at most the number "
+      f"of images, {num_images}, got {needed}."
+    )
+  return fit.sample_batches or num_samples // fit.samples_per_batch
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init(
+  predictor: _predictor.Predictor, learning_rate: float, key: jax.Array
+) -> PyTree:
+  params = predictor.init(key)
+  return {"params": params, "optimizer": optax.adam(learning_rate).init(params)}
+
+
+class _Updates:
   """The updates with one batch of samples; compiled once."""
 
   def __init__(
@@ -310,10 +339,10 @@ class _Training:
       _update, predictor, model, normalize, fit.learning_rate, fit.mixup
     )
 
-  def run(
+  def take(
     self, state: PyTree, vectors: np.ndarray, number: int
   ) -> tuple[PyTree, float]:
-    """The state after all updates, and their mean loss."""
+    """Returns the state after all updates, and their mean loss."""
     fit = self._fit
     size = fit.images_per_batch * fit.image_batches
     drawn = _permutation.balanced(self._labels, size, fit.seed, number)
@@ -367,7 +396,7 @@ def _update(
   loss, gradients = jax.value_and_grad(loss_of)(state["params"])
   # Optax's Adam mixes floats with its integer count.
   with jax.numpy_dtype_promotion("standard"):
-    updates, optimizer = _optimizer(learning_rate).update(
+    updates, optimizer = optax.adam(learning_rate).update(
       gradients, state["optimizer"]
     )
   params = optax.apply_updates(state["params"], updates)
@@ -377,7 +406,7 @@ def _update(
 def _mix(
   alpha: float, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-  """With which other image each is mixed, and its own share."""
+  """Returns the other image that each is mixed with, and its own share."""
   one, other = jax.random.split(key)
   order = jax.random.permutation(one, size)
   if alpha == 0:
@@ -387,62 +416,12 @@ def _mix(
   return order, jax.random.beta(other, alpha, alpha)
 
 
-def _optimizer(learning_rate: float) -> optax.GradientTransformation:
-  return optax.adam(learning_rate)
-
-
 def _sample_rows(
   fit: PredictorFit, num_samples: int, epoch: int, batch: int
 ) -> np.ndarray:
-  """Which samples a batch has: one order of all for each epoch."""
+  """Returns the samples of a batch: one order of all for each epoch."""
   order = _permutation.permutation(num_samples, fit.seed, _SAMPLES_KEY, epoch)
   first = batch * fit.samples_per_batch
   return np.sort(
     order[np.arange(first, first + fit.samples_per_batch) % num_samples]
   )
-
-
-def _check_sizes(
-  fit: PredictorFit, samples: np.ndarray, images: np.ndarray
-) -> int:
-  """The number of sample batches in an epoch."""
-  if fit.samples_per_batch > len(samples):
-    raise ValueError(
-      f"`samples_per_batch` must be at most {len(samples)}, the number of "
-      f"samples, got {fit.samples_per_batch}."
-    )
-  needed = fit.images_per_batch * fit.image_batches
-  if needed > len(images):
-    raise ValueError(
-      "`image_batches` times `images_per_batch` must be at most the number "
-      f"of images, {len(images)}, got {needed}."
-    )
-  return fit.sample_batches or len(samples) // fit.samples_per_batch
-
-
-def _restored(
-  directory: str | os.PathLike[str],
-  like: PyTree,
-  predictor: _predictor.Predictor,
-  about: dict[str, Any],
-  num_batches: int,
-) -> tuple[PyTree, dict[str, Any]]:
-  arrays, body = array_files.load_arrays(directory, what=_FIT)
-  _saved_predictor.refuse_other_predictor(body["predictor"], predictor)
-  # How long it goes on changes nothing of what has been: neither the order of
-  # anything nor the rate depends on the number of epochs.
-  num_epochs = about["fit"]["num_epochs"]
-  if body["fit"] | {"num_epochs": num_epochs} != about["fit"]:
-    raise ValueError(
-      "`directory` holds the state of a training with other fit, "
-      f"{body['fit']}, got {about['fit']}. Take another directory, or the same "
-      "settings."
-    )
-  hashes.refuse_other_data(body.get("data"), about["data"])
-  if body["done"] > num_epochs * num_batches:
-    raise ValueError(
-      "`num_epochs` must be at least what `directory` has been trained for, "
-      f"{body['done'] / num_batches:g}, got {num_epochs}. Take another "
-      "directory, or as many epochs."
-    )
-  return array_files.tree_of(arrays, like), body

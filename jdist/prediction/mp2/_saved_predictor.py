@@ -14,7 +14,7 @@ _PREDICTOR = "predictor"
 
 
 def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
-  """A predictor as JSON can hold it."""
+  """Returns a predictor as JSON can hold it."""
   return {
     "cut": predictor.cut.describe(),
     "rank": predictor.rank,
@@ -43,37 +43,36 @@ def save_predictor(
   params: PyTree,
   about: dict[str, Any] | None = None,
 ) -> None:
-  """Writes a trained predictor, as .npy files and a manifest with hashes.
+  """Saves a trained predictor, as .npy files and a manifest with hashes.
 
   Args:
-    directory: for nothing else; a predictor that was saved there is replaced
-      at the end. On several processes, save on one.
-    predictor: what it is.
+    directory: used for nothing else; an earlier predictor is replaced at the
+      end.  On several processes, save on one.
+    predictor: of the network's cut.
     params: its parameters.
     about: anything that JSON can hold: the data, the accuracy.
 
   Raises:
     ValueError: when the parameters are not of this predictor, not float32 or
-      not finite, naming the first that differs, or it is none, or the directory
-      holds something else.
+      not finite, naming the first that differs, or the directory holds
+      something else.
   """
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
   checks.check_trained("params", params)
-  arrays = checks.named_leaves(params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
-  array_files.save_arrays(directory, arrays, body)
+  array_files.save_arrays(directory, params, body)
 
 
 def load_predictor(
   directory: str | os.PathLike[str], cut: _cut.Cut | None = None
 ) -> tuple[_predictor.Predictor, PyTree]:
-  """Reads what `save_predictor` wrote.
+  """Loads a predictor and its parameters.
 
   Args:
-    directory: where it is.
-    cut: of the network whose rear is to be predicted; one for another network
-      or cut is refused.
+    directory: as of `save_predictor`.
+    cut: of the network whose rear is to be predicted; a predictor of another
+      network or cut is refused.
 
   Returns:
     The predictor and its parameters.
@@ -90,8 +89,8 @@ def load_predictor(
   theirs = _cut.Cut.from_description(found["cut"])
   if cut is not None:
     _cut.refuse_other_cut("directory", theirs, cut)
-  predictor = _predictor.predictor(
-    theirs, found["rank"], grid=found["grid"], dense_from=found["dense_from"]
+  predictor = _predictor.Predictor(
+    theirs, found["rank"], found["grid"], found["dense_from"]
   )
   like = jax.eval_shape(predictor.init, jax.random.key(0))
   return predictor, array_files.tree_of(arrays, like)

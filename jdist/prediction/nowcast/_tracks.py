@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.prediction.nowcast import _nowcaster
+from jdist.prediction.nowcast import _model
 from jdist.storage import array_files
 
 PyTree: TypeAlias = Any
 # Of each kind float32 [entries, epochs].
-Tracks: TypeAlias = dict[_nowcaster.Kind, np.ndarray]
+Tracks: TypeAlias = dict[_model.Kind, np.ndarray]
 
 
 class Tracker:
@@ -43,42 +43,42 @@ class Tracker:
 
     Args:
       like: one worker's parameters, or their shapes.
-      entries_per_kind: how many to follow of each kind, all if there are
-        fewer; default 2000, 0.4 MB for 50 epochs.
+      entries_per_kind: entries to follow of each kind, all if there are fewer;
+        default 2000, 0.4 MB for 50 epochs.
       seed: of the choice, integer >= 0.
-      begun: tracks of the same entries from a part of the run that is over:
-        with the same `seed` and `entries_per_kind`, which they do not tell.
+      begun: tracks of the same entries from the run's earlier epochs; made
+        with the same `seed` and `entries_per_kind`, which is not checked.
 
     Raises:
       ValueError: when an argument is out of its range, `like` has leaves that
         are no floating arrays, or none, or `begun` is of another number of
         entries, of several lengths or not finite.
     """
-    entries_per_kind = checks.check_int("entries_per_kind", entries_per_kind, 1)
+    count = checks.check_int("entries_per_kind", entries_per_kind, 1)
     seed = checks.check_seed(seed)
-    leaves = _checked_leaves(like)
     self._structure: Any = jax.tree.structure(like)
-    self._shapes = [np.shape(leaf) for leaf in leaves]
+    self._shapes = _float_shapes(like)
     # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
-    self._chosen: dict[_nowcaster.Kind, list[tuple[int, np.ndarray]]] = {}
-    for number, kind in enumerate(_nowcaster.KINDS):
+    self._chosen: dict[_model.Kind, list[tuple[int, np.ndarray]]] = {}
+    for number, kind in enumerate(_model.KINDS):
       own = [
         i
         for i, shape in enumerate(self._shapes)
-        if _nowcaster.kind_of(shape) == kind
+        if _model.kind_of(shape) == kind
       ]
       sizes = [int(np.prod(self._shapes[i])) for i in own]
       if not sum(sizes):
         continue
       draw = np.random.default_rng([seed, number])
-      count = min(entries_per_kind, sum(sizes))
-      places = np.sort(draw.choice(sum(sizes), count, replace=False))
+      places = np.sort(
+        draw.choice(sum(sizes), min(count, sum(sizes)), replace=False)
+      )
       ends = np.cumsum(sizes)
       self._chosen[kind] = [
         (i, places[(places >= end - size) & (places < end)] - (end - size))
         for i, size, end in zip(own, sizes, ends, strict=True)
       ]
-    self._values: dict[_nowcaster.Kind, list[np.ndarray]] = {
+    self._values: dict[_model.Kind, list[np.ndarray]] = {
       kind: [] for kind in self._chosen
     }
     if begun is not None:
@@ -110,7 +110,7 @@ class Tracker:
       self._values[kind].append(np.concatenate(parts))
 
   def tracks(self) -> Tracks:
-    """What was recorded: of each kind float32 [entries, epochs]."""
+    """Returns the recorded tracks: of each kind float32 [entries, epochs]."""
     return {
       kind: np.stack(values, 1)
       if values
@@ -118,7 +118,7 @@ class Tracker:
       for kind, values in self._values.items()
     }
 
-  def _count(self, kind: _nowcaster.Kind) -> int:
+  def _count(self, kind: _model.Kind) -> int:
     return sum(len(at) for _, at in self._chosen[kind])
 
   def _continue(self, begun: Tracks) -> None:
@@ -133,30 +133,27 @@ class Tracker:
     if len(set(epochs.values())) > 1:
       raise ValueError(
         f"`begun` must have all tracks of as many epochs, got {epochs}. Take "
-        "what `Tracker.tracks` returned."
+        "the tracks that `Tracker.tracks` returned."
       )
     for kind, track in begun.items():
       checks.check_finite(f"begun[{kind!r}]", track)
-    for kind, track in begun.items():
       self._values[kind] = list(np.asarray(track, np.float32).T)
 
 
-def _checked_leaves(like: PyTree) -> list[Any]:
+def _float_shapes(like: PyTree) -> list[tuple[int, ...]]:
   leaves = jax.tree.leaves(like)
   for leaf in leaves:
-    dtype: Any = getattr(leaf, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-      given = checks.told(leaf) if dtype is None else f"{dtype}"
+    if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating):
       raise ValueError(
-        f"`like` must hold arrays of floats, or their shapes, got {given}. "
-        "Give the parameters that are trained."
+        "`like` must hold arrays of floats, or their shapes, got "
+        f"{checks.told(leaf)}. Give the parameters that are trained."
       )
   if not leaves:
     raise ValueError(
       "`like` must hold an array at least, got none. Give the parameters that "
       "are trained."
     )
-  return leaves
+  return [np.shape(leaf) for leaf in leaves]
 
 
 def save_tracks(
@@ -164,11 +161,11 @@ def save_tracks(
   runs: Sequence[Tracks],
   about: dict[str, Any] | None = None,
 ) -> None:
-  """Writes the tracks of runs: arrays as .npy, and a manifest with hashes.
+  """Saves the tracks of runs, as .npy files and a manifest with hashes.
 
   Args:
-    directory: made if it is missing; tracks that were saved there are
-      replaced, in one move. On several processes, save on one.
+    directory: made if it is missing; earlier tracks are replaced, in one move.
+      On several processes, save on one.
     runs: tracks, which may be of different models and lengths; saved as
       float32.
     about: anything that JSON can hold.
@@ -189,13 +186,7 @@ def save_tracks(
 
 
 def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
-  """Reads what `save_tracks` wrote.
-
-  Args:
-    directory: where it is.
-
-  Returns:
-    The tracks of each run, in the order in which they were saved.
+  """Loads the tracks of each run, in the order of `save_tracks`.
 
   Raises:
     FileNotFoundError: when there is nothing.
@@ -210,16 +201,16 @@ def load_tracks(directory: str | os.PathLike[str]) -> list[Tracks]:
 
 
 def check_runs(argument: str, runs: Any) -> list[Tracks]:
-  """The tracks of runs as a list; a ValueError if one is none."""
-  runs = checks.check_list(
-    argument, runs, "the tracks of each run, as of `Tracker.tracks`"
-  )
+  """Returns the tracks of runs as a list; a ValueError if one is none."""
+  remedy = "as of `Tracker.tracks`"
+  runs = checks.check_list(argument, runs, f"the tracks of each run, {remedy}")
   for number, run in enumerate(runs):
-    if not isinstance(run, Mapping) or not set(run) <= set(_nowcaster.KINDS):
+    name = f"{argument}[{number}]"
+    if not isinstance(run, Mapping) or not set(run) <= set(_model.KINDS):
       given = list(run) if isinstance(run, Mapping) else checks.told(run)
       raise ValueError(
-        f"`{argument}[{number}]` must be a dict with tracks of some of "
-        f"{', '.join(_nowcaster.KINDS)}, as of `Tracker.tracks`, got {given}."
+        f"`{name}` must be a dict with tracks of some of "
+        f"{', '.join(_model.KINDS)}, {remedy}, got {given}."
       )
     for kind, track in run.items():
       if not (
@@ -228,8 +219,8 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
         and jnp.issubdtype(track.dtype, jnp.floating)
       ):
         raise ValueError(
-          f"`{argument}[{number}][{kind!r}]` must be a track, floats [entries, "
-          f"epochs], as of `Tracker.tracks`, got {checks.told(track)}."
+          f"`{name}[{kind!r}]` must be a track, floats [entries, epochs], "
+          f"{remedy}, got {checks.told(track)}."
         )
   return runs
 
@@ -237,12 +228,12 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
 def windows(
   tracks: Sequence[np.ndarray], horizon: int, argument: str = "tracks"
 ) -> tuple[np.ndarray, np.ndarray]:
-  """All histories of five in the tracks, and what came `horizon` epochs on.
+  """Returns all histories of five in the tracks, and the later values.
 
   Args:
     tracks: float32 [entries, epochs] each.
     horizon: epochs between the last value of a history and its target.
-    argument: what the tracks were given as, for messages.
+    argument: of the tracks, for messages.
 
   Returns:
     Histories, float32 [n, 5], and targets, float32 [n].
@@ -251,15 +242,14 @@ def windows(
   >>> histories.tolist(), targets.tolist()
   ([[0.0, 1.0, 2.0, 3.0, 4.0]], [6.0])
   """
-  length = _nowcaster.HISTORY_LENGTH
-  found = []
-  for track in tracks:
-    if track.shape[1] < length + horizon:
-      continue
-    view = np.lib.stride_tricks.sliding_window_view(
+  length = _model.HISTORY_LENGTH
+  found = [
+    np.lib.stride_tricks.sliding_window_view(
       np.asarray(track, np.float32), length + horizon, axis=1
-    )
-    found.append(view.reshape(-1, length + horizon))
+    ).reshape(-1, length + horizon)
+    for track in tracks
+    if track.shape[1] >= length + horizon
+  ]
   if not found:
     longest = max((track.shape[1] for track in tracks), default=0)
     raise ValueError(
@@ -268,10 +258,3 @@ def windows(
     )
   together = np.concatenate(found)
   return together[:, :length], together[:, -1]
-
-
-def of_kind(
-  runs: Sequence[Mapping[_nowcaster.Kind, np.ndarray]], kind: _nowcaster.Kind
-) -> list[np.ndarray]:
-  """The tracks of one kind, of the runs that have some."""
-  return [run[kind] for run in runs if kind in run]

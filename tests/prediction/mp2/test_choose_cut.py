@@ -92,7 +92,9 @@ def test_bad_input_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`scores` must hold at least one"):
     prediction.choose_cut([])
   for wrong in ([1], [(0.5, 1)]):
-    with pytest.raises(ValueError, match="`scores` must be of `score_cuts`"):
+    with pytest.raises(
+      ValueError, match=r"`scores\[0\]` must be of `score_cuts`"
+    ):
       prediction.choose_cut(wrong)
   with pytest.raises(ValueError, match="`scores` must be a list of"):
     prediction.choose_cut(None)
@@ -118,7 +120,7 @@ def test_bad_input_is_refused(tmp_path):
   for wrong in (ours, 3, "a", {"a": ours}):
     with pytest.raises(ValueError, match="`predictors` must be a list of"):
       prediction.score_cuts(wrong, model(), *data, **given)
-  with pytest.raises(ValueError, match="`predictors` must be of `pred"):
+  with pytest.raises(ValueError, match=r"`predictors\[1\]` must be of `pred"):
     prediction.score_cuts([ours, ours.cut], model(), *data, **given)
   with pytest.raises(ValueError, match="`model` must be a network"):
     prediction.score_cuts([ours], model().params, *data, **given)

@@ -249,20 +249,20 @@ def test_damage_is_found(tmp_path):
   training.append_rows(tmp_path / "rows.jsonl", [{"row": 7, "step": 7}])
   rows = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
   (tmp_path / "rows.jsonl").write_text("".join(rows[1:]))
-  with pytest.raises(ValueError, match=r"line 1 of rows\.jsonl is not"):
+  with pytest.raises(ValueError, match=r"rows\.jsonl has a line 1 that is not"):
     prediction.ParameterSet(tmp_path)
 
 
 @pytest.mark.parametrize(
   ("damage", "told"),
   [
-    (lambda x: x.replace("front_01", "front_11", 1), "line 1 of .* is not of"),
-    (lambda x: x.replace("sha256", "sha255", 1), "line 1 of .* is not of"),
-    (lambda x: x.replace('"step": 3', '"step": 4'), "line 2 of .* is not of"),
-    (lambda x: "[1]\n" + x, "line 1 of .* is not of"),
+    (lambda x: x.replace("front_01", "front_11", 1), "a line 1 that is not"),
+    (lambda x: x.replace("sha256", "sha255", 1), "a line 1 that is not"),
+    (lambda x: x.replace('"step": 3', '"step": 4'), "a line 2 that is not"),
+    (lambda x: "[1]\n" + x, "a line 1 that is not"),
     (lambda x: "{]\n" + x, "cannot be read"),
     # As many lines as samples were planned, and one more.
-    (lambda x: x + x.splitlines(keepends=True)[-1], "line 4 of .* is not of"),
+    (lambda x: x + x.splitlines(keepends=True)[-1], "a line 4 that is not"),
     (None, "is missing"),
   ],
 )
@@ -274,7 +274,9 @@ def test_damaged_rows_are_told(damage, told, tmp_path):
   else:
     path.write_text(damage(path.read_text()))
   for opened in (prediction.ParameterSet, collector):
-    with pytest.raises(ValueError, match=rf"damaged: .*{told}.*Collect anew"):
+    with pytest.raises(
+      ValueError, match=rf"damaged: .*{told}.*another directory"
+    ):
       opened(tmp_path)
 
 
@@ -293,11 +295,13 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
   for cuts in ([], [_tiny.cut(1), _tiny.cut(1)]):
     with pytest.raises(ValueError, match="`cuts` must be of different depths"):
       collector(tmp_path, cuts=cuts)
-  for steps in ((), (3, 2), (2, 2), (-1, 2), (1.5, 2), ("a",), (True, 2)):
+  for steps in ((), (3, 2), (2, 2)):
     with pytest.raises(ValueError, match="`steps` must be increasing"):
       collector(tmp_path, steps=steps)
-  with pytest.raises(ValueError, match="`steps` must be increasing"):
-    collector(tmp_path, steps=np.arange(4).reshape(2, 2))
+  rows = np.arange(4).reshape(2, 2)
+  for steps in ((-1, 2), (1.5, 2), ("a",), (True, 2), rows):
+    with pytest.raises(ValueError, match=r"`steps\[0\]` must be an int >= 0"):
+      collector(tmp_path, steps=steps)
   with pytest.raises(ValueError, match="`per_epoch` must be at most"):
     prediction.choose_steps(2, 5, 6)
   for name in ("num_epochs", "steps_per_epoch", "per_epoch"):
@@ -310,7 +314,7 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
     ValueError, match=r"`steps_per_epoch`.*got 22\.53\. .*`int\(batches"
   ):
     prediction.choose_steps(2, 22.53)
-  with pytest.raises(ValueError, match="`cut` must be where a network is cut"):
+  with pytest.raises(ValueError, match="`cut` must be a cut"):
     run(collector(tmp_path / "some"))
     prediction.ParameterSet(tmp_path / "some").fronts(_tiny.model())
   for seed in (-1, 0.5):
@@ -320,7 +324,7 @@ def test_what_cannot_be_collected_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`metadata` must be a dict.*JSON"):
       collector(tmp_path / "none", metadata=wrong)
   assert not (tmp_path / "none").exists()
-  with pytest.raises(ValueError, match=r"`cuts` must hold cuts.*got 'a'"):
+  with pytest.raises(ValueError, match=r"`cuts\[0\]` must be a cut.*got 'a'"):
     collector(tmp_path / "none", cuts=["a"])
   for wrong in (_tiny.cut(), 3, "a"):
     with pytest.raises(ValueError, match=r"`cuts` must be a list of cuts.*\["):

@@ -43,8 +43,8 @@ def test_a_layer_is_told_by_its_largest_leaf(names):
     (np.zeros(2, np.int32), r"int32\[2\]"),
     (np.zeros(2, bool), r"bool\[2\]"),
     (np.zeros(2, np.complex64), r"complex64\[2\]"),
-    (1.0, "float"),
-    ("text", "str"),
+    (1.0, "1.0"),
+    ("text", "'text'"),
     (jax.random.key(0), r"key<fry>\[\]"),
   ],
 )

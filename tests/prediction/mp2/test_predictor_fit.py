@@ -31,7 +31,10 @@ from tests.prediction._fits import (
 def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
   """By hand: both labels' cross-entropies, weighted, of every sample."""
   fit = FIT
-  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  state = _predictor_fit._init(
+    predictor(), fit.learning_rate, jax.random.key(0)
+  )
+  params = jax.tree.map(jnp.copy, state["params"])
   images = np.random.default_rng(0).integers(0, 17, (4, 8, 8, 1))
   labels = np.array([1, 2, 3, 4])
   key = jax.random.key(3)
@@ -52,14 +55,13 @@ def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
       first, second = labels[rows][i], labels[rows][order[i]]
       mixed = share * log_p[i, first] + (1 - share) * log_p[i, second]
       losses.append(-mixed)
-  optimizer = _predictor_fit._optimizer(fit.learning_rate)
   _, loss = _predictor_fit._update(
     predictor(),
     model(),
     normalize,
     fit.learning_rate,
     fit.mixup,
-    {"params": params, "optimizer": optimizer.init(params)},
+    state,
     fronts(2),
     jnp.asarray(images, jnp.int32),
     jnp.asarray(labels, jnp.int32),
@@ -72,7 +74,7 @@ def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
 
 def test_networks_mapped_at_once_are_those_one_by_one(monkeypatch):
   """On an accelerator they are mapped, on a CPU they are a loop."""
-  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  params = predictor().init(jax.random.key(0))
   images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
   found = {}
   for backend in ("cpu", "gpu"):
@@ -199,8 +201,8 @@ def test_the_best_is_kept_and_not_the_last(monkeypatch):
   scores = iter((0.1, 0.5, 0.5, 0.2))
   monkeypatch.setattr(
     _evaluate,
-    "evaluate_predictor",
-    lambda *args, **kwargs: np.array([next(scores)]),
+    "accuracies",
+    lambda *args: np.array([next(scores)]),
   )
   fit = dataclasses.replace(FIT, num_epochs=3)
   fitted = fit_predictor(fit)
@@ -216,7 +218,8 @@ def test_the_state_of_another_training_is_refused(tmp_path):
   for change in ({"image_batches": 2}, {"learning_rate": 1.0}, {"seed": 1}):
     for num_epochs in (1, 2):
       other = dataclasses.replace(fit, num_epochs=num_epochs, **change)
-      with pytest.raises(ValueError, match="with other fit"):
+      (name,) = change
+      with pytest.raises(ValueError, match=f"other settings: `{name}` is"):
         fit_predictor(other, directory=tmp_path)
   with pytest.raises(ValueError, match="other data: `samples` differ"):
     fit_predictor(fit, directory=tmp_path, samples=fronts(9))

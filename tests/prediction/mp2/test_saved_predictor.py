@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import models, prediction
-from jdist.prediction.mp2 import _predictor_fit
 from tests.prediction import _tiny
 from tests.prediction._fits import (
   assert_same_bits,
@@ -39,7 +38,7 @@ def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
 
 
 def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
-  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  params = predictor().init(jax.random.key(0))
   prediction.save_predictor(tmp_path, predictor(), params)
   with pytest.raises(
     ValueError, match=r"dense1\.kernel float32\[64, 7\].*dense1\.kernel.*6\]"
@@ -54,7 +53,7 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
   with pytest.raises(ValueError, match="damaged"):
     prediction.load_predictor(tmp_path)
-  with pytest.raises(ValueError, match=r"`cut` must be where.*got Model\("):
+  with pytest.raises(ValueError, match=r"`cut` must be a cut.*got Model\("):
     prediction.load_predictor(tmp_path, model())
   with pytest.raises(FileNotFoundError, match="must hold predictor"):
     prediction.load_predictor(tmp_path / "nothing")
@@ -69,7 +68,7 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
   ],
 )
 def test_what_could_not_be_used_again_is_not_saved(change, told, tmp_path):
-  params = _predictor_fit._init(predictor(), jax.random.key(0))
+  params = predictor().init(jax.random.key(0))
   nowcasters = prediction.init_nowcasters(jax.random.key(0))
   of = functools.partial(prediction.save_predictor, tmp_path / "a", predictor())
   now = functools.partial(prediction.save_nowcasters, tmp_path / "b")
@@ -80,5 +79,5 @@ def test_what_could_not_be_used_again_is_not_saved(change, told, tmp_path):
   _, found = prediction.load_predictor(tmp_path / "a")
   assert_same_bits(found, params)
   assert_same_bits(prediction.load_nowcasters(tmp_path / "b"), nowcasters)
-  with pytest.raises(ValueError, match="`params` must hold a network at least"):
+  with pytest.raises(ValueError, match="`params` must hold a network for one"):
     now({})

@@ -1,7 +1,7 @@
-"""Weight nowcasting: where each weight will be, from its last five values.
+"""Weight nowcaster networks: the next values of a weight from its last five.
 
-A weight nowcaster network looks at one entry of the parameters at a time, so
-that it fits any model.  There are three, one for each kind of entry.
+A network sees one entry of the parameters at a time, so that it fits any model.
+There are three, one for each kind of entry.
 """
 
 import functools
@@ -26,7 +26,7 @@ _CHUNK = 1 << 16
 
 
 def kind_of(shape: tuple[int, ...]) -> Kind:
-  """The kind of a leaf, by its rank, one worker's: a reconstruction.
+  """Returns the kind of one worker's leaf, by its rank: a reconstruction.
 
   Args:
     shape: the leaf's.
@@ -56,7 +56,7 @@ def init_nowcaster(key: jax.Array) -> dict[str, Any]:
   """Draws the first parameters of one network, 9,425 numbers.
 
   Args:
-    key: a typed PRNG key.
+    key: a random key.
 
   Returns:
     A nested dict of float32 arrays.  Kernels are drawn by LeCun's rule and
@@ -76,14 +76,7 @@ def init_nowcaster(key: jax.Array) -> dict[str, Any]:
 
 
 def init_nowcasters(key: jax.Array) -> dict[Kind, dict[str, Any]]:
-  """Draws the first parameters of a network for each kind of entry.
-
-  Args:
-    key: a typed PRNG key.
-
-  Returns:
-    What `init_nowcaster` draws, by kind, each from a key of its own.
-  """
+  """Draws a network for each kind of entry, by kind, as `init_nowcaster`."""
   checks.check_key(key)
   keys = jax.random.split(key, len(KINDS))
   return {kind: init_nowcaster(k) for kind, k in zip(KINDS, keys, strict=True)}
@@ -118,8 +111,7 @@ def nowcast_entries(params: dict[str, Any], history: jax.Array) -> jax.Array:
   The network has two streams, one of the five normalized values and one of
   their four differences: Dense 64, TrAct, Dense 32, leaky ReLU.  Both
   together go through Dense 1 and tanh, so that no weight goes further than s,
-  about twice what it has gone before.  TrAct is an activation that learns its
-  form:
+  about twice its spread before.  TrAct is an activation that learns its form:
 
   .. math:: z = \mathrm{ReLU}(\mathrm{Dense}_8(h)), \qquad
             y = A(z) + B(z) \exp(C(z) h)
@@ -143,7 +135,7 @@ def nowcast_entries(params: dict[str, Any], history: jax.Array) -> jax.Array:
   if jnp.shape(history)[-1:] != (HISTORY_LENGTH,):
     raise ValueError(
       f"`history` must be [..., {HISTORY_LENGTH}], the last values of each "
-      f"entry, oldest first, got shape {list(jnp.shape(history))}."
+      f"entry, oldest first, got {checks.told(history)}."
     )
   scaled, scale = normalize(history)
   streams = [
@@ -163,9 +155,8 @@ def nowcast(history: PyTree, params: dict[Kind, dict[str, Any]]) -> PyTree:
   Args:
     history: parameters at the ends of the last five epochs, float32 leaves
       [5, *shape], oldest first.
-    params: a network for each kind of leaf, see `kind_of`: "conv" for leaves of
-      three dimensions and more, "dense" for matrices, "bias" for the rest.
-      Leaves of a kind without a network stay where they are.
+    params: a network for each kind of leaf, see `kind_of`.  Leaves of a kind
+      without a network keep their last value.
 
   Returns:
     The predicted parameters, float32 leaves [*shape].
@@ -189,20 +180,29 @@ def nowcast(history: PyTree, params: dict[Kind, dict[str, Any]]) -> PyTree:
         f"`{jax.tree_util.keystr(path)}` has shape {jnp.shape(leaf)}."
       )
     network = params.get(kind_of(leaf.shape[1:]))
-    if network is None:
-      return leaf[-1]
-    return _leaf(network, leaf)
+    return leaf[-1] if network is None else _predict_leaf(network, leaf)
 
   return jax.tree_util.tree_map_with_path(one, history)
 
 
-def check_nowcasters(params: Any) -> None:
-  """Raises a ValueError unless all are networks, of known kinds."""
+def check_nowcasters(params: Any, *, some: bool = False) -> None:
+  """Raises a ValueError unless all are networks, of known kinds.
+
+  Args:
+    params: by kind.
+    some: one network at least is needed.
+  """
+  remedy = "Take those of `fit_nowcasters` or `load_nowcasters`."
   if not isinstance(params, dict) or not set(params) <= set(KINDS):
-    found = sorted(params) if isinstance(params, dict) else params
+    found = sorted(params) if isinstance(params, dict) else checks.told(params)
     raise ValueError(
       f"`params` must be a dict with a network for some of {', '.join(KINDS)}, "
-      f"as `init_nowcasters` makes it, got {found!r}."
+      f"got {found}. {remedy}"
+    )
+  if some and not params:
+    raise ValueError(
+      "`params` must hold a network for one kind at least of "
+      f"{', '.join(KINDS)}, got none. {remedy}"
     )
   for kind, network in params.items():
     _check_network(network, f"in {kind}")
@@ -223,7 +223,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
   return {name: leaf.shape for name, leaf in checks.named_leaves(like).items()}
 
 
-def _leaf(network: dict[str, Any], leaf: jax.Array) -> jax.Array:
+def _predict_leaf(network: dict[str, Any], leaf: jax.Array) -> jax.Array:
   shape = leaf.shape[1:]
   if math.prod(shape) <= _CHUNK:
     return nowcast_entries(network, jnp.moveaxis(leaf, 0, -1))

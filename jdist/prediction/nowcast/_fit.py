@@ -1,4 +1,4 @@
-"""Training weight nowcasters on the tracks of ordinary runs."""
+"""Training of weight nowcasters on the tracks of ordinary runs."""
 
 import dataclasses
 import functools
@@ -13,16 +13,18 @@ import numpy as np
 import optax
 
 from jdist import checks
-from jdist.prediction.nowcast import _nowcaster, _tracks
-from jdist.storage import array_files, hashes
+from jdist.prediction import _fit_folder
+from jdist.prediction.nowcast import _model, _tracks
+from jdist.storage import array_files
 
 PyTree: TypeAlias = Any
-_FIT = "nowcast fit"
+# Histories at a time in an evaluation.
+_PART = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class NowcastFit:
-  """How a nowcaster is trained.
+  """Settings for the training of a nowcaster.
 
   The published code trains with the mean absolute error and Adam; the numbers
   here are a reconstruction.
@@ -33,7 +35,7 @@ class NowcastFit:
     learning_rate: of Adam, decayed to zero along a cosine.
     horizon: epochs between the last value that the network sees and the one it
       predicts; those are the epochs that a nowcast may save.
-    evaluate_every: steps between two evaluations on what is held out.
+    evaluate_every: steps between two evaluations on the held-out tracks.
     seed: of the first parameters and of the mini-batches.
   """
 
@@ -45,15 +47,15 @@ class NowcastFit:
   seed: int = 0
 
   def __post_init__(self) -> None:
-    for name in ("num_steps", "batch_size", "horizon", "evaluate_every"):
-      value = checks.check_int(name, getattr(self, name), 1)
-      # As JSON can hold it, and not NumPy's.
-      object.__setattr__(self, name, value)
-    rate = checks.check_number(
-      "learning_rate", self.learning_rate, open_low=True
+    sizes = ("num_steps", "batch_size", "horizon", "evaluate_every")
+    # As JSON can hold them, and not NumPy's.
+    vars(self).update(
+      {name: checks.check_int(name, getattr(self, name), 1) for name in sizes},
+      learning_rate=checks.check_number(
+        "learning_rate", self.learning_rate, open_low=True
+      ),
+      seed=checks.check_seed(self.seed),
     )
-    object.__setattr__(self, "learning_rate", rate)
-    object.__setattr__(self, "seed", checks.check_seed(self.seed))
     if self.num_steps % self.evaluate_every:
       raise ValueError(
         "`num_steps` must be a multiple of `evaluate_every`, got "
@@ -62,12 +64,12 @@ class NowcastFit:
 
 
 class Fitted(NamedTuple):
-  """What training one network gave.
+  """A trained network.
 
   Attributes:
     params: of the best evaluation.
-    step: when that was.
-    error: mean absolute error on what is held out, in units of weights.
+    step: of that evaluation.
+    error: mean absolute error on the held-out tracks, in units of weights.
     repeat_error: that of repeating the last value.
     curve: (step, error) of every evaluation, and of the beginning.
   """
@@ -95,10 +97,9 @@ def fit_nowcaster(
   Args:
     tracks: of one kind, float32 [entries, epochs] each.
     held_out: likewise, of other runs.
-    fit: how; default `NowcastFit()`.
-    directory: where to keep the state after every evaluation; a run that was
-      cut off goes on from there, to the bit. On several processes, train on
-      one.
+    fit: settings; default `NowcastFit()`.
+    directory: keeps the state after every evaluation; a run that was cut off
+      goes on from there, to the bit.  On several processes, train on one.
 
   Returns:
     The best parameters and their error.
@@ -107,48 +108,44 @@ def fit_nowcaster(
     ValueError: when an argument does not fit, the tracks are too short or not
       finite, or `directory` holds the state of a training with other settings
       or tracks, or other arrays.
-    FloatingPointError: when what is predicted is not finite any more. The state
-      is not kept then.
+    FloatingPointError: when a prediction is not finite any more.  The state is
+      not kept then.
   """
   fit = NowcastFit() if fit is None else fit
   checks.check_type("fit", fit, NowcastFit, "a `NowcastFit` or None")
-  if directory is not None:
-    array_files.refuse_others(directory, _FIT)
   tracks = _checked_tracks("tracks", tracks)
   held_out = _checked_tracks("held_out", held_out)
-  train = _scaled(_tracks.windows(tracks, fit.horizon))
+  train = _scaled(*_tracks.windows(tracks, fit.horizon))
   test = _tracks.windows(held_out, fit.horizon, "held_out")
-  repeat = float(np.abs(test[1] - test[0][:, -1]).mean(dtype=np.float64))
-  optimizer = _optimizer(fit)
+  data = {"tracks": tracks, "held_out": held_out}
+  kept = _fit_folder.FitFolder(
+    directory, "nowcast fit", dataclasses.asdict(fit), data
+  )
   begin, key = jax.random.split(jax.random.key(fit.seed))
-  params = _nowcaster.init_nowcaster(begin)
-  training = {"params": params, "optimizer": optimizer.init(params)}
+  params = _model.init_nowcaster(begin)
+  training = {"params": params, "optimizer": _optimizer(fit).init(params)}
   best, best_step, step = params, 0, 0
-  curve = [(0, _error(params, test))]
-  about = {
-    "what": _FIT,
-    "fit": dataclasses.asdict(fit),
-    "data": {"tracks": _bits(tracks), "held_out": _bits(held_out)},
-  }
-  if directory is not None and array_files.is_there(directory):
-    (training, best), body = _restored(directory, (training, best), about)
+  found = kept.restore((training, best))
+  if found is None:
+    curve = [(0, _error(params, *test))]
+  else:
+    (training, best), body = found
     step, best_step = body["step"], body["best_step"]
     curve = [tuple(point) for point in body["curve"]]
   while step < fit.num_steps:
     training = _take_steps(fit, training, train, key, step)
     step += fit.evaluate_every
-    error = _error(training["params"], test)
+    error = _error(training["params"], *test)
     if not math.isfinite(error):
       raise FloatingPointError(
-        f"What is predicted after step {step} is not finite. Lower "
+        f"The prediction after step {step} is not finite. Lower "
         f"`learning_rate`, now {fit.learning_rate:g}."
       )
     if error < min(e for _, e in curve):
       best, best_step = training["params"], step
     curve.append((step, error))
-    if directory is not None:
-      body = {"step": step, "best_step": best_step, "curve": curve}
-      _save(directory, (training, best), about | body)
+    kept.save((training, best), step=step, best_step=best_step, curve=curve)
+  repeat = float(np.abs(test[1] - test[0][:, -1]).mean(dtype=np.float64))
   return Fitted(best, best_step, dict(curve)[best_step], repeat, tuple(curve))
 
 
@@ -158,17 +155,18 @@ def fit_nowcasters(
   fit: NowcastFit | None = None,
   *,
   directory: str | os.PathLike[str] | None = None,
-) -> dict[_nowcaster.Kind, Fitted]:
+) -> dict[_model.Kind, Fitted]:
   """Trains a network for each kind that the runs have entries of.
 
   Args:
     runs: tracks of ordinary runs.
     held_out: tracks of other runs, with entries of the same kinds.
-    fit: how; default `NowcastFit()`.
-    directory: where to keep what is needed to go on, see `fit_nowcaster`.
+    fit: settings; default `NowcastFit()`.
+    directory: keeps the states, each in a folder of its own, as of
+      `fit_nowcaster`.
 
   Returns:
-    What training gave, by kind.  `nowcast` takes
+    The trained networks by kind.  `nowcast` takes
     `{kind: fitted.params for kind, fitted in ...}`.
 
   Raises:
@@ -177,10 +175,11 @@ def fit_nowcasters(
   """
   runs = _tracks.check_runs("runs", runs)
   held_out = _tracks.check_runs("held_out", held_out)
-  found: dict[_nowcaster.Kind, Fitted] = {}
-  for kind in _nowcaster.KINDS:
-    tracks = _tracks.of_kind(runs, kind)
-    others = _tracks.of_kind(held_out, kind)
+  found: dict[_model.Kind, Fitted] = {}
+  for kind in _model.KINDS:
+    tracks, others = (
+      [run[kind] for run in each if kind in run] for each in (runs, held_out)
+    )
     if bool(tracks) != bool(others):
       raise ValueError(
         "`held_out` must have entries of the kinds that `runs` has, but "
@@ -192,21 +191,21 @@ def fit_nowcasters(
   if not found:
     raise ValueError(
       f"`runs` must have tracks of one kind at least of "
-      f"{', '.join(_nowcaster.KINDS)}, got none. Record some with `Tracker`."
+      f"{', '.join(_model.KINDS)}, got none. Record some with `Tracker`."
     )
   return found
 
 
 def save_nowcasters(
   directory: str | os.PathLike[str],
-  params: dict[_nowcaster.Kind, dict[str, Any]],
+  params: dict[_model.Kind, dict[str, Any]],
   about: dict[str, Any] | None = None,
 ) -> None:
-  """Writes trained networks, as .npy files and a manifest with hashes.
+  """Saves trained networks, as .npy files and a manifest with hashes.
 
   Args:
-    directory: for nothing else; networks that were saved there are replaced.
-      On several processes, save on one.
+    directory: used for nothing else; earlier networks are replaced.  On several
+      processes, save on one.
     params: a network for each kind.
     about: anything that JSON can hold.
 
@@ -214,35 +213,23 @@ def save_nowcasters(
     ValueError: when these are no networks, none at all, not float32 or not
       finite, or the directory holds something else.
   """
-  _nowcaster.check_nowcasters(params)
-  if not params:
-    raise ValueError(
-      "`params` must hold a network at least, got none. Take those of "
-      "`fit_nowcasters`."
-    )
+  _model.check_nowcasters(params, some=True)
   checks.check_trained("params", params)
   body = {"what": "nowcasters", "kinds": sorted(params), "about": about}
-  array_files.save_arrays(directory, checks.named_leaves(params), body)
+  array_files.save_arrays(directory, params, body)
 
 
 def load_nowcasters(
   directory: str | os.PathLike[str],
-) -> dict[_nowcaster.Kind, dict[str, Any]]:
-  """Reads what `save_nowcasters` wrote.
-
-  Args:
-    directory: where it is.
-
-  Returns:
-    A network for each kind that was saved, for `nowcast` and
-    `nowcast_weights`.
+) -> dict[_model.Kind, dict[str, Any]]:
+  """Loads a network for each kind, for `nowcast` and `nowcast_weights`.
 
   Raises:
     FileNotFoundError: when there is nothing.
     ValueError: when it is damaged, or something else.
   """
   arrays, body = array_files.load_arrays(directory, what="nowcasters")
-  like = jax.eval_shape(_nowcaster.init_nowcaster, jax.random.key(0))
+  like = jax.eval_shape(_model.init_nowcaster, jax.random.key(0))
   return array_files.tree_of(arrays, dict.fromkeys(body["kinds"], like))
 
 
@@ -258,10 +245,10 @@ def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
     if track.ndim != 2 or not len(track) or not real:
       raise ValueError(
         f"`{name}[{number}]` must be floats [entries, epochs] of an entry at "
-        f"least, got {track.dtype}{list(track.shape)}. Give a list of arrays, "
-        "one for each run."
+        f"least, got {checks.told(track)}. Give a list of arrays, one for each "
+        "run."
       )
-    with np.errstate(over="ignore"):  # What is too large is told below.
+    with np.errstate(over="ignore"):  # An infinity is refused below.
       track = track.astype(np.float32)
     checks.check_finite(f"{name}[{number}]", track)
     tracks.append(track)
@@ -274,31 +261,32 @@ def _optimizer(fit: NowcastFit) -> optax.GradientTransformation:
   )
 
 
-def _scaled(pairs: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Any]:
-  """On the device once; the unit is the mean change of the targets.
+def _scaled(
+  histories: np.ndarray, targets: np.ndarray
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Puts both on the device once, with the mean change of the targets.
 
-  Adam does not care about the unit of an error, but for its epsilon, and
-  weights change by little.
+  In that unit Adam's epsilon matters as little as for any error: weights
+  change by little.
   """
-  histories, targets = pairs
   change = np.abs(targets - histories[:, -1]).mean(dtype=np.float64)
   unit = np.float32(max(change, 1e-12))
-  return (jnp.asarray(histories), jnp.asarray(targets)), jnp.asarray(unit)
+  return jnp.asarray(histories), jnp.asarray(targets), jnp.asarray(unit)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _take_steps(
   fit: NowcastFit,
   training: dict[str, Any],
-  train: Any,
+  train: tuple[jax.Array, jax.Array, jax.Array],
   key: jax.Array,
   first: int,
 ) -> dict[str, Any]:
-  (histories, targets), unit = train
+  histories, targets, unit = train
   optimizer = _optimizer(fit)
 
   def loss(params: PyTree, rows: jax.Array) -> jax.Array:
-    predicted = _nowcaster.nowcast_entries(params, histories[rows])
+    predicted = _model.nowcast_entries(params, histories[rows])
     return jnp.abs(predicted - targets[rows]).mean() / unit
 
   def one(training: dict[str, Any], step: jax.Array) -> tuple[Any, None]:
@@ -315,44 +303,17 @@ def _take_steps(
   return jax.lax.scan(one, training, first + jnp.arange(fit.evaluate_every))[0]
 
 
-_nowcast_batch = jax.jit(_nowcaster.nowcast_entries)
+_nowcast_batch = jax.jit(_model.nowcast_entries)
 
 
-def _error(params: PyTree, test: tuple[np.ndarray, np.ndarray]) -> float:
-  """The mean absolute error, a part at a time; infinite for a NaN."""
-  histories, targets = test
-  total, size = 0.0, 1 << 16
-  for start in range(0, len(targets), size):
-    rows = histories[start : start + size]
-    short = min(size, len(targets)) - len(rows)
+def _error(params: PyTree, histories: np.ndarray, targets: np.ndarray) -> float:
+  """Returns the mean absolute error; infinite for a NaN."""
+  total = 0.0
+  for start in range(0, len(targets), _PART):
+    rows = histories[start : start + _PART]
+    short = min(_PART, len(targets)) - len(rows)
     # One shape, one program.
     predicted = _nowcast_batch(params, np.pad(rows, ((0, short), (0, 0))))
-    error = np.asarray(predicted)[: len(rows)] - targets[start : start + size]
+    error = np.asarray(predicted)[: len(rows)] - targets[start : start + _PART]
     total += float(np.abs(error).sum(dtype=np.float64))
   return total / len(targets) if np.isfinite(total) else float("inf")
-
-
-def _bits(tracks: Sequence[np.ndarray]) -> str:
-  # As they enter the windows.
-  return hashes.fingerprint(
-    *(np.asarray(track, np.float32) for track in tracks)
-  )
-
-
-def _save(
-  directory: str | os.PathLike[str], state: PyTree, body: dict[str, Any]
-) -> None:
-  array_files.save_arrays(directory, checks.named_leaves(state), body)
-
-
-def _restored(
-  directory: str | os.PathLike[str], like: PyTree, about: dict[str, Any]
-) -> tuple[PyTree, dict[str, Any]]:
-  arrays, body = array_files.load_arrays(directory, what=_FIT)
-  if body["fit"] != about["fit"]:
-    raise ValueError(
-      f"`directory` holds the state of another training, {body['fit']}, got "
-      f"{about['fit']}. Take another directory, or the same settings."
-    )
-  hashes.refuse_other_data(body.get("data"), about["data"])
-  return array_files.tree_of(arrays, like), body

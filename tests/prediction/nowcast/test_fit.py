@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jdist import data, models, prediction
+from jdist.storage import array_files
 
 SMALL = prediction.NowcastFit(num_steps=60, batch_size=64, evaluate_every=20)
 
@@ -56,9 +57,7 @@ def test_the_error_is_that_of_the_weights(tracks, whole):
 
 
 def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
-  from jdist.prediction.nowcast import _nowcaster_fit
-
-  save, saved = _nowcaster_fit._save, []
+  save, saved = array_files.save_arrays, []
 
   def cut_off(*args):
     save(*args)
@@ -66,7 +65,7 @@ def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
     if len(saved) == 2:
       raise KeyboardInterrupt
 
-  monkeypatch.setattr(_nowcaster_fit, "_save", cut_off)
+  monkeypatch.setattr(array_files, "save_arrays", cut_off)
   with pytest.raises(KeyboardInterrupt):
     prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   again = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
@@ -77,7 +76,7 @@ def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
   done = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   assert done[1:] == whole[1:] and len(saved) == 3
   with pytest.raises(
-    ValueError, match="`directory` holds the state of another"
+    ValueError, match=r"`directory` holds.* other settings: `num_steps` is 60"
   ):
     prediction.fit_nowcaster(
       *tracks, prediction.NowcastFit(num_steps=500), directory=tmp_path
@@ -188,7 +187,7 @@ def test_tracks_of_another_form_are_refused(tracks):
   for given, rule in (
     (([], []), "`runs` must have tracks of one kind at least of conv.*none"),
     (([{"x": own[0]}], runs), r"`runs\[0\]` must be a dict.*got \['x'\]"),
-    ((runs, [own[0]]), r"`held_out\[0\]` must be a dict.*a ndarray"),
+    ((runs, [own[0]]), r"`held_out\[0\]` must be a dict.*got float32\[50"),
     ((runs[0], runs), "`runs` must be a list of the tracks"),
   ):
     with pytest.raises(ValueError, match=rule):

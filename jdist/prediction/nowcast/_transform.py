@@ -1,4 +1,4 @@
-"""Jumping: the parameters go to where they are predicted to be."""
+"""Nowcasting in training: at times the parameters jump to their prediction."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, transforms
-from jdist.prediction.nowcast import _nowcaster
+from jdist.prediction.nowcast import _model
 
 PyTree = Any
 _DEVICE = transforms.Control()
@@ -34,7 +34,7 @@ class NowcastState(NamedTuple):
 
 
 def nowcast_weights(
-  params: dict[_nowcaster.Kind, dict[str, Any]],
+  params: dict[_model.Kind, dict[str, Any]],
   steps_per_epoch: int,
   *,
   axis: collectives.Axis,
@@ -46,16 +46,16 @@ def nowcast_weights(
 
   .. math:: w \leftarrow \mathrm{nowcast}(w^{(e-4)}, \dots, w^{(e)})
 
-  Nothing else changes: not what the optimizer remembers, and not the number of
-  steps.  To save epochs, train for fewer.  Nothing is sent; where the
-  parameters are equal on all workers to the bit, they stay so.
+  Nothing else changes: neither the optimizer's state nor the number of steps.
+  To save epochs, train for fewer.  Nothing is sent; where the parameters are
+  equal on all workers to the bit, they stay so.
 
-  Stands last in a chain behind `ssgd` or `average_gradients`, where the updates
-  are as they will be applied.  With a method that has rounds, `local_steps`,
-  `easgd`, `mp2`, ..., it stands last in the inner chain: every worker jumps for
-  itself, of `mp2` the front only.  Behind such a method the jump would be lost
-  on the anchor; `jdist.anchor`, `jdist.apply_updates` and the training step
-  refuse it there.
+  It stands last in a chain behind `ssgd` or `average_gradients`, where the
+  updates are as they will be applied.  With a method that has rounds,
+  `local_steps`, `easgd`, `mp2`, ..., it stands last in the inner chain: every
+  worker jumps for itself, of `mp2` the front only.  Behind such a method the
+  jump would be lost on the anchor; `jdist.anchor`, `jdist.apply_updates` and
+  the training step refuse it there.
 
   Its state is five times the size of the parameters in float32.
 
@@ -65,9 +65,8 @@ def nowcast_weights(
     axis: the workers' axis: None, a name, or (inner, outer).
 
   Returns:
-    A transformation; `update` needs `params`.  With the static
-    `control=transforms.Control(drain=True)` the updates pass unchanged and
-    nothing is counted.
+    A transformation; `update` needs `params`.  A drain passes the updates and
+    counts nothing.
 
   Raises:
     ValueError: when an argument is out of its range, or there is no network,
@@ -78,7 +77,7 @@ def nowcast_weights(
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
     Weights (ICML 2023).
 
-  >>> networks = _nowcaster.init_nowcasters(jax.random.key(0))
+  >>> networks = _model.init_nowcasters(jax.random.key(0))
   >>> optimizer = optax.chain(
   ...   optax.sgd(1.0), nowcast_weights(networks, 1, axis=None)
   ... )
@@ -93,23 +92,15 @@ def nowcast_weights(
   >>> state[1].history[:, 0].tolist()[1:]  # Row 0 is of the sixth epoch.
   [2.0, 3.0, 4.0, 5.0]
   """
-  _nowcaster.check_nowcasters(params)
-  if not params:
-    raise ValueError(
-      "`params` must have a network for one kind at least of "
-      f"{', '.join(_nowcaster.KINDS)}, got {{}}: nothing would jump. Take "
-      "those of `fit_nowcasters` or `load_nowcasters`."
-    )
-  if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+  _model.check_nowcasters(params, some=True)
+  if not any(map(checks.is_traced, jax.tree.leaves(params))):
     checks.check_trained("params", params)
+  remedy = "Of `data.Batches` take `int(batches.steps_per_epoch)`."
   steps_per_epoch = checks.check_int(
-    "steps_per_epoch",
-    steps_per_epoch,
-    1,
-    remedy="Of `data.Batches` take `int(batches.steps_per_epoch)`.",
+    "steps_per_epoch", steps_per_epoch, 1, remedy=remedy
   )
   collectives.check_axis(axis)
-  networks, length = params, _nowcaster.HISTORY_LENGTH
+  networks, length = params, _model.HISTORY_LENGTH
 
   def init_fn(params: optax.Params) -> NowcastState:
     return NowcastState(
@@ -137,10 +128,9 @@ def nowcast_weights(
       )
     if control.drain:
       return updates, state
-    step = optax.safe_increment(state.step)
-    state = state._replace(step=step)
+    state = state._replace(step=optax.safe_increment(state.step))
     return jax.lax.cond(
-      collectives.agreed(step % steps_per_epoch == 0, axis),
+      collectives.agreed(state.step % steps_per_epoch == 0, axis),
       end_epoch,
       lambda *given: collectives.varying(given[:2], axis),
       updates,
@@ -174,7 +164,7 @@ def nowcast_weights(
   def jump(
     updates: optax.Updates, local: PyTree, history: PyTree, networks: PyTree
   ) -> optax.Updates:
-    target = _nowcaster.nowcast(history, networks)
+    target = _model.nowcast(history, networks)
     return collectives.varying(
       jax.tree.map(
         lambda u, t, w: (u.astype(jnp.float32) + (t - w)).astype(u.dtype),
