@@ -9,7 +9,6 @@ Datasets load where they are used.
 
 from jdist.data._augmentation import compose as compose
 from jdist.data._augmentation import random_crop as random_crop
-from jdist.data._augmentation import random_cutout as random_cutout
 from jdist.data._augmentation import random_flip as random_flip
 from jdist.data._batches import Batches as Batches
 from jdist.data._batches import evaluation_batches as evaluation_batches

@@ -1,15 +1,13 @@
 """Images changed at random, inside the step and on the device.
 
 Each function here makes an `augment(images, key) -> images` of one shape and
-type. What happens to image i depends on the key and on i alone: it is the
-same to the bit on every device, under jit, vmap and shard_map, and whatever
-the size of the batch. So a step that derives its key from the run's key, the
-step and the worker, as that of `jdist.training` does, is repeated exactly by
-a run that resumes or that has other substrates, and no two workers change
-their images alike.
+type. The change of image i depends on the key and on i alone: it is the same
+to the bit on every device and substrate, whatever the size of the batch. A
+step that derives its key from the run's key, the step and the worker, as that
+of `jdist.training` does, is repeated exactly after a resume.
 
 Augment raw pixels, before `Dataset.normalize`: they are a quarter of the
-bytes. What comes from outside an image is zero, black there.
+bytes. Pixels from outside an image are zero, black.
 """
 
 from collections.abc import Callable
@@ -86,49 +84,6 @@ def random_flip(probability: float = 0.5) -> Augment:
     return jnp.where(flipped, image[:, ::-1], image)
 
   return _for_each(flip)
-
-
-def random_cutout(size: int = 8) -> Augment:
-  """Blackens a square of each image.
-
-  Its middle is a uniform place in the image, so that it may hang over the
-  edge; there it is smaller.
-
-  Args:
-    size: of the square, pixels, >= 1; default 8, which DeVries and Taylor
-      found best for CIFAR-100 with crops and flips (16 for CIFAR-10).
-
-  Returns:
-    `augment(images, key) -> images`.
-
-  Raises:
-    ValueError: if `size` is below 1.
-
-  >>> import numpy as np
-  >>> images = np.ones((100, 3, 3, 1), np.float32)
-  >>> cut = jax.jit(random_cutout(1))(images, jax.random.key(0))
-  >>> {float(image.sum()) for image in np.asarray(cut)}
-  {8.0}
-
-  References:
-    DeVries and Taylor, "Improved regularization of convolutional neural
-    networks with cutout", 2017, arXiv:1708.04552.
-  """
-  if size < 1:
-    raise ValueError(f"`size` must be >= 1, got {size}.")
-
-  def cut_out(image: jax.Array, key: jax.Array) -> jax.Array:
-    keys = jax.random.split(key)
-    inside = []
-    for axis in range(2):
-      first = jax.random.randint(keys[axis], (), 0, image.shape[axis])
-      first = first - size // 2
-      places = jnp.arange(image.shape[axis])
-      inside.append((places >= first) & (places < first + size))
-    square = inside[0][:, None, None] & inside[1][None, :, None]
-    return jnp.where(square, jnp.zeros_like(image), image)
-
-  return _for_each(cut_out)
 
 
 def compose(*augments: Augment) -> Augment:

@@ -1,4 +1,4 @@
-"""Which data sets there are, and what is known of each before it is read."""
+"""The known data sets, and the facts of each that are not in its files."""
 
 import dataclasses
 
@@ -7,20 +7,20 @@ SPLITS = ("train", "test")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Says what a set is and where TensorFlow Datasets has it.
+  """A data set, and its place in TensorFlow Datasets.
 
   Attributes:
     num_classes: number of classes.
     tfds_name: with the configuration, if it has several; "" if the set is not
       of TensorFlow Datasets.
     url: of one file that TensorFlow Datasets will download.
-    test_split: what it calls the split that is for testing here.
+    test_split: its name for the split that is for testing here.
     mean: per channel, over all pixels of the train split, in raw units; a
       test computes it again from the data. None: measured when the set is
       decoded, and kept with it.
     std: standard deviation, likewise.
-    size: to which images of different sizes are cropped, pixels; None for
-      sets whose images have one size.
+    size: pixels to which images of different sizes are cropped; None for sets
+      whose images have one size.
   """
 
   num_classes: int
@@ -94,7 +94,7 @@ NAMES = tuple(SOURCES)
 
 
 def find(name: str) -> Source:
-  """Gives what is known of a set.
+  """Returns the entry of a set.
 
   Raises:
     ValueError: if there is no such set.

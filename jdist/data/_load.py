@@ -1,16 +1,14 @@
 """Data sets by name, decoded once and kept."""
 
-import json
 import os
 import pathlib
-import re
 import tempfile
 import zipfile
 from typing import Any
 
 import numpy as np
 
-from jdist.data import _catalog, _optional, _records
+from jdist.data import _catalog, _optional, _prepare, _records
 from jdist.data._dataset import Dataset
 
 
@@ -87,37 +85,12 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   )
 
 
-def tfds_dir() -> pathlib.Path:
-  """The folder in which TensorFlow Datasets keeps prepared sets."""
-  # As in tfds.core.constants, without its import.
-  given = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-  return pathlib.Path(given).expanduser()
-
-
 def cache_dir() -> pathlib.Path:
-  """The folder in which decoded sets are kept."""
+  """Returns the folder in which decoded sets are kept."""
   if given := os.environ.get("JDIST_CACHE_DIR"):
     return pathlib.Path(given).expanduser()
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   return pathlib.Path(base).expanduser() / "jdist"
-
-
-def find_prepared(name: str) -> pathlib.Path | None:
-  """Finds the newest array_record copy of a set, looking only at the disk.
-
-  The name is that of TensorFlow Datasets, with the configuration.
-
-  TensorFlow Datasets itself would try to download what it does not find, for
-  minutes where there is no network.
-  """
-  found = []
-  for info in (tfds_dir() / name).glob("*/dataset_info.json"):
-    version = info.parent.name
-    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-      continue
-    if json.loads(info.read_text()).get("fileFormat") == "array_record":
-      found.append(([int(part) for part in version.split(".")], info.parent))
-  return max(found)[1] if found else None
 
 
 def _read_digits(split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -141,8 +114,8 @@ def _read_cached(
     with open(path, "rb") as file, np.load(file) as arrays:
       return arrays["images"], arrays["labels"]
   except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-    # Not there yet; or cut short or damaged, which the checksums in the file
-    # tell: what it is made from is still there.
+    # Not there yet, cut short or damaged, which the file's checksums show: its
+    # source is still there.
     pass
   source = _catalog.find(name)
   images, labels = _records.decode(
@@ -153,7 +126,7 @@ def _read_cached(
 
 
 def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """Mean and deviation of the train split, measured where they are missing."""
+  """Returns mean and deviation of the train split, measured if missing."""
   path = _cache_path(name, _prepared(name), "statistics")
   try:
     with open(path, "rb") as file, np.load(file) as arrays:
@@ -166,15 +139,12 @@ def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _prepared(name: str, download: bool = False) -> pathlib.Path:
-  """The prepared copy of a set, which is made first if `download`."""
+  """Returns the prepared copy of a set, made first if `download`."""
   tfds_name = _catalog.find(name).tfds_name
-  prepared = find_prepared(tfds_name)
+  prepared = _prepare.find_prepared(tfds_name)
   if prepared is None and download:
-    # Imported here as preparing looks for prepared copies here.
-    from jdist.data import _prepare
-
     _prepare.prepare(name)
-    prepared = find_prepared(tfds_name)
+    prepared = _prepare.find_prepared(tfds_name)
   if prepared is None:
     raise FileNotFoundError(_how_to_prepare(name))
   return prepared
@@ -189,13 +159,13 @@ def _how_to_prepare(name: str) -> str:
   folder = _catalog.find(name).tfds_name
   message = (
     f"`name`: the data set {name!r} is not prepared as array_record in "
-    f"{tfds_dir()}. On a machine with a network, run:\n"
+    f"{_prepare.tfds_dir()}. On a machine with a network, run:\n"
     '  pip install tensorflow "jdist[data]"\n'
     f"  python -m jdist.data prepare {name}\n"
     f"or copy the folder {folder} from where it is prepared, or let "
     "TFDS_DATA_DIR name the folder that holds it."
   )
-  if any((tfds_dir() / folder).glob("*/dataset_info.json")):
+  if any((_prepare.tfds_dir() / folder).glob("*/dataset_info.json")):
     message += (
       " There is a copy in another format, which only TensorFlow can read; "
       "keep one folder per format."

@@ -1,50 +1,18 @@
-"""Which worker owns which sample."""
-
-import math
-import operator
+"""Partitions of samples over workers, even or skewed by label."""
 
 import numpy as np
+
+from jdist import checks
 
 # Streams of random numbers that share a user's seed must not share numbers:
 # each kind of stream adds a key of its own.
 _PARTITION_KEY = 1
 
 
-def check_seed(seed: int) -> int:
-  """Returns the seed as a Python integer, or says what it must be."""
-  try:
-    value = operator.index(seed)
-  except TypeError:
-    value = -1
-  if value < 0:
-    raise ValueError(f"`seed` must be an integer >= 0, got {seed!r}.")
-  return value
-
-
-def check_alpha(alpha: float | None) -> float | None:
-  """Returns the concentration as a float, or says what it must be."""
-  if alpha is None:
-    return None
-  if not (alpha > 0 and math.isfinite(alpha)):
-    raise ValueError(
-      f"`alpha` must be positive and finite, got {alpha}. Small values skew "
-      "the labels (0.1 is strong, 100 is nearly none); None is i.i.d."
-    )
-  return float(alpha)
-
-
 def check_num_workers(num_workers: int, num_samples: int) -> int:
-  """Returns the number of workers, or says what it must be."""
-  value = operator.index(num_workers)
-  if value < 1:
-    raise ValueError(f"`num_workers` must be >= 1, got {num_workers}.")
-  if num_samples < value:
-    raise ValueError(
-      f"`num_workers` must not exceed the number of samples, {num_samples}, "
-      f"or a worker would own none; got {num_workers}. Use fewer workers or "
-      "more data."
-    )
-  return value
+  """Returns the number of workers; a ValueError if one would own no sample."""
+  remedy = "Use fewer workers or more data, as each must own a sample."
+  return checks.check_int("num_workers", num_workers, 1, num_samples, remedy)
 
 
 def partition(
@@ -72,7 +40,8 @@ def partition(
   Args:
     labels: class of each sample, integers [n].
     num_workers: number of parts, from 1 to n.
-    alpha: concentration > 0; default None, an i.i.d. split.
+    alpha: concentration > 0: 0.1 skews strongly, 100 hardly; default None,
+      an i.i.d. split.
     seed: integer >= 0; the same seed gives the same split.
 
   Returns:
@@ -103,10 +72,10 @@ def partition(
   if labels.ndim != 1:
     raise ValueError(f"`labels` must be one axis, got shape {labels.shape}.")
   num_workers = check_num_workers(num_workers, len(labels))
-  alpha = check_alpha(alpha)
-  sequence = np.random.SeedSequence(
-    check_seed(seed), spawn_key=(_PARTITION_KEY,)
-  )
+  if alpha is not None:
+    alpha = checks.check_number("alpha", alpha, open_low=True)
+  seed = checks.check_int("seed", seed, 0)
+  sequence = np.random.SeedSequence(seed, spawn_key=(_PARTITION_KEY,))
   rng = np.random.default_rng(sequence)
   if alpha is None:
     parts = np.array_split(rng.permutation(len(labels)), num_workers)
@@ -140,9 +109,8 @@ def _draw_counts(
 ) -> np.ndarray:
   """Draws `total` samples from a mix of classes without replacement.
 
-  Drawing many at once, cutting what exceeds the class and drawing the
-  excess again has the same law as drawing one by one and leaving out classes
-  that have run out.
+  Many are drawn at once, and those that exceed a class again: the law is that
+  of drawing one by one and leaving out classes that have run out.
   """
   counts = np.zeros_like(available)
   while missing := total - counts.sum():

@@ -1,10 +1,39 @@
-"""Downloading a set, once per machine, with TensorFlow Datasets."""
+"""Sets prepared by TensorFlow Datasets, once per machine."""
 
 import importlib.util
+import json
+import os
+import pathlib
+import re
 import urllib.error
 import urllib.request
 
-from jdist.data import _catalog, _load, _optional
+from jdist.data import _catalog, _optional
+
+
+def tfds_dir() -> pathlib.Path:
+  """Returns the folder in which TensorFlow Datasets keeps prepared sets."""
+  # As in tfds.core.constants, without its import.
+  given = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  return pathlib.Path(given).expanduser()
+
+
+def find_prepared(name: str) -> pathlib.Path | None:
+  """Finds the newest array_record copy of a set, looking only at the disk.
+
+  The name is that of TensorFlow Datasets, with the configuration.
+
+  TensorFlow Datasets itself would try to download what it does not find, for
+  minutes where there is no network.
+  """
+  found = []
+  for info in (tfds_dir() / name).glob("*/dataset_info.json"):
+    version = info.parent.name
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+      continue
+    if json.loads(info.read_text()).get("fileFormat") == "array_record":
+      found.append(([int(part) for part in version.split(".")], info.parent))
+  return max(found)[1] if found else None
 
 
 def prepare(name: str, *, timeout_s: float = 10.0) -> None:
@@ -25,7 +54,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
     ConnectionError: if the server does not answer.
   """
   source = _catalog.find(name)
-  if not source.tfds_name or _load.find_prepared(source.tfds_name):
+  if not source.tfds_name or find_prepared(source.tfds_name):
     return
   tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
   if importlib.util.find_spec("tensorflow") is None:
@@ -36,7 +65,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
     )
   _check_reachable(name, source, timeout_s)
   builder = tfds.builder(
-    source.tfds_name, data_dir=_load.tfds_dir(), file_format="array_record"
+    source.tfds_name, data_dir=tfds_dir(), file_format="array_record"
   )
   builder.download_and_prepare(file_format="array_record")
 
@@ -56,5 +85,5 @@ def _check_reachable(
       f"The data set {name!r} cannot be downloaded: {source.url} did not "
       f"answer ({error}). Prepare it where there is a network, with "
       f"`python -m jdist.data prepare {name}`, and copy its folder to "
-      f"{_load.tfds_dir() / source.tfds_name}."
+      f"{tfds_dir() / source.tfds_name}."
     ) from error

@@ -65,7 +65,7 @@ def _pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
 
 
 def measure(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Mean and standard deviation of each channel of uint8 images.
+  """Returns mean and standard deviation of each channel of uint8 images.
 
   By counting, which is exact, and piece by piece, as a mean of all would need
   eight times their memory.

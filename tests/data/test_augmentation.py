@@ -14,10 +14,7 @@ from jdist import collectives, data
 AUGMENTS = {
   "crop": data.random_crop(2),
   "flip": data.random_flip(),
-  "cutout": data.random_cutout(3),
-  "all": data.compose(
-    data.random_crop(1), data.random_flip(), data.random_cutout(2)
-  ),
+  "all": data.compose(data.random_crop(1), data.random_flip()),
 }
 # One program for each and for all tests: of 8 images, 5x6x2.
 JITTED = {name: jax.jit(augment) for name, augment in AUGMENTS.items()}
@@ -56,22 +53,9 @@ def windows(image, padding):
   ]
 
 
-def squares(image, size):
-  """What cutting out may give, in the order of the middles."""
-  results = []
-  for row in range(image.shape[0]):
-    for column in range(image.shape[1]):
-      cut = image.copy()
-      top, left = row - size // 2, column - size // 2
-      cut[max(top, 0) : top + size, max(left, 0) : left + size] = 0
-      results.append(cut)
-  return results
-
-
 ALLOWED = {
   "crop": lambda image: windows(image, 2),
   "flip": lambda image: [image, image[:, ::-1]],
-  "cutout": lambda image: squares(image, 3),
 }
 
 
@@ -196,7 +180,6 @@ def test_images_of_another_rank_are_refused(name):
     (data.random_flip, -0.1, "probability"),
     (data.random_flip, 1.1, "probability"),
     (data.random_flip, float("nan"), "probability"),
-    (data.random_cutout, 0, "size"),
   ],
 )
 def test_an_impossible_augmentation_is_refused(make, value, argument):

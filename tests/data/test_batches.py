@@ -235,9 +235,9 @@ def test_a_negative_step_is_refused():
   batches = data.Batches(numbered(8), 2, 2, seed=0)
   with pytest.raises(IndexError, match="`step` must be >= 0"):
     batches[-1]
-  with pytest.raises(ValueError, match="`start_step` must be >= 0"):
+  with pytest.raises(ValueError, match="`start_step` must be an int >= 0"):
     batches.iterate(-1)
-  with pytest.raises(ValueError, match="`prefetch` must be >= 1"):
+  with pytest.raises(ValueError, match="`prefetch` must be an int >= 1"):
     batches.iterate(prefetch=0)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _catalog, _load, _records
+from jdist.data import _catalog, _load, _prepare, _records
 
 TFDS_NAMES = [name for name in data.NAMES if name != "digits"]
 
@@ -210,7 +210,7 @@ def test_the_newest_prepared_version_is_read(empty_machine):
     fake_prepared(empty_machine / "tfds", "mnist", version)
   fake_prepared(empty_machine / "tfds", "mnist", "3.11.0", "tfrecord")
   fake_prepared(empty_machine / "tfds", "mnist", "9.0.0.incomplete")
-  assert _load.find_prepared("mnist").name == "3.10.0"
+  assert _prepare.find_prepared("mnist").name == "3.10.0"
 
 
 def test_a_set_is_decoded_once(fake_mnist):
@@ -334,7 +334,7 @@ def test_importing_the_room_loads_none_of_the_extras():
 
 
 def test_reading_never_imports_tensorflow(tmp_path, monkeypatch):
-  if not _load.find_prepared("mnist"):
+  if not _prepare.find_prepared("mnist"):
     pytest.skip("mnist is not prepared on this machine")
   # An empty cache, so that the records themselves are read and decoded.
   monkeypatch.setenv("JDIST_CACHE_DIR", str(tmp_path))

@@ -76,7 +76,7 @@ def test_the_first_worker_draws_from_the_stated_distribution():
 
 @pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
 def test_an_impossible_alpha_is_refused(alpha):
-  with pytest.raises(ValueError, match="`alpha` must be positive"):
+  with pytest.raises(ValueError, match="`alpha` must be"):
     data.partition(np.zeros(4, int), 2, alpha=alpha, seed=0)
 
 
@@ -88,7 +88,7 @@ def test_an_impossible_number_of_workers_is_refused(num_workers):
 
 @pytest.mark.parametrize("seed", [-1, 0.5, "0"])
 def test_an_impossible_seed_is_refused(seed):
-  with pytest.raises(ValueError, match="`seed` must be an integer"):
+  with pytest.raises(ValueError, match="`seed` must be an int"):
     data.partition(np.zeros(4, int), 2, seed=seed)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jdist import data
 from jdist.data import __main__ as command
-from jdist.data import _catalog, _load
+from jdist.data import _catalog, _prepare
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_without_tensorflow_it_says_what_to_install(machine, monkeypatch):
 
 
 def test_what_is_there_is_left_alone(machine, monkeypatch):
-  monkeypatch.setattr(_load, "find_prepared", lambda name: "somewhere")
+  monkeypatch.setattr(_prepare, "find_prepared", lambda name: "somewhere")
   data.prepare("mnist")
   data.prepare("digits")
   assert machine == []

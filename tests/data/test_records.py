@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _load, _records
+from jdist.data import _prepare, _records
 from tests.data import _prepared
 
 
@@ -152,6 +152,6 @@ def test_the_measured_statistics_are_those_of_all_pixels(monkeypatch):
 
 def test_a_configuration_is_not_taken_for_another(machine):
   write_imagenet_resized(machine)
-  assert _load.find_prepared("imagenet_resized/8x8")
+  assert _prepare.find_prepared("imagenet_resized/8x8")
   with pytest.raises(FileNotFoundError, match="prepare imagenet_resized/16x16"):
     data.load("imagenet_resized/16x16")
