@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdist import checks
 from jdist.models import (
   _alexnet,
-  _cifar_resnet,
   _functional,
   _layers,
   _lenet,
@@ -25,7 +24,7 @@ from jdist.models import (
 
 
 def _cifar_resnet_of(blocks: int) -> Callable[..., nnx.Module]:
-  return functools.partial(_cifar_resnet.CifarResNet, blocks_per_stage=blocks)
+  return functools.partial(_resnet.CifarResNet, blocks_per_stage=blocks)
 
 
 def _resnet_of(*blocks: int, bottleneck: bool) -> Callable[..., nnx.Module]:
@@ -152,10 +151,8 @@ def build(
     )
   is_text = name in _TAKES_TOKENS
   shape = _check_input_shape(input_shape, is_text)
-  if num_classes < 1:
-    raise ValueError(f"`num_classes` must be >= 1, got {num_classes}.")
-  if operator.index(seed) < 0:
-    raise ValueError(f"`seed` must be an integer >= 0, got {seed}.")
+  checks.check_int("num_classes", num_classes, 1)
+  checks.check_seed(seed)
   factory = _FACTORIES[name]
   known = _options_of(factory)
   if unknown := sorted(set(options) - set(known)):
@@ -213,16 +210,12 @@ def _checked(
 ) -> Callable[..., Any]:
   """Returns a model's function that checks its inputs first."""
 
+  @functools.wraps(apply)
   def checked_apply(
-    params: dict[str, Any],
-    state: dict[str, Any],
-    inputs: jax.Array,
-    *,
-    train: bool,
-    mask: jax.Array | None = None,
-  ) -> tuple[jax.Array, dict[str, Any]]:
+    params: Any, state: Any, inputs: jax.Array, **options: Any
+  ) -> Any:
     check(inputs)
-    return apply(params, state, inputs, train=train, mask=mask)
+    return apply(params, state, inputs, **options)
 
   return checked_apply
 

@@ -1,6 +1,8 @@
 """The two forms of networks that were made for ImageNet."""
 
-from typing import Literal
+from typing import get_args, Literal
+
+from jdist import checks
 
 Form = Literal["cifar", "imagenet"]
 
@@ -18,8 +20,7 @@ def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
   if form is None:
     small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
     return "cifar" if small else "imagenet"
-  if form not in ("cifar", "imagenet"):
-    raise ValueError(f'`form` must be "cifar" or "imagenet", got {form!r}.')
+  checks.check_choice("form", form, get_args(Form))
   return form
 
 

@@ -129,7 +129,7 @@ def _paths(variables: Any) -> tuple[_Path, ...]:
 
 
 def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
-  """Nested dict of the values at `paths`.
+  """Returns the values at `paths` as a nested dict.
 
   The positions in lists of layers become text, as JAX cannot sort keys of
   both kinds in one dict. Variables that came up during the call, such as
@@ -147,7 +147,7 @@ def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
 
 
 def _unflatten(tree: dict[str, Any], paths: tuple[_Path, ...]) -> Any:
-  """The inverse of `_to_dict`."""
+  """Undoes `_to_dict`."""
   pairs = []
   for path in paths:
     value = tree

@@ -17,13 +17,13 @@ from jdist.models import _patches
 
 
 class NoKeys:
-  """Stands where random keys come from, and gives none."""
+  """A source of random keys that gives none."""
 
   def params(self) -> None:
-    """What NNX layers ask for once per parameter."""
+    """Returns no key; NNX layers ask once per parameter."""
 
 
-# What the layers of this room draw from: `nnx.Rngs`, or `NoKeys`.
+# `nnx.Rngs` or `NoKeys`.
 Keys = Any
 
 
@@ -93,7 +93,7 @@ class Embedding(nnx.Module):
 
 
 def _normal(scale: float) -> Callable[..., Any]:
-  """Initializer: normal with variance `scale / fan_in`, drawn by NumPy.
+  """Returns a normal initializer of variance `scale / fan_in`, by NumPy.
 
   JAX would compile one program per shape, seconds for a small network, and
   its normal numbers may differ in the last bit from device to device.
@@ -119,12 +119,6 @@ def _zeros(
   if key is None:
     return jax.ShapeDtypeStruct(shape, dtype)
   return jnp.asarray(np.zeros(shape), dtype)
-
-
-def check_width(width: int) -> None:
-  """Raises a ValueError unless a network can be that wide."""
-  if width < 1:
-    raise ValueError(f"`width` must be >= 1, got {width}.")
 
 
 def add_head(

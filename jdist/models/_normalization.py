@@ -5,22 +5,21 @@ they run under JAX's strict type promotion. Flax's own do not.
 """
 
 import math
-from typing import Literal
+from typing import get_args, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jdist import checks
+
 Norm = Literal["batch", "group", "none"]
 
 
 def check_norm(norm: str) -> None:
   """Raises a ValueError unless `norm` is a kind of normalization."""
-  if norm not in ("batch", "group", "none"):
-    raise ValueError(
-      f'`norm` must be "batch", "group" or "none", got {norm!r}.'
-    )
+  checks.check_choice("norm", norm, get_args(Norm))
 
 
 class BatchNorm(nnx.Module):
@@ -144,7 +143,7 @@ class GroupNorm(nnx.Module):
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Normalizes x [batch, ..., channels]; samples do not meet here."""
+    """Normalizes x [batch, ..., channels], each sample by itself."""
     del mask
     wide = x.astype(jnp.float32)
     wide = wide.reshape(
@@ -184,7 +183,7 @@ class LayerNorm(nnx.Module):
 def make_norm(
   norm: Norm, num_features: int, num_groups: int
 ) -> BatchNorm | GroupNorm:
-  """The layer that `norm` names; "none" has none."""
+  """Returns the layer that `norm` names; "none" has none."""
   if norm == "batch":
     return BatchNorm(num_features)
   return GroupNorm(num_features, num_groups=num_groups)

@@ -1,9 +1,12 @@
-"""ResNet-18, 34 and 50, for ImageNet and for small images."""
+"""Residual networks: those of ImageNet, and those of 6n + 2 layers."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdist import checks
 from jdist.models import _forms, _layers, _normalization
 
 
@@ -23,9 +26,13 @@ class ResNet(nnx.Module):
   | ResNet-34  | 21,797,672              | 21,282,122             |
   | ResNet-50  | 25,557,032              | 23,520,842             |
 
-  Without normalization the blocks start as the identity, as in the ResNets
-  of 6n + 2 layers: of the m convolutions of each of the L blocks the last
-  starts at zero and the others smaller by L**(-1 / (2m - 2)).
+  Without normalization nothing keeps the signal from growing with every
+  block, so all blocks start as the identity: of the m convolutions of each of
+  the L blocks the last starts at zero and the others smaller by
+  L**(-1 / (2m - 2)). This is Fixup (Zhang, Dauphin and Ma, 2019,
+  arXiv:1901.09321); departures: the convolutions' ordinary biases in place of
+  its scalar ones, no scalar multipliers, and the last layer does not start at
+  zero.
 
   Args:
     input_shape: (height, width, channels), at least 32x32, and 8x8 in the
@@ -65,20 +72,41 @@ class ResNet(nnx.Module):
     rngs: _layers.Keys,
   ):
     form = _forms.choose_form(form, input_shape)
-    self.large = form == "imagenet"
-    _forms.check_size("a resnet", form, input_shape, 32 if self.large else 8)
-    _normalization.check_norm(norm)
-    _layers.check_width(width)
+    large = form == "imagenet"
+    _forms.check_size("a resnet", form, input_shape, 32 if large else 8)
+    checks.check_int("width", width, 1)
     if shortcut_size < 1 or shortcut_size % 2 == 0:
       raise ValueError(
         f"`shortcut_size` must be odd and >= 1, got {shortcut_size}."
       )
-    window = 7 if self.large else 3
+    self._add_layers(
+      input_shape[-1], num_classes, width, blocks_per_stage,
+      large=large, norm=norm, num_groups=num_groups, rngs=rngs,
+      bottleneck=bottleneck, shortcut_size=shortcut_size,
+    )  # fmt: skip
+
+  def _add_layers(
+    self,
+    num_channels: int,
+    num_classes: int,
+    width: int,
+    blocks_per_stage: tuple[int, ...],
+    *,
+    large: bool,
+    norm: _normalization.Norm,
+    num_groups: int,
+    rngs: _layers.Keys,
+    **block_options: Any,
+  ) -> None:
+    _normalization.check_norm(norm)
+    self.large = large
+    self.norm = norm
+    window = 7 if large else 3
     self.stage0_conv = _layers.conv(
-      input_shape[-1],
+      num_channels,
       width,
       window,
-      strides=2 if self.large else 1,
+      strides=2 if large else 1,
       padding=window // 2,
       use_bias=norm == "none",
       rngs=rngs,
@@ -94,21 +122,19 @@ class ResNet(nnx.Module):
         module = _Block(
           num_features,
           width * 2**stage,
-          bottleneck=bottleneck,
           strides=2 if stage > 0 and block == 0 else 1,
           norm=norm,
           num_groups=num_groups,
-          shortcut_size=shortcut_size,
           num_blocks=sum(blocks_per_stage),
           rngs=rngs,
+          **block_options,
         )
         setattr(self, names[-1], module)
         num_features = module.out_features
-    self.stage5_dense = _layers.dense(
-      num_features, num_classes, last=True, rngs=rngs
-    )
     self.names = tuple(names)
-    self.norm = norm
+    self.head = f"stage{len(blocks_per_stage) + 1}_dense"
+    layer = _layers.dense(num_features, num_classes, last=True, rngs=rngs)
+    setattr(self, self.head, layer)
 
   def __call__(
     self, images: jax.Array, *, mask: jax.Array | None = None
@@ -123,11 +149,62 @@ class ResNet(nnx.Module):
       x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
     for name in self.names:
       x = getattr(self, name)(x, mask)
-    return self.stage5_dense(jnp.mean(x, axis=(1, 2)))
+    return getattr(self, self.head)(jnp.mean(x, axis=(1, 2)))
+
+
+class CifarResNet(ResNet):
+  """The CIFAR ResNet of 6n + 2 layers.
+
+  A convolution of 16 channels; three stages of n blocks with 16, 32 and 64
+  channels, the second and third at half the resolution of the one before; a
+  mean over the image; one dense layer. Shortcuts have no parameters: where
+  the shape changes they take every second pixel and add channels of zeros
+  (option A of the paper). ResNet-20 (n = 3) has 269,722 parameters on
+  CIFAR-10. Without normalization its blocks start as those of `ResNet`.
+
+  Args:
+    input_shape: (height, width, channels), at least 4x4.
+    num_classes: number of logits.
+    blocks_per_stage: n, >= 1.
+    norm: "batch" (default), "group" (`num_groups` groups) or "none".
+    num_groups: groups of "group"; default 8, and must divide 16.
+    rngs: source of the initial values.
+
+  Raises:
+    ValueError: if an argument is out of range.
+
+  References:
+    He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
+    2015, arXiv:1512.03385, section 4.2.
+  """
+
+  def __init__(
+    self,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    *,
+    blocks_per_stage: int,
+    norm: _normalization.Norm = "batch",
+    num_groups: int = 8,
+    rngs: _layers.Keys,
+  ):
+    if min(input_shape[:2]) < 4:
+      raise ValueError(
+        "`input_shape` of a resnet must be at least 4x4, as it is halved "
+        f"twice, got {input_shape}. Pad the images, or use mlp."
+      )
+    self._add_layers(
+      input_shape[-1], num_classes, 16, (blocks_per_stage,) * 3,
+      large=False, norm=norm, num_groups=num_groups, rngs=rngs,
+      bottleneck=False, shortcut_size=None,
+    )  # fmt: skip
 
 
 class _Block(nnx.Module):
-  """Two or three convolutions and a way past them."""
+  """Two or three convolutions and a shortcut past them.
+
+  Without `shortcut_size` the shortcut has no parameters.
+  """
 
   def __init__(
     self,
@@ -138,7 +215,7 @@ class _Block(nnx.Module):
     strides: int,
     norm: _normalization.Norm,
     num_groups: int,
-    shortcut_size: int,
+    shortcut_size: int | None,
     num_blocks: int,
     rngs: _layers.Keys,
   ):
@@ -159,7 +236,8 @@ class _Block(nnx.Module):
         outputs,
         window,
         strides=strides,
-        padding=window // 2,
+        # "SAME" begins an image of even size a pixel later.
+        padding=window // 2 if shortcut_size else "SAME",
         use_bias=self.plain,
         gain=gain,
         rngs=rngs,
@@ -177,8 +255,10 @@ class _Block(nnx.Module):
       add(f"conv{i + 1}", inputs, gain, layer)
       inputs = layer[1]
     self.names = tuple(f"conv{i + 1}" for i in range(len(layers)))
-    self.projects = strides > 1 or in_features != self.out_features
-    if self.projects:
+    self.strides = strides
+    self.added_features = self.out_features - in_features
+    self.projects = bool(shortcut_size and (strides > 1 or self.added_features))
+    if shortcut_size and self.projects:
       # Sorts after the convolutions, and runs after them.
       shape = (shortcut_size, self.out_features, strides)
       add("shortcut", in_features, 1.0, shape)
@@ -192,4 +272,9 @@ class _Block(nnx.Module):
     for name in self.names[:-1]:
       y = jax.nn.relu(run(name, y))
     y = run(self.names[-1], y)
-    return jax.nn.relu(y + (run("shortcut", x) if self.projects else x))
+    if self.projects:
+      x = run("shortcut", x)
+    elif self.added_features:
+      x = x[:, :: self.strides, :: self.strides]
+      x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.added_features)))
+    return jax.nn.relu(y + x)

@@ -1,12 +1,13 @@
 """A decoder-only transformer, as a language model."""
 
 import math
-from typing import Literal
+from typing import get_args, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdist import checks
 from jdist.models import _layers, _normalization
 
 Positions = Literal["learned", "rotary"]
@@ -60,22 +61,15 @@ class Transformer(nnx.Module):
   ):
     (length,) = input_shape
     hidden_size = 4 * width if hidden_size is None else hidden_size
-    for name, value in (
-      ("num_layers", num_layers),
-      ("width", width),
-      ("num_heads", num_heads),
-      ("hidden_size", hidden_size),
-    ):
-      if value < 1:
-        raise ValueError(f"`{name}` must be >= 1, got {value}.")
+    checks.check_int("num_layers", num_layers, 1)
+    checks.check_int("width", width, 1)
+    checks.check_int("num_heads", num_heads, 1)
+    checks.check_int("hidden_size", hidden_size, 1)
     if width % num_heads:
       raise ValueError(
         f"`num_heads` must divide the width {width}, got {num_heads}."
       )
-    if positions not in ("learned", "rotary"):
-      raise ValueError(
-        f'`positions` must be "learned" or "rotary", got {positions!r}.'
-      )
+    checks.check_choice("positions", positions, get_args(Positions))
     if positions == "rotary" and width // num_heads % 2:
       raise ValueError(
         "`num_heads` must leave each head an even size for rotary positions, "

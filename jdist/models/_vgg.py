@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdist import checks
 from jdist.models import _forms, _layers, _normalization, _patches
 
 _HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
@@ -73,7 +74,7 @@ class VGG(nnx.Module):
     if form == "imagenet":
       _forms.check_size("vgg", form, input_shape, 32)
     _normalization.check_norm(norm)
-    _layers.check_width(width)
+    checks.check_int("width", width, 1)
     blocks = []
     number = 0
     for block, num_convs in enumerate(convs_per_block):
