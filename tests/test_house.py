@@ -28,8 +28,7 @@ _MAX_ENTERED = {
 }
 # How many findings are left to be mended, by guard: to go down, never up.
 _LEFT = {
-  "no_two_rooms_have_a_file_of_one_name": 2,
-  "no_two_public_classes_have_one_name": 3,
+  "no_two_public_classes_have_one_name": 1,
   "no_folder_is_crowded": 1,
   "no_folder_has_many_floors": 1,
   "docstrings_begin_with_a_verb_or_a_noun": 130,

@@ -10,7 +10,7 @@ from jdist.transforms import intervals
 
 def mp2(
   optimizer: optax.GradientTransformation,
-  cut: transforms.Cut,
+  cut: transforms.Splitter,
   predict: transforms.Predict,
   predictor_params: Any,
   interval: int | intervals.IntervalPolicy = 1,

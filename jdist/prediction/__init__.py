@@ -56,7 +56,6 @@ from jdist.prediction.mp2._collector import choose_steps as choose_steps
 from jdist.prediction.mp2._collector import Collector as Collector
 from jdist.prediction.mp2._cut import Cut as Cut
 from jdist.prediction.mp2._cut import cut as cut
-from jdist.prediction.mp2._dataset import ParameterSet as ParameterSet
 from jdist.prediction.mp2._evaluate import assemble as assemble
 from jdist.prediction.mp2._evaluate import (
   evaluate_predictor as evaluate_predictor,
@@ -65,8 +64,9 @@ from jdist.prediction.mp2._exchange import Exchange as Exchange
 from jdist.prediction.mp2._exchange import exchange_bytes as exchange_bytes
 from jdist.prediction.mp2._exchange import ExchangeBytes as ExchangeBytes
 from jdist.prediction.mp2._exchange import ExchangeState as ExchangeState
-from jdist.prediction.mp2._layers import Layer as Layer
-from jdist.prediction.mp2._layers import Leaf as Leaf
+from jdist.prediction.mp2._network import Layer as Layer
+from jdist.prediction.mp2._network import Leaf as Leaf
+from jdist.prediction.mp2._parameter_set import ParameterSet as ParameterSet
 from jdist.prediction.mp2._predictor import Predictor as Predictor
 from jdist.prediction.mp2._predictor import predictor as predictor
 from jdist.prediction.mp2._predictor_fit import Epoch as Epoch

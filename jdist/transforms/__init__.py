@@ -26,10 +26,10 @@ from jdist.transforms._frozen_adam import (
 from jdist.transforms._lead_step import lead_step as lead_step
 from jdist.transforms._lead_step import LeadStepState as LeadStepState
 from jdist.transforms._mean_loss import with_mean_loss as with_mean_loss
-from jdist.transforms._predicted import Cut as Cut
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import PredictRestState as PredictRestState
+from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._proximal import proximal as proximal
 from jdist.transforms._proximal import pull_to_anchor as pull_to_anchor
 from jdist.transforms._proximal import PullToAnchorState as PullToAnchorState

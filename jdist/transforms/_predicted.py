@@ -19,8 +19,8 @@ PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]
 
 
-class Cut(Protocol):
-  """Cuts parameters in two: `jdist.prediction.Cut`, or one's own."""
+class Splitter(Protocol):
+  """Splits parameters in two, as `jdist.prediction.Cut` or one's own."""
 
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
     """The front and the rest of a tree."""
@@ -74,7 +74,7 @@ class PredictRestState(NamedTuple):
 
 def predict_rest(
   front: optax.GradientTransformation,
-  cut: Cut,
+  cut: Splitter,
   predict: Predict,
   predictor_params: PyTree,
   *,

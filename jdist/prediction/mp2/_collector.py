@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jdist import checks, collectives, training
-from jdist.prediction.mp2 import _cut, _dataset, _permutation
+from jdist.prediction.mp2 import _cut, _parameter_set, _permutation
 from jdist.storage import array_files
 
 PyTree = Any
@@ -162,7 +162,9 @@ class Collector:
     def vectors(state: training.TrainState) -> dict[str, jax.Array]:
       params = params_of(state)
       return {
-        _dataset.file_of(half, cut): getattr(cut, f"flatten_{half}")(params)
+        _parameter_set.file_of(half, cut): getattr(cut, f"flatten_{half}")(
+          params
+        )
         for cut in self._cuts
         for half in halves
       }
@@ -175,15 +177,17 @@ class Collector:
     return len(self._rows)
 
   def _open(self, body: dict[str, Any]) -> None:
-    found = _dataset.read_manifest(self._directory)
-    sizes = _dataset.sizes_of(self._cuts, body["halves"])
+    found = _parameter_set.read_manifest(self._directory)
+    sizes = _parameter_set.sizes_of(self._cuts, body["halves"])
     if found is None:
-      _dataset.create(self._directory, self._cuts, body)
+      _parameter_set.create(self._directory, self._cuts, body)
     else:
       _check_same(found, body, self._cuts)
-      self._rows = _dataset.read_rows(self._directory, self._steps, set(sizes))
+      self._rows = _parameter_set.read_rows(
+        self._directory, self._steps, set(sizes)
+      )
     for name, size in sizes.items():
-      self._arrays[name] = _dataset.open_array(
+      self._arrays[name] = _parameter_set.open_array(
         self._directory / name, (len(self._steps), size), "r+"
       )
 
@@ -219,17 +223,17 @@ class Collector:
 
   def _save(self, number: int, step: int, vectors: PyTree) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
-    sha256 = {name: _dataset.digest(row) for name, row in rows.items()}
+    sha256 = {name: _parameter_set.digest(row) for name, row in rows.items()}
     if number < self.done:
       if self._rows[number]["sha256"] == sha256:
         return
       self._rows = self._rows[:number]
-      _dataset.keep_rows(self._directory, self._rows)
+      _parameter_set.keep_rows(self._directory, self._rows)
     for name, row in rows.items():
       self._arrays[name][number] = row
       self._arrays[name].flush()  # type: ignore[attr-defined]
     line = {"row": number, "step": step, "sha256": sha256}
-    _dataset.append_row(self._directory, line)
+    _parameter_set.append_row(self._directory, line)
     self._rows.append(line)
     if self._on_sample is not None:
       self._on_sample(self.done, len(self._steps))

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, models
-from jdist.prediction.mp2 import _layers
+from jdist.prediction.mp2 import _network
 
 PyTree = Any
-Layers = tuple[_layers.Layer, ...]
+Layers = tuple[_network.Layer, ...]
 # A cut of more layers shows the first and the last.
 _NUM_NAMES = 4
 
 
-def _leaves(layers: Layers) -> list[_layers.Leaf]:
+def _leaves(layers: Layers) -> list[_network.Leaf]:
   return [leaf for layer in layers for leaf in layer.leaves]
 
 
@@ -86,9 +86,9 @@ class Cut:
   def from_description(cls, description: dict[str, Any]) -> "Cut":
     """Undoes `describe`."""
 
-    def layer(leaves: list[Any]) -> _layers.Layer:
-      return _layers.Layer(
-        tuple(_layers.Leaf(tuple(p), tuple(s), d) for p, s, d in leaves)
+    def layer(leaves: list[Any]) -> _network.Layer:
+      return _network.Layer(
+        tuple(_network.Leaf(tuple(p), tuple(s), d) for p, s, d in leaves)
       )
 
     front, rear = (
@@ -98,7 +98,7 @@ class Cut:
 
   def abstract(self) -> PyTree:
     """Returns the network's parameters as a tree of `jax.ShapeDtypeStruct`."""
-    return _layers.nested(
+    return _network.nested(
       {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         for leaf in _leaves(self.front + self.rear)
@@ -170,7 +170,7 @@ class Cut:
 
   def _flatten(self, half: str, tree: PyTree) -> jax.Array:
     leaves = _leaves(getattr(self, half))
-    whole = _layers.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
+    whole = _network.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
     found = self._checked("tree" if whole else half, tree)
     return jnp.concatenate(
       [jnp.ravel(found[leaf.path]).astype(jnp.float32) for leaf in leaves]
@@ -183,12 +183,12 @@ class Cut:
       part = vector[start : start + leaf.size]
       values[leaf.path] = part.reshape(leaf.shape).astype(leaf.dtype)
       start += leaf.size
-    return _layers.nested(values)
+    return _network.nested(values)
 
   def _checked(self, argument: str, tree: PyTree) -> dict[Any, Any]:
     """Returns the leaves of "tree", the whole network, "front" or "rear"."""
     whole = argument == "tree"
-    found = _layers.leaves_of(tree)
+    found = _network.leaves_of(tree)
     layers = self.front + self.rear if whole else getattr(self, argument)
     checks.check_shapes(
       f"`{argument}` must be the {'network' if whole else argument} of "
@@ -242,7 +242,7 @@ def _pick(
   found: Mapping[tuple[str, ...], Any], layers: Layers
 ) -> dict[str, Any]:
   paths = (leaf.path for leaf in _leaves(layers))
-  return _layers.nested({path: found[path] for path in paths})
+  return _network.nested({path: found[path] for path in paths})
 
 
 def cut(
@@ -292,7 +292,7 @@ def cut(
   """
   checks.check_type("name", name, str, "text")
   params = model.params if isinstance(model, models.Model) else model
-  layers = _layers.layers_of(params, order)
+  layers = _network.layers_of(params, order)
   remedy = f"The network has {len(layers)} layers."
   number = checks.check_int(
     "num_layers", num_layers, 1, len(layers) - 1, remedy

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks
-from jdist.prediction.mp2 import _cut, _layers
+from jdist.prediction.mp2 import _cut, _network
 
 PyTree = Any
 Params = dict[str, Any]
@@ -79,7 +79,7 @@ class Predictor:
       else:
         values[path] = draw[start : start + math.prod(shape)].reshape(shape)
       start += math.prod(shape)
-    return _layers.nested(values)
+    return _network.nested(values)
 
   def apply(self, params: Params, front: PyTree) -> PyTree:
     """Predicts the rear.

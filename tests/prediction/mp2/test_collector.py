@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist import prediction, training
-from jdist.prediction.mp2 import _dataset
+from jdist.prediction.mp2 import _parameter_set
 from jdist.storage import sealed_json
 from tests.prediction import _tiny
 
@@ -138,7 +138,7 @@ def _kill_at(monkeypatch, number):
     sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
   )
   monkeypatch.setattr(
-    _dataset, "append_row", guarded(_dataset.append_row, half_a_row)
+    _parameter_set, "append_row", guarded(_parameter_set.append_row, half_a_row)
   )
   return lambda: count[0] >= number
 
