@@ -5,10 +5,10 @@ A checkpoint is a directory written by Orbax and a manifest beside it:
     step_00000100/       arrays; those equal on all workers stand there once
     step_00000100.json   names, shapes, the files with their hashes
 
-The manifest is written last and in one piece.  A directory without one is
-the rest of a write that never ended; the next write clears it away.  A
-directory that does not match its manifest is damaged, and so is a manifest
-that does not match its own hash: the checkpoint before is used.
+The manifest is written last and in one piece.  A directory without one is of a
+write that was cut off, and the next write removes it.  Where a directory does
+not match its manifest, or a manifest its own hash, the checkpoint is damaged,
+and the one before is used.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdist import collectives
+from jdist import checks, collectives
 from jdist.storage import hashes, sealed_json
 
 PyTree = Any
@@ -38,12 +38,12 @@ _OURS = re.compile(
 
 
 class Restored(NamedTuple):
-  """What `Checkpoints.restore` found.
+  """A restored checkpoint.
 
   Attributes:
-    step: the step it was saved at.
+    step: the step that it was saved at.
     state: the state, like the template.
-    metadata: what was saved with it.
+    metadata: of `Checkpoints.save`.
   """
 
   step: int
@@ -54,8 +54,8 @@ class Restored(NamedTuple):
 class Checkpoints:
   """Saves and restores states of a run in one directory.
 
-  Writing happens in the background; `wait` or leaving the context makes sure
-  that everything is on the disk.
+  Files are written in the background; `wait` returns when all of them are on
+  the disk, and so does leaving the context.
   """
 
   def __init__(
@@ -68,14 +68,16 @@ class Checkpoints:
     """Opens or makes the directory.
 
     Args:
-      directory: where the checkpoints are; on several processes a file
-        system that they share.
+      directory: of the checkpoints; several processes must share it.
       workers: the run's workers.
-      keep: how many checkpoints to keep, at least 1; 2 or more survive a
-        damaged one.
+      keep: checkpoints to keep, at least 1; from 2 on a run survives a damaged
+        one.
+
+    Raises:
+      ValueError: if `keep` is out of range.
+      ImportError: when Orbax is not installed.
     """
-    if keep < 1:
-      raise ValueError(f"`keep` must be at least 1, got {keep}.")
+    checks.check_int("keep", keep, 1)
     self._orbax = _import_orbax()
     self._directory = pathlib.Path(directory).absolute()
     self._workers = workers
@@ -105,16 +107,15 @@ class Checkpoints:
     Args:
       step: its number, from 0; the highest is what `restore` finds.
       state: arrays `[workers, ...]`; typed PRNG keys too.
-      shared: which leaves are equal on all workers, a tree of bools, for
-        instance `training.shared_leaves(state)`.
+      shared: a tree of bools, true for leaves that are equal on all workers,
+        for instance `training.shared_leaves(state)`.
       metadata: anything that JSON can hold, returned by `restore`.
 
     Raises:
       RuntimeError: when a leaf that should be equal on all workers is not:
         the replicas of this run have diverged.
     """
-    if step < 0:
-      raise ValueError(f"`step` must not be negative, got {step}.")
+    checks.check_int("step", step, 0)
     self.wait()
     names, leaves = _named(state)
     flags = jax.tree.leaves(shared)
@@ -194,7 +195,7 @@ class Checkpoints:
     return self._directory / f"step_{step:08d}.json"
 
   def _tidy(self) -> None:
-    """Clears away what has no manifest: old, or never written to its end."""
+    """Removes directories without a manifest: old ones, and those cut off."""
     for path in self._directory.iterdir():
       match = _OURS.fullmatch(path.name)
       if match is None:
@@ -208,7 +209,7 @@ class Checkpoints:
         path.unlink(missing_ok=True)
 
   def _steps(self) -> list[int]:
-    """The steps with a manifest, the newest first."""
+    """Returns the steps with a manifest, the newest first."""
     found = (_OURS.fullmatch(x.name) for x in self._directory.iterdir())
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
@@ -281,10 +282,7 @@ class Checkpoints:
     here = {
       n: (x.shape, str(x.dtype)) for n, x in zip(names, leaves, strict=True)
     }
-    different = sorted(
-      n for n in saved.keys() | here.keys() if saved.get(n) != here.get(n)
-    )
-    if different:
+    if different := sorted({n for n, _ in saved.items() ^ here.items()}):
       name = different[0]
       raise ValueError(
         "`template` must be a state of the run that was saved, but "
@@ -315,28 +313,24 @@ class Checkpoints:
     arrays = self._writer.restore(
       target, args=self._orbax.args.PyTreeRestore(restore_args=where)
     )
-    values = [
-      arrays.get(f"{number:05d}", leaf) for number, leaf in enumerate(leaves)
-    ]
+    # A leaf without elements is as in the template.
+    values = list(leaves)
+    once = [i for i, x in enumerate(leaves) if entries[i]["shared"] and x.size]
     # All shared leaves in one program, not one for each.
-    once = [i for i, entry in enumerate(entries) if entry["shared"]]
-    specs = [_spec_within_worker(leaves[i]) for i in once]
-    one = [
-      values[i]
-      if leaves[i].size
-      else np.zeros(leaves[i].shape[1:], leaves[i].dtype)
-      for i in once
-    ]
-    spread = self._workers.replicate(one, specs)
+    spread = self._workers.replicate(
+      [arrays[f"{i:05d}"] for i in once],
+      [_spec_within_worker(leaves[i]) for i in once],
+    )
     for i, value in zip(once, spread, strict=True):
       values[i] = value
-    own = set(range(len(values))) - set(once)
-    for i in own if not several else ():
-      values[i] = jax.device_put(values[i], leaves[i].sharding)
+    for i, leaf in enumerate(leaves):
+      if leaf.size and not entries[i]["shared"]:
+        own = arrays[f"{i:05d}"]
+        values[i] = own if several else jax.device_put(own, leaf.sharding)
     return [_like(x, y) for x, y in zip(values, templates, strict=True)]
 
   def wait(self) -> None:
-    """Returns when everything saved is on the disk; raises what failed."""
+    """Waits until all is on the disk, and raises the errors of the writes."""
     if self._finishing is not None:
       finishing, self._finishing = self._finishing, None
       finishing.result()
@@ -376,20 +370,20 @@ def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-  """The words of a typed PRNG key, which neither NumPy nor Orbax takes."""
+  """Returns the words of a typed PRNG key, which Orbax does not take."""
   is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _like(value: jax.Array, template: jax.Array) -> jax.Array:
-  """Plain values as the template has them."""
+  """Undoes `_plain`: returns words as a key where the template has one."""
   if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
     return value
   return jax.random.wrap_key_data(value, impl=jax.random.key_impl(template))
 
 
 def _spans_hosts(workers: collectives.Workers) -> bool:
-  """Whether a worker is sharded over the devices of several processes."""
+  """Returns whether a worker is sharded over several processes' devices."""
   if workers.mesh is None:
     return False
   dim = workers.mesh.axis_names.index(workers.mesh_axis)
@@ -398,6 +392,6 @@ def _spans_hosts(workers: collectives.Workers) -> bool:
 
 
 def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
-  """How a leaf `[workers, ...]` is split behind its first dimension."""
+  """Returns the partition of a leaf `[workers, ...]` but its first axis."""
   spec = getattr(leaf.sharding, "spec", ())
   return jax.sharding.PartitionSpec(*tuple(spec)[1:])

@@ -284,13 +284,13 @@ def test_the_last_few_are_kept(keep, tmp_path):
 
 
 def test_keeping_none_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="`keep` must be at least 1, got 0"):
+  with pytest.raises(ValueError, match="`keep` must be an int >= 1, got 0"):
     training.Checkpoints(tmp_path, _tiny.team("vmap"), keep=0)
 
 
 def test_a_negative_step_is_refused(tmp_path):
   team = _tiny.team("vmap")
-  with pytest.raises(ValueError, match="`step` must not be negative"):
+  with pytest.raises(ValueError, match="`step` must be an int >= 0"):
     _save(tmp_path, team, _tiny.init(team, "adam"), -1)
 
 
