@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ def test_calls_leave_no_trace():
   again, _ = model.apply(model.params, model.state, x, train=True)
   np.testing.assert_array_equal(first, again)
   after = (model.params, model.state["norm"])
-  jax.tree.map(np.testing.assert_array_equal, before, after)
+  chex.assert_trees_all_equal(before, after)
   np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
 
 
@@ -115,7 +116,7 @@ def test_evaluation_leaves_the_state_alone():
   model = conv_net()
   apply = jax.jit(functools.partial(model.apply, train=False))
   _, state = apply(model.params, model.state, inputs(4, 8, 8, 1))
-  jax.tree.map(np.testing.assert_array_equal, state, model.state)
+  chex.assert_trees_all_equal(state, model.state)
 
 
 def test_evaluation_uses_the_statistics_of_the_state():
@@ -267,7 +268,7 @@ def test_a_batch_of_padding_alone_leaves_state_and_gradients_sound():
     return selected.sum(), state
 
   grads, state = jax.jit(jax.grad(loss, has_aux=True))(model.params)
-  jax.tree.map(np.testing.assert_array_equal, state, model.state)
+  chex.assert_trees_all_equal(state, model.state)
   assert all((x == 0).all() for x in jax.tree.leaves(grads))
 
 

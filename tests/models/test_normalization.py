@@ -1,5 +1,6 @@
 """Normalization by hand, against Flax, and with padding."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +45,7 @@ def test_evaluation_uses_the_running_statistics():
   x = jnp.array([[4.0], [9.0]])
   y, after = run(norm, x, train=False, state=state)
   np.testing.assert_allclose(y, [[0.0], [np.sqrt(5)]], rtol=1e-6)
-  jax.tree.map(np.testing.assert_array_equal, after, state)
+  chex.assert_trees_all_equal(after, state)
 
 
 def test_batch_norm_equals_that_of_flax():

@@ -3,8 +3,8 @@
 import re
 import textwrap
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from jdist import prediction
@@ -26,7 +26,4 @@ def test_the_example_of_the_module_runs(tmp_path, monkeypatch):
   cut, predictor = scope["cut"], scope["predictor"]
   front, rear = cut.split(params)
   predicted = predictor.apply(scope["params"], front)
-  for x, y in zip(
-    jax.tree.leaves(predicted), jax.tree.leaves(rear), strict=True
-  ):
-    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+  chex.assert_trees_all_close(predicted, rear, rtol=1e-4, atol=1e-5)

@@ -1,8 +1,8 @@
 """Shapes in place of arrays: those of the real ones."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -28,16 +28,13 @@ def test_the_abstract_state_is_that_of_init_state(substrate):
     optax.sgd(0.1, momentum=0.9), 4, 0.1, axis=workers.axis
   )
 
-  def told(state):
-    return jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype)), state)
-
   model = models.build("resnet8", **chosen)
   real = training.init_state(workers, optimizer, model.params, model.state)
   model = models.build("resnet8", **chosen, abstract=True)
   shapes = profiling.abstract_state(
     workers, optimizer, model.params, model.state
   )
-  assert told(shapes) == told(real)
+  chex.assert_trees_all_equal_shapes_and_dtypes(shapes, real)
   assert all(
     isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
   )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
   again = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   assert len(saved) == 3  # One evaluation was left.
   assert again[1:] == whole[1:]
-  jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+  chex.assert_trees_all_equal(again.params, whole.params)
   # Once more: nothing is left to do.
   done = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   assert done[1:] == whole[1:] and len(saved) == 3
@@ -121,7 +122,7 @@ def test_networks_come_back(whole, tmp_path):
   prediction.save_nowcasters(tmp_path, networks, {"from": "a test"})
   found = prediction.load_nowcasters(tmp_path)
   assert set(found) == {"bias", "conv"}
-  jax.tree.map(np.testing.assert_array_equal, found, networks)
+  chex.assert_trees_all_equal(found, networks)
 
 
 @pytest.mark.parametrize(
