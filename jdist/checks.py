@@ -29,10 +29,10 @@ def is_traced(value: Any) -> bool:
   return isinstance(value, jax.core.Tracer)
 
 
-def told(value: Any) -> str:
+def show(value: Any) -> str:
   """Returns a value as an error shows it: arrays, and long ones, by their type.
 
-  >>> told(0.1), told(np.zeros((9, 9))), told(optax.sgd(0.1))
+  >>> show(0.1), show(np.zeros((9, 9))), show(optax.sgd(0.1))
   ('0.1', 'float64[9, 9]', 'a GradientTransformationExtraArgs')
   """
   text = repr(value)
@@ -49,7 +49,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
   """Raises a ValueError unless `value` is one of `choices`."""
   if value not in choices:
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-    raise ValueError(f"`{name}` must be {known}, got {told(value)}.")
+    raise ValueError(f"`{name}` must be {known}, got {show(value)}.")
 
 
 def check_type(
@@ -57,7 +57,7 @@ def check_type(
 ) -> None:
   """Raises a ValueError, naming what is wanted, unless a value has a type."""
   if not isinstance(value, kind):
-    raise ValueError(f"`{name}` must be {wanted}, got {told(value)}.")
+    raise ValueError(f"`{name}` must be {wanted}, got {show(value)}.")
 
 
 def check_function(
@@ -67,7 +67,7 @@ def check_function(
   if not (callable(value) or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
     rule += ", or None" if optional else ""
-    raise ValueError(f"{rule}, got {told(value)}.")
+    raise ValueError(f"{rule}, got {show(value)}.")
 
 
 def check_list(name: str, value: Any, of: str) -> list[Any]:
@@ -81,7 +81,7 @@ def check_list(name: str, value: Any, of: str) -> list[Any]:
       return list(value)
   except TypeError:
     pass
-  raise ValueError(f"`{name}` must be a list of {of}, got {told(value)}.")
+  raise ValueError(f"`{name}` must be a list of {of}, got {show(value)}.")
 
 
 def check_structural(
@@ -143,7 +143,7 @@ def _check_range(
     rule = (
       f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     )
-    message = f"`{name}` must be an int {rule}, got {told(value)}. {remedy}"
+    message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
 
 
@@ -160,7 +160,7 @@ def check_key(value: Any) -> None:
     or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
   ):
     raise ValueError(
-      f"`key` must be a random key, got {told(value)}. Make one with "
+      f"`key` must be a random key, got {show(value)}. Make one with "
       "`jax.random.key(seed)`."
     )
 
@@ -186,7 +186,7 @@ def check_continuous(
   except (TypeError, ValueError):
     raise ValueError(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
-      f"{told(value)}."
+      f"{show(value)}."
     ) from None
   above = number > low if open_low else number >= low
   if not (above and number <= high):
@@ -216,7 +216,7 @@ def check_number(
     with contextlib.suppress(TypeError, ValueError, OverflowError):
       number = float(value)
   if not math.isfinite(number):
-    raise ValueError(f"`{name}` must be a finite number, got {told(value)}.")
+    raise ValueError(f"`{name}` must be a finite number, got {show(value)}.")
   check_continuous(name, number, low=low, high=high, open_low=open_low)
   return number
 
@@ -226,7 +226,7 @@ def check_optimizer(name: str, value: Any) -> None:
   if not isinstance(value, optax.GradientTransformation):
     raise ValueError(
       f"`{name}` must be an Optax transformation, for instance "
-      f"`optax.sgd(0.1)`, got {told(value)}."
+      f"`optax.sgd(0.1)`, got {show(value)}."
     )
 
 
@@ -237,7 +237,7 @@ def check_arrays(name: str, tree: Any) -> None:
       jax.eval_shape(lambda x: x, value)
     except TypeError:
       raise ValueError(
-        f"`{name}` must be a tree of arrays, got {told(value)}"
+        f"`{name}` must be a tree of arrays, got {show(value)}"
         f"{f' at {leaf!r}' if leaf else ''}."
       ) from None
 
@@ -247,7 +247,7 @@ def check_rate(name: str, value: Any) -> None:
   if isinstance(value, tuple) and any(map(callable, value)):
     raise ValueError(
       f"`{name}` must be a positive number or a schedule, a function of the "
-      f"step, got {told(value)}. An interval policy is given as `interval`, "
+      f"step, got {show(value)}. An interval policy is given as `interval`, "
       "and of an optimizer its rate is meant."
     )
   if not callable(value):

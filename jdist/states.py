@@ -1,7 +1,7 @@
-"""States that say themselves what they are, on their class.
+"""Declarations of states, on their classes.
 
-A training loop, a checkpoint or a drain read there what they must know of a
-state, a NamedTuple of arrays, and no table of types need know it:
+A training loop, a checkpoint or a drain reads them off a state, a NamedTuple of
+arrays, and needs no table of types:
 
     @states.declare(shared=("step",), drains=True)
     class DelayState(NamedTuple):
@@ -25,16 +25,16 @@ def declare(
   jumps: bool = False,
   streams: bool = False,
 ) -> Callable[[_T], _T]:
-  """Declares what a state is, as attributes of its class.
+  """Declares the properties of a state, as attributes of its class.
 
   Args:
     shared: the fields that are equal on all workers, which a checkpoint stores
-      once; a field whose value declares its own is left to that.
-    rounds: it has a `clock`, an `anchor` at which rounds end, and `kept`: how
-      far the worker stands beside it on purpose.
-    drains: the transformation knows `Control(drain=True)`.
+      once; fields of a nested state with its own declaration are left to it.
+    rounds: it has a `clock`, an `anchor` at which rounds end, and `kept`, the
+      worker's intended distance from the anchor.
+    drains: the transformation takes `Control(drain=True)`.
     averages: the transformation makes the workers' updates equal.
-    update_pending: the last step's update comes with the next step.
+    update_pending: the last step's update is applied in the next step.
     jumps: the transformation replaces parameters at times.
     streams: a message is sent in parts, some in every step.
 
@@ -68,7 +68,7 @@ def declare(
         f"`shared` must name fields of {state.__name__}, got {sorted(unknown)}."
       )
     for name, value in flags.items():
-      if name not in vars(state):  # A property may tell more than the class.
+      if name not in vars(state):  # A property of its own stays.
         setattr(state, name, value)
     return state
 

@@ -138,12 +138,12 @@ def test_traced_numbers_pass_and_structural_ones_do_not():
 
 
 def test_a_value_is_shown_by_its_type_where_that_is_shorter():
-  assert checks.told("short") == "'short'"
-  assert checks.told("x" * 200) == "a str"
-  assert checks.told(np.zeros((3, 3))) == "float64[3, 3]"
-  assert checks.told(jax.random.key(0)) == "key<fry>[]"
-  assert checks.told(jnp.float32(2)).startswith("Array(2.")
-  assert checks.told(optax.adam(0.1)).startswith("a Gradient")
+  assert checks.show("short") == "'short'"
+  assert checks.show("x" * 200) == "a str"
+  assert checks.show(np.zeros((3, 3))) == "float64[3, 3]"
+  assert checks.show(jax.random.key(0)) == "key<fry>[]"
+  assert checks.show(jnp.float32(2)).startswith("Array(2.")
+  assert checks.show(optax.adam(0.1)).startswith("a Gradient")
 
 
 @pytest.mark.parametrize(

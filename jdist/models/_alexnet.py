@@ -84,7 +84,7 @@ class AlexNet(nnx.Module):
     *size, num_features = input_shape
     pooled = []
     for i, (features, kernel_size, strides, pool) in enumerate(_CONVS[form]):
-      # By 2 and not 5 in front, where the window of 11 meets strides of 4.
+      # 2 and not 5 in the first layer, a window of 11 with strides of 4.
       padding = 2 if kernel_size == 11 else kernel_size // 2
       layer = _layers.conv(
         num_features,

@@ -49,7 +49,6 @@ cut, and in other runs only the front travels:
 """
 
 from jdist.prediction.mp2._choose_cut import choose_cut as choose_cut
-from jdist.prediction.mp2._choose_cut import depths as depths
 from jdist.prediction.mp2._choose_cut import score_cuts as score_cuts
 from jdist.prediction.mp2._choose_cut import ScoredCut as ScoredCut
 from jdist.prediction.mp2._collector import choose_steps as choose_steps

@@ -1,4 +1,4 @@
-"""Compiled programs read: their collectives, their order, and what hides them.
+"""Compiled programs: their collectives, their order, and what hides them.
 
 Programs for GPUs are compiled without one; collectives, timelines and
 forecasts are read off the text of the optimized program.

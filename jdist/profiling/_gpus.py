@@ -14,7 +14,7 @@ class Gpu:
     name: of the GPU.
     bfloat16_flops_per_s: of matrix products, dense.
     float32_flops_per_s: of matrix products in TF32, dense: what XLA takes for
-      float32 unless told otherwise.
+      float32 by default.
     memory_bytes_per_s: of its own memory.
     nvlink_bits_per_s: to the other GPUs of its node, in each direction; data
       sheets state the sum of both.

@@ -82,7 +82,7 @@ class Compression:
       raise ValueError(
         "`reducer` must be a `reducers.Reducer` or a codec, for instance "
         "`reducers.PowerSGD(2)` or `codecs.Quantize(4)`, got "
-        f"{checks.told(reducer)}."
+        f"{checks.show(reducer)}."
       )
     _feedback.check_feedback("feedback", feedback)
     # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
@@ -232,7 +232,7 @@ def check_compression(value: Any) -> None:
   raise ValueError(
     "`compression` must be a `jdist.Compression`, for instance "
     "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
-    f"None to take the mean exactly, got {checks.told(value)}."
+    f"None to take the mean exactly, got {checks.show(value)}."
   )
 
 

@@ -196,7 +196,7 @@ def check_reducer(name: str, value: Any) -> None:
   if not isinstance(value, Reducer):
     raise ValueError(
       f"`{name}` must be a `Reducer`, for instance `Exact()` or "
-      f"`compressed(codec)`, got {checks.told(value)}."
+      f"`compressed(codec)`, got {checks.show(value)}."
     )
 
 

@@ -100,7 +100,7 @@ def scale_by_frozen_adam(
     raise ValueError(
       "`compression` must be a `jdist.Compression`, for instance "
       "`Compression(codecs.Sign(), ErrorFeedback())`, got "
-      f"{checks.told(compression)}."
+      f"{checks.show(compression)}."
     )
 
   def init_fn(params: optax.Params) -> FrozenAdamState:

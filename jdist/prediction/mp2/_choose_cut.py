@@ -40,34 +40,27 @@ def score_cuts(
   labels: Any,
   *,
   held_out: Fronts,
-  test_images: Any,
-  test_labels: Any,
-  fit: _predictor_fit.PredictorFit | None = None,
-  normalize: _evaluate.Normalize = _evaluate.as_they_are,
   directory: str | os.PathLike[str] | None = None,
   on_score: Callable[[ScoredCut], None] | None = None,
+  **options: Any,
 ) -> tuple[ScoredCut, ...]:
   """Measures how well the layers behind each of several cuts are predicted.
 
-  A predictor is trained for each, with the same budget, and measured on unseen
-  fronts by the accuracy of the networks, as MP² trains them, and not by how
-  near the predicted parameters are.
+  A predictor is trained for each, with the same budget, and scored by the
+  accuracy of the networks that it completes from unseen fronts.
 
   Args:
-    predictors: one for each cut, for instance of 1, 2 and 3 layers, or several
-      of different rank for one.
+    predictors: one for each cut, or several of different rank for one.
     model: the network, without batch statistics.
     samples: gives the fronts of a cut, float32 [samples, num_front], for
       instance `ParameterSet.fronts` of a run collected for all these cuts.
-    images: to train with, as `fit_predictor` takes them.
-    labels: int [n].
-    held_out: likewise, of another run.
-    test_images: for the evaluation.
-    test_labels: likewise.
-    fit: settings of all trainings; default `PredictorFit()`.
-    normalize: turns stored images into the model's inputs.
+    images: to train with, as of `fit_predictor`.
+    labels: integers [n], of the images.
+    held_out: gives the fronts of another run.
     directory: keeps the state of each training, in a folder of its own.
     on_score: called with each cut when it has been measured.
+    **options: of `fit_predictor`: `test_images`, `test_labels`, `fit`,
+      `normalize`.
 
   Returns:
     One score for each predictor, in their order.
@@ -106,11 +99,8 @@ def score_cuts(
       images,
       labels,
       held_out=np.asarray(others),
-      test_images=test_images,
-      test_labels=test_labels,
-      fit=fit,
-      normalize=normalize,
       directory=None if folder is None else folder / f"{number:02}",
+      **options,
     )
     score = ScoredCut(
       each,
@@ -162,36 +152,3 @@ def choose_cut(
     )
   good = [score for score in scores if score.accuracy >= best - max_lost]
   return min(good, key=lambda score: (score.pushed_bytes, -score.accuracy))
-
-
-def depths(
-  model: models.Model | Any,
-  *,
-  rank: int = 1,
-  name: str = "model",
-  order: Sequence[str] | None = None,
-) -> tuple[_predictor.Predictor, ...]:
-  """Makes a predictor for every depth at which a network can be cut.
-
-  Args:
-    model: as `cut` takes it.
-    rank: of each, see `predictor`.
-    name: the network's name in messages.
-    order: of its layers, see `cut`.
-
-  Returns:
-    The predictors, the shallowest cut first.
-
-  Raises:
-    ValueError: if an argument is out of range, or the network has fewer than
-      two layers.
-
-  >>> dense = {"kernel": np.zeros((2, 2))}
-  >>> [p.cut for p in depths({"first": dense, "last": dense})]
-  [Cut(model: 1 layers of 4 parameters (first) | 1 layers of 4)]
-  """
-  num_rear = len(_cut.cut(model, 1, name=name, order=order).rear)
-  return tuple(
-    _predictor.predictor(_cut.cut(model, depth, name=name, order=order), rank)
-    for depth in range(1, num_rear + 1)
-  )

@@ -69,12 +69,12 @@ class Collector:
   """Saves the averaged parameters of a run at random steps.
 
   Pass it to `Trainer.fit` as `evaluate`, with `evaluate_every=1`: at most steps
-  it only reads the step's number.  The data set is hierarchical: each sample is
-  cut at every depth that is asked for, one file each.
+  it only reads the step's number.  Each sample is cut at every depth that is
+  asked for, one file each.
 
-  A run that goes on from its checkpoint goes on with its data set.  A step that
-  comes again with the same bits is left as it is; with others, its sample is
-  replaced, and those after it, which are of another run, are dropped.
+  A run that resumes from its checkpoint resumes its data set: a step that comes
+  again with the same bits is left as it is; with others its sample is replaced,
+  and those after it, which are of another run, are dropped.
 
   >>> import tempfile, optax
   >>> from jdist import models, prediction

@@ -1,8 +1,8 @@
 """Cuts of networks in two: the front that is sent, the rear that is predicted.
 
-A cut is plain data, made from shapes alone.  It turns trees of parameters into
-flat vectors and back, always in the same order: layer by layer from the front,
-of each layer the kernel, then the bias, then the normalization's.
+A cut is plain data, made from shapes alone.  It flattens trees of parameters
+layer by layer from the front, of each layer the kernel, then the bias, then the
+normalization's.
 """
 
 import dataclasses
@@ -133,9 +133,6 @@ class Cut:
   def flatten_front(self, tree: PyTree) -> jax.Array:
     """Flattens the front into the vector that a worker sends.
 
-    Layer by layer, of each layer kernel, bias and normalization, each in the
-    order of its dimensions, as the authors have it.
-
     Args:
       tree: the whole network's parameters, or the front of them.
 
@@ -165,7 +162,7 @@ class Cut:
     if getattr(vector, "shape", None) != (size,):
       raise ValueError(
         f"`vector` must be an array of shape [{size}], the {half} of {self!r}, "
-        f"got {checks.told(vector)}. Map over samples with `jax.vmap`."
+        f"got {checks.show(vector)}. Map over samples with `jax.vmap`."
       )
 
   def _flatten(self, half: str, tree: PyTree) -> jax.Array:
@@ -254,15 +251,13 @@ def cut(
 ) -> Cut:
   """Cuts a network behind its first layers.
 
-  A layer is a convolution or a dense layer: the leaves of one module, together
-  with those of a normalization that follows it, a module of vectors only.  Its
-  first leaf, the kernel, is the one with the most dimensions, whatever its
-  name: with three or more the layer is a convolution.  Shortcuts that are
-  convolutions count.  The layers' order is that of the sorted keys, `Dense_10`
-  behind `Dense_9`, which for models of `jdist.models` is the order in which
-  they run; for others look at the names that the cut shows.  Where a
-  normalization comes first by name, or two follow each other, as Linen calls
-  them, `order` must be given.
+  A layer is a convolution or a dense layer: the leaves of one module, with
+  those of a normalization behind it, a module of vectors only.  Its kernel is
+  the leaf with the most dimensions, three or more for a convolution.  Shortcuts
+  that are convolutions count.  Layers are ordered by name, `Dense_10` behind
+  `Dense_9`, as models of `jdist.models` run; of others check the names that the
+  cut shows.  Where a normalization comes first by name, or two follow each
+  other, as in Linen, `order` must be given.
 
   Args:
     model: a model, for instance of `models.build(..., abstract=True)`, or one

@@ -73,10 +73,9 @@ def logits_of(
 
   if jax.default_backend() != "cpu":
     return jax.vmap(one)(vectors)
-  # Mapped by `vmap`, a convolution with kernels of its own for every sample is
-  # a grouped one, for which XLA's CPU compiler has no fast kernel: the gradient
-  # of eight LeNets took 16 times as long, in a loop that is not unrolled 3
-  # times.
+  # Under `vmap` a convolution with kernels of its own for every sample is a
+  # grouped one, for which XLA has no fast kernel on CPUs: the gradient of eight
+  # LeNets took 16 times as long (3 times in a loop that is not unrolled).
   _, found = jax.lax.scan(
     lambda _, x: (None, one(x)),
     None,
@@ -100,8 +99,7 @@ def evaluate_predictor(
 ) -> np.ndarray:
   """Measures the accuracy of the networks that a predictor completes.
 
-  This is the paper's "prediction-result-based evaluation": how well the network
-  works with the predicted parameters, and not how near they are.
+  This is the paper's "prediction-result-based evaluation".
 
   Args:
     predictor: of the network's cut.
@@ -229,7 +227,7 @@ def check_samples(
     raise ValueError(
       f"`{argument}` must be [samples, {num_front}] with at least one sample, "
       f"an array of floats, as the fronts of {predictor.cut!r}, got "
-      f"{checks.told(samples)}. Take `ParameterSet.fronts` of this cut."
+      f"{checks.show(samples)}. Take `ParameterSet.fronts` of this cut."
     )
   checks.check_finite(argument, samples)
 
@@ -247,12 +245,12 @@ def check_images(
   images, labels = np.asarray(images), np.asarray(labels)
   if not images.ndim or not len(images):
     raise ValueError(
-      f"`{own}` must hold at least one image, got {checks.told(images)}."
+      f"`{own}` must hold at least one image, got {checks.show(images)}."
     )
   if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
     raise ValueError(
       f"`{other}` must be integers [images], the class of each, got "
-      f"{checks.told(labels)}. Of one-hot labels take `labels.argmax(-1)`."
+      f"{checks.show(labels)}. Of one-hot labels take `labels.argmax(-1)`."
     )
   if len(labels) != len(images):
     raise ValueError(
@@ -270,7 +268,7 @@ def check_images(
   except (ValueError, TypeError) as error:
     raise ValueError(
       f"`{own}` must be images that `normalize` makes inputs of the model, got "
-      f"{checks.told(images)}: {error}"
+      f"{checks.show(images)}: {error}"
     ) from error
   low, high = int(labels.min()), int(labels.max())
   if low < 0 or high >= num_classes:

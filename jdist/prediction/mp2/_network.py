@@ -160,7 +160,7 @@ def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
     # Others would not come back from a float32 message as they were.
     raise ValueError(
       "`tree` must hold arrays of real floats, which alone can be sent and "
-      f"predicted, got {checks.told(leaf)} at {'.'.join(path)}. Cut the "
+      f"predicted, got {checks.show(leaf)} at {'.'.join(path)}. Cut the "
       "parameters that are trained, and keep counters and keys in the model's "
       "state."
     )

@@ -30,7 +30,7 @@ _DATA = (
 
 @dataclasses.dataclass(frozen=True)
 class PredictorFit:
-  """How a predictor is trained; the defaults are the paper's for VGG-15.
+  """Settings for the training of a predictor, by default the paper's of VGG-15.
 
   Attributes:
     num_epochs: passes over the samples, after each of which the predictor is
@@ -87,7 +87,7 @@ class Epoch(NamedTuple):
 
 
 class FittedPredictor(NamedTuple):
-  """What training gave.
+  """A trained predictor.
 
   Attributes:
     params: of the best evaluation, the first of equals.
@@ -134,17 +134,16 @@ def fit_predictor(
       of `ParameterSet.fronts`; may be mapped from the disk.
     images: to train with, [n, ...] as stored; all are put on the device.
     labels: integers [n], a class each, from 0.
-    held_out: fronts for the evaluation, likewise.  Those of a run are like
-      their neighbours: take them of another run, or of epochs of their own.
+    held_out: fronts for the evaluation.  Those of a run are like their
+      neighbours: take them of another run, or of epochs of their own.
     test_images: for the evaluation.
-    test_labels: likewise.
+    test_labels: of these.
     fit: settings; default `PredictorFit()`.
     normalize: turns stored images into the model's inputs; another function,
       though equal, compiles anew.
-    directory: keeps the state after every epoch; a run that was cut off goes on
-      from there, to the bit, and one that is over with more `num_epochs`, as if
-      they had been asked for at first.  All other settings and all data must
-      be the same; `normalize` and `model.apply` are functions and are not
+    directory: keeps the state after every epoch; training resumes from there
+      to the bit, also with more `num_epochs`.  All other settings and all data
+      must be the same; the functions `normalize` and `model.apply` are not
       compared.  On several processes, train on one.
     save_every: also keeps the state after every so many batches of samples.
     on_epoch: called with each evaluation, for instance to show progress.

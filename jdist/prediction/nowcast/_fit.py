@@ -245,7 +245,7 @@ def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
     if track.ndim != 2 or not len(track) or not real:
       raise ValueError(
         f"`{name}[{number}]` must be floats [entries, epochs] of an entry at "
-        f"least, got {checks.told(track)}. Give a list of arrays, one for each "
+        f"least, got {checks.show(track)}. Give a list of arrays, one for each "
         "run."
       )
     with np.errstate(over="ignore"):  # An infinity is refused below.

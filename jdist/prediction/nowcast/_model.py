@@ -135,7 +135,7 @@ def nowcast_entries(params: dict[str, Any], history: jax.Array) -> jax.Array:
   if jnp.shape(history)[-1:] != (HISTORY_LENGTH,):
     raise ValueError(
       f"`history` must be [..., {HISTORY_LENGTH}], the last values of each "
-      f"entry, oldest first, got {checks.told(history)}."
+      f"entry, oldest first, got {checks.show(history)}."
     )
   scaled, scale = normalize(history)
   streams = [
@@ -194,7 +194,7 @@ def check_nowcasters(params: Any, *, some: bool = False) -> None:
   """
   remedy = "Take those of `fit_nowcasters` or `load_nowcasters`."
   if not isinstance(params, dict) or not set(params) <= set(KINDS):
-    found = sorted(params) if isinstance(params, dict) else checks.told(params)
+    found = sorted(params) if isinstance(params, dict) else checks.show(params)
     raise ValueError(
       f"`params` must be a dict with a network for some of {', '.join(KINDS)}, "
       f"got {found}. {remedy}"

@@ -146,7 +146,7 @@ def _float_shapes(like: PyTree) -> list[tuple[int, ...]]:
     if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating):
       raise ValueError(
         "`like` must hold arrays of floats, or their shapes, got "
-        f"{checks.told(leaf)}. Give the parameters that are trained."
+        f"{checks.show(leaf)}. Give the parameters that are trained."
       )
   if not leaves:
     raise ValueError(
@@ -207,7 +207,7 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
   for number, run in enumerate(runs):
     name = f"{argument}[{number}]"
     if not isinstance(run, Mapping) or not set(run) <= set(_model.KINDS):
-      given = list(run) if isinstance(run, Mapping) else checks.told(run)
+      given = list(run) if isinstance(run, Mapping) else checks.show(run)
       raise ValueError(
         f"`{name}` must be a dict with tracks of some of "
         f"{', '.join(_model.KINDS)}, {remedy}, got {given}."
@@ -220,7 +220,7 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
       ):
         raise ValueError(
           f"`{name}[{kind!r}]` must be a track, floats [entries, epochs], "
-          f"{remedy}, got {checks.told(track)}."
+          f"{remedy}, got {checks.show(track)}."
         )
   return runs
 

@@ -461,7 +461,7 @@ def make_synchronizer(
   if not hasattr(overlap, "engine"):
     raise ValueError(
       "`overlap` must be `transforms.Delayed(...)`, or None for a mean at the "
-      f"round's end, got {checks.told(overlap)}."
+      f"round's end, got {checks.show(overlap)}."
     )
   return overlap.engine(engine)
 

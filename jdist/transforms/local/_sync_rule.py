@@ -193,6 +193,6 @@ def as_rule(rule: Any) -> SyncRule:
     return OuterStep(rule)
   raise ValueError(
     "`rule` must be a sync rule, an Optax optimizer for the outer step, or "
-    f"None to average parameters, got {checks.told(rule)}. For DiLoCo write "
+    f"None to average parameters, got {checks.show(rule)}. For DiLoCo write "
     "`rule=optax.sgd(0.7, momentum=0.9, nesterov=True)`."
   )

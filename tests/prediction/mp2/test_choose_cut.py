@@ -35,8 +35,7 @@ def scored(accuracy, pushed_bytes, untrained=0.1):
 def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
   train, test = _tiny.digits("train"), _tiny.digits("test")
   sets = [collected(tmp_path / str(seed), seed) for seed in (0, 1)]
-  predictors = prediction.depths(model())
-  assert [len(p.cut.front) for p in predictors] == [1, 2]
+  predictors = [prediction.predictor(_tiny.cut(depth)) for depth in (1, 2)]
   seen = []
   scores = prediction.score_cuts(
     predictors,
