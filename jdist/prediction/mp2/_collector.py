@@ -130,7 +130,7 @@ class Collector:
         or the directory holds a set of another network, other cuts, steps or
         metadata.
     """
-    self._directory = array_files.folder(directory)
+    folder = array_files.folder(directory)
     self._workers = workers
     checks.check_type(
       "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"
@@ -149,10 +149,14 @@ class Collector:
       "steps": list(self._steps),
       "metadata": _checked_metadata(metadata),
     }
-    self._rows: list[dict[str, Any]] = []
-    self._arrays: dict[str, np.ndarray] = {}
+    self._files: _parameter_set.Files | None = None
     if jax.process_index() == 0:
-      self._open(body)
+      try:
+        self._files = _parameter_set.Files(folder)
+      except FileNotFoundError:
+        self._files = _parameter_set.Files.create(folder, self._cuts, body)
+      _check_same(self._files, body, self._cuts)
+      self._arrays = {x: self._files.open(x, "r+") for x in self._files.sizes}
     self._numbers = {step: i for i, step in enumerate(self._steps)}
     if params_of is None:
 
@@ -174,22 +178,7 @@ class Collector:
   @property
   def done(self) -> int:
     """The number of samples so far, on the first process."""
-    return len(self._rows)
-
-  def _open(self, body: dict[str, Any]) -> None:
-    found = _parameter_set.read_manifest(self._directory)
-    sizes = _parameter_set.sizes_of(self._cuts, body["halves"])
-    if found is None:
-      _parameter_set.create(self._directory, self._cuts, body)
-    else:
-      _check_same(found, body, self._cuts)
-      self._rows = _parameter_set.read_rows(
-        self._directory, self._steps, set(sizes)
-      )
-    for name, size in sizes.items():
-      self._arrays[name] = _parameter_set.open_array(
-        self._directory / name, (len(self._steps), size), "r+"
-      )
+    return 0 if self._files is None else len(self._files.rows)
 
   def __call__(self, state: training.TrainState) -> dict[str, float]:
     """Saves a sample if the state's step was chosen.
@@ -205,7 +194,7 @@ class Collector:
     """
     step = int(self._workers.view(state.step))
     # On the first process, which alone knows the samples.
-    missing = self._steps[self.done :] if jax.process_index() == 0 else ()
+    missing = () if self._files is None else self._steps[self.done :]
     if missing and step > missing[0]:
       raise ValueError(
         f"`steps` must be sampled in their order, but the run is at {step}, "
@@ -217,24 +206,23 @@ class Collector:
     if number is not None:
       # On every process, as the workers' parameters are averaged here.
       vectors = self._vectors(state)
-      if jax.process_index() == 0:
-        self._save(number, step, self._workers.view(vectors))
+      if self._files is not None:
+        self._save(self._files, number, step, self._workers.view(vectors))
     return {"samples": float(self.done)}
 
-  def _save(self, number: int, step: int, vectors: PyTree) -> None:
+  def _save(
+    self, files: _parameter_set.Files, number: int, step: int, vectors: PyTree
+  ) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
     sha256 = {name: _parameter_set.digest(row) for name, row in rows.items()}
     if number < self.done:
-      if self._rows[number]["sha256"] == sha256:
+      if files.rows[number]["sha256"] == sha256:
         return
-      self._rows = self._rows[:number]
-      _parameter_set.keep_rows(self._directory, self._rows)
+      files.keep(number)
     for name, row in rows.items():
       self._arrays[name][number] = row
-      self._arrays[name].flush()  # type: ignore[attr-defined]
-    line = {"row": number, "step": step, "sha256": sha256}
-    _parameter_set.append_row(self._directory, line)
-    self._rows.append(line)
+      self._arrays[name].flush()
+    files.append({"row": number, "step": step, "sha256": sha256})
     if self._on_sample is not None:
       self._on_sample(self.done, len(self._steps))
 
@@ -295,14 +283,13 @@ def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_same(
-  found: dict[str, Any], body: dict[str, Any], cuts: Sequence[_cut.Cut]
+  files: _parameter_set.Files, body: dict[str, Any], cuts: Sequence[_cut.Cut]
 ) -> None:
   """Refuses to go on with the data set of another run."""
-  theirs = [_cut.Cut.from_description(x) for x in found["cuts"]]
-  for ours, other in zip(cuts, theirs, strict=False):
+  for ours, other in zip(cuts, files.cuts, strict=False):
     _cut.refuse_other_cut("cuts", ours, other)
-  same = {"cuts": len(cuts) == len(theirs)} | {
-    argument: found[name] == body[name]
+  same = {"cuts": len(cuts) == len(files.cuts)} | {
+    argument: files.body[name] == body[name]
     for argument, name in (
       ("rears", "halves"),
       ("steps", "steps"),

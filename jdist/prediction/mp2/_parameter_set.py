@@ -34,8 +34,132 @@ def file_of(half: str, cut: _cut.Cut) -> str:
   return f"{half}_{len(cut.front):02}.npy"
 
 
-def sizes_of(cuts: Sequence[_cut.Cut], halves: Sequence[str]) -> dict[str, int]:
-  """Returns the length of a sample in each file, by the file's name."""
+def digest(vector: np.ndarray) -> str:
+  """Returns a hash of all bits of a sample."""
+  return hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest()
+
+
+class Files:
+  """The files of a data set; a collector writes them, a `ParameterSet` reads.
+
+  Attributes:
+    body: of the manifest.
+    cuts: of the network, the shallowest first.
+    sizes: the length of a sample in each file of arrays, by its name.
+    rows: the lines of the samples so far.
+  """
+
+  def __init__(self, directory: pathlib.Path):
+    """Reads the manifest and the rows.
+
+    Raises:
+      FileNotFoundError: when there is no manifest.
+      ValueError: when it is damaged or of another format, or a line is missing,
+        of another sample, or none of ours.
+    """
+    self._directory = directory
+    self.body = sealed_json.read(directory / _MANIFEST, form=_FORMAT)
+    self.cuts = tuple(map(_cut.Cut.from_description, self.body["cuts"]))
+    self.sizes = _sizes(self.cuts, self.body["halves"])
+    self.rows = self._read_rows()
+
+  @classmethod
+  def create(
+    cls, directory: pathlib.Path, cuts: Sequence[_cut.Cut], body: dict[str, Any]
+  ) -> "Files":
+    """Makes the files; the manifest comes last, and shows that all are there.
+
+    No rows come first: by them an unfinished start of ours, which may be
+    written over, differs from the files of others.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = directory / _ROWS
+    sizes = _sizes(cuts, body["halves"])
+    begun = rows.exists() and not rows.stat().st_size
+    foreign = [name for name in (_ROWS, *sizes) if (directory / name).exists()]
+    if foreign and not begun:
+      raise ValueError(
+        f"`directory` must not hold files of others, but {directory} has "
+        f"{foreign[0]} and no {_MANIFEST}. Choose another directory."
+      )
+    rows.touch()
+    for name, size in sizes.items():
+      shape = (len(body["steps"]), size)
+      np.lib.format.open_memmap(
+        directory / name, "w+", np.float32, shape
+      ).flush()
+    packages = {"jdist": _version, "jax": jax, "numpy": np}
+    sealed_json.write(
+      directory / _MANIFEST,
+      body,
+      form=_FORMAT,
+      versions={name: x.__version__ for name, x in packages.items()},
+    )
+    return cls(directory)
+
+  def open(self, name: str, mode: Any) -> Any:
+    """Maps an array into memory."""
+    path = self._directory / name
+    shape = (len(self.body["steps"]), self.sizes[name])
+    try:
+      array = np.load(path, mmap_mode=mode, allow_pickle=False)
+    except (OSError, ValueError) as error:
+      raise sealed_json.DamagedError(
+        path, f"cannot be read ({error})"
+      ) from error
+    if array.shape != shape or array.dtype != np.float32:
+      raise sealed_json.DamagedError(
+        path,
+        f"holds {array.dtype}{list(array.shape)} and not float32{list(shape)}",
+      )
+    return array
+
+  def append(self, row: dict[str, Any]) -> None:
+    """Adds the line of a sample that is there."""
+    training.append_rows(self._directory / _ROWS, [row])
+    self.rows.append(row)
+
+  def keep(self, number: int) -> None:
+    """Removes the lines of all but the first samples."""
+    self.rows = self.rows[:number]
+    lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+    sealed_json.write_whole(self._directory / _ROWS, lines.encode())
+
+  def verify(self) -> None:
+    """Raises a DamagedError unless all samples have their hashes."""
+    for name in self.sizes:
+      for row, vector in zip(self.rows, self.open(name, "r"), strict=False):
+        if row["sha256"][name] != digest(vector):
+          raise sealed_json.DamagedError(
+            self._directory / name,
+            f"has changed in sample {row['row']}, of step {row['step']}",
+          )
+
+  def _read_rows(self) -> list[dict[str, Any]]:
+    path, steps = self._directory / _ROWS, self.body["steps"]
+    try:
+      rows: list[Any] = training.read_rows(path)
+    except FileNotFoundError as error:
+      raise sealed_json.DamagedError(path, "is missing") from error
+    except ValueError as error:
+      raise sealed_json.DamagedError(
+        path, f"cannot be read ({error})"
+      ) from error
+    for number, row in enumerate(rows):
+      hashes = row.get("sha256") if isinstance(row, dict) else None
+      if not (
+        isinstance(hashes, dict)
+        and hashes.keys() == self.sizes.keys()
+        and number < len(steps)
+        and (row.get("row"), row.get("step")) == (number, steps[number])
+      ):
+        raise sealed_json.DamagedError(
+          path, f"has a line {number + 1} that is not of sample {number}"
+        )
+    return rows
+
+
+def _sizes(cuts: Sequence[_cut.Cut], halves: Sequence[str]) -> dict[str, int]:
   return {
     file_of(half, cut): getattr(cut, f"num_{half}")
     for cut in cuts
@@ -47,7 +171,7 @@ class ParameterSet:
   """Samples of one network's parameters, from a run; read only.
 
   Attributes:
-    cuts: where the network was cut, the shallowest first.
+    cuts: of the network, the shallowest first.
     steps: the steps at which samples are taken, all that were planned.
     metadata: of the `Collector`, `{}` without any.
     done: the number of samples so far.
@@ -59,20 +183,18 @@ class ParameterSet:
     Raises:
       ValueError: when there is no such data set, or not of this format.
     """
-    self._directory = array_files.folder(directory)
-    body = read_manifest(self._directory)
-    if body is None:
+    path = array_files.folder(directory)
+    try:
+      self._files = Files(path)
+    except FileNotFoundError as error:
       raise ValueError(
-        f"`directory` must hold a parameter data set, but {self._directory} "
-        f"has no {_MANIFEST}. Collect one with `prediction.Collector`."
-      )
-    self.cuts = tuple(map(_cut.Cut.from_description, body["cuts"]))
-    self.steps: tuple[int, ...] = tuple(body["steps"])
-    self.metadata: dict[str, Any] = body["metadata"]
-    self._halves: list[str] = body["halves"]
-    names = sizes_of(self.cuts, self._halves).keys()
-    self._rows = read_rows(self._directory, self.steps, set(names))
-    self.done = len(self._rows)
+        f"`directory` must hold a parameter data set, but {path} has no "
+        f"{_MANIFEST}. Collect one with `prediction.Collector`."
+      ) from error
+    self.cuts = self._files.cuts
+    self.steps: tuple[int, ...] = tuple(self._files.body["steps"])
+    self.metadata: dict[str, Any] = self._files.body["metadata"]
+    self.done = len(self._files.rows)
 
   def __repr__(self) -> str:
     return (
@@ -102,7 +224,7 @@ class ParameterSet:
     Raises:
       ValueError: as `fronts`, and when only the fronts were collected.
     """
-    if "rear" not in self._halves:
+    if "rear" not in self._files.body["halves"]:
       raise ValueError(
         "`rears` must have been collected, but this set has fronts only. "
         "Collect with `rears=True`."
@@ -110,21 +232,12 @@ class ParameterSet:
     return self._open("rear", cut)
 
   def verify(self) -> None:
-    """Reads everything, and compares it with the hashes.
+    """Reads all samples, and compares them with their hashes.
 
     Raises:
       ValueError: when something has changed, naming the file and sample.
     """
-    for cut in self.cuts:
-      for half in self._halves:
-        name = file_of(half, cut)
-        samples = self._open(half, cut)
-        for row, vector in zip(self._rows, samples, strict=True):
-          if row["sha256"][name] != digest(vector):
-            raise sealed_json.DamagedError(
-              self._directory / name,
-              f"has changed in sample {row['row']}, of step {row['step']}",
-            )
+    self._files.verify()
 
   def _open(self, half: str, cut: _cut.Cut) -> np.ndarray:
     _cut.check_cut("cut", cut)
@@ -133,107 +246,4 @@ class ParameterSet:
       away = [abs(len(mine.front) - len(cut.front)) for mine in self.cuts]
       near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
-    shape = (len(self.steps), getattr(cut, f"num_{half}"))
-    array = open_array(self._directory / file_of(half, cut), shape, "r")
-    return array[: self.done]
-
-
-def digest(vector: np.ndarray) -> str:
-  """Returns a hash of all bits of a sample."""
-  return hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest()
-
-
-def create(
-  directory: pathlib.Path, cuts: Sequence[_cut.Cut], body: dict[str, Any]
-) -> None:
-  """Makes the files; the manifest comes last, and says that they are there.
-
-  No rows come first: by them an unfinished start of ours, which may be written
-  over, differs from the files of others.
-  """
-  directory.mkdir(parents=True, exist_ok=True)
-  rows = directory / _ROWS
-  sizes = sizes_of(cuts, body["halves"])
-  begun = rows.exists() and not rows.stat().st_size
-  foreign = [name for name in (_ROWS, *sizes) if (directory / name).exists()]
-  if foreign and not begun:
-    raise ValueError(
-      f"`directory` must not hold files of others, but {directory} has "
-      f"{foreign[0]} and no {_MANIFEST}. Choose another directory."
-    )
-  rows.touch()
-  for name, size in sizes.items():
-    shape = (len(body["steps"]), size)
-    np.lib.format.open_memmap(directory / name, "w+", np.float32, shape).flush()
-  packages = {"jdist": _version, "jax": jax, "numpy": np}
-  sealed_json.write(
-    directory / _MANIFEST,
-    body,
-    form=_FORMAT,
-    versions={name: x.__version__ for name, x in packages.items()},
-  )
-
-
-def read_manifest(directory: pathlib.Path) -> dict[str, Any] | None:
-  """Returns the body of `create`, or None where nothing was created."""
-  path = directory / _MANIFEST
-  return sealed_json.read(path, form=_FORMAT) if path.exists() else None
-
-
-def read_rows(
-  directory: pathlib.Path, steps: Sequence[int], names: set[str]
-) -> list[dict[str, Any]]:
-  """Returns the lines of the samples so far.
-
-  Args:
-    directory: of the data set, made by `create`.
-    steps: that were planned.
-    names: of the arrays, each of which has a hash in every line.
-
-  Raises:
-    ValueError: when a line is missing, of another sample, or none of ours.
-  """
-  path = directory / _ROWS
-  try:
-    rows: list[Any] = training.read_rows(path)
-  except FileNotFoundError as error:
-    raise sealed_json.DamagedError(path, "is missing") from error
-  except ValueError as error:
-    raise sealed_json.DamagedError(path, f"cannot be read ({error})") from error
-  for number, row in enumerate(rows):
-    hashes = row.get("sha256") if isinstance(row, dict) else None
-    if not (
-      isinstance(hashes, dict)
-      and hashes.keys() == names
-      and number < len(steps)
-      and (row.get("row"), row.get("step")) == (number, steps[number])
-    ):
-      raise sealed_json.DamagedError(
-        path, f"has a line {number + 1} that is not of sample {number}"
-      )
-  return rows
-
-
-def append_row(directory: pathlib.Path, row: dict[str, Any]) -> None:
-  """Adds the line of a sample that is there."""
-  training.append_rows(directory / _ROWS, [row])
-
-
-def keep_rows(directory: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  """Removes the lines of all other samples."""
-  lines = "".join(json.dumps(row) + "\n" for row in rows)
-  sealed_json.write_whole(directory / _ROWS, lines.encode())
-
-
-def open_array(path: pathlib.Path, shape: tuple[int, ...], mode: Any) -> Any:
-  """Maps an array of `create` into memory."""
-  try:
-    array = np.load(path, mmap_mode=mode, allow_pickle=False)
-  except (OSError, ValueError) as error:
-    raise sealed_json.DamagedError(path, f"cannot be read ({error})") from error
-  if array.shape != shape or array.dtype != np.float32:
-    raise sealed_json.DamagedError(
-      path,
-      f"holds {array.dtype}{list(array.shape)} and not float32{list(shape)}",
-    )
-  return array
+    return self._files.open(file_of(half, cut), "r")[: self.done]

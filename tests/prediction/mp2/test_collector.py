@@ -10,7 +10,6 @@ import pytest
 
 import jdist
 from jdist import prediction, training
-from jdist.prediction.mp2 import _parameter_set
 from jdist.storage import sealed_json
 from tests.prediction import _tiny
 
@@ -128,9 +127,9 @@ def _kill_at(monkeypatch, number):
   def half_a_file(path, data):
     path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
 
-  def half_a_row(directory, row):
-    text = json.dumps(row)
-    with (directory / "rows.jsonl").open("a") as file:
+  def half_a_row(path, rows):
+    text = json.dumps(rows[0])
+    with path.open("a") as file:
       file.write(text[: len(text) // 2])
 
   monkeypatch.setattr(np.memmap, "flush", guarded(np.memmap.flush))
@@ -138,7 +137,7 @@ def _kill_at(monkeypatch, number):
     sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
   )
   monkeypatch.setattr(
-    _parameter_set, "append_row", guarded(_parameter_set.append_row, half_a_row)
+    training, "append_rows", guarded(training.append_rows, half_a_row)
   )
   return lambda: count[0] >= number
 
