@@ -57,9 +57,8 @@ def functional(module: nnx.Module) -> Model:
   takes a `mask`: there batch normalization leaves padding out of its
   statistics. It does not zero the logits of padding: the loss must select.
 
-  Parameters are every `nnx.Param`; state is every other variable, random
-  keys of dropout included. Arithmetic follows the parameters and images that
-  are given: cast both to bfloat16 to compute in it.
+  Parameters are every `nnx.Param`; state is every other variable, random keys
+  of dropout included. Cast parameters and images to bfloat16 to compute in it.
 
   Args:
     module: called as `module(images)` or `module(images, mask=mask)`. It is

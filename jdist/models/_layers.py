@@ -38,7 +38,7 @@ def conv(
   gain: float = 1.0,
   rngs: Keys,
 ) -> nnx.Conv:
-  """Convolution over square windows, channels last.
+  """Makes a convolution over square windows, channels last.
 
   Weights are normal with variance `2 gain**2 / fan_in` (He et al., 2015,
   arXiv:1502.01852), biases zero.
@@ -68,7 +68,7 @@ def dense(
   gain: float = 1.0,
   rngs: Keys,
 ) -> nnx.Linear:
-  """Fully connected layer.
+  """Makes a fully connected layer.
 
   Weights are normal with variance `2 gain**2 / fan_in`, or half of it for a
   layer that no rectifier follows (`last`); biases zero.

@@ -1,7 +1,7 @@
-"""Normalization layers that know padding and half precision.
+"""Normalization layers for padded batches and half precision.
 
-All compute in float32 whatever they are given, and promote types by hand, so
-they run under JAX's strict type promotion. Flax's own do not.
+All compute in float32 and promote types by hand: unlike Flax's own they run
+under JAX's strict type promotion.
 """
 
 import math
@@ -112,8 +112,7 @@ class BatchNorm(nnx.Module):
 class GroupNorm(nnx.Module):
   """Normalizes groups of channels within each sample.
 
-  It has no state and knows no batch, so workers with different labels do not
-  disturb each other through it.
+  It has no state, and no statistics of the batch for skewed labels to disturb.
 
   Args:
     num_features: channels, the last axis.

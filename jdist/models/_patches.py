@@ -26,18 +26,18 @@ def convolve(
   precision: Any = None,
   **rest: Any,
 ) -> jax.Array:
-  """`jax.lax.conv_general_dilated`, on CPUs as one product of matrices.
+  """Runs `jax.lax.conv_general_dilated`, on CPUs as one matrix product.
 
   For `nnx.Conv(conv_general_dilated=convolve)` without dilations or groups.
-  What it is compiled for decides, not what it is traced on.
+  The platform that it is compiled for decides, not that of the trace.
 
   Args:
     images: [batch, h, w, c].
     kernel: [window h, window w, c, features].
     strides: of the window.
-    padding: "SAME", "VALID" or what to add at both ends of h and w.
+    padding: "SAME", "VALID" or pixels to add at both ends of h and w.
     precision: of products, as JAX has it.
-    **rest: what else `jax.lax.conv_general_dilated` takes.
+    **rest: further arguments of `jax.lax.conv_general_dilated`.
 
   Returns:
     [batch, h', w', features].
@@ -98,16 +98,16 @@ def _multiply_patches(
 
 
 def halve(images: jax.Array, padding: str = "VALID") -> jax.Array:
-  """The maximum of each window of 2x2 pixels.
+  """Takes the maximum of each window of 2x2 pixels.
 
-  As `nnx.max_pool(images, (2, 2), strides=(2, 2))` of images [batch, h, w, c],
-  but where several entries of a window are its maximum, they share the
-  gradient.  Behind a rectifier that is nearly always at 0, where it has none.
+  As `nnx.max_pool(images, (2, 2), strides=(2, 2))`, but equal maxima of a
+  window share the gradient.  Behind a rectifier they are nearly always at 0,
+  where it has none.
 
   Args:
     images: [batch, h, w, c].
-    padding: whether the last one of an odd size is dropped ("VALID") or has a
-      window for itself ("SAME").
+    padding: "VALID" drops the last row or column of an odd size, "SAME" gives
+      it a window of its own.
   """
   batch, height, width, channels = images.shape
   if height % 2 or width % 2:

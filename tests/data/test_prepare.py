@@ -110,7 +110,7 @@ def test_loading_with_download_prepares_first(machine):
   assert machine == ["mnist"]
 
 
-def test_the_command_tells_what_it_has(capsys):
+def test_the_command_prints_its_sets(capsys):
   assert command.main(["prepare", "digits"]) == 0
   lines = ["digits train: 1,442 images", "digits test: 355 images"]
   assert capsys.readouterr().out.splitlines() == lines

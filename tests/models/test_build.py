@@ -58,10 +58,10 @@ def test_the_form_follows_the_size_of_the_images(name, size):
   shape = (size, size, 3)
   form = "cifar" if size <= 64 else "imagenet"
   model = build(name, input_shape=shape, abstract=True)
-  told = build(name, {"form": form}, input_shape=shape, abstract=True)
+  named = build(name, {"form": form}, input_shape=shape, abstract=True)
   other = "imagenet" if form == "cifar" else "cifar"
   changed = build(name, {"form": other}, input_shape=shape, abstract=True)
-  assert model.params == told.params != changed.params
+  assert model.params == named.params != changed.params
   x = _variants.like(name, 2, shape)
   logits, _ = _variants.shapes_of(model, x, train=False)
   assert logits.shape == (2, 10)

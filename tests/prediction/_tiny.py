@@ -78,7 +78,7 @@ def alone():
 
 
 def state(step, params):
-  """One worker's state at a step, with parameters that tell which it is."""
+  """One worker's state at a step, with parameters that equal its number."""
   return training.TrainState(
     step=np.asarray([step], np.int32),
     params=jax.tree.map(

@@ -50,7 +50,7 @@ def test_no_gpus_are_refused(text):
 def test_every_kind_has_its_rates():
   assert set(profiling.GPUS) == set(profiling.GPUS)
   for kind in profiling.GPUS:
-    # The compiler is told what the model is told.
+    # The compiler and the model are given the same.
     target = _gpu_target._TARGETS[kind]
     assert target.name.startswith(profiling.GPUS[kind].name)
     assert target.memory_bytes_per_s == pytest.approx(
@@ -58,13 +58,13 @@ def test_every_kind_has_its_rates():
     )
 
 
-def test_a_missing_plugin_is_told_with_its_extra(monkeypatch):
+def test_a_missing_plugin_is_refused_with_its_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ImportError, match=r'pip install "jdist\[schedules\]"'):
     profiling.gpu_target("8xh200").mesh()
 
 
-def test_a_plugin_of_another_version_is_told(monkeypatch):
+def test_a_plugin_of_another_version_is_refused(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
   monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
   with pytest.raises(

@@ -145,7 +145,7 @@ def test_slices_cost_what_is_sliced_and_not_the_whole_array():
 def test_flops_by_hand():
   flops = {e.name: e.flops for e in profiling.read_timeline(_TEXT)}
   assert flops["gemm"] == flops["lib"] == 2 * 16 * 32 * 8
-  # Every output sample meets 3x3 weights of each of 3 features.
+  # Every output sample has 3x3 weights of each of 3 features.
   assert (
     flops["out"]
     == flops["bw"]

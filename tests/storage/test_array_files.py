@@ -159,7 +159,7 @@ def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("change", "told"),
+  ("change", "message"),
   [
     (lambda text: text.replace('"note": 1', '"note": 2'), "has changed"),
     (lambda text: text.replace('"stale": []', '"stale": [3]'), "has changed"),
@@ -168,16 +168,18 @@ def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
     (lambda text: "{}", "cannot be read"),
   ],
 )
-def test_a_manifest_that_has_changed_is_told(change, told, tmp_path):
+def test_a_manifest_that_has_changed_is_refused(change, message, tmp_path):
   body = {"what": "x", "note": 1}
   array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, body)
   manifest = tmp_path / "arrays.json"
   text = manifest.read_text()
   assert change(text) != text
   manifest.write_text(change(text))
-  with pytest.raises(ValueError, match=f"`directory`.*{told}"):
+  with pytest.raises(ValueError, match=f"`directory`.*{message}"):
     array_files.load_arrays(tmp_path, what="x")
-  with pytest.raises(ValueError, match=f"`directory`.*{told}.*another direc"):
+  with pytest.raises(
+    ValueError, match=f"`directory`.*{message}.*another direc"
+  ):
     array_files.save_arrays(tmp_path, {"w": np.ones(2)}, body)
 
 

@@ -294,7 +294,7 @@ def test_a_negative_step_is_refused(tmp_path):
     _save(tmp_path, team, _tiny.init(team, "adam"), -1)
 
 
-def test_a_write_that_fails_in_the_background_is_told(tmp_path):
+def test_a_write_that_fails_in_the_background_raises(tmp_path):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "adam")
   folder = tmp_path / "checkpoints"

@@ -46,8 +46,7 @@ class Exchange:
             r \leftarrow \mathrm{predict}(\theta, f)
 
   Pure, for one device: the reference for `methods.mp2`, which does the same
-  without a server.  (Fronts are averaged in the parameters' own type, where
-  `mp2` keeps float32 anchors: of half precision the two differ by roundings.)
+  without a server and, in half precision, with float32 anchors.
 
   >>> from jdist import models, prediction
   >>> model = models.build("mlp", input_shape=(4, 4, 1), num_classes=2)
@@ -158,15 +157,12 @@ class ExchangeBytes(NamedTuple):
   """Bytes between one worker and the server in one round.
 
   Attributes:
-    whole_bytes: all parameters, as they are: the message of synchronous
-      training in each direction.  Those of fewer bits than float32 take fewer
-      bytes, but the front is sent in float32 all the same: all shares are less
-      then.
+    whole_bytes: all parameters in their own types: the message of synchronous
+      training in each direction.
     pushed_bytes: the front in float32, `Cut.flatten_front`.
     published_bytes: the front as the authors push it, in float64 behind a
       header.
-    pulled_bytes: the whole network, with the predicted rear, which the server
-      sends back.
+    pulled_bytes: the whole network with the predicted rear.
   """
 
   whole_bytes: int
@@ -181,7 +177,7 @@ class ExchangeBytes(NamedTuple):
 
   @property
   def uplink_saved(self) -> float:
-    """The share of the uplink that is saved, of what is really sent."""
+    """The share of the uplink that is saved, like for like."""
     return 1 - self.pushed_bytes / self.whole_bytes
 
   @property

@@ -95,10 +95,10 @@ def test_what_is_saved_can_be_chosen(tmp_path):
   assert fronts[:, 0].tolist() == [4, 6, 10]
 
 
-def test_progress_is_told(tmp_path):
-  told = []
-  run(collector(tmp_path, on_sample=lambda *numbers: told.append(numbers)))
-  assert told == [(1, 3), (2, 3), (3, 3)]
+def test_progress_is_reported(tmp_path):
+  seen = []
+  run(collector(tmp_path, on_sample=lambda *numbers: seen.append(numbers)))
+  assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 class _Killed(BaseException):
@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_samples(
   assert prediction.ParameterSet(tmp_path).done == 3
 
 
-def test_a_missed_step_is_told_and_not_left_out(tmp_path):
+def test_a_missed_step_is_refused_and_not_left_out(tmp_path):
   collect = collector(tmp_path)
   with pytest.raises(ValueError, match=r"`steps`.* at 3, and step 2 has not"):
     run(collect, start=3)
@@ -253,7 +253,7 @@ def test_damage_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("damage", "told"),
+  ("damage", "message"),
   [
     (lambda x: x.replace("front_01", "front_11", 1), "a line 1 that is not"),
     (lambda x: x.replace("sha256", "sha255", 1), "a line 1 that is not"),
@@ -265,7 +265,7 @@ def test_damage_is_found(tmp_path):
     (None, "is missing"),
   ],
 )
-def test_damaged_rows_are_told(damage, told, tmp_path):
+def test_damaged_rows_are_refused(damage, message, tmp_path):
   run(collector(tmp_path))
   path = tmp_path / "rows.jsonl"
   if damage is None:
@@ -274,7 +274,7 @@ def test_damaged_rows_are_told(damage, told, tmp_path):
     path.write_text(damage(path.read_text()))
   for opened in (prediction.ParameterSet, collector):
     with pytest.raises(
-      ValueError, match=rf"damaged: .*{told}.*another directory"
+      ValueError, match=rf"damaged: .*{message}.*another directory"
     ):
       opened(tmp_path)
 

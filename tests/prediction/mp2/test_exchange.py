@@ -143,7 +143,7 @@ def test_an_exchange_refuses_what_is_wrong():
 
 
 def test_an_exchange_refuses_gradients_of_other_workers():
-  # Stateless, so that nothing else would tell.
+  # Stateless: no other shape shows the number of workers.
   exchange = prediction.Exchange(PREDICTOR, optax.sgd(0.1))
   state = exchange.init(MODEL.params, 2)
   gradients = jax.tree.map(lambda x: jnp.ones((3, *x.shape)), MODEL.params)

@@ -24,7 +24,7 @@ def network(kernel, bias):
 
 
 @pytest.mark.parametrize("names", [("kernel", "bias"), ("weight", "bias")])
-def test_a_layer_is_told_by_its_largest_leaf(names):
+def test_a_layer_is_known_by_its_largest_leaf(names):
   cut = prediction.cut(network(*names), 1)
   layers = (*cut.front, *cut.rear)
   assert [layer.is_dense for layer in layers] == [False, False, True]

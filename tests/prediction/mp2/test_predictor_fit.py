@@ -256,7 +256,7 @@ def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   assert again.curve == first.curve
 
 
-def test_a_loss_that_is_not_finite_is_told_and_not_trained_on(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
   wild = dataclasses.replace(FIT, learning_rate=1e38)
   with pytest.raises(
     FloatingPointError, match=r"epoch 1 .*`learning_rate`.* 1e\+38.*`samples`"
@@ -295,7 +295,7 @@ def test_an_epoch_has_every_sample_once():
 @pytest.mark.parametrize(
   "change", ({"rank": 2}, {"grid": 8}, {"dense_from": "flatten"}), ids=str
 )
-def test_describing_tells_predictors_apart(change):
+def test_descriptions_of_predictors_differ(change):
   ours = predictor(rank=1, grid=1, dense_from="hidden")
   (name,) = change
   theirs = _saved_predictor.describe(dataclasses.replace(ours, **change))

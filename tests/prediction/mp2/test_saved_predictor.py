@@ -60,21 +60,21 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("change", "told"),
+  ("change", "message"),
   [
     (lambda x: x.astype(jnp.bfloat16), "must be float32.*is bfloat16"),
     (lambda x: x.astype(jnp.float16), "must be float32.*is float16"),
     (lambda x: x.at[0].set(jnp.nan), "must be finite"),
   ],
 )
-def test_what_could_not_be_used_again_is_not_saved(change, told, tmp_path):
+def test_what_could_not_be_used_again_is_not_saved(change, message, tmp_path):
   params = predictor().init(jax.random.key(0))
   nowcasters = prediction.init_nowcasters(jax.random.key(0))
   of = functools.partial(prediction.save_predictor, tmp_path / "a", predictor())
   now = functools.partial(prediction.save_nowcasters, tmp_path / "b")
   for save, good in ((of, params), (now, nowcasters)):
     save(good)
-    with pytest.raises(ValueError, match=f"`params` {told}"):
+    with pytest.raises(ValueError, match=f"`params` {message}"):
       save(jax.tree.map(change, good))
   _, found = prediction.load_predictor(tmp_path / "a")
   assert_same_bits(found, params)

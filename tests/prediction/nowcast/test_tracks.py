@@ -77,7 +77,7 @@ def test_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize(
-  ("like", "told"),
+  ("like", "message"),
   [
     ({}, "an array at least"),
     (None, "an array at least"),
@@ -85,20 +85,20 @@ def test_other_shapes_are_refused():
     ({"w": np.zeros(2), "n": np.zeros(2, int)}, "floats.* got int64"),
   ],
 )
-def test_what_cannot_be_tracked_is_refused(like, told):
-  with pytest.raises(ValueError, match=f"`like` must hold.*{told}"):
+def test_what_cannot_be_tracked_is_refused(like, message):
+  with pytest.raises(ValueError, match=f"`like` must hold.*{message}"):
     prediction.Tracker(like)
 
 
 def test_what_was_not_begun_here_is_refused():
   begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
-  for wrong, told in (
+  for wrong, message in (
     (3, r"`begun\[0\]` must be a dict"),
     (begun | {"conv": begun["conv"][:, :1]}, "as many epochs, got.*'conv': 1"),
     (begun | {"conv": begun["conv"][0]}, r"must be a track, floats \[entries"),
     (begun | {"bias": begun["bias"] * np.nan}, "`begun.'bias'.` must be fini"),
   ):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
       prediction.Tracker(PARAMS, entries_per_kind=5, begun=wrong)
 
 
