@@ -30,6 +30,7 @@ import numpy as np
 import tyro
 
 from jdist import data, prediction, training
+from jdist.storage import sealed_json
 
 # No seed that is compared, or tuned with.
 _TRAINED, _HELD_OUT = 20_000, 20_001
@@ -417,7 +418,7 @@ class Preparation:
 
 def _write(path: pathlib.Path, value: Any) -> None:
   """Writes what says that something is made; a stop leaves no part of it."""
-  training.sealing.write_whole(path, json.dumps(value).encode())
+  sealed_json.write_whole(path, json.dumps(value).encode())
 
 
 def _held_out(whole: config.Comparison) -> config.Comparison:
