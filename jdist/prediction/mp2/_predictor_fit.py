@@ -182,7 +182,13 @@ def fit_predictor(
   fit = PredictorFit() if fit is None else fit
   checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
   checks.check_function("on_epoch", on_epoch, "an `Epoch`", optional=True)
-  _check_save_every(save_every, directory)
+  if save_every is not None:
+    checks.check_int("save_every", save_every, 1)
+    if directory is None:
+      raise ValueError(
+        f"`save_every` must be left out without `directory`, got {save_every}. "
+        "Name the directory that is to keep the state."
+      )
   train = (np.asarray(images), np.asarray(labels))
   test = (np.asarray(test_images), np.asarray(test_labels))
   _evaluate.check_model(predictor, model)
@@ -210,11 +216,11 @@ def fit_predictor(
       on_epoch(point)
     return point
 
-  updates = _Updates(predictor, model, fit, normalize, *train)
-  kept_batches = save_every or fit.num_epochs * num_batches
+  updates = _make_updates(predictor, model, fit, normalize, *train)
   return _train(
-    predictor, fit, samples, num_batches, kept_batches, updates, evaluate, kept
-  )
+    predictor, fit, samples, num_batches, save_every or num_batches, updates,
+    evaluate, kept,
+  )  # fmt: skip
 
 
 def _train(
@@ -223,7 +229,7 @@ def _train(
   samples: np.ndarray,
   num_batches: int,
   save_every: int,
-  updates: "_Updates",
+  take_updates: Callable[[PyTree, np.ndarray, int], tuple[PyTree, float]],
   evaluate: Callable[[int, PyTree, float | None], Epoch],
   kept: _fit_folder.FitFolder,
 ) -> FittedPredictor:
@@ -253,7 +259,7 @@ def _train(
   while done < fit.num_epochs * num_batches:
     epoch, batch = divmod(done, num_batches)
     rows = _sample_rows(fit, len(samples), epoch, batch)
-    state, loss = updates.take(state, np.asarray(samples[rows]), done)
+    state, loss = take_updates(state, np.asarray(samples[rows]), done)
     if not math.isfinite(loss):
       raise FloatingPointError(
         f"The loss of epoch {epoch + 1} is {loss}. Lower `learning_rate`, now "
@@ -281,19 +287,6 @@ def _train(
   return FittedPredictor(best, top, tuple(curve))
 
 
-def _check_save_every(
-  save_every: int | None, directory: str | os.PathLike[str] | None
-) -> None:
-  if save_every is None:
-    return
-  checks.check_int("save_every", save_every, 1)
-  if directory is None:
-    raise ValueError(
-      f"`save_every` must be left out without `directory`, got {save_every}. "
-      "Name the directory that is to keep the state."
-    )
-
-
 def _count_batches(fit: PredictorFit, num_samples: int, num_images: int) -> int:
   """Returns the number of batches of samples in an epoch."""
   if fit.samples_per_batch > num_samples:
@@ -318,44 +311,38 @@ def _init(
   return {"params": params, "optimizer": optax.adam(learning_rate).init(params)}
 
 
-class _Updates:
-  """The updates with one batch of samples; compiled once."""
-
-  def __init__(
-    self,
-    predictor: _predictor.Predictor,
-    model: models.Model,
-    fit: PredictorFit,
-    normalize: _evaluate.Normalize,
-    images: np.ndarray,
-    labels: np.ndarray,
-  ):
-    self._fit = fit
-    self._labels = labels
-    self._on_device = jnp.asarray(images), jnp.asarray(labels)
-    self._key = jax.random.key(fit.seed)
-    self._update = functools.partial(
-      _update, predictor, model, normalize, fit.learning_rate, fit.mixup
-    )
+def _make_updates(
+  predictor: _predictor.Predictor,
+  model: models.Model,
+  fit: PredictorFit,
+  normalize: _evaluate.Normalize,
+  images: np.ndarray,
+  labels: np.ndarray,
+) -> Callable[[PyTree, np.ndarray, int], tuple[PyTree, float]]:
+  """Makes the updates with one batch of samples, compiled once."""
+  on_device = jnp.asarray(images), jnp.asarray(labels)
+  key = jax.random.key(fit.seed)
+  update = functools.partial(
+    _update, predictor, model, normalize, fit.learning_rate, fit.mixup
+  )
 
   def take(
-    self, state: PyTree, vectors: np.ndarray, number: int
+    state: PyTree, vectors: np.ndarray, number: int
   ) -> tuple[PyTree, float]:
     """Returns the state after all updates, and their mean loss."""
-    fit = self._fit
     size = fit.images_per_batch * fit.image_batches
-    drawn = _permutation.balanced(self._labels, size, fit.seed, number)
+    drawn = _permutation.balanced(labels, size, fit.seed, number)
     # Whatever the number of images, the program has the same inputs.
     parts = drawn.reshape(fit.image_batches, fit.images_per_batch)
     placed = jnp.asarray(vectors)
     losses = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(parts.astype(np.int32)):
       step = np.uint32(number * fit.image_batches + i)
-      state, loss = self._update(
-        state, placed, *self._on_device, part.astype(np.int32), self._key, step
-      )
+      state, loss = update(state, placed, *on_device, part, key, step)
       losses.append(loss)
     return state, float(np.mean(jax.device_get(losses), dtype=np.float64))
+
+  return take
 
 
 @functools.partial(
