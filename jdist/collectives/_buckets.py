@@ -237,16 +237,20 @@ class Buckets:
         continue
       kind = empty.dtypes[leaf], _shards.spec_axes([empty.specs[leaf]])
       itemsize = jnp.dtype(kind[0]).itemsize
+      for name, limit in (
+        ("max_bytes", max_bytes),
+        ("max_row_bytes", max_row_bytes),
+      ):
+        if limit is not None and limit < itemsize:
+          raise ValueError(
+            f"`{name}` must hold at least one element, got {limit} for "
+            f"{kind[0]} at {empty.paths[leaf]!r}."
+          )
       if max_bytes is None:
         if kind not in of_kind:
           found.append((kind, of_kind.setdefault(kind, [])))
         of_kind[kind].append(Piece(leaf, 0, size))
         continue
-      if max_bytes < itemsize:
-        raise ValueError(
-          f"`max_bytes` must hold at least one element, got {max_bytes} for "
-          f"{kind[0]} at {empty.paths[leaf]!r}."
-        )
       parts = -(-size // (max_bytes // itemsize))
       for i in range(parts):
         piece = Piece(leaf, i * size // parts, (i + 1) * size // parts)
@@ -260,8 +264,9 @@ class Buckets:
     def rows_of(pieces: list[Piece], dtype: str) -> int:
       if max_row_bytes is None:
         return num_rows
-      size = sum(p.size for p in pieces) * jnp.dtype(dtype).itemsize
-      return num_rows * -(-size // (num_rows * max_row_bytes))
+      size = sum(p.size for p in pieces)
+      of_row = max_row_bytes // jnp.dtype(dtype).itemsize
+      return num_rows * -(-size // (num_rows * of_row))
 
     buckets = tuple(
       Bucket.of(pieces, dtype, num_rows=rows_of(pieces, dtype), axes=axes)

@@ -337,6 +337,10 @@ def test_buckets_on_a_2x2_mesh_move_nothing_within_a_worker():
       {"max_bytes": 3},
       r"`max_bytes` must hold .* got 3 for float32 at 'a'",
     ),
+    (
+      {"max_row_bytes": 3},
+      r"`max_row_bytes` must hold .* got 3 for float32 at 'a'",
+    ),
     ({"order": "random"}, r"`order` must be 'front_first', .* got 'random'"),
     (
       {"order": {"a": 0, "b": "one"}.get},
