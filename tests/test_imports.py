@@ -34,6 +34,15 @@ _MAY_USE = {
     "training",
     "transforms",
   },
+  "server": {
+    "cluster",
+    "codecs",
+    "collectives",
+    "reducers",
+    "storage",
+    "training",
+    "transforms",
+  },
 }
 # Every room may use these.
 _GROUND = {"checks", "states"}

@@ -1,0 +1,31 @@
+"""Parameter servers: protocols as data, and what drives them."""
+
+from jdist.server._allocation import Allocation as Allocation
+from jdist.server._allocation import FixedBatches as FixedBatches
+from jdist.server._allocation import largest_remainder as largest_remainder
+from jdist.server._allocation import SpeedBatches as SpeedBatches
+from jdist.server._asynchronous import ASP as ASP
+from jdist.server._asynchronous import dbs as dbs
+from jdist.server._asynchronous import Ringmaster as Ringmaster
+from jdist.server._bsp import BSP as BSP
+from jdist.server._messages import Action as Action
+from jdist.server._messages import Apply as Apply
+from jdist.server._messages import Discard as Discard
+from jdist.server._messages import Expired as Expired
+from jdist.server._messages import Join as Join
+from jdist.server._messages import Leave as Leave
+from jdist.server._messages import Message as Message
+from jdist.server._messages import Pull as Pull
+from jdist.server._messages import Push as Push
+from jdist.server._messages import Reply as Reply
+from jdist.server._messages import Timer as Timer
+from jdist.server._messages import Worker as Worker
+from jdist.server._n_softsync import NSoftsync as NSoftsync
+from jdist.server._protocol import Assignment as Assignment
+from jdist.server._protocol import Protocol as Protocol
+from jdist.server._protocol import ServerState as ServerState
+from jdist.server._registry import ProtocolEntry as ProtocolEntry
+from jdist.server._registry import PROTOCOLS as PROTOCOLS
+from jdist.server._ssp import SSP as SSP
+from jdist.server._weights import inverse_staleness as inverse_staleness
+from jdist.server._weights import Weighting as Weighting

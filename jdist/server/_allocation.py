@@ -1,0 +1,234 @@
+"""Allocation of samples to workers: how large each one's batch is."""
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Protocol as Interface
+
+from jdist import checks
+
+
+class Allocation(Interface):
+  """How many samples a worker takes its gradient of."""
+
+  @property
+  def smoothing(self) -> float:
+    """Share of the last speed that a new measurement leaves, in [0, 1)."""
+
+  def every(self, num_workers: int) -> int | None:
+    """Returns after how many pushes batches are allocated anew, if ever."""
+
+  def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
+    """Returns the batch size of each worker.
+
+    Args:
+      speeds: samples a second, None where nothing was measured yet.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBatches:
+  """Batches of one size for everybody.
+
+  Attributes:
+    samples: of a batch.
+
+  Raises:
+    ValueError: when `samples` is less than 1.
+
+  >>> FixedBatches(32).sizes([1.0, 8.0])
+  (32, 32)
+  """
+
+  samples: int
+
+  def __post_init__(self) -> None:
+    checks.check_int("samples", self.samples, 1)
+
+  @property
+  def smoothing(self) -> float:
+    """Speeds are measured all the same, for whoever reads them."""
+    return 0.5
+
+  def every(self, num_workers: int) -> int | None:
+    """Returns None: batches stay as they are."""
+    del num_workers
+    return None
+
+  def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
+    """Returns the one size for each worker."""
+    return (self.samples,) * len(speeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedBatches:
+  r"""Batches that follow measured speeds, so that iteration times agree.
+
+  .. math:: v_i \leftarrow a v_i + (1 - a) \frac{b_i}{t_i}, \qquad
+            b_i = B \frac{v_i}{\sum_j v_j}
+
+  rounded to integers whose sum is B, by largest remainder inside the bounds.
+  A worker without a measurement counts as one of the mean speed.
+
+  Attributes:
+    total: B, samples of all workers' batches together.
+    period: pushes between two allocations; one for each worker if None.
+    smoothing: a, in [0, 1).
+    minimum: the smallest batch.
+    maximum: the largest batch, for instance what fits into memory.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    DBS-SGD, performance-aware dynamic batch size.  Reconstruction: the paper
+    names neither the estimate of the speed nor the rounding; batches
+    proportional to speeds are the known alternative `p_i <- p_i / t_i`.
+
+  >>> SpeedBatches(total=12).sizes([3.0, 1.0, None])
+  (6, 2, 4)
+  """
+
+  total: int
+  period: int | None = None
+  smoothing: float = 0.5
+  minimum: int = 1
+  maximum: int | None = None
+
+  def __post_init__(self) -> None:
+    checks.check_int("total", self.total, 1)
+    if self.period is not None:
+      checks.check_int("period", self.period, 1)
+    if not 0 <= self.smoothing < 1:
+      raise ValueError(
+        f"`smoothing` must be in [0, 1), got {self.smoothing}; 0 takes the "
+        "last measurement alone."
+      )
+    checks.check_int("minimum", self.minimum, 1)
+    if self.maximum is not None:
+      checks.check_int("maximum", self.maximum, self.minimum)
+
+  def every(self, num_workers: int) -> int | None:
+    """Returns the period, by default a push of every worker."""
+    return self.period or max(1, num_workers)
+
+  def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
+    """Returns batches in proportion to the speeds.
+
+    The sum is `total`; with so few or so many workers that the bounds do not
+    allow it, the nearest sum that they allow.
+    """
+    if not speeds:
+      return ()
+    known = [speed for speed in speeds if speed is not None and speed > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    num = len(speeds)
+    total = max(self.total, num * self.minimum)
+    if self.maximum is not None:
+      total = min(total, num * self.maximum)
+    return largest_remainder(
+      [speed if speed else mean for speed in speeds],
+      total,
+      minimum=self.minimum,
+      maximum=self.maximum,
+    )
+
+
+def largest_remainder(
+  shares: Sequence[float],
+  total: int,
+  *,
+  minimum: int = 0,
+  maximum: int | Sequence[int] | None = None,
+) -> tuple[int, ...]:
+  r"""Rounds shares to integers whose sum is exact, inside bounds.
+
+  Finds the level of
+
+  .. math:: \sum_i \mathrm{clip}(\lambda s_i, l, u_i) = B
+
+  and gives what rounding down leaves to the largest remainders, the first of
+  equal ones.
+
+  Args:
+    shares: s, positive.
+    total: B.
+    minimum: l, of each.
+    maximum: u, of each, or one for all; no bound if None.
+
+  Returns:
+    As many integers as shares, with the sum `total`.
+
+  Raises:
+    ValueError: when a share is not positive, or the bounds allow no such sum.
+
+  >>> largest_remainder([8, 4, 2, 1], 16)
+  (9, 4, 2, 1)
+  >>> largest_remainder([8, 4, 2, 1], 16, minimum=2, maximum=6)
+  (6, 5, 3, 2)
+  """
+  num = len(shares)
+  for i, share in enumerate(shares):
+    if not 0 < share < math.inf:
+      raise ValueError(f"`shares` must be positive, got {share} at {i}.")
+  if maximum is None:
+    upper: list[float] = [math.inf] * num
+  elif isinstance(maximum, int):
+    upper = [maximum] * num
+  else:
+    upper = list(maximum)
+  if not minimum * num <= total <= sum(upper) or not num:
+    raise ValueError(
+      f"`total` must lie between the sums of the bounds, {minimum * num} and "
+      f"{sum(upper)}, got {total}."
+    )
+  level = _level(shares, total, minimum, upper)
+  wanted = [
+    min(max(level * share, minimum), high)
+    for share, high in zip(shares, upper, strict=True)
+  ]
+  sizes = [math.floor(each) for each in wanted]
+  left = total - sum(sizes)
+  # Rounding of floats may leave one too many or too few anywhere.
+  order = sorted(range(num), key=lambda i: (sizes[i] - wanted[i], i))
+  while left > 0:
+    for i in order:
+      if left and sizes[i] < upper[i]:
+        sizes[i] += 1
+        left -= 1
+  while left < 0:
+    for i in reversed(order):
+      if left and sizes[i] > minimum:
+        sizes[i] -= 1
+        left += 1
+  return tuple(sizes)
+
+
+def _level(
+  shares: Sequence[float], total: int, minimum: int, upper: Sequence[float]
+) -> float:
+  """Finds lambda: the sum of the clipped shares grows with it in pieces."""
+  # Below its first bend a share gives `minimum`, above its second `upper`.
+  bends = [(minimum / s, s, float(minimum)) for s in shares]
+  bends += [
+    (high / s, -s, -high)
+    for s, high in zip(shares, upper, strict=True)
+    if high < math.inf
+  ]
+  bends.sort()
+  at = [bend for bend, _, _ in bends]
+  # Of the shares between their bends: their sum, and what the others give.
+  slopes = list(itertools.accumulate((s for _, s, _ in bends), initial=0.0))
+  constants = list(
+    itertools.accumulate(
+      (-c for _, _, c in bends), initial=float(minimum * len(shares))
+    )
+  )
+  sums = [slopes[i + 1] * at[i] + constants[i + 1] for i in range(len(at))]
+  i = max(bisect.bisect_right(sums, total), 1)
+  slope = slopes[i]
+  if slope <= 1e-12 * max(shares):
+    return at[i - 1]
+  return (total - constants[i]) / slope

@@ -1,0 +1,120 @@
+"""Asynchronous SGD: each gradient is an update, and how late it may be."""
+
+import dataclasses
+from typing import Any
+
+from jdist import checks
+from jdist.server import _allocation, _protocol, _weights
+from jdist.server._messages import Action
+
+ASP = _protocol.Protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ringmaster(_protocol.Protocol):
+  r"""Asynchronous SGD that discards gradients which come too late.
+
+  A gradient of staleness tau is an update if tau < R, and is discarded if not;
+  its worker goes on from the present parameters.
+
+  Attributes:
+    max_staleness: R, >= 1; one for each worker is near the theory's best where
+      gradients are noisy.
+
+  Raises:
+    ValueError: when `max_staleness` is less than 1.
+
+  References:
+    Maranjyan et al., Ringmaster ASGD: The First Asynchronous SGD with Optimal
+    Time Complexity (arXiv 2501.16168), Algorithm 4; no computation is stopped.
+
+  >>> from jdist import server
+  >>> protocol = server.Ringmaster(max_staleness=1)
+  >>> state = protocol.init(["a", "b"])
+  >>> for worker in "ab":
+  ...   _ = protocol.receive(state, 0.0, server.Pull(worker))
+  >>> protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  [Apply(tasks=(0,), weights=(1.0,), staleness=(0,))]
+  >>> protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
+  [Discard(task=1, reason='late')]
+  """
+
+  max_staleness: int
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_int(
+      "max_staleness",
+      self.max_staleness,
+      1,
+      remedy="A fresh gradient has staleness 0.",
+    )
+
+  def on_push(
+    self,
+    state: _protocol.ServerState,
+    push: _protocol.Assignment,
+    actions: list[Action],
+  ) -> None:
+    """Uses or discards a gradient by its staleness."""
+    if state.version - push.version < self.max_staleness:
+      self.apply(state, [push], actions)
+    else:
+      self.discard(state, push, actions)
+
+
+def dbs(
+  total: int,
+  *,
+  period: int | None = None,
+  smoothing: float = 0.5,
+  minimum: int = 1,
+  maximum: int | None = None,
+  rate: Any = "linear",
+  parts: Any = None,
+  inverse_staleness: bool = False,
+  timeout_s: float | None = None,
+) -> _protocol.Protocol:
+  r"""DBS-SGD: asynchronous SGD whose batches follow each worker's speed.
+
+  Each gradient is an update, as in ASGD; batches are proportional to measured
+  speeds (`server.SpeedBatches`), so that iterations take equally long and no
+  worker's gradients are much staler than another's.
+
+  Args:
+    total: samples of all workers' batches together.
+    period: pushes between two allocations; one for each worker if None.
+    smoothing: share of the last speed that a new measurement leaves.
+    minimum: the smallest batch.
+    maximum: the largest batch.
+    rate: the learning rate grows with a worker's batch: `"linear"`,
+      `"square_root"` or `"none"`.
+    parts: of the data that each worker owns; alike, or all shared, if None.
+    inverse_staleness: divides a gradient by its staleness.
+    timeout_s: as of `server.Protocol`.
+
+  Returns:
+    The protocol.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
+    speeds, nor how often batches change, nor the rate.
+  """
+  return ASP(
+    batches=_allocation.SpeedBatches(
+      total,
+      period=period,
+      smoothing=smoothing,
+      minimum=minimum,
+      maximum=maximum,
+    ),
+    weighting=_weights.Weighting(
+      samples=rate,
+      parts=parts,
+      staleness=_weights.inverse_staleness if inverse_staleness else None,
+    ),
+    timeout_s=timeout_s,
+  )

@@ -1,0 +1,152 @@
+"""Bulk synchronous parallel: a barrier in every update."""
+
+import dataclasses
+
+from jdist import checks
+from jdist.server import _protocol
+from jdist.server._messages import Action, Worker
+
+
+@dataclasses.dataclass
+class BSPState(_protocol.ServerState):
+  """The state of `BSP`.
+
+  Attributes:
+    owing: members whose gradient the update waits for.
+    begun: whether one of them has its task.
+    pushes_of_round: gradients that are here.
+    waiting: members that are ready for the next update's task.
+  """
+
+  owing: dict[Worker, None] = dataclasses.field(default_factory=dict)
+  begun: bool = False
+  pushes_of_round: list[_protocol.Assignment] = dataclasses.field(
+    default_factory=list
+  )
+  waiting: dict[Worker, None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BSP(_protocol.Protocol):
+  r"""Synchronous SGD: an update is the mean of one gradient of each member.
+
+  Who joins in the middle of an update takes part from the next one on; nobody
+  waits for one who has left.  Gradients are summed in the order in which their
+  workers joined, whoever came first.
+
+  Attributes:
+    backups: an update does not wait for so many of the slowest, whose gradients
+      are discarded.
+
+  Raises:
+    ValueError: when `backups` is negative.
+
+  References:
+    Valiant, A Bridging Model for Parallel Computation, CACM 1990.
+    Chen et al., Revisiting Distributed Synchronous SGD (arXiv 1604.00981):
+    backup workers.
+
+  >>> from jdist import server
+  >>> protocol = server.BSP(batches=server.FixedBatches(32))
+  >>> state = protocol.init(["a", "b"])
+  >>> for worker in "ab":
+  ...   _ = protocol.receive(state, 0.0, server.Pull(worker))
+  >>> protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
+  []
+  >>> protocol.receive(state, 1.0, server.Pull("b"))  # Waits for "a".
+  []
+  >>> for action in protocol.receive(state, 2.0, server.Push("a", 0, 32, 2.0)):
+  ...   print(action)
+  Apply(tasks=(0, 1), weights=(0.5, 0.5), staleness=(0, 0))
+  Reply(worker='b', task=2, version=1, samples=32)
+  """
+
+  backups: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_int("backups", self.backups, 0)
+
+  def empty_state(self) -> BSPState:
+    """Returns a state without members."""
+    return BSPState()
+
+  def on_join(self, state: _protocol.ServerState, worker: Worker) -> None:
+    """Counts a member in, at once if no update has begun."""
+    assert isinstance(state, BSPState)
+    if not state.begun:
+      state.owing[worker] = None
+
+  def on_leave(
+    self,
+    state: _protocol.ServerState,
+    worker: Worker,
+    actions: list[Action],
+  ) -> None:
+    """Waits for the member no longer."""
+    assert isinstance(state, BSPState)
+    state.owing.pop(worker, None)
+    state.waiting.pop(worker, None)
+    self._close(state, actions)
+
+  def on_pull(
+    self,
+    state: _protocol.ServerState,
+    worker: Worker,
+    actions: list[Action],
+  ) -> None:
+    """Lets a member begin that this update waits for."""
+    assert isinstance(state, BSPState)
+    if worker in state.owing:
+      state.begun = True
+      self.reply(state, worker, actions)
+    else:
+      state.waiting[worker] = None
+
+  def on_push(
+    self,
+    state: _protocol.ServerState,
+    push: _protocol.Assignment,
+    actions: list[Action],
+  ) -> None:
+    """Keeps a gradient of this update, and discards one of an earlier."""
+    assert isinstance(state, BSPState)
+    if push.version < state.version:
+      self.discard(state, push, actions)
+      return
+    state.owing.pop(push.worker)
+    state.pushes_of_round.append(push)
+    self._close(state, actions)
+
+  def _close(self, state: BSPState, actions: list[Action]) -> None:
+    """Makes the update if all that it waits for is here, and begins the next.
+
+    Every member is in an update or waits for it, so this takes a constant
+    number of operations for each of them, and a sort.
+    """
+    if not state.pushes_of_round:
+      if not state.owing:
+        self._begin(state, actions)
+      return
+    if len(state.owing) > self.backups:
+      return
+    # One who left after its push has no rank any more; tasks are in order.
+    rank = _protocol.by_rank(state)
+    pushes = sorted(
+      state.pushes_of_round,
+      key=lambda push: (
+        (0, rank(push.worker)) if push.worker in state.members
+        else (1, push.task)
+      ),
+    )  # fmt: skip
+    state.pushes_of_round = []
+    self.apply(state, pushes, actions, mean=True)
+    self._begin(state, actions)
+
+  def _begin(self, state: BSPState, actions: list[Action]) -> None:
+    state.owing = dict.fromkeys(state.members)
+    ready = sorted(state.waiting, key=_protocol.by_rank(state))
+    state.waiting = {}
+    state.begun = bool(ready)
+    for worker in ready:
+      self.reply(state, worker, actions)

@@ -1,0 +1,129 @@
+"""Messages that a protocol receives, and the actions with which it answers.
+
+Plain data: no arrays, no clock.  Gradients and parameters stay with the driver,
+which knows them by the number of their task.
+"""
+
+from collections.abc import Hashable
+from typing import NamedTuple, TypeAlias
+
+Worker: TypeAlias = Hashable
+
+
+class Join(NamedTuple):
+  """A worker arrives, or returns after it left.
+
+  Attributes:
+    worker: its name.
+  """
+
+  worker: Worker
+
+
+class Leave(NamedTuple):
+  """A worker is gone: it said so, or a failure was detected.
+
+  Attributes:
+    worker: its name.
+  """
+
+  worker: Worker
+
+
+class Pull(NamedTuple):
+  """A worker is ready for a task.
+
+  Attributes:
+    worker: its name.
+  """
+
+  worker: Worker
+
+
+class Push(NamedTuple):
+  """The gradient of a task is here.
+
+  Attributes:
+    worker: who computed it.
+    task: the number of the task, from its `Reply`.
+    samples: of how many samples it is the mean.
+    compute_s: how long the worker computed.
+  """
+
+  worker: Worker
+  task: int
+  samples: int
+  compute_s: float
+
+
+class Expired(NamedTuple):
+  """The timer of a task has expired.
+
+  Attributes:
+    task: its number, from the `Timer`.
+  """
+
+  task: int
+
+
+class Reply(NamedTuple):
+  """Send the present parameters to a worker: its next task.
+
+  Attributes:
+    worker: to whom.
+    task: the number under which the gradient will be pushed.
+    version: of the parameters, the number of updates so far.
+    samples: how many to take the gradient of.
+  """
+
+  worker: Worker
+  task: int
+  version: int
+  samples: int
+
+
+class Apply(NamedTuple):
+  r"""Update the parameters with a weighted sum of gradients.
+
+  .. math:: g = \sum_k w_k \, g_k
+
+  Attributes:
+    tasks: whose gradients.
+    weights: of each.
+    staleness: of each, how many updates were made since its parameters were
+      sent.
+  """
+
+  tasks: tuple[int, ...]
+  weights: tuple[float, ...]
+  staleness: tuple[int, ...]
+
+
+class Discard(NamedTuple):
+  """Drop a gradient unused.
+
+  Attributes:
+    task: whose.
+    reason: `"late"`, too stale for the protocol; `"left"`, its worker had
+      left, and has to send `Join` again; `"repeated"`, it was here before, or
+      its task was never given.
+  """
+
+  task: int
+  reason: str
+
+
+class Timer(NamedTuple):
+  """Send `Expired` when some time has gone by.
+
+  Attributes:
+    task: what `Expired` names.
+    after_s: seconds from now.
+  """
+
+  task: int
+  after_s: float
+
+
+Message: TypeAlias = Join | Leave | Pull | Push | Expired
+Action: TypeAlias = Reply | Apply | Discard | Timer

@@ -1,0 +1,352 @@
+"""The base of protocols: membership, tasks, batches and versions."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from jdist import checks
+from jdist.server import _allocation, _messages, _weights
+from jdist.server._messages import Action, Worker
+
+_FIXED = _allocation.FixedBatches(32)
+_ALIKE = _weights.Weighting()
+
+
+@dataclasses.dataclass(slots=True)
+class Assignment:
+  """A task that is out, or whose gradient has come back.
+
+  Attributes:
+    task: its number.
+    worker: who computes it.
+    version: of the parameters that were sent.
+    samples: of its batch.
+  """
+
+  task: int
+  worker: Worker
+  version: int
+  samples: int
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+  """What a server knows of a worker.
+
+  Attributes:
+    rank: how many workers joined before.
+    samples: of its next batch.
+    speed: samples a second, smoothed; None before the first push.
+    tasks: numbers of those that are out.
+  """
+
+  rank: int
+  samples: int
+  speed: float | None = None
+  tasks: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class ServerState:
+  """The state of a protocol, changed in place.
+
+  Attributes:
+    version: updates so far.
+    members: who is here, by name, in the order of joining.
+    tasks: those that are out, by number.
+    next_task: the number of the next one.
+    joined: workers that ever joined, each time counted.
+    total_samples: of the members' next batches.
+    pushes: that were neither repeated nor of one who had left.
+    applied: how many of them went into an update.
+    discarded: pushes by the reason.
+    until_allocation: pushes until batches are allocated anew, if ever.
+  """
+
+  version: int = 0
+  members: dict[Worker, Member] = dataclasses.field(default_factory=dict)
+  tasks: dict[int, Assignment] = dataclasses.field(default_factory=dict)
+  next_task: int = 0
+  joined: int = 0
+  total_samples: int = 0
+  pushes: int = 0
+  applied: int = 0
+  discarded: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  until_allocation: int | None = None
+
+  @property
+  def mean_samples(self) -> float:
+    """Samples of a worker's batch, on the average."""
+    return self.total_samples / len(self.members) if self.members else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Protocol:
+  """When a worker starts, and which gradients make an update.
+
+  A protocol is a state machine: `receive` takes one message and returns what
+  the driver has to do.  It has no clock, no randomness and no arrays.  The
+  messages of one worker must come in their order; they may be lost or repeated.
+  A worker whose push is discarded with `"left"` sends `Join` again.
+
+  This class is ASGD (ASP): everybody starts at once, and each gradient is an
+  update.  Another protocol overrides `on_pull`, `on_push`, `on_join` and
+  `on_leave`, and calls `reply`, `apply` and `discard` in them.
+
+  Attributes:
+    batches: who takes how many samples; 32 each by default.
+    weighting: of gradients in an update; alike by default.
+    timeout_s: after so many seconds without a push a worker counts as gone;
+      never if None.
+
+  Raises:
+    ValueError: when an argument is not as described.
+
+  References:
+    Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012: Downpour
+    SGD, with one parameter shard and without its local steps.
+
+  >>> from jdist import server
+  >>> protocol = server.ASP(batches=server.FixedBatches(32))
+  >>> state = protocol.init(["a", "b"])
+  >>> protocol.receive(state, 0.0, server.Pull("a"))
+  [Reply(worker='a', task=0, version=0, samples=32)]
+  >>> protocol.receive(state, 0.0, server.Pull("b"))
+  [Reply(worker='b', task=1, version=0, samples=32)]
+  >>> protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  [Apply(tasks=(0,), weights=(1.0,), staleness=(0,))]
+  >>> protocol.receive(state, 1.5, server.Push("b", 1, 32, 1.5))
+  [Apply(tasks=(1,), weights=(1.0,), staleness=(1,))]
+  """
+
+  batches: _allocation.Allocation = _FIXED
+  weighting: _weights.Weighting = _ALIKE
+  timeout_s: float | None = None
+
+  def __post_init__(self) -> None:
+    for name in ("every", "sizes"):
+      if not callable(getattr(self.batches, name, None)):
+        raise ValueError(
+          "`batches` must be an allocation such as `server.FixedBatches(32)`, "
+          f"got {checks.told(self.batches)}."
+        )
+    checks.check_type(
+      "weighting", self.weighting, _weights.Weighting, "a `server.Weighting`"
+    )
+    if self.timeout_s is not None and not self.timeout_s > 0:
+      raise ValueError(
+        f"`timeout_s` must be positive, got {self.timeout_s}; None waits for "
+        "ever."
+      )
+
+  # What a driver calls.
+
+  def init(self, workers: Iterable[Worker]) -> ServerState:
+    """Returns the state before the first message.
+
+    Args:
+      workers: who is there from the beginning; a barrier waits for them.
+
+    Raises:
+      ValueError: when a name comes twice.
+    """
+    state = self.empty_state()
+    for worker in workers:
+      if worker in state.members:
+        raise ValueError(f"`workers` must differ, got {worker!r} twice.")
+      self._add(state, worker)
+    self._allocate(state)
+    for worker in state.members:
+      self.on_join(state, worker)
+    return state
+
+  def receive(
+    self, state: ServerState, now_s: float, message: _messages.Message
+  ) -> list[Action]:
+    """Takes a message and says what has to be done.
+
+    Args:
+      state: of `init`; changed in place.
+      now_s: the driver's time; no protocol here looks at it.
+      message: one of `Join`, `Leave`, `Pull`, `Push` and `Expired`.
+
+    Returns:
+      Actions, in the order in which the driver carries them out.
+
+    Raises:
+      ValueError: when `message` is none of them.
+    """
+    del now_s
+    actions: list[Action] = []
+    if isinstance(message, _messages.Push):
+      self._push(state, message, actions)
+    elif isinstance(message, _messages.Pull):
+      member = state.members.get(message.worker)
+      if member is not None and not member.tasks:
+        self.on_pull(state, message.worker, actions)
+    elif isinstance(message, _messages.Join):
+      self._leave(state, message.worker, actions)
+      self._add(state, message.worker)
+      self.on_join(state, message.worker)
+    elif isinstance(message, _messages.Leave):
+      self._leave(state, message.worker, actions)
+    elif isinstance(message, _messages.Expired):
+      if message.task in state.tasks:
+        self._leave(state, state.tasks[message.task].worker, actions)
+    else:
+      raise ValueError(
+        "`message` must be a Join, Leave, Pull, Push or Expired, got "
+        f"{checks.told(message)}."
+      )
+    return actions
+
+  # What a protocol overrides.
+
+  def empty_state(self) -> ServerState:
+    """Returns a state without members; override it to add fields."""
+    return ServerState()
+
+  def on_join(self, state: ServerState, worker: Worker) -> None:
+    """Takes note of a new member."""
+
+  def on_leave(
+    self, state: ServerState, worker: Worker, actions: list[Action]
+  ) -> None:
+    """Takes note that a member is gone; `state.members` has it no longer."""
+
+  def on_pull(
+    self, state: ServerState, worker: Worker, actions: list[Action]
+  ) -> None:
+    """Lets a member begin, now or later."""
+    self.reply(state, worker, actions)
+
+  def on_push(
+    self, state: ServerState, push: Assignment, actions: list[Action]
+  ) -> None:
+    """Uses or discards a member's gradient."""
+    self.apply(state, [push], actions)
+
+  # With what it answers.
+
+  def reply(
+    self, state: ServerState, worker: Worker, actions: list[Action]
+  ) -> None:
+    """Sends the parameters to a member, with the number of its samples."""
+    member = state.members[worker]
+    task, state.next_task = state.next_task, state.next_task + 1
+    state.tasks[task] = Assignment(task, worker, state.version, member.samples)
+    member.tasks.append(task)
+    actions.append(_messages.Reply(worker, task, state.version, member.samples))
+    if self.timeout_s is not None:
+      actions.append(_messages.Timer(task, self.timeout_s))
+
+  def apply(
+    self,
+    state: ServerState,
+    pushes: list[Assignment],
+    actions: list[Action],
+    *,
+    mean: bool = False,
+  ) -> None:
+    """Makes an update of pushes.
+
+    Args:
+      state: whose version goes up by one.
+      pushes: at least one.
+      actions: to which the update is added.
+      mean: whether the weights, those of staleness apart, have the sum 1.
+    """
+    version, weighting = state.version, self.weighting
+    staleness = tuple(version - push.version for push in pushes)
+    mean_samples = state.mean_samples
+    shares = [
+      weighting.share(push.samples, mean_samples, push.worker)
+      for push in pushes
+    ]
+    total = sum(shares) if mean else 1.0
+    weights = (
+      share / total * weighting.damping(stale)
+      for share, stale in zip(shares, staleness, strict=True)
+    )
+    tasks = tuple(push.task for push in pushes)
+    actions.append(_messages.Apply(tasks, tuple(weights), staleness))
+    state.version += 1
+    state.applied += len(tasks)
+
+  def discard(
+    self,
+    state: ServerState,
+    push: Assignment,
+    actions: list[Action],
+    reason: str = "late",
+  ) -> None:
+    """Drops a push."""
+    actions.append(_messages.Discard(push.task, reason))
+    state.discarded[reason] += 1
+
+  # The book-keeping.
+
+  def _push(
+    self, state: ServerState, message: _messages.Push, actions: list[Action]
+  ) -> None:
+    task = message.task
+    push = state.tasks.get(task)
+    if push is None or push.worker != message.worker:
+      here = message.worker in state.members
+      reason = "repeated" if here else "left"
+      actions.append(_messages.Discard(task, reason))
+      state.discarded[reason] += 1
+      return
+    del state.tasks[task]
+    member = state.members[push.worker]
+    member.tasks.remove(task)
+    state.pushes += 1
+    push.samples = message.samples
+    if message.compute_s > 0:
+      speed = message.samples / message.compute_s
+      kept = self.batches.smoothing
+      member.speed = (
+        speed if member.speed is None
+        else kept * member.speed + (1 - kept) * speed
+      )  # fmt: skip
+    if state.until_allocation is not None:
+      state.until_allocation -= 1
+      if state.until_allocation <= 0:
+        self._allocate(state)
+    self.on_push(state, push, actions)
+
+  def _add(self, state: ServerState, worker: Worker) -> None:
+    samples = max(1, round(state.mean_samples)) if state.members else 0
+    if not samples:
+      (samples,) = self.batches.sizes([None])
+    state.members[worker] = Member(state.joined, samples)
+    state.joined += 1
+    state.total_samples += samples
+    if state.until_allocation is None:
+      state.until_allocation = self.batches.every(len(state.members))
+
+  def _leave(
+    self, state: ServerState, worker: Worker, actions: list[Action]
+  ) -> None:
+    member = state.members.pop(worker, None)
+    if member is None:
+      return
+    for task in member.tasks:
+      del state.tasks[task]
+    state.total_samples -= member.samples
+    self.on_leave(state, worker, actions)
+
+  def _allocate(self, state: ServerState) -> None:
+    members = state.members.values()
+    sizes = self.batches.sizes([member.speed for member in members])
+    for member, samples in zip(members, sizes, strict=True):
+      member.samples = samples
+    state.total_samples = sum(sizes)
+    state.until_allocation = self.batches.every(len(sizes))
+
+
+def by_rank(state: ServerState) -> Callable[[Worker], int]:
+  """Returns the key that sorts members by the order of joining."""
+  return lambda worker: state.members[worker].rank

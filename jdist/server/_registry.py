@@ -1,0 +1,71 @@
+"""Protocols by name, as the command line and experiments ask for them."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jdist.server import (
+  _asynchronous,
+  _bsp,
+  _n_softsync,
+  _protocol,
+  _ssp,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolEntry:
+  """A protocol and where it comes from.
+
+  Attributes:
+    name: on the command line.
+    factory: takes keyword arguments and returns the protocol.
+    meaning: in one line.
+    paper: its source.
+  """
+
+  name: str
+  factory: Callable[..., _protocol.Protocol]
+  meaning: str
+  paper: str
+
+
+_ENTRIES = (
+  ProtocolEntry(
+    "bsp",
+    _bsp.BSP,
+    "synchronous SGD, with backup workers if asked for",
+    "Chen et al., arXiv 1604.00981",
+  ),
+  ProtocolEntry(
+    "asp",
+    _asynchronous.ASP,
+    "asynchronous SGD: each gradient is an update",
+    "Dean et al., NeurIPS 2012",
+  ),
+  ProtocolEntry(
+    "ssp",
+    _ssp.SSP,
+    "asynchronous, but nobody far ahead of the slowest",
+    "Ho et al., NeurIPS 2013",
+  ),
+  ProtocolEntry(
+    "n_softsync",
+    _n_softsync.NSoftsync,
+    "an update of floor(L / n) gradients, from anyone",
+    "Zhang et al., arXiv 1511.05950",
+  ),
+  ProtocolEntry(
+    "dbs",
+    _asynchronous.dbs,
+    "asynchronous, with batches that follow measured speeds",
+    "DBS-SGD",
+  ),
+  ProtocolEntry(
+    "ringmaster",
+    _asynchronous.Ringmaster,
+    "asynchronous; gradients that come too late are discarded",
+    "Maranjyan et al., arXiv 2501.16168",
+  ),
+)
+
+PROTOCOLS = {entry.name: entry for entry in _ENTRIES}

@@ -1,0 +1,97 @@
+"""Weights of gradients in an update."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jdist import checks
+
+
+def inverse_staleness(staleness: int) -> float:
+  """Returns 1 / staleness, and 1 for a fresh gradient.
+
+  References:
+    Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning,
+    IJCAI 2016 (arXiv 1511.05950): `alpha = alpha0 / tau`, alpha0 at tau = 0.
+
+  >>> inverse_staleness(0), inverse_staleness(4)
+  (1.0, 0.25)
+  """
+  return 1.0 / max(1, staleness)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighting:
+  r"""The weight of a gradient of some samples and some staleness.
+
+  .. math:: w_i = \Bigl(\frac{b_i}{\bar b}\Bigr)^p \,
+            \frac{q_i}{\bar q} \, a(\tau_i)
+
+  with b the samples of a batch, q the part of the data that a worker owns, and
+  bars for means over the workers.  What makes one update of several gradients
+  divides the factors before a by their sum.
+
+  Attributes:
+    samples: the power p: `"linear"` is 1, the rate in proportion to the batch;
+      `"square_root"` is 1/2; `"none"` is 0.
+    parts: q, of each worker, where each owns a part of the data and pushes as
+      often as the others; alike if None.
+    staleness: a, a function of the staleness; 1 if None.
+
+  Raises:
+    ValueError: when an argument is not as described.
+
+  >>> Weighting("linear").share(samples=48, mean_samples=32)
+  1.5
+  >>> Weighting(staleness=inverse_staleness).damping(4)
+  0.25
+  """
+
+  samples: Literal["none", "linear", "square_root"] = "none"
+  parts: Mapping[Any, float] | None = None
+  staleness: Callable[[int], float] | None = None
+
+  def __post_init__(self) -> None:
+    checks.check_choice(
+      "samples", self.samples, ("none", "linear", "square_root")
+    )
+    checks.check_function(
+      "staleness", self.staleness, "the staleness, an int", optional=True
+    )
+    for worker, part in (self.parts or {}).items():
+      if not part > 0:
+        raise ValueError(
+          f"`parts` must be positive, got {part} for {worker!r}; leave out a "
+          "worker that owns nothing."
+        )
+
+  def share(
+    self, samples: int, mean_samples: float, worker: Any = None
+  ) -> float:
+    """Returns the weight of a fresh gradient.
+
+    Args:
+      samples: of the gradient's batch.
+      mean_samples: of all workers' batches.
+      worker: whose, where parts are given.
+
+    Raises:
+      ValueError: when the worker has no part.
+    """
+    weight = 1.0
+    if self.samples != "none":
+      weight = samples / mean_samples
+      if self.samples == "square_root":
+        weight **= 0.5
+    if self.parts is not None:
+      if worker not in self.parts:
+        raise ValueError(
+          f"`parts` must name every worker, got none for {worker!r}."
+        )
+      mean = sum(self.parts.values()) / len(self.parts)
+      weight *= self.parts[worker] / mean
+    return weight
+
+  def damping(self, staleness: int) -> float:
+    """Returns the factor for gradients so many updates late."""
+    return 1.0 if self.staleness is None else self.staleness(staleness)

@@ -1,0 +1,77 @@
+"""Tests of batches that follow speeds."""
+
+import itertools
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import server
+
+SHARES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
+
+
+@hypothesis.given(SHARES, st.integers(1, 8), st.integers(1, 64), st.data())
+def test_sums_are_exact_inside_the_bounds(shares, low, room, data):
+  high = [low + data.draw(st.integers(0, room)) for _ in shares]
+  total = data.draw(st.integers(low * len(shares), sum(high)))
+  sizes = server.largest_remainder(shares, total, minimum=low, maximum=high)
+  assert sum(sizes) == total
+  assert all(low <= s <= h for s, h in zip(sizes, high, strict=True))
+
+
+@hypothesis.given(SHARES, st.integers(0, 10_000))
+def test_without_bounds_each_is_within_one_of_its_part(shares, total):
+  sizes = server.largest_remainder(shares, total)
+  for size, share in zip(sizes, shares, strict=True):
+    assert abs(size - total * share / sum(shares)) < 1 + 1e-6
+  # A larger share has no smaller part.
+  pairs = sorted(zip(shares, sizes, strict=True))
+  assert all(
+    b[1] >= a[1]
+    for a, b in itertools.pairwise(pairs)
+    if b[0] > a[0] * (1 + 1e-9)
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "name"),
+  [
+    ({"shares": [1.0, 0.0], "total": 4}, "shares"),
+    ({"shares": [1.0, 1.0], "total": 1, "minimum": 1}, "total"),
+    ({"shares": [1.0, 1.0], "total": 9, "maximum": 4}, "total"),
+    ({"shares": [], "total": 1}, "total"),
+  ],
+)
+def test_impossible_sums_are_refused(arguments, name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    server.largest_remainder(**arguments)
+
+
+def test_batches_make_iterations_equally_long():
+  """With a cost of each batch beside that of its samples, too."""
+  fixed, each = [0.05, 0.01, 0.2], [0.001, 0.004, 0.002]
+  protocol = server.dbs(300, smoothing=0.0)
+  state = protocol.init("abc")
+  seconds = {}
+  for _ in range(60):
+    for i, worker in enumerate("abc"):
+      (reply,) = protocol.receive(state, 0.0, server.Pull(worker))
+      seconds[worker] = fixed[i] + each[i] * reply.samples
+      push = server.Push(worker, reply.task, reply.samples, seconds[worker])
+      protocol.receive(state, 0.0, push)
+  assert max(seconds.values()) / min(seconds.values()) < 1.1
+  assert sum(member.samples for member in state.members.values()) == 300
+
+
+def test_who_joins_takes_a_mean_batch_until_its_speed_is_known():
+  protocol = server.dbs(60)
+  state = protocol.init("ab")
+  protocol.receive(state, 0.0, server.Join("c"))
+  assert [member.samples for member in state.members.values()] == [30, 30, 30]
+  for worker in "ab":
+    (reply,) = protocol.receive(state, 0.0, server.Pull(worker))
+    protocol.receive(
+      state, 0.0, server.Push(worker, reply.task, reply.samples, 1.0)
+    )
+  assert [member.samples for member in state.members.values()] == [20, 20, 20]

@@ -1,0 +1,279 @@
+"""Laws that hold for every protocol, whatever happens to its messages."""
+
+import collections
+import dataclasses
+import random
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import server
+
+BATCHES = server.SpeedBatches(total=64)
+PROTOCOLS = {
+  "bsp": server.BSP(),
+  "bsp with backups": server.BSP(backups=1),
+  "asp": server.ASP(),
+  "ssp 0": server.SSP(bound=0),
+  "ssp 2": server.SSP(bound=2, batches=BATCHES),
+  "1-softsync": server.NSoftsync(n=1),
+  "2-softsync": server.NSoftsync(
+    n=2, weighting=server.Weighting(staleness=server.inverse_staleness)
+  ),
+  "dbs": server.dbs(64),
+  "ringmaster": server.Ringmaster(max_staleness=2),
+}
+
+
+def test_every_named_protocol_is_tried():
+  tried = {type(protocol) for protocol in PROTOCOLS.values()}
+  made = {
+    type(entry.factory(**_REQUIRED.get(name, {})))
+    for name, entry in server.PROTOCOLS.items()
+  }
+  assert made == tried
+
+
+_REQUIRED = {
+  "dbs": {"total": 64},
+  "n_softsync": {"n": 1},
+  "ringmaster": {"max_staleness": 4},
+}
+
+
+class Network:
+  """Workers, and messages that are lost, repeated, or wait for each other."""
+
+  def __init__(self, protocol, num_workers, seed):
+    self.protocol, self.random = protocol, random.Random(seed)
+    self.names = [f"w{i}" for i in range(num_workers)]
+    self.state = protocol.init(self.names)
+    # The messages of a worker come in their order.
+    self.queues = {name: collections.deque() for name in self.names}
+    self.away = set()
+    for name in self.names:
+      self.queues[name].append(server.Pull(name))
+    self.pushed = 0
+    self.applied, self.discarded = collections.Counter(), 0
+    self.versions = 0
+    self.ahead = []
+
+  def deliver(self, message):
+    if isinstance(message, server.Push):
+      self.pushed += 1
+    for action in self.protocol.receive(self.state, 0.0, message):
+      self.carry_out(action)
+
+  def carry_out(self, action):
+    if isinstance(action, server.Apply):
+      assert len(action.tasks) == len(action.weights) == len(action.staleness)
+      assert min(action.staleness) >= 0 and min(action.weights) > 0
+      self.applied.update(action.tasks)
+      self.versions += 1
+    elif isinstance(action, server.Discard):
+      self.discarded += 1
+    elif isinstance(action, server.Reply):
+      assert action.version == self.versions == self.state.version
+      assert action.worker in self.state.members
+      if isinstance(self.state, server.SSP().empty_state().__class__):
+        clocks = self.state.clocks
+        self.ahead.append(clocks[action.worker] - min(clocks.values()))
+      if action.worker not in self.away:
+        seconds = self.random.uniform(0.5, 4.0)
+        self.queues[action.worker] += [
+          server.Push(action.worker, action.task, action.samples, seconds),
+          server.Pull(action.worker),
+        ]
+
+  def step(self, faults):
+    """Delivers a message of a random worker, or lets something go wrong."""
+    name = self.random.choice(self.names)
+    queue, happens = self.queues[name], self.random.random()
+    if faults and happens < 0.05:
+      self.away.add(name)
+      if self.random.random() < 0.5:  # Else the last messages still come.
+        queue.clear()
+      self.deliver(server.Leave(name))
+    elif name in self.away:
+      if queue:
+        self.deliver(queue.popleft())
+      elif not faults or happens < 0.5:
+        self.away.discard(name)
+        queue += [server.Join(name), server.Pull(name)]
+    elif not queue:
+      return
+    elif faults and happens < 0.15:
+      queue.popleft()  # Lost.
+      if not queue:
+        queue += [server.Join(name), server.Pull(name)]
+    elif faults and happens < 0.25:
+      self.deliver(queue[0])  # And once more, later.
+    elif faults and happens < 0.3 and self.state.tasks:
+      task = self.random.choice(list(self.state.tasks))
+      late = self.state.tasks[task].worker
+      self.deliver(server.Expired(task))
+      self.queues[late] += [server.Join(late), server.Pull(late)]
+    else:
+      self.deliver(queue.popleft())
+
+
+def each_push_is_counted_once(net):
+  state = net.state
+  held = len(getattr(state, "collected", ())) + len(
+    getattr(state, "pushes_of_round", ())
+  )
+  assert set(net.applied.values()) <= {1}
+  assert state.applied == net.applied.total()
+  assert sum(state.discarded.values()) == net.discarded
+  assert net.pushed == state.applied + net.discarded + held
+  assert state.version == net.versions
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.integers(1, 6), st.integers(0, 10**6))
+def test_each_push_is_applied_once_or_discarded(name, num_workers, seed):
+  protocol = PROTOCOLS[name]
+  net = Network(protocol, num_workers, seed)
+  for _ in range(150):
+    net.step(faults=True)
+    each_push_is_counted_once(net)
+  sizes = [member.samples for member in net.state.members.values()]
+  assert sum(sizes) == net.state.total_samples
+  # Whatever went wrong before: who is here goes on.
+  for worker in net.names:
+    net.queues[worker] += [server.Join(worker), server.Pull(worker)]
+  net.away.clear()
+  before = net.versions
+  for _ in range(60 * num_workers):
+    net.step(faults=False)
+  each_push_is_counted_once(net)
+  assert net.versions > before
+  assert len(net.state.tasks) <= num_workers
+  if isinstance(protocol, server.SSP):
+    assert max(net.ahead) <= protocol.bound
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_no_barrier_waits_for_one_who_left(name):
+  net = Network(PROTOCOLS[name], 4, seed=1)
+  for _ in range(100):
+    net.step(faults=False)
+  for gone in ("w1", "w3"):
+    net.away.add(gone)
+    net.queues[gone].clear()
+    net.deliver(server.Leave(gone))
+    net.names.remove(gone)
+  before = net.versions
+  for _ in range(100):
+    net.step(faults=False)
+  assert net.versions > before + 5
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_same_messages_give_the_same_actions(name):
+  def actions():
+    net = Network(PROTOCOLS[name], 5, seed=3)
+    for _ in range(300):
+      net.step(faults=True)
+    return dataclasses.asdict(net.state)
+
+  assert actions() == actions()
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_timeout_ends_a_membership(name):
+  protocol = dataclasses.replace(PROTOCOLS[name], timeout_s=5.0)
+  state = protocol.init(["a", "b"])
+  reply, timer = protocol.receive(state, 0.0, server.Pull("a"))
+  assert timer == server.Timer(reply.task, 5.0)
+  protocol.receive(state, 5.0, server.Expired(reply.task))
+  assert list(state.members) == ["b"]
+  late = server.Push("a", reply.task, reply.samples, 6.0)
+  assert protocol.receive(state, 6.0, late) == [
+    server.Discard(reply.task, "left")
+  ]
+  # A timer of a task that has come back says nothing.
+  assert protocol.receive(state, 9.0, server.Expired(reply.task)) == []
+
+
+def test_backups_are_discarded_when_they_come():
+  protocol = server.BSP(backups=1)
+  state = protocol.init("abc")
+  for worker in "abc":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  assert protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0)) == []
+  (update,) = protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
+  assert update == server.Apply((0, 1), (0.5, 0.5), (0, 0))
+  late = protocol.receive(state, 2.0, server.Push("c", 2, 32, 2.0))
+  assert late == [server.Discard(2, "late")]
+
+
+def test_updates_sum_in_the_order_of_joining():
+  protocol = server.BSP()
+  state = protocol.init("abc")
+  for worker in "abc":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  for task in (2, 0):
+    protocol.receive(state, 0.0, server.Push("abc"[task], task, 32, 1.0))
+  (update,) = protocol.receive(state, 0.0, server.Push("b", 1, 32, 1.0))
+  assert update.tasks == (0, 1, 2)
+
+
+def test_a_barrier_weighs_by_samples():
+  protocol = server.BSP(
+    batches=server.SpeedBatches(total=40, smoothing=0.0),
+    weighting=server.Weighting("linear"),
+  )
+  state = protocol.init("ab")
+  for now in range(2):
+    first = state.next_task
+    for worker in "ab":
+      protocol.receive(state, now, server.Pull(worker))
+    sizes = [state.tasks[first + i].samples for i in range(2)]
+    protocol.receive(state, now, server.Push("a", first, sizes[0], 1.0))
+    (update,) = protocol.receive(
+      state, now, server.Push("b", first + 1, sizes[1], sizes[1] / 60)
+    )
+  # Equal batches first; then as 20 samples a second to 60.
+  assert sizes == [10, 30]
+  assert update.weights == pytest.approx((0.25, 0.75))
+
+
+def test_bounds_hold_for_who_returns():
+  protocol = server.SSP(bound=1)
+  state = protocol.init("ab")
+  for _ in range(5):  # b is away from the first step.
+    protocol.receive(state, 0.0, server.Leave("b"))
+    (reply,) = protocol.receive(state, 0.0, server.Pull("a"))
+    protocol.receive(state, 0.0, server.Push("a", reply.task, 32, 1.0))
+  protocol.receive(state, 0.0, server.Join("b"))
+  assert state.clocks == {"a": 5, "b": 5}
+
+
+BAD = {
+  "backups": lambda: server.BSP(backups=-1),
+  "bound": lambda: server.SSP(bound=-1),
+  "n": lambda: server.NSoftsync(n=0),
+  "max_staleness": lambda: server.Ringmaster(max_staleness=0),
+  "total": lambda: server.dbs(0),
+  "timeout_s": lambda: server.ASP(timeout_s=0.0),
+  "batches": lambda: server.ASP(batches=32),
+  "weighting": lambda: server.ASP(weighting="linear"),
+  "samples": lambda: server.Weighting("quadratic"),
+  "parts": lambda: server.Weighting(parts={"a": 0.0}),
+  "staleness": lambda: server.Weighting(staleness="inverse"),
+  "smoothing": lambda: server.SpeedBatches(8, smoothing=1.0),
+  "minimum": lambda: server.SpeedBatches(8, minimum=0),
+  "maximum": lambda: server.SpeedBatches(8, minimum=4, maximum=2),
+  "period": lambda: server.SpeedBatches(8, period=0),
+  "workers": lambda: server.ASP().init(["a", "a"]),
+  "message": lambda: server.ASP().receive(server.ASP().init("a"), 0.0, "Pull"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    BAD[name]()
