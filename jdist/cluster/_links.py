@@ -1,6 +1,9 @@
 """Links between machines, and the time that messages take on them."""
 
 import dataclasses
+from typing import Literal
+
+from jdist import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,6 +13,8 @@ class Link:
   Attributes:
     bandwidth_bits_per_s: in each direction.
     latency_s: of one message.
+    sharing: what messages do that are on the link together: `"first_come"`, one
+      after the other; `"fair"`, each has an equal part of the bandwidth.
 
   >>> Link(bandwidth_bits_per_s=1e9).send_s(num_bytes=125e6)
   1.0
@@ -17,6 +22,7 @@ class Link:
 
   bandwidth_bits_per_s: float
   latency_s: float = 0.0
+  sharing: Literal["first_come", "fair"] = "first_come"
 
   def __post_init__(self) -> None:
     if not self.bandwidth_bits_per_s > 0:
@@ -28,6 +34,7 @@ class Link:
       raise ValueError(
         f"`latency_s` must not be negative, got {self.latency_s}."
       )
+    checks.check_choice("sharing", self.sharing, ("first_come", "fair"))
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:
     """Returns the seconds for bytes in messages, one after the other."""

@@ -26,6 +26,9 @@ from jdist.server._protocol import Protocol as Protocol
 from jdist.server._protocol import ServerState as ServerState
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
+from jdist.server._simulation import Learner as Learner
+from jdist.server._simulation import NodeTotals as NodeTotals
+from jdist.server._simulation import Simulation as Simulation
 from jdist.server._ssp import SSP as SSP
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting

@@ -1,0 +1,122 @@
+"""A picture of a trace: a row for each resource, time to the right."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdist.cluster import _trace
+
+# Of Paul Tol's palettes, which colour-blind readers can tell apart.
+COLOURS = {
+  "compute": "#4477aa",
+  "push": "#ee6677",
+  "pull": "#228833",
+  "communicate": "#ee6677",
+  "away": "#bbbbbb",
+  "update": "#ccbb44",
+}
+_MORE = ("#66ccee", "#aa3377", "#999933", "#882255")
+
+
+def plot_trace(
+  trace: _trace.Trace,
+  path: str | pathlib.Path,
+  *,
+  title: str = "",
+  resources: Sequence[str] | None = None,
+  end_s: float | None = None,
+  colours: Mapping[str, str] | None = None,
+) -> pathlib.Path:
+  """Draws a Gantt chart and writes it to a file.
+
+  Args:
+    trace: the spans.
+    path: of the picture; its ending is the format.
+    title: above it.
+    resources: the rows from above; all, in the order of their first spans, if
+      None.
+    end_s: where time ends in the picture; at the last span if None.
+    colours: of kinds, beside those of `COLOURS`.
+
+  Returns:
+    The path.
+
+  Raises:
+    ValueError: when there is nothing to draw.
+  """
+  import matplotlib.figure
+
+  rows = list(trace.resources if resources is None else resources)
+  if not rows:
+    raise ValueError("`trace` must have a span at least, got none.")
+  figure = matplotlib.figure.Figure(
+    figsize=(11, 1.2 + 0.32 * len(rows)), layout="constrained"
+  )
+  draw_trace(trace, figure.subplots(), rows=rows, end_s=end_s, colours=colours)
+  if title:
+    figure.suptitle(title, x=0.01, ha="left")
+  path = pathlib.Path(path)
+  figure.savefig(path, dpi=150)
+  return path
+
+
+def draw_trace(
+  trace: _trace.Trace,
+  axes: Any,
+  *,
+  rows: Sequence[str],
+  end_s: float | None = None,
+  colours: Mapping[str, str] | None = None,
+) -> None:
+  """Draws a trace into axes of matplotlib, with a legend of the kinds."""
+  import matplotlib.patches
+
+  end = trace.end_s if end_s is None else end_s
+  scale, unit = time_unit(end)
+  known = {**COLOURS, **(colours or {})}
+  more = iter(_MORE * 4)
+  of_kind: dict[str, dict[int, list[tuple[float, float]]]] = {}
+  places = {name: i for i, name in enumerate(rows)}
+  for span in trace:
+    if span.resource in places and span.start_s < end:
+      bars = of_kind.setdefault(span.kind, {})
+      bars.setdefault(places[span.resource], []).append(
+        (scale * span.start_s, scale * span.seconds)
+      )
+  handles = []
+  for kind, bars in of_kind.items():
+    colour = known.get(kind) or next(more)
+    handles.append(matplotlib.patches.Patch(color=colour, label=kind))
+    for place, spans in bars.items():
+      axes.broken_barh(
+        spans,
+        (place - 0.38, 0.76),
+        facecolors=colour,
+        edgecolors="white",
+        linewidth=0.3,
+      )
+  axes.set_yticks(range(len(rows)), rows)
+  axes.set_ylim(len(rows) - 0.5, -0.5)
+  axes.set_xlim(0, scale * end)
+  axes.set_xlabel(f"time, {unit}")
+  axes.spines[["top", "right", "left"]].set_visible(False)
+  axes.tick_params(axis="y", length=0)
+  axes.legend(
+    handles=handles,
+    loc="lower right",
+    bbox_to_anchor=(1, 1),
+    ncols=len(handles) or 1,
+    frameon=False,
+  )
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+  """Returns a unit in which a time has one to four digits, and its factor.
+
+  >>> time_unit(0.02)
+  (1000.0, 'ms')
+  """
+  for factor, unit in ((1.0, "s"), (1e3, "ms")):
+    if seconds * factor >= 1:
+      return factor, unit
+  return 1e6, "µs"

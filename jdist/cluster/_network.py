@@ -1,0 +1,201 @@
+"""A network on a virtual clock: how long messages take beside each other."""
+
+import heapq
+from typing import Any
+
+from jdist.cluster import _links, _topology, _trace
+
+# Of a message's bytes: what rounding of the clock may leave of it.
+_ROUNDING = 1e-9
+
+
+class _FirstCome:
+  """One direction of a link on which messages follow one after the other."""
+
+  def __init__(self, link: _links.Link):
+    self._bytes_per_s = link.bandwidth_bits_per_s / 8
+    self._free_s = 0.0
+
+  def carry_s(self, now_s: float, num_bytes: float) -> float:
+    """Takes a message and returns when it will have been carried."""
+    start = max(now_s, self._free_s)
+    self._free_s = start + num_bytes / self._bytes_per_s
+    return self._free_s
+
+
+class _Fair:
+  """One direction of a link that all messages on it share equally.
+
+  Counts the bytes that each message on the link has been given since the link
+  was last empty, which are alike for all; a message is through when they reach
+  what they were at its beginning plus its own.  A message costs a push and a
+  pop of a heap, however many there are.
+  """
+
+  def __init__(self, link: _links.Link, environment: Any):
+    self._bytes_per_s = link.bandwidth_bits_per_s / 8
+    self._environment = environment
+    self._given, self._at_s = 0.0, 0.0
+    self._heap: list[tuple[float, int, Any]] = []
+    self._count = 0
+    self._wake_s: float | None = None
+
+  def carry(self, num_bytes: float, done: Any) -> None:
+    """Takes a message; calls `done()` when it has been carried."""
+    self._advance()
+    heapq.heappush(self._heap, (self._given + num_bytes, self._count, done))
+    self._count += 1
+    self._arm()
+
+  def _advance(self) -> None:
+    now = self._environment.now
+    if self._heap:
+      passed = (now - self._at_s) * self._bytes_per_s
+      self._given += passed / len(self._heap)
+    self._at_s = now
+
+  def _arm(self) -> None:
+    left = max(self._heap[0][0] - self._given, 0.0)
+    after = left * len(self._heap) / self._bytes_per_s
+    at = self._at_s + after
+    # One that is armed for an earlier time arms itself again.
+    if self._wake_s is None or at < self._wake_s:
+      self._wake_s = at
+      timeout = self._environment.timeout(after)
+      timeout.callbacks.append(lambda _: self._wake(at))
+
+  def _wake(self, at: float) -> None:
+    if at != self._wake_s:
+      return  # An earlier one was armed later.
+    self._wake_s = None
+    self._advance()
+    ready = []
+    bound = self._given * (1 + _ROUNDING) + _ROUNDING
+    while self._heap and self._heap[0][0] <= bound:
+      ready.append(heapq.heappop(self._heap)[2])
+    if self._heap:
+      self._arm()
+    else:
+      self._given = 0.0
+    for done in ready:
+      done()
+
+
+class Network:
+  """Carries messages over a topology on SimPy's clock.
+
+  A message flows over all links of its way at once.  It arrives when the last
+  of them has carried it, and the latencies have gone by; on each it waits for,
+  or shares with, the others that are there.
+
+  >>> import simpy
+  >>> from jdist import cluster
+  >>> environment = simpy.Environment()
+  >>> link = cluster.Link(bandwidth_bits_per_s=8.0, sharing="fair")
+  >>> links = cluster.star({"a": link, "b": link}, "switch")
+  >>> network = Network(environment, links)
+  >>> for num_bytes in (1, 2):
+  ...   arrival = network.send("a", "b", num_bytes)
+  ...   arrival.callbacks.append(lambda _: print(environment.now))
+  >>> environment.run()
+  2.0
+  3.0
+  """
+
+  def __init__(
+    self,
+    environment: Any,
+    topology: _topology.Topology | None,
+    trace: _trace.Trace | None = None,
+  ):
+    """Makes a network in which nothing is under way.
+
+    Args:
+      environment: a `simpy.Environment`.
+      topology: the links; messages take no time if None.
+      trace: where to note when each direction of a link was busy.
+    """
+    self._environment, self._topology = environment, topology
+    self._trace = trace
+    self._queues: dict[_topology.Hop, _FirstCome | _Fair] = {}
+    self._ways: dict[
+      _topology.Hop, tuple[float, list[tuple[str, _FirstCome | _Fair]]]
+    ] = {}
+
+  def send(
+    self,
+    source: str,
+    target: str,
+    num_bytes: float,
+    *,
+    name: str = "message",
+    kind: str = "communicate",
+  ) -> Any:
+    """Sends a message.
+
+    Args:
+      source: from whom.
+      target: to whom.
+      num_bytes: its size.
+      name: in the trace.
+      kind: in the trace.
+
+    Returns:
+      An event of SimPy that happens when it arrives.
+
+    Raises:
+      ValueError: when there is no way.
+    """
+    environment, trace = self._environment, self._trace
+    if self._topology is None:
+      return environment.timeout(0.0)
+    latency, queues = self._way(source, target)
+    now = environment.now
+    last, fair = now, []
+    for label, queue in queues:
+      if isinstance(queue, _Fair):
+        fair.append((label, queue))
+        continue
+      until = queue.carry_s(now, num_bytes)
+      last = max(last, until)
+      if trace is not None:
+        busy = num_bytes / queue._bytes_per_s
+        trace.add(label, name, until - busy, until, kind)
+    if not fair:
+      return environment.timeout(last + latency - now)
+    arrival = environment.event()
+    waits = len(fair)
+
+    def carried(label: str) -> None:
+      nonlocal waits
+      waits -= 1
+      if trace is not None:
+        trace.add(label, name, now, environment.now, kind)
+      if not waits:
+        after = max(last, environment.now) + latency - environment.now
+        arrival._ok, arrival._value = True, None
+        environment.schedule(arrival, delay=after)
+
+    for label, queue in fair:
+      queue.carry(num_bytes, lambda label=label: carried(label))
+    return arrival
+
+  def _way(
+    self, source: str, target: str
+  ) -> tuple[float, list[tuple[str, _FirstCome | _Fair]]]:
+    way = self._ways.get((source, target))
+    if way is None:
+      assert self._topology is not None
+      latency, queues = 0.0, []
+      for hop in self._topology.route(source, target):
+        link = self._topology.link(*hop)
+        latency += link.latency_s
+        if hop not in self._queues:
+          self._queues[hop] = (
+            _Fair(link, self._environment)
+            if link.sharing == "fair"
+            else _FirstCome(link)
+          )
+        queues.append(("->".join(hop), self._queues[hop]))
+      way = self._ways[source, target] = (latency, queues)
+    return way

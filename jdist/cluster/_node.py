@@ -1,0 +1,156 @@
+"""A machine of a cluster: its speed now and later, and when it is away."""
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowdown:
+  """A time in which a machine is slower, or faster.
+
+  Attributes:
+    start_s: when it begins.
+    factor: the speed is multiplied by it.
+    end_s: when it ends; never if not given.
+
+  Raises:
+    ValueError: when a time or the factor is out of its range.
+  """
+
+  start_s: float
+  factor: float
+  end_s: float = math.inf
+
+  def __post_init__(self) -> None:
+    _check_interval(self)
+    _check_positive("factor", self.factor, "; a machine that stands is away")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outage:
+  """A time in which a machine is away: what it was doing is lost.
+
+  Attributes:
+    start_s: when it fails.
+    end_s: when it is back; never if not given.
+
+  Raises:
+    ValueError: when a time is out of its range.
+  """
+
+  start_s: float
+  end_s: float = math.inf
+
+  def __post_init__(self) -> None:
+    _check_interval(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  r"""A machine that computes.
+
+  Work that takes t seconds on a machine of speed 1 takes
+
+  .. math:: t \, e^{\sigma z - \sigma^2 / 2} / v, \qquad z \sim N(0, 1)
+
+  of its time here, the mean over z being t / v.
+
+  Attributes:
+    name: in the cluster.
+    speed: v, relative to the machine on which a profile was measured.
+    jitter: sigma, of the logarithm of a task's time; 0 for none.
+    memory_bytes: what a batch must fit into.
+    slowdowns: later changes of the speed; where they overlap, all count.
+    outages: when it is away, one after the other.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+  """
+
+  name: str
+  speed: float = 1.0
+  jitter: float = 0.0
+  memory_bytes: float = math.inf
+  slowdowns: tuple[Slowdown, ...] = ()
+  outages: tuple[Outage, ...] = ()
+
+  def __post_init__(self) -> None:
+    if not isinstance(self.name, str) or not self.name:
+      raise ValueError(f"`name` must be text, got {self.name!r}.")
+    _check_positive("speed", self.speed, f" for {self.name!r}")
+    if not 0 <= self.jitter < math.inf:
+      raise ValueError(
+        f"`jitter` must not be negative, got {self.jitter} for {self.name!r}."
+      )
+    if not self.memory_bytes > 0:
+      raise ValueError(
+        f"`memory_bytes` must be positive, got {self.memory_bytes} for "
+        f"{self.name!r}."
+      )
+    ends = -math.inf
+    for outage in self.outages:
+      if outage.start_s < ends:
+        raise ValueError(
+          "`outages` must follow one after the other, got one of "
+          f"{self.name!r} from {outage.start_s} s, before the last has ended."
+        )
+      ends = outage.end_s
+
+  def end_s(self, start_s: float, work_s: float) -> float:
+    """Returns when work ends that begins now, slow-downs included.
+
+    Args:
+      start_s: now.
+      work_s: the seconds that it takes at speed 1, jitter included.
+
+    >>> node = Node("a", speed=2.0, slowdowns=(Slowdown(3.0, 0.5),))
+    >>> node.end_s(start_s=0.0, work_s=8.0)  # 6 by second 3, then 1 a second.
+    5.0
+    """
+    if not self.slowdowns:
+      return start_s + work_s / self.speed
+    now = start_s
+    while True:
+      speed, until = self.speed, math.inf
+      for slow in self.slowdowns:
+        if slow.start_s <= now < slow.end_s:
+          speed *= slow.factor
+          until = min(until, slow.end_s)
+        elif now < slow.start_s:
+          until = min(until, slow.start_s)
+      end = now + work_s / speed
+      if end <= until:
+        return end
+      work_s -= (until - now) * speed
+      now = until
+
+  def draw(self, generator: random.Random) -> float:
+    """Draws the factor by which jitter lengthens a task; 1 on the average."""
+    if not self.jitter:
+      return 1.0
+    return math.exp(
+      self.jitter * generator.gauss(0.0, 1.0) - 0.5 * self.jitter**2
+    )
+
+  def available(self, now_s: float) -> bool:
+    """Returns whether the machine is there."""
+    return not any(o.start_s <= now_s < o.end_s for o in self.outages)
+
+
+def _check_positive(name: str, value: Any, remedy: str = "") -> None:
+  if not 0 < value < math.inf:
+    raise ValueError(f"`{name}` must be positive, got {value}{remedy}.")
+
+
+def _check_interval(interval: Slowdown | Outage) -> None:
+  if not 0 <= interval.start_s < math.inf:
+    raise ValueError(
+      f"`start_s` must be a time from 0 on, got {interval.start_s}."
+    )
+  if not interval.end_s > interval.start_s:
+    raise ValueError(
+      f"`end_s` must lie after `start_s`, got {interval.end_s} after "
+      f"{interval.start_s}."
+    )

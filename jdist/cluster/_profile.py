@@ -1,0 +1,130 @@
+"""A model's costs: seconds and memory of a batch, bytes of a message."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+  r"""What a task costs on a machine of speed 1.
+
+  .. math:: t(b) = t_0 + t_1 b, \qquad m(b) = m_0 + m_1 b
+
+  Attributes:
+    seconds_per_sample: t1.
+    seconds_per_batch: t0.
+    bytes_per_sample: m1.
+    bytes_of_model: m0.
+    pull_bytes: of the parameters that a worker receives.
+    push_bytes: of the gradient that it sends.
+    name: of the model, in reports.
+
+  Raises:
+    ValueError: when a cost is negative, or a sample takes no time.
+
+  >>> Profile(seconds_per_sample=0.01, seconds_per_batch=0.1).compute_s(10)
+  0.2
+  """
+
+  seconds_per_sample: float
+  seconds_per_batch: float = 0.0
+  bytes_per_sample: float = 0.0
+  bytes_of_model: float = 0.0
+  pull_bytes: float = 0.0
+  push_bytes: float = 0.0
+  name: str = "model"
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name != "name" and not 0 <= value < math.inf:
+        raise ValueError(f"`{field.name}` must not be negative, got {value}.")
+    if not self.seconds_per_sample + self.seconds_per_batch:
+      raise ValueError(
+        "`seconds_per_sample` or `seconds_per_batch` must be positive, got "
+        "none: time would stand still."
+      )
+
+  def compute_s(self, samples: int) -> float:
+    """Returns the seconds of a gradient of so many samples, at speed 1."""
+    return self.seconds_per_batch + samples * self.seconds_per_sample
+
+  def memory_bytes(self, samples: int) -> float:
+    """Returns the memory that a batch takes, the model's included."""
+    return self.bytes_of_model + samples * self.bytes_per_sample
+
+  def max_samples(self, memory_bytes: float) -> int | None:
+    """Returns the largest batch that fits into memory; None for any.
+
+    >>> Profile(1.0, bytes_per_sample=10, bytes_of_model=5).max_samples(36)
+    3
+    """
+    if not self.bytes_per_sample or memory_bytes == math.inf:
+      return None
+    left = memory_bytes - self.bytes_of_model
+    return max(0, math.floor(left / self.bytes_per_sample))
+
+  @classmethod
+  def fit(
+    cls, samples: Sequence[int], seconds: Sequence[float], **costs: float
+  ) -> "Profile":
+    """Fits both times of a batch to measurements, by least squares.
+
+    Args:
+      samples: batch sizes, two different ones at least.
+      seconds: that each took.
+      **costs: the other fields.
+
+    Raises:
+      ValueError: with fewer than two sizes.
+
+    >>> found = Profile.fit([10, 20, 40], [0.2, 0.3, 0.5])
+    >>> round(found.seconds_per_sample, 6), round(found.seconds_per_batch, 6)
+    (0.01, 0.1)
+    """
+    if len(samples) != len(seconds) or len(set(samples)) < 2:
+      raise ValueError(
+        "`samples` must have two different sizes at least, and `seconds` one "
+        f"time for each, got {samples!r} and {seconds!r}."
+      )
+    num = len(samples)
+    mean_x, mean_y = sum(samples) / num, sum(seconds) / num
+    spread = sum((x - mean_x) ** 2 for x in samples)
+    slope = (
+      sum(
+        (x - mean_x) * (y - mean_y)
+        for x, y in zip(samples, seconds, strict=True)
+      )
+      / spread
+    )
+    slope = max(slope, 0.0)
+    start = max(mean_y - slope * mean_x, 0.0)
+    return cls(seconds_per_sample=slope, seconds_per_batch=start, **costs)  # type: ignore[arg-type]
+
+  @classmethod
+  def measure(
+    cls,
+    step: Callable[[int], float],
+    samples: Sequence[int],
+    *,
+    repeats: int = 5,
+    **costs: float,
+  ) -> "Profile":
+    """Measures a batch of each size and fits both times to the medians.
+
+    Args:
+      step: computes a gradient of so many samples, waits for it, and returns
+        the seconds that it took.
+      samples: batch sizes.
+      repeats: of each size, in turn; a first one, which compiles, not counted.
+      **costs: the other fields.
+    """
+    for size in samples:
+      step(size)
+    found: dict[int, list[float]] = {size: [] for size in samples}
+    for _ in range(repeats):
+      for size in samples:
+        found[size].append(step(size))
+    medians = [sorted(found[size])[repeats // 2] for size in samples]
+    return cls.fit(samples, medians, **costs)

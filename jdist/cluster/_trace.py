@@ -1,0 +1,141 @@
+"""Traces: what was busy when, on any named resources."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+  """A time in which a resource was busy.
+
+  Attributes:
+    resource: a machine, a stream of one, or a direction of a link.
+    name: of the work.
+    start_s: when it began.
+    end_s: when it ended.
+    kind: by which spans are coloured, such as `"compute"`, `"push"`, `"pull"`.
+  """
+
+  resource: str
+  name: str
+  start_s: float
+  end_s: float
+  kind: str = "compute"
+
+  @property
+  def seconds(self) -> float:
+    """How long it took."""
+    return self.end_s - self.start_s
+
+
+@dataclasses.dataclass
+class Trace:
+  """Spans on resources, in the order in which they were added.
+
+  Attributes:
+    spans: all of them.
+    max_spans: older ones are dropped beyond it; keeps all if None.
+
+  >>> trace = Trace()
+  >>> trace.add("gpu", "matmul", 0.0, 3.0)
+  >>> trace.add("link", "all-reduce", 1.0, 4.0, "communicate")
+  >>> trace.end_s, trace.utilisation()
+  (4.0, {'gpu': 0.75, 'link': 0.75})
+  """
+
+  spans: collections.deque[Span] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  max_spans: int | None = None
+
+  def __post_init__(self) -> None:
+    self.spans = collections.deque(self.spans, self.max_spans)
+
+  def add(
+    self,
+    resource: str,
+    name: str,
+    start_s: float,
+    end_s: float,
+    kind: str = "compute",
+  ) -> None:
+    """Adds a span."""
+    self.spans.append(Span(resource, name, start_s, end_s, kind))
+
+  def __iter__(self) -> Iterator[Span]:
+    return iter(self.spans)
+
+  def __len__(self) -> int:
+    return len(self.spans)
+
+  @property
+  def resources(self) -> tuple[str, ...]:
+    """The resources, in the order of their first spans."""
+    return tuple(dict.fromkeys(span.resource for span in self.spans))
+
+  @property
+  def end_s(self) -> float:
+    """When the last span ends."""
+    return max((span.end_s for span in self.spans), default=0.0)
+
+  def utilisation(self) -> dict[str, float]:
+    """Returns which part of the time each resource was busy.
+
+    Spans of one resource that overlap count once.
+    """
+    whole = self.end_s
+    by_resource: dict[str, list[Span]] = {}
+    for span in self.spans:
+      by_resource.setdefault(span.resource, []).append(span)
+    return {
+      name: union_s(spans) / whole if whole else 0.0
+      for name, spans in by_resource.items()
+    }
+
+  def save_perfetto(self, path: str | pathlib.Path) -> None:
+    """Writes a file that https://ui.perfetto.dev opens.
+
+    The format is Chrome's trace events: complete ones, in microseconds, with a
+    thread for each resource.
+    """
+    numbers = {name: i for i, name in enumerate(self.resources)}
+    events: list[dict[str, object]] = [
+      {
+        "name": "thread_name",
+        "ph": "M",
+        "pid": 0,
+        "tid": number,
+        "args": {"name": name},
+      }
+      for name, number in numbers.items()
+    ]
+    events += [
+      {
+        "name": span.name,
+        "cat": span.kind,
+        "ph": "X",
+        "pid": 0,
+        "tid": numbers[span.resource],
+        "ts": 1e6 * span.start_s,
+        "dur": 1e6 * span.seconds,
+      }
+      for span in self.spans
+    ]
+    pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def union_s(spans: Iterable[Span]) -> float:
+  """Returns the seconds in which at least one span lasts.
+
+  >>> union_s([Span("a", "x", 0, 2), Span("a", "y", 1, 3)])
+  3.0
+  """
+  total, until = 0.0, float("-inf")
+  for span in sorted(spans, key=lambda span: span.start_s):
+    if span.end_s > until:
+      total += span.end_s - max(span.start_s, until)
+      until = span.end_s
+  return total

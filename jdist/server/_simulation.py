@@ -1,0 +1,362 @@
+"""A protocol on a virtual clock: workers, messages and failures over time."""
+
+import collections
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol as Interface
+
+from jdist import checks, cluster
+from jdist.server import _messages, _protocol
+
+
+class Learner(Interface):
+  """What becomes of parameters and gradients while time goes by."""
+
+  def pull(self, reply: _messages.Reply) -> None:
+    """Sends the parameters of now to a worker, for a task."""
+
+  def apply(self, update: _messages.Apply) -> None:
+    """Updates the parameters with the gradients of tasks."""
+
+  def discard(self, task: int) -> None:
+    """Drops a task, its gradient late or its worker gone."""
+
+
+@dataclasses.dataclass
+class NodeTotals:
+  """What a machine did.
+
+  Attributes:
+    updates: its gradients in updates.
+    samples: in them.
+    discarded: its gradients that were not used.
+    staleness: the sum over its gradients in updates.
+    compute_s: how long it computed.
+    iteration_s: how long its last task took, from the task's parameters on
+      their way to its gradient at the server.
+  """
+
+  updates: int = 0
+  samples: int = 0
+  discarded: int = 0
+  staleness: int = 0
+  compute_s: float = 0.0
+  iteration_s: float = math.nan
+
+
+@dataclasses.dataclass
+class _Task:
+  """A task that a machine has: `start_s` is when it was given."""
+
+  worker: str
+  samples: int
+  start_s: float
+
+
+class Simulation:
+  """Runs a protocol on a cluster whose time is computed, not waited for.
+
+  Deterministic: everything follows from the arguments.  Each machine draws its
+  jitter from a stream of its own, so that two protocols see the same machines.
+
+  Attributes:
+    now_s: virtual seconds since the start.
+    events: steps of the clock so far; one that is made again from the same
+      arguments and has made as many stands where this one stands.
+    state: the protocol's.
+    nodes: what each machine did.
+    staleness: gradients in updates, by their staleness.
+    pulled_bytes: sent to workers.
+    pushed_bytes: sent to the server.
+
+  >>> from jdist import cluster, server
+  >>> simulation = Simulation(
+  ...   cluster.workers([2.0, 1.0]),
+  ...   server.ASP(batches=server.FixedBatches(10)),
+  ...   cluster.Profile(seconds_per_sample=0.1),
+  ... )
+  >>> simulation.run(updates=6)
+  >>> simulation.now_s
+  2.0
+  >>> {name: node.updates for name, node in simulation.nodes.items()}
+  {'worker0': 4, 'worker1': 2}
+  """
+
+  def __init__(
+    self,
+    machines: cluster.Cluster,
+    protocol: _protocol.Protocol,
+    profile: cluster.Profile,
+    *,
+    seed: int = 0,
+    learner: Learner | None = None,
+    trace: cluster.Trace | None = None,
+    detection_s: float = 1.0,
+  ):
+    """Makes a simulation at second 0, all machines ready that are there.
+
+    Args:
+      machines: the cluster.
+      protocol: the server's.
+      profile: what a task costs.
+      seed: of the jitter, >= 0.
+      learner: takes gradients and makes updates; time alone goes by if None.
+      trace: where to note what was busy when.
+      detection_s: after so many seconds the server notices a failure.
+
+    Raises:
+      ValueError: when an argument is not as described, or a machine's memory
+        does not hold its first batch.
+      ImportError: when SimPy is not installed.
+    """
+    checks.check_type(
+      "machines", machines, cluster.Cluster, "a `cluster.Cluster`"
+    )
+    checks.check_type(
+      "protocol", protocol, _protocol.Protocol, "a protocol of `jdist.server`"
+    )
+    checks.check_type(
+      "profile", profile, cluster.Profile, "a `cluster.Profile`"
+    )
+    checks.check_number("detection_s", detection_s)
+    checks.check_seed(seed)
+    try:
+      import simpy
+    except ImportError:
+      raise ImportError(
+        "The virtual clock needs SimPy: `pip install 'jdist[sim]'`."
+      ) from None
+    self._environment = simpy.Environment()
+    self.protocol, self.profile = protocol, profile
+    self.machines, self.trace = machines, trace
+    self.learner = learner
+    self._server = machines.server
+    self._network = cluster.Network(self._environment, machines.topology, trace)
+    self._detection_s = detection_s
+    self._of_name = {node.name: node for node in machines.nodes}
+    self._random = {
+      node.name: random.Random(f"{seed} {node.name}")
+      for node in machines.nodes
+      if node.jitter
+    }
+    # What a machine began before its last failure, it does not end.
+    self._lives = dict.fromkeys(self._of_name, 0)
+    self._tasks: dict[int, _Task] = {}
+    self.events = 0
+    self.nodes = {node.name: NodeTotals() for node in machines.nodes}
+    self.staleness: collections.Counter[int] = collections.Counter()
+    self.pulled_bytes = self.pushed_bytes = 0.0
+    here = [node.name for node in machines.nodes if node.available(0.0)]
+    self.state = protocol.init(here)
+    machines.check_batches(
+      profile,
+      [
+        self.state.members[node.name].samples if node.name in here else 0
+        for node in machines.nodes
+      ],
+    )
+    for node in machines.nodes:
+      self._plan_outages(node)
+    for name in here:
+      self._after(0.0, self._ready, name, 0)
+
+  @property
+  def now_s(self) -> float:
+    """Virtual seconds since the start."""
+    return float(self._environment.now)
+
+  def run(
+    self,
+    *,
+    updates: int | None = None,
+    seconds: float | None = None,
+    samples: int | None = None,
+    events: int | None = None,
+  ) -> None:
+    """Lets time go by until a limit, the first that is reached.
+
+    Limits count from second 0, so a run can be continued by a larger one.
+
+    Args:
+      updates: of the parameters.
+      seconds: virtual ones.
+      samples: in updates.
+      events: steps of the clock.
+
+    Raises:
+      ValueError: when no limit is given.
+    """
+    limits = (updates, seconds, samples, events)
+    if all(limit is None for limit in limits):
+      raise ValueError(
+        "`updates`, `seconds`, `samples` or `events` must be given: a cluster "
+        "runs for ever."
+      )
+    until = (math.inf if limit is None else limit for limit in limits)
+    max_updates, max_s, max_samples, max_events = until
+    environment, state = self._environment, self.state
+    count_samples = samples is not None
+    while state.version < max_updates and self.events < max_events:
+      if environment.peek() > max_s or environment.peek() == math.inf:
+        break
+      if count_samples and self.applied_samples >= max_samples:
+        break
+      environment.step()
+      self.events += 1
+
+  @property
+  def applied_samples(self) -> int:
+    """Samples whose gradients are in updates."""
+    return sum(node.samples for node in self.nodes.values())
+
+  # The course of a task, each step once the one before has happened.
+
+  def _ready(self, name: str, life: int) -> None:
+    if life == self._lives[name]:
+      self._deliver(_messages.Pull(name))
+
+  def _send_parameters(self, reply: _messages.Reply) -> None:
+    name = str(reply.worker)
+    self._tasks[reply.task] = _Task(name, reply.samples, self._environment.now)
+    if self.learner is not None:
+      self.learner.pull(reply)
+    self.pulled_bytes += self.profile.pull_bytes
+    arrival = self._network.send(
+      self._server,
+      name,
+      self.profile.pull_bytes,
+      name=f"pull {reply.task}",
+      kind="pull",
+    )
+    life = self._lives[name]
+    arrival.callbacks.append(lambda _: self._compute(reply, name, life))
+
+  def _compute(self, reply: _messages.Reply, name: str, life: int) -> None:
+    if life != self._lives[name]:
+      return
+    node, now = self._of_name[name], self._environment.now
+    work = self.profile.compute_s(reply.samples)
+    if node.jitter:
+      work *= node.draw(self._random[name])
+    seconds = node.end_s(now, work) - now
+    self.nodes[name].compute_s += seconds
+    if self.trace is not None:
+      task = f"task {reply.task}"
+      self.trace.add(name, task, now, now + seconds, "compute")
+    timeout = self._environment.timeout(seconds)
+    timeout.callbacks.append(
+      lambda _: self._send_gradient(reply, name, life, seconds)
+    )
+
+  def _send_gradient(
+    self, reply: _messages.Reply, name: str, life: int, compute_s: float
+  ) -> None:
+    if life != self._lives[name]:
+      return
+    self.pushed_bytes += self.profile.push_bytes
+    arrival = self._network.send(
+      name,
+      self._server,
+      self.profile.push_bytes,
+      name=f"push {reply.task}",
+      kind="push",
+    )
+    push = _messages.Push(name, reply.task, reply.samples, compute_s)
+    arrival.callbacks.append(lambda _: self._take(push, life))
+
+  def _take(self, push: _messages.Push, life: int) -> None:
+    name = str(push.worker)
+    task = self._tasks.get(push.task)
+    if task is not None:
+      took = self._environment.now - task.start_s
+      self.nodes[name].iteration_s = took
+    self._deliver(push)
+    if life == self._lives[name]:
+      if name not in self.state.members:  # A timer had it counted as gone.
+        self._deliver(_messages.Join(name))
+      self._deliver(_messages.Pull(name))
+
+  # Failures.
+
+  def _plan_outages(self, node: cluster.Node) -> None:
+    for outage in node.outages:
+      if outage.start_s > 0:
+        self._after(outage.start_s, self._fail, node.name, outage)
+      if outage.end_s < math.inf:
+        self._after(outage.end_s, self._return, node.name)
+
+  def _fail(self, name: str, outage: cluster.Outage) -> None:
+    self._lives[name] += 1
+    now = self._environment.now
+    if self.trace is not None:
+      end = outage.end_s if outage.end_s < math.inf else now
+      self.trace.add(name, "away", now, end, "away")
+    # One that is back before this was noticed says so itself.
+    if now + self._detection_s < outage.end_s:
+      self._after(self._detection_s, self._deliver, _messages.Leave(name))
+
+  def _return(self, name: str) -> None:
+    self._deliver(_messages.Join(name))
+    self._deliver(_messages.Pull(name))
+
+  def _after(
+    self, seconds: float, function: Callable[..., None], *args: Any
+  ) -> None:
+    timeout = self._environment.timeout(seconds)
+    timeout.callbacks.append(lambda _: function(*args))
+
+  # Messages and actions.
+
+  def _deliver(self, message: _messages.Message) -> None:
+    # Who leaves takes its tasks along, for which nothing will come any more.
+    gone: list[int] = []
+    if not isinstance(message, _messages.Push | _messages.Pull):
+      worker = (
+        message.worker
+        if not isinstance(message, _messages.Expired)
+        else self._worker_of(message.task)
+      )
+      if worker in self.state.members:
+        gone = list(self.state.members[worker].tasks)
+    actions = self.protocol.receive(self.state, self._environment.now, message)
+    for action in actions:
+      if isinstance(action, _messages.Reply):
+        self._send_parameters(action)
+      elif isinstance(action, _messages.Apply):
+        self._apply(action)
+      elif isinstance(action, _messages.Discard):
+        self._discard(action.task)
+      else:
+        self._after(
+          action.after_s, self._deliver, _messages.Expired(action.task)
+        )
+    for task in gone:
+      self._forget(task)
+
+  def _worker_of(self, number: int) -> str | None:
+    task = self._tasks.get(number)
+    return None if task is None else task.worker
+
+  def _apply(self, update: _messages.Apply) -> None:
+    if self.learner is not None:
+      self.learner.apply(update)
+    for number, stale in zip(update.tasks, update.staleness, strict=True):
+      task = self._tasks.pop(number)
+      node = self.nodes[task.worker]
+      node.updates += 1
+      node.samples += task.samples
+      node.staleness += stale
+      self.staleness[stale] += 1
+
+  def _discard(self, number: int) -> None:
+    task = self._tasks.get(number)
+    if task is not None:
+      self.nodes[task.worker].discarded += 1
+      self._forget(number)
+
+  def _forget(self, number: int) -> None:
+    if self._tasks.pop(number, None) is not None and self.learner is not None:
+      self.learner.discard(number)
