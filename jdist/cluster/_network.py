@@ -5,8 +5,9 @@ from typing import Any
 
 from jdist.cluster import _links, _topology, _trace
 
-# Of a message's bytes: what rounding of the clock may leave of it.
+# What rounding may leave of a message: of its bytes, and of the clock.
 _ROUNDING = 1e-9
+_CLOCK_ROUNDING = 1e-15
 
 
 class _FirstCome:
@@ -70,7 +71,9 @@ class _Fair:
     self._wake_s = None
     self._advance()
     ready = []
+    # Less than the clock can tell from now would wake this for ever.
     bound = self._given * (1 + _ROUNDING) + _ROUNDING
+    bound += _CLOCK_ROUNDING * self._at_s * self._bytes_per_s
     while self._heap and self._heap[0][0] <= bound:
       ready.append(heapq.heappop(self._heap)[2])
     if self._heap:

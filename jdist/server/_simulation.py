@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -197,10 +198,29 @@ class Simulation:
       )
     until = (math.inf if limit is None else limit for limit in limits)
     max_updates, max_s, max_samples, max_events = until
+    # What happens here leaves no cycles, and the collector would walk over all
+    # of a large cluster's objects again and again.
+    collects = self.learner is None and gc.isenabled()
+    if collects:
+      gc.disable()
+    try:
+      self._run(max_updates, max_s, max_samples, max_events)
+    finally:
+      if collects:
+        gc.enable()
+
+  def _run(
+    self,
+    max_updates: float,
+    max_s: float,
+    max_samples: float,
+    max_events: float,
+  ) -> None:
     environment, state = self._environment, self.state
-    count_samples = samples is not None
+    count_samples = max_samples < math.inf
     while state.version < max_updates and self.events < max_events:
-      if environment.peek() > max_s or environment.peek() == math.inf:
+      after = environment.peek()
+      if after > max_s or after == math.inf:
         break
       if count_samples and self.applied_samples >= max_samples:
         break

@@ -1,0 +1,109 @@
+"""Tests of clusters as TOML files."""
+
+import math
+import textwrap
+
+import pytest
+
+from jdist import cluster
+
+FILE = """
+server = "ps"
+
+[[nodes]]
+name = "fast"
+count = 2
+speed = 8.0
+jitter = 0.1
+memory_gb = 16
+slowdowns = [{ start_s = 60, end_s = 90, factor = 0.5 }]
+
+[[nodes]]
+name = "slow"
+outages = [{ start_s = 120, end_s = 150 }, { start_s = 200 }]
+
+[[links]]
+between = ["fast*", "switch"]
+bandwidth_gbit_per_s = 1.0
+latency_ms = 0.5
+sharing = "fair"
+
+[[links]]
+between = ["slow", "switch"]
+bandwidth_gbit_per_s = 0.1
+
+[[links]]
+between = ["ps", "switch"]
+bandwidth_gbit_per_s = 10.0
+
+[profile]
+seconds_per_sample = 0.002
+pull_bytes = 400_000
+"""
+
+
+def load(tmp_path, text):
+  path = tmp_path / "cluster.toml"
+  path.write_text(textwrap.dedent(text))
+  return cluster.load_cluster(path)
+
+
+def test_a_file_says_all_of_a_cluster(tmp_path):
+  found, profile = load(tmp_path, FILE)
+  assert found.names == ("fast0", "fast1", "slow")
+  fast, slow = found.node("fast1"), found.node("slow")
+  assert (fast.speed, fast.jitter, fast.memory_bytes) == (8.0, 0.1, 16e9)
+  assert fast.slowdowns == (cluster.Slowdown(60, 0.5, 90),)
+  assert slow.outages == (
+    cluster.Outage(120, 150),
+    cluster.Outage(200, math.inf),
+  )
+  assert found.server == "ps"
+  link = found.topology.link("switch", "fast0")
+  assert link == cluster.Link(1e9, 5e-4, "fair")
+  assert found.topology.route("slow", "ps") == (
+    ("slow", "switch"),
+    ("switch", "ps"),
+  )
+  assert profile == cluster.Profile(0.002, pull_bytes=400_000)
+
+
+def test_links_and_profile_may_be_left_out(tmp_path):
+  found, profile = load(tmp_path, '[[nodes]]\nname = "a"\n')
+  assert (found.topology, profile) == (None, None)
+
+
+WRONG = {
+  "no TOML": ("nodes = [", "no TOML file"),
+  "no nodes": ("server = 'a'", "`nodes` must"),
+  "typo": (FILE.replace("speed =", "sped ="), "did you mean 'speed'"),
+  "typo in the file": ("noodes = 1", "did you mean 'nodes'"),
+  "unknown key": (FILE.replace("jitter", "colour"), "'colour' is no key of"),
+  "negative bandwidth": (
+    FILE.replace("= 10.0", "= -10.0"),
+    "`bandwidth_bits_per_s` must be positive",
+  ),
+  "speed of 0": (FILE.replace("8.0", "0.0"), "`speed` must be positive"),
+  "speed in words": (FILE.replace("8.0", "'fast'"), "`speed` of .* a number"),
+  "count": (FILE.replace("count = 2", "count = 0"), "`count` of"),
+  "no route": (FILE.replace('"slow", "switch"', '"slow", "swich"'), "no way"),
+  "unknown server": (FILE.replace('"ps"\n', '"pss"\n', 1), "`server` must"),
+  "no such machine": (FILE.replace('"fast*"', '"quick*"'), "matches none"),
+  "sharing": (FILE.replace('"fair"', '"fairly"'), "`sharing` must be"),
+  "outage": (FILE.replace("end_s = 150", "end_s = 100"), "`end_s` must lie"),
+  "two of a name": (FILE.replace('"slow"', '"fast0"'), "`nodes` must differ"),
+  "a slow-down's factor": (
+    FILE.replace(", factor = 0.5", ""),
+    "may be left out",
+  ),
+  "profile": (FILE.replace("0.002", "0"), "`seconds_per_sample` or"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
+  text, message = WRONG[name]
+  with pytest.raises(ValueError, match=message) as error:
+    load(tmp_path, text)
+  assert "cluster.toml" in str(error.value)
+  assert "\n" not in str(error.value)

@@ -1,0 +1,141 @@
+"""Tests of messages beside each other on links."""
+
+import fractions
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import cluster
+
+simpy = pytest.importorskip("simpy")
+
+
+def arrivals(topology, messages, trace=None):
+  """Returns when each of (start_s, source, target, bytes) arrives."""
+  environment = simpy.Environment()
+  network = cluster.Network(environment, topology, trace)
+  found = [None] * len(messages)
+
+  def send(i, source, target, num_bytes):
+    def note(_):
+      found[i] = environment.now
+
+    network.send(source, target, num_bytes).callbacks.append(note)
+
+  for i, (start, *message) in enumerate(messages):
+    environment.timeout(start).callbacks.append(
+      lambda _, i=i, message=message: send(i, *message)
+    )
+  environment.run()
+  return found
+
+
+def byte_link(sharing="first_come", latency_s=0.0, rate=1.0):
+  return cluster.Link(8.0 * rate, latency_s, sharing)
+
+
+def two(sharing):
+  return cluster.Topology({("a", "b"): byte_link(sharing)})
+
+
+def test_first_come_is_first_carried():
+  messages = [(0, "a", "b", 3), (1, "a", "b", 1), (1, "b", "a", 1)]
+  assert arrivals(two("first_come"), messages) == [3, 4, 2]
+
+
+def test_fair_links_give_each_an_equal_part():
+  # One alone for a second, then two until the second has had its byte: at 3.
+  messages = [(0, "a", "b", 3), (1, "a", "b", 1), (1, "b", "a", 1)]
+  assert arrivals(two("fair"), messages) == [4, 3, 2]
+
+
+@pytest.mark.parametrize("sharing", ["first_come", "fair"])
+def test_a_message_flows_over_all_its_links_at_once(sharing):
+  links = {
+    ("a", "x"): byte_link(sharing, 0.5, rate=4.0),
+    ("x", "y"): byte_link(sharing, 0.25),
+    ("y", "b"): byte_link(sharing, 0.25, rate=2.0),
+  }
+  (found,) = arrivals(cluster.Topology(links), [(0, "a", "b", 8)])
+  assert found == pytest.approx(8 + 1)
+
+
+def test_without_a_topology_messages_take_no_time():
+  assert arrivals(None, [(2, "a", "b", 1e9)]) == [2]
+
+
+def shared(messages):
+  """Steps from one change to the next, in fractions; messages (start, bytes).
+
+  The link carries a byte a second.
+  """
+  left, ends, now = {}, {}, fractions.Fraction(0)
+  todo = sorted((start, i) for i, (start, _) in enumerate(messages))
+  while todo or left:
+    steps = [min(left.values()) * len(left)] if left else []
+    steps += [todo[0][0] - now] if todo else []
+    now += min(steps)
+    left = {i: each - min(steps) / len(left) for i, each in left.items()}
+    for i in [i for i, each in left.items() if not each]:
+      ends[i] = now
+      del left[i]
+    while todo and todo[0][0] == now:
+      _, i = todo.pop(0)
+      left[i] = fractions.Fraction(messages[i][1])
+  return [float(ends[i]) for i in range(len(messages))]
+
+
+@hypothesis.given(
+  st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=12
+  )
+)
+def test_fair_links_agree_with_a_plain_reference(messages):
+  found = arrivals(
+    two("fair"), [(start, "a", "b", size) for start, size in messages]
+  )
+  assert found == pytest.approx(shared(messages), rel=1e-6)
+
+
+@hypothesis.given(
+  st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=12
+  )
+)
+def test_a_link_is_never_idle_with_a_message_nor_faster_than_it_is(messages):
+  for sharing in ("first_come", "fair"):
+    trace = cluster.Trace()
+    found = arrivals(
+      two(sharing),
+      [(start, "a", "b", size) for start, size in messages],
+      trace,
+    )
+    busy = trace.utilisation()["a->b"] * trace.end_s
+    assert busy == pytest.approx(sum(size for _, size in messages), rel=1e-6)
+    assert max(found) == pytest.approx(trace.end_s)
+
+
+def test_a_link_comes_to_an_end_late_in_a_long_run():
+  topology = cluster.Topology({("a", "b"): byte_link("fair", rate=1e9)})
+  messages = [(1e9, "a", "b", 1 / 3), (1e9, "a", "b", 1e6)]
+  assert arrivals(topology, messages) == pytest.approx([1e9, 1e9])
+
+
+def test_ways_have_the_fewest_hops():
+  link = byte_link()
+  names = "abcdef"
+  found = cluster.ring(names, link)
+  assert found.route("a", "c") == (("a", "b"), ("b", "c"))
+  assert found.route("f", "a") == (("f", "a"),)
+  assert found.route("d", "d") == ()
+  for one in names:
+    for other in names:
+      there, back = found.route(one, other), found.route(other, one)
+      assert len(there) == len(back) <= 3
+
+
+def test_a_missing_way_is_refused():
+  apart = cluster.Topology({("a", "b"): byte_link(), ("c", "d"): byte_link()})
+  with pytest.raises(ValueError, match="no way between 'a' and 'd'"):
+    apart.route("a", "d")

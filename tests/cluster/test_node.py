@@ -1,0 +1,96 @@
+"""Tests of machines whose speed changes, and of what a batch costs."""
+
+import math
+import random
+import statistics
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import cluster
+
+
+@hypothesis.given(
+  st.lists(
+    st.tuples(
+      st.floats(0, 20), st.floats(0.1, 10), st.sampled_from([0.25, 0.5, 2])
+    ),
+    max_size=4,
+  ),
+  st.floats(0, 20),
+  st.floats(0.1, 30),
+)
+def test_work_is_the_integral_of_the_speed(slowdowns, start, work):
+  node = cluster.Node(
+    "a",
+    speed=3.0,
+    slowdowns=tuple(
+      cluster.Slowdown(begin, factor, begin + length)
+      for begin, length, factor in slowdowns
+    ),
+  )
+  end = node.end_s(start, work)
+  edges = {start, end}
+  for slow in node.slowdowns:
+    edges |= {t for t in (slow.start_s, slow.end_s) if start < t < end}
+  done, edges = 0.0, sorted(edges)
+  for left, right in zip(edges, edges[1:], strict=False):  # noqa: RUF007
+    speed, middle = 3.0, (left + right) / 2
+    for slow in node.slowdowns:
+      if slow.start_s <= middle < slow.end_s:
+        speed *= slow.factor
+    done += speed * (right - left)
+  assert done == pytest.approx(work, rel=1e-6)
+
+
+def test_jitter_does_not_change_the_mean():
+  node, generator = cluster.Node("a", jitter=0.5), random.Random(0)
+  drawn = [node.draw(generator) for _ in range(20_000)]
+  assert statistics.fmean(drawn) == pytest.approx(1.0, abs=0.02)
+  logarithms = [math.log(each) for each in drawn]
+  assert statistics.stdev(logarithms) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_batch_beyond_the_memory_is_refused():
+  machines = cluster.Cluster(
+    (cluster.Node("big"), cluster.Node("small", memory_bytes=1e9))
+  )
+  profile = cluster.Profile(1.0, bytes_per_sample=1e8, bytes_of_model=2e8)
+  machines.check_batches(profile, 8)
+  with pytest.raises(ValueError, match="'small' has 1 GB: 8 samples fit"):
+    machines.check_batches(profile, 9)
+
+
+def test_a_profile_is_measured_by_medians():
+  seconds = iter([9.0, 9.0, 1.0, 2.0, 50.0, 2.0, 1.0, 2.0])
+  found = cluster.Profile.measure(
+    lambda _: next(seconds), [10, 20], repeats=3, pull_bytes=4.0
+  )
+  assert found == cluster.Profile(0.1, 0.0, pull_bytes=4.0)
+
+
+BAD = {
+  "speed": lambda: cluster.Node("a", speed=0.0),
+  "jitter": lambda: cluster.Node("a", jitter=-1.0),
+  "name": lambda: cluster.Node(""),
+  "memory_bytes": lambda: cluster.Node("a", memory_bytes=0),
+  "factor": lambda: cluster.Slowdown(0.0, 0.0),
+  "start_s": lambda: cluster.Outage(-1.0),
+  "end_s": lambda: cluster.Outage(1.0, 1.0),
+  "outages": lambda: cluster.Node(
+    "a", outages=(cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
+  ),
+  "nodes": lambda: cluster.Cluster(()),
+  "links": lambda: cluster.Topology({("a", "a"): cluster.Link(1.0)}),
+  "names": lambda: cluster.ring("ab", cluster.Link(1.0)),
+  "pull_bytes": lambda: cluster.Profile(1.0, pull_bytes=-1.0),
+  "samples": lambda: cluster.Profile.fit([1, 1], [1.0, 1.0]),
+  "sharing": lambda: cluster.Link(1.0, sharing="even"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    BAD[name]()

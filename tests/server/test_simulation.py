@@ -1,0 +1,268 @@
+"""Tests of protocols on the virtual clock, time alone."""
+
+import collections
+import dataclasses
+import math
+import sys
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import cluster, server
+
+pytest.importorskip("simpy")
+
+PROFILE = cluster.Profile(seconds_per_sample=0.1)
+FIVE = server.FixedBatches(5)
+
+
+class Learner:
+  """Takes note of what happens to each task."""
+
+  def __init__(self):
+    self.out, self.log = {}, []
+
+  def pull(self, reply):
+    assert reply.task not in self.out
+    self.out[reply.task] = reply
+    self.log.append(reply)
+
+  def apply(self, update):
+    for task in update.tasks:
+      del self.out[task]
+    self.log.append(update)
+
+  def discard(self, task):
+    del self.out[task]
+    self.log.append(task)
+
+
+def simulation(speeds=(2.0, 1.0), protocol=None, **arguments):
+  machines = arguments.pop("machines", None) or cluster.workers(
+    speeds,
+    **{k: arguments.pop(k) for k in ("link", "jitter") if k in arguments},
+  )
+  return server.Simulation(
+    machines,
+    protocol or server.ASP(batches=FIVE),
+    arguments.pop("profile", PROFILE),
+    **arguments,
+  )
+
+
+def test_a_step_by_hand():
+  # Speed 2: half a second is a quarter; a link of a second for a message.
+  learner = Learner()
+  run = simulation(
+    link=cluster.Link(8.0),
+    profile=dataclasses.replace(PROFILE, push_bytes=1.0),
+    learner=learner,
+  )
+  run.run(updates=2)
+  # worker0: computes to 0.25, sends to 1.25; worker1's push waits at the
+  # server's link and is there at 2.25.
+  assert run.now_s == pytest.approx(2.25)
+  assert learner.log == [
+    server.Reply("worker0", 0, 0, 5),
+    server.Reply("worker1", 1, 0, 5),
+    server.Apply((0,), (1.0,), (0,)),
+    server.Reply("worker0", 2, 1, 5),
+    server.Apply((1,), (1.0,), (1,)),
+    server.Reply("worker1", 3, 2, 5),
+  ]
+  assert run.pushed_bytes == 3 and run.pulled_bytes == 0
+
+
+def test_a_barrier_takes_as_long_as_the_slowest():
+  run = simulation((8.0, 1.0, 1.0), server.BSP(batches=FIVE))
+  run.run(updates=10)
+  assert run.now_s == pytest.approx(5.0)
+  assert all(node.updates == 10 for node in run.nodes.values())
+  assert set(run.staleness) == {0}
+
+
+def test_mean_staleness_is_one_less_than_the_workers_at_any_speed():
+  for speeds in ((1.0,) * 4, (8.0, 4.0, 2.0, 1.0)):
+    run = simulation(speeds, jitter=0.05)
+    run.run(updates=4000)
+    mean = sum(k * v for k, v in run.staleness.items()) / run.state.applied
+    assert mean == pytest.approx(3.0, abs=0.02)
+
+
+def iteration_spread(run):
+  seconds = [
+    node.iteration_s
+    for node in run.nodes.values()
+    if not math.isnan(node.iteration_s)
+  ]
+  return max(seconds) / min(seconds)
+
+
+def test_dbs_makes_iterations_equally_long_and_again_after_a_slowdown():
+  speeds = (8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
+  machines = cluster.workers(speeds)
+  nodes = list(machines.nodes)
+  nodes[0] = dataclasses.replace(
+    nodes[0], slowdowns=(cluster.Slowdown(600.0, 0.25),)
+  )
+  machines = dataclasses.replace(machines, nodes=tuple(nodes))
+  run = simulation(machines=machines, protocol=server.dbs(512))
+  plain = simulation(machines=machines)
+  for until in (500.0, 1500.0):
+    run.run(seconds=until)
+    plain.run(seconds=until)
+    assert iteration_spread(run) <= 1.15
+    assert iteration_spread(plain) > 3
+    # As many samples a second: no machine ever waits.
+    assert run.applied_samples >= 0.97 * plain.applied_samples
+  sizes = [member.samples for member in run.state.members.values()]
+  assert sum(sizes) == 512 and sizes[0] < sizes[1] / 3
+
+
+def failing():
+  """Three machines, one of which is away twice, and one for ever."""
+  return cluster.Cluster(
+    (
+      cluster.Node("a", jitter=0.2),
+      cluster.Node(
+        "b", outages=(cluster.Outage(3.2, 3.4), cluster.Outage(7.1, 20.0))
+      ),
+      cluster.Node("c", jitter=0.1, outages=(cluster.Outage(11.0),)),
+      cluster.Node("d", outages=(cluster.Outage(0.0, 5.0),)),
+    )
+  )
+
+
+PROTOCOLS = {
+  "bsp": server.BSP(batches=FIVE),
+  "backups": server.BSP(batches=FIVE, backups=1),
+  "asp": server.ASP(batches=FIVE),
+  "ssp": server.SSP(batches=FIVE, bound=1),
+  "softsync": server.NSoftsync(batches=FIVE, n=2),
+  "dbs": server.dbs(20),
+  "ringmaster": server.Ringmaster(batches=FIVE, max_staleness=2),
+  "timeout": server.ASP(batches=FIVE, timeout_s=0.45),
+}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_failures_hold_nobody_up_and_lose_no_count(name):
+  learner = Learner()
+  run = simulation(
+    machines=failing(), protocol=PROTOCOLS[name], learner=learner
+  )
+  run.run(seconds=40.0)
+  updates = [each for each in learner.log if isinstance(each, server.Apply)]
+  tasks = collections.Counter(task for each in updates for task in each.tasks)
+  assert set(tasks.values()) == {1}
+  assert run.state.applied == len(tasks)
+  assert run.applied_samples == sum(
+    reply.samples
+    for reply in learner.log
+    if isinstance(reply, server.Reply) and reply.task in tasks
+  )
+  before = run.state.version
+  run.run(seconds=80.0)
+  assert run.state.version > before + 20
+  assert set(run.state.members) == {"a", "b", "d"}
+  assert len(learner.out) <= 3 + 3
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_same_seed_gives_the_same_course(name):
+  def log(seed):
+    learner = Learner()
+    run = simulation(
+      machines=failing(),
+      protocol=PROTOCOLS[name],
+      learner=learner,
+      seed=seed,
+    )
+    run.run(seconds=25.0)
+    return learner.log, run.now_s, run.events
+
+  assert log(0) == log(0)
+  if name != "bsp":  # Its order is the workers', whatever the jitter.
+    assert log(0) != log(1)
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.integers(0, 150), st.sampled_from(sorted(PROTOCOLS)))
+def test_time_alone_stands_where_a_run_with_a_learner_stood(events, name):
+  def make(learner=None):
+    return simulation(
+      machines=failing(), protocol=PROTOCOLS[name], learner=learner
+    )
+
+  whole = make(Learner())
+  whole.run(events=events)
+  stood = dict(whole.learner.out)
+  whole.learner.log.clear()
+  whole.run(events=events + 100)
+  again = make()
+  again.run(events=events)
+  again.learner = Learner()
+  again.learner.out = stood
+  again.run(events=events + 100)
+  assert again.learner.log == whole.learner.log
+  assert again.nodes == whole.nodes and again.now_s == whole.now_s
+
+
+def test_bytes_are_those_of_the_messages():
+  profile = dataclasses.replace(PROFILE, push_bytes=3.0, pull_bytes=5.0)
+  run = simulation(profile=profile, link=cluster.Link(8e6))
+  run.run(updates=50)
+  out = len(run.state.tasks)
+  assert run.pulled_bytes == 5.0 * run.state.next_task
+  assert 3.0 * 50 <= run.pushed_bytes <= 3.0 * (50 + out)
+
+
+def test_memory_is_flat_in_the_updates():
+  run = simulation((1.0, 2.0, 3.0), server.SSP(batches=FIVE), jitter=0.1)
+  held = []
+  for updates in (500, 1000, 5000):
+    run.run(updates=updates)
+    held.append(
+      (
+        len(run._tasks),
+        len(run.state.tasks),
+        sys.getsizeof(run.state.counts),
+        len(run._environment._queue),
+      )
+    )
+  assert max(max(each) for each in held) < 500
+  assert held[2][0] <= 3 and held[2][3] < 20
+
+
+BAD = {
+  "machines": lambda: simulation(machines="cluster.toml"),
+  "protocol": lambda: simulation(protocol="asp"),
+  "profile": lambda: simulation(profile=0.1),
+  "seed": lambda: simulation(seed=-1),
+  "detection_s": lambda: simulation(detection_s=-1.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    BAD[name]()
+
+
+def test_a_run_needs_a_limit():
+  with pytest.raises(ValueError, match="`events` must be given"):
+    simulation().run()
+
+
+def test_a_batch_beyond_a_machines_memory_is_refused():
+  machines = cluster.Cluster((cluster.Node("a", memory_bytes=4.0),))
+  profile = dataclasses.replace(PROFILE, bytes_per_sample=1.0)
+  with pytest.raises(ValueError, match="4 samples fit"):
+    simulation(machines=machines, profile=profile)
+
+
+def test_without_simpy_it_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "simpy", None)
+  with pytest.raises(ImportError, match=r"jdist\[sim\]"):
+    simulation()
