@@ -111,22 +111,14 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
   count = table.get("count")
   if count is not None and (not isinstance(count, int) or count < 1):
     raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
-  slowdowns, outages = [], []
-  for key, keys, kind, into in (
-    ("slowdowns", _SLOWDOWN, _node.Slowdown, slowdowns),
-    ("outages", _OUTAGE, _node.Outage, outages),
-  ):
-    for each in table.get(key, []):
-      within = f"`{key}` of {place}"
-      _check_keys(within, each, keys)
-      _check_numbers(within, each)
-      try:
-        into.append(kind(**each))
-      except TypeError:
-        raise ValueError(
-          f"{within} must have {', '.join(map(repr, keys))}; only `end_s` may "
-          "be left out."
-        ) from None
+  slowdowns = [
+    _node.Slowdown(**each)
+    for each in _read_times(table, "slowdowns", _SLOWDOWN, place)
+  ]
+  outages = [
+    _node.Outage(**each)
+    for each in _read_times(table, "outages", _OUTAGE, place)
+  ]
   memory = table.get("memory_gb")
   names = (
     [table["name"]]
@@ -144,6 +136,25 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
     )
     for name in names
   ]
+
+
+def _read_times(
+  table: Mapping[str, Any], key: str, keys: tuple[str, ...], place: str
+) -> list[dict[str, float]]:
+  """Reads times from a list of tables, in which `end_s` may be left out."""
+  times = table.get(key, [])
+  within = f"`{key}` of {place}"
+  if not isinstance(times, list):
+    raise ValueError(f"{within} must be a list of tables, got {times!r}.")
+  for each in times:
+    _check_keys(within, each, keys)
+    _check_numbers(within, each)
+    missing = [name for name in keys if name not in each and name != "end_s"]
+    if missing:
+      raise ValueError(
+        f"{within} must have {missing[0]!r}; only `end_s` may be left out."
+      )
+  return times
 
 
 def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
