@@ -8,7 +8,7 @@ from jdist.cluster._gantt import draw_trace as draw_trace
 from jdist.cluster._gantt import plot_trace as plot_trace
 from jdist.cluster._links import Link as Link
 from jdist.cluster._links import ring_messages as ring_messages
-from jdist.cluster._network import Network as Network
+from jdist.cluster._virtual_network import Network as Network
 from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
 from jdist.cluster._node import Slowdown as Slowdown

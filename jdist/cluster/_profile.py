@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-  r"""What a task costs on a machine of speed 1.
+  r"""The costs of a task on a machine of speed 1.
 
   .. math:: t(b) = t_0 + t_1 b, \qquad m(b) = m_0 + m_1 b
 

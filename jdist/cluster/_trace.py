@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """How long it took."""
+    """The seconds between both ends."""
     return self.end_s - self.start_s
 
 
@@ -78,7 +78,7 @@ class Trace:
 
   @property
   def end_s(self) -> float:
-    """When the last span ends."""
+    """The end of the last span."""
     return max((span.end_s for span in self.spans), default=0.0)
 
   def utilisation(self) -> dict[str, float]:

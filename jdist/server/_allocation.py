@@ -11,7 +11,7 @@ from jdist import checks
 
 
 class Allocation(Interface):
-  """How many samples a worker takes its gradient of."""
+  """Decides how many samples each worker takes its gradient of."""
 
   @property
   def smoothing(self) -> float:

@@ -31,7 +31,7 @@ class Assignment:
 
 @dataclasses.dataclass(slots=True)
 class Member:
-  """What a server knows of a worker.
+  """A worker as its server knows it.
 
   Attributes:
     rank: how many workers joined before.
@@ -84,7 +84,7 @@ class ServerState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
-  """When a worker starts, and which gradients make an update.
+  """Decides when a worker starts, and which gradients make an update.
 
   A protocol is a state machine: `receive` takes one message and returns what
   the driver has to do.  It has no clock, no randomness and no arrays.  The
@@ -130,7 +130,7 @@ class Protocol:
       if not callable(getattr(self.batches, name, None)):
         raise ValueError(
           "`batches` must be an allocation such as `server.FixedBatches(32)`, "
-          f"got {checks.told(self.batches)}."
+          f"got {checks.show(self.batches)}."
         )
     checks.check_type(
       "weighting", self.weighting, _weights.Weighting, "a `server.Weighting`"
@@ -198,7 +198,7 @@ class Protocol:
     else:
       raise ValueError(
         "`message` must be a Join, Leave, Pull, Push or Expired, got "
-        f"{checks.told(message)}."
+        f"{checks.show(message)}."
       )
     return actions
 

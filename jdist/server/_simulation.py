@@ -14,7 +14,7 @@ from jdist.server import _messages, _protocol
 
 
 class Learner(Interface):
-  """What becomes of parameters and gradients while time goes by."""
+  """Handles parameters and gradients while time goes by."""
 
   def pull(self, reply: _messages.Reply) -> None:
     """Sends the parameters of now to a worker, for a task."""
@@ -28,7 +28,7 @@ class Learner(Interface):
 
 @dataclasses.dataclass
 class NodeTotals:
-  """What a machine did.
+  """Totals of a machine.
 
   Attributes:
     updates: its gradients in updates.
