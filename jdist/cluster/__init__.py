@@ -8,7 +8,6 @@ from jdist.cluster._gantt import draw_trace as draw_trace
 from jdist.cluster._gantt import plot_trace as plot_trace
 from jdist.cluster._links import Link as Link
 from jdist.cluster._links import ring_messages as ring_messages
-from jdist.cluster._virtual_network import Network as Network
 from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
 from jdist.cluster._node import Slowdown as Slowdown
@@ -18,3 +17,4 @@ from jdist.cluster._topology import star as star
 from jdist.cluster._topology import Topology as Topology
 from jdist.cluster._trace import Span as Span
 from jdist.cluster._trace import Trace as Trace
+from jdist.cluster._virtual_network import Network as Network
