@@ -154,12 +154,15 @@ class ChunkedStream(_sender.Sender):
     sent: tuple[Any, ...],
     memory: reducers.CompressionState,
     in_flight: jax.Array,
+    *,
+    write_back: bool = True,
   ) -> tuple[ChunkedStreamState, reducers.CompressionState]:
     """Stores what has been sent, in the conditional at the step's end.
 
     Of a message that is none, before the first delayed round, the reducer's
     state stays as it is.
     """
+    del write_back  # Parts are compressed before, and not held here.
     found, loss = sent
     arrived, position = dict(held.arrived), dict(held.position)
     shares = dict(held.shares) if self._feeds_back else {}

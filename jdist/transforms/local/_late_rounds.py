@@ -454,13 +454,19 @@ class LateSynchronizer(_local_steps.Synchronizer):
       "round's end."
     )
 
-  def _receive(self, step: Step, sent: tuple[Any, ...]) -> Step:
+  def _receive(
+    self, step: Step, sent: tuple[Any, ...], *, write_back: bool = True
+  ) -> Step:
     """Stores what has been sent in this step."""
     if not sent:
       return step
     state = step.sync
     held, memory = self._sender(state.anchor).receive(
-      state.flight.held, sent, state.compression, state.flight.in_flight
+      state.flight.held,
+      sent,
+      state.compression,
+      state.flight.in_flight,
+      write_back=write_back,
     )
     flight = state.flight._replace(held=held)
     return step._replace(sync=state._replace(flight=flight, compression=memory))
@@ -481,8 +487,9 @@ class LateSynchronizer(_local_steps.Synchronizer):
       pair = state.flight.held, state.compression
       return collectives.varying(pair, self.axis)
 
-    def received(state: SyncState) -> tuple[Any, Any]:
-      return both(self._receive(step._replace(sync=state), sent).sync)
+    def received(state: SyncState, write_back: bool) -> tuple[Any, Any]:
+      step_now = step._replace(sync=state)
+      return both(self._receive(step_now, sent, write_back=write_back).sync)
 
     def behind(updates: PyTree) -> tuple[Any, Any]:
       # Always true, and known to nobody before all updates are: at least one
@@ -491,12 +498,14 @@ class LateSynchronizer(_local_steps.Synchronizer):
       unknown = jnp.isnan(sum(jnp.real(x).astype(jnp.float32) for x in ends))
       return jax.lax.cond(
         state.clock.round_step >= unknown.astype(jnp.int32),
-        lambda: received(state),
+        lambda: received(state, write_back=True),
         lambda: both(state),
       )
 
     held, memory = jax.lax.platform_dependent(
-      step.updates, cpu=behind, default=lambda _: received(state)
+      step.updates,
+      cpu=behind,
+      default=lambda _: received(state, write_back=False),
     )
     flight = state.flight._replace(held=held)
     return step._replace(sync=state._replace(flight=flight, compression=memory))

@@ -158,20 +158,26 @@ class ExactStream(_sender.Sender):
     sent: tuple[Part, ...],
     memory: PyTree,
     in_flight: jax.Array,
+    *,
+    write_back: bool = True,
   ) -> tuple[StreamState, PyTree]:
     """Stores the means of what has been sent.
 
-    Stands in the conditional at the end of the step, and writes the
-    worker's own part back to where it came from: so the memory of both is
-    used until then.  XLA's CPU compiler else gives it to the computation,
-    which then has to wait for what it should hide.
+    Stands in the conditional at the end of the step and, with `write_back`,
+    writes the worker's own part back to where it came from: so the memory of
+    both is used until then.  XLA's CPU compiler else gives it to the
+    computation, which then has to wait for what it should hide; on GPUs it
+    costs two copies of the whole message.
     """
     del in_flight
     own, arrived, position = map(dict, (held.sent, held.arrived, held.position))
     for part in sent:
       ((name, start),) = part.start.items()
       mean = collectives.finish_mean(part.total[name], self.axis)
-      for whole, piece in ((own, part.own[name]), (arrived, mean)):
+      stored = [(arrived, mean)]
+      if write_back:
+        stored.append((own, part.own[name]))
+      for whole, piece in stored:
         whole[name] = jax.lax.dynamic_update_slice_in_dim(
           whole[name], piece, start, 1
         )
