@@ -63,6 +63,7 @@ def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
       test.images,
       test.labels,
       normalize=normalize,
+      samples_per_batch=FIT.samples_per_batch,  # The program of the fit.
     )
     assert score.accuracy == pytest.approx(found.mean(), abs=1e-6)
     assert score.accuracy >= score.untrained
