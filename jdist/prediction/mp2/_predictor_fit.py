@@ -40,8 +40,7 @@ class PredictorFit:
       are samples for, the paper's 180 of 25.
     images_per_batch: images of one update.
     image_batches: updates with the same batch of samples, each on other
-      images; 100 of 125 are 25 % of CIFAR-10's. Of each class the same share
-      is drawn.
+      images, drawn with the same share of each class.
     learning_rate: of Adam.
     mixup: alpha of mixup, 0 for none.
     seed: of the first parameters, the order of samples and images, and mixup.
@@ -122,9 +121,8 @@ def fit_predictor(
 
     mean over samples p:  CE(network(p, predict(p)), mix(images, labels))
 
-  with the labels of the mixed images, lambda of the one and 1 - lambda of the
-  other, lambda ~ Beta(mixup, mixup) drawn for each update.  No rear is ever
-  compared with the rear of a sample.
+  with the labels of both images, weighted as in the mix, lambda ~ Beta(mixup,
+  mixup) drawn for each update.  No rear is compared with that of a sample.
 
   Args:
     predictor: of the network's cut.
@@ -158,8 +156,7 @@ def fit_predictor(
       kept then.
 
   >>> from jdist import models, prediction
-  >>> shape = {"input_shape": (2, 2, 1), "num_classes": 2}
-  >>> model = models.build("mlp", **shape, hidden_sizes=(3,))
+  >>> model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
   >>> cut = prediction.cut(model, 1)
   >>> front = np.asarray(cut.flatten_front(model.params))
   >>> images = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 2, 2, 1)
@@ -194,16 +191,12 @@ def fit_predictor(
   _evaluate.check_model(predictor, model)
   _evaluate.check_samples("samples", samples, predictor)
   _evaluate.check_samples("held_out", held_out, predictor)
-  names = ("images", "labels"), ("test_images", "test_labels")
-  _evaluate.check_images(names[0], *train, model, normalize)
-  _evaluate.check_images(names[1], *test, model, normalize)
+  _evaluate.check_images(_DATA[1:3], *train, model, normalize)
+  _evaluate.check_images(_DATA[4:], *test, model, normalize)
   num_batches = _count_batches(fit, len(samples), len(train[0]))
-  arrays = (samples, *train, held_out, *test)
+  data = zip(_DATA, (samples, *train, held_out, *test), strict=True)
   kept = _fit_folder.FitFolder(
-    directory,
-    "predictor fit",
-    dataclasses.asdict(fit),
-    dict(zip(_DATA, arrays, strict=True)),
+    directory, "predictor fit", dataclasses.asdict(fit), dict(data)
   )
 
   def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
