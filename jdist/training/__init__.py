@@ -6,8 +6,13 @@ The model, the data and the optimizer's chain arrive as arguments.
 from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
+from jdist.training._gradient import Gradient as Gradient
+from jdist.training._gradient import make_gradient as make_gradient
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
+from jdist.training._losses import cast as cast
+from jdist.training._losses import classification_loss as classification_loss
+from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._plots import check_plots as check_plots
 from jdist.training._plots import plot_comparison as plot_comparison
 from jdist.training._plots import pyplot as pyplot
@@ -17,9 +22,8 @@ from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
 from jdist.training._results import read_rows as read_rows
-from jdist.training._step import cast as cast
-from jdist.training._step import classification_loss as classification_loss
 from jdist.training._step import make_step as make_step
+from jdist.training._step import make_update as make_update
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState

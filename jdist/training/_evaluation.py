@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jdist import collectives, transforms
-from jdist.training import _step, _train_state
+from jdist.training import _losses, _step, _train_state
 
 PyTree = Any
 
@@ -71,9 +71,9 @@ class Evaluator:
       return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-      images = _step.as_inputs(normalize(batch["image"]), compute_dtype)
+      images = _losses.as_inputs(normalize(batch["image"]), compute_dtype)
       logits, _ = apply(
-        _step.cast(params, compute_dtype), model_state, images, train=False
+        _losses.cast(params, compute_dtype), model_state, images, train=False
       )
       logits = logits.astype(jnp.float32)
       losses = optax.softmax_cross_entropy_with_integer_labels(

@@ -1,0 +1,163 @@
+"""The first half of a step: one worker's gradient, without an optimizer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.training import _losses
+
+PyTree = Any
+Metrics = _losses.Metrics
+
+
+class Gradient(NamedTuple):
+  """A worker's gradient and what came with it.
+
+  Attributes:
+    grads: a tree like the parameters.
+    loss: the mean over the samples, a scalar.
+    samples: how many there were, without padding, float32 scalar.
+    model_state: with the batch's statistics.
+    metrics: the loss's scalars.
+  """
+
+  grads: PyTree
+  loss: jax.Array
+  samples: jax.Array
+  model_state: PyTree
+  metrics: Metrics
+
+
+def make_gradient(
+  loss_fn: _losses.LossFn, *, accumulate: int = 1
+) -> Callable[..., Gradient]:
+  """Makes what computes one worker's gradient.
+
+  `make_step` is this and `make_update`; a worker of a parameter server
+  computes a gradient alone.
+
+  Args:
+    loss_fn: as of `make_step`.
+    accumulate: into how many micro-batches a batch is cut; their gradients are
+      averaged, weighted by their samples where the batch has a `"mask"`.
+
+  Returns:
+    `(params, model_state, batch, key) -> Gradient`.
+
+  Raises:
+    ValueError: when `accumulate` is below 1; at trace time, when it does not
+      divide a batch.
+
+  >>> def loss_fn(params, model_state, batch, key):
+  ...   return jnp.mean((params - batch["x"]) ** 2), (model_state, {})
+  >>> found = make_gradient(loss_fn)(
+  ...   jnp.array(1.0), {}, {"x": jnp.array([2.0, 4.0])}, jax.random.key(0)
+  ... )
+  >>> found.grads.item(), found.samples.item()
+  (-4.0, 2.0)
+  """
+  if accumulate < 1:
+    raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+  differentiate = jax.value_and_grad(loss_fn, has_aux=True)
+
+  def gradient(
+    params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+  ) -> Gradient:
+    samples = num_samples(batch)
+    if accumulate == 1:
+      (loss, (model_state, metrics)), grads = differentiate(
+        params, model_state, batch, key
+      )
+    else:
+      loss, model_state, metrics, grads = _accumulated(
+        differentiate, params, model_state, batch, key, accumulate
+      )
+    return Gradient(grads, loss, samples, model_state, metrics)
+
+  return gradient
+
+
+def num_samples(batch: PyTree) -> jax.Array:
+  """Counts a batch's samples: its mask's, or those of its first array."""
+  mask = _mask_of(batch)
+  if mask is not None:
+    return (mask != 0).sum(dtype=jnp.float32)
+  first = next(iter(jax.tree.leaves(batch)), None)
+  size = 1 if first is None or jnp.ndim(first) == 0 else len(first)
+  return jnp.asarray(size, jnp.float32)
+
+
+def _mask_of(batch: PyTree) -> jax.Array | None:
+  return batch.get("mask") if isinstance(batch, Mapping) else None
+
+
+def _accumulated(
+  differentiate: Callable[..., Any],
+  params: PyTree,
+  model_state: PyTree,
+  batch: PyTree,
+  key: jax.Array,
+  accumulate: int,
+) -> tuple[jax.Array, PyTree, Metrics, PyTree]:
+  """Returns loss, model state, metrics and gradients over micro-batches."""
+  masked = _mask_of(batch) is not None
+
+  def cut(x: jax.Array) -> jax.Array:
+    if x.ndim == 0 or x.shape[0] % accumulate:
+      raise ValueError(
+        f"`accumulate={accumulate}` must divide the batch, got an array of "
+        f"shape {x.shape}."
+      )
+    return x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
+
+  def micro(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
+    model_state, sums = carry
+    part, number = xs
+    (loss, (model_state, metrics)), grads = differentiate(
+      params, model_state, part, jax.random.fold_in(key, number)
+    )
+    found = _wide((loss, metrics, grads))
+    if masked:  # A micro-batch counts by its samples.
+      count = num_samples(part)
+      found = jax.tree.map(lambda x: x * count.astype(x.dtype), found)
+    sums = jax.tree.map(jnp.add, sums, found)
+    return (model_state, sums), None
+
+  parts = jax.tree.map(cut, batch)
+  first = jax.tree.map(lambda x: x[0], parts)
+  shapes = jax.eval_shape(differentiate, params, model_state, first, key)
+  (loss, (_, metrics)), grads = shapes
+  # Zeros made of each worker's own values, so that the scan's carry has one
+  # type from the first turn on.
+  own = jax.random.key_data(key).ravel()[0].astype(jnp.float32) * 0
+  zeros = jax.tree.map(
+    lambda x: (
+      jnp.zeros(x.shape, _wide_dtype(x.dtype))
+      + own.astype(_wide_dtype(x.dtype))
+    ),
+    (loss, metrics, grads),
+  )
+  (model_state, sums), _ = jax.lax.scan(
+    micro,
+    (model_state, zeros),
+    (parts, jnp.arange(accumulate)),
+    # XLA's CPU loops run convolutions slowly, and a GPU gains nothing from
+    # unrolling but compile time.
+    unroll=jax.default_backend() == "cpu",
+  )
+  count = jnp.maximum(num_samples(batch), 1.0) if masked else accumulate
+  means = jax.tree.map(lambda x: x / count, sums)
+  loss, metrics, means = means
+  grads = jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
+  return loss, model_state, metrics, grads
+
+
+def _wide_dtype(dtype: Any) -> Any:
+  narrow = not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 4
+  return jnp.float32 if narrow else dtype
+
+
+def _wide(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x.astype(_wide_dtype(x.dtype)), tree)

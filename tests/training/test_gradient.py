@@ -1,0 +1,115 @@
+"""A step's first half: gradients of batches with and without padding."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import collectives, models, training
+from tests.models import _variants
+from tests.training import _tiny
+
+# The others take minutes to compile.
+_QUICK = ("mlp", "lenet", "resnet8")
+
+
+def test_a_step_is_a_gradient_and_an_update():
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 2, axis=team.axis)
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  gradient = training.make_gradient(_tiny.loss_fn)
+  update = training.make_update(optimizer, axis=team.axis)
+
+  def in_two(state, batch):
+    key = jax.random.wrap_key_data(state.key)
+    key = jax.random.fold_in(key, state.step)
+    key = jax.random.fold_in(key, collectives.index(team.axis))
+    found = gradient(state.params, state.model_state, batch, key)
+    return update(state, found)
+
+  whole, halves = team.jit(step), team.jit(in_two)
+  one = two = training.init_state(team, optimizer, _tiny.params())
+  for number in range(4):
+    batch = team.place(_tiny.batch(number, team.local_workers))
+    one, metrics = whole(one, batch)
+    two, same = halves(two, batch)
+    chex.assert_trees_all_equal((one, metrics), (two, same))
+
+
+def padded(batch, num):
+  """The batch, and one with loud padding behind it."""
+  rng = np.random.default_rng(1)
+
+  def pad(x):
+    noise = rng.integers(0, 2, (num, *x.shape[1:])) * 50
+    return np.concatenate([x, noise.astype(x.dtype)])
+
+  whole = {name: pad(x) for name, x in batch.items()}
+  size = len(batch["label"])
+  mask = np.array([1] * size + [0] * num, np.float32)
+  return whole | {"mask": mask}
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.NAMES
+    if name != "transformer"  # Its loss is the user's.
+  ],
+)
+def test_padding_changes_no_gradient(name):
+  model, like = _variants.build(name), _variants.like(name)
+  rng = np.random.default_rng(0)
+  batch = {
+    "image": rng.normal(size=(3, *like.shape[1:])).astype(like.dtype),
+    "label": np.array([0, 1, 1]),
+  }
+  gradient = jax.jit(
+    training.make_gradient(training.classification_loss(model.apply))
+  )
+  key = jax.random.key(0)
+  plain = gradient(model.params, model.state, batch, key)
+  masked = gradient(model.params, model.state, padded(batch, 2), key)
+  assert plain.samples == masked.samples == 3
+  chex.assert_trees_all_close(
+    plain._replace(samples=()),
+    masked._replace(samples=()),
+    atol=2e-5,
+    rtol=2e-4,
+  )
+
+
+def test_micro_batches_count_by_their_samples():
+  def loss_fn(params, model_state, batch, key):
+    del key
+    losses = (params - batch["x"]) ** 2
+    loss = training.masked_mean(losses, batch["mask"])
+    return loss, (model_state, {"twice": 2 * loss})
+
+  batch = {
+    "x": jnp.array([1.0, 2.0, 4.0, 99.0, 99.0, 99.0]),
+    "mask": jnp.array([1, 1, 1, 0, 0, 0]),
+  }
+  key, one = jax.random.key(0), jnp.array(1.0)
+  whole = training.make_gradient(loss_fn)(one, {}, batch, key)
+  for accumulate in (2, 3):
+    cut = training.make_gradient(loss_fn, accumulate=accumulate)
+    found = cut(one, {}, batch, key)
+    chex.assert_trees_all_close(found, whole, rtol=1e-6)
+
+
+def test_padding_is_left_out_whatever_it_gave():
+  values = jnp.array([1.0, jnp.inf, jnp.nan])
+  assert training.masked_mean(values, jnp.array([1, 0, 0])) == 1
+  assert training.masked_mean(values, jnp.zeros(3)) == 0
+  slope = jax.grad(lambda x: training.masked_mean(x**2, jnp.array([1, 0, 1])))
+  assert slope(jnp.array([1.0, 5.0, 3.0])).tolist() == [1.0, 0.0, 3.0]
+
+
+def test_a_mean_of_less_than_one_part_is_refused():
+  with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
+    training.make_gradient(_tiny.loss_fn, accumulate=0)
