@@ -306,7 +306,8 @@ class _Run:
     choices = self._choices.all
     self._programs: dict[transforms.Control, Any] = {}
     if self._ahead[0] is not None and self._ahead[0].ndim > 1:
-      choices = (_programs.Choice(),)  # Of fragments when they are needed.
+      # To count; those of fragments are compiled when they are needed.
+      choices = (self._choices.at_once(len(self._ahead[0])),)
     for choice in choices:
       self._compile(choice.control, placed, now=len(choices) > 1)
     # Up to here, as far as the counters tell: all that was sent at once.

@@ -96,6 +96,13 @@ class Programs:
       found.insert(0, _choice(None, None, None))
     return tuple(found)
 
+  def at_once(self, fragments: int) -> Choice:
+    """Chooses for fragments that the device sends whole, when they are due."""
+    if not self.stream_steps:
+      return Choice()
+    one = transforms.Control(stream_steps=None)
+    return Choice(transforms.Control(fragments=(one,) * fragments))
+
   def choose(self, place: np.ndarray) -> Choice:
     """Chooses the program of one step.
 
