@@ -87,6 +87,12 @@ def msdpu(
   if warmup_steps:
     interval = intervals.post_local(warmup_steps, interval)
     if isinstance(overlap, transforms.Delayed):  # Else refused below.
+      if overlap.after_step not in (0, warmup_steps):
+        raise ValueError(
+          "`overlap` must begin when the warm-up ends: `after_step` must be "
+          f"left out or {warmup_steps}, as `warmup_steps`, got "
+          f"{overlap.after_step}."
+        )
       overlap = dataclasses.replace(overlap, after_step=warmup_steps)
   corrected = optax.chain(
     transforms.pull_to_anchor(correction, learning_rate), optimizer

@@ -100,6 +100,22 @@ REJECTED = {
     ),
     "`overlap` must be None for `SlowMomentum`",
   ),
+  "a mix of what is pulled": (
+    lambda: local(
+      rule=transforms.Elastic(0.9), overlap=transforms.Delayed(1, mix=0.5)
+    ),
+    "`mix` must be None for `Elastic`",
+  ),
+  "a part carried beside the anchor": (
+    lambda: local(
+      rule=transforms.Elastic(0.9), overlap=transforms.Delayed(carry=None)
+    ),
+    "`carry` must be left out for `Elastic`",
+  ),
+  "two ends of a warm-up": (
+    lambda: msdpu(warmup_steps=3, overlap=transforms.Delayed(after_step=9)),
+    "`overlap` must begin when the warm-up ends",
+  ),
   "a warm-up beside the anchor": (
     lambda: local(
       rule=transforms.Elastic(0.9), overlap=transforms.Delayed(after_step=2)

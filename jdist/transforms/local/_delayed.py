@@ -125,6 +125,20 @@ class Delayed:
 def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
   """Raises a ValueError where a rule's mean cannot be late in this way."""
   name = type(rule).__name__
+  if rule.beside and overlap.mix is not None:
+    raise ValueError(
+      f"`mix` must be None for `{name}`, whose workers are pulled to the anchor "
+      f"by a rate of its own, got {checks.show(overlap.mix)}. Set that rate."
+    )
+  if rule.beside and (
+    overlap.carry is None
+    or checks.is_traced(overlap.carry)
+    or overlap.carry != 1.0
+  ):
+    raise ValueError(
+      f"`carry` must be left out for `{name}`, whose workers stay beside the "
+      f"anchor and keep all their progress, got {checks.show(overlap.carry)}."
+    )
   if overlap.steps == 0:
     if overlap.stream is not None:
       raise ValueError(
