@@ -33,7 +33,7 @@ def num_bytes(num_codes: int, width: int) -> int:
 
 
 def group(width: int) -> int:
-  """How many codes fill whole bytes, at the least.
+  """Returns the least number of codes that fill whole bytes.
 
   >>> [group(width) for width in (1, 3, 4, 6, 8, 12)]
   [8, 8, 2, 4, 1, 2]

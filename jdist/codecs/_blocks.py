@@ -55,7 +55,7 @@ def shapes(
 
 
 def num_blocks(size: int, block: int | None) -> int:
-  """How many scales there are, that of the short block included."""
+  """Counts the scales, that of the short block included."""
   if block is None:
     return min(size, 1)
   return sum(rows for rows, _ in shapes(size, block))
@@ -178,7 +178,7 @@ def _nonzero(scale: jax.Array) -> jax.Array:
 
 
 def finite(x: jax.Array) -> jax.Array:
-  """Which entries are neither infinite nor NaN."""
+  """Marks the entries that are neither infinite nor NaN."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return (bits & _MAGNITUDE) < _INFINITY
 

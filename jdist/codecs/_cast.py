@@ -108,7 +108,7 @@ class Cast(_codec.Codec):
 
   @property
   def unbiased(self) -> bool:
-    """Whether rounding is stochastic."""
+    """Returns whether rounding is stochastic."""
     return self.rounding == "stochastic"
 
   def encode(

@@ -1,4 +1,4 @@
-"""What every codec is: an array, packed and unpacked."""
+"""The interface of codecs: an array, packed and unpacked."""
 
 import abc
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -41,7 +41,7 @@ class Codec(abc.ABC):
 
   @property
   def unbiased(self) -> bool:
-    """Whether the decoded array is the encoded one in expectation."""
+    """Returns whether the decoded array is the encoded one in expectation."""
     return False
 
   def granule(self) -> int:
@@ -94,7 +94,7 @@ class Codec(abc.ABC):
 
   @abc.abstractmethod
   def num_bits(self, like: Like) -> int:
-    """How many bits a payload holds, scales and indices included.
+    """Counts the bits of a payload, scales and indices included.
 
     Buffers round up to whole bytes, and no more than that.
     """

@@ -117,7 +117,7 @@ class DCTTopK(_codec.Codec):
     return self._top(like.shape).num_bits(like)
 
   def _top(self, shape: tuple[int, ...]) -> _top_k.TopK:
-    """What chooses the coefficients of the blocks of such an array."""
+    """Returns the codec of the blocks' coefficients of such an array."""
     block = math.prod(tile(shape, self.chunk))
     k = None if self.k is None else min(self.k, block)
     return _top_k.TopK(self.ratio, k, chunk=block, values=self.values)

@@ -28,7 +28,7 @@ Form = Literal["all", "bitmap", "local", "split"]
 
 @dataclasses.dataclass(frozen=True)
 class Indexing:
-  """How `num` ascending indices below `size` are written.
+  """The packed form of `num` ascending indices below `size`.
 
   Attributes:
     size: n, the number of entries.
@@ -76,7 +76,7 @@ class Indexing:
 
   @property
   def num_bits(self) -> int:
-    """What they fill."""
+    """The size of what they fill."""
     return {
       "all": 0,
       "bitmap": self.size,

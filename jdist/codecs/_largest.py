@@ -1,4 +1,4 @@
-"""Which entries are the largest, without sorting them all.
+"""The largest entries of an array, found without sorting all.
 
 A magnitude is compared as an integer: the bits of |x|, which are ordered as
 the numbers are, tell denormals apart and put NaN above infinity, so that what
@@ -294,7 +294,7 @@ def _num_ones(words: jax.Array) -> jax.Array:
 
 
 def _position(words: jax.Array, rank: jax.Array) -> jax.Array:
-  """Where the bit stands that has `rank` set bits below it, int32."""
+  """Finds the bit that has `rank` set bits below it, int32."""
   position = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
     lower = words & np.uint32((1 << width) - 1)

@@ -135,7 +135,7 @@ class Quantize(_codec.Codec):
 
   @property
   def unbiased(self) -> bool:
-    """Whether rounding is stochastic."""
+    """Returns whether rounding is stochastic."""
     return self.rounding == "stochastic"
 
   @property

@@ -12,7 +12,7 @@ from jdist.codecs import _blocks, _codec, _sparse
 
 
 class RandomKState(NamedTuple):
-  """What `RandomK` with a shared key keeps.
+  """The state of `RandomK` with a shared key.
 
   Attributes:
     seed: uint32 [2], which entries the last payload holds.
@@ -24,7 +24,7 @@ class RandomKState(NamedTuple):
 
 
 class RandomEntries(NamedTuple):
-  """What `RandomK` sends.
+  """The payload of `RandomK`.
 
   Attributes:
     values: the payload of the codec of the values.
@@ -90,12 +90,12 @@ class RandomK(_codec.Codec):
 
   @property
   def linear(self) -> bool:  # type: ignore[override]
-    """Whether the entries are the same everywhere and their values add up."""
+    """Returns whether entries are the same everywhere and values add up."""
     return self.shared and self.values.linear
 
   @property
   def unbiased(self) -> bool:
-    """Whether entries are scaled and their values' codec is unbiased."""
+    """Returns whether entries are scaled by an unbiased codec."""
     return self.scaled and self.values.unbiased
 
   @property

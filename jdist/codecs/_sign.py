@@ -168,7 +168,7 @@ class Ternary(_codec.Codec):
 
   @property
   def unbiased(self) -> bool:
-    """Whether rounding is stochastic."""
+    """Returns whether rounding is stochastic."""
     return self.rounding == "stochastic"
 
   def granule(self) -> int:

@@ -1,4 +1,4 @@
-"""What sparse codecs share: chunks, slots, and where entries belong."""
+"""Parts of sparse codecs: chunks, slots, and the places of entries."""
 
 import abc
 import math
@@ -24,7 +24,7 @@ _MAX_SIZE = 2**30
 
 
 class Entries(NamedTuple):
-  """What a sparse codec sends.
+  """The payload of a sparse codec.
 
   Attributes:
     values: the payload of the codec of the values.
@@ -50,7 +50,7 @@ class Sparse(_codec.Codec):
 
   @abc.abstractmethod
   def num_entries(self, length: int) -> int:
-    """How many entries of so many are sent, at the most."""
+    """Returns the largest number of entries sent of so many."""
 
   @abc.abstractmethod
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
@@ -116,7 +116,7 @@ class Sparse(_codec.Codec):
   def entries(
     self, payload: Entries, state: Any, size: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Which entries a payload holds.
+    """Returns the indices of the entries in a payload.
 
     Args:
       payload: made by `encode`.
@@ -203,7 +203,7 @@ class Sparse(_codec.Codec):
     return jnp.concatenate(indices), jnp.concatenate(counts)
 
   def _used(self, counts: jax.Array, size: int) -> jax.Array:
-    """Which slots are in use, bool [k]."""
+    """Marks the slots in use, bool [k]."""
     used, first = [jnp.zeros(0, bool)], 0
     for rows, length in self._pieces(size):
       slots = jnp.arange(self.num_entries(length), dtype=jnp.int32)

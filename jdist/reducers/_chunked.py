@@ -71,7 +71,7 @@ class Chunked(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether the reducer does."""
+    """Returns whether the reducer does."""
     return self.reducer.averages
 
   def buckets(self, like: PyTree) -> collectives.Buckets:

@@ -196,5 +196,5 @@ class EF21(_feedback.Feedback):
     return known, EF21State(own, known, nonfinite)
 
   def absorb(self, held: PyTree, state: EF21State) -> PyTree | None:
-    """What is known of the mean becomes the mean of what is known."""
+    """Replaces the known part of a mean by the mean of known parts."""
     return state._replace(mean=_feedback.added(state.mean, held))

@@ -26,7 +26,7 @@ PyTree: TypeAlias = Any
 
 
 class Feedback(abc.ABC):
-  """What becomes of the part of a tree that a message leaves out.
+  """The interface of feedback: the use of what a message leaves out.
 
   Attributes:
     keeps_rest: whether it remembers what of `wanted` is not in `own_share`, or
@@ -46,7 +46,7 @@ class Feedback(abc.ABC):
 
   @abc.abstractmethod
   def prepare(self, x: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """What this worker wants to send, at least float32, and the state.
+    """Returns what this worker wants to send, at least float32, and the state.
 
     Args:
       x: this worker's tree of floats.
@@ -57,7 +57,7 @@ class Feedback(abc.ABC):
   def finish(
     self, mean: PyTree, own_share: PyTree, wanted: PyTree, state: PyTree
   ) -> tuple[PyTree, PyTree]:
-    """What comes out, equal on all workers, and the state.
+    """Returns the result, equal on all workers, and the state.
 
     Args:
       mean: the workers' mean of `own_share`, as all of them know it.
@@ -123,12 +123,12 @@ def zeros(like: PyTree) -> PyTree:
 
 
 def added(tree: PyTree, held: PyTree) -> PyTree:
-  """What is held, on top of a tree."""
+  """Adds what is held to a tree."""
   return jax.tree.map(lambda x, h: x + h.astype(x.dtype), tree, held)
 
 
 def any_nonfinite(tree: PyTree) -> jax.Array:
-  """Whether a number of a tree is not finite."""
+  """Returns whether a number of a tree is not finite."""
   found = jnp.zeros((), bool)
   for x in jax.tree.leaves(tree):
     found |= ~jnp.isfinite(x).all()

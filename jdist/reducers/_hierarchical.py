@@ -87,7 +87,7 @@ class Hierarchical(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether both do."""
+    """Returns whether both do."""
     return self.inner.averages and self.outer.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

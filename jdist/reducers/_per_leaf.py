@@ -138,7 +138,7 @@ class PerLeaf(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether all of them do."""
+    """Returns whether all of them do."""
     return all(reducer.averages for reducer in self.reducers)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

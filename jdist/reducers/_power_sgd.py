@@ -117,7 +117,7 @@ class PowerSGD(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether the factors' reducer does."""
+    """Returns whether the factors' reducer does."""
     return self.factors is None or self.factors.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

@@ -77,7 +77,7 @@ class Reducer(abc.ABC):
 
   @property
   def averages(self) -> bool:
-    """Whether the mean is made of the own shares, so that the law holds.
+    """Returns whether the mean is that of the own shares, as the law has it.
 
     Feedbacks that keep `wanted - own_share` are refused elsewhere.
     """

@@ -66,7 +66,7 @@ class Scheduled(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether all of them do."""
+    """Returns whether all of them do."""
     return all(reducer.averages for _, reducer in self.phases)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:

@@ -70,7 +70,7 @@ class Sharded(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """Whether the reducer does."""
+    """Returns whether the reducer does."""
     return self.reducer.averages
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

@@ -70,7 +70,7 @@ class ShardedFeedback(_feedback.Feedback):
   def prepare(
     self, x: PyTree, state: ShardedFeedbackState
   ) -> tuple[PyTree, ShardedFeedbackState]:
-    """What every device wants to send."""
+    """Returns what every device wants to send."""
     return self._over(self.feedback.prepare, (x,), state)
 
   def finish(
@@ -80,7 +80,7 @@ class ShardedFeedback(_feedback.Feedback):
     wanted: PyTree,
     state: ShardedFeedbackState,
   ) -> tuple[PyTree, ShardedFeedbackState]:
-    """What comes out, shard by shard."""
+    """Returns the result, shard by shard."""
     return self._over(self.feedback.finish, (mean, own_share, wanted), state)
 
   def keep_cast(

@@ -36,7 +36,7 @@ Batches = Callable[[int], Iterator[PyTree]]
 
 
 class Record(NamedTuple):
-  """Where a run stands when it is evaluated.
+  """A run's position and results at an evaluation.
 
   Attributes:
     step: updates so far.
@@ -144,7 +144,7 @@ class Trainer:
     batch: PyTree,
     control: transforms.Control = _programs.DEVICE,
   ) -> collectives.Traffic:
-    """What one worker sends in a step and in a round."""
+    """Returns what one worker sends in a step and in a round."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -424,7 +424,7 @@ class _Run:
 
 
 def _takes_control(step: _step.Step) -> bool:
-  """Whether a step of a user's own passes a control on."""
+  """Returns whether a user's own step passes a control on."""
   try:
     parameters = inspect.signature(step).parameters
   except (TypeError, ValueError):

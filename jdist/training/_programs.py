@@ -18,7 +18,7 @@ DEVICE = transforms.Control()
 
 
 class Choice(NamedTuple):
-  """What a step is compiled for.
+  """The static arguments for which a step is compiled.
 
   Attributes:
     control: what the optimizer is told.
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 
 class Programs:
-  """Which programs there are."""
+  """The programs of a run, and the choice between them."""
 
   def __init__(
     self, stream_steps: Sequence[int], host_rounds: bool | None = None

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: rate, loss, bytes."""
+"""A run's progress in the terminal: rate, loss, bytes."""
 
 import sys
 from types import TracebackType

@@ -106,7 +106,7 @@ def resize(
 
 
 def _of_owners(state: Any) -> Any:
-  """Which leaves are owners' residuals, a row of the tree at each worker."""
+  """Marks owners' residuals, a row of the tree at each worker."""
   if not isinstance(state, reducers.CompressedState):
     return False
   return reducers.CompressedState(

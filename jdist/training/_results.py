@@ -77,7 +77,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _plain(x: Any) -> Any:
-  """What JSON can hold."""
+  """Returns a value in a form that JSON can hold."""
   if isinstance(x, dict):
     return {name: _plain(value) for name, value in x.items()}
   if isinstance(x, list | tuple):

@@ -1,4 +1,4 @@
-"""What a training run is made of between two steps."""
+"""The state of a training run between two steps."""
 
 from typing import Any, NamedTuple
 
@@ -104,7 +104,7 @@ def _split_alike(
 
 
 def shared_leaves(state: TrainState) -> TrainState:
-  """Which leaves are equal on all workers, as a state of bools.
+  """Marks the leaves that are equal on all workers, as a state of bools.
 
   Checkpoints store those once.
 

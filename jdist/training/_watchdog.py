@@ -23,7 +23,7 @@ class _Beat(NamedTuple):
 
 
 class _Looks:
-  """Who comes to look at the beats, and knows when it overslept itself."""
+  """An observer of beats that knows when it overslept itself."""
 
   def __init__(self, interval_s: float, now_s: float):
     """`interval_s` is the time between looks, the first of which was now."""
@@ -33,7 +33,7 @@ class _Looks:
     self._stopped_s = 0.0
 
   def find_late(self, last: _Beat, now_s: float) -> bool:
-    """Whether the next beat is late, of the time that the process ran."""
+    """Returns whether the next beat is late, in time that the process ran."""
     if last is not self._last:
       self._last, self._stopped_s = last, 0.0
     overslept_s = now_s - self._looked_s - self._interval_s

@@ -8,7 +8,7 @@ from jdist import checks
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-  """What the host says about one `update`; it shapes the program.
+  """The host's part in one `update`; it shapes the program.
 
   Passed as `update(..., control=Control(...))` and static, so that a host which
   chooses among several compiles a program for each.  Transformations that know
@@ -79,5 +79,5 @@ def refuse(control: Control, method: str) -> None:
 
 
 def drains(extra_args: dict[str, Any]) -> bool:
-  """Whether the extra arguments of an update say that it drains."""
+  """Returns whether the extra arguments of an update say that it drains."""
   return bool(extra_args.get("control", DEVICE).drain)

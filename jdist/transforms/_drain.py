@@ -86,14 +86,14 @@ def drain(
 
 
 def _is_one(state: Any) -> bool:
-  """Whether a state is a compression's, or holds its own."""
+  """Returns whether a state is a compression's, or holds its own."""
   return isinstance(state, reducers.CompressionState) or getattr(
     type(state), "drains", False
   )
 
 
 def _compresses(state: PyTree) -> bool:
-  """Whether there is a compression outside of a method that drains its own."""
+  """Returns whether there is a compression that no method drains."""
   leaves = jax.tree.leaves(state, is_leaf=_is_one)
   return any(isinstance(x, reducers.CompressionState) for x in leaves)
 

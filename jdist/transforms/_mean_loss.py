@@ -51,7 +51,7 @@ def with_mean_loss(
 
 
 def _depends(update: Callable[[jax.Array], PyTree], loss: jax.Array) -> bool:
-  """Whether an update uses the loss, as hardly any does.
+  """Returns whether an update uses the loss, as hardly any does.
 
   >>> _depends(lambda loss: 2 * loss, jax.numpy.ones(()))
   True

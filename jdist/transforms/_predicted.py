@@ -57,7 +57,7 @@ class PredictRestState(NamedTuple):
 
   @property
   def streams(self) -> bool:
-    """Whether the front's message is sent in parts."""
+    """Returns whether the front's message is sent in parts."""
     return _state.streams(self.front)
 
   def ahead(self) -> jax.Array | None:
@@ -401,7 +401,7 @@ def _interval(found: Any) -> jax.Array:
 
 
 def _kept(found: Any) -> jax.Array:
-  """How far the workers stand beside the anchor of a state with rounds."""
+  """Returns how far workers stand beside the anchor of a state with rounds."""
   kept = () if found is None else found.kept
   if isinstance(kept, tuple):
     return jnp.zeros((), jnp.float32)

@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class Sharing(NamedTuple):
-  """Which leaves are equal on all workers.
+  """Marks the leaves that are equal on all workers.
 
   Attributes:
     params: whether the parameters are, at every step.

@@ -18,13 +18,13 @@ PyTree = Any
 
 
 def averages(state: PyTree) -> bool:
-  """Whether something in a chain's state brings the workers together."""
+  """Returns whether a chain's state has something that synchronizes workers."""
   averages, rounds = map(_anchor.declares, ("averages", "rounds"))
   return _anchor.contains(state, lambda x: averages(x) or rounds(x))
 
 
 def drains(state: PyTree) -> bool:
-  """Whether there is something that `drain` may have to bring in."""
+  """Returns whether there is something that `drain` may have to bring in."""
   return _anchor.contains(state, _anchor.declares("drains"))
 
 
@@ -110,12 +110,12 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
 
 
 def streams(state: PyTree) -> bool:
-  """Whether a message is sent in parts, some in every step."""
+  """Returns whether a message is sent in parts, some in every step."""
   return bool(getattr(_anchor.find_rounds(state), "streams", False))
 
 
 def update_pending(state: PyTree) -> bool:
-  """Whether the last step's update comes with the next, as in `update_first`.
+  """Returns whether an update comes with the next step, as in `update_first`.
 
   Evaluations drain it first; see `drain`.
   """

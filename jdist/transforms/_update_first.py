@@ -41,7 +41,7 @@ class UpdateFirstState(NamedTuple):
 
 
 class UpdateFirst(optax.GradientTransformationExtraArgs):
-  """What `update_first` makes: an Optax transformation in two halves.
+  """An Optax transformation in two halves, made by `update_first`.
 
   As a whole, `update` is one step late, like `delay_gradients`.  Between its
   halves there is nothing late.

@@ -1,4 +1,4 @@
-"""How many local steps a round has: fixed, scheduled, or adaptive.
+"""Intervals: the local steps of a round, fixed, scheduled, or adaptive.
 
 An interval policy decides the length of every round.  The length of round r+1
 is decided when round r begins, from the losses of rounds up to r-1, averaged

@@ -28,7 +28,7 @@ def wide_copy(x: jax.Array) -> jax.Array:
 
 
 def moved(params: jax.Array, updates: jax.Array) -> jax.Array:
-  """Where `optax.apply_updates` takes the parameters, in float32."""
+  """Returns the parameters after `optax.apply_updates`, in float32."""
   there = wide(params) + wide(updates)
   # The cast is what the worker really holds afterwards.
   return wide(there.astype(params.dtype))
@@ -108,7 +108,7 @@ def declares(name: str) -> Callable[[Any], bool]:
 
 
 def contains(state: PyTree, is_one: Callable[[Any], bool]) -> bool:
-  """Whether a part of a state is such a one, the state itself included."""
+  """Returns whether a state, or a part of it, is such a one."""
   return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 

@@ -25,7 +25,7 @@ PyTree = Any
   )
 )
 class RoundClock(NamedTuple):
-  """Where a worker stands in its rounds.
+  """A worker's position in its rounds.
 
   Attributes:
     step: local steps so far, int32 scalar.
@@ -50,11 +50,11 @@ class RoundClock(NamedTuple):
   round_loss: Any
 
   def is_over(self) -> jax.Array:
-    """Whether the round has had its steps."""
+    """Returns whether the round has had its steps."""
     return self.round_step >= self.interval
 
   def is_begun(self) -> jax.Array:
-    """Whether the round has had a step."""
+    """Returns whether the round has had a step."""
     return self.round_step > 0
 
   def mean_loss(self) -> Any:

@@ -127,8 +127,8 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
   name = type(rule).__name__
   if rule.beside and overlap.mix is not None:
     raise ValueError(
-      f"`mix` must be None for `{name}`, whose workers are pulled to the anchor "
-      f"by a rate of its own, got {checks.show(overlap.mix)}. Set that rate."
+      f"`mix` must be None for `{name}`, whose workers are pulled to the "
+      f"anchor by a rate of its own, got {checks.show(overlap.mix)}. Set that rate."
     )
   if rule.beside and (
     overlap.carry is None

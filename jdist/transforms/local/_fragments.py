@@ -61,7 +61,7 @@ class FragmentsState(NamedTuple):
 
   @property
   def streams(self) -> bool:
-    """Whether a message is sent in parts, some in every step."""
+    """Returns whether a message is sent in parts, some in every step."""
     held = getattr(self.fragments[0].flight, "held", None)
     return bool(getattr(type(held), "streams", False))
 
@@ -392,7 +392,7 @@ def _corrected(
 def _arrived(
   before: _local_steps.SyncState, after: _local_steps.SyncState
 ) -> jax.Array:
-  """Whether a fragment's mean has arrived in this step."""
+  """Returns whether a fragment's mean has arrived in this step."""
   if before.flight == ():
     return after.clock.synchronized
   return before.flight.in_flight & ~after.flight.in_flight
@@ -414,7 +414,7 @@ def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
 def _controls_of(
   control: _control.Control, number: int
 ) -> tuple[_control.Control, ...]:
-  """What the host says about each fragment."""
+  """Returns the host's control of each fragment."""
   found = control.fragments
   if found is None:
     if name := control.of_host:

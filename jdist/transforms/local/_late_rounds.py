@@ -74,7 +74,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
 
   @property
   def relative(self) -> bool:
-    """Whether a message is a difference to something that all know."""
+    """Returns whether a message is a difference to something that all know."""
     return self.compression is not None or not self.rule.beside
 
   def init(self, params: optax.Params) -> SyncState:

@@ -73,7 +73,7 @@ class Synchronizer:
 
   @property
   def relative(self) -> bool:
-    """Whether a message is a difference to something that all know."""
+    """Returns whether a message is a difference to something that all know."""
     return self.compression is not None
 
   def init(self, params: optax.Params) -> SyncState:
@@ -300,12 +300,12 @@ class LocalStepsState(NamedTuple):
 
   @property
   def kept(self) -> Any:
-    """How far the worker stands beside the anchor on purpose."""
+    """Returns how far the worker stands beside the anchor on purpose."""
     return self.sync.kept
 
   @property
   def streams(self) -> bool:
-    """Whether a message is sent in parts, some in every step."""
+    """Returns whether a message is sent in parts, some in every step."""
     held = getattr(self.sync.flight, "held", None)
     return bool(getattr(type(held), "streams", False))
 

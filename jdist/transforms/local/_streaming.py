@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-  """How a delayed message is cut into sub-tensors.
+  """The split of a delayed message into sub-tensors.
 
   In a round of H steps every step sends the next `1/H` of the message, in
   sub-tensors of `max_bytes` at the most and of one size.
@@ -230,7 +230,7 @@ class ExactStream(_sender.Sender):
 
 
 def _end_of(part: Part) -> dict[str, jax.Array]:
-  """How far a message has arrived with a part."""
+  """Returns how far a message has arrived with a part."""
   ((name, start),) = part.start.items()
   return {name: start + part.own[name].shape[1]}
 

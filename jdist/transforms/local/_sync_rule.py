@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
 
 class SyncRule:
-  """How a round of local steps ends.
+  """A rule for the end of a round of local steps.
 
   A message is `relative` where it is a difference to something that all workers
   know: few bytes suffice for it, and it may arrive late.  Else it may be what
