@@ -110,4 +110,5 @@ def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
   experiment = _experiment.build(options)
   for method in ("ssgd", "local_sgd", "diloco", "easgd", "msdpu"):
     _experiment.Prepared(experiment, method, 0.1)
+  # SSGD has no rounds.
   assert told == [False, True, True, True, True]
