@@ -19,7 +19,7 @@ _MAX_OPTIONS_LINES = 400
 # Nouns of the field that end in -ing.
 _NOUNS = {"averaging", "clipping", "streaming"}
 # Files that list their room, an import a line.
-_LISTS = {"models/_build.py"}
+_LISTS = {"models/_build.py", "methods/_method_registry.py"}
 # Files that one traced update enters besides `collectives`.
 _MAX_ENTERED = {
   "local_sgd": 4,

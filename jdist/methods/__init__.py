@@ -1,7 +1,7 @@
 """Published methods, each as one chain of transformations.
 
 All take the optimizer of a worker first, any Optax chain, and the workers'
-axis by name.
+axis by name.  `registry` has them by name, with paper and options.
 """
 
 from jdist.methods._compressed_gradients import demo as demo
@@ -23,6 +23,11 @@ from jdist.methods._local_sgd import local_sgd as local_sgd
 from jdist.methods._local_sgd import post_local_sgd as post_local_sgd
 from jdist.methods._local_sgd import scaffold as scaffold
 from jdist.methods._local_sgd import slow_mo as slow_mo
+from jdist.methods._method import Method as Method
+from jdist.methods._method import Option as Option
+from jdist.methods._method import Paper as Paper
+from jdist.methods._method import Run as Run
+from jdist.methods._method_registry import registry as registry
 from jdist.methods._mp2 import mp2 as mp2
 from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu

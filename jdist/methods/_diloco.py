@@ -16,6 +16,7 @@ def diloco(
   outer_momentum: jax.typing.ArrayLike = 0.9,
   *,
   axis: collectives.Axis,
+  rule: transforms.SyncRule | optax.GradientTransformation | None = None,
   overlap: transforms.Delayed | None = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -33,6 +34,8 @@ def diloco(
       paper's 0.7.
     outer_momentum: mu in [0, 1]; the paper's 0.9.
     axis: the workers' axis.
+    rule: how a round ends, in place of the outer Nesterov momentum; an Optax
+      optimizer is the outer one, for instance `optax.adam(0.01)`.
     overlap: `transforms.Delayed(...)` for a mean that is late; see
       `local_steps`.
     compression: how to take the mean by fewer bytes:
@@ -50,7 +53,9 @@ def diloco(
     optimizer,
     interval,
     axis=axis,
-    rule=nesterov(outer_learning_rate, outer_momentum),
+    rule=nesterov(outer_learning_rate, outer_momentum)
+    if rule is None
+    else rule,
     overlap=overlap,
     compression=compression,
   )
@@ -64,6 +69,7 @@ def streaming_diloco(
   outer_momentum: jax.typing.ArrayLike = 0.9,
   *,
   axis: collectives.Axis,
+  rule: transforms.SyncRule | optax.GradientTransformation | None = None,
   delay_steps: int = 1,
   mix: jax.typing.ArrayLike = 0.5,
   stream: transforms.Stream | None = None,
@@ -93,6 +99,8 @@ def streaming_diloco(
       meetings; 0.7 is DiLoCo's.
     outer_momentum: mu in [0, 1]; 0.9 is DiLoCo's.
     axis: the workers' axis.
+    rule: how a fragment's round ends, in place of the outer Nesterov
+      momentum; an Optax optimizer is the outer one.
     delay_steps: tau, at most interval - 1.
     mix: alpha in [0, 1], the worker's own part; the paper's 0.5.
     stream: how to split what is sent in the `delay_steps`, of which a host says
@@ -123,7 +131,9 @@ def streaming_diloco(
     interval,
     fragments,
     axis=axis,
-    rule=nesterov(outer_learning_rate, outer_momentum),
+    rule=nesterov(outer_learning_rate, outer_momentum)
+    if rule is None
+    else rule,
     overlap=transforms.Delayed(delay_steps, mix=mix, stream=stream),
     compression=compression,
   )

@@ -2,11 +2,14 @@
 
 import optax
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, reducers, transforms
 
 
 def ssgd(
-  optimizer: optax.GradientTransformation, *, axis: collectives.Axis
+  optimizer: optax.GradientTransformation,
+  *,
+  axis: collectives.Axis,
+  compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Synchronous SGD: every step averages the workers' gradients.
 
@@ -17,14 +20,15 @@ def ssgd(
       workers' mean of what is given, for which 4 bytes more are sent where it
       uses that.
     axis: the workers' axis: None, a name, or (inner, outer).
+    compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
-    `chain(average_gradients(axis), optimizer)`.
+    `chain(average_gradients(axis, compression), optimizer)`.
 
   >>> optimizer = ssgd(optax.adam(1e-3), axis=None)
   """
   checks.check_optimizer("optimizer", optimizer)
   return optax.chain(
-    transforms.average_gradients(axis),
+    transforms.average_gradients(axis, compression),
     transforms.with_mean_loss(optimizer, axis),
   )
