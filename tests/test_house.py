@@ -32,7 +32,6 @@ _LEFT = {
   "no_folder_is_crowded": 1,
   "no_folder_has_many_floors": 1,
   "docstrings_begin_with_a_verb_or_a_noun": 11,
-  "no_options_file_is_long": 1,
 }
 # Codecs and reducers are among them.
 _ENTERED_NOW = {"msdpu streamed int8 + feedback": 18}

@@ -17,7 +17,7 @@ from jdist.cli import _help, _interrupts, _options
 _COMMANDS: dict[str, tuple[type[Any], str]] = {
   "train": (_options.Train, "train one model with one method"),
   "compare": (_options.Compare, "compare methods: one table, one picture"),
-  "schedule": (_options.Schedule, "what hides communication on GPUs"),
+  "overlap": (_options.Overlap, "what hides communication on GPUs"),
   "bytes": (_options.Bytes, "what a worker sends, counted in three ways"),
 }
 
@@ -84,7 +84,7 @@ def _status(words: list[str]) -> int:
 
 
 def _is_ours(error: BaseException) -> bool:
-  """Whether jdist itself raised an error, and not what it calls."""
+  """Returns True for an error of jdist itself, and not of what it calls."""
   trace = error.__traceback__
   assert trace is not None
   while trace.tb_next is not None:
@@ -107,10 +107,10 @@ def _command(
       from jdist.cli import _train
 
       _train.train(options)
-    elif name == "schedule":
+    elif name == "overlap":
       from jdist.cli import _overlap
 
-      _overlap.schedule(options)
+      _overlap.overlap(options)
     elif name == "bytes":
       from jdist.cli import _bytes
 
@@ -166,7 +166,7 @@ def _check_known(name: str, command: type[Any], words: list[str]) -> None:
 
 
 def _first_part(box: str) -> str:
-  """What tyro has to say, without the frame and the help in it."""
+  """Returns tyro's message, without the frame and the help in it."""
   lines = []
   for line in box.splitlines():
     text = line.strip("│ \t")

@@ -51,7 +51,7 @@ def count(options: _options.Bytes) -> None:
   collectives.make_cpu_devices(options.workers)
   model = _model(options.model)
   found = [
-    one for method in options.method for one in _count(method, options, model)
+    one for method in options.methods for one in _count(method, options, model)
   ]
   dense = 4 * models.num_params(model)
   baseline = 2 * dense * (options.workers - 1) / options.workers
@@ -60,12 +60,7 @@ def count(options: _options.Bytes) -> None:
 
 def _check(options: _options.Bytes) -> None:
   """Raises a ValueError for options that are wrong."""
-  if not options.method or len(set(options.method)) < len(options.method):
-    raise ValueError(
-      f"`--method` must be one or more different methods, got {options.method}."
-    )
-  for method in options.method:
-    _methods.check_method("--method", method)
+  _methods.check_methods("--methods", options.methods)
   if options.model not in models.NAMES or options.model == "transformer":
     names = [name for name in models.NAMES if name != "transformer"]
     raise ValueError(
@@ -82,6 +77,7 @@ def _check(options: _options.Bytes) -> None:
       raise ValueError(
         f"`--{name.replace('_', '-')}` must be at least {least}, got {number}."
       )
+  _methods.check_used(options, options.methods)
 
 
 def _model(name: str) -> models.Model:
@@ -98,19 +94,8 @@ def _count(
   method: str, options: _options.Bytes, model: models.Model
 ) -> list[Counted]:
   workers = collectives.workers(options.workers, substrate="shard_map")
-  budget = _methods.Budget(
-    num_steps=options.steps,
-    warmup_steps=options.warmup_steps,
-    learning_rate=optax.constant_schedule(0.1),
-  )
-  common = _options.Common(
-    interval=options.interval,
-    bits=options.bits,
-    ratio=options.ratio,
-    rank=options.rank,
-  )
   optimizer = optax.with_extra_args_support(
-    _chain(method, options, common, budget, workers.axis, model)
+    _chain(method, options, workers.axis, model)
   )
 
   def step(params: Any, state: Any) -> Any:
@@ -132,7 +117,7 @@ def _count(
   )
   compiled = collectives.Traffic(profiling.read_collectives(program))
   # MP² has rounds, too, of a step each.
-  rounds = method in _methods.USED_BY["interval"]
+  rounds = _methods.entries()[method].in_rounds
   interval = options.interval if rounds and traced.bytes_per_round else 1
   told = sum(bits.sent for bits in reduced) / 8 if reduced else None
   phases = _stretches(traced)
@@ -152,22 +137,22 @@ def _count(
 def _chain(
   method: str,
   options: _options.Bytes,
-  common: _options.Common,
-  budget: _methods.Budget,
   axis: collectives.Axis,
   model: models.Model,
 ) -> optax.GradientTransformation:
+  common = _options.common(options)
+  run = _methods.run_of(
+    common,
+    options.steps,
+    options.warmup_steps,
+    optax.constant_schedule(0.1),
+  )
+  networks = None
   if method == "mp2":
-    return _trained.counted_mp2(
-      _methods.optimizer_of(common, budget),
-      options.cut,
-      options.model,
-      model,
-      axis,
-    )
+    networks = _trained.counted_arguments(options.cut, options.model, model)
   if method == "wnn":  # Its jumps send nothing.
     method = "ssgd"
-  return _methods.build_method(method, common, budget, axis)
+  return _methods.build_method(method, common, run, axis, networks=networks)
 
 
 def _stretches(traffic: collectives.Traffic) -> list[collectives.Phase]:

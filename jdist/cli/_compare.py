@@ -50,7 +50,6 @@ def compare(options: _options.Compare) -> None:
 
 def _check(options: _options.Compare) -> None:
   for name, values in (
-    ("--methods", options.methods),
     ("--seeds", options.seeds),
     ("--learning-rate", options.learning_rate),
   ):
@@ -58,8 +57,7 @@ def _check(options: _options.Compare) -> None:
       raise ValueError(
         f"`{name}` must be one or more different values, got {values}."
       )
-  for method in options.methods:
-    _methods.check_method("--methods", method)
+  _methods.check_methods("--methods", options.methods)
   _trained.check_given(options, options.methods)
   _methods.check_used(options, options.methods)
   if min(options.seeds) < 0:

@@ -14,7 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import collectives, data, models, profiling, training
+from jdist import (
+  collectives,
+  data,
+  models,
+  profiling,
+  training,
+  transforms,
+)
 from jdist.cli import _methods, _options
 
 
@@ -101,15 +108,9 @@ class Prepared:
       training.make_step(
         loss, self.optimizer, axis=axis, accumulate=options.accumulate
       ),
-      stream_steps=_methods.STREAM_STEPS
-      if self.method == "msdpu" and options.stream
-      else (),
-      host_rounds=options.host_rounds
-      and _methods.can_be_told(
-        profiling.abstract_state(
-          experiment.workers, self.optimizer, model.params, model.state
-        )
-      ),
+      stream_steps=self._stream_steps(model),
+      # None: wherever it can.
+      host_rounds=None if options.host_rounds else False,
     )
     self.evaluate = training.Evaluator(
       experiment.workers,
@@ -121,6 +122,16 @@ class Prepared:
       compute_dtype=dtype,
       optimizer=self.optimizer,
     )
+
+  def _stream_steps(self, model: models.Model) -> tuple[int, ...]:
+    """In how many steps a message is sent, where one is streamed."""
+    if not self.experiment.options.stream:
+      return ()
+    state = profiling.abstract_state(
+      self.experiment.workers, self.optimizer, model.params, model.state
+    )
+    streams = transforms.streams(state.opt_state)
+    return _methods.STREAM_STEPS if streams else ()
 
   def run(
     self, seed: int, *, label: str | None = None, **fit: Any

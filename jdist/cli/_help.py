@@ -29,9 +29,9 @@ examples:
       longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR
       one method; the same command again goes on where it stopped
-  jdist schedule --method ssgd msdpu --topology 8xh200
+  jdist overlap --methods ssgd msdpu --topology 8xh200
       what a GPU does while it sends, read from the compiled program
-  jdist bytes --method ssgd dgc --workers 32
+  jdist bytes --methods ssgd dgc --workers 32
       what each worker sends
   jdist train --help
       every option
@@ -52,98 +52,20 @@ _EXAMPLES = {
   jdist compare --learning-rate 0.05 0.1 0.2      each method finds its best
   jdist compare --alpha 0.1                       workers with unlike data
 """,
-  "schedule": """examples:
-  jdist schedule --method msdpu --model resnet50 --topology 8xh200
-  jdist schedule --method ssgd local_sgd msdpu    one line each
-  jdist schedule --topology 2x8xh100 --interval 32
+  "overlap": """examples:
+  jdist overlap --methods msdpu --model resnet50 --topology 8xh200
+  jdist overlap --methods ssgd local_sgd msdpu    one line each
+  jdist overlap --topology 2x8xh100 --interval 32
 """,
   "bytes": """examples:
-  jdist bytes --method ssgd topk_sgd powersgd --model resnet18 --workers 8
-  jdist bytes --method topk_sgd --workers 32      payloads are gathered
-  jdist bytes --method dgc one_bit_adam --warmup-steps 500   each phase
+  jdist bytes --methods ssgd topk_sgd powersgd --model resnet18 --workers 8
+  jdist bytes --methods topk_sgd --workers 32      payloads are gathered
+  jdist bytes --methods dgc one_bit_adam --warmup-steps 500   each phase
 """,
 }
 
-# Titles, and the fields under them; a command shows those that it has.
-_GROUPS: dict[str, tuple[str, ...]] = {
-  "what is trained": (
-    "preset",
-    "dataset",
-    "model",
-    "image_size",
-    "length",
-    "norm",
-    "dtype",
-  ),
-  "methods": (
-    "method",
-    "methods",
-    "interval",
-    "interval_policy",
-    "outer_learning_rate",
-    "outer_momentum",
-    "correction",
-    "carry",
-    "delay_steps",
-    "stream",
-    "host_rounds",
-    "bits",
-    "ratio",
-    "rank",
-    "predictor",
-    "nowcasters",
-    "nowcast_steps",
-    "cut",
-  ),
-  "GPUs and compiler": (
-    "topology",
-    "tell_compiler",
-    "message_mb",
-    "pending",
-    "in_flight",
-    "combine_mb",
-  ),
-  "stated rates": (
-    "bandwidth_gbit_per_s",
-    "latency_us",
-    "tflop_per_s",
-    "memory_gb_per_s",
-    "launch_us",
-  ),
-  "workers and their data": (
-    "workers",
-    "substrate",
-    "batch_size",
-    "accumulate",
-    "alpha",
-    "augment",
-  ),
-  "budget and each worker's optimizer": (
-    "epochs",
-    "steps",
-    "learning_rate",
-    "schedule",
-    "warmup_epochs",
-    "warmup_steps",
-    "optimizer",
-    "momentum",
-    "weight_decay",
-  ),
-  "seeds and results": (
-    "seed",
-    "seeds",
-    "evaluate_every_epochs",
-    "output",
-    "bandwidth_mbit_per_s",
-    "latency_ms",
-  ),
-  "checkpoints": ("checkpoints", "checkpoint_every_epochs"),
-  "several processes": (
-    "coordinator_address",
-    "num_processes",
-    "process_id",
-  ),
-}
+# The title of a command's own options.
+_OWN = "Of this command"
 
 
 def overview(commands: Mapping[str, str]) -> str:
@@ -152,9 +74,11 @@ def overview(commands: Mapping[str, str]) -> str:
   Args:
     commands: what each does.
   """
+  from jdist.cli import _methods
+
   return _OVERVIEW.format(
     commands="\n".join(_table(commands)),
-    methods="\n".join(_table(_options.METHODS)),
+    methods="\n".join(_table(_methods.summaries())),
     presets=", ".join(_options.PRESETS),
   )
 
@@ -172,6 +96,8 @@ def options(name: str, defaults: _options.Options) -> str:
     name: of the command.
     defaults: the options under the preset that was given.
   """
+  from jdist.cli import _methods
+
   width = max(60, min(100, shutil.get_terminal_size().columns))
   told = " ".join((type(defaults).__doc__ or "").split())
   parts = [
@@ -179,22 +105,17 @@ def options(name: str, defaults: _options.Options) -> str:
     f"{textwrap.fill(told, width)}\n",
     _EXAMPLES[name],
   ]
-  documents = fields(type(defaults))
   hints = typing.get_type_hints(type(defaults), include_extras=True)
-  for title, names in _GROUPS.items():
-    shown = [field for field in names if field in documents]
-    if shown:
-      parts.append(f"{title}:")
-    for field in shown:
+  for title, documents in groups(type(defaults)).items():
+    parts.append(f"{title}:")
+    for field, told in documents.items():
       value = getattr(defaults, field)
       word = field.replace("_", "-")
       kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
-      option = f"--{word} {kind}"
-      parts.append(_entry(option, documents[field], value, width))
-    if shown:
-      parts.append("")
+      parts.append(_entry(f"--{word} {kind}", told, value, width))
+    parts.append("")
   parts.append("methods in one line each:")
-  parts.extend(_table(_options.METHODS))
+  parts.extend(_table(_methods.summaries()))
   return "\n".join(parts) + "\n"
 
 
@@ -221,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 def _kind(hint: Any) -> str:
-  """What to write behind an option."""
+  """Returns the form of an option's value."""
   arguments = typing.get_args(hint)
   if typing.get_origin(hint) is typing.Annotated:
     return str(arguments[1].metavar)
@@ -235,16 +156,30 @@ def _kind(hint: Any) -> str:
 def fields(command: type[_options.Options]) -> dict[str, str]:
   """The options of a command and what their docstrings say."""
   found: dict[str, str] = {}
-  for owner in reversed(command.__mro__):
-    if not dataclasses.is_dataclass(owner):
-      continue
-    (tree,) = ast.parse(inspect.getsource(owner)).body
-    assert isinstance(tree, ast.ClassDef)
-    name = ""
-    for node in tree.body:
-      if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        name = node.target.id
-      elif name and isinstance(node, ast.Expr):
-        found[name] = " ".join(str(ast.literal_eval(node.value)).split())
-        name = ""
+  for documents in groups(command).values():
+    found |= documents
+  return found
+
+
+def groups(command: type[_options.Options]) -> dict[str, dict[str, str]]:
+  """The options of a command by group, its own ones first."""
+  found: dict[str, dict[str, str]] = {}
+  for owner in (command, *reversed(command.__mro__)):
+    own = _own_fields(owner) if dataclasses.is_dataclass(owner) else {}
+    title = _OWN if owner is command else str(owner.__doc__).rstrip(".")
+    if own:
+      found.setdefault(title, own)
+  return found
+
+
+def _own_fields(owner: type[Any]) -> dict[str, str]:
+  (tree,) = ast.parse(inspect.getsource(owner)).body
+  assert isinstance(tree, ast.ClassDef)
+  found, name = {}, ""
+  for node in tree.body:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+      name = node.target.id
+    elif name and isinstance(node, ast.Expr):
+      found[name] = " ".join(str(ast.literal_eval(node.value)).split())
+      name = ""
   return found

@@ -1,36 +1,14 @@
-"""The methods by name, built from the options of a run.
+"""The methods of the registry, built from the options of a run."""
 
-To add one: write its line in `METHODS`.
-"""
-
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jax
 import optax
 
-from jdist import collectives, methods, models, training, transforms
-from jdist.cli import _options, _trained
+from jdist import collectives, methods, models
+from jdist.cli import _composition, _options, _trained
 from jdist.transforms import intervals
-
-
-class Budget(NamedTuple):
-  """What a method is told about the run.
-
-  Attributes:
-    num_steps: local steps of the whole run.
-    warmup_steps: of the learning rate.
-    learning_rate: the schedule, a function of the local step.
-    steps_per_epoch: in a pass over the training set, rounded up.
-  """
-
-  num_steps: int
-  warmup_steps: int
-  learning_rate: optax.Schedule
-  steps_per_epoch: int = 1
-
 
 # In how many steps a streamed message may go; in longer rounds it has arrived
 # before their end.
@@ -38,269 +16,123 @@ STREAM_STEPS = (1, 2, 4, 8, 16)
 # How far the rules of `intervals` go that have a highest interval, unless the
 # first one is longer.
 _HIGHEST = 16
-# Who uses the options that not all methods do.
-_OF_ROUNDS = (
-  "local_sgd", "post_local_sgd", "diloco", "msdpu", "fed_prox", "easgd",
-  "scaffold", "slow_mo", "cocod", "overlap_local_sgd", "streaming_diloco",
-  "sparse_loco", "muloco",
+# What methods read of a run that no option of theirs is.
+_OF_SOME = (
+  "interval", "interval_policy", "overlap", "delay_steps", "carry", "stream",
+  "correction", "outer", "outer_learning_rate", "outer_momentum", "codec",
+  "feedback", "reducer", "bits", "ratio", "rank", "predictor", "nowcasters",
+  "nowcast_steps",
 )  # fmt: skip
-USED_BY: dict[str, tuple[str, ...]] = {
-  "interval": _OF_ROUNDS,
-  "interval_policy": _OF_ROUNDS,
-  "outer_learning_rate": ("diloco", "streaming_diloco", "muloco"),
-  "outer_momentum": ("diloco", "streaming_diloco", "muloco"),
-  "correction": ("msdpu",),
-  "carry": ("msdpu",),
-  "delay_steps": ("msdpu",),
-  "stream": ("msdpu",),
-  "bits": ("qsgd", "sparse_loco", "muloco"),
-  "ratio": ("topk_sgd", "dgc", "sparse_loco"),
-  "rank": ("powersgd",),
-  "predictor": ("mp2",),
-  "nowcasters": ("wnn",),
-  "nowcast_steps": ("wnn",),
-}
 
 
-class Task(NamedTuple):
-  """What a method's line is given.
-
-  Attributes:
-    inner: the worker's optimizer.
-    options: of the run.
-    budget: of the run.
-    axis: the workers' axis.
-    model: what is trained; None where only methods are built that do not ask.
-  """
-
-  inner: optax.GradientTransformation
-  options: _options.Common
-  budget: Budget
-  axis: collectives.Axis
-  model: models.Model | None = None
-
-  def interval(self, default: str = "fixed") -> intervals.IntervalPolicy:
-    """The interval policy; the last round always ends with the run."""
-    return _interval(self.options, self.budget, default)
-
-  def given(self, *names: str) -> dict[str, Any]:
-    """Those options that are given; of the others a method knows better."""
-    return {
-      name: value
-      for name in names
-      if (value := getattr(self.options, name)) is not None
-    }
-
-  def without_momentum(self) -> optax.GradientTransformation:
-    """SGD for a method whose momentum is the workers' own."""
-    plain = dataclasses.replace(self.options, optimizer="sgd", momentum=0.0)
-    return optimizer_of(plain, self.budget)
+def entries() -> Mapping[str, methods.Method]:
+  """All methods by name: the registry's, and those of other rooms."""
+  return methods.registry | _trained.METHODS
 
 
-Build = Callable[[Task], optax.GradientTransformationExtraArgs]
+def summaries() -> dict[str, str]:
+  """A line about each method."""
+  return {name: method.summary for name, method in entries().items()}
 
 
-def _msdpu(task: Task) -> optax.GradientTransformationExtraArgs:
-  return methods.msdpu(
-    task.inner,
-    task.interval("msdpu"),
-    task.budget.learning_rate,
-    axis=task.axis,
-    correction=task.options.correction,
-    warmup_steps=task.budget.warmup_steps,
-    overlap=transforms.Delayed(
-      task.options.delay_steps,
-      carry=task.options.carry,
-      stream=transforms.Stream() if task.options.stream else None,
-    ),
-  )
-
-
-def _scaffold(task: Task) -> optax.GradientTransformationExtraArgs:
-  # Behind a momentum progress is longer, and control variates would be too.
-  factor = 1.0
-  if task.options.optimizer == "sgd":
-    factor = 1.0 / (1.0 - task.options.momentum)
-  return methods.scaffold(
-    task.inner,
-    task.interval(),
-    lambda step: factor * task.budget.learning_rate(step),
-    axis=task.axis,
-  )
-
-
-def _streaming_diloco(task: Task) -> optax.GradientTransformationExtraArgs:
-  interval, rule = task.options.interval, task.options.interval_policy
-  if rule not in ("method", "fixed"):
+def check_methods(option: str, names: Sequence[str]) -> None:
+  """Raises a ValueError unless there are such methods, once each."""
+  if not names or len(set(names)) < len(names):
     raise ValueError(
-      "`--interval-policy` must be fixed for streaming_diloco, whose fragments "
-      f"take their turns at fixed steps, got {rule}. Leave it out, or take "
-      "diloco."
+      f"`{option}` must be one or more different methods, got {tuple(names)}."
     )
-  return methods.streaming_diloco(
-    task.inner,
-    interval,
-    min(4, interval),
-    task.options.outer_learning_rate,
-    task.options.outer_momentum,
-    axis=task.axis,
-    delay_steps=min(1, interval - 1),
-  )
+  for name in names:
+    if name not in entries():
+      raise ValueError(
+        f"`{option}` must be of {', '.join(entries())}, got {name!r}."
+      )
 
 
-def _one_bit_adam(task: Task) -> optax.GradientTransformationExtraArgs:
-  budget = task.budget
-  return methods.one_bit_adam(
-    budget.learning_rate,
-    # The paper's 15 to 20 % of the run, and all of the rate's warm-up.
-    max(1, budget.warmup_steps, budget.num_steps // 6),
-    axis=task.axis,
-    weight_decay=task.options.weight_decay,
-  )
-
-
-def _dgc(task: Task) -> optax.GradientTransformationExtraArgs:
-  return methods.dgc(
-    task.without_momentum(),
-    momentum=task.options.momentum,
-    axis=task.axis,
-    nesterov=True,
-    steps_per_phase=task.budget.warmup_steps or None,
-    **task.given("ratio"),
-  )
-
-
-def _sparse_loco(task: Task) -> optax.GradientTransformationExtraArgs:
-  given = task.given("bits")
-  if task.options.ratio is not None:
-    given["density"] = task.options.ratio
-  return methods.sparse_loco(
-    task.inner, task.interval(), axis=task.axis, **given
-  )
-
-
-def _muloco(task: Task) -> optax.GradientTransformationExtraArgs:
-  return methods.muloco(
-    task.budget.learning_rate,
-    task.interval(),
-    task.options.outer_learning_rate,
-    task.options.outer_momentum,
-    axis=task.axis,
-    weight_decay=task.options.weight_decay,
-    **task.given("bits"),
-  )
-
-
-def _mp2(task: Task) -> optax.GradientTransformationExtraArgs:
-  assert task.model is not None
-  return _trained.mp2(task.inner, task.options, task.model, task.axis)
-
-
-METHODS: dict[str, Build] = {
-  "ssgd": lambda t: methods.ssgd(t.inner, axis=t.axis),
-  "local_sgd": lambda t: methods.local_sgd(t.inner, t.interval(), axis=t.axis),
-  "post_local_sgd": lambda t: methods.post_local_sgd(
-    t.inner, t.interval(), t.budget.num_steps // 2, axis=t.axis
-  ),
-  "diloco": lambda t: methods.diloco(
-    t.inner,
-    t.interval(),
-    t.options.outer_learning_rate,
-    t.options.outer_momentum,
-    axis=t.axis,
-  ),
-  "msdpu": _msdpu,
-  "fed_prox": lambda t: methods.fed_prox(t.inner, t.interval(), axis=t.axis),
-  "easgd": lambda t: methods.easgd(t.inner, t.interval(), axis=t.axis),
-  "scaffold": _scaffold,
-  "slow_mo": lambda t: methods.slow_mo(
-    t.inner, t.interval(), t.budget.learning_rate, axis=t.axis
-  ),
-  "cocod": lambda t: methods.cocod(t.inner, t.interval(), axis=t.axis),
-  "overlap_local_sgd": lambda t: methods.overlap_local_sgd(
-    t.inner, t.interval(), axis=t.axis
-  ),
-  "od_sgd": lambda t: methods.od_sgd(
-    t.inner, t.budget.learning_rate, axis=t.axis
-  ),
-  "streaming_diloco": _streaming_diloco,
-  "qsgd": lambda t: methods.qsgd(t.inner, axis=t.axis, **t.given("bits")),
-  "terngrad": lambda t: methods.terngrad(t.inner, axis=t.axis),
-  "signsgd": lambda t: methods.signsgd(
-    t.without_momentum(), t.options.momentum, axis=t.axis
-  ),
-  "ef_signsgd": lambda t: methods.ef_signsgd(t.inner, axis=t.axis),
-  "one_bit_adam": _one_bit_adam,
-  "topk_sgd": lambda t: methods.topk_sgd(
-    t.inner, axis=t.axis, **t.given("ratio")
-  ),
-  "dgc": _dgc,
-  "powersgd": lambda t: methods.powersgd(t.inner, t.options.rank, axis=t.axis),
-  "demo": lambda t: methods.demo(t.without_momentum(), axis=t.axis),
-  "sparse_loco": _sparse_loco,
-  "muloco": _muloco,
-  "mp2": _mp2,
-  "wnn": lambda t: _trained.wnn(
-    t.inner, t.options, t.budget.steps_per_epoch, t.axis
-  ),
-}
-
-
-def check_method(option: str, name: str) -> None:
-  """Raises a ValueError unless there is such a method."""
-  if name not in METHODS:
-    raise ValueError(
-      f"`{option}` must be of {', '.join(METHODS)}, got {name!r}."
-    )
-
-
-def check_used(options: _options.Common, methods: Sequence[str]) -> None:
-  """Raises a ValueError when an option is given that no method uses.
+def check_used(options: _options.Options, names: Sequence[str]) -> None:
+  """Raises a ValueError that names all options that no method uses.
 
   What is as the preset has it is not given: presets are for all methods.
   """
-  usual = _options.with_preset(type(options), options.preset)
-  for name, users in USED_BY.items():
-    value = getattr(options, name)
-    if value != getattr(usual, name) and not set(users) & set(methods):
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be left out for "
-        f"{', '.join(methods)}, which does not use it, got {value}. It is of "
-        f"{', '.join(users)}."
-      )
+  preset = getattr(options, "preset", "digits")
+  usual = _options.with_preset(type(options), preset)
+  found = {name: _used(name, options) for name in entries()}
+  used = set().union(*(found[name] for name in names))
+  ignored = [
+    name
+    for name in _OF_SOME
+    if name not in used
+    and hasattr(options, name)
+    and getattr(options, name) != getattr(usual, name)
+  ]
+  if not ignored:
+    return
+  told = "; ".join(
+    f"`{_word(name)}`, got {getattr(options, name)}, is of "
+    f"{', '.join(method for method, of in found.items() if name in of)}"
+    f"{_WITH.get(name, '')}"
+    for name in ignored
+  )
+  raise ValueError(
+    f"{' and '.join(f'`{_word(name)}`' for name in ignored)} must be left out "
+    f"for {', '.join(names)}, which {'do' if len(names) > 1 else 'does'} not "
+    f"use {'them' if len(ignored) > 1 else 'it'}: {told}."
+  )
+
+
+# Which other methods use by giving another option.
+_WITH = dict.fromkeys(("carry", "stream"), ", and others with `--overlap`")
+
+
+def _word(name: str) -> str:
+  return f"--{name.replace('_', '-')}"
+
+
+def _used(name: str, options: Any) -> set[str]:
+  network = _trained.OPTIONS.get(name, ())
+  return _composition.used(entries()[name], options) | set(network)
 
 
 def build_method(
   name: str,
   options: _options.Common,
-  budget: Budget,
+  run: methods.Run,
   axis: collectives.Axis,
   model: models.Model | None = None,
+  networks: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Builds a method's chain around the worker's optimizer."""
-  inner = optimizer_of(options, budget)
-  return METHODS[name](Task(inner, options, budget, axis, model))
-
-
-def can_be_told(state: training.TrainState) -> bool:
-  """Whether a host may say which steps end the rounds of a run.
+  """Builds a method's chain around the worker's optimizer.
 
   Args:
-    state: its first one, arrays or shapes.
+    name: of the method.
+    options: of the run.
+    run: made of them, see `make_budget`.
+    axis: the workers' axis.
+    model: what is trained; None for methods that do not ask.
+    networks: the arguments of a method that needs trained networks; None loads
+      those that the options name.
   """
-  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
-  return ahead is not None
+  method = entries()[name]
+  given = _composition.arguments(method, options)
+  if method.in_rounds:
+    given["interval"] = _interval(name, method, options, run)
+  if name in _trained.NEEDS:
+    if networks is None:
+      networks = _trained.arguments(name, options, model)
+    given |= networks
+  inner = optimizer_of(options, run, plain=method.own_momentum)
+  return method.build(inner, run, axis=axis, **given)
 
 
 def optimizer_of(
-  options: _options.Common, budget: Budget
+  options: _options.Common, run: methods.Run, *, plain: bool = False
 ) -> optax.GradientTransformation:
-  rate = budget.learning_rate
-  if options.optimizer == "adamw":
+  """Each worker's optimizer; plain SGD for a method with its own momentum."""
+  rate = run.learning_rate
+  if options.optimizer == "adamw" and not plain:
     return optax.adamw(rate, weight_decay=options.weight_decay)
-  momentum = optax.trace(options.momentum, nesterov=True)
+  momentum = 0.0 if plain else options.momentum
   return optax.chain(
-    momentum if options.momentum else optax.identity(),
+    optax.trace(momentum, nesterov=True) if momentum else optax.identity(),
     optax.add_decayed_weights(options.weight_decay)
     if options.weight_decay
     else optax.identity(),
@@ -309,13 +141,24 @@ def optimizer_of(
 
 
 def _interval(
-  options: _options.Common, budget: Budget, default: str = "fixed"
-) -> intervals.IntervalPolicy:
+  name: str,
+  method: methods.Method,
+  options: _options.Common,
+  run: methods.Run,
+) -> int | intervals.IntervalPolicy:
   """The interval policy; the last round always ends with the run."""
   rule, first = options.interval_policy, options.interval
+  if method.fixed_rounds:
+    if rule not in ("method", "fixed"):
+      raise ValueError(
+        f"`--interval-policy` must be fixed for {name}, whose fragments take "
+        f"their turns at fixed steps, got {rule}. Leave it out, or take diloco."
+      )
+    return first
   if rule == "method":
-    rule = default  # type: ignore[assignment]
-  rate = budget.learning_rate
+    rule = method.interval_policy  # type: ignore[assignment]
+  policy: intervals.IntervalPolicy
+  rate = run.learning_rate
   if rule == "fixed":
     policy = intervals.fixed(first)
   elif rule == "msdpu":
@@ -323,15 +166,15 @@ def _interval(
   elif rule == "adacomm":
     policy = intervals.adacomm(
       first,
-      max(1, budget.num_steps // 10),
+      max(1, run.num_steps // 10),
       rate,
       max_interval=max(first, _HIGHEST),
     )
   else:
     # So that the interval begins to grow in the last third of a cosine.
-    highest = float(rate(budget.warmup_steps))
+    highest = float(rate(run.warmup_steps))
     policy = intervals.qsr(rate, 0.5 * highest * first**0.5, first)
-  return intervals.ending_at(budget.num_steps, policy)
+  return intervals.ending_at(run.num_steps, policy)
 
 
 def check_rate(peak: float) -> None:
@@ -361,8 +204,8 @@ def check_budget(options: _options.Common) -> None:
 
 def make_budget(
   options: _options.Common, peak: float, steps_per_epoch: float
-) -> Budget:
-  """The learning rate's schedule and the length of a run."""
+) -> methods.Run:
+  """The run that methods are built for: its length and its rates."""
   check_rate(peak)
   num_steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
   warmup = min(round(options.warmup_epochs * steps_per_epoch), num_steps // 2)
@@ -373,4 +216,26 @@ def make_budget(
     )
   else:
     schedule = optax.schedules.warmup_constant_schedule(peak / 10, peak, warmup)
-  return Budget(num_steps, warmup, schedule, math.ceil(steps_per_epoch))
+  return run_of(
+    options, num_steps, warmup, schedule, math.ceil(steps_per_epoch)
+  )
+
+
+def run_of(
+  options: _options.Common,
+  num_steps: int,
+  warmup_steps: int,
+  learning_rate: optax.Schedule,
+  steps_per_epoch: int = 1,
+) -> methods.Run:
+  """A run of a stated length, otherwise as the options have it."""
+  return methods.Run(
+    num_steps,
+    warmup_steps,
+    learning_rate,
+    steps_per_epoch,
+    options.interval,
+    options.optimizer,
+    options.momentum,
+    options.weight_decay,
+  )

@@ -1,4 +1,4 @@
-"""`jdist schedule`: what a GPU does while it sends, without a GPU."""
+"""`jdist overlap`: what a GPU does while it sends, without a GPU."""
 
 import dataclasses
 import datetime
@@ -50,7 +50,7 @@ class Task:
   unit: str
 
 
-def schedule(options: _options.Schedule) -> None:
+def overlap(options: _options.Overlap) -> None:
   """Compiles, reads, and leaves a table, rows and a picture."""
   topology, device, link = _check(options)
   if options.tell_compiler:
@@ -68,7 +68,7 @@ def schedule(options: _options.Schedule) -> None:
   console = _console()
   console.print(_heading(options, topology, task, device, link))
   found = []
-  for method in options.method:
+  for method in options.methods:
     one = _read(method, options, task, workers, device, link)
     console.print(
       f"{method}: compiled in {one.compile_s:.0f} s, "
@@ -84,7 +84,7 @@ def schedule(options: _options.Schedule) -> None:
     console.print(_overlap_report.messages_table(found[0]))
     console.print()
   console.print(_overlap_report.methods_table(found))
-  path = output / "schedule.png"
+  path = output / "overlap.png"
   profiling.plot_forecasts(
     {_overlap_report.label(one): one.meeting for one in found},
     path,
@@ -98,15 +98,17 @@ def schedule(options: _options.Schedule) -> None:
 
 
 def _check(
-  options: _options.Schedule,
+  options: _options.Overlap,
 ) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
   """The stated machine; raises a ValueError for options that are wrong."""
-  if not options.method or len(set(options.method)) < len(options.method):
+  if len(set(options.methods)) < len(options.methods):
     raise ValueError(
-      f"`--method` must be one or more different methods, got {options.method}."
+      "`--methods` must be one or more different methods, got "
+      f"{options.methods}."
     )
-  for method in options.method:
-    _split(method)
+  _methods.check_methods(
+    "--methods", tuple(dict.fromkeys(_split(m)[0] for m in options.methods))
+  )
   if options.model not in _MODELS:
     raise ValueError(
       f"`--model` must be one of {', '.join(_MODELS)}, got {options.model!r}."
@@ -138,6 +140,7 @@ def _check(
       raise ValueError(
         f"`--{name.replace('_', '-')}` must not be negative, got {value}."
       )
+  _methods.check_used(options, [_split(m)[0] for m in options.methods])
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
   link = gpu.link(topology.nodes, options.latency_us / 1e6)
@@ -157,23 +160,23 @@ def _check(
 def _split(method: str) -> tuple[str, str | None]:
   """A method's name and form: `msdpu:simple`."""
   name, _, form = method.partition(":")
-  _methods.check_method("--method", name)
+  _methods.check_methods("--methods", (name,))
   if name in _trained.NEEDS:
     raise ValueError(
-      f"`--method` must be one without trained networks, got {name}. `jdist "
+      f"`--methods` must be one without trained networks, got {name}. `jdist "
       "bytes` counts what it sends."
     )
   forms = _options.FORMS.get(name, ())
   if form and form not in forms:
     raise ValueError(
-      f"`--method` {name} has "
+      f"`--methods` {name} has "
       f"{'the forms ' + ', '.join(forms) if forms else 'one form only'}, got "
       f"{method!r}."
     )
   return name, form or next(iter(forms), None)
 
 
-def _task(options: _options.Schedule) -> Task:
+def _task(options: _options.Overlap) -> Task:
   """The model, its loss and its batch."""
   norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
   dtype = jnp.dtype(options.dtype)
@@ -227,7 +230,7 @@ def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
 
 def _read(
   method: str,
-  options: _options.Schedule,
+  options: _options.Overlap,
   task: Task,
   workers: collectives.Workers,
   device: cluster.Device,
@@ -259,7 +262,7 @@ def _streamed(method: str) -> bool:
 
 def _programs(
   method: str,
-  options: _options.Schedule,
+  options: _options.Overlap,
   task: Task,
   workers: collectives.Workers,
 ) -> list[Any]:
@@ -272,12 +275,18 @@ def _programs(
   if _streamed(method):
     chosen["stream_steps"] = options.interval
   told: list[dict[str, Any]] = [{}]
-  if options.host_rounds and _methods.can_be_told(state):
+  if options.host_rounds and _host_ends(state):
     told = [{"round_ends": True}, {"round_ends": False}]
   return [
     _compile(optimizer, state, chosen | more, options, task, workers)
     for more in told
   ]
+
+
+def _host_ends(state: training.TrainState) -> bool:
+  """Returns True where a host may end rounds, of all parameters at once."""
+  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
+  return ahead is not None and ahead.ndim == 3  # Of fragments 4.
 
 
 def _memory_bytes(program: Any) -> int:
@@ -294,7 +303,7 @@ def _compile(
   optimizer: optax.GradientTransformation,
   state: training.TrainState,
   chosen: dict[str, Any],
-  options: _options.Schedule,
+  options: _options.Overlap,
   task: Task,
   workers: collectives.Workers,
 ) -> Any:
@@ -315,24 +324,25 @@ def _compile(
 
 
 def _optimizer(
-  method: str, options: _options.Schedule, axis: collectives.Axis
+  method: str, options: _options.Overlap, axis: collectives.Axis
 ) -> optax.GradientTransformation:
   """A method's chain, in one of its forms."""
   name, form = _split(method)
-  budget = _methods.Budget(
-    num_steps=1_000_000,  # Longer than any round.
-    warmup_steps=0,
-    learning_rate=optax.constant_schedule(0.1),
+  common = _options.common(options, stream=form == "streamed")
+  run = _methods.run_of(
+    common,
+    1_000_000,  # Longer than any round.
+    0,
+    optax.constant_schedule(0.1),
   )
-  common = _options.Common(interval=options.interval, stream=form == "streamed")
   if form not in ("first", "scattered", "hybrid"):
-    return _methods.build_method(name, common, budget, axis)
+    return _methods.build_method(name, common, run, axis)
   sized: dict[str, Any] = {}
   if options.message_mb is not None:
     sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
   # The worker's own optimizer is the method without anybody to speak to.
   return transforms.update_first(
-    _methods.build_method(name, common, budget, None),
+    _methods.build_method(name, common, run, None),
     axis=axis,
     in_flight=options.in_flight or 1,
     scatter=form == "scattered",
@@ -342,7 +352,7 @@ def _optimizer(
 
 
 def _heading(
-  options: _options.Schedule,
+  options: _options.Overlap,
   topology: profiling.GpuTarget,
   task: Task,
   device: cluster.Device,
@@ -357,12 +367,12 @@ def _heading(
   )
 
 
-def _output(options: _options.Schedule) -> pathlib.Path:
+def _output(options: _options.Overlap) -> pathlib.Path:
   if options.output is not None:
     path = pathlib.Path(options.output)
   else:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"schedule-{options.model}-{now}"
+    path = pathlib.Path("runs") / f"overlap-{options.model}-{now}"
   _experiment.make_directory("--output", path)
   return path
 

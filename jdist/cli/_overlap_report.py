@@ -1,4 +1,4 @@
-"""What `jdist schedule` tells: tables, rows and names of what was read."""
+"""What `jdist overlap` tells: tables, rows and names of what was read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def label(found: Found) -> str:
   return f"{found.method}, last step of {found.interval}"
 
 
-def row(options: _options.Schedule, found: Found) -> dict[str, Any]:
+def row(options: _options.Overlap, found: Found) -> dict[str, Any]:
   """A method's row."""
   return training.make_row(
     dataclasses.asdict(options),

@@ -10,7 +10,7 @@ from jdist.cli import _experiment, _methods, _options, _trained
 
 def train(options: _options.Train) -> None:
   """Trains, saves rows, and goes on from a checkpoint if there is one."""
-  _methods.check_method("--method", options.method)
+  _methods.check_methods("--method", (options.method,))
   _trained.check_given(options, (options.method,))
   _methods.check_used(options, (options.method,))
   if options.seed < 0:

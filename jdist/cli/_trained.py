@@ -2,17 +2,16 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, methods, models, prediction
-from jdist.cli import _options
+from jdist import collectives, methods, models, prediction, reducers
+from jdist.cli import _groups
 
-Chain: TypeAlias = optax.GradientTransformationExtraArgs
 _Loaded = TypeVar("_Loaded")
 # The option that names a method's networks, and what writes them.
 _WRITERS = {
@@ -20,11 +19,53 @@ _WRITERS = {
   "nowcasters": "jdist.prediction.save_nowcasters",
 }
 NEEDS = {"mp2": "predictor", "wnn": "nowcasters"}
+# All options that only these methods use.
+OPTIONS = {"mp2": ("predictor",), "wnn": ("nowcasters", "nowcast_steps")}
 
 
-def check_given(options: _options.Common, methods: Sequence[str]) -> None:
+def _wnn(
+  optimizer: optax.GradientTransformation,
+  networks: Any,
+  steps_per_epoch: int,
+  *,
+  axis: collectives.Axis,
+  compression: reducers.Compression | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Synchronous SGD, and every fifth epoch ends in a jump.
+
+  Args:
+    optimizer: any Optax optimizer.
+    networks: trained nowcasters.
+    steps_per_epoch: that count as an epoch.
+    axis: the workers' axis.
+    compression: how to take the mean by fewer bytes.
+  """
+  return optax.chain(
+    methods.ssgd(optimizer, axis=axis, compression=compression),
+    prediction.nowcast_weights(networks, steps_per_epoch, axis=axis),
+  )
+
+
+# Not in the registry of `methods`, which knows nothing of prediction.
+METHODS = {
+  "wnn": methods.Method(
+    "ssgd; networks foresee the weights, every fifth epoch",
+    _wnn,
+    methods.Paper(
+      "Jang et al.",
+      "Learning to Boost Training by Periodic Nowcasting Near Future Weights",
+      "ICML",
+      2023,
+      "https://proceedings.mlr.press/v202/",
+    ),
+    {"steps_per_epoch": lambda run: run.steps_per_epoch},
+  )
+}
+
+
+def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
   """Raises a ValueError when a method's trained networks are not named."""
-  for method in methods:
+  for method in names:
     option = NEEDS.get(method)
     if option is not None and getattr(options, option) is None:
       raise ValueError(
@@ -36,7 +77,7 @@ def check_given(options: _options.Common, methods: Sequence[str]) -> None:
     raise ValueError(f"`--nowcast-steps` must be at least 1, got {steps}.")
 
 
-def fingerprint(options: _options.Common, method: str) -> str | None:
+def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
   """A hash of the networks that a method uses; None where it uses none.
 
   Raises:
@@ -56,17 +97,27 @@ def fingerprint(options: _options.Common, method: str) -> str | None:
   return found.hexdigest()[:16]
 
 
-def mp2(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  model: models.Model,
-  axis: collectives.Axis,
-) -> Chain:
-  """MP² with the predictor that the options name.
+def arguments(
+  name: str, options: _groups.NetworkOptions, model: models.Model | None
+) -> dict[str, Any]:
+  """The arguments of a method's factory that are in trained networks.
 
   Raises:
-    ValueError: when there is none, or one of another network or cut.
+    ValueError: when there are none, or those of another network or cut.
   """
+  if name == "wnn":
+    networks = _loaded("nowcasters", options, prediction.load_nowcasters)
+    found: dict[str, Any] = {"networks": networks}
+    if options.nowcast_steps is not None:
+      found["steps_per_epoch"] = options.nowcast_steps
+    return found
+  assert model is not None
+  return _mp2_arguments(options, model)
+
+
+def _mp2_arguments(
+  options: _groups.NetworkOptions, model: models.Model
+) -> dict[str, Any]:
   if jax.tree.leaves(model.state):
     raise ValueError(
       "`--model` must have no batch statistics for mp2, as they are neither "
@@ -83,24 +134,18 @@ def mp2(
     return prediction.load_predictor(path, cut)
 
   predictor, params = _loaded("predictor", options, load)
-  return methods.mp2(inner, predictor.cut, predictor.apply, params, axis=axis)
+  return _predicted(predictor.cut, predictor.apply, params)
 
 
-def counted_mp2(
-  inner: optax.GradientTransformation,
-  num_layers: int | None,
-  name: str,
-  model: models.Model,
-  axis: collectives.Axis,
-) -> Chain:
-  """The same without a predictor, for what does not depend on numbers.
+def counted_arguments(
+  num_layers: int | None, name: str, model: models.Model
+) -> dict[str, Any]:
+  """Those of MP² without a predictor, for what does not depend on numbers.
 
   Args:
-    inner: the worker's optimizer.
     num_layers: that are sent; None for as many as published.
     name: of the model.
     model: may be abstract.
-    axis: the workers' axis.
 
   Raises:
     ValueError: when nothing is published for the model, or it has fewer layers.
@@ -123,31 +168,15 @@ def counted_mp2(
     del first, front
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rear)
 
-  return methods.mp2(inner, cut, predict, (), axis=axis)
+  return _predicted(cut, predict, ())
 
 
-def wnn(
-  inner: optax.GradientTransformation,
-  options: _options.Common,
-  steps_per_epoch: int,
-  axis: collectives.Axis,
-) -> Chain:
-  """Synchronous SGD, and every fifth epoch ends in a jump.
-
-  Raises:
-    ValueError: when there are no such nowcasters.
-  """
-  networks = _loaded("nowcasters", options, prediction.load_nowcasters)
-  return optax.chain(
-    methods.ssgd(inner, axis=axis),
-    prediction.nowcast_weights(
-      networks, options.nowcast_steps or steps_per_epoch, axis=axis
-    ),
-  )
+def _predicted(cut: Any, predict: Any, params: Any) -> dict[str, Any]:
+  return {"cut": cut, "predict": predict, "predictor_params": params}
 
 
 def _loaded(
-  option: str, options: _options.Common, load: Callable[[str], _Loaded]
+  option: str, options: _groups.NetworkOptions, load: Callable[[str], _Loaded]
 ) -> _Loaded:
   path = getattr(options, option)
   assert path is not None  # See `check_given`.

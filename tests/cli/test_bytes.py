@@ -13,14 +13,18 @@ from tests import _processes
 @pytest.mark.parametrize(
   ("words", "told"),
   [
-    ("--method nothing", "`--method` must be of ssgd"),
-    ("--method ssgd ssgd", "must be one or more different methods"),
+    (
+      "--methods ssgd --interval 4 --rank 3",
+      "`--interval` and `--rank` must be left out for ssgd",
+    ),
+    ("--methods nothing", "`--methods` must be of ssgd"),
+    ("--methods ssgd ssgd", "must be one or more different methods"),
     ("--model resnet9", "`--model` must be one of"),
     ("--model transformer", "`--model` must be one of"),
     ("--workers 0", "`--workers` must be at least 1, got 0"),
-    ("--method mp2 --model mlp", "`--cut` must be given for mp2, as none"),
+    ("--methods mp2 --model mlp", "`--cut` must be given for mp2, as none"),
     (
-      "--method mp2 --model mlp --cut 2",
+      "--methods mp2 --model mlp --cut 2",
       "`--cut` cannot be used: `num_layers`",
     ),
     ("--warmup-steps -1", "`--warmup-steps` must be at least 0, got -1"),
@@ -35,7 +39,7 @@ def test_the_three_counts_agree():
   done = subprocess.run(
     [
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
-      "--workers", "4", "--method",
+      "--workers", "4", "--methods",
       "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
       "one_bit_adam", "mp2", "wnn", "--steps", "600", "--cut", "1",
     ],

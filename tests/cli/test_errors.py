@@ -15,7 +15,7 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 _BAD = [
   (
     "trian",
-    "the command must be one of train, compare, schedule, bytes, got 'trian'",
+    "the command must be one of train, compare, overlap, bytes, got 'trian'",
   ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
@@ -53,14 +53,14 @@ _BAD = [
   ("train --checkpoint-every-epochs 0", "`--checkpoint-every-epochs` must be"),
   ("train --momentum 1", "`--momentum` must be in [0, 1)"),
   ("train --weight-decay -1", "`--weight-decay` must be in [0, inf)"),
-  ("train --alpha 0", "`alpha` must be positive"),
+  ("train --alpha 0", "`alpha` must be in (0, inf], got 0"),
   ("train --method diloco --outer-momentum 2", "`outer_momentum` must be in"),
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
   ("compare --methods ssgd wnn", "`--nowcasters` must be given for wnn"),
   ("train --predictor here", "`--predictor` must be left out for msdpu"),
   ("train --nowcast-steps 3", "`--nowcast-steps` must be left out for msdpu"),
-  ("schedule --method mp2", "`--method` must be one without trained networks"),
+  ("overlap --methods mp2", "`--methods` must be one without trained networks"),
   (
     "train --method streaming_diloco --interval-policy adacomm",
     "`--interval-policy` must be fixed for streaming_diloco",
@@ -75,22 +75,48 @@ _BAD = [
   ),
   (
     "train --method local_sgd --stream",
-    "`--stream` must be left out for local_sgd, which does not use it, got "
-    "True. It is of msdpu.",
+    "`--stream` must be left out for local_sgd, which does not use it: "
+    "`--stream`, got True, is of msdpu, cocod, overlap_local_sgd, "
+    "streaming_diloco, and others with `--overlap`.",
   ),
   (
-    "train --method local_sgd --delay-steps 2",
-    "`--delay-steps` must be left out for local_sgd, which does not use it, "
-    "got 2. It is of msdpu.",
+    "train --method od_sgd --delay-steps 2",
+    "`--delay-steps` must be left out for od_sgd, which does not use it",
   ),
   (
-    "compare --methods ssgd cocod --stream",
-    "`--stream` must be left out for ssgd, cocod, which does not use it",
+    "compare --methods ssgd local_sgd --stream",
+    "`--stream` must be left out for ssgd, local_sgd, which do not use it",
+  ),
+  (
+    "train --method qsgd --codec int4 --feedback error --outer sgd --rank 3",
+    "`--outer` and `--codec` and `--feedback` and `--rank` must be left out "
+    "for qsgd, which does not use them: `--outer`, got sgd, is of diloco, "
+    "msdpu, streaming_diloco; `--codec`, got int4, is of ssgd, local_sgd",
+  ),
+  ("train --method diloco --feedback error", "`--codec` must be given with"),
+  ("train --reducer gather", "`--codec` must be given with `--reducer gather`"),
+  (
+    "train --codec int4 --reducer power_sgd",
+    "`--codec` must be left out with `--reducer power_sgd`",
+  ),
+  (
+    "train --reducer majority_vote --feedback error",
+    "`feedback` keeps what is not in a worker's share",
+  ),
+  ("train --codec int4 --ratio 0.1", "`--ratio` must be left out for msdpu"),
+  ("train --codec int3", "invalid choice 'int3' for argument '--codec'"),
+  (
+    "train --outer sgd --outer-learning-rate 0",
+    "`--outer-learning-rate` must be positive and finite, got 0",
+  ),
+  (
+    "train --outer-learning-rate 0.5",
+    "`--outer-learning-rate` must be left out for msdpu",
   ),
   ("train --rank 3", "`--rank` must be left out for msdpu"),
   (
     "train --method ssgd --interval 4",
-    "`--interval` must be left out for ssgd, which does not use it, got 4",
+    "`--interval` must be left out for ssgd, which does not use it",
   ),
   ("train --nowcast-steps 0", "`--nowcast-steps` must be at least 1, got 0"),
   (

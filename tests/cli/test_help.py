@@ -32,7 +32,7 @@ def _told(capsys, *words):
 )
 def test_the_overview_names_commands_methods_and_presets(words, capsys):
   text = _told(capsys, *words)
-  for name in (*_COMMANDS, *_options.METHODS, *_options.PRESETS):
+  for name in (*_COMMANDS, *_methods.entries(), *_options.PRESETS):
     assert name in text
   assert max(map(len, text.splitlines())) <= 80
 
@@ -54,10 +54,6 @@ def test_help_shows_the_defaults_of_the_preset(capsys):
   text = _told(capsys, "train", "--preset", "cifar10-gpu", "--help")
   for default in ("[160]", "[resnet20]", "[1024]", "[bfloat16]", "[0.4]"):
     assert default in text
-
-
-def test_methods_explained_are_methods_built():
-  assert list(_options.METHODS) == list(_methods.METHODS)
 
 
 def test_help_names_every_data_set_and_every_model_of_images():

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jdist import training, transforms
@@ -17,13 +16,17 @@ _FAR = {"signsgd": 1.3, "muloco": 1.3}
 _SHAPES = {"a": (3,), "b": (2, 2), "c": (), "d": (5,)}
 
 
+_MEAN = {"codec", "feedback", "reducer"}
+_ROUNDS = {"interval", "interval_policy"}
+_LATE = {"overlap", "delay_steps"}
+_NESTEROV = {"outer_learning_rate", "outer_momentum"}
 # They have no rounds, and an interval changes nothing.
 _IN_EVERY_STEP = {
   "ssgd", "od_sgd", "qsgd", "terngrad", "signsgd", "ef_signsgd",
   "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
 # Those with trained networks have tests of their own.
-_NAMES = [name for name in _methods.METHODS if name not in _trained.NEEDS]
+_NAMES = [name for name in _methods.entries() if name not in _trained.NEEDS]
 
 
 @pytest.mark.parametrize(
@@ -56,25 +59,74 @@ def test_a_method_trains_towards_its_target(name, interval):
     np.testing.assert_allclose(x, 3.0, atol=_FAR.get(name, 0.7))
 
 
-def test_the_table_tells_which_options_a_method_uses(monkeypatch):
-  read = set()
+@pytest.mark.parametrize(
+  ("method", "given", "used"),
+  [
+    ("ssgd", {}, {"codec", "feedback", "reducer"}),
+    ("qsgd", {}, {"bits"}),
+    ("topk_sgd", {}, {"ratio"}),
+    ("powersgd", {}, {"rank"}),
+    ("demo", {}, set()),
+    ("sparse_loco", {}, {"bits", "ratio", "outer_learning_rate", *_ROUNDS}),
+    (
+      "local_sgd",
+      {"codec": "top_k", "overlap": True},
+      {"ratio", "carry", "stream", *_LATE, *_MEAN, *_ROUNDS},
+    ),
+    (
+      "diloco",
+      {"reducer": "power_sgd"},
+      {"rank", "outer", *_NESTEROV, *_LATE, *_MEAN, *_ROUNDS},
+    ),
+    ("cocod", {}, {"stream", *_MEAN, *_ROUNDS}),
+    (
+      "msdpu",
+      {"outer": "sgd"},
+      {
+        "correction", "carry", "stream", "delay_steps", "outer",
+        "outer_learning_rate", *_MEAN, *_ROUNDS,
+      },
+    ),
+    ("mp2", {}, {"predictor", *_MEAN}),
+    ("wnn", {}, {"nowcasters", "nowcast_steps", *_MEAN}),
+  ],
+)  # fmt: skip
+def test_options_used_follow_from_a_methods_arguments(method, given, used):
+  assert _methods._used(method, _options.Train(**given)) == used
 
-  class Recorded(_options.Train):
-    def __getattribute__(self, name):
-      read.add(name)
-      return super().__getattribute__(name)
 
-  # It copies all options, and reads them.
-  monkeypatch.setattr(
-    _methods.Task, "without_momentum", lambda self: self.inner
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("diloco", {"codec": "int4", "feedback": "error"}),
+    ("ssgd", {"codec": "top_k", "ratio": 0.5, "feedback": "ef21"}),
+    ("local_sgd", {"reducer": "power_sgd", "rank": 1, "feedback": "error"}),
+    ("slow_mo", {"overlap": True, "codec": "int8", "reducer": "gather"}),
+    ("diloco", {"outer": "adam", "delay_steps": 1, "stream": True}),
+  ],
+)
+def test_options_put_to_a_method_reach_it(name, options):
+  options = _options.Train(interval=2, steps=8, **options)
+  run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer = _methods.build_method(name, options, run, "worker")
+  params = {"a": jnp.zeros((4, 4)), "b": jnp.zeros(3)}
+  state = jax.eval_shape(
+    jax.vmap(lambda _: optimizer.init(params), axis_name="worker"),
+    jnp.zeros(2),
   )
-  budget = _methods.make_budget(_options.Train(steps=12), 0.1, 4.0)
-  for name in _NAMES:
-    task = _methods.Task(optax.sgd(0.1), Recorded(), budget, None)
-    read.clear()
-    _methods.METHODS[name](task)
-    used = {option for option, who in _methods.USED_BY.items() if name in who}
-    assert used == read & set(_methods.USED_BY), name
+  kinds = {type(x).__name__ for x in _all(state)}
+  assert ("CompressionState" in kinds) == (
+    options.codec is not None or options.reducer is not None
+  )
+  assert ("Flight" in kinds) == (options.overlap or options.stream)
+  assert transforms.streams(state) == options.stream
+
+
+def _all(tree):
+  yield tree
+  if isinstance(tree, (tuple, list)):
+    for child in tree:
+      yield from _all(child)
 
 
 def test_what_the_preset_has_is_not_given():
@@ -82,9 +134,9 @@ def test_what_the_preset_has_is_not_given():
   assert gpu.stream
   _methods.check_used(gpu, ("local_sgd",))
   many = dataclasses.replace(gpu, delay_steps=2)
-  _methods.check_used(many, ("local_sgd", "msdpu"))
+  _methods.check_used(many, ("od_sgd", "msdpu"))
   with pytest.raises(ValueError, match="`--delay-steps` must be left out"):
-    _methods.check_used(many, ("local_sgd",))
+    _methods.check_used(many, ("od_sgd",))
 
 
 @pytest.mark.parametrize("rule", ["msdpu", "adacomm"])
@@ -104,11 +156,9 @@ def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
       super().__init__(*args, host_rounds=host_rounds, **options)
 
   monkeypatch.setattr(training, "Trainer", Recorded)
-  options = _options.Train(
-    dataset="digits", model="mlp", workers=2, host_rounds=True, delay_steps=2
-  )
-  experiment = _experiment.build(options)
-  for method in ("ssgd", "local_sgd", "diloco", "easgd", "msdpu"):
-    _experiment.Prepared(experiment, method, 0.1)
-  # SSGD has no rounds.
-  assert told == [False, True, True, True, True]
+  options = _options.Train(dataset="digits", model="mlp", workers=2)
+  for host_rounds in (True, False):
+    chosen = dataclasses.replace(options, host_rounds=host_rounds)
+    _experiment.Prepared(_experiment.build(chosen), "diloco", 0.1)
+  # None: wherever it can.
+  assert told == [None, False]

@@ -1,4 +1,4 @@
-"""`jdist schedule`, with the compiler for GPUs and without."""
+"""`jdist overlap`, with the compiler for GPUs and without."""
 
 import importlib.util
 import json
@@ -20,11 +20,14 @@ needs_compiler = pytest.mark.skipif(
 )
 
 _BAD = [
-  ("--method sgd", "`--method` must be of ssgd"),
-  ("--method msdpu msdpu", "`--method` must be one or more different methods"),
-  ("--method msdpu:fast", "msdpu has the forms streamed, simple, got"),
-  ("--method local_sgd:first", "local_sgd has one form only, got"),
-  ("--methods msdpu", "no option `--methods`, did you mean `--method`?"),
+  ("--methods sgd", "`--methods` must be of ssgd"),
+  (
+    "--methods msdpu msdpu",
+    "`--methods` must be one or more different methods",
+  ),
+  ("--methods msdpu:fast", "msdpu has the forms streamed, simple, got"),
+  ("--methods local_sgd:first", "local_sgd has one form only, got"),
+  ("--method msdpu", "no option `--method`, did you mean `--methods`?"),
   ("--model vit", "`--model` must be one of mlp"),
   ("--topology h200", "`--topology`: the GPUs must be GPUSxKIND"),
   ("--topology 0xh200", "`gpus_per_node` must be at least 1, got 0"),
@@ -52,7 +55,7 @@ def test_a_bad_option_is_one_line_and_status_2(
   words, told, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
-  assert cli.main(["schedule", *words.split()]) == 2
+  assert cli.main(["overlap", *words.split()]) == 2
   out, error = capsys.readouterr()
   assert error.startswith("jdist: error: ") and error.count("\n") == 1
   assert told in error
@@ -72,7 +75,7 @@ def test_a_missing_compiler_is_one_line_that_names_the_extra(
     ),
   )
   monkeypatch.chdir(tmp_path)
-  assert cli.main(["schedule"]) == 2
+  assert cli.main(["overlap"]) == 2
   out, error = capsys.readouterr()
   assert error.count("\n") == 1
   assert 'pip install "jdist[schedules]"' in error
@@ -82,11 +85,11 @@ def test_a_missing_compiler_is_one_line_that_names_the_extra(
 
 def test_help_shows_every_option_once(monkeypatch, capsys):
   monkeypatch.setenv("COLUMNS", "80")
-  assert cli.main(["schedule", "--help"]) == 0
+  assert cli.main(["overlap", "--help"]) == 0
   text, error = capsys.readouterr()
   assert error == ""
-  fields = _help.fields(_options.Schedule)
-  assert set(fields) == set(_options.Schedule.__dataclass_fields__)
+  fields = _help.fields(_options.Overlap)
+  assert set(fields) == set(_options.Overlap.__dataclass_fields__)
   for name, told in fields.items():
     option = f"  --{name.replace('_', '-')} "
     assert sum(line.startswith(option) for line in text.splitlines()) == 1
@@ -95,12 +98,12 @@ def test_help_shows_every_option_once(monkeypatch, capsys):
 
 
 def test_forms_are_of_methods_that_there_are():
-  assert set(_options.FORMS) <= set(_methods.METHODS)
+  assert set(_options.FORMS) <= set(_methods.entries())
 
 
 @pytest.mark.parametrize("model", models.NAMES)
 def test_every_model_has_a_batch(model):
-  task = _overlap._task(_options.Schedule(model=model, batch_size=3))
+  task = _overlap._task(_options.Overlap(model=model, batch_size=3))
   assert all(x.shape[0] == 3 for x in task.batch.values())
 
 
@@ -122,7 +125,7 @@ def test_every_model_has_a_batch(model):
 )
 def test_rates_are_the_data_sheets_unless_given(topology, options, expected):
   _, device, link = _overlap._check(
-    _options.Schedule(topology=topology, **options)
+    _options.Overlap(topology=topology, **options)
   )
   rates = (
     link.bandwidth_bits_per_s, device.flops_per_s, device.memory_bytes_per_s,
@@ -139,11 +142,11 @@ def run(tmp_path, capsys):
   def one(*words, model="mlp"):
     output = tmp_path / "out"
     status = cli.main(
-      ["schedule", "--model", model, "--output", str(output), *words]
+      ["overlap", "--model", model, "--output", str(output), *words]
     )
     out, error = capsys.readouterr()
     assert status == 0, error
-    assert (output / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "overlap.png").read_bytes().startswith(b"\x89PNG")
     lines = (output / "rows.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], out
 
@@ -156,7 +159,7 @@ _BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
 
 @needs_compiler
 def test_one_method_is_told_by_its_collectives(run):
-  (row,), out = run("--method", "ssgd", "--topology", "8xh200")
+  (row,), out = run("--methods", "ssgd", "--topology", "8xh200")
   (message,) = row["messages"]
   assert message["kind"] == "all-reduce"
   assert message["wire_bytes"] == row["mean_wire_bytes"] == _BYTES
@@ -173,9 +176,9 @@ def test_one_method_is_told_by_its_collectives(run):
 @needs_compiler
 def test_a_streamed_round_is_hidden_and_a_conditional_one_is_not(run):
   rows, out = run(
-    "--method", "msdpu", "msdpu:simple", "--interval", "4",
+    "--methods", "msdpu", "msdpu:simple", "--interval", "4",
     "--tflop-per-s", "0.01", "--bandwidth-gbit-per-s", "100",
-    "--latency-us", "0", "--launch-us", "0",
+    "--latency-us", "0", "--launch-us", "0", "--no-host-rounds",
   )  # fmt: skip
   streamed, simple = rows
   assert streamed["interval"] == simple["interval"] == 4
@@ -194,9 +197,9 @@ def test_a_streamed_round_is_hidden_and_a_conditional_one_is_not(run):
 
 @needs_compiler
 def test_rounds_that_the_host_ends_have_no_conditional(run):
-  words = ("--method", "msdpu", "local_sgd", "ssgd", "--interval", "4")
-  decided, _ = run(*words)
-  told = run(*words, "--host-rounds")[0][len(decided) :]
+  words = ("--methods", "msdpu", "local_sgd", "ssgd", "--interval", "4")
+  decided, _ = run(*words, "--no-host-rounds")
+  told = run(*words)[0][len(decided) :]
   for one, other in zip(told, decided, strict=True):
     assert one["interval"] == other["interval"]
     assert one["mean_wire_bytes"] == pytest.approx(other["mean_wire_bytes"])
@@ -211,8 +214,8 @@ def test_rounds_that_the_host_ends_have_no_conditional(run):
 
 @needs_compiler
 def test_merging_less_sends_in_more_messages(run):
-  (merged, *_), _ = run("--method", "ssgd")
-  rows, _ = run("--method", "ssgd", "--combine-mb", "0", "--in-flight", "4")
+  (merged, *_), _ = run("--methods", "ssgd")
+  rows, _ = run("--methods", "ssgd", "--combine-mb", "0", "--in-flight", "4")
   apart = rows[-1]
   assert len(merged["messages"]) == 1 and len(apart["messages"]) == 4
   assert apart["mean_wire_bytes"] == merged["mean_wire_bytes"]
@@ -222,7 +225,7 @@ def test_merging_less_sends_in_more_messages(run):
 def test_update_first_hides_under_the_forward_pass(run):
   # Five in six of LeNet's bytes are behind its two convolutions.
   (row,), _ = run(
-    "--method", "ssgd:first",
+    "--methods", "ssgd:first",
     "--message-mb", "0.05", "--combine-mb", "0", "--in-flight", "4",
     "--tflop-per-s", "0.01", "--bandwidth-gbit-per-s", "100",
     "--latency-us", "0", "--launch-us", "0",
@@ -237,7 +240,7 @@ def test_update_first_hides_under_the_forward_pass(run):
 
 @needs_compiler
 def test_update_first_sends_what_synchronous_sgd_sends(run):
-  rows, _ = run("--method", "ssgd", "ssgd:first", "ssgd:scattered")
+  rows, _ = run("--methods", "ssgd", "ssgd:first", "ssgd:scattered")
   kinds = [[m["kind"] for m in row["messages"]] for row in rows]
   assert kinds[0] == kinds[1] == ["all-reduce"]
   assert sorted(kinds[2]) == ["all-gather", "reduce-scatter"]
@@ -251,12 +254,12 @@ def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
   # In a process of its own: JAX must not have started.
   pytest.importorskip("matplotlib")
   words = (
-    "--model", "resnet8", "--method", "ssgd", "ssgd:scattered", "ssgd:hybrid",
+    "--model", "resnet8", "--methods", "ssgd", "ssgd:scattered", "ssgd:hybrid",
     "--tell-compiler", "--message-mb", "0.06",
     "--bandwidth-gbit-per-s", "10", "--output", str(tmp_path),
   )  # fmt: skip
   done = subprocess.run(
-    [sys.executable, "-m", "jdist", "schedule", *words],
+    [sys.executable, "-m", "jdist", "overlap", *words],
     env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     capture_output=True,
     text=True,
@@ -292,7 +295,7 @@ def test_the_compiler_is_told_before_jax_starts():
   ],
 )
 def test_operations_are_those_that_are_known(model, giga_flops):
-  options = _options.Schedule(model=model, batch_size=2)
+  options = _options.Overlap(model=model, batch_size=2)
   described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
   (program,) = _overlap._programs(

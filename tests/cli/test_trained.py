@@ -139,11 +139,15 @@ def test_published_cuts_are_counted_without_a_predictor():
 def _step(name):
   from jdist.cli import _trained
 
+  options = _options.Common()
   model = prediction.published_model(name)
-  chain = _trained.counted_mp2(
-    _methods.optimizer_of(_options.Common(), _methods.Budget(10, 0, 0.1)),
-    None, name, model, "worker",
-  )  # fmt: skip
+  chain = _methods.build_method(
+    "mp2",
+    options,
+    _methods.run_of(options, 10, 0, lambda step: 0.1),
+    "worker",
+    networks=_trained.counted_arguments(None, name, model),
+  )
 
   def step(params, state):
     return chain.update(params, state, params)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jdist.cli import _options
+from jdist.cli import _methods, _options
 from tests import _processes
 
 _COMPRESSED = (
@@ -13,7 +13,7 @@ _COMPRESSED = (
 )  # fmt: skip
 # Which need networks that were trained before.
 _TRAINED = {"mp2", "wnn"}
-_OTHERS = tuple(sorted({*_options.METHODS} - {*_COMPRESSED} - _TRAINED))
+_OTHERS = tuple(sorted({*_methods.entries()} - {*_COMPRESSED} - _TRAINED))
 
 
 def train(names, steps):
@@ -23,7 +23,6 @@ def train(names, steps):
   import optax
 
   from jdist import collectives, data, models, training, transforms
-  from jdist.cli import _methods, _options
 
   jax.config.update("jax_numpy_dtype_promotion", "standard")
   digits = data.load("digits")
@@ -35,10 +34,9 @@ def train(names, steps):
   loss = training.classification_loss(model.apply, normalize=digits.normalize)
   different = {}
   for name in names:
-    budget = _methods.Budget(steps, 10, optax.constant_schedule(0.02))
-    chain = _methods.build_method(
-      name, _options.Common(interval=3), budget, team.axis
-    )
+    options = _options.Common(interval=3)
+    run = _methods.run_of(options, steps, 10, optax.constant_schedule(0.02))
+    chain = _methods.build_method(name, options, run, team.axis)
     step = training.make_step(loss, chain, axis=team.axis)
     state = training.init_state(team, chain, model.params, model.state)
     state, _ = training.Trainer(team, step).fit(state, batches.iterate, steps)
