@@ -17,8 +17,6 @@ import numpy as np
 from jdist import checks
 from jdist.codecs import _codec
 
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_INFINITY = np.int32(0x7F800000)
 # Rows of an array without blocks: whole bytes of integers of any width.
 _ROW = 256
 LARGEST = np.float32(np.finfo(np.float32).max)
@@ -78,7 +76,7 @@ def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
   if not flat:
     return jnp.zeros(like.shape, like.dtype)
   x = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
-  return narrow(x.reshape(like.shape), like.dtype)
+  return _codec.narrow(x.reshape(like.shape), like.dtype)
 
 
 def max_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
@@ -177,12 +175,6 @@ def _nonzero(scale: jax.Array) -> jax.Array:
   return jnp.where(scale == 0, jnp.ones_like(scale), scale)
 
 
-def finite(x: jax.Array) -> jax.Array:
-  """Marks the entries that are neither infinite nor NaN."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  return (bits & _MAGNITUDE) < _INFINITY
-
-
 def with_scales(
   pieces: list[jax.Array], scales: Sequence[jax.Array]
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
@@ -214,38 +206,29 @@ def round_outward(scale: jax.Array, up: np.ndarray) -> jax.Array:
   return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
-def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
-  """Casts float32 to a dtype; what is finite stays finite."""
-  dtype = jnp.dtype(dtype)
-  if dtype.itemsize >= 4:
-    return x.astype(dtype)
-  largest = np.float32(jnp.finfo(dtype).max)
-  return jnp.where(finite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
-
-
 def _max_abs(rows: jax.Array) -> jax.Array:
-  return _float(_max_rows(rows, lambda x: _int(x) & _MAGNITUDE))
+  return _float(_max_rows(rows, lambda x: _int(x) & _codec.MAGNITUDE))
 
 
 def _l2(rows: jax.Array) -> jax.Array:
   largest = _max_abs(rows)
   scaled = quotient(rows, largest)
   norm = largest * jnp.sqrt((scaled * scaled).sum(-1))
-  return jnp.where(finite(largest), jnp.minimum(norm, LARGEST), jnp.nan)
+  return jnp.where(_codec.finite(largest), jnp.minimum(norm, LARGEST), jnp.nan)
 
 
 def _root_mean_square(rows: jax.Array) -> jax.Array:
   largest = _max_abs(rows)
   scaled = quotient(rows, largest)
   mean = jnp.minimum((scaled * scaled).mean(-1), 1)
-  return jnp.where(finite(largest), largest * jnp.sqrt(mean), jnp.nan)
+  return jnp.where(_codec.finite(largest), largest * jnp.sqrt(mean), jnp.nan)
 
 
 def _mean_abs(rows: jax.Array) -> jax.Array:
   largest = _max_abs(rows)
   scaled = jnp.abs(quotient(rows, largest))
   mean = jnp.minimum(scaled.mean(-1), 1) * largest
-  return jnp.where(finite(largest), mean, jnp.nan)
+  return jnp.where(_codec.finite(largest), mean, jnp.nan)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -260,7 +243,7 @@ def _backwards(x: jax.Array) -> jax.Array:
 
 def _flipped(bits: jax.Array) -> jax.Array:
   """Flips the magnitudes of negative numbers, or flips them back."""
-  return bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)
+  return bits ^ ((bits >> np.int32(31)) & _codec.MAGNITUDE)
 
 
 def _int(x: jax.Array) -> jax.Array:

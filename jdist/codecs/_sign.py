@@ -96,7 +96,7 @@ class Sign(_codec.Codec):
     largest = _blocks.max_abs(pieces, True)
     one = np.float32(1)
     return [
-      jnp.where(_blocks.finite(x), one, jnp.nan).astype(jnp.bfloat16)
+      jnp.where(_codec.finite(x), one, jnp.nan).astype(jnp.bfloat16)
       for x in largest
     ]
 

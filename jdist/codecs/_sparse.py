@@ -11,7 +11,6 @@ import numpy as np
 from jdist import checks
 from jdist.codecs import (
   _bits,
-  _blocks,
   _cast,
   _codec,
   _indices,
@@ -105,7 +104,7 @@ class Sparse(_codec.Codec):
     zeros = jnp.zeros(like.size, jnp.float32)
     # Set, not added, so that even the sign of a zero comes back.
     flat = zeros.at[indices].set(values, **self._placing())
-    return _blocks.narrow(flat.reshape(like.shape), like.dtype)
+    return _codec.narrow(flat.reshape(like.shape), like.dtype)
 
   def add_to(self, total: jax.Array, payload: Entries, state: Any) -> jax.Array:
     """Adds the entries in their places, and touches no others."""

@@ -11,10 +11,12 @@ from jdist.reducers._compressed import CompressedState as CompressedState
 from jdist.reducers._compression import check_compression as check_compression
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
-from jdist.reducers._error_feedback import EF21 as EF21
-from jdist.reducers._error_feedback import EF21State as EF21State
-from jdist.reducers._error_feedback import ErrorFeedback as ErrorFeedback
-from jdist.reducers._error_feedback import (
+from jdist.reducers._compression import note as note
+from jdist.reducers._compression import reductions as reductions
+from jdist.reducers._feedback import EF21 as EF21
+from jdist.reducers._feedback import EF21State as EF21State
+from jdist.reducers._feedback import ErrorFeedback as ErrorFeedback
+from jdist.reducers._feedback import (
   ErrorFeedbackState as ErrorFeedbackState,
 )
 from jdist.reducers._feedback import Feedback as Feedback
@@ -35,10 +37,8 @@ from jdist.reducers._power_sgd import PowerSGD as PowerSGD
 from jdist.reducers._power_sgd import PowerSGDState as PowerSGDState
 from jdist.reducers._reducer import Bits as Bits
 from jdist.reducers._reducer import Exact as Exact
-from jdist.reducers._reducer import note as note
 from jdist.reducers._reducer import Reduced as Reduced
 from jdist.reducers._reducer import Reducer as Reducer
-from jdist.reducers._reducer import reductions as reductions
 from jdist.reducers._scheduled import Scheduled as Scheduled
 from jdist.reducers._scheduled import ScheduledState as ScheduledState
 from jdist.reducers._scheduled import warm_up as warm_up

@@ -16,6 +16,7 @@ granules would be mostly padding.  By the fewest bits each leaf goes
 - into a bucket that is sent as it is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -36,10 +37,12 @@ class Layout(NamedTuple):
   Attributes:
     buckets: of all leaves.
     exact: for each bucket, whether it is sent without the codec.
+    draws: whose random numbers the codec draws, its `key`.
   """
 
   buckets: collectives.Buckets
   exact: tuple[bool, ...]
+  draws: str = "none"
 
 
 class AllToAll(NamedTuple):
@@ -80,7 +83,7 @@ class AllToAll(NamedTuple):
     # Up: row j of every bucket to worker j.
     payloads, finite, shares = [], [], []
     for i, rows in enumerate(layout.buckets.pack(leaves)):
-      keys = _row_keys(self.codec, key, i, axis)
+      keys = _row_keys(layout.draws, key, i, axis)
       payload = jax.vmap(coders[i].encode)(rows, keys)
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
@@ -110,7 +113,7 @@ class AllToAll(NamedTuple):
       # As all will have it: in the leaf's dtype.
       narrow = wanted.astype(coder.row.dtype)
       finite.append(jnp.isfinite(narrow).all() & sound[i])
-      payload = coder.encode(narrow, _owner_key(self.codec, key, i, axis))
+      payload = coder.encode(narrow, _owner_key(layout.draws, key, i, axis))
       payloads.append(payload)
       if self._leaves_out(coder):
         known = coder.decode(payload).astype(coder.row.dtype)
@@ -159,9 +162,8 @@ class AllToAll(NamedTuple):
 
   def layout(self, likes: Sequence[Any], num_workers: int) -> Layout:
     """Distributes leaves over buckets."""
-    return make_layout(
-      likes, num_workers, self.codec.granule(), self.codec.num_bits
-    )
+    kinds = tuple((tuple(x.shape), np.dtype(x.dtype).name) for x in likes)
+    return _layout(self.codec, kinds, num_workers)
 
   def _coders(self, layout: Layout) -> list["_Coder"]:
     return [
@@ -180,6 +182,16 @@ class AllToAll(NamedTuple):
     return bool(self.owner_feedback) and (
       coder.codec is not None or coder.row.dtype != np.float32
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+  codec: codecs.Codec, kinds: tuple[Any, ...], num_workers: int
+) -> Layout:
+  """Lays out leaves once, however often a program is traced."""
+  likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
+  layout = make_layout(likes, num_workers, codec.granule(), codec.num_bits)
+  return layout._replace(draws=codec.key)
 
 
 def make_layout(
@@ -314,37 +326,33 @@ def add_rows(
 # A reduction has one key, the same on all workers.
 
 
-def own_key(
-  codec: codecs.Codec, key: jax.Array, axis: collectives.Axis
-) -> jax.Array:
+def own_key(draws: str, key: jax.Array, axis: collectives.Axis) -> jax.Array:
   """Returns this worker's key, or the same on all where the codec needs it."""
-  if codec.key != "worker":
+  if draws != "worker":
     return key
   return jax.random.fold_in(key, collectives.index(axis))
 
 
-def leaf_key(
-  codec: codecs.Codec, key: jax.Array, number: int
-) -> jax.Array | None:
+def leaf_key(draws: str, key: jax.Array, number: int) -> jax.Array | None:
   """Returns the key of a leaf; None for a codec that draws nothing."""
-  return None if codec.key == "none" else jax.random.fold_in(key, number)
+  return None if draws == "none" else jax.random.fold_in(key, number)
 
 
 def _row_keys(
-  codec: codecs.Codec, key: jax.Array, number: int, axis: collectives.Axis
+  draws: str, key: jax.Array, number: int, axis: collectives.Axis
 ) -> jax.Array | None:
   """Returns a key for each of a worker's rows of a bucket."""
-  drawn = leaf_key(codec, own_key(codec, key, axis), 2 * number)
+  drawn = leaf_key(draws, own_key(draws, key, axis), 2 * number)
   if drawn is None:
     return None
   return jax.random.split(drawn, collectives.size(axis))
 
 
 def _owner_key(
-  codec: codecs.Codec, key: jax.Array, number: int, axis: collectives.Axis
+  draws: str, key: jax.Array, number: int, axis: collectives.Axis
 ) -> jax.Array | None:
   """Returns the key of this worker as the owner of a row of a bucket."""
-  drawn = leaf_key(codec, key, 2 * number + 1)
+  drawn = leaf_key(draws, key, 2 * number + 1)
   if drawn is None:
     return None
   return jax.random.fold_in(drawn, collectives.index(axis))

@@ -1,6 +1,7 @@
 """Chunks: a tree reduced in parts of one size, each with its own state."""
 
 import dataclasses
+import functools
 import zlib
 from typing import Any, TypeAlias
 
@@ -76,8 +77,18 @@ class Chunked(_reducer.Reducer):
 
   def buckets(self, like: PyTree) -> collectives.Buckets:
     """Returns the layout of a tree: a bucket a dtype, a row a chunk."""
+    leaves, structure = jax.tree.flatten(like)
+    kinds = tuple((jnp.shape(x), jnp.dtype(x.dtype).name) for x in leaves)
+    return self._buckets(structure, kinds)
+
+  # The cache keeps reducers, which are a few settings.
+  @functools.lru_cache(maxsize=256)  # noqa: B019
+  def _buckets(
+    self, structure: Any, kinds: tuple[Any, ...]
+  ) -> collectives.Buckets:
+    likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     return collectives.Buckets.of(
-      like,
+      jax.tree.unflatten(structure, likes),
       order=self.order,
       num_rows=self.multiple,
       max_row_bytes=self.max_bytes,

@@ -276,11 +276,11 @@ class Compressed(_reducer.Reducer):
   def _encode_all(
     self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
   ) -> tuple[list[Any], list[Any]]:
-    key = _all_to_all.own_key(self.codec, key, axis)
+    key = _all_to_all.own_key(self.codec.key, key, axis)
     payloads, states = [], []
     for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
       payload, s = self.codec.encode(
-        x, s, _all_to_all.leaf_key(self.codec, key, i)
+        x, s, _all_to_all.leaf_key(self.codec.key, key, i)
       )
       payloads.append(payload)
       states.append(s)
@@ -300,6 +300,16 @@ class Compressed(_reducer.Reducer):
     return self.codec.add_to(total, payload, state)
 
   def _check(self, tree: PyTree) -> None:
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = tuple((tuple(x.shape), jnp.dtype(x.dtype).name) for x in leaves)
+    self._check_kinds(structure, kinds)
+
+  # The cache keeps reducers, which are a few settings.
+  @functools.lru_cache(maxsize=256)  # noqa: B019
+  def _check_kinds(self, structure: Any, kinds: tuple[Any, ...]) -> None:
+    """Raises a ValueError for a leaf that the codec does not suit."""
+    likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
+    tree = jax.tree.unflatten(structure, likes)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
       if not leaf.size:
         continue

@@ -1,6 +1,9 @@
 """Compression: the workers' mean of a tree by few bytes, with feedback."""
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -132,7 +135,7 @@ class Compression:
       axis: the workers' axis.
     """
     wanted, feedback = self.prepare(tree, state)
-    _reducer.note(self.reducer, wanted, axis)
+    note(self.reducer, wanted, axis)
     reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
     mean, feedback = self.finish(
       reduced.mean, reduced.own_share, wanted, feedback
@@ -239,3 +242,38 @@ def check_compression(value: Any) -> None:
 def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
   dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
   return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+
+_OPEN: contextvars.ContextVar[list[_reducer.Bits] | None] = (
+  contextvars.ContextVar("reductions", default=None)
+)
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[_reducer.Bits]]:
+  """Collects the bits of every reduction that is traced inside.
+
+  Returns:
+    A list that is filled while something is traced: one entry for each
+    reduction in the program, also for one that stands in a conditional.
+
+  >>> with reductions() as found:
+  ...   note(_reducer.Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)
+  >>> found
+  [Bits(payload=800, sent=0.0, received=0.0)]
+  """
+  found: list[_reducer.Bits] = []
+  token = _OPEN.set(found)
+  try:
+    yield found
+  finally:
+    _OPEN.reset(token)
+
+
+def note(
+  reducer: _reducer.Reducer, like: PyTree, axis: collectives.Axis
+) -> None:
+  """Adds a reduction to an open `reductions`; for callers of a reducer."""
+  found = _OPEN.get()
+  if found is not None:
+    found.append(reducer.num_bits(like, reducer.num_workers(axis)))

@@ -16,11 +16,14 @@ old value stays, where that is what keeps workers together), and the state's
 """
 
 import abc
-from typing import Any, ClassVar, TypeAlias
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jdist import checks, states
 
 PyTree: TypeAlias = Any
 
@@ -144,3 +147,187 @@ def cleaned(tree: PyTree) -> tuple[PyTree, jax.Array]:
 def counted(count: jax.Array, found: jax.Array) -> jax.Array:
   """One more, if it was found."""
   return jnp.where(found, optax.safe_increment(count), count)
+
+
+@states.declare()
+class ErrorFeedbackState(NamedTuple):
+  """State of `ErrorFeedback`.
+
+  Attributes:
+    residual: what has not been sent yet, float32, each worker its own.
+    nonfinite: rounds after which a residual was not finite, int32 scalar, each
+      worker its own.
+  """
+
+  residual: PyTree
+  nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(Feedback):
+  r"""Adds what was not sent to what is sent next.
+
+  .. math:: p_i = x_i + \beta e_i, \qquad e_i \leftarrow p_i - s_i
+
+  where :math:`s_i` is the share of :math:`p_i` that worker i has sent.  With
+  :math:`\beta = 1` nothing is lost: over any number of rounds the sum of what
+  went in is N times the sum of the means, and what the residuals hold.
+
+  Attributes:
+    decay: beta in [0, 1]; 1 is error feedback as it was published, 0.95
+      SparseLoCo's, 0.999 DeMo's momentum.  0 is no feedback.
+
+  Raises:
+    ValueError: when `decay` is out of its range.
+
+  >>> import jax.numpy as jnp
+  >>> feedback = ErrorFeedback()
+  >>> state = feedback.init(jnp.zeros(2))
+  >>> wanted, state = feedback.prepare(jnp.array([3.0, 1.0]), state)
+  >>> sent = jnp.array([3.0, 0.0])  # The larger one, and nobody else is there.
+  >>> output, state = feedback.finish(sent, sent, wanted, state)
+  >>> feedback.prepare(jnp.array([0.5, 0.5]), state)[0].tolist()
+  [0.5, 1.5]
+
+  References:
+    Seide et al., 1-Bit SGD (Interspeech 2014): the idea.  Karimireddy et al.,
+    Error Feedback Fixes SignSGD (arXiv 1901.09847), algorithm 2.  Departure:
+    the gradient is not multiplied by the learning rate before it is
+    compressed, so a residual is in units of gradients; under a rate that
+    changes, that is another algorithm.  Sarfi et al., SparseLoCo (arXiv
+    2508.15706), algorithm 1: the decay.
+  """
+
+  decay: float = 1.0
+
+  def __post_init__(self) -> None:
+    checks.check_continuous("decay", self.decay, high=1.0)
+
+  def init(self, like: PyTree) -> ErrorFeedbackState:
+    """No residual."""
+    return ErrorFeedbackState(zeros(like), jnp.zeros((), jnp.int32))
+
+  def prepare(
+    self, x: PyTree, state: ErrorFeedbackState
+  ) -> tuple[PyTree, ErrorFeedbackState]:
+    """The tree and the residual."""
+    wanted = jax.tree.map(
+      lambda x, e: wide(x) + number(self.decay, e) * e,
+      x,
+      state.residual,
+    )
+    return wanted, state
+
+  def finish(
+    self,
+    mean: PyTree,
+    own_share: PyTree,
+    wanted: PyTree,
+    state: ErrorFeedbackState,
+  ) -> tuple[PyTree, ErrorFeedbackState]:
+    """The mean, and the new residual."""
+    residual, found = cleaned(jax.tree.map(jnp.subtract, wanted, own_share))
+    nonfinite = counted(state.nonfinite, found)
+    return mean, ErrorFeedbackState(residual, nonfinite)
+
+  def keep_cast(
+    self, left: PyTree, state: ErrorFeedbackState
+  ) -> ErrorFeedbackState:
+    """Every worker adds it to its residual: N times, as the mean lacks it."""
+    return state._replace(residual=added(state.residual, left))
+
+  def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
+    """Every worker adds it to its residual, before the decay."""
+    if self.decay == 0:
+      return None
+    residual = jax.tree.map(
+      lambda e, h: e + h.astype(e.dtype) / number(self.decay, e),
+      state.residual,
+      held,
+    )
+    return state._replace(residual=residual)
+
+
+@states.declare(shared=("mean",))
+class EF21State(NamedTuple):
+  """State of `EF21`.
+
+  Attributes:
+    own: what the others know of this worker, float32, each worker its own.
+    mean: the mean of all workers' `own`, float32, equal on all workers.
+    nonfinite: rounds in which something was not finite, int32 scalar, each
+      worker its own.
+  """
+
+  own: PyTree
+  mean: PyTree
+  nonfinite: jax.Array
+
+  def nonfinite_rounds(self) -> jax.Array:
+    """The count."""
+    return self.nonfinite
+
+
+@dataclasses.dataclass(frozen=True)
+class EF21(Feedback):
+  r"""Sends how far a worker is from what the others know of it.
+
+  .. math:: p_i = x_i - h_i, \qquad h_i \leftarrow h_i + s_i, \qquad
+            h \leftarrow h + \tfrac1N \sum_i s_i, \qquad \text{output } h
+
+  What comes out is an estimate of the mean that gets better while the
+  gradients change little: it needs no bound on them, as `ErrorFeedback` does,
+  and holds no sum of the past.
+
+  An entry whose mean is not finite changes nothing on any worker, and so does
+  not stay: :math:`h` remains the mean of the :math:`h_i`.
+
+  References:
+    Richtarik et al., EF21: A New, Simpler, Theoretically Better, and
+    Practically Faster Error Feedback (arXiv 2106.05203), algorithm 2.
+    Departure: :math:`h_i` begins at zero and not at a compressed gradient,
+    which is one round more.
+
+  >>> import jax.numpy as jnp
+  >>> feedback = EF21()
+  >>> state = feedback.init(jnp.zeros(2))
+  >>> x = jnp.array([3.0, 1.0])
+  >>> wanted, state = feedback.prepare(x, state)
+  >>> sent = jnp.array([3.0, 0.0])
+  >>> output, state = feedback.finish(sent, sent, wanted, state)
+  >>> output.tolist(), feedback.prepare(x, state)[0].tolist()
+  ([3.0, 0.0], [0.0, 1.0])
+  """
+
+  def init(self, like: PyTree) -> EF21State:
+    """Nothing is known of anyone."""
+    return EF21State(zeros(like), zeros(like), jnp.zeros((), jnp.int32))
+
+  def prepare(self, x: PyTree, state: EF21State) -> tuple[PyTree, EF21State]:
+    """The difference."""
+    return jax.tree.map(lambda x, h: wide(x) - h, x, state.own), state
+
+  def finish(
+    self, mean: PyTree, own_share: PyTree, wanted: PyTree, state: EF21State
+  ) -> tuple[PyTree, EF21State]:
+    """The estimate of the mean, and the new state."""
+    del wanted
+
+    def added(h: jax.Array, change: jax.Array, mean: jax.Array) -> jax.Array:
+      # All workers skip the same entries.
+      usable = jnp.isfinite(mean) & jnp.isfinite(change)
+      return h + jnp.where(usable, wide(change), 0.0)
+
+    own = jax.tree.map(added, state.own, own_share, mean)
+    known = jax.tree.map(added, state.mean, mean, mean)
+    found = any_nonfinite((mean, own_share))
+    nonfinite = counted(state.nonfinite, found)
+    return known, EF21State(own, known, nonfinite)
+
+  def absorb(self, held: PyTree, state: EF21State) -> PyTree | None:
+    """Replaces the known part of a mean by the mean of known parts."""
+    return state._replace(mean=added(state.mean, held))

@@ -1,11 +1,9 @@
 """The interface of reducers: the workers' mean of a tree, by few bytes."""
 
 import abc
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -212,36 +210,3 @@ def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
     f"`reducer` must be one for {to} of leaves, got {reducer}: {reason} Take "
     "`compressed(codec)`, or reduce whole leaves at once."
   )
-
-
-_OPEN: contextvars.ContextVar[list[Bits] | None] = contextvars.ContextVar(
-  "reductions", default=None
-)
-
-
-@contextlib.contextmanager
-def reductions() -> Iterator[list[Bits]]:
-  """Collects the bits of every reduction that is traced inside.
-
-  Returns:
-    A list that is filled while something is traced: one entry for each
-    reduction in the program, also for one that stands in a conditional.
-
-  >>> with reductions() as found:
-  ...   note(Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)
-  >>> found
-  [Bits(payload=800, sent=0.0, received=0.0)]
-  """
-  found: list[Bits] = []
-  token = _OPEN.set(found)
-  try:
-    yield found
-  finally:
-    _OPEN.reset(token)
-
-
-def note(reducer: Reducer, like: PyTree, axis: collectives.Axis) -> None:
-  """Adds a reduction to an open `reductions`; for callers of a reducer."""
-  found = _OPEN.get()
-  if found is not None:
-    found.append(reducer.num_bits(like, reducer.num_workers(axis)))

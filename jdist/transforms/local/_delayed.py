@@ -128,7 +128,7 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
   if rule.beside and overlap.mix is not None:
     raise ValueError(
       f"`mix` must be None for `{name}`, whose workers are pulled to the "
-      f"anchor by a rate of its own, got {checks.show(overlap.mix)}. Set that rate."
+      f"anchor by a rate of its own, got {checks.show(overlap.mix)}."
     )
   if rule.beside and (
     overlap.carry is None

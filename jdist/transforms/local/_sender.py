@@ -9,6 +9,7 @@
     mean due       mean        of all of it; sends what is missing
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -33,18 +34,17 @@ class Contribution(NamedTuple):
   exact: PyTree
 
 
+@dataclasses.dataclass(eq=False)
 class Sender:
   """Sends a message when its mean is due.
 
-  Args:
+  Attributes:
     axis: the workers' axis.
     compression: how the mean is taken; None for exactly.
   """
 
-  def __init__(
-    self, axis: collectives.Axis, compression: reducers.Compression | None
-  ):
-    self.axis, self.compression = axis, compression
+  axis: collectives.Axis
+  compression: reducers.Compression | None
 
   def hold(self, new: Contribution, before: Any, memory: PyTree) -> Any:
     """Returns the form in which a contribution is held.
