@@ -64,13 +64,16 @@ def test_rounds_are_those_of_the_paper(name):
 def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
   def run(optimizer):
     def one(x):
-      w = {"a": jnp.zeros(5), "b": jnp.ones(3)}
-      state = optimizer.init(w)
-      for t in range(10):
-        grads = jax.tree.map(lambda y, t=t: (y - x) * jnp.sin(t + x), w)
+      def step(carry, t):
+        w, state = carry
+        grads = jax.tree.map(lambda y: (y - x) * jnp.sin(t + x), w)
         updates, state = optimizer.update(grads, state, w)
         w = transforms.apply_updates(w, updates, state)
-      return w, state.anchor
+        return (w, state), None
+
+      w = {"a": jnp.zeros(5), "b": jnp.ones(3)}
+      carry, _ = jax.lax.scan(step, (w, optimizer.init(w)), jnp.arange(10.0))
+      return carry[0], carry[1].anchor
 
     return jax.vmap(one, axis_name="worker")(jnp.array([0.3, 1.7, -2.1]))
 

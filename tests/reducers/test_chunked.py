@@ -36,7 +36,7 @@ def test_a_part_is_what_its_reducer_makes_of_it(reducer):
       return jax.tree.map(lambda *x: jnp.stack(x), *out)
 
     here = slice(25 * i, 25 * i + 25)
-    mean, share = jax.vmap(one, axis_name="worker")(x[:, :, here])
+    mean, share = jax.jit(jax.vmap(one, axis_name="worker"))(x[:, :, here])
     np.testing.assert_allclose(means["w"][:, :, here], mean, 1e-6, 1e-6)
     np.testing.assert_allclose(shares["w"][:, :, here], share, 1e-6, 1e-6)
 

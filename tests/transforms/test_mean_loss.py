@@ -38,11 +38,13 @@ def test_workers_with_unlike_losses_stay_alike(name):
   optimizer = BEHIND[name](plateau(), axis="worker")
 
   def run(losses):
-    w = jnp.zeros(300)
-    state = optimizer.init(w)
-    for loss in losses:
+    def step(carry, loss):
+      w, state = carry
       updates, state = optimizer.update(jnp.ones(300), state, w, value=loss)
-      w = optax.apply_updates(w, updates)
+      return (optax.apply_updates(w, updates), state), None
+
+    w = jnp.zeros(300)
+    (w, _), _ = jax.lax.scan(step, (w, optimizer.init(w)), losses)
     return w
 
   # The first falls and the second rises, from one value; their mean falls.

@@ -67,7 +67,7 @@ CASES = {
   },
   "cast": {"reducer": reducers.compressed(codecs.Cast("bfloat16"))},
 }
-QUICK = ("int4", "top-k, DGC")
+QUICK = ("top-k, DGC",)
 
 
 @pytest.mark.parametrize(
