@@ -145,6 +145,7 @@ def row(options: _options.Overlap, found: Found) -> dict[str, Any]:
     0,
     method=found.method,
     interval=found.interval,
+    compile_s=found.compile_s,
     memory_bytes=found.memory_bytes,
     mean_step_s=found.mean_step_s,
     mean_wire_bytes=found.mean_bytes,
