@@ -266,7 +266,7 @@ TABLE = {
   ),
 }
 # On the mesh a reshape crosses the inner axis: `whole`.  As a whole, one step
-# late; its halves, and workers that are themselves sharded: test_preceding.
+# late; its halves, and workers that are themselves sharded: test_update_first.
 TABLE |= {
   "update_first": line(
     transforms.update_first,

@@ -228,50 +228,6 @@ REJECTED = {
     lambda: msdpu(max_interval=0),
     "`max_interval` must be an int >= 1, got 0",
   ),
-  "schedule": (
-    lambda: intervals.scheduled(3),
-    "`schedule` must be a function of the local step, got 3",
-  ),
-  "total_steps": (
-    lambda: intervals.ending_at(0, 2),
-    "`total_steps` must be an int >= 1, got 0",
-  ),
-  "alpha": (
-    lambda: intervals.qsr(0.1, 0.0, 2),
-    r"`alpha` must be in \(0, inf\], got 0.0",
-  ),
-  "base_interval": (
-    lambda: intervals.qsr(0.1, 0.1, 0),
-    "`base_interval` must be an int >= 1, got 0",
-  ),
-  "qsr's max_interval": (
-    lambda: intervals.qsr(0.1, 0.1, 4, max_interval=3),
-    "`max_interval` must be an int >= 4, got 3",
-  ),
-  "initial_interval": (
-    lambda: intervals.adacomm(0, 1),
-    "`initial_interval` must be an int >= 1, got 0",
-  ),
-  "initial_interval above the highest": (
-    lambda: intervals.msdpu(17),
-    "`initial_interval` must be at most `max_interval`, 16, got 17",
-  ),
-  "adacomm's initial_interval above the highest": (
-    lambda: intervals.adacomm(17, 1),
-    "`initial_interval` must be at most `max_interval`, 16, got 17",
-  ),
-  "period_steps": (
-    lambda: intervals.adacomm(1, 0),
-    "`period_steps` must be an int >= 1, got 0",
-  ),
-  "form": (
-    lambda: intervals.adacomm(1, 1, form="root"),
-    "`form` must be 'halving' or 'capped', got 'root'",
-  ),
-  "decay": (
-    lambda: intervals.msdpu(1, decay=1.0),
-    "`decay` must be below 1, got 1.0",
-  ),
   "shared fields": (
     lambda: states.declare(shared=("m",))(optax.TraceState),
     r"`shared` must name fields of TraceState, got \['m'\]",

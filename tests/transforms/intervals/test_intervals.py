@@ -13,7 +13,7 @@ from jdist.transforms import intervals
 def unfold(policy, losses, num_steps=10**6):
   """The intervals of rounds whose mean losses are given, by the contract.
 
-  `losses[r]` is told at the end of round r, where round r + 2 is decided.
+  `losses[r]` is given at the end of round r, where round r + 2 is decided.
   """
   state = policy.init()
   first, state = policy.next(state, jnp.int32(0), None)
@@ -238,3 +238,59 @@ def test_the_next_interval_is_known_a_round_before(name):
   assert lengths[begins[1:]].tolist() == coming[begins[:-1]].tolist()
   # A round has as many steps as was told.
   assert np.diff(begins).tolist() == lengths[begins[:-1]].tolist()
+
+
+REJECTED = {
+  "schedule": (
+    lambda: intervals.scheduled(3),
+    "`schedule` must be a function of the local step, got 3",
+  ),
+  "total_steps": (
+    lambda: intervals.ending_at(0, 2),
+    "`total_steps` must be an int >= 1, got 0",
+  ),
+  "alpha": (
+    lambda: intervals.qsr(0.1, 0.0, 2),
+    r"`alpha` must be in \(0, inf\], got 0.0",
+  ),
+  "base_interval": (
+    lambda: intervals.qsr(0.1, 0.1, 0),
+    "`base_interval` must be an int >= 1, got 0",
+  ),
+  "qsr's max_interval": (
+    lambda: intervals.qsr(0.1, 0.1, 4, max_interval=3),
+    "`max_interval` must be an int >= 4, got 3",
+  ),
+  "initial_interval": (
+    lambda: intervals.adacomm(0, 1),
+    "`initial_interval` must be an int >= 1, got 0",
+  ),
+  "initial_interval above the highest": (
+    lambda: intervals.msdpu(17),
+    "`initial_interval` must be at most `max_interval`, 16, got 17",
+  ),
+  "adacomm's initial_interval above the highest": (
+    lambda: intervals.adacomm(17, 1),
+    "`initial_interval` must be at most `max_interval`, 16, got 17",
+  ),
+  "period_steps": (
+    lambda: intervals.adacomm(1, 0),
+    "`period_steps` must be an int >= 1, got 0",
+  ),
+  "form": (
+    lambda: intervals.adacomm(1, 1, form="root"),
+    "`form` must be 'halving' or 'capped', got 'root'",
+  ),
+  "decay": (
+    lambda: intervals.msdpu(1, decay=1.0),
+    "`decay` must be below 1, got 1.0",
+  ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", REJECTED)
+def test_an_argument_out_of_range_is_refused(name):
+  make, message = REJECTED[name]
+  with pytest.raises(ValueError, match=message):
+    make()
