@@ -310,7 +310,7 @@ class _Run:
       choices = (self._choices.at_once(len(self._ahead[0])),)
     for choice in choices:
       self._compile(choice.control, placed, now=len(choices) > 1)
-    # Up to here, as far as the counters tell: all that was sent at once.
+    # Up to here, as far as the counters know: all that was sent at once.
     steps, rounds = self._start, self._rounds
     at_once = {
       choice.control.round_ends: self._traffic[choice.control]

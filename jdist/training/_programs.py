@@ -21,7 +21,7 @@ class Choice(NamedTuple):
   """The static arguments for which a step is compiled.
 
   Attributes:
-    control: what the optimizer is told.
+    control: the optimizer's static argument.
     idle: whether all of the message has been sent before, so that the round's
       end sends nothing.
   """

@@ -23,19 +23,19 @@ class Progress:
       progress.TextColumn("[bold]{task.description}"),
       progress.BarColumn(bar_width=24),
       progress.MofNCompleteColumn(),
-      progress.TextColumn("{task.fields[told]}"),
+      progress.TextColumn("{task.fields[figures]}"),
       progress.TimeRemainingColumn(compact=True),
       console=console.Console(file=sys.stderr),
       transient=True,
       disable=not sys.stderr.isatty(),
     )
     self._task = self._bar.add_task(
-      label, total=num_steps, completed=start_step, told=""
+      label, total=num_steps, completed=start_step, figures=""
     )
 
-  def update(self, step: int, told: str) -> None:
+  def update(self, step: int, figures: str) -> None:
     """Moves to a step and shows a few words beside the bar."""
-    self._bar.update(self._task, completed=step, told=told)
+    self._bar.update(self._task, completed=step, figures=figures)
 
   def __enter__(self) -> "Progress":
     self._bar.start()

@@ -98,7 +98,7 @@ def _commit() -> str:
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
     changed = git(["git", "status", "--porcelain", "-uno"]).stdout.strip()
   except (OSError, subprocess.CalledProcessError):
-    return "unknown"  # Installed, not checked out: the version tells.
+    return "unknown"  # Installed, not checked out: the version says it.
   return commit + ("+" if changed else "")
 
 

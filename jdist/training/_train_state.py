@@ -116,15 +116,15 @@ def shared_leaves(state: TrainState) -> TrainState:
   >>> shared.params, shared.opt_state.anchor, shared.opt_state.inner.trace
   (False, True, False)
   """
-  told = transforms.sharing(state.opt_state)
+  labels = transforms.sharing(state.opt_state)
 
   def every(tree: PyTree, label: bool) -> PyTree:
     return jax.tree.map(lambda _: label, tree)
 
   return TrainState(
     step=True,  # type: ignore[arg-type]
-    params=every(state.params, told.params),
-    opt_state=told.state,
+    params=every(state.params, labels.params),
+    opt_state=labels.state,
     model_state=every(state.model_state, False),
     key=True,  # type: ignore[arg-type]
   )

@@ -33,7 +33,7 @@ def drain(
     is, as a shorter one would.
   - `local_steps` with a delay, `cocod`, `msdpu`: the late mean arrives, then
     that of the present round's progress.
-  - `easgd`: the springs relax, and all meet at the mean of the N workers and
+  - `easgd`: the springs relax, and all workers move to the mean of the N and
     the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
   - `overlap_local_sgd`: the late mean arrives, then that of where the workers
     are now, and pulls them all the way.

@@ -93,13 +93,13 @@ def predict_rest(
   with the frozen parameters :math:`\theta`.  The anchor is equal on all
   workers to the bit, and every worker predicts for itself: so the rest is
   equal, too, and none of its bytes are sent, in either direction.  Until the
-  first meeting, and between two, it stays as it is.
+  first round's end, and within a round, it stays as it is.
 
-  **What is not sent is not remembered either**: gradients of the rest have no
+  **No residual is kept of what is not sent**: gradients of the rest have no
   effect, by design, and a compiler leaves them out.  No feedback can make up
   for that; with `rest` they have one.  Then the rest is a prediction and a
-  residual e, which is zero until the first meeting and is trained from there
-  on with the same gradients, by a transformation with means of its own:
+  residual e, zero until the first round's end and trained from there on with
+  the same gradients, by a transformation with means of its own:
 
   .. math:: r = \hat r + e, \qquad e \leftarrow e + \mathrm{rest}(\partial
             L / \partial r)
@@ -233,7 +233,7 @@ def predict_rest(
     old = before[1] if rest is None else state.predicted
     anchor, predicted = jax.lax.cond(
       collectives.agreed(over, axis),
-      lambda: meet(agreed, old, state.predictor),
+      lambda: bring_together(agreed, old, state.predictor),
       lambda: collectives.varying((before[0], old), axis),
     )
     synchronized, kept = over, _kept(found)
@@ -292,7 +292,7 @@ def predict_rest(
     moves, new = front.update(moves, state.front, ahead, **extra_args)
     return moves, state._replace(front=new)
 
-  def meet(
+  def bring_together(
     agreed: PyTree, old: PyTree, predictor: PyTree
   ) -> tuple[PyTree, PyTree]:
     predicted = jax.tree.map(
@@ -307,7 +307,7 @@ def predict_rest(
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     assert rest is not None
-    # What a host says is of the front's rounds; the rest has its own.
+    # A host's control is of the front's rounds; the rest has its own.
     control = extra_args.get("control", _control.DEVICE)
     extra_args = extra_args | {"control": _control.Control(drain=control.drain)}
     if _control.drains(extra_args) and not _state.drains(state.rest):
@@ -354,9 +354,9 @@ def _check_prediction(
     # Of shapes, as it will be the same on every substrate.
     found = jax.eval_shape(predicted, *jax.tree.map(_shape, (predictor, front)))
   except (TypeError, ValueError, LookupError, AttributeError) as error:
-    told = str(error).partition("\n")[0]
+    reason = str(error).partition("\n")[0]
     raise ValueError(
-      f"{rule} it fails: {type(error).__name__}: {told} {remedy}"
+      f"{rule} it fails: {type(error).__name__}: {reason} {remedy}"
     ) from error
   theirs, ours = _leaves(found), _leaves(jax.tree.map(_shape, rest))
   for name, leaf in ours.items():

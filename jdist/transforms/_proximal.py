@@ -33,7 +33,7 @@ def pull_to_anchor(
   the rate and the interval.  A momentum m in front of it multiplies that by
   1/(1-m).
 
-  Stands in the inner chain of `local_steps`, which tells it the anchor.
+  Stands in the inner chain of `local_steps`, which gives it the anchor.
 
   Args:
     strength: beta >= 0; 0 is no pull.
@@ -114,7 +114,7 @@ def proximal(
   and the learning rate: under plain SGD with the rate :math:`\eta` a worker
   loses :math:`\eta \mu` of its distance in each step.
 
-  Stands in the inner chain of `local_steps`, which tells it the anchor.
+  Stands in the inner chain of `local_steps`, which gives it the anchor.
 
   Args:
     strength: mu >= 0; 0 is none.

@@ -201,8 +201,8 @@ def fragment_steps(
     collectives.check_local(updates, axis, what="`updates`")
     controls = _controls_of(control, len(parts))
     sent = [
-      one.send(own, told)
-      for one, own, told in zip(parts, state.fragments, controls, strict=True)
+      one.send(own, said)
+      for one, own, said in zip(parts, state.fragments, controls, strict=True)
     ]
     extra_args |= {
       "anchor": state.anchor,
