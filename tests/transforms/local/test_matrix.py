@@ -1,9 +1,10 @@
 """Every sync rule with every overlap and compression: what all must keep."""
 
 import functools
+import itertools
 
+import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,14 +13,17 @@ import jdist
 from jdist import codecs, collectives, reducers, transforms
 from tests.transforms.local.test_streaming import data, params
 
-INTERVAL, NUM_STEPS, NUM_WORKERS = 3, 12, 4
+INTERVAL, NUM_STEPS, NUM_WORKERS = 4, 12, 4
 # One step of the last round is done, and some of what was sent has arrived.
-UNDER_WAY = 10
+UNDER_WAY = 9
 # Large enough for a codec: smaller leaves go with every bit.
 SHAPES = {"a": (32, 25), "b": {"c": (1000,)}}
-RATE = 0.1
-INNER = optax.sgd(RATE, momentum=0.9)
-INT4 = codecs.Quantize(4)
+# Small integers, and rates that are powers of two: nothing is rounded, and two
+# forms of a round have the same bits whatever their programs are.  Of other
+# numbers the last place differs, where LLVM merges a product and a sum in one
+# program and not in the other.
+RATE = 0.5
+INNER = optax.sgd(RATE)
 FEEDBACK = reducers.ErrorFeedback()
 PARTS = transforms.Stream(max_bytes=4000)
 LATE = transforms.Delayed
@@ -27,12 +31,12 @@ LATE = transforms.Delayed
 RULES = {
   "average": transforms.Average(),
   "outer step": transforms.OuterStep(
-    optax.sgd(0.7, momentum=0.9, nesterov=True)
+    optax.sgd(0.5, momentum=0.5, nesterov=True)
   ),
-  "elastic": transforms.Elastic(0.8),
-  "pulled anchor": transforms.PulledAnchor(0.6, 0.5),
-  "control variates": transforms.ControlVariates(RATE, 0.9),
-  "slow momentum": transforms.SlowMomentum(RATE, 0.9, 0.5),
+  "elastic": transforms.Elastic(0.5),
+  "pulled anchor": transforms.PulledAnchor(0.5, 0.5),
+  "control variates": transforms.ControlVariates(RATE, 0.5),
+  "slow momentum": transforms.SlowMomentum(RATE, 0.5, 0.5),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
 both_ways = pytest.mark.parametrize("few_bytes", [False, True], ids=str)
@@ -50,8 +54,7 @@ class Run:
     team = collectives.workers(NUM_WORKERS, substrate="vmap")
 
     def step(w, state, target, *, control):
-      gradient = jax.tree.map(jnp.subtract, w, target)
-      updates, state = optimizer.update(gradient, state, w, control=control)
+      updates, state = optimizer.update(target, state, w, control=control)
       return jdist.apply_updates(w, updates, state), state
 
     @functools.cache
@@ -59,10 +62,10 @@ class Run:
       return team.jit(functools.partial(step, control=control))
 
     drain = team.jit(lambda w, state: transforms.drain(optimizer, state, w))
-    now = team.replicate(params(SHAPES))
+    now = team.replicate(integers(params(SHAPES)))
     now = now, team.jit(optimizer.init)(now)
     self.steps, self.drained, self.controls = [], [], set()
-    for target in data(NUM_STEPS, NUM_WORKERS, SHAPES)[0]:
+    for target in integers(data(NUM_STEPS, NUM_WORKERS, SHAPES)[0]):
       control = said(now[1]) if by_host else transforms.Control()
       self.controls.add(control)
       now = program(control)(*now, team.place(target))
@@ -83,11 +86,16 @@ def said(state):
   )
 
 
-def few_or_all(few_bytes, parts=None):
+def integers(tree):
+  """Small integers of random numbers."""
+  return jax.tree.map(lambda x: np.round(2 * x), tree)
+
+
+def few_or_all(few_bytes, parts=None, bits=4):
   """A compression, of a whole message or of parts, or none."""
   if not few_bytes:
     return None
-  reducer = reducers.compressed(INT4)
+  reducer = reducers.compressed(codecs.Quantize(bits))
   if parts is not None:
     reducer = reducers.Chunked(reducer, PARTS.max_bytes, multiple=parts)
   return reducers.Compression(reducer, FEEDBACK)
@@ -100,23 +108,7 @@ def build(rule, overlap, compression):
   )  # fmt: skip
 
 
-def same(one, other):
-  jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def close(one, other):
-  """Within roundings of each other, of what is largest in a leaf.
-
-  A host's rounds are other programs than the device's, and LLVM merges a
-  product and a sum in one of them and not in the other.
-  """
-  for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-    if np.issubdtype(x.dtype, np.floating):
-      np.testing.assert_allclose(
-        x, y, rtol=0, atol=1e-5 * (1e-9 + abs(y).max())
-      )
-    else:
-      np.testing.assert_array_equal(x, y)
+same = chex.assert_trees_all_equal
 
 
 def on_all(tree):
@@ -133,9 +125,9 @@ def check(run):
   w, state = run.steps[-1]
   assert state.clock.round.tolist() == [NUM_STEPS // INTERVAL] * NUM_WORKERS
   for anchor, start in zip(
-    *map(jax.tree.leaves, (state.anchor, params(SHAPES))), strict=True
+    *map(jax.tree.leaves, (state.anchor, integers(params(SHAPES)))), strict=True
   ):
-    assert np.median(np.abs(anchor - start)) > 0.05
+    assert np.mean(np.abs(anchor - start)) > 0.05
   if state.sync.compression != ():  # By few bytes indeed.
     for left in jax.tree.leaves(state.sync.compression.feedback.residual):
       assert np.median(np.abs(left)) > 1e-4
@@ -152,38 +144,53 @@ def test_a_mean_at_the_end_of_its_round(rule, few_bytes):
   check(Run(build(rule, None, few_or_all(few_bytes))))
 
 
-@every_rule
-@both_ways
-@pytest.mark.parametrize("steps", [None, 2])
+# A host that sends few bytes has the most to compile, and is tried by default
+# with a rule that moves the anchor, one beside it and one of two messages.
+OFTEN = ("outer step", "elastic", "control variates")
+
+
+def late(rule, few_bytes, steps):
+  rarely = few_bytes and steps is not None and rule not in OFTEN
+  marks = pytest.mark.slow if rarely else ()
+  return pytest.param(rule, few_bytes, steps, marks=marks)
+
+
+@pytest.mark.parametrize(
+  ("rule", "few_bytes", "steps"),
+  [late(*x) for x in itertools.product(RULES, (False, True), (None, 2))],
+)
 def test_a_late_mean_streamed_or_not(rule, few_bytes, steps):
   by_host = steps is not None
-  simple = Run(
-    build(rule, LATE(steps), few_or_all(few_bytes, steps or INTERVAL))
-  )
+  # A host's rounds are other programs.  A code of two bits is -1, 0 or 1, and
+  # no product with it is rounded; one of four bits is in sevenths.
+  bits = 2 if by_host else 4
+  whole = few_or_all(few_bytes, steps or INTERVAL, bits)
+  simple = Run(build(rule, LATE(steps), whole))
   streamed = Run(
-    build(rule, LATE(steps, stream=PARTS), few_or_all(few_bytes)), by_host
+    build(rule, LATE(steps, stream=PARTS), few_or_all(few_bytes, None, bits)),
+    by_host,
   )
   assert len(streamed.controls) == (4 if by_host else 1)
   check(simple)
   check(streamed)
-  agree = close if by_host else same
   for (w, state), (other_w, other) in zip(
     simple.steps, streamed.steps, strict=True
   ):
-    agree(w, other_w)
+    same(w, other_w)
     for name in ("clock", "anchor", "memory", "kept"):
-      agree(getattr(state.sync, name), getattr(other.sync, name))
+      same(getattr(state.sync, name), getattr(other.sync, name))
     if state.clock.synchronized[0]:
-      agree(state.sync.compression, other.sync.compression)
+      same(state.sync.compression, other.sync.compression)
   # What has been sent of a message is not brought in twice.
   held = streamed.steps[UNDER_WAY - 1][1].sync.flight.held
   assert all((x > 0).all() for x in held.position.values())
   for (w, _), (other_w, _) in zip(
     simple.drained, streamed.drained, strict=True
   ):
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5), w, other_w
-    )
+    if few_bytes and not by_host:
+      chex.assert_trees_all_close(w, other_w, rtol=1e-5, atol=1e-5)
+    else:
+      same(w, other_w)
 
 
 def refuse(rule, overlap, compression=None, control=None):
