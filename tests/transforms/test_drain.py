@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +116,7 @@ def test_all_stand_on_the_anchor_and_may_go_on(name, dtype):
       assert len(set(leaf.tolist())) == 1
       np.testing.assert_array_equal(leaf, there)
     # To drain twice is to drain once.
-    jax.tree.map(np.testing.assert_array_equal, (w, state), (again, same))
+    chex.assert_trees_all_equal((w, state), (again, same))
     assert np.all(transforms.synchronized(state))
 
 
@@ -357,10 +358,7 @@ def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
     new = jax.tree.map(
       lambda n, o: o if n.shape == held.shape and not n.any() else n, new, state
     )
-  for x, y in zip(
-    jax.tree.leaves((found, new)), jax.tree.leaves((params, state)), strict=True
-  ):
-    np.testing.assert_array_equal(x, y)
+  chex.assert_trees_all_equal((found, new), (params, state))
   # Without `residuals`, nothing is under way.
   assert transforms.drain(optimizer, state, params)[1] is state
 

@@ -1,5 +1,6 @@
 """A front that is trained, and a rest that is predicted."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,9 +153,7 @@ def test_replicas_are_equal_to_the_bit(make, substrate):
     meetings += 1
     anchor = {k: x[0] for k, x in state.anchor.items()}
     if make is not late:  # There a worker stands beside the anchor.
-      jax.tree.map(np.testing.assert_array_equal, anchor, {
-        k: x[0] for k, x in params.items()
-      })  # fmt: skip
+      chex.assert_trees_all_equal(anchor, jax.tree.map(lambda x: x[0], params))
     wanted = jax.jit(predict)(THETA, anchor)
     for k, x in wanted.items():
       np.testing.assert_allclose(anchor[k], x, rtol=1e-6, atol=1e-7)
@@ -361,8 +360,7 @@ def test_a_host_that_ends_the_rounds_of_the_front_leaves_the_rest_its_own(name):
     assert state.opt_state.front.clock.round.tolist() == [4, 4]
     assert state.opt_state.rest.clock.round.tolist() == [2, 2]
     ends.append(state.params)
-  for x, y in zip(*map(jax.tree.leaves, ends), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+  chex.assert_trees_all_close(*ends, rtol=1e-6, atol=1e-6)
 
 
 # Draining.
@@ -390,7 +388,7 @@ def test_draining_brings_in_the_front_and_predicts():
   for k, x in (alone | predict(THETA, alone)).items():
     np.testing.assert_allclose(params[k], x, rtol=1e-5, atol=1e-6)
   again, _ = drain(state, params)
-  jax.tree.map(np.testing.assert_array_equal, again, params)
+  chex.assert_trees_all_equal(again, params)
 
 
 def test_draining_does_not_step_a_front_that_holds_nothing():

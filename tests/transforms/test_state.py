@@ -1,5 +1,6 @@
 """Questions to a state, as a loop asks them."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -39,8 +40,7 @@ def test_apply_updates_without_a_state_is_optax():
   with jax.numpy_dtype_promotion("standard"):  # Optax adds mixed dtypes.
     wanted = optax.apply_updates(params, updates)
   found = transforms.apply_updates(params, updates)
-  assert jax.tree.all(jax.tree.map(jnp.array_equal, found, wanted))
-  assert found["a"].dtype == jnp.bfloat16
+  chex.assert_trees_all_equal(found, wanted, strict=True)
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "mixed"])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,7 +151,7 @@ def test_drained_in_between_it_goes_on_alike(share):
         state = state._replace(params=w, opt_state=opt_state)
       state, _ = run(state, workers.place(batch))
     ends.append(workers.gather(drain(state.params, state.opt_state)[0]))
-  jax.tree.map(np.testing.assert_array_equal, *ends)
+  chex.assert_trees_all_equal(*ends)
 
 
 # One message each.

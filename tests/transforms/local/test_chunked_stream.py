@@ -1,5 +1,6 @@
 """Sub-tensors through a reducer: the simple form's bits, sent in parts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,8 +90,8 @@ def test_streamed_is_simple_to_the_bit(name):
       strict=True,
     )
     for (w, state), (same_w, same) in pairs:
-      jax.tree.map(np.testing.assert_array_equal, w, same_w)
-      jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
+      chex.assert_trees_all_equal(w, same_w)
+      chex.assert_trees_all_equal(state.anchor, same.anchor)
       if state.clock.synchronized[0]:
         jax.tree.map(
           np.testing.assert_array_equal,
@@ -228,8 +229,8 @@ def test_all_bits_are_those_of_plain_streaming():
     for optimizer in (plain, same)
   ]
   for (w, state), (same_w, other) in zip(*runs, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, w, same_w)
-    jax.tree.map(np.testing.assert_array_equal, state.anchor, other.anchor)
+    chex.assert_trees_all_equal(w, same_w)
+    chex.assert_trees_all_equal(state.anchor, other.anchor)
 
 
 def test_the_stream_cuts_for_a_reducer():

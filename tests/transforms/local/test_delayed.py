@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,7 +193,7 @@ def test_streamed_is_simple_to_the_bit(outer, carry):
     )
   ]
   for other, _ in found[1:]:
-    jax.tree.map(np.testing.assert_array_equal, found[0][0], other)
+    chex.assert_trees_all_equal(found[0][0], other)
 
 
 def test_sub_tensors_go_through_a_codec():
@@ -220,7 +221,7 @@ def test_sub_tensors_go_through_a_codec():
   assert np.abs(simple[-1][1] - exact[-1][1]).max() > 1e-4
   for chosen in ((2, 2, None, None, None), (1, None, None, None, None)):
     streamed, _ = run_streamed(build(stream=parts), targets, chosen)
-    jax.tree.map(np.testing.assert_array_equal, simple, streamed)
+    chex.assert_trees_all_equal(simple, streamed)
 
 
 @pytest.mark.parametrize("chosen", [(8, 1, 2, None, 4), (4,), (9,)])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,8 +153,8 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
       strict=True,
     )
     for (w, state), (same_w, same) in pairs:
-      jax.tree.map(np.testing.assert_array_equal, w, same_w)
-      jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
+      chex.assert_trees_all_equal(w, same_w)
+      chex.assert_trees_all_equal(state.anchor, same.anchor)
       np.testing.assert_array_equal(state.clock.interval, same.clock.interval)
   assert state.clock.round[0] >= 50
   chosen = set(streamed.sent_in)
@@ -184,8 +185,8 @@ def test_neither_order_nor_splitting_changes_a_bit(policy):
       runs.append(Host(optimizer, team).run(*data(24, 4), choose))
     for (w, state), *others in zip(*runs, strict=True):
       for same_w, same in others:
-        jax.tree.map(np.testing.assert_array_equal, w, same_w)
-        jax.tree.map(np.testing.assert_array_equal, state.anchor, same.anchor)
+        chex.assert_trees_all_equal(w, same_w)
+        chex.assert_trees_all_equal(state.anchor, same.anchor)
         np.testing.assert_array_equal(state.clock.interval, same.clock.interval)
   assert state.clock.round[0] >= 3
   assert np.abs(state.anchor["b"]["c"] - params()["b"]["c"]).min() > 0.01
