@@ -12,5 +12,4 @@ from jdist.codecs._random_k import RandomK as RandomK
 from jdist.codecs._sign import Sign as Sign
 from jdist.codecs._sign import Ternary as Ternary
 from jdist.codecs._top_k import SampledTopK as SampledTopK
-from jdist.codecs._top_k import Threshold as Threshold
 from jdist.codecs._top_k import TopK as TopK

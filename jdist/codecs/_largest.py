@@ -91,14 +91,6 @@ def largest(
   return _refine(x, first_set(words, at_most), k)
 
 
-def above(x: jax.Array, value: float, capacity: int) -> Selection:
-  """The first entries with |x| >= value, or NaN; at most `capacity` a row."""
-  threshold = np.float32(value).view(np.int32)
-  words = pack_words(magnitude_keys(x) >= threshold)
-  indices, count = first_set(words, capacity)
-  return Selection(jnp.minimum(indices, max(0, x.shape[1] - 1)), count)
-
-
 def first_set(words: jax.Array, capacity: int) -> Selection:
   """The positions of the first set bits of each row.
 

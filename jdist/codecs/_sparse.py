@@ -220,12 +220,9 @@ def num_entries(ratio: float | None, k: int | None, length: int) -> int:
   return min(length, max(1, wanted))
 
 
-def is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def check_part(name: str, value: Any) -> None:
-  if not (is_number(value) and 0 < value <= 1):
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not (is_number and 0 < value <= 1):
     raise ValueError(
       f"`{name}` must be in (0, 1], got {value!r}. It is a part of the "
       "entries: 0.01 is one in a hundred."

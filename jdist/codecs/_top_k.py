@@ -1,4 +1,4 @@
-"""The largest of the entries, or those above a value."""
+"""Top-k: the entries of largest magnitude, exactly or by a sample."""
 
 import dataclasses
 import math
@@ -129,45 +129,3 @@ class SampledTopK(_Ratio):
     return _largest.largest(
       rows, k, at_least=math.ceil(0.8 * k), sample=self.sample
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Threshold(_sparse.Sparse):
-  r"""Sends the entries of at least a magnitude.
-
-  .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
-            x_i \text{ if } |x_i| \ge v \text{ else } 0
-
-  and NaN too.  There is room for `ceil(capacity_ratio * n)` entries; when more
-  reach the value the first ones are sent and the others are not in the decoded
-  array: with error feedback they stay for the next time.  A payload has the
-  size of its capacity however few are sent.
-
-  Args:
-    value: v, in the units of the array, > 0.
-    capacity_ratio: the part of the entries that there is room for, in (0, 1].
-    values: as in `TopK`.
-  """
-
-  value: float
-  capacity_ratio: float = 0.05
-  values: _sparse.Values = _sparse.FLOAT32
-
-  _counted: ClassVar[bool] = True
-  chunk: ClassVar[int | None] = None  # type: ignore[misc]
-
-  def __post_init__(self) -> None:
-    if not (_sparse.is_number(self.value) and 0 < self.value < math.inf):
-      raise ValueError(
-        f"`value` must be a finite number above 0, got {self.value!r}. To send "
-        "every entry use `Dense()`."
-      )
-    _sparse.check_part("capacity_ratio", self.capacity_ratio)
-    _sparse.check_values(self.values)
-
-  def num_entries(self, length: int) -> int:
-    """The capacity."""
-    return _sparse.num_entries(self.capacity_ratio, None, length)
-
-  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
-    return _largest.above(rows, self.value, k)

@@ -196,7 +196,6 @@ TABLE = {
   "sampled top in chunks": line(
     codecs.SampledTopK(0.05, chunk=128), relative(1), idempotent=True
   ),
-  "threshold": line(codecs.Threshold(2.5, 0.2), relative(1), idempotent=True),
   "top cosines": line(codecs.DCTTopK(8, k=3), None),
   "random": line(codecs.RandomK(0.3), None, sees_all=False),
   "random of its own": line(

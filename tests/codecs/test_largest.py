@@ -120,14 +120,6 @@ def test_set_bits_by_hand():
   assert _largest.first_set(words, 2).indices[0].tolist() == [0, 2]
 
 
-def test_what_is_above_a_value_by_hand():
-  x = jnp.array([[0.5, -2.0, jnp.nan, 1.0, 0.99, jnp.inf]])
-  found = _largest.above(x, 1.0, 5)
-  assert found.indices.tolist() == [[1, 2, 3, 5, 5]]
-  assert found.num_used.tolist() == [4]
-  assert _largest.above(x, 1.0, 2).indices.tolist() == [[1, 2]]
-
-
 def test_many_workers_are_as_one():
   x = np.stack([some_rows(name) for name in ("normal", "equal", "few")])
   together = jax.jit(jax.vmap(lambda x: _largest.largest(x, 200)))(x)

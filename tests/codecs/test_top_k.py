@@ -8,7 +8,6 @@ import pytest
 from jdist.codecs import _cast, _quantize, _sparse, _top_k
 
 SampledTopK = _top_k.SampledTopK
-Threshold = _top_k.Threshold
 TopK = _top_k.TopK
 LONG = 40000
 
@@ -81,7 +80,6 @@ def test_one_per_cent_is_at_least_95_times_smaller(chunk):
     TopK(1),
     TopK(1.0, chunk=7),
     SampledTopK(1.0),
-    Threshold(1e-6, 1.0),
     TopK(k=LONG),
   ],
 )
@@ -95,18 +93,14 @@ def test_all_entries_need_no_indices():
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(
-  "codec", [TopK(k=1), SampledTopK(k=1), Threshold(9.0, 1e-4)]
-)
+@pytest.mark.parametrize("codec", [TopK(k=1), SampledTopK(k=1)])
 def test_what_is_not_finite_is_seen(codec, value):
   for size in (100, LONG):
     x = normal(size).at[77].set(value)
     assert not np.isfinite(there_and_back(codec, x)[77])
 
 
-@pytest.mark.parametrize(
-  "codec", [TopK(), TopK(0.5, chunk=2), SampledTopK(), Threshold(1.0, 0.5)]
-)
+@pytest.mark.parametrize("codec", [TopK(), TopK(0.5, chunk=2), SampledTopK()])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (3, 5)])
 def test_small_arrays(codec, shape):
   found = there_and_back(codec, jnp.full(shape, 2.0))
@@ -157,25 +151,15 @@ def test_a_sampled_threshold_sends_nearly_as_many_and_the_largest(name, chunk):
     np.testing.assert_array_equal(got, keep_largest(part, sent))
 
 
-def test_above_a_value_by_hand():
-  codec = Threshold(1.0, 0.4)
-  x = jnp.array([0.5, -2.0, 1.0, 3.0, 0.1])
-  # Room for two: the third that reaches the value stays behind.
-  assert there_and_back(codec, x).tolist() == [0, -2, 1, 0, 0]
-  assert there_and_back(codec, x / 2).tolist() == [0, -1, 0, 1.5, 0]
-  assert there_and_back(codec, x / 4).tolist() == [0, 0, 0, 0, 0]
-  # Values; two indices of three bits; a count of two bits.
-  assert codec.num_bits(x) == 64 + 8 + 8
-
-
 def test_slots_that_are_not_in_use_hold_nothing():
-  # Of two slots one is in use; one bit would make 3 of the other's zero.
-  codec = Threshold(1.0, 0.4, values=_quantize.Quantize(1, None))
-  x = jnp.array([0.0, -3.0, 0.0, 0.5, 0.0])
+  # Of 400 slots 350 are in use; one bit would make 3 of the others' zeros.
+  codec = SampledTopK(k=400, values=_quantize.Quantize(1, None))
+  x = jnp.zeros(LONG).at[7 : 7 + 350].set(-3.0)
   payload, state = codec.encode(x)
-  indices, values = codec.entries(payload, state, 5)
-  assert indices.tolist() == [1, 5] and values.tolist() == [-3, 0]
-  assert codec.decode(payload, state, x).tolist() == [0, -3, 0, 0, 0]
+  indices, values = codec.entries(payload, state, LONG)
+  assert indices.tolist() == [*range(7, 357)] + [LONG] * 50
+  assert values.tolist() == [-3] * 350 + [0] * 50
+  np.testing.assert_array_equal(codec.decode(payload, state, x), x)
 
 
 @pytest.mark.parametrize("codec", [TopK(0.02), SampledTopK(0.02)])
@@ -254,8 +238,6 @@ def test_settings_are_values():
     (lambda: TopK(values=TopK()), "`values` must be a codec of all"),
     (lambda: TopK(values=0.1), "`values` must be a codec, got 0.1"),
     (lambda: SampledTopK(sample=2.0), r"`sample` must be in \(0, 1\]"),
-    (lambda: Threshold(0.0), "`value` must be a finite number above 0"),
-    (lambda: Threshold(1.0, 0.0), r"`capacity_ratio` must be in \(0, 1\]"),
     (lambda: TopK(k=9).check(jnp.ones(8)), "`k` must be at most the number"),
     (lambda: TopK(k=9).encode(jnp.ones(8)), "`k` must be at most the number"),
     (lambda: TopK().check(jnp.ones(8, int)), "`like` must be of a float"),
