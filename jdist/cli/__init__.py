@@ -19,6 +19,7 @@ _COMMANDS: dict[str, tuple[type[Any], str]] = {
   "compare": (_options.Compare, "compare methods: one table, one picture"),
   "overlap": (_options.Overlap, "what hides communication on GPUs"),
   "bytes": (_options.Bytes, "what a worker sends, counted in three ways"),
+  "simulate": (_options.Simulate, "a parameter server on unequal machines"),
 }
 
 
@@ -115,6 +116,10 @@ def _command(
       from jdist.cli import _bytes
 
       _bytes.count(options)
+    elif name == "simulate":
+      from jdist.cli import _simulate
+
+      _simulate.simulate(options)
     else:
       from jdist.cli import _compare
 

@@ -33,6 +33,8 @@ examples:
       what a GPU does while it sends, read from the compiled program
   jdist bytes --methods ssgd dgc --workers 32
       what each worker sends
+  jdist simulate CLUSTER.toml --protocols bsp asp dbs
+      a parameter server on unequal machines, on a virtual clock
   jdist train --help
       every option
 
@@ -41,6 +43,10 @@ They set the defaults, and any option changes them.
 """
 
 _EXAMPLES = {
+  "simulate": """examples:
+  jdist simulate cluster.toml
+  jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
+""",
   "train": """examples:
   jdist train --method local_sgd --interval 16
   jdist train --preset cifar10 --method diloco --checkpoints ckpt
@@ -111,11 +117,21 @@ def options(name: str, defaults: _options.Options) -> str:
     for field, told in documents.items():
       value = getattr(defaults, field)
       word = field.replace("_", "-")
+      if name == "simulate" and field == "cluster":
+        parts.append(_entry("CLUSTER.toml", told, None, width))
+        continue
       kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
       parts.append(_entry(f"--{word} {kind}", told, value, width))
     parts.append("")
-  parts.append("methods in one line each:")
-  parts.extend(_table(_methods.summaries()))
+  if name == "simulate":
+    from jdist import server
+
+    entries = server.PROTOCOLS.items()
+    parts.append("protocols in one line each:")
+    parts.extend(_table({key: entry.meaning for key, entry in entries}))
+  else:
+    parts.append("methods in one line each:")
+    parts.extend(_table(_methods.summaries()))
   return "\n".join(parts) + "\n"
 
 

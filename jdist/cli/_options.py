@@ -14,7 +14,7 @@ import tyro
 from jdist.cli import _groups
 
 # Of any command.
-Options = TypeVar("Options", bound="Common | Overlap | Bytes")
+Options = TypeVar("Options", bound="Common | Overlap | Bytes | Simulate")
 
 
 # The last group comes first in the help, and among the fields.
@@ -152,6 +152,59 @@ class Bytes(_groups.MeanOptions):
   warmup_steps: int = 0
   """Steps of the learning rate's warm-up, and of each of dgc's first phases,
   which send more; 0 has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulate:
+  """Runs protocols of a parameter server on a cluster whose time is computed
+  and not waited for: updates, staleness, utilisation and bytes, as a table,
+  rows and drawn timelines. Nothing is trained.
+  """
+
+  cluster: tyro.conf.Positional[str] = ""
+  """A TOML file of machines, links and a model's costs, as of
+  `cluster.load_cluster`."""
+
+  protocols: Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="PROTOCOL [PROTOCOL ...]")
+  ] = ("bsp", "asp", "dbs")
+  """One or more protocols."""
+
+  batch_size: int = 32
+  """Samples of a worker's task; of dbs, on the average."""
+
+  updates: int | None = None
+  """Simulated updates of the parameters; 1000 if no limit is given."""
+
+  samples: int | None = None
+  """Simulated samples in updates."""
+
+  seconds: float | None = None
+  """Simulated seconds."""
+
+  bound: int = 3
+  """How far ahead of the slowest a worker of ssp may be."""
+
+  splits: int = 1
+  """n of n_softsync: an update takes the workers' number over n gradients."""
+
+  max_staleness: int | None = None
+  """From which staleness on ringmaster discards; the number of workers if not
+  given."""
+
+  backups: int = 0
+  """Slowest workers for which bsp does not wait."""
+
+  seed: int = 0
+  """Of the machines' jitter."""
+
+  drawn_seconds: float | None = None
+  """How much of the beginning is drawn; about twenty tasks of each worker if
+  not given."""
+
+  output: _groups.Directory = None
+  """Directory for rows, pictures and timelines; a new one under runs/ if not
+  given."""
 
 
 # What a preset changes. Presets are for both commands: a learning rate of

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class Trace:
   Attributes:
     spans: all of them.
     max_spans: older ones are dropped beyond it; keeps all if None.
+    until_s: spans that begin later are not kept, so that a long run is drawn
+      from its beginning in little memory.
 
   >>> trace = Trace()
   >>> trace.add("gpu", "matmul", 0.0, 3.0)
@@ -50,6 +53,7 @@ class Trace:
     default_factory=collections.deque
   )
   max_spans: int | None = None
+  until_s: float = math.inf
 
   def __post_init__(self) -> None:
     self.spans = collections.deque(self.spans, self.max_spans)
@@ -63,7 +67,8 @@ class Trace:
     kind: str = "compute",
   ) -> None:
     """Adds a span."""
-    self.spans.append(Span(resource, name, start_s, end_s, kind))
+    if start_s < self.until_s:
+      self.spans.append(Span(resource, name, start_s, end_s, kind))
 
   def __iter__(self) -> Iterator[Span]:
     return iter(self.spans)

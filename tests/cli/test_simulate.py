@@ -1,0 +1,111 @@
+"""`jdist simulate`: what it prints and leaves, and what it refuses."""
+
+import json
+
+import pytest
+
+from jdist import cli, server
+
+pytest.importorskip("simpy")
+pytest.importorskip("matplotlib")
+
+FILE = """
+[[nodes]]
+name = "fast"
+count = 2
+speed = 8.0
+
+[[nodes]]
+name = "slow"
+memory_gb = 1
+
+[profile]
+seconds_per_sample = 0.01
+bytes_per_sample = 1_000_000
+pull_bytes = 1000
+push_bytes = 2000
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "cluster.toml"
+  path.write_text(FILE)
+  return str(path)
+
+
+def test_every_protocol_leaves_a_row_a_picture_and_a_timeline(
+  file, tmp_path, capsys
+):
+  output = tmp_path / "out"
+  names = list(server.PROTOCOLS)
+  words = ["simulate", file, "--protocols", *names, "--updates", "60"]
+  assert cli.main([*words, "--output", str(output)]) == 0
+  told = capsys.readouterr().out
+  rows = [
+    json.loads(line)
+    for line in (output / "rows.jsonl").read_text().splitlines()
+  ]
+  assert [row["protocol"] for row in rows] == names
+  assert all(row["updates"] == 60 for row in rows)
+  for name in names:
+    assert f"│ {name} " in told
+    assert (output / f"{name}.png").stat().st_size > 1000
+    assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
+  of = {row["protocol"]: row for row in rows}
+  assert of["bsp"]["staleness"]["maximum"] == 0
+  assert of["asp"]["iteration_spread"] > 7
+  assert of["dbs"]["iteration_spread"] < 1.2
+  # One task in flight at each machine at the end.
+  assert of["asp"]["pulled_bytes"] == 1000 * 63
+
+
+def test_samples_and_seconds_are_limits_too(file, tmp_path):
+  for words, key in (
+    ("--samples 320", "samples"),
+    ("--seconds 2", "virtual_s"),
+  ):
+    output = tmp_path / key
+    command = f"simulate {file} --protocols asp {words} --output {output}"
+    assert cli.main(command.split()) == 0
+    row = json.loads((output / "rows.jsonl").read_text())
+    limit = float(words.split()[1])
+    assert 0.8 * limit < row[key] <= limit
+
+
+WRONG = {
+  "no file": ("", r"jdist simulate CLUSTER.toml"),
+  "a file that is not there": ("nowhere.toml", "no file 'nowhere.toml'"),
+  "protocol": (
+    "FILE --protocols best",
+    "`--protocols` must be of bsp, .*'best'",
+  ),
+  "twice": ("FILE --protocols asp asp", "`--protocols` must be .* different"),
+  "no updates": ("FILE --updates 0", "`--updates` must be positive, got 0"),
+  "batch": ("FILE --batch-size 0", "`--batch-size` must be positive"),
+  "memory": ("FILE --batch-size 2000", "'slow' has 1 GB: 1000 samples fit"),
+  "bound": ("FILE --protocols ssp --bound -1", "`bound` must be an int >= 0"),
+  "drawn": ("FILE --drawn-seconds 0", "`--drawn-seconds` must be positive"),
+  "option": ("FILE --protocol asp", "did you mean `--protocols`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_line_before_anything_starts(
+  name, file, tmp_path, capsys, monkeypatch
+):
+  import re
+
+  monkeypatch.chdir(tmp_path)
+  words, message = WRONG[name]
+  assert cli.main(["simulate", *words.replace("FILE", file).split()]) == 2
+  told = capsys.readouterr().err
+  assert told.count("\n") == 1 and re.search(message, told)
+  assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_without_costs_is_refused(tmp_path, capsys):
+  path = tmp_path / "cluster.toml"
+  path.write_text('[[nodes]]\nname = "a"\n')
+  assert cli.main(["simulate", str(path)]) == 2
+  assert "[profile]" in capsys.readouterr().err
