@@ -40,7 +40,7 @@ def test_the_three_counts_agree():
     [
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
       "--workers", "4", "--methods",
-      "ssgd", "qsgd", "topk_sgd", "powersgd", "local_sgd", "sparse_loco",
+      "ssgd", "qsgd", "powersgd", "local_sgd", "sparse_loco",
       "one_bit_adam", "mp2", "wnn", "--steps", "600", "--cut", "1",
     ],
     env=_processes.environment(), capture_output=True, text=True, timeout=600,
@@ -65,7 +65,7 @@ def test_the_three_counts_agree():
   # sent in every step: `--interval` is not its.
   assert rows["mp2"][:4] == ["1", "-", "0.6029", "0.6029"]
   assert rows["local_sgd"][0] == "8" and rows["local_sgd"][-1] == "8.0x"
-  for name in ("qsgd", "topk_sgd", "powersgd", "sparse_loco"):
+  for name in ("qsgd", "powersgd", "sparse_loco"):
     told, traced, compiled = map(float, rows[name][1:4])
     assert told == pytest.approx(traced, rel=0.01, abs=0.001), name
     assert compiled == pytest.approx(traced, rel=0.01, abs=0.001), name

@@ -93,7 +93,9 @@ def test_what_is_no_predictor_is_refused(nowcasters, capsys):
   assert "must hold predictor, got nowcasters" in (capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("method", ["mp2", "wnn"])
+@pytest.mark.parametrize(
+  "method", [pytest.param("mp2", marks=pytest.mark.slow), "wnn"]
+)
 def test_a_run_goes_on_with_the_networks_that_it_began_with(
   method, predictor, nowcasters, tmp_path, capsys
 ):

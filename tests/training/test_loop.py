@@ -124,7 +124,7 @@ def _counting(step):
     pytest.param("vmap", marks=pytest.mark.slow),
     "shard_map",
     pytest.param("two_on_each", marks=pytest.mark.slow),
-    "fsdp",
+    pytest.param("fsdp", marks=pytest.mark.slow),
   ],
 )
 def test_a_step_is_traced_once_for_running_and_once_for_counting(

@@ -57,7 +57,7 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
   [
     pytest.param("shard_map", None, marks=pytest.mark.slow),
     pytest.param("shard_map", 4, marks=pytest.mark.slow),
-    ("vmap", None),
+    pytest.param("vmap", None, marks=pytest.mark.slow),
     ("vmap", 4),
   ],
 )

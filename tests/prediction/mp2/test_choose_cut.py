@@ -32,6 +32,7 @@ def scored(accuracy, pushed_bytes, untrained=0.1):
   return prediction.ScoredCut(predictor, {}, accuracy, untrained, pushed_bytes)
 
 
+@pytest.mark.slow
 def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
   train, test = _tiny.digits("train"), _tiny.digits("test")
   sets = [collected(tmp_path / str(seed), seed) for seed in (0, 1)]
