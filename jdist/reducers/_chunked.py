@@ -78,7 +78,7 @@ class Chunked(_reducer.Reducer):
   def buckets(self, like: PyTree) -> collectives.Buckets:
     """Returns the layout of a tree: a bucket a dtype, a row a chunk."""
     leaves, structure = jax.tree.flatten(like)
-    kinds = tuple((jnp.shape(x), jnp.dtype(x.dtype).name) for x in leaves)
+    kinds = tuple((jnp.shape(x), x.dtype) for x in leaves)
     return self._buckets(structure, kinds)
 
   # The cache keeps reducers, which are a few settings.

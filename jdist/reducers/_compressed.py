@@ -301,7 +301,7 @@ class Compressed(_reducer.Reducer):
 
   def _check(self, tree: PyTree) -> None:
     leaves, structure = jax.tree.flatten(tree)
-    kinds = tuple((tuple(x.shape), jnp.dtype(x.dtype).name) for x in leaves)
+    kinds = tuple((tuple(x.shape), x.dtype) for x in leaves)
     self._check_kinds(structure, kinds)
 
   # The cache keeps reducers, which are a few settings.
