@@ -3,7 +3,7 @@
     python scripts/trace_updates.py
 
 What is traced is `optimizer.update` followed by `jdist.apply_updates`, of two
-small arrays and four workers under vmap, by `jax.make_jaxpr`.  What is counted
+arrays and four workers under vmap, by `jax.make_jaxpr`.  What is counted
 is every call of a Python function of the library's files, lambdas and
 comprehensions included.  A *hop* is a call that enters another file than the
 call before; the first call is one, too.  Python 3.12 calls no comprehensions
@@ -123,7 +123,8 @@ def _trace_update(optimizer: Any) -> list[str]:
     updates, state = optimizer.update(params, state, params)
     return jdist.apply_updates(params, updates, state), state
 
-  params = {"bias": jnp.zeros((4, 4)), "kernel": jnp.zeros((4, 8, 4))}
+  # Large enough for a codec: small leaves travel with every bit.
+  params = {"bias": jnp.zeros((4, 4)), "kernel": jnp.zeros((4, 256, 256))}
   state = jax.eval_shape(jax.vmap(optimizer.init, axis_name=_AXIS), params)
   step = jax.vmap(step, axis_name=_AXIS)
   files = []
