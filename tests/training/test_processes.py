@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from jdist import collectives, data, methods, models, training, transforms
+from jdist import collectives, data, methods, models, training
 from tests import _processes
 from tests.training import _tiny
 
@@ -29,7 +29,7 @@ def train(names, steps, folder):
   import numpy as np
   import optax
 
-  from jdist import collectives, data, methods, models, training
+  from jdist import collectives, data, methods, models, training, transforms
 
   if jax.process_count() > 1:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
