@@ -18,3 +18,4 @@ from jdist.data._dataset import Dataset as Dataset
 from jdist.data._load import load as load
 from jdist.data._partition import partition as partition
 from jdist.data._prepare import prepare as prepare
+from jdist.data._sample_stream import SampleStream as SampleStream

@@ -1,0 +1,71 @@
+"""Tests of samples by worker, position and count."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jdist import data
+
+DIGITS = data.load("digits")
+
+
+def stream(**options):
+  return data.SampleStream(DIGITS, 4, seed=0, **options)
+
+
+@pytest.mark.parametrize(
+  "options", [{}, {"owned": True}, {"alpha": 0.1}], ids=str
+)
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+  st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(0, 3)
+)
+def test_a_stream_is_the_same_however_it_is_cut(options, counts, worker):
+  samples, position, pieces = stream(**options), 0, []
+  for count in counts:
+    pieces.append(samples.indices(worker, position, count))
+    position += count
+  whole = stream(**options).indices(worker, 0, position)
+  np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_a_pass_has_every_sample_once():
+  shared = stream().indices(0, 0, len(DIGITS))
+  assert sorted(shared) == list(range(len(DIGITS)))
+  own = stream(owned=True)
+  parts = [own.indices(i, 0, own.part_sizes[i]) for i in range(4)]
+  assert sorted(np.concatenate(parts)) == list(range(len(DIGITS)))
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3])
+def test_batches_are_the_case_of_equal_counts(alpha):
+  batches = data.Batches(DIGITS, 4, 8, seed=0, alpha=alpha)
+  samples = stream(alpha=alpha)
+  for step in (0, 5, 99):
+    for worker, rows in enumerate(batches.indices(step)):
+      start = step * 32 + worker * 8 if alpha is None else step * 8
+      np.testing.assert_array_equal(samples.indices(worker, start, 8), rows)
+
+
+def test_padding_is_masked():
+  batch = stream().batch(2, 10, 3, size=5)
+  assert batch["mask"].tolist() == [1, 1, 1, 0, 0]
+  assert batch["image"].shape == (5, *DIGITS.images.shape[1:])
+  plain = stream().batch(2, 10, 3)
+  for name, value in plain.items():
+    np.testing.assert_array_equal(batch[name][:3], value)
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "message"),
+  [
+    (lambda: stream().indices(4, 0, 1), IndexError, "`worker` must"),
+    (lambda: stream().indices(0, -1, 1), IndexError, "`start` must"),
+    (lambda: stream().batch(0, 0, 4, size=3), ValueError, "`size` must"),
+    (lambda: stream(alpha=0.0), ValueError, "`alpha` must"),
+  ],
+)
+def test_what_is_not_there_is_refused(call, error, message):
+  with pytest.raises(error, match=message):
+    call()
