@@ -8,6 +8,8 @@ from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
+from jdist.server._gradients import GradientLearner as GradientLearner
+from jdist.server._gradients import ServerModel as ServerModel
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard

@@ -1,0 +1,190 @@
+"""Real gradients on the virtual clock: identities that must hold."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import cluster, collectives, data, methods, models, server, training
+
+pytest.importorskip("simpy")
+
+DIGITS = data.load("digits")
+MODEL = models.build(
+  "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(16,)
+)
+LOSS = training.classification_loss(MODEL.apply, normalize=DIGITS.normalize)
+SGD = optax.sgd(0.1, momentum=0.9)
+COSTS = cluster.Profile(seconds_per_sample=0.01, seconds_per_batch=0.02)
+
+
+def learn(protocol, speeds, updates, *, optimizer=SGD, **options):
+  samples = data.SampleStream(DIGITS, len(speeds), seed=0)
+  machines = cluster.workers(speeds, jitter=options.pop("jitter", 0.0))
+  learner = server.GradientLearner(
+    options.pop("loss_fn", LOSS), optimizer,
+    options.pop("params", MODEL.params),
+    samples, workers=machines.names, **options,
+  )  # fmt: skip
+  run = server.Simulation(machines, protocol, COSTS, learner=learner)
+  run.run(updates=updates)
+  return learner, run
+
+
+def synchronous(num_workers, batch_size, steps):
+  """The same by `methods.ssgd` in the usual loop."""
+  team = collectives.workers(num_workers, substrate="vmap")
+  optimizer = methods.ssgd(SGD, axis=team.axis)
+  step = team.jit(training.make_step(LOSS, optimizer, axis=team.axis))
+  state = training.init_state(team, optimizer, MODEL.params)
+  batches = data.Batches(DIGITS, num_workers, batch_size, seed=0)
+  for number in range(steps):
+    state, _ = step(state, team.place(batches[number]))
+  return team.view(state.params)
+
+
+def test_equal_workers_under_a_full_barrier_are_synchronous_sgd():
+  protocol = server.BSP(batches=server.FixedBatches(8))
+  learner, run = learn(protocol, [1.0] * 4, 20)
+  assert set(run.staleness) == {0}
+  chex.assert_trees_all_close(
+    learner.model.params, synchronous(4, 8, 20), rtol=1e-6, atol=1e-6
+  )
+
+
+ALONE = {
+  "bsp": server.BSP(batches=server.FixedBatches(32)),
+  "asp": server.ASP(batches=server.FixedBatches(32)),
+  "ssp": server.SSP(batches=server.FixedBatches(32)),
+  "softsync": server.NSoftsync(n=1, batches=server.FixedBatches(32)),
+  "ringmaster": server.Ringmaster(
+    max_staleness=1, batches=server.FixedBatches(32)
+  ),
+  "dbs": server.dbs(32),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_worker_alone_is_plain_optax(name):
+  learner, _ = learn(ALONE[name], [3.0], 20)
+  chex.assert_trees_all_close(
+    learner.model.params, synchronous(1, 32, 20), rtol=1e-6, atol=1e-6
+  )
+
+
+def test_the_same_seed_gives_the_same_bits():
+  found = [
+    learn(server.dbs(64), [8.0, 4.0, 1.0], 40, jitter=0.2)[0].model
+    for _ in range(2)
+  ]
+  chex.assert_trees_all_equal(*found)
+
+
+def test_padding_alone_changes_roundings_only():
+  exact, run = learn(server.dbs(64), [8.0, 4.0, 1.0], 20, sizes=range(1, 80))
+  padded, _ = learn(server.dbs(64), [8.0, 4.0, 1.0], 20, sizes=[48, 96])
+  assert len({node.samples for node in run.nodes.values()}) == 3
+  chex.assert_trees_all_close(
+    exact.model.params, padded.model.params, rtol=1e-5, atol=1e-5
+  )
+
+
+def test_few_programs_are_compiled():
+  traces = []
+
+  def counted(*arguments):
+    traces.append(1)
+    return LOSS(*arguments)
+
+  learn(server.dbs(96), [8.0, 4.0, 1.0], 60, loss_fn=counted, jitter=0.3)
+  # Batches from 7 to 60 in powers of two, each traced once.
+  assert len(traces) <= 5
+
+
+def linear(params, model_state, batch, key):
+  del key
+  losses = (params * batch["label"].astype(jnp.float32) - 1.0) ** 2
+  return training.masked_mean(losses, batch["mask"]), (model_state, {})
+
+
+def test_a_stale_gradient_is_that_of_what_was_sent():
+  """Two workers, one step each: the second's is of the first parameters."""
+  protocol = server.ASP(batches=server.FixedBatches(4))
+  options = {"loss_fn": linear, "params": jnp.array(0.0)}
+  learner, _ = learn(
+    protocol, [2.5, 1.0], 3, optimizer=optax.sgd(0.01), **options
+  )
+  samples = data.SampleStream(DIGITS, 2, seed=0)
+
+  def slope(w, start):
+    x = samples.batch(0, start, 4)["label"]
+    return np.mean(2 * x * (w * x - 1.0))
+
+  # worker0 is done at 0.024 and 0.048, worker1 at 0.06.
+  first = 0.0 - 0.01 * slope(0.0, 0)
+  second = first - 0.01 * slope(first, 8)
+  third = second - 0.01 * slope(0.0, 4)
+  np.testing.assert_allclose(learner.model.params, third, rtol=1e-5)
+  for compensation in (0.0, 2.0):
+    learner, _ = learn(
+      protocol, [2.5, 1.0], 3, optimizer=optax.sgd(0.01),
+      compensation=compensation, **options,
+    )  # fmt: skip
+    g = slope(0.0, 4)
+    wanted = second - 0.01 * (g + compensation * g * g * second)
+    np.testing.assert_allclose(learner.model.params, wanted, rtol=1e-5)
+
+
+def test_batch_statistics_travel_with_the_push():
+  def loss_fn(params, model_state, batch, key):
+    loss, _ = linear(params, model_state, batch, key)
+    mean = training.masked_mean(
+      batch["label"].astype(jnp.float32), batch["mask"]
+    )
+    seen = {"mean": 0.9 * model_state["mean"] + 0.1 * mean}
+    return loss, (seen, {})
+
+  learner, _ = learn(
+    server.BSP(batches=server.FixedBatches(4)), [1.0, 1.0], 1,
+    loss_fn=loss_fn, params=jnp.array(0.0),
+    model_state={"mean": jnp.array(2.0)},
+  )  # fmt: skip
+  labels = data.SampleStream(DIGITS, 2, seed=0).batch(0, 0, 8)["label"]
+  wanted = 0.9 * 2.0 + 0.1 * labels.mean()
+  np.testing.assert_allclose(learner.model.model_state["mean"], wanted, 1e-6)
+
+
+def test_asynchronous_sgd_learns_and_discards_cost_nothing():
+  protocol = server.Ringmaster(max_staleness=2, batches=server.FixedBatches(32))
+  learner, run = learn(protocol, [8.0, 4.0, 2.0, 1.0], 200)
+  first, last = learner.losses[0][1], learner.losses[-1][1]
+  assert last < 0.4 * first
+  assert run.state.discarded["late"] > 0
+  assert len(learner._tasks) <= 4
+
+
+BAD = {
+  "optimizer": {"optimizer": 0.1},
+  "compensation": {"compensation": -1.0},
+  "workers": {"workers": ["a", "a"]},
+  "seed": {"seed": -1},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  arguments = {
+    "loss_fn": LOSS,
+    "optimizer": SGD,
+    "params": MODEL.params,
+    "samples": data.SampleStream(DIGITS, 2, seed=0),
+    "workers": ["a", "b"],
+  }
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    server.GradientLearner(**arguments | BAD[name])
+
+
+def test_a_batch_beyond_all_sizes_is_refused():
+  with pytest.raises(ValueError, match="`sizes` must reach"):
+    learn(server.dbs(64), [1.0, 1.0], 1, sizes=[16])
