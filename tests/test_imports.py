@@ -30,6 +30,7 @@ _MAY_USE = {
     "codecs",
     "collectives",
     "models",
+    "server",
     "storage",
     "training",
     "transforms",

@@ -63,6 +63,9 @@ from jdist.prediction.mp2._exchange import Exchange as Exchange
 from jdist.prediction.mp2._exchange import exchange_bytes as exchange_bytes
 from jdist.prediction.mp2._exchange import ExchangeBytes as ExchangeBytes
 from jdist.prediction.mp2._exchange import ExchangeState as ExchangeState
+from jdist.prediction.mp2._exchange_learner import (
+  ExchangeLearner as ExchangeLearner,
+)
 from jdist.prediction.mp2._network import Layer as Layer
 from jdist.prediction.mp2._network import Leaf as Leaf
 from jdist.prediction.mp2._parameter_set import ParameterSet as ParameterSet

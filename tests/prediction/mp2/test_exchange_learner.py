@@ -1,0 +1,68 @@
+"""MP² as a protocol's learner has the bits of the exchange."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jdist import cluster, data, models, prediction, server, training
+
+pytest.importorskip("simpy")
+
+DIGITS = data.load("digits")
+MODEL = models.build(
+  "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(4, 5)
+)
+PREDICTOR = prediction.predictor(prediction.cut(MODEL, 1))
+THETA = PREDICTOR.init(jax.random.key(0))
+LOSS = training.classification_loss(MODEL.apply, normalize=DIGITS.normalize)
+COSTS = cluster.Profile(seconds_per_sample=0.01)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+  with jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it.
+    yield
+
+
+def learn(protocol, speeds=(3.0, 1.0, 2.0), updates=5):
+  machines = cluster.workers(speeds)
+  learner = prediction.ExchangeLearner(
+    prediction.Exchange(PREDICTOR, optax.adam(1e-2)), LOSS, MODEL.params, THETA,
+    data.SampleStream(DIGITS, len(speeds), seed=0), workers=machines.names,
+  )  # fmt: skip
+  run = server.Simulation(machines, protocol, COSTS, learner=learner)
+  run.run(updates=updates)
+  return learner
+
+
+def test_a_full_barrier_has_the_bits_of_the_exchange():
+  learner = learn(server.BSP(batches=server.FixedBatches(4)))
+  exchange = prediction.Exchange(PREDICTOR, optax.adam(1e-2))
+  state, samples = exchange.init(MODEL.params, 3), learner._samples
+  key = jax.random.key(0)
+
+  @jax.jit
+  def step(state, batch):
+    grads = jax.vmap(jax.grad(lambda w, b: LOSS(w, {}, b, key)[0]), (None, 0))
+    return exchange.step(state, grads(state.params, batch), THETA)
+
+  order = [0, 1, 2]  # Of the first update; then as they come back.
+  for number in range(5):
+    parts = [
+      samples.batch(worker, 12 * number + 4 * place, 4)
+      for place, worker in enumerate(order)
+    ]
+    rows = [parts[order.index(worker)] for worker in range(3)]
+    state = step(state, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+    # The one that closes a barrier pulls last; the others wait by rank.
+    order = [0, 2, 1]
+  chex.assert_trees_all_equal(state.params, learner.state.params)
+
+
+def test_a_worker_that_is_missing_is_refused():
+  with pytest.raises(ValueError, match="`protocol` must push a gradient of"):
+    learn(server.ASP(batches=server.FixedBatches(4)))
+  with pytest.raises(ValueError, match="`protocol` must have batches of one"):
+    learn(server.BSP(batches=server.SpeedBatches(12)))
