@@ -92,9 +92,13 @@ def overlap(options: _options.Overlap) -> None:
     "in the compiled program's order",
     note=_overlap_report.rates(device, link),
   )
+  for one in found:
+    timeline = output / f"{one.method.replace(':', '-')}.json"
+    one.meeting.trace.save_perfetto(timeline)
   # Not through the console, which would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Picture: {path}")
+  print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
 
 
 def _check(

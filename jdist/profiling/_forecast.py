@@ -114,6 +114,19 @@ class Forecast:
     """Operations of products and convolutions."""
     return sum(kernel.flops for kernel in self.kernels)
 
+  @property
+  def trace(self) -> cluster.Trace:
+    """The step as spans on the device and on the link."""
+    trace = cluster.Trace()
+    for kernel in self.kernels:
+      trace.add("device", kernel.name, kernel.start_s, kernel.end_s)
+    for sent in self.collectives:
+      if sent.exposed_s:
+        begins = sent.end_s - sent.exposed_s
+        trace.add("device", f"wait: {sent.name}", begins, sent.end_s, "wait")
+      trace.add("link", sent.name, sent.start_s, sent.end_s, sent.kind)
+    return trace
+
 
 def forecast(
   program: Any,

@@ -53,6 +53,12 @@ def test_what_is_longer_than_the_computation_is_waited_for():
   (sent,) = found.collectives
   assert sent.exposed_s == pytest.approx(6.0)
   assert sent.hidden_share == pytest.approx(0.4)
+  trace = found.trace
+  assert trace.end_s == found.end_s
+  # The device computes or waits all the time.
+  assert trace.utilisation() == pytest.approx({"device": 1.0, "link": 1.0})
+  waits = [span.seconds for span in trace if span.kind == "wait"]
+  assert waits == pytest.approx([6.0])
 
 
 def test_a_message_that_stood_in_line_is_not_hidden_less_than_not_at_all():
