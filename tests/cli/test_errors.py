@@ -15,7 +15,7 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 _BAD = [
   (
     "trian",
-    "the command must be one of train, compare, overlap, bytes, got 'trian'",
+    "the command must be one of train, compare, overlap, bytes, simulate, got",
   ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
