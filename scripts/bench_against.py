@@ -43,7 +43,7 @@ def _times(row: Any, path: tuple[str, ...] = ()) -> dict[str, float]:
         found |= _times(value, (*path, key))
     return found
   name = "/".join(path)
-  is_time = path and path[-1].endswith(("_s", "_ms", "_us", "ratio"))
+  is_time = any(part.endswith(("_s", "_ms", "_us", "ratio")) for part in path)
   if is_time and isinstance(row, float) and row > 0:
     return {name: row}
   return {}
