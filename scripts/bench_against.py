@@ -43,7 +43,10 @@ def _times(row: Any, path: tuple[str, ...] = ()) -> dict[str, float]:
         found |= _times(value, (*path, key))
     return found
   name = "/".join(path)
-  is_time = any(part.endswith(("_s", "_ms", "_us", "ratio")) for part in path)
+  # The codecs' are ratios to a copy.
+  is_time = path[:1] == ("codecs",) or any(
+    part.endswith(("_s", "_ms", "_us", "ratio")) for part in path
+  )
   if is_time and isinstance(row, float) and row > 0:
     return {name: row}
   return {}
