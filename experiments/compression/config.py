@@ -1,21 +1,16 @@
 """What is compared: the variants, and sizes under which they are."""
 
-import pathlib
-import sys
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
 import optax
-from comparing import Config, Presets, Run, Variant
 
 from jdist import codecs, methods, reducers, transforms
+from jdist.training.comparison import ChainRun, Config, Presets, Variant
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs
 
 
 def _reduced(
-  run: Run, codec: codecs.Codec, *, feedback: bool = True
+  run: ChainRun, codec: codecs.Codec, *, feedback: bool = True
 ) -> optax.GradientTransformation:
   """Synchronous SGD whose mean goes through a codec."""
   return optax.chain(
@@ -30,12 +25,12 @@ def _reduced(
   )
 
 
-def _plain(run: Run) -> optax.GradientTransformation:
+def _plain(run: ChainRun) -> optax.GradientTransformation:
   """The rate alone, for methods with a momentum of their own."""
   return optax.scale_by_learning_rate(run.rate)
 
 
-def _share(run: Run, share: float) -> optax.Schedule:
+def _share(run: ChainRun, share: float) -> optax.Schedule:
   """A share of SGD's rate, so that the grid stays as wide.
 
   Adam's updates are about 1 in every entry, and signs are just that: 0.04.
@@ -44,14 +39,14 @@ def _share(run: Run, share: float) -> optax.Schedule:
   return lambda step: share * run.rate(step)
 
 
-def _dgc(run: Run, ratio: float) -> Chain:
+def _dgc(run: ChainRun, ratio: float) -> Chain:
   # Without its warm-up of the ratio, which alone sends more than a fiftieth of
   # what synchronous SGD does in all of so short a run.
   return methods.dgc(_plain(run), ratio, 0.9, axis=run.axis, nesterov=True)
 
 
 def _two_way(
-  run: Run, ratio: float, values: codecs.Codec, *, momentum: bool = False
+  run: ChainRun, ratio: float, values: codecs.Codec, *, momentum: bool = False
 ) -> Chain:
   """The largest entries to the owners of the parts, and of their means to all.
 
@@ -78,7 +73,7 @@ def _two_way(
   )
 
 
-def _low_rank(run: Run, rank: int) -> Chain:
+def _low_rank(run: ChainRun, rank: int) -> Chain:
   """PowerSGD whose factors go in 4 bits."""
   codec = codecs.Quantize(4, 64)
   return methods.powersgd(
@@ -89,7 +84,7 @@ def _low_rank(run: Run, rank: int) -> Chain:
   )
 
 
-def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
+def _by_leaf(run: ChainRun, rank: int, bits: int) -> Chain:
   """Large dense layers by low rank, their factors in few bits, others in 4.
 
   Convolutions are a twentieth of a LeNet, and of high rank.
@@ -114,17 +109,17 @@ def _by_leaf(run: Run, rank: int, bits: int) -> Chain:
   )
 
 
-def _adam(run: Run) -> Chain:
+def _adam(run: ChainRun) -> Chain:
   return methods.one_bit_adam(
     _share(run, 0.04), max(1, run.num_steps // 6), axis=run.axis
   )
 
 
-def _signs(run: Run) -> optax.GradientTransformation:
+def _signs(run: ChainRun) -> optax.GradientTransformation:
   return optax.scale_by_learning_rate(_share(run, 0.04))
 
 
-def _local(run: Run, codec: codecs.Codec | None) -> Chain:
+def _local(run: ChainRun, codec: codecs.Codec | None) -> Chain:
   if codec is None:
     return methods.local_sgd(run.inner, 8, axis=run.axis)
   return methods.diloco(

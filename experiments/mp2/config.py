@@ -4,19 +4,15 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 from typing import Any, Literal
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
-import comparing
 import jax
 import optax
-from comparing import Run, Variant
 
 from jdist import (
   codecs,
   collectives,
+  data,
   methods,
   models,
   prediction,
@@ -24,6 +20,8 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.training import comparison
+from jdist.training.comparison import ChainRun, Variant
 
 Chain = optax.GradientTransformationExtraArgs
 # The network that is sent and the one that predicts: the paper's, or deeper
@@ -34,7 +32,7 @@ _SGD_RATE = 25
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparing.Config):
+class Config(comparison.Config):
   """A comparison, and how its predictors and nowcasters are made."""
 
   dataset: str = "mnist"
@@ -137,20 +135,21 @@ def cut_of(options: Config, model: models.Model, kind: Kind) -> prediction.Cut:
   return prediction.cut(model, depth, name=options.model)
 
 
-class Comparison(comparing.Comparison):
+class Chains(comparison.Chains):
   """With the paper's networks, and the paper's counts of bytes."""
 
-  def build(self, seed: int) -> models.Model:
-    """Those without normalization, where there are such."""
-    assert isinstance(self.options, Config)
+  options: Config
+
+  def build(self, train: data.Dataset, seed: int) -> models.Model:
+    """Builds those without normalization, where there are such."""
     if self.options.start_seed is not None:
       seed = self.options.start_seed
     if self.options.model not in prediction.PUBLISHED:
-      return super().build(seed)
+      return super().build(train, seed)
     return prediction.published_model(
       self.options.model,
-      input_shape=self.train.input_shape,
-      num_classes=self.train.num_classes,
+      input_shape=train.input_shape,
+      num_classes=train.num_classes,
       seed=seed,
     )
 
@@ -169,12 +168,11 @@ class Comparison(comparing.Comparison):
       ignored |= {"collect_rate", "samples_per_epoch"}
     return ignored
 
-  def tell(
+  def describe(
     self, variant: str, traffic: collectives.Traffic, record: training.Record
   ) -> dict[str, Any]:
-    """Bytes between a worker and a server, see `served`."""
-    assert isinstance(self.options, Config)
-    model = self.build(0)
+    """Returns the bytes between a worker and a server, see `served`."""
+    model = self.workload.model(0)
     whole = prediction.exchange_bytes(cut_of(self.options, model, "published"))
     rounds = record.rounds / record.step
     up, down = served(traffic, whole.whole_bytes, rounds)
@@ -228,13 +226,12 @@ def served(
 
 
 def _prediction(
-  run: Run, kind: Kind = "published", *, predicts: bool = True
+  run: ChainRun, kind: Kind = "published", *, predicts: bool = True
 ) -> tuple[prediction.Cut, Any, Any]:
   """A cut, and what predicts behind it, with its parameters.
 
   One that does not predict leaves the rest as it was drawn.
   """
-  assert isinstance(run.options, Config)
   cut = cut_of(run.options, run.model, kind)
   if not predicts:
     _, rest = cut.split(run.model.params)
@@ -249,12 +246,14 @@ def _prediction(
   return cut, predictor.apply, params
 
 
-def _mp2(run: Run, kind: Kind = "published", *, predicts: bool = True) -> Chain:
+def _mp2(
+  run: ChainRun, kind: Kind = "published", *, predicts: bool = True
+) -> Chain:
   cut, predict, params = _prediction(run, kind, predicts=predicts)
   return methods.mp2(run.inner, cut, predict, params, axis=run.axis)
 
 
-def _in_bits(run: Run, bits: int) -> Chain:
+def _in_bits(run: ChainRun, bits: int) -> Chain:
   """Means of a few bits, with feedback."""
   return optax.chain(
     transforms.average_gradients(
@@ -268,7 +267,7 @@ def _in_bits(run: Run, bits: int) -> Chain:
   )
 
 
-def _rest(run: Run, rank: int) -> Chain:
+def _rest(run: ChainRun, rank: int) -> Chain:
   """The residual's mean of low rank, with factors in 4 bits."""
   return methods.powersgd(
     run.inner,
@@ -281,7 +280,7 @@ def _rest(run: Run, rank: int) -> Chain:
 
 
 def _ours(
-  run: Run,
+  run: ChainRun,
   rank: int | None = None,
   *,
   bits: int | None = None,
@@ -295,7 +294,6 @@ def _ours(
     bits: of the residual's entries, in place of a low rank.
     predicts: or the rest's first values stand in the prediction's place.
   """
-  assert isinstance(run.options, Config)
   rank = run.options.rank if rank is None else rank
   cut, predict, params = _prediction(run, predicts=predicts)
   rest = _rest(run, rank) if bits is None else _in_bits(run, bits)
@@ -304,13 +302,12 @@ def _ours(
   )
 
 
-def _refreshed(run: Run, *, predicts: bool = True) -> Chain:
+def _refreshed(run: ChainRun, *, predicts: bool = True) -> Chain:
   """The front's means, and in turn those of the layers behind it.
 
   Every 16 steps, in float32; between its turns a layer goes where its worker
   and the prediction take it.
   """
-  assert isinstance(run.options, Config)
   interval, axis = 16, run.axis
   front = methods.local_sgd(run.inner, interval, axis=axis)
   cut, predict, params = _prediction(run, predicts=predicts)
@@ -321,8 +318,7 @@ def _refreshed(run: Run, *, predicts: bool = True) -> Chain:
   )
 
 
-def _wnn(run: Run) -> Chain:
-  assert isinstance(run.options, Config)
+def _wnn(run: ChainRun) -> Chain:
   path = folder(run.options) / "nowcasters"
   if not path.exists():
     raise SystemExit(
@@ -337,14 +333,13 @@ def _wnn(run: Run) -> Chain:
   )
 
 
-def nowcast_steps(run: Run) -> int:
+def nowcast_steps(run: ChainRun) -> int:
   """Steps of what counts as an epoch for the nowcasters."""
-  assert isinstance(run.options, Config)
   share = run.options.nowcast_epochs / run.options.epochs
   return max(1, int(run.num_steps * share))
 
 
-def _dgc(run: Run) -> Chain:
+def _dgc(run: ChainRun) -> Chain:
   # Its momentum stands before the mean, so that SGD is behind it, not Adam.
   # Without its warm-up of the ratio, which alone would send more than the rest
   # of so short a run.
@@ -417,7 +412,7 @@ def _on_gpus(model: str, dataset: str) -> tuple[str, Config]:
 
 
 # Under these names on the command line.
-PRESETS: dict[str, tuple[str, comparing.Config]] = {
+PRESETS: comparison.Presets = {
   "mnist": ("MNIST, LeNet: a minute a run on 2 cores", Config()),
   "cifar10": (
     "CIFAR-10, LeNet: minutes a run on 2 cores",

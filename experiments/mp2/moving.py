@@ -9,47 +9,50 @@ import numpy as np
 _PART = 1000
 
 
-def to_data(comparison: config.Comparison, dataset: str) -> config.Comparison:
+def to_data(chains: config.Chains, dataset: str) -> config.Chains:
   """The same network and workers, on another data set in the same form.
 
   Args:
-    comparison: where the predictor is from, with all of its data.
+    chains: where the predictor is from, with all of its data.
     dataset: a name of `jdist.data`, with as many classes.
   """
-  options = dataclasses.replace(comparison.options, dataset=dataset)
-  other = config.Comparison(options, comparison.variants)
-  if other.train.num_classes != comparison.train.num_classes:
+  options = dataclasses.replace(chains.options, dataset=dataset)
+  other = config.Chains(options, chains.variants)
+  mine, found = chains.workload.train, other.workload
+  if found.train.num_classes != mine.num_classes:
     raise SystemExit(
-      f"`other_dataset` must have {comparison.train.num_classes} classes as "
-      f"{comparison.train.name}, got {dataset} with {other.train.num_classes}."
+      f"`other_dataset` must have {mine.num_classes} classes as {mine.name}, "
+      f"got {dataset} with {found.train.num_classes}."
     )
-  images = in_form(other.train.images, comparison.train.input_shape)
+  images = in_form(found.train.images, mine.input_shape)
   mean, std = measure(images)
-  other.train = dataclasses.replace(
-    other.train, images=images, mean=mean, std=std
-  )
-  other.test = dataclasses.replace(
-    other.test,
-    images=in_form(other.test.images, comparison.train.input_shape),
+  train = dataclasses.replace(found.train, images=images, mean=mean, std=std)
+  test = dataclasses.replace(
+    found.test,
+    images=in_form(found.test.images, mine.input_shape),
     mean=mean,
     std=std,
   )
-  return other
+  workload = dataclasses.replace(
+    found,
+    train=train,
+    test=test,
+    model=lambda seed: other.build(train, seed),
+  )
+  return config.Chains(options, chains.variants, workload)
 
 
-def to_workers(
-  comparison: config.Comparison, workers: int
-) -> config.Comparison:
+def to_workers(chains: config.Chains, workers: int) -> config.Chains:
   """The same on another number of workers, each with as many images.
 
   With as many in a step of all it would be the same run.
   """
-  options = comparison.options
+  options = chains.options
   images = options.batch_size // options.workers
   options = dataclasses.replace(
     options, workers=workers, batch_size=images * workers
   )
-  return config.Comparison(options, comparison.variants)
+  return config.Chains(options, chains.variants)
 
 
 def in_form(

@@ -22,15 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
 import config
 import moving
 import numpy as np
 import tyro
 
-from jdist import data, prediction, training
+from jdist import prediction, training
 from jdist.storage import sealed_json
+from jdist.training import comparison
 
 # No seed that is compared, or tuned with.
 _TRAINED, _HELD_OUT = 20_000, 20_001
@@ -46,12 +45,12 @@ class Ordinary:
   Attributes:
     name: in names of files.
     seed: of all of it.
-    comparison: its data and workers, with held-out images in the test's place.
+    chains: its data and workers, with held-out images in the test's place.
   """
 
   name: str
   seed: int
-  comparison: config.Comparison
+  chains: config.Chains
 
 
 class Preparation:
@@ -62,9 +61,9 @@ class Preparation:
     options = dataclasses.replace(options, start_seed=None)
     self.options, self.rows = options, rows
     self.folder = config.folder(options)
-    self.whole = config.Comparison(options, config.VARIANTS)
-    self.comparison = _held_out(self.whole)
-    self.model = self.whole.build(0)
+    self.whole = config.Chains(options, config.VARIANTS)
+    self.chains = self.whole.hold_out()
+    self.model = self.whole.workload.model(0)
 
   def note(self, purpose: str, seed: int, **measured: Any) -> None:
     """Writes a row, and tells what is short of it."""
@@ -96,7 +95,7 @@ class Preparation:
 
   def ordinary(self, seed: int) -> Ordinary:
     """A run on the data, and with the workers, of the comparison."""
-    return Ordinary(str(seed), seed, self.comparison)
+    return Ordinary(str(seed), seed, self.chains)
 
   def moves(self) -> Iterator[Ordinary]:
     """Runs elsewhere, each unlike what is learned from in one thing."""
@@ -112,7 +111,7 @@ class Preparation:
       )
     for name, make in elsewhere.items():
       if not self.moved(name).exists():
-        yield Ordinary(name, _TRAINED, _held_out(make()))
+        yield Ordinary(name, _TRAINED, make().hold_out())
 
   def moved(self, name: str) -> pathlib.Path:
     """What is there when predictors have been moved to a run."""
@@ -123,9 +122,9 @@ class Preparation:
     tracks = self.folder / f"tracks-{source.name}"
     if tracks.exists():
       return
-    comparison, seed = source.comparison, source.seed
-    run = comparison.prepare("baseline", self.options.collect_rate, seed)
-    workers = comparison.workers
+    chains, seed = source.chains, source.seed
+    run = chains.prepare("baseline", self.options.collect_rate, seed)
+    workers = chains.workload.workers
     per_epoch = int(run.num_steps / self.options.epochs)
     steps = prediction.choose_steps(
       max(1, int(self.options.epochs)),
@@ -149,21 +148,14 @@ class Preparation:
         tracker.record(workers.view(state.params))
       return collector(state)
 
-    trainer = training.Trainer(workers, run.step)
-    trained, records = trainer.fit(
+    trained, records = run.programs.trainer.fit(
       run.state,
       run.batches.iterate,
       run.num_steps,
       evaluate=look,
       evaluate_every=1,
     )
-    evaluate = training.Evaluator(
-      workers,
-      run.model.apply,
-      data.evaluation_batches(comparison.test, comparison.options.workers, 128),
-      normalize=comparison.train.normalize,
-    )
-    accuracy = evaluate(trained)["accuracy"]
+    accuracy = run.programs.evaluate(trained)["accuracy"]
     _write(self.reached(source), accuracy)
     # What says that all is there comes last: a stop before it makes a row
     # twice, and loses none.
@@ -171,8 +163,8 @@ class Preparation:
       "samples",
       seed,
       run=source.name,
-      workers=comparison.options.workers,
-      batch_size=comparison.options.batch_size,
+      workers=chains.options.workers,
+      batch_size=chains.options.batch_size,
       samples=collector.done,
       recorded=tracker.tracks()["bias"].shape[1],
       steps=run.num_steps,
@@ -196,7 +188,8 @@ class Preparation:
 
   def images(self) -> dict[str, Any]:
     """What predictors are trained on and measured on."""
-    train, test = self.comparison.train, self.comparison.test
+    workload = self.chains.workload
+    train, test = workload.train, workload.test
     return {
       "images": train.images,
       "labels": train.labels,
@@ -210,7 +203,7 @@ class Preparation:
     predictor: prediction.Predictor,
     params: Any,
     vectors: np.ndarray,
-    comparison: config.Comparison,
+    workload: comparison.Workload,
   ) -> float:
     """The mean of the networks with these fronts, on held-out images."""
     found = prediction.evaluate_predictor(
@@ -218,9 +211,9 @@ class Preparation:
       params,
       self.model,
       vectors,
-      comparison.test.images[:_TEST_IMAGES],
-      comparison.test.labels[:_TEST_IMAGES],
-      normalize=comparison.train.normalize,
+      workload.test.images[:_TEST_IMAGES],
+      workload.test.labels[:_TEST_IMAGES],
+      normalize=workload.train.normalize,
       samples_per_batch=self.options.fit_samples,
     )
     return float(found.mean())
@@ -272,11 +265,13 @@ class Preparation:
     seconds = time.perf_counter() - started_s
 
     def accuracy(vectors: np.ndarray) -> float:
-      return self.accuracy(predictor, fitted.params, vectors, self.comparison)
+      return self.accuracy(
+        predictor, fitted.params, vectors, self.chains.workload
+      )
 
     first = np.stack(
       [
-        cut.flatten_front(self.comparison.build(seed).params)
+        cut.flatten_front(self.chains.workload.model(seed).params)
         for seed in range(len(late))
       ]
     )
@@ -313,13 +308,13 @@ class Preparation:
         "moved",
         source.seed,
         to=source.name,
-        workers=source.comparison.options.workers,
-        batch_size=source.comparison.options.batch_size,
+        workers=source.chains.options.workers,
+        batch_size=source.chains.options.batch_size,
         kind=kind,
         runs=num_runs,
         cut=repr(cut),
         rank=predictor.rank,
-        accuracy=self.accuracy(predictor, params, late, source.comparison),
+        accuracy=self.accuracy(predictor, params, late, source.chains.workload),
         ordinary_accuracy=own,
       )
     _write(self.moved(source.name), own)
@@ -419,12 +414,6 @@ class Preparation:
 def _write(path: pathlib.Path, value: Any) -> None:
   """Writes what says that something is made; a stop leaves no part of it."""
   sealed_json.write_whole(path, json.dumps(value).encode())
-
-
-def _held_out(whole: config.Comparison) -> config.Comparison:
-  found = whole.hold_out()
-  assert isinstance(found, config.Comparison)
-  return found
 
 
 def main() -> None:

@@ -7,15 +7,10 @@ python experiments/mp2/report.py mnist --accuracy 96 97
 import argparse
 import pathlib
 import statistics
-import sys
 from typing import Any, TypeAlias
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
-import labelling
-import reporting
-
 from jdist import training
+from jdist.training import comparison
 
 Row: TypeAlias = dict[str, Any]
 Runs: TypeAlias = dict[str, list[Row]]
@@ -37,13 +32,6 @@ def _mean(rows: list[Row], key: str) -> float:
   return statistics.mean(row[key] / row["steps"] for row in rows)
 
 
-def _accuracy(rows: list[Row]) -> tuple[float, float]:
-  """Mean and standard deviation over seeds, in percent."""
-  found = [100 * row["accuracy"] for row in rows]
-  spread = statistics.stdev(found) if len(found) > 1 else 0.0
-  return statistics.mean(found), spread
-
-
 def traffic_table(runs: Runs) -> str:
   """Markdown: accuracy, and what is saved of the baseline's bytes."""
   lines = [
@@ -54,9 +42,9 @@ def traffic_table(runs: Runs) -> str:
   ]
   base = runs[_BASE]
   for method, rows in sorted(
-    runs.items(), key=lambda item: -_accuracy(item[1])[0]
+    runs.items(), key=lambda item: -comparison.mean_accuracy(item[1])[0]
   ):
-    mean, spread = _accuracy(rows)
+    mean, spread = comparison.mean_accuracy(rows)
     saved = " | ".join(
       f"{100 * (1 - _mean(rows, key) / _mean(base, key)):.2f} %"
       for key in _COUNTS
@@ -111,7 +99,7 @@ def seconds_to(
       continue
     ratio = times[method]["ratio"] if method in times else 1.0
     found[method] = [
-      steps * (ratio * base_s + 8 * _mean(rows, key) / reporting.LINKS[link])
+      steps * (ratio * base_s + 8 * _mean(rows, key) / comparison.LINKS[link])
       for link in _LINKS
     ]
   return found
@@ -189,7 +177,9 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
   # What is far below would press all others into a line: it stands at the edge,
   # under all others.
-  means = {method: _accuracy(rows) for method, rows in runs.items()}
+  means = {
+    method: comparison.mean_accuracy(rows) for method, rows in runs.items()
+  }
   best = max(mean for mean, _ in means.values())
   shown = [found for found in means.values() if found[0] >= best - _SHOWN]
   lowest = min(mean - spread for mean, spread in shown)
@@ -223,7 +213,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     fontsize=11,
   )
   axes.grid(alpha=0.3)
-  labelling.label(axes, labels)
+  comparison.label_points(axes, labels)
   figure.savefig(path, dpi=130)
 
 
@@ -291,7 +281,7 @@ def by_setting(rows: list[Row]) -> dict[str, Runs]:
     if (seed := config.get("start_seed")) is not None:
       name += f", first weights of seed {seed}"
     found.setdefault(name, []).append(row)
-  return {name: reporting.compared(own) for name, own in found.items()}
+  return {name: comparison.best_runs(own) for name, own in found.items()}
 
 
 def main(folder: pathlib.Path) -> None:
@@ -316,7 +306,7 @@ def main(folder: pathlib.Path) -> None:
   times = {}
   if measured.exists():
     times = {row["method"]: row for row in training.read_rows(measured)}
-  mean, spread = _accuracy(runs[_BASE])
+  mean, spread = comparison.mean_accuracy(runs[_BASE])
   links = [training.read_rows(p) for p in results.glob(f"{name}-*bit.jsonl")]
   for accuracy in chosen.accuracy or [mean - spread]:
     print(f"\nTo {accuracy:.2f} %:\n")
@@ -328,7 +318,9 @@ def main(folder: pathlib.Path) -> None:
     print(f"\n{setting}:\n")
     if _BASE in found:
       print(traffic_table(found))
-      for accuracy in chosen.accuracy or [_accuracy(found[_BASE])[0]]:
+      for accuracy in chosen.accuracy or [
+        comparison.mean_accuracy(found[_BASE])[0]
+      ]:
         print(f"\nTo {accuracy:.2f} %:\n\n{time_table(found, times, accuracy)}")
     else:
       print(f"no row of {_BASE}, with which the others could be compared")

@@ -3,23 +3,24 @@
     python experiments/mp2/prepare.py mnist
     python experiments/mp2/run.py mnist
     python experiments/mp2/run.py mnist --workers 4 --variants baseline ours
+    python experiments/mp2/run.py mnist --times
 
 Every row is written when its run has ended, and runs whose rows are there are
-not repeated: the same command goes on where it was stopped.
+not repeated: the same command goes on where it was stopped.  `--times` measures
+what each method adds to a step instead.
 """
 
 import pathlib
-import sys
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
-import comparing
 import config
 
+from jdist.training import comparison
+
 if __name__ == "__main__":
-  comparing.main(
+  comparison.run_experiment(
     pathlib.Path(__file__).resolve().parent,
     config.PRESETS,
     config.VARIANTS,
-    config.Comparison,
+    config.Chains,
+    base="baseline",
   )

@@ -1,50 +1,46 @@
 """What is compared: the variants, and sizes under which they are."""
 
-import pathlib
-import sys
 from typing import Any
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
 import optax
-from comparing import Config, Presets, Run, Variant
 
 from jdist import codecs, methods, reducers, transforms
+from jdist.training.comparison import ChainRun, Config, Presets, Variant
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs
 
 
-def _ssgd(run: Run) -> Chain:
+def _ssgd(run: ChainRun) -> Chain:
   return methods.ssgd(run.inner, axis=run.axis)
 
 
-def _local(run: Run, rule: Any, **changes: Any) -> Chain:
+def _local(run: ChainRun, rule: Any, **changes: Any) -> Chain:
   rule = intervals.ending_at(run.num_steps, rule)
   return transforms.local_steps(run.inner, rule, axis=run.axis, **changes)
 
 
-def _post_local(run: Run) -> Chain:
+def _post_local(run: ChainRun) -> Chain:
   return _local(run, intervals.post_local(run.num_steps // 2, 8))
 
 
-def _adacomm(run: Run) -> Chain:
+def _adacomm(run: ChainRun) -> Chain:
   period = max(1, run.num_steps // 10)
   return _local(run, intervals.adacomm(16, period, run.rate))
 
 
-def _qsr(run: Run) -> Chain:
+def _qsr(run: ChainRun) -> Chain:
   # Begins to grow in the last third of the cosine.
   highest = float(run.rate(run.warmup_steps))
   return _local(run, intervals.qsr(run.rate, 0.5 * highest * 8**0.5, 8))
 
 
-def _diloco(run: Run, interval: int) -> Chain:
+def _diloco(run: ChainRun, interval: int) -> Chain:
   rule = intervals.ending_at(run.num_steps, interval)
   return methods.diloco(run.inner, rule, axis=run.axis)
 
 
-def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
+def _msdpu(run: ChainRun, interval: int, **changes: Any) -> Chain:
   # Of the mean under way a worker knows its own share, and keeps that.
   overlap = transforms.Delayed(
     changes.pop("steps", None), carry=changes.pop("carry", 1 / run.workers)
@@ -61,7 +57,7 @@ def _msdpu(run: Run, interval: int, **changes: Any) -> Chain:
   )
 
 
-def _no_delay(run: Run) -> Chain:
+def _no_delay(run: ChainRun) -> Chain:
   """MSDPU without its delay: corrected local steps with a warm-up."""
   pull = transforms.pull_to_anchor(0.1, run.rate)
   return transforms.local_steps(

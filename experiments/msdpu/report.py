@@ -4,11 +4,10 @@ python experiments/msdpu/report.py cifar10
 """
 
 import pathlib
-import sys
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
-import reporting
+from jdist.training import comparison
 
 if __name__ == "__main__":
-  reporting.main(pathlib.Path(__file__).resolve().parent, ours="msdpu")
+  comparison.report_experiment(
+    pathlib.Path(__file__).resolve().parent, ours="msdpu"
+  )

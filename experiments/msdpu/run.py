@@ -9,14 +9,14 @@ not repeated: the same command goes on where it was stopped.
 """
 
 import pathlib
-import sys
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-
-import comparing
 import config
 
+from jdist.training import comparison
+
 if __name__ == "__main__":
-  comparing.main(
-    pathlib.Path(__file__).resolve().parent, config.PRESETS, config.VARIANTS
+  comparison.run_experiment(
+    pathlib.Path(__file__).resolve().parent,
+    config.PRESETS,
+    config.VARIANTS,
   )

@@ -1,54 +1,89 @@
 """`jdist compare`: methods and seeds, same budget, one table, one picture."""
 
+import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from jdist import cluster, training
+from jdist import cluster, models, training
 from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.training import comparison
 
-# Tuning uses no seed that is compared afterwards.
-_TUNING_SEED = 10_000
+# In which rows of one comparison may differ.
+_FREE = (
+  "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
+  "bandwidth_mbit_per_s", "latency_ms",
+)  # fmt: skip
 
 
 def compare(options: _options.Compare) -> None:
   """Runs the comparison and leaves rows, a table and a picture."""
-  _check(options)
-  experiment = _experiment.build(options)
+  study = _check(options)
+  workload = _experiment.build(options)
   link = cluster.Link(
     bandwidth_bits_per_s=options.bandwidth_mbit_per_s * 1e6,
     latency_s=options.latency_ms / 1e3,
   )
   # Each method once, to see every complaint before anything is written.
   for method in options.methods:
-    _experiment.Prepared(experiment, method, options.learning_rate[0])
+    _experiment.Prepared(workload, options, method, options.learning_rate[0])
   output = _experiment.output_directory(options, "compare")
   console = _console()
-  console.print(_heading(experiment))
-  rates = dict.fromkeys(options.methods, options.learning_rate[0])
-  if len(options.learning_rate) > 1:
-    rates = _tune(experiment, options, console, output)
-  prepared = {
-    method: _experiment.Prepared(experiment, method, rates[method])
-    for method in options.methods
-  }
-  rows = []
-  # Seed by seed and not method by method: what else the machine does then
-  # slows all methods alike.
-  for seed in options.seeds:
-    for method, programs in prepared.items():
-      records = programs.run(seed, label=f"{method} seed {seed}")
-      row = _experiment.result(options, method, rates[method], seed, records)
-      rows.append(row)
-      training.append_rows(output / "rows.jsonl", [row])
-  console.print(_table(rows, options))
-  training.plot_comparison(rows, output / "compare.png", link)
+  console.print(_heading(workload, options))
+  rows = comparison.Rows(
+    output / "rows.jsonl",
+    dataclasses.asdict(options),
+    defaults=dataclasses.asdict(type(options)()),
+    free=_FREE,
+    tuning=output / "tuning.jsonl",
+  )
+  found = comparison.compare(
+    study,
+    rows,
+    _Fit(options, workload),
+    on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
+  )
+  console.print(_table(found, options))
+  training.plot_comparison(
+    [row for runs in found.rows.values() for row in runs],
+    output / "compare.png",
+    link,
+  )
   # Not through the console, which would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Picture: {output / 'compare.png'}")
 
 
-def _check(options: _options.Compare) -> None:
+class _Fit:
+  """Runs trials; a method is compiled once for all seeds of a rate."""
+
+  def __init__(self, options: _options.Compare, workload: comparison.Workload):
+    self._options = options
+    self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
+    self._compiled: dict[str, _experiment.Prepared] = {}
+
+  def __call__(self, trial: comparison.Trial) -> dict[str, Any]:
+    tuning = trial.purpose == "tuning"
+    prepared = None if tuning else self._compiled.get(trial.variant)
+    if prepared is None or prepared.peak != trial.learning_rate:
+      prepared = _experiment.Prepared(
+        self._workloads[trial.purpose],
+        self._options,
+        trial.variant,
+        trial.learning_rate,
+      )
+    if tuning:
+      label = f"tuning {trial.variant} {trial.learning_rate:g}"
+    else:
+      self._compiled[trial.variant] = prepared
+      label = f"{trial.variant} seed {trial.seed}"
+    records = prepared.run(trial.seed, label=label)
+    workers = self._options.workers
+    return {"workers": workers, **comparison.summarize(records)}
+
+
+def _check(options: _options.Compare) -> comparison.Study:
   for name, values in (
     ("--seeds", options.seeds),
     ("--learning-rate", options.learning_rate),
@@ -73,48 +108,42 @@ def _check(options: _options.Compare) -> None:
     raise ValueError(
       f"`--latency-ms` must not be negative, got {options.latency_ms}."
     )
+  if options.grid_extensions < 0:
+    raise ValueError(
+      "`--grid-extensions` must not be negative, got "
+      f"{options.grid_extensions}. 0 keeps to the grid."
+    )
   training.check_plots()
-
-
-def _tune(
-  experiment: _experiment.Experiment,
-  options: _options.Compare,
-  console: Any,
-  output: Any,
-) -> dict[str, float]:
-  """Each method's best learning rate, on held-out training samples."""
-  held_out = _experiment.hold_out(experiment)
-  best = {}
-  for method in options.methods:
-    found = []
-    for peak in options.learning_rate:
-      programs = _experiment.Prepared(held_out, method, peak)
-      records = programs.run(_TUNING_SEED, label=f"tuning {method} {peak:g}")
-      row = _experiment.result(options, method, peak, _TUNING_SEED, records)
-      training.append_rows(output / "tuning.jsonl", [row])
-      # Equal accuracies are common on few samples; the loss decides then.
-      # A loss that is not a number is the worst.
-      loss = row["test_loss"] if math.isfinite(row["test_loss"]) else math.inf
-      found.append((row["accuracy"], -loss, peak))
-    best[method] = max(found)[2]
-  told = ", ".join(f"{method} {peak:g}" for method, peak in best.items())
-  console.print(
-    f"Learning rates of {_listed(options.learning_rate)}, chosen on "
-    f"{len(held_out.test)} held-out training samples: {told}.\n"
+  return comparison.Study(
+    options.methods,
+    options.learning_rate,
+    options.seeds,
+    options.grid_extensions,
+    # What else the machine does slows all methods alike.
+    order="seed",
   )
-  return best
 
 
-def _heading(experiment: _experiment.Experiment) -> str:
-  from jdist import models
+def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
+  rates = ", ".join(f"{rate:g}" for rate in tuned.tried)
+  console.print(
+    f"{method}: learning rate {tuned.best:g}, of {rates}, by held-out training "
+    "samples."
+  )
+  if tuned.end is not None:
+    console.print(
+      f"Warning: {method}'s best rate is the {tuned.end} that was tried; a "
+      "better one may lie beyond. Widen `--learning-rate`."
+    )
 
-  options = experiment.options
-  size = models.num_params(experiment.model(0))
+
+def _heading(workload: comparison.Workload, options: _options.Compare) -> str:
+  size = models.num_params(workload.model(0))
   return (
-    f"{options.dataset}: {len(experiment.train)} training and "
-    f"{len(experiment.test)} test images; {options.model}, {size:,} "
+    f"{options.dataset}: {len(workload.train)} training and "
+    f"{len(workload.test)} test images; {options.model}, {size:,} "
     f"parameters; N = {options.workers} workers "
-    f"({experiment.workers.substrate}), {options.batch_size} images a step."
+    f"({workload.workers.substrate}), {options.batch_size} images a step."
   )
 
 
@@ -129,42 +158,49 @@ def _console() -> Any:
   )
 
 
-def _listed(values: tuple[float, ...]) -> str:
-  return ", ".join(f"{value:g}" for value in sorted(values))
-
-
-def _table(rows: list[dict[str, Any]], options: _options.Compare) -> Any:
+def _table(found: comparison.Compared, options: _options.Compare) -> Any:
   from rich import table
 
+  base = options.methods[0]
+  several = len(options.seeds) > 1 < len(options.methods)
+  caption = (
+    "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
+    "sends on the wire in a ring of N, over the whole run."
+  )
   grid = table.Table(
     title=(
       f"{options.dataset}, {options.model}, N = {options.workers} workers, "
       f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}"
     ),
-    caption=(
-      "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
-      "sends on the wire in a ring of N, over the whole run."
+    caption=caption
+    + (
+      f" More than {base}: mean of the differences with the same seeds, and "
+      "half its 95 % interval."
+      if several
+      else ""
     ),
   )
   grid.add_column("method")
-  for name in (
-    "test accuracy %", "rounds", "MB sent", "fewer bytes", "images/s", "rate",
-  ):  # fmt: skip
+  columns = ["test accuracy %"]
+  columns += [f"more than {base}"] if several else []
+  columns += ["rounds", "MB sent", "fewer bytes", "images/s", "rate"]
+  for name in columns:
     grid.add_column(name, justify="right")
-  by_method = {
-    method: [row for row in rows if row["method"] == method]
-    for method in options.methods
-  }
-  most = max(_mean(runs, "sent_bytes") for runs in by_method.values())
-  for method, runs in by_method.items():
-    accuracies = [100 * row["accuracy"] for row in runs]
-    told = f"{statistics.mean(accuracies):.2f}"
-    if len(runs) > 1:
-      told += f" ± {statistics.stdev(accuracies):.2f}"
+  most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
+  for method, runs in found.rows.items():
+    mean, spread = comparison.mean_accuracy(runs)
+    cells = [f"{mean:.2f}" + (f" ± {spread:.2f}" if len(runs) > 1 else "")]
+    if several:
+      more = comparison.paired_difference(runs, found.rows[base])
+      cells.append(
+        "-"
+        if more is None or method == base
+        else f"{more.mean:+.2f} ± {more.high - more.mean:.2f}"
+      )
     sent = _mean(runs, "sent_bytes")
     grid.add_row(
       method,
-      told,
+      *cells,
       f"{_mean(runs, 'rounds'):,.0f}",
       f"{sent / 1e6:.3g}",
       f"{most / sent:.1f}x" if sent else "-",
@@ -174,5 +210,5 @@ def _table(rows: list[dict[str, Any]], options: _options.Compare) -> Any:
   return grid
 
 
-def _mean(rows: list[dict[str, Any]], key: str) -> float:
+def _mean(rows: Sequence[comparison.Row], key: str) -> float:
   return statistics.mean(row[key] for row in rows)

@@ -11,9 +11,6 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-import numpy as np
-
 from jdist import (
   collectives,
   data,
@@ -23,138 +20,57 @@ from jdist import (
   transforms,
 )
 from jdist.cli import _methods, _options
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-  """The data and the workers that all runs of a command share.
-
-  Attributes:
-    options: of the command.
-    workers: the run's workers.
-    train: the training set, or the part of it that is not held out.
-    test: what `evaluate` counts on.
-  """
-
-  options: _options.Common
-  workers: collectives.Workers
-  train: data.Dataset
-  test: data.Dataset
-
-  def batches(self, seed: int) -> data.Batches:
-    """This process's part of the training batches."""
-    return data.Batches(
-      self.train,
-      self.options.workers,
-      self.options.batch_size // self.options.workers,
-      seed=seed,
-      alpha=self.options.alpha,
-      worker_ids=self.workers.local_workers,
-    )
-
-  @property
-  def steps_per_epoch(self) -> float:
-    """Steps of a pass over the training set."""
-    return len(self.train) / self.options.batch_size
-
-  def every(self, epochs: float) -> int:
-    """So many epochs in steps, at least one."""
-    return max(1, round(epochs * self.steps_per_epoch))
-
-  def model(self, seed: int) -> models.Model:
-    """A model with initial parameters."""
-    norm = self.options.norm
-    chosen: dict[str, Any] = {} if norm is None else {"norm": norm}
-    return models.build(
-      self.options.model,
-      input_shape=self.train.input_shape,
-      num_classes=self.train.num_classes,
-      seed=seed,
-      **chosen,
-    )
+from jdist.training import comparison
 
 
 @dataclasses.dataclass
 class Prepared:
   """One method's programs: compiled once, used for every seed."""
 
-  experiment: Experiment
+  workload: comparison.Workload
+  options: _options.Common
   method: str
   peak: float
 
   def __post_init__(self) -> None:
-    experiment, options = self.experiment, self.experiment.options
-    axis = experiment.workers.axis
+    workload, options = self.workload, self.options
     self.budget = _methods.make_budget(
-      options, self.peak, experiment.steps_per_epoch
+      options, self.peak, workload.steps_per_epoch
     )
-    model = experiment.model(seed=0)
-    self.optimizer = _methods.build_method(
-      self.method, options, self.budget, axis, model
+    model = workload.model(0)
+    optimizer = _methods.build_method(
+      self.method, options, self.budget, workload.workers.axis, model
     )
-    dtype = np.dtype(options.dtype) if options.dtype == "float32" else (
-      jax.numpy.bfloat16
-    )  # fmt: skip
-    loss = training.classification_loss(
+    stream_steps: tuple[int, ...] = ()
+    if options.stream:
+      state = profiling.abstract_state(
+        workload.workers, optimizer, model.params, model.state
+      )
+      if transforms.streams(state.opt_state):
+        stream_steps = _methods.STREAM_STEPS
+    self.programs = workload.programs(
+      optimizer,
       model.apply,
-      normalize=experiment.train.normalize,
-      compute_dtype=dtype,
-      augment=data.compose(data.random_crop(), data.random_flip())
-      if options.augment
-      else None,
-    )
-    self.trainer = training.Trainer(
-      experiment.workers,
-      training.make_step(
-        loss, self.optimizer, axis=axis, accumulate=options.accumulate
-      ),
-      stream_steps=self._stream_steps(model),
+      stream_steps=stream_steps,
       # None: wherever it can.
       host_rounds=None if options.host_rounds else False,
     )
-    self.evaluate = training.Evaluator(
-      experiment.workers,
-      model.apply,
-      data.evaluation_batches(
-        experiment.test, options.workers, 1024 // options.workers or 1
-      ),
-      normalize=experiment.train.normalize,
-      compute_dtype=dtype,
-      optimizer=self.optimizer,
-    )
-
-  def _stream_steps(self, model: models.Model) -> tuple[int, ...]:
-    """In how many steps a message is sent, where one is streamed."""
-    if not self.experiment.options.stream:
-      return ()
-    state = profiling.abstract_state(
-      self.experiment.workers, self.optimizer, model.params, model.state
-    )
-    streams = transforms.streams(state.opt_state)
-    return _methods.STREAM_STEPS if streams else ()
 
   def run(
     self, seed: int, *, label: str | None = None, **fit: Any
   ) -> list[training.Record]:
     """Trains from the seed's initial parameters; see `Trainer.fit`."""
-    experiment = self.experiment
-    model = experiment.model(seed)
-    state = training.init_state(
-      experiment.workers, self.optimizer, model.params, model.state, seed=seed
-    )
-    _, records = self.trainer.fit(
-      state,
-      experiment.batches(seed).iterate,
+    _, records = self.programs.run(
+      seed,
       self.budget.num_steps,
-      evaluate=self.evaluate,
-      evaluate_every=experiment.every(experiment.options.evaluate_every_epochs),
+      evaluate_every=self.workload.steps(self.options.evaluate_every_epochs),
       label=label,
       **fit,
     )
     return records
 
 
-def build(options: _options.Common) -> Experiment:
+def build(options: _options.Common) -> comparison.Workload:
   """Checks the options, makes the workers and loads the data.
 
   Raises:
@@ -170,11 +86,34 @@ def build(options: _options.Common) -> Experiment:
       f"`--workers` must not exceed the {len(train)} training samples, got "
       f"{options.workers}."
     )
-  workers = collectives.workers(options.workers, substrate=options.substrate)
-  experiment = Experiment(options, workers, train, test)
-  experiment.batches(seed=0)  # Its checks, before anything is written.
-  experiment.model(seed=0)
-  return experiment
+
+  def model(seed: int) -> models.Model:
+    chosen: dict[str, Any] = (
+      {} if options.norm is None else {"norm": options.norm}
+    )
+    return models.build(
+      options.model,
+      input_shape=train.input_shape,
+      num_classes=train.num_classes,
+      seed=seed,
+      **chosen,
+    )
+
+  workload = comparison.Workload(
+    collectives.workers(options.workers, substrate=options.substrate),
+    train,
+    test,
+    model,
+    options.batch_size,
+    options.accumulate,
+    options.alpha,
+    options.augment,
+    options.dtype,
+    1024 // options.workers or 1,
+  )
+  workload.batches(seed=0)  # Its checks, before anything is written.
+  workload.model(0)
+  return workload
 
 
 def check(options: _options.Common) -> None:
@@ -226,30 +165,6 @@ def _check_name(option: str, name: str, names: tuple[str, ...]) -> None:
     )
 
 
-def hold_out(
-  experiment: Experiment, *, fraction: float = 0.1, seed: int = 0
-) -> Experiment:
-  """The same experiment without its test set: to tune on.
-
-  Args:
-    experiment: the whole.
-    fraction: of the training samples that take the test set's place.
-    seed: which ones.
-  """
-  train = experiment.train
-  order = np.random.default_rng(seed).permutation(len(train))
-  cut = max(1, int(len(train) * fraction))
-
-  def part(rows: np.ndarray) -> data.Dataset:
-    return dataclasses.replace(
-      train, images=train.images[rows], labels=train.labels[rows]
-    )
-
-  return dataclasses.replace(
-    experiment, train=part(np.sort(order[cut:])), test=part(order[:cut])
-  )
-
-
 def output_directory(options: _options.Common, command: str) -> pathlib.Path:
   """Makes the directory for a command's results."""
   if options.output is not None:
@@ -276,40 +191,4 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
     reason = str(error.strerror).lower()
   raise ValueError(
     f"`{option}` {path} cannot be used: {reason}. Take another directory."
-  )
-
-
-def result(
-  options: _options.Common,
-  method: str,
-  peak: float,
-  seed: int,
-  records: list[training.Record],
-) -> dict[str, Any]:
-  """A run's row."""
-  last = records[-1]
-  return training.make_row(
-    dataclasses.asdict(options),
-    seed,
-    method=method,
-    learning_rate=peak,
-    workers=options.workers,
-    accuracy=last.metrics["accuracy"],
-    test_loss=last.metrics["loss"],
-    train_loss=last.train_loss,
-    steps=last.step,
-    rounds=last.rounds,
-    sent_bytes=last.sent_bytes,
-    train_s=last.train_s,
-    samples_per_s=last.samples_per_s,
-    curve=[
-      {
-        "step": r.step,
-        "rounds": r.rounds,
-        "sent_bytes": r.sent_bytes,
-        "train_s": r.train_s,
-        "accuracy": r.metrics["accuracy"],
-      }
-      for r in records
-    ],
   )

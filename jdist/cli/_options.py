@@ -52,7 +52,9 @@ class Compare(_groups.LinkOptions, Common):
   """Compares methods and seeds: same budget, one table, one picture.
 
   With several learning rates every method first looks for its best one on a
-  part of the training set that is held out for that; all from the same grid.
+  part of the training set that is held out for that; all from the same grid,
+  which goes on where its end is best. Runs whose rows are in `--output` are not
+  repeated: the same command goes on where it was stopped.
   """
 
   methods: _groups.Names = ("ssgd", "local_sgd", "diloco", "msdpu")
@@ -63,6 +65,10 @@ class Compare(_groups.LinkOptions, Common):
   ] = (0.1,)
   """The highest one of the schedule; of several, each method uses the one
   that is best for it on held-out training samples."""
+
+  grid_extensions: int = 2
+  """Further learning rates that a method is tuned with at most, where its best
+  one is the lowest or the highest."""
 
   seeds: Annotated[
     tuple[int, ...], tyro.conf.arg(metavar="SEED [SEED ...]")

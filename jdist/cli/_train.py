@@ -6,6 +6,7 @@ import jax
 
 from jdist import collectives, training
 from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.training import comparison
 
 
 def train(options: _options.Train) -> None:
@@ -23,9 +24,9 @@ def train(options: _options.Train) -> None:
   _experiment.check(options)
   _methods.check_rate(options.learning_rate)
   _join(options)
-  experiment = _experiment.build(options)
+  workload = _experiment.build(options)
   programs = _experiment.Prepared(
-    experiment, options.method, options.learning_rate
+    workload, options, options.method, options.learning_rate
   )
   first = jax.process_index() == 0
   # Now and not after hours of training; the default can always be made.
@@ -38,7 +39,7 @@ def train(options: _options.Train) -> None:
   checkpoints = (
     None
     if options.checkpoints is None
-    else training.Checkpoints(options.checkpoints, experiment.workers)
+    else training.Checkpoints(options.checkpoints, workload.workers)
   )
 
   def tell(record: training.Record) -> None:
@@ -57,15 +58,20 @@ def train(options: _options.Train) -> None:
     label=options.method if first else None,
     on_record=tell,
     checkpoints=checkpoints,
-    checkpoint_every=experiment.every(options.checkpoint_every_epochs),
+    checkpoint_every=workload.steps(options.checkpoint_every_epochs),
     metadata=_identity(options),
   )
   if checkpoints is not None:
     checkpoints.close()
   if first:
     output = _experiment.output_directory(options, "train")
-    row = _experiment.result(
-      options, options.method, options.learning_rate, options.seed, records
+    row = training.make_row(
+      dataclasses.asdict(options),
+      options.seed,
+      method=options.method,
+      learning_rate=options.learning_rate,
+      workers=options.workers,
+      **comparison.summarize(records),
     )
     training.append_rows(output / "rows.jsonl", [row])
     print(f"Row: {output / 'rows.jsonl'}")

@@ -61,12 +61,20 @@ def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
   words += ["--learning-rate", "1e-6", "0.1", "--output", str(tmp_path)]
   assert cli.main(words) == 0
   out = capsys.readouterr().out
-  assert "chosen on 144 held-out training samples: local_sgd 0.1." in out
+  # The highest was best, so that the grid went on in its ratio, once.
+  assert "local_sgd: learning rate 0.1, of 1e-06, 0.1, 10000," in out
   assert "±" not in out.split("Mean ±")[0]  # One seed has no spread.
   tuning = training.read_rows(tmp_path / "tuning.jsonl")
-  assert [r["learning_rate"] for r in tuning] == [1e-6, 0.1]
+  assert [r["learning_rate"] for r in tuning] == [1e-6, 0.1, 1e4]
   (row,) = training.read_rows(tmp_path / "rows.jsonl")
   assert row["learning_rate"] == 0.1
+  # The same command finds its rows, and runs what is new alone.
+  assert cli.main([*words, "--seeds", "0", "1", "--grid-extensions", "0"]) == 0
+  out = capsys.readouterr().out
+  assert "Warning: local_sgd's best rate is the highest" in out
+  assert len(training.read_rows(tmp_path / "tuning.jsonl")) == 3
+  rows = training.read_rows(tmp_path / "rows.jsonl")
+  assert [r["seed"] for r in rows] == [0, 1] and rows[0] == row
 
 
 def test_train_resumes_by_itself(tmp_path, capsys):

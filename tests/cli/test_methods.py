@@ -155,10 +155,11 @@ def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
       told.append(host_rounds)
       super().__init__(*args, host_rounds=host_rounds, **options)
 
-  monkeypatch.setattr(training, "Trainer", Recorded)
+  monkeypatch.setattr(training._loop, "Trainer", Recorded)
   options = _options.Train(dataset="digits", model="mlp", workers=2)
   for host_rounds in (True, False):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)
-    _experiment.Prepared(_experiment.build(chosen), "diloco", 0.1)
+    workload = _experiment.build(chosen)
+    _experiment.Prepared(workload, chosen, "diloco", 0.1)
   # None: wherever it can.
   assert told == [None, False]

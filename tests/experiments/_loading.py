@@ -8,8 +8,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 def load(name, path, monkeypatch):
-  """A program of an experiment as a module of its own."""
-  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+  """Imports a program of an experiment as a module of its own."""
   spec = importlib.util.spec_from_file_location(name, FOLDER / path)
   module = importlib.util.module_from_spec(spec)
   monkeypatch.setitem(sys.modules, name, module)

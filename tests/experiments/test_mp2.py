@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, models, prediction, training
+from jdist.training import comparison
 from tests.experiments import test_comparisons
 from tests.experiments._loading import FOLDER, load
 
@@ -61,7 +62,7 @@ def test_what_is_prepared_has_a_name_by_what_it_depends_on(monkeypatch):
   # A new option is on one of the two sides.
   matters_not = {
     "rank", "rates", "seeds", "variants", "evaluations", "workers", "cache",
-    "other_dataset", "other_workers", "start_seed",
+    "other_dataset", "other_workers", "start_seed", "extensions",
   }  # fmt: skip
   found = set()
   for field in dataclasses.fields(options):
@@ -77,8 +78,8 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
   options = dataclasses.replace(
     config.PRESETS["smoke"][1], cache=str(tmp_path), model="cnn", rich_cut=2
   )
-  comparison = config.Comparison(options, config.VARIANTS)
-  model = comparison.build(0)
+  chains = config.Chains(options, config.VARIANTS)
+  model = chains.workload.model(0)
   cuts = {}
   for kind in ("published", "rich"):
     cuts[kind] = config.cut_of(options, model, kind)
@@ -100,11 +101,10 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
       "mp2 rank 8, 1 conv", "ours, refreshed",
       "ours, refreshed, nothing predicted",
     ):  # fmt: skip
-      run = comparison.prepare(name, 0.01, seed=0)
-      trainer = training.Trainer(comparison.workers, run.step)
+      run = chains.prepare(name, 0.01, seed=0)
       batch = next(run.batches.iterate(0))
-      traced[name] = trainer.traffic(run.state, batch)
-      told[name] = comparison.tell(name, traced[name], last)
+      traced[name] = run.programs.trainer.traffic(run.state, batch)
+      told[name] = chains.describe(name, traced[name], last)
   whole = 4 * models.num_params(model)
   assert told["baseline"]["uplink_bytes"] == 10 * whole
   assert told["baseline"]["both_bytes"] == 20 * whole
@@ -178,14 +178,14 @@ def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
     return {image.tobytes() for image in images}
 
   used = preparation.images()
-  of_training = rows(preparation.whole.train.images)
-  of_test = rows(preparation.whole.test.images)
+  of_training = rows(preparation.whole.workload.train.images)
+  of_test = rows(preparation.whole.workload.test.images)
   assert not of_training & of_test
   assert rows(used["test_images"]) <= of_training
   # Nor what predictors and ordinary runs have learned from.
   assert not rows(used["test_images"]) & rows(used["images"])
   assert not rows(used["test_images"]) & rows(
-    preparation.ordinary(0).comparison.train.images
+    preparation.ordinary(0).chains.workload.train.images
   )
 
 
@@ -239,49 +239,16 @@ class _Fronts:
     self.fronts = lambda cut: fronts
 
 
-def test_rows_that_are_older_than_an_option_are_found(monkeypatch, tmp_path):
-  comparing = load("comparing", "comparing.py", monkeypatch)
-  options = comparing.Config()
-  old = comparing.Rows(tmp_path / "rows.jsonl", options).config
-  old = {k: v for k, v in old.items() if k not in ("optimizer", "evaluations")}
-  row = {
-    "purpose": "comparison", "method": "ssgd", "learning_rate": 0.1, "seed": 0,
-    "config": old,
-  }  # fmt: skip
-  training.append_rows(tmp_path / "rows.jsonl", [row])
-  named = ("comparison", "ssgd", 0.1, 0)
-  found = comparing.Rows(tmp_path / "rows.jsonl", options)
-  assert found.get(None, *named) == row
-  # A run by another optimizer would have to be made; here it cannot be.
-  changed = dataclasses.replace(options, optimizer="adam")
-  with pytest.raises(AttributeError):
-    comparing.Rows(tmp_path / "rows.jsonl", changed).get(None, *named)
-
-
-def test_rows_of_an_option_that_is_gone_are_not_taken(monkeypatch, tmp_path):
-  comparing = load("comparing", "comparing.py", monkeypatch)
-  path, options = tmp_path / "rows.jsonl", comparing.Config()
-  config = comparing.Rows(path, options).config | {"dropped": 0.5}
-  row = {
-    "purpose": "tuning", "method": "ssgd", "learning_rate": 0.1, "seed": 1,
-    "config": config,
-  }  # fmt: skip
-  training.append_rows(path, [row])
-  with pytest.raises(AttributeError):  # It would have to be made.
-    comparing.Rows(path, options).get(None, "tuning", "ssgd", 0.1, 1)
-
-
 def test_rows_hold_under_options_that_their_variant_ignores(
   monkeypatch, tmp_path
 ):
-  comparing = load("comparing", "comparing.py", monkeypatch)
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = config.Config()
-  comparison = object.__new__(config.Comparison)
+  chains = config.Chains(options, config.VARIANTS, "a workload")
   path = tmp_path / "rows.jsonl"
   row = {
     "purpose": "tuning", "learning_rate": 0.1, "seed": 1,
-    "config": comparing.Rows(path, options).config,
+    "config": dataclasses.asdict(options),
   }  # fmt: skip
   training.append_rows(
     path, [row | {"method": name} for name in config.VARIANTS]
@@ -289,15 +256,14 @@ def test_rows_hold_under_options_that_their_variant_ignores(
 
   def kept(change):
     other = dataclasses.replace(options, **change)
-    rows = comparing.Rows(path, other, comparison.ignores)
-    found = set()
-    for name in config.VARIANTS:
-      try:
-        rows.get(None, "tuning", name, 0.1, 1)
-      except AttributeError:  # It would have to be made.
-        continue
-      found.add(name)
-    return found
+    rows = comparison.Rows(
+      path, dataclasses.asdict(other), ignores=chains.ignores
+    )
+    return {
+      name
+      for name in config.VARIANTS
+      if rows.find(comparison.Trial("tuning", name, 0.1, 1))
+    }
 
   everything = set(config.VARIANTS)
   predicting = {"ours", "ours, 2 bits", "ours, rank 16", "ours, refreshed"}
@@ -307,22 +273,6 @@ def test_rows_hold_under_options_that_their_variant_ignores(
   assert kept({"nowcast_steps": 1}) == everything - {"wnn"}
   assert kept({"collect_rate": 1.0}) == everything - predicting - {"wnn"}
   assert kept({"epochs": 2.0}) == set()
-
-
-def test_rows_of_this_comparison_are_found_again(monkeypatch, tmp_path):
-  comparing = load("comparing", "comparing.py", monkeypatch)
-  config = load("mp2_config", "mp2/config.py", monkeypatch)
-  path = tmp_path / "rows.jsonl"
-  for options in (config.Config(), comparing.Config(alpha=0.5)):
-    row = {
-      "purpose": "tuning", "method": "baseline", "learning_rate": 0.1,
-      "seed": 1, "config": comparing.Rows(path, options).config,
-    }  # fmt: skip
-    training.append_rows(path, [row])
-    found = comparing.Rows(path, options)
-    assert (
-      found.get(None, "tuning", "baseline", 0.1, 1)["config"] == (row["config"])
-    )
 
 
 def test_images_are_brought_to_another_form(monkeypatch):
@@ -359,11 +309,10 @@ def test_elsewhere_each_worker_has_as_many_images(monkeypatch):
   monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   options = config.PRESETS["smoke"][1]
-  comparison = object.__new__(config.Comparison)
-  comparison.options, comparison.variants = options, config.VARIANTS
+  chains = config.Chains(options, config.VARIANTS, "a workload")
   assert (options.workers, options.batch_size) == (2, 128)
   # The same images in a step would make it the same run.
-  moved = moving.to_workers(comparison, 4).options
+  moved = moving.to_workers(chains, 4).options
   assert (moved.workers, moved.batch_size) == (4, 256)
 
 
@@ -376,16 +325,16 @@ def test_all_runs_may_begin_with_the_same_weights(monkeypatch, tmp_path):
     config.PRESETS["smoke"][1], start_seed=5, cache=str(tmp_path)
   )
 
-  def weights(comparison, seed):
-    leaves = jax.tree.leaves(comparison.build(seed).params)
+  def weights(chains, seed):
+    leaves = jax.tree.leaves(chains.workload.model(seed).params)
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
-  same = config.Comparison(options, config.VARIANTS)
-  usual = config.Comparison(config.PRESETS["smoke"][1], config.VARIANTS)
+  same = config.Chains(options, config.VARIANTS)
+  usual = config.Chains(config.PRESETS["smoke"][1], config.VARIANTS)
   assert weights(same, 0) == weights(same, 1) == weights(usual, 5)
   # Not those that predictors learn from.
   preparation = prepare.Preparation(options, tmp_path / "rows.jsonl")
-  assert weights(preparation.comparison, 0) == weights(usual, 0)
+  assert weights(preparation.chains, 0) == weights(usual, 0)
 
 
 def test_where_predictors_are_moved_to_changes_no_predictor(monkeypatch):

@@ -66,7 +66,7 @@ def test_steps_of_a_comparison_are_measured_over_links(tmp_path):
   folder = test_comparisons.copied("compression", tmp_path)
   done = _network(
     "--hosts", "2", "--rate", "1mbit", "--",
-    sys.executable, str(folder / "times.py"), "smoke",
+    sys.executable, str(folder / "run.py"), "smoke", "--times",
     "--variants", "ssgd", "int4 + feedback",
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-2000:]

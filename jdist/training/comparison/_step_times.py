@@ -1,39 +1,36 @@
-"""Measures what each method adds to a step on this machine.
+"""What each variant adds to the time of a step, measured in turns.
 
-All workers share the machine and what they send is copied in its memory, so
-that this is the cost of encoding, decoding and updating.  Methods take turns;
-what is kept is the median of paired ratios to the synchronous variant, beside
-that of this to itself, which is the noise of the machine.  Reports model the
-time over links from it.
+All workers share a machine and messages are copied in its memory: this is the
+cost of compressing, decompressing and updating.  The result is the median of
+ratios to the synchronous variant of the same turn, beside that variant's ratio
+to itself, the noise of the machine.  Reports model the time over links from it.
 
-Where `scripts/slow_network.py` runs it on several hosts, each has as many of
-the workers, and what they send goes over its links: a step then is measured
-whole, beside that of workers who send nothing.
+Under `scripts/slow_network.py` each of several hosts has as many of the
+workers, and messages go over its links: a whole step is measured then, beside
+that of workers who send nothing.
 """
 
 import dataclasses
 import math
 import os
-import pathlib
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import comparing
 import jax
-import tyro
 
-from jdist import cluster, collectives, profiling, training
+from jdist import cluster, collectives, profiling
+from jdist.training import _results
+from jdist.training.comparison import _chains
 
 _STEPS = 8  # With one round's end in them.
-# The workers' own optimizer, and nothing sent.
+# The workers' own optimizer, without messages.
 _ALONE = "computation"
 
 
-class Link(NamedTuple):
-  """Between hosts, see `scripts/slow_network.py`.
+class HostLinks(NamedTuple):
+  """The links between hosts, see `scripts/slow_network.py`.
 
   Attributes:
     hosts: how many there are.
@@ -51,35 +48,39 @@ class Link(NamedTuple):
     return f"{self.hosts}x{self.bits_per_s / 1e6:g}mbit"
 
 
-def measure(
-  options: comparing.Config,
-  variants: dict[str, comparing.Variant],
-  comparison_type: type[comparing.Comparison] = comparing.Comparison,
+def step_times(
+  chains: _chains.Chains,
   *,
   base: str = "ssgd",
   blocks: int = 9,
-  link: Link | None = None,
+  links: HostLinks | None = None,
 ) -> list[dict[str, Any]]:
-  """A row for each variant; none on other hosts than the first.
+  """Measures the steps of a comparison's variants.
 
   Args:
-    options: the comparison whose steps are measured.
-    variants: by name.
-    comparison_type: what prepares them.
-    base: the synchronous one.
+    chains: the comparison.
+    base: the synchronous variant.
     blocks: how often each variant has its turn.
-    link: between the hosts whose workers these are; None for one machine.
+    links: between the hosts of the workers; None for one machine.
+
+  Returns:
+    A row for each variant; none on other hosts than the first.
   """
-  names = [*(options.variants or variants)]
+  options, workload = chains.options, chains.workload
+  names = [*(options.variants or chains.variants)]
   again = f"{base} again"
-  variants = variants | {again: variants[base], _ALONE: lambda run: run.inner}
+  variants: Mapping[str, _chains.Variant] = {
+    **chains.variants,
+    again: chains.variants[base],
+    _ALONE: lambda run: run.inner,
+  }
   names = [base, again, *(name for name in names if name != base)]
-  if link is not None:
+  if links is not None:
     names.append(_ALONE)
-  comparison = comparison_type(options, variants)
+  chains = type(chains)(options, variants, workload)
   rate = options.rates[len(options.rates) // 2]
-  turns = {name: _Turn(comparison, name, rate) for name in names}
-  if link is not None and not jax.process_index():
+  turns = {name: _Turn(chains, name, rate) for name in names}
+  if links is not None and not jax.process_index():
     for turn in turns.values():
       turn.trace()  # While the others wait, and not behind them.
   found: dict[str, list[float]] = {name: [] for name in names}
@@ -88,10 +89,10 @@ def measure(
       seconds = turn.take()
       if block:
         found[name].append(seconds)
-  if jax.process_index():  # The first one tells.
+  if jax.process_index():
     return []
-  # No variants, as each has its row, and nobody's folders.
-  told = {
+  # No variants, as each has its row, and no paths.
+  config = {
     key: value
     for key, value in dataclasses.asdict(options).items()
     if key not in ("variants", "cache")
@@ -102,8 +103,8 @@ def measure(
       mine / theirs
       for mine, theirs in zip(found[name], found[base], strict=True)
     ]
-    row = training.make_row(
-      told | {"blocks": blocks},
+    row = _results.make_row(
+      config | {"blocks": blocks},
       0,
       method=name,
       workers=options.workers,
@@ -118,13 +119,12 @@ def measure(
       f"{name:32s} {1e3 * row['step_s']:6.1f} ms, {row['ratio']:.3f} of {base} "
       f"({low:.3f} to {high:.3f})"
     )
-    if link is not None:
+    if links is not None:
       sent = turns[name].sent_bytes()
       alone_s = statistics.median(found[_ALONE])
-      # Nothing hidden. Not quite as reports have it, who also count what a
-      # method computes.
-      modelled_s = alone_s + 8 * sent / link.bits_per_s
-      row |= link._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
+      # Nothing hidden. Unlike reports, without what a method computes.
+      modelled_s = alone_s + 8 * sent / links.bits_per_s
+      row |= links._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
       line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
     rows.append(row)
     print(line, flush=True)
@@ -132,22 +132,21 @@ def measure(
 
 
 class _Turn:
-  """A variant's program, and how far it is."""
+  """A variant's compiled step and its state."""
 
-  def __init__(
-    self, comparison: comparing.Comparison, variant: str, rate: float
-  ):
-    run, workers = comparison.prepare(variant, rate, seed=0), comparison.workers
+  def __init__(self, chains: _chains.Chains, variant: str, rate: float):
+    run = chains.prepare(variant, rate, seed=0)
+    workers = chains.workload.workers
     self.state = run.state
     self.batch = workers.place(next(run.batches.iterate(0)))
-    program = workers.jit(run.step, donate_argnums=0)
+    program = workers.jit(run.programs.step, donate_argnums=0)
     self.program = program.lower(self.state, self.batch).compile()
     self.messages = profiling.read_collectives(self.program)
-    self.workers, self.step = workers, run.step
+    self.trainer = run.programs.trainer
     self.steps, self.rounds = 0, 0
 
   def take(self) -> float:
-    """Runs a block; seconds a step."""
+    """Runs a block and returns the seconds of a step."""
     started_s = time.perf_counter()
     for _ in range(_STEPS):
       self.state, metrics = self.program(self.state, self.batch)
@@ -159,19 +158,18 @@ class _Turn:
     return seconds / _STEPS
 
   def trace(self) -> None:
-    """Looks at what a step sends: traced once more, which takes long."""
-    trainer = training.Trainer(self.workers, self.step)
-    self.traffic = trainer.traffic(self.state, self.batch)
+    """Finds the messages of a step: traced once more, which takes long."""
+    self.traffic = self.trainer.traffic(self.state, self.batch)
 
   def sent_bytes(self) -> float:
-    """What a worker has sent in a step, the mean of those taken."""
+    """Returns the bytes of a worker in a step, the mean of those taken."""
     return self.traffic.sent_bytes(self.steps, self.rounds) / self.steps
 
 
 def _messages(
   sent: Sequence[collectives.Collective], *, conditional: bool
 ) -> int:
-  """Messages that have to wait for each other; of a phase, the last one's."""
+  """Counts messages that wait for each other; of a phase, the last one's."""
   last = max(
     (c.phase for c in sent if c.phase is not None),
     key=lambda phase: phase.start,
@@ -186,34 +184,13 @@ def _messages(
   return around
 
 
-def main(
-  folder: pathlib.Path,
-  presets: comparing.Presets,
-  variants: dict[str, comparing.Variant],
-  comparison_type: type[comparing.Comparison] = comparing.Comparison,
-  *,
-  base: str = "ssgd",
-) -> None:
-  """Measures the preset that the command line names; see `comparing.main`."""
-  chosen = tyro.extras.overridable_config_cli(presets)
-  preset = next(word for word in sys.argv[1:] if word in presets)
-  link = _join(chosen.workers)
-  measured = measure(chosen, variants, comparison_type, base=base, link=link)
-  if not measured:
-    return
-  name = "times" if link is None else link.name
-  path = folder / "results" / f"{preset}-{name}.jsonl"
-  path.unlink(missing_ok=True)
-  training.append_rows(path, measured)
-
-
-def _join(workers: int) -> Link | None:
-  """Joins the hosts, if there are several."""
+def join_hosts(workers: int) -> HostLinks | None:
+  """Joins the hosts of `scripts/slow_network.py`, if there are several."""
   if "JDIST_COORDINATOR" not in os.environ:
     return None
   hosts = int(os.environ["JDIST_PROCESSES"])
   if workers % hosts:
-    raise SystemExit(
+    raise ValueError(
       f"`--workers` must be a multiple of the {hosts} hosts, got {workers}."
     )
   # One thread for the computation: another is to be free for the network.
@@ -225,4 +202,4 @@ def _join(workers: int) -> Link | None:
     int(os.environ["JDIST_PROCESS"]),
     cpu_devices_per_process=workers // hosts,
   )
-  return Link(hosts, float(os.environ.get("JDIST_BITS_PER_S", "inf")))
+  return HostLinks(hosts, float(os.environ.get("JDIST_BITS_PER_S", "inf")))

@@ -1,34 +1,24 @@
 """Names beside points."""
 
 import itertools
-import pathlib
-import sys
 
 import pytest
+
+from jdist.training import comparison
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 pyplot = pytest.importorskip("matplotlib.pyplot")
-_FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 
 
-@pytest.fixture
-def labelling(monkeypatch):
-  monkeypatch.syspath_prepend(str(_FOLDER))
-  import labelling
-
-  yield labelling
-  sys.modules.pop("labelling", None)
-
-
-def test_no_name_is_over_another_or_outside(labelling):
+def test_no_name_is_over_another_or_outside():
   figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
   # Four at nearly one place, others in the corners.
   at = [(1, 1), (1.01, 1), (1, 1.01), (1.02, 1.01), (0, 0), (3, 3), (3, 0)]
   axes.plot(*zip(*at, strict=True), "o")
   labels = [(x, y, f"a method of name {i}") for i, (x, y) in enumerate(at)]
   try:
-    labelling.label(axes, labels)
+    comparison.label_points(axes, labels)
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
@@ -44,14 +34,14 @@ def test_no_name_is_over_another_or_outside(labelling):
     pyplot.close(figure)
 
 
-def test_no_name_is_over_a_bar(labelling):
+def test_no_name_is_over_a_bar():
   figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
   at = [(1.0, 1.0), (1.3, 3.0)]
   for x, y in at:
     axes.errorbar(x, y, 2.5, fmt="o", capsize=3)
   axes.set(xlim=(0, 2.5), ylim=(-3, 7))
   try:
-    labelling.label(axes, [(x, y, f"a method at {x}") for x, y in at])
+    comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
     figure.canvas.draw()
     # To the right of the first is the second's bar.
     renderer = figure.canvas.get_renderer()

@@ -1,4 +1,4 @@
-"""Names beside the points of a picture, none over another, a point or a bar."""
+"""Labels beside the points of a plot, none over another, a point or a bar."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ _AROUND = tuple(
 )
 
 
-def label(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
-  """Writes names beside their points, when all else has been drawn.
+def label_points(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
+  """Writes labels beside their points, when everything else has been drawn.
 
   Args:
     axes: matplotlib's, with its limits and scales as they will be.
-    labels: x, y and the name of each point.
+    labels: x, y and the text of each point.
   """
   figure = axes.figure
   figure.canvas.draw()  # Lays out; places are final from here on.
@@ -39,7 +39,7 @@ def label(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
       taken.append((x0 - half, y0, x1 + half, y1))
 
   def covered(box: tuple[float, ...]) -> float:
-    """How much of what is there a box covers, or has outside, in pixels."""
+    """Returns how much a box covers of the others or has outside, in pixels."""
     found = sum(
       max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
       * max(0.0, min(box[3], other[3]) - max(box[1], other[1]))

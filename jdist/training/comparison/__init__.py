@@ -1,0 +1,53 @@
+"""Comparisons: variants tuned alike, run with the same seeds, resumable rows.
+
+`compare` runs a `Study`; what a variant is, only its `Fit` knows.  `Chains`
+fits Optax chains, and `run_experiment` makes a command of them.
+"""
+
+from jdist.training.comparison._chains import ChainRun as ChainRun
+from jdist.training.comparison._chains import Chains as Chains
+from jdist.training.comparison._chains import compare_chains as compare_chains
+from jdist.training.comparison._chains import Config as Config
+from jdist.training.comparison._chains import PreparedRun as PreparedRun
+from jdist.training.comparison._chains import Variant as Variant
+from jdist.training.comparison._commands import Presets as Presets
+from jdist.training.comparison._commands import (
+  report_experiment as report_experiment,
+)
+from jdist.training.comparison._commands import run_experiment as run_experiment
+from jdist.training.comparison._differences import Difference as Difference
+from jdist.training.comparison._differences import (
+  difference_table as difference_table,
+)
+from jdist.training.comparison._differences import (
+  paired_difference as paired_difference,
+)
+from jdist.training.comparison._labels import label_points as label_points
+from jdist.training.comparison._report import accuracy_table as accuracy_table
+from jdist.training.comparison._report import best_runs as best_runs
+from jdist.training.comparison._report import end_warnings as end_warnings
+from jdist.training.comparison._report import LINKS as LINKS
+from jdist.training.comparison._report import mean_accuracy as mean_accuracy
+from jdist.training.comparison._report import plot_bytes as plot_bytes
+from jdist.training.comparison._report import Runs as Runs
+from jdist.training.comparison._report import speed_table as speed_table
+from jdist.training.comparison._report import speedups as speedups
+from jdist.training.comparison._report import tuned_rates as tuned_rates
+from jdist.training.comparison._rows import Fit as Fit
+from jdist.training.comparison._rows import Row as Row
+from jdist.training.comparison._rows import Rows as Rows
+from jdist.training.comparison._rows import Trial as Trial
+from jdist.training.comparison._step_times import HostLinks as HostLinks
+from jdist.training.comparison._step_times import join_hosts as join_hosts
+from jdist.training.comparison._step_times import step_times as step_times
+from jdist.training.comparison._study import compare as compare
+from jdist.training.comparison._study import Compared as Compared
+from jdist.training.comparison._study import quality as quality
+from jdist.training.comparison._study import Study as Study
+from jdist.training.comparison._study import tune as tune
+from jdist.training.comparison._study import Tuned as Tuned
+from jdist.training.comparison._workload import summarize as summarize
+from jdist.training.comparison._workload import (
+  VariantPrograms as VariantPrograms,
+)
+from jdist.training.comparison._workload import Workload as Workload

@@ -1,0 +1,300 @@
+"""Variants that are Optax chains: their options, and how one is trained."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import optax
+
+from jdist import collectives, data, models
+from jdist.training import _loop, _train_state
+from jdist.training.comparison import _rows, _study, _workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One comparison of chains, and the options of its command."""
+
+  dataset: str = "cifar10"
+  """A name of `jdist.data`."""
+
+  model: str = "lenet"
+  """A name of `jdist.models`."""
+
+  workers: int = 8
+  """Workers that train together."""
+
+  batch_size: int = 128
+  """Samples of all workers in a step."""
+
+  epochs: float = 5.0
+  """Passes over the training set, the same for every variant."""
+
+  warmup_epochs: float = 0.5
+  """In which the learning rate rises; methods with a warm-up have it then."""
+
+  rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
+  """The grid of highest learning rates; each variant uses its own best one, by
+  a run of the same length on held-out training samples."""
+
+  extensions: int = 2
+  """Further rates that a variant is tuned with at most, beyond an end of the
+  grid that is its best."""
+
+  optimizer: Literal["sgd", "adam"] = "sgd"
+  """Of each worker; its moments stay its own."""
+
+  momentum: float = 0.9
+  """Nesterov momentum of each worker's SGD."""
+
+  weight_decay: float = 0.0
+  """Decoupled."""
+
+  augment: bool = False
+  """Random crops and flips."""
+
+  alpha: float | None = None
+  """Label skew between workers (Dirichlet); i.i.d. if not given."""
+
+  dtype: str = "float32"
+  """In which the model computes."""
+
+  evaluations: int = 5
+  """In a run, equally far apart, the last one at its end."""
+
+  seeds: tuple[int, ...] = (0, 1, 2)
+  """One run each at a variant's best rate."""
+
+  variants: tuple[str, ...] = ()
+  """Of the experiment's, in this order; all if none are named."""
+
+  def study(self, variants: Collection[str]) -> _study.Study:
+    """Returns what is compared, of an experiment's variants.
+
+    Raises:
+      ValueError: when a named variant is none of the experiment's.
+    """
+    unknown = set(self.variants) - set(variants)
+    if unknown:
+      raise ValueError(
+        f"`--variants` must be of {', '.join(variants)}, got "
+        f"{', '.join(sorted(unknown))}."
+      )
+    return _study.Study(
+      self.variants or tuple(variants), self.rates, self.seeds, self.extensions
+    )
+
+
+# In which rows of one comparison may differ.
+FREE = ("seeds", "variants", "rates", "extensions", "cache")
+
+
+class ChainRun(NamedTuple):
+  """A training run, as variants are built for it.
+
+  Attributes:
+    inner: a worker's optimizer.
+    rate: the learning rate's schedule.
+    num_steps: local steps of the run.
+    warmup_steps: local steps until the rate is at its highest.
+    axis: the workers' axis.
+    workers: how many there are.
+    options: of the comparison.
+    model: the model with its initial parameters.
+  """
+
+  inner: optax.GradientTransformation
+  rate: optax.Schedule
+  num_steps: int
+  warmup_steps: int
+  axis: collectives.Axis
+  workers: int
+  options: Any
+  model: models.Model
+
+
+Variant: TypeAlias = Callable[[ChainRun], optax.GradientTransformation]
+
+
+class PreparedRun(NamedTuple):
+  """Everything that a run consists of.
+
+  Attributes:
+    programs: the variant's.
+    model: the model with its initial parameters.
+    state: the initial one.
+    batches: of all workers.
+    num_steps: local steps of the run.
+  """
+
+  programs: _workload.VariantPrograms
+  model: models.Model
+  state: _train_state.TrainState
+  batches: data.Batches
+  num_steps: int
+
+
+class Chains:
+  """Prepares and fits variants that are Optax chains.
+
+  Args:
+    options: of the comparison.
+    variants: by name, in the order in which they run.
+    workload: default is that of the options.
+  """
+
+  def __init__(
+    self,
+    options: Config,
+    variants: Mapping[str, Variant],
+    workload: _workload.Workload | None = None,
+  ):
+    self.options, self.variants = options, variants
+    self.workload = self._load() if workload is None else workload
+
+  def _load(self) -> _workload.Workload:
+    options = self.options
+    train = data.load(options.dataset)
+    return _workload.Workload(
+      collectives.workers(options.workers),
+      train,
+      data.load(options.dataset, "test"),
+      lambda seed: self.build(train, seed),
+      options.batch_size,
+      alpha=options.alpha,
+      augment=options.augment,
+      dtype=options.dtype,
+    )
+
+  def build(self, train: data.Dataset, seed: int) -> models.Model:
+    """Builds the model with the initial parameters of a seed."""
+    return models.build(
+      self.options.model,
+      input_shape=train.input_shape,
+      num_classes=train.num_classes,
+      seed=seed,
+    )
+
+  def hold_out(self) -> "Chains":
+    """Returns the same with training samples in the place of the test set."""
+    return type(self)(self.options, self.variants, self.workload.hold_out())
+
+  def describe(
+    self, variant: str, traffic: collectives.Traffic, record: _loop.Record
+  ) -> dict[str, Any]:
+    """Returns further entries of a row.
+
+    Args:
+      variant: its name.
+      traffic: of its step.
+      record: the run's last.
+    """
+    del variant, traffic, record
+    return {}
+
+  def ignores(self, variant: str) -> Collection[str]:
+    """Returns options that a variant's runs do not depend on."""
+    del variant
+    return ()
+
+  def prepare(self, variant: str, peak: float, seed: int) -> PreparedRun:
+    """Builds a variant for a highest learning rate and a seed."""
+    options, workload = self.options, self.workload
+    per_epoch = workload.steps_per_epoch
+    num_steps = round(options.epochs * per_epoch)
+    warmup_steps = round(options.warmup_epochs * per_epoch)
+    rate = optax.warmup_cosine_decay_schedule(
+      peak / 10, peak, warmup_steps, num_steps, peak / 100
+    )
+    moments = {
+      "sgd": optax.trace(options.momentum, nesterov=True),
+      "adam": optax.scale_by_adam(),
+    }
+    inner = optax.chain(
+      moments[options.optimizer],
+      optax.add_decayed_weights(options.weight_decay),
+      optax.scale_by_learning_rate(rate),
+    )
+    model = workload.model(seed)
+    run = ChainRun(
+      inner,
+      rate,
+      num_steps,
+      warmup_steps,
+      workload.workers.axis,
+      options.workers,
+      options,
+      model,
+    )
+    programs = workload.programs(self.variants[variant](run), model.apply)
+    state = programs.init(model, seed)
+    return PreparedRun(
+      programs, model, state, workload.batches(seed), num_steps
+    )
+
+  def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:
+    """Trains a variant, and returns its measurements."""
+    run = self.prepare(variant, peak, seed)
+    trainer = run.programs.trainer
+    state, records = trainer.fit(
+      run.state,
+      run.batches.iterate,
+      run.num_steps,
+      evaluate=run.programs.evaluate,
+      evaluate_every=max(1, run.num_steps // self.options.evaluations),
+    )
+    # Of shapes alone, which have not changed.
+    traffic = trainer.traffic(state, next(run.batches.iterate(0)))
+    return {
+      "workers": self.options.workers,
+      **_workload.summarize(records),
+      **self.describe(variant, traffic, records[-1]),
+    }
+
+
+def compare_chains(path: Any, chains: Chains) -> _study.Compared:
+  """Runs the variants of an experiment, and prints each row.
+
+  Args:
+    path: of the file of rows.
+    chains: prepare and fit them.
+  """
+  options, held_out = chains.options, chains.hold_out()
+  rows = _rows.Rows(
+    path,
+    dataclasses.asdict(options),
+    defaults=dataclasses.asdict(type(options)()),
+    free=FREE,
+    ignores=chains.ignores,
+  )
+
+  def fit(trial: _rows.Trial) -> dict[str, Any]:
+    own = held_out if trial.purpose == "tuning" else chains
+    return own.fit(trial.variant, trial.learning_rate, trial.seed)
+
+  return _study.compare(
+    options.study(chains.variants),
+    rows,
+    fit,
+    on_row=_print_row,
+    on_tuned=warn_of_end,
+  )
+
+
+def _print_row(trial: _rows.Trial, row: _rows.Row) -> None:
+  print(
+    f"{trial.purpose} {trial.variant}, rate {trial.learning_rate:g}, seed "
+    f"{trial.seed}: {100 * row['accuracy']:.2f} %, {row['rounds']} rounds, "
+    f"{row['sent_bytes'] / 1e6:.1f} MB, {row['samples_per_s']:,.0f} images/s",
+    flush=True,
+  )
+
+
+def warn_of_end(variant: str, tuned: _study.Tuned) -> None:
+  """Prints a warning where a variant's best rate lies at an end of the grid."""
+  if tuned.end is not None:
+    print(
+      f"Warning: {variant} is best at the {tuned.end} of the learning rates "
+      f"tried, {tuned.best:g}; a better one may lie beyond. Widen the grid.",
+      flush=True,
+    )

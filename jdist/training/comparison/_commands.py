@@ -1,0 +1,92 @@
+"""The commands of an experiment: run, times, report."""
+
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from jdist.training import _results
+from jdist.training.comparison import (
+  _chains,
+  _report,
+  _step_times,
+)
+
+Presets: TypeAlias = dict[str, tuple[str, Any]]
+
+
+def run_experiment(
+  folder: str | pathlib.Path,
+  presets: Presets,
+  variants: Mapping[str, _chains.Variant],
+  chains: type[_chains.Chains] = _chains.Chains,
+  *,
+  base: str = "ssgd",
+) -> None:
+  """Runs the preset that the command line names, with changes to it.
+
+  With `--times` the steps of its variants are measured in place of training.
+
+  Args:
+    folder: the experiment's; rows go to `results/` in it.
+    presets: by name, each with a line of help.
+    variants: by name, in the order in which they run.
+    chains: prepares and fits them.
+    base: the synchronous variant, which times are compared with.
+  """
+  import tyro
+
+  times = "--times" in sys.argv
+  if times:
+    sys.argv.remove("--times")
+  options: _chains.Config = tyro.extras.overridable_config_cli(presets)
+  preset = next(word for word in sys.argv[1:] if word in presets)
+  results = pathlib.Path(folder) / "results"
+  try:
+    if times:
+      _time(results, preset, options, variants, chains, base)
+    else:
+      options.study(variants)  # Its checks, before any data are loaded.
+      _chains.compare_chains(
+        results / f"{preset}.jsonl", chains(options, variants)
+      )
+  except ValueError as error:
+    raise SystemExit(str(error)) from error
+
+
+def _time(
+  results: pathlib.Path,
+  preset: str,
+  options: _chains.Config,
+  variants: Mapping[str, _chains.Variant],
+  chains: type[_chains.Chains],
+  base: str,
+) -> None:
+  links = _step_times.join_hosts(options.workers)
+  rows = _step_times.step_times(
+    chains(options, variants), base=base, links=links
+  )
+  if rows:
+    name = "times" if links is None else links.name
+    path = results / f"{preset}-{name}.jsonl"
+    path.unlink(missing_ok=True)
+    _results.append_rows(path, rows)
+
+
+def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
+  """Prints the tables of the preset that the command line names, and draws.
+
+  Args:
+    folder: the experiment's.
+    ours: variants whose names begin so are marked.
+  """
+  preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
+  results = pathlib.Path(folder) / "results"
+  rows = _results.read_rows(results / f"{preset}.jsonl")
+  runs = _report.best_runs(rows)
+  if not runs:
+    raise SystemExit(f"There is no compared run of {preset} yet.")
+  print(_report.accuracy_table(runs))
+  for line in _report.end_warnings(rows):
+    print(f"\n{line}")
+  _report.plot_bytes(runs, results / f"{preset}.png", ours=ours)

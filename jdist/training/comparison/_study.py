@@ -1,0 +1,200 @@
+"""A comparison: every variant is tuned alike, then run with the same seeds."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jdist.training.comparison import _rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """What is compared, and with which budget for tuning.
+
+  Attributes:
+    variants: by name, in the order in which they run.
+    learning_rates: the grid that every variant is tuned on; a single rate is
+      not tuned.
+    seeds: a run each at a variant's best rate.
+    max_extensions: by how many rates the grid of a variant goes on at most
+      where its best rate lies at an end.
+    tuning_seed: of tuning runs; it must not be one of `seeds`.
+    order: "variant" runs all seeds of a variant in turn; "seed" all variants
+      of a seed, so that what else the machine does slows them alike.
+
+  Raises:
+    ValueError: when a list is empty, has equal entries, a rate is not positive
+      or the tuning seed is compared.
+  """
+
+  variants: Sequence[str]
+  learning_rates: Sequence[float]
+  seeds: Sequence[int]
+  max_extensions: int = 2
+  tuning_seed: int = 10_000
+  order: Literal["variant", "seed"] = "variant"
+
+  def __post_init__(self) -> None:
+    for name in ("variants", "learning_rates", "seeds"):
+      values = getattr(self, name)
+      if not values or len(set(values)) < len(values):
+        raise ValueError(
+          f"`{name}` must be one or more different values, got {values}."
+        )
+    if not all(0 < rate < math.inf for rate in self.learning_rates):
+      raise ValueError(
+        "`learning_rates` must be positive and finite, got "
+        f"{self.learning_rates}."
+      )
+    if self.max_extensions < 0:
+      raise ValueError(
+        f"`max_extensions` must not be negative, got {self.max_extensions}. "
+        "0 keeps to the grid."
+      )
+    if self.tuning_seed in self.seeds:
+      raise ValueError(
+        f"`tuning_seed` must not be one of `seeds`, got {self.tuning_seed}. "
+        "A seed that has chosen a rate says nothing new of it."
+      )
+
+
+class Tuned(NamedTuple):
+  """A variant's learning rate.
+
+  Attributes:
+    best: of the rates tried.
+    tried: all of them, in increasing order.
+    end: "lowest" or "highest" where the best rate lies at an end of those
+      tried, and a better one may lie beyond; None within.
+  """
+
+  best: float
+  tried: tuple[float, ...]
+  end: Literal["lowest", "highest"] | None
+
+
+def quality(row: _rows.Row) -> tuple[float, float]:
+  """Returns a row's rank: its accuracy, and of equal ones the loss.
+
+  Equal accuracies are common on few samples.  A loss that is not finite, null
+  in rows, is the worst.
+  """
+  loss = row["test_loss"]
+  finite = loss is not None and math.isfinite(loss)
+  return row["accuracy"], -loss if finite else -math.inf
+
+
+def tune(
+  learning_rates: Sequence[float],
+  measure: Callable[[float], _rows.Row],
+  max_extensions: int = 2,
+) -> Tuned:
+  """Finds the best learning rate, and lets the grid go on at its ends.
+
+  Where the best of the rates is the lowest or the highest, the next one in the
+  ratio of the last two is tried, until the best lies within or the limit is
+  reached.
+
+  Args:
+    learning_rates: the grid.
+    measure: runs one rate, returns its row.
+    max_extensions: further rates at most.
+  """
+  tried = {rate: quality(measure(rate)) for rate in sorted(learning_rates)}
+  for _ in range(max_extensions):
+    found = best_of(tried)
+    if found.end is None:
+      break
+    low, *_, high = found.tried
+    if found.end == "lowest":
+      further = low / (found.tried[1] / low)
+    else:
+      further = high * (high / found.tried[-2])
+    # As one would write it: 0.4 and not 0.4000000000000001.
+    further = float(f"{further:.6g}")
+    tried[further] = quality(measure(further))
+  return best_of(tried)
+
+
+def best_of(tried: Mapping[float, tuple[float, float]]) -> Tuned:
+  """Returns the best of the learning rates tried, by their qualities."""
+  rates = tuple(sorted(tried))
+  best = max(rates, key=lambda rate: tried[rate])
+  end: Literal["lowest", "highest"] | None = None
+  if len(rates) > 1 and best in (rates[0], rates[-1]):
+    end = "lowest" if best == rates[0] else "highest"
+  return Tuned(best, rates, end)
+
+
+class Compared(NamedTuple):
+  """The outcome of a comparison.
+
+  Attributes:
+    rows: of all seeds, by variant.
+    tuned: each variant's learning rate.
+  """
+
+  rows: dict[str, list[_rows.Row]]
+  tuned: dict[str, Tuned]
+
+
+def compare(
+  study: Study,
+  rows: _rows.Rows,
+  fit: _rows.Fit,
+  *,
+  on_row: Callable[[_rows.Trial, _rows.Row], None] = lambda trial, row: None,
+  on_tuned: Callable[[str, Tuned], None] = lambda variant, tuned: None,
+) -> Compared:
+  """Runs a study: the rate of each variant first, then the seeds.
+
+  A trial whose row is there is not run again, so that the same call goes on
+  where another was stopped.
+
+  Args:
+    study: what is compared.
+    rows: the file of rows.
+    fit: runs a trial; what a variant is, a chain, a protocol or a pipeline,
+      only it knows.  Trials whose purpose is "tuning" must not touch the test
+      set.
+    on_row: is called with each row that has been added.
+    on_tuned: is called with each variant's learning rate.
+  """
+
+  def run(*named: Any) -> _rows.Row:
+    trial = _rows.Trial(*named)
+    row = rows.find(trial)
+    if row is None:
+      row = rows.add(trial, fit(trial))
+      on_row(trial, row)
+    return row
+
+  def tuned(variant: str) -> Tuned:
+    if len(study.learning_rates) == 1:
+      rate = study.learning_rates[0]
+      return Tuned(rate, (rate,), None)
+    found = tune(
+      study.learning_rates,
+      lambda rate: run("tuning", variant, rate, study.tuning_seed),
+      study.max_extensions,
+    )
+    on_tuned(variant, found)
+    return found
+
+  result = Compared({variant: [] for variant in study.variants}, {})
+
+  def compare_seeds(variants: Sequence[str], seeds: Sequence[int]) -> None:
+    for seed in seeds:
+      for variant in variants:
+        best = result.tuned[variant].best
+        result.rows[variant].append(run("comparison", variant, best, seed))
+
+  if study.order == "variant":
+    for variant in study.variants:
+      result.tuned[variant] = tuned(variant)
+      compare_seeds([variant], study.seeds)
+  else:
+    result.tuned.update({name: tuned(name) for name in study.variants})
+    compare_seeds(study.variants, study.seeds)
+  return result

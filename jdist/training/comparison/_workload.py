@@ -1,0 +1,195 @@
+"""The data, the model and the workers that all runs of a comparison share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import collectives, data, models
+from jdist.training import _evaluation, _loop, _losses, _step, _train_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """A training problem: every variant of a comparison is run on it.
+
+  Attributes:
+    workers: the workers of every run.
+    train: the training set, or the part of it that is not held out.
+    test: the set that accuracies are measured on.
+    model: builds the model with the initial parameters of a seed.
+    batch_size: samples of all workers in a step.
+    accumulate: micro-batches of a worker in a step.
+    alpha: label skew between workers (Dirichlet); None for i.i.d. data.
+    augment: random crops and flips.
+    dtype: in which the model computes.
+    evaluation_batch: samples of a worker in an evaluation batch.
+  """
+
+  workers: collectives.Workers
+  train: data.Dataset
+  test: data.Dataset
+  model: Callable[[int], models.Model]
+  batch_size: int
+  accumulate: int = 1
+  alpha: float | None = None
+  augment: bool = False
+  dtype: str = "float32"
+  evaluation_batch: int = 128
+
+  @property
+  def steps_per_epoch(self) -> float:
+    """Steps of a pass over the training set."""
+    return len(self.train) / self.batch_size
+
+  def steps(self, epochs: float) -> int:
+    """Returns so many epochs in steps, at least one."""
+    return max(1, round(epochs * self.steps_per_epoch))
+
+  def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> "Workload":
+    """Puts a part of the training set in the place of the test set.
+
+    Args:
+      fraction: of the training samples.
+      seed: which of them.
+    """
+    order = np.random.default_rng(seed).permutation(len(self.train))
+    cut = max(1, int(len(order) * fraction))
+
+    def part(rows: np.ndarray) -> data.Dataset:
+      return dataclasses.replace(
+        self.train,
+        images=self.train.images[rows],
+        labels=self.train.labels[rows],
+      )
+
+    return dataclasses.replace(
+      self, train=part(np.sort(order[cut:])), test=part(order[:cut])
+    )
+
+  def batches(self, seed: int) -> data.Batches:
+    """Returns this process's part of the training batches."""
+    return data.Batches(
+      self.train,
+      self.workers.num_workers,
+      self.batch_size // self.workers.num_workers,
+      seed=seed,
+      alpha=self.alpha,
+      worker_ids=self.workers.local_workers,
+    )
+
+  def programs(
+    self,
+    optimizer: optax.GradientTransformation,
+    apply: Callable[..., Any],
+    **trainer: Any,
+  ) -> "VariantPrograms":
+    """Builds a variant's programs, which every seed may use.
+
+    Args:
+      optimizer: the variant's chain.
+      apply: the model's.
+      **trainer: arguments of `Trainer`.
+    """
+    dtype = jnp.dtype(self.dtype)
+    loss = _losses.classification_loss(
+      apply,
+      normalize=self.train.normalize,
+      compute_dtype=dtype,
+      augment=data.compose(data.random_crop(), data.random_flip())
+      if self.augment
+      else None,
+    )
+    step = _step.make_step(
+      loss, optimizer, axis=self.workers.axis, accumulate=self.accumulate
+    )
+    evaluate = _evaluation.Evaluator(
+      self.workers,
+      apply,
+      data.evaluation_batches(
+        self.test, self.workers.num_workers, self.evaluation_batch
+      ),
+      normalize=self.train.normalize,
+      compute_dtype=dtype,
+      optimizer=optimizer,
+    )
+    loop = _loop.Trainer(self.workers, step, **trainer)
+    return VariantPrograms(self, optimizer, step, loop, evaluate)
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantPrograms:
+  """A variant's step, loop and evaluation, compiled once for all seeds.
+
+  Attributes:
+    workload: of all variants.
+    optimizer: the variant's chain.
+    step: the training step of one worker.
+    trainer: runs the step.
+    evaluate: measures accuracy and loss on the test set.
+  """
+
+  workload: Workload
+  optimizer: optax.GradientTransformation
+  step: Callable[..., Any]
+  trainer: _loop.Trainer
+  evaluate: _evaluation.Evaluator
+
+  def init(self, model: models.Model, seed: int) -> _train_state.TrainState:
+    """Returns the initial state of a model and a seed."""
+    return _train_state.init_state(
+      self.workload.workers,
+      self.optimizer,
+      model.params,
+      model.state,
+      seed=seed,
+    )
+
+  def run(
+    self, seed: int, num_steps: int, **fit: Any
+  ) -> tuple[_train_state.TrainState, list[_loop.Record]]:
+    """Trains from a seed's initial parameters.
+
+    Args:
+      seed: of the parameters and of the batches.
+      num_steps: local steps.
+      **fit: arguments of `Trainer.fit`, for instance `evaluate_every`.
+
+    Returns:
+      The trained state, and the records of the evaluations.
+    """
+    return self.trainer.fit(
+      self.init(self.workload.model(seed), seed),
+      self.workload.batches(seed).iterate,
+      num_steps,
+      evaluate=self.evaluate,
+      **fit,
+    )
+
+
+def summarize(records: list[_loop.Record]) -> dict[str, Any]:
+  """Returns what a row says of a run: its end, and the curve towards it."""
+  last = records[-1]
+  return {
+    "accuracy": last.metrics["accuracy"],
+    "test_loss": last.metrics["loss"],
+    "train_loss": last.train_loss,
+    "steps": last.step,
+    "rounds": last.rounds,
+    "sent_bytes": last.sent_bytes,
+    "train_s": last.train_s,
+    "samples_per_s": last.samples_per_s,
+    "curve": [
+      {
+        "step": record.step,
+        "rounds": record.rounds,
+        "sent_bytes": record.sent_bytes,
+        "train_s": record.train_s,
+        "accuracy": record.metrics["accuracy"],
+      }
+      for record in records
+    ],
+  }

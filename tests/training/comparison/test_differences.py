@@ -1,0 +1,47 @@
+"""Paired differences and their intervals."""
+
+import statistics
+
+import pytest
+
+from jdist.training import comparison
+
+
+def _rows(accuracies, sent=100):
+  return [
+    {"seed": seed, "accuracy": accuracy, "sent_bytes": sent}
+    for seed, accuracy in accuracies.items()
+  ]
+
+
+def test_an_interval_by_hand():
+  # Differences of 1, 2 and 3 points; t with 2 degrees of freedom is 4.3027.
+  rows = _rows({0: 0.91, 1: 0.72, 2: 0.53, 7: 0.1})
+  base = _rows({2: 0.50, 1: 0.70, 0: 0.90, 8: 0.2})
+  found = comparison.paired_difference(rows, base)
+  half = 4.302653 / 3**0.5
+  assert found == pytest.approx((2.0, 2.0 - half, 2.0 + half, 3))
+
+
+def test_pairs_cancel_what_a_seed_does_to_both():
+  spread = {0: 0.5, 1: 0.7, 2: 0.9}
+  rows = _rows({seed: x + 0.01 for seed, x in spread.items()})
+  base = _rows(spread)
+  found = comparison.paired_difference(rows, base)
+  assert found.high - found.low < 1e-6 < statistics.stdev(spread.values())
+
+
+def test_one_pair_has_no_interval():
+  rows = _rows({0: 0.5, 1: 0.5})
+  assert comparison.paired_difference(rows, _rows({1: 0.4, 2: 0.4})) is None
+
+
+def test_the_table_counts_the_seeds_asked_for():
+  runs = {
+    "ssgd": _rows({0: 0.5, 10: 0.5, 11: 0.5}),
+    "int4": _rows({0: 0.9, 10: 0.51, 11: 0.51}, sent=10),
+  }
+  table = comparison.difference_table(runs, "ssgd", range(10, 20))
+  assert table.splitlines()[2] == (
+    "| int4 | +1.00 (+1.00 to +1.00) | 2 | 10.0x |"
+  )

@@ -1,0 +1,93 @@
+"""Rows of trials are found again, where everything that matters agrees."""
+
+import dataclasses
+
+import pytest
+
+from jdist import training
+from jdist.training import comparison
+
+_TRIAL = comparison.Trial("comparison", "ssgd", 0.1, 0)
+
+
+def _write(path, config, **changes):
+  row = {
+    "purpose": "comparison", "method": "ssgd", "learning_rate": 0.1, "seed": 0,
+    "config": config, **changes,
+  }  # fmt: skip
+  training.append_rows(path, [row])
+  return row
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "rows.jsonl"
+
+
+def test_rows_of_this_comparison_are_found_again(path):
+  config = dataclasses.asdict(comparison.Config(alpha=0.5))
+  _write(path, config)
+  found = comparison.Rows(path, config).find(_TRIAL)
+  assert found["config"]["rates"] == [0.0125, 0.025, 0.05]  # Now a list.
+
+
+@pytest.mark.parametrize(
+  "change",
+  ({"learning_rate": 0.2}, {"seed": 1}, {"purpose": "tuning"},
+   {"variant": "diloco"}),
+)  # fmt: skip
+def test_another_trial_is_another_row(change, path):
+  config = {"epochs": 5.0}
+  _write(path, config)
+  trial = _TRIAL._replace(**change)
+  assert comparison.Rows(path, config).find(trial) is None
+
+
+def test_rows_that_are_older_than_an_option_had_its_default(path):
+  old = {"epochs": 5.0}
+  row = _write(path, old)
+  new = {"epochs": 5.0, "optimizer": "sgd"}
+
+  def find(config):
+    return comparison.Rows(path, config, defaults=new).find(_TRIAL)
+
+  assert find(new) == row
+  assert find(new | {"optimizer": "adam"}) is None
+
+
+def test_rows_of_an_option_that_is_gone_are_not_taken(path):
+  _write(path, {"epochs": 5.0, "dropped": 0.5})
+  assert comparison.Rows(path, {"epochs": 5.0}).find(_TRIAL) is None
+
+
+def test_what_is_free_or_ignored_may_differ(path):
+  row = _write(path, {"epochs": 5.0, "seeds": [0], "bits": 4})
+  config = {"epochs": 5.0, "seeds": (0, 1), "bits": 8}
+
+  def find(**options):
+    return comparison.Rows(path, config, **options).find(_TRIAL)
+
+  assert find() is None and find(free=("seeds",)) is None
+  by_variant = {"ssgd": ("bits",)}
+  assert find(free=("seeds",), ignores=by_variant.__getitem__) == row
+
+
+def test_rows_of_tuning_may_lie_in_a_file_of_their_own(tmp_path):
+  rows = comparison.Rows(
+    tmp_path / "rows.jsonl", {}, tuning=tmp_path / "tuning.jsonl"
+  )
+  rows.add(_TRIAL, {"accuracy": 0.5})
+  tuning = _TRIAL._replace(purpose="tuning")
+  assert rows.find(tuning) is None
+  rows.add(tuning, {"accuracy": 0.25})
+  # Rows of before had no purpose: the file says it.
+  for name in ("rows", "tuning"):
+    (row,) = training.read_rows(tmp_path / f"{name}.jsonl")
+    del row["purpose"]
+    (tmp_path / f"{name}.jsonl").unlink()
+    training.append_rows(tmp_path / f"{name}.jsonl", [row])
+  again = comparison.Rows(
+    tmp_path / "rows.jsonl", {}, tuning=tmp_path / "tuning.jsonl"
+  )
+  assert again.find(_TRIAL)["accuracy"] == 0.5
+  assert again.find(tuning)["accuracy"] == 0.25

@@ -1,0 +1,128 @@
+"""Variants are tuned on one grid, run with the same seeds, and each once."""
+
+import pytest
+
+from jdist import training
+from jdist.training import comparison
+
+
+def _measure(best, tried):
+  """Accuracies that fall with the distance from a best rate."""
+
+  def run(rate):
+    tried.append(rate)
+    ratio = max(rate / best, best / rate)
+    return {"accuracy": 1 / ratio, "test_loss": 1.0}
+
+  return run
+
+
+@pytest.mark.parametrize(
+  ("best", "extensions", "expected"),
+  (
+    (0.2, 2, comparison.Tuned(0.2, (0.1, 0.2, 0.4), None)),
+    (0.05, 2, comparison.Tuned(0.05, (0.025, 0.05, 0.1, 0.2, 0.4), None)),
+    (0.8, 2, comparison.Tuned(0.8, (0.1, 0.2, 0.4, 0.8, 1.6), None)),
+    (3.2, 2, comparison.Tuned(1.6, (0.1, 0.2, 0.4, 0.8, 1.6), "highest")),
+    (0.01, 1, comparison.Tuned(0.05, (0.05, 0.1, 0.2, 0.4), "lowest")),
+    (0.4, 0, comparison.Tuned(0.4, (0.1, 0.2, 0.4), "highest")),
+  ),
+)
+def test_a_grid_goes_on_beyond_its_best_end(best, extensions, expected):
+  tried = []
+  tuned = comparison.tune((0.1, 0.4, 0.2), _measure(best, tried), extensions)
+  assert tuned == expected
+  assert sorted(tried) == list(expected.tried)  # Each once.
+
+
+def test_of_equal_accuracies_the_loss_decides_and_none_is_the_worst():
+  def row(accuracy, loss):
+    return {"accuracy": accuracy, "test_loss": loss}
+
+  ranked = [
+    row(0.1, 0.5), row(0.5, None), row(0.5, 2.0), row(0.5, 1.0), row(0.6, 9.0),
+  ]  # fmt: skip
+  reverse = ranked[::-1]
+  assert sorted(reverse, key=comparison.quality) == ranked
+  assert comparison.quality(row(0.5, float("nan"))) == comparison.quality(
+    row(0.5, None)
+  )
+
+
+def _fit(calls):
+  def fit(trial):
+    calls.append(trial)
+    return {"accuracy": trial.learning_rate, "test_loss": 1.0}
+
+  return fit
+
+
+def _study(**changes):
+  options = {
+    "variants": ("a", "b"), "learning_rates": (0.1, 0.2, 0.15),
+    "seeds": (0, 1), "max_extensions": 1,
+  }  # fmt: skip
+  return comparison.Study(**(options | changes))
+
+
+def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
+  path, calls, limit = tmp_path / "rows.jsonl", [], 5
+
+  class StoppedError(Exception):
+    pass
+
+  def stopping(trial):
+    if len(calls) == limit:
+      raise StoppedError
+    return _fit(calls)(trial)
+
+  with pytest.raises(StoppedError):
+    comparison.compare(_study(), comparison.Rows(path, {}), stopping)
+  found = comparison.compare(_study(), comparison.Rows(path, {}), _fit(calls))
+  assert len(calls) == len(set(calls)) == 2 * (3 + 1 + 2)
+  assert len(training.read_rows(path)) == len(calls)
+  # 0.2 / 0.15 beyond 0.2.
+  best = 0.266667
+  assert found.tuned["a"] == comparison.Tuned(
+    best, (0.1, 0.15, 0.2, best), "highest"
+  )
+  assert [row["seed"] for row in found.rows["b"]] == [0, 1]
+  assert {row["learning_rate"] for row in found.rows["b"]} == {best}
+  # Once more: nothing is run.
+  comparison.compare(_study(), comparison.Rows(path, {}), None)
+
+
+@pytest.mark.parametrize(
+  ("order", "expected"),
+  (
+    ("variant", [("a", 0), ("a", 1), ("b", 0), ("b", 1)]),
+    ("seed", [("a", 0), ("b", 0), ("a", 1), ("b", 1)]),
+  ),
+)
+def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
+  calls = []
+  study = _study(order=order, learning_rates=(0.1,))
+  rows = comparison.Rows(tmp_path / "rows.jsonl", {})
+  comparison.compare(study, rows, _fit(calls))
+  assert [(trial.variant, trial.seed) for trial in calls] == expected
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  (
+    ("variants", ()),
+    ("variants", ("a", "a")),
+    ("learning_rates", (0.1, 0.0)),
+    ("learning_rates", (0.1, float("inf"))),
+    ("seeds", ()),
+    ("max_extensions", -1),
+  ),
+)
+def test_a_study_that_cannot_be_run_is_refused(name, value):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    _study(**{name: value})
+
+
+def test_the_seed_of_tuning_is_not_compared():
+  with pytest.raises(ValueError, match="`tuning_seed` must not"):
+    _study(tuning_seed=1)
