@@ -33,5 +33,6 @@ from jdist.server._simulation import Learner as Learner
 from jdist.server._simulation import NodeTotals as NodeTotals
 from jdist.server._simulation import Simulation as Simulation
 from jdist.server._ssp import SSP as SSP
+from jdist.server._virtual_trainer import VirtualTrainer as VirtualTrainer
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting

@@ -1,12 +1,14 @@
 """Real gradients in the order that a protocol dictates."""
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from typing import Protocol as Interface
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdist import checks, training
@@ -50,6 +52,82 @@ class _Pulled(NamedTuple):
   worker: int
   start: int
   num_samples: int
+
+
+class _Programs(NamedTuple):
+  """What is compiled: an update of one task, or of several one by one."""
+
+  step: Callable[..., tuple[ServerModel, jax.Array]]
+  first: Callable[..., PyTree]
+  add: Callable[..., PyTree]
+  update: Callable[..., tuple[ServerModel, jax.Array]]
+
+
+# Learners of the same loss and optimizer share their compiled programs.
+@functools.lru_cache(maxsize=16)
+def _programs(
+  loss_fn: Callable[..., Any],
+  optimizer: optax.GradientTransformation,
+  compensation: float,
+) -> _Programs:
+  optimizer = optax.with_extra_args_support(optimizer)
+  compute = training.make_gradient(loss_fn)
+
+  def zeros(model: ServerModel) -> PyTree:
+    tree = (model.params, model.model_state)
+    return (*jax.tree.map(jnp.zeros_like, tree), jnp.zeros(()))
+
+  def add(
+    total: PyTree,
+    model: ServerModel,
+    read: PyTree,
+    state_read: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+    number: jax.Array,
+    weight: jax.Array,
+    share: jax.Array,
+  ) -> PyTree:
+    gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
+
+    def one(total: Any, g: Any, old: Any, new: Any) -> Any:
+      if compensation:
+        g = g + (compensation * g * g * (new - old)).astype(g.dtype)
+      return total + weight.astype(g.dtype) * g
+
+    grads = jax.tree.map(one, total[0], gradient.grads, read, model.params)
+    change = jax.tree.map(
+      lambda t, new, old: (
+        t + share.astype(t.dtype) * (new - old)
+        if jnp.issubdtype(t.dtype, jnp.floating)
+        else new
+      ),
+      total[1], gradient.model_state, state_read,
+    )  # fmt: skip
+    return grads, change, total[2] + share * gradient.loss
+
+  def update(
+    model: ServerModel, total: PyTree
+  ) -> tuple[ServerModel, jax.Array]:
+    grads, change, loss = total
+    updates, opt_state = optimizer.update(
+      grads, model.opt_state, model.params, loss=loss, value=loss
+    )
+    model_state = jax.tree.map(
+      lambda x, c: x + c if jnp.issubdtype(x.dtype, jnp.floating) else c,
+      model.model_state, change,
+    )  # fmt: skip
+    params = optax.apply_updates(model.params, updates)
+    return ServerModel(params, opt_state, model_state), loss
+
+  def first(model: ServerModel, *task: Any) -> PyTree:
+    return add(zeros(model), model, *task)
+
+  # Most updates are of one task: one program and not three.
+  def step(model: ServerModel, *task: Any) -> tuple[ServerModel, jax.Array]:
+    return update(model, first(model, *task))
+
+  return _Programs(jax.jit(step), jax.jit(first), jax.jit(add), jax.jit(update))
 
 
 class GradientLearner:
@@ -116,7 +194,6 @@ class GradientLearner:
       for size in sizes:
         checks.check_int("sizes", size, 1)
     self._sizes = None if sizes is None else sorted(sizes)
-    optimizer = optax.with_extra_args_support(optimizer)
     model_state = {} if model_state is None else model_state
     self.model = ServerModel(
       # Copies: the updates take the memory of the model before.
@@ -133,46 +210,7 @@ class GradientLearner:
     self.losses: collections.deque[tuple[int, jax.Array]] = collections.deque(
       maxlen=1000
     )
-    self._gradient = jax.jit(training.make_gradient(loss_fn))
-
-    def add(
-      total: PyTree,
-      gradient: training.Gradient,
-      weight: jax.Array,
-      share: jax.Array,
-      read: PyTree,
-      now: PyTree,
-      state_read: PyTree,
-    ) -> PyTree:
-      def one(total: Any, g: Any, old: Any, new: Any) -> Any:
-        if compensation:
-          g = g + (compensation * g * g * (new - old)).astype(g.dtype)
-        return total + weight.astype(g.dtype) * g
-
-      grads = jax.tree.map(one, total[0], gradient.grads, read, now)
-      change = jax.tree.map(
-        lambda t, new, old: (
-          t + share.astype(t.dtype) * (new - old)
-          if jnp.issubdtype(t.dtype, jnp.floating)
-          else new
-        ),
-        total[1], gradient.model_state, state_read,
-      )  # fmt: skip
-      return grads, change, total[2] + share * gradient.loss
-
-    def update(model: ServerModel, total: PyTree) -> ServerModel:
-      grads, change, loss = total
-      updates, opt_state = optimizer.update(
-        grads, model.opt_state, model.params, loss=loss, value=loss
-      )
-      model_state = jax.tree.map(
-        lambda x, c: x + c if jnp.issubdtype(x.dtype, jnp.floating) else c,
-        model.model_state, change,
-      )  # fmt: skip
-      params = optax.apply_updates(model.params, updates)
-      return ServerModel(params, opt_state, model_state)
-
-    self._add, self._update = jax.jit(add), jax.jit(update)
+    self._programs = _programs(loss_fn, optimizer, compensation)
 
   def pull(self, reply: _messages.Reply) -> None:
     """Keeps what a worker has been sent, and takes its samples."""
@@ -188,34 +226,35 @@ class GradientLearner:
     """Updates the parameters with the gradients of tasks."""
     tasks = [self._tasks.pop(task) for task in update.tasks]
     whole = sum(task.num_samples for task in tasks)
-    total: PyTree = (
-      jax.tree.map(jnp.zeros_like, self.model.params),
-      jax.tree.map(jnp.zeros_like, self.model.model_state),
-      jnp.zeros(()),
-    )
-    for number, weight, task in zip(
-      update.tasks, update.weights, tasks, strict=True
-    ):
-      batch = self._samples.batch(
-        task.worker,
-        task.start,
-        task.num_samples,
-        size=self._size(task.num_samples),
-      )
-      key = jax.random.fold_in(self._key, number)
-      gradient = self._gradient(task.params, task.model_state, batch, key)
-      total = self._add(
-        total,
-        gradient,
-        jnp.float32(weight),
-        jnp.float32(task.num_samples / whole),
+    arguments = [
+      (
         task.params,
-        self.model.params,
         task.model_state,
+        self._samples.batch(
+          task.worker,
+          task.start,
+          task.num_samples,
+          size=self._size(task.num_samples),
+        ),
+        self._key,
+        np.uint32(number),
+        np.float32(weight),
+        np.float32(task.num_samples / whole),
       )
-    self.model = self._update(self.model, total)
+      for number, weight, task in zip(
+        update.tasks, update.weights, tasks, strict=True
+      )
+    ]
+    programs = self._programs
+    if len(arguments) == 1:
+      self.model, loss = programs.step(self.model, *arguments[0])
+    else:
+      total = programs.first(self.model, *arguments[0])
+      for task in arguments[1:]:
+        total = programs.add(total, self.model, *task)
+      self.model, loss = programs.update(self.model, total)
     self.samples += whole
-    self.losses.append((self.samples, total[2]))
+    self.losses.append((self.samples, loss))
 
   def discard(self, task: int) -> None:
     """Drops a task; its gradient is never computed."""

@@ -90,7 +90,23 @@ class Evaluator:
 
   def __call__(self, state: _train_state.TrainState) -> dict[str, float]:
     """Returns test `accuracy` and `loss`, means over all samples."""
-    params, model_state = self._prepare(state)
+    return self._measure(*self._prepare(state))
+
+  def measure(
+    self, params: PyTree, model_state: PyTree | None = None
+  ) -> dict[str, float]:
+    """Returns the same of one model, for instance a server's.
+
+    Args:
+      params: its parameters, without the workers' dimension.
+      model_state: batch statistics, if it has any.
+    """
+    num = len(self._workers.local_workers)
+    both = (params, {} if model_state is None else model_state)
+    copies = jax.tree.map(lambda x: np.broadcast_to(x, (num, *x.shape)), both)
+    return self._measure(*self._workers.place(copies))
+
+  def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
     totals = np.zeros(3)
     for batch in self._batches:
       # Read one by one: few steps in flight, see `jdist.training.Trainer`.

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ class Record(NamedTuple):
     train_s: seconds of training so far in this call, without its first step,
       which compiles, and without evaluating and saving.
     samples_per_s: training samples of all workers per second, likewise.
+    clock: of the seconds, "wall", or "virtual" in a simulation.
   """
 
   step: int
@@ -57,6 +58,7 @@ class Record(NamedTuple):
   metrics: dict[str, float]
   train_s: float
   samples_per_s: float
+  clock: Literal["wall", "virtual"] = "wall"
 
 
 class Trainer:

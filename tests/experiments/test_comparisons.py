@@ -65,6 +65,24 @@ def test_the_smoke_preset_runs_and_is_reported(name, tmp_path):
   assert (folder / "results" / "smoke.png").stat().st_size > 0
 
 
+def test_protocols_are_compared_in_virtual_time(tmp_path):
+  folder = copied("dbs_sgd", tmp_path)
+  pytest.importorskip("sklearn")
+  pytest.importorskip("simpy")
+  told = run(folder, "run.py", "smoke")
+  assert told.count("4x shared, comparison") == 2
+  rows = training.read_rows(folder / "results" / "smoke.jsonl")
+  assert [row["method"] for row in rows] == ["asgd", "dbs"]
+  for row in rows:
+    assert row["clock"] == "virtual" and len(row["curve"]) == 2
+    assert row["config"]["speed"] == 4.0 and row["accuracy"] > 0.4
+    # The same virtual time, a pass in which nobody waits.
+    assert row["train_s"] == pytest.approx(rows[0]["train_s"], rel=0.05)
+    assert row["samples"] == pytest.approx(1442, rel=0.05)
+  assert rows[1]["iteration_spread"] < 2 < rows[0]["iteration_spread"]
+  assert run(folder, "run.py", "smoke") == ""  # Nothing is left to do.
+
+
 @pytest.mark.slow
 def test_times_are_measured_and_reported(tmp_path):
   folder = copied("compression", tmp_path)

@@ -10,6 +10,7 @@ from jdist.training.comparison._chains import compare_chains as compare_chains
 from jdist.training.comparison._chains import Config as Config
 from jdist.training.comparison._chains import PreparedRun as PreparedRun
 from jdist.training.comparison._chains import Variant as Variant
+from jdist.training.comparison._chains import warn_of_end as warn_of_end
 from jdist.training.comparison._commands import Presets as Presets
 from jdist.training.comparison._commands import (
   report_experiment as report_experiment,
@@ -40,6 +41,7 @@ from jdist.training.comparison._rows import Trial as Trial
 from jdist.training.comparison._step_times import HostLinks as HostLinks
 from jdist.training.comparison._step_times import join_hosts as join_hosts
 from jdist.training.comparison._step_times import step_times as step_times
+from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare
 from jdist.training.comparison._study import Compared as Compared
 from jdist.training.comparison._study import quality as quality

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jdist.training.comparison import _rows
 
@@ -85,10 +85,20 @@ def quality(row: _rows.Row) -> tuple[float, float]:
   return row["accuracy"], -loss if finite else -math.inf
 
 
+def by_loss(row: _rows.Row) -> tuple[float, float]:
+  """Returns a row's rank: its test loss, a finite one before others."""
+  accuracy, loss = quality(row)
+  return loss, accuracy
+
+
+Rank: TypeAlias = Callable[[_rows.Row], tuple[float, float]]
+
+
 def tune(
   learning_rates: Sequence[float],
   measure: Callable[[float], _rows.Row],
   max_extensions: int = 2,
+  rank: Rank = quality,
 ) -> Tuned:
   """Finds the best learning rate, and lets the grid go on at its ends.
 
@@ -100,8 +110,9 @@ def tune(
     learning_rates: the grid.
     measure: runs one rate, returns its row.
     max_extensions: further rates at most.
+    rank: of a row; the highest is best.
   """
-  tried = {rate: quality(measure(rate)) for rate in sorted(learning_rates)}
+  tried = {rate: rank(measure(rate)) for rate in sorted(learning_rates)}
   for _ in range(max_extensions):
     found = best_of(tried)
     if found.end is None:
@@ -113,7 +124,7 @@ def tune(
       further = high * (high / found.tried[-2])
     # As one would write it: 0.4 and not 0.4000000000000001.
     further = float(f"{further:.6g}")
-    tried[further] = quality(measure(further))
+    tried[further] = rank(measure(further))
   return best_of(tried)
 
 
@@ -144,6 +155,7 @@ def compare(
   rows: _rows.Rows,
   fit: _rows.Fit,
   *,
+  rank: Rank = quality,
   on_row: Callable[[_rows.Trial, _rows.Row], None] = lambda trial, row: None,
   on_tuned: Callable[[str, Tuned], None] = lambda variant, tuned: None,
 ) -> Compared:
@@ -158,6 +170,7 @@ def compare(
     fit: runs a trial; what a variant is, a chain, a protocol or a pipeline,
       only it knows.  Trials whose purpose is "tuning" must not touch the test
       set.
+    rank: of a tuning row, by which the best rate is chosen.
     on_row: is called with each row that has been added.
     on_tuned: is called with each variant's learning rate.
   """
@@ -178,6 +191,7 @@ def compare(
       study.learning_rates,
       lambda rate: run("tuning", variant, rate, study.tuning_seed),
       study.max_extensions,
+      rank,
     )
     on_tuned(variant, found)
     return found

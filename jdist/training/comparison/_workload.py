@@ -182,6 +182,7 @@ def summarize(records: list[_loop.Record]) -> dict[str, Any]:
     "sent_bytes": last.sent_bytes,
     "train_s": last.train_s,
     "samples_per_s": last.samples_per_s,
+    "clock": last.clock,
     "curve": [
       {
         "step": record.step,

@@ -49,6 +49,16 @@ def test_of_equal_accuracies_the_loss_decides_and_none_is_the_worst():
   )
 
 
+def test_a_rate_may_be_chosen_by_the_loss():
+  losses = {0.1: 0.3, 0.2: 0.2, 0.4: None}
+
+  def measure(rate):
+    return {"accuracy": rate, "test_loss": losses[rate]}
+
+  tuned = comparison.tune(sorted(losses), measure, 0, comparison.by_loss)
+  assert tuned.best == 0.2
+
+
 def _fit(calls):
   def fit(trial):
     calls.append(trial)

@@ -1,0 +1,195 @@
+"""DBS-SGD beside other protocols, on machines of unlike speeds.
+
+    python experiments/dbs_sgd/run.py mnist
+    python experiments/dbs_sgd/run.py mnist --speeds 8 --sharing shared
+    python experiments/dbs_sgd/run.py mnist --variants asgd dbs --seeds 0 1
+
+Gradients are real, time is computed: every variant has the same virtual
+seconds.  Every row is written when its run has ended, and runs whose rows are
+there are not repeated: the same command goes on where it was stopped.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Any
+
+import config
+import optax
+import tyro
+
+from jdist import collectives, data, models, server, training
+from jdist.training import comparison
+
+# Options in which rows of one comparison may differ.
+_FREE = ("rates", "extensions", "seeds", "variants", "speeds", "sharing")
+
+
+class Fit:
+  """Runs trials of one speed and one sharing.
+
+  Programs are compiled once: the learning rate is a part of the state.
+  """
+
+  def __init__(self, options: config.Config):
+    self.options = options
+    train = data.load(options.dataset)
+    whole = comparison.Workload(
+      collectives.workers(1),
+      train,
+      data.load(options.dataset, "test"),
+      functools.partial(
+        models.build,
+        options.model,
+        input_shape=train.input_shape,
+        num_classes=train.num_classes,
+      ),
+      options.batch_size,
+      evaluation_batch=2000,
+    )
+    self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
+    self.optimizer = optax.inject_hyperparams(optax.sgd)(
+      learning_rate=0.0, momentum=options.momentum, nesterov=True
+    )
+    apply = self._model(0).apply
+    self.loss = training.classification_loss(apply, normalize=train.normalize)
+    self.evaluate = {
+      purpose: training.Evaluator(
+        workload.workers,
+        apply,
+        data.evaluation_batches(workload.test, 1, workload.evaluation_batch),
+        normalize=train.normalize,
+      )
+      for purpose, workload in self.workloads.items()
+    }
+
+  def _model(self, seed: int) -> models.Model:
+    return self.workloads["comparison"].model(seed=seed)
+
+  def __call__(
+    self, setting: config.Setting, trial: comparison.Trial
+  ) -> dict[str, Any]:
+    """Trains a variant on the virtual clock, and returns its measurements."""
+    options, train = self.options, self.workloads[trial.purpose].train
+    machines = config.machines(options, setting.speed)
+    samples = data.SampleStream(
+      train,
+      options.workers,
+      seed=trial.seed,
+      owned=setting.sharing != "shared",
+      alpha=options.alpha if setting.sharing == "skewed" else None,
+    )
+    model = self._model(trial.seed)
+    learner = server.GradientLearner(
+      self.loss,
+      self.optimizer,
+      model.params,
+      samples,
+      workers=machines.names,
+      model_state=model.state,
+      seed=trial.seed,
+    )
+    learner.model = learner.model._replace(
+      opt_state=optax.tree_utils.tree_set(
+        learner.model.opt_state, learning_rate=trial.learning_rate
+      )
+    )
+    run = server.Simulation(
+      machines,
+      config.VARIANTS[trial.variant](options),
+      config.COSTS,
+      seed=trial.seed,
+      learner=learner,
+    )
+    speed = sum(node.speed for node in machines.nodes)
+    seconds_per_sample = config.COSTS.seconds_per_sample / speed
+    seconds = options.epochs * len(train) * seconds_per_sample
+    evaluate = self.evaluate[trial.purpose]
+    records = server.VirtualTrainer(run).fit(
+      seconds,
+      "seconds",
+      every=seconds / options.evaluations,
+      evaluate=lambda model: evaluate.measure(model.params, model.model_state),
+    )
+    nodes = [node for node in run.nodes.values() if node.updates]
+    iterations = [node.iteration_s for node in nodes]
+    row = comparison.summarize(records)
+    for point, record in zip(row["curve"], records, strict=True):
+      point |= {"loss": record.metrics["loss"], "train_loss": record.train_loss}
+    return row | {
+      "workers": options.workers,
+      "samples": run.applied_samples,
+      "discarded": sum(run.state.discarded.values()),
+      "iteration_spread": max(iterations) / min(iterations),
+      "staleness": {
+        "mean_over_updates": sum(n.staleness for n in nodes)
+        / sum(n.updates for n in nodes),
+        "mean_over_nodes": sum(n.staleness / n.updates for n in nodes)
+        / len(nodes),
+        "maximum": max(run.staleness),
+        "counts": {str(k): v for k, v in sorted(run.staleness.items())},
+      },
+    }
+
+
+def compare(
+  path: pathlib.Path, options: config.Config, fit: Fit, setting: config.Setting
+) -> None:
+  """Compares all variants at one speed, with data of one sharing."""
+  rows = comparison.Rows(
+    path, dataclasses.asdict(options) | dataclasses.asdict(setting), free=_FREE
+  )
+  study = comparison.Study(
+    options.variants or tuple(config.VARIANTS),
+    options.rates,
+    options.seeds,
+    options.extensions,
+  )
+
+  def show(trial: comparison.Trial, row: comparison.Row) -> None:
+    print(
+      f"{setting.speed:g}x {setting.sharing}, {trial.purpose} {trial.variant}, "
+      f"rate {trial.learning_rate:g}, seed {trial.seed}: loss "
+      f"{row['test_loss']:.4f}, {100 * row['accuracy']:.2f} %, "
+      f"{row['samples']} samples in {row['train_s']:.1f} virtual s",
+      flush=True,
+    )
+
+  found = comparison.compare(
+    study,
+    rows,
+    functools.partial(fit, setting),
+    rank=comparison.by_loss,
+    on_row=show,
+    on_tuned=comparison.warn_of_end,
+  )
+  # Once more with one rate for all: that which is best for the baseline.
+  if config.BASE in found.tuned and len(options.rates) > 1:
+    comparison.compare(
+      dataclasses.replace(
+        study, learning_rates=(found.tuned[config.BASE].best,)
+      ),
+      rows,
+      functools.partial(fit, setting),
+      on_row=show,
+    )
+
+
+def main(folder: pathlib.Path) -> None:
+  """Runs the preset that the command line names, with changes to it."""
+  options = tyro.extras.overridable_config_cli(config.PRESETS)
+  preset = next(word for word in sys.argv[1:] if word in config.PRESETS)
+  fit = Fit(options)
+  for speed in options.speeds:
+    for sharing in options.sharing:
+      compare(
+        folder / "results" / f"{preset}.jsonl",
+        options,
+        fit,
+        config.Setting(speed, sharing),
+      )
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(__file__).resolve().parent)

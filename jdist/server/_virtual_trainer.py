@@ -1,0 +1,106 @@
+"""A server's training run on the virtual clock: records, evaluations."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jdist import checks, training
+from jdist.server import _gradients, _simulation
+
+Unit = Literal["updates", "samples", "seconds"]
+
+
+class VirtualTrainer:
+  """Runs a simulation whose learner has real gradients.
+
+  Args:
+    simulation: at its beginning, with a `GradientLearner`.
+
+  Raises:
+    ValueError: when the simulation has no such learner.
+  """
+
+  def __init__(self, simulation: _simulation.Simulation):
+    learner = simulation.learner
+    if not isinstance(learner, _gradients.GradientLearner):
+      raise ValueError(
+        "`simulation` must have a learner with gradients, got "
+        f"{checks.show(learner)}. Make it with `Simulation(..., "
+        "learner=GradientLearner(...))`."
+      )
+    self.simulation, self.learner = simulation, learner
+    self._last_samples = 0
+
+  def fit(
+    self,
+    total: float,
+    unit: Unit = "updates",
+    *,
+    every: float | None = None,
+    evaluate: Callable[[_gradients.ServerModel], dict[str, float]]
+    | None = None,
+    on_record: Callable[[training.Record], None] = lambda record: None,
+    label: str | None = None,
+  ) -> list[training.Record]:
+    """Trains up to a number of updates, samples or virtual seconds.
+
+    Args:
+      total: the end, counted from second 0.
+      unit: of `total` and `every`.
+      every: distance of the records; default only one, at the end.
+      evaluate: measures the server's model.
+      on_record: is called with each record.
+      label: of the progress bar, which is shown if it is given.
+
+    Returns:
+      Records on the virtual clock: `step` counts updates, `rounds` too, and
+      `sent_bytes` is the mean of what a worker has pushed.
+
+    Raises:
+      ValueError: when `total` or `every` is not positive.
+    """
+    checks.check_choice("unit", unit, ("updates", "samples", "seconds"))
+    for name, value in (("total", total), ("every", every)):
+      if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be positive, got {value}.")
+    every = total if every is None else every
+    marks = [every * (i + 1) for i in range(math.ceil(total / every - 1e-9))]
+    marks[-1] = total
+    records = []
+    with contextlib.ExitStack() as stack:
+      bar = None
+      if label is not None:
+        bar = stack.enter_context(training.Progress(len(marks), label))
+      for number, mark in enumerate(marks, 1):
+        limit = mark if unit == "seconds" else round(mark)
+        self.simulation.run(**{unit: limit})  # type: ignore[arg-type]
+        records.append(self._record(evaluate))
+        on_record(records[-1])
+        if bar is not None:
+          bar.update(number, f"loss {records[-1].train_loss:.4f}")
+    return records
+
+  def _record(
+    self,
+    evaluate: Callable[[_gradients.ServerModel], dict[str, float]] | None,
+  ) -> training.Record:
+    run, learner = self.simulation, self.learner
+    losses = [
+      x for samples, x in learner.losses if samples > self._last_samples
+    ]
+    self._last_samples = learner.samples
+    found = np.asarray(jax.device_get(losses), np.float64)
+    return training.Record(
+      step=run.state.version,
+      rounds=run.state.version,
+      sent_bytes=run.pushed_bytes / len(run.nodes),
+      train_loss=float(found.mean()) if len(found) else math.nan,
+      metrics={} if evaluate is None else evaluate(learner.model),
+      train_s=run.now_s,
+      samples_per_s=learner.samples / run.now_s if run.now_s else 0.0,
+      clock="virtual",
+    )

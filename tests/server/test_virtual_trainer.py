@@ -1,0 +1,88 @@
+"""A server's run on the virtual clock has records as any other."""
+
+import pytest
+
+from jdist import cluster, collectives, data, server, training
+from tests.server import test_gradients as gradients
+
+pytest.importorskip("simpy")
+
+
+def make():
+  samples = data.SampleStream(gradients.DIGITS, 2, seed=0)
+  machines = cluster.workers([2.0, 1.0])
+  learner = server.GradientLearner(
+    gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
+    workers=machines.names,
+  )  # fmt: skip
+  costs = cluster.Profile(seconds_per_sample=0.01, push_bytes=10.0)
+  return server.Simulation(
+    machines,
+    server.ASP(batches=server.FixedBatches(10)),
+    costs,
+    learner=learner,
+  )
+
+
+def test_records_are_of_the_virtual_clock():
+  seen = []
+  records = server.VirtualTrainer(make()).fit(
+    2.02,
+    "seconds",
+    every=0.82,
+    evaluate=lambda model: {"accuracy": 0.5},
+    on_record=seen.append,
+  )
+  assert seen == records
+  # Three each 0.1 s; the ends lie between two updates.
+  assert [record.step for record in records] == [24, 48, 60]
+  assert {record.clock for record in records} == {"virtual"}
+  assert records[-1].train_s == pytest.approx(2.0, rel=0.01)
+  assert records[-1].samples_per_s == pytest.approx(300.0, rel=0.01)
+  assert records[-1].sent_bytes == 10.0 * 60 / 2
+  assert records[0].train_loss > records[-1].train_loss
+  assert records[0].metrics == {"accuracy": 0.5}
+
+
+def test_a_run_ends_at_its_updates_or_samples():
+  assert server.VirtualTrainer(make()).fit(7)[-1].step == 7
+  assert server.VirtualTrainer(make()).fit(95, "samples")[-1].step == 10
+
+
+def test_a_servers_model_is_evaluated_as_any_state():
+  run = make()
+  server.VirtualTrainer(run).fit(20)
+  evaluate = training.Evaluator(
+    collectives.workers(2, substrate="vmap"),
+    gradients.MODEL.apply,
+    data.evaluation_batches(gradients.DIGITS, 2, 512),
+    normalize=gradients.DIGITS.normalize,
+  )
+  params, digits = run.learner.model.params, gradients.DIGITS
+  images = digits.normalize(digits.images)
+  logits, _ = gradients.MODEL.apply(params, {}, images, train=False)
+  accuracy = float((logits.argmax(-1) == digits.labels).mean())
+  assert evaluate.measure(params)["accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize(
+  ("name", "call"),
+  (
+    ("total", lambda trainer: trainer.fit(0)),
+    ("every", lambda trainer: trainer.fit(5, every=-1.0)),
+    ("unit", lambda trainer: trainer.fit(5, "minutes")),
+  ),
+)
+def test_a_run_without_an_end_is_refused(name, call):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    call(server.VirtualTrainer(make()))
+
+
+def test_a_simulation_without_gradients_is_refused():
+  run = server.Simulation(
+    cluster.workers([1.0]),
+    server.ASP(batches=server.FixedBatches(1)),
+    cluster.Profile(1.0),
+  )
+  with pytest.raises(ValueError, match="`simulation` must have a learner"):
+    server.VirtualTrainer(run)
