@@ -8,9 +8,8 @@ from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
-from jdist.server._gradients import GradientLearner as GradientLearner
-from jdist.server._gradients import Samples as Samples
-from jdist.server._gradients import ServerModel as ServerModel
+from jdist.server._gradient_learner import GradientLearner as GradientLearner
+from jdist.server._gradient_learner import Samples as Samples
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard
@@ -29,6 +28,7 @@ from jdist.server._protocol import Protocol as Protocol
 from jdist.server._protocol import ServerState as ServerState
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
+from jdist.server._server_programs import ServerModel as ServerModel
 from jdist.server._simulation import Learner as Learner
 from jdist.server._simulation import NodeTotals as NodeTotals
 from jdist.server._simulation import Simulation as Simulation

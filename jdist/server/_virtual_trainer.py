@@ -3,13 +3,14 @@
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, training
-from jdist.server import _gradients, _simulation
+from jdist.server import _gradient_learner, _server_programs, _simulation
 
 Unit = Literal["updates", "samples", "seconds"]
 
@@ -26,7 +27,7 @@ class VirtualTrainer:
 
   def __init__(self, simulation: _simulation.Simulation):
     learner = simulation.learner
-    if not isinstance(learner, _gradients.GradientLearner):
+    if not isinstance(learner, _gradient_learner.GradientLearner):
       raise ValueError(
         "`simulation` must have a learner with gradients, got "
         f"{checks.show(learner)}. Make it with `Simulation(..., "
@@ -41,12 +42,18 @@ class VirtualTrainer:
     unit: Unit = "updates",
     *,
     every: float | None = None,
-    evaluate: Callable[[_gradients.ServerModel], dict[str, float]]
+    evaluate: Callable[[_server_programs.ServerModel], dict[str, float]]
     | None = None,
     on_record: Callable[[training.Record], None] = lambda record: None,
     label: str | None = None,
+    checkpoints: training.Checkpoints | None = None,
+    metadata: dict[str, Any] | None = None,
   ) -> list[training.Record]:
     """Trains up to a number of updates, samples or virtual seconds.
+
+    With checkpoints a run goes on from the newest one, to the same bits: the
+    simulation, which must be at its beginning, first replays time alone up to
+    the event at which it was saved.
 
     Args:
       total: the end, counted from second 0.
@@ -55,13 +62,17 @@ class VirtualTrainer:
       evaluate: measures the server's model.
       on_record: is called with each record.
       label: of the progress bar, which is shown if it is given.
+      checkpoints: of one worker, `Checkpoints(directory,
+        collectives.workers(1))`; saved at each record.
+      metadata: what must be the same when a run is resumed.
 
     Returns:
       Records on the virtual clock: `step` counts updates, `rounds` too, and
       `sent_bytes` is the mean of what a worker has pushed.
 
     Raises:
-      ValueError: when `total` or `every` is not positive.
+      ValueError: when `total` or `every` is not positive; when the newest
+        checkpoint is of another run.
     """
     checks.check_choice("unit", unit, ("updates", "samples", "seconds"))
     for name, value in (("total", total), ("every", every)):
@@ -70,23 +81,71 @@ class VirtualTrainer:
     every = total if every is None else every
     marks = [every * (i + 1) for i in range(math.ceil(total / every - 1e-9))]
     marks[-1] = total
+    metadata = {"every": every, "unit": unit, **(metadata or {})}
     records = []
+    if checkpoints is not None:
+      records = self._resume(checkpoints, metadata)
     with contextlib.ExitStack() as stack:
       bar = None
       if label is not None:
-        bar = stack.enter_context(training.Progress(len(marks), label))
-      for number, mark in enumerate(marks, 1):
+        bar = stack.enter_context(
+          training.Progress(len(marks), label, start_step=len(records))
+        )
+      for number, mark in list(enumerate(marks, 1))[len(records) :]:
         limit = mark if unit == "seconds" else round(mark)
         self.simulation.run(**{unit: limit})  # type: ignore[arg-type]
         records.append(self._record(evaluate))
         on_record(records[-1])
+        if checkpoints is not None:
+          self._save(checkpoints, metadata, records)
         if bar is not None:
           bar.update(number, f"loss {records[-1].train_loss:.4f}")
+    if checkpoints is not None:
+      checkpoints.wait()
+    return records
+
+  def _save(
+    self,
+    checkpoints: training.Checkpoints,
+    metadata: dict[str, Any],
+    records: list[training.Record],
+  ) -> None:
+    state = _with_worker(self.learner.arrays())
+    checkpoints.save(
+      self.simulation.events,
+      state,
+      jax.tree.map(lambda leaf: True, state),
+      metadata | {"records": [list(record) for record in records]},
+    )
+
+  def _resume(
+    self, checkpoints: training.Checkpoints, metadata: dict[str, Any]
+  ) -> list[training.Record]:
+    """Replays up to the newest checkpoint, and returns its records."""
+    run, learner = self.simulation, self.learner
+
+    def replay(events: int) -> Any:
+      learner.replays = True
+      run.run(events=events)
+      return _with_worker(learner.arrays())
+
+    found = checkpoints.restore(replay)
+    if found is None:
+      return []
+    records = [training.Record(*x) for x in found.metadata.pop("records")]
+    for name, value in found.metadata.items():
+      if metadata.get(name) != value:
+        raise ValueError(
+          f"`checkpoints` are of another run: `{name}` is {value!r} there and "
+          f"{metadata.get(name)!r} here. Take another directory."
+        )
+    learner.load(jax.tree.map(lambda x: jnp.asarray(x)[0], found.state))
+    self._last_samples = learner.samples
     return records
 
   def _record(
     self,
-    evaluate: Callable[[_gradients.ServerModel], dict[str, float]] | None,
+    evaluate: Callable[[_server_programs.ServerModel], dict[str, float]] | None,
   ) -> training.Record:
     run, learner = self.simulation, self.learner
     losses = [
@@ -104,3 +163,8 @@ class VirtualTrainer:
       samples_per_s=learner.samples / run.now_s if run.now_s else 0.0,
       clock="virtual",
     )
+
+
+def _with_worker(tree: Any) -> Any:
+  """Adds the dimension of the one worker that checkpoints know."""
+  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

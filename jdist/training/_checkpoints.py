@@ -17,6 +17,7 @@ import pathlib
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -214,12 +215,15 @@ class Checkpoints:
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
 
-  def restore(self, template: PyTree) -> Restored | None:
+  def restore(
+    self, template: PyTree | Callable[[int], PyTree]
+  ) -> Restored | None:
     """Restores the newest checkpoint that is whole.
 
     Args:
       template: a state of the same shapes, `[workers, ...]`, whose arrays
-        also say where the restored ones live.
+        also say where the restored ones live; or a function of the step that
+        returns it, where shapes depend on the step.
 
     Returns:
       The checkpoint; None when the directory has none.
@@ -240,6 +244,8 @@ class Checkpoints:
         "Start anew in another directory."
       )
     manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
+    if callable(template):
+      template = template(step)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     return Restored(

@@ -1,12 +1,23 @@
 """Real gradients on the virtual clock: identities that must hold."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jdist import cluster, collectives, data, methods, models, server, training
+from jdist import (
+  cluster,
+  codecs,
+  collectives,
+  data,
+  methods,
+  models,
+  reducers,
+  server,
+  training,
+)
 
 pytest.importorskip("simpy")
 
@@ -188,3 +199,36 @@ def test_bad_arguments_are_refused_by_name(name):
 def test_a_batch_beyond_all_sizes_is_refused():
   with pytest.raises(ValueError, match="`sizes` must reach"):
     learn(server.dbs(64), [1.0, 1.0], 1, sizes=[16])
+
+
+def test_a_compressed_push_is_what_its_message_decodes_to():
+  few = reducers.Compression(codecs.Quantize(8), reducers.ErrorFeedback())
+  protocol = server.ASP(batches=server.FixedBatches(8))
+  learner, _ = learn(protocol, [1.0], 1, push_compression=few)
+  batch = data.SampleStream(DIGITS, 1, seed=0).batch(0, 0, 8)
+  key = jax.random.fold_in(jax.random.key(0), 0)
+  found = training.make_gradient(LOSS)(MODEL.params, {}, batch, key)
+  sent, state = few.mean(found.grads, few.init(MODEL.params, None), None)
+  updates, _ = SGD.update(sent, SGD.init(MODEL.params))
+  chex.assert_trees_all_close(
+    learner.model.params,
+    optax.apply_updates(MODEL.params, updates),
+    rtol=1e-6,
+    atol=1e-7,
+  )
+  # What was left out stays with the worker.
+  chex.assert_trees_all_close(
+    learner.arrays()["push"][0].feedback, state.feedback, atol=1e-7
+  )
+
+
+def test_a_worker_computes_with_what_it_received():
+  coarse = reducers.Compression(codecs.Quantize(2))
+  protocol = server.ASP(batches=server.FixedBatches(8))
+  learner, _ = learn(protocol, [1.0, 1.0], 5, pull_compression=coarse)
+  exact, _ = learn(protocol, [1.0, 1.0], 5)
+  for params, _ in learner.arrays()["tasks"].values():
+    kernel = jax.tree.leaves(params)[-1]
+    assert len(jnp.unique(kernel)) < kernel.size / 4
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(learner.model.params, exact.model.params)

@@ -1,8 +1,17 @@
 """A server's run on the virtual clock has records as any other."""
 
+import chex
 import pytest
 
-from jdist import cluster, collectives, data, server, training
+from jdist import (
+  cluster,
+  codecs,
+  collectives,
+  data,
+  reducers,
+  server,
+  training,
+)
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -86,3 +95,92 @@ def test_a_simulation_without_gradients_is_refused():
   )
   with pytest.raises(ValueError, match="`simulation` must have a learner"):
     server.VirtualTrainer(run)
+
+
+PROTOCOLS = {
+  "asp": server.ASP(batches=server.FixedBatches(10)),
+  "bsp": server.BSP(batches=server.FixedBatches(10)),
+  "ssp": server.SSP(bound=1, batches=server.FixedBatches(10)),
+  "softsync": server.NSoftsync(n=1, batches=server.FixedBatches(10)),
+  "dbs": server.dbs(20, smoothing=0.5),
+  "ringmaster": server.Ringmaster(
+    max_staleness=1, batches=server.FixedBatches(10)
+  ),
+}
+
+
+FEW = reducers.Compression(codecs.Quantize(4, 64), reducers.ErrorFeedback())
+
+
+class StoppedError(Exception):
+  pass
+
+
+@pytest.mark.parametrize(
+  ("name", "compressed"),
+  # The feedbacks' states are the learner's, whatever the protocol.
+  [*((name, False) for name in PROTOCOLS), ("asp", True), ("bsp", True)],
+)
+def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+
+  def start():
+    samples = data.SampleStream(gradients.DIGITS, 3, seed=0)
+    # One fails in the middle and comes back.
+    machines = cluster.Cluster(
+      (
+        cluster.Node("a", speed=2.0, jitter=0.3),
+        cluster.Node("b", jitter=0.3),
+        cluster.Node("c", outages=(cluster.Outage(0.7, 1.5),)),
+      )
+    )
+    few = reducers.Compression(codecs.Quantize(4, 64), reducers.ErrorFeedback())
+    learner = server.GradientLearner(
+      gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
+      workers=machines.names,
+      push_compression=FEW if compressed else None,
+      pull_compression=FEW if compressed else None,
+    )  # fmt: skip
+    return server.Simulation(
+      machines,
+      PROTOCOLS[name],
+      cluster.Profile(seconds_per_sample=0.01, seconds_per_batch=0.02),
+      seed=1,
+      learner=learner,
+      detection_s=0.1,
+    )
+
+  def fit(run, checkpoints=None, stop_at=None):
+    def evaluate(model):
+      if stop_at is not None and run.events > stop_at:
+        raise StoppedError
+      return {"sum": float(model.params["dense1"]["bias"].sum())}
+
+    return server.VirtualTrainer(run).fit(
+      24, every=6, evaluate=evaluate, checkpoints=checkpoints
+    )
+
+  whole = start()
+  records = fit(whole)
+  one = collectives.workers(1)
+  with training.Checkpoints(tmp_path, one) as checkpoints:
+    for part in (0.4, 0.8):
+      with pytest.raises(StoppedError):
+        fit(start(), checkpoints, stop_at=part * whole.events)
+    resumed = start()
+    assert fit(resumed, checkpoints) == records
+  assert resumed.events == whole.events
+  chex.assert_trees_all_equal(resumed.learner.arrays(), whole.learner.arrays())
+  assert resumed.learner.position == whole.learner.position
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+    server.VirtualTrainer(make()).fit(
+      4, checkpoints=checkpoints, metadata={"seed": 0}
+    )
+    with pytest.raises(ValueError, match="`seed` is 0 there and 1 here"):
+      server.VirtualTrainer(make()).fit(
+        4, checkpoints=checkpoints, metadata={"seed": 1}
+      )

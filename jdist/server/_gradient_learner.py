@@ -1,7 +1,6 @@
 """Real gradients in the order that a protocol dictates."""
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from typing import Protocol as Interface
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, training
-from jdist.server import _messages
+from jdist import checks, reducers
+from jdist.server import _messages, _server_programs
 
 PyTree = Any
 
@@ -30,104 +29,15 @@ class Samples(Interface):
     """Returns `count` samples padded to `size`, with a `"mask"`."""
 
 
-class ServerModel(NamedTuple):
-  """What a server keeps of a model.
-
-  Attributes:
-    params: the parameters.
-    opt_state: the server's optimizer.
-    model_state: batch statistics and the like.
-  """
-
-  params: PyTree
-  opt_state: PyTree
-  model_state: PyTree
-
-
 class _Pulled(NamedTuple):
   """A task: what its worker has pulled, and which samples are its."""
 
+  version: int
   params: PyTree
   model_state: PyTree
   worker: int
   start: int
   num_samples: int
-
-
-class _Programs(NamedTuple):
-  """What is compiled: an update of one task, or of several one by one."""
-
-  step: Callable[..., tuple[ServerModel, jax.Array]]
-  first: Callable[..., PyTree]
-  add: Callable[..., PyTree]
-  update: Callable[..., tuple[ServerModel, jax.Array]]
-
-
-# Learners of the same loss and optimizer share their compiled programs.
-@functools.lru_cache(maxsize=16)
-def _programs(
-  loss_fn: Callable[..., Any],
-  optimizer: optax.GradientTransformation,
-  compensation: float,
-) -> _Programs:
-  optimizer = optax.with_extra_args_support(optimizer)
-  compute = training.make_gradient(loss_fn)
-
-  def zeros(model: ServerModel) -> PyTree:
-    tree = (model.params, model.model_state)
-    return (*jax.tree.map(jnp.zeros_like, tree), jnp.zeros(()))
-
-  def add(
-    total: PyTree,
-    model: ServerModel,
-    read: PyTree,
-    state_read: PyTree,
-    batch: PyTree,
-    key: jax.Array,
-    number: jax.Array,
-    weight: jax.Array,
-    share: jax.Array,
-  ) -> PyTree:
-    gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
-
-    def one(total: Any, g: Any, old: Any, new: Any) -> Any:
-      if compensation:
-        g = g + (compensation * g * g * (new - old)).astype(g.dtype)
-      return total + weight.astype(g.dtype) * g
-
-    grads = jax.tree.map(one, total[0], gradient.grads, read, model.params)
-    change = jax.tree.map(
-      lambda t, new, old: (
-        t + share.astype(t.dtype) * (new - old)
-        if jnp.issubdtype(t.dtype, jnp.floating)
-        else new
-      ),
-      total[1], gradient.model_state, state_read,
-    )  # fmt: skip
-    return grads, change, total[2] + share * gradient.loss
-
-  def update(
-    model: ServerModel, total: PyTree
-  ) -> tuple[ServerModel, jax.Array]:
-    grads, change, loss = total
-    updates, opt_state = optimizer.update(
-      grads, model.opt_state, model.params, loss=loss, value=loss
-    )
-    model_state = jax.tree.map(
-      lambda x, c: x + c if jnp.issubdtype(x.dtype, jnp.floating) else c,
-      model.model_state, change,
-    )  # fmt: skip
-    params = optax.apply_updates(model.params, updates)
-    return ServerModel(params, opt_state, model_state), loss
-
-  def first(model: ServerModel, *task: Any) -> PyTree:
-    return add(zeros(model), model, *task)
-
-  # Most updates are of one task: one program and not three.
-  def step(model: ServerModel, *task: Any) -> tuple[ServerModel, jax.Array]:
-    return update(model, first(model, *task))
-
-  return _Programs(jax.jit(step), jax.jit(first), jax.jit(add), jax.jit(update))
 
 
 class GradientLearner:
@@ -145,6 +55,11 @@ class GradientLearner:
   programs are compiled.  Batch statistics move by the mean of the workers'
   changes, weighted by samples.
 
+  A push and a pull may pass a compression: g is then what the message of g
+  decodes to, and a worker computes with the parameters that it has received.
+  What a feedback keeps stays with each worker.  A push that is discarded is
+  not computed, and its worker's feedback stays as it was.
+
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
     optimizer: any Optax chain; its schedules count updates.
@@ -155,6 +70,8 @@ class GradientLearner:
     seed: of the random numbers in the loss.
     compensation: lambda >= 0, of the delay compensation; 0 is none.
     sizes: to which batches are padded; powers of two if None.
+    push_compression: of the workers' gradients; None sends every bit.
+    pull_compression: of the parameters that are sent to a worker.
 
   Attributes:
     model: parameters and states now.
@@ -183,6 +100,8 @@ class GradientLearner:
     seed: int = 0,
     compensation: float = 0.0,
     sizes: Sequence[int] | None = None,
+    push_compression: reducers.Compression | None = None,
+    pull_compression: reducers.Compression | None = None,
   ):
     checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
@@ -195,7 +114,9 @@ class GradientLearner:
         checks.check_int("sizes", size, 1)
     self._sizes = None if sizes is None else sorted(sizes)
     model_state = {} if model_state is None else model_state
-    self.model = ServerModel(
+    reducers.check_compression(push_compression)
+    reducers.check_compression(pull_compression)
+    self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
       jax.tree.map(jnp.array, params),
       optimizer.init(params),
@@ -210,7 +131,17 @@ class GradientLearner:
     self.losses: collections.deque[tuple[int, jax.Array]] = collections.deque(
       maxlen=1000
     )
-    self._programs = _programs(loss_fn, optimizer, compensation)
+    self._programs = _server_programs.server_programs(
+      loss_fn, optimizer, compensation, push_compression, pull_compression
+    )
+    # By worker's number; of no use without a compression.
+    self._push_states, self._pull_states = (
+      [() if one is None else one.init(params, None)] * len(workers)
+      for one in (push_compression, pull_compression)
+    )
+    self._compresses_pulls = pull_compression is not None
+    # On the way to a checkpoint only what follows from the messages is kept.
+    self.replays = False
 
   def pull(self, reply: _messages.Reply) -> None:
     """Keeps what a worker has been sent, and takes its samples."""
@@ -218,16 +149,33 @@ class GradientLearner:
     whose = 0 if self._samples.shared else worker
     start = self.position[whose]
     self.position[whose] += reply.samples
+    params = self.model.params
+    if self._compresses_pulls and not self.replays:
+      params, self._pull_states[worker] = self._programs.send(
+        params, self._pull_states[worker]
+      )
     self._tasks[reply.task] = _Pulled(
-      self.model.params, self.model.model_state, worker, start, reply.samples
+      reply.version,
+      params,
+      self.model.model_state,
+      worker,
+      start,
+      reply.samples,
     )
 
   def apply(self, update: _messages.Apply) -> None:
     """Updates the parameters with the gradients of tasks."""
     tasks = [self._tasks.pop(task) for task in update.tasks]
     whole = sum(task.num_samples for task in tasks)
-    arguments = [
-      (
+    self.samples += whole
+    if self.replays:
+      return
+    programs, total = self._programs, None
+    loss: Any = None
+    for number, weight, task in zip(
+      update.tasks, update.weights, tasks, strict=True
+    ):
+      arguments = (
         task.params,
         task.model_state,
         self._samples.batch(
@@ -236,29 +184,59 @@ class GradientLearner:
           task.num_samples,
           size=self._size(task.num_samples),
         ),
+        self._push_states[task.worker],
         self._key,
         np.uint32(number),
         np.float32(weight),
         np.float32(task.num_samples / whole),
       )
-      for number, weight, task in zip(
-        update.tasks, update.weights, tasks, strict=True
-      )
-    ]
-    programs = self._programs
-    if len(arguments) == 1:
-      self.model, loss = programs.step(self.model, *arguments[0])
-    else:
-      total = programs.first(self.model, *arguments[0])
-      for task in arguments[1:]:
-        total = programs.add(total, self.model, *task)
+      if len(tasks) == 1:
+        self.model, push_state, loss = programs.step(self.model, *arguments)
+      elif total is None:
+        total, push_state = programs.first(self.model, *arguments)
+      else:
+        total, push_state = programs.add(total, self.model, *arguments)
+      self._push_states[task.worker] = push_state
+    if total is not None:
       self.model, loss = programs.update(self.model, total)
-    self.samples += whole
     self.losses.append((self.samples, loss))
 
   def discard(self, task: int) -> None:
     """Drops a task; its gradient is never computed."""
     del self._tasks[task]
+
+  def arrays(self) -> PyTree:
+    """Returns all arrays that a resumed run needs, as a tree.
+
+    Besides the model: what is on its way, by the version that was sent (each
+    once, but what a compression made of it for a worker), and feedbacks.
+    """
+    return {
+      "model": self.model,
+      "tasks": {
+        self._name(number, task): (task.params, task.model_state)
+        for number, task in self._tasks.items()
+      },
+      "push": self._push_states,
+      "pull": self._pull_states,
+    }
+
+  def load(self, arrays: PyTree) -> None:
+    """Takes over arrays after the messages until then were replayed."""
+    self.model = arrays["model"]
+    self._push_states = list(arrays["push"])
+    self._pull_states = list(arrays["pull"])
+    for number, task in self._tasks.items():
+      params, model_state = arrays["tasks"][self._name(number, task)]
+      self._tasks[number] = task._replace(
+        params=params, model_state=model_state
+      )
+    self.replays = False
+
+  def _name(self, number: int, task: _Pulled) -> str:
+    if self._compresses_pulls:
+      return f"task {number}"
+    return f"version {task.version}"
 
   def _size(self, count: int) -> int:
     if self._sizes is None:
