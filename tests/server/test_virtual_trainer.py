@@ -134,7 +134,6 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
         cluster.Node("c", outages=(cluster.Outage(0.7, 1.5),)),
       )
     )
-    few = reducers.Compression(codecs.Quantize(4, 64), reducers.ErrorFeedback())
     learner = server.GradientLearner(
       gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
       workers=machines.names,
