@@ -117,7 +117,7 @@ def _command(
 
       _bytes.count(options)
     elif name == "simulate":
-      from jdist.cli import _simulate
+      from jdist.cli.servers import _simulate
 
       _simulate.simulate(options)
     else:

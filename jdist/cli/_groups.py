@@ -304,3 +304,38 @@ class RateOptions:
 
   launch_us: float = 2.0
   """Assumed for the shortest kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolOptions:
+  """Protocols of a parameter server."""
+
+  bound: int = 3
+  """How far ahead of the slowest a worker of ssp may be."""
+
+  splits: int = 1
+  """n of n_softsync: an update takes the workers' number over n gradients."""
+
+  max_staleness: int | None = None
+  """From which staleness on ringmaster discards; the number of workers if not
+  given."""
+
+  backups: int = 0
+  """Slowest workers for which bsp does not wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions(ProtocolOptions):
+  """Parameter server on a virtual clock."""
+
+  protocol: str | None = None
+  """Train by a server's protocol in place of a method, of `jdist simulate
+  --help`: real gradients, in the order that the machines' speeds dictate."""
+
+  cluster: Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")] = None
+  """The machines, with a model's costs, as of `cluster.load_cluster`; each is a
+  worker."""
+
+  owned: bool = False
+  """Each worker owns a part of the samples; if not, whoever comes next takes
+  the next ones. With `--alpha` they are owned."""

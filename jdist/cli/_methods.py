@@ -17,7 +17,7 @@ STREAM_STEPS = (1, 2, 4, 8, 16)
 # first one is longer.
 _HIGHEST = 16
 # What methods read of a run that no option of theirs is.
-_OF_SOME = (
+OF_SOME = (
   "interval", "interval_policy", "overlap", "delay_steps", "carry", "stream",
   "correction", "outer", "outer_learning_rate", "outer_momentum", "codec",
   "feedback", "reducer", "bits", "ratio", "rank", "predictor", "nowcasters",
@@ -59,7 +59,7 @@ def check_used(options: _options.Options, names: Sequence[str]) -> None:
   used = set().union(*(found[name] for name in names))
   ignored = [
     name
-    for name in _OF_SOME
+    for name in OF_SOME
     if name not in used
     and hasattr(options, name)
     and getattr(options, name) != getattr(usual, name)

@@ -31,7 +31,12 @@ class Common(
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(_groups.ProcessOptions, _groups.CheckpointOptions, Common):
+class Train(
+  _groups.ServerOptions,
+  _groups.ProcessOptions,
+  _groups.CheckpointOptions,
+  Common,
+):
   """Trains one model with one method, on one host or many.
 
   Saves checkpoints if asked to and goes on from the last one by itself.
@@ -161,7 +166,7 @@ class Bytes(_groups.MeanOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulate:
+class Simulate(_groups.ProtocolOptions):
   """Runs protocols of a parameter server on a cluster whose time is computed
   and not waited for: updates, staleness, utilisation and bytes, as a table,
   rows and drawn timelines. Nothing is trained.
@@ -187,19 +192,6 @@ class Simulate:
 
   seconds: float | None = None
   """Simulated seconds."""
-
-  bound: int = 3
-  """How far ahead of the slowest a worker of ssp may be."""
-
-  splits: int = 1
-  """n of n_softsync: an update takes the workers' number over n gradients."""
-
-  max_staleness: int | None = None
-  """From which staleness on ringmaster discards; the number of workers if not
-  given."""
-
-  backups: int = 0
-  """Slowest workers for which bsp does not wait."""
 
   seed: int = 0
   """Of the machines' jitter."""

@@ -5,12 +5,18 @@ import dataclasses
 import jax
 
 from jdist import collectives, training
-from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.cli import _experiment, _groups, _methods, _options, _trained
 from jdist.training import comparison
 
 
 def train(options: _options.Train) -> None:
   """Trains, saves rows, and goes on from a checkpoint if there is one."""
+  if options.protocol is not None:
+    from jdist.cli.servers import _server_run
+
+    _server_run.train(options)
+    return
+  _check_no_server(options)
   _methods.check_methods("--method", (options.method,))
   _trained.check_given(options, (options.method,))
   _methods.check_used(options, (options.method,))
@@ -75,6 +81,17 @@ def train(options: _options.Train) -> None:
     )
     training.append_rows(output / "rows.jsonl", [row])
     print(f"Row: {output / 'rows.jsonl'}")
+
+
+def _check_no_server(options: _options.Train) -> None:
+  usual = _options.with_preset(_options.Train, options.preset)
+  for field in dataclasses.fields(_groups.ServerOptions):
+    value = getattr(options, field.name)
+    if value != getattr(usual, field.name):
+      raise ValueError(
+        f"`--{field.name.replace('_', '-')}` must be left out without "
+        f"`--protocol`, got {value}."
+      )
 
 
 def _join(options: _options.Train) -> None:

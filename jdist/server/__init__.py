@@ -9,6 +9,7 @@ from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
 from jdist.server._gradient_learner import GradientLearner as GradientLearner
+from jdist.server._gradient_learner import message_bytes as message_bytes
 from jdist.server._gradient_learner import Samples as Samples
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply

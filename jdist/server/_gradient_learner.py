@@ -248,3 +248,13 @@ class GradientLearner:
       f"`sizes` must reach the largest batch, got {self._sizes} for {count} "
       "samples. Add a larger size, or bound the batches (`maximum=`)."
     )
+
+
+def message_bytes(compression: reducers.Compression, like: PyTree) -> int:
+  """Returns the bytes of a worker's message, `Profile.push_bytes`.
+
+  Args:
+    compression: of the push.
+    like: the parameters, arrays or shapes.
+  """
+  return -(-compression.reducer.num_bits(like, 1).payload // 8)

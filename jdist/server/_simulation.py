@@ -232,6 +232,38 @@ class Simulation:
     """Samples whose gradients are in updates."""
     return sum(node.samples for node in self.nodes.values())
 
+  def summary(self) -> dict[str, Any]:
+    """Returns the run in figures, in a form that JSON can hold.
+
+    Staleness as the mean over gradients in updates, as the mean over machines
+    of their own means, as the maximum, and counted; `iteration_spread` is the
+    slowest machine's last iteration over the fastest's; `utilisation` the part
+    of the time in which machines computed, on the average.
+    """
+    nodes = self.nodes.values()
+    means = [node.staleness / node.updates for node in nodes if node.updates]
+    gradients = sum(self.staleness.values())
+    stale = sum(age * count for age, count in self.staleness.items())
+    lasting = [x.iteration_s for x in nodes if not math.isnan(x.iteration_s)]
+    busy_s, now_s = sum(node.compute_s for node in nodes), self.now_s
+    return {
+      "virtual_s": now_s,
+      "updates": self.state.version,
+      "samples": self.applied_samples,
+      "samples_per_s": self.applied_samples / now_s if now_s else 0.0,
+      "utilisation": min(1.0, busy_s / (len(nodes) * now_s)) if now_s else 0.0,
+      "iteration_spread": max(lasting) / min(lasting) if lasting else math.nan,
+      "staleness": {
+        "mean_over_updates": stale / gradients if gradients else 0.0,
+        "mean_over_nodes": sum(means) / len(means) if means else 0.0,
+        "maximum": max(self.staleness, default=0),
+        "counts": {str(k): v for k, v in sorted(self.staleness.items())},
+      },
+      "discarded": dict(self.state.discarded),
+      "pulled_bytes": self.pulled_bytes,
+      "pushed_bytes": self.pushed_bytes,
+    }
+
   # The course of a task, each step once the one before has happened.
 
   def _ready(self, name: str, life: int) -> None:

@@ -81,6 +81,34 @@ class Workload:
       worker_ids=self.workers.local_workers,
     )
 
+  def loss(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loss of a model, given its `apply`."""
+    return _losses.classification_loss(
+      apply,
+      normalize=self.train.normalize,
+      compute_dtype=jnp.dtype(self.dtype),
+      augment=data.compose(data.random_crop(), data.random_flip())
+      if self.augment
+      else None,
+    )
+
+  def evaluator(
+    self,
+    apply: Callable[..., Any],
+    optimizer: optax.GradientTransformation | None = None,
+  ) -> _evaluation.Evaluator:
+    """Returns what measures accuracy and loss on the test set."""
+    return _evaluation.Evaluator(
+      self.workers,
+      apply,
+      data.evaluation_batches(
+        self.test, self.workers.num_workers, self.evaluation_batch
+      ),
+      normalize=self.train.normalize,
+      compute_dtype=jnp.dtype(self.dtype),
+      optimizer=optimizer,
+    )
+
   def programs(
     self,
     optimizer: optax.GradientTransformation,
@@ -94,28 +122,13 @@ class Workload:
       apply: the model's.
       **trainer: arguments of `Trainer`.
     """
-    dtype = jnp.dtype(self.dtype)
-    loss = _losses.classification_loss(
-      apply,
-      normalize=self.train.normalize,
-      compute_dtype=dtype,
-      augment=data.compose(data.random_crop(), data.random_flip())
-      if self.augment
-      else None,
-    )
     step = _step.make_step(
-      loss, optimizer, axis=self.workers.axis, accumulate=self.accumulate
+      self.loss(apply),
+      optimizer,
+      axis=self.workers.axis,
+      accumulate=self.accumulate,
     )
-    evaluate = _evaluation.Evaluator(
-      self.workers,
-      apply,
-      data.evaluation_batches(
-        self.test, self.workers.num_workers, self.evaluation_batch
-      ),
-      normalize=self.train.normalize,
-      compute_dtype=dtype,
-      optimizer=optimizer,
-    )
+    evaluate = self.evaluator(apply, optimizer)
     loop = _loop.Trainer(self.workers, step, **trainer)
     return VariantPrograms(self, optimizer, step, loop, evaluate)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import inspect
 import math
 import pathlib
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 from jdist import cluster, server, training
 from jdist.cli import _experiment, _options
+from jdist.cli.servers import _protocols
 
 # The rows of a picture: more could not be told apart.
 _MAX_ROWS = 40
@@ -21,7 +21,8 @@ def simulate(options: _options.Simulate) -> None:
   """Simulates each protocol and leaves a table, rows, pictures, timelines."""
   machines, profile, limits = _check(options)
   protocols = {
-    name: _protocol(name, options, machines) for name in options.protocols
+    name: _protocols.build(name, options, options.batch_size, machines)
+    for name in options.protocols
   }
   training.check_plots()
   drawn = _drawn_seconds(options, machines, profile)
@@ -58,13 +59,7 @@ def _check(
     raise ValueError(
       "`jdist simulate` needs a file: `jdist simulate CLUSTER.toml`."
     )
-  if not pathlib.Path(options.cluster).is_file():
-    raise ValueError(f"There is no file {options.cluster!r}.")
-  for name in options.protocols:
-    if name not in server.PROTOCOLS:
-      raise ValueError(
-        f"`--protocols` must be of {', '.join(server.PROTOCOLS)}, got {name!r}."
-      )
+  _protocols.check_names("--protocols", options.protocols)
   if len(set(options.protocols)) < max(len(options.protocols), 1):
     raise ValueError(
       "`--protocols` must be one or more different ones, got "
@@ -78,32 +73,7 @@ def _check(
       )
   if all(value is None for value in limits.values()):
     limits["updates"] = 1000
-  machines, profile = cluster.load_cluster(options.cluster)
-  if profile is None:
-    raise ValueError(
-      f"{options.cluster} must have a [profile], the model's costs: "
-      "`seconds_per_sample`, `pull_bytes` and `push_bytes` at least."
-    )
-  return machines, profile, limits
-
-
-def _protocol(
-  name: str, options: _options.Simulate, machines: cluster.Cluster
-) -> server.Protocol:
-  """Builds a protocol with those of the options that it takes."""
-  num = len(machines.nodes)
-  most = options.max_staleness
-  given = {
-    "total": num * options.batch_size,
-    "batches": server.FixedBatches(options.batch_size),
-    "bound": options.bound,
-    "n": options.splits,
-    "max_staleness": num if most is None else most,
-    "backups": options.backups,
-  }
-  factory = server.PROTOCOLS[name].factory
-  takes = inspect.signature(factory).parameters
-  return factory(**{key: x for key, x in given.items() if key in takes})
+  return *_protocols.load(options.cluster), limits
 
 
 def _drawn_seconds(
@@ -140,36 +110,6 @@ def _draw(
   trace.save_perfetto(output / f"{name}.json")
 
 
-def _staleness(run: server.Simulation) -> dict[str, float]:
-  """Returns the mean over updates, the mean over machines, and the maximum."""
-  total = sum(run.staleness.values())
-  means = [
-    node.staleness / node.updates for node in run.nodes.values() if node.updates
-  ]
-  weighted = sum(stale * count for stale, count in run.staleness.items())
-  return {
-    "mean_over_updates": weighted / total if total else 0.0,
-    "mean_over_nodes": sum(means) / len(means) if means else 0.0,
-    "maximum": float(max(run.staleness, default=0)),
-  }
-
-
-def _iteration_spread(run: server.Simulation) -> float:
-  """Returns the slowest machine's last iteration over the fastest's."""
-  seconds = [
-    node.iteration_s
-    for node in run.nodes.values()
-    if not math.isnan(node.iteration_s)
-  ]
-  return max(seconds) / min(seconds) if seconds else math.nan
-
-
-def _utilisation(run: server.Simulation) -> float:
-  """Returns which part of the time the machines computed, on the average."""
-  busy = sum(node.compute_s for node in run.nodes.values())
-  return min(1.0, busy / (len(run.nodes) * run.now_s)) if run.now_s else 0.0
-
-
 def _row(
   name: str, run: server.Simulation, options: _options.Simulate
 ) -> dict[str, Any]:
@@ -177,17 +117,7 @@ def _row(
     dataclasses.asdict(options),
     options.seed,
     protocol=name,
-    virtual_s=run.now_s,
-    updates=run.state.version,
-    samples=run.applied_samples,
-    samples_per_s=run.applied_samples / run.now_s if run.now_s else 0.0,
-    utilisation=_utilisation(run),
-    staleness=_staleness(run),
-    staleness_counts={str(k): v for k, v in sorted(run.staleness.items())},
-    iteration_spread=_iteration_spread(run),
-    discarded=dict(run.state.discarded),
-    pulled_bytes=run.pulled_bytes,
-    pushed_bytes=run.pushed_bytes,
+    **run.summary(),
     nodes={
       node: dataclasses.asdict(totals) for node, totals in run.nodes.items()
     },
@@ -212,13 +142,14 @@ def _table(runs: dict[str, server.Simulation]) -> Any:
   ):  # fmt: skip
     grid.add_column(title, justify="right")
   for name, run in runs.items():
-    stale = _staleness(run)
+    found = run.summary()
+    stale = found["staleness"]
     grid.add_row(
       name,
       f"{run.now_s:.4g}",
-      f"{run.state.version:,}",
-      f"{run.applied_samples / run.now_s:.4g}" if run.now_s else "-",
-      f"{100 * _utilisation(run):.1f}",
+      f"{found['updates']:,}",
+      f"{found['samples_per_s']:.4g}",
+      f"{100 * found['utilisation']:.1f}",
       " / ".join(
         (
           f"{stale['mean_over_updates']:.2f}",
@@ -226,7 +157,7 @@ def _table(runs: dict[str, server.Simulation]) -> Any:
           f"{stale['maximum']:.0f}",
         )
       ),
-      f"{_iteration_spread(run):.2f}",
+      f"{found['iteration_spread']:.2f}",
       f"{sum(run.state.discarded.values()):,}",
       f"{(run.pulled_bytes + run.pushed_bytes) / 1e9:.3g}",
     )

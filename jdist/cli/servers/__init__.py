@@ -1,0 +1,1 @@
+"""Commands of parameter servers: `simulate`, and `train --protocol`."""

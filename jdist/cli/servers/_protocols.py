@@ -1,0 +1,75 @@
+"""Server protocols and clusters by options, of `simulate` and of `train`."""
+
+import inspect
+import pathlib
+from collections.abc import Sequence
+
+from jdist import cluster, server
+from jdist.cli import _groups
+
+
+def check_names(option: str, names: Sequence[str]) -> None:
+  """Raises a ValueError unless there are such protocols."""
+  for name in names:
+    if name not in server.PROTOCOLS:
+      raise ValueError(
+        f"`{option}` must be of {', '.join(server.PROTOCOLS)}, got {name!r}."
+      )
+
+
+def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
+  """Reads a file of a cluster and of a model's costs.
+
+  Raises:
+    ValueError: when there is no such file, or something in it is wrong.
+  """
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f"There is no file {path!r}.")
+  machines, profile = cluster.load_cluster(path)
+  if profile is None:
+    raise ValueError(
+      f"{path} must have a [profile], the model's costs: "
+      "`seconds_per_sample`, `pull_bytes` and `push_bytes` at least."
+    )
+  return machines, profile
+
+
+def build(
+  name: str,
+  options: _groups.ProtocolOptions,
+  batch_size: int,
+  machines: cluster.Cluster,
+) -> server.Protocol:
+  """Builds a protocol with those of the options that it takes.
+
+  Args:
+    name: of the protocol.
+    options: of the command.
+    batch_size: samples of a worker's task, on the average.
+    machines: the workers.
+  """
+  num = len(machines.nodes)
+  most = options.max_staleness
+  given = {
+    "total": num * batch_size,
+    "batches": server.FixedBatches(batch_size),
+    "bound": options.bound,
+    "n": options.splits,
+    "max_staleness": num if most is None else most,
+    "backups": options.backups,
+  }
+  factory = server.PROTOCOLS[name].factory
+  takes = inspect.signature(factory).parameters
+  return factory(**{key: x for key, x in given.items() if key in takes})
+
+
+def gradients_per_update(
+  name: str, options: _groups.ProtocolOptions, machines: cluster.Cluster
+) -> int:
+  """Returns how many gradients an update takes, to know a run's length."""
+  num = len(machines.nodes)
+  if name == "bsp":
+    return max(1, num - options.backups)
+  if name == "n_softsync":
+    return max(1, num // options.splits)
+  return 1

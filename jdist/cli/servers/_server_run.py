@@ -1,0 +1,154 @@
+"""`jdist train --protocol`: a parameter server's run on the virtual clock."""
+
+import dataclasses
+import pathlib
+
+from jdist import collectives, data, models, server, training
+from jdist.cli import _composition, _experiment, _methods, _options
+from jdist.cli.servers import _protocols
+from jdist.training import comparison
+
+# Options that a server's run takes of those that are of some methods only.
+_COMPRESSION = ("codec", "feedback", "ratio")
+# Of runs without a server; workers are the cluster's machines.
+_UNUSED = (
+  "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
+  "coordinator_address", "num_processes", "process_id",
+)  # fmt: skip
+
+
+def train(options: _options.Train) -> None:
+  """Trains by a protocol, and leaves a row."""
+  _check(options)
+  assert options.protocol is not None and options.cluster is not None
+  name = options.protocol
+  machines, profile = _protocols.load(options.cluster)
+  num = len(machines.nodes)
+  options = dataclasses.replace(
+    options, method=name, workers=num, substrate="vmap"
+  )
+  workload = _experiment.build(options)
+  batch_size = options.batch_size // num
+  protocol = _protocols.build(name, options, batch_size, machines)
+  taken = _protocols.gradients_per_update(name, options, machines)
+  # Schedules count updates.
+  budget = _methods.make_budget(
+    options,
+    options.learning_rate,
+    len(workload.train) / (batch_size * taken),
+  )
+  model = workload.model(options.seed)
+  compression = _composition.compression(options)
+  if compression is not None:
+    profile = dataclasses.replace(
+      profile, push_bytes=server.message_bytes(compression, model.params)
+    )
+  learner = server.GradientLearner(
+    workload.loss(model.apply),
+    _methods.optimizer_of(options, budget),
+    model.params,
+    data.SampleStream(
+      workload.train,
+      num,
+      seed=options.seed,
+      owned=options.owned,
+      alpha=options.alpha,
+    ),
+    workers=machines.names,
+    model_state=model.state,
+    seed=options.seed,
+    push_compression=compression,
+  )
+  run = server.Simulation(
+    machines, protocol, profile, seed=options.seed, learner=learner
+  )
+  _fit(options, workload, model, run)
+
+
+def _fit(
+  options: _options.Train,
+  workload: comparison.Workload,
+  model: models.Model,
+  run: server.Simulation,
+) -> None:
+  if options.checkpoints is not None:
+    _experiment.make_directory("--checkpoints", options.checkpoints)
+  output = _experiment.output_directory(options, "train")
+  checkpoints = (
+    None
+    if options.checkpoints is None
+    else training.Checkpoints(options.checkpoints, collectives.workers(1))
+  )
+  evaluate = workload.evaluator(model.apply)
+  samples = round(options.epochs * len(workload.train))
+  records = server.VirtualTrainer(run).fit(
+    samples,
+    "samples",
+    every=min(samples, options.evaluate_every_epochs * len(workload.train)),
+    evaluate=lambda found: evaluate.measure(found.params, found.model_state),
+    on_record=_show,
+    label=options.protocol,
+    checkpoints=checkpoints,
+    metadata=_identity(options),
+  )
+  if checkpoints is not None:
+    checkpoints.close()
+  row = training.make_row(
+    dataclasses.asdict(options),
+    options.seed,
+    method=options.protocol,
+    learning_rate=options.learning_rate,
+    workers=options.workers,
+    **(comparison.summarize(records) | run.summary()),
+  )
+  training.append_rows(output / "rows.jsonl", [row])
+  print(f"Row: {output / 'rows.jsonl'}")
+
+
+def _show(record: training.Record) -> None:
+  print(
+    f"update {record.step}  {record.train_s:.4g} virtual s  "
+    f"accuracy {100 * record.metrics['accuracy']:.2f} %  "
+    f"train loss {record.train_loss:.4f}  "
+    f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+    f"{record.samples_per_s:,.0f} images a virtual s",
+    flush=True,
+  )
+
+
+def _check(options: _options.Train) -> None:
+  usual = _options.with_preset(_options.Train, options.preset)
+  assert options.protocol is not None
+  _protocols.check_names("--protocol", (options.protocol,))
+  if options.cluster is None:
+    raise ValueError(
+      "`--cluster` must be given with `--protocol`: a TOML file of the "
+      "machines, see `cluster.load_cluster`."
+    )
+  for name in (*_UNUSED, *_methods.OF_SOME):
+    word, value = f"--{name.replace('_', '-')}", getattr(options, name)
+    if name not in _COMPRESSION and value != getattr(usual, name):
+      raise ValueError(
+        f"`{word}` must be left out with `--protocol`, which does not use it, "
+        f"got {value}."
+      )
+  if options.reducer is not None:
+    raise ValueError(
+      "`--reducer` must be left out with `--protocol`: a push goes to one "
+      f"server, got {options.reducer}."
+    )
+  if options.seed < 0:
+    raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
+
+
+def _identity(options: _options.Train) -> dict[str, object]:
+  """Returns what must be the same when a run is resumed."""
+  elsewhere = {"output", "checkpoints", "checkpoint_every_epochs", "preset"}
+  assert options.cluster is not None
+  # Time is replayed: the machines must be the same, wherever their file lies.
+  machines = {"cluster": pathlib.Path(options.cluster).read_text()}
+  return machines | {
+    name: value
+    for name, value in dataclasses.asdict(options).items()
+    if name not in elsewhere and name != "cluster"
+  }

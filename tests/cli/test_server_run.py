@@ -1,0 +1,103 @@
+"""`jdist train --protocol`: a server's run, on the virtual clock."""
+
+import pytest
+
+from jdist import cli, training
+
+pytest.importorskip("simpy")
+
+FILE = """
+[[nodes]]
+name = "fast"
+speed = 4.0
+jitter = 0.1
+
+[[nodes]]
+name = "slow"
+
+[profile]
+seconds_per_sample = 0.01
+push_bytes = 38_440
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "cluster.toml"
+  path.write_text(FILE)
+  return str(path)
+
+
+@pytest.fixture
+def words(file, tmp_path):
+  return [
+    "train", "--protocol", "dbs", "--cluster", file, "--epochs", "1",
+    "--evaluate-every-epochs", "0.5", "--learning-rate", "0.02",
+    "--output", str(tmp_path / "out"),
+  ]  # fmt: skip
+
+
+def rows(tmp_path):
+  return training.read_rows(tmp_path / "out" / "rows.jsonl")
+
+
+def test_a_run_trains_evaluates_and_goes_on(words, tmp_path, capsys):
+  pytest.importorskip("orbax.checkpoint")
+  words += ["--checkpoints", str(tmp_path / "checkpoints")]
+  assert cli.main(words) == 0
+  told = capsys.readouterr().out
+  assert told.count("virtual s  accuracy") == 2
+  # Once more: nothing is left to do, and the same is found.
+  assert cli.main(words) == 0
+  assert "accuracy" not in capsys.readouterr().out
+  first, again = rows(tmp_path)
+  assert first["curve"] == again["curve"]
+  assert first["staleness"] == again["staleness"]
+  assert (first["method"], first["clock"]) == ("dbs", "virtual")
+  assert first["accuracy"] > 0.5
+  # A pass, in whole batches; 5 samples each 0.01 s.
+  assert first["samples"] == pytest.approx(1442, abs=64)
+  assert first["virtual_s"] == pytest.approx(1442 * 0.01 / 5, rel=0.1)
+  assert first["iteration_spread"] < 1.5
+  # On other machines it is another run.
+  file = words[words.index("--cluster") + 1]
+  with open(file, "a") as cluster:
+    cluster.write("seconds_per_batch = 0.1\n")
+  assert cli.main(words) == 2
+  assert "`checkpoints` are of another run" in capsys.readouterr().err
+
+
+def test_pushes_may_be_compressed(words, tmp_path):
+  assert cli.main([*words, "--codec", "int4", "--feedback", "error"]) == 0
+  (row,) = rows(tmp_path)
+  # 4 bits of 9,610 parameters and their scales, a push of each gradient.
+  assert row["pushed_bytes"] < 38_440 / 6 * (row["steps"] + 2)
+
+
+@pytest.mark.parametrize(
+  ("more", "rule"),
+  (
+    (["--method", "diloco"], "`--method` must be left out with `--protocol`"),
+    (["--interval", "3"], "`--interval` must be left out with `--protocol`"),
+    (["--workers", "3"], "`--workers` must be left out with `--protocol`"),
+    (["--reducer", "gather"], "`--reducer` must be left out"),
+    (["--protocol", "asap"], "`--protocol` must be of bsp"),
+    (["--cluster", "nowhere.toml"], "There is no file"),
+    (["--batch-size", "65"], "`--batch-size` must divide evenly"),
+  ),
+)
+def test_what_a_server_cannot_use_is_one_line(more, rule, words, capsys):
+  assert cli.main([*words, *more]) == 2
+  error = capsys.readouterr().err
+  assert rule in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", (["--owned"], ["--bound", "1"]))
+def test_a_servers_options_need_a_protocol(more, capsys):
+  assert cli.main(["train", *more]) == 2
+  assert "without `--protocol`" in capsys.readouterr().err
+
+
+def test_a_protocol_needs_machines(capsys):
+  assert cli.main(["train", "--protocol", "asp"]) == 2
+  assert "`--cluster` must be given" in capsys.readouterr().err
