@@ -67,8 +67,23 @@ def draw_trace(
   rows: Sequence[str],
   end_s: float | None = None,
   colours: Mapping[str, str] | None = None,
-) -> None:
-  """Draws a trace into axes of matplotlib, with a legend of the kinds."""
+  looks: Mapping[str, Mapping[str, Any]] | None = None,
+  legend: bool = True,
+) -> list[Any]:
+  """Draws a trace into axes of matplotlib.
+
+  Args:
+    trace: the spans.
+    axes: of matplotlib.
+    rows: the resources from above.
+    end_s: where time ends; at the last span if None.
+    colours: of kinds, beside those of `COLOURS`.
+    looks: of kinds, further arguments of matplotlib's bars.
+    legend: whether to draw a legend of the kinds.
+
+  Returns:
+    Its handles, one for each kind.
+  """
   import matplotlib.patches
 
   end = trace.end_s if end_s is None else end_s
@@ -85,29 +100,44 @@ def draw_trace(
       )
   handles = []
   for kind, bars in of_kind.items():
-    colour = known.get(kind) or next(more)
-    handles.append(matplotlib.patches.Patch(color=colour, label=kind))
+    look = {
+      "facecolor": known.get(kind) or next(more),
+      "edgecolor": "white",
+      "linewidth": 0.3,
+      **(looks or {}).get(kind, {}),
+    }
+    handles.append(matplotlib.patches.Patch(label=kind, **look))
     for place, spans in bars.items():
-      axes.broken_barh(
-        spans,
-        (place - 0.38, 0.76),
-        facecolors=colour,
-        edgecolors="white",
-        linewidth=0.3,
-      )
+      # Without edges a thousand seams would make a bar look pale.
+      bars_shown = spans if look["linewidth"] else _joined(spans)
+      axes.broken_barh(bars_shown, (place - 0.38, 0.76), **look)
   axes.set_yticks(range(len(rows)), rows)
   axes.set_ylim(len(rows) - 0.5, -0.5)
   axes.set_xlim(0, scale * end)
   axes.set_xlabel(f"time, {unit}")
   axes.spines[["top", "right", "left"]].set_visible(False)
   axes.tick_params(axis="y", length=0)
-  axes.legend(
-    handles=handles,
-    loc="lower right",
-    bbox_to_anchor=(1, 1),
-    ncols=len(handles) or 1,
-    frameon=False,
-  )
+  if legend:
+    axes.legend(
+      handles=handles,
+      loc="lower right",
+      bbox_to_anchor=(1, 1),
+      ncols=len(handles) or 1,
+      frameon=False,
+    )
+  return handles
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Joins spans, (start, length), of which one begins where another ends."""
+  joined: list[tuple[float, float]] = []
+  for start, length in sorted(spans):
+    if joined and start <= sum(joined[-1]) * (1 + 1e-12):
+      first = joined[-1][0]
+      joined[-1] = first, max(sum(joined[-1]), start + length) - first
+    else:
+      joined.append((start, length))
+  return joined
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -116,15 +116,25 @@ class Forecast:
 
   @property
   def trace(self) -> cluster.Trace:
-    """The step as spans on the device and on the link."""
+    """The step as spans on the device and on the link.
+
+    Kinds: "product" (and convolution) and "other" kernels, "wait" where the
+    device waits; "hidden" and "exposed" parts of what the link sends.
+    """
     trace = cluster.Trace()
     for kernel in self.kernels:
-      trace.add("device", kernel.name, kernel.start_s, kernel.end_s)
+      kind = "product" if kernel.flops else "other"
+      trace.add("device", kernel.name, kernel.start_s, kernel.end_s, kind)
     for sent in self.collectives:
+      # The device waited for those before it in the queue, too.
+      waits = sent.end_s - sent.exposed_s
+      cut = max(sent.start_s, waits)
       if sent.exposed_s:
-        begins = sent.end_s - sent.exposed_s
-        trace.add("device", f"wait: {sent.name}", begins, sent.end_s, "wait")
-      trace.add("link", sent.name, sent.start_s, sent.end_s, sent.kind)
+        trace.add("device", f"wait: {sent.name}", waits, sent.end_s, "wait")
+      if cut > sent.start_s:
+        trace.add("link", sent.name, sent.start_s, cut, "hidden")
+      if sent.end_s > cut:
+        trace.add("link", sent.name, cut, sent.end_s, "exposed")
     return trace
 
 

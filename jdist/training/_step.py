@@ -21,6 +21,7 @@ def make_step(
   *,
   axis: collectives.Axis,
   accumulate: int = 1,
+  weighted: bool = False,
 ) -> Step:
   """Makes what one worker does in a training step.
 
@@ -41,6 +42,10 @@ def make_step(
     accumulate: into how many micro-batches a batch is cut; their gradients
       are averaged before the one update, so neither the optimizer's schedules
       nor local steps count them.
+    weighted: whether a worker counts by the samples of its batch, n: its
+      gradient, and the change of its batch statistics, is multiplied by n over
+      the workers' mean of n (a scalar all-reduce).  A mean of gradients is then
+      that over all samples, also where masks leave workers unlike numbers.
 
   Returns:
     `(state, batch) -> state, metrics` for one worker, to be run by
@@ -70,9 +75,29 @@ def make_step(
       params, opt_state = first.begin(state.params, state.opt_state)
       state = state._replace(params=params, opt_state=opt_state)
     found = gradient(state.params, state.model_state, batch, key)
+    if weighted:
+      found = _weighted(found, state.model_state, axis)
     return update(state, found, control)
 
   return step
+
+
+def _weighted(
+  gradient: _gradient.Gradient, before: PyTree, axis: collectives.Axis
+) -> _gradient.Gradient:
+  """Multiplies what is averaged by this worker's samples over their mean."""
+  mean = jnp.maximum(collectives.mean(gradient.samples, axis), 1e-9)
+  weight = gradient.samples / mean
+
+  def changed(old: jax.Array, new: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+      return new
+    return old + (weight * (new - old)).astype(new.dtype)
+
+  return gradient._replace(
+    grads=jax.tree.map(lambda g: g * weight.astype(g.dtype), gradient.grads),
+    model_state=jax.tree.map(changed, before, gradient.model_state),
+  )
 
 
 def make_update(

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import collectives, models, training
+from jdist import collectives, data, models, training
 from tests.models import _variants
 from tests.training import _tiny
 
@@ -113,3 +113,46 @@ def test_padding_is_left_out_whatever_it_gave():
 def test_a_mean_of_less_than_one_part_is_refused():
   with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
     training.make_gradient(_tiny.loss_fn, accumulate=0)
+
+
+@pytest.mark.parametrize("substrate", ("vmap", "shard_map"))
+def test_a_weighted_mean_is_that_over_all_samples(substrate):
+  digits = data.load("digits")
+  model = models.build(
+    "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(4,)
+  )
+  loss_fn = training.classification_loss(
+    model.apply, normalize=digits.normalize
+  )
+  counts, size = (7, 2, 0, 3), 8
+  team = collectives.workers(len(counts), substrate=substrate)
+  samples = data.SampleStream(digits, 1, seed=0)
+  starts = np.cumsum((0, *counts))
+  # A worker without samples: everything that it has is padding.
+  parts = [
+    samples.batch(0, int(start), max(count, 1), size=size)
+    for start, count in zip(starts, counts, strict=False)
+  ]
+  for part, count in zip(parts, counts, strict=True):
+    part["mask"] = (np.arange(size) < count).astype(np.float32)
+  batch = jax.tree.map(lambda *x: np.stack(x), *parts)
+  optimizer = jdist.methods.ssgd(optax.sgd(0.5), axis=team.axis)
+
+  def train(team, optimizer, batch, **options):
+    step = training.make_step(loss_fn, optimizer, axis=team.axis, **options)
+    state = training.init_state(team, optimizer, model.params)
+    state, _ = team.jit(step)(state, team.place(batch))
+    return team.view(state.params)
+
+  found = train(team, optimizer, batch, weighted=True)
+  alone = collectives.workers(1)
+  whole = samples.batch(0, 0, sum(counts))
+  expected = train(
+    alone,
+    jdist.methods.ssgd(optax.sgd(0.5), axis=alone.axis),
+    jax.tree.map(lambda x: x[None], whole),
+  )
+  chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+  # Equal weights give something else.
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(train(team, optimizer, batch), expected)
