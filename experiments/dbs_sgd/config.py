@@ -34,7 +34,7 @@ class Config:
   """The fastest machine's speed over the slowest's; the others lie between, in
   equal ratios, each speed twice."""
 
-  sharing: tuple[Sharing, ...] = ("shared", "owned", "skewed")
+  data: tuple[Sharing, ...] = ("shared", "owned", "skewed")
   """Whether all take from one order of the samples, each worker owns a part, or
   owned parts have unlike labels (Dirichlet with `alpha`)."""
 
@@ -126,9 +126,9 @@ COSTS = cluster.Profile(seconds_per_sample=1e-3, pull_bytes=1.0, push_bytes=1.0)
 PRESETS: Presets = {
   "mnist": ("MNIST, an MLP: seconds a run on one core", Config()),
   "cifar10": (
-    "CIFAR-10, LeNet, speeds of 8x: half a minute a run on one core",
+    "CIFAR-10, LeNet, speeds of 8x: a quarter of a minute a run on one core",
     Config(
-      dataset="cifar10", model="lenet", epochs=4.0, speeds=(8.0,),
+      dataset="cifar10", model="lenet", epochs=2.0, speeds=(8.0,),
       rates=(0.0025, 0.005, 0.01),
     ),
   ),
@@ -136,7 +136,7 @@ PRESETS: Presets = {
     "digits, a few updates: that it runs",
     Config(
       dataset="digits", workers=4, batch_size=32, epochs=1.0, speeds=(4.0,),
-      sharing=("shared",), rates=(0.05,), seeds=(0,), evaluations=2,
+      data=("shared",), rates=(0.05,), seeds=(0,), evaluations=2,
       variants=("asgd", "dbs"),
     ),
   ),

@@ -1,7 +1,7 @@
 """DBS-SGD beside other protocols, on machines of unlike speeds.
 
     python experiments/dbs_sgd/run.py mnist
-    python experiments/dbs_sgd/run.py mnist --speeds 8 --sharing shared
+    python experiments/dbs_sgd/run.py mnist --speeds 8 --data shared
     python experiments/dbs_sgd/run.py mnist --variants asgd dbs --seeds 0 1
 
 Gradients are real, time is computed: every variant has the same virtual
@@ -23,7 +23,7 @@ from jdist import collectives, data, models, server, training
 from jdist.training import comparison
 
 # Options in which rows of one comparison may differ.
-_FREE = ("rates", "extensions", "seeds", "variants", "speeds", "sharing")
+_FREE = ("rates", "extensions", "seeds", "variants", "speeds", "data")
 
 
 class Fit:
@@ -138,7 +138,11 @@ def compare(
 ) -> None:
   """Compares all variants at one speed, with data of one sharing."""
   rows = comparison.Rows(
-    path, dataclasses.asdict(options) | dataclasses.asdict(setting), free=_FREE
+    path,
+    dataclasses.asdict(options) | dataclasses.asdict(setting),
+    # The first rows do not name it.
+    defaults={"sharing": "shared"},
+    free=_FREE,
   )
   study = comparison.Study(
     options.variants or tuple(config.VARIANTS),
@@ -182,7 +186,7 @@ def main(folder: pathlib.Path) -> None:
   preset = next(word for word in sys.argv[1:] if word in config.PRESETS)
   fit = Fit(options)
   for speed in options.speeds:
-    for sharing in options.sharing:
+    for sharing in options.data:
       compare(
         folder / "results" / f"{preset}.jsonl",
         options,

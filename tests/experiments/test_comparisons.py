@@ -81,6 +81,9 @@ def test_protocols_are_compared_in_virtual_time(tmp_path):
     assert row["samples"] == pytest.approx(1442, rel=0.05)
   assert rows[1]["iteration_spread"] < 2 < rows[0]["iteration_spread"]
   assert run(folder, "run.py", "smoke") == ""  # Nothing is left to do.
+  # Data that are owned are another comparison.
+  told = run(folder, "run.py", "smoke", "--data", "skewed")
+  assert told.count("4x skewed, comparison") == 2
 
 
 @pytest.mark.slow
