@@ -16,6 +16,7 @@ from jdist.training.comparison._commands import (
   report_experiment as report_experiment,
 )
 from jdist.training.comparison._commands import run_experiment as run_experiment
+from jdist.training.comparison._differences import accuracy as accuracy
 from jdist.training.comparison._differences import Difference as Difference
 from jdist.training.comparison._differences import (
   difference_table as difference_table,
@@ -41,6 +42,7 @@ from jdist.training.comparison._rows import Trial as Trial
 from jdist.training.comparison._step_times import HostLinks as HostLinks
 from jdist.training.comparison._step_times import join_hosts as join_hosts
 from jdist.training.comparison._step_times import step_times as step_times
+from jdist.training.comparison._study import best_of as best_of
 from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare
 from jdist.training.comparison._study import Compared as Compared
