@@ -31,8 +31,13 @@ _NAMES = [name for name in _methods.entries() if name not in _trained.NEEDS]
 
 @pytest.mark.parametrize(
   ("name", "interval"),
-  [(name, 1) for name in _NAMES]
-  + [(name, 3) for name in _NAMES if name not in _IN_EVERY_STEP],
+  [(name, 1) for name in _NAMES if name in _IN_EVERY_STEP]
+  + [
+    pytest.param(name, interval, marks=pytest.mark.slow if interval < 3 else ())
+    for name in _NAMES
+    if name not in _IN_EVERY_STEP
+    for interval in (1, 3)
+  ],
 )
 def test_a_method_trains_towards_its_target(name, interval):
   options = _options.Train(interval=interval, steps=120, momentum=0.5)

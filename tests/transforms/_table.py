@@ -400,6 +400,25 @@ every_line = pytest.mark.parametrize(
 )
 
 
+def on(*substrates, lines=tuple(TABLE)):
+  """Lines on substrates; of the mixed one every third, but in the slow set."""
+
+  def marks(name, substrate):
+    if name in QUICK:
+      yield pytest.mark.smoke
+    elif substrate == "mixed" and list(TABLE).index(name) % 3:
+      yield pytest.mark.slow
+
+  return pytest.mark.parametrize(
+    ("name", "substrate"),
+    [
+      pytest.param(name, substrate, marks=list(marks(name, substrate)))
+      for name in lines
+      for substrate in substrates
+    ],
+  )
+
+
 @functools.cache
 def runner(name, substrate):
   workers = _running.team(substrate)

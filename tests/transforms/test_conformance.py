@@ -16,10 +16,8 @@ from tests.transforms import _running, _table
 
 TABLE = _table.TABLE
 every_line = _table.every_line
-every_smooth_line = pytest.mark.parametrize(
-  "name", [n for n in TABLE if not TABLE[n].rough]
-)
-on_all = pytest.mark.parametrize("substrate", ["vmap", "shard_map", "mixed"])
+smooth = [n for n in TABLE if not TABLE[n].rough]
+on_all = _table.on("vmap", "shard_map", "mixed")
 
 
 def rows_equal(x):
@@ -60,7 +58,6 @@ def test_every_public_transformation_is_in_the_table():
   assert public - {"as_policy", "with_mean_loss"} == covered
 
 
-@every_line
 @on_all
 def test_what_is_labelled_shared_is_equal_at_every_step(name, substrate):
   run = _table.record(name, substrate)
@@ -74,7 +71,6 @@ def test_what_is_labelled_shared_is_equal_at_every_step(name, substrate):
     assert all(jax.tree.leaves(told)), told
 
 
-@every_line
 @on_all
 def test_anchors_are_equal_to_the_bit(name, substrate):
   run = _table.record(name, substrate)
@@ -93,8 +89,7 @@ def test_anchors_are_equal_to_the_bit(name, substrate):
     assert not all(rows_equal(params["a"]) for params in run.params)
 
 
-@every_smooth_line
-@pytest.mark.parametrize("substrate", ["shard_map", "mixed"])
+@_table.on("shard_map", "mixed", lines=[n for n in TABLE if not TABLE[n].rough])
 def test_substrates_agree(name, substrate):
   run, reference = _table.record(name, substrate), _table.record(name, "vmap")
   for t in (0, 5, 19):
@@ -115,14 +110,12 @@ def test_equal_workers_are_one_worker(name):
     close(first, alone.params[t], 1e-5)
 
 
-@every_line
 @on_all
 def test_a_step_is_compiled_once(name, substrate):
   _table.record(name, substrate)  # 30 steps.
   assert len(_table.runner(name, substrate).traces) == 1
 
 
-@every_line
 @on_all
 def test_parameters_and_state_may_be_donated(name, substrate):
   assert _table.record(name, substrate).donated
@@ -214,7 +207,7 @@ def test_a_structural_argument_is_not_injected(name, argument, others):
     optimizer.init(jnp.zeros(2))
 
 
-@every_smooth_line
+@pytest.mark.parametrize("name", smooth)
 def test_a_scan_over_steps_is_the_same(name):
   team = _running.team("shard_map")
   optimizer = TABLE[name].make(team.axis)
@@ -244,7 +237,11 @@ def test_a_scan_over_steps_is_the_same(name):
 # A streamed worker must be told how it is split: see test_sending.
 @pytest.mark.parametrize(
   "name",
-  [n for n in TABLE if not n.startswith("streamed") and not TABLE[n].whole],
+  [
+    pytest.param(name, marks=pytest.mark.slow if i % 2 else ())
+    for i, name in enumerate(TABLE)
+    if not name.startswith("streamed") and not TABLE[name].whole
+  ],
 )
 def test_no_collective_crosses_the_inner_axis(name):
   runner = _table.runner(name, "mesh")

@@ -1,7 +1,6 @@
 """Update-first order: synchronous SGD, with the mean at the step's start."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training, transforms
+from tests import _thinned
 from tests.transforms import _waiting
 
 INNER = {
@@ -76,13 +76,7 @@ def fit(workers, chain, num_steps=20):
   return workers.gather(drain(state.params, state.opt_state)[0]), trainer, state
 
 
-def combinations():
-  kinds = ("shard_map", "vmap", "two_on_each", "none")
-  for name, kind in itertools.product(INNER, kinds):
-    quick = kind == "shard_map" or name == "momentum"
-    yield pytest.param(name, kind, marks=[] if quick else [pytest.mark.slow])
-
-
+KINDS = ("shard_map", "vmap", "two_on_each", "none")
 FORMS = {
   "mean": {},
   "scatter": {"scatter": True},
@@ -92,8 +86,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("name", "kind"), list(combinations()))
+@pytest.mark.parametrize(
+  ("form", "name", "kind"),
+  _thinned.thinned(list(FORMS), list(INNER), KINDS, rounds=3),
+)
 def test_update_first_is_synchronous_sgd(name, kind, form):
   workers = team(kind)
   with jax.numpy_dtype_promotion("standard"):

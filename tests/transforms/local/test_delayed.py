@@ -11,6 +11,7 @@ import pytest
 
 from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
+from tests import _thinned
 from tests.transforms import _chains
 from tests.transforms._rounds import random_targets, train
 
@@ -75,10 +76,12 @@ def reference(x, interval, delay, carry, rate, mu, warmup):
         return
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize("outer", [None, NESTEROV])
-@pytest.mark.parametrize("delay", [1, 2, 3, 5])
-@pytest.mark.parametrize("carry", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+  ("carry", "delay", "outer", "warmup"),
+  _thinned.thinned(
+    [0.0, 0.5, 1.0], [1, 2, 3, 5], [None, NESTEROV], [0, 3], rounds=4
+  ),
+)
 def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
   targets = random_targets(steps=23)
   optimizer = transforms.local_steps(
