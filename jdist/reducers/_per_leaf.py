@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from jdist import collectives
 from jdist.reducers import _reducer
@@ -214,44 +213,6 @@ class PerLeaf(_reducer.Reducer):
       self,
       "chunks",
       "its rules go by a leaf's path and shape, which a chunk has not.",
-    )
-
-  def report(self, like: PyTree, num_workers: int) -> str:
-    """Makes a table of the leaves, their reducers and bits.
-
-    Args:
-      like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
-      num_workers: the number of workers, on which ratios depend.
-
-    Returns:
-      Lines "leaf, shape, reducer, bits sent, ratio".  Bits are those that a
-      worker sends for the leaf alone, the ratio is that of an exact mean to
-      them (`-` for one worker).  The last line is for all leaves together,
-      where small ones share what they cost.
-    """
-    rows = [("leaf", "shape", "reducer", "bits sent", "ratio")]
-    exact = _reducer.Exact()
-
-    def row(name: str, shape: str, way: str, part: PyTree, by: Any) -> None:
-      sent = by.num_bits(part, num_workers).sent
-      plain = exact.num_bits(part, num_workers).sent
-      ratio = f"{plain / sent:.2f}" if sent else "-"
-      rows.append((name, shape, way, f"{sent:.0f}", ratio))
-
-    for name, leaf in self._named(like):
-      reducer = self.reducer_of(name, leaf)
-      shape = "x".join(map(str, leaf.shape)) or "scalar"
-      row(
-        name, f"{np.dtype(leaf.dtype)} {shape}", str(reducer), [leaf], reducer
-      )
-    row("all", "", f"{num_workers} workers", like, self)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-      "  ".join(
-        cell.rjust(width) if i > 2 else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-      ).rstrip()
-      for cells in rows
     )
 
   def __str__(self) -> str:
