@@ -175,6 +175,9 @@ def draw(found: Mapping[tuple[str, float], Runs], path: pathlib.Path) -> None:
         label=name,
       )
     axes.set_yscale("log")
+    for one in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+      one(lambda value, _: f"{value:g}")
+    axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.set_title(f"{sharing}, {speed:g}x", fontsize=10)
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.spines[["top", "right"]].set_visible(False)

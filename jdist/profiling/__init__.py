@@ -19,6 +19,7 @@ from jdist.profiling._gpus import GPUS as GPUS
 from jdist.profiling._hlo_collectives import (
   read_collectives as read_collectives,
 )
+from jdist.profiling._model_profile import profile_model as profile_model
 from jdist.profiling._timeline import Event as Event
 from jdist.profiling._timeline import read_timeline as read_timeline
 from jdist.profiling._timeline_plot import plot_forecasts as plot_forecasts
