@@ -4,8 +4,8 @@ A codec speaks to nobody; `jdist.collectives` carries its payloads.
 """
 
 from jdist.codecs._cast import Cast as Cast
-from jdist.codecs._cast import Dense as Dense
 from jdist.codecs._codec import Codec as Codec
+from jdist.codecs._codec import Dense as Dense
 from jdist.codecs._dct import DCTTopK as DCTTopK
 from jdist.codecs._quantize import Quantize as Quantize
 from jdist.codecs._random_k import RandomK as RandomK

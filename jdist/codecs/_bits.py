@@ -51,11 +51,7 @@ def code_dtype(width: int) -> np.dtype:
 
 
 def pack(codes: jax.Array, width: int) -> jax.Array:
-  """Packs unsigned integers along the last axis.
-
-  Args:
-    codes: integers [..., n] of any integer dtype, whose `width` low bits count.
-    width: bits for each, 1 to 32.
+  """Packs the `width` low bits, 1 to 32, of integers along the last axis.
 
   Returns:
     uint8 [..., ceil(n * width / 8)]; unused bits of the last byte are zero.
@@ -75,16 +71,7 @@ def pack(codes: jax.Array, width: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
-  """Unpacks what `pack` made.
-
-  Args:
-    packed: uint8 [..., ceil(num_codes * width / 8)].
-    width: bits for each code.
-    num_codes: how many there are.
-
-  Returns:
-    Codes [..., num_codes], uint8, uint16 or uint32, the smallest that fits.
-  """
+  """Unpacks what `pack` made, to the smallest unsigned dtype that fits."""
   dtype = code_dtype(width)
   lanes = group(width)
   planes = lanes * width // 8
@@ -102,13 +89,7 @@ def pack_trits(codes: jax.Array) -> jax.Array:
   """Packs 0, 1 and 2 along the last axis, five to a byte: 1.6 bits each.
 
   The i-th byte holds the i-th code of each of five stretches, in base 3; the
-  up to four codes left over share one more byte.
-
-  Args:
-    codes: integers [..., n] in 0..2, of any integer dtype.
-
-  Returns:
-    uint8 [..., ceil(n / 5)].
+  up to four codes left over share one more byte: uint8 [..., ceil(n / 5)].
   """
   length = codes.shape[-1] // 5
   codes = codes.astype(jnp.uint8)

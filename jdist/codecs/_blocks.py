@@ -82,12 +82,8 @@ def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
 def max_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
   """The largest magnitude in each row, NaN where there is one.
 
-  Args:
-    pieces: [rows, columns] each.
-    whole: all rows of all pieces count as one.
-
-  Returns:
-    [rows] for each piece; [1], once, for all of them together.
+  Of pieces [rows, columns] these are [rows] for each; where `whole`, all rows
+  of all pieces count as one, and it is [1], once.  So with the others below.
   """
   found = [_max_abs(rows) for rows in pieces]
   if not whole or not found:
@@ -183,27 +179,6 @@ def with_scales(
     scales = [scales[0]] * len(pieces)
   for rows, scale in zip(pieces, scales, strict=True):
     yield rows, scale.astype(jnp.float32)
-
-
-def round_outward(scale: jax.Array, up: np.ndarray) -> jax.Array:
-  """Rounds float32 to bfloat16, up or down where `up`, broadcast, says so.
-
-  Finite numbers stay finite, so that only what is within 0.4 % of float32's
-  largest number may be rounded the other way.
-  """
-  bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-  negative = bits >> np.uint32(31)
-  magnitude = bits & np.uint32(0x7FFFFFFF)
-  away = (negative == np.uint32(0)) == up
-  raised = jnp.where(away, magnitude + np.uint32(0xFFFF), magnitude)
-  raised = jnp.minimum(raised, np.uint32(0x7F7FFFFF))
-  # NaN keeps its kind even when its low bits go.
-  special = jnp.where(
-    magnitude > np.uint32(0x7F800000), np.uint32(0x7FC00000), magnitude
-  )
-  magnitude = jnp.where(magnitude < np.uint32(0x7F800000), raised, special)
-  high = (negative << np.uint32(15)) | (magnitude >> np.uint32(16))
-  return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
 def _max_abs(rows: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Fewer bits for each entry: 16 in place of 32, or as it is."""
+"""Fewer bits for each entry: 16 in place of 32."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -14,46 +14,7 @@ _DTYPES = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(_codec.Codec):
-  r"""Sends the array as it is.
-
-  .. math:: \mathrm{decode}(\mathrm{encode}(x)) = x
-
-  The payload is the array, in its own shape and dtype; the identity among
-  codecs.
-
-  >>> Dense().num_bits(jax.ShapeDtypeStruct((3,), jnp.float32))
-  96
-  """
-
-  linear: ClassVar[bool] = True
-
-  @property
-  def unbiased(self) -> bool:
-    """True: nothing is lost."""
-    return True
-
-  def encode(
-    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
-  ) -> tuple[jax.Array, Any]:
-    """Returns the array itself."""
-    del key
-    return x, state
-
-  def decode(
-    self, payload: jax.Array, state: Any, like: _codec.Like
-  ) -> jax.Array:
-    """Returns the payload, which may be a sum of payloads."""
-    del state
-    return payload.astype(like.dtype).reshape(like.shape)
-
-  def num_bits(self, like: _codec.Like) -> int:
-    """The bits of the array."""
-    return like.size * 8 * np.dtype(like.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast(_codec.Codec):
+class Cast(_random.Rounding):
   """Sends 16 bits for each entry.
 
   The payload is the array in its own shape, as `dtype`.  It is `linear`: an
@@ -94,22 +55,12 @@ class Cast(_codec.Codec):
 
   def __post_init__(self) -> None:
     checks.check_choice("dtype", self.dtype, _DTYPES)
-    checks.check_choice("rounding", self.rounding, _random.ROUNDINGS)
+    self._check_rounding()
     if self.rounding == "stochastic" and self.dtype != "bfloat16":
       raise ValueError(
         "`rounding` must be 'nearest' for float16, got 'stochastic'. Use "
         "`dtype='bfloat16'`, or `Quantize(16, rounding='stochastic')`."
       )
-
-  @property
-  def key(self) -> Literal["none", "worker", "shared"]:
-    """`"worker"` for stochastic rounding."""
-    return "worker" if self.rounding == "stochastic" else "none"
-
-  @property
-  def unbiased(self) -> bool:
-    """Returns whether rounding is stochastic."""
-    return self.rounding == "stochastic"
 
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None

@@ -1,6 +1,7 @@
 """The interface of codecs: an array, packed and unpacked."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -68,26 +69,17 @@ class Codec(abc.ABC):
   def encode(
     self, x: jax.Array, state: PyTree = (), key: jax.Array | None = None
   ) -> tuple[PyTree, PyTree]:
-    """Packs an array.
+    """Packs a float array of any shape; returns a payload and the new state.
 
     Args:
-      x: a float array of any shape.
+      x: the array.
       state: what `init` or the last `encode` returned.
       key: a typed PRNG key, for a codec that draws random numbers.
-
-    Returns:
-      The payload and the new state.
     """
 
   @abc.abstractmethod
   def decode(self, payload: PyTree, state: PyTree, like: Like) -> jax.Array:
-    """Unpacks a payload to an array of `like`'s shape and dtype.
-
-    Args:
-      payload: made by `encode`.
-      state: that `encode` returned with it.
-      like: the shape and dtype of the array.
-    """
+    """Unpacks what `encode` made to an array of `like`'s shape and dtype."""
 
   def add_to(
     self, total: jax.Array, payload: PyTree, state: PyTree
@@ -98,10 +90,44 @@ class Codec(abc.ABC):
 
   @abc.abstractmethod
   def num_bits(self, like: Like) -> int:
-    """Counts the bits of a payload, scales and indices included.
+    """Counts the bits of a payload, scales and indices included."""
 
-    Buffers round up to whole bytes, and no more than that.
-    """
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Codec):
+  r"""Sends the array as it is.
+
+  .. math:: \mathrm{decode}(\mathrm{encode}(x)) = x
+
+  The payload is the array, in its own shape and dtype; the identity among
+  codecs.
+
+  >>> Dense().num_bits(jax.ShapeDtypeStruct((3,), jnp.float32))
+  96
+  """
+
+  linear: ClassVar[bool] = True
+
+  @property
+  def unbiased(self) -> bool:
+    """True: nothing is lost."""
+    return True
+
+  def encode(
+    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
+  ) -> tuple[jax.Array, Any]:
+    """Returns the array itself."""
+    del key
+    return x, state
+
+  def decode(self, payload: jax.Array, state: Any, like: Like) -> jax.Array:
+    """Returns the payload, which may be a sum of payloads."""
+    del state
+    return payload.astype(like.dtype).reshape(like.shape)
+
+  def num_bits(self, like: Like) -> int:
+    """The bits of the array."""
+    return like.size * 8 * np.dtype(like.dtype).itemsize
 
 
 def check_float(like: Like) -> None:

@@ -33,13 +33,10 @@ class DCTTopK(_codec.Codec):
   of the others; of a vector, a stretch.  With `chunk` 64 a matrix of 256 x 192
   has tiles of 64 x 64, and one of 100 x 10 has tiles of 50 x 10.
 
-  **What a length costs.**  A tile sends k coefficients however small it is, so
-  what is sent is min(1, k / tile) of all entries: with k = 32, 0.8 % of 64 x 64
-  tiles and 6.4 % of those of 50 x 10.  A prime length above `chunk` has the
-  side 1: a matrix of 127 x 64 has tiles of 1 x 64 and sends half of its
-  entries, and a vector of 127 goes whole, as 32-bit floats without indices,
-  which saves nothing.  Lengths with many divisors are cheap; for others take
-  `ratio`, or leave them to another codec with `PerLeaf`.
+  A tile sends k coefficients however small it is: with k = 32, 0.8 % of 64 x 64
+  entries and 6.4 % of 50 x 10.  A prime length above `chunk` has the side 1, so
+  that a vector of 127 goes whole.  For such lengths take `ratio`, or another
+  codec with `PerLeaf`.
 
   Source: DeMo (arXiv 2411.19870), which sends k coefficients of the tiles of
   momentum; the sides are those of its authors' code.  Departure: arrays of
@@ -147,15 +144,7 @@ def tile(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
 
 
 def dct(x: jax.Array, chunk: int) -> jax.Array:
-  """The coefficients of all blocks, one after another.
-
-  Args:
-    x: float32 of any shape; all dimensions but the last are rows of a matrix.
-    chunk: the longest side of a block, see `tile`.
-
-  Returns:
-    float32 [size], block by block.
-  """
+  """The coefficients of a float32 array, [size], block by block."""
   if not x.size:
     return x.reshape(-1)
   (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)

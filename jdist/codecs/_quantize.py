@@ -19,16 +19,15 @@ _MAGIC_BITS = np.int32(0x4B400000)
 class Quantized(NamedTuple):
   """Blocks, as `Quantize`, `Sign` and `Ternary` send them.
 
-  Both fields are tuples of what holds the full blocks and what holds the
-  short last one, each if there are such.  Codes stay rows: where XLA's CPU
-  compiler sees one long vector it divides indices for every byte, which made
-  packing four times slower.  Without blocks rows are of 256 entries
-  (`Ternary`: 240).
+  Both fields are tuples of the full blocks and the short last one, each if
+  there are such.  Codes stay rows, because XLA's CPU compiler packs one long
+  vector four times slower; without blocks rows are of 256 entries (`Ternary`:
+  240).
 
   Attributes:
     codes: uint8 [rows, bytes], each row laid out by `_bits`; uint16
       [rows, entries] for 16 bits.
-    scales: [rows], float32 or bfloat16; for `range="min_max"` the least and
+    scales: [rows], float32; for `range="min_max"` the least and
       the greatest entries, [2, rows].  Without blocks one, [1] or [2, 1].
   """
 
@@ -37,7 +36,7 @@ class Quantized(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize(_codec.Codec):
+class Quantize(_random.Rounding):
   r"""Sends integers of a few bits and a scale for each block.
 
   The array is flattened and cut into blocks; the last may be short.  With b
@@ -60,8 +59,7 @@ class Quantize(_codec.Codec):
 
   To the nearest, an entry is wrong by half a step at most (s / 2L, or
   (h - l) / 2M; with one bit and max_abs by s), and with stochastic rounding by
-  less than one step.  The scales themselves are exact in float32.  In
-  bfloat16 they are rounded outward (up by 2**-7 at most), and so are steps.
+  less than one step.
   Blocks of zeros decode to zeros and, with max_abs and min_max, the largest
   entries to themselves in float32.  Nothing finite overflows; blocks whose
   largest magnitude is denormal, below 1.2e-38, may become zeros.  A block with
@@ -69,22 +67,18 @@ class Quantize(_codec.Codec):
 
   The payload holds `bits` for each entry and one scale for each block (two
   for min_max): for float32, int8 in blocks of 256 is 3.94 times smaller and
-  int4 7.76 times.  It is not linear: sums of codes of different scales mean
-  nothing.
+  int4 7.76 times.
 
   Args:
     bits: 1 to 16 for each entry, sign included; for norm 2 to 16.
     block: entries that share a scale, such that a block fills whole bytes
       (for 8 bits any, for 4 a multiple of 2, for 3 of 8).  None: one scale
-      for the array.  The default of 256 is what keeps the scales at 3 % of
-      int4.
+      for the array.
     range: `"max_abs"`, symmetric, zero stays zero, for gradients;
       `"min_max"`, affine, for what is not around zero; `"norm"`, for QSGD.
     rounding: `"nearest"`, ties to even, or `"stochastic"`, up with the
-      probability of the distance to the lower level: unbiased, and noisier.
-      Its 16 random bits an entry leave a bias of 2**-17 steps (of 2**-10
-      with 16 bits, where float32 ends).
-    scale_dtype: `"float32"` or `"bfloat16"`.
+      probability of the distance to the lower level: unbiased to 2**-17 steps
+      (2**-10 with 16 bits), and noisier.
 
   Raises:
     ValueError: for settings out of range, when it is built.
@@ -110,33 +104,20 @@ class Quantize(_codec.Codec):
   block: int | None = 256
   range: Literal["max_abs", "min_max", "norm"] = "max_abs"
   rounding: Literal["nearest", "stochastic"] = "nearest"
-  scale_dtype: Literal["float32", "bfloat16"] = "float32"
 
   def __post_init__(self) -> None:
     remedy = "Beyond it, use `Dense`."
     checks.check_structural(
       "bits", self.bits, minimum=1, maximum=16, remedy=remedy
     )
-    dtypes = ("float32", "bfloat16")
     checks.check_choice("range", self.range, ("max_abs", "min_max", "norm"))
-    checks.check_choice("rounding", self.rounding, _random.ROUNDINGS)
-    checks.check_choice("scale_dtype", self.scale_dtype, dtypes)
+    self._check_rounding()
     _blocks.check_block(self.block, _bits.group(self.bits))
     if self.range == "norm" and self.bits == 1:
       raise ValueError(
         "`bits` must be at least 2 for `range='norm'`, one for the sign and "
         "the rest for the levels, got bits=1. Use `Sign(scale='l2')`."
       )
-
-  @property
-  def key(self) -> Literal["none", "worker", "shared"]:
-    """`"worker"` for stochastic rounding."""
-    return "worker" if self.rounding == "stochastic" else "none"
-
-  @property
-  def unbiased(self) -> bool:
-    """Returns whether rounding is stochastic."""
-    return self.rounding == "stochastic"
 
   @property
   def num_levels(self) -> int:
@@ -150,10 +131,8 @@ class Quantize(_codec.Codec):
     return _bits.group(self.bits) if self.block is None else self.block
 
   def num_bits(self, like: _codec.Like) -> int:
-    """`bits` for each entry, 16 or 32 for each scale."""
-    scale_bits = 32 if self.scale_dtype == "float32" else 16
-    if self.range == "min_max":
-      scale_bits *= 2
+    """`bits` for each entry, 32 for each scale, 64 for a block's range."""
+    scale_bits = 64 if self.range == "min_max" else 32
     blocks = _blocks.num_blocks(like.size, self.block)
     return like.size * self.bits + blocks * scale_bits
 
@@ -161,15 +140,11 @@ class Quantize(_codec.Codec):
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[Quantized, Any]:
     """Packs an array."""
-    if self.rounding == "stochastic":
-      key = _random.require(key, self)
     pieces = _blocks.cut(x, self.block)
     scales = self._scales(pieces)
     codes, start = [], 0
     for rows, scale in _blocks.with_scales(pieces, scales):
-      noise = None
-      if key is not None and self.rounding == "stochastic":
-        noise = _random.offsets(key, rows.shape, start)
+      noise = self._noise(key, rows.shape, start)
       codes.append(self._pack(self._codes(rows, scale, noise)))
       start += rows.size
     return Quantized(tuple(codes), tuple(scales)), state
@@ -192,15 +167,12 @@ class Quantize(_codec.Codec):
 
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
     """[rows] or [2, rows] for each piece; without blocks one for all."""
-    whole, narrow = self.block is None, self.scale_dtype == "bfloat16"
-    if self.range == "min_max":
-      scales = _blocks.low_high(pieces, whole)
-      up = np.array([[False], [True]])
-    else:
-      of = _blocks.l2 if self.range == "norm" else _blocks.max_abs
-      scales = of(pieces, whole)
-      up = np.array([True])
-    return [_blocks.round_outward(s, up) for s in scales] if narrow else scales
+    of = {
+      "max_abs": _blocks.max_abs,
+      "min_max": _blocks.low_high,
+      "norm": _blocks.l2,
+    }[self.range]
+    return of(pieces, self.block is None)
 
   def _pack(self, codes: jax.Array) -> jax.Array:
     if self.bits == 16:

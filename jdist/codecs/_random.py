@@ -8,19 +8,51 @@ each entry's bits are exactly uniform, which is what makes rounding unbiased;
 that entries are independent is as good as the mixing function.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROUNDINGS = ("nearest", "stochastic")
+from jdist import checks
+from jdist.codecs import _codec
 
 
-def require(key: jax.Array | None, codec: object) -> jax.Array:
+class Rounding(_codec.Codec):
+  """A codec that rounds to the nearest, or up or down at random."""
+
+  rounding: Literal["nearest", "stochastic"]
+
+  def _check_rounding(self) -> None:
+    checks.check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+
+  @property
+  def key(self) -> Literal["none", "worker", "shared"]:
+    """`"worker"` for stochastic rounding."""
+    return "worker" if self.rounding == "stochastic" else "none"
+
+  @property
+  def unbiased(self) -> bool:
+    """Returns whether rounding is stochastic."""
+    return self.rounding == "stochastic"
+
+  def _noise(
+    self, key: jax.Array | None, shape: tuple[int, ...], start: int
+  ) -> jax.Array | None:
+    """What is added before rounding to the nearest; `start` as of `bits16`."""
+    if self.rounding == "nearest":
+      return None
+    return offsets(require(key, self), shape, start)
+
+
+def require(key: jax.Array | None, codec: _codec.Codec) -> jax.Array:
   """The key, or a ValueError that says how to make one."""
   if key is None:
+    own = "Give each worker its own: `jax.random.fold_in(key, worker_index)`."
+    same = "Give all workers the same one."
     raise ValueError(
-      f"`key` must be a typed PRNG key for {codec}, got None. Give each worker "
-      "its own: `jax.random.fold_in(key, worker_index)`."
+      f"`key` must be a typed PRNG key for {codec}, got None. "
+      f"{same if codec.key == 'shared' else own}"
     )
   return key
 
@@ -28,12 +60,7 @@ def require(key: jax.Array | None, codec: object) -> jax.Array:
 def bits16(
   key: jax.Array, shape: tuple[int, ...], offset: int = 0
 ) -> jax.Array:
-  """Uniform integers in 0..65535, as uint32.
-
-  Args:
-    key: a typed PRNG key.
-    shape: of the result.
-    offset: the index of the first entry, for parts of one array.
+  """Uniform integers in 0..65535, uint32; `offset` is the first one's index.
 
   The mixing function is "lowbias32" with the constants of its second search
   (C. Wellons, hash-prospector).  It and the exclusive or with a random word
@@ -56,9 +83,6 @@ def bits16(
 def offsets(
   key: jax.Array, shape: tuple[int, ...], offset: int = 0
 ) -> jax.Array:
-  """Uniform float32 in (-1/2, 1/2), symmetric, in steps of 2**-16.
-
-  `round(v + offsets)` is v in expectation and v itself where v is whole.
-  """
+  """Uniform float32 in (-1/2, 1/2), symmetric, in steps of 2**-16."""
   bits = bits16(key, shape, offset).astype(jnp.int32).astype(jnp.float32)
   return (bits - np.float32(32767.5)) * np.float32(2.0**-16)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _blocks, _codec, _sparse
+from jdist.codecs import _blocks, _codec, _random, _sparse
 
 
 class RandomKState(NamedTuple):
@@ -51,10 +51,9 @@ class RandomK(_codec.Codec):
   `scaled` the entries are sent as they are, which suits error feedback.  No
   entry is drawn twice.  Choosing costs k random numbers, whatever n is.
 
-  With a shared key all workers draw the same entries and send values only, and
-  the payloads may be summed: it is `linear`.  Each worker's `decode` knows the
-  entries by the seed in its state.  With workers' own keys a payload holds 64
-  bits of seed, from which any receiver finds the entries, in place of indices.
+  With a shared key all workers draw the same entries, by the seed in their
+  states, and payloads of values only may be summed: it is `linear`.  With
+  workers' own keys a payload holds 64 bits of seed in place of indices.
 
   Source: random-k of arXiv 1809.07599, there with independent draws of k of n;
   strata have the same expectation and no more variance on smooth arrays.
@@ -120,8 +119,7 @@ class RandomK(_codec.Codec):
   ) -> tuple[RandomEntries, Any]:
     """Returns `RandomEntries`."""
     self.check(x)
-    key = _require(key, self)
-    choosing, rounding = jax.random.split(key)
+    choosing, rounding = jax.random.split(_random.require(key, self))
     seed = jax.random.bits(choosing, (2,), jnp.uint32)
     indices, lengths = self._strata(seed, x.size)
     taken = jnp.asarray(x).reshape(-1).astype(jnp.float32)
@@ -186,12 +184,3 @@ class RandomK(_codec.Codec):
     lengths = jnp.where(stratum < longer, short + 1, short)
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return starts + jax.random.randint(key, (num,), 0, lengths), lengths
-
-
-def _require(key: jax.Array | None, codec: object) -> jax.Array:
-  if key is None:
-    raise ValueError(
-      f"`key` must be a typed PRNG key for {codec}, got None. Give all workers "
-      "the same one when entries are shared, else each its own."
-    )
-  return key

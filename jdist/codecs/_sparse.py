@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import (
-  _bits,
-  _cast,
-  _codec,
-  _indices,
-  _largest,
-)
+from jdist.codecs import _bits, _codec, _indices, _largest
 
 Values: TypeAlias = _codec.Codec
-FLOAT32 = _cast.Dense()
+FLOAT32 = _codec.Dense()
 _MAX_SIZE = 2**30
 
 
@@ -115,16 +109,10 @@ class Sparse(_codec.Codec):
   def entries(
     self, payload: Entries, state: Any, size: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the indices of the entries in a payload.
+    """Returns the indices, int32 [k], and values, float32 [k], in a payload.
 
-    Args:
-      payload: made by `encode`.
-      state: that `encode` returned with it.
-      size: of the array.
-
-    Returns:
-      Indices, int32 [k], and values, float32 [k], of the flat array; a slot
-      that is not in use has index `size` and value zero.
+    They are those of the flat array of so many entries; a slot that is not in
+    use has index `size` and value zero.
     """
     indices = self._indices(size).unpack(payload.indices)
     values = self.values.decode(payload.values, state, self._values_like(size))

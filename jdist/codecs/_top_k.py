@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
-from jdist import checks
 from jdist.codecs import _codec, _largest, _sparse
 
 
@@ -51,13 +49,12 @@ class TopK(_Ratio):
       chooses among all.
     values: the codec of the values, as one vector; `Dense()`, float32, by
       default.
-    method: `"exact"`, or `"approx"` for `jax.lax.approx_max_k`, which finds
-      95 % of the largest and is faster on TPUs only.
 
   Raises:
     ValueError: at construction for settings out of range; by `check` for an
       array of fewer than `k` entries.
 
+  >>> import jax.numpy as jnp
   >>> codec = TopK(k=2)
   >>> x = jnp.array([1.0, -3.0, 0.5, 2.0])
   >>> payload, state = codec.encode(x)
@@ -69,21 +66,14 @@ class TopK(_Ratio):
   k: int | None = None
   chunk: int | None = None
   values: _sparse.Values = _sparse.FLOAT32
-  method: Literal["exact", "approx"] = "exact"
 
   def __post_init__(self) -> None:
     _sparse.check_ratio_or_k(self)
     _sparse.check_chunk(self.chunk, self.k)
     _sparse.check_values(self.values)
-    checks.check_choice("method", self.method, ("exact", "approx"))
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
-    if self.method == "exact" or k in (0, rows.shape[1]):
-      return _largest.largest(rows, k)
-    magnitudes = jnp.where(jnp.isnan(rows), jnp.inf, jnp.abs(rows))
-    _, indices = jax.lax.approx_max_k(magnitudes, k)
-    num_used = jnp.full(rows.shape[0], k, jnp.int32)
-    return _largest.Selection(jnp.sort(indices, 1), num_used)
+    return _largest.largest(rows, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +87,10 @@ class SampledTopK(_Ratio):
   which a sample does not pay, send exactly the k largest.
 
   Source: deep gradient compression (DGC, arXiv 1712.01887) and its authors'
-  code.  Departures: the sample begins at the first entry, where theirs begins
-  at a random one, and holds 32 hits at the least, where theirs holds 2; a
-  threshold that was wrong is bracketed and halved until it is right, where
-  theirs is multiplied by 0.8 ten times at the most; of up to 1.3 k entries the
-  k largest are sent, where theirs sends the first k.
+  code.  Departures, with theirs in brackets: the sample begins at the first
+  entry (a random one) and holds at least 32 hits (2); a wrong threshold is
+  bracketed and halved until it is right (multiplied by 0.8 up to ten times); of
+  up to 1.3 k entries the k largest are sent (the first k).
 
   Args:
     ratio: the part of the entries that is wanted, in (0, 1]; 0.01 by default.

@@ -79,11 +79,6 @@ def affine(levels, block):
   return spread(of, block)
 
 
-def wide_steps(levels, block):
-  """The same where scales are rounded up to bfloat16."""
-  return spread(lambda p: max_abs(p) * 1.008 * (0.5 / levels + 1e-6), block)
-
-
 def nothing(x):
   return 0.0
 
@@ -127,14 +122,11 @@ TABLE = {
     codecs.Quantize(1, None, rounding="stochastic"), steps(0.5, None)
   ),
   "int16": line(codecs.Quantize(16), half_steps(32767, 256), keeps_equal=True),
-  "int5 bfloat16": line(
-    codecs.Quantize(5, 64, scale_dtype="bfloat16"), wide_steps(15, 64)
-  ),
   "int8 stochastic": line(
     codecs.Quantize(rounding="stochastic"), steps(127, 256)
   ),
   "int4 stochastic": line(
-    codecs.Quantize(4, 64, rounding="stochastic", scale_dtype="bfloat16"),
+    codecs.Quantize(4, 64, rounding="stochastic"),
     steps(6.9, 64),
   ),
   "uint8": line(
@@ -147,10 +139,6 @@ TABLE = {
   ),
   "uint1 tensor": line(
     codecs.Quantize(1, None, "min_max"), affine(1, None), keeps_equal=True
-  ),
-  "uint6 bfloat16": line(
-    codecs.Quantize(6, 64, "min_max", scale_dtype="bfloat16"),
-    lambda x: 1.02 * affine(63, 64)(x) + half_steps(63, 64)(x) / 32,
   ),
   "qsgd": line(
     codecs.Quantize(4, 64, "norm", "stochastic"),
@@ -188,9 +176,7 @@ TABLE = {
     idempotent=True,
   ),
   "top int4 stochastic": line(
-    codecs.TopK(
-      0.2, values=codecs.Quantize(4, 16, rounding="stochastic"), method="approx"
-    ),
+    codecs.TopK(0.2, values=codecs.Quantize(4, 16, rounding="stochastic")),
     None,
   ),
   "sampled top in chunks": line(

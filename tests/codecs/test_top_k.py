@@ -199,14 +199,6 @@ def test_vmap_is_a_loop_and_no_host_is_asked(codec):
     assert word not in text
 
 
-def test_approximately_the_largest():
-  x = normal(LONG)
-  found = there_and_back(TopK(0.01, method="approx"), x)
-  wanted = keep_largest(x, 400)
-  assert (found != 0).sum() == 400
-  assert ((found != 0) & (wanted != 0)).sum() >= 0.9 * 400
-
-
 def test_parts_hold_whole_blocks():
   codec = TopK(k=6, chunk=50, values=_quantize.Quantize(4, 8))
   # Four chunks of six make three blocks of eight.
@@ -234,7 +226,6 @@ def test_settings_are_values():
     (lambda: TopK(k=0), "`k` must be an int >= 1"),
     (lambda: TopK(chunk=0), "`chunk` must be an int >= 1"),
     (lambda: TopK(k=9, chunk=8), "`k` must be at most `chunk`"),
-    (lambda: TopK(method="best"), "`method` must be 'exact' or 'approx'"),
     (lambda: TopK(values=TopK()), "`values` must be a codec of all"),
     (lambda: TopK(values=0.1), "`values` must be a codec, got 0.1"),
     (lambda: SampledTopK(sample=2.0), r"`sample` must be in \(0, 1\]"),
