@@ -1,9 +1,8 @@
 """Buckets: a tree's leaves one after the other in flat buffers.
 
 A collective costs its latency whatever it carries, so small leaves share a
-buffer; a large one is cut, so that an urgent leaf need not wait behind it.
-Which element is where in which buffer is plain data, made without arrays, that
-can be printed, hashed and compared.
+buffer; a large one is cut, so that an urgent leaf need not wait behind it.  The
+layout is plain data, made without arrays.
 
 References:
   Peng et al., A Generic Communication Scheduler for Distributed DNN Training
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdist import checks
 from jdist.collectives import _shards
 
 PyTree: TypeAlias = Any
@@ -173,27 +173,23 @@ class Buckets:
 
     Leaves are of one kind if they have one dtype and are split over the same
     mesh axes.  With `max_bytes` a larger leaf is cut into pieces of nearly
-    equal size, and a bucket holds neighbours in the order only: it waits for
-    the last of its pieces, and one that reached far ahead would hold up
-    everything behind it.
+    equal size, and a bucket, which waits for the last of its pieces, holds
+    neighbours in the order only.
 
     Args:
       tree: one worker's arrays or `jax.ShapeDtypeStruct`.
-      order: `"front_first"`, the order of the tree's leaves, which is that of
-        the layers in the forward pass where names sort so; `"back_first"`, its
-        reverse, in which gradients become ready; or a function from a leaf's
-        path, such as `"layer10/kernel"`, to something that sorts, because dict
-        keys sort **alphabetically** (`layer10` before `layer2`).  Or the
-        numbers of the leaves.
+      order: `"front_first"`, that of the tree's leaves; `"back_first"`, its
+        reverse, in which gradients become ready; a function from a leaf's path,
+        such as `"layer10/kernel"`, to something that sorts, because dict keys
+        sort **alphabetically** (`layer10` before `layer2`); or the leaves'
+        numbers.
       max_bytes: the size of a bucket, at the most; None for one bucket a kind.
-      num_rows: the number of rows of a buffer; one that does not fill them ends
-        in zeros.
+      num_rows: the number of rows of a buffer, which ends in zeros.
       max_row_bytes: the size of a row, at the most: there are then several
         times `num_rows` rows where needed.
       specs: how leaves are split over the mesh's axes beside the workers', a
-        tree of PartitionSpec; call it in the step then, where the mesh is
-        known.  Every device packs its own parts, and nothing is sent between
-        the devices of a worker.
+        tree of PartitionSpec; in a step only, where the mesh is known.  Every
+        device packs its own parts.
 
     Returns:
       The buckets.  Leaves without elements are in none.
@@ -215,15 +211,10 @@ class Buckets:
         1 float32             80  conv[20:40]
         2 float32             80  dense/bias + dense/kernel
     """
-    for name, value in (
-      ("max_bytes", max_bytes),
-      ("num_rows", num_rows),
-      ("max_row_bytes", max_row_bytes),
-    ):
-      if value is None and name != "num_rows":
-        continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+    given = {"max_bytes": max_bytes, "max_row_bytes": max_row_bytes}
+    limits = {name: x for name, x in given.items() if x is not None}
+    for name, value in (("num_rows", num_rows), *limits.items()):
+      checks.check_int(name, value, 1)
     empty = cls.given(tree, (), specs)
     found: list[tuple[tuple[str, tuple[str, ...]], list[Piece]]] = []
     of_kind: dict[Any, list[Piece]] = {}
@@ -237,11 +228,8 @@ class Buckets:
         continue
       kind = empty.dtypes[leaf], _shards.spec_axes([empty.specs[leaf]])
       itemsize = jnp.dtype(kind[0]).itemsize
-      for name, limit in (
-        ("max_bytes", max_bytes),
-        ("max_row_bytes", max_row_bytes),
-      ):
-        if limit is not None and limit < itemsize:
+      for name, limit in limits.items():
+        if limit < itemsize:
           raise ValueError(
             f"`{name}` must hold at least one element, got {limit} for "
             f"{kind[0]} at {empty.paths[leaf]!r}."
@@ -278,17 +266,7 @@ class Buckets:
   def given(
     cls, tree: PyTree, buckets: Sequence[Bucket], specs: PyTree = None
   ) -> "Buckets":
-    """Takes buckets that another rule than `of`'s has made.
-
-    Args:
-      tree: whose leaves the pieces are of.
-      buckets: in their order.
-      specs: as of `of`.
-
-    Raises:
-      ValueError: when the tree does not hold plain arrays, or with other specs
-        than one for each leaf.
-    """
+    """Takes buckets of a tree's leaves that another rule than `of`'s made."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     paths = tuple(
       jax.tree_util.keystr(path, simple=True, separator="/")
@@ -352,14 +330,11 @@ class Buckets:
     """Copies buffers back into a tree; undoes `pack`.
 
     Args:
-      buffers: one for each bucket, shaped as `pack` makes them.  They may have
-        another dtype, which the leaves then have.
-      like: a tree of the structure and shapes for which the buckets were made,
-        arrays or `jax.ShapeDtypeStruct`.  Only the values of leaves that are in
-        no bucket are used; those of a shape are zeros.
-
-    Returns:
-      A tree like `like`.
+      buffers: shaped as `pack` makes them; of any dtype, which the leaves then
+        have.
+      like: the tree for which the buckets were made, arrays or
+        `jax.ShapeDtypeStruct`.  Only the values of leaves that are in no bucket
+        are used; those of a shape are zeros.
 
     Raises:
       ValueError: when buffers or `like` are others.
@@ -468,13 +443,6 @@ def check_order(order: Order) -> None:
 
 def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
   """Sorts the numbers of a tree's leaves, the most urgent one first.
-
-  Args:
-    tree: any tree.
-    order: as of `Buckets.of`.
-
-  Raises:
-    ValueError: for what is not an order, and keys that do not compare.
 
   >>> leaf_order({"a": 1, "b": 2}, "back_first")
   (1, 0)

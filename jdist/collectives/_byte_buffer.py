@@ -1,11 +1,11 @@
 """Payloads of any dtypes as one buffer of bytes.
 
-Beside `_buckets`, whose buffers hold numbers of one dtype that can be summed,
-because a codec's payload mixes dtypes and is only copied:
+A codec's payload mixes dtypes and is only copied, so that `_buckets` would not
+do:
 
-- arrays of less than `ALONE_BYTES` become one uint8 buffer, which pays one
-  latency, those of the widest items first.  So every array begins at a multiple
-  of its own item size, **without padding**.
+- arrays of less than `ALONE_BYTES` become one uint8 buffer, those of the widest
+  items first: every array begins at a multiple of its own item size, **without
+  padding**.
 - a larger one is sent in its own shape, which saves the copy; 16-bit and 8-bit
   floats as unsigned integers of the same bits, because XLA's CPU compiler
   widens such floats in collectives.
@@ -35,12 +35,12 @@ def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
 
   Args:
     tree: arrays [..., *shape] of any dtypes of whole bytes.
-    num_leading: the number of leading dimensions that all arrays share, for
-      instance 1 for a row a worker; they are kept.
+    num_leading: leading dimensions that all arrays share and keep, for instance
+      1 for a row a worker.
 
   Returns:
-    The buffers: that of the small arrays, uint8 [..., bytes], if there are
-    any; then the large ones, in the tree's order.
+    The buffer of the small arrays, uint8 [..., bytes], if there are any; then
+    the large ones, in the tree's order.
 
   >>> tree = {"codes": jnp.uint8([7, 8]), "scale": jnp.float32(1.0)}
   >>> (buffer,) = pack_bytes(tree)
@@ -67,9 +67,6 @@ def unpack_bytes(
       dimensions.
     rows: the number of rows that were packed, if there was a dimension of them:
       an array is large by the bytes of all its rows.
-
-  Returns:
-    Arrays [..., *shape] of like's dtypes.
 
   >>> tree = {"codes": jnp.uint8([7, 8]), "scale": jnp.float32(1.0)}
   >>> unpack_bytes(pack_bytes(tree), tree)["scale"].item()

@@ -15,15 +15,9 @@ def fingerprint(tree: PyTree) -> jax.Array:
   """Hashes the bits of every leaf of one worker's tree.
 
   The sum over a leaf's words of `word * (2 * position * multiplier + 1)`,
-  modulo 2**32, with two multipliers: a changed word always changes it, and
-  two leaves that differ otherwise agree with a chance of about 2**-64.  It is
-  a sum of integers, so neither sharding nor order matters.
-
-  Args:
-    tree: arrays of any shapes and dtypes.
-
-  Returns:
-    uint32 array [leaves, 2].
+  modulo 2**32, with two multipliers, uint32 [leaves, 2]: a changed word always
+  changes it, and two leaves that differ otherwise agree with a chance of about
+  2**-64.  It is a sum of integers, so neither sharding nor order matters.
 
   >>> same = fingerprint([jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])])
   >>> bool((same[0] == same[1]).all())

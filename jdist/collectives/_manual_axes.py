@@ -43,8 +43,7 @@ def check_axis(axis: Axis) -> None:
 def axis_names(axis: Axis) -> tuple[str, ...]:
   """Returns the names to reduce over one after the other, innermost first.
 
-  One after the other, because some of JAX's collectives refuse a tuple of a
-  vmap name and a shard_map name.
+  Some of JAX's collectives refuse a tuple of a vmap and a shard_map name.
   """
   check_axis(axis)
   if axis is None:
@@ -71,13 +70,6 @@ def varying(tree: PyTree, axis: Axis) -> PyTree:
 
   For constants and shared inputs that are combined with varying values;
   outside a `shard_map` with `check_vma=True` it returns `tree`.
-
-  Args:
-    tree: arrays of any shapes.
-    axis: the workers' axis.
-
-  Returns:
-    The same values.
   """
   for name in axis_names(axis):
     if _tracks_varying(name):
@@ -115,15 +107,8 @@ def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
 
   Under `shard_map` the gradient with respect to parameters that are *shared*
   over the axis is already **summed** over it: a mean of it would send
-  everything a second time and leave the sum.
-
-  Args:
-    tree: the values that should be each worker's own.
-    axis: the workers' axis.
-    what: how to name `tree` in the error.
-
-  Raises:
-    ValueError: at trace time, when a leaf does not vary over `axis`.
+  everything a second time and leave the sum.  `what` names the tree in the
+  error.
   """
   for name in axis_names(axis):
     if not _tracks_varying(name):
@@ -146,14 +131,7 @@ def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
 
   A `lax.cond` on a mapped flag becomes a select under vmap: both branches run
   in every step, with their collectives.  On an agreed flag it stays a
-  conditional.
-
-  Args:
-    flag: a bool scalar, equal on all workers.
-    axis: the workers' axis.
-
-  Returns:
-    The same flag.  Nothing is sent between devices.
+  conditional.  Nothing is sent between devices.
 
   >>> def step(x):
   ...   done = agreed(x > 0, "worker")

@@ -23,18 +23,13 @@ def make_cpu_devices(num_devices: int) -> int:
   """Splits this host's CPU into virtual devices, if JAX has not started.
 
   Also enlarges the pool of threads that these devices share, without which
-  programs with collectives deadlock on a busy machine.  Does nothing to GPUs.
+  programs with collectives deadlock on a busy machine.
 
   Args:
-    num_devices: how many devices this process should have at least; of several
-      calls the highest number counts.
+    num_devices: 1 or more; of several calls the highest number counts.
 
   Returns:
-    The number of CPU devices that this process will have; another number
-    than asked for when JAX has already started, or was asked for more.
-
-  Raises:
-    ValueError: when `num_devices` is not positive.
+    The number of CPU devices that this process will have.
   """
   if num_devices < 1:
     raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
@@ -89,10 +84,7 @@ def make_mesh(
   Args:
     shape: devices along each axis, for instance `(4, 2)`.
     names: one name each, for instance `("worker", "fsdp")`.
-    devices: which devices, all by default.
-
-  Returns:
-    The mesh.
+    devices: all of the process by default.
 
   Raises:
     ValueError: when names and sizes do not match or there are too few devices.

@@ -9,7 +9,8 @@ and an *axis*:
 | `"worker"` | the workers along this name | `vmap` or `shard_map` |
 | `(inner, outer)` | several workers a device | `vmap` in `shard_map` |
 
-Their results are typed as varying over the axis (`_manual_axes`).
+Trees hold arrays, each worker its own.  Results are typed as varying over the
+axis (`_manual_axes`).
 """
 
 from collections.abc import Callable
@@ -17,9 +18,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jdist.collectives import _manual_axes, _shards
+from jdist.collectives import _manual_axes
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = _manual_axes.Axis
@@ -28,14 +28,8 @@ Axis: TypeAlias = _manual_axes.Axis
 def mean(tree: PyTree, axis: Axis) -> PyTree:
   """Averages every leaf over the workers.
 
-  Args:
-    tree: arrays of any shapes, each worker its own values.
-    axis: None (one worker, whose own values these are), a name, or (inner,
-      outer): first over the workers of a device, then between devices.
-
-  Returns:
-    The averages, equal on all workers to the bit, in the leaves' dtypes;
-    integers give floats.
+  The averages are equal on all workers to the bit, and in the leaves' dtypes;
+  integers give floats.
 
   >>> double = lambda x: mean({"w": x}, "worker")["w"]
   >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
@@ -51,17 +45,9 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
 def start_mean(tree: PyTree, axis: Axis) -> PyTree:
   """Takes a mean but for its last division; see `finish_mean`.
 
-  For a mean that other work is to hide.  XLA's CPU compiler reuses the memory
-  of a value that nothing needs any more, and what reuses it waits: dividing at
-  once frees the sum, and the whole program waits for the mean.  So the sum is
-  kept until the end of the work that hides it.
-
-  Args:
-    tree: arrays of floats of any shapes, each worker its own values.
-    axis: the workers' axis.
-
-  Returns:
-    The argument of `finish_mean`.
+  For a mean of floats that other work is to hide: dividing at once would free
+  the sum, and whatever XLA's CPU compiler puts into its memory would wait for
+  the mean.
   """
   names = _manual_axes.axis_names(axis)
   for name in names[:-1]:
@@ -141,16 +127,8 @@ def _like(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
 
 
-def gather(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
-  """Collects all workers' values on every worker: an all-gather.
-
-  Args:
-    tree: arrays of any shapes [...], the same on every worker.
-    axis: None (one worker), a name, or (inner, outer).
-    specs: how the leaves are split over the mesh's other axes, one
-      `PartitionSpec` or a tree of them (`Workers.specs` reads them off).
-      Every device then gathers its own shards; without it XLA first puts a
-      split leaf together.
+def gather(tree: PyTree, axis: Axis) -> PyTree:
+  """Collects arrays [...] of all workers on every worker: an all-gather.
 
   Returns:
     Arrays [workers, ...], in the order of `index`.
@@ -170,7 +148,7 @@ def gather(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
       rows = rows.reshape(-1, *x.shape)
     return _manual_axes.varying(rows, axis)
 
-  return _map_parts(one, tree, specs, from_row=False)
+  return jax.tree.map(one, tree)
 
 
 def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
@@ -180,10 +158,10 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
 
   Args:
     tree: arrays [workers, ...] of floats; every worker has values for all rows.
-    axis: None (one worker), a name, or (inner, outer).
+    axis: the workers' axis.
 
   Returns:
-    Arrays [...]: the mean over all workers of this worker's row.
+    Arrays [...].
 
   Raises:
     ValueError: when a leaf's first dimension is not the number of workers.
@@ -228,13 +206,12 @@ def _check_rows(x: jax.Array, num_workers: int) -> None:
     )
 
 
-def all_to_all(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
+def all_to_all(tree: PyTree, axis: Axis) -> PyTree:
   """Sends row j of every leaf to worker j: an all-to-all.
 
   Args:
     tree: arrays [workers, ...]; row j is what this worker sends to worker j.
-    axis: None (one worker), a name, or (inner, outer).
-    specs: how the rows are split over the mesh's other axes, see `gather`.
+    axis: the workers' axis.
 
   Returns:
     Arrays [workers, ...]; row i is what worker i sent to this one.
@@ -259,35 +236,7 @@ def all_to_all(tree: PyTree, axis: Axis, specs: PyTree = None) -> PyTree:
       y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
     return _manual_axes.varying(y.reshape(x.shape), axis)
 
-  return _map_parts(one, tree, specs, from_row=True)
-
-
-def _map_parts(
-  one: Callable[[jax.Array], jax.Array],
-  tree: PyTree,
-  specs: PyTree,
-  *,
-  from_row: bool,
-) -> PyTree:
-  """Maps `one`, which returns rows, over a worker's shards.
-
-  By a shard_map over the mesh's other axes, inside the workers' own.
-  """
-  if specs is None:
-    return jax.tree.map(one, tree)
-  if isinstance(specs, PartitionSpec):
-    specs = jax.tree.map(lambda _: specs, tree)
-
-  def on_parts(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    rows = PartitionSpec(None, *spec)
-    return _shards.map_shards(
-      one,
-      _shards.spec_axes([spec]),
-      in_specs=rows if from_row else spec,
-      out_specs=rows,
-    )(x)
-
-  return jax.tree.map(on_parts, tree, specs)
+  return jax.tree.map(one, tree)
 
 
 def _mapped(x: jax.Array, name: str) -> jax.Array:

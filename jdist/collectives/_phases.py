@@ -13,6 +13,8 @@ from typing import Literal
 
 import jax
 
+from jdist import checks
+
 _NAME = re.compile(r"jdist_phase_from_(\d+)_to_(\d+|end)")
 # What JAX calls a branch in the names of a compiled program.
 _BRANCH = re.compile(r"/branch_\d+_fun")
@@ -34,13 +36,9 @@ class Phase:
   unit: Literal["step", "round"] = "step"
 
   def __post_init__(self) -> None:
-    for name, value in (("start", self.start), ("stop", self.stop)):
-      if name == "stop" and value is None:
-        continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-          f"`{name}` of a phase must be an int >= 0, got {value!r}."
-        )
+    checks.check_int("start", self.start, 0)
+    if self.stop is not None:
+      checks.check_int("stop", self.stop, 0)
 
   def times(self, count: int, *, after: int = 0) -> int:
     """Counts the steps of the phase among `count` that follow `after` others.
@@ -86,18 +84,17 @@ def phase(
 
   Times are counted where the conditional is reached: in steps of the run, in
   rounds at a round's end, and inside a branch with a phase in that branch's
-  steps.  A wrapper that skips steps (`delay_gradients` its first ones,
-  `optax.apply_if_finite` some) shifts the count by as many.
+  steps.  A wrapper that skips steps (`optax.apply_if_finite`) shifts the count.
 
   Args:
     start: the first time, from 0.
     stop: the first time after the phase; None for a phase without end.
 
-  Raises:
-    ValueError: unless 0 <= start < stop.
-
   Returns:
     A context for the body of the branch.
+
+  Raises:
+    ValueError: unless 0 <= start < stop.
 
   >>> step = lambda x, is_first: jax.lax.cond(is_first, warm, go_on, x)
   >>> def warm(x):

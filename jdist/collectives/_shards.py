@@ -56,11 +56,7 @@ def spec_axes(specs: Iterable[PartitionSpec]) -> tuple[str, ...]:
 
 
 def num_shards(axes: Iterable[str]) -> int:
-  """Counts the devices along mesh axes, while a program is traced.
-
-  Raises:
-    ValueError: for axes that the mesh has not, or outside a mesh.
-  """
+  """Counts the devices along axes of the mesh of the program being traced."""
   sizes = dict(jax.sharding.get_abstract_mesh().shape)
   missing = [name for name in axes if name not in sizes]
   if missing:
@@ -73,12 +69,7 @@ def num_shards(axes: Iterable[str]) -> int:
 
 
 def shard_shape(shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-  """Returns the shape of one device's part of a leaf.
-
-  Raises:
-    ValueError: for a spec with more dimensions than the leaf, and as
-      `num_shards`.
-  """
+  """Returns the shape of one device's part of a leaf."""
   if len(spec) > len(shape):
     raise ValueError(
       "`specs` must name at most as many dimensions as each leaf has, got "

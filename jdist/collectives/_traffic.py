@@ -53,8 +53,7 @@ class Collective:
     | reduce-scatter, all-to-all | (N-1)/N b |
     | permute | b |
 
-    It receives as much.  A ring is optimal in bytes for all of these; other
-    algorithms send more in fewer messages.
+    It receives as much.
 
     >>> Collective("all-reduce", 1000, num_workers=8).wire_bytes
     1750.0
@@ -122,13 +121,9 @@ class Traffic:
     after_steps: int = 0,
     after_rounds: int = 0,
   ) -> float:
-    """Counts the bytes that a worker sends in a number of steps.
+    """Counts the bytes that a worker sends in steps, some of which end rounds.
 
-    Args:
-      steps: the number of steps.
-      rounds: how many of them ended a round.
-      after_steps: steps of the run before them, which decide on the phase.
-      after_rounds: rounds before them.
+    The steps and rounds of the run before them decide on the phase.
     """
     sent = steps * self.bytes_per_step + rounds * self.bytes_per_round
     for phase in self.phases:
@@ -162,19 +157,14 @@ def traffic(
 ) -> Traffic:
   """Counts the collectives over the workers in one worker's step.
 
-  Collectives over other axes of the user's mesh are not the workers' and are
-  not counted.
+  Collectives over other axes of the user's mesh are not counted.
 
   Args:
     step: one worker's step.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`, without a leading
       axis of workers.  Nothing is computed.
     axis: the axis of the step's collectives.
-    num_workers: the number of machines.  With (inner, outer) every worker
-      counts as a machine of its own.
-
-  Returns:
-    The counted step.
+    num_workers: the number of machines, one a worker.
 
   >>> from jdist import collectives
   >>> step = lambda x: collectives.mean(x, "worker")

@@ -71,11 +71,7 @@ class Workers:
   def sharding(self, spec: PartitionSpec = _UNSPLIT) -> jax.sharding.Sharding:
     """Returns the sharding of arrays `[workers, ...]`.
 
-    Args:
-      spec: how the remaining dimensions are split over the mesh's other axes.
-
-    Returns:
-      A sharding whose first dimension is split over the workers.
+    `spec` splits the remaining dimensions over the mesh's other axes.
     """
     if self.mesh is None:
       return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -87,14 +83,7 @@ class Workers:
     return NamedSharding(self.mesh, PartitionSpec(self.mesh_axis, *dims))
 
   def specs(self, tree: PyTree) -> PyTree:
-    """Reads off how a worker's arrays are split over the mesh's other axes.
-
-    Args:
-      tree: arrays `[workers, ...]` on the devices.
-
-    Returns:
-      A tree of PartitionSpec, without the axis of workers.
-    """
+    """Reads the PartitionSpecs, without the axis of workers, off arrays."""
 
     def one(x: jax.Array) -> PartitionSpec:
       if isinstance(x.sharding, NamedSharding):
@@ -118,10 +107,9 @@ class Workers:
       donate_argnums: the arguments whose memory the results may reuse.
       out_specs: how the results are split over the mesh's other axes: a
         `PartitionSpec`, or None where the compiler may choose, for each result
-        or for whole subtrees.  A step that returns its state says here how
-        it is split, for instance `(team.specs(state), None)`; else the
-        compiler may split a leaf that came unsplit, and the next call compiles
-        the step again.
+        or for whole subtrees.  Of a state that is returned it must be given,
+        `(team.specs(state), None)`: the compiler may split a leaf that came
+        unsplit, and the next call would compile again.
 
     Returns:
       A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
@@ -192,14 +180,10 @@ class Workers:
     """Puts arrays that already have their axis of workers onto the devices.
 
     Args:
-      tree: host arrays `[local workers, ...]`: all workers in a run of one
-        process, else the rows of `local_workers`.
+      tree: host arrays `[local workers, ...]`, the rows of `local_workers`.
 
     Returns:
       Arrays `[workers, ...]`.
-
-    Raises:
-      ValueError: when the first dimension is not the number of workers.
     """
     rows = len(self.local_workers)
 
@@ -227,9 +211,6 @@ class Workers:
 
     Returns:
       Arrays `[workers, n, ...]`: worker i has samples i*n to (i+1)*n.
-
-    Raises:
-      ValueError: when a batch does not divide.
     """
     rows = len(self.local_workers)
 
@@ -244,18 +225,9 @@ class Workers:
     return self.place(jax.tree.map(split, batch))
 
   def view(self, tree: PyTree, worker: int | None = None) -> PyTree:
-    """Returns one worker's arrays.
+    """Returns one worker's rows of arrays `[workers, ...]`.
 
-    Args:
-      tree: arrays `[workers, ...]`.
-      worker: its number; by default the first one of this process.
-
-    Returns:
-      Arrays `[...]`.
-
-    Raises:
-      ValueError: when the worker, or a part of it, does not run in this
-        process.
+    The worker must run in this process; by default it is the first one here.
     """
     worker = self.local_workers[0] if worker is None else worker
     if worker not in self.local_workers:
@@ -266,14 +238,7 @@ class Workers:
     return jax.tree.map(lambda x: _row(x, worker), tree)
 
   def gather(self, tree: PyTree) -> PyTree:
-    """Returns all workers' arrays as NumPy arrays, in every process.
-
-    Args:
-      tree: arrays `[workers, ...]`.
-
-    Returns:
-      NumPy arrays `[workers, ...]`.
-    """
+    """Returns arrays `[workers, ...]` as NumPy arrays, in every process."""
     if jax.process_count() == 1:
       return jax.tree.map(_to_host, tree)
     jax.tree.map(_check_plain, tree)

@@ -375,48 +375,6 @@ def test_no_reduction_crosses_the_inner_axis(say):
     assert (kind, groups) == ("all-reduce", [[0, 2], [1, 3]])
 
 
-def two_rows(tree):
-  return jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree)
-
-
-@pytest.mark.parametrize(
-  "say",
-  [
-    lambda tree, axis: collectives.gather(tree, axis, SPLIT),
-    lambda tree, axis: collectives.all_to_all(two_rows(tree), axis, SPLIT),
-  ],
-  ids=["gather", "all_to_all"],
-)
-def test_no_copy_crosses_the_inner_axis(say):
-  """XLA puts a leaf together first, unless it is told how it is split."""
-  found = groups_on_a_2x2_mesh(say)
-  assert found
-  for kind, groups in found:
-    assert groups == [[0, 2], [1, 3]], kind
-
-
-def test_gather_and_all_to_all_of_parts_move_the_right_values():
-  team = make_team("mesh_2x2")
-  random = np.random.default_rng(0)
-  mine = {
-    name: random.normal(size=(2, 4, 6)).astype(np.float32) for name in SPLIT
-  }
-  placed = jax.tree.map(
-    lambda x, spec: jax.device_put(x, team.sharding(spec)), mine, SPLIT
-  )
-  step = team.jit(
-    lambda tree: (
-      collectives.gather(tree, team.axis, SPLIT),
-      collectives.all_to_all(two_rows(tree), team.axis, SPLIT),
-    )
-  )
-  rows, swapped = team.gather(step(placed))
-  for name, x in mine.items():
-    np.testing.assert_array_equal(rows[name], np.stack([x, x]))
-    # Worker i sends x_i to worker 0 and 2 x_i to worker 1.
-    np.testing.assert_array_equal(swapped[name], np.stack([x, 2 * x]))
-
-
 def test_the_reader_of_groups_knows_every_notation():
   inner, outer = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
   texts = {

@@ -142,10 +142,10 @@ def test_a_phase_in_a_phase_counts_from_its_beginning():
 @pytest.mark.parametrize(
   ("start", "stop", "message"),
   (
-    (-1, None, "`start` of a phase must be an int >= 0, got -1"),
-    (1.5, None, "`start` of a phase must be an int >= 0, got 1.5"),
-    (True, None, "`start` of a phase must be an int >= 0, got True"),
-    (0, 2.5, "`stop` of a phase must be an int >= 0, got 2.5"),
+    (-1, None, "`start` must be an int >= 0, got -1"),
+    (1.5, None, "`start` must be an int >= 0, got 1.5"),
+    (True, None, "`start` must be an int >= 0, got True"),
+    (0, 2.5, "`stop` must be an int >= 0, got 2.5"),
     (5, 2, "`stop` must be above `start`, 5, or None, got 2"),
   ),
 )

@@ -322,7 +322,7 @@ def test_meshes_have_automatic_axes():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"num_workers": 0}, r"`num_workers` must be at least 1, got 0"),
+    ({"num_workers": 0}, r"`num_workers` must be an int >= 1, got 0"),
     ({"axis": ""}, r"`axis` must be None, a name"),
     ({"axis": None}, r"`axis` must be a name, got None"),
     ({"axis": ("a", "b")}, r"`axis` must be a name, got \('a', 'b'\)"),
