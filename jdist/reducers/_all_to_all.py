@@ -197,14 +197,7 @@ def _layout(
 def make_layout(
   likes: Sequence[Any], num_rows: int, granule: int, num_bits: _NumBits
 ) -> Layout:
-  """Chooses a bucket for every leaf.
-
-  Args:
-    likes: arrays or `jax.ShapeDtypeStruct`, none of them empty.
-    num_rows: the number of workers.
-    granule: the codec's.
-    num_bits: the codec's.
-  """
+  """Chooses a bucket for every leaf, by a codec's `granule` and `num_bits`."""
 
   def bucket(leaves: Sequence[int], granule: int) -> collectives.Bucket:
     pieces = [collectives.Piece(i, 0, likes[i].size) for i in leaves]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import collectives
+from jdist import checks, collectives
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -27,9 +27,8 @@ class Chunked(_reducer.Reducer):
             \text{max\_bytes}} \right\rceil
 
   with m the `multiple`.  Chunk i has a state of its own and a key into which i
-  is folded.  So it does not matter when a chunk is sent, nor beside which
-  others: a late mean of local steps that is streamed, some chunks in every
-  step, has the bits of one that is sent at once.
+  is folded, so that a mean that is streamed, some chunks in every step, has the
+  bits of one that is sent at once.
 
   What a codec takes for one array (the largest entries of a leaf, one scale) is
   a chunk, which may hold some leaves and pieces of others.
@@ -60,13 +59,8 @@ class Chunked(_reducer.Reducer):
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
-    for name, value in (
-      ("max_bytes", self.max_bytes),
-      ("multiple", self.multiple),
-    ):
-      low = 8 if name == "max_bytes" else 1
-      if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
+    checks.check_int("max_bytes", self.max_bytes, 8)
+    checks.check_int("multiple", self.multiple, 1)
     collectives.check_order(self.order)
     self.reducer.check_chunks()
 
@@ -114,15 +108,10 @@ class Chunked(_reducer.Reducer):
     key: jax.Array,
     axis: collectives.Axis,
   ) -> _reducer.Reduced:
-    """Takes the mean of one chunk; a collective operation.
+    """Takes the mean of a row of a bucket; a collective operation.
 
-    Args:
-      bucket: the chunk's.
-      number: of the row in its bucket, the same on all workers.
-      row: this worker's.
-      state: the chunk's own.
-      key: of the whole tree.
-      axis: the workers' axis.
+    The row's `number` is the same on all workers, the state is the chunk's own,
+    and the key is of the whole tree.
     """
     # By name and not by position, so that another dtype changes nothing.
     name = np.uint32(zlib.crc32(bucket.name.encode()))

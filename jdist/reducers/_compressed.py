@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import codecs, collectives, states
+from jdist import checks, codecs, collectives, states
 from jdist.reducers import _all_to_all, _reducer
 
 PyTree: TypeAlias = Any
@@ -57,11 +57,8 @@ def compressed(
   order of the workers, those of an all-reduce in the payload's dtype.
 
   In an all-to-all worker j owns row j of every bucket, and e is its residual of
-  that row; without it everything that the second encoding leaves out is lost
-  (int4: 23 % of the mass of the workers' residuals).  It holds what the cast of
-  the mean to a narrower leaf leaves out, too.  Small leaves share a bucket
-  (`Quantize(8)` and 8 workers: those whose rows would be padded by more than an
-  eighth, all of them under 13,000 entries), and tiny ones are sent exactly.
+  that row, with what the cast of the mean to a narrower leaf leaves out.  Small
+  leaves share a bucket, and tiny ones are sent exactly.
 
   Payloads are sent as bytes: one all-reduce, one all-gather, or one all-to-all
   and one all-gather for all leaves of less than 1 MiB, and one for each larger
@@ -130,22 +127,16 @@ class Compressed(_reducer.Reducer):
   owner_feedback: OwnerFeedback = True
 
   def __post_init__(self) -> None:
-    if self.wire not in ("sum", "all_to_all", "gather"):
-      raise ValueError(
-        "`wire` must be None, 'sum', 'all_to_all' or 'gather', got "
-        f"{self.wire!r}."
-      )
+    checks.check_choice("wire", self.wire, ("sum", "all_to_all", "gather"))
     if self.wire == "sum" and not self.codec.linear:
       raise ValueError(
         f"`wire` must be 'all_to_all' or 'gather' for {self.codec}, got 'sum': "
         "it is not linear, and the sum of its payloads does not decode to the "
         "sum of the arrays."
       )
-    if self.owner_feedback not in (True, False, "own_share"):
-      raise ValueError(
-        "`owner_feedback` must be True, False or 'own_share', got "
-        f"{self.owner_feedback!r}."
-      )
+    checks.check_choice(
+      "owner_feedback", self.owner_feedback, (True, False, "own_share")
+    )
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """The codec's states and the owners' residuals, zeros."""
@@ -207,11 +198,7 @@ class Compressed(_reducer.Reducer):
     return jax.tree.unflatten(treedef, held), state._replace(residual=empty)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts a ring, an all-to-all and an all-gather, or an all-gather.
-
-    The payload includes the bytes that say whether all is finite.  Buffers are
-    whole bytes: each array of a payload may be up to 7 bits longer.
-    """
+    """Counts the payload with the bytes that say whether all is finite."""
     self._check(like)
     likes = [x for x in jax.tree.leaves(like) if x.size]
     n = num_workers

@@ -52,13 +52,10 @@ class Compression:
     feedback: what becomes of the part of a tree that is not sent:
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.  With
       `MajorityVote`, of which nothing is left out, `Smoothing()` or None.
-    seed: of the random numbers of codecs that draw some, equal on all workers;
-      None is 0.
-    specs: for workers that are themselves sharded: how the parameters are split
-      over the mesh's other axes, a tree of PartitionSpec
-      (`Workers.specs(params)`).  Every device then reduces its own shards, with
-      what a feedback holds of them.  None leaves that to the compiler, which
-      puts leaves together first.
+    seed: of codecs that draw random numbers; None is 0.
+    specs: for workers that are themselves sharded, `Workers.specs(params)`:
+      every device then reduces its own shards, with what a feedback holds of
+      them.  With None the compiler puts leaves together first.
 
   Raises:
     ValueError: when an argument is of another kind, or the feedback means
@@ -81,13 +78,19 @@ class Compression:
     reducer, feedback = self.reducer, self.feedback
     if isinstance(reducer, codecs.Codec):
       reducer = _compressed.compressed(reducer)
-    if not isinstance(reducer, _reducer.Reducer):
-      raise ValueError(
-        "`reducer` must be a `reducers.Reducer` or a codec, for instance "
-        "`reducers.PowerSGD(2)` or `codecs.Quantize(4)`, got "
-        f"{checks.show(reducer)}."
-      )
-    _feedback.check_feedback("feedback", feedback)
+    checks.check_type(
+      "reducer",
+      reducer,
+      _reducer.Reducer,
+      "a `reducers.Reducer` or a codec, for instance `reducers.PowerSGD(2)` or "
+      "`codecs.Quantize(4)`",
+    )
+    checks.check_type(
+      "feedback",
+      feedback,
+      _feedback.Feedback | None,
+      "a feedback or None, for instance `reducers.ErrorFeedback()`",
+    )
     # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
     seed = 0 if self.seed is None else self.seed
     checks.check_structural("seed", seed, minimum=0)
@@ -127,13 +130,7 @@ class Compression:
   def mean(
     self, tree: PyTree, state: CompressionState, axis: collectives.Axis
   ) -> tuple[PyTree, CompressionState]:
-    """Takes the mean in the tree's dtypes; a collective operation.
-
-    Args:
-      tree: this worker's floats.
-      state: this worker's.
-      axis: the workers' axis.
-    """
+    """Takes the mean in the tree's dtypes; a collective operation."""
     wanted, feedback = self.prepare(tree, state)
     note(self.reducer, wanted, axis)
     reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
@@ -172,11 +169,6 @@ class Compression:
 
     Nothing is reduced, and `step` stays.  Without a feedback that has a place
     for it the state stays as it is.
-
-    Args:
-      like: what is reduced, for shapes and dtypes.
-      state: this worker's.
-      axis: the workers' axis.
     """
     if self.feedback is None:
       return state
@@ -253,9 +245,7 @@ _OPEN: contextvars.ContextVar[list[_reducer.Bits] | None] = (
 def reductions() -> Iterator[list[_reducer.Bits]]:
   """Collects the bits of every reduction that is traced inside.
 
-  Returns:
-    A list that is filled while something is traced: one entry for each
-    reduction in the program, also for one that stands in a conditional.
+  Those that stand in a conditional count as well.
 
   >>> with reductions() as found:
   ...   note(_reducer.Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)

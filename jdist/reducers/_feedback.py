@@ -1,18 +1,17 @@
 """Error feedback: what a message left out is fed into the next one.
 
-A compressed mean of the workers' trees is not the mean of what they wanted to
-say.  A feedback stands on both sides of it:
+A feedback stands on both sides of a compressed mean:
 
     x --prepare--> wanted --[reducer]--> mean, own_share --finish--> output
 
 `wanted` is what a worker would send if bits were free, `own_share` what it has
 sent; the difference stays with the worker.  Feedbacks are frozen dataclasses
-without arrays, like codecs and reducers, and pure functions on trees.  What
-they remember is float32 whatever the parameters are.
+without arrays, and pure functions on trees.  Their state is float32 whatever
+the parameters are, and each worker's own.
 
-No number that is not finite stays in a memory: it becomes zero there (or the
-old value stays, where that is what keeps workers together), and the state's
-`nonfinite` counts the rounds in which that happened.
+What is not finite becomes zero in a state (or the old value stays, where that
+keeps workers together), and `nonfinite` counts the rounds in which that
+happened, int32.
 """
 
 import abc
@@ -49,12 +48,7 @@ class Feedback(abc.ABC):
 
   @abc.abstractmethod
   def prepare(self, x: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what this worker wants to send, at least float32, and the state.
-
-    Args:
-      x: this worker's tree of floats.
-      state: this worker's.
-    """
+    """Returns what a worker wants to send, float32 or wider, and the state."""
 
   @abc.abstractmethod
   def finish(
@@ -72,37 +66,19 @@ class Feedback(abc.ABC):
   def keep_cast(self, left: PyTree, state: PyTree) -> PyTree:
     """Takes over what the mean lost in the cast to narrower leaves.
 
-    By default nothing, for feedbacks whose output is kept wide.
-
-    Args:
-      left: the mean less what came out, finite, equal on all workers.
-      state: this worker's, after `finish`.
+    By default nothing.  `left` is the mean less what came out, finite, equal on
+    all workers.
     """
     del left
     return state
 
   def absorb(self, held: PyTree, state: PyTree) -> PyTree | None:
-    """Takes over what owners hold back, so that a later mean has it.
+    """Takes over what owners hold back (`Reducer.flush`) for a later mean.
 
-    Args:
-      held: what the mean has lacked, from `Reducer.release`, equal on all
-        workers.
-      state: this worker's.
-
-    Returns:
-      The state; None where there is no place for it.
+    Returns the state; None where there is no place for it.
     """
     del held, state
     return None
-
-
-def check_feedback(name: str, value: Any) -> None:
-  """Raises a ValueError unless `value` is a feedback or None."""
-  if value is not None and not isinstance(value, Feedback):
-    raise ValueError(
-      f"`{name}` must be a feedback or None, for instance "
-      f"`reducers.ErrorFeedback()`, got {value!r}."
-    )
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -154,9 +130,8 @@ class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
 
   Attributes:
-    residual: what has not been sent yet, float32, each worker its own.
-    nonfinite: rounds after which a residual was not finite, int32 scalar, each
-      worker its own.
+    residual: what has not been sent yet.
+    nonfinite: rounds after which it was not finite.
   """
 
   residual: PyTree
@@ -194,12 +169,11 @@ class ErrorFeedback(Feedback):
   [0.5, 1.5]
 
   References:
-    Seide et al., 1-Bit SGD (Interspeech 2014): the idea.  Karimireddy et al.,
-    Error Feedback Fixes SignSGD (arXiv 1901.09847), algorithm 2.  Departure:
-    the gradient is not multiplied by the learning rate before it is
-    compressed, so a residual is in units of gradients; under a rate that
-    changes, that is another algorithm.  Sarfi et al., SparseLoCo (arXiv
-    2508.15706), algorithm 1: the decay.
+    Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847),
+    algorithm 2, after Seide et al., 1-Bit SGD (Interspeech 2014).  Departure:
+    the gradient is not multiplied by the learning rate before it is compressed;
+    under a rate that changes, that is another algorithm.  Sarfi et al.,
+    SparseLoCo (arXiv 2508.15706), algorithm 1: the decay.
   """
 
   decay: float = 1.0
@@ -257,10 +231,9 @@ class EF21State(NamedTuple):
   """State of `EF21`.
 
   Attributes:
-    own: what the others know of this worker, float32, each worker its own.
-    mean: the mean of all workers' `own`, float32, equal on all workers.
-    nonfinite: rounds in which something was not finite, int32 scalar, each
-      worker its own.
+    own: what the others know of this worker.
+    mean: the mean of all workers' `own`, equal on all workers.
+    nonfinite: rounds in which something was not finite.
   """
 
   own: PyTree
@@ -280,11 +253,8 @@ class EF21(Feedback):
             h \leftarrow h + \tfrac1N \sum_i s_i, \qquad \text{output } h
 
   What comes out is an estimate of the mean that gets better while the
-  gradients change little: it needs no bound on them, as `ErrorFeedback` does,
-  and holds no sum of the past.
-
-  An entry whose mean is not finite changes nothing on any worker, and so does
-  not stay: :math:`h` remains the mean of the :math:`h_i`.
+  gradients change little.  An entry whose mean is not finite changes nothing on
+  any worker: :math:`h` remains the mean of the :math:`h_i`.
 
   References:
     Richtarik et al., EF21: A New, Simpler, Theoretically Better, and

@@ -49,13 +49,7 @@ class MajorityVote(_reducer.Reducer):
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns no state; refuses leaves that are not of floats."""
     del axis
-    for path, x in jax.tree_util.tree_leaves_with_path(like):
-      if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-          "`like` must hold floats only, got "
-          f"{x.dtype} at `{jax.tree_util.keystr(path)}`. `PerLeaf` reduces "
-          "some leaves in another way."
-        )
+    _reducer.check_floats(like)
     return ()
 
   def reduce(

@@ -17,10 +17,9 @@ class MomentumCorrectionState(NamedTuple):
   """State of `MomentumCorrection`.
 
   Attributes:
-    momentum: u, float32, each worker its own.
-    residual: v, what has not been sent yet, float32, each worker its own.
-    nonfinite: rounds after which one of them was not finite, int32 scalar,
-      each worker its own.
+    momentum: u.
+    residual: v, what has not been sent yet.
+    nonfinite: rounds after which one of them was not finite.
   """
 
   momentum: PyTree
@@ -42,17 +41,14 @@ class MomentumCorrection(_feedback.Feedback):
 
   and with Nesterov's momentum :math:`u_i \leftarrow m (u_i + x_i)` and
   :math:`p_i = v_i + u_i + x_i`.  The momentum is the workers' own: the
-  optimizer behind it has none.
-
-  Of a leaf that was sent whole nothing is late: it keeps its momentum, and
+  optimizer behind it has none.  A leaf that was sent whole keeps its momentum:
   this is momentum SGD.
 
   Attributes:
     momentum: m in [0, 1]; the paper's 0.9.
     nesterov: whether it is Nesterov's.
-    mask: whether the momentum of what was sent is forgotten (the paper's
-      momentum factor masking), so that it is not carried on twice in a
-      direction that is old.
+    mask: whether the momentum of what was sent is set to zero, the paper's
+      momentum factor masking.
 
   Raises:
     ValueError: when `momentum` is out of its range.
@@ -143,9 +139,8 @@ class SmoothingState(NamedTuple):
   """State of `Smoothing`.
 
   Attributes:
-    momentum: m, float32, each worker its own.
-    nonfinite: rounds after which it was not finite, int32 scalar, each worker
-      its own.
+    momentum: m.
+    nonfinite: rounds after which it was not finite.
   """
 
   momentum: PyTree

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jdist import collectives
+from jdist import checks, collectives
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -47,10 +47,8 @@ class Rule:
       )
     for name in ("min_size", "min_ndim", "max_ndim"):
       value = getattr(self, name)
-      if name == "max_ndim" and value is None:
-        continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"`{name}` must be an int >= 0, got {value!r}.")
+      if value is not None or name != "max_ndim":
+        checks.check_int(name, value, 0)
 
   def matches(self, path: str, leaf: Any) -> bool:
     """Returns whether a leaf is one of them."""

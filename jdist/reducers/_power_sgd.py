@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives, states
+from jdist import checks, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -54,18 +54,14 @@ class PowerSGD(_reducer.Reducer):
 
   **Factors in fewer bits** (ours): with `factors=compressed(codecs.Quantize(8),
   owner_feedback="own_share")` both means go through that reducer, a quarter of
-  the bytes, or four times the rank for the same.  The law holds whatever it
-  does to P, since only the span of :math:`\hat P` matters, which is the same
-  everywhere, and for :math:`Q_i` because its own share is what counts:
-  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.  A
-  reducer that forgets a part of Q's mean (`owner_feedback=False`) loses it.
+  the bytes.  The law holds whatever it does to P, of which only the span
+  matters, and for :math:`Q_i` by its own share:
+  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.
 
-  Memory of the state is m r float32 for each matrix.  The result is the same
-  to the bit where all workers have the same kind of device: each of them
-  orthogonalizes for itself.  A NaN or an infinity at one worker makes the mean
-  of its leaf NaN on all, and with `factors` that of leaves whose factors share
-  a block with it; Q then stays as it was, and no other worker's share holds
-  anything of these leaves.
+  The result is the same to the bit where all workers have the same kind of
+  device: each orthogonalizes for itself.  A NaN or an infinity at one worker
+  makes the mean of its leaf NaN on all, and with `factors` that of leaves whose
+  factors share a block with it; Q then stays as it was.
 
   Args:
     rank: r, 1 or more; 2 by default, which the paper uses for ResNet-18 on
@@ -98,22 +94,15 @@ class PowerSGD(_reducer.Reducer):
   factors: _reducer.Reducer | None = None
 
   def __post_init__(self) -> None:
-    if not isinstance(self.rank, int) or self.rank < 1:
-      raise ValueError(
-        f"`rank` must be a Python int of at least 1, got {self.rank!r}."
-      )
-    if isinstance(self.seed, bool) or not (
-      isinstance(self.seed, int) and self.seed >= 0
-    ):
-      raise ValueError(f"`seed` must be an int >= 0, got {self.seed!r}.")
-    if self.factors is not None and not isinstance(
-      self.factors, _reducer.Reducer
-    ):
-      raise ValueError(
-        "`factors` must be None or a reducer, for instance "
-        "`compressed(codecs.Quantize(8), owner_feedback='own_share')`, got "
-        f"{self.factors!r}."
-      )
+    checks.check_structural("rank", self.rank, minimum=1)
+    checks.check_structural("seed", self.seed, minimum=0)
+    checks.check_type(
+      "factors",
+      self.factors,
+      _reducer.Reducer | None,
+      "None or a reducer, for instance `compressed(codecs.Quantize(8), "
+      "owner_feedback='own_share')`",
+    )
 
   @property
   def averages(self) -> bool:
@@ -122,13 +111,7 @@ class PowerSGD(_reducer.Reducer):
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns random directions for each matrix, the same on all workers."""
-    for path, x in jax.tree_util.tree_leaves_with_path(like):
-      if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-          "`like` must hold floats only, got "
-          f"{x.dtype} at `{jax.tree_util.keystr(path)}`. `PerLeaf` reduces "
-          "some leaves in another way."
-        )
+    _reducer.check_floats(like)
     likes = jax.tree.leaves(like)
     if self.factors is not None:
       for sent in self._messages(likes):
@@ -275,22 +258,14 @@ def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
   .. math::
     G = P^\top P + \epsilon I = L L^\top, \quad P \leftarrow P L^{-\top}
 
-  Its work is products of tall matrices, and what is done one column after
-  another is done on r x r matrices, for all of them in one batch.  LAPACK's
-  Householder is a call for each matrix, and from rank 6 or so on one with
-  threads, which block each other where devices share a busy CPU.
-
-  The columns are orthonormal to about 1e-5 up to a condition of 1e3, whatever
-  their scales.  A direction that float32 can hardly tell from the others comes
-  out with a length below 1: as a projection this takes less, and never too
-  much.  A column of zeros becomes a unit vector.  A NaN or an infinity makes
-  its matrix NaN.
+  All matrices go in one batch; LAPACK's Householder is a call for each, with
+  threads that block each other where devices share a busy CPU.  The columns are
+  orthonormal to about 1e-5 up to a condition of 1e3.  A direction that float32
+  can hardly tell from the others comes out shorter than 1, a column of zeros as
+  a unit vector.  A NaN or an infinity makes its matrix NaN.
 
   Args:
     matrices: float32 [n, r] with n >= r, the same r for all.
-
-  Returns:
-    As many, of the same shapes.
 
   Reference: Yamamoto et al. 2015 (CholeskyQR2) and Fukaya et al. 2020 (the
   shift), doi 10.1553/etna_vol44s306 and 10.1137/18M1218212.

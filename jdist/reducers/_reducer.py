@@ -112,11 +112,6 @@ class Reducer(abc.ABC):
   ) -> tuple[PyTree, PyTree]:
     """Empties the owners' residuals; a collective operation.
 
-    Args:
-      state: this worker's.
-      like: the tree that is reduced, arrays or `jax.ShapeDtypeStruct`.
-      axis: the workers' axis.
-
     Returns:
       The owners' residuals e as one tree, float32 in units of the mean, equal
       on all workers; and the state without them.
@@ -194,14 +189,19 @@ def check_reducer(name: str, value: Any) -> None:
     )
 
 
-def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
-  """Makes the error of `check_shards` and `check_chunks`.
+def check_floats(like: PyTree) -> None:
+  """Raises a ValueError that names the first leaf that is not of floats."""
+  for path, x in jax.tree_util.tree_leaves_with_path(like):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(
+        f"`like` must hold floats only, got {x.dtype} at "
+        f"`{jax.tree_util.keystr(path)}`. `PerLeaf` reduces some leaves in "
+        "another way."
+      )
 
-  Args:
-    reducer: what is refused.
-    to: `"shards"` or `"chunks"`.
-    reason: a sentence about the reducer.
-  """
+
+def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
+  """Makes the error of `check_shards` and `check_chunks`."""
   return ValueError(
     f"`reducer` must be one for {to} of leaves, got {reducer}: {reason} Take "
     "`compressed(codec)`, or reduce whole leaves at once."

@@ -36,8 +36,7 @@ class Scheduled(_reducer.Reducer):
   Shapes are static, so the phases are branches of a conditional, and nothing
   hides their communication.  A reducer's state (an owner's residual, a low
   rank) begins anew with its phase, and the owners' residuals of the phase
-  before stay in the state until `drain` flushes them; a *feedback* goes on:
-  `owner_feedback="own_share"` leaves the owners' residuals to it.
+  before stay in the state until `drain` flushes them.  A feedback goes on.
 
   Attributes:
     phases: pairs of the first step after the phase, rising, and the reducer.
@@ -155,12 +154,6 @@ def warm_up(
     final_ratio: the part that is sent after the last phase, in (0, 1].
     ratios: the parts that are sent before, those above `final_ratio`; by
       default the paper's 25, 6.25, 1.5625 and 0.4 %.
-
-  Returns:
-    The reducer.
-
-  Raises:
-    ValueError: when an argument is out of its range.
 
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.3 and

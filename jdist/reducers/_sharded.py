@@ -36,15 +36,11 @@ class _Group(NamedTuple):
 class Sharded(_reducer.Reducer):
   """Reduces the shards of a worker that is itself sharded, each by itself.
 
-  A worker may be spread over the mesh's axes beside the workers'.  Every device
-  then reduces its part of each leaf with those devices of the other workers
-  that hold the same part: blocks, scales and largest entries are of a shard,
-  and nothing is sent between the devices of a worker.  Without it a compiler
-  puts leaves together before a codec sees them.
-
-  Every shard has a state and random numbers of its own.  Leaves that are not
-  split are reduced by each device alike; those that are split over different
-  axes, by calls of their own.
+  Every device reduces its part of each leaf with those devices of the other
+  workers that hold the same part: blocks, scales and largest entries are of a
+  shard, and nothing is sent between the devices of a worker.  Every shard has a
+  state and random numbers of its own.  Leaves that are not split are reduced by
+  each device alike; those split over different axes, by calls of their own.
 
   The state is a dict: under `"shards:"` and the names of the axes arrays
   `[shards, ...]`, split over these axes; under `"shards:"` alone that of the

@@ -44,9 +44,6 @@ class ShardedFeedback(_feedback.Feedback):
     feedback: on each shard; its state is a NamedTuple of trees like the
       parameters and of `nonfinite`.
     shards: how the parameters are split.
-
-  Raises:
-    ValueError: at `init`, for a feedback with another state.
   """
 
   feedback: _feedback.Feedback
