@@ -110,10 +110,7 @@ def check_int(
   maximum: int | None = None,
   remedy: str = "",
 ) -> int:
-  """Returns an integer, also NumPy's, as a Python int.
-
-  Raises:
-    ValueError: unless it is in its range.
+  """Returns an integer in its range, also NumPy's, as a Python int.
 
   >>> check_int("rank", np.int64(2), 1)
   2
@@ -203,10 +200,7 @@ def check_number(
   high: float = float("inf"),
   open_low: bool = False,
 ) -> float:
-  """Returns a finite number as a Python float; text and bools are none.
-
-  Raises:
-    ValueError: unless it lies in [low, high] or (low, high].
+  """Returns a finite number in [low, high] or (low, high] as a Python float.
 
   >>> check_number("mixup", np.float32(0.5))
   0.5
@@ -271,11 +265,8 @@ def check_shapes(
 ) -> None:
   """Raises a ValueError that names the first leaf of another shape.
 
-  Args:
-    rule: the error's first words, up to "but".
-    remedy: its last sentence.
-    leaves: by name.
-    wanted: the shape of each leaf, by name.
+  The `rule` is the error's first words, up to "but", and the `remedy` its last
+  sentence; leaves and the wanted shapes come by name.
   """
   for name, shape in wanted.items():
     if name not in leaves:

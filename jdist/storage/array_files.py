@@ -44,10 +44,7 @@ class _Manifest(NamedTuple):
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns a directory as a path.
-
-  Raises:
-    ValueError: when it is no path, or a file.
+  """Returns a directory as a path; raises a ValueError for a file.
 
   >>> folder("predictors").name
   'predictors'
@@ -79,14 +76,13 @@ def save_arrays(
   Args:
     directory: used for nothing else; if it is missing it appears at the end,
       in one move.
-    tree: arrays; `checks.named_leaves` gives their names.
+    tree: arrays, named by their paths.
     body: anything that JSON can hold; its `"what"` says what the arrays are,
       its `"about"` is the user's.
 
   Raises:
-    ValueError: when JSON cannot hold `about`, an array is of a type that .npy
-      files do not have, or the directory holds something else; nothing is
-      written then.
+    ValueError: when JSON or .npy files cannot hold the arguments, or the
+      directory holds something else; nothing is written then.
   """
   try:
     json.dumps(body.get("about"))
@@ -151,10 +147,7 @@ def _fill(
 def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
   """Raises a ValueError unless a directory is free for `what`, or holds it.
 
-  Before a long training it is called by itself, and not only by the save.
-
-  Returns:
-    The names of files that earlier saves have left there.
+  Returns the names of files that earlier saves have left there.
   """
   target = folder(directory)
   rule = f"`directory` must be for {what} alone, but {target}"
@@ -208,8 +201,7 @@ def load_arrays(
 
   Raises:
     FileNotFoundError: when there is no manifest.
-    ValueError: when a file has changed or is missing, or the arrays are
-      something else than `what`.
+    ValueError: when a file has changed or the arrays are not `what`.
   """
   target = folder(directory)
   try:
@@ -235,11 +227,7 @@ def load_arrays(
 
 
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-  """Returns loaded arrays as a tree like another.
-
-  Raises:
-    ValueError: when a leaf is missing, or of another shape or type.
-  """
+  """Returns loaded arrays as a tree of the shapes and types of another."""
   leaves = []
   for name, leaf in checks.named_leaves(like).items():
     array = arrays.get(name)

@@ -26,12 +26,7 @@ def hash_files(folder: pathlib.Path) -> dict[str, str]:
 
 
 def check_files(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
-  """Raises a DamagedError unless files are as they were written.
-
-  Args:
-    folder: the directory of the files.
-    expected: the hash of each file, by its name.
-  """
+  """Raises a DamagedError unless files have the hashes expected by name."""
   for name, digest in expected.items():
     path = folder / name
     if not path.is_file():
