@@ -49,16 +49,9 @@ class AlexNet(nnx.Module):
   features and pooling by 2; 6,080,394 parameters for CIFAR-10.
 
   Args:
-    input_shape: (height, width, channels); at least 63x63, and 8x8 in the
-      form for small images.
-    num_classes: number of logits.
     form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
     hidden_sizes: units of the hidden dense layers; default (4096, 4096), and
       (512, 512) in the form for small images.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   References:
     Krizhevsky, "One weird trick for parallelizing convolutional neural

@@ -165,7 +165,12 @@ def build(
     factory(shape, num_classes, rngs=rngs, **options)
   )
   check = _check_tokens if is_text else _check_images
-  apply = _checked(model.apply, functools.partial(check, name, shape))
+
+  @functools.wraps(model.apply)
+  def apply(params: Any, state: Any, inputs: jax.Array, **options: Any) -> Any:
+    check(name, shape, inputs)
+    return model.apply(params, state, inputs, **options)
+
   params, state = model.params, model.state
   if abstract:
     # What has few numbers, as normalizations do, is there all the same.
@@ -203,21 +208,6 @@ def _check_input_shape(
     )
     raise ValueError(f"`input_shape` must be {wanted}, got {input_shape}.")
   return shape
-
-
-def _checked(
-  apply: Callable[..., Any], check: Callable[[jax.Array], None]
-) -> Callable[..., Any]:
-  """Returns a model's function that checks its inputs first."""
-
-  @functools.wraps(apply)
-  def checked_apply(
-    params: Any, state: Any, inputs: jax.Array, **options: Any
-  ) -> Any:
-    check(inputs)
-    return apply(params, state, inputs, **options)
-
-  return checked_apply
 
 
 def _check_images(

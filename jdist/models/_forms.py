@@ -12,11 +12,7 @@ _LARGEST_SMALL_IMAGE = 64
 
 
 def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
-  """Returns the form, by the size of the images where none is given.
-
-  >>> choose_form(None, (32, 32, 3)), choose_form(None, (224, 224, 3))
-  ('cifar', 'imagenet')
-  """
+  """Returns the form, by the size of the images where none is given."""
   if form is None:
     small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
     return "cifar" if small else "imagenet"

@@ -128,11 +128,9 @@ def _paths(variables: Any) -> tuple[_Path, ...]:
 
 
 def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
-  """Returns the values at `paths` as a nested dict.
+  """Returns the values at `paths` as a nested dict, with text as keys.
 
-  The positions in lists of layers become text, as JAX cannot sort keys of
-  both kinds in one dict. Variables that came up during the call, such as
-  recorded intermediates, are left out.
+  What came up during the call, such as recorded intermediates, is left out.
   """
   flat = nnx.to_flat_state(variables)
   values = dict(zip(flat.paths, flat.leaves, strict=True))

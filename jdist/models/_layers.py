@@ -130,16 +130,10 @@ def add_head(
   first: int,
   rngs: Keys,
 ) -> tuple[str, ...]:
-  """Gives a module dense layers with rectifiers between them.
+  """Gives a module dense layers with rectifiers between them; see `apply_head`.
 
   They are called dense<number>, counted from `first`, with digits enough that
-  the names sort in the order of the layers.
-
-  Returns:
-    The names, for `apply_head`.
-
-  Raises:
-    ValueError: if a size is below 1.
+  the names, which it returns, sort in the order of the layers.
   """
   if any(size < 1 for size in hidden_sizes):
     raise ValueError(

@@ -13,14 +13,6 @@ class LeNet(nnx.Module):
   61,706 parameters for gray images and ten classes. Images smaller than
   32x32 are put in the middle of one, as LeCun et al. did with MNIST.
 
-  Args:
-    input_shape: (height, width, channels), at most 32x32.
-    num_classes: number of logits.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if the images are larger than 32x32.
-
   References:
     LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to
     document recognition", 1998, section II.B. Departures, which are usual
@@ -66,14 +58,6 @@ class CNN(nnx.Module):
 
   Widths 32, 64 and 128, without normalization; 113,738 parameters for
   CIFAR-10. Made for runs of minutes on a CPU; no published network.
-
-  Args:
-    input_shape: (height, width, channels), at least 8x8.
-    num_classes: number of logits.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if the images are smaller than 8x8.
   """
 
   def __init__(

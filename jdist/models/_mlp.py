@@ -13,14 +13,8 @@ class MLP(nnx.Module):
   """Fully connected layers with rectifiers between them.
 
   Args:
-    input_shape: of one image; it is flattened.
-    num_classes: number of logits.
     hidden_sizes: units of each hidden layer; default one layer of 128. Empty
       makes the model linear.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if a size is below 1.
   """
 
   def __init__(

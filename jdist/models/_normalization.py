@@ -22,7 +22,27 @@ def check_norm(norm: str) -> None:
   checks.check_choice("norm", norm, get_args(Norm))
 
 
-class BatchNorm(nnx.Module):
+class _Normalization(nnx.Module):
+  """Scale and shift of each channel, behind a normalization."""
+
+  def __init__(self, num_features: int, epsilon: float):
+    # By NumPy, as JAX would compile a program for each.
+    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
+    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    self.epsilon = epsilon
+
+  def _normalize(
+    self, wide: jax.Array, mean: jax.Array, var: jax.Array, x: jax.Array
+  ) -> jax.Array:
+    """Normalizes x, given in float32 too, and returns to the network's type."""
+    y = ((wide - mean) * jax.lax.rsqrt(var + self.epsilon)).reshape(x.shape)
+    scale, bias = self.scale[...], self.bias[...]
+    y = y * _as_rank(scale.astype(jnp.float32), y.ndim)
+    y = y + _as_rank(bias.astype(jnp.float32), y.ndim)
+    return y.astype(jnp.promote_types(x.dtype, scale.dtype))
+
+
+class BatchNorm(_Normalization):
   """Normalizes each channel over the batch, leaving padding out.
 
     y = scale * (x - mean) / sqrt(var + epsilon) + bias
@@ -52,29 +72,17 @@ class BatchNorm(nnx.Module):
   def __init__(
     self, num_features: int, *, momentum: float = 0.9, epsilon: float = 1e-5
   ):
-    # By NumPy, as JAX would compile a program for each.
-    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
-    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    super().__init__(num_features, epsilon)
     self.mean = nnx.BatchStat(jnp.asarray(np.zeros(num_features, np.float32)))
     self.var = nnx.BatchStat(jnp.asarray(np.ones(num_features, np.float32)))
     self.momentum = momentum
-    self.epsilon = epsilon
     # The name that `nnx.Module.train` and `eval` set.
     self.use_running_average = False
 
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Normalizes.
-
-    Args:
-      x: [batch, ..., channels].
-      mask: [batch], nonzero for samples, zero for padding; default: no
-        padding.
-
-    Returns:
-      The same shape, in the type that `x` and the parameters promote to.
-    """
+    """Normalizes x [batch, ..., channels], where `mask` [batch] is not 0."""
     wide = x.astype(jnp.float32)
     if self.use_running_average:
       mean = self.mean[...].astype(jnp.float32)
@@ -82,8 +90,7 @@ class BatchNorm(nnx.Module):
     else:
       mean, var = self._batch_statistics(wide, mask)
     mean, var = _as_rank(mean, x.ndim), _as_rank(var, x.ndim)
-    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
-    return _scale(y, self.scale[...], self.bias[...], x.dtype)
+    return self._normalize(wide, mean, var, x)
 
   def _batch_statistics(
     self, x: jax.Array, mask: jax.Array | None
@@ -109,7 +116,7 @@ class BatchNorm(nnx.Module):
     return mean, var
 
 
-class GroupNorm(nnx.Module):
+class GroupNorm(_Normalization):
   """Normalizes groups of channels within each sample.
 
   It has no state, and no statistics of the batch for skewed labels to disturb.
@@ -134,10 +141,8 @@ class GroupNorm(nnx.Module):
         f"`num_groups` must divide the {num_features} channels, got "
         f"{num_groups}."
       )
-    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
-    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
+    super().__init__(num_features, epsilon)
     self.num_groups = num_groups
-    self.epsilon = epsilon
 
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
@@ -150,11 +155,10 @@ class GroupNorm(nnx.Module):
     )
     mean = jnp.mean(wide, (1, 3), keepdims=True)
     var = jnp.var(wide, (1, 3), keepdims=True)
-    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
-    return _scale(y.reshape(x.shape), self.scale[...], self.bias[...], x.dtype)
+    return self._normalize(wide, mean, var, x)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(_Normalization):
   """Normalizes the last axis, each position of each sample by itself.
 
   Args:
@@ -166,17 +170,14 @@ class LayerNorm(nnx.Module):
   """
 
   def __init__(self, num_features: int, *, epsilon: float = 1e-5):
-    self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
-    self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
-    self.epsilon = epsilon
+    super().__init__(num_features, epsilon)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes x [..., num_features]."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, -1, keepdims=True)
     var = jnp.var(wide, -1, keepdims=True)
-    y = (wide - mean) * jax.lax.rsqrt(var + self.epsilon)
-    return _scale(y, self.scale[...], self.bias[...], x.dtype)
+    return self._normalize(wide, mean, var, x)
 
 
 def make_norm(
@@ -191,13 +192,3 @@ def make_norm(
 def _as_rank(channels: jax.Array, ndim: int) -> jax.Array:
   """Reshapes [channels] to [1, ..., 1, channels]."""
   return channels.reshape((1,) * (ndim - 1) + channels.shape)
-
-
-def _scale(
-  y: jax.Array, scale: jax.Array, bias: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
-  """Scales and shifts float32, and returns to the type of the network."""
-  dtype = jnp.promote_types(dtype, scale.dtype)
-  y = y * _as_rank(scale.astype(jnp.float32), y.ndim)
-  y = y + _as_rank(bias.astype(jnp.float32), y.ndim)
-  return y.astype(dtype)

@@ -30,17 +30,6 @@ def convolve(
 
   For `nnx.Conv(conv_general_dilated=convolve)` without dilations or groups.
   The platform that it is compiled for decides, not that of the trace.
-
-  Args:
-    images: [batch, h, w, c].
-    kernel: [window h, window w, c, features].
-    strides: of the window.
-    padding: "SAME", "VALID" or pixels to add at both ends of h and w.
-    precision: of products, as JAX has it.
-    **rest: further arguments of `jax.lax.conv_general_dilated`.
-
-  Returns:
-    [batch, h', w', features].
   """
 
   def by_xla(images: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -98,16 +87,11 @@ def _multiply_patches(
 
 
 def halve(images: jax.Array, padding: str = "VALID") -> jax.Array:
-  """Takes the maximum of each window of 2x2 pixels.
+  """Takes the maximum of each window of 2x2 pixels, of images [batch, h, w, c].
 
   As `nnx.max_pool(images, (2, 2), strides=(2, 2))`, but equal maxima of a
   window share the gradient.  Behind a rectifier they are nearly always at 0,
   where it has none.
-
-  Args:
-    images: [batch, h, w, c].
-    padding: "VALID" drops the last row or column of an odd size, "SAME" gives
-      it a window of its own.
   """
   batch, height, width, channels = images.shape
   if height % 2 or width % 2:

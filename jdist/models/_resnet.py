@@ -35,9 +35,6 @@ class ResNet(nnx.Module):
   zero.
 
   Args:
-    input_shape: (height, width, channels), at least 32x32, and 8x8 in the
-      form for small images.
-    num_classes: number of logits.
     blocks_per_stage: of each of the four stages.
     bottleneck: whether a block is 1x1, 3x3 and 1x1 convolutions, the last
       with four times the features, or two of 3x3.
@@ -46,10 +43,6 @@ class ResNet(nnx.Module):
     num_groups: groups of "group"; default 8, and must divide `width`.
     width: features of the first stage; default 64.
     shortcut_size: window of the shortcuts' convolutions, odd; default 1.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   References:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
@@ -163,15 +156,9 @@ class CifarResNet(ResNet):
   CIFAR-10. Without normalization its blocks start as those of `ResNet`.
 
   Args:
-    input_shape: (height, width, channels), at least 4x4.
-    num_classes: number of logits.
     blocks_per_stage: n, >= 1.
     norm: "batch" (default), "group" (`num_groups` groups) or "none".
     num_groups: groups of "group"; default 8, and must divide 16.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   References:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",

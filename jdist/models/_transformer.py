@@ -23,8 +23,6 @@ class Transformer(nnx.Module):
   vocabulary of 50,257 and `tied` it has the 124,439,808 parameters of GPT-2.
 
   Args:
-    input_shape: (length,), the most tokens of one sample.
-    num_classes: size of the vocabulary.
     num_layers: default 4.
     width: size of the vectors, default 128.
     num_heads: of attention; default 4, and must divide `width`.
@@ -33,10 +31,6 @@ class Transformer(nnx.Module):
       no parameters and needs an even `width / num_heads`.
     tied: whether the logits use the vectors of the tokens, in place of a
       dense layer; default False.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   References:
     Radford et al., "Language models are unsupervised multitask learners",

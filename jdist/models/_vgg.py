@@ -32,9 +32,6 @@ class VGG(nnx.Module):
   where the eight are pooled; blocks of 3, 3 and 2 here are a reconstruction.
 
   Args:
-    input_shape: (height, width, channels); at least 32x32 in the ImageNet
-      form.
-    num_classes: number of logits.
     convs_per_block: convolutions of each block.
     form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
     hidden_sizes: units of the hidden dense layers; default by form.
@@ -42,10 +39,6 @@ class VGG(nnx.Module):
     num_groups: groups of "group"; default 8.
     width: features of the first block; default 64.
     max_growth: by how much a block is at most wider than the first; 8.
-    rngs: source of the initial values.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   References:
     Simonyan and Zisserman, "Very deep convolutional networks for large-scale
