@@ -28,9 +28,6 @@ def random_crop(padding: int = 4) -> Augment:
   Args:
     padding: pixels, >= 1; default 4, usual for images of 32x32.
 
-  Returns:
-    `augment(images, key) -> images`.
-
   Raises:
     ValueError: if `padding` is below 1.
 
@@ -66,9 +63,6 @@ def random_flip(probability: float = 0.5) -> Augment:
   Args:
     probability: of being mirrored, in [0, 1]; default 0.5.
 
-  Returns:
-    `augment(images, key) -> images`.
-
   Raises:
     ValueError: if `probability` is out of range.
 
@@ -92,9 +86,6 @@ def compose(*augments: Augment) -> Augment:
   Args:
     *augments: functions `(images, key) -> images`, of this file or your own;
       none leaves the images as they are.
-
-  Returns:
-    `augment(images, key) -> images`.
 
   >>> augment = compose(random_crop(4), random_flip())
   >>> images = jnp.zeros((8, 32, 32, 3), jnp.uint8)

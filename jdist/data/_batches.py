@@ -105,14 +105,10 @@ class Batches:
     )
 
   def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-    """Gives the batch of one step.
+    """Returns the batch of a step, for the w workers of `worker_ids`.
 
-    Args:
-      step: number of the step, >= 0.
-
-    Returns:
-      {"image": uint8 [w, batch_size, height, width, channels],
-       "label": int32 [w, batch_size]} for the w workers of `worker_ids`.
+    {"image": uint8 [w, batch_size, height, width, channels],
+     "label": int32 [w, batch_size]}
     """
     rows = self.indices(step)
     return {

@@ -32,6 +32,14 @@ class Source:
   size: int | None = None
 
 
+def _cifar(
+  num_classes: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Source:
+  name = f"cifar{num_classes}"
+  url = f"https://www.cs.toronto.edu/~kriz/cifar-{num_classes}-binary.tar.gz"
+  return Source(num_classes, name, url, mean=mean, std=std)
+
+
 def _imagenet_resized(size: int) -> Source:
   return Source(
     num_classes=1000,
@@ -63,19 +71,11 @@ SOURCES = {
       "train-labels-idx1-ubyte.gz"
     ),
   ),
-  "cifar10": Source(
-    num_classes=10,
-    tfds_name="cifar10",
-    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    mean=(125.3069, 122.9504, 113.8654),
-    std=(62.99322, 62.08871, 66.70490),
+  "cifar10": _cifar(
+    10, (125.3069, 122.9504, 113.8654), (62.99322, 62.08871, 66.70490)
   ),
-  "cifar100": Source(
-    num_classes=100,
-    tfds_name="cifar100",
-    url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-    mean=(129.3042, 124.0700, 112.4341),
-    std=(68.17024, 65.39181, 70.41837),
+  "cifar100": _cifar(
+    100, (129.3042, 124.0700, 112.4341), (68.17024, 65.39181, 70.41837)
   ),
   "imagenette": Source(
     num_classes=10,
@@ -94,11 +94,7 @@ NAMES = tuple(SOURCES)
 
 
 def find(name: str) -> Source:
-  """Returns the entry of a set.
-
-  Raises:
-    ValueError: if there is no such set.
-  """
+  """Returns the entry of a set; a ValueError if there is none."""
   if name not in NAMES:
     raise ValueError(
       f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For data of "

@@ -110,13 +110,8 @@ def _read_cached(
   """Reads a set from the decoded copy, which is made where it is missing."""
   prepared = _prepared(name, download)
   path = _cache_path(name, prepared, split)
-  try:
-    with open(path, "rb") as file, np.load(file) as arrays:
-      return arrays["images"], arrays["labels"]
-  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-    # Not there yet, cut short or damaged, which the file's checksums show: its
-    # source is still there.
-    pass
+  if (found := _read(path, "images", "labels")) is not None:
+    return found
   source = _catalog.find(name)
   images, labels = _records.decode(
     prepared, source.test_split if split == "test" else split, source.size
@@ -128,14 +123,23 @@ def _read_cached(
 def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """Returns mean and deviation of the train split, measured if missing."""
   path = _cache_path(name, _prepared(name), "statistics")
+  found = _read(path, "mean", "std")
+  if found is None:
+    images, _ = _read_cached(name, "train", download=False)
+    found = _records.measure(images)
+    _write(path, mean=found[0], std=found[1])
+  return tuple(found[0].tolist()), tuple(found[1].tolist())
+
+
+def _read(
+  path: pathlib.Path, one: str, other: str
+) -> tuple[np.ndarray, np.ndarray] | None:
+  """Returns two arrays of the cache; None where it is missing or damaged."""
   try:
     with open(path, "rb") as file, np.load(file) as arrays:
-      mean, std = arrays["mean"], arrays["std"]
+      return arrays[one], arrays[other]
   except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-    images, _ = _read_cached(name, "train", download=False)
-    mean, std = _records.measure(images)
-    _write(path, mean=mean, std=std)
-  return tuple(mean.tolist()), tuple(std.tolist())
+    return None
 
 
 def _prepared(name: str, download: bool = False) -> pathlib.Path:

@@ -19,12 +19,10 @@ def tfds_dir() -> pathlib.Path:
 
 
 def find_prepared(name: str) -> pathlib.Path | None:
-  """Finds the newest array_record copy of a set, looking only at the disk.
+  """Finds the newest array_record copy of a set by TensorFlow Datasets' name.
 
-  The name is that of TensorFlow Datasets, with the configuration.
-
-  TensorFlow Datasets itself would try to download what it does not find, for
-  minutes where there is no network.
+  Looks only at the disk, where TensorFlow Datasets itself would try to
+  download what it does not find, for minutes where there is no network.
   """
   found = []
   for info in (tfds_dir() / name).glob("*/dataset_info.json"):

@@ -14,19 +14,10 @@ _CHUNK = 1000
 def decode(
   prepared: pathlib.Path, split: str, size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Decodes all records of a split, in their order.
+  """Decodes all records of a split to uint8 pixels and int32 labels, in order.
 
-  Args:
-    prepared: folder of the prepared set.
-    split: as TensorFlow Datasets calls it.
-    size: of the square images to give, for sets whose images have different
-      sizes: scaled until the shorter side is as long, then the middle.
-
-  Returns:
-    Pixels uint8 [n, height, width, channels] and labels int32 [n].
-
-  Raises:
-    ImportError: if what reads it is not installed; says what to install.
+  Images of different sizes are scaled until the shorter side is `size`, of
+  which the middle is taken.
   """
   tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
   pil = _optional.import_optional("PIL.Image", "pillow")

@@ -53,18 +53,16 @@ class _Order:
 class SampleStream:
   """An endless stream of samples, of any count at a time.
 
-  Where workers take batches of different sizes, and at different times, there
-  are no steps to count: what a worker gets is a function of the seed, the
-  worker, its position in the stream and the count.  An epoch is as many samples
-  as the data set has.
+  For workers that take batches of different sizes at different times: what a
+  worker gets depends on the seed, the worker, its position in the stream and
+  the count.  An epoch is as many samples as the data set has.
 
   Args:
     dataset: the samples.
     num_workers: workers of the whole run, from 1 to the number of samples.
     seed: integer >= 0.
-    owned: whether each worker has a part of its own, through which it goes
-      again and again; if not, all share one stream, a fresh permutation of the
-      data for each epoch, and whoever comes next takes the next samples.
+    owned: whether each worker goes again and again through a part of its own;
+      if not, all share one stream, a fresh permutation for each epoch.
     alpha: label skew of owned parts, > 0; even parts if None. With a number
       parts are owned.
 
