@@ -55,7 +55,6 @@ from jdist.prediction.mp2._collector import choose_steps as choose_steps
 from jdist.prediction.mp2._collector import Collector as Collector
 from jdist.prediction.mp2._cut import Cut as Cut
 from jdist.prediction.mp2._cut import cut as cut
-from jdist.prediction.mp2._evaluate import assemble as assemble
 from jdist.prediction.mp2._evaluate import (
   evaluate_predictor as evaluate_predictor,
 )
@@ -87,9 +86,6 @@ from jdist.prediction.mp2._saved_predictor import (
   save_predictor as save_predictor,
 )
 from jdist.prediction.nowcast._fit import (
-  fit_nowcaster as fit_nowcaster,
-)
-from jdist.prediction.nowcast._fit import (
   fit_nowcasters as fit_nowcasters,
 )
 from jdist.prediction.nowcast._fit import Fitted as Fitted
@@ -100,15 +96,10 @@ from jdist.prediction.nowcast._fit import NowcastFit as NowcastFit
 from jdist.prediction.nowcast._fit import (
   save_nowcasters as save_nowcasters,
 )
-from jdist.prediction.nowcast._model import init_nowcaster as init_nowcaster
 from jdist.prediction.nowcast._model import (
   init_nowcasters as init_nowcasters,
 )
-from jdist.prediction.nowcast._model import kind_of as kind_of
 from jdist.prediction.nowcast._model import nowcast as nowcast
-from jdist.prediction.nowcast._model import (
-  nowcast_entries as nowcast_entries,
-)
 from jdist.prediction.nowcast._tracks import load_tracks as load_tracks
 from jdist.prediction.nowcast._tracks import save_tracks as save_tracks
 from jdist.prediction.nowcast._tracks import Tracker as Tracker

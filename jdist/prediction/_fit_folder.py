@@ -26,9 +26,6 @@ class FitFolder:
       what: the kind of training, for errors.
       settings: anything that JSON can hold.
       data: arrays by the names of their arguments; of a list all together.
-
-    Raises:
-      ValueError: when the directory holds something else.
     """
     self._directory = directory
     self._body: dict[str, Any] = {"what": what, "fit": dict(settings)}
@@ -48,13 +45,8 @@ class FitFolder:
   ) -> tuple[PyTree, dict[str, Any]] | None:
     """Returns the state and the numbers of the last `save`, or None.
 
-    Args:
-      like: a state of the same shapes.
-      free: a setting that may differ.
-      check: raises an error for numbers that do not fit.
-
-    Raises:
-      ValueError: when it is of a training with other settings or data.
+    Refuses those of other settings, but for `free`, and of other data; `check`
+    raises an error for numbers that do not fit.
     """
     if self._directory is None or not array_files.is_there(self._directory):
       return None

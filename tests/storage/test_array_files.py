@@ -36,7 +36,7 @@ def never(*args, **kwargs):
     save_predictor,
     lambda folder: prediction.save_tracks(folder, RUNS),
     lambda folder: fit_predictor(FIT, directory=folder),
-    lambda folder: prediction.fit_nowcaster(
+    lambda folder: _fit.fit_nowcaster(
       [RUNS[0]["bias"]],
       [RUNS[0]["bias"]],
       prediction.NowcastFit(horizon=1),

@@ -34,10 +34,6 @@ def choose_steps(
     The numbers of the steps, counted from 1 as `TrainState.step` is after an
     update, in their order.
 
-  Raises:
-    ValueError: if an argument is out of range, or there are fewer steps in an
-      epoch than are to be taken.
-
   References:
     MP², model parameter prediction: 15 random iterations of the 50 of every
     epoch.  Reconstruction: the same number in each, without repetition.
@@ -69,12 +65,9 @@ class Collector:
   """Saves the averaged parameters of a run at random steps.
 
   Pass it to `Trainer.fit` as `evaluate`, with `evaluate_every=1`: at most steps
-  it only reads the step's number.  Each sample is cut at every depth that is
-  asked for, one file each.
-
-  A run that resumes from its checkpoint resumes its data set: a step that comes
-  again with the same bits is left as it is; with others its sample is replaced,
-  and those after it, which are of another run, are dropped.
+  it only reads the step's number.  A run that resumes from its checkpoint
+  resumes its data set: a step that comes again with the same bits is left as it
+  is; with others its sample is replaced, and those after it are dropped.
 
   >>> import tempfile, optax
   >>> from jdist import models, prediction
@@ -113,17 +106,14 @@ class Collector:
       directory: of the data set; on several processes the first one writes.
       workers: the run's workers.
       cuts: cuts of the network, one at least, of different depths.
-      steps: steps to sample, increasing, from `choose_steps`.  `Trainer.fit`
-        calls after each, from 1 on; 0 is for a loop of your own, which calls
-        before the first.
+      steps: steps to sample, increasing, from `choose_steps`; 0 is for a loop
+        of your own, which calls before its first step.
       rears: also saves the parameters behind each cut; default False.
       params_of: gives the parameters to save from one worker's state; by
         default the mean over the workers.  For a method with an anchor give
         `lambda state: jdist.anchor(state.opt_state, state.params)`.
-      metadata: anything that JSON can hold, saved with the set: the run's
-        seed and options.  A set with other metadata is refused.
-      on_sample: called with (samples done, samples planned) after each, for
-        instance to show progress.
+      metadata: anything that JSON can hold, saved with the set.
+      on_sample: called with (samples done, samples planned) after each.
 
     Raises:
       ValueError: if an argument is out of range, the cuts are of two networks,
@@ -181,13 +171,7 @@ class Collector:
     return 0 if self._files is None else len(self._files.rows)
 
   def __call__(self, state: training.TrainState) -> dict[str, float]:
-    """Saves a sample if the state's step was chosen.
-
-    Args:
-      state: arrays `[workers, ...]`.
-
-    Returns:
-      `samples`, their number so far, on the first process.
+    """Saves a sample if the state's step was chosen; returns their number.
 
     Raises:
       ValueError: when a step was missed that should have been sampled.

@@ -32,8 +32,8 @@ def _leaves(layers: Layers) -> list[_network.Leaf]:
 class Cut:
   """A network cut in two; made by `cut` or `published_cut`.
 
-  Hashable, printable and made without values, so it may be a static argument
-  of a compiled function, a key, or part of a file.
+  Hashable and made without values: it may be a static argument of a compiled
+  function.
 
   Attributes:
     model: the network's name, for messages.
@@ -106,13 +106,7 @@ class Cut:
     )
 
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits one worker's parameters in two.
-
-    Args:
-      tree: nested dict of arrays, the whole network's.
-
-    Returns:
-      Front and rear, nested dicts with their own leaves only.
+    """Splits one worker's parameters into front and rear.
 
     Raises:
       ValueError: when the tree is not of this network, naming the first leaf
@@ -122,11 +116,7 @@ class Cut:
     return _pick(found, self.front), _pick(found, self.rear)
 
   def join(self, front: PyTree, rear: PyTree) -> PyTree:
-    """Joins both halves; undoes `split`.
-
-    Raises:
-      ValueError: when a half is not of this cut.
-    """
+    """Joins both halves, which are checked; undoes `split`."""
     found = self._checked("front", front) | self._checked("rear", rear)
     return _pick(found, self.front + self.rear)
 
@@ -138,9 +128,6 @@ class Cut:
 
     Returns:
       float32 [num_front].
-
-    Raises:
-      ValueError: when the tree does not fit.
     """
     return self._flatten("front", tree)
 
@@ -205,13 +192,7 @@ def check_cut(argument: str, value: Any) -> None:
 
 
 def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
-  """Raises a ValueError that names the first leaf in which two cuts differ.
-
-  Args:
-    argument: the argument that `theirs` was given as.
-    theirs: its cut.
-    ours: the cut that is expected.
-  """
+  """Raises a ValueError that names the first leaf in which two cuts differ."""
   if theirs.fingerprint == ours.fingerprint:
     return
   mine, others = (
@@ -251,21 +232,19 @@ def cut(
 ) -> Cut:
   """Cuts a network behind its first layers.
 
-  A layer is a convolution or a dense layer: the leaves of one module, with
-  those of a normalization behind it, a module of vectors only.  Its kernel is
-  the leaf with the most dimensions, three or more for a convolution.  Shortcuts
-  that are convolutions count.  Layers are ordered by name, `Dense_10` behind
-  `Dense_9`, as models of `jdist.models` run; of others check the names that the
-  cut shows.  Where a normalization comes first by name, or two follow each
-  other, as in Linen, `order` must be given.
+  A layer is a convolution or a dense layer with the normalization behind it, a
+  module of vectors only.  Its kernel is the leaf with the most dimensions,
+  three or more for a convolution; convolutions of shortcuts count.  Layers are
+  ordered by name, `Dense_10` behind `Dense_9`, as models of `jdist.models` run;
+  of others check the names that the cut shows.
 
   Args:
     model: a model, for instance of `models.build(..., abstract=True)`, or one
       worker's parameters: a nested dict of arrays or shapes.
     num_layers: layers in front of the cut, from 1 to one less than all.
     name: the network's name in messages.
-    order: names of all modules that hold arrays, `Layer.name`, the first that
-      runs first and a normalization behind its layer; default as they sort.
+    order: names of all modules that hold arrays, `Layer.name`, as they run;
+      needed where names do not sort so, as of normalizations in Linen.
 
   Returns:
     The cut.
@@ -279,8 +258,6 @@ def cut(
   Cut(model: 2 layers of 2,572 parameters (conv1, conv2)
   | 3 layers of 59,134)
   >>> dense = {"kernel": jnp.zeros((2, 2))}
-  >>> cut({"first": dense, "second": dense, "head": dense}, 2)
-  Cut(model: 2 layers of 8 parameters (first, head) | 1 layers of 4)
   >>> order = ("first", "second", "head")
   >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
   Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)

@@ -24,21 +24,7 @@ def as_they_are(images: jax.Array) -> jax.Array:
 def assemble(
   predictor: _predictor.Predictor, params: PyTree, vector: jax.Array
 ) -> PyTree:
-  """Assembles a network from a front and the predicted rear.
-
-  Args:
-    predictor: of the network's cut.
-    params: the predictor's.
-    vector: the front, float32 [num_front], as `Cut.flatten_front` makes it.
-
-  Returns:
-    The network's parameters.
-
-  Raises:
-    ValueError: when the front is of another cut, or the parameters are of
-      another predictor, naming the first leaf that differs.
-  """
-  _predictor.check_predictor("predictor", predictor)
+  """Returns a network's parameters, of a flat front and the predicted rear."""
   front = predictor.cut.unflatten_front(vector)
   return predictor.cut.join(front, predictor.apply_vector(params, vector))
 
@@ -52,15 +38,7 @@ def logits_of(
   *,
   train: bool,
 ) -> jax.Array:
-  """Applies the networks of several samples to the same images.
-
-  Args:
-    predictor: of the network's cut.
-    model: the network.
-    params: the predictor's.
-    vectors: fronts, float32 [samples, num_front].
-    images: normalized, [n, ...].
-    train: as of `Model.apply`.
+  """Applies the networks of several flat fronts to the same normalized images.
 
   Returns:
     Logits, float32 [samples, n, classes].
@@ -117,8 +95,7 @@ def evaluate_predictor(
     The share of images that each network gets right, float64 [samples].
 
   Raises:
-    ValueError: when the samples or the model are not of the predictor's cut,
-      samples are not finite, or the labels are not of these images.
+    ValueError: when samples, model, images and labels do not fit each other.
   """
   check_model(predictor, model)
   check_samples("samples", samples, predictor)

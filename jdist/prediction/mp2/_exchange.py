@@ -74,10 +74,6 @@ class Exchange:
     Args:
       predictor: of the network's rear.
       optimizer: of the front; Adam in the paper.
-
-    Raises:
-      ValueError: when the predictor is none of `prediction.predictor(cut)`, or
-        the optimizer none of Optax.
     """
     _predictor.check_predictor("predictor", predictor)
     checks.check_optimizer("optimizer", optimizer)
@@ -89,10 +85,6 @@ class Exchange:
     Args:
       params: the whole network's.
       num_workers: at least 1.
-
-    Raises:
-      ValueError: when the parameters are not of the predictor's network, or
-        `num_workers` is out of range.
     """
     num_workers = checks.check_int("num_workers", num_workers, 1)
     front, _ = self._predictor.cut.split(params)
@@ -112,9 +104,6 @@ class Exchange:
       gradients: of the whole network, [workers, ...]; those of the rear are
         ignored.
       predictor_params: the trained predictor's.
-
-    Returns:
-      The next state.
 
     Raises:
       ValueError: when the gradients are of another number of workers, or the
@@ -192,13 +181,7 @@ class ExchangeBytes(NamedTuple):
 
 
 def exchange_bytes(cut: _cut.Cut) -> ExchangeBytes:
-  """Counts the bytes of a round's messages, for one worker.
-
-  Args:
-    cut: where the network is cut.
-
-  Raises:
-    ValueError: if that is no cut.
+  """Counts the bytes of a round's messages at a cut, for one worker.
 
   >>> from jdist import prediction
   >>> found = exchange_bytes(prediction.published_cut("vgg15"))

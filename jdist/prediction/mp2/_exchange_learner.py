@@ -15,8 +15,7 @@ PyTree = Any
 class ExchangeLearner:
   """Runs `Exchange` as the learner of a `server.Simulation`.
 
-  Under `server.BSP`, with batches of one size: every update takes a gradient of
-  each worker, in the order of the workers, and gives the bits of
+  Under `server.BSP`, with batches of one size: every update gives the bits of
   `Exchange.step` on the same batches.  The profile's `push_bytes` are then the
   front's, and its `pull_bytes` the whole network's.
 
@@ -24,8 +23,8 @@ class ExchangeLearner:
     state: the exchange's.
 
   Raises:
-    ValueError: when an argument is of another kind; at an update, when a
-      worker's gradient is missing, or batches differ in size.
+    ValueError: at an update, when a worker's gradient is missing, or batches
+      differ in size.
   """
 
   def __init__(

@@ -76,11 +76,7 @@ class Layer:
 
 
 def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
-  """Returns the leaves of a nested dict by their paths, in its order.
-
-  Raises:
-    ValueError: when it is none of plain dicts with text as keys.
-  """
+  """Returns the leaves of a nested dict of plain dicts by their paths."""
   _check_plain(tree)
   found: dict[tuple[str, ...], Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -50,13 +50,7 @@ class Files:
   """
 
   def __init__(self, directory: pathlib.Path):
-    """Reads the manifest and the rows.
-
-    Raises:
-      FileNotFoundError: when there is no manifest.
-      ValueError: when it is damaged or of another format, or a line is missing,
-        of another sample, or none of ours.
-    """
+    """Reads the manifest and the rows, which must be ours and undamaged."""
     self._directory = directory
     self.body = sealed_json.read(directory / _MANIFEST, form=_FORMAT)
     self.cuts = tuple(map(_cut.Cut.from_description, self.body["cuts"]))
@@ -219,11 +213,7 @@ class ParameterSet:
     return self._open("front", cut)
 
   def rears(self, cut: _cut.Cut) -> np.ndarray:
-    """Returns the samples behind a cut, float32 [done, num_rear].
-
-    Raises:
-      ValueError: as `fronts`, and when only the fronts were collected.
-    """
+    """Returns the samples behind a cut, if collected, as those of `fronts`."""
     if "rear" not in self._files.body["halves"]:
       raise ValueError(
         "`rears` must have been collected, but this set has fronts only. "
@@ -232,11 +222,7 @@ class ParameterSet:
     return self._open("rear", cut)
 
   def verify(self) -> None:
-    """Reads all samples, and compares them with their hashes.
-
-    Raises:
-      ValueError: when something has changed, naming the file and sample.
-    """
+    """Compares all samples with their hashes; an error names what differs."""
     self._files.verify()
 
   def _open(self, half: str, cut: _cut.Cut) -> np.ndarray:

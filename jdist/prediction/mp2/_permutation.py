@@ -11,11 +11,7 @@ _IMAGES_KEY, _ORDER_KEY = 6, 7
 
 
 def permutation(size: int, seed: int, *stream: int) -> np.ndarray:
-  """Returns a random order of 0 .. size - 1, for a seed and a stream's numbers.
-
-  >>> bool((permutation(9, 1, 2) == permutation(9, 1, 2)).all())
-  True
-  """
+  """Returns a random order of 0 .. size - 1, by a seed and a stream."""
   sequence = np.random.SeedSequence(seed, spawn_key=stream)
   bits = np.random.PCG64(sequence).random_raw(size)
   return np.argsort(bits, kind="stable")

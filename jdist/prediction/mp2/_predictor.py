@@ -28,8 +28,7 @@ _STD = 0.1
 class Predictor:
   """Predicts the layers behind a cut; made by `predictor`.
 
-  Plain data and pure functions of one worker's parameters, for `jax.jit` and
-  on every substrate.
+  Plain data and pure functions of one worker's parameters.
 
   Attributes:
     cut: of the network whose rear is predicted.
@@ -63,8 +62,7 @@ class Predictor:
   def init(self, key: jax.Array) -> Params:
     """Draws the first parameters, a nested dict of float32 arrays.
 
-    Weights are normal with deviation 0.1, drawn again beyond two deviations;
-    biases 0.1.
+    Weights are normal with deviation 0.1, within two deviations; biases 0.1.
     """
     checks.check_key(key)
     shapes = self._shapes()

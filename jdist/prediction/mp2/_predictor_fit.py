@@ -126,8 +126,7 @@ def fit_predictor(
 
   Args:
     predictor: of the network's cut.
-    model: the network, without batch statistics; another object, though equal,
-      compiles anew.
+    model: the network, without batch statistics.
     samples: fronts to train with, float32 [samples, num_front], for instance
       of `ParameterSet.fronts`; may be mapped from the disk.
     images: to train with, [n, ...] as stored; all are put on the device.
@@ -137,14 +136,13 @@ def fit_predictor(
     test_images: for the evaluation.
     test_labels: of these.
     fit: settings; default `PredictorFit()`.
-    normalize: turns stored images into the model's inputs; another function,
-      though equal, compiles anew.
+    normalize: turns stored images into the model's inputs.  Another function,
+      or model, compiles anew.
     directory: keeps the state after every epoch; training resumes from there
-      to the bit, also with more `num_epochs`.  All other settings and all data
-      must be the same; the functions `normalize` and `model.apply` are not
-      compared.  On several processes, train on one.
+      to the bit, also with more `num_epochs`.  All other settings and data must
+      be the same.  On several processes, train on one.
     save_every: also keeps the state after every so many batches of samples.
-    on_epoch: called with each evaluation, for instance to show progress.
+    on_epoch: called with each evaluation.
 
   Returns:
     The best parameters, and every evaluation.

@@ -34,7 +34,7 @@ class NowcastFit:
     batch_size: histories of a mini-batch, drawn with replacement.
     learning_rate: of Adam, decayed to zero along a cosine.
     horizon: epochs between the last value that the network sees and the one it
-      predicts; those are the epochs that a nowcast may save.
+      predicts: those that a nowcast may save.
     evaluate_every: steps between two evaluations on the held-out tracks.
     seed: of the first parameters and of the mini-batches.
   """
@@ -92,24 +92,8 @@ def fit_nowcaster(
 
   It minimizes the mean of :math:`|\hat w - w|`, by Adam.  The error is that of
   the weights themselves and not of the normalized ones, a reconstruction: an
-  entry that has hardly moved would dominate the latter.
-
-  Args:
-    tracks: of one kind, float32 [entries, epochs] each.
-    held_out: likewise, of other runs.
-    fit: settings; default `NowcastFit()`.
-    directory: keeps the state after every evaluation; a run that was cut off
-      goes on from there, to the bit.  On several processes, train on one.
-
-  Returns:
-    The best parameters and their error.
-
-  Raises:
-    ValueError: when an argument does not fit, the tracks are too short or not
-      finite, or `directory` holds the state of a training with other settings
-      or tracks, or other arrays.
-    FloatingPointError: when a prediction is not finite any more.  The state is
-      not kept then.
+  entry that has hardly moved would dominate the latter.  `tracks` and
+  `held_out` are of one kind, float32 [entries, epochs] each.
   """
   fit = NowcastFit() if fit is None else fit
   checks.check_type("fit", fit, NowcastFit, "a `NowcastFit` or None")
@@ -162,16 +146,20 @@ def fit_nowcasters(
     runs: tracks of ordinary runs.
     held_out: tracks of other runs, with entries of the same kinds.
     fit: settings; default `NowcastFit()`.
-    directory: keeps the states, each in a folder of its own, as of
-      `fit_nowcaster`.
+    directory: keeps the states after every evaluation, each in a folder of its
+      own; a run that was cut off goes on from there, to the bit.  On several
+      processes, train on one.
 
   Returns:
     The trained networks by kind.  `nowcast` takes
     `{kind: fitted.params for kind, fitted in ...}`.
 
   Raises:
-    ValueError: when there are no tracks, or of unknown kinds, or `held_out` has
-      others than `runs`; and as `fit_nowcaster`.
+    ValueError: when an argument does not fit, tracks are too short or not
+      finite, `held_out` has other kinds than `runs`, or `directory` holds a
+      training with other settings or tracks, or other arrays.
+    FloatingPointError: when a prediction is not finite any more.  The state is
+      not kept then.
   """
   runs = _tracks.check_runs("runs", runs)
   held_out = _tracks.check_runs("held_out", held_out)

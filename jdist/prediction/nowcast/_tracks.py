@@ -50,9 +50,8 @@ class Tracker:
         with the same `seed` and `entries_per_kind`, which is not checked.
 
     Raises:
-      ValueError: when an argument is out of its range, `like` has leaves that
-        are no floating arrays, or none, or `begun` is of another number of
-        entries, of several lengths or not finite.
+      ValueError: when an argument is out of its range, `like` does not hold
+        floating arrays, or `begun` is of other entries or not finite.
     """
     count = checks.check_int("entries_per_kind", entries_per_kind, 1)
     seed = checks.check_seed(seed)
@@ -229,14 +228,6 @@ def windows(
   tracks: Sequence[np.ndarray], horizon: int, argument: str = "tracks"
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns all histories of five in the tracks, and the later values.
-
-  Args:
-    tracks: float32 [entries, epochs] each.
-    horizon: epochs between the last value of a history and its target.
-    argument: of the tracks, for messages.
-
-  Returns:
-    Histories, float32 [n, 5], and targets, float32 [n].
 
   >>> histories, targets = windows([np.arange(7.0)[None]], horizon=2)
   >>> histories.tolist(), targets.tolist()

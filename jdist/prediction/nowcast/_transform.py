@@ -46,18 +46,16 @@ def nowcast_weights(
 
   .. math:: w \leftarrow \mathrm{nowcast}(w^{(e-4)}, \dots, w^{(e)})
 
-  Nothing else changes: neither the optimizer's state nor the number of steps.
-  To save epochs, train for fewer.  Nothing is sent; where the parameters are
-  equal on all workers to the bit, they stay so.
+  Neither the optimizer's state nor the number of steps changes: to save epochs,
+  train for fewer.  Nothing is sent; where the parameters are equal on all
+  workers to the bit, they stay so.  Its state is five times the size of the
+  parameters in float32.
 
   It stands last in a chain behind `ssgd` or `average_gradients`, where the
   updates are as they will be applied.  With a method that has rounds,
   `local_steps`, `easgd`, `mp2`, ..., it stands last in the inner chain: every
-  worker jumps for itself, of `mp2` the front only.  Behind such a method the
-  jump would be lost on the anchor; `jdist.anchor`, `jdist.apply_updates` and
-  the training step refuse it there.
-
-  Its state is five times the size of the parameters in float32.
+  worker jumps for itself, of `mp2` the front only.  Behind such a method, where
+  the jump would be lost on the anchor, it is refused.
 
   Args:
     params: trained networks, by kind of leaf; see `nowcast`.

@@ -52,8 +52,6 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
       predictor(), given[0], model().params, *given[1:]
     )
   with pytest.raises(ValueError, match="`predictor` must be of"):
-    prediction.assemble(cut, {}, fronts(1)[0])
-  with pytest.raises(ValueError, match="`predictor` must be of"):
     prediction.save_predictor(tmp_path / "none", cut, {})
   assert not (tmp_path / "none").exists()
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jdist import data, models, prediction
+from jdist.prediction.nowcast import _fit, _model
 from jdist.storage import array_files
 
 SMALL = prediction.NowcastFit(num_steps=60, batch_size=64, evaluate_every=20)
@@ -33,7 +34,7 @@ def tracks():
 
 @pytest.fixture(scope="module")
 def whole(tracks):
-  return prediction.fit_nowcaster(*tracks, SMALL)
+  return _fit.fit_nowcaster(*tracks, SMALL)
 
 
 def test_training_beats_the_last_value_on_tracks_it_has_not_seen(whole):
@@ -48,7 +49,7 @@ def test_the_error_is_that_of_the_weights(tracks, whole):
   track = tracks[1][0]
   errors, repeated = [], []
   for first in range(20 - 9):
-    found = prediction.nowcast_entries(
+    found = _model.nowcast_entries(
       whole.params, jnp.asarray(track[:, first : first + 5])
     )
     errors.append(np.abs(found - track[:, first + 9]))
@@ -68,25 +69,25 @@ def test_training_goes_on_to_the_bit(tracks, whole, tmp_path, monkeypatch):
 
   monkeypatch.setattr(array_files, "save_arrays", cut_off)
   with pytest.raises(KeyboardInterrupt):
-    prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
-  again = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
+    _fit.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
+  again = _fit.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   assert len(saved) == 3  # One evaluation was left.
   assert again[1:] == whole[1:]
   chex.assert_trees_all_equal(again.params, whole.params)
   # Once more: nothing is left to do.
-  done = prediction.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
+  done = _fit.fit_nowcaster(*tracks, SMALL, directory=tmp_path)
   assert done[1:] == whole[1:] and len(saved) == 3
   with pytest.raises(
     ValueError, match=r"`directory` holds.* other settings: `num_steps` is 60"
   ):
-    prediction.fit_nowcaster(
+    _fit.fit_nowcaster(
       *tracks, prediction.NowcastFit(num_steps=500), directory=tmp_path
     )
 
 
 def test_training_does_not_go_on_with_other_tracks(tracks, tmp_path):
   short = dataclasses.replace(SMALL, num_steps=1, evaluate_every=1)
-  prediction.fit_nowcaster(*tracks, short, directory=tmp_path)
+  _fit.fit_nowcaster(*tracks, short, directory=tmp_path)
   own, others = ([100 * track for track in each] for each in tracks)
   for given, name in (
     ((own, tracks[1]), "tracks"),
@@ -97,15 +98,15 @@ def test_training_does_not_go_on_with_other_tracks(tracks, tmp_path):
       ValueError,
       match=rf"`directory` holds.*other data: `{name}` differ.*another dir",
     ):
-      prediction.fit_nowcaster(*given, short, directory=tmp_path)
-  prediction.fit_nowcaster(*tracks, short, directory=tmp_path)
+      _fit.fit_nowcaster(*given, short, directory=tmp_path)
+  _fit.fit_nowcaster(*tracks, short, directory=tmp_path)
 
 
 def test_the_best_is_kept_and_not_the_last(tracks):
   wild = prediction.NowcastFit(
     num_steps=60, batch_size=64, evaluate_every=20, learning_rate=10.0
   )
-  fitted = prediction.fit_nowcaster(*tracks, wild)
+  fitted = _fit.fit_nowcaster(*tracks, wild)
   assert fitted.error == min(error for _, error in fitted.curve)
   assert fitted.error < fitted.curve[-1][1]
 
@@ -113,7 +114,7 @@ def test_the_best_is_kept_and_not_the_last(tracks):
 def test_a_training_that_diverges_says_so_and_is_not_kept(tracks, tmp_path):
   fit = dataclasses.replace(SMALL, learning_rate=1e30)
   with pytest.raises(FloatingPointError, match=r"step .*Lower `learning_rate`"):
-    prediction.fit_nowcaster(*tracks, fit, directory=tmp_path / "kept")
+    _fit.fit_nowcaster(*tracks, fit, directory=tmp_path / "kept")
   assert not (tmp_path / "kept").exists()
 
 
@@ -163,9 +164,9 @@ def test_tracks_must_be_finite(tracks):
   broken = own[0].copy()
   broken[3, 7] = np.nan
   with pytest.raises(ValueError, match=r"`tracks\[1\]` must be finite.*row 3"):
-    prediction.fit_nowcaster([own[0], broken], others, SMALL)
+    _fit.fit_nowcaster([own[0], broken], others, SMALL)
   with pytest.raises(ValueError, match=r"`held_out\[0\]` must be finite"):
-    prediction.fit_nowcaster(own, [broken], SMALL)
+    _fit.fit_nowcaster(own, [broken], SMALL)
 
 
 def test_tracks_of_another_form_are_refused(tracks):
@@ -183,7 +184,7 @@ def test_tracks_of_another_form_are_refused(tracks):
     ((own, others, 3), "`fit` must be a `NowcastFit` or None, got 3"),
   ):
     with pytest.raises(ValueError, match=rule):
-      prediction.fit_nowcaster(*given)
+      _fit.fit_nowcaster(*given)
   runs = [{"bias": own[0]}]
   for given, rule in (
     (([], []), "`runs` must have tracks of one kind at least of conv.*none"),
@@ -200,7 +201,7 @@ def test_what_json_cannot_hold_is_refused(name, tmp_path):
   model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
   predictor = prediction.predictor(prediction.cut(model, 1))
   params = predictor.init(jax.random.key(0))
-  nowcaster = prediction.init_nowcaster(jax.random.key(0))
+  nowcaster = _model.init_nowcaster(jax.random.key(0))
   about = {"accuracy": np.float32(0.5)}
   save = {
     "predictor": lambda: prediction.save_predictor(

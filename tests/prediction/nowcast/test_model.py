@@ -38,7 +38,7 @@ def by_hand(params, x):
   return (s[4] + out) * 2 * (r + 1e-5) + x[0]
 
 
-ENTRIES = jax.jit(prediction.nowcast_entries)
+ENTRIES = jax.jit(_model.nowcast_entries)
 
 
 def histories(rows, scale=1.0, seed=0):
@@ -128,17 +128,10 @@ def test_every_kind_has_its_network(monkeypatch):
       r"`params` must be a dict with a network for some of conv, dense, bias",
     ),
     (
-      lambda: prediction.nowcast_entries(NETWORK, jnp.zeros((3, 4))),
-      r"`history` must be \[\.\.\., 5\], .* got float32\[3, 4\]",
+      lambda: prediction.nowcast(jnp.zeros((5, 2)), {"bias": {}}),
+      r"`params` must hold networks .* in bias there is no leaf",
     ),
-    (
-      lambda: prediction.nowcast_entries({}, jnp.zeros(5)),
-      r"`params` must hold networks .* in it there is no leaf",
-    ),
-    (lambda: prediction.init_nowcaster(0), "`key` must be a random key, got 0"),
     (lambda: prediction.init_nowcasters(0), "`key` must be a random key"),
-    (lambda: prediction.kind_of(3), "`shape` must be a leaf's shape.* got 3"),
-    (lambda: prediction.kind_of("abc"), "`shape` must be .* got 'abc'"),
   ],
 )
 def test_what_is_wrong_is_refused(call, message):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jdist import collectives, methods, prediction, transforms
+from jdist.prediction.nowcast import _model
 
 NETWORKS = prediction.init_nowcasters(jax.random.key(0))
 NETWORK = NETWORKS["conv"]
@@ -72,9 +73,7 @@ def test_the_jump_by_hand(substrate):
   # But that two programs round differently.
   np.testing.assert_allclose(seen[:9], plain[:9], rtol=1e-5, atol=1e-6)
   ends = np.stack([*(seen[i][0] for i in (1, 3, 5, 7)), plain[9][0]])
-  wanted = prediction.nowcast_entries(
-    NETWORKS["dense"], np.moveaxis(ends, 0, -1)
-  )
+  wanted = _model.nowcast_entries(NETWORKS["dense"], np.moveaxis(ends, 0, -1))
   np.testing.assert_allclose(seen[9][0], wanted, rtol=1e-5, atol=1e-6)
   assert np.abs(wanted - ends[4]).max() > 1e-3
   # All workers jump alike, and all that is kept is known to be shared.
