@@ -18,7 +18,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -113,8 +112,7 @@ class Checkpoints:
       metadata: anything that JSON can hold, returned by `restore`.
 
     Raises:
-      RuntimeError: when a leaf that should be equal on all workers is not:
-        the replicas of this run have diverged.
+      RuntimeError: when a leaf that should be equal on all workers is not.
     """
     checks.check_int("step", step, 0)
     self.wait()
@@ -125,13 +123,9 @@ class Checkpoints:
     for number, (name, leaf, once) in enumerate(
       zip(names, leaves, flags, strict=True)
     ):
+      shape, dtype = list(leaf.shape), str(leaf.dtype)
       entries.append(
-        {
-          "name": name,
-          "shared": once,
-          "shape": list(leaf.shape),
-          "dtype": str(leaf.dtype),
-        }
+        {"name": name, "shared": once, "shape": shape, "dtype": dtype}
       )
       if leaf.size:  # Orbax refuses arrays without elements.
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
@@ -350,12 +344,7 @@ class Checkpoints:
   def __enter__(self) -> "Checkpoints":
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
 

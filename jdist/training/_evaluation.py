@@ -40,9 +40,9 @@ class Evaluator:
       normalize: turns stored images into the model's inputs.
       compute_dtype: the dtype in which the model computes.
       optimizer: if given, what it has begun and not yet applied is brought in
-        first, in a copy (`transforms.drain`): the last round of a delayed
-        method, or an unfinished one.  Costs a round's communication, which
-        `Record.sent_bytes` does not count.  Needed with `update_first`.
+        first, in a copy (`transforms.drain`), which costs a round's
+        communication that `Record.sent_bytes` does not count.  Needed with
+        `update_first`.
 
     Raises:
       ValueError: when there are no batches; at the first evaluation, when the

@@ -148,8 +148,7 @@ def _accumulated(
     unroll=jax.default_backend() == "cpu",
   )
   count = jnp.maximum(num_samples(batch), 1.0) if masked else accumulate
-  means = jax.tree.map(lambda x: x / count, sums)
-  loss, metrics, means = means
+  loss, metrics, means = jax.tree.map(lambda x: x / count, sums)
   grads = jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
   return loss, model_state, metrics, grads
 

@@ -79,17 +79,14 @@ class Trainer:
       workers: the run's workers.
       step: one worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
-      stream_steps: for a streamed method with an adaptive interval (or a
-        warm-up, or steps late), the numbers of steps in which a message may be
-        sent, for instance `(1, 2, 4, 8, 16)`.  Each is a program, compiled
-        before the first step; the loop takes the largest that fits into a
-        round, at the round's start.  By default there is one program, which
-        only a fixed interval allows.
-      host_rounds: whether the loop says which step ends a round, and compiles
-        one program for those that do and one for those that do not, in place of
-        one with a conditional, around which compilers copy and in which nothing
-        overlaps.  None (default): wherever the method, and a step of
-        one's own by a parameter `control`, allow it.
+      stream_steps: for a streamed method whose rounds differ in length, the
+        numbers of steps in which a message may be sent, for instance `(1, 2, 4,
+        8, 16)`.  Each is a program; a round takes the largest that fits into
+        it. By default there is one program, which only a fixed interval allows.
+      host_rounds: whether the loop says which step ends a round: two programs
+        in place of one with a conditional, around which compilers copy and in
+        which nothing overlaps.  None (default): wherever the method, and a step
+        of one's own by a parameter `control`, allow it.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
@@ -178,10 +175,7 @@ class Trainer:
     label: str | None = None,
     on_record: Callable[[Record], None] | None = None,
   ) -> tuple[_train_state.TrainState, list[Record]]:
-    """Trains until step `num_steps`, going on from the last checkpoint.
-
-    Without a checkpoint it goes on from `state.step`, so that a second call
-    with a higher `num_steps` trains further.
+    """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
     Args:
       state: from `init_state` or `fit`; given up to the first step.

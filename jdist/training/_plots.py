@@ -31,8 +31,7 @@ def plot_comparison(
       `curve`.
     path: of the PNG.
     link: between the machines, for the modelled time: measured seconds of
-      training plus the time to send the bytes, a ring's messages one by one
-      and nothing overlapped.
+      training plus those of a ring's messages, with nothing overlapped.
 
   Raises:
     ImportError: when matplotlib is missing.

@@ -22,8 +22,7 @@ class Choice(NamedTuple):
 
   Attributes:
     control: the optimizer's static argument.
-    idle: whether all of the message has been sent before, so that the round's
-      end sends nothing.
+    idle: whether the round's end sends nothing, as all was sent before.
   """
 
   control: transforms.Control = DEVICE
@@ -36,12 +35,7 @@ class Programs:
   def __init__(
     self, stream_steps: Sequence[int], host_rounds: bool | None = None
   ):
-    """Checks the numbers of steps.
-
-    Args:
-      stream_steps: in how many steps a message may be sent.
-      host_rounds: whether the host ends rounds; None where it can.
-    """
+    """Checks the numbers of steps; `host_rounds` is None where the host can."""
     wrong = [
       s for s in stream_steps if isinstance(s, bool) or not isinstance(s, int)
     ]
@@ -54,15 +48,7 @@ class Programs:
     self.host_rounds = host_rounds
 
   def for_state(self, opt_state: Any) -> "Programs":
-    """Decides for a state whether the host ends its rounds.
-
-    Args:
-      opt_state: arrays or shapes.
-
-    Raises:
-      ValueError: when the host is to end rounds that it cannot end, or to
-        choose for a method that streams nothing.
-    """
+    """Decides for a state, or its shapes, whether the host ends its rounds."""
     if self.stream_steps and not transforms.streams(opt_state):
       raise ValueError(
         "`stream_steps` must be empty for an optimizer that streams nothing, "
@@ -106,17 +92,13 @@ class Programs:
   def choose(self, place: np.ndarray) -> Choice:
     """Chooses the program of one step.
 
-    Args:
-      place: window, offset and interval of the update, [3]; with fragments
-        [fragments, 3].  See `transforms.rounds_ahead`.
+    Its place is window, offset and interval of the update, [3] or
+    [fragments, 3]; see `transforms.rounds_ahead`.
 
     >>> programs = Programs((1, 2, 4, 8), False)
     >>> programs.choose(np.array([6, 0, 6])).control.stream_steps
     4
     >>> programs.choose(np.array([6, 4, 6])).idle
-    True
-    >>> programs = Programs((), True)
-    >>> programs.choose(np.array([2, 1, 2])).control.round_ends
     True
     """
     if place.ndim == 1:

@@ -1,7 +1,6 @@
 """A run's progress in the terminal: rate, loss, bytes."""
 
 import sys
-from types import TracebackType
 from typing import Any
 
 
@@ -41,12 +40,7 @@ class Progress:
     self._bar.start()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self._bar.stop()
 
 

@@ -112,9 +112,6 @@ def make_update(
   Returns:
     `(state, gradient, control=None) -> state, metrics`, with the gradient of
     `make_gradient`.
-
-  Raises:
-    ValueError: at trace time, as of `make_step`.
   """
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   optimizer = optax.with_extra_args_support(optimizer)
@@ -181,11 +178,7 @@ def _synchronized(
 ) -> PyTree:
   """Averages batch statistics if the workers have just come together.
 
-  Args:
-    model_state: with the statistics.
-    opt_state: which knows.
-    axis: the workers' axis.
-    ends: what the host has said, None if it has said nothing.
+  `ends` is what the host has said of it, None if it has said nothing.
   """
   if not jax.tree.leaves(model_state):
     return model_state

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 # What the shell sees; EX_TEMPFAIL: run it again, it resumes.
@@ -49,8 +48,7 @@ class Watchdog:
   """Ends the process if nobody calls `beat` for too long.
 
   Used as a context manager around a training loop.  Time in which the process
-  itself was stopped, by a scheduler that suspends jobs for instance, does not
-  count.
+  itself was suspended, by a scheduler for instance, does not count.
   """
 
   def __init__(self, timeout_s: float, *, what: str = "training step"):
@@ -117,12 +115,7 @@ class Watchdog:
       self._thread.start()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self._done.set()
     if self._thread.is_alive():
       self._thread.join()
