@@ -278,7 +278,10 @@ class Buckets:
       buckets=tuple(buckets),
       paths=paths,
       shapes=tuple(tuple(leaf.shape) for _, leaf in named),
-      dtypes=tuple(_dtype_name(leaf) for _, leaf in named),
+      # As JAX holds it: float64 of NumPy is usually float32.
+      dtypes=tuple(
+        jax.dtypes.canonicalize_dtype(leaf.dtype).name for _, leaf in named
+      ),
       specs=(PartitionSpec(),) * len(named)
       if specs is None
       else _shards.spec_leaves(specs, tree),
@@ -476,11 +479,6 @@ def _check_leaf(path: str, leaf: Any) -> None:
       f"`tree` must hold plain arrays, got dtype {leaf.dtype} at {path!r}. "
       "Leave PRNG keys out, or pass `jax.random.key_data(key)`."
     )
-
-
-def _dtype_name(leaf: Any) -> str:
-  """Names the dtype as JAX holds it: float64 of NumPy is usually float32."""
-  return jax.dtypes.canonicalize_dtype(leaf.dtype).name
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -37,7 +37,10 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   """
   if axis is None:  # The same dtypes as with others.
     return jax.tree.map(
-      lambda x: x if _is_inexact(x) else jnp.mean(x[None], 0), tree
+      lambda x: (
+        x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0)
+      ),
+      tree,
     )
   return _all_reduce(jax.lax.pmean, tree, axis)
 
@@ -79,10 +82,6 @@ def sum(tree: PyTree, axis: Axis) -> PyTree:
   [4.0, 4.0]
   """
   return _all_reduce(jax.lax.psum, tree, axis)
-
-
-def _is_inexact(x: jax.Array) -> bool:
-  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _all_reduce(

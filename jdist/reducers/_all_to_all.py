@@ -37,7 +37,7 @@ class Layout(NamedTuple):
   Attributes:
     buckets: of all leaves.
     exact: for each bucket, whether it is sent without the codec.
-    draws: whose random numbers the codec draws, its `key`.
+    draws: the codec's `key`.
   """
 
   buckets: collectives.Buckets
@@ -46,12 +46,7 @@ class Layout(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-  """Takes means of arrays of floats, none of them empty; see `compressed`.
-
-  Attributes:
-    codec: encodes the rows.
-    owner_feedback: what becomes of what the owners leave out.
-  """
+  """Takes means of arrays of floats, none of them empty; see `compressed`."""
 
   codec: codecs.Codec
   owner_feedback: OwnerFeedback
@@ -250,12 +245,7 @@ def _exact_bits(like: Any) -> int:
 
 
 class _Coder(NamedTuple):
-  """Encodes and decodes a row, or leaves it as it is.
-
-  Attributes:
-    codec: None to leave it.
-    row: its shape and dtype.
-  """
+  """Encodes and decodes a row, or leaves it as it is without a codec."""
 
   codec: codecs.Codec | None
   row: jax.ShapeDtypeStruct

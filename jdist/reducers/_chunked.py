@@ -30,8 +30,7 @@ class Chunked(_reducer.Reducer):
   is folded, so that a mean that is streamed, some chunks in every step, has the
   bits of one that is sent at once.
 
-  What a codec takes for one array (the largest entries of a leaf, one scale) is
-  a chunk, which may hold some leaves and pieces of others.
+  What a codec takes for one array is a chunk.
 
   Attributes:
     reducer: for a chunk, a vector; for instance

@@ -114,13 +114,7 @@ def compressed(
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(_reducer.Reducer):
-  """The reducer of a codec; made by `compressed`.
-
-  Attributes:
-    codec: the encoding.
-    wire: the collectives.
-    owner_feedback: what becomes of what the owners in an all-to-all leave out.
-  """
+  """The reducer of a codec; made by `compressed`, which says what they mean."""
 
   codec: codecs.Codec
   wire: Wire
@@ -247,13 +241,13 @@ class Compressed(_reducer.Reducer):
     finite = jnp.stack([_is_finite(x) for x in leaves])
     sent = (payloads, finite)
     buffers = collectives.gather(collectives.pack_bytes(sent), axis)
-    rows, finite = collectives.unpack_bytes(buffers, _shapes(sent))
+    rows, finite = collectives.unpack_bytes(buffers, sent)
     totals = []
     for i, (row, s, x) in enumerate(zip(rows, states, leaves, strict=True)):
       total = _all_to_all.add_rows(
         jnp.zeros(x.shape, jnp.float32),
         row,
-        functools.partial(self._add_to, s),
+        functools.partial(self.codec.add_to, state=s),
         axis,
         most_unrolled=1,
       )
@@ -280,11 +274,6 @@ class Compressed(_reducer.Reducer):
       self.codec.decode(p, s, jax.ShapeDtypeStruct(x.shape, jnp.float32))
       for p, s, x in zip(payloads, states, leaves, strict=True)
     ]
-
-  def _add_to(
-    self, state: PyTree, total: jax.Array, payload: PyTree
-  ) -> jax.Array:
-    return self.codec.add_to(total, payload, state)
 
   def _check(self, tree: PyTree) -> None:
     leaves, structure = jax.tree.flatten(tree)
@@ -336,10 +325,6 @@ def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:
     ),
     payload,
   )
-
-
-def _shapes(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _state(codec: PyTree, residual: tuple[jax.Array, ...]) -> PyTree:

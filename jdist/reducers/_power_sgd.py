@@ -225,29 +225,21 @@ class PowerSGD(_reducer.Reducer):
 
   def _mean(
     self,
-    arrays: Sequence[jax.Array],
+    arrays: list[jax.Array],
     key: jax.Array,
     number: int,
     axis: collectives.Axis,
   ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     """Returns the means, and the own shares in them."""
     if self.factors is None:
-      return _fused_mean(arrays, axis), arrays
+      buckets = collectives.Buckets.of(arrays)
+      sums = collectives.mean(buckets.pack(arrays), axis)
+      return buckets.unpack(sums, arrays), arrays
     key = jax.random.fold_in(key, number)
-    arrays = list(arrays)
     # Without leaves, whatever its structure: `init` has checked that.
     state = self.factors.init(arrays, axis)
     reduced = self.factors.reduce(arrays, state, key, axis)
     return reduced.mean, reduced.own_share
-
-
-def _fused_mean(
-  arrays: Sequence[jax.Array], axis: collectives.Axis
-) -> Sequence[jax.Array]:
-  """Takes the means of float32 arrays by one all-reduce."""
-  arrays = list(arrays)
-  buckets = collectives.Buckets.of(arrays)
-  return buckets.unpack(collectives.mean(buckets.pack(arrays), axis), arrays)
 
 
 def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:

@@ -125,11 +125,7 @@ class Reducer(abc.ABC):
     return
 
   def check_chunks(self) -> None:
-    """Raises a ValueError if it cannot reduce chunks of the flattened tree.
-
-    For reducers that go by the shapes or the paths of leaves, or whose
-    collectives stand in a conditional.
-    """
+    """Raises a ValueError if it cannot reduce chunks of the flattened tree."""
     self.check_shards()
 
   @abc.abstractmethod

@@ -16,20 +16,10 @@ _ROWS = "shards:"
 
 
 class _Group(NamedTuple):
-  """Leaves that are split over the same mesh axes.
-
-  Attributes:
-    axes: the mesh axes; none for leaves that every device holds whole.
-    leaves: their numbers.
-  """
+  """The numbers of leaves that are split over the same mesh axes, if any."""
 
   axes: tuple[str, ...]
   leaves: tuple[int, ...]
-
-  @property
-  def name(self) -> str:
-    """Names the group's state."""
-    return rows_over(self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +69,7 @@ class Sharded(_reducer.Reducer):
       if group.axes:
         n = collectives.num_shards(group.axes)
         state = jax.tree.map(lambda x, n=n: jnp.repeat(x[None], n, 0), state)
-      states[group.name] = state
+      states[rows_over(group.axes)] = state
     return states
 
   def reduce(
@@ -102,7 +92,7 @@ class Sharded(_reducer.Reducer):
         for i, name in _names(group, tree):
           means[i] = reduced.mean[name]
           shares[i] = reduced.own_share[name]
-        states[group.name] = _as_row(reduced.state, group)
+        states[rows_over(group.axes)] = _as_row(reduced.state, group)
       return collectives.varying((means, shares, states), axis)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -132,7 +122,7 @@ class Sharded(_reducer.Reducer):
         )
         for i, name in _names(group, like):
           residuals[i] = flushed[name]
-        states[group.name] = _as_row(new, group)
+        states[rows_over(group.axes)] = _as_row(new, group)
       return collectives.varying((residuals, states), axis)
 
     rows = _row_specs(state)
@@ -234,8 +224,8 @@ def _row_specs(state: PyTree) -> PyTree:
 def _row(state: PyTree, group: _Group) -> PyTree:
   """Returns a device's own state."""
   if not group.axes:
-    return state[group.name]
-  return jax.tree.map(lambda x: x[0], state[group.name])
+    return state[rows_over(group.axes)]
+  return jax.tree.map(lambda x: x[0], state[rows_over(group.axes)])
 
 
 def _as_row(state: PyTree, group: _Group) -> PyTree:
