@@ -119,7 +119,16 @@ class StoppedError(Exception):
 @pytest.mark.parametrize(
   ("name", "compressed"),
   # The feedbacks' states are the learner's, whatever the protocol.
-  [*((name, False) for name in PROTOCOLS), ("asp", True), ("bsp", True)],
+  [
+    *(
+      pytest.param(
+        name, False, marks=() if name in ("bsp", "dbs") else pytest.mark.slow
+      )
+      for name in PROTOCOLS
+    ),
+    ("asp", True),
+    pytest.param("bsp", True, marks=pytest.mark.slow),
+  ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
   pytest.importorskip("orbax.checkpoint")

@@ -144,13 +144,13 @@ def test_a_mean_at_the_end_of_its_round(rule, few_bytes):
   check(Run(build(rule, None, few_or_all(few_bytes))))
 
 
-# A host that sends few bytes has the most to compile, and is tried by default
-# with a rule that moves the anchor, one beside it and one of two messages.
+# A host's programs are the most to compile, and are tried by default with a rule
+# that moves the anchor, one beside it and one of two messages.
 OFTEN = ("outer step", "elastic", "control variates")
 
 
 def late(rule, few_bytes, steps):
-  rarely = few_bytes and steps is not None and rule not in OFTEN
+  rarely = steps is not None and rule not in OFTEN
   marks = pytest.mark.slow if rarely else ()
   return pytest.param(rule, few_bytes, steps, marks=marks)
 
