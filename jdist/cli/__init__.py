@@ -2,25 +2,44 @@
 
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jdist.cli import _help, _interrupts, _options
 
-# Every command: its options and, in words, the module that runs it. Commands
-# load when they are used: help and errors should not wait for Flax and more.
-_COMMANDS: dict[str, tuple[type[Any], str]] = {
-  "train": (_options.Train, "train one model with one method"),
-  "compare": (_options.Compare, "compare methods: one table, one picture"),
-  "overlap": (_options.Overlap, "what hides communication on GPUs"),
-  "bytes": (_options.Bytes, "what a worker sends, counted in three ways"),
-  "simulate": (_options.Simulate, "a parameter server on unequal machines"),
-}
+
+class _Command(NamedTuple):
+  """A command's options, the function that runs it, and what it does.
+
+  The function loads when it is used: help and errors should not wait for Flax.
+  """
+
+  options: type[Any]
+  function: str
+  summary: str
+
+
+_COMMANDS = {
+  name: _Command(options, function, summary)
+  for name, options, function, summary in (
+    ("train", _options.Train, "_train.train",
+     "train one model with one method"),
+    ("compare", _options.Compare, "_compare.compare",
+     "compare methods: one table, one picture"),
+    ("overlap", _options.Overlap, "programs._overlap.overlap",
+     "what hides communication on GPUs"),
+    ("bytes", _options.Bytes, "programs._bytes.count",
+     "what a worker sends, counted in three ways"),
+    ("simulate", _options.Simulate, "servers._simulate.simulate",
+     "a parameter server on unequal machines"),
+  )
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +78,8 @@ def _among_processes() -> bool:
 def _status(words: list[str]) -> int:
   """Runs a command; its exit status."""
   if not words or words[0] in ("-h", "--help", "help"):
-    told = {name: text for name, (_, text) in _COMMANDS.items()}
-    print(_help.overview(told), end="")
+    summaries = {name: x.summary for name, x in _COMMANDS.items()}
+    print(_help.overview(summaries), end="")
     return 0
   if words[0] in ("-V", "--version"):
     from jdist import _version
@@ -68,9 +87,16 @@ def _status(words: list[str]) -> int:
     print(f"jdist {_version.__version__}")
     return 0
   try:
-    command, run = _command(words[0])
-    options = _parse(words[0], command, words[1:])
+    if words[0] not in _COMMANDS:
+      raise ValueError(
+        f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
+        "`jdist --help` explains them."
+      )
+    command = _COMMANDS[words[0]]
+    options = _parse(words[0], command.options, words[1:])
     if options is not None:
+      module, _, function = command.function.rpartition(".")
+      run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
       run(options)
   except (ValueError, ImportError, OSError) as error:
     if not _is_ours(error):
@@ -92,40 +118,6 @@ def _is_ours(error: BaseException) -> bool:
     trace = trace.tb_next
   package = pathlib.Path(__file__).parent.parent
   return pathlib.Path(trace.tb_frame.f_code.co_filename).is_relative_to(package)
-
-
-def _command(
-  name: str,
-) -> tuple[type[Any], Callable[[Any], None]]:
-  if name not in _COMMANDS:
-    raise ValueError(
-      f"the command must be one of {', '.join(_COMMANDS)}, got {name!r}. "
-      "`jdist --help` explains them."
-    )
-
-  def run(options: Any) -> None:
-    if name == "train":
-      from jdist.cli import _train
-
-      _train.train(options)
-    elif name == "overlap":
-      from jdist.cli import _overlap
-
-      _overlap.overlap(options)
-    elif name == "bytes":
-      from jdist.cli import _bytes
-
-      _bytes.count(options)
-    elif name == "simulate":
-      from jdist.cli.servers import _simulate
-
-      _simulate.simulate(options)
-    else:
-      from jdist.cli import _compare
-
-      _compare.compare(options)
-
-  return _COMMANDS[name][0], run
 
 
 def _parse(name: str, command: type[Any], words: list[str]) -> Any:

@@ -113,11 +113,7 @@ def arguments(
 
 
 def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
-  """The compression that options name; None for an exact mean.
-
-  Raises:
-    ValueError: when they do not go together.
-  """
+  """Returns the compression that options name; None for an exact mean."""
   name, wire = options.codec, options.reducer
   feedback = _FEEDBACKS[options.feedback or "none"]()
   reducer: reducers.Reducer

@@ -75,11 +75,7 @@ _OWN = "Of this command"
 
 
 def overview(commands: Mapping[str, str]) -> str:
-  """The help of `jdist` itself.
-
-  Args:
-    commands: what each does.
-  """
+  """Returns the help of `jdist` itself, with a line for each command."""
   from jdist.cli import _methods
 
   return _OVERVIEW.format(
@@ -96,12 +92,7 @@ def _table(told: Mapping[str, str]) -> Iterator[str]:
 
 
 def options(name: str, defaults: _options.Options) -> str:
-  """The help of a command.
-
-  Args:
-    name: of the command.
-    defaults: the options under the preset that was given.
-  """
+  """Returns the help of a command, under the preset that was given."""
   from jdist.cli import _methods
 
   width = max(60, min(100, shutil.get_terminal_size().columns))

@@ -67,13 +67,14 @@ def check_used(options: _options.Options, names: Sequence[str]) -> None:
   if not ignored:
     return
   told = "; ".join(
-    f"`{_word(name)}`, got {getattr(options, name)}, is of "
+    f"`{_options.word(name)}`, got {getattr(options, name)}, is of "
     f"{', '.join(method for method, of in found.items() if name in of)}"
     f"{_WITH.get(name, '')}"
     for name in ignored
   )
+  words = " and ".join(f"`{_options.word(name)}`" for name in ignored)
   raise ValueError(
-    f"{' and '.join(f'`{_word(name)}`' for name in ignored)} must be left out "
+    f"{words} must be left out "
     f"for {', '.join(names)}, which {'do' if len(names) > 1 else 'does'} not "
     f"use {'them' if len(ignored) > 1 else 'it'}: {told}."
   )
@@ -81,10 +82,6 @@ def check_used(options: _options.Options, names: Sequence[str]) -> None:
 
 # Which other methods use by giving another option.
 _WITH = dict.fromkeys(("carry", "stream"), ", and others with `--overlap`")
-
-
-def _word(name: str) -> str:
-  return f"--{name.replace('_', '-')}"
 
 
 def _used(name: str, options: Any) -> set[str]:
@@ -102,14 +99,8 @@ def build_method(
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer.
 
-  Args:
-    name: of the method.
-    options: of the run.
-    run: made of them, see `make_budget`.
-    axis: the workers' axis.
-    model: what is trained; None for methods that do not ask.
-    networks: the arguments of a method that needs trained networks; None loads
-      those that the options name.
+  `networks` are the arguments of a method that needs trained networks; None
+  loads those that the options name, for this model.
   """
   method = entries()[name]
   given = _composition.arguments(method, options)

@@ -7,6 +7,8 @@ which take one or more, in the plural; `train` trains one model.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -241,11 +243,7 @@ PRESETS: dict[str, dict[str, object]] = {
 
 
 def with_preset(options: type[Options], name: str) -> Options:
-  """The defaults of a command under a preset.
-
-  Raises:
-    ValueError: when there is no such preset.
-  """
+  """Returns the defaults of a command under a preset."""
   if not issubclass(options, Common):
     return options()
   if name not in PRESETS:
@@ -262,3 +260,42 @@ def common(options: "Overlap | Bytes", **more: Any) -> Common:
   """The options of a run as far as another command has them."""
   fields = ("interval", *_groups.MeanOptions.__dataclass_fields__)
   return Common(**{name: getattr(options, name) for name in fields}, **more)
+
+
+def word(name: str) -> str:
+  """Returns an option as it is typed."""
+  return f"--{name.replace('_', '-')}"
+
+
+def check_least(options: Any, **least: float) -> None:
+  """Raises a ValueError for an option below its least value, or infinite."""
+  for name, low in least.items():
+    value = getattr(options, name)
+    if value is not None and not low <= value < math.inf:
+      raise ValueError(f"`{word(name)}` must be at least {low}, got {value}.")
+
+
+def check_positive(options: Any, *names: str) -> None:
+  """Raises a ValueError for an option that is not positive and finite."""
+  for name in names:
+    value = getattr(options, name)
+    if value is not None and not 0 < value < math.inf:
+      raise ValueError(f"`{word(name)}` must be positive, got {value}.")
+
+
+def check_model(name: str, known: Iterable[str]) -> None:
+  """Raises a ValueError unless a model is one of the known ones."""
+  known = tuple(known)
+  if name not in known:
+    raise ValueError(
+      f"`--model` must be one of {', '.join(known)}, got {name!r}."
+    )
+
+
+def check_left_out(options: Train, names: Iterable[str], where: str) -> None:
+  """Raises a ValueError for an option that is not as the preset has it."""
+  usual = with_preset(Train, options.preset)
+  for name in names:
+    value = getattr(options, name)
+    if value != getattr(usual, name):
+      raise ValueError(f"`{word(name)}` must be left out {where}, got {value}.")

@@ -16,17 +16,14 @@ def train(options: _options.Train) -> None:
 
     _server_run.train(options)
     return
-  _check_no_server(options)
+  _options.check_left_out(
+    options, _groups.ServerOptions.__dataclass_fields__, "without `--protocol`"
+  )
   _methods.check_methods("--method", (options.method,))
   _trained.check_given(options, (options.method,))
   _methods.check_used(options, (options.method,))
-  if options.seed < 0:
-    raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
-  if not options.checkpoint_every_epochs > 0:
-    raise ValueError(
-      "`--checkpoint-every-epochs` must be positive, got "
-      f"{options.checkpoint_every_epochs}."
-    )
+  _options.check_least(options, seed=0)
+  _options.check_positive(options, "checkpoint_every_epochs")
   _experiment.check(options)
   _methods.check_rate(options.learning_rate)
   _join(options)
@@ -83,17 +80,6 @@ def train(options: _options.Train) -> None:
     print(f"Row: {output / 'rows.jsonl'}")
 
 
-def _check_no_server(options: _options.Train) -> None:
-  usual = _options.with_preset(_options.Train, options.preset)
-  for field in dataclasses.fields(_groups.ServerOptions):
-    value = getattr(options, field.name)
-    if value != getattr(usual, field.name):
-      raise ValueError(
-        f"`--{field.name.replace('_', '-')}` must be left out without "
-        f"`--protocol`, got {value}."
-      )
-
-
 def _join(options: _options.Train) -> None:
   """Joins the processes of the run, if there are several."""
   numbers = (options.num_processes, options.process_id)
@@ -112,10 +98,7 @@ def _join(options: _options.Train) -> None:
       "`--num-processes` and `--process-id` must be given with "
       "`--coordinator-address`, unless that is `auto`."
     )
-  if options.num_processes < 1:
-    raise ValueError(
-      f"`--num-processes` must be at least 1, got {options.num_processes}."
-    )
+  _options.check_least(options, num_processes=1)
   if not 0 <= options.process_id < options.num_processes:
     raise ValueError(
       f"`--process-id` must be from 0 to {options.num_processes - 1}, got "

@@ -31,15 +31,7 @@ def _wnn(
   axis: collectives.Axis,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Synchronous SGD, and every fifth epoch ends in a jump.
-
-  Args:
-    optimizer: any Optax optimizer.
-    networks: trained nowcasters.
-    steps_per_epoch: that count as an epoch.
-    axis: the workers' axis.
-    compression: how to take the mean by fewer bytes.
-  """
+  """Builds synchronous SGD, of which every fifth epoch ends in a jump."""
   return optax.chain(
     methods.ssgd(optimizer, axis=axis, compression=compression),
     prediction.nowcast_weights(networks, steps_per_epoch, axis=axis),
@@ -78,11 +70,7 @@ def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
 
 
 def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
-  """A hash of the networks that a method uses; None where it uses none.
-
-  Raises:
-    ValueError: when there are no such networks.
-  """
+  """Returns a hash of the networks that a method uses, None without any."""
   if method not in NEEDS:
     return None
   loads: dict[str, Callable[[str], Any]] = {
@@ -100,11 +88,7 @@ def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
 def arguments(
   name: str, options: _groups.NetworkOptions, model: models.Model | None
 ) -> dict[str, Any]:
-  """The arguments of a method's factory that are in trained networks.
-
-  Raises:
-    ValueError: when there are none, or those of another network or cut.
-  """
+  """Returns the arguments of a method that are in trained networks."""
   if name == "wnn":
     networks = _loaded("nowcasters", options, prediction.load_nowcasters)
     found: dict[str, Any] = {"networks": networks}
@@ -140,15 +124,9 @@ def _mp2_arguments(
 def counted_arguments(
   num_layers: int | None, name: str, model: models.Model
 ) -> dict[str, Any]:
-  """Those of MP² without a predictor, for what does not depend on numbers.
+  """Returns those of MP² without a predictor, for what needs no numbers.
 
-  Args:
-    num_layers: that are sent; None for as many as published.
-    name: of the model.
-    model: may be abstract.
-
-  Raises:
-    ValueError: when nothing is published for the model, or it has fewer layers.
+  `num_layers` are sent; None for as many as published for the model.
   """
   if num_layers is None:
     if name not in prediction.PUBLISHED:

@@ -37,7 +37,7 @@ _BAD = [
   ("train --batch-size 0", "`--batch-size` must divide evenly"),
   ("train --accumulate 3", "over 8 workers times 3, got 128. Take 120 or 144."),
   ("train --accumulate 0", "`--accumulate` must be at least 1"),
-  ("train --seed -1", "`--seed` must not be negative"),
+  ("train --seed -1", "`--seed` must be at least 0"),
   ("compare --seeds 0 -1", "`--seeds` must not be negative"),
   ("compare --seeds 1 1", "`--seeds` must be one or more different"),
   ("train --learning-rate 0", "`--learning-rate` must be positive"),

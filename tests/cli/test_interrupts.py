@@ -8,7 +8,7 @@ import textwrap
 _LOSES_ONE = textwrap.dedent("""
   import gc, os, signal, sys, time
   from jdist import cli
-  from jdist.cli import _options
+  from jdist.cli import _train
 
   # A shell lets those in the background ignore it, and they their children.
   signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,7 +24,7 @@ _LOSES_ONE = textwrap.dedent("""
     for _ in range(3000):
       time.sleep(0.01)
 
-  cli._command = lambda name: (_options.Train, run)
+  _train.train = run
   sys.exit(cli.main(["train"]))
 """)
 

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from jdist import cli, collectives, models, profiling
-from jdist.cli import _help, _methods, _options, _overlap
+from jdist.cli import _help, _methods, _options
+from jdist.cli.programs import _overlap
 
 needs_compiler = pytest.mark.skipif(
   not any(
@@ -30,7 +31,7 @@ _BAD = [
   ("--method msdpu", "no option `--method`, did you mean `--methods`?"),
   ("--model vit", "`--model` must be one of mlp"),
   ("--topology h200", "`--topology`: the GPUs must be GPUSxKIND"),
-  ("--topology 0xh200", "`gpus_per_node` must be at least 1, got 0"),
+  ("--topology 0xh200", "`gpus_per_node` must be an int >= 1, got 0"),
   ("--batch-size 0", "`--batch-size` must be at least 1, got 0"),
   ("--image-size -1", "`--image-size` must be at least 1, got -1"),
   ("--length 0", "`--length` must be at least 1, got 0"),
@@ -44,8 +45,8 @@ _BAD = [
   ("--bandwidth-gbit-per-s 0", "`--bandwidth-gbit-per-s` must be positive"),
   ("--tflop-per-s inf", "`--tflop-per-s` must be positive, got inf"),
   ("--memory-gb-per-s -1", "`--memory-gb-per-s` must be positive, got -1"),
-  ("--latency-us -1", "`--latency-us` must not be negative, got -1"),
-  ("--launch-us nan", "`--launch-us` must not be negative, got nan"),
+  ("--latency-us -1", "`--latency-us` must be at least 0, got -1"),
+  ("--launch-us nan", "`--launch-us` must be at least 0, got nan"),
   ("--dtype float8", "invalid choice 'float8' for argument '--dtype'"),
 ]
 

@@ -18,11 +18,7 @@ def check_names(option: str, names: Sequence[str]) -> None:
 
 
 def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
-  """Reads a file of a cluster and of a model's costs.
-
-  Raises:
-    ValueError: when there is no such file, or something in it is wrong.
-  """
+  """Reads a file of a cluster and of a model's costs."""
   if not pathlib.Path(path).is_file():
     raise ValueError(f"There is no file {path!r}.")
   machines, profile = cluster.load_cluster(path)
@@ -40,14 +36,7 @@ def build(
   batch_size: int,
   machines: cluster.Cluster,
 ) -> server.Protocol:
-  """Builds a protocol with those of the options that it takes.
-
-  Args:
-    name: of the protocol.
-    options: of the command.
-    batch_size: samples of a worker's task, on the average.
-    machines: the workers.
-  """
+  """Builds a protocol for these machines with those options that it takes."""
   num = len(machines.nodes)
   most = options.max_staleness
   given = {

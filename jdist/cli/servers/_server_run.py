@@ -117,7 +117,6 @@ def _show(record: training.Record) -> None:
 
 
 def _check(options: _options.Train) -> None:
-  usual = _options.with_preset(_options.Train, options.preset)
   assert options.protocol is not None
   _protocols.check_names("--protocol", (options.protocol,))
   if options.cluster is None:
@@ -125,20 +124,17 @@ def _check(options: _options.Train) -> None:
       "`--cluster` must be given with `--protocol`: a TOML file of the "
       "machines, see `cluster.load_cluster`."
     )
-  for name in (*_UNUSED, *_methods.OF_SOME):
-    word, value = f"--{name.replace('_', '-')}", getattr(options, name)
-    if name not in _COMPRESSION and value != getattr(usual, name):
-      raise ValueError(
-        f"`{word}` must be left out with `--protocol`, which does not use it, "
-        f"got {value}."
-      )
+  _options.check_left_out(
+    options,
+    (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in _COMPRESSION),
+    "with `--protocol`, which does not use it",
+  )
   if options.reducer is not None:
     raise ValueError(
       "`--reducer` must be left out with `--protocol`: a push goes to one "
       f"server, got {options.reducer}."
     )
-  if options.seed < 0:
-    raise ValueError(f"`--seed` must not be negative, got {options.seed}.")
+  _options.check_least(options, seed=0)
 
 
 def _identity(options: _options.Train) -> dict[str, object]:

@@ -1,14 +1,11 @@
 """`jdist simulate`: protocols of a parameter server on a virtual clock."""
 
 import dataclasses
-import datetime
-import math
 import pathlib
-import sys
 from typing import Any
 
 from jdist import cluster, server, training
-from jdist.cli import _experiment, _options
+from jdist.cli import _options, _output
 from jdist.cli.servers import _protocols
 
 # The rows of a picture: more could not be told apart.
@@ -37,8 +34,8 @@ def simulate(options: _options.Simulate) -> None:
     )
     for name, protocol in protocols.items()
   }
-  output = _output(options)
-  console = _console()
+  output = _output.make_directory(options.output, "simulate")
+  console = _output.console()
   console.print(_heading(machines, profile))
   for name, run in runs.items():
     run.run(**limits)
@@ -66,11 +63,7 @@ def _check(
       f"{options.protocols}."
     )
   limits = {name: getattr(options, name) for name in _LIMITS}
-  for name, value in {"batch_size": options.batch_size, **limits}.items():
-    if value is not None and not 0 < value < math.inf:
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be positive, got {value}."
-      )
+  _options.check_positive(options, "batch_size", "drawn_seconds", *_LIMITS)
   if all(value is None for value in limits.values()):
     limits["updates"] = 1000
   return *_protocols.load(options.cluster), limits
@@ -82,10 +75,6 @@ def _drawn_seconds(
   profile: cluster.Profile,
 ) -> float:
   if options.drawn_seconds is not None:
-    if not 0 < options.drawn_seconds < math.inf:
-      raise ValueError(
-        f"`--drawn-seconds` must be positive, got {options.drawn_seconds}."
-      )
     return options.drawn_seconds
   speeds = sorted(node.speed for node in machines.nodes)
   task_s = profile.compute_s(options.batch_size) / speeds[len(speeds) // 2]
@@ -171,22 +160,4 @@ def _heading(machines: cluster.Cluster, profile: cluster.Profile) -> str:
     f"{profile.name}: {1e3 * profile.compute_s(1):.3g} ms for a sample at "
     f"speed 1, {profile.pull_bytes / 1e6:.3g} MB pulled and "
     f"{profile.push_bytes / 1e6:.3g} MB pushed.\n"
-  )
-
-
-def _output(options: _options.Simulate) -> pathlib.Path:
-  if options.output is not None:
-    path = pathlib.Path(options.output)
-  else:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"simulate-{now}"
-  _experiment.make_directory("--output", path)
-  return path
-
-
-def _console() -> Any:
-  from rich import console
-
-  return console.Console(
-    width=None if sys.stdout.isatty() else 100, highlight=False
   )

@@ -10,13 +10,12 @@ from jdist.cli import _options
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """What was read of a method's program.
+  """A method's program as it was read.
 
   Attributes:
     method: its name and form.
     meeting: the step that ends a round.
-    between: a step that does not; of a method that meets in every step, the
-      same.
+    between: a step that does not, or the same.
     interval: steps of a round.
     memory_bytes: that the program needs on a GPU.
     compile_s: how long that took here.

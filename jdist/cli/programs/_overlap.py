@@ -1,10 +1,6 @@
 """`jdist overlap`: what a GPU does while it sends, without a GPU."""
 
 import dataclasses
-import datetime
-import math
-import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from jdist import cluster, collectives, models, profiling, training, transforms
-from jdist.cli import _experiment, _methods, _options, _overlap_report, _trained
+from jdist.cli import _methods, _options, _output, _trained
+from jdist.cli.programs import _abstract_model, _overlap_report
 
-# What models are made for, where images of 224x224 are not it.
-_IMAGE_SIZES = {
-  "mlp": 28,
-  "lenet": 28,
-  "cnn": 32,
-  "resnet8": 32,
-  "resnet20": 32,
-}
-_CHANNELS = {"mlp": 1, "lenet": 1}
 _VOCABULARY = 50_257
 _GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
-_MODELS = tuple(models.NAMES)
 
 _IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
@@ -64,8 +51,8 @@ def overlap(options: _options.Overlap) -> None:
   training.check_plots()
   task = _task(options)
   workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())
-  output = _output(options)
-  console = _console()
+  output = _output.make_directory(options.output, f"overlap-{options.model}")
+  console = _output.console()
   console.print(_heading(options, topology, task, device, link))
   found = []
   for method in options.methods:
@@ -113,37 +100,21 @@ def _check(
   _methods.check_methods(
     "--methods", tuple(dict.fromkeys(_split(m)[0] for m in options.methods))
   )
-  if options.model not in _MODELS:
-    raise ValueError(
-      f"`--model` must be one of {', '.join(_MODELS)}, got {options.model!r}."
-    )
+  _options.check_model(options.model, models.NAMES)
   try:
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:
     raise ValueError(f"`--topology`: {error}") from None
-  least = {"batch_size": 1, "image_size": 1, "length": 1, "interval": 1}
-  for name, low in (least | {"in_flight": 1, "combine_mb": 0}).items():
-    value = getattr(options, name)
-    if value is not None and not low <= value < math.inf:
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be at least {low}, got {value}."
-      )
+  _options.check_least(
+    options, batch_size=1, image_size=1, length=1, interval=1, in_flight=1,
+    combine_mb=0, latency_us=0, launch_us=0,
+  )  # fmt: skip
+  _options.check_positive(
+    options, "bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s",
+    "message_mb",
+  )  # fmt: skip
   if not 0 <= options.pending <= 1:
     raise ValueError(f"`--pending` must be in [0, 1], got {options.pending}.")
-  for name in (
-    "bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s", "message_mb",
-  ):  # fmt: skip
-    value = getattr(options, name)
-    if value is not None and not 0 < value < math.inf:
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be positive, got {value}."
-      )
-  for name in ("latency_us", "launch_us"):
-    value = getattr(options, name)
-    if not 0 <= value < math.inf:
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must not be negative, got {value}."
-      )
   _methods.check_used(options, [_split(m)[0] for m in options.methods])
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
@@ -197,14 +168,8 @@ def _task(options: _options.Overlap) -> Task:
     tokens = jax.ShapeDtypeStruct((size, options.length), jnp.int32)
     loss = _next_token_loss(model, dtype)
     return Task(model, loss, {"tokens": tokens, "next": tokens}, "sequences")
-  side = options.image_size or _IMAGE_SIZES.get(options.model, 224)
-  shape = (side, side, _CHANNELS.get(options.model, 3))
-  model = models.build(
-    options.model,
-    input_shape=shape,
-    num_classes=10 if side <= 32 else 1000,
-    abstract=True,
-    **norm,
+  model, shape = _abstract_model.image_model(
+    options.model, options.image_size, **norm
   )
   batch = {
     "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
@@ -368,23 +333,4 @@ def _heading(
     f"{options.model}, {size:,} parameters, {options.batch_size} {task.unit} "
     f"of {shape} a GPU and step, {options.dtype}; {topology.num_gpus} x "
     f"{device.name}.\n{_overlap_report.rates(device, link)}\n"
-  )
-
-
-def _output(options: _options.Overlap) -> pathlib.Path:
-  if options.output is not None:
-    path = pathlib.Path(options.output)
-  else:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"overlap-{options.model}-{now}"
-  _experiment.make_directory("--output", path)
-  return path
-
-
-def _console() -> Any:
-  from rich import console
-
-  # As wide as the table where the output is a file or a pipe.
-  return console.Console(
-    width=None if sys.stdout.isatty() else 100, highlight=False
   )

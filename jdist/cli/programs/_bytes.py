@@ -8,19 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, models, profiling, reducers, transforms
-from jdist.cli import _methods, _options, _trained
+from jdist.cli import _methods, _options, _output, _trained
+from jdist.cli.programs import _abstract_model
 
-# Where images of 224x224 are not what a model is made for.
-_IMAGE_SIZES = {"mlp": 28, "lenet": 28, "cnn": 32, "resnet8": 32}
-_IMAGE_SIZES |= {"resnet20": 32}
-_CHANNELS = {"mlp": 1, "lenet": 1}
 # The program is read and never run: machine code need not be good.
 _QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """What one worker sends in a phase of a method, in bytes.
+  """Bytes that one worker sends in a phase of a method.
 
   Attributes:
     method: its name.
@@ -49,45 +46,22 @@ def count(options: _options.Bytes) -> None:
   """Counts, and prints a table."""
   _check(options)
   collectives.make_cpu_devices(options.workers)
-  model = _model(options.model)
+  model, _ = _abstract_model.image_model(options.model)
   found = [
     one for method in options.methods for one in _count(method, options, model)
   ]
   dense = 4 * models.num_params(model)
   baseline = 2 * dense * (options.workers - 1) / options.workers
-  _console().print(_table(found, baseline, options, model))
+  _output.console().print(_table(found, baseline, options, model))
 
 
 def _check(options: _options.Bytes) -> None:
   """Raises a ValueError for options that are wrong."""
   _methods.check_methods("--methods", options.methods)
-  if options.model not in models.NAMES or options.model == "transformer":
-    names = [name for name in models.NAMES if name != "transformer"]
-    raise ValueError(
-      f"`--model` must be one of {', '.join(names)}, got {options.model!r}."
-    )
-  for name, least in (
-    ("workers", 1),
-    ("interval", 1),
-    ("steps", 1),
-    ("warmup_steps", 0),
-  ):
-    number = getattr(options, name)
-    if number < least:
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be at least {least}, got {number}."
-      )
+  names = [name for name in models.NAMES if name != "transformer"]
+  _options.check_model(options.model, names)
+  _options.check_least(options, workers=1, interval=1, steps=1, warmup_steps=0)
   _methods.check_used(options, options.methods)
-
-
-def _model(name: str) -> models.Model:
-  side = _IMAGE_SIZES.get(name, 224)
-  return models.build(
-    name,
-    input_shape=(side, side, _CHANNELS.get(name, 3)),
-    num_classes=10 if side <= 32 else 1000,
-    abstract=True,
-  )
 
 
 def _count(
@@ -214,9 +188,3 @@ def _table(
 def _megabytes(num_bytes: float) -> str:
   # Without exponents, which a narrow column would cut off.
   return f"{num_bytes / 1e6:,.4g}" if num_bytes >= 100 else "< 0.0001"
-
-
-def _console() -> Any:
-  from rich import console
-
-  return console.Console(width=100, highlight=False)

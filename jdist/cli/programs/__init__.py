@@ -1,0 +1,1 @@
+"""Commands that compile programs and read them: `overlap` and `bytes`."""
