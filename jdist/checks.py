@@ -7,6 +7,7 @@ ones, which shape the program, are refused with the remedy.
 """
 
 import contextlib
+import importlib
 import math
 import operator
 from collections.abc import Mapping
@@ -142,6 +143,17 @@ def _check_range(
     )
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
+
+
+def import_extra(module: str, extra: str) -> Any:
+  """Imports a module of an extra; an ImportError names the extra."""
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise ImportError(
+      f"`{module}` is needed here, and importing it failed ({error}). Install "
+      f'it with: pip install "jdist[{extra}]"'
+    ) from error
 
 
 def check_seed(value: Any) -> int:

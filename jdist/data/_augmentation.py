@@ -2,9 +2,7 @@
 
 Each function here makes an `augment(images, key) -> images` of one shape and
 type. The change of image i depends on the key and on i alone: it is the same
-to the bit on every device and substrate, whatever the size of the batch. A
-step that derives its key from the run's key, the step and the worker, as that
-of `jdist.training` does, is repeated exactly after a resume.
+to the bit on every device and substrate, whatever the size of the batch.
 
 Augment raw pixels, before `Dataset.normalize`: they are a quarter of the
 bytes. Pixels from outside an image are zero, black.
@@ -14,6 +12,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from jdist import checks
 
 # (images [batch, height, width, channels], key) -> images
 Augment = Callable[[jax.Array, jax.Array], jax.Array]
@@ -28,9 +28,6 @@ def random_crop(padding: int = 4) -> Augment:
   Args:
     padding: pixels, >= 1; default 4, usual for images of 32x32.
 
-  Raises:
-    ValueError: if `padding` is below 1.
-
   >>> import numpy as np
   >>> images = np.ones((100, 3, 3, 1), np.float32)
   >>> cropped = jax.jit(random_crop(1))(images, jax.random.key(0))
@@ -41,8 +38,7 @@ def random_crop(padding: int = 4) -> Augment:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
     2015, arXiv:1512.03385, section 4.2, with `random_flip`.
   """
-  if padding < 1:
-    raise ValueError(f"`padding` must be >= 1, got {padding}.")
+  checks.check_int("padding", padding, 1)
 
   def crop(image: jax.Array, key: jax.Array) -> jax.Array:
     around = ((padding, padding), (padding, padding), (0, 0))
@@ -63,15 +59,11 @@ def random_flip(probability: float = 0.5) -> Augment:
   Args:
     probability: of being mirrored, in [0, 1]; default 0.5.
 
-  Raises:
-    ValueError: if `probability` is out of range.
-
   >>> images = jnp.array([[[[1], [2]]]])
   >>> jax.jit(random_flip(1.0))(images, jax.random.key(0)).tolist()
   [[[[2], [1]]]]
   """
-  if not 0 <= probability <= 1:
-    raise ValueError(f"`probability` must be in [0, 1], got {probability}.")
+  checks.check_number("probability", probability, high=1)
 
   def flip(image: jax.Array, key: jax.Array) -> jax.Array:
     flipped = jax.random.bernoulli(key, probability)
@@ -81,11 +73,7 @@ def random_flip(probability: float = 0.5) -> Augment:
 
 
 def compose(*augments: Augment) -> Augment:
-  """Does one after the other, each with a key of its own.
-
-  Args:
-    *augments: functions `(images, key) -> images`, of this file or your own;
-      none leaves the images as they are.
+  """Does one `augment(images, key)` after the other, each with its own key.
 
   >>> augment = compose(random_crop(4), random_flip())
   >>> images = jnp.zeros((8, 32, 32, 3), jnp.uint8)

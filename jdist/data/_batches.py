@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jdist import checks
-from jdist.data import _optional, _partition, _sample_stream
+from jdist.data import _partition, _sample_stream
 from jdist.data._dataset import Dataset
 
 
@@ -22,10 +22,9 @@ class Batches:
 
   Without `alpha` all workers share one stream, a fresh permutation of the
   data per epoch; step t takes the next `num_workers * batch_size` samples and
-  cuts them by worker. So an epoch uses every sample exactly once over all
-  workers, and where it does not divide, the next begins in the middle of a
-  step. With `alpha` each worker owns a part, skewed by label (see
-  `partition`), reshuffled on every pass.
+  cuts them by worker, so an epoch may end in the middle of a step. With `alpha`
+  each worker owns a part, skewed by label (see `partition`), reshuffled on
+  every pass.
 
   Args:
     dataset: to cut.
@@ -40,9 +39,6 @@ class Batches:
     worker_ids: tuple of the workers given.
     steps_per_epoch: steps, as a float, in which the workers together see as
       many samples as the data set has.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   >>> from jdist import data
   >>> digits = data.load("digits")
@@ -75,17 +71,7 @@ class Batches:
     )
 
   def indices(self, step: int) -> np.ndarray:
-    """Returns the samples of a step.
-
-    Args:
-      step: number of the step, >= 0.
-
-    Returns:
-      Indices into the data set, int64 [len(worker_ids), batch_size].
-
-    Raises:
-      IndexError: if `step` is negative.
-    """
+    """Returns a step's samples, int64 [len(worker_ids), batch_size]."""
     step = operator.index(step)
     if step < 0:
       raise IndexError(
@@ -119,10 +105,10 @@ class Batches:
   def iterate(
     self, start_step: int = 0, *, prefetch: int = 2
   ) -> Iterator[dict[str, np.ndarray]]:
-    """Gives batches without end, the next ones made in the background.
+    """Gives batches without end, the next ones made by a thread of Grain.
 
-    A thread of Grain makes them, from the first `next`. It ends when the
-    iterator is closed (`contextlib.closing`, or its `close()`) or dropped.
+    The thread ends when the iterator is closed (`contextlib.closing`, or its
+    `close()`) or dropped.
 
     Args:
       start_step: first step to give, >= 0, such as the one to resume at.
@@ -132,13 +118,12 @@ class Batches:
       A generator of `self[start_step]`, `self[start_step + 1]`, ...
 
     Raises:
-      ValueError: if an argument is out of range.
       ImportError: if Grain is not installed.
     """
     start_step = checks.check_int("start_step", start_step, 0)
     remedy = "To make batches in the caller's thread, take `batches[step]`."
     checks.check_int("prefetch", prefetch, 1, remedy=remedy)
-    grain = _optional.import_optional("grain", "grain")
+    grain = checks.import_extra("grain", "data")
     return self._prefetched(grain, start_step, prefetch)
 
   def _prefetched(
@@ -213,9 +198,6 @@ def evaluation_batches(
     A sequence, with a length, of {"image": uint8 [w, batch_size, height,
     width, channels], "label": int32 [w, batch_size], "mask": float32
     [w, batch_size]} for the w workers of `worker_ids`.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   >>> from jdist import data
   >>> batches = data.evaluation_batches(data.load("digits", "test"), 2, 100)

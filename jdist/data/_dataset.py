@@ -22,9 +22,6 @@ class Dataset:
       this is, in the units of the raw pixels (0 .. 255; digits 0 .. 16).
     std: standard deviation, likewise.
 
-  Raises:
-    ValueError: if shapes, labels or statistics do not fit together.
-
   >>> digits = Dataset(
   ...   name="mine", split="train", num_classes=2, mean=(2.0,), std=(2.0,),
   ...   images=np.array([[[[0]]], [[[4]]]], np.uint8),
@@ -89,17 +86,10 @@ class Dataset:
     return height, width, num_channels
 
   def normalize(self, images: Any) -> Any:
-    """Turns raw pixels into float32 of about zero mean and unit deviation.
+    """Returns `(images - mean) / std` per channel, in float32.
 
-    `(images - mean) / std` per channel. Works on NumPy and on JAX arrays, so
-    it can sit inside a jitted step: the host then sends one byte per pixel to
-    the device, not four.
-
-    Args:
-      images: raw pixels [..., channels], any dtype.
-
-    Returns:
-      float32 of the same shape.
+    Works on NumPy and on JAX arrays, so it can sit inside a jitted step: the
+    host then sends one byte per pixel to the device, not four.
     """
     # Written with methods that NumPy and JAX arrays share; the constants have
     # the rank of the images, for those who forbid rank promotion.

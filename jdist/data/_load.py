@@ -8,21 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from jdist.data import _catalog, _optional, _prepare, _records
+from jdist import checks
+from jdist.data import _catalog, _prepare, _records
 from jdist.data._dataset import Dataset
 
 
 def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   """Loads one split of a data set into memory.
 
-  "digits" comes with scikit-learn: 1,797 real handwritten digits, 8x8x1 with
-  pixels 0 .. 16; of each class every fifth sample, in their order, is for
-  testing. The others are read by TensorFlow Datasets, without TensorFlow,
-  from a copy prepared as array_record in `TFDS_DATA_DIR` (default
-  ~/tensorflow_datasets). Reading one for the first time decodes it, about
-  10 s per 50,000 small images, and leaves the pixels in `JDIST_CACHE_DIR`
-  (default `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist), from where they take
-  0.3 s.
+  "digits" comes with scikit-learn: 1,797 real handwritten digits; of each class
+  every fifth sample is for testing. The others are read by TensorFlow Datasets,
+  without TensorFlow, from a copy prepared as array_record in `TFDS_DATA_DIR`
+  (default ~/tensorflow_datasets). Reading one for the first time decodes it,
+  about 10 s per 50,000 small images, and leaves the pixels in `JDIST_CACHE_DIR`
+  (default `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist).
 
   | name                   | images    | train     | test   | classes | memory |
   |------------------------|-----------|-----------|--------|---------|--------|
@@ -35,18 +34,15 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   | imagenet_resized/32x32 | 32x32x3   | 1,281,167 | 50,000 | 1,000   | 4.1 GB |
   | imagenet_resized/64x64 | 64x64x3   | 1,281,167 | 50,000 | 1,000   | 16 GB  |
 
-  Memory is that of both splits. Imagenette is its second version, scaled to a
-  shorter side of 160 pixels, of which the middle is taken. Where TensorFlow
-  Datasets has a validation split instead of a test split, that is "test".
+  Memory is that of both splits. Of Imagenette, scaled to a shorter side of 160
+  pixels, the middle is taken. Where TensorFlow Datasets has a validation split
+  instead of a test split, that is "test".
 
   Args:
     name: of the table.
     split: "train" (default) or "test".
     download: prepare the set first if it is not there, see `prepare`; needs a
       network and TensorFlow. Default False.
-
-  Returns:
-    The split.
 
   Raises:
     ValueError: if there is no such set or split.
@@ -94,7 +90,7 @@ def cache_dir() -> pathlib.Path:
 
 
 def _read_digits(split: str) -> tuple[np.ndarray, np.ndarray]:
-  datasets = _optional.import_optional("sklearn.datasets", "scikit-learn")
+  datasets = checks.import_extra("sklearn.datasets", "data")
   images, labels = datasets.load_digits(return_X_y=True)
   held_out = np.zeros(len(labels), bool)
   for k in range(10):

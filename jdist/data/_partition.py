@@ -24,9 +24,8 @@ def partition(
 ) -> tuple[np.ndarray, ...]:
   """Splits samples over workers, evenly or skewed by label.
 
-  Every sample goes to exactly one worker. Parts differ in size by at most one
-  (the first `n % num_workers` workers have one more), so no worker is empty
-  and all make a pass in the same number of steps.
+  Every sample goes to exactly one worker. Parts differ in size by at most one:
+  all workers make a pass in the same number of steps.
 
   With `alpha`, worker w draws its mix of classes from a Dirichlet
   distribution around the classes' frequencies p, and fills its part without
@@ -34,8 +33,7 @@ def partition(
 
     q_w ~ Dirichlet(alpha * K * p),  part_w ~ q_w
 
-  where K is the number of classes present. Large `alpha` approaches i.i.d.,
-  small `alpha` leaves a worker with one or two classes.
+  where K is the number of classes present.
 
   Args:
     labels: class of each sample, integers [n].
@@ -59,14 +57,10 @@ def partition(
 
   References:
     Hsu, Qi and Brown, "Measuring the effects of non-identical data
-    distribution for federated visual classification", 2019, arXiv:1909.06335,
-    one mix of classes per worker, parts of equal size. (Yurochkin et al.,
-    2019, arXiv:1905.12022, draw one split over the workers per class instead,
-    and parts then differ in size.) Departures: their concentration is
-    `alpha * p`, so their alpha is K times ours; with balanced classes ours is
-    the Dirichlet parameter itself. When all that a worker's mix names has run
-    out, it takes from what is left in proportion. Workers that draw late find
-    fewer classes left, here as there.
+    distribution for federated visual classification", 2019, arXiv:1909.06335.
+    Departures: their concentration is `alpha * p`, so their alpha is K times
+    ours. When all that a worker's mix names has run out, it takes from what is
+    left in proportion.
   """
   labels = np.asarray(labels)
   if labels.ndim != 1:

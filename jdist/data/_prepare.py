@@ -8,7 +8,8 @@ import re
 import urllib.error
 import urllib.request
 
-from jdist.data import _catalog, _optional
+from jdist import checks
+from jdist.data import _catalog
 
 
 def tfds_dir() -> pathlib.Path:
@@ -47,14 +48,13 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
       seconds, default 10: TensorFlow Datasets itself retries for minutes.
 
   Raises:
-    ValueError: if there is no such set.
     ImportError: if TensorFlow or TensorFlow Datasets is not installed.
     ConnectionError: if the server does not answer.
   """
   source = _catalog.find(name)
   if not source.tfds_name or find_prepared(source.tfds_name):
     return
-  tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
+  tfds = checks.import_extra("tensorflow_datasets", "data")
   if importlib.util.find_spec("tensorflow") is None:
     raise ImportError(
       f"Preparing {name!r} needs TensorFlow (reading it afterwards does not), "

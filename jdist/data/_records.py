@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.data import _optional
+from jdist import checks
 
 _CHUNK = 1000
 
@@ -19,9 +19,9 @@ def decode(
   Images of different sizes are scaled until the shorter side is `size`, of
   which the middle is taken.
   """
-  tfds = _optional.import_optional("tensorflow_datasets", "tensorflow-datasets")
-  pil = _optional.import_optional("PIL.Image", "pillow")
-  _optional.import_optional("array_record", "array_record")
+  tfds = checks.import_extra("tensorflow_datasets", "data")
+  pil = checks.import_extra("PIL.Image", "data")
+  checks.import_extra("array_record", "data")
   builder = tfds.builder_from_directory(prepared)
   # Decoding here and not there saves a third of the time, and a warning about
   # OpenCV. Threads do not help with images this small: 2 took as long as 1.

@@ -110,18 +110,12 @@ class SampleStream:
     return tuple(map(len, self._parts))
 
   def indices(self, worker: int, start: int, count: int) -> np.ndarray:
-    """Returns samples of the stream, or of a worker's own.
+    """Returns samples of the stream, or of a worker's own, int64 [count].
 
     Args:
       worker: its number; any where the stream is shared.
       start: the position of the first, >= 0.
       count: how many.
-
-    Returns:
-      Indices into the data set, int64 [count].
-
-    Raises:
-      IndexError: if there is no such worker, or `start` is negative.
     """
     if not 0 <= worker < self.num_workers:
       raise IndexError(
@@ -148,9 +142,6 @@ class SampleStream:
     Returns:
       {"image": uint8 [size, height, width, channels], "label": int32 [size],
        "mask": float32 [size], 1 for samples and 0 for padding}.
-
-    Raises:
-      ValueError: if `size` is less than `count`.
     """
     size = count if size is None else size
     if size < count:

@@ -74,11 +74,10 @@ class Checkpoints:
         one.
 
     Raises:
-      ValueError: if `keep` is out of range.
       ImportError: when Orbax is not installed.
     """
     checks.check_int("keep", keep, 1)
-    self._orbax = _import_orbax()
+    self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
     self._directory = pathlib.Path(directory).absolute()
     self._workers = workers
     self._keep = keep
@@ -212,15 +211,12 @@ class Checkpoints:
   def restore(
     self, template: PyTree | Callable[[int], PyTree]
   ) -> Restored | None:
-    """Restores the newest checkpoint that is whole.
+    """Restores the newest checkpoint that is whole; None when there is none.
 
     Args:
       template: a state of the same shapes, `[workers, ...]`, whose arrays
         also say where the restored ones live; or a function of the step that
         returns it, where shapes depend on the step.
-
-    Returns:
-      The checkpoint; None when the directory has none.
 
     Raises:
       ValueError: when checkpoints exist and none is whole, or when the
@@ -346,16 +342,6 @@ class Checkpoints:
 
   def __exit__(self, *error: object) -> None:
     self.close()
-
-
-def _import_orbax() -> Any:
-  try:
-    import orbax.checkpoint as orbax
-  except ImportError as error:
-    raise ImportError(
-      'Checkpoints need Orbax: pip install "jdist[checkpoints]".'
-    ) from error
-  return orbax
 
 
 def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:

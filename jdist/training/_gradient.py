@@ -46,10 +46,6 @@ def make_gradient(
   Returns:
     `(params, model_state, batch, key) -> Gradient`.
 
-  Raises:
-    ValueError: when `accumulate` is below 1; at trace time, when it does not
-      divide a batch.
-
   >>> def loss_fn(params, model_state, batch, key):
   ...   return jnp.mean((params - batch["x"]) ** 2), (model_state, {})
   >>> found = make_gradient(loss_fn)(

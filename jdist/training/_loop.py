@@ -1,9 +1,8 @@
 """The training loop: it never makes the device wait for the host.
 
-The metrics of step t-1 are read after step t has been dispatched, so the
-device always has the next step in its queue, and at most two steps are in
-flight.  More gain nothing, and on virtual CPU devices many steps in flight
-deadlock (see `collectives.make_cpu_devices`).
+The metrics of step t-1 are read after step t has been dispatched: at most two
+steps are in flight.  More gain nothing, and on virtual CPU devices many steps
+in flight deadlock (see `collectives.make_cpu_devices`).
 """
 
 import contextlib
@@ -107,7 +106,7 @@ class Trainer:
     batch: PyTree,
     control: transforms.Control,
   ) -> tuple[_train_state.TrainState, jax.Array]:
-    """The step, with its metrics in one array: each would be a transfer."""
+    """Runs the step; its metrics are one array, as each would be a transfer."""
     state, metrics = self._step(state, batch, **_given(control))
     if missing := {"loss", "rounds"} - metrics.keys():
       raise ValueError(
@@ -228,7 +227,7 @@ class Trainer:
         run.dispatch(placed)
         if done < num_steps:  # Two steps are in flight meanwhile.
           placed = run.place(next(data))
-        run.read_before()
+        run.read(leave=1)
         if _due(done, evaluate_every, num_steps):
           run.record()
         if checkpoints is not None and _due(done, checkpoint_every, num_steps):
@@ -343,14 +342,9 @@ class _Run:
     # The metrics of this step hold the place of the one after next.
     self._ahead = self._ahead[1:]
 
-  def read_before(self) -> None:
-    """Reads all steps but the last that was started."""
-    while len(self._flying) > 1:
-      self._take(*self._flying.pop(0))
-
-  def settle(self) -> None:
-    """Reads what is in flight; nothing runs on the device afterwards."""
-    while self._flying:
+  def read(self, *, leave: int = 0) -> None:
+    """Reads the steps in flight but the last ones, by default all."""
+    while len(self._flying) > leave:
       self._take(*self._flying.pop(0))
 
   def _take(self, choice: _programs.Choice, metrics: jax.Array) -> None:
@@ -390,7 +384,7 @@ class _Run:
 
   def record(self) -> None:
     """Evaluates, and notes where the run stands."""
-    self.settle()
+    self.read()
     self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
     self.watchdog.beat(f"evaluated after step {self._read}")
@@ -412,7 +406,7 @@ class _Run:
     self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
   ) -> None:
     """Starts to write a checkpoint."""
-    self.settle()
+    self.read()
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
     shared = _train_state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)

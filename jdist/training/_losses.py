@@ -72,14 +72,9 @@ def classification_loss(
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-  """Averages over the samples of a batch, padding left out.
+  """Averages [batch, ...] over the samples, where `mask` [batch] is not 0.
 
-  Args:
-    values: [batch, ...].
-    mask: [batch], nonzero for samples; all are if None.
-
-  Returns:
-    The mean, 0 of padding alone.
+  Of padding alone the mean is 0.
 
   >>> masked_mean(jnp.array([1.0, 3.0, 99.0]), jnp.array([1, 1, 0])).item()
   2.0

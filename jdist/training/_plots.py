@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist import cluster
+from jdist import checks, cluster
 
 # Distinct for most kinds of colour vision, and dark enough on white.
 _COLORS = (
@@ -95,16 +95,8 @@ def check_plots() -> None:
 
 
 def pyplot() -> Any:
-  try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-  except ImportError as error:
-    raise ImportError(
-      'Pictures need matplotlib: pip install "jdist[plots]".'
-    ) from error
-  return pyplot
+  checks.import_extra("matplotlib", "plots").use("Agg")
+  return checks.import_extra("matplotlib.pyplot", "plots")
 
 
 def _draw(

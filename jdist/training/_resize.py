@@ -22,18 +22,17 @@ def resize(
 ) -> _train_state.TrainState:
   r"""Turns a state of N workers into one of M that goes on from there.
 
-  First everything that was begun is brought in, with what reducers and
-  feedbacks of local steps hold back (`transforms.drain`); all workers then
-  stand on the anchor.  What owners hold back of gradients goes to the feedbacks
+  First all that was begun is brought in (`transforms.drain`), and all workers
+  stand on the anchor; what owners hold back of gradients goes to the feedbacks
   of all workers.  No mass is lost.  Then, leaf by leaf:
 
   - what is equal on all workers stays as it is;
   - of floats that each worker has for itself (momenta, the residuals of
     compressed gradients) every new worker gets the old workers' mean, so that
-    the mean over the workers stays: :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
+    the mean over the workers stays:
+    :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
   - counters and keys are those of worker 0;
-  - the residuals of owners, who are others now, begin anew; they must be zero
-    by then, and with a feedback that keeps a rest they are.
+  - the residuals of owners, who are others now, begin anew.
 
   Args:
     state: arrays `[N, ...]`, as restored by a run of N workers, on fewer

@@ -23,15 +23,12 @@ def make_step(
   accumulate: int = 1,
   weighted: bool = False,
 ) -> Step:
-  """Makes what one worker does in a training step.
+  """Makes one worker's training step.
 
   Differentiates the loss on this worker's own parameters and batch, updates,
   ends rounds exactly on the anchor, and averages batch statistics whenever
-  the workers come together.  Of a streamed method and of `update_first` it
-  leaves them to each worker: their mean would hold up what is to be hidden
-  (compilers merge it with other all-reduces, and all then wait for the merged
-  one), no training step reads them, and running averages are linear, so that
-  their mean at an evaluation, which `Evaluator` takes, is the same.
+  the workers come together; of a streamed method and of `update_first`, where
+  their mean would hold up what is to be hidden, `Evaluator` averages them.
 
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
@@ -40,20 +37,19 @@ def make_step(
       `transforms.update_first` the step begins with the last one's update.
     axis: the workers' axis.
     accumulate: into how many micro-batches a batch is cut; their gradients
-      are averaged before the one update, so neither the optimizer's schedules
-      nor local steps count them.
+      are averaged before the one update.
     weighted: whether a worker counts by the samples of its batch, n: its
       gradient, and the change of its batch statistics, is multiplied by n over
       the workers' mean of n (a scalar all-reduce).  A mean of gradients is then
       that over all samples, also where masks leave workers unlike numbers.
 
   Returns:
-    `(state, batch) -> state, metrics` for one worker, to be run by
-    `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
+    `(state, batch, control=None) -> state, metrics` for one worker, to be run
+    by `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
     `interval`, and for a host that chooses between programs `ahead_0`, ..., the
-    place in its round of the step after next.  The step passes the static
-    `control` on to the optimizer.
+    place in its round of the step after next.  The static `control` goes to the
+    optimizer.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not

@@ -40,7 +40,7 @@ def init_state(
   seed: int = 0,
   specs: Any = None,
 ) -> TrainState:
-  """Makes the state in which all workers begin alike.
+  """Makes the state in which all workers begin alike, arrays `[workers, ...]`.
 
   Args:
     workers: the run's workers.
@@ -48,12 +48,9 @@ def init_state(
     params: one worker's parameters.
     model_state: one worker's batch statistics, if any.
     seed: of the run's random key.
-    specs: how the parameters are split over the mesh's other axes, see
-      `Workers.replicate`; not split by default.  What the optimizer keeps
-      beside a parameter (momentum, anchor, pending gradients) is split alike.
-
-  Returns:
-    Arrays `[workers, ...]`.
+    specs: how the parameters, and what the optimizer keeps beside each, are
+      split over the mesh's other axes, see `Workers.replicate`; not split by
+      default.
   """
   if specs is None:
     specs = jax.sharding.PartitionSpec()
