@@ -12,18 +12,10 @@ PyTree = Any
 
 
 def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
-  """Returns shapes that stand for one worker's arrays, on all workers.
+  """Returns shapes `[workers, ...]` that stand for one worker's arrays `[...]`.
 
   `workers.jit(step).lower(...)` takes them, so that a program is compiled
   without an array and without the devices it is for.
-
-  Args:
-    workers: of the run.
-    tree: one worker's arrays or `jax.ShapeDtypeStruct`, `[...]`.
-
-  Returns:
-    `jax.ShapeDtypeStruct` `[workers, ...]` with the sharding of a worker's
-    arrays.
 
   >>> team = collectives.workers(4, substrate="vmap")
   >>> abstract(team, jax.ShapeDtypeStruct((3,), "float32")).shape
@@ -44,7 +36,7 @@ def abstract_state(
   params: PyTree,
   model_state: PyTree | None = None,
 ) -> training.TrainState:
-  """Returns the shapes of `init_state`.
+  """Returns the shapes of `training.init_state`, `[workers, ...]`.
 
   Args:
     workers: the run's workers, also on devices that are described only.
@@ -52,9 +44,6 @@ def abstract_state(
     params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`, as of
       `models.build(..., abstract=True)`.
     model_state: one worker's batch statistics, likewise.
-
-  Returns:
-    `jax.ShapeDtypeStruct` `[workers, ...]`.
 
   >>> team = collectives.workers(2, substrate="vmap")
   >>> shapes = abstract_state(team, optax.sgd(0.1), jnp.zeros(3))

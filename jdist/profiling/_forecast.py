@@ -161,9 +161,6 @@ def forecast(
     branch: which step: "sends" (default), one that ends a round, or "idles",
       one that does not.
 
-  Returns:
-    The forecast.
-
   >>> device = cluster.Device("toy", flops_per_s=16, memory_bytes_per_s=1e9)
   >>> link = cluster.Link(bandwidth_bits_per_s=8 * 4)
   >>> found = forecast('''

@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from jdist import collectives
+from jdist import checks, collectives
 
 # Without it the plugin refuses to load where there is no driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -91,15 +91,9 @@ class GpuTarget:
   nodes: int = 1
 
   def __post_init__(self) -> None:
-    if self.kind not in _TARGETS:
-      raise ValueError(
-        f"`kind` must be one of {', '.join(_TARGETS)}, got {self.kind!r}."
-      )
-    for name in ("gpus_per_node", "nodes"):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f"`{name}` must be at least 1, got {getattr(self, name)}."
-        )
+    checks.check_choice("kind", self.kind, tuple(_TARGETS))
+    checks.check_int("gpus_per_node", self.gpus_per_node, 1)
+    checks.check_int("nodes", self.nodes, 1)
 
   def __str__(self) -> str:
     nodes = f"{self.nodes}x" if self.nodes > 1 else ""
@@ -121,8 +115,8 @@ class GpuTarget:
     Needs no GPU and no driver.  Each node is a process of its own.
 
     Raises:
-      ImportError: when JAX's plugin for CUDA is missing or of another version
-        than JAX: the extra `schedules` brings it.
+      ImportError: when JAX's plugin for CUDA, of the extra `schedules`, is
+        missing or of another version than JAX.
     """
     check_compiler()
     os.environ.setdefault(_SKIP_VARIABLE, "1")
@@ -143,14 +137,7 @@ class GpuTarget:
     return list(described.devices)
 
   def mesh(self, axis: str = "worker") -> jax.sharding.Mesh:
-    """Puts all GPUs along one axis, for `workers(num_gpus, mesh=...)`.
-
-    Args:
-      axis: its name.
-
-    Raises:
-      ImportError: as `devices`.
-    """
+    """Puts all GPUs along one axis, for `workers(num_gpus, mesh=...)`."""
     return collectives.make_mesh((self.num_gpus,), (axis,), self.devices())
 
 
@@ -160,9 +147,6 @@ def gpu_target(text: str) -> GpuTarget:
   Args:
     text: `"8xh200"`, or `"2x8xh200"` for two nodes of eight; kinds are h200,
       h100 and a100 (SXM, 80 GB), in capitals or not.
-
-  Raises:
-    ValueError: when it cannot be read.
 
   >>> target = gpu_target("2x8xH200")
   >>> target.num_gpus, target.nodes, str(target)
@@ -179,15 +163,15 @@ def gpu_target(text: str) -> GpuTarget:
 
 def check_compiler() -> None:
   """Raises an ImportError when programs for GPUs cannot be compiled here."""
-  plugin = next(filter(_is_there, _PLUGINS), None)
+  plugin = next(filter(importlib.util.find_spec, _PLUGINS), None)
   if plugin is None:
     raise ImportError(
       f"Compiling for GPUs needs JAX's plugin for CUDA. {_REMEDY}"
     )
-  version = importlib.metadata.version(plugin.replace("_", "-"))
+  name = plugin.replace("_", "-")
+  version = importlib.metadata.version(name)
   # A post-release of either is the same code: 0.12.0 and 0.12.0.1.
   if version.split(".")[:3] != jax.__version__.split(".")[:3]:
-    name = plugin.replace("_", "-")
     raise ImportError(
       f"{name} {version} does not work with jax {jax.__version__}: their "
       f'versions must be equal. pip install "{name}=={jax.__version__}".'
@@ -197,16 +181,14 @@ def check_compiler() -> None:
 def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
   """Sets the rates of the link in XLA's scheduler of GPU programs.
 
-  By default every collective is scheduled as if it lasted a few products, and
-  on a slow link the device waits; with the rates it starts as early as its size
-  needs.  Holds for all programs that this process compiles for GPUs; XLA reads
-  it once.
+  By default every collective is scheduled as if it lasted a few products; with
+  the rates it starts as early as its size needs.  Holds for all programs that
+  this process compiles for GPUs; XLA reads it once.
 
   Args:
     bandwidth_bits_per_s: of each GPU's link, in each direction, in a ring of
       all GPUs.
-    latency_s: of a message of the ring; XLA counts whole microseconds, at
-      least one.
+    latency_s: of a message of the ring, in whole microseconds, at least one.
 
   Raises:
     RuntimeError: when JAX has already started, and would ignore it.
@@ -231,7 +213,3 @@ def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
       f"--xla_gpu_analytical_latency_estimator_options={options}",
     )
   )
-
-
-def _is_there(module: str) -> bool:
-  return importlib.util.find_spec(module) is not None

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jdist import cluster
+from jdist import checks, cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +16,8 @@ class Gpu:
     float32_flops_per_s: of matrix products in TF32, dense: what XLA takes for
       float32 by default.
     memory_bytes_per_s: of its own memory.
-    nvlink_bits_per_s: to the other GPUs of its node, in each direction; data
-      sheets state the sum of both.
-    network_bits_per_s: its share of the node's network, in each direction: of
-      the vendor's machine with eight GPUs and a network card for each.
+    nvlink_bits_per_s: to the other GPUs of its node, in each direction.
+    network_bits_per_s: its share of the node's network, in each direction.
   """
 
   name: str
@@ -34,9 +32,7 @@ class Gpu:
   ) -> cluster.Device:
     """Returns the device for programs that compute in a dtype.
 
-    Args:
-      dtype: of the products.
-      launch_s: the least time of one kernel, default 0.
+    Kernels take `launch_s` at least.
 
     >>> GPUS["h200"].device("bfloat16").flops_per_s
     989500000000000.0
@@ -45,26 +41,18 @@ class Gpu:
       "bfloat16": self.bfloat16_flops_per_s,
       "float32": self.float32_flops_per_s,
     }
-    if dtype not in rates:
-      raise ValueError(
-        f"`dtype` must be one of {', '.join(rates)}, got {dtype!r}."
-      )
+    checks.check_choice("dtype", dtype, tuple(rates))
     return cluster.Device(
       self.name, rates[dtype], self.memory_bytes_per_s, launch_s
     )
 
   def link(self, nodes: int = 1, latency_s: float = 0.0) -> cluster.Link:
-    """Returns the link that bounds a ring over all GPUs of some nodes.
-
-    Args:
-      nodes: 1 for NVLink, more for the network.
-      latency_s: of one message, default 0.
+    """Returns the link that bounds a ring: NVLink, or several nodes' network.
 
     >>> GPUS["h200"].link().bandwidth_bits_per_s / 8e9  # GB/s
     450.0
     """
-    if nodes < 1:
-      raise ValueError(f"`nodes` must be at least 1, got {nodes}.")
+    checks.check_int("nodes", nodes, 1)
     slowest = self.nvlink_bits_per_s if nodes == 1 else self.network_bits_per_s
     return cluster.Link(slowest, latency_s)
 

@@ -46,11 +46,7 @@ class Shape:
 
   @property
   def num_bytes(self) -> int:
-    """Its bytes, packed.
-
-    >>> Shape("bf16", (3, 5)).num_bytes
-    30
-    """
+    """Its bytes, packed."""
     digits = re.search(r"\d+", self.dtype)
     width = _BITS.get(self.dtype) or int(digits[0] if digits else 0)
     return -(-self.size * width // 8)
@@ -131,22 +127,7 @@ class Program:
 
 
 def parse(program: Any) -> Program:
-  """Reads a program.
-
-  Args:
-    program: a compiled function (`jitted.lower(...).compile()`) or its text.
-
-  Raises:
-    ValueError: when it is not the text of a program.
-
-  >>> found = parse('''
-  ... ENTRY %main (x: f32[10]) -> f32[10] {
-  ...   %x = f32[10]{0} parameter(0)
-  ...   ROOT %r = f32[10]{0} negate(%x)
-  ... }''')
-  >>> [i.operation for i in found.computations[found.entry]]
-  ['parameter', 'negate']
-  """
+  """Reads a compiled function (`jitted.lower(...).compile()`) or its text."""
   text = program if isinstance(program, str) else program.as_text()
   computations, entry = {}, None
   for name, is_entry, instructions in _computations(text):

@@ -19,17 +19,14 @@ KINDS: dict[str, collectives.Kind] = {
 
 
 def read_collectives(program: Any) -> tuple[collectives.Collective, ...]:
-  """Lists the collectives of a compiled program.
+  """Lists the collectives of a compiled program in textual order.
+
+  Each has the bytes of its operands and the number of devices of one of its
+  groups; `conditional` where it is reached through a conditional only, with the
+  `phase` that its branch names.  A collective in a loop is listed once.
 
   Args:
-    program: a compiled function (`jitted.lower(...).compile()`) or the text of
-      an optimized program.
-
-  Returns:
-    Every collective in textual order, with the bytes of its operands and the
-    number of devices of one of its groups; `conditional` where it is reached
-    through a conditional only, with the `phase` that its branch names.  A
-    collective in a loop is listed once.
+    program: a compiled function (`jitted.lower(...).compile()`) or its text.
 
   >>> read_collectives('''
   ... ENTRY %main (x: f32[10]) -> f32[10] {

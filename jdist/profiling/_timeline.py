@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from jdist import collectives
+from jdist import checks, collectives
 from jdist.profiling import _hlo, _hlo_collectives
 
 # Instructions that make no kernel: names, views and constants.
@@ -59,9 +59,6 @@ def read_timeline(
       computes most if none sends, as in the step that ends a round; "idles",
       the one that does least, as in the steps before.
 
-  Returns:
-    The events in order.
-
   >>> [event.kind for event in read_timeline('''
   ... ENTRY %main (x: f32[8], w: f32[8,8]) -> f32[8] {
   ...   %x = f32[8]{0} parameter(0)
@@ -74,8 +71,7 @@ def read_timeline(
   ['start', 'compute', 'done', 'compute']
   """
   parsed = _hlo.parse(program)
-  if branch not in ("sends", "idles"):
-    raise ValueError(f"`branch` must be 'sends' or 'idles', got {branch!r}.")
+  checks.check_choice("branch", branch, ("sends", "idles"))
   choose = max if branch == "sends" else min
   return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
 
@@ -182,7 +178,7 @@ def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
   )
   if instruction.operation in _SLICES:
     return 2 * instruction.result_bytes
-  if (part := _part(instruction)) is not None:
+  if (part := _PARTS.get(instruction.operation)) is not None:
     return 2 * sum(o.result_bytes for o in operands[part : part + 1])
   result = instruction.result
   if instruction.operation == "custom-call":
@@ -198,10 +194,6 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 # written there.
 _PARTS = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
-
-
-def _part(instruction: _hlo.Instruction) -> int | None:
-  return _PARTS.get(instruction.operation)
 
 
 def _moved_in_fusion(
@@ -222,7 +214,7 @@ def _moved_in_fusion(
         total += read(user)
       elif first and user.operation in _SLICES:
         total += user.result_bytes
-      elif not (first and _part(user) is not None):
+      elif not (first and user.operation in _PARTS):
         return inner.result_bytes
     return min(total, inner.result_bytes)
 
@@ -232,7 +224,8 @@ def _moved_in_fusion(
       return sum(written(operand) for operand in operands)
     if inner.operation in _VIEWS and operands:
       return written(operands[0])
-    if (part := _part(inner)) is not None and part < len(operands):
+    part = _PARTS.get(inner.operation, len(operands))
+    if part < len(operands):
       return operands[part].result_bytes
     return inner.result_bytes
 
@@ -242,10 +235,7 @@ def _moved_in_fusion(
 
 
 def _flops(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
-  """Counts two for each multiply and add of products and convolutions.
-
-  Everything else in a kernel is bounded by the memory it moves.
-  """
+  """Counts two for each multiply and add of products and convolutions."""
   operation = instruction.operation
   operands = program.operands(instruction)
   if operation == "fusion":
@@ -281,8 +271,7 @@ def _convolution_flops(
 ) -> int:
   """Counts every weight of an output feature for each sample of the output.
 
-  The three convolutions of a layer (forward, by input, by filter) cost the
-  same: the gradient has the output's shape.
+  The gradients by input and by filter cost the same as the layer itself.
   """
   labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
   if labels is None or len(operands) < 2:

@@ -43,14 +43,13 @@ def plot_forecasts(
   what it sends, hidden or exposed.
 
   Args:
-    forecasts: by name.
+    forecasts: by name, one at least.
     path: of the PNG.
     title: above all.
     note: below all, for instance the stated rates.
 
   Raises:
     ImportError: when matplotlib is missing.
-    ValueError: when there is nothing to draw.
   """
   if not forecasts:
     raise ValueError("`forecasts` must have one entry at least, got none.")

@@ -43,7 +43,7 @@ def test_what_is_no_topology_is_refused(text):
 
 @pytest.mark.parametrize("text", ["0xh200", "0x8xh200"])
 def test_no_gpus_are_refused(text):
-  with pytest.raises(ValueError, match="must be at least 1, got 0"):
+  with pytest.raises(ValueError, match="must be an int >= 1, got 0"):
     profiling.gpu_target(text)
 
 
