@@ -122,13 +122,6 @@ def build(
       planning and compiling. Default False. `apply` is the same function.
     **options: of the model, see the table.
 
-  Returns:
-    The model.
-
-  Raises:
-    ValueError: if there is no such model or option, or the model cannot work
-      on such inputs.
-
   >>> import jax.numpy as jnp
   >>> model = build("mlp", input_shape=(8, 8, 1), num_classes=10, seed=0)
   >>> model

@@ -46,16 +46,14 @@ def num_params(model: Model) -> int:
 def functional(module: nnx.Module) -> Model:
   """Turns an NNX module into a pure function of its parameters and state.
 
-  The function is
-
     apply(params, state, images, *, train, mask=None) -> (logits, state)
 
-  and may be traced by jit, vmap, grad and shard_map. `train=True` runs the
-  module after its `train()` (batch statistics of this batch, dropout on) and
-  returns the new state; `train=False` runs it after `eval()`. `mask`
-  [batch], 1 for samples and 0 for padding, goes to modules whose `__call__`
-  takes a `mask`: there batch normalization leaves padding out of its
-  statistics. It does not zero the logits of padding: the loss must select.
+  `train=True` runs the module after its `train()` (batch statistics of this
+  batch, dropout on) and returns the new state; `train=False` runs it after
+  `eval()`. `mask` [batch], 1 for samples and 0 for padding, goes to modules
+  whose `__call__` takes a `mask`: there batch normalization leaves padding out
+  of its statistics. It does not zero the logits of padding: the loss must
+  select.
 
   Parameters are every `nnx.Param`; state is every other variable, random keys
   of dropout included. Cast parameters and images to bfloat16 to compute in it.
@@ -64,9 +62,6 @@ def functional(module: nnx.Module) -> Model:
     module: called as `module(images)` or `module(images, mask=mask)`. It is
       copied: training the model leaves it as it is.
 
-  Returns:
-    The model; its `params` and `state` are the module's present values.
-
   Raises:
     ValueError: from `apply`, if a mask is given in training to a module that
       has state but takes no mask.
@@ -74,8 +69,6 @@ def functional(module: nnx.Module) -> Model:
   >>> import jax.numpy as jnp
   >>> from flax import nnx
   >>> model = functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-  >>> sorted(model.params), model.state
-  (['bias', 'kernel'], {})
   >>> logits, _ = model.apply(model.params, {}, jnp.ones((4, 3)), train=False)
   >>> logits.shape
   (4, 2)

@@ -95,8 +95,8 @@ class Embedding(nnx.Module):
 def _normal(scale: float) -> Callable[..., Any]:
   """Returns a normal initializer of variance `scale / fan_in`, by NumPy.
 
-  JAX would compile one program per shape, seconds for a small network, and
-  its normal numbers may differ in the last bit from device to device.
+  JAX would compile one program per shape, and its normal numbers may differ in
+  the last bit from device to device.
   """
 
   def init(

@@ -35,9 +35,9 @@ class LeNet(nnx.Module):
       )
     self.conv1 = _layers.conv(num_channels, 6, 5, padding="VALID", rngs=rngs)
     self.conv2 = _layers.conv(6, 16, 5, padding="VALID", rngs=rngs)
-    self.dense3 = _layers.dense(5 * 5 * 16, 120, rngs=rngs)
-    self.dense4 = _layers.dense(120, 84, rngs=rngs)
-    self.dense5 = _layers.dense(84, num_classes, last=True, rngs=rngs)
+    self.head = _layers.add_head(
+      self, 5 * 5 * 16, (120, 84), num_classes, first=3, rngs=rngs
+    )
 
   def __call__(self, images: jax.Array) -> jax.Array:
     """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
@@ -47,10 +47,7 @@ class LeNet(nnx.Module):
     x = jnp.pad(images, around)
     for layer in (self.conv1, self.conv2):
       x = _patches.halve(jax.nn.relu(layer(x)))
-    x = x.reshape(len(x), -1)
-    x = jax.nn.relu(self.dense3(x))
-    x = jax.nn.relu(self.dense4(x))
-    return self.dense5(x)
+    return _layers.apply_head(self, x.reshape(len(x), -1))
 
 
 class CNN(nnx.Module):

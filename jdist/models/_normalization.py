@@ -61,8 +61,6 @@ class BatchNorm(_Normalization):
   >>> x = jnp.array([[1.0], [3.0], [99.0]])
   >>> norm(x, mask=jnp.array([1, 1, 0]))[:2].round(3).tolist()
   [[-1.0], [1.0]]
-  >>> norm.mean[...].round(3).tolist()
-  [0.2...]
 
   References:
     Ioffe and Szegedy, "Batch normalization", 2015, arXiv:1502.03167,
@@ -125,9 +123,6 @@ class GroupNorm(_Normalization):
     num_features: channels, the last axis.
     num_groups: into how many groups they are cut; must divide them.
     epsilon: added to the variance, default 1e-5.
-
-  Raises:
-    ValueError: if `num_groups` does not divide `num_features`.
 
   References:
     Wu and He, "Group normalization", 2018, arXiv:1803.08494.

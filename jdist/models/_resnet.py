@@ -14,25 +14,16 @@ class ResNet(nnx.Module):
   """The ResNets of ImageNet, with its first layers or with small ones.
 
   The ImageNet form begins with a convolution over 7x7 pixels of stride 2 and
-  pooling by 2, the form for small images with one over 3x3 pixels of stride
-  1. Then come four stages of blocks with 64, 128, 256 and 512 features, each
-  but the first at half the resolution of the one before; a mean over the
-  image; one dense layer. Where the shape changes, the shortcut is a
-  convolution too (option B of the paper).
+  pooling by 2, the form for small images with one over 3x3 pixels. Then come
+  four stages of blocks with 64, 128, 256 and 512 features, each but the first
+  at half the resolution of the one before; a mean over the image; one dense
+  layer. Where the shape changes, the shortcut is a convolution (option B).
 
   | parameters | ImageNet, 1,000 classes | CIFAR form, 10 classes |
   |------------|-------------------------|------------------------|
   | ResNet-18  | 11,689,512              | 11,173,962             |
   | ResNet-34  | 21,797,672              | 21,282,122             |
   | ResNet-50  | 25,557,032              | 23,520,842             |
-
-  Without normalization nothing keeps the signal from growing with every
-  block, so all blocks start as the identity: of the m convolutions of each of
-  the L blocks the last starts at zero and the others smaller by
-  L**(-1 / (2m - 2)). This is Fixup (Zhang, Dauphin and Ma, 2019,
-  arXiv:1901.09321); departures: the convolutions' ordinary biases in place of
-  its scalar ones, no scalar multipliers, and the last layer does not start at
-  zero.
 
   Args:
     blocks_per_stage: of each of the four stages.
@@ -48,6 +39,12 @@ class ResNet(nnx.Module):
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
     2015, arXiv:1512.03385, table 1. Departure, usual now: in a bottleneck
     that halves the resolution the 3x3 convolution has the stride.
+    Without normalization all blocks start as the identity: of the m
+    convolutions of each of L blocks the last starts at zero and the others
+    smaller by L**(-1 / (2m - 2)), as in Fixup (Zhang, Dauphin and Ma, 2019,
+    arXiv:1901.09321); departures: the convolutions' ordinary biases in place of
+    its scalar ones, no scalar multipliers, and a last layer that does not start
+    at zero.
   """
 
   def __init__(

@@ -29,8 +29,7 @@ class Transformer(nnx.Module):
     hidden_size: of the dense layers, default `4 * width`.
     positions: "learned" (default), a vector for each, or "rotary", which has
       no parameters and needs an even `width / num_heads`.
-    tied: whether the logits use the vectors of the tokens, in place of a
-      dense layer; default False.
+    tied: whether the logits use the vectors of the tokens; default False.
 
   References:
     Radford et al., "Language models are unsupervised multitask learners",

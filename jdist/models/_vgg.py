@@ -19,12 +19,11 @@ class VGG(nnx.Module):
   """VGG-11, 13, 16 and 19 (configurations A, B, D, E), and VGG-15.
 
   Five blocks of 3x3 convolutions with 64, 128, 256, 512 and 512 features,
-  each followed by pooling by 2; then dense layers. In the ImageNet form these
-  are 4,096, 4,096 and the classes: VGG-16 has 138,357,544 parameters for
-  224x224 images and 1,000 classes. In the form for small images the last map
-  is averaged, 1x1 for 32x32, and one dense layer follows: VGG-16 has
-  14,719,818 parameters for CIFAR-10. Images of any size can be pooled: an odd
-  row or column stands alone.
+  each followed by pooling by 2, where an odd row or column stands alone; then
+  dense layers. In the ImageNet form these are 4,096, 4,096 and the classes:
+  VGG-16 has 138,357,544 parameters for 1,000 classes. In the form for small
+  images the last map is averaged and one dense layer follows: VGG-16 has
+  14,719,818 parameters for CIFAR-10.
 
   VGG-15 is that of MP²: twelve convolutions with 64, 64, 128, 128 and eight
   times 256 features, then dense layers of 100, 100 and the classes, without
@@ -44,8 +43,7 @@ class VGG(nnx.Module):
     Simonyan and Zisserman, "Very deep convolutional networks for large-scale
     image recognition", 2014, arXiv:1409.1556, table 1. Departures: no
     dropout, whose keys would have to differ between workers; initial values
-    of He et al., with which it trains from the start; convolutions before a
-    normalization have no biases.
+    of He et al.; convolutions before a normalization have no biases.
   """
 
   def __init__(
