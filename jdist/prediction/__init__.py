@@ -85,20 +85,12 @@ from jdist.prediction.mp2._saved_predictor import (
 from jdist.prediction.mp2._saved_predictor import (
   save_predictor as save_predictor,
 )
-from jdist.prediction.nowcast._fit import (
-  fit_nowcasters as fit_nowcasters,
-)
+from jdist.prediction.nowcast._fit import fit_nowcasters as fit_nowcasters
 from jdist.prediction.nowcast._fit import Fitted as Fitted
-from jdist.prediction.nowcast._fit import (
-  load_nowcasters as load_nowcasters,
-)
+from jdist.prediction.nowcast._fit import load_nowcasters as load_nowcasters
 from jdist.prediction.nowcast._fit import NowcastFit as NowcastFit
-from jdist.prediction.nowcast._fit import (
-  save_nowcasters as save_nowcasters,
-)
-from jdist.prediction.nowcast._model import (
-  init_nowcasters as init_nowcasters,
-)
+from jdist.prediction.nowcast._fit import save_nowcasters as save_nowcasters
+from jdist.prediction.nowcast._model import init_nowcasters as init_nowcasters
 from jdist.prediction.nowcast._model import nowcast as nowcast
 from jdist.prediction.nowcast._tracks import load_tracks as load_tracks
 from jdist.prediction.nowcast._tracks import save_tracks as save_tracks

@@ -19,8 +19,8 @@ class ScoredCut(NamedTuple):
   Attributes:
     predictor: of the cut.
     params: its best parameters.
-    accuracy: mean accuracy of the networks that it completes, from held-out
-      fronts on the test images, at its best epoch.
+    accuracy: mean of the networks that it completes, from held-out fronts on
+      the test images, at its best epoch.
     untrained: the same before it was trained.
     pushed_bytes: bytes that a worker sends in a round.
   """
@@ -64,9 +64,6 @@ def score_cuts(
 
   Returns:
     One score for each predictor, in their order.
-
-  Raises:
-    ValueError: if there is no predictor, or an argument does not fit.
 
   References:
     Reconstruction: MP² names its cuts, but not how they were chosen.
@@ -131,9 +128,8 @@ def choose_cut(
     One of the scores; of those that send alike the most accurate.
 
   Raises:
-    ValueError: if `max_lost` is out of range, or there is no score, or none is
-      above its untrained predictor's: then nothing was learned, and no cut is
-      better.
+    ValueError: if no score is above its untrained predictor's: nothing was
+      learned then, and no cut is better.
   """
   max_lost = checks.check_number("max_lost", max_lost, high=1)
   scores = checks.check_list("scores", scores, "`ScoredCut`s")

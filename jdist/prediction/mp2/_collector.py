@@ -31,8 +31,7 @@ def choose_steps(
     seed: integer >= 0.
 
   Returns:
-    The numbers of the steps, counted from 1 as `TrainState.step` is after an
-    update, in their order.
+    The numbers of the steps, in order, counted from 1 as `TrainState.step`.
 
   References:
     MP², model parameter prediction: 15 random iterations of the 50 of every

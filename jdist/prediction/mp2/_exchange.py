@@ -171,11 +171,7 @@ class ExchangeBytes(NamedTuple):
 
   @property
   def both_saved(self) -> float:
-    """The share of both directions together, with a server that predicts.
-
-    Where every worker predicts for itself, only the front comes back, and
-    `uplink_saved` is the share of both.
-    """
+    """The share of both directions together, with a server that predicts."""
     sent = self.pushed_bytes + self.pulled_bytes
     return 1 - sent / (2 * self.whole_bytes)
 

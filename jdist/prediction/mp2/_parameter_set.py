@@ -63,8 +63,8 @@ class Files:
   ) -> "Files":
     """Makes the files; the manifest comes last, and shows that all are there.
 
-    No rows come first: by them an unfinished start of ours, which may be
-    written over, differs from the files of others.
+    By the empty rows, which come first, an unfinished start of ours, which may
+    be written over, differs from the files of others.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rows = directory / _ROWS
@@ -197,18 +197,16 @@ class ParameterSet:
     )
 
   def fronts(self, cut: _cut.Cut) -> np.ndarray:
-    """Returns the samples in front of a cut.
+    """Returns the samples in front of a cut, in the order of the steps.
 
     Args:
       cut: one of `cuts`, or an equal one of another name.
 
     Returns:
-      float32 [done, num_front], mapped from the disk and read only, in the
-      order of the steps.
+      float32 [done, num_front], mapped from the disk and read only.
 
     Raises:
-      ValueError: when the samples are of another network, or cut elsewhere;
-        names the first leaf that differs.
+      ValueError: when the samples are of another network, or cut elsewhere.
     """
     return self._open("front", cut)
 

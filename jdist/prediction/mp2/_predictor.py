@@ -80,14 +80,11 @@ class Predictor:
     return _network.nested(values)
 
   def apply(self, params: Params, front: PyTree) -> PyTree:
-    """Predicts the rear.
+    """Predicts the rear, for `Cut.join`.
 
     Args:
       params: from `init`, trained.
       front: the front of one worker's parameters, or the whole network's.
-
-    Returns:
-      The rear, for `Cut.join`.
 
     Raises:
       ValueError: when the front does not fit the cut, or the parameters are of
@@ -214,9 +211,6 @@ def predictor(
 
   Returns:
     The predictor: `init(key) -> params`, `apply(params, front) -> rear`.
-
-  Raises:
-    ValueError: if an argument is out of range.
 
   >>> from jdist import prediction
   >>> predictor = prediction.predictor(prediction.published_cut("resnet18"))

@@ -33,8 +33,7 @@ class PredictorFit:
   """Settings for the training of a predictor, by default the paper's of VGG-15.
 
   Attributes:
-    num_epochs: passes over the samples, after each of which the predictor is
-      evaluated.
+    num_epochs: passes over the samples, each followed by an evaluation.
     samples_per_batch: networks that are assembled at once.
     sample_batches: batches of samples in an epoch; default as many as there
       are samples for, the paper's 180 of 25.

@@ -51,13 +51,6 @@ def published_model(
     num_classes: number of logits, default 10.
     **options: of `models.build`, such as `seed` and `abstract`.
 
-  Returns:
-    The model.
-
-  Raises:
-    ValueError: if there is no such model or option, or one that the authors'
-      network fixes.
-
   References:
     MP², model parameter prediction. Reconstruction: what is behind the cut of
     AlexNet, ResNet-34 and ResNet-50, whose totals are not published, and

@@ -51,11 +51,6 @@ def save_predictor(
     predictor: of the network's cut.
     params: its parameters.
     about: anything that JSON can hold: the data, the accuracy.
-
-  Raises:
-    ValueError: when the parameters are not of this predictor, not float32 or
-      not finite, naming the first that differs, or the directory holds
-      something else.
   """
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
@@ -74,13 +69,9 @@ def load_predictor(
     cut: of the network whose rear is to be predicted; a predictor of another
       network or cut is refused.
 
-  Returns:
-    The predictor and its parameters.
-
   Raises:
     FileNotFoundError: when there is nothing.
-    ValueError: when it is damaged or something else; or of another network or
-      cut, naming the first leaf that differs with its shape.
+    ValueError: when it is damaged, something else, or of another cut.
   """
   if cut is not None:
     _cut.check_cut("cut", cut)

@@ -97,8 +97,8 @@ def fit_nowcaster(
   """
   fit = NowcastFit() if fit is None else fit
   checks.check_type("fit", fit, NowcastFit, "a `NowcastFit` or None")
-  tracks = _checked_tracks("tracks", tracks)
-  held_out = _checked_tracks("held_out", held_out)
+  tracks = _finite_tracks("tracks", tracks)
+  held_out = _finite_tracks("held_out", held_out)
   train = _scaled(*_tracks.windows(tracks, fit.horizon))
   test = _tracks.windows(held_out, fit.horizon, "held_out")
   data = {"tracks": tracks, "held_out": held_out}
@@ -196,10 +196,6 @@ def save_nowcasters(
       processes, save on one.
     params: a network for each kind.
     about: anything that JSON can hold.
-
-  Raises:
-    ValueError: when these are no networks, none at all, not float32 or not
-      finite, or the directory holds something else.
   """
   _model.check_nowcasters(params, some=True)
   checks.check_trained("params", params)
@@ -221,25 +217,16 @@ def load_nowcasters(
   return array_files.tree_of(arrays, dict.fromkeys(body["kinds"], like))
 
 
-def _checked_tracks(name: str, given: Any) -> list[np.ndarray]:
+def _finite_tracks(name: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
   tracks = []
-  for number, one in enumerate(
-    checks.check_list(name, given, "arrays [entries, epochs]")
-  ):
-    track = np.asarray(one)
-    real = any(
-      jnp.issubdtype(track.dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
-    if track.ndim != 2 or not len(track) or not real:
+  for number, track in enumerate(given):
+    if not len(track):
       raise ValueError(
-        f"`{name}[{number}]` must be floats [entries, epochs] of an entry at "
-        f"least, got {checks.show(track)}. Give a list of arrays, one for each "
-        "run."
+        f"`{name}[{number}]` must be of an entry at least, got none."
       )
     with np.errstate(over="ignore"):  # An infinity is refused below.
-      track = track.astype(np.float32)
-    checks.check_finite(f"{name}[{number}]", track)
-    tracks.append(track)
+      tracks.append(np.asarray(track).astype(np.float32))
+    checks.check_finite(f"{name}[{number}]", tracks[-1])
   return tracks
 
 

@@ -109,8 +109,9 @@ def nowcast(history: PyTree, params: dict[Kind, dict[str, Any]]) -> PyTree:
   Args:
     history: parameters at the ends of the last five epochs, float32 leaves
       [5, *shape], oldest first.
-    params: a network for each kind of leaf, see `kind_of`.  Leaves of a kind
-      without a network keep their last value.
+    params: a network for each kind of leaf: "conv", of three dimensions and
+      more, "dense" and "bias".  Leaves of a kind without a network keep their
+      last value.
 
   Returns:
     The predicted parameters, float32 leaves [*shape].

@@ -163,15 +163,11 @@ def save_tracks(
   """Saves the tracks of runs, as .npy files and a manifest with hashes.
 
   Args:
-    directory: made if it is missing; earlier tracks are replaced, in one move.
-      On several processes, save on one.
+    directory: used for nothing else; earlier tracks are replaced.  On several
+      processes, save on one.
     runs: tracks, which may be of different models and lengths; saved as
       float32.
     about: anything that JSON can hold.
-
-  Raises:
-    ValueError: when these are no tracks, or of unknown kinds, or the directory
-      holds something else.
   """
   runs = check_runs("runs", runs)
   arrays = {

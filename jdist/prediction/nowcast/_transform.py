@@ -66,11 +66,6 @@ def nowcast_weights(
     A transformation; `update` needs `params`.  A drain passes the updates and
     counts nothing.
 
-  Raises:
-    ValueError: when an argument is out of its range, or there is no network,
-      or one that is not of `init_nowcasters`; at trace time, when `params` is
-      missing.
-
   References:
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
     Weights (ICML 2023).
