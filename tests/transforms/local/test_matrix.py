@@ -144,8 +144,8 @@ def test_a_mean_at_the_end_of_its_round(rule, few_bytes):
   check(Run(build(rule, None, few_or_all(few_bytes))))
 
 
-# A host's programs are the most to compile, and are tried by default with a rule
-# that moves the anchor, one beside it and one of two messages.
+# A host's programs are the most to compile, and are tried by default with a
+# rule that moves the anchor, one beside it and one of two messages.
 OFTEN = ("outer step", "elastic", "control variates")
 
 
