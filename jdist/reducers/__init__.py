@@ -20,6 +20,8 @@ from jdist.reducers._feedback import (
   ErrorFeedbackState as ErrorFeedbackState,
 )
 from jdist.reducers._feedback import Feedback as Feedback
+from jdist.reducers._hierarchical import Hierarchical as Hierarchical
+from jdist.reducers._hierarchical import HierarchicalState as HierarchicalState
 from jdist.reducers._majority_vote import MajorityVote as MajorityVote
 from jdist.reducers._momentum_feedback import (
   MomentumCorrection as MomentumCorrection,

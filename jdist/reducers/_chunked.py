@@ -173,6 +173,10 @@ class Chunked(_reducer.Reducer):
     """Raises a ValueError."""
     raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")
 
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the reducer's."""
+    return self.reducer.num_workers(axis)
+
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Adds up all chunks, their padding included."""
     return _reducer.Bits.total(

@@ -266,4 +266,4 @@ def note(
   """Adds a reduction to an open `reductions`; for callers of a reducer."""
   found = _OPEN.get()
   if found is not None:
-    found.append(reducer.num_bits(like, collectives.size(axis)))
+    found.append(reducer.num_bits(like, reducer.num_workers(axis)))

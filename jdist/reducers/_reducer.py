@@ -132,6 +132,10 @@ class Reducer(abc.ABC):
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """Counts the bits of one reduction."""
 
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the number of workers for `num_bits`, where `axis` is bound."""
+    return collectives.size(axis)
+
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Reducer):

@@ -273,6 +273,8 @@ VOTES = {
   "alone": VOTE,
   "of some leaves": reducers.PerLeaf((reducers.Rule(VOTE, min_ndim=2),)),
   "of factors": reducers.PowerSGD(2, factors=VOTE),
+  "between hosts": reducers.Hierarchical(EXACT, VOTE),
+  "inside of hosts": reducers.Hierarchical(VOTE, EXACT),
   "after a warm-up": reducers.Scheduled(((3, EXACT), (None, VOTE))),
 }
 

@@ -1,0 +1,253 @@
+"""Means over two levels: fast links inside a host, slow ones between."""
+
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jdist import collectives, states
+from jdist.reducers import _chunked, _reducer
+
+PyTree: TypeAlias = Any
+_ALL_BYTES = 2**62  # No more chunks than parts.
+
+
+@states.declare()
+class HierarchicalState(NamedTuple):
+  """State of `Hierarchical`.
+
+  Attributes:
+    inner: the inner reducer's, shared by a host at the most; with `parts` a
+      pair with the outer reducer's of this worker's part, a dict by dtype.
+    outer: the outer reducer's, the same on all workers of a host; with `parts`
+      `()`.
+  """
+
+  inner: PyTree
+  outer: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Hierarchical(_reducer.Reducer):
+  r"""Reduces inside each host by one reducer, then between hosts by another.
+
+  With the axis (inner, outer), :math:`h` the mean of a host's workers by
+  `inner`, over the first name, and the mean of those by `outer`, over the
+  second:
+
+  .. math:: \mathrm{own\_share} = \mathrm{own\_share}^{inner}
+            - (h - \mathrm{own\_share}^{outer})
+
+  where every worker of the host bears what `outer` leaves out, so the law holds
+  over all workers.  All of them take part in the outer reduction with the same
+  bytes, which are sent once where the inner axis is `vmap`'s, and by each
+  device where it is one of the mesh.
+
+  In the second case (a `shard_map` of one's own over both names), with n
+  `parts`, one for each device of a host, device j reduces part j of h only, and
+  all gather the means inside the host: each sends 1/n of the bytes between
+  hosts.  With `Exact()` inside, h is taken by a reduce-scatter, and no device
+  holds all of it.  Device j alone bears what is left out of part j, n times:
+
+  .. math:: \mathrm{own\_share}_i = \mathrm{own\_share}_i^{inner}
+            - [i = j] \, n (h - \mathrm{own\_share}^{outer}) \quad
+            \text{in part } j
+
+  Parts are the chunks of `Chunked`.
+
+  Args:
+    inner: over the first name, for instance `Exact()`.
+    outer: over the second, for instance `compressed(codecs.Quantize(4))`; with
+      several parts one for vectors.
+    parts: n; 1, the default, sends all of h from every device.
+
+  Raises:
+    ValueError: when built, for what is not a reducer, for `parts` below 1 and
+      an outer reducer that does not suit them; at `init` and `reduce`, for an
+      axis that is a single name (with None there is one worker on each level),
+      and for several parts that are not as many as the workers of a host.
+  """
+
+  inner: _reducer.Reducer
+  outer: _reducer.Reducer
+  parts: int = 1
+
+  def __post_init__(self) -> None:
+    for name in ("inner", "outer"):
+      _reducer.check_reducer(name, getattr(self, name))
+    if (
+      isinstance(self.parts, bool)
+      or not isinstance(self.parts, int)
+      or self.parts < 1
+    ):
+      raise ValueError(f"`parts` must be an int >= 1, got {self.parts!r}.")
+    if self.parts > 1:
+      self._chunked()
+
+  @property
+  def averages(self) -> bool:
+    """Returns whether both do."""
+    return self.inner.averages and self.outer.averages
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
+    """Returns the states of both."""
+    inner, outer = self._levels(axis)
+    near = self.inner.init(like, inner)
+    if self.parts > 1:
+      far = {
+        bucket.name: self.outer.init(bucket.row, outer)
+        for bucket in self._chunked().buckets(like).buckets
+      }
+      state = HierarchicalState((near, far), ())
+    else:
+      state = HierarchicalState(near, self.outer.init(like, outer))
+    return collectives.varying(state, axis) if jax.tree.leaves(state) else ()
+
+  def reduce(
+    self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
+  ) -> _reducer.Reduced:
+    """Takes the mean."""
+    inner, outer = self._levels(axis)
+    state = self._with_fields(state, tree)
+    first, second = jax.random.split(key)
+    if outer is not None:
+      # Hosts are workers too, for what is drawn inside of them.
+      first = jax.random.fold_in(first, collectives.index(outer))
+    if self.parts > 1:
+      return self._reduce_parts(tree, state, first, second, axis)
+    near = self.inner.reduce(tree, state.inner, first, inner)
+    far = self.outer.reduce(near.mean, state.outer, second, outer)
+    share = jax.tree.map(
+      lambda own, mean, sent: own - (mean.astype(jnp.float32) - sent),
+      near.own_share,
+      near.mean,
+      far.own_share,
+    )
+    new = HierarchicalState(near.state, far.state)
+    return _reducer.Reduced(
+      far.mean, share, new if jax.tree.leaves(new) else ()
+    )
+
+  def flush(
+    self, state: PyTree, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """Empties the owners' residuals of both; of the hosts' the mean."""
+    inner, outer = self._levels(axis)
+    state = self._with_fields(state, like)
+    if self.parts > 1:
+      chunked, rows, old = self._chunked(), {}, state.inner
+      near, near_state = self.inner.flush(old[0], like, inner)
+      far_state = {}
+      for bucket in chunked.buckets(like).buckets:
+        row, far_state[bucket.name] = self.outer.flush(
+          old[1][bucket.name], bucket.row, outer
+        )
+        rows[bucket.name] = collectives.gather(row, inner)
+      far = chunked.unpack(rows, like)
+      new = HierarchicalState((near_state, far_state), ())
+    else:
+      near, near_state = self.inner.flush(state.inner, like, inner)
+      far, outer_state = self.outer.flush(state.outer, like, outer)
+      new = HierarchicalState(near_state, outer_state)
+    residuals = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
+    return residuals, new if jax.tree.leaves(new) else ()
+
+  def check_shards(self) -> None:
+    """Raises a ValueError if one of both does."""
+    self.inner.check_shards()
+    self.outer.check_shards()
+
+  def check_chunks(self) -> None:
+    """Raises a ValueError if one of both does."""
+    self.inner.check_chunks()
+    self.outer.check_chunks()
+
+  def num_workers(self, axis: collectives.Axis) -> int:
+    """Returns the number of hosts."""
+    return self.outer.num_workers(self._levels(axis)[1])
+
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
+    """Counts a device's bits between hosts; `num_workers` counts **hosts**."""
+    if self.parts == 1:
+      return self.outer.num_bits(like, num_workers)
+    return _reducer.Bits.total(
+      self.outer.num_bits(bucket.row, num_workers)
+      for bucket in self._chunked().buckets(like).buckets
+    )
+
+  def _reduce_parts(
+    self,
+    tree: PyTree,
+    state: HierarchicalState,
+    first: jax.Array,
+    second: jax.Array,
+    axis: collectives.Axis,
+  ) -> _reducer.Reduced:
+    """Lets each worker of a host reduce its part between hosts."""
+    inner, outer = self._levels(axis)
+    chunked, number = self._chunked(), collectives.index(inner)
+    near_state, old = state.inner
+    if isinstance(self.inner, _reducer.Exact):
+      own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+      mine = collectives.reduce_scatter(chunked.pack(tree), inner)
+    else:
+      near = self.inner.reduce(tree, near_state, first, inner)
+      own, near_state = near.own_share, near.state
+      mine = {
+        name: jax.lax.dynamic_index_in_dim(rows, number, keepdims=False)
+        for name, rows in chunked.pack(near.mean).items()
+      }
+    means, left, far_state = {}, {}, {}
+    for bucket in chunked.buckets(tree).buckets:
+      name, row = bucket.name, mine[bucket.name]
+      far = chunked.reduce_chunk(bucket, number, row, old[name], second, outer)
+      means[name] = collectives.gather(far.mean, inner)
+      rest = self.parts * (row.astype(jnp.float32) - far.own_share)
+      rows = jnp.arange(self.parts)[:, None] == number
+      left[name] = jnp.where(rows, rest, 0)
+      far_state[name] = far.state
+    share = jax.tree.map(jnp.subtract, own, chunked.unpack(left, tree))
+    new = HierarchicalState((near_state, far_state), ())
+    reduced = _reducer.Reduced(
+      chunked.unpack(means, tree), share, new if jax.tree.leaves(new) else ()
+    )
+    return collectives.varying(reduced, axis)
+
+  def _chunked(self) -> _chunked.Chunked:
+    return _chunked.Chunked(
+      self.outer, max_bytes=_ALL_BYTES, multiple=self.parts
+    )
+
+  def _with_fields(self, state: PyTree, like: PyTree) -> HierarchicalState:
+    """Returns the state with its fields, also where `init` gave `()`."""
+    if isinstance(state, HierarchicalState):
+      return state
+    if self.parts == 1:
+      return HierarchicalState((), ())
+    buckets = self._chunked().buckets(like).buckets
+    return HierarchicalState(((), {bucket.name: () for bucket in buckets}), ())
+
+  def _levels(
+    self, axis: collectives.Axis
+  ) -> tuple[collectives.Axis, collectives.Axis]:
+    inner, outer = _levels(axis)
+    if self.parts not in (1, collectives.size(inner)):
+      raise ValueError(
+        "`parts` must be 1 or the number of workers in a host, "
+        f"{collectives.size(inner)}, got {self.parts}."
+      )
+    return inner, outer
+
+
+def _levels(
+  axis: collectives.Axis,
+) -> tuple[collectives.Axis, collectives.Axis]:
+  if axis is None:
+    return None, None
+  if isinstance(axis, str):
+    raise ValueError(
+      "`axis` must be two names (inner, outer) for `Hierarchical`, got "
+      f"{axis!r}. With one level, use its outer reducer alone."
+    )
+  return axis
