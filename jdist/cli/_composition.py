@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from jdist import codecs, methods, reducers, transforms
+from jdist import codecs, methods, reducers, server, transforms
 from jdist.cli import _groups
 
 # Codecs of the largest, of some or of the fastest entries, by their part.
@@ -128,8 +128,27 @@ def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
     else:
       reducer = reducers.PowerSGD(2 if options.rank is None else options.rank)
     return reducers.Compression(reducer, feedback)
+  codec = _codec(options)
+  if codec is None:
+    return None
+  # Annotated as names of reducers, of which these two are wires.
+  reducer = reducers.compressed(codec, wire=wire)  # type: ignore[arg-type]
+  return reducers.Compression(reducer, feedback)
+
+
+def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
+  """The codec of a server's pushes; None to send every bit."""
+  codec = _codec(options)
+  if codec is None:
+    return None
+  return server.MessageCodec(codec, _FEEDBACKS[options.feedback or "none"]())
+
+
+def _codec(options: _groups.MeanOptions) -> codecs.Codec | None:
+  name = options.codec
   if name is None:
-    for option, value in (("feedback", options.feedback), ("reducer", wire)):
+    for option in ("feedback", "reducer"):
+      value = getattr(options, option)
       if value not in (None, "none"):
         raise ValueError(
           f"`--codec` must be given with `--{option} {value}`, for instance "
@@ -137,12 +156,8 @@ def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
         )
     return None
   if name in _SPARSE:
-    codec = _SPARSE[name](_RATIO if options.ratio is None else options.ratio)
-  else:
-    codec = _DENSE[name]
-  # Annotated as names of reducers, of which these two are wires.
-  reducer = reducers.compressed(codec, wire=wire)  # type: ignore[arg-type]
-  return reducers.Compression(reducer, feedback)
+    return _SPARSE[name](_RATIO if options.ratio is None else options.ratio)
+  return _DENSE[name]
 
 
 def _is_late(method: methods.Method, options: _groups.MethodOptions) -> bool:

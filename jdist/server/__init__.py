@@ -9,8 +9,9 @@ from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
 from jdist.server._gradient_learner import GradientLearner as GradientLearner
-from jdist.server._gradient_learner import message_bytes as message_bytes
 from jdist.server._gradient_learner import Samples as Samples
+from jdist.server._message_codec import MessageCodec as MessageCodec
+from jdist.server._message_codec import MessageState as MessageState
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard

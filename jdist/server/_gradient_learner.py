@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, reducers
-from jdist.server import _messages, _server_programs
+from jdist import checks
+from jdist.server import _message_codec, _messages, _server_programs
 
 PyTree = Any
 
@@ -55,7 +55,7 @@ class GradientLearner:
   programs are compiled.  Batch statistics move by the mean of the workers'
   changes, weighted by samples.
 
-  A push and a pull may pass a compression: g is then what the message of g
+  A push and a pull may pass a codec: g is then what the message of g
   decodes to, and a worker computes with the parameters that it has received.
   What a feedback keeps stays with each worker.  A push that is discarded is
   not computed, and its worker's feedback stays as it was.
@@ -70,8 +70,8 @@ class GradientLearner:
     seed: of the random numbers in the loss.
     compensation: lambda >= 0, of the delay compensation; 0 is none.
     sizes: to which batches are padded; powers of two if None.
-    push_compression: of the workers' gradients; None sends every bit.
-    pull_compression: of the parameters that are sent to a worker.
+    push_codec: of the workers' gradients; None sends every bit.
+    pull_codec: of the parameters that are sent to a worker.
 
   Attributes:
     model: parameters and states now.
@@ -100,8 +100,8 @@ class GradientLearner:
     seed: int = 0,
     compensation: float = 0.0,
     sizes: Sequence[int] | None = None,
-    push_compression: reducers.Compression | None = None,
-    pull_compression: reducers.Compression | None = None,
+    push_codec: _message_codec.MessageCodec | None = None,
+    pull_codec: _message_codec.MessageCodec | None = None,
   ):
     checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
@@ -114,8 +114,11 @@ class GradientLearner:
         checks.check_int("sizes", size, 1)
     self._sizes = None if sizes is None else sorted(sizes)
     model_state = {} if model_state is None else model_state
-    reducers.check_compression(push_compression)
-    reducers.check_compression(pull_compression)
+    for name, one in (("push_codec", push_codec), ("pull_codec", pull_codec)):
+      if one is not None:
+        checks.check_type(
+          name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
+        )
     self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
       jax.tree.map(jnp.array, params),
@@ -132,14 +135,14 @@ class GradientLearner:
       maxlen=1000
     )
     self._programs = _server_programs.server_programs(
-      loss_fn, optimizer, compensation, push_compression, pull_compression
+      loss_fn, optimizer, compensation, push_codec, pull_codec
     )
     # By worker's number; of no use without a compression.
     self._push_states, self._pull_states = (
-      [() if one is None else one.init(params, None)] * len(workers)
-      for one in (push_compression, pull_compression)
+      [() if one is None else one.init(params)] * len(workers)
+      for one in (push_codec, pull_codec)
     )
-    self._compresses_pulls = pull_compression is not None
+    self._compresses_pulls = pull_codec is not None
     # On the way to a checkpoint only what follows from the messages is kept.
     self.replays = False
 
@@ -248,13 +251,3 @@ class GradientLearner:
       f"`sizes` must reach the largest batch, got {self._sizes} for {count} "
       "samples. Add a larger size, or bound the batches (`maximum=`)."
     )
-
-
-def message_bytes(compression: reducers.Compression, like: PyTree) -> int:
-  """Returns the bytes of a worker's message, `Profile.push_bytes`.
-
-  Args:
-    compression: of the push.
-    like: the parameters, arrays or shapes.
-  """
-  return -(-compression.reducer.num_bits(like, 1).payload // 8)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import reducers, training
+from jdist import training
+from jdist.server import _message_codec
 
 PyTree = Any
 
@@ -50,8 +51,8 @@ def server_programs(
   loss_fn: Callable[..., Any],
   optimizer: optax.GradientTransformation,
   compensation: float,
-  push: reducers.Compression | None,
-  pull: reducers.Compression | None,
+  push: _message_codec.MessageCodec | None,
+  pull: _message_codec.MessageCodec | None,
 ) -> ServerPrograms:
   """Builds the programs of `GradientLearner`, once for equal arguments."""
   optimizer = optax.with_extra_args_support(optimizer)
@@ -75,8 +76,9 @@ def server_programs(
   ) -> tuple[PyTree, PyTree]:
     gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
     grads = gradient.grads
-    if push is not None:  # As one worker's message decodes.
-      grads, push_state = push.mean(grads, push_state, None)
+    if push is not None:
+      buffer, push_state = push.encode(grads, push_state)
+      grads = push.decode(buffer, grads)
 
     def one(total: Any, g: Any, old: Any, new: Any) -> Any:
       if compensation:
@@ -121,7 +123,8 @@ def server_programs(
 
   def send(params: PyTree, pull_state: PyTree) -> tuple[PyTree, PyTree]:
     assert pull is not None
-    return pull.mean(params, pull_state, None)
+    buffer, pull_state = pull.encode(params, pull_state)
+    return pull.decode(buffer, params), pull_state
 
   return ServerPrograms(
     *(jax.jit(one) for one in (step, first, add, update, send))

@@ -202,13 +202,14 @@ def test_a_batch_beyond_all_sizes_is_refused():
 
 
 def test_a_compressed_push_is_what_its_message_decodes_to():
-  few = reducers.Compression(codecs.Quantize(8), reducers.ErrorFeedback())
+  few = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
   protocol = server.ASP(batches=server.FixedBatches(8))
-  learner, _ = learn(protocol, [1.0], 1, push_compression=few)
+  learner, _ = learn(protocol, [1.0], 1, push_codec=few)
   batch = data.SampleStream(DIGITS, 1, seed=0).batch(0, 0, 8)
   key = jax.random.fold_in(jax.random.key(0), 0)
   found = training.make_gradient(LOSS)(MODEL.params, {}, batch, key)
-  sent, state = few.mean(found.grads, few.init(MODEL.params, None), None)
+  buffer, state = few.encode(found.grads, few.init(MODEL.params))
+  sent = few.decode(buffer, found.grads)
   updates, _ = SGD.update(sent, SGD.init(MODEL.params))
   chex.assert_trees_all_close(
     learner.model.params,
@@ -223,9 +224,9 @@ def test_a_compressed_push_is_what_its_message_decodes_to():
 
 
 def test_a_worker_computes_with_what_it_received():
-  coarse = reducers.Compression(codecs.Quantize(2))
+  coarse = server.MessageCodec(codecs.Quantize(2))
   protocol = server.ASP(batches=server.FixedBatches(8))
-  learner, _ = learn(protocol, [1.0, 1.0], 5, pull_compression=coarse)
+  learner, _ = learn(protocol, [1.0, 1.0], 5, pull_codec=coarse)
   exact, _ = learn(protocol, [1.0, 1.0], 5)
   for params, _ in learner.arrays()["tasks"].values():
     kernel = jax.tree.leaves(params)[-1]

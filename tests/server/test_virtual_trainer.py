@@ -109,7 +109,7 @@ PROTOCOLS = {
 }
 
 
-FEW = reducers.Compression(codecs.Quantize(4, 64), reducers.ErrorFeedback())
+FEW = server.MessageCodec(codecs.Quantize(4, 64), reducers.ErrorFeedback())
 
 
 class StoppedError(Exception):
@@ -146,8 +146,8 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
     learner = server.GradientLearner(
       gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
       workers=machines.names,
-      push_compression=FEW if compressed else None,
-      pull_compression=FEW if compressed else None,
+      push_codec=FEW if compressed else None,
+      pull_codec=FEW if compressed else None,
     )  # fmt: skip
     return server.Simulation(
       machines,

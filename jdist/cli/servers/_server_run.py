@@ -38,10 +38,10 @@ def train(options: _options.Train) -> None:
     len(workload.train) / (batch_size * taken),
   )
   model = workload.model(options.seed)
-  compression = _composition.compression(options)
-  if compression is not None:
+  message = _composition.message(options)
+  if message is not None:
     profile = dataclasses.replace(
-      profile, push_bytes=server.message_bytes(compression, model.params)
+      profile, push_bytes=message.num_bytes(model.params)
     )
   learner = server.GradientLearner(
     workload.loss(model.apply),
@@ -57,7 +57,7 @@ def train(options: _options.Train) -> None:
     workers=machines.names,
     model_state=model.state,
     seed=options.seed,
-    push_compression=compression,
+    push_codec=message,
   )
   run = server.Simulation(
     machines, protocol, profile, seed=options.seed, learner=learner

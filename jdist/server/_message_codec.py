@@ -1,0 +1,159 @@
+"""Pushes and pulls by few bytes: a tree as one buffer, and back."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import checks, codecs, collectives, reducers, states
+
+PyTree = Any
+_FEEDBACKS = (reducers.ErrorFeedback, reducers.MomentumCorrection)
+
+
+@states.declare()
+class MessageState(NamedTuple):
+  """State of a sender.
+
+  Attributes:
+    step: messages so far, int32 scalar; random numbers come from it.
+    feedback: the feedback's state, `()` without one.
+  """
+
+  step: jax.Array
+  feedback: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class MessageCodec:
+  r"""Encodes a tree as one buffer of bytes, with the sender's feedback.
+
+  .. math:: m = C(x + e), \qquad e \leftarrow x + e - D(m)
+
+  leaf by leaf; the receiver needs the buffer alone.  A leaf that is not finite
+  is NaN for the receiver: a byte for each says so.
+
+  Attributes:
+    codec: of every leaf.
+    feedback: `reducers.ErrorFeedback`, which is e, `MomentumCorrection`, or
+      None.
+    seed: of codecs that draw random numbers.
+
+  Raises:
+    ValueError: when an argument is of another kind, or the receiver would need
+      more than the buffer.
+
+  >>> message = MessageCodec(codecs.Cast("bfloat16"))
+  >>> tree = {"w": jnp.array([1.0, 2.0])}
+  >>> buffer, _ = message.encode(tree, message.init(tree))
+  >>> buffer.nbytes, message.decode(buffer, tree)["w"].tolist()
+  (5, [1.0, 2.0])
+  """
+
+  codec: codecs.Codec
+  feedback: Any = None
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    checks.check_type("codec", self.codec, codecs.Codec, "a codec")
+    if self.feedback is not None and not isinstance(self.feedback, _FEEDBACKS):
+      raise ValueError(
+        "`feedback` must be `reducers.ErrorFeedback()`, "
+        "`reducers.MomentumCorrection()` or None, got "
+        f"{checks.show(self.feedback)}: of others the receiver would need a "
+        "state."
+      )
+    if self.codec.key == "shared":
+      raise ValueError(
+        "`codec` must not choose entries by a seed that all share, got "
+        f"{self.codec}. Take `shared=False`, which sends the seed."
+      )
+    checks.check_seed(self.seed)
+
+  def init(self, like: PyTree) -> MessageState:
+    """Returns a sender's first state for trees like `like`."""
+    for leaf in jax.tree.leaves(like):
+      self.codec.check(leaf)
+    feedback = () if self.feedback is None else self.feedback.init(like)
+    return MessageState(jnp.zeros((), jnp.int32), feedback)
+
+  def encode(
+    self, tree: PyTree, state: MessageState
+  ) -> tuple[jax.Array, MessageState]:
+    """Returns the buffer, uint8 [num_bytes], and the sender's new state."""
+    wanted, feedback = jax.tree.map(_wide, tree), state.feedback
+    if self.feedback is not None:
+      wanted, feedback = self.feedback.prepare(wanted, feedback)
+    key = jax.random.fold_in(jax.random.key(self.seed), state.step)
+    payloads = []
+    for number, leaf in enumerate(jax.tree.leaves(wanted)):
+      own = None
+      if self.codec.key != "none":
+        own = jax.random.fold_in(key, number)
+      payloads.append(self.codec.encode(leaf, self.codec.init(leaf), own)[0])
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(wanted)]
+    parts = collectives.pack_bytes((payloads, finite))
+    buffer = jnp.concatenate(
+      [jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in parts]
+    )
+    if self.feedback is not None:
+      sent = self.decode(buffer, wanted)
+      _, feedback = self.feedback.finish(sent, sent, wanted, feedback)
+    return buffer, MessageState(state.step + 1, feedback)
+
+  def decode(self, buffer: jax.Array, like: PyTree) -> PyTree:
+    """Returns the tree of a buffer, in the shapes and dtypes of `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    kinds = jax.eval_shape(self._payloads, leaves)
+    shapes = jax.eval_shape(collectives.pack_bytes, kinds)
+    parts, start = [], 0
+    for shape in shapes:
+      end = start + math.prod(shape.shape) * shape.dtype.itemsize
+      parts.append(_as_array(buffer[start:end], shape))
+      start = end
+    payloads, finite = collectives.unpack_bytes(parts, kinds)
+    found = [
+      jnp.where(
+        fine,
+        self.codec.decode(payload, self.codec.init(x), _wide_like(x)),
+        jnp.nan,
+      ).astype(x.dtype)
+      for payload, fine, x in zip(payloads, finite, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)
+
+  def num_bytes(self, like: PyTree) -> int:
+    """Returns the bytes of a message, `Profile.push_bytes`."""
+    kinds = jax.eval_shape(self._payloads, jax.tree.leaves(like))
+    return sum(
+      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
+    )
+
+  def _payloads(
+    self, leaves: list[Any]
+  ) -> tuple[list[PyTree], list[jax.Array]]:
+    """Returns trees of the shapes that `encode` packs."""
+    key = None if self.codec.key == "none" else jax.random.key(0)
+    init = self.codec.init
+    payloads = [
+      self.codec.encode(_wide(jnp.zeros(x.shape, x.dtype)), init(x), key)[0]
+      for x in leaves
+    ]
+    return payloads, [jnp.zeros((), bool) for _ in leaves]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _wide_like(x: Any) -> jax.ShapeDtypeStruct:
+  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+  return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def _as_array(part: jax.Array, like: Any) -> jax.Array:
+  width = like.dtype.itemsize
+  shape = (*like.shape, width) if width > 1 else like.shape
+  return jax.lax.bitcast_convert_type(part.reshape(shape), like.dtype)

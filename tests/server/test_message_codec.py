@@ -1,0 +1,93 @@
+"""A tree as one buffer of bytes, and what the sender keeps."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import codecs, reducers, server
+
+CODECS = {
+  "bfloat16": codecs.Cast("bfloat16"),
+  "int8": codecs.Quantize(8),
+  "int4 stochastic": codecs.Quantize(4, 64, rounding="stochastic"),
+  "sign": codecs.Sign(),
+  "top-k": codecs.TopK(0.1),
+  "random-k": codecs.RandomK(0.1, shared=False),
+  "dct": codecs.DCTTopK(ratio=0.1),
+}
+TREE = {
+  "a": jax.random.normal(jax.random.key(0), (40, 30)),
+  "b": {"c": jax.random.normal(jax.random.key(1), (70,)).astype(jnp.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_nothing_is_lost_but_to_the_feedback(name):
+  message = server.MessageCodec(CODECS[name], reducers.ErrorFeedback())
+  state = message.init(TREE)
+  encode = jax.jit(message.encode)
+  wanted = jax.tree.map(jnp.zeros_like, state.feedback.residual)
+  received = wanted
+  for step in range(3):
+    tree = jax.tree.map(lambda x, s=step: x * (s + 1), TREE)
+    buffer, state = encode(tree, state)
+    assert buffer.dtype == jnp.uint8 and buffer.ndim == 1
+    assert buffer.nbytes == message.num_bytes(TREE)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    found = message.decode(buffer, wide)
+    wanted = jax.tree.map(jnp.add, wanted, wide)
+    received = jax.tree.map(jnp.add, received, found)
+  total = jax.tree.map(jnp.add, received, state.feedback.residual)
+  chex.assert_trees_all_close(total, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_without_feedback_a_leaf_is_what_its_codec_makes_of_it(name):
+  codec = CODECS[name]
+  message = server.MessageCodec(codec)
+  buffer, _ = message.encode(TREE, message.init(TREE))
+  key = jax.random.fold_in(jax.random.key(0), 0)
+  own = None if codec.key == "none" else jax.random.fold_in(key, 0)
+  x = TREE["a"]
+  payload, state = codec.encode(x, codec.init(x), own)
+  chex.assert_trees_all_close(
+    message.decode(buffer, TREE)["a"],
+    codec.decode(payload, state, x),
+    rtol=1e-6,
+  )
+  assert message.decode(buffer, TREE)["b"]["c"].dtype == jnp.bfloat16
+
+
+def test_a_message_is_as_small_as_its_codec_says():
+  message = server.MessageCodec(codecs.Quantize(4, 64))
+  sizes = [codecs.Quantize(4, 64).num_bits(x) for x in jax.tree.leaves(TREE)]
+  # Two bytes say that both leaves are finite.
+  assert message.num_bytes(TREE) == sum(-(-x // 8) for x in sizes) + 2
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_what_is_not_finite_is_seen_by_the_receiver(bad):
+  message = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
+  tree = TREE | {"a": TREE["a"].at[3, 4].set(bad)}
+  buffer, state = message.encode(tree, message.init(tree))
+  found = message.decode(buffer, tree)
+  assert jnp.isnan(found["a"]).all()
+  assert jnp.isfinite(found["b"]["c"].astype(jnp.float32)).all()
+  for x in jax.tree.leaves(state.feedback.residual):
+    assert jnp.isfinite(x).all()
+
+
+@pytest.mark.parametrize(
+  ("name", "arguments"),
+  (
+    ("codec", (8,)),
+    ("codec", (codecs.RandomK(0.1, shared=True),)),
+    ("feedback", (codecs.Sign(), reducers.EF21())),
+    ("seed", (codecs.Sign(), None, -1)),
+  ),
+)
+def test_bad_arguments_are_refused_by_name(name, arguments):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    server.MessageCodec(*arguments)
