@@ -38,6 +38,10 @@ def compare(options: _options.Compare) -> None:
     free=_FREE,
     tuning=output / "tuning.jsonl",
   )
+  if len(rows):
+    console.print(
+      f"{len(rows)} rows are in {output}; runs among them are not repeated."
+    )
   found = comparison.compare(
     study,
     rows,

@@ -71,6 +71,7 @@ def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
   # The same command finds its rows, and runs what is new alone.
   assert cli.main([*words, "--seeds", "0", "1", "--grid-extensions", "0"]) == 0
   out = capsys.readouterr().out
+  assert "4 rows are in" in out
   assert "Warning: local_sgd's best rate is the highest" in out
   assert len(training.read_rows(tmp_path / "tuning.jsonl")) == 3
   rows = training.read_rows(tmp_path / "rows.jsonl")

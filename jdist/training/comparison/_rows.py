@@ -81,6 +81,10 @@ class Rows:
     found: dict[str, Any] = json.loads(json.dumps(kept))
     return found
 
+  def __len__(self) -> int:
+    """Counts the rows, also those of other comparisons."""
+    return len(self._rows)
+
   def find(self, trial: Trial) -> Row | None:
     """Returns a trial's row, if there is one."""
     named = trial._asdict()
