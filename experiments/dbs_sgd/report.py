@@ -147,17 +147,21 @@ def summary(found: Mapping[tuple[str, float], Runs]) -> str:
 
 
 def draw(found: Mapping[tuple[str, float], Runs], path: pathlib.Path) -> None:
-  """Test loss over virtual time: a row for each sharing, a column a speed."""
+  """Test loss over virtual time, by whose the data are and by speed."""
   pyplot = training.pyplot()
   sharings = list(dict.fromkeys(sharing for sharing, _ in found))
   speeds = list(dict.fromkeys(speed for _, speed in found))
+  # Of one speed there is one row.
+  upright = len(speeds) > 1
+  shape = (len(sharings), len(speeds)) if upright else (1, len(sharings))
   figure, grid = pyplot.subplots(
-    len(sharings), len(speeds), squeeze=False, sharey="row",
-    figsize=(1.5 + 3.2 * len(speeds), 1.2 + 2.7 * len(sharings)),
+    *shape, squeeze=False, sharey="row" if upright else False,
+    figsize=(1.5 + 3.2 * shape[1], 1.5 + 2.7 * shape[0]),
     layout="constrained",
   )  # fmt: skip
   for (sharing, speed), runs in found.items():
-    axes = grid[sharings.index(sharing)][speeds.index(speed)]
+    place = sharings.index(sharing), speeds.index(speed)
+    axes = grid[place if upright else place[::-1]]
     for name in [x for x in _COLOURS if x in runs]:
       curves = [row["curve"] for row in runs[name]]
       points = list(zip(*curves, strict=True))

@@ -1,5 +1,6 @@
 """A network on a virtual clock: how long messages take beside each other."""
 
+import functools
 import heapq
 from typing import Any
 
@@ -43,45 +44,97 @@ class _Fair:
 
   def carry(self, num_bytes: float, done: Any) -> None:
     """Takes a message; calls `done()` when it has been carried."""
-    self._advance()
-    heapq.heappush(self._heap, (self._given + num_bytes, self._count, done))
+    heap, now = self._heap, self._environment.now
+    if heap:
+      passed = (now - self._at_s) * self._bytes_per_s
+      self._given += passed / len(heap)
+    self._at_s = now
+    heapq.heappush(heap, (self._given + num_bytes, self._count, done))
     self._count += 1
     self._arm()
 
-  def _advance(self) -> None:
-    now = self._environment.now
-    if self._heap:
-      passed = (now - self._at_s) * self._bytes_per_s
-      self._given += passed / len(self._heap)
-    self._at_s = now
-
   def _arm(self) -> None:
-    left = max(self._heap[0][0] - self._given, 0.0)
-    after = left * len(self._heap) / self._bytes_per_s
+    heap = self._heap
+    left = heap[0][0] - self._given
+    after = left * len(heap) / self._bytes_per_s if left > 0.0 else 0.0
     at = self._at_s + after
     # One that is armed for an earlier time arms itself again.
     if self._wake_s is None or at < self._wake_s:
       self._wake_s = at
-      timeout = self._environment.timeout(after)
-      timeout.callbacks.append(lambda _: self._wake(at))
+      # The event's value says for when it was armed: no closure.
+      self._environment.timeout(after, at).callbacks.append(self._wake)
 
-  def _wake(self, at: float) -> None:
-    if at != self._wake_s:
+  def _wake(self, event: Any) -> None:
+    if event._value != self._wake_s:
       return  # An earlier one was armed later.
     self._wake_s = None
-    self._advance()
-    ready = []
+    heap, now = self._heap, self._environment.now
+    self._given += (now - self._at_s) * self._bytes_per_s / len(heap)
+    self._at_s = now
     # Less than the clock can tell from now would wake this for ever.
     bound = self._given * (1 + _ROUNDING) + _ROUNDING
-    bound += _CLOCK_ROUNDING * self._at_s * self._bytes_per_s
-    while self._heap and self._heap[0][0] <= bound:
-      ready.append(heapq.heappop(self._heap)[2])
-    if self._heap:
+    bound += _CLOCK_ROUNDING * now * self._bytes_per_s
+    if len(heap) == 1 and heap[0][0] <= bound:
+      self._given = 0.0
+      heap.pop()[2]()
+      return
+    ready = []
+    while heap and heap[0][0] <= bound:
+      ready.append(heapq.heappop(heap)[2])
+    if heap:
       self._arm()
     else:
       self._given = 0.0
     for done in ready:
       done()
+
+
+class _Sharing:
+  """A message on the way over fairly shared links."""
+
+  __slots__ = (
+    "arrival",
+    "environment",
+    "kind",
+    "last_s",
+    "latency_s",
+    "name",
+    "start_s",
+    "trace",
+    "waits",
+  )  # fmt: skip
+
+  def __init__(
+    self,
+    network: "Network",
+    fair: list[tuple[str, _Fair]],
+    num_bytes: float,
+    last_s: float,
+    latency_s: float,
+    name: str,
+    kind: str,
+  ):
+    self.environment, self.trace = network._environment, network._trace
+    self.arrival = self.environment.event()
+    self.start_s, self.last_s = self.environment.now, last_s
+    self.latency_s, self.name, self.kind = latency_s, name, kind
+    self.waits = len(fair)
+    for label, queue in fair:
+      if self.trace is None:
+        queue.carry(num_bytes, self.carried)
+      else:
+        queue.carry(num_bytes, functools.partial(self.carried, label))
+
+  def carried(self, label: str | None = None) -> None:
+    """Takes note that a link has carried it; the last one lets it arrive."""
+    now = self.environment.now
+    if self.trace is not None and label is not None:
+      self.trace.add(label, self.name, self.start_s, now, self.kind)
+    self.waits -= 1
+    if not self.waits:
+      after = max(self.last_s, now) + self.latency_s - now
+      self.arrival._ok, self.arrival._value = True, None
+      self.environment.schedule(self.arrival, delay=after)
 
 
 class Network:
@@ -166,22 +219,7 @@ class Network:
         trace.add(label, name, until - busy, until, kind)
     if not fair:
       return environment.timeout(last + latency - now)
-    arrival = environment.event()
-    waits = len(fair)
-
-    def carried(label: str) -> None:
-      nonlocal waits
-      waits -= 1
-      if trace is not None:
-        trace.add(label, name, now, environment.now, kind)
-      if not waits:
-        after = max(last, environment.now) + latency - environment.now
-        arrival._ok, arrival._value = True, None
-        environment.schedule(arrival, delay=after)
-
-    for label, queue in fair:
-      queue.carry(num_bytes, lambda label=label: carried(label))
-    return arrival
+    return _Sharing(self, fair, num_bytes, last, latency, name, kind).arrival
 
   def _way(
     self, source: str, target: str
