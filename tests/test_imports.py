@@ -44,6 +44,14 @@ _MAY_USE = {
     "training",
     "transforms",
   },
+  "pipeline": {
+    "cluster",
+    "codecs",
+    "collectives",
+    "reducers",
+    "training",
+    "transforms",
+  },
   "server": {
     "cluster",
     "codecs",

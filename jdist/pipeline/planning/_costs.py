@@ -1,0 +1,84 @@
+"""What a layer, or a stage of several, costs for a micro-batch."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+  """The cost of a layer, or of a stage, for one micro-batch.
+
+  Seconds are those of a device of speed 1.
+
+  Attributes:
+    name: of the layer, in reports.
+    forward_s: of the forward pass.
+    backward_s: of the whole backward pass, recomputation included.
+    weight_s: the part of `backward_s` that gradients of the parameters take,
+      which a zero-bubble table runs apart; half of it if None.
+    update_s: of the optimizer's step, once an iteration.
+    parameter_bytes: of the parameters.
+    output_bytes: of what goes to the next layer, and as a gradient back.
+    saved_bytes: of what the backward pass needs of a micro-batch from the
+      forward pass, the input included.
+
+  Raises:
+    ValueError: when a cost is negative or not finite, or `weight_s` is more
+      than the whole.
+  """
+
+  name: str = "layer"
+  forward_s: float = 0.0
+  backward_s: float = 0.0
+  weight_s: float | None = None
+  update_s: float = 0.0
+  parameter_bytes: float = 0.0
+  output_bytes: float = 0.0
+  saved_bytes: float = 0.0
+
+  def __post_init__(self) -> None:
+    if self.weight_s is None:
+      object.__setattr__(self, "weight_s", self.backward_s / 2)
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name != "name" and not 0 <= value < math.inf:
+        raise ValueError(
+          f"`{field.name}` must be finite and not negative, got {value} for "
+          f"{self.name!r}."
+        )
+    if self.weight_s > self.backward_s:  # type: ignore[operator]
+      raise ValueError(
+        f"`weight_s` must be at most the whole backward_s {self.backward_s}, "
+        f"of which it is a part, got {self.weight_s} for {self.name!r}."
+      )
+
+  @property
+  def compute_s(self) -> float:
+    """Seconds of both passes."""
+    return self.forward_s + self.backward_s
+
+  @property
+  def input_s(self) -> float:
+    """The part of the backward pass that gradients of the input take."""
+    assert self.weight_s is not None
+    return self.backward_s - self.weight_s
+
+
+def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
+  """Adds the costs of consecutive layers; the output is the last one's.
+
+  >>> a = LayerCost("a", forward_s=1, backward_s=2, output_bytes=8)
+  >>> b = LayerCost("b", forward_s=2, backward_s=4, output_bytes=4)
+  >>> stage_cost([a, b]).compute_s, stage_cost([a, b]).output_bytes
+  (9, 4)
+  """
+  found = list(layers)
+  if not found:
+    raise ValueError("`layers` must be one at least, got none.")
+  sums = {
+    field.name: sum(getattr(layer, field.name) for layer in found)
+    for field in dataclasses.fields(LayerCost)
+    if field.name not in ("name", "output_bytes")
+  }
+  return LayerCost(name, output_bytes=found[-1].output_bytes, **sums)
