@@ -1,0 +1,206 @@
+"""Tables by list scheduling: each device takes the best action that it can."""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+from jdist import checks
+from jdist.pipeline.schedule._actions import Action, Op
+from jdist.pipeline.schedule._table import Table, with_updates
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTimes:
+  """Times by which an order is chosen, in any unit.
+
+  Attributes:
+    forward: of a micro-batch.
+    backward: of its whole backward pass, or of its input part in a table that
+      splits it.
+    weight: of the weight part where the backward pass is split.
+    send: until the next stage has the output, and this one the gradient.
+
+  Raises:
+    ValueError: when a time is negative, or both passes take none.
+  """
+
+  forward: float = 1.0
+  backward: float = 1.0
+  weight: float = 1.0
+  send: float = 0.0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if not 0 <= value < math.inf:
+        raise ValueError(
+          f"`{field.name}` must be finite and not negative, got {value}."
+        )
+    if not self.forward + self.backward:
+      raise ValueError(
+        "`forward` or `backward` must be positive, got a stage that takes no "
+        "time."
+      )
+
+
+def live_for_full_use(times: Sequence[StageTimes], split: bool) -> list[int]:
+  r"""Returns how many micro-batches each stage keeps when none ever waits.
+
+  .. math:: \left\lceil \frac{\sum_{j \ge s} (f_j + b_j) + 2 \sum_{j \ge s}^{S
+    - 2} c_j}{\max_j (f_j + b_j + w_j)} \right\rceil
+
+  the time from a stage's forward pass to its backward pass, over that of the
+  slowest stage; :math:`S - s` for equal stages and free links.
+  """
+  period = max(x.forward + x.backward + split * x.weight for x in times)
+  found, trip = [], 0.0
+  for i, x in reversed(list(enumerate(times))):
+    trip += x.forward + x.backward
+    trip += 2 * x.send if i + 1 < len(times) else 0.0
+    found.append(max(1, math.ceil(trip / period - 1e-9)))
+  return found[::-1]
+
+
+def list_schedule(
+  name: str,
+  times: Sequence[StageTimes],
+  num_microbatches: int,
+  *,
+  num_iterations: int = 1,
+  window: int = 1,
+  max_live: Sequence[int],
+  max_saved: int | None = None,
+  split: bool = False,
+) -> Table:
+  """Makes a table: backward before forward, the oldest iteration first.
+
+  A device that is free takes a backward pass, else a forward pass if its
+  stage keeps fewer micro-batches than it may and the version of the
+  parameters is there, else the weight part of a split backward pass.
+
+  Args:
+    name: of the table.
+    times: of each stage.
+    num_microbatches: of an iteration.
+    num_iterations: in the table.
+    window: iterations that may be under way at once.
+    max_live: of each stage, micro-batches between forward and backward pass.
+    max_saved: of any stage, between forward pass and weight part; as many as
+      there are if None.
+    split: whether backward passes are in two parts.
+  """
+  for field, value in (
+    ("num_microbatches", num_microbatches),
+    ("num_iterations", num_iterations),
+    ("window", window),
+  ):
+    checks.check_int(field, value, 1)
+  for value in max_live:
+    checks.check_int("max_live", value, 1)
+  if max_saved is not None:
+    checks.check_int("max_saved", max_saved, 1)
+  stages = range(len(times))
+  total = num_microbatches * num_iterations
+  most_saved = total if max_saved is None else max_saved
+  ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
+  counts = {op: [0] * len(times) for op in ops}
+  # When the next micro-batches of each stage are there, in their order.
+  inputs: list[list[float]] = [[] for _ in stages]
+  gradients: list[list[float]] = [[] for _ in stages]
+  inputs[0] = [0.0] * total
+  free = [0.0] * len(times)
+  orders: list[list[Action]] = [[] for _ in stages]
+  wakes = [(0.0, s) for s in stages]
+
+  def choose(s: int, now: float) -> Op:
+    f, b, w = (counts[op][s] for op in ops)
+    w = w if split else b
+    if b < f and b < len(gradients[s]) and gradients[s][b] <= now:
+      return Op.BACKWARD
+    updates = w // num_microbatches
+    if (
+      f < len(inputs[s])
+      and inputs[s][f] <= now
+      and f - b < max_live[s]
+      and f - w < most_saved
+      and updates > f // num_microbatches - window
+    ):
+      return Op.FORWARD
+    return Op.BACKWARD_WEIGHT if split and w < b else Op.IDLE
+
+  while wakes:
+    now, s = heapq.heappop(wakes)
+    if free[s] > now:
+      continue
+    op = choose(s, now)
+    if op == Op.IDLE:
+      continue
+    done = counts[op]
+    iteration, microbatch = divmod(done[s], num_microbatches)
+    done[s] += 1
+    if op == Op.FORWARD:
+      end = now + times[s].forward
+      if s + 1 == len(times):
+        gradients[s].append(end)
+      else:
+        inputs[s + 1].append(end + times[s].send)
+        heapq.heappush(wakes, (end + times[s].send, s + 1))
+    elif op == Op.BACKWARD_WEIGHT:
+      end = now + times[s].weight
+    else:
+      end = now + times[s].backward
+      if s:
+        gradients[s - 1].append(end + times[s - 1].send)
+        heapq.heappush(wakes, (end + times[s - 1].send, s - 1))
+      op = Op.BACKWARD_INPUT if split else op
+    orders[s].append(Action(op, s, microbatch, iteration))
+    free[s] = end
+    heapq.heappush(wakes, (end, s))
+  return Table(
+    name,
+    tuple(with_updates(order, num_microbatches) for order in orders),
+    len(times),
+    num_microbatches,
+    num_iterations,
+    window,
+  )
+
+
+def greedy(
+  times: Sequence[StageTimes],
+  num_microbatches: int,
+  *,
+  num_iterations: int = 1,
+  max_live: Sequence[int] | None = None,
+  split: bool = False,
+) -> Table:
+  """Makes a synchronous table for stages and links of unequal times.
+
+  Args:
+    times: of each stage, in any unit.
+    num_microbatches: of an iteration.
+    num_iterations: in the table, one after the other.
+    max_live: of each stage, how many micro-batches it may keep; as many as
+      keep the slowest stage busy if None.
+    split: whether backward passes are in two parts (zero bubble), whose times
+      are `backward` and `weight`.
+  """
+  check_times(times)
+  live = live_for_full_use(times, split) if max_live is None else max_live
+  return list_schedule(
+    "greedy",
+    times,
+    num_microbatches,
+    num_iterations=num_iterations,
+    max_live=live,
+    # As many as 1F1B's first stage keeps, unless more are asked for.
+    max_saved=max(live) if split else None,
+    split=split,
+  )
+
+
+def check_times(times: Sequence[StageTimes]) -> None:
+  """Raises a ValueError unless there is a time for one stage at least."""
+  if not checks.check_list("times", times, "StageTimes"):
+    raise ValueError("`times` must be one stage's at least, got none.")

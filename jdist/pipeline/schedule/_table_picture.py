@@ -1,0 +1,79 @@
+"""Tables as pictures of text."""
+
+from collections.abc import Mapping
+
+from jdist.pipeline.schedule._actions import Action, Op
+from jdist.pipeline.schedule._table import start_times, StuckError, Table
+
+_TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
+
+
+def draw_table(table: Table, *, max_ticks: int = 60) -> str:
+  """Draws a table in ticks of time.
+
+  A forward pass takes a tick, as does each part of a split backward pass; a
+  whole backward pass takes two, an update none: `*` marks the end of the
+  action before it.  Micro-batches are numbered through all iterations, stages
+  of a device that has several lettered from a.
+
+  Args:
+    table: whose order can run; of one that cannot, what runs is drawn, and
+      `?` stands before the action at which a device waits for ever.
+    max_ticks: what is later is cut off.
+
+  >>> from jdist import pipeline
+  >>> print(draw_table(pipeline.make_table("gpipe", 2, 2)))
+  device 0 |F0  F1  .   .   .   B0  B0  B1  B1*
+  device 1 |.   F0  F1  B0  B0  B1  B1*
+  """
+  try:
+    starts: Mapping[Action, float] = start_times(table, _ticks)
+    waiting: list[Action] = []
+  except StuckError as stuck:
+    starts, waiting = stuck.starts, stuck.waiting
+  rows = []
+  for device, order in enumerate(table.devices):
+    cells: dict[int, str] = {}
+    end = 0
+    for action in order:
+      if action not in starts:
+        if action in waiting:
+          cells[end] = "?" + _word(table, action)
+        break
+      start = int(starts[action])
+      if action.op == Op.UPDATE and end:
+        cells[end - 1] = cells[end - 1].rstrip("*") + "*"
+        continue
+      end = start + int(_ticks(action))
+      for tick in range(start, end):
+        cells[tick] = _word(table, action)
+    rows.append((device, cells))
+  last = max((max(cells, default=0) for _, cells in rows), default=0)
+  width = max(
+    (len(word) for _, cells in rows for word in cells.values()), default=1
+  )
+  shown = min(last + 1, max_ticks)
+  digits = len(str(len(rows) - 1))
+  lines = []
+  for device, cells in rows:
+    words = [cells.get(t, ".").ljust(width) for t in range(shown)]
+    more = " ..." if last >= max_ticks else ""
+    while not more and words and not words[-1].strip(" ."):
+      words.pop()
+    lines.append(
+      f"device {device:>{digits}} |" + (" ".join(words) + more).rstrip()
+    )
+  return "\n".join(lines)
+
+
+def _ticks(action: Action) -> float:
+  return _TICKS.get(action.op, 1)
+
+
+def _word(table: Table, action: Action) -> str:
+  device = table.device_of[action.stage]
+  own = [s for s, d in enumerate(table.device_of) if d == device]
+  chunk = "" if len(own) == 1 else chr(ord("a") + own.index(action.stage))
+  number = action.iteration * table.num_microbatches + action.microbatch
+  shown = "" if action.op == Op.UPDATE else str(number)
+  return f"{action.op.letter}{shown}{chunk}"

@@ -1,0 +1,141 @@
+"""Tables as text: a file that one can write by hand."""
+
+import pathlib
+import re
+
+from jdist.pipeline.schedule._actions import Action, Op
+from jdist.pipeline.schedule._table import Table
+
+_OPS = {op.letter: op for op in Op if op != Op.IDLE}
+_WORD = re.compile(r"([FBIWU])(\d*)(?:/(\d+))?(?:@(\d+))?")
+_NUMBERS = {
+  "stages": "num_stages",
+  "microbatches": "num_microbatches",
+  "iterations": "num_iterations",
+  "window": "window",
+}
+_KEYS = ("name", *_NUMBERS, "weights")
+
+
+def format_table(table: Table) -> str:
+  """Writes a table as text, which `parse_table` reads.
+
+  >>> from jdist import pipeline
+  >>> print(format_table(pipeline.make_table("1f1b", 2, 2)))
+  name 1f1b
+  stages 2
+  microbatches 2
+  device F0 F1 B0 B1 U
+  device F0 B0 F1 B1 U
+  """
+  lines = [f"name {table.name}"]
+  for key, field in _NUMBERS.items():
+    value = getattr(table, field)
+    if value != 1 or key in ("stages", "microbatches"):
+      lines.append(f"{key} {value}")
+  if table.weights != "delayed":
+    lines.append(f"weights {table.weights}")
+  for device, order in enumerate(table.devices):
+    own = _own_stage(table.device_of, device)
+    words = [str(x).replace(f"/{own}", "") for x in order]
+    lines.append(" ".join(["device", *words]))
+  return "\n".join(lines)
+
+
+def parse_table(text: str, name: str = "table") -> Table:
+  """Reads a table.
+
+  A line for each device has its actions in order: F for a forward pass, B for
+  a backward pass, I and W for its input and weight part, each with the number
+  of the micro-batch, and U for the update.  `/2` names the stage, which is the
+  device's number without it; `@1` the iteration, 0 without it::
+
+      name mine              # may be left out, as may these numbers:
+      iterations 1
+      window 1               # iterations under way at once
+      weights delayed        # or stashed, newest
+      device F0 F1 B0 B1 U
+      device F0 B0 F1 B1 U
+
+  Numbers of stages and micro-batches are counted where they are not given.
+
+  Args:
+    text: of the file; `#` begins a comment.
+    name: where the text has none.
+
+  Raises:
+    ValueError: when a line cannot be read; the message names it.
+  """
+  found: dict[str, str] = {}
+  devices: list[tuple[Action, ...]] = []
+  for number, line in enumerate(text.splitlines(), 1):
+    key, *words = line.split("#")[0].split() or [""]
+    if not key:
+      continue
+    if key == "device":
+      own = len(devices)
+      devices.append(tuple(_action(x, own, number) for x in words))
+    elif key not in _KEYS or len(words) != 1 or key in found:
+      raise ValueError(
+        f"line {number} must be `device` and its actions, or one of "
+        f"{', '.join(_KEYS)} with one value, each once, got {line.strip()!r}."
+      )
+    else:
+      found[key] = words[0]
+  numbers = {
+    field: _number(key, found[key])
+    for key, field in _NUMBERS.items()
+    if key in found
+  }
+  actions = [x for order in devices for x in order]
+  counted = {
+    "num_stages": 1 + max((x.stage for x in actions), default=0),
+    "num_microbatches": 1 + max((x.microbatch for x in actions), default=0),
+    "num_iterations": 1 + max((x.iteration for x in actions), default=0),
+  }
+  return Table(
+    found.get("name", name),
+    tuple(devices),
+    weights=found.get("weights", "delayed"),  # type: ignore[arg-type]
+    **{**counted, **numbers},
+  )
+
+
+def load_table(path: str | pathlib.Path) -> Table:
+  """Reads a file; see `parse_table`.
+
+  Raises:
+    ValueError: when the file cannot be read as a table; it is named.
+  """
+  path = pathlib.Path(path)
+  try:
+    return parse_table(path.read_text(), path.stem)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
+
+
+def _own_stage(device_of: tuple[int, ...], device: int) -> int:
+  """Returns the stage that needs no name: one of the device's number."""
+  here = device < len(device_of) and device_of[device] == device
+  return device if here else -1
+
+
+def _action(word: str, own: int, line: int) -> Action:
+  match = _WORD.fullmatch(word)
+  if match is None or (match[1] == "U") != (not match[2]):
+    raise ValueError(
+      f"line {line} must have actions such as F0, B0, F2/1@3 or U, got "
+      f"{word!r}."
+    )
+  return Action(
+    _OPS[match[1]],
+    int(match[3]) if match[3] else own,
+    int(match[2] or 0),
+    int(match[4] or 0),
+  )
+
+
+def _number(key: str, value: str) -> int:
+  if not value.isdigit():
+    raise ValueError(f"`{key}` must be a number, got {value!r}.")
+  return int(value)

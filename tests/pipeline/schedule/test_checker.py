@@ -1,0 +1,125 @@
+"""What the check of tables finds, and how it says so."""
+
+import dataclasses
+import random
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from jdist import pipeline
+
+_CASES = {
+  "a device that lacks an action": (
+    "device F0 B0 U\ndevice F0 U",
+    "B0/1 is missing",
+  ),
+  "an action twice": ("device F0 F0 B0 U\ndevice F0 B0 U", "F0/0 is there 2"),
+  "a cycle on one device": (
+    "device B0 F0 U\ndevice F0 B0 U",
+    "B0/0 comes before F0/0, which it needs",
+  ),
+  "a cycle of two devices": (
+    "device F0 B0 F1 B1 U\ndevice F0 F1 B0 B1 U",
+    "device 0 with B0/0 for B0/1; device 1 with F1/1 for F1/0",
+  ),
+  "an update before its gradients": (
+    "device F0 F1 B0 U B1\ndevice F0 B0 F1 B1 U",
+    "U/0 comes before B1/0",
+  ),
+  "a stage on two devices": (
+    "device F0 F1 B0 B1 U\ndevice F0 B0 U\ndevice F1/1 B1/1",
+    "F1/1 is on device 2, and its stage lies on device 1",
+  ),
+  "a version that is not there": (
+    "iterations 2\ndevice F0 F0@1 B0 U B0@1 U@1\ndevice F0 B0 U F0@1 B0@1 U@1",
+    r"F0/0@1 reads version 1 of the parameters, and version 0",
+  ),
+  "a stage beyond those named": (
+    "stages 1\ndevice F0 B0 U F0/3",
+    "F0/3 is of a stage beyond the 1",
+  ),
+  "a whole and a split backward pass": (
+    "device F0 I0 W0 B0 U",
+    "backward passes in two parts, I and W",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_wrong_orders_are_refused(name):
+  text, words = _CASES[name]
+  with pytest.raises(pipeline.TableError, match=words):
+    pipeline.check_table(pipeline.parse_table(text))
+
+
+def test_an_error_shows_the_place_in_a_picture():
+  table = pipeline.parse_table(_CASES["a cycle of two devices"][0])
+  with pytest.raises(ValueError, match="wait for each other") as caught:
+    pipeline.check_table(table)
+  picture = str(caught.value).split("\n", 1)[1].splitlines()
+  assert [x.split() for x in picture] == [
+    ["device", "0", "|F0", "?B0"],
+    ["device", "1", "|.", "F0", "?F1"],
+  ]
+
+
+def test_1f1b_deadlocks_with_blocking_sends_and_gpipe_does_not():
+  table = pipeline.make_table("1f1b", 2, 4)
+  assert not pipeline.check_table(table).blocking
+  with pytest.raises(ValueError, match="Buffered sends let it run"):
+    pipeline.check_table(table, sends="blocking")
+  gpipe = pipeline.make_table("gpipe", 2, 4)
+  assert pipeline.check_table(gpipe, sends="blocking").blocking
+
+
+def test_limits_of_memory_are_checked():
+  table = pipeline.make_table("gpipe", 2, 4)
+  with pytest.raises(ValueError, match="stage 0 keeps 4, and `max_live` is 3"):
+    pipeline.check_table(table, max_live=3)
+  late = pipeline.make_table("2bw", 2, 4)
+  with pytest.raises(ValueError, match="stage 0 keeps 2, and `max_versions`"):
+    pipeline.check_table(late, max_versions=1)
+
+
+def _replay(table):
+  """Runs a table in a random order of devices, to its end or until stuck."""
+  places = [0] * len(table.devices)
+  done = set()
+  generator = random.Random(0)
+  while True:
+    can = [
+      d
+      for d, order in enumerate(table.devices)
+      if places[d] < len(order)
+      and all(x in done for x in table.needs(order[places[d]]))
+    ]
+    if not can:
+      return places == [len(x) for x in table.devices]
+    device = generator.choice(can)
+    done.add(table.devices[device][places[device]])
+    places[device] += 1
+
+
+@hypothesis.given(
+  name=st.sampled_from(["1f1b", "gpipe", "zb_h1", "2bw", "interleaved"]),
+  device=st.integers(0, 2),
+  swap=st.integers(0, 20),
+)
+def test_what_passes_runs_in_any_order_and_what_is_stuck_does_not(
+  name, device, swap
+):
+  table = pipeline.make_table(name, 3, 3)
+  order = list(table.devices[device])
+  i = swap % (len(order) - 1)
+  order[i], order[i + 1] = order[i + 1], order[i]
+  devices = list(table.devices)
+  devices[device] = tuple(order)
+  changed = dataclasses.replace(table, devices=tuple(devices))
+  try:
+    pipeline.check_table(changed)
+  except pipeline.TableError as error:
+    # An order may run and still read a version that is not there.
+    assert "reads version" in str(error) or not _replay(changed)
+  else:
+    assert _replay(changed)

@@ -1,0 +1,210 @@
+"""Tables by name: their order, bubbles, memory and versions."""
+
+import pytest
+
+from jdist import pipeline
+from jdist.pipeline import schedule
+
+_SECONDS = {
+  pipeline.Op.FORWARD: 1.0,
+  pipeline.Op.BACKWARD: 2.0,
+  pipeline.Op.BACKWARD_INPUT: 1.0,
+  pipeline.Op.BACKWARD_WEIGHT: 1.0,
+  pipeline.Op.UPDATE: 0.0,
+}
+_SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (3, 5), (4, 4), (4, 8), (8, 16)]
+
+
+def _seconds(action):
+  return _SECONDS[action.op]
+
+
+def _makespan(table, seconds=_seconds):
+  starts = pipeline.start_times(table, seconds)
+  return max(start + seconds(action) for action, start in starts.items())
+
+
+def _bubble(table):
+  busy = sum(map(_seconds, table)) / len(table.devices)
+  return 1 - busy / _makespan(table)
+
+
+def _sizes(name):
+  if name == "interleaved":
+    return [(s, m) for s, m in _SIZES if m % s == 0]
+  if name == "2bw":
+    return [(s, m) for s, m in _SIZES if m >= s - 1]
+  return _SIZES
+
+
+def test_1f1b_by_hand():
+  table = pipeline.make_table("1f1b", 3, 4)
+  orders = [" ".join(str(x).split("/")[0] for x in x) for x in table.devices]
+  assert orders == [
+    "F0 F1 F2 B0 F3 B1 B2 B3 U",
+    "F0 F1 B0 F2 B1 F3 B2 B3 U",
+    "F0 B0 F1 B1 F2 B2 F3 B3 U",
+  ]
+
+
+def test_zb_h1_delays_the_weight_part_of_stage_s_by_s_micro_batches():
+  table = pipeline.make_table("zb_h1", 2, 3)
+  orders = [" ".join(str(x).split("/")[0] for x in x) for x in table.devices]
+  assert orders == [
+    "F0 F1 I0 W0 F2 I1 W1 I2 W2 U",
+    "F0 I0 F1 I1 W0 F2 I2 W1 W2 U",
+  ]
+
+
+@pytest.mark.parametrize("name", schedule.TABLES)
+def test_every_table_can_run_in_all_sizes(name):
+  for stages, microbatches in _sizes(name):
+    table = pipeline.make_table(name, stages, microbatches)
+    report = pipeline.check_table(table)
+    assert sorted(table) == sorted(table.expected())
+    assert max(report.versions) <= table.window or table.weights != "delayed"
+    assert pipeline.parse_table(pipeline.format_table(table)) == table
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), _SIZES)
+def test_bubbles_are_those_of_the_formulas(stages, microbatches):
+  s, m = stages, microbatches
+  make = pipeline.make_table
+  assert _bubble(make("naive", s, m)) == pytest.approx(1 - 1 / s)
+  for name in ("gpipe", "1f1b"):
+    assert _bubble(make(name, s, m)) == pytest.approx((s - 1) / (m + s - 1))
+  if m % s == 0:
+    for v in (1, 2, 3):
+      table = make("interleaved", s, m, num_chunks=v)
+      wanted = (s - 1) / (v * m + s - 1)
+      assert _bubble(table) == pytest.approx(wanted)
+  if m >= s:
+    wanted = (s - 1) / (3 * m + s - 1)
+    assert _bubble(make("zb_h1", s, m)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+  ("name", "live"),
+  [
+    ("naive", (1, 1, 1, 1)),
+    ("gpipe", (8, 8, 8, 8)),
+    ("1f1b", (4, 3, 2, 1)),
+    ("zb_h1", (4, 4, 4, 4)),
+    ("pipedream", (4, 3, 2, 1)),
+    ("2bw", (4, 3, 2, 1)),
+    ("paci", (4, 3, 2, 1)),
+    ("ours", (4, 3, 2, 1)),
+  ],
+)
+def test_micro_batches_that_are_kept(name, live):
+  table = pipeline.make_table(name, 4, 8)
+  assert pipeline.check_table(table).live == live
+
+
+@pytest.mark.parametrize(
+  ("table", "versions", "delays"),
+  [
+    (("1f1b", 4, 8), (1, 1, 1, 1), (0, 0, 0, 0)),
+    (("pipedream", 4, 1), (4, 3, 2, 1), (3, 2, 1, 0)),
+    (("2bw", 4, 8), (2, 2, 2, 2), (1, 1, 1, 1)),
+    (("paci", 4, 8), (1, 1, 1, 1), (1, 1, 1, 0)),
+    (("paci", 4, 1), (1, 1, 1, 1), (3, 2, 1, 0)),
+    (("ours", 4, 8), (2, 2, 2, 2), (1, 1, 1, 1)),
+    (("ours", 4, 1), (4, 4, 4, 4), (3, 3, 3, 3)),
+  ],
+)
+def test_versions_that_are_kept_and_how_late_gradients_are(
+  table, versions, delays
+):
+  report = pipeline.check_table(pipeline.make_table(*table))
+  assert (report.versions, report.delays) == (versions, delays)
+
+
+def test_ours_leaves_no_device_waiting_once_it_is_full():
+  for stages, microbatches in _SIZES:
+    few, many = (
+      _makespan(
+        pipeline.make_table("ours", stages, microbatches, num_iterations=n)
+      )
+      for n in (10, 20)
+    )
+    # Ten iterations more take their work alone.
+    assert many - few == pytest.approx(10 * microbatches * 3.0)
+
+
+def test_a_smaller_window_makes_devices_wait():
+  table = pipeline.make_table("ours", 4, 1, window=2, num_iterations=20)
+  assert pipeline.check_table(table, max_versions=2).versions == (2,) * 4
+  assert _makespan(table) > 20 * 3.0 + 20
+
+
+def test_a_window_of_one_is_synchronous():
+  table = pipeline.make_table("ours", 4, 8, window=1, num_iterations=2)
+  flushed = pipeline.make_table("1f1b", 4, 8, num_iterations=2)
+  assert _makespan(table) == _makespan(flushed)
+  assert pipeline.check_table(table).delays == (0, 0, 0, 0)
+
+
+def test_greedy_does_as_well_as_1f1b_and_better_for_unequal_times():
+  equal = [pipeline.StageTimes(1.0, 2.0)] * 4
+  table = pipeline.greedy(equal, 8)
+  assert _makespan(table) == _makespan(pipeline.make_table("1f1b", 4, 8))
+  far = [pipeline.StageTimes(1.0, 2.0, send=2.0)] * 4
+
+  def send_s(action):
+    return 2.0
+
+  def end(table):
+    starts = pipeline.start_times(table, _seconds, send_s)
+    return max(x + _seconds(action) for action, x in starts.items())
+
+  assert end(pipeline.greedy(far, 8)) < end(pipeline.make_table("1f1b", 4, 8))
+
+
+def test_greedy_may_be_kept_to_the_memory_of_each_stage():
+  times = [pipeline.StageTimes(1.0, 2.0)] * 3
+  table = pipeline.greedy(times, 8, max_live=[2, 2, 1])
+  assert pipeline.check_table(table, max_live=2).live == (2, 2, 1)
+  split = pipeline.greedy(times, 8, split=True)
+  assert max(pipeline.check_table(split).live) <= 3
+
+
+@pytest.mark.parametrize(
+  ("make", "words"),
+  [
+    (lambda: pipeline.make_table("dapple", 2, 2), "`name` must be 'naive'"),
+    (lambda: pipeline.make_table("1f1b", 0, 2), "`num_stages` must be an int"),
+    (lambda: pipeline.make_table("gpipe", 2, 0), "`num_microbatches` must"),
+    (
+      lambda: pipeline.make_table("1f1b", 2, 2, window=3),
+      "`window` is no option of 1f1b, which has num_iterations",
+    ),
+    (
+      lambda: pipeline.make_table("interleaved", 4, 6),
+      "`num_microbatches` must be a multiple of the devices",
+    ),
+    (
+      lambda: pipeline.make_table("2bw", 4, 2),
+      "`num_microbatches` must be at least the stages less one",
+    ),
+    (
+      lambda: pipeline.make_table("ours", 2, 2, window=0),
+      "`window` must be an int >= 1",
+    ),
+    (lambda: pipeline.greedy([], 2), "`times` must be one stage's"),
+    (
+      lambda: pipeline.greedy([pipeline.StageTimes()], 2, max_live=[0]),
+      "`max_live` must be an int >= 1",
+    ),
+    (lambda: pipeline.StageTimes(-1.0), "`forward` must be finite"),
+    (lambda: pipeline.StageTimes(0.0, 0.0), "`forward` or `backward` must"),
+    (lambda: pipeline.Table("x", (), 1, 1), "`devices` must be one at least"),
+    (
+      lambda: pipeline.Table("x", ((),), 1, 1, weights="old"),
+      "`weights` must be 'delayed', 'stashed' or 'newest'",
+    ),
+  ],
+)
+def test_wrong_tables_are_refused(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()

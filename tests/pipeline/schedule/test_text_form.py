@@ -1,0 +1,55 @@
+"""Tables as text, and as pictures of text."""
+
+import pytest
+
+from jdist import pipeline
+
+
+def test_a_table_of_ones_own_is_read(tmp_path):
+  path = tmp_path / "mine.txt"
+  path.write_text(
+    "# Two devices.\nwindow 2  # of iterations\n"
+    "iterations 2\n"
+    "device F0 F0@1 B0 U B0@1 U@1\n\n"
+    "device F0 B0 U F0@1 B0@1 U@1\n"
+  )
+  table = pipeline.load_table(path)
+  assert (table.name, table.num_stages, table.num_microbatches) == (
+    "mine", 2, 1,
+  )  # fmt: skip
+  assert (table.num_iterations, table.window) == (2, 2)
+  assert pipeline.check_table(table).delays == (1, 1)
+
+
+def test_a_stage_elsewhere_is_named():
+  table = pipeline.make_table("interleaved", 2, 2)
+  text = pipeline.format_table(table)
+  assert "device F0 F1 F0/2 F1/2 B0/2 B1/2 U/2 B0 B1 U" in text
+  assert pipeline.parse_table(text) == table
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("device F0 G1", "line 1 must have actions such as F0"),
+    ("name a\ndevice F0 B", "line 2 must have actions"),
+    ("device U0", "line 1 must have actions"),
+    ("devise F0", "line 1 must be `device` and its actions, or one of name"),
+    ("window 1\nwindow 2\ndevice F0", "line 2 must be `device`"),
+    ("stages two\ndevice F0", "`stages` must be a number"),
+    ("", "`devices` must be one at least"),
+  ],
+)
+def test_wrong_text_is_refused(tmp_path, text, words):
+  path = tmp_path / "wrong.txt"
+  path.write_text(text)
+  with pytest.raises(ValueError, match=words) as caught:
+    pipeline.load_table(path)
+  assert str(caught.value).startswith(str(path))
+
+
+def test_a_long_table_is_cut_off():
+  table = pipeline.make_table("2bw", 2, 4, num_iterations=9)
+  lines = pipeline.draw_table(table, max_ticks=10).splitlines()
+  assert all(line.endswith(" ...") for line in lines)
+  assert len(lines[0].split()) == 2 + 10 + 1
