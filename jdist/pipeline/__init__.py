@@ -1,6 +1,9 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
 from jdist.pipeline.planning import LayerCost as LayerCost
+from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
+from jdist.pipeline.planning import PipelineTimes as PipelineTimes
+from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
 from jdist.pipeline.schedule import Action as Action
 from jdist.pipeline.schedule import check_table as check_table

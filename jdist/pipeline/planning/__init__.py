@@ -2,3 +2,9 @@
 
 from jdist.pipeline.planning._costs import LayerCost as LayerCost
 from jdist.pipeline.planning._costs import stage_cost as stage_cost
+from jdist.pipeline.planning._simulator import action_s as action_s
+from jdist.pipeline.planning._simulator import (
+  PIPELINE_COLOURS as PIPELINE_COLOURS,
+)
+from jdist.pipeline.planning._simulator import PipelineTimes as PipelineTimes
+from jdist.pipeline.planning._simulator import simulate as simulate

@@ -1,0 +1,299 @@
+"""The run of a table on a cluster's virtual clock."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdist import checks, cluster
+from jdist.pipeline import schedule
+from jdist.pipeline.planning import _costs
+from jdist.pipeline.schedule import Action, Op
+
+_KINDS = {
+  Op.FORWARD: "forward",
+  Op.BACKWARD: "backward",
+  Op.BACKWARD_INPUT: "backward",
+  Op.BACKWARD_WEIGHT: "weight",
+  Op.UPDATE: "update",
+}
+# Of Paul Tol's palettes, beside those of `cluster.plot_trace`.
+PIPELINE_COLOURS = {
+  "forward": "#4477aa",
+  "backward": "#66ccee",
+  "weight": "#228833",
+  "update": "#ccbb44",
+  "activation": "#ee6677",
+  "gradient": "#aa3377",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineTimes:
+  """The times of a table on a cluster.
+
+  Attributes:
+    makespan_s: until the last action has ended.
+    iteration_s: from one iteration's end to the next one's, while the pipeline
+      is full.
+    busy_s: of each device, the seconds of its actions.
+    memory_bytes: of each device, at most: parameters in all their versions,
+      the optimizer's copies and the gradients, and what live micro-batches
+      keep.
+    link_use: which part of the time each direction of a link was busy.
+    ends_s: of each iteration.
+    starts_s: of each action.
+    trace: all of it, to draw.
+  """
+
+  makespan_s: float
+  iteration_s: float
+  busy_s: tuple[float, ...]
+  memory_bytes: tuple[float, ...]
+  link_use: Mapping[str, float]
+  ends_s: tuple[float, ...]
+  starts_s: Mapping[Action, float] = dataclasses.field(repr=False)
+  trace: cluster.Trace = dataclasses.field(repr=False)
+
+  @property
+  def utilisation(self) -> tuple[float, ...]:
+    """The part of an iteration in which each device works.
+
+    In the steady state: the work of an iteration over `iteration_s`.
+    """
+    whole = len(self.ends_s) * self.iteration_s
+    return tuple(x / whole if whole else 0.0 for x in self.busy_s)
+
+  @property
+  def bubble(self) -> float:
+    """The part of the devices' time in which they wait, until the last ends."""
+    whole = len(self.busy_s) * self.makespan_s
+    return 1.0 - sum(self.busy_s) / whole if whole else 0.0
+
+
+def simulate(
+  table: schedule.Table,
+  costs: Sequence[_costs.LayerCost],
+  machines: cluster.Cluster,
+  *,
+  nodes: Sequence[str] | None = None,
+  optimizer_copies: float = 1.0,
+) -> PipelineTimes:
+  """Runs a table on a cluster's virtual clock.
+
+  A device takes its actions in the table's order, each as soon as what it
+  needs is there; sends are buffered and run beside the computation.
+
+  Args:
+    table: to run; it is checked.
+    costs: of each stage.
+    machines: speeds, slow-downs and links.
+    nodes: the machine of each of the table's devices; the first ones if None.
+    optimizer_copies: what the optimizer keeps, in sizes of the parameters: 1
+      for momentum, 2 for Adam.
+
+  Raises:
+    ValueError: when the table cannot run, numbers do not fit, or there is no
+      way between two machines.
+    ImportError: without SimPy.
+
+  >>> from jdist import pipeline
+  >>> table = pipeline.make_table("1f1b", 2, 4)
+  >>> costs = [pipeline.LayerCost("a", 1.0, 2.0)] * 2
+  >>> times = simulate(table, costs, cluster.workers([1.0, 1.0]))
+  >>> times.makespan_s, round(times.bubble, 3)
+  (15.0, 0.2)
+  """
+  names = check_nodes(table, costs, machines, nodes)
+  report = schedule.check_table(table)
+  run = _Run(table, costs, machines, names)
+  run.go()
+  ends = [0.0] * table.num_iterations
+  busy = [0.0] * len(table.devices)
+  for action, start in run.starts.items():
+    end = run.ends[action]
+    if action.op == Op.UPDATE:
+      ends[action.iteration] = max(ends[action.iteration], end)
+    busy[table.device_of[action.stage]] += end - start
+  makespan = max(run.ends.values())
+  return PipelineTimes(
+    makespan_s=makespan,
+    iteration_s=_steady_s(ends, table.window),
+    busy_s=tuple(busy),
+    memory_bytes=_memory(table, costs, report, optimizer_copies),
+    link_use={
+      name: use
+      for name, use in run.trace.utilisation().items()
+      if name not in names
+    },
+    ends_s=tuple(ends),
+    starts_s=run.starts,
+    trace=run.trace,
+  )
+
+
+def action_s(cost: _costs.LayerCost, op: Op) -> float:
+  """Returns the seconds of an action of a stage at speed 1."""
+  seconds = {
+    Op.FORWARD: cost.forward_s,
+    Op.BACKWARD: cost.backward_s,
+    Op.BACKWARD_INPUT: cost.input_s,
+    Op.BACKWARD_WEIGHT: cost.weight_s,
+    Op.UPDATE: cost.update_s,
+  }[op]
+  assert seconds is not None
+  return seconds
+
+
+def check_nodes(
+  table: schedule.Table,
+  costs: Sequence[_costs.LayerCost],
+  machines: cluster.Cluster,
+  nodes: Sequence[str] | None,
+) -> tuple[str, ...]:
+  """Returns the machine of each device; raises a ValueError if they miss."""
+  if len(costs) != table.num_stages:
+    raise ValueError(
+      f"`costs` must be one for each of the table's {table.num_stages} stages, "
+      f"got {len(costs)}."
+    )
+  wanted = len(table.devices)
+  if nodes is None:
+    nodes = machines.names[:wanted]
+  names = tuple(checks.check_list("nodes", nodes, "names of machines"))
+  for name in names:
+    machines.node(name)
+  if len(names) != wanted or len(set(names)) != wanted:
+    raise ValueError(
+      "`nodes` must name a machine of its own for each of the table's "
+      f"{wanted} devices, got {', '.join(names)}."
+    )
+  return names
+
+
+class _Run:
+  """A table under way on SimPy's clock."""
+
+  def __init__(
+    self,
+    table: schedule.Table,
+    costs: Sequence[_costs.LayerCost],
+    machines: cluster.Cluster,
+    names: tuple[str, ...],
+  ):
+    simpy = checks.import_extra("simpy", "sim")
+    self.environment = simpy.Environment()
+    self.trace = cluster.Trace()
+    self.starts: dict[Action, float] = {}
+    self.ends: dict[Action, float] = {}
+    self._table, self._costs, self._names = table, costs, names
+    self._nodes = [machines.node(name) for name in names]
+    self._network = cluster.Network(
+      self.environment, machines.topology, self.trace
+    )
+    self._places = [0] * len(names)
+    self._busy = [False] * len(names)
+    # What has come from another device.
+    self._there: set[Action] = set()
+    self._waiting: dict[Action, list[int]] = collections.defaultdict(list)
+
+  def go(self) -> None:
+    for device in range(len(self._names)):
+      self._advance(device)
+    self.environment.run()
+
+  def _advance(self, device: int) -> None:
+    """Begins the device's next action if it is free and has what it needs."""
+    order = self._table.devices[device]
+    if self._busy[device] or self._places[device] == len(order):
+      return
+    action = order[self._places[device]]
+    for need in self._table.needs(action):
+      # The order has put what the device itself gives before it.
+      away = self._table.device_of[need.stage] != device
+      if away and need not in self._there:
+        self._waiting[need].append(device)
+        return
+    self._busy[device] = True
+    self._places[device] += 1
+    now = self.environment.now
+    work = action_s(self._costs[action.stage], action.op)
+    after = self._nodes[device].end_s(now, work) - now
+    self.starts[action] = now
+    event = self.environment.timeout(after)
+    event.callbacks.append(lambda _: self._end(device, action))
+
+  def _end(self, device: int, action: Action) -> None:
+    now = self.environment.now
+    self.ends[action] = now
+    if now > self.starts[action]:
+      self.trace.add(
+        self._names[device],
+        str(action),
+        self.starts[action],
+        now,
+        _KINDS[action.op],
+      )
+    self._busy[device] = False
+    target = self._table.sends_to(action)
+    if target is not None:
+      self._send(device, action, target)
+    self._advance(device)
+
+  def _send(self, device: int, action: Action, target: Action) -> None:
+    other = self._table.device_of[target.stage]
+    forward = action.op == Op.FORWARD
+    # A gradient is as large as the output that it belongs to.
+    cost = self._costs[action.stage if forward else target.stage]
+    event: Any = self._network.send(
+      self._names[device],
+      self._names[other],
+      cost.output_bytes,
+      name=str(action),
+      kind="activation" if forward else "gradient",
+    )
+    event.callbacks.append(lambda _: self._arrive(action))
+
+  def _arrive(self, action: Action) -> None:
+    self._there.add(action)
+    for device in self._waiting.pop(action, ()):
+      self._advance(device)
+
+
+def _steady_s(ends: Sequence[float], window: int) -> float:
+  """Returns the seconds of an iteration while the pipeline is full.
+
+  The last ones, beside which no others begin, do not count if there are more.
+  """
+  last = max(len(ends) - window, 0)
+  first = last // 2
+  if first == last:
+    return ends[-1] / len(ends)
+  return (ends[last] - ends[first]) / (last - first)
+
+
+def _memory(
+  table: schedule.Table,
+  costs: Sequence[_costs.LayerCost],
+  report: schedule.TableReport,
+  optimizer_copies: float,
+) -> tuple[float, ...]:
+  """Returns the most bytes that each device holds at once."""
+  found = []
+  for device, order in enumerate(table.devices):
+    still = sum(
+      cost.parameter_bytes * (report.versions[stage] + optimizer_copies + 1)
+      for stage, cost in enumerate(costs)
+      if table.device_of[stage] == device
+    )
+    live = most = 0.0
+    for action in order:
+      saved = costs[action.stage].saved_bytes
+      split = action.stage in table.splits_backward
+      if action.op == Op.FORWARD:
+        live += saved
+      elif action.op == (Op.BACKWARD_WEIGHT if split else Op.BACKWARD):
+        live -= saved
+      most = max(most, live)
+    found.append(still + most)
+  return tuple(found)

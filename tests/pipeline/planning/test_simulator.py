@@ -1,0 +1,122 @@
+"""Tables on a virtual clock: times, waiting, memory and links."""
+
+import itertools
+
+import pytest
+
+from jdist import cluster, pipeline
+
+_Cost = pipeline.LayerCost
+_EQUAL = [_Cost("stage", 1.0, 2.0)] * 4
+
+
+def _simulate(table, costs=_EQUAL, machines=None, **options):
+  machines = machines or cluster.workers([1.0] * len(table.devices))
+  return pipeline.simulate(table, costs, machines, **options)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb_h1", "2bw"])
+def test_without_links_times_are_those_of_the_order_alone(name):
+  table = pipeline.make_table(name, 4, 8)
+  times = _simulate(table)
+  starts = pipeline.start_times(
+    table, lambda x: pipeline.planning.action_s(_EQUAL[0], x.op)
+  )
+  assert times.starts_s == starts
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 8), (8, 32)])
+def test_bubbles_are_those_of_the_formulas(stages, microbatches):
+  for name in ("gpipe", "1f1b"):
+    table = pipeline.make_table(name, stages, microbatches)
+    times = _simulate(table, [_Cost("stage", 1.0, 2.0)] * stages)
+    wanted = (stages - 1) / (microbatches + stages - 1)
+    assert times.bubble == pytest.approx(wanted)
+
+
+def test_a_slow_device_and_a_slow_down_lengthen_the_run():
+  table = pipeline.make_table("ours", 4, 8, num_iterations=20)
+  assert _simulate(table).iteration_s == pytest.approx(24.0)
+  slow = cluster.workers([1.0, 0.5, 1.0, 1.0])
+  assert _simulate(table, machines=slow).iteration_s == pytest.approx(48.0)
+  later = cluster.Cluster(
+    tuple(
+      cluster.Node(
+        f"n{i}", slowdowns=(cluster.Slowdown(240.0, 0.25),) * (i == 2)
+      )
+      for i in range(4)
+    )
+  )
+  ends = _simulate(table, machines=later).ends_s
+  steps = [b - a for a, b in itertools.pairwise(ends)]
+  assert steps[2] == pytest.approx(24.0)
+  assert steps[-2] == pytest.approx(96.0)
+
+
+def test_messages_take_their_time_and_run_beside_the_computation():
+  # An output of 8 bytes takes a second in each direction.
+  link = cluster.Link(bandwidth_bits_per_s=64.0)
+  ring = cluster.Topology({("a", "b"): link})
+  machines = cluster.Cluster(
+    (cluster.Node("a"), cluster.Node("b")), ring, server="a"
+  )
+  costs = [_Cost("stage", 1.0, 2.0, output_bytes=8.0)] * 2
+  one = _simulate(pipeline.make_table("gpipe", 2, 1), costs, machines)
+  assert one.makespan_s == 3 + 1 + 3 + 1
+  many = _simulate(pipeline.make_table("gpipe", 2, 4), costs, machines)
+  assert many.makespan_s == 1 + 1 + 4 * 3 + 1 + 2
+  assert many.link_use == {
+    "a->b": pytest.approx(4 / 17), "b->a": pytest.approx(4 / 17),
+  }  # fmt: skip
+
+
+def test_memory_counts_versions_and_what_is_kept():
+  costs = [_Cost("stage", 1.0, 2.0, parameter_bytes=100, saved_bytes=10)] * 4
+  found = {
+    name: _simulate(
+      pipeline.make_table(name, 4, 8), costs, optimizer_copies=2
+    ).memory_bytes
+    for name in ("gpipe", "1f1b", "2bw")
+  }
+  assert found["gpipe"] == (480, 480, 480, 480)
+  assert found["1f1b"] == (440, 430, 420, 410)
+  assert found["2bw"] == (540, 530, 520, 510)
+
+
+def test_utilisation_is_that_of_the_steady_state():
+  table = pipeline.make_table("ours", 4, 8, num_iterations=20)
+  assert _simulate(table).utilisation == pytest.approx((1.0,) * 4)
+  flushed = _simulate(pipeline.make_table("1f1b", 4, 8, num_iterations=4))
+  assert flushed.utilisation == pytest.approx((8 / 11,) * 4)
+
+
+def test_a_trace_has_a_row_for_each_device():
+  times = _simulate(pipeline.make_table("1f1b", 4, 4))
+  assert set(times.trace.resources) == {f"worker{i}" for i in range(4)}
+  assert times.trace.end_s == times.makespan_s
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"costs": _EQUAL[:3]}, "`costs` must be one for each of the table's 4"),
+    ({"nodes": ["worker0"]}, "`nodes` must name a machine of its own"),
+    ({"nodes": ["worker0"] * 4}, "`nodes` must name a machine of its own"),
+    ({"nodes": ["x", "y", "z", "u"]}, "no machine 'x'"),
+    ({"machines": cluster.workers([1.0])}, "each of the table's 4 devices"),
+  ],
+)
+def test_wrong_arguments_are_refused(change, words):
+  with pytest.raises(ValueError, match=words):
+    _simulate(pipeline.make_table("1f1b", 4, 4), **change)
+
+
+def test_no_way_between_two_machines_is_refused():
+  link = cluster.Link(bandwidth_bits_per_s=1.0)
+  names = "abc"
+  apart = cluster.Topology({("a", "b"): link, ("c", "d"): link})
+  with pytest.raises(ValueError, match="no way"):
+    machines = cluster.Cluster(
+      tuple(map(cluster.Node, names)), apart, server="a"
+    )
+    _simulate(pipeline.make_table("1f1b", 3, 1), _EQUAL[:3], machines)
