@@ -7,6 +7,7 @@ same form, a `Model`, which needs no Flax to use.
 from jdist.models._build import build as build
 from jdist.models._build import NAMES as NAMES
 from jdist.models._functional import functional as functional
+from jdist.models._functional import Layer as Layer
 from jdist.models._functional import Model as Model
 from jdist.models._functional import num_params as num_params
 from jdist.models._normalization import BatchNorm as BatchNorm

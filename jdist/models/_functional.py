@@ -11,6 +11,23 @@ from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+  """A layer of a network, for what cuts networks into parts.
+
+  Attributes:
+    name: of its own in the network.
+    params: its part of the network's parameters: the same nested keys.
+    state: its part of the network's state likewise.
+    apply: `apply(params, state, x, *, train, mask=None)` gives `(y, state)`.
+  """
+
+  name: str
+  params: dict[str, Any]
+  state: dict[str, Any]
+  apply: Callable[..., tuple[Any, dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
   """Holds the starting values and the pure function of a network.
 

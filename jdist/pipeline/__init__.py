@@ -5,6 +5,9 @@ from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
+from jdist.pipeline.runtime import cut_layers as cut_layers
+from jdist.pipeline.runtime import OneProgram as OneProgram
+from jdist.pipeline.runtime import Stage as Stage
 from jdist.pipeline.schedule import Action as Action
 from jdist.pipeline.schedule import check_table as check_table
 from jdist.pipeline.schedule import draw_table as draw_table

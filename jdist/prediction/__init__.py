@@ -65,8 +65,8 @@ from jdist.prediction.mp2._exchange import ExchangeState as ExchangeState
 from jdist.prediction.mp2._exchange_learner import (
   ExchangeLearner as ExchangeLearner,
 )
-from jdist.prediction.mp2._network import Layer as Layer
 from jdist.prediction.mp2._network import Leaf as Leaf
+from jdist.prediction.mp2._network import LeafGroup as LeafGroup
 from jdist.prediction.mp2._parameter_set import ParameterSet as ParameterSet
 from jdist.prediction.mp2._predictor import Predictor as Predictor
 from jdist.prediction.mp2._predictor import predictor as predictor

@@ -8,6 +8,7 @@ from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
+from jdist.training._gradient import num_samples as num_samples
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
 from jdist.training._losses import cast as cast
@@ -24,6 +25,7 @@ from jdist.training._results import make_row as make_row
 from jdist.training._results import read_rows as read_rows
 from jdist.training._step import make_step as make_step
 from jdist.training._step import make_update as make_update
+from jdist.training._step import Step as Step
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState

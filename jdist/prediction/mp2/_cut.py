@@ -19,7 +19,7 @@ from jdist import checks, models
 from jdist.prediction.mp2 import _network
 
 PyTree = Any
-Layers = tuple[_network.Layer, ...]
+Layers = tuple[_network.LeafGroup, ...]
 # A cut of more layers shows the first and the last.
 _NUM_NAMES = 4
 
@@ -86,8 +86,8 @@ class Cut:
   def from_description(cls, description: dict[str, Any]) -> "Cut":
     """Undoes `describe`."""
 
-    def layer(leaves: list[Any]) -> _network.Layer:
-      return _network.Layer(
+    def layer(leaves: list[Any]) -> _network.LeafGroup:
+      return _network.LeafGroup(
         tuple(_network.Leaf(tuple(p), tuple(s), d) for p, s, d in leaves)
       )
 
@@ -243,7 +243,7 @@ def cut(
       worker's parameters: a nested dict of arrays or shapes.
     num_layers: layers in front of the cut, from 1 to one less than all.
     name: the network's name in messages.
-    order: names of all modules that hold arrays, `Layer.name`, as they run;
+    order: names of all modules that hold arrays, `LeafGroup.name`, as they run;
       needed where names do not sort so, as of normalizations in Linen.
 
   Returns:

@@ -50,7 +50,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LeafGroup:
   """The arrays of one convolution or dense layer, with its normalization.
 
   Attributes:
@@ -117,7 +117,7 @@ def _check_plain(tree: PyTree) -> None:
 
 def layers_of(
   tree: PyTree, order: Sequence[str] | None = None
-) -> tuple[Layer, ...]:
+) -> tuple[LeafGroup, ...]:
   """Returns the layers of a network, two at least; arguments as of `cut`."""
   modules: dict[str, list[Leaf]] = {}
   for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
@@ -146,7 +146,7 @@ def layers_of(
       "`model` must have two layers at least, one in front of a cut and one "
       f"behind it, got {len(layers)}. Give the whole network or its parameters."
     )
-  return tuple(map(Layer, layers))
+  return tuple(map(LeafGroup, layers))
 
 
 def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:

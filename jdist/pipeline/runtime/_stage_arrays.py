@@ -1,0 +1,137 @@
+"""Trees of stages as arrays that are alike on every device."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """A leaf's place in a packed buffer."""
+
+  dtype: str
+  start: int
+  shape: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+
+class StageArrays:
+  """Trees, one for each stage, as arrays `[devices, chunks, ...]`.
+
+  Trees whose leaves have the same shapes, whatever their names, are stacked,
+  leaf by leaf, under the names of the first: any optimizer then sees a
+  stage's own leaves.  Others are packed: their leaves lie one behind the
+  other in a buffer for each dtype, as long as the longest stage's, which only
+  what acts on each number alone may update.
+
+  Attributes:
+    stacked: which of both.
+    num_devices: stage s is chunk `s // num_devices` of device
+      `s % num_devices`.
+  """
+
+  def __init__(
+    self, trees: Sequence[PyTree], num_devices: int, *, pack: bool | None = None
+  ):
+    """Lays out trees.
+
+    Args:
+      trees: of arrays or `jax.ShapeDtypeStruct`, one for each stage.
+      num_devices: that divides their number.
+      pack: whether to pack; None where trees are unlike.
+    """
+    self.num_devices = num_devices
+    self._shapes = [
+      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+      for tree in trees
+    ]
+    alike = all(_same(tree, self._shapes[0]) for tree in self._shapes)
+    self.stacked = alike if pack is None else not pack
+    assert alike or not self.stacked
+    self._leaves: list[list[_Leaf]] = []
+    self.sizes: dict[str, int] = {}
+    for tree in self._shapes:
+      ends: dict[str, int] = {}
+      leaves = []
+      for leaf in jax.tree.leaves(tree):
+        name = str(leaf.dtype)
+        leaves.append(_Leaf(name, ends.get(name, 0), leaf.shape))
+        ends[name] = ends.get(name, 0) + leaves[-1].size
+      self._leaves.append(leaves)
+      for name, end in ends.items():
+        self.sizes[name] = max(self.sizes.get(name, 0), end)
+
+  @property
+  def num_stages(self) -> int:
+    """The number of trees."""
+    return len(self._shapes)
+
+  def join(self, trees: Sequence[PyTree]) -> PyTree:
+    """Makes the arrays `[devices, chunks, ...]` of all stages."""
+    own = [self.to_own(tree, i) for i, tree in enumerate(trees)]
+    chunks = self.num_stages // self.num_devices
+
+    def stack(*leaves: jax.Array) -> jax.Array:
+      found = jnp.stack(leaves)
+      found = found.reshape(chunks, self.num_devices, *found.shape[1:])
+      return jnp.swapaxes(found, 0, 1)
+
+    return jax.tree.map(stack, *own)
+
+  def split(self, arrays: PyTree) -> list[PyTree]:
+    """Undoes `join`."""
+    return [
+      self.to_tree(
+        jax.tree.map(
+          lambda x, s=s: x[s % self.num_devices, s // self.num_devices], arrays
+        ),
+        s,
+      )
+      for s in range(self.num_stages)
+    ]
+
+  def to_own(self, tree: PyTree, stage: int) -> PyTree:
+    """Turns a stage's tree into what one device holds of it."""
+    if self.stacked:
+      return self._named(tree, 0)
+    parts: dict[str, list[jax.Array]] = {name: [] for name in self.sizes}
+    leaves = zip(jax.tree.leaves(tree), self._leaves[stage], strict=True)
+    for x, leaf in leaves:
+      parts[leaf.dtype].append(jnp.ravel(x).astype(leaf.dtype))
+    found = {}
+    for name, size in self.sizes.items():
+      used = sum(x.size for x in parts[name])
+      parts[name].append(jnp.zeros(size - used, name))
+      found[name] = jnp.concatenate(parts[name])
+    return found
+
+  def to_tree(self, own: PyTree, stage: int) -> PyTree:
+    """Undoes `to_own`."""
+    if self.stacked:
+      return self._named(own, stage)
+    leaves = [
+      jax.lax.slice(own[x.dtype], (x.start,), (x.start + x.size,)).reshape(
+        x.shape
+      )
+      for x in self._leaves[stage]
+    ]
+    return jax.tree.unflatten(jax.tree.structure(self._shapes[stage]), leaves)
+
+  def _named(self, tree: PyTree, stage: int) -> PyTree:
+    """Gives the leaves of a tree the names of a stage."""
+    structure = jax.tree.structure(self._shapes[stage])
+    return jax.tree.unflatten(structure, jax.tree.leaves(tree))
+
+
+def _same(tree: PyTree, other: PyTree) -> bool:
+  one, two = jax.tree.leaves(tree), jax.tree.leaves(other)
+  return [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in two]

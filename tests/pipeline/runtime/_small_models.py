@@ -1,0 +1,99 @@
+"""Small models in layers, and what they give without a pipeline."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import models
+from jdist.pipeline.runtime import merge
+
+SIZES = (8, 8, 8, 8, 8)
+UNLIKE = (6, 12, 7, 9, 5)
+
+
+def layers(sizes=SIZES, *, statistics=False, dtype=jnp.float32):
+  """Dense layers; with statistics they normalize and keep running means."""
+  generator = np.random.default_rng(0)
+  found = []
+  for i, (a, b) in enumerate(itertools.pairwise(sizes)):
+    name = f"dense{i}"
+    weights = generator.normal(size=(a, b)) / np.sqrt(a)
+    params = {name: {"w": jnp.asarray(weights, dtype)}}
+    state = {name: {"mean": jnp.zeros(b, dtype)}} if statistics else {}
+    found.append(models.Layer(name, params, state, _dense(name, statistics)))
+  return found
+
+
+def _dense(name, statistics):
+  def apply(params, state, x, *, train, mask=None):
+    del train
+    y = x @ params[name]["w"]
+    if statistics:
+      weight = jnp.ones(len(y), y.dtype) if mask is None else mask
+      total = jnp.maximum(weight.sum(), 1).astype(y.dtype)
+      mean = (y * weight[:, None].astype(y.dtype)).sum(0) / total
+      state = {name: {"mean": 0.5 * state[name]["mean"] + 0.5 * mean}}
+      y = y - mean
+    return jnp.tanh(y), state
+
+  return apply
+
+
+def loss(outputs, batch):
+  errors = jnp.mean((outputs - batch["y"]) ** 2, -1)
+  if "mask" in batch:
+    weight = batch["mask"].astype(errors.dtype)
+    error = (errors * weight).sum() / jnp.maximum(weight.sum(), 1)
+  else:
+    error = errors.mean()
+  return error, {"size": jnp.mean(jnp.abs(outputs))}
+
+
+def whole_loss(all_layers):
+  """The loss of `training.make_step` for the unsplit model."""
+
+  def loss_fn(params, state, batch, key):
+    del key
+    x, new = batch["x"], {}
+    mask = {"mask": batch["mask"]} if "mask" in batch else {}
+    for layer in all_layers:
+      part = {layer.name: state[layer.name]} if layer.state else {}
+      x, part = layer.apply(
+        {layer.name: params[layer.name]}, part, x, train=True, **mask
+      )
+      new |= part
+    error, metrics = loss(x, batch)
+    return error, (new, metrics)
+
+  return loss_fn
+
+
+def batches(number, workers, samples, sizes=SIZES, dtype=np.float32):
+  generator = np.random.default_rng(1)
+  return [
+    {
+      "x": generator.normal(size=(workers, samples, sizes[0])).astype(dtype),
+      "y": generator.normal(size=(workers, samples, sizes[-1])).astype(dtype),
+    }
+    for _ in range(number)
+  ]
+
+
+def merged(parts):
+  """The parameters and the state of all."""
+  return merge([x.params for x in parts]), merge([x.state for x in parts])
+
+
+def error(found, wanted):
+  """The largest difference, relative to the leaf's largest entry."""
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+  return max(
+    (
+      float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+      / max(float(np.max(np.abs(np.asarray(b)))), 1e-30)
+      for a, b in pairs
+    ),
+    default=0.0,
+  )

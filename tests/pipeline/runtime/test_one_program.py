@@ -1,0 +1,269 @@
+"""A pipeline in one program is the unsplit model, late or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import collectives, pipeline, training, transforms
+from tests.pipeline.runtime import _small_models as small
+
+_MICRO = 3
+
+
+def _team(workers, stages):
+  kinds = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((workers, stages), ("worker", "stage"), axis_types=kinds)
+  return collectives.workers(workers, mesh=mesh)
+
+
+def _pipe(table, sizes=small.SIZES, *, statistics=False, mask=False, **options):
+  layers = small.layers(sizes, statistics=statistics)
+  batch = {
+    "x": jax.ShapeDtypeStruct((_MICRO, sizes[0]), jnp.float32),
+    "y": jax.ShapeDtypeStruct((_MICRO, sizes[-1]), jnp.float32),
+  }
+  if mask:
+    batch["mask"] = jax.ShapeDtypeStruct((_MICRO,), jnp.float32)
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(layers, table.num_stages),
+    small.loss,
+    table,
+    batch,
+    inputs="x",
+    **options,
+  )
+  return pipe, layers
+
+
+def _momentum(axis):
+  return jdist.ssgd(optax.sgd(0.1, momentum=0.9), axis=axis)
+
+
+def _train(pipe, batches, chain=_momentum, workers=1, drained=False):
+  team = _team(workers, pipe.grid.num_devices)
+  optimizer = chain(team.axis)
+  state = pipe.init_state(team, optimizer)
+  step = team.jit(
+    pipe.make_step(optimizer, axis=team.axis),
+    out_specs=(team.specs(state), None),
+  )
+  losses = []
+  for batch in batches:
+    state, metrics = step(state, team.place(batch))
+    losses.append(np.asarray(metrics["loss"]))
+  assert step._cache_size() == 1
+  if drained:
+    state = team.jit(pipe.make_drain(optimizer, axis=team.axis))(state)
+  return state, np.asarray(losses)
+
+
+def _reference(layers, batches, microbatches, chain=_momentum, workers=1):
+  team = collectives.workers(
+    workers, substrate="vmap" if workers > 1 else "none"
+  )
+  optimizer = chain(team.axis)
+  state = training.init_state(team, optimizer, *small.merged(layers))
+  step = team.jit(
+    training.make_step(
+      small.whole_loss(layers),
+      optimizer,
+      axis=team.axis,
+      accumulate=microbatches,
+    )
+  )
+  losses = []
+  for batch in batches:
+    state, metrics = step(state, team.place(batch))
+    losses.append(np.asarray(metrics["loss"]))
+  return state, np.asarray(losses)
+
+
+def _split(pipe, state, worker=0):
+  return pipe.split(
+    *jax.tree.map(lambda x: x[worker], (state.params, state.model_state))
+  )
+
+
+def _of(state, worker=0):
+  return jax.tree.map(lambda x: x[worker], (state.params, state.model_state))
+
+
+@pytest.mark.parametrize(
+  ("table", "sizes", "late"),
+  [
+    (("1f1b", 4, 8), small.SIZES, True),
+    (("gpipe", 2, 4), small.SIZES, False),
+    (("1f1b", 4, 4), small.UNLIKE, False),
+    (("zb_h1", 4, 4), small.SIZES, True),
+    (("zb_h1", 2, 4), small.UNLIKE, False),
+    (("naive", 2, 1), small.UNLIKE, True),
+    (("interleaved", 2, 4), small.SIZES, True),
+    (("1f1b", 1, 4), small.SIZES, True),
+  ],
+  ids=str,
+)
+def test_a_synchronous_table_trains_as_the_unsplit_model(table, sizes, late):
+  made = pipeline.make_table(*table)
+  pipe, layers = _pipe(made, sizes, statistics=True, late_sends=late)
+  batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
+  state, losses = _train(pipe, batches)
+  wanted, wanted_losses = _reference(layers, batches, made.num_microbatches)
+  assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+def test_stages_of_the_same_shapes_are_stacked_and_others_packed():
+  table = pipeline.make_table("1f1b", 4, 4)
+  alike, _ = _pipe(table)
+  unlike, layers = _pipe(table, small.UNLIKE)
+  assert alike.stacked and not unlike.stacked
+  params, state = unlike.join()
+  assert jax.tree.map(jnp.shape, params) == {"float32": (4, 1, 12 * 7)}
+  found, _ = unlike.split(params, state)
+  assert small.error(found, small.merged(layers)[0]) == 0.0
+
+
+@pytest.mark.parametrize(
+  ("stages", "microbatches", "window", "late", "sizes"),
+  [
+    (4, 4, 2, False, small.SIZES),
+    (4, 8, 2, True, small.UNLIKE),
+    (4, 2, 3, False, small.SIZES),
+    (2, 4, 3, True, small.SIZES),
+    (2, 2, 2, False, small.SIZES),
+  ],
+  ids=str,
+)
+def test_a_window_is_delay_gradients_on_one_device(
+  stages, microbatches, window, late, sizes
+):
+  table = pipeline.ours(stages, microbatches, window=window)
+  pipe, layers = _pipe(table, sizes, late_sends=late)
+  assert pipe.grid.utilisation == 1.0
+  batches = small.batches(12, 1, _MICRO * microbatches, sizes)
+  _, losses = _train(pipe, batches)
+  behind = pipe.grid.behind
+  _, wanted_losses = _reference(
+    layers,
+    batches[: len(batches) - behind],
+    microbatches,
+    lambda axis: transforms.delay_gradients(_momentum(axis), pipe.grid.delay),
+  )
+  # A loss shows the parameters that its gradient was taken at.
+  assert np.isnan(losses[:behind]).all()
+  np.testing.assert_allclose(losses[behind:], wanted_losses, rtol=1e-5)
+
+
+def test_drained_it_has_applied_every_gradient_and_begins_anew():
+  table = pipeline.ours(4, 4, window=2)
+  pipe, layers = _pipe(table, late_sends=False)
+  batches = small.batches(5, 1, _MICRO * 4)
+  state, _ = _train(pipe, batches, drained=True)
+  assert int(state.opt_state.step[0]) == 0
+  # The gradients of five iterations, each at the parameters one update ago.
+  params, _ = small.merged(layers)
+  optimizer = optax.sgd(0.1, momentum=0.9)
+  kept, versions = optimizer.init(params), [params]
+  gradient = training.make_gradient(small.whole_loss(layers), accumulate=4)
+  for k, batch in enumerate(batches):
+    one = jax.tree.map(lambda x: x[0], batch)
+    found = gradient(versions[max(0, k - 1)], {}, one, jax.random.key(0))
+    updates, kept = optimizer.update(found.grads, kept)
+    versions.append(optax.apply_updates(versions[-1], updates))
+  assert small.error(_split(pipe, state)[0], versions[-1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+  "chain",
+  [
+    _momentum,
+    lambda axis: jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 2, axis=axis),
+  ],
+  ids=["ssgd", "local_sgd"],
+)
+def test_workers_of_several_stages_are_stages_and_averaging(chain):
+  table = pipeline.make_table("1f1b", 2, 2)
+  pipe, layers = _pipe(table, statistics=True)
+  batches = small.batches(4, 2, _MICRO * 2)
+  state, losses = _train(pipe, batches, chain, workers=2)
+  wanted, wanted_losses = _reference(layers, batches, 2, chain, workers=2)
+  for worker in range(2):
+    found = _split(pipe, state, worker)
+    assert small.error(found, _of(wanted, worker)) < 2e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+
+
+def test_micro_batches_count_by_their_samples():
+  table = pipeline.make_table("1f1b", 2, 2)
+  pipe, layers = _pipe(table, statistics=True, mask=True)
+  batches = small.batches(2, 1, _MICRO * 2)
+  for batch in batches:
+    batch["mask"] = np.array([[1, 1, 0, 1, 0, 0]], np.float32)
+  state, losses = _train(pipe, batches)
+  wanted, wanted_losses = _reference(layers, batches, 2)
+  assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+def _temporary_bytes(name, microbatches):
+  sizes = (64,) * 5
+  table = pipeline.make_table(name, 4, microbatches)
+  pipe, _ = _pipe(table, sizes)
+  team = _team(1, 4)
+  optimizer = _momentum(team.axis)
+  state = pipe.init_state(team, optimizer)
+  batch = small.batches(1, 1, _MICRO * microbatches, sizes)[0]
+  step = team.jit(pipe.make_step(optimizer, axis=team.axis))
+  program = step.lower(state, team.place(batch)).compile()
+  found = program.memory_analysis().temp_size_in_bytes
+  # Each device is given the batch and its rows, which do not count.
+  rows = pipe.grid.rows
+  return found - sum(x.nbytes for x in batch.values()) - rows.nbytes
+
+
+def test_memory_of_1f1b_is_flat_in_the_micro_batches_and_of_gpipe_not():
+  flat = [_temporary_bytes("1f1b", m) for m in (8, 64)]
+  grows = [_temporary_bytes("gpipe", m) for m in (8, 64)]
+  assert flat[1] < 1.05 * flat[0]
+  # Its 56 micro-batches more keep an input each.
+  assert grows[1] - grows[0] > 56 * _MICRO * 64 * 4
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    (
+      {"table": pipeline.make_table("1f1b", 2, 2)},
+      "`stages` must be the table's 2, got 4",
+    ),
+    (
+      {"table": pipeline.make_table("paci", 4, 4)},
+      "`table` must be synchronous, or have delayed weights",
+    ),
+    (
+      {"table": pipeline.ours(4, 2, window=2)},
+      "`window` must be at least 4 for 4 stages",
+    ),
+    ({"loss": None}, "`loss` must be a function"),
+  ],
+)
+def test_what_cannot_run_is_refused_when_it_is_built(change, words):
+  stages = pipeline.cut_layers(small.layers(), 4)
+  given = {"table": pipeline.make_table("1f1b", 4, 2), "loss": small.loss}
+  batch = {"x": jnp.ones((2, 8)), "y": jnp.ones((2, 8))}
+  with pytest.raises(ValueError, match=words):
+    given |= change
+    pipeline.OneProgram(
+      stages, given["loss"], given["table"], batch, inputs="x"
+    )
+
+
+def test_another_mesh_and_another_batch_are_refused():
+  pipe, _ = _pipe(pipeline.make_table("1f1b", 4, 2))
+  with pytest.raises(ValueError, match="`team` must be on a mesh whose axis"):
+    pipe.init_state(collectives.workers(1, substrate="none"), optax.sgd(0.1))
+  with pytest.raises(ValueError, match="table's 2 micro-batches"):
+    _train(pipe, small.batches(1, 1, 3))

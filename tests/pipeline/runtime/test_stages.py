@@ -1,0 +1,59 @@
+"""Models cut into stages."""
+
+import jax.numpy as jnp
+import pytest
+
+from jdist import models, pipeline
+from tests.pipeline.runtime import _small_models as small
+
+
+def test_stages_run_their_layers_one_after_the_other():
+  layers = small.layers(small.UNLIKE, statistics=True)
+  stages = pipeline.cut_layers(layers, [1, 3])
+  assert [x.name for x in stages] == ["dense0", "dense1 to dense2", "dense3"]
+  params, state = small.merged(stages)
+  x = whole = jnp.ones((3, 6))
+  found = {}
+  for stage in stages:
+    x, new = stage.apply(stage.params, stage.state, x, train=True)
+    found |= new
+  wanted = {}
+  for layer in layers:
+    whole, new = layer.apply(
+      {layer.name: params[layer.name]},
+      {layer.name: state[layer.name]},
+      whole,
+      train=True,
+    )
+    wanted |= new
+  assert (x == whole).all() and small.error(found, wanted) == 0.0
+
+
+def test_a_number_of_stages_cuts_evenly():
+  layers = [models.Layer(n, {n: 1}, {}, None) for n in "abcdefg"]
+  stages = pipeline.cut_layers(layers, 3)
+  assert [len(x.layers) for x in stages] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+  ("cuts", "words"),
+  [
+    (5, "`cuts` must be at most the model's 4 layers"),
+    (0, "`cuts` must be an int >= 1"),
+    ([2, 2], "`cuts` must grow"),
+    ([0], "`cuts` must grow"),
+    ([4], "`cuts` must grow"),
+  ],
+)
+def test_wrong_cuts_are_refused(cuts, words):
+  with pytest.raises(ValueError, match=words):
+    pipeline.cut_layers(small.layers(), cuts)
+
+
+def test_parameters_of_several_stages_are_refused_in_one_program():
+  one = models.Layer("a", {"w": jnp.ones(2)}, {}, lambda p, s, x, **_: (x, s))
+  table = pipeline.make_table("1f1b", 2, 2)
+  with pytest.raises(ValueError, match="must share no parameters"):
+    pipeline.OneProgram(
+      [one, one], small.loss, table, {"x": jnp.ones(2)}, inputs="x"
+    )
