@@ -7,7 +7,7 @@ compiled program are read by `profiling.read_collectives`; tests compare both.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -154,10 +154,12 @@ def traffic(
   *args: Any,
   axis: _manual_axes.Axis,
   num_workers: int,
+  inner_axes: Mapping[str, int] | None = None,
 ) -> Traffic:
   """Counts the collectives over the workers in one worker's step.
 
-  Collectives over other axes of the user's mesh are not counted.
+  Collectives over other axes of the user's mesh are not counted; those over
+  the workers that run on each device of such an axis count for each.
 
   Args:
     step: one worker's step.
@@ -165,6 +167,8 @@ def traffic(
       axis of workers.  Nothing is computed.
     axis: the axis of the step's collectives.
     num_workers: the number of machines, one a worker.
+    inner_axes: the mesh's other axes, which a step's own `shard_map` may name,
+      and their sizes.
 
   >>> from jdist import collectives
   >>> step = lambda x: collectives.mean(x, "worker")
@@ -176,18 +180,24 @@ def traffic(
   if not names:
     return Traffic(())
   shape = (1,) * (len(names) - 1) + (num_workers,)
-  mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+  inner = dict(inner_axes or {})
+  mesh = AbstractMesh(
+    (*shape, *inner.values()),
+    (*names, *inner),
+    axis_types=(AxisType.Auto,) * (len(names) + len(inner)),
+  )
   traced = jax.make_jaxpr(
     jax.shard_map(
       step,
       mesh=mesh,
       in_specs=PartitionSpec(),
       out_specs=PartitionSpec(),
+      axis_names=set(names),
       check_vma=False,  # Traced to be read and never run: types do not matter.
     )
   )(*args)
   sizes = dict(zip(names, shape, strict=True))
-  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1)))
+  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1, inner)))
 
 
 class _Place(NamedTuple):
@@ -225,7 +235,11 @@ class _Place(NamedTuple):
 
 
 def _walk(
-  jaxpr: Any, sizes: dict[str, int], around: _Place, count: int
+  jaxpr: Any,
+  sizes: dict[str, int],
+  around: _Place,
+  count: int,
+  inner: Mapping[str, int],
 ) -> Iterator[Collective]:
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
@@ -249,9 +263,12 @@ def _walk(
         )
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
+    if name == "shard_map":  # On each of a worker's devices.
+      manual = eqn.params["newly_manual_axes"]
+      times *= math.prod(n for axis, n in inner.items() if axis in manual)
     for value in eqn.params.values():
-      for inner in value if isinstance(value, list | tuple) else (value,):
+      for body in value if isinstance(value, list | tuple) else (value,):
         # A closed jaxpr holds a jaxpr; either may be a parameter.
-        inner = getattr(inner, "jaxpr", inner)
-        if hasattr(inner, "eqns"):
-          yield from _walk(inner, sizes, inside, times)
+        body = getattr(body, "jaxpr", body)
+        if hasattr(body, "eqns"):
+          yield from _walk(body, sizes, inside, times, inner)

@@ -45,6 +45,15 @@ class Workers:
     return self.axis[-1] if isinstance(self.axis, tuple) else str(self.axis)
 
   @property
+  def inner_axes(self) -> dict[str, int]:
+    """The mesh's other axes, over which a worker lies, and their sizes."""
+    if self.mesh is None:
+      return {}
+    shape = dict(self.mesh.shape)
+    del shape[self.mesh_axis]
+    return shape
+
+  @property
   def workers_per_device(self) -> int:
     """The number of workers on each device."""
     if self.mesh is None:

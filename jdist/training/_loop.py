@@ -156,6 +156,7 @@ class Trainer:
         *args,
         axis=self.workers.axis,
         num_workers=self.workers.num_workers,
+        inner_axes=self.workers.inner_axes,
       )
     return self._traffic[key]
 

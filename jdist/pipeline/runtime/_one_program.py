@@ -234,7 +234,8 @@ class OneProgram:
       `(state, batch, control=None) -> state, metrics` as of
       `training.make_step`.  A batch's samples are cut into micro-batches.  Of
       an asynchronous table the metrics are those of the iteration whose
-      gradient the step applied, NaN in the first `grid.behind` steps.
+      gradient the step applied; in the first `grid.behind` steps, which apply
+      none, of the first iteration so far.
     """
     update = training.make_update(self._optimizer(inner), axis=axis)
 
@@ -332,8 +333,6 @@ class OneProgram:
       rows,
       begun,
     )
-    if grid.behind:  # Nothing has come to its end in the first steps.
-      means = jnp.where(opt_state.step >= grid.behind, means, jnp.nan)
     found = dict(zip(ticks.names, means, strict=True))
     loss = found.pop("loss")
     samples = training.num_samples(

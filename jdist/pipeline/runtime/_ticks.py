@@ -26,7 +26,8 @@ class TicksState(NamedTuple):
     output: of the last tick, which has not been sent.
     gradient: likewise, of an input.
     grads: sums so far, [iterations, chunks, ...].
-    totals: sums of loss and metrics so far, [iterations, scalars].
+    totals: sums of loss and metrics so far, and of how much the micro-batches
+      counted that are in them, [iterations, scalars].
   """
 
   batches: PyTree
@@ -125,7 +126,7 @@ class Ticks:
       grads=jax.tree.map(
         lambda x: jnp.zeros((turns, *x.shape), _wide(x.dtype)), params
       ),
-      totals=jnp.zeros((turns, len(self.names)), jnp.float32),
+      totals=jnp.zeros((turns, len(self.names) + 1), jnp.float32),
     )
     return collectives.varying(empty, self.axis)
 
@@ -154,7 +155,7 @@ class Ticks:
     Returns:
       The mean gradient of iteration `step - behind`, [chunks, ...], the model's
       state, the means of loss and metrics of that iteration, and what is under
-      way.
+      way.  Before there is one the means are of the first one, so far.
     """
     grid, axis = self.grid, self.axis
     turns = grid.behind + 1
@@ -204,15 +205,16 @@ class Ticks:
       flight.grads,
       versions[0],
     )
-    means = flight.totals[done] / count
+    totals = flight.totals[jnp.where(step < grid.behind, 0, done)]
+    if axis is not None:  # The last stage alone has them.
+      totals = jax.lax.psum(totals, axis)
+    means = totals[:-1] / jnp.maximum(totals[-1], 1e-9)
     flight = flight._replace(
       grads=jax.tree.map(
         lambda x: x.at[done].set(jnp.zeros_like(x[0])), flight.grads
       ),
       totals=flight.totals.at[done].set(0.0),
     )
-    if axis is not None:  # The last stage alone has them.
-      means = jax.lax.psum(means, axis)
     return grads, state, collectives.varying(means, axis), flight
 
   # Below, what one device does in one tick.
@@ -347,7 +349,10 @@ class Ticks:
         if op != Op.BACKWARD_WEIGHT:
           state = self._with_state(state, new, number, chunk)
           found = jnp.stack(
-            [metrics[name].astype(jnp.float32) for name in self.names]
+            [
+              *(metrics[name].astype(jnp.float32) for name in self.names),
+              jnp.ones((), jnp.float32),
+            ]
           )
           flight = flight._replace(
             totals=flight.totals.at[turn].add(weight * found)
