@@ -38,6 +38,8 @@ _COMMANDS = {
      "what a worker sends, counted in three ways"),
     ("simulate", _options.Simulate, "servers._simulate.simulate",
      "a parameter server on unequal machines"),
+    ("pipeline", _options.Pipeline, "pipelines._pipeline.run",
+     "draw, check or simulate a pipeline's table"),
   )
 }  # fmt: skip
 
@@ -111,7 +113,12 @@ def _status(words: list[str]) -> int:
 
 
 def _is_ours(error: BaseException) -> bool:
-  """Returns True for an error of jdist itself, and not of what it calls."""
+  """Returns True for an error of jdist itself, and not of what it calls.
+
+  A file that cannot be opened was named by the user.
+  """
+  if isinstance(error, OSError) and error.filename is not None:
+    return True
   trace = error.__traceback__
   assert trace is not None
   while trace.tb_next is not None:

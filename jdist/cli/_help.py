@@ -35,6 +35,8 @@ examples:
       what each worker sends
   jdist simulate CLUSTER.toml --protocols bsp asp dbs
       a parameter server on unequal machines, on a virtual clock
+  jdist pipeline simulate 1f1b ours --stages 8
+      schedules of a pipeline, on a virtual clock
   jdist train --help
       every option
 
@@ -43,6 +45,11 @@ They set the defaults, and any option changes them.
 """
 
 _EXAMPLES = {
+  "pipeline": """examples:
+  jdist pipeline draw zb_h1 --stages 4 --microbatches 8
+  jdist pipeline check mine.txt --sends blocking
+  jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
+""",
   "simulate": """examples:
   jdist simulate cluster.toml
   jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
@@ -70,6 +77,12 @@ _EXAMPLES = {
 """,
 }
 
+# Options that are given without their names.
+_POSITIONAL = {
+  ("simulate", "cluster"): "CLUSTER.toml",
+  ("pipeline", "action"): "draw|check|simulate",
+  ("pipeline", "tables"): "TABLE [TABLE ...]",
+}
 # The title of a command's own options.
 _OWN = "Of this command"
 
@@ -108,8 +121,8 @@ def options(name: str, defaults: _options.Options) -> str:
     for field, told in documents.items():
       value = getattr(defaults, field)
       word = field.replace("_", "-")
-      if name == "simulate" and field == "cluster":
-        parts.append(_entry("CLUSTER.toml", told, None, width))
+      if (name, field) in _POSITIONAL:
+        parts.append(_entry(_POSITIONAL[name, field], told, None, width))
         continue
       kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
       parts.append(_entry(f"--{word} {kind}", told, value, width))
@@ -120,6 +133,12 @@ def options(name: str, defaults: _options.Options) -> str:
     entries = server.PROTOCOLS.items()
     parts.append("protocols in one line each:")
     parts.extend(_table({key: entry.meaning for key, entry in entries}))
+  elif name == "pipeline":
+    from jdist import pipeline
+
+    tables = pipeline.TABLES.items()
+    parts.append("tables in one line each:")
+    parts.extend(_table({key: entry.meaning for key, entry in tables}))
   else:
     parts.append("methods in one line each:")
     parts.extend(_table(_methods.summaries()))

@@ -16,7 +16,9 @@ import tyro
 from jdist.cli import _groups
 
 # Of any command.
-Options = TypeVar("Options", bound="Common | Overlap | Bytes | Simulate")
+Options = TypeVar(
+  "Options", bound="Common | Overlap | Bytes | Simulate | Pipeline"
+)
 
 
 # The last group comes first in the help, and among the fields.
@@ -201,6 +203,80 @@ class Simulate(_groups.ProtocolOptions):
   drawn_seconds: float | None = None
   """How much of the beginning is drawn; about twenty tasks of each worker if
   not given."""
+
+  output: _groups.Directory = None
+  """Directory for rows, pictures and timelines; a new one under runs/ if not
+  given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """Draws, checks or simulates the tables of a pipeline: which device does what
+  in which order. A simulation leaves a table, rows, pictures and timelines.
+  Nothing is trained.
+  """
+
+  action: tyro.conf.Positional[Literal["draw", "check", "simulate"]] = "draw"
+  """What is done with the tables."""
+
+  tables: tyro.conf.Positional[tuple[str, ...]] = ("1f1b",)
+  """One or more tables by name, or files as `pipeline.load_table` reads them;
+  1f1b if not given."""
+
+  stages: int = 4
+  """Stages of the model, a device each; of interleaved, the devices. A file has
+  its own."""
+
+  microbatches: int = 8
+  """Micro-batches of an iteration; of pipedream always 1."""
+
+  iterations: int | None = None
+  """Optimizer steps in the table; its own number if not given, and a dozen to
+  simulate one without a flush."""
+
+  window: int | None = None
+  """Of ours: iterations under way at once; as many as keep all devices busy if
+  not given."""
+
+  chunks: int | None = None
+  """Of interleaved: stages of each device; 2 if not given."""
+
+  sends: Literal["buffered", "blocking"] = "buffered"
+  """To check: whether a device goes on once it has sent, or waits for the
+  receiver."""
+
+  max_live: int | None = None
+  """To check: micro-batches that a stage may keep."""
+
+  max_versions: int | None = None
+  """To check: versions of the parameters that a stage may keep."""
+
+  cluster: _groups.Directory = None
+  """To simulate: a TOML file of machines and links, as of
+  `cluster.load_cluster`; equal machines without links if not given."""
+
+  costs: _groups.Directory = None
+  """To simulate: a TOML file with a [[stages]] table for each stage, as of
+  `pipeline.load_costs`; stages are equal if not given."""
+
+  forward_s: float = 1.0
+  """Seconds of a stage's forward pass of a micro-batch."""
+
+  backward_s: float = 2.0
+  """Seconds of its whole backward pass."""
+
+  output_bytes: float = 0.0
+  """Bytes that a stage sends of a micro-batch, in each direction."""
+
+  parameter_bytes: float = 0.0
+  """Bytes of a stage's parameters."""
+
+  saved_bytes: float = 0.0
+  """Bytes that a stage keeps of a micro-batch for its backward pass."""
+
+  optimizer_copies: float = 1.0
+  """What the optimizer keeps, in sizes of the parameters: 1 for momentum, 2 for
+  Adam."""
 
   output: _groups.Directory = None
   """Directory for rows, pictures and timelines; a new one under runs/ if not

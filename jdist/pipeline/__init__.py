@@ -1,6 +1,7 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
 from jdist.pipeline.planning import LayerCost as LayerCost
+from jdist.pipeline.planning import load_costs as load_costs
 from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import simulate as simulate
@@ -21,6 +22,7 @@ from jdist.pipeline.schedule import parse_table as parse_table
 from jdist.pipeline.schedule import StageTimes as StageTimes
 from jdist.pipeline.schedule import start_times as start_times
 from jdist.pipeline.schedule import Table as Table
+from jdist.pipeline.schedule import table_options as table_options
 from jdist.pipeline.schedule import TableError as TableError
 from jdist.pipeline.schedule import TableReport as TableReport
 from jdist.pipeline.schedule import TABLES as TABLES

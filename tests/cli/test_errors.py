@@ -15,7 +15,8 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 _BAD = [
   (
     "trian",
-    "the command must be one of train, compare, overlap, bytes, simulate, got",
+    "the command must be one of train, compare, overlap, bytes, simulate, "
+    "pipeline, got",
   ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import pathlib
+import tomllib
 from collections.abc import Iterable
 
 
@@ -82,3 +84,44 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
     if field.name not in ("name", "output_bytes")
   }
   return LayerCost(name, output_bytes=found[-1].output_bytes, **sums)
+
+
+def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
+  """Reads the costs of a pipeline's stages, or of a model's layers.
+
+  The file has a table for each, with the fields of `LayerCost`::
+
+      [[stages]]
+      name = "front"
+      forward_s = 0.01
+      backward_s = 0.02
+      output_bytes = 1_000_000
+
+  Raises:
+    ValueError: when the file is no TOML, has a key that is not known, or a
+      value is out of its range; the message names the file and the place.
+    FileNotFoundError: when there is no such file.
+  """
+  path = pathlib.Path(path)
+  known = [field.name for field in dataclasses.fields(LayerCost)]
+  try:
+    tables = tomllib.loads(path.read_text()).get("stages")
+  except tomllib.TOMLDecodeError as error:
+    raise ValueError(f"{path} is no TOML file: {error}") from None
+  if not isinstance(tables, list) or not tables:
+    raise ValueError(f"{path}: `stages` must be one [[stages]] table at least.")
+  found = []
+  for i, table in enumerate(tables):
+    place = f"{path}: [[stages]] number {i + 1}"
+    for key, value in table.items():
+      number = isinstance(value, int | float) and not isinstance(value, bool)
+      if key not in known or number == (key == "name"):
+        raise ValueError(
+          f"{place} must have numbers for {', '.join(known[1:])} and a text "
+          f"for name, got {key} = {value!r}."
+        )
+    try:
+      found.append(LayerCost(**{"name": f"stage {i}", **table}))
+    except ValueError as error:
+      raise ValueError(f"{place}: {error}") from None
+  return found

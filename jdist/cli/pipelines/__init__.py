@@ -1,0 +1,1 @@
+"""Commands of pipelines: `pipeline draw`, `check` and `simulate`."""

@@ -1,0 +1,208 @@
+"""`jdist pipeline`: tables drawn, checked and simulated."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jdist import cluster, pipeline, training
+from jdist.cli import _options, _output
+
+_COSTS = (
+  "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
+)  # fmt: skip
+# Of an option: those that only one of the actions has.
+_OF_CHECK = ("sends", "max_live", "max_versions")
+_OF_SIMULATE = ("cluster", "costs", *_COSTS, "optimizer_copies", "output")
+_OF_TABLES = {
+  "microbatches": "num_microbatches",
+  "iterations": "num_iterations",
+  "window": "window",
+  "chunks": "num_chunks",
+}
+# What a simulation of an asynchronous table needs to be in its steady state.
+_ITERATIONS = 12
+
+
+def run(options: _options.Pipeline) -> None:
+  """Draws, checks or simulates each of the tables."""
+  _check_left_out(options)
+  tables = [_table(name, options) for name in options.tables]
+  if options.action == "draw":
+    for table in tables:
+      print(f"{table}\n{pipeline.draw_table(table)}\n")
+  elif options.action == "check":
+    for table in tables:
+      _check(table, options)
+  else:
+    _simulate(tables, options)
+
+
+def _check_left_out(options: _options.Pipeline) -> None:
+  names: Sequence[str] = ()
+  if options.action != "check":
+    names = _OF_CHECK
+  if options.action != "simulate":
+    names = (*names, *_OF_SIMULATE)
+  usual = _options.Pipeline()
+  for name in names:
+    value = getattr(options, name)
+    if value != getattr(usual, name):
+      raise ValueError(
+        f"`{_options.word(name)}` must be left out of `jdist pipeline "
+        f"{options.action}`, got {value}."
+      )
+
+
+def _table(name: str, options: _options.Pipeline) -> pipeline.Table:
+  """Makes a table by its name, or reads a file."""
+  if name not in pipeline.TABLES:
+    if not pathlib.Path(name).is_file():
+      raise ValueError(
+        f"a table must be one of {', '.join(pipeline.TABLES)}, or a file, got "
+        f"{name!r}."
+      )
+    return pipeline.load_table(name)
+  given = {
+    option: getattr(options, field)
+    for field, option in _OF_TABLES.items()
+    if field != "microbatches" and getattr(options, field) is not None
+  }
+  known = pipeline.table_options(name)
+  # Of several tables an option is for those that have it.
+  alone = len(options.tables) == 1
+  given = {key: x for key, x in given.items() if alone or key in known}
+  entry = pipeline.TABLES[name]
+  if options.action == "simulate" and entry.asynchronous:
+    given.setdefault("num_iterations", _ITERATIONS)
+  microbatches = options.microbatches
+  if name == "pipedream":
+    microbatches = 1  # As published: an update after each.
+  return pipeline.make_table(name, options.stages, microbatches, **given)
+
+
+def _check(table: pipeline.Table, options: _options.Pipeline) -> None:
+  report = pipeline.check_table(
+    table,
+    sends=options.sends,
+    max_live=options.max_live,
+    max_versions=options.max_versions,
+  )
+  sends = "buffered or blocking" if report.blocking else "buffered"
+  print(f"{table}\n  runs to its end, with {sends} sends")
+  for title, values in (
+    ("micro-batches kept", report.live),
+    ("versions of the parameters", report.versions),
+    ("delay of the gradients", report.delays),
+  ):
+    print(f"  {title}, by stage: {' '.join(map(str, values))}")
+
+
+def _simulate(
+  tables: Sequence[pipeline.Table], options: _options.Pipeline
+) -> None:
+  _options.check_least(options, **dict.fromkeys(_COSTS, 0))
+  training.check_plots()
+  machines = (
+    cluster.workers([1.0] * max(len(x.devices) for x in tables))
+    if options.cluster is None
+    else cluster.load_cluster(options.cluster)[0]
+  )
+  # Refused before a directory is made.
+  found = {
+    table.name: (table, _times(table, machines, options)) for table in tables
+  }
+  output = _output.make_directory(options.output, "pipeline")
+  for name, (table, times) in found.items():
+    row = training.make_row(
+      dataclasses.asdict(options),
+      0,
+      table=name,
+      iteration_s=times.iteration_s,
+      makespan_s=times.makespan_s,
+      bubble=times.bubble,
+      utilisation=times.utilisation,
+      memory_bytes=times.memory_bytes,
+      link_use=dict(times.link_use),
+    )
+    training.append_rows(output / "rows.jsonl", [row])
+    machine_names = machines.names[: len(table.devices)]
+    cluster.plot_trace(
+      times.trace,
+      output / f"{name}.png",
+      title=f"{table}",
+      resources=[*machine_names, *times.link_use],
+      end_s=min(times.makespan_s, 3 * times.ends_s[0]),
+      colours=pipeline.PIPELINE_COLOURS,
+    )
+    times.trace.save_perfetto(output / f"{name}.json")
+  _output.console().print(_grid(found))
+  print(f"Rows: {output / 'rows.jsonl'}")
+  for name in found:
+    print(f"Picture: {output / f'{name}.png'}")
+  print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
+
+
+def _times(
+  table: pipeline.Table,
+  machines: cluster.Cluster,
+  options: _options.Pipeline,
+) -> pipeline.PipelineTimes:
+  if options.costs is None:
+    equal = {name: getattr(options, name) for name in _COSTS}
+    costs = [
+      pipeline.LayerCost(f"stage {i}", **equal) for i in range(table.num_stages)
+    ]
+    if table.num_stages > options.stages:  # A device has several.
+      part = options.stages / table.num_stages
+      costs = [
+        dataclasses.replace(
+          x,
+          forward_s=x.forward_s * part,
+          backward_s=x.backward_s * part,
+          weight_s=None,
+          parameter_bytes=x.parameter_bytes * part,
+          saved_bytes=x.saved_bytes * part,
+        )
+        for x in costs
+      ]
+  else:
+    costs = pipeline.load_costs(options.costs)
+  return pipeline.simulate(
+    table, costs, machines, optimizer_copies=options.optimizer_copies
+  )
+
+
+def _grid(
+  found: dict[str, tuple[pipeline.Table, pipeline.PipelineTimes]],
+) -> Any:
+  from rich import table
+
+  grid = table.Table(
+    title="Tables on a virtual clock",
+    caption=(
+      "An iteration: from one update to the next while the pipeline is full. "
+      "Busy: mean and least over devices, of that time. Memory: the most of "
+      "any device."
+    ),
+  )
+  grid.add_column("table", no_wrap=True)
+  for title in (
+    "micro-batches", "iteration s", "s a micro-batch", "busy %", "least %",
+    "memory MB", "busiest link %",
+  ):  # fmt: skip
+    grid.add_column(title, justify="right")
+  for name, (made, times) in found.items():
+    busy = times.utilisation
+    links = max(times.link_use.values(), default=0.0)
+    grid.add_row(
+      name,
+      str(made.num_microbatches),
+      f"{times.iteration_s:.4g}",
+      f"{times.iteration_s / made.num_microbatches:.4g}",
+      f"{100 * sum(busy) / len(busy):.1f}",
+      f"{100 * min(busy):.1f}",
+      f"{max(times.memory_bytes) / 1e6:.4g}",
+      f"{100 * links:.1f}",
+    )
+  return grid

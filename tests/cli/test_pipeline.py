@@ -1,0 +1,114 @@
+"""`jdist pipeline`: what it prints and leaves, and what it refuses."""
+
+import json
+
+import pytest
+
+from jdist import cli, pipeline
+
+pytest.importorskip("simpy")
+pytest.importorskip("matplotlib")
+
+
+def _run(words, capsys):
+  assert cli.main(["pipeline", *words.split()]) == 0
+  return capsys.readouterr().out
+
+
+def test_a_table_is_drawn(capsys):
+  told = _run("draw gpipe --stages 2 --microbatches 2", capsys)
+  assert told.splitlines() == [
+    "gpipe: 2 devices, 2 stages, 2 micro-batches, 1 iterations",
+    "device 0 |F0  F1  .   .   .   B0  B0  B1  B1*",
+    "device 1 |.   F0  F1  B0  B0  B1  B1*",
+    "",
+  ]
+
+
+def test_a_file_of_ones_own_is_checked(capsys, tmp_path):
+  path = tmp_path / "mine.txt"
+  table = pipeline.make_table("2bw", 2, 4)
+  path.write_text(pipeline.format_table(table))
+  told = _run(f"check {path}", capsys)
+  assert "micro-batches kept, by stage: 2 1" in told
+  assert "delay of the gradients, by stage: 1 1" in told
+
+
+def test_tables_are_compared_on_the_clock(capsys, tmp_path):
+  output = tmp_path / "out"
+  names = list(pipeline.TABLES)
+  told = _run(f"simulate {' '.join(names)} --output {output}", capsys)
+  rows = [
+    json.loads(x) for x in (output / "rows.jsonl").read_text().splitlines()
+  ]
+  assert [row["table"] for row in rows] == names
+  found = {row["table"]: row["iteration_s"] for row in rows}
+  assert found["naive"] == pytest.approx(4 * 24)
+  assert found["gpipe"] == found["1f1b"] == pytest.approx(33)
+  assert found["interleaved"] == pytest.approx(28.5)
+  assert found["ours"] == found["2bw"] == pytest.approx(24)
+  assert found["pipedream"] == pytest.approx(3)
+  for name in names:
+    assert f"│ {name} " in told
+    assert (output / f"{name}.png").stat().st_size > 1000
+    assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
+
+
+def test_costs_and_machines_are_read(capsys, tmp_path):
+  costs, machines = tmp_path / "costs.toml", tmp_path / "cluster.toml"
+  costs.write_text(
+    "[[stages]]\nforward_s = 1.0\nbackward_s = 1.0\noutput_bytes = 125\n"
+    "[[stages]]\nname = 'rear'\nforward_s = 1\nbackward_s = 3\n"
+  )
+  machines.write_text(
+    "[[nodes]]\nname = 'a'\n[[nodes]]\nname = 'b'\nspeed = 2\n"
+    "[[links]]\nbetween = ['a', 'server']\nbandwidth_gbit_per_s = 1e-6\n"
+    "[[links]]\nbetween = ['server', 'b']\nbandwidth_gbit_per_s = 1\n"
+  )
+  words = f"simulate gpipe --stages 2 --microbatches 1 --costs {costs} "
+  _run(f"{words} --cluster {machines} --output {tmp_path / 'out'}", capsys)
+  (row,) = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+  # Both messages take a second.
+  assert json.loads(row)["makespan_s"] == pytest.approx(1 + 1 + 2 + 1 + 1)
+
+
+_WRONG = {
+  "no such table": ("draw dapple", "a table must be one of naive, gpipe"),
+  "no such action": ("paint 1f1b", "action"),
+  "a cyclic table": (
+    "check CYCLIC",
+    "the devices wait for each other: device 0 with B0/0",
+  ),
+  "blocking sends": ("check 1f1b --sends blocking", "with blocking sends"),
+  "too few micro-batches": ("draw 2bw --microbatches 2", "num_microbatches"),
+  "an option of another action": (
+    "draw 1f1b --max-live 3",
+    "`--max-live` must be left out of `jdist pipeline draw`",
+  ),
+  "an option of another table": ("draw gpipe --window 2", "`window` is no"),
+  "stages beyond the costs": (
+    "simulate 1f1b --costs COSTS",
+    "`costs` must be one for each of the table's 4",
+  ),
+  "a typo in the costs": ("simulate 1f1b --costs TYPO", "forwards_s"),
+  "a negative cost": ("simulate 1f1b --forward-s -1", "`--forward-s` must be"),
+  "too few machines": ("simulate 1f1b --cluster CLUSTER", "`nodes` must name"),
+  "no file": ("simulate 1f1b --cluster none.toml", "none.toml"),
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_what_cannot_be_done_is_one_line_and_2(name, capsys, tmp_path):
+  words, reason = _WRONG[name]
+  for key, text in {
+    "CYCLIC": "device F0 B0 F1 B1 U\ndevice F0 F1 B0 B1 U",
+    "COSTS": "[[stages]]\nforward_s = 1\n",
+    "TYPO": "[[stages]]\nforwards_s = 1\n",
+    "CLUSTER": "[[nodes]]\nname = 'a'\n",
+  }.items():
+    (tmp_path / key).write_text(text)
+    words = words.replace(key, str(tmp_path / key))
+  assert cli.main(["pipeline", *words.split()]) == 2
+  told = capsys.readouterr().err
+  assert reason in told and told.count("\n") == 1
+  assert not list(tmp_path.glob("runs*"))
