@@ -2,7 +2,12 @@
 
 from jdist.pipeline.runtime._one_program import InFlightState as InFlightState
 from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
+from jdist.pipeline.runtime._stages import apply_layer as apply_layer
 from jdist.pipeline.runtime._stages import cut_layers as cut_layers
 from jdist.pipeline.runtime._stages import LayerLike as LayerLike
 from jdist.pipeline.runtime._stages import merge as merge
+from jdist.pipeline.runtime._stages import pick as pick
+from jdist.pipeline.runtime._stages import recompute_layers as recompute_layers
+from jdist.pipeline.runtime._stages import shared_paths as shared_paths
 from jdist.pipeline.runtime._stages import Stage as Stage
+from jdist.pipeline.runtime._ticks import OutputLoss as OutputLoss

@@ -249,7 +249,7 @@ class OneProgram:
       def device(
         state: training.TrainState, batch: PyTree, rows: jax.Array
       ) -> Any:
-        state, gradient = self._gradient(state, batch, rows)
+        state, gradient = self._gradient(state, batch, rows, axis)
         return update(state, gradient, control)
 
       return self._on_devices(device, state, batch)
@@ -278,7 +278,7 @@ class OneProgram:
         batch = jax.tree.map(
           lambda x: jnp.zeros_like(x[0]), state.opt_state.flight.batches
         )
-        state, gradient = self._gradient(state, batch, rows, begun)
+        state, gradient = self._gradient(state, batch, rows, axis, begun)
         state, _ = update(state, gradient)
       kept = state.opt_state
       empty = jax.tree.map(jnp.zeros_like, kept.flight)
@@ -318,9 +318,18 @@ class OneProgram:
     state: training.TrainState,
     batch: PyTree,
     rows: jax.Array,
+    axis: collectives.Axis,
     begun: jax.Array | None = None,
   ) -> tuple[training.TrainState, training.Gradient]:
     """Runs a step's ticks on one device; `begun` iterations if no more are."""
+
+    def key_of(iteration: jax.Array) -> jax.Array:
+      number = state.step - opt_state.step + iteration
+      key = jax.random.wrap_key_data(state.key)
+      return jax.random.fold_in(
+        jax.random.fold_in(key, number), collectives.index(axis)
+      )
+
     ticks, grid = self._ticks, self.grid
     opt_state = state.opt_state
     flight = opt_state.flight if grid.behind else ticks.start(state.params)
@@ -331,6 +340,7 @@ class OneProgram:
       batch,
       opt_state.step,
       rows,
+      key_of,
       begun,
     )
     found = dict(zip(ticks.names, means, strict=True))

@@ -1,7 +1,10 @@
 """Stages of a model: consecutive layers as one."""
 
 import dataclasses
+import functools
+import inspect
 import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,13 +23,19 @@ class LayerLike(Protocol):
     params: its part of the model's parameters: a nested dict, or any tree of
       a layer that shares none with others.
     state: its part of the model's state likewise.
-    apply: `(params, state, x, *, train, mask=None) -> (y, state)`.
+    apply: `(params, state, x, *, train, mask=None) -> (y, state)`; with a
+      keyword `key` it gets a random key of its own for each micro-batch, the
+      same in the backward pass.
   """
 
-  name: str
-  params: PyTree
-  state: PyTree
-  apply: Callable[..., tuple[Any, PyTree]]
+  @property
+  def name(self) -> str: ...
+  @property
+  def params(self) -> PyTree: ...
+  @property
+  def state(self) -> PyTree: ...
+  @property
+  def apply(self) -> Callable[..., tuple[Any, PyTree]]: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,13 +111,14 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
   single = len(layers) == 1
 
   def apply(
-    params: PyTree, state: PyTree, x: Any, **options: Any
+    params: PyTree, state: PyTree, x: Any, *, key: Any = None, **options: Any
   ) -> tuple[Any, PyTree]:
     if single:
-      return layers[0].apply(params, state, x, **options)
+      return _run(layers[0], params, state, x, key, options)
     for layer in layers:
       part = pick(state, layer.state)
-      x, part = layer.apply(pick(params, layer.params), part, x, **options)
+      own = pick(params, layer.params)
+      x, part = _run(layer, own, part, x, key, options)
       state = merge([state, part])
     return x, state
 
@@ -119,6 +129,95 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
     apply,
     layers,
   )
+
+
+def apply_layer(
+  layer: LayerLike,
+  params: PyTree,
+  state: PyTree,
+  x: Any,
+  batch: PyTree,
+  key: jax.Array | None = None,
+) -> tuple[Any, PyTree]:
+  """Runs a layer or a stage in training, with the micro-batch's mask.
+
+  Args:
+    layer: to run.
+    params: its parameters.
+    state: its state.
+    x: its inputs.
+    batch: the micro-batch.
+    key: of the micro-batch; each layer that draws derives its own from it and
+      its name.
+  """
+  mask = batch.get("mask") if isinstance(batch, dict) else None
+  options = {} if mask is None else {"mask": mask}
+  options["train"] = True
+  if isinstance(layer, Stage):
+    return layer.apply(params, state, x, key=key, **options)
+  return _run(layer, params, state, x, key, options)
+
+
+def _run(
+  layer: LayerLike,
+  params: PyTree,
+  state: PyTree,
+  x: Any,
+  key: jax.Array | None,
+  options: Mapping[str, Any],
+) -> tuple[Any, PyTree]:
+  if key is not None and _draws(layer.apply):
+    number = zlib.crc32(layer.name.encode())
+    options = {**options, "key": jax.random.fold_in(key, number)}
+  return layer.apply(params, state, x, **options)
+
+
+@functools.cache
+def _draws(apply: Callable[..., Any]) -> bool:
+  """Whether a function has a keyword `key`."""
+  return "key" in inspect.signature(apply).parameters
+
+
+def recompute_layers(stages: Sequence[LayerLike]) -> tuple[Stage, ...]:
+  """Makes each layer's backward pass run its forward pass again.
+
+  What is kept of a micro-batch are the inputs of the layers.
+
+  Args:
+    stages: of a model, from `cut_layers`.
+  """
+  return tuple(
+    _stage(
+      tuple(
+        _Recomputed(x)
+        for x in (stage.layers if isinstance(stage, Stage) else (stage,))
+      )
+    )
+    for stage in stages
+  )
+
+
+class _Recomputed:
+  """A layer under `jax.checkpoint`."""
+
+  def __init__(self, layer: LayerLike):
+    self.name, self.params, self.state = layer.name, layer.params, layer.state
+
+    def apply(
+      params: PyTree, state: PyTree, x: Any, *, key: Any = None, **options: Any
+    ) -> tuple[Any, PyTree]:
+      arrays = {n: v for n, v in options.items() if not isinstance(v, bool)}
+      static = {n: v for n, v in options.items() if isinstance(v, bool)}
+
+      def run(params: PyTree, state: PyTree, x: Any, arrays: Any) -> Any:
+        given = {**static, **arrays}
+        if key is not None and _draws(layer.apply):  # Already its own.
+          given["key"] = key
+        return layer.apply(params, state, x, **given)
+
+      return jax.checkpoint(run)(params, state, x, arrays)
+
+    self.apply = apply
 
 
 def merge(trees: Sequence[PyTree]) -> PyTree:

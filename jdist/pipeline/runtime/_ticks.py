@@ -1,5 +1,6 @@
 """The loop over a grid's ticks: one program for all devices of a pipeline."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,11 +81,12 @@ class Ticks:
     x = jax.eval_shape(inputs, self._microbatch)
     for stage in stages[:-1]:
       x, _ = jax.eval_shape(
-        lambda p, s, x, b, stage=stage: self._apply(stage, p, s, x, b),
+        functools.partial(_stages.apply_layer, stage),
         stage.params,
         stage.state,
         x,
         self._microbatch,
+        jax.eval_shape(lambda: jax.random.key(0)),
       )
       self._between.append(x)
     self._last_input = x
@@ -138,6 +140,7 @@ class Ticks:
     batch: PyTree,
     step: jax.Array,
     rows: jax.Array,
+    key_of: Callable[[jax.Array], jax.Array],
     num_fed: jax.Array | int | None = None,
   ) -> tuple[PyTree, PyTree, jax.Array, TicksState]:
     """Runs the ticks of a step.
@@ -150,6 +153,7 @@ class Ticks:
       batch: of the iteration that begins, [micro-batches, ...].
       step: its number.
       rows: of the grid, this device's: int32 [ticks, columns].
+      key_of: gives an iteration's random key.
       num_fed: iterations that there are; later ones are not begun.
 
     Returns:
@@ -173,7 +177,7 @@ class Ticks:
     )
     device = collectives.index(axis)
     limit = step + 1 if num_fed is None else jnp.asarray(num_fed)
-    actions = self._actions(versions)
+    actions = self._actions(versions, key_of)
 
     def tick(
       carry: tuple[PyTree, TicksState], row: jax.Array
@@ -220,7 +224,9 @@ class Ticks:
   # Below, what one device does in one tick.
 
   def _actions(
-    self, versions: Sequence[PyTree]
+    self,
+    versions: Sequence[PyTree],
+    key_of: Callable[[jax.Array], jax.Array],
   ) -> dict[int, list[Callable[..., tuple[PyTree, TicksState]]]]:
     """Returns the branches of both lanes, the first of which does nothing."""
 
@@ -229,14 +235,17 @@ class Ticks:
     ) -> tuple[PyTree, TicksState]:
       return state, flight
 
-    stages = range(self.grid.num_stages)
-    ops = Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+    forward = [
+      self._forward(s, versions, key_of) for s in range(self.grid.num_stages)
+    ]
+    backward = [
+      self._backward(s, op, versions, key_of)
+      for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+      for s in range(self.grid.num_stages)
+    ]
     return {
-      _grid.FORWARD: [idle, *(self._forward(s, versions) for s in stages)],
-      _grid.BACKWARD: [
-        idle,
-        *(self._backward(s, op, versions) for op in ops for s in stages),
-      ],
+      _grid.FORWARD: [idle, *forward],
+      _grid.BACKWARD: [idle, *backward],
     }
 
   def _branch(
@@ -247,16 +256,11 @@ class Ticks:
     kind = jnp.maximum(op - int(Op.BACKWARD), 0)
     return jnp.where(op > 0, 1 + kind * self.grid.num_stages + stage, 0)
 
-  def _apply(
-    self, stage: _stages.LayerLike, params: PyTree, state: PyTree, x: Any,
-    batch: PyTree,
-  ) -> tuple[Any, PyTree]:  # fmt: skip
-    mask = batch.get("mask") if isinstance(batch, dict) else None
-    given = {} if mask is None else {"mask": mask}
-    return stage.apply(params, state, x, train=True, **given)
-
   def _forward(
-    self, number: int, versions: Sequence[PyTree]
+    self,
+    number: int,
+    versions: Sequence[PyTree],
+    key_of: Callable[[jax.Array], jax.Array],
   ) -> Callable[..., tuple[PyTree, TicksState]]:
     last = number + 1 == self.grid.num_stages
 
@@ -278,12 +282,13 @@ class Ticks:
         )
       )
       batch = self._batch(flight, microbatch, iteration)
-      y, new = self._apply(
+      y, new = _stages.apply_layer(
         self._stages[number],
         self._params(versions, number, chunk, offset),
         self.states.to_tree(own, number),
         self._input(flight, number, chunk, slot, batch),
         batch,
+        self._key(key_of, iteration, microbatch),
       )
       state = self._with_state(state, new, number, chunk)
       return state, flight._replace(output=self._flat(y))
@@ -291,7 +296,11 @@ class Ticks:
     return forward
 
   def _backward(
-    self, number: int, op: Op, versions: Sequence[PyTree]
+    self,
+    number: int,
+    op: Op,
+    versions: Sequence[PyTree],
+    key_of: Callable[[jax.Array], jax.Array],
   ) -> Callable[..., tuple[PyTree, TicksState]]:
     last = number + 1 == self.grid.num_stages
     to_input = number > 0 and op != Op.BACKWARD_WEIGHT
@@ -322,9 +331,10 @@ class Ticks:
       stage = self._stages[number]
       x = self._input(flight, number, chunk, slot, batch)
       params = self._params(versions, number, chunk, offset)
+      key = self._key(key_of, iteration, microbatch)
 
       def run(params: PyTree, x: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-        y, new = self._apply(stage, params, before, x, batch)
+        y, new = _stages.apply_layer(stage, params, before, x, batch, key)
         if not last:
           return y, (new, {})
         loss, metrics = self._loss(y, batch)
@@ -468,6 +478,17 @@ class Ticks:
     turn = iteration % (self.grid.behind + 1)
     return jax.tree.map(lambda x: x[turn, microbatch], flight.batches)
 
+  def _key(
+    self,
+    key_of: Callable[[jax.Array], jax.Array],
+    iteration: jax.Array,
+    microbatch: jax.Array,
+  ) -> jax.Array:
+    """Returns a micro-batch's key, as `training.make_gradient` derives it."""
+    key = key_of(iteration)
+    several = self.grid.num_microbatches > 1
+    return jax.random.fold_in(key, microbatch) if several else key
+
   def _weight(
     self, flight: TicksState, microbatch: jax.Array, turn: jax.Array
   ) -> jax.Array:
@@ -514,7 +535,8 @@ class Ticks:
     last = self._stages[-1]
 
     def run(params: PyTree, state: PyTree, x: Any, batch: PyTree) -> Any:
-      y, _ = self._apply(last, params, state, x, batch)
+      key = jax.random.key(0)
+      y, _ = _stages.apply_layer(last, params, state, x, batch, key)
       return self._loss(y, batch)
 
     found = jax.eval_shape(
