@@ -6,7 +6,13 @@ from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
+from jdist.pipeline.processes import connect as connect
+from jdist.pipeline.processes import listen as listen
+from jdist.pipeline.processes import Peers as Peers
+from jdist.pipeline.processes import ProcessState as ProcessState
+from jdist.pipeline.processes import StageProcess as StageProcess
 from jdist.pipeline.runtime import cut_layers as cut_layers
+from jdist.pipeline.runtime import merge as merge
 from jdist.pipeline.runtime import OneProgram as OneProgram
 from jdist.pipeline.runtime import Stage as Stage
 from jdist.pipeline.schedule import Action as Action
@@ -19,6 +25,7 @@ from jdist.pipeline.schedule import make_table as make_table
 from jdist.pipeline.schedule import Op as Op
 from jdist.pipeline.schedule import ours as ours
 from jdist.pipeline.schedule import parse_table as parse_table
+from jdist.pipeline.schedule import read_versions as read_versions
 from jdist.pipeline.schedule import StageTimes as StageTimes
 from jdist.pipeline.schedule import start_times as start_times
 from jdist.pipeline.schedule import Table as Table

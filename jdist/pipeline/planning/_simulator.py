@@ -10,13 +10,6 @@ from jdist.pipeline import schedule
 from jdist.pipeline.planning import _costs
 from jdist.pipeline.schedule import Action, Op
 
-_KINDS = {
-  Op.FORWARD: "forward",
-  Op.BACKWARD: "backward",
-  Op.BACKWARD_INPUT: "backward",
-  Op.BACKWARD_WEIGHT: "weight",
-  Op.UPDATE: "update",
-}
 # Of Paul Tol's palettes, beside those of `cluster.plot_trace`.
 PIPELINE_COLOURS = {
   "forward": "#4477aa",
@@ -232,7 +225,7 @@ class _Run:
         str(action),
         self.starts[action],
         now,
-        _KINDS[action.op],
+        action.op.kind,
       )
     self._busy[device] = False
     target = self._table.sends_to(action)

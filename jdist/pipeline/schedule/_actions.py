@@ -23,6 +23,12 @@ class Op(enum.IntEnum):
     """The letter of the text form: F, B, I, W or U, and a dot for none."""
     return ".FBIWU"[self]
 
+  @property
+  def kind(self) -> str:
+    """The kind of its spans in a trace, which have a colour."""
+    kinds = ("idle", "forward", "backward", "backward", "weight", "update")
+    return kinds[self]
+
 
 # Give a gradient to the stage in front.
 GIVES_GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)

@@ -1,0 +1,189 @@
+"""Connections between processes that prove they know a shared token."""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from jdist import checks
+
+_HELLO = struct.Struct("<4sI32s")  # Magic, device, nonce.
+_MAGIC = b"jdp1"
+_NONCE = 32
+_PATIENCE_S = 10.0  # For an answer of a process that has connected.
+
+Address = tuple[str, int]
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+  """Opens the socket on which a process awaits the others.
+
+  Args:
+    host: name or address of this machine, as the others see it.
+    port: 0 for any that is free; `socket.getsockname()` tells it.
+  """
+  return socket.create_server((host, port), backlog=128)
+
+
+def connect_all(
+  device: int,
+  addresses: Sequence[Address],
+  token: str | bytes,
+  *,
+  listener: socket.socket | None,
+  timeout_s: float,
+) -> dict[int, socket.socket]:
+  """Connects a process with all others, in both directions.
+
+  Args:
+    device: number of this process.
+    addresses: host and port of each process.
+    token: secret that all of them know.
+    listener: of `listen`; opened at this process's address if None.
+    timeout_s: until which all must have come.
+
+  Returns:
+    A socket for each other process.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+    PermissionError: when another process has another token.
+    TimeoutError: when not all have come; the message names those.
+  """
+  checks.check_int("device", device, 0)
+  if device >= len(addresses):
+    raise ValueError(
+      f"`device` must be less than the {len(addresses)} addresses, got "
+      f"{device}."
+    )
+  checks.check_number("timeout_s", timeout_s, open_low=True)
+  secret = token.encode() if isinstance(token, str) else bytes(token)
+  if not secret:
+    raise ValueError(
+      "`token` must not be empty. Draw one with `secrets.token_hex()` and give "
+      "it to every process."
+    )
+  deadline = time.monotonic() + timeout_s
+  found: dict[int, socket.socket] = {}
+  with contextlib.ExitStack() as stack:
+    if listener is None:
+      listener = listen(*addresses[device])
+    stack.enter_context(listener)
+    try:
+      for other in range(device):
+        found[other] = _call(device, other, addresses, secret, deadline)
+      while len(found) < len(addresses) - 1:
+        called = _answer(listener, device, len(addresses), secret, deadline)
+        if called is None:
+          missing = sorted(set(range(len(addresses))) - {device} - set(found))
+          raise TimeoutError(
+            f"Devices {missing} have not connected to device {device} within "
+            f"{timeout_s:g} s. Look whether their processes run, and whether "
+            f"they reach {addresses[device][0]}:{addresses[device][1]}."
+          )
+        number, connection = called
+        found[number] = connection
+    except BaseException:
+      for connection in found.values():
+        connection.close()
+      raise
+  for connection in found.values():
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  return found
+
+
+def read_whole(connection: socket.socket, size: int) -> memoryview | None:
+  """Reads so many bytes; None when the other side has closed before."""
+  buffer = memoryview(bytearray(size))
+  have = 0
+  while have < size:
+    count = connection.recv_into(buffer[have:])
+    if not count:
+      return None
+    have += count
+  return buffer
+
+
+def _call(
+  device: int,
+  other: int,
+  addresses: Sequence[Address],
+  secret: bytes,
+  deadline: float,
+) -> socket.socket:
+  """Connects to a process, which may not listen yet."""
+  host, port = addresses[other]
+  while True:
+    try:
+      connection = socket.create_connection((host, port), _PATIENCE_S)
+      break
+    except OSError as error:
+      if time.monotonic() > deadline:
+        raise TimeoutError(
+          f"Device {device} has not reached device {other} at {host}:{port}: "
+          f"{error}. Look whether its process runs."
+        ) from None
+      time.sleep(0.05)
+  nonce = secrets.token_bytes(_NONCE)
+  try:
+    connection.sendall(_HELLO.pack(_MAGIC, device, nonce))
+    # The one that was called proves it first: a token is not given away.
+    answer = read_whole(connection, 2 * _NONCE)
+    if answer is not None:
+      proof, theirs = bytes(answer[:_NONCE]), bytes(answer[_NONCE:])
+      wanted = _proof(secret, b"called", other, nonce)
+      if hmac.compare_digest(proof, wanted):
+        connection.sendall(_proof(secret, b"caller", device, theirs))
+        return connection
+  except OSError:
+    pass
+  connection.close()
+  raise PermissionError(
+    f"Device {other} at {host}:{port} has another token than device {device}, "
+    "or is no process of this pipeline. Give every process the same `token`."
+  )
+
+
+def _answer(
+  listener: socket.socket,
+  device: int,
+  number: int,
+  secret: bytes,
+  deadline: float,
+) -> tuple[int, socket.socket] | None:
+  """Waits for a process that knows the token; None when time is over.
+
+  Whoever does not know it is closed, and the wait goes on.
+  """
+  while True:
+    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    try:
+      connection, _ = listener.accept()
+    except TimeoutError:
+      return None
+    try:
+      connection.settimeout(_PATIENCE_S)
+      hello = read_whole(connection, _HELLO.size)
+      if hello is not None:
+        magic, other, theirs = _HELLO.unpack(hello)
+        if magic == _MAGIC and device < other < number:
+          nonce = secrets.token_bytes(_NONCE)
+          proof = _proof(secret, b"called", device, theirs)
+          connection.sendall(proof + nonce)
+          answer = read_whole(connection, _NONCE)
+          wanted = _proof(secret, b"caller", other, nonce)
+          if answer is not None and hmac.compare_digest(bytes(answer), wanted):
+            return other, connection
+    except OSError:
+      pass
+    connection.close()
+
+
+def _proof(secret: bytes, side: bytes, device: int, nonce: bytes) -> bytes:
+  words = side + struct.pack("<I", device) + nonce
+  return hmac.digest(secret, words, hashlib.sha256)

@@ -1,0 +1,404 @@
+"""One run of a table on one device: from a full state to the next."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.pipeline.processes import (
+  _device_part,
+  _peers,
+  _stage_program,
+  _update_program,
+)
+from jdist.pipeline.schedule import Action, Op
+
+PyTree = Any
+_OUTPUT, _GRADIENT = _peers.Kind.OUTPUT, _peers.Kind.GRADIENT
+
+
+class _Saved(NamedTuple):
+  """Of a micro-batch between its passes: arrays, and what gave them."""
+
+  kept: list[jax.Array]
+  x: Any
+  state: PyTree
+  version: int
+
+
+class Segment:
+  """Runs a device's actions in their order.
+
+  What is kept between actions is kept here, and gone at the end: nothing of a
+  table that has run is under way.
+  """
+
+  def __init__(
+    self,
+    part: _device_part.DevicePart,
+    updates: _update_program.UpdateProgram,
+    state: _device_part.ProcessState,
+    batches: Sequence[PyTree],
+    timeline: list[tuple[int, float, float]] | None,
+  ):
+    """Begins at a state.
+
+    Args:
+      part: this device's.
+      updates: of its optimizer.
+      state: at the beginning.
+      batches: of each iteration, arrays [micro-batches, samples, ...].
+      timeline: to which the seconds of each action are added.
+    """
+    self._part, self._updates, self._state = part, updates, state
+    self._table = part.table
+    self._batches, self._timeline = batches, timeline
+    self._order = self._table.devices[part.device]
+    self._params = {s: {0: state.params[s]} for s in part.own}
+    self._newest = dict.fromkeys(part.own, 0)
+    self._opt_state = dict(state.opt_state)
+    self._model_state = dict(state.model_state)
+    self._totals: dict[tuple[int, int], PyTree] = {}
+    self._saved: dict[tuple[int, int, int], _Saved] = {}
+    self._cotangents: dict[tuple[int, int, int], Any] = {}
+    self._local: dict[_peers.Tag, Any] = {}
+    self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
+    self._waiting: dict[int, list[int]] = {}
+    self._last_read = self._last_reads()
+    self._place = 0
+    self._weights = [_weights(batch) for batch in batches]
+    self._key = jax.random.wrap_key_data(jnp.asarray(state.key))
+
+  def run(
+    self,
+  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
+    """Runs all actions; returns the state and each iteration's metrics."""
+    act: dict[Op, Callable[[Action, Any], Any]] = {
+      Op.FORWARD: self._forward,
+      Op.BACKWARD: self._backward,
+      Op.BACKWARD_INPUT: self._input_part,
+      Op.BACKWARD_WEIGHT: self._weight_part,
+      Op.UPDATE: self._update,
+    }
+    for place, action in enumerate(self._order):
+      self._place = place
+      arrived = self._arrived(action)
+      start = time.monotonic()
+      result = act[action.op](action, arrived)
+      # The host goes no further than the device: memory is that of the table,
+      # and an action's seconds are its own.
+      jax.block_until_ready(result)
+      if self._timeline is not None:
+        self._timeline.append((place, start, time.monotonic()))
+      self._drop(place, action)
+    metrics = self._all_metrics()
+    state = self._state._replace(
+      step=self._state.step + len(self._batches),
+      params={s: self._params[s][self._newest[s]] for s in self._params},
+      opt_state=self._opt_state,
+      model_state=self._model_state,
+    )
+    return state, metrics
+
+  # Actions.
+
+  def _forward(self, action: Action, x: Any) -> Any:
+    _, stage, microbatch, iteration = action
+    version = self._part.versions.read[action]
+    program = self._part.programs[stage]
+    state = self._model_state[stage]
+    found = program.forward(
+      self._params[stage][version],
+      x,
+      state,
+      self._batch(microbatch, iteration),
+      self._microbatch_key(microbatch, iteration),
+    )
+    again = program.recompute == "stage"
+    self._saved[stage, microbatch, iteration] = _Saved(
+      found.kept, x if again else None, state if again else None, version
+    )
+    self._model_state[stage] = found.state
+    if found.metrics:
+      self._metrics[iteration, microbatch] = found.metrics
+    else:
+      self._give(_OUTPUT, stage + 1, action, found.output)
+    return found.output
+
+  def _backward(self, action: Action, cotangent: Any) -> Any:
+    stage = action.stage
+    saved = self._saved.pop(action[1:])
+    gradient, total = self._part.programs[stage].backward(
+      self._total(action), cotangent, saved.kept, self._given(action, saved)
+    )
+    self._totals[stage, action.iteration] = total
+    if stage:
+      self._give(_GRADIENT, stage - 1, action, gradient)
+    return total
+
+  def _input_part(self, action: Action, cotangent: Any) -> Any:
+    stage = action.stage
+    saved = self._saved[action[1:]]
+    self._cotangents[action[1:]] = cotangent
+    gradient = self._part.programs[stage].input_part(
+      cotangent, saved.kept, self._given(action, saved)
+    )
+    if stage:
+      self._give(_GRADIENT, stage - 1, action, gradient)
+    return gradient
+
+  def _weight_part(self, action: Action, _: None) -> Any:
+    stage = action.stage
+    saved = self._saved.pop(action[1:])
+    total = self._part.programs[stage].weight_part(
+      self._total(action),
+      self._cotangents.pop(action[1:]),
+      saved.kept,
+      self._given(action, saved),
+    )
+    self._totals[stage, action.iteration] = total
+    return total
+
+  def _update(self, action: Action, _: None) -> Any:
+    iteration = action.iteration
+    stages = [action.stage]
+    if self._part.clip_norm is not None or self._part.tied:
+      # All stages of the device together, as they wait for others.
+      waiting = self._waiting.setdefault(iteration, [])
+      waiting.append(action.stage)
+      if len(waiting) < len(self._part.own):
+        return None
+      stages = sorted(self._waiting.pop(iteration))
+    totals = {s: self._totals.pop((s, iteration)) for s in stages}
+    if self._part.tied:
+      totals = self._tied(totals, iteration)
+    scale = self._scale(totals, iteration)
+    for s in stages:
+      version = self._newest[s]
+      params, self._opt_state[s] = self._updates.update(
+        totals[s], self._opt_state[s], self._params[s][version], scale
+      )
+      self._newest[s] = version + 1
+      self._params[s][version + 1] = params
+      if self._last_read.get((s, version), -1) < self._place:
+        del self._params[s][version]
+    return [self._params[s][self._newest[s]] for s in stages]
+
+  # What actions need.
+
+  def _arrived(self, action: Action) -> Any:
+    """Waits for what an action needs of another stage."""
+    op, stage, microbatch, iteration = action
+    if op == Op.FORWARD and stage:
+      like = self._part.between[stage - 1]
+      return self._take(_OUTPUT, stage - 1, action, like)
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+      if stage + 1 == self._table.num_stages:
+        weight = self._weights[iteration][microbatch]
+        return weight.astype(self._part.loss_dtype)
+      like = self._part.between[stage]
+      return self._take(_GRADIENT, stage + 1, action, like)
+    return None
+
+  def _give(
+    self, kind: _peers.Kind, stage: int, action: Action, value: Any
+  ) -> None:
+    tag = self._tag(kind, stage, action)
+    device = self._table.device_of[stage]
+    if device == self._part.device:
+      self._local[tag] = value
+    else:
+      self._part.send(device, tag, jax.tree.leaves(value))
+
+  def _take(
+    self, kind: _peers.Kind, source: int, action: Action, like: Any
+  ) -> Any:
+    tag = self._tag(kind, action.stage, action)
+    device = self._table.device_of[source]
+    if device == self._part.device:
+      return self._local.pop(tag)
+    leaves = self._part.receive(device, tag, jax.tree.leaves(like))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+  def _tag(self, kind: _peers.Kind, stage: int, action: Action) -> _peers.Tag:
+    iteration = self._state.step + action.iteration
+    return _peers.Tag(kind, stage, action.microbatch, iteration)
+
+  def _given(self, action: Action, saved: _Saved) -> Any:
+    """Returns the arguments of a forward pass that is run again, or None."""
+    _, stage, microbatch, iteration = action
+    if self._part.programs[stage].recompute != "stage":
+      return None
+    version = self._part.versions.read[action]
+    return (
+      self._params[stage][version],
+      saved.x,
+      saved.state,
+      self._batch(microbatch, iteration),
+      self._microbatch_key(microbatch, iteration),
+    )
+
+  def _batch(self, microbatch: int, iteration: int) -> PyTree:
+    return jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
+
+  def _microbatch_key(self, microbatch: int, iteration: int) -> jax.Array:
+    """Returns the key that `training.make_step` gives a micro-batch."""
+    step = self._state.step + iteration
+    return _fold(self._key, step, microbatch, self._table.num_microbatches > 1)
+
+  def _total(self, action: Action) -> PyTree:
+    key = action.stage, action.iteration
+    if key in self._totals:
+      return self._totals.pop(key)
+    return _stage_program.zero_total(self._state.params[action.stage])
+
+  # Versions.
+
+  def _last_reads(self) -> dict[tuple[int, int], int]:
+    """Returns where in the order each version is read for the last time."""
+    found: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(self._order):
+      if action.op == Op.UPDATE:
+        continue
+      again = self._part.programs[action.stage].recompute == "stage"
+      if action.op == Op.FORWARD or again:
+        found[action.stage, self._part.versions.read[action]] = place
+    return found
+
+  def _drop(self, place: int, action: Action) -> None:
+    """Forgets a version that nothing reads any more."""
+    if action.op == Op.UPDATE:
+      return
+    key = action.stage, self._part.versions.read[action]
+    old = key[1] < self._newest[key[0]]
+    if old and self._last_read.get(key) == place:
+      self._params[key[0]].pop(key[1], None)
+
+  # Between stages, once an iteration.
+
+  def _scale(self, totals: dict[int, PyTree], iteration: int) -> jax.Array:
+    """Returns the factor that clips the norm of all stages' gradients."""
+    most = self._part.clip_norm
+    if most is None:
+      return jnp.ones((), jnp.float32)
+    norms = {}
+    for s, total in totals.items():
+      counted = total
+      if self._part.tied:  # Each leaf once, in its first stage.
+        counted = {
+          path: leaf
+          for path, leaf in _by_path(total).items()
+          if self._part.tied.get(path, (s,))[0] == s
+        }
+      norms[s] = self._updates.squared_norm(counted)
+    every = self._collect(_peers.Kind.NORM, norms, iteration)
+    norm = jnp.sqrt(sum(jnp.asarray(every[s]) for s in sorted(every)))
+    return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-16))
+
+  def _tied(
+    self, totals: dict[int, PyTree], iteration: int
+  ) -> dict[int, PyTree]:
+    """Adds up the gradients of tied parameters, in the stages' order."""
+    found = {s: _by_path(total) for s, total in totals.items()}
+    sums = {}
+    for number, (path, stages) in enumerate(self._part.tied.items()):
+      if not any(s in totals for s in stages):
+        continue
+      own = {s: found[s][path] for s in stages if s in totals}
+      parts = self._collect(_peers.Kind.TIED, own, iteration, stages, number)
+      total = parts[stages[0]]
+      for s in stages[1:]:
+        total = total + parts[s]
+      sums[path] = total
+    # Each stage its own copy, as an update uses it up.
+    return {
+      s: jax.tree.unflatten(
+        jax.tree.structure(totals[s]),
+        [
+          jnp.array(sums[path]) if path in sums else leaf
+          for path, leaf in found[s].items()
+        ],
+      )
+      for s in totals
+    }
+
+  def _collect(
+    self,
+    kind: _peers.Kind,
+    own: dict[int, jax.Array],
+    iteration: int,
+    stages: Sequence[int] | None = None,
+    number: int = 0,
+  ) -> dict[int, Any]:
+    """Exchanges an array of each stage among the devices of these stages."""
+    stages = range(self._table.num_stages) if stages is None else stages
+    step = self._state.step + iteration
+    devices = {self._table.device_of[s] for s in stages}
+    for s, value in own.items():
+      tag = _peers.Tag(kind, s, number, step)
+      for device in devices - {self._part.device}:
+        self._part.send(device, tag, [value])
+    like = next(iter(own.values()))
+    found: dict[int, Any] = {}
+    for s in stages:
+      if s in own:
+        found[s] = own[s]
+      else:
+        tag = _peers.Tag(kind, s, number, step)
+        source = self._table.device_of[s]
+        found[s] = self._part.receive(source, tag, [like])[0]
+    return found
+
+  def _all_metrics(self) -> list[dict[str, float]]:
+    """Returns each iteration's means, which the last stage has."""
+    names = self._part.metric_names
+    last = self._table.device_of[-1]
+    count = self._table.num_microbatches
+    shape = len(self._batches), len(names)
+    tag = _peers.Tag(_peers.Kind.METRICS, iteration=self._state.step)
+    if last == self._part.device:
+      rows = np.asarray(
+        [
+          [[float(self._metrics[k, m][name]) for name in names]
+           for m in range(count)]
+          for k in range(len(self._batches))
+        ],
+        np.float64,
+      )  # fmt: skip
+      weights = np.stack(self._weights).astype(np.float64)[..., None]
+      means = (rows * weights).mean(1)
+      for other in self._part.others:
+        self._part.send(other, tag, [means])
+    else:
+      like = np.zeros(shape)
+      means = self._part.receive(last, tag, [like])[0]
+    return [dict(zip(names, map(float, row), strict=True)) for row in means]
+
+
+def _fold_key(
+  key: jax.Array, step: jax.Array, microbatch: jax.Array, several: bool
+) -> jax.Array:
+  key = jax.random.fold_in(jax.random.fold_in(key, step), 0)
+  return jax.random.fold_in(key, microbatch) if several else key
+
+
+_fold = jax.jit(_fold_key, static_argnums=3)
+
+
+def _weights(batch: PyTree) -> np.ndarray:
+  """Returns how much each micro-batch counts: by its samples, if masked."""
+  if isinstance(batch, dict) and "mask" in batch:
+    counts = (batch["mask"] != 0).sum(-1).astype(np.float32)
+    return counts / np.maximum(counts.mean(), np.float32(1e-9))
+  number = len(jax.tree.leaves(batch)[0])
+  return np.ones(number, np.float32)
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+  return {
+    jax.tree_util.keystr(path): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }

@@ -1,0 +1,162 @@
+"""One stage's compiled programs: forward, backward and its parts."""
+
+from collections.abc import Callable
+from typing import Any, get_args, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import checks
+from jdist.pipeline.runtime import (
+  apply_layer,
+  LayerLike,
+  OutputLoss,
+  recompute_layers,
+)
+
+PyTree = Any
+Recompute = Literal["none", "layers", "stage"]
+_RECOMPUTE = get_args(Recompute)
+
+
+class Forward(NamedTuple):
+  """What a forward pass gives.
+
+  Attributes:
+    output: for the next stage; of the last one its loss.
+    state: of the stage, with the micro-batch's statistics.
+    metrics: of the last stage.
+    kept: arrays for the backward pass.
+  """
+
+  output: Any
+  state: PyTree
+  metrics: dict[str, jax.Array]
+  kept: list[jax.Array]
+
+
+class StageProgram:
+  """The programs of one stage, each compiled once.
+
+  A stage's backward pass either has what its forward pass saved, or runs it
+  again: the whole of it from its input, or each layer from that layer's input.
+  """
+
+  def __init__(
+    self,
+    stage: LayerLike,
+    *,
+    first: bool,
+    loss: OutputLoss | None,
+    inputs: Callable[[PyTree], Any],
+    recompute: Recompute,
+  ):
+    """Makes the programs; they compile when they are first run.
+
+    Args:
+      stage: of the model.
+      first: whether it reads micro-batches and passes no gradient on.
+      loss: of the last stage, of its outputs and a micro-batch; None of others.
+      inputs: of the first stage.
+      recompute: what a backward pass runs again.
+    """
+    checks.check_choice("recompute", recompute, _RECOMPUTE)
+    if recompute == "layers":
+      (stage,) = recompute_layers([stage])
+    self.stage, self.recompute = stage, recompute
+    self._first, self._loss, self._inputs = first, loss, inputs
+    self._structure: Any = None
+    self.forward = jax.jit(self._forward)
+    self.backward = jax.jit(self._backward, donate_argnums=0)
+    self.input_part = jax.jit(self._input_part)
+    self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
+
+  def run(
+    self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
+    """Runs the stage, and the loss if it is the last."""
+    if self._first:
+      x = self._inputs(batch)
+    y, new = apply_layer(self.stage, params, state, x, batch, key)
+    if self._loss is None:
+      return y, (new, {})
+    loss, metrics = self._loss(y, batch)
+    return loss, (new, {"loss": loss, **metrics})
+
+  def shapes(self, x: Any, batch: PyTree) -> Any:
+    """Returns the shapes of `run`'s outputs."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(
+      self.run, self.stage.params, x, self.stage.state, batch, key
+    )
+
+  def _forward(
+    self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> Forward:
+    if self.recompute == "stage":
+      output, (new, metrics) = self.run(params, x, state, batch, key)
+      return Forward(output, new, metrics, [])
+    output, kept, (new, metrics) = self._pulled(params, x, state, batch, key)
+    leaves, self._structure = jax.tree.flatten(kept)
+    return Forward(output, new, metrics, leaves)
+
+  def _pulled(
+    self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> tuple[Any, Any, Any]:
+    """Runs the stage and returns what pulls a cotangent back, too."""
+
+    def run(params: PyTree, x: Any) -> Any:
+      return self.run(params, x, state, batch, key)
+
+    if self._first:
+      return jax.vjp(lambda p: run(p, None), params, has_aux=True)
+    return jax.vjp(run, params, x, has_aux=True)
+
+  def _pull(self, cotangent: Any, kept: list[jax.Array], given: Any) -> Any:
+    if self.recompute == "stage":
+      _, pull, _ = self._pulled(*given)
+    else:
+      pull = jax.tree.unflatten(self._structure, kept)
+    found = pull(cotangent)
+    return found[0], None if self._first else found[1]
+
+  def _backward(
+    self, total: PyTree, cotangent: Any, kept: list[jax.Array], given: Any
+  ) -> tuple[Any, PyTree]:
+    """Returns the gradient of the input, and adds that of the parameters.
+
+    Args:
+      total: sum of the gradients so far.
+      cotangent: of the output.
+      kept: of the forward pass.
+      given: its arguments where it is run again, else None.
+    """
+    grads, gradient = self._pull(cotangent, kept, given)
+    return gradient, _add(total, grads)
+
+  def _input_part(
+    self, cotangent: Any, kept: list[jax.Array], given: Any
+  ) -> Any:
+    return self._pull(cotangent, kept, given)[1]
+
+  def _weight_part(
+    self, total: PyTree, cotangent: Any, kept: list[jax.Array], given: Any
+  ) -> PyTree:
+    return _add(total, self._pull(cotangent, kept, given)[0])
+
+
+@jax.jit
+def zero_total(params: PyTree) -> PyTree:
+  """Makes a sum of gradients, in float32 where parameters have fewer bits."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), params)
+
+
+def wide(dtype: Any) -> Any:
+  """Returns the dtype in which gradients of another one are added up."""
+  dtype = jnp.dtype(dtype)
+  small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if small else dtype
+
+
+def _add(total: PyTree, grads: PyTree) -> PyTree:
+  return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)

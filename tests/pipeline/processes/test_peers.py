@@ -1,0 +1,171 @@
+"""Connections between processes: who may come, what is refused, who is gone."""
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jdist import pipeline
+from jdist.pipeline.processes import _peers
+from tests.pipeline.processes._threads import in_threads, TOKEN
+
+_TAG = _peers.Tag(_peers.Kind.OUTPUT, 1, 2, 3)
+
+
+def test_arrays_come_with_the_same_bits_in_any_order():
+  arrays = [
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.array(-0.0, ml_dtypes.bfloat16),
+    np.zeros((0, 4), np.int32),
+    np.arange(8).reshape(2, 4).T,
+  ]
+  later = _TAG._replace(iteration=4)
+
+  def work(peers):
+    if peers.device == 0:
+      peers.send(1, _TAG, arrays)
+      peers.send(1, later, [np.ones(2)])
+      return None
+    second = peers.receive(0, later, [np.zeros(2)])
+    return second, peers.receive(0, _TAG, arrays)
+
+  _, (second, found) = in_threads(2, work)
+  np.testing.assert_array_equal(second[0], np.ones(2))
+  for a, b in zip(found, arrays, strict=True):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert a.tobytes() == b.tobytes()
+
+
+def test_all_devices_exchange_in_the_order_of_their_numbers():
+  def work(peers):
+    found = peers.exchange(_TAG, [np.float32(peers.device)], {0, 2})
+    return [float(x) for (x,) in found]
+
+  def of_two(peers):
+    return work(peers) if peers.device != 1 else None
+
+  assert in_threads(3, of_two) == [[0.0, 2.0], None, [0.0, 2.0]]
+
+
+def test_a_send_returns_before_anything_is_received():
+  # More than any socket's buffer.
+  big = np.zeros(32 << 20, np.uint8)
+  seconds = []
+
+  def work(peers):
+    if peers.device == 0:
+      begin = time.monotonic()
+      peers.send(1, _TAG, [big])
+      seconds.append(time.monotonic() - begin)
+      peers.receive(1, _TAG, [big])
+    else:
+      peers.send(0, _TAG, [big])
+      peers.receive(0, _TAG, [big])
+
+  in_threads(2, work)
+  assert seconds[0] < 0.1
+
+
+def _connect(device, addresses, token, listener, connect_s=10.0):
+  return pipeline.connect(
+    device, addresses, token, listener=listener, connect_s=connect_s
+  )
+
+
+def test_another_token_is_refused_and_never_sent():
+  listener = pipeline.listen()
+  addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    called = pool.submit(_connect, 0, addresses, "right", listener, 2.0)
+    with pytest.raises(PermissionError, match=r"Device 0 at .* another token"):
+      _connect(1, addresses, "wrong", pipeline.listen())
+    # It goes on to wait for one that knows it.
+    with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
+      called.result()
+
+
+def test_noise_at_the_door_disturbs_nobody():
+  listeners = [pipeline.listen() for _ in range(2)]
+  addresses = [x.getsockname()[:2] for x in listeners]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    first = pool.submit(_connect, 0, addresses, TOKEN, listeners[0])
+    with socket.create_connection(addresses[0]) as noise:
+      noise.sendall(b"GET / HTTP/1.1\r\n" * 10)
+      with contextlib.suppress(ConnectionResetError):
+        assert noise.recv(1) == b""
+    with (
+      _connect(1, addresses, TOKEN, listeners[1]) as other,
+      first.result() as peers,
+    ):
+      peers.send(1, _TAG, [np.float32(3)])
+      assert other.receive(0, _TAG, [np.float32(0)])[0] == 3
+
+
+def test_one_that_is_gone_is_an_error_at_once_and_names_it():
+  def work(peers):
+    if peers.device == 1:
+      return None  # Closes.
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="Device 1 of the pipeline is go"):
+      peers.receive(1, _TAG, [np.zeros(2)])
+    return time.monotonic() - begin
+
+  assert in_threads(2, work)[0] < 5
+
+
+def test_what_came_before_is_still_received():
+  def work(peers):
+    if peers.device == 1:
+      peers.send(0, _TAG, [np.float32(7)])
+      return None
+    time.sleep(0.3)
+    return float(peers.receive(1, _TAG, [np.float32(0)])[0])
+
+  assert in_threads(2, work)[0] == 7.0
+
+
+def test_nothing_for_too_long_is_an_error_that_names_what():
+  done = threading.Event()
+
+  def work(peers):
+    if peers.device == 1:
+      done.wait(20)
+      return
+    with pytest.raises(TimeoutError, match=r"0\.2 s for device 1: output"):
+      peers.receive(1, _TAG, [np.zeros(2)])
+    done.set()
+
+  in_threads(2, work, timeout_s=0.2)
+
+
+def test_other_sizes_are_refused():
+  def work(peers):
+    if peers.device == 1:
+      peers.send(0, _TAG, [np.zeros(3)])
+      peers.receive(0, _TAG, [np.zeros(1)])
+      return
+    with pytest.raises(ValueError, match="24 bytes where 16 were expected"):
+      peers.receive(1, _TAG, [np.zeros(2)])
+    peers.send(1, _TAG, [np.zeros(1)])
+
+  in_threads(2, work)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"device": 2}, "`device` must be less than the 1 addresses, got 2"),
+    ({"token": ""}, "`token` must not be empty"),
+    ({"timeout_s": 0}, "`timeout_s` must be"),
+    ({"connect_s": -1}, "`timeout_s` must be"),
+  ],
+)
+def test_bad_arguments_are_refused(change, words):
+  given = {"device": 0, "addresses": [("127.0.0.1", 0)], "token": "x"} | change
+  with pytest.raises(ValueError, match=words):
+    pipeline.connect(**given)

@@ -1,0 +1,428 @@
+"""A process for each device trains as the unsplit model, late or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import collectives, models, pipeline, training, transforms
+from tests.pipeline.processes._threads import in_threads
+from tests.pipeline.runtime import _small_models as small
+
+_MICRO = 3
+
+
+def _shapes(sizes, mask=False):
+  batch = {
+    "x": jax.ShapeDtypeStruct((_MICRO, sizes[0]), jnp.float32),
+    "y": jax.ShapeDtypeStruct((_MICRO, sizes[-1]), jnp.float32),
+  }
+  if mask:
+    batch["mask"] = jax.ShapeDtypeStruct((_MICRO,), jnp.float32)
+  return batch
+
+
+def _momentum():
+  return optax.sgd(0.1, momentum=0.9)
+
+
+def _train(
+  layers, table, batches, *, chain=_momentum, loss=small.loss, mask=False,
+  sizes=small.SIZES, **options,
+):  # fmt: skip
+  """Returns the whole model's parameters and state, and all losses."""
+  stages = pipeline.cut_layers(layers, table.num_stages)
+  batches = [jax.tree.map(lambda x: x[0], batch) for batch in batches]
+
+  def work(peers):
+    process = pipeline.StageProcess(
+      stages,
+      loss,
+      table,
+      _shapes(sizes, mask),
+      peers=peers,
+      inputs="x",
+      **options,
+    )
+    state = process.init_state(chain())
+    state, metrics = process.run(state, batches)
+    programs = process._part.programs.values()
+    counts = {x.forward._cache_size() for x in programs}
+    return process.gather(state), [x["loss"] for x in metrics], counts
+
+  found = in_threads(len(table.devices), work)
+  for model, losses, counts in found:
+    assert small.error(model, found[0][0]) == 0.0
+    assert losses == found[0][1] and counts == {1}
+  return found[0][:2]
+
+
+def _reference(layers, batches, microbatches, chain=None):
+  team = collectives.workers(1, substrate="none")
+  optimizer = (
+    jdist.ssgd(_momentum(), axis=team.axis) if chain is None else chain
+  )
+  state = training.init_state(team, optimizer, *small.merged(layers))
+  step = team.jit(
+    training.make_step(
+      small.whole_loss(layers),
+      optimizer,
+      axis=team.axis,
+      accumulate=microbatches,
+    )
+  )
+  losses = []
+  for batch in batches:
+    state, metrics = step(state, team.place(batch))
+    losses.append(float(metrics["loss"][0]))
+  one = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
+  return one, losses
+
+
+@pytest.mark.parametrize(
+  ("table", "sizes", "recompute"),
+  [
+    (("1f1b", 4, 8), small.UNLIKE, "none"),
+    (("gpipe", 2, 4), small.SIZES, "stage"),
+    (("zb_h1", 4, 4), small.UNLIKE, "none"),
+    (("zb_h1", 2, 4), small.SIZES, "layers"),
+    (("interleaved", 2, 4), small.UNLIKE, "layers"),
+    (("naive", 2, 1), small.UNLIKE, "none"),
+    (("1f1b", 1, 4), small.SIZES, "none"),
+  ],
+  ids=str,
+)
+def test_a_synchronous_table_trains_as_the_unsplit_model(
+  table, sizes, recompute
+):
+  made = pipeline.make_table(*table)
+  layers = small.layers(sizes, statistics=True)
+  batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
+  found, losses = _train(
+    layers, made, batches, sizes=sizes, recompute=recompute
+  )
+  wanted, wanted_losses = _reference(layers, batches, made.num_microbatches)
+  assert small.error(found, wanted) < 1e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_window_is_delay_gradients_on_one_device(window):
+  table = pipeline.ours(3, 4, window=window, num_iterations=6)
+  layers = small.layers(small.UNLIKE)
+  batches = small.batches(12, 1, _MICRO * 4, small.UNLIKE)
+  # Two tables: what is under way is applied between them.
+  for part in (batches[:6], batches):
+    _, losses = _train(layers, table, part, sizes=small.UNLIKE)
+  optimizer = transforms.delay_gradients(_momentum(), window - 1)
+  _, wanted = _reference(layers, batches[:6], 4, optimizer)
+  np.testing.assert_allclose(losses[:6], wanted, rtol=1e-5)
+
+
+def _by_versions(layers, table, batches, same_in_backward=True):
+  """Trains one model whose stages read the versions that the table has."""
+  stages = pipeline.cut_layers(layers, table.num_stages)
+  versions = pipeline.read_versions(table).read
+  count, optimizer = table.num_microbatches, _momentum()
+  params = [[stage.params] for stage in stages]
+  kept = [optimizer.init(stage.params) for stage in stages]
+  losses = []
+  for k in range(table.num_iterations):
+    total = [jax.tree.map(jnp.zeros_like, x.params) for x in stages]
+    loss_sum = 0.0
+    for m in range(count):
+      batch = jax.tree.map(
+        lambda x, m=m: x[0].reshape(count, _MICRO, -1)[m], batches[k]
+      )
+      x, pulls = batch["x"], []
+      for s, stage in enumerate(stages):
+        read = {
+          op: params[s][versions[pipeline.Action(op, s, m, k)]]
+          for op in (pipeline.Op.FORWARD, pipeline.Op.BACKWARD)
+        }
+
+        def run(p, x, stage=stage):
+          return stage.apply(p, stage.state, x, train=True)[0]
+
+        pulls.append(jax.vjp(run, read[pipeline.Op.BACKWARD], x)[1])
+        x = run(read[pipeline.Op.FORWARD], x)
+      loss, pull = jax.vjp(lambda y, b=batch: small.loss(y, b)[0], x)
+      (cotangent,) = pull(jnp.ones(()))
+      loss_sum += float(loss)
+      for s in reversed(range(len(stages))):
+        grads, cotangent = pulls[s](cotangent)
+        total[s] = jax.tree.map(jnp.add, total[s], grads)
+    losses.append(loss_sum / count)
+    for s in range(len(stages)):
+      grads = jax.tree.map(lambda x: x / count, total[s])
+      updates, kept[s] = optimizer.update(grads, kept[s])
+      params[s].append(optax.apply_updates(params[s][-1], updates))
+  return pipeline.merge([x[-1] for x in params]), losses
+
+
+@pytest.mark.parametrize(
+  ("name", "microbatches", "delays"),
+  [("pipedream", 1, (2, 1, 0)), ("2bw", 4, (1, 1, 1)), ("paci", 2, None)],
+)
+def test_each_asynchronous_table_reads_the_versions_it_names(
+  name, microbatches, delays
+):
+  table = pipeline.make_table(name, 3, microbatches, num_iterations=12)
+  layers = small.layers(small.UNLIKE[:4])
+  batches = small.batches(12, 1, _MICRO * microbatches, small.UNLIKE[:4])
+  found, losses = _train(layers, table, batches, sizes=small.UNLIKE[:4])
+  wanted, wanted_losses = _by_versions(layers, table, batches)
+  assert small.error(found[0], wanted) < 1e-6
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+  if delays is not None:
+    assert pipeline.check_table(table).delays == delays
+
+
+def _tied_layers():
+  """Embedding and output of the same matrix, with a layer between."""
+  generator = np.random.default_rng(3)
+  table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
+  weight = jnp.asarray(generator.normal(size=(6, 6)) / 3, jnp.float32)
+
+  def embed(params, state, x, *, train, mask=None):
+    del train, mask
+    return x @ params["table"], state
+
+  def middle(params, state, x, *, train, mask=None):
+    del train, mask
+    return jnp.tanh(x @ params["middle"]["w"]), state
+
+  def output(params, state, x, *, train, mask=None):
+    del train, mask
+    return x @ params["table"].T, state
+
+  return [
+    models.Layer("embed", {"table": table}, {}, embed),
+    models.Layer("middle", {"middle": {"w": weight}}, {}, middle),
+    models.Layer("output", {"table": table}, {}, output),
+  ]
+
+
+def _loss_of(layers):
+  def loss_fn(params, state, batch, key):
+    del key
+    x = batch["x"]
+    for layer in layers:
+      x, _ = layer.apply(params, {}, x, train=True)
+    loss, metrics = small.loss(x, batch)
+    return loss, (state, metrics)
+
+  return loss_fn
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["", "clipped"])
+@pytest.mark.parametrize(
+  "table",
+  [
+    pipeline.make_table("1f1b", 3, 4),
+    pipeline.ours(3, 4, window=2, num_iterations=4),
+    pipeline.make_table("interleaved", 1, 2, num_chunks=3),
+  ],
+  ids=lambda x: x.name,
+)
+def test_tied_parameters_get_the_sum_of_their_gradients(table, clip_norm):
+  layers = _tied_layers()
+  batches = small.batches(4, 1, _MICRO * table.num_microbatches)
+  found, losses = _train(layers, table, batches, clip_norm=clip_norm)
+  chain = _momentum()
+  if clip_norm is not None:
+    chain = optax.chain(optax.clip_by_global_norm(clip_norm), chain)
+  chain = transforms.delay_gradients(chain, table.window - 1)
+  team = collectives.workers(1, substrate="none")
+  state = training.init_state(team, chain, *small.merged(layers))
+  step = team.jit(
+    training.make_step(
+      _loss_of(layers),
+      chain,
+      axis=team.axis,
+      accumulate=table.num_microbatches,
+    )
+  )
+  wanted = []
+  for batch in batches:
+    state, metrics = step(state, team.place(batch))
+    wanted.append(float(metrics["loss"][0]))
+  np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+  if table.window == 1:
+    one = jax.tree.map(lambda x: x[0], state.params)
+    assert small.error(found[0], one) < 1e-5
+
+
+def _noisy_layers(sizes):
+  def noisy(layer):
+    def apply(params, state, x, *, train, mask=None, key=None):
+      y, state = layer.apply(params, state, x, train=train, mask=mask)
+      kept = jax.random.bernoulli(key, 0.8, y.shape)
+      return jnp.where(kept, y / 0.8, 0.0), state
+
+    return models.Layer(layer.name, layer.params, layer.state, apply)
+
+  return [noisy(x) for x in small.layers(sizes)]
+
+
+def _noisy_reference(layers, batches, count):
+  """The unsplit model, with the keys that each layer derives."""
+  (stage,) = pipeline.cut_layers(layers, 1)
+
+  def loss_fn(params, state, batch, key):
+    y, state = stage.apply(params, state, batch["x"], train=True, key=key)
+    loss, metrics = small.loss(y, batch)
+    return loss, (state, metrics)
+
+  team = collectives.workers(1, substrate="none")
+  optimizer = _momentum()
+  state = training.init_state(team, optimizer, *small.merged(layers))
+  step = team.jit(
+    training.make_step(loss_fn, optimizer, axis=team.axis, accumulate=count)
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  return jax.tree.map(lambda x: x[0], state.params)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers", "stage"])
+def test_dropout_is_replayed_in_the_backward_pass(recompute):
+  table = pipeline.make_table("1f1b", 2, 2)
+  layers = _noisy_layers(small.UNLIKE)
+  batches = small.batches(3, 1, _MICRO * 2, small.UNLIKE)
+  found, _ = _train(
+    layers, table, batches, sizes=small.UNLIKE, recompute=recompute
+  )
+  wanted = _noisy_reference(layers, batches, 2)
+  assert small.error(found[0], wanted) < 1e-5
+
+
+def test_one_program_draws_the_same():
+  table = pipeline.make_table("1f1b", 2, 2)
+  layers = _noisy_layers(small.UNLIKE)
+  batches = small.batches(3, 1, _MICRO * 2, small.UNLIKE)
+  kinds = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((1, 2), ("worker", "stage"), axis_types=kinds)
+  team = collectives.workers(1, mesh=mesh)
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(layers, 2),
+    small.loss,
+    table,
+    _shapes(small.UNLIKE),
+    inputs="x",
+  )
+  optimizer = _momentum()
+  state = pipe.init_state(team, optimizer)
+  step = team.jit(
+    pipe.make_step(optimizer, axis=team.axis),
+    out_specs=(team.specs(state), None),
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  parts = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
+  wanted = _noisy_reference(layers, batches, 2)
+  assert small.error(pipe.split(*parts)[0], wanted) < 1e-5
+
+
+def test_micro_batches_count_by_their_samples():
+  table = pipeline.make_table("1f1b", 2, 2)
+  layers = small.layers(statistics=True)
+  batches = small.batches(2, 1, _MICRO * 2)
+  for batch in batches:
+    batch["mask"] = np.array([[1, 1, 0, 1, 0, 0]], np.float32)
+  found, losses = _train(layers, table, batches, mask=True)
+  wanted, wanted_losses = _reference(layers, batches, 2)
+  assert small.error(found, wanted) < 1e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+def _process(**change):
+  given = {
+    "stages": pipeline.cut_layers(small.layers(), 1),
+    "loss": small.loss,
+    "table": pipeline.make_table("1f1b", 1, 2),
+    "microbatch": _shapes(small.SIZES),
+    "inputs": "x",
+  }
+  return pipeline.StageProcess(**(given | change))
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    (
+      {"table": pipeline.make_table("1f1b", 2, 2)},
+      "`stages` must be the table's 2, got 1",
+    ),
+    (
+      {
+        "table": pipeline.make_table("1f1b", 2, 2),
+        "stages": pipeline.cut_layers(small.layers(), 2),
+      },
+      "`peers` must be processes for the table's 2 devices, .* got 1",
+    ),
+    ({"loss": None}, "`loss` must be a function"),
+    ({"clip_norm": 0}, "`clip_norm` must be"),
+    ({"recompute": "all"}, "`recompute` must be"),
+  ],
+)
+def test_what_cannot_run_is_refused_when_it_is_built(change, words):
+  with pytest.raises(ValueError, match=words):
+    _process(**change)
+
+
+def test_what_a_run_cannot_do_is_refused():
+  process = _process()
+  batch = jax.tree.map(lambda x: x[0], small.batches(1, 1, 3)[0])
+  with pytest.raises(ValueError, match="`init_state` or `restore`, which have"):
+    process.run(None, [batch])
+  state = process.init_state(_momentum())
+  with pytest.raises(ValueError, match="table's 2 micro-batches, got an array"):
+    process.run(state, [batch])
+  with pytest.raises(ValueError, match="multiple of the table's 1 iterations"):
+    process.run(state, [])
+  with pytest.raises(ValueError, match="`timeline` must be True"):
+    process.trace()
+
+
+def test_processes_of_unlike_tables_do_not_begin():
+  def work(peers):
+    with pytest.raises(ValueError, match="must be the same in all processes"):
+      pipeline.StageProcess(
+        pipeline.cut_layers(small.layers(), 2),
+        small.loss,
+        pipeline.make_table("1f1b" if peers.device else "gpipe", 2, 4),
+        _shapes(small.SIZES),
+        peers=peers,
+        inputs="x",
+      )
+
+  in_threads(2, work)
+
+
+def test_a_timeline_has_every_action_of_all_processes():
+  table = pipeline.make_table("1f1b", 2, 2)
+  batches = [
+    jax.tree.map(lambda x: x[0], x) for x in small.batches(2, 1, _MICRO * 2)
+  ]
+
+  def work(peers):
+    process = pipeline.StageProcess(
+      pipeline.cut_layers(small.layers(), 2),
+      small.loss,
+      table,
+      _shapes(small.SIZES),
+      peers=peers,
+      inputs="x",
+      timeline=True,
+    )
+    process.run(process.init_state(_momentum()), batches)
+    return process.trace()
+
+  first, second = in_threads(2, work)
+  assert list(first) == list(second) and len(first) == 2 * len(list(table))
+  assert min(x.start_s for x in first) == 0.0
+  assert {x.resource for x in first} == {"device 0", "device 1"}
+  assert {x.kind for x in first} == {"forward", "backward", "update"}
