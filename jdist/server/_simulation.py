@@ -57,6 +57,10 @@ class _Task:
   start_s: float
 
 
+# After which nobody's tasks are gone; a tuple, as it is asked of each message.
+_FREQUENT = (_messages.Push, _messages.Pull)
+
+
 class Simulation:
   """Runs a protocol on a cluster whose time is computed, not waited for.
 
@@ -280,7 +284,7 @@ class Simulation:
       self._server,
       name,
       self.profile.pull_bytes,
-      name=f"pull {reply.task}",
+      name=self._label("pull", reply.task),
       kind="pull",
     )
     life = self._lives[name]
@@ -313,11 +317,15 @@ class Simulation:
       name,
       self._server,
       self.profile.push_bytes,
-      name=f"push {reply.task}",
+      name=self._label("push", reply.task),
       kind="push",
     )
     push = _messages.Push(name, reply.task, reply.samples, compute_s)
     arrival.callbacks.append(lambda _: self._take(push, life))
+
+  def _label(self, kind: str, task: int) -> str:
+    """Returns a message's name in the trace, if there is one."""
+    return kind if self.trace is None else f"{kind} {task}"
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
@@ -365,7 +373,7 @@ class Simulation:
   def _deliver(self, message: _messages.Message) -> None:
     # Who leaves takes its tasks along, for which nothing will come any more.
     gone: list[int] = []
-    if not isinstance(message, _messages.Push | _messages.Pull):
+    if not isinstance(message, _FREQUENT):
       worker = (
         message.worker
         if not isinstance(message, _messages.Expired)

@@ -100,6 +100,25 @@ def test_fair_links_agree_with_a_plain_reference(messages):
 
 @hypothesis.given(
   st.lists(
+    st.tuples(st.integers(0, 20), st.sampled_from("abc"), st.integers(1, 30)),
+    min_size=1,
+    max_size=12,
+  )
+)
+def test_a_way_of_fair_links_takes_as_long_as_the_longest(messages):
+  link = byte_link("fair", latency_s=0.5)
+  ways = cluster.star(dict.fromkeys("abc", link) | {"z": link}, "switch")
+  found = arrivals(ways, [(start, a, "z", size) for start, a, size in messages])
+  last = shared([(start, size) for start, _, size in messages])
+  for i, (_, name, _) in enumerate(messages):
+    own = [(j, x) for j, x in enumerate(messages) if x[1] == name]
+    ends = shared([(start, size) for _, (start, _, size) in own])
+    end = ends[[j for j, _ in own].index(i)]
+    assert found[i] == pytest.approx(max(end, last[i]) + 1.0, rel=1e-6)
+
+
+@hypothesis.given(
+  st.lists(
     st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=12
   )
 )
