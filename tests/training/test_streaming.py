@@ -35,8 +35,9 @@ def optimizer(axis, *, stream, warmup_steps=4, steps=None, compression=None):
   )
 
 
-def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
-  chain = optimizer(team.axis, stream=stream, **(others or {}))
+def compiled(team, *, stream, **others):
+  """A trainer, its chain, and the programs that it traced."""
+  chain = optimizer(team.axis, stream=stream, **others)
   traces = []
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
@@ -47,9 +48,19 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
   trainer = training.Trainer(
     team, step, stream_steps=SENT_IN if stream else (), host_rounds=False
   )
+  return trainer, chain, traces
+
+
+@functools.cache
+def shared(kind, *, stream, steps=None):
+  """Compiled once for all tests: a trainer keeps nothing of a run."""
+  team = _tiny.team(kind)
+  return team, *compiled(team, stream=stream, steps=steps)
+
+
+def fit(team, trainer, chain, *, num_steps=NUM_STEPS, **options):
   state = training.init_state(team, chain, _tiny.params())
-  state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
-  return state, records, traces
+  return trainer.fit(state, _tiny.batches(team), num_steps, **options)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +73,10 @@ def fit(team, *, stream, num_steps=NUM_STEPS, others=None, **options):
   ],
 )
 def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
-  team, given = _tiny.team(kind), {"steps": steps}
-  simple, records, _ = fit(team, stream=False, others=given)
-  streamed, others, traces = fit(team, stream=True, others=given)
+  *plain, _ = shared(kind, stream=False, steps=steps)
+  *parts, traces = shared(kind, stream=True, steps=steps)
+  simple, records = fit(*plain)
+  streamed, others = fit(*parts)
   for name in ("anchor", "inner", "clock"):
     _tiny.assert_same_bits(
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
@@ -88,8 +100,8 @@ def test_sub_tensors_go_through_a_codec():
   others = {
     "compression": reducers.Compression(chunked, reducers.ErrorFeedback())
   }
-  simple, records, _ = fit(team, stream=False, others=others)
-  streamed, same, _ = fit(team, stream=True, others=others)
+  simple, records = fit(team, *compiled(team, stream=False, **others)[:2])
+  streamed, same = fit(team, *compiled(team, stream=True, **others)[:2])
   for name in ("anchor", "inner", "clock"):
     _tiny.assert_same_bits(
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
@@ -104,14 +116,12 @@ def test_sub_tensors_go_through_a_codec():
 
 
 def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):
-  team = _tiny.team("shard_map")
-  whole, _, _ = fit(team, stream=True)
+  *parts, _ = shared("shard_map", stream=True)
+  whole, _ = fit(*parts)
   in_rounds = []
   for last in (23, NUM_STEPS):
-    with training.Checkpoints(tmp_path, team) as checkpoints:
-      state, _, _ = fit(
-        team, stream=True, num_steps=last, checkpoints=checkpoints
-      )
+    with training.Checkpoints(tmp_path, parts[0]) as checkpoints:
+      state, _ = fit(*parts, num_steps=last, checkpoints=checkpoints)
       in_rounds.append(int(state.opt_state.clock.round_step[0]))
   assert in_rounds[0] > 0
   _tiny.assert_same_bits(state, whole)
@@ -266,9 +276,8 @@ def test_a_number_of_steps_must_be_one(wrong):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_evaluation_may_see_what_is_under_way(stream):
-  team = _tiny.team("vmap")
-  chain = optimizer(team.axis, stream=stream)
-  state, _, _ = fit(team, stream=stream, num_steps=31)
+  team, trainer, chain, _ = shared("vmap", stream=stream, steps=4)
+  state, _ = fit(team, trainer, chain, num_steps=31)
   seen = []
 
   def apply(params, model_state, images, *, train):

@@ -54,9 +54,9 @@ def test_beats_keep_it_alive_and_leaving_ends_its_thread():
 _IS_STOPPED = """
 import time
 from jdist.training import _watchdog
-with _watchdog.Watchdog(6.0):
+with _watchdog.Watchdog(4.0):
   print("begun", flush=True)
-  for _ in range(20):  # Not one sleep, which would be over when it goes on.
+  for _ in range(10):  # Not one sleep, which would be over when it goes on.
     time.sleep(0.1)
 """
 
@@ -67,7 +67,7 @@ def test_time_in_which_the_process_is_stopped_does_not_count():
     try:
       assert process.stdout.readline() == "begun\n"
       process.send_signal(signal.SIGSTOP)
-      time.sleep(8.0)
+      time.sleep(5.0)
       process.send_signal(signal.SIGCONT)
       assert process.wait(timeout=60) == 0
     finally:
@@ -92,6 +92,7 @@ with _watchdog.Watchdog(3.0) as watchdog:
 """
 
 
+@pytest.mark.slow  # Sleeps; `_ended_at_s` says the same without a clock.
 def test_a_run_that_hangs_after_it_was_stopped_is_ended_in_time():
   with subprocess.Popen(
     [sys.executable, "-c", _HANGS_AFTERWARDS],
