@@ -33,14 +33,14 @@ environment() {
   if [ ! -x "$python" ]; then
     echo "Making a virtual environment in $venv ..." >&2
     if command -v uv >/dev/null && [ -z "${JDIST_PYTHON:-}" ]; then
-      uv venv --quiet --python '>=3.11' "$venv"
+      uv venv --quiet --python '>=3.11' "$venv" || return
     else
       base=$(_find_python) || {
         echo "jdist needs Python 3.11 or newer: install it, or set" \
           "JDIST_PYTHON to its path." >&2
         return 1
       }
-      "$base" -m venv "$venv"
+      "$base" -m venv "$venv" || return
     fi
   fi
   # What was installed stands in a file, so that nothing is done twice.
@@ -51,10 +51,10 @@ environment() {
     local packages=(-e "$root[$extras]")
     [ -z "${JDIST_JAX:-}" ] || packages+=("jax==$JDIST_JAX")
     if command -v uv >/dev/null; then
-      uv pip install --quiet --python "$python" "${packages[@]}"
+      uv pip install --quiet --python "$python" "${packages[@]}" || return
     else
       "$python" -m pip install --quiet --disable-pip-version-check \
-        "${packages[@]}"
+        "${packages[@]}" || return
     fi
     printf '%s' "$want" >"$stamp"
   fi
