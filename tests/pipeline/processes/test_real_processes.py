@@ -1,0 +1,68 @@
+"""Stages in operating-system processes of their own, one of which dies."""
+
+import multiprocessing
+import os
+
+import jax
+import numpy as np
+import optax
+
+from jdist import pipeline
+from tests.pipeline.runtime import _small_models as small
+
+_SAMPLES = 12
+
+
+def _batches():
+  found = small.batches(3, 1, _SAMPLES, small.UNLIKE)
+  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+
+
+def _process(peers, devices):
+  microbatch = jax.tree.map(lambda x: x[: _SAMPLES // 4], _batches()[0])
+  return pipeline.StageProcess(
+    pipeline.cut_layers(small.layers(small.UNLIKE), devices),
+    small.loss,
+    pipeline.make_table("1f1b", devices, 4),
+    microbatch,
+    peers=peers,
+    inputs="x",
+  )
+
+
+def _run(device, addresses, listener, answers):
+  with pipeline.connect(
+    device, addresses, "a secret", listener=listener, timeout_s=60
+  ) as peers:
+    process = _process(peers, 2)
+    state = process.init_state(optax.sgd(0.1))
+    state, metrics = process.run(state, _batches())
+    if device == 1:
+      os._exit(1)  # As if it were killed: nothing is closed in order.
+    answers.put([x["loss"] for x in metrics])
+    try:
+      process.run(state, _batches())
+    except ConnectionError as error:
+      answers.put(str(error))
+
+
+def test_two_processes_train_and_the_death_of_one_ends_the_other():
+  context = multiprocessing.get_context("spawn")
+  answers = context.Queue()
+  listeners = [pipeline.listen() for _ in range(2)]
+  addresses = [x.getsockname()[:2] for x in listeners]
+  workers = [
+    context.Process(target=_run, args=(i, addresses, listener, answers))
+    for i, listener in enumerate(listeners)
+  ]
+  for worker, listener in zip(workers, listeners, strict=True):
+    worker.start()
+    listener.close()
+  losses, reason = [answers.get(timeout=120) for _ in range(2)]
+  for worker in workers:
+    worker.join(60)
+  assert "Device 1 of the pipeline is gone" in reason
+  one = _process(None, 1)
+  _, metrics = one.run(one.init_state(optax.sgd(0.1)), _batches())
+  np.testing.assert_allclose(losses, [x["loss"] for x in metrics], rtol=1e-6)
+  assert [x.exitcode for x in workers] == [0, 1]
