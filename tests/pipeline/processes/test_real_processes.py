@@ -30,7 +30,7 @@ def _process(peers, devices):
   )
 
 
-def _run(device, addresses, listener, answers):
+def _run(device, addresses, listener, answers, trained):
   with pipeline.connect(
     device, addresses, "a secret", listener=listener, timeout_s=60
   ) as peers:
@@ -38,8 +38,10 @@ def _run(device, addresses, listener, answers):
     state = process.init_state(optax.sgd(0.1))
     state, metrics = process.run(state, _batches())
     if device == 1:
+      trained.wait(60)
       os._exit(1)  # As if it were killed: nothing is closed in order.
     answers.put([x["loss"] for x in metrics])
+    trained.set()
     try:
       process.run(state, _batches())
     except ConnectionError as error:
@@ -48,11 +50,13 @@ def _run(device, addresses, listener, answers):
 
 def test_two_processes_train_and_the_death_of_one_ends_the_other():
   context = multiprocessing.get_context("spawn")
-  answers = context.Queue()
+  answers, trained = context.Queue(), context.Event()
   listeners = [pipeline.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
   workers = [
-    context.Process(target=_run, args=(i, addresses, listener, answers))
+    context.Process(
+      target=_run, args=(i, addresses, listener, answers, trained)
+    )
     for i, listener in enumerate(listeners)
   ]
   for worker, listener in zip(workers, listeners, strict=True):
