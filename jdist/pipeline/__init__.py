@@ -1,9 +1,13 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
+from jdist.pipeline.planning import Footprint as Footprint
 from jdist.pipeline.planning import LayerCost as LayerCost
 from jdist.pipeline.planning import load_costs as load_costs
+from jdist.pipeline.planning import partition as partition
 from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
+from jdist.pipeline.planning import place as place
+from jdist.pipeline.planning import Plan as Plan
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
 from jdist.pipeline.processes import connect as connect

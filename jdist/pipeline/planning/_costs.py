@@ -24,6 +24,7 @@ class LayerCost:
     output_bytes: of what goes to the next layer, and as a gradient back.
     saved_bytes: of what the backward pass needs of a micro-batch from the
       forward pass, the input included.
+    working_bytes: of what a pass needs beside that, until its end.
 
   Raises:
     ValueError: when a cost is negative or not finite, or `weight_s` is more
@@ -38,6 +39,7 @@ class LayerCost:
   parameter_bytes: float = 0.0
   output_bytes: float = 0.0
   saved_bytes: float = 0.0
+  working_bytes: float = 0.0
 
   def __post_init__(self) -> None:
     if self.weight_s is None:
@@ -66,6 +68,32 @@ class LayerCost:
     assert self.weight_s is not None
     return self.backward_s - self.weight_s
 
+  def scaled(self, factor: float) -> "LayerCost":
+    """Returns the cost of a micro-batch of so many times the samples.
+
+    >>> LayerCost("a", forward_s=1, parameter_bytes=8).scaled(2).forward_s
+    2
+    """
+    ours = {
+      field.name: getattr(self, field.name) * factor
+      for field in dataclasses.fields(self)
+      if field.name not in ("name", "update_s", "parameter_bytes")
+    }
+    return dataclasses.replace(self, **ours)
+
+  def recomputed(self, input_bytes: float) -> "LayerCost":
+    """Returns the cost if a stage keeps its input only, and runs twice.
+
+    Args:
+      input_bytes: of the stage's input, of a micro-batch.
+    """
+    return dataclasses.replace(
+      self,
+      backward_s=self.backward_s + self.forward_s,
+      saved_bytes=input_bytes,
+      working_bytes=self.working_bytes + self.saved_bytes,
+    )
+
 
 def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   """Adds the costs of consecutive layers; the output is the last one's.
@@ -81,9 +109,14 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   sums = {
     field.name: sum(getattr(layer, field.name) for layer in found)
     for field in dataclasses.fields(LayerCost)
-    if field.name not in ("name", "output_bytes")
+    if field.name not in ("name", "output_bytes", "working_bytes")
   }
-  return LayerCost(name, output_bytes=found[-1].output_bytes, **sums)
+  return LayerCost(
+    name,
+    output_bytes=found[-1].output_bytes,
+    working_bytes=max(layer.working_bytes for layer in found),
+    **sums,
+  )
 
 
 def load_costs(path: str | pathlib.Path) -> list[LayerCost]:

@@ -31,8 +31,8 @@ class PipelineTimes:
       is full.
     busy_s: of each device, the seconds of its actions.
     memory_bytes: of each device, at most: parameters in all their versions,
-      the optimizer's copies and the gradients, and what live micro-batches
-      keep.
+      the optimizer's copies and the gradients, what live micro-batches keep,
+      and what a pass needs beside.
     link_use: which part of the time each direction of a link was busy.
     ends_s: of each iteration.
     starts_s: of each action.
@@ -279,6 +279,7 @@ def _memory(
       for stage, cost in enumerate(costs)
       if table.device_of[stage] == device
     )
+    still += max((costs[x.stage].working_bytes for x in order), default=0.0)
     live = most = 0.0
     for action in order:
       saved = costs[action.stage].saved_bytes

@@ -1,0 +1,344 @@
+"""The partition of a chain of layers that has the least bottleneck."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jdist import checks, cluster
+from jdist.pipeline.planning import _costs, _routes
+from jdist.pipeline.planning._plan import (
+  Footprint,
+  make_stages,
+  Plan,
+  stage_bytes,
+)
+
+# What rounding may make of sums in another order.
+_ROUNDING = 1e-9
+
+# Of a stage on its machine, from some positions to some others.
+StageCosts = Callable[[np.ndarray, slice, Sequence[str], int], np.ndarray]
+
+
+class Chain:
+  """Layers in their order, as sums from which stages' times are taken.
+
+  A position j lies behind the first j layers.
+  """
+
+  def __init__(
+    self,
+    costs: Sequence[_costs.LayerCost],
+    machines: cluster.Cluster,
+    footprint: Footprint | None = None,
+    num_microbatches: int = 1,
+  ):
+    self.costs = checks.check_list("costs", costs, "LayerCost")
+    if not self.costs:
+      raise ValueError("`costs` must be one layer's at least, got none.")
+    checks.check_int("num_microbatches", num_microbatches, 1)
+    self.footprint = footprint or Footprint()
+    self.routes = _routes.Routes(machines)
+    self._nodes = {node.name: node for node in machines.nodes}
+    sums = [
+      [
+        x.compute_s
+        + (x.forward_s if self.footprint.recompute else 0.0)
+        + x.update_s / num_microbatches,
+        x.parameter_bytes,
+        x.saved_bytes,
+      ]
+      for x in self.costs
+    ]
+    zeros = np.zeros((1, 3))
+    self.work, self._parameters, self._saved = np.concatenate(
+      [zeros, np.cumsum(np.array(sums), axis=0)]
+    ).T
+    # What crosses a cut at each position.
+    self.sent = np.array([0.0] + [x.output_bytes for x in self.costs])
+    self._input = self.sent + 0.0
+    self._input[0] = self.footprint.input_bytes
+    size = len(self.costs) + 1
+    self._working = np.zeros((size, size))
+    for start in range(size - 1):
+      self._working[start, start + 1 :] = np.maximum.accumulate(
+        [x.working_bytes for x in self.costs[start:]]
+      )
+
+  def node(self, name: str) -> cluster.Node:
+    """Returns a machine."""
+    return self._nodes[name]
+
+  def stage_s(
+    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+  ) -> np.ndarray:
+    """Returns the seconds of a stage from some positions to some others.
+
+    Those of computation, of the cut behind it, and of the link that both cuts
+    of the stage share; infinite where there is no layer or too little memory.
+    """
+    seconds = np.maximum(
+      self._compute_s(rows, columns, nodes, stage),
+      self._sent_s(rows, columns, nodes, stage),
+    )
+    fits = self._fits(rows, columns, nodes, stage) <= 1 + _ROUNDING
+    return np.where(fits, seconds, math.inf)
+
+  def _compute_s(
+    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+  ) -> np.ndarray:
+    work = self.work[None, columns] - self.work[rows, None]
+    return work / self._nodes[nodes[stage]].speed
+
+  def _sent_s(
+    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+  ) -> np.ndarray:
+    if stage + 1 == len(nodes):
+      return np.zeros(1)
+    here, after = nodes[stage], nodes[stage + 1]
+    found = self.sent[None, columns] * self.routes.byte_s(here, after)
+    if stage and (
+      shared := self.routes.shared_byte_s(nodes[stage - 1], here, after)
+    ):
+      both = self.sent[rows, None] + self.sent[None, columns]
+      found = np.maximum(found, both * shared)
+    return found
+
+  def _fits(
+    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+  ) -> np.ndarray:
+    """Returns the part of a machine's memory; infinite without a layer."""
+    empty = np.arange(len(self.work))[None, columns] <= rows[:, None]
+    limit = self._nodes[nodes[stage]].memory_bytes
+    if limit == math.inf:
+      return np.where(empty, math.inf, 0.0)
+    footprint, live = self.footprint, self.footprint.live(stage)
+    found = self._parameters[None, columns] - self._parameters[rows, None]
+    found = found * footprint.copies(stage) + self._working[rows, columns]
+    saved = self._saved[None, columns] - self._saved[rows, None]
+    if footprint.recompute:
+      found = found + saved + live * self._input[rows, None]
+    else:
+      found = found + live * saved
+    return np.where(empty, math.inf, found / limit)
+
+  def _trip_s(
+    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+  ) -> np.ndarray:
+    """Returns a micro-batch's seconds in a stage, over the cut and back."""
+    found = self._compute_s(rows, columns, nodes, stage)
+    if stage + 1 < len(nodes):
+      way = nodes[stage], nodes[stage + 1]
+      found = found + 2 * (
+        self.sent[None, columns] * self.routes.byte_s(*way)
+        + self.routes.latency_s(*way)
+      )
+    return found
+
+  def best_cuts(
+    self, nodes: Sequence[str], bound: float = math.inf
+  ) -> tuple[float, float, tuple[int, ...]] | None:
+    """Returns bottleneck, trip and cuts of the best partition below a bound.
+
+    Among those of the least bottleneck it is one of the shortest trip.
+    """
+    least = self._least(nodes, self.stage_s, bound)
+    if least is None:
+      return None
+    limit = least[0] * (1 + _ROUNDING)
+
+    def trip_s(
+      rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
+    ) -> np.ndarray:
+      place = rows, columns, nodes, stage
+      within = self.stage_s(*place) <= limit
+      return np.where(within, self._trip_s(*place), math.inf)
+
+    shortest = self._least(nodes, trip_s, limit, np.add)
+    assert shortest is not None
+    return least[0], *shortest
+
+  def _least(
+    self,
+    nodes: Sequence[str],
+    cost: StageCosts,
+    limit: float = math.inf,
+    join: np.ufunc = np.maximum,
+  ) -> tuple[float, tuple[int, ...]] | None:
+    """Returns the least value and its cuts over partitions.
+
+    Args:
+      nodes: the machine of each stage.
+      cost: of a stage.
+      limit: of the seconds of each stage.
+      join: adds a stage's cost to that of those in front.
+    """
+    speeds = [self._nodes[name].speed for name in nodes]
+    behind = sum(speeds)
+    values = np.full(len(self.work), math.inf)
+    values[0] = 0.0
+    starts = []
+    for stage, speed in enumerate(speeds):
+      behind -= speed
+      rows = np.flatnonzero(values < math.inf)
+      if not rows.size:
+        return None
+      columns = self.within(rows, limit, speed, behind)
+      values, start = self.extend(
+        values, cost(rows, columns, nodes, stage), rows, columns, join
+      )
+      if join is np.maximum:
+        values[values > limit] = math.inf
+      starts.append(start)
+    if values[-1] == math.inf:
+      return None
+    cuts = [len(self.costs)]
+    for start in reversed(starts[1:]):
+      cuts.append(int(start[cuts[-1]]))
+    return float(values[-1]), tuple(cuts[:0:-1])
+
+  def within(
+    self, rows: np.ndarray, limit: float, speed: float, behind: float
+  ) -> slice:
+    """Returns the positions where a stage may end, by computation alone.
+
+    Args:
+      rows: where it may begin.
+      limit: of its seconds, and those of the stages behind it.
+      speed: of its machine.
+      behind: the speeds of theirs together.
+    """
+    first, end = int(rows[0]) + 1, len(self.work)
+    if limit < math.inf:
+      more = limit * (1 + _ROUNDING)
+      # Work is not lost to rounding either.
+      small = _ROUNDING * self.work[-1]
+      left = self.work[-1] - more * behind - small
+      first = max(first, int(np.searchsorted(self.work, left)))
+      most = self.work[rows[-1]] + more * speed + small
+      end = int(np.searchsorted(self.work, most, side="right"))
+    return slice(first, max(first, end))
+
+  def extend(
+    self,
+    values: np.ndarray,
+    costs: np.ndarray,
+    rows: np.ndarray,
+    columns: slice,
+    join: np.ufunc = np.maximum,
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the best values with a stage more, and where it begins."""
+    found = np.full(len(values), math.inf)
+    start = np.zeros(len(values), int)
+    both = join(values[rows, None], costs)
+    best = both.argmin(axis=0)
+    found[columns] = both[best, np.arange(len(best))]
+    start[columns] = rows[best]
+    return found, start
+
+  def plan(self, nodes: Sequence[str], cuts: Sequence[int]) -> Plan:
+    """Returns a plan of given cuts; `Plan.bottleneck_s` counts every link."""
+    stages = make_stages(self.costs, cuts, self.footprint)
+    edges = np.array([0, *cuts, len(self.costs)])
+    work = np.diff(self.work[edges])
+    speeds = [self._nodes[name].speed for name in nodes]
+    sent = self.sent[list(cuts)]
+    busiest = self.routes.busiest_s(nodes, sent)
+    ways = list(itertools.pairwise(nodes))
+    return Plan(
+      tuple(map(int, cuts)),
+      tuple(nodes),
+      stages,
+      float(max(busiest, *(work / speeds))),
+      float(sum(work / speeds))
+      + 2
+      * sum(
+        num_bytes * self.routes.byte_s(*way) + self.routes.latency_s(*way)
+        for way, num_bytes in zip(ways, sent, strict=True)
+      ),
+      stage_bytes(stages, self.footprint),
+      self.footprint.recompute,
+    )
+
+  def check_layers(self, num_stages: int) -> None:
+    """Raises a ValueError for fewer layers than stages."""
+    self.footprint.check(num_stages)
+    if len(self.costs) < num_stages:
+      raise ValueError(
+        "`costs` must be of one layer at least for each of the "
+        f"{num_stages} stages, got {len(self.costs)}. Take fewer stages, or a "
+        "model of more layers."
+      )
+
+  def explain(self, nodes: Sequence[str]) -> ValueError:
+    """Returns the error that no partition fits into the machines' memory."""
+    found = self._least(nodes, self._fits)
+    assert found is not None
+    cuts = found[1]
+    stages = make_stages(self.costs, cuts, self.footprint)
+    needs = stage_bytes(stages, self.footprint)
+    limits = [self._nodes[name].memory_bytes for name in nodes]
+    i = max(range(len(nodes)), key=lambda i: needs[i] / limits[i])
+    what, need = f"stage {i} of {len(nodes)}, {stages[i].name!r},", needs[i]
+    edges = [0, *cuts, len(self.costs)]
+    for j in range(edges[i], edges[i + 1]):
+      alone = self._fits(np.array([j]), slice(j + 1, j + 2), nodes, i)[0, 0]
+      if alone > 1:
+        what, need = f"layer {self.costs[j].name!r} alone", alone * limits[i]
+    again = "" if self.footprint.recompute else "recomputation, "
+    return ValueError(
+      f"No partition fits into memory: {what} needs {need / 1e9:.3g} GB, and "
+      f"{nodes[i]!r} has {limits[i] / 1e9:.3g} GB. Take more machines, {again}"
+      "fewer versions of the parameters or fewer micro-batches in flight."
+    )
+
+
+def partition(
+  costs: Sequence[_costs.LayerCost],
+  machines: cluster.Cluster,
+  *,
+  nodes: Sequence[str] | None = None,
+  footprint: Footprint | None = None,
+  num_microbatches: int = 1,
+) -> Plan:
+  r"""Cuts layers into stages so that the busiest machine or link is least busy.
+
+  Dynamic programming over the cuts, exact:
+
+  .. math:: A_s(j) = \min_{i < j} \max(A_{s-1}(i), t_s(i, j))
+
+  with the seconds t of stage s of the layers i to j - 1: of its computation, of
+  the cut behind it on its slowest link, and of both cuts where they share a
+  link.  Among equal bottlenecks the cuts have the shortest trip of a
+  micro-batch.  Latency delays a message and does not keep a link busy, so it
+  counts in the trip.
+
+  Args:
+    costs: of each layer, for a micro-batch.
+    machines: speeds, memory and links.
+    nodes: the machine of each stage, in order; all of them if None.
+    footprint: what a stage takes of memory.
+    num_microbatches: over which an optimizer's step is spread.
+
+  Returns:
+    The plan.
+
+  Raises:
+    ValueError: when there are fewer layers than stages, or no partition fits
+      into memory.
+
+  >>> layers = [_costs.LayerCost(n, 1.0, 2.0) for n in "abcd"]
+  >>> print(partition(layers, cluster.workers([3.0, 1.0])))
+  a to c on worker0 | d on worker1
+  """
+  names = tuple(machines.names if nodes is None else nodes)
+  for name in names:
+    machines.node(name)
+  chain = Chain(costs, machines, footprint, num_microbatches)
+  chain.check_layers(len(names))
+  found = chain.best_cuts(names)
+  if found is None:
+    raise chain.explain(names)
+  return chain.plan(names, found[2])

@@ -1,0 +1,74 @@
+"""Ways between machines, and the seconds that they are busy with bytes."""
+
+import collections
+import functools
+from collections.abc import Iterable, Sequence
+
+from jdist import cluster
+
+_Hop = tuple[str, str]
+
+
+class Routes:
+  """Seconds of a cluster's links, of messages between stages.
+
+  A link is full duplex: of a cut between two stages outputs flow one way and
+  gradients, which are as large, the other.
+  """
+
+  def __init__(self, machines: cluster.Cluster):
+    self._topology = machines.topology
+    self.hops = functools.cache(self._hops)
+    self.byte_s = functools.cache(self._byte_s)
+    self.latency_s = functools.cache(self._latency_s)
+    self.shared_byte_s = functools.cache(self._shared_byte_s)
+
+  def _hops(
+    self, one: str, other: str
+  ) -> tuple[tuple[_Hop, float, float], ...]:
+    """Returns each hop of a message, its seconds a byte and its latency."""
+    if self._topology is None:
+      return ()
+    found = []
+    for hop in self._topology.route(one, other):
+      link = self._topology.link(*hop)
+      found.append((hop, 8 / link.bandwidth_bits_per_s, link.latency_s))
+    return tuple(found)
+
+  def _byte_s(self, one: str, other: str) -> float:
+    """Returns the seconds a byte of the slowest link between two machines."""
+    return max((s for _, s, _ in self.hops(one, other)), default=0.0)
+
+  def _latency_s(self, one: str, other: str) -> float:
+    """Returns the seconds that a message takes beside its bytes."""
+    return sum(s for _, _, s in self.hops(one, other))
+
+  def _shared_byte_s(self, before: str, here: str, after: str) -> float:
+    """Returns the seconds a byte of the slowest link that both cuts use.
+
+    Outputs from before and gradients from after come to a machine, and the
+    other way round, on its own link.
+    """
+    after_hops = {hop for hop, _, _ in self.hops(after, here)}
+    back_hops = {hop for hop, _, _ in self.hops(here, after)}
+    return max(
+      [s for hop, s, _ in self.hops(before, here) if hop in after_hops]
+      + [s for hop, s, _ in self.hops(here, before) if hop in back_hops],
+      default=0.0,
+    )
+
+  def busiest_s(
+    self, nodes: Sequence[str], cut_bytes: Iterable[float]
+  ) -> float:
+    """Returns the seconds that the busiest link works on a micro-batch.
+
+    Args:
+      nodes: the machine of each stage.
+      cut_bytes: between each stage and the next one.
+    """
+    loads: dict[_Hop, float] = collections.defaultdict(float)
+    for one, other, num_bytes in zip(nodes, nodes[1:], cut_bytes, strict=False):
+      for way in ((one, other), (other, one)):
+        for hop, seconds, _ in self.hops(*way):
+          loads[hop] += seconds * num_bytes
+    return max(loads.values(), default=0.0)

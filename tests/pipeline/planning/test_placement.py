@@ -1,0 +1,143 @@
+"""Placements: against all orders, and on clusters of levels."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from jdist import cluster, pipeline
+from tests.pipeline.planning import _small_clusters as small
+
+_Cost = pipeline.LayerCost
+
+
+def _levels(machines, each, inside, between):
+  """Machines of several devices; links by bytes a second."""
+  links = {}
+  for m in range(machines):
+    for i in range(each):
+      links[f"m{m}d{i}", f"m{m}"] = cluster.Link(8 * inside)
+    links[f"m{m}", "server"] = cluster.Link(8 * between)
+  # Interleaved, so that the order as given is a bad one.
+  names = [f"m{m}d{i}" for i in range(each) for m in range(machines)]
+  return cluster.Cluster(
+    tuple(map(cluster.Node, names)), cluster.Topology(links)
+  )
+
+
+def test_a_large_cut_gets_the_fast_link():
+  link = {
+    ("a", "b"): cluster.Link(8.0),
+    ("b", "c"): cluster.Link(800.0),
+    ("a", "c"): cluster.Link(8.0),
+  }
+  machines = cluster.Cluster(
+    tuple(map(cluster.Node, "abc")), cluster.Topology(link), server="a"
+  )
+  layers = [
+    _Cost("p", 1.0, 2.0, output_bytes=100),
+    _Cost("q", 1.0, 2.0, output_bytes=3),
+    _Cost("r", 1.0, 2.0, output_bytes=0),
+  ]
+  plan = pipeline.place(layers, machines)
+  assert set(plan.nodes[:2]) == {"b", "c"} and plan.bottleneck_s == 3.0
+
+
+def test_sixty_cases_are_those_of_all_orders():
+  for seed in range(60):
+    costs, machines, footprint, microbatches = small.case(seed)
+    options = {"footprint": footprint, "num_microbatches": microbatches}
+    wanted = min(
+      small.brute_force(costs, machines, order, footprint, microbatches)
+      for order in itertools.permutations(machines.names)
+    )
+    if wanted[0] == float("inf"):
+      with pytest.raises(ValueError, match="No partition fits into memory"):
+        pipeline.place(costs, machines, **options)
+      continue
+    plan = pipeline.place(costs, machines, **options)
+    assert (plan.bottleneck_s, plan.trip_s) == pytest.approx(wanted), seed
+
+
+def test_the_best_of_more_machines_are_chosen():
+  costs = [_Cost(f"{i}", 1.0, 1.0) for i in range(6)]
+  machines = cluster.workers([1.0, 4.0, 0.1, 2.0])
+  plan = pipeline.place(costs, machines, num_stages=2)
+  assert sorted(plan.nodes) == ["worker1", "worker3"]
+  assert plan.bottleneck_s == 2.0
+
+
+@pytest.mark.parametrize(("number", "each"), [(2, 4), (4, 4)])
+def test_stages_of_a_machine_follow_each_other(number, each):
+  costs = [
+    _Cost(f"{i}", 1.0, 2.0, output_bytes=100 if (i + 1) % each else 1)
+    for i in range(number * each)
+  ]
+  machines = _levels(number, each, 1000.0, 2.0)
+  plan = pipeline.place(costs, machines)
+  assert plan.bottleneck_s == 3.0
+  groups = [name[:2] for name in plan.nodes]
+  assert len(list(itertools.groupby(groups))) == number
+
+
+def test_a_link_that_distant_cuts_share_counts_for_each():
+  # In a ring a message goes over the machines between.
+  ring = cluster.ring("abcd", cluster.Link(8.0))
+  machines = cluster.Cluster(tuple(map(cluster.Node, "acbd")), ring, server="a")
+  costs = [_Cost(f"{i}", 1.0, 2.0, output_bytes=4) for i in range(4)]
+  assert pipeline.partition(costs, machines).bottleneck_s > 4.0
+  plan = pipeline.place(costs, machines)
+  assert plan.bottleneck_s == 4.0
+  steps = {(ord(a) - ord(b)) % 4 for a, b in itertools.pairwise(plan.nodes)}
+  assert steps in ({1}, {3})
+
+
+def test_the_search_of_many_machines_finds_what_is_known_to_be_best():
+  # Each layer fits one speed: only one order has a bottleneck of 1.
+  speeds = [1.0 + i for i in range(12)]
+  costs = [
+    _Cost(f"{i}", speed / 2, speed / 2) for i, speed in enumerate(speeds)
+  ]
+  random.Random(1).shuffle(speeds)
+  machines = cluster.workers(speeds)
+  order_as_given = pipeline.partition(costs, machines).bottleneck_s
+  found = pipeline.place(costs, machines, evaluations=2000).bottleneck_s
+  assert found < 0.6 * order_as_given and found < 1.5
+
+
+def test_the_same_seed_gives_the_same_plan():
+  costs = small.layers(random.Random(0), 20)
+  machines = cluster.workers([1.0 + i % 4 for i in range(10)])
+  plans = [
+    pipeline.place(costs, machines, evaluations=50, seed=3) for _ in range(2)
+  ]
+  assert plans[0] == plans[1]
+
+
+def test_two_hundred_layers_find_their_place_on_64_machines_in_seconds():
+  generator = random.Random(0)
+  costs = small.layers(generator, 200)
+  links = {}
+  for i in range(64):
+    links[f"n{i}", f"m{i // 8}"] = cluster.Link(8 * 100.0)
+    links[f"m{i // 8}", "server"] = cluster.Link(8 * 10.0)
+  machines = cluster.Cluster(
+    tuple(
+      cluster.Node(f"n{i}", speed=generator.uniform(0.5, 2.0))
+      for i in range(64)
+    ),
+    cluster.Topology(links),
+  )
+  start_s = time.perf_counter()
+  plan = pipeline.place(costs, machines)
+  assert time.perf_counter() - start_s < 10.0
+  assert plan.bottleneck_s <= pipeline.partition(costs, machines).bottleneck_s
+
+
+def test_wrong_numbers_of_stages_are_refused():
+  machines = cluster.workers([1.0, 1.0])
+  costs = [_Cost("a", 1.0), _Cost("b", 1.0)]
+  for wrong, words in ((3, "at most the 2 machines"), (0, "`num_stages` must")):
+    with pytest.raises(ValueError, match=words):
+      pipeline.place(costs, machines, num_stages=wrong)
