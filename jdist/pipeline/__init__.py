@@ -18,6 +18,8 @@ from jdist.pipeline.processes import StageProcess as StageProcess
 from jdist.pipeline.runtime import cut_layers as cut_layers
 from jdist.pipeline.runtime import merge as merge
 from jdist.pipeline.runtime import OneProgram as OneProgram
+from jdist.pipeline.runtime import split_backward as split_backward
+from jdist.pipeline.runtime import SplitBackward as SplitBackward
 from jdist.pipeline.runtime import Stage as Stage
 from jdist.pipeline.schedule import Action as Action
 from jdist.pipeline.schedule import check_table as check_table

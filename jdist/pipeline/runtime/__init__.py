@@ -2,6 +2,12 @@
 
 from jdist.pipeline.runtime._one_program import InFlightState as InFlightState
 from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
+from jdist.pipeline.runtime._split_backward import (
+  split_backward as split_backward,
+)
+from jdist.pipeline.runtime._split_backward import (
+  SplitBackward as SplitBackward,
+)
 from jdist.pipeline.runtime._stages import apply_layer as apply_layer
 from jdist.pipeline.runtime._stages import cut_layers as cut_layers
 from jdist.pipeline.runtime._stages import LayerLike as LayerLike

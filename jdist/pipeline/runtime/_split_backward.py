@@ -1,0 +1,231 @@
+"""A backward pass in two parts: gradients of the input, then of parameters."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+from jax.extend.core import primitives
+
+PyTree = Any
+
+# Calls, which are opened.
+_CALLS = {
+  primitives.call_p,
+  primitives.closed_call_p,
+  primitives.custom_jvp_call_p,
+  primitives.custom_vjp_call_p,
+  primitives.jit_p,
+  primitives.remat_p,
+}
+# Cheap enough to run in both parts where that keeps fewer bytes.
+_CHEAP = {
+  *("abs", "add", "add_any", "and", "broadcast_in_dim", "concatenate"),
+  *("convert_element_type", "copy", "cos", "div", "eq", "erf", "exp", "exp2"),
+  *("expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "is_finite"),
+  *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg"),
+  *("not", "or", "pad", "pow", "reshape", "rev", "rsqrt", "select_n", "sign"),
+  *("sin", "slice", "sqrt", "square", "squeeze", "sub", "tanh", "transpose"),
+}
+
+
+class SplitBackward(NamedTuple):
+  """The two parts of a backward pass.
+
+  Attributes:
+    input_part: `(residuals, cotangent) -> (gradient, stash)`: the gradient of
+      the input, None for leaves of integers, and a list of arrays.
+    weight_part: `(residuals, cotangent, stash) -> grads` of the parameters.
+    prune: `(residuals, cotangent)` -> both with None in place of the leaves
+      that `weight_part` does not read, to free them after `input_part`.
+  """
+
+  input_part: Callable[[list[jax.Array], PyTree], tuple[PyTree, list[Any]]]
+  weight_part: Callable[[list[Any], PyTree, list[Any]], PyTree]
+  prune: Callable[[list[Any], PyTree], tuple[list[Any], PyTree]]
+
+
+def split_backward(
+  pull: Callable[[list[jax.Array], PyTree], tuple[PyTree, PyTree]],
+  residuals: list[Any],
+  cotangent: PyTree,
+) -> SplitBackward:
+  """Splits a backward pass into an input part and a weight part.
+
+  The input part is what the gradient of the input needs of the traced backward
+  pass, the weight part is the rest: together they cost as much as the whole.
+  Between them wait the values of the input part that the rest reads, about one
+  cotangent for each dense layer.  A cheap one, such as a product of entries, is
+  computed again in place of waiting where its operands wait anyway.
+
+  `jit` and `jax.checkpoint` are opened; what a checkpoint computes again is
+  computed in the input part, and waits.
+
+  Args:
+    pull: `(residuals, cotangent) -> (grads, gradient)`, of the parameters and
+      of the input, such as a flattened function of `jax.vjp`.  Without an input
+      that has a gradient everything is in the weight part.
+    residuals: leaves that the forward pass has saved, or their shapes.
+    cotangent: of the output, or its shapes.
+
+  Returns:
+    Both parts.
+
+  Raises:
+    ValueError: when a loop or a conditional computes gradients of both.
+
+  >>> import jax.numpy as jnp
+  >>> w, x = jnp.array([[2.0]]), jnp.array([[3.0]])
+  >>> y, pull = jax.vjp(lambda w, x: x @ w, w, x)
+  >>> residuals, structure = jax.tree.flatten(pull)
+  >>> parts = split_backward(
+  ...   lambda leaves, ct: jax.tree.unflatten(structure, leaves)(ct),
+  ...   residuals,
+  ...   y,
+  ... )
+  >>> gradient, stash = parts.input_part(residuals, jnp.ones_like(y))
+  >>> grads = parts.weight_part(residuals, jnp.ones_like(y), stash)
+  >>> float(gradient[0, 0]), float(grads[0, 0]), stash
+  (2.0, 3.0, [])
+
+  References:
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
+    There each layer is split by hand.
+  """
+
+  def pulled(residuals: list[jax.Array], cotangent: PyTree) -> Any:
+    grads, gradient = pull(residuals, cotangent)
+    return grads, jax.tree.map(_or_none, gradient)
+
+  traced, shapes = jax.make_jaxpr(pulled, return_shape=True)(
+    residuals, cotangent
+  )
+  given: Any = jax.tree.structure((residuals, cotangent))
+  opened = jax.make_jaxpr(lambda *x: _evaluate(traced, x))(
+    *jax.tree.leaves((residuals, cotangent))
+  )
+  jaxpr = opened.jaxpr
+  of_params, of_input = (jax.tree.structure(x) for x in shapes)
+  number = len(jax.tree.leaves(shapes[0]))
+  to_params, to_input = jaxpr.outvars[:number], jaxpr.outvars[number:]
+  first, second, waiting = _cut(jaxpr, to_params, to_input)
+  stashed = [v for eqn in first for v in eqn.outvars if v in waiting]
+
+  def environment(residuals: list[Any], cotangent: PyTree) -> dict[Any, Any]:
+    leaves = given.flatten_up_to((residuals, cotangent))
+    found = dict(zip(jaxpr.constvars, opened.consts, strict=True))
+    return found | dict(zip(jaxpr.invars, leaves, strict=True))
+
+  def input_part(
+    residuals: list[jax.Array], cotangent: PyTree
+  ) -> tuple[PyTree, list[Any]]:
+    env = environment(residuals, cotangent)
+    gradient = jax.tree.unflatten(of_input, _run(first, env, to_input))
+    return gradient, [env[v] for v in stashed]
+
+  def weight_part(
+    residuals: list[Any], cotangent: PyTree, stash: list[Any]
+  ) -> PyTree:
+    env = environment(residuals, cotangent)
+    env |= dict(zip(stashed, stash, strict=True))
+    return jax.tree.unflatten(of_params, _run(second, env, to_params))
+
+  def prune(
+    residuals: list[Any], cotangent: PyTree
+  ) -> tuple[list[Any], PyTree]:
+    leaves = given.flatten_up_to((residuals, cotangent))
+    pairs = zip(jaxpr.invars, leaves, strict=True)
+    return given.unflatten([x if v in waiting else None for v, x in pairs])
+
+  return SplitBackward(input_part, weight_part, prune)
+
+
+def _cut(
+  jaxpr: Any, to_params: Sequence[Any], to_input: Sequence[Any]
+) -> tuple[list[Any], list[Any], set[Any]]:
+  """Returns both parts' equations and the variables that wait between them."""
+  for_input = _variables(to_input)
+  first = _needed(jaxpr.eqns, for_input)
+  waiting = _variables(to_params)
+  rest = [x for x in jaxpr.eqns if id(x) not in first]
+  second = _needed(rest, waiting)
+  for eqn in rest:
+    if id(eqn) in second:
+      waiting.difference_update(eqn.outvars)
+  for eqn in reversed(jaxpr.eqns):
+    made = waiting.intersection(eqn.outvars)
+    if id(eqn) not in first or not made:
+      continue
+    if made - for_input and list(jex.jaxprs_in_params(eqn.params)):
+      raise ValueError(
+        "A backward pass in two parts must compute gradients of the input and "
+        f"of parameters apart, got a {eqn.primitive.name!r} that computes "
+        "both. Write its layers one after the other, or take a table whose "
+        "backward pass is whole, such as 1f1b."
+      )
+    operands = _variables(eqn.invars)
+    if eqn.primitive.name in _CHEAP and (
+      _num_bytes(operands - waiting) < _num_bytes(made)
+    ):
+      second.add(id(eqn))
+      waiting = (waiting - made) | operands
+  return (
+    [x for x in jaxpr.eqns if id(x) in first],
+    [x for x in jaxpr.eqns if id(x) in second],
+    waiting,
+  )
+
+
+def _needed(eqns: Sequence[Any], wanted: set[Any]) -> set[int]:
+  """Returns which equations variables need, and adds what these need."""
+  found = set()
+  for eqn in reversed(eqns):
+    if not wanted.isdisjoint(eqn.outvars):
+      found.add(id(eqn))
+      wanted |= _variables(eqn.invars)
+  return found
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+  return {x for x in atoms if not isinstance(x, jex.Literal)}
+
+
+def _num_bytes(variables: Iterable[Any]) -> int:
+  return sum(x.aval.size * x.aval.dtype.itemsize for x in variables)
+
+
+def _or_none(x: Any) -> Any:
+  return None if x.dtype == jax.dtypes.float0 else x
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+  """Evaluates a jaxpr, closed or not, without its calls."""
+  inner = getattr(jaxpr, "jaxpr", jaxpr)
+  consts = getattr(jaxpr, "consts", ())
+  env = dict(zip(inner.constvars, consts, strict=True))
+  env |= dict(zip(inner.invars, args, strict=True))
+  return _run(inner.eqns, env, inner.outvars)
+
+
+def _run(
+  eqns: Sequence[Any], env: dict[Any, Any], outputs: Sequence[Any]
+) -> list[Any]:
+  """Runs equations, whose results it adds to `env`; returns the outputs."""
+
+  def read(x: Any) -> Any:
+    return x.val if isinstance(x, jex.Literal) else env[x]
+
+  for eqn in eqns:
+    args, params = [read(x) for x in eqn.invars], eqn.params
+    if eqn.primitive in _CALLS:
+      called = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+      results = _evaluate(called, args)
+    else:
+      with eqn.ctx.manager:
+        results = eqn.primitive.bind(
+          *args, **eqn.primitive.get_bind_params(params)
+        )
+      if not eqn.primitive.multiple_results:
+        results = [results]
+    env.update(zip(eqn.outvars, results, strict=True))
+  return [read(x) for x in outputs]

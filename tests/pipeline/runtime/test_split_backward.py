@@ -1,0 +1,263 @@
+"""Backward passes in two parts: the same gradients, no work done twice."""
+
+import functools
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jdist.pipeline import runtime
+
+_WIDTH, _ROWS = 32, 8
+_HEAVY = ("dot_general", "conv_general_dilated")
+
+
+def _dense(params, x):
+  for weights, bias in params:
+    x = jnp.tanh(x @ weights + bias)
+  return x, ()
+
+
+def _residual(params, x):
+  for weights, bias in params:
+    x = x + jnp.tanh(x @ weights) @ weights.T + bias
+  return x, ()
+
+
+def _embedding(params, tokens):
+  return _dense(params["layers"], params["table"][tokens])
+
+
+class _Convolutions(nn.Module):
+  """Also batch statistics, and calls that JAX makes itself."""
+
+  @nn.compact
+  def __call__(self, x):
+    kind = {"dtype": x.dtype, "param_dtype": x.dtype}
+    for _ in range(2):
+      x = nn.Conv(8, (3, 3), use_bias=False, **kind)(x)
+      x = nn.BatchNorm(use_running_average=False, **kind)(x)
+      x = jax.nn.relu(x)
+    return x
+
+
+class _Transformer(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    kind = {"dtype": x.dtype, "param_dtype": x.dtype}
+    for _ in range(2):
+      h = nn.LayerNorm(**kind)(x)
+      x = x + nn.MultiHeadDotProductAttention(4, **kind)(h)
+      h = nn.Dense(2 * _WIDTH, **kind)(nn.LayerNorm(**kind)(x))
+      x = x + nn.Dense(_WIDTH, **kind)(nn.gelu(h))
+    return x
+
+
+def _layers(dtype, generator):
+  return [
+    (
+      jnp.asarray(generator.normal(size=(_WIDTH, _WIDTH)) / 6, dtype),
+      jnp.asarray(generator.normal(size=_WIDTH), dtype),
+    )
+    for _ in range(3)
+  ]
+
+
+def _stage(name, dtype=jnp.float32):
+  """Returns a function with auxiliary outputs, its parameters and an input."""
+  generator = np.random.default_rng(0)
+  layers = _layers(dtype, generator)
+  x = jnp.asarray(generator.normal(size=(_ROWS, _WIDTH)), dtype)
+  if name == "dense":
+    return _dense, layers, x
+  if name == "jit":
+    return jax.jit(_dense), layers, x
+  if name == "checkpoint":
+    return jax.checkpoint(_dense), layers, x
+  if name == "residual, tied":
+    return _residual, layers, x
+  if name == "embedding":
+    table = jnp.asarray(generator.normal(size=(16, _WIDTH)), dtype)
+    tokens = jnp.asarray(generator.integers(0, 16, _ROWS), jnp.int32)
+    return _embedding, {"table": table, "layers": layers}, tokens
+  if name == "convolution, batch norm":
+    model = _Convolutions()
+    x = jnp.asarray(generator.normal(size=(2, 8, 8, 8)), dtype)
+  else:
+    model = _Transformer()
+    x = x.reshape(2, 4, _WIDTH)
+  variables = jax.jit(model.init)(jax.random.key(0), x)
+  params = variables.pop("params")
+
+  def apply(params, x):
+    return model.apply(
+      {"params": params} | variables, x, mutable=["batch_stats"]
+    )
+
+  return apply, params, x
+
+
+_STAGES = (
+  "dense",
+  "jit",
+  "checkpoint",
+  "residual, tied",
+  "embedding",
+  "convolution, batch norm",
+  "layer norm, attention",
+)
+
+
+def _split(apply, params, x):
+  """Returns both parts, the whole, the residuals and a cotangent."""
+
+  def forward(params, x):
+    y, pull, aux = jax.vjp(apply, params, x, has_aux=True)
+    leaves, structures["pull"] = jax.tree.flatten(pull)
+    return y, leaves, aux
+
+  def pull(residuals, cotangent):
+    return jax.tree.unflatten(structures["pull"], residuals)(cotangent)
+
+  structures = {}
+  y, residuals, _ = jax.jit(forward)(params, x)
+  cotangent = jnp.asarray(
+    np.random.default_rng(1).normal(size=y.shape), y.dtype
+  )
+  parts = runtime.split_backward(pull, residuals, cotangent)
+  return parts, pull, residuals, cotangent
+
+
+@functools.cache
+def _compiled(name, dtype=jnp.float32):
+  """Returns each program's result and its FLOPs."""
+  parts, pull, residuals, cotangent = _split(*_stage(name, dtype))
+
+  def whole(residuals, cotangent):
+    grads, gradient = pull(residuals, cotangent)
+    return grads, None if name == "embedding" else gradient
+
+  def run(function, *args):
+    program = jax.jit(function).lower(*args).compile()
+    return program(*args), (program.cost_analysis() or {}).get("flops", 0.0)
+
+  both = run(whole, residuals, cotangent)
+  first = run(parts.input_part, residuals, cotangent)
+  kept = parts.prune(residuals, cotangent)
+  return both, first, run(parts.weight_part, *kept, first[0][1])
+
+
+@pytest.mark.parametrize("name", _STAGES)
+def test_both_parts_give_the_gradients_of_the_whole(name):
+  (wanted, _), ((gradient, _), _), (grads, _) = _compiled(name)
+  _close((grads, gradient), wanted, 2e-6)
+
+
+@pytest.mark.parametrize("name", _STAGES)
+def test_in_float64_they_give_them_to_twelve_digits(name):
+  # Statistics of Flax begin in float32.
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    (wanted, _), ((gradient, _), _), (grads, _) = _compiled(name, jnp.float64)
+    assert {x.dtype for x in jax.tree.leaves(wanted)} == {jnp.dtype("float64")}
+    _close((grads, gradient), wanted, 1e-12)
+
+
+def _close(found, wanted, tolerance):
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert float(jnp.abs(a - b).max()) <= tolerance * float(jnp.abs(b).max())
+
+
+@pytest.mark.parametrize("name", _STAGES)
+def test_together_they_cost_what_the_whole_does(name):
+  (_, whole), (_, first), (_, second) = _compiled(name)
+  assert first + second <= 1.1 * whole
+  assert second < whole or name == "embedding"
+  assert first < 0.75 * whole
+
+
+def _heavy(function, *args):
+  return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr):
+  own = sum(x.primitive.name in _HEAVY for x in jaxpr.eqns)
+  return own + sum(
+    _count(getattr(inner, "jaxpr", inner))
+    for x in jaxpr.eqns
+    for inner in jex.jaxprs_in_params(x.params)
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "counts"),
+  [
+    ("dense", (3, 3)),
+    ("jit", (3, 3)),
+    ("checkpoint", (3 + 3, 3)),  # It runs the forward pass again.
+    ("residual, tied", (6, 6)),
+    ("embedding", (0, 6)),
+    ("convolution, batch norm", (2, 2)),
+    # Of each block six projections, and the two products of attention.
+    ("layer norm, attention", (2 * 10, 2 * 6)),
+  ],
+)
+def test_products_for_parameters_are_in_the_weight_part_alone(name, counts):
+  parts, pull, residuals, cotangent = _split(*_stage(name))
+  _, stash = parts.input_part(residuals, cotangent)
+  found = (
+    _heavy(parts.input_part, residuals, cotangent),
+    _heavy(parts.weight_part, residuals, cotangent, stash),
+  )
+  assert found == counts
+  assert sum(found) == _heavy(pull, residuals, cotangent)
+
+
+def test_what_waits_are_an_input_and_a_cotangent_of_each_layer():
+  parts, _, residuals, cotangent = _split(*_stage("dense"))
+  _, stash = parts.input_part(residuals, cotangent)
+  shape = (_ROWS, _WIDTH)
+  assert [x.shape for x in stash] == [shape] * 3
+  kept = jax.tree.leaves(parts.prune(residuals, cotangent))
+  assert [x.shape for x in kept] == [shape] * 3
+
+
+def test_a_cheap_value_of_less_is_computed_again_and_does_not_wait():
+  def apply(w, x):  # The mean's cotangent is spread over all entries.
+    return jnp.mean(x @ w), ()
+
+  parts, pull, residuals, cotangent = _split(
+    apply, jnp.ones((4, 4)), jnp.ones((2, 4))
+  )
+  gradient, stash = parts.input_part(residuals, cotangent)
+  assert sum(x.nbytes for x in stash) == 4
+  grads = parts.weight_part(*parts.prune(residuals, cotangent), stash)
+  _close((grads, gradient), pull(residuals, cotangent), 1e-6)
+
+
+def test_a_scan_over_layers_is_refused_by_name():
+  def apply(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0], ()
+
+  params, x = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
+  with pytest.raises(ValueError, match=r"got a 'scan' that computes both\. Wr"):
+    _split(apply, params, x)
+  # Without a gradient of the input nothing is to be cut.
+  parts, *_ = _split(lambda w, _: apply(w, x), params, jnp.arange(2))
+  assert parts.input_part
+
+
+def test_a_scan_without_parameters_is_run_in_the_input_part():
+  def apply(w, x):
+    x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x), None), x @ w, None, length=3)
+    return x, ()
+
+  parts, pull, residuals, cotangent = _split(
+    apply, jnp.ones((4, 4)), jnp.ones((2, 4))
+  )
+  gradient, stash = parts.input_part(residuals, cotangent)
+  grads = parts.weight_part(*parts.prune(residuals, cotangent), stash)
+  _close((grads, gradient), pull(residuals, cotangent), 1e-6)
