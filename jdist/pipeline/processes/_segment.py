@@ -63,7 +63,7 @@ class Segment:
     self._model_state = dict(state.model_state)
     self._totals: dict[tuple[int, int], PyTree] = {}
     self._saved: dict[tuple[int, int, int], _Saved] = {}
-    self._cotangents: dict[tuple[int, int, int], Any] = {}
+    self._stashed: dict[tuple[int, int, int], Any] = {}
     self._local: dict[_peers.Tag, Any] = {}
     self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
     self._waiting: dict[int, list[int]] = {}
@@ -141,23 +141,19 @@ class Segment:
 
   def _input_part(self, action: Action, cotangent: Any) -> Any:
     stage = action.stage
-    saved = self._saved[action[1:]]
-    self._cotangents[action[1:]] = cotangent
-    gradient = self._part.programs[stage].input_part(
+    saved = self._saved.pop(action[1:])
+    gradient, stash = self._part.programs[stage].input_part(
       cotangent, saved.kept, self._given(action, saved)
     )
+    self._stashed[action[1:]] = stash
     if stage:
       self._give(_GRADIENT, stage - 1, action, gradient)
-    return gradient
+    return gradient, stash
 
   def _weight_part(self, action: Action, _: None) -> Any:
     stage = action.stage
-    saved = self._saved.pop(action[1:])
     total = self._part.programs[stage].weight_part(
-      self._total(action),
-      self._cotangents.pop(action[1:]),
-      saved.kept,
-      self._given(action, saved),
+      self._total(action), self._stashed.pop(action[1:])
     )
     self._totals[stage, action.iteration] = total
     return total
@@ -261,7 +257,7 @@ class Segment:
     """Returns where in the order each version is read for the last time."""
     found: dict[tuple[int, int], int] = {}
     for place, action in enumerate(self._order):
-      if action.op == Op.UPDATE:
+      if action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
         continue
       again = self._part.programs[action.stage].recompute == "stage"
       if action.op == Op.FORWARD or again:

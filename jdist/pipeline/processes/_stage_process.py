@@ -27,6 +27,7 @@ from jdist.pipeline.runtime import (
 from jdist.pipeline.schedule import (
   check_table,
   format_table,
+  Op,
   read_versions,
   Table,
 )
@@ -99,7 +100,8 @@ class StageProcess:
 
     Raises:
       ValueError: when an argument is out of its range, the table does not fit
-        the stages or the processes, or other processes have others.
+        the stages or the processes, other processes have others, or a stage's
+        backward pass cannot be split as the table has it.
       TableError: when the table cannot run.
     """
     if len(stages) != table.num_stages:
@@ -131,6 +133,9 @@ class StageProcess:
     self._microbatch = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), microbatch
     )
+    halves = {
+      x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT
+    }
     programs, between, x = {}, [], None
     for s, stage in enumerate(stages):
       program = _stage_program.StageProgram(
@@ -142,6 +147,8 @@ class StageProcess:
       )
       if s in own:
         programs[s] = program
+        if s in halves:
+          program.split(x, self._microbatch)
       x, (_, metrics) = program.shapes(x, self._microbatch)
       between.append(x)
     self._part = _device_part.DevicePart(

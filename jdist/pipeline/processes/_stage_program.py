@@ -12,6 +12,8 @@ from jdist.pipeline.runtime import (
   LayerLike,
   OutputLoss,
   recompute_layers,
+  split_backward,
+  SplitBackward,
 )
 
 PyTree = Any
@@ -40,6 +42,7 @@ class StageProgram:
 
   A stage's backward pass either has what its forward pass saved, or runs it
   again: the whole of it from its input, or each layer from that layer's input.
+  Where it is split, what runs again runs in the input part alone.
   """
 
   def __init__(
@@ -66,9 +69,10 @@ class StageProgram:
     self.stage, self.recompute = stage, recompute
     self._first, self._loss, self._inputs = first, loss, inputs
     self._structure: Any = None
+    self._parts: SplitBackward | None = None
     self.forward = jax.jit(self._forward)
     self.backward = jax.jit(self._backward, donate_argnums=0)
-    self.input_part = jax.jit(self._input_part)
+    self._input_program = jax.jit(self._input_part)
     self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
 
   def run(
@@ -90,59 +94,86 @@ class StageProgram:
       self.run, self.stage.params, x, self.stage.state, batch, key
     )
 
+  def split(self, x: Any, batch: PyTree) -> None:
+    """Splits the backward pass, for `input_part` and `weight_part`.
+
+    Args:
+      x: shapes of the input.
+      batch: of a micro-batch.
+
+    Raises:
+      ValueError: when it cannot be split.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    output, kept, _ = jax.eval_shape(
+      self._saving, self.stage.params, x, self.stage.state, batch, key
+    )
+    self._parts = split_backward(self._pull, kept, output)
+
+  def input_part(
+    self, cotangent: Any, kept: list[jax.Array], given: Any
+  ) -> tuple[Any, Any]:
+    """Returns the gradient of the input and what the weight part reads.
+
+    Args:
+      cotangent: of the output.
+      kept: of the forward pass.
+      given: its arguments where it is run again, else None.
+    """
+    assert self._parts is not None, "call `split` first"
+    gradient, again, stash = self._input_program(cotangent, kept, given)
+    kept = kept if given is None else again
+    return gradient, (*self._parts.prune(kept, cotangent), stash)
+
   def _forward(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
   ) -> Forward:
     if self.recompute == "stage":
       output, (new, metrics) = self.run(params, x, state, batch, key)
       return Forward(output, new, metrics, [])
-    output, kept, (new, metrics) = self._pulled(params, x, state, batch, key)
-    leaves, self._structure = jax.tree.flatten(kept)
-    return Forward(output, new, metrics, leaves)
+    output, kept, (new, metrics) = self._saving(params, x, state, batch, key)
+    return Forward(output, new, metrics, kept)
 
-  def _pulled(
+  def _saving(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
-  ) -> tuple[Any, Any, Any]:
-    """Runs the stage and returns what pulls a cotangent back, too."""
+  ) -> tuple[Any, list[jax.Array], Any]:
+    """Runs the stage and returns what `_pull` needs, too."""
 
     def run(params: PyTree, x: Any) -> Any:
       return self.run(params, x, state, batch, key)
 
     if self._first:
-      return jax.vjp(lambda p: run(p, None), params, has_aux=True)
-    return jax.vjp(run, params, x, has_aux=True)
-
-  def _pull(self, cotangent: Any, kept: list[jax.Array], given: Any) -> Any:
-    if self.recompute == "stage":
-      _, pull, _ = self._pulled(*given)
+      output, pull, aux = jax.vjp(lambda p: run(p, None), params, has_aux=True)
     else:
-      pull = jax.tree.unflatten(self._structure, kept)
-    found = pull(cotangent)
+      output, pull, aux = jax.vjp(run, params, x, has_aux=True)
+    kept, self._structure = jax.tree.flatten(pull)
+    return output, kept, aux
+
+  def _pull(self, kept: list[jax.Array], cotangent: Any) -> tuple[PyTree, Any]:
+    found = jax.tree.unflatten(self._structure, kept)(cotangent)
     return found[0], None if self._first else found[1]
 
   def _backward(
     self, total: PyTree, cotangent: Any, kept: list[jax.Array], given: Any
   ) -> tuple[Any, PyTree]:
-    """Returns the gradient of the input, and adds that of the parameters.
-
-    Args:
-      total: sum of the gradients so far.
-      cotangent: of the output.
-      kept: of the forward pass.
-      given: its arguments where it is run again, else None.
-    """
-    grads, gradient = self._pull(cotangent, kept, given)
+    """Returns the gradient of the input, and adds that of the parameters."""
+    kept = kept if given is None else self._saving(*given)[1]
+    grads, gradient = self._pull(kept, cotangent)
     return gradient, _add(total, grads)
 
   def _input_part(
     self, cotangent: Any, kept: list[jax.Array], given: Any
-  ) -> Any:
-    return self._pull(cotangent, kept, given)[1]
+  ) -> tuple[Any, Any, list[Any]]:
+    assert self._parts is not None, "call `split` first"
+    kept = kept if given is None else self._saving(*given)[1]
+    gradient, stash = self._parts.input_part(kept, cotangent)
+    # A program copies what it passes on: only what it has made.
+    again = None if given is None else self._parts.prune(kept, cotangent)[0]
+    return gradient, again, stash
 
-  def _weight_part(
-    self, total: PyTree, cotangent: Any, kept: list[jax.Array], given: Any
-  ) -> PyTree:
-    return _add(total, self._pull(cotangent, kept, given)[0])
+  def _weight_part(self, total: PyTree, saved: Any) -> PyTree:
+    assert self._parts is not None, "call `split` first"
+    return _add(total, self._parts.weight_part(*saved))
 
 
 @jax.jit

@@ -88,6 +88,7 @@ def _reference(layers, batches, microbatches, chain=None):
     (("gpipe", 2, 4), small.SIZES, "stage"),
     (("zb_h1", 4, 4), small.UNLIKE, "none"),
     (("zb_h1", 2, 4), small.SIZES, "layers"),
+    (("zb_h1", 2, 2), small.SIZES, "stage"),
     (("interleaved", 2, 4), small.UNLIKE, "layers"),
     (("naive", 2, 1), small.UNLIKE, "none"),
     (("1f1b", 1, 4), small.SIZES, "none"),
@@ -371,6 +372,19 @@ def _process(**change):
 def test_what_cannot_run_is_refused_when_it_is_built(change, words):
   with pytest.raises(ValueError, match=words):
     _process(**change)
+
+
+def test_a_scanned_stage_is_refused_where_its_backward_pass_is_split():
+  def apply(params, state, x, **_):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
+
+  loop = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
+  given = {"stages": [small.layers()[0], loop]}
+  whole = pipeline.parse_table("device F0/0 F0/1 B0/1 B0/0 U/0 U/1")
+  _process(**given, table=whole)
+  split = pipeline.parse_table("device F0/0 F0/1 I0/1 W0/1 B0/0 U/0 U/1")
+  with pytest.raises(ValueError, match="got a 'scan' that computes both"):
+    _process(**given, table=split)
 
 
 def test_what_a_run_cannot_do_is_refused():

@@ -1,0 +1,66 @@
+"""A stage's programs: no work twice, nothing kept that nobody reads."""
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import pytest
+
+from jdist import models, pipeline
+from jdist.pipeline.processes import _stage_program
+from tests.pipeline.runtime import _small_models as small
+
+_ROWS = 3
+
+
+def _program(recompute, layers=None):
+  (stage,) = pipeline.cut_layers(layers or small.layers(), 1)
+  program = _stage_program.StageProgram(
+    stage, first=False, loss=None, inputs=None, recompute=recompute
+  )
+  x = jnp.ones((_ROWS, 8))
+  program.split(x, {})
+  return program, (stage.params, x, stage.state, {}, jax.random.key(0))
+
+
+def _products(function, *args):
+  return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr):
+  own = sum(x.primitive.name == "dot_general" for x in jaxpr.eqns)
+  return own + sum(
+    _count(getattr(inner, "jaxpr", inner))
+    for x in jaxpr.eqns
+    for inner in jex.jaxprs_in_params(x.params)
+  )
+
+
+@pytest.mark.parametrize(
+  ("recompute", "again"), [("none", 0), ("layers", 4), ("stage", 4)]
+)
+def test_what_is_run_again_is_run_in_the_input_part_alone(recompute, again):
+  program, given = _program(recompute)
+  found = program.forward(*given)
+  cotangent = jnp.ones_like(found.output)
+  given = given if recompute == "stage" else None
+  gradient, saved = program.input_part(cotangent, found.kept, given)
+  total = _stage_program.zero_total(program.stage.params)
+  args = cotangent, found.kept, given
+  assert _products(program._input_program, *args) == 4 + again
+  assert _products(program.weight_part, total, saved) == 4
+  # Of each layer an input and a cotangent wait.
+  waiting = [x.shape for x in jax.tree.leaves(saved)]
+  assert waiting == [(_ROWS, 8)] * 8
+  grads = program.weight_part(total, saved)
+  total = _stage_program.zero_total(program.stage.params)
+  wanted_gradient, wanted = program.backward(total, *args)
+  assert small.error((grads, gradient), (wanted, wanted_gradient)) < 2e-6
+
+
+def test_a_scan_over_layers_cannot_be_split():
+  def apply(params, state, x, **_):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
+
+  layer = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
+  with pytest.raises(ValueError, match="got a 'scan' that computes both"):
+    _program("none", [layer])
