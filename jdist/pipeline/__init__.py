@@ -1,9 +1,13 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
+from jdist.pipeline.planning import even_partition as even_partition
 from jdist.pipeline.planning import Footprint as Footprint
 from jdist.pipeline.planning import LayerCost as LayerCost
+from jdist.pipeline.planning import Level as Level
 from jdist.pipeline.planning import load_costs as load_costs
+from jdist.pipeline.planning import merge_replicas as merge_replicas
 from jdist.pipeline.planning import partition as partition
+from jdist.pipeline.planning import pipedream_partition as pipedream_partition
 from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import place as place

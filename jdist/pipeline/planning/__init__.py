@@ -1,5 +1,15 @@
 """Costs of layers, and where a pipeline is cut and placed."""
 
+from jdist.pipeline.planning._baseline_plans import (
+  even_partition as even_partition,
+)
+from jdist.pipeline.planning._baseline_plans import Level as Level
+from jdist.pipeline.planning._baseline_plans import (
+  merge_replicas as merge_replicas,
+)
+from jdist.pipeline.planning._baseline_plans import (
+  pipedream_partition as pipedream_partition,
+)
 from jdist.pipeline.planning._bottleneck import partition as partition
 from jdist.pipeline.planning._costs import LayerCost as LayerCost
 from jdist.pipeline.planning._costs import load_costs as load_costs

@@ -71,6 +71,10 @@ class Chain:
     """Returns a machine."""
     return self._nodes[name]
 
+  def least_memory(self) -> float:
+    """Returns the memory of the smallest machine."""
+    return min(node.memory_bytes for node in self._nodes.values())
+
   def stage_s(
     self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
   ) -> np.ndarray:
