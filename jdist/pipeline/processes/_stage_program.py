@@ -70,7 +70,9 @@ class StageProgram:
     self._first, self._loss, self._inputs = first, loss, inputs
     self._structure: Any = None
     self._parts: SplitBackward | None = None
-    self.forward = jax.jit(self._forward)
+    # Where among what a forward pass keeps which of the parameters stands.
+    self._passed: list[tuple[int, int]] = []
+    self._forward_program = jax.jit(self._forward)
     self.backward = jax.jit(self._backward, donate_argnums=0)
     self._input_program = jax.jit(self._input_part)
     self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
@@ -125,6 +127,20 @@ class StageProgram:
     kept = kept if given is None else again
     return gradient, (*self._parts.prune(kept, cotangent), stash)
 
+  def forward(
+    self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
+  ) -> Forward:
+    """Runs the stage and keeps what its backward pass needs.
+
+    Parameters among that are kept as they are: what a program passes on it
+    copies, which would be once for each micro-batch.
+    """
+    found = self._forward_program(params, x, state, batch, key)
+    leaves = jax.tree.leaves(params)
+    for place, number in self._passed:
+      found.kept.insert(place, leaves[number])
+    return found
+
   def _forward(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
   ) -> Forward:
@@ -132,6 +148,9 @@ class StageProgram:
       output, (new, metrics) = self.run(params, x, state, batch, key)
       return Forward(output, new, metrics, [])
     output, kept, (new, metrics) = self._saving(params, x, state, batch, key)
+    own = {id(x): i for i, x in enumerate(jax.tree.leaves(params))}
+    self._passed = [(i, own[id(x)]) for i, x in enumerate(kept) if id(x) in own]
+    kept = [x for x in kept if id(x) not in own]
     return Forward(output, new, metrics, kept)
 
   def _saving(

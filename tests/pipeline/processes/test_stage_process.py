@@ -49,7 +49,7 @@ def _train(
     state = process.init_state(chain())
     state, metrics = process.run(state, batches)
     programs = process._part.programs.values()
-    counts = {x.forward._cache_size() for x in programs}
+    counts = {x._forward_program._cache_size() for x in programs}
     return process.gather(state), [x["loss"] for x in metrics], counts
 
   found = in_threads(len(table.devices), work)

@@ -64,3 +64,13 @@ def test_a_scan_over_layers_cannot_be_split():
   layer = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
   with pytest.raises(ValueError, match="got a 'scan' that computes both"):
     _program("none", [layer])
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_parameters_are_kept_as_they_are_and_not_copied(recompute):
+  program, given = _program(recompute)
+  params = jax.tree.leaves(given[0])
+  own = {x.unsafe_buffer_pointer() for x in params}
+  kept = [x for x in program.forward(*given).kept if x.shape == (8, 8)]
+  assert kept
+  assert {x.unsafe_buffer_pointer() for x in kept} <= own
