@@ -1,5 +1,6 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
+from jdist.pipeline.planning import Candidate as Candidate
 from jdist.pipeline.planning import even_partition as even_partition
 from jdist.pipeline.planning import Footprint as Footprint
 from jdist.pipeline.planning import LayerCost as LayerCost
@@ -12,8 +13,10 @@ from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
 from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import place as place
 from jdist.pipeline.planning import Plan as Plan
+from jdist.pipeline.planning import plan as plan
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
+from jdist.pipeline.planning import stage_times as stage_times
 from jdist.pipeline.processes import connect as connect
 from jdist.pipeline.processes import listen as listen
 from jdist.pipeline.processes import Peers as Peers

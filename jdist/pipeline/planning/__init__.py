@@ -17,6 +17,9 @@ from jdist.pipeline.planning._costs import stage_cost as stage_cost
 from jdist.pipeline.planning._placement import place as place
 from jdist.pipeline.planning._plan import Footprint as Footprint
 from jdist.pipeline.planning._plan import Plan as Plan
+from jdist.pipeline.planning._plan_search import Candidate as Candidate
+from jdist.pipeline.planning._plan_search import plan as plan
+from jdist.pipeline.planning._plan_search import stage_times as stage_times
 from jdist.pipeline.planning._simulator import action_s as action_s
 from jdist.pipeline.planning._simulator import (
   PIPELINE_COLOURS as PIPELINE_COLOURS,

@@ -246,8 +246,10 @@ class Chain:
     """Returns a plan of given cuts; `Plan.bottleneck_s` counts every link."""
     stages = make_stages(self.costs, cuts, self.footprint)
     edges = np.array([0, *cuts, len(self.costs)])
-    work = np.diff(self.work[edges])
     speeds = [self._nodes[name].speed for name in nodes]
+    seconds = np.diff(self.work[edges]) / speeds
+    # A machine may have several stages.
+    busy = [seconds[[x == name for x in nodes]].sum() for name in nodes]
     sent = self.sent[list(cuts)]
     busiest = self.routes.busiest_s(nodes, sent)
     ways = list(itertools.pairwise(nodes))
@@ -255,8 +257,8 @@ class Chain:
       tuple(map(int, cuts)),
       tuple(nodes),
       stages,
-      float(max(busiest, *(work / speeds))),
-      float(sum(work / speeds))
+      float(max(busiest, *busy)),
+      float(sum(seconds))
       + 2
       * sum(
         num_bytes * self.routes.byte_s(*way) + self.routes.latency_s(*way)

@@ -1,0 +1,119 @@
+"""The joint search: what it chooses, and what it refuses."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jdist import cluster, pipeline
+
+pytest.importorskip("simpy")
+_Cost = pipeline.LayerCost
+_LAYERS = [
+  _Cost(x, 1.0, 2.0, parameter_bytes=10, output_bytes=1, saved_bytes=20)
+  for x in "abcdef"
+]
+
+
+def _machines(number=2, memory=math.inf, speed=1.0):
+  nodes = [cluster.Node(f"n{i}", memory_bytes=memory) for i in range(number)]
+  nodes[-1] = dataclasses.replace(nodes[-1], speed=speed)
+  return cluster.Cluster(tuple(nodes))
+
+
+def _plan(machines, batch_size=8, **options):
+  return pipeline.plan(_LAYERS, machines, batch_size, **options)
+
+
+def test_without_a_flush_the_bottleneck_is_reached_with_the_least_delay():
+  best, rows = _plan(_machines(3))
+  # 6 layers of 3 seconds a sample on 3 machines.
+  assert best.samples_per_s == pytest.approx(1 / 6)
+  assert best.plan.cuts == (2, 4) and best.delay == 1
+  assert best.made.weights == "delayed"
+  assert {x.table for x in rows} == {*pipeline.TABLES, "greedy"}
+  rates = [x.samples_per_s for x in rows if x.times is not None]
+  assert rates[1:] == sorted(rates[1:], reverse=True)
+  assert max(rates) <= best.samples_per_s * 1.005
+
+
+def test_with_a_flush_as_many_micro_batches_as_there_may_be():
+  best, _ = _plan(_machines(2), tables=["naive", "gpipe", "1f1b"])
+  assert (best.table, best.num_microbatches) == ("1f1b", 8)
+  assert best.samples_per_s == pytest.approx(8 / ((8 + 1) * 9))
+  row = best.row()
+  assert row["cuts"] == (3,) and row["nodes"] == ("n0", "n1")
+  assert row["iteration_s"] == pytest.approx(81) and row["delay"] == 0
+
+
+def test_a_slow_machine_gets_less_or_nothing():
+  best, _ = _plan(_machines(2, speed=0.5), tables=["ours"])
+  assert best.samples_per_s == pytest.approx(1 / 12)
+  assert [x.forward_s for x in best.plan.stages] == [0.5 * 8, 0.5 * 4] or (
+    best.plan.cuts == (4,)
+  )
+  idle, _ = _plan(_machines(2, speed=0.01), tables=["ours"])
+  assert idle.num_stages == 1 and idle.plan.nodes == ("n0",)
+
+
+def test_memory_asks_for_fewer_at_once_and_for_recomputation():
+  # 30 of parameters in two copies and gradients, 60 a micro-batch of 1.
+  free, rows = _plan(_machines(2), tables=["gpipe", "1f1b"])
+  assert not free.recompute and max(free.times.memory_bytes) == 90 + 120
+  gpipe = next(x for x in rows if x.table == "gpipe")
+  assert gpipe.times.memory_bytes == (90 + 480, 90 + 480)
+  tight, _ = _plan(_machines(2, memory=180), tables=["gpipe", "1f1b"])
+  assert tight.recompute and max(tight.times.memory_bytes) <= 180
+  with pytest.raises(ValueError, match="No partition fits into memory"):
+    _plan(_machines(2, memory=80), tables=["gpipe", "1f1b"])
+
+
+def test_ours_keeps_fewer_micro_batches_where_memory_is_short():
+  options = {"tables": ["ours"], "recompute": [False], "windows": [2]}
+  free, _ = _plan(_machines(3), num_microbatches=[8], **options)
+  tight, _ = _plan(
+    _machines(3, memory=max(free.times.memory_bytes) - 1),
+    num_microbatches=[8], **options,
+  )  # fmt: skip
+  assert max(tight.times.memory_bytes) < max(free.times.memory_bytes)
+  assert tight.samples_per_s < free.samples_per_s
+
+
+def test_two_stages_of_a_device_share_its_memory():
+  best, _ = _plan(_machines(2), tables=["interleaved"], recompute=[False])
+  assert best.plan.nodes == ("n0", "n1", "n0", "n1")
+  needed = max(best.times.memory_bytes)
+  _, rows = _plan(
+    _machines(2, memory=needed - 1),
+    tables=["interleaved", "1f1b"],
+    recompute=[False],
+    num_microbatches=[8],
+  )
+  (row,) = [x for x in rows if x.table == "interleaved"]
+  assert row.times is None and "memory" in row.reason
+
+
+def test_costs_are_of_so_many_samples():
+  one, _ = _plan(_machines(2), tables=["1f1b"])
+  four, _ = _plan(_machines(2), tables=["1f1b"], samples=4)
+  assert four.samples_per_s == pytest.approx(4 * one.samples_per_s)
+
+
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ({"num_microbatches": [3]}, "must divide the batch, got 3 for 8 samples"),
+    ({"num_stages": [7]}, "`num_stages` must be at most the 2 machines"),
+    ({"tables": ["dapple"]}, "`tables` must be 'naive'"),
+    ({"batch_size": 0}, "`batch_size` must be"),
+    ({"tables": ["2bw"], "num_microbatches": [0]}, "`num_microbatches` must"),
+  ],
+)
+def test_wrong_arguments_are_refused(options, words):
+  with pytest.raises(ValueError, match=words):
+    _plan(_machines(2), **options)
+
+
+def test_too_few_layers_are_refused():
+  with pytest.raises(ValueError, match="each of the 8 stages, got 6"):
+    _plan(_machines(8), num_stages=[8])
