@@ -12,9 +12,9 @@ from jdist.pipeline.planning import (
   _bottleneck,
   _costs,
   _placement,
-  _routes,
   _simulator,
 )
+from jdist.pipeline.planning._candidate import Candidate, stage_times
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
 
 # Of a device, in an interleaved table.
@@ -25,57 +25,6 @@ _MOST_MICROBATCHES = 8
 _TURNS = 3
 # What counts as equally fast, and what as beyond memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-  """A choice of everything, and what it comes to.
-
-  Attributes:
-    table: its name.
-    num_microbatches: of the batch.
-    num_stages: and machines.
-    window: of `ours`, else None.
-    recompute: whether stages keep their input only.
-    plan: cuts and machines; None if nothing fits.
-    made: the table; None if the candidate was not simulated.
-    times: of the simulation.
-    samples_per_s: at the whole batch; at most this much if not simulated.
-    delay: of the gradients at most, in updates.
-    reason: for not being simulated.
-  """
-
-  table: str
-  num_microbatches: int
-  num_stages: int
-  window: int | None
-  recompute: bool
-  plan: Plan | None = None
-  made: schedule.Table | None = None
-  times: _simulator.PipelineTimes | None = None
-  samples_per_s: float = 0.0
-  delay: int | None = None
-  reason: str | None = None
-
-  def row(self) -> dict[str, Any]:
-    """Returns what a row of results has of it."""
-    plan, times = self.plan, self.times
-    return {
-      "table": self.table,
-      "num_microbatches": self.num_microbatches,
-      "num_stages": self.num_stages,
-      "window": self.window,
-      "recompute": self.recompute,
-      "samples_per_s": self.samples_per_s,
-      "delay": self.delay,
-      "reason": self.reason,
-      "cuts": plan and plan.cuts,
-      "nodes": plan and plan.nodes,
-      "bottleneck_s": plan and plan.bottleneck_s,
-      "iteration_s": times and times.iteration_s,
-      "memory_bytes": times and times.memory_bytes,
-      "utilisation": times and times.utilisation,
-    }
 
 
 def plan(
@@ -234,39 +183,60 @@ class _Search:
     if table == "pipedream" and number > 1:
       return  # As published: an update after each.
     choice = Candidate(table, number, stages, None, recompute)
+    if table in ("ours", "greedy"):
+      self._add_capped(choice, windows)
+    else:
+      self._append(choice)
+
+  def _append(self, choice: Candidate) -> float:
+    """Adds a candidate, and returns its bottleneck."""
     try:
-      if table != "ours":
-        self._candidates.append(self._cut(choice))
-        return
-      if windows is None:
-        free = self._partition(choice, Footprint(recompute=recompute))
-        least = schedule.least_window(stage_times(free, self.machines), number)
-        windows = range(1, least + 1)
-      for window in windows:
-        self._candidates.append(
-          self._cut(dataclasses.replace(choice, window=window))
-        )
+      choice = self._cut(choice)
+    except ValueError as error:
+      self._error = self._error or error
+      choice = dataclasses.replace(choice, reason=str(error))
+    self._candidates.append(choice)
+    return math.inf if choice.plan is None else choice.plan.bottleneck_s
+
+  def _add_capped(
+    self, choice: Candidate, windows: Sequence[int] | None
+  ) -> None:
+    """Adds each window, with fewer in flight where memory is short."""
+    free = Footprint(0, 1, 1, choice.recompute)
+    try:
+      found = self._partition(choice, free)
     except ValueError as error:
       self._error = self._error or error
       self._candidates.append(dataclasses.replace(choice, reason=str(error)))
+      return
+    if choice.table == "greedy":
+      windows = [1]
+    elif windows is None:
+      times = stage_times(found, self.machines)
+      windows = range(
+        1, 1 + schedule.least_window(times, choice.num_microbatches)
+      )
+    for window in windows:
+      each = dataclasses.replace(choice, window=window)
+      most = max(schedule.check_table(self._make(each, found)).live)
+      for live in (None, *range(most - 1, 0, -1)):
+        bottleneck = self._append(dataclasses.replace(each, max_live=live))
+        if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
+          break
 
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts that fit into memory with what the table then keeps."""
     report = schedule.check_table(self._make(choice, None))
     for _ in range(_TURNS):
-      footprint = Footprint(
-        self.optimizer_copies, report.versions, report.live, choice.recompute
+      found = self._partition(
+        choice,
+        Footprint(
+          self.optimizer_copies, report.versions, report.live, choice.recompute
+        ),
       )
-      found = self._partition(choice, footprint)
       made = self._make(choice, found)
       report = schedule.check_table(made)
-      left = self._left(found, report)
-      if min(left) < 0 and choice.table in ("ours", "greedy"):
-        # Fewer micro-batches in flight, as many as there is room for.
-        made = self._make(choice, found, self._live(found, report))
-        report = schedule.check_table(made)
-        left = self._left(found, report)
-      if min(left) >= 0:
+      if self._fits(found, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
           choice,
@@ -304,55 +274,45 @@ class _Search:
       raise self._error
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
-  def _left(self, found: Plan, report: schedule.TableReport) -> list[float]:
-    """Returns the bytes of the machine of each stage that nothing takes."""
+  def _fits(self, found: Plan, report: schedule.TableReport) -> bool:
+    """Returns whether each machine holds what its stages keep."""
     footprint = Footprint(self.optimizer_copies, report.versions, report.live)
-    needs = stage_bytes(found.stages, footprint)
-    taken: dict[str, float] = collections.defaultdict(float)
-    for node, need in zip(found.nodes, needs, strict=True):
-      taken[node] += need
-    limits = {x.name: x.memory_bytes for x in self.machines.nodes}
-    return [
-      limits[x] * (1 + _ROUNDING) - taken[x] if taken[x] else 0.0
-      for x in found.nodes
-    ]
+    needs: dict[str, float] = collections.defaultdict(float)
+    for name, need in zip(
+      found.nodes, stage_bytes(found.stages, footprint), strict=True
+    ):
+      needs[name] += need
+    return all(
+      need <= self.machines.node(name).memory_bytes * (1 + _ROUNDING)
+      for name, need in needs.items()
+    )
 
-  def _live(self, found: Plan, report: schedule.TableReport) -> list[int]:
-    """Returns how many micro-batches of those kept each stage has room for."""
-    fewer = [
-      live if left >= 0 else live - math.ceil(-left / stage.saved_bytes)
-      for live, left, stage in zip(
-        report.live, self._left(found, report), found.stages, strict=True
-      )
-      if stage.saved_bytes or left >= 0
-    ]
-    if len(fewer) < found.num_stages:
-      return list(report.live)
-    return [max(1, x) for x in fewer]
-
-  def _make(
-    self,
-    choice: Candidate,
-    found: Plan | None,
-    max_live: Sequence[int] | None = None,
-  ) -> schedule.Table:
+  def _make(self, choice: Candidate, found: Plan | None) -> schedule.Table:
     """Makes the table, of equal stages before there is a plan."""
     name, number = choice.table, choice.num_microbatches
     if name in ("greedy", "ours"):
       times = [schedule.StageTimes()] * choice.num_stages
       if found is not None:
         times = stage_times(found, self.machines)
-      if name == "greedy":
-        return schedule.greedy(times, number, max_live=max_live)
-      assert choice.window is not None
-      return schedule.ours(
-        times,
-        number,
-        window=choice.window,
-        # Enough to be full, and as many again.
-        num_iterations=2 * choice.window + 4,
-        max_live=max_live,
-      )
+      window = choice.window or 1
+
+      def make(max_live: Sequence[int] | None) -> schedule.Table:
+        if name == "greedy":
+          return schedule.greedy(times, number, max_live=max_live)
+        return schedule.ours(
+          times,
+          number,
+          window=window,
+          # Enough to be full, and as many again.
+          num_iterations=2 * window + 4,
+          max_live=max_live,
+        )
+
+      made = make(None)
+      if choice.max_live is None:
+        return made
+      live = schedule.check_table(made).live
+      return make([min(x, choice.max_live) for x in live])
     options = {}
     if schedule.TABLES[name].asynchronous:
       ahead = 1 + math.ceil(choice.num_stages / number)
@@ -402,23 +362,3 @@ class _Search:
       key=lambda x: (x.times is None, -x.samples_per_s),
     )
     return first, [first, *others]
-
-
-def stage_times(
-  found: Plan, machines: cluster.Cluster
-) -> list[schedule.StageTimes]:
-  """Returns the seconds of a plan's stages, by which tables are made."""
-  routes = _routes.Routes(machines)
-  times = []
-  for i, (cost, name) in enumerate(zip(found.stages, found.nodes, strict=True)):
-    send = 0.0
-    if i + 1 < found.num_stages:
-      way = name, found.nodes[i + 1]
-      send = cost.output_bytes * routes.byte_s(*way) + routes.latency_s(*way)
-    speed = machines.node(name).speed
-    times.append(
-      schedule.StageTimes(
-        cost.forward_s / speed, cost.backward_s / speed, send=send
-      )
-    )
-  return times

@@ -69,14 +69,17 @@ def test_memory_asks_for_fewer_at_once_and_for_recomputation():
 
 
 def test_ours_keeps_fewer_micro_batches_where_memory_is_short():
-  options = {"tables": ["ours"], "recompute": [False], "windows": [2]}
-  free, _ = _plan(_machines(3), num_microbatches=[8], **options)
-  tight, _ = _plan(
-    _machines(3, memory=max(free.times.memory_bytes) - 1),
-    num_microbatches=[8], **options,
-  )  # fmt: skip
-  assert max(tight.times.memory_bytes) < max(free.times.memory_bytes)
+  options = {"tables": ["ours", "greedy"], "recompute": [False]}
+  options |= {"windows": [2], "num_microbatches": [8], "num_stages": [3]}
+  free, _ = pipeline.plan(_LAYERS[:3], _machines(3), 8, **options)
+  assert free.times.memory_bytes == (100, 80, 60)
+  tight, rows = pipeline.plan(
+    _LAYERS[:3], _machines(3, memory=80), 8, **options
+  )
+  assert tight.table == "ours" and tight.max_live == 2
+  assert tight.times.memory_bytes == (80, 80, 60)
   assert tight.samples_per_s < free.samples_per_s
+  assert rows[-1].max_live is None and "memory" in rows[-1].reason
 
 
 def test_two_stages_of_a_device_share_its_memory():
