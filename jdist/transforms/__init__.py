@@ -12,12 +12,6 @@ from jdist.transforms._averaging import (
 from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._control import Control as Control
-from jdist.transforms._delayed_gradients import (
-  delay_gradients as delay_gradients,
-)
-from jdist.transforms._delayed_gradients import (
-  DelayGradientsState as DelayGradientsState,
-)
 from jdist.transforms._drain import drain as drain
 from jdist.transforms._frozen_adam import FrozenAdamState as FrozenAdamState
 from jdist.transforms._frozen_adam import (
@@ -45,6 +39,12 @@ from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
 from jdist.transforms._update_first import UpdateFirstState as UpdateFirstState
+from jdist.transforms.delays._delayed_gradients import (
+  delay_gradients as delay_gradients,
+)
+from jdist.transforms.delays._delayed_gradients import (
+  DelayGradientsState as DelayGradientsState,
+)
 from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._chunked_stream import (

@@ -105,6 +105,9 @@ TABLE = {
   ),
   "ssgd": line(_chains.synchronous, {"rate": 0.1}, {}, "ssgd"),
   "stale": line(_chains.stale, {"rate": 0.1}, {"steps": 2}, "delay_gradients"),
+  "stale by leaf": line(
+    _chains.stale, {"rate": 0.1}, {"steps": {"a": 2, "b": 1}}, "delay_gradients"
+  ),
   "local": line(transforms.local_steps, {}, ROUNDS_OF_3),
   "outer": line(transforms.local_steps, {}, ROUNDS_OF_3 | {"rule": NESTEROV}),
   "late": line(_chains.late, {"carry": 0.5}, ROUNDS_OF_3, "local_steps"),

@@ -1,5 +1,7 @@
 """Gradients that an optimizer gets some steps after they were computed."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import optax
 
 from jdist import checks, states
 from jdist.transforms import _control, _shared
+from jdist.transforms.delays import _leaf_delays
 
 PyTree = Any
 
@@ -18,8 +21,8 @@ class DelayGradientsState(NamedTuple):
 
   Attributes:
     step: gradients seen so far, int32 scalar.
-    pending: the last k gradients, arrays [k, ...] in the parameters' dtype,
-      the gradient of step t in row t mod k.
+    pending: the last k gradients of each leaf, arrays [k, ...] in the
+      parameters' dtype, the gradient of step t in row t mod k; () for k = 0.
     inner: state of the delayed optimizer.
   """
 
@@ -35,7 +38,7 @@ class DelayGradientsState(NamedTuple):
 
 
 def delay_gradients(
-  optimizer: optax.GradientTransformation, steps: int
+  optimizer: optax.GradientTransformation, steps: PyTree
 ) -> optax.GradientTransformationExtraArgs:
   r"""Feeds an optimizer with the gradients of k steps ago.
 
@@ -50,21 +53,30 @@ def delay_gradients(
   schedules, decay weights and move a momentum).  Other arguments of `update`
   are not delayed: the optimizer sees the present loss with the old gradient.
 
+  With a tree of delays each leaf has its own k, as the stages of PipeDream
+  have.  A leaf whose gradients have not begun to arrive does not move, and its
+  part of the optimizer's state stays untouched; what has no leaf, a step count,
+  advances from the first arrival on.
+
   `drain` applies all that is pending.
 
   Args:
     optimizer: any Optax optimizer, an averaging one for instance.
-    steps: k; 0 is no delay.
+    steps: k, or a tree of them whose structure is that of the parameters or a
+      prefix of it; 0 is no delay.
 
   Returns:
     A transformation with the updates of `optimizer`.
 
   Raises:
-    ValueError: when `steps` is not an int >= 0.
+    ValueError: when `steps` is not of ints >= 0; at `init`, when it does not
+      fit the parameters.
 
   References:
     Xu et al., OD-SGD (ACM TACO 17(4), 2020) for k = 1.  Departure: no local
-    update with the present gradient in between.
+    update with the present gradient in between.  Narayanan et al., PipeDream
+    (SOSP 2019) for a delay S - 1 - s of stage s of S.  Departure: one optimizer
+    of all stages, whose count a later stage shares.
 
   >>> optimizer = delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)
@@ -77,17 +89,18 @@ def delay_gradients(
   -10.0
   """
   checks.check_optimizer("optimizer", optimizer)
-  checks.check_structural("steps", steps, minimum=0)
+  delays = _leaf_delays.check_steps(steps)
   optimizer = optax.with_extra_args_support(optimizer)
-  if steps == 0:
+  if delays == [0]:
     return optimizer
 
   def init_fn(params: optax.Params) -> DelayGradientsState:
     return DelayGradientsState(
       step=jnp.zeros((), jnp.int32),
       pending=jax.tree.map(
-        lambda p: jnp.zeros((steps, *jnp.shape(p)), jnp.asarray(p).dtype),
+        lambda p, k: _leaf_delays.ring(k, jnp.zeros_like(p)),
         params,
+        _leaf_delays.broadcast("steps", steps, params),
       ),
       inner=optimizer.init(params),
     )
@@ -101,27 +114,43 @@ def delay_gradients(
     if _control.drains(extra_args):
       del extra_args["control"]
       return flush(updates, state, params, **extra_args)
-    row = state.step % steps
-    arrived = jax.tree.map(
-      lambda p, g: p[row].astype(g.dtype), state.pending, updates
+    own = _leaf_delays.broadcast("steps", steps, updates)
+    new_updates, inner = step_with(
+      {k: state.step >= k for k in delays}, updates, state, params, extra_args
     )
     pending = jax.tree.map(
-      lambda p, g: p.at[row].set(g.astype(p.dtype)), state.pending, updates
+      lambda g, k, p: p.at[state.step % k].set(g.astype(p.dtype)) if k else p,
+      updates,
+      own,
+      state.pending,
+    )
+    step = optax.safe_increment(state.step)
+    return new_updates, DelayGradientsState(step, pending, inner)
+
+  def step_with(
+    moving: Mapping[int, jax.Array],
+    updates: optax.Updates,
+    state: DelayGradientsState,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+  ) -> tuple[optax.Updates, PyTree]:
+    """Steps with what has arrived, on leaves whose delays are `moving`."""
+    own = _leaf_delays.broadcast("steps", steps, updates)
+    arrived = jax.tree.map(
+      lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g,
+      updates,
+      own,
+      state.pending,
     )
     # Selected and not under a conditional, where a collective would overlap
     # with nothing.
     new_updates, inner = optimizer.update(
       arrived, state.inner, params, **extra_args
     )
-    begun = state.step >= steps
     new_updates = jax.tree.map(
-      lambda u: jnp.where(begun, u, jnp.zeros_like(u)), new_updates
+      lambda u, k: jnp.where(moving[k], u, jnp.zeros_like(u)), new_updates, own
     )
-    inner = jax.tree.map(
-      lambda new, old: jnp.where(begun, new, old), inner, state.inner
-    )
-    step = optax.safe_increment(state.step)
-    return new_updates, DelayGradientsState(step, pending, inner)
+    return new_updates, _chosen(moving, own, inner, state.inner)
 
   def flush(
     updates: optax.Updates,
@@ -131,14 +160,40 @@ def delay_gradients(
   ) -> tuple[optax.Updates, DelayGradientsState]:
     """Feeds the optimizer with all that is pending, oldest first."""
     zero = jax.tree.map(jnp.zeros_like, updates)
-    total, moving = zero, params
-    for _ in range(steps):
-      # A gradient of zero behind the last one pushes the others out.
-      one, state = update_fn(zero, state, moving, **extra_args)
+    total = zero
+    for i in range(delays[-1]):
+      moving = {k: (state.step >= k) & (i < k) for k in delays}
+      one, inner = step_with(moving, zero, state, params, extra_args)
+      state = state._replace(step=optax.safe_increment(state.step), inner=inner)
       total = jax.tree.map(jnp.add, total, one)
-      if moving is not None:
-        moving = optax.apply_updates(moving, one)
-    # The zeros that are pending now must not arrive.
-    return total, state._replace(step=jnp.zeros_like(state.step))
+      if params is not None:
+        params = optax.apply_updates(params, one)
+    # Nothing is pending now.
+    return total, DelayGradientsState(
+      jnp.zeros_like(state.step),
+      jax.tree.map(jnp.zeros_like, state.pending),
+      state.inner,
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _chosen(
+  moving: Mapping[int, jax.Array], delays: PyTree, new: PyTree, old: PyTree
+) -> PyTree:
+  """Takes the new state of those leaves that move, and of what has no leaf."""
+  structure: Any = jax.tree.structure(delays)
+
+  def of_params(x: Any) -> bool:
+    return bool(jax.tree.structure(x) == structure)
+
+  some = functools.reduce(jnp.logical_or, moving.values())
+
+  def one(new: Any, old: Any) -> Any:
+    if not of_params(new):
+      return jnp.where(some, new, old)
+    return jax.tree.map(
+      lambda k, n, o: jnp.where(moving[k], n, o), delays, new, old
+    )
+
+  return jax.tree.map(one, new, old, is_leaf=of_params)

@@ -1,0 +1,1 @@
+"""Gradients that are applied late, and what makes up for it."""

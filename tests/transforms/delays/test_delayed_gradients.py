@@ -1,0 +1,142 @@
+"""Gradients late by a number of steps, for each leaf."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import transforms
+
+PARAMS = {"early": jnp.array([2.0, -1.0]), "late": {"w": jnp.array(3.0)}}
+DELAYS = {"early": 2, "late": 1}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def run(optimizer, params, steps):
+  """Trains on half of the squares; all parameters, and the last state."""
+
+  @jax.jit
+  def step(params, state):
+    updates, state = optimizer.update(params, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state, found = optimizer.init(params), [params]
+  for _ in range(steps):
+    params, state = step(params, state)
+    found.append(params)
+  return found, state
+
+
+def reference(start, delay, steps):
+  """Momentum with the gradient of `delay` updates ago, of one number."""
+  w, v = [float(start)], 0.0
+  for t in range(steps):
+    if t >= delay:
+      v = 0.9 * v + w[t - delay]
+    w.append(w[t] - 0.1 * v if t >= delay else w[t])
+  return np.array(w)
+
+
+def test_each_leaf_has_its_own_delay():
+  found, _ = run(transforms.delay_gradients(MOMENTUM, DELAYS), PARAMS, 12)
+  for leaf, start, delay in (
+    ([p["early"][0] for p in found], 2.0, 2),
+    ([p["late"]["w"] for p in found], 3.0, 1),
+  ):
+    np.testing.assert_allclose(leaf, reference(start, delay, 12), rtol=1e-5)
+
+
+def test_a_leaf_that_has_not_begun_keeps_its_part_of_the_state():
+  # A decay in front of the momentum would move it without any gradient.
+  optimizer = optax.chain(optax.add_decayed_weights(0.1), MOMENTUM)
+  optimizer = transforms.delay_gradients(optimizer, {"early": 3, "late": 0})
+  found, state = run(optimizer, PARAMS, 3)
+  chex.assert_trees_all_equal(found[3]["early"], PARAMS["early"])
+  assert found[3]["late"]["w"] < 2.5
+  trace = optax.tree.get(state, "trace")
+  assert not trace["early"].any() and trace["late"]["w"] > 0
+
+
+def test_a_leaf_keeps_as_many_gradients_as_it_waits_steps():
+  optimizer = transforms.delay_gradients(MOMENTUM, {"early": 3, "late": 0})
+  pending = optimizer.init(PARAMS).pending
+  assert jax.tree.map(jnp.shape, pending) == {
+    "early": (3, 2),
+    "late": {"w": ()},
+  }
+  assert len(jax.tree.leaves(pending)) == 1
+
+
+def test_a_tree_of_equal_delays_is_their_number_to_the_bit():
+  one = run(transforms.delay_gradients(MOMENTUM, 2), PARAMS, 8)
+  tree = {"early": 2, "late": {"w": 2}}
+  chex.assert_trees_all_equal(
+    one, run(transforms.delay_gradients(MOMENTUM, tree), PARAMS, 8)
+  )
+
+
+def test_no_delay_is_the_optimizer_itself_to_the_bit():
+  plain = run(MOMENTUM, PARAMS, 5)
+  tree = {"early": 0, "late": 0}
+  chex.assert_trees_all_equal(
+    plain, run(transforms.delay_gradients(MOMENTUM, tree), PARAMS, 5)
+  )
+
+
+def test_drained_every_leaf_has_had_all_its_gradients():
+  optimizer = transforms.delay_gradients(MOMENTUM, DELAYS)
+  found, state = run(optimizer, PARAMS, 6)
+  drained, state = transforms.drain(optimizer, state, found[-1])
+  for leaf, start, delay in (
+    (drained["early"][0], 2.0, 2),
+    (drained["late"]["w"], 3.0, 1),
+  ):
+    # The gradients that were pending are those of the run.
+    w = list(reference(start, delay, 6))
+    v = (w[5] - w[6]) / 0.1
+    for old in w[6 - delay : 6]:
+      v = 0.9 * v + old
+      w.append(w[-1] - 0.1 * v)
+    np.testing.assert_allclose(leaf, w[-1], rtol=1e-5)
+  again, same = transforms.drain(optimizer, state, drained)
+  chex.assert_trees_all_equal((again, same), (drained, state))
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_a_delay_diverges_just_above_its_stable_rate(delay):
+  # Of w <- w - lr * w[delay ago]: lr < 2 sin(pi / (4 delay + 2)).
+  bound = 2 * np.sin(np.pi / (4 * delay + 2))
+  for rate, converges in ((0.95 * bound, True), (1.05 * bound, False)):
+    optimizer = transforms.delay_gradients(optax.sgd(rate), delay)
+    # Under a scan, which wants a state of one form.
+    w = jnp.array(1.0)
+
+    def step(carry, _, optimizer=optimizer):
+      w, state = carry
+      updates, state = optimizer.update(w, state, w)
+      return (optax.apply_updates(w, updates), state), w
+
+    _, path = jax.lax.scan(step, (w, optimizer.init(w)), length=400)
+    assert (np.abs(path[-20:]).max() < 0.05) == converges
+
+
+@pytest.mark.parametrize(
+  ("steps", "words"),
+  [
+    (None, "`steps` must be an int >= 0, got None"),
+    ({}, "`steps` must be an int >= 0, got None"),
+    ({"early": 1, "late": -1}, "`steps` must be an int >= 0, got -1"),
+    ({"early": 1, "late": 0.5}, "`steps` must be an int >= 0, got 0.5"),
+  ],
+)
+def test_what_is_no_delay_is_refused(steps, words):
+  with pytest.raises(ValueError, match=words):
+    transforms.delay_gradients(MOMENTUM, steps)
+
+
+def test_delays_of_other_parameters_are_refused():
+  optimizer = transforms.delay_gradients(MOMENTUM, {"other": 1})
+  with pytest.raises(ValueError, match="`steps` must be a number, or a tree"):
+    optimizer.init(PARAMS)
