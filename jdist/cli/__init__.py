@@ -39,7 +39,7 @@ _COMMANDS = {
     ("simulate", _options.Simulate, "servers._simulate.simulate",
      "a parameter server on unequal machines"),
     ("pipeline", _options.Pipeline, "pipelines._pipeline.run",
-     "draw, check or simulate a pipeline's table"),
+     "draw, check, simulate or plan a pipeline's table"),
   )
 }  # fmt: skip
 

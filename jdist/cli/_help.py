@@ -49,6 +49,7 @@ _EXAMPLES = {
   jdist pipeline draw zb_h1 --stages 4 --microbatches 8
   jdist pipeline check mine.txt --sends blocking
   jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
+  jdist pipeline plan --costs layers.toml --cluster cluster.toml
 """,
   "simulate": """examples:
   jdist simulate cluster.toml
@@ -80,7 +81,7 @@ _EXAMPLES = {
 # Options that are given without their names.
 _POSITIONAL = {
   ("simulate", "cluster"): "CLUSTER.toml",
-  ("pipeline", "action"): "draw|check|simulate",
+  ("pipeline", "action"): "draw|check|simulate|plan",
   ("pipeline", "tables"): "TABLE [TABLE ...]",
 }
 # The title of a command's own options.

@@ -212,23 +212,27 @@ class Simulate(_groups.ProtocolOptions):
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
   """Draws, checks or simulates the tables of a pipeline: which device does what
-  in which order. A simulation leaves a table, rows, pictures and timelines.
-  Nothing is trained.
+  in which order; or plans which layers, table and micro-batches are the fastest
+  on a cluster. A simulation or a plan leaves a table, rows, pictures and
+  timelines. Nothing is trained.
   """
 
-  action: tyro.conf.Positional[Literal["draw", "check", "simulate"]] = "draw"
+  action: tyro.conf.Positional[Literal["draw", "check", "simulate", "plan"]] = (
+    "draw"
+  )
   """What is done with the tables."""
 
-  tables: tyro.conf.Positional[tuple[str, ...]] = ("1f1b",)
+  tables: tyro.conf.Positional[tuple[str, ...]] = ()
   """One or more tables by name, or files as `pipeline.load_table` reads them;
-  1f1b if not given."""
+  1f1b if not given, and all to plan."""
 
-  stages: int = 4
+  stages: int | None = None
   """Stages of the model, a device each; of interleaved, the devices. A file has
-  its own."""
+  its own. 4 if not given; to plan, those that are fastest."""
 
-  microbatches: int = 8
-  """Micro-batches of an iteration; of pipedream always 1."""
+  microbatches: int | None = None
+  """Micro-batches of an iteration; of pipedream always 1. 8 if not given; to
+  plan, those that are fastest."""
 
   iterations: int | None = None
   """Optimizer steps in the table; its own number if not given, and a dozen to
@@ -251,13 +255,20 @@ class Pipeline:
   max_versions: int | None = None
   """To check: versions of the parameters that a stage may keep."""
 
+  batch_size: int = 256
+  """To plan: samples of an update."""
+
+  samples: int = 1
+  """To plan: samples of the micro-batch that the costs are of."""
+
   cluster: _groups.Directory = None
-  """To simulate: a TOML file of machines and links, as of
+  """To simulate or plan: a TOML file of machines and links, as of
   `cluster.load_cluster`; equal machines without links if not given."""
 
   costs: _groups.Directory = None
   """To simulate: a TOML file with a [[stages]] table for each stage, as of
-  `pipeline.load_costs`; stages are equal if not given."""
+  `pipeline.load_costs`; stages are equal if not given. To plan: of each
+  layer."""
 
   forward_s: float = 1.0
   """Seconds of a stage's forward pass of a micro-batch."""

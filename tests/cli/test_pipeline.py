@@ -72,6 +72,28 @@ def test_costs_and_machines_are_read(capsys, tmp_path):
   assert json.loads(row)["makespan_s"] == pytest.approx(1 + 1 + 2 + 1 + 1)
 
 
+def test_a_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
+  costs, output = tmp_path / "layers.toml", tmp_path / "out"
+  costs.write_text(
+    "".join(
+      f"[[stages]]\nname = '{x}'\nforward_s = 1.0\nbackward_s = 2.0\n"
+      for x in "abcd"
+    )
+  )
+  words = f"plan 1f1b ours --costs {costs} --stages 2 --batch-size 4"
+  told = _run(f"{words} --output {output}", capsys)
+  assert "samples/s" in told and "a to b" in told and "c to d" in told
+  rows = [
+    json.loads(x) for x in (output / "rows.jsonl").read_text().splitlines()
+  ]
+  assert {row["table"] for row in rows} == {"1f1b", "ours"}
+  assert rows[0]["table"] == "ours" and rows[0]["cuts"] == [2]
+  assert rows[0]["samples_per_s"] == pytest.approx(1 / 6)
+  assert (output / "plan.png").stat().st_size > 1000
+  told = _run(f"check {output / 'table.txt'}", capsys)
+  assert "delay of the gradients, by stage: 1 1" in told
+
+
 _WRONG = {
   "no such table": ("draw dapple", "a table must be one of naive, gpipe"),
   "no such action": ("paint 1f1b", "action"),
@@ -93,6 +115,20 @@ _WRONG = {
   "a typo in the costs": ("simulate 1f1b --costs TYPO", "forwards_s"),
   "a negative cost": ("simulate 1f1b --forward-s -1", "`--forward-s` must be"),
   "too few machines": ("simulate 1f1b --cluster CLUSTER", "`nodes` must name"),
+  "a plan without costs": ("plan ours", "`--costs` must be given to plan"),
+  "a plan of many iterations": (
+    "plan --costs COSTS --iterations 3",
+    "`--iterations` must be left out of `jdist pipeline plan`",
+  ),
+  "a batch without a plan": ("draw --batch-size 3", "`--batch-size` must be"),
+  "micro-batches that do not divide": (
+    "plan --costs COSTS --batch-size 8 --microbatches 3",
+    "`num_microbatches` must divide the batch, got 3",
+  ),
+  "more stages than layers": (
+    "plan --costs COSTS --stages 2",
+    "each of the 2 stages, got 1",
+  ),
   "no file": ("simulate 1f1b --cluster none.toml", "none.toml"),
 }
 

@@ -1,4 +1,4 @@
-"""`jdist pipeline`: tables drawn, checked and simulated."""
+"""`jdist pipeline`: tables drawn, checked, simulated and planned."""
 
 import dataclasses
 import pathlib
@@ -7,13 +7,17 @@ from typing import Any
 
 from jdist import cluster, pipeline, training
 from jdist.cli import _options, _output
+from jdist.cli.pipelines import _plan
 
 _COSTS = (
   "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
 )  # fmt: skip
 # Of an option: those that only one of the actions has.
 _OF_CHECK = ("sends", "max_live", "max_versions")
-_OF_SIMULATE = ("cluster", "costs", *_COSTS, "optimizer_copies", "output")
+_OF_BOTH = ("cluster", "costs", "optimizer_copies", "output")
+_OF_SIMULATE = _COSTS
+_OF_PLAN = ("batch_size", "samples")
+_NOT_OF_PLAN = ("iterations", "chunks")
 _OF_TABLES = {
   "microbatches": "num_microbatches",
   "iterations": "num_iterations",
@@ -25,8 +29,17 @@ _ITERATIONS = 12
 
 
 def run(options: _options.Pipeline) -> None:
-  """Draws, checks or simulates each of the tables."""
+  """Draws, checks or simulates each of the tables, or makes a plan."""
   _check_left_out(options)
+  if options.action == "plan":
+    _plan.run(options)
+    return
+  options = dataclasses.replace(
+    options,
+    tables=options.tables or ("1f1b",),
+    stages=4 if options.stages is None else options.stages,
+    microbatches=8 if options.microbatches is None else options.microbatches,
+  )
   tables = [_table(name, options) for name in options.tables]
   if options.action == "draw":
     for table in tables:
@@ -42,8 +55,11 @@ def _check_left_out(options: _options.Pipeline) -> None:
   names: Sequence[str] = ()
   if options.action != "check":
     names = _OF_CHECK
+  if options.action not in ("simulate", "plan"):
+    names = (*names, *_OF_BOTH)
   if options.action != "simulate":
     names = (*names, *_OF_SIMULATE)
+  names = (*names, *(_NOT_OF_PLAN if options.action == "plan" else _OF_PLAN))
   usual = _options.Pipeline()
   for name in names:
     value = getattr(options, name)
@@ -75,6 +91,7 @@ def _table(name: str, options: _options.Pipeline) -> pipeline.Table:
   entry = pipeline.TABLES[name]
   if options.action == "simulate" and entry.asynchronous:
     given.setdefault("num_iterations", _ITERATIONS)
+  assert options.stages is not None and options.microbatches is not None
   microbatches = options.microbatches
   if name == "pipedream":
     microbatches = 1  # As published: an update after each.
@@ -153,6 +170,7 @@ def _times(
     costs = [
       pipeline.LayerCost(f"stage {i}", **equal) for i in range(table.num_stages)
     ]
+    assert options.stages is not None
     if table.num_stages > options.stages:  # A device has several.
       part = options.stages / table.num_stages
       costs = [

@@ -41,6 +41,11 @@ class Candidate:
   delay: int | None = None
   reason: str | None = None
 
+  @property
+  def nodes(self) -> tuple[str, ...]:
+    """The machine of each device of the table."""
+    return () if self.plan is None else self.plan.nodes[: self.num_stages]
+
   def row(self) -> dict[str, Any]:
     """Returns what a row of results has of it."""
     plan, times = self.plan, self.times

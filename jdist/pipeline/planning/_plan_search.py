@@ -337,7 +337,7 @@ class _Search:
         choice.made,
         choice.plan.stages,
         self.machines,
-        nodes=choice.plan.nodes[: len(choice.made.devices)],
+        nodes=choice.nodes,
         optimizer_copies=self.optimizer_copies,
       )
       rate = self.batch_size / times.iteration_s
