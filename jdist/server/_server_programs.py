@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import training
+from jdist import training, transforms
 from jdist.server import _message_codec
 
 PyTree = Any
@@ -82,7 +82,7 @@ def server_programs(
 
     def one(total: Any, g: Any, old: Any, new: Any) -> Any:
       if compensation:
-        g = g + (compensation * g * g * (new - old)).astype(g.dtype)
+        g = transforms.compensated(g, compensation, new, old)
       return total + weight.astype(g.dtype) * g
 
     sums = jax.tree.map(one, total[0], grads, read, model.params)

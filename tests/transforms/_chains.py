@@ -25,6 +25,29 @@ def stale(rate, steps, *, axis):
   return transforms.delay_gradients(synchronous(rate, axis=axis), steps)
 
 
+def late_and_fixed(delay, *fixes, axis):
+  """Gradients that are late, and what makes up for it."""
+  chain = optax.chain(transforms.average_gradients(axis), *fixes)
+  return transforms.delay_gradients(chain, delay)
+
+
+def compensated(strength, rate, delay, *, axis):
+  fix = transforms.compensate_delay(strength, delay)
+  return late_and_fixed(delay, fix, optax.sgd(rate), axis=axis)
+
+
+def scaled(power, anneal_steps, offset, delay, *, axis):
+  fix = transforms.scale_by_delay(
+    delay, power, anneal_steps=anneal_steps, offset=offset
+  )
+  return late_and_fixed(delay, MOMENTUM, fix, axis=axis)
+
+
+def looking_ahead(momentum, rate, *, axis):
+  fix = transforms.scale_by_look_ahead(momentum)
+  return late_and_fixed(2, fix, optax.sgd(rate), axis=axis)
+
+
 def pulled(strength, learning_rate, interval, *, axis):
   pull = transforms.pull_to_anchor(strength, learning_rate)
   inner = optax.chain(pull, optax.sgd(learning_rate))

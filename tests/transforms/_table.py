@@ -108,6 +108,24 @@ TABLE = {
   "stale by leaf": line(
     _chains.stale, {"rate": 0.1}, {"steps": {"a": 2, "b": 1}}, "delay_gradients"
   ),
+  "compensated": line(
+    _chains.compensated,
+    {"strength": 0.04, "rate": 0.1},
+    {"delay": {"a": 2, "b": 1}},
+    "compensate_delay",
+  ),
+  "scaled by delay": line(
+    _chains.scaled,
+    {"power": 0.5, "anneal_steps": 20.0, "offset": 1.0},
+    {"delay": {"a": 2, "b": 1}},
+    "scale_by_delay",
+  ),
+  "look ahead": line(
+    _chains.looking_ahead,
+    {"momentum": 0.9, "rate": 0.1},
+    {},
+    "scale_by_look_ahead",
+  ),
   "local": line(transforms.local_steps, {}, ROUNDS_OF_3),
   "outer": line(transforms.local_steps, {}, ROUNDS_OF_3 | {"rule": NESTEROV}),
   "late": line(_chains.late, {"carry": 0.5}, ROUNDS_OF_3, "local_steps"),
