@@ -25,7 +25,8 @@ def make_step(
 ) -> Step:
   """Makes one worker's training step.
 
-  Differentiates the loss on this worker's own parameters and batch, updates,
+  Differentiates the loss on this worker's own parameters and batch, or where
+  `transforms.predict_weights` expects the parameters to be, updates,
   ends rounds exactly on the anchor, and averages batch statistics whenever
   the workers come together; of a streamed method and of `update_first`, where
   their mean would hold up what is to be hidden, `Evaluator` averages them.
@@ -70,7 +71,8 @@ def make_step(
     if first is not None:
       params, opt_state = first.begin(state.params, state.opt_state)
       state = state._replace(params=params, opt_state=opt_state)
-    found = gradient(state.params, state.model_state, batch, key)
+    read = transforms.predicted_weights(state.opt_state, state.params)
+    found = gradient(read, state.model_state, batch, key)
     if weighted:
       found = _weighted(found, state.model_state, axis)
     return update(state, found, control)

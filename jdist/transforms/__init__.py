@@ -62,6 +62,15 @@ from jdist.transforms.delays._look_ahead import LookAheadState as LookAheadState
 from jdist.transforms.delays._look_ahead import (
   scale_by_look_ahead as scale_by_look_ahead,
 )
+from jdist.transforms.delays._weight_prediction import (
+  predict_weights as predict_weights,
+)
+from jdist.transforms.delays._weight_prediction import (
+  predicted_weights as predicted_weights,
+)
+from jdist.transforms.delays._weight_prediction import (
+  PredictWeightsState as PredictWeightsState,
+)
 from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._chunked_stream import (

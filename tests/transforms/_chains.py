@@ -48,6 +48,12 @@ def looking_ahead(momentum, rate, *, axis):
   return late_and_fixed(2, fix, optax.sgd(rate), axis=axis)
 
 
+def predicting(rate, rule, *, axis):
+  inner = optax.sgd(rate, momentum=0.9)
+  fix = transforms.predict_weights(inner, 2, rule)
+  return late_and_fixed(2, fix, axis=axis)
+
+
 def pulled(strength, learning_rate, interval, *, axis):
   pull = transforms.pull_to_anchor(strength, learning_rate)
   inner = optax.chain(pull, optax.sgd(learning_rate))

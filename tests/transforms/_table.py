@@ -126,6 +126,9 @@ TABLE = {
     {},
     "scale_by_look_ahead",
   ),
+  "predicted weights": line(
+    _chains.predicting, {"rate": 0.1}, {"rule": "coast"}, "predict_weights"
+  ),
   "local": line(transforms.local_steps, {}, ROUNDS_OF_3),
   "outer": line(transforms.local_steps, {}, ROUNDS_OF_3 | {"rule": NESTEROV}),
   "late": line(_chains.late, {"carry": 0.5}, ROUNDS_OF_3, "local_steps"),

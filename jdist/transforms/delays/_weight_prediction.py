@@ -1,0 +1,192 @@
+"""Weight prediction: gradients at the parameters that they will update."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks
+from jdist.transforms.delays import _leaf_delays
+from jdist.transforms.local import _anchor
+
+PyTree = Any
+
+
+class PredictWeightsState(NamedTuple):
+  """State of `predict_weights`.
+
+  Attributes:
+    ahead: predicted parameters less the present ones, in their dtypes.
+    inner: the optimizer's state.
+  """
+
+  ahead: PyTree
+  inner: PyTree
+
+
+def predict_weights(
+  optimizer: optax.GradientTransformation,
+  steps: PyTree,
+  rule: Literal["coast", "repeat"] = "coast",
+  *,
+  b2: jax.typing.ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Predicts the parameters s updates ahead, to take late gradients there.
+
+  Updates are those of `optimizer`.  After each one `predicted_weights(state,
+  w)` gives the parameters :math:`\hat w` at which the next gradient is to be
+  computed, which will be applied s updates later; `training.make_step` and
+  pipelines ask for it.  With "coast" they are where the optimizer gets in s
+  more steps with gradients of zero, with "repeat" where s times its last update
+  leads.  For SGD with the rate :math:`\eta`, momentum c and velocity v
+
+  .. math:: \hat w = w - \eta v \sum_{k=1}^{s} c^k
+            = w - \eta v \, \frac{c - c^{s+1}}{1 - c}
+            \qquad\text{or}\qquad \hat w = w - s \eta v
+
+  and for Adam's moments m and v after t updates, with `b2` given,
+
+  .. math:: \hat w = w - \sum_{k=1}^{s} \frac{\eta}{1 - b_1^{t+k}} \,
+            \frac{m b_1^k}{\sqrt{v / (1 - b_2^{t+k})} + \epsilon}
+
+  Stands inside the delay, `delay_gradients(predict_weights(optimizer, k), k)`,
+  and behind what averages; in a pipeline in the chain that it is given, with s
+  as `grid.delay`.
+
+  Args:
+    optimizer: any Optax optimizer that sends nothing.  Schedules and weight
+      decay coast as they will be.
+    steps: s, or a tree of them, as of `delay_gradients`; 0 predicts nothing.
+    rule: how to predict.  "coast" costs s updates of the optimizer in a step.
+    b2: Adam's, to hold its second moment while it coasts; None lets it decay,
+      as gradients of zero would have it.
+
+  Returns:
+    A transformation; its updates are those of `optimizer`.
+
+  Raises:
+    ValueError: when an argument is out of its range; at `init`, when `steps`
+      does not fit the parameters, or `optimizer` averages or has rounds.
+
+  References:
+    "coast": the code of Eliad et al., FTPipe (USENIX ATC 2021).  "repeat": Chen
+    et al., SpecTrain (arXiv 1809.02839), and Guan et al., XPipe (arXiv
+    1911.04610), for Adam.  Departures: a forward and its backward pass share
+    one prediction, and the rule runs the optimizer itself, whatever it is.
+
+  >>> optimizer = predict_weights(optax.sgd(1.0, momentum=0.5), steps=2)
+  >>> w = jnp.array(0.0)
+  >>> updates, state = optimizer.update(jnp.array(4.0), optimizer.init(w), w)
+  >>> w = optax.apply_updates(w, updates)
+  >>> w.item(), predicted_weights(state, w).item()  # -4 - (2 + 1)
+  (-4.0, -7.0)
+  """
+  checks.check_optimizer("optimizer", optimizer)
+  checks.check_choice("rule", rule, ("coast", "repeat"))
+  if b2 is not None:
+    checks.check_continuous("b2", b2, open_low=True, high=1.0)
+    if rule != "coast":
+      raise ValueError(
+        f"`b2` must be left out with `rule={rule!r}`, got {b2}: it is for "
+        "`rule='coast'`."
+      )
+  farthest = _leaf_delays.check_steps(steps)[-1]
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def init_fn(params: optax.Params) -> PredictWeightsState:
+    _leaf_delays.broadcast("steps", steps, params)
+    inner = optimizer.init(params)
+    for what in ("averages", "rounds", "drains"):
+      if _anchor.contains(inner, _anchor.declares(what)):
+        raise ValueError(
+          "`optimizer` must send nothing and hold nothing back, got one that "
+          "averages, delays or has rounds: it would do so in every predicted "
+          "step. Put `predict_weights` around the optimizer alone, inside "
+          "these."
+        )
+    return PredictWeightsState(jax.tree.map(jnp.zeros_like, params), inner)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: PredictWeightsState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, PredictWeightsState]:
+    new_updates, inner = optimizer.update(
+      updates, state.inner, params, **extra_args
+    )
+    own = _leaf_delays.broadcast("steps", steps, updates)
+    if rule == "repeat":
+      ahead = jax.tree.map(lambda k, u: k * u, own, new_updates)
+    else:
+      ahead = coast(new_updates, inner, params, own, extra_args)
+    ahead = jax.tree.map(lambda x, a: x.astype(a.dtype), ahead, state.ahead)
+    return new_updates, PredictWeightsState(ahead, inner)
+
+  def coast(
+    updates: optax.Updates,
+    state: PyTree,
+    params: optax.Params | None,
+    own: PyTree,
+    extra_args: dict[str, Any],
+  ) -> PyTree:
+    zero = jax.tree.map(jnp.zeros_like, updates)
+    ahead = zero
+    for i in range(farthest):
+      if params is not None:
+        params = optax.apply_updates(params, updates)
+      if b2 is not None:
+        state = _held(state, b2)
+      updates, state = optimizer.update(zero, state, params, **extra_args)
+      ahead = jax.tree.map(
+        lambda k, a, u, i=i: a + u if i < k else a, own, ahead, updates
+      )
+    return ahead
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
+  """Returns the parameters at which to compute the next gradient.
+
+  Args:
+    state: of any chain.
+    params: the parameters; returned where nothing in the chain predicts.
+
+  Raises:
+    ValueError: when several transformations predict.
+  """
+  leaves = jax.tree.leaves(state, is_leaf=_predicts)
+  found = [x for x in leaves if _predicts(x)]
+  if len(found) > 1:
+    raise ValueError(
+      "`state` must hold one `predict_weights` at most, side by side there are "
+      f"{len(found)}. Give one a tree of `steps`."
+    )
+  if not found:
+    return params
+  return jax.tree.map(
+    lambda p, a: p + a.astype(p.dtype), params, found[0].ahead
+  )
+
+
+def _predicts(x: Any) -> bool:
+  return isinstance(x, PredictWeightsState)
+
+
+def _held(state: PyTree, b2: jax.typing.ArrayLike) -> PyTree:
+  """Raises Adam's second moments by what the next step lets them decay."""
+
+  def adam(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByAdamState)
+
+  def one(x: Any) -> Any:
+    if not adam(x):
+      return x
+    decay = jnp.asarray(b2)
+    return x._replace(
+      nu=jax.tree.map(lambda v: v / decay.astype(v.dtype), x.nu)
+    )
+
+  return jax.tree.map(one, state, is_leaf=adam)
