@@ -23,7 +23,8 @@ class InFlightState(NamedTuple):
     inner: the optimizer's, of each device's own stages: arrays `[devices, ...]`
       and scalars.
     step: iterations that have begun, int32 scalar.
-    older: earlier versions of the parameters, the newer first.
+    older: earlier versions of the parameters, as they were read, the newer
+      first.
     flight: micro-batches and gradients under way, arrays `[devices, ...]`; an
       empty tuple where each step ends with an empty pipeline.
   """
@@ -50,7 +51,8 @@ class OneProgram:
   An asynchronous table gives its window W and its micro-batches; its ticks are
   those of 1F1B without a flush.  The gradient of iteration k is taken at the
   parameters after :math:`\max(0, k - W + 1)` updates, as `transforms.
-  delay_gradients(optimizer, W - 1)` has it on one device.
+  delay_gradients(optimizer, W - 1)` has it on one device; at parameters that
+  are predicted, where the optimizer holds a `transforms.predict_weights`.
 
   >>> from jdist import models, pipeline
   >>> layers = [
@@ -282,7 +284,7 @@ class OneProgram:
         state, _ = update(state, gradient)
       kept = state.opt_state
       empty = jax.tree.map(jnp.zeros_like, kept.flight)
-      older = (state.params,) * self.grid.delay
+      older = (_read(kept, state.params),) * self.grid.delay
       kept = InFlightState(kept.inner, jnp.zeros_like(begun), older, empty)
       return state._replace(step=number, opt_state=kept), {}
 
@@ -334,7 +336,7 @@ class OneProgram:
     opt_state = state.opt_state
     flight = opt_state.flight if grid.behind else ticks.start(state.params)
     grads, model_state, means, flight = ticks.run(
-      (state.params, *opt_state.older),
+      (_read(opt_state, state.params), *opt_state.older),
       state.model_state,
       flight,
       batch,
@@ -363,7 +365,8 @@ class OneProgram:
       grads: PyTree, state: InFlightState, params: PyTree = None, **given: Any
     ) -> tuple[PyTree, InFlightState]:
       updates, after = inner.update(grads, state.inner, params, **given)
-      older = (params, *state.older[:-1]) if state.older else ()
+      read = _read(state, params)
+      older = (read, *state.older[:-1]) if state.older else ()
       if behind:
         there = state.step >= behind
         updates, after, older = jax.tree.map(
@@ -436,6 +439,11 @@ class OneProgram:
 
 
 _ALL = PartitionSpec()
+
+
+def _read(state: InFlightState, params: PyTree) -> PyTree:
+  """Returns the newest parameters as an iteration reads them: predicted."""
+  return transforms.predicted_weights(state.inner, params)
 
 
 def _on_device(state: training.TrainState) -> training.TrainState:

@@ -1,5 +1,8 @@
 """A pipeline in one program is the unsplit model, late or not."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +158,62 @@ def test_a_window_is_delay_gradients_on_one_device(
   # A loss shows the parameters that its gradient was taken at.
   assert np.isfinite(losses).all()
   np.testing.assert_allclose(losses[behind:], wanted_losses, rtol=1e-5)
+
+
+_SGD = optax.sgd(0.1, momentum=0.9)
+_FIXES = {
+  "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
+  "look-ahead": lambda delay: optax.chain(
+    transforms.scale_by_look_ahead(0.9), optax.scale(-0.3)
+  ),
+  "rate": lambda delay: optax.chain(
+    _SGD, transforms.scale_by_delay(delay, anneal_steps=6)
+  ),
+  "compensation": lambda delay: optax.chain(
+    transforms.compensate_delay(10.0, delay), _SGD
+  ),
+}
+
+
+@pytest.mark.parametrize("fix", _FIXES)
+def test_a_window_with_a_fix_is_delay_gradients_with_it(fix):
+  pipe, layers = _pipe(pipeline.ours(4, 2, window=3), late_sends=False)
+  batches = small.batches(12, 1, _MICRO * 2)
+
+  def chain(axis):
+    return optax.chain(
+      transforms.average_gradients(axis), _FIXES[fix](pipe.grid.delay)
+    )
+
+  def late(axis):
+    return transforms.delay_gradients(chain(axis), pipe.grid.delay)
+
+  found, losses = _train(pipe, batches, chain, drained=True)
+  late_state, wanted_losses = _reference(layers, batches, 2, late)
+  one = jax.tree.map(lambda x: x[0], late_state)
+  wanted, _ = transforms.drain(late(None), one.opt_state, one.params)
+  assert small.error(_split(pipe, found)[0], wanted) < 1e-6
+  behind = pipe.grid.behind
+  np.testing.assert_allclose(
+    losses[behind:], wanted_losses[:-behind], rtol=1e-6
+  )
+  # Without the fix it is another training.
+  assert small.error(one.params, _unfixed()) > 1e-3
+  # The next iterations read what the first of them will.
+  kept = found.opt_state
+  read = transforms.predicted_weights(kept.inner, found.params)
+  chex.assert_trees_all_equal(kept.older, (read,) * pipe.grid.delay)
+
+
+@functools.cache
+def _unfixed():
+  state, _ = _reference(
+    small.layers(),
+    small.batches(12, 1, _MICRO * 2),
+    2,
+    lambda axis: transforms.delay_gradients(_SGD, 2),
+  )
+  return _of(state)[0]
 
 
 def test_drained_it_has_applied_every_gradient_and_begins_anew():
