@@ -7,9 +7,6 @@ from typing import Any
 from jdist import cluster, pipeline, training
 from jdist.cli import _options, _output
 
-# Alternatives in the printed table; rows have them all.
-_MOST_SHOWN = 15
-
 
 def run(options: _options.Pipeline) -> None:
   """Searches, prints the best plan beside others, and writes all of them."""
@@ -107,8 +104,10 @@ def _candidates(found: Sequence[pipeline.Candidate]) -> Any:
   from rich import table
 
   done = [x for x in found if x.times is not None]
+  # The first of a table is its best.
+  best = {x.table: x for x in reversed(done)}
   grid = table.Table(
-    title="Alternatives, simulated",
+    title="The best of each table",
     caption=f"{len(found)} considered, {len(done)} simulated: others do not "
     "fit into memory, or their bottleneck alone makes them slower.",
   )
@@ -118,7 +117,7 @@ def _candidates(found: Sequence[pipeline.Candidate]) -> Any:
     "delay", "memory MB",
   ):  # fmt: skip
     grid.add_column(title, justify="right")
-  for each in done[:_MOST_SHOWN]:
+  for each in sorted(best.values(), key=done.index):
     assert each.times is not None
     grid.add_row(
       each.table,

@@ -19,7 +19,8 @@ class Candidate:
     num_stages: and machines.
     window: of `ours`; 1 of `greedy`, else None.
     recompute: whether stages keep their input only.
-    max_live: micro-batches that a stage may keep, if memory is short.
+    extra_live: micro-batches that a stage of `ours` or `greedy` may keep beyond
+      those that do if nothing ever waits; fewer if memory is short.
     plan: cuts and machines; None if nothing fits.
     made: the table; None if the candidate was not simulated.
     times: of the simulation.
@@ -33,7 +34,7 @@ class Candidate:
   num_stages: int
   window: int | None
   recompute: bool
-  max_live: int | None = None
+  extra_live: int = 0
   plan: Plan | None = None
   made: schedule.Table | None = None
   times: _simulator.PipelineTimes | None = None
@@ -55,7 +56,7 @@ class Candidate:
       "num_stages": self.num_stages,
       "window": self.window,
       "recompute": self.recompute,
-      "max_live": self.max_live,
+      "extra_live": self.extra_live,
       "samples_per_s": self.samples_per_s,
       "delay": self.delay,
       "reason": self.reason,

@@ -23,6 +23,8 @@ _CHUNKS = 2
 _MOST_MICROBATCHES = 8
 # Partitions of a table, each for the memory that the last one took.
 _TURNS = 3
+# Micro-batches a stage, in which a full pipeline is measured.
+_FULL = 12
 # What counts as equally fast, and what as beyond memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
@@ -219,8 +221,8 @@ class _Search:
     for window in windows:
       each = dataclasses.replace(choice, window=window)
       most = max(schedule.check_table(self._make(each, found)).live)
-      for live in (None, *range(most - 1, 0, -1)):
-        bottleneck = self._append(dataclasses.replace(each, max_live=live))
+      for extra in range(0, -most, -1):
+        bottleneck = self._append(dataclasses.replace(each, extra_live=extra))
         if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
           break
 
@@ -295,6 +297,7 @@ class _Search:
       if found is not None:
         times = stage_times(found, self.machines)
       window = choice.window or 1
+      num_iterations = self._iterations(choice, window)
 
       def make(max_live: Sequence[int] | None) -> schedule.Table:
         if name == "greedy":
@@ -303,46 +306,73 @@ class _Search:
           times,
           number,
           window=window,
-          # Enough to be full, and as many again.
-          num_iterations=2 * window + 4,
+          num_iterations=num_iterations,
           max_live=max_live,
         )
 
       made = make(None)
-      if choice.max_live is None:
+      if not choice.extra_live:
         return made
       live = schedule.check_table(made).live
-      return make([min(x, choice.max_live) for x in live])
+      return make([max(1, x + choice.extra_live) for x in live])
     options = {}
     if schedule.TABLES[name].asynchronous:
-      ahead = 1 + math.ceil(choice.num_stages / number)
-      options["num_iterations"] = 2 * ahead + 4
+      window = 1 + math.ceil(choice.num_stages / number)
+      options["num_iterations"] = self._iterations(choice, window)
     return schedule.make_table(name, choice.num_stages, number, **options)
+
+  def _iterations(self, choice: Candidate, window: int) -> int:
+    """Returns iterations enough to fill a pipeline, and to measure it full."""
+    full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
+    return 2 * window + max(4, full)
+
+  def _simulated(self, choice: Candidate) -> Candidate:
+    assert choice.made is not None and choice.plan is not None
+    times = _simulator.simulate(
+      choice.made,
+      choice.plan.stages,
+      self.machines,
+      nodes=choice.nodes,
+      optimizer_copies=self.optimizer_copies,
+    )
+    rate = self.batch_size / times.iteration_s
+    # A part of an iteration more or less is no speed.
+    rate = min(rate, choice.samples_per_s)
+    return dataclasses.replace(choice, times=times, samples_per_s=rate)
+
+  def _with_more_live(self, choice: Candidate) -> Iterator[Candidate]:
+    """Goes through a candidate and those that keep more, while they gain."""
+    most, before = choice.samples_per_s, 0.0
+    while True:
+      done = self._simulated(choice)
+      yield done
+      rate, extra = done.samples_per_s, choice.extra_live
+      enough = rate >= most * (1 - _EQUAL) or rate <= before * (1 + _EQUAL)
+      if enough or extra < 0 or choice.table not in ("ours", "greedy"):
+        return
+      before = rate
+      try:
+        choice = self._cut(
+          dataclasses.replace(choice, extra_live=2 * extra or 1)
+        )
+      except ValueError:
+        return
 
   def run(self) -> tuple[Candidate, list[Candidate]]:
     """Simulates those that may be the best, the most promising first."""
     done: list[Candidate] = []
     best = 0.0
     for choice in sorted(self._candidates, key=lambda x: -x.samples_per_s):
-      slower = choice.samples_per_s < best * (1 - _EQUAL)
-      if choice.made is None or choice.plan is None:
+      if choice.made is None:
         done.append(choice)
-        continue
-      if slower:
+      elif choice.samples_per_s < best * (1 - _EQUAL):
         done.append(
           dataclasses.replace(choice, made=None, reason="a slower bottleneck")
         )
-        continue
-      times = _simulator.simulate(
-        choice.made,
-        choice.plan.stages,
-        self.machines,
-        nodes=choice.nodes,
-        optimizer_copies=self.optimizer_copies,
-      )
-      rate = self.batch_size / times.iteration_s
-      best = max(best, rate)
-      done.append(dataclasses.replace(choice, times=times, samples_per_s=rate))
+      else:
+        for each in self._with_more_live(choice):
+          best = max(best, each.samples_per_s)
+          done.append(each)
     simulated = [x for x in done if x.times is not None]
     if not simulated:
       assert self._error is not None

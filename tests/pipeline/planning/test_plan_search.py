@@ -76,10 +76,24 @@ def test_ours_keeps_fewer_micro_batches_where_memory_is_short():
   tight, rows = pipeline.plan(
     _LAYERS[:3], _machines(3, memory=80), 8, **options
   )
-  assert tight.table == "ours" and tight.max_live == 2
-  assert tight.times.memory_bytes == (80, 80, 60)
+  assert tight.table == "ours" and tight.extra_live == -1
+  assert tight.times.memory_bytes == (80, 60, 60)
   assert tight.samples_per_s < free.samples_per_s
-  assert rows[-1].max_live is None and "memory" in rows[-1].reason
+  assert rows[-1].extra_live == 0 and "memory" in rows[-1].reason
+
+
+def test_ours_keeps_more_micro_batches_where_messages_delay_them():
+  link = cluster.Link(8.0, latency_s=0.3)
+  links = {f"n{i}": link for i in range(3)} | {"server": link}
+  machines = cluster.Cluster(_machines(3).nodes, cluster.star(links, "switch"))
+  costs = [_Cost(f"{x}", 0.3 * x, 0.7 * x) for x in (3, 4, 2)]
+  best, rows = pipeline.plan(
+    costs, machines, 8, tables=["ours"], recompute=[False], windows=[2],
+    num_microbatches=[8], num_stages=[3],
+  )  # fmt: skip
+  assert best.extra_live == 2 and best.samples_per_s == pytest.approx(0.25)
+  assert [x.extra_live for x in rows] == [2, 1, 0]
+  assert rows[-1].samples_per_s < 0.85 * best.samples_per_s
 
 
 def test_two_stages_of_a_device_share_its_memory():
