@@ -4,6 +4,7 @@ from jdist.pipeline.planning import Candidate as Candidate
 from jdist.pipeline.planning import even_partition as even_partition
 from jdist.pipeline.planning import Footprint as Footprint
 from jdist.pipeline.planning import LayerCost as LayerCost
+from jdist.pipeline.planning import LayerMove as LayerMove
 from jdist.pipeline.planning import Level as Level
 from jdist.pipeline.planning import load_costs as load_costs
 from jdist.pipeline.planning import merge_replicas as merge_replicas
@@ -14,6 +15,8 @@ from jdist.pipeline.planning import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning import place as place
 from jdist.pipeline.planning import Plan as Plan
 from jdist.pipeline.planning import plan as plan
+from jdist.pipeline.planning import Proposal as Proposal
+from jdist.pipeline.planning import Replanner as Replanner
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
 from jdist.pipeline.planning import stage_times as stage_times

@@ -20,6 +20,9 @@ from jdist.pipeline.planning._placement import place as place
 from jdist.pipeline.planning._plan import Footprint as Footprint
 from jdist.pipeline.planning._plan import Plan as Plan
 from jdist.pipeline.planning._plan_search import plan as plan
+from jdist.pipeline.planning._replanner import LayerMove as LayerMove
+from jdist.pipeline.planning._replanner import Proposal as Proposal
+from jdist.pipeline.planning._replanner import Replanner as Replanner
 from jdist.pipeline.planning._simulator import action_s as action_s
 from jdist.pipeline.planning._simulator import (
   PIPELINE_COLOURS as PIPELINE_COLOURS,
