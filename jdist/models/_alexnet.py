@@ -1,12 +1,13 @@
 """AlexNet, for ImageNet and for small images."""
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jdist.models import _forms, _layers
+from jdist.models import _forms, _layered_network, _layers
 
 
 class _Conv(NamedTuple):
@@ -40,7 +41,7 @@ _HIDDEN_SIZES: dict[_forms.Form, tuple[int, int]] = {
 _SMALLEST: dict[_forms.Form, int] = {"cifar": 8, "imagenet": 63}
 
 
-class AlexNet(nnx.Module):
+class AlexNet(_layered_network.LayeredNetwork):
   """AlexNet: five convolutions, three fully connected layers.
 
   The ImageNet form is that of one tower (Krizhevsky, 2014), 61,100,840
@@ -103,12 +104,22 @@ class AlexNet(nnx.Module):
       rngs=rngs,
     )
 
-  def __call__(self, images: jax.Array) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    x = images
-    window = (self.pool_size, self.pool_size)
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns each convolution with its pooling, then the dense layers."""
+    convs = []
     for i, pooled in enumerate(self.pooled):
-      x = jax.nn.relu(getattr(self, f"conv{i + 1}")(x))
-      if pooled:
-        x = nnx.max_pool(x, window, strides=(2, 2))
-    return _layers.apply_head(self, x.reshape(len(x), -1))
+      name = f"conv{i + 1}"
+      size = self.pool_size if pooled else None
+      run = functools.partial(_run_conv, name, size)
+      convs.append(_layered_network.NetworkPart((name,), run))
+    return (*convs, *_layers.head_parts(self.head))
+
+
+def _run_conv(
+  name: str, pool_size: int | None, net: Any, x: jax.Array, mask: Any
+) -> jax.Array:
+  del mask
+  x = jax.nn.relu(getattr(net, name)(x))
+  if pool_size is None:
+    return x
+  return nnx.max_pool(x, (pool_size, pool_size), strides=(2, 2))

@@ -159,18 +159,28 @@ def build(
   )
   check = _check_tokens if is_text else _check_images
 
-  @functools.wraps(model.apply)
-  def apply(params: Any, state: Any, inputs: jax.Array, **options: Any) -> Any:
-    check(name, shape, inputs)
-    return model.apply(params, state, inputs, **options)
+  def checked(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def check_and_apply(
+      params: Any, state: Any, inputs: jax.Array, **options: Any
+    ) -> Any:
+      check(name, shape, inputs)
+      return apply(params, state, inputs, **options)
 
-  params, state = model.params, model.state
-  if abstract:
-    # What has few numbers, as normalizations do, is there all the same.
-    params, state = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
-    )
-  return dataclasses.replace(model, params=params, state=state, apply=apply)
+    return check_and_apply
+
+  def finished(part: Any, takes_inputs: bool) -> Any:
+    params, state = part.params, part.state
+    if abstract:
+      # What has few numbers, as normalizations do, is there all the same.
+      params, state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
+      )
+    apply = checked(part.apply) if takes_inputs else part.apply
+    return dataclasses.replace(part, params=params, state=state, apply=apply)
+
+  layers = tuple(finished(x, i == 0) for i, x in enumerate(model.layers))
+  return dataclasses.replace(finished(model, True), layers=layers)
 
 
 def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jdist.models import _layered_network
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
@@ -40,11 +42,16 @@ class Model:
       built with `abstract=True` both hold `jax.ShapeDtypeStruct`.
     apply: `apply(params, state, images, *, train, mask=None)` gives
       `(logits, state)`; see `functional`.
+    layers: the same in layers, for what cuts networks into parts; of a module
+      of one's own the whole in one. One after the other, each on its part of
+      `params` and `state`, they compute what `apply` does, to the bit. A part
+      that several have, such as tied vectors, is in each of them.
   """
 
   params: dict[str, Any]
   state: dict[str, Any]
   apply: Callable[..., tuple[jax.Array, dict[str, Any]]]
+  layers: tuple[Layer, ...] = ()
 
   def __repr__(self) -> str:
     return f"Model({num_params(self):,} parameters)"
@@ -123,11 +130,19 @@ def functional(module: nnx.Module) -> Model:
     logits = copy(images, **kwargs)
     return logits, _to_dict(nnx.state(copy), state_paths)
 
-  return Model(
-    params=_to_dict(params, params_paths),
-    state=_to_dict(state, state_paths),
-    apply=apply,
+  network = (
+    _to_dict(params, params_paths),
+    _to_dict(state, state_paths),
+    apply,
   )
+  if not isinstance(module, _layered_network.LayeredNetwork):
+    return Model(*network, (Layer("network", *network),))
+  parts = {
+    part.names[0]: functional(_layered_network.PartialNetwork(module, part))
+    for part in module.parts()
+  }
+  layers = (Layer(n, x.params, x.state, x.apply) for n, x in parts.items())
+  return Model(*network, tuple(layers))
 
 
 _Path = tuple[Any, ...]

@@ -4,6 +4,7 @@ Their source of random keys may be `NoKeys`: then they hold shapes instead of
 values, and nothing is drawn or allocated.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jdist.models import _patches
+from jdist.models._layered_network import NetworkPart
 
 
 class NoKeys:
@@ -130,7 +132,7 @@ def add_head(
   first: int,
   rngs: Keys,
 ) -> tuple[str, ...]:
-  """Gives a module dense layers with rectifiers between them; see `apply_head`.
+  """Gives a module dense layers with rectifiers between them; see `head_parts`.
 
   They are called dense<number>, counted from `first`, with digits enough that
   the names, which it returns, sort in the order of the layers.
@@ -150,8 +152,16 @@ def add_head(
   return names
 
 
-def apply_head(module: Any, x: jax.Array) -> jax.Array:
-  """Runs what `add_head` added, whose names the module keeps in `head`."""
-  for name in module.head[:-1]:
-    x = jax.nn.relu(getattr(module, name)(x))
-  return getattr(module, module.head[-1])(x)
+def head_parts(names: Sequence[str]) -> tuple[NetworkPart, ...]:
+  """Returns the parts of what `add_head` added, of which the first flattens."""
+
+  def run(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
+    del mask
+    if name == names[0]:
+      x = x.reshape(len(x), -1)
+    x = getattr(net, name)(x)
+    return x if name == names[-1] else jax.nn.relu(x)
+
+  return tuple(
+    NetworkPart((name,), functools.partial(run, name)) for name in names
+  )

@@ -1,13 +1,15 @@
 """Small convolutional networks: LeNet-5 and a net of three convolutions."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jdist.models import _layers, _patches
+from jdist.models import _layered_network, _layers, _patches
 
 
-class LeNet(nnx.Module):
+class LeNet(_layered_network.LayeredNetwork):
   """LeNet-5: two convolutions, three fully connected layers.
 
   61,706 parameters for gray images and ten classes. Images smaller than
@@ -39,18 +41,16 @@ class LeNet(nnx.Module):
       self, 5 * 5 * 16, (120, 84), num_classes, first=3, rngs=rngs
     )
 
-  def __call__(self, images: jax.Array) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    _, height, width, _ = images.shape
-    missing = [(32 - size) for size in (height, width)]
-    around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]
-    x = jnp.pad(images, around)
-    for layer in (self.conv1, self.conv2):
-      x = _patches.halve(jax.nn.relu(layer(x)))
-    return _layers.apply_head(self, x.reshape(len(x), -1))
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns each convolution with its pooling, then the dense layers."""
+    return (
+      _conv_part("conv1", padded=True),
+      _conv_part("conv2"),
+      *_layers.head_parts(self.head),
+    )
 
 
-class CNN(nnx.Module):
+class CNN(_layered_network.LayeredNetwork):
   """Three 3x3 convolutions, each followed by pooling, and one dense layer.
 
   Widths 32, 64 and 128, without normalization; 113,738 parameters for
@@ -76,9 +76,24 @@ class CNN(nnx.Module):
     num_features = (height // 8) * (width // 8) * 128
     self.dense4 = _layers.dense(num_features, num_classes, last=True, rngs=rngs)
 
-  def __call__(self, images: jax.Array) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    x = images
-    for layer in (self.conv1, self.conv2, self.conv3):
-      x = _patches.halve(jax.nn.relu(layer(x)))
-    return self.dense4(x.reshape(len(x), -1))
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns each convolution with its pooling, then the dense layer."""
+    convs = (_conv_part(f"conv{i}") for i in (1, 2, 3))
+    return (*convs, *_layers.head_parts(("dense4",)))
+
+
+def _conv_part(name: str, padded: bool = False) -> _layered_network.NetworkPart:
+  run = functools.partial(_run_conv, name, padded)
+  return _layered_network.NetworkPart((name,), run)
+
+
+def _run_conv(
+  name: str, padded: bool, net: Any, x: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+  del mask
+  if padded:
+    _, height, width, _ = x.shape
+    missing = [(32 - size) for size in (height, width)]
+    around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]
+    x = jnp.pad(x, around)
+  return _patches.halve(jax.nn.relu(getattr(net, name)(x)))

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Sequence
 
-import jax
-from flax import nnx
-
-from jdist.models import _layers
+from jdist.models import _layered_network, _layers
 
 
-class MLP(nnx.Module):
+class MLP(_layered_network.LayeredNetwork):
   """Fully connected layers with rectifiers between them.
 
   Args:
@@ -34,6 +31,6 @@ class MLP(nnx.Module):
       rngs=rngs,
     )
 
-  def __call__(self, images: jax.Array) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    return _layers.apply_head(self, images.reshape(len(images), -1))
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns each dense layer with its rectifier."""
+    return _layers.head_parts(self.head)

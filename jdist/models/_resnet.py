@@ -1,5 +1,6 @@
 """Residual networks: those of ImageNet, and those of 6n + 2 layers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdist import checks
-from jdist.models import _forms, _layers, _normalization
+from jdist.models import _forms, _layered_network, _layers, _normalization
 
 
-class ResNet(nnx.Module):
+class ResNet(_layered_network.LayeredNetwork):
   """The ResNets of ImageNet, with its first layers or with small ones.
 
   The ImageNet form begins with a convolution over 7x7 pixels of stride 2 and
@@ -126,20 +127,47 @@ class ResNet(nnx.Module):
     layer = _layers.dense(num_features, num_classes, last=True, rngs=rngs)
     setattr(self, self.head, layer)
 
-  def __call__(
-    self, images: jax.Array, *, mask: jax.Array | None = None
-  ) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    x = self.stage0_conv(images)
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns the first layers, each block, and the mean with the last one."""
+    first: tuple[str, ...] = ("stage0_conv",)
     if self.norm != "none":
-      x = self.stage0_norm(x, mask=mask)
-    x = jax.nn.relu(x)
-    if self.large:
-      around = ((1, 1), (1, 1))
-      x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
-    for name in self.names:
-      x = getattr(self, name)(x, mask)
-    return getattr(self, self.head)(jnp.mean(x, axis=(1, 2)))
+      first += ("stage0_norm",)
+    partial, part = functools.partial, _layered_network.NetworkPart
+    return (
+      part(first, partial(_run_first, self.norm != "none", self.large)),
+      *(part((name,), partial(_run_block, name)) for name in self.names),
+      part((self.head,), partial(_run_head, self.head)),
+    )
+
+
+def _run_first(
+  normalized: bool,
+  pooled: bool,
+  net: Any,
+  x: jax.Array,
+  mask: jax.Array | None,
+) -> jax.Array:
+  x = net.stage0_conv(x)
+  if normalized:
+    x = net.stage0_norm(x, mask=mask)
+  x = jax.nn.relu(x)
+  if pooled:
+    around = ((1, 1), (1, 1))
+    x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
+  return x
+
+
+def _run_block(
+  name: str, net: Any, x: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+  return getattr(net, name)(x, mask)
+
+
+def _run_head(
+  name: str, net: Any, x: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+  del mask
+  return getattr(net, name)(jnp.mean(x, axis=(1, 2)))
 
 
 class CifarResNet(ResNet):

@@ -1,19 +1,20 @@
 """A decoder-only transformer, as a language model."""
 
+import functools
 import math
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jdist import checks
-from jdist.models import _layers, _normalization
+from jdist.models import _layered_network, _layers, _normalization
 
 Positions = Literal["learned", "rotary"]
 
 
-class Transformer(nnx.Module):
+class Transformer(_layered_network.LayeredNetwork):
   """A causal transformer that predicts the next token at every position.
 
     x = x + attention(norm(x));  x = x + dense(gelu(dense(norm(x))))
@@ -73,40 +74,68 @@ class Transformer(nnx.Module):
     names = [f"layer{i:0{digits}}" for i in range(num_layers + 3)]
     first, *layers, norm, head = names
     self.names = tuple(layers)
-    self.parts = (f"{first}_positions", f"{first}_tokens", f"{norm}_norm")
-    self.head = None if tied else f"{head}_dense"
-    self.rotary = positions == "rotary"
-    if not self.rotary:
-      self._set(0, _layers.Embedding(length, width, std=0.02, rngs=rngs))
-    self._set(1, _layers.Embedding(num_classes, width, std=0.02, rngs=rngs))
+    rotary = positions == "rotary"
+    # The vectors of the tokens, then those of the positions.
+    self.first: tuple[str, ...] = (f"{first}_tokens",)
+    if not rotary:
+      self.first += (f"{first}_positions",)
+      module = _layers.Embedding(length, width, std=0.02, rngs=rngs)
+      setattr(self, self.first[1], module)
+    module = _layers.Embedding(num_classes, width, std=0.02, rngs=rngs)
+    setattr(self, self.first[0], module)
     for name in self.names:
       layer = _Layer(
-        width, num_heads, hidden_size, self.rotary, num_layers, rngs=rngs
+        width, num_heads, hidden_size, rotary, num_layers, rngs=rngs
       )
       setattr(self, name, layer)
-    self._set(2, _normalization.LayerNorm(width))
-    if self.head is not None:
+    # The last norm, and what its output is multiplied by.
+    self.last = (f"{norm}_norm", self.first[0] if tied else f"{head}_dense")
+    setattr(self, self.last[0], _normalization.LayerNorm(width))
+    if not tied:
       layer = _layers.dense(
         width, num_classes, last=True, use_bias=False, rngs=rngs
       )
-      setattr(self, self.head, layer)
+      setattr(self, self.last[1], layer)
 
-  def _set(self, part: int, module: nnx.Module) -> None:
-    setattr(self, self.parts[part], module)
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns the vectors, each layer, and the last norm with the logits.
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Gives logits [batch, length, vocabulary] of tokens [batch, length]."""
-    positions, table, norm = self.parts
-    table = getattr(self, table).table[...]
-    # A token that is not in the vocabulary gives NaN, and not another's
-    # vector in silence.
-    x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
-    if not self.rotary:
-      x = x + getattr(self, positions).table[...][None, : x.shape[1]]
-    for name in self.names:
-      x = getattr(self, name)(x)
-    x = getattr(self, norm)(x)
-    return x @ table.T if self.head is None else getattr(self, self.head)(x)
+    Where they are tied the vectors of the tokens are in the last part, too.
+    """
+    partial, part = functools.partial, _layered_network.NetworkPart
+    return (
+      part(self.first, partial(_run_first, self.first)),
+      *(part((name,), partial(_run_layer, name)) for name in self.names),
+      part(self.last, partial(_run_last, self.last)),
+    )
+
+
+def _run_first(
+  names: tuple[str, ...], net: Any, tokens: jax.Array, mask: Any
+) -> jax.Array:
+  del mask
+  table, *positions = (getattr(net, name).table[...] for name in names)
+  # A token that is not in the vocabulary gives NaN, and not another's
+  # vector in silence.
+  x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
+  for vectors in positions:
+    x = x + vectors[None, : x.shape[1]]
+  return x
+
+
+def _run_layer(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
+  del mask
+  return getattr(net, name)(x)
+
+
+def _run_last(
+  names: tuple[str, ...], net: Any, x: jax.Array, mask: Any
+) -> jax.Array:
+  del mask
+  norm, last = (getattr(net, name) for name in names)
+  x = norm(x)
+  tied = isinstance(last, _layers.Embedding)
+  return x @ last.table[...].T if tied else last(x)
 
 
 class _Layer(nnx.Module):

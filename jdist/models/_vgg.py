@@ -1,13 +1,20 @@
 """VGG: 3x3 convolutions in five blocks, each followed by pooling."""
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jdist import checks
-from jdist.models import _forms, _layers, _normalization, _patches
+from jdist.models import (
+  _forms,
+  _layered_network,
+  _layers,
+  _normalization,
+  _patches,
+)
 
 _HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
   "cifar": (),
@@ -15,7 +22,7 @@ _HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
 }
 
 
-class VGG(nnx.Module):
+class VGG(_layered_network.LayeredNetwork):
   """VGG-11, 13, 16 and 19 (configurations A, B, D, E), and VGG-15.
 
   Five blocks of 3x3 convolutions with 64, 128, 256, 512 and 512 features,
@@ -99,18 +106,33 @@ class VGG(nnx.Module):
       rngs=rngs,
     )
 
-  def __call__(
-    self, images: jax.Array, *, mask: jax.Array | None = None
-  ) -> jax.Array:
-    """Gives logits [batch, num_classes] of images [batch, h, w, c]."""
-    x = images
-    for names in self.blocks:
-      for name in names:
-        x = getattr(self, name)(x)
-        if self.norm != "none":
-          x = getattr(self, f"{name}_norm")(x, mask=mask)
-        x = jax.nn.relu(x)
-      x = _patches.halve(x, padding="SAME")
-    if self.averaged:
-      x = jnp.mean(x, axis=(1, 2))
-    return _layers.apply_head(self, x.reshape(len(x), -1))
+  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
+    """Returns each convolution with what follows it, then the dense layers."""
+    last = self.blocks[-1][-1]
+    convs = []
+    for block in self.blocks:
+      for name in block:
+        names = (name,) if self.norm == "none" else (name, f"{name}_norm")
+        pooled = name == block[-1]
+        averaged = self.averaged and name == last
+        run = functools.partial(_run_conv, names, pooled, averaged)
+        convs.append(_layered_network.NetworkPart(names, run))
+    return (*convs, *_layers.head_parts(self.head))
+
+
+def _run_conv(
+  names: tuple[str, ...],
+  pooled: bool,
+  averaged: bool,
+  net: Any,
+  x: jax.Array,
+  mask: jax.Array | None,
+) -> jax.Array:
+  conv, *norm = names
+  x = getattr(net, conv)(x)
+  for name in norm:
+    x = getattr(net, name)(x, mask=mask)
+  x = jax.nn.relu(x)
+  if pooled:
+    x = _patches.halve(x, padding="SAME")
+  return jnp.mean(x, axis=(1, 2)) if averaged else x

@@ -1,0 +1,116 @@
+"""Layers of networks: one after the other they are the whole model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist import models, pipeline
+from jdist.models import _layered_network
+from jdist.pipeline import runtime
+from tests.models import _variants
+from tests.models._variants import build, variants
+
+
+def in_layers(model):
+  """The model's `apply`, of all its layers in one stage."""
+  (stage,) = pipeline.cut_layers(model.layers, 1)
+  return stage.apply
+
+
+def program_of(apply, model, x, train):
+  def run(params, state, x):
+    mask = jnp.ones(len(x))
+    return apply(params, state, x, train=train, mask=mask)
+
+  program = jax.make_jaxpr(run, return_shape=True)
+  return str(program(model.params, model.state, x))
+
+
+@variants
+def test_the_layers_make_the_program_of_the_model(name, options):
+  # Equal programs compute equal bits, gradients included.
+  model = build(name, options, abstract=True)
+  x = _variants.like(name)
+  for train in (True, False):
+    whole = program_of(model.apply, model, x, train)
+    assert program_of(in_layers(model), model, x, train) == whole
+
+
+@variants
+def test_the_layers_share_out_the_tree_of_the_model(name, options):
+  model = build(name, options)
+  assert len({layer.name for layer in model.layers}) == len(model.layers) > 1
+  for kind in ("params", "state"):
+    whole = getattr(model, kind)
+    merged = pipeline.merge([getattr(x, kind) for x in model.layers])
+    assert jax.tree.structure(merged) == jax.tree.structure(whole)
+    # The same arrays, which cost no memory of their own.
+    pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True)
+    assert all(a is b for a, b in pairs)
+  tied = {"['layer0_tokens']['table']": (0, len(model.layers) - 1)}
+  shared = tied if options.get("tied") else {}
+  assert runtime.shared_paths(model.layers) == shared
+
+
+def test_layers_are_cut_where_little_is_passed_on():
+  names = [x.name for x in build("vgg11", {"norm": "batch"}).layers]
+  assert names == [*(f"conv{i:02}" for i in range(1, 9)), "dense9"]
+  names = [x.name for x in build("resnet8").layers]
+  blocks = [f"stage{i}_block1" for i in (1, 2, 3)]
+  assert names == ["stage0_conv", *blocks, "stage4_dense"]
+  names = [x.name for x in build("transformer", {"num_layers": 2}).layers]
+  assert names == ["layer0_tokens", "layer1", "layer2", "layer3_norm"]
+
+
+def test_abstract_layers_hold_shapes():
+  model = build("resnet8", abstract=True)
+  leaves = jax.tree.leaves([(x.params, x.state) for x in model.layers])
+  assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+
+
+def test_the_first_layer_checks_the_inputs_as_the_model_does():
+  first, *_ = build("lenet").layers
+  with pytest.raises(ValueError, match="`images` must be"):
+    first.apply(first.params, {}, jnp.ones((8, 8, 1)), train=True)
+
+
+class _Dropped(_layered_network.LayeredNetwork):
+  """Two layers with dropout, whose keys are state."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    for name in ("a", "b"):
+      setattr(self, f"{name}_dense", nnx.Linear(4, 4, rngs=rngs))
+      setattr(self, f"{name}_dropout", nnx.Dropout(0.5, rngs=rngs))
+
+  def parts(self):
+    def run(names, net, x, mask):
+      del mask
+      dense, dropout = (getattr(net, name) for name in names)
+      return dropout(dense(x))
+
+    names = [(f"{name}_dense", f"{name}_dropout") for name in ("a", "b")]
+    return tuple(
+      _layered_network.NetworkPart(x, functools.partial(run, x)) for x in names
+    )
+
+
+def test_the_keys_of_dropout_are_in_the_layers_that_use_them():
+  model = models.functional(_Dropped())
+  x = np.ones((3, 4), np.float32)
+  state, found = model.state, model.state
+  for _ in range(2):
+    wanted, state = model.apply(model.params, state, x, train=True)
+    y, found = in_layers(model)(model.params, found, x, train=True)
+    np.testing.assert_array_equal(y, wanted)
+  assert [len(jax.tree.leaves(layer.state)) for layer in model.layers] == [2, 2]
+
+
+def test_a_module_of_ones_own_is_one_layer():
+  model = models.functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+  (layer,) = model.layers
+  assert layer.params is model.params and layer.apply is model.apply
