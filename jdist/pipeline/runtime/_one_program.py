@@ -46,7 +46,8 @@ class OneProgram:
   Parameters and the model's state are arrays `[devices, chunks, ...]`: stacked
   where all stages have the same shapes, so that each device's optimizer sees
   its stages' own leaves; else packed, a buffer for each dtype, which takes
-  optimizers that act on each number alone.
+  optimizers that act on each number alone.  Parameters that several stages have
+  are packed, too: each of these stages has a copy, all with one update.
 
   An asynchronous table gives its window W and its micro-batches; its ticks are
   those of 1F1B without a flush.  The gradient of iteration k is taken at the
@@ -104,15 +105,10 @@ class OneProgram:
       raise ValueError(
         f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
       )
-    shared = _stages.shared_paths(stages)
-    if shared:
-      raise ValueError(
-        "`stages` must share no parameters in one program, got "
-        f"{', '.join(shared)} in several. Untie them, or run each stage in a "
-        "process of its own."
-      )
     checks.check_function("loss", loss, "outputs and a micro-batch")
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
+    # One device sends nothing: its next stage may begin with the next tick.
+    late_sends = late_sends and len(table.devices) > 1
     sent = 2 if late_sends else 1
     if table.num_iterations == 1 and table.window == 1:
       self.grid = _grid.synchronous_grid(table, send_ticks=sent)
@@ -365,6 +361,7 @@ class OneProgram:
       grads: PyTree, state: InFlightState, params: PyTree = None, **given: Any
     ) -> tuple[PyTree, InFlightState]:
       updates, after = inner.update(grads, state.inner, params, **given)
+      updates = self._ticks.tied.share(updates)
       read = _read(state, params)
       older = (read, *state.older[:-1]) if state.older else ()
       if behind:

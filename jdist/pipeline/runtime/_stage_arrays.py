@@ -75,6 +75,12 @@ class StageArrays:
     """The number of trees."""
     return len(self._shapes)
 
+  def find(self, stage: int, path: str) -> _Leaf:
+    """Returns the place of a leaf, whose path `jax.tree_util.keystr` wrote."""
+    paths = jax.tree_util.tree_leaves_with_path(self._shapes[stage])
+    names = [jax.tree_util.keystr(x) for x, _ in paths]
+    return self._leaves[stage][names.index(path)]
+
   def join(self, trees: Sequence[PyTree]) -> PyTree:
     """Makes the arrays `[devices, chunks, ...]` of all stages."""
     own = [self.to_own(tree, i) for i, tree in enumerate(trees)]

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jdist import collectives
-from jdist.pipeline.runtime import _grid, _stage_arrays, _stages
+from jdist.pipeline.runtime import (
+  _grid,
+  _stage_arrays,
+  _stages,
+  _tied_leaves,
+)
 from jdist.pipeline.schedule import Op
 
 PyTree = Any
@@ -68,9 +73,11 @@ class Ticks:
     """
     self.grid, self.axis, self._late = grid, axis, late
     self._stages, self._loss, self._inputs = tuple(stages), loss, inputs
+    shared = bool(_stages.shared_paths(stages))
     self.params = _stage_arrays.StageArrays(
-      [x.params for x in stages], grid.num_devices
+      [x.params for x in stages], grid.num_devices, pack=shared or None
     )
+    self.tied = _tied_leaves.TiedLeaves(stages, self.params, axis)
     self.states = _stage_arrays.StageArrays(
       [x.state for x in stages], grid.num_devices
     )
@@ -219,6 +226,7 @@ class Ticks:
       ),
       totals=flight.totals.at[done].set(0.0),
     )
+    grads = self.tied.sum(grads)
     return grads, state, collectives.varying(means, axis), flight
 
   # Below, what one device does in one tick.

@@ -181,43 +181,6 @@ def test_each_asynchronous_table_reads_the_versions_it_names(
     assert pipeline.check_table(table).delays == delays
 
 
-def _tied_layers():
-  """Embedding and output of the same matrix, with a layer between."""
-  generator = np.random.default_rng(3)
-  table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
-  weight = jnp.asarray(generator.normal(size=(6, 6)) / 3, jnp.float32)
-
-  def embed(params, state, x, *, train, mask=None):
-    del train, mask
-    return x @ params["table"], state
-
-  def middle(params, state, x, *, train, mask=None):
-    del train, mask
-    return jnp.tanh(x @ params["middle"]["w"]), state
-
-  def output(params, state, x, *, train, mask=None):
-    del train, mask
-    return x @ params["table"].T, state
-
-  return [
-    models.Layer("embed", {"table": table}, {}, embed),
-    models.Layer("middle", {"middle": {"w": weight}}, {}, middle),
-    models.Layer("output", {"table": table}, {}, output),
-  ]
-
-
-def _loss_of(layers):
-  def loss_fn(params, state, batch, key):
-    del key
-    x = batch["x"]
-    for layer in layers:
-      x, _ = layer.apply(params, {}, x, train=True)
-    loss, metrics = small.loss(x, batch)
-    return loss, (state, metrics)
-
-  return loss_fn
-
-
 @pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["", "clipped"])
 @pytest.mark.parametrize(
   "table",
@@ -229,7 +192,7 @@ def _loss_of(layers):
   ids=lambda x: x.name,
 )
 def test_tied_parameters_get_the_sum_of_their_gradients(table, clip_norm):
-  layers = _tied_layers()
+  layers = small.tied_layers()
   batches = small.batches(4, 1, _MICRO * table.num_microbatches)
   found, losses = _train(layers, table, batches, clip_norm=clip_norm)
   chain = _momentum()
@@ -240,7 +203,7 @@ def test_tied_parameters_get_the_sum_of_their_gradients(table, clip_norm):
   state = training.init_state(team, chain, *small.merged(layers))
   step = team.jit(
     training.make_step(
-      _loss_of(layers),
+      small.chain_loss(layers),
       chain,
       axis=team.axis,
       accumulate=table.num_microbatches,

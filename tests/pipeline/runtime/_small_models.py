@@ -41,6 +41,45 @@ def _dense(name, statistics):
   return apply
 
 
+def tied_layers():
+  """Embedding and output of the same matrix, with a layer between."""
+  generator = np.random.default_rng(3)
+  table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
+  weight = jnp.asarray(generator.normal(size=(6, 6)) / 3, jnp.float32)
+
+  def embed(params, state, x, *, train, mask=None):
+    del train, mask
+    return x @ params["table"], state
+
+  def middle(params, state, x, *, train, mask=None):
+    del train, mask
+    return jnp.tanh(x @ params["middle"]["w"]), state
+
+  def output(params, state, x, *, train, mask=None):
+    del train, mask
+    return x @ params["table"].T, state
+
+  return [
+    models.Layer("embed", {"table": table}, {}, embed),
+    models.Layer("middle", {"middle": {"w": weight}}, {}, middle),
+    models.Layer("output", {"table": table}, {}, output),
+  ]
+
+
+def chain_loss(all_layers):
+  """The loss of layers that take the whole model's parameters."""
+
+  def loss_fn(params, state, batch, key):
+    del key
+    x = batch["x"]
+    for layer in all_layers:
+      x, _ = layer.apply(params, {}, x, train=True)
+    error, metrics = loss(x, batch)
+    return error, (state, metrics)
+
+  return loss_fn
+
+
 def loss(outputs, batch):
   errors = jnp.mean((outputs - batch["y"]) ** 2, -1)
   if "mask" in batch:

@@ -105,6 +105,7 @@ def _of(state, worker=0):
     (("naive", 2, 1), small.UNLIKE, True),
     (("interleaved", 2, 4), small.SIZES, True),
     (("1f1b", 1, 4), small.SIZES, True),
+    (("interleaved", 1, 2), small.SIZES, True),
   ],
   ids=str,
 )

@@ -48,12 +48,3 @@ def test_a_number_of_stages_cuts_evenly():
 def test_wrong_cuts_are_refused(cuts, words):
   with pytest.raises(ValueError, match=words):
     pipeline.cut_layers(small.layers(), cuts)
-
-
-def test_parameters_of_several_stages_are_refused_in_one_program():
-  one = models.Layer("a", {"w": jnp.ones(2)}, {}, lambda p, s, x, **_: (x, s))
-  table = pipeline.make_table("1f1b", 2, 2)
-  with pytest.raises(ValueError, match="must share no parameters"):
-    pipeline.OneProgram(
-      [one, one], small.loss, table, {"x": jnp.ones(2)}, inputs="x"
-    )

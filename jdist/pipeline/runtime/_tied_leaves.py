@@ -1,0 +1,111 @@
+"""Parameters that several stages of one program have: copies kept alike."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import collectives
+from jdist.pipeline.runtime import _stage_arrays, _stages
+
+PyTree = Any
+
+
+class _Copies(NamedTuple):
+  """One tied leaf: where its copies begin in the devices' packed buffers.
+
+  Attributes:
+    dtype: of the buffer.
+    size: numbers of the leaf.
+    starts: int32 [devices, chunks], 0 where there is no copy.
+    there: bool, likewise; whether there is one.
+    owner: bool, likewise; the first stage's copy.
+  """
+
+  dtype: str
+  size: int
+  starts: np.ndarray
+  there: np.ndarray
+  owner: np.ndarray
+
+
+class TiedLeaves:
+  """Sums the gradients of tied leaves, and gives all copies one update.
+
+  The copies get the same gradient, but a codec may round it otherwise in
+  another place of the buffer: so the first stage's update is everyone's.
+  """
+
+  def __init__(
+    self,
+    stages: Sequence[_stages.LayerLike],
+    params: _stage_arrays.StageArrays,
+    axis: str | None,
+  ):
+    """Looks up the copies.
+
+    Args:
+      stages: of the model.
+      params: their layout, packed where there are tied leaves.
+      axis: of the devices; None for one device.
+    """
+    devices = params.num_devices
+    shape = devices, params.num_stages // devices
+    self._axis = axis
+    self._leaves: list[_Copies] = []
+    for path, holders in _stages.shared_paths(stages).items():
+      starts, there, owner = (
+        np.zeros(shape, kind) for kind in (np.int32, bool, bool)
+      )
+      for stage in holders:
+        place = params.find(stage, path)
+        at = stage % devices, stage // devices
+        starts[at], there[at] = place.start, True
+        owner[at] = stage == holders[0]
+      self._leaves.append(
+        _Copies(place.dtype, place.size, starts, there, owner)
+      )
+
+  def __bool__(self) -> bool:
+    return bool(self._leaves)
+
+  def sum(self, grads: PyTree) -> PyTree:
+    """Gives each copy the sum over all, of one device's [chunks, size]."""
+    return self._shared(grads, "there")
+
+  def share(self, updates: PyTree) -> PyTree:
+    """Gives each copy what the first stage's got."""
+    return self._shared(updates, "owner")
+
+  def _shared(self, arrays: PyTree, source: str) -> PyTree:
+    if not self._leaves:
+      return arrays
+    device = collectives.index(self._axis)
+    places = [
+      tuple(jnp.asarray(x)[device] for x in (leaf.starts, leaf.there))
+      for leaf in self._leaves
+    ]
+    totals = []
+    for leaf, (starts, _) in zip(self._leaves, places, strict=True):
+      counted = jnp.asarray(getattr(leaf, source))[device]
+      total = jnp.zeros(leaf.size, arrays[leaf.dtype].dtype)
+      for chunk, row in enumerate(arrays[leaf.dtype]):
+        own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
+        # Selected, not multiplied: what is no copy may hold an inf.
+        total += jnp.where(counted[chunk], own, jnp.zeros_like(own))
+      totals.append(total)
+    if self._axis is not None:
+      totals = jax.lax.psum(totals, self._axis)
+    arrays = dict(arrays)
+    for leaf, (starts, there), total in zip(
+      self._leaves, places, totals, strict=True
+    ):
+      for chunk, row in enumerate(arrays[leaf.dtype]):
+        own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
+        row = jax.lax.dynamic_update_slice(
+          row, jnp.where(there[chunk], total, own), (starts[chunk],)
+        )
+        arrays[leaf.dtype] = arrays[leaf.dtype].at[chunk].set(row)
+    return arrays
