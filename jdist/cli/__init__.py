@@ -79,6 +79,7 @@ def _among_processes() -> bool:
 
 def _status(words: list[str]) -> int:
   """Runs a command; its exit status."""
+  words = _pipeline_trained(words)
   if not words or words[0] in ("-h", "--help", "help"):
     summaries = {name: x.summary for name, x in _COMMANDS.items()}
     print(_help.overview(summaries), end="")
@@ -110,6 +111,18 @@ def _status(words: list[str]) -> int:
     print("jdist: interrupted.", file=sys.stderr)
     return 130  # As a shell has it: 128 + SIGINT.
   return 0
+
+
+def _pipeline_trained(words: list[str]) -> list[str]:
+  """Turns `pipeline train TABLE ...` into `train --table TABLE ...`."""
+  if words[:2] != ["pipeline", "train"]:
+    return words
+  given = words[2:]
+  if given and not given[0].startswith("-"):
+    given = ["--table", *given]
+  if not any(x.split("=")[0] in ("--stages", "-h", "--help") for x in given):
+    given = ["--stages", "4", *given]
+  return ["train", *given]
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ import datetime
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jdist import (
@@ -70,8 +71,15 @@ class Prepared:
     return records
 
 
-def build(options: _options.Common) -> comparison.Workload:
+def build(
+  options: _options.Common,
+  team: Callable[[], collectives.Workers] | None = None,
+) -> comparison.Workload:
   """Checks the options, makes the workers and loads the data.
+
+  Args:
+    options: of the run.
+    team: makes the workers; None for those that the options name.
 
   Raises:
     ValueError: when an option is wrong.
@@ -99,8 +107,12 @@ def build(options: _options.Common) -> comparison.Workload:
       **chosen,
     )
 
+  if team is None:
+    workers = collectives.workers(options.workers, substrate=options.substrate)
+  else:
+    workers = team()
   workload = comparison.Workload(
-    collectives.workers(options.workers, substrate=options.substrate),
+    workers,
     train,
     test,
     model,

@@ -339,3 +339,33 @@ class ServerOptions(ProtocolOptions):
   owned: bool = False
   """Each worker owns a part of the samples; if not, whoever comes next takes
   the next ones. With `--alpha` they are owned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageOptions:
+  """Pipeline of stages."""
+
+  stages: int | None = None
+  """Cut the model into stages, a device each, of every worker: so many; a whole
+  model on each device if not given."""
+
+  table: str = "1f1b"
+  """Which device does what in which order: a table by its name, of `jdist
+  pipeline --help`, or a file."""
+
+  microbatches: int | None = None
+  """Into which a worker's part of a batch is cut; two for each stage if not
+  given."""
+
+  window: int | None = None
+  """Of ours: iterations under way at once; as many as keep all devices busy if
+  not given."""
+
+  chunks: int | None = None
+  """Of interleaved: stages of each device; 2 if not given."""
+
+  cuts: Annotated[
+    tuple[int, ...], tyro.conf.arg(metavar="LAYER [LAYER ...]")
+  ] = ()
+  """Layers, counted from 0, at which the second and later stages begin; if not
+  given, where the stages take about as long."""

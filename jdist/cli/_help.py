@@ -50,6 +50,7 @@ _EXAMPLES = {
   jdist pipeline check mine.txt --sends blocking
   jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
   jdist pipeline plan --costs layers.toml --cluster cluster.toml
+  jdist pipeline train 1f1b --stages 2 --microbatches 8
 """,
   "simulate": """examples:
   jdist simulate cluster.toml
@@ -58,6 +59,7 @@ _EXAMPLES = {
   "train": """examples:
   jdist train --method local_sgd --interval 16
   jdist train --preset cifar10 --method diloco --checkpoints ckpt
+  jdist train --stages 2 --table ours --window 2 --model cnn    a pipeline
   # two processes: the same on each, with its own number
   jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
 """,

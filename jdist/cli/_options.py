@@ -37,6 +37,7 @@ class Common(
 @dataclasses.dataclass(frozen=True)
 class Train(
   _groups.ServerOptions,
+  _groups.StageOptions,
   _groups.ProcessOptions,
   _groups.CheckpointOptions,
   Common,
@@ -214,7 +215,8 @@ class Pipeline:
   """Draws, checks or simulates the tables of a pipeline: which device does what
   in which order; or plans which layers, table and micro-batches are the fastest
   on a cluster. A simulation or a plan leaves a table, rows, pictures and
-  timelines. Nothing is trained.
+  timelines. Nothing is trained, but by `jdist pipeline train TABLE`, which is
+  `jdist train --stages 4 --table TABLE` and takes its options.
   """
 
   action: tyro.conf.Positional[Literal["draw", "check", "simulate", "plan"]] = (

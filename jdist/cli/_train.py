@@ -1,10 +1,11 @@
 """`jdist train`: one method, on one host or many, with checkpoints."""
 
 import dataclasses
+from typing import Any, Protocol
 
 import jax
 
-from jdist import collectives, training
+from jdist import collectives, methods, training
 from jdist.cli import _experiment, _groups, _methods, _options, _trained
 from jdist.training import comparison
 
@@ -26,11 +27,21 @@ def train(options: _options.Train) -> None:
   _options.check_positive(options, "checkpoint_every_epochs")
   _experiment.check(options)
   _methods.check_rate(options.learning_rate)
-  _join(options)
-  workload = _experiment.build(options)
-  programs = _experiment.Prepared(
-    workload, options, options.method, options.learning_rate
-  )
+  if options.stages is None:
+    _options.check_left_out(
+      options, _groups.StageOptions.__dataclass_fields__, "without `--stages`"
+    )
+    _join(options, options.workers)
+    programs: _Prepared = _experiment.Prepared(
+      _experiment.build(options), options, options.method, options.learning_rate
+    )
+  else:
+    from jdist.cli.pipelines import _pipeline_run
+
+    table = _pipeline_run.check(options)
+    _join(options, options.workers * options.stages)
+    programs = _pipeline_run.prepare(options, table)
+  workload = programs.workload
   first = jax.process_index() == 0
   # Now and not after hours of training; the default can always be made.
   for option, path in (
@@ -80,7 +91,16 @@ def train(options: _options.Train) -> None:
     print(f"Row: {output / 'rows.jsonl'}")
 
 
-def _join(options: _options.Train) -> None:
+class _Prepared(Protocol):
+  """A run's programs: of whole models, or of stages."""
+
+  workload: comparison.Workload
+  budget: methods.Run
+
+  def run(self, seed: int, **fit: Any) -> list[training.Record]: ...
+
+
+def _join(options: _options.Train, num_devices: int) -> None:
   """Joins the processes of the run, if there are several."""
   numbers = (options.num_processes, options.process_id)
   if options.coordinator_address is None:
@@ -113,7 +133,7 @@ def _join(options: _options.Train) -> None:
     options.coordinator_address,
     options.num_processes,
     options.process_id,
-    cpu_devices_per_process=options.workers // options.num_processes,
+    cpu_devices_per_process=num_devices // options.num_processes,
   )
 
 

@@ -13,7 +13,9 @@ from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
+from jdist.training._losses import label_loss as label_loss
 from jdist.training._losses import masked_mean as masked_mean
+from jdist.training._losses import model_inputs as model_inputs
 from jdist.training._plots import check_plots as check_plots
 from jdist.training._plots import plot_comparison as plot_comparison
 from jdist.training._plots import pyplot as pyplot

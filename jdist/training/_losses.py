@@ -47,28 +47,71 @@ def classification_loss(
       f"`label_smoothing` must be in [0, 1), got {label_smoothing}."
     )
 
+  inputs_of = model_inputs(
+    normalize=normalize, compute_dtype=compute_dtype, augment=augment
+  )
+
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-    images = batch["image"]
-    if augment is not None:
-      images = augment(images, key)
-    images = as_inputs(normalize(images), compute_dtype)
     mask = batch.get("mask")
     given = {} if mask is None else {"mask": mask}
     logits, model_state = apply(
-      cast(params, compute_dtype), model_state, images, train=True, **given
+      cast(params, compute_dtype),
+      model_state,
+      inputs_of(batch, key),
+      train=True,
+      **given,
     )
-    logits = logits.astype(jnp.float32)
-    targets = optax.smooth_labels(
-      jax.nn.one_hot(batch["label"], logits.shape[-1]), label_smoothing
-    )
-    losses = optax.softmax_cross_entropy(logits, targets)
-    hits = jnp.argmax(logits, -1) == batch["label"]
-    accuracy = masked_mean(hits.astype(jnp.float32), mask)
-    return masked_mean(losses, mask), (model_state, {"accuracy": accuracy})
+    loss, metrics = label_loss(logits, batch, label_smoothing=label_smoothing)
+    return loss, (model_state, metrics)
 
   return loss_fn
+
+
+def model_inputs(
+  *,
+  normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
+  compute_dtype: Any = jnp.float32,
+  augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> Callable[[PyTree, jax.Array], jax.Array]:
+  """Makes what turns a batch and a random key into a model's inputs.
+
+  Args:
+    normalize: as of `classification_loss`.
+    compute_dtype: likewise.
+    augment: likewise.
+  """
+
+  def inputs(batch: PyTree, key: jax.Array) -> jax.Array:
+    images = batch["image"]
+    if augment is not None:
+      images = augment(images, key)
+    return as_inputs(normalize(images), compute_dtype)
+
+  return inputs
+
+
+def label_loss(
+  logits: jax.Array, batch: PyTree, *, label_smoothing: float = 0.0
+) -> tuple[jax.Array, Metrics]:
+  """Softmax cross-entropy of logits on a batch's labels, and the accuracy.
+
+  Both are means over the samples, those of the batch's `"mask"` if it has one.
+
+  Args:
+    logits: [batch, classes], of any floating dtype; the loss is float32.
+    batch: with `"label"` [batch].
+    label_smoothing: in [0, 1).
+  """
+  logits, mask = logits.astype(jnp.float32), batch.get("mask")
+  targets = optax.smooth_labels(
+    jax.nn.one_hot(batch["label"], logits.shape[-1]), label_smoothing
+  )
+  losses = optax.softmax_cross_entropy(logits, targets)
+  hits = jnp.argmax(logits, -1) == batch["label"]
+  accuracy = masked_mean(hits.astype(jnp.float32), mask)
+  return masked_mean(losses, mask), {"accuracy": accuracy}
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -1,13 +1,12 @@
 """`jdist pipeline`: tables drawn, checked, simulated and planned."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster, pipeline, training
 from jdist.cli import _options, _output
-from jdist.cli.pipelines import _plan
+from jdist.cli.pipelines import _plan, _tables
 
 _COSTS = (
   "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
@@ -18,12 +17,6 @@ _OF_BOTH = ("cluster", "costs", "optimizer_copies", "output")
 _OF_SIMULATE = _COSTS
 _OF_PLAN = ("batch_size", "samples")
 _NOT_OF_PLAN = ("iterations", "chunks")
-_OF_TABLES = {
-  "microbatches": "num_microbatches",
-  "iterations": "num_iterations",
-  "window": "window",
-  "chunks": "num_chunks",
-}
 # What a simulation of an asynchronous table needs to be in its steady state.
 _ITERATIONS = 12
 
@@ -72,30 +65,21 @@ def _check_left_out(options: _options.Pipeline) -> None:
 
 def _table(name: str, options: _options.Pipeline) -> pipeline.Table:
   """Makes a table by its name, or reads a file."""
-  if name not in pipeline.TABLES:
-    if not pathlib.Path(name).is_file():
-      raise ValueError(
-        f"a table must be one of {', '.join(pipeline.TABLES)}, or a file, got "
-        f"{name!r}."
-      )
-    return pipeline.load_table(name)
   given = {
     option: getattr(options, field)
-    for field, option in _OF_TABLES.items()
-    if field != "microbatches" and getattr(options, field) is not None
+    for field, option in _tables.OPTIONS.items()
+    if getattr(options, field) is not None
   }
-  known = pipeline.table_options(name)
-  # Of several tables an option is for those that have it.
-  alone = len(options.tables) == 1
-  given = {key: x for key, x in given.items() if alone or key in known}
-  entry = pipeline.TABLES[name]
-  if options.action == "simulate" and entry.asynchronous:
-    given.setdefault("num_iterations", _ITERATIONS)
+  entry = pipeline.TABLES.get(name)
+  if entry is not None:
+    # Of several tables an option is for those that have it.
+    known = pipeline.table_options(name)
+    alone = len(options.tables) == 1
+    given = {key: x for key, x in given.items() if alone or key in known}
+    if options.action == "simulate" and entry.asynchronous:
+      given.setdefault("num_iterations", _ITERATIONS)
   assert options.stages is not None and options.microbatches is not None
-  microbatches = options.microbatches
-  if name == "pipedream":
-    microbatches = 1  # As published: an update after each.
-  return pipeline.make_table(name, options.stages, microbatches, **given)
+  return _tables.make(name, options.stages, options.microbatches, **given)
 
 
 def _check(table: pipeline.Table, options: _options.Pipeline) -> None:

@@ -80,7 +80,7 @@ class OneProgram:
     table: Table,
     microbatch: PyTree,
     *,
-    inputs: str | Callable[[PyTree], Any] = "image",
+    inputs: str | Callable[..., Any] = "image",
     late_sends: bool = True,
     axis: str = "stage",
   ):
@@ -93,7 +93,8 @@ class OneProgram:
         micro-batch's samples.
       table: which `check_table` passes; asynchronous ones with delayed weights.
       microbatch: one worker's, of arrays or `jax.ShapeDtypeStruct`.
-      inputs: of the first stage: a key of the micro-batch, or a function of it.
+      inputs: of the first stage: a key of the micro-batch, or a function of it,
+        which gets a random key too, if it takes one as `key`.
       late_sends: whether sends run beside the next tick's computation, which
         takes a tick more to arrive; else between ticks.
       axis: of the mesh, over which the devices of a pipeline lie.
@@ -118,7 +119,7 @@ class OneProgram:
       stages,
       loss,
       self.grid,
-      (lambda batch: batch[inputs]) if isinstance(inputs, str) else inputs,
+      _stages.make_inputs(inputs),
       microbatch,
       late=late_sends,
       axis=axis,

@@ -172,6 +172,23 @@ def _run(
   return layer.apply(params, state, x, **options)
 
 
+def make_inputs(
+  inputs: str | Callable[..., Any],
+) -> Callable[[PyTree, jax.Array | None], Any]:
+  """Returns the first stage's inputs as a function of micro-batch and key.
+
+  Args:
+    inputs: a key of the micro-batch, or a function of it and, if it has such a
+      parameter, `key`.
+  """
+  if isinstance(inputs, str):
+    return lambda batch, key: batch[inputs]
+  checks.check_function("inputs", inputs, "a micro-batch")
+  if _draws(inputs):
+    return lambda batch, key: inputs(batch, key=key)
+  return lambda batch, key: inputs(batch)
+
+
 @functools.cache
 def _draws(apply: Callable[..., Any]) -> bool:
   """Whether a function has a keyword `key`."""

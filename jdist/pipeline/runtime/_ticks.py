@@ -54,7 +54,7 @@ class Ticks:
     stages: Sequence[_stages.LayerLike],
     loss: OutputLoss,
     grid: _grid.Grid,
-    inputs: Callable[[PyTree], Any],
+    inputs: Callable[[PyTree, jax.Array], Any],
     microbatch: PyTree,
     *,
     late: bool,
@@ -66,7 +66,7 @@ class Ticks:
       stages: of the model.
       loss: of the last stage's outputs.
       grid: what is done when.
-      inputs: gives the first stage's inputs of a micro-batch.
+      inputs: gives the first stage's inputs of a micro-batch and its key.
       microbatch: one, or its shapes.
       late: whether sends run beside the next tick.
       axis: of the devices; None for one device.
@@ -85,7 +85,8 @@ class Ticks:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), microbatch
     )
     self._between: list[Any] = []
-    x = jax.eval_shape(inputs, self._microbatch)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x = jax.eval_shape(inputs, self._microbatch, key)
     for stage in stages[:-1]:
       x, _ = jax.eval_shape(
         functools.partial(_stages.apply_layer, stage),
@@ -93,7 +94,7 @@ class Ticks:
         stage.state,
         x,
         self._microbatch,
-        jax.eval_shape(lambda: jax.random.key(0)),
+        key,
       )
       self._between.append(x)
     self._last_input = x
@@ -290,13 +291,14 @@ class Ticks:
         )
       )
       batch = self._batch(flight, microbatch, iteration)
+      key = self._key(key_of, iteration, microbatch)
       y, new = _stages.apply_layer(
         self._stages[number],
         self._params(versions, number, chunk, offset),
         self.states.to_tree(own, number),
-        self._input(flight, number, chunk, slot, batch),
+        self._input(flight, number, chunk, slot, batch, key),
         batch,
-        self._key(key_of, iteration, microbatch),
+        key,
       )
       state = self._with_state(state, new, number, chunk)
       return state, flight._replace(output=self._flat(y))
@@ -337,9 +339,9 @@ class Ticks:
           )
       before = self.states.to_tree(own, number)
       stage = self._stages[number]
-      x = self._input(flight, number, chunk, slot, batch)
-      params = self._params(versions, number, chunk, offset)
       key = self._key(key_of, iteration, microbatch)
+      x = self._input(flight, number, chunk, slot, batch, key)
+      params = self._params(versions, number, chunk, offset)
 
       def run(params: PyTree, x: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
         y, new = _stages.apply_layer(stage, params, before, x, batch, key)
@@ -475,9 +477,10 @@ class Ticks:
     chunk: jax.Array,
     slot: jax.Array,
     batch: PyTree,
+    key: jax.Array,
   ) -> Any:
     if not number:
-      return self._inputs(batch)
+      return self._inputs(batch, key)
     return self._unflat(flight.inputs[chunk, slot], self._between[number - 1])
 
   def _batch(

@@ -83,14 +83,20 @@ class Workload:
 
   def loss(self, apply: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss of a model, given its `apply`."""
-    return _losses.classification_loss(
-      apply,
-      normalize=self.train.normalize,
-      compute_dtype=jnp.dtype(self.dtype),
-      augment=data.compose(data.random_crop(), data.random_flip())
+    return _losses.classification_loss(apply, **self._inputs())
+
+  def inputs(self) -> Callable[..., Any]:
+    """Returns what turns a batch and a random key into a model's inputs."""
+    return _losses.model_inputs(**self._inputs())
+
+  def _inputs(self) -> dict[str, Any]:
+    return {
+      "normalize": self.train.normalize,
+      "compute_dtype": jnp.dtype(self.dtype),
+      "augment": data.compose(data.random_crop(), data.random_flip())
       if self.augment
       else None,
-    )
+    }
 
   def evaluator(
     self,

@@ -1,0 +1,82 @@
+"""`jdist train --stages`: what it trains, leaves, goes on with and refuses."""
+
+import json
+
+import pytest
+
+from jdist import cli
+
+pytest.importorskip("grain")
+_RUN = (
+  "train --method ssgd --workers 2 --batch-size 128 --steps 6 --warmup-epochs 0"
+)
+
+
+def _train(words, folder, capsys):
+  words = f"{_RUN} --output {folder} {words}".split()
+  assert cli.main(words) == 0
+  capsys.readouterr()
+  return json.loads((folder / "rows.jsonl").read_text().splitlines()[-1])
+
+
+def test_stages_train_as_the_whole_model(tmp_path, capsys):
+  cut = _train("--stages 2 --microbatches 4", tmp_path / "cut", capsys)
+  whole = _train("--accumulate 4", tmp_path / "whole", capsys)
+  assert cut["test_loss"] == pytest.approx(whole["test_loss"], rel=1e-5)
+  assert cut["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+  assert cut["accuracy"] == whole["accuracy"]
+  assert cut["config"]["stages"] == 2
+
+
+def test_a_late_table_goes_on_where_it_stopped(tmp_path, capsys):
+  words = (
+    "--augment --stages 2 --table ours --window 2 --microbatches 2 --cuts 1 "
+    "--checkpoint-every-epochs 0.1 --steps 4"
+  )
+  _train(f"{words} --checkpoints {tmp_path / 'a'}", tmp_path / "a", capsys)
+  whole = _train(words, tmp_path / "b", capsys)
+  again = _train(
+    f"{words} --checkpoints {tmp_path / 'a'}", tmp_path / "a", capsys
+  )
+  for name in ("test_loss", "accuracy", "sent_bytes"):
+    assert again[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("--table gpipe", "`--table` must be left out without `--stages`"),
+    ("--window 2", "`--window` must be left out without `--stages`"),
+    ("--stages 0", "`--stages` must be at least 1"),
+    (
+      "--stages 4 --microbatches 4",
+      "`cuts` must be at most the model's 2 layers",
+    ),
+    ("--stages 2 --table none", "a table must be one of naive, gpipe"),
+    ("--stages 2 --window 2", "`window` is no option of 1f1b"),
+    ("--stages 2 --accumulate 2", "`--accumulate` must be left out with"),
+    ("--stages 2 --microbatches 5", "`--batch-size` must divide evenly"),
+    ("--stages 2 --cuts 1 2", "`--cuts` must be 1 layers for the 2 stages"),
+    ("--stages 2 --workers 32", "`--stages` times `--workers` must be at most"),
+    ("--stages 2 --method mp2 --predictor x", "`--stages` must be left out"),
+    ("--stages 2 --table paci", "`table` must be synchronous, or have delayed"),
+  ],
+)
+def test_wrong_stages_are_one_line_before_anything_is_written(
+  words, told, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  workers = "" if "--workers" in words else "--workers 1"
+  assert cli.main(f"train --steps 1 {workers} {words}".split()) == 2
+  error = capsys.readouterr().err
+  assert told in error and error.count("\n") == 1
+  assert not list(tmp_path.iterdir())
+
+
+def test_pipeline_train_is_train_with_stages(tmp_path, capsys):
+  words = "--model cnn --workers 1 --steps 1 --method ssgd --batch-size 32"
+  words = f"pipeline train gpipe {words} --output {tmp_path}"
+  assert cli.main(words.split()) == 0
+  capsys.readouterr()
+  row = json.loads((tmp_path / "rows.jsonl").read_text())
+  assert (row["config"]["stages"], row["config"]["table"]) == (4, "gpipe")
