@@ -32,7 +32,9 @@ def _adacomm(run: ChainRun) -> Chain:
 def _qsr(run: ChainRun) -> Chain:
   # Begins to grow in the last third of the cosine.
   highest = float(run.rate(run.warmup_steps))
-  return _local(run, intervals.qsr(run.rate, 0.5 * highest * 8**0.5, 8))
+  # As its rows were measured: the first rounds are sized by the warm-up's rate.
+  rule = intervals.qsr(run.rate, 0.5 * highest * 8**0.5, 8, warmup_steps=0)
+  return _local(run, rule)
 
 
 def _diloco(run: ChainRun, interval: int) -> Chain:

@@ -164,7 +164,9 @@ def _interval(
   else:
     # So that the interval begins to grow in the last third of a cosine.
     highest = float(rate(run.warmup_steps))
-    policy = intervals.qsr(rate, 0.5 * highest * first**0.5, first)
+    policy = intervals.qsr(
+      rate, 0.5 * highest * first**0.5, first, warmup_steps=run.warmup_steps
+    )
   return intervals.ending_at(run.num_steps, policy)
 
 

@@ -159,12 +159,15 @@ def qsr(
   base_interval: int,
   *,
   max_interval: int | None = None,
+  warmup_steps: int | None = None,
 ) -> IntervalPolicy:
   r"""The quadratic synchronization rule: longer rounds at lower rates.
 
   .. math:: H = \max(H_{base}, \lfloor (\alpha / \eta)^2 \rfloor)
 
-  with the learning rate of the round's first step.
+  with the learning rate of the round's first step; while the rate warms up,
+  with the first one after that.  The rule is for a rate that falls: the small
+  ones of a warm-up would ask for the longest rounds at the beginning.
 
   Args:
     learning_rate: the inner optimizer's, a number or a schedule of the local
@@ -174,10 +177,16 @@ def qsr(
     base_interval: the shortest interval, at least 1.
     max_interval: the longest, none by default.  Use `ending_at` too: a rate
       that goes to zero asks for a round that never ends.
+    warmup_steps: local steps in which the rate rises; needed for a schedule
+      that rises at its beginning.  0 takes every rate as it is.
+
+  Raises:
+    ValueError: when an argument is wrong, or the rate rises at first and
+      `warmup_steps` is not given.
 
   References:
     Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning
-    (arXiv 2310.14423).
+    (arXiv 2310.14423); the warm-up in section 2.
 
   >>> qsr(0.1, alpha=0.4, base_interval=4).next((), jnp.array(0), None)[
   ...   0
@@ -188,9 +197,14 @@ def qsr(
   checks.check_continuous("alpha", alpha, open_low=True)
   checks.check_structural("base_interval", base_interval, minimum=1)
   longest = _policy.longest(max_interval, base_interval)
+  if warmup_steps is None:
+    _check_falls(learning_rate)
+    warmup_steps = 0
+  checks.check_structural("warmup_steps", warmup_steps, minimum=0)
 
   def schedule(start_step: jax.Array) -> jax.Array:
-    rate = _policy.rate_at(learning_rate, start_step)
+    settled = jnp.maximum(start_step, warmup_steps)
+    rate = _policy.rate_at(learning_rate, settled)
     # The smallest normal number: a rate of zero means the longest round.
     ratio = alpha / jnp.maximum(rate, jnp.finfo(jnp.float32).tiny)
     # A hair more, so that 0.4 / 0.1 squared is 16 and not 15.999999.
@@ -198,6 +212,22 @@ def qsr(
     return jnp.maximum(steps, base_interval)
 
   return scheduled(schedule)
+
+
+def _check_falls(learning_rate: optax.ScalarOrSchedule) -> None:
+  """Raises a ValueError for a rate that rises in its first step."""
+  if not callable(learning_rate):
+    return
+  first, second = (_policy.rate_at(learning_rate, i) for i in (0, 1))
+  if checks.is_traced(first) or checks.is_traced(second):
+    return
+  if second > first:
+    raise ValueError(
+      "`warmup_steps` must be given for a `learning_rate` that rises at first, "
+      f"got {float(first):g} and {float(second):g} in the first two steps: "
+      "rounds would be sized by the warm-up's small rates. Pass the number of "
+      "steps in which it rises."
+    )
 
 
 def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:

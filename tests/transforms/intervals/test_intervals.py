@@ -99,6 +99,22 @@ def test_qsr_grows_with_the_square_of_the_inverse_rate():
   assert unfold(limited, [1.0]) == [4, 10, 10]
 
 
+def test_qsr_sizes_rounds_of_a_warmup_by_the_rate_after_it():
+  rate = optax.warmup_cosine_decay_schedule(0.001, 0.1, 6, 40, 0.01)
+  rule = intervals.qsr(rate, 0.2, 2, warmup_steps=6)
+  starts, step = [], 0
+  while step < 12:
+    length = int(rule.next((), jnp.array(step), None)[0])
+    starts.append((step, length))
+    step += length
+  assert starts[0] == (0, 4) and starts[1] == (4, 4) and starts[2][1] >= 4
+  # By the warm-up's own rate it would have been one round of 40,000 steps.
+  naive = intervals.qsr(rate, 0.2, 2, warmup_steps=0)
+  assert int(naive.next((), jnp.array(0), None)[0]) > 10_000
+  with pytest.raises(ValueError, match="`warmup_steps` must be given"):
+    intervals.qsr(rate, 0.2, 2)
+
+
 def test_a_rate_of_zero_is_the_longest_round():
   def zero(t):
     return jnp.where(t < 1, 0.1, 0.0)
