@@ -1,10 +1,10 @@
 """Real data, split over workers and batched by step number.
 
-`load` gives a whole data set as arrays in memory, `partition` splits it over
-workers, `Batches` cuts it into steps and `evaluation_batches` walks over it
-once. `random_crop` and its like change images inside the step, on the device.
-The room imports NumPy and JAX only; scikit-learn, Grain and TensorFlow
-Datasets load where they are used.
+`load` gives a whole set of images as arrays in memory, `load_text` a text in
+windows of its bytes. `partition` splits a set over workers, `Batches` cuts it
+into steps and `evaluation_batches` walks over it once. `random_crop` and its
+like change images inside the step, on the device. The room imports NumPy and
+JAX only; scikit-learn, Grain and TensorFlow Datasets load where they are used.
 """
 
 from jdist.data._augmentation import compose as compose
@@ -14,8 +14,11 @@ from jdist.data._batches import Batches as Batches
 from jdist.data._batches import evaluation_batches as evaluation_batches
 from jdist.data._batches import EvaluationBatches as EvaluationBatches
 from jdist.data._catalog import NAMES as NAMES
+from jdist.data._catalog import TEXT_NAMES as TEXT_NAMES
 from jdist.data._dataset import Dataset as Dataset
 from jdist.data._load import load as load
 from jdist.data._partition import partition as partition
 from jdist.data._prepare import prepare as prepare
 from jdist.data._sample_stream import SampleStream as SampleStream
+from jdist.data._text import load_text as load_text
+from jdist.data._text_dataset import TextDataset as TextDataset

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from jdist.data import _catalog, _load, _prepare
+from jdist.data import _catalog, _load, _prepare, _text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
       _prepare.prepare(name)
       for split in _catalog.SPLITS:
-        dataset = _load.load(name, split)
-        print(f"{name} {split}: {len(dataset):,} images", flush=True)
+        if name in _catalog.TEXT_NAMES:
+          found = f"{len(_text.read_bytes(name, split)):,} bytes"
+        else:
+          found = f"{len(_load.load(name, split)):,} images"
+        print(f"{name} {split}: {found}", flush=True)
   except (ConnectionError, FileNotFoundError, ImportError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

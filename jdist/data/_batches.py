@@ -11,6 +11,7 @@ import numpy as np
 from jdist import checks
 from jdist.data import _partition, _sample_stream
 from jdist.data._dataset import Dataset
+from jdist.data._text_dataset import TextDataset
 
 
 class Batches:
@@ -27,11 +28,11 @@ class Batches:
   every pass.
 
   Args:
-    dataset: to cut.
+    dataset: of images or of a text, to cut.
     num_workers: workers of the whole run, from 1 to the number of samples.
     batch_size: samples per worker and step, >= 1.
     seed: integer >= 0. Runs with different seeds share no permutation.
-    alpha: label skew, > 0; default None, i.i.d. workers.
+    alpha: label skew, > 0; default None, i.i.d. workers. A text has no labels.
     worker_ids: workers to give batches of, in this order; default all.
 
   Attributes:
@@ -52,7 +53,7 @@ class Batches:
 
   def __init__(
     self,
-    dataset: Dataset,
+    dataset: Dataset | TextDataset,
     num_workers: int,
     batch_size: int,
     *,
@@ -93,14 +94,11 @@ class Batches:
   def __getitem__(self, step: int) -> dict[str, np.ndarray]:
     """Returns the batch of a step, for the w workers of `worker_ids`.
 
-    {"image": uint8 [w, batch_size, height, width, channels],
-     "label": int32 [w, batch_size]}
+    Of images {"image": uint8 [w, batch_size, height, width, channels],
+    "label": int32 [w, batch_size]}, of a text {"tokens", "targets"}, both int32
+    [w, batch_size, length].
     """
-    rows = self.indices(step)
-    return {
-      "image": self.dataset.images[rows],
-      "label": self.dataset.labels[rows],
-    }
+    return self.dataset.batch(self.indices(step))
 
   def iterate(
     self, start_step: int = 0, *, prefetch: int = 2
@@ -145,7 +143,7 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
 
   def __init__(
     self,
-    dataset: Dataset,
+    dataset: Dataset | TextDataset,
     num_workers: int,
     batch_size: int,
     worker_ids: Sequence[int] | None,
@@ -167,16 +165,14 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
     rows = index % len(self) * count + np.arange(count)
     rows = rows.reshape(self.num_workers, -1)[list(self.worker_ids)]
     inside = rows < len(self.dataset)
-    rows = np.where(inside, rows, 0)
-    image = self.dataset.images[rows]
-    label = self.dataset.labels[rows]
-    image[~inside] = 0
-    label[~inside] = 0
-    return {"image": image, "label": label, "mask": inside.astype(np.float32)}
+    batch = self.dataset.batch(np.where(inside, rows, 0))
+    for values in batch.values():
+      values[~inside] = 0
+    return {**batch, "mask": inside.astype(np.float32)}
 
 
 def evaluation_batches(
-  dataset: Dataset,
+  dataset: Dataset | TextDataset,
   num_workers: int,
   batch_size: int,
   *,
@@ -195,9 +191,8 @@ def evaluation_batches(
     worker_ids: workers to give batches of, in this order; default all.
 
   Returns:
-    A sequence, with a length, of {"image": uint8 [w, batch_size, height,
-    width, channels], "label": int32 [w, batch_size], "mask": float32
-    [w, batch_size]} for the w workers of `worker_ids`.
+    A sequence, with a length, of batches as `Batches` gives, with "mask":
+    float32 [w, batch_size], for the w workers of `worker_ids`.
 
   >>> from jdist import data
   >>> batches = data.evaluation_batches(data.load("digits", "test"), 2, 100)

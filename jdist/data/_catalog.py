@@ -10,7 +10,7 @@ class Source:
   """A data set, and its place in TensorFlow Datasets.
 
   Attributes:
-    num_classes: number of classes.
+    num_classes: number of classes; of a text, of its bytes.
     tfds_name: with the configuration, if it has several; "" if the set is not
       of TensorFlow Datasets.
     url: of one file that TensorFlow Datasets will download.
@@ -21,6 +21,7 @@ class Source:
     std: standard deviation, likewise.
     size: pixels to which images of different sizes are cropped; None for sets
       whose images have one size.
+    text: whether it is one, and has no images.
   """
 
   num_classes: int
@@ -30,6 +31,7 @@ class Source:
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
   size: int | None = None
+  text: bool = False
 
 
 def _cifar(
@@ -88,16 +90,38 @@ SOURCES = {
     f"imagenet_resized/{size}x{size}": _imagenet_resized(size)
     for size in (8, 16, 32, 64)
   },
+  "tiny_shakespeare": Source(
+    num_classes=256,
+    tfds_name="tiny_shakespeare",
+    url=(
+      "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+      "tinyshakespeare/input.txt"
+    ),
+    text=True,
+  ),
 }
 
-NAMES = tuple(SOURCES)
+# Of images, which `load` reads, and of texts, which `load_text` reads.
+NAMES = tuple(name for name, source in SOURCES.items() if not source.text)
+TEXT_NAMES = tuple(name for name, source in SOURCES.items() if source.text)
 
 
-def find(name: str) -> Source:
+def find(name: str, names: tuple[str, ...] = tuple(SOURCES)) -> Source:
   """Returns the entry of a set; a ValueError if there is none."""
-  if name not in NAMES:
+  if name not in names:
+    remedy = "For data of your own make a `jdist.data.Dataset`."
+    if name in TEXT_NAMES:
+      remedy = "It is a text, which `jdist.data.load_text` reads."
     raise ValueError(
-      f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For data of "
-      "your own make a `jdist.data.Dataset`."
+      f"`name` must be one of {', '.join(names)}, got {name!r}. {remedy}"
     )
   return SOURCES[name]
+
+
+def check_split(split: str) -> None:
+  """Raises a ValueError unless there is such a split."""
+  if split not in SPLITS:
+    raise ValueError(
+      f'`split` must be "train" or "test", got {split!r}. To validate, hold '
+      "back samples of train by index."
+    )

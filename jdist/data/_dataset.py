@@ -85,6 +85,18 @@ class Dataset:
     _, height, width, num_channels = self.images.shape
     return height, width, num_channels
 
+  def select(self, rows: np.ndarray) -> "Dataset":
+    """Returns the data set of some of the samples, in their order."""
+    return dataclasses.replace(
+      self, images=self.images[rows], labels=self.labels[rows]
+    )
+
+  def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns samples as {"image": uint8 [*rows.shape, height, width,
+    channels], "label": integers [*rows.shape]}.
+    """
+    return {"image": self.images[rows], "label": self.labels[rows]}
+
   def normalize(self, images: Any) -> Any:
     """Returns `(images - mean) / std` per channel, in float32.
 

@@ -43,7 +43,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
   command is `python -m jdist.data prepare NAME`.
 
   Args:
-    name: as in `load`.
+    name: as in `load` or `load_text`.
     timeout_s: how long to wait for the data set's server to answer at all,
       seconds, default 10: TensorFlow Datasets itself retries for minutes.
 
@@ -66,6 +66,40 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
     source.tfds_name, data_dir=tfds_dir(), file_format="array_record"
   )
   builder.download_and_prepare(file_format="array_record")
+
+
+def require_prepared(name: str, *, download: bool = False) -> pathlib.Path:
+  """Returns the prepared copy of a set, made first if `download`.
+
+  Raises:
+    FileNotFoundError: if there is none; says what to run.
+  """
+  tfds_name = _catalog.find(name).tfds_name
+  prepared = find_prepared(tfds_name)
+  if prepared is None and download:
+    prepare(name)
+    prepared = find_prepared(tfds_name)
+  if prepared is None:
+    raise FileNotFoundError(_how_to_prepare(name))
+  return prepared
+
+
+def _how_to_prepare(name: str) -> str:
+  folder = _catalog.find(name).tfds_name
+  message = (
+    f"`name`: the data set {name!r} is not prepared as array_record in "
+    f"{tfds_dir()}. On a machine with a network, run:\n"
+    '  pip install tensorflow "jdist[data]"\n'
+    f"  python -m jdist.data prepare {name}\n"
+    f"or copy the folder {folder} from where it is prepared, or let "
+    "TFDS_DATA_DIR name the folder that holds it."
+  )
+  if any((tfds_dir() / folder).glob("*/dataset_info.json")):
+    message += (
+      " There is a copy in another format, which only TensorFlow can read; "
+      "keep one folder per format."
+    )
+  return message
 
 
 def _check_reachable(

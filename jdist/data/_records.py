@@ -42,6 +42,15 @@ def decode(
   return images, labels
 
 
+def decode_text(prepared: pathlib.Path, split: str) -> np.ndarray:
+  """Returns the bytes of all records of a split of a text, uint8 [n]."""
+  tfds = checks.import_extra("tensorflow_datasets", "data")
+  checks.import_extra("array_record", "data")
+  source = tfds.builder_from_directory(prepared).as_data_source(split=split)
+  texts = [bytes(source[i]["text"]) for i in range(len(source))]
+  return np.frombuffer(b"".join(texts), np.uint8)
+
+
 def _pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
   # Photographs come in gray too, and in the colours of printers.
   if shape[-1] == 3 and image.mode != "RGB":

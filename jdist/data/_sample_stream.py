@@ -5,6 +5,7 @@ import numpy as np
 from jdist import checks
 from jdist.data import _partition
 from jdist.data._dataset import Dataset
+from jdist.data._text_dataset import TextDataset
 
 _ORDER_KEY = 2
 
@@ -84,7 +85,7 @@ class SampleStream:
 
   def __init__(
     self,
-    dataset: Dataset,
+    dataset: Dataset | TextDataset,
     num_workers: int,
     *,
     seed: int,
@@ -98,7 +99,10 @@ class SampleStream:
     self._parts: tuple[np.ndarray, ...] = ()
     if not self.shared:
       self._parts = _partition.partition(
-        dataset.labels, self.num_workers, alpha=alpha, seed=self._seed
+        _labels_of(dataset, alpha),
+        self.num_workers,
+        alpha=alpha,
+        seed=self._seed,
       )
     self._orders: dict[int, _Order] = {}
 
@@ -140,21 +144,31 @@ class SampleStream:
       size: of the batch, >= `count`; padding repeats the first sample.
 
     Returns:
-      {"image": uint8 [size, height, width, channels], "label": int32 [size],
-       "mask": float32 [size], 1 for samples and 0 for padding}.
+      A batch as `Batches` gives, of one worker, [size, ...], with "mask":
+      float32 [size], 1 for samples and 0 for padding.
     """
     size = count if size is None else size
     if size < count:
       raise ValueError(f"`size` must be at least {count}, got {size}.")
     rows = self.indices(worker, start, count)
     padded = np.concatenate([rows, np.repeat(rows[:1], size - count)])
-    return {
-      "image": self.dataset.images[padded],
-      "label": self.dataset.labels[padded],
-      "mask": (np.arange(size) < count).astype(np.float32),
-    }
+    mask = (np.arange(size) < count).astype(np.float32)
+    return {**self.dataset.batch(padded), "mask": mask}
 
   def _order(self, number: int, size: int) -> _Order:
     if number not in self._orders:
       self._orders[number] = _Order(size, self._seed, number)
     return self._orders[number]
+
+
+def _labels_of(
+  dataset: Dataset | TextDataset, alpha: float | None
+) -> np.ndarray:
+  """Returns the labels to skew by; even parts need their number only."""
+  if isinstance(dataset, Dataset):
+    return dataset.labels
+  if alpha is not None:
+    raise ValueError(
+      f"`alpha` must be None for a text, which has no labels, got {alpha}."
+    )
+  return np.zeros(len(dataset), np.int32)

@@ -8,7 +8,7 @@ import pytest
 
 
 def write(folder, name, version, splits, *, num_classes, **image):
-  """Writes a prepared set.
+  """Writes a prepared set of images.
 
   Args:
     folder: the data folder.
@@ -19,28 +19,47 @@ def write(folder, name, version, splits, *, num_classes, **image):
     **image: of the image feature, such as its `shape`.
   """
   tfds = pytest.importorskip("tensorflow_datasets")
+  features = {
+    "image": tfds.features.Image(**image),
+    "label": tfds.features.ClassLabel(num_classes=num_classes),
+  }
+  records = {
+    split: [{"image": encoded, "label": label} for encoded, label in pairs]
+    for split, pairs in splits.items()
+  }
+  return _write(folder, name, version, records, features)
+
+
+def write_text(folder, name, version, splits):
+  """Writes a prepared set of texts: {split: [bytes]}."""
+  tfds = pytest.importorskip("tensorflow_datasets")
+  records = {
+    split: [{"text": text} for text in texts] for split, texts in splits.items()
+  }
+  return _write(folder, name, version, records, {"text": tfds.features.Text()})
+
+
+def _write(folder, name, version, splits, features):
+  tfds = pytest.importorskip("tensorflow_datasets")
   writing = pytest.importorskip("array_record.python.array_record_module")
   from tensorflow_datasets.proto import tf_example_pb2
 
   path = pathlib.Path(folder) / name / version
   path.mkdir(parents=True)
-  features = tfds.features.FeaturesDict(
-    {
-      "image": tfds.features.Image(**image),
-      "label": tfds.features.ClassLabel(num_classes=num_classes),
-    }
-  )
-  features.save_config(path)
+  tfds.features.FeaturesDict(features).save_config(path)
   set_name, *config = name.split("/")
   infos = []
   for split, records in splits.items():
     file = path / f"{set_name}-{split}.array_record-00000-of-00001"
     writer = writing.ArrayRecordWriter(str(file), "group_size:1")
-    for encoded, label in records:
+    for record in records:
       example = tf_example_pb2.Example()
-      feature = example.features.feature
-      feature["image"].bytes_list.value.append(encoded)
-      feature["label"].int64_list.value.append(label)
+      for key, value in record.items():
+        feature = example.features.feature[key]
+        if isinstance(value, bytes):
+          feature.bytes_list.value.append(value)
+        else:
+          feature.int64_list.value.append(value)
       writer.write(example.SerializeToString())
     writer.close()
     infos.append(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _catalog, _load, _prepare, _records
+from jdist.data import _cache, _catalog, _prepare, _records
 
 TFDS_NAMES = [name for name in data.NAMES if name != "digits"]
 
@@ -281,13 +281,13 @@ def test_a_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
   monkeypatch.setenv("JDIST_CACHE_DIR", str(tmp_path / "mine"))
-  assert _load.cache_dir() == tmp_path / "mine"
+  assert _cache.cache_dir() == tmp_path / "mine"
   monkeypatch.delenv("JDIST_CACHE_DIR")
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  assert _load.cache_dir() == tmp_path / "jdist"
+  assert _cache.cache_dir() == tmp_path / "jdist"
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", str(tmp_path))
-  assert _load.cache_dir() == tmp_path / ".cache" / "jdist"
+  assert _cache.cache_dir() == tmp_path / ".cache" / "jdist"
 
 
 @pytest.mark.parametrize(
