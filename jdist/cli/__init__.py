@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jdist.cli import _help, _interrupts, _options
+from jdist.cli import _divergence, _help, _interrupts, _options
 
 
 class _Command(NamedTuple):
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments: the words after the program's name; `sys.argv` by default.
 
   Returns:
-    The exit status: 0, or 2 for options that cannot be used; then one line on
-    stderr says which, why, and what to do.
+    The exit status: 0, 2 for options that cannot be used, or 3 for a run that
+    has diverged; then one line on stderr says which, why, and what to do.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
@@ -107,6 +107,9 @@ def _status(words: list[str]) -> int:
     # One line, whatever the error's own layout is.
     print(f"jdist: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+  except _divergence.DivergedError as error:
+    print(f"jdist: diverged: {error}", file=sys.stderr)
+    return _divergence.STATUS
   except KeyboardInterrupt:
     print("jdist: interrupted.", file=sys.stderr)
     return 130  # As a shell has it: 128 + SIGINT.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster, models, training
-from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.cli import _divergence, _experiment, _methods, _options, _trained
 from jdist.training import comparison
 
 # In which rows of one comparison may differ.
@@ -48,6 +48,8 @@ def compare(options: _options.Compare) -> None:
     _Fit(options, workload),
     on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
   )
+  if not found.rows:
+    _tell_diverged(found)
   console.print(_table(found, options))
   training.plot_comparison(
     [row for runs in found.rows.values() for row in runs],
@@ -57,6 +59,7 @@ def compare(options: _options.Compare) -> None:
   # Not through the console, which would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Picture: {output / 'compare.png'}")
+  _tell_diverged(found)
 
 
 class _Fit:
@@ -128,8 +131,29 @@ def _check(options: _options.Compare) -> comparison.Study:
   )
 
 
+def _tell_diverged(found: comparison.Compared) -> None:
+  """Raises a DivergedError that names the methods that have diverged."""
+  names = [name for name, tuned in found.tuned.items() if tuned.diverged]
+  names += [
+    name
+    for name, runs in found.rows.items()
+    if any(row["test_loss"] is None for row in runs)
+  ]
+  if names:
+    raise _divergence.DivergedError(
+      f"{', '.join(names)} ended with a loss that is not finite. Take lower "
+      "values of `--learning-rate`, or a longer `--warmup-epochs`."
+    )
+
+
 def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
   rates = ", ".join(f"{rate:g}" for rate in tuned.tried)
+  if tuned.diverged:
+    console.print(
+      f"Warning: {method} is left out: it diverged at every learning rate "
+      f"tried, {rates}. Add lower ones to `--learning-rate`."
+    )
+    return
   console.print(
     f"{method}: learning rate {tuned.best:g}, of {rates}, by held-out training "
     "samples."
@@ -165,7 +189,7 @@ def _console() -> Any:
 def _table(found: comparison.Compared, options: _options.Compare) -> Any:
   from rich import table
 
-  base = options.methods[0]
+  base = next(iter(found.rows))
   several = len(options.seeds) > 1 < len(options.methods)
   caption = (
     "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
@@ -193,6 +217,8 @@ def _table(found: comparison.Compared, options: _options.Compare) -> Any:
   most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
   for method, runs in found.rows.items():
     mean, spread = comparison.mean_accuracy(runs)
+    wrong = sum(row["test_loss"] is None for row in runs)
+    name = f"{method} ({wrong} diverged)" if wrong else method
     cells = [f"{mean:.2f}" + (f" ± {spread:.2f}" if len(runs) > 1 else "")]
     if several:
       more = comparison.paired_difference(runs, found.rows[base])
@@ -203,7 +229,7 @@ def _table(found: comparison.Compared, options: _options.Compare) -> Any:
       )
     sent = _mean(runs, "sent_bytes")
     grid.add_row(
-      method,
+      name,
       *cells,
       f"{_mean(runs, 'rounds'):,.0f}",
       f"{sent / 1e6:.3g}",

@@ -97,6 +97,10 @@ class BudgetOptions:
   """Epochs in which the learning rate rises; MSDPU is synchronous for so
   long."""
 
+  skip_nonfinite: bool = False
+  """Take zeros for the gradients of a step in which a worker's are not
+  finite; counted in the row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RoundOptions:

@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from jdist import collectives, methods, models
+from jdist import collectives, methods, models, transforms
 from jdist.cli import _composition, _options, _trained
 from jdist.transforms import intervals
 
@@ -111,7 +111,15 @@ def build_method(
       networks = _trained.arguments(name, options, model)
     given |= networks
   inner = optimizer_of(options, run, plain=method.own_momentum)
-  return method.build(inner, run, axis=axis, **given)
+  built = method.build(inner, run, axis=axis, **given)
+  if not options.skip_nonfinite:
+    return built
+  if isinstance(built, transforms.UpdateFirst):
+    raise ValueError(
+      f"`--skip-nonfinite` must be left out for {name}, whose updates come a "
+      "step later: nothing can stand in front of it."
+    )
+  return optax.chain(transforms.skip_nonfinite(axis), built)
 
 
 def optimizer_of(

@@ -6,7 +6,14 @@ from typing import Any, Protocol
 import jax
 
 from jdist import collectives, methods, training
-from jdist.cli import _experiment, _groups, _methods, _options, _trained
+from jdist.cli import (
+  _divergence,
+  _experiment,
+  _groups,
+  _methods,
+  _options,
+  _trained,
+)
 from jdist.training import comparison
 
 
@@ -89,6 +96,7 @@ def train(options: _options.Train) -> None:
     )
     training.append_rows(output / "rows.jsonl", [row])
     print(f"Row: {output / 'rows.jsonl'}")
+  _divergence.check(records, options.learning_rate, options.checkpoints)
 
 
 class _Prepared(Protocol):

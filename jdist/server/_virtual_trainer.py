@@ -153,15 +153,17 @@ class VirtualTrainer:
     ]
     self._last_samples = learner.samples
     found = np.asarray(jax.device_get(losses), np.float64)
+    metrics = {} if evaluate is None else evaluate(learner.model)
     return training.Record(
       step=run.state.version,
       rounds=run.state.version,
       sent_bytes=run.pushed_bytes / len(run.nodes),
       train_loss=float(found.mean()) if len(found) else math.nan,
-      metrics={} if evaluate is None else evaluate(learner.model),
+      metrics=metrics,
       train_s=run.now_s,
       samples_per_s=learner.samples / run.now_s if run.now_s else 0.0,
       clock="virtual",
+      diverged=training.is_diverged(metrics, found.tolist()),
     )
 
 

@@ -9,6 +9,7 @@ from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
 from jdist.training._gradient import num_samples as num_samples
+from jdist.training._loop import is_diverged as is_diverged
 from jdist.training._loop import Record as Record
 from jdist.training._loop import Trainer as Trainer
 from jdist.training._losses import cast as cast

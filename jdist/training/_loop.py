@@ -11,7 +11,8 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,6 +49,9 @@ class Record(NamedTuple):
       which compiles, and without evaluating and saving.
     samples_per_s: training samples of all workers per second, likewise.
     clock: of the seconds, "wall", or "virtual" in a simulation.
+    diverged: whether the loss is not a finite number: the evaluated one, or
+      without it that of the last training step.
+    skipped: steps of `transforms.skip_nonfinite` without a gradient so far.
   """
 
   step: int
@@ -58,6 +62,8 @@ class Record(NamedTuple):
   train_s: float
   samples_per_s: float
   clock: Literal["wall", "virtual"] = "wall"
+  diverged: bool = False
+  skipped: int = 0
 
 
 class Trainer:
@@ -95,6 +101,9 @@ class Trainer:
     if host_rounds is None and not _takes_control(step):
       host_rounds = False
     self._choices = _programs.Programs(stream_steps, host_rounds)
+    self._all_finite = workers.jit(
+      functools.partial(_train_state.all_finite, axis=workers.axis)
+    )
     self._names: tuple[str, ...] = ()
     self._places: tuple[str, ...] = ()
     self._programs: dict[Any, Any] = {}
@@ -135,6 +144,9 @@ class Trainer:
         out_specs=(specs, None),
       )
     return self._programs[key]
+
+  def _is_finite(self, state: _train_state.TrainState) -> bool:
+    return bool(self.workers.view(self._all_finite(state)))
 
   def traffic(
     self,
@@ -280,6 +292,8 @@ class _Run:
       self._ahead = [places[..., 0, :], places[..., 1, :]]
       self._place_shape = self._ahead[0].shape
     self._losses: list[float] = []
+    found = transforms.skipped(state.opt_state)
+    self._skipped = 0 if found is None else int(view(found))
     self._samples = 0
     self._samples_per_step = 0
     self._train_s = 0.0
@@ -372,6 +386,8 @@ class _Run:
     ahead = [columns[name][0] for name in self._trainer._places]
     last = np.asarray(ahead).reshape(self._place_shape) if ahead else None
     self._ahead = [*self._ahead, last]
+    if "skipped" in columns:
+      self._skipped = int(columns["skipped"][0])
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress.update(
@@ -397,6 +413,8 @@ class _Run:
       metrics=metrics,
       train_s=self._train_s,
       samples_per_s=self._rate(),
+      diverged=is_diverged(metrics, self._losses),
+      skipped=self._skipped,
     )
     self._losses.clear()
     self.records.append(record)
@@ -406,12 +424,32 @@ class _Run:
   def save(
     self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
   ) -> None:
-    """Starts to write a checkpoint."""
+    """Starts to write a checkpoint, unless the state has diverged."""
     self.read()
+    if not self._trainer._is_finite(self.state):
+      if jax.process_index() == 0:
+        warnings.warn(
+          f"The state after step {self._read} is not finite and was not saved: "
+          "the checkpoints before it stay.",
+          RuntimeWarning,
+          stacklevel=3,
+        )
+      return
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
     shared = _train_state.shared_leaves(self.state)
     checkpoints.save(self._read, self.state, shared, metadata)
     self.watchdog.beat(f"saved after step {self._read}")
+
+
+def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
+  """Returns whether a run stands at a loss that is not a finite number.
+
+  Args:
+    metrics: of its evaluation, which may have a `loss`.
+    losses: of its training steps since the last record, for want of one.
+  """
+  loss = metrics.get("loss", losses[-1] if losses else 0.0)
+  return not math.isfinite(loss)
 
 
 def _takes_control(step: _step.Step) -> bool:

@@ -48,9 +48,9 @@ def make_step(
     `(state, batch, control=None) -> state, metrics` for one worker, to be run
     by `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
     send nothing; besides the loss's there are `loss`, `rounds` and
-    `interval`, and for a host that chooses between programs `ahead_0`, ..., the
-    place in its round of the step after next.  The static `control` goes to the
-    optimizer.
+    `interval`, with `skip_nonfinite` `skipped`, and for a host that chooses
+    between programs `ahead_0`, ..., the place in its round of the step after
+    next.  The static `control` goes to the optimizer.
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
@@ -144,6 +144,8 @@ def make_update(
       "rounds": transforms.rounds(opt_state, number),
       "interval": jnp.asarray(transforms.interval(opt_state)),
     }
+    if (skipped := transforms.skipped(opt_state)) is not None:
+      metrics |= {"skipped": skipped}
     if (ahead := transforms.rounds_ahead(opt_state)) is not None:
       # Where in its round the step after next is.
       places = ahead[..., 1, :].reshape(-1)

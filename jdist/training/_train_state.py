@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -98,6 +99,30 @@ def _split_alike(
 
   shapes = jax.eval_shape(workers.spmd(optimizer.init), params)
   return jax.tree_util.tree_map_with_path(spec_of, shapes)
+
+
+def all_finite(state: TrainState, axis: collectives.Axis) -> jax.Array:
+  """Returns whether training can go on from a state, the same on all workers.
+
+  Parameters and batch statistics must be finite; an optimizer's state must be
+  without NaN: infinities are some optimizers' first values.
+
+  Args:
+    state: one worker's.
+    axis: the workers' axis.
+  """
+
+  def floats(tree: PyTree) -> list[jax.Array]:
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+  finite = floats((state.params, state.model_state))
+  good = [jnp.isfinite(x).all() for x in finite]
+  good += [~jnp.isnan(x).any() for x in floats(state.opt_state)]
+  if not good:
+    return jnp.asarray(True)
+  bad = (~jnp.stack(good).all()).astype(jnp.float32)
+  return collectives.sum(bad, axis) == 0
 
 
 def shared_leaves(state: TrainState) -> TrainState:

@@ -29,6 +29,11 @@ from jdist.transforms._proximal import pull_to_anchor as pull_to_anchor
 from jdist.transforms._proximal import PullToAnchorState as PullToAnchorState
 from jdist.transforms._shared import Sharing as Sharing
 from jdist.transforms._shared import sharing as sharing
+from jdist.transforms._skip_nonfinite import skip_nonfinite as skip_nonfinite
+from jdist.transforms._skip_nonfinite import (
+  SkipNonfiniteState as SkipNonfiniteState,
+)
+from jdist.transforms._skip_nonfinite import skipped as skipped
 from jdist.transforms._state import interval as interval
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._state import rounds as rounds

@@ -4,7 +4,13 @@ import dataclasses
 import pathlib
 
 from jdist import collectives, data, models, server, training
-from jdist.cli import _composition, _experiment, _methods, _options
+from jdist.cli import (
+  _composition,
+  _divergence,
+  _experiment,
+  _methods,
+  _options,
+)
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
 
@@ -13,7 +19,8 @@ _COMPRESSION = ("codec", "feedback", "ratio")
 # Of runs without a server; workers are the cluster's machines.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
-  "coordinator_address", "num_processes", "process_id",
+  "coordinator_address", "num_processes", "process_id", "skip_nonfinite",
+  "stages", "table", "microbatches", "window", "chunks", "cuts",
 )  # fmt: skip
 
 
@@ -103,6 +110,7 @@ def _fit(
   )
   training.append_rows(output / "rows.jsonl", [row])
   print(f"Row: {output / 'rows.jsonl'}")
+  _divergence.check(records, options.learning_rate, options.checkpoints)
 
 
 def _show(record: training.Record) -> None:

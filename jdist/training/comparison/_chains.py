@@ -292,7 +292,13 @@ def _print_row(trial: _rows.Trial, row: _rows.Row) -> None:
 
 def warn_of_end(variant: str, tuned: _study.Tuned) -> None:
   """Prints a warning where a variant's best rate lies at an end of the grid."""
-  if tuned.end is not None:
+  if tuned.diverged:
+    print(
+      f"Warning: {variant} is left out: it diverged at every learning rate "
+      f"tried, from {tuned.tried[0]:g}. Add lower ones.",
+      flush=True,
+    )
+  elif tuned.end is not None:
     print(
       f"Warning: {variant} is best at the {tuned.end} of the learning rates "
       f"tried, {tuned.best:g}; a better one may lie beyond. Widen the grid.",

@@ -67,22 +67,28 @@ class Tuned(NamedTuple):
     tried: all of them, in increasing order.
     end: "lowest" or "highest" where the best rate lies at an end of those
       tried, and a better one may lie beyond; None within.
+    diverged: whether none of them ended with a finite loss.
   """
 
   best: float
   tried: tuple[float, ...]
   end: Literal["lowest", "highest"] | None
+  diverged: bool = False
+
+
+_WORST = (-math.inf, -math.inf)
 
 
 def quality(row: _rows.Row) -> tuple[float, float]:
   """Returns a row's rank: its accuracy, and of equal ones the loss.
 
   Equal accuracies are common on few samples.  A loss that is not finite, null
-  in rows, is the worst.
+  in rows, is the worst, whatever the accuracy.
   """
   loss = row["test_loss"]
-  finite = loss is not None and math.isfinite(loss)
-  return row["accuracy"], -loss if finite else -math.inf
+  if loss is None or not math.isfinite(loss):
+    return _WORST
+  return row["accuracy"], -loss
 
 
 def by_loss(row: _rows.Row) -> tuple[float, float]:
@@ -135,14 +141,15 @@ def best_of(tried: Mapping[float, tuple[float, float]]) -> Tuned:
   end: Literal["lowest", "highest"] | None = None
   if len(rates) > 1 and best in (rates[0], rates[-1]):
     end = "lowest" if best == rates[0] else "highest"
-  return Tuned(best, rates, end)
+  return Tuned(best, rates, end, tried[best] == _WORST)
 
 
 class Compared(NamedTuple):
   """The outcome of a comparison.
 
   Attributes:
-    rows: of all seeds, by variant.
+    rows: of all seeds, by variant, without variants that diverged at every
+      learning rate tried.
     tuned: each variant's learning rate.
   """
 
@@ -196,19 +203,22 @@ def compare(
     on_tuned(variant, found)
     return found
 
-  result = Compared({variant: [] for variant in study.variants}, {})
+  result = Compared({}, {})
 
   def compare_seeds(variants: Sequence[str], seeds: Sequence[int]) -> None:
     for seed in seeds:
       for variant in variants:
         best = result.tuned[variant].best
-        result.rows[variant].append(run("comparison", variant, best, seed))
+        row = run("comparison", variant, best, seed)
+        result.rows.setdefault(variant, []).append(row)
 
   if study.order == "variant":
     for variant in study.variants:
       result.tuned[variant] = tuned(variant)
-      compare_seeds([variant], study.seeds)
+      if not result.tuned[variant].diverged:
+        compare_seeds([variant], study.seeds)
   else:
     result.tuned.update({name: tuned(name) for name in study.variants})
-    compare_seeds(study.variants, study.seeds)
+    kept = [x for x in study.variants if not result.tuned[x].diverged]
+    compare_seeds(kept, study.seeds)
   return result

@@ -202,6 +202,8 @@ def summarize(records: list[_loop.Record]) -> dict[str, Any]:
     "train_s": last.train_s,
     "samples_per_s": last.samples_per_s,
     "clock": last.clock,
+    "diverged": last.diverged,
+    "skipped": last.skipped,
     "curve": [
       {
         "step": record.step,

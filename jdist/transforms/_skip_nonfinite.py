@@ -1,0 +1,87 @@
+"""A guard in front of a method: gradients that are not numbers do no harm."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import collectives, states
+
+PyTree = Any
+
+
+@states.declare(shared=("skipped",))
+class SkipNonfiniteState(NamedTuple):
+  """State of `skip_nonfinite`.
+
+  Attributes:
+    skipped: steps so far whose gradients were zeros instead, int32 scalar.
+  """
+
+  skipped: jax.Array
+
+
+def skip_nonfinite(
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces all workers' gradients by zeros if one worker's are not finite.
+
+  .. math:: g_i \leftarrow g_i \prod_j [g_j \text{ is finite}]
+
+  The first element of a chain, in front of a method: what is averaged stays
+  finite.  All workers decide alike, by one scalar all-reduce in every step.
+  Rounds and schedules go on, momenta and weight decay act as on a gradient of
+  zero; `optax.apply_if_finite` stops the whole optimizer instead, each worker
+  by itself, after which workers would end their rounds in different steps.
+
+  Args:
+    axis: the workers' axis.
+
+  Returns:
+    A transformation.  `transforms.skipped` reads the count off a chain's state.
+
+  >>> optimizer = optax.chain(skip_nonfinite(None), optax.sgd(0.1))
+  >>> state = optimizer.init(jnp.zeros(2))
+  >>> updates, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
+  >>> updates.tolist(), skipped(state).item()
+  ([-0.0, -0.0], 1)
+  """
+  collectives.check_axis(axis)
+
+  def init_fn(params: optax.Params) -> SkipNonfiniteState:
+    del params
+    return SkipNonfiniteState(jnp.zeros((), jnp.int32))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: SkipNonfiniteState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SkipNonfiniteState]:
+    del params, extra_args
+    found = [jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]
+    wrong = ~jnp.stack(found).all() if found else jnp.asarray(False)
+    wrong = collectives.sum(wrong.astype(jnp.float32), axis) > 0
+    # Not a product: NaN times zero is NaN.
+    updates = jax.tree.map(
+      lambda x: jnp.where(wrong, jnp.zeros_like(x), x), updates
+    )
+    return updates, SkipNonfiniteState(state.skipped + wrong.astype(jnp.int32))
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def skipped(state: PyTree) -> jax.Array | None:
+  """Returns how many steps `skip_nonfinite` has skipped; None without it.
+
+  Args:
+    state: the optimizer's state.
+  """
+
+  def is_guard(x: Any) -> bool:
+    return isinstance(x, SkipNonfiniteState)
+
+  leaves = jax.tree.leaves(state, is_leaf=is_guard)
+  found = [x.skipped for x in leaves if is_guard(x)]
+  return found[0] if found else None

@@ -1,0 +1,45 @@
+"""Runs that diverge: exit status, row, checkpoints, and the guard."""
+
+import json
+
+import pytest
+
+from jdist import cli
+
+pytest.importorskip("grain")
+_RUN = "train --method ssgd --workers 2 --batch-size 64 --warmup-epochs 0"
+
+
+def _row(folder):
+  return json.loads((folder / "rows.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_run_that_diverges_exits_3_and_saves_nothing_bad(tmp_path, capsys):
+  words = (
+    f"{_RUN} --steps 8 --learning-rate 1e30 --schedule constant --output "
+    f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'} "
+    "--checkpoint-every-epochs 0.05"
+  )
+  with pytest.warns(RuntimeWarning, match="is not finite and was not saved"):
+    assert cli.main(words.split()) == 3
+  told = capsys.readouterr().err
+  assert "jdist: diverged: the loss is not finite" in told
+  assert "`--learning-rate`, 1e+30 here" in told
+  assert _row(tmp_path / "out")["diverged"] is True
+  assert _row(tmp_path / "out")["test_loss"] is None
+
+
+def test_compare_never_chooses_a_rate_that_diverges(tmp_path, capsys):
+  words = (
+    "compare --methods ssgd --workers 2 --batch-size 64 --steps 6 --seeds 0 "
+    f"--warmup-epochs 0 --grid-extensions 0 --output {tmp_path}"
+  )
+  grid = "--learning-rate 0.001 1e30"
+  assert cli.main(f"{words} {grid}".split()) == 0
+  assert _row(tmp_path)["learning_rate"] == 0.001
+  # Of nothing but such rates, none.
+  grid = "--learning-rate 1e29 1e30"
+  assert cli.main(f"{words}/2 {grid}".split()) == 3
+  told = capsys.readouterr()
+  assert "it diverged at every learning rate tried" in told.out
+  assert "ssgd ended with a loss that is not finite" in told.err
