@@ -116,7 +116,7 @@ class Fit:
     iterations = [node.iteration_s for node in nodes]
     row = comparison.summarize(records)
     for point, record in zip(row["curve"], records, strict=True):
-      point |= {"loss": record.metrics["loss"], "train_loss": record.train_loss}
+      point["train_loss"] = record.train_loss
     return row | {
       "workers": options.workers,
       "samples": run.applied_samples,

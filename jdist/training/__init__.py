@@ -15,6 +15,7 @@ from jdist.training._loop import Trainer as Trainer
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
+from jdist.training._losses import language_model_loss as language_model_loss
 from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._losses import model_inputs as model_inputs
 from jdist.training._plots import check_plots as check_plots

@@ -1,5 +1,6 @@
 """Evaluation on the anchor, the parameters on which all workers agree."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,8 +36,9 @@ class Evaluator:
     Args:
       workers: the run's workers.
       apply: the model, as of `jdist.models`.
-      batches: `{"image", "label", "mask"}` with arrays `[workers, n, ...]`;
-        samples whose mask is 0 do not count.
+      batches: `{"image", "label", "mask"}` or, of texts, `{"tokens",
+        "targets", "mask"}` with arrays `[workers, n, ...]`; samples or tokens
+        whose mask is 0 do not count.
       normalize: turns stored images into the model's inputs.
       compute_dtype: the dtype in which the model computes.
       optimizer: if given, what it has begun and not yet applied is brought in
@@ -49,6 +51,9 @@ class Evaluator:
         last step's update is still to come and `optimizer` is not given.
     """
     axis = workers.axis
+    inputs_of = _losses.model_inputs(
+      normalize=normalize, compute_dtype=compute_dtype
+    )
     rows = list(workers.local_workers)
     self._batches = [
       workers.place(jax.tree.map(lambda x: np.asarray(x)[rows], batch))
@@ -71,25 +76,33 @@ class Evaluator:
       return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-      images = _losses.as_inputs(normalize(batch["image"]), compute_dtype)
+      # Nothing is changed at random here, so that any key will do.
+      inputs = inputs_of(batch, jax.random.key(0))
       logits, _ = apply(
-        _losses.cast(params, compute_dtype), model_state, images, train=False
+        _losses.cast(params, compute_dtype), model_state, inputs, train=False
       )
-      logits = logits.astype(jnp.float32)
-      losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, batch["label"]
-      )
-      hits = (jnp.argmax(logits, -1) == batch["label"]).astype(jnp.float32)
+      logits, labels = logits.astype(jnp.float32), _losses.labels_of(batch)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
       mask = batch["mask"]
+      # Of a sample's mask all its tokens count.
+      mask = mask.reshape(*mask.shape, *(1,) * (labels.ndim - mask.ndim))
+      mask = jnp.broadcast_to(mask, labels.shape)
       sums = jnp.stack([jnp.sum(x * mask) for x in (hits, losses)])
       return collectives.sum(jnp.append(sums, jnp.sum(mask)), axis)
 
     self._prepare = workers.jit(prepare)
     self._totals = workers.jit(totals)
     self._workers = workers
+    self._of_text = "tokens" in self._batches[0]
 
   def __call__(self, state: _train_state.TrainState) -> dict[str, float]:
-    """Returns test `accuracy` and `loss`, means over all samples."""
+    """Returns test `accuracy` and `loss`, means over all samples.
+
+    Of a text means over all tokens, and beside them what the field says of
+    language models: `perplexity`, `exp(loss)`, and `bits_per_token`, `loss / ln
+    2`: bits per byte where bytes are the tokens.
+    """
     return self._measure(*self._prepare(state))
 
   def measure(
@@ -112,5 +125,10 @@ class Evaluator:
       # Read one by one: few steps in flight, see `jdist.training.Trainer`.
       total = self._totals(params, model_state, batch)
       totals += np.asarray(self._workers.view(total), np.float64)
-    hits, loss, count = totals
-    return {"accuracy": hits / count, "loss": loss / count}
+    hits, loss = totals[:2] / totals[2]
+    metrics = {"accuracy": hits, "loss": loss}
+    if self._of_text:
+      with np.errstate(over="ignore"):  # Of a diverged model it is infinite.
+        metrics["perplexity"] = float(np.exp(loss))
+      metrics["bits_per_token"] = loss / math.log(2)
+    return metrics

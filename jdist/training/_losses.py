@@ -42,14 +42,58 @@ def classification_loss(
   Returns:
     A loss for `make_step`, with the metric `accuracy`.
   """
+  inputs_of = model_inputs(
+    normalize=normalize, compute_dtype=compute_dtype, augment=augment
+  )
+  return _model_loss(apply, inputs_of, compute_dtype, label_smoothing)
+
+
+def language_model_loss(
+  apply: Callable[..., tuple[jax.Array, PyTree]],
+  *,
+  compute_dtype: Any = jnp.float32,
+  label_smoothing: float = 0.0,
+) -> LossFn:
+  """Softmax cross-entropy of the next token on `{"tokens", "targets"}` batches.
+
+    loss = -mean of log softmax(logits)[i, t, targets[i, t]] over i and t
+
+  in nats.  With a `"mask"` in the batch, of samples [batch] or of tokens
+  [batch, length], loss and accuracy are means over the tokens where it is not
+  0.
+
+  Args:
+    apply: `(params, model_state, tokens, train=True) -> logits, model_state`
+      with logits [batch, length, vocabulary]; with masks it takes `mask=`.
+    compute_dtype: as of `classification_loss`; tokens stay integers.
+    label_smoothing: in [0, 1).
+
+  Returns:
+    A loss for `make_step`, with the metric `accuracy`: of the likeliest next
+    token.
+
+  >>> def apply(params, state, tokens, train):
+  ...   return jnp.zeros((*tokens.shape, 4)) + params, state
+  >>> batch = {"tokens": jnp.array([[0, 1]]), "targets": jnp.array([[1, 0]])}
+  >>> loss_fn = language_model_loss(apply)
+  >>> loss, (_, found) = loss_fn(jnp.zeros(4), {}, batch, jax.random.key(0))
+  >>> round(float(loss / jnp.log(2.0)), 3), found["accuracy"].item()
+  (2.0, 0.5)
+  """
+  inputs_of = model_inputs(compute_dtype=compute_dtype)
+  return _model_loss(apply, inputs_of, compute_dtype, label_smoothing)
+
+
+def _model_loss(
+  apply: Callable[..., tuple[jax.Array, PyTree]],
+  inputs_of: Callable[[PyTree, jax.Array], jax.Array],
+  compute_dtype: Any,
+  label_smoothing: float,
+) -> LossFn:
   if not 0 <= label_smoothing < 1:
     raise ValueError(
       f"`label_smoothing` must be in [0, 1), got {label_smoothing}."
     )
-
-  inputs_of = model_inputs(
-    normalize=normalize, compute_dtype=compute_dtype, augment=augment
-  )
 
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -77,6 +121,8 @@ def model_inputs(
 ) -> Callable[[PyTree, jax.Array], jax.Array]:
   """Makes what turns a batch and a random key into a model's inputs.
 
+  Of a batch of texts these are its `"tokens"`, as they are.
+
   Args:
     normalize: as of `classification_loss`.
     compute_dtype: likewise.
@@ -84,6 +130,8 @@ def model_inputs(
   """
 
   def inputs(batch: PyTree, key: jax.Array) -> jax.Array:
+    if "tokens" in batch:
+      return batch["tokens"]
     images = batch["image"]
     if augment is not None:
       images = augment(images, key)
@@ -97,25 +145,34 @@ def label_loss(
 ) -> tuple[jax.Array, Metrics]:
   """Softmax cross-entropy of logits on a batch's labels, and the accuracy.
 
-  Both are means over the samples, those of the batch's `"mask"` if it has one.
+  Of a batch of texts its targets are the labels.  Both are means over the
+  samples or tokens, those of the batch's `"mask"` if it has one.
 
   Args:
-    logits: [batch, classes], of any floating dtype; the loss is float32.
-    batch: with `"label"` [batch].
+    logits: [batch, classes] or [batch, length, vocabulary], of any floating
+      dtype; the loss is float32.
+    batch: with `"label"` [batch], or `"tokens"` and `"targets"` [batch,
+      length].
     label_smoothing: in [0, 1).
   """
   logits, mask = logits.astype(jnp.float32), batch.get("mask")
+  labels = labels_of(batch)
   targets = optax.smooth_labels(
-    jax.nn.one_hot(batch["label"], logits.shape[-1]), label_smoothing
+    jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing
   )
   losses = optax.softmax_cross_entropy(logits, targets)
-  hits = jnp.argmax(logits, -1) == batch["label"]
+  hits = jnp.argmax(logits, -1) == labels
   accuracy = masked_mean(hits.astype(jnp.float32), mask)
   return masked_mean(losses, mask), {"accuracy": accuracy}
 
 
+def labels_of(batch: PyTree) -> jax.Array:
+  """Returns the classes to be predicted: labels of images, tokens of texts."""
+  return batch["targets" if "tokens" in batch else "label"]
+
+
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-  """Averages [batch, ...] over the samples, where `mask` [batch] is not 0.
+  """Averages [batch, ...] where `mask`, of its first axes, is not 0.
 
   Of padding alone the mean is 0.
 
@@ -124,7 +181,8 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   """
   if mask is None:
     return values.mean()
-  inside = mask.astype(bool).reshape(-1, *(1,) * (values.ndim - 1))
+  ones = (1,) * (values.ndim - mask.ndim)
+  inside = mask.astype(bool).reshape(*mask.shape, *ones)
   inside = jnp.broadcast_to(inside, values.shape)
   # Selected, not multiplied: padding may have given an inf.
   total = jnp.where(inside, values, jnp.zeros((), values.dtype)).sum()

@@ -18,20 +18,21 @@ class Workload:
 
   Attributes:
     workers: the workers of every run.
-    train: the training set, or the part of it that is not held out.
+    train: the training set, of images or a text, or the part of it that is not
+      held out.
     test: the set that accuracies are measured on.
     model: builds the model with the initial parameters of a seed.
     batch_size: samples of all workers in a step.
     accumulate: micro-batches of a worker in a step.
     alpha: label skew between workers (Dirichlet); None for i.i.d. data.
-    augment: random crops and flips.
+    augment: random crops and flips, of images.
     dtype: in which the model computes.
     evaluation_batch: samples of a worker in an evaluation batch.
   """
 
   workers: collectives.Workers
-  train: data.Dataset
-  test: data.Dataset
+  train: data.Dataset | data.TextDataset
+  test: data.Dataset | data.TextDataset
   model: Callable[[int], models.Model]
   batch_size: int
   accumulate: int = 1
@@ -39,6 +40,13 @@ class Workload:
   augment: bool = False
   dtype: str = "float32"
   evaluation_batch: int = 128
+
+  def __post_init__(self) -> None:
+    if self.augment and not isinstance(self.train, data.Dataset):
+      raise ValueError(
+        "`augment` must be False for a text: crops and flips are of images, "
+        "got True."
+      )
 
   @property
   def steps_per_epoch(self) -> float:
@@ -58,16 +66,10 @@ class Workload:
     """
     order = np.random.default_rng(seed).permutation(len(self.train))
     cut = max(1, int(len(order) * fraction))
-
-    def part(rows: np.ndarray) -> data.Dataset:
-      return dataclasses.replace(
-        self.train,
-        images=self.train.images[rows],
-        labels=self.train.labels[rows],
-      )
-
     return dataclasses.replace(
-      self, train=part(np.sort(order[cut:])), test=part(order[:cut])
+      self,
+      train=self.train.select(np.sort(order[cut:])),
+      test=self.train.select(order[:cut]),
     )
 
   def batches(self, seed: int) -> data.Batches:
@@ -83,20 +85,27 @@ class Workload:
 
   def loss(self, apply: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss of a model, given its `apply`."""
-    return _losses.classification_loss(apply, **self._inputs())
+    if isinstance(self.train, data.TextDataset):
+      return _losses.language_model_loss(apply, **self._inputs())
+    return _losses.classification_loss(
+      apply, augment=self._augment(), **self._inputs()
+    )
 
   def inputs(self) -> Callable[..., Any]:
     """Returns what turns a batch and a random key into a model's inputs."""
-    return _losses.model_inputs(**self._inputs())
+    return _losses.model_inputs(augment=self._augment(), **self._inputs())
 
   def _inputs(self) -> dict[str, Any]:
-    return {
-      "normalize": self.train.normalize,
-      "compute_dtype": jnp.dtype(self.dtype),
-      "augment": data.compose(data.random_crop(), data.random_flip())
-      if self.augment
-      else None,
-    }
+    """Returns how a batch becomes inputs, in training and evaluation."""
+    found: dict[str, Any] = {"compute_dtype": jnp.dtype(self.dtype)}
+    if isinstance(self.train, data.Dataset):
+      found["normalize"] = self.train.normalize
+    return found
+
+  def _augment(self) -> Callable[..., Any] | None:
+    if not self.augment:
+      return None
+    return data.compose(data.random_crop(), data.random_flip())
 
   def evaluator(
     self,
@@ -110,9 +119,8 @@ class Workload:
       data.evaluation_batches(
         self.test, self.workers.num_workers, self.evaluation_batch
       ),
-      normalize=self.train.normalize,
-      compute_dtype=jnp.dtype(self.dtype),
       optimizer=optimizer,
+      **self._inputs(),
     )
 
   def programs(
@@ -192,9 +200,11 @@ class VariantPrograms:
 def summarize(records: list[_loop.Record]) -> dict[str, Any]:
   """Returns what a row says of a run: its end, and the curve towards it."""
   last = records[-1]
+  metrics = dict(last.metrics)
   return {
-    "accuracy": last.metrics["accuracy"],
-    "test_loss": last.metrics["loss"],
+    "accuracy": metrics.pop("accuracy"),
+    "test_loss": metrics.pop("loss"),
+    **metrics,
     "train_loss": last.train_loss,
     "steps": last.step,
     "rounds": last.rounds,
@@ -211,6 +221,7 @@ def summarize(records: list[_loop.Record]) -> dict[str, Any]:
         "sent_bytes": record.sent_bytes,
         "train_s": record.train_s,
         "accuracy": record.metrics["accuracy"],
+        "loss": record.metrics["loss"],
       }
       for record in records
     ],
