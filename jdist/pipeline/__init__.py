@@ -3,6 +3,7 @@
 from jdist.pipeline.planning import Candidate as Candidate
 from jdist.pipeline.planning import even_partition as even_partition
 from jdist.pipeline.planning import Footprint as Footprint
+from jdist.pipeline.planning import layer_costs as layer_costs
 from jdist.pipeline.planning import LayerCost as LayerCost
 from jdist.pipeline.planning import LayerMove as LayerMove
 from jdist.pipeline.planning import Level as Level

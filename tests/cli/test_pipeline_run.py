@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import pytest
 
-from jdist import cli
+from jdist import cli, models
+from jdist.cli.pipelines import _pipeline_run
 
 pytest.importorskip("grain")
 _RUN = (
@@ -40,6 +42,18 @@ def test_a_late_table_goes_on_where_it_stopped(tmp_path, capsys):
   )
   for name in ("test_loss", "accuracy", "sent_bytes"):
     assert again[name] == whole[name]
+
+
+def test_stages_have_about_equally_many_operations():
+  # The first layer has nearly all of them.
+  model = models.build(
+    "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(512, 8, 8),
+    abstract=True,
+  )  # fmt: skip
+  batch = {"image": jax.ShapeDtypeStruct((4, 8, 8, 1), "float32")}
+  for stages, cuts in ((2, (1,)), (4, 4), (5, 5)):
+    found = _pipeline_run._balanced(model.layers, stages, batch, "image")
+    assert found == cuts
 
 
 @pytest.mark.parametrize(

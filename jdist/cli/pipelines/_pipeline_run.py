@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jdist import (
+  cluster,
   collectives,
   models,
   pipeline,
@@ -148,13 +149,17 @@ class PreparedStages:
         f"{table.num_stages} stages of `--table` {table.name}, got "
         f"{options.cuts}."
       )
+    microbatch = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), batch
+    )
+    cuts = options.cuts or _balanced(
+      layers, table.num_stages, microbatch, lambda x, key: inputs(x, key)
+    )
     return pipeline.OneProgram(
-      pipeline.cut_layers(layers, options.cuts or table.num_stages),
+      pipeline.cut_layers(layers, cuts),
       training.label_loss,
       table,
-      jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), batch
-      ),
+      microbatch,
       inputs=lambda batch, key: inputs(batch, key),
     )
 
@@ -165,6 +170,23 @@ class PreparedStages:
     )
     streams = self.options.stream and transforms.streams(state.opt_state)
     return _methods.STREAM_STEPS if streams else ()
+
+
+def _balanced(
+  layers: list[models.Layer], num_stages: int, microbatch: Any, inputs: Any
+) -> int | tuple[int, ...]:
+  """Returns the cuts of stages of about equally many operations.
+
+  They are counted before anything is compiled, so that a run that goes on,
+  also elsewhere, is cut as before.
+  """
+  if len(layers) <= num_stages:  # `cut_layers` tells what is wrong, if it is.
+    return num_stages
+  costs = pipeline.layer_costs(
+    layers, microbatch, inputs=inputs, source="lowered"
+  )
+  machines = cluster.workers([1.0] * num_stages)
+  return pipeline.even_partition(costs, machines, by="compute").cuts
 
 
 def _cast(layer: models.Layer, dtype: str) -> models.Layer:

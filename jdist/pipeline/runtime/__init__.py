@@ -11,6 +11,7 @@ from jdist.pipeline.runtime._split_backward import (
 from jdist.pipeline.runtime._stages import apply_layer as apply_layer
 from jdist.pipeline.runtime._stages import cut_layers as cut_layers
 from jdist.pipeline.runtime._stages import LayerLike as LayerLike
+from jdist.pipeline.runtime._stages import make_inputs as make_inputs
 from jdist.pipeline.runtime._stages import merge as merge
 from jdist.pipeline.runtime._stages import pick as pick
 from jdist.pipeline.runtime._stages import recompute_layers as recompute_layers

@@ -1,0 +1,291 @@
+"""Costs of a model's layers, from compiled programs or by the clock."""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, Literal, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from jdist import checks
+from jdist.pipeline.planning._costs import LayerCost
+from jdist.pipeline.runtime import apply_layer, LayerLike, make_inputs
+
+PyTree = Any
+CostSource = Literal["compiled", "lowered", "timed"]
+
+
+class _Program(NamedTuple):
+  """What a program costs.
+
+  Attributes:
+    seconds: of a run.
+    bytes: beside arguments and results.
+  """
+
+  seconds: float
+  bytes: float
+
+
+class _Passes(NamedTuple):
+  """A layer's programs, and shapes of what they give.
+
+  Attributes:
+    forward: `(params, state, x, batch, key) -> (y, kept, state)`.
+    backward: `(kept, dy) -> (gradients, dx)`; of the first layer no dx.
+    towards_input: `(kept, dy) -> dx`; None of the first layer.
+    output: shapes of y.
+    kept_bytes: of what the forward pass saves, its input included.
+  """
+
+  forward: Any
+  backward: Any
+  towards_input: Any
+  output: PyTree
+  kept_bytes: float
+
+
+def layer_costs(
+  layers: Sequence[LayerLike],
+  microbatch: PyTree,
+  *,
+  inputs: str | Callable[..., Any] = "image",
+  source: CostSource = "compiled",
+  flops_per_s: float = 1e12,
+  bytes_per_s: float = math.inf,
+  repeats: int = 5,
+) -> list[LayerCost]:
+  r"""Finds what each layer of a model costs for a micro-batch.
+
+  Each layer's forward pass and its vector-Jacobian product are programs of
+  their own.  By `"compiled"` a program takes
+
+  .. math:: \max(F / f, B / b)
+
+  seconds with its floating-point operations F and the bytes B that it reads and
+  writes, as the compiler counts them, and is not run.  `"lowered"` counts
+  operations before the compiler has changed anything: it takes a second for a
+  large model, and tells the same on every device.  `"timed"` takes the median
+  of runs on this machine, in turns over all layers.
+
+  Saved bytes are those of what the forward pass hands to the backward pass,
+  without parameters; what two layers both keep counts in each.  Working bytes
+  are the compiler's temporaries, 0 if it has not run.  The loss and the
+  optimizer's step are not counted.
+
+  Args:
+    layers: of the model, in their order, such as `Model.layers`.
+    microbatch: arrays, or their shapes unless timed.
+    inputs: of the first layer: a key of the micro-batch, or a function of it.
+    source: where seconds come from.
+    flops_per_s: f, of a device of speed 1; default 1e12.
+    bytes_per_s: b, of its memory; by default they cost nothing.
+    repeats: timed runs, beside one to get warm.
+
+  Returns:
+    The cost of each layer.
+
+  Raises:
+    ValueError: when an argument is out of its range, or shapes are timed.
+
+  >>> import jax
+  >>> from jdist import models
+  >>> mlp = models.build(
+  ...   "mlp", input_shape=(8, 8, 1), num_classes=10, abstract=True
+  ... )
+  >>> image = jax.ShapeDtypeStruct((16, 8, 8, 1), "float32")
+  >>> found = layer_costs(mlp.layers, {"image": image}, source="lowered")
+  >>> [x.name for x in found], found[0].parameter_bytes
+  (['dense1', 'dense2'], 33280)
+  """
+  layers = checks.check_list("layers", layers, "layers")
+  checks.check_choice("source", source, get_args(CostSource))
+  checks.check_int("repeats", repeats, 1)
+  for name, rate in (
+    ("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s),
+  ):  # fmt: skip
+    if not rate > 0:
+      raise ValueError(f"`{name}` must be positive, got {rate}.")
+  key = jax.random.key(0)
+  x = jax.eval_shape(make_inputs(inputs), microbatch, key)
+  shapes = jax.eval_shape(lambda: (microbatch, key))
+  passes = []
+  for i, layer in enumerate(layers):
+    passes.append(_passes(layer, x, *shapes, first=not i))
+    x = passes[-1].output
+  if source == "timed":
+    start = make_inputs(inputs)(_arrays(microbatch), key)
+    seconds = _timed(layers, passes, start, microbatch, key, repeats)
+  counter = _Counter(flops_per_s, bytes_per_s, compiled=source != "lowered")
+  found = []
+  for i, (layer, each) in enumerate(zip(layers, passes, strict=True)):
+    forward = counter.count(each.forward)
+    backward = counter.count(each.backward)
+    back = counter.count(each.towards_input) if i else _Program(0.0, 0.0)
+    times = forward.seconds, backward.seconds, back.seconds
+    if source == "timed":
+      times = seconds[i]
+    found.append(
+      LayerCost(
+        layer.name,
+        forward_s=times[0],
+        backward_s=times[1],
+        # By the clock a part may take more than the whole.
+        weight_s=max(times[1] - times[2], 0.0),
+        parameter_bytes=_num_bytes(layer.params),
+        output_bytes=_num_bytes(each.output),
+        saved_bytes=each.kept_bytes,
+        working_bytes=max(forward.bytes, backward.bytes),
+      )
+    )
+  return found
+
+
+def _passes(
+  layer: LayerLike, x: PyTree, batch: PyTree, key: PyTree, *, first: bool
+) -> _Passes:
+  """Traces a layer's passes; the first layer's input has no gradient."""
+  structure: Any = None
+
+  def forward(
+    params: PyTree, state: PyTree, x: PyTree, batch: PyTree, key: PyTree
+  ) -> Any:
+    nonlocal structure
+
+    def run(params: PyTree, x: PyTree) -> Any:
+      return apply_layer(layer, params, state, x, batch, key)
+
+    if first:
+      y, pull, new = jax.vjp(lambda p: run(p, x), params, has_aux=True)
+    else:
+      y, pull, new = jax.vjp(run, params, x, has_aux=True)
+    kept, structure = jax.tree.flatten(pull)
+    return y, kept, new
+
+  def backward(kept: list[jax.Array], cotangent: PyTree) -> Any:
+    return jax.tree.unflatten(structure, kept)(cotangent)
+
+  def towards_input(kept: list[jax.Array], cotangent: PyTree) -> Any:
+    return backward(kept, cotangent)[1]
+
+  given = layer.params, layer.state, x, batch, key
+  lowered = jax.jit(forward).lower(*given)
+  output, kept, _ = jax.eval_shape(forward, *given)
+  return _Passes(
+    lowered,
+    jax.jit(backward).lower(kept, output),
+    None if first else jax.jit(towards_input).lower(kept, output),
+    output,
+    _kept_bytes(forward, given, output, len(kept)),
+  )
+
+
+def _kept_bytes(
+  forward: Callable[..., Any],
+  given: tuple[Any, ...],
+  output: PyTree,
+  number: int,
+) -> float:
+  """Returns the bytes of what a forward pass saves of a micro-batch."""
+  jaxpr = jax.make_jaxpr(forward)(*given).jaxpr
+  params, state, x = (len(jax.tree.leaves(tree)) for tree in given[:3])
+  # Parameters, the state and the micro-batch itself are there anyway.
+  front = params + state
+  there = {*jaxpr.invars[:front], *jaxpr.invars[front + x :]}
+  first = len(jax.tree.leaves(output))
+  kept = {
+    var
+    for var in jaxpr.outvars[first : first + number]
+    if not isinstance(var, jex.Literal)
+  }
+  return sum(_size(var.aval) for var in kept - there)
+
+
+class _Counter:
+  """Counts programs; alike ones once."""
+
+  def __init__(self, flops_per_s: float, bytes_per_s: float, compiled: bool):
+    self._flops_per_s, self._bytes_per_s = flops_per_s, bytes_per_s
+    self._compiled = compiled
+    self._found: dict[str, _Program] = {}
+
+  def count(self, program: Any) -> _Program:
+    """Returns what a lowered program costs."""
+    text = program.as_text()
+    if text not in self._found:
+      self._found[text] = self._count(program)
+    return self._found[text]
+
+  def _count(self, program: Any) -> _Program:
+    working = 0.0
+    if self._compiled:
+      program = program.compile()
+      working = program.memory_analysis().temp_size_in_bytes
+    costs = program.cost_analysis() or {}
+    if isinstance(costs, list):  # Of each device.
+      costs = costs[0]
+    return _Program(
+      max(
+        costs.get("flops", 0.0) / self._flops_per_s,
+        costs.get("bytes accessed", 0.0) / self._bytes_per_s,
+      ),
+      working,
+    )
+
+
+def _arrays(microbatch: PyTree) -> PyTree:
+  """Returns arrays; raises a ValueError for shapes."""
+  for leaf in jax.tree.leaves(microbatch):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      raise ValueError(
+        "`microbatch` must be of arrays to be timed, got the shape "
+        f"{leaf.shape}. Take numbers, or source 'compiled'."
+      )
+  return microbatch
+
+
+def _timed(
+  layers: Sequence[LayerLike],
+  passes: Sequence[_Passes],
+  x: PyTree,
+  batch: PyTree,
+  key: jax.Array,
+  repeats: int,
+) -> list[tuple[float, float, float]]:
+  """Returns the seconds of each layer's programs."""
+  runs: list[list[Callable[[], Any]]] = []
+  for layer, each in zip(layers, passes, strict=True):
+    given = layer.params, layer.state, x, batch, key
+    forward = each.forward.compile()
+    x, kept, _ = forward(*given)
+    back = kept, jax.tree.map(jnp.ones_like, x)
+    programs = [(forward, given), (each.backward.compile(), back)]
+    if each.towards_input is not None:
+      programs.append((each.towards_input.compile(), back))
+    runs.append([functools.partial(p, *a) for p, a in programs])
+  seconds: dict[tuple[int, int], list[float]] = {}
+  for turn in range(repeats + 1):  # The first is to get warm.
+    for i, parts in enumerate(runs):
+      for j, run in enumerate(parts):
+        started_s = time.perf_counter()
+        jax.block_until_ready(run())
+        if turn:
+          passed_s = time.perf_counter() - started_s
+          seconds.setdefault((i, j), []).append(passed_s)
+
+  def median(i: int, j: int) -> float:
+    return statistics.median(seconds.get((i, j), [0.0]))
+
+  return [(median(i, 0), median(i, 1), median(i, 2)) for i in range(len(runs))]
+
+
+def _num_bytes(tree: PyTree) -> int:
+  return sum(_size(x) for x in jax.tree.leaves(tree))
+
+
+def _size(array: Any) -> int:
+  return math.prod(array.shape) * array.dtype.itemsize

@@ -1,0 +1,113 @@
+"""Costs of layers, against what is counted by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import models, pipeline
+
+_BATCH = {"image": jax.ShapeDtypeStruct((4, 8, 8, 1), jnp.float32)}
+
+
+def _mlp(abstract=True):
+  return models.build(
+    "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(32, 16),
+    abstract=abstract,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["compiled", "lowered"])
+def test_an_mlp_by_hand(source):
+  found = pipeline.layer_costs(
+    _mlp().layers, _BATCH, source=source, flops_per_s=1.0
+  )
+  assert [x.name for x in found] == ["dense1", "dense2", "dense3"]
+  assert [x.parameter_bytes for x in found] == [
+    4 * (64 + 1) * 32, 4 * (32 + 1) * 16, 4 * (16 + 1) * 10,
+  ]  # fmt: skip
+  assert [x.output_bytes for x in found] == [4 * 4 * n for n in (32, 16, 10)]
+  # What products take; biases and rectifiers come to a little more.
+  for cost, one in zip(found, (64 * 32, 32 * 16, 16 * 10), strict=True):
+    product = 2 * 4 * one
+    first = cost.name == "dense1"
+    assert 1 <= cost.forward_s / product < 1.2
+    assert 1 <= cost.backward_s / product / (1 if first else 2) < 1.2
+    # The first layer's input has no gradient.
+    assert cost.weight_s == pytest.approx(
+      product if cost.backward_s and not first else cost.backward_s, rel=0.2
+    )
+  # The input of 64 numbers and what the rectifier needs; parameters do not
+  # count.
+  assert 4 * 4 * 64 < found[0].saved_bytes <= 4 * 4 * (64 + 2 * 32)
+  assert found[2].saved_bytes == 4 * 4 * 16
+
+
+def test_memory_that_is_slow_counts():
+  layers = _mlp().layers
+  free = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12)
+  slow = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12, bytes_per_s=1e3)
+  # At least the parameters are read.
+  for one, other in zip(free, slow, strict=True):
+    assert other.forward_s > one.parameter_bytes / 1e3 > one.forward_s
+
+
+def test_batch_statistics_tokens_and_keys_are_known():
+  language = models.build(
+    "transformer", input_shape=(6,), num_classes=11, num_layers=2, width=8,
+    num_heads=2,
+  )  # fmt: skip
+  tokens = {"tokens": jnp.zeros((2, 6), jnp.int32)}
+  found = pipeline.layer_costs(
+    language.layers, tokens, inputs="tokens", source="lowered"
+  )
+  assert found[1] == dataclasses.replace(found[2], name=found[1].name)
+  resnet = models.build(
+    "resnet8", input_shape=(8, 8, 3), num_classes=10, abstract=True
+  )
+  image = jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
+  found = pipeline.layer_costs(
+    resnet.layers, {"image": image}, source="lowered"
+  )
+  assert all(x.backward_s > x.forward_s > 0 for x in found)
+
+  def noisy(params, state, x, *, train, mask=None, key):
+    return x * jax.random.normal(key, x.shape) * params, state
+
+  layers = [
+    models.Layer("noise", jnp.float32(2.0), {}, noisy),
+    models.Layer("more", jnp.float32(2.0), {}, noisy),
+  ]
+  found = pipeline.layer_costs(
+    layers, {"x": jnp.ones((4, 5))}, inputs="x", source="lowered"
+  )
+  assert all(x.forward_s > 0 and x.parameter_bytes == 4 for x in found)
+
+
+def test_timed_layers_run_one_after_the_other():
+  generator = np.random.default_rng(0)
+  batch = {"image": generator.normal(size=(64, 8, 8, 1)).astype(np.float32)}
+  found = pipeline.layer_costs(
+    _mlp(False).layers, batch, source="timed", repeats=2
+  )
+  counted = pipeline.layer_costs(_mlp().layers, batch, source="lowered")
+  for timed, each in zip(found, counted, strict=True):
+    assert 0 < timed.forward_s < 1 and timed.weight_s <= timed.backward_s
+    assert timed.saved_bytes == each.saved_bytes
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({"source": "guessed"}, "`source` must be 'compiled'"),
+    ({"flops_per_s": 0.0}, "`flops_per_s` must be positive, got 0"),
+    ({"bytes_per_s": -1.0}, "`bytes_per_s` must be positive, got -1"),
+    ({"repeats": 0}, "`repeats` must be"),
+    ({"source": "timed"}, "`microbatch` must be of arrays to be timed"),
+  ],
+)
+def test_wrong_arguments_are_refused(change, words):
+  with pytest.raises(ValueError, match=words):
+    pipeline.layer_costs(_mlp().layers, _BATCH, **change)
