@@ -19,6 +19,7 @@ from jdist.pipeline.processes import (
 )
 from jdist.pipeline.runtime import (
   LayerLike,
+  make_inputs,
   merge,
   OutputLoss,
   pick,
@@ -75,7 +76,7 @@ class StageProcess:
     microbatch: PyTree,
     *,
     peers: _peers.Peers | None = None,
-    inputs: str | Callable[[PyTree], Any] = "image",
+    inputs: str | Callable[..., Any] = "image",
     recompute: _stage_program.Recompute = "none",
     clip_norm: float | None = None,
     timeline: bool = False,
@@ -90,7 +91,8 @@ class StageProcess:
       microbatch: one, of arrays or `jax.ShapeDtypeStruct`.
       peers: the other processes, from `connect`; None for a table of one
         device.
-      inputs: of the first stage: a key of the micro-batch, or a function of it.
+      inputs: of the first stage: a key of the micro-batch, or a function of it,
+        which gets a random key too, if it takes one as `key`.
       recompute: what a backward pass runs again: `"none"`, each of its
         `"layers"` from the layer's input, or the `"stage"` from the stage's.
       clip_norm: greatest norm of the whole model's mean gradient; a larger one
@@ -129,7 +131,7 @@ class StageProcess:
     # cannot use what the forward pass saved.
     if table.weights == "newest":
       recompute = "stage"
-    read = (lambda batch: batch[inputs]) if isinstance(inputs, str) else inputs
+    read = make_inputs(inputs)
     self._microbatch = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), microbatch
     )

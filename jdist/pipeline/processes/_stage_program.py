@@ -51,7 +51,7 @@ class StageProgram:
     *,
     first: bool,
     loss: OutputLoss | None,
-    inputs: Callable[[PyTree], Any],
+    inputs: Callable[[PyTree, jax.Array | None], Any],
     recompute: Recompute,
   ):
     """Makes the programs; they compile when they are first run.
@@ -60,7 +60,7 @@ class StageProgram:
       stage: of the model.
       first: whether it reads micro-batches and passes no gradient on.
       loss: of the last stage, of its outputs and a micro-batch; None of others.
-      inputs: of the first stage.
+      inputs: of the first stage, of a micro-batch and its key.
       recompute: what a backward pass runs again.
     """
     checks.check_choice("recompute", recompute, _RECOMPUTE)
@@ -82,7 +82,7 @@ class StageProgram:
   ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
     """Runs the stage, and the loss if it is the last."""
     if self._first:
-      x = self._inputs(batch)
+      x = self._inputs(batch, key)
     y, new = apply_layer(self.stage, params, state, x, batch, key)
     if self._loss is None:
       return y, (new, {})

@@ -30,7 +30,7 @@ def _momentum():
 
 def _train(
   layers, table, batches, *, chain=_momentum, loss=small.loss, mask=False,
-  sizes=small.SIZES, **options,
+  sizes=small.SIZES, inputs="x", **options,
 ):  # fmt: skip
   """Returns the whole model's parameters and state, and all losses."""
   stages = pipeline.cut_layers(layers, table.num_stages)
@@ -43,7 +43,7 @@ def _train(
       table,
       _shapes(sizes, mask),
       peers=peers,
-      inputs="x",
+      inputs=inputs,
       **options,
     )
     state = process.init_state(chain())
@@ -231,12 +231,22 @@ def _noisy_layers(sizes):
   return [noisy(x) for x in small.layers(sizes)]
 
 
-def _noisy_reference(layers, batches, count):
+def _plain_inputs(batch, key):
+  del key
+  return batch["x"]
+
+
+def _noisy_inputs(batch, key):
+  return batch["x"] + jax.random.normal(key, batch["x"].shape)
+
+
+def _noisy_reference(layers, batches, count, inputs=_plain_inputs):
   """The unsplit model, with the keys that each layer derives."""
   (stage,) = pipeline.cut_layers(layers, 1)
 
   def loss_fn(params, state, batch, key):
-    y, state = stage.apply(params, state, batch["x"], train=True, key=key)
+    x = inputs(batch, key)
+    y, state = stage.apply(params, state, x, train=True, key=key)
     loss, metrics = small.loss(y, batch)
     return loss, (state, metrics)
 
@@ -260,6 +270,23 @@ def test_dropout_is_replayed_in_the_backward_pass(recompute):
     layers, table, batches, sizes=small.UNLIKE, recompute=recompute
   )
   wanted = _noisy_reference(layers, batches, 2)
+  assert small.error(found[0], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_inputs_draw_what_their_key_gives(recompute):
+  table = pipeline.make_table("1f1b", 2, 2)
+  layers = small.layers(small.UNLIKE)
+  batches = small.batches(2, 1, _MICRO * 2, small.UNLIKE)
+  found, _ = _train(
+    layers,
+    table,
+    batches,
+    sizes=small.UNLIKE,
+    inputs=_noisy_inputs,
+    recompute=recompute,
+  )
+  wanted = _noisy_reference(layers, batches, 2, _noisy_inputs)
   assert small.error(found[0], wanted) < 1e-5
 
 
