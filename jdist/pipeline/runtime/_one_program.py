@@ -219,6 +219,50 @@ class OneProgram:
     opt_state = team.jit(init, out_specs=specs)(state.params)
     return state._replace(opt_state=opt_state)
 
+  def abstract_state(
+    self, team: collectives.Workers, inner: optax.GradientTransformation
+  ) -> training.TrainState:
+    """Returns the shapes of `init_state`, to compile without any array.
+
+    For stages and devices that are described only, as `models.build(...,
+    abstract=True)` and `profiling.gpu_target` do.
+
+    Args:
+      team: as of `init_state`.
+      inner: the optimizer that `make_step` is given.
+    """
+    self._check_mesh(team)
+    workers = team.num_workers
+
+    def shape(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+      sharding = team.sharding(spec)
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def replicated(tree: PyTree, spec: PartitionSpec) -> PyTree:
+      return jax.tree.map(
+        lambda x: shape(
+          jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), spec
+        ),
+        tree,
+      )
+
+    ticks, key = self._ticks, jax.random.key_data(jax.random.key(0))
+    params, state = (
+      replicated(jax.eval_shape(arrays.join, trees), self.spec)
+      for arrays, trees in (
+        (ticks.params, [x.params for x in self.stages]),
+        (ticks.states, [x.state for x in self.stages]),
+      )
+    )
+    opt_state = jax.eval_shape(
+      team.spmd(lambda p: self._init(inner, p)), params
+    )
+    opt_state = jax.tree.map(
+      lambda x: shape(x, self._spec(x.ndim - 1)), opt_state
+    )
+    step, key = replicated((jnp.zeros((), jnp.int32), key), _ALL)
+    return training.TrainState(step, params, opt_state, state, key)
+
   def make_step(
     self, inner: optax.GradientTransformation, *, axis: collectives.Axis
   ) -> training.Step:
