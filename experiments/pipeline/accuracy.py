@@ -1,0 +1,359 @@
+"""What late gradients cost in accuracy, and which fix earns it back.
+
+    python experiments/pipeline/accuracy.py cifar10
+    python experiments/pipeline/accuracy.py cifar10 --seeds 0 1 2 3 4
+    python experiments/pipeline/accuracy.py cifar10 --variants sync "W=S"
+
+A pipeline of the table `ours` with a window of W iterations, not flushed,
+computes what `delay_gradients(optimizer, W - 1)` does on one device: so that is
+what runs here.  Every row is written when its run has ended, and runs whose
+rows are there are not repeated: the same command goes on where it was stopped.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from jdist import collectives, data, models, training, transforms
+from jdist.training import comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One comparison, and the options of its command."""
+
+  dataset: str = "cifar10"
+  """A name of `jdist.data`."""
+
+  model: str = "lenet"
+  """A name of `jdist.models`."""
+
+  samples: int | None = 12_800
+  """Of the training set, always the same; all if not given."""
+
+  test_samples: int | None = 5_000
+  """Of the test set, likewise."""
+
+  batch_size: int = 64
+  """Samples of an iteration, all its micro-batches together."""
+
+  epochs: float = 5.0
+  """Passes over these samples, the same for every variant."""
+
+  warmup_epochs: float = 0.5
+  """In which the learning rate rises; then it falls with a cosine."""
+
+  rates: tuple[float, ...] = (0.01, 0.02, 0.04)
+  """The grid of highest learning rates; each variant uses its own best one, by
+  the loss of a run of the same length on held-out training samples."""
+
+  extensions: int = 3
+  """Further rates that a variant is tuned with at most, beyond an end of the
+  grid that is its best."""
+
+  momentum: float = 0.9
+  """Of SGD, not Nesterov's."""
+
+  stages: int = 4
+  """S: of the pipeline that is stood for."""
+
+  evaluations: int = 5
+  """In a run, equally far apart, the last one at its end."""
+
+  seeds: tuple[int, ...] = (0, 1, 2)
+  """One run each at a variant's best rate."""
+
+  variants: tuple[str, ...] = ()
+  """Of the experiment's, in this order; all if none are named."""
+
+
+# In which rows of one comparison may differ.
+_FREE = ("rates", "extensions", "seeds", "variants")
+
+
+class Run(NamedTuple):
+  """A training run, as variants are built for it.
+
+  Attributes:
+    rate: the learning rate's schedule.
+    num_steps: updates of the run.
+    layers: names of the model's layers, first to last.
+    options: of the comparison.
+  """
+
+  rate: optax.Schedule
+  num_steps: int
+  layers: tuple[str, ...]
+  options: Config
+
+  def sgd(self) -> optax.GradientTransformation:
+    """SGD with momentum: every variant's, if it names no other."""
+    return optax.chain(
+      optax.trace(self.options.momentum),
+      optax.scale_by_learning_rate(self.rate),
+    )
+
+
+Variant: TypeAlias = Callable[[Run], optax.GradientTransformation]
+Fix: TypeAlias = Callable[[Run, Any], optax.GradientTransformation]
+
+
+def _none(run: Run, delay: Any) -> optax.GradientTransformation:
+  del delay
+  return run.sgd()
+
+
+def _predicted(
+  run: Run, delay: Any, rule: Any = "coast"
+) -> optax.GradientTransformation:
+  return transforms.predict_weights(run.sgd(), delay, rule)
+
+
+def _look_ahead(
+  run: Run, delay: Any, momentum: float
+) -> optax.GradientTransformation:
+  """Nesterov's steps, as long in all as those of `Run.sgd` at the same rate.
+
+  With its momentum they are `optax.sgd(..., nesterov=True)`.
+  """
+  del delay
+  return optax.chain(
+    transforms.scale_by_look_ahead(momentum),
+    optax.scale(1 / (1 - run.options.momentum)),
+    optax.scale_by_learning_rate(run.rate),
+  )
+
+
+def _slower(run: Run, delay: Any) -> optax.GradientTransformation:
+  """The rate over 1 + delay at first, whole after a quarter of the run.
+
+  Divided to the end it would be the same optimizer with another grid.
+  """
+  return optax.chain(
+    run.sgd(),
+    transforms.scale_by_delay(
+      delay, anneal_steps=float(max(1, run.num_steps // 4)), offset=1.0
+    ),
+  )
+
+
+def _compensated(
+  run: Run, delay: Any, strength: float
+) -> optax.GradientTransformation:
+  return optax.chain(transforms.compensate_delay(strength, delay), run.sgd())
+
+
+def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
+  """A window of iterations in flight; None for as many as stages."""
+  delay = (run.options.stages if window is None else window) - 1
+  return transforms.delay_gradients(fix(run, delay), delay)
+
+
+def _stagewise(fix: Fix, run: Run) -> Any:
+  """PipeDream's delays: S - 1 - s of stage s, as many layers in each."""
+  stages, layers = run.options.stages, run.layers
+  delays = {
+    layer: stages - 1 - i * stages // len(layers)
+    for i, layer in enumerate(layers)
+  }
+  return transforms.delay_gradients(fix(run, delays), delays)
+
+
+_nesterov = functools.partial(_look_ahead, momentum=0.9)
+_long = functools.partial(_look_ahead, momentum=0.99)
+_weakly = functools.partial(_compensated, strength=0.04)
+_strongly = functools.partial(_compensated, strength=4.0)
+_repeated = functools.partial(_predicted, rule="repeat")
+
+# In the order in which they run: what matters most comes first.
+VARIANTS: dict[str, Variant] = {
+  "sync": Run.sgd,
+  "W=2": functools.partial(_windowed, _none, 2),
+  "W=S": functools.partial(_windowed, _none, None),
+  "W=S, prediction": functools.partial(_windowed, _predicted, None),
+  "W=2, prediction": functools.partial(_windowed, _predicted, 2),
+  "W=S, look-ahead": functools.partial(_windowed, _nesterov, None),
+  "W=2, look-ahead": functools.partial(_windowed, _nesterov, 2),
+  # What the look-ahead is worth where nothing is late.
+  "sync, look-ahead": functools.partial(_windowed, _nesterov, 1),
+  "W=S, rate by delay": functools.partial(_windowed, _slower, None),
+  "W=S, DC-ASGD": functools.partial(_windowed, _weakly, None),
+  "W=2, rate by delay": functools.partial(_windowed, _slower, 2),
+  "W=2, DC-ASGD": functools.partial(_windowed, _weakly, 2),
+  "PipeDream": functools.partial(_stagewise, _none),
+  "PipeDream, prediction": functools.partial(_stagewise, _predicted),
+  "W=S, look-ahead 0.99": functools.partial(_windowed, _long, None),
+  "W=S, prediction, repeat": functools.partial(_windowed, _repeated, None),
+  "W=S, DC-ASGD 4": functools.partial(_windowed, _strongly, None),
+}
+BASE = "sync"
+
+# Under these names on the command line.
+PRESETS: comparison.Presets = {
+  "cifar10": (
+    "12,800 images of CIFAR-10, LeNet, 5 epochs: half a minute a run on a core",
+    Config(),
+  ),
+  "smoke": (
+    "digits, a few steps: that it runs",
+    Config(
+      dataset="digits", model="mlp", samples=None, epochs=2.0, rates=(0.05,),
+      warmup_epochs=0.5, test_samples=None, seeds=(0, 1), evaluations=2,
+      variants=("sync", "W=2", "W=S, prediction"),
+    ),
+  ),
+  "cifar10-gpu": (
+    "CIFAR-10, ResNet-18, on a GPU",
+    Config(
+      model="resnet18", samples=None, test_samples=None, batch_size=128,
+      epochs=40.0, warmup_epochs=2.0, rates=(0.025, 0.05, 0.1, 0.2),
+    ),
+  ),
+}  # fmt: skip
+
+
+class Fit:
+  """Runs trials; a variant's program is compiled once for all its rates."""
+
+  def __init__(self, options: Config):
+    self.options = options
+    train = subset(data.load(options.dataset), options.samples)
+    whole = comparison.Workload(
+      collectives.workers(1),
+      train,
+      subset(data.load(options.dataset, "test"), options.test_samples),
+      lambda seed: models.build(
+        options.model,
+        input_shape=train.input_shape,
+        num_classes=train.num_classes,
+        seed=seed,
+      ),
+      options.batch_size,
+      evaluation_batch=500,
+    )
+    self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
+    self.model = whole.model(0)
+    # Not of a variant: batch statistics of one worker need no mean.
+    self.evaluate = {
+      purpose: workload.evaluator(self.model.apply)
+      for purpose, workload in self.workloads.items()
+    }
+    self._trainers: dict[tuple[str, str], Any] = {}
+
+  def optimizer(
+    self, variant: str, num_steps: int, warmup_steps: int
+  ) -> optax.GradientTransformation:
+    """Builds a variant's optimizer, whose highest rate is in its state."""
+    layers = tuple(layer.name for layer in self.model.layers)
+
+    def build(peak: Any) -> optax.GradientTransformation:
+      shape = optax.warmup_cosine_decay_schedule(
+        0.1, 1.0, warmup_steps, num_steps, 0.01
+      )
+      run = Run(
+        lambda step: peak * shape(step), num_steps, layers, self.options
+      )
+      return VARIANTS[variant](run)
+
+    return optax.inject_hyperparams(build)(peak=0.0)
+
+  def __call__(self, trial: comparison.Trial) -> dict[str, Any]:
+    """Trains a variant, and returns its measurements."""
+    options, workload = self.options, self.workloads[trial.purpose]
+    num_steps = workload.steps(options.epochs)
+    key = trial.variant, trial.purpose
+    if key not in self._trainers:
+      optimizer = self.optimizer(
+        trial.variant, num_steps, workload.steps(options.warmup_epochs)
+      )
+      step = training.make_step(
+        workload.loss(self.model.apply), optimizer, axis=workload.workers.axis
+      )
+      trainer = training.Trainer(workload.workers, step)
+      self._trainers[key] = optimizer, trainer
+    optimizer, trainer = self._trainers[key]
+    model = workload.model(trial.seed)
+    state = training.init_state(
+      workload.workers, optimizer, model.params, model.state, seed=trial.seed
+    )
+    peak = optax.tree_utils.tree_get(state.opt_state, "peak")
+    state = state._replace(
+      opt_state=optax.tree_utils.tree_set(
+        state.opt_state, peak=jnp.full_like(peak, trial.learning_rate)
+      )
+    )
+    _, records = trainer.fit(
+      state,
+      workload.batches(trial.seed).iterate,
+      num_steps,
+      evaluate=self.evaluate[trial.purpose],
+      evaluate_every=max(1, num_steps // options.evaluations),
+    )
+    row = comparison.summarize(records)
+    for point, record in zip(row["curve"], records, strict=True):
+      point |= {"loss": record.metrics["loss"], "train_loss": record.train_loss}
+    return row | {"layers": [layer.name for layer in self.model.layers]}
+
+
+def subset(whole: data.Dataset, samples: int | None) -> data.Dataset:
+  """Takes some samples of a dataset, always the same; None for all."""
+  if samples is None:
+    return whole
+  rows = np.sort(np.random.default_rng(0).permutation(len(whole))[:samples])
+  return dataclasses.replace(
+    whole, images=whole.images[rows], labels=whole.labels[rows]
+  )
+
+
+def _show(trial: comparison.Trial, row: comparison.Row) -> None:
+  loss = row["test_loss"]
+  print(
+    f"{trial.purpose} {trial.variant}, rate {trial.learning_rate:g}, seed "
+    f"{trial.seed}: {100 * row['accuracy']:.2f} %, loss "
+    f"{float('nan') if loss is None else loss:.4f}, {row['train_s']:.0f} s",
+    flush=True,
+  )
+
+
+def main(folder: pathlib.Path) -> None:
+  """Runs the preset that the command line names, with changes to it."""
+  options = tyro.extras.overridable_config_cli(PRESETS)
+  preset = next(word for word in sys.argv[1:] if word in PRESETS)
+  unknown = set(options.variants) - set(VARIANTS)
+  if unknown:
+    raise SystemExit(
+      f"`--variants` must be of {', '.join(VARIANTS)}, got "
+      f"{', '.join(sorted(unknown))}."
+    )
+  rows = comparison.Rows(
+    folder / "results" / f"accuracy_{preset}.jsonl",
+    dataclasses.asdict(options),
+    defaults=dataclasses.asdict(Config()),
+    free=_FREE,
+  )
+  study = comparison.Study(
+    options.variants or tuple(VARIANTS),
+    options.rates,
+    options.seeds,
+    options.extensions,
+  )
+  comparison.compare(
+    study,
+    rows,
+    Fit(options),
+    rank=comparison.by_loss,
+    on_row=_show,
+    on_tuned=comparison.warn_of_end,
+  )
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(__file__).resolve().parent)
