@@ -207,7 +207,7 @@ PRESETS: comparison.Presets = {
     Config(
       dataset="digits", model="mlp", samples=None, epochs=2.0, rates=(0.05,),
       warmup_epochs=0.5, test_samples=None, seeds=(0, 1), evaluations=2,
-      variants=("sync", "W=2", "W=S, prediction"),
+      variants=("sync", "W=2, prediction"),
     ),
   ),
   "cifar10-gpu": (
