@@ -4,13 +4,14 @@ Their first state may depend on the number of workers: make it where the axis is
 bound, for instance `workers.jit(optimizer.init)(params)`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdist import checks, codecs, collectives, reducers, transforms
+from jdist.methods import _synchronous
 
 
 def qsgd(
@@ -46,16 +47,9 @@ def qsgd(
 
   >>> optimizer = qsgd(optax.sgd(0.1), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = reducers.compressed(codec, wire=wire)
-  return optax.chain(
-    transforms.average_gradients(
-      axis, reducers.Compression(reducer, seed=seed)
-    ),
-    optimizer,
-  )
+  return _by_few_bytes(optimizer, axis, reducer, seed=seed)
 
 
 def terngrad(
@@ -88,15 +82,10 @@ def terngrad(
 
   >>> optimizer = terngrad(optax.sgd(0.1), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
   return optax.chain(
     transforms.clip_deviations(deviations),
-    transforms.average_gradients(
-      axis, reducers.Compression(reducer, seed=seed)
-    ),
-    optimizer,
+    _by_few_bytes(optimizer, axis, reducer, seed=seed),
   )
 
 
@@ -128,17 +117,8 @@ def signsgd(
 
   >>> optimizer = signsgd(optax.sgd(1e-3), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
-  return optax.chain(
-    transforms.average_gradients(
-      axis,
-      reducers.Compression(
-        reducers.MajorityVote(), reducers.Smoothing(momentum)
-      ),
-    ),
-    optimizer,
-  )
+  momenta = reducers.Smoothing(momentum)
+  return _by_few_bytes(optimizer, axis, reducers.MajorityVote(), momenta)
 
 
 def ef_signsgd(
@@ -169,14 +149,8 @@ def ef_signsgd(
 
   >>> optimizer = ef_signsgd(optax.sgd(0.1), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
   reducer = reducers.compressed(codecs.Sign(), wire=wire)
-  feedback = reducers.ErrorFeedback()
-  return optax.chain(
-    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
-    optimizer,
-  )
+  return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
 
 
 def one_bit_adam(
@@ -252,14 +226,8 @@ def topk_sgd(
 
   >>> optimizer = topk_sgd(optax.sgd(0.1), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
-  reducer = reducers.compressed(codecs.TopK(ratio))
   kept = reducers.ErrorFeedback() if feedback else None
-  return optax.chain(
-    transforms.average_gradients(axis, reducers.Compression(reducer, kept)),
-    optimizer,
-  )
+  return _by_few_bytes(optimizer, axis, codecs.TopK(ratio), kept)
 
 
 def powersgd(
@@ -295,17 +263,8 @@ def powersgd(
 
   >>> optimizer = powersgd(optax.sgd(0.1, momentum=0.9), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
-  checks.check_structural("rank", rank, minimum=1)
-  seed = 0 if seed is None else seed
-  checks.check_structural("seed", seed, minimum=0)
-  reducer = reducers.PowerSGD(rank, seed, factors)
-  feedback = reducers.ErrorFeedback()
-  return optax.chain(
-    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
-    optimizer,
-  )
+  reducer = reducers.PowerSGD(rank, 0 if seed is None else seed, factors)
+  return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
 
 
 def dgc(
@@ -345,8 +304,6 @@ def dgc(
 
   >>> optimizer = dgc(optax.sgd(0.1), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
 
   def sparse(ratio: float) -> reducers.Reducer:
     largest = reducers.compressed(codecs.SampledTopK(ratio))
@@ -358,11 +315,10 @@ def dgc(
     else reducers.warm_up(sparse, steps_per_phase, ratio)
   )
   feedback = reducers.MomentumCorrection(momentum, nesterov)
-  compression = reducers.Compression(reducer, feedback)
-  chain = [transforms.average_gradients(axis, compression), optimizer]
-  if threshold is not None:
-    chain.insert(0, transforms.clip_local(threshold, axis))
-  return optax.chain(*chain)
+  chain = _by_few_bytes(optimizer, axis, reducer, feedback)
+  if threshold is None:
+    return chain
+  return optax.chain(transforms.clip_local(threshold, axis), chain)
 
 
 def demo(
@@ -399,11 +355,22 @@ def demo(
   >>> optimizer = demo(optax.sgd(1e-3), axis=None)
   """
   checks.check_optimizer("optimizer", optimizer)
-  optimizer = transforms.with_mean_loss(optimizer, axis)
-  reducer = reducers.compressed(codecs.DCTTopK(chunk, k))
-  feedback = reducers.ErrorFeedback(decay)
-  return optax.chain(
-    transforms.average_gradients(axis, reducers.Compression(reducer, feedback)),
-    optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates)),
-    optimizer,
+  signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))
+  return _by_few_bytes(
+    optax.chain(signs, optimizer),
+    axis,
+    codecs.DCTTopK(chunk, k),
+    reducers.ErrorFeedback(decay),
   )
+
+
+def _by_few_bytes(
+  optimizer: optax.GradientTransformation,
+  axis: collectives.Axis,
+  reducer: Any,
+  feedback: reducers.Feedback | None = None,
+  seed: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Synchronous SGD whose means a reducer, or a codec, takes."""
+  compression = reducers.Compression(reducer, feedback, seed=seed)
+  return _synchronous.ssgd(optimizer, axis=axis, compression=compression)

@@ -36,8 +36,7 @@ def diloco(
     axis: the workers' axis.
     rule: how a round ends, in place of the outer Nesterov momentum; an Optax
       optimizer is the outer one, for instance `optax.adam(0.01)`.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes:
       `Compression(codecs.Quantize(4), ErrorFeedback())` sends four bits a
       parameter and round.

@@ -33,8 +33,7 @@ def local_sgd(
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   References:
@@ -66,8 +65,7 @@ def post_local_sgd(
     switch_step: the first local step of the local phase; in the paper the
       first decay of the learning rate, half-way or later.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   References:
@@ -108,8 +106,7 @@ def fed_prox(
     strength: mu >= 0; 0 is `local_sgd`. The paper tunes it in 0.001 ... 1,
       for each data set; the default is the middle of that grid.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
@@ -164,8 +161,7 @@ def easgd(
     interval: H, tau in the paper, which takes 10; or a policy.
     moving_rate: beta in [0, 1], the paper's 0.9; 0 leaves all to themselves.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
@@ -233,8 +229,7 @@ def scaffold(
     learning_rate: the optimizer's, a number or a schedule of the local step.
     global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   Returns:
@@ -297,8 +292,7 @@ def slow_mo(
     slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
       it in 0.4 ... 0.8.
     axis: the workers' axis.
-    overlap: `transforms.Delayed(...)` for a mean that is late; see
-      `local_steps`.
+    overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
     buffers: what happens to the optimizer's own momentum after a round:
       "maintain" leaves each worker its own, "reset" begins anew, "average"
