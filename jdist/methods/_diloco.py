@@ -85,9 +85,6 @@ def streaming_diloco(
             a_p \leftarrow a_p - \eta_{out} (\mu m_p + \Delta), \quad
             w_{i,p} \leftarrow \alpha w_{i,p} + (1-\alpha) a_p
 
-  `drain` lets what is under way arrive, and then brings each fragment's
-  progress since it was sent into its anchor, unmixed.
-
   Args:
     optimizer: the inner optimizer, AdamW in the paper; its schedules count
       local steps.
@@ -110,9 +107,6 @@ def streaming_diloco(
 
   Returns:
     A transformation whose state is a `FragmentsState`.
-
-  Raises:
-    ValueError: when an argument is out of its range.
 
   References:
     Douillard et al., Streaming DiLoCo with overlapping communication (arXiv

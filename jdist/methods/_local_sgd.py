@@ -98,8 +98,6 @@ def fed_prox(
             \qquad \text{every } H \text{ steps: } a \leftarrow \tfrac1N
             \sum_j w_j, \quad w_i \leftarrow a
 
-  `drain` ends a round where it is.
-
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
@@ -111,9 +109,6 @@ def fed_prox(
 
   Returns:
     `local_steps` around `chain(proximal(strength), optimizer)`.
-
-  Raises:
-    ValueError: when an argument is out of its range.
 
   References:
     Li et al., Federated Optimization in Heterogeneous Networks (arXiv
@@ -153,9 +148,6 @@ def easgd(
   they explore on their own.  The momentum form, EAMSGD, is the same around
   `optax.sgd(rate, momentum, nesterov=True)`.
 
-  `drain` lets the springs relax: all meet where :math:`a + \sum_i w_i` is
-  shared out evenly, at :math:`(a + \sum_i w_i) / (N + 1)`.
-
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, tau in the paper, which takes 10; or a policy.
@@ -166,10 +158,6 @@ def easgd(
 
   Returns:
     `local_steps` with the rule `Elastic`.
-
-  Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing or gradients are already summed.
 
   References:
     Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD (arXiv
@@ -217,9 +205,6 @@ def scaffold(
   mean of the worker's gradients in the round.  A round sends twice the bytes
   of Local SGD's.
 
-  `drain` ends a round where it is: the control variates divide by the rates of
-  the steps that it had.
-
   Args:
     optimizer: an Optax optimizer, `optax.sgd(learning_rate)` in the paper.
       Behind a momentum m progress is up to 1/(1-m) times longer, and the
@@ -234,10 +219,6 @@ def scaffold(
 
   Returns:
     `local_steps` with the rule `ControlVariates`.
-
-  Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing or gradients are already summed.
 
   References:
     Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1 with option
@@ -282,8 +263,6 @@ def slow_mo(
   While the rate is constant it cancels, and this is `local_steps` with
   `outer=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
 
-  `drain` ends a round where it is, slow momentum and buffers included.
-
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, tau in the paper; or a policy.
@@ -300,10 +279,6 @@ def slow_mo(
 
   Returns:
     `local_steps` with the rule `SlowMomentum`.
-
-  Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing or gradients are already summed.
 
   References:
     Wang et al., SlowMo (arXiv 1910.00643), algorithm 1 around Local SGD.

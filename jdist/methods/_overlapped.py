@@ -125,9 +125,6 @@ def cocod(
 
   The anchor is that mean.
 
-  `drain` lets the last round's mean arrive, and then that of this round's
-  progress.
-
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy.
@@ -138,9 +135,6 @@ def cocod(
 
   Returns:
     `local_steps` with `overlap=Delayed(carry=1.0)`.
-
-  Raises:
-    ValueError: when an argument is out of its range.
 
   References:
     Shen et al., Faster Distributed Deep Net Training: Computation and
@@ -183,9 +177,6 @@ def overlap_local_sgd(
   The mean has had a whole round to travel.  Workers stand beside the anchor.
   A pull of 1 stands still: all that was done is thrown away.
 
-  `drain` lets the late mean arrive, and then, with the same momentum, that of
-  where the workers are now; all go to the anchor.
-
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, tau in the paper; or a policy.
@@ -199,10 +190,6 @@ def overlap_local_sgd(
   Returns:
     `local_steps` with the rule `PulledAnchor`; evaluate on the anchor, which is
     one round behind.
-
-  Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing or gradients are already summed.
 
   References:
     Wang, Liang, Joshi, Overlap Local-SGD (arXiv 2002.09539).  Departure: the
@@ -235,9 +222,6 @@ def od_sgd(
   .. math:: a \leftarrow a + \mathrm{optimizer}(\tfrac1N \sum_j
             g_j^{(t-1)}), \qquad w_i \leftarrow a - \eta_{loc} g_i^{(t)}
 
-  `drain` lets the last mean gradient arrive, and puts the workers on the
-  anchor.
-
   Args:
     optimizer: any Optax optimizer, for the anchor: the server's in the paper.
     local_learning_rate: of the worker's own step, a positive number or a
@@ -250,9 +234,6 @@ def od_sgd(
 
   Returns:
     `lead_step` with `optax.sgd(local_learning_rate)` as the local optimizer.
-
-  Raises:
-    ValueError: when an argument is out of its range.
 
   References:
     Xu et al., OD-SGD: One-step Delay Stochastic Gradient Descent for

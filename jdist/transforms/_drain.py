@@ -30,16 +30,16 @@ def drain(
   training may go on from there, and to drain again changes nothing.
 
   - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends where it
-    is, as a shorter one would.
+    is, as a shorter one would: control variates divide by its steps' rates.
   - `local_steps` with a delay, `cocod`, `msdpu`: the late mean arrives, then
     that of the present round's progress.
   - `easgd`: the springs relax, and all workers move to the mean of the N and
     the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
   - `overlap_local_sgd`: the late mean arrives, then that of where the workers
-    are now, and pulls them all the way.
+    are now, with the same momentum, and pulls them all the way.
   - `lead_step`, `od_sgd`: the late mean gradient arrives, and nobody leads.
   - `fragment_steps`, `streaming_diloco`: the late mean of each fragment
-    arrives, then that of its progress since it was sent.
+    arrives, then that of its progress since it was sent, unmixed.
   - `predict_rest`, `mp2`: what the front's transformation holds arrives, then
     that of the rest's own, if it has one, and the rest is predicted.
   - `delay_gradients`, `update_first`: the pending gradients are applied, the
