@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives
+from jdist.transforms.local import _anchor
 
 
 def clip_local(
@@ -52,19 +53,9 @@ def clip_local(
   checks.check_continuous("threshold", threshold, open_low=True)
   collectives.check_axis(axis)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
+  def clip(updates: optax.Updates, params: Any) -> optax.Updates:
     del params
-    return optax.EmptyState()
-
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params, extra_args
-    limit = jnp.asarray(threshold).astype(jnp.float32)
-    limit /= collectives.size(axis) ** 0.5
+    limit = _anchor.scalar(threshold) / collectives.size(axis) ** 0.5
 
     def clipped(tree: optax.Updates) -> optax.Updates:
       squares = [
@@ -84,11 +75,9 @@ def clip_local(
         tree,
       )
 
-    if per_leaf:
-      return jax.tree.map(clipped, updates), state
-    return clipped(updates), state
+    return jax.tree.map(clipped, updates) if per_leaf else clipped(updates)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.with_extra_args_support(optax.stateless(clip))
 
 
 def clip_deviations(
@@ -123,24 +112,13 @@ def clip_deviations(
   """
   checks.check_continuous("deviations", deviations, open_low=True)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
+  def clipped(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    limit = _anchor.scalar(deviations) * jnp.sqrt(jnp.mean(jnp.square(wide)))
+    return jnp.clip(wide, -limit, limit).astype(x.dtype)
+
+  def clip(updates: optax.Updates, params: Any) -> optax.Updates:
     del params
-    return optax.EmptyState()
+    return jax.tree.map(clipped, updates)
 
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    del params, extra_args
-    c = jnp.asarray(deviations).astype(jnp.float32)
-
-    def clipped(x: jax.Array) -> jax.Array:
-      wide = x.astype(jnp.float32)
-      limit = c * jnp.sqrt(jnp.mean(jnp.square(wide)))
-      return jnp.clip(wide, -limit, limit).astype(x.dtype)
-
-    return jax.tree.map(clipped, updates), state
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.with_extra_args_support(optax.stateless(clip))
