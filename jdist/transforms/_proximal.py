@@ -1,5 +1,6 @@
 """Correcting gradients so that local parameters do not drift away."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, states
+from jdist.transforms.local import _anchor
 
 
 @states.declare(shared=("step",))
@@ -63,43 +65,21 @@ def pull_to_anchor(
   checks.check_continuous("strength", strength)
   checks.check_rate("learning_rate", learning_rate)
 
-  def init_fn(params: optax.Params) -> PullToAnchorState:
-    del params
-    return PullToAnchorState(jnp.zeros((), jnp.int32))
-
-  def update_fn(
-    updates: optax.Updates,
-    state: PullToAnchorState,
-    params: optax.Params | None = None,
-    *,
-    anchor: optax.Params | None = None,
-    interval_steps: jax.typing.ArrayLike | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, PullToAnchorState]:
-    del extra_args
-    if params is None or anchor is None or interval_steps is None:
-      raise ValueError(
-        "`pull_to_anchor` must stand in the inner chain of `local_steps`, "
-        "and `update` must be given `params`: it found no anchor. Write "
-        "`local_steps(optax.chain(pull_to_anchor(...), optax.sgd(...)), ...)`."
-      )
+  def factor(
+    state: PullToAnchorState, interval_steps: jax.typing.ArrayLike
+  ) -> tuple[jax.Array, PullToAnchorState]:
     rate = learning_rate(state.step) if callable(learning_rate) else (
       learning_rate
     )  # fmt: skip
-    distance = _float(interval_steps) * _float(rate)
+    distance = _anchor.scalar(interval_steps) * _anchor.scalar(rate)
     # A schedule may end at zero, where nothing moves and nothing is pulled.
-    factor = jnp.where(distance > 0, _float(strength) / distance, 0.0)
+    factor = jnp.where(distance > 0, _anchor.scalar(strength) / distance, 0.0)
+    return factor, PullToAnchorState(optax.safe_increment(state.step))
 
-    def pulled(g: jax.Array, w: jax.Array, a: jax.Array) -> jax.Array:
-      # In the anchor's dtype, which is at least float32.
-      drift = w.astype(a.dtype) - a
-      pull = factor.astype(a.dtype) * drift
-      return (g.astype(a.dtype) + pull).astype(g.dtype)
+  def first() -> PullToAnchorState:
+    return PullToAnchorState(jnp.zeros((), jnp.int32))
 
-    updates = jax.tree.map(pulled, updates, params, anchor)
-    return updates, PullToAnchorState(optax.safe_increment(state.step))
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _pull("pull_to_anchor", first, factor, needs_interval=True)
 
 
 def proximal(
@@ -137,35 +117,47 @@ def proximal(
   """
   checks.check_continuous("strength", strength)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    del params
-    return optax.EmptyState()
+  return _pull(
+    "proximal",
+    optax.EmptyState,
+    lambda state, _: (_anchor.scalar(strength), state),
+  )
+
+
+def _pull(
+  name: str,
+  first: Callable[[], Any],
+  factor: Callable[[Any, Any], tuple[jax.Array, Any]],
+  needs_interval: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Adds `factor(state, interval_steps)` times the way from the anchor."""
 
   def update_fn(
     updates: optax.Updates,
-    state: optax.EmptyState,
+    state: Any,
     params: optax.Params | None = None,
     *,
     anchor: optax.Params | None = None,
+    interval_steps: jax.typing.ArrayLike | None = None,
     **extra_args: Any,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
+  ) -> tuple[optax.Updates, Any]:
     del extra_args
-    if params is None or anchor is None:
+    unknown = needs_interval and interval_steps is None
+    if params is None or anchor is None or unknown:
       raise ValueError(
-        "`proximal` must stand in the inner chain of `local_steps`, and "
+        f"`{name}` must stand in the inner chain of `local_steps`, and "
         "`update` must be given `params`: it found no anchor. Write "
-        "`local_steps(optax.chain(proximal(...), optax.sgd(...)), ...)`."
+        f"`local_steps(optax.chain({name}(...), optax.sgd(...)), ...)`."
       )
+    by, state = factor(state, interval_steps)
 
     def pulled(g: jax.Array, w: jax.Array, a: jax.Array) -> jax.Array:
       # In the anchor's dtype, which is at least float32.
-      pull = _float(strength).astype(a.dtype) * (w.astype(a.dtype) - a)
+      pull = by.astype(a.dtype) * (w.astype(a.dtype) - a)
       return (g.astype(a.dtype) + pull).astype(g.dtype)
 
     return jax.tree.map(pulled, updates, params, anchor), state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _float(x: Any) -> jax.Array:
-  return jnp.asarray(x).astype(jnp.float32)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: first(), update_fn
+  )
