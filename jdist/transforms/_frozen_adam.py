@@ -8,6 +8,7 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control
+from jdist.transforms.local import _anchor
 
 PyTree: TypeAlias = Any
 
@@ -104,7 +105,9 @@ def scale_by_frozen_adam(
     )
 
   def init_fn(params: optax.Params) -> FrozenAdamState:
-    mu = jax.tree.map(_wide_zeros, params)
+    mu = jax.tree.map(
+      lambda x: jnp.zeros_like(_anchor.wide(jnp.asarray(x))), params
+    )
     return FrozenAdamState(
       step=jnp.zeros((), jnp.int32),
       mu=mu,
@@ -134,7 +137,7 @@ def scale_by_frozen_adam(
       state,
     )
     scaled = jax.tree.map(
-      lambda m, v, g: _quotient(m, v, _scalar(eps)).astype(g.dtype),
+      lambda m, v, g: (m / (jnp.sqrt(v) + _anchor.scalar(eps))).astype(g.dtype),
       state.mu,
       state.nu,
       updates,
@@ -146,13 +149,13 @@ def scale_by_frozen_adam(
       mean = collectives.mean(grads, axis)
     squares = jax.tree.map(jnp.square, mean)
     state = state._replace(
-      mu=_blended(_scalar(b1), state.mu, mean),
-      nu=_blended(_scalar(b2), state.nu, squares),
+      mu=_blended(_anchor.scalar(b1), state.mu, mean),
+      nu=_blended(_anchor.scalar(b2), state.nu, squares),
     )
     return collectives.varying(state, axis)
 
   def by_few_bytes(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
-    own = _blended(_scalar(b1), state.mu, grads)
+    own = _blended(_anchor.scalar(b1), state.mu, grads)
     with collectives.phase(warmup_steps):
       mu, memory = compression.mean(own, state.compression, axis)
     mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0.0), mu, state.nu)
@@ -164,17 +167,3 @@ def scale_by_frozen_adam(
 
 def _blended(decay: jax.Array, old: PyTree, new: PyTree) -> PyTree:
   return jax.tree.map(lambda o, n: decay * o + (1 - decay) * n, old, new)
-
-
-def _quotient(m: jax.Array, v: jax.Array, eps: jax.Array) -> jax.Array:
-  return m / (jnp.sqrt(v) + eps)
-
-
-def _wide_zeros(x: Any) -> jax.Array:
-  x = jnp.asarray(x)
-  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-  return jnp.zeros(x.shape, dtype)
-
-
-def _scalar(x: jax.typing.ArrayLike) -> jax.Array:
-  return jnp.asarray(x).astype(jnp.float32)

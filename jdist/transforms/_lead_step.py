@@ -127,11 +127,7 @@ def lead_step(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LeadStepState]:
-    if params is None:
-      raise ValueError(
-        f"`params` must be given to `update` of {_NAME}: call "
-        "`optimizer.update(grads, state, params)`."
-      )
+    _anchor.check_params(params, _NAME)
     if control.drain:
       return flush(state, params)
     _control.refuse(control, _NAME)

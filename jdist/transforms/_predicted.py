@@ -211,11 +211,7 @@ def predict_rest(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, PredictRestState]:
-    if params is None:
-      raise ValueError(
-        "`params` must be given to `update` of `predict_rest`: call "
-        "`optimizer.update(grads, state, params)`."
-      )
+    _anchor.check_params(params, "`predict_rest`")
     control = extra_args.get("control", _control.DEVICE)
     if state.ahead() is None:
       _control.refuse(control, "`predict_rest` around such a front")

@@ -9,6 +9,7 @@ import optax
 
 from jdist import checks, collectives, states
 from jdist.transforms import _control, _mean_loss, _shared
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 _MEBIBYTE = 2**20
@@ -226,17 +227,12 @@ def update_first(
       params,
       **({"loss": state.loss} | extra_args),
     )
-
-    def chosen(new: PyTree, old: PyTree) -> PyTree:
-      return jax.tree.map(
-        lambda n, o: jnp.where(state.in_flight, n, o), new, old
-      )
-
-    updates = chosen(updates, jax.tree.map(jnp.zeros_like, updates))
-    return updates, state._replace(
-      inner=chosen(inner, state.inner),
-      in_flight=jnp.zeros_like(state.in_flight),
+    nothing = jax.tree.map(jnp.zeros_like, updates)
+    updates, inner = _anchor.either(
+      state.in_flight, (updates, inner), (nothing, state.inner)
     )
+    in_flight = jnp.zeros_like(state.in_flight)
+    return updates, state._replace(inner=inner, in_flight=in_flight)
 
   def begin(
     params: optax.Params, state: UpdateFirstState
@@ -273,11 +269,7 @@ def update_first(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, UpdateFirstState]:
-    if params is None:
-      raise ValueError(
-        "`params` must be given to `update` of `update_first`: call "
-        "`optimizer.update(grads, state, params)`."
-      )
+    _anchor.check_params(params, "`update_first`")
     _control.refuse(control, "`update_first`")
     late, state = apply_pending(state, params, **extra_args)
     if control.drain:

@@ -8,6 +8,7 @@ import optax
 
 from jdist import checks
 from jdist.transforms.delays import _leaf_delays
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -103,12 +104,8 @@ def compensate_delay(
     **extra_args: Any,
   ) -> tuple[optax.Updates, CompensateDelayState]:
     del extra_args
-    if params is None:
-      raise ValueError(
-        "`params` must be given to `update` of `compensate_delay`: call "
-        "`optimizer.update(grads, state, params)`."
-      )
-    factor = jnp.asarray(strength).astype(jnp.float32)
+    _anchor.check_params(params, "`compensate_delay`")
+    factor = _anchor.scalar(strength)
     own = _leaf_delays.broadcast("steps", steps, params)
 
     def one(g: jax.Array, p: jax.Array, k: int, ring: Any) -> jax.Array:

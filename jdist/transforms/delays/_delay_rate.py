@@ -8,6 +8,7 @@ import optax
 
 from jdist import checks, states
 from jdist.transforms.delays import _leaf_delays
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -89,11 +90,13 @@ def scale_by_delay(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByDelayState]:
     del params, extra_args
-    done = jnp.minimum(_float(state.step) / _float(anneal_steps), 1.0)
-    exponent = _float(power) * (1.0 - done)
+    done = jnp.minimum(
+      _anchor.scalar(state.step) / _anchor.scalar(anneal_steps), 1.0
+    )
+    exponent = _anchor.scalar(power) * (1.0 - done)
 
     def one(u: jax.Array, delay: jax.typing.ArrayLike) -> jax.Array:
-      base = jnp.maximum(_float(delay) + _float(offset), 1.0)
+      base = jnp.maximum(_anchor.scalar(delay) + _anchor.scalar(offset), 1.0)
       return u * (base**-exponent).astype(u.dtype)
 
     updates = jax.tree.map(
@@ -102,7 +105,3 @@ def scale_by_delay(
     return updates, ScaleByDelayState(optax.safe_increment(state.step))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _float(x: Any) -> jax.Array:
-  return jnp.asarray(x).astype(jnp.float32)

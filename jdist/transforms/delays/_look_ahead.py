@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -71,7 +72,7 @@ def scale_by_look_ahead(
     raise ValueError(
       f"`momentum` must be below 1, got {momentum}: gradients would not count."
     )
-  gamma = jnp.asarray(momentum).astype(jnp.float32)
+  gamma = _anchor.scalar(momentum)
 
   def mixed(m: jax.Array, g: jax.Array) -> jax.Array:
     c = gamma.astype(g.dtype)

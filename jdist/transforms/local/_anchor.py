@@ -67,29 +67,6 @@ def onto(anchor: PyTree, params: PyTree) -> PyTree:
   )
 
 
-def outer_step(
-  outer: optax.GradientTransformation | None,
-  outer_state: PyTree,
-  gradient: PyTree,
-  anchor: PyTree,
-) -> tuple[PyTree, PyTree]:
-  """Moves an anchor by the mean pseudo-gradient.
-
-  Args:
-    outer: any Optax optimizer; None goes all the way.
-    outer_state: its state, `()` for None.
-    gradient: the mean of `anchor - local`, float32.
-    anchor: the anchor, float32.
-
-  Returns:
-    The new anchor, float32, and the new state.
-  """
-  if outer is None:
-    return jax.tree.map(jnp.subtract, anchor, gradient), ()
-  updates, outer_state = outer.update(gradient, outer_state, anchor)
-  return jax.tree.map(moved, anchor, updates), outer_state
-
-
 def scalar(x: jax.typing.ArrayLike) -> jax.Array:
   """As float32: injected hyper-parameters come in the parameters' dtype."""
   return jnp.asarray(x).astype(jnp.float32)
@@ -100,6 +77,15 @@ def either(which: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
   if which is True:  # Known now: the program need not wait for `no`.
     return yes
   return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
+
+
+def check_params(params: Any, method: str) -> None:
+  """Raises a ValueError when an update is not given the parameters."""
+  if params is None:
+    raise ValueError(
+      f"`params` must be given to `update` of {method}: call "
+      "`optimizer.update(grads, state, params)`."
+    )
 
 
 def declares(name: str) -> Callable[[Any], bool]:

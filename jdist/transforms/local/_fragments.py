@@ -16,6 +16,7 @@ import optax
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, _shared, intervals
 from jdist.transforms.local import (
+  _anchor,
   _clock,
   _delayed,
   _local_steps,
@@ -190,11 +191,7 @@ def fragment_steps(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FragmentsState]:
-    if params is None:
-      raise ValueError(
-        f"`params` must be given to `update` of {_NAME}: call "
-        "`optimizer.update(grads, state, params)`."
-      )
+    _anchor.check_params(params, _NAME)
     labels, parts = fragments_of(params, fragments), synchronizers(params)
     if control.drain:
       return drain(state, params, labels, parts, control)
@@ -208,17 +205,18 @@ def fragment_steps(
       "anchor": state.anchor,
       "interval_steps": state.clock.interval,
     }
-    moves, memories = updates, []
-    for own in state.fragments:  # Each corrects the leaves of its own.
-      moves, memory = _corrected(sync.rule, moves, own, state.clock.step)
-      memories.append(memory)
+    corrected = [
+      sync.rule.correct(_part(updates, labels, p), own.memory, state.clock.step)
+      for p, own in enumerate(state.fragments)
+    ]
+    moves = _merge([part for part, _ in corrected])
     moves, inner_state = optimizer.update(
       moves, state.inner, params, **extra_args
     )
     ended, arrives = [], []
     for p, one in enumerate(parts):
       own = state.fragments[p]._replace(
-        clock=state.fragments[p].clock.advance(None), memory=memories[p]
+        clock=state.fragments[p].clock.advance(None), memory=corrected[p][1]
       )
       step = _local_steps.Step(_part(moves, labels, p), (), own)
       step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
@@ -366,27 +364,6 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
     return next(x for x in leaves if not masked(x))
 
   return jax.tree.map(one, *parts, is_leaf=masked)
-
-
-def _corrected(
-  rule: _sync_rule.SyncRule,
-  updates: PyTree,
-  own: _local_steps.SyncState,
-  step: jax.Array,
-) -> tuple[PyTree, PyTree]:
-  """Corrects the gradients of one fragment's leaves."""
-
-  def masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
-  part = jax.tree.map(
-    lambda a, g: a if masked(a) else g, own.anchor, updates, is_leaf=masked
-  )
-  part, memory = rule.correct(part, own.memory, step)
-  merged = jax.tree.map(
-    lambda c, g: g if masked(c) else c, part, updates, is_leaf=masked
-  )
-  return merged, memory
 
 
 def _arrived(

@@ -410,11 +410,7 @@ def local_steps(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, LocalStepsState]:
-    if params is None:
-      raise ValueError(
-        "`params` must be given to `update` of `local_steps`: call "
-        "`optimizer.update(grads, state, params)`."
-      )
+    _anchor.check_params(params, "`local_steps`")
     if control.drain:
       residuals = control.drain == "residuals"
       step = sync.drain(state.inner, state.sync, params, residuals)
