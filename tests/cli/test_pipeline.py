@@ -129,6 +129,10 @@ _WRONG = {
     "plan --costs COSTS --stages 2",
     "each of the 2 stages, got 1",
   ),
+  "a stage beyond memory": (
+    "plan 1f1b --costs HEAVY --cluster SMALL",
+    "layer 'stage 0' alone needs 30 GB, and 'a' has 1 GB",
+  ),
   "no file": ("simulate 1f1b --cluster none.toml", "none.toml"),
 }
 
@@ -139,6 +143,8 @@ def test_what_cannot_be_done_is_one_line_and_2(name, capsys, tmp_path):
   for key, text in {
     "CYCLIC": "device F0 B0 F1 B1 U\ndevice F0 F1 B0 B1 U",
     "COSTS": "[[stages]]\nforward_s = 1\n",
+    "HEAVY": "[[stages]]\nforward_s = 1\nparameter_bytes = 1e10\n",
+    "SMALL": "[[nodes]]\nname = 'a'\nmemory_gb = 1\n",
     "TYPO": "[[stages]]\nforwards_s = 1\n",
     "CLUSTER": "[[nodes]]\nname = 'a'\n",
   }.items():

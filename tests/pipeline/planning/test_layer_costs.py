@@ -69,7 +69,7 @@ def test_batch_statistics_tokens_and_keys_are_known():
   )
   image = jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
   found = pipeline.layer_costs(
-    resnet.layers, {"image": image}, source="lowered"
+    resnet.layers[:2], {"image": image}, source="lowered"
   )
   assert all(x.backward_s > x.forward_s > 0 for x in found)
 

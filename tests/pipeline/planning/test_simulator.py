@@ -27,11 +27,25 @@ def test_without_links_times_are_those_of_the_order_alone(name):
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_formulas(stages, microbatches):
-  for name in ("gpipe", "1f1b"):
+  fill = stages - 1
+  for name, wanted in {
+    "naive": fill / stages,
+    "gpipe": fill / (microbatches + fill),
+    "1f1b": fill / (microbatches + fill),
+    # Two stages a device.
+    "interleaved": fill / (2 * microbatches + fill),
+    # Both parts of the backward pass are as long as the forward pass.
+    "zb_h1": fill / (3 * microbatches + fill),
+  }.items():
     table = pipeline.make_table(name, stages, microbatches)
+    times = _simulate(table, [_Cost("stage", 1.0, 2.0)] * table.num_stages)
+    assert times.bubble == pytest.approx(wanted), name
+  # Without a flush nothing waits once the pipeline is full.
+  for name in ("pipedream", "2bw", "paci", "ours"):
+    number = 1 if name == "pipedream" else microbatches
+    table = pipeline.make_table(name, stages, number, num_iterations=24)
     times = _simulate(table, [_Cost("stage", 1.0, 2.0)] * stages)
-    wanted = (stages - 1) / (microbatches + stages - 1)
-    assert times.bubble == pytest.approx(wanted)
+    assert times.utilisation == pytest.approx((1.0,) * stages), name
 
 
 def test_a_slow_device_and_a_slow_down_lengthen_the_run():
