@@ -1,0 +1,98 @@
+"""The comparison of pipelines: its methods on machines known by hand."""
+
+import dataclasses
+
+import pytest
+
+from jdist import cluster, pipeline
+from tests.experiments import _loading
+
+pytest.importorskip("simpy")
+_LAYERS = [
+  pipeline.LayerCost(
+    x, 1.0, 2.0, parameter_bytes=10, output_bytes=1, saved_bytes=20
+  )
+  for x in "abcdefgh"
+]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+  """The experiment's modules, by the names by which they import each other."""
+  return {
+    name: _loading.load(name, f"pipeline/{name}.py", monkeypatch)
+    for name in ("config", "methods", "profile_layers", "run", "replan")
+  }
+
+
+def _cell(programs, speeds=(1.0, 1.0, 1.0, 1.0)):
+  config = programs["config"]
+  machines = config.TOPOLOGIES["equal"](config.Config(), len(speeds))
+  nodes = [
+    dataclasses.replace(x, speed=speed)
+    for x, speed in zip(machines.nodes, speeds, strict=True)
+  ]
+  return programs["methods"].Cell(
+    _LAYERS,
+    dataclasses.replace(machines, nodes=tuple(nodes)),
+    [pipeline.Level(len(speeds), 1e9)],
+    number=4,
+    samples=2,
+    input_bytes=1,
+  )
+
+
+def test_equal_machines_have_the_gains_of_the_formulas(programs):
+  methods = programs["methods"]
+  cell = _cell(programs)
+  ours = methods.ours(cell)["samples_per_s"]
+  assert ours == pytest.approx(cell.samples / cell.bound_s(), rel=1e-3)
+  for plan in (methods.by_its_paper, methods.by_our_plan):
+    found = [ours / plan(cell, x)["samples_per_s"] for x in methods.BASELINES]
+    assert found == pytest.approx([4, 7 / 4, 7 / 4, 1, 1], rel=1e-2)
+
+
+def test_a_slow_machine_slows_the_papers_partitions_only(programs):
+  methods = programs["methods"]
+  cell = _cell(programs, (1.0, 1.0, 0.25, 1.0))
+  ours = methods.ours(cell)["samples_per_s"]
+  theirs = methods.by_its_paper(cell, "2bw")["samples_per_s"]
+  # Two layers at a quarter of the speed, in place of three.
+  assert ours / theirs == pytest.approx(8 / 3, rel=0.02)
+  same = methods.by_our_plan(cell, "2bw")["samples_per_s"]
+  assert ours / same == pytest.approx(1.0, rel=0.01)
+
+
+def test_replicas_update_by_no_more_than_the_batch(programs):
+  found = programs["methods"].by_its_paper(
+    _cell(programs), "pipedream", replicate=True
+  )
+  assert max(found["replicas"]) * found["minibatch_samples"] <= 8
+
+
+def test_what_does_not_fit_runs_again_or_is_refused(programs):
+  methods = programs["methods"]
+  cell = _cell(programs)
+
+  def limited(memory):
+    nodes = [
+      dataclasses.replace(x, memory_bytes=memory) for x in cell.machines.nodes
+    ]
+    machines = cluster.Cluster(
+      tuple(nodes), cell.machines.topology, server="switch"
+    )
+    return dataclasses.replace(cell, machines=machines)
+
+  # 60 bytes of parameters, their gradients and momentum; 40 a micro-batch.
+  assert not methods.by_its_paper(limited(220), "gpipe")["recompute"]
+  assert methods.by_its_paper(limited(200), "gpipe")["recompute"]
+  with pytest.raises(ValueError, match="gpipe needs"):
+    methods.by_its_paper(limited(90), "gpipe")
+
+
+def test_a_plan_recovers_when_a_machine_becomes_slow(programs):
+  found = programs["replan"].result(_cell(programs), 2)
+  assert found["during_samples_per_s"] < 0.4 * found["before_samples_per_s"]
+  assert found["recovered"] > 0.9
+  assert (found["proposals_before"], found["taken_back"]) == (0, 0)
+  assert found["moved_bytes"] == 2 * 10 * found["moved_layers"] > 0
