@@ -1,6 +1,7 @@
 """A pipeline's device as a process of its own."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jdist.pipeline.processes import (
   _device_part,
   _peers,
   _segment,
+  _stage_files,
   _stage_program,
   _update_program,
 )
@@ -207,6 +209,56 @@ class StageProcess:
       {s: jax.jit(optimizer.init)(own[s]) for s in self._part.own},
       {s: _part_of(self.stages[s].state, model_state) for s in self._part.own},
       np.asarray(jax.random.key_data(jax.random.key(seed))),
+    )
+
+  def save(
+    self,
+    directory: str | os.PathLike[str],
+    state: _device_part.ProcessState,
+    *,
+    keep: int = 3,
+  ) -> None:
+    """Saves this process's stages; every process must call it.
+
+    Between two calls of `run` nothing is under way, so that a run that is
+    killed and goes on from there, with the same batches in each call, has the
+    same bits.
+
+    Args:
+      directory: of the run; the same for all processes, or one of its own on
+        each machine.
+      state: to save.
+      keep: steps to keep; an earlier one goes when all processes have this one.
+    """
+    checks.check_int("keep", keep, 1)
+    self._exchanges += 1
+    names = [x.name for x in self.stages]
+    _stage_files.save_stages(
+      directory, self._part, state, names, self._exchanges, keep
+    )
+
+  def restore(
+    self,
+    directory: str | os.PathLike[str],
+    optimizer: optax.GradientTransformation,
+  ) -> _device_part.ProcessState | None:
+    """Restores the newest step that all processes have whole, if there is any.
+
+    Every process must call it.
+
+    Args:
+      directory: of `save`.
+      optimizer: as in `init_state`.
+
+    Raises:
+      ValueError: when the stages are cut otherwise, or are those of another
+        model or optimizer, or processes have no step in common.
+    """
+    like = self.init_state(optimizer)
+    self._exchanges += 1
+    names = [x.name for x in self.stages]
+    return _stage_files.restore_stages(
+      directory, self._part, like, names, self._exchanges
     )
 
   def run(

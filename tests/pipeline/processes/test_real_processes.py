@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jdist import pipeline
+from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
 _SAMPLES = 12
@@ -30,13 +31,14 @@ def _process(peers, devices):
   )
 
 
-def _run(device, addresses, listener, answers, trained):
+def _run(device, addresses, listener, answers, trained, folder):
   with pipeline.connect(
     device, addresses, "a secret", listener=listener, timeout_s=60
   ) as peers:
     process = _process(peers, 2)
     state = process.init_state(optax.sgd(0.1))
     state, metrics = process.run(state, _batches())
+    process.save(folder, state)
     if device == 1:
       trained.wait(60)
       os._exit(1)  # As if it were killed: nothing is closed in order.
@@ -48,14 +50,26 @@ def _run(device, addresses, listener, answers, trained):
       answers.put(str(error))
 
 
-def test_two_processes_train_and_the_death_of_one_ends_the_other():
+def _resume(peers, folder):
+  """Parameters after twice the batches: undisturbed, and from the save."""
+  process = _process(peers, 2)
+  state = process.init_state(optax.sgd(0.1))
+  for _ in range(2):
+    state, _ = process.run(state, _batches())
+  found = process.restore(folder, optax.sgd(0.1))
+  assert found.step == 3
+  found, _ = process.run(found, _batches())
+  return jax.device_get((state.params, found.params))
+
+
+def test_the_death_of_one_ends_the_other_and_both_can_resume(tmp_path):
   context = multiprocessing.get_context("spawn")
   answers, trained = context.Queue(), context.Event()
   listeners = [pipeline.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
   workers = [
     context.Process(
-      target=_run, args=(i, addresses, listener, answers, trained)
+      target=_run, args=(i, addresses, listener, answers, trained, tmp_path)
     )
     for i, listener in enumerate(listeners)
   ]
@@ -70,3 +84,5 @@ def test_two_processes_train_and_the_death_of_one_ends_the_other():
   _, metrics = one.run(one.init_state(optax.sgd(0.1)), _batches())
   np.testing.assert_allclose(losses, [x["loss"] for x in metrics], rtol=1e-6)
   assert [x.exitcode for x in workers] == [0, 1]
+  for wanted, found in in_threads(2, lambda peers: _resume(peers, tmp_path)):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -1,0 +1,214 @@
+"""Stages on the disk: a directory for each step, in it one for each stage.
+
+    step_00000040/stage_000/    arrays and their manifest, see `array_files`
+    step_00000040/stage_001/    of another process, perhaps on another machine
+
+A stage that is there is there whole.  A step counts when all stages have it,
+which no process knows alone: `StageProcess.restore` compares their lists.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import checks
+from jdist.pipeline.processes import _device_part, _peers
+from jdist.storage import array_files, sealed_json
+
+PyTree = Any
+_WHAT = "a pipeline's stage"
+# That processes tell each other of.
+_MAX_STEPS = 16
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def save_stages(
+  directory: str | os.PathLike[str],
+  part: _device_part.DevicePart,
+  state: _device_part.ProcessState,
+  names: Sequence[str],
+  number: int,
+  keep: int,
+) -> None:
+  """Saves a process's stages; returns when all processes have theirs.
+
+  Args:
+    directory: of the run.
+    part: this process's.
+    state: between two runs of the table.
+    names: of all stages of the model.
+    number: of this exchange between the processes.
+    keep: steps to keep.
+  """
+  for stage in part.own:
+    tree = _part(state, stage)
+    body = {
+      "what": _WHAT,
+      "step": state.step,
+      "stages": list(names),
+      "dtypes": _dtypes(tree),
+    }
+    target = _folder(directory, state.step, stage)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    array_files.save_arrays(target, _words(tree), body)
+  if part.peers is not None:
+    # An earlier step goes only when all have this one.
+    part.peers.check_agreement("`state.step`", str(state.step), number)
+  for step in _steps(directory)[keep:]:
+    for stage in part.own:
+      shutil.rmtree(_folder(directory, step, stage), ignore_errors=True)
+    # The last process that has a stage there removes the step.
+    with contextlib.suppress(OSError):
+      _folder(directory, step, 0).parent.rmdir()
+
+
+def restore_stages(
+  directory: str | os.PathLike[str],
+  part: _device_part.DevicePart,
+  like: _device_part.ProcessState,
+  names: Sequence[str],
+  number: int,
+) -> _device_part.ProcessState | None:
+  """Returns a process's stages of the newest step that all have, if any.
+
+  Args:
+    directory: of `save_stages`.
+    part: this process's.
+    like: a state of the same shapes.
+    names: of all stages of the model.
+    number: of this exchange between the processes.
+
+  Raises:
+    ValueError: when there is no step that all have, or the stages are others.
+  """
+  own = np.full(_MAX_STEPS, -1)
+  there = _steps(directory)
+  steps = [x for x in there if _is_whole(directory, x, part.own, names)]
+  own[: len(steps)] = steps[:_MAX_STEPS]
+  every = [[own]]
+  if part.peers is not None:
+    tag = _peers.Tag(_peers.Kind.MOVED, 0, 2, number)
+    every = part.peers.exchange(tag, [own])
+  found = [{int(x) for x in row if x >= 0} for (row,) in every]
+  if not any(found):
+    return None
+  common = set.intersection(*found)
+  if not common:
+    raise ValueError(
+      "`directory` must hold a step that all processes have whole, got "
+      f"{[sorted(x) for x in found]} of the processes in {directory}. Start "
+      "anew in another directory."
+    )
+  return _load(directory, max(common), like)
+
+
+def _load(
+  directory: str | os.PathLike[str], step: int, like: _device_part.ProcessState
+) -> _device_part.ProcessState:
+  parts = {}
+  for stage in like.params:
+    target = _folder(directory, step, stage)
+    arrays, body = array_files.load_arrays(target, what=_WHAT)
+    template = _part(like, stage)
+    if body["dtypes"] != _dtypes(template):
+      raise ValueError(
+        f"`directory` must hold the leaves {_dtypes(template)}, got "
+        f"{body['dtypes']} in {target}. Resume with the same model and "
+        "optimizer."
+      )
+    found = array_files.tree_of(arrays, _words(template))
+    parts[stage] = jax.tree.map(_like, found, template)
+  return _device_part.ProcessState(
+    step,
+    {s: part["params"] for s, part in parts.items()},
+    {s: part["opt_state"] for s, part in parts.items()},
+    {s: part["model_state"] for s, part in parts.items()},
+    np.asarray(next(iter(parts.values()))["key"]),
+  )
+
+
+def _steps(directory: str | os.PathLike[str]) -> list[int]:
+  folder = array_files.folder(directory)
+  paths = folder.iterdir() if folder.exists() else ()
+  found = (_STEP.fullmatch(path.name) for path in paths)
+  return sorted((int(x[1]) for x in found if x), reverse=True)
+
+
+def _is_whole(
+  directory: str | os.PathLike[str],
+  step: int,
+  own: Sequence[int],
+  names: Sequence[str],
+) -> bool:
+  for stage in own:
+    target = _folder(directory, step, stage)
+    try:
+      _, body = array_files.load_arrays(target, what=_WHAT)
+    except FileNotFoundError:
+      return False
+    except sealed_json.DamagedError as error:
+      warnings.warn(
+        f"Stage {stage} of step {step} is damaged ({error.reason}); an "
+        "earlier step is used if there is one.",
+        stacklevel=4,
+      )
+      return False
+    if body["stages"] != list(names):
+      raise ValueError(
+        f"`directory` must hold the stages {', '.join(names)}, got "
+        f"{', '.join(body['stages'])} in {target}. Cut the layers as they "
+        "were when they were saved."
+      )
+  return True
+
+
+def _folder(
+  directory: str | os.PathLike[str], step: int, stage: int
+) -> pathlib.Path:
+  whole = array_files.folder(directory)
+  return whole / f"step_{step:08d}" / f"stage_{stage:03d}"
+
+
+def _part(state: _device_part.ProcessState, stage: int) -> dict[str, PyTree]:
+  """Returns all that the run needs of one stage."""
+  return {
+    "params": state.params[stage],
+    "opt_state": state.opt_state[stage],
+    "model_state": state.model_state[stage],
+    "key": jnp.asarray(state.key),
+  }
+
+
+def _dtypes(tree: PyTree) -> dict[str, str]:
+  leaves = checks.named_leaves(tree)
+  return {name: str(leaf.dtype) for name, leaf in leaves.items()}
+
+
+def _words(tree: PyTree) -> PyTree:
+  """Returns leaves as .npy files can hold them: the same bits."""
+
+  def words(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    if array.dtype.isbuiltin == 1:
+      return array
+    return array.view(f"u{array.dtype.itemsize}")
+
+  return jax.tree.map(words, tree)
+
+
+def _like(words: jax.Array, leaf: Any) -> jax.Array:
+  """Undoes `_words`."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+  return jnp.asarray(np.asarray(words).view(leaf.dtype))

@@ -1,0 +1,130 @@
+"""Stages saved and restored: killed at any time and resumed, the same bits."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import pipeline
+from tests.pipeline.processes._threads import in_threads
+from tests.pipeline.runtime import _small_models as small
+
+_MICRO = 3
+_TABLE = pipeline.ours(2, 2, window=2, num_iterations=2)
+
+
+def _batches(dtype=np.float32):
+  found = small.batches(6, 1, _MICRO * 2, small.UNLIKE, dtype)
+  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+
+
+def _optimizer():
+  # With a count beside what has the shapes of the parameters.
+  return optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
+
+
+def _process(peers, dtype=jnp.float32, cuts=2, table=_TABLE):
+  layers = small.layers(small.UNLIKE, statistics=True, dtype=dtype)
+  microbatch = jax.tree.map(lambda x: x[:_MICRO], _batches(dtype)[0])
+  return pipeline.StageProcess(
+    pipeline.cut_layers(layers, cuts),
+    small.loss,
+    table,
+    microbatch,
+    peers=peers,
+    inputs="x",
+  )
+
+
+def _bits(state):
+  leaves = jax.tree.leaves((state.params, state.opt_state, state.model_state))
+  return [np.asarray(x).tobytes() for x in leaves]
+
+
+def _train(folder, dtype=jnp.float32):
+  """Saves after each table of two steps; returns each process's end."""
+
+  def work(peers):
+    process = _process(peers, dtype)
+    state = process.init_state(_optimizer(), seed=3)
+    batches = _batches(dtype)
+    for i in range(0, 6, 2):
+      state, _ = process.run(state, batches[i : i + 2])
+      process.save(folder, state)
+    return _bits(state)
+
+  return in_threads(2, work)
+
+
+def _resume(folder, dtype=jnp.float32):
+  """Returns the step that was found, and each process's end."""
+
+  def work(peers):
+    process = _process(peers, dtype)
+    state = process.restore(folder, _optimizer())
+    step = state.step
+    batches = _batches(dtype)
+    for i in range(step, 6, 2):
+      state, _ = process.run(state, batches[i : i + 2])
+    return step, _bits(state)
+
+  (step, first), (other, second) = in_threads(2, work)
+  assert step == other
+  return step, [first, second]
+
+
+def test_what_is_resumed_has_the_same_bits(tmp_path):
+  wanted = _train(tmp_path)
+  assert _resume(tmp_path) == (6, wanted)
+  # One was killed before it had saved the last step.
+  shutil.rmtree(tmp_path / "step_00000006" / "stage_001")
+  assert _resume(tmp_path) == (4, wanted)
+  # And of the step before a file is damaged.
+  path = next((tmp_path / "step_00000004" / "stage_000").glob("*.npy"))
+  path.write_bytes(path.read_bytes()[:-1])
+  with pytest.warns(UserWarning, match="Stage 0 of step 4 is damaged"):
+    assert _resume(tmp_path) == (2, wanted)
+  # What is left is of no use: each process has another step.
+  shutil.rmtree(tmp_path / "step_00000002" / "stage_000")
+  with (
+    pytest.warns(UserWarning, match="is damaged"),
+    pytest.raises(ValueError, match=r"all processes have whole, got \[\[6\]"),
+  ):
+    _resume(tmp_path)
+
+
+def _alone(dtype=jnp.float32, cuts=1):
+  table = pipeline.make_table("interleaved", 1, 2, num_chunks=2)
+  if cuts == 1:
+    table = pipeline.make_table("1f1b", 1, 2)
+  return _process(None, dtype, cuts, table)
+
+
+def test_old_steps_go_and_narrow_dtypes_stay(tmp_path):
+  process = _alone(jnp.bfloat16)
+  assert process.restore(tmp_path / "none", _optimizer()) is None
+  state = process.init_state(_optimizer())
+  for batch in _batches(jnp.bfloat16)[:3]:
+    state, _ = process.run(state, [batch])
+    process.save(tmp_path, state, keep=2)
+  steps = sorted(x.name for x in tmp_path.iterdir())
+  assert steps == ["step_00000002", "step_00000003"]
+  found = process.restore(tmp_path, _optimizer())
+  assert found.step == 3 and _bits(found) == _bits(state)
+  leaves = jax.tree.leaves(found.params)
+  assert {x.dtype for x in leaves} == {jnp.dtype(jnp.bfloat16)}
+  np.testing.assert_array_equal(found.key, state.key)
+
+
+def test_another_cut_model_or_optimizer_is_refused(tmp_path):
+  process = _alone()
+  process.save(tmp_path, process.init_state(_optimizer()))
+  with pytest.raises(ValueError, match=r"(?s)the stages .*Cut the layers as"):
+    _alone(cuts=2).restore(tmp_path, _optimizer())
+  with pytest.raises(ValueError, match="the same model and optimizer"):
+    process.restore(tmp_path, optax.sgd(0.1))
+  with pytest.raises(ValueError, match="the same model and optimizer"):
+    _alone(jnp.bfloat16).restore(tmp_path, _optimizer())
