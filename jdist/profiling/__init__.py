@@ -21,5 +21,7 @@ from jdist.profiling._hlo_collectives import (
 )
 from jdist.profiling._model_profile import profile_model as profile_model
 from jdist.profiling._timeline import Event as Event
+from jdist.profiling._timeline import Loop as Loop
+from jdist.profiling._timeline import read_loop as read_loop
 from jdist.profiling._timeline import read_timeline as read_timeline
 from jdist.profiling._timeline_plot import plot_forecasts as plot_forecasts

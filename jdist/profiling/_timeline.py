@@ -76,6 +76,76 @@ def read_timeline(
   return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
 
 
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """A loop of a compiled program that sends or chooses in each turn.
+
+  Attributes:
+    turns: their number.
+    events: of a turn, without its conditionals.
+    branches: of each of its conditionals, in their order, the events of every
+      branch.
+    around: of each send, how many conditionals run between its start and its
+      done.
+  """
+
+  turns: int
+  events: tuple[Event, ...]
+  branches: tuple[tuple[tuple[Event, ...], ...], ...]
+  around: tuple[int, ...]
+
+
+def read_loop(program: Any) -> Loop:
+  """Reads the loop of a compiled program that has conditionals, as a pipeline.
+
+  Of conditionals within a branch the one that computes most is taken.
+
+  Args:
+    program: a compiled function (`jitted.lower(...).compile()`) or its text.
+
+  Raises:
+    ValueError: when no loop, or more than one, has conditionals.
+  """
+  parsed = _hlo.parse(program)
+  found = [
+    (body[1], int(turns[1]) if turns else 1)
+    for name in parsed.always()
+    for instruction in parsed.computations[name]
+    if instruction.operation == "while"
+    and (body := re.search(r"body=%?([\w.\-]+)", instruction.attributes))
+    and any(x.operation == "conditional" for x in parsed.computations[body[1]])
+    for turns in [_TURNS.search(instruction.attributes)]
+  ]
+  if len(found) != 1:
+    raise ValueError(
+      "`program` must have one loop with conditionals, as a pipeline's step "
+      f"has, got {len(found)}."
+    )
+  ((name, count),) = found
+  events: list[Event] = []
+  branches = []
+  starts: dict[str, int] = {}
+  around: dict[str, int] = {}
+  for instruction in parsed.computations[name]:
+    if instruction.operation == "conditional":
+      branches.append(
+        tuple(
+          tuple(_walk(parsed, branch, max, conditional=True))
+          for branch in instruction.called
+        )
+      )
+    elif instruction.operation not in _FREE:
+      for event in _events(parsed, instruction, conditional=False):
+        events.append(event)
+        if event.kind == "start":
+          starts[event.name] = len(branches)
+        elif event.kind == "done":
+          around[event.name] = len(branches) - starts[event.name]
+  return Loop(
+    count, tuple(events), tuple(branches), tuple(around[x] for x in starts)
+  )
+
+
 def _walk(
   program: _hlo.Program,
   computation: str,

@@ -17,4 +17,5 @@ from jdist.pipeline.runtime._stages import pick as pick
 from jdist.pipeline.runtime._stages import recompute_layers as recompute_layers
 from jdist.pipeline.runtime._stages import shared_paths as shared_paths
 from jdist.pipeline.runtime._stages import Stage as Stage
+from jdist.pipeline.runtime._tick_times import TickTimes as TickTimes
 from jdist.pipeline.runtime._ticks import OutputLoss as OutputLoss

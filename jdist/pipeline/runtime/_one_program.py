@@ -9,8 +9,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jdist import checks, collectives, states, training, transforms
-from jdist.pipeline.runtime import _grid, _stages, _ticks
-from jdist.pipeline.schedule import Table
+from jdist.pipeline.runtime import _grid, _stages, _tick_times, _ticks
+from jdist.pipeline.schedule import Op, Table
 
 PyTree = Any
 
@@ -110,6 +110,7 @@ class OneProgram:
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
     # One device sends nothing: its next stage may begin with the next tick.
     late_sends = late_sends and len(table.devices) > 1
+    self._late = late_sends
     sent = 2 if late_sends else 1
     if table.num_iterations == 1 and table.window == 1:
       self.grid = _grid.synchronous_grid(table, send_ticks=sent)
@@ -142,6 +143,48 @@ class OneProgram:
   def spec(self) -> PartitionSpec:
     """How parameters and the model's state lie on the mesh."""
     return PartitionSpec(self.stage_axis)
+
+  @property
+  def sent_bytes(self) -> int:
+    """Bytes that a device sends in a tick, each way."""
+    return self._ticks.sent_bytes
+
+  def times(
+    self,
+    seconds: Callable[[Op, int], float],
+    send_s: float,
+    *,
+    between_s: float = 0.0,
+  ) -> _tick_times.TickTimes:
+    """Forecasts a step's ticks; each device waits for its neighbours.
+
+    Args:
+      seconds: of an op of a stage, as this runtime runs it: a backward pass
+        has the forward pass in it, and the last stage has no other.
+      send_s: of `sent_bytes` on a link between two devices.
+      between_s: of each tick on each device, beside its ops.
+
+    >>> from jdist import models, pipeline
+    >>> layers = [
+    ...   models.Layer(
+    ...     n, {n: jnp.ones(())}, {}, lambda p, s, x, *, n=n, **_: (x * p[n], s)
+    ...   )
+    ...   for n in "ab"
+    ... ]
+    >>> pipe = OneProgram(
+    ...   pipeline.cut_layers(layers, 2),
+    ...   lambda y, batch: (jnp.mean(y), {}),
+    ...   pipeline.make_table("gpipe", 2, 4),
+    ...   {"x": jnp.ones(3)},
+    ...   inputs="x",
+    ... )
+    >>> found = pipe.times(lambda op, stage: 1.0, 0.5)
+    >>> found.ticks, found.step_s, found.exposed_s
+    (12, 11.0, 1.0)
+    """
+    return _tick_times.tick_times(
+      self.grid, seconds, send_s, late=self._late, between_s=between_s
+    )
 
   def join(
     self, params: PyTree = None, state: PyTree = None

@@ -112,6 +112,11 @@ class Ticks:
       default=1,
     )
 
+  @property
+  def sent_bytes(self) -> int:
+    """Bytes that a device sends in a tick, each way."""
+    return self._size * self._dtype.itemsize
+
   def start(self, params: PyTree) -> TicksState:
     """Makes an empty pipeline, of one device's parameters [chunks, ...]."""
     grid = self.grid

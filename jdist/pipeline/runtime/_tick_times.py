@@ -1,0 +1,109 @@
+"""The seconds of a grid's ticks, in which devices wait for their neighbours."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from jdist.pipeline.runtime import _grid
+from jdist.pipeline.schedule import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class TickTimes:
+  """A step of a pipeline in one program.
+
+  Attributes:
+    ticks: their number.
+    step_s: seconds of all ticks.
+    free_s: the same with links that take no time.
+    compute_s: for which the busiest device computes.
+    send_s: for which a link sends, in all ticks.
+  """
+
+  ticks: int
+  step_s: float
+  free_s: float
+  compute_s: float
+  send_s: float
+
+  @property
+  def exposed_s(self) -> float:
+    """Seconds by which sends lengthen the step."""
+    return self.step_s - self.free_s
+
+  @property
+  def hidden_share(self) -> float:
+    """The part of sending by which the step is no longer; 1 for none."""
+    return 1.0 - self.exposed_s / self.send_s if self.send_s else 1.0
+
+
+def tick_times(
+  grid: _grid.Grid,
+  seconds: Callable[[Op, int], float],
+  send_s: float,
+  *,
+  late: bool,
+  between_s: float = 0.0,
+) -> TickTimes:
+  """Adds up a step's ticks on devices that wait for their neighbours only.
+
+  A device sends to both neighbours in every tick, whether they need it or not,
+  both ways at once, and all three must have come to it.  With late sends it
+  goes on to compute; else it computes its backward pass, sends its gradient
+  beside the forward pass, and then waits for what that gave: the order of the
+  programs that XLA compiles for GPUs.
+
+  Args:
+    grid: made with two ticks for a send where they are late, else with one.
+    seconds: of an op of a stage.
+    send_s: of the largest output between two stages, which all sends are as
+      large as.
+    late: whether sends run beside the computation of the next tick.
+    between_s: of each tick on each device, beside its ops.
+  """
+  if not send_s >= 0:
+    raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
+  passes = np.zeros((2, *grid.rows.shape[:2]))
+  for lane, column in enumerate((_grid.FORWARD, _grid.BACKWARD)):
+    for tick, devices in enumerate(grid.rows):
+      for device, row in enumerate(devices):
+        if op := row[column]:
+          stage = int(row[column + 1]) * grid.num_devices + device
+          passes[lane, tick, device] = seconds(Op(op), stage)
+  ring = grid.num_stages > grid.num_devices
+  sends = [0.0 if grid.num_devices == 1 else x for x in (0.0, send_s)]
+  free_s, step_s = (_run(passes, x, between_s, late, ring) for x in sends)
+  return TickTimes(
+    ticks=len(grid.rows),
+    step_s=step_s,
+    free_s=free_s,
+    compute_s=float((passes.sum(0) + between_s).sum(0).max()),
+    send_s=len(grid.rows) * sends[1],
+  )
+
+
+def _run(
+  passes: np.ndarray, send_s: float, between_s: float, late: bool, ring: bool
+) -> float:
+  now = np.zeros(passes.shape[2])
+
+  def sent(ready: np.ndarray) -> np.ndarray:
+    """Returns when a device's sends are done that it begins when ready."""
+    if ring:
+      before, after = np.roll(ready, 1), np.roll(ready, -1)
+    else:
+      before = np.append(ready[:1], ready[:-1])
+      after = np.append(ready[1:], ready[-1:])
+    return np.maximum(np.maximum(before, after), ready) + send_s
+
+  for forward, backward in zip(*passes, strict=True):
+    if late:
+      done = sent(now)
+      now = np.maximum(now + forward + backward, done)
+    else:
+      gradient = sent(now + backward)
+      now = now + backward + forward
+      now = np.maximum(gradient, sent(now))
+    now = now + between_s
+  return float(now.max())

@@ -1,0 +1,59 @@
+"""Seconds of ticks against closed forms."""
+
+import pytest
+
+from jdist import pipeline
+from jdist.pipeline.runtime import _grid, _tick_times
+
+_F, _B = 1.0, 3.0
+
+
+def _seconds(op, stage):
+  return _F if op == pipeline.Op.FORWARD else _B
+
+
+def _times(grid, send_s, late, **options):
+  return _tick_times.tick_times(grid, _seconds, send_s, late=late, **options)
+
+
+@pytest.mark.parametrize("send_s", [0.0, 0.5, 2.0, 5.0])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_late_sends_of_a_pipeline_that_is_full(stages, send_s):
+  count = 8
+  late = _times(
+    _grid.continuous_grid(stages, count, send_ticks=2), send_s, late=True
+  )
+  # All devices take their forward passes together, then their backward ones.
+  assert late.step_s == count * (max(_F, send_s) + max(_B, send_s))
+  assert late.free_s == late.compute_s == count * (_F + _B)
+  assert late.send_s == 2 * count * send_s
+  between = _times(_grid.continuous_grid(stages, count), send_s, late=False)
+  # Of two neighbours one runs a backward pass, and then both wait.
+  assert between.free_s == 2 * count * _B
+  assert between.step_s == 2 * count * (_B + send_s)
+  assert between.hidden_share == (0.0 if send_s else 1.0)
+
+
+def test_a_table_that_waits_for_each_send():
+  table = pipeline.make_table("naive", 4, 1)
+  late, between = (
+    _times(
+      _grid.synchronous_grid(table, send_ticks=ticks), 0.5, late=ticks == 2
+    )
+    for ticks in (2, 1)
+  )
+  assert (late.ticks, between.ticks) == (14, 8)
+  assert between.free_s == late.free_s == 4 * (_F + _B)
+  # A send leaves with the next tick, and is waited for at its end.
+  assert late.exposed_s == 6 * 0.5
+  assert between.exposed_s == 8 * 0.5
+
+
+def test_one_device_sends_nothing_and_each_tick_has_its_own_cost():
+  table = pipeline.make_table("1f1b", 1, 4)
+  grid = _grid.synchronous_grid(table)
+  found = _times(grid, 2.0, late=False, between_s=0.25)
+  assert found.step_s == 4 * (_F + _B) + 8 * 0.25
+  assert found.send_s == found.exposed_s == 0.0
+  with pytest.raises(ValueError, match="`send_s` must be at least 0, got -1"):
+    _times(grid, -1.0, late=False)
