@@ -152,7 +152,8 @@ def _identity(options: _options.Train) -> dict[str, object]:
   # Time is replayed: the machines must be the same, wherever their file lies.
   machines = {"cluster": pathlib.Path(options.cluster).read_text()}
   return machines | {
-    name: value
+    # As a checkpoint, which is JSON, has it.
+    name: list(value) if isinstance(value, tuple) else value
     for name, value in dataclasses.asdict(options).items()
     if name not in elsewhere and name != "cluster"
   }
