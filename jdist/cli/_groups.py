@@ -327,6 +327,12 @@ class ProtocolOptions:
   backups: int = 0
   """Slowest workers for which bsp does not wait."""
 
+  parts: tuple[Literal["tasks", "pipeline", "bits"], ...] = (
+    "tasks", "pipeline", "bits",
+  )  # fmt: skip
+  """Of h_ps: tasks by speed, messages under computation, messages of fewer
+  bits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions(ProtocolOptions):

@@ -19,7 +19,7 @@ _OUTAGE = ("start_s", "end_s")
 _LINK = ("between", "bandwidth_gbit_per_s", "latency_ms", "sharing")
 _PROFILE = (
   "name", "seconds_per_sample", "seconds_per_batch", "bytes_per_sample",
-  "bytes_of_model", "pull_bytes", "push_bytes",
+  "bytes_of_model", "pull_bytes", "push_bytes", "seconds_per_encoding",
 )  # fmt: skip
 
 

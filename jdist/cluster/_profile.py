@@ -18,6 +18,7 @@ class Profile:
     bytes_of_model: m0.
     pull_bytes: of the parameters that a worker receives.
     push_bytes: of the gradient that it sends.
+    seconds_per_encoding: to make or read a message of fewer bits.
     name: of the model, in reports.
 
   Raises:
@@ -33,6 +34,7 @@ class Profile:
   bytes_of_model: float = 0.0
   pull_bytes: float = 0.0
   push_bytes: float = 0.0
+  seconds_per_encoding: float = 0.0
   name: str = "model"
 
   def __post_init__(self) -> None:
@@ -46,9 +48,14 @@ class Profile:
         "none: time would stand still."
       )
 
-  def compute_s(self, samples: int) -> float:
-    """Returns the seconds of a gradient of so many samples, at speed 1."""
-    return self.seconds_per_batch + samples * self.seconds_per_sample
+  def compute_s(self, samples: int, passes: int = 1) -> float:
+    """Returns the seconds of a gradient of so many samples, at speed 1.
+
+    Args:
+      samples: of the gradient.
+      passes: batches into which they are cut.
+    """
+    return passes * self.seconds_per_batch + samples * self.seconds_per_sample
 
   def memory_bytes(self, samples: int) -> float:
     """Returns the memory that a batch takes, the model's included."""

@@ -38,3 +38,9 @@ from jdist.server._ssp import SSP as SSP
 from jdist.server._virtual_trainer import VirtualTrainer as VirtualTrainer
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting
+from jdist.server.h_ps._balanced_batches import (
+  BalancedBatches as BalancedBatches,
+)
+from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
+from jdist.server.h_ps._h_ps import h_ps as h_ps
+from jdist.server.h_ps._h_ps import HPS as HPS

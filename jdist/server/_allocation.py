@@ -184,7 +184,7 @@ def largest_remainder(
       f"`total` must lie between the sums of the bounds, {minimum * num} and "
       f"{sum(upper)}, got {total}."
     )
-  level = _level(shares, total, minimum, upper)
+  level = water_level(shares, total, minimum, upper)
   wanted = [
     min(max(level * share, minimum), high)
     for share, high in zip(shares, upper, strict=True)
@@ -206,15 +206,39 @@ def largest_remainder(
   return tuple(sizes)
 
 
-def _level(
-  shares: Sequence[float], total: int, minimum: int, upper: Sequence[float]
+def water_level(
+  shares: Sequence[float],
+  total: int,
+  minimum: int,
+  upper: Sequence[float],
+  offsets: Sequence[float] | None = None,
 ) -> float:
-  """Finds lambda: the sum of the clipped shares grows with it in pieces."""
+  r"""Finds the level at which clipped shares have a sum.
+
+  .. math:: \sum_i \mathrm{clip}((\lambda - c_i) s_i, l, u_i) = B
+
+  Args:
+    shares: s, positive.
+    total: B, which the bounds allow.
+    minimum: l.
+    upper: u, of each.
+    offsets: c, of each; 0 if None.
+
+  Returns:
+    The least such lambda.
+
+  >>> water_level([2.0, 1.0], 10, 0, [8.0, 8.0], offsets=[1.0, 0.0])
+  4.0
+  """
   # Below its first bend a share gives `minimum`, above its second `upper`.
-  bends = [(minimum / s, s, float(minimum)) for s in shares]
+  offsets = [0.0] * len(shares) if offsets is None else offsets
+  bends = [
+    (minimum / s + c, s, minimum + s * c)
+    for s, c in zip(shares, offsets, strict=True)
+  ]
   bends += [
-    (high / s, -s, -high)
-    for s, high in zip(shares, upper, strict=True)
+    (high / s + c, -s, -(high + s * c))
+    for s, c, high in zip(shares, offsets, upper, strict=True)
     if high < math.inf
   ]
   bends.sort()

@@ -48,12 +48,14 @@ class Push(NamedTuple):
     task: the number of the task, from its `Reply`.
     samples: of how many samples it is the mean.
     compute_s: how long the worker computed.
+    waited_s: how long the parameters had been there before it began.
   """
 
   worker: Worker
   task: int
   samples: int
   compute_s: float
+  waited_s: float = 0.0
 
 
 class Expired(NamedTuple):
@@ -74,12 +76,31 @@ class Reply(NamedTuple):
     task: the number under which the gradient will be pushed.
     version: of the parameters, the number of updates so far.
     samples: how many to take the gradient of.
+    passes: into so many batches, one after the other, they are cut where memory
+      holds no larger ones; the gradients are accumulated.
+    push_plan: by how many bits to push the gradient, a plan's number; 0 is
+      exact.
+    pull_plan: by how many bits the parameters are sent, as the difference from
+      what the worker holds; 0 is exactly; with None nothing is sent, as the
+      worker holds this version.
   """
 
   worker: Worker
   task: int
   version: int
   samples: int
+  passes: int = 1
+  push_plan: int = 0
+  pull_plan: int | None = 0
+
+  def __repr__(self) -> str:
+    """Returns the fields, without those that are as usual."""
+    shown = (
+      f"{name}={value!r}"
+      for name, value in self._asdict().items()
+      if name not in self._field_defaults or value != self._field_defaults[name]
+    )
+    return f"Reply({', '.join(shown)})"
 
 
 class Apply(NamedTuple):

@@ -21,12 +21,20 @@ class Assignment:
     worker: who computes it.
     version: of the parameters that were sent.
     samples: of its batch.
+    sent_s: when it was given.
+    push_plan: of its `Reply`.
+    pull_plan: of its `Reply`.
+    round: of the update that it is for, where that is known beforehand.
   """
 
   task: int
   worker: Worker
   version: int
   samples: int
+  sent_s: float = 0.0
+  push_plan: int = 0
+  pull_plan: int | None = 0
+  round: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,12 +45,15 @@ class Member:
     rank: how many workers joined before.
     samples: of its next batch.
     speed: samples a second, smoothed; None before the first push.
+    exchange_s: seconds of an exact pull and an exact push, smoothed; None where
+      nobody measures them.
     tasks: numbers of those that are out.
   """
 
   rank: int
   samples: int
   speed: float | None = None
+  exchange_s: float | None = None
   tasks: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -52,6 +63,7 @@ class ServerState:
 
   Attributes:
     version: updates so far.
+    now_s: the driver's time at the last message.
     members: who is here, by name, in the order of joining.
     tasks: those that are out, by number.
     next_task: the number of the next one.
@@ -64,6 +76,7 @@ class ServerState:
   """
 
   version: int = 0
+  now_s: float = 0.0
   members: dict[Worker, Member] = dataclasses.field(default_factory=dict)
   tasks: dict[int, Assignment] = dataclasses.field(default_factory=dict)
   next_task: int = 0
@@ -93,7 +106,8 @@ class Protocol:
 
   This class is ASGD (ASP): everybody starts at once, and each gradient is an
   update.  Another protocol overrides `on_pull`, `on_push`, `on_join` and
-  `on_leave`, and calls `reply`, `apply` and `discard` in them.
+  `on_leave`, and calls `reply`, `apply` and `discard` in them.  What a worker
+  may have at once, and by how few bytes, say `depth`, `passes` and `share`.
 
   Attributes:
     batches: who takes how many samples; 32 each by default.
@@ -157,7 +171,7 @@ class Protocol:
       if worker in state.members:
         raise ValueError(f"`workers` must differ, got {worker!r} twice.")
       self._add(state, worker)
-    self._allocate(state)
+    self.allocate(state)
     for worker in state.members:
       self.on_join(state, worker)
     return state
@@ -169,7 +183,7 @@ class Protocol:
 
     Args:
       state: of `init`; changed in place.
-      now_s: the driver's time; no protocol here looks at it.
+      now_s: the driver's time, from which durations are measured.
       message: one of `Join`, `Leave`, `Pull`, `Push` and `Expired`.
 
     Returns:
@@ -178,13 +192,13 @@ class Protocol:
     Raises:
       ValueError: when `message` is none of them.
     """
-    del now_s
+    state.now_s = now_s
     actions: list[Action] = []
     if isinstance(message, _messages.Push):
       self._push(state, message, actions)
     elif isinstance(message, _messages.Pull):
       member = state.members.get(message.worker)
-      if member is not None and not member.tasks:
+      if member is not None and len(member.tasks) < self.depth:
         self.on_pull(state, message.worker, actions)
     elif isinstance(message, _messages.Join):
       self._leave(state, message.worker, actions)
@@ -203,6 +217,40 @@ class Protocol:
     return actions
 
   # What a protocol overrides.
+
+  @property
+  def depth(self) -> int:
+    """Tasks that a worker may have at once; it does one after the other."""
+    return 1
+
+  def passes(self, worker: Worker, samples: int) -> int:
+    """Returns into how many batches a task is cut, to fit into memory."""
+    del worker, samples
+    return 1
+
+  def share(self, plan: int) -> float:
+    """Returns a plan's part of a message's bytes, 1 for those of plan 0."""
+    del plan
+    return 1.0
+
+  def observe(
+    self, state: ServerState, push: Assignment, message: _messages.Push
+  ) -> None:
+    """Takes note of how long a task has taken."""
+    del push
+    if message.compute_s > 0:
+      member = state.members[message.worker]
+      speed = message.samples / message.compute_s
+      member.speed = self.smooth(member.speed, speed)
+
+  def allocate(self, state: ServerState) -> None:
+    """Gives each member the size of its next batch."""
+    members = state.members.values()
+    sizes = self.batches.sizes([member.speed for member in members])
+    for member, samples in zip(members, sizes, strict=True):
+      member.samples = samples
+    state.total_samples = sum(sizes)
+    state.until_allocation = self.batches.every(len(sizes))
 
   def empty_state(self) -> ServerState:
     """Returns a state without members; override it to add fields."""
@@ -231,16 +279,41 @@ class Protocol:
   # With what it answers.
 
   def reply(
-    self, state: ServerState, worker: Worker, actions: list[Action]
-  ) -> None:
-    """Sends the parameters to a member, with the number of its samples."""
-    member = state.members[worker]
+    self,
+    state: ServerState,
+    worker: Worker,
+    actions: list[Action],
+    *,
+    push_plan: int = 0,
+    pull_plan: int | None = 0,
+  ) -> Assignment:
+    """Sends the parameters to a member, with the number of its samples.
+
+    Args:
+      state: with the member.
+      worker: its name.
+      actions: to which the reply is added.
+      push_plan: as of `server.Reply`.
+      pull_plan: as of `server.Reply`.
+
+    Returns:
+      The task.
+    """
+    member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1
-    state.tasks[task] = Assignment(task, worker, state.version, member.samples)
+    found = state.tasks[task] = Assignment(
+      task, worker, version, member.samples, state.now_s, push_plan, pull_plan
+    )
     member.tasks.append(task)
-    actions.append(_messages.Reply(worker, task, state.version, member.samples))
+    passes = self.passes(worker, member.samples)
+    actions.append(
+      _messages.Reply(
+        worker, task, version, member.samples, passes, push_plan, pull_plan
+      )
+    )
     if self.timeout_s is not None:
       actions.append(_messages.Timer(task, self.timeout_s))
+    return found
 
   def apply(
     self,
@@ -286,6 +359,13 @@ class Protocol:
     actions.append(_messages.Discard(push.task, reason))
     state.discarded[reason] += 1
 
+  def smooth(self, before: float | None, measured: float) -> float:
+    """Returns a measurement, smoothed by those before as batches' speeds."""
+    if before is None:
+      return measured
+    kept = self.batches.smoothing
+    return kept * before + (1 - kept) * measured
+
   # The book-keeping.
 
   def _push(
@@ -304,17 +384,11 @@ class Protocol:
     member.tasks.remove(task)
     state.pushes += 1
     push.samples = message.samples
-    if message.compute_s > 0:
-      speed = message.samples / message.compute_s
-      kept = self.batches.smoothing
-      member.speed = (
-        speed if member.speed is None
-        else kept * member.speed + (1 - kept) * speed
-      )  # fmt: skip
+    self.observe(state, push, message)
     if state.until_allocation is not None:
       state.until_allocation -= 1
       if state.until_allocation <= 0:
-        self._allocate(state)
+        self.allocate(state)
     self.on_push(state, push, actions)
 
   def _add(self, state: ServerState, worker: Worker) -> None:
@@ -337,14 +411,6 @@ class Protocol:
       del state.tasks[task]
     state.total_samples -= member.samples
     self.on_leave(state, worker, actions)
-
-  def _allocate(self, state: ServerState) -> None:
-    members = state.members.values()
-    sizes = self.batches.sizes([member.speed for member in members])
-    for member, samples in zip(members, sizes, strict=True):
-      member.samples = samples
-    state.total_samples = sum(sizes)
-    state.until_allocation = self.batches.every(len(sizes))
 
 
 def by_rank(state: ServerState) -> Callable[[Worker], int]:

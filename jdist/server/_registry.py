@@ -10,6 +10,7 @@ from jdist.server import (
   _protocol,
   _ssp,
 )
+from jdist.server.h_ps import _h_ps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,12 @@ _ENTRIES = (
     _asynchronous.Ringmaster,
     "asynchronous; gradients that come too late are discarded",
     "Maranjyan et al., arXiv 2501.16168",
+  ),
+  ProtocolEntry(
+    "h_ps",
+    _h_ps.h_ps,
+    "rounds; tasks, bits and overlapped messages follow each worker",
+    "H-PS",
   ),
 )
 

@@ -57,6 +57,14 @@ class _Task:
   start_s: float
 
 
+@dataclasses.dataclass(slots=True)
+class _Given:
+  """A task on its way to a machine, or there since `arrived_s`."""
+
+  reply: _messages.Reply
+  arrived_s: float | None = None
+
+
 # After which nobody's tasks are gone; a tuple, as it is asked of each message.
 _FREQUENT = (_messages.Push, _messages.Pull)
 
@@ -149,17 +157,24 @@ class Simulation:
     }
     # What a machine began before its last failure, it does not end.
     self._lives = dict.fromkeys(self._of_name, 0)
+    self._away: set[str] = set()
     self._tasks: dict[int, _Task] = {}
+    # A machine computes one after the other, as they were given.
+    self._queues: dict[str, collections.deque[_Given]] = {
+      name: collections.deque() for name in self._of_name
+    }
+    self._busy: set[str] = set()
     self.events = 0
     self.nodes = {node.name: NodeTotals() for node in machines.nodes}
     self.staleness: collections.Counter[int] = collections.Counter()
     self.pulled_bytes = self.pushed_bytes = 0.0
     here = [node.name for node in machines.nodes if node.available(0.0)]
+    self._away.update(set(self._of_name) - set(here))
     self.state = protocol.init(here)
     machines.check_batches(
       profile,
       [
-        self.state.members[node.name].samples if node.name in here else 0
+        self._batch_size(node.name) if node.name in here else 0
         for node in machines.nodes
       ],
     )
@@ -270,6 +285,11 @@ class Simulation:
 
   # The course of a task, each step once the one before has happened.
 
+  def _batch_size(self, name: str) -> int:
+    """Returns what a machine must hold at once of its first batch."""
+    samples = self.state.members[name].samples
+    return math.ceil(samples / self.protocol.passes(name, samples))
+
   def _ready(self, name: str, life: int) -> None:
     if life == self._lives[name]:
       self._deliver(_messages.Pull(name))
@@ -279,22 +299,48 @@ class Simulation:
     self._tasks[reply.task] = _Task(name, reply.samples, self._environment.now)
     if self.learner is not None:
       self.learner.pull(reply)
-    self.pulled_bytes += self.profile.pull_bytes
+    given, life = _Given(reply), self._lives[name]
+    if name in self._away:  # What is sent to it is lost.
+      life = -1
+    else:
+      self._queues[name].append(given)
+    if reply.pull_plan is None:
+      self._receive(given, name, life)
+      return
+    num_bytes = self.profile.pull_bytes * self.protocol.share(reply.pull_plan)
+    self.pulled_bytes += num_bytes
     arrival = self._network.send(
       self._server,
       name,
-      self.profile.pull_bytes,
+      num_bytes,
       name=self._label("pull", reply.task),
       kind="pull",
     )
-    life = self._lives[name]
-    arrival.callbacks.append(lambda _: self._compute(reply, name, life))
+    arrival.callbacks.append(lambda _: self._receive(given, name, life))
 
-  def _compute(self, reply: _messages.Reply, name: str, life: int) -> None:
-    if life != self._lives[name]:
+  def _receive(self, given: _Given, name: str, life: int) -> None:
+    if life == self._lives[name]:
+      given.arrived_s = self._environment.now
+      self._begin(name, life)
+
+  def _begin(self, name: str, life: int) -> None:
+    """Lets a machine begin its next task, if it is idle and the task there."""
+    queue = self._queues[name]
+    if name in self._busy or not queue:
       return
+    arrived_s = queue[0].arrived_s
+    if arrived_s is not None:
+      self._busy.add(name)
+      waited_s = self._environment.now - arrived_s
+      self._compute(queue.popleft().reply, name, life, waited_s)
+
+  def _compute(
+    self, reply: _messages.Reply, name: str, life: int, waited_s: float
+  ) -> None:
     node, now = self._of_name[name], self._environment.now
-    work = self.profile.compute_s(reply.samples)
+    work = self.profile.compute_s(reply.samples, reply.passes)
+    encoded = (reply.push_plan > 0) + ((reply.pull_plan or 0) > 0)
+    work += encoded * self.profile.seconds_per_encoding
     if node.jitter:
       work *= node.draw(self._random[name])
     seconds = node.end_s(now, work) - now
@@ -304,24 +350,32 @@ class Simulation:
       self.trace.add(name, task, now, now + seconds, "compute")
     timeout = self._environment.timeout(seconds)
     timeout.callbacks.append(
-      lambda _: self._send_gradient(reply, name, life, seconds)
+      lambda _: self._send_gradient(reply, name, life, seconds, waited_s)
     )
 
   def _send_gradient(
-    self, reply: _messages.Reply, name: str, life: int, compute_s: float
+    self,
+    reply: _messages.Reply,
+    name: str,
+    life: int,
+    compute_s: float,
+    waited_s: float,
   ) -> None:
     if life != self._lives[name]:
       return
-    self.pushed_bytes += self.profile.push_bytes
+    num_bytes = self.profile.push_bytes * self.protocol.share(reply.push_plan)
+    self.pushed_bytes += num_bytes
     arrival = self._network.send(
       name,
       self._server,
-      self.profile.push_bytes,
+      num_bytes,
       name=self._label("push", reply.task),
       kind="push",
     )
-    push = _messages.Push(name, reply.task, reply.samples, compute_s)
+    push = _messages.Push(name, reply.task, reply.samples, compute_s, waited_s)
     arrival.callbacks.append(lambda _: self._take(push, life))
+    self._busy.discard(name)
+    self._begin(name, life)
 
   def _label(self, kind: str, task: int) -> str:
     """Returns a message's name in the trace, if there is one."""
@@ -350,6 +404,9 @@ class Simulation:
 
   def _fail(self, name: str, outage: cluster.Outage) -> None:
     self._lives[name] += 1
+    self._away.add(name)
+    self._queues[name].clear()
+    self._busy.discard(name)
     now = self._environment.now
     if self.trace is not None:
       end = outage.end_s if outage.end_s < math.inf else now
@@ -359,6 +416,7 @@ class Simulation:
       self._after(self._detection_s, self._deliver, _messages.Leave(name))
 
   def _return(self, name: str) -> None:
+    self._away.discard(name)
     self._deliver(_messages.Join(name))
     self._deliver(_messages.Pull(name))
 

@@ -23,6 +23,8 @@ PROTOCOLS = {
   ),
   "dbs": server.dbs(64),
   "ringmaster": server.Ringmaster(max_staleness=2),
+  "h_ps": server.h_ps(64),
+  "h_ps in turn": server.h_ps(64, pipelined=False),
 }
 
 
@@ -37,6 +39,7 @@ def test_every_named_protocol_is_tried():
 
 _REQUIRED = {
   "dbs": {"total": 64},
+  "h_ps": {"total": 64},
   "n_softsync": {"n": 1},
   "ringmaster": {"max_staleness": 4},
 }
@@ -74,7 +77,8 @@ class Network:
     elif isinstance(action, server.Discard):
       self.discarded += 1
     elif isinstance(action, server.Reply):
-      assert action.version == self.versions == self.state.version
+      # There may be two updates in one answer.
+      assert action.version == self.versions <= self.state.version
       assert action.worker in self.state.members
       if isinstance(self.state, server.SSP().empty_state().__class__):
         clocks = self.state.clocks
@@ -150,7 +154,7 @@ def test_each_push_is_applied_once_or_discarded(name, num_workers, seed):
     net.step(faults=False)
   each_push_is_counted_once(net)
   assert net.versions > before
-  assert len(net.state.tasks) <= num_workers
+  assert len(net.state.tasks) <= protocol.depth * num_workers
   if isinstance(protocol, server.SSP):
     assert max(net.ahead) <= protocol.bound
 
@@ -186,7 +190,7 @@ def test_the_same_messages_give_the_same_actions(name):
 def test_a_timeout_ends_a_membership(name):
   protocol = dataclasses.replace(PROTOCOLS[name], timeout_s=5.0)
   state = protocol.init(["a", "b"])
-  reply, timer = protocol.receive(state, 0.0, server.Pull("a"))
+  reply, timer, *_ = protocol.receive(state, 0.0, server.Pull("a"))
   assert timer == server.Timer(reply.task, 5.0)
   protocol.receive(state, 5.0, server.Expired(reply.task))
   assert list(state.members) == ["b"]
@@ -194,7 +198,7 @@ def test_a_timeout_ends_a_membership(name):
   assert protocol.receive(state, 6.0, late) == [
     server.Discard(reply.task, "left")
   ]
-  # A timer of a task that has come back says nothing.
+  # A timer of a task that is no more says nothing.
   assert protocol.receive(state, 9.0, server.Expired(reply.task)) == []
 
 

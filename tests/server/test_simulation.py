@@ -143,6 +143,8 @@ PROTOCOLS = {
   "dbs": server.dbs(20),
   "ringmaster": server.Ringmaster(batches=FIVE, max_staleness=2),
   "timeout": server.ASP(batches=FIVE, timeout_s=0.45),
+  "h_ps": server.h_ps(20),
+  "h_ps in turn": server.h_ps(20, pipelined=False),
 }
 
 

@@ -35,10 +35,12 @@ def build(
   options: _groups.ProtocolOptions,
   batch_size: int,
   machines: cluster.Cluster,
+  profile: cluster.Profile,
 ) -> server.Protocol:
   """Builds a protocol for these machines with those options that it takes."""
   num = len(machines.nodes)
   most = options.max_staleness
+  parts = options.parts
   given = {
     "total": num * batch_size,
     "batches": server.FixedBatches(batch_size),
@@ -46,6 +48,13 @@ def build(
     "n": options.splits,
     "max_staleness": num if most is None else most,
     "backups": options.backups,
+    "tasks": "tasks" in parts,
+    "pipelined": "pipeline" in parts,
+    "plans": server.BitPlans() if "bits" in parts else None,
+    "limits": {
+      node.name: profile.max_samples(node.memory_bytes)
+      for node in machines.nodes
+    },
   }
   factory = server.PROTOCOLS[name].factory
   takes = inspect.signature(factory).parameters
@@ -57,6 +66,8 @@ def gradients_per_update(
 ) -> int:
   """Returns how many gradients an update takes, to know a run's length."""
   num = len(machines.nodes)
+  if name == "h_ps":
+    return num
   if name == "bsp":
     return max(1, num - options.backups)
   if name == "n_softsync":

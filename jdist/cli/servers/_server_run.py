@@ -36,7 +36,7 @@ def train(options: _options.Train) -> None:
   )
   workload = _experiment.build(options)
   batch_size = options.batch_size // num
-  protocol = _protocols.build(name, options, batch_size, machines)
+  protocol = _protocols.build(name, options, batch_size, machines, profile)
   taken = _protocols.gradients_per_update(name, options, machines)
   # Schedules count updates.
   budget = _methods.make_budget(
@@ -127,6 +127,8 @@ def _show(record: training.Record) -> None:
 def _check(options: _options.Train) -> None:
   assert options.protocol is not None
   _protocols.check_names("--protocol", (options.protocol,))
+  if options.protocol == "h_ps":
+    raise ValueError("`--protocol h_ps` is of `jdist simulate` so far.")
   if options.cluster is None:
     raise ValueError(
       "`--cluster` must be given with `--protocol`: a TOML file of the "

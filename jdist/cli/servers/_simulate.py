@@ -18,7 +18,7 @@ def simulate(options: _options.Simulate) -> None:
   """Simulates each protocol and leaves a table, rows, pictures, timelines."""
   machines, profile, limits = _check(options)
   protocols = {
-    name: _protocols.build(name, options, options.batch_size, machines)
+    name: _protocols.build(name, options, options.batch_size, machines, profile)
     for name in options.protocols
   }
   training.check_plots()

@@ -1,0 +1,1 @@
+"""H-PS: rounds for unequal workers, and their three parts one by one."""

@@ -1,0 +1,126 @@
+"""A few precisions of messages, and which worker takes which."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+_BITS = (32, 16, 8, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class BitPlans:
+  r"""Precisions between which a worker's messages change, as few programs.
+
+  A plan gives each tensor its bits.  A tensor of n entries takes
+  :math:`b n + 32 \lceil n / k \rceil` bits of a message in blocks of k, of
+  which each has a scale, and 32 n in 32 bits.
+
+  Attributes:
+    bits: of each plan, of each tensor 32, 16, 8 or 4; the first plan is exact,
+      each later one takes fewer bytes.
+    sizes: entries of each tensor.
+    block: entries that share a scale.
+
+  Raises:
+    ValueError: when plans are not as described.
+
+  >>> plans = BitPlans()
+  >>> [round(plans.share(i), 3) for i in range(len(plans.bits))]
+  [1.0, 0.516, 0.266]
+  """
+
+  bits: tuple[tuple[int, ...], ...] = ((32,), (16,), (8,))
+  sizes: tuple[int, ...] = (1 << 20,)
+  block: int = 64
+
+  def __post_init__(self) -> None:
+    if not self.bits or any(each != 32 for each in self.bits[0]):
+      raise ValueError(
+        f"`bits` must begin with a plan of 32 bits, got {self.bits!r}."
+      )
+    for plan in self.bits:
+      if len(plan) != len(self.sizes) or set(plan) - set(_BITS):
+        raise ValueError(
+          f"`bits` must be of {_BITS}, one for each of {len(self.sizes)} "
+          f"tensors, got {plan!r}."
+        )
+    sent = [self.num_bytes(plan) for plan in range(len(self.bits))]
+    if any(b >= a for a, b in itertools.pairwise(sent)):
+      raise ValueError(
+        f"`bits` must be plans of fewer and fewer bytes, got {sent}."
+      )
+
+  def num_bytes(self, plan: int) -> int:
+    """Returns the bytes of a message, one for each tensor included."""
+    return sum(
+      1 + self._bytes(size, bits)
+      for size, bits in zip(self.sizes, self.bits[plan], strict=True)
+    )
+
+  def _bytes(self, size: int, bits: int) -> int:
+    if bits == 32:
+      return 4 * size
+    full, rest = divmod(size, self.block)
+    blocks = math.ceil(size / self.block)
+    return (
+      full * self.block * bits // 8 + math.ceil(rest * bits / 8) + (4 * blocks)
+    )
+
+  def share(self, plan: int) -> float:
+    """Returns a message's bytes over those in 32 bits."""
+    return self.num_bytes(plan) / self.num_bytes(0)
+
+  def choose(
+    self,
+    compute_s: Sequence[float | None],
+    exchange_s: Sequence[float | None],
+    *,
+    pipelined: bool,
+    slack: float = 0.9,
+  ) -> tuple[int, ...]:
+    """Returns for each worker the most bits that lengthen no round.
+
+    Pipelined, what a worker sends must be through in a part of the time in
+    which the slowest computes.  Otherwise each has as long as the slowest with
+    the fewest bits.  Where no plan is fast enough it is the last one, and the
+    first where nothing was measured.
+
+    Args:
+      compute_s: seconds of each worker's next task.
+      exchange_s: seconds of its pull and push in 32 bits.
+      pipelined: whether communication goes on under computation.
+      slack: that part of the computation, for messages of unlike length.
+
+    >>> plans = BitPlans()
+    >>> plans.choose([2.0, 2.0, 2.0], [1.5, 3.0, 9.0], pipelined=True)
+    (0, 1, 2)
+    >>> plans.choose([4.0, 1.0], [2.0, 3.0], pipelined=False)
+    (2, 0)
+    """
+    shares = [self.share(plan) for plan in range(len(self.bits))]
+    known: list[Any] = [
+      None if work is None or exchange is None else (work, exchange)
+      for work, exchange in zip(compute_s, exchange_s, strict=True)
+    ]
+    pairs = [pair for pair in known if pair is not None]
+    if not pairs:
+      return (0,) * len(known)
+    if pipelined:
+      until = slack * max(work for work, _ in pairs)
+    else:
+      until = (1 + 1e-9) * max(w + shares[-1] * each for w, each in pairs)
+
+    def fits(pair: tuple[float, float], share: float) -> bool:
+      return (0.0 if pipelined else pair[0]) + share * pair[1] <= until
+
+    return tuple(
+      0
+      if pair is None
+      else next(
+        (i for i, share in enumerate(shares) if fits(pair, share)),
+        len(shares) - 1,
+      )
+      for pair in known
+    )

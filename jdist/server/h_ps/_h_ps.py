@@ -1,0 +1,319 @@
+"""H-PS: rounds whose tasks, messages and precision follow each worker."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jdist import checks
+from jdist.server import _messages, _protocol, _weights
+from jdist.server._messages import Action, Worker
+from jdist.server.h_ps import _balanced_batches, _bit_plans
+
+_BY_SAMPLES = _weights.Weighting("linear")
+_PLANS = _bit_plans.BitPlans()
+
+
+@dataclasses.dataclass
+class HPSState(_protocol.ServerState):
+  """The state of `HPS`.
+
+  Attributes:
+    round: whose update comes next.
+    opened: rounds that were given out, the first after the last one.
+    owing: of each open round, members whose gradient its update waits for.
+    collected: gradients of open rounds.
+    next_round: the first round of which a member has no task yet.
+    ready: members that have asked for tasks, and get them as rounds open.
+    held: the version that a member was sent last.
+    plans: by how many bits a member's messages go.
+  """
+
+  round: int = 0
+  opened: int = 0
+  owing: dict[int, dict[Worker, None]] = dataclasses.field(default_factory=dict)
+  collected: list[_protocol.Assignment] = dataclasses.field(
+    default_factory=list
+  )
+  next_round: dict[Worker, int] = dataclasses.field(default_factory=dict)
+  ready: dict[Worker, None] = dataclasses.field(default_factory=dict)
+  held: dict[Worker, int] = dataclasses.field(default_factory=dict)
+  plans: dict[Worker, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HPS(_protocol.Protocol):
+  r"""Rounds of one gradient of each member, of what the member can do in time.
+
+  An update is the mean over the samples of a round, as in `BSP`.  With
+  `BalancedBatches` all finish at the same time.  Pipelined, a member has two
+  tasks: while the gradient of round k - 1 and the parameters that come of it
+  are under way, it computes round k on those that it has,
+
+  .. math:: \theta_{k+1} = \theta_k - \eta \sum_i \frac{n_i}{B}
+            \nabla L(\theta_{k-1}; B_i)
+
+  so that the staleness is exactly 1 from the second round on, and a round takes
+  max(t, (t + c) / 2) where computing takes t, and a push and a pull c; t + c
+  without it.  With `plans` each member's pushes and pulls take the most bits
+  that lengthen no round.  What a member is sent first, and first after it was
+  away, is exact.
+
+  Who joins takes part from the next round on that is not given out; nobody
+  waits for one who has left.  Gradients are summed in the order of joining.
+
+  Attributes:
+    batches: `server.BalancedBatches`.
+    weighting: by samples, unless given otherwise.
+    pipelined: whether communication goes on under computation.
+    plans: of messages' bits; all are exact if None.
+    limits: samples that a member's memory holds at once; any, of who is not
+      named.
+    slack: part of the computation under which communication must fit, in
+      (0, 1].
+
+  Raises:
+    ValueError: when an argument is not as described.
+
+  References:
+    H-PS: heterogeneity-aware parameter server.  Reconstruction: the abstract
+    names the three parts and none of their equations.  Xu et al., OD-SGD
+    (arXiv 2005.06728): the pipeline.
+
+  >>> from jdist import server
+  >>> protocol = server.HPS(batches=server.BalancedBatches(64))
+  >>> state = protocol.init(["a", "b"])
+  >>> for action in protocol.receive(state, 0.0, server.Pull("a")):
+  ...   print(action)
+  Reply(worker='a', task=0, version=0, samples=32)
+  Reply(worker='a', task=1, version=0, samples=32, pull_plan=None)
+  >>> _ = protocol.receive(state, 0.0, server.Pull("b"))
+  >>> protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  []
+  >>> protocol.receive(state, 1.0, server.Pull("a"))  # It has task 1.
+  []
+  >>> for action in protocol.receive(state, 3.0, server.Push("b", 2, 32, 3.0)):
+  ...   print(action)
+  Apply(tasks=(0, 2), weights=(0.5, 0.5), staleness=(0, 0))
+  Reply(worker='a', task=4, version=1, samples=48)
+  Reply(worker='b', task=5, version=1, samples=16)
+  """
+
+  batches: _balanced_batches.BalancedBatches
+  weighting: _weights.Weighting = _BY_SAMPLES
+  pipelined: bool = True
+  plans: _bit_plans.BitPlans | None = None
+  limits: Mapping[Worker, int | None] | None = None
+  slack: float = 0.9
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    checks.check_type(
+      "batches",
+      self.batches,
+      _balanced_batches.BalancedBatches,
+      "`server.BalancedBatches`",
+    )
+    if self.plans is not None:
+      checks.check_type(
+        "plans", self.plans, _bit_plans.BitPlans, "a `server.BitPlans`"
+      )
+    if not 0 < self.slack <= 1:
+      raise ValueError(f"`slack` must be in (0, 1], got {self.slack}.")
+
+  def empty_state(self) -> HPSState:
+    """Returns a state without members."""
+    return HPSState()
+
+  @property
+  def depth(self) -> int:
+    """Two tasks, of which one is computed and one under way; else one."""
+    return 2 if self.pipelined else 1
+
+  def passes(self, worker: Worker, samples: int) -> int:
+    """Returns into how many batches a task is cut, to fit into memory."""
+    return self.batches.passes(samples, (self.limits or {}).get(worker))
+
+  def share(self, plan: int) -> float:
+    """Returns a plan's part of a message's bytes."""
+    return 1.0 if self.plans is None else self.plans.share(plan)
+
+  def observe(
+    self,
+    state: _protocol.ServerState,
+    push: _protocol.Assignment,
+    message: _messages.Push,
+  ) -> None:
+    """Takes note of a task's speed, and of its messages' time."""
+    super().observe(state, push, message)
+    if push.pull_plan is None:
+      return  # Nothing was sent for it.
+    passed = state.now_s - push.sent_s - message.compute_s - message.waited_s
+    share = (self.share(push.pull_plan) + self.share(push.push_plan)) / 2
+    member = state.members[push.worker]
+    member.exchange_s = self.smooth(member.exchange_s, max(passed, 0.0) / share)
+
+  def allocate(self, state: _protocol.ServerState) -> None:
+    """Gives each member the next round's batch, and the bits of messages."""
+    assert isinstance(state, HPSState)
+    members = state.members
+    overheads = None
+    if not self.pipelined:
+      overheads = [
+        (member.exchange_s or 0.0) * self.share(state.plans.get(worker, 0))
+        for worker, member in members.items()
+      ]
+    limits = self.limits or {}
+    sizes = self.batches.sizes(
+      [member.speed for member in members.values()],
+      overheads_s=overheads,
+      limits=[limits.get(worker) for worker in members],
+    )
+    for member, samples in zip(members.values(), sizes, strict=True):
+      member.samples = samples
+    state.total_samples = sum(sizes)
+    if self.plans is not None:
+      plans = self.plans.choose(
+        [x.samples / x.speed if x.speed else None for x in members.values()],
+        [x.exchange_s for x in members.values()],
+        pipelined=self.pipelined,
+        slack=self.slack,
+      )
+      state.plans = dict(zip(members, plans, strict=True))
+
+  def on_leave(
+    self,
+    state: _protocol.ServerState,
+    worker: Worker,
+    actions: list[Action],
+  ) -> None:
+    """Waits for the member no longer, and forgets what it holds."""
+    assert isinstance(state, HPSState)
+    for owing in state.owing.values():
+      owing.pop(worker, None)
+    for of_members in (state.next_round, state.ready, state.held):
+      of_members.pop(worker, None)
+    state.plans.pop(worker, None)
+    self._close(state, actions)
+
+  def on_pull(
+    self,
+    state: _protocol.ServerState,
+    worker: Worker,
+    actions: list[Action],
+  ) -> None:
+    """Gives a member its tasks of open rounds; those of later ones follow."""
+    assert isinstance(state, HPSState)
+    if state.round == state.opened:
+      self._open(state, actions)
+    state.ready[worker] = None
+    self._give(state, worker, actions)
+
+  def on_push(
+    self,
+    state: _protocol.ServerState,
+    push: _protocol.Assignment,
+    actions: list[Action],
+  ) -> None:
+    """Keeps a gradient until all of its round are here."""
+    assert isinstance(state, HPSState)
+    del state.owing[push.round][push.worker]
+    state.collected.append(push)
+    self._close(state, actions)
+
+  def _close(self, state: HPSState, actions: list[Action]) -> None:
+    """Makes the updates for which all is here, and opens the next rounds."""
+    while state.round < state.opened and not state.owing[state.round]:
+      del state.owing[state.round]
+      pushes = [x for x in state.collected if x.round == state.round]
+      state.collected = [x for x in state.collected if x.round > state.round]
+      state.round += 1
+      if pushes:
+        # One who left after its push has no rank any more.
+        members = state.members
+        pushes.sort(
+          key=lambda push: (
+            (0, members[push.worker].rank)
+            if push.worker in members
+            else (1, push.task)
+          )
+        )
+        self.apply(state, pushes, actions, mean=True)
+      self._open(state, actions)
+
+  def _open(self, state: HPSState, actions: list[Action]) -> None:
+    """Gives out as many rounds as a member may have tasks."""
+    if not state.members:
+      return
+    while state.opened < state.round + self.depth:
+      state.owing[state.opened] = dict.fromkeys(state.members)
+      state.opened += 1
+      self.allocate(state)
+    for worker in state.members:
+      if worker in state.ready:
+        self._give(state, worker, actions)
+
+  def _give(
+    self, state: HPSState, worker: Worker, actions: list[Action]
+  ) -> None:
+    """Gives a member its tasks of open rounds, if there are any."""
+    first = max(state.next_round.get(worker, 0), state.round)
+    for number in range(first, state.opened):
+      if worker not in state.owing[number]:
+        continue
+      plan = state.plans.get(worker, 0)
+      pull_plan: int | None = plan
+      if worker not in state.held:
+        pull_plan = 0
+      elif state.held[worker] == state.version:
+        pull_plan = None
+      task = self.reply(
+        state, worker, actions, push_plan=plan, pull_plan=pull_plan
+      )
+      task.round = number
+      state.held[worker] = state.version
+      state.next_round[worker] = number + 1
+
+
+def h_ps(
+  total: int,
+  *,
+  tasks: bool = True,
+  pipelined: bool = True,
+  plans: _bit_plans.BitPlans | None = _PLANS,
+  limits: Mapping[Worker, int | None] | None = None,
+  smoothing: float = 0.5,
+  accumulate: bool = True,
+  slack: float = 0.9,
+  timeout_s: float | None = None,
+) -> HPS:
+  """H-PS: tasks by speed, communication under computation, fewer bits.
+
+  Args:
+    total: samples of a round, of all workers together.
+    tasks: whether batches let all finish at the same time; equal ones if not.
+    pipelined: as of `server.HPS`.
+    plans: as of `server.HPS`; None for exact messages.
+    limits: as of `server.HPS`.
+    smoothing: as of `server.BalancedBatches`.
+    accumulate: as of `server.BalancedBatches`.
+    slack: as of `server.HPS`.
+    timeout_s: as of `server.Protocol`.
+
+  Returns:
+    The protocol; with one part alone, the others left out, an ablation.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  References:
+    H-PS; see `server.HPS` for what is reconstructed.
+  """
+  return HPS(
+    batches=_balanced_batches.BalancedBatches(
+      total, measured=tasks, smoothing=smoothing, accumulate=accumulate
+    ),
+    pipelined=pipelined,
+    plans=plans,
+    limits=limits,
+    slack=slack,
+    timeout_s=timeout_s,
+  )

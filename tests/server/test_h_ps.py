@@ -1,0 +1,227 @@
+"""H-PS: its three parts by hand, and in time."""
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jdist import cluster, server
+
+pytest.importorskip("simpy")
+
+# A push or a pull of 100 bytes takes 0.5 s; every worker has its own link.
+LINK = cluster.Link(8 * 200.0)
+COSTS = cluster.Profile(
+  seconds_per_sample=0.1, pull_bytes=100.0, push_bytes=100.0
+)
+PLANS = server.BitPlans()
+
+
+def run(protocol, speeds, costs=COSTS, updates=40, **options):
+  options.setdefault("link", LINK)
+  machines = options.pop("machines", None) or cluster.workers(
+    speeds, server_link=cluster.Link(1e12), **options
+  )
+  simulation = server.Simulation(
+    machines, protocol, costs, trace=cluster.Trace()
+  )
+  simulation.run(updates=updates)
+  return simulation
+
+
+def round_s(protocol, speeds, **options):
+  """Seconds of a round, long after the beginning."""
+  simulation = run(protocol, speeds, **options)
+  start = simulation.now_s
+  simulation.run(updates=simulation.state.version + 20)
+  return (simulation.now_s - start) / 20
+
+
+speeds_s = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=8)
+
+
+@hypothesis.given(speeds_s, st.integers(1, 500), st.data())
+def test_batches_end_together_and_sum_exactly(speeds, total, data):
+  num = len(speeds)
+  overheads = data.draw(
+    st.lists(st.floats(0.0, 5.0), min_size=num, max_size=num)
+  )
+  limits = data.draw(
+    st.lists(st.integers(1, 200) | st.none(), min_size=num, max_size=num)
+  )
+  bounded = server.BalancedBatches(total, accumulate=False)
+  sizes = bounded.sizes(speeds, overheads_s=overheads, limits=limits)
+  most = sum(total if limit is None else limit for limit in limits)
+  assert sum(sizes) == min(max(total, num), max(most, num))
+  for size, limit in zip(sizes, limits, strict=True):
+    assert 1 <= size <= (limit or total + num)
+  # Who could take more ends no sooner than who could take less, but for one
+  # sample of rounding each.
+  ends = [n / v + c for n, v, c in zip(sizes, speeds, overheads, strict=True)]
+  for i in range(num):
+    for j in range(num):
+      if sizes[i] > 1 and (limits[j] is None or sizes[j] < limits[j]):
+        assert ends[i] <= ends[j] + 1 / speeds[i] + 1 / speeds[j] + 1e-6
+
+
+def test_memory_bounds_batches_or_their_parts():
+  speeds, limits = [8.0, 4.0, 2.0, 1.0], [40, None, 10, 100]
+  parts = server.BalancedBatches(150)
+  assert parts.sizes(speeds, limits=limits) == (80, 40, 20, 10)
+  assert [parts.passes(*x) for x in ((80, 40), (40, None), (20, 10))] == [
+    2, 1, 2,
+  ]  # fmt: skip
+  bounded = server.BalancedBatches(150, accumulate=False)
+  assert bounded.sizes(speeds, limits=limits) == (40, 80, 10, 20)
+
+
+def test_parts_of_a_batch_cost_their_own_start():
+  machines = cluster.Cluster(
+    (cluster.Node("a", memory_bytes=10.0), cluster.Node("b"))
+  )
+  costs = cluster.Profile(
+    seconds_per_sample=1.0, seconds_per_batch=0.5, bytes_per_sample=1.0
+  )
+  protocol = server.h_ps(50, tasks=False, plans=None, limits={"a": 10})
+  simulation = run(protocol, None, costs, updates=1, machines=machines)
+  # 25 samples in three parts.
+  assert simulation.nodes["a"].compute_s == pytest.approx(2 * (25 + 1.5))
+  assert simulation.now_s == pytest.approx(26.5)
+  with pytest.raises(ValueError, match="A batch of 25 samples"):
+    run(
+      server.h_ps(50, accumulate=False), None, costs, machines=machines
+    )  # Its memory is not known to the server.
+
+
+def test_tasks_follow_speeds_and_links():
+  protocol = server.h_ps(60, pipelined=False, plans=None)
+  machines = cluster.workers(
+    [3.0, 1.0], link=LINK, server_link=cluster.Link(1e12)
+  )
+  simulation = run(protocol, None, machines=machines)
+  assert [x.samples for x in simulation.state.members.values()] == [45, 15]
+  assert round_s(protocol, [3.0, 1.0]) == pytest.approx(1.5 + 1.0)
+  # Its messages take 3 s and not 1 s: n / 30 + 3 = (60 - n) / 10 + 1.
+  topology = cluster.star(
+    {"worker0": cluster.Link(8 * 200 / 3), "worker1": LINK}, "server"
+  )
+  slower = cluster.Cluster(machines.nodes, topology)
+  simulation = run(protocol, None, machines=slower)
+  assert [x.samples for x in simulation.state.members.values()] == [30, 30]
+
+
+@pytest.mark.parametrize(
+  ("samples", "wanted"),
+  # Of two equal workers: computing hides the second of messages; half of it.
+  ((30, 1.5), (20, 1.0), (4, 0.6)),
+)
+def test_a_pipelined_round_by_hand(samples, wanted):
+  options = {"tasks": False, "plans": None}
+  protocol = server.h_ps(2 * samples, **options)
+  if samples == 30:
+    simulation = run(protocol, [2.0, 2.0])
+    assert dict(simulation.staleness) == {0: 2, 1: 78}
+    assert simulation.pulled_bytes == pytest.approx(
+      100 * simulation.state.version * 2, abs=200
+    )
+  assert round_s(protocol, [2.0, 2.0]) == pytest.approx(wanted)
+  in_turn = server.h_ps(2 * samples, pipelined=False, **options)
+  assert round_s(in_turn, [2.0, 2.0]) == pytest.approx(samples / 20 + 1.0)
+
+
+def test_staleness_is_one_whatever_happens():
+  machines = cluster.Cluster(
+    (
+      cluster.Node("a", jitter=0.5, speed=3.0),
+      cluster.Node("b", outages=(cluster.Outage(20.0, 40.0),)),
+      cluster.Node("c", jitter=0.3, outages=(cluster.Outage(60.0),)),
+    ),
+    cluster.star(dict.fromkeys("abc", LINK), "server"),
+  )
+  simulation = run(server.h_ps(60), None, machines=machines, updates=60)
+  assert set(simulation.staleness) == {0, 1}
+  # The first round, and none after it.
+  assert simulation.staleness[0] == 3
+  assert list(simulation.state.members) == ["a", "b"]
+
+
+def test_bits_are_the_most_that_hide():
+  topology = cluster.star(
+    {
+      "worker0": LINK,  # 1 s under 2 s of computing: exact.
+      "worker1": cluster.Link(8 * 200 / 3),  # 3 s: 16 bits.
+      "worker2": cluster.Link(8 * 200 / 9),  # 9 s: 8 bits do not hide.
+    },
+    "server",
+  )
+  machines = cluster.Cluster(cluster.workers([1.0] * 3).nodes, topology)
+  simulation = run(server.h_ps(60), None, machines=machines)
+  assert list(simulation.state.plans.values()) == [0, 1, 2]
+  exchange = [x.exchange_s for x in simulation.state.members.values()]
+  assert exchange == pytest.approx([1.0, 3.0, 9.0])
+  # The last one's chain of two rounds.
+  assert round_s(server.h_ps(60), None, machines=machines) == pytest.approx(
+    (2.0 + 9.0 * PLANS.share(2)) / 2
+  )
+
+
+def test_without_a_pipeline_bits_use_the_slowest_ones_time():
+  protocol = server.h_ps(40, tasks=False, pipelined=False)
+  simulation = run(protocol, [4.0, 1.0])
+  assert list(simulation.state.plans.values()) == [0, 2]
+  assert round_s(protocol, [4.0, 1.0]) == pytest.approx(2 + PLANS.share(2))
+
+
+def test_what_a_member_is_sent_first_is_exact():
+  protocol = server.h_ps(20, tasks=False, pipelined=False)
+  state = protocol.init("ab")
+  replies = []
+
+  def deliver(now, message):
+    found = protocol.receive(state, now, message)
+    replies.extend(x for x in found if isinstance(x, server.Reply))
+
+  def end_round(now):
+    for reply in replies[-2:]:
+      deliver(now, server.Push(reply.worker, reply.task, 10, 1.0))
+
+  for worker in "ab":
+    deliver(0.0, server.Pull(worker))
+  end_round(10.0)
+  end_round(20.0)
+  # The first round was exact, and is measured: 9 s of messages.
+  assert [x.pull_plan for x in replies] == [0, 0, 2, 2, 2, 2]
+  deliver(25.0, server.Leave("b"))
+  deliver(25.0, server.Join("b"))
+  deliver(25.0, server.Pull("b"))
+  deliver(30.0, server.Push("a", replies[-2].task, 10, 1.0))
+  assert [(x.worker, x.pull_plan) for x in replies[6:]] == [("a", 2), ("b", 0)]
+
+
+def test_encoding_takes_the_machines_time():
+  costs = cluster.Profile(
+    seconds_per_sample=0.1, pull_bytes=100.0, push_bytes=100.0,
+    seconds_per_encoding=0.05,
+  )  # fmt: skip
+  protocol = server.h_ps(16, tasks=False)
+  # 0.8 s of computing, 1 s of messages: 16 bits, made and read.
+  assert round_s(protocol, [1.0, 1.0], costs=costs) == pytest.approx(0.9)
+  assert round_s(protocol, [1.0, 1.0]) == pytest.approx(0.8)
+
+
+BAD = {
+  "total": lambda: server.h_ps(0),
+  "smoothing": lambda: server.h_ps(8, smoothing=1.0),
+  "slack": lambda: server.h_ps(8, slack=0.0),
+  "minimum": lambda: server.BalancedBatches(8, minimum=0),
+  "batches": lambda: server.HPS(batches=server.SpeedBatches(8)),
+  "plans": lambda: server.h_ps(8, plans=(32, 8)),
+  "bits": lambda: server.BitPlans(bits=((16,), (8,))),
+  "bits ": lambda: server.BitPlans(bits=((32,), (8, 8))),
+  "bits  ": lambda: server.BitPlans(bits=((32,), (8,), (16,))),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name.strip()}` must"):
+    BAD[name]()
