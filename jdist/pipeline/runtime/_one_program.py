@@ -9,7 +9,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jdist import checks, collectives, states, training, transforms
-from jdist.pipeline.runtime import _grid, _stages, _tick_times, _ticks
+from jdist.pipeline.runtime import (
+  _chain_check,
+  _grid,
+  _stages,
+  _tick_times,
+  _ticks,
+)
 from jdist.pipeline.schedule import Op, Table
 
 PyTree = Any
@@ -43,11 +49,12 @@ class OneProgram:
   backward pass runs its stage's forward pass again from the saved input: the
   only activations that are kept are those between stages.
 
-  Parameters and the model's state are arrays `[devices, chunks, ...]`: stacked
-  where all stages have the same shapes, so that each device's optimizer sees
-  its stages' own leaves; else packed, a buffer for each dtype, which takes
-  optimizers that act on each number alone.  Parameters that several stages have
-  are packed, too: each of these stages has a copy, all with one update.
+  Parameters are arrays `[devices, ...]`: stacked where all stages have the same
+  shapes, so that each device's optimizer sees its stages' own leaves (in a
+  tuple where it has several stages); else packed, a buffer `[devices, chunks,
+  size]` for each dtype, which takes optimizers that act on each number alone.
+  Parameters that several stages have are packed, too: each of these stages has
+  a copy, all with one update.
 
   An asynchronous table gives its window W and its micro-batches; its ticks are
   those of 1F1B without a flush.  The gradient of iteration k is taken at the
@@ -244,9 +251,11 @@ class OneProgram:
       seed: of the run's random key.
 
     Raises:
-      ValueError: when the mesh has no such axis of the table's devices.
+      ValueError: when the mesh has no such axis of the table's devices, or the
+        optimizer needs whole leaves, or all of them, and does not have them.
     """
     self._check_mesh(team)
+    self._check_chain(inner)
     joined, model_state = self.join(params, model_state)
     state = training.init_state(
       team, optax.identity(), joined, model_state, seed=seed, specs=self.spec
@@ -312,8 +321,9 @@ class OneProgram:
     """Makes one worker's training step, of one iteration's ticks.
 
     Args:
-      inner: any Optax chain whose collectives are over the workers; of packed
-        stages one that acts on each number alone, or in blocks.
+      inner: any Optax chain whose collectives are over the workers and whose
+        norms are of leaves, see `clip_norm`; of packed stages one that acts on
+        each number alone, or in blocks.
       axis: the workers' axis.
 
     Returns:
@@ -322,6 +332,9 @@ class OneProgram:
       an asynchronous table the metrics are those of the iteration whose
       gradient the step applied; in the first `grid.behind` steps, which apply
       none, of the first iteration so far.
+
+    Raises:
+      ValueError: when the chain is another.
     """
     update = training.make_update(self._optimizer(inner), axis=axis)
 
@@ -418,7 +431,7 @@ class OneProgram:
 
     ticks, grid = self._ticks, self.grid
     opt_state = state.opt_state
-    flight = opt_state.flight if grid.behind else ticks.start(state.params)
+    flight = opt_state.flight if grid.behind else ticks.start()
     grads, model_state, means, flight = ticks.run(
       (_read(opt_state, state.params), *opt_state.older),
       state.model_state,
@@ -442,6 +455,7 @@ class OneProgram:
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for one device: keeps versions, skips the first."""
+    self._check_chain(inner)
     inner = optax.with_extra_args_support(inner)
     behind = self.grid.behind
 
@@ -472,7 +486,7 @@ class OneProgram:
     def device(params: PyTree) -> Any:
       own = jax.tree.map(lambda x: x[0], params)
       state = inner.init(own)
-      flight = self._ticks.start(own) if self.grid.behind else ()
+      flight = self._ticks.start() if self.grid.behind else ()
       return jax.tree.map(lambda x: x[None] if x.ndim else x, state), (
         jax.tree.map(lambda x: x[None], flight)
       )
@@ -511,6 +525,12 @@ class OneProgram:
         f"micro-batches, got an array of shape {list(x.shape)}."
       )
     return x.reshape(number, x.shape[0] // number, *x.shape[1:])
+
+  def _check_chain(self, inner: optax.GradientTransformation) -> None:
+    checks.check_optimizer("inner", inner)
+    _chain_check.check_chain(
+      inner, packed=not self.stacked, num_devices=self.grid.num_devices
+    )
 
   def _check_mesh(self, team: collectives.Workers) -> None:
     shape = {} if team.mesh is None else dict(team.mesh.shape)

@@ -25,22 +25,32 @@ class _Leaf:
 
 
 class StageArrays:
-  """Trees, one for each stage, as arrays `[devices, chunks, ...]`.
+  """Trees, one for each stage, as arrays `[devices, ...]`.
 
   Trees whose leaves have the same shapes, whatever their names, are stacked,
-  leaf by leaf, under the names of the first: any optimizer then sees a
-  stage's own leaves.  Others are packed: their leaves lie one behind the
-  other in a buffer for each dtype, as long as the longest stage's, which only
-  what acts on each number alone may update.
+  leaf by leaf, under the names of the first.  Others are packed: their leaves
+  lie one behind the other in a buffer for each dtype, as long as the longest
+  stage's, which only what acts on each number alone may update.
+
+  Arrays are `[devices, chunks, ...]`; those of stacked trees whose chunks are
+  apart `[devices, ...]`, in a tuple of a tree for each chunk where there are
+  several: an optimizer then sees the leaves of its stages as they are, but for
+  scalars, which are `[devices, 1]`.
 
   Attributes:
-    stacked: which of both.
+    stacked: whether trees are stacked, and not packed.
+    apart: whether their chunks are apart.
     num_devices: stage s is chunk `s // num_devices` of device
       `s % num_devices`.
   """
 
   def __init__(
-    self, trees: Sequence[PyTree], num_devices: int, *, pack: bool | None = None
+    self,
+    trees: Sequence[PyTree],
+    num_devices: int,
+    *,
+    pack: bool | None = None,
+    apart: bool = False,
   ):
     """Lays out trees.
 
@@ -48,6 +58,7 @@ class StageArrays:
       trees: of arrays or `jax.ShapeDtypeStruct`, one for each stage.
       num_devices: that divides their number.
       pack: whether to pack; None where trees are unlike.
+      apart: whether to keep the chunks of stacked trees apart.
     """
     self.num_devices = num_devices
     self._shapes = [
@@ -57,6 +68,7 @@ class StageArrays:
     alike = all(_same(tree, self._shapes[0]) for tree in self._shapes)
     self.stacked = alike if pack is None else not pack
     assert alike or not self.stacked
+    self.apart = self.stacked and apart
     self._leaves: list[list[_Leaf]] = []
     self.sizes: dict[str, int] = {}
     for tree in self._shapes:
@@ -75,6 +87,11 @@ class StageArrays:
     """The number of trees."""
     return len(self._shapes)
 
+  @property
+  def num_chunks(self) -> int:
+    """Stages of a device."""
+    return self.num_stages // self.num_devices
+
   def find(self, stage: int, path: str) -> _Leaf:
     """Returns the place of a leaf, whose path `jax.tree_util.keystr` wrote."""
     paths = jax.tree_util.tree_leaves_with_path(self._shapes[stage])
@@ -82,23 +99,49 @@ class StageArrays:
     return self._leaves[stage][names.index(path)]
 
   def join(self, trees: Sequence[PyTree]) -> PyTree:
-    """Makes the arrays `[devices, chunks, ...]` of all stages."""
+    """Makes the arrays `[devices, ...]` of all stages."""
     own = [self.to_own(tree, i) for i, tree in enumerate(trees)]
-    chunks = self.num_stages // self.num_devices
 
     def stack(*leaves: jax.Array) -> jax.Array:
       found = jnp.stack(leaves)
-      found = found.reshape(chunks, self.num_devices, *found.shape[1:])
+      found = found.reshape(self.num_chunks, -1, *found.shape[1:])
       return jnp.swapaxes(found, 0, 1)
 
-    return jax.tree.map(stack, *own)
+    arrays = jax.tree.map(stack, *own)
+    return self.take_apart(arrays, 1) if self.apart else arrays
+
+  def take_apart(self, arrays: PyTree, axis: int = 0) -> PyTree:
+    """Takes the chunks, which lie along an axis, apart."""
+
+    def take(x: jax.Array, chunk: int) -> jax.Array:
+      keep = x.ndim == axis + 1  # A scalar of each stage.
+      return jax.lax.index_in_dim(x, chunk, axis, keepdims=keep)
+
+    found = tuple(
+      jax.tree.map(lambda x, c=c: take(x, c), arrays)
+      for c in range(self.num_chunks)
+    )
+    return found if len(found) > 1 else found[0]
+
+  def chunk(self, arrays: PyTree, stage: int) -> PyTree:
+    """Returns what `to_own` made of a stage, of one device's arrays."""
+    number = stage // self.num_devices
+    if not self.apart:
+      return jax.tree.map(lambda x: x[number], arrays)
+    own = arrays[number] if self.num_chunks > 1 else arrays
+    leaves = zip(
+      jax.tree.leaves(own), jax.tree.leaves(self._shapes[stage]), strict=True
+    )
+    return jax.tree.unflatten(
+      jax.tree.structure(own), [x.reshape(like.shape) for x, like in leaves]
+    )
 
   def split(self, arrays: PyTree) -> list[PyTree]:
     """Undoes `join`."""
     return [
       self.to_tree(
-        jax.tree.map(
-          lambda x, s=s: x[s % self.num_devices, s // self.num_devices], arrays
+        self.chunk(
+          jax.tree.map(lambda x, s=s: x[s % self.num_devices], arrays), s
         ),
         s,
       )

@@ -75,7 +75,10 @@ class Ticks:
     self._stages, self._loss, self._inputs = tuple(stages), loss, inputs
     shared = bool(_stages.shared_paths(stages))
     self.params = _stage_arrays.StageArrays(
-      [x.params for x in stages], grid.num_devices, pack=shared or None
+      [x.params for x in stages],
+      grid.num_devices,
+      pack=shared or None,
+      apart=True,
     )
     self.tied = _tied_leaves.TiedLeaves(stages, self.params, axis)
     self.states = _stage_arrays.StageArrays(
@@ -117,16 +120,16 @@ class Ticks:
     """Bytes that a device sends in a tick, each way."""
     return self._size * self._dtype.itemsize
 
-  def start(self, params: PyTree) -> TicksState:
-    """Makes an empty pipeline, of one device's parameters [chunks, ...]."""
-    grid = self.grid
-    chunks = grid.num_stages // grid.num_devices
+  def start(self) -> TicksState:
+    """Makes an empty pipeline, of one device."""
+    grid, chunks = self.grid, self.params.num_chunks
     turns = grid.behind + 1
     one = jax.tree.map(
       lambda x: jnp.zeros((turns, grid.num_microbatches, *x.shape), x.dtype),
       self._microbatch,
     )
-    state = self._one_state()
+    state = self._one_chunk(self.states, self._stages[0].state)
+    sums = self._one_chunk(self.params, self._stages[0].params)
     empty = TicksState(
       batches=one,
       inputs=jnp.zeros((chunks, grid.slots, self._size), self._dtype),
@@ -139,7 +142,7 @@ class Ticks:
       output=jnp.zeros(self._size, self._dtype),
       gradient=jnp.zeros(self._size, self._dtype),
       grads=jax.tree.map(
-        lambda x: jnp.zeros((turns, *x.shape), _wide(x.dtype)), params
+        lambda x: jnp.zeros((turns, chunks, *x.shape), _wide(x.dtype)), sums
       ),
       totals=jnp.zeros((turns, len(self.names) + 1), jnp.float32),
     )
@@ -159,8 +162,7 @@ class Ticks:
     """Runs the ticks of a step.
 
     Args:
-      versions: of one device's parameters, each [chunks, ...], the newest
-        first.
+      versions: of one device's parameters, the newest first.
       state: of the model, [chunks, ...].
       flight: what is under way.
       batch: of the iteration that begins, [micro-batches, ...].
@@ -170,9 +172,9 @@ class Ticks:
       num_fed: iterations that there are; later ones are not begun.
 
     Returns:
-      The mean gradient of iteration `step - behind`, [chunks, ...], the model's
-      state, the means of loss and metrics of that iteration, and what is under
-      way.  Before there is one the means are of the first one, so far.
+      The mean gradient of iteration `step - behind`, like the parameters, the
+      model's state, the means of loss and metrics of that iteration, and what
+      is under way.  Before there is one the means are of the first one, so far.
     """
     grid, axis = self.grid, self.axis
     turns = grid.behind + 1
@@ -217,11 +219,10 @@ class Ticks:
     (state, flight), _ = jax.lax.scan(tick, (state, flight), rows)
     done = (step - grid.behind) % turns
     count = grid.num_microbatches
-    grads = jax.tree.map(
-      lambda total, w: (total[done] / count).astype(w.dtype),
-      flight.grads,
-      versions[0],
-    )
+    grads = jax.tree.map(lambda total: total[done] / count, flight.grads)
+    if self.params.apart:
+      grads = self.params.take_apart(grads)
+    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, versions[0])
     totals = flight.totals[jnp.where(step < grid.behind, 0, done)]
     if axis is not None:  # The last stage alone has them.
       totals = jax.lax.psum(totals, axis)
@@ -299,7 +300,7 @@ class Ticks:
       key = self._key(key_of, iteration, microbatch)
       y, new = _stages.apply_layer(
         self._stages[number],
-        self._params(versions, number, chunk, offset),
+        self._params(versions, number, offset),
         self.states.to_tree(own, number),
         self._input(flight, number, chunk, slot, batch, key),
         batch,
@@ -346,7 +347,7 @@ class Ticks:
       stage = self._stages[number]
       key = self._key(key_of, iteration, microbatch)
       x = self._input(flight, number, chunk, slot, batch, key)
-      params = self._params(versions, number, chunk, offset)
+      params = self._params(versions, number, offset)
 
       def run(params: PyTree, x: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
         y, new = _stages.apply_layer(stage, params, before, x, batch, key)
@@ -444,7 +445,6 @@ class Ticks:
     self,
     versions: Sequence[PyTree],
     number: int,
-    chunk: jax.Array,
     offset: jax.Array,
   ) -> PyTree:
     """Returns a stage's parameters, in the version that an iteration reads.
@@ -455,9 +455,7 @@ class Ticks:
     first = self.grid.delay - self.grid.behind
 
     def own(version: PyTree) -> PyTree:
-      return jax.tree.map(
-        lambda x: x[0] if x.shape[0] == 1 else x[chunk], version
-      )
+      return self.params.chunk(version, number)
 
     read = versions[first : first + self.grid.behind + 1]
     if len(read) == 1:
@@ -536,14 +534,13 @@ class Ticks:
       start += leaf.size
     return jax.tree.unflatten(structure, found)
 
-  def _one_state(self) -> PyTree:
-    """Returns shapes of one chunk's state."""
+  def _one_chunk(
+    self, arrays: _stage_arrays.StageArrays, first: PyTree
+  ) -> PyTree:
+    """Returns shapes of one chunk's arrays."""
     return jax.eval_shape(
-      lambda: self.states.to_own(
-        jax.tree.map(
-          lambda x: jnp.zeros(x.shape, x.dtype), self._stages[0].state
-        ),
-        0,
+      lambda: arrays.to_own(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first), 0
       )
     )
 
