@@ -42,4 +42,5 @@ class UpdateProgram:
   def _squared_norm(self, total: PyTree) -> jax.Array:
     leaves = jax.tree.leaves(total)
     norm = sum(jnp.sum(jnp.square(jnp.abs(x))) for x in leaves)
-    return jnp.asarray(norm) / self._count**2
+    # Of one dtype for all stages, whatever theirs.
+    return jnp.asarray(norm, float) / self._count**2

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jdist import checks, collectives, states, training, transforms
 from jdist.pipeline.runtime import (
   _chain_check,
+  _global_norm,
   _grid,
   _stages,
   _tick_times,
@@ -89,6 +90,7 @@ class OneProgram:
     *,
     inputs: str | Callable[..., Any] = "image",
     late_sends: bool = True,
+    clip_norm: float | None = None,
     axis: str = "stage",
   ):
     """Traces the stages' shapes.
@@ -104,6 +106,9 @@ class OneProgram:
         which gets a random key too, if it takes one as `key`.
       late_sends: whether sends run beside the next tick's computation, which
         takes a tick more to arrive; else between ticks.
+      clip_norm: greatest norm of the whole model's mean gradient; a larger one
+        is scaled to it, as `optax.clip_by_global_norm` does.  A worker clips
+        its own gradient, before the optimizer.
       axis: of the mesh, over which the devices of a pipeline lie.
 
     Raises:
@@ -114,6 +119,9 @@ class OneProgram:
         f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
       )
     checks.check_function("loss", loss, "outputs and a micro-batch")
+    if clip_norm is not None:
+      clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
+    self.clip_norm = clip_norm
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
     # One device sends nothing: its next stage may begin with the next tick.
     late_sends = late_sends and len(table.devices) > 1
@@ -442,6 +450,10 @@ class OneProgram:
       key_of,
       begun,
     )
+    if self.clip_norm is not None:
+      grads = _global_norm.clip_norm(
+        grads, self.clip_norm, ticks.tied, self.stage_axis
+      )
     found = dict(zip(ticks.names, means, strict=True))
     loss = found.pop("loss")
     samples = training.num_samples(

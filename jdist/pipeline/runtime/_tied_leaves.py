@@ -79,6 +79,26 @@ class TiedLeaves:
     """Gives each copy what the first stage's got."""
     return self._shared(updates, "owner")
 
+  def once(self, grads: PyTree) -> PyTree:
+    """Sets all copies but the first stage's to zero."""
+    if not self._leaves:
+      return grads
+    device = collectives.index(self._axis)
+    grads = dict(grads)
+    for leaf in self._leaves:
+      starts, again = (
+        jnp.asarray(x)[device] for x in (leaf.starts, leaf.there & ~leaf.owner)
+      )
+      for chunk, row in enumerate(grads[leaf.dtype]):
+        own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
+        row = jax.lax.dynamic_update_slice(
+          row,
+          jnp.where(again[chunk], jnp.zeros_like(own), own),
+          (starts[chunk],),
+        )
+        grads[leaf.dtype] = grads[leaf.dtype].at[chunk].set(row)
+    return grads
+
   def _shared(self, arrays: PyTree, source: str) -> PyTree:
     if not self._leaves:
       return arrays

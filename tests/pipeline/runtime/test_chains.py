@@ -116,6 +116,64 @@ def test_power_sgd_factors_each_stages_own_matrices():
   assert small.error(found, wanted) < 0.1
 
 
+def _clipped(inner, most):
+  return lambda axis: optax.chain(
+    optax.clip_by_global_norm(most), transforms.average_gradients(axis), inner
+  )
+
+
+@pytest.mark.parametrize(
+  ("table", "sizes", "tied"),
+  [
+    (("1f1b", 4, 2), small.UNLIKE, False),
+    (("1f1b", 3, 2), small.SIZES, True),
+    pytest.param(
+      ("interleaved", 2, 2), small.SIZES, False, marks=pytest.mark.slow
+    ),
+    pytest.param(
+      ("interleaved", 1, 2), small.UNLIKE, False, marks=pytest.mark.slow
+    ),
+  ],
+  ids=["unlike", "tied", "interleaved", "one device"],
+)
+@pytest.mark.parametrize(
+  "most", [0.05, pytest.param(1e3, marks=pytest.mark.slow)]
+)
+def test_the_norm_over_all_stages_clips_as_the_unsplit_models(
+  table, sizes, tied, most
+):
+  made = pipeline.make_table(*table)
+  layers = small.tied_layers() if tied else small.layers(sizes)
+  batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
+  inner = optax.sgd(0.5, momentum=0.9)
+  pipe = _pipe(made, layers, sizes, clip_norm=most)
+  found = _train(pipe, _averaged(inner), batches)
+  wanted = _unsplit(
+    layers,
+    _clipped(inner, most),
+    batches,
+    made.num_microbatches,
+    loss=small.chain_loss(layers) if tied else None,
+  )
+  assert small.error(found, wanted) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_late_gradient_is_clipped_when_it_is_whole():
+  table = pipeline.ours(2, 2, window=2)
+  pipe = _pipe(table, small.layers(), late_sends=False, clip_norm=0.05)
+  batches = small.batches(6, 1, _MICRO * 2)
+  inner = optax.sgd(0.5, momentum=0.9)
+  found = _train(pipe, _averaged(inner), batches)
+  wanted = _unsplit(
+    small.layers(),
+    lambda axis: transforms.delay_gradients(_clipped(inner, 0.05)(axis), 1),
+    batches[: len(batches) - pipe.grid.behind + pipe.grid.delay],
+    2,
+  )
+  assert small.error(found, wanted) < 1e-5
+
+
 def _mask(params):
   return jax.tree.map(lambda x: x.ndim > 1, params)
 
