@@ -6,19 +6,27 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import cluster, models, training
-from jdist.cli import _divergence, _experiment, _methods, _options, _trained
+from jdist import cluster, data, models, training
+from jdist.cli import (
+  _datasets,
+  _divergence,
+  _experiment,
+  _methods,
+  _options,
+  _trained,
+)
 from jdist.training import comparison
 
 # In which rows of one comparison may differ.
 _FREE = (
   "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
-  "bandwidth_mbit_per_s", "latency_ms",
+  "bandwidth_mbit_per_s", "latency_ms", "text",
 )  # fmt: skip
 
 
 def compare(options: _options.Compare) -> None:
   """Runs the comparison and leaves rows, a table and a picture."""
+  options = _datasets.named(options)
   study = _check(options)
   workload = _experiment.build(options)
   link = cluster.Link(
@@ -46,6 +54,8 @@ def compare(options: _options.Compare) -> None:
     study,
     rows,
     _Fit(options, workload),
+    # Of a language model accuracy says less than its loss.
+    rank=comparison.by_loss if _is_text(workload) else comparison.quality,
     on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
   )
   if not found.rows:
@@ -167,12 +177,23 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
 
 def _heading(workload: comparison.Workload, options: _options.Compare) -> str:
   size = models.num_params(workload.model(0))
+  samples = _datasets.words(workload.train)
   return (
     f"{options.dataset}: {len(workload.train)} training and "
-    f"{len(workload.test)} test images; {options.model}, {size:,} "
+    f"{len(workload.test)} test {samples}; {options.model}, {size:,} "
     f"parameters; N = {options.workers} workers "
-    f"({workload.workers.substrate}), {options.batch_size} images a step."
+    f"({workload.workers.substrate}), {options.batch_size} "
+    f"{samples.split()[0]} a step."
   )
+
+
+def _is_text(workload: comparison.Workload) -> bool:
+  return isinstance(workload.train, data.TextDataset)
+
+
+def _bits(row: comparison.Row) -> float:
+  bits = row["bits_per_token"]
+  return math.nan if bits is None else float(bits)  # It has diverged.
 
 
 def _console() -> Any:
@@ -209,23 +230,29 @@ def _table(found: comparison.Compared, options: _options.Compare) -> Any:
     ),
   )
   grid.add_column("method")
-  columns = ["test accuracy %"]
+  text = "bits_per_token" in found.rows[base][0]
+  value = _bits if text else comparison.accuracy
+  digits = 3 if text else 2
+  columns = ["test bits per byte" if text else "test accuracy %"]
   columns += [f"more than {base}"] if several else []
-  columns += ["rounds", "MB sent", "fewer bytes", "images/s", "rate"]
+  columns += ["rounds", "MB sent", "fewer bytes"]
+  columns += ["windows/s" if text else "images/s", "rate"]
   for name in columns:
     grid.add_column(name, justify="right")
   most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
   for method, runs in found.rows.items():
-    mean, spread = comparison.mean_accuracy(runs)
     wrong = sum(row["test_loss"] is None for row in runs)
     name = f"{method} ({wrong} diverged)" if wrong else method
-    cells = [f"{mean:.2f}" + (f" ± {spread:.2f}" if len(runs) > 1 else "")]
+    values = [value(row) for row in runs]
+    cells = [f"{statistics.mean(values):.{digits}f}"]
+    if len(runs) > 1:
+      cells[0] += f" ± {statistics.stdev(values):.{digits}f}"
     if several:
-      more = comparison.paired_difference(runs, found.rows[base])
+      more = comparison.paired_difference(runs, found.rows[base], value=value)
       cells.append(
         "-"
         if more is None or method == base
-        else f"{more.mean:+.2f} ± {more.high - more.mean:.2f}"
+        else f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
       )
     sent = _mean(runs, "sent_bytes")
     grid.add_row(

@@ -12,15 +12,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jdist import (
-  collectives,
-  data,
-  models,
-  profiling,
-  training,
-  transforms,
-)
-from jdist.cli import _methods, _options
+from jdist import collectives, profiling, training, transforms
+from jdist.cli import _datasets, _methods, _options
 from jdist.training import comparison
 
 
@@ -86,25 +79,12 @@ def build(
     ImportError: when an extra is missing.
   """
   check(options)
-  train = data.load(options.dataset)
-  test = data.load(options.dataset, "test")
+  train, test = _datasets.load(options)
   # Before the devices are made, of which there could be thousands.
   if options.workers > len(train):
     raise ValueError(
       f"`--workers` must not exceed the {len(train)} training samples, got "
       f"{options.workers}."
-    )
-
-  def model(seed: int) -> models.Model:
-    chosen: dict[str, Any] = (
-      {} if options.norm is None else {"norm": options.norm}
-    )
-    return models.build(
-      options.model,
-      input_shape=train.input_shape,
-      num_classes=train.num_classes,
-      seed=seed,
-      **chosen,
     )
 
   if team is None:
@@ -115,13 +95,13 @@ def build(
     workers,
     train,
     test,
-    model,
+    lambda seed: _datasets.build_model(options, train, seed),
     options.batch_size,
     options.accumulate,
     options.alpha,
     options.augment,
     options.dtype,
-    1024 // options.workers or 1,
+    _datasets.evaluation_batch(options, test),
   )
   workload.batches(seed=0)  # Its checks, before anything is written.
   workload.model(0)
@@ -149,8 +129,7 @@ def check(options: _options.Common) -> None:
       f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
       f"got {options.batch_size}. Take {below} or {below + parts}."
     )
-  _check_name("--dataset", options.dataset, data.NAMES)
-  _check_name("--model", options.model, models.NAMES)
+  _datasets.check(options)
   # Of which none may be infinite either.
   for name in ("epochs", "warmup_epochs", "evaluate_every_epochs"):
     if not math.isfinite(getattr(options, name)):
@@ -168,13 +147,6 @@ def check(options: _options.Common) -> None:
         f"{getattr(options, name)}."
       )
   _methods.check_budget(options)
-
-
-def _check_name(option: str, name: str, names: tuple[str, ...]) -> None:
-  if name not in names:
-    raise ValueError(
-      f"`{option}` must be one of {', '.join(names)}, got {name!r}."
-    )
 
 
 def output_directory(options: _options.Common, command: str) -> pathlib.Path:

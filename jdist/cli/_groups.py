@@ -25,20 +25,39 @@ class ModelOptions:
   """Model and data set."""
 
   preset: str = "digits"
-  """Where the defaults come from: digits, mnist, cifar10 or cifar10-gpu."""
+  """Where the defaults come from: digits, mnist, cifar10, cifar10-gpu or
+  tiny_shakespeare."""
 
   dataset: str = "digits"
   """digits comes with scikit-learn; the others with TensorFlow Datasets, once
   `python -m jdist.data prepare NAME` was run: mnist, fashion_mnist, cifar10,
-  cifar100, imagenette, imagenet_resized/SIZE."""
+  cifar100, imagenette, imagenet_resized/SIZE; tiny_shakespeare is a text."""
+
+  text: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+  """Of any kind, in place of a data set: its bytes are predicted; the last
+  tenth is for testing."""
+
+  window_length: int | None = None
+  """Of a text: bytes of a sample; 128 if not given."""
 
   model: str = "mlp"
   """For small images mlp, lenet, cnn, resnet8 or resnet20; for larger ones
-  alexnet, vgg11, vgg13, vgg15, vgg16, vgg19, resnet18, resnet34 or
-  resnet50."""
+  alexnet, vgg11, vgg13, vgg15, vgg16, vgg19, resnet18, resnet34 or resnet50;
+  for a text transformer."""
 
   norm: Norm | None = None
   """Normalisation of ResNets and VGGs; the model's own default if not given."""
+
+  num_layers: int | None = None
+  """Of the transformer; 4 if not given."""
+
+  width: int | None = None
+  """Of the transformer's vectors, 128 if not given; of the first layers of
+  ResNets and VGGs, 64."""
+
+  num_heads: int | None = None
+  """Of the transformer's attention; 4 if not given, and they divide the
+  width."""
 
   dtype: Literal["float32", "bfloat16"] = "float32"
   """In which the model computes; parameters stay float32."""
@@ -68,7 +87,7 @@ class WorkerOptions:
 
   augment: bool = False
   """Random crops, padded by 4 pixels, and flips left to right: for photographs,
-  not for digits."""
+  neither for digits nor for a text."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jdist.cli import _options
+from jdist.cli import _options, _presets
 
 _OVERVIEW = """usage: jdist COMMAND [OPTIONS]
 
@@ -29,6 +29,8 @@ examples:
       longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR
       one method; the same command again goes on where it stopped
+  jdist train --preset tiny_shakespeare
+      a transformer on a text; --text FILE for one's own
   jdist overlap --methods ssgd msdpu --topology 8xh200
       what a GPU does while it sends, read from the compiled program
   jdist bytes --methods ssgd dgc --workers 32
@@ -60,6 +62,8 @@ _EXAMPLES = {
   jdist train --method local_sgd --interval 16
   jdist train --preset cifar10 --method diloco --checkpoints ckpt
   jdist train --stages 2 --table ours --window 2 --model cnn    a pipeline
+  jdist train --preset tiny_shakespeare --stages 4 --method ssgd      on a text
+  jdist train --preset tiny_shakespeare --text FILE           on one's own
   # two processes: the same on each, with its own number
   jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
 """,
@@ -97,7 +101,7 @@ def overview(commands: Mapping[str, str]) -> str:
   return _OVERVIEW.format(
     commands="\n".join(_table(commands)),
     methods="\n".join(_table(_methods.summaries())),
-    presets=", ".join(_options.PRESETS),
+    presets=", ".join(_presets.PRESETS),
   )
 
 

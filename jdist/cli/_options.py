@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from jdist.cli import _groups
+from jdist.cli import _groups, _presets
 
 # Of any command.
 Options = TypeVar(
   "Options", bound="Common | Overlap | Bytes | Simulate | Pipeline"
 )
+
+
+AnyCommon = TypeVar("AnyCommon", bound="Common")
 
 
 # The last group comes first in the help, and among the fields.
@@ -85,6 +88,10 @@ class Compare(_groups.LinkOptions, Common):
   ] = (0, 1, 2)
   """One run each; the table says mean and spread."""
 
+
+# Options of runs with a parameter server, and with stages.
+OF_SERVERS = tuple(_groups.ServerOptions.__dataclass_fields__)
+OF_STAGES = tuple(_groups.StageOptions.__dataclass_fields__)
 
 # Of methods that have several forms, the first is meant without a colon.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -296,50 +303,15 @@ class Pipeline:
   given."""
 
 
-# What a preset changes. Presets are for both commands: a learning rate of
-# several values is a grid for `compare`, and its first value is `train`'s.
-PRESETS: dict[str, dict[str, object]] = {
-  "digits": {"learning_rate": (0.1, 0.05, 0.2, 0.4)},
-  "mnist": {
-    "dataset": "mnist",
-    "model": "lenet",
-    "epochs": 2.0,
-    "warmup_epochs": 0.1,
-    "evaluate_every_epochs": 0.5,
-    "learning_rate": (0.05,),
-  },
-  "cifar10": {
-    "dataset": "cifar10",
-    "model": "cnn",
-    "epochs": 4.0,
-    "warmup_epochs": 0.5,
-    "evaluate_every_epochs": 0.5,
-    "learning_rate": (0.05,),
-  },
-  "cifar10-gpu": {
-    "dataset": "cifar10",
-    "model": "resnet20",
-    "batch_size": 1024,
-    "epochs": 160.0,
-    "warmup_epochs": 5.0,
-    "weight_decay": 5e-4,
-    "evaluate_every_epochs": 5.0,
-    "learning_rate": (0.4,),
-    "dtype": "bfloat16",
-    "stream": True,
-  },
-}
-
-
 def with_preset(options: type[Options], name: str) -> Options:
   """Returns the defaults of a command under a preset."""
   if not issubclass(options, Common):
     return options()
-  if name not in PRESETS:
+  if name not in _presets.PRESETS:
     raise ValueError(
-      f"`--preset` must be one of {', '.join(PRESETS)}, got {name!r}."
+      f"`--preset` must be one of {', '.join(_presets.PRESETS)}, got {name!r}."
     )
-  changes: dict[str, object] = dict(PRESETS[name])
+  changes: dict[str, object] = dict(_presets.PRESETS[name])
   if options is Train:
     changes["learning_rate"] = changes["learning_rate"][0]  # type: ignore[index]
   return options(preset=name, **changes)  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ import jax
 
 from jdist import collectives, methods, training
 from jdist.cli import (
+  _datasets,
   _divergence,
   _experiment,
-  _groups,
   _methods,
   _options,
   _trained,
@@ -19,14 +19,13 @@ from jdist.training import comparison
 
 def train(options: _options.Train) -> None:
   """Trains, saves rows, and goes on from a checkpoint if there is one."""
+  options = _datasets.named(options)
   if options.protocol is not None:
     from jdist.cli.servers import _server_run
 
     _server_run.train(options)
     return
-  _options.check_left_out(
-    options, _groups.ServerOptions.__dataclass_fields__, "without `--protocol`"
-  )
+  _options.check_left_out(options, _options.OF_SERVERS, "without `--protocol`")
   _methods.check_methods("--method", (options.method,))
   _trained.check_given(options, (options.method,))
   _methods.check_used(options, (options.method,))
@@ -35,9 +34,7 @@ def train(options: _options.Train) -> None:
   _experiment.check(options)
   _methods.check_rate(options.learning_rate)
   if options.stages is None:
-    _options.check_left_out(
-      options, _groups.StageOptions.__dataclass_fields__, "without `--stages`"
-    )
+    _options.check_left_out(options, _options.OF_STAGES, "without `--stages`")
     _join(options, options.workers)
     programs: _Prepared = _experiment.Prepared(
       _experiment.build(options), options, options.method, options.learning_rate
@@ -67,10 +64,10 @@ def train(options: _options.Train) -> None:
     if first:
       print(
         f"step {record.step}/{programs.budget.num_steps}  "
-        f"accuracy {100 * record.metrics['accuracy']:.2f} %  "
+        f"{_datasets.quality(record.metrics)}  "
         f"train loss {record.train_loss:.4f}  rounds {record.rounds}  "
         f"{training.format_bytes(record.sent_bytes)} sent per worker  "
-        f"{record.samples_per_s:,.0f} images/s",
+        f"{_datasets.speed(record, workload.train)}/s",
         flush=True,
       )
 
@@ -156,6 +153,8 @@ def _identity(options: _options.Train) -> dict[str, object]:
     "num_processes",
     "process_id",
     "preset",
+    # The data set's name has a hash of it.
+    "text",
     # Networks that were trained before are in the state: another path to the
     # same ones will do, and the same path to others will not.
     "predictor",

@@ -63,10 +63,9 @@ _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "resnet50": _resnet_of(3, 4, 6, 3, bottleneck=True),
   "transformer": _transformer.Transformer,
 }
-# What is not here takes images.
-_TAKES_TOKENS = {"transformer"}
-
 NAMES = tuple(_FACTORIES)
+# Those of texts; the others take images.
+TEXT_NAMES = ("transformer",)
 
 
 def build(
@@ -142,7 +141,7 @@ def build(
       f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For a network "
       "of your own use `jdist.models.functional`."
     )
-  is_text = name in _TAKES_TOKENS
+  is_text = name in TEXT_NAMES
   shape = _check_input_shape(input_shape, is_text)
   checks.check_int("num_classes", num_classes, 1)
   checks.check_seed(seed)

@@ -1,5 +1,6 @@
-"""One picture of a comparison: accuracy against bytes, rounds and time."""
+"""One picture of a comparison: quality against bytes, rounds and time."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ def plot_comparison(
 ) -> None:
   """Draws test accuracy against bytes, rounds and modelled time.
 
-  A line is the mean over seeds, its band the standard deviation, its marker
-  the end of the run.
+  Of texts bits per byte are drawn, the fewer the better.  A line is the mean
+  over seeds, its band the standard deviation, its marker the end of the run.
 
   Args:
     rows: result rows of one comparison, with `method`, `seed`, `workers` and
@@ -70,12 +71,16 @@ def plot_comparison(
       axes[number].set_xlabel(label)
       axes[number].grid(alpha=0.25, linewidth=0.6)
       axes[number].spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("test accuracy, %")
+    axes[0].set_ylabel(
+      "test bits per byte"
+      if "bits_per_token" in rows[0]
+      else "test accuracy, %"
+    )
     axes[0].set_ylim(*_limits(rows))
     seeds = len({row["seed"] for row in rows})
     figure.suptitle(
       f"{config['dataset']}, {config['model']}, {num_workers} workers, "
-      f"{rows[0]['steps']} steps of {config['batch_size']} images: "
+      f"{rows[0]['steps']} steps of {config['batch_size']} samples: "
       f"mean and standard deviation of {seeds} seeds",
       fontsize=11,
     )
@@ -107,7 +112,7 @@ def _draw(
   style: int,
 ) -> None:
   x = np.mean([[measure(point) for point in run] for run in runs], axis=0)
-  y = np.array([[100 * point["accuracy"] for point in run] for run in runs])
+  y = np.array([[_quality(point) for point in run] for run in runs])
   mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
   color = _COLORS[style % len(_COLORS)]
   # One marker, at the end; the legend shows it too.
@@ -140,9 +145,19 @@ def _plain(value: float) -> str:
   return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
+def _quality(point: dict[str, Any]) -> float:
+  if "bits_per_token" in point:
+    bits = point["bits_per_token"]
+    return math.nan if bits is None else float(bits)  # It has diverged.
+  return 100 * float(point["accuracy"])
+
+
 def _limits(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
   """Shows where the methods differ, not how they leave chance behind."""
-  ends = [100 * row["accuracy"] for row in rows]
+  ends = [x for x in map(_quality, rows) if math.isfinite(x)] or [0.0]
+  if "bits_per_token" in rows[0]:
+    span = max(max(ends) - min(ends), 0.1)
+    return max(0.0, min(ends) - span), min(8.0, max(ends) + 4 * span)
   span = max(max(ends) - min(ends), 2.0)
   low = max(0.0, min(ends) - 4 * span)
   return low, min(100.0, max(ends) + span)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jdist import cli, data, models
-from jdist.cli import _help, _methods, _options
+from jdist.cli import _help, _methods, _options, _presets
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 _COMMANDS = {"train": _options.Train, "compare": _options.Compare}
@@ -32,7 +32,7 @@ def _told(capsys, *words):
 )
 def test_the_overview_names_commands_methods_and_presets(words, capsys):
   text = _told(capsys, *words)
-  for name in (*_COMMANDS, *_methods.entries(), *_options.PRESETS):
+  for name in (*_COMMANDS, *_methods.entries(), *_presets.PRESETS):
     assert name in text
   assert max(map(len, text.splitlines())) <= 80
 
@@ -56,16 +56,16 @@ def test_help_shows_the_defaults_of_the_preset(capsys):
     assert default in text
 
 
-def test_help_names_every_data_set_and_every_model_of_images():
+def test_help_names_every_data_set_and_every_model():
   told = _help.fields(_options.Train)
-  for name in data.NAMES:
+  for name in (*data.NAMES, *data.TEXT_NAMES):
     assert name.split("/")[0] in told["dataset"], name
-  for name in set(models.NAMES) - {"transformer"}:  # A language model.
+  for name in models.NAMES:
     assert name in told["model"], name
 
 
 def test_every_preset_can_be_parsed_for_every_command():
-  for name in _options.PRESETS:
+  for name in _presets.PRESETS:
     for command in _COMMANDS.values():
       options = _options.with_preset(command, name)
       assert options.preset == name

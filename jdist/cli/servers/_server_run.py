@@ -1,11 +1,13 @@
 """`jdist train --protocol`: a parameter server's run on the virtual clock."""
 
 import dataclasses
+import functools
 import pathlib
 
 from jdist import collectives, data, models, server, training
 from jdist.cli import (
   _composition,
+  _datasets,
   _divergence,
   _experiment,
   _methods,
@@ -93,7 +95,7 @@ def _fit(
     "samples",
     every=min(samples, options.evaluate_every_epochs * len(workload.train)),
     evaluate=lambda found: evaluate.measure(found.params, found.model_state),
-    on_record=_show,
+    on_record=functools.partial(_show, dataset=workload.train),
     label=options.protocol,
     checkpoints=checkpoints,
     metadata=_identity(options),
@@ -113,13 +115,13 @@ def _fit(
   _divergence.check(records, options.learning_rate, options.checkpoints)
 
 
-def _show(record: training.Record) -> None:
+def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:
   print(
     f"update {record.step}  {record.train_s:.4g} virtual s  "
-    f"accuracy {100 * record.metrics['accuracy']:.2f} %  "
+    f"{_datasets.quality(record.metrics)}  "
     f"train loss {record.train_loss:.4f}  "
     f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
-    f"{record.samples_per_s:,.0f} images a virtual s",
+    f"{_datasets.speed(record, dataset)} a virtual s",
     flush=True,
   )
 
@@ -149,7 +151,9 @@ def _check(options: _options.Train) -> None:
 
 def _identity(options: _options.Train) -> dict[str, object]:
   """Returns what must be the same when a run is resumed."""
-  elsewhere = {"output", "checkpoints", "checkpoint_every_epochs", "preset"}
+  elsewhere = {
+    "output", "checkpoints", "checkpoint_every_epochs", "preset", "text",
+  }  # fmt: skip
   assert options.cluster is not None
   # Time is replayed: the machines must be the same, wherever their file lies.
   machines = {"cluster": pathlib.Path(options.cluster).read_text()}

@@ -220,8 +220,7 @@ def summarize(records: list[_loop.Record]) -> dict[str, Any]:
         "rounds": record.rounds,
         "sent_bytes": record.sent_bytes,
         "train_s": record.train_s,
-        "accuracy": record.metrics["accuracy"],
-        "loss": record.metrics["loss"],
+        **record.metrics,
       }
       for record in records
     ],

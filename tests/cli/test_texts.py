@@ -1,0 +1,145 @@
+"""Commands on texts: what they train, say, go on with and refuse."""
+
+import json
+import shutil
+
+import pytest
+
+from jdist import cli
+from jdist.cli import _datasets, _options
+
+pytest.importorskip("grain")
+_SMALL = (
+  "--model transformer --num-layers 1 --width 8 --num-heads 2 "
+  "--window-length 8 --batch-size 16 --workers 2 --warmup-epochs 0"
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+  file = tmp_path / "mine.txt"
+  file.write_bytes(b"abacbc" * 400)
+  return file
+
+
+def _run(words, folder, capsys):
+  assert cli.main(f"{words} --output {folder}".split()) == 0
+  rows = (folder / "rows.jsonl").read_text().splitlines()
+  return json.loads(rows[-1]), capsys.readouterr().out
+
+
+def test_a_text_s_name_says_which_one_it_is(text, tmp_path):
+  name = _named(text)
+  assert name.startswith("mine-")
+  moved = tmp_path / "moved" / "mine.txt"
+  moved.parent.mkdir()
+  text.rename(moved)
+  assert _named(moved) == name
+  moved.write_bytes(b"abcabc" * 400)
+  assert _named(moved) != name
+
+
+def _named(text):
+  return _datasets.named(_options.Train(text=str(text))).dataset
+
+
+@pytest.mark.slow
+def test_stages_of_a_transformer_train_as_the_whole(text, tmp_path, capsys):
+  words = f"train --method ssgd --steps 3 --text {text} {_SMALL}"
+  whole, _ = _run(f"{words} --accumulate 2", tmp_path / "a", capsys)
+  words += " --stages 3 --microbatches 2 --table 1f1b"
+  cut, _ = _run(words, tmp_path / "b", capsys)
+  for name in ("test_loss", "train_loss"):
+    assert cut[name] == pytest.approx(whole[name], rel=1e-5)
+
+
+def test_a_late_pipeline_on_a_text_goes_on_where_it_stopped(
+  text, tmp_path, capsys
+):
+  kept = tmp_path / "kept"
+  words = (
+    f"train --method ssgd --text {text} {_SMALL} --stages 2 --table ours "
+    f"--window 2 --microbatches 2 --steps 4 --checkpoints {kept} "
+    "--checkpoint-every-epochs 0.12"
+  )
+  whole, out = _run(words, tmp_path / "a", capsys)
+  assert " bits per byte  accuracy " in out and " bytes/s" in out
+  assert whole["config"]["dataset"] == _named(text)
+  assert 4 < whole["bits_per_token"] < 9 and whole["perplexity"] > 16
+  # As if it had been killed before its last checkpoint.
+  _, last = sorted(x for x in kept.iterdir() if x.is_dir())
+  shutil.rmtree(last)
+  last.with_suffix(".json").unlink()
+  again, _ = _run(words, tmp_path / "b", capsys)
+  assert last.exists()
+  for name in ("test_loss", "accuracy", "sent_bytes"):
+    assert again[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+  "rates", ["0.1", pytest.param("0.1 0.2", marks=pytest.mark.slow)]
+)
+def test_a_method_is_tuned_and_compared_on_a_text(
+  rates, text, tmp_path, capsys
+):
+  words = (
+    f"compare --methods ssgd --steps 4 --seeds 0 1 --text {text} "
+    f"--learning-rate {rates} --grid-extensions 0 {_SMALL}"
+  )
+  row, out = _run(words, tmp_path / "a", capsys)
+  assert "test windows of 8 bytes" in out and "16 windows a step" in out
+  assert "bits per byte" in out and "windows/s" in out
+  assert (tmp_path / "a" / "compare.png").stat().st_size > 10_000
+  if rates == "0.1":
+    return
+  tuning = (tmp_path / "a" / "tuning.jsonl").read_text().splitlines()
+  tried = {x["learning_rate"]: x["test_loss"] for x in map(json.loads, tuning)}
+  assert row["learning_rate"] == min(tried, key=tried.get)
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("--text TEXT", "`--model` must be transformer for a text, got mlp"),
+    ("--dataset tiny_shakespeare", "`--model` must be transformer for a text"),
+    ("--model transformer", "must be one of images for digits, got transform"),
+    ("--text TEXT --dataset mnist", "`--dataset` must be left out with `--te"),
+    ("--text none.txt", "`--text` must be a file, got 'none.txt'"),
+    ("--text TEXT --model transformer --augment", "`--augment` must be left"),
+    ("--text TEXT --model transformer --alpha 1", "`--alpha` must be left out"),
+    ("--window-length 9", "`--window-length` must be left out with images"),
+    ("--num-layers 2", "`num_layers` is no option of mlp"),
+    ("--num-heads 2 --model cnn", "`num_heads` is no option of cnn"),
+    ("--width 9", "`width` is no option of mlp"),
+    ("--text TEXT --model transformer --norm batch", "`norm` is no option of"),
+    (
+      "--text TEXT --model transformer --num-heads 3",
+      "`num_heads` must divide the width 128, got 3",
+    ),
+    (
+      "--text TEXT --model transformer --window-length 300",
+      "`window_length` must be less than the 240 bytes of the test split",
+    ),
+    (
+      "--text TEXT --model transformer --window-length 0",
+      "`--window-length` must be at least 1, got 0",
+    ),
+    (
+      "--text TEXT --model transformer --workers 256 --batch-size 256 "
+      "--window-length 10",
+      "`--workers` must not exceed the 215 training samples",
+    ),
+  ],
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_what_does_not_suit_is_one_line_before_anything_is_written(
+  command, words, told, text, tmp_path, capsys, monkeypatch
+):
+  folder = tmp_path / "empty"
+  folder.mkdir()
+  monkeypatch.chdir(folder)
+  words = words.replace("TEXT", str(text))
+  assert cli.main([command, "--steps", "1", *words.split()]) == 2
+  out, error = capsys.readouterr()
+  assert told in error and error.count("\n") == 1 and out == ""
+  assert not list(folder.iterdir())
