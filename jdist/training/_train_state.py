@@ -104,8 +104,9 @@ def _split_alike(
 def all_finite(state: TrainState, axis: collectives.Axis) -> jax.Array:
   """Returns whether training can go on from a state, the same on all workers.
 
-  Parameters and batch statistics must be finite; an optimizer's state must be
-  without NaN: infinities are some optimizers' first values.
+  Parameters and batch statistics must be finite; an optimizer's arrays must be
+  without NaN: infinities are some optimizers' first values, and a scalar that
+  is NaN a loss that a round does not know yet.
 
   Args:
     state: one worker's.
@@ -118,7 +119,8 @@ def all_finite(state: TrainState, axis: collectives.Axis) -> jax.Array:
 
   finite = floats((state.params, state.model_state))
   good = [jnp.isfinite(x).all() for x in finite]
-  good += [~jnp.isnan(x).any() for x in floats(state.opt_state)]
+  arrays = [x for x in floats(state.opt_state) if x.ndim]
+  good += [~jnp.isnan(x).any() for x in arrays]
   if not good:
     return jnp.asarray(True)
   bad = (~jnp.stack(good).all()).astype(jnp.float32)
