@@ -49,6 +49,7 @@ _MAY_USE = {
     "codecs",
     "collectives",
     "reducers",
+    "storage",
     "training",
     "transforms",
   },
