@@ -279,6 +279,10 @@ class Pipeline:
   `pipeline.load_costs`; stages are equal if not given. To plan: of each
   layer."""
 
+  model: str | None = None
+  """To plan, in place of costs: a network, on CIFAR-10's images or 256 bytes of
+  text; a machine of speed 1 does 1 TFLOP/s."""
+
   forward_s: float = 1.0
   """Seconds of a stage's forward pass of a micro-batch."""
 

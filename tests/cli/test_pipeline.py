@@ -94,6 +94,15 @@ def test_a_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
   assert "delay of the gradients, by stage: 1 1" in told
 
 
+def test_a_network_is_planned_by_its_operations(capsys, tmp_path):
+  words = "plan 1f1b --model lenet --stages 2 --batch-size 8 --samples 4"
+  told = _run(f"{words} --output {tmp_path}", capsys)
+  assert "conv" in told and "dense" in told
+  row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+  # The first layers have most of the operations.
+  assert row["cuts"] == [1] and row["num_microbatches"] > 1
+
+
 _WRONG = {
   "no such table": ("draw dapple", "a table must be one of naive, gpipe"),
   "no such action": ("paint 1f1b", "action"),
@@ -116,6 +125,11 @@ _WRONG = {
   "a negative cost": ("simulate 1f1b --forward-s -1", "`--forward-s` must be"),
   "too few machines": ("simulate 1f1b --cluster CLUSTER", "`nodes` must name"),
   "a plan without costs": ("plan ours", "`--costs` must be given to plan"),
+  "a plan of costs and a network": (
+    "plan ours --costs COSTS --model lenet",
+    "or else `--model`",
+  ),
+  "a network that there is not": ("plan --model lenot", "lenot"),
   "a plan of many iterations": (
     "plan --costs COSTS --iterations 3",
     "`--iterations` must be left out of `jdist pipeline plan`",

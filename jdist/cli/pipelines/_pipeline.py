@@ -15,7 +15,7 @@ _COSTS = (
 _OF_CHECK = ("sends", "max_live", "max_versions")
 _OF_BOTH = ("cluster", "costs", "optimizer_copies", "output")
 _OF_SIMULATE = _COSTS
-_OF_PLAN = ("batch_size", "samples")
+_OF_PLAN = ("batch_size", "samples", "model")
 _NOT_OF_PLAN = ("iterations", "chunks")
 # What a simulation of an asynchronous table needs to be in its steady state.
 _ITERATIONS = 12

@@ -4,20 +4,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import cluster, pipeline, training
+import jax
+import jax.numpy as jnp
+
+from jdist import cluster, models, pipeline, training
 from jdist.cli import _options, _output
 
 
 def run(options: _options.Pipeline) -> None:
   """Searches, prints the best plan beside others, and writes all of them."""
-  if options.costs is None:
+  if (options.costs is None) == (options.model is None):
     raise ValueError(
       "`--costs` must be given to plan: a TOML file with a [[stages]] table "
-      "for each layer."
+      "for each layer; or else `--model`, a network by its name."
     )
-  _options.check_least(options, optimizer_copies=0)
+  _options.check_least(options, optimizer_copies=0, samples=1)
   training.check_plots()
-  costs = pipeline.load_costs(options.costs)
+  costs, input_bytes = _costs(options)
   machines = (
     cluster.workers([1.0] * (options.stages or 4))
     if options.cluster is None
@@ -33,6 +36,7 @@ def run(options: _options.Pipeline) -> None:
     num_stages=_one(options.stages),
     windows=_one(options.window),
     optimizer_copies=options.optimizer_copies,
+    input_bytes=input_bytes,
   )
   output = _output.make_directory(options.output, "plan")
   config = dataclasses.asdict(options)
@@ -54,6 +58,29 @@ def run(options: _options.Pipeline) -> None:
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Table: {output / 'table.txt'}")
   print(f"Picture: {output / 'plan.png'}")
+
+
+def _costs(
+  options: _options.Pipeline,
+) -> tuple[list[pipeline.LayerCost], float]:
+  """Returns the layers' costs, and the bytes of a micro-batch of inputs."""
+  if options.costs is not None:
+    return pipeline.load_costs(options.costs), 0.0
+  assert options.model is not None
+  text = options.model == "transformer"
+  shape: tuple[int, ...] = (256,) if text else (32, 32, 3)
+  model = models.build(
+    options.model,
+    input_shape=shape,
+    num_classes=256 if text else 10,
+    abstract=True,
+  )
+  dtype = jnp.int32 if text else jnp.float32
+  inputs = jax.ShapeDtypeStruct((options.samples, *shape), dtype)
+  costs = pipeline.layer_costs(
+    model.layers, {"x": inputs}, inputs="x", source="lowered"
+  )
+  return costs, inputs.size * inputs.dtype.itemsize
 
 
 def _one(value: int | None) -> list[int] | None:
