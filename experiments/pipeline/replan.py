@@ -37,7 +37,7 @@ def _simulated(
   number = chosen.made.num_iterations
   if chosen.table in ("ours", "greedy"):
     table = pipeline.ours(
-      pipeline.stage_times(plan, machines),
+      pipeline.stage_times(plan, machines, chosen.send_factor),
       cell.number,
       window=chosen.window or 1,
       num_iterations=number,

@@ -220,10 +220,12 @@ def draw_gains(
         value = gain(runs, name, partition)
         if value is not None:
           # Apart, where several have the same value.
+          filled = partition == "paper"
           axes.plot(
-            value, y + 0.13 * (i - 2), "o", color=_COLOURS[name], markersize=6,
-            markerfacecolor=_COLOURS[name] if partition == "paper" else "white",
-            label=name if not y and partition == "paper" else None,
+            value, y + 0.13 * (i - 2), "o", color=_COLOURS[name],
+            markersize=4.5 if filled else 8,
+            markerfacecolor=_COLOURS[name] if filled else "none",
+            label=name if not y and filled else None,
           )  # fmt: skip
   every = [x for _, runs in chosen for x in gains(runs, "paper")]
   mean = statistics.mean(every)
@@ -238,7 +240,7 @@ def draw_gains(
   axes.invert_yaxis()
   axes.set_xlabel("our samples a second over the baseline's")
   axes.set_title(
-    f"{stages} stages; filled: the paper's own partition, open: ours",
+    f"{stages} stages; dots: the paper's own partition, rings: ours",
     fontsize=10,
   )
   axes.spines[["top", "right"]].set_visible(False)

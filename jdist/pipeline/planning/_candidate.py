@@ -1,12 +1,17 @@
 """A choice of plan, table and micro-batches, and what it comes to."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster
 from jdist.pipeline import schedule
 from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
+
+# Micro-batches a stage, in which a full pipeline is measured.
+_FULL = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Candidate:
     recompute: whether stages keep their input only.
     extra_live: micro-batches that a stage of `ours` or `greedy` may keep beyond
       those that do if nothing ever waits; fewer if memory is short.
+    send_factor: by which messages are taken to last longer than one that is
+      alone on its links, when the table of `ours` is made.
     plan: cuts and machines; None if nothing fits.
     made: the table; None if the candidate was not simulated.
     times: of the simulation.
@@ -35,6 +42,7 @@ class Candidate:
   window: int | None
   recompute: bool
   extra_live: int = 0
+  send_factor: float = 1.0
   plan: Plan | None = None
   made: schedule.Table | None = None
   times: _simulator.PipelineTimes | None = None
@@ -47,6 +55,14 @@ class Candidate:
     """The machine of each device of the table."""
     return () if self.plan is None else self.plan.nodes[: self.num_stages]
 
+  def price(self) -> tuple[float, ...]:
+    """Returns by what the equally fast are chosen: delay, versions, memory."""
+    assert self.times is not None and self.made is not None
+    assert self.delay is not None
+    mixed = self.delay > 0 and self.made.weights == "newest"
+    memory = max(self.times.memory_bytes)
+    return self.delay, mixed, memory, -self.samples_per_s
+
   def row(self) -> dict[str, Any]:
     """Returns what a row of results has of it."""
     plan, times = self.plan, self.times
@@ -57,6 +73,7 @@ class Candidate:
       "window": self.window,
       "recompute": self.recompute,
       "extra_live": self.extra_live,
+      "send_factor": self.send_factor,
       "samples_per_s": self.samples_per_s,
       "delay": self.delay,
       "reason": self.reason,
@@ -70,9 +87,15 @@ class Candidate:
 
 
 def stage_times(
-  found: Plan, machines: cluster.Cluster
+  found: Plan, machines: cluster.Cluster, send_factor: float = 1.0
 ) -> list[schedule.StageTimes]:
-  """Returns the seconds of a plan's stages, by which tables are made."""
+  """Returns the seconds of a plan's stages, by which tables are made.
+
+  Args:
+    found: the plan.
+    machines: that it is for.
+    send_factor: by which messages last longer than one that is alone.
+  """
   routes = _routes.Routes(machines)
   times = []
   for i, (cost, name) in enumerate(zip(found.stages, found.nodes, strict=True)):
@@ -83,7 +106,48 @@ def stage_times(
     speed = machines.node(name).speed
     times.append(
       schedule.StageTimes(
-        cost.forward_s / speed, cost.backward_s / speed, send=send
+        cost.forward_s / speed, cost.backward_s / speed, send=send * send_factor
       )
     )
   return times
+
+
+def make_table_of(
+  choice: Candidate, found: Plan | None, machines: cluster.Cluster
+) -> schedule.Table:
+  """Makes a candidate's table, of equal stages before there is a plan."""
+  name, number = choice.table, choice.num_microbatches
+  if name in ("greedy", "ours"):
+    times = [schedule.StageTimes()] * choice.num_stages
+    if found is not None:
+      times = stage_times(found, machines, choice.send_factor)
+    window = choice.window or 1
+    num_iterations = _iterations(choice, window)
+
+    def make(max_live: Sequence[int] | None) -> schedule.Table:
+      if name == "greedy":
+        return schedule.greedy(times, number, max_live=max_live)
+      return schedule.ours(
+        times,
+        number,
+        window=window,
+        num_iterations=num_iterations,
+        max_live=max_live,
+      )
+
+    made = make(None)
+    if not choice.extra_live:
+      return made
+    live = schedule.check_table(made).live
+    return make([max(1, x + choice.extra_live) for x in live])
+  options = {}
+  if schedule.TABLES[name].asynchronous:
+    window = 1 + math.ceil(choice.num_stages / number)
+    options["num_iterations"] = _iterations(choice, window)
+  return schedule.make_table(name, choice.num_stages, number, **options)
+
+
+def _iterations(choice: Candidate, window: int) -> int:
+  """Returns iterations enough to fill a pipeline, and to measure it full."""
+  full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
+  return 2 * window + max(4, full)

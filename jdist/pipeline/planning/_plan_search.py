@@ -14,7 +14,11 @@ from jdist.pipeline.planning import (
   _placement,
   _simulator,
 )
-from jdist.pipeline.planning._candidate import Candidate, stage_times
+from jdist.pipeline.planning._candidate import (
+  Candidate,
+  make_table_of,
+  stage_times,
+)
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
 
 # Of a device, in an interleaved table.
@@ -23,8 +27,8 @@ _CHUNKS = 2
 _MOST_MICROBATCHES = 8
 # Partitions of a table, each for the memory that the last one took.
 _TURNS = 3
-# Micro-batches a stage, in which a full pipeline is measured.
-_FULL = 12
+# By which messages may last longer than one that is alone.
+_SEND_FACTORS = (1.5, 2.0, 3.0, 4.0)
 # What counts as equally fast, and what as beyond memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
@@ -62,7 +66,8 @@ def plan(
       eight times the machines.
     num_stages: as many as there are machines if None, and those that have a
       smaller bottleneck.
-    windows: of `"ours"`; if None from 1 to the least that never waits.
+    windows: of `"ours"`; if None from 1 to the least that never waits, and
+      wider ones where messages wait for each other.
     recompute: whether stages keep their input only: either, or both.
     optimizer_copies: what the optimizer keeps, in sizes of the parameters.
     input_bytes: of the model's input, for a micro-batch of `samples`.
@@ -93,7 +98,13 @@ def plan(
         f"{math.gcd(number, batch_size)}, or a batch that is a multiple."
       )
   search = _Search(
-    costs, machines, batch_size, samples, optimizer_copies, input_bytes
+    costs,
+    machines,
+    batch_size,
+    samples,
+    optimizer_copies,
+    input_bytes,
+    windows is None,
   )
   for again in recompute:
     for stages in search.stages(num_stages, again):
@@ -113,6 +124,8 @@ class _Search:
   samples: int
   optimizer_copies: float
   input_bytes: float
+  # Whether windows are ours to choose.
+  widens: bool
 
   def __post_init__(self) -> None:
     self._candidates: list[Candidate] = []
@@ -220,7 +233,9 @@ class _Search:
       )
     for window in windows:
       each = dataclasses.replace(choice, window=window)
-      most = max(schedule.check_table(self._make(each, found)).live)
+      most = max(
+        schedule.check_table(make_table_of(each, found, self.machines)).live
+      )
       for extra in range(0, -most, -1):
         bottleneck = self._append(dataclasses.replace(each, extra_live=extra))
         if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
@@ -228,7 +243,7 @@ class _Search:
 
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts that fit into memory with what the table then keeps."""
-    report = schedule.check_table(self._make(choice, None))
+    report = schedule.check_table(make_table_of(choice, None, self.machines))
     for _ in range(_TURNS):
       found = self._partition(
         choice,
@@ -236,7 +251,7 @@ class _Search:
           self.optimizer_copies, report.versions, report.live, choice.recompute
         ),
       )
-      made = self._make(choice, found)
+      made = make_table_of(choice, found, self.machines)
       report = schedule.check_table(made)
       if self._fits(found, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
@@ -289,43 +304,6 @@ class _Search:
       for name, need in needs.items()
     )
 
-  def _make(self, choice: Candidate, found: Plan | None) -> schedule.Table:
-    """Makes the table, of equal stages before there is a plan."""
-    name, number = choice.table, choice.num_microbatches
-    if name in ("greedy", "ours"):
-      times = [schedule.StageTimes()] * choice.num_stages
-      if found is not None:
-        times = stage_times(found, self.machines)
-      window = choice.window or 1
-      num_iterations = self._iterations(choice, window)
-
-      def make(max_live: Sequence[int] | None) -> schedule.Table:
-        if name == "greedy":
-          return schedule.greedy(times, number, max_live=max_live)
-        return schedule.ours(
-          times,
-          number,
-          window=window,
-          num_iterations=num_iterations,
-          max_live=max_live,
-        )
-
-      made = make(None)
-      if not choice.extra_live:
-        return made
-      live = schedule.check_table(made).live
-      return make([max(1, x + choice.extra_live) for x in live])
-    options = {}
-    if schedule.TABLES[name].asynchronous:
-      window = 1 + math.ceil(choice.num_stages / number)
-      options["num_iterations"] = self._iterations(choice, window)
-    return schedule.make_table(name, choice.num_stages, number, **options)
-
-  def _iterations(self, choice: Candidate, window: int) -> int:
-    """Returns iterations enough to fill a pipeline, and to measure it full."""
-    full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
-    return 2 * window + max(4, full)
-
   def _simulated(self, choice: Candidate) -> Candidate:
     assert choice.made is not None and choice.plan is not None
     times = _simulator.simulate(
@@ -358,6 +336,33 @@ class _Search:
       except ValueError:
         return
 
+  def _slower_sends(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Makes our best again for messages that wait for each other on links.
+
+    They take longer then than those of the first table, and keep more
+    micro-batches and iterations under way.
+    """
+    ours = [x for x in done if x.times is not None and x.table == "ours"]
+    best = max(ours, key=lambda x: x.samples_per_s, default=None)
+    if best is None:
+      return
+    assert best.plan is not None
+    least_s = best.plan.bottleneck_s * best.num_microbatches
+    if best.samples_per_s * least_s >= self.batch_size * (1 - _EQUAL):
+      return
+    for factor in _SEND_FACTORS:
+      window = best.window
+      if self.widens:
+        times = stage_times(best.plan, self.machines, factor)
+        window = schedule.least_window(times, best.num_microbatches)
+      choice = dataclasses.replace(
+        best, window=window, extra_live=0, send_factor=factor
+      )
+      try:
+        yield self._simulated(self._cut(choice))
+      except ValueError:  # Beyond memory.
+        return
+
   def run(self) -> tuple[Candidate, list[Candidate]]:
     """Simulates those that may be the best, the most promising first."""
     done: list[Candidate] = []
@@ -373,20 +378,16 @@ class _Search:
         for each in self._with_more_live(choice):
           best = max(best, each.samples_per_s)
           done.append(each)
+    for each in self._slower_sends(done):
+      best = max(best, each.samples_per_s)
+      done.append(each)
     simulated = [x for x in done if x.times is not None]
     if not simulated:
       assert self._error is not None
       raise self._error
 
-    def rank(choice: Candidate) -> tuple[float, ...]:
-      assert choice.times is not None and choice.made is not None
-      assert choice.delay is not None
-      mixed = choice.delay > 0 and choice.made.weights == "newest"
-      memory = max(choice.times.memory_bytes)
-      return choice.delay, mixed, memory, -choice.samples_per_s
-
     fast = [x for x in simulated if x.samples_per_s >= best * (1 - _EQUAL)]
-    first = min(fast, key=rank)
+    first = min(fast, key=Candidate.price)
     others = sorted(
       (x for x in done if x is not first),
       key=lambda x: (x.times is None, -x.samples_per_s),

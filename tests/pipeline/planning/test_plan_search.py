@@ -96,6 +96,28 @@ def test_ours_keeps_more_micro_batches_where_messages_delay_them():
   assert rows[-1].samples_per_s < 0.85 * best.samples_per_s
 
 
+def test_ours_has_more_under_way_where_messages_wait_for_each_other():
+  # Both cuts of a machine share its link, which is nearly as busy as it.
+  links = {f"n{i}": cluster.Link(8.0) for i in range(4)}
+  machines = cluster.Cluster(
+    _machines(4).nodes, cluster.star(links, "switch"), server="switch"
+  )
+  costs = [
+    _Cost(f"{i}", x, 2.0 * x, output_bytes=sent)
+    for i, (x, sent) in enumerate([(2, 8), (3, 3), (1, 2), (4, 0)])
+  ]
+  options = {"tables": ["ours"], "num_microbatches": [4], "num_stages": [4]}
+  options |= {"recompute": [False]}
+  best, rows = pipeline.plan(costs, machines, 4, **options)
+  assert best.samples_per_s == pytest.approx(1 / best.plan.bottleneck_s)
+  assert (best.send_factor, best.window) == (2.0, 3)
+  alone = max(x.samples_per_s for x in rows if x.send_factor == 1.0)
+  assert alone < 0.85 * best.samples_per_s
+  # A window that is asked for stays.
+  two, _ = pipeline.plan(costs, machines, 4, windows=[2], **options)
+  assert two.window == 2 and two.samples_per_s < best.samples_per_s
+
+
 def test_two_stages_of_a_device_share_its_memory():
   best, _ = _plan(_machines(2), tables=["interleaved"], recompute=[False])
   assert best.plan.nodes == ("n0", "n1", "n0", "n1")
