@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
   TIED = 5
   MOVED = 6
   AGREED = 7
+  LAYERS = 8
 
 
 class Tag(NamedTuple):
@@ -86,7 +87,8 @@ class Peers:
     checks.check_number("timeout_s", timeout_s, open_low=True)
     self.device, self.num_devices = device, len(sockets) + 1
     self._sockets, self._timeout_s = sockets, timeout_s
-    self._messages: dict[tuple[int, Tag], memoryview] = {}
+    # Of one tag in the order in which they were sent: a process may be ahead.
+    self._messages: dict[tuple[int, Tag], list[memoryview]] = {}
     self._changed = threading.Condition()
     self._gone: dict[int, str] = {}
     self._closing = False
@@ -157,7 +159,11 @@ class Peers:
             "longer `timeout_s`."
           )
         self._changed.wait(left)
-      return self._messages.pop(key)
+      waiting = self._messages[key]
+      first = waiting.pop(0)
+      if not waiting:
+        del self._messages[key]
+      return first
 
   def exchange(
     self, tag: Tag, arrays: Sequence[Any], devices: Iterable[int] | None = None
@@ -260,7 +266,8 @@ class Peers:
           reason = "it has closed the connection within a message"
           break
         with self._changed:
-          self._messages[other, Tag(Kind(kind), *numbers)] = body
+          tag = Tag(Kind(kind), *numbers)
+          self._messages.setdefault((other, tag), []).append(body)
           self._changed.notify_all()
     except Exception as error:
       reason = f"receiving failed ({error})"

@@ -41,6 +41,21 @@ def test_arrays_come_with_the_same_bits_in_any_order():
     assert a.tobytes() == b.tobytes()
 
 
+def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent():
+  def work(peers):
+    if peers.device == 0:
+      for i in range(3):
+        peers.send(1, _TAG, [np.float32(i)])
+      peers.send(1, _TAG._replace(iteration=4), [np.float32(3)])
+      return None
+    # All have come when the last has.
+    last = peers.receive(0, _TAG._replace(iteration=4), [np.float32(0)])
+    found = [peers.receive(0, _TAG, [np.float32(0)]) for _ in range(3)]
+    return [float(x) for (x,) in [*found, last]]
+
+  assert in_threads(2, work)[1] == [0, 1, 2, 3]
+
+
 def test_all_devices_exchange_in_the_order_of_their_numbers():
   def work(peers):
     found = peers.exchange(_TAG, [np.float32(peers.device)], {0, 2})
