@@ -23,6 +23,7 @@ from jdist.pipeline.planning import stage_cost as stage_cost
 from jdist.pipeline.planning import stage_times as stage_times
 from jdist.pipeline.processes import connect as connect
 from jdist.pipeline.processes import listen as listen
+from jdist.pipeline.processes import move_layers as move_layers
 from jdist.pipeline.processes import Peers as Peers
 from jdist.pipeline.processes import ProcessState as ProcessState
 from jdist.pipeline.processes import StageProcess as StageProcess

@@ -1,0 +1,177 @@
+"""Layers move between processes, and training goes on as if they had not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import models, pipeline
+from tests.pipeline.processes._threads import in_threads
+from tests.pipeline.runtime import _small_models as small
+
+_MICRO = 2
+_SIZES = small.UNLIKE
+_OURS = pipeline.ours(2, 2, window=2, num_iterations=2)
+
+
+def _batches(dtype=np.float32):
+  found = small.batches(6, 1, _MICRO * 2, _SIZES, dtype)
+  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+
+
+def _optimizer():
+  rate = optax.constant_schedule(0.1)
+  return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(rate))
+
+
+def _process(peers, cuts, table=_OURS, layers=None, dtype=jnp.float32):
+  layers = layers or small.layers(_SIZES, statistics=True, dtype=dtype)
+  microbatch = jax.tree.map(lambda x: x[:_MICRO], _batches(dtype)[0])
+  return pipeline.StageProcess(
+    pipeline.cut_layers(layers, cuts),
+    small.loss,
+    table,
+    microbatch,
+    peers=peers,
+    inputs="x",
+  )
+
+
+def _model(process, state):
+  """All layers' parameters and state, and the counts."""
+  counts = [np.asarray(x[1].count) for x in state.opt_state.values()]
+  return jax.device_get(process.gather(state)), counts
+
+
+def test_training_goes_on_with_the_same_numbers():
+  def train(peers):
+    with jax.enable_x64(True):
+      first = _process(peers, [1], dtype=jnp.float64)
+      second = _process(peers, [3], dtype=jnp.float64)
+      batches = _batches(np.float64)
+      kept = first.init_state(_optimizer())
+      kept, losses = first.run(kept, batches)
+      state = first.init_state(_optimizer())
+      state, found = first.run(state, batches[:2])
+      # Layers go from the second process to the first, and back.
+      state = pipeline.move_layers(state, first, second, _optimizer())
+      assert len(state.params[peers.device]) == (3, 1)[peers.device]
+      state, more = second.run(state, batches[2:4])
+      state = pipeline.move_layers(state, second, first, _optimizer())
+      state, rest = first.run(state, batches[4:])
+      return (
+        _model(first, kept),
+        _model(first, state),
+        losses,
+        found + more + rest,
+      )
+
+  for wanted, moved, losses, found in in_threads(2, train):
+    assert small.error(moved[0], wanted[0]) < 1e-12
+    assert moved[1] == wanted[1] == [6]
+    for a, b in zip(found, losses, strict=True):
+      assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
+
+
+def test_what_moves_has_the_same_bits_on_other_devices_and_tables():
+  chunks = pipeline.make_table("interleaved", 2, 2, num_chunks=2)
+  swapped = pipeline.make_table("1f1b", 2, 2)
+  swapped = dataclasses.replace(swapped, devices=swapped.devices[::-1])
+
+  def work(peers):
+    first = _process(peers, 4, chunks)
+    second = _process(peers, [2], swapped)
+    state = first.init_state(_optimizer())
+    state, _ = first.run(state, _batches()[:1])
+    before = jax.device_get((state.params, state.opt_state, state.model_state))
+    state = pipeline.move_layers(state, first, second, _optimizer())
+    assert list(state.params) == [1 - peers.device]
+    state = pipeline.move_layers(state, second, first, _optimizer())
+    after = jax.device_get((state.params, state.opt_state, state.model_state))
+    # Stages of one device share nothing that an update uses up.
+    state, _ = first.run(state, _batches()[:1])
+    return before, after
+
+  for before, after in in_threads(2, work):
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_tied_parameters_come_to_each_stage_that_has_them():
+  def work(peers):
+    layers = small.tied_layers()
+    table = pipeline.make_table("1f1b", 2, 2)
+    batch = small.batches(1, 1, _MICRO * 2)[0]
+    batch = {"x": batch["x"][0], "y": batch["x"][0]}
+    found = []
+    for cuts in ([1], [2]):
+      process = pipeline.StageProcess(
+        pipeline.cut_layers(layers, cuts),
+        small.loss,
+        table,
+        jax.tree.map(lambda x: x[:_MICRO], batch),
+        peers=peers,
+        inputs="x",
+      )
+      found.append(process)
+    first, second = found
+    state, _ = first.run(first.init_state(_optimizer()), [batch])
+    moved = pipeline.move_layers(state, first, second, _optimizer())
+    moved, _ = second.run(moved, [batch])
+    own = {s: jax.tree.leaves(x) for s, x in moved.params.items()}
+    trained, _ = first.run(first.init_state(_optimizer()), [batch] * 2)
+    return second.gather(moved), first.gather(trained), own
+
+  for moved, wanted, _ in in_threads(2, work):
+    assert small.error(moved, wanted) < 1e-5
+
+
+def _alone(layers=None, cuts=2):
+  table = pipeline.make_table("interleaved", 1, 2, num_chunks=2)
+  return _process(None, cuts, table, layers)
+
+
+def _flat():
+  def init(params):
+    return jnp.concatenate([x.ravel() for x in jax.tree.leaves(params)])
+
+  def update(grads, state, params=None):
+    del params
+    return grads, state
+
+  return optax.GradientTransformation(init, update)
+
+
+def test_what_cannot_be_taken_apart_is_refused():
+  first, second = _alone(cuts=[1]), _alone(cuts=[3])
+  state = first.init_state(_flat())
+  with pytest.raises(ValueError, match="leaves beside those of parameters"):
+    pipeline.move_layers(state, first, second, _flat())
+  state = first.init_state(_optimizer())
+  other = state.opt_state[0][1]._replace(count=jnp.int32(7))
+  wrong = dict(state.opt_state) | {0: (state.opt_state[0][0], other)}
+  with pytest.raises(ValueError, match="others in stages 0 and 1"):
+    pipeline.move_layers(
+      state._replace(opt_state=wrong), first, second, _optimizer()
+    )
+  with pytest.raises(ValueError, match="the same layers and peers"):
+    renamed = small.layers(_SIZES, statistics=True)
+    renamed[3] = dataclasses.replace(renamed[3], name="other")
+    pipeline.move_layers(state, first, _alone(renamed), _optimizer())
+
+
+def test_layers_without_names_are_refused():
+  def apply(params, state, x, **_):
+    return x @ params, state
+
+  layers = [
+    models.Layer(f"{i}", jnp.eye(6, size), {}, apply)
+    for i, size in enumerate((6, 5))
+  ]
+  process = _alone(layers)
+  state = process.init_state(_optimizer())
+  with pytest.raises(ValueError, match="must have dicts of parameters"):
+    pipeline.move_layers(state, process, process, _optimizer())
