@@ -57,7 +57,12 @@ class Segment:
     self._table = part.table
     self._batches, self._timeline = batches, timeline
     self._order = self._table.devices[part.device]
-    self._params = {s: {0: state.params[s]} for s in part.own}
+    self._newest_params = dict(state.params)
+    # As passes read them, by version.
+    self._params = {
+      s: {0: updates.read(state.opt_state[s], state.params[s])}
+      for s in part.own
+    }
     self._newest = dict.fromkeys(part.own, 0)
     self._opt_state = dict(state.opt_state)
     self._model_state = dict(state.model_state)
@@ -97,7 +102,7 @@ class Segment:
     metrics = self._all_metrics()
     state = self._state._replace(
       step=self._state.step + len(self._batches),
-      params={s: self._params[s][self._newest[s]] for s in self._params},
+      params=self._newest_params,
       opt_state=self._opt_state,
       model_state=self._model_state,
     )
@@ -175,9 +180,10 @@ class Segment:
     for s in stages:
       version = self._newest[s]
       params, self._opt_state[s] = self._updates.update(
-        totals[s], self._opt_state[s], self._params[s][version], scale
+        totals[s], self._opt_state[s], self._newest_params[s], scale
       )
-      self._newest[s] = version + 1
+      self._newest[s], self._newest_params[s] = version + 1, params
+      params = self._updates.read(self._opt_state[s], params)
       self._params[s][version + 1] = params
       if self._last_read.get((s, version), -1) < self._place:
         del self._params[s][version]

@@ -48,7 +48,8 @@ class StageProcess:
   All tables run.  The gradient of iteration k is taken at the version of the
   parameters that `Table.weights` names; with `"newest"` (PACI), at the newest
   parameters of each pass: the backward pass runs the stage again from its saved
-  input, and nothing is stashed (reconstruction).
+  input, and nothing is stashed (reconstruction).  Where the optimizer holds a
+  `transforms.predict_weights`, versions are predicted when they are made.
 
   Parameters that several stages share are tied: their gradients are summed over
   the stages before each of them applies the same update.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdist import transforms
+
 PyTree = Any
 
 
@@ -24,6 +26,10 @@ class UpdateProgram:
     # Earlier versions of the parameters are still read: they are not donated.
     self.update = jax.jit(self._update, donate_argnums=(0, 1))
     self.squared_norm = jax.jit(self._squared_norm)
+
+  def read(self, opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns parameters as an iteration reads them: predicted, if they are."""
+    return transforms.predicted_weights(opt_state, params)
 
   def _mean(self, total: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(
