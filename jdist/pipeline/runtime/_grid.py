@@ -50,6 +50,16 @@ class Grid:
     return self.rows.shape[1]
 
   @property
+  def backward_actions(self) -> frozenset[tuple[int, int]]:
+    """The kinds of backward passes that there are, with their stages."""
+    found = set()
+    for device in range(self.num_devices):
+      cells = self.rows[:, device, BACKWARD : BACKWARD + 2]
+      for op, chunk in np.unique(cells[cells[:, 0] > 0], axis=0):
+        found.add((int(op), int(chunk) * self.num_devices + device))
+    return frozenset(found)
+
+  @property
   def utilisation(self) -> float:
     """The part of the devices' ticks in which they work."""
     busy = (self.rows[..., FORWARD] > 0) | (self.rows[..., BACKWARD] > 0)

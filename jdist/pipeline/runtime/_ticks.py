@@ -253,8 +253,9 @@ class Ticks:
     forward = [
       self._forward(s, versions, key_of) for s in range(self.grid.num_stages)
     ]
+    used = self.grid.backward_actions
     backward = [
-      self._backward(s, op, versions, key_of)
+      self._backward(s, op, versions, key_of) if (op, s) in used else idle
       for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
       for s in range(self.grid.num_stages)
     ]
