@@ -44,3 +44,4 @@ from jdist.server.h_ps._balanced_batches import (
 from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
 from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
+from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans

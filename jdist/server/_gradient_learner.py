@@ -12,6 +12,7 @@ import optax
 
 from jdist import checks
 from jdist.server import _message_codec, _messages, _server_programs
+from jdist.server.h_ps import _bit_plans, _plan_codecs
 
 PyTree = Any
 
@@ -38,6 +39,7 @@ class _Pulled(NamedTuple):
   worker: int
   start: int
   num_samples: int
+  push_plan: int
 
 
 class GradientLearner:
@@ -60,6 +62,15 @@ class GradientLearner:
   What a feedback keeps stays with each worker.  A push that is discarded is
   not computed, and its worker's feedback stays as it was.
 
+  With `plans` each message has the bits that the protocol says: pushes with
+  error feedback, pulls as differences from what the worker holds, of which the
+  server keeps a copy for each worker: the memory of the parameters, once for
+  each.  A pull by plan 0 sends the parameters themselves.
+
+  With a `local_rate` a worker whose last gradient is not yet in what it was
+  sent, as it is in a pipeline, takes the next one a local step further:
+  :math:`\nabla L(\theta_{t - \tau} - \eta_{loc} g'; B)`.
+
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
     optimizer: any Optax chain; its schedules count updates.
@@ -72,6 +83,8 @@ class GradientLearner:
     sizes: to which batches are padded; powers of two if None.
     push_codec: of the workers' gradients; None sends every bit.
     pull_codec: of the parameters that are sent to a worker.
+    plans: in place of both, messages by the protocol's plans.
+    local_rate: eta_loc > 0 of workers' local steps; none without it.
 
   Attributes:
     model: parameters and states now.
@@ -86,6 +99,7 @@ class GradientLearner:
   References:
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation (arXiv 1609.08326): DC-ASGD-c, lambda constant.
+    Xu et al., OD-SGD (arXiv 2005.06728): the local step.
   """
 
   def __init__(
@@ -102,6 +116,8 @@ class GradientLearner:
     sizes: Sequence[int] | None = None,
     push_codec: _message_codec.MessageCodec | None = None,
     pull_codec: _message_codec.MessageCodec | None = None,
+    plans: _bit_plans.BitPlans | None = None,
+    local_rate: float | None = None,
   ):
     checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
@@ -119,6 +135,24 @@ class GradientLearner:
         checks.check_type(
           name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
         )
+    if local_rate is not None:
+      checks.check_number("local_rate", local_rate, open_low=True)
+    push_codecs = [push_codec]
+    if plans is not None:
+      _check_plans(plans, params, push_codec, pull_codec)
+      numbers = range(len(plans.bits))
+      push_codecs = [
+        _plan_codecs.plan_codec(plans, i, seed=seed) for i in numbers
+      ]
+      # The residual of a difference is in the next one.
+      self._differences = [
+        _plan_codecs.difference_program(
+          _plan_codecs.plan_codec(plans, i, feedback=False, seed=seed)
+        )
+        for i in numbers
+      ]
+      pull_codec = _plan_codecs.plan_codec(plans, 0, feedback=False, seed=seed)
+    self._plans, self._local_rate = plans, local_rate
     self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
       jax.tree.map(jnp.array, params),
@@ -134,15 +168,27 @@ class GradientLearner:
     self.losses: collections.deque[tuple[int, jax.Array]] = collections.deque(
       maxlen=1000
     )
-    self._programs = _server_programs.server_programs(
-      loss_fn, optimizer, compensation, push_codec, pull_codec
-    )
+    self._programs = [
+      _server_programs.server_programs(
+        loss_fn, optimizer, compensation, one, pull_codec,
+        local_rate is not None,
+      )
+      for one in push_codecs
+    ]  # fmt: skip
     # By worker's number; of no use without a compression.
-    self._push_states, self._pull_states = (
+    states: list[list[PyTree]] = [
       [() if one is None else one.init(params)] * len(workers)
-      for one in (push_codec, pull_codec)
-    )
+      for one in (push_codecs[0], pull_codec)
+    ]
+    self._push_states, self._pull_states = states
+    if local_rate is not None:
+      first = jax.tree.map(jnp.zeros_like, params)
+      self._push_states = [(state, first) for state in self._push_states]
     self._compresses_pulls = pull_codec is not None
+    # What each worker was sent last, with plans.
+    self._held = [self.model.params] * len(workers)
+    # To which version each worker's last gradient was added.
+    self._led: dict[int, int] = {}
     # On the way to a checkpoint only what follows from the messages is kept.
     self.replays = False
 
@@ -153,8 +199,10 @@ class GradientLearner:
     start = self.position[whose]
     self.position[whose] += reply.samples
     params = self.model.params
-    if self._compresses_pulls and not self.replays:
-      params, self._pull_states[worker] = self._programs.send(
+    if self._plans is not None:
+      params = self._send(worker, reply.pull_plan)
+    elif self._compresses_pulls and not self.replays:
+      params, self._pull_states[worker] = self._programs[0].send(
         params, self._pull_states[worker]
       )
     self._tasks[reply.task] = _Pulled(
@@ -164,20 +212,38 @@ class GradientLearner:
       worker,
       start,
       reply.samples,
+      reply.push_plan,
     )
+
+  def _send(self, worker: int, plan: int | None) -> PyTree:
+    """Returns what a worker holds after a message, if it is sent one."""
+    if self.replays or plan is None:
+      return self._held[worker]
+    held = self.model.params
+    if plan:
+      held, self._pull_states[worker] = self._differences[plan](
+        held, self._held[worker], self._pull_states[worker]
+      )
+    self._held[worker] = held
+    return held
 
   def apply(self, update: _messages.Apply) -> None:
     """Updates the parameters with the gradients of tasks."""
     tasks = [self._tasks.pop(task) for task in update.tasks]
     whole = sum(task.num_samples for task in tasks)
     self.samples += whole
+    leading = []
+    for task, stale in zip(tasks, update.staleness, strict=True):
+      last = self._led.get(task.worker)
+      leading.append(last is not None and task.version <= last)
+      self._led[task.worker] = task.version + stale
     if self.replays:
       return
-    programs, total = self._programs, None
-    loss: Any = None
-    for number, weight, task in zip(
-      update.tasks, update.weights, tasks, strict=True
+    total, loss = None, None
+    for number, weight, task, leads in zip(
+      update.tasks, update.weights, tasks, leading, strict=True
     ):
+      programs = self._programs[task.push_plan if self._plans else 0]
       arguments = (
         task.params,
         task.model_state,
@@ -192,6 +258,7 @@ class GradientLearner:
         np.uint32(number),
         np.float32(weight),
         np.float32(task.num_samples / whole),
+        np.float32(self._local_rate if leads and self._local_rate else 0.0),
       )
       if len(tasks) == 1:
         self.model, push_state, loss = programs.step(self.model, *arguments)
@@ -201,18 +268,20 @@ class GradientLearner:
         total, push_state = programs.add(total, self.model, *arguments)
       self._push_states[task.worker] = push_state
     if total is not None:
-      self.model, loss = programs.update(self.model, total)
+      self.model, loss = self._programs[0].update(self.model, total)
+    assert loss is not None
     self.losses.append((self.samples, loss))
 
   def discard(self, task: int) -> None:
     """Drops a task; its gradient is never computed."""
-    del self._tasks[task]
+    self._led.pop(self._tasks.pop(task).worker, None)
 
   def arrays(self) -> PyTree:
     """Returns all arrays that a resumed run needs, as a tree.
 
     Besides the model: what is on its way, by the version that was sent (each
-    once, but what a compression made of it for a worker), and feedbacks.
+    once, but what a compression made of it for a worker), feedbacks, and what
+    workers hold.
     """
     return {
       "model": self.model,
@@ -222,6 +291,7 @@ class GradientLearner:
       },
       "push": self._push_states,
       "pull": self._pull_states,
+      "held": [] if self._plans is None else self._held,
     }
 
   def load(self, arrays: PyTree) -> None:
@@ -229,6 +299,8 @@ class GradientLearner:
     self.model = arrays["model"]
     self._push_states = list(arrays["push"])
     self._pull_states = list(arrays["pull"])
+    if self._plans is not None:
+      self._held = list(arrays["held"])
     for number, task in self._tasks.items():
       params, model_state = arrays["tasks"][self._name(number, task)]
       self._tasks[number] = task._replace(
@@ -250,4 +322,20 @@ class GradientLearner:
     raise ValueError(
       f"`sizes` must reach the largest batch, got {self._sizes} for {count} "
       "samples. Add a larger size, or bound the batches (`maximum=`)."
+    )
+
+
+def _check_plans(plans: Any, params: PyTree, *others: Any) -> None:
+  """Raises a ValueError unless plans fit the parameters and stand alone."""
+  checks.check_type("plans", plans, _bit_plans.BitPlans, "a `server.BitPlans`")
+  if any(each is not None for each in others):
+    raise ValueError(
+      "`plans` must be given without `push_codec` and `pull_codec`, in whose "
+      "place they are."
+    )
+  sizes = tuple(int(np.size(leaf)) for leaf in jax.tree.leaves(params))
+  if plans.sizes != sizes:
+    raise ValueError(
+      f"`plans` must be of the parameters' {len(sizes)} sizes, got "
+      f"{checks.show(plans.sizes)}. Make them with `server.fit_bit_plans`."
     )

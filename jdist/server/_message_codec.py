@@ -36,7 +36,7 @@ class MessageCodec:
   is NaN for the receiver: a byte for each says so.
 
   Attributes:
-    codec: of every leaf.
+    codec: of every leaf, or a tuple of one for each.
     feedback: `reducers.ErrorFeedback`, which is e, `MomentumCorrection`, or
       None.
     seed: of codecs that draw random numbers.
@@ -52,12 +52,14 @@ class MessageCodec:
   (5, [1.0, 2.0])
   """
 
-  codec: codecs.Codec
+  codec: codecs.Codec | tuple[codecs.Codec, ...]
   feedback: Any = None
   seed: int = 0
 
   def __post_init__(self) -> None:
-    checks.check_type("codec", self.codec, codecs.Codec, "a codec")
+    own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
+    for each in own:
+      checks.check_type("codec", each, codecs.Codec, "a codec")
     if self.feedback is not None and not isinstance(self.feedback, _FEEDBACKS):
       raise ValueError(
         "`feedback` must be `reducers.ErrorFeedback()`, "
@@ -65,7 +67,7 @@ class MessageCodec:
         f"{checks.show(self.feedback)}: of others the receiver would need a "
         "state."
       )
-    if self.codec.key == "shared":
+    if any(each.key == "shared" for each in own):
       raise ValueError(
         "`codec` must not choose entries by a seed that all share, got "
         f"{self.codec}. Take `shared=False`, which sends the seed."
@@ -74,8 +76,9 @@ class MessageCodec:
 
   def init(self, like: PyTree) -> MessageState:
     """Returns a sender's first state for trees like `like`."""
-    for leaf in jax.tree.leaves(like):
-      self.codec.check(leaf)
+    leaves = jax.tree.leaves(like)
+    for leaf, codec in zip(leaves, self._codecs(leaves), strict=True):
+      codec.check(leaf)
     feedback = () if self.feedback is None else self.feedback.init(like)
     return MessageState(jnp.zeros((), jnp.int32), feedback)
 
@@ -87,13 +90,15 @@ class MessageCodec:
     if self.feedback is not None:
       wanted, feedback = self.feedback.prepare(wanted, feedback)
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-    payloads = []
-    for number, leaf in enumerate(jax.tree.leaves(wanted)):
+    payloads, leaves = [], jax.tree.leaves(wanted)
+    for number, (leaf, codec) in enumerate(
+      zip(leaves, self._codecs(leaves), strict=True)
+    ):
       own = None
-      if self.codec.key != "none":
+      if codec.key != "none":
         own = jax.random.fold_in(key, number)
-      payloads.append(self.codec.encode(leaf, self.codec.init(leaf), own)[0])
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(wanted)]
+      payloads.append(codec.encode(leaf, codec.init(leaf), own)[0])
+    finite = [jnp.isfinite(leaf).all() for leaf in leaves]
     parts = collectives.pack_bytes((payloads, finite))
     buffer = jnp.concatenate(
       [jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in parts]
@@ -117,10 +122,12 @@ class MessageCodec:
     found = [
       jnp.where(
         fine,
-        self.codec.decode(payload, self.codec.init(x), _wide_like(x)),
+        codec.decode(payload, codec.init(x), _wide_like(x)),
         jnp.nan,
       ).astype(x.dtype)
-      for payload, fine, x in zip(payloads, finite, leaves, strict=True)
+      for codec, payload, fine, x in zip(
+        self._codecs(leaves), payloads, finite, leaves, strict=True
+      )
     ]
     return jax.tree.unflatten(structure, found)
 
@@ -135,13 +142,26 @@ class MessageCodec:
     self, leaves: list[Any]
   ) -> tuple[list[PyTree], list[jax.Array]]:
     """Returns trees of the shapes that `encode` packs."""
-    key = None if self.codec.key == "none" else jax.random.key(0)
-    init = self.codec.init
     payloads = [
-      self.codec.encode(_wide(jnp.zeros(x.shape, x.dtype)), init(x), key)[0]
-      for x in leaves
+      codec.encode(
+        _wide(jnp.zeros(x.shape, x.dtype)),
+        codec.init(x),
+        None if codec.key == "none" else jax.random.key(0),
+      )[0]
+      for codec, x in zip(self._codecs(leaves), leaves, strict=True)
     ]
     return payloads, [jnp.zeros((), bool) for _ in leaves]
+
+  def _codecs(self, leaves: list[Any]) -> tuple[codecs.Codec, ...]:
+    """Returns the codec of each leaf."""
+    if not isinstance(self.codec, tuple):
+      return (self.codec,) * len(leaves)
+    if len(self.codec) != len(leaves):
+      raise ValueError(
+        f"`codec` must be one or one for each leaf, got {len(self.codec)} for "
+        f"{len(leaves)} leaves."
+      )
+    return self.codec
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -53,8 +53,13 @@ def server_programs(
   compensation: float,
   push: _message_codec.MessageCodec | None,
   pull: _message_codec.MessageCodec | None,
+  leads: bool = False,
 ) -> ServerPrograms:
-  """Builds the programs of `GradientLearner`, once for equal arguments."""
+  """Builds the programs of `GradientLearner`, once for equal arguments.
+
+  A worker that leads takes its gradient a step of its last one in front of the
+  parameters; its push state is the codec's and that gradient.
+  """
   optimizer = optax.with_extra_args_support(optimizer)
   compute = training.make_gradient(loss_fn)
 
@@ -73,12 +78,20 @@ def server_programs(
     number: jax.Array,
     weight: jax.Array,
     share: jax.Array,
+    lead_rate: jax.Array,
   ) -> tuple[PyTree, PyTree]:
+    if leads:
+      push_state, last = push_state
+      read = jax.tree.map(
+        lambda p, g: p - lead_rate.astype(p.dtype) * g, read, last
+      )
     gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
     grads = gradient.grads
     if push is not None:
       buffer, push_state = push.encode(grads, push_state)
       grads = push.decode(buffer, grads)
+    if leads:
+      push_state = (push_state, gradient.grads)
 
     def one(total: Any, g: Any, old: Any, new: Any) -> Any:
       if compensation:

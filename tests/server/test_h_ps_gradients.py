@@ -1,0 +1,185 @@
+"""H-PS with gradients: equations by hand, messages, and resumed runs."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import cluster, codecs, collectives, data, server, training
+from jdist.server.h_ps import _plan_codecs
+from tests.server import test_gradients as gradients
+
+pytest.importorskip("simpy")
+
+EXACT = {"plans": None}
+
+
+def test_in_turn_and_exact_it_is_synchronous():
+  options = {"tasks": False, "pipelined": False, **EXACT}
+  learner, run = gradients.learn(server.h_ps(32, **options), [1.0] * 4, 10)
+  assert set(run.staleness) == {0}
+  chex.assert_trees_all_close(
+    learner.model.params, gradients.synchronous(4, 8, 10), rtol=1e-6, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("local_rate", (None, 0.02))
+def test_a_pipeline_by_hand(local_rate):
+  """Gradients are of one update before, and a local step further."""
+  rate, workers, each = 0.01, 2, 4
+  learner, _ = gradients.learn(
+    server.h_ps(workers * each, tasks=False, **EXACT),
+    [1.0] * workers, 5, optimizer=optax.sgd(rate),
+    loss_fn=gradients.linear, params=jnp.array(0.0), local_rate=local_rate,
+  )  # fmt: skip
+  samples = data.SampleStream(gradients.DIGITS, workers, seed=0)
+
+  def slope(w, start):
+    x = samples.batch(0, start, each)["label"]
+    return np.mean(2 * x * (w * x - 1.0))
+
+  # Two tasks each in the beginning, then one each after each update.
+  starts = {0: (0, 8), 1: (4, 12)}
+  starts |= {k: (8 * k, 8 * k + 4) for k in range(2, 5)}
+  updated, last = [0.0], [0.0, 0.0]
+  for k in range(5):
+    read = updated[max(k - 1, 0)]
+    points = [read - (local_rate or 0.0) * g for g in last]
+    last = [slope(w, s) for w, s in zip(points, starts[k], strict=True)]
+    updated.append(updated[-1] - rate * np.mean(last))
+  np.testing.assert_allclose(learner.model.params, updated[-1], rtol=1e-5)
+
+
+def test_messages_have_the_bytes_that_plans_count():
+  tree = {
+    "a": jnp.ones((10, 13)), "b": jnp.ones(7), "c": jnp.ones((64, 3)),
+  }  # fmt: skip
+  plans = server.BitPlans(
+    ((32, 32, 32), (16, 32, 16), (8, 16, 4), (4, 16, 4)), (130, 7, 192)
+  )
+  for plan in range(4):
+    codec = _plan_codecs.plan_codec(plans, plan)
+    assert codec.num_bytes(tree) == plans.num_bytes(plan)
+  assert server.BitPlans().share(2) == pytest.approx(
+    codecs.Quantize(8, 64).num_bits(jnp.zeros(1 << 20)) / (32 << 20), rel=1e-4
+  )
+
+
+def test_a_codec_for_each_leaf_needs_as_many():
+  plans = server.BitPlans(((32, 32),), (4, 4))
+  with pytest.raises(ValueError, match="`codec` must be one or one for each"):
+    _plan_codecs.plan_codec(plans, 0).init(jnp.ones(4))
+
+
+def test_what_a_worker_holds_follows_the_parameters():
+  """The residual of a pull is sent by the next ones."""
+  plans = server.BitPlans(((32,), (4,)), (256,))
+  codec = _plan_codecs.plan_codec(plans, 1, feedback=False)
+  send = _plan_codecs.difference_program(codec)
+  params = jax.random.normal(jax.random.key(0), (256,))
+  held, state = jnp.zeros(256), codec.init(params)
+  errors = []
+  for _ in range(6):
+    held, state = send(params, held, state)
+    errors.append(float(jnp.abs(params - held).max()))
+  # Each leaves less than a step, of which there are 7 in the largest entry.
+  assert all(b < a / 5 for a, b in itertools.pairwise(errors))
+
+
+def test_an_error_limit_keeps_bits():
+  x = jax.random.normal(jax.random.key(0), (64, 64))
+  tree = {name: {"w": x} for name in ("first", "inner", "last")}
+  wide = server.fit_bit_plans(tree, error_limit=0.5)
+  assert wide.bits == (
+    (32, 32, 32), (16, 16, 16), (16, 8, 16), (16, 4, 16),
+  )  # fmt: skip
+  assert server.fit_bit_plans(tree, error_limit=1e-3).bits[1:] == (
+    (16, 16, 16),
+  )
+  assert server.fit_bit_plans(tree, error_limit=1e-7).bits == ((32, 32, 32),)
+  with pytest.raises(ValueError, match="`error_limit` must"):
+    server.fit_bit_plans(tree, error_limit=0.0)
+
+
+def _plans():
+  sizes = tuple(x.size for x in jax.tree.leaves(gradients.MODEL.params))
+  return server.BitPlans(((32,) * 4, (16, 4, 16, 4)), sizes, 64)
+
+
+def start(plans, away=()):
+  link = cluster.Link(8 * 4e4)
+  machines = cluster.Cluster(
+    (
+      cluster.Node("a", speed=2.0, jitter=0.3),
+      cluster.Node("b", jitter=0.3),
+      cluster.Node("c", outages=away),
+    ),
+    cluster.star(dict.fromkeys("abc", link), "server"),
+  )
+  learner = server.GradientLearner(
+    gradients.LOSS, gradients.SGD, gradients.MODEL.params,
+    data.SampleStream(gradients.DIGITS, 3, seed=0),
+    workers=machines.names, plans=plans, local_rate=0.05, sizes=[32],
+  )  # fmt: skip
+  costs = cluster.Profile(
+    seconds_per_sample=0.01, push_bytes=4800, pull_bytes=4800
+  )
+  return server.Simulation(
+    machines, server.h_ps(30, plans=plans), costs, seed=1, learner=learner,
+    detection_s=0.1,
+  )  # fmt: skip
+
+
+def test_few_bits_learn_as_exact_messages_do():
+  losses = []
+  for plans in (None, _plans()):
+    run = start(plans)
+    run.run(updates=50)
+    losses.append(float(np.mean([x for _, x in run.learner.losses][-20:])))
+  assert set(run.state.plans.values()) == {1}
+  assert run.pushed_bytes < 4800 * 3 * 50 / 4
+  assert losses[0] < 1.2 and losses[1] < 1.3 * losses[0]
+  # A copy of the parameters for each worker.
+  for held in run.learner.arrays()["held"]:
+    chex.assert_trees_all_equal_shapes(held, run.learner.model.params)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+
+  def begin():
+    return start(_plans(), (cluster.Outage(0.7, 1.2),))
+
+  whole = begin()
+  records = server.VirtualTrainer(whole).fit(18, every=6)
+  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+    server.VirtualTrainer(begin()).fit(12, every=6, checkpoints=checkpoints)
+    resumed = begin()
+    found = server.VirtualTrainer(resumed).fit(
+      18, every=6, checkpoints=checkpoints
+    )
+  assert found == records and whole.now_s > 1.3
+  assert resumed.events == whole.events
+  chex.assert_trees_all_equal(resumed.learner.arrays(), whole.learner.arrays())
+
+
+def test_plans_must_fit_and_stand_alone():
+  message = server.MessageCodec(codecs.Cast("bfloat16"))
+  samples = data.SampleStream(gradients.DIGITS, 1, seed=0)
+  for options, rule in (
+    ({"plans": server.BitPlans()}, "`plans` must be of the parameters' 4"),
+    (
+      {"plans": _plans(), "push_codec": message},
+      "`plans` must be given without",
+    ),
+    ({"local_rate": 0.0}, "`local_rate` must"),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      server.GradientLearner(
+        gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
+        workers=["a"], **options,
+      )  # fmt: skip
