@@ -352,6 +352,13 @@ class ProtocolOptions:
   """Of h_ps: tasks by speed, messages under computation, messages of fewer
   bits."""
 
+  error_limit: float = 0.01
+  """Of h_ps: relative error that fewer bits of a tensor may have."""
+
+  local_rate: float | None = None
+  """Of h_ps: learning rate of a worker's own step in front of what it was sent;
+  no such step if not given."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions(ProtocolOptions):

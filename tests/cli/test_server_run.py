@@ -74,6 +74,27 @@ def test_pushes_may_be_compressed(words, tmp_path):
   assert row["pushed_bytes"] < 38_440 / 6 * (row["steps"] + 2)
 
 
+def test_h_ps_trains_by_messages_of_few_bits(words, tmp_path):
+  file = words[words.index("--cluster") + 1]
+  with open(file, "a") as cluster:
+    cluster.write(
+      """pull_bytes = 38_440
+[[links]]
+between = ["*", "switch"]
+bandwidth_gbit_per_s = 0.001
+"""
+    )
+  words[words.index("dbs")] = "h_ps"
+  words += ["--local-rate", "0.002", "--error-limit", "0.5"]
+  assert cli.main(words) == 0
+  (row,) = rows(tmp_path)
+  assert row["accuracy"] > 0.3
+  assert set(row["staleness"]["counts"]) == {"0", "1"}
+  # Two of 12 rounds are exact, the others of 16 bits, and two are under way.
+  assert row["updates"] == 12
+  assert row["pushed_bytes"] < 38_440 * 2 * (2 + 12 * 0.55)
+
+
 @pytest.mark.parametrize(
   ("more", "rule"),
   (
@@ -83,6 +104,14 @@ def test_pushes_may_be_compressed(words, tmp_path):
     (["--reducer", "gather"], "`--reducer` must be left out"),
     (["--protocol", "asap"], "`--protocol` must be of bsp"),
     (["--cluster", "nowhere.toml"], "There is no file"),
+    (
+      ["--protocol", "h_ps", "--codec", "int4"],
+      "`--codec` must be left out with `--protocol h_ps`",
+    ),
+    (
+      ["--protocol", "h_ps", "--error-limit", "0"],
+      "`error_limit` must",
+    ),
     (["--batch-size", "65"], "`--batch-size` must divide evenly"),
   ),
 )

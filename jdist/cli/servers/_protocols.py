@@ -36,6 +36,7 @@ def build(
   batch_size: int,
   machines: cluster.Cluster,
   profile: cluster.Profile,
+  plans: server.BitPlans | None = None,
 ) -> server.Protocol:
   """Builds a protocol for these machines with those options that it takes."""
   num = len(machines.nodes)
@@ -50,7 +51,7 @@ def build(
     "backups": options.backups,
     "tasks": "tasks" in parts,
     "pipelined": "pipeline" in parts,
-    "plans": server.BitPlans() if "bits" in parts else None,
+    "plans": (plans or server.BitPlans()) if "bits" in parts else None,
     "limits": {
       node.name: profile.max_samples(node.memory_bytes)
       for node in machines.nodes

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import pathlib
+from typing import Any
+
+import jax
 
 from jdist import collectives, data, models, server, training
 from jdist.cli import (
@@ -38,7 +41,18 @@ def train(options: _options.Train) -> None:
   )
   workload = _experiment.build(options)
   batch_size = options.batch_size // num
-  protocol = _protocols.build(name, options, batch_size, machines, profile)
+  samples = data.SampleStream(
+    workload.train, num, seed=options.seed, owned=options.owned,
+    alpha=options.alpha,
+  )  # fmt: skip
+  model = workload.model(options.seed)
+  loss = workload.loss(model.apply)
+  plans = None
+  if name == "h_ps" and "bits" in options.parts:
+    plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
+  protocol = _protocols.build(
+    name, options, batch_size, machines, profile, plans
+  )
   taken = _protocols.gradients_per_update(name, options, machines)
   # Schedules count updates.
   budget = _methods.make_budget(
@@ -46,32 +60,38 @@ def train(options: _options.Train) -> None:
     options.learning_rate,
     len(workload.train) / (batch_size * taken),
   )
-  model = workload.model(options.seed)
   message = _composition.message(options)
   if message is not None:
     profile = dataclasses.replace(
       profile, push_bytes=message.num_bytes(model.params)
     )
   learner = server.GradientLearner(
-    workload.loss(model.apply),
+    loss,
     _methods.optimizer_of(options, budget),
     model.params,
-    data.SampleStream(
-      workload.train,
-      num,
-      seed=options.seed,
-      owned=options.owned,
-      alpha=options.alpha,
-    ),
+    samples,
     workers=machines.names,
     model_state=model.state,
     seed=options.seed,
     push_codec=message,
+    plans=plans,
+    local_rate=options.local_rate if name == "h_ps" else None,
   )
   run = server.Simulation(
     machines, protocol, profile, seed=options.seed, learner=learner
   )
   _fit(options, workload, model, run)
+
+
+def _fit_plans(
+  options: _options.Train, model: models.Model, loss: Any, batch: Any
+) -> server.BitPlans:
+  """Returns the plans that the first gradient allows."""
+  key = jax.random.key(options.seed)
+  gradient = training.make_gradient(loss)(model.params, model.state, batch, key)
+  return server.fit_bit_plans(
+    gradient.grads, error_limit=options.error_limit, seed=options.seed
+  )
 
 
 def _fit(
@@ -129,8 +149,6 @@ def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:
 def _check(options: _options.Train) -> None:
   assert options.protocol is not None
   _protocols.check_names("--protocol", (options.protocol,))
-  if options.protocol == "h_ps":
-    raise ValueError("`--protocol h_ps` is of `jdist simulate` so far.")
   if options.cluster is None:
     raise ValueError(
       "`--cluster` must be given with `--protocol`: a TOML file of the "
@@ -145,6 +163,11 @@ def _check(options: _options.Train) -> None:
     raise ValueError(
       "`--reducer` must be left out with `--protocol`: a push goes to one "
       f"server, got {options.reducer}."
+    )
+  if options.protocol == "h_ps" and options.codec is not None:
+    raise ValueError(
+      "`--codec` must be left out with `--protocol h_ps`, which chooses each "
+      f"message's bits, got {options.codec}. Take `--protocol bsp`."
     )
   _options.check_least(options, seed=0)
 
