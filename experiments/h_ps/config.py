@@ -1,10 +1,9 @@
 """What is compared: protocols, workers' speeds, and links."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeAlias
 
 from jdist import cluster, server
+from jdist.training.comparison import Presets
 
 SPEEDS: dict[str, tuple[float, ...]] = {
   "1x": (1.0, 1.0, 1.0, 1.0),
@@ -78,39 +77,69 @@ class Setting:
     )
 
 
-Variant: TypeAlias = Callable[[int, int], server.Protocol]
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """A protocol, or H-PS with some of its parts.
+
+  Attributes:
+    baseline: a name of `server.PROTOCOLS`; None for H-PS.
+    parts: of H-PS, of `tasks`, `pipeline` and `bits`.
+    local: workers' own steps, their rate over the server's; none if 0.
+  """
+
+  baseline: str | None = None
+  parts: tuple[str, ...] | None = None
+  local: float = 0.0
 
 
-def _fixed(total: int, workers: int) -> server.FixedBatches:
-  return server.FixedBatches(total // workers)
-
-
-def _parts(**parts: bool) -> Variant:
-  def build(total: int, workers: int) -> server.Protocol:
-    del workers
-    return server.h_ps(
-      total,
-      tasks=parts.get("tasks", False),
-      pipelined=parts.get("pipeline", False),
-      plans=server.BitPlans() if parts.get("bits", False) else None,
-    )
-
-  return build
-
-
-# Of a round's samples and the number of workers.
+ALL = ("tasks", "pipeline", "bits")
 VARIANTS: dict[str, Variant] = {
-  "bsp": lambda total, num: server.BSP(batches=_fixed(total, num)),
-  "asp": lambda total, num: server.ASP(batches=_fixed(total, num)),
-  "ssp": lambda total, num: server.SSP(bound=3, batches=_fixed(total, num)),
-  "tasks": _parts(tasks=True),
-  "pipeline": _parts(pipeline=True),
-  "bits": _parts(bits=True),
-  "tasks + pipeline": _parts(tasks=True, pipeline=True),
-  "tasks + bits": _parts(tasks=True, bits=True),
-  "pipeline + bits": _parts(pipeline=True, bits=True),
-  "h_ps": _parts(tasks=True, pipeline=True, bits=True),
+  "bsp": Variant("bsp"),
+  "asp": Variant("asp"),
+  "ssp": Variant("ssp"),
+  "tasks": Variant(parts=("tasks",)),
+  "pipeline": Variant(parts=("pipeline",)),
+  "bits": Variant(parts=("bits",)),
+  "tasks + pipeline": Variant(parts=("tasks", "pipeline")),
+  "tasks + bits": Variant(parts=("tasks", "bits")),
+  "pipeline + bits": Variant(parts=("pipeline", "bits")),
+  "h_ps": Variant(parts=ALL),
 }
+# With gradients; the order in which they run.
+TRAINED: dict[str, Variant] = {
+  "bsp": VARIANTS["bsp"],
+  "h_ps": VARIANTS["h_ps"],
+  "h_ps, local step": Variant(parts=ALL, local=1.0),
+  "asp": VARIANTS["asp"],
+  "ssp": VARIANTS["ssp"],
+  "pipeline": VARIANTS["pipeline"],
+  "bits": VARIANTS["bits"],
+  "tasks": VARIANTS["tasks"],
+}
+
+
+def build(
+  variant: Variant,
+  total: int,
+  num: int,
+  plans: server.BitPlans | None = None,
+) -> server.Protocol:
+  """Builds the protocol for rounds of so many samples by so many workers."""
+  if variant.parts is None:
+    batches = server.FixedBatches(total // num)
+    options = {"bound": 3} if variant.baseline == "ssp" else {}
+    assert variant.baseline is not None
+    return server.PROTOCOLS[variant.baseline].factory(
+      batches=batches, **options
+    )
+  return server.h_ps(
+    total,
+    tasks="tasks" in variant.parts,
+    pipelined="pipeline" in variant.parts,
+    plans=(plans or server.BitPlans()) if "bits" in variant.parts else None,
+  )
+
+
 BASELINES = ("bsp", "asp", "ssp")
 
 
@@ -140,3 +169,72 @@ def bounds(setting: Setting) -> dict[str, float]:
     "ssp": len(rates) * b / (b / min(rates) + c),
     "h_ps": total / min(round_s(plan) for plan in range(len(plans.bits))),
   }
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A comparison with gradients, in one or more settings."""
+
+  dataset: str = "mnist"
+  """A name of `jdist.data`."""
+
+  model: str = "lenet"
+  """A name of `jdist.models`."""
+
+  batch_size: int = 256
+  """Samples of a round, of all workers together."""
+
+  epochs: float = 1.0
+  """Passes through the training set."""
+
+  settings: tuple[str, ...] = ("8x:1", "12/12/8/16:2")
+  """Speeds and r of each."""
+
+  encoding: float = 0.03
+  """As of `Setting`."""
+
+  jitter: float = 0.1
+  """As of `Setting`."""
+
+  error_limit: float = 0.02
+  """Relative error that fewer bits of a tensor may have."""
+
+  rates: tuple[float, ...] = (0.025, 0.05, 0.1)
+  """The grid of learning rates; each variant uses its own best one, by the loss
+  of a run of the same length on held-out training samples."""
+
+  extensions: int = 3
+  """Further rates that a variant is tuned with at most, beyond an end of the
+  grid that is its best."""
+
+  momentum: float = 0.9
+  """Nesterov momentum of the server's SGD."""
+
+  evaluations: int = 6
+  """In a run, equally far apart in samples."""
+
+  seeds: tuple[int, ...] = (0, 1, 2)
+  """One run each at a variant's best rate."""
+
+  variants: tuple[str, ...] = ()
+  """Of the experiment's, in this order; all if none are named."""
+
+
+# Under these names on the command line.
+PRESETS: Presets = {
+  "mnist": ("MNIST, LeNet: half a minute a run on one core", Config()),
+  "smoke": (
+    "digits, a few updates: that it runs",
+    Config(
+      dataset="digits", model="mlp", batch_size=64, settings=("4x:1",),
+      rates=(0.05,), seeds=(0,), evaluations=2, variants=("bsp", "h_ps"),
+    ),
+  ),
+  "cifar10-gpu": (
+    "CIFAR-10, ResNet-18, on a GPU",
+    Config(
+      dataset="cifar10", model="resnet18", batch_size=512, epochs=30.0,
+      settings=("8x:1", "4x:2"), rates=(0.05, 0.1, 0.2),
+    ),
+  ),
+}  # fmt: skip

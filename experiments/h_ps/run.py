@@ -37,7 +37,8 @@ def simulate(
 ) -> server.Simulation:
   """Runs a variant until as many samples are applied as of 200 rounds."""
   machines = setting.machines()
-  protocol = config.VARIANTS[variant](setting.total, len(machines.nodes))
+  num = len(machines.nodes)
+  protocol = config.build(config.VARIANTS[variant], setting.total, num)
   run = server.Simulation(machines, protocol, setting.costs(), trace=trace)
   run.run(samples=_ROUNDS * setting.total)
   return run

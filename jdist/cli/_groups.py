@@ -352,7 +352,7 @@ class ProtocolOptions:
   """Of h_ps: tasks by speed, messages under computation, messages of fewer
   bits."""
 
-  error_limit: float = 0.01
+  error_limit: float = 0.02
   """Of h_ps: relative error that fewer bits of a tensor may have."""
 
   local_rate: float | None = None

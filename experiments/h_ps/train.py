@@ -1,0 +1,182 @@
+"""H-PS beside other protocols with gradients, on a virtual clock.
+
+    python experiments/h_ps/train.py mnist
+    python experiments/h_ps/train.py mnist --settings 8x:1 --variants bsp h_ps
+
+Every variant takes as many samples; each has its own best rate.  Every row is
+written when its run has ended, and runs whose rows are there are not repeated:
+the same command goes on where it was stopped.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Any
+
+import config
+import jax
+import optax
+import tyro
+
+from jdist import collectives, data, models, server, training
+from jdist.training import comparison
+
+# Options in which rows of one comparison may differ.
+_FREE = ("rates", "extensions", "seeds", "variants", "settings")
+# Batches are padded to multiples of it.
+_STEP = 16
+
+
+class Fit:
+  """Runs trials of one setting.
+
+  Programs are compiled once: the learning rate is a part of the state.
+  """
+
+  def __init__(self, options: config.Config):
+    self.options = options
+    train = data.load(options.dataset)
+    whole = comparison.Workload(
+      collectives.workers(1),
+      train,
+      data.load(options.dataset, "test"),
+      functools.partial(
+        models.build,
+        options.model,
+        input_shape=train.input_shape,
+        num_classes=train.num_classes,
+      ),
+      options.batch_size,
+      evaluation_batch=2000,
+    )
+    self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
+    self.optimizer = optax.inject_hyperparams(optax.sgd)(
+      learning_rate=0.0, momentum=options.momentum, nesterov=True
+    )
+    self.model = whole.model(seed=0)
+    self.loss = training.classification_loss(
+      self.model.apply, normalize=train.normalize
+    )
+    self.evaluate = {
+      purpose: training.Evaluator(
+        workload.workers,
+        self.model.apply,
+        data.evaluation_batches(workload.test, 1, workload.evaluation_batch),
+        normalize=train.normalize,
+      )
+      for purpose, workload in self.workloads.items()
+    }
+    # One set of plans for all runs: those of the first model's gradient.
+    batch = data.SampleStream(train, 1, seed=0).batch(0, 0, 64)
+    gradient = training.make_gradient(self.loss)(
+      self.model.params, self.model.state, batch, jax.random.key(0)
+    )
+    self.plans = server.fit_bit_plans(
+      gradient.grads, error_limit=options.error_limit
+    )
+
+  def __call__(
+    self, setting: config.Setting, trial: comparison.Trial
+  ) -> dict[str, Any]:
+    """Trains a variant on the virtual clock, and returns its measurements."""
+    options, train = self.options, self.workloads[trial.purpose].train
+    machines = setting.machines()
+    num = len(machines.nodes)
+    model = self.workloads["comparison"].model(seed=trial.seed)
+    variant = config.TRAINED[trial.variant]
+    few = variant.parts is not None and "bits" in variant.parts
+    learner = server.GradientLearner(
+      self.loss,
+      self.optimizer,
+      model.params,
+      data.SampleStream(train, num, seed=trial.seed),
+      workers=machines.names,
+      model_state=model.state,
+      seed=trial.seed,
+      sizes=range(_STEP, options.batch_size + _STEP, _STEP),
+      plans=self.plans if few else None,
+      local_rate=variant.local * trial.learning_rate or None,
+    )
+    learner.model = learner.model._replace(
+      opt_state=optax.tree_utils.tree_set(
+        learner.model.opt_state, learning_rate=trial.learning_rate
+      )
+    )
+    protocol = config.build(
+      variant, options.batch_size, num, self.plans if few else None
+    )
+    run = server.Simulation(
+      machines, protocol, setting.costs(), seed=trial.seed, learner=learner
+    )
+    samples = round(options.epochs * len(train))
+    evaluate = self.evaluate[trial.purpose]
+    records = server.VirtualTrainer(run).fit(
+      samples,
+      "samples",
+      every=samples / options.evaluations,
+      evaluate=lambda model: evaluate.measure(model.params, model.model_state),
+    )
+    row = comparison.summarize(records)
+    for point, record in zip(row["curve"], records, strict=True):
+      point |= {"loss": record.metrics["loss"], "train_loss": record.train_loss}
+    return row | {
+      "workers": num,
+      "plans": [list(plan) for plan in self.plans.bits] if few else None,
+      "shares": [
+        self.plans.share(i) for i in range(len(self.plans.bits))
+      ] if few else None,
+      "plan_of": list(getattr(run.state, "plans", {}).values()),
+      **run.summary(),
+    }  # fmt: skip
+
+
+def compare(
+  path: pathlib.Path, options: config.Config, fit: Fit, setting: config.Setting
+) -> None:
+  """Compares all variants in one setting."""
+  rows = comparison.Rows(
+    path, dataclasses.asdict(options) | dataclasses.asdict(setting), free=_FREE
+  )
+  study = comparison.Study(
+    options.variants or tuple(config.TRAINED),
+    options.rates,
+    options.seeds,
+    options.extensions,
+  )
+
+  def show(trial: comparison.Trial, row: comparison.Row) -> None:
+    print(
+      f"{setting.speeds}, r = {setting.ratio:g}, {trial.purpose} "
+      f"{trial.variant}, rate {trial.learning_rate:g}, seed {trial.seed}: loss "
+      f"{row['test_loss']:.4f}, {100 * row['accuracy']:.2f} %, "
+      f"{row['samples']} samples in {row['train_s']:.1f} virtual s",
+      flush=True,
+    )
+
+  comparison.compare(
+    study,
+    rows,
+    functools.partial(fit, setting),
+    rank=comparison.by_loss,
+    on_row=show,
+    on_tuned=comparison.warn_of_end,
+  )
+
+
+def main(folder: pathlib.Path) -> None:
+  """Runs the preset that the command line names, with changes to it."""
+  options = tyro.extras.overridable_config_cli(config.PRESETS)
+  preset = next(word for word in sys.argv[1:] if word in config.PRESETS)
+  fit = Fit(options)
+  for name in options.settings:
+    speeds, ratio = name.split(":")
+    setting = config.Setting(
+      speeds, float(ratio), options.batch_size, options.encoding, options.jitter
+    )
+    path = folder / "results" / f"{preset}.jsonl"
+    compare(path, options, fit, setting)
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(__file__).resolve().parent)
