@@ -202,6 +202,10 @@ PRESETS: comparison.Presets = {
     "12,800 images of CIFAR-10, LeNet, 5 epochs: half a minute a run on a core",
     Config(),
   ),
+  "cifar10-batch16": (
+    "the same in batches of 16: four times as many updates",
+    Config(batch_size=16, rates=(0.0025, 0.005, 0.01)),
+  ),
   "smoke": (
     "digits, a few steps: that it runs",
     Config(
