@@ -15,7 +15,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,10 +31,16 @@ class Config:
   """One comparison, and the options of its command."""
 
   dataset: str = "cifar10"
-  """A name of `jdist.data`."""
+  """A name of `jdist.data`, of images or a text."""
 
   model: str = "lenet"
   """A name of `jdist.models`."""
+
+  width: int | None = None
+  """Of a transformer's vectors; the model's own if not given."""
+
+  window_length: int = 32
+  """Bytes of a text that a sample predicts."""
 
   samples: int | None = 12_800
   """Of the training set, always the same; all if not given."""
@@ -59,8 +65,11 @@ class Config:
   """Further rates that a variant is tuned with at most, beyond an end of the
   grid that is its best."""
 
+  optimizer: Literal["sgd", "adam"] = "sgd"
+  """With momentum, which is not Nesterov's."""
+
   momentum: float = 0.9
-  """Of SGD, not Nesterov's."""
+  """Of SGD, and Adam's b1."""
 
   stages: int = 4
   """S: of the pipeline that is stood for."""
@@ -77,6 +86,9 @@ class Config:
 
 # In which rows of one comparison may differ.
 _FREE = ("rates", "extensions", "seeds", "variants")
+# Adam's.
+_B2 = 0.999
+TEXTS = ("tiny_shakespeare",)
 
 
 class Run(NamedTuple):
@@ -94,10 +106,12 @@ class Run(NamedTuple):
   layers: tuple[str, ...]
   options: Config
 
-  def sgd(self) -> optax.GradientTransformation:
-    """SGD with momentum: every variant's, if it names no other."""
+  def inner(self) -> optax.GradientTransformation:
+    """The optimizer of every variant that names no other."""
+    b1 = self.options.momentum
+    adam = self.options.optimizer == "adam"
     return optax.chain(
-      optax.trace(self.options.momentum),
+      optax.scale_by_adam(b1=b1, b2=_B2) if adam else optax.trace(b1),
       optax.scale_by_learning_rate(self.rate),
     )
 
@@ -108,23 +122,32 @@ Fix: TypeAlias = Callable[[Run, Any], optax.GradientTransformation]
 
 def _none(run: Run, delay: Any) -> optax.GradientTransformation:
   del delay
-  return run.sgd()
+  return run.inner()
 
 
 def _predicted(
   run: Run, delay: Any, rule: Any = "coast"
 ) -> optax.GradientTransformation:
-  return transforms.predict_weights(run.sgd(), delay, rule)
+  coasts = run.options.optimizer == "adam" and rule == "coast"
+  return transforms.predict_weights(
+    run.inner(), delay, rule, b2=_B2 if coasts else None
+  )
 
 
 def _look_ahead(
   run: Run, delay: Any, momentum: float
 ) -> optax.GradientTransformation:
-  """Nesterov's steps, as long in all as those of `Run.sgd` at the same rate.
+  """Nesterov's steps, as long in all as those of `Run.inner` at the same rate.
 
-  With its momentum they are `optax.sgd(..., nesterov=True)`.
+  With its momentum they are `optax.sgd(..., nesterov=True)`.  Adam has them
+  built in.
   """
   del delay
+  if run.options.optimizer == "adam":
+    return optax.chain(
+      optax.scale_by_adam(b1=momentum, b2=_B2, nesterov=True),
+      optax.scale_by_learning_rate(run.rate),
+    )
   return optax.chain(
     transforms.scale_by_look_ahead(momentum),
     optax.scale(1 / (1 - run.options.momentum)),
@@ -138,7 +161,7 @@ def _slower(run: Run, delay: Any) -> optax.GradientTransformation:
   Divided to the end it would be the same optimizer with another grid.
   """
   return optax.chain(
-    run.sgd(),
+    run.inner(),
     transforms.scale_by_delay(
       delay, anneal_steps=float(max(1, run.num_steps // 4)), offset=1.0
     ),
@@ -148,7 +171,7 @@ def _slower(run: Run, delay: Any) -> optax.GradientTransformation:
 def _compensated(
   run: Run, delay: Any, strength: float
 ) -> optax.GradientTransformation:
-  return optax.chain(transforms.compensate_delay(strength, delay), run.sgd())
+  return optax.chain(transforms.compensate_delay(strength, delay), run.inner())
 
 
 def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
@@ -175,7 +198,7 @@ _repeated = functools.partial(_predicted, rule="repeat")
 
 # In the order in which they run: what matters most comes first.
 VARIANTS: dict[str, Variant] = {
-  "sync": Run.sgd,
+  "sync": Run.inner,
   "W=2": functools.partial(_windowed, _none, 2),
   "W=S": functools.partial(_windowed, _none, None),
   "W=S, prediction": functools.partial(_windowed, _predicted, None),
@@ -206,6 +229,18 @@ PRESETS: comparison.Presets = {
     "the same in batches of 16: four times as many updates",
     Config(batch_size=16, rates=(0.0025, 0.005, 0.01)),
   ),
+  "text": (
+    "a third of Shakespeare's bytes once, a transformer: half a minute a run",
+    Config(
+      dataset="tiny_shakespeare", model="transformer", width=48, samples=None,
+      test_samples=None, batch_size=16, epochs=0.3, warmup_epochs=0.03,
+      optimizer="adam", rates=(0.001, 0.002, 0.004),
+      variants=(
+        "sync", "W=2", "W=S", "W=S, prediction", "W=2, prediction",
+        "W=S, look-ahead", "W=2, look-ahead", "sync, look-ahead",
+      ),
+    ),
+  ),
   "smoke": (
     "digits, a few steps: that it runs",
     Config(
@@ -229,19 +264,21 @@ class Fit:
 
   def __init__(self, options: Config):
     self.options = options
-    train = subset(data.load(options.dataset), options.samples)
+    train = load(options, "train", options.samples)
+    given = {} if options.width is None else {"width": options.width}
     whole = comparison.Workload(
       collectives.workers(1),
       train,
-      subset(data.load(options.dataset, "test"), options.test_samples),
+      load(options, "test", options.test_samples),
       lambda seed: models.build(
         options.model,
         input_shape=train.input_shape,
         num_classes=train.num_classes,
         seed=seed,
+        **given,
       ),
       options.batch_size,
-      evaluation_batch=500,
+      evaluation_batch=200 if options.dataset in TEXTS else 500,
     )
     self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
     self.model = whole.model(0)
@@ -307,14 +344,17 @@ class Fit:
     return row | {"layers": [layer.name for layer in self.model.layers]}
 
 
-def subset(whole: data.Dataset, samples: int | None) -> data.Dataset:
-  """Takes some samples of a dataset, always the same; None for all."""
+def load(options: Config, split: str, samples: int | None) -> Any:
+  """Loads some samples of a dataset, always the same; None for all."""
+  if options.dataset in TEXTS:
+    length = options.window_length
+    whole: Any = data.load_text(options.dataset, split, window_length=length)
+  else:
+    whole = data.load(options.dataset, split)
   if samples is None:
     return whole
-  rows = np.sort(np.random.default_rng(0).permutation(len(whole))[:samples])
-  return dataclasses.replace(
-    whole, images=whole.images[rows], labels=whole.labels[rows]
-  )
+  rows = np.random.default_rng(0).permutation(len(whole))[:samples]
+  return whole.select(np.sort(rows))
 
 
 def _show(trial: comparison.Trial, row: comparison.Row) -> None:
