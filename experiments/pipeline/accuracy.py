@@ -155,6 +155,14 @@ def _look_ahead(
   )
 
 
+def _both(run: Run, delay: Any) -> optax.GradientTransformation:
+  """Nesterov's steps, at the parameters where they lead."""
+  coasts = run.options.optimizer == "adam"
+  return transforms.predict_weights(
+    _nesterov(run, delay), delay, b2=_B2 if coasts else None
+  )
+
+
 def _slower(run: Run, delay: Any) -> optax.GradientTransformation:
   """The rate over 1 + delay at first, whole after a quarter of the run.
 
@@ -211,6 +219,8 @@ VARIANTS: dict[str, Variant] = {
   "W=S, DC-ASGD": functools.partial(_windowed, _weakly, None),
   "W=2, rate by delay": functools.partial(_windowed, _slower, 2),
   "W=2, DC-ASGD": functools.partial(_windowed, _weakly, 2),
+  "W=S, prediction + look-ahead": functools.partial(_windowed, _both, None),
+  "W=2, prediction + look-ahead": functools.partial(_windowed, _both, 2),
   "PipeDream": functools.partial(_stagewise, _none),
   "PipeDream, prediction": functools.partial(_stagewise, _predicted),
   "W=S, look-ahead 0.99": functools.partial(_windowed, _long, None),

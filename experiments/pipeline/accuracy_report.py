@@ -26,7 +26,8 @@ _TABLES = {
 }
 _COLOURS = {
   "": "#d55e00", "prediction": "#0072b2", "look-ahead": "#009e73",
-  "rate by delay": "#cc79a7", "DC-ASGD": "#e69f00",
+  "prediction + look-ahead": "#7a4ea3", "rate by delay": "#cc79a7",
+  "DC-ASGD": "#e69f00",
 }  # fmt: skip
 
 
@@ -248,7 +249,8 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
   figure.suptitle(
     f"{config['dataset']}, {config['samples'] or 'all'} samples, "
-    f"{config['model']}: mean over seeds, each variant at its best rate",
+    f"{config['model']}, batches of {config['batch_size']}: mean over seeds, "
+    "each variant at its best rate",
     fontsize=11,
   )
   figure.savefig(path, dpi=130)
@@ -269,7 +271,7 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
     second = iteration_s(name, stages, stages)
     axes.plot(
       [step * second for step in x], [100 * value for value in y], style,
-      color=colour, marker="o", ms=3, label=f"{name}: {variant}",
+      color=colour, marker="o", ms=3, label=f"{name.partition(',')[0]}: {variant}",
     )  # fmt: skip
   axes.set_title(f"S = M = {stages}, simulated", fontsize=11)
   axes.set_xlabel("time, iterations of one device")
