@@ -6,9 +6,10 @@ maxima of contiguous lanes run at the speed of memory, where XLA's CPU
 compiler gives rows of floats to a library that is three times slower.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,77 @@ from jdist.codecs import _codec
 # Rows of an array without blocks: whole bytes of integers of any width.
 _ROW = 256
 LARGEST = np.float32(np.finfo(np.float32).max)
+# Of the bits of a float32.
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+
+
+class Quantized(NamedTuple):
+  """Blocks, as `Quantize`, `Sign` and `Ternary` send them.
+
+  Both fields are tuples of the full blocks and the short last one, each if
+  there are such.  Codes stay rows, because XLA's CPU compiler packs one long
+  vector four times slower; without blocks rows are of 256 entries (`Ternary`:
+  240).
+
+  Attributes:
+    codes: uint8 [rows, bytes], each row laid out by `_bits`; uint16
+      [rows, entries] for 16 bits.
+    scales: [rows], float32; for `range="min_max"` the least and
+      the greatest entries, [2, rows].  Without blocks one, [1] or [2, 1].
+  """
+
+  codes: tuple[jax.Array, ...]
+  scales: tuple[jax.Array, ...]
+
+
+class Blocked(_codec.Codec):
+  """Sends codes of the entries of each block, and what scales them."""
+
+  block: int | None
+  _row: ClassVar[int] = _ROW
+
+  @abc.abstractmethod
+  def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
+    """[rows] or [2, rows] for each piece; without blocks one for all."""
+
+  @abc.abstractmethod
+  def _encoded(
+    self, rows: jax.Array, scale: jax.Array, key: Any, start: int
+  ) -> jax.Array:
+    """Packs float32 [rows, columns]; `start` entries come before."""
+
+  @abc.abstractmethod
+  def _decoded(
+    self, packed: jax.Array, columns: int, scale: jax.Array
+  ) -> jax.Array:
+    """Unpacks float32 [rows, columns]."""
+
+  def encode(
+    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
+  ) -> tuple[Quantized, Any]:
+    """Packs an array."""
+    pieces = cut(x, self.block, self._row)
+    scales = self._scales(pieces)
+    codes, start = [], 0
+    for rows, scale in with_scales(pieces, scales):
+      codes.append(self._encoded(rows, scale, key, start))
+      start += rows.size
+    return Quantized(tuple(codes), tuple(scales)), state
+
+  def decode(
+    self, payload: Quantized, state: Any, like: _codec.Like
+  ) -> jax.Array:
+    """Unpacks it."""
+    del state
+    both = with_scales(list(payload.codes), payload.scales)
+    pieces = [
+      self._decoded(packed, columns, scale)
+      for (packed, scale), (_, columns) in zip(
+        both, shapes(like.size, self.block, self._row), strict=True
+      )
+    ]
+    return join(pieces, like)
 
 
 def check_block(block: Any, multiple: int = 1) -> None:
@@ -76,69 +148,52 @@ def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
   if not flat:
     return jnp.zeros(like.shape, like.dtype)
   x = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
-  return _codec.narrow(x.reshape(like.shape), like.dtype)
+  return narrow(x.reshape(like.shape), like.dtype)
 
 
-def max_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+Rows = list[jax.Array]
+
+
+def max_abs(pieces: Rows, whole: bool) -> Rows:
   """The largest magnitude in each row, NaN where there is one.
 
   Of pieces [rows, columns] these are [rows] for each; where `whole`, all rows
   of all pieces count as one, and it is [1], once.  So with the others below.
   """
-  found = [_max_abs(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  return [functools.reduce(jnp.maximum, [_max_abs(x[None]) for x in found])]
+  return _of_rows(_max_abs, pieces, whole, _greatest)
 
 
-def low_high(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+def low_high(pieces: Rows, whole: bool) -> Rows:
   """The least and the greatest entry of each row, [2, rows] or [2, 1].
 
   At least one of the two is NaN where the row holds one.
   """
-  lows = [_max_rows(rows, _backwards) for rows in pieces]
-  highs = [_max_rows(rows, _ordered) for rows in pieces]
-  if whole and lows:
-    lows = [functools.reduce(jnp.maximum, [_max_rows(x[None]) for x in lows])]
-    highs = [functools.reduce(jnp.maximum, [_max_rows(x[None]) for x in highs])]
-  both = zip(lows, highs, strict=True)
+
+  def most(of: Callable[[jax.Array], jax.Array]) -> Rows:
+    found = [_max_rows(rows, of) for rows in pieces]
+    if not whole or not found:
+      return found
+    return [_greatest([_max_rows(x[None]) for x in found])]
+
+  both = zip(most(_backwards), most(_ordered), strict=True)
   return [_float(_flipped(jnp.stack([~low, high]))) for low, high in both]
 
 
-def l2(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+def l2(pieces: Rows, whole: bool) -> Rows:
   """The Euclidean norm of each row, float32's largest number at the most."""
-  found = [_l2(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  found = [_l2(x[None]) for x in found]
-  return found if len(found) == 1 else [_l2(jnp.stack(found, -1))]
+  return _of_rows(_l2, pieces, whole, _norm)
 
 
-def root_mean_square(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+def root_mean_square(pieces: Rows, whole: bool) -> Rows:
   """The Euclidean norm of each row by the root of its length."""
-  found = [_root_mean_square(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  size = sum(rows.size for rows in pieces)
-  shares = [np.float32((rows.size / size) ** 0.5) for rows in pieces]
-  found = [_root_mean_square(x[None]) for x in found]
-  parts = [x * share for x, share in zip(found, shares, strict=True)]
-  return parts if len(parts) == 1 else [_l2(jnp.stack(parts, -1))]
+  return _of_rows(_root_mean_square, pieces, whole, _norm, power=0.5)
 
 
-def mean_abs(pieces: list[jax.Array], whole: bool) -> list[jax.Array]:
+def mean_abs(pieces: Rows, whole: bool) -> Rows:
   """The mean magnitude of each row."""
-  found = [_mean_abs(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  size = sum(rows.size for rows in pieces)
-  shares = [np.float32(rows.size / size) for rows in pieces]
-  means = [_mean_abs(x[None]) for x in found]
-  return [
-    functools.reduce(
-      jnp.add, [m * share for m, share in zip(means, shares, strict=True)]
-    )
-  ]
+  return _of_rows(
+    _mean_abs, pieces, whole, functools.partial(functools.reduce, jnp.add), 1
+  )
 
 
 def quotient(rows: jax.Array, scale: jax.Array) -> jax.Array:
@@ -181,29 +236,61 @@ def with_scales(
     yield rows, scale.astype(jnp.float32)
 
 
+def _of_rows(
+  of: Callable[[jax.Array], jax.Array],
+  pieces: Rows,
+  whole: bool,
+  join: Callable[[Rows], jax.Array],
+  power: float | None = None,
+) -> Rows:
+  """A number for each row, or one for all, weighed by a power of sizes."""
+  found = [of(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  found = [of(x[None]) for x in found]
+  if power is not None:
+    size = sum(rows.size for rows in pieces)
+    shares = [np.float32((rows.size / size) ** power) for rows in pieces]
+    found = [x * share for x, share in zip(found, shares, strict=True)]
+  return [join(found)]
+
+
+def _greatest(found: Rows) -> jax.Array:
+  return functools.reduce(jnp.maximum, found)
+
+
+def _norm(found: Rows) -> jax.Array:
+  return found[0] if len(found) == 1 else _l2(jnp.stack(found, -1))
+
+
 def _max_abs(rows: jax.Array) -> jax.Array:
-  return _float(_max_rows(rows, lambda x: _int(x) & _codec.MAGNITUDE))
+  return _float(_max_rows(rows, lambda x: _int(x) & _MAGNITUDE))
+
+
+def _by_largest(
+  rows: jax.Array, of: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+  """`of(rows / largest, largest)`; NaN where the largest is not finite."""
+  largest = _max_abs(rows)
+  found = of(quotient(rows, largest), largest)
+  return jnp.where(finite(largest), found, jnp.nan)
 
 
 def _l2(rows: jax.Array) -> jax.Array:
-  largest = _max_abs(rows)
-  scaled = quotient(rows, largest)
-  norm = largest * jnp.sqrt((scaled * scaled).sum(-1))
-  return jnp.where(_codec.finite(largest), jnp.minimum(norm, LARGEST), jnp.nan)
+  def norm(scaled: jax.Array, largest: jax.Array) -> jax.Array:
+    return jnp.minimum(largest * jnp.sqrt((scaled * scaled).sum(-1)), LARGEST)
+
+  return _by_largest(rows, norm)
 
 
 def _root_mean_square(rows: jax.Array) -> jax.Array:
-  largest = _max_abs(rows)
-  scaled = quotient(rows, largest)
-  mean = jnp.minimum((scaled * scaled).mean(-1), 1)
-  return jnp.where(_codec.finite(largest), largest * jnp.sqrt(mean), jnp.nan)
+  return _by_largest(
+    rows, lambda s, m: m * jnp.sqrt(jnp.minimum((s * s).mean(-1), 1))
+  )
 
 
 def _mean_abs(rows: jax.Array) -> jax.Array:
-  largest = _max_abs(rows)
-  scaled = jnp.abs(quotient(rows, largest))
-  mean = jnp.minimum(scaled.mean(-1), 1) * largest
-  return jnp.where(_codec.finite(largest), mean, jnp.nan)
+  return _by_largest(rows, lambda s, m: jnp.minimum(jnp.abs(s).mean(-1), 1) * m)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -218,7 +305,7 @@ def _backwards(x: jax.Array) -> jax.Array:
 
 def _flipped(bits: jax.Array) -> jax.Array:
   """Flips the magnitudes of negative numbers, or flips them back."""
-  return bits ^ ((bits >> np.int32(31)) & _codec.MAGNITUDE)
+  return bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)
 
 
 def _int(x: jax.Array) -> jax.Array:
@@ -252,3 +339,17 @@ def _max_rows(
   if columns % 8:
     largest = jnp.maximum(largest, of(rows[:, 8 * width :]).max(-1))
   return largest
+
+
+def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
+  """Casts float32 to a dtype; what is finite stays finite."""
+  dtype = jnp.dtype(dtype)
+  if dtype.itemsize >= 4:
+    return x.astype(dtype)
+  largest = np.float32(jnp.finfo(dtype).max)
+  return jnp.where(finite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
+def finite(x: jax.Array) -> jax.Array:
+  """Marks the entries that are neither infinite nor NaN."""
+  return (_int(x) & _MAGNITUDE) < _INFINITY

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _codec, _random
+from jdist.codecs import _blocks, _codec, _random
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -69,7 +69,7 @@ class Cast(_random.Rounding):
     x = x.astype(jnp.float32)
     if self.rounding == "stochastic":
       return _round_bfloat16(x, _random.require(key, self)), state
-    return _codec.narrow(x, jnp.dtype(self.dtype)), state
+    return _blocks.narrow(x, jnp.dtype(self.dtype)), state
 
   def decode(
     self, payload: jax.Array, state: Any, like: _codec.Like
@@ -77,7 +77,7 @@ class Cast(_random.Rounding):
     """Widens the payload, which may be a sum of payloads."""
     del state
     wide = payload.astype(jnp.float32).reshape(like.shape)
-    return _codec.narrow(wide, like.dtype)
+    return _blocks.narrow(wide, like.dtype)
 
   def num_bits(self, like: _codec.Like) -> int:
     """16 for each entry."""

@@ -10,9 +10,6 @@ import numpy as np
 
 PyTree: TypeAlias = Any
 Like: TypeAlias = jax.ShapeDtypeStruct | jax.Array
-# Of the bits of a float32.
-MAGNITUDE = np.int32(0x7FFFFFFF)
-INFINITY = np.int32(0x7F800000)
 
 
 class Codec(abc.ABC):
@@ -137,18 +134,3 @@ def check_float(like: Like) -> None:
       f"`like` must be of a float dtype to be encoded, got {like.dtype} of "
       f"shape {like.shape}. Leave integers out, or send them uncompressed."
     )
-
-
-def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
-  """Casts float32 to a dtype; what is finite stays finite."""
-  dtype = jnp.dtype(dtype)
-  if dtype.itemsize >= 4:
-    return x.astype(dtype)
-  largest = np.float32(jnp.finfo(dtype).max)
-  return jnp.where(finite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
-
-
-def finite(x: jax.Array) -> jax.Array:
-  """Marks the entries that are neither infinite nor NaN."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  return (bits & MAGNITUDE) < INFINITY

@@ -107,7 +107,7 @@ class DCTTopK(_codec.Codec):
     flat = jax.ShapeDtypeStruct((like.size,), jnp.float32)
     coefficients = self._top(like.shape).decode(payload, state, flat)
     x = inverse_dct(coefficients, like.shape, self.chunk)
-    return _codec.narrow(x, like.dtype)
+    return _blocks.narrow(x, like.dtype)
 
   def num_bits(self, like: _codec.Like) -> int:
     """Bits of the values and of the indices."""
@@ -199,5 +199,5 @@ def _finitely(
   scale = jnp.where(largest > 1e30, np.float32(2.0**-24), np.float32(1))
   y = transform(x * scale)
   limit = _blocks.LARGEST * scale
-  y = jnp.where(_codec.finite(y), jnp.clip(y, -limit, limit), y)
+  y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
   return y / scale

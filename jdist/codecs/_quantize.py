@@ -1,7 +1,7 @@
 """Few-bit integers and a scale for each block of entries."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +16,8 @@ _MAGIC = np.float32(1.5 * 2**23)
 _MAGIC_BITS = np.int32(0x4B400000)
 
 
-class Quantized(NamedTuple):
-  """Blocks, as `Quantize`, `Sign` and `Ternary` send them.
-
-  Both fields are tuples of the full blocks and the short last one, each if
-  there are such.  Codes stay rows, because XLA's CPU compiler packs one long
-  vector four times slower; without blocks rows are of 256 entries (`Ternary`:
-  240).
-
-  Attributes:
-    codes: uint8 [rows, bytes], each row laid out by `_bits`; uint16
-      [rows, entries] for 16 bits.
-    scales: [rows], float32; for `range="min_max"` the least and
-      the greatest entries, [2, rows].  Without blocks one, [1] or [2, 1].
-  """
-
-  codes: tuple[jax.Array, ...]
-  scales: tuple[jax.Array, ...]
-
-
 @dataclasses.dataclass(frozen=True)
-class Quantize(_random.Rounding):
+class Quantize(_blocks.Blocked, _random.Rounding):
   r"""Sends integers of a few bits and a scale for each block.
 
   The array is flattened and cut into blocks; the last may be short.  With b
@@ -136,37 +117,7 @@ class Quantize(_random.Rounding):
     blocks = _blocks.num_blocks(like.size, self.block)
     return like.size * self.bits + blocks * scale_bits
 
-  def encode(
-    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
-  ) -> tuple[Quantized, Any]:
-    """Packs an array."""
-    pieces = _blocks.cut(x, self.block)
-    scales = self._scales(pieces)
-    codes, start = [], 0
-    for rows, scale in _blocks.with_scales(pieces, scales):
-      noise = self._noise(key, rows.shape, start)
-      codes.append(self._pack(self._codes(rows, scale, noise)))
-      start += rows.size
-    return Quantized(tuple(codes), tuple(scales)), state
-
-  def decode(
-    self, payload: Quantized, state: Any, like: _codec.Like
-  ) -> jax.Array:
-    """Unpacks it."""
-    del state
-    shapes = _blocks.shapes(like.size, self.block)
-    codes = [
-      self._unpack(rows, columns)
-      for rows, (_, columns) in zip(payload.codes, shapes, strict=True)
-    ]
-    pieces = [
-      self._values(rows, scale)
-      for rows, scale in _blocks.with_scales(codes, payload.scales)
-    ]
-    return _blocks.join(pieces, like)
-
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
-    """[rows] or [2, rows] for each piece; without blocks one for all."""
     of = {
       "max_abs": _blocks.max_abs,
       "min_max": _blocks.low_high,
@@ -174,15 +125,23 @@ class Quantize(_random.Rounding):
     }[self.range]
     return of(pieces, self.block is None)
 
-  def _pack(self, codes: jax.Array) -> jax.Array:
-    if self.bits == 16:
-      return codes.astype(jnp.uint16)
+  def _encoded(
+    self, rows: jax.Array, scale: jax.Array, key: Any, start: int
+  ) -> jax.Array:
+    noise = None
+    if self.rounding == "stochastic":
+      noise = self._noise(key, rows.shape, start)
+    codes = self._codes(rows, scale, noise)
+    if self.bits in (8, 16):  # Whole bytes.
+      return codes.astype(f"uint{self.bits}")
     return _bits.pack(codes, self.bits)
 
-  def _unpack(self, packed: jax.Array, columns: int) -> jax.Array:
-    if self.bits == 16:
-      return packed
-    return _bits.unpack(packed, self.bits, columns)
+  def _decoded(
+    self, packed: jax.Array, columns: int, scale: jax.Array
+  ) -> jax.Array:
+    if self.bits not in (8, 16):
+      packed = _bits.unpack(packed, self.bits, columns)
+    return self._values(packed, scale)
 
   def _codes(
     self, rows: jax.Array, scale: jax.Array, noise: jax.Array | None

@@ -38,10 +38,8 @@ class Rounding(_codec.Codec):
 
   def _noise(
     self, key: jax.Array | None, shape: tuple[int, ...], start: int
-  ) -> jax.Array | None:
-    """What is added before rounding to the nearest; `start` as of `bits16`."""
-    if self.rounding == "nearest":
-      return None
+  ) -> jax.Array:
+    """What stochastic rounding adds first; `start` as of `bits16`."""
     return offsets(require(key, self), shape, start)
 
 

@@ -128,7 +128,7 @@ class RandomK(_codec.Codec):
       scaled = taken * lengths.astype(jnp.float32)
       # What is finite stays finite, if no longer unbiased.
       scaled = jnp.clip(scaled, -_blocks.LARGEST, _blocks.LARGEST)
-      taken = jnp.where(_codec.finite(taken), scaled, taken)
+      taken = jnp.where(_blocks.finite(taken), scaled, taken)
     inner = state.values if isinstance(state, RandomKState) else state
     values, inner = self.values.encode(taken, inner, rounding)
     if self.shared:
@@ -140,7 +140,7 @@ class RandomK(_codec.Codec):
   ) -> jax.Array:
     """Puts the entries, or their sums, in their places among zeros."""
     zeros = jnp.zeros(like.shape, jnp.float32)
-    return _codec.narrow(self.add_to(zeros, payload, state), like.dtype)
+    return _blocks.narrow(self.add_to(zeros, payload, state), like.dtype)
 
   def add_to(
     self, total: jax.Array, payload: RandomEntries, state: Any

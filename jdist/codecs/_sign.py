@@ -1,7 +1,7 @@
 """One bit for each entry, or three values."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,10 @@ from jdist import checks
 from jdist.codecs import _bits, _blocks, _codec, _quantize, _random
 
 _SCALES = ("mean_abs", "max_abs", "one", "l2")
-# Of three values: five to a byte, and eight lanes.
-_ROW = 240
 
 
 @dataclasses.dataclass(frozen=True)
-class Sign(_codec.Codec):
+class Sign(_blocks.Blocked):
   r"""Sends the sign of each entry, eight to a byte, and a scale for a block.
 
   .. math:: \mathrm{decode} = s \cdot \mathrm{sign}(x), \qquad
@@ -75,16 +73,6 @@ class Sign(_codec.Codec):
       return like.size + 16 * min(like.size, 1)
     return like.size + 32 * _blocks.num_blocks(like.size, self.block)
 
-  def encode(
-    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
-  ) -> tuple[_quantize.Quantized, Any]:
-    """Packs an array."""
-    del key
-    pieces = _blocks.cut(x, self.block)
-    codes = [_bits.pack((rows >= 0).astype(jnp.uint8), 1) for rows in pieces]
-    scales = tuple(self._scales(pieces))
-    return _quantize.Quantized(tuple(codes), scales), state
-
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
     whole = self.block is None
     if self.scale == "mean_abs":
@@ -96,29 +84,25 @@ class Sign(_codec.Codec):
     largest = _blocks.max_abs(pieces, True)
     one = np.float32(1)
     return [
-      jnp.where(_codec.finite(x), one, jnp.nan).astype(jnp.bfloat16)
+      jnp.where(_blocks.finite(x), one, jnp.nan).astype(jnp.bfloat16)
       for x in largest
     ]
 
-  def decode(
-    self, payload: _quantize.Quantized, state: Any, like: _codec.Like
+  def _encoded(
+    self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    """Unpacks it."""
-    del state
-    shapes = _blocks.shapes(like.size, self.block)
-    codes = [
-      _bits.unpack(packed, 1, columns)
-      for packed, (_, columns) in zip(payload.codes, shapes, strict=True)
-    ]
-    pieces = [
-      (2 * rows.astype(jnp.int32).astype(jnp.float32) - 1) * scale[:, None]
-      for rows, scale in _blocks.with_scales(codes, payload.scales)
-    ]
-    return _blocks.join(pieces, like)
+    del scale, key, start
+    return _bits.pack((rows >= 0).astype(jnp.uint8), 1)
+
+  def _decoded(
+    self, packed: jax.Array, columns: int, scale: jax.Array
+  ) -> jax.Array:
+    signs = _bits.unpack(packed, 1, columns).astype(jnp.int32)
+    return (2 * signs.astype(jnp.float32) - 1) * scale[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ternary(_random.Rounding):
+class Ternary(_blocks.Blocked, _random.Rounding):
   r"""Sends -1, 0 or 1 for each entry, five to a byte, and the largest entry.
 
   .. math:: s = \max |x|, \qquad \mathrm{decode} = s \cdot \mathrm{sign}(x)
@@ -155,6 +139,9 @@ class Ternary(_random.Rounding):
   block: int | None = None
   rounding: Literal["nearest", "stochastic"] = "stochastic"
 
+  # Five to a byte, and eight lanes.
+  _row: ClassVar[int] = 240
+
   def __post_init__(self) -> None:
     self._check_rounding()
     _blocks.check_block(self.block)
@@ -165,37 +152,24 @@ class Ternary(_random.Rounding):
 
   def num_bits(self, like: _codec.Like) -> int:
     """Eight for five entries of a block, 32 for each scale."""
-    shapes = _blocks.shapes(like.size, self.block, _ROW)
+    shapes = _blocks.shapes(like.size, self.block, self._row)
     num_bytes = sum(rows * -(-columns // 5) for rows, columns in shapes)
     return 8 * num_bytes + 32 * _blocks.num_blocks(like.size, self.block)
 
-  def encode(
-    self, x: jax.Array, state: Any = (), key: jax.Array | None = None
-  ) -> tuple[_quantize.Quantized, Any]:
-    """Packs an array."""
-    pieces = _blocks.cut(x, self.block, _ROW)
-    scales = _blocks.max_abs(pieces, self.block is None)
-    codes, start = [], 0
-    for rows, scale in _blocks.with_scales(pieces, scales):
-      noise = self._noise(key, rows.shape, start)
-      v = _blocks.quotient(rows, scale)
-      trits = _quantize.round_to_int(v, noise, -1, 1) + 1
-      codes.append(_bits.pack_trits(trits))
-      start += rows.size
-    return _quantize.Quantized(tuple(codes), tuple(scales)), state
+  def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
+    return _blocks.max_abs(pieces, self.block is None)
 
-  def decode(
-    self, payload: _quantize.Quantized, state: Any, like: _codec.Like
+  def _encoded(
+    self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    """Unpacks it."""
-    del state
-    shapes = _blocks.shapes(like.size, self.block, _ROW)
-    codes = [
-      _bits.unpack_trits(packed, columns)
-      for packed, (_, columns) in zip(payload.codes, shapes, strict=True)
-    ]
-    pieces = [
-      (rows.astype(jnp.int32).astype(jnp.float32) - 1) * scale[:, None]
-      for rows, scale in _blocks.with_scales(codes, payload.scales)
-    ]
-    return _blocks.join(pieces, like)
+    noise = None
+    if self.rounding == "stochastic":
+      noise = self._noise(key, rows.shape, start)
+    v = _blocks.quotient(rows, scale)
+    return _bits.pack_trits(_quantize.round_to_int(v, noise, -1, 1) + 1)
+
+  def _decoded(
+    self, packed: jax.Array, columns: int, scale: jax.Array
+  ) -> jax.Array:
+    trits = _bits.unpack_trits(packed, columns).astype(jnp.int32)
+    return (trits.astype(jnp.float32) - 1) * scale[:, None]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _bits, _codec, _indices, _largest
+from jdist.codecs import _bits, _blocks, _codec, _indices, _largest
 
 Values: TypeAlias = _codec.Codec
 FLOAT32 = _codec.Dense()
@@ -32,18 +32,33 @@ class Entries(NamedTuple):
 
 
 class Sparse(_codec.Codec):
-  """Chooses entries and sends their values and indices."""
+  """Chooses a part of the entries, and sends their values and indices."""
 
   sparse: ClassVar[bool] = True
   # Whether there may be fewer entries than slots, so that counts are sent.
   _counted: ClassVar[bool] = False
 
+  ratio: float | None
+  k: int | None
   chunk: int | None
   values: Values
 
-  @abc.abstractmethod
+  def __post_init__(self) -> None:
+    check_ratio_or_k(self)
+    check_values(self.values)
+    if self.chunk is None:
+      return
+    remedy = "None means to choose among all entries."
+    checks.check_structural("chunk", self.chunk, minimum=1, remedy=remedy)
+    if self.k is not None and self.k > self.chunk:
+      raise ValueError(
+        f"`k` must be at most `chunk`, got k={self.k} of chunk={self.chunk}. "
+        "It counts the entries of each chunk."
+      )
+
   def num_entries(self, length: int) -> int:
-    """Returns the largest number of entries sent of so many."""
+    """`k`, or the ratio of the length rounded up; not above the length."""
+    return num_entries(self.ratio, self.k, length)
 
   @abc.abstractmethod
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
@@ -62,8 +77,10 @@ class Sparse(_codec.Codec):
     return self.chunk * (block // math.gcd(block, self.num_entries(self.chunk)))
 
   def check(self, like: _codec.Like) -> None:
-    """Raises a ValueError for integers and for too large an array."""
+    """Raises a ValueError for integers, and too many entries or too few."""
     _codec.check_float(like)
+    if self.chunk is None:
+      check_k_fits(self.k, like)
     if like.size >= _MAX_SIZE:
       raise ValueError(
         f"`like` must have fewer than 2**30 entries, got {like.size}. Cut it "
@@ -98,7 +115,7 @@ class Sparse(_codec.Codec):
     zeros = jnp.zeros(like.size, jnp.float32)
     # Set, not added, so that even the sign of a zero comes back.
     flat = zeros.at[indices].set(values, **self._placing())
-    return _codec.narrow(flat.reshape(like.shape), like.dtype)
+    return _blocks.narrow(flat.reshape(like.shape), like.dtype)
 
   def add_to(self, total: jax.Array, payload: Entries, state: Any) -> jax.Array:
     """Adds the entries in their places, and touches no others."""
@@ -230,18 +247,6 @@ def check_ratio_or_k(codec: Any) -> None:
   else:
     checks.check_structural(
       "k", codec.k, minimum=1, remedy="It counts entries."
-    )
-
-
-def check_chunk(chunk: Any, k: int | None) -> None:
-  if chunk is None:
-    return
-  remedy = "None means to choose among all entries."
-  checks.check_structural("chunk", chunk, minimum=1, remedy=remedy)
-  if k is not None and k > chunk:
-    raise ValueError(
-      f"`k` must be at most `chunk`, got k={k} of chunk={chunk}. It counts the "
-      "entries of each chunk."
     )
 
 

@@ -6,28 +6,11 @@ from typing import ClassVar
 
 import jax
 
-from jdist.codecs import _codec, _largest, _sparse
-
-
-class _Ratio(_sparse.Sparse):
-  """Sends a part of the entries of each chunk."""
-
-  ratio: float | None
-  k: int | None
-
-  def num_entries(self, length: int) -> int:
-    """`k`, or the ratio of the length rounded up; not above the length."""
-    return _sparse.num_entries(self.ratio, self.k, length)
-
-  def check(self, like: _codec.Like) -> None:
-    """Raises a ValueError for an array of fewer than `k` entries as well."""
-    super().check(like)
-    if self.chunk is None:
-      _sparse.check_k_fits(self.k, like)
+from jdist.codecs import _largest, _sparse
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(_Ratio):
+class TopK(_sparse.Sparse):
   r"""Sends the entries of largest magnitude.
 
   .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
@@ -67,17 +50,12 @@ class TopK(_Ratio):
   chunk: int | None = None
   values: _sparse.Values = _sparse.FLOAT32
 
-  def __post_init__(self) -> None:
-    _sparse.check_ratio_or_k(self)
-    _sparse.check_chunk(self.chunk, self.k)
-    _sparse.check_values(self.values)
-
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
     return _largest.largest(rows, k)
 
 
 @dataclasses.dataclass(frozen=True)
-class SampledTopK(_Ratio):
+class SampledTopK(_sparse.Sparse):
   """Sends the entries above a threshold that is read off a sample.
 
   With K the k-th part wanted, k = ceil(ratio n): the threshold is guessed from
@@ -109,10 +87,8 @@ class SampledTopK(_Ratio):
   _counted: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    _sparse.check_ratio_or_k(self)
+    super().__post_init__()
     _sparse.check_part("sample", self.sample)
-    _sparse.check_chunk(self.chunk, self.k)
-    _sparse.check_values(self.values)
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
     return _largest.largest(

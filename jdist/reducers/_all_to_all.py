@@ -253,13 +253,13 @@ class _Coder(NamedTuple):
   def encode(self, x: jax.Array, key: jax.Array | None) -> PyTree:
     if self.codec is None:
       return x
-    return self.codec.encode(x, self.codec.init(self.row), key)[0]
+    return self.codec.encode(x, (), key)[0]
 
   def decode(self, payload: PyTree) -> jax.Array:
     if self.codec is None:
       return payload.astype(jnp.float32)
     like = jax.ShapeDtypeStruct(self.row.shape, jnp.float32)
-    return self.codec.decode(payload, self.codec.init(self.row), like)
+    return self.codec.decode(payload, (), like)
 
   def num_bits(self) -> int:
     if self.codec is None:
