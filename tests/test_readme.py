@@ -37,6 +37,21 @@ def test_every_file_that_the_readme_names_is_there():
   assert not missing
 
 
+def test_a_methods_number_is_that_of_the_experiment_that_it_names():
+  start = _README.index("| method | paper | in jdist |")
+  table = _README[start:].split("\n\n")[0].splitlines()[2:]
+  named = 0
+  for row in table:
+    *_, seen, _ = row.split(" |")
+    for link in re.findall(r"\]\((experiments/[^)]+)\)", seen):
+      page = (_ROOT / link).read_text()
+      numbers = re.findall(r"\d+\.\d+(?: ± \d+\.\d+|x)?", seen)
+      assert numbers, row
+      assert [x for x in numbers if x not in page] == [], row
+      named += 1
+  assert named >= 20
+
+
 def test_the_changelog_begins_with_what_is_not_released():
   text = (_ROOT / "CHANGELOG.md").read_text()
   assert re.search(r"^## (Unreleased|\d+\.\d+)", text, flags=re.MULTILINE)
