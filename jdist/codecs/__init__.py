@@ -3,6 +3,8 @@
 A codec speaks to nobody; `jdist.collectives` carries its payloads.
 """
 
+from jdist.codecs._bits import pack as pack
+from jdist.codecs._bits import unpack as unpack
 from jdist.codecs._cast import Cast as Cast
 from jdist.codecs._codec import Codec as Codec
 from jdist.codecs._codec import Dense as Dense

@@ -64,9 +64,9 @@ class Chunked(_reducer.Reducer):
     self.reducer.check_chunks()
 
   @property
-  def averages(self) -> bool:
-    """Returns whether the reducer does."""
-    return self.reducer.averages
+  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+    """The reducers that it is made of."""
+    return (self.reducer,)
 
   def buckets(self, like: PyTree) -> collectives.Buckets:
     """Returns the layout of a tree: a bucket a dtype, a row a chunk."""

@@ -155,18 +155,17 @@ class Compressed(_reducer.Reducer):
       leaves = [means[i] for i in full]
       if not isinstance(state, CompressedState):
         state = CompressedState(tuple(() for _ in full), ())
-      if self.wire == "sum":
-        results = self._sum(leaves, state, key, axis)
-      elif self.wire == "gather":
-        results = self._gather(leaves, state, key, axis)
-      else:
-        means_of, shares_of, residual = self._rows.reduce(
+      parts: tuple[Any, Any]
+      if self.wire == "all_to_all":
+        found, sent, residual = self._rows.reduce(
           leaves, state.residual, key, axis
         )
-        results = means_of, shares_of, ((), residual)
-      for i, mean, share in zip(full, *results[:2], strict=True):
+        parts = (), residual
+      else:
+        found, sent, parts = self._whole_leaves(leaves, state, key, axis)
+      for i, mean, share in zip(full, found, sent, strict=True):
         means[i], shares[i] = mean, share
-      state = _state(*results[2])
+      state = _state(*parts)
     return _reducer.Reduced(
       jax.tree.unflatten(treedef, means),
       jax.tree.unflatten(treedef, shares),
@@ -216,30 +215,39 @@ class Compressed(_reducer.Reducer):
   def _rows(self) -> _all_to_all.AllToAll:
     return _all_to_all.AllToAll(self.codec, self.owner_feedback)
 
-  # Each wire returns the means, the own shares, and the parts of the state.
-
-  def _sum(
+  def _whole_leaves(
     self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
   ) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
-    payloads, states = self._encode_all(leaves, state, key, axis)
+    """Returns means, own shares, and the state's parts, of sum and gather."""
+    draws, payloads, states = self.codec.key, [], []
+    key = _all_to_all.own_key(draws, key, axis)
+    for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
+      own = _all_to_all.leaf_key(draws, key, i)
+      payload, s = self.codec.encode(x, s, own)
+      payloads.append(payload)
+      states.append(s)
     shares = self._decode_all(payloads, states, leaves)
-    if self.codec.sparse:
-      # An entry that is not finite may be one of those that are not sent.
-      payloads = [
-        _poisoned(p, _is_finite(x))
-        for p, x in zip(payloads, leaves, strict=True)
-      ]
-    totals = self._decode_all(collectives.sum(payloads, axis), states, leaves)
-    means = _divided(totals, leaves, axis)
+    finite = [jnp.isfinite(x).all() for x in leaves]
+    if self.wire == "gather":
+      totals = self._gathered(
+        (payloads, jnp.stack(finite)), states, leaves, axis
+      )
+    else:
+      if self.codec.sparse:
+        # An entry that is not finite may be one of those that are not sent.
+        payloads = list(map(_poisoned, payloads, finite))
+      totals = self._decode_all(collectives.sum(payloads, axis), states, leaves)
+    num_workers = collectives.size(axis)
+    means = [
+      (total / num_workers).astype(x.dtype)
+      for total, x in zip(totals, leaves, strict=True)
+    ]
     return means, shares, (tuple(states), ())
 
-  def _gather(
-    self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
-  ) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
-    payloads, states = self._encode_all(leaves, state, key, axis)
-    shares = self._decode_all(payloads, states, leaves)
-    finite = jnp.stack([_is_finite(x) for x in leaves])
-    sent = (payloads, finite)
+  def _gathered(
+    self, sent: Any, states: list[Any], leaves: list[Any], axis: Any
+  ) -> list[jax.Array]:
+    """Adds up what all workers have sent."""
     buffers = collectives.gather(collectives.pack_bytes(sent), axis)
     rows, finite = collectives.unpack_bytes(buffers, sent)
     totals = []
@@ -252,20 +260,7 @@ class Compressed(_reducer.Reducer):
         most_unrolled=1,
       )
       totals.append(jnp.where(finite[:, i].all(), total, jnp.nan))
-    return _divided(totals, leaves, axis), shares, (tuple(states), ())
-
-  def _encode_all(
-    self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
-  ) -> tuple[list[Any], list[Any]]:
-    key = _all_to_all.own_key(self.codec.key, key, axis)
-    payloads, states = [], []
-    for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
-      payload, s = self.codec.encode(
-        x, s, _all_to_all.leaf_key(self.codec.key, key, i)
-      )
-      payloads.append(payload)
-      states.append(s)
-    return payloads, states
+    return totals
 
   def _decode_all(
     self, payloads: Sequence[Any], states: Sequence[Any], leaves: Sequence[Any]
@@ -299,20 +294,6 @@ class Compressed(_reducer.Reducer):
           f"`{jax.tree_util.keystr(path)}`: {error} "
           "`PerLeaf` reduces some leaves in another way."
         ) from None
-
-
-def _divided(
-  totals: Sequence[jax.Array], leaves: Sequence[Any], axis: collectives.Axis
-) -> list[jax.Array]:
-  num_workers = collectives.size(axis)
-  return [
-    (total / num_workers).astype(x.dtype)
-    for total, x in zip(totals, leaves, strict=True)
-  ]
-
-
-def _is_finite(x: jax.Array) -> jax.Array:
-  return jnp.isfinite(x).all()
 
 
 def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives, states
+from jdist import checks, collectives, states
 from jdist.reducers import _chunked, _reducer
 
 PyTree: TypeAlias = Any
@@ -76,19 +76,14 @@ class Hierarchical(_reducer.Reducer):
   def __post_init__(self) -> None:
     for name in ("inner", "outer"):
       _reducer.check_reducer(name, getattr(self, name))
-    if (
-      isinstance(self.parts, bool)
-      or not isinstance(self.parts, int)
-      or self.parts < 1
-    ):
-      raise ValueError(f"`parts` must be an int >= 1, got {self.parts!r}.")
+    checks.check_structural("parts", self.parts, minimum=1)
     if self.parts > 1:
       self._chunked()
 
   @property
-  def averages(self) -> bool:
-    """Returns whether both do."""
-    return self.inner.averages and self.outer.averages
+  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+    """The reducers that it is made of."""
+    return (self.inner, self.outer)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the states of both."""
@@ -152,11 +147,6 @@ class Hierarchical(_reducer.Reducer):
       new = HierarchicalState(near_state, outer_state)
     residuals = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
     return residuals, new if jax.tree.leaves(new) else ()
-
-  def check_shards(self) -> None:
-    """Raises a ValueError if one of both does."""
-    self.inner.check_shards()
-    self.outer.check_shards()
 
   def check_chunks(self) -> None:
     """Raises a ValueError if one of both does."""
@@ -231,23 +221,15 @@ class Hierarchical(_reducer.Reducer):
   def _levels(
     self, axis: collectives.Axis
   ) -> tuple[collectives.Axis, collectives.Axis]:
-    inner, outer = _levels(axis)
+    if isinstance(axis, str):
+      raise ValueError(
+        "`axis` must be two names (inner, outer) for `Hierarchical`, got "
+        f"{axis!r}. With one level, use its outer reducer alone."
+      )
+    inner, outer = (None, None) if axis is None else axis
     if self.parts not in (1, collectives.size(inner)):
       raise ValueError(
         "`parts` must be 1 or the number of workers in a host, "
         f"{collectives.size(inner)}, got {self.parts}."
       )
     return inner, outer
-
-
-def _levels(
-  axis: collectives.Axis,
-) -> tuple[collectives.Axis, collectives.Axis]:
-  if axis is None:
-    return None, None
-  if isinstance(axis, str):
-    raise ValueError(
-      "`axis` must be two names (inner, outer) for `Hierarchical`, got "
-      f"{axis!r}. With one level, use its outer reducer alone."
-    )
-  return axis

@@ -5,9 +5,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jdist import collectives
+from jdist import codecs, collectives
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -64,7 +63,7 @@ class MajorityVote(_reducer.Reducer):
     if buckets.buckets:
       rows = buckets.pack(leaves)
       finite = jnp.stack([jnp.isfinite(x).all(1) for x in rows], 1)
-      sent = ([_pack_bits(x >= 0) for x in rows], finite)
+      sent = ([codecs.pack(x >= 0, 1) for x in rows], finite)
       like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
       )
@@ -72,17 +71,19 @@ class MajorityVote(_reducer.Reducer):
         collectives.pack_bytes(sent, num_leading=1), axis
       )
       signs, finite = collectives.unpack_bytes(buffers, like, rows=num_workers)
-      counts = [
-        _unpack_bits(x).astype(jnp.int32).sum(0, dtype=jnp.int32) for x in signs
-      ]
-      decided = [_pack_bits(2 * count >= num_workers) for count in counts]
+      decided = []
+      for votes, bucket in zip(signs, buckets.buckets, strict=True):
+        ones = codecs.unpack(votes, 1, bucket.row_size).astype(jnp.int32)
+        most = 2 * ones.sum(0, dtype=jnp.int32) >= num_workers
+        decided.append(codecs.pack(most, 1))
       buffers = collectives.gather(
         collectives.pack_bytes((decided, finite.all(0))), axis
       )
       decided, finite = collectives.unpack_bytes(buffers, like)
       votes = []
       for i, bucket in enumerate(buckets.buckets):
-        vote = jnp.where(_unpack_bits(decided[i]), 1.0, -1.0)
+        sign = codecs.unpack(decided[i], 1, bucket.row_size) > 0
+        vote = jnp.where(sign, 1.0, -1.0)
         vote = jnp.where(finite[:, i, None], vote, jnp.nan)
         votes.append(vote.astype(bucket.dtype))
       means = jax.tree.unflatten(treedef, buckets.unpack(votes, leaves))
@@ -111,18 +112,3 @@ def _buckets(likes: list[Any], num_workers: int) -> collectives.Buckets:
       if x.size
     ],
   )
-
-
-def _pack_bits(bits: jax.Array) -> jax.Array:
-  """Packs bools [..., 8 n] into uint8 [..., n], a bit from each eighth."""
-  lanes = bits.reshape(*bits.shape[:-1], _BYTE, bits.shape[-1] // _BYTE)
-  packed = jnp.zeros_like(lanes[..., 0, :], dtype=jnp.uint8)
-  for i in range(_BYTE):
-    packed |= lanes[..., i, :].astype(jnp.uint8) << np.uint8(i)
-  return packed
-
-
-def _unpack_bits(packed: jax.Array) -> jax.Array:
-  """Undoes `_pack_bits`."""
-  lanes = [(packed >> np.uint8(i)) & np.uint8(1) for i in range(_BYTE)]
-  return jnp.concatenate(lanes, -1) != 0

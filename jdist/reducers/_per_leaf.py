@@ -121,7 +121,7 @@ class PerLeaf(_reducer.Reducer):
     Rule(self.default)
 
   @property
-  def reducers(self) -> tuple[_reducer.Reducer, ...]:
+  def made_of(self) -> tuple[_reducer.Reducer, ...]:
     """The different ones, in the order of the rules."""
     found = [rule.reducer for rule in self.rules]
     return tuple(dict.fromkeys([*found, self.default]))
@@ -132,11 +132,6 @@ class PerLeaf(_reducer.Reducer):
       if rule.matches(path, leaf):
         return rule.reducer
     return self.default
-
-  @property
-  def averages(self) -> bool:
-    """Returns whether all of them do."""
-    return all(reducer.averages for reducer in self.reducers)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the states of all reducers."""
@@ -151,45 +146,23 @@ class PerLeaf(_reducer.Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     """Takes the means."""
-    named = self._named(tree)
-    leaves = dict(named)
-    means: dict[str, Any] = {}
-    shares: dict[str, Any] = {}
-    states = []
-    for i, (reducer, names) in enumerate(self._groups(tree).items()):
-      if not names:
-        states.append(state[i])
-        continue
-      # By name, so that errors name the leaf.
-      group = {name: leaves[name] for name in names}
-      reduced = reducer.reduce(
-        group, state[i], jax.random.fold_in(key, i), axis
-      )
-      means |= reduced.mean
-      shares |= reduced.own_share
-      states.append(reduced.state)
-    treedef = jax.tree.structure(tree)
-    return _reducer.Reduced(
-      jax.tree.unflatten(treedef, [means[name] for name, _ in named]),
-      jax.tree.unflatten(treedef, [shares[name] for name, _ in named]),
-      tuple(states),
-    )
+
+    def reduced(i: int, reducer: _reducer.Reducer, group: Any) -> Any:
+      own_key = jax.random.fold_in(key, i)
+      return reducer.reduce(group, state[i], own_key, axis)
+
+    return _reducer.Reduced(*self._each(tree, state, reduced, 2))
 
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
     """Empties the owners' residuals of all leaves."""
-    named = self._named(like)
-    leaves, states = dict(named), []
-    residuals: dict[str, Any] = {}
-    for i, (reducer, names) in enumerate(self._groups(like).items()):
-      group = {name: leaves[name] for name in names}
-      flushed, new = reducer.flush(state[i], group, axis)
-      residuals |= flushed
-      states.append(new)
-    treedef = jax.tree.structure(like)
-    tree = jax.tree.unflatten(treedef, [residuals[name] for name, _ in named])
-    return tree, tuple(states)
+
+    def flushed(i: int, reducer: _reducer.Reducer, group: Any) -> Any:
+      return reducer.flush(state[i], group, axis)
+
+    residuals, states = self._each(like, state, flushed, 1)
+    return residuals, states
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Adds up the reducers."""
@@ -199,11 +172,6 @@ class PerLeaf(_reducer.Reducer):
       for reducer, names in self._groups(like).items()
       if names
     )
-
-  def check_shards(self) -> None:
-    """Raises a ValueError if a reducer does."""
-    for reducer in self.reducers:
-      reducer.check_shards()
 
   def check_chunks(self) -> None:
     """Raises a ValueError."""
@@ -217,6 +185,29 @@ class PerLeaf(_reducer.Reducer):
     """Prints the rules, one a line."""
     lines = [*map(str, self.rules), f"else: {self.default}"]
     return "\n  ".join(["PerLeaf:", *lines])
+
+  def _each(
+    self, tree: PyTree, state: PyTree, call: Callable[..., Any], num_trees: int
+  ) -> list[Any]:
+    """Calls each reducer that has leaves, which gives trees and its state."""
+    named = self._named(tree)
+    leaves, states = dict(named), []
+    found: list[dict[str, Any]] = [{} for _ in range(num_trees)]
+    for i, (reducer, names) in enumerate(self._groups(tree).items()):
+      if not names:
+        states.append(state[i])
+        continue
+      # By name, so that errors name the leaf.
+      *trees, new = call(i, reducer, {name: leaves[name] for name in names})
+      states.append(new)
+      for one, part in zip(found, trees, strict=True):
+        one |= part
+    treedef = jax.tree.structure(tree)
+    merged = [
+      jax.tree.unflatten(treedef, [one[name] for name, _ in named])
+      for one in found
+    ]
+    return [*merged, tuple(states)]
 
   def _named(self, tree: PyTree) -> list[tuple[str, Any]]:
     named = [
@@ -232,7 +223,7 @@ class PerLeaf(_reducer.Reducer):
     return named
 
   def _groups(self, tree: PyTree) -> dict[_reducer.Reducer, list[str]]:
-    groups: dict[_reducer.Reducer, list[str]] = {r: [] for r in self.reducers}
+    groups: dict[_reducer.Reducer, list[str]] = {r: [] for r in self.made_of}
     for name, leaf in self._named(tree):
       groups[self.reducer_of(name, leaf)].append(name)
     return groups

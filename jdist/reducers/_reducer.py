@@ -74,12 +74,17 @@ class Reducer(abc.ABC):
   """
 
   @property
+  def made_of(self) -> "tuple[Reducer, ...]":
+    """The reducers that it is made of."""
+    return ()
+
+  @property
   def averages(self) -> bool:
     """Returns whether the mean is that of the own shares, as the law has it.
 
     Feedbacks that keep `wanted - own_share` are refused elsewhere.
     """
-    return True
+    return all(reducer.averages for reducer in self.made_of)
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
@@ -122,7 +127,8 @@ class Reducer(abc.ABC):
 
   def check_shards(self) -> None:
     """Raises a ValueError if it cannot reduce a shard of a leaf alone."""
-    return
+    for reducer in self.made_of:
+      reducer.check_shards()
 
   def check_chunks(self) -> None:
     """Raises a ValueError if it cannot reduce chunks of the flattened tree."""

@@ -64,9 +64,9 @@ class Scheduled(_reducer.Reducer):
       _reducer.check_reducer("phases", reducer)
 
   @property
-  def averages(self) -> bool:
-    """Returns whether all of them do."""
-    return all(reducer.averages for _, reducer in self.phases)
+  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+    """The reducers that it is made of."""
+    return tuple(reducer for _, reducer in self.phases)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:
     """Returns the states of all reducers."""
@@ -120,11 +120,6 @@ class Scheduled(_reducer.Reducer):
         found if residuals is None else jax.tree.map(jnp.add, residuals, found)
       )
     return residuals, state._replace(phases=tuple(phases))
-
-  def check_shards(self) -> None:
-    """Raises a ValueError if a reducer does."""
-    for _, reducer in self.phases:
-      reducer.check_shards()
 
   def check_chunks(self) -> None:
     """Raises a ValueError: a chunk is streamed outside of conditionals."""

@@ -55,9 +55,9 @@ class Sharded(_reducer.Reducer):
     object.__setattr__(self, "specs", collectives.spec_leaves(self.specs))
 
   @property
-  def averages(self) -> bool:
-    """Returns whether the reducer does."""
-    return self.reducer.averages
+  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+    """The reducers that it is made of."""
+    return (self.reducer,)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the states of all shards."""

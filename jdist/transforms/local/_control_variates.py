@@ -45,11 +45,7 @@ class ControlVariates(_sync_rule.SyncRule):
       step.
     global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
 
-  Raises:
-    ValueError: when one is out of its range.
-
-  References:
-    Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1, option II.
+  Source and departures: `methods.scaffold`.
   """
 
   learning_rate: optax.ScalarOrSchedule

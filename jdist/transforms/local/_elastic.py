@@ -43,11 +43,7 @@ class Elastic(_Beside):
   Attributes:
     moving_rate: beta in [0, 1].
 
-  Raises:
-    ValueError: when it is out of its range.
-
-  References:
-    Zhang, Choromanska, LeCun, EASGD (arXiv 1412.6651), equations 5 and 6.
+  Source and departures: `methods.easgd`.
   """
 
   moving_rate: jax.typing.ArrayLike = 0.9
@@ -113,11 +109,7 @@ class PulledAnchor(_Beside):
     pull: alpha in [0, 1].
     momentum: mu in [0, 1]; 0 makes z the mean.
 
-  Raises:
-    ValueError: when one is out of its range.
-
-  References:
-    Wang, Liang, Joshi, Overlap Local-SGD (arXiv 2002.09539).
+  Source and departures: `methods.overlap_local_sgd`.
   """
 
   pull: jax.typing.ArrayLike = 0.6

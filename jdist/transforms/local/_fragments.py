@@ -95,10 +95,8 @@ def fragment_steps(
   says which step sends what (`training.Trainer`), so that nothing stands in a
   conditional.
 
-  Inner schedules count local steps, outer schedules count a fragment's rounds.
-  Extra arguments of `update` reach the inner optimizer, and with them `anchor`
-  (float32) and `interval_steps` (int32 scalar).  Stands last in a chain: the
-  anchor takes the updates as done.
+  Schedules, extra arguments and the place in a chain are as of `local_steps`;
+  an outer schedule counts a fragment's rounds.
 
   Counted bytes are those of whole rounds where the device ends them: a round
   counts when its last fragment arrives, so that in between those of its other

@@ -48,11 +48,7 @@ class SlowMomentum(_sync_rule.SyncRule):
       a round: "maintain" leaves each worker its own, "reset" begins anew,
       "average" takes the workers' mean, with every bit.
 
-  Raises:
-    ValueError: when one is out of its range.
-
-  References:
-    Wang et al., SlowMo (arXiv 1910.00643), algorithm 1.
+  Source and departures: `methods.slow_mo`.
   """
 
   learning_rate: optax.ScalarOrSchedule

@@ -158,11 +158,7 @@ class OuterStep(SyncRule):
     optimizer: any Optax optimizer; `optax.sgd(1.0)` is `Average` up to
       rounding.
 
-  Raises:
-    ValueError: when `optimizer` is none.
-
-  References:
-    Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
+  Source and departures: `methods.diloco`.
   """
 
   def __init__(self, optimizer: optax.GradientTransformation):
