@@ -31,7 +31,12 @@ def _wnn(
   axis: collectives.Axis,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Builds synchronous SGD, of which every fifth epoch ends in a jump."""
+  """Builds synchronous SGD, of which every fifth epoch ends in a jump.
+
+  References:
+    Jang et al., "Learning to Boost Training by Periodic Nowcasting Near Future
+    Weights" (ICML 2023, https://proceedings.mlr.press/v202/).
+  """
   return optax.chain(
     methods.ssgd(optimizer, axis=axis, compression=compression),
     prediction.nowcast_weights(networks, steps_per_epoch, axis=axis),
@@ -43,13 +48,6 @@ METHODS = {
   "wnn": methods.Method(
     "ssgd; networks foresee the weights, every fifth epoch",
     _wnn,
-    methods.Paper(
-      "Jang et al.",
-      "Learning to Boost Training by Periodic Nowcasting Near Future Weights",
-      "ICML",
-      2023,
-      "https://proceedings.mlr.press/v202/",
-    ),
     {"steps_per_epoch": lambda run: run.steps_per_epoch},
   )
 }

@@ -42,8 +42,9 @@ def qsgd(
     seed: of the rounding; None is 0.
 
   References:
-    Alistarh et al., QSGD (arXiv 1610.02132), section 3.  Departure: integers
-    go in fixed width and not in Elias's code.
+    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
+    Quantization and Encoding" (NeurIPS 2017, arXiv 1610.02132), section 3.
+    Departure: integers go in fixed width and not in Elias's code.
 
   >>> optimizer = qsgd(optax.sgd(0.1), axis=None)
   """
@@ -76,9 +77,10 @@ def terngrad(
     seed: of the coins; None is 0.
 
   References:
-    Wen et al., TernGrad (arXiv 1705.07878), equations 2 to 4 and section 4.
-    Departures: every worker has a scale of its own, where the paper's share
-    the largest; the mean is not made ternary again.
+    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in
+    Distributed Deep Learning" (NeurIPS 2017, arXiv 1705.07878), equations 2 to
+    4 and section 4. Departures: every worker has a scale of its own, where the
+    paper's share the largest; the mean is not made ternary again.
 
   >>> optimizer = terngrad(optax.sgd(0.1), axis=None)
   """
@@ -111,9 +113,10 @@ def signsgd(
     axis: the workers' axis.
 
   References:
-    Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3, and signSGD with
-    Majority Vote (arXiv 1810.05291), algorithm 1, Signum.  Departures: those
-    of `reducers.MajorityVote`.
+    Bernstein et al., "signSGD with Majority Vote is Communication Efficient and
+    Fault Tolerant" (ICLR 2019, arXiv 1810.05291), algorithm 1, Signum, after
+    Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.  Departures:
+    those of `reducers.MajorityVote`.
 
   >>> optimizer = signsgd(optax.sgd(1e-3), axis=None)
   """
@@ -141,11 +144,12 @@ def ef_signsgd(
       signs to all, as the paper has it.
 
   References:
-    Karimireddy et al., Error Feedback Fixes SignSGD (arXiv 1901.09847),
-    algorithm 2; for more workers and the all-to-all Zheng et al., dist-EF-SGD
-    (arXiv 1905.10936), algorithm 2, with a server for each part.  Departures:
-    residuals are in units of gradients, see `ErrorFeedback`; in an all-to-all a
-    scale is of one part of a leaf.
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+    Compression Schemes" (ICML 2019, arXiv 1901.09847), algorithm 2; for more
+    workers and the all-to-all Zheng et al., dist-EF-SGD (arXiv 1905.10936),
+    algorithm 2, with a server for each part.  Departures: residuals are in
+    units of gradients, see `ErrorFeedback`; in an all-to-all a scale is of one
+    part of a leaf.
 
   >>> optimizer = ef_signsgd(optax.sgd(0.1), axis=None)
   """
@@ -178,9 +182,10 @@ def one_bit_adam(
     weight_decay: decoupled, as in AdamW.
 
   References:
-    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.  Departures: those
-    of `scale_by_frozen_adam`; a scale is of one part of a leaf, where the
-    authors' code has one for all parameters in a row.
+    Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with
+    Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888), algorithm 1.
+    Departures: those of `scale_by_frozen_adam`; a scale is of one part of a
+    leaf, where the authors' code has one for all parameters in a row.
 
   >>> optimizer = one_bit_adam(1e-3, 1000, axis=None)
   """
@@ -219,10 +224,10 @@ def topk_sgd(
       gradients never move anything.
 
   References:
-    Aji and Heafield, Sparse Communication for Distributed Gradient Descent
-    (arXiv 1704.05021); Stich et al., Sparsified SGD with Memory (arXiv
-    1809.07599), algorithm 1.  Departure: residuals in units of gradients, see
-    `ErrorFeedback`.
+    Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018, arXiv
+    1809.07599), algorithm 1; Aji and Heafield, Sparse Communication for
+    Distributed Gradient Descent (arXiv 1704.05021).  Departure: residuals in
+    units of gradients, see `ErrorFeedback`.
 
   >>> optimizer = topk_sgd(optax.sgd(0.1), axis=None)
   """
@@ -258,8 +263,9 @@ def powersgd(
       has thrice the rank in fewer bytes than `rank=2` in float32.
 
   References:
-    Vogels et al., PowerSGD (arXiv 1905.13727), algorithms 1 and 2; the
-    departures of `reducers.PowerSGD`.
+    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient
+    Compression for Distributed Optimization" (NeurIPS 2019, arXiv 1905.13727),
+    algorithms 1 and 2; the departures of `reducers.PowerSGD`.
 
   >>> optimizer = powersgd(optax.sgd(0.1, momentum=0.9), axis=None)
   """
@@ -298,8 +304,9 @@ def dgc(
       the paper; None has no warm-up.
 
   References:
-    Lin et al., Deep Gradient Compression (arXiv 1712.01887), algorithms 1 to
-    4, and the authors' code.  Departures: those of `codecs.SampledTopK` and
+    Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth
+    for Distributed Training" (ICLR 2018, arXiv 1712.01887), algorithms 1 to 4,
+    and the authors' code.  Departures: those of `codecs.SampledTopK` and
     `MomentumCorrection`; clipping is of the norm of the whole gradient.
 
   >>> optimizer = dgc(optax.sgd(0.1), axis=None)
@@ -347,10 +354,11 @@ def demo(
     axis: the workers' axis.
 
   References:
-    Peng et al., DeMo (arXiv 2411.19870), algorithm 1.  Departures: those of
-    `codecs.DCTTopK`; a coefficient that a part of the workers sends counts by
-    its mean over all of them, as in the algorithm, and not over the senders,
-    as in the authors' code.
+    Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024,
+    arXiv 2411.19870), algorithm 1.  Departures: those of `codecs.DCTTopK`; a
+    coefficient that a part of the workers sends counts by its mean over all of
+    them, as in the algorithm, and not over the senders, as in the authors'
+    code.
 
   >>> optimizer = demo(optax.sgd(1e-3), axis=None)
   """

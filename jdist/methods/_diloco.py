@@ -42,8 +42,8 @@ def diloco(
       parameter and round.
 
   References:
-    Douillard et al., DiLoCo: Distributed Low-Communication Training of
-    Language Models (arXiv 2311.08105), algorithm 1 and table 5.
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of
+    Language Models" (2023, arXiv 2311.08105), algorithm 1 and table 5.
 
   >>> optimizer = diloco(optax.adamw(1e-3), 100, axis=None)
   """
@@ -109,11 +109,11 @@ def streaming_diloco(
     A transformation whose state is a `FragmentsState`.
 
   References:
-    Douillard et al., Streaming DiLoCo with overlapping communication (arXiv
-    2501.18512), algorithm 2.  Departures: fragments are runs of leaves in the
-    order of the tree unless a function says otherwise (the paper's are strided
-    layers of a transformer); the paper's four bits are a float type, without
-    feedback.
+    Douillard et al., "Streaming DiLoCo with overlapping communication: Towards
+    a Distributed Free Lunch" (2025, arXiv 2501.18512), algorithm 2.
+    Departures: fragments are runs of leaves in the order of the tree unless a
+    function says otherwise (the paper's are strided layers of a transformer);
+    the paper's four bits are a float type, without feedback.
 
   >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
   """
@@ -166,10 +166,10 @@ def sparse_loco(
     chunk: entries of which the largest are chosen; the paper's 4096.
 
   References:
-    Sarfi et al., SparseLoCo (arXiv 2508.15706), algorithm 1.  Departures:
-    chunks are neighbours of the flat leaf, where the paper's are tiles of 64
-    by 64; the values' levels are four at equal distances between the least and
-    the greatest of 256.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
+    (2025, arXiv 2508.15706), algorithm 1.  Departures: chunks are neighbours of
+    the flat leaf, where the paper's are tiles of 64 by 64; the values' levels
+    are four at equal distances between the least and the greatest of 256.
 
   >>> optimizer = sparse_loco(optax.adamw(1e-3), 30, axis=None)
   """
@@ -211,10 +211,11 @@ def muloco(
     weight_decay: decoupled, of both.
 
   References:
-    Therien et al., MuLoCo (arXiv 2505.23725), algorithm 1.  Muon is Optax's
-    `contrib.muon`.  Departures: levels are at equal distances between the
-    least and the greatest of 256 entries; the outer rate and momentum are
-    DiLoCo's, where the paper tunes them.
+    Therien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo"
+    (2025, arXiv 2505.23725), algorithm 1.  Muon is Optax's `contrib.muon`.
+    Departures: levels are at equal distances between the least and the greatest
+    of 256 entries; the outer rate and momentum are DiLoCo's, where the paper
+    tunes them.
 
   >>> optimizer = muloco(0.02, 30, axis=None)
   """

@@ -37,7 +37,7 @@ def local_sgd(
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   References:
-    Stich, Local SGD Converges Fast and Communicates Little (arXiv
+    Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019, arXiv
     1805.09767), algorithm 1.
 
   >>> optimizer = local_sgd(optax.sgd(0.1), 8, axis=None)
@@ -69,10 +69,10 @@ def post_local_sgd(
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
   References:
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD (arXiv
-    1808.07217), post-local SGD.  Departure: the first phase averages
-    parameters every step, which equals averaging gradients for optimizers
-    linear in the gradient.
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020, arXiv
+    1808.07217), post-local SGD.  Departure: the first phase averages parameters
+    every step, which equals averaging gradients for optimizers linear in the
+    gradient.
 
   >>> optimizer = post_local_sgd(optax.sgd(0.1), 8, 1000, axis=None)
   """
@@ -111,10 +111,10 @@ def fed_prox(
     `local_steps` around `chain(proximal(strength), optimizer)`.
 
   References:
-    Li et al., Federated Optimization in Heterogeneous Networks (arXiv
-    1812.06127), algorithm 2.  Departures: all workers take the same number of
-    steps (the paper lets each solve its problem as exactly as it can), and
-    mu is not adapted.
+    Li et al., "Federated Optimization in Heterogeneous Networks" (MLSys 2020,
+    arXiv 1812.06127), algorithm 2.  Departures: all workers take the same
+    number of steps (the paper lets each solve its problem as exactly as it
+    can), and mu is not adapted.
 
   >>> optimizer = fed_prox(optax.sgd(0.1), 8, 0.1, axis=None)
   """
@@ -160,12 +160,12 @@ def easgd(
     `local_steps` with the rule `Elastic`.
 
   References:
-    Zhang, Choromanska, LeCun, Deep learning with Elastic Averaging SGD (arXiv
-    1412.6651), equations 5 and 6 and algorithm 1.  Departures: the synchronous
-    form with a communication period, where algorithm 1 is asynchronous; the
-    spring acts after the local step and with its result, where the paper's
-    acts together with the gradient, at the point before; Nesterov's momentum
-    in Optax's form.
+    Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD"
+    (NeurIPS 2015, arXiv 1412.6651), equations 5 and 6 and algorithm 1.
+    Departures: the synchronous form with a communication period, where
+    algorithm 1 is asynchronous; the spring acts after the local step and with
+    its result, where the paper's acts together with the gradient, at the point
+    before; Nesterov's momentum in Optax's form.
 
   >>> optimizer = easgd(optax.sgd(0.1), 10, axis=None)
   """
@@ -221,11 +221,12 @@ def scaffold(
     `local_steps` with the rule `ControlVariates`.
 
   References:
-    Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1 with option
-    II.  Departures: the sum of the round's rates stands for K times the rate,
-    and c is the mean of all c_j itself rather than moved by their changes,
-    which is equal as long as all take part and keeps them from drifting
-    apart in rounding.
+    Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated
+    Learning" (ICML 2020, arXiv 1910.06378), algorithm 1 with option II.
+    Departures: the sum of the round's rates stands for K times the rate, and c
+    is the mean of all c_j itself rather than moved by their changes, which is
+    equal as long as all take part and keeps them from drifting apart in
+    rounding.
 
   >>> optimizer = scaffold(optax.sgd(0.1), 8, 0.1, axis=None)
   """
@@ -281,12 +282,12 @@ def slow_mo(
     `local_steps` with the rule `SlowMomentum`.
 
   References:
-    Wang et al., SlowMo (arXiv 1910.00643), algorithm 1 around Local SGD.
-    Departures: in the paper the rate is constant in a round, here that of
-    its last step counts.  Reset and average treat all the optimizer's
+    Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
+    Slow Momentum" (ICLR 2020, arXiv 1910.00643), algorithm 1 around Local SGD.
+    Departures: in the paper the rate is constant in a round, here that of its
+    last step counts.  Reset and average treat all the optimizer's
     floating-point arrays, and leave counters alone: schedules go on, and so
-    does Adam's bias correction, which then divides fresh moments by about
-    one.
+    does Adam's bias correction, which then divides fresh moments by about one.
 
   >>> optimizer = slow_mo(optax.sgd(0.1), 8, 0.1, axis=None)
   """

@@ -23,6 +23,9 @@ _GROUPS: dict[str, tuple[str, ...]] = {
   "outer": ("rule", "outer_learning_rate", "outer_momentum"),
   "run": ("optimizer", "inner", "axis", "learning_rate", "local_learning_rate"),
 }  # fmt: skip
+_CITATION = re.compile(
+  r'References: (.+?), "(.+?)" \((?:(.+?) )?(\d{4}), ((?:\w+ )?[^ )]+)\)'
+)
 
 
 class Paper(NamedTuple):
@@ -93,7 +96,6 @@ class Method:
     summary: a line of help.
     factory: a function of `jdist.methods`, or another of that form, for
       instance `functools.partial(transforms.local_steps, rule=...)`.
-    paper: None for synchronous SGD.
     from_run: arguments of the factory that follow from a run.  An argument
       `learning_rate` is the run's and needs no entry.
     interval_policy: what decides the interval, a name of
@@ -112,7 +114,6 @@ class Method:
 
   summary: str
   factory: Callable[..., optax.GradientTransformationExtraArgs]
-  paper: Paper | None = None
   from_run: Mapping[str, Callable[[Run], Any]] = dataclasses.field(
     default_factory=dict
   )
@@ -134,6 +135,21 @@ class Method:
       )
       for name, one in inspect.signature(self.factory).parameters.items()
     )
+
+  @property
+  def paper(self) -> Paper | None:
+    """The paper that the factory's references begin with, if any.
+
+    As in: Stich, "Local SGD Converges Fast" (ICLR 2019, arXiv 1805.09767).
+    """
+    text = " ".join((inspect.getdoc(self.factory) or "").split())
+    found = _CITATION.search(text)
+    if found is None:
+      return None
+    author, title, venue, year, place = found.groups()
+    place = place.replace("arXiv ", "https://arxiv.org/abs/")
+    url = place.replace("doi ", "https://doi.org/")
+    return Paper(author, title, venue or "arXiv", int(year), url)
 
   @property
   def arguments(self) -> frozenset[str]:

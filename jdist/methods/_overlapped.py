@@ -64,11 +64,11 @@ def msdpu(
     that needs none.
 
   References:
-    Ju et al., multi-step delayed parameter update (2025, doi
-    10.11918/202407052).  The abstract gives no formula: interval,
-    correction, delay and carry-over are a reconstruction from AdaComm (arXiv
-    1810.08313), SSD-SGD (arXiv 2012.05396) and CoCoD-SGD (arXiv 1906.12043),
-    which keeps all of its progress (rho = 1).
+    Ju et al., "Multi-step delayed parameter update" (Journal of Harbin
+    Institute of Technology 2025, doi 10.11918/202407052).  The abstract gives
+    no formula: interval, correction, delay and carry-over are a reconstruction
+    from AdaComm (arXiv 1810.08313), SSD-SGD (arXiv 2012.05396) and CoCoD-SGD
+    (arXiv 1906.12043), which keeps all of its progress (rho = 1).
 
   >>> optimizer = msdpu(optax.sgd(0.1), 8, 0.1, axis=None)
   """
@@ -137,11 +137,12 @@ def cocod(
     `local_steps` with `overlap=Delayed(carry=1.0)`.
 
   References:
-    Shen et al., Faster Distributed Deep Net Training: Computation and
-    Communication Decoupled SGD (arXiv 1906.12043), algorithm 1.  Departures:
-    what travels is the progress of the last round, whose mean moves the
-    anchor to the same place up to rounding; workers of unequal speed, for
-    whom the paper has other batch sizes, are not considered.
+    Shen et al., "Faster Distributed Deep Net Training: Computation and
+    Communication Decoupled Stochastic Gradient Descent" (IJCAI 2019, arXiv
+    1906.12043), algorithm 1.  Departures: what travels is the progress of the
+    last round, whose mean moves the anchor to the same place up to rounding;
+    workers of unequal speed, for whom the paper has other batch sizes, are not
+    considered.
 
   >>> optimizer = cocod(optax.sgd(0.1), 8, axis=None)
   """
@@ -192,9 +193,10 @@ def overlap_local_sgd(
     one round behind.
 
   References:
-    Wang, Liang, Joshi, Overlap Local-SGD (arXiv 2002.09539).  Departure: the
-    momentum does not divide by the learning rate as the authors' script does,
-    which differs while the rate changes.
+    Wang, Liang, Joshi, "Overlap Local-SGD: An Algorithmic Approach to Hide
+    Communication Delays in Distributed SGD" (ICASSP 2020, arXiv 2002.09539).
+    Departure: the momentum does not divide by the learning rate as the authors'
+    script does, which differs while the rate changes.
 
   >>> optimizer = overlap_local_sgd(optax.sgd(0.1), 8, axis=None)
   """
@@ -236,12 +238,11 @@ def od_sgd(
     `lead_step` with `optax.sgd(local_learning_rate)` as the local optimizer.
 
   References:
-    Xu et al., OD-SGD: One-step Delay Stochastic Gradient Descent for
-    Distributed Training (ACM TACO 17(4), 2020; arXiv 2005.06728).
-    Departures: a mean among workers stands for the paper's server; the local
-    step is plain SGD (the paper also compensates the delay as DC-ASGD does:
-    `lead_step` takes any local optimizer); the warm-up goes over into the
-    delayed phase at once.
+    Xu et al., "OD-SGD: One-step Delay Stochastic Gradient Descent for
+    Distributed Training" (ACM TACO 2020, arXiv 2005.06728). Departures: a mean
+    among workers stands for the paper's server; the local step is plain SGD
+    (the paper also compensates the delay as DC-ASGD does: `lead_step` takes any
+    local optimizer); the warm-up goes over into the delayed phase at once.
 
   >>> optimizer = od_sgd(optax.sgd(0.1, momentum=0.9), 0.1, axis=None)
   """
