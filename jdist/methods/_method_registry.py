@@ -30,8 +30,7 @@ registry: dict[str, _method.Method] = {
     "synchronous SGD: the gradients' mean in every step", _synchronous.ssgd
   ),
   "local_sgd": _method.Method(
-    "H steps each for itself, then the parameters' mean",
-    _local_sgd.local_sgd,
+    "H steps each for itself, then the parameters' mean", _local_sgd.local_sgd
   ),
   "post_local_sgd": _method.Method(
     "ssgd for the first half of the run, then local_sgd",
@@ -39,8 +38,7 @@ registry: dict[str, _method.Method] = {
     {"switch_step": lambda run: run.num_steps // 2},
   ),
   "diloco": _method.Method(
-    "local steps; their mean is a gradient for outer Nesterov",
-    _diloco.diloco,
+    "local steps; their mean is a gradient for outer Nesterov", _diloco.diloco
   ),
   "msdpu": _method.Method(
     "local steps; the mean comes a round late, H follows loss",
@@ -50,12 +48,10 @@ registry: dict[str, _method.Method] = {
     late=transforms.Delayed(carry=None),
   ),
   "fed_prox": _method.Method(
-    "local_sgd with a pull back to the round's beginning",
-    _local_sgd.fed_prox,
+    "local_sgd with a pull back to the round's beginning", _local_sgd.fed_prox
   ),
   "easgd": _method.Method(
-    "springs between the workers and a centre",
-    _local_sgd.easgd,
+    "springs between the workers and a centre", _local_sgd.easgd
   ),
   "scaffold": _method.Method(
     "local_sgd with control variates, for unequal data",
@@ -63,16 +59,13 @@ registry: dict[str, _method.Method] = {
     {"learning_rate": _rate_with_momentum},
   ),
   "slow_mo": _method.Method(
-    "local_sgd with a momentum of the rounds",
-    _local_sgd.slow_mo,
+    "local_sgd with a momentum of the rounds", _local_sgd.slow_mo
   ),
   "cocod": _method.Method(
-    "the last round's mean, one's own progress on top",
-    _overlapped.cocod,
+    "the last round's mean, one's own progress on top", _overlapped.cocod
   ),
   "overlap_local_sgd": _method.Method(
-    "a pull to a mean that is one round late",
-    _overlapped.overlap_local_sgd,
+    "a pull to a mean that is one round late", _overlapped.overlap_local_sgd
   ),
   "od_sgd": _method.Method(
     "gradients one step late, a local step in between",
@@ -88,12 +81,10 @@ registry: dict[str, _method.Method] = {
     },
   ),
   "qsgd": _method.Method(
-    "ssgd with integers of a few bits",
-    _compressed_gradients.qsgd,
+    "ssgd with integers of a few bits", _compressed_gradients.qsgd
   ),
   "terngrad": _method.Method(
-    "ssgd with -1, 0 or 1 times a scale",
-    _compressed_gradients.terngrad,
+    "ssgd with -1, 0 or 1 times a scale", _compressed_gradients.terngrad
   ),
   "signsgd": _method.Method(
     "ssgd by majority vote on the signs of momenta",
@@ -128,8 +119,7 @@ registry: dict[str, _method.Method] = {
     own_momentum=True,
   ),
   "powersgd": _method.Method(
-    "ssgd with a mean of low rank, and feedback",
-    _compressed_gradients.powersgd,
+    "ssgd with a mean of low rank, and feedback", _compressed_gradients.powersgd
   ),
   "demo": _method.Method(
     "signs of the fastest components of momenta",
@@ -137,8 +127,7 @@ registry: dict[str, _method.Method] = {
     own_momentum=True,
   ),
   "sparse_loco": _method.Method(
-    "local steps; the largest entries in 2 bits",
-    _diloco.sparse_loco,
+    "local steps; the largest entries in 2 bits", _diloco.sparse_loco
   ),
   "muloco": _method.Method(
     "diloco with Muon inside, in 2 bits",
@@ -148,4 +137,4 @@ registry: dict[str, _method.Method] = {
   "mp2": _method.Method(
     "the front layers' mean; a network predicts the others", _mp2.mp2
   ),
-}  # fmt: skip
+}
