@@ -64,7 +64,7 @@ class Chunked(_reducer.Reducer):
     self.reducer.check_chunks()
 
   @property
-  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The reducers that it is made of."""
     return (self.reducer,)
 

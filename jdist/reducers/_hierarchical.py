@@ -81,7 +81,7 @@ class Hierarchical(_reducer.Reducer):
       self._chunked()
 
   @property
-  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The reducers that it is made of."""
     return (self.inner, self.outer)
 

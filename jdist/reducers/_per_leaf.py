@@ -121,7 +121,7 @@ class PerLeaf(_reducer.Reducer):
     Rule(self.default)
 
   @property
-  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The different ones, in the order of the rules."""
     found = [rule.reducer for rule in self.rules]
     return tuple(dict.fromkeys([*found, self.default]))
@@ -223,7 +223,7 @@ class PerLeaf(_reducer.Reducer):
     return named
 
   def _groups(self, tree: PyTree) -> dict[_reducer.Reducer, list[str]]:
-    groups: dict[_reducer.Reducer, list[str]] = {r: [] for r in self.made_of}
+    groups: dict[_reducer.Reducer, list[str]] = {r: [] for r in self.reducers}
     for name, leaf in self._named(tree):
       groups[self.reducer_of(name, leaf)].append(name)
     return groups

@@ -74,7 +74,7 @@ class Reducer(abc.ABC):
   """
 
   @property
-  def made_of(self) -> "tuple[Reducer, ...]":
+  def reducers(self) -> "tuple[Reducer, ...]":
     """The reducers that it is made of."""
     return ()
 
@@ -84,7 +84,7 @@ class Reducer(abc.ABC):
 
     Feedbacks that keep `wanted - own_share` are refused elsewhere.
     """
-    return all(reducer.averages for reducer in self.made_of)
+    return all(reducer.averages for reducer in self.reducers)
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
@@ -127,7 +127,7 @@ class Reducer(abc.ABC):
 
   def check_shards(self) -> None:
     """Raises a ValueError if it cannot reduce a shard of a leaf alone."""
-    for reducer in self.made_of:
+    for reducer in self.reducers:
       reducer.check_shards()
 
   def check_chunks(self) -> None:

@@ -64,7 +64,7 @@ class Scheduled(_reducer.Reducer):
       _reducer.check_reducer("phases", reducer)
 
   @property
-  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The reducers that it is made of."""
     return tuple(reducer for _, reducer in self.phases)
 

@@ -55,7 +55,7 @@ class Sharded(_reducer.Reducer):
     object.__setattr__(self, "specs", collectives.spec_leaves(self.specs))
 
   @property
-  def made_of(self) -> tuple[_reducer.Reducer, ...]:
+  def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The reducers that it is made of."""
     return (self.reducer,)
 
