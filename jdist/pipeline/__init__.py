@@ -21,6 +21,7 @@ from jdist.pipeline.planning import Replanner as Replanner
 from jdist.pipeline.planning import simulate as simulate
 from jdist.pipeline.planning import stage_cost as stage_cost
 from jdist.pipeline.planning import stage_times as stage_times
+from jdist.pipeline.processes import AdaptiveRun as AdaptiveRun
 from jdist.pipeline.processes import connect as connect
 from jdist.pipeline.processes import listen as listen
 from jdist.pipeline.processes import move_layers as move_layers

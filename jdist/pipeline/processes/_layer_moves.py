@@ -21,7 +21,7 @@ _REMEDY = (
 )
 
 
-class _Process(Protocol):
+class ProcessLike(Protocol):
   """A `StageProcess`."""
 
   stages: tuple[LayerLike, ...]
@@ -35,8 +35,8 @@ class _Process(Protocol):
 
 def move_layers(
   state: _device_part.ProcessState,
-  before: _Process,
-  after: _Process,
+  before: ProcessLike,
+  after: ProcessLike,
   optimizer: optax.GradientTransformation,
 ) -> _device_part.ProcessState:
   """Brings a run's state to other cuts of the same layers.
@@ -149,7 +149,7 @@ class _Leaves:
     return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
 
-def _check_layers(before: _Process, after: _Process) -> None:
+def _check_layers(before: ProcessLike, after: ProcessLike) -> None:
   names = [
     [layer.name for stage in x.stages for layer in getattr(stage, "layers", [])]
     for x in (before, after)
