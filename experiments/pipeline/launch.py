@@ -1,0 +1,116 @@
+"""Processes of a pipeline on this machine, and how busy it is otherwise."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdist import pipeline
+
+# A core for each process: what a program computes, it computes on one.
+_FLAGS = "--xla_cpu_multi_thread_eigen=false"
+_TOKEN = "of one machine"  # All listen on its loopback alone.
+
+
+def run_processes(
+  number: int,
+  work: Callable[..., Any],
+  *args: Any,
+  cores: Sequence[int] | None = None,
+) -> list[Any]:
+  """Runs `work(peers, *args)` in processes of their own.
+
+  Args:
+    number: of processes; each is a device of the pipeline.
+    work: a function of a module, not a local one.
+    *args: the same for all.
+    cores: to which each is bound; to none if None.
+
+  Returns:
+    What it returned, of each device.
+
+  Raises:
+    RuntimeError: when one has failed.
+  """
+  context = multiprocessing.get_context("spawn")
+  answers = context.SimpleQueue()
+  listeners = [pipeline.listen() for _ in range(number)]
+  addresses = [x.getsockname()[:2] for x in listeners]
+  before = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{before} {_FLAGS}"
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  started = []
+  try:
+    for device, listener in enumerate(listeners):
+      core = None if cores is None else cores[device]
+      process = context.Process(
+        target=_run,
+        args=(device, addresses, listener, core, answers, work, args),
+      )
+      process.start()
+      listener.close()
+      started.append(process)
+    found: dict[int, Any] = {}
+    while len(found) < number:
+      device, failed, answer = answers.get()
+      if failed:
+        raise RuntimeError(f"Device {device} has failed:\n{answer}")
+      found[device] = answer
+    for process in started:
+      process.join()
+  finally:
+    os.environ["XLA_FLAGS"] = before
+    for process in started:
+      process.terminate()
+  return [found[i] for i in range(number)]
+
+
+def _run(
+  device: int,
+  addresses: Any,
+  listener: Any,
+  core: int | None,
+  answers: Any,
+  work: Any,
+  args: Any,
+) -> None:
+  if core is not None:
+    os.sched_setaffinity(0, {core})
+  try:
+    with pipeline.connect(
+      device, addresses, _TOKEN, listener=listener, connect_s=240
+    ) as peers:
+      answers.put((device, False, work(peers, *args)))
+  except BaseException:
+    answers.put((device, True, traceback.format_exc()))
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+  """Returns how many cores of this machine are at work, on average."""
+  begin = _cpu_ticks()
+  time.sleep(seconds)
+  end = _cpu_ticks()
+  idle, total = (b - a for a, b in zip(begin, end, strict=True))
+  return (1 - idle / total) * (os.cpu_count() or 1)
+
+
+def _cpu_ticks() -> tuple[int, int]:
+  """Returns idle and all ticks since the machine has started."""
+  with open("/proc/stat") as file:
+    ticks = [int(x) for x in file.readline().split()[1:9]]
+  return ticks[3] + ticks[4], sum(ticks)
+
+
+def wait_until_idle(most: float, patience_s: float) -> float:
+  """Waits until less than so many cores are busy, or for so long.
+
+  Returns:
+    The busy cores, at last.
+  """
+  deadline = time.monotonic() + patience_s
+  while True:
+    busy = busy_cores()
+    if busy <= most or time.monotonic() > deadline:
+      return busy

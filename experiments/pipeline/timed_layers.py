@@ -1,0 +1,102 @@
+"""Layers whose seconds are given: they sleep; and layers that compute."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import models
+
+
+class Slowness:
+  """By what this process's sleeps are stretched."""
+
+  factor = 1.0
+
+
+def _pause(x: jax.Array, seconds: float) -> jax.Array:
+  """Returns a zero, after so many seconds."""
+
+  def sleep(_: Any) -> np.ndarray:
+    time.sleep(seconds * Slowness.factor)
+    return np.zeros((), x.dtype)
+
+  like = jax.ShapeDtypeStruct((), x.dtype)
+  return jax.pure_callback(sleep, like, x.ravel()[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _wait(x: jax.Array, forward_s: float, backward_s: float) -> jax.Array:
+  del backward_s
+  return x + _pause(x, forward_s)
+
+
+def _wait_forward(
+  x: jax.Array, forward_s: float, backward_s: float
+) -> tuple[jax.Array, None]:
+  return _wait(x, forward_s, backward_s), None
+
+
+def _wait_backward(
+  forward_s: float, backward_s: float, _: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+  del forward_s
+  return (cotangent + _pause(cotangent, backward_s),)
+
+
+_wait.defvjp(_wait_forward, _wait_backward)
+
+
+def sleeping(
+  name: str, width: int, forward_s: float, backward_s: float
+) -> models.Layer:
+  """A small dense layer whose passes take so many seconds longer."""
+
+  def apply(
+    params: Any, state: Any, x: jax.Array, *, train: bool, mask: Any = None
+  ) -> tuple[jax.Array, Any]:
+    del train, mask
+    y = jnp.tanh(x @ params[name]["w"])
+    return _wait(y, forward_s, backward_s), state
+
+  return models.Layer(name, _matrix(name, width), {}, apply)
+
+
+def dense(name: str, width: int) -> models.Layer:
+  """A dense layer."""
+
+  def apply(
+    params: Any, state: Any, x: jax.Array, *, train: bool, mask: Any = None
+  ) -> tuple[jax.Array, Any]:
+    del train, mask
+    return jnp.tanh(x @ params[name]["w"]), state
+
+  return models.Layer(name, _matrix(name, width), {}, apply)
+
+
+def _matrix(name: str, width: int) -> dict[str, dict[str, np.ndarray]]:
+  generator = np.random.default_rng(sum(name.encode()))
+  weights = generator.normal(size=(width, width)) / np.sqrt(width)
+  return {name: {"w": weights.astype(np.float32)}}
+
+
+def squared_error(outputs: jax.Array, batch: Any) -> tuple[jax.Array, Any]:
+  """The loss of the layers' outputs."""
+  return jnp.mean((outputs - batch["y"]) ** 2), {}
+
+
+def make_batches(
+  number: int, samples: int, width: int
+) -> list[dict[str, np.ndarray]]:
+  """Random inputs and targets."""
+  generator = np.random.default_rng(1)
+  return [
+    {
+      name: generator.normal(size=(samples, width)).astype(np.float32)
+      for name in ("x", "y")
+    }
+    for _ in range(number)
+  ]
