@@ -60,6 +60,11 @@ class Grid:
     return frozenset(found)
 
   @property
+  def backward_ops(self) -> tuple[Op, ...]:
+    """The kinds of backward passes that there are."""
+    return tuple(sorted({Op(op) for op, _ in self.backward_actions}))
+
+  @property
   def utilisation(self) -> float:
     """The part of the devices' ticks in which they work."""
     busy = (self.rows[..., FORWARD] > 0) | (self.rows[..., BACKWARD] > 0)

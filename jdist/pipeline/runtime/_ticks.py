@@ -256,7 +256,7 @@ class Ticks:
     used = self.grid.backward_actions
     backward = [
       self._backward(s, op, versions, key_of) if (op, s) in used else idle
-      for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+      for op in self.grid.backward_ops  # No branch that nobody takes.
       for s in range(self.grid.num_stages)
     ]
     return {
@@ -269,7 +269,10 @@ class Ticks:
   ) -> jax.Array:
     """Returns the branch of an op: 1 + stage of the first kind and so on."""
     stage = chunk * self.grid.num_devices + device
-    kind = jnp.maximum(op - int(Op.BACKWARD), 0)
+    kind = sum(
+      i * (op == int(x)).astype(op.dtype)
+      for i, x in enumerate(self.grid.backward_ops)
+    )
     return jnp.where(op > 0, 1 + kind * self.grid.num_stages + stage, 0)
 
   def _forward(

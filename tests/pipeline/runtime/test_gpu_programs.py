@@ -124,10 +124,11 @@ def test_sends_run_around_the_conditionals_of_their_tick(
     "start", "start", "conditional", "conditional", "done", "done",
   ]  # fmt: skip
   assert {x.operands[0] for x in tick[-2:]} == {x.name for x in tick[:2]}
-  # Forward pass, and the three kinds of backward passes, of every stage.
+  # Forward pass, and the table's kinds of backward passes, of every stage.
   stages = table.num_stages
+  kinds = len(pipe.grid.backward_ops)
   branches = sorted(len(x.called) for x in tick if x.called)
-  assert branches == [1 + stages, 1 + 3 * stages]
+  assert branches == [1 + stages, 1 + kinds * stages]
   # All work is in them: none was turned into a select, which runs all.
   loop = profiling.read_loop(text)
   assert loop.turns == len(pipe.grid.rows)
