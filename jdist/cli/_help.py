@@ -76,6 +76,7 @@ _EXAMPLES = {
   jdist overlap --methods msdpu --model resnet50 --topology 8xh200
   jdist overlap --methods ssgd local_sgd msdpu    one line each
   jdist overlap --topology 2x8xh100 --interval 32
+  jdist overlap --methods ssgd --stages 4 --table gpipe       a pipeline's sends
 """,
   "bytes": """examples:
   jdist bytes --methods ssgd topk_sgd powersgd --model resnet18 --workers 8

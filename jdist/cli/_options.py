@@ -103,6 +103,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 @dataclasses.dataclass(frozen=True)
 class Overlap(
   _groups.RateOptions,
+  _groups.StageOptions,
   _groups.CompilerOptions,
   _groups.MeanOptions,
 ):
@@ -357,9 +358,9 @@ def check_model(name: str, known: Iterable[str]) -> None:
     )
 
 
-def check_left_out(options: Train, names: Iterable[str], where: str) -> None:
+def check_left_out(options: Any, names: Iterable[str], where: str) -> None:
   """Raises a ValueError for an option that is not as the preset has it."""
-  usual = with_preset(Train, options.preset)
+  usual = with_preset(type(options), getattr(options, "preset", "digits"))
   for name in names:
     value = getattr(options, name)
     if value != getattr(usual, name):

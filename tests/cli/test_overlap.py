@@ -11,7 +11,7 @@ import pytest
 
 from jdist import cli, collectives, models, profiling
 from jdist.cli import _help, _methods, _options
-from jdist.cli.programs import _overlap
+from jdist.cli.programs import _overlap, _overlap_inputs
 
 needs_compiler = pytest.mark.skipif(
   not any(
@@ -47,6 +47,13 @@ _BAD = [
   ("--memory-gb-per-s -1", "`--memory-gb-per-s` must be positive, got -1"),
   ("--latency-us -1", "`--latency-us` must be at least 0, got -1"),
   ("--launch-us nan", "`--launch-us` must be at least 0, got nan"),
+  ("--table gpipe", "`--table` must be left out without `--stages`"),
+  ("--stages 1", "`--stages` must be at least 2, got 1"),
+  ("--stages 4 --methods ssgd msdpu", "`--methods` must be one with `--stag"),
+  ("--stages 4 --methods ssgd:first", "`--methods` must be one with `--stag"),
+  ("--stages 3", "`--stages` must divide the 8 GPUs of `--topology`"),
+  ("--stages 4 --table none", "a table must be one of naive"),
+  ("--stages 4 --microbatches 3", "`--batch-size` times `--stages` must div"),
   ("--dtype float8", "invalid choice 'float8' for argument '--dtype'"),
 ]
 
@@ -104,7 +111,7 @@ def test_forms_are_of_methods_that_there_are():
 
 @pytest.mark.parametrize("model", models.NAMES)
 def test_every_model_has_a_batch(model):
-  task = _overlap._task(_options.Overlap(model=model, batch_size=3))
+  task = _overlap_inputs.make_task(_options.Overlap(model=model, batch_size=3))
   assert all(x.shape[0] == 3 for x in task.batch.values())
 
 
@@ -125,7 +132,7 @@ def test_every_model_has_a_batch(model):
   ],
 )
 def test_rates_are_the_data_sheets_unless_given(topology, options, expected):
-  _, device, link = _overlap._check(
+  _, device, link = _overlap_inputs.check(
     _options.Overlap(topology=topology, **options)
   )
   rates = (
@@ -240,6 +247,27 @@ def test_update_first_hides_under_the_forward_pass(run):
 
 
 @needs_compiler
+def test_late_sends_of_stages_run_around_their_tick(tmp_path, capsys):
+  words = (
+    "overlap", "--methods", "ssgd", "--model", "lenet", "--topology", "4xh200",
+    "--stages", "2", "--table", "gpipe", "--output", str(tmp_path),
+  )  # fmt: skip
+  assert cli.main(words) == 0
+  lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+  between, late = map(json.loads, lines)
+  assert not between["late"] and late["late"]
+  assert between["around"] == [1, 0] and late["around"] == [2, 2]
+  # The tables' ticks: 2 (M + S - 1), and with late sends 2 (M + 2 (S - 1)).
+  assert (between["times"]["ticks"], late["times"]["ticks"]) == (10, 12)
+  # The last stage's forward pass is part of its backward pass.
+  assert late["forward_s"][1] == late["idle_s"] < late["forward_s"][0]
+  assert all(b > late["forward_s"][0] for b in late["backward_s"])
+  assert late["hidden_share"] > between["hidden_share"]
+  out, _ = capsys.readouterr()
+  assert "a tick late" in out and "Stated rates, not measurements" in out
+
+
+@needs_compiler
 def test_update_first_sends_what_synchronous_sgd_sends(run):
   rows, _ = run("--methods", "ssgd", "ssgd:first", "ssgd:scattered")
   kinds = [[m["kind"] for m in row["messages"]] for row in rows]
@@ -300,7 +328,7 @@ def test_operations_are_those_that_are_known(model, giga_flops):
   described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
   (program,) = _overlap._programs(
-    "ssgd", options, _overlap._task(options), workers
+    "ssgd", options, _overlap_inputs.make_task(options), workers
   )
   events = profiling.read_timeline(program)
   found = sum(event.flops for event in events)

@@ -35,18 +35,7 @@ def check(options: _options.Train) -> pipeline.Table:
       f"model, got {options.stages} for {options.method}."
     )
   assert options.stages is not None
-  given = {
-    option: getattr(options, field)
-    for field, option in _tables.OPTIONS.items()
-    if getattr(options, field, None) is not None
-  }
-  microbatches = options.microbatches or 2 * options.stages
-  table = _tables.make(options.table, options.stages, microbatches, **given)
-  if len(table.devices) != options.stages:
-    raise ValueError(
-      f"`--stages` must be the {len(table.devices)} devices of `--table` "
-      f"{options.table}, got {options.stages}."
-    )
+  table = _tables.of_options(options)
   parts = options.workers * table.num_microbatches
   if options.batch_size % parts:
     below = max(options.batch_size // parts, 1) * parts
@@ -138,7 +127,7 @@ class PreparedStages:
 
   def _pipe(self, model: models.Model) -> pipeline.OneProgram:
     workload, options, table = self.workload, self.options, self.table
-    layers = [_cast(x, options.dtype) for x in model.layers]
+    layers = [cast_layer(x, options.dtype) for x in model.layers]
     inputs = workload.inputs()
     batch = workload.batches(0)[0]
     size = workload.batch_size // workload.workers.num_workers
@@ -189,7 +178,7 @@ def _balanced(
   return pipeline.even_partition(costs, machines, by="compute").cuts
 
 
-def _cast(layer: models.Layer, dtype: str) -> models.Layer:
+def cast_layer(layer: models.Layer, dtype: str) -> models.Layer:
   """Makes a layer compute in another dtype; its parameters stay as they are."""
 
   def apply(params: Any, state: Any, x: Any, **options: Any) -> Any:

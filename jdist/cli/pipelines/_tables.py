@@ -31,3 +31,24 @@ def make(
   if name == "pipedream":
     microbatches = 1  # As published: an update after each.
   return pipeline.make_table(name, stages, microbatches, **given)
+
+
+def of_options(options: Any) -> pipeline.Table:
+  """Makes the table of a command that cuts models into stages.
+
+  Raises:
+    ValueError: when there is none, or it is for another number of devices.
+  """
+  given = {
+    option: getattr(options, field)
+    for field, option in OPTIONS.items()
+    if getattr(options, field, None) is not None
+  }
+  microbatches = options.microbatches or 2 * options.stages
+  table = make(options.table, options.stages, microbatches, **given)
+  if len(table.devices) != options.stages:
+    raise ValueError(
+      f"`--stages` must be the {len(table.devices)} devices of `--table` "
+      f"{options.table}, got {options.stages}."
+    )
+  return table

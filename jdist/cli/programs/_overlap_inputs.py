@@ -1,0 +1,206 @@
+"""What `jdist overlap` is told: machine, model, batch and methods."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import cluster, collectives, models, profiling, training, transforms
+from jdist.cli import _methods, _options, _trained
+from jdist.cli.programs import _abstract_model
+
+_VOCABULARY = 50_257
+_GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
+
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A model and what it is fed with, as shapes.
+
+  Attributes:
+    model: with shapes for parameters.
+    loss: as `training.make_step` takes it.
+    batch: one worker's, arrays of shapes.
+    unit: what a batch consists of.
+    output_loss: of the model's outputs and a batch.
+    inputs: of the model, from a batch, as `pipeline.OneProgram` takes them.
+  """
+
+  model: models.Model
+  loss: Callable[..., Any]
+  batch: dict[str, jax.ShapeDtypeStruct]
+  unit: str
+  output_loss: Callable[..., Any]
+  inputs: str | Callable[..., Any]
+
+
+def check(
+  options: _options.Overlap,
+) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
+  """The stated machine; raises a ValueError for options that are wrong."""
+  if len(set(options.methods)) < len(options.methods):
+    raise ValueError(
+      "`--methods` must be one or more different methods, got "
+      f"{options.methods}."
+    )
+  _methods.check_methods(
+    "--methods", tuple(dict.fromkeys(split(m)[0] for m in options.methods))
+  )
+  _options.check_model(options.model, models.NAMES)
+  try:
+    topology = profiling.gpu_target(options.topology)
+  except ValueError as error:
+    raise ValueError(f"`--topology`: {error}") from None
+  _options.check_least(
+    options, batch_size=1, image_size=1, length=1, interval=1, in_flight=1,
+    combine_mb=0, latency_us=0, launch_us=0,
+  )  # fmt: skip
+  _options.check_positive(
+    options, "bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s",
+    "message_mb",
+  )  # fmt: skip
+  if not 0 <= options.pending <= 1:
+    raise ValueError(f"`--pending` must be in [0, 1], got {options.pending}.")
+  _methods.check_used(options, [split(m)[0] for m in options.methods])
+  gpu = profiling.GPUS[topology.kind]
+  device = gpu.device(options.dtype, options.launch_us / 1e6)
+  if options.tflop_per_s is not None:
+    device = dataclasses.replace(device, flops_per_s=options.tflop_per_s * 1e12)
+  if options.memory_gb_per_s is not None:
+    device = dataclasses.replace(
+      device, memory_bytes_per_s=options.memory_gb_per_s * 1e9
+    )
+  return topology, device, stated_link(options, topology.kind, topology.nodes)
+
+
+def stated_link(
+  options: _options.Overlap, kind: str, nodes: int
+) -> cluster.Link:
+  """The link of GPUs of so many nodes, as it is stated or of the data sheet."""
+  link = profiling.GPUS[kind].link(nodes, options.latency_us / 1e6)
+  if options.bandwidth_gbit_per_s is None:
+    return link
+  return dataclasses.replace(
+    link, bandwidth_bits_per_s=options.bandwidth_gbit_per_s * 1e9
+  )
+
+
+def split(method: str) -> tuple[str, str | None]:
+  """A method's name and form: `msdpu:simple`."""
+  name, _, form = method.partition(":")
+  _methods.check_methods("--methods", (name,))
+  if name in _trained.NEEDS:
+    raise ValueError(
+      f"`--methods` must be one without trained networks, got {name}. `jdist "
+      "bytes` counts what it sends."
+    )
+  forms = _options.FORMS.get(name, ())
+  if form and form not in forms:
+    raise ValueError(
+      f"`--methods` {name} has "
+      f"{'the forms ' + ', '.join(forms) if forms else 'one form only'}, got "
+      f"{method!r}."
+    )
+  return name, form or next(iter(forms), None)
+
+
+def make_task(options: _options.Overlap) -> Task:
+  """The model, its loss and its batch."""
+  norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
+  dtype = jnp.dtype(options.dtype)
+  size = options.batch_size
+  if options.model == "transformer":
+    model = models.build(
+      "transformer",
+      input_shape=(options.length,),
+      num_classes=_VOCABULARY,
+      abstract=True,
+      **_GPT2,
+      **norm,
+    )
+    tokens = jax.ShapeDtypeStruct((size, options.length), jnp.int32)
+    loss = _next_token_loss(model, dtype)
+    batch = {"tokens": tokens, "next": tokens}
+    return Task(model, loss, batch, "sequences", _next_tokens, "tokens")
+  model, shape = _abstract_model.image_model(
+    options.model, options.image_size, **norm
+  )
+  batch = {
+    "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
+    "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+  }
+  loss = training.classification_loss(model.apply, compute_dtype=dtype)
+
+  def images(batch: Any) -> jax.Array:
+    return batch["image"].astype(dtype)
+
+  return Task(model, loss, batch, "images", training.label_loss, images)
+
+
+def _next_tokens(
+  logits: jax.Array, batch: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Mean cross-entropy of next tokens."""
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits.astype(jnp.float32), batch["next"]
+  )
+  return losses.mean(), {}
+
+
+def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
+  """Mean cross-entropy of a language model's next tokens."""
+
+  def loss_fn(
+    params: Any, model_state: Any, batch: Any, key: jax.Array
+  ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
+    del key
+    logits, model_state = model.apply(
+      training.cast(params, dtype), model_state, batch["tokens"], train=True
+    )
+    loss, metrics = _next_tokens(logits, batch)
+    return loss, (model_state, metrics)
+
+  return loss_fn
+
+
+def make_optimizer(
+  method: str, options: _options.Overlap, axis: collectives.Axis
+) -> optax.GradientTransformation:
+  """A method's chain, in one of its forms."""
+  name, form = split(method)
+  common = _options.common(options, stream=form == "streamed")
+  run = _methods.run_of(
+    common,
+    1_000_000,  # Longer than any round.
+    0,
+    optax.constant_schedule(0.1),
+  )
+  if form not in ("first", "scattered", "hybrid"):
+    return _methods.build_method(name, common, run, axis)
+  sized: dict[str, Any] = {}
+  if options.message_mb is not None:
+    sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
+  # The worker's own optimizer is the method without anybody to speak to.
+  return transforms.update_first(
+    _methods.build_method(name, common, run, None),
+    axis=axis,
+    in_flight=options.in_flight or 1,
+    scatter=form == "scattered",
+    pending=options.pending if form == "hybrid" else 1.0,
+    **sized,
+  )
+
+
+def memory_bytes(program: Any) -> int:
+  memory = program.memory_analysis()
+  return int(
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+  )

@@ -1,0 +1,261 @@
+"""`jdist overlap --stages`: what a pipeline sends, and what hides it."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jdist import cluster, collectives, pipeline, profiling, training
+from jdist.cli import _options, _output
+from jdist.cli.pipelines import _pipeline_run, _tables
+from jdist.cli.programs import _overlap_inputs, _overlap_report
+from jdist.pipeline import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundStages:
+  """A pipeline's program as it was read.
+
+  Attributes:
+    late: whether sends run beside the next tick.
+    around: conditionals between the start and the done of each send.
+    times: of a step's ticks.
+    sent_bytes: in a tick, each way.
+    forward_s: of each stage.
+    backward_s: likewise; the largest of its kinds.
+    between_s: of a tick, beside its passes.
+    idle_s: of a pass that does nothing.
+    memory_bytes: that the program needs on a GPU.
+    compile_s: how long that took here.
+  """
+
+  late: bool
+  around: tuple[int, ...]
+  times: pipeline.TickTimes
+  sent_bytes: int
+  forward_s: tuple[float, ...]
+  backward_s: tuple[float, ...]
+  between_s: float
+  idle_s: float
+  memory_bytes: int
+  compile_s: float
+
+
+def overlap(
+  options: _options.Overlap,
+  table: pipeline.Table,
+  topology: profiling.GpuTarget,
+  device: cluster.Device,
+) -> None:
+  """Compiles with late sends and without, and leaves a table and rows."""
+  task = _overlap_inputs.make_task(options)
+  link = _link(options, topology)
+  output = _output.make_directory(options.output, f"overlap-{options.model}")
+  found = []
+  for late in (False, True):
+    one = _read(options, topology, table, task, device, link, late)
+    found.append(one)
+    training.append_rows(output / "rows.jsonl", [_row(options, one)])
+  console = _output.console()
+  console.print(_report(options, topology, table, found))
+  console.print(_overlap_report.rates(device, link))
+  print(f"Rows: {output / 'rows.jsonl'}")
+
+
+def check(
+  options: _options.Overlap, topology: profiling.GpuTarget
+) -> pipeline.Table:
+  """Makes the table; raises a ValueError for options that are wrong."""
+  _options.check_least(options, stages=2, microbatches=1)
+  assert options.stages is not None
+  words = " ".join(options.methods)
+  if len(options.methods) > 1 or ":" in words:
+    raise ValueError(
+      "`--methods` must be one with `--stages`, in its first form, got "
+      f"{words}."
+    )
+  if topology.num_gpus % options.stages:
+    raise ValueError(
+      f"`--stages` must divide the {topology.num_gpus} GPUs of `--topology` "
+      f"into whole pipelines, got {options.stages}."
+    )
+  table = _tables.of_options(options)
+  if options.batch_size * options.stages % table.num_microbatches:
+    raise ValueError(
+      "`--batch-size` times `--stages` must divide into the table's "
+      f"{table.num_microbatches} micro-batches, got {options.batch_size} times "
+      f"{options.stages}."
+    )
+  return table
+
+
+def _link(
+  options: _options.Overlap, topology: profiling.GpuTarget
+) -> cluster.Link:
+  """The slowest link between two devices of a pipeline."""
+  assert options.stages is not None
+  inside = topology.gpus_per_node % options.stages == 0
+  return _overlap_inputs.stated_link(
+    options, topology.kind, 1 if inside else topology.nodes
+  )
+
+
+def _read(
+  options: _options.Overlap,
+  topology: profiling.GpuTarget,
+  table: pipeline.Table,
+  task: _overlap_inputs.Task,
+  device: cluster.Device,
+  link: cluster.Link,
+  late: bool,
+) -> FoundStages:
+  """Compiles the step, and forecasts its ticks."""
+  assert options.stages is not None
+  workers = topology.num_gpus // options.stages
+  mesh = collectives.make_mesh(
+    (workers, options.stages), ("worker", "stage"), topology.devices()
+  )
+  team = collectives.workers(workers, mesh=mesh)
+  samples = options.batch_size * options.stages
+
+  def cut(size: int) -> Any:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), task.batch
+    )
+
+  layers = [
+    _pipeline_run.cast_layer(x, options.dtype) for x in task.model.layers
+  ]
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(layers, options.cuts or table.num_stages),
+    task.output_loss,
+    table,
+    cut(samples // table.num_microbatches),
+    inputs=task.inputs,
+    late_sends=late,
+  )
+  optimizer = optax.with_extra_args_support(
+    _overlap_inputs.make_optimizer(options.methods[0], options, team.axis)
+  )
+  start_s = time.monotonic()
+  lowered = team.jit(
+    pipe.make_step(optimizer, axis=team.axis), donate_argnums=0
+  ).lower(
+    pipe.abstract_state(team, optimizer), profiling.abstract(team, cut(samples))
+  )
+  # Both ways at once, or one of both waits for the other.
+  flags = {_overlap_inputs.IN_FLIGHT: options.in_flight or 2}
+  program: Any = lowered.compile(compiler_options=flags)
+  loop = profiling.read_loop(program)
+  kinds = pipe.grid.backward_ops
+  seconds = _seconds(loop, table.num_stages, kinds, device)
+  between_s = _sum_s(loop.events, device)
+  sent = pipe.sent_bytes
+  # Late ones begin together; both ways leave by the same link of a GPU, but
+  # to its neighbour in another node only one of them does.
+  together = 2 if late and topology.gpus_per_node % options.stages == 0 else 1
+  stages = range(table.num_stages)
+  return FoundStages(
+    late=late,
+    around=loop.around,
+    times=pipe.times(
+      seconds, link.send_s(together * sent, 1), between_s=between_s
+    ),
+    sent_bytes=sent,
+    forward_s=tuple(seconds(Op.FORWARD, s) for s in stages),
+    backward_s=tuple(max(seconds(op, s) for op in kinds) for s in stages),
+    between_s=between_s,
+    idle_s=max(_sum_s(lane[0], device) for lane in loop.branches),
+    memory_bytes=_overlap_inputs.memory_bytes(program),
+    compile_s=time.monotonic() - start_s,
+  )
+
+
+def _seconds(
+  loop: profiling.Loop,
+  stages: int,
+  kinds: tuple[Op, ...],
+  device: cluster.Device,
+) -> Callable[[Op, int], float]:
+  """Reads the seconds of each op of each stage off the program's branches."""
+  # The compiler may take either conditional first; a backward pass has the
+  # forward pass in it.
+  forward, backward = sorted(
+    ([_sum_s(branch, device) for branch in lane] for lane in loop.branches),
+    key=sum,
+  )
+
+  def seconds(op: Op, stage: int) -> float:
+    if op == Op.FORWARD:
+      return forward[1 + stage]
+    return backward[1 + kinds.index(op) * stages + stage]
+
+  return seconds
+
+
+def _sum_s(
+  events: tuple[profiling.Event, ...], device: cluster.Device
+) -> float:
+  return sum(
+    device.compute_s(x.flops, x.num_bytes)
+    for x in events
+    if x.kind == "compute"
+  )
+
+
+def _report(
+  options: _options.Overlap,
+  topology: profiling.GpuTarget,
+  table: pipeline.Table,
+  found: list[FoundStages],
+) -> Any:
+  from rich import table as grids
+
+  assert options.stages is not None
+  one = found[0]
+  passes = [1e3 * max(x) for x in (one.forward_s, one.backward_s)]
+  grid = grids.Table(
+    title=f"{options.model} on {topology}, {options.stages} stages a worker: "
+    f"{table.name}, {table.num_microbatches} micro-batches of "
+    f"{options.batch_size * options.stages // table.num_microbatches}",
+    caption=f"The longest passes take {passes[0]:.3g} and {passes[1]:.3g} ms; "
+    f"{one.sent_bytes / 1e6:.3g} MB each way and tick. Around a send: the "
+    "tick's conditionals, in which all passes are, between its start and its "
+    "done. Ticks alone, without the update and the mean over the workers.",
+    title_justify="left",
+    caption_justify="left",
+  )
+  grid.add_column("sends", no_wrap=True)
+  for name in (
+    "around a send", "ticks", "ms, free links", "ms", "ms sending", "hidden %",
+    "memory GB",
+  ):  # fmt: skip
+    grid.add_column(name, justify="right")
+  for each in found:
+    times = each.times
+    grid.add_row(
+      "a tick late" if each.late else "between ticks",
+      " and ".join(map(str, each.around)),
+      str(times.ticks),
+      f"{times.free_s * 1e3:.3f}",
+      f"{times.step_s * 1e3:.3f}",
+      f"{times.send_s * 1e3:.3f}",
+      f"{100 * times.hidden_share:.1f}",
+      f"{each.memory_bytes / 1e9:.2f}",
+    )
+  return grid
+
+
+def _row(options: _options.Overlap, found: FoundStages) -> dict[str, Any]:
+  return training.make_row(
+    dataclasses.asdict(options),
+    0,
+    **dataclasses.asdict(found)
+    | {
+      "exposed_s": found.times.exposed_s,
+      "hidden_share": found.times.hidden_share,
+    },
+  )
