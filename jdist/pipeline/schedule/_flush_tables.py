@@ -91,6 +91,41 @@ def one_f_one_b(
   )
 
 
+def eager_one_f_one_b(
+  num_stages: int, num_microbatches: int, *, num_iterations: int = 1
+) -> Table:
+  r"""Alternates both passes, with twice as many micro-batches ahead.
+
+  A micro-batch may be on its way for as long as a pass in each direction
+  without a wait for it.  The bubble is 1F1B's; stage s keeps :math:`\min(2 (S -
+  s) - 1, M)` micro-batches.
+
+  Args:
+    num_stages: S, a device each.
+    num_microbatches: M, of an iteration.
+    num_iterations: in the table, one after the other.
+
+  References:
+    Zhuang et al., "On optimizing the communication of model parallelism",
+    MLSys 2023, arXiv:2211.05322.
+
+  >>> from jdist import pipeline
+  >>> print(pipeline.draw_table(eager_one_f_one_b(2, 3)))
+  device 0 |F0  F1  F2  .   B0  B0  .   B1  B1  .   B2  B2*
+  device 1 |.   F0  B0  B0  F1  B1  B1  F2  B2  B2*
+  """
+
+  def order(stage: int) -> Order:
+    return (
+      (op, stage, i)
+      for op, i in alternating(num_microbatches, 2 * (num_stages - 1 - stage))
+    )
+
+  return _flushed(
+    "eager_1f1b", order, num_stages, 1, num_microbatches, num_iterations
+  )
+
+
 def interleaved(
   num_devices: int,
   num_microbatches: int,

@@ -50,6 +50,12 @@ _ENTRIES = (
     "Narayanan et al., arXiv 2006.09503",
   ),
   TableEntry(
+    "eager_1f1b",
+    _flush_tables.eager_one_f_one_b,
+    "1f1b further ahead, which late sends and slow links need",
+    "Zhuang et al., arXiv 2211.05322",
+  ),
+  TableEntry(
     "interleaved",
     _flush_tables.interleaved,
     "1f1b with several stages on each device",

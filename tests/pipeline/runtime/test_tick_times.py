@@ -49,6 +49,25 @@ def test_a_table_that_waits_for_each_send():
   assert between.exposed_s == 8 * 0.5
 
 
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (8, 32)])
+def test_with_late_sends_1f1b_waits_in_every_turn_and_eager_1f1b_fills(
+  stages, count
+):
+  plain, eager, gpipe = (
+    _grid.synchronous_grid(
+      pipeline.make_table(name, stages, count), send_ticks=2
+    )
+    for name in ("1f1b", "eager_1f1b", "gpipe")
+  )
+  filled = 2 * (count + 2 * (stages - 1))
+  assert len(eager.rows) == len(gpipe.rows) == filled
+  assert len(plain.rows) > filled
+  assert eager.slots == 2 * stages - 1
+  assert _times(eager, 0.5, late=True).step_s <= (
+    _times(gpipe, 0.5, late=True).step_s
+  )
+
+
 def test_one_device_sends_nothing_and_each_tick_has_its_own_cost():
   table = pipeline.make_table("1f1b", 1, 4)
   grid = _grid.synchronous_grid(table)

@@ -71,7 +71,7 @@ def test_bubbles_are_those_of_the_formulas(stages, microbatches):
   s, m = stages, microbatches
   make = pipeline.make_table
   assert _bubble(make("naive", s, m)) == pytest.approx(1 - 1 / s)
-  for name in ("gpipe", "1f1b"):
+  for name in ("gpipe", "1f1b", "eager_1f1b"):
     assert _bubble(make(name, s, m)) == pytest.approx((s - 1) / (m + s - 1))
   if m % s == 0:
     for v in (1, 2, 3):
@@ -89,6 +89,7 @@ def test_bubbles_are_those_of_the_formulas(stages, microbatches):
     ("naive", (1, 1, 1, 1)),
     ("gpipe", (8, 8, 8, 8)),
     ("1f1b", (4, 3, 2, 1)),
+    ("eager_1f1b", (7, 5, 3, 1)),
     ("zb_h1", (4, 4, 4, 4)),
     ("pipedream", (4, 3, 2, 1)),
     ("2bw", (4, 3, 2, 1)),
