@@ -271,7 +271,8 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
     second = iteration_s(name, stages, stages)
     axes.plot(
       [step * second for step in x], [100 * value for value in y], style,
-      color=colour, marker="o", ms=3, label=f"{name.partition(',')[0]}: {variant}",
+      color=colour, marker="o", ms=3,
+      label=f"{name.partition(',')[0]}: {variant}",
     )  # fmt: skip
   axes.set_title(f"S = M = {stages}, simulated", fontsize=11)
   axes.set_xlabel("time, iterations of one device")

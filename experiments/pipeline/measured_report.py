@@ -18,8 +18,8 @@ Row = dict[str, Any]
 def timeline_table(rows: list[Row]) -> str:
   """Markdown: measured over simulated times."""
   lines = [
-    "| stages, forward | table | makespan, s | simulated, s | ratio | iteration, s | "
-    "simulated, s | ratio | load |",
+    "| stages, forward | table | makespan, s | simulated, s | ratio "
+    "| iteration, s | simulated, s | ratio | load |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in rows:

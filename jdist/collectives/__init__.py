@@ -42,6 +42,7 @@ from jdist.collectives._shards import spec_axes as spec_axes
 from jdist.collectives._shards import spec_leaves as spec_leaves
 from jdist.collectives._substrate import workers as workers
 from jdist.collectives._traffic import Collective as Collective
+from jdist.collectives._traffic import communicates as communicates
 from jdist.collectives._traffic import Kind as Kind
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic

@@ -200,6 +200,45 @@ def traffic(
   return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1, inner)))
 
 
+def communicates(function: Callable[..., Any], *args: Any) -> bool:
+  """Returns whether a function has a collective, traced where it is called.
+
+  Args:
+    function: of one worker, inside `Workers.jit` or a step of it.
+    *args: its arguments.
+
+  >>> from jdist import collectives
+  >>> step = lambda x: communicates(lambda x: collectives.mean(x, "worker"), x)
+  >>> found = []
+  >>> _ = jax.vmap(lambda x: found.append(step(x)) or x, axis_name="worker")(
+  ...   jax.numpy.ones(2)
+  ... )
+  >>> found
+  [True]
+  """
+  return _has_collective(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _has_collective(jaxpr: Any) -> bool:
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name in _KINDS:
+      return True
+    for body in _bodies(eqn):
+      if _has_collective(body):
+        return True
+  return False
+
+
+def _bodies(eqn: Any) -> Iterator[Any]:
+  """Returns the jaxprs among an equation's parameters."""
+  for value in eqn.params.values():
+    for body in value if isinstance(value, list | tuple) else (value,):
+      # A closed jaxpr holds a jaxpr; either may be a parameter.
+      body = getattr(body, "jaxpr", body)
+      if hasattr(body, "eqns"):
+        yield body
+
+
 class _Place(NamedTuple):
   """The place of an equation in a program.
 
@@ -266,9 +305,5 @@ def _walk(
     if name == "shard_map":  # On each of a worker's devices.
       manual = eqn.params["newly_manual_axes"]
       times *= math.prod(n for axis, n in inner.items() if axis in manual)
-    for value in eqn.params.values():
-      for body in value if isinstance(value, list | tuple) else (value,):
-        # A closed jaxpr holds a jaxpr; either may be a parameter.
-        body = getattr(body, "jaxpr", body)
-        if hasattr(body, "eqns"):
-          yield from _walk(body, sizes, inside, times, inner)
+    for body in _bodies(eqn):
+      yield from _walk(body, sizes, inside, times, inner)

@@ -76,6 +76,7 @@ class Trainer:
     *,
     stream_steps: Sequence[int] = (),
     host_rounds: bool | None = None,
+    independent: bool = False,
     timeout_s: float = 900.0,
   ):
     """Prepares the program.
@@ -92,11 +93,14 @@ class Trainer:
         in place of one with a conditional, around which compilers copy and in
         which nothing overlaps.  None (default): wherever the method, and a step
         of one's own by a parameter `control`, allow it.
+      independent: whether it is meant that several workers never communicate,
+        each with a model of its own; else that is an error.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
     self._step = step
+    self._independent = independent
     self._timeout_s = timeout_s
     if host_rounds is None and not _takes_control(step):
       host_rounds = False
@@ -320,6 +324,7 @@ class _Run:
       choices = (self._choices.at_once(len(self._ahead[0])),)
     for choice in choices:
       self._compile(choice.control, placed, now=len(choices) > 1)
+    self._check_communicates()
     # Up to here, as far as the counters know: all that was sent at once.
     steps, rounds = self._start, self._rounds
     at_once = {
@@ -331,6 +336,27 @@ class _Run:
     else:
       self._sent_bytes = at_once[True].sent_bytes(rounds, 0)
       self._sent_bytes += at_once[False].sent_bytes(steps - rounds, 0)
+
+  def _check_communicates(self) -> None:
+    """Raises a ValueError for several workers that never send a thing."""
+    num = self._trainer.workers.num_workers
+    if num == 1 or self._trainer._independent:
+      return
+    # All that plain Optax lets a step send.
+    statistics = sum(
+      x.nbytes // x.shape[0]
+      for x in jax.tree.leaves(self.state.model_state)
+      if jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    sent = max(
+      sum(c.payload_bytes * c.count for c in traffic.collectives)
+      for traffic in self._traffic.values()
+    )
+    if sent <= statistics:
+      raise ValueError(
+        f"`step` must bring the workers together, but of {num} workers "
+        f"{_step.SILENT}"
+      )
 
   def _compile(
     self, control: transforms.Control, placed: PyTree, *, now: bool

@@ -22,6 +22,7 @@ def make_step(
   axis: collectives.Axis,
   accumulate: int = 1,
   weighted: bool = False,
+  independent: bool = False,
 ) -> Step:
   """Makes one worker's training step.
 
@@ -43,6 +44,8 @@ def make_step(
       gradient, and the change of its batch statistics, is multiplied by n over
       the workers' mean of n (a scalar all-reduce).  A mean of gradients is then
       that over all samples, also where masks leave workers unlike numbers.
+    independent: whether it is meant that the workers never communicate, each
+      with a model of its own.
 
   Returns:
     `(state, batch, control=None) -> state, metrics` for one worker, to be run
@@ -54,11 +57,12 @@ def make_step(
 
   Raises:
     ValueError: when `accumulate` is below 1; at trace time, when it does not
-      divide a batch, or `update_first` is inside another transformation.
+      divide a batch, `update_first` is inside another transformation, or the
+      optimizer of several workers never communicates.
   """
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   gradient = _gradient.make_gradient(loss_fn, accumulate=accumulate)
-  update = make_update(optimizer, axis=axis)
+  update = make_update(optimizer, axis=axis, independent=independent)
 
   def step(
     state: _train_state.TrainState,
@@ -99,13 +103,17 @@ def _weighted(
 
 
 def make_update(
-  optimizer: optax.GradientTransformation, *, axis: collectives.Axis
+  optimizer: optax.GradientTransformation,
+  *,
+  axis: collectives.Axis,
+  independent: bool = False,
 ) -> Step:
   """Makes the second half of a step: what is done with a gradient.
 
   Args:
     optimizer: as of `make_step`.
     axis: the workers' axis.
+    independent: as of `make_step`.
 
   Returns:
     `(state, gradient, control=None) -> state, metrics`, with the gradient of
@@ -131,6 +139,8 @@ def make_update(
     else:
       _check_not_first(opt_state)
       given = {} if control is None else {"control": control}
+      if not independent:
+        _check_communicates(optimizer, axis, gradient, opt_state, params)
       updates, opt_state = optimizer.update(
         gradient.grads, opt_state, params, loss=loss, **given
       )
@@ -156,6 +166,35 @@ def make_update(
     return new, metrics
 
   return update
+
+
+SILENT = (
+  "nothing of their gradients or parameters is ever sent: each would train a "
+  "model of its own. Make it by a method with the workers' axis, for instance "
+  "`jdist.ssgd(optimizer, axis=workers.axis)`, or pass `independent=True` if "
+  "that is meant."
+)
+
+
+def _check_communicates(
+  optimizer: optax.GradientTransformationExtraArgs,
+  axis: collectives.Axis,
+  gradient: _gradient.Gradient,
+  opt_state: PyTree,
+  params: PyTree,
+) -> None:
+  """Raises a ValueError for an optimizer that leaves several workers apart."""
+  if collectives.size(axis) == 1 or transforms.averages(opt_state):
+    return  # What declares nothing may be a user's own: it is traced once more.
+
+  def update(grads: PyTree, loss: jax.Array) -> PyTree:
+    return optimizer.update(grads, opt_state, params, loss=loss)
+
+  if not collectives.communicates(update, gradient.grads, gradient.loss):
+    raise ValueError(
+      "`optimizer` must bring the workers together, but of "
+      f"{collectives.size(axis)} workers {SILENT}"
+    )
 
 
 def _check_not_first(opt_state: PyTree) -> None:

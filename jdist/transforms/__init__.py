@@ -34,6 +34,7 @@ from jdist.transforms._skip_nonfinite import (
   SkipNonfiniteState as SkipNonfiniteState,
 )
 from jdist.transforms._skip_nonfinite import skipped as skipped
+from jdist.transforms._state import averages as averages
 from jdist.transforms._state import interval as interval
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._state import rounds as rounds
