@@ -415,6 +415,8 @@ def test_numbers_below_one_are_refused(options, monkeypatch):
 
 def test_a_step_without_loss_or_rounds_is_told():
   team = _tiny.team("vmap")
-  trainer = training.Trainer(team, lambda state, batch: (state, {}))
+  trainer = training.Trainer(
+    team, lambda state, batch: (state, {}), independent=True
+  )
   with pytest.raises(ValueError, match="metrics `loss` and `rounds`"):
     trainer.fit(_tiny.init(team, "momentum"), _tiny.batches(team), 1)
