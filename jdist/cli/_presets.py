@@ -42,6 +42,6 @@ PRESETS: dict[str, dict[str, object]] = {
     "warmup_epochs": 0.1,
     "evaluate_every_epochs": 0.5,
     "optimizer": "adamw",
-    "learning_rate": (0.005,),
+    "learning_rate": (0.01,),
   },
 }
