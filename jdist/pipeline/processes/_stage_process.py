@@ -397,8 +397,9 @@ class StageProcess:
       x = np.asarray(x)
       if x.ndim == 0 or x.shape[0] % number:
         raise ValueError(
-          f"A batch must divide into the table's {number} micro-batches, got "
-          f"an array of shape {list(x.shape)}."
+          f"`batches` must divide into the table's {number} micro-batches, got "
+          f"an array of shape {list(x.shape)}. Take a multiple of {number} "
+          "samples, or another table."
         )
       return x.reshape(number, x.shape[0] // number, *x.shape[1:])
 

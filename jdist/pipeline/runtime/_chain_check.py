@@ -26,7 +26,14 @@ _OF_LEAVES = {
   "centralize": ("centralize",),
 }
 _OTHER = (type, types.ModuleType, jax.Array)
-_OF_ALL = ("clip_by_global_norm", "normalize_by_update_norm")
+_OF_ALL = (
+  "clip_by_global_norm",
+  "normalize_by_update_norm",
+  "apply_if_finite",
+  "prodigy",
+  "scale_by_dog",
+  "scale_by_polyak",
+)
 
 
 def check_chain(
@@ -48,9 +55,9 @@ def check_chain(
     for name in _OF_ALL:
       if name in found:
         raise ValueError(
-          "`inner` must leave norms over all leaves to the pipeline, whose "
-          f"devices see their own stages only, got {name}. Take `clip_norm` "
-          "of the pipeline."
+          "`inner` must not decide by all leaves at once in a pipeline, whose "
+          f"devices see those of their own stages only, got {name}. To clip, "
+          "take `clip_norm` of the pipeline."
         )
   if not packed:
     return

@@ -533,8 +533,9 @@ class OneProgram:
     number = self.grid.num_microbatches
     if x.ndim == 0 or x.shape[0] % number:
       raise ValueError(
-        f"A worker's batch must divide into the table's {number} "
-        f"micro-batches, got an array of shape {list(x.shape)}."
+        f"`batch` must divide into the table's {number} micro-batches, got an "
+        f"array of shape {list(x.shape)}. Take a multiple of {number} samples "
+        "for each worker, or another table."
       )
     return x.reshape(number, x.shape[0] // number, *x.shape[1:])
 
