@@ -98,14 +98,19 @@ def _of(state, worker=0):
   ("table", "sizes", "late"),
   [
     (("1f1b", 4, 8), small.SIZES, True),
-    (("gpipe", 2, 4), small.SIZES, False),
-    (("1f1b", 4, 4), small.UNLIKE, False),
-    (("zb_h1", 4, 4), small.SIZES, True),
     (("zb_h1", 2, 4), small.UNLIKE, False),
-    (("naive", 2, 1), small.UNLIKE, True),
-    (("interleaved", 2, 4), small.SIZES, True),
-    (("1f1b", 1, 4), small.SIZES, True),
-    (("interleaved", 1, 2), small.SIZES, True),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in [
+        (("gpipe", 2, 4), small.SIZES, False),
+        (("1f1b", 4, 4), small.UNLIKE, False),
+        (("zb_h1", 4, 4), small.SIZES, True),
+        (("naive", 2, 1), small.UNLIKE, True),
+        (("interleaved", 2, 4), small.SIZES, True),
+        (("1f1b", 1, 4), small.SIZES, True),
+        (("interleaved", 1, 2), small.SIZES, True),
+      ]
+    ),
   ],
   ids=str,
 )
@@ -133,11 +138,16 @@ def test_stages_of_the_same_shapes_are_stacked_and_others_packed():
 @pytest.mark.parametrize(
   ("stages", "microbatches", "window", "late", "sizes"),
   [
-    (4, 4, 2, False, small.SIZES),
     (4, 8, 2, True, small.UNLIKE),
-    (4, 2, 3, False, small.SIZES),
-    (2, 4, 3, True, small.SIZES),
-    (2, 2, 2, False, small.SIZES),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in [
+        (4, 4, 2, False, small.SIZES),
+        (4, 2, 3, False, small.SIZES),
+        (2, 4, 3, True, small.SIZES),
+        (2, 2, 2, False, small.SIZES),
+      ]
+    ),
   ],
   ids=str,
 )
@@ -176,7 +186,14 @@ _FIXES = {
 }
 
 
-@pytest.mark.parametrize("fix", _FIXES)
+@pytest.mark.parametrize(
+  "fix",
+  [
+    # Processes run the others by default, see `test_late_cells`.
+    x if x == "prediction" else pytest.param(x, marks=pytest.mark.slow)
+    for x in _FIXES
+  ],
+)
 def test_a_window_with_a_fix_is_delay_gradients_with_it(fix):
   pipe, layers = _pipe(pipeline.ours(4, 2, window=3), late_sends=False)
   batches = small.batches(12, 1, _MICRO * 2)
@@ -240,7 +257,10 @@ def test_drained_it_has_applied_every_gradient_and_begins_anew():
   "chain",
   [
     _momentum,
-    lambda axis: jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 2, axis=axis),
+    pytest.param(
+      lambda axis: jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 2, axis=axis),
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=["ssgd", "local_sgd"],
 )

@@ -156,7 +156,16 @@ def test_both_parts_give_the_gradients_of_the_whole(name):
   _close((grads, gradient), wanted, 2e-6)
 
 
-@pytest.mark.parametrize("name", _STAGES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    # What compiles long.
+    pytest.param(x, marks=pytest.mark.slow)
+    if x.startswith(("conv", "layer"))
+    else x
+    for x in _STAGES
+  ],
+)
 def test_in_float64_they_give_them_to_twelve_digits(name):
   # Statistics of Flax begin in float32.
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

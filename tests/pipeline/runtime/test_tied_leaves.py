@@ -64,8 +64,12 @@ def _copies(pipe, state, worker=0):
   ("table", "fix"),
   [
     (pipeline.make_table("1f1b", 3, 4), None),
-    (pipeline.make_table("interleaved", 1, 2, num_chunks=3), None),
-    (pipeline.ours(3, 6, window=2), None),
+    pytest.param(
+      pipeline.make_table("interleaved", 1, 2, num_chunks=3),
+      None,
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(pipeline.ours(3, 6, window=2), None, marks=pytest.mark.slow),
     (pipeline.ours(3, 6, window=2), transforms.predict_weights),
   ],
   ids=["1f1b", "one device", "ours", "ours, predicted"],

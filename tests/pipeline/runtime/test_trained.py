@@ -64,7 +64,9 @@ def _momentum(axis):
 @pytest.mark.parametrize(
   "table",
   [
-    pipeline.make_table("1f1b", _STAGES, 4),
+    pytest.param(
+      pipeline.make_table("1f1b", _STAGES, 4), marks=pytest.mark.slow
+    ),
     pipeline.ours(_STAGES, 4, window=2),
   ],
   ids=["1f1b", "ours"],
