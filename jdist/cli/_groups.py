@@ -357,7 +357,7 @@ class ProtocolOptions:
 
   local_rate: float | None = None
   """Of h_ps: learning rate of a worker's own step in front of what it was sent;
-  no such step if not given."""
+  the server's if not given, and 0 for no such step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,17 +141,15 @@ class GradientLearner:
     if plans is not None:
       _check_plans(plans, params, push_codec, pull_codec)
       numbers = range(len(plans.bits))
-      push_codecs = [
-        _plan_codecs.plan_codec(plans, i, seed=seed) for i in numbers
-      ]
+      push_codecs = [_plan_codecs.plan_codec(plans, i) for i in numbers]
       # The residual of a difference is in the next one.
       self._differences = [
         _plan_codecs.difference_program(
-          _plan_codecs.plan_codec(plans, i, feedback=False, seed=seed)
+          _plan_codecs.plan_codec(plans, i, feedback=False)
         )
         for i in numbers
       ]
-      pull_codec = _plan_codecs.plan_codec(plans, 0, feedback=False, seed=seed)
+      pull_codec = _plan_codecs.plan_codec(plans, 0, feedback=False)
     self._plans, self._local_rate = plans, local_rate
     self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
@@ -180,6 +178,15 @@ class GradientLearner:
       [() if one is None else one.init(params)] * len(workers)
       for one in (push_codecs[0], pull_codec)
     ]
+    if plans is not None:
+      # Each rounds by random numbers of its own, in programs for all seeds.
+      states = [
+        [
+          one._replace(step=one.step + ((seed * len(workers) + i) % 2048 << 20))
+          for i, one in enumerate(each)
+        ]
+        for each in states
+      ]
     self._push_states, self._pull_states = states
     if local_rate is not None:
       first = jax.tree.map(jnp.zeros_like, params)

@@ -142,7 +142,7 @@ def test_few_bits_learn_as_exact_messages_do():
     losses.append(float(np.mean([x for _, x in run.learner.losses][-20:])))
   assert set(run.state.plans.values()) == {1}
   assert run.pushed_bytes < 4800 * 3 * 50 / 4
-  assert losses[0] < 1.2 and losses[1] < 1.3 * losses[0]
+  assert losses[0] < 1.6 and losses[1] < 1.3 * losses[0]
   # A copy of the parameters for each worker.
   for held in run.learner.arrays()["held"]:
     chex.assert_trees_all_equal_shapes(held, run.learner.model.params)

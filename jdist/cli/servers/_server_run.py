@@ -75,7 +75,7 @@ def train(options: _options.Train) -> None:
     seed=options.seed,
     push_codec=message,
     plans=plans,
-    local_rate=options.local_rate if name == "h_ps" else None,
+    local_rate=_local_rate(options),
   )
   run = server.Simulation(
     machines, protocol, profile, seed=options.seed, learner=learner
@@ -83,12 +83,22 @@ def train(options: _options.Train) -> None:
   _fit(options, workload, model, run)
 
 
+def _local_rate(options: _options.Train) -> float | None:
+  """Returns the rate of workers' own steps, if they make any."""
+  if options.protocol != "h_ps" or "pipeline" not in options.parts:
+    return None
+  rate = options.local_rate
+  return (options.learning_rate if rate is None else rate) or None
+
+
 def _fit_plans(
   options: _options.Train, model: models.Model, loss: Any, batch: Any
 ) -> server.BitPlans:
   """Returns the plans that the first gradient allows."""
   key = jax.random.key(options.seed)
-  gradient = training.make_gradient(loss)(model.params, model.state, batch, key)
+  gradient = jax.jit(training.make_gradient(loss))(
+    model.params, model.state, batch, key
+  )
   return server.fit_bit_plans(
     gradient.grads, error_limit=options.error_limit, seed=options.seed
   )

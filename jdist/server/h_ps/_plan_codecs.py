@@ -21,7 +21,6 @@ def plan_codec(
   plan: int,
   *,
   feedback: bool = True,
-  seed: int = 0,
 ) -> _message_codec.MessageCodec:
   """Returns the codec of a plan's messages.
 
@@ -32,12 +31,10 @@ def plan_codec(
     plans: of a tree of so many leaves.
     plan: its number.
     feedback: whether the sender adds what it has not sent to the next message.
-    seed: of the rounding.
   """
   return _message_codec.MessageCodec(
     tuple(_codec(bits, plans.block) for bits in plans.bits[plan]),
     reducers.ErrorFeedback() if feedback else None,
-    seed,
   )
 
 
