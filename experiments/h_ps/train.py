@@ -24,8 +24,6 @@ from jdist.training import comparison
 
 # Options in which rows of one comparison may differ.
 _FREE = ("rates", "extensions", "seeds", "variants", "settings")
-# Batches are padded to multiples of it.
-_STEP = 16
 
 
 class Fit:
@@ -69,7 +67,7 @@ class Fit:
     }
     # One set of plans for all runs: those of the first model's gradient.
     batch = data.SampleStream(train, 1, seed=0).batch(0, 0, 64)
-    gradient = training.make_gradient(self.loss)(
+    gradient = jax.jit(training.make_gradient(self.loss))(
       self.model.params, self.model.state, batch, jax.random.key(0)
     )
     self.plans = server.fit_bit_plans(
@@ -94,7 +92,7 @@ class Fit:
       workers=machines.names,
       model_state=model.state,
       seed=trial.seed,
-      sizes=range(_STEP, options.batch_size + _STEP, _STEP),
+      sizes=[options.batch_size * i // 8 for i in (1, 2, 3, 5, 8)],
       plans=self.plans if few else None,
       local_rate=variant.local * trial.learning_rate or None,
     )
