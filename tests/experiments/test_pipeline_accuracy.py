@@ -114,11 +114,12 @@ def test_the_smoke_preset_runs_and_is_reported(
   assert (tmp_path / "results" / "accuracy_smoke.png").stat().st_size > 0
 
 
-def test_the_report_runs_over_the_rows(report, tmp_path):
+@pytest.mark.parametrize("preset", ("cifar10", "cifar10-batch16", "text"))
+def test_the_report_runs_over_the_rows(preset, report, tmp_path):
   pytest.importorskip("simpy")
   pytest.importorskip("matplotlib")
   rows = training.read_rows(
-    FOLDER / "pipeline" / "results" / "accuracy_cifar10.jsonl"
+    FOLDER / "pipeline" / "results" / f"accuracy_{preset}.jsonl"
   )
   runs, tuned = report.best(rows)
   for name in runs:
@@ -130,7 +131,8 @@ def test_the_report_runs_over_the_rows(report, tmp_path):
     assert not seeds & {row["seed"] for row in runs[name]}
   found = report.table(runs, tuned)
   assert len(found.splitlines()) == 2 + len(runs)
-  assert "| gpipe | sync |" in report.time_table(runs, 4, (4,))
+  told = report.time_table(runs, 4, (4,))
+  assert "| gpipe | sync |" in told and "| ours, W=2 | W=2 |" in told
   report.draw(runs, tmp_path / "drawn.png")
   assert (tmp_path / "drawn.png").stat().st_size > 0
 
