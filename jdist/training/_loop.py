@@ -34,6 +34,9 @@ PyTree = Any
 # `[local workers, ...]`.
 Batches = Callable[[int], Iterator[PyTree]]
 
+# In the metadata of checkpoints.
+_SENT_BYTES = "sent_bytes"
+
 
 class Record(NamedTuple):
   """A run's position and results at an evaluation.
@@ -223,8 +226,9 @@ class Trainer:
     ):
       if number is not None and number < 1:
         raise ValueError(f"`{name}` must be at least 1, got {number}.")
+    sent_bytes = None
     if checkpoints is not None:
-      state = _resumed(checkpoints, state, metadata or {})
+      state, sent_bytes = _resumed(checkpoints, state, metadata or {})
     start = int(self.workers.view(state.step))
     if start > num_steps:
       raise ValueError(
@@ -232,6 +236,7 @@ class Trainer:
         f"{num_steps}."
       )
     run = _Run(self, state, start, num_steps, label, on_record, evaluate)
+    run.sent_before = sent_bytes
     with contextlib.ExitStack() as stack:
       data = batches(start)
       if close := getattr(data, "close", None):
@@ -282,6 +287,8 @@ class _Run:
     self._evaluate = evaluate
     self._traffic: dict[transforms.Control, collectives.Traffic] = {}
     self._sent_bytes = 0.0
+    # Of the checkpoint that this call goes on from, if there is one.
+    self.sent_before: float | None = None
     # Metrics of two steps at the most, and what was run.
     self._flying: list[tuple[_programs.Choice, jax.Array]] = []
     self._start = self._read = start
@@ -325,6 +332,9 @@ class _Run:
     for choice in choices:
       self._compile(choice.control, placed, now=len(choices) > 1)
     self._check_communicates()
+    if self.sent_before is not None:
+      self._sent_bytes = self.sent_before
+      return
     # Up to here, as far as the counters know: all that was sent at once.
     steps, rounds = self._start, self._rounds
     at_once = {
@@ -463,7 +473,8 @@ class _Run:
       return
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
     shared = _train_state.shared_leaves(self.state)
-    checkpoints.save(self._read, self.state, shared, metadata)
+    kept = {**(metadata or {}), _SENT_BYTES: self._sent_bytes}
+    checkpoints.save(self._read, self.state, shared, kept)
     self.watchdog.beat(f"saved after step {self._read}")
 
 
@@ -510,10 +521,12 @@ def _resumed(
   checkpoints: _checkpoints.Checkpoints,
   state: _train_state.TrainState,
   metadata: dict[str, Any],
-) -> _train_state.TrainState:
+) -> tuple[_train_state.TrainState, float | None]:
+  """Returns the newest saved state, if there is one, and the bytes sent."""
   found = checkpoints.restore(state)
   if found is None:
-    return state
+    return state, None
+  sent_bytes = found.metadata.pop(_SENT_BYTES, None)
   metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
   different = sorted(
     name
@@ -528,4 +541,4 @@ def _resumed(
       f"{metadata.get(name)!r} here. Resume with the same options, or start "
       "anew in another directory."
     )
-  return found.state
+  return found.state, sent_bytes

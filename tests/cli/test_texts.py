@@ -58,9 +58,9 @@ def test_a_late_pipeline_on_a_text_goes_on_where_it_stopped(
 ):
   kept = tmp_path / "kept"
   words = (
-    f"train --method ssgd --text {text} {_SMALL} --stages 2 --table ours "
-    f"--window 2 --microbatches 2 --steps 4 --checkpoints {kept} "
-    "--checkpoint-every-epochs 0.12"
+    f"train --method local_sgd --interval 1 --text {text} {_SMALL} --stages 2 "
+    f"--table ours --window 2 --microbatches 2 --steps 4 --checkpoints {kept} "
+    "--checkpoint-every-epochs 0.12 --no-host-rounds"
   )
   whole, out = _run(words, tmp_path / "a", capsys)
   assert " bits per byte  accuracy " in out and " bytes/s" in out
