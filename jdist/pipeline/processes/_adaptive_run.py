@@ -38,6 +38,8 @@ class AdaptiveRun:
   Attributes:
     process: that runs.
     history: what was proposed, after which step.
+    stage_s: of the last run, see `stage_seconds`.
+    samples_per_s: of the last run.
   """
 
   def __init__(
@@ -61,6 +63,8 @@ class AdaptiveRun:
     self._processes: dict[Any, _Process] = {}
     self._compiled: set[Any] = set()
     self.history: list[tuple[int, Proposal]] = []
+    self.stage_s: list[float] = []
+    self.samples_per_s = 0.0
     self.process = self._process_of(replanner.plan)
 
   @property
@@ -88,13 +92,14 @@ class AdaptiveRun:
     batches = list(batches)
     state, metrics = self.process.run(state, batches)
     trace = self.process.trace()
+    samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
+    self.samples_per_s = samples / trace.end_s
+    self.stage_s = stage_seconds(self.process.table, trace)
     key = _key(self.plan)
     if key not in self._compiled:
       self._compiled.add(key)
       return state, metrics
-    samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
-    seconds = stage_seconds(self.process.table, trace)
-    proposal = self._replanner.observe(seconds, samples / trace.end_s)
+    proposal = self._replanner.observe(self.stage_s, self.samples_per_s)
     if proposal is not None:
       self.history.append((state.step, proposal))
       before, self.process = self.process, self._process_of(proposal.plan)
