@@ -81,17 +81,22 @@ def _reference(layers, batches, microbatches, chain=None):
   return one, losses
 
 
+def _slow(*values):
+  """Returns a case that is left to the slow set."""
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
   ("table", "sizes", "recompute"),
   [
-    (("1f1b", 4, 8), small.UNLIKE, "none"),
+    _slow(("1f1b", 4, 8), small.UNLIKE, "none"),
     (("gpipe", 2, 4), small.SIZES, "stage"),
     (("zb_h1", 4, 4), small.UNLIKE, "none"),
-    (("zb_h1", 2, 4), small.SIZES, "layers"),
-    (("zb_h1", 2, 2), small.SIZES, "stage"),
+    _slow(("zb_h1", 2, 4), small.SIZES, "layers"),
+    _slow(("zb_h1", 2, 2), small.SIZES, "stage"),
     (("interleaved", 2, 4), small.UNLIKE, "layers"),
-    (("naive", 2, 1), small.UNLIKE, "none"),
-    (("1f1b", 1, 4), small.SIZES, "none"),
+    _slow(("naive", 2, 1), small.UNLIKE, "none"),
+    _slow(("1f1b", 1, 4), small.SIZES, "none"),
   ],
   ids=str,
 )
@@ -109,7 +114,7 @@ def test_a_synchronous_table_trains_as_the_unsplit_model(
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("window", [_slow(2), 3])
 def test_a_window_is_delay_gradients_on_one_device(window):
   table = pipeline.ours(3, 4, window=window, num_iterations=6)
   layers = small.layers(small.UNLIKE)
@@ -165,7 +170,11 @@ def _by_versions(layers, table, batches, same_in_backward=True):
 
 @pytest.mark.parametrize(
   ("name", "microbatches", "delays"),
-  [("pipedream", 1, (2, 1, 0)), ("2bw", 4, (1, 1, 1)), ("paci", 2, None)],
+  [
+    ("pipedream", 1, (2, 1, 0)),
+    _slow("2bw", 4, (1, 1, 1)),
+    ("paci", 2, None),
+  ],
 )
 def test_each_asynchronous_table_reads_the_versions_it_names(
   name, microbatches, delays
@@ -185,7 +194,7 @@ def test_each_asynchronous_table_reads_the_versions_it_names(
 @pytest.mark.parametrize(
   "table",
   [
-    pipeline.make_table("1f1b", 3, 4),
+    _slow(pipeline.make_table("1f1b", 3, 4)),
     pipeline.ours(3, 4, window=2, num_iterations=4),
     pipeline.make_table("interleaved", 1, 2, num_chunks=3),
   ],
@@ -261,7 +270,7 @@ def _noisy_reference(layers, batches, count, inputs=_plain_inputs):
   return jax.tree.map(lambda x: x[0], state.params)
 
 
-@pytest.mark.parametrize("recompute", ["none", "layers", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "layers", _slow("stage")])
 def test_dropout_is_replayed_in_the_backward_pass(recompute):
   table = pipeline.make_table("1f1b", 2, 2)
   layers = _noisy_layers(small.UNLIKE)
@@ -273,7 +282,7 @@ def test_dropout_is_replayed_in_the_backward_pass(recompute):
   assert small.error(found[0], wanted) < 1e-5
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", [_slow("none"), "stage"])
 def test_inputs_draw_what_their_key_gives(recompute):
   table = pipeline.make_table("1f1b", 2, 2)
   layers = small.layers(small.UNLIKE)
