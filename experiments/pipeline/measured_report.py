@@ -96,6 +96,87 @@ def tuple_span(values: list[Any]) -> cluster.Span:
   return cluster.Span(*values)
 
 
+def runtime_table(rows: list[Row]) -> str:
+  """Markdown: an iteration in one program and in two processes."""
+  lines = [
+    "| model | table | one program, ms | two processes, ms | ratio | load |",
+    "|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    one, both = (
+      1e3 * statistics.median(row["iteration_s"][x])
+      for x in ("one_program", "processes")
+    )
+    config = row["config"]
+    lines.append(
+      f"| {config['name']}: {config['layers']} of width {config['width']}, "
+      f"{config['samples']} samples | {row['table']} | {one:.1f} | {both:.1f} "
+      f"| {row['ratio']:.2f} | {_load(row)} |"
+    )
+  return "\n".join(lines)
+
+
+def adaptive_table(rows: list[Row]) -> str:
+  """Markdown: what a run that adapts has after a device became slow."""
+  lines = [
+    "| layer's forward, ms | damping | before, samples/s | slow, samples/s "
+    "| at the end | a fresh plan | recovered | moves after steps | updates "
+    "(undisturbed) | parameters differ by | load |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    config, rates = row["config"], row["samples_per_s"]
+    first, last = config["tables_before"], config["compared"]
+    damping = f"patience {config['patience']}"
+    damping += f", decay {config.get('decay', 0.5)}"
+    damping += f", threshold {config.get('threshold', 0.2)}"
+    moves = ", ".join(
+      f"{step}{' (back)' if back else ''}"
+      for step, back in row["moved_after_step"]
+    )
+    lines.append(
+      f"| {1e3 * config['forward_s']:.0f} | {damping} "
+      f"| {statistics.median(rates[1:first]):.2f} | {rates[first]:.2f} "
+      f"| {statistics.median(rates[-last:]):.2f} "
+      f"| {statistics.median(row['fresh_samples_per_s']):.2f} "
+      f"| {100 * row['recovered']:.0f} % | {moves} | {row['updates']} "
+      f"({row['undisturbed_updates']}) | {max(row['differences']):g} "
+      f"| {_load(row)} |"
+    )
+  return "\n".join(lines)
+
+
+def draw_adaptive(row: Row, path: pathlib.Path) -> None:
+  """Draws throughput over steps, with moves and the fresh plan."""
+  config, rates = row["config"], row["samples_per_s"]
+  steps = [config["iterations"] * (i + 1) for i in range(len(rates))]
+  figure = matplotlib.figure.Figure(figsize=(8, 3.6), layout="constrained")
+  axes = figure.subplots()
+  axes.plot(steps, rates, "o-", color="#4477aa", label="adaptive run")
+  fresh = row["fresh_samples_per_s"]
+  axes.plot(
+    steps[-len(fresh) :], fresh, "x--", color="#228833", label="a fresh plan"
+  )
+  slow = config["iterations"] * config["tables_before"]
+  axes.axvline(slow, color="#ee6677")
+  axes.annotate(
+    " a device becomes\n 3 times slower", (slow, 0.02), color="#ee6677",
+    xycoords=("data", "axes fraction"),
+  )  # fmt: skip
+  for step, back in row["moved_after_step"]:
+    axes.axvline(step, color="#999933", linestyle=":")
+    axes.annotate(
+      " back" if back else " layers move", (step, 0.92), color="#777722",
+      xycoords=("data", "axes fraction"),
+    )  # fmt: skip
+  axes.set_xlabel("updates")
+  axes.set_ylabel("samples a second")
+  axes.set_ylim(0, 1.15 * max(*rates, *fresh))
+  axes.legend(loc="lower right", frameon=False)
+  axes.spines[["top", "right"]].set_visible(False)
+  figure.savefig(path, dpi=120)
+
+
 def write(name: str, text: str) -> None:
   """Puts a table into MEASURED.md, between the marks of its name."""
   path = measured.HERE / "MEASURED.md"
@@ -108,6 +189,12 @@ def main() -> None:
   """Writes tables and draws pictures."""
   rows = training.read_rows(measured.RESULTS)
   write("timelines", timeline_table(rows))
+  folder = measured.RESULTS.parent
+  runtimes = training.read_rows(folder / "measured_runtimes.jsonl")
+  write("runtimes", runtime_table(runtimes))
+  adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
+  write("adaptive", adaptive_table(adaptive))
+  draw_adaptive(adaptive[-1], folder / "adaptive.png")
   for kept in training.read_rows(measured.SPANS):
     if kept["table"] == "gpipe":
       continue
