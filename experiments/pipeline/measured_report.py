@@ -172,7 +172,7 @@ def draw_adaptive(row: Row, path: pathlib.Path) -> None:
   axes.set_xlabel("updates")
   axes.set_ylabel("samples a second")
   axes.set_ylim(0, 1.15 * max(*rates, *fresh))
-  axes.legend(loc="lower right", frameon=False)
+  axes.legend(loc="upper right", bbox_to_anchor=(1, 0.9), frameon=False)
   axes.spines[["top", "right"]].set_visible(False)
   figure.savefig(path, dpi=120)
 
