@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdist import pipeline, training
+from jdist import training
 from tests.pipeline.cells import _cells
 from tests.pipeline.cells import test_synchronous_cells as cells
 from tests.pipeline.runtime import _small_models as small
@@ -58,4 +58,4 @@ def test_gradients_are_float32_and_those_of_the_unsplit_model(
   found, _ = cells._RUNTIMES[runtime](name, 2, _COUNT, "unlike", "float32")
   assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
   assert small.error(found, wanted) < 2**-6
-  assert 1e-4 < small.error(found, exact)  # They are not float32's.
+  assert small.error(found, exact) > 1e-4  # They are not float32's.
