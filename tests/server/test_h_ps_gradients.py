@@ -134,6 +134,7 @@ def start(plans, away=()):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_few_bits_learn_as_exact_messages_do():
   losses = []
   for plans in (None, _plans()):
@@ -148,6 +149,7 @@ def test_few_bits_learn_as_exact_messages_do():
     chex.assert_trees_all_equal_shapes(held, run.learner.model.params)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
   pytest.importorskip("orbax.checkpoint")
 
