@@ -43,6 +43,13 @@ def scaled(power, anneal_steps, offset, delay, *, axis):
   return late_and_fixed(delay, MOMENTUM, fix, axis=axis)
 
 
+def guarded(rate, *, axis):
+  guard = transforms.skip_nonfinite(axis)
+  return optax.chain(
+    guard, transforms.average_gradients(axis), optax.sgd(rate, momentum=0.9)
+  )
+
+
 def looking_ahead(momentum, rate, *, axis):
   fix = transforms.scale_by_look_ahead(momentum)
   return late_and_fixed(2, fix, optax.sgd(rate), axis=axis)

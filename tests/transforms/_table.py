@@ -68,6 +68,9 @@ LARGEST = reducers.Compression(
 OWNED = reducers.Compression(_reducers.Owned(0.25), reducers.ErrorFeedback(0.9))
 TABLE = {
   "average": line(_chains.average, {"rate": 0.1}, {}, "average_gradients"),
+  "guarded": line(
+    _chains.guarded, {"rate": 0.1}, {}, "skip_nonfinite", whole=True
+  ),
   "clipped": line(
     _chains.clipped,
     {"threshold": 4.0, "deviations": 1.5, "rate": 0.1},
