@@ -35,12 +35,12 @@ def test_a_grid_goes_on_beyond_its_best_end(best, extensions, expected):
   assert sorted(tried) == list(expected.tried)  # Each once.
 
 
-def test_of_equal_accuracies_the_loss_decides_and_none_is_the_worst():
+def test_of_equal_accuracies_the_loss_decides_and_divergence_is_worst():
   def row(accuracy, loss):
     return {"accuracy": accuracy, "test_loss": loss}
 
   ranked = [
-    row(0.1, 0.5), row(0.5, None), row(0.5, 2.0), row(0.5, 1.0), row(0.6, 9.0),
+    row(0.5, None), row(0.1, 0.5), row(0.5, 2.0), row(0.5, 1.0), row(0.6, 9.0),
   ]  # fmt: skip
   reverse = ranked[::-1]
   assert sorted(reverse, key=comparison.quality) == ranked
