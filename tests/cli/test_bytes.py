@@ -35,6 +35,7 @@ def test_options_that_cannot_be_used_are_named(words, told, capsys):
   assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_three_counts_agree():
   done = subprocess.run(
     [

@@ -56,6 +56,7 @@ def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
   assert rows[1]["sent_bytes"] == rows[1]["rounds"] * 4 * 9611 * ring
 
 
+@pytest.mark.slow
 def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
   words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "0"]
   words += ["--learning-rate", "1e-6", "0.1", "--output", str(tmp_path)]

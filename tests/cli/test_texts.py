@@ -53,6 +53,7 @@ def test_stages_of_a_transformer_train_as_the_whole(text, tmp_path, capsys):
     assert cut[name] == pytest.approx(whole[name], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_late_pipeline_on_a_text_goes_on_where_it_stopped(
   text, tmp_path, capsys
 ):

@@ -94,7 +94,7 @@ def test_what_is_no_predictor_is_refused(nowcasters, capsys):
 
 
 @pytest.mark.parametrize(
-  "method", [pytest.param("mp2", marks=pytest.mark.slow), "wnn"]
+  "method", [pytest.param(x, marks=pytest.mark.slow) for x in ("mp2", "wnn")]
 )
 def test_a_run_goes_on_with_the_networks_that_it_began_with(
   method, predictor, nowcasters, tmp_path, capsys

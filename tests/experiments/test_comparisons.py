@@ -40,7 +40,13 @@ def run(folder, *command):
   return done.stdout
 
 
-@pytest.mark.parametrize("name", _OTHERS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=() if name == "msdpu" else pytest.mark.slow)
+    for name in _OTHERS
+  ],
+)
 def test_the_smoke_preset_runs_and_is_reported(name, tmp_path):
   folder = copied(name, tmp_path)
   pytest.importorskip("sklearn")

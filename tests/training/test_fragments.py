@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jdist import codecs, methods, profiling, reducers, training, transforms
 from tests.training import _tiny
@@ -45,6 +46,7 @@ def train(team, stream, **options):
   return first, state, plain, controls
 
 
+@pytest.mark.slow
 def test_fragments_of_four_bits_are_streamed_in_programs_of_the_host():
   team = _tiny.team("shard_map")
   _, wanted, *_ = train(team, None, host_rounds=False)

@@ -89,6 +89,7 @@ def test_what_is_sent_is_each_stages_part_of_the_gradient():
   assert records[-1].sent_bytes == 2 * 4 * (4 * 8 * 8 + 4 * 8)
 
 
+@pytest.mark.slow
 def test_rounds_are_ended_by_the_host():
   table = pipeline.make_table("1f1b", _STAGES, 4)
   _, state, records = _run(

@@ -151,6 +151,8 @@ OFTEN = ("outer step", "elastic", "control variates")
 
 def late(rule, few_bytes, steps):
   rarely = steps is not None and rule not in OFTEN
+  # Two messages in few bytes compile the longest.
+  rarely |= few_bytes and rule == "control variates"
   marks = pytest.mark.slow if rarely else ()
   return pytest.param(rule, few_bytes, steps, marks=marks)
 

@@ -124,7 +124,8 @@ OPTIMIZED = ("adaptive", "sgd", "mean")
 def combinations():
   for chosen in itertools.product(POLICIES, INNER, OUTER):
     marks = [] if chosen in QUICK else [pytest.mark.slow]
-    marks = [pytest.mark.smoke] if chosen == OPTIMIZED else marks
+    if chosen == OPTIMIZED:
+      marks = [pytest.mark.smoke, pytest.mark.slow]
     yield pytest.param(*chosen, marks=marks)
 
 
