@@ -1,4 +1,4 @@
-"""What is compared: protocols, workers' speeds, and links."""
+"""Says what is compared: protocols, workers' speeds, and links."""
 
 import dataclasses
 

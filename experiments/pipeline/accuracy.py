@@ -1,4 +1,4 @@
-"""What late gradients cost in accuracy, and which fix earns it back.
+"""Measures what late gradients cost in accuracy, and which fix helps.
 
     python experiments/pipeline/accuracy.py cifar10
     python experiments/pipeline/accuracy.py cifar10 --seeds 0 1 2 3 4

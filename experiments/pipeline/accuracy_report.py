@@ -60,7 +60,7 @@ def loss(row: Row) -> float:
 def differences(
   rows: Sequence[Row], base: Sequence[Row]
 ) -> tuple[comparison.Difference | None, comparison.Difference | None]:
-  """What accuracy, in points, and loss, in percent, are more; None diverged."""
+  """Returns how much more accuracy and loss are; None where one diverged."""
   common = [row for row in base if row["seed"] in {x["seed"] for x in rows}]
   if not common or math.inf in map(loss, (*rows, *common)):
     return None, None
@@ -74,7 +74,7 @@ def differences(
 
 
 def within(found: comparison.Difference, base: Sequence[Row]) -> str:
-  """Whether the mean is at most the base's standard deviation below it.
+  """Returns whether the mean is at most a deviation of the base below it.
 
   And whether the interval says that it is: 95 % of it lie above.
   """

@@ -1,4 +1,4 @@
-"""What is compared: networks, machines, and how many of everything."""
+"""Says what is compared: networks, machines, and how many of all."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

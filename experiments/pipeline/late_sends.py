@@ -1,4 +1,4 @@
-"""What it costs to send a tick late, and what that hides: `OneProgram` on GPUs.
+"""Weighs what `OneProgram`'s late sends cost on GPUs, and what they hide.
 
     python experiments/pipeline/late_sends.py ratios
     python experiments/pipeline/late_sends.py programs   # extra `schedules`
