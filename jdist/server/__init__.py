@@ -8,6 +8,9 @@ from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
+from jdist.server._driver import Driver as Driver
+from jdist.server._driver import Learner as Learner
+from jdist.server._driver import NodeTotals as NodeTotals
 from jdist.server._gradient_learner import GradientLearner as GradientLearner
 from jdist.server._gradient_learner import Samples as Samples
 from jdist.server._message_codec import MessageCodec as MessageCodec
@@ -25,19 +28,17 @@ from jdist.server._messages import Reply as Reply
 from jdist.server._messages import Timer as Timer
 from jdist.server._messages import Worker as Worker
 from jdist.server._n_softsync import NSoftsync as NSoftsync
-from jdist.server._protocol import Assignment as Assignment
 from jdist.server._protocol import Protocol as Protocol
-from jdist.server._protocol import ServerState as ServerState
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
 from jdist.server._server_programs import ServerModel as ServerModel
-from jdist.server._simulation import Learner as Learner
-from jdist.server._simulation import NodeTotals as NodeTotals
-from jdist.server._simulation import Simulation as Simulation
+from jdist.server._server_state import Assignment as Assignment
+from jdist.server._server_state import ServerState as ServerState
 from jdist.server._ssp import SSP as SSP
-from jdist.server._virtual_trainer import VirtualTrainer as VirtualTrainer
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting
+from jdist.server.clock._simulation import Simulation as Simulation
+from jdist.server.clock._virtual_trainer import VirtualTrainer as VirtualTrainer
 from jdist.server.h_ps._balanced_batches import (
   BalancedBatches as BalancedBatches,
 )

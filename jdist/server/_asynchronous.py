@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jdist import checks
-from jdist.server import _allocation, _protocol, _weights
+from jdist.server import _allocation, _protocol, _server_state, _weights
 from jdist.server._messages import Action
 
 ASP = _protocol.Protocol
@@ -52,8 +52,8 @@ class Ringmaster(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Uses or discards a gradient by its staleness."""

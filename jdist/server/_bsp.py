@@ -3,12 +3,12 @@
 import dataclasses
 
 from jdist import checks
-from jdist.server import _protocol
+from jdist.server import _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
 
 @dataclasses.dataclass
-class BSPState(_protocol.ServerState):
+class BSPState(_server_state.ServerState):
   """The state of `BSP`.
 
   Attributes:
@@ -20,7 +20,7 @@ class BSPState(_protocol.ServerState):
 
   owing: dict[Worker, None] = dataclasses.field(default_factory=dict)
   begun: bool = False
-  pushes_of_round: list[_protocol.Assignment] = dataclasses.field(
+  pushes_of_round: list[_server_state.Assignment] = dataclasses.field(
     default_factory=list
   )
   waiting: dict[Worker, None] = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ class BSP(_protocol.Protocol):
     """Returns a state without members."""
     return BSPState()
 
-  def on_join(self, state: _protocol.ServerState, worker: Worker) -> None:
+  def on_join(self, state: _server_state.ServerState, worker: Worker) -> None:
     """Counts a member in, at once if no update has begun."""
     assert isinstance(state, BSPState)
     if not state.begun:
@@ -79,7 +79,7 @@ class BSP(_protocol.Protocol):
 
   def on_leave(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -91,7 +91,7 @@ class BSP(_protocol.Protocol):
 
   def on_pull(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -105,8 +105,8 @@ class BSP(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Keeps a gradient of this update, and discards one of an earlier."""
@@ -130,22 +130,14 @@ class BSP(_protocol.Protocol):
       return
     if len(state.owing) > self.backups:
       return
-    # One who left after its push has no rank any more; tasks are in order.
-    rank = _protocol.by_rank(state)
-    pushes = sorted(
-      state.pushes_of_round,
-      key=lambda push: (
-        (0, rank(push.worker)) if push.worker in state.members
-        else (1, push.task)
-      ),
-    )  # fmt: skip
+    pushes = _server_state.in_order(state, state.pushes_of_round)
     state.pushes_of_round = []
     self.apply(state, pushes, actions, mean=True)
     self._begin(state, actions)
 
   def _begin(self, state: BSPState, actions: list[Action]) -> None:
     state.owing = dict.fromkeys(state.members)
-    ready = sorted(state.waiting, key=_protocol.by_rank(state))
+    ready = sorted(state.waiting, key=_server_state.by_rank(state))
     state.waiting = {}
     state.begun = bool(ready)
     for worker in ready:

@@ -3,19 +3,19 @@
 import dataclasses
 
 from jdist import checks
-from jdist.server import _protocol
+from jdist.server import _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
 
 @dataclasses.dataclass
-class SoftsyncState(_protocol.ServerState):
+class SoftsyncState(_server_state.ServerState):
   """The state of `NSoftsync`.
 
   Attributes:
     collected: gradients since the last update.
   """
 
-  collected: list[_protocol.Assignment] = dataclasses.field(
+  collected: list[_server_state.Assignment] = dataclasses.field(
     default_factory=list
   )
 
@@ -67,7 +67,7 @@ class NSoftsync(_protocol.Protocol):
 
   def on_leave(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -77,8 +77,8 @@ class NSoftsync(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Collects a gradient."""

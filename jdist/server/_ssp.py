@@ -4,12 +4,12 @@ import collections
 import dataclasses
 
 from jdist import checks
-from jdist.server import _protocol
+from jdist.server import _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
 
 @dataclasses.dataclass
-class SSPState(_protocol.ServerState):
+class SSPState(_server_state.ServerState):
   """The state of `SSP`.
 
   Attributes:
@@ -74,7 +74,7 @@ class SSP(_protocol.Protocol):
     """Returns a state without members."""
     return SSPState()
 
-  def on_join(self, state: _protocol.ServerState, worker: Worker) -> None:
+  def on_join(self, state: _server_state.ServerState, worker: Worker) -> None:
     """Puts a member beside the slowest."""
     assert isinstance(state, SSPState)
     state.clocks[worker] = state.lowest
@@ -82,7 +82,7 @@ class SSP(_protocol.Protocol):
 
   def on_leave(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -94,7 +94,7 @@ class SSP(_protocol.Protocol):
 
   def on_pull(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -108,8 +108,8 @@ class SSP(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Makes an update, and lets those begin for whom it was awaited."""
@@ -129,5 +129,5 @@ class SSP(_protocol.Protocol):
       del state.counts[state.lowest]
       state.lowest += 1
       ready = state.waiting.pop(state.lowest + self.bound, {})
-      for worker in sorted(ready, key=_protocol.by_rank(state)):
+      for worker in sorted(ready, key=_server_state.by_rank(state)):
         self.reply(state, worker, actions)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jdist import checks
-from jdist.server import _messages, _protocol, _weights
+from jdist.server import _messages, _protocol, _server_state, _weights
 from jdist.server._messages import Action, Worker
 from jdist.server.h_ps import _balanced_batches, _bit_plans
 
@@ -13,7 +13,7 @@ _PLANS = _bit_plans.BitPlans()
 
 
 @dataclasses.dataclass
-class HPSState(_protocol.ServerState):
+class HPSState(_server_state.ServerState):
   """The state of `HPS`.
 
   Attributes:
@@ -30,7 +30,7 @@ class HPSState(_protocol.ServerState):
   round: int = 0
   opened: int = 0
   owing: dict[int, dict[Worker, None]] = dataclasses.field(default_factory=dict)
-  collected: list[_protocol.Assignment] = dataclasses.field(
+  collected: list[_server_state.Assignment] = dataclasses.field(
     default_factory=list
   )
   next_round: dict[Worker, int] = dataclasses.field(default_factory=dict)
@@ -138,8 +138,8 @@ class HPS(_protocol.Protocol):
 
   def observe(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     message: _messages.Push,
   ) -> None:
     """Takes note of a task's speed, and of its messages' time."""
@@ -151,7 +151,7 @@ class HPS(_protocol.Protocol):
     member = state.members[push.worker]
     member.exchange_s = self.smooth(member.exchange_s, max(passed, 0.0) / share)
 
-  def allocate(self, state: _protocol.ServerState) -> None:
+  def allocate(self, state: _server_state.ServerState) -> None:
     """Gives each member the next round's batch, and the bits of messages."""
     assert isinstance(state, HPSState)
     members = state.members
@@ -181,7 +181,7 @@ class HPS(_protocol.Protocol):
 
   def on_leave(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -196,7 +196,7 @@ class HPS(_protocol.Protocol):
 
   def on_pull(
     self,
-    state: _protocol.ServerState,
+    state: _server_state.ServerState,
     worker: Worker,
     actions: list[Action],
   ) -> None:
@@ -209,8 +209,8 @@ class HPS(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _protocol.ServerState,
-    push: _protocol.Assignment,
+    state: _server_state.ServerState,
+    push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Keeps a gradient until all of its round are here."""
@@ -227,15 +227,7 @@ class HPS(_protocol.Protocol):
       state.collected = [x for x in state.collected if x.round > state.round]
       state.round += 1
       if pushes:
-        # One who left after its push has no rank any more.
-        members = state.members
-        pushes.sort(
-          key=lambda push: (
-            (0, members[push.worker].rank)
-            if push.worker in members
-            else (1, push.task)
-          )
-        )
+        pushes = _server_state.in_order(state, pushes)
         self.apply(state, pushes, actions, mean=True)
       self._open(state, actions)
 

@@ -7,54 +7,9 @@ import math
 import random
 from collections.abc import Callable
 from typing import Any
-from typing import Protocol as Interface
 
 from jdist import checks, cluster
-from jdist.server import _messages, _protocol
-
-
-class Learner(Interface):
-  """Handles parameters and gradients while time goes by."""
-
-  def pull(self, reply: _messages.Reply) -> None:
-    """Sends the parameters of now to a worker, for a task."""
-
-  def apply(self, update: _messages.Apply) -> None:
-    """Updates the parameters with the gradients of tasks."""
-
-  def discard(self, task: int) -> None:
-    """Drops a task, its gradient late or its worker gone."""
-
-
-@dataclasses.dataclass
-class NodeTotals:
-  """Totals of a machine.
-
-  Attributes:
-    updates: its gradients in updates.
-    samples: in them.
-    discarded: its gradients that were not used.
-    staleness: the sum over its gradients in updates.
-    compute_s: how long it computed.
-    iteration_s: how long its last task took, from the task's parameters on
-      their way to its gradient at the server.
-  """
-
-  updates: int = 0
-  samples: int = 0
-  discarded: int = 0
-  staleness: int = 0
-  compute_s: float = 0.0
-  iteration_s: float = math.nan
-
-
-@dataclasses.dataclass
-class _Task:
-  """A task that a machine has: `start_s` is when it was given."""
-
-  worker: str
-  samples: int
-  start_s: float
+from jdist.server import _driver, _messages, _protocol
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,11 +20,7 @@ class _Given:
   arrived_s: float | None = None
 
 
-# After which nobody's tasks are gone; a tuple, as it is asked of each message.
-_FREQUENT = (_messages.Push, _messages.Pull)
-
-
-class Simulation:
+class Simulation(_driver.Driver):
   """Runs a protocol on a cluster whose time is computed, not waited for.
 
   Deterministic: everything follows from the arguments.  Each machine draws its
@@ -79,11 +30,9 @@ class Simulation:
     now_s: virtual seconds since the start.
     events: steps of the clock so far; one that is made again from the same
       arguments and has made as many stands where this one stands.
-    state: the protocol's.
-    nodes: what each machine did.
-    staleness: gradients in updates, by their staleness.
-    pulled_bytes: sent to workers.
-    pushed_bytes: sent to the server.
+    machines: the cluster.
+    profile: what a task costs.
+    trace: what was busy when, if it is noted.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
@@ -105,7 +54,7 @@ class Simulation:
     profile: cluster.Profile,
     *,
     seed: int = 0,
-    learner: Learner | None = None,
+    learner: _driver.Learner | None = None,
     trace: cluster.Trace | None = None,
     detection_s: float = 1.0,
   ):
@@ -143,9 +92,9 @@ class Simulation:
         "The virtual clock needs SimPy: `pip install 'jdist[sim]'`."
       ) from None
     self._environment = simpy.Environment()
-    self.protocol, self.profile = protocol, profile
-    self.machines, self.trace = machines, trace
-    self.learner = learner
+    here = [node.name for node in machines.nodes if node.available(0.0)]
+    super().__init__(protocol, machines.names, here, learner)
+    self.machines, self.profile, self.trace = machines, profile, trace
     self._server = machines.server
     self._network = cluster.Network(self._environment, machines.topology, trace)
     self._detection_s = detection_s
@@ -157,20 +106,13 @@ class Simulation:
     }
     # What a machine began before its last failure, it does not end.
     self._lives = dict.fromkeys(self._of_name, 0)
-    self._away: set[str] = set()
-    self._tasks: dict[int, _Task] = {}
+    self._away: set[str] = set(self._of_name) - set(here)
     # A machine computes one after the other, as they were given.
     self._queues: dict[str, collections.deque[_Given]] = {
       name: collections.deque() for name in self._of_name
     }
     self._busy: set[str] = set()
     self.events = 0
-    self.nodes = {node.name: NodeTotals() for node in machines.nodes}
-    self.staleness: collections.Counter[int] = collections.Counter()
-    self.pulled_bytes = self.pushed_bytes = 0.0
-    here = [node.name for node in machines.nodes if node.available(0.0)]
-    self._away.update(set(self._of_name) - set(here))
-    self.state = protocol.init(here)
     machines.check_batches(
       profile,
       [
@@ -246,42 +188,9 @@ class Simulation:
       environment.step()
       self.events += 1
 
-  @property
-  def applied_samples(self) -> int:
-    """Samples whose gradients are in updates."""
-    return sum(node.samples for node in self.nodes.values())
-
-  def summary(self) -> dict[str, Any]:
-    """Returns the run in figures, in a form that JSON can hold.
-
-    Staleness as the mean over gradients in updates, as the mean over machines
-    of their own means, as the maximum, and counted; `iteration_spread` is the
-    slowest machine's last iteration over the fastest's; `utilisation` the part
-    of the time in which machines computed, on the average.
-    """
-    nodes = self.nodes.values()
-    means = [node.staleness / node.updates for node in nodes if node.updates]
-    gradients = sum(self.staleness.values())
-    stale = sum(age * count for age, count in self.staleness.items())
-    lasting = [x.iteration_s for x in nodes if not math.isnan(x.iteration_s)]
-    busy_s, now_s = sum(node.compute_s for node in nodes), self.now_s
-    return {
-      "virtual_s": now_s,
-      "updates": self.state.version,
-      "samples": self.applied_samples,
-      "samples_per_s": self.applied_samples / now_s if now_s else 0.0,
-      "utilisation": min(1.0, busy_s / (len(nodes) * now_s)) if now_s else 0.0,
-      "iteration_spread": max(lasting) / min(lasting) if lasting else math.nan,
-      "staleness": {
-        "mean_over_updates": stale / gradients if gradients else 0.0,
-        "mean_over_nodes": sum(means) / len(means) if means else 0.0,
-        "maximum": max(self.staleness, default=0),
-        "counts": {str(k): v for k, v in sorted(self.staleness.items())},
-      },
-      "discarded": dict(self.state.discarded),
-      "pulled_bytes": self.pulled_bytes,
-      "pushed_bytes": self.pushed_bytes,
-    }
+  def wait(self, timer: _messages.Timer) -> None:
+    """Lets the timer's time go by."""
+    self._after(timer.after_s, self.deliver, _messages.Expired(timer.task))
 
   # The course of a task, each step once the one before has happened.
 
@@ -292,13 +201,11 @@ class Simulation:
 
   def _ready(self, name: str, life: int) -> None:
     if life == self._lives[name]:
-      self._deliver(_messages.Pull(name))
+      self.deliver(_messages.Pull(name))
 
-  def _send_parameters(self, reply: _messages.Reply) -> None:
+  def send(self, reply: _messages.Reply) -> None:
+    """Lets the parameters travel, and the machine's queue grow by its task."""
     name = str(reply.worker)
-    self._tasks[reply.task] = _Task(name, reply.samples, self._environment.now)
-    if self.learner is not None:
-      self.learner.pull(reply)
     given, life = _Given(reply), self._lives[name]
     if name in self._away:  # What is sent to it is lost.
       life = -1
@@ -383,15 +290,11 @@ class Simulation:
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
-    task = self._tasks.get(push.task)
-    if task is not None:
-      took = self._environment.now - task.start_s
-      self.nodes[name].iteration_s = took
-    self._deliver(push)
+    self.deliver(push)
     if life == self._lives[name]:
       if name not in self.state.members:  # A timer had it counted as gone.
-        self._deliver(_messages.Join(name))
-      self._deliver(_messages.Pull(name))
+        self.deliver(_messages.Join(name))
+      self.deliver(_messages.Pull(name))
 
   # Failures.
 
@@ -413,68 +316,15 @@ class Simulation:
       self.trace.add(name, "away", now, end, "away")
     # One that is back before this was noticed says so itself.
     if now + self._detection_s < outage.end_s:
-      self._after(self._detection_s, self._deliver, _messages.Leave(name))
+      self._after(self._detection_s, self.deliver, _messages.Leave(name))
 
   def _return(self, name: str) -> None:
     self._away.discard(name)
-    self._deliver(_messages.Join(name))
-    self._deliver(_messages.Pull(name))
+    self.deliver(_messages.Join(name))
+    self.deliver(_messages.Pull(name))
 
   def _after(
     self, seconds: float, function: Callable[..., None], *args: Any
   ) -> None:
     timeout = self._environment.timeout(seconds)
     timeout.callbacks.append(lambda _: function(*args))
-
-  # Messages and actions.
-
-  def _deliver(self, message: _messages.Message) -> None:
-    # Who leaves takes its tasks along, for which nothing will come any more.
-    gone: list[int] = []
-    if not isinstance(message, _FREQUENT):
-      worker = (
-        message.worker
-        if not isinstance(message, _messages.Expired)
-        else self._worker_of(message.task)
-      )
-      if worker in self.state.members:
-        gone = list(self.state.members[worker].tasks)
-    actions = self.protocol.receive(self.state, self._environment.now, message)
-    for action in actions:
-      if isinstance(action, _messages.Reply):
-        self._send_parameters(action)
-      elif isinstance(action, _messages.Apply):
-        self._apply(action)
-      elif isinstance(action, _messages.Discard):
-        self._discard(action.task)
-      else:
-        self._after(
-          action.after_s, self._deliver, _messages.Expired(action.task)
-        )
-    for task in gone:
-      self._forget(task)
-
-  def _worker_of(self, number: int) -> str | None:
-    task = self._tasks.get(number)
-    return None if task is None else task.worker
-
-  def _apply(self, update: _messages.Apply) -> None:
-    if self.learner is not None:
-      self.learner.apply(update)
-    for number, stale in zip(update.tasks, update.staleness, strict=True):
-      task = self._tasks.pop(number)
-      node = self.nodes[task.worker]
-      node.updates += 1
-      node.samples += task.samples
-      node.staleness += stale
-      self.staleness[stale] += 1
-
-  def _discard(self, number: int) -> None:
-    task = self._tasks.get(number)
-    if task is not None:
-      self.nodes[task.worker].discarded += 1
-      self._forget(number)
-
-  def _forget(self, number: int) -> None:
-    if self._tasks.pop(number, None) is not None and self.learner is not None:
-      self.learner.discard(number)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, training
-from jdist.server import _gradient_learner, _server_programs, _simulation
+from jdist.server import _gradient_learner, _server_programs
+from jdist.server.clock import _simulation
 
 Unit = Literal["updates", "samples", "seconds"]
 

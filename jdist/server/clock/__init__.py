@@ -1,0 +1,1 @@
+"""The virtual clock: machines whose time is computed, not waited for."""
