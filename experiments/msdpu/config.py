@@ -11,8 +11,8 @@ from jdist.transforms import intervals
 Chain = optax.GradientTransformationExtraArgs
 
 
-def _ssgd(run: ChainRun) -> Chain:
-  return methods.ssgd(run.inner, axis=run.axis)
+def _ssgd(run: ChainRun, **changes: Any) -> Chain:
+  return methods.ssgd(run.inner, axis=run.axis, **changes)
 
 
 def _local(run: ChainRun, rule: Any, **changes: Any) -> Chain:
@@ -57,6 +57,45 @@ def _msdpu(run: ChainRun, interval: int, **changes: Any) -> Chain:
     overlap=overlap,
     **changes,
   )
+
+
+def _highest(run: ChainRun) -> float:
+  return float(run.rate(run.warmup_steps))
+
+
+def _growing(run: ChainRun, part: float) -> intervals.IntervalPolicy:
+  """One step until the rate has fallen to `part` of its highest, then more."""
+  # Two steps at 0.7 of that rate, 16 at a quarter.
+  return intervals.qsr(
+    run.rate,
+    part * _highest(run),
+    1,
+    max_interval=16,
+    warmup_steps=run.warmup_steps,
+  )
+
+
+def _late_growth(run: ChainRun, part: float, **changes: Any) -> Chain:
+  """Rounds that grow as the rate falls, the mean late where they are longer."""
+  policy = _growing(run, part)
+  longer = part * _highest(run) / 2**0.5
+  begin = next(
+    step
+    for step in range(run.warmup_steps, run.num_steps)
+    if float(run.rate(step)) <= longer
+  )
+  changes = {"steps": 1, "policy": policy, "warmup_steps": begin} | changes
+  return _msdpu(run, 1, **changes)
+
+
+def _late_switch(run: ChainRun, switch: float, **changes: Any) -> Chain:
+  """SSGD's steps for a part of the run, then late rounds of 8."""
+  changes = {
+    "steps": 1,
+    "policy": intervals.fixed(8),
+    "warmup_steps": round(switch * run.num_steps),
+  } | changes
+  return _msdpu(run, 8, **changes)
 
 
 def _no_delay(run: ChainRun) -> Chain:
@@ -110,6 +149,27 @@ VARIANTS: dict[str, Variant] = {
   "msdpu H0=1, int4": lambda run: _msdpu(run, 1, **_in_4_bits()),
   "msdpu H0=2, int4": lambda run: _msdpu(run, 2, **_in_4_bits()),
   "local_sgd H=2, int4": lambda run: _local(run, 2, **_in_4_bits()),
+  # Rounds of one step at first.
+  "ssgd, int4": lambda run: _ssgd(run, **_in_4_bits()),
+  "msdpu switch 0.75, int4": lambda run: _late_switch(
+    run, 0.75, **_in_4_bits()
+  ),
+  "msdpu growth 0.5, int4": lambda run: _late_growth(run, 0.5, **_in_4_bits()),
+  "msdpu growth 0.7, int4": lambda run: _late_growth(run, 0.7, **_in_4_bits()),
+  "msdpu growth 0.5": lambda run: _late_growth(run, 0.5),
+  "msdpu growth 0.5, int4, no correction": lambda run: _late_growth(
+    run, 0.5, correction=0.0, **_in_4_bits()
+  ),
+  "msdpu growth 0.5, int4, no delay": lambda run: _local(
+    run, _growing(run, 0.5), **_in_4_bits()
+  ),
+  "msdpu growth 0.5, int4, late from the start": lambda run: _late_growth(
+    run, 0.5, warmup_steps=0, **_in_4_bits()
+  ),
+  "local_sgd H=8, int4": lambda run: _local(run, 8, **_in_4_bits()),
+  "post_local_sgd H=8, int4": lambda run: _local(
+    run, intervals.post_local(run.num_steps // 2, 8), **_in_4_bits()
+  ),
 }
 
 # Under these names on the command line.

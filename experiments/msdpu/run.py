@@ -11,6 +11,8 @@ not repeated: the same command goes on where it was stopped.
 import pathlib
 
 import config
+import jax
+import one_core
 
 from jdist.training import comparison
 
@@ -19,4 +21,7 @@ if __name__ == "__main__":
     pathlib.Path(__file__).resolve().parent,
     config.PRESETS,
     config.VARIANTS,
+    one_core.OneCoreChains
+    if jax.default_backend() == "cpu"
+    else comparison.Chains,
   )
