@@ -9,9 +9,6 @@ from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
 from jdist.training._gradient import num_samples as num_samples
-from jdist.training._loop import is_diverged as is_diverged
-from jdist.training._loop import Record as Record
-from jdist.training._loop import Trainer as Trainer
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
@@ -21,8 +18,6 @@ from jdist.training._losses import model_inputs as model_inputs
 from jdist.training._plots import check_plots as check_plots
 from jdist.training._plots import plot_comparison as plot_comparison
 from jdist.training._plots import pyplot as pyplot
-from jdist.training._progress import format_bytes as format_bytes
-from jdist.training._progress import Progress as Progress
 from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
@@ -33,4 +28,9 @@ from jdist.training._step import Step as Step
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
-from jdist.training._watchdog import Watchdog as Watchdog
+from jdist.training.loop import format_bytes as format_bytes
+from jdist.training.loop import is_diverged as is_diverged
+from jdist.training.loop import Progress as Progress
+from jdist.training.loop import Record as Record
+from jdist.training.loop import Trainer as Trainer
+from jdist.training.loop import Watchdog as Watchdog

@@ -160,7 +160,7 @@ def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
       told.append(host_rounds)
       super().__init__(*args, host_rounds=host_rounds, **options)
 
-  monkeypatch.setattr(training._loop, "Trainer", Recorded)
+  monkeypatch.setattr(training.loop, "Trainer", Recorded)
   options = _options.Train(dataset="digits", model="mlp", workers=2)
   for host_rounds in (True, False):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)

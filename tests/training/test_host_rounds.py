@@ -18,7 +18,7 @@ from jdist import (
   training,
   transforms,
 )
-from jdist.training import _programs
+from jdist.training.loop import _programs
 from jdist.transforms import intervals
 from tests.training import _tiny
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, methods, reducers, training, transforms
-from jdist.training import _programs
+from jdist.training.loop import _programs
 from jdist.transforms import intervals
 from tests.training import _tiny
 from tests.transforms import _waiting

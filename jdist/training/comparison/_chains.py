@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import optax
 
 from jdist import collectives, data, models
-from jdist.training import _loop, _train_state
+from jdist.training import _train_state, loop
 from jdist.training.comparison import _rows, _study, _workload
 
 
@@ -180,7 +180,7 @@ class Chains:
     return type(self)(self.options, self.variants, self.workload.hold_out())
 
   def describe(
-    self, variant: str, traffic: collectives.Traffic, record: _loop.Record
+    self, variant: str, traffic: collectives.Traffic, record: loop.Record
   ) -> dict[str, Any]:
     """Returns further entries of a row.
 

@@ -9,7 +9,13 @@ import numpy as np
 import optax
 
 from jdist import collectives, data, models
-from jdist.training import _evaluation, _loop, _losses, _step, _train_state
+from jdist.training import (
+  _evaluation,
+  _losses,
+  _step,
+  _train_state,
+  loop,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +149,8 @@ class Workload:
       accumulate=self.accumulate,
     )
     evaluate = self.evaluator(apply, optimizer)
-    loop = _loop.Trainer(self.workers, step, **trainer)
-    return VariantPrograms(self, optimizer, step, loop, evaluate)
+    trained = loop.Trainer(self.workers, step, **trainer)
+    return VariantPrograms(self, optimizer, step, trained, evaluate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +168,7 @@ class VariantPrograms:
   workload: Workload
   optimizer: optax.GradientTransformation
   step: Callable[..., Any]
-  trainer: _loop.Trainer
+  trainer: loop.Trainer
   evaluate: _evaluation.Evaluator
 
   def init(self, model: models.Model, seed: int) -> _train_state.TrainState:
@@ -177,7 +183,7 @@ class VariantPrograms:
 
   def run(
     self, seed: int, num_steps: int, **fit: Any
-  ) -> tuple[_train_state.TrainState, list[_loop.Record]]:
+  ) -> tuple[_train_state.TrainState, list[loop.Record]]:
     """Trains from a seed's initial parameters.
 
     Args:
@@ -197,7 +203,7 @@ class VariantPrograms:
     )
 
 
-def summarize(records: list[_loop.Record]) -> dict[str, Any]:
+def summarize(records: list[loop.Record]) -> dict[str, Any]:
   """Returns what a row says of a run: its end, and the curve towards it."""
   last = records[-1]
   metrics = dict(last.metrics)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, methods, reducers, training, transforms
-from jdist.training import _loop, _programs
+from jdist.training.loop import _programs, _training_run
 from tests.training import _tiny
 
 
@@ -36,7 +36,7 @@ class _Fake:
     optimizer = methods.ssgd(optax.sgd(0.1), axis=None)
     step = training.make_step(_tiny.loss_fn, optimizer, axis=None)
     self.trainer = training.Trainer(team, step)
-    self.trainer._names = ("loss", "rounds")
+    self.trainer._step.names = ("loss", "rounds")
     self.state = training.init_state(team, optimizer, _tiny.params())
 
     def program(state, batch):
@@ -46,7 +46,7 @@ class _Fake:
       return state, _Metrics(self.log, number)
 
     monkeypatch.setattr(
-      self.trainer, "_program", lambda state, variant: program
+      self.trainer._step, "program", lambda state, control: program
     )
 
   def fit(self, num_steps, **options):
@@ -266,8 +266,8 @@ def test_bytes_of_phases_are_those_of_their_steps_by_hand(name, monkeypatch):
     state = state._replace(step=state.step + 1, opt_state=opt_state)
     return state, jnp.asarray([[0.0, float(rounds[done])]] * 4)
 
-  trainer._names = ("loss", "rounds")
-  monkeypatch.setattr(trainer, "_program", lambda state, variant: program)
+  trainer._step.names = ("loss", "rounds")
+  monkeypatch.setattr(trainer._step, "program", lambda state, control: program)
   first = training.init_state(team, optimizer, _WIDE)
 
   def fit(state, stop):
@@ -329,10 +329,10 @@ def test_a_second_call_trains_further():
 
 def test_training_time_counts_every_step_but_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
-  program = fake.trainer._program(None, _programs.DEVICE)
+  program = fake.trainer._step.program(None, _programs.DEVICE)
   now_s = [0.0]
   clock = types.SimpleNamespace(perf_counter=lambda: now_s[0])
-  monkeypatch.setattr(_loop, "time", clock)
+  monkeypatch.setattr(_training_run, "time", clock)
 
   def step(state, batch):
     now_s[0] += 0.02
@@ -343,7 +343,9 @@ def test_training_time_counts_every_step_but_the_first(monkeypatch):
     now_s[0] += 0.1
     return {}
 
-  monkeypatch.setattr(fake.trainer, "_program", lambda state, variant: step)
+  monkeypatch.setattr(
+    fake.trainer._step, "program", lambda state, control: step
+  )
   _, records = fake.fit(6, evaluate=evaluate, evaluate_every=1)
   # Five steps of 20 ms, and none of the 100 ms of an evaluation.
   assert records[-1].train_s == pytest.approx(0.1)

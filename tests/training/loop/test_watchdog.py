@@ -9,11 +9,11 @@ import time
 import pytest
 
 from jdist import training
-from jdist.training import _watchdog
+from jdist.training.loop import _watchdog
 
 _HANGS = """
 import io, sys, threading
-from jdist.training import _watchdog
+from jdist.training.loop import _watchdog
 if {notebook}:
   sys.stderr = io.StringIO()  # Has no file below it, as in a notebook.
 with _watchdog.Watchdog(0.5) as watchdog:
@@ -53,7 +53,7 @@ def test_beats_keep_it_alive_and_leaving_ends_its_thread():
 
 _IS_STOPPED = """
 import time
-from jdist.training import _watchdog
+from jdist.training.loop import _watchdog
 with _watchdog.Watchdog(4.0):
   print("begun", flush=True)
   for _ in range(10):  # Not one sleep, which would be over when it goes on.
@@ -76,7 +76,7 @@ def test_time_in_which_the_process_is_stopped_does_not_count():
 
 _HANGS_AFTERWARDS = """
 import signal, threading, time
-from jdist.training import _watchdog
+from jdist.training.loop import _watchdog
 gone_on = threading.Event()
 # Not told from the clock, which misses a stop between two looks at it.
 signal.signal(signal.SIGCONT, lambda *_: gone_on.set())

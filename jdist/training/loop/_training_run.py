@@ -1,0 +1,311 @@
+"""One call of the training loop: steps in flight, clocks, sums and records."""
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jdist import collectives, transforms
+from jdist.training import _checkpoints, _train_state
+from jdist.training.loop import (
+  _compiled_step,
+  _programs,
+  _progress,
+  _watchdog,
+)
+
+PyTree = Any
+
+# In the metadata of checkpoints.
+_SENT_BYTES = "sent_bytes"
+
+
+class Record(NamedTuple):
+  """A run's position and results at an evaluation.
+
+  Attributes:
+    step: updates so far.
+    rounds: how often the workers have come together.
+    sent_bytes: bytes one worker has sent, see `collectives.Traffic`.
+    train_loss: mean over the steps since the last record and over the workers
+      of this process; NaN when there was none.
+    metrics: what `evaluate` returned.
+    train_s: seconds of training so far in this call, without its first step,
+      which compiles, and without evaluating and saving.
+    samples_per_s: training samples of all workers per second, likewise.
+    clock: of the seconds, "wall", or "virtual" in a simulation.
+    diverged: whether the loss is not a finite number: the evaluated one, or
+      without it that of the last training step.
+    skipped: steps of `transforms.skip_nonfinite` without a gradient so far.
+  """
+
+  step: int
+  rounds: int
+  sent_bytes: float
+  train_loss: float
+  metrics: dict[str, float]
+  train_s: float
+  samples_per_s: float
+  clock: Literal["wall", "virtual"] = "wall"
+  diverged: bool = False
+  skipped: int = 0
+
+
+class TrainingRun:
+  """One call of `fit`: the state, the step in flight, clocks and sums."""
+
+  def __init__(
+    self,
+    step: _compiled_step.CompiledStep,
+    choices: _programs.Programs,
+    state: _train_state.TrainState,
+    start: int,
+    *,
+    independent: bool,
+    timeout_s: float,
+    sent_bytes: float | None,
+    evaluate: Callable[[_train_state.TrainState], dict[str, float]] | None,
+    on_record: Callable[[Record], None] | None,
+  ):
+    """Reads where a state stands.
+
+    Args:
+      step: to run.
+      choices: its programs.
+      state: to go on from.
+      start: the state's step.
+      independent: whether workers may never communicate.
+      timeout_s: of the watchdog.
+      sent_bytes: of the checkpoint that the state is from, if it is from one.
+      evaluate: measures a state.
+      on_record: called with each new record.
+    """
+    self.state = state
+    self.records: list[Record] = []
+    self.watchdog = _watchdog.Watchdog(timeout_s)
+    self.progress: _progress.Progress | None = None
+    self._step = step
+    self._independent = independent
+    self._sent_before = sent_bytes
+    self._sent_bytes = sent_bytes or 0.0
+    self._evaluate = evaluate
+    self._on_record = on_record
+    self._programs: dict[transforms.Control, Any] = {}
+    self._traffic: dict[transforms.Control, collectives.Traffic] = {}
+    # Metrics of two steps at the most, and what was run.
+    self._flying: list[tuple[_programs.Choice, jax.Array]] = []
+    self._start = self._read = start
+    view = step.workers.view
+    self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
+    self._choices = choices.for_state(state.opt_state)
+    # The places in their rounds of the next step and of the one after it.
+    ahead = transforms.rounds_ahead(state.opt_state)
+    self._ahead: list[Any] = [None, None]
+    if ahead is not None:
+      self._ahead = list(np.moveaxis(np.asarray(view(ahead)), -2, 0))
+      self._place_shape = self._ahead[0].shape
+    self._losses: list[float] = []
+    found = transforms.skipped(state.opt_state)
+    self._skipped = 0 if found is None else int(view(found))
+    self._samples = 0
+    self._samples_per_step = 0
+    self._train_s = 0.0
+    # Up to when training time is counted; None in the first step, which
+    # compiles.
+    self._since_s: float | None = None
+
+  def place(self, batch: PyTree) -> PyTree:
+    """Puts a batch onto the devices; reads off the first what is sent."""
+    placed = self._step.workers.place(batch)
+    if not self._traffic:
+      first = jax.tree.leaves(placed)[0]
+      self._samples_per_step = first.shape[0] * first.shape[1]
+      self._prepare(placed)
+    return placed
+
+  def _prepare(self, placed: PyTree) -> None:
+    """Makes all programs, and counts what each sends."""
+    self.watchdog.beat("compiling", patience=4.0)
+    choices = self._choices.all
+    if self._ahead[0] is not None and self._ahead[0].ndim > 1:
+      # To count; those of fragments are compiled when they are needed.
+      choices = (self._choices.at_once(len(self._ahead[0])),)
+    for choice in choices:
+      self._compile(choice.control, placed, now=len(choices) > 1)
+    if not self._independent:
+      self._step.check_communicates(self.state, self._traffic.values())
+    if self._sent_before is not None:
+      return
+    # Up to here, as far as the counters know: all that was sent at once.
+    steps, rounds = self._start, self._rounds
+    at_once = {
+      choice.control.round_ends: self._traffic[choice.control]
+      for choice in reversed(choices)
+    }
+    if None in at_once:
+      self._sent_bytes = at_once[None].sent_bytes(steps, rounds)
+    else:
+      self._sent_bytes = at_once[True].sent_bytes(rounds, 0)
+      self._sent_bytes += at_once[False].sent_bytes(steps - rounds, 0)
+
+  def _compile(
+    self, control: transforms.Control, placed: PyTree, *, now: bool
+  ) -> None:
+    """Makes a program, and counts what it sends."""
+    self._traffic[control] = self._step.traffic(self.state, placed, control)
+    program = self._step.program(self.state, control)
+    if now:  # Not when it is needed, with the device waiting.
+      program = program.lower(self.state, placed).compile()
+      self.watchdog.beat("compiling", patience=4.0)
+    self._programs[control] = program
+
+  def dispatch(self, placed: PyTree) -> None:
+    """Starts a step on a batch."""
+    if not self._flying and self._read > self._start:
+      self._since_s = time.perf_counter()  # After an interruption.
+    place, choice = self._ahead[0], _programs.Choice()
+    if place is not None:
+      choice = self._choices.choose(place)
+    if choice.control not in self._programs:
+      self._compile(choice.control, placed, now=False)
+    self.state, metrics = self._programs[choice.control](self.state, placed)
+    self._flying.append((choice, metrics))
+    # The metrics of this step hold the place of the one after next.
+    self._ahead = self._ahead[1:]
+
+  def read(self, *, leave: int = 0) -> None:
+    """Reads the steps in flight but the last ones, by default all."""
+    while len(self._flying) > leave:
+      self._take(*self._flying.pop(0))
+
+  def _take(self, choice: _programs.Choice, metrics: jax.Array) -> None:
+    rows = _local_rows(metrics)
+    now_s = time.perf_counter()
+    before = self._read
+    self._read += 1
+    self.watchdog.beat(f"the last was step {self._read}")
+    if self._since_s is not None:
+      self._train_s += now_s - self._since_s
+      self._samples += self._samples_per_step
+    self._since_s = now_s
+    columns = dict(zip(self._step.names, rows.T, strict=True))
+    traffic = self._traffic[choice.control]
+    rounds = int(columns["rounds"][0])
+    # What was streamed before has not been sent again at the round's end.
+    ended = 0 if choice.idle else rounds - self._rounds
+    # A program that always ends a round counts rounds as its steps.
+    before = self._rounds if choice.control.round_ends else before
+    self._sent_bytes += traffic.sent_bytes(
+      1, ended, after_steps=before, after_rounds=self._rounds
+    )
+    self._rounds = rounds
+    places = [columns[n][0] for n in self._step.names if n.startswith("ahead_")]
+    self._ahead.append(
+      np.reshape(places, self._place_shape) if places else None
+    )
+    if "skipped" in columns:
+      self._skipped = int(columns["skipped"][0])
+    self._losses.append(float(columns["loss"].mean()))
+    if self.progress is not None:
+      self.progress.update(
+        self._read,
+        f"loss {self._losses[-1]:.3f}  {self._rate():,.0f} samples/s  "
+        f"{_progress.format_bytes(self._sent_bytes)} sent",
+      )
+
+  def _rate(self) -> float:
+    return self._samples / self._train_s if self._train_s else 0.0
+
+  def record(self) -> None:
+    """Evaluates, and notes where the run stands."""
+    self.read()
+    self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
+    metrics = {} if self._evaluate is None else self._evaluate(self.state)
+    self.watchdog.beat(f"evaluated after step {self._read}")
+    record = Record(
+      step=self._read,
+      rounds=self._rounds,
+      sent_bytes=self._sent_bytes,
+      train_loss=float(np.mean(self._losses)) if self._losses else math.nan,
+      metrics=metrics,
+      train_s=self._train_s,
+      samples_per_s=self._rate(),
+      diverged=is_diverged(metrics, self._losses),
+      skipped=self._skipped,
+    )
+    self._losses.clear()
+    self.records.append(record)
+    if self._on_record is not None:
+      self._on_record(record)
+
+  def save(
+    self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
+  ) -> None:
+    """Starts to write a checkpoint, unless the state has diverged."""
+    self.read()
+    if not self._step.is_finite(self.state):
+      if jax.process_index() == 0:
+        warnings.warn(
+          f"The state after step {self._read} is not finite and was not saved: "
+          "the checkpoints before it stay.",
+          RuntimeWarning,
+          stacklevel=3,
+        )
+      return
+    self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
+    shared = _train_state.shared_leaves(self.state)
+    kept = {**(metadata or {}), _SENT_BYTES: self._sent_bytes}
+    checkpoints.save(self._read, self.state, shared, kept)
+    self.watchdog.beat(f"saved after step {self._read}")
+
+
+def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
+  """Returns whether a run stands at a loss that is not a finite number.
+
+  Args:
+    metrics: of its evaluation, which may have a `loss`.
+    losses: of its training steps since the last record, for want of one.
+  """
+  loss = metrics.get("loss", losses[-1] if losses else 0.0)
+  return not math.isfinite(loss)
+
+
+def _local_rows(metrics: jax.Array) -> np.ndarray:
+  """This process's workers' metrics, [local workers, metrics]."""
+  if metrics.is_fully_addressable:
+    return np.asarray(metrics)
+  return np.concatenate(
+    [np.asarray(s.data) for s in metrics.addressable_shards]
+  )
+
+
+def restore(
+  checkpoints: _checkpoints.Checkpoints,
+  state: _train_state.TrainState,
+  metadata: dict[str, Any],
+) -> tuple[_train_state.TrainState, float | None]:
+  """Returns the newest saved state, if there is one, and the bytes sent."""
+  found = checkpoints.restore(state)
+  if found is None:
+    return state, None
+  sent_bytes = found.metadata.pop(_SENT_BYTES, None)
+  metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
+  different = sorted(
+    name
+    for name in found.metadata.keys() | metadata.keys()
+    if found.metadata.get(name) != metadata.get(name)
+  )
+  if different:
+    name = different[0]
+    raise ValueError(
+      f"`metadata` must be that of the checkpoint, but {', '.join(different)} "
+      f"differ: `{name}` is {found.metadata.get(name)!r} there and "
+      f"{metadata.get(name)!r} here. Resume with the same options, or start "
+      "anew in another directory."
+    )
+  return found.state, sent_bytes
