@@ -16,6 +16,11 @@ an `__init__.py` counts as one of the file that defines the name.
 Updates: `trace_updates.py` says what is traced and counted.  "others" are the
 files besides `collectives`, then also besides codecs and argument checks, then
 also besides reducers.
+
+Same features: the lines by room without those of features that came after the
+tree b390ebc, named in `_LATER`: whole folders, files and definitions only, so
+lines that a later feature put into an older function count as older ones.
+Rooms among which files moved are one row.
 """
 
 import argparse
@@ -44,6 +49,50 @@ _WORDS = {
   "staleness": r"\bstaleness\b",
   "bucket": r"\bbuckets?\b",
   "all-reduce": r"\ball-reduce",
+}
+
+# Rooms that files have moved between since the tree b390ebc, by their row.
+_MOVED = {
+  "codecs": ("codecs",),
+  "collectives, reducers, profiling": (
+    "collectives", "reducers", "profiling", "cluster",
+  ),
+  "transforms, methods": ("transforms", "methods"),
+  "training, prediction, storage": ("training", "prediction", "storage"),
+  "data, models": ("data", "models"),
+  "cli": ("cli",),
+  "checks, states": (".",),
+}  # fmt: skip
+# Features that the tree b390ebc had not: folders, files, path:definition.
+_LATER = {
+  "pipelines": """pipeline/ cli/pipelines/ cli/programs/_stages_overlap.py
+    cli/_groups.py:StageOptions cli/_options.py:Pipeline
+    models/_layered_network.py
+    models/_functional.py:Layer models/_layers.py:head_parts
+    models/_alexnet.py:_run_conv models/_lenet.py:_run_conv
+    models/_resnet.py:_run_first models/_resnet.py:_run_head
+    models/_transformer.py:_run_first models/_transformer.py:_run_last
+    models/_vgg.py:_run_conv profiling/_timeline.py:Loop
+    profiling/_timeline.py:read_loop transforms/delays/_leaf_delays.py
+    transforms/delays/_weight_prediction.py transforms/delays/_look_ahead.py
+    transforms/delays/_delay_rate.py
+    transforms/delays/_delay_compensation.py""",
+  "servers": """server/ cluster/_cluster.py cluster/_cluster_file.py
+    cluster/_gantt.py cluster/_node.py cluster/_profile.py
+    cluster/_topology.py cluster/_trace.py cluster/_virtual_network.py
+    cli/servers/ cli/_options.py:Simulate cli/_groups.py:ServerOptions
+    data/_sample_stream.py training/_gradient.py
+    training/_losses.py:masked_mean training/_step.py:_weighted
+    profiling/_model_profile.py prediction/mp2/_exchange_learner.py""",
+  "one comparison, from experiments": "training/comparison/",
+  "registry, compression of every method": """methods/_method.py
+    methods/_method_registry.py cli/_composition.py
+    cli/_groups.py:MeanOptions cli/_groups.py:OuterOptions""",
+  "texts": """data/_text.py data/_text_dataset.py cli/_presets.py
+    training/_losses.py:language_model_loss
+    training/_losses.py:label_loss""",
+  "divergence": """cli/_divergence.py transforms/_skip_nonfinite.py
+    training/_train_state.py:all_finite""",
 }
 
 
@@ -373,6 +422,7 @@ def measure(tree: pathlib.Path) -> dict[str, Any]:
       word: len(re.findall(pattern, prose, re.IGNORECASE))
       for word, pattern in _WORDS.items()
     },
+    "same_features": same_features(sources),
     "updates": trace_updates(tree),
   }
 
@@ -395,6 +445,25 @@ def _folder_figures(files: list[Source], graph: Graph) -> dict[str, Any]:
     "most_mates_file": importer,
     "names_in_ing": sum(x.stem.endswith("ing") for x in files if "/" in x.path),
   }
+
+
+def same_features(sources: Sources) -> dict[str, int]:
+  """Counts the lines of each row of rooms without later features."""
+  later = {x for places in _LATER.values() for x in places.split()}
+  rows = dict.fromkeys(_MOVED, 0)
+  for path, source in sources.items():
+    folders = {f"{x}/" for x in map(str, pathlib.PurePosixPath(path).parents)}
+    if later & {path, *folders}:
+      continue
+    spans = [
+      (node.end_lineno or 0) - node.lineno + 1
+      for node in source.tree.body
+      if f"{path}:{getattr(node, 'name', '')}" in later
+    ]
+    room = path.split("/")[0] if "/" in path else "."
+    (row,) = (name for name, rooms in _MOVED.items() if room in rooms)
+    rows[row] += _num_lines(source) - sum(spans)
+  return rows
 
 
 Rows = dict[str, list[str]]
@@ -443,8 +512,14 @@ def _tables(figures: Mapping[str, Any]) -> dict[str, tuple[list[str], Rows]]:
   return {
     "folder": (list(columns.values()), folders),
     "library": ([""], {name: [str(x)] for name, x in library.items()}),
+    "same features": (["lines"], _summed(figures["same_features"])),
     "traced update": (["files", "hops", *rooms], updates),
   }
+
+
+def _summed(lines: Mapping[str, int]) -> Rows:
+  rows = {**lines, "all": sum(lines.values())}
+  return {name: [str(x)] for name, x in rows.items()}
 
 
 def draw_table(title: str, columns: list[str], rows: Rows) -> str:
