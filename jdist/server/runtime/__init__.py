@@ -1,0 +1,1 @@
+"""Drivers of protocols in real time: a server, workers, and an engine."""

@@ -1,0 +1,153 @@
+"""The thin interface behind which an engine runs server and workers.
+
+`spawn`, `push`, `pull`, `on_lost`, `stop`: all that the drivers ask of what
+starts processes and carries bytes.  `RayEngine` is one, `ThreadEngine`, all in
+one process, another.
+
+**Running a protocol of one's own.**  Nothing here knows a protocol or a model.
+A run is three things:
+
+- a protocol, any `server.Protocol`: what becomes of messages;
+- a `ServerLearner`, at the server: encodes replies, takes pushes, makes
+  updates, and has all state that a checkpoint keeps;
+- a `WorkerLearner`, at each worker: whatever state a worker has (parameters,
+  an inner optimizer, fragments); it turns a reply into the bytes of a push.
+
+`GradientServer` and `GradientWorker` are those of plain gradients.  Another
+pair, say of local steps and fragments, may put what it likes into payloads and
+into the headers' `"more"`; `LiveServer`, `Recording` and the engines carry it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol as Interface
+
+import numpy as np
+
+from jdist.server import _messages
+
+PyTree = Any
+
+
+class LostServerError(ConnectionError):
+  """Says that the server does not answer; it may come back."""
+
+
+class Channel(Interface):
+  """The way between one worker and the server; each call waits its time.
+
+  Push and pull may be under way at once, from different threads.
+  """
+
+  def push(self, message: np.ndarray) -> dict[str, Any]:
+    """Sends a message and returns the server's receipt.
+
+    Raises:
+      LostServerError: when the server does not answer.
+    """
+
+  def pull(self, worker: str, life: int) -> np.ndarray:
+    """Waits for the next message to a worker.
+
+    Raises:
+      LostServerError: when the server does not answer.
+    """
+
+
+class ServerLearner(Interface):
+  """Handles a server's arrays; called by one thread, in the protocol's order.
+
+  Payloads are uint8 arrays.
+  """
+
+  def reply(
+    self, reply: _messages.Reply
+  ) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Returns what a worker is sent for a task: more of a header, a payload."""
+
+  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+    """Takes a push for a task, before the protocol does.
+
+    Raises:
+      RefusedError: when it cannot be used.
+    """
+
+  def apply(self, update: _messages.Apply) -> None:
+    """Makes an update of pushes."""
+
+  def discard(self, task: int) -> None:
+    """Drops a task, whether its push is here or not."""
+
+  def leave(self, worker: _messages.Worker) -> None:
+    """Forgets what a worker holds: it is gone, or begins anew."""
+
+  def arrays(self) -> PyTree:
+    """Returns all arrays that a resumed run needs, without tasks."""
+
+  def notes(self) -> dict[str, Any]:
+    """Returns what else it needs, as JSON can hold it."""
+
+  def load(self, arrays: PyTree, notes: dict[str, Any]) -> None:
+    """Takes over what `arrays` and `notes` returned."""
+
+  def totals(self) -> dict[str, Any]:
+    """Returns what a progress line shows, as JSON can hold it."""
+
+
+class WorkerLearner(Interface):
+  """Handles a worker's arrays; called by one thread."""
+
+  def prepare(self) -> None:
+    """Compiles all that the run needs, before the first pull."""
+
+  def compute(
+    self, header: dict[str, Any], payload: np.ndarray
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Turns a task into a push: more of its header, and its payload."""
+
+  def restart(self) -> None:
+    """Forgets all tasks: what the server sends next is exact."""
+
+  def save(self) -> np.ndarray:
+    """Returns its state as bytes, for the server's checkpoint."""
+
+  def load(self, state: np.ndarray) -> None:
+    """Takes over what `save` returned."""
+
+
+class RefusedError(ValueError):
+  """Says why a push cannot be used; its `reason` is one word.
+
+  Attributes:
+    reason: `"nan"`, `"shape"`, or another word of a learner.
+  """
+
+  def __init__(self, reason: str, text: str):
+    super().__init__(text)
+    self.reason = reason
+
+
+class Engine(Interface):
+  """Starts a server and workers, and notices when one is lost."""
+
+  def serve(self, make: Callable[[], Any]) -> None:
+    """Starts the server, or starts it anew: what `make` returns there."""
+
+  def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
+    """Starts a worker that does `work`, or starts a lost one anew."""
+
+  def ask(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+    """Calls a method of the server, from where the run is watched.
+
+    Raises:
+      LostServerError: when the server does not answer.
+    """
+
+  def on_lost(self, call: Callable[[str, str], None]) -> None:
+    """Has `call(name, reason)` called when a worker is lost."""
+
+  def poll(self) -> None:
+    """Looks for lost workers, and calls what `on_lost` was given."""
+
+  def stop(self) -> None:
+    """Ends everything and leaves nothing behind."""

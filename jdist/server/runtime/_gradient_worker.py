@@ -1,0 +1,142 @@
+"""A worker's side of plain gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.server import _gradient_learner
+from jdist.server.runtime import _gradient_messages
+
+PyTree = Any
+
+
+class GradientWorker:
+  r"""Computes gradients of what it was sent, and encodes them.
+
+  What its feedback keeps stays here.  With a `local_rate` a worker whose last
+  gradient is not yet in what it was sent takes the next one a local step
+  further, :math:`\nabla L(\theta - \eta_{loc} g'; B)`, as `GradientLearner`.
+
+  Args:
+    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
+    params: of the shapes that are sent.
+    samples: where batches come from.
+    plans: of messages, `message_plans(...)`.
+    number: of this worker, from 0.
+    num_workers: of all.
+    sizes: to which batches are padded; each is compiled beforehand.
+    model_state: of the shapes that are sent.
+    seed: of the random numbers in the loss, and of the rounding.
+    local_rate: eta_loc > 0 of local steps; none without it.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    samples: _gradient_learner.Samples,
+    plans: _gradient_messages.MessagePlans,
+    *,
+    number: int,
+    num_workers: int,
+    sizes: Sequence[int],
+    model_state: PyTree | None = None,
+    seed: int = 0,
+    local_rate: float | None = None,
+  ):
+    self._plans, self._samples, self._number = plans, samples, number
+    self._sizes = sorted(set(sizes))
+    self._gradient = _gradient_messages.gradient_program(loss_fn)
+    self._held = jax.tree.map(jnp.array, params)
+    self._model_state = jax.tree.map(
+      jnp.array, {} if model_state is None else model_state
+    )
+    self._key, self._rate = jax.random.key(seed), local_rate
+    self._first_push = _gradient_messages.first_states(
+      plans, params, seed, number, num_workers
+    )[0]
+    self._push_state = self._first_push
+    self._last: PyTree = None
+    if local_rate is not None:
+      self._last = jax.tree.map(jnp.zeros_like, params)
+    self._last_task = -1
+
+  def prepare(self) -> None:
+    """Compiles the gradient of each size, and each plan's messages."""
+    pushed = None
+    for size in self._sizes:
+      batch = self._samples.batch(self._number, 0, 1, size=size)
+      pushed, _ = self._compute(batch, 0, 0.0)
+    for codec in self._plans.push:
+      encode = _gradient_messages.encode_push(codec)
+      jax.block_until_ready(encode(pushed, self._push_state))
+    for plan, codec in enumerate(self._plans.pull):
+      size = _gradient_messages.num_bytes(codec, self._held, self._model_state)
+      receive = _gradient_messages.receive_pull(codec, plan == 0)
+      receive(np.zeros(size, np.uint8), self._held, self._model_state)
+
+  def _compute(self, batch: PyTree, task: int, rate: float) -> Any:
+    return self._gradient(
+      self._held,
+      self._model_state,
+      self._last,
+      np.float32(rate),
+      batch,
+      self._key,
+      np.uint32(task),
+    )
+
+  def compute(
+    self, header: dict[str, Any], payload: np.ndarray
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Takes the gradient of a task's batch, of what is held after it."""
+    plan, task = header["pull_plan"], header["task"]
+    more, samples = header["more"], header["samples"]
+    if plan is not None:
+      receive = _gradient_messages.receive_pull(
+        self._plans.pull[plan], plan == 0
+      )
+      self._held, self._model_state = receive(
+        payload, self._held, self._model_state
+      )
+    batch = self._samples.batch(
+      self._number, more["start"], samples, size=self._size(samples)
+    )
+    leads = self._rate is not None and self._last_task > more["settled"]
+    pushed, loss = self._compute(
+      batch, task, self._rate if leads and self._rate else 0.0
+    )
+    if self._rate is not None:
+      self._last = pushed.grads
+    self._last_task = task
+    encode = _gradient_messages.encode_push(
+      self._plans.push[header["push_plan"]]
+    )
+    buffer, self._push_state = encode(pushed, self._push_state)
+    return {"loss": float(loss)}, np.asarray(buffer)
+
+  def _size(self, count: int) -> int:
+    for size in self._sizes:
+      if size >= count:
+        return size
+    raise ValueError(
+      f"`sizes` must reach the largest batch, got {self._sizes} for {count} "
+      "samples."
+    )
+
+  def restart(self) -> None:
+    """Forgets its last gradient; the residual of its feedback stays."""
+    self._last_task = -1
+
+  def save(self) -> np.ndarray:
+    """Returns the feedback's state as bytes."""
+    return _gradient_messages.tree_bytes(self._push_state)
+
+  def load(self, state: np.ndarray) -> None:
+    """Takes over what `save` returned."""
+    self._push_state = _gradient_messages.tree_of_bytes(
+      state, self._first_push
+    )

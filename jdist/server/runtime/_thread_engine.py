@@ -1,0 +1,80 @@
+"""Server and workers as threads of one process: an engine without Ray."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jdist.server.runtime import _engine
+
+
+class ThreadEngine:
+  """Runs workers as threads beside the server; nothing is copied.
+
+  For tries and tests: all compute with one process's devices.  A thread that
+  raises counts as a lost worker.
+  """
+
+  def __init__(self) -> None:
+    self._server: Any = None
+    self._lost: list[tuple[str, str]] = []
+    self._calls: list[Callable[[str, str], None]] = []
+    self._threads: dict[str, threading.Thread] = {}
+
+  def serve(self, make: Callable[[], Any]) -> None:
+    """Starts the server."""
+    self._server = make()
+
+  def spawn(self, name: str, work: Callable[[_engine.Channel], None]) -> None:
+    """Starts a worker."""
+
+    def run() -> None:
+      try:
+        work(_ThreadChannel(self))
+      except BaseException as error:
+        self._lost.append((name, f"{type(error).__name__}: {error}"))
+
+    self._threads[name] = threading.Thread(target=run, daemon=True)
+    self._threads[name].start()
+
+  def ask(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+    """Calls a method of the server."""
+    del timeout_s
+    return getattr(self._server, method)(*args)
+
+  def on_lost(self, call: Callable[[str, str], None]) -> None:
+    """Has `call(name, reason)` called when a worker is lost."""
+    self._calls.append(call)
+
+  def poll(self) -> None:
+    """Tells of workers that were lost."""
+    while self._lost:
+      name, reason = self._lost.pop(0)
+      for call in self._calls:
+        call(name, reason)
+
+  def stop(self) -> None:
+    """Ends server and workers."""
+    if self._server is not None:
+      self._server.stop()
+    for thread in self._threads.values():
+      thread.join(timeout=5.0)
+
+  @property
+  def server(self) -> Any:
+    """The server, as long as there is one."""
+    if self._server is None:
+      raise _engine.LostServerError("There is no server yet.")
+    return self._server
+
+
+class _ThreadChannel:
+  def __init__(self, engine: ThreadEngine):
+    self._engine = engine
+
+  def push(self, message: np.ndarray) -> dict[str, Any]:
+    return self._engine.server.push(message)
+
+  def pull(self, worker: str, life: int) -> np.ndarray:
+    return self._engine.server.pull(worker, life).result()

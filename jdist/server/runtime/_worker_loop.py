@@ -1,0 +1,253 @@
+"""A worker: pulls tasks, computes one after the other, pushes what comes out.
+
+Three threads: one waits for messages, one computes, one sends.  So the next
+task may be on its way while a push travels.
+"""
+
+import contextlib
+import dataclasses
+import platform
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist import _version, cluster
+from jdist.server.runtime import _engine, _envelope
+
+# Between two tries to reach a server that does not answer.
+_AGAIN_S = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+  """Lengthens each task to the time that it takes on a modelled machine.
+
+  A worker sleeps after it has computed, until the time of the cluster's file
+  has gone by: of unlike speeds on like machines.  Computing that takes longer
+  than that is told (`over_s`), and not shortened.
+
+  Attributes:
+    node: the machine, with its jitter and slow-downs.
+    profile: the costs of a task at speed 1.
+    seed: of the jitter; the same draws as on the virtual clock.
+  """
+
+  node: cluster.Node
+  profile: cluster.Profile
+  seed: int = 0
+
+
+def versions() -> dict[str, str]:
+  """Returns what must be the same at server and workers."""
+  return {
+    "python": ".".join(platform.python_version_tuple()[:2]),
+    "jax": jax.__version__,
+    "numpy": np.__version__.split(".")[0],
+    "jdist": _version.__version__,
+  }
+
+
+class WorkerLoop:
+  """Works for a server until it is sent home.
+
+  Args:
+    channel: the way to the server.
+    name: of the worker.
+    learner: the worker's side of the gradients, prepared.
+    depth: tasks that it may have at once, the protocol's.
+    pace: of a modelled machine; as fast as it can if None.
+    patience_s: how long it waits for a server that does not answer.
+    found: versions that it tells, its own if None.
+  """
+
+  def __init__(
+    self,
+    channel: _engine.Channel,
+    name: str,
+    learner: _engine.WorkerLearner,
+    *,
+    depth: int,
+    pace: Pace | None = None,
+    patience_s: float = 120.0,
+    found: dict[str, str] | None = None,
+  ):
+    self._channel, self._name, self._learner = channel, name, learner
+    self._depth, self._pace, self._patience_s = depth, pace, patience_s
+    self._versions = versions() if found is None else found
+    self._random = None
+    if pace is not None:
+      self._random = random.Random(f"{pace.seed} {name}")
+    self._fresh = True
+
+  def run(self) -> None:
+    """Works; returns when sent home.
+
+    Raises:
+      LostServerError: when the server does not answer for too long.
+    """
+    while True:
+      receipt = self._hello()
+      if receipt is None:
+        return
+      session = _Session(self._channel, self._name, receipt, self._depth)
+      self._fresh = False
+      self._learner.restart()
+      try:
+        if self._work(session):
+          return
+      finally:
+        session.close()
+
+  def _hello(self) -> dict[str, Any] | None:
+    until = time.monotonic() + self._patience_s
+    header = {
+      "kind": "hello",
+      "worker": self._name,
+      "versions": self._versions,
+      "fresh": self._fresh,
+    }
+    while True:
+      try:
+        receipt = self._channel.push(_envelope.pack(header))
+        return None if "refused" in receipt else receipt
+      except _engine.LostServerError:
+        if time.monotonic() > until:
+          raise
+        time.sleep(_AGAIN_S)
+
+  def _work(self, session: "_Session") -> bool:
+    """Works for a server; returns whether it was sent home."""
+    while True:
+      header, payload, arrived_s = session.inbox.get()
+      kind = header["kind"]
+      if kind in ("stop", "lost"):
+        return kind == "stop"
+      if kind == "load":
+        self._learner.load(payload)
+      elif kind == "save":
+        session.send("state", {}, self._learner.save())
+      elif kind == "rejoin":
+        self._learner.restart()
+      elif header["generation"] == session.generation:
+        self._do(session, header, payload, arrived_s)
+
+  def _do(
+    self,
+    session: "_Session",
+    header: dict[str, Any],
+    payload: np.ndarray,
+    arrived_s: float,
+  ) -> None:
+    start_s = time.monotonic()
+    more, out = self._learner.compute(header, payload)
+    over_s = self._wait(header, arrived_s, start_s)
+    push = {
+      "task": header["task"],
+      "samples": header["samples"],
+      "compute_s": time.monotonic() - start_s,
+      "waited_s": start_s - arrived_s,
+      "over_s": over_s,
+      "more": more,
+    }
+    session.send("push", push, out)
+
+  def _wait(
+    self, header: dict[str, Any], arrived_s: float, start_s: float
+  ) -> float:
+    """Waits for the modelled end; returns by how much it was overrun."""
+    if self._pace is None or self._random is None:
+      return 0.0
+    node, profile = self._pace.node, self._pace.profile
+    work_s = profile.compute_s(header["samples"], header["passes"])
+    encoded = (header["push_plan"] > 0) + ((header["pull_plan"] or 0) > 0)
+    work_s += encoded * profile.seconds_per_encoding
+    work_s *= node.draw(self._random)
+    now_s = header["now_s"] + start_s - arrived_s
+    left = start_s + node.end_s(now_s, work_s) - now_s - time.monotonic()
+    if left <= 0:
+      return -left
+    time.sleep(left)
+    return 0.0
+
+
+class _Session:
+  """The threads that wait and send, from a hello until the server is lost."""
+
+  def __init__(
+    self,
+    channel: _engine.Channel,
+    name: str,
+    receipt: dict[str, Any],
+    depth: int,
+  ):
+    self._channel, self._name = channel, name
+    self._life = receipt["life"]
+    self.generation: int | None = None
+    # Tasks that are here, and words of control.
+    self.inbox: queue.Queue[Any] = queue.Queue(depth + 8)
+    self._outbox: queue.Queue[np.ndarray | None] = queue.Queue(depth)
+    self._closed = threading.Event()
+    for target in (self._pull, self._push):
+      threading.Thread(
+        target=self._guarded, args=(target,), daemon=True
+      ).start()
+
+  def send(
+    self, kind: str, header: dict[str, Any], payload: np.ndarray | None = None
+  ) -> None:
+    """Gives a message to the thread that sends; waits if it is behind."""
+    head = {"kind": kind, "worker": self._name, "life": self._life}
+    message = _envelope.pack(head | header, payload)
+    while not self._closed.is_set():
+      with contextlib.suppress(queue.Full):
+        self._outbox.put(message, timeout=0.5)
+        return
+
+  def close(self) -> None:
+    """Ends the threads, once what they wait for is there."""
+    self._closed.set()
+    with contextlib.suppress(queue.Full):
+      self._outbox.put_nowait(None)
+
+  def _guarded(self, target: Callable[[], None]) -> None:
+    try:
+      target()
+    except _engine.LostServerError:
+      self._tell_lost()
+
+  def _tell_lost(self) -> None:
+    if not self._closed.is_set():
+      none = np.zeros(0, np.uint8)
+      self._closed.set()
+      with contextlib.suppress(queue.Full):
+        self.inbox.put(({"kind": "lost"}, none, 0.0), timeout=5.0)
+
+  def _pull(self) -> None:
+    while not self._closed.is_set():
+      message = self._channel.pull(self._name, self._life)
+      header, payload = _envelope.unpack(message)
+      if header["kind"] == "rejoin":
+        self.generation = header["generation"]
+        join = {"kind": "join", "worker": self._name, "life": self._life}
+        self._channel.push(_envelope.pack(join))
+      elif self.generation is None and "generation" in header:
+        self.generation = header["generation"]
+      self.inbox.put((header, payload, time.monotonic()))
+      if header["kind"] == "stop":
+        return
+
+  def _push(self) -> None:
+    while not self._closed.is_set():
+      message = self._outbox.get()
+      if message is None:
+        return
+      receipt = self._channel.push(message)
+      if "refused" in receipt:
+        self._tell_lost()
+        return
