@@ -372,6 +372,29 @@ class ServerOptions(ProtocolOptions):
   """The machines, with a model's costs, as of `cluster.load_cluster`; each is a
   worker."""
 
+  driver: Literal["clock", "ray"] = "clock"
+  """What runs the workers: a virtual clock, or Ray's actors in real time, at
+  the speeds and over the links of the cluster's file."""
+
+  address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+  """Of ray: the head of a running cluster; one is started on this machine if
+  not given."""
+
+  cpus_per_worker: float = 1.0
+  """Of ray: CPUs of the server and of each worker; parts of one for workers
+  that mostly sleep."""
+
+  paced: bool = True
+  """Of ray: lengthen each task, by sleeping, to what it takes by the cluster's
+  file; if not, workers compute as fast as they can."""
+
+  timeout_s: float | None = None
+  """After so many seconds without a push a worker counts as gone; never if not
+  given."""
+
+  record: str | None = None
+  """Of ray: a file for all messages, for `server.replay`."""
+
   owned: bool = False
   """Each worker owns a part of the samples; if not, whoever comes next takes
   the next ones. With `--alpha` they are owned."""

@@ -70,8 +70,8 @@ from jdist.server.runtime._live_run import LiveResult as LiveResult
 from jdist.server.runtime._live_run import LiveRun as LiveRun
 from jdist.server.runtime._live_server import LivePlan as LivePlan
 from jdist.server.runtime._live_server import LiveServer as LiveServer
+from jdist.server.runtime._message_record import replay as replay
 from jdist.server.runtime._ray_engine import RayEngine as RayEngine
-from jdist.server.runtime._recording import replay as replay
 from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace
 from jdist.server.runtime._worker_loop import versions as versions

@@ -51,6 +51,7 @@ def build(
     "backups": options.backups,
     "tasks": "tasks" in parts,
     "pipelined": "pipeline" in parts,
+    "timeout_s": getattr(options, "timeout_s", None),
     "plans": (plans or server.BitPlans()) if "bits" in parts else None,
     "limits": {
       node.name: profile.max_samples(node.memory_bytes)

@@ -2,21 +2,16 @@
 
 import dataclasses
 import functools
-import pathlib
-from typing import Any
 
-import jax
-
-from jdist import collectives, data, models, server, training
+from jdist import collectives, models, server, training
 from jdist.cli import (
-  _composition,
   _datasets,
   _divergence,
   _experiment,
   _methods,
   _options,
 )
-from jdist.cli.servers import _protocols
+from jdist.cli.servers import _protocols, _ray_run, _server_parts
 from jdist.training import comparison
 
 # Options that a server's run takes of those that are of some methods only.
@@ -32,76 +27,31 @@ _UNUSED = (
 def train(options: _options.Train) -> None:
   """Trains by a protocol, and leaves a row."""
   _check(options)
-  assert options.protocol is not None and options.cluster is not None
-  name = options.protocol
-  machines, profile = _protocols.load(options.cluster)
-  num = len(machines.nodes)
-  options = dataclasses.replace(
-    options, method=name, workers=num, substrate="vmap"
-  )
-  workload = _experiment.build(options)
-  batch_size = options.batch_size // num
-  samples = data.SampleStream(
-    workload.train, num, seed=options.seed, owned=options.owned,
-    alpha=options.alpha,
-  )  # fmt: skip
-  model = workload.model(options.seed)
-  loss = workload.loss(model.apply)
-  plans = None
-  if name == "h_ps" and "bits" in options.parts:
-    plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
-  protocol = _protocols.build(
-    name, options, batch_size, machines, profile, plans
-  )
-  taken = _protocols.gradients_per_update(name, options, machines)
-  # Schedules count updates.
-  budget = _methods.make_budget(
-    options,
-    options.learning_rate,
-    len(workload.train) / (batch_size * taken),
-  )
-  message = _composition.message(options)
+  if options.driver == "ray":
+    _ray_run.train(options)
+    return
+  parts = _server_parts.assemble(options)
+  profile, message = parts.profile, parts.push_codec
   if message is not None:
     profile = dataclasses.replace(
-      profile, push_bytes=message.num_bytes(model.params)
+      profile, push_bytes=message.num_bytes(parts.model.params)
     )
   learner = server.GradientLearner(
-    loss,
-    _methods.optimizer_of(options, budget),
-    model.params,
-    samples,
-    workers=machines.names,
-    model_state=model.state,
+    parts.loss,
+    parts.optimizer,
+    parts.model.params,
+    parts.samples,
+    workers=parts.machines.names,
+    model_state=parts.model.state,
     seed=options.seed,
     push_codec=message,
-    plans=plans,
-    local_rate=_local_rate(options),
+    plans=parts.plans,
+    local_rate=parts.local_rate,
   )
   run = server.Simulation(
-    machines, protocol, profile, seed=options.seed, learner=learner
+    parts.machines, parts.protocol, profile, seed=options.seed, learner=learner
   )
-  _fit(options, workload, model, run)
-
-
-def _local_rate(options: _options.Train) -> float | None:
-  """Returns the rate of workers' own steps, if they make any."""
-  if options.protocol != "h_ps" or "pipeline" not in options.parts:
-    return None
-  rate = options.local_rate
-  return (options.learning_rate if rate is None else rate) or None
-
-
-def _fit_plans(
-  options: _options.Train, model: models.Model, loss: Any, batch: Any
-) -> server.BitPlans:
-  """Returns the plans that the first gradient allows."""
-  key = jax.random.key(options.seed)
-  gradient = jax.jit(training.make_gradient(loss))(
-    model.params, model.state, batch, key
-  )
-  return server.fit_bit_plans(
-    gradient.grads, error_limit=options.error_limit, seed=options.seed
-  )
+  _fit(parts.options, parts.workload, parts.model, run)
 
 
 def _fit(
@@ -128,7 +78,7 @@ def _fit(
     on_record=functools.partial(_show, dataset=workload.train),
     label=options.protocol,
     checkpoints=checkpoints,
-    metadata=_identity(options),
+    metadata=_server_parts.identity(options),
   )
   if checkpoints is not None:
     checkpoints.close()
@@ -169,6 +119,13 @@ def _check(options: _options.Train) -> None:
     (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in _COMPRESSION),
     "with `--protocol`, which does not use it",
   )
+  if options.driver == "clock":
+    _options.check_left_out(
+      options,
+      ("address", "cpus_per_worker", "paced", "record"),
+      "without `--driver ray`",
+    )
+  _options.check_positive(options, "cpus_per_worker", "timeout_s")
   if options.reducer is not None:
     raise ValueError(
       "`--reducer` must be left out with `--protocol`: a push goes to one "
@@ -180,19 +137,3 @@ def _check(options: _options.Train) -> None:
       f"message's bits, got {options.codec}. Take `--protocol bsp`."
     )
   _options.check_least(options, seed=0)
-
-
-def _identity(options: _options.Train) -> dict[str, object]:
-  """Returns what must be the same when a run is resumed."""
-  elsewhere = {
-    "output", "checkpoints", "checkpoint_every_epochs", "preset", "text",
-  }  # fmt: skip
-  assert options.cluster is not None
-  # Time is replayed: the machines must be the same, wherever their file lies.
-  machines = {"cluster": pathlib.Path(options.cluster).read_text()}
-  return machines | {
-    # As a checkpoint, which is JSON, has it.
-    name: list(value) if isinstance(value, tuple) else value
-    for name, value in dataclasses.asdict(options).items()
-    if name not in elsewhere and name != "cluster"
-  }

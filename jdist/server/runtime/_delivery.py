@@ -11,7 +11,7 @@ from jdist.server import _messages, _protocol, _simulation
 from jdist.server.runtime import _engine
 
 
-class Sent(NamedTuple):
+class SentTask(NamedTuple):
   """A task on its way to a worker.
 
   Attributes:
@@ -75,7 +75,7 @@ class Delivery:
 
   def deliver(
     self, now_s: float, message: _messages.Message
-  ) -> tuple[list[Sent], list[_messages.Timer]]:
+  ) -> tuple[list[SentTask], list[_messages.Timer]]:
     """Hands a message over.
 
     Returns:
@@ -84,7 +84,7 @@ class Delivery:
     gone, leaver = self._leaving(message)
     if isinstance(message, _messages.Push):
       self._note(now_s, message)
-    sent: list[Sent] = []
+    sent: list[SentTask] = []
     timers: list[_messages.Timer] = []
     actions = self.protocol.receive(self.state, now_s, message)
     if leaver is not None:
@@ -129,9 +129,9 @@ class Delivery:
       node.compute_s += push.compute_s
       node.iteration_s = now_s - self.tasks[push.task][2]
 
-  def _reply(self, now_s: float, reply: _messages.Reply) -> Sent:
+  def _reply(self, now_s: float, reply: _messages.Reply) -> SentTask:
     self.tasks[reply.task] = (str(reply.worker), reply.samples, now_s)
-    return Sent(reply, *self.learner.reply(reply))
+    return SentTask(reply, *self.learner.reply(reply))
 
   def _apply(self, update: _messages.Apply) -> None:
     self.learner.apply(update)

@@ -26,8 +26,6 @@ import numpy as np
 
 from jdist.server import _messages
 
-PyTree = Any
-
 
 class LostServerError(ConnectionError):
   """Says that the server does not answer; it may come back."""
@@ -81,14 +79,14 @@ class ServerLearner(Interface):
   def leave(self, worker: _messages.Worker) -> None:
     """Forgets what a worker holds: it is gone, or begins anew."""
 
-  def arrays(self) -> PyTree:
-    """Returns all arrays that a resumed run needs, without tasks."""
+  def save(self) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns all that a resumed run needs: what JSON can hold, and bytes.
 
-  def notes(self) -> dict[str, Any]:
-    """Returns what else it needs, as JSON can hold it."""
+    Tasks and pushes that are here included; not what workers hold.
+    """
 
-  def load(self, arrays: PyTree, notes: dict[str, Any]) -> None:
-    """Takes over what `arrays` and `notes` returned."""
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Takes over what `save` returned."""
 
   def totals(self) -> dict[str, Any]:
     """Returns what a progress line shows, as JSON can hold it."""

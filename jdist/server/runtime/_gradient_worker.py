@@ -137,6 +137,4 @@ class GradientWorker:
 
   def load(self, state: np.ndarray) -> None:
     """Takes over what `save` returned."""
-    self._push_state = _gradient_messages.tree_of_bytes(
-      state, self._first_push
-    )
+    self._push_state = _gradient_messages.tree_of_bytes(state, self._first_push)

@@ -21,7 +21,7 @@ from jdist.server.runtime import (
   _delivery,
   _engine,
   _envelope,
-  _recording,
+  _message_record,
 )
 from jdist.storage import sealed_json
 
@@ -150,10 +150,10 @@ class LiveServer:
     self._network = cluster.Network(self._environment, topology)
     self._has_links = topology is not None
     self._seats = {name: _Seat() for name in plan.workers}
-    self._lives = time.time_ns() // 1000
+    self._lives, self._lock = time.time_ns() // 1000, threading.Lock()
     bound = 2 * (protocol.depth + 2) * len(plan.workers) + 16
     self._inbox: queue.Queue[_Item] = queue.Queue(bound)
-    self._recorder: _recording.Recorder | None = None
+    self._recorder: _message_record.Recorder | None = None
     self._records: list[dict[str, Any]] = []
     self._snapshots: dict[int, np.ndarray] = {}
     self.pulled_bytes = self.pushed_bytes = 0
@@ -190,8 +190,10 @@ class LiveServer:
             "install the same on every node."
           )
           return {"refused": self._error}
-      self._lives += 1
-      life = self._lives
+      with self._lock:
+        self._lives += 1
+        # From now on: what comes next may be a push of this life.
+        life = self._seats[worker].life = self._lives
       header = header | {"life": life}
       self._put(_Item(time.monotonic(), kind, worker, header, payload))
       return {"life": life, "now_s": self.now_s}
@@ -214,6 +216,8 @@ class LiveServer:
 
   def lost(self, worker: str) -> None:
     """Takes note that a worker's process is gone."""
+    with self._lock:
+      self._seats[worker].life = 0
     self._control("lost", worker)
 
   def start(self) -> None:
@@ -361,7 +365,7 @@ class LiveServer:
           name, type(next(iter(self._delivery.nodes.values())))()
         )
     if self.plan.record is not None and not resumed:
-      self._recorder = _recording.Recorder(self.plan.record, here)
+      self._recorder = _message_record.Recorder(self.plan.record, here)
     self._began_s = time.monotonic()
     if resumed:
       for worker in list(self._delivery.state.members):
@@ -381,7 +385,7 @@ class LiveServer:
   def _on_hello(self, item: _Item) -> None:
     seat = self._seats[item.worker]
     self._empty(seat)
-    seat.life, seat.here, seat.refused = item.header["life"], True, 0
+    seat.here, seat.refused = True, 0
     seat.generation += 1
     state = self._states.pop(item.worker, None)
     if state is not None and item.header.get("fresh"):
@@ -401,7 +405,6 @@ class LiveServer:
     seat = self._seats[item.worker]
     if seat.here:
       seat.here = False
-      seat.life = 0
       self._empty(seat)
       if self._began_s is not None and not self.finished:
         self._deliver(_messages.Leave(item.worker))
@@ -503,7 +506,7 @@ class LiveServer:
     if seat.here:
       self._mail(worker, _word("rejoin", generation=seat.generation))
 
-  def _send(self, sent: _delivery.Sent) -> None:
+  def _send(self, sent: _delivery.SentTask) -> None:
     reply = sent.reply
     name, seat = str(reply.worker), self._seats[str(reply.worker)]
     header = reply._asdict() | {
@@ -645,9 +648,7 @@ class LiveServer:
     for old in sorted(folder.glob("update_*.jdist"))[:-_KEPT_CHECKPOINTS]:
       old.unlink()
 
-  def _load(
-    self, header: dict[str, Any], parts: dict[str, np.ndarray]
-  ) -> None:
+  def _load(self, header: dict[str, Any], parts: dict[str, np.ndarray]) -> None:
     found = header["identity"]
     for name, value in self.plan.identity.items():
       if found.get(name) != value:

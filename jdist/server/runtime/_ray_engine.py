@@ -7,8 +7,10 @@ import pathlib
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +35,34 @@ ONE_THREAD = {
 }
 
 
+_CACHE = (
+  "JAX_COMPILATION_CACHE_DIR",
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+  "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+)
+# Ray reads a process's token once.
+_OWN_TOKEN = secrets.token_hex(32)
+
+
+def _set_token() -> None:
+  """Turns token authentication on, with a token of this process's own.
+
+  Unless the environment has one.  Raises a ValueError where it is too late.
+  """
+  if os.environ.get(_MODE) == "token":
+    return
+  if "ray" in sys.modules and _MODE not in _SET:
+    raise ValueError(
+      f"`{_MODE}=token` must be set before Ray is imported, or a `RayEngine` "
+      "be the first that imports it: it starts nothing without a token."
+    )
+  _SET.add(_MODE)
+  os.environ[_MODE], os.environ[_TOKEN] = "token", _OWN_TOKEN
+
+
+_SET: set[str] = set()
+
+
 def import_ray() -> Any:
   """Imports Ray.
 
@@ -43,7 +73,7 @@ def import_ray() -> Any:
     import ray
   except ImportError:
     raise ImportError(
-      "`driver` ray needs Ray: `pip install \".[ray]\"` in a clone, or "
+      '`driver` ray needs Ray: `pip install ".[ray]"` in a clone, or '
       "`pip install 'jdist[ray]'`."
     ) from None
   return ray
@@ -127,13 +157,16 @@ class RayEngine:
     self._cpus = cpus_per_worker
     if address is None:
       _check_cpus(self._needed(workers), os.cpu_count() or 1)
-    ray = import_ray()
+    self._before = {
+      x: os.environ.get(x) for x in (*ONE_THREAD, *_CACHE, _MODE, _TOKEN)
+    }
+    if address is None:
+      _set_token()
+    ray = import_ray()  # It reads once whether there are tokens.
     self._folder = tempfile.mkdtemp(prefix="jdist-ray-")
     compiled = cache or f"{self._folder}/compiled"
     self._environment = {
-      "JAX_COMPILATION_CACHE_DIR": compiled,
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+      **dict(zip(_CACHE, (compiled, "0", "-1"), strict=True)),
       **(ONE_THREAD if environment is None else environment),
     }
     self._ray: Any = ray
@@ -141,12 +174,9 @@ class RayEngine:
     self._server: Any = None
     self._calls: list[Callable[[str, str], None]] = []
     self._namespace = f"jdist-{secrets.token_hex(4)}"
-    self._before = {
-      x: os.environ.get(x) for x in (*self._environment, _MODE, _TOKEN_PATH)
-    }
     try:
       if address is None:
-        self._start_here(workers)
+        self._start_here()
       else:
         self._connect(address)
         available = ray.cluster_resources().get("CPU", 0.0)
@@ -158,15 +188,10 @@ class RayEngine:
   def _needed(self, workers: int) -> float:
     return (workers + 1) * self._cpus
 
-  def _start_here(self, workers: int) -> None:
+  def _start_here(self) -> None:
     """Starts a cluster on the loopback interface, with a token of its own."""
-    token = pathlib.Path(self._folder) / "token"
-    with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-      file.write(secrets.token_hex(32))
-    os.environ[_MODE], os.environ[_TOKEN_PATH] = "token", str(token)
     # Inherited by all that is started now.
     os.environ.update(self._environment)
-    del workers
     with _quiet_ray():
       self._ray.init(
         num_cpus=os.cpu_count() or 1,
@@ -385,6 +410,10 @@ def _quiet_ray() -> Iterator[None]:
   before = logger.level
   logger.setLevel(logging.ERROR)
   try:
-    yield
+    with warnings.catch_warnings():
+      # Its processes do not go on in a fork, but execute another program.
+      warnings.filterwarnings("ignore", message=".*os.fork.*")
+      warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
+      yield
   finally:
     logger.setLevel(before)

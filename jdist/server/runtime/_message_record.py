@@ -5,7 +5,7 @@ import hashlib
 import pathlib
 import struct
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any, IO
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Recorder:
   """
 
   def __init__(self, path: str | pathlib.Path, workers: list[str]):
-    self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115: for the run.
+    self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
     self._write({"kind": "begin", "workers": workers})
 
   def message(
@@ -53,7 +53,7 @@ class Recorder:
     }
     self._write(header, payload)
 
-  def sent(self, sent: _delivery.Sent) -> None:
+  def sent(self, sent: _delivery.SentTask) -> None:
     """Writes what a reply's payload was, by its hash."""
     self._write(
       {"kind": "sent", "task": sent.reply.task, "hash": _hash(sent.payload)}

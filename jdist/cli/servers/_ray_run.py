@@ -1,0 +1,199 @@
+"""`jdist train --protocol NAME --driver ray`: a server's run in real time."""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from jdist import server, training
+from jdist.cli import _datasets, _divergence, _experiment, _options
+from jdist.cli.servers import _server_parts
+from jdist.training import comparison
+
+# Batches are padded to these parts of a round's samples, of 8.
+_EIGHTHS = (1, 2, 3, 5, 8)
+
+
+def batch_sizes(protocol: server.Protocol) -> tuple[int, ...]:
+  """Returns the sizes to which a worker's batches are padded."""
+  batches = protocol.batches
+  total = getattr(batches, "total", None)
+  if total is None:
+    return tuple(batches.sizes([None]))
+  most = getattr(batches, "maximum", None) or total
+  return tuple(dict.fromkeys(math.ceil(most * i / 8) for i in _EIGHTHS))
+
+
+def make_server(
+  options: _options.Train, plans: server.BitPlans | None, plan: server.LivePlan
+) -> server.LiveServer:
+  """Builds the server, in its process."""
+  parts = _server_parts.assemble(options, plans)
+  learner = server.GradientServer(
+    parts.optimizer,
+    parts.model.params,
+    server.message_plans(parts.push_codec, parts.plans),
+    workers=parts.machines.names,
+    shared=parts.samples.shared,
+    model_state=parts.model.state,
+    seed=options.seed,
+  )
+  return server.LiveServer(parts.protocol, learner, plan)
+
+
+def work(
+  options: _options.Train,
+  plans: server.BitPlans | None,
+  name: str,
+  channel: server.Channel,
+) -> None:
+  """Works for the server, in a worker's process."""
+  parts = _server_parts.assemble(options, plans)
+  names = parts.machines.names
+  learner = server.GradientWorker(
+    parts.loss,
+    parts.model.params,
+    parts.samples,
+    server.message_plans(parts.push_codec, parts.plans),
+    number=names.index(name),
+    num_workers=len(names),
+    sizes=batch_sizes(parts.protocol),
+    model_state=parts.model.state,
+    seed=options.seed,
+    local_rate=parts.local_rate,
+  )
+  learner.prepare()
+  pace = None
+  if options.paced:
+    pace = server.Pace(parts.machines.node(name), parts.profile, options.seed)
+  server.WorkerLoop(
+    channel, name, learner, depth=parts.protocol.depth, pace=pace
+  ).run()
+
+
+def train(options: _options.Train) -> None:
+  """Trains on Ray's actors, and leaves a row."""
+  parts = _server_parts.assemble(options)
+  machines = parts.machines
+  away = [node.name for node in machines.nodes if node.outages]
+  if away:
+    raise ValueError(
+      f"`outages` must be left out with `--driver ray`, got some of {away[0]}: "
+      "real workers fail by themselves."
+    )
+  samples = round(options.epochs * len(parts.workload.train))
+  every = min(
+    samples, options.evaluate_every_epochs * len(parts.workload.train)
+  )
+  marks = [every * (i + 1) for i in range(math.ceil(samples / every - 1e-9))]
+  marks[-1] = samples
+  if options.checkpoints is not None:
+    _experiment.make_directory("--checkpoints", options.checkpoints)
+  plan = server.LivePlan(
+    workers=machines.names,
+    machines=machines,
+    samples=samples,
+    marks=tuple(marks),
+    record=options.record,
+    checkpoints=options.checkpoints,
+    identity=_server_parts.identity(options),
+    versions=server.versions(),
+  )
+  output = _experiment.output_directory(options, "train")
+  engine = server.RayEngine(
+    len(machines.nodes),
+    address=options.address,
+    cpus_per_worker=options.cpus_per_worker,
+  )
+  try:
+    run = server.LiveRun(
+      engine,
+      functools.partial(make_server, options, parts.plans, plan),
+      {
+        name: functools.partial(work, options, parts.plans, name)
+        for name in machines.names
+      },
+      can_resume=options.checkpoints is not None,
+    )
+    watch = _Watch(parts)
+    result = run.run(on_record=watch.record, on_status=watch.status)
+  finally:
+    engine.stop()
+  row = training.make_row(
+    dataclasses.asdict(options),
+    options.seed,
+    method=options.protocol,
+    learning_rate=options.learning_rate,
+    workers=len(machines.nodes),
+    driver="ray",
+    events=result.events,
+    **(comparison.summarize(watch.records) | result.summary),
+  )
+  training.append_rows(output / "rows.jsonl", [row])
+  print(f"Row: {output / 'rows.jsonl'}")
+  _divergence.check(watch.records, options.learning_rate, options.checkpoints)
+
+
+class _Watch:
+  """Evaluates at each mark, and tells how the run goes."""
+
+  def __init__(self, parts: _server_parts.Parts):
+    self._parts = parts
+    self._evaluate = parts.workload.evaluator(parts.model.apply)
+    self._samples = 0
+    self._told_s = time.monotonic()
+    self.records: list[training.Record] = []
+
+  def record(self, found: dict[str, Any], snapshot: np.ndarray) -> None:
+    """Evaluates a snapshot, here and not at the server."""
+    parts = self._parts
+    metrics: dict[str, float] = {}
+    if len(snapshot):  # Of a mark before the run was resumed there is none.
+      model = server.tree_of_bytes(
+        snapshot, (parts.model.params, parts.model.state)
+      )
+      metrics = self._evaluate.measure(*model)
+    losses = [x for count, x in found["losses"] if count > self._samples]
+    self._samples = found["samples"]
+    now_s = found["now_s"]
+    loss = float(np.mean(losses)) if losses else math.nan
+    record = training.Record(
+      step=found["updates"],
+      rounds=found["updates"],
+      sent_bytes=found["pushed_bytes"] / len(parts.machines.nodes),
+      train_loss=loss,
+      metrics=metrics,
+      train_s=now_s,
+      samples_per_s=found["samples"] / now_s if now_s else 0.0,
+      clock="wall",
+      diverged=training.is_diverged(metrics, losses),
+    )
+    self.records.append(record)
+    print(
+      f"update {record.step}  {now_s:.4g} s  "
+      f"{_datasets.quality(metrics)}  train loss {loss:.4f}  "
+      f"staleness {_mean_of(found['staleness']):.2f}  "
+      f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+      f"{_datasets.speed(record, parts.workload.train)}/s",
+      flush=True,
+    )
+
+  def status(self, status: dict[str, Any]) -> None:
+    """Tells of workers that are away, once in a while."""
+    num = len(self._parts.machines.nodes)
+    now = time.monotonic()
+    if status["members"] < num and now - self._told_s > 5.0:
+      self._told_s = now
+      print(
+        f"update {status['updates']}  {status['now_s']:.4g} s  "
+        f"{status['members']} of {num} workers are there",
+        flush=True,
+      )
+
+
+def _mean_of(counts: dict[Any, int]) -> float:
+  total = sum(counts.values())
+  return sum(int(k) * v for k, v in counts.items()) / total if total else 0.0

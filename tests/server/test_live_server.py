@@ -1,0 +1,325 @@
+"""Protocols on real workers: threads here, and messages by hand."""
+
+import functools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jdist import cluster, server
+from jdist.server.runtime import _envelope
+
+pytest.importorskip("simpy")
+
+NAMES = ("a", "b")
+BSP = server.BSP(batches=server.FixedBatches(4))
+
+
+def asleep(name, seconds=0.0):
+  """A machine on which a task takes so many seconds."""
+  profile = cluster.Profile(seconds_per_sample=0.0, seconds_per_batch=1.0)
+  return server.Pace(
+    cluster.Node(name, speed=1.0 / max(seconds, 1e-6)), profile
+  )
+
+
+def run(protocol, plan, learner=None, *, works=None, seconds=0.002):
+  """Runs workers that compute nothing, as threads, to the plan's end."""
+  engine = server.ThreadEngine()
+  learner = server.EmptyServer(100) if learner is None else learner
+
+  def work(name, channel):
+    server.WorkerLoop(
+      channel, name, server.EmptyWorker(), depth=protocol.depth,
+      pace=asleep(name, seconds),
+    ).run()  # fmt: skip
+
+  found = {name: functools.partial(work, name) for name in plan.workers}
+  live = server.LiveRun(
+    engine,
+    lambda: server.LiveServer(protocol, learner, plan),
+    found | (works or {}),
+    startup_s=20.0,
+    can_resume=plan.checkpoints is not None,
+  )
+  try:
+    return live.run()
+  finally:
+    engine.stop()
+
+
+class Hand:
+  """A server whose workers are this test: one message after the other."""
+
+  def __init__(self, protocol, learner=None, names=NAMES, **plan):
+    learner = server.EmptyServer(100) if learner is None else learner
+    self.server = server.LiveServer(
+      protocol, learner, server.LivePlan(workers=names, **plan)
+    )
+    self.lives = {}
+    for name in names:
+      self.hello(name)
+    self.server.start()
+
+  def hello(self, name, **more):
+    header = {"kind": "hello", "worker": name, "fresh": True} | more
+    receipt = self.server.push(_envelope.pack(header))
+    self.lives[name] = receipt.get("life")
+    return receipt
+
+  def pull(self, name):
+    future = self.server.pull(name, self.lives[name])
+    return _envelope.unpack(future.result(timeout=5.0))[0]
+
+  def push(self, name, task, payload=None, **more):
+    header = {
+      "kind": "push", "worker": name, "life": self.lives[name], "task": task,
+      "samples": 4, "compute_s": 0.1, "waited_s": 0.0, "more": {},
+    } | more  # fmt: skip
+    payload = np.zeros(100, np.uint8) if payload is None else payload
+    return self.server.push(_envelope.pack(header, payload))
+
+  def word(self, kind, name):
+    header = {"kind": kind, "worker": name, "life": self.lives[name]}
+    return self.server.push(_envelope.pack(header))
+
+  def until(self, condition):
+    end = time.monotonic() + 5.0
+    while not condition(self.server):
+      assert time.monotonic() < end, self.server.status()
+      time.sleep(0.005)
+
+
+@pytest.fixture
+def hand():
+  made = []
+
+  def make(*args, **options):
+    made.append(Hand(*args, **options))
+    return made[-1]
+
+  yield make
+  for each in made:
+    each.server.stop()
+
+
+def test_a_barrier_by_hand(hand):
+  by = hand(BSP)
+  first, second = by.pull("a"), by.pull("b")
+  assert (first["task"], second["task"]) == (0, 1)
+  assert (first["version"], first["samples"]) == (0, 4)
+  by.push("b", 1)
+  by.push("a", 0)
+  assert by.pull("b")["version"] == by.pull("a")["version"] == 1
+  status = by.server.status()
+  assert (status["updates"], status["samples"]) == (1, 8)
+
+
+def test_tasks_pushed_twice_count_once(hand):
+  by = hand(server.ASP(batches=server.FixedBatches(4)))
+  by.pull("a")
+  by.push("a", 0)
+  by.push("a", 0)
+  by.until(lambda x: x.summary()["discarded"].get("repeated") == 1)
+  assert by.server.summary()["updates"] == 1
+
+
+def test_a_lost_worker_holds_no_barrier_and_comes_back(hand):
+  by = hand(BSP)
+  by.pull("a"), by.pull("b")
+  by.push("a", 0)
+  by.server.lost("b")
+  assert by.pull("a")["version"] == 1  # Of a's gradient alone.
+  by.until(lambda x: x.status()["members"] == 1)
+  old = by.lives["b"]
+  by.hello("b")
+  assert by.lives["b"] != old
+  by.until(lambda x: x.status()["members"] == 2)
+  by.push("a", 2)
+  assert by.pull("b")["version"] == 2
+  summary = by.server.summary()
+  assert summary["lost_samples"] == 4 and not summary["refused"]
+
+
+def test_a_push_of_an_earlier_life_is_refused(hand):
+  by = hand(BSP)
+  task = by.pull("a")["task"]
+  old = by.lives["a"]
+  by.hello("a")
+  assert by.push("a", task, life=old) == {"refused": "stale"}
+
+
+def test_who_hangs_leaves_when_its_timer_expires_and_joins_again(hand):
+  by = hand(server.BSP(batches=server.FixedBatches(4), timeout_s=0.2))
+  by.pull("a")
+  task = by.pull("b")["task"]
+  start = time.monotonic()
+  by.push("a", 0)
+  assert by.pull("a")["version"] == 1
+  assert 0.1 < time.monotonic() - start < 5.0
+  # It wakes up, is told, and its old gradient is not used.
+  assert by.pull("b")["kind"] == "rejoin"
+  by.push("b", task)
+  by.until(lambda x: x.summary()["discarded"].get("left") == 1)
+  by.word("join", "b")
+  by.until(lambda x: x.status()["members"] == 2)
+
+
+class Picky(server.EmptyServer):
+  """Refuses a push whose first byte is not zero."""
+
+  def push(self, task, more, payload):
+    del task, more
+    if payload[0]:
+      raise server.RefusedError("nan", "It is not zero.")
+
+
+def test_a_refused_push_is_counted_and_holds_nobody(hand):
+  by = hand(BSP, Picky(100))
+  by.pull("a"), by.pull("b")
+  by.push("b", 1, np.ones(100, np.uint8))
+  by.push("a", 0)
+  assert by.pull("a")["version"] == 1
+  assert by.pull("b")["kind"] == "rejoin"
+  assert by.server.summary()["refused"] == {"nan": 1}
+
+
+def test_who_is_refused_thrice_is_sent_home(hand):
+  by = hand(server.ASP(batches=server.FixedBatches(4)), Picky(100))
+  for _ in range(2):
+    by.push("b", by.pull("b")["task"], np.ones(100, np.uint8))
+    assert by.pull("b")["kind"] == "rejoin"
+    by.word("join", "b")
+  by.push("b", by.pull("b")["task"], np.ones(100, np.uint8))
+  assert by.pull("b")["kind"] == "stop"
+  assert by.server.status()["members"] == 1
+
+
+def test_other_versions_are_refused_in_one_line(hand):
+  by = hand(BSP, versions={"jax": "9"})
+  receipt = by.hello("a", versions={"jax": "8"})
+  assert "has jax 8, and the server 9" in receipt["refused"]
+  assert by.server.status()["error"] == receipt["refused"]
+
+
+def test_strangers_are_refused(hand):
+  by = hand(BSP)
+  assert "no worker" in by.hello("c")["refused"]
+  with pytest.raises(ValueError, match="uint8"):
+    by.server.push(np.zeros(3, np.float32))
+  with pytest.raises(ValueError, match="header"):
+    by.server.push(np.full(9, 255, np.uint8))
+
+
+def test_messages_take_the_links_time(hand):
+  machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e3))
+  names = machines.names
+  start = time.monotonic()
+  by = hand(BSP, names=names, machines=machines)
+  by.pull(names[0]), by.pull(names[1])
+  # 100 bytes at 1 kB a second; both share the server's link.
+  assert time.monotonic() - start >= 0.2
+  by.push(names[0], 0)
+  by.push(names[1], 1)
+  by.until(lambda x: x.status()["updates"] == 1)
+  assert time.monotonic() - start >= 0.4
+
+
+def test_push_and_pull_are_under_way_at_once():
+  """A pipelined worker computes while its messages travel."""
+  protocol = server.h_ps(8, plans=None)
+  machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e4))
+  plan = server.LivePlan(workers=machines.names, machines=machines, updates=12)
+  # 200 bytes on the server's link in each direction: 20 ms; a task 30 ms.
+  found = run(protocol, plan, seconds=0.03).summary
+  assert found["staleness"]["counts"].keys() == {"0", "1"}
+  one_after_the_other = run(
+    server.h_ps(8, plans=None, pipelined=False), plan, seconds=0.03
+  ).summary
+  assert found["wall_s"] < one_after_the_other["wall_s"]
+
+
+def test_a_run_of_threads_ends_where_it_should():
+  plan = server.LivePlan(workers=NAMES, samples=40, marks=(16.0, 40.0))
+  result = run(BSP, plan)
+  assert result.summary["updates"] == 5
+  assert result.summary["samples"] == 40
+  assert result.summary["nodes"]["a"]["updates"] == 5
+  assert result.events == []
+
+
+def test_a_worker_that_fails_is_noticed_and_spawned_again():
+  tries = []
+
+  def work(channel):
+    class Failing(server.EmptyWorker):
+      def compute(self, header, payload):
+        if len(tries) < 2:
+          tries.append(header["task"])
+          raise RuntimeError("It has failed.")
+        return super().compute(header, payload)
+
+    server.WorkerLoop(channel, "b", Failing(), depth=1).run()
+
+  plan = server.LivePlan(workers=NAMES, seconds=1.5)
+  protocol = server.ASP(batches=server.FixedBatches(4))
+  result = run(protocol, plan, works={"b": work}, seconds=0.02)
+  kinds = [(x["kind"], x["worker"]) for x in result.events]
+  assert kinds[:2] == [("lost", "b"), ("back", "b")]
+  assert result.summary["nodes"]["b"]["updates"] > 0
+  assert "repeated" not in result.summary["discarded"]
+
+
+def test_a_worker_that_never_comes_back_ends_the_run():
+  def work(channel):
+    raise RuntimeError("There is no disk.")
+
+  plan = server.LivePlan(workers=NAMES, seconds=5.0)
+  with pytest.raises(RuntimeError, match="There is no disk"):
+    run(BSP, plan, works={"b": work})
+
+
+def test_a_server_goes_on_from_its_checkpoint(tmp_path):
+  folder = str(tmp_path / "checkpoints")
+  first = Hand(BSP, checkpoints=folder, marks=(8.0,), identity={"x": 1})
+  first.pull("a"), first.pull("b")
+  first.push("a", 0), first.push("b", 1)
+  for name in NAMES:
+    header = first.pull(name)
+    if header["kind"] == "task":
+      header = first.pull(name)
+    assert header["kind"] == "save"
+    first.server.push(
+      _envelope.pack(
+        {"kind": "state", "worker": name, "life": first.lives[name]},
+        np.array([len(name)], np.uint8),
+      )
+    )
+  first.until(lambda _: list((tmp_path / "checkpoints").glob("update_*.jdist")))
+  second = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})
+  try:
+    # The worker's own state first, then a task of the next update.
+    assert second.pull("a")["kind"] == "load"
+    assert second.pull("a")["version"] == 1
+    assert second.server.status()["resumed"] == 1
+    assert second.server.status()["samples"] == 8
+  finally:
+    first.server.stop()
+    second.server.stop()
+  with pytest.raises(ValueError, match="of another run: `x`"):
+    Hand(BSP, checkpoints=folder, identity={"x": 2})
+
+
+def test_a_checkpoint_is_read_without_running_what_is_in_it():
+  import pickle
+
+  from jdist.server.runtime import _delivery
+
+  delivery = _delivery.Delivery(BSP, server.EmptyServer(1), ["a"])
+  kept = delivery.save()
+  delivery.load(kept)
+  assert list(delivery.state.members) == ["a"]
+  bad = pickle.dumps({"state": threading.Event})
+  with pytest.raises(ValueError, match="protocol's state alone"):
+    delivery.load(bad)
