@@ -59,33 +59,16 @@ def _msdpu(run: ChainRun, interval: int, **changes: Any) -> Chain:
   )
 
 
-def _highest(run: ChainRun) -> float:
-  return float(run.rate(run.warmup_steps))
+def _growing(run: ChainRun, start: float) -> intervals.IntervalPolicy:
+  return intervals.growth(run.rate, start=start)
 
 
-def _growing(run: ChainRun, part: float) -> intervals.IntervalPolicy:
-  """One step until the rate has fallen to `part` of its highest, then more."""
-  # Two steps at 0.7 of that rate, 16 at a quarter.
-  return intervals.qsr(
-    run.rate,
-    part * _highest(run),
-    1,
-    max_interval=16,
-    warmup_steps=run.warmup_steps,
-  )
-
-
-def _late_growth(run: ChainRun, part: float, **changes: Any) -> Chain:
-  """Rounds that grow as the rate falls, the mean late where they are longer."""
-  policy = _growing(run, part)
-  longer = part * _highest(run) / 2**0.5
-  begin = next(
-    step
-    for step in range(run.warmup_steps, run.num_steps)
-    if float(run.rate(step)) <= longer
-  )
-  changes = {"steps": 1, "policy": policy, "warmup_steps": begin} | changes
-  return _msdpu(run, 1, **changes)
+def _late_growth(run: ChainRun, start: float = 1 / 3, **changes: Any) -> Chain:
+  """MSDPU as it is by default: rounds grow, and the longer ones are late."""
+  policy = intervals.ending_at(run.num_steps, _growing(run, start))
+  late = transforms.Delayed(1, carry=None, after_step=None)
+  changes = {"overlap": late} | changes
+  return methods.msdpu(run.inner, policy, run.rate, axis=run.axis, **changes)
 
 
 def _late_switch(run: ChainRun, switch: float, **changes: Any) -> Chain:
@@ -155,16 +138,22 @@ VARIANTS: dict[str, Variant] = {
     run, 0.75, **_in_4_bits()
   ),
   "msdpu growth 0.5, int4": lambda run: _late_growth(run, 0.5, **_in_4_bits()),
-  "msdpu growth 0.7, int4": lambda run: _late_growth(run, 0.7, **_in_4_bits()),
-  "msdpu growth 0.5": lambda run: _late_growth(run, 0.5),
-  "msdpu growth 0.5, int4, no correction": lambda run: _late_growth(
-    run, 0.5, correction=0.0, **_in_4_bits()
+  "msdpu, int4": lambda run: _late_growth(run, **_in_4_bits()),
+  "msdpu": _late_growth,
+  "msdpu, int4, no correction": lambda run: _late_growth(
+    run, correction=0.0, **_in_4_bits()
   ),
-  "msdpu growth 0.5, int4, no delay": lambda run: _local(
-    run, _growing(run, 0.5), **_in_4_bits()
+  # Local SGD with MSDPU's rounds: neither a delay nor a correction.
+  "local_sgd, MSDPU's rounds, int4": lambda run: _local(
+    run, _growing(run, 1 / 3), **_in_4_bits()
   ),
-  "msdpu growth 0.5, int4, late from the start": lambda run: _late_growth(
-    run, 0.5, warmup_steps=0, **_in_4_bits()
+  "msdpu, int4, late from the start": lambda run: _late_growth(
+    run, overlap=transforms.Delayed(1, carry=None), **_in_4_bits()
+  ),
+  "msdpu, int4, a round late": lambda run: _late_growth(
+    run,
+    overlap=transforms.Delayed(carry=None, after_step=None),
+    **_in_4_bits(),
   ),
   "local_sgd H=8, int4": lambda run: _local(run, 8, **_in_4_bits()),
   "post_local_sgd H=8, int4": lambda run: _local(

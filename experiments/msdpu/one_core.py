@@ -1,8 +1,8 @@
 """Workers on one CPU core: one gradient after the other, the rest as vectors.
 
-`vmap` turns a product by every worker's own weights into a batched one, which XLA's
-CPU compiler runs slowly, and eight virtual devices on one core change threads all
-the time.
+`vmap` turns a product by every worker's own weights into a batched one, which
+XLA's CPU compiler runs slowly, and eight virtual devices on one core change
+threads all the time.
 """
 
 import dataclasses

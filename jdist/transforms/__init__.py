@@ -110,6 +110,9 @@ from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._slow_momentum import (
   SlowMomentumState as SlowMomentumState,
 )
+from jdist.transforms.local._stability import (
+  stability_limit as stability_limit,
+)
 from jdist.transforms.local._streaming import buffer_axes as buffer_axes
 from jdist.transforms.local._streaming import Stream as Stream
 from jdist.transforms.local._streaming import StreamState as StreamState

@@ -12,6 +12,8 @@ from jdist.transforms.intervals._adaptive import msdpu as msdpu
 from jdist.transforms.intervals._adaptive import (
   MsdpuIntervalState as MsdpuIntervalState,
 )
+from jdist.transforms.intervals._growth import growth as growth
+from jdist.transforms.intervals._growth import GrowthState as GrowthState
 from jdist.transforms.intervals._policy import check_first as check_first
 from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
 from jdist.transforms.intervals._policy import longest as longest

@@ -48,7 +48,9 @@ class Delayed:
       knows its own share, and keeps that.
     mix: alpha in [0, 1], with `steps` only.
     after_step: rounds that begin before this local step are not delayed: a
-      synchronous warm-up.
+      synchronous warm-up.  None: those before the first round that is longer
+      than `steps`, or than one step, are not, where a mean would arrive at the
+      next round's end only, and a delay costs most.
     stream: how to split a message into sub-tensors, of which every step sends
       the next ones; None sends it at once.
 
@@ -64,7 +66,7 @@ class Delayed:
   steps: int | None = None
   carry: jax.typing.ArrayLike | None = 1.0
   mix: jax.typing.ArrayLike | None = None
-  after_step: int = 0
+  after_step: int | None = 0
   stream: _streaming.Stream | None = None
 
   def __post_init__(self) -> None:
@@ -79,7 +81,8 @@ class Delayed:
     for name in ("carry", "mix"):
       if (value := getattr(self, name)) is not None:
         checks.check_continuous(name, value, high=1.0)
-    checks.check_structural("after_step", self.after_step, minimum=0)
+    if self.after_step is not None:
+      checks.check_structural("after_step", self.after_step, minimum=0)
     if self.stream is not None and not isinstance(
       self.stream, _streaming.Stream
     ):
@@ -152,13 +155,13 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
       "every bit that would be a round old: `buffers='average'`. Take "
       "`buffers='maintain'`."
     )
-  if overlap.after_step and rule.beside:
+  if overlap.after_step != 0 and rule.beside:
     raise ValueError(
       f"`after_step` must be 0 for `{name}`, whose workers stay beside the "
       f"anchor in every round, got {overlap.after_step}."
     )
   departs = type(rule).depart is not _sync_rule.SyncRule.depart
-  if overlap.after_step and overlap.steps is not None and departs:
+  if overlap.after_step != 0 and overlap.steps is not None and departs:
     raise ValueError(
       f"`after_step` must be 0 for `{name}` with `steps`, got "
       f"{overlap.after_step}: its own state changes when a message leaves."

@@ -418,7 +418,7 @@ def _check_overlap(overlap: _delayed.Delayed, interval: int) -> None:
       f"{interval}, got {overlap.steps}: a fragment arrives before it is sent "
       "again."
     )
-  if overlap.after_step:
+  if overlap.after_step != 0:
     raise ValueError(
       f"`after_step` must be 0 for {_NAME}, got {overlap.after_step}."
     )

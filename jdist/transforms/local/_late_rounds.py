@@ -21,6 +21,8 @@ from jdist.transforms.local import (
 PyTree = Any
 Step: TypeAlias = _local_steps.Step
 SyncState: TypeAlias = _local_steps.SyncState
+# A step that no training reaches.
+_NEVER = 2**30
 
 
 @states.declare(
@@ -37,7 +39,7 @@ class Flight(NamedTuple):
     due_after: the steps of a round after which the mean of the last one is due,
       0 for all of them, int32 scalar, constant.
     device_before: rounds that begin before this step the device ends, int32
-      scalar, constant.
+      scalar; it changes only where the first long round begins the delay.
   """
 
   held: PyTree
@@ -69,7 +71,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
 
   steps: int | None = None
   carry: jax.typing.ArrayLike | None = 1.0
-  after_step: int = 0
+  after_step: int | None = 0
   stream: Any = None
 
   @property
@@ -81,12 +83,18 @@ class LateSynchronizer(_local_steps.Synchronizer):
     """Returns the state before the first step, with nothing under way."""
     state = super().init(params)
     decides = self.steps is not None or self.stream is not None
+    device_before = jnp.asarray(
+      (self.after_step or 0) if decides else 0, jnp.int32
+    )
+    if self.after_step is None:
+      long = self._is_long(state.clock.interval)
+      device_before = jnp.where(long, 0, _NEVER).astype(jnp.int32)
     flight = Flight(
       held=self._hold_nothing(state, None),
       in_flight=jnp.asarray(False),
       arrived_loss=() if self.steps is None else _unknown(),
       due_after=jnp.asarray(self.steps or 0, jnp.int32),
-      device_before=jnp.asarray(self.after_step if decides else 0, jnp.int32),
+      device_before=device_before,
     )
     return state._replace(flight=flight, kept=jnp.zeros((), jnp.float32))
 
@@ -208,6 +216,8 @@ class LateSynchronizer(_local_steps.Synchronizer):
         flight=state.flight._replace(arrived_loss=_unknown()),
       )
     target, state = self._set_out(end, present, late, state)
+    if self.after_step is None:
+      state = self._begin_delay(state)
     state = state._replace(clock=state.clock.end(self.policy, loss))
     updates = _anchor.towards(step.updates, target, local)
     return collectives.varying(Step(updates, after.inner, state), self.axis)
@@ -402,10 +412,25 @@ class LateSynchronizer(_local_steps.Synchronizer):
   def _is_late(self, state: SyncState, steps: int | None) -> jax.Array | bool:
     """Returns whether this round is a delayed one; True if all are."""
     # What was streamed is what there is.
-    if steps is not None or not self.after_step:
+    if steps is not None or self.after_step == 0:
       return True
     begins = state.clock.step - state.clock.round_step
+    if self.after_step is None:
+      return begins >= state.flight.device_before
     return begins >= self.after_step
+
+  def _is_long(self, interval: jax.Array) -> jax.Array:
+    """Returns whether a mean arrives within a round and not at its end."""
+    return interval > (self.steps or 1)
+
+  def _begin_delay(self, state: SyncState) -> SyncState:
+    """Delays all rounds from the next one on, if it is the first long one."""
+    clock, flight = state.clock, state.flight
+    first = self._is_long(clock.next_interval) & (
+      flight.device_before == _NEVER
+    )
+    begins = jnp.where(first, clock.step, flight.device_before)
+    return state._replace(flight=flight._replace(device_before=begins))
 
   def _hold_nothing(self, state: SyncState, before: Any) -> Any:
     nothing = _sender.Contribution(
@@ -434,7 +459,9 @@ class LateSynchronizer(_local_steps.Synchronizer):
     if control.stream_steps != "fixed":
       return control.stream_steps
     steps, after = self.policy.constant, self.after_step
-    if after:
+    if after is None:
+      reason = "the delay begins with the first long round"
+    elif after:
       reason = f"the first {after} steps are not delayed"
     elif steps is None:
       reason = "the interval is not one number"

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import methods
+from jdist import methods, transforms
 from jdist.transforms import intervals
 
 
@@ -97,6 +97,27 @@ def test_qsr_grows_with_the_square_of_the_inverse_rate():
   assert unfold(intervals.qsr(0.04 / 3, 0.04, 1), []) == [9, 9]
   limited = intervals.qsr(rate, 0.4, 2, max_interval=10)
   assert unfold(limited, [1.0]) == [4, 10, 10]
+
+
+def test_growth_begins_with_one_step_and_follows_the_square_of_the_rate():
+  def rate(t):
+    return jnp.select([t < 2, t < 4, t < 6], [0.1, 0.8, 0.4], 0.2)
+
+  # The highest rate is 0.8 from step 2 on; before that it is 0.1.
+  half = intervals.growth(rate, start=0.5)
+  assert unfold(half, [1.0] * 6) == [1, 1, 1, 1, 1, 1, 4, 4]
+  whole = intervals.growth(rate, start=1.0, max_interval=10)
+  assert unfold(whole, [1.0] * 3) == [1, 1, 1, 1, 4]
+  assert unfold(whole, [1.0] * 5)[-2:] == [10, 10]
+
+
+def test_growth_starts_where_one_step_late_is_as_stable_as_none():
+  # What a rate must have fallen to for rounds of two steps.
+  start = intervals.growth.__kwdefaults__["start"]
+  late = transforms.stability_limit(1, 1, carry=1 / 8)
+  assert start / 2**0.5 == pytest.approx(
+    late / transforms.stability_limit(), rel=0.01
+  )
 
 
 def test_qsr_sizes_rounds_of_a_warmup_by_the_rate_after_it():
@@ -272,6 +293,10 @@ REJECTED = {
   "base_interval": (
     lambda: intervals.qsr(0.1, 0.1, 0),
     "`base_interval` must be an int >= 1, got 0",
+  ),
+  "growth's start": (
+    lambda: intervals.growth(0.1, start=0.0),
+    r"`start` must be in \(0, inf\], got 0.0",
   ),
   "qsr's max_interval": (
     lambda: intervals.qsr(0.1, 0.1, 4, max_interval=3),

@@ -100,6 +100,39 @@ def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
   )
 
 
+@pytest.mark.parametrize("steps", [1, 2, None])
+def test_a_delay_may_begin_with_the_first_round_that_is_longer(steps):
+  growing = intervals.scheduled(lambda t: jnp.where(t < 6, 1, 3 + t // 12))
+  runs = []
+  for after_step in (6, None):
+    late = transforms.Delayed(steps, carry=0.5, after_step=after_step)
+    optimizer = transforms.local_steps(
+      optax.sgd(RATE, momentum=0.9), growing, axis="worker", overlap=late
+    )
+    runs.append(train(optimizer, random_targets(30)))
+  (w, states), (same, others) = runs
+  # Where a mean arrives within the round it is there before the round's end.
+  in_flight = others.sync.flight.in_flight[:, 0]
+  assert not in_flight[:8].any() and in_flight[8]
+  np.testing.assert_array_equal(in_flight, states.sync.flight.in_flight[:, 0])
+  np.testing.assert_array_equal(w, same)
+  np.testing.assert_array_equal(states.anchor, others.anchor)
+
+
+def test_a_delay_that_may_begin_at_once_does():
+  runs = [
+    train(
+      transforms.local_steps(
+        optax.sgd(RATE), 2, axis="worker",
+        overlap=transforms.Delayed(1, after_step=after_step),
+      ),
+      random_targets(6),
+    )[0]
+    for after_step in (0, None)
+  ]  # fmt: skip
+  np.testing.assert_array_equal(*runs)
+
+
 def falling(steps):
   """Losses of four workers, by which an adaptive interval shrinks."""
   return np.geomspace(4.0, 0.1, 4 * steps, dtype=np.float32).reshape(steps, 4)

@@ -1,0 +1,122 @@
+"""Stability: how large a rate times a curvature rounds and delays allow."""
+
+import numpy as np
+
+from jdist import checks
+
+# Rates times curvatures that are looked at; nothing that trains is beyond.
+_LOWEST, _HIGHEST, _STEPS = 1e-4, 8.0, 400
+# Of a growth in a round that is rounding alone.
+_MARGIN = 1e-9
+
+
+def stability_limit(
+  interval: int = 1,
+  steps: int | None = 0,
+  *,
+  momentum: float = 0.9,
+  nesterov: bool = True,
+  carry: float = 1.0,
+  correction: float = 0.0,
+  outer_learning_rate: float = 1.0,
+  outer_momentum: float = 0.0,
+) -> float:
+  r"""Finds the largest rate times curvature at which rounds do not blow up.
+
+  All workers minimize :math:`\lambda w^2 / 2` by SGD of the rate
+  :math:`\eta`, in rounds of H local steps whose mean progress arrives d steps
+  late, as `Delayed` says.  A round is then a linear map of anchor, message
+  under way, momentum and outer momentum; the limit is the largest
+  :math:`\eta\lambda` up to which none of its eigenvalues is outside of the unit
+  circle, to half a percent, and at most 8.
+
+  A rate that has fallen to a part of its highest needs a limit of only that
+  part of synchronous SGD's: a delay costs nothing where its limit is above.
+
+  Args:
+    interval: H, local steps of a round.
+    steps: d, from 0, no delay, to H; None is a whole round.
+    momentum: of the workers' SGD, in [0, 1).
+    nesterov: whether it looks ahead.
+    carry: rho, what a worker keeps of its own progress on the way.
+    correction: beta of `pull_to_anchor`.
+    outer_learning_rate: of an outer Nesterov momentum; 1 with
+      `outer_momentum=0` applies the mean as it is.
+    outer_momentum: likewise, in [0, 1).
+
+  Returns:
+    The limit; 0 where even a rate times curvature of 1e-4 grows.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+
+  >>> round(stability_limit(momentum=0.0), 2)  # Gradient descent: 2.
+  2.0
+  >>> round(stability_limit(), 2), round(stability_limit(1, 1, carry=1 / 8), 2)
+  (1.36, 0.32)
+  """
+  checks.check_structural("interval", interval, minimum=1)
+  late = interval if steps is None else steps
+  checks.check_structural("steps", late, minimum=0)
+  if late > interval:
+    raise ValueError(
+      f"`steps` must be at most `interval`, {interval}, got {late}: a mean "
+      "arrives at the end of the next round at the latest."
+    )
+  for name, value in (
+    ("momentum", momentum),
+    ("outer_momentum", outer_momentum),
+  ):
+    checks.check_continuous(name, value)
+    if value >= 1:
+      raise ValueError(f"`{name}` must be below 1, got {value}.")
+  checks.check_continuous("carry", carry, high=1.0)
+  checks.check_continuous("correction", correction)
+  checks.check_continuous("outer_learning_rate", outer_learning_rate)
+
+  def growth(curvature: np.ndarray) -> np.ndarray:
+    """Returns the largest magnitude of a round's eigenvalues."""
+    # Column j of the map is what a round makes of the j-th unit vector.
+    units = np.eye(4)[:, None, :] * np.ones((1, len(curvature), 1))
+    anchor, message, velocity, outer = units
+    scale = curvature[:, None]
+
+    def arrived() -> tuple[np.ndarray, np.ndarray]:
+      speed = outer_momentum * outer + message
+      ahead = outer_momentum * speed + message
+      return anchor - outer_learning_rate * ahead, speed
+
+    start = anchor - (carry * message if late else 0.0)
+    local, kept = start, start
+    for step in range(1, interval + 1):
+      gradient = scale * local + correction / interval * (local - anchor)
+      velocity = momentum * velocity + gradient
+      ahead = momentum * velocity + gradient if nesterov else velocity
+      local = local - ahead
+      if step == late:
+        done = kept - local
+        anchor, outer = arrived()
+        local, kept = anchor - done, anchor
+    message = kept - local
+    if not late:
+      anchor, outer = arrived()
+      message = np.zeros_like(message)
+    after = np.stack([anchor, message, velocity, outer])
+    found = np.linalg.eigvals(after.transpose(1, 0, 2))
+    return np.abs(found).max(-1)
+
+  tried = np.geomspace(_LOWEST, _HIGHEST, _STEPS)
+  grows = growth(tried) > 1 + _MARGIN
+  if not grows.any():
+    return _HIGHEST
+  first = int(np.argmax(grows))
+  if first == 0:
+    return 0.0
+  low, high = tried[first - 1], tried[first]
+  while high > low * 1.0005:
+    middle = (low * high) ** 0.5
+    if growth(np.array([middle]))[0] > 1 + _MARGIN:
+      high = middle
+    else:
+      low = middle
+  return float(low)
