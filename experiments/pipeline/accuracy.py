@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
+import late_starts
 import numpy as np
 import optax
 import tyro
@@ -106,14 +107,23 @@ class Run(NamedTuple):
   layers: tuple[str, ...]
   options: Config
 
-  def inner(self) -> optax.GradientTransformation:
-    """The optimizer of every variant that names no other."""
-    b1 = self.options.momentum
-    adam = self.options.optimizer == "adam"
-    return optax.chain(
-      optax.scale_by_adam(b1=b1, b2=_B2) if adam else optax.trace(b1),
-      optax.scale_by_learning_rate(self.rate),
-    )
+  def inner(
+    self, momentum: float | None = None
+  ) -> optax.GradientTransformation:
+    """The optimizer of every variant that names no other.
+
+    Args:
+      momentum: another than the options'; steps are as long in all.
+    """
+    own = self.options.momentum
+    b1 = own if momentum is None else momentum
+    if self.options.optimizer == "adam":
+      first = [optax.scale_by_adam(b1=b1, b2=_B2)]
+    elif b1 == own:
+      first = [optax.trace(b1)]
+    else:
+      first = [optax.trace(b1), optax.scale((1 - b1) / (1 - own))]
+    return optax.chain(*first, optax.scale_by_learning_rate(self.rate))
 
 
 Variant: TypeAlias = Callable[[Run], optax.GradientTransformation]
@@ -125,12 +135,19 @@ def _none(run: Run, delay: Any) -> optax.GradientTransformation:
   return run.inner()
 
 
+def _longer(
+  run: Run, delay: Any, momentum: float
+) -> optax.GradientTransformation:
+  del delay
+  return run.inner(momentum)
+
+
 def _predicted(
-  run: Run, delay: Any, rule: Any = "coast"
+  run: Run, delay: Any, rule: Any = "coast", momentum: float | None = None
 ) -> optax.GradientTransformation:
   coasts = run.options.optimizer == "adam" and rule == "coast"
   return transforms.predict_weights(
-    run.inner(), delay, rule, b2=_B2 if coasts else None
+    run.inner(momentum), delay, rule, b2=_B2 if coasts else None
   )
 
 
@@ -188,6 +205,12 @@ def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
   return transforms.delay_gradients(fix(run, delay), delay)
 
 
+def _half(fix: Fix, window: int | None, run: Run) -> Any:
+  """A table with a flush for half of the run, then a window."""
+  delay = (run.options.stages if window is None else window) - 1
+  return late_starts.delay_from(run.num_steps // 2, fix(run, delay), delay)
+
+
 def _stagewise(fix: Fix, run: Run) -> Any:
   """PipeDream's delays: S - 1 - s of stage s, as many layers in each."""
   stages, layers = run.options.stages, run.layers
@@ -202,6 +225,8 @@ _nesterov = functools.partial(_look_ahead, momentum=0.9)
 _long = functools.partial(_look_ahead, momentum=0.99)
 _weakly = functools.partial(_compensated, strength=0.04)
 _strongly = functools.partial(_compensated, strength=4.0)
+_slow = functools.partial(_longer, momentum=0.98)
+_slow_predicted = functools.partial(_predicted, momentum=0.98)
 _repeated = functools.partial(_predicted, rule="repeat")
 
 # In the order in which they run: what matters most comes first.
@@ -226,6 +251,23 @@ VARIANTS: dict[str, Variant] = {
   "W=S, look-ahead 0.99": functools.partial(_windowed, _long, None),
   "W=S, prediction, repeat": functools.partial(_windowed, _repeated, None),
   "W=S, DC-ASGD 4": functools.partial(_windowed, _strongly, None),
+  "W=2, DC-ASGD 4": functools.partial(_windowed, _strongly, 2),
+  "W=2, look-ahead 0.99": functools.partial(_windowed, _long, 2),
+  "sync, look-ahead 0.99": functools.partial(_windowed, _long, 1),
+  # A longer momentum, which lets a late gradient have a higher rate.
+  "sync, momentum 0.98": functools.partial(_windowed, _slow, 1),
+  "W=2, prediction, momentum 0.98": functools.partial(
+    _windowed, _slow_predicted, 2
+  ),
+  "W=S, prediction, momentum 0.98": functools.partial(
+    _windowed, _slow_predicted, None
+  ),
+  # Late gradients in the second half of the run only.
+  "half W=2": functools.partial(_half, _none, 2),
+  "half W=S": functools.partial(_half, _none, None),
+  "half W=2, prediction": functools.partial(_half, _predicted, 2),
+  "half W=S, prediction": functools.partial(_half, _predicted, None),
+  "half W=2, prediction + look-ahead": functools.partial(_half, _both, 2),
 }
 BASE = "sync"
 
@@ -249,6 +291,18 @@ PRESETS: comparison.Presets = {
         "sync", "W=2", "W=S", "W=S, prediction", "W=2, prediction",
         "W=S, look-ahead", "W=2, look-ahead", "sync, look-ahead",
       ),
+    ),
+  ),
+  "cifar10-long": (
+    "20 epochs of these images: two minutes a run on a core",
+    Config(epochs=20.0, warmup_epochs=1.0),
+  ),
+  "text-long": (
+    "all of Shakespeare's bytes once: two minutes a run",
+    Config(
+      dataset="tiny_shakespeare", model="transformer", width=48, samples=None,
+      test_samples=None, batch_size=16, epochs=1.0, warmup_epochs=0.05,
+      optimizer="adam", rates=(0.002, 0.004, 0.008),
     ),
   ),
   "smoke": (

@@ -16,6 +16,7 @@ _RATE = 0.1
 
 @pytest.fixture(name="accuracy")
 def _accuracy(monkeypatch):
+  monkeypatch.syspath_prepend(str(FOLDER / "pipeline"))
   return load("pipeline_accuracy", "pipeline/accuracy.py", monkeypatch)
 
 
@@ -78,7 +79,8 @@ def test_every_fix_is_of_its_delay(accuracy):
       if hasattr(x, "pending") or hasattr(x, "past")
     ]
     delays = {key: len(ring) for rings in rings for key, ring in rings.items()}
-    wanted = dict.fromkeys("abcde", {"W=2": 1, "W=S": 3}.get(name[:3], 0))
+    window = name.removeprefix("half ")[:3]
+    wanted = dict.fromkeys("abcde", {"W=2": 1, "W=S": 3}.get(window, 0))
     if name.startswith("PipeDream"):
       # Five layers in four stages.
       wanted = {"a": 3, "b": 3, "c": 2, "d": 1, "e": 0}
@@ -88,6 +90,33 @@ def test_every_fix_is_of_its_delay(accuracy):
       assert delays == wanted
     read = transforms.predicted_weights(state, w)
     assert read.keys() == w.keys()
+
+
+def test_a_half_window_is_late_from_the_middle_on(accuracy):
+  run = run_of(accuracy)._replace(num_steps=8)
+  gradients = [2.0**i for i in range(8)]
+  sgd = optax.sgd(_RATE, 0.9)
+  for name, delay in (("half W=2", 1), ("half W=S", 3)):
+    moved = path(accuracy.VARIANTS[name](run), gradients)
+    # The first four at once, an empty pipeline, then what is late.
+    wanted = path(sgd, gradients[:4] + gradients[4 : 8 - delay])
+    wanted = [*wanted[:4], *[wanted[3]] * delay, *wanted[4:]]
+    np.testing.assert_allclose(moved, wanted, rtol=1e-6)
+
+
+def test_a_half_window_predicts_once_it_has_made_an_update(accuracy):
+  run = run_of(accuracy)._replace(num_steps=4)
+  optimizer = accuracy.VARIANTS["half W=2, prediction"](run)
+  w, ahead = jnp.asarray(0.0), []
+  state = optimizer.init(w)
+  for _ in range(5):
+    ahead.append(float(transforms.predicted_weights(state, w) - w))
+    updates, state = optimizer.update(jnp.asarray(1.0), state, w)
+    w = optax.apply_updates(w, updates)
+  # Two steps at once, one that fills; then 0.9 times the last update, which
+  # had a momentum of 1 + 0.9 + 0.81.
+  np.testing.assert_allclose(ahead[:4], 0.0, atol=1e-8)
+  assert ahead[4] == pytest.approx(-_RATE * 0.9 * (1 + 0.9 + 0.81))
 
 
 def test_the_smoke_preset_runs_and_is_reported(
