@@ -205,10 +205,13 @@ def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
   return transforms.delay_gradients(fix(run, delay), delay)
 
 
-def _half(fix: Fix, window: int | None, run: Run) -> Any:
-  """A table with a flush for half of the run, then a window."""
+def _in_the_end(
+  fix: Fix, window: int | None, run: Run, share: float = 0.5
+) -> Any:
+  """A table with a flush first, a window for the last `share` of the run."""
   delay = (run.options.stages if window is None else window) - 1
-  return late_starts.delay_from(run.num_steps // 2, fix(run, delay), delay)
+  start = run.num_steps - round(share * run.num_steps)
+  return late_starts.delay_from(start, fix(run, delay), delay)
 
 
 def _stagewise(fix: Fix, run: Run) -> Any:
@@ -262,12 +265,14 @@ VARIANTS: dict[str, Variant] = {
   "W=S, prediction, momentum 0.98": functools.partial(
     _windowed, _slow_predicted, None
   ),
-  # Late gradients in the second half of the run only.
-  "half W=2": functools.partial(_half, _none, 2),
-  "half W=S": functools.partial(_half, _none, None),
-  "half W=2, prediction": functools.partial(_half, _predicted, 2),
-  "half W=S, prediction": functools.partial(_half, _predicted, None),
-  "half W=2, prediction + look-ahead": functools.partial(_half, _both, 2),
+  # Late gradients in the last part of the run only.
+  "half W=2": functools.partial(_in_the_end, _none, 2),
+  "half W=S": functools.partial(_in_the_end, _none, None),
+  "half W=2, prediction": functools.partial(_in_the_end, _predicted, 2),
+  "half W=S, prediction": functools.partial(_in_the_end, _predicted, None),
+  "three quarters W=2, prediction": functools.partial(
+    _in_the_end, _predicted, 2, share=0.75
+  ),
 }
 BASE = "sync"
 
