@@ -71,6 +71,32 @@ class Grid:
     return float(busy.mean())
 
 
+def make_grid(table: Table, *, send_ticks: int = 1) -> Grid:
+  """Puts a table into ticks: its own, or those of a window without a flush.
+
+  Args:
+    table: with a flush, or with delayed weights and a stage on each device.
+    send_ticks: as of `synchronous_grid`.
+
+  Raises:
+    ValueError: when the table does not fit into ticks.
+  """
+  if table.num_iterations == 1 and table.window == 1:
+    return synchronous_grid(table, send_ticks=send_ticks)
+  if table.weights != "delayed" or len(table.devices) != table.num_stages:
+    raise ValueError(
+      "`table` must be synchronous, or have delayed weights and a stage on "
+      f"each device in one program, got {table}, weights {table.weights!r}. "
+      "Run it with each stage in a process of its own."
+    )
+  return continuous_grid(
+    table.num_stages,
+    table.num_microbatches,
+    window=table.window,
+    send_ticks=send_ticks,
+  )
+
+
 def synchronous_grid(table: Table, *, send_ticks: int = 1) -> Grid:
   """Puts a synchronous table of one iteration into ticks.
 

@@ -1,17 +1,18 @@
 """A pipeline in one compiled program, over an axis of the workers' mesh."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jdist import checks, collectives, states, training, transforms
+from jdist import checks, collectives, training, transforms
 from jdist.pipeline.runtime import (
   _chain_check,
-  _global_norm,
+  _device_program,
   _grid,
   _stages,
   _tick_times,
@@ -20,26 +21,6 @@ from jdist.pipeline.runtime import (
 from jdist.pipeline.schedule import Op, Table
 
 PyTree = Any
-
-
-@states.declare()
-class InFlightState(NamedTuple):
-  """An optimizer's state, and what a pipeline has under way.
-
-  Attributes:
-    inner: the optimizer's, of each device's own stages: arrays `[devices, ...]`
-      and scalars.
-    step: iterations that have begun, int32 scalar.
-    older: earlier versions of the parameters, as they were read, the newer
-      first.
-    flight: micro-batches and gradients under way, arrays `[devices, ...]`; an
-      empty tuple where each step ends with an empty pipeline.
-  """
-
-  inner: PyTree
-  step: jax.Array
-  older: tuple[PyTree, ...]
-  flight: Any
 
 
 class OneProgram:
@@ -84,7 +65,7 @@ class OneProgram:
   def __init__(
     self,
     stages: Sequence[_stages.LayerLike],
-    loss: _ticks.OutputLoss,
+    loss: _stages.OutputLoss,
     table: Table,
     microbatch: PyTree,
     *,
@@ -121,16 +102,12 @@ class OneProgram:
     checks.check_function("loss", loss, "outputs and a micro-batch")
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
-    self.clip_norm = clip_norm
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
     # One device sends nothing: its next stage may begin with the next tick.
     late_sends = late_sends and len(table.devices) > 1
     self._late = late_sends
     sent = 2 if late_sends else 1
-    if table.num_iterations == 1 and table.window == 1:
-      self.grid = _grid.synchronous_grid(table, send_ticks=sent)
-    else:
-      self.grid = _continuous(table, sent)
+    self.grid = _grid.make_grid(table, send_ticks=sent)
     self._ticks = _ticks.Ticks(
       stages,
       loss,
@@ -139,6 +116,9 @@ class OneProgram:
       microbatch,
       late=late_sends,
       axis=axis,
+    )
+    self._program = _device_program.DeviceProgram(
+      self._ticks, clip_norm=clip_norm, axis=axis
     )
 
   def __repr__(self) -> str:
@@ -157,7 +137,7 @@ class OneProgram:
   @property
   def spec(self) -> PartitionSpec:
     """How parameters and the model's state lie on the mesh."""
-    return PartitionSpec(self.stage_axis)
+    return self._program.spec
 
   @property
   def sent_bytes(self) -> int:
@@ -270,12 +250,11 @@ class OneProgram:
     )
     state = state._replace(model_state=team.replicate(model_state, self.spec))
 
-    def init(params: PyTree) -> InFlightState:
-      return self._init(inner, params)
+    def init(params: PyTree) -> PyTree:
+      return self._program.init(inner, params)
 
     shapes = jax.eval_shape(team.spmd(init), state.params)
-    # Without the axis of workers scalars are of all devices.
-    specs = jax.tree.map(lambda x: self._spec(x.ndim - 1), shapes)
+    specs = self._program.optimizer_specs(shapes)
     opt_state = team.jit(init, out_specs=specs)(state.params)
     return state._replace(opt_state=opt_state)
 
@@ -315,12 +294,12 @@ class OneProgram:
       )
     )
     opt_state = jax.eval_shape(
-      team.spmd(lambda p: self._init(inner, p)), params
+      team.spmd(lambda p: self._program.init(inner, p)), params
     )
     opt_state = jax.tree.map(
-      lambda x: shape(x, self._spec(x.ndim - 1)), opt_state
+      shape, opt_state, self._program.optimizer_specs(opt_state)
     )
-    step, key = replicated((jnp.zeros((), jnp.int32), key), _ALL)
+    step, key = replicated((jnp.zeros((), jnp.int32), key), PartitionSpec())
     return training.TrainState(step, params, opt_state, state, key)
 
   def make_step(
@@ -356,10 +335,10 @@ class OneProgram:
       def device(
         state: training.TrainState, batch: PyTree, rows: jax.Array
       ) -> Any:
-        state, gradient = self._gradient(state, batch, rows, axis)
+        state, gradient = self._program.gradient(state, batch, rows, axis)
         return update(state, gradient, control)
 
-      return self._on_devices(device, state, batch)
+      return self._program.run(device, state, batch)
 
     return step
 
@@ -376,157 +355,14 @@ class OneProgram:
       axis: the workers' axis.
     """
     update = training.make_update(self._optimizer(inner), axis=axis)
-
-    def device(
-      state: training.TrainState, batch: tuple[()], rows: jax.Array
-    ) -> Any:
-      begun, number = state.opt_state.step, state.step
-      for _ in range(self.grid.behind):
-        batch = jax.tree.map(
-          lambda x: jnp.zeros_like(x[0]), state.opt_state.flight.batches
-        )
-        state, gradient = self._gradient(state, batch, rows, axis, begun)
-        state, _ = update(state, gradient)
-      kept = state.opt_state
-      empty = jax.tree.map(jnp.zeros_like, kept.flight)
-      older = (_read(kept, state.params),) * self.grid.delay
-      kept = InFlightState(kept.inner, jnp.zeros_like(begun), older, empty)
-      return state._replace(step=number, opt_state=kept), {}
-
-    return lambda state: self._on_devices(device, state, ())[0]
-
-  def _on_devices(
-    self,
-    function: Callable[..., Any],
-    state: training.TrainState,
-    batch: PyTree,
-  ) -> Any:
-    """Runs a function of state, batch and a grid's rows on each device."""
-
-    def device(
-      state: training.TrainState, batch: PyTree, rows: jax.Array
-    ) -> Any:
-      state, metrics = function(_on_device(state), batch, rows[:, 0])
-      return _on_mesh(state), metrics
-
-    specs = self._specs(state)
-    # Without types: methods know the workers' axis only, and nothing that is
-    # differentiated holds a collective.
-    return jax.shard_map(
-      device,
-      in_specs=(specs, _ALL, PartitionSpec(None, self.stage_axis)),
-      out_specs=(specs, _ALL),
-      axis_names={self.stage_axis},
-      check_vma=False,
-    )(state, batch, jnp.asarray(self.grid.rows))
-
-  def _gradient(
-    self,
-    state: training.TrainState,
-    batch: PyTree,
-    rows: jax.Array,
-    axis: collectives.Axis,
-    begun: jax.Array | None = None,
-  ) -> tuple[training.TrainState, training.Gradient]:
-    """Runs a step's ticks on one device; `begun` iterations if no more are."""
-
-    def key_of(iteration: jax.Array) -> jax.Array:
-      number = state.step - opt_state.step + iteration
-      key = jax.random.wrap_key_data(state.key)
-      return jax.random.fold_in(
-        jax.random.fold_in(key, number), collectives.index(axis)
-      )
-
-    ticks, grid = self._ticks, self.grid
-    opt_state = state.opt_state
-    flight = opt_state.flight if grid.behind else ticks.start()
-    grads, model_state, means, flight = ticks.run(
-      (_read(opt_state, state.params), *opt_state.older),
-      state.model_state,
-      flight,
-      batch,
-      opt_state.step,
-      rows,
-      key_of,
-      begun,
-    )
-    if self.clip_norm is not None:
-      grads = _global_norm.clip_norm(
-        grads, self.clip_norm, ticks.tied, self.stage_axis
-      )
-    found = dict(zip(ticks.names, means, strict=True))
-    loss = found.pop("loss")
-    samples = training.num_samples(
-      jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-    )
-    gradient = training.Gradient(grads, loss, samples, model_state, found)
-    kept = opt_state._replace(flight=flight if grid.behind else ())
-    return state._replace(opt_state=kept), gradient
+    device = functools.partial(self._program.drain, update, axis)
+    return lambda state: self._program.run(device, state, ())[0]
 
   def _optimizer(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer for one device: keeps versions, skips the first."""
     self._check_chain(inner)
-    inner = optax.with_extra_args_support(inner)
-    behind = self.grid.behind
-
-    def update(
-      grads: PyTree, state: InFlightState, params: PyTree = None, **given: Any
-    ) -> tuple[PyTree, InFlightState]:
-      updates, after = inner.update(grads, state.inner, params, **given)
-      updates = self._ticks.tied.share(updates)
-      read = _read(state, params)
-      older = (read, *state.older[:-1]) if state.older else ()
-      if behind:
-        there = state.step >= behind
-        updates, after, older = jax.tree.map(
-          lambda x, y: jnp.where(there, x, y),
-          (updates, after, older),
-          (jax.tree.map(jnp.zeros_like, updates), state.inner, state.older),
-        )
-      step = optax.safe_increment(state.step)
-      return updates, InFlightState(after, step, older, state.flight)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-  def _init(
-    self, inner: optax.GradientTransformation, params: PyTree
-  ) -> InFlightState:
-    """Makes the optimizer's state and an empty pipeline, of one worker."""
-
-    def device(params: PyTree) -> Any:
-      own = jax.tree.map(lambda x: x[0], params)
-      state = inner.init(own)
-      flight = self._ticks.start() if self.grid.behind else ()
-      return jax.tree.map(lambda x: x[None] if x.ndim else x, state), (
-        jax.tree.map(lambda x: x[None], flight)
-      )
-
-    local = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params
-    )
-    shapes = jax.eval_shape(inner.init, local)
-    split = jax.tree.map(lambda x: self._spec(x.ndim), shapes)
-    state, flight = jax.shard_map(
-      device,
-      in_specs=self.spec,
-      out_specs=(split, self.spec),
-      axis_names={self.stage_axis},
-      check_vma=False,
-    )(params)
-    older = (params,) * self.grid.delay
-    return InFlightState(state, jnp.zeros((), jnp.int32), older, flight)
-
-  def _specs(self, state: training.TrainState) -> training.TrainState:
-    """Returns how one worker's state lies on its devices."""
-    kept = state.opt_state
-    inner = jax.tree.map(lambda x: self._spec(x.ndim), kept.inner)
-    opt_state = InFlightState(inner, _ALL, self.spec, self.spec)  # type: ignore[arg-type]
-    return training.TrainState(_ALL, self.spec, opt_state, self.spec, _ALL)  # type: ignore[arg-type]
-
-  def _spec(self, ndim: int) -> PartitionSpec:
-    return self.spec if ndim else _ALL
+    return self._program.optimizer(inner)
 
   def _cut(self, x: jax.Array) -> jax.Array:
     """Cuts a batch into micro-batches."""
@@ -554,56 +390,3 @@ class OneProgram:
         "Make it with `collectives.workers(n, mesh=jax.make_mesh((n, "
         f"{self.grid.num_devices}), ('worker', {self.stage_axis!r}), ...))`."
       )
-
-
-_ALL = PartitionSpec()
-
-
-def _read(state: InFlightState, params: PyTree) -> PyTree:
-  """Returns the newest parameters as an iteration reads them: predicted."""
-  return transforms.predicted_weights(state.inner, params)
-
-
-def _on_device(state: training.TrainState) -> training.TrainState:
-  """Takes the axis of devices from the arrays of one worker's state.
-
-  Scalars are computed anew, as an argument that is passed on untouched is
-  still typed as varying over the workers, and what is computed here is not:
-  conditionals would refuse both together.
-  """
-  state = _mapped(state, lambda x: x[0])
-  return jax.tree.map(lambda x: x if x.ndim else x.reshape(1)[0], state)
-
-
-def _on_mesh(state: training.TrainState) -> training.TrainState:
-  """Undoes `_on_device`."""
-  return _mapped(state, lambda x: x[None])
-
-
-def _mapped(
-  state: training.TrainState, change: Callable[[jax.Array], jax.Array]
-) -> training.TrainState:
-  kept = state.opt_state
-  inner = jax.tree.map(lambda x: change(x) if x.ndim else x, kept.inner)
-  arrays = (state.params, state.model_state, kept.older, kept.flight)
-  params, model_state, older, flight = jax.tree.map(change, arrays)
-  return state._replace(
-    params=params,
-    model_state=model_state,
-    opt_state=InFlightState(inner, kept.step, older, flight),
-  )
-
-
-def _continuous(table: Table, send_ticks: int) -> _grid.Grid:
-  if table.weights != "delayed" or len(table.devices) != table.num_stages:
-    raise ValueError(
-      "`table` must be synchronous, or have delayed weights and a stage on "
-      f"each device in one program, got {table}, weights {table.weights!r}. "
-      "Run it with each stage in a process of its own."
-    )
-  return _grid.continuous_grid(
-    table.num_stages,
-    table.num_microbatches,
-    window=table.window,
-    send_ticks=send_ticks,
-  )

@@ -13,6 +13,8 @@ import jax
 from jdist import checks
 
 PyTree = Any
+# (outputs of the last stage, micro-batch) -> loss, metrics
+OutputLoss = Callable[[Any, PyTree], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class LayerLike(Protocol):
