@@ -23,6 +23,8 @@ from jdist.collectives._manual_axes import varying_like as varying_like
 from jdist.collectives._mesh import make_cpu_devices as make_cpu_devices
 from jdist.collectives._mesh import make_mesh as make_mesh
 from jdist.collectives._mesh import start_processes as start_processes
+from jdist.collectives._model_parts import model_parts as model_parts
+from jdist.collectives._model_parts import sum_of_parts as sum_of_parts
 from jdist.collectives._operations import all_to_all as all_to_all
 from jdist.collectives._operations import finish_mean as finish_mean
 from jdist.collectives._operations import gather as gather

@@ -64,7 +64,10 @@ def clip_local(
       ]
       if not squares:
         return tree
-      norm = jnp.sqrt(sum(squares[1:], squares[0]))
+      square = sum(squares[1:], squares[0])
+      if not per_leaf:
+        square = collectives.sum_of_parts(square)
+      norm = jnp.sqrt(square)
       # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
       over = jnp.isfinite(norm) & (norm > limit)
       factor = limit / jnp.where(over, norm, 1.0)

@@ -30,7 +30,8 @@ def skip_nonfinite(
   .. math:: g_i \leftarrow g_i \prod_j [g_j \text{ is finite}]
 
   The first element of a chain, in front of a method: what is averaged stays
-  finite.  All workers decide alike, by one scalar all-reduce in every step.
+  finite.  All workers decide alike, by one scalar all-reduce in every step, and
+  all stages of a pipeline.
   Rounds and schedules go on, momenta and weight decay act as on a gradient of
   zero; `optax.apply_if_finite` stops the whole optimizer instead, each worker
   by itself, after which workers would end their rounds in different steps.
@@ -62,7 +63,8 @@ def skip_nonfinite(
     del params, extra_args
     found = [jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]
     wrong = ~jnp.stack(found).all() if found else jnp.asarray(False)
-    wrong = collectives.sum(wrong.astype(jnp.float32), axis) > 0
+    count = collectives.sum_of_parts(wrong.astype(jnp.float32))
+    wrong = collectives.sum(count, axis) > 0
     # Not a product: NaN times zero is NaN.
     updates = jax.tree.map(
       lambda x: jnp.where(wrong, jnp.zeros_like(x), x), updates

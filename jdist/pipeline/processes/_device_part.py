@@ -1,7 +1,7 @@
 """What one device of a pipeline has and knows."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,3 +74,77 @@ class DevicePart:
     """Waits for arrays of another device."""
     assert self.peers is not None, "there is another device only with peers"
     return self.peers.receive(device, tag, like)
+
+  def share(
+    self, source: int, tag: _peers.Tag, own: list[Any] | None, like: list[Any]
+  ) -> list[Any]:
+    """Gives every process arrays that one device has.
+
+    Args:
+      source: that device.
+      tag: of the message.
+      own: the arrays on that device, None on others.
+      like: their shapes.
+    """
+    if own is None:
+      return self.receive(source, tag, like)
+    for other in self.others:
+      self.send(other, tag, own)
+    return own
+
+  def collect(
+    self,
+    kind: _peers.Kind,
+    own: dict[int, Any],
+    step: int,
+    stages: Sequence[int] | None = None,
+    number: int = 0,
+  ) -> dict[int, Any]:
+    """Exchanges an array of each stage among the devices of these stages.
+
+    Args:
+      kind: of the messages.
+      own: arrays of one shape, of this device's stages.
+      step: of the run.
+      stages: all if None.
+      number: of several such exchanges in a step.
+    """
+    stages = range(self.table.num_stages) if stages is None else stages
+    devices = {self.table.device_of[s] for s in stages}
+    for s, value in own.items():
+      tag = _peers.Tag(kind, s, number, step)
+      for device in devices - {self.device}:
+        self.send(device, tag, [value])
+    like = next(iter(own.values()))
+    found: dict[int, Any] = {}
+    for s in stages:
+      if s in own:
+        found[s] = own[s]
+      else:
+        tag = _peers.Tag(kind, s, number, step)
+        found[s] = self.receive(self.table.device_of[s], tag, [like])[0]
+    return found
+
+
+def check_barriers(
+  table: Table, num_own: int, clip_norm: float | None, tied: Any
+) -> None:
+  """Refuses what would wait for itself.
+
+  Args:
+    table: of all devices.
+    num_own: stages of this one.
+    clip_norm: greatest norm of all stages' gradients, or None.
+    tied: parameters of several stages.
+
+  Raises:
+    ValueError: when a device would.
+  """
+  flushed = table.num_iterations == 1 and table.window == 1
+  if num_own > 1 and not flushed and (clip_norm is not None or tied):
+    what = "`clip_norm`" if clip_norm is not None else "tied parameters"
+    raise ValueError(
+      f"{what} must be left out where a device has several stages and "
+      f"iterations overlap, got {table}. Take a table of one iteration, or a "
+      "stage for each device."
+    )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import cluster
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -296,7 +297,9 @@ class Segment:
           if self._part.tied.get(path, (s,))[0] == s
         }
       norms[s] = self._updates.squared_norm(counted)
-    every = self._collect(_peers.Kind.NORM, norms, iteration)
+    every = self._part.collect(
+      _peers.Kind.NORM, norms, self._state.step + iteration
+    )
     norm = jnp.sqrt(sum(jnp.asarray(every[s]) for s in sorted(every)))
     return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-16))
 
@@ -310,7 +313,9 @@ class Segment:
       if not any(s in totals for s in stages):
         continue
       own = {s: found[s][path] for s in stages if s in totals}
-      parts = self._collect(_peers.Kind.TIED, own, iteration, stages, number)
+      parts = self._part.collect(
+        _peers.Kind.TIED, own, self._state.step + iteration, stages, number
+      )
       total = parts[stages[0]]
       for s in stages[1:]:
         total = total + parts[s]
@@ -327,33 +332,6 @@ class Segment:
       for s in totals
     }
 
-  def _collect(
-    self,
-    kind: _peers.Kind,
-    own: dict[int, jax.Array],
-    iteration: int,
-    stages: Sequence[int] | None = None,
-    number: int = 0,
-  ) -> dict[int, Any]:
-    """Exchanges an array of each stage among the devices of these stages."""
-    stages = range(self._table.num_stages) if stages is None else stages
-    step = self._state.step + iteration
-    devices = {self._table.device_of[s] for s in stages}
-    for s, value in own.items():
-      tag = _peers.Tag(kind, s, number, step)
-      for device in devices - {self._part.device}:
-        self._part.send(device, tag, [value])
-    like = next(iter(own.values()))
-    found: dict[int, Any] = {}
-    for s in stages:
-      if s in own:
-        found[s] = own[s]
-      else:
-        tag = _peers.Tag(kind, s, number, step)
-        source = self._table.device_of[s]
-        found[s] = self._part.receive(source, tag, [like])[0]
-    return found
-
   def _all_metrics(self) -> list[dict[str, float]]:
     """Returns each iteration's means, which the last stage has."""
     names = self._part.metric_names
@@ -361,6 +339,7 @@ class Segment:
     count = self._table.num_microbatches
     shape = len(self._batches), len(names)
     tag = _peers.Tag(_peers.Kind.METRICS, iteration=self._state.step)
+    own = None
     if last == self._part.device:
       rows = np.asarray(
         [
@@ -371,13 +350,33 @@ class Segment:
         np.float64,
       )  # fmt: skip
       weights = np.stack(self._weights).astype(np.float64)[..., None]
-      means = (rows * weights).mean(1)
-      for other in self._part.others:
-        self._part.send(other, tag, [means])
-    else:
-      like = np.zeros(shape)
-      means = self._part.receive(last, tag, [like])[0]
+      own = [(rows * weights).mean(1)]
+    (means,) = self._part.share(last, tag, own, [np.zeros(shape)])
     return [dict(zip(names, map(float, row), strict=True)) for row in means]
+
+
+def make_trace(
+  orders: Sequence[Sequence[Action]], seconds: Sequence[np.ndarray]
+) -> cluster.Trace:
+  """Makes a timeline of the seconds that segments were given to fill.
+
+  Args:
+    orders: each device's actions.
+    seconds: of their starts and ends, arrays [turns, actions, 2].
+  """
+  begin = min(x.min() for x in seconds if x.size)
+  trace = cluster.Trace()
+  for device, order in enumerate(orders):
+    for turn in seconds[device]:
+      for action, (start, end) in zip(order, turn, strict=True):
+        trace.add(
+          f"device {device}",
+          str(action),
+          float(start - begin),
+          float(end - begin),
+          action.op.kind,
+        )
+  return trace
 
 
 def _fold_key(

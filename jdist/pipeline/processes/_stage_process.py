@@ -20,6 +20,7 @@ from jdist.pipeline.processes import (
   _update_program,
 )
 from jdist.pipeline.runtime import (
+  check_parts,
   LayerLike,
   make_inputs,
   merge,
@@ -129,7 +130,7 @@ class StageProcess:
       s for s in range(table.num_stages) if table.device_of[s] == device
     )
     tied = shared_paths(stages)
-    _check_barriers(table, len(own), clip_norm, tied)
+    _device_part.check_barriers(table, len(own), clip_norm, tied)
     # Where the passes of a micro-batch read unlike versions, the backward pass
     # cannot use what the forward pass saved.
     if table.weights == "newest":
@@ -194,12 +195,14 @@ class StageProcess:
     """Makes this process's state at the run's beginning.
 
     Args:
-      optimizer: any Optax chain; it sees the leaves of one stage at a time.
+      optimizer: any Optax chain that decides nothing by all leaves at once, as
+        it sees those of one stage at a time; to clip, see `clip_norm`.
       params: nested dict of the whole model; the stages' own if None.
       model_state: likewise.
       seed: of the run's random key.
     """
     checks.check_optimizer("optimizer", optimizer)
+    check_parts("optimizer", optimizer, len(self.stages), agree=False)
     own = {s: _part_of(self.stages[s].params, params) for s in self._part.own}
     self._updates = _update_program.UpdateProgram(
       optimizer, self.table.num_microbatches
@@ -316,14 +319,13 @@ class StageProcess:
     for s, stage in enumerate(self.stages):
       like = (stage.params, stage.state)
       tag = _peers.Tag(_peers.Kind.MOVED, s, 0, self._exchanges)
+      own = None
       if s in self._part.own:
-        own = state.params[s], state.model_state[s]
-        leaves = jax.tree.leaves(jax.device_get(own))
-        for other in self._part.others:
-          self._part.send(other, tag, leaves)
-      else:
-        source = self.table.device_of[s]
-        leaves = self._part.receive(source, tag, jax.tree.leaves(like))
+        held = state.params[s], state.model_state[s]
+        own = jax.tree.leaves(jax.device_get(held))
+      leaves = self._part.share(
+        self.table.device_of[s], tag, own, jax.tree.leaves(like)
+      )
       trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
     if len(trees) == 1:
       return trees[0]
@@ -351,26 +353,11 @@ class StageProcess:
     found = []
     for device, order in enumerate(orders):
       tag = _peers.Tag(_peers.Kind.MOVED, device, 1, self._exchanges)
-      if device == self._part.device:
-        found.append(rows.reshape(turns, len(order), 2))
-        for other in self._part.others:
-          self._part.send(other, tag, [rows])
-      else:
-        like = np.zeros((turns, len(order), 2))
-        found.append(self._part.receive(device, tag, [like])[0])
-    begin = min(x.min() for x in found if x.size)
-    trace = cluster.Trace()
-    for device, order in enumerate(orders):
-      for turn in found[device]:
-        for action, (start, end) in zip(order, turn, strict=True):
-          trace.add(
-            f"device {device}",
-            str(action),
-            float(start - begin),
-            float(end - begin),
-            action.op.kind,
-          )
-    return trace
+      shape = turns, len(order), 2
+      own = [rows] if device == self._part.device else None
+      (came,) = self._part.share(device, tag, own, [np.zeros(shape)])
+      found.append(came.reshape(shape))
+    return _segment.make_trace(orders, found)
 
   def _agree(self) -> None:
     if self.peers is None:
@@ -404,20 +391,6 @@ class StageProcess:
       return x.reshape(number, x.shape[0] // number, *x.shape[1:])
 
     return jax.tree.map(cut, batch)
-
-
-def _check_barriers(
-  table: Table, num_own: int, clip_norm: float | None, tied: Any
-) -> None:
-  """Refuses what would wait for itself."""
-  flushed = table.num_iterations == 1 and table.window == 1
-  if num_own > 1 and not flushed and (clip_norm is not None or tied):
-    what = "`clip_norm`" if clip_norm is not None else "tied parameters"
-    raise ValueError(
-      f"{what} must be left out where a device has several stages and "
-      f"iterations overlap, got {table}. Take a table of one iteration, or a "
-      "stage for each device."
-    )
 
 
 def _part_of(own: PyTree, whole: PyTree) -> PyTree:

@@ -1,5 +1,6 @@
 """The programs that run a pipeline's table."""
 
+from jdist.pipeline.runtime._chain_check import check_parts as check_parts
 from jdist.pipeline.runtime._device_state import InFlightState as InFlightState
 from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
 from jdist.pipeline.runtime._split_backward import (

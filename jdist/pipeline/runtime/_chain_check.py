@@ -1,4 +1,4 @@
-"""Optimizers that one program cannot run as one device would."""
+"""Optimizers that a pipeline cannot run as one device would."""
 
 import functools
 import inspect
@@ -26,18 +26,62 @@ _OF_LEAVES = {
   "centralize": ("centralize",),
 }
 _OTHER = (type, types.ModuleType, jax.Array)
-_OF_ALL = (
-  "clip_by_global_norm",
-  "normalize_by_update_norm",
-  "apply_if_finite",
-  "prodigy",
-  "scale_by_dog",
-  "scale_by_polyak",
-)
+# What decides by all leaves at once, and what to take for it.
+_OF_ALL = {
+  "clip_by_global_norm": "To clip, take `clip_norm` of the pipeline.",
+  "apply_if_finite": (
+    "In one program take `transforms.skip_nonfinite`, on which stages agree."
+  ),
+  "normalize_by_update_norm": "",
+  "prodigy": "",
+  "scale_by_dog": "",
+  "scale_by_polyak": "",
+}
+# What does so and agrees over the stages of one program, but not of processes.
+_AGREED = {
+  "skip_nonfinite": "Run all stages in one program, or without a guard.",
+  "clip_local": "To clip, take `clip_norm` of the pipeline.",
+}
+
+
+def check_parts(
+  argument: str,
+  optimizer: optax.GradientTransformation,
+  num_parts: int,
+  *,
+  agree: bool,
+  tied: bool = False,
+) -> None:
+  """Refuses what would decide by a part of the model's leaves.
+
+  Args:
+    argument: its name.
+    optimizer: as of `check_chain`.
+    num_parts: of the model, each with an optimizer of its own.
+    agree: whether `collectives.sum_of_parts` adds over them.
+    tied: whether parts share parameters, which such a sum counts twice.
+
+  Raises:
+    ValueError: when it holds one of these, named.
+  """
+  if num_parts < 2:
+    return
+  found = frozenset(_names(optimizer, set()))
+  refused = _OF_ALL | ({} if agree else _AGREED)
+  if tied:
+    refused |= {"clip_local": _AGREED["clip_local"]}
+  for name, remedy in refused.items():
+    if name in found:
+      error = (
+        f"`{argument}` must not decide by all leaves at once in a pipeline, "
+        "which gives it those of its own stages only, got "
+        f"{name}. {remedy}"
+      )
+      raise ValueError(error.rstrip())
 
 
 def check_chain(
-  optimizer: optax.GradientTransformation, *, packed: bool, num_devices: int
+  optimizer: optax.GradientTransformation, *, packed: bool
 ) -> None:
   """Refuses what would act on other leaves than the unsplit model's.
 
@@ -45,22 +89,13 @@ def check_chain(
     optimizer: an Optax chain, whose parts are known by the names of the
       functions and classes that made them.
     packed: whether the leaves of a stage lie in one buffer.
-    num_devices: of the pipeline.
 
   Raises:
     ValueError: when it holds one of these, named.
   """
-  found = frozenset(_names(optimizer, set()))
-  if num_devices > 1:
-    for name in _OF_ALL:
-      if name in found:
-        raise ValueError(
-          "`inner` must not decide by all leaves at once in a pipeline, whose "
-          f"devices see those of their own stages only, got {name}. To clip, "
-          "take `clip_norm` of the pipeline."
-        )
   if not packed:
     return
+  found = frozenset(_names(optimizer, set()))
   names = [x for x, parts in _OF_LEAVES.items() if found.intersection(parts)]
   # LARS and its kind hold masks, too: the first name says what was asked for.
   if names:

@@ -163,6 +163,7 @@ class DeviceProgram:
     """Wraps an optimizer for one device: keeps versions, skips the first."""
     inner = optax.with_extra_args_support(inner)
     behind = self.grid.behind
+    parts = self._axis if self.grid.num_devices > 1 else None
 
     def update(
       grads: PyTree,
@@ -170,7 +171,8 @@ class DeviceProgram:
       params: PyTree = None,
       **given: Any,
     ) -> tuple[PyTree, _device_state.InFlightState]:
-      updates, after = inner.update(grads, state.inner, params, **given)
+      with collectives.model_parts(parts):
+        updates, after = inner.update(grads, state.inner, params, **given)
       updates = self._ticks.tied.share(updates)
       read = _device_state.read(state, params)
       older = (read, *state.older[:-1]) if state.older else ()

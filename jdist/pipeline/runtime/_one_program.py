@@ -377,9 +377,14 @@ class OneProgram:
 
   def _check_chain(self, inner: optax.GradientTransformation) -> None:
     checks.check_optimizer("inner", inner)
-    _chain_check.check_chain(
-      inner, packed=not self.stacked, num_devices=self.grid.num_devices
+    _chain_check.check_parts(
+      "inner",
+      inner,
+      self.grid.num_devices,
+      agree=True,
+      tied=bool(self._ticks.tied),
     )
+    _chain_check.check_chain(inner, packed=not self.stacked)
 
   def _check_mesh(self, team: collectives.Workers) -> None:
     shape = {} if team.mesh is None else dict(team.mesh.shape)
