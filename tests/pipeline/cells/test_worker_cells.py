@@ -7,87 +7,205 @@ import optax
 import pytest
 
 import jdist
-from jdist import codecs, collectives, pipeline, reducers, training
+from jdist import (
+  codecs,
+  collectives,
+  methods,
+  pipeline,
+  reducers,
+  training,
+  transforms,
+)
+from jdist.transforms import intervals
 from tests.pipeline.runtime import _small_models as small
 from tests.profiling import _reading
 
 _WORKERS, _STAGES, _MICRO, _COUNT = 2, 2, 3, 2
+_INTERVAL, _SENT_IN = 2, 2
+_FOUR_BITS = reducers.Compression(
+  # A block is a leaf of 8 x 8: cut alike with the stages together or apart.
+  reducers.compressed(codecs.Quantize(4, 64)),
+  reducers.ErrorFeedback(),
+)
 
 
 def _int4(axis):
-  # A block is a leaf of 8 x 8: cut alike with the stages together or apart.
-  compression = reducers.Compression(
-    reducers.compressed(codecs.Quantize(4, 64)), reducers.ErrorFeedback()
-  )
   return jdist.ssgd(
-    optax.sgd(0.1, momentum=0.9), axis=axis, compression=compression
+    optax.sgd(0.1, momentum=0.9), axis=axis, compression=_FOUR_BITS
   )
 
 
-def _batches():
-  return small.batches(3, _WORKERS, _MICRO * _COUNT)
+def _streamed(axis, compression=None):
+  """MSDPU whose messages go in parts of one row of a leaf."""
+  return methods.msdpu(
+    optax.sgd(0.1, momentum=0.9),
+    intervals.fixed(_INTERVAL),
+    0.1,
+    axis=axis,
+    overlap=transforms.Delayed(
+      carry=None, stream=transforms.Stream(max_bytes=8 * 4)
+    ),
+    compression=compression,
+  )
 
 
-def _pipeline():
+def _streamed_int4(axis):
+  chunked = reducers.Chunked(
+    _FOUR_BITS.reducer, max_bytes=64 * 4, multiple=_SENT_IN
+  )
+  return _streamed(
+    axis, reducers.Compression(chunked, reducers.ErrorFeedback())
+  )
+
+
+_CHAINS = {"int4": _int4, "msdpu": _streamed, "msdpu int4": _streamed_int4}
+
+
+def _batches(number=3):
+  return small.batches(number, _WORKERS, _MICRO * _COUNT)
+
+
+def _control(name):
+  streams = "msdpu" in name
+  return transforms.Control(stream_steps=_SENT_IN) if streams else None
+
+
+def _pipeline(name, table=("1f1b", {}), sizes=small.SIZES):
   batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
-  layers = small.layers()
+  kind, options = table
   pipe = pipeline.OneProgram(
-    pipeline.cut_layers(layers, _STAGES),
+    pipeline.cut_layers(small.layers(sizes), _STAGES),
     small.loss,
-    pipeline.make_table("1f1b", _STAGES, _COUNT),
+    pipeline.make_table(kind, _STAGES, _COUNT, **options),
     batch,
     inputs="x",
+    late_sends=False,
   )
   kinds = (jax.sharding.AxisType.Auto,) * 2
   shape = (_WORKERS, _STAGES)
   mesh = jax.make_mesh(shape, ("worker", "stage"), axis_types=kinds)
   team = collectives.workers(_WORKERS, mesh=mesh)
-  optimizer = _int4(team.axis)
+  optimizer = _CHAINS[name](team.axis)
   state = pipe.init_state(team, optimizer)
+  own = pipe.make_step(optimizer, axis=team.axis)
   step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
+    lambda state, batch: own(state, batch, _control(name)),
     out_specs=(team.specs(state), None),
   )
   return pipe, team, state, step
 
 
-def test_no_collective_of_a_codec_is_over_stages():
-  _, team, state, step = _pipeline()
-  batch = team.place(_batches()[0])
-  text = step.lower(state, batch).compile().as_text()
+def _unsplit(name, batches, delay=0, sizes=small.SIZES):
+  """The workers' states, of the same chain on unsplit models."""
+  layers = small.layers(sizes)
+  whole = collectives.workers(_WORKERS, substrate="vmap")
+  optimizer = transforms.delay_gradients(_CHAINS[name](whole.axis), delay)
+  state = training.init_state(whole, optimizer, *small.merged(layers))
+  own = training.make_step(
+    small.whole_loss(layers), optimizer, axis=whole.axis, accumulate=_COUNT
+  )
+  step = whole.jit(lambda state, batch: own(state, batch, _control(name)))
+  for batch in batches:
+    state, _ = step(state, whole.place(batch))
+  return state
+
+
+def _of_worker(pipe, tree, state, worker):
+  parts = jax.tree.map(lambda x: np.asarray(x[worker]), tree)
+  states = jax.tree.map(lambda x: np.asarray(x[worker]), state.model_state)
+  return pipe.split(parts, states)[0]
+
+
+@pytest.mark.parametrize(
+  "name", ["int4", pytest.param("msdpu int4", marks=pytest.mark.slow)]
+)
+def test_no_collective_of_a_codec_is_over_stages(name):
+  _, team, state, step = _pipeline(name)
+  batch = team.place(_batches(1)[0])
+  groups = _reading.groups(step.lower(state, batch).compile().as_text())
+  # Device 2 w + s: those of one worker.
   over_stages = [
     kind
-    for kind, members in _reading.groups(text)
+    for kind, members in groups
     if kind != "collective-permute"
-    # Device 2 w + s: those of one worker.
     and any({0, 1} <= set(x) or {2, 3} <= set(x) for x in members)
   ]
   # The last stage's loss and metrics, to all stages.
   assert over_stages == ["all-reduce"]
+  # There are some, over workers alone.
+  assert [
+    kind
+    for kind, members in groups
+    if kind != "collective-permute"
+    and {frozenset(x) for x in members}
+    == {frozenset({0, 2}), frozenset({1, 3})}
+  ]
 
 
 @pytest.mark.slow
 def test_four_bits_over_workers_train_as_unsplit_ones():
-  pipe, team, state, step = _pipeline()
+  pipe, team, state, step = _pipeline("int4")
   for batch in _batches():
     state, _ = step(state, team.place(batch))
-  layers = small.layers()
-  whole = collectives.workers(_WORKERS, substrate="vmap")
-  wanted = training.init_state(whole, _int4(whole.axis), *small.merged(layers))
-  reference = whole.jit(
-    training.make_step(
-      small.whole_loss(layers),
-      _int4(whole.axis),
-      axis=whole.axis,
-      accumulate=_COUNT,
-    )
-  )
-  for batch in _batches():
-    wanted, _ = reference(wanted, whole.place(batch))
+  wanted = _unsplit("int4", _batches())
   for worker in range(_WORKERS):
-    parts = jax.tree.map(
-      lambda x, w=worker: np.asarray(x[w]), (state.params, state.model_state)
-    )
+    found = _of_worker(pipe, state.params, state, worker)
     one = jax.tree.map(lambda x, w=worker: x[w], wanted.params)
     # A rounding of float32 may turn one code: a step of 1/7 of 0.1 of a block.
-    assert small.error(pipe.split(*parts)[0], one) < 1e-2
+    assert small.error(found, one) < 1e-2
+
+
+_UNLIKE = (8, 12, 8)
+_TABLES = {"1f1b": ("1f1b", {}), "ours": ("ours", {"window": 2})}
+
+
+@pytest.mark.parametrize(
+  ("table", "name", "sizes", "tolerance"),
+  [
+    ("1f1b", "msdpu", _UNLIKE, 2e-5),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in [
+        ("1f1b", "msdpu", small.SIZES, 2e-5),
+        ("ours", "msdpu", small.SIZES, 2e-5),
+        # As of four bits above.
+        ("1f1b", "msdpu int4", small.SIZES, 1e-2),
+      ]
+    ),
+  ],
+  ids=str,
+)
+def test_streamed_rounds_of_workers_are_those_of_unsplit_ones(
+  table, name, sizes, tolerance
+):
+  pipe, team, state, step = _pipeline(name, _TABLES[table], sizes)
+  # Two rounds have arrived, half of the third one's message is sent.
+  batches = _batches(3 * _INTERVAL + 1 + pipe.grid.behind)
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  behind, delay = pipe.grid.behind, pipe.grid.delay
+  wanted = _unsplit(
+    name, batches[: len(batches) - behind + delay], delay, sizes
+  )
+  late = wanted.opt_state.inner if delay else wanted.opt_state
+  anchor = state.opt_state.inner.anchor
+  for x in jax.tree.leaves(anchor):  # To the bit.
+    np.testing.assert_array_equal(x[0], x[1])
+  for worker in range(_WORKERS):
+    for own, tree in (
+      (state.params, wanted.params), (anchor, late.anchor)
+    ):  # fmt: skip
+      found = _of_worker(pipe, own, state, worker)
+      one = jax.tree.map(lambda x, w=worker: x[w], tree)
+      assert small.error(found, one) < tolerance
+  if name == "msdpu":
+    held = state.opt_state.inner.sync.flight.held
+    for place, sent in zip(
+      jax.tree.leaves(held.position), jax.tree.leaves(held.sent), strict=True
+    ):
+      assert place.tolist() == [sent.shape[-1] // 2] * _WORKERS
+  workers = jax.tree.leaves(state.params)[0]
+  assert np.abs(np.asarray(workers[0] - workers[1])).max() > 0
+  # It is another training than without rounds, and the anchor has moved.
+  first = _of_worker(pipe, anchor, state, 0)
+  assert small.error(first, small.merged(small.layers(sizes))[0]) > 1e-3

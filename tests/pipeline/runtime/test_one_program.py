@@ -1,6 +1,9 @@
 """A pipeline in one program is the unsplit model, late or not."""
 
+import collections as counting
 import functools
+import math
+import re
 
 import chex
 import jax
@@ -288,16 +291,22 @@ def test_micro_batches_count_by_their_samples():
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
 
-def _temporary_bytes(name, microbatches):
-  sizes = (64,) * 5
-  table = pipeline.make_table(name, 4, microbatches)
+@functools.cache
+def _compiled(name, microbatches, **options):
+  # No number of samples here is a multiple of 61, only parameters are 61 * 61.
+  sizes = (61,) * 5
+  table = pipeline.make_table(name, 4, microbatches, **options)
   pipe, _ = _pipe(table, sizes)
   team = _team(1, 4)
   optimizer = _momentum(team.axis)
   state = pipe.init_state(team, optimizer)
   batch = small.batches(1, 1, _MICRO * microbatches, sizes)[0]
   step = team.jit(pipe.make_step(optimizer, axis=team.axis))
-  program = step.lower(state, team.place(batch)).compile()
+  return pipe, batch, step.lower(state, team.place(batch)).compile()
+
+
+def _temporary_bytes(name, microbatches):
+  pipe, batch, program = _compiled(name, microbatches)
   found = program.memory_analysis().temp_size_in_bytes
   # Each device is given the batch and its rows, which do not count.
   rows = pipe.grid.rows
@@ -309,4 +318,40 @@ def test_memory_of_1f1b_is_flat_in_the_micro_batches_and_of_gpipe_not():
   grows = [_temporary_bytes("gpipe", m) for m in (8, 64)]
   assert flat[1] < 1.05 * flat[0]
   # Its 56 micro-batches more keep an input each.
-  assert grows[1] - grows[0] > 56 * _MICRO * 64 * 4
+  assert grows[1] - grows[0] > 56 * _MICRO * 61 * 4
+
+
+def _of_parameters(text):
+  """How often each shape is written that parameters have, or many of them."""
+  shapes = re.findall(r"f32\[([\d,]+)\]", text)
+  sizes = [tuple(map(int, x.split(","))) for x in shapes]
+  return counting.Counter(x for x in sizes if math.prod(x) % 61**2 == 0)
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("1f1b", {}),
+    ("gpipe", {}),
+    pytest.param("ours", {"window": 4}, marks=pytest.mark.slow),
+    pytest.param("zb_h1", {}, marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_buffers_of_the_parameters_size_do_not_grow_with_micro_batches(
+  name, options
+):
+  few, many = (
+    _of_parameters(_compiled(name, m, **options)[2].as_text()) for m in (8, 64)
+  )
+  # One device's stage, and of a window the sums and versions of it.
+  assert (61, 61) in few and few.total() > 20
+  assert few == many
+  # What grows are activations.
+  assert _largest(name, 8, options) < _largest(name, 64, options)
+
+
+def _largest(name, microbatches, options):
+  _, _, program = _compiled(name, microbatches, **options)
+  shapes = re.findall(r"f32\[([\d,]+)\]", program.as_text())
+  return max(math.prod(map(int, x.split(","))) for x in shapes)
