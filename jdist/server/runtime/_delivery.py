@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist.server import _messages, _protocol, _simulation
+from jdist.server import _driver, _messages, _protocol
 from jdist.server.runtime import _engine
 
 
@@ -49,7 +49,7 @@ class Delivery:
   ):
     self.protocol, self.learner = protocol, learner
     self.state = protocol.init(workers)
-    self.nodes = {name: _simulation.NodeTotals() for name in workers}
+    self.nodes = {name: _driver.NodeTotals() for name in workers}
     self.staleness: collections.Counter[int] = collections.Counter()
     self.refused: collections.Counter[str] = collections.Counter()
     self.lost_samples = 0

@@ -20,6 +20,8 @@ from jdist import checks
 from jdist.server.runtime import _engine
 
 _SERVER = "jdist-server"
+# Within so many seconds a worker that was sent home is there.
+_HOME_S = 5.0
 _MIN_STORE_BYTES = 78 * 2**20
 _MODE, _TOKEN, _TOKEN_PATH = (
   "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
@@ -170,9 +172,11 @@ class RayEngine:
       **(ONE_THREAD if environment is None else environment),
     }
     self._ray: Any = ray
+    # Of workers that work their call, too; others wait for the next one.
     self._workers: dict[str, tuple[Any, Any]] = {}
+    self._idle: dict[str, Any] = {}
     self._server: Any = None
-    self._calls: list[Callable[[str, str], None]] = []
+    self._call: Callable[[str, str], None] = lambda name, reason: None
     self._namespace = f"jdist-{secrets.token_hex(4)}"
     try:
       if address is None:
@@ -221,13 +225,14 @@ class RayEngine:
       ) from None
 
   def serve(self, make: Callable[[], Any]) -> None:
-    """Starts the server, or another one in place of one that was lost."""
-    ray = self._ray
+    """Starts the server: in the process that there is, if it answers."""
     if self._server is not None:
-      with contextlib.suppress(Exception):
-        ray.kill(self._server, no_restart=True)
-    actor = ray.remote(_ServerActor).options(
-      name=_SERVER, num_cpus=self._cpus, max_pending_calls=-1
+      with contextlib.suppress(_engine.LostServerError):
+        self._get(self._server.serve.remote(make), 300.0)
+        return
+      self._kill(self._server)
+    actor = self._ray.remote(_ServerActor).options(
+      name=_SERVER, num_cpus=self._cpus
     )
     until = time.monotonic() + 30.0
     while True:
@@ -241,13 +246,23 @@ class RayEngine:
     self._get(self._server.serve.remote(make), 300.0)
 
   def spawn(self, name: str, work: Callable[[_engine.Channel], None]) -> None:
-    """Starts a worker, or another one in place of one that was lost."""
-    ray = self._ray
-    if name in self._workers:
-      with contextlib.suppress(Exception):
-        ray.kill(self._workers[name][0], no_restart=True)
-    actor = ray.remote(_WorkerActor).options(num_cpus=self._cpus).remote()
+    """Starts a worker: in its process of before, if that was sent home."""
+    actor = self._idle.pop(name, None)
+    if actor is None and name in self._workers:
+      actor, call = self._workers[name]
+      try:
+        self._ray.get(call, timeout=_HOME_S)
+      except Exception:
+        self._kill(actor)
+        actor = None
+    if actor is None:
+      options = {"num_cpus": self._cpus}
+      actor = self._ray.remote(_WorkerActor).options(**options).remote()
     self._workers[name] = (actor, actor.work.remote(work))
+
+  def _kill(self, actor: Any) -> None:
+    with contextlib.suppress(Exception):
+      self._ray.kill(actor, no_restart=True)
 
   def process_of(self, name: str) -> int:
     """Returns the process id of a worker, or of the server for `"server"`."""
@@ -269,38 +284,36 @@ class RayEngine:
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
-    self._calls.append(call)
+    self._call = call
 
   def poll(self) -> None:
     """Looks whose call has failed; one that has returned was sent home."""
     ray = self._ray
-    for name, (_, call) in list(self._workers.items()):
+    for name, (actor, call) in list(self._workers.items()):
       ready, _ = ray.wait([call], timeout=0)
       if not ready:
         continue
       try:
         ray.get(call)
         del self._workers[name]
+        self._idle[name] = actor
         continue
       except ray.exceptions.RayActorError as error:
         reason = _line(error)
       except ray.exceptions.RayTaskError as error:
         reason = f"{type(error.cause).__name__}: {_line(error.cause)}"
-      for each in self._calls:
-        each(name, reason)
+      self._call(name, reason)
 
   def stop(self) -> None:
     """Ends all actors, the cluster if it was started here, and its files."""
     ray = self._ray
     if ray.is_initialized():
-      for actor, _ in self._workers.values():
-        with contextlib.suppress(Exception):
-          ray.kill(actor, no_restart=True)
-      if self._server is not None:
-        with contextlib.suppress(Exception):
-          ray.kill(self._server, no_restart=True)
+      actors = [actor for actor, _ in self._workers.values()]
+      for actor in (*actors, *self._idle.values(), self._server):
+        self._kill(actor)
       ray.shutdown()
     self._workers.clear()
+    self._idle.clear()
     for name, value in self._before.items():
       if value is None:
         os.environ.pop(name, None)
@@ -321,6 +334,9 @@ class _ServerActor:
 
   async def serve(self, make: Callable[[], Any]) -> None:
     loop = asyncio.get_running_loop()
+    before, self._server = self._server, None
+    if before is not None:
+      await loop.run_in_executor(None, before.stop)
     self._server = await loop.run_in_executor(None, make)
 
   async def push(self, message: np.ndarray) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class ThreadEngine:
   def __init__(self) -> None:
     self._server: Any = None
     self._lost: list[tuple[str, str]] = []
-    self._calls: list[Callable[[str, str], None]] = []
+    self._call: Callable[[str, str], None] = lambda name, reason: None
     self._threads: dict[str, threading.Thread] = {}
 
   def serve(self, make: Callable[[], Any]) -> None:
@@ -45,14 +45,13 @@ class ThreadEngine:
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
-    self._calls.append(call)
+    self._call = call
 
   def poll(self) -> None:
     """Tells of workers that were lost."""
     while self._lost:
       name, reason = self._lost.pop(0)
-      for call in self._calls:
-        call(name, reason)
+      self._call(name, reason)
 
   def stop(self) -> None:
     """Ends server and workers."""
