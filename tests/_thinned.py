@@ -1,4 +1,4 @@
-"""Products of parameters: a few in the default set, all in the slow one."""
+"""Parameters of tests: a few in the default set, all in the slow one."""
 
 import itertools
 
@@ -26,3 +26,26 @@ def thinned(*axes, rounds=1):
     marks = () if places in kept else pytest.mark.slow
     found.append(pytest.param(*values, marks=marks))
   return found
+
+
+def some(values, kept, smoke=()):
+  """Returns values as parameters, those that are not in `kept` marked slow.
+
+  A value of several arguments is a tuple of them.  Those of `smoke` are kept,
+  and in that set, too.
+  """
+
+  def marks(value):
+    if value in smoke:
+      return pytest.mark.smoke
+    return () if value in kept else pytest.mark.slow
+
+  missing = [x for x in (*kept, *smoke) if x not in values]
+  assert not missing, missing
+  return [
+    pytest.param(
+      *(x if isinstance(x, tuple) else (x,)),
+      marks=marks(x),
+    )
+    for x in values
+  ]

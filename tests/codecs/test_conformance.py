@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import codecs, collectives
+from tests import _thinned
 from tests.codecs import _table
 
 TABLE = _table.TABLE
@@ -168,7 +169,13 @@ def test_what_was_decoded_encodes_to_itself(name):
   np.testing.assert_array_equal(twice, once)
 
 
-@every_line
+# A program each: every second line, and of each class one, but when slow.
+_MAPPED = [
+  *list(TABLE)[::2], "qsgd", "ternary", "top", "random", "top cosines",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _thinned.some(list(TABLE), _MAPPED, QUICK))
 def test_vmap_is_a_loop(name):
   run, compiled = _table.there_and_back(name)[0], _table.program(name)
   xs = np.stack([_table.normal(seed) for seed in range(3)])

@@ -266,11 +266,11 @@ def test_half_precision_computes_nearly_the_same(name, options):
     ("mlp", {}),
     ("lenet", {}),
     ("cnn", {}),
-    ("resnet8", {}),
     ("resnet8", {"norm": "none"}),
     *(
       pytest.param(name, options, marks=pytest.mark.slow)
       for name, options in [
+        ("resnet8", {}),
         ("alexnet", {}),
         ("vgg11", {"width": 8}),
         ("vgg15", {"width": 16, "norm": "batch"}),

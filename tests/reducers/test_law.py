@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import codecs, reducers
+from tests import _thinned
 from tests.reducers import _reducers, _small_codecs
 
 ROUNDS = 3
@@ -70,19 +71,27 @@ def check_same_everywhere(means):
 
 # A program each takes seconds to compile: one of a kind in the default set.
 _ONE_OF_A_KIND = ("sum_random_k", "gather_top_k", "all_to_all_int4", "low_rank")
+# And one for each codec and each way to send.
+_OFTEN = (
+  *_ONE_OF_A_KIND,
+  "exact",
+  "sum",
+  "gather_random_k",
+  "gather_int8",
+  "all_to_all_stochastic",
+  "all_to_all_sign",
+  "all_to_all_top_k",
+  "all_to_all_blind",
+)
 
 
-@pytest.mark.parametrize("name", _reducers.LAWFUL)
+@pytest.mark.parametrize("name", _thinned.some(list(_reducers.LAWFUL), _OFTEN))
 def test_nothing_is_lost(name):
   check(name, 8, "float32", "vmap")
 
 
 @pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=() if name in _ONE_OF_A_KIND else pytest.mark.slow)
-    for name in _reducers.LAWFUL
-  ],
+  "name", _thinned.some(list(_reducers.LAWFUL), _ONE_OF_A_KIND)
 )
 def test_nothing_is_lost_in_bfloat16_on_devices(name):
   check(name, 6, "bfloat16", "two_a_device")

@@ -418,6 +418,8 @@ TABLE |= {
 }
 # What the quick set runs: each mechanism once.
 QUICK = ("ssgd", "late outer", "msdpu")
+# On devices every second line, and every third, runs in the default set.
+_EACH = {"shard_map": 2, "mixed": 3}
 every_line = pytest.mark.parametrize(
   "name",
   [
@@ -428,12 +430,12 @@ every_line = pytest.mark.parametrize(
 
 
 def on(*substrates, lines=tuple(TABLE)):
-  """Lines on substrates; of the mixed one every third, but in the slow set."""
+  """Lines on substrates: all under vmap, and on devices some, but when slow."""
 
   def marks(name, substrate):
     if name in QUICK:
       yield pytest.mark.smoke
-    elif substrate == "mixed" and list(TABLE).index(name) % 3:
+    elif list(TABLE).index(name) % _EACH.get(substrate, 1):
       yield pytest.mark.slow
 
   return pytest.mark.parametrize(

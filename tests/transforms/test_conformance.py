@@ -11,6 +11,7 @@ import pytest
 
 from jdist import collectives, methods, transforms
 from jdist.transforms import intervals
+from tests import _thinned
 from tests.profiling import _reading
 from tests.transforms import _running, _table
 
@@ -99,10 +100,10 @@ def test_substrates_agree(name, substrate):
 
 # Elastic averaging's spring is weaker the more workers there are, and a
 # worker's part of a norm is smaller.
-@pytest.mark.parametrize(
-  "name",
-  [n for n in TABLE if n not in ("easgd", "clipped") and not TABLE[n].rough],
-)
+alike = [n for n in smooth if n not in ("easgd", "clipped")]
+
+
+@pytest.mark.parametrize("name", _thinned.some(alike, alike[::2]))
 def test_equal_workers_are_one_worker(name):
   alone, together = _table.record_equal(name)
   for t in range(_running.NUM_STEPS):
@@ -166,7 +167,11 @@ def test_updates_have_the_dtype_of_the_gradients(name):
   assert updates.dtype == jnp.float32
 
 
-@every_line
+# A program each; which arguments those are, all lines say to
+# `test_state_keeps_its_form`.
+@pytest.mark.parametrize(
+  "name", _thinned.some(list(TABLE), list(TABLE)[::2], smoke=_table.QUICK)
+)
 def test_continuous_arguments_may_be_injected_in_a_chain(name):
   team = _running.team("vmap")
   optimizer = optax.chain(optax.clip(1e6), TABLE[name].inject(team.axis))
@@ -207,7 +212,7 @@ def test_a_structural_argument_is_not_injected(name, argument, others):
     optimizer.init(jnp.zeros(2))
 
 
-@pytest.mark.parametrize("name", smooth)
+@pytest.mark.parametrize("name", _thinned.some(smooth, smooth[::4]))
 def test_a_scan_over_steps_is_the_same(name):
   team = _running.team("shard_map")
   optimizer = TABLE[name].make(team.axis)

@@ -12,6 +12,7 @@ import pytest
 import jdist
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.transforms import intervals
+from tests import _thinned
 from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
@@ -96,10 +97,21 @@ METHODS = {
 ROUNDED = ("easgd", "overlap", "streaming")
 
 
+# A program each: what is alone in how it is brought in.
+OFTEN = [
+  *((x, jnp.float32) for x in ("late", "late by steps", "scaffold", "slow_mo")),
+  *((x, jnp.float32) for x in ("cocod", "od_sgd", "stale")),
+  *((x, jnp.bfloat16) for x in ROUNDED),
+]
+
+
 @pytest.mark.parametrize(
   ("name", "dtype"),
-  [(name, jnp.float32) for name in METHODS]
-  + [(name, jnp.bfloat16) for name in ROUNDED],
+  _thinned.some(
+    [(name, jnp.float32) for name in METHODS]
+    + [(name, jnp.bfloat16) for name in ROUNDED],
+    OFTEN,
+  ),
 )
 def test_all_stand_on_the_anchor_and_may_go_on(name, dtype):
   targets = random_targets(24, 4, 2)

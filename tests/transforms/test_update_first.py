@@ -88,7 +88,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
   ("form", "name", "kind"),
-  _thinned.thinned(list(FORMS), list(INNER), KINDS, rounds=3),
+  _thinned.thinned(list(FORMS), list(INNER), KINDS, rounds=2),
 )
 def test_update_first_is_synchronous_sgd(name, kind, form):
   workers = team(kind)

@@ -11,6 +11,7 @@ import pytest
 
 import jdist
 from jdist import codecs, collectives, reducers, transforms
+from tests import _thinned
 from tests.transforms.local.test_streaming import data, params
 
 INTERVAL, NUM_STEPS, NUM_WORKERS = 4, 12, 4
@@ -144,22 +145,26 @@ def test_a_mean_at_the_end_of_its_round(rule, few_bytes):
   check(Run(build(rule, None, few_or_all(few_bytes))))
 
 
-# A host's programs are the most to compile, and are tried by default with a
-# rule that moves the anchor, one beside it and one of two messages.
-OFTEN = ("outer step", "elastic", "control variates")
-
-
-def late(rule, few_bytes, steps):
-  rarely = steps is not None and rule not in OFTEN
-  # Two messages in few bytes compile the longest.
-  rarely |= few_bytes and rule == "control variates"
-  marks = pytest.mark.slow if rarely else ()
-  return pytest.param(rule, few_bytes, steps, marks=marks)
+# Two programs or more each.  By default every rule is late, half of them in few
+# bytes.  A host's programs are the most to compile, and are tried with a rule
+# that moves the anchor, one beside it and one of two messages (these compile
+# the longest in few bytes).
+OFTEN = [
+  ("average", True, None),
+  ("outer step", True, None),
+  ("elastic", False, None),
+  ("pulled anchor", True, None),
+  ("control variates", False, None),
+  ("slow momentum", False, None),
+  ("outer step", True, 2),
+  ("elastic", False, 2),
+  ("control variates", False, 2),
+]
 
 
 @pytest.mark.parametrize(
   ("rule", "few_bytes", "steps"),
-  [late(*x) for x in itertools.product(RULES, (False, True), (None, 2))],
+  _thinned.some([*itertools.product(RULES, (False, True), (None, 2))], OFTEN),
 )
 def test_a_late_mean_streamed_or_not(rule, few_bytes, steps):
   by_host = steps is not None
