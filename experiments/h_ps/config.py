@@ -85,11 +85,13 @@ class Variant:
     baseline: a name of `server.PROTOCOLS`; None for H-PS.
     parts: of H-PS, of `tasks`, `pipeline` and `bits`.
     local: workers' own steps, their rate over the server's; none if 0.
+    momentum: of these steps, over the server's.
   """
 
   baseline: str | None = None
   parts: tuple[str, ...] | None = None
   local: float = 0.0
+  momentum: float = 0.0
 
 
 ALL = ("tasks", "pipeline", "bits")
@@ -110,6 +112,7 @@ TRAINED: dict[str, Variant] = {
   "bsp": VARIANTS["bsp"],
   "h_ps": VARIANTS["h_ps"],
   "h_ps, local step": Variant(parts=ALL, local=1.0),
+  "h_ps, momentum": Variant(parts=ALL, local=1.0, momentum=1.0),
   "asp": VARIANTS["asp"],
   "ssp": VARIANTS["ssp"],
   "pipeline": VARIANTS["pipeline"],

@@ -95,6 +95,7 @@ class Fit:
       sizes=[options.batch_size * i // 8 for i in (1, 2, 3, 5, 8)],
       plans=self.plans if few else None,
       local_rate=variant.local * trial.learning_rate or None,
+      local_momentum=variant.momentum * options.momentum,
     )
     learner.model = learner.model._replace(
       opt_state=optax.tree_utils.tree_set(

@@ -182,7 +182,18 @@ def _overlap(
   )
 
 
-def _outer(options: _groups.MethodOptions) -> optax.GradientTransformation:
+def outer_optimizer(
+  options: _groups.OuterOptions,
+) -> optax.GradientTransformation:
+  """The outer optimizer; Nesterov's momentum if none is named."""
+  return _outer(
+    options
+    if options.outer is not None
+    else dataclasses.replace(options, outer="nesterov")
+  )
+
+
+def _outer(options: _groups.OuterOptions) -> optax.GradientTransformation:
   assert options.outer is not None
   usual, make = _OUTER[options.outer]
   rate, momentum = options.outer_learning_rate, options.outer_momentum

@@ -359,6 +359,28 @@ class ProtocolOptions:
   """Of h_ps: learning rate of a worker's own step in front of what it was sent;
   the server's if not given, and 0 for no such step."""
 
+  local_momentum: float = 0.0
+  """Of h_ps: momentum of a worker's own step, as of what it was sent last; the
+  server's, to foresee its update."""
+
+  interval: int = 8
+  """Of decoupled_diloco: local steps of a round, H."""
+
+  fragments: int = 1
+  """Of decoupled_diloco: parts of the parameters that are pushed in turn; they
+  divide the interval."""
+
+  quorum: float = 0.5
+  """Of decoupled_diloco: part of the workers whose push a merge waits for."""
+
+  grace: float = 0.5
+  """Of decoupled_diloco: how long a merge waits for the others, in times from
+  one push of a worker to its next."""
+
+  ahead: int = 1
+  """Of decoupled_diloco: tasks that a worker begins (1), or has in hand (2),
+  before its push is merged; with 0 it waits for the merge."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions(ProtocolOptions):

@@ -39,6 +39,18 @@ from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting
 from jdist.server.clock._simulation import Simulation as Simulation
 from jdist.server.clock._virtual_trainer import VirtualTrainer as VirtualTrainer
+from jdist.server.decoupled._decoupled_diloco import (
+  DecoupledDiLoCo as DecoupledDiLoCo,
+)
+from jdist.server.decoupled._fragment_learner import (
+  FragmentLearner as FragmentLearner,
+)
+from jdist.server.decoupled._fragment_server import (
+  FragmentServer as FragmentServer,
+)
+from jdist.server.decoupled._fragment_worker import (
+  FragmentWorker as FragmentWorker,
+)
 from jdist.server.h_ps._balanced_batches import (
   BalancedBatches as BalancedBatches,
 )

@@ -69,7 +69,10 @@ class GradientLearner:
 
   With a `local_rate` a worker whose last gradient is not yet in what it was
   sent, as it is in a pipeline, takes the next one a local step further:
-  :math:`\nabla L(\theta_{t - \tau} - \eta_{loc} g'; B)`.
+  :math:`\nabla L(\theta_{t - \tau} - \eta_{loc} g'; B)`.  With a
+  `local_momentum` the step is one with momentum, which is seen from outside:
+  :math:`+ \mu_{loc} (\theta_{t - \tau} - \theta_{t - \tau - 1})`, of what the
+  worker was sent now and before.
 
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
@@ -85,6 +88,8 @@ class GradientLearner:
     pull_codec: of the parameters that are sent to a worker.
     plans: in place of both, messages by the protocol's plans.
     local_rate: eta_loc > 0 of workers' local steps; none without it.
+    local_momentum: mu_loc in [0, 1) of workers' local steps; the server's, to
+      foresee what its update will be.
 
   Attributes:
     model: parameters and states now.
@@ -99,7 +104,9 @@ class GradientLearner:
   References:
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation (arXiv 1609.08326): DC-ASGD-c, lambda constant.
-    Xu et al., OD-SGD (arXiv 2005.06728): the local step.
+    Xu et al., OD-SGD (arXiv 2005.06728): the local step.  The momentum of it
+    is a reconstruction, after the predicted weights of SpecTrain (Chen et al.,
+    arXiv 1809.02839), with what a worker holds in place of the server's.
   """
 
   def __init__(
@@ -118,6 +125,7 @@ class GradientLearner:
     pull_codec: _message_codec.MessageCodec | None = None,
     plans: _bit_plans.BitPlans | None = None,
     local_rate: float | None = None,
+    local_momentum: float = 0.0,
   ):
     checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
@@ -137,6 +145,12 @@ class GradientLearner:
         )
     if local_rate is not None:
       checks.check_number("local_rate", local_rate, open_low=True)
+    checks.check_number("local_momentum", local_momentum, high=1.0)
+    if local_momentum and local_rate is None:
+      raise ValueError(
+        "`local_momentum` must be 0 without a `local_rate`, got "
+        f"{local_momentum}: there is no local step."
+      )
     push_codecs = [push_codec]
     if plans is not None:
       _check_plans(plans, params, push_codec, pull_codec)
@@ -150,7 +164,8 @@ class GradientLearner:
         for i in numbers
       ]
       pull_codec = _plan_codecs.plan_codec(plans, 0, feedback=False)
-    self._plans, self._local_rate = plans, local_rate
+    self._plans = plans
+    self._lead = np.array([local_rate or 0.0, local_momentum], np.float32)
     self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
       jax.tree.map(jnp.array, params),
@@ -190,7 +205,9 @@ class GradientLearner:
     self._push_states, self._pull_states = states
     if local_rate is not None:
       first = jax.tree.map(jnp.zeros_like, params)
-      self._push_states = [(state, first) for state in self._push_states]
+      self._push_states = [
+        (state, first, self.model.params) for state in self._push_states
+      ]
     self._compresses_pulls = pull_codec is not None
     # What each worker was sent last, with plans.
     self._held = [self.model.params] * len(workers)
@@ -265,7 +282,7 @@ class GradientLearner:
         np.uint32(number),
         np.float32(weight),
         np.float32(task.num_samples / whole),
-        np.float32(self._local_rate if leads and self._local_rate else 0.0),
+        self._lead if leads else np.zeros_like(self._lead),
       )
       if len(tasks) == 1:
         self.model, push_state, loss = programs.step(self.model, *arguments)

@@ -59,10 +59,10 @@ class Push(NamedTuple):
 
 
 class Expired(NamedTuple):
-  """The timer of a task has expired.
+  """A timer has expired.
 
   Attributes:
-    task: its number, from the `Timer`.
+    task: whose, or the timer's own number, from the `Timer`.
   """
 
   task: int
@@ -76,13 +76,16 @@ class Reply(NamedTuple):
     task: the number under which the gradient will be pushed.
     version: of the parameters, the number of updates so far.
     samples: how many to take the gradient of.
-    passes: into so many batches, one after the other, they are cut where memory
-      holds no larger ones; the gradients are accumulated.
+    passes: into so many batches, one after the other, they are cut: where
+      memory holds no larger ones, whose gradients are accumulated, or for as
+      many local steps.
     push_plan: by how many bits to push the gradient, a plan's number; 0 is
       exact.
     pull_plan: by how many bits the parameters are sent, as the difference from
       what the worker holds; 0 is exactly; with None nothing is sent, as the
       worker holds this version.
+    fragment: which one to push, of parameters that have fragments.
+    pulled: which fragments are sent; all, to begin anew, if None.
   """
 
   worker: Worker
@@ -92,6 +95,8 @@ class Reply(NamedTuple):
   passes: int = 1
   push_plan: int = 0
   pull_plan: int | None = 0
+  fragment: int = 0
+  pulled: tuple[int, ...] | None = None
 
   def __repr__(self) -> str:
     """Returns the fields, without those that are as usual."""
@@ -138,7 +143,7 @@ class Timer(NamedTuple):
   """Send `Expired` when some time has gone by.
 
   Attributes:
-    task: what `Expired` names.
+    task: what `Expired` names: a task, or a number that no task has.
     after_s: seconds from now.
   """
 

@@ -126,6 +126,8 @@ class Protocol:
     elif isinstance(message, _messages.Expired):
       if message.task in state.tasks:
         self._leave(state, state.tasks[message.task].worker, actions)
+      else:
+        self.on_expired(state, message.task, actions)
     else:
       raise ValueError(
         "`message` must be a Join, Leave, Pull, Push or Expired, got "
@@ -140,6 +142,11 @@ class Protocol:
     """Tasks that a worker may have at once; it does one after the other."""
     return 1
 
+  @property
+  def steps(self) -> int:
+    """Local steps of a task, each of a member's samples."""
+    return 1
+
   def passes(self, worker: Worker, samples: int) -> int:
     """Returns into how many batches a task is cut, to fit into memory."""
     del worker, samples
@@ -149,6 +156,14 @@ class Protocol:
     """Returns a plan's part of a message's bytes, 1 for those of plan 0."""
     del plan
     return 1.0
+
+  def push_share(self, reply: _messages.Reply) -> float:
+    """Returns what is pushed for a task, as a part of a message's bytes."""
+    return self.share(reply.push_plan)
+
+  def pull_share(self, reply: _messages.Reply) -> float:
+    """Returns what is sent for a task, as a part of a message's bytes."""
+    return 0.0 if reply.pull_plan is None else self.share(reply.pull_plan)
 
   def observe(
     self, state: ServerState, push: Assignment, message: _messages.Push
@@ -193,6 +208,11 @@ class Protocol:
     """Uses or discards a member's gradient."""
     self.apply(state, [push], actions)
 
+  def on_expired(
+    self, state: ServerState, number: int, actions: list[Action]
+  ) -> None:
+    """Takes note that a timer of the protocol's own has expired."""
+
   # With what it answers.
 
   def reply(
@@ -203,6 +223,8 @@ class Protocol:
     *,
     push_plan: int = 0,
     pull_plan: int | None = 0,
+    fragment: int = 0,
+    pulled: tuple[int, ...] | None = None,
   ) -> Assignment:
     """Sends the parameters to a member, with the number of its samples.
 
@@ -212,22 +234,27 @@ class Protocol:
       actions: to which the reply is added.
       push_plan: as of `server.Reply`.
       pull_plan: as of `server.Reply`.
+      fragment: as of `server.Reply`.
+      pulled: as of `server.Reply`.
 
     Returns:
       The task.
     """
     member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1
+    samples = self.steps * member.samples
     found = state.tasks[task] = Assignment(
-      task, worker, version, member.samples, state.now_s, push_plan, pull_plan
+      task, worker, version, samples, state.now_s, push_plan, pull_plan
     )
+    found.fragment = fragment
     member.tasks.append(task)
-    passes = self.passes(worker, member.samples)
+    passes = self.steps * self.passes(worker, member.samples)
     actions.append(
       _messages.Reply(
-        worker, task, version, member.samples, passes, push_plan, pull_plan
+        worker, task, version, samples, passes, push_plan, pull_plan, fragment,
+        pulled,
       )
-    )
+    )  # fmt: skip
     if self.timeout_s is not None:
       actions.append(_messages.Timer(task, self.timeout_s))
     return found

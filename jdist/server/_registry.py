@@ -10,6 +10,7 @@ from jdist.server import (
   _protocol,
   _ssp,
 )
+from jdist.server.decoupled import _decoupled_diloco
 from jdist.server.h_ps import _h_ps
 
 
@@ -72,6 +73,12 @@ _ENTRIES = (
     _h_ps.h_ps,
     "rounds; tasks, bits and overlapped messages follow each worker",
     "H-PS",
+  ),
+  ProtocolEntry(
+    "decoupled_diloco",
+    _decoupled_diloco.DecoupledDiLoCo,
+    "local steps; a quorum's fragments make an outer step, nobody waits",
+    "Douillard et al., arXiv 2604.21428",
   ),
 )
 

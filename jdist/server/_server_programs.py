@@ -57,8 +57,9 @@ def server_programs(
 ) -> ServerPrograms:
   """Builds the programs of `GradientLearner`, once for equal arguments.
 
-  A worker that leads takes its gradient a step of its last one in front of the
-  parameters; its push state is the codec's and that gradient.
+  A worker that leads takes its gradient in front of the parameters, by a step
+  of its last one and by a part of what they have moved since it was sent the
+  last ones; its push state is the codec's, that gradient, and those parameters.
   """
   optimizer = optax.with_extra_args_support(optimizer)
   compute = training.make_gradient(loss_fn)
@@ -78,20 +79,24 @@ def server_programs(
     number: jax.Array,
     weight: jax.Array,
     share: jax.Array,
-    lead_rate: jax.Array,
+    lead: jax.Array,
   ) -> tuple[PyTree, PyTree]:
     if leads:
-      push_state, last = push_state
+      push_state, last, before = push_state
+      held = read
       read = jax.tree.map(
-        lambda p, g: p - lead_rate.astype(p.dtype) * g, read, last
-      )
+        lambda p, g, b: (
+          p - lead[0].astype(p.dtype) * g + lead[1].astype(p.dtype) * (p - b)
+        ),
+        held, last, before,
+      )  # fmt: skip
     gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
     grads = gradient.grads
     if push is not None:
       buffer, push_state = push.encode(grads, push_state)
       grads = push.decode(buffer, grads)
     if leads:
-      push_state = (push_state, gradient.grads)
+      push_state = (push_state, gradient.grads, held)
 
     def one(total: Any, g: Any, old: Any, new: Any) -> Any:
       if compensation:

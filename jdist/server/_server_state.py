@@ -18,6 +18,7 @@ class Assignment:
     push_plan: of its `Reply`.
     pull_plan: of its `Reply`.
     round: of the update that it is for, where that is known beforehand.
+    fragment: of the parameters that is pushed.
   """
 
   task: int
@@ -28,6 +29,7 @@ class Assignment:
   push_plan: int = 0
   pull_plan: int | None = 0
   round: int = 0
+  fragment: int = 0
 
 
 @dataclasses.dataclass(slots=True)

@@ -97,6 +97,7 @@ from jdist.transforms.local._elastic import (
 )
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
+from jdist.transforms.local._fragments import fragments_of as fragments_of
 from jdist.transforms.local._fragments import FragmentsState as FragmentsState
 from jdist.transforms.local._late_rounds import Flight as Flight
 from jdist.transforms.local._local_steps import local_steps as local_steps

@@ -27,14 +27,17 @@ def test_in_turn_and_exact_it_is_synchronous():
   )
 
 
-@pytest.mark.parametrize("local_rate", (None, 0.02))
-def test_a_pipeline_by_hand(local_rate):
+@pytest.mark.parametrize(
+  ("local_rate", "local_momentum"), ((None, 0.0), (0.02, 0.0), (0.02, 0.7))
+)
+def test_a_pipeline_by_hand(local_rate, local_momentum):
   """Gradients are of one update before, and a local step further."""
   rate, workers, each = 0.01, 2, 4
   learner, _ = gradients.learn(
     server.h_ps(workers * each, tasks=False, **EXACT),
     [1.0] * workers, 5, optimizer=optax.sgd(rate),
     loss_fn=gradients.linear, params=jnp.array(0.0), local_rate=local_rate,
+    local_momentum=local_momentum,
   )  # fmt: skip
   samples = data.SampleStream(gradients.DIGITS, workers, seed=0)
 
@@ -48,7 +51,11 @@ def test_a_pipeline_by_hand(local_rate):
   updated, last = [0.0], [0.0, 0.0]
   for k in range(5):
     read = updated[max(k - 1, 0)]
-    points = [read - (local_rate or 0.0) * g for g in last]
+    before = updated[max(k - 2, 0)]
+    points = [
+      read - (local_rate or 0.0) * g + local_momentum * (read - before)
+      for g in last
+    ]
     last = [slope(w, s) for w, s in zip(points, starts[k], strict=True)]
     updated.append(updated[-1] - rate * np.mean(last))
   np.testing.assert_allclose(learner.model.params, updated[-1], rtol=1e-5)
@@ -124,6 +131,7 @@ def start(plans, away=()):
     gradients.LOSS, gradients.SGD, gradients.MODEL.params,
     data.SampleStream(gradients.DIGITS, 3, seed=0),
     workers=machines.names, plans=plans, local_rate=0.05, sizes=[32],
+    local_momentum=0.5,
   )  # fmt: skip
   costs = cluster.Profile(
     seconds_per_sample=0.01, push_bytes=4800, pull_bytes=4800
@@ -179,6 +187,8 @@ def test_plans_must_fit_and_stand_alone():
       "`plans` must be given without",
     ),
     ({"local_rate": 0.0}, "`local_rate` must"),
+    ({"local_momentum": 0.9}, "`local_momentum` must be 0 without"),
+    ({"local_momentum": 1.5}, "`local_momentum` must"),
   ):
     with pytest.raises(ValueError, match=rule):
       server.GradientLearner(

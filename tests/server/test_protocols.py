@@ -25,6 +25,13 @@ PROTOCOLS = {
   "ringmaster": server.Ringmaster(max_staleness=2),
   "h_ps": server.h_ps(64),
   "h_ps in turn": server.h_ps(64, pipelined=False),
+  "decoupled": server.DecoupledDiLoCo(interval=4, fragments=2),
+  "decoupled, a quorum of all": server.DecoupledDiLoCo(
+    interval=3, fragments=3, quorum=1.0, grace=0.0, ahead=2
+  ),
+  "decoupled in turn": server.DecoupledDiLoCo(
+    interval=2, fragments=2, quorum=0.7, ahead=0
+  ),
 }
 
 
@@ -61,6 +68,7 @@ class Network:
     self.applied, self.discarded = collections.Counter(), 0
     self.versions = 0
     self.ahead = []
+    self.timers = []
 
   def deliver(self, message):
     if isinstance(message, server.Push):
@@ -76,6 +84,8 @@ class Network:
       self.versions += 1
     elif isinstance(action, server.Discard):
       self.discarded += 1
+    elif isinstance(action, server.Timer):
+      self.timers.append(action.task)
     elif isinstance(action, server.Reply):
       # There may be two updates in one answer.
       assert action.version == self.versions <= self.state.version
@@ -92,6 +102,8 @@ class Network:
 
   def step(self, faults):
     """Delivers a message of a random worker, or lets something go wrong."""
+    if self.timers and self.random.random() < 0.1:
+      self.deliver(server.Expired(self.timers.pop(0)))
     name = self.random.choice(self.names)
     queue, happens = self.queues[name], self.random.random()
     if faults and happens < 0.05:

@@ -49,6 +49,11 @@ def build(
     "n": options.splits,
     "max_staleness": num if most is None else most,
     "backups": options.backups,
+    "interval": options.interval,
+    "fragments": options.fragments,
+    "quorum": options.quorum,
+    "grace": options.grace,
+    "ahead": options.ahead,
     "tasks": "tasks" in parts,
     "pipelined": "pipeline" in parts,
     "timeout_s": getattr(options, "timeout_s", None),
@@ -66,9 +71,12 @@ def build(
 def gradients_per_update(
   name: str, options: _groups.ProtocolOptions, machines: cluster.Cluster
 ) -> int:
-  """Returns how many gradients an update takes, to know a run's length."""
+  """Returns how many gradients an update takes, to know a run's length.
+
+  Local steps of all workers are counted as one.
+  """
   num = len(machines.nodes)
-  if name == "h_ps":
+  if name in ("h_ps", "decoupled_diloco"):
     return num
   if name == "bsp":
     return max(1, num - options.backups)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jdist import collectives, models, server, training
+from jdist import cluster, collectives, models, server, training
 from jdist.cli import (
   _datasets,
   _divergence,
@@ -16,6 +16,8 @@ from jdist.training import comparison
 
 # Options that a server's run takes of those that are of some methods only.
 _COMPRESSION = ("codec", "feedback", "ratio")
+# And those of local steps.
+_ROUNDS = ("interval", "outer", "outer_learning_rate", "outer_momentum")
 # Of runs without a server; workers are the cluster's machines.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
@@ -31,6 +33,9 @@ def train(options: _options.Train) -> None:
     _ray_run.train(options)
     return
   parts = _server_parts.assemble(options)
+  if isinstance(parts.protocol, server.DecoupledDiLoCo):
+    _train_fragments(parts)
+    return
   profile, message = parts.profile, parts.push_codec
   if message is not None:
     profile = dataclasses.replace(
@@ -47,9 +52,38 @@ def train(options: _options.Train) -> None:
     push_codec=message,
     plans=parts.plans,
     local_rate=parts.local_rate,
+    local_momentum=options.local_momentum,
   )
+  _simulate(parts, parts.protocol, profile, learner)
+
+
+def _train_fragments(parts: _server_parts.Parts) -> None:
+  """Trains by local steps, whose fragments a quorum merges."""
+  options, protocol = parts.options, parts.protocol
+  assert isinstance(protocol, server.DecoupledDiLoCo)
+  learner = server.FragmentLearner(
+    parts.loss,
+    parts.optimizer,
+    parts.model.params,
+    parts.samples,
+    workers=parts.machines.names,
+    outer=_composition.outer_optimizer(options),
+    fragments=protocol.fragments,
+    model_state=parts.model.state,
+    seed=options.seed,
+  )
+  protocol = dataclasses.replace(protocol, parts=learner.server.parts)
+  _simulate(parts, protocol, parts.profile, learner)
+
+
+def _simulate(
+  parts: _server_parts.Parts,
+  protocol: server.Protocol,
+  profile: cluster.Profile,
+  learner: server.Learner,
+) -> None:
   run = server.Simulation(
-    parts.machines, parts.protocol, profile, seed=options.seed, learner=learner
+    parts.machines, protocol, profile, seed=parts.options.seed, learner=learner
   )
   _fit(parts.options, parts.workload, parts.model, run)
 
@@ -114,11 +148,18 @@ def _check(options: _options.Train) -> None:
       "`--cluster` must be given with `--protocol`: a TOML file of the "
       "machines, see `cluster.load_cluster`."
     )
+  fragments = options.protocol == "decoupled_diloco"
+  used = _ROUNDS if fragments else _COMPRESSION
   _options.check_left_out(
     options,
-    (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in _COMPRESSION),
-    "with `--protocol`, which does not use it",
+    (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in used),
+    f"with `--protocol {options.protocol}`, which does not use it",
   )
+  if fragments and options.driver != "clock":
+    raise ValueError(
+      "`--driver` must be clock with `--protocol decoupled_diloco`, got "
+      f"{options.driver}."
+    )
   if options.driver == "clock":
     _options.check_left_out(
       options,

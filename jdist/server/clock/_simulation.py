@@ -214,7 +214,7 @@ class Simulation(_driver.Driver):
     if reply.pull_plan is None:
       self._receive(given, name, life)
       return
-    num_bytes = self.profile.pull_bytes * self.protocol.share(reply.pull_plan)
+    num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
     self.pulled_bytes += num_bytes
     arrival = self._network.send(
       self._server,
@@ -270,7 +270,7 @@ class Simulation(_driver.Driver):
   ) -> None:
     if life != self._lives[name]:
       return
-    num_bytes = self.profile.push_bytes * self.protocol.share(reply.push_plan)
+    num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)
     self.pushed_bytes += num_bytes
     arrival = self._network.send(
       name,

@@ -12,7 +12,12 @@ import numpy as np
 from jdist import checks, training
 from jdist.server import _gradient_learner, _server_programs
 from jdist.server.clock import _simulation
+from jdist.server.decoupled import _fragment_learner
 
+_LEARNERS = (
+  _gradient_learner.GradientLearner,
+  _fragment_learner.FragmentLearner,
+)
 Unit = Literal["updates", "samples", "seconds"]
 
 
@@ -20,7 +25,8 @@ class VirtualTrainer:
   """Runs a simulation whose learner has real gradients.
 
   Args:
-    simulation: at its beginning, with a `GradientLearner`.
+    simulation: at its beginning, with a `GradientLearner` or a
+      `FragmentLearner`.
 
   Raises:
     ValueError: when the simulation has no such learner.
@@ -28,7 +34,7 @@ class VirtualTrainer:
 
   def __init__(self, simulation: _simulation.Simulation):
     learner = simulation.learner
-    if not isinstance(learner, _gradient_learner.GradientLearner):
+    if not isinstance(learner, _LEARNERS):
       raise ValueError(
         "`simulation` must have a learner with gradients, got "
         f"{checks.show(learner)}. Make it with `Simulation(..., "

@@ -1,0 +1,1 @@
+"""Decoupled DiLoCo: learners on their own clocks, fragments, a quorum."""

@@ -1,0 +1,156 @@
+"""The syncer's part of Decoupled DiLoCo: outer steps, fragment by fragment."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks, transforms
+from jdist.server import _server_programs
+from jdist.server.decoupled import _fragment_worker
+
+PyTree = Any
+Leaves = list[jax.Array]
+
+
+class FragmentServer:
+  r"""Holds the parameters, and makes an outer step of a fragment's pushes.
+
+  .. math:: \Theta_p \leftarrow \Theta_p + \mathrm{outer}\Bigl(\sum_m w_m
+            \Delta_{m,p}\Bigr)
+
+  Each fragment has an outer optimizer's state of its own.  The statistics of
+  batches become the mean of the learners', with the same weights.
+
+  Args:
+    outer: the outer optimizer, any Optax chain; its schedules count a
+      fragment's merges.
+    params: the first parameters.
+    fragments: as of `transforms.fragment_steps`.
+    model_state: the first batch statistics, if any.
+
+  Attributes:
+    anchor: leaves of all parameters, float32 at least.
+    opt_states: of the outer optimizer, by fragment.
+    model_state: batch statistics.
+  """
+
+  def __init__(
+    self,
+    outer: optax.GradientTransformation,
+    params: PyTree,
+    fragments: transforms.Fragments,
+    model_state: PyTree | None = None,
+  ):
+    checks.check_optimizer("outer", outer)
+    self.indices = _fragment_worker.fragment_indices(params, fragments)
+    leaves = jax.tree.leaves(params)
+    self._dtypes = [leaf.dtype for leaf in leaves]
+    self._structure = jax.tree.structure(params)
+    self.anchor: Leaves = [
+      jnp.array(_fragment_worker.wide(jnp.asarray(x)), copy=True)
+      for x in leaves
+    ]
+    self.opt_states = [outer.init(self.part(p)) for p in range(self.fragments)]
+    self.model_state = jax.tree.map(jnp.array, model_state or {})
+    self._add, self._move, self._add_state = _programs(outer)
+
+  @property
+  def fragments(self) -> int:
+    """Their number."""
+    return len(self.indices)
+
+  @property
+  def parts(self) -> tuple[float, ...]:
+    """Parameters in each fragment, for `DecoupledDiLoCo(parts=...)`."""
+    return tuple(
+      float(sum(self.anchor[i].size for i in own)) for own in self.indices
+    )
+
+  @property
+  def model(self) -> _server_programs.ServerModel:
+    """The model as it is evaluated."""
+    leaves = [
+      a.astype(x) for a, x in zip(self.anchor, self._dtypes, strict=True)
+    ]
+    params = jax.tree.unflatten(self._structure, leaves)
+    return _server_programs.ServerModel(
+      params, self.opt_states, self.model_state
+    )
+
+  def part(self, fragment: int) -> Leaves:
+    """Returns a fragment's leaves."""
+    return [self.anchor[i] for i in self.indices[fragment]]
+
+  def whole(self, parts: Mapping[int, Sequence[jax.Array]]) -> Leaves:
+    """Returns the leaves of all parameters, from those of each fragment."""
+    leaves = dict(
+      pair
+      for p, own in enumerate(self.indices)
+      for pair in zip(own, parts[p], strict=True)
+    )
+    return [leaves[i] for i in range(len(leaves))]
+
+  def merge(
+    self,
+    fragment: int,
+    pushes: Sequence[Leaves],
+    states: Sequence[PyTree],
+    weights: Sequence[float],
+  ) -> None:
+    """Makes the outer step of a fragment.
+
+    Args:
+      fragment: which.
+      pushes: learners' progress.
+      states: learners' batch statistics.
+      weights: of each.
+    """
+    part = self.part(fragment)
+    total = [jnp.zeros_like(x) for x in part]
+    new = jax.tree.map(jnp.zeros_like, self.model_state)
+    whole = sum(weights)
+    for push, state, weight in zip(pushes, states, weights, strict=True):
+      total = self._add(total, push, jnp.float32(weight))
+      if jax.tree.leaves(state):
+        new = self._add_state(new, state, jnp.float32(weight / whole))
+    part, self.opt_states[fragment] = self._move(
+      part, self.opt_states[fragment], total
+    )
+    for i, x in zip(self.indices[fragment], part, strict=True):
+      self.anchor[i] = x
+    self.model_state = new
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(
+  outer: optax.GradientTransformation,
+) -> tuple[Callable[..., Any], ...]:
+  """Builds a syncer's programs, once for equal arguments."""
+
+  def add(total: Leaves, push: Leaves, weight: jax.Array) -> Leaves:
+    return [
+      t + weight.astype(t.dtype) * x for t, x in zip(total, push, strict=True)
+    ]
+
+  def move(
+    part: Leaves, opt_state: PyTree, total: Leaves
+  ) -> tuple[Leaves, PyTree]:
+    updates, opt_state = outer.update(total, opt_state, part)
+    return optax.apply_updates(part, updates), opt_state
+
+  def add_state(new: PyTree, state: PyTree, weight: jax.Array) -> PyTree:
+    return jax.tree.map(
+      lambda n, x: (
+        n + weight.astype(n.dtype) * x
+        if jnp.issubdtype(n.dtype, jnp.floating)
+        else x
+      ),
+      new,
+      state,
+    )
+
+  return jax.jit(add), jax.jit(move), jax.jit(add_state)

@@ -1,0 +1,325 @@
+"""Decoupled DiLoCo: by hand, as DiLoCo, and on clocks of one's own."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import (
+  cluster,
+  collectives,
+  data,
+  methods,
+  server,
+  training,
+  transforms,
+)
+from tests.server import test_gradients as gradients
+
+pytest.importorskip("simpy")
+
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+TOGETHER = {"quorum": 1.0, "grace": 0.0, "ahead": 0}
+
+
+def protocol(interval=4, each=8, **options):
+  options.setdefault("ahead", 2)
+  return server.DecoupledDiLoCo(
+    batches=server.FixedBatches(each), interval=interval, **options
+  )
+
+
+def push(worker, task, samples=32, seconds=1.0):
+  return server.Push(worker, task, samples, seconds)
+
+
+def begin(rule, workers="abcd"):
+  state = rule.init(workers)
+  for worker in workers:
+    rule.receive(state, 0.0, server.Pull(worker))
+  return state
+
+
+def test_a_quorum_opens_a_window_and_its_end_merges():
+  rule = protocol(quorum=0.5, grace=0.25)
+  state = begin(rule)
+  assert rule.receive(state, 2.0, push("a", 0, seconds=2.0)) == []
+  # Half of the four: the window is a quarter of the two seconds between pushes.
+  (timer,) = rule.receive(state, 2.0, push("c", 4, seconds=2.0))
+  assert timer == server.Timer(8, pytest.approx(0.5))
+  assert rule.receive(state, 2.2, push("b", 2, seconds=2.2)) == []
+  (update,) = rule.receive(state, 2.5, server.Expired(8))
+  assert update.tasks == (0, 2, 4)  # In the order of joining.
+  assert update.weights == pytest.approx((1 / 3,) * 3)
+  # Who comes later goes into the next merge, and a timer ends but one window.
+  assert rule.receive(state, 2.6, push("d", 6, seconds=2.6)) == []
+  assert rule.receive(state, 2.7, server.Expired(8)) == []
+  assert (state.version, state.merges) == (1, [1])
+
+
+def test_nobody_waits_when_all_are_here():
+  rule = protocol(quorum=0.5, grace=10.0)
+  state = begin(rule, "ab")
+  (timer,) = rule.receive(state, 1.0, push("a", 0))
+  (update,) = rule.receive(state, 1.5, push("b", 2))
+  assert update.tasks == (0, 2)
+  assert rule.receive(state, 11.0, server.Expired(timer.task)) == []
+
+
+def test_weights_are_tokens_by_tokens_a_step():
+  rule = protocol(interval=4, fragments=2, quorum=1.0, grace=0.0)
+  state = begin(rule, "ab")
+  # Fragment 0 of b's second push is of two pushes' steps, a's of one.
+  tasks = {x: list(state.members[x].tasks) for x in "ab"}
+  rule.receive(state, 1.0, push("a", tasks["a"][0], 30))
+  rule.receive(state, 1.0, push("b", tasks["b"][0], 10))
+  assert (state.merges, state.merged_samples) == ([1, 0], 20.0)
+  for worker in "ab":
+    rule.receive(state, 1.0, server.Pull(worker))
+  rule.receive(state, 2.0, push("a", tasks["a"][1], 30))
+  (update,) = rule.receive(state, 2.0, push("b", tasks["b"][1], 10))
+  # (60, 20) samples in four steps each: 900 to 100.
+  assert update.weights == pytest.approx((0.9, 0.1))
+  # Half of the parameters each: 40 samples of the first steps, once each.
+  assert state.merged_samples == 20.0 + 40.0
+
+
+def test_what_was_merged_is_sent_once():
+  rule = protocol(interval=2, fragments=2, quorum=0.5, grace=0.0)
+  state = rule.init("ab")
+  first, second = rule.receive(state, 0.0, server.Pull("a"))
+  assert (first.pulled, first.fragment, first.pull_plan) == (None, 0, 0)
+  assert (second.pulled, second.fragment, second.pull_plan) == ((), 1, None)
+  assert (rule.pull_share(first), rule.push_share(first)) == (1.0, 0.5)
+  rule.receive(state, 1.0, push("a", 0, 8))
+  (third,) = rule.receive(state, 1.0, server.Pull("a"))
+  assert (third.pulled, third.fragment) == ((0,), 0)
+  assert rule.pull_share(third) == 0.5
+  # Who returns is sent everything.
+  rule.receive(state, 2.0, server.Join("a"))
+  again, _ = rule.receive(state, 2.0, server.Pull("a"))
+  assert (again.pulled, again.fragment) == (None, 1)
+
+
+def test_a_push_of_who_left_is_merged():
+  rule = protocol(quorum=1.0, grace=0.0)
+  state = begin(rule, "ab")
+  assert rule.receive(state, 1.0, push("a", 0)) == []
+  assert rule.receive(state, 1.0, server.Leave("a")) == []
+  (update,) = rule.receive(state, 2.0, push("b", 2))
+  assert update.tasks == (2, 0)
+  assert rule.receive(state, 2.0, push("a", 1)) == [server.Discard(1, "left")]
+
+
+def learn(rule, speeds, updates, *, outer=OUTER, fragments=1, **options):
+  samples = data.SampleStream(gradients.DIGITS, len(speeds), seed=0, owned=True)
+  machines = options.pop("machines", None) or cluster.workers(speeds)
+  learner = server.FragmentLearner(
+    options.pop("loss_fn", gradients.LOSS),
+    options.pop("optimizer", gradients.SGD),
+    options.pop("params", gradients.MODEL.params),
+    samples, workers=machines.names, outer=outer, fragments=fragments,
+  )  # fmt: skip
+  run = server.Simulation(
+    machines, rule, gradients.COSTS, learner=learner, **options
+  )
+  run.run(updates=updates)
+  return learner, run
+
+
+def in_the_usual_loop(build, num, each, steps, optimizer=gradients.SGD):
+  """The same samples by a method of `jdist.methods`: its anchor."""
+  team = collectives.workers(num, substrate="vmap")
+  chain = build(optimizer, axis=team.axis)
+  step = team.jit(training.make_step(gradients.LOSS, chain, axis=team.axis))
+  state = training.init_state(team, chain, gradients.MODEL.params)
+  samples = data.SampleStream(gradients.DIGITS, num, seed=0, owned=True)
+  for number in range(steps):
+    own = [samples.batch(i, number * each, each) for i in range(num)]
+    batch = {k: np.stack([x[k] for x in own]) for k in own[0]}
+    state, _ = step(state, team.place(batch))
+  return team.view(state.opt_state).anchor
+
+
+INNER = {"sgd": gradients.SGD, "adamw": optax.adamw(1e-2)}
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+  with jax.numpy_dtype_promotion("standard"):  # Of Optax's Adam.
+    yield
+
+
+@pytest.mark.parametrize(
+  "name", ("sgd", pytest.param("adamw", marks=pytest.mark.slow))
+)
+def test_equal_workers_and_a_quorum_of_all_are_diloco(name):
+  inner = INNER[name]
+  learner, run = learn(protocol(**TOGETHER), [1.0] * 4, 6, optimizer=inner)
+  assert set(run.staleness) == {0}
+  anchor = in_the_usual_loop(
+    functools.partial(methods.diloco, interval=4), 4, 8, 24, inner
+  )
+  chex.assert_trees_all_close(
+    learner.model.params, anchor, rtol=1e-6, atol=1e-6
+  )
+
+
+@pytest.mark.slow
+def test_fragments_in_turn_are_streaming_diloco():
+  learner, _ = learn(
+    protocol(interval=4, fragments=2, **TOGETHER), [1.0] * 4, 8, fragments=2
+  )
+  anchor = in_the_usual_loop(
+    functools.partial(
+      methods.streaming_diloco, interval=4, fragments=2, delay_steps=0, mix=0.0
+    ), 4, 8, 16,
+  )  # fmt: skip
+  chex.assert_trees_all_close(
+    learner.model.params, anchor, rtol=1e-6, atol=1e-6
+  )
+
+
+def test_one_worker_and_a_plain_mean_is_optax():
+  learner, _ = learn(
+    protocol(each=32, **TOGETHER), [1.0], 5, outer=optax.sgd(1.0)
+  )
+  params, opt_state = (
+    gradients.MODEL.params,
+    gradients.SGD.init(gradients.MODEL.params),
+  )
+  compute = jax.jit(training.make_gradient(gradients.LOSS))
+  samples = data.SampleStream(gradients.DIGITS, 1, seed=0, owned=True)
+  for number in range(20):
+    batch = samples.batch(0, 32 * number, 32)
+    found = compute(params, {}, batch, jax.random.key(0))
+    updates, opt_state = gradients.SGD.update(found.grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  chex.assert_trees_all_close(
+    learner.model.params, params, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_steps_on_own_clocks_by_hand():
+  """Each keeps what it has done; the others' come two pushes later."""
+  each, steps, rate = 2, 2, 0.01
+  rule = protocol(interval=steps, each=each, quorum=1.0, grace=0.0)
+  learner, _ = learn(
+    rule, [1.0, 1.0], 4, outer=optax.sgd(1.0), loss_fn=gradients.linear,
+    params=jnp.array(0.0), optimizer=optax.sgd(rate),
+  )  # fmt: skip
+  samples = data.SampleStream(gradients.DIGITS, 2, seed=0, owned=True)
+
+  def moved(w, worker, number):
+    for i in range(steps):
+      start = (number * steps + i) * each
+      x = samples.batch(worker, start, each)["label"]
+      w = w - rate * np.mean(2 * x * (w * x - 1.0))
+    return w
+
+  own, anchors = [[], []], [0.0]
+  now = [0.0, 0.0]
+  for number in range(4):
+    for worker in range(2):
+      # What the reply to the push before the last has brought: of the worker
+      # that pushes last, one merge more.
+      seen = max(number - 1 - (worker == 0), 0)
+      if seen:
+        now[worker] = anchors[seen] - sum(own[worker][seen:])
+      end = moved(now[worker], worker, number)
+      own[worker].append(now[worker] - end)
+      now[worker] = end
+    anchors.append(anchors[-1] - (own[0][number] + own[1][number]) / 2)
+  np.testing.assert_allclose(learner.model.params, anchors[-1], rtol=1e-5)
+
+
+def failing(seed=0):
+  outages = {
+    "b": (cluster.Outage(1.5, 3.0), cluster.Outage(6.0, 7.0)),
+    "c": (cluster.Outage(4.0, 5.5),),
+  }
+  return cluster.Cluster(
+    tuple(
+      cluster.Node(x, jitter=0.2, outages=outages.get(x, ())) for x in "abcd"
+    )
+  )
+
+
+def make(rule, fragments):
+  machines = failing()
+  learner = server.FragmentLearner(
+    gradients.LOSS, INNER["adamw"], gradients.MODEL.params,
+    data.SampleStream(gradients.DIGITS, 4, seed=0),
+    workers=machines.names, fragments=fragments, outer=optax.sgd(0.7),
+  )  # fmt: skip
+  return server.Simulation(
+    machines, rule, gradients.COSTS, learner=learner, detection_s=0.2
+  )
+
+
+def test_a_run_with_failures_learns():
+  run = make(protocol(interval=4, fragments=2, ahead=1), 2)
+  records = server.VirtualTrainer(run).fit(8.0, "seconds", every=2.0)
+  assert records[-1].train_loss < 0.7 * records[0].train_loss
+  # What an unsent fragment had learned is not merged.
+  assert 0 < run.state.merged_samples <= run.learner.samples
+
+
+@pytest.mark.slow  # Compiles much: a few hundred arrays are saved and compared.
+@pytest.mark.parametrize("ahead", (0, 1, 2))
+def test_a_run_with_failures_is_resumed_to_the_bit(ahead, tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+  rule = protocol(interval=4, fragments=2, ahead=ahead)
+  whole = make(rule, 2)
+  records = server.VirtualTrainer(whole).fit(4.0, "seconds", every=2.0)
+  team = collectives.workers(1)
+  for end in (2.0, 4.0):
+    part = make(rule, 2)
+    with training.Checkpoints(tmp_path / "kept", team) as checkpoints:
+      found = server.VirtualTrainer(part).fit(
+        end, "seconds", every=2.0, checkpoints=checkpoints
+      )
+  chex.assert_trees_all_equal(part.learner.arrays(), whole.learner.arrays())
+  assert [x.train_loss for x in found] == [x.train_loss for x in records]
+
+
+def test_schedules_go_on_for_who_returns():
+  seen = []
+
+  def schedule(count):
+    return 0.01 / (1 + count)
+
+  worker = server.FragmentWorker(
+    gradients.LOSS, optax.adam(schedule), gradients.MODEL.params, 1
+  )
+  anchor = jax.tree.leaves(gradients.MODEL.params)
+  seen = worker.start(anchor, {}, steps=7).opt_state
+  counts = [x.count for x in seen if isinstance(x, optax.ScaleByScheduleState)]
+  assert [int(x) for x in counts] == [7]
+  assert int(seen[0].count) == 0  # Of Adam's moments, which are new.
+
+
+BAD = {
+  "interval": lambda: protocol(interval=5, fragments=2),
+  "fragments": lambda: protocol(fragments=0),
+  "quorum": lambda: protocol(quorum=0.0),
+  "grace": lambda: protocol(grace=-1.0),
+  "ahead": lambda: protocol(ahead=3),
+  "parts": lambda: protocol(fragments=2, parts=(1.0,)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    BAD[name]()
+
+
+def test_fragments_must_be_as_many_as_the_protocols():
+  with pytest.raises(ValueError, match="`fragments` must be as many"):
+    learn(protocol(fragments=2), [1.0], 1, fragments=1)
+  assert transforms.fragments_of({"a": jnp.ones(2)}, 1) == (0,)
