@@ -363,9 +363,6 @@ class ProtocolOptions:
   """Of h_ps: momentum of a worker's own step, as of what it was sent last; the
   server's, to foresee its update."""
 
-  interval: int = 8
-  """Of decoupled_diloco: local steps of a round, H."""
-
   fragments: int = 1
   """Of decoupled_diloco: parts of the parameters that are pushed in turn; they
   divide the interval."""

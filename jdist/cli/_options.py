@@ -197,6 +197,9 @@ class Simulate(_groups.ProtocolOptions):
   batch_size: int = 32
   """Samples of a worker's task; of dbs, on the average."""
 
+  interval: int = 8
+  """Of decoupled_diloco: local steps of a round, H."""
+
   updates: int | None = None
   """Simulated updates of the parameters; 1000 if no limit is given."""
 

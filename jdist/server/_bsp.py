@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdist import checks
-from jdist.server import _protocol, _server_state
+from jdist.server import _messages, _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
 
@@ -16,6 +16,9 @@ class BSPState(_server_state.ServerState):
     begun: whether one of them has its task.
     pushes_of_round: gradients that are here.
     waiting: members that are ready for the next update's task.
+    changed: whether one has joined since all began anew.
+    restart: the number of the timer after which all begin anew, if they do.
+    first_task: tasks before it were given before all began anew.
   """
 
   owing: dict[Worker, None] = dataclasses.field(default_factory=dict)
@@ -24,6 +27,9 @@ class BSPState(_server_state.ServerState):
     default_factory=list
   )
   waiting: dict[Worker, None] = dataclasses.field(default_factory=dict)
+  changed: bool = False
+  restart: int | None = None
+  first_task: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +40,18 @@ class BSP(_protocol.Protocol):
   waits for one who has left.  Gradients are summed in the order in which their
   workers joined, whoever came first.
 
+  With `restart_s` the members are one job, as where they are linked among
+  themselves: when one leaves or joins, the update that was begun is lost and
+  all begin anew after so many seconds.
+
   Attributes:
     backups: an update does not wait for so many of the slowest, whose gradients
       are discarded.
+    restart_s: of all members, whenever one has left or joined; None where the
+      others just go on.
 
   Raises:
-    ValueError: when `backups` is negative.
+    ValueError: when an argument is negative.
 
   References:
     Valiant, A Bridging Model for Parallel Computation, CACM 1990.
@@ -62,10 +74,13 @@ class BSP(_protocol.Protocol):
   """
 
   backups: int = 0
+  restart_s: float | None = None
 
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_int("backups", self.backups, 0)
+    if self.restart_s is not None:
+      checks.check_number("restart_s", self.restart_s)
 
   def empty_state(self) -> BSPState:
     """Returns a state without members."""
@@ -76,6 +91,8 @@ class BSP(_protocol.Protocol):
     assert isinstance(state, BSPState)
     if not state.begun:
       state.owing[worker] = None
+    elif self.restart_s is not None:
+      state.changed = True
 
   def on_leave(
     self,
@@ -87,7 +104,10 @@ class BSP(_protocol.Protocol):
     assert isinstance(state, BSPState)
     state.owing.pop(worker, None)
     state.waiting.pop(worker, None)
-    self._close(state, actions)
+    if self.restart_s is not None:
+      self._restart(state, actions)
+    else:
+      self._close(state, actions)
 
   def on_pull(
     self,
@@ -97,7 +117,11 @@ class BSP(_protocol.Protocol):
   ) -> None:
     """Lets a member begin that this update waits for."""
     assert isinstance(state, BSPState)
-    if worker in state.owing:
+    if state.changed:
+      self._restart(state, actions)
+    if state.restart is not None:
+      state.waiting[worker] = None
+    elif worker in state.owing:
       state.begun = True
       self.reply(state, worker, actions)
     else:
@@ -111,12 +135,37 @@ class BSP(_protocol.Protocol):
   ) -> None:
     """Keeps a gradient of this update, and discards one of an earlier."""
     assert isinstance(state, BSPState)
+    if push.task < state.first_task:
+      self.discard(state, push, actions, "restart")
+      return
     if push.version < state.version:
       self.discard(state, push, actions)
       return
     state.owing.pop(push.worker)
     state.pushes_of_round.append(push)
     self._close(state, actions)
+
+  def on_expired(
+    self,
+    state: _server_state.ServerState,
+    number: int,
+    actions: list[Action],
+  ) -> None:
+    """Lets all begin that are ready, after a restart."""
+    assert isinstance(state, BSPState)
+    if number == state.restart:
+      state.restart = None
+      self._begin(state, actions)
+
+  def _restart(self, state: BSPState, actions: list[Action]) -> None:
+    """Drops the update that was begun, and has all wait for a timer."""
+    assert self.restart_s is not None
+    for push in state.pushes_of_round:
+      self.discard(state, push, actions, "restart")
+    state.pushes_of_round, state.changed = [], False
+    state.restart, state.next_task = state.next_task, state.next_task + 1
+    state.first_task = state.next_task
+    actions.append(_messages.Timer(state.restart, self.restart_s))
 
   def _close(self, state: BSPState, actions: list[Action]) -> None:
     """Makes the update if all that it waits for is here, and begins the next.

@@ -131,7 +131,8 @@ class Discard(NamedTuple):
   Attributes:
     task: whose.
     reason: `"late"`, too stale for the protocol; `"left"`, its worker had
-      left, and has to send `Join` again; `"repeated"`, it was here before, or
+      left, and has to send `Join` again; `"restart"`, all have begun anew since
+      its task was given; `"repeated"`, it was here before, or
       its task was never given.
   """
 

@@ -95,6 +95,21 @@ bandwidth_gbit_per_s = 0.001
   assert row["pushed_bytes"] < 38_440 * 2 * (2 + 12 * 0.55)
 
 
+def test_decoupled_diloco_takes_local_steps(words, tmp_path):
+  words[words.index("dbs")] = "decoupled_diloco"
+  words += ["--interval", "4", "--fragments", "2", "--grace", "0.25"]
+  words += ["--outer", "sgd", "--outer-learning-rate", "0.9"]
+  assert cli.main(words) == 0
+  (row,) = rows(tmp_path)
+  assert row["accuracy"] > 0.3
+  # A push of two local steps with 64 samples each; a half of the parameters.
+  pushes = sum(row["staleness"]["counts"].values())
+  assert row["samples"] == 128 * pushes
+  assert row["pushed_bytes"] == pytest.approx(
+    38_440 / 2 * pushes, rel=0.1, abs=38_440
+  )
+
+
 @pytest.mark.parametrize(
   ("more", "rule"),
   (
@@ -107,6 +122,18 @@ bandwidth_gbit_per_s = 0.001
     (
       ["--protocol", "h_ps", "--codec", "int4"],
       "`--codec` must be left out with `--protocol h_ps`",
+    ),
+    (
+      ["--protocol", "decoupled_diloco", "--codec", "int4"],
+      "`--codec` must be left out with `--protocol decoupled_diloco`",
+    ),
+    (
+      ["--protocol", "decoupled_diloco", "--driver", "ray"],
+      "`--driver` must be clock",
+    ),
+    (
+      ["--protocol", "decoupled_diloco", "--fragments", "3"],
+      "`interval` must be a multiple of the 3 fragments",
     ),
     (
       ["--protocol", "h_ps", "--error-limit", "0"],

@@ -14,6 +14,7 @@ BATCHES = server.SpeedBatches(total=64)
 PROTOCOLS = {
   "bsp": server.BSP(),
   "bsp with backups": server.BSP(backups=1),
+  "bsp as one job": server.BSP(restart_s=1.0),
   "asp": server.ASP(),
   "ssp 0": server.SSP(bound=0),
   "ssp 2": server.SSP(bound=2, batches=BATCHES),
@@ -102,7 +103,7 @@ class Network:
 
   def step(self, faults):
     """Delivers a message of a random worker, or lets something go wrong."""
-    if self.timers and self.random.random() < 0.1:
+    while self.timers and (not faults or self.random.random() < 0.1):
       self.deliver(server.Expired(self.timers.pop(0)))
     name = self.random.choice(self.names)
     queue, happens = self.queues[name], self.random.random()
@@ -226,6 +227,28 @@ def test_backups_are_discarded_when_they_come():
   assert late == [server.Discard(2, "late")]
 
 
+def test_one_job_begins_anew_when_somebody_leaves_or_joins():
+  protocol = server.BSP(restart_s=3.0)
+  state = protocol.init("abc")
+  for worker in "abc":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  protocol.receive(state, 1.0, server.Pull("a"))
+  dropped, timer = protocol.receive(state, 1.5, server.Leave("b"))
+  assert dropped == server.Discard(0, "restart")
+  assert timer == server.Timer(3, 3.0)
+  # What c still computes is of no use.
+  late = protocol.receive(state, 2.0, server.Push("c", 2, 32, 2.0))
+  assert late == [server.Discard(2, "restart")]
+  assert protocol.receive(state, 2.0, server.Pull("c")) == []
+  # One more who joins: all wait anew.
+  protocol.receive(state, 3.0, server.Join("b"))
+  (timer,) = protocol.receive(state, 3.0, server.Pull("b"))
+  assert protocol.receive(state, 4.5, server.Expired(3)) == []
+  replies = protocol.receive(state, 6.0, server.Expired(timer.task))
+  assert [reply.worker for reply in replies] == ["a", "c", "b"]
+
+
 def test_updates_sum_in_the_order_of_joining():
   protocol = server.BSP()
   state = protocol.init("abc")
@@ -269,6 +292,7 @@ def test_bounds_hold_for_who_returns():
 
 
 BAD = {
+  "restart_s": lambda: server.BSP(restart_s=-1.0),
   "backups": lambda: server.BSP(backups=-1),
   "bound": lambda: server.SSP(bound=-1),
   "n": lambda: server.NSoftsync(n=0),

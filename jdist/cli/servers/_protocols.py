@@ -49,7 +49,7 @@ def build(
     "n": options.splits,
     "max_staleness": num if most is None else most,
     "backups": options.backups,
-    "interval": options.interval,
+    "interval": getattr(options, "interval", 8),
     "fragments": options.fragments,
     "quorum": options.quorum,
     "grace": options.grace,

@@ -5,6 +5,7 @@ import functools
 
 from jdist import cluster, collectives, models, server, training
 from jdist.cli import (
+  _composition,
   _datasets,
   _divergence,
   _experiment,
@@ -153,7 +154,9 @@ def _check(options: _options.Train) -> None:
   _options.check_left_out(
     options,
     (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in used),
-    f"with `--protocol {options.protocol}`, which does not use it",
+    "with `--protocol"
+    + (" decoupled_diloco" if fragments else "")
+    + "`, which does not use it",
   )
   if fragments and options.driver != "clock":
     raise ValueError(

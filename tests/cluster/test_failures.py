@@ -1,0 +1,59 @@
+"""Random failures: their law, and what they leave of the time."""
+
+import itertools
+import statistics
+
+import pytest
+
+from jdist import cluster
+
+
+def test_machines_are_up_and_down_for_exponential_times():
+  law = cluster.Failures.of(0.2, 100.0, restart_s=3.0, seed=1)
+  assert (law.up_s, law.down_s) == (80.0, 20.0)
+  downs = [law.down_times(str(i), 1e4) for i in range(100)]
+  lasting = [end - start for each in downs for start, end in each]
+  assert statistics.mean(lasting) == pytest.approx(20.0, rel=0.05)
+  # Exponential: the deviation is the mean.
+  assert statistics.stdev(lasting) == pytest.approx(20.0, rel=0.05)
+  up = [law.up_seconds(str(i), 1e4) for i in range(100)]
+  assert statistics.mean(up) == pytest.approx(0.8e4, rel=0.02)
+  # From the beginning on.
+  away = sum(bool(each) and each[0][0] == 0.0 for each in downs)
+  assert 10 <= away <= 30
+
+
+def test_restarts_are_outages_but_no_time_down():
+  law = cluster.Failures(up_s=5.0, down_s=5.0, restart_s=4.0)
+  (node,) = law.apply(cluster.workers([1.0]), 200.0).nodes
+  away = sum(x.end_s - x.start_s for x in node.outages)
+  downs = law.down_times("worker0", 200.0)
+  down = sum(end - start for start, end in downs)
+  # A restart each, but for those in which it failed again.
+  assert down < away <= down + 4.0 * len(downs)
+  assert len(node.outages) < len(downs)
+  pairs = itertools.pairwise(node.outages)
+  assert all(a.end_s < b.start_s for a, b in pairs)
+
+
+def test_each_machine_and_seed_has_times_of_its_own():
+  law = cluster.Failures(up_s=5.0, down_s=5.0)
+  times = {law.down_times(name, 50.0) for name in "abc"}
+  other = cluster.Failures(up_s=5.0, down_s=5.0, seed=1)
+  assert len(times | {other.down_times("a", 50.0)}) == 4
+  assert law.down_times("a", 50.0) == law.down_times("a", 50.0)
+
+
+BAD = {
+  "up_s": lambda: cluster.Failures(up_s=0.0, down_s=1.0),
+  "down_s": lambda: cluster.Failures(up_s=1.0, down_s=-1.0),
+  "restart_s": lambda: cluster.Failures(1.0, 1.0, restart_s=-1.0),
+  "seed": lambda: cluster.Failures(1.0, 1.0, seed=-1),
+  "fraction": lambda: cluster.Failures.of(1.0, 10.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=f"`{name}` must"):
+    BAD[name]()
