@@ -4,10 +4,11 @@ A reducer takes the mean of one tree over the axis; a feedback keeps what a
 worker wanted to send and did not.  `Compression` is both.
 """
 
+from jdist.reducers._all_to_all import AllToAll as AllToAll
+from jdist.reducers._all_to_all import AllToAllState as AllToAllState
 from jdist.reducers._chunked import Chunked as Chunked
 from jdist.reducers._compressed import Compressed as Compressed
 from jdist.reducers._compressed import compressed as compressed
-from jdist.reducers._compressed import CompressedState as CompressedState
 from jdist.reducers._compression import check_compression as check_compression
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState

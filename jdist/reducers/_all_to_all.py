@@ -16,6 +16,7 @@ granules would be mostly padding.  By the fewest bits each leaf goes
 - into a bucket that is sent as it is.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -24,14 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import codecs, collectives
+from jdist import checks, codecs, collectives, states
+from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
 OwnerFeedback: TypeAlias = bool | Literal["own_share"]
 _NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
   """Buckets of one row a worker.
 
   Attributes:
@@ -45,39 +47,54 @@ class Layout(NamedTuple):
   draws: str = "none"
 
 
-class AllToAll(NamedTuple):
-  """Takes means of arrays of floats, none of them empty; see `compressed`."""
+@states.declare()
+class AllToAllState(NamedTuple):
+  """State of `AllToAll`, each worker its own; `()` if owners keep nothing.
+
+  Attributes:
+    residual: what the owner of a row has not sent yet, in units of the mean:
+      float32 [row] for each encoded bucket.
+  """
+
+  residual: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll(_reducer.Reducer):
+  """Reduces by rows that workers own; made by `compressed`, see there."""
 
   codec: codecs.Codec
-  owner_feedback: OwnerFeedback
+  owner_feedback: OwnerFeedback = True
 
-  def init(
-    self, likes: Sequence[Any], axis: collectives.Axis
-  ) -> tuple[jax.Array, ...]:
+  def __post_init__(self) -> None:
+    checks.check_choice(
+      "owner_feedback", self.owner_feedback, (True, False, "own_share")
+    )
+
+  def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the owners' residuals, zeros; refuses a codec with a state."""
-    coders = self._coders(self.layout(likes, collectives.size(axis)))
+    coders = self._coders(self._layout(like, collectives.size(axis)))
     for coder in coders:
       coder.check()
-    return tuple(
+    zeros = tuple(
       jnp.zeros(coder.row.shape, jnp.float32)
       for coder in coders
       if self._keeps(coder)
     )
+    return collectives.varying(AllToAllState(zeros), axis) if zeros else ()
 
   def reduce(
-    self,
-    leaves: list[Any],
-    residual: tuple[jax.Array, ...],
-    key: jax.Array,
-    axis: collectives.Axis,
-  ) -> tuple[list[Any], list[Any], tuple[jax.Array, ...]]:
-    """Returns the means, the own shares and the owners' residuals."""
+    self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
+  ) -> _reducer.Reduced:
+    """Takes the mean."""
     num_workers = collectives.size(axis)
-    layout = self.layout(leaves, num_workers)
+    layout = self._layout(tree, num_workers)
     coders = self._coders(layout)
+    if not coders:
+      return _reducer.Reduced(tree, _floats(tree), state)
     # Up: row j of every bucket to worker j.
     payloads, finite, shares = [], [], []
-    for i, rows in enumerate(layout.buckets.pack(leaves)):
+    for i, rows in enumerate(layout.buckets.pack(tree)):
       keys = _row_keys(layout.draws, key, i, axis)
       payload = jax.vmap(coders[i].encode)(rows, keys)
       payloads.append(payload)
@@ -93,7 +110,8 @@ class AllToAll(NamedTuple):
     rows, sound = collectives.unpack_bytes(buffers, like, rows=num_workers)
     sound = sound.all(0)
     # The owner adds up its row, and encodes the mean for all.
-    payloads, finite, old, new = [], [], list(residual), []
+    payloads, finite, new = [], [], []
+    old = list(state.residual) if state else []
     for i, coder in enumerate(coders):
       total = add_rows(
         jnp.zeros(coder.row.shape, jnp.float32),
@@ -129,17 +147,20 @@ class AllToAll(NamedTuple):
       mean = jnp.where(sound[:, i, None], mean, jnp.nan)
       means.append(mean.astype(coder.row.dtype))
     unpack = layout.buckets.unpack
-    return unpack(means, leaves), unpack(shares, leaves), tuple(new)
+    return _reducer.Reduced(
+      unpack(means, tree),
+      _floats(unpack(shares, tree)),
+      AllToAllState(tuple(new)) if new else (),
+    )
 
   def flush(
-    self,
-    residual: tuple[jax.Array, ...],
-    likes: Sequence[Any],
-    axis: collectives.Axis,
-  ) -> list[jax.Array]:
-    """Gathers the owners' residuals, float32 in units of the mean, by leaf."""
-    layout = self.layout(likes, collectives.size(axis))
-    rows = iter(collectives.gather(residual, axis))
+    self, state: PyTree, like: PyTree, axis: collectives.Axis
+  ) -> tuple[PyTree, PyTree]:
+    """Gathers the owners' residuals, in float32."""
+    if not state:
+      return super().flush(state, like, axis)
+    layout = self._layout(like, collectives.size(axis))
+    rows = iter(collectives.gather(state.residual, axis))
     buffers = [
       next(rows)
       if self._keeps(coder)
@@ -148,19 +169,26 @@ class AllToAll(NamedTuple):
         layout.buckets.buckets, self._coders(layout), strict=True
       )
     ]
-    return layout.buckets.unpack(buffers, list(likes))
+    residuals = _floats(layout.buckets.unpack(buffers, like))
+    return residuals, jax.tree.map(jnp.zeros_like, state)
 
-  def payload_bits(self, likes: Sequence[Any], num_workers: int) -> int:
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Counts a worker's rows, each with the byte that says if it is finite."""
-    coders = self._coders(self.layout(likes, num_workers))
-    return num_workers * sum(8 + coder.num_bits() for coder in coders)
+    coders = self._coders(self._layout(like, num_workers))
+    payload = num_workers * sum(8 + coder.num_bits() for coder in coders)
+    sent = _reducer.ring_bits(payload, num_workers)
+    return _reducer.Bits(payload, sent, sent)
 
-  def layout(self, likes: Sequence[Any], num_workers: int) -> Layout:
-    """Distributes leaves over buckets."""
-    kinds = tuple((tuple(x.shape), np.dtype(x.dtype).name) for x in likes)
-    return _layout(self.codec, kinds, num_workers)
+  def __str__(self) -> str:
+    """Prints for instance `all_to_all Quantize(bits=8, ...)`."""
+    return f"all_to_all {self.codec}"
 
-  def _coders(self, layout: Layout) -> list["_Coder"]:
+  def _layout(self, tree: PyTree, num_workers: int) -> RowLayout:
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = tuple((jnp.shape(x), np.dtype(x.dtype).name) for x in leaves)
+    return _lay_out(self.codec, structure, kinds, num_workers)
+
+  def _coders(self, layout: RowLayout) -> list["_Coder"]:
     return [
       _Coder(None if exact else self.codec, bucket.row)
       for bucket, exact in zip(
@@ -180,19 +208,29 @@ class AllToAll(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(
-  codec: codecs.Codec, kinds: tuple[Any, ...], num_workers: int
-) -> Layout:
-  """Lays out leaves once, however often a program is traced."""
+def _lay_out(
+  codec: codecs.Codec, structure: Any, kinds: tuple[Any, ...], num_workers: int
+) -> RowLayout:
+  """Lays out leaves once, however often a program is traced.
+
+  Raises:
+    ValueError: for a leaf that is not of floats.
+  """
   likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
-  layout = make_layout(likes, num_workers, codec.granule(), codec.num_bits)
+  tree = jax.tree.unflatten(structure, likes)
+  _reducer.check_leaves(codec, tree, lambda x: codecs.Codec.check(codec, x))
+  layout = make_layout(tree, num_workers, codec.granule(), codec.num_bits)
   return layout._replace(draws=codec.key)
 
 
 def make_layout(
-  likes: Sequence[Any], num_rows: int, granule: int, num_bits: _NumBits
-) -> Layout:
-  """Chooses a bucket for every leaf, by a codec's `granule` and `num_bits`."""
+  tree: PyTree, num_rows: int, granule: int, num_bits: _NumBits
+) -> RowLayout:
+  """Chooses a bucket for every leaf, by a codec's `granule` and `num_bits`.
+
+  Of a leaf without elements there is nothing to send.
+  """
+  likes = jax.tree.leaves(tree)
 
   def bucket(leaves: Sequence[int], granule: int) -> collectives.Bucket:
     pieces = [collectives.Piece(i, 0, likes[i].size) for i in leaves]
@@ -204,22 +242,21 @@ def make_layout(
   for dtype in sorted({np.dtype(like.dtype).name for like in likes}):
     places: dict[str, list[int]] = {"own": [], "shared": [], "exact": []}
     for i, like in enumerate(likes):
-      if np.dtype(like.dtype).name == dtype:
+      if like.size and np.dtype(like.dtype).name == dtype:
         places[_place(like, num_rows, granule, num_bits)].append(i)
     own = [bucket([i], granule) for i in places["own"]]
     if places["shared"]:
       shared = bucket(places["shared"], granule)
-      exact_bits = sum(_exact_bits(likes[i]) for i in places["shared"])
-      if num_rows * num_bits(shared.row) < exact_bits:
+      plain_bits = sum(_exact_bits(likes[i]) for i in places["shared"])
+      if num_rows * num_bits(shared.row) < plain_bits:
         own.append(shared)
       else:
         places["exact"] += places["shared"]
     exact = [bucket(places["exact"], 1)] if places["exact"] else []
     buckets += [*own, *exact]
     num_exact += [False] * len(own) + [True] * len(exact)
-  return Layout(
-    collectives.Buckets.given(list(likes), buckets), tuple(num_exact)
-  )
+  given = collectives.Buckets.given(tree, buckets)
+  return RowLayout(given, tuple(num_exact))
 
 
 def _place(
@@ -339,3 +376,7 @@ def _owner_key(
   if drawn is None:
     return None
   return jax.random.fold_in(drawn, collectives.index(axis))
+
+
+def _floats(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

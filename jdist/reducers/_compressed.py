@@ -10,12 +10,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, codecs, collectives, states
+from jdist import checks, codecs, collectives
 from jdist.reducers import _all_to_all, _reducer
 
 PyTree: TypeAlias = Any
@@ -23,26 +23,12 @@ Wire: TypeAlias = Literal["sum", "all_to_all", "gather"]
 OwnerFeedback: TypeAlias = _all_to_all.OwnerFeedback
 
 
-@states.declare()
-class CompressedState(NamedTuple):
-  """State of `compressed`; each worker its own.
-
-  Attributes:
-    codec: the codec's state for each leaf; `()` for an all-to-all.
-    residual: what the owner of a row has not sent yet, in units of the mean:
-      float32 [row] for each encoded bucket of an all-to-all; else `()`.
-  """
-
-  codec: PyTree
-  residual: tuple[jax.Array, ...]
-
-
 def compressed(
   codec: codecs.Codec,
   *,
   wire: Wire | None = None,
   owner_feedback: OwnerFeedback = True,
-) -> "Compressed":
+) -> "Compressed | _all_to_all.AllToAll":
   r"""Makes a reducer of a codec.
 
   With C encoding and decoding and :math:`x_i` the tree of worker i of N, leaf
@@ -109,119 +95,45 @@ def compressed(
     )
   if wire is None:
     wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
-  return Compressed(codec, wire, owner_feedback)
+  checks.check_choice("wire", wire, ("sum", "all_to_all", "gather"))
+  by_rows = _all_to_all.AllToAll(codec, owner_feedback)
+  return by_rows if wire == "all_to_all" else Compressed(codec, wire)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(_reducer.Reducer):
-  """The reducer of a codec; made by `compressed`, which says what they mean."""
+  """Reduces whole leaves, by a sum or a gather; made by `compressed`."""
 
   codec: codecs.Codec
-  wire: Wire
-  owner_feedback: OwnerFeedback = True
+  wire: Literal["sum", "gather"]
 
   def __post_init__(self) -> None:
-    checks.check_choice("wire", self.wire, ("sum", "all_to_all", "gather"))
     if self.wire == "sum" and not self.codec.linear:
       raise ValueError(
         f"`wire` must be 'all_to_all' or 'gather' for {self.codec}, got 'sum': "
         "it is not linear, and the sum of its payloads does not decode to the "
         "sum of the arrays."
       )
-    checks.check_choice(
-      "owner_feedback", self.owner_feedback, (True, False, "own_share")
-    )
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """The codec's states and the owners' residuals, zeros."""
+    """Returns the codec's states of all leaves that are sent."""
     self._check(like)
-    likes = [x for x in jax.tree.leaves(like) if x.size]
-    if self.wire != "all_to_all":
-      states = tuple(self.codec.init(x) for x in likes)
-      return _state(collectives.varying(states, axis), ())
-    zeros = self._rows.init(likes, axis)
-    return _state((), collectives.varying(zeros, axis))
+    states = tuple(map(self.codec.init, _sent(like)))
+    return collectives.varying(states, axis) if jax.tree.leaves(states) else ()
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     """Takes the mean."""
     self._check(tree)
-    # Of an empty leaf there is nothing to send.
-    means, treedef = jax.tree.flatten(tree)
-    shares = [x.astype(jnp.float32) for x in means]
-    full = [i for i, x in enumerate(means) if x.size]
-    if full:
-      leaves = [means[i] for i in full]
-      if not isinstance(state, CompressedState):
-        state = CompressedState(tuple(() for _ in full), ())
-      parts: tuple[Any, Any]
-      if self.wire == "all_to_all":
-        found, sent, residual = self._rows.reduce(
-          leaves, state.residual, key, axis
-        )
-        parts = (), residual
-      else:
-        found, sent, parts = self._whole_leaves(leaves, state, key, axis)
-      for i, mean, share in zip(full, found, sent, strict=True):
-        means[i], shares[i] = mean, share
-      state = _state(*parts)
-    return _reducer.Reduced(
-      jax.tree.unflatten(treedef, means),
-      jax.tree.unflatten(treedef, shares),
-      state,
-    )
-
-  def flush(
-    self, state: PyTree, like: PyTree, axis: collectives.Axis
-  ) -> tuple[PyTree, PyTree]:
-    """Gathers the owners' residuals, in float32."""
-    held, treedef = jax.tree.flatten(
-      jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
-    )
-    if not isinstance(state, CompressedState) or not state.residual:
-      return jax.tree.unflatten(treedef, held), state
-    full = [i for i, x in enumerate(held) if x.size]
-    leaves = jax.tree.leaves(like)
-    likes = [leaves[i] for i in full]
-    found = self._rows.flush(state.residual, likes, axis)
-    for i, leaf in zip(full, found, strict=True):
-      held[i] = leaf
-    empty = jax.tree.map(jnp.zeros_like, state.residual)
-    return jax.tree.unflatten(treedef, held), state._replace(residual=empty)
-
-  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts the payload with the bytes that say whether all is finite."""
-    self._check(like)
-    likes = [x for x in jax.tree.leaves(like) if x.size]
-    n = num_workers
-    if self.wire == "all_to_all":
-      payload = self._rows.payload_bits(likes, n)
-      sent = _reducer.ring_bits(payload, n)
-    else:
-      payload = sum(self.codec.num_bits(x) for x in likes)
-      if self.wire == "gather":
-        payload += 8 * len(likes)
-        sent = float((n - 1) * payload)
-      else:
-        sent = _reducer.ring_bits(payload, n)
-    return _reducer.Bits(payload, sent, sent)
-
-  def __str__(self) -> str:
-    """Prints for instance `all_to_all Quantize(bits=8, ...)`."""
-    return f"{self.wire} {self.codec}"
-
-  @property
-  def _rows(self) -> _all_to_all.AllToAll:
-    return _all_to_all.AllToAll(self.codec, self.owner_feedback)
-
-  def _whole_leaves(
-    self, leaves: list[Any], state: CompressedState, key: jax.Array, axis: Any
-  ) -> tuple[list[Any], list[Any], tuple[Any, Any]]:
-    """Returns means, own shares, and the state's parts, of sum and gather."""
+    leaves = _sent(tree)
+    if not leaves:
+      floats = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+      return _reducer.Reduced(tree, floats, state)
     draws, payloads, states = self.codec.key, [], []
     key = _all_to_all.own_key(draws, key, axis)
-    for i, (x, s) in enumerate(zip(leaves, state.codec, strict=True)):
+    before = state or ((),) * len(leaves)
+    for i, (x, s) in enumerate(zip(leaves, before, strict=True)):
       own = _all_to_all.leaf_key(draws, key, i)
       payload, s = self.codec.encode(x, s, own)
       payloads.append(payload)
@@ -242,7 +154,27 @@ class Compressed(_reducer.Reducer):
       (total / num_workers).astype(x.dtype)
       for total, x in zip(totals, leaves, strict=True)
     ]
-    return means, shares, (tuple(states), ())
+    return _reducer.Reduced(
+      _with_sent(tree, means),
+      jax.tree.map(lambda x: x.astype(jnp.float32), _with_sent(tree, shares)),
+      tuple(states) if jax.tree.leaves(states) else (),
+    )
+
+  def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
+    """Counts the payload; a gather with a byte that says if all is finite."""
+    self._check(like)
+    leaves = _sent(like)
+    payload = sum(map(self.codec.num_bits, leaves))
+    if self.wire == "sum":
+      sent = _reducer.ring_bits(payload, num_workers)
+    else:
+      payload += 8 * len(leaves)
+      sent = float((num_workers - 1) * payload)
+    return _reducer.Bits(payload, sent, sent)
+
+  def __str__(self) -> str:
+    """Prints for instance `gather TopK(ratio=0.01, ...)`."""
+    return f"{self.wire} {self.codec}"
 
   def _gathered(
     self, sent: Any, states: list[Any], leaves: list[Any], axis: Any
@@ -271,29 +203,18 @@ class Compressed(_reducer.Reducer):
     ]
 
   def _check(self, tree: PyTree) -> None:
-    leaves, structure = jax.tree.flatten(tree)
-    kinds = tuple((tuple(x.shape), x.dtype) for x in leaves)
-    self._check_kinds(structure, kinds)
+    _reducer.check_leaves(self.codec, tree, self.codec.check)
 
-  # The cache keeps reducers, which are a few settings.
-  @functools.lru_cache(maxsize=256)  # noqa: B019
-  def _check_kinds(self, structure: Any, kinds: tuple[Any, ...]) -> None:
-    """Raises a ValueError for a leaf that the codec does not suit."""
-    likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
-    tree = jax.tree.unflatten(structure, likes)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-      if not leaf.size:
-        continue
-      try:
-        codecs.Codec.check(self.codec, leaf)
-        if self.wire != "all_to_all":
-          self.codec.check(leaf)
-      except ValueError as error:
-        raise ValueError(
-          f"`compressed({self.codec})` does not suit leaf "
-          f"`{jax.tree_util.keystr(path)}`: {error} "
-          "`PerLeaf` reduces some leaves in another way."
-        ) from None
+
+def _sent(tree: PyTree) -> list[Any]:
+  """Lists the leaves with elements; of others there is nothing to send."""
+  return [x for x in jax.tree.leaves(tree) if x.size]
+
+
+def _with_sent(tree: PyTree, sent: list[Any]) -> PyTree:
+  """Replaces the leaves of a tree that `_sent` lists."""
+  found = iter(sent)
+  return jax.tree.map(lambda x: next(found) if x.size else x, tree)
 
 
 def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:
@@ -306,9 +227,3 @@ def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:
     ),
     payload,
   )
-
-
-def _state(codec: PyTree, residual: tuple[jax.Array, ...]) -> PyTree:
-  """Returns the state, `()` if there is nothing in it."""
-  state = CompressedState(codec, residual)
-  return state if jax.tree.leaves(state) else ()

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -204,6 +204,22 @@ def check_floats(like: PyTree) -> None:
         f"`{jax.tree_util.keystr(path)}`. `PerLeaf` reduces some leaves in "
         "another way."
       )
+
+
+def check_leaves(
+  codec: Any, tree: PyTree, check: Callable[[Any], None]
+) -> None:
+  """Raises a ValueError that names the first leaf that `check` refuses."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    try:
+      if leaf.size:
+        check(leaf)
+    except ValueError as error:
+      raise ValueError(
+        f"`compressed({codec})` does not suit leaf "
+        f"`{jax.tree_util.keystr(path)}`: {error} "
+        "`PerLeaf` reduces some leaves in another way."
+      ) from None
 
 
 def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:

@@ -69,10 +69,15 @@ def resize(
   labels = jax.tree.map(lambda _: False, template)._replace(
     opt_state=shared.state
   )
+
+  def is_owners(x: Any) -> bool:
+    return isinstance(x, reducers.AllToAllState)
+
+  # Owners' residuals, a row of the tree at each worker.
   by_owner = jax.tree.map(
-    _of_owners,
+    lambda x: jax.tree.map(lambda _: is_owners(x), x),
     template,
-    is_leaf=lambda x: isinstance(x, reducers.CompressedState),
+    is_leaf=is_owners,
   )
 
   def resized(
@@ -99,14 +104,4 @@ def resize(
 
   return jax.tree_util.tree_map_with_path(
     resized, drained, template, labels, by_owner
-  )
-
-
-def _of_owners(state: Any) -> Any:
-  """Marks owners' residuals, a row of the tree at each worker."""
-  if not isinstance(state, reducers.CompressedState):
-    return False
-  return reducers.CompressedState(
-    jax.tree.map(lambda _: False, state.codec),
-    jax.tree.map(lambda _: True, state.residual),
   )

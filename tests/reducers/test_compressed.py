@@ -279,7 +279,7 @@ def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
   assert carry(small.Whole()).wire == "sum"
   assert carry(small.Drawn()).wire == "sum"
   assert carry(small.Largest()).wire == "gather"
-  assert carry(small.Rounded()).wire == "all_to_all"
+  assert isinstance(carry(small.Rounded()), reducers.AllToAll)
 
 
 def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():

@@ -16,26 +16,20 @@ _LOOSE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 def residual_leaves(reducer, residuals, like, num_workers):
   """The owners' residuals, [workers, rows' entries], as leaves of the tree."""
-  leaves = jax.tree.leaves(like)
-  full = [i for i, x in enumerate(leaves) if x.size]
-  out = [np.zeros(x.shape) for x in leaves]
-  if getattr(reducer, "wire", "") != "all_to_all":
-    return out
-  residuals, likes = list(residuals), [leaves[i] for i in full]
-  rows = reducer._rows
-  layout = rows.layout(likes, num_workers)
+  out = jax.tree.map(lambda x: np.zeros(x.shape), like)
+  if not isinstance(reducer, reducers.AllToAll):
+    return jax.tree.leaves(out)
+  residuals, layout = list(residuals), reducer._layout(like, num_workers)
   buffers = [
     residuals.pop(0)
-    if rows._keeps(coder)
+    if reducer._keeps(coder)
     else np.zeros((bucket.num_rows, bucket.row_size))
     for bucket, coder in zip(
-      layout.buckets.buckets, rows._coders(layout), strict=True
+      layout.buckets.buckets, reducer._coders(layout), strict=True
     )
   ]
   assert not residuals
-  for i, x in zip(full, layout.buckets.unpack(buffers, likes), strict=True):
-    out[i] = x
-  return out
+  return jax.tree.leaves(layout.buckets.unpack(buffers, like))
 
 
 def check_law(reducer, trees, results, num_workers, tolerance):
@@ -44,10 +38,10 @@ def check_law(reducer, trees, results, num_workers, tolerance):
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), trees
   )
-  e = first.residual if isinstance(first, reducers.CompressedState) else ()
+  e = first.residual if isinstance(first, reducers.AllToAllState) else ()
   old = residual_leaves(reducer, e, like, num_workers)
   for r in range(ROUNDS):
-    e = states.residual if isinstance(states, reducers.CompressedState) else ()
+    e = states.residual if isinstance(states, reducers.AllToAllState) else ()
     new = residual_leaves(reducer, [x[:, r] for x in e], like, num_workers)
     for x, mean, share, before, after in zip(
       *map(jax.tree.leaves, (trees, means, shares)), old, new, strict=True
