@@ -5,15 +5,16 @@ and `index` with an axis; `workers` runs it on one device, on many, or in many
 processes, unchanged.
 """
 
-from jdist.collectives._buckets import Bucket as Bucket
+from jdist.collectives._bucket import Bucket as Bucket
+from jdist.collectives._bucket import Piece as Piece
 from jdist.collectives._buckets import Buckets as Buckets
-from jdist.collectives._buckets import check_order as check_order
-from jdist.collectives._buckets import leaf_order as leaf_order
-from jdist.collectives._buckets import Order as Order
-from jdist.collectives._buckets import Piece as Piece
 from jdist.collectives._byte_buffer import pack_bytes as pack_bytes
 from jdist.collectives._byte_buffer import unpack_bytes as unpack_bytes
 from jdist.collectives._fingerprint import fingerprint as fingerprint
+from jdist.collectives._leaf_order import check_order as check_order
+from jdist.collectives._leaf_order import leaf_order as leaf_order
+from jdist.collectives._leaf_order import leaf_paths as leaf_paths
+from jdist.collectives._leaf_order import Order as Order
 from jdist.collectives._manual_axes import agreed as agreed
 from jdist.collectives._manual_axes import Axis as Axis
 from jdist.collectives._manual_axes import check_axis as check_axis

@@ -16,128 +16,20 @@ import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import checks
-from jdist.collectives import _shards
+from jdist.collectives import _bucket, _leaf_order, _shards
 
 PyTree: TypeAlias = Any
-Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
-
-
-class Piece(NamedTuple):
-  """A range of a leaf's elements, or of one device's part of the leaf.
-
-  Attributes:
-    leaf: the leaf's number in the tree, from 0.
-    start: the first element.
-    stop: one past the last element.
-  """
-
-  leaf: int
-  start: int
-  stop: int
-
-  @property
-  def size(self) -> int:
-    """The number of elements."""
-    return self.stop - self.start
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-  """Pieces of one kind in one buffer, `[num_rows, row_size]`.
-
-  Attributes:
-    dtype: of all pieces.
-    pieces: one after the other.
-    offsets: where each begins in the flattened buffer.
-    num_rows: the number of rows.
-    row_size: elements of a row; what no piece fills is zero.
-    axes: the mesh axes over which the leaves are split, beside the workers'.
-      The buffers of all devices stand below each other.
-  """
-
-  dtype: str
-  pieces: tuple[Piece, ...]
-  offsets: tuple[int, ...]
-  num_rows: int
-  row_size: int
-  axes: tuple[str, ...] = ()
-
-  @classmethod
-  def of(
-    cls,
-    pieces: Sequence[Piece],
-    dtype: Any,
-    *,
-    num_rows: int = 1,
-    granule: int = 1,
-    axes: tuple[str, ...] = (),
-  ) -> "Bucket":
-    """Places pieces in a buffer.
-
-    Args:
-      pieces: at least one.
-      dtype: of all of them.
-      num_rows: rows of the buffer.
-      granule: elements; pieces and rows begin at multiples of it.
-      axes: the mesh axes over which the pieces' leaves are split.
-
-    >>> Bucket.of([Piece(0, 0, 3), Piece(1, 0, 2)], "int8", granule=4).offsets
-    (0, 4)
-    """
-    ends = itertools.accumulate(_round_up(p.size, granule) for p in pieces)
-    *offsets, end = (0, *ends)
-    row_size = _round_up(end, num_rows * granule) // num_rows
-    name = jnp.dtype(dtype).name
-    return cls(name, tuple(pieces), tuple(offsets), num_rows, row_size, axes)
-
-  @property
-  def name(self) -> str:
-    """Names the kind: a dtype, and after a colon the mesh axes, if any."""
-    return self.dtype + (f":{','.join(self.axes)}" if self.axes else "")
-
-  @property
-  def row(self) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a row."""
-    return jax.ShapeDtypeStruct((self.row_size,), jnp.dtype(self.dtype))
-
-  @property
-  def num_bytes(self) -> int:
-    """The size of the buffer, of one device."""
-    return self.num_rows * self.row_size * jnp.dtype(self.dtype).itemsize
-
-  def pack(self, leaves: Mapping[int, jax.Array]) -> jax.Array:
-    """Copies pieces of leaves into the buffer; reshapes a leaf that fills it.
-
-    Args:
-      leaves: one device's parts of the leaves, by number.
-    """
-    ends = (*self.offsets[1:], self.num_rows * self.row_size)
-    parts = []
-    for piece, start, end in zip(self.pieces, self.offsets, ends, strict=True):
-      flat = leaves[piece.leaf].reshape(-1)
-      if piece.size < flat.size:
-        flat = jax.lax.slice(flat, (piece.start,), (piece.stop,))
-      short = end - start - piece.size
-      parts.append(jnp.pad(flat, (0, short)) if short else flat)
-    flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return flat.reshape(self.num_rows, self.row_size)
-
-  def unpack(self, buffer: jax.Array) -> Iterator[tuple[Piece, jax.Array]]:
-    """Yields the pieces in the buffer, flat."""
-    flat = buffer.reshape(-1)
-    for piece, start in zip(self.pieces, self.offsets, strict=True):
-      if piece.size < flat.size:
-        yield piece, jax.lax.slice(flat, (start,), (start + piece.size,))
-      else:
-        yield piece, flat
+Bucket: TypeAlias = _bucket.Bucket
+Piece: TypeAlias = _bucket.Piece
+Order: TypeAlias = _leaf_order.Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +111,7 @@ class Buckets:
     found: list[tuple[tuple[str, tuple[str, ...]], list[Piece]]] = []
     of_kind: dict[Any, list[Piece]] = {}
     if isinstance(order, str) or callable(order):
-      order = leaf_order(tree, order)
+      order = _leaf_order.leaf_order(tree, order)
     for leaf in order:
       size = math.prod(
         _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])
@@ -267,22 +159,18 @@ class Buckets:
     cls, tree: PyTree, buckets: Sequence[Bucket], specs: PyTree = None
   ) -> "Buckets":
     """Takes buckets of a tree's leaves that another rule than `of`'s made."""
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    paths = tuple(
-      jax.tree_util.keystr(path, simple=True, separator="/")
-      for path, _ in named
-    )
-    for path, (_, leaf) in zip(paths, named, strict=True):
+    paths, leaves = _leaf_order.leaf_paths(tree), jax.tree.leaves(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
       _check_leaf(path, leaf)
     return cls(
       buckets=tuple(buckets),
       paths=paths,
-      shapes=tuple(tuple(leaf.shape) for _, leaf in named),
+      shapes=tuple(tuple(leaf.shape) for leaf in leaves),
       # As JAX holds it: float64 of NumPy is usually float32.
       dtypes=tuple(
-        jax.dtypes.canonicalize_dtype(leaf.dtype).name for _, leaf in named
+        jax.dtypes.canonicalize_dtype(leaf.dtype).name for leaf in leaves
       ),
-      specs=(PartitionSpec(),) * len(named)
+      specs=(PartitionSpec(),) * len(leaves)
       if specs is None
       else _shards.spec_leaves(specs, tree),
     )
@@ -435,39 +323,6 @@ class Buckets:
       )
 
 
-def check_order(order: Order) -> None:
-  """Raises a ValueError unless leaves can be ordered so."""
-  if order not in ("front_first", "back_first") and not callable(order):
-    raise ValueError(
-      "`order` must be 'front_first', 'back_first' or a function of a leaf's "
-      f"path, got {order!r}."
-    )
-
-
-def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
-  """Sorts the numbers of a tree's leaves, the most urgent one first.
-
-  >>> leaf_order({"a": 1, "b": 2}, "back_first")
-  (1, 0)
-  """
-  check_order(order)
-  paths = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-  numbers = range(len(paths))
-  if not callable(order):
-    return tuple(numbers if order == "front_first" else reversed(numbers))
-  keys = [order(path) for path in paths]
-  try:
-    return tuple(sorted(numbers, key=keys.__getitem__))
-  except TypeError as error:
-    raise ValueError(
-      "`order` must give keys that can be compared with each other, got "
-      f"{keys[:3]}: {error}."
-    ) from error
-
-
 def _check_leaf(path: str, leaf: Any) -> None:
   if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
     raise ValueError(
@@ -479,7 +334,3 @@ def _check_leaf(path: str, leaf: Any) -> None:
       f"`tree` must hold plain arrays, got dtype {leaf.dtype} at {path!r}. "
       "Leave PRNG keys out, or pass `jax.random.key_data(key)`."
     )
-
-
-def _round_up(size: int, multiple: int) -> int:
-  return -(-size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""A fingerprint of a tree: eight bytes a leaf that tell copies apart."""
+"""A fingerprint of a tree: eight bytes a leaf by which copies differ."""
 
 from typing import Any
 

@@ -260,7 +260,7 @@ class _Place(NamedTuple):
     return _Place(True, True, self.phase, self)
 
   def named(self, name: str) -> "_Place":
-    """Returns the place inside a branch of a name, which may tell its phase."""
+    """Returns the place inside a branch of a name, which may say its phase."""
     said = _phases.phases_in(name)
     if self.before is None or not said:
       return self

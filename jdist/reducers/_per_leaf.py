@@ -210,10 +210,8 @@ class PerLeaf(_reducer.Reducer):
     return [*merged, tuple(states)]
 
   def _named(self, tree: PyTree) -> list[tuple[str, Any]]:
-    named = [
-      (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    paths, leaves = collectives.leaf_paths(tree), jax.tree.leaves(tree)
+    named = list(zip(paths, leaves, strict=True))
     if len(dict(named)) < len(named):
       raise ValueError(
         "`tree` must have leaves of different paths, and some are equal with "

@@ -206,10 +206,7 @@ def row_axes(key: Any) -> tuple[str, ...] | None:
 
 def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
   """Lists the numbers and paths of a group's leaves."""
-  paths = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-  ]
+  paths = collectives.leaf_paths(tree)
   return [(i, paths[i]) for i in group.leaves]
 
 

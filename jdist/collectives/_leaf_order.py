@@ -1,0 +1,51 @@
+"""The paths of a tree's leaves, and their order by urgency."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+PyTree: TypeAlias = Any
+Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
+
+
+def leaf_paths(tree: PyTree) -> tuple[str, ...]:
+  """Returns the paths of a tree's leaves.
+
+  >>> leaf_paths({"dense": {"bias": 1, "kernel": 2}})
+  ('dense/bias', 'dense/kernel')
+  """
+  return tuple(
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  )
+
+
+def check_order(order: Order) -> None:
+  """Raises a ValueError unless leaves can be ordered so."""
+  if order not in ("front_first", "back_first") and not callable(order):
+    raise ValueError(
+      "`order` must be 'front_first', 'back_first' or a function of a leaf's "
+      f"path, got {order!r}."
+    )
+
+
+def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
+  """Sorts the numbers of a tree's leaves, the most urgent one first.
+
+  >>> leaf_order({"a": 1, "b": 2}, "back_first")
+  (1, 0)
+  """
+  check_order(order)
+  paths = leaf_paths(tree)
+  numbers = range(len(paths))
+  if not callable(order):
+    return tuple(numbers if order == "front_first" else reversed(numbers))
+  keys = [order(path) for path in paths]
+  try:
+    return tuple(sorted(numbers, key=keys.__getitem__))
+  except TypeError as error:
+    raise ValueError(
+      "`order` must give keys that can be compared with each other, got "
+      f"{keys[:3]}: {error}."
+    ) from error
