@@ -68,6 +68,9 @@ from jdist.transforms.delays._look_ahead import LookAheadState as LookAheadState
 from jdist.transforms.delays._look_ahead import (
   scale_by_look_ahead as scale_by_look_ahead,
 )
+from jdist.transforms.delays._stability import (
+  stability_limit as stability_limit,
+)
 from jdist.transforms.delays._weight_prediction import (
   predict_weights as predict_weights,
 )
@@ -82,7 +85,6 @@ from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._chunked_stream import (
   ChunkedStreamState as ChunkedStreamState,
 )
-from jdist.transforms.local._clock import RoundClock as RoundClock
 from jdist.transforms.local._control_variates import (
   ControlVariates as ControlVariates,
 )
@@ -99,20 +101,18 @@ from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import fragments_of as fragments_of
 from jdist.transforms.local._fragments import FragmentsState as FragmentsState
-from jdist.transforms.local._late_rounds import Flight as Flight
 from jdist.transforms.local._local_steps import local_steps as local_steps
-from jdist.transforms.local._local_steps import (
+from jdist.transforms.local._round_state import Flight as Flight
+from jdist.transforms.local._round_state import (
   LocalStepsState as LocalStepsState,
 )
-from jdist.transforms.local._local_steps import SyncState as SyncState
+from jdist.transforms.local._round_state import RoundClock as RoundClock
+from jdist.transforms.local._round_state import SyncState as SyncState
 from jdist.transforms.local._slow_momentum import BUFFERS as BUFFERS
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._slow_momentum import (
   SlowMomentumState as SlowMomentumState,
-)
-from jdist.transforms.local._stability import (
-  stability_limit as stability_limit,
 )
 from jdist.transforms.local._streaming import buffer_axes as buffer_axes
 from jdist.transforms.local._streaming import Stream as Stream

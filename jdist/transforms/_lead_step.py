@@ -8,7 +8,7 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor, _clock, _sender
+from jdist.transforms.local import _anchor, _round_state, _sender
 
 PyTree = Any
 # For errors: whoever reads them has written the one or the other.
@@ -32,7 +32,7 @@ class LeadStepState(NamedTuple):
     compression: the compression's state, `()` without one.
   """
 
-  clock: _clock.RoundClock
+  clock: _round_state.RoundClock
   anchor: PyTree
   inner: PyTree
   outer: PyTree
@@ -109,7 +109,7 @@ def lead_step(
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)
     return LeadStepState(
-      clock=_clock.start(intervals.fixed(1)),
+      clock=_round_state.start_clock(intervals.fixed(1)),
       anchor=anchor,
       inner=local.init(params),
       outer=optimizer.init(anchor),

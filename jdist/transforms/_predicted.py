@@ -13,7 +13,7 @@ import optax
 
 from jdist import checks, collectives, states
 from jdist.transforms import _control, _shared, _state, intervals
-from jdist.transforms.local import _anchor, _clock
+from jdist.transforms.local import _anchor, _round_state
 
 PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]
@@ -47,7 +47,7 @@ class PredictRestState(NamedTuple):
     rest: that of the rest's own, `()` without one.
   """
 
-  clock: _clock.RoundClock
+  clock: _round_state.RoundClock
   anchor: PyTree
   kept: jax.Array
   predicted: PyTree
@@ -108,10 +108,6 @@ def predict_rest(
   (`fragment_steps`, or a reducer of few entries), that part is a refreshed
   value, and until its next turn it goes where the prediction goes: the last
   refreshed value + (the prediction now - the prediction then).
-
-  Why it is no reducer: a reducer is given progress and no parameters to
-  predict from; what an outer optimizer will make of the mean it does not know;
-  and an inner optimizer would keep moments of what is not trained.
 
   Stands last in a chain: the anchor takes the updates as done.  On devices of
   several kinds the predictions may differ in the last place; the front's anchor
@@ -194,7 +190,7 @@ def predict_rest(
         _check_together("rest", rest_state)
     found = _anchor.find_rounds(front_state)
     return PredictRestState(
-      clock=_clock.start(intervals.fixed(1))._replace(
+      clock=_round_state.start_clock(intervals.fixed(1))._replace(
         interval=jnp.copy(_interval(found))
       ),
       anchor=jax.tree.map(_anchor.wide_copy, params),
@@ -355,18 +351,12 @@ def _check_prediction(
       f"{rule} it fails: {type(error).__name__}: {reason} {remedy}"
     ) from error
   theirs, ours = _leaves(found), _leaves(jax.tree.map(_shape, rest))
-  for name, leaf in ours.items():
-    if name not in theirs:
-      raise ValueError(f"{rule} it gives no leaf {name}. {remedy}")
-    other = theirs[name]
-    alike = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, other))
-    if other.shape != leaf.shape or not (alike or other.dtype == leaf.dtype):
+  for name in {**ours, **theirs}:
+    given, wanted = theirs.get(name, "missing"), ours.get(name, "none of them")
+    if given != wanted:
       raise ValueError(
-        f"{rule} its leaf {name} is {_told(other)} and not {_told(leaf)}. "
-        f"{remedy}"
+        f"{rule} its leaf {name} is {given} and not {wanted}. {remedy}"
       )
-  if more := [name for name in theirs if name not in ours]:
-    raise ValueError(f"{rule} it gives a leaf {more[0]} besides. {remedy}")
   given, wanted = str(jax.tree.structure(found)), str(jax.tree.structure(rest))
   if given != wanted:
     raise ValueError(f"{rule} it gives {given} and not {wanted}. {remedy}")
@@ -379,13 +369,17 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
   )
 
 
-def _told(leaf: jax.ShapeDtypeStruct) -> str:
-  return f"{leaf.dtype}{list(leaf.shape)}"
+def _leaves(tree: PyTree) -> dict[str, str]:
+  """Describes leaves by their paths: floats of any width are alike."""
 
+  def described(leaf: jax.ShapeDtypeStruct) -> str:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}"
 
-def _leaves(tree: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
   return {
-    jax.tree_util.keystr(path, simple=True, separator=".") or "(alone)": leaf
+    jax.tree_util.keystr(path, simple=True, separator=".") or "(alone)": (
+      described(leaf)
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 

@@ -41,21 +41,24 @@ def ones(front, **shapes):
 @pytest.mark.parametrize(
   ("predict", "message"),
   [
-    (lambda _, f: ones(f, c=3), "it gives no leaf d"),
+    (lambda _, f: ones(f, c=3), "leaf d is missing"),
     # They would be broadcast.
     (
       lambda _, f: ones(f, c=(), d=(3, 2)),
-      r"leaf c is float32\[\] and not.*3\]",
+      r"leaf c is float\[\] and not.*3\]",
     ),
-    (lambda _, f: ones(f, c=3, d=(1, 2)), r"leaf d is float32\[1, 2\] and not"),
-    (lambda _, f: ones(f, c=3, d=(3, 2), e=1), "it gives a leaf e besides"),
+    (lambda _, f: ones(f, c=3, d=(1, 2)), r"leaf d is float\[1, 2\] and not"),
+    (
+      lambda _, f: ones(f, c=3, d=(3, 2), e=1),
+      r"leaf e is float\[1\] and not none",
+    ),
     (
       lambda _, f: {"c": jnp.arange(3), "d": jnp.ones((3, 2))},
-      r"leaf c is int32\[3\] and not float32\[3\]",
+      r"leaf c is int32\[3\] and not float\[3\]",
     ),
     (
       lambda _, f: list(ones(f, c=3, d=(3, 2)).values()),
-      r"it gives no leaf c",
+      "leaf c is missing",
     ),
     (lambda theta, f: {"c": theta[:2] * f["a"]}, "it fails: TypeError.*broad"),
   ],
@@ -83,7 +86,7 @@ def test_parameters_of_another_predictor_are_refused_at_init():
   optimizer = methods.mp2(
     optax.sgd(0.1), Alone, lambda theta, f: f[:2], THETA, axis=None
   )
-  with pytest.raises(ValueError, match=r"leaf \(alone\) is float32\[2\]"):
+  with pytest.raises(ValueError, match=r"leaf \(alone\) is float\[2\]"):
     optimizer.init(PARAMS)
   # The rest may be of another floating type, for instance bfloat16.
   optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)

@@ -9,6 +9,7 @@ from jdist import checks, reducers
 from jdist.transforms.local import (
   _late_rounds,
   _local_steps,
+  _mid_round,
   _streaming,
   _sync_rule,
 )
@@ -111,18 +112,15 @@ class Delayed:
       compression = _in_chunks(compression, stream, steps)
     elif stream is not None and stream.specs is not None:
       stream = dataclasses.replace(stream, specs=now.rule.like(stream.specs))
-    return _late_rounds.LateSynchronizer(
-      optimizer=now.optimizer,
-      policy=now.policy,
-      axis=now.axis,
-      rule=now.rule,
-      compression=compression,
-      mix=self.mix,
-      steps=self.steps,
+    options = dict(
+      vars(now) | {"compression": compression, "mix": self.mix},
       carry=self.carry,
       after_step=self.after_step,
       stream=stream,
     )
+    if self.steps is None:
+      return _late_rounds.LateSynchronizer(**options)
+    return _mid_round.MidRoundSynchronizer(**options, steps=self.steps)
 
 
 def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:

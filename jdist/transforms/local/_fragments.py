@@ -1,8 +1,4 @@
-"""Fragments of the parameters, each with rounds of its own.
-
-All workers take local steps; one part of the parameters after the other is
-brought together, at staggered steps, so that the network is used evenly.
-"""
+"""Fragments of the parameters, each with rounds of its own."""
 
 import dataclasses
 import operator
@@ -17,9 +13,8 @@ from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, _shared, intervals
 from jdist.transforms.local import (
   _anchor,
-  _clock,
-  _delayed,
   _local_steps,
+  _round_state,
   _sync_rule,
 )
 
@@ -43,17 +38,16 @@ class FragmentsState(NamedTuple):
       `drain`, 0; float32 scalar.
   """
 
-  clock: _clock.RoundClock
+  clock: _round_state.RoundClock
   inner: PyTree
-  fragments: tuple[_local_steps.SyncState, ...]
+  fragments: tuple[_round_state.SyncState, ...]
   kept: jax.Array
 
   def label(self, walk: Any) -> tuple[Any, bool]:
     """Each fragment's state says it for itself."""
     del walk
-    labels = _shared.label_fields(self)
     parts = tuple(map(_shared.label_fields, self.fragments))
-    return labels._replace(fragments=parts), False
+    return _shared.label_fields(self)._replace(fragments=parts), False
 
   @property
   def anchor(self) -> PyTree:
@@ -63,13 +57,11 @@ class FragmentsState(NamedTuple):
   @property
   def streams(self) -> bool:
     """Returns whether a message is sent in parts, some in every step."""
-    held = getattr(self.fragments[0].flight, "held", None)
-    return bool(getattr(type(held), "streams", False))
+    return self.fragments[0].streams
 
   def ahead(self) -> jax.Array:
     """The next two updates of every fragment; see `transforms.rounds_ahead`."""
-    rows = [_local_steps.ahead(part) for part in self.fragments]
-    return jnp.stack(rows, -3)
+    return jnp.stack([part.ahead() for part in self.fragments], -3)
 
 
 def fragment_steps(
@@ -79,7 +71,7 @@ def fragment_steps(
   *,
   axis: collectives.Axis,
   rule: _sync_rule.SyncRule | optax.GradientTransformation | None = None,
-  overlap: _delayed.Delayed | None = None,
+  overlap: Any = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Takes local steps, and brings the workers together in fragments.
@@ -98,9 +90,8 @@ def fragment_steps(
   Schedules, extra arguments and the place in a chain are as of `local_steps`;
   an outer schedule counts a fragment's rounds.
 
-  Counted bytes are those of whole rounds where the device ends them: a round
-  counts when its last fragment arrives, so that in between those of its other
-  fragments are missing.
+  Where the device ends rounds, one is counted, with its bytes, when its last
+  fragment arrives.
 
   Args:
     inner: any Optax optimizer, run by each worker for itself.
@@ -172,7 +163,7 @@ def fragment_steps(
   def init_fn(params: optax.Params) -> FragmentsState:
     labels = fragments_of(params, fragments)
     return FragmentsState(
-      clock=_clock.start(intervals.fixed(interval)),
+      clock=_round_state.start_clock(intervals.fixed(interval)),
       inner=optimizer.init(params),
       fragments=tuple(
         one.init(_part(params, labels, p))
@@ -199,29 +190,22 @@ def fragment_steps(
       one.send(own, said)
       for one, own, said in zip(parts, state.fragments, controls, strict=True)
     ]
-    extra_args |= {
-      "anchor": state.anchor,
-      "interval_steps": state.clock.interval,
-    }
+    clock = state.clock
+    extra_args |= {"anchor": state.anchor, "interval_steps": clock.interval}
     corrected = [
-      sync.rule.correct(_part(updates, labels, p), own.memory, state.clock.step)
+      sync.rule.correct(_part(updates, labels, p), own.memory, clock.step)
       for p, own in enumerate(state.fragments)
     ]
-    moves = _merge([part for part, _ in corrected])
     moves, inner_state = optimizer.update(
-      moves, state.inner, params, **extra_args
+      _merge([part for part, _ in corrected]), state.inner, params, **extra_args
     )
-    ended, arrives = [], []
-    for p, one in enumerate(parts):
-      own = state.fragments[p]._replace(
-        clock=state.fragments[p].clock.advance(None), memory=corrected[p][1]
-      )
-      step = _local_steps.Step(_part(moves, labels, p), (), own)
+    ended = []
+    for p, (one, own) in enumerate(zip(parts, state.fragments, strict=True)):
+      own = own._replace(clock=own.clock.advance(None), memory=corrected[p][1])
+      step = _round_state.Step(_part(moves, labels, p), (), own)
       step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
       ended.append(step)
-      arrives.append(_arrived(state.fragments[p], step.sync))
-    last = jnp.asarray(arrives[-1])
-    clock = state.clock
+    last = _arrived(state.fragments[-1], ended[-1].sync)
     return _merge([step.updates for step in ended]), FragmentsState(
       clock=clock._replace(
         step=optax.safe_increment(clock.step),
@@ -246,27 +230,23 @@ def fragment_steps(
       one.drain((), state.fragments[p], _part(params, labels, p), residuals)
       for p, one in enumerate(parts)
     ]
-    begun = state.kept > 0
-    begun &= state.clock.step > 0
     clock = state.clock
+    begun = (state.kept > 0) & (clock.step > 0)
     state = FragmentsState(
       clock=clock._replace(
         round=clock.round + begun.astype(jnp.int32),
         synchronized=jnp.asarray(True),
       ),
       inner=state.inner,
-      fragments=tuple(
-        staggered(one, step.sync)
-        for one, step in zip(parts, steps, strict=True)
-      ),
+      fragments=tuple(map(staggered, parts, [step.sync for step in steps])),
       kept=jnp.zeros_like(state.kept),
     )
     updates = _merge([step.updates for step in steps])
     return collectives.varying((updates, state), axis)
 
   def staggered(
-    one: _local_steps.Synchronizer, own: _local_steps.SyncState
-  ) -> _local_steps.SyncState:
+    one: _local_steps.Synchronizer, own: _round_state.SyncState
+  ) -> _round_state.SyncState:
     """Lets a round that begins anywhere end at the fragment's next step."""
     left, _ = one.policy.next((), own.clock.step, None)
     following = jnp.full_like(left, interval)
@@ -293,10 +273,8 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
   """
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   if callable(fragments):
-    labels = tuple(
-      _label(fragments, jax.tree_util.keystr(path, simple=True, separator="/"))
-      for path, _ in leaves
-    )
+    paths = collectives.leaf_paths(tree)
+    labels = tuple(_label(fragments, path) for path in paths)
     if set(labels) != set(range(max(labels) + 1)):
       raise ValueError(
         "`fragments` must return 0, 1, 2, ... with none left out, got "
@@ -358,14 +336,15 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
   def masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
-  def one(*leaves: Any) -> Any:
-    return next(x for x in leaves if not masked(x))
-
-  return jax.tree.map(one, *parts, is_leaf=masked)
+  return jax.tree.map(
+    lambda *leaves: next(x for x in leaves if not masked(x)),
+    *parts,
+    is_leaf=masked,
+  )
 
 
 def _arrived(
-  before: _local_steps.SyncState, after: _local_steps.SyncState
+  before: _round_state.SyncState, after: _round_state.SyncState
 ) -> jax.Array:
   """Returns whether a fragment's mean has arrived in this step."""
   if before.flight == ():
@@ -406,19 +385,13 @@ def _controls_of(
   return found
 
 
-def _check_overlap(overlap: _delayed.Delayed, interval: int) -> None:
-  if overlap.steps is None:
-    raise ValueError(
-      f"`overlap` must have `steps` for {_NAME}, below `interval`: a fragment "
-      "arrives before it is sent again, got steps=None."
-    )
-  if overlap.steps >= interval:
+def _check_overlap(overlap: Any, interval: int) -> None:
+  if overlap.steps is None or overlap.steps >= interval:
     raise ValueError(
       "`steps` (`delay_steps` of `streaming_diloco`) must be below `interval`, "
       f"{interval}, got {overlap.steps}: a fragment arrives before it is sent "
       "again."
     )
   if overlap.after_step != 0:
-    raise ValueError(
-      f"`after_step` must be 0 for {_NAME}, got {overlap.after_step}."
-    )
+    got = overlap.after_step
+    raise ValueError(f"`after_step` must be 0 for {_NAME}, got {got}.")

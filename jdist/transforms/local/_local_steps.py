@@ -1,67 +1,28 @@
 """Local steps: many updates of a worker's own, then a round ends together."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives, reducers, states
+from jdist import checks, collectives, reducers
 from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor, _clock, _sync_rule
+from jdist.transforms.local import _anchor, _round_state, _sync_rule
 
 PyTree = Any
-
-
-@states.declare(shared=("anchor", "memory", "kept"))
-class SyncState(NamedTuple):
-  """State of a `Synchronizer`.
-
-  Attributes:
-    clock: the round's.
-    anchor: the parameters all workers agree on, float32.
-    memory: the sync rule's state: the outer optimizer's, for instance.
-    kept: how far the worker stands beside the anchor on purpose: the part of
-      its pending progress that is in its parameters, float32 scalar; `()`
-      where every round ends on the anchor.
-    flight: the message under way, a `Flight`; `()` without a delay.
-    compression: the compression's state, `()` without one.
-  """
-
-  clock: _clock.RoundClock
-  anchor: PyTree
-  memory: PyTree
-  kept: Any
-  flight: Any
-  compression: Any
-
-
-class Step(NamedTuple):
-  """A worker's local step, before and after the workers come together.
-
-  Attributes:
-    updates: of the parameters.
-    inner: the inner optimizer's state.
-    sync: the synchronizer's.
-  """
-
-  updates: PyTree
-  inner: PyTree
-  sync: SyncState
+Step: TypeAlias = _round_state.Step
+SyncState: TypeAlias = _round_state.SyncState
+LocalStepsState: TypeAlias = _round_state.LocalStepsState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Synchronizer:
-  """Brings one tree of parameters together, round after round.
+  """Brings one tree of parameters together, each mean at its round's end.
 
   How anchor and workers move is the sync rule's, by how many bytes the
-  compression's.  Here a mean is taken at the end of its round; one that is late
-  is `_late_rounds.LateSynchronizer`'s:
-
-      send      first in a step: the next part of what is under way
-      finish    last in a step: the round ends if it is over
-      drain     instead of a step: everything that was begun is brought in
+  compression's.
   """
 
   optimizer: optax.GradientTransformation
@@ -76,6 +37,11 @@ class Synchronizer:
     """Returns whether a message is a difference to something that all know."""
     return self.compression is not None
 
+  @property
+  def unknown_loss(self) -> Any:
+    """The loss of no round: NaN, or `()` when the interval needs none."""
+    return jnp.full((), jnp.nan, jnp.float32) if self.policy.needs_loss else ()
+
   def init(self, params: optax.Params) -> SyncState:
     """Returns the state before the first step, on the anchor."""
     anchor = jax.tree.map(_anchor.wide_copy, params)
@@ -84,7 +50,7 @@ class Synchronizer:
       memory = self.compression.init(self.rule.like(anchor), self.axis)
     beside = self.rule.beside or self.mix is not None
     return SyncState(
-      clock=_clock.start(self.policy),
+      clock=_round_state.start_clock(self.policy),
       anchor=anchor,
       # Each leaf a buffer of its own, because the state may be donated.
       memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
@@ -115,15 +81,15 @@ class Synchronizer:
   ) -> Step:
     """Ends the round if it is over, after the local step."""
     del sent
-    if control.round_ends is None:
-      return jax.lax.cond(
-        collectives.agreed(step.sync.clock.is_over(), self.axis),
-        self.end,
-        lambda step, params: self.go_on(step),
-        step,
-        params,
-      )
-    return self.end(step, params) if control.round_ends else self.go_on(step)
+    if control.round_ends is not None:
+      return self.end(step, params) if control.round_ends else self.go_on(step)
+    return jax.lax.cond(
+      collectives.agreed(step.sync.clock.is_over(), self.axis),
+      self.end,
+      lambda step, params: self.go_on(step),
+      step,
+      params,
+    )
 
   def go_on(self, step: Step) -> Step:
     """Ends a step within a round."""
@@ -178,8 +144,6 @@ class Synchronizer:
     updates = _anchor.onto(state.anchor, params)
     return collectives.varying(Step(updates, end.inner, state), self.axis)
 
-  # What a late form shares.
-
   def round(
     self, step: Step, params: optax.Params, local: PyTree
   ) -> _sync_rule.Round:
@@ -224,8 +188,7 @@ class Synchronizer:
     state: SyncState,
   ) -> tuple[_sync_rule.Round, SyncState]:
     """Takes the mean with every bit, and moves by it, if `begun`."""
-    mean: PyTree
-    memory: PyTree = ()
+    memory: Any = ()
     if self.compression is None:
       mean = collectives.mean(message, self.axis)
     else:
@@ -276,44 +239,6 @@ class Synchronizer:
     return begun
 
 
-@states.declare(rounds=True, drains=True)
-class LocalStepsState(NamedTuple):
-  """State of `local_steps`.
-
-  Attributes:
-    inner: the inner optimizer's state, each worker its own.
-    sync: the round's: clock, anchor, and what is under way.
-  """
-
-  inner: PyTree
-  sync: SyncState
-
-  @property
-  def clock(self) -> _clock.RoundClock:
-    """The round's clock."""
-    return self.sync.clock
-
-  @property
-  def anchor(self) -> PyTree:
-    """The parameters all workers agree on, float32."""
-    return self.sync.anchor
-
-  @property
-  def kept(self) -> Any:
-    """Returns how far the worker stands beside the anchor on purpose."""
-    return self.sync.kept
-
-  @property
-  def streams(self) -> bool:
-    """Returns whether a message is sent in parts, some in every step."""
-    held = getattr(self.sync.flight, "held", None)
-    return bool(getattr(type(held), "streams", False))
-
-  def ahead(self) -> jax.Array:
-    """The next two updates, for a host; see `transforms.rounds_ahead`."""
-    return ahead(self.sync)
-
-
 def local_steps(
   inner: optax.GradientTransformation,
   interval: int | intervals.IntervalPolicy,
@@ -341,13 +266,11 @@ def local_steps(
   exactly.  With a compression the first state may depend on the number of
   workers: make it where the axis is bound.
 
-  Whether a step ends its round is decided on the device, in a conditional, in
-  which nothing overlaps.  A host that knows it (`transforms.rounds_ahead`)
-  says so by the static `control=` of `update`: then there is none, and a step
-  within a round sends nothing but a streamed round's parts.  What the host says
-  holds, also for a round that is shorter or longer then; but of a streamed one
-  that ends before everything has arrived the mean is NaN.  `training.Trainer`
-  does it.
+  The device decides whether a step ends its round, in a conditional, in which
+  nothing overlaps; or the host says so by the static `control=` of `update`
+  (`transforms.rounds_ahead`), as `training.Trainer` does.  What the host says
+  holds; of a streamed round that ends before everything has arrived the mean is
+  NaN.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them `anchor`
@@ -397,7 +320,7 @@ def local_steps(
     2508.15706): pseudo-gradients compressed, with feedback.
   """
   sync = make_synchronizer(inner, interval, axis, rule, overlap, compression)
-  optimizer, rule = optax.with_extra_args_support(inner), sync.rule
+  optimizer = optax.with_extra_args_support(inner)
 
   def init_fn(params: optax.Params) -> LocalStepsState:
     return LocalStepsState(optimizer.init(params), sync.init(params))
@@ -418,7 +341,7 @@ def local_steps(
     collectives.check_local(updates, axis, what="`updates`")
     sent = sync.send(state.sync, control)
     clock = state.clock
-    updates, memory = rule.correct(updates, state.sync.memory, clock.step)
+    updates, memory = sync.rule.correct(updates, state.sync.memory, clock.step)
     extra_args |= {"anchor": state.anchor, "interval_steps": clock.interval}
     updates, inner_state = optimizer.update(
       updates, state.inner, params, **extra_args
@@ -460,11 +383,3 @@ def make_synchronizer(
       f"round's end, got {checks.show(overlap)}."
     )
   return overlap.engine(engine)
-
-
-def ahead(state: SyncState) -> jax.Array:
-  """Returns the places of the next two updates; see `rounds_ahead`."""
-  if state.flight != ():
-    return state.flight.ahead(state.clock)
-  rows = state.clock.ahead()
-  return jnp.concatenate([rows[..., :1], rows[..., 1:], rows[..., :1]], -1)

@@ -1,4 +1,4 @@
-"""The clock of a round: local steps counted, and the next interval decided."""
+"""State of rounds: a clock, a message under way, the anchor."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,6 @@ import optax
 
 from jdist import states
 from jdist.transforms import intervals
-from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -112,7 +111,11 @@ class RoundClock(NamedTuple):
       interval=jnp.where(begun, self.next_interval, self.interval),
       next_interval=jnp.where(begun, following, self.next_interval),
       synchronized=jnp.asarray(True),
-      interval_state=_anchor.either(begun, interval_state, self.interval_state),
+      interval_state=jax.tree.map(
+        lambda new, old: jnp.where(begun, new, old),
+        interval_state,
+        self.interval_state,
+      ),
     )
 
   def ahead(self) -> jax.Array:
@@ -144,7 +147,134 @@ class RoundClock(NamedTuple):
     return self._replace(round_loss=jnp.zeros_like(self.round_loss))
 
 
-def start(policy: intervals.IntervalPolicy) -> RoundClock:
+@states.declare(
+  shared=("in_flight", "arrived_loss", "due_after", "device_before")
+)
+class Flight(NamedTuple):
+  """A message under way, part of the state of local steps.
+
+  Attributes:
+    held: this worker's message of the last round, as its sender holds it.
+    in_flight: whether `held` holds one, bool scalar.
+    arrived_loss: the mean loss that arrived in this round, float32 scalar, NaN
+      if none has; `()` where a mean arrives at a round's end.
+    due_after: the steps of a round after which the mean of the last one is due,
+      0 for all of them, int32 scalar, constant.
+    device_before: rounds that begin before this step the device ends, int32
+      scalar; it changes only where the first long round begins the delay.
+  """
+
+  held: PyTree
+  in_flight: jax.Array
+  arrived_loss: Any
+  due_after: jax.Array
+  device_before: jax.Array
+
+  def ahead(self, clock: RoundClock) -> jax.Array:
+    """Returns the places of the next two updates; see `rounds_ahead`."""
+    rows = clock.ahead()
+    interval, offset = rows[..., 0], rows[..., 1]
+    begins = jnp.stack([clock.step, clock.step + 1], -1) - offset
+    late = begins >= self.device_before[..., None]
+    # The second of the two updates may be in a new round, and the message under
+    # way then is that of the present one.
+    sends = (offset[..., 1] == 0) & late[..., 0]
+    flying = jnp.stack([self.in_flight, self.in_flight | sends], -1)
+    due = self.due_after[..., None]
+    window = jnp.minimum(interval, due)
+    window = jnp.where(flying | (offset >= window), window, 0)
+    window = jnp.where(due > 0, window, interval)
+    return jnp.stack([jnp.where(late, window, -1), offset, interval], -1)
+
+
+@states.declare(shared=("anchor", "memory", "kept"))
+class SyncState(NamedTuple):
+  """State of a `Synchronizer`.
+
+  Attributes:
+    clock: the round's.
+    anchor: the parameters all workers agree on, float32.
+    memory: the sync rule's state: the outer optimizer's, for instance.
+    kept: how far the worker stands beside the anchor on purpose: the part of
+      its pending progress that is in its parameters, float32 scalar; `()`
+      where every round ends on the anchor.
+    flight: the message under way, a `Flight`; `()` without a delay.
+    compression: the compression's state, `()` without one.
+  """
+
+  clock: RoundClock
+  anchor: PyTree
+  memory: PyTree
+  kept: Any
+  flight: Any
+  compression: Any
+
+  @property
+  def streams(self) -> bool:
+    """Returns whether a message is sent in parts, some in every step."""
+    held = getattr(self.flight, "held", None)
+    return bool(getattr(type(held), "streams", False))
+
+  def ahead(self) -> jax.Array:
+    """Returns the places of the next two updates; see `rounds_ahead`."""
+    if self.flight != ():
+      return self.flight.ahead(self.clock)
+    rows = self.clock.ahead()
+    return jnp.concatenate([rows[..., :1], rows[..., 1:], rows[..., :1]], -1)
+
+
+class Step(NamedTuple):
+  """A worker's local step, before and after the workers come together.
+
+  Attributes:
+    updates: of the parameters.
+    inner: the inner optimizer's state.
+    sync: the synchronizer's.
+  """
+
+  updates: PyTree
+  inner: PyTree
+  sync: SyncState
+
+
+@states.declare(rounds=True, drains=True)
+class LocalStepsState(NamedTuple):
+  """State of `local_steps`.
+
+  Attributes:
+    inner: the inner optimizer's state, each worker its own.
+    sync: the round's: clock, anchor, and what is under way.
+  """
+
+  inner: PyTree
+  sync: SyncState
+
+  @property
+  def clock(self) -> RoundClock:
+    """The round's clock."""
+    return self.sync.clock
+
+  @property
+  def anchor(self) -> PyTree:
+    """The parameters all workers agree on, float32."""
+    return self.sync.anchor
+
+  @property
+  def kept(self) -> Any:
+    """Returns how far the worker stands beside the anchor on purpose."""
+    return self.sync.kept
+
+  @property
+  def streams(self) -> bool:
+    """Returns whether a message is sent in parts, some in every step."""
+    return self.sync.streams
+
+  def ahead(self) -> jax.Array:
+    """The next two updates, for a host; see `transforms.rounds_ahead`."""
+    return self.sync.ahead()
+
+
+def start_clock(policy: intervals.IntervalPolicy) -> RoundClock:
   """The clock before the first step; all workers begin alike."""
   interval_state = policy.init()
   zero = jnp.zeros((), jnp.int32)
@@ -164,11 +294,6 @@ def start(policy: intervals.IntervalPolicy) -> RoundClock:
     interval_state=interval_state,
     round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
   )
-
-
-def unknown_loss(policy: intervals.IntervalPolicy) -> Any:
-  """The loss of no round: NaN, or `()` when none is needed."""
-  return jnp.full((), jnp.nan, jnp.float32) if policy.needs_loss else ()
 
 
 def _next(
@@ -192,4 +317,4 @@ def _checked_loss(loss: Any) -> jax.Array:
       "`loss` must be a scalar, the mean over this worker's batch, got shape "
       f"{jnp.shape(loss)}."
     )
-  return _anchor.scalar(loss)
+  return jnp.asarray(loss).astype(jnp.float32)
