@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In a
 callback of the garbage collector, of which JAX has one, or in a destructor
-nobody can catch it: Python tells of it on stderr and goes on, and so would the
+nobody can catch it: Python reports it on stderr and goes on, and so would the
 run, with its other processes.
 """
 

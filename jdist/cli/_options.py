@@ -150,7 +150,7 @@ class Overlap(
 @dataclasses.dataclass(frozen=True)
 class Bytes(_groups.MeanOptions):
   """Counts what a worker sends, in three ways that must agree: as the codecs
-  tell, by the collectives of the traced step, and by those of the compiled
+  count, by the collectives of the traced step, and by those of the compiled
   program. Nothing is trained.
   """
 

@@ -143,7 +143,7 @@ def _join(options: _options.Train, num_devices: int) -> None:
 
 
 def _identity(options: _options.Train) -> dict[str, object]:
-  """What must be the same when a run is resumed."""
+  """Returns what must be the same when a run is resumed."""
   elsewhere = {
     "output",
     "checkpoints",

@@ -49,7 +49,7 @@ class _Fair:
     self._wake_s: float | None = None
 
   def carry(self, message: "_Sharing", num_bytes: float, now_s: float) -> None:
-    """Takes a message, and tells it when it has been carried."""
+    """Takes a message, and notifies it when it has been carried."""
     heap, alone = self._heap, self._alone
     if heap:
       passed = (now_s - self._at_s) * self._bytes_per_s

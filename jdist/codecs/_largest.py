@@ -1,7 +1,7 @@
 """The largest entries of an array, found without sorting all.
 
 A magnitude is compared as an integer: the bits of |x|, which are ordered as
-the numbers are, tell denormals apart and put NaN above infinity, so that what
+the numbers are, distinguish denormals and put NaN above infinity, so that what
 has gone wrong is sent first and seen.
 
 The largest k of a long row are found in four steps, of which only the second

@@ -39,7 +39,7 @@ class Rounding(_codec.Codec):
   def _noise(
     self, key: jax.Array | None, shape: tuple[int, ...], start: int
   ) -> jax.Array:
-    """What stochastic rounding adds first; `start` as of `bits16`."""
+    """Draws what stochastic rounding adds first; `start` as of `bits16`."""
     return offsets(require(key, self), shape, start)
 
 

@@ -29,7 +29,7 @@ _CITATION = re.compile(
 
 
 class Paper(NamedTuple):
-  """Where a method was published.
+  """Publication of a method.
 
   Attributes:
     author: the first, or all of few.
@@ -174,7 +174,7 @@ class Method:
 
   @property
   def in_rounds(self) -> bool:
-    """Whether a run's interval is the method's."""
+    """Returns whether a run's interval is the method's."""
     return any(
       option.name == "interval" and option.default is inspect.Parameter.empty
       for option in self.options
@@ -182,7 +182,7 @@ class Method:
 
   @property
   def fixed_rounds(self) -> bool:
-    """Whether the interval must be a number, and no policy decides it."""
+    """Returns whether the interval must be a number, and no policy."""
     return any(o.name == "interval" and o.kind is int for o in self.options)
 
   def build(

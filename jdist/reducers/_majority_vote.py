@@ -37,7 +37,7 @@ class MajorityVote(_reducer.Reducer):
   and signSGD with majority vote (arXiv:1810.05291), algorithm 1, with
   momentum before it and the step's size and the weight decay after it.
   Departures: its one server is spread over the workers by rows; ties and
-  zeros are +1 (the papers' sign(0) is 0, which one bit cannot tell).
+  zeros are +1 (the papers' sign(0) is 0, which one bit cannot say).
   """
 
   @property

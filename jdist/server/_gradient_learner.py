@@ -18,7 +18,7 @@ PyTree = Any
 
 
 class Samples(Interface):
-  """Where batches come from; `data.SampleStream` is one."""
+  """Source of batches; `data.SampleStream` is one."""
 
   @property
   def shared(self) -> bool:

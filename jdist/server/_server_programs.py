@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class ServerModel(NamedTuple):
-  """What a server keeps of a model.
+  """State that a server keeps of a model.
 
   Attributes:
     params: the parameters.
@@ -29,7 +29,7 @@ class ServerModel(NamedTuple):
 
 
 class ServerPrograms(NamedTuple):
-  """What is compiled: an update of one task, or of several one by one.
+  """Compiled programs: an update of one task, or of several one by one.
 
   Attributes:
     step: `(model, *task) -> model, push state, loss`.

@@ -1,4 +1,4 @@
-"""What `jdist overlap` is told: machine, model, batch and methods."""
+"""Inputs of `jdist overlap`: machine, model, batch and methods."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What `jdist overlap` tells: tables, rows and names of what was read."""
+"""Report of `jdist overlap`: tables, rows and names of what was read."""
 
 import dataclasses
 from collections.abc import Callable

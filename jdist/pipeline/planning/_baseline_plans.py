@@ -70,7 +70,7 @@ class Level(NamedTuple):
 
 
 class _Choice(NamedTuple):
-  """How a level's best pipeline of some layers ends.
+  """End of a level's best pipeline of some layers.
 
   Attributes:
     start: the first layer of the last stage; that of the whole for one stage.

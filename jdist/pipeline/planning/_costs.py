@@ -1,4 +1,4 @@
-"""What a layer, or a stage of several, costs for a micro-batch."""
+"""Costs of a layer, or of a stage of several, for a micro-batch."""
 
 import dataclasses
 import math

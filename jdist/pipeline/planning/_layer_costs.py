@@ -20,7 +20,7 @@ CostSource = Literal["compiled", "lowered", "timed"]
 
 
 class _Program(NamedTuple):
-  """What a program costs.
+  """Costs of a program.
 
   Attributes:
     seconds: of a run.

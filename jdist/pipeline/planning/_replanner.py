@@ -124,7 +124,7 @@ class Replanner:
 
   @property
   def on_trial(self) -> bool:
-    """Whether the plan is on trial."""
+    """Returns whether the plan is on trial."""
     return self._before is not None
 
   def drift(self) -> float:

@@ -1,4 +1,4 @@
-"""What one device of a pipeline has and knows."""
+"""The part of a pipeline that one device has."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ PyTree = Any
 
 
 class ProcessState(NamedTuple):
-  """What one process of a pipeline trains; each value by number of its stage.
+  """Part that a process of a pipeline trains; each value by its stage's number.
 
   Attributes:
     step: iterations of the run so far.

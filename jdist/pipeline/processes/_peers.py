@@ -21,7 +21,7 @@ _MAGIC = b"jdm1"
 
 
 class Kind(enum.IntEnum):
-  """What a message holds."""
+  """Content of a message."""
 
   OUTPUT = 1
   GRADIENT = 2
@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
 
 
 class Tag(NamedTuple):
-  """Which message it is.
+  """Identity of a message.
 
   Attributes:
     kind: what it holds.

@@ -22,7 +22,7 @@ _RECOMPUTE = get_args(Recompute)
 
 
 class Forward(NamedTuple):
-  """What a forward pass gives.
+  """Results of a forward pass.
 
   Attributes:
     output: for the next stage; of the last one its loss.

@@ -193,7 +193,7 @@ def make_inputs(
 
 @functools.cache
 def _draws(apply: Callable[..., Any]) -> bool:
-  """Whether a function has a keyword `key`."""
+  """Returns whether a function has a keyword `key`."""
   return "key" in inspect.signature(apply).parameters
 
 

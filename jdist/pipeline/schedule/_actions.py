@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Op(enum.IntEnum):
-  """What a device does to a micro-batch, or with its gradients.
+  """Work of a device on a micro-batch, or with its gradients.
 
   `BACKWARD` is the whole backward pass; a zero-bubble table has
   `BACKWARD_INPUT` and `BACKWARD_WEIGHT` in place of it.

@@ -14,7 +14,7 @@ Sends = Literal["buffered", "blocking"]
 
 
 class TableError(ValueError):
-  """Tells what is wrong with a table, with a picture of the place."""
+  """Reports what is wrong with a table, with a picture of the place."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Table:
 
   Raises:
     ValueError: when an argument is out of its range.  Whether the order can
-      run is what `check` tells.
+      run is what `check` reports.
   """
 
   name: str
@@ -162,7 +162,7 @@ def with_updates(
 
 
 class StuckError(Exception):
-  """Tells that an order cannot go on.
+  """Reports that an order cannot go on.
 
   Attributes:
     waiting: the next action of each device that has not come to its end.

@@ -320,13 +320,11 @@ def _make_updates(
     state: PyTree, vectors: np.ndarray, number: int
   ) -> tuple[PyTree, float]:
     """Returns the state after all updates, and their mean loss."""
-    size = fit.images_per_batch * fit.image_batches
-    drawn = _permutation.balanced(labels, size, fit.seed, number)
     # Whatever the number of images, the program has the same inputs.
-    parts = drawn.reshape(fit.image_batches, fit.images_per_batch)
-    placed = jnp.asarray(vectors)
-    losses = []
-    for i, part in enumerate(parts.astype(np.int32)):
+    parts = (fit.image_batches, fit.images_per_batch)
+    drawn = _permutation.balanced(labels, math.prod(parts), fit.seed, number)
+    placed, losses = jnp.asarray(vectors), []
+    for i, part in enumerate(drawn.reshape(parts).astype(np.int32)):
       step = np.uint32(number * fit.image_batches + i)
       state, loss = update(state, placed, *on_device, part, key, step)
       losses.append(loss)
@@ -352,10 +350,9 @@ def _update(
   key: jax.Array,
   step: jax.Array,
 ) -> tuple[PyTree, jax.Array]:
-  inputs = normalize(images[rows]).astype(jnp.float32)
+  inputs, labels = normalize(images[rows]).astype(jnp.float32), labels[rows]
   order, share = _mix(mixup, jax.random.fold_in(key, step), len(rows))
   inputs = share * inputs + (1 - share) * inputs[order]
-  labels = labels[rows]
 
   def loss_of(params: PyTree) -> jax.Array:
     logits = _evaluate.logits_of(

@@ -1,4 +1,4 @@
-"""What each variant adds to the time of a step, measured in turns.
+"""Time that each variant adds to a step, measured in turns.
 
 All workers share a machine and messages are copied in its memory: this is the
 cost of compressing, decompressing and updating.  The result is the median of

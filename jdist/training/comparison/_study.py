@@ -10,7 +10,7 @@ from jdist.training.comparison import _rows
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """What is compared, and with which budget for tuning.
+  """Variants to compare, and the budget for tuning.
 
   Attributes:
     variants: by name, in the order in which they run.
