@@ -1,7 +1,7 @@
-"""What the module's docstring shows is run as it stands there."""
+"""The example of the experiment is run as it stands there."""
 
-import re
-import textwrap
+import pathlib
+import runpy
 
 import chex
 import jax
@@ -9,16 +9,16 @@ import pytest
 
 from jdist import prediction
 
+EXAMPLE = pathlib.Path(__file__).parents[2] / "experiments/mp2/example.py"
+
 
 @pytest.mark.slow
-def test_the_example_of_the_module_runs(tmp_path, monkeypatch):
+def test_the_example_runs(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  block = re.findall(r"(?:^(?:    .*)?\n)+", prediction.__doc__, re.M)[-1]
-  scope = {"__name__": "example"}
   # Optax's Adam mixes dtypes in a way that the strict mode of the tests
   # refuses; a reader's program has the ordinary mode.
   with jax.numpy_dtype_promotion("standard"):
-    exec(compile(textwrap.dedent(block), "example", "exec"), scope)
+    scope = runpy.run_path(str(EXAMPLE))
   assert [point.epoch for point in scope["fitted"].curve] == [0, 1, 2]
   assert prediction.ParameterSet("run-1").done == 20
   # Where the run ends, the rest is what the predictor makes of the front.
