@@ -13,7 +13,7 @@ from jdist.cli import (
   _experiment,
   _methods,
   _options,
-  _trained,
+  _output,
 )
 from jdist.training import comparison
 
@@ -37,7 +37,7 @@ def compare(options: _options.Compare) -> None:
   for method in options.methods:
     _experiment.Prepared(workload, options, method, options.learning_rate[0])
   output = _experiment.output_directory(options, "compare")
-  console = _console()
+  console = _output.console()
   console.print(_heading(workload, options))
   rows = comparison.Rows(
     output / "rows.jsonl",
@@ -109,27 +109,13 @@ def _check(options: _options.Compare) -> comparison.Study:
       raise ValueError(
         f"`{name}` must be one or more different values, got {values}."
       )
-  _methods.check_methods("--methods", options.methods)
-  _trained.check_given(options, options.methods)
-  _methods.check_used(options, options.methods)
+  _methods.check("--methods", options, options.methods)
   if min(options.seeds) < 0:
     raise ValueError(f"`--seeds` must not be negative, got {options.seeds}.")
   for peak in options.learning_rate:
     _methods.check_rate(peak)
-  if not 0 < options.bandwidth_mbit_per_s < math.inf:
-    raise ValueError(
-      "`--bandwidth-mbit-per-s` must be positive, got "
-      f"{options.bandwidth_mbit_per_s}."
-    )
-  if not 0 <= options.latency_ms < math.inf:
-    raise ValueError(
-      f"`--latency-ms` must not be negative, got {options.latency_ms}."
-    )
-  if options.grid_extensions < 0:
-    raise ValueError(
-      "`--grid-extensions` must not be negative, got "
-      f"{options.grid_extensions}. 0 keeps to the grid."
-    )
+  _options.check_positive(options, "bandwidth_mbit_per_s")
+  _options.check_least(options, latency_ms=0, grid_extensions=0)
   training.check_plots()
   return comparison.Study(
     options.methods,
@@ -194,17 +180,6 @@ def _is_text(workload: comparison.Workload) -> bool:
 def _bits(row: comparison.Row) -> float:
   bits = row["bits_per_token"]
   return math.nan if bits is None else float(bits)  # It has diverged.
-
-
-def _console() -> Any:
-  import sys
-
-  from rich import console
-
-  # As wide as the table where the output is a file or a pipe.
-  return console.Console(
-    width=None if sys.stdout.isatty() else 100, highlight=False
-  )
 
 
 def _table(found: comparison.Compared, options: _options.Compare) -> Any:

@@ -5,15 +5,12 @@ shows before there is anything half done.
 """
 
 import dataclasses
-import datetime
-import math
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from jdist import collectives, profiling, training, transforms
-from jdist.cli import _datasets, _methods, _options
+from jdist.cli import _datasets, _methods, _options, _output
 from jdist.training import comparison
 
 
@@ -110,17 +107,13 @@ def build(
 
 def check(options: _options.Common) -> None:
   """Raises a ValueError when an option is wrong by itself."""
-  if options.workers < 1:
-    raise ValueError(f"`--workers` must be at least 1, got {options.workers}.")
-  if options.accumulate < 1:
-    raise ValueError(
-      f"`--accumulate` must be at least 1, got {options.accumulate}."
-    )
-  if not options.evaluate_every_epochs > 0:
-    raise ValueError(
-      "`--evaluate-every-epochs` must be positive, got "
-      f"{options.evaluate_every_epochs}."
-    )
+  _options.check_least(
+    options, workers=1, accumulate=1, interval=1, steps=1, warmup_epochs=0,
+    weight_decay=0,
+  )  # fmt: skip
+  _options.check_positive(options, "epochs", "evaluate_every_epochs")
+  if not 0 <= options.momentum < 1:
+    raise ValueError(f"`--momentum` must be in [0, 1), got {options.momentum}.")
   parts = options.workers * options.accumulate
   if options.batch_size < 1 or options.batch_size % parts:
     below = max(options.batch_size // parts, 1) * parts
@@ -130,49 +123,19 @@ def check(options: _options.Common) -> None:
       f"got {options.batch_size}. Take {below} or {below + parts}."
     )
   _datasets.check(options)
-  # Of which none may be infinite either.
-  for name in ("epochs", "warmup_epochs", "evaluate_every_epochs"):
-    if not math.isfinite(getattr(options, name)):
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be a number of epochs, got "
-        f"{getattr(options, name)}."
-      )
-  for name in ("momentum", "weight_decay"):
-    if (
-      not 0 <= getattr(options, name) < (1 if name == "momentum" else math.inf)
-    ):
-      raise ValueError(
-        f"`--{name.replace('_', '-')}` must be in [0, "
-        f"{'1' if name == 'momentum' else 'inf'}), got "
-        f"{getattr(options, name)}."
-      )
-  _methods.check_budget(options)
+
+
+def make_directories(options: Any) -> None:
+  """Makes the directories that options name; the default can always be made."""
+  for option, path in (
+    ("--output", options.output),
+    ("--checkpoints", options.checkpoints),
+  ):
+    if path is not None:
+      _output.make_directory(option, path)
 
 
 def output_directory(options: _options.Common, command: str) -> pathlib.Path:
   """Makes the directory for a command's results."""
-  if options.output is not None:
-    path = pathlib.Path(options.output)
-  else:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"{command}-{options.dataset}-{now}"
-  make_directory("--output", path)
-  return path
-
-
-def make_directory(option: str, path: str | pathlib.Path) -> None:
-  """Makes a directory that the user has named.
-
-  Raises:
-    ValueError: when it cannot be written to.
-  """
-  try:
-    pathlib.Path(path).mkdir(parents=True, exist_ok=True)
-    if os.access(path, os.W_OK):
-      return
-    reason = "not writable"
-  except OSError as error:
-    reason = str(error.strerror).lower()
-  raise ValueError(
-    f"`{option}` {path} cannot be used: {reason}. Take another directory."
-  )
+  label = f"{command}-{options.dataset}"
+  return _output.output_directory(options.output, label)

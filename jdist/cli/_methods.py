@@ -48,6 +48,13 @@ def check_methods(option: str, names: Sequence[str]) -> None:
       )
 
 
+def check(option: str, options: _options.Common, names: Sequence[str]) -> None:
+  """Raises a ValueError unless methods have all they need and use all given."""
+  check_methods(option, names)
+  _trained.check_given(options, names)
+  check_used(options, names)
+
+
 def check_used(options: _options.Options, names: Sequence[str]) -> None:
   """Raises a ValueError that names all options that no method uses.
 
@@ -183,23 +190,6 @@ def check_rate(peak: float) -> None:
   if not 0 < peak < math.inf:
     raise ValueError(
       f"`--learning-rate` must be positive and finite, got {peak}."
-    )
-
-
-def check_budget(options: _options.Common) -> None:
-  """Raises a ValueError when the length of a run or a round is wrong."""
-  if options.steps is None and not options.epochs > 0:
-    raise ValueError(f"`--epochs` must be positive, got {options.epochs}.")
-  if options.steps is not None and options.steps < 1:
-    raise ValueError(f"`--steps` must be at least 1, got {options.steps}.")
-  if options.interval < 1:
-    raise ValueError(
-      f"`--interval` must be at least 1, got {options.interval}; 1 is a round "
-      "every step."
-    )
-  if options.warmup_epochs < 0:
-    raise ValueError(
-      f"`--warmup-epochs` must not be negative, got {options.warmup_epochs}."
     )
 
 

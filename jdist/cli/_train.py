@@ -26,9 +26,7 @@ def train(options: _options.Train) -> None:
     _server_run.train(options)
     return
   _options.check_left_out(options, _options.OF_SERVERS, "without `--protocol`")
-  _methods.check_methods("--method", (options.method,))
-  _trained.check_given(options, (options.method,))
-  _methods.check_used(options, (options.method,))
+  _methods.check("--method", options, (options.method,))
   _options.check_least(options, seed=0)
   _options.check_positive(options, "checkpoint_every_epochs")
   _experiment.check(options)
@@ -47,13 +45,8 @@ def train(options: _options.Train) -> None:
     programs = _pipeline_run.prepare(options, table)
   workload = programs.workload
   first = jax.process_index() == 0
-  # Now and not after hours of training; the default can always be made.
-  for option, path in (
-    ("--output", options.output),
-    ("--checkpoints", options.checkpoints),
-  ):
-    if first and path is not None:
-      _experiment.make_directory(option, path)
+  if first:  # Now and not after hours of training.
+    _experiment.make_directories(options)
   checkpoints = (
     None
     if options.checkpoints is None

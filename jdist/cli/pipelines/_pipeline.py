@@ -113,7 +113,7 @@ def _simulate(
   found = {
     table.name: (table, _times(table, machines, options)) for table in tables
   }
-  output = _output.make_directory(options.output, "pipeline")
+  output = _output.output_directory(options.output, "pipeline")
   for name, (table, times) in found.items():
     row = training.make_row(
       dataclasses.asdict(options),

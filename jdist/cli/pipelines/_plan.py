@@ -38,7 +38,7 @@ def run(options: _options.Pipeline) -> None:
     optimizer_copies=options.optimizer_copies,
     input_bytes=input_bytes,
   )
-  output = _output.make_directory(options.output, "plan")
+  output = _output.output_directory(options.output, "plan")
   config = dataclasses.asdict(options)
   rows = [training.make_row(config, 0, **x.row()) for x in found]
   training.append_rows(output / "rows.jsonl", rows)

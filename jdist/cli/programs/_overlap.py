@@ -36,7 +36,7 @@ def overlap(options: _options.Overlap) -> None:
   training.check_plots()
   task = _overlap_inputs.make_task(options)
   workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())
-  output = _output.make_directory(options.output, f"overlap-{options.model}")
+  output = _output.output_directory(options.output, f"overlap-{options.model}")
   console = _output.console()
   console.print(_heading(options, topology, task, device, link))
   found = []

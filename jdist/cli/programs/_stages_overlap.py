@@ -53,7 +53,7 @@ def overlap(
   """Compiles with late sends and without, and leaves a table and rows."""
   task = _overlap_inputs.make_task(options)
   link = _link(options, topology)
-  output = _output.make_directory(options.output, f"overlap-{options.model}")
+  output = _output.output_directory(options.output, f"overlap-{options.model}")
   found = []
   for late in (False, True):
     one = _read(options, topology, table, task, device, link, late)

@@ -90,8 +90,7 @@ def train(options: _options.Train) -> None:
   )
   marks = [every * (i + 1) for i in range(math.ceil(samples / every - 1e-9))]
   marks[-1] = samples
-  if options.checkpoints is not None:
-    _experiment.make_directory("--checkpoints", options.checkpoints)
+  _experiment.make_directories(options)
   plan = server.LivePlan(
     workers=machines.names,
     machines=machines,

@@ -95,8 +95,7 @@ def _fit(
   model: models.Model,
   run: server.Simulation,
 ) -> None:
-  if options.checkpoints is not None:
-    _experiment.make_directory("--checkpoints", options.checkpoints)
+  _experiment.make_directories(options)
   output = _experiment.output_directory(options, "train")
   checkpoints = (
     None

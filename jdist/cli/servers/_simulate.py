@@ -34,7 +34,7 @@ def simulate(options: _options.Simulate) -> None:
     )
     for name, protocol in protocols.items()
   }
-  output = _output.make_directory(options.output, "simulate")
+  output = _output.output_directory(options.output, "simulate")
   console = _output.console()
   console.print(_heading(machines, profile))
   for name, run in runs.items():
