@@ -49,7 +49,7 @@ _BAD = [
   ("train --epochs inf", "`--epochs` must be positive, got inf"),
   ("train --steps 0", "`--steps` must be at least 1"),
   ("train --warmup-epochs -1", "`--warmup-epochs` must be at least 0, got -1"),
-  ("train --warmup-epochs nan", "`--warmup-epochs` must be at least 0, got nan"),
+  ("train --warmup-epochs nan", "`--warmup-epochs` must be at least 0"),
   ("train --evaluate-every-epochs 0", "`--evaluate-every-epochs` must be"),
   ("train --checkpoint-every-epochs 0", "`--checkpoint-every-epochs` must be"),
   ("train --momentum 1", "`--momentum` must be in [0, 1)"),
