@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from jdist import methods, reducers, transforms
+from tests import _thinned
 from tests.transforms import _reducers
 from tests.transforms._rounds import random_targets, train
 
@@ -57,7 +58,13 @@ def build(name, stream=None, late=True, **options):
   return METHODS[name](INTERVAL, axis="worker", **options)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *LATE])
+# Programs of seconds each; every rule in parts is in the rules' own matrix.
+@pytest.mark.parametrize(
+  "name",
+  _thinned.some(
+    [*METHODS, *LATE], ["local_sgd", "scaffold", "msdpu", "overlap_local_sgd"]
+  ),
+)
 def test_parts_are_the_whole_to_the_bit(name):
   wanted, whole = train(build(name), TARGETS)
   found, parts = train(build(name, PARTS), TARGETS)
@@ -72,7 +79,10 @@ AT_ONCE = ("easgd", "scaffold", "slow_mo")
 
 @pytest.mark.parametrize(
   ("name", "late"),
-  [*((n, True) for n in (*METHODS, *LATE)), *((n, False) for n in AT_ONCE)],
+  _thinned.some(
+    [*((n, True) for n in (*METHODS, *LATE)), *((n, False) for n in AT_ONCE)],
+    [("slow_mo", True), ("diloco", True), ("cocod", True), ("easgd", False)],
+  ),
 )
 def test_a_compression_of_every_bit_changes_nothing(name, late):
   compression = reducers.Compression(
@@ -112,10 +122,18 @@ def run_by_host(optimizer):
 
 @pytest.mark.parametrize(
   ("name", "late"),
-  [
-    *((n, True) for n in (*AT_ONCE, "diloco", "msdpu", *LATE)),
-    *((n, False) for n in AT_ONCE),
-  ],
+  _thinned.some(
+    [
+      *((n, True) for n in (*AT_ONCE, "diloco", "msdpu", *LATE)),
+      *((n, False) for n in AT_ONCE),
+    ],
+    [
+      ("scaffold", True),
+      ("msdpu", True),
+      ("overlap_local_sgd", True),
+      ("easgd", False),
+    ],
+  ),
 )
 def test_a_host_ends_rounds_where_the_device_would(name, late):
   optimizer = build(name, PARTS if late else None, late)

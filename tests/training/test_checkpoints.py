@@ -1,5 +1,6 @@
 """Checkpoints come back to the bit and hold nothing twice."""
 
+import itertools
 import json
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training
+from tests import _thinned
 from tests.training import _tiny
 
 _NAMES = tuple(_tiny.optimizers(None))
@@ -40,16 +42,6 @@ def _manifest(folder, step=1):
   return json.loads((folder / f"step_{step:08d}.json").read_text())["body"]
 
 
-def _quick_and_slow():
-  for name in _NAMES:
-    for kind in _tiny.TEAMS:
-      quick = name == "msdpu" or (
-        kind == "shard_map" and name not in ("local_sgd", "injected")
-      )
-      marks = [] if quick else [pytest.mark.slow]
-      yield pytest.param(name, kind, marks=marks)
-
-
 def _assert_gradients_are_pending(state):
   """Gradients of which each worker has its own."""
   assert np.asarray(state.opt_state.in_flight).all()
@@ -57,7 +49,19 @@ def _assert_gradients_are_pending(state):
   assert held.any() and (held != held[:1]).any()
 
 
-@pytest.mark.parametrize(("name", "kind"), list(_quick_and_slow()))
+# A program each. Other states go through a file in the tests below.
+_OFTEN = [
+  ("adam", "vmap"),
+  ("msdpu", "shard_map"),
+  ("update_first", "shard_map"),
+  ("typed_key", "two_on_each"),
+]
+
+
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  _thinned.some([*itertools.product(_NAMES, _tiny.TEAMS)], _OFTEN),
+)
 def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
   team = _tiny.team(kind)
   state = _tiny.trained(team, name, 7)
@@ -115,7 +119,7 @@ def test_one_worker_without_an_axis_comes_back(tmp_path):
   _tiny.assert_same_bits(found.state, state)
 
 
-@pytest.mark.parametrize("name", ["adam", "msdpu"])
+@pytest.mark.parametrize("name", _thinned.some(["adam", "msdpu"], ["msdpu"]))
 def test_leaves_split_over_the_inner_axis_come_back_split(name, tmp_path):
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
   team = collectives.workers(2, mesh=mesh)
