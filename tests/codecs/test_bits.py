@@ -111,12 +111,6 @@ def test_nothing_is_gathered_scattered_or_transposed(width):
     assert word not in text, word
 
 
-@pytest.mark.parametrize("width", [0, 33])
-def test_a_width_that_no_integer_has_is_refused(width):
-  with pytest.raises(ValueError, match="`width` must be in"):
-    _bits.pack(jnp.zeros(3, jnp.uint8), width)
-
-
 def test_trits_by_hand():
   codes = jnp.array([1, 2, 0, 1, 2, 2, 1], jnp.int32)
   # 1 + 3 * 2 + 9 * 0 + 27 * 1 + 81 * 2, and 2 + 3 * 1 left over.

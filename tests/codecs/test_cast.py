@@ -67,17 +67,3 @@ def test_linear_payloads_may_be_summed(codec):
   xs = jnp.asarray(np.arange(12.0, dtype=np.float32).reshape(3, 4))
   total = sum(codec.encode(x)[0] for x in xs)
   np.testing.assert_array_equal(codec.decode(total, (), xs[0]), xs.sum(0))
-
-
-@pytest.mark.parametrize(
-  ("settings", "told"),
-  [
-    ({"dtype": "float8"}, "`dtype` must be 'bfloat16' or 'float16'"),
-    ({"rounding": "odd"}, "`rounding` must be 'nearest' or 'stochastic'"),
-    ({"dtype": "float16", "rounding": "stochastic"}, "Use `dtype='bfloat16'`"),
-  ],
-)
-def test_what_makes_no_sense_is_refused(settings, told):
-  with pytest.raises(ValueError) as error:
-    codecs.Cast(**settings)
-  assert told in str(error.value)

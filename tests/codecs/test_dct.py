@@ -193,18 +193,3 @@ def test_workers_and_sums():
   wanted = sum(there_and_back(codec, x) for x in xs)
   np.testing.assert_allclose(total, wanted, atol=1e-5)
   assert codec.sparse and not codec.linear and codec.granule() == 4
-
-
-@pytest.mark.parametrize(
-  "build, words",
-  [
-    (lambda: DCTTopK(0), "`chunk` must be an int >= 1"),
-    (lambda: DCTTopK(2, k=5), "`k` must be at most `chunk`"),
-    (lambda: DCTTopK(ratio=0.0), r"`ratio` must be in \(0, 1\]"),
-    (lambda: DCTTopK(k=3, ratio=0.1), "`ratio` and `k` are given both"),
-    (lambda: DCTTopK().check(jnp.ones(3, int)), "`like` must be of a float"),
-  ],
-)
-def test_what_is_refused(build, words):
-  with pytest.raises(ValueError, match=words):
-    build()

@@ -174,23 +174,3 @@ def test_programs_are_loops_over_contiguous_lanes(bits):
     text = program.as_text()
     for word in ("transpose(", "gather(", "scatter(", "sort(", "while("):
       assert word not in text, word
-
-
-@pytest.mark.parametrize(
-  ("settings", "told"),
-  [
-    ({"bits": 0}, "`bits` must be an int from 1 to 16, got 0"),
-    ({"bits": 17}, "Beyond it, use `Dense`"),
-    ({"bits": 8.0}, "`bits` must be an int"),
-    ({"bits": 4, "block": 3}, "`block` must be a multiple of 2"),
-    ({"bits": 3, "block": 20}, "The next one is 24"),
-    ({"block": 0}, "`block` must be an int >= 1, got 0"),
-    ({"range": "max"}, "`range` must be 'max_abs', 'min_max' or 'norm'"),
-    ({"rounding": "up"}, "`rounding` must be 'nearest' or 'stochastic'"),
-    ({"bits": 1, "range": "norm"}, "Use `Sign"),
-  ],
-)
-def test_what_makes_no_sense_is_refused(settings, told):
-  with pytest.raises(ValueError) as error:
-    codecs.Quantize(**settings)
-  assert told in str(error.value)

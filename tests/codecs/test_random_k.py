@@ -122,22 +122,3 @@ def test_what_is_unbiased_depends_on_the_values():
   stochastic = _quantize.Quantize(8, rounding="stochastic")
   assert RandomK(values=stochastic, shared=False).unbiased
   assert not RandomK(values=_quantize.Quantize(8)).linear
-
-
-@pytest.mark.parametrize(
-  "build, words",
-  [
-    (lambda: RandomK(1.5), r"`ratio` must be in \(0, 1\]"),
-    (lambda: RandomK(0.5, k=1), "`ratio` and `k` are given both"),
-    (lambda: RandomK(shared="yes"), "`shared` must be True or False"),
-    (
-      lambda: RandomK(values=_cast.Cast(rounding="stochastic")),
-      "`values` must draw no random numbers",
-    ),
-    (lambda: RandomK(k=9).check(jnp.ones(8)), "`k` must be at most"),
-    (lambda: RandomK().encode(jnp.ones(8)), "`key` must be a typed PRNG key"),
-  ],
-)
-def test_what_is_refused(build, words):
-  with pytest.raises(ValueError, match=words):
-    build()

@@ -67,18 +67,3 @@ def test_entries_survive_with_their_share_of_the_largest():
   np.testing.assert_array_equal(found[:, 0], 1)
   np.testing.assert_array_equal(found[:, 3], 0)
   np.testing.assert_allclose(found.mean(0), x, atol=5 * 0.5 / np.sqrt(4000))
-
-
-@pytest.mark.parametrize(
-  ("build", "told"),
-  [
-    (lambda: codecs.Sign(block=12), "The next one is 16"),
-    (lambda: codecs.Sign(scale="mean"), "`scale` must be 'mean_abs'"),
-    (lambda: codecs.Ternary(block=-1), "`block` must be an int"),
-    (lambda: codecs.Ternary(rounding="down"), "`rounding` must be"),
-  ],
-)
-def test_what_makes_no_sense_is_refused(build, told):
-  with pytest.raises(ValueError) as error:
-    build()
-  assert told in str(error.value)

@@ -231,32 +231,6 @@ def test_settings_are_values():
   assert (there_and_back(TopK(0.1, values=values), x, key) != 0).any()
 
 
-@pytest.mark.parametrize(
-  "build, words",
-  [
-    (lambda: TopK(0.0), r"`ratio` must be in \(0, 1\], got 0.0"),
-    (lambda: TopK(1.1), r"`ratio` must be in \(0, 1\]"),
-    (lambda: TopK(0.1, k=3), "`ratio` and `k` are given both"),
-    (lambda: TopK(k=0), "`k` must be an int >= 1"),
-    (lambda: TopK(chunk=0), "`chunk` must be an int >= 1"),
-    (lambda: TopK(k=9, chunk=8), "`k` must be at most `chunk`"),
-    (lambda: TopK(values=TopK()), "`values` must be a codec of all"),
-    (lambda: TopK(values=0.1), "`values` must be a codec, got 0.1"),
-    (lambda: SampledTopK(sample=2.0), r"`sample` must be in \(0, 1\]"),
-    (lambda: TopK(k=9).check(jnp.ones(8)), "`k` must be at most the number"),
-    (lambda: TopK(k=9).encode(jnp.ones(8)), "`k` must be at most the number"),
-    (lambda: TopK().check(jnp.ones(8, int)), "`like` must be of a float"),
-    (
-      lambda: TopK().check(jax.ShapeDtypeStruct((1 << 30,), jnp.float32)),
-      "`like` must have fewer than",
-    ),
-  ],
-)
-def test_what_is_refused(build, words):
-  with pytest.raises(ValueError, match=words):
-    build()
-
-
 def test_a_part_of_a_hundred_is_not_rounded_up_by_floats():
   assert 0.07 * 100 > 7
   assert _sparse.num_entries(0.07, None, 100) == 7

@@ -89,11 +89,3 @@ def test_bits_are_those_of_all_parts():
   assert [piece.leaf for piece in bucket.pieces] == [0, 1]
   one = INT4.num_bits(bucket.row, 2)
   assert parts.num_bits(like, 2) == tuple(4 * x for x in one)
-
-
-def test_prng_keys_are_refused_by_their_path():
-  like = {"a": jax.random.key(0)}
-  with pytest.raises(ValueError, match=r"plain arrays, .* at 'a'"):
-    reducers.Chunked(INT4, max_bytes=128).buckets(like)
-  with pytest.raises(ValueError, match=r"does not suit leaf `\['a'\]`"):
-    INT4.init(like, None)

@@ -251,30 +251,6 @@ def test_a_large_leaf_travels_alone():
 # What is refused, and what is not kept.
 
 
-def test_wires_that_do_not_suit_are_refused():
-  with pytest.raises(ValueError, match=r"'gather' for Rounded.*not linear"):
-    carry(small.Rounded(), wire="sum")
-  with pytest.raises(ValueError, match="`wire` must be 'sum'"):
-    carry(small.Rounded(), wire="ring")
-  with pytest.raises(ValueError, match="`codec` must be a codec"):
-    carry(reducers.Exact())
-  stateful = carry(small.Drawn(2), wire="all_to_all")
-  with pytest.raises(
-    ValueError, match=r"must be 'sum' for Drawn.*keeps a state"
-  ):
-    stateful.init(jnp.zeros(200), None)
-
-
-@pytest.mark.parametrize("wire", ["all_to_all", "gather"])
-def test_integers_are_refused_by_name(wire):
-  reducer = carry(small.Rounded(), wire=wire)
-  tree = {"w": jnp.zeros(3), "n": [jnp.zeros(3, jnp.int32)]}
-  with pytest.raises(ValueError, match=r"leaf `\['n'\]\[0\]`.*int32.*PerLeaf"):
-    reducer.init(tree, None)
-  with pytest.raises(ValueError, match="PerLeaf"):
-    reducer.reduce(tree, (), jax.random.key(0), None)
-
-
 def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
   assert carry(small.Whole()).wire == "sum"
   assert carry(small.Drawn()).wire == "sum"

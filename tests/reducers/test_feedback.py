@@ -8,7 +8,7 @@ import pytest
 
 from jdist import codecs, methods, reducers, transforms
 from tests.reducers._averages import average, gradients, run
-from tests.transforms import _reducers, _running
+from tests.transforms import _reducers
 
 FEEDBACKS = {
   "error": reducers.ErrorFeedback(),
@@ -283,37 +283,3 @@ def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
   assert np.abs(came_out + left - went_in).max() < 1e-4 * num_steps
   # And it does come out: no residual grows.
   assert np.abs(left).max() < 0.1
-
-
-REJECTED = {
-  "decay": (
-    lambda: reducers.ErrorFeedback(1.5),
-    r"`decay` .*\[0, 1\], got 1.5",
-  ),
-  "momentum": (
-    lambda: reducers.MomentumCorrection(-0.1),
-    r"`momentum` .*\[0, 1\], got -0.1",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
-  call, message = REJECTED[name]
-  with pytest.raises(ValueError, match=message):
-    call()
-
-
-def test_gradients_of_shared_parameters_are_refused():
-  team = _running.team("shard_map")
-  optimizer = transforms.average_gradients(
-    team.axis,
-    reducers.Compression(LARGEST),
-  )
-
-  def step(x):
-    state = optimizer.init(x)
-    return optimizer.update(jnp.zeros(3), state)[0]
-
-  with pytest.raises(ValueError, match="`updates` must be each worker's own"):
-    team.jit(step)(team.place(np.ones((8, 3), np.float32)))

@@ -56,8 +56,3 @@ def test_one_bit_up_and_one_down():
   )
   assert [c.kind for c in traffic.collectives] == ["all-to-all", "all-gather"]
   assert traffic.bytes_per_step * 8 == bits.sent
-
-
-def test_integers_are_refused():
-  with pytest.raises(ValueError, match="floats only"):
-    VOTE.init({"n": jnp.zeros(3, jnp.int32)}, None)

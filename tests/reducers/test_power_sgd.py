@@ -184,22 +184,6 @@ def test_q_is_shared():
   assert reducer.init({"b": jnp.zeros(3)}, None) == ()
 
 
-def test_what_does_not_suit_is_refused():
-  with pytest.raises(ValueError, match="`rank` must be"):
-    reducers.PowerSGD(rank=0)
-  with pytest.raises(ValueError, match="`seed` must be an int >= 0, got -1"):
-    reducers.PowerSGD(seed=-1)
-  with pytest.raises(ValueError, match=r"int32 at `\['n'\]`.*PerLeaf"):
-    reducers.PowerSGD().init({"n": jnp.zeros(3, jnp.int32)}, None)
-  with pytest.raises(ValueError, match="`factors` must be None or a reducer"):
-    reducers.PowerSGD(factors=codecs.Quantize(8))
-  forgetful = reducers.PowerSGD(
-    factors=reducers.compressed(codecs.Quantize(8, 16))
-  )
-  with pytest.raises(ValueError, match="`factors` must keep no state"):
-    forgetful.init({"w": jnp.zeros((64, 64))}, None)
-
-
 # Orthonormal columns.
 
 orthogonalize = jax.jit(_power_sgd.orthogonalize)

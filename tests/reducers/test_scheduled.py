@@ -1,7 +1,6 @@
 """One reducer after the other."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -69,44 +68,3 @@ def test_a_part_that_shrinks():
 
 class Part(_reducers.Largest):
   pass
-
-
-REJECTED = {
-  "no end": (
-    lambda: reducers.Scheduled(((2, _reducers.Plain()),)),
-    r"`phases` must end with a phase without an end, .*got ends \[2\]",
-  ),
-  "two ends": (
-    lambda: reducers.Scheduled(((None, _reducers.Plain()),) * 2),
-    r"and have no other, got ends \[None, None\]",
-  ),
-  "falling": (
-    lambda: reducers.Scheduled(
-      ((3, _reducers.Plain()), (3, _reducers.Plain()), (None, jnp))
-    ),
-    "`phases` must be an int >= 4, got 3",
-  ),
-  "reducer": (
-    lambda: reducers.Scheduled(((None, 0.1),)),
-    "`phases` must be a `Reducer`, .*got 0.1",
-  ),
-  "steps": (
-    lambda: reducers.warm_up(_reducers.Largest, 0),
-    "`steps_per_phase` must be an int >= 1, got 0",
-  ),
-  "ratio": (
-    lambda: reducers.warm_up(_reducers.Largest, 1, 0.0),
-    r"`final_ratio` must be in \(0, 1\], got 0.0",
-  ),
-  "ratios": (
-    lambda: reducers.warm_up(_reducers.Largest, 1, ratios=(2.0,)),
-    r"`ratios` must be in \(0, 1\], got 2.0",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
-  call, message = REJECTED[name]
-  with pytest.raises(ValueError, match=message):
-    call()

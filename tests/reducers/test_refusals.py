@@ -1,0 +1,191 @@
+"""What reducers and feedbacks refuse: an argument, or a leaf, and its rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from jdist import codecs, collectives, reducers, training, transforms
+from tests import _refusals
+from tests.reducers import _small_codecs as small
+from tests.transforms import _reducers
+
+LARGEST = _reducers.Largest(2)
+PLAIN = _reducers.Plain()
+INT4 = reducers.compressed(codecs.Quantize(4, 4))
+OWN_SHARE = reducers.compressed(codecs.Quantize(4), owner_feedback="own_share")
+EXACT = reducers.Exact()
+ROUND = reducers.compressed(small.Rounded())
+SGD = optax.sgd(0.1)
+INNER = PartitionSpec("inner")
+TWO = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+COUNTED = {"w": jnp.zeros(3), "n": [jnp.zeros(3, jnp.int32)]}
+
+
+def carry(codec, **options):
+  return reducers.compressed(codec, **options)
+
+
+def compress(reducer=LARGEST, feedback=None, **options):
+  return reducers.Compression(reducer, feedback, **options)
+
+
+def scheduled(*phases):
+  return reducers.Scheduled(phases)
+
+
+def warm(steps=1, *ratios, **options):
+  return reducers.warm_up(_reducers.Largest, steps, *ratios, **options)
+
+
+def hosts(inner=EXACT, outer=ROUND, **options):
+  return reducers.Hierarchical(inner, outer, **options)
+
+
+def low_ranks_of_shards():
+  mesh = collectives.make_mesh((2, 2), ("worker", "inner"))
+  team = collectives.workers(2, mesh=mesh)
+  optimizer = transforms.average_gradients(
+    team.axis, compress(reducers.PowerSGD(2), specs={"a": INNER})
+  )
+  params = {"a": np.zeros((4, 6), "float32")}
+  return training.init_state(team, optimizer, params, specs={"a": INNER})
+
+
+def stream(compression):
+  overlap = transforms.Delayed(stream=transforms.Stream())
+  return transforms.local_steps(
+    SGD, 2, axis="worker", compression=compression, overlap=overlap
+  )
+
+
+def local(compression):
+  return transforms.local_steps(SGD, 2, axis=None, compression=compression)
+
+
+def shared_gradients():
+  team = collectives.workers(8, substrate="shard_map")
+  optimizer = transforms.average_gradients(team.axis, compress())
+
+  def step(x):
+    return optimizer.update(jnp.zeros(3), optimizer.init(x))[0]
+
+  team.jit(step)(team.place(np.ones((8, 3), np.float32)))
+
+
+_STATEFUL = carry(small.Drawn(2), wire="all_to_all")
+_FORGETFUL = reducers.PowerSGD(factors=carry(codecs.Quantize(8, 16)))
+_POLICY = reducers.PerLeaf((), default=ROUND)
+_VOTE = reducers.MajorityVote()
+_KEPT = (
+  reducers.ErrorFeedback(),
+  reducers.ErrorFeedback(0.5),
+  reducers.EF21(),
+  reducers.MomentumCorrection(0.9),
+)
+_CODEC = codecs.TopK(k=2)
+
+
+@_refusals.table(
+  # One reducer.
+  ("wire", lambda: carry(small.Rounded(), wire="sum"), "'gather' for Rounded"),
+  ("wire", lambda: carry(small.Rounded(), wire="ring"), "'sum'"),
+  ("wire", lambda: _STATEFUL.init(jnp.zeros(200), None), "'sum' for Drawn"),
+  ("codec", lambda: carry(EXACT), "a codec"),
+  ("rank", lambda: reducers.PowerSGD(rank=0), "int >= 1"),
+  ("seed", lambda: reducers.PowerSGD(seed=-1), "an int >= 0, got -1"),
+  ("factors", lambda: reducers.PowerSGD(factors=_CODEC), "None or a reducer"),
+  (
+    "factors",
+    lambda: _FORGETFUL.init({"w": jnp.zeros((64, 64))}, None),
+    "keep no state",
+  ),
+  ("['n'][0]", lambda: ROUND.init(COUNTED, None), "PerLeaf"),
+  (
+    "['n'][0]",
+    lambda: carry(small.Rounded(), wire="gather").init(COUNTED, None),
+    "PerLeaf",
+  ),
+  ("['n'][0]", lambda: reducers.PowerSGD().init(COUNTED, None), "PerLeaf"),
+  ("like", lambda: _VOTE.init(COUNTED, None), "floats only"),
+  ("['n/0']", lambda: _POLICY.init(COUNTED, None), "PerLeaf"),
+  ("['a']", lambda: INT4.init({"a": jax.random.key(0)}, None), "float"),
+  # Reducers of reducers.
+  (
+    "tree",
+    lambda: reducers.Chunked(INT4, max_bytes=128).buckets(
+      {"a": jax.random.key(0)}
+    ),
+    "plain arrays",
+  ),
+  ("rules", lambda: reducers.PerLeaf((EXACT,)), "hold"),
+  ("rules", lambda: reducers.PerLeaf(reducers.Rule(EXACT)), "a tuple of"),
+  ("path", lambda: reducers.Rule(EXACT, path=3), "a glob"),
+  ("min_size", lambda: reducers.Rule(EXACT, min_size="a"), "an int >= 0"),
+  ("reducer", lambda: reducers.Rule(small.Rounded()), "must be"),
+  ("outer", lambda: hosts(outer=small.Rounded()), "a `Reducer`"),
+  ("inner", lambda: hosts(None), "a `Reducer`"),
+  ("parts", lambda: hosts(parts=0), "an int >= 1, got 0"),
+  (
+    "reducer",
+    lambda: hosts(outer=reducers.PowerSGD(2), parts=2),
+    "one for shards and chunks",
+  ),
+  (
+    "parts",
+    lambda: hosts(parts=3).init(jnp.zeros(20), None),
+    "number of workers in a host, 1, got 3",
+  ),
+  ("axis", lambda: hosts().init(jnp.zeros(20), "worker"), "two names"),
+  ("phases", lambda: scheduled((2, PLAIN)), "end with a phase without an end"),
+  ("phases", lambda: scheduled((None, PLAIN), (None, PLAIN)), "no other"),
+  (
+    "phases",
+    lambda: scheduled((3, PLAIN), (3, PLAIN), (None, PLAIN)),
+    "an int >= 4, got 3",
+  ),
+  ("phases", lambda: scheduled((None, 0.1)), "a `Reducer`"),
+  ("steps_per_phase", lambda: warm(0), "an int >= 1, got 0"),
+  ("final_ratio", lambda: warm(1, 0.0), "in (0, 1], got 0.0"),
+  ("ratios", lambda: warm(ratios=(2.0,)), "in (0, 1], got 2.0"),
+  ("specs", lambda: reducers.Sharded(EXACT, {"a": "inner"}), "hold one"),
+  (
+    "specs",
+    lambda: reducers.Sharded(EXACT, [PartitionSpec()]).init(TWO, None),
+    "one PartitionSpec for each leaf",
+  ),
+  (
+    "specs",
+    lambda: reducers.Sharded(EXACT, INNER).init(jnp.zeros(2), None),
+    "axes of the workers' mesh",
+  ),
+  ("reducer", low_ranks_of_shards, "one for shards and chunks of leaves"),
+  # Feedbacks and compressions.
+  ("decay", lambda: reducers.ErrorFeedback(1.5), "[0, 1], got 1.5"),
+  ("momentum", lambda: reducers.MomentumCorrection(-0.1), "[0, 1], got -0.1"),
+  ("reducer", lambda: compress(None, reducers.EF21()), "a codec"),
+  ("reducer", lambda: compress(None, specs=[INNER]), "a codec"),
+  ("reducer", lambda: compress("int8"), "a codec"),
+  ("reducer", lambda: compress(OWN_SHARE), "needs one"),
+  ("feedback", lambda: compress(feedback=True), "a feedback or None"),
+  *(
+    ("feedback", lambda x=x: compress(_VOTE, x), "`Smoothing()`") for x in _KEPT
+  ),
+  ("seed", lambda: compress(seed=-1), "an int >= 0, got -1"),
+  ("specs", lambda: stream(compress(specs=[INNER])), "None where"),
+  ("updates", shared_gradients, "each worker's own"),
+  (
+    "compression",
+    lambda: transforms.average_gradients(None, _CODEC),
+    "a `jdist.Compression`",
+  ),
+  ("compression", lambda: local(_CODEC), "a `jdist.Compression`"),
+  (
+    "compression",
+    lambda: transforms.scale_by_frozen_adam(2, None, _CODEC),
+    "a `jdist.Compression`",
+  ),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
