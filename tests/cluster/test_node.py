@@ -68,29 +68,3 @@ def test_a_profile_is_measured_by_medians():
     lambda _: next(seconds), [10, 20], repeats=3, pull_bytes=4.0
   )
   assert found == cluster.Profile(0.1, 0.0, pull_bytes=4.0)
-
-
-BAD = {
-  "speed": lambda: cluster.Node("a", speed=0.0),
-  "jitter": lambda: cluster.Node("a", jitter=-1.0),
-  "name": lambda: cluster.Node(""),
-  "memory_bytes": lambda: cluster.Node("a", memory_bytes=0),
-  "factor": lambda: cluster.Slowdown(0.0, 0.0),
-  "start_s": lambda: cluster.Outage(-1.0),
-  "end_s": lambda: cluster.Outage(1.0, 1.0),
-  "outages": lambda: cluster.Node(
-    "a", outages=(cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
-  ),
-  "nodes": lambda: cluster.Cluster(()),
-  "links": lambda: cluster.Topology({("a", "a"): cluster.Link(1.0)}),
-  "names": lambda: cluster.ring("ab", cluster.Link(1.0)),
-  "pull_bytes": lambda: cluster.Profile(1.0, pull_bytes=-1.0),
-  "samples": lambda: cluster.Profile.fit([1, 1], [1.0, 1.0]),
-  "sharing": lambda: cluster.Link(1.0, sharing="even"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    BAD[name]()

@@ -175,32 +175,6 @@ def test_asynchronous_sgd_learns_and_discards_cost_nothing():
   assert len(learner._tasks) <= 4
 
 
-BAD = {
-  "optimizer": {"optimizer": 0.1},
-  "compensation": {"compensation": -1.0},
-  "workers": {"workers": ["a", "a"]},
-  "seed": {"seed": -1},
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
-  arguments = {
-    "loss_fn": LOSS,
-    "optimizer": SGD,
-    "params": MODEL.params,
-    "samples": data.SampleStream(DIGITS, 2, seed=0),
-    "workers": ["a", "b"],
-  }
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    server.GradientLearner(**arguments | BAD[name])
-
-
-def test_a_batch_beyond_all_sizes_is_refused():
-  with pytest.raises(ValueError, match="`sizes` must reach"):
-    learn(server.dbs(64), [1.0, 1.0], 1, sizes=[16])
-
-
 def test_a_compressed_push_is_what_its_message_decodes_to():
   few = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
   protocol = server.ASP(batches=server.FixedBatches(8))

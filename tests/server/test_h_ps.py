@@ -206,22 +206,3 @@ def test_encoding_takes_the_machines_time():
   # 0.8 s of computing, 1 s of messages: 16 bits, made and read.
   assert round_s(protocol, [1.0, 1.0], costs=costs) == pytest.approx(0.9)
   assert round_s(protocol, [1.0, 1.0]) == pytest.approx(0.8)
-
-
-BAD = {
-  "total": lambda: server.h_ps(0),
-  "smoothing": lambda: server.h_ps(8, smoothing=1.0),
-  "slack": lambda: server.h_ps(8, slack=0.0),
-  "minimum": lambda: server.BalancedBatches(8, minimum=0),
-  "batches": lambda: server.HPS(batches=server.SpeedBatches(8)),
-  "plans": lambda: server.h_ps(8, plans=(32, 8)),
-  "bits": lambda: server.BitPlans(bits=((16,), (8,))),
-  "bits ": lambda: server.BitPlans(bits=((32,), (8, 8))),
-  "bits  ": lambda: server.BitPlans(bits=((32,), (8,), (16,))),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
-  with pytest.raises(ValueError, match=f"`{name.strip()}` must"):
-    BAD[name]()

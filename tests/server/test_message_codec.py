@@ -77,17 +77,3 @@ def test_what_is_not_finite_is_seen_by_the_receiver(bad):
   assert jnp.isfinite(found["b"]["c"].astype(jnp.float32)).all()
   for x in jax.tree.leaves(state.feedback.residual):
     assert jnp.isfinite(x).all()
-
-
-@pytest.mark.parametrize(
-  ("name", "arguments"),
-  (
-    ("codec", (8,)),
-    ("codec", (codecs.RandomK(0.1, shared=True),)),
-    ("feedback", (codecs.Sign(), reducers.EF21())),
-    ("seed", (codecs.Sign(), None, -1)),
-  ),
-)
-def test_bad_arguments_are_refused_by_name(name, arguments):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    server.MessageCodec(*arguments)

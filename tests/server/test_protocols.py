@@ -289,31 +289,3 @@ def test_bounds_hold_for_who_returns():
     protocol.receive(state, 0.0, server.Push("a", reply.task, 32, 1.0))
   protocol.receive(state, 0.0, server.Join("b"))
   assert state.clocks == {"a": 5, "b": 5}
-
-
-BAD = {
-  "restart_s": lambda: server.BSP(restart_s=-1.0),
-  "backups": lambda: server.BSP(backups=-1),
-  "bound": lambda: server.SSP(bound=-1),
-  "n": lambda: server.NSoftsync(n=0),
-  "max_staleness": lambda: server.Ringmaster(max_staleness=0),
-  "total": lambda: server.dbs(0),
-  "timeout_s": lambda: server.ASP(timeout_s=0.0),
-  "batches": lambda: server.ASP(batches=32),
-  "weighting": lambda: server.ASP(weighting="linear"),
-  "samples": lambda: server.Weighting("quadratic"),
-  "parts": lambda: server.Weighting(parts={"a": 0.0}),
-  "staleness": lambda: server.Weighting(staleness="inverse"),
-  "smoothing": lambda: server.SpeedBatches(8, smoothing=1.0),
-  "minimum": lambda: server.SpeedBatches(8, minimum=0),
-  "maximum": lambda: server.SpeedBatches(8, minimum=4, maximum=2),
-  "period": lambda: server.SpeedBatches(8, period=0),
-  "workers": lambda: server.ASP().init(["a", "a"]),
-  "message": lambda: server.ASP().receive(server.ASP().init("a"), 0.0, "Pull"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    BAD[name]()

@@ -237,26 +237,6 @@ def test_memory_is_flat_in_the_updates():
   assert held[2][0] <= 3 and held[2][3] < 20
 
 
-BAD = {
-  "machines": lambda: simulation(machines="cluster.toml"),
-  "protocol": lambda: simulation(protocol="asp"),
-  "profile": lambda: simulation(profile=0.1),
-  "seed": lambda: simulation(seed=-1),
-  "detection_s": lambda: simulation(detection_s=-1.0),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    BAD[name]()
-
-
-def test_a_run_needs_a_limit():
-  with pytest.raises(ValueError, match="`events` must be given"):
-    simulation().run()
-
-
 def test_a_batch_beyond_a_machines_memory_is_refused():
   machines = cluster.Cluster((cluster.Node("a", memory_bytes=4.0),))
   profile = dataclasses.replace(PROFILE, bytes_per_sample=1.0)

@@ -74,29 +74,6 @@ def test_a_servers_model_is_evaluated_as_any_state():
   assert evaluate.measure(params)["accuracy"] == pytest.approx(accuracy)
 
 
-@pytest.mark.parametrize(
-  ("name", "call"),
-  (
-    ("total", lambda trainer: trainer.fit(0)),
-    ("every", lambda trainer: trainer.fit(5, every=-1.0)),
-    ("unit", lambda trainer: trainer.fit(5, "minutes")),
-  ),
-)
-def test_a_run_without_an_end_is_refused(name, call):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    call(server.VirtualTrainer(make()))
-
-
-def test_a_simulation_without_gradients_is_refused():
-  run = server.Simulation(
-    cluster.workers([1.0]),
-    server.ASP(batches=server.FixedBatches(1)),
-    cluster.Profile(1.0),
-  )
-  with pytest.raises(ValueError, match="`simulation` must have a learner"):
-    server.VirtualTrainer(run)
-
-
 PROTOCOLS = {
   "asp": server.ASP(batches=server.FixedBatches(10)),
   "bsp": server.BSP(batches=server.FixedBatches(10)),

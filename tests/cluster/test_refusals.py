@@ -1,0 +1,46 @@
+"""What machines, links and profiles refuse: an argument and its rule."""
+
+from jdist import cluster
+from tests import _refusals
+
+LINK = cluster.Link(1.0)
+OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
+
+
+@_refusals.table(
+  ("speed", lambda: cluster.Node("a", speed=0.0), "positive"),
+  ("jitter", lambda: cluster.Node("a", jitter=-1.0), "not be negative"),
+  ("name", lambda: cluster.Node(""), "text"),
+  ("memory_bytes", lambda: cluster.Node("a", memory_bytes=0), "positive"),
+  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "positive"),
+  ("start_s", lambda: cluster.Outage(-1.0), "from 0 on"),
+  ("end_s", lambda: cluster.Outage(1.0, 1.0), "after `start_s`"),
+  (
+    "outages",
+    lambda: cluster.Node("a", outages=OUTAGES),
+    "one after the other",
+  ),
+  ("nodes", lambda: cluster.Cluster(()), "one at least"),
+  ("links", lambda: cluster.Topology({("a", "a"): LINK}), "two ends"),
+  ("names", lambda: cluster.ring("ab", LINK), "three at least"),
+  ("num_workers", lambda: cluster.ring_messages(0), "at least 1"),
+  ("bandwidth_bits_per_s", lambda: cluster.Link(0), "positive"),
+  ("bandwidth_bits_per_s", lambda: cluster.Link(-1), "positive"),
+  ("bandwidth_bits_per_s", lambda: cluster.Link(float("nan")), "positive"),
+  ("latency_s", lambda: cluster.Link(1.0, -1), "not be negative"),
+  ("latency_s", lambda: cluster.Link(1.0, float("nan")), "not be negative"),
+  ("sharing", lambda: cluster.Link(1.0, sharing="even"), "'first_come' or"),
+  (
+    "pull_bytes",
+    lambda: cluster.Profile(1.0, pull_bytes=-1.0),
+    "not be negative",
+  ),
+  (
+    "samples",
+    lambda: cluster.Profile.fit([1, 1], [1.0, 1.0]),
+    "two different sizes",
+  ),
+  ("trace", lambda: cluster.plot_trace(cluster.Trace(), "none.png"), "a span"),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)

@@ -1,0 +1,156 @@
+"""What protocols and their runs refuse: an argument and its rule."""
+
+import jax.numpy as jnp
+
+from jdist import cluster, codecs, data, reducers, server
+from jdist.server.h_ps import _plan_codecs
+from tests import _refusals
+from tests.server import test_gradients as gradients
+from tests.server import test_h_ps_gradients as h_ps
+from tests.server import test_simulation as simulation
+from tests.server import test_virtual_trainer as virtual
+
+
+def learner(**change):
+  given = {
+    "loss_fn": gradients.LOSS,
+    "optimizer": gradients.SGD,
+    "params": gradients.MODEL.params,
+    "samples": data.SampleStream(gradients.DIGITS, 2, seed=0),
+    "workers": ["a", "b"],
+  }
+  return server.GradientLearner(**(given | change))
+
+
+def fit(*args, **options):
+  return server.VirtualTrainer(virtual.make()).fit(*args, **options)
+
+
+def batches(**options):
+  return server.SpeedBatches(8, **options)
+
+
+def plans(*bits):
+  return server.BitPlans(bits=bits)
+
+
+def batch_of_32(**options):
+  return gradients.learn(server.dbs(64), [1.0, 1.0], 1, **options)
+
+
+def codec_for_each(leaves):
+  two = server.BitPlans(((32, 32),), (4, 4))
+  return _plan_codecs.plan_codec(two, 0).init(leaves)
+
+
+def without_learner():
+  protocol = server.ASP(batches=server.FixedBatches(1))
+  run = server.Simulation(
+    cluster.workers([1.0]), protocol, cluster.Profile(1.0)
+  )
+  return server.VirtualTrainer(run)
+
+
+make = simulation.simulation
+shares = server.largest_remainder
+TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
+STATE = server.ASP().init("a")
+MESSAGE = server.MessageCodec(codecs.Cast("bfloat16"))
+SHARED = codecs.RandomK(0.1, shared=True)
+
+
+@_refusals.table(
+  # Protocols.
+  ("backups", lambda: server.BSP(backups=-1), "an int >= 0"),
+  ("restart_s", lambda: server.BSP(restart_s=-1.0), "in [0, inf]"),
+  ("bound", lambda: server.SSP(bound=-1), "an int >= 0"),
+  ("n", lambda: server.NSoftsync(n=0), "an int >= 1"),
+  ("max_staleness", lambda: server.Ringmaster(max_staleness=0), "an int >= 1"),
+  ("total", lambda: server.dbs(0), "an int >= 1"),
+  ("timeout_s", lambda: server.ASP(timeout_s=0.0), "positive"),
+  ("batches", lambda: server.ASP(batches=32), "an allocation"),
+  (
+    "weighting",
+    lambda: server.ASP(weighting="linear"),
+    "a `server.Weighting`",
+  ),
+  ("samples", lambda: server.Weighting("quadratic"), "'none', 'linear' or"),
+  ("parts", lambda: server.Weighting(parts={"a": 0.0}), "positive"),
+  ("staleness", lambda: server.Weighting(staleness="inverse"), "a function"),
+  ("smoothing", lambda: batches(smoothing=1.0), "in [0, 1)"),
+  ("minimum", lambda: batches(minimum=0), "an int >= 1"),
+  ("maximum", lambda: batches(minimum=4, maximum=2), "an int >= 4"),
+  ("period", lambda: batches(period=0), "an int >= 1"),
+  ("workers", lambda: server.ASP().init(["a", "a"]), "differ"),
+  (
+    "message",
+    lambda: server.ASP().receive(STATE, 0.0, "Pull"),
+    "a Join, Leave",
+  ),
+  # Allocations.
+  ("shares", lambda: shares([1.0, 0.0], 4), "positive"),
+  ("total", lambda: shares([1.0, 1.0], 1, minimum=1), "2 and inf"),
+  ("total", lambda: shares([1.0, 1.0], 9, maximum=4), "0 and 8"),
+  ("total", lambda: shares([], 1), "0 and 0"),
+  # H-PS.
+  ("total", lambda: server.h_ps(0), "an int >= 1"),
+  ("smoothing", lambda: server.h_ps(8, smoothing=1.0), "in [0, 1)"),
+  ("slack", lambda: server.h_ps(8, slack=0.0), "in (0, 1]"),
+  ("minimum", lambda: server.BalancedBatches(8, minimum=0), "an int >= 1"),
+  (
+    "batches",
+    lambda: server.HPS(batches=batches()),
+    "`server.BalancedBatches`",
+  ),
+  ("plans", lambda: server.h_ps(8, plans=(32, 8)), "a `server.BitPlans`"),
+  ("bits", lambda: plans((16,), (8,)), "begin with a plan of 32 bits"),
+  ("bits", lambda: plans((32,), (8, 8)), "one for each of 1 tensors"),
+  ("bits", lambda: plans((32,), (8,), (16,)), "fewer and fewer bytes"),
+  (
+    "error_limit",
+    lambda: server.fit_bit_plans(TREE, error_limit=0.0),
+    "in (0, inf]",
+  ),
+  ("codec", lambda: codec_for_each(jnp.ones(4)), "one or one for each"),
+  # Messages.
+  ("codec", lambda: server.MessageCodec(8), "a codec"),
+  ("codec", lambda: server.MessageCodec(SHARED), "a seed that all share"),
+  (
+    "feedback",
+    lambda: server.MessageCodec(codecs.Sign(), reducers.EF21()),
+    "`reducers.MomentumCorrection()`",
+  ),
+  (
+    "seed",
+    lambda: server.MessageCodec(codecs.Sign(), None, -1),
+    "an int from 0",
+  ),
+  # Gradients.
+  ("optimizer", lambda: learner(optimizer=0.1), "an Optax transformation"),
+  ("compensation", lambda: learner(compensation=-1.0), "in [0, inf]"),
+  ("workers", lambda: learner(workers=["a", "a"]), "different names"),
+  ("seed", lambda: learner(seed=-1), "an int from 0"),
+  ("plans", lambda: learner(plans=server.BitPlans()), "of the parameters' 4"),
+  (
+    "plans",
+    lambda: learner(plans=h_ps._plans(), push_codec=MESSAGE),
+    "given without",
+  ),
+  ("local_rate", lambda: learner(local_rate=0.0), "in (0, inf]"),
+  ("local_momentum", lambda: learner(local_momentum=0.9), "0 without"),
+  ("local_momentum", lambda: learner(local_momentum=1.5), "in [0, 1"),
+  ("sizes", lambda: batch_of_32(sizes=[16]), "reach the largest batch"),
+  # Runs.
+  ("machines", lambda: make(machines="cluster.toml"), "a `cluster.Cluster`"),
+  ("protocol", lambda: make(protocol="asp"), "a protocol of"),
+  ("profile", lambda: make(profile=0.1), "a `cluster.Profile`"),
+  ("seed", lambda: make(seed=-1), "an int from 0"),
+  ("detection_s", lambda: make(detection_s=-1.0), "in [0, inf]"),
+  ("events", lambda: make().run(), "given"),
+  ("total", lambda: fit(0), "positive"),
+  ("every", lambda: fit(5, every=-1.0), "positive"),
+  ("unit", lambda: fit(5, "minutes"), "'updates', 'samples' or"),
+  ("simulation", without_learner, "have a learner"),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
