@@ -244,32 +244,6 @@ def test_an_all_to_all_twice_gives_everything_back(n, shape):
   np.testing.assert_array_equal(twice(x), x)
 
 
-def test_all_to_all_refuses_another_number_of_rows():
-  for shape in ((2, 3), (2,)):  # Two workers with three rows, with none.
-    for call in (collectives.all_to_all, collectives.reduce_scatter):
-      with pytest.raises(
-        ValueError, match=r"`tree` must hold one row a worker"
-      ):
-        jax.vmap(lambda x, call=call: call(x, "worker"), axis_name="worker")(
-          jnp.zeros(shape)
-        )
-
-
-@pytest.mark.parametrize(
-  "axis", ["", (), ("a",), ("a", "a"), ("a", "b", "c"), ("a", ""), 3, ["a"]]
-)
-def test_what_is_not_an_axis_is_refused(axis):
-  with pytest.raises(ValueError, match="`axis` must be None, a name"):
-    collectives.check_axis(axis)
-  with pytest.raises(ValueError, match="`axis` must be None, a name"):
-    collectives.mean(jnp.ones(2), axis)
-
-
-@pytest.mark.parametrize("axis", [None, "worker", ("inner", "outer")])
-def test_what_is_an_axis_is_accepted(axis):
-  collectives.check_axis(axis)
-
-
 # The trap of shared parameters.
 
 

@@ -139,21 +139,6 @@ def test_a_phase_in_a_phase_counts_from_its_beginning():
   assert traffic.sent_bytes(20, 20) == 2 * 120
 
 
-@pytest.mark.parametrize(
-  ("start", "stop", "message"),
-  (
-    (-1, None, "`start` must be an int >= 0, got -1"),
-    (1.5, None, "`start` must be an int >= 0, got 1.5"),
-    (True, None, "`start` must be an int >= 0, got True"),
-    (0, 2.5, "`stop` must be an int >= 0, got 2.5"),
-    (5, 2, "`stop` must be above `start`, 5, or None, got 2"),
-  ),
-)
-def test_a_phase_that_cannot_be_is_refused(start, stop, message):
-  with pytest.raises(ValueError, match=message):
-    collectives.phase(start, stop)
-
-
 def test_a_scan_counts_its_length():
   def step(x):
     body = lambda x, _: (collectives.mean(x, AXIS), None)  # noqa: E731

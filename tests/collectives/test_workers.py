@@ -316,56 +316,6 @@ def test_meshes_have_automatic_axes():
   assert collectives.make_mesh((3,), ("a",)).size == 3
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    ({"num_workers": 0}, r"`num_workers` must be an int >= 1, got 0"),
-    ({"axis": ""}, r"`axis` must be None, a name"),
-    ({"axis": None}, r"`axis` must be a name, got None"),
-    ({"axis": ("a", "b")}, r"`axis` must be a name, got \('a', 'b'\)"),
-    ({"substrate": "pmap"}, r"`substrate` must be .* got 'pmap'"),
-    ({"substrate": "none"}, r"`substrate='none'` is one worker .*workers=2"),
-    ({"substrate": "vmap", "mesh": 1}, r"`mesh` needs .* got 'vmap'"),
-    ({"mesh": 1, "axis": "fsdp2"}, r"`axis` must be an axis of the mesh"),
-    ({"mesh": 1, "num_workers": 3}, r"multiple of the mesh's 2 places .* 3"),
-  ],
-)
-def test_impossible_workers_are_refused(arguments, message):
-  arguments = {"num_workers": 2} | arguments
-  if "mesh" in arguments:
-    arguments["mesh"] = mesh_2x2()
-  with pytest.raises(ValueError, match=message):
-    collectives.workers(**arguments)
-
-
-@pytest.mark.parametrize("name", TEAMS)
-def test_rows_that_are_not_one_for_each_worker_are_refused(name):
-  team = make_team(name)
-  n = team.num_workers
-  for shape in ((), (n + 1, 2)):
-    with pytest.raises(ValueError, match="`tree` must have one row for each"):
-      team.place(np.zeros(shape))
-  bad = [()] if n == 1 else [(), (n + 1, 2)]
-  for shape in bad:
-    with pytest.raises(ValueError, match="`batch` must divide evenly over"):
-      team.shard({"x": np.zeros(shape)})
-  for worker in (-1, n):
-    with pytest.raises(ValueError, match="`worker` must run in this process"):
-      team.view(team.place(np.zeros(n)), worker)
-
-
-def test_impossible_meshes_and_devices_are_refused():
-  with pytest.raises(ValueError, match="`shape` and `names` must have one"):
-    collectives.make_mesh((2, 2), ("worker",))
-  with pytest.raises(ValueError, match=r"`shape` must fit .* 16, there are 8"):
-    collectives.make_mesh((16,), ("worker",))
-  with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
-    collectives.make_cpu_devices(0)
-
-
 def test_devices_are_what_they_are_once_jax_has_started():
   assert jax.device_count() == 8
   assert collectives.make_cpu_devices(3) == 8

@@ -211,36 +211,6 @@ def test_batches_can_be_pickled_for_loader_processes():
   np.testing.assert_array_equal(copy.indices(9), batches.indices(9))
 
 
-@pytest.mark.parametrize(
-  "argument, value",
-  [
-    ("num_workers", 0),
-    ("num_workers", 9),
-    ("batch_size", 0),
-    ("seed", -1),
-    ("alpha", 0.0),
-    ("worker_ids", []),
-    ("worker_ids", [2]),
-    ("worker_ids", [-1]),
-    ("worker_ids", [1, 1]),
-  ],
-)
-def test_impossible_arguments_are_refused_at_once(argument, value):
-  arguments = {"num_workers": 2, "batch_size": 2, "seed": 0}
-  with pytest.raises(ValueError, match=f"`{argument}` must"):
-    data.Batches(numbered(8), **(arguments | {argument: value}))
-
-
-def test_a_negative_step_is_refused():
-  batches = data.Batches(numbered(8), 2, 2, seed=0)
-  with pytest.raises(IndexError, match="`step` must be >= 0"):
-    batches[-1]
-  with pytest.raises(ValueError, match="`start_step` must be an int >= 0"):
-    batches.iterate(-1)
-  with pytest.raises(ValueError, match="`prefetch` must be an int >= 1"):
-    batches.iterate(prefetch=0)
-
-
 @quick
 @hypothesis.given(
   st.integers(0, 40), st.integers(1, 5), st.integers(1, 12), st.data()
@@ -279,19 +249,3 @@ def test_evaluation_batches_are_a_sequence():
   assert len(batches[1:]) == 2
   with pytest.raises(IndexError):
     batches[3]
-
-
-@pytest.mark.parametrize(
-  "argument, arguments",
-  [
-    ("num_workers", (0, 2, None)),
-    ("batch_size", (2, 0, None)),
-    ("worker_ids", (2, 2, [3])),
-  ],
-)
-def test_impossible_evaluation_is_refused(argument, arguments):
-  num_workers, batch_size, ids = arguments
-  with pytest.raises(ValueError, match=f"`{argument}` must"):
-    data.evaluation_batches(
-      numbered(8), num_workers, batch_size, worker_ids=ids
-    )

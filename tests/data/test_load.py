@@ -148,43 +148,6 @@ def test_a_dataset_prints_without_its_pixels():
   )
 
 
-@pytest.mark.parametrize(
-  "field, value",
-  [
-    ("images", np.zeros((2, 3, 3))),
-    ("labels", np.zeros(3, int)),
-    ("labels", np.zeros(2)),
-    ("labels", np.array([0, 2])),
-    ("labels", np.array([-1, 0])),
-    ("mean", (0.0, 0.0)),
-    ("std", (0.0,)),
-  ],
-)
-def test_a_dataset_refuses_what_does_not_fit_together(field, value):
-  fields = {
-    "name": "mine",
-    "split": "train",
-    "images": np.zeros((2, 3, 3, 1), np.uint8),
-    "labels": np.array([0, 1]),
-    "num_classes": 2,
-    "mean": (0.0,),
-    "std": (1.0,),
-  }
-  data.Dataset(**fields)
-  with pytest.raises(ValueError, match=f"`{field}`"):
-    data.Dataset(**(fields | {field: value}))
-
-
-def test_an_unknown_set_lists_the_known_ones():
-  with pytest.raises(ValueError, match="digits, mnist, fashion_mnist, cifar10"):
-    data.load("imagenet")
-
-
-def test_an_unknown_split_names_the_known_ones():
-  with pytest.raises(ValueError, match='"train" or "test"'):
-    data.load("digits", "validation")
-
-
 @pytest.mark.parametrize("name", TFDS_NAMES)
 def test_a_set_that_is_not_prepared_says_within_a_second_what_to_run(
   name, empty_machine

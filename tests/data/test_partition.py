@@ -72,26 +72,3 @@ def test_the_first_worker_draws_from_the_stated_distribution():
   # Counting 100 draws adds its own, binomial, variance.
   spread += (0.25 * 0.75 - spread) / 100
   assert abs(np.var(first, axis=0).mean() / spread - 1) < 0.15
-
-
-@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_alpha_is_refused(alpha):
-  with pytest.raises(ValueError, match="`alpha` must be"):
-    data.partition(np.zeros(4, int), 2, alpha=alpha, seed=0)
-
-
-@pytest.mark.parametrize("num_workers", [0, -1, 5])
-def test_an_impossible_number_of_workers_is_refused(num_workers):
-  with pytest.raises(ValueError, match="`num_workers` must"):
-    data.partition(np.zeros(4, int), num_workers, seed=0)
-
-
-@pytest.mark.parametrize("seed", [-1, 0.5, "0"])
-def test_an_impossible_seed_is_refused(seed):
-  with pytest.raises(ValueError, match="`seed` must be an int"):
-    data.partition(np.zeros(4, int), 2, seed=seed)
-
-
-def test_labels_of_two_axes_are_refused():
-  with pytest.raises(ValueError, match="`labels` must be one axis"):
-    data.partition(np.zeros((4, 2), int), 2, seed=0)

@@ -98,11 +98,6 @@ def test_what_is_there_is_left_alone(machine, monkeypatch):
   assert machine == []
 
 
-def test_an_unknown_set_is_refused(machine):
-  with pytest.raises(ValueError, match="`name` must be one of"):
-    data.prepare("imagenet")
-
-
 def test_loading_with_download_prepares_first(machine):
   # The made-up builder leaves nothing behind, so loading still fails, after.
   with pytest.raises(FileNotFoundError):

@@ -55,17 +55,3 @@ def test_padding_is_masked():
   plain = stream().batch(2, 10, 3)
   for name, value in plain.items():
     np.testing.assert_array_equal(batch[name][:3], value)
-
-
-@pytest.mark.parametrize(
-  ("call", "error", "message"),
-  [
-    (lambda: stream().indices(4, 0, 1), IndexError, "`worker` must"),
-    (lambda: stream().indices(0, -1, 1), IndexError, "`start` must"),
-    (lambda: stream().batch(0, 0, 4, size=3), ValueError, "`size` must"),
-    (lambda: stream(alpha=0.0), ValueError, "`alpha` must"),
-  ],
-)
-def test_what_is_not_there_is_refused(call, error, message):
-  with pytest.raises(error, match=message):
-    call()

@@ -1,0 +1,151 @@
+"""What meshes, workers, collectives and buckets refuse, and the rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import collectives
+from jdist.collectives import Buckets
+from tests import _refusals
+
+STRUCT = jax.ShapeDtypeStruct((2,), jnp.float32)
+TREE = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
+NONE, FSDP = PartitionSpec(), PartitionSpec("fsdp")
+
+
+def buckets(**options):
+  return Buckets.of({"a": STRUCT, "b": STRUCT}, **options)
+
+
+def pack(**leaves):
+  return Buckets.of(TREE).pack({"a": jnp.ones(2), **leaves})
+
+
+def unpack(change, like=TREE):
+  made = Buckets.of(TREE)
+  return made.unpack(change(made.pack(TREE)), like)
+
+
+def mesh():
+  return collectives.make_mesh((2, 2), ("worker", "fsdp"), jax.devices()[:4])
+
+
+def workers(num_workers=2, **options):
+  return collectives.workers(num_workers, **options)
+
+
+def among_two(call, x):
+  return jax.vmap(lambda x: call(x, "worker"), axis_name="worker")(x)
+
+
+def keys():
+  team = workers(substrate="vmap")
+  return team.gather(team.place(jax.random.split(jax.random.key(0), 2)))
+
+
+def place(shape):
+  return workers(substrate="shard_map").place(np.zeros(shape))
+
+
+def shard(shape):
+  return workers(substrate="vmap").shard({"x": np.zeros(shape)})
+
+
+def view(worker):
+  team = workers(substrate="shard_map")
+  return team.view(team.place(np.zeros(2)), worker)
+
+
+@_refusals.table(
+  # Meshes and devices.
+  ("names", lambda: collectives.make_mesh((2, 2), ("worker",)), "one"),
+  (
+    "shape",
+    lambda: collectives.make_mesh((16,), ("worker",)),
+    "16, there are 8",
+  ),
+  ("num_devices", lambda: collectives.make_cpu_devices(0), "at least 1"),
+  # Workers.
+  ("num_workers", lambda: workers(0), "an int >= 1, got 0"),
+  ("num_workers", lambda: workers(3, mesh=mesh()), "2 places"),
+  ("axis", lambda: workers(axis=""), "None, a name"),
+  ("axis", lambda: workers(axis=None), "a name, got None"),
+  ("axis", lambda: workers(axis=("a", "b")), "a name, got ('a', 'b')"),
+  ("axis", lambda: workers(mesh=mesh(), axis="fsdp2"), "an axis of the mesh"),
+  ("substrate", lambda: workers(substrate="pmap"), "got 'pmap'"),
+  ("substrate='none'", lambda: workers(substrate="none"), "one worker"),
+  ("mesh", lambda: workers(substrate="vmap", mesh=mesh()), "got 'vmap'"),
+  ("tree", lambda: place(()), "one row for each"),
+  ("tree", lambda: place((3, 2)), "one row for each"),
+  ("tree", keys, "typed PRNG key"),
+  ("batch", lambda: shard(()), "divide evenly over"),
+  ("batch", lambda: shard((3, 2)), "divide evenly over"),
+  ("worker", lambda: view(-1), "run in this process"),
+  ("worker", lambda: view(2), "run in this process"),
+  # Collectives.
+  *(
+    ("tree", lambda f=f, s=s: among_two(f, jnp.zeros(s)), "one row a worker")
+    for f in (collectives.all_to_all, collectives.reduce_scatter)
+    for s in ((2, 3), (2,))
+  ),
+  *(
+    ("axis", lambda x=x: collectives.mean(jnp.ones(2), x), "None, a name")
+    for x in ("", (), ("a",), ("a", "a"), ("a", "b", "c"), ("a", ""), 3, ["a"])
+  ),
+  ("start", lambda: collectives.phase(-1, None), "an int >= 0, got -1"),
+  ("start", lambda: collectives.phase(1.5, None), "an int >= 0, got 1.5"),
+  ("start", lambda: collectives.phase(True, None), "an int >= 0, got True"),
+  ("stop", lambda: collectives.phase(0, 2.5), "an int >= 0, got 2.5"),
+  ("stop", lambda: collectives.phase(5, 2), "above `start`, 5, or None, got 2"),
+  # Buckets.
+  ("max_bytes", lambda: buckets(max_bytes=0), "an int >= 1, got 0"),
+  ("max_bytes", lambda: buckets(max_bytes=1.5), "an int >= 1, got 1.5"),
+  ("max_bytes", lambda: buckets(max_bytes=True), "an int >= 1, got True"),
+  ("max_bytes", lambda: buckets(max_bytes=3), "got 3 for float32 at 'a'"),
+  ("num_rows", lambda: buckets(num_rows=None), "an int >= 1, got None"),
+  ("max_row_bytes", lambda: buckets(max_row_bytes=0), "an int >= 1, got 0"),
+  (
+    "max_row_bytes",
+    lambda: buckets(max_row_bytes=3),
+    "got 3 for float32 at 'a'",
+  ),
+  ("order", lambda: buckets(order="random"), "'front_first', "),
+  (
+    "order",
+    lambda: buckets(order={"a": 0, "b": "one"}.get),
+    "keys that can be compared",
+  ),
+  ("specs", lambda: buckets(specs={"a": NONE}), "each leaf"),
+  ("specs", lambda: buckets(specs={"a": NONE, "b": "fsdp"}), "PartitionSpec"),
+  (
+    "specs",
+    lambda: buckets(specs=[NONE, PartitionSpec("worker", None)]),
+    "Leave out the axis of workers",
+  ),
+  ("specs", lambda: buckets(specs=[NONE, FSDP]), "the workers' mesh"),
+  ("tree", lambda: Buckets.of({"a": [1.0]}), "got float at 'a/0'"),
+  (
+    "tree",
+    lambda: Buckets.of({"key": jax.random.key(0)}),
+    "got dtype key<fry> at 'key'",
+  ),
+  ("tree", lambda: pack(b=jnp.ones((3, 2))), "leaf 1 was (2, 3), got (3, 2)"),
+  ("tree", lambda: pack(), "leaf 1 was (2, 3), got no leaf"),
+  ("tree", lambda: pack(b=jnp.ones((2, 3), "int32")), "the dtypes"),
+  (
+    "like",
+    lambda: unpack(list, {"a": jnp.ones(2), "b": jnp.ones(6)}),
+    "the shapes",
+  ),
+  ("buffers", lambda: unpack(lambda x: x * 2), "one for each"),
+  ("buffers", lambda: unpack(lambda x: [x[0][:, :4]]), "has shape (1, 8), got"),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
+
+
+@pytest.mark.parametrize("axis", [None, "worker", ("inner", "outer")])
+def test_what_is_an_axis_is_accepted(axis):
+  collectives.check_axis(axis)
