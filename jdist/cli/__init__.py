@@ -104,8 +104,11 @@ def _status(words: list[str]) -> int:
   except (ValueError, ImportError, OSError) as error:
     if not _is_ours(error):
       raise  # Not a bad option but a bug: its traceback is needed.
-    # One line, whatever the error's own layout is.
-    print(f"jdist: error: {' '.join(str(error).split())}", file=sys.stderr)
+    # One line, whatever the error's own layout is; a picture keeps its own.
+    told = " ".join(str(getattr(error, "problem", error)).split())
+    print(f"jdist: error: {told}", file=sys.stderr)
+    if picture := getattr(error, "picture", ""):
+      print(picture, file=sys.stderr)
     return 2
   except _divergence.DivergedError as error:
     print(f"jdist: diverged: {error}", file=sys.stderr)

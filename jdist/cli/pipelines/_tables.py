@@ -24,8 +24,8 @@ def make(
   if name not in pipeline.TABLES:
     if not pathlib.Path(name).is_file():
       raise ValueError(
-        f"a table must be one of {', '.join(pipeline.TABLES)}, or a file, got "
-        f"{name!r}."
+        f"a table must be one of {', '.join(pipeline.TABLES)}, or a file that "
+        f"is there, got {name!r}."
       )
     return pipeline.load_table(name)
   if name == "pipedream":

@@ -14,7 +14,16 @@ Sends = Literal["buffered", "blocking"]
 
 
 class TableError(ValueError):
-  """Reports what is wrong with a table, with a picture of the place."""
+  """Reports what is wrong with a table, with a picture of the place.
+
+  Attributes:
+    problem: what is wrong, without the picture.
+    picture: of the table up to the place; empty where there is none.
+  """
+
+  def __init__(self, problem: str, picture: str = ""):
+    super().__init__(f"{problem}\n{picture}" if picture else problem)
+    self.problem, self.picture = problem, picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,7 @@ def check_table(
 
 def _error(table: Table, problem: str) -> TableError:
   return TableError(
-    f"Table {table.name!r} cannot run: {problem}.\n{draw_table(table)}"
+    f"Table {table.name!r} cannot run: {problem}.", draw_table(table)
   )
 
 

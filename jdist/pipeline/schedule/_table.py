@@ -70,9 +70,15 @@ class Table:
     return (action for order in self.devices for action in order)
 
   def __str__(self) -> str:
-    return (
-      f"{self.name}: {len(self.devices)} devices, {self.num_stages} stages, "
-      f"{self.num_microbatches} micro-batches, {self.num_iterations} iterations"
+    counts = {
+      "device": len(self.devices),
+      "stage": self.num_stages,
+      "micro-batch": self.num_microbatches,
+      "iteration": self.num_iterations,
+    }
+    return f"{self.name}: " + ", ".join(
+      f"{n} {name}{(n != 1) * ('es' if name.endswith('h') else 's')}"
+      for name, n in counts.items()
     )
 
   @functools.cached_property
