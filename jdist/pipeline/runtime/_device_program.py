@@ -1,6 +1,6 @@
 """One device's part of a training step, and of all devices together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, training
-from jdist.pipeline.runtime import _device_state, _global_norm, _ticks
+from jdist.pipeline.runtime import (
+  _device_state,
+  _stages,
+  _ticks,
+  _tied_leaves,
+)
 
 PyTree = Any
 
@@ -40,6 +45,57 @@ class DeviceProgram:
     return jax.tree.map(
       lambda x: _device_state.spec_of(x.ndim - 1, self.spec), shapes
     )
+
+  def abstract_state(
+    self,
+    team: collectives.Workers,
+    inner: optax.GradientTransformation,
+    stages: Sequence[_stages.LayerLike],
+  ) -> training.TrainState:
+    """Returns the shapes of the state in which all workers begin.
+
+    Args:
+      team: workers on a mesh that has the devices' axis, too.
+      inner: the optimizer.
+      stages: of the model.
+    """
+    workers = team.num_workers
+
+    def shape(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+      sharding = team.sharding(spec)
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def replicated(tree: PyTree, spec: PartitionSpec) -> PyTree:
+      return jax.tree.map(
+        lambda x: shape(
+          jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), spec
+        ),
+        tree,
+      )
+
+    ticks, key = self._ticks, jax.random.key_data(jax.random.key(0))
+    params, state = (
+      replicated(jax.eval_shape(arrays.join, trees), self.spec)
+      for arrays, trees in (
+        (ticks.params, [x.params for x in stages]),
+        (ticks.states, [x.state for x in stages]),
+      )
+    )
+    opt_state = jax.eval_shape(team.spmd(lambda p: self.init(inner, p)), params)
+    opt_state = jax.tree.map(shape, opt_state, self.optimizer_specs(opt_state))
+    step, key = replicated((jnp.zeros((), jnp.int32), key), PartitionSpec())
+    return training.TrainState(step, params, opt_state, state, key)
+
+  def carried_over(
+    self, fresh: training.TrainState, state: training.TrainState
+  ) -> training.TrainState:
+    """Returns the state in which this program goes on from another table's.
+
+    Args:
+      fresh: of this program at a run's beginning.
+      state: of the other program.
+    """
+    return _device_state.carried_over(fresh, state, self.grid.delay)
 
   def run(
     self,
@@ -113,9 +169,7 @@ class DeviceProgram:
       begun,
     )
     if self._clip_norm is not None:
-      grads = _global_norm.clip_norm(
-        grads, self._clip_norm, ticks.tied, self._axis
-      )
+      grads = _clip_norm(grads, self._clip_norm, ticks.tied, self._axis)
     found = dict(zip(ticks.names, means, strict=True))
     loss = found.pop("loss")
     samples = training.num_samples(
@@ -221,3 +275,34 @@ class DeviceProgram:
     return _device_state.InFlightState(
       state, jnp.zeros((), jnp.int32), older, flight
     )
+
+
+def _clip_norm(
+  grads: PyTree,
+  most: float,
+  tied: _tied_leaves.TiedLeaves,
+  axis: str | None,
+) -> PyTree:
+  r"""Scales one device's part of a gradient by the norm of all of it.
+
+  .. math:: g \leftarrow g \min(1, c / \lVert g \rVert_2)
+
+  as `optax.clip_by_global_norm` does to the unsplit model.  All devices wait
+  for each other's norms.
+
+  Args:
+    grads: of one device's stages, tied ones summed.
+    most: c.
+    tied: leaves that several stages have, each of which counts once.
+    axis: of the devices; None for one device.
+  """
+  total = jnp.zeros((), float)
+  for x in jax.tree.leaves(tied.once(grads)):
+    total += jnp.sum(jnp.square(jnp.abs(x.astype(total.dtype))))
+  if axis is not None:
+    total = jax.lax.psum(total, axis)
+  norm = jnp.sqrt(total)
+  scale = most / jnp.maximum(norm, 1e-16)
+  return jax.tree.map(
+    lambda x: jnp.where(norm < most, x, x * scale.astype(x.dtype)), grads
+  )

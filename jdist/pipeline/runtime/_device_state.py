@@ -81,3 +81,39 @@ def _mapped(
     model_state=model_state,
     opt_state=InFlightState(inner, kept.step, older, flight),
   )
+
+
+def carried_over(
+  fresh: training.TrainState, state: training.TrainState, delay: int
+) -> training.TrainState:
+  """Returns the state in which another table's program goes on.
+
+  Args:
+    fresh: of that program at a run's beginning.
+    state: that has come, with nothing under way.
+    delay: of the other program: how many earlier versions it reads.
+
+  Raises:
+    ValueError: when both are of other stages or optimizers.
+  """
+  kept = state.opt_state
+  for what, wanted, given in (
+    ("parameters", fresh.params, state.params),
+    ("states of the model", fresh.model_state, state.model_state),
+    ("optimizer states", fresh.opt_state.inner, kept.inner),
+  ):
+    if _shapes(wanted) != _shapes(given):
+      raise ValueError(
+        f"`state` must be of the program's stages and optimizer, got {what} of "
+        "other shapes. Cut the stages alike, and take the same chain."
+      )
+  older = (read(kept, state.params),) * delay
+  opt_state = fresh.opt_state._replace(inner=kept.inner, older=older)
+  return state._replace(opt_state=opt_state)
+
+
+def _shapes(tree: PyTree) -> list[tuple[str, Any, Any]]:
+  return [
+    (jax.tree_util.keystr(path), x.shape, x.dtype)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  ]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
@@ -271,36 +270,33 @@ class OneProgram:
       inner: the optimizer that `make_step` is given.
     """
     self._check_mesh(team)
-    workers = team.num_workers
+    return self._program.abstract_state(team, inner, self.stages)
 
-    def shape(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-      sharding = team.sharding(spec)
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  def continue_from(
+    self,
+    state: training.TrainState,
+    team: collectives.Workers,
+    inner: optax.GradientTransformation,
+  ) -> training.TrainState:
+    """Returns the state in which this program goes on from another table's.
 
-    def replicated(tree: PyTree, spec: PartitionSpec) -> PyTree:
-      return jax.tree.map(
-        lambda x: shape(
-          jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), spec
-        ),
-        tree,
-      )
+    For a run that begins with a flush, while its rate is high and a late
+    gradient costs most, and ends without one.  A window's first iterations,
+    in a pipeline that is empty yet, all read the same parameters.
 
-    ticks, key = self._ticks, jax.random.key_data(jax.random.key(0))
-    params, state = (
-      replicated(jax.eval_shape(arrays.join, trees), self.spec)
-      for arrays, trees in (
-        (ticks.params, [x.params for x in self.stages]),
-        (ticks.states, [x.state for x in self.stages]),
-      )
-    )
-    opt_state = jax.eval_shape(
-      team.spmd(lambda p: self._program.init(inner, p)), params
-    )
-    opt_state = jax.tree.map(
-      shape, opt_state, self._program.optimizer_specs(opt_state)
-    )
-    step, key = replicated((jnp.zeros((), jnp.int32), key), PartitionSpec())
-    return training.TrainState(step, params, opt_state, state, key)
+    Args:
+      state: of a program of the same stages on as many devices: with a flush
+        after any step, without one after `make_drain`.
+      team: as of `init_state`.
+      inner: the optimizer that `make_step` is given, whose state has to be that
+        of the other program's.  `predict_weights(optimizer, grid.delay)` is
+        that for both: it predicts nothing where nothing is late.
+
+    Raises:
+      ValueError: when stages or optimizers are others.
+    """
+    fresh = self.init_state(team, inner)
+    return self._program.carried_over(fresh, state)
 
   def make_step(
     self, inner: optax.GradientTransformation, *, axis: collectives.Axis

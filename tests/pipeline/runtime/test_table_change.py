@@ -1,0 +1,97 @@
+"""A run that begins with a flush and ends without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import collectives, pipeline, training, transforms
+from tests.pipeline.runtime import _small_models as small
+
+_STAGES, _COUNT, _MICRO = 2, 2, 3
+
+
+def _program(table, sizes=small.SIZES, **options):
+  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
+  return pipeline.OneProgram(
+    pipeline.cut_layers(small.layers(sizes), _STAGES),
+    small.loss,
+    pipeline.make_table(table, _STAGES, _COUNT, **options),
+    batch,
+    inputs="x",
+    late_sends=False,
+  )
+
+
+def _chain(axis, delay, momentum=0.9):
+  inner = optax.sgd(0.1, momentum=momentum)
+  return jdist.ssgd(transforms.predict_weights(inner, delay), axis=axis)
+
+
+def _team():
+  mesh = collectives.make_mesh((1, _STAGES), ("worker", "stage"))
+  return collectives.workers(1, mesh=mesh)
+
+
+def _run(pipe, team, chain, state, batches):
+  step = team.jit(
+    pipe.make_step(chain, axis=team.axis),
+    out_specs=(team.specs(state), None),
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  return state
+
+
+@pytest.mark.parametrize(
+  "sizes", [small.SIZES, pytest.param((8, 12, 8), marks=pytest.mark.slow)]
+)
+def test_a_window_goes_on_where_1f1b_has_come(sizes):
+  batches, team = small.batches(9, 1, _MICRO * _COUNT), _team()
+  flushed, late = _program("1f1b", sizes), _program("ours", sizes, window=2)
+  assert (flushed.grid.delay, late.grid.delay) == (0, 1)
+  chain = _chain(team.axis, 0)
+  state = flushed.init_state(team, chain)
+  state = _run(flushed, team, chain, state, batches[:4])
+  chain = _chain(team.axis, 1)
+  state = late.continue_from(state, team, chain)
+  state = _run(late, team, chain, state, batches[4:])
+  state = team.jit(late.make_drain(chain, axis=team.axis))(state)
+  parts = jax.tree.map(
+    lambda x: np.asarray(x[0]), (state.params, state.model_state)
+  )
+
+  # On one device: in time, then a step late with an empty ring.
+  one = collectives.workers(1, substrate="none")
+  layers = small.layers(sizes)
+  plain = _chain(None, 0)
+  wanted = training.init_state(one, plain, *small.merged(layers))
+  late_chain = transforms.delay_gradients(_chain(None, 1), 1)
+  empty = training.init_state(one, late_chain, *small.merged(layers))
+  for optimizer, some in ((plain, batches[:4]), (late_chain, batches[4:])):
+    if optimizer is late_chain:
+      ring = empty.opt_state._replace(inner=wanted.opt_state)
+      wanted = wanted._replace(opt_state=ring)
+    step = one.jit(
+      training.make_step(
+        small.whole_loss(layers), optimizer, axis=None, accumulate=_COUNT
+      )
+    )
+    for batch in some:
+      wanted, _ = step(wanted, one.place(batch))
+  kept = jax.tree.map(lambda x: x[0], wanted)
+  params, _ = transforms.drain(late_chain, kept.opt_state, kept.params)
+  assert small.error(late.split(*parts)[0], params) < 1e-5
+
+
+def test_another_optimizer_or_other_stages_are_refused():
+  team, late = _team(), _program("ours", window=2)
+  chain = _chain(team.axis, 1)
+  flushed = _program("1f1b").init_state(team, _chain(team.axis, 0, None))
+  with pytest.raises(ValueError, match="got optimizer states of other shapes"):
+    late.continue_from(flushed, team, chain)
+  wide = _program("1f1b", (8, 12, 8)).init_state(team, chain)
+  with pytest.raises(ValueError, match="got parameters of other shapes"):
+    late.continue_from(wide, team, chain)
