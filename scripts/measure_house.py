@@ -66,7 +66,10 @@ _MOVED = {
 # Features that the tree b390ebc had not: folders, files, path:definition,
 # path:class.method.
 _LATER = {
-  "pipelines": """pipeline/ cli/pipelines/ cli/programs/_stages_overlap.py
+  "delays that begin late": """transforms/intervals/_growth.py
+    transforms/delays/_stability.py""",
+  "pipelines": """pipeline/ cli/pipelines/ collectives/_model_parts.py
+    cli/programs/_stages_overlap.py
     cli/_groups.py:StageOptions cli/_options.py:Pipeline
     models/_layered_network.py
     models/_functional.py:Layer models/_layers.py:head_parts
@@ -83,6 +86,7 @@ _LATER = {
     transforms/delays/_delay_rate.py
     transforms/delays/_delay_compensation.py""",
   "servers": """server/ cluster/_cluster.py cluster/_cluster_file.py
+    cluster/_failures.py
     cluster/_gantt.py cluster/_node.py cluster/_profile.py
     cluster/_topology.py cluster/_trace.py cluster/_virtual_network.py
     cli/servers/ cli/_options.py:Simulate cli/_groups.py:ServerOptions
