@@ -25,8 +25,6 @@ from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import PredictRestState as PredictRestState
 from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._proximal import proximal as proximal
-from jdist.transforms._proximal import pull_to_anchor as pull_to_anchor
-from jdist.transforms._proximal import PullToAnchorState as PullToAnchorState
 from jdist.transforms._shared import Sharing as Sharing
 from jdist.transforms._shared import sharing as sharing
 from jdist.transforms._skip_nonfinite import skip_nonfinite as skip_nonfinite
@@ -82,6 +80,10 @@ from jdist.transforms.delays._weight_prediction import (
 )
 from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
+from jdist.transforms.local._anchor import pull_to_anchor as pull_to_anchor
+from jdist.transforms.local._anchor import (
+  PullToAnchorState as PullToAnchorState,
+)
 from jdist.transforms.local._chunked_stream import (
   ChunkedStreamState as ChunkedStreamState,
 )
