@@ -1,4 +1,4 @@
-"""What a server's run is made of, from its options: for every driver."""
+"""Parts of a server's run, made from its options, for every driver."""
 
 import dataclasses
 import pathlib

@@ -37,7 +37,7 @@ class DeviceProgram:
 
   @property
   def spec(self) -> PartitionSpec:
-    """How parameters and the model's state lie on the mesh."""
+    """Placement of parameters and the model's state on the mesh."""
     return PartitionSpec(self._axis)
 
   def optimizer_specs(self, shapes: PyTree) -> PyTree:

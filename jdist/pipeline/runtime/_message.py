@@ -1,4 +1,4 @@
-"""What stages pass on to each other, as one flat array of one size."""
+"""Messages between stages, each one flat array of one size."""
 
 from collections.abc import Sequence
 from typing import Any

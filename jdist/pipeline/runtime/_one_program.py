@@ -130,12 +130,12 @@ class OneProgram:
 
   @property
   def stacked(self) -> bool:
-    """Whether the stages' parameters are stacked, and not packed."""
+    """Returns whether the stages' parameters are stacked, and not packed."""
     return self._ticks.params.stacked
 
   @property
   def spec(self) -> PartitionSpec:
-    """How parameters and the model's state lie on the mesh."""
+    """Placement of parameters and the model's state on the mesh."""
     return self._program.spec
 
   @property

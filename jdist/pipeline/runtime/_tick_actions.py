@@ -18,7 +18,7 @@ PyTree = Any
 
 
 class TicksState(NamedTuple):
-  """What is under way between two steps, on one device.
+  """Messages under way between two steps, on one device.
 
   Attributes:
     batches: of the last iterations, [iterations, micro-batches, ...].

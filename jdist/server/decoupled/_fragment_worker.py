@@ -15,7 +15,7 @@ Leaves = list[jax.Array]
 
 
 class WorkerState(NamedTuple):
-  """What a learner holds.
+  """State of a learner.
 
   Attributes:
     params: its parameters.

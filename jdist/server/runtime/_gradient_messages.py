@@ -17,7 +17,7 @@ _EXACT = _message_codec.MessageCodec(codecs.Dense())
 
 
 class Pushed(NamedTuple):
-  """What a push holds.
+  """Content of a push.
 
   Attributes:
     grads: a worker's gradient.

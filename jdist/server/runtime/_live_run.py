@@ -13,7 +13,7 @@ _MAX_TRIES = 3
 
 
 class LiveResult(NamedTuple):
-  """What is left of a run.
+  """Remains of a run.
 
   Attributes:
     summary: in figures, as `Simulation.summary`, of wall seconds.

@@ -35,7 +35,7 @@ _KEPT_CHECKPOINTS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LivePlan:
-  """What a live server does beside its protocol.
+  """Settings of a live server beside its protocol.
 
   Attributes:
     workers: the names of all, in the order of the data's numbers.
