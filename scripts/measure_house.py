@@ -89,7 +89,7 @@ _LATER = {
     cluster/_failures.py
     cluster/_gantt.py cluster/_node.py cluster/_profile.py
     cluster/_topology.py cluster/_trace.py cluster/_virtual_network.py
-    cli/servers/ cli/_options.py:Simulate cli/_groups.py:ServerOptions
+    cli/servers/ cli/_options.py:Simulate
     data/_sample_stream.py training/_gradient.py
     training/_losses.py:masked_mean training/_step.py:_weighted
     training/_evaluation.py:Evaluator.measure

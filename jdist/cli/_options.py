@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from jdist.cli import _groups, _presets
+from jdist.cli.servers import _server_options
 
 # Of any command.
 Options = TypeVar(
@@ -39,7 +40,7 @@ class Common(
 
 @dataclasses.dataclass(frozen=True)
 class Train(
-  _groups.ServerOptions,
+  _server_options.ServerOptions,
   _groups.StageOptions,
   _groups.ProcessOptions,
   _groups.CheckpointOptions,
@@ -90,7 +91,7 @@ class Compare(_groups.LinkOptions, Common):
 
 
 # Options of runs with a parameter server, and with stages.
-OF_SERVERS = tuple(_groups.ServerOptions.__dataclass_fields__)
+OF_SERVERS = tuple(_server_options.ServerOptions.__dataclass_fields__)
 OF_STAGES = tuple(_groups.StageOptions.__dataclass_fields__)
 
 # Of methods that have several forms, the first is meant without a colon.
@@ -179,7 +180,7 @@ class Bytes(_groups.MeanOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulate(_groups.ProtocolOptions):
+class Simulate(_server_options.ProtocolOptions):
   """Runs protocols of a parameter server on a cluster whose time is computed
   and not waited for: updates, staleness, utilisation and bytes, as a table,
   rows and drawn timelines. Nothing is trained.

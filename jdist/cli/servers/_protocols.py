@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 from jdist import cluster, server
-from jdist.cli import _groups
+from jdist.cli.servers import _server_options
 
 
 def check_names(option: str, names: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
 
 def build(
   name: str,
-  options: _groups.ProtocolOptions,
+  options: _server_options.ProtocolOptions,
   batch_size: int,
   machines: cluster.Cluster,
   profile: cluster.Profile,
@@ -69,7 +69,7 @@ def build(
 
 
 def gradients_per_update(
-  name: str, options: _groups.ProtocolOptions, machines: cluster.Cluster
+  name: str, options: _server_options.ProtocolOptions, machines: cluster.Cluster
 ) -> int:
   """Returns how many gradients an update takes, to know a run's length.
 

@@ -1,0 +1,96 @@
+"""Groups of options of parameter servers; a group's docstring is its title."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolOptions:
+  """Protocols of a parameter server."""
+
+  bound: int = 3
+  """How far ahead of the slowest a worker of ssp may be."""
+
+  splits: int = 1
+  """n of n_softsync: an update takes the workers' number over n gradients."""
+
+  max_staleness: int | None = None
+  """From which staleness on ringmaster discards; the number of workers if not
+  given."""
+
+  backups: int = 0
+  """Slowest workers for which bsp does not wait."""
+
+  parts: tuple[Literal["tasks", "pipeline", "bits"], ...] = (
+    "tasks", "pipeline", "bits",
+  )  # fmt: skip
+  """Of h_ps: tasks by speed, messages under computation, messages of fewer
+  bits."""
+
+  error_limit: float = 0.02
+  """Of h_ps: relative error that fewer bits of a tensor may have."""
+
+  local_rate: float | None = None
+  """Of h_ps: learning rate of a worker's own step in front of what it was sent;
+  the server's if not given, and 0 for no such step."""
+
+  local_momentum: float = 0.0
+  """Of h_ps: momentum of a worker's own step, as of what it was sent last; the
+  server's, to foresee its update."""
+
+  fragments: int = 1
+  """Of decoupled_diloco: parts of the parameters that are pushed in turn; they
+  divide the interval."""
+
+  quorum: float = 0.5
+  """Of decoupled_diloco: part of the workers whose push a merge waits for."""
+
+  grace: float = 0.5
+  """Of decoupled_diloco: how long a merge waits for the others, in times from
+  one push of a worker to its next."""
+
+  ahead: int = 1
+  """Of decoupled_diloco: tasks that a worker begins (1), or has in hand (2),
+  before its push is merged; with 0 it waits for the merge."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions(ProtocolOptions):
+  """Parameter server on a virtual clock."""
+
+  protocol: str | None = None
+  """Train by a server's protocol in place of a method, of `jdist simulate
+  --help`: real gradients, in the order that the machines' speeds dictate."""
+
+  cluster: Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")] = None
+  """The machines, with a model's costs, as of `cluster.load_cluster`; each is a
+  worker."""
+
+  driver: Literal["clock", "ray"] = "clock"
+  """What runs the workers: a virtual clock, or Ray's actors in real time, at
+  the speeds and over the links of the cluster's file."""
+
+  address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+  """Of ray: the head of a running cluster; one is started on this machine if
+  not given."""
+
+  cpus_per_worker: float = 1.0
+  """Of ray: CPUs of the server and of each worker; parts of one for workers
+  that mostly sleep."""
+
+  paced: bool = True
+  """Of ray: lengthen each task, by sleeping, to what it takes by the cluster's
+  file; if not, workers compute as fast as they can."""
+
+  timeout_s: float | None = None
+  """After so many seconds without a push a worker counts as gone; never if not
+  given."""
+
+  record: str | None = None
+  """Of ray: a file for all messages, for `server.replay`."""
+
+  owned: bool = False
+  """Each worker owns a part of the samples; if not, whoever comes next takes
+  the next ones. With `--alpha` they are owned."""
