@@ -185,7 +185,7 @@ class AllToAll(_reducer.Reducer):
 
   def _layout(self, tree: PyTree, num_workers: int) -> RowLayout:
     leaves, structure = jax.tree.flatten(tree)
-    kinds = tuple((jnp.shape(x), np.dtype(x.dtype).name) for x in leaves)
+    kinds = tuple((jnp.shape(x), x.dtype) for x in leaves)
     return _lay_out(self.codec, structure, kinds, num_workers)
 
   def _coders(self, layout: RowLayout) -> list["_Coder"]:
