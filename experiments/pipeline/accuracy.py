@@ -270,6 +270,7 @@ VARIANTS: dict[str, Variant] = {
   "half W=S": functools.partial(_in_the_end, _none, None),
   "half W=2, prediction": functools.partial(_in_the_end, _predicted, 2),
   "half W=S, prediction": functools.partial(_in_the_end, _predicted, None),
+  "half W=2, prediction + look-ahead": functools.partial(_in_the_end, _both, 2),
   "three quarters W=2, prediction": functools.partial(
     _in_the_end, _predicted, 2, share=0.75
   ),
