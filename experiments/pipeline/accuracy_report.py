@@ -23,6 +23,8 @@ _TABLES = {
   "1f1b": (_BASE, {}),
   "ours, W=2": ("W=2", {"window": 2}),
   "ours, W=S": ("W=S", {"window": None}),
+  # The first for half of the run.
+  "1f1b, then ours, W=2": ("half W=2", {}),
 }
 _COLOURS = {
   "": "#d55e00", "prediction": "#0072b2", "look-ahead": "#009e73",
@@ -156,6 +158,18 @@ def iteration_s(name: str, stages: int, microbatches: int) -> float:
   return times.iteration_s
 
 
+def seconds(
+  name: str, stages: int, microbatches: int, steps: float, num_steps: int
+) -> float:
+  """Simulated seconds of the first steps of a run of so many."""
+  first, _, second = name.partition(", then ")
+  late = max(0.0, steps - num_steps / 2) if second else 0.0
+  found = (steps - late) * iteration_s(first, stages, microbatches)
+  if second:
+    found += late * iteration_s(second, stages, microbatches)
+  return found
+
+
 def steps_to(rows: Sequence[Row], accuracy: float) -> float | None:
   """Updates until the mean over seeds has an accuracy, in percent."""
   points = [(0.0, 0.0)]
@@ -201,12 +215,19 @@ def time_table(
     if quickest not in (None, window):
       shown.append(str(quickest))
     for variant in [x for x in shown if x in runs]:
-      own = steps_to(runs[variant], target)
+      own, all_steps = (
+        steps_to(runs[variant], target),
+        runs[variant][0]["steps"],
+      )
       cells = []
       for m in microbatches:
-        faster = iteration_s("gpipe", stages, m) / iteration_s(name, stages, m)
-        sooner = "never" if own is None else f"{steps / own * faster:.2f}x"
-        cells.append(f"{faster:.2f}x / {sooner}")
+        flushed = iteration_s("gpipe", stages, m)
+        whole = seconds(name, stages, m, all_steps, all_steps)
+        sooner = "never"
+        if own is not None:
+          taken = seconds(name, stages, m, own, all_steps)
+          sooner = f"{steps * flushed / taken:.2f}x"
+        cells.append(f"{all_steps * flushed / whole:.2f}x / {sooner}")
       reached = "never" if own is None else f"{own:.0f}"
       lines.append(f"| {name} | {variant} | {reached} | {' | '.join(cells)} |")
   return "\n".join(lines)
@@ -225,6 +246,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     strict=False,
   ):  # fmt: skip
     shown = {_BASE: ("#333333", "-")}
+    shown[f"half {window}, prediction"] = ("#56b4e9", "--")
     for fix, colour in _COLOURS.items():
       shown[f"{window}, {fix}" if fix else window] = (colour, "-")
     for name, (colour, style) in shown.items():
@@ -260,7 +282,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
 def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
   looks = {
     "gpipe": ("#333333", "-"), "ours, W=2": ("#0072b2", "-"),
-    "ours, W=S": ("#d55e00", "--"),
+    "ours, W=S": ("#d55e00", "--"), "1f1b, then ours, W=2": ("#56b4e9", "-"),
   }  # fmt: skip
   for name, (colour, style) in looks.items():
     window, _ = _TABLES[name]
@@ -268,11 +290,11 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
     if variant is None or variant not in runs:
       continue
     x, y = _curve(runs[variant], "accuracy")
-    second = iteration_s(name, stages, stages)
+    num_steps = runs[variant][0]["steps"]
+    time = [seconds(name, stages, stages, step, num_steps) for step in x]
     axes.plot(
-      [step * second for step in x], [100 * value for value in y], style,
-      color=colour, marker="o", ms=3,
-      label=f"{name.partition(',')[0]}: {variant}",
+      time, [100 * value for value in y], style, color=colour, marker="o", ms=3,
+      label=f"{name.partition(', W')[0]}: {variant}",
     )  # fmt: skip
   axes.set_title(f"S = M = {stages}, simulated", fontsize=11)
   axes.set_xlabel("time, iterations of one device")

@@ -1,6 +1,9 @@
 """`jdist train --stages`: what it trains, leaves, goes on with and refuses."""
 
 import json
+import subprocess
+import sys
+import time
 
 import jax
 import pytest
@@ -41,6 +44,29 @@ def test_a_late_table_goes_on_where_it_stopped(tmp_path, capsys):
     f"{words} --checkpoints {tmp_path / 'a'}", tmp_path / "a", capsys
   )
   for name in ("test_loss", "accuracy", "sent_bytes"):
+    assert again[name] == whole[name]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path, capsys):
+  words = (
+    "--stages 2 --table ours --window 2 --microbatches 2 --cuts 1 --steps 40 "
+    "--checkpoint-every-epochs 0.05"
+  )
+  killed = f"{_RUN} --output {tmp_path / 'a'} {words}"
+  saved = tmp_path / "saved"
+  command = [sys.executable, "-m", "jdist", *killed.split()]
+  process = subprocess.Popen(
+    [*command, "--checkpoints", str(saved)], stderr=subprocess.DEVNULL
+  )
+  while not list(saved.glob("step_*.json")) and process.poll() is None:
+    time.sleep(0.05)
+  assert process.poll() is None, "the run was over before it could be killed"
+  process.kill()
+  process.wait()
+  again = _train(f"{words} --checkpoints {saved}", tmp_path / "a", capsys)
+  whole = _train(words, tmp_path / "b", capsys)
+  for name in ("test_loss", "accuracy", "rounds", "sent_bytes"):
     assert again[name] == whole[name]
 
 

@@ -178,6 +178,16 @@ def test_iterations_take_what_formulas_say(report):
   assert report.iteration_s("ours, W=2", 4, 4) == pytest.approx(1 / 4)
 
 
+def test_a_table_that_changes_takes_the_time_of_both(report):
+  pytest.importorskip("simpy")
+  # A quarter of a second in all for ours; (4 + 3) / 16 with a flush.
+  name = "1f1b, then ours, W=2"
+  for steps, wanted in ((50, 50 * 7 / 16), (100, 50 * 7 / 16 + 50 / 4)):
+    found = report.seconds(name, 4, 4, steps, 100)
+    assert found == pytest.approx(wanted)
+  assert report.seconds("ours, W=2", 4, 4, 8, 100) == pytest.approx(2.0)
+
+
 def test_differences_by_hand(report):
   def row(seed, accuracy, loss):
     return {"seed": seed, "accuracy": accuracy, "test_loss": loss}
