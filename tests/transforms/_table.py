@@ -243,7 +243,12 @@ TABLE = {
   "overlap_local_sgd": line(
     methods.overlap_local_sgd,
     {"pull": 0.6, "momentum": 0.7},
-    {"optimizer": MOMENTUM, "interval": intervals.adacomm(6, 6, RATES)},
+    {
+      "optimizer": MOMENTUM,
+      "interval": intervals.growth(RATES, start=1.0, max_interval=4),
+    },
+    "overlap_local_sgd",
+    "growth",
   ),
   "scaffold": line(
     methods.scaffold,
