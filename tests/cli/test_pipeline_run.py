@@ -33,6 +33,7 @@ def test_stages_train_as_the_whole_model(tmp_path, capsys):
   assert cut["config"]["stages"] == 2
 
 
+@pytest.mark.slow
 def test_a_late_table_goes_on_where_it_stopped(tmp_path, capsys):
   words = (
     "--augment --stages 2 --table ours --window 2 --microbatches 2 --cuts 1 "
