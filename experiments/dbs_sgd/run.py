@@ -16,10 +16,9 @@ import sys
 from typing import Any
 
 import config
-import optax
 import tyro
 
-from jdist import collectives, data, models, server, training
+from jdist import data, server
 from jdist.training import comparison
 
 # Options in which rows of one comparison may differ.
@@ -29,49 +28,22 @@ _FREE = ("rates", "extensions", "seeds", "variants", "speeds", "data")
 class Fit:
   """Runs trials of one speed and one sharing.
 
-  Programs are compiled once: the learning rate is a part of the state.
+  Programs are compiled once.
   """
 
   def __init__(self, options: config.Config):
     self.options = options
-    train = data.load(options.dataset)
-    whole = comparison.Workload(
-      collectives.workers(1),
-      train,
-      data.load(options.dataset, "test"),
-      functools.partial(
-        models.build,
-        options.model,
-        input_shape=train.input_shape,
-        num_classes=train.num_classes,
-      ),
-      options.batch_size,
-      evaluation_batch=2000,
-    )
-    self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
-    self.optimizer = optax.inject_hyperparams(optax.sgd)(
-      learning_rate=0.0, momentum=options.momentum, nesterov=True
-    )
-    apply = self._model(0).apply
-    self.loss = training.classification_loss(apply, normalize=train.normalize)
-    self.evaluate = {
-      purpose: training.Evaluator(
-        workload.workers,
-        apply,
-        data.evaluation_batches(workload.test, 1, workload.evaluation_batch),
-        normalize=train.normalize,
-      )
-      for purpose, workload in self.workloads.items()
-    }
-
-  def _model(self, seed: int) -> models.Model:
-    return self.workloads["comparison"].model(seed=seed)
+    self.problem = comparison.Problem(
+      options.dataset, options.model, options.batch_size,
+      momentum=options.momentum,
+    )  # fmt: skip
 
   def __call__(
     self, setting: config.Setting, trial: comparison.Trial
   ) -> dict[str, Any]:
     """Trains a variant on the virtual clock, and returns its measurements."""
-    options, train = self.options, self.workloads[trial.purpose].train
+    options, problem = self.options, self.problem
+    train = problem.train_set(trial)
     machines = config.machines(options, setting.speed)
     samples = data.SampleStream(
       train,
@@ -80,10 +52,10 @@ class Fit:
       owned=setting.sharing != "shared",
       alpha=options.alpha if setting.sharing == "skewed" else None,
     )
-    model = self._model(trial.seed)
+    model = problem.model(trial.seed)
     learner = server.GradientLearner(
-      self.loss,
-      self.optimizer,
+      problem.loss,
+      problem.optimizer,
       model.params,
       samples,
       workers=machines.names,
@@ -91,8 +63,8 @@ class Fit:
       seed=trial.seed,
     )
     learner.model = learner.model._replace(
-      opt_state=optax.tree_utils.tree_set(
-        learner.model.opt_state, learning_rate=trial.learning_rate
+      opt_state=comparison.set_rate(
+        learner.model.opt_state, trial.learning_rate
       )
     )
     run = server.Simulation(
@@ -105,12 +77,11 @@ class Fit:
     speed = sum(node.speed for node in machines.nodes)
     seconds_per_sample = config.COSTS.seconds_per_sample / speed
     seconds = options.epochs * len(train) * seconds_per_sample
-    evaluate = self.evaluate[trial.purpose]
     records = server.VirtualTrainer(run).fit(
       seconds,
       "seconds",
       every=seconds / options.evaluations,
-      evaluate=lambda model: evaluate.measure(model.params, model.model_state),
+      evaluate=problem.evaluate(trial),
     )
     nodes = [node for node in run.nodes.values() if node.updates]
     iterations = [node.iteration_s for node in nodes]

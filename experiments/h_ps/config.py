@@ -233,6 +233,13 @@ PRESETS: Presets = {
       rates=(0.05,), seeds=(0,), evaluations=2, variants=("bsp", "h_ps"),
     ),
   ),
+  "cifar10": (
+    "CIFAR-10, LeNet, half a pass: half a minute a run on one core",
+    Config(
+      dataset="cifar10", epochs=0.5, settings=("8x:1",), evaluations=4,
+      variants=("bsp", "h_ps, momentum"),
+    ),
+  ),
   "cifar10-gpu": (
     "CIFAR-10, ResNet-18, on a GPU",
     Config(

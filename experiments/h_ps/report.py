@@ -16,10 +16,12 @@ from jdist import training
 from jdist.training import comparison
 
 Row: TypeAlias = dict[str, Any]
+# Speeds, r and passes.
+Setting: TypeAlias = tuple[Any, ...]
 _COLOURS = {
   "bsp": "#333333", "asp": "#0072b2", "ssp": "#999999", "tasks": "#e69f00",
   "pipeline": "#009e73", "bits": "#cc79a7", "h_ps": "#d55e00",
-  "h_ps, local step": "#e69f00",
+  "h_ps, local step": "#56b4e9", "h_ps, momentum": "#7b3294",
 }  # fmt: skip
 
 
@@ -137,6 +139,23 @@ def extremes(rows: Sequence[Row]) -> str:
       f"| {encoding:g} | {jitter:g} | {' | '.join(cells)} "
       f"| {min(parts):.2f} to {max(parts):.2f} | {100 * busy:.0f} |"
     )
+  return "\n".join(lines)
+
+
+def utilisation(rows: Sequence[Row], speeds: str, ratio: float) -> str:
+  """Markdown: of the time, in which each worker computed, fastest first."""
+  found = {
+    row["method"]: row["utilisation_of"]
+    for row in rows
+    if (row["config"]["speeds"], row["config"]["ratio"]) == (speeds, ratio)
+  }
+  workers = list(next(iter(found.values())))
+  lines = [
+    f"| busy, % | {' | '.join(workers)} |", "|---|" + "---|" * len(workers),
+  ]  # fmt: skip
+  for name, own in found.items():
+    cells = [f"{100 * min(1.0, own[worker]):.0f}" for worker in workers]
+    lines.append(f"| {name} | {' | '.join(cells)} |")
   return "\n".join(lines)
 
 
@@ -267,7 +286,7 @@ def trained(rows: Sequence[Row], target: float) -> str:
 
 
 def draw_trained(
-  by_setting: dict[tuple[str, float], list[Row]], path: pathlib.Path
+  by_setting: dict[Setting, list[Row]], path: pathlib.Path
 ) -> None:
   """Accuracy over virtual time, mean of the seeds."""
   pyplot = training.pyplot()
@@ -275,7 +294,7 @@ def draw_trained(
     1, len(by_setting), squeeze=False, figsize=(5.2 * len(by_setting), 4.0),
     layout="constrained",
   )  # fmt: skip
-  for axes, ((speeds, ratio), rows) in zip(
+  for axes, ((speeds, ratio, epochs), rows) in zip(
     grid[0], by_setting.items(), strict=True
   ):
     for name, own in _best(rows)[0].items():
@@ -286,7 +305,9 @@ def draw_trained(
         color=_COLOURS[name], lw=2.2 if name == "h_ps" else 1.3, marker="o",
         ms=3, label=name,
       )  # fmt: skip
-    axes.set_title(f"speeds {speeds}, r = {ratio:g}", fontsize=10)
+    axes.set_title(
+      f"speeds {speeds}, r = {ratio:g}, {epochs:g} passes", fontsize=10
+    )
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3, lw=0.5)
@@ -301,18 +322,22 @@ def main(folder: pathlib.Path) -> None:
   results = folder / "results"
   if len(sys.argv) > 1:
     preset = sys.argv[1]
-    by_setting: dict[tuple[str, float], list[Row]] = {}
+    by_setting: dict[Setting, list[Row]] = {}
     for row in training.read_rows(results / f"{preset}.jsonl"):
-      key = row["config"]["speeds"], row["config"]["ratio"]
+      names = ("speeds", "ratio", "epochs")
+      key = tuple(row["config"][name] for name in names)
       by_setting.setdefault(key, []).append(row)
-    for (speeds, ratio), rows in by_setting.items():
+    for (speeds, ratio, epochs), rows in by_setting.items():
       table = trained(rows, float(sys.argv[2]) if len(sys.argv) > 2 else 0.95)
-      print(f"\n### speeds {speeds}, r = {ratio:g}\n\n{table}")
+      print(
+        f"\n### speeds {speeds}, r = {ratio:g}, {epochs:g} passes\n\n{table}"
+      )
     draw_trained(by_setting, results / f"{preset}.png")
     return
   rows = training.read_rows(results / "clock.jsonl")
   plain = _pick(rows, 0.0, 0.0)
   print(f"{over_baselines(plain)}\n\n{ablation(plain)}\n\n{extremes(rows)}")
+  print(f"\n{utilisation(plain, '8x', 1.0)}")
   draw(plain, results / "clock.png")
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import config
 import jax
-import optax
 import tyro
 
-from jdist import collectives, data, models, server, training
+from jdist import data, server, training
 from jdist.training import comparison
 
 # Options in which rows of one comparison may differ.
@@ -34,41 +33,15 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    train = data.load(options.dataset)
-    whole = comparison.Workload(
-      collectives.workers(1),
-      train,
-      data.load(options.dataset, "test"),
-      functools.partial(
-        models.build,
-        options.model,
-        input_shape=train.input_shape,
-        num_classes=train.num_classes,
-      ),
-      options.batch_size,
-      evaluation_batch=2000,
-    )
-    self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
-    self.optimizer = optax.inject_hyperparams(optax.sgd)(
-      learning_rate=0.0, momentum=options.momentum, nesterov=True
-    )
-    self.model = whole.model(seed=0)
-    self.loss = training.classification_loss(
-      self.model.apply, normalize=train.normalize
-    )
-    self.evaluate = {
-      purpose: training.Evaluator(
-        workload.workers,
-        self.model.apply,
-        data.evaluation_batches(workload.test, 1, workload.evaluation_batch),
-        normalize=train.normalize,
-      )
-      for purpose, workload in self.workloads.items()
-    }
+    self.problem = comparison.Problem(
+      options.dataset, options.model, options.batch_size,
+      momentum=options.momentum,
+    )  # fmt: skip
+    train, model = data.load(options.dataset), self.problem.model(0)
     # One set of plans for all runs: those of the first model's gradient.
     batch = data.SampleStream(train, 1, seed=0).batch(0, 0, 64)
-    gradient = jax.jit(training.make_gradient(self.loss))(
-      self.model.params, self.model.state, batch, jax.random.key(0)
+    gradient = jax.jit(training.make_gradient(self.problem.loss))(
+      model.params, model.state, batch, jax.random.key(0)
     )
     self.plans = server.fit_bit_plans(
       gradient.grads, error_limit=options.error_limit
@@ -78,15 +51,16 @@ class Fit:
     self, setting: config.Setting, trial: comparison.Trial
   ) -> dict[str, Any]:
     """Trains a variant on the virtual clock, and returns its measurements."""
-    options, train = self.options, self.workloads[trial.purpose].train
+    options, problem = self.options, self.problem
+    train = problem.train_set(trial)
     machines = setting.machines()
     num = len(machines.nodes)
-    model = self.workloads["comparison"].model(seed=trial.seed)
+    model = problem.model(trial.seed)
     variant = config.TRAINED[trial.variant]
     few = variant.parts is not None and "bits" in variant.parts
     learner = server.GradientLearner(
-      self.loss,
-      self.optimizer,
+      problem.loss,
+      problem.optimizer,
       model.params,
       data.SampleStream(train, num, seed=trial.seed),
       workers=machines.names,
@@ -98,8 +72,8 @@ class Fit:
       local_momentum=variant.momentum * options.momentum,
     )
     learner.model = learner.model._replace(
-      opt_state=optax.tree_utils.tree_set(
-        learner.model.opt_state, learning_rate=trial.learning_rate
+      opt_state=comparison.set_rate(
+        learner.model.opt_state, trial.learning_rate
       )
     )
     protocol = config.build(
@@ -109,12 +83,11 @@ class Fit:
       machines, protocol, setting.costs(), seed=trial.seed, learner=learner
     )
     samples = round(options.epochs * len(train))
-    evaluate = self.evaluate[trial.purpose]
     records = server.VirtualTrainer(run).fit(
       samples,
       "samples",
       every=samples / options.evaluations,
-      evaluate=lambda model: evaluate.measure(model.params, model.model_state),
+      evaluate=problem.evaluate(trial),
     )
     row = comparison.summarize(records)
     for point, record in zip(row["curve"], records, strict=True):
