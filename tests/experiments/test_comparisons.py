@@ -105,3 +105,25 @@ def test_times_are_measured_and_reported(tmp_path):
   assert named["ssgd"]["ratio"] == 1.0
   # By 2 workers: an all-reduce; an all-to-all and an all-gather.
   assert [row["messages_per_step"] for row in rows] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_failures_are_compared_in_time_and_with_gradients(tmp_path):
+  folder = copied("failures", tmp_path)
+  for extra in ("simpy", "sklearn", "matplotlib"):
+    pytest.importorskip(extra)
+  run(folder, "train.py", "smoke")
+  rows = training.read_rows(folder / "results" / "smoke.jsonl")
+  assert [row["config"]["fraction"] for row in rows] == [0.0, 0.2, 0.0, 0.2]
+  assert all(0.5 < row["goodput"] < 1.0 for row in rows)
+  told = run(
+    folder,
+    "-c",
+    "import config, run\n"
+    "setting = config.Setting(0.3, 20, cycle_s=60.0)\n"
+    "for name in config.VARIANTS:\n"
+    "  print(run.row(setting, name, 300.0)['goodput'])",
+  )
+  goodputs = [float(word) for word in told.split()]
+  assert goodputs[0] == min(goodputs)
+  assert goodputs[0] < 0.6 < max(goodputs)
