@@ -56,6 +56,8 @@ class _Task:
 
 # After which nobody's tasks are gone; a tuple, as it is asked of each message.
 _FREQUENT = (_messages.Push, _messages.Pull)
+# Reasons of discarded pushes whose tasks were not out.
+_NOT_OUT = ("repeated", "left")
 
 
 class Driver:
@@ -138,7 +140,9 @@ class Driver:
       elif isinstance(action, _messages.Apply):
         self._apply(action)
       elif isinstance(action, _messages.Discard):
-        self._discard(action.task)
+        # Of one that was pushed before, the push is perhaps still needed.
+        if action.reason not in _NOT_OUT:
+          self._discard(action.task)
       else:
         self.wait(action)
     for number in gone:

@@ -316,7 +316,7 @@ def test_a_checkpoint_is_read_without_running_what_is_in_it():
 
   from jdist.server.runtime import _delivery
 
-  delivery = _delivery.Delivery(BSP, server.EmptyServer(1), ["a"])
+  delivery = _delivery.Delivery(BSP, server.EmptyServer(1), ["a"], ["a"])
   kept = delivery.save()
   delivery.load(kept)
   assert list(delivery.state.members) == ["a"]

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from jdist.training import comparison
 
 # Batches are padded to these parts of a round's samples, of 8.
 _EIGHTHS = (1, 2, 3, 5, 8)
+_RECORDS = "records.json"
 
 
 def batch_sizes(protocol: server.Protocol) -> tuple[int, ...]:
@@ -145,16 +148,26 @@ class _Watch:
     self._samples = 0
     self._told_s = time.monotonic()
     self.records: list[training.Record] = []
+    folder = parts.options.checkpoints
+    # Evaluations are made here, and the server's checkpoints have none.
+    self._path = None if folder is None else pathlib.Path(folder) / _RECORDS
+    self._before: list[training.Record] = []
+    if self._path is not None and self._path.is_file():
+      found = json.loads(self._path.read_text())
+      self._before = [training.Record(*x) for x in found]
 
   def record(self, found: dict[str, Any], snapshot: np.ndarray) -> None:
     """Evaluates a snapshot, here and not at the server."""
-    parts = self._parts
-    metrics: dict[str, float] = {}
-    if len(snapshot):  # Of a mark before the run was resumed there is none.
-      model = server.tree_of_bytes(
-        snapshot, (parts.model.params, parts.model.state)
-      )
-      metrics = self._evaluate.measure(*model)
+    parts, number = self._parts, len(self.records)
+    if not len(snapshot) and number < len(self._before):
+      # Of a mark before the run was resumed.
+      self.records.append(self._before[number])
+      self._samples = found["samples"]
+      return
+    model = server.tree_of_bytes(
+      snapshot, (parts.model.params, parts.model.state)
+    )
+    metrics = self._evaluate.measure(*model)
     losses = [x for count, x in found["losses"] if count > self._samples]
     self._samples = found["samples"]
     now_s = found["now_s"]
@@ -171,6 +184,9 @@ class _Watch:
       diverged=training.is_diverged(metrics, losses),
     )
     self.records.append(record)
+    if self._path is not None:
+      text = json.dumps([list(x) for x in self.records])
+      self._path.write_text(text)
     print(
       f"update {record.step}  {now_s:.4g} s  "
       f"{_datasets.quality(metrics)}  train loss {loss:.4f}  "

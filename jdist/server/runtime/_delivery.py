@@ -1,8 +1,10 @@
 """A protocol and a learner together: what every driver in real time does."""
 
 import collections
+import dataclasses
 import io
 import pickle
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,18 +27,13 @@ class SentTask(NamedTuple):
   payload: np.ndarray | None
 
 
-class Delivery:
+class Delivery(_driver.Driver):
   """Hands messages to a protocol, and has the learner do what it answers.
 
   Without clock, threads or network: a driver of real workers and a replay of
   what was recorded hand over the same messages, and get the same bits.
 
   Attributes:
-    protocol: the server's.
-    learner: the server's.
-    state: the protocol's.
-    nodes: what each worker did.
-    staleness: gradients in updates, by their staleness.
     refused: pushes that the learner refused, by the reason.
     lost_samples: of tasks that were given out and came to nothing.
   """
@@ -45,16 +42,36 @@ class Delivery:
     self,
     protocol: _protocol.Protocol,
     learner: _engine.ServerLearner,
-    workers: list[str],
+    names: Sequence[str],
+    here: Iterable[str],
   ):
-    self.protocol, self.learner = protocol, learner
-    self.state = protocol.init(workers)
-    self.nodes = {name: _driver.NodeTotals() for name in workers}
-    self.staleness: collections.Counter[int] = collections.Counter()
+    """Makes one before the first message.
+
+    Args:
+      protocol: the server's.
+      learner: the server's.
+      names: of all workers.
+      here: those that are there from the beginning.
+    """
+    super().__init__(protocol, names, here, _Receiver(learner))
+    self._sender, self._now_s = learner, 0.0
     self.refused: collections.Counter[str] = collections.Counter()
     self.lost_samples = 0
-    # Worker, samples and when it was given, of tasks that are out or here.
-    self.tasks: dict[int, tuple[str, int, float]] = {}
+    self._sent: list[SentTask] = []
+    self._timers: list[_messages.Timer] = []
+
+  @property
+  def now_s(self) -> float:
+    """The time of the last message."""
+    return self._now_s
+
+  def send(self, reply: _messages.Reply) -> None:
+    """Encodes what a worker is sent."""
+    self._sent.append(SentTask(reply, *self._sender.reply(reply)))
+
+  def wait(self, timer: _messages.Timer) -> None:
+    """Leaves a timer to who has a clock."""
+    self._timers.append(timer)
 
   def accept(
     self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray
@@ -68,91 +85,48 @@ class Delivery:
     if assignment is None or assignment.worker != push.worker:
       return  # The protocol discards it.
     try:
-      self.learner.push(push.task, more, payload)
+      self._sender.push(push.task, more, payload)
     except _engine.RefusedError as error:
       self.refused[error.reason] += 1
       raise
+    self.nodes[str(push.worker)].compute_s += push.compute_s
 
-  def deliver(
+  def hand_over(
     self, now_s: float, message: _messages.Message
   ) -> tuple[list[SentTask], list[_messages.Timer]]:
-    """Hands a message over.
+    """Gives a message to the protocol.
 
     Returns:
       What is to be sent, and timers to be set.
     """
-    gone, leaver = self._leaving(message)
-    if isinstance(message, _messages.Push):
-      self._note(now_s, message)
-    sent: list[SentTask] = []
-    timers: list[_messages.Timer] = []
-    actions = self.protocol.receive(self.state, now_s, message)
+    self._now_s, self._sent, self._timers = now_s, [], []
+    before = set(self.state.members)
+    # Who joins and is a member has come back before it was missed.
+    joins = isinstance(message, _messages.Join)
+    leaver = message.worker if isinstance(message, _messages.Join) else None
+    self.deliver(message)
+    if not joins:
+      gone = before - set(self.state.members)
+      leaver = next(iter(gone), None)
     if leaver is not None:
-      self.learner.leave(leaver)
-    for action in actions:
-      if isinstance(action, _messages.Reply):
-        sent.append(self._reply(now_s, action))
-      elif isinstance(action, _messages.Apply):
-        self._apply(action)
-      elif isinstance(action, _messages.Discard):
-        found = self.tasks.get(action.task)
-        if found is not None and action.reason not in ("repeated", "left"):
-          self.nodes[found[0]].discarded += 1
-          self._forget(action.task)
-      else:
-        timers.append(action)
-    for task in gone:
-      self._forget(task)
-    return sent, timers
-
-  def _leaving(
-    self, message: _messages.Message
-  ) -> tuple[list[int], str | None]:
-    """Returns the tasks that go with a worker who leaves, and its name."""
-    if isinstance(message, _messages.Push | _messages.Pull):
-      return [], None
-    worker: Any
-    if isinstance(message, _messages.Expired):
-      assignment = self.state.tasks.get(message.task)
-      worker = None if assignment is None else assignment.worker
-    else:
-      worker = message.worker
-    member = self.state.members.get(worker)
-    if member is None:
-      return [], None
-    return list(member.tasks), str(worker)
-
-  def _note(self, now_s: float, push: _messages.Push) -> None:
-    assignment = self.state.tasks.get(push.task)
-    if assignment is not None and assignment.worker == push.worker:
-      node = self.nodes[str(push.worker)]
-      node.compute_s += push.compute_s
-      node.iteration_s = now_s - self.tasks[push.task][2]
-
-  def _reply(self, now_s: float, reply: _messages.Reply) -> SentTask:
-    self.tasks[reply.task] = (str(reply.worker), reply.samples, now_s)
-    return SentTask(reply, *self.learner.reply(reply))
-
-  def _apply(self, update: _messages.Apply) -> None:
-    self.learner.apply(update)
-    for number, stale in zip(update.tasks, update.staleness, strict=True):
-      worker, samples, _ = self.tasks.pop(number)
-      node = self.nodes[worker]
-      node.updates += 1
-      node.samples += samples
-      node.staleness += stale
-      self.staleness[stale] += 1
+      self._sender.leave(leaver)
+    return self._sent, self._timers
 
   def _forget(self, number: int) -> None:
-    found = self.tasks.pop(number, None)
-    if found is not None:
-      self.lost_samples += found[1]
-      self.learner.discard(number)
+    task = self._tasks.get(number)
+    if task is not None:
+      self.lost_samples += task.samples
+    super()._forget(number)
 
-  @property
-  def applied_samples(self) -> int:
-    """Samples whose gradients are in updates."""
-    return sum(node.samples for node in self.nodes.values())
+  def summary(self) -> dict[str, Any]:
+    """Returns the run in figures, of wall seconds."""
+    found = super().summary()
+    found["wall_s"] = found.pop("virtual_s")
+    return found | {
+      "refused": dict(self.refused),
+      "lost_samples": self.lost_samples,
+      "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()},
+    }
 
   def save(self) -> bytes:
     """Returns the protocol's state and all counts."""
@@ -170,7 +144,20 @@ class Delivery:
       setattr(self, name, found[name])
 
 
-_KEPT = ("state", "nodes", "staleness", "refused", "lost_samples", "tasks")
+_KEPT = (
+  "state", "nodes", "staleness", "refused", "lost_samples", "applied_samples",
+  "pushed_bytes", "pulled_bytes", "_tasks",
+)  # fmt: skip
+
+
+class _Receiver:
+  """A server's learner as drivers know learners: replies are sent apart."""
+
+  def __init__(self, learner: _engine.ServerLearner):
+    self.apply, self.discard = learner.apply, learner.discard
+
+  def pull(self, reply: _messages.Reply) -> None:
+    """Does nothing: `Delivery.send` encodes the reply."""
 
 
 class _Reader(pickle.Unpickler):

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import math
 import pathlib
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,8 +216,9 @@ class LiveServer:
 
   def lost(self, worker: str) -> None:
     """Takes note that a worker's process is gone."""
+    seat = self._seats[worker]
     with self._lock:
-      self._seats[worker].life = 0
+      seat.life, seat.here = 0, False
     self._control("lost", worker)
 
   def start(self) -> None:
@@ -264,39 +265,20 @@ class LiveServer:
   def summary(self) -> dict[str, Any]:
     """Returns the run in figures, as `Simulation.summary`."""
     assert self._delivery is not None
-    delivery, now_s = self._delivery, self.ended_s
-    nodes = delivery.nodes.values()
-    means = [node.staleness / node.updates for node in nodes if node.updates]
-    gradients = sum(delivery.staleness.values())
-    stale = sum(age * count for age, count in delivery.staleness.items())
-    lasting = [x.iteration_s for x in nodes if not math.isnan(x.iteration_s)]
-    busy_s = sum(node.compute_s for node in nodes)
-    return {
-      "wall_s": now_s,
-      "updates": delivery.state.version,
-      "samples": delivery.applied_samples,
-      "samples_per_s": delivery.applied_samples / now_s if now_s else 0.0,
-      "utilisation": min(1.0, busy_s / (len(nodes) * now_s)) if now_s else 0.0,
-      "iteration_spread": max(lasting) / min(lasting) if lasting else math.nan,
-      "staleness": {
-        "mean_over_updates": stale / gradients if gradients else 0.0,
-        "mean_over_nodes": sum(means) / len(means) if means else 0.0,
-        "maximum": max(delivery.staleness, default=0),
-        "counts": {
-          str(k): v for k, v in sorted(delivery.staleness.items())
-        },
-      },
-      "discarded": dict(delivery.state.discarded),
-      "refused": dict(delivery.refused),
-      "lost_samples": delivery.lost_samples,
+    found = self._delivery.summary()
+    return found | {
+      "wall_s": self.ended_s,
+      "samples_per_s": found["samples"] / max(self.ended_s, 1e-9),
+      "utilisation": min(
+        1.0,
+        sum(x.compute_s for x in self._delivery.nodes.values())
+        / max(len(self.plan.workers) * self.ended_s, 1e-9),
+      ),
       "pulled_bytes": self.pulled_bytes,
       "pushed_bytes": self.pushed_bytes,
       "server_busy_s": self.busy_s,
       "over_s": dict(self.over_s),
-      "nodes": {
-        name: dataclasses.asdict(node) for name, node in delivery.nodes.items()
-      },
-    }  # fmt: skip
+    }
 
   @property
   def now_s(self) -> float:
@@ -359,24 +341,26 @@ class LiveServer:
     here = [name for name, seat in self._seats.items() if seat.here]
     resumed = self._delivery is not None
     if self._delivery is None:
-      self._delivery = _delivery.Delivery(self._protocol, self.learner, here)
-      for name in self.plan.workers:
-        self._delivery.nodes.setdefault(
-          name, type(next(iter(self._delivery.nodes.values())))()
-        )
+      self._delivery = self._new_delivery(here)
     if self.plan.record is not None and not resumed:
-      self._recorder = _message_record.Recorder(self.plan.record, here)
+      self._recorder = _message_record.Recorder(
+        self.plan.record, self.plan.workers, here
+      )
     self._began_s = time.monotonic()
     if resumed:
       for worker in list(self._delivery.state.members):
         # Its tasks went with the server that gave them.
-        self._delivery.deliver(self._first_s, _messages.Leave(worker))
+        self._delivery.hand_over(self._first_s, _messages.Leave(worker))
     if self.plan.seconds is not None:
       self._after(self.plan.seconds - self._first_s, self._finish)
     for name in here:
       if resumed:
         self._deliver(_messages.Join(name))
       self._deliver(_messages.Pull(name))
+
+  def _new_delivery(self, here: Sequence[str]) -> _delivery.Delivery:
+    names = self.plan.workers
+    return _delivery.Delivery(self._protocol, self.learner, names, here)
 
   def _on_stop(self, item: _Item) -> None:
     del item
@@ -403,11 +387,9 @@ class LiveServer:
 
   def _on_lost(self, item: _Item) -> None:
     seat = self._seats[item.worker]
-    if seat.here:
-      seat.here = False
-      self._empty(seat)
-      if self._began_s is not None and not self.finished:
-        self._deliver(_messages.Leave(item.worker))
+    self._empty(seat)
+    if self._began_s is not None and not self.finished:
+      self._deliver(_messages.Leave(item.worker))
 
   def _on_pull(self, item: _Item) -> None:
     seat, future = self._seats[item.worker], item.header["future"]
@@ -481,7 +463,7 @@ class LiveServer:
     before = set(delivery.state.members)
     if self._recorder is not None:
       self._recorder.message(now, message, more, payload)
-    sent, timers = delivery.deliver(now, message)
+    sent, timers = delivery.hand_over(now, message)
     if not isinstance(message, _messages.Join):
       for worker in before - set(delivery.state.members):
         self._take_tasks_of(str(worker))
@@ -656,9 +638,7 @@ class LiveServer:
           f"`checkpoints` are of another run: `{name}` is {found.get(name)!r} "
           f"there and {value!r} here. Take another directory."
         )
-    self._delivery = _delivery.Delivery(
-      self._protocol, self.learner, list(self.plan.workers)
-    )
+    self._delivery = self._new_delivery(())
     self._delivery.load(parts.pop("protocol").tobytes())
     self.learner.load(header["learner"], parts.pop("learner"))
     self._records = header["records"]

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import pathlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, IO
 
 import numpy as np
@@ -30,12 +30,15 @@ class Recorder:
 
   Args:
     path: of the file; written anew.
+    names: of all workers.
     workers: who was there at the beginning.
   """
 
-  def __init__(self, path: str | pathlib.Path, workers: list[str]):
+  def __init__(
+    self, path: str | pathlib.Path, names: Sequence[str], workers: list[str]
+  ):
     self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
-    self._write({"kind": "begin", "workers": workers})
+    self._write({"kind": "begin", "names": list(names), "workers": workers})
 
   def message(
     self,
@@ -109,7 +112,9 @@ def replay(
   sent: dict[int, str] = {}
   for header, payload in read(path):
     if header["kind"] == "begin":
-      delivery = _delivery.Delivery(protocol, learner, header["workers"])
+      delivery = _delivery.Delivery(
+        protocol, learner, header["names"], header["workers"]
+      )
       continue
     assert delivery is not None, "a recording begins with its workers"
     if header["kind"] == "sent":
@@ -122,7 +127,7 @@ def replay(
     message = _KINDS[header["kind"]](*header["fields"])
     if isinstance(message, _messages.Push) and header["more"] is not None:
       delivery.accept(message, header["more"], payload)
-    replies, _ = delivery.deliver(header["now_s"], message)
+    replies, _ = delivery.hand_over(header["now_s"], message)
     sent |= {x.reply.task: _hash(x.payload) for x in replies}
   if delivery is None:
     raise ValueError(f"`path` must be a recording, got {path}.")

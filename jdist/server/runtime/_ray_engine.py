@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import os
 import pathlib
 import secrets
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from jdist import checks
@@ -22,6 +24,11 @@ from jdist.server.runtime import _engine
 _SERVER = "jdist-server"
 # Within so many seconds a worker that was sent home is there.
 _HOME_S = 5.0
+# What a spare process has imported when it is needed.
+_PRELOADED = (
+  "jdist.data", "jdist.models", "jdist.server", "jdist.training", "flax",
+  "optax",
+)  # fmt: skip
 _MIN_STORE_BYTES = 78 * 2**20
 _MODE, _TOKEN, _TOKEN_PATH = (
   "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
@@ -134,6 +141,8 @@ class RayEngine:
     address: HOST:PORT of a cluster's head; None starts one here.
     cpus_per_worker: of Ray's, by which it places actors; parts of one are for
       workers that mostly sleep.
+    spares: further processes that have loaded all that a worker needs, and wait
+      to take the place of one that is lost.
     environment: of the actors; one thread on the CPU by default, here.
     cache: directory for compiled programs, which all actors of a machine use;
       one that goes with the engine if None.
@@ -150,13 +159,15 @@ class RayEngine:
     *,
     address: str | None = None,
     cpus_per_worker: float = 1.0,
+    spares: int = 0,
     environment: dict[str, str] | None = None,
     cache: str | None = None,
   ):
     checks.check_int("workers", workers, 1)
     checks.check_number("cpus_per_worker", cpus_per_worker, open_low=True)
     check_address(address)
-    self._cpus = cpus_per_worker
+    self._cpus, self._num = cpus_per_worker, workers
+    self._num_spares = checks.check_int("spares", spares, 0)
     if address is None:
       _check_cpus(self._needed(workers), os.cpu_count() or 1)
     self._before = {
@@ -175,6 +186,7 @@ class RayEngine:
     # Of workers that work their call, too; others wait for the next one.
     self._workers: dict[str, tuple[Any, Any]] = {}
     self._idle: dict[str, Any] = {}
+    self._spares: list[Any] = []
     self._server: Any = None
     self._call: Callable[[str, str], None] = lambda name, reason: None
     self._namespace = f"jdist-{secrets.token_hex(4)}"
@@ -190,7 +202,7 @@ class RayEngine:
       raise
 
   def _needed(self, workers: int) -> float:
-    return (workers + 1) * self._cpus
+    return (workers + 1 + self._num_spares) * self._cpus
 
   def _start_here(self) -> None:
     """Starts a cluster on the loopback interface, with a token of its own."""
@@ -255,10 +267,15 @@ class RayEngine:
       except Exception:
         self._kill(actor)
         actor = None
+    if actor is None and self._spares:
+      actor = self._spares.pop()
     if actor is None:
-      options = {"num_cpus": self._cpus}
-      actor = self._ray.remote(_WorkerActor).options(**options).remote()
+      actor = self._worker_actor()
     self._workers[name] = (actor, actor.work.remote(work))
+
+  def _worker_actor(self) -> Any:
+    actor = self._ray.remote(_WorkerActor)
+    return actor.options(num_cpus=self._cpus).remote()
 
   def _kill(self, actor: Any) -> None:
     with contextlib.suppress(Exception):
@@ -289,6 +306,10 @@ class RayEngine:
   def poll(self) -> None:
     """Looks whose call has failed; one that has returned was sent home."""
     ray = self._ray
+    if len(self._workers) == self._num > 0:
+      while len(self._spares) < self._num_spares:
+        self._spares.append(self._worker_actor())
+        self._spares[-1].warm.remote(_PRELOADED)
     for name, (actor, call) in list(self._workers.items()):
       ready, _ = ray.wait([call], timeout=0)
       if not ready:
@@ -309,11 +330,13 @@ class RayEngine:
     ray = self._ray
     if ray.is_initialized():
       actors = [actor for actor, _ in self._workers.values()]
-      for actor in (*actors, *self._idle.values(), self._server):
+      actors += [*self._idle.values(), *self._spares, self._server]
+      for actor in actors:
         self._kill(actor)
       ray.shutdown()
     self._workers.clear()
     self._idle.clear()
+    self._spares.clear()
     for name, value in self._before.items():
       if value is None:
         os.environ.pop(name, None)
@@ -365,8 +388,19 @@ class _WorkerActor:
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, work, _RayChannel())
 
+  async def warm(self, modules: tuple[str, ...]) -> None:
+    """Loads what every worker needs."""
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, _load, modules)
+
   async def process(self) -> int:
     return os.getpid()
+
+
+def _load(modules: tuple[str, ...]) -> None:
+  for name in modules:
+    importlib.import_module(name)
+  jax.devices()
 
 
 class _RayChannel:

@@ -1,0 +1,201 @@
+"""Set-ups on real workers: what runs at the server and at each worker.
+
+A module of its own, as workers' processes import it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import config
+import jax
+import optax
+
+from jdist import cluster, data, models, server, training
+
+LEARNING_RATE = 0.02
+MEAN_RATE = 500.0  # Samples a second of a worker, on the average.
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """A run: workers, links, protocol.
+
+  Attributes:
+    speeds: of the workers, relative to each other; their mean is 1.
+    ratio: r, seconds of a pull and a push in 32 bits over those in which all
+      together compute a round.
+    variant: a name of `config.VARIANTS`.
+    rounds: so many rounds' samples.
+    total: samples of a round.
+    hidden: widths of the network.
+    paced: whether workers sleep to their speeds.
+  """
+
+  speeds: tuple[float, ...] = config.SPEEDS["8x"]
+  ratio: float = 1.0
+  variant: str = "h_ps"
+  rounds: int = 20
+  total: int = 256
+  hidden: tuple[int, ...] = (256, 256)
+  paced: bool = True
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The workers' names."""
+    return tuple(f"worker{i}" for i in range(len(self.speeds)))
+
+  @property
+  def round_s(self) -> float:
+    """Seconds of a round by all workers that never wait."""
+    return self.total / (MEAN_RATE * len(self.speeds))
+
+  def costs(self, latency_s: float = 0.0) -> cluster.Profile:
+    """The model's costs on a machine of the mean speed."""
+    del latency_s
+    size = float(message_bytes(self.hidden))
+    return cluster.Profile(
+      seconds_per_sample=1.0 / MEAN_RATE, pull_bytes=size, push_bytes=size
+    )
+
+  def machines(self, latency_s: float = 0.0) -> cluster.Cluster:
+    """Workers on a link of their own each; the server's is no bottleneck."""
+    mean = sum(self.speeds) / len(self.speeds)
+    size = message_bytes(self.hidden)
+    link = cluster.Link(8 * 2 * size / (self.ratio * self.round_s), latency_s)
+    return cluster.workers(
+      [speed / mean for speed in self.speeds],
+      link=link,
+      server_link=cluster.Link(1e15),
+    )
+
+  def protocol(self) -> server.Protocol:
+    """The protocol, with the network's own plans of bits."""
+    variant = config.VARIANTS[self.variant]
+    plans = None
+    if variant.parts is not None and "bits" in variant.parts:
+      plans = bit_plans(self.hidden)
+    return config.build(variant, self.total, len(self.speeds), plans)
+
+
+@functools.cache
+def network(hidden: tuple[int, ...]) -> tuple[Any, Any, Any]:
+  """The data, the model and its loss."""
+  train = data.load("digits")
+  model = models.build(
+    "mlp", input_shape=train.input_shape, num_classes=train.num_classes,
+    hidden_sizes=hidden,
+  )  # fmt: skip
+  loss = training.classification_loss(model.apply, normalize=train.normalize)
+  return train, model, loss
+
+
+@functools.cache
+def message_bytes(hidden: tuple[int, ...]) -> int:
+  """Bytes of an exact message's payload."""
+  _, model, _ = network(hidden)
+  plans = server.message_plans()
+  return plans.push[0].num_bytes(model.params)
+
+
+@functools.cache
+def bit_plans(hidden: tuple[int, ...]) -> server.BitPlans:
+  """The plans that a first gradient allows."""
+  train, model, loss = network(hidden)
+  batch = data.SampleStream(train, 1, seed=0).batch(0, 0, 64)
+  gradient = jax.jit(training.make_gradient(loss))(
+    model.params, model.state, batch, jax.random.key(0)
+  )
+  return server.fit_bit_plans(gradient.grads)
+
+
+@functools.cache
+def optimizer() -> optax.GradientTransformation:
+  return optax.sgd(LEARNING_RATE, momentum=0.9, nesterov=True)
+
+
+def plans_of(setup: Setup) -> Any:
+  return server.message_plans(plans=getattr(setup.protocol(), "plans", None))
+
+
+def gradient_server(setup: Setup, seed: int = 0) -> server.GradientServer:
+  """The server's side, at its beginning."""
+  _, model, _ = network(setup.hidden)
+  return server.GradientServer(
+    optimizer(), model.params, plans_of(setup), workers=setup.names, seed=seed
+  )
+
+
+def make_server(
+  setup: Setup, plan: server.LivePlan, protocol: Any = None
+) -> server.LiveServer:
+  """Runs at the server."""
+  return server.LiveServer(
+    protocol or setup.protocol(), gradient_server(setup), plan
+  )
+
+
+def sizes(setup: Setup) -> list[int]:
+  """To which batches are padded."""
+  if config.VARIANTS[setup.variant].parts is None:
+    return [setup.total // len(setup.speeds)]
+  return [setup.total * i // 8 for i in (1, 2, 3, 5, 8)]
+
+
+def work(setup: Setup, name: str, channel: server.Channel) -> None:
+  """Runs at a worker."""
+  train, model, loss = network(setup.hidden)
+  number = setup.names.index(name)
+  learner = server.GradientWorker(
+    loss, model.params, data.SampleStream(train, len(setup.names), seed=0),
+    plans_of(setup), number=number, num_workers=len(setup.names),
+    sizes=sizes(setup),
+  )  # fmt: skip
+  learner.prepare()
+  pace = None
+  if setup.paced:
+    pace = server.Pace(setup.machines().nodes[number], setup.costs())
+  depth = setup.protocol().depth
+  server.WorkerLoop(channel, name, learner, depth=depth, pace=pace).run()
+
+
+def run(
+  engine: server.RayEngine, setup: Setup, **plan: Any
+) -> server.LiveResult:
+  """Runs a set-up on Ray to its rounds' samples."""
+  plan.setdefault("samples", setup.rounds * setup.total)
+  full = server.LivePlan(
+    workers=setup.names,
+    machines=setup.machines(),
+    versions=server.versions(),
+    **plan,
+  )
+  live = server.LiveRun(
+    engine,
+    functools.partial(make_server, setup, full),
+    {x: functools.partial(work, setup, x) for x in setup.names},
+  )
+  return live.run()
+
+
+def simulated(setup: Setup, latency_s: float) -> dict[str, Any]:
+  """The same on the virtual clock, with a latency for each message."""
+  simulation = server.Simulation(
+    setup.machines(latency_s), setup.protocol(), setup.costs()
+  )
+  simulation.run(samples=setup.rounds * setup.total)
+  return simulation.summary()
+
+
+def empty_server(
+  names: tuple[str, ...], num_bytes: int, seconds: float
+) -> server.LiveServer:
+  return server.LiveServer(
+    server.ASP(batches=server.FixedBatches(1)),
+    server.EmptyServer(num_bytes),
+    server.LivePlan(workers=names, seconds=seconds),
+  )
+
+
+def empty_work(name: str, channel: server.Channel) -> None:
+  server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()

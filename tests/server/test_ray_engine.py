@@ -1,0 +1,171 @@
+"""Ray as the engine: what it refuses, and real actors on this machine."""
+
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jdist import cli, server
+from jdist.server.runtime import _ray_engine
+
+CLUSTER = """
+[[nodes]]
+name = "worker"
+count = {num}
+
+[profile]
+seconds_per_sample = 0.001
+push_bytes = 38_440
+"""
+
+
+def words(tmp_path, *more, num=2):
+  path = tmp_path / "cluster.toml"
+  path.write_text(CLUSTER.format(num=num))
+  return [
+    "train", "--protocol", "h_ps", "--driver", "ray", "--cluster", str(path),
+    "--batch-size", "64", "--output", str(tmp_path / "out"), *more,
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("more", "rule"),
+  (
+    (("--address", "there"), "`address` must be HOST:PORT"),
+    (("--address", "10.1.2.3:6379"), "RAY_AUTH_MODE is not `token`"),
+    (("--address", "127.0.0.1:1"), "No Ray cluster answers at 127.0.0.1:1"),
+    (("--cpus-per-worker", "1000"), "need 3000 CPUs, and Ray has"),
+    (("--codec", "int4"), "`--codec` must be left out with `--protocol h_ps`"),
+    (("--cpus-per-worker", "0"), "`--cpus-per-worker` must be positive"),
+  ),
+)
+def test_what_cannot_run_is_one_line(more, rule, tmp_path, capsys, monkeypatch):
+  monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+  assert cli.main(words(tmp_path, *more)) == 2
+  error = capsys.readouterr().err
+  assert rule in error and error.count("\n") == 1
+
+
+def test_off_this_machine_a_token_must_be_there(monkeypatch, tmp_path):
+  monkeypatch.setenv("RAY_AUTH_MODE", "token")
+  monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+  monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+  with pytest.raises(ValueError, match="There is no token at"):
+    _ray_engine.check_address("10.1.2.3:6379")
+
+
+def test_without_ray_one_line_names_the_extra(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  monkeypatch.setattr(_ray_engine, "_SET", {"RAY_AUTH_MODE"})
+  more = ("--cpus-per-worker", "0.1")
+  assert cli.main(words(tmp_path, *more)) == 2
+  error = capsys.readouterr().err
+  assert 'pip install ".[ray]"' in error and error.count("\n") == 1
+
+
+def test_outages_are_for_the_clock(tmp_path, capsys):
+  found = words(tmp_path, "--batch-size", "63")
+  with open(tmp_path / "cluster.toml", "a") as file:
+    file.write('[[nodes]]\nname = "x"\noutages = [{start_s = 1, end_s = 2}]\n')
+  assert cli.main(found) == 2
+  assert "`outages` must be left out" in capsys.readouterr().err
+
+
+def left_behind():
+  """Processes of Ray, shared memory, and directories of ours."""
+  told = subprocess.run(
+    ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
+  ).stdout
+  found = [
+    x
+    for x in told.splitlines()
+    if any(word in x for word in ("raylet/raylet", "gcs_server", "ray::"))
+  ]
+  found += map(str, pathlib.Path("/dev/shm").glob("plasma*"))
+  return found + list(map(str, pathlib.Path("/tmp").glob("jdist-ray-*")))
+
+
+def make_server(seconds):
+  protocol = server.BSP(batches=server.FixedBatches(1), timeout_s=5.0)
+  plan = server.LivePlan(workers=("a", "b"), seconds=seconds)
+  return server.LiveServer(protocol, server.EmptyServer(100_000), plan)
+
+
+def work(name, channel):
+  server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_and_nothing_is_left():
+  pytest.importorskip("ray")
+  before = left_behind()
+  engine = server.RayEngine(2, cpus_per_worker=0.25)
+  killed = []
+
+  def on_status(status):
+    if not killed and status["updates"] > 20:
+      killed.append(time.monotonic())
+      os.kill(engine.process_of("a"), signal.SIGKILL)
+
+  works = {x: functools.partial(work, x) for x in ("a", "b")}
+  try:
+    run = server.LiveRun(engine, functools.partial(make_server, 30.0), works)
+    result = run.run(on_status=on_status)
+    # Once more in the processes that are there.
+    again = server.LiveRun(
+      engine, functools.partial(make_server, 1.0), works
+    ).run()
+  finally:
+    engine.stop()
+  assert [x["kind"] for x in result.events] == ["lost", "back"]
+  nodes = result.summary["nodes"]
+  assert nodes["b"]["updates"] > nodes["a"]["updates"] > 20
+  assert "repeated" not in result.summary["discarded"]
+  assert again.summary["updates"] > 20 and not again.events
+  assert left_behind() == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_nothing(tmp_path):
+  pytest.importorskip("ray")
+  before = left_behind()
+  more = ("--cpus-per-worker", "0.25", "--epochs", "1000")
+  process = subprocess.Popen(
+    [sys.executable, "-m", "jdist", *words(tmp_path, *more),
+     "--evaluate-every-epochs", "1"],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  assert process.stdout.readline().startswith("update")
+  process.send_signal(signal.SIGINT)
+  _, told = process.communicate(timeout=60)
+  assert process.returncode == 130
+  assert told.splitlines()[-1] == "jdist: interrupted."
+  time.sleep(1.0)
+  assert left_behind() == before
+
+
+@pytest.mark.slow
+def test_training_on_ray_is_recorded_and_goes_on(tmp_path):
+  pytest.importorskip("ray")
+  more = (
+    "--cpus-per-worker", "0.25", "--evaluate-every-epochs", "1",
+    "--learning-rate", "0.05", "--checkpoints", str(tmp_path / "kept"),
+    "--record", str(tmp_path / "record"),
+  )  # fmt: skip
+  run = [sys.executable, "-m", "jdist", *words(tmp_path, *more)]
+  for epochs in ("2", "2"):
+    told = subprocess.run(
+      [*run, "--epochs", epochs], capture_output=True, text=True, timeout=300
+    )
+    assert told.returncode == 0, told.stderr
+  from jdist import training
+
+  first, second = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  assert first["clock"] == "wall" and first["accuracy"] > 0.7
+  assert set(first["staleness"]["counts"]) == {"0", "1"}
+  assert second["samples"] == first["samples"]
