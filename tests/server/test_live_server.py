@@ -24,7 +24,7 @@ def asleep(name, seconds=0.0):
   )
 
 
-def run(protocol, plan, learner=None, *, works=None, seconds=0.002):
+def run(protocol, plan, learner=None, *, works=None, seconds=0.002, until=None):
   """Runs workers that compute nothing, as threads, to the plan's end."""
   engine = server.ThreadEngine()
   learner = server.EmptyServer(100) if learner is None else learner
@@ -43,8 +43,13 @@ def run(protocol, plan, learner=None, *, works=None, seconds=0.002):
     startup_s=20.0,
     can_resume=plan.checkpoints is not None,
   )
+
+  def on_status(status):
+    if until is not None and until(live, status):
+      engine.ask("finish")
+
   try:
-    return live.run()
+    return live.run(on_status=on_status)
   finally:
     engine.stop()
 
@@ -262,11 +267,19 @@ def test_a_worker_that_fails_is_noticed_and_spawned_again():
 
     server.WorkerLoop(channel, "b", Failing(), depth=1).run()
 
-  plan = server.LivePlan(workers=NAMES, seconds=1.5)
+  def until(live, status):
+    del status
+    nodes = live.engine.server.summary()["nodes"]
+    kinds = [x["kind"] for x in live.events]
+    return kinds[-1:] == ["back"] and nodes["b"]["updates"] > 0
+
   protocol = server.ASP(batches=server.FixedBatches(4))
-  result = run(protocol, plan, works={"b": work}, seconds=0.02)
+  result = run(
+    protocol, server.LivePlan(workers=NAMES), works={"b": work},
+    seconds=0.02, until=until,
+  )  # fmt: skip
   kinds = [(x["kind"], x["worker"]) for x in result.events]
-  assert kinds[:2] == [("lost", "b"), ("back", "b")]
+  assert kinds.count(("lost", "b")) == 2 and kinds[-1] == ("back", "b")
   assert result.summary["nodes"]["b"]["updates"] > 0
   assert "repeated" not in result.summary["discarded"]
 

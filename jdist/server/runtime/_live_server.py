@@ -225,9 +225,13 @@ class LiveServer:
     """Begins with those who are here."""
     self._control("start", self.plan.workers[0])
 
+  def finish(self) -> None:
+    """Ends the run before its plan is done; workers are sent home."""
+    self._control("finish", self.plan.workers[0])
+
   def stop(self) -> None:
     """Ends the run and the thread; workers are sent home."""
-    self._control("stop", self.plan.workers[0])
+    self.finish()
     self._stopping.set()
     self._thread.join(timeout=10.0)
 
@@ -362,7 +366,7 @@ class LiveServer:
     names = self.plan.workers
     return _delivery.Delivery(self._protocol, self.learner, names, here)
 
-  def _on_stop(self, item: _Item) -> None:
+  def _on_finish(self, item: _Item) -> None:
     del item
     self._finish()
 
