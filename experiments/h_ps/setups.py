@@ -35,7 +35,7 @@ class Setup:
   speeds: tuple[float, ...] = config.SPEEDS["8x"]
   ratio: float = 1.0
   variant: str = "h_ps"
-  rounds: int = 20
+  rounds: int = 16
   total: int = 256
   hidden: tuple[int, ...] = (256, 256)
   paced: bool = True
@@ -94,8 +94,7 @@ def network(hidden: tuple[int, ...]) -> tuple[Any, Any, Any]:
 def message_bytes(hidden: tuple[int, ...]) -> int:
   """Bytes of an exact message's payload."""
   _, model, _ = network(hidden)
-  plans = server.message_plans()
-  return plans.push[0].num_bytes(model.params)
+  return server.message_plans().push[0].num_bytes(model.params)
 
 
 @functools.cache

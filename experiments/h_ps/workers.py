@@ -79,14 +79,14 @@ COMPUTES = setups.Setup(
 PROTOCOLS = ("h_ps", "bsp", "asp", "ssp")
 
 
-def gain(name: str, setups: Sequence[setups.Setup], repeats: int) -> None:
+def gain(name: str, chosen: Sequence[setups.Setup], repeats: int) -> None:
   """Interleaves protocols; goes on where it was stopped."""
-  most = max(len(x.speeds) for x in setups)
+  most = max(len(x.speeds) for x in chosen)
   engine = engine_for(most)
   done = [(json.dumps(x["config"]), x["repeat"]) for x in rows_of(name)]
   try:
     for repeat in range(repeats):
-      for setup in setups:
+      for setup in chosen:
         for protocol in PROTOCOLS:
           each = dataclasses.replace(setup, variant=protocol)
           key = json.dumps(dataclasses.asdict(each))

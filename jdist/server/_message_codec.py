@@ -86,6 +86,21 @@ class MessageCodec:
     self, tree: PyTree, state: MessageState
   ) -> tuple[jax.Array, MessageState]:
     """Returns the buffer, uint8 [num_bytes], and the sender's new state."""
+    payloads, state = self.encode_payloads(tree, state)
+    parts = collectives.pack_bytes(payloads)
+    buffer = jnp.concatenate(
+      [jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in parts]
+    )
+    return buffer, state
+
+  def encode_payloads(
+    self, tree: PyTree, state: MessageState
+  ) -> tuple[PyTree, MessageState]:
+    """Returns what a buffer is made of, in arrays of the codecs' own types.
+
+    For a sender that puts bytes together by itself, outside of compiled
+    programs, which take long to turn numbers into bytes.
+    """
     wanted, feedback = jax.tree.map(_wide, tree), state.feedback
     if self.feedback is not None:
       wanted, feedback = self.feedback.prepare(wanted, feedback)
@@ -99,27 +114,28 @@ class MessageCodec:
         own = jax.random.fold_in(key, number)
       payloads.append(codec.encode(leaf, codec.init(leaf), own)[0])
     finite = [jnp.isfinite(leaf).all() for leaf in leaves]
-    parts = collectives.pack_bytes((payloads, finite))
-    buffer = jnp.concatenate(
-      [jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in parts]
-    )
+    found = (payloads, finite)
     if self.feedback is not None:
-      sent = self.decode(buffer, wanted)
+      sent = self.decode_payloads(found, wanted)
       _, feedback = self.feedback.finish(sent, sent, wanted, feedback)
-    return buffer, MessageState(state.step + 1, feedback)
+    return found, MessageState(state.step + 1, feedback)
 
   def decode(self, buffer: jax.Array, like: PyTree) -> PyTree:
     """Returns the tree of a buffer, in the shapes and dtypes of `like`."""
-    leaves, structure = jax.tree.flatten(like)
-    kinds = jax.eval_shape(self._payloads, leaves)
+    kinds = self.payload_kinds(like)
     shapes = jax.eval_shape(collectives.pack_bytes, kinds)
     parts, start = [], 0
     for shape in shapes:
       end = start + math.prod(shape.shape) * shape.dtype.itemsize
       parts.append(_as_array(buffer[start:end], shape))
       start = end
-    payloads, finite = collectives.unpack_bytes(parts, kinds)
-    found = [
+    return self.decode_payloads(collectives.unpack_bytes(parts, kinds), like)
+
+  def decode_payloads(self, found: PyTree, like: PyTree) -> PyTree:
+    """Returns the tree of `encode_payloads`, in the shapes of `like`."""
+    leaves, structure = jax.tree.flatten(like)
+    payloads, finite = found
+    decoded = [
       jnp.where(
         fine,
         codec.decode(payload, codec.init(x), _wide_like(x)),
@@ -129,11 +145,15 @@ class MessageCodec:
         self._codecs(leaves), payloads, finite, leaves, strict=True
       )
     ]
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, decoded)
+
+  def payload_kinds(self, like: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of `encode_payloads`."""
+    return jax.eval_shape(self._payloads, jax.tree.leaves(like))
 
   def num_bytes(self, like: PyTree) -> int:
     """Returns the bytes of a message, `Profile.push_bytes`."""
-    kinds = jax.eval_shape(self._payloads, jax.tree.leaves(like))
+    kinds = self.payload_kinds(like)
     return sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
     )

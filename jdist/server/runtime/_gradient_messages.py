@@ -1,6 +1,7 @@
 """Compiled programs of gradients' messages, alike at server and workers."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,35 +78,24 @@ def first_states(
   )
 
 
-def _joined(
-  codec: _message_codec.MessageCodec, tree: PyTree, state: PyTree, tail: PyTree
-) -> tuple[jax.Array, PyTree]:
-  buffer, state = codec.encode(tree, state)
-  if not jax.tree.leaves(tail):
-    return buffer, state
-  end, _ = _EXACT.encode(tail, _EXACT.init(tail))
-  return jnp.concatenate([buffer, end]), state
-
-
-def _apart(
-  codec: _message_codec.MessageCodec,
-  buffer: jax.Array,
-  like: PyTree,
-  tail: PyTree,
-) -> tuple[PyTree, PyTree]:
-  cut = codec.num_bytes(like)
-  found = codec.decode(buffer[:cut], like)
-  if not jax.tree.leaves(tail):
-    return found, tail
-  return found, _EXACT.decode(buffer[cut:], tail)
-
-
-def num_bytes(
+def layout(
   codec: _message_codec.MessageCodec, like: PyTree, tail: PyTree
-) -> int:
-  """Returns the payload's bytes of a message with such a tail."""
-  more = _EXACT.num_bytes(tail) if jax.tree.leaves(tail) else 0
-  return codec.num_bytes(like) + more
+) -> PyTree:
+  """Returns shapes and dtypes of a message: of a tree, and exact ones behind.
+
+  Bytes are put together by NumPy: compiled for a CPU, turning 340 kB of
+  float32 into bytes and back took 40 ms each way, and a copy takes 0.1.
+  """
+  return codec.payload_kinds(like), jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tail
+  )
+
+
+def num_bytes(kinds: PyTree) -> int:
+  """Returns the payload's bytes of a message of such a layout."""
+  return sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
+  )
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,24 +136,24 @@ def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=32)
 def encode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
-  """Compiles `(Pushed, state) -> buffer, state`."""
+  """Compiles `(Pushed, state) -> message, state`."""
 
   @jax.jit
-  def encode(pushed: Pushed, state: PyTree) -> tuple[jax.Array, PyTree]:
-    return _joined(codec, pushed.grads, state, pushed.change)
+  def encode(pushed: Pushed, state: PyTree) -> tuple[PyTree, PyTree]:
+    payload, state = codec.encode_payloads(pushed.grads, state)
+    return (payload, pushed.change), state
 
   return encode
 
 
 @functools.lru_cache(maxsize=32)
 def decode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
-  """Compiles `(buffer, params, model_state) -> Pushed, whether finite`."""
+  """Compiles `(message, params) -> Pushed, whether all is finite`."""
 
   @jax.jit
-  def decode(
-    buffer: jax.Array, params: PyTree, model_state: PyTree
-  ) -> tuple[Pushed, jax.Array]:
-    pushed = Pushed(*_apart(codec, buffer, params, model_state))
+  def decode(message: PyTree, params: PyTree) -> tuple[Pushed, jax.Array]:
+    payload, change = message
+    pushed = Pushed(codec.decode_payloads(payload, params), change)
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(pushed)]
     return pushed, jnp.stack(finite).all()
 
@@ -174,7 +164,7 @@ def decode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
 def encode_pull(
   codec: _message_codec.MessageCodec, exact: bool
 ) -> Callable[..., Any]:
-  """Compiles `(params, held, state, model_state) -> buffer, state`.
+  """Compiles `(params, held, state, model_state) -> message, state`.
 
   The parameters themselves, or their difference from what a worker holds.
   """
@@ -182,9 +172,10 @@ def encode_pull(
   @jax.jit
   def encode(
     params: PyTree, held: PyTree, state: PyTree, model_state: PyTree
-  ) -> tuple[jax.Array, PyTree]:
+  ) -> tuple[PyTree, PyTree]:
     sent = params if exact else jax.tree.map(jnp.subtract, params, held)
-    return _joined(codec, sent, state, model_state)
+    payload, state = codec.encode_payloads(sent, state)
+    return (payload, model_state), state
 
   return encode
 
@@ -193,16 +184,15 @@ def encode_pull(
 def receive_pull(
   codec: _message_codec.MessageCodec, exact: bool
 ) -> Callable[..., Any]:
-  """Compiles `(buffer, held, model_state) -> held, model_state`.
+  """Compiles `(message, held) -> held, model_state`.
 
   The server runs it, too: both then hold the same bits.
   """
 
   @jax.jit
-  def receive(
-    buffer: jax.Array, held: PyTree, model_state: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    sent, model_state = _apart(codec, buffer, held, model_state)
+  def receive(message: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
+    payload, model_state = message
+    sent = codec.decode_payloads(payload, held)
     if not exact:
       sent = jax.tree.map(jnp.add, held, sent)
     return sent, model_state
@@ -212,10 +202,8 @@ def receive_pull(
 
 def tree_bytes(tree: PyTree) -> np.ndarray:
   """Returns all leaves' bytes, one after the other, uint8 [bytes]."""
-  leaves = jax.device_get(jax.tree.leaves(tree))
-  parts = [
-    np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8) for x in leaves
-  ]
+  leaves = map(np.ascontiguousarray, jax.device_get(jax.tree.leaves(tree)))
+  parts = [x.reshape(-1).view(np.uint8) for x in leaves]
   return np.concatenate([np.zeros(0, np.uint8), *parts])
 
 
@@ -230,7 +218,7 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   [1.0, 1.0]
   """
   leaves, structure = jax.tree.flatten(like)
-  sizes = [int(np.size(x)) * np.dtype(x.dtype).itemsize for x in leaves]
+  sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
   if sum(sizes) != len(buffer):
     raise ValueError(
       f"`buffer` must have {sum(sizes)} bytes for such a tree, got "
@@ -239,6 +227,6 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   found, start = [], 0
   for leaf, size in zip(leaves, sizes, strict=True):
     part = np.array(buffer[start : start + size]).view(leaf.dtype)
-    found.append(jnp.asarray(part.reshape(np.shape(leaf))))
+    found.append(part.reshape(leaf.shape))
     start += size
   return jax.tree.unflatten(structure, found)

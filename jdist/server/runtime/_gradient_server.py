@@ -65,10 +65,11 @@ class GradientServer:
     )
     self.plans, self._shared = plans, shared
     self._numbers = {name: i for i, name in enumerate(workers)}
-    self._sizes = [
-      _gradient_messages.num_bytes(codec, params, model_state)
+    self._layouts = [
+      _gradient_messages.layout(codec, params, model_state)
       for codec in plans.push
     ]
+    self._sizes = list(map(_gradient_messages.num_bytes, self._layouts))
     self._pull_states = [
       _gradient_messages.first_states(plans, params, seed, i, len(workers))[1]
       for i in range(len(workers))
@@ -91,21 +92,17 @@ class GradientServer:
     """Compiles what messages and updates need, before the first of them."""
     model, state = self.model, self._pull_states[0]
     pushed = None
-    for codec, size in zip(self.plans.push, self._sizes, strict=True):
-      decode = _gradient_messages.decode_push(codec)
-      pushed, _ = decode(
-        np.zeros(size, np.uint8), model.params, model.model_state
-      )
+    for codec, kinds in zip(self.plans.push, self._layouts, strict=True):
+      empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
+      pushed, _ = _gradient_messages.decode_push(codec)(empty, model.params)
     for plan, codec in enumerate(self.plans.pull):
-      buffer, _ = _gradient_messages.encode_pull(codec, plan == 0)(
+      message, _ = _gradient_messages.encode_pull(codec, plan == 0)(
         model.params,
         None if plan == 0 else model.params,
         state,
         model.model_state,
       )
-      _gradient_messages.receive_pull(codec, plan == 0)(
-        np.asarray(buffer), model.params, model.model_state
-      )
+      _gradient_messages.receive_pull(codec, plan == 0)(message, model.params)
     first, add, update = self._programs
     one = np.float32(1.0)
     total = add(first(pushed, one, one), pushed, one, one)
@@ -135,22 +132,21 @@ class GradientServer:
     if plan == 0:
       # The same for all workers of a barrier.
       if self._exact is None:
-        buffer, _ = encode(
+        message, _ = encode(
           model.params, None, self._pull_states[worker], model.model_state
         )
-        self._exact = np.asarray(buffer)
+        self._exact = _gradient_messages.tree_bytes(message)
       if len(self.plans.pull) > 1:
         self._held[worker] = model.params
       return self._exact
     held = self._held[worker]
-    buffer, self._pull_states[worker] = encode(
+    message, self._pull_states[worker] = encode(
       model.params, held, self._pull_states[worker], model.model_state
     )
-    found = np.asarray(buffer)
     self._held[worker], _ = _gradient_messages.receive_pull(codec, False)(
-      found, held, model.model_state
+      message, held
     )
-    return found
+    return _gradient_messages.tree_bytes(message)
 
   def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
     """Decodes a push, or refuses it."""
@@ -160,8 +156,9 @@ class GradientServer:
         "shape",
         f"A push must have {self._sizes[plan]} bytes, got {len(payload)}.",
       )
+    message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
     pushed, finite = _gradient_messages.decode_push(self.plans.push[plan])(
-      payload, self.model.params, self.model.model_state
+      message, self.model.params
     )
     loss = more.get("loss")
     if not isinstance(loss, float) or not np.isfinite(loss) or not finite:
@@ -224,7 +221,7 @@ class GradientServer:
     one = Pushed(self.model.params, self.model.model_state)
     like = (self.model, self._pull_states, [one] * len(notes["pushes"]))
     found = _gradient_messages.tree_of_bytes(payload, like)
-    self.model, self._pull_states, pushes = found
+    self.model, self._pull_states, pushes = jax.tree.map(jnp.asarray, found)
     self.samples = notes["samples"]
     self.position = collections.Counter(dict(map(tuple, notes["position"])))
     self._tasks = {task: tuple(x) for task, *x in notes["tasks"]}

@@ -54,6 +54,10 @@ class GradientWorker:
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
     )
+    self._layouts = [
+      _gradient_messages.layout(codec, params, self._model_state)
+      for codec in plans.pull
+    ]
     self._key, self._rate = jax.random.key(seed), local_rate
     self._first_push = _gradient_messages.first_states(
       plans, params, seed, number, num_workers
@@ -74,9 +78,11 @@ class GradientWorker:
       encode = _gradient_messages.encode_push(codec)
       jax.block_until_ready(encode(pushed, self._push_state))
     for plan, codec in enumerate(self._plans.pull):
-      size = _gradient_messages.num_bytes(codec, self._held, self._model_state)
+      empty = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), self._layouts[plan]
+      )
       receive = _gradient_messages.receive_pull(codec, plan == 0)
-      receive(np.zeros(size, np.uint8), self._held, self._model_state)
+      jax.block_until_ready(receive(empty, self._held))
 
   def _compute(self, batch: PyTree, task: int, rate: float) -> Any:
     return self._gradient(
@@ -99,9 +105,8 @@ class GradientWorker:
       receive = _gradient_messages.receive_pull(
         self._plans.pull[plan], plan == 0
       )
-      self._held, self._model_state = receive(
-        payload, self._held, self._model_state
-      )
+      message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
+      self._held, self._model_state = receive(message, self._held)
     batch = self._samples.batch(
       self._number, more["start"], samples, size=self._size(samples)
     )
@@ -115,8 +120,8 @@ class GradientWorker:
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]
     )
-    buffer, self._push_state = encode(pushed, self._push_state)
-    return {"loss": float(loss)}, np.asarray(buffer)
+    found, self._push_state = encode(pushed, self._push_state)
+    return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
 
   def _size(self, count: int) -> int:
     for size in self._sizes:

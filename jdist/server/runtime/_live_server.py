@@ -334,9 +334,16 @@ class LiveServer:
     self.busy_s += time.monotonic() - began
 
   def _advance(self, now_s: float) -> None:
-    """Lets the clock of links and timers follow the wall's."""
-    if now_s > self._environment.now:
-      self._environment.run(until=now_s)
+    """Lets the clock of links and timers follow the wall's.
+
+    Step by step: what happens may advance it further, and `run(until=...)`
+    within another leaves events behind that stop all later ones.
+    """
+    environment = self._environment
+    if now_s > environment.now:
+      environment.timeout(now_s - environment.now)
+      while environment.peek() <= now_s:
+        environment.step()
 
   def _on_start(self, item: _Item) -> None:
     del item
