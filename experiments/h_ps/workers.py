@@ -5,8 +5,10 @@
     python experiments/h_ps/workers.py profile   # constants for the clock
     python experiments/h_ps/workers.py clock     # the clock beside real runs
     python experiments/h_ps/workers.py scale     # what Ray costs
-    python experiments/h_ps/workers.py faults    # SIGKILL, 30 times; SIGSTOP
-    python experiments/h_ps/workers.py report
+    python experiments/h_ps/workers.py kills     # SIGKILL of workers, 30 times
+    python experiments/h_ps/workers.py hang      # SIGSTOP under a barrier
+    python experiments/h_ps/workers.py server D  # SIGKILL, checkpoints in D
+    python experiments/h_ps/workers_report.py    # tables and the picture
 
 A network on digits; real gradients, real messages.  But for `computes` each
 worker sleeps after a task until the time of its modelled speed has gone by, and
@@ -16,6 +18,7 @@ when its run has ended.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -31,8 +34,9 @@ from typing import Any
 import config
 import jax
 import setups
+import workers_report
 
-from jdist import collectives, data, server, training
+from jdist import collectives, data, models, server, training
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
@@ -55,11 +59,6 @@ def _ray_version() -> str:
   return importlib.metadata.version("ray")
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-  path = RESULTS / f"ray_{name}.jsonl"
-  return training.read_rows(path) if path.exists() else []
-
-
 def engine_for(workers: int, spares: int = 0) -> server.RayEngine:
   cpus = 0.95 * (os.cpu_count() or 1) / (workers + 1 + spares)
   return server.RayEngine(
@@ -74,7 +73,7 @@ GAIN = (
   setups.Setup(config.SPEEDS["12/12/8/16"], 2.0),
 )
 COMPUTES = setups.Setup(
-  (1.0, 1.0), 1.0, rounds=30, total=512, hidden=(768, 768), paced=False
+  (1.0, 1.0), 1.0, rounds=8, total=512, hidden=(768, 768), paced=False
 )
 PROTOCOLS = ("h_ps", "bsp", "asp", "ssp")
 
@@ -83,7 +82,9 @@ def gain(name: str, chosen: Sequence[setups.Setup], repeats: int) -> None:
   """Interleaves protocols; goes on where it was stopped."""
   most = max(len(x.speeds) for x in chosen)
   engine = engine_for(most)
-  done = [(json.dumps(x["config"]), x["repeat"]) for x in rows_of(name)]
+  done = [
+    (json.dumps(x["config"]), x["repeat"]) for x in workers_report.rows_of(name)
+  ]
   try:
     for repeat in range(repeats):
       for setup in chosen:
@@ -121,6 +122,8 @@ CLOCK = {
   "6 workers, tasks": setups.Setup(
     (4.0, 4.0, 2.0, 2.0, 1.0, 1.0), 0.5, "tasks", 30
   ),
+  # Chosen after the latency had been measured.
+  "3 workers, bits (later)": setups.Setup((3.0, 2.0, 1.0), 1.5, "bits", 10),
 }
 
 
@@ -146,13 +149,15 @@ def profile() -> None:
 
 
 def frozen_latency_s() -> float:
-  return statistics.median(x["latency_s"] for x in rows_of("profile"))
+  return statistics.median(
+    x["latency_s"] for x in workers_report.rows_of("profile")
+  )
 
 
 def clock(chosen: dict[str, setups.Setup], repeats: int = 3) -> None:
   """Runs each set-up on Ray, and writes the clock's time beside it."""
   latency_s = frozen_latency_s()
-  done = [(x["name"], x["repeat"]) for x in rows_of("clock")]
+  done = [(x["name"], x["repeat"]) for x in workers_report.rows_of("clock")]
   engine = engine_for(max(len(x.speeds) for x in chosen.values()))
   try:
     for repeat in range(repeats):
@@ -234,10 +239,12 @@ class Faults:
     self._began_s: float | None = None
 
   def at(self, seconds: float, action: Callable[[], None]) -> None:
+    """Has something done so many seconds after the start."""
     self._actions.append((seconds, action))
     self._actions.sort(key=lambda x: x[0])
 
   def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+    """Sends a process a signal, and notes when."""
     process = self.engine.process_of(name)
     self.done.append(
       {
@@ -249,6 +256,8 @@ class Faults:
     os.kill(process, how)
 
   def run(self) -> server.LiveResult:
+    """Runs to the plan's end."""
+
     def on_status(status: dict[str, Any]) -> None:
       self.status = status
       now = time.monotonic()
@@ -267,10 +276,10 @@ def kills(times: int = 30, spares: int = 1) -> None:
   engine = engine_for(len(setup.speeds), spares)
   moments, at = [], 5.0
   for _ in range(times):
-    at += 15.0 + generator.random() * 10.0
+    at += 15.0 + generator.random() * 1.0
     moments.append(at)
   try:
-    faults = Faults(engine, setup, samples=None, seconds=at + 25.0)
+    faults = Faults(engine, setup, samples=None, seconds=at + 20.0)
     for moment in moments:
       name = generator.choice(setup.names)
       faults.at(moment, functools.partial(_killed, faults, name))
@@ -281,35 +290,13 @@ def kills(times: int = 30, spares: int = 1) -> None:
     "kills", setup, spares=spares, faults=faults.done, events=result.events,
     accuracy=accuracy(setup, result), **result.summary,
   )  # fmt: skip
-  for line in told(faults.done, result.events):
-    print(line)
-  print(result.summary, accuracy(setup, result))
+  print(workers_report.kills(workers_report.rows_of("kills")))
 
 
 def _killed(faults: Faults, name: str) -> None:
   faults.kill(name)
   last = faults.done[-1]
   print(f"{last['now_s']:.1f} s: killed {name}", flush=True)
-
-
-def told(
-  faults: list[dict[str, Any]], events: list[dict[str, Any]]
-) -> list[str]:
-  """Says of each fault when it was noticed, and when who was back."""
-  lines = []
-  for fault in faults:
-    later = [
-      x for x in events
-      if x["worker"] == fault["worker"] and x["at_s"] >= fault["at_s"]
-    ]  # fmt: skip
-    lost = next((x["at_s"] for x in later if x["kind"] == "lost"), None)
-    back = next((x["at_s"] for x in later if x["kind"] == "back"), None)
-    noticed = None if lost is None else lost - fault["at_s"]
-    returned = None if back is None else back - fault["at_s"]
-    lines.append(
-      f"{fault['fault']} {fault['worker']} noticed {noticed} back {returned}"
-    )
-  return lines
 
 
 def accuracy(setup: setups.Setup, result: server.LiveResult) -> float:
@@ -319,12 +306,39 @@ def accuracy(setup: setups.Setup, result: server.LiveResult) -> float:
   like = (learner.model.params, learner.model.model_state)
   size = sum(x.nbytes for x in jax.tree.leaves(like[0]))
   params = server.tree_of_bytes(result.payload[:size], like[0])
+  return measure(model, params)
+
+
+def measure(model: models.Model, params: Any) -> float:
+  """Returns the accuracy of parameters on the test set."""
   test = data.load("digits", "test")
   evaluate = training.Evaluator(
     collectives.workers(1), model.apply,
     data.evaluation_batches(test, 1, len(test)), normalize=test.normalize,
   )  # fmt: skip
-  return evaluate.measure(params, model.state)["accuracy"]
+  return float(evaluate.measure(params, model.state)["accuracy"])
+
+
+def undisturbed(samples: int, seeds: Sequence[int] = (0, 1, 2)) -> None:
+  """Trains as `kills` without a kill, on the virtual clock; other orders."""
+  setup = setups.Setup(SPEED["4x"], 1.0)
+  train, model, loss = setups.network(setup.hidden)
+  protocol = setup.protocol()
+  for seed in seeds:
+    machines = setup.machines()
+    learner = server.GradientLearner(
+      loss, setups.optimizer(), model.params,
+      data.SampleStream(train, len(setup.speeds), seed=seed),
+      workers=machines.names, seed=seed, sizes=setups.sizes(setup),
+      plans=getattr(protocol, "plans", None),
+    )  # fmt: skip
+    run = server.Simulation(
+      machines, protocol, setup.costs(), seed=seed, learner=learner
+    )
+    run.run(samples=samples)
+    found = measure(model, learner.model.params)
+    write("undisturbed", setup, seed, samples=samples, accuracy=found)
+    print(f"seed {seed}: {100 * found:.2f} %", flush=True)
 
 
 def hang() -> None:
@@ -369,7 +383,7 @@ def _gaps(seen: list[tuple[float, int, int]]) -> list[float]:
     if updates != last:
       moved.append(at)
       last = updates
-  return [b - a for a, b in zip(moved, moved[1:], strict=False)]
+  return [b - a for a, b in itertools.pairwise(moved)]
 
 
 def server_death(folder: str) -> None:
@@ -389,10 +403,7 @@ def server_death(folder: str) -> None:
       accuracy=accuracy(setup, result), resumed=faults.status["resumed"],
       **result.summary,
     )  # fmt: skip
-    for line in told(faults.done, result.events):
-      print(line, "at update", faults.done[0]["updates"], "resumed from",
-            faults.status["resumed"])  # fmt: skip
-    print(result.summary)
+    print(workers_report.deaths(workers_report.rows_of("server")))
   finally:
     engine.stop()
 
@@ -412,6 +423,8 @@ def main() -> None:
     scale()
   elif what == "kills":
     kills(repeats if len(sys.argv) > 2 else 30)
+  elif what == "undisturbed":
+    undisturbed(repeats)
   elif what == "hang":
     hang()
   elif what == "server":

@@ -65,8 +65,8 @@ def _an_update(row: Row) -> float:
 def clock(rows: list[Row]) -> str:
   """Markdown: time per update, real and on the clock."""
   lines = [
-    "| set-up | r | protocol | ms an update, real (runs) | clock | real / clock "
-    "| staleness, real | clock | server busy, % |",
+    "| set-up | r | protocol | ms an update, real (runs) | clock "
+    "| real / clock | staleness, real | clock | server busy, % |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
   wrong = []
@@ -179,7 +179,8 @@ def kills(rows: list[Row]) -> str:
   """Markdown: how soon killed workers were back."""
   lines = [
     "| kills | spare processes | noticed after, s: median, most "
-    "| back after, s: median, most | samples lost | pushed twice | accuracy, % |",
+    "| back after, s: median, most | samples lost | pushed twice "
+    "| accuracy, % |",
     "|---|---|---|---|---|---|---|",
   ]
   for row in rows:
@@ -199,6 +200,24 @@ def kills(rows: list[Row]) -> str:
   return "\n".join(lines)
 
 
+def deaths(rows: list[Row]) -> str:
+  """Markdown: how soon a killed server was back, and what was lost."""
+  lines = [
+    "| killed at update | noticed after, s | all back after, s "
+    "| resumed at update | lost | pushed twice |",
+    "|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    found = returns(row)
+    if found:
+      at, resumed = row["faults"][0]["updates"], row["resumed"]
+      lines.append(
+        f"| {at} | {found[0][2]:.1f} | {found[0][3]:.1f} | {resumed} "
+        f"| {at - resumed} | {row['discarded'].get('repeated', 0)} |"
+      )
+  return "\n".join(lines)
+
+
 def main() -> None:
   """Prints all tables, and draws the picture."""
   for name, table in (
@@ -208,9 +227,8 @@ def main() -> None:
     rows = rows_of(name)
     if rows:
       print(f"## {name}\n\n{table(rows)}\n")
-  for row in rows_of("server"):
-    print("server:", returns(row), "killed at update",
-          row["faults"][0]["updates"], "resumed from", row["resumed"])  # fmt: skip
+  if rows_of("server"):
+    print(f"## server\n\n{deaths(rows_of('server'))}\n")
   for row in rows_of("profile"):
     print(f"latency {1e3 * row['latency_s']:.2f} ms")
   if rows_of("clock"):
