@@ -8,6 +8,8 @@
     python experiments/h_ps/workers.py kills     # SIGKILL of workers, 30 times
     python experiments/h_ps/workers.py hang      # SIGSTOP under a barrier
     python experiments/h_ps/workers.py server D  # SIGKILL, checkpoints in D
+    python experiments/h_ps/workers.py replay D  # recorded in D, and again
+    python experiments/h_ps/workers.py undisturbed N  # kills' N samples
     python experiments/h_ps/workers_report.py    # tables and the picture
 
 A network on digits; real gradients, real messages.  But for `computes` each
@@ -408,9 +410,31 @@ def server_death(folder: str) -> None:
     engine.stop()
 
 
+def replayed(folder: str) -> None:
+  """Records runs on Ray, and replays them: the same bits, or not."""
+  engine = engine_for(4)
+  try:
+    for variant in ("h_ps", "asp", "bsp"):
+      setup = setups.Setup(SPEED["4x"], 1.0, variant, rounds=10)
+      path = pathlib.Path(folder) / f"{variant}.messages"
+      result = setups.run(engine, setup, record=str(path))
+      learner = setups.gradient_server(setup)
+      again = server.replay(path, setup.protocol(), learner)
+      _, payload = learner.save()
+      equal = bool((payload == result.payload).all())
+      write(
+        "replay", setup, equal=equal, recorded_bytes=path.stat().st_size,
+        updates_again=again.state.version, **result.summary,
+      )  # fmt: skip
+      print(f"{variant}: {result.summary['updates']} updates, equal: {equal}")
+  finally:
+    engine.stop()
+
+
 def main() -> None:
   what = sys.argv[1] if len(sys.argv) > 1 else ""
-  repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+  given = sys.argv[2] if len(sys.argv) > 2 else ""
+  repeats = int(given) if given.isdigit() else 5
   if what == "gain":
     gain("gain", GAIN, repeats)
   elif what == "computes":
@@ -422,13 +446,15 @@ def main() -> None:
   elif what == "scale":
     scale()
   elif what == "kills":
-    kills(repeats if len(sys.argv) > 2 else 30)
+    kills(repeats if given else 30)
+  elif what == "replay":
+    replayed(given)
   elif what == "undisturbed":
     undisturbed(repeats)
   elif what == "hang":
     hang()
   elif what == "server":
-    server_death(sys.argv[2])
+    server_death(given)
   else:
     raise SystemExit(__doc__)
 
