@@ -45,14 +45,15 @@ RESULTS = FOLDER / "results"
 CACHE = str(pathlib.Path.home() / ".cache" / "jdist" / "h_ps")
 
 
-def write(name: str, setup: Any, seed: int = 0, **measured: Any) -> None:
+def write(command: str, setup: Any, seed: int = 0, **measured: Any) -> None:
+  """Adds a row to a command's file."""
   row = training.make_row(
     dataclasses.asdict(setup) if dataclasses.is_dataclass(setup) else setup,
     seed,
     ray=_ray_version(),
     **measured,
   )
-  training.append_rows(RESULTS / f"ray_{name}.jsonl", [row])
+  training.append_rows(RESULTS / f"ray_{command}.jsonl", [row])
 
 
 def _ray_version() -> str:
