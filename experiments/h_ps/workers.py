@@ -240,6 +240,7 @@ class Faults:
     self.done: list[dict[str, Any]] = []
     self._actions: list[tuple[float, Callable[[], None]]] = []
     self._began_s: float | None = None
+    self._stopped: dict[str, int] = {}
 
   def at(self, seconds: float, action: Callable[[], None]) -> None:
     """Has something done so many seconds after the start."""
@@ -248,7 +249,14 @@ class Faults:
 
   def kill(self, name: str, how: int = signal.SIGKILL) -> None:
     """Sends a process a signal, and notes when."""
-    process = self.engine.process_of(name)
+    # One that is stopped does not answer.
+    process = (
+      self._stopped.pop(name)
+      if how == signal.SIGCONT
+      else self.engine.process_of(name)
+    )
+    if how == signal.SIGSTOP:
+      self._stopped[name] = process
     self.done.append(
       {
         "fault": signal.Signals(how).name, "worker": name,
@@ -394,7 +402,7 @@ def server_death(folder: str) -> None:
   setup = setups.Setup(SPEED["2x"], 0.5)
   engine = engine_for(len(setup.speeds))
   every = 5 * setup.total
-  marks = tuple(float(every * (i + 1)) for i in range(40))
+  marks = tuple(float(every * (i + 1)) for i in range(20))
   try:
     faults = Faults(
       engine, setup, samples=int(marks[-1]), marks=marks, checkpoints=folder
