@@ -92,16 +92,36 @@ def check_structural(
   minimum: int,
   maximum: int | None = None,
   remedy: str = "",
-) -> None:
-  """Raises a ValueError unless `value` is a Python int in its range."""
+) -> int:
+  """Returns an integer that shapes a program, also NumPy's, as a Python int.
+
+  >>> check_structural("interval", np.int64(8), minimum=1)
+  8
+  """
   if isinstance(value, jax.Array):
     raise ValueError(
       f"`{name}` shapes the program and must be a Python int, got an array. "
       "Under `optax.inject_hyperparams` name it in `static_args`: "
       f"`static_args=({name!r},)`."
     )
-  one = value if isinstance(value, int) else None
+  one = int(value) if isinstance(value, int | np.integer) else None
   _check_range(name, value, one, minimum, maximum, remedy)
+  return one  # type: ignore[return-value]
+
+
+def set_structural(
+  owner: Any,
+  name: str,
+  *,
+  minimum: int,
+  maximum: int | None = None,
+  **rest: Any,
+) -> None:
+  """Checks a field of a frozen dataclass, and makes it a Python int."""
+  value = check_structural(
+    name, getattr(owner, name), minimum=minimum, maximum=maximum, **rest
+  )
+  object.__setattr__(owner, name, value)
 
 
 def check_int(
@@ -227,13 +247,23 @@ def check_number(
   return number
 
 
-def check_optimizer(name: str, value: Any) -> None:
-  """Raises a ValueError unless `value` is an Optax transformation."""
+def check_optimizer(
+  name: str, value: Any
+) -> optax.GradientTransformationExtraArgs:
+  """Returns an Optax transformation, also of `optax.MultiSteps`.
+
+  >>> check_optimizer("inner", optax.MultiSteps(optax.sgd(0.1), 2)).init(0.0)
+  MultiStepsState(...)
+  """
+  if isinstance(value, optax.MultiSteps):
+    # Optax's own `gradient_transformation` would lose `value=` and the like.
+    return optax.GradientTransformationExtraArgs(value.init, value.update)
   if not isinstance(value, optax.GradientTransformation):
     raise ValueError(
       f"`{name}` must be an Optax transformation, for instance "
       f"`optax.sgd(0.1)`, got {show(value)}."
     )
+  return value
 
 
 def check_arrays(name: str, tree: Any) -> None:
@@ -281,11 +311,16 @@ def check_shapes(
   sentence; leaves and the wanted shapes come by name.
   """
   for name, shape in wanted.items():
+    leaf = name or "the only leaf"
     if name not in leaves:
-      raise ValueError(f"{rule} there is no leaf {name}. {remedy}")
+      raise ValueError(
+        f"{rule} there is no leaf {name}. {remedy}"
+        if name
+        else f"{rule} it is a tree of several. {remedy}"
+      )
     if jnp.shape(leaves[name]) != shape:
       raise ValueError(
-        f"{rule} {name} has shape {list(jnp.shape(leaves[name]))} and not "
+        f"{rule} {leaf} has shape {list(jnp.shape(leaves[name]))} and not "
         f"{list(shape)}. {remedy}"
       )
   if more := sorted(leaves.keys() - wanted.keys()):

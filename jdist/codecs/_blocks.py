@@ -99,7 +99,7 @@ def check_block(block: Any, multiple: int = 1) -> None:
   if block is None:
     return
   remedy = "None means one scale for the whole array."
-  checks.check_structural("block", block, minimum=1, remedy=remedy)
+  block = checks.check_structural("block", block, minimum=1, remedy=remedy)
   if block % multiple:
     near = -(-block // multiple) * multiple
     raise ValueError(

@@ -64,7 +64,7 @@ class DCTTopK(_codec.Codec):
   sparse: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    checks.check_structural("chunk", self.chunk, minimum=1)
+    checks.set_structural(self, "chunk", minimum=1)
     if self.k is None and self.ratio is None:
       object.__setattr__(self, "k", min(32, self.chunk**2))
     _sparse.check_ratio_or_k(self)

@@ -88,9 +88,7 @@ class Quantize(_blocks.Blocked, _random.Rounding):
 
   def __post_init__(self) -> None:
     remedy = "Beyond it, use `Dense`."
-    checks.check_structural(
-      "bits", self.bits, minimum=1, maximum=16, remedy=remedy
-    )
+    checks.set_structural(self, "bits", minimum=1, maximum=16, remedy=remedy)
     checks.check_choice("range", self.range, ("max_abs", "min_max", "norm"))
     self._check_rounding()
     _blocks.check_block(self.block, _bits.group(self.bits))

@@ -49,7 +49,7 @@ class Sparse(_codec.Codec):
     if self.chunk is None:
       return
     remedy = "None means to choose among all entries."
-    checks.check_structural("chunk", self.chunk, minimum=1, remedy=remedy)
+    checks.set_structural(self, "chunk", minimum=1, remedy=remedy)
     if self.k is not None and self.k > self.chunk:
       raise ValueError(
         f"`k` must be at most `chunk`, got k={self.k} of chunk={self.chunk}. "
@@ -245,9 +245,7 @@ def check_ratio_or_k(codec: Any) -> None:
       "one of them out."
     )
   else:
-    checks.check_structural(
-      "k", codec.k, minimum=1, remedy="It counts entries."
-    )
+    checks.set_structural(codec, "k", minimum=1, remedy="It counts entries.")
 
 
 def check_values(values: Any) -> None:

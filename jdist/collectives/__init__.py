@@ -17,8 +17,10 @@ from jdist.collectives._leaf_order import leaf_paths as leaf_paths
 from jdist.collectives._leaf_order import Order as Order
 from jdist.collectives._manual_axes import agreed as agreed
 from jdist.collectives._manual_axes import Axis as Axis
+from jdist.collectives._manual_axes import check_alike as check_alike
 from jdist.collectives._manual_axes import check_axis as check_axis
 from jdist.collectives._manual_axes import check_local as check_local
+from jdist.collectives._manual_axes import team_of as team_of
 from jdist.collectives._manual_axes import varying as varying
 from jdist.collectives._manual_axes import varying_like as varying_like
 from jdist.collectives._mesh import make_cpu_devices as make_cpu_devices
@@ -38,6 +40,7 @@ from jdist.collectives._operations import sum as sum
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._phases import phase_of as phase_of
+from jdist.collectives._retraced import for_workers as for_workers
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape

@@ -8,13 +8,36 @@ varying, so that a `lax.cond` or a `scan` carry takes them together with a
 worker's own values.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jdist import checks
+
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
+# The axis of the team whose step is traced; None outside, and where its
+# workers are meant to stay apart.
+_team: contextvars.ContextVar[Axis] = contextvars.ContextVar(
+  "team", default=None
+)
+
+
+@contextlib.contextmanager
+def team_of(axis: Axis) -> Iterator[None]:
+  """Traces what one worker of several does, who speak over an axis.
+
+  With None nobody objects to a worker that speaks to nobody.
+  """
+  token = _team.set(axis)
+  try:
+    yield
+  finally:
+    _team.reset(token)
 
 
 def check_axis(axis: Axis) -> None:
@@ -49,6 +72,26 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
   if axis is None:
     return ()
   return (axis,) if isinstance(axis, str) else axis
+
+
+def bound_names(axis: Axis) -> tuple[str, ...]:
+  """Returns the names, of which each must be one of a step's workers.
+
+  Raises:
+    ValueError: when a name is not bound where this is traced.
+  """
+  for name in (names := axis_names(axis)):
+    try:
+      jax.lax.axis_size(name)
+    except (NameError, AssertionError, KeyError):
+      known = _team.get()
+      here = f"the workers' is {known!r}" if known else "there is none"
+      raise ValueError(
+        f"`axis` must be the axis of the workers that run this, got {name!r}; "
+        f"{here}. Pass `axis=workers.axis`, and call it inside "
+        "`workers.jit(...)`; `axis=None` is one worker alone."
+      ) from None
+  return names
 
 
 def _varying_over(x: Any) -> frozenset[str]:
@@ -102,15 +145,29 @@ def varying_like(tree: PyTree, like: PyTree) -> PyTree:
   )
 
 
-def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
+def check_local(
+  tree: PyTree, axis: Axis, *, what: str, like: PyTree = None
+) -> None:
   """Raises a ValueError if a leaf is typed as equal on all workers.
 
   Under `shard_map` the gradient with respect to parameters that are *shared*
   over the axis is already **summed** over it: a mean of it would send
   everything a second time and leave the sum.  `what` names the tree in the
-  error.
+  error.  So it does for a tree that is not like `like`, if that is given, for
+  an axis that is not bound, and for no axis where several workers run.
   """
-  for name in axis_names(axis):
+  if like is not None:
+    check_alike(tree, like, what)
+  team = _team.get()
+  if axis is None and team is not None:
+    raise ValueError(
+      f"`axis` must be {team!r} where several workers run, got None: nothing "
+      "would be sent, and each would train a model of its own. Pass "
+      "`axis=workers.axis`; if that is meant, put `with "
+      "jdist.collectives.team_of(None):` around it, or pass "
+      "`independent=True` to `training.make_step`."
+    )
+  for name in bound_names(axis):
     if not _tracks_varying(name):
       continue
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -124,6 +181,33 @@ def check_local(tree: PyTree, axis: Axis, *, what: str) -> None:
           "(`jdist.collectives.workers(...).replicate(params)`), or call "
           "`jdist.collectives.varying(params, axis)` before differentiating."
         )
+
+
+def check_alike(tree: PyTree, like: PyTree, what: str) -> None:
+  """Raises a ValueError unless a tree has the leaves of another, by shape.
+
+  Whatever stands for the gradient of an integer is right.
+  """
+  shapes = [[jnp.shape(x) for x in jax.tree.leaves(t)] for t in (tree, like)]
+  structures: list[Any] = [jax.tree.structure(t) for t in (tree, like)]
+  if structures[0] == structures[1] and shapes[0] == shapes[1]:
+    return
+  named, wanted = map(checks.named_leaves, (tree, like))
+  ours = {
+    name: jnp.shape(x)
+    for name, x in wanted.items()
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+  }
+  rest = wanted.keys() - ours.keys()
+  rule = f"{what} must be a tree like the parameters, but"
+  remedy = "Take the loss's gradient by these very parameters."
+  given = {name: x for name, x in named.items() if name not in rest}
+  checks.check_shapes(rule, remedy, given, ours)
+  if not rest:
+    raise ValueError(
+      f"{rule} it is {checks.show(structures[0])} and not "
+      f"{checks.show(structures[1])}. {remedy}"
+    )
 
 
 def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
@@ -143,7 +227,7 @@ def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
   True
   """
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  for name in axis_names(axis):
+  for name in bound_names(axis):
     if name not in manual:
       flag = jax.lax.pmax(flag.astype(jnp.int32), name) > 0
   return flag

@@ -52,7 +52,7 @@ def start_mean(tree: PyTree, axis: Axis) -> PyTree:
   the sum, and whatever XLA's CPU compiler puts into its memory would wait for
   the mean.
   """
-  names = _manual_axes.axis_names(axis)
+  names = _manual_axes.bound_names(axis)
   for name in names[:-1]:
     tree = _all_reduce(jax.lax.pmean, tree, name)
   if names:
@@ -68,7 +68,7 @@ def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
   >>> jax.vmap(both, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
   [2.0, 2.0]
   """
-  names = _manual_axes.axis_names(axis)
+  names = _manual_axes.bound_names(axis)
   number = jax.lax.axis_size(names[-1]) if names else 1
   return jax.tree.map(lambda x: x / number, tree)
 
@@ -93,7 +93,7 @@ def _all_reduce(
   dtypes = jax.tree.map(lambda x: x.dtype, tree)
   if _must_widen():
     tree = jax.tree.map(_widened, tree)
-  for name in _manual_axes.axis_names(axis):
+  for name in _manual_axes.bound_names(axis):
     # A value that is already equal on all workers would be refused, or
     # reduced twice without a word, depending on the JAX version.
     tree = reduce(_manual_axes.varying(tree, name), name)
@@ -141,7 +141,7 @@ def gather(tree: PyTree, axis: Axis) -> PyTree:
 
   def one(x: jax.Array) -> jax.Array:
     rows = x[None]
-    for name in _manual_axes.axis_names(axis):
+    for name in _manual_axes.bound_names(axis):
       # [inner, ...], then [outer, inner, ...], then one axis of workers.
       rows = jax.lax.all_gather(_manual_axes.varying(rows, name), name)
       rows = rows.reshape(-1, *x.shape)
@@ -170,7 +170,7 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
   ... ).tolist()
   [2.0, 4.0]
   """
-  num_workers, names = size(axis), _manual_axes.axis_names(axis)
+  num_workers, names = size(axis), _manual_axes.bound_names(axis)
   manual = jax.sharding.get_abstract_mesh().manual_axes
   widen = _must_widen()
 
@@ -224,7 +224,7 @@ def all_to_all(tree: PyTree, axis: Axis) -> PyTree:
   [[11, 21], [12, 22]]
   """
   num_workers = size(axis)
-  names = _manual_axes.axis_names(axis)
+  names = _manual_axes.bound_names(axis)
 
   def one(x: jax.Array) -> jax.Array:
     _check_rows(x, num_workers)
@@ -261,7 +261,7 @@ def index(axis: Axis) -> jax.Array:
   [10, 21]
   """
   worker, stride = jnp.zeros((), jnp.int32), 1
-  for name in _manual_axes.axis_names(axis):
+  for name in _manual_axes.bound_names(axis):
     worker = worker + jax.lax.axis_index(name) * stride
     stride *= jax.lax.axis_size(name)
   return worker
@@ -274,6 +274,6 @@ def size(axis: Axis) -> int:
   1
   """
   number = 1
-  for name in _manual_axes.axis_names(axis):
+  for name in _manual_axes.bound_names(axis):
     number *= jax.lax.axis_size(name)
   return number

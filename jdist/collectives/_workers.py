@@ -136,6 +136,7 @@ class Workers:
 
   def spmd(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Maps `step` over the leading axis of workers, without compiling it."""
+    step = self._in_team(step)
     one = _squeezed(step)
     if self.substrate == "none":
       return one
@@ -156,6 +157,17 @@ class Workers:
       # the differentiated function holds no collective, which a test checks.
       check_vma=not several,
     )
+
+  def _in_team(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Lets a step know that it is one of several workers'."""
+    axis = self.axis if self.num_workers > 1 else None
+
+    @functools.wraps(step)
+    def traced(*args: PyTree) -> PyTree:
+      with _manual_axes.team_of(axis):
+        return step(*args)
+
+    return traced
 
   def replicate(
     self, tree: PyTree, specs: PyTree | PartitionSpec = _UNSPLIT

@@ -85,9 +85,11 @@ def terngrad(
   >>> optimizer = terngrad(optax.sgd(0.1), axis=None)
   """
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
-  return optax.chain(
-    transforms.clip_deviations(deviations),
-    _by_few_bytes(optimizer, axis, reducer, seed=seed),
+  return transforms.only_floats(
+    optax.chain(
+      transforms.clip_deviations(deviations),
+      _by_few_bytes(optimizer, axis, reducer, seed=seed),
+    )
   )
 
 
@@ -190,7 +192,7 @@ def one_bit_adam(
   >>> optimizer = one_bit_adam(1e-3, 1000, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
-  return optax.chain(
+  adam = optax.chain(
     transforms.scale_by_frozen_adam(
       warmup_steps,
       axis,
@@ -202,6 +204,7 @@ def one_bit_adam(
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
+  return transforms.only_floats(adam)
 
 
 def topk_sgd(
@@ -325,7 +328,8 @@ def dgc(
   chain = _by_few_bytes(optimizer, axis, reducer, feedback)
   if threshold is None:
     return chain
-  return optax.chain(transforms.clip_local(threshold, axis), chain)
+  clipped = optax.chain(transforms.clip_local(threshold, axis), chain)
+  return transforms.only_floats(clipped)
 
 
 def demo(
@@ -362,7 +366,7 @@ def demo(
 
   >>> optimizer = demo(optax.sgd(1e-3), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))
   return _by_few_bytes(
     optax.chain(signs, optimizer),

@@ -47,7 +47,7 @@ def diloco(
 
   >>> optimizer = diloco(optax.adamw(1e-3), 100, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,
@@ -117,8 +117,8 @@ def streaming_diloco(
 
   >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  checks.check_structural("delay_steps", delay_steps, minimum=0)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
+  delay_steps = checks.check_structural("delay_steps", delay_steps, minimum=0)
   return transforms.fragment_steps(
     optimizer,
     interval,
@@ -173,7 +173,7 @@ def sparse_loco(
 
   >>> optimizer = sparse_loco(optax.adamw(1e-3), 30, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_rate("outer_learning_rate", outer_learning_rate)
   values = codecs.Quantize(bits, 256, "min_max")
   codec = codecs.TopK(density, chunk=chunk, values=values)

@@ -42,7 +42,7 @@ def local_sgd(
 
   >>> optimizer = local_sgd(optax.sgd(0.1), 8, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer, interval, axis=axis, overlap=overlap, compression=compression
   )
@@ -76,7 +76,7 @@ def post_local_sgd(
 
   >>> optimizer = post_local_sgd(optax.sgd(0.1), 8, 1000, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   policy = intervals.post_local(switch_step, interval)
   return transforms.local_steps(
     optimizer, policy, axis=axis, overlap=overlap, compression=compression
@@ -118,7 +118,7 @@ def fed_prox(
 
   >>> optimizer = fed_prox(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   corrected = optax.chain(transforms.proximal(strength), optimizer)
   return transforms.local_steps(
     corrected, interval, axis=axis, overlap=overlap, compression=compression
@@ -169,7 +169,7 @@ def easgd(
 
   >>> optimizer = easgd(optax.sgd(0.1), 10, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,
@@ -230,7 +230,7 @@ def scaffold(
 
   >>> optimizer = scaffold(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,
@@ -291,7 +291,7 @@ def slow_mo(
 
   >>> optimizer = slow_mo(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,

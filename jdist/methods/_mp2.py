@@ -62,7 +62,7 @@ def mp2(
   ...   optax.adam(1e-3), Halves, lambda theta, f: theta * f, 2.0, axis=None
   ... )
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   front = transforms.local_steps(
     optimizer,
     interval,

@@ -72,11 +72,13 @@ def msdpu(
 
   >>> optimizer = msdpu(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  checks.check_structural("warmup_steps", warmup_steps, minimum=0)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
+  warmup_steps = checks.check_structural(
+    "warmup_steps", warmup_steps, minimum=0
+  )
   checks.check_continuous("correction", correction)
   if not isinstance(interval, intervals.IntervalPolicy):
-    checks.check_structural("interval", interval, minimum=1)
+    interval = checks.check_structural("interval", interval, minimum=1)
     intervals.check_first(
       "interval", interval, intervals.longest(max_interval, 1)
     )
@@ -146,7 +148,7 @@ def cocod(
 
   >>> optimizer = cocod(optax.sgd(0.1), 8, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,
@@ -200,7 +202,7 @@ def overlap_local_sgd(
 
   >>> optimizer = overlap_local_sgd(optax.sgd(0.1), 8, axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.local_steps(
     optimizer,
     interval,

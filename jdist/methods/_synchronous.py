@@ -27,8 +27,10 @@ def ssgd(
 
   >>> optimizer = ssgd(optax.adam(1e-3), axis=None)
   """
-  checks.check_optimizer("optimizer", optimizer)
-  return optax.chain(
-    transforms.average_gradients(axis, compression),
-    transforms.with_mean_loss(optimizer, axis),
+  optimizer = checks.check_optimizer("optimizer", optimizer)
+  return transforms.only_floats(
+    optax.chain(
+      transforms.average_gradients(axis, compression),
+      transforms.with_mean_loss(optimizer, axis),
+    )
   )

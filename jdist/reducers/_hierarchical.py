@@ -76,7 +76,7 @@ class Hierarchical(_reducer.Reducer):
   def __post_init__(self) -> None:
     for name in ("inner", "outer"):
       _reducer.check_reducer(name, getattr(self, name))
-    checks.check_structural("parts", self.parts, minimum=1)
+    checks.set_structural(self, "parts", minimum=1)
     if self.parts > 1:
       self._chunked()
 

@@ -94,8 +94,8 @@ class PowerSGD(_reducer.Reducer):
   factors: _reducer.Reducer | None = None
 
   def __post_init__(self) -> None:
-    checks.check_structural("rank", self.rank, minimum=1)
-    checks.check_structural("seed", self.seed, minimum=0)
+    checks.set_structural(self, "rank", minimum=1)
+    checks.set_structural(self, "seed", minimum=0)
     checks.check_type(
       "factors",
       self.factors,

@@ -154,7 +154,9 @@ def warm_up(
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.3 and
     the authors' code.
   """
-  checks.check_structural("steps_per_phase", steps_per_phase, minimum=1)
+  steps_per_phase = checks.check_structural(
+    "steps_per_phase", steps_per_phase, minimum=1
+  )
   for name, ratio in (
     ("final_ratio", final_ratio),
     *(("ratios", ratio) for ratio in ratios),

@@ -127,7 +127,7 @@ class GradientLearner:
     local_rate: float | None = None,
     local_momentum: float = 0.0,
   ):
-    checks.check_optimizer("optimizer", optimizer)
+    optimizer = checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
     if len(set(workers)) < len(workers) or not workers:
       raise ValueError(

@@ -56,7 +56,11 @@ def make_gradient(
   """
   if accumulate < 1:
     raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
-  differentiate = jax.value_and_grad(loss_fn, has_aux=True)
+  value_and_grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
+
+  def differentiate(params: PyTree, *given: Any) -> tuple[Any, PyTree]:
+    found, grads = value_and_grad(params, *given)
+    return found, jax.tree.map(_number, params, grads)
 
   def gradient(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -72,6 +76,13 @@ def make_gradient(
       )
     return Gradient(grads, loss, samples, model_state, metrics)
 
+  return gradient
+
+
+def _number(param: jax.Array, gradient: Any) -> jax.Array:
+  """Returns zeros for an integer's gradient, for which JAX has no number."""
+  if gradient.dtype == jax.dtypes.float0:
+    return jnp.zeros(gradient.shape, jnp.asarray(param).dtype)
   return gradient
 
 

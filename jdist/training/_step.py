@@ -1,5 +1,6 @@
 """One worker's training step, composed of a loss and an Optax chain."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, transforms
+from jdist import checks, collectives, transforms
 from jdist.training import _gradient, _losses, _train_state
 
 PyTree = Any
@@ -35,7 +36,8 @@ def make_step(
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
       metrics)`; the loss is a mean over the batch, metrics are scalars.
-    optimizer: any Optax chain; it is given `loss=`.  With one from
+    optimizer: any Optax chain; it is given `loss=` and, as Optax's own call it,
+      `value=`.  With one from
       `transforms.update_first` the step begins with the last one's update.
     axis: the workers' axis.
     accumulate: into how many micro-batches a batch is cut; their gradients
@@ -120,7 +122,9 @@ def make_update(
     `make_gradient`.
   """
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
-  optimizer = optax.with_extra_args_support(optimizer)
+  optimizer = optax.with_extra_args_support(
+    checks.check_optimizer("optimizer", optimizer)
+  )
 
   def update(
     state: _train_state.TrainState,
@@ -141,9 +145,12 @@ def make_update(
       given = {} if control is None else {"control": control}
       if not independent:
         _check_communicates(optimizer, axis, gradient, opt_state, params)
-      updates, opt_state = optimizer.update(
-        gradient.grads, opt_state, params, loss=loss, **given
-      )
+      with (
+        collectives.team_of(None) if independent else contextlib.nullcontext()
+      ):
+        updates, opt_state = optimizer.update(
+          gradient.grads, opt_state, params, loss=loss, value=loss, **given
+        )
       params = transforms.apply_updates(params, updates, opt_state)
       if not transforms.streams(opt_state):
         ends = None if control is None else control.round_ends
@@ -188,7 +195,7 @@ def _check_communicates(
     return  # What declares nothing may be a user's own: it is traced once more.
 
   def update(grads: PyTree, loss: jax.Array) -> PyTree:
-    return optimizer.update(grads, opt_state, params, loss=loss)
+    return optimizer.update(grads, opt_state, params, loss=loss, value=loss)
 
   if not collectives.communicates(update, gradient.grads, gradient.loss):
     raise ValueError(

@@ -84,6 +84,7 @@ from jdist.transforms.local._anchor import pull_to_anchor as pull_to_anchor
 from jdist.transforms.local._anchor import (
   PullToAnchorState as PullToAnchorState,
 )
+from jdist.transforms.local._anchor import only_floats as only_floats
 from jdist.transforms.local._chunked_stream import (
   ChunkedStreamState as ChunkedStreamState,
 )

@@ -74,8 +74,8 @@ def average_gradients(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, AverageGradientsState]:
-    del params, extra_args
-    collectives.check_local(updates, axis, what="`updates`")
+    del extra_args
+    collectives.check_local(updates, axis, what="`updates`", like=params)
     return collectives.mean(updates, axis), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -97,10 +97,10 @@ def _compressed(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, reducers.CompressionState]:
-    del params, extra_args
+    del extra_args
     if control.drain == "residuals":
       return updates, compression.absorb(updates, state, axis)
-    collectives.check_local(updates, axis, what="`updates`")
+    collectives.check_local(updates, axis, what="`updates`", like=params)
     return compression.mean(updates, state, axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

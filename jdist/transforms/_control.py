@@ -47,7 +47,7 @@ class Control:
           f"{value!r}."
         )
     if self.stream_steps is not None and self.stream_steps != "fixed":
-      checks.check_structural("stream_steps", self.stream_steps, minimum=1)
+      checks.set_structural(self, "stream_steps", minimum=1)
 
   @property
   def of_host(self) -> str | None:

@@ -92,7 +92,9 @@ def scale_by_frozen_adam(
   1.0
   4.5
   """
-  checks.check_structural("warmup_steps", warmup_steps, minimum=1)
+  warmup_steps = checks.check_structural(
+    "warmup_steps", warmup_steps, minimum=1
+  )
   collectives.check_axis(axis)
   checks.check_continuous("b1", b1, high=1.0)
   checks.check_continuous("b2", b2, high=1.0)
@@ -123,11 +125,11 @@ def scale_by_frozen_adam(
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
   ) -> tuple[optax.Updates, FrozenAdamState]:
-    del params, extra_args
+    del extra_args
     if control.drain == "residuals":
       memory = compression.absorb(state.mu, state.compression, axis)
       return updates, state._replace(compression=memory)
-    collectives.check_local(updates, axis, what="`updates`")
+    collectives.check_local(updates, axis, what="`updates`", like=params)
     grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
     state = jax.lax.cond(
       collectives.agreed(state.step < warmup_steps, axis),

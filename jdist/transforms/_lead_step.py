@@ -98,12 +98,14 @@ def lead_step(
   0.0 -1.0
   -2.0 -12.0
   """
-  checks.check_optimizer("optimizer", optimizer)
-  checks.check_optimizer("local", local)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
+  local = checks.check_optimizer("local", local)
   collectives.check_axis(axis)
-  checks.check_structural("warmup_steps", warmup_steps, minimum=0)
+  warmup_steps = checks.check_structural(
+    "warmup_steps", warmup_steps, minimum=0
+  )
   reducers.check_compression(compression)
-  local = optax.with_extra_args_support(local)
+  optimizer, local = map(collectives.for_workers, (optimizer, local))
   sender = _sender.Sender(axis, compression)
 
   def init_fn(params: optax.Params) -> LeadStepState:
@@ -131,7 +133,8 @@ def lead_step(
     if control.drain:
       return flush(state, params)
     _control.refuse(control, _NAME)
-    collectives.check_local(updates, axis, what="`updates`")
+    collectives.check_local(updates, axis, what="`updates`", like=params)
+    _anchor.check_anchor(state.anchor, params)
     present = jax.tree.map(
       lambda g, a: g.astype(a.dtype), updates, state.anchor
     )
@@ -196,4 +199,6 @@ def lead_step(
     )
     return _anchor.onto(state.anchor, params), state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.only_floats(
+    optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  )

@@ -26,7 +26,7 @@ def with_mean_loss(
   its traced update, so that no mean is counted, or waited for, of what nobody
   asks.
   """
-  optimizer = optax.with_extra_args_support(optimizer)
+  optimizer = collectives.for_workers(optimizer)
   if axis is None:
     return optimizer
 

@@ -153,9 +153,9 @@ def predict_rest(
   >>> [x.item() for x in optax.apply_updates(w, updates)]
   [4.0, 8.0]
   """
-  checks.check_optimizer("front", front)
+  front = checks.check_optimizer("front", front)
   if rest is not None:
-    checks.check_optimizer("rest", rest)
+    rest = checks.check_optimizer("rest", rest)
     rest = optax.with_extra_args_support(rest)
   for name in ("split", "join"):
     if not callable(getattr(cut, name, None)):
@@ -313,7 +313,9 @@ def predict_rest(
     residual = jax.tree.map(_anchor.moved, residual, moves)
     return residual, state._replace(rest=new)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.only_floats(
+    optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  )
 
 
 def _check_together(name: str, state: PyTree) -> None:

@@ -149,10 +149,10 @@ def update_first(
   0.0
   1.0
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   collectives.check_axis(axis)
-  checks.check_structural("max_bytes", max_bytes, minimum=8)
-  checks.check_structural("in_flight", in_flight, minimum=1)
+  max_bytes = checks.check_structural("max_bytes", max_bytes, minimum=8)
+  in_flight = checks.check_structural("in_flight", in_flight, minimum=1)
   collectives.check_order(order)
   if isinstance(pending, jax.Array):
     raise ValueError(

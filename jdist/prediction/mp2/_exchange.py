@@ -76,7 +76,7 @@ class Exchange:
       optimizer: of the front; Adam in the paper.
     """
     _predictor.check_predictor("predictor", predictor)
-    checks.check_optimizer("optimizer", optimizer)
+    optimizer = checks.check_optimizer("optimizer", optimizer)
     self._predictor, self._optimizer = predictor, optimizer
 
   def init(self, params: PyTree, num_workers: int) -> ExchangeState:

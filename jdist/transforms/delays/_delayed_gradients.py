@@ -88,7 +88,7 @@ def delay_gradients(
   -1.0
   -10.0
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   delays = _leaf_delays.check_steps(steps)
   optimizer = optax.with_extra_args_support(optimizer)
   if delays == [0]:

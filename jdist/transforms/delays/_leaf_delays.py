@@ -13,9 +13,12 @@ PyTree = Any
 def check_steps(steps: PyTree) -> list[int]:
   """Returns the different delays of a tree; a ValueError for no ints >= 0."""
   leaves = jax.tree.leaves(steps, is_leaf=lambda x: x is None)
-  for one in leaves or [None]:
-    checks.check_structural("steps", one, minimum=0)
-  return sorted(set(leaves))
+  return sorted(
+    {
+      checks.check_structural("steps", one, minimum=0)
+      for one in leaves or [None]
+    }
+  )
 
 
 def broadcast(name: str, prefix: PyTree, tree: PyTree) -> PyTree:

@@ -82,7 +82,7 @@ def predict_weights(
   >>> w.item(), predicted_weights(state, w).item()  # -4 - (2 + 1)
   (-4.0, -7.0)
   """
-  checks.check_optimizer("optimizer", optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_choice("rule", rule, ("coast", "repeat"))
   if b2 is not None:
     checks.check_continuous("b2", b2, open_low=True, high=1.0)

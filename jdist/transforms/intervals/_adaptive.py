@@ -87,8 +87,12 @@ def adacomm(
   >>> interval.item()  # sqrt(0.5 / 2) * 4
   2
   """
-  checks.check_structural("initial_interval", initial_interval, minimum=1)
-  checks.check_structural("period_steps", period_steps, minimum=1)
+  initial_interval = checks.check_structural(
+    "initial_interval", initial_interval, minimum=1
+  )
+  period_steps = checks.check_structural(
+    "period_steps", period_steps, minimum=1
+  )
   checks.check_rate("learning_rate", learning_rate)
   longest = _policy.longest(max_interval, 1)
   if form not in ("halving", "capped"):
@@ -195,7 +199,9 @@ def msdpu(
   >>> rule.next(state, jnp.array(8), jnp.array(0.5))[0].item()
   4
   """
-  checks.check_structural("initial_interval", initial_interval, minimum=1)
+  initial_interval = checks.check_structural(
+    "initial_interval", initial_interval, minimum=1
+  )
   checks.check_rate("learning_rate", learning_rate)
   longest = _policy.longest(max_interval, 1)
   _policy.check_first("initial_interval", initial_interval, longest)

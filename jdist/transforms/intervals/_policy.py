@@ -40,7 +40,9 @@ def longest(max_interval: int | None, shortest: int) -> int:
   """The longest interval that is allowed, checked."""
   if max_interval is None:
     return LONGEST
-  checks.check_structural("max_interval", max_interval, minimum=shortest)
+  max_interval = checks.check_structural(
+    "max_interval", max_interval, minimum=shortest
+  )
   return min(max_interval, LONGEST)
 
 

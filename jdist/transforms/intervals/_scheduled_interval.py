@@ -25,7 +25,7 @@ def fixed(interval: int) -> IntervalPolicy:
   >>> fixed(8).next((), jnp.array(0), None)[0].item()
   8
   """
-  checks.check_structural("interval", interval, minimum=1)
+  interval = checks.check_structural("interval", interval, minimum=1)
   if interval > _policy.LONGEST:
     raise ValueError(
       f"`interval` must be at most {_policy.LONGEST}, got {interval}."
@@ -102,7 +102,7 @@ def post_local(
   >>> rule.next(rule.init(), jnp.array(99), None)[0].item()
   1
   """
-  checks.check_structural("switch_step", switch_step, minimum=0)
+  switch_step = checks.check_structural("switch_step", switch_step, minimum=0)
   later = as_policy(interval)
 
   def init_fn() -> PostLocalState:
@@ -140,7 +140,7 @@ def ending_at(
   >>> ending_at(20, 8).next((), jnp.array(16), None)[0].item()
   4
   """
-  checks.check_structural("total_steps", total_steps, minimum=1)
+  total_steps = checks.check_structural("total_steps", total_steps, minimum=1)
   policy = as_policy(interval)
 
   def next_fn(
@@ -195,12 +195,16 @@ def qsr(
   """
   checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("alpha", alpha, open_low=True)
-  checks.check_structural("base_interval", base_interval, minimum=1)
+  base_interval = checks.check_structural(
+    "base_interval", base_interval, minimum=1
+  )
   longest = _policy.longest(max_interval, base_interval)
   if warmup_steps is None:
     _check_falls(learning_rate)
     warmup_steps = 0
-  checks.check_structural("warmup_steps", warmup_steps, minimum=0)
+  warmup_steps = checks.check_structural(
+    "warmup_steps", warmup_steps, minimum=0
+  )
 
   def schedule(start_step: jax.Array) -> jax.Array:
     settled = jnp.maximum(start_step, warmup_steps)

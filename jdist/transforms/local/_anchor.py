@@ -7,6 +7,7 @@ What a worker computes with, its local parameters, is widened in the same way,
 after the cast to the dtype in which the worker really holds them.
 """
 
+import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, states
+from jdist import collectives as workers
 
 PyTree = Any
 
@@ -104,12 +106,15 @@ def find_rounds(state: PyTree) -> Any:
   """Finds the outermost state with rounds in a chain's state, or None.
 
   Raises:
-    ValueError: when there are several side by side, or a jump beside one.
+    ValueError: when there are several side by side, a jump beside one, or
+      something between it and the parameters.
   """
   rounds, jumps = declares("rounds"), declares("jumps")
   leaves = jax.tree.leaves(state, is_leaf=lambda x: rounds(x) or jumps(x))
   found = [x for x in leaves if rounds(x)]
-  if found and any(map(jumps, leaves)):
+  if not found:
+    return None
+  if any(map(jumps, leaves)):
     raise ValueError(
       "`state` must not hold `nowcast_weights` beside a method with rounds, "
       f"got one beside {type(found[0]).__name__}: the jump would be lost where "
@@ -121,7 +126,132 @@ def find_rounds(state: PyTree) -> Any:
       "`state` must have one `local_steps` at most, side by side there are "
       f"{len(found)}. Put one inside the other's inner chain."
     )
-  return found[0] if found else None
+  _check_last(state)
+  return found[0]
+
+
+def _check_last(state: PyTree) -> None:
+  """Raises a ValueError unless a method's updates reach the parameters as is.
+
+  The anchor takes them as done.  A chain's state shows what stands behind it;
+  what stands around it must be known to pass updates on, or say so by
+  `states.declare`.
+  """
+  rounds = declares("rounds")
+  while not rounds(state):
+    kind = type(state)
+    if kind is tuple or isinstance(state, collections.OrderedDict):
+      parts = list(state.values() if kind is not tuple else state)
+      place = next(i for i, x in enumerate(parts) if contains(x, rounds))
+      if behind := parts[place + 1 :]:
+        raise _not_last(f"{_kind(behind[0])} stands behind it in a chain")
+    elif isinstance(
+      state,
+      optax.MaskedState
+      | optax.transforms.PartitionState
+      | optax.InjectStatefulHyperparamsState
+      | dict,
+    ) or hasattr(kind, "shared"):
+      parts = list(state.values() if isinstance(state, dict) else state)
+    else:
+      raise _not_last(f"{_kind(state)} stands around it")
+    state = next(x for x in parts if contains(x, rounds))
+
+
+def _kind(state: Any) -> str:
+  name = type(state).__name__
+  if isinstance(state, optax.MaskedState):
+    return f"{name} (`optax.masked` or `freeze`)"
+  if isinstance(state, optax.EmptyState):
+    return f"{name} (`scale`, `add_decayed_weights`, `clip` or the like)"
+  return name
+
+
+def _not_last(what: str) -> ValueError:
+  return ValueError(
+    "`optimizer` must change nothing that a method with rounds gives, whose "
+    f"anchor takes its updates as done, but {what}. Put it into the method, as "
+    "in `diloco(optax.chain(optimizer, ...), ...)`; parameters that are not "
+    "trained are left out by `optax.transforms.selective_transform(diloco(...),"
+    " freeze_mask=mask)` or `optax.partition`."
+  )
+
+
+def is_trained(x: Any) -> bool:
+  """Returns whether a leaf is of numbers that a gradient moves."""
+  return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def only_floats(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Leaves integers and bools among the parameters alone.
+
+  They are neither sent nor given a state, whatever stands for their gradients;
+  their updates are zeros.  All methods of `jdist.methods` do this by
+  themselves.
+
+  Args:
+    optimizer: any Optax chain.
+
+  Returns:
+    A transformation, the same to the bit where all leaves are of floats.
+
+  >>> optimizer = only_floats(optax.sgd(0.5))
+  >>> w = {"steps": jnp.array(3), "w": jnp.array(1.0)}
+  >>> updates, _ = optimizer.update(w, optimizer.init(w), w)
+  >>> updates["steps"].item(), updates["w"].item()
+  (0, -0.5)
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def part(tree: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(
+      lambda p, x: x if is_trained(p) else optax.MaskedNode(), like, tree
+    )
+
+  def init_fn(params: optax.Params) -> PyTree:
+    return optimizer.init(part(params, params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: PyTree,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, PyTree]:
+    like = updates if params is None else params
+    if all(map(is_trained, jax.tree.leaves(like))):
+      return optimizer.update(updates, state, params, **extra_args)
+    workers.check_alike(updates, like, "`updates`")
+    given = None if params is None else part(params, like)
+    found, state = optimizer.update(
+      part(updates, like), state, given, **extra_args
+    )
+    return jax.tree.map(
+      lambda p, u: u if is_trained(p) else jnp.zeros_like(p), like, found
+    ), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def check_anchor(anchor: PyTree, params: PyTree) -> None:
+  """Raises a ValueError for an anchor of other parameters."""
+  wanted = checks.named_leaves(anchor)
+  given = checks.named_leaves(params)
+  checks.check_shapes(
+    "`params` must be those of which the optimizer's state was made, but",
+    "Make the state of these parameters by `optimizer.init(params)`.",
+    {name: x for name, x in given.items() if name in wanted},
+    {name: jnp.shape(x) for name, x in wanted.items()},
+  )
+
+
+def over(anchor: PyTree, params: PyTree, one: Callable[..., Any]) -> PyTree:
+  """Maps both trees; what the anchor has no part in stays as in `params`."""
+  masked: Callable[[Any], bool] = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  return jax.tree.map(
+    lambda a, p: p if masked(a) else one(a, p), anchor, params, is_leaf=masked
+  )
 
 
 def anchor(state: PyTree, params: optax.Params) -> optax.Params:
@@ -144,7 +274,8 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
   found = find_rounds(state)
   if found is None:
     return params
-  return jax.tree.map(lambda a, p: a.astype(p.dtype), found.anchor, params)
+  check_anchor(found.anchor, params)
+  return over(found.anchor, params, lambda a, p: a.astype(p.dtype))
 
 
 def apply_updates(
@@ -167,8 +298,11 @@ def apply_updates(
   >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
   0.5
   """
+  workers.check_alike(updates, params, "`updates`")
   there = jax.tree.map(
-    lambda p, u: moved(p, u).astype(p.dtype), params, updates
+    lambda p, u: moved(p, u).astype(p.dtype) if is_trained(p) else p,
+    jax.tree.map(jnp.asarray, params),
+    updates,
   )
   found = find_rounds(state)
   if found is None:
@@ -178,8 +312,9 @@ def apply_updates(
     # With a part of its own progress the worker stands beside the anchor on
     # purpose.
     exact = exact & (found.kept == 0)
-  return jax.tree.map(
-    lambda a, p: jnp.where(exact, a.astype(p.dtype), p), found.anchor, there
+  check_anchor(found.anchor, params)
+  return over(
+    found.anchor, there, lambda a, p: jnp.where(exact, a.astype(p.dtype), p)
   )
 
 

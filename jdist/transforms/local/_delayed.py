@@ -73,7 +73,7 @@ class Delayed:
   def __post_init__(self) -> None:
     low = 1 if self.mix is None else 0
     if self.steps is not None:
-      checks.check_structural("steps", self.steps, minimum=low)
+      checks.set_structural(self, "steps", minimum=low)
     elif self.mix is not None:
       raise ValueError(
         "`mix` says where a worker goes when a mean arrives within a round and "
@@ -83,7 +83,7 @@ class Delayed:
       if (value := getattr(self, name)) is not None:
         checks.check_continuous(name, value, high=1.0)
     if self.after_step is not None:
-      checks.check_structural("after_step", self.after_step, minimum=0)
+      checks.set_structural(self, "after_step", minimum=0)
     if self.stream is not None and not isinstance(
       self.stream, _streaming.Stream
     ):

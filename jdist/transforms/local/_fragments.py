@@ -138,7 +138,7 @@ def fragment_steps(
     inner, interval, axis, rule, overlap, compression
   )
   if not callable(fragments):
-    checks.check_structural("fragments", fragments, minimum=1)
+    fragments = checks.check_structural("fragments", fragments, minimum=1)
     _check_number(fragments, interval)
   if overlap is not None:
     _check_overlap(overlap, interval)
@@ -148,7 +148,7 @@ def fragment_steps(
       "`buffers` must be 'maintain' with fragments, which share the inner "
       f"optimizer's momenta, got {buffers!r}."
     )
-  optimizer = optax.with_extra_args_support(inner)
+  optimizer = collectives.for_workers(sync.optimizer)
 
   def synchronizers(params: optax.Params) -> list[_local_steps.Synchronizer]:
     number = max(fragments_of(params, fragments)) + 1
@@ -184,7 +184,8 @@ def fragment_steps(
     labels, parts = fragments_of(params, fragments), synchronizers(params)
     if control.drain:
       return drain(state, params, labels, parts, control)
-    collectives.check_local(updates, axis, what="`updates`")
+    collectives.check_local(updates, axis, what="`updates`", like=params)
+    _anchor.check_anchor(state.anchor, params)
     controls = _controls_of(control, len(parts))
     sent = [
       one.send(own, said)
@@ -253,7 +254,9 @@ def fragment_steps(
     clock = own.clock._replace(interval=left, next_interval=following)
     return own._replace(clock=clock)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.only_floats(
+    optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  )
 
 
 def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
@@ -336,11 +339,11 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
   def masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
-  return jax.tree.map(
-    lambda *leaves: next(x for x in leaves if not masked(x)),
-    *parts,
-    is_leaf=masked,
-  )
+  def one(*leaves: Any) -> Any:
+    # What stands around may have left a leaf out of all.
+    return next((x for x in leaves if not masked(x)), leaves[0])
+
+  return jax.tree.map(one, *parts, is_leaf=masked)
 
 
 def _arrived(

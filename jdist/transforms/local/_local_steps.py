@@ -320,7 +320,7 @@ def local_steps(
     2508.15706): pseudo-gradients compressed, with feedback.
   """
   sync = make_synchronizer(inner, interval, axis, rule, overlap, compression)
-  optimizer = optax.with_extra_args_support(inner)
+  optimizer = collectives.for_workers(sync.optimizer)
 
   def init_fn(params: optax.Params) -> LocalStepsState:
     return LocalStepsState(optimizer.init(params), sync.init(params))
@@ -338,7 +338,8 @@ def local_steps(
       residuals = control.drain == "residuals"
       step = sync.drain(state.inner, state.sync, params, residuals)
       return step.updates, LocalStepsState(step.inner, step.sync)
-    collectives.check_local(updates, axis, what="`updates`")
+    collectives.check_local(updates, axis, what="`updates`", like=params)
+    _anchor.check_anchor(state.anchor, params)
     sent = sync.send(state.sync, control)
     clock = state.clock
     updates, memory = sync.rule.correct(updates, state.sync.memory, clock.step)
@@ -353,7 +354,9 @@ def local_steps(
     step = sync.finish(step, params, sent, control)
     return step.updates, LocalStepsState(step.inner, step.sync)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.only_floats(
+    optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  )
 
 
 def make_synchronizer(
@@ -365,7 +368,7 @@ def make_synchronizer(
   compression: reducers.Compression | None,
 ) -> Synchronizer:
   """Checks the arguments of `local_steps`, and builds its engine."""
-  checks.check_optimizer("inner", inner)
+  inner = checks.check_optimizer("inner", inner)
   collectives.check_axis(axis)
   reducers.check_compression(compression)
   engine = Synchronizer(

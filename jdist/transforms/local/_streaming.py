@@ -75,7 +75,7 @@ class Stream:
   specs: PyTree = None
 
   def __post_init__(self) -> None:
-    checks.check_structural("max_bytes", self.max_bytes, minimum=8)
+    checks.set_structural(self, "max_bytes", minimum=8)
     collectives.check_order(self.order)
 
   def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:

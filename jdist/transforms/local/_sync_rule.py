@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks
+from jdist import checks, collectives
 from jdist.transforms.local import _anchor
 
 PyTree = Any
@@ -162,8 +162,8 @@ class OuterStep(SyncRule):
   """
 
   def __init__(self, optimizer: optax.GradientTransformation):
-    checks.check_optimizer("outer", optimizer)
-    self.optimizer = optimizer
+    optimizer = checks.check_optimizer("outer", optimizer)
+    self.optimizer = collectives.for_workers(optimizer)
 
   def init(self, anchor: PyTree) -> PyTree:
     """The outer optimizer's state."""
@@ -185,7 +185,7 @@ def as_rule(rule: Any) -> SyncRule:
     return Average()
   if isinstance(rule, SyncRule):
     return rule
-  if isinstance(rule, optax.GradientTransformation):
+  if isinstance(rule, optax.GradientTransformation | optax.MultiSteps):
     return OuterStep(rule)
   raise ValueError(
     "`rule` must be a sync rule, an Optax optimizer for the outer step, or "
