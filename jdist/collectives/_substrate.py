@@ -4,7 +4,7 @@ import typing
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jdist import checks
 from jdist.collectives import _manual_axes, _mesh, _workers
@@ -35,7 +35,9 @@ def workers(
     substrate: `"auto"`, `"none"` (one worker), `"vmap"` (all on one device)
       or `"shard_map"`.
     mesh: the user's mesh, whose axis `axis` the workers share; its other axes
-      stay automatic, so that a worker may itself be sharded.
+      stay automatic, so that a worker may itself be sharded.  Explicit axes, as
+      `jax.make_mesh` gives them, become automatic: place arrays on the mesh
+      that the workers then have, by `replicate`, `place` and `shard`.
     axis: the name of the workers' axis.
 
   Returns:
@@ -104,6 +106,9 @@ def _on_mesh(num_workers: int, mesh: Mesh, axis: str) -> _workers.Workers:
       f"`axis` must be an axis of the mesh, one of {mesh.axis_names}, got "
       f"{axis!r}."
     )
+  if any(kind != AxisType.Auto for kind in mesh.axis_types):
+    # As `jax.make_mesh` gives them: their `shard_map` refuses unsharded inputs.
+    mesh = Mesh(mesh.devices, mesh.axis_names)
   along = mesh.shape[axis]
   if num_workers % along:
     raise ValueError(

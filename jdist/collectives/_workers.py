@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist.collectives import _manual_axes
 
@@ -147,7 +147,7 @@ class Workers:
     several = isinstance(self.axis, tuple)
     if several:
       one = jax.vmap(step, axis_name=self.axis[0])  # type: ignore[index]
-    return jax.shard_map(
+    mapped = jax.shard_map(
       one,
       mesh=self.mesh,
       in_specs=spec,
@@ -157,6 +157,13 @@ class Workers:
       # the differentiated function holds no collective, which a test checks.
       check_vma=not several,
     )
+
+    @functools.wraps(step)
+    def checked(*args: PyTree) -> PyTree:
+      _check_context()
+      return mapped(*args)
+
+    return checked
 
   def _in_team(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Lets a step know that it is one of several workers'."""
@@ -236,6 +243,8 @@ class Workers:
     rows = len(self.local_workers)
 
     def split(x: Any) -> Any:
+      if _is_explicit(getattr(getattr(x, "sharding", None), "mesh", None)):
+        x = _to_host(x)  # JAX would ask how to split what comes out.
       if jnp.ndim(x) == 0 or jnp.shape(x)[0] % rows:
         raise ValueError(
           f"`batch` must divide evenly over {rows} workers, got an array of "
@@ -264,6 +273,23 @@ class Workers:
       return jax.tree.map(_to_host, tree)
     jax.tree.map(_check_plain, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def _is_explicit(mesh: Any) -> bool:
+  return any(
+    kind == AxisType.Explicit for kind in getattr(mesh, "axis_types", ())
+  )
+
+
+def _check_context() -> None:
+  """Raises a ValueError where the caller has set a mesh of explicit axes."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if _is_explicit(mesh):
+    raise ValueError(
+      "`mesh` of `jax.set_mesh` must have automatic axes around the workers' "
+      f"programs, got {mesh.axis_types} of {mesh.axis_names}. "
+      "Leave `jax.set_mesh` out, or set `workers.mesh`."
+    )
 
 
 def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
