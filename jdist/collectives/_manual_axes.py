@@ -163,9 +163,9 @@ def check_local(
     raise ValueError(
       f"`axis` must be {team!r} where several workers run, got None: nothing "
       "would be sent, and each would train a model of its own. Pass "
-      "`axis=workers.axis`; if that is meant, put `with "
-      "jdist.collectives.team_of(None):` around it, or pass "
-      "`independent=True` to `training.make_step`."
+      "`axis=workers.axis`, or to `make_step` `independent=True` if that is "
+      "meant. In a loop of your own that is `with jdist.collectives."
+      "team_of(None):` around the update."
     )
   for name in bound_names(axis):
     if not _tracks_varying(name):
