@@ -24,7 +24,11 @@ from jdist.training._results import make_row as make_row
 from jdist.training._results import read_rows as read_rows
 from jdist.training._step import make_step as make_step
 from jdist.training._step import make_update as make_update
+from jdist.training._step import mean_statistics as mean_statistics
 from jdist.training._step import Step as Step
+from jdist.training._step import (
+  synchronize_statistics as synchronize_statistics,
+)
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
@@ -32,5 +36,6 @@ from jdist.training.loop import format_bytes as format_bytes
 from jdist.training.loop import is_diverged as is_diverged
 from jdist.training.loop import Progress as Progress
 from jdist.training.loop import Record as Record
+from jdist.training.loop import RoundHost as RoundHost
 from jdist.training.loop import Trainer as Trainer
 from jdist.training.loop import Watchdog as Watchdog

@@ -152,9 +152,9 @@ def make_update(
           gradient.grads, opt_state, params, loss=loss, value=loss, **given
         )
       params = transforms.apply_updates(params, updates, opt_state)
-      if not transforms.streams(opt_state):
-        ends = None if control is None else control.round_ends
-        model_state = _synchronized(model_state, opt_state, axis, ends=ends)
+      model_state = synchronize_statistics(
+        model_state, opt_state, axis=axis, control=control
+      )
     number = optax.safe_increment(state.step)
     metrics = gradient.metrics | {
       "loss": loss,
@@ -215,17 +215,43 @@ def _check_not_first(opt_state: PyTree) -> None:
     )
 
 
-def _synchronized(
+def synchronize_statistics(
   model_state: PyTree,
   opt_state: PyTree,
-  axis: collectives.Axis,
   *,
-  ends: bool | None,
+  axis: collectives.Axis,
+  control: transforms.Control | None = None,
 ) -> PyTree:
-  """Averages batch statistics if the workers have just come together.
+  """Averages batch statistics if the last update brought the workers together.
 
-  `ends` is what the host has said of it, None if it has said nothing.
+  What `make_step` does behind the update, for a step of one's own.  Those of a
+  streamed method and of `update_first` stay each worker's: `mean_statistics`
+  averages them before an evaluation.
+
+  Args:
+    model_state: one worker's: floats are averaged, counters and keys stay.
+    opt_state: the state that `update` returned.
+    axis: the workers' axis.
+    control: what the host said of this update, if it did.
+
+  >>> from jdist import methods
+  >>> optimizer = methods.local_sgd(optax.sgd(0.1), 2, axis="worker")
+  >>> def step(w, mean):  # The first of a round, and the last.
+  ...   state = optimizer.init(w)
+  ...   _, state = optimizer.update(w, state, w)
+  ...   first = synchronize_statistics({"mean": mean}, state, axis="worker")
+  ...   _, state = optimizer.update(w, state, w)
+  ...   last = synchronize_statistics(first, state, axis="worker")
+  ...   return first["mean"], last["mean"]
+  >>> first, last = jax.vmap(step, axis_name="worker")(
+  ...   jnp.ones(2), jnp.array([1.0, 3.0])
+  ... )
+  >>> first.tolist(), last.tolist()
+  ([1.0, 3.0], [2.0, 2.0])
   """
+  if transforms.streams(opt_state) or transforms.update_pending(opt_state):
+    return model_state
+  ends = None if control is None else control.round_ends
   if not jax.tree.leaves(model_state):
     return model_state
   together = transforms.synchronized(opt_state) if ends is None else ends
@@ -242,7 +268,12 @@ def _synchronized(
 
 
 def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
-  """Averages what is a number; counters and keys stay each worker's own."""
+  """Averages batch statistics; counters and keys stay each worker's own.
+
+  Args:
+    model_state: one worker's.
+    axis: the workers' axis.
+  """
   leaves, structure = jax.tree.flatten(model_state)
   chosen = [
     i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)
