@@ -23,6 +23,8 @@ import optax
 _MAX_LETTERS = 100
 # Bytes of an array that are looked at together: it may lie on a disk.
 _PART = 1 << 24
+# Counts are int32 in programs.
+_LARGEST = 2**31 - 1
 
 
 def is_traced(value: Any) -> bool:
@@ -47,8 +49,13 @@ def show(value: Any) -> str:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-  """Raises a ValueError unless `value` is one of `choices`."""
-  if value not in choices:
+  """Raises a ValueError unless `value` is one of `choices`.
+
+  >>> check_choice("wire", np.ones(2), ("sum", "gather"))
+  Traceback (most recent call last):
+  ValueError: `wire` must be 'sum' or 'gather', got float64[2].
+  """
+  if not any(isinstance(value, type(x)) and value == x for x in choices):
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
     raise ValueError(f"`{name}` must be {known}, got {show(value)}.")
 
@@ -105,6 +112,8 @@ def check_structural(
       f"`static_args=({name!r},)`."
     )
   one = int(value) if isinstance(value, int | np.integer) else None
+  if maximum is None and one is not None and one > _LARGEST:
+    maximum = _LARGEST
   _check_range(name, value, one, minimum, maximum, remedy)
   return one  # type: ignore[return-value]
 
@@ -269,6 +278,8 @@ def check_optimizer(
 def check_arrays(name: str, tree: Any) -> None:
   """Raises a ValueError that names the first leaf that is no array."""
   for leaf, value in named_leaves(tree).items():
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct | float):
+      continue  # Quickly: this is asked in every trace.
     try:
       jax.eval_shape(lambda x: x, value)
     except TypeError:
@@ -286,7 +297,7 @@ def check_rate(name: str, value: Any) -> None:
       f"step, got {show(value)}. An interval policy is given as `interval`, "
       "and of an optimizer its rate is meant."
     )
-  if not callable(value):
+  if not callable(value) or isinstance(value, type):
     check_continuous(name, value, open_low=True)
 
 

@@ -5,6 +5,8 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
+from jdist import checks
+
 PyTree: TypeAlias = Any
 Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
 
@@ -23,10 +25,11 @@ def leaf_paths(tree: PyTree) -> tuple[str, ...]:
 
 def check_order(order: Order) -> None:
   """Raises a ValueError unless leaves can be ordered so."""
-  if order not in ("front_first", "back_first") and not callable(order):
+  named = isinstance(order, str) and order in ("front_first", "back_first")
+  if not named and (isinstance(order, type) or not callable(order)):
     raise ValueError(
       "`order` must be 'front_first', 'back_first' or a function of a leaf's "
-      f"path, got {order!r}."
+      f"path, got {checks.show(order)}."
     )
 
 

@@ -188,6 +188,8 @@ def check_alike(tree: PyTree, like: PyTree, what: str) -> None:
 
   Whatever stands for the gradient of an integer is right.
   """
+  for name, one in ((what.strip("`"), tree), ("params", like)):
+    checks.check_arrays(name, one)
   shapes = [[jnp.shape(x) for x in jax.tree.leaves(t)] for t in (tree, like)]
   structures: list[Any] = [jax.tree.structure(t) for t in (tree, like)]
   if structures[0] == structures[1] and shapes[0] == shapes[1]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jdist import checks
+
 # XLA's CPU backend sizes its one thread pool by this variable.  Virtual
 # devices share the pool, a collective blocks one thread a device, and steps
 # in flight behind it take the threads that it needs: with 8 devices on 2
@@ -31,8 +33,7 @@ def make_cpu_devices(num_devices: int) -> int:
   Returns:
     The number of CPU devices that this process will have.
   """
-  if num_devices < 1:
-    raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
+  num_devices = checks.check_int("num_devices", num_devices, 1)
   # -1 when nobody has asked before.
   asked_before = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
   num_devices = max(num_devices, asked_before)
@@ -89,12 +90,23 @@ def make_mesh(
   Raises:
     ValueError: when names and sizes do not match or there are too few devices.
   """
+  shape = [
+    checks.check_int("shape", x, 1)
+    for x in checks.check_list("shape", shape, "numbers of devices")
+  ]
+  names = checks.check_list("names", names, "names")
+  for name in names:
+    checks.check_type("names", name, str, "a list of names")
   if len(shape) != len(names):
     raise ValueError(
       f"`shape` and `names` must have one entry an axis, got {tuple(shape)} "
       f"and {tuple(names)}."
     )
-  devices = list(jax.devices() if devices is None else devices)
+  if devices is None:
+    devices = jax.devices()
+  devices = checks.check_list("devices", devices, "devices")
+  for device in devices:
+    checks.check_type("devices", device, jax.Device, "a list of `jax.Device`")
   needed = int(np.prod(shape))
   if needed > len(devices):
     raise ValueError(

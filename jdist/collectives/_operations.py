@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jdist import checks
 from jdist.collectives import _manual_axes
 
 PyTree: TypeAlias = Any
@@ -35,6 +36,7 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
   [2.0, 2.0]
   """
+  tree = _arrays(tree)
   if axis is None:  # The same dtypes as with others.
     return jax.tree.map(
       lambda x: (
@@ -87,6 +89,7 @@ def sum(tree: PyTree, axis: Axis) -> PyTree:
 def _all_reduce(
   reduce: Callable[[PyTree, str], PyTree], tree: PyTree, axis: Axis
 ) -> PyTree:
+  tree = _arrays(tree)
   # An empty tree has nothing to send, and some JAX versions object to it.
   if not jax.tree.leaves(tree):
     return tree
@@ -99,6 +102,14 @@ def _all_reduce(
     tree = reduce(_manual_axes.varying(tree, name), name)
   tree = jax.tree.map(_like, tree, dtypes)
   return _manual_axes.varying(tree, axis)
+
+
+def _arrays(tree: PyTree) -> PyTree:
+  """Makes numbers arrays; raises a ValueError for what is neither."""
+  if all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
+    return tree
+  checks.check_arrays("tree", tree)
+  return jax.tree.map(jnp.asarray, tree)
 
 
 def _must_widen() -> bool:
@@ -147,7 +158,7 @@ def gather(tree: PyTree, axis: Axis) -> PyTree:
       rows = rows.reshape(-1, *x.shape)
     return _manual_axes.varying(rows, axis)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(one, _arrays(tree))
 
 
 def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
@@ -194,7 +205,7 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
         )
     return _manual_axes.varying(_like(y / num_workers, x.dtype), axis)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(one, _arrays(tree))
 
 
 def _check_rows(x: jax.Array, num_workers: int) -> None:
@@ -235,7 +246,7 @@ def all_to_all(tree: PyTree, axis: Axis) -> PyTree:
       y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
     return _manual_axes.varying(y.reshape(x.shape), axis)
 
-  return jax.tree.map(one, tree)
+  return jax.tree.map(one, _arrays(tree))
 
 
 def _mapped(x: jax.Array, name: str) -> jax.Array:

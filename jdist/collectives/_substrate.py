@@ -59,6 +59,9 @@ def workers(
   checks.check_int("num_workers", num_workers, 1)
   checks.check_choice("substrate", substrate, typing.get_args(Substrate))
   if mesh is not None:
+    checks.check_type(
+      "mesh", mesh, Mesh, "a `jax.sharding.Mesh`, of `make_mesh` for instance"
+    )
     if substrate not in ("auto", "shard_map"):
       raise ValueError(
         f"`mesh` needs `substrate='shard_map'`, got {substrate!r}."

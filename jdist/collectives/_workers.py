@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist.collectives import _manual_axes
+from jdist import checks
+from jdist.collectives import _manual_axes, _shards
 
 PyTree = Any
 _UNSPLIT = PartitionSpec()
@@ -189,12 +190,16 @@ class Workers:
     Returns:
       Arrays `[workers, ...]`.
     """
+    checks.check_arrays("tree", tree)
     if jax.process_count() > 1:  # Only host arrays may enter such a program.
       tree = jax.tree.map(_to_host, tree)
     if isinstance(specs, PartitionSpec):
       shardings = self.sharding(specs)
     else:
-      shardings = jax.tree.map(self.sharding, specs)
+      named = _shards.spec_leaves(specs, tree)
+      shardings = jax.tree.unflatten(
+        jax.tree.structure(tree), map(self.sharding, named)
+      )
     # A program and not a device_put: it never holds all copies in one place.
     spread = jax.jit(
       lambda one: jax.tree.map(
@@ -265,6 +270,13 @@ class Workers:
         f"`worker` must run in this process, one of {self.local_workers}, "
         f"got {worker}. To see all workers, call `gather`."
       )
+    checks.check_arrays("tree", tree)
+    for name, x in checks.named_leaves(tree).items():
+      if jnp.ndim(x) == 0:
+        raise ValueError(
+          "`tree` must hold arrays [workers, ...], got a scalar"
+          f"{f' at {name!r}' if name else ''}. Pass what `jit` returned."
+        )
     return jax.tree.map(lambda x: _row(x, worker), tree)
 
   def gather(self, tree: PyTree) -> PyTree:
@@ -273,6 +285,13 @@ class Workers:
       return jax.tree.map(_to_host, tree)
     jax.tree.map(_check_plain, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def check_workers(value: Any) -> None:
+  """Raises a ValueError unless `value` is a run's workers."""
+  checks.check_type(
+    "workers", value, Workers, "what `jdist.workers(...)` returns"
+  )
 
 
 def _is_explicit(mesh: Any) -> bool:

@@ -192,6 +192,7 @@ def one_bit_adam(
   >>> optimizer = one_bit_adam(1e-3, 1000, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
+  checks.check_continuous("weight_decay", weight_decay)
   adam = optax.chain(
     transforms.scale_by_frozen_adam(
       warmup_steps,
@@ -234,6 +235,7 @@ def topk_sgd(
 
   >>> optimizer = topk_sgd(optax.sgd(0.1), axis=None)
   """
+  checks.check_choice("feedback", feedback, (True, False))
   kept = reducers.ErrorFeedback() if feedback else None
   return _by_few_bytes(optimizer, axis, codecs.TopK(ratio), kept)
 

@@ -220,6 +220,8 @@ def muloco(
   >>> optimizer = muloco(0.02, 30, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
+  checks.check_continuous("momentum", momentum, high=1.0)
+  checks.check_continuous("weight_decay", weight_decay)
   inner = _leniently(
     optax.contrib.muon(
       learning_rate,
@@ -253,7 +255,9 @@ def nesterov(
 
 def as_float(x: Any) -> Any:
   """Injected hyper-parameters come in the parameters' dtype; anchors do not."""
-  return x.astype("float32") if isinstance(x, jax.Array) else x
+  if isinstance(x, jax.Array):
+    return x.astype("float32")
+  return float(x) if isinstance(x, int) else x
 
 
 def _leniently(

@@ -93,7 +93,7 @@ class Compression:
     )
     # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
     seed = 0 if self.seed is None else self.seed
-    seed = checks.check_structural("seed", seed, minimum=0)
+    seed = checks.check_structural("seed", seed, minimum=0, maximum=2**63 - 1)
     if feedback is not None and feedback.keeps_rest and not reducer.averages:
       raise ValueError(
         "`feedback` keeps what is not in a worker's share of the mean, and "

@@ -95,7 +95,7 @@ class PowerSGD(_reducer.Reducer):
 
   def __post_init__(self) -> None:
     checks.set_structural(self, "rank", minimum=1)
-    checks.set_structural(self, "seed", minimum=0)
+    checks.set_structural(self, "seed", minimum=0, maximum=2**63 - 1)
     checks.check_type(
       "factors",
       self.factors,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdist import checks
 from jdist.training import _losses
 
 PyTree = Any
@@ -54,8 +55,7 @@ def make_gradient(
   >>> found.grads.item(), found.samples.item()
   (-4.0, 2.0)
   """
-  if accumulate < 1:
-    raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+  accumulate = checks.check_structural("accumulate", accumulate, minimum=1)
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
 
   def differentiate(params: PyTree, *given: Any) -> tuple[Any, PyTree]:

@@ -62,6 +62,10 @@ def make_step(
       divide a batch, `update_first` is inside another transformation, or the
       optimizer of several workers never communicates.
   """
+  checks.check_function(
+    "loss_fn", loss_fn, "`(params, model_state, batch, key)`"
+  )
+  checks.check_choice("weighted", weighted, (True, False))
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   gradient = _gradient.make_gradient(loss_fn, accumulate=accumulate)
   update = make_update(optimizer, axis=axis, independent=independent)
@@ -121,6 +125,8 @@ def make_update(
     `(state, gradient, control=None) -> state, metrics`, with the gradient of
     `make_gradient`.
   """
+  collectives.check_axis(axis)
+  checks.check_choice("independent", independent, (True, False))
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   optimizer = optax.with_extra_args_support(
     checks.check_optimizer("optimizer", optimizer)

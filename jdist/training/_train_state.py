@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, transforms
+from jdist import checks, collectives, transforms
 
 PyTree = Any
 
@@ -53,6 +53,11 @@ def init_state(
       split over the mesh's other axes, see `Workers.replicate`; not split by
       default.
   """
+  collectives.check_workers(workers)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
+  checks.check_arrays("params", params)
+  checks.check_arrays("model_state", {} if model_state is None else model_state)
+  seed = checks.check_seed(seed)
   if specs is None:
     specs = jax.sharding.PartitionSpec()
   replicated = workers.replicate(params, specs)

@@ -52,6 +52,7 @@ def clip_local(
   """
   checks.check_continuous("threshold", threshold, open_low=True)
   collectives.check_axis(axis)
+  checks.check_choice("per_leaf", per_leaf, (True, False))
 
   def clip(updates: optax.Updates, params: Any) -> optax.Updates:
     del params

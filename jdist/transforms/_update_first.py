@@ -159,6 +159,9 @@ def update_first(
       "`pending` shapes the program and must be a Python number, got an array."
     )
   checks.check_continuous("pending", pending, high=1.0)
+  checks.check_choice("scatter", scatter, (True, False))
+  if specs is not None:
+    collectives.spec_leaves(specs)
   if scatter and pending < 1:
     raise ValueError(
       "`scatter` splits all means in two and cannot be used with "

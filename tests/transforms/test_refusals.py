@@ -38,7 +38,7 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
   ("interval", lambda: local(interval=0), "an int >= 1"),
   ("interval", lambda: local(interval=True), "an int >= 1"),
   ("interval", lambda: local(interval=2.5), "an int >= 1"),
-  ("interval", lambda: local(interval=2**31), "at most 1073741824"),
+  ("interval", lambda: local(interval=2**31), "an int from 1 to 2147483647"),
   ("stream", lambda: transforms.Delayed(stream=True), "a `transforms.Stream`"),
   (
     "stream",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdist import transforms
+from jdist import checks, transforms
 
 # Nothing is said: the device ends rounds.
 DEVICE = transforms.Control()
@@ -36,6 +36,7 @@ class Programs:
     self, stream_steps: Sequence[int], host_rounds: bool | None = None
   ):
     """Checks the numbers of steps; `host_rounds` is None where the host can."""
+    stream_steps = checks.check_list("stream_steps", stream_steps, "ints >= 1")
     wrong = [
       s for s in stream_steps if isinstance(s, bool) or not isinstance(s, int)
     ]

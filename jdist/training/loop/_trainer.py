@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jdist import collectives, transforms
+from jdist import checks, collectives, transforms
 from jdist.training import _checkpoints, _step, _train_state
 from jdist.training.loop import (
   _compiled_step,
@@ -56,6 +56,11 @@ class Trainer:
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
+    collectives.check_workers(workers)
+    checks.check_function("step", step, "a state and a batch")
+    checks.check_choice("host_rounds", host_rounds, (None, True, False))
+    checks.check_choice("independent", independent, (True, False))
+    timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
     self.workers = workers
     self._step = _compiled_step.CompiledStep(workers, step)
     self._independent = independent

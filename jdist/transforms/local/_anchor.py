@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdist import checks, states
@@ -73,7 +74,9 @@ def onto(anchor: PyTree, params: PyTree) -> PyTree:
 
 def scalar(x: jax.typing.ArrayLike) -> jax.Array:
   """As float32: injected hyper-parameters come in the parameters' dtype."""
-  return jnp.asarray(x).astype(jnp.float32)
+  if isinstance(x, jax.Array):
+    return x.astype(jnp.float32)
+  return jnp.asarray(np.asarray(x, np.float32))  # Also of large integers.
 
 
 def either(which: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
@@ -179,7 +182,10 @@ def _not_last(what: str) -> ValueError:
 
 def is_trained(x: Any) -> bool:
   """Returns whether a leaf is of numbers that a gradient moves."""
-  return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+  dtype = getattr(x, "dtype", None)
+  if dtype is None:
+    return isinstance(x, float | complex)
+  return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def only_floats(
@@ -298,6 +304,7 @@ def apply_updates(
   >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
   0.5
   """
+  checks.check_arrays("params", params)
   workers.check_alike(updates, params, "`updates`")
   there = jax.tree.map(
     lambda p, u: moved(p, u).astype(p.dtype) if is_trained(p) else p,

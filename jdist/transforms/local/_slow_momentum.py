@@ -62,7 +62,7 @@ class SlowMomentum(_sync_rule.SyncRule):
       "slow_learning_rate", self.slow_learning_rate, open_low=True
     )
     checks.check_continuous("slow_momentum", self.momentum, high=1.0)
-    if self.buffers not in BUFFERS:
+    if not (isinstance(self.buffers, str) and self.buffers in BUFFERS):
       raise ValueError(
         f"`buffers` must be one of {', '.join(map(repr, BUFFERS))}, got "
         f"{self.buffers!r}."
