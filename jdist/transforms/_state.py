@@ -41,7 +41,12 @@ def synchronized(state: PyTree) -> jax.Array | bool:
     nothing needs to be decided when the program runs.
   """
   found = _anchor.find_rounds(state)
-  return True if found is None else found.clock.synchronized
+  if found is None:
+    return True
+  flag = found.clock.synchronized
+  for outer in _anchor.accumulates(state):  # Between two of its updates.
+    flag = flag & (outer.mini_step == 0)
+  return flag
 
 
 def rounds(state: PyTree, steps: jax.typing.ArrayLike) -> jax.Array:
@@ -106,6 +111,8 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
     None for a method without rounds that a host could end.
   """
   found = _anchor.find_rounds(state)
+  if _anchor.accumulates(state):  # A round then has more updates than counted.
+    return None
   return found.ahead() if hasattr(type(found), "ahead") else None
 
 

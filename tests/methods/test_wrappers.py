@@ -270,7 +270,6 @@ def test_what_changes_updates_behind_an_anchor_is_refused(name):
   "around",
   [
     lambda x: optax.apply_if_finite(x, 3),
-    lambda x: optax.MultiSteps(x, 2),
     lambda x: optax.contrib.schedule_free(x, 0.1),
     lambda x: optax.named_chain(("method", x), ("scale", optax.scale(0.5))),
   ],

@@ -153,12 +153,26 @@ def _check_last(state: PyTree) -> None:
       optax.MaskedState
       | optax.transforms.PartitionState
       | optax.InjectStatefulHyperparamsState
+      | optax.MultiStepsState
       | dict,
     ) or hasattr(kind, "shared"):
       parts = list(state.values() if isinstance(state, dict) else state)
     else:
       raise _not_last(f"{_kind(state)} stands around it")
     state = next(x for x in parts if contains(x, rounds))
+
+
+def accumulates(state: PyTree) -> list[Any]:
+  """Returns the states of `optax.MultiSteps` around a method with rounds."""
+  rounds, found = declares("rounds"), []
+
+  def around(x: Any) -> bool:
+    if isinstance(x, optax.MultiStepsState) and contains(x, rounds):
+      found.append(x)
+    return rounds(x)
+
+  jax.tree.leaves(state, is_leaf=around)
+  return found
 
 
 def _kind(state: Any) -> str:
