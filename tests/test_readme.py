@@ -25,6 +25,30 @@ def test_the_readme_example_runs(number, capsys):
         test()
 
 
+def test_the_first_example_prints_what_its_comment_says(capsys):
+  code = _BLOCKS[0]
+  wanted, within = re.search(
+    r"print\(.*\)  # \[(.*)\], within ([\d.]+)", code
+  ).groups()
+  import jax
+
+  with jax.numpy_dtype_promotion("standard"):
+    exec(compile(code, "README block 0", "exec"), {"__name__": "readme"})
+  printed = capsys.readouterr().out.strip().strip("[]").split()
+  for found, value in zip(printed, wanted.split(), strict=True):
+    assert abs(float(found) - float(value)) <= float(within)
+
+
+def test_the_pipeline_that_is_drawn_is_printed(capsys):
+  code, drawn = re.search(
+    r"```python\n((?:(?!```).)*?)```\n\n```\n(device 0 .*?)```",
+    _README,
+    flags=re.DOTALL,
+  ).groups()
+  exec(compile(code, "README", "exec"), {"__name__": "readme"})
+  assert drawn.strip() in capsys.readouterr().out
+
+
 def test_the_main_example_has_about_fifteen_lines():
   lines = [line for line in _BLOCKS[0].splitlines() if line.strip()]
   assert len(lines) <= 16

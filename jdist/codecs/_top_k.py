@@ -20,8 +20,9 @@ class TopK(_sparse.Sparse):
   before all numbers, so that it is seen after decoding; no entry is sent
   twice.  A payload holds k values, in the order of their indices and packed
   by `values`, and the indices in the fewest bits (`_indices`): about 8.6
-  bits for each of 1 % of the entries and 12 for each of 0.1 %.  With bfloat16
-  values 1 % of a float32 array is 130 times smaller than it.
+  bits for each of 1 % of the entries and 12 for each of 0.1 %.  1 % of
+  a float32 array is 79 times smaller than it with float32 values, the default,
+  and 130 times with bfloat16's.
 
   Args:
     ratio: the part of the entries that is sent, in (0, 1]; one at the least.

@@ -275,7 +275,7 @@ def local_steps(
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them `anchor`
   (float32) and `interval_steps` (int32 scalar).  Stands last in a chain: the
-  anchor takes the updates as done.
+  anchor takes the updates as done, and what changes them behind it is refused.
 
   An Optax update is a difference, so after a round the local parameters equal
   the anchor up to rounding; `jdist.apply_updates` makes them equal to the bit.
