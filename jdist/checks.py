@@ -280,6 +280,11 @@ def check_arrays(name: str, tree: Any) -> None:
   for leaf, value in named_leaves(tree).items():
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | float):
       continue  # Quickly: this is asked in every trace.
+    if isinstance(value, int) and abs(value) > _LARGEST:
+      raise ValueError(
+        f"`{name}` must hold numbers of 32 bits, got {value}"
+        f"{f' at {leaf!r}' if leaf else ''}. Make it a float."
+      )
     try:
       jax.eval_shape(lambda x: x, value)
     except TypeError:
@@ -298,7 +303,9 @@ def check_rate(name: str, value: Any) -> None:
       "and of an optimizer its rate is meant."
     )
   if not callable(value) or isinstance(value, type):
-    check_continuous(name, value, open_low=True)
+    # As an int32, which a larger Python int is not.
+    most = float(_LARGEST) if isinstance(value, int) else math.inf
+    check_continuous(name, value, open_low=True, high=most)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

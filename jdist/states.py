@@ -27,8 +27,8 @@ def declare(
 ) -> Callable[[_T], _T]:
   """Declares the properties of a state, as attributes of its class.
 
-  A declared state of a transformation that stands around a method with rounds also
-  says that it passes the method's updates on as they are.
+  A declared state of a transformation that stands around a method with rounds
+  also says that it passes the method's updates on as they are.
 
   Args:
     shared: the fields that are equal on all workers, which a checkpoint stores

@@ -20,6 +20,8 @@ from jdist.collectives._manual_axes import Axis as Axis
 from jdist.collectives._manual_axes import check_alike as check_alike
 from jdist.collectives._manual_axes import check_axis as check_axis
 from jdist.collectives._manual_axes import check_local as check_local
+from jdist.collectives._manual_axes import for_workers as for_workers
+from jdist.collectives._manual_axes import same_form as same_form
 from jdist.collectives._manual_axes import team_of as team_of
 from jdist.collectives._manual_axes import varying as varying
 from jdist.collectives._manual_axes import varying_like as varying_like
@@ -40,7 +42,6 @@ from jdist.collectives._operations import sum as sum
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._phases import phase_of as phase_of
-from jdist.collectives._retraced import for_workers as for_workers
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape

@@ -78,7 +78,8 @@ class MomentumCorrection(_feedback.Feedback):
 
   def __post_init__(self) -> None:
     checks.check_continuous("momentum", self.momentum, high=1.0)
-    checks.check_choice("nesterov", self.nesterov, (True, False))
+    for name in ("nesterov", "mask"):
+      checks.check_choice(name, getattr(self, name), (True, False))
 
   def init(self, like: PyTree) -> MomentumCorrectionState:
     """No momentum and no residual."""

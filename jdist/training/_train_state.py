@@ -56,6 +56,8 @@ def init_state(
   collectives.check_workers(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_arrays("params", params)
+  if params is None:
+    raise ValueError("`params` must be one worker's parameters, got None.")
   checks.check_arrays("model_state", {} if model_state is None else model_state)
   seed = checks.check_seed(seed)
   if specs is None:

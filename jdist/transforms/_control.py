@@ -46,7 +46,8 @@ class Control:
           f"`{name}` shapes the program and must be True, False or None, got "
           f"{value!r}."
         )
-    if self.stream_steps is not None and self.stream_steps != "fixed":
+    steps = self.stream_steps
+    if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
       checks.set_structural(self, "stream_steps", minimum=1)
 
   @property

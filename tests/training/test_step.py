@@ -72,7 +72,7 @@ def test_a_batch_that_does_not_divide_is_told():
   team = _tiny.team("vmap")
   with pytest.raises(ValueError, match="`accumulate=3` must divide the batch"):
     _run(team, methods.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
-  with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
+  with pytest.raises(ValueError, match="`accumulate` must be an int >= 1"):
     training.make_step(_tiny.loss_fn, optax.sgd(0.1), axis=None, accumulate=0)
 
 
