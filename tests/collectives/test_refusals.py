@@ -66,7 +66,7 @@ def view(worker):
     lambda: collectives.make_mesh((16,), ("worker",)),
     "16, there are 8",
   ),
-  ("num_devices", lambda: collectives.make_cpu_devices(0), "at least 1"),
+  ("num_devices", lambda: collectives.make_cpu_devices(0), "an int >= 1"),
   # Workers.
   ("num_workers", lambda: workers(0), "an int >= 1, got 0"),
   ("num_workers", lambda: workers(3, mesh=mesh()), "2 places"),

@@ -94,7 +94,11 @@ _CODEC = codecs.TopK(k=2)
   ("wire", lambda: _STATEFUL.init(jnp.zeros(200), None), "'sum' for Drawn"),
   ("codec", lambda: carry(EXACT), "a codec"),
   ("rank", lambda: reducers.PowerSGD(rank=0), "int >= 1"),
-  ("seed", lambda: reducers.PowerSGD(seed=-1), "an int >= 0, got -1"),
+  (
+    "seed",
+    lambda: reducers.PowerSGD(seed=-1),
+    "an int from 0 to 9223372036854775807, got -1",
+  ),
   ("factors", lambda: reducers.PowerSGD(factors=_CODEC), "None or a reducer"),
   (
     "factors",
@@ -172,7 +176,11 @@ _CODEC = codecs.TopK(k=2)
   *(
     ("feedback", lambda x=x: compress(_VOTE, x), "`Smoothing()`") for x in _KEPT
   ),
-  ("seed", lambda: compress(seed=-1), "an int >= 0, got -1"),
+  (
+    "seed",
+    lambda: compress(seed=-1),
+    "an int from 0 to 9223372036854775807, got -1",
+  ),
   ("specs", lambda: stream(compress(specs=[INNER])), "None where"),
   ("updates", shared_gradients, "each worker's own"),
   (
