@@ -1,13 +1,51 @@
-"""The table and the picture of the comparison, from its rows.
+"""The tables and the picture of the comparison, from its rows.
 
 python experiments/msdpu/report.py cifar10
 """
 
 import pathlib
+import sys
+from typing import Any
 
+from jdist import training
 from jdist.training import comparison
 
+# Fresh ones: nothing was chosen by them.
+_FRESH = range(100, 1000)
+
+
+def validation_table(rows: list[dict[str, Any]]) -> str:
+  """Returns each variant's runs on held-out images, one for each rate."""
+  tried = [row for row in rows if row["purpose"] == "tuning"]
+  most = max(row["sent_bytes"] for row in tried)
+  lines = [
+    "| variant | learning rate | held-out accuracy, % | rounds | fewer bytes |",
+    "|---|---|---|---|---|",
+  ]
+  for row in sorted(
+    tried, key=lambda row: (row["method"], row["learning_rate"])
+  ):
+    lines.append(
+      f"| {row['method']} | {row['learning_rate']:g} | "
+      f"{comparison.accuracy(row):.2f} | {row['rounds']:,} | "
+      f"{most / row['sent_bytes']:.1f}x |"
+    )
+  return "\n".join(lines)
+
+
+def main(folder: pathlib.Path) -> None:
+  """Prints and draws what there are rows for."""
+  comparison.report_experiment(folder, ours="msdpu")
+  preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
+  rows = training.read_rows(folder / "results" / f"{preset}.jsonl")
+  runs = comparison.best_runs(rows)
+  if "ssgd" in runs:
+    table = comparison.difference_table(runs, "ssgd", _FRESH)
+    if table.count("\n") > 1:
+      print(f"\nPaired with ssgd, seeds from {_FRESH[0]} on:\n\n{table}")
+  if any(row["purpose"] == "tuning" for row in rows):
+    print(f"\nOn held-out images, one seed:\n\n{validation_table(rows)}")
+
+
 if __name__ == "__main__":
-  comparison.report_experiment(
-    pathlib.Path(__file__).resolve().parent, ours="msdpu"
-  )
+  main(pathlib.Path(__file__).resolve().parent)
