@@ -1,6 +1,7 @@
 """Ray as the engine: what it refuses, and real actors on this machine."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import signal
@@ -41,6 +42,7 @@ def words(tmp_path, *more, num=2):
     (("--address", "127.0.0.1:1"), "No Ray cluster answers at 127.0.0.1:1"),
     (("--cpus-per-worker", "1000"), "need 3000 CPUs, and Ray has"),
     (("--codec", "int4"), "`--codec` must be left out with `--protocol h_ps`"),
+    (("--local-momentum", "0.9"), "`--local-momentum` must be 0 with"),
     (("--cpus-per-worker", "0"), "`--cpus-per-worker` must be positive"),
   ),
 )
@@ -100,9 +102,16 @@ def work(name, channel):
   server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
 
 
+needs_ray = pytest.mark.skipif(
+  # Not imported: an engine must be the first that does.
+  importlib.util.find_spec("ray") is None,
+  reason="Ray is not installed",
+)
+
+
+@needs_ray
 @pytest.mark.slow
 def test_a_killed_worker_comes_back_and_nothing_is_left():
-  pytest.importorskip("ray")
   before = left_behind()
   engine = server.RayEngine(2, cpus_per_worker=0.25)
   killed = []
@@ -130,9 +139,9 @@ def test_a_killed_worker_comes_back_and_nothing_is_left():
   assert left_behind() == before
 
 
+@needs_ray
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_nothing(tmp_path):
-  pytest.importorskip("ray")
   before = left_behind()
   more = ("--cpus-per-worker", "0.25", "--epochs", "1000")
   process = subprocess.Popen(
@@ -149,9 +158,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
   assert left_behind() == before
 
 
+@needs_ray
 @pytest.mark.slow
 def test_training_on_ray_is_recorded_and_goes_on(tmp_path):
-  pytest.importorskip("ray")
   more = (
     "--cpus-per-worker", "0.25", "--evaluate-every-epochs", "1",
     "--learning-rate", "0.05", "--checkpoints", str(tmp_path / "kept"),

@@ -87,6 +87,12 @@ def train(options: _options.Train) -> None:
       f"`outages` must be left out with `--driver ray`, got some of {away[0]}: "
       "real workers fail by themselves."
     )
+  if options.local_momentum:
+    raise ValueError(
+      "`--local-momentum` must be 0 with `--driver ray`, whose workers do not "
+      f"keep what they were sent before, got {options.local_momentum:g}. Take "
+      "the clock, or leave it out."
+    )
   samples = round(options.epochs * len(parts.workload.train))
   every = min(
     samples, options.evaluate_every_epochs * len(parts.workload.train)
