@@ -26,7 +26,7 @@ def leaf_paths(tree: PyTree) -> tuple[str, ...]:
 def check_order(order: Order) -> None:
   """Raises a ValueError unless leaves can be ordered so."""
   named = isinstance(order, str) and order in ("front_first", "back_first")
-  if not named and (isinstance(order, type) or not callable(order)):
+  if not named and not callable(order):  # Also a type, as `str`.
     raise ValueError(
       "`order` must be 'front_first', 'back_first' or a function of a leaf's "
       f"path, got {checks.show(order)}."

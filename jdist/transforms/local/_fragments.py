@@ -137,7 +137,7 @@ def fragment_steps(
   sync = _local_steps.make_synchronizer(
     inner, interval, axis, rule, overlap, compression
   )
-  if not callable(fragments) or isinstance(fragments, type):
+  if not callable(fragments):
     fragments = checks.check_structural("fragments", fragments, minimum=1)
     _check_number(fragments, interval)
   if overlap is not None:
