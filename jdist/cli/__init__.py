@@ -1,6 +1,7 @@
 """The command line: `python -m jdist ...`, or `jdist ...`."""
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import io
@@ -40,6 +41,8 @@ _COMMANDS = {
      "a parameter server on unequal machines"),
     ("pipeline", _options.Pipeline, "pipelines._pipeline.run",
      "draw, check, simulate or plan a pipeline's table"),
+    ("launch", _options.Launch, "launch._launch.launch",
+     "start a run in several processes, here or on a cluster"),
   )
 }  # fmt: skip
 
@@ -51,23 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments: the words after the program's name; `sys.argv` by default.
 
   Returns:
-    The exit status: 0, 2 for options that cannot be used, or 3 for a run that
-    has diverged; then one line on stderr says which, why, and what to do.
+    The exit status: 0, 2 for options that cannot be used, 3 for a run that has
+    diverged, 143 for one that SIGTERM has ended, or 75 for one that others of
+    its processes were lost to; then one line on stderr says which, why, and
+    what to do.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
     with _interrupts.kept():
-      status = _status(words)
-  except BaseException:
+      status, line = _status(words)
+  except BaseException as error:
     if not _among_processes():
       raise
+    _processes().await_verdict()
     traceback.print_exc()
-    status = 1
+    status, line = 1, ""
+    reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+  else:
+    reason = line.partition("\n")[0]
+  if line:
+    print(f"jdist: {line}", file=sys.stderr)
   if status and _among_processes():
     # An ordinary exit would wait for the other processes, which wait for this
     # one in a collective.
     sys.stdout.flush()
     sys.stderr.flush()
+    _processes().leave_processes(status, reason)
     os._exit(status)
   return status
 
@@ -77,18 +89,24 @@ def _among_processes() -> bool:
   return jax is not None and bool(jax.distributed.is_initialized())
 
 
-def _status(words: list[str]) -> int:
-  """Runs a command; its exit status."""
+def _processes() -> Any:
+  from jdist import collectives
+
+  return collectives
+
+
+def _status(words: list[str]) -> tuple[int, str]:
+  """Runs a command; its exit status, and what is to be said of it."""
   words = _pipeline_trained(words)
   if not words or words[0] in ("-h", "--help", "help"):
     summaries = {name: x.summary for name, x in _COMMANDS.items()}
     print(_help.overview(summaries), end="")
-    return 0
+    return 0, ""
   if words[0] in ("-V", "--version"):
     from jdist import _version
 
     print(f"jdist {_version.__version__}")
-    return 0
+    return 0, ""
   try:
     if words[0] not in _COMMANDS:
       raise ValueError(
@@ -100,23 +118,22 @@ def _status(words: list[str]) -> int:
     if options is not None:
       module, _, function = command.function.rpartition(".")
       run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
-      run(options)
+      return run(options) or 0, ""
+  except TimeoutError as error:
+    # Another process may only have been late.
+    return 75, f"error: {error}"
   except (ValueError, ImportError, OSError) as error:
     if not _is_ours(error):
       raise  # Not a bad option but a bug: its traceback is needed.
     # One line, whatever the error's own layout is; a picture keeps its own.
     told = " ".join(str(getattr(error, "problem", error)).split())
-    print(f"jdist: error: {told}", file=sys.stderr)
-    if picture := getattr(error, "picture", ""):
-      print(picture, file=sys.stderr)
-    return 2
+    picture = getattr(error, "picture", "")
+    return 2, f"error: {told}" + (f"\n{picture}" if picture else "")
   except _divergence.DivergedError as error:
-    print(f"jdist: diverged: {error}", file=sys.stderr)
-    return _divergence.STATUS
+    return _divergence.STATUS, f"diverged: {error}"
   except KeyboardInterrupt:
-    print("jdist: interrupted.", file=sys.stderr)
-    return 130  # As a shell has it: 128 + SIGINT.
-  return 0
+    return 130, "interrupted."  # As a shell has it: 128 + SIGINT.
+  return 0, ""
 
 
 def _pipeline_trained(words: list[str]) -> list[str]:
@@ -148,6 +165,27 @@ def _is_ours(error: BaseException) -> bool:
 
 def _parse(name: str, command: type[Any], words: list[str]) -> Any:
   """The options of a command; None when its help was asked for."""
+  if command is _options.Launch:
+    return _parse_launch(name, words)
+  return _parse_own(name, command, words)
+
+
+def _parse_launch(name: str, words: list[str]) -> Any:
+  """The options of `launch`, and of the command behind `--`."""
+  cut = words.index("--") if "--" in words else len(words)
+  options = _parse_own(name, _options.Launch, words[:cut])
+  if options is None:
+    return None
+  inner = _pipeline_trained(words[cut + 1 :])
+  if {"-h", "--help"} & set(inner):
+    raise ValueError(f"`--help` must stand alone: jdist {inner[0]} --help.")
+  train = None
+  if inner[:1] == ["train"]:
+    train = _parse_own("train", _options.Train, inner[1:])
+  return dataclasses.replace(options, command=tuple(inner), train=train)
+
+
+def _parse_own(name: str, command: type[Any], words: list[str]) -> Any:
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
     print(_help.options(name, defaults), end="")

@@ -39,11 +39,17 @@ examples:
       a parameter server on unequal machines, on a virtual clock
   jdist pipeline simulate 1f1b ours --stages 8
       schedules of a pipeline, on a virtual clock
+  jdist launch -n 4 -- train --method diloco --checkpoints DIR
+      in four processes, restarted when it fails; or for a cluster
   jdist train --help
       every option
 
 presets: {presets}.
 They set the defaults, and any option changes them.
+
+exit status: 0 fine, 2 wrong options, 3 diverged, 143 ended by SIGTERM (saved
+with --checkpoints), 75 another process was lost (run it again), 130
+interrupted.
 """
 
 _EXAMPLES = {
@@ -66,6 +72,11 @@ _EXAMPLES = {
   jdist train --preset tiny_shakespeare --text FILE           on one's own
   # two processes: the same on each, with its own number
   jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
+""",
+  "launch": """examples:
+  jdist launch -n 4 -- train --method diloco --checkpoints ckpt
+  jdist launch -n 16 --print slurm --gpus-per-node 8 -- train --checkpoints ckpt
+  jdist launch -n 4 --print kubernetes -- train --checkpoints /ckpt
 """,
   "compare": """examples:
   jdist compare --methods ssgd diloco --seeds 0 1 2 3 4
@@ -147,7 +158,7 @@ def options(name: str, defaults: _options.Options) -> str:
     tables = pipeline.TABLES.items()
     parts.append("tables in one line each:")
     parts.extend(_table({key: entry.meaning for key, entry in tables}))
-  else:
+  elif name != "launch":
     parts.append("methods in one line each:")
     parts.extend(_table(_methods.summaries()))
   return "\n".join(parts) + "\n"

@@ -27,7 +27,6 @@ from jdist.collectives._manual_axes import varying as varying
 from jdist.collectives._manual_axes import varying_like as varying_like
 from jdist.collectives._mesh import make_cpu_devices as make_cpu_devices
 from jdist.collectives._mesh import make_mesh as make_mesh
-from jdist.collectives._mesh import start_processes as start_processes
 from jdist.collectives._model_parts import model_parts as model_parts
 from jdist.collectives._model_parts import sum_of_parts as sum_of_parts
 from jdist.collectives._operations import all_to_all as all_to_all
@@ -42,6 +41,9 @@ from jdist.collectives._operations import sum as sum
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._phases import phase_of as phase_of
+from jdist.collectives._processes import await_verdict as await_verdict
+from jdist.collectives._processes import leave_processes as leave_processes
+from jdist.collectives._processes import start_processes as start_processes
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape

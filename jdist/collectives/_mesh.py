@@ -1,7 +1,7 @@
-"""Devices, processes and meshes, which are made here only.
+"""Devices and meshes, which are made here only.
 
 JAX reads the number of virtual CPU devices, the size of their thread pool and
-the processes of a run once, when its backend starts.
+how they share them once, when its backend starts.
 """
 
 import os
@@ -47,29 +47,6 @@ def make_cpu_devices(num_devices: int) -> int:
   wanted = max(_POOL_THREADS_PER_DEVICE * num_devices, os.cpu_count() or 1)
   os.environ.setdefault(_POOL_VARIABLE, str(wanted))
   return num_devices
-
-
-def start_processes(
-  coordinator_address: str | None = None,
-  num_processes: int | None = None,
-  process_id: int | None = None,
-  *,
-  cpu_devices_per_process: int = 1,
-) -> None:
-  """Connects the processes of one run; call it before using JAX.
-
-  Calls `jax.distributed.initialize`, which finds the three arguments itself
-  under Slurm, Open MPI and Kubernetes.  GPUs use NCCL, CPUs gloo.
-
-  Args:
-    coordinator_address: `host:port` of process 0.
-    num_processes: the number of processes.
-    process_id: the number of this one, from 0.
-    cpu_devices_per_process: virtual devices of each process without GPUs.
-  """
-  make_cpu_devices(cpu_devices_per_process)
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
 def make_mesh(

@@ -1,0 +1,1 @@
+"""The command that starts a training run in several processes."""

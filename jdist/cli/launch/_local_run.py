@@ -1,0 +1,249 @@
+"""A training run in several processes on this machine, restarted if it fails.
+
+    status      of a process                         then
+    0           all has been trained                 ends with 0
+    2, 3        wrong options, diverged              ends with it: once more
+                                                     would be the same
+    143         SIGTERM, saved                       goes on, unless the launcher
+                                                     was the one that was told
+    any other   killed, a peer lost, an error        goes on from the last
+                                                     checkpoint, with back-off
+"""
+
+import contextlib
+import math
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+# Statuses upon which the same command would end in the same way.
+_FINAL = (0, 2, 3)
+_SIGTERM_STATUS = 128 + signal.SIGTERM
+_MAX_BACKOFF_S = 60.0
+# So long the others may take to end once one has failed; they do within 15 s.
+_PATIENCE_S = 20.0
+# And to save a checkpoint upon SIGTERM.
+_SAVING_S = 120.0
+_POLL_S = 0.05
+
+
+class LocalRun:
+  """The processes of a run, and how often they have been started."""
+
+  def __init__(
+    self,
+    command: Sequence[str],
+    num_processes: int,
+    *,
+    checkpoints: str | None,
+    restarts: int,
+    backoff_s: float,
+  ):
+    """Prepares it.
+
+    Args:
+      command: of one process, without the numbers of several.
+      num_processes: how many.
+      checkpoints: directory in which a newer checkpoint is progress.
+      restarts: at most so many in a row without a newer checkpoint.
+      backoff_s: seconds before the first of those; each further one waits twice
+        as long, up to a minute.
+    """
+    self._command = list(command)
+    self._num = num_processes
+    self._checkpoints = checkpoints
+    self._restarts = restarts
+    self._backoff_s = backoff_s
+    self._stop: signal.Signals | None = None
+
+  def run(self) -> int:
+    """Runs until all is trained or nothing helps; returns the exit status."""
+    failures = 0
+    with self._signals():
+      while True:
+        newest = self._newest()
+        statuses = self._attempt()
+        status, told = judge(statuses)
+        if status in _FINAL or self._stop is not None:
+          return status
+        if status == _SIGTERM_STATUS or self._newest() > newest:
+          failures = 0
+        failures += 1
+        if failures > self._restarts:
+          if self._restarts:
+            _say(f"{told}; given up after {self._restarts} restarts.")
+          return status
+        wait_s = min(self._backoff_s * 2 ** (failures - 1), _MAX_BACKOFF_S)
+        step = self._newest()
+        where = f"step {step}" if step >= 0 else "the beginning"
+        _say(
+          f"{told}; starting all again from {where} in {wait_s:g} s (restart "
+          f"{failures} of {self._restarts} without a new checkpoint)."
+        )
+        self._sleep(wait_s)
+        if self._stop is not None:
+          return 128 + self._stop
+
+  def _newest(self) -> int:
+    """Returns the step of the newest checkpoint; -1 if there is none."""
+    if self._checkpoints is None:
+      return -1
+    found = pathlib.Path(self._checkpoints).glob("step_*.json")
+    return max((int(path.stem[5:]) for path in found), default=-1)
+
+  def _attempt(self) -> list[int]:
+    """Starts all processes, waits for them; returns how each has ended."""
+    port = _free_port()
+    processes: list[subprocess.Popen[str]] = []
+    echoes = []
+    try:
+      for number in range(self._num):
+        words = list(self._command)
+        if self._num > 1:
+          words += [
+            "--coordinator-address", f"127.0.0.1:{port}", "--num-processes",
+            str(self._num), "--process-id", str(number),
+          ]  # fmt: skip
+        # The first has the terminal to itself: its bar moves there.
+        pipe = {} if number == 0 else {"stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(words, text=True, **pipe))  # type: ignore[call-overload]
+        if number:
+          echoes.append(_Echo(number, processes[-1].stderr))
+      statuses = self._wait(processes)
+    finally:
+      for process in processes:
+        if process.poll() is None:
+          process.kill()
+        process.wait()
+      for echo in echoes:
+        echo.thread.join()
+    told = {statuses[0]}
+    for echo, status in zip(echoes, statuses[1:], strict=True):
+      if status not in told:  # Else the first has said the same.
+        told.add(status)
+        echo.show()
+    return statuses
+
+  def _wait(self, processes: list[subprocess.Popen[str]]) -> list[int]:
+    """Waits for all; those that outlive one that failed are ended."""
+    end_s: float | None = None
+    pass_on_s: float | None = None
+    while True:
+      codes = [process.poll() for process in processes]
+      if None not in codes:
+        return [code for code in codes if code is not None]
+      if self._stop is not None and pass_on_s is None:
+        end_s = time.monotonic() + _SAVING_S
+        # A terminal interrupts all of them by itself.
+        waits_s = 1.0 if self._stop == signal.SIGINT else 0.0
+        pass_on_s = time.monotonic() + waits_s
+      if pass_on_s is not None and time.monotonic() >= pass_on_s:
+        pass_on_s = math.inf
+        for process in processes:
+          process.send_signal(self._stop or signal.SIGTERM)
+      if end_s is None and any(codes):
+        end_s = time.monotonic() + _PATIENCE_S
+      if end_s is not None and time.monotonic() > end_s:
+        for process in processes:
+          process.kill()
+      time.sleep(_POLL_S)
+
+  def _sleep(self, seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while self._stop is None and time.monotonic() < end_s:
+      time.sleep(_POLL_S)
+
+  @contextlib.contextmanager
+  def _signals(self) -> Iterator[None]:
+    """Notes SIGTERM and SIGINT, which the processes are then sent."""
+
+    def note(number: int, frame: Any) -> None:
+      del frame
+      self._stop = signal.Signals(number)
+
+    before = {
+      number: signal.signal(number, note)
+      for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class _Echo:
+  """What a process other than the first says on stderr, with its number."""
+
+  def __init__(self, number: int, stream: IO[str]):
+    self._number = number
+    self._stream = stream
+    # What all processes say alike is shown once, when it is known who ended.
+    self._held: list[str] = []
+    self.thread = threading.Thread(target=self._read, daemon=True)
+    self.thread.start()
+
+  def _read(self) -> None:
+    with self._stream:
+      for line in self._stream:
+        if line.startswith("jdist: "):
+          self._held.append(line)
+        else:
+          self._print(line)
+
+  def _print(self, line: str) -> None:
+    sys.stderr.write(f"[{self._number}] {line}")
+    sys.stderr.flush()
+
+  def show(self) -> None:
+    for line in self._held:
+      self._print(line)
+
+
+def judge(statuses: Sequence[int]) -> tuple[int, str]:
+  """Returns the status of a run by those of its processes, and why in words.
+
+  The cause is the one that others do not have by its fault: a process that was
+  killed before one that lost its peer.
+
+  >>> judge([75, 75, -9, 75])
+  (137, 'process 2 was killed by SIGKILL')
+  >>> judge([0, 0])
+  (0, 'all processes have ended well')
+  >>> judge([3, 3])
+  (3, 'process 0 has ended with status 3')
+  """
+  if not any(statuses):
+    return 0, "all processes have ended well"
+
+  def rank(item: tuple[int, int]) -> int:
+    status = item[1]
+    if status in (2, 3):
+      return 0
+    if status == _SIGTERM_STATUS:
+      return 3
+    return {75: 2, 0: 4}.get(status, 1)
+
+  number, status = min(enumerate(statuses), key=rank)
+  if status < 0:
+    name = signal.Signals(-status).name
+    return 128 - status, f"process {number} was killed by {name}"
+  if status == _SIGTERM_STATUS:
+    return status, "the processes were told to end by SIGTERM, and have saved"
+  return status, f"process {number} has ended with status {status}"
+
+
+def _say(text: str) -> None:
+  print(f"jdist: launch: {text}", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+  with socket.socket() as found:
+    found.bind(("127.0.0.1", 0))
+    return int(found.getsockname()[1])

@@ -1,0 +1,81 @@
+"""Joins the processes of one run, and sees to it that they end together."""
+
+import threading
+
+import jax
+
+from jdist import checks
+from jdist.collectives import _lifeline, _mesh
+
+_lifelines: list[_lifeline.Lifeline] = []
+
+
+def start_processes(
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+  *,
+  cpu_devices_per_process: int = 1,
+  timeout_s: float = 120.0,
+) -> None:
+  """Connects the processes of one run; call it before using JAX.
+
+  Calls `jax.distributed.initialize`, which finds the three arguments itself
+  under Slurm, Open MPI and Kubernetes.  GPUs use NCCL, CPUs gloo.
+
+  Where the three are given, processes watch each other: when one dies, the
+  others say so in a line, with the command that goes on, and end with status
+  75 within seconds.  Where JAX finds them it is JAX that ends the others, in
+  its own words.
+
+  Args:
+    coordinator_address: `host:port` of process 0.
+    num_processes: the number of processes.
+    process_id: the number of this one, from 0.
+    cpu_devices_per_process: virtual devices of each process without GPUs.
+    timeout_s: after which an error says which processes are missing.
+
+  Raises:
+    TimeoutError: when process 0 does not answer, or others do not join.
+    ValueError: when the processes disagree about their numbers.
+  """
+  _mesh.make_cpu_devices(cpu_devices_per_process)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  if coordinator_address is None or num_processes is None or process_id is None:
+    jax.distributed.initialize(
+      coordinator_address, num_processes, process_id,
+      heartbeat_timeout_seconds=10,
+    )  # fmt: skip
+    return
+  checks.check_int("num_processes", num_processes, 1)
+  checks.check_int("process_id", process_id, 0, num_processes - 1)
+  lifeline = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
+  address, bind = lifeline.join(checks.check_number("timeout_s", timeout_s))
+  jax.distributed.initialize(
+    address, num_processes, process_id, coordinator_bind_address=bind
+  )
+  _lifelines.append(lifeline)
+
+
+def leave_processes(status: int, reason: str = "") -> None:
+  """Tells the other processes that this one ends with a status other than 0.
+
+  They end, too, if they do not by themselves.  A process that has none does
+  nothing.
+
+  Args:
+    status: the exit status; upon 1, an error that nobody foresaw, the others
+      end at once.
+    reason: in a line.
+  """
+  for lifeline in _lifelines:
+    lifeline.leave(status, reason)
+
+
+def await_verdict(timeout_s: float = 5.0) -> None:
+  """Waits until this process is ended because another one has died, if so.
+
+  An error of a collective comes before it is known whose fault it is.
+  """
+  if _lifelines:
+    threading.Event().wait(timeout_s)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Start it with: bash jdist.sh [HOST]
+# HOST is the machine of rank 0, this one if not given. A run that fails goes on
+# from its last checkpoint.
+set -u
+coordinator=${1:-$(hostname)}:29400
+
+wait_s=1
+for restart in $(seq 0 5); do
+  mpirun -n 16 --map-by ppr:8:node bash -c 'exec "$@" --process-id "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"' bash \
+    python -m jdist train --method diloco --workers 16 --batch-size 1024 --checkpoints checkpoints \
+    --coordinator-address "$coordinator" --num-processes 16
+  status=$?
+  case $status in
+    0 | 2 | 3) exit "$status" ;; # Trained, wrong options, diverged.
+    143) exit 143 ;; # Told to end by SIGTERM, and has saved.
+  esac
+  echo "jdist: ended with status $status, starting again in $wait_s s" >&2
+  sleep "$wait_s"
+  wait_s=$((wait_s < 60 ? 2 * wait_s : 60))
+done
+exit "$status"

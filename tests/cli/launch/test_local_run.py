@@ -1,0 +1,144 @@
+"""Processes on this machine: who ended how, and what is started again."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jdist import cli
+from jdist.cli.launch import _local_run
+
+# Ends as the file `plan` says for this start and this process: a status, or a
+# signal to itself. With `save`, it leaves a checkpoint before.
+_CHILD = """
+import os, pathlib, sys
+here = pathlib.Path(sys.argv[1])
+number = int(sys.argv[sys.argv.index("--process-id") + 1])
+starts = here / f"starts{number}"
+start = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (start + 1))
+words = (here / "plan").read_text().splitlines()[start].split()[number]
+how, _, save = words.partition("+")
+if save:
+  (here / f"step_{int(save):08d}.json").write_text("")
+print(f"jdist: told by {number}", file=sys.stderr, flush=True)
+if how.startswith("-"):
+  os.kill(os.getpid(), -int(how))
+sys.exit(int(how))
+"""
+
+
+def _run(tmp_path, *plan, restarts=2, backoff_s=0.01):
+  (tmp_path / "plan").write_text("\n".join(plan))
+  run = _local_run.LocalRun(
+    [sys.executable, "-c", _CHILD, str(tmp_path)],
+    len(plan[0].split()),
+    checkpoints=str(tmp_path),
+    restarts=restarts,
+    backoff_s=backoff_s,
+  )
+  status = run.run()
+  starts = [
+    len((tmp_path / f"starts{i}").read_text())
+    for i in range(len(plan[0].split()))
+  ]
+  assert len(set(starts)) == 1
+  return status, starts[0]
+
+
+def test_a_run_that_ends_well_is_started_once(tmp_path, capfd):
+  assert _run(tmp_path, "0 0 0") == (0, 1)
+  assert "launch" not in capfd.readouterr().err
+
+
+def test_a_killed_process_is_named_and_all_start_again(tmp_path, capfd):
+  assert _run(tmp_path, "75+7 -9", "0 0") == (0, 2)
+  told = capfd.readouterr().err
+  assert (
+    "jdist: launch: process 1 was killed by SIGKILL; starting all again from "
+    "step 7 in 0.01 s (restart 1 of 2 without a new checkpoint)." in told
+  )
+
+
+def test_what_all_say_alike_is_shown_once(tmp_path, capfd):
+  assert _run(tmp_path, "2 2 2") == (2, 1)
+  assert capfd.readouterr().err == "jdist: told by 0\n"
+
+
+def test_a_diverged_run_is_not_started_again(tmp_path):
+  assert _run(tmp_path, "75 3") == (3, 1)
+
+
+def test_after_sigterm_to_a_process_the_run_goes_on(tmp_path):
+  plan = ["143+1 143", "143+2 143", "143+3 143", "143+4 143", "0 0"]
+  assert _run(tmp_path, *plan) == (0, 5)
+
+
+def test_without_a_new_checkpoint_it_is_given_up(tmp_path, capfd):
+  # The second start saves one, from which the count begins anew.
+  plan = ["1 75", "1+3 75", "1 75", "1 75", "0 0"]
+  assert _run(tmp_path, *plan) == (1, 4)
+  told = capfd.readouterr().err
+  assert "process 0 has ended with status 1; given up after 2 rest" in told
+
+
+def test_waits_double(tmp_path, monkeypatch):
+  waits = []
+  monkeypatch.setattr(
+    _local_run.LocalRun, "_sleep", lambda self, wait_s: waits.append(wait_s)
+  )
+  assert _run(tmp_path, *["1 1"] * 9, restarts=8, backoff_s=1.0)[0] == 1
+  assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_sigterm_is_passed_on_and_ends_the_run():
+  waits = "import time; print('up', flush=True); time.sleep(600)"
+  code = (
+    "import sys; from jdist.cli.launch import _local_run; "
+    f"run = _local_run.LocalRun([sys.executable, '-c', {waits!r}], 2, "
+    "checkpoints=None, restarts=3, backoff_s=0.01); sys.exit(run.run())"
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+  )
+  try:
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+  finally:
+    process.kill()
+    process.stdout.close()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("-n 2", "the command behind `--` must be `train`"),
+    ("-n 2 -- compare", "the command behind `--` must be `train`"),
+    ("-n 0 -- train", "`--num-processes` must be at least 1"),
+    ("-n 3 -- train", "`--workers` must be a multiple of the 3 processes"),
+    ("-n 2 -- train --worker 2", "did you mean `--workers`?"),
+    ("-n 2 -- train --process-id 0", "`--process-id` must be left out"),
+    ("-n 2 --image x -- train", "`--image` must be left out without"),
+    ("-n 2 --print mpi -- train", "`--checkpoints` must be given"),
+    (
+      "-n 2 --print kubernetes -- train --checkpoints ck",
+      "`--checkpoints` must be absolute",
+    ),
+    (
+      "-n 2 --gpus-per-node 4 --print slurm -- train --checkpoints ck",
+      "`--num-processes` must be a multiple of the 4 GPUs",
+    ),
+    (
+      "--print mpi --name A_b -- train --checkpoints ck",
+      "`--name` must be of small letters",
+    ),
+    ("-n 2 -- train --help", "`--help` must stand alone"),
+  ],
+)
+def test_what_cannot_be_started_is_one_line(words, told, capsys):
+  assert cli.main(["launch", *words.split()]) == 2
+  error = capsys.readouterr().err
+  assert told in error and error.count("\n") == 1

@@ -1,0 +1,218 @@
+"""Processes that see each other end, over real sockets and without JAX."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jdist.collectives import _lifeline
+from tests import _processes
+
+_HERE = pathlib.Path(_lifeline.__file__)
+# Joins and does what it is told, a word in each line of its input.  Process 0
+# serves as JAX's service what the others send to the address they are given.
+_PROCESS = """
+import importlib.util, os, socket, sys, threading
+spec = importlib.util.spec_from_file_location("lifeline", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+address, of, number, timeout_s = sys.argv[2:]
+lifeline = module.Lifeline(address, int(of), int(number))
+try:
+  target, bind = lifeline.join(float(timeout_s))
+except (TimeoutError, ValueError) as error:
+  print(type(error).__name__, error, flush=True)
+  os._exit(4)
+if bind is not None:
+  server = socket.create_server(("127.0.0.1", int(bind.split(":")[1])))
+  def serve():
+    while True:
+      connection, _ = server.accept()
+      connection.sendall(connection.recv(100).upper())
+  threading.Thread(target=serve, daemon=True).start()
+print("joined", flush=True)
+kept = []
+for line in sys.stdin:
+  word = line.strip()
+  if word == "talk":
+    host, port = target.split(":")
+    kept.append(socket.create_connection((host, int(port))))
+    kept[-1].sendall(b"a word of more than seventeen letters")
+    print(kept[-1].recv(100).decode(), flush=True)
+  elif word == "listen":
+    print("heard", kept[-1].recv(100), flush=True)
+  elif word.startswith("leave"):
+    _, status, reason = word.split(maxsplit=2)
+    lifeline.leave(int(status), reason)
+    os._exit(int(status))
+  elif word == "end":
+    sys.exit(0)
+"""
+
+
+class _Team:
+  """Processes that are killed in the end."""
+
+  def __init__(self, folder):
+    self.port = _processes.free_port()
+    self.all = []
+    self._script = folder / "process.py"
+    self._script.write_text(_PROCESS)
+
+  def start(self, number, of, *, address=None, timeout_s=60):
+    process = subprocess.Popen(
+      [
+        sys.executable, str(self._script), str(_HERE),
+        address or f"127.0.0.1:{self.port}", str(of), str(number),
+        str(timeout_s),
+      ],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )  # fmt: skip
+    self.all.append(process)
+    return process
+
+  def join(self, of):
+    started = [self.start(i, of) for i in range(of)]
+    for process in started:
+      assert process.stdout.readline() == "joined\n"
+    return started
+
+
+@pytest.fixture
+def team(tmp_path):
+  found = _Team(tmp_path)
+  yield found
+  for process in found.all:
+    process.kill()
+    process.communicate()
+
+
+def _tell(process, word):
+  process.stdin.write(f"{word}\n")
+  process.stdin.flush()
+
+
+def _end(process):
+  """How a process ends, and the one line that it says of it."""
+  status = process.wait(timeout=60)
+  told = process.stderr.read()
+  assert told.count("\n") == 1, told
+  return status, told
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_say_who_has_died_and_end(killed, team):
+  started = team.join(3)
+  begun_s = time.monotonic()
+  started[killed].send_signal(signal.SIGKILL)
+  for number, process in enumerate(started):
+    if number == killed:
+      continue
+    status, told = _end(process)
+    assert status == 75
+    assert told.startswith(f"jdist: process {killed} (")
+    assert "has died; this process ends, too, with status 75" in told
+    assert "start all again: " in told
+    if killed:
+      assert f"pid {started[killed].pid}" in told
+  # A second or so here; what is asked for is 15.
+  assert time.monotonic() - begun_s < 15
+
+
+def test_a_process_that_fails_says_why(team):
+  started = team.join(3)
+  _tell(started[2], "leave 1 its disk is full")
+  for process in started[:2]:
+    status, told = _end(process)
+    assert status == 75
+    assert "has ended with status 1: its disk is full;" in told
+
+
+def test_processes_that_end_alike_keep_their_status(team):
+  # Each has a few seconds to end by itself.
+  started = team.join(2)
+  _tell(started[0], "leave 3 diverged")
+  assert started[0].wait(timeout=60) == 3
+  _tell(started[1], "leave 3 diverged")
+  assert started[1].wait(timeout=60) == 3
+  assert started[1].stderr.read() == ""
+
+
+def test_who_has_finished_is_not_missed(team):
+  started = team.join(3)
+  for number in (1, 0, 2):
+    _tell(started[number], "end")
+    assert started[number].wait(timeout=60) == 0
+  assert [process.stderr.read() for process in started] == [""] * 3
+
+
+def test_what_jax_sends_passes_through_the_same_port(team):
+  started = team.join(2)
+  for _ in range(2):
+    _tell(started[1], "talk")
+    assert started[1].stdout.readline() == (
+      "A WORD OF MORE THAN SEVENTEEN LETTERS\n"
+    )
+
+
+def test_jax_does_not_see_its_service_end(team):
+  # Its runtime would abort the process before that can say why.
+  started = team.join(2)
+  _tell(started[1], "talk")
+  started[1].stdout.readline()
+  _tell(started[1], "listen")
+  started[0].kill()
+  assert _end(started[1])[0] == 75
+  assert started[1].stdout.read() == ""
+
+
+@pytest.mark.parametrize(
+  ("starts", "told"),
+  [
+    (
+      [(1, 2)],
+      "TimeoutError process 0 did not answer at 127.0.0.1:{port} within 1 s",
+    ),
+    (
+      [(0, 3), (2, 3)],
+      "TimeoutError of 3 processes 1 did not join at 127.0.0.1:{port} within "
+      "1 s",
+    ),
+    ([(0, 3), (2, 4)], "ValueError `num_processes` must be the same"),
+  ],
+)
+def test_who_does_not_belong_together_is_told_so(starts, told, team):
+  processes = [team.start(*start, timeout_s=1) for start in starts]
+  assert processes[-1].wait(timeout=60) == 4
+  assert processes[-1].stdout.read().startswith(told.format(port=team.port))
+
+
+def test_two_processes_of_one_number_are_told_so(team):
+  team.start(0, 3)
+  twice = [team.start(2, 3), team.start(2, 3)]
+  while all(process.poll() is None for process in twice):
+    time.sleep(0.01)
+  (refused,) = (process for process in twice if process.poll() is not None)
+  assert refused.stdout.read().startswith(
+    "ValueError `process_id` must be different everywhere, got 2 of process 2 ("
+  )
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":12", "host:", "host:99999"])
+def test_an_address_has_a_host_and_a_port(address):
+  with pytest.raises(ValueError, match="must be host:port, got"):
+    _lifeline.Lifeline(address, 2, 1)
+
+
+def test_a_name_that_does_not_exist_is_told(team):
+  process = team.start(1, 2, address="no.such.invalid:1234", timeout_s=1)
+  assert process.wait(timeout=60) == 4
+  assert "process 0 did not answer at no.such.invalid:1234" in (
+    process.stdout.read()
+  )
