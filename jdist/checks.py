@@ -8,6 +8,7 @@ ones, which shape the program, are refused with the remedy.
 
 import contextlib
 import importlib
+import importlib.util
 import math
 import operator
 from collections.abc import Mapping
@@ -174,20 +175,72 @@ def _check_range(
     raise ValueError(message.rstrip())
 
 
+# What modules are called on the index, where they are called otherwise.
+_PACKAGES = {
+  "PIL": "pillow",
+  "matplotlib": "matplotlib",
+  "orbax": "orbax-checkpoint",
+  "sklearn": "scikit-learn",
+  "tensorflow_datasets": "tensorflow-datasets",
+}
+
+
 def import_extra(module: str, extra: str) -> Any:
-  """Imports a module of an extra; an ImportError names the extra."""
+  """Imports a module of an extra; an ImportError says what to install."""
   try:
     return importlib.import_module(module)
   except ImportError as error:
     raise ImportError(
-      f"`{module}` is needed here, and importing it failed ({error}). Install "
-      f'it with: pip install "jdist[{extra}]"'
+      f"`{module}` is needed here, and importing it failed ({error}). "
+      f"{install({module: extra})}"
     ) from error
 
 
+def check_extras(needed: Mapping[str, str]) -> None:
+  """Raises one ImportError for all modules that are not installed.
+
+  Args:
+    needed: extras by the module that is needed of each.
+  """
+  missing = {}
+  for module, extra in needed.items():
+    try:
+      found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # Of its parent.
+      found = False
+    if not found:
+      missing[module] = extra
+  if missing:
+    several = "are" if len(missing) > 1 else "is"
+    raise ImportError(
+      f"{', '.join(f'`{name}`' for name in missing)} {several} needed here and "
+      f"not installed. {install(missing)}"
+    )
+
+
+def install(needed: Mapping[str, str]) -> str:
+  """Returns how modules are installed, in words of a shell.
+
+  >>> install({"sklearn": "data", "orbax.checkpoint": "checkpoints"})
+  'Install what is missing: pip install ".[data,checkpoints]" in the clone of
+  jdist, or pip install scikit-learn orbax-checkpoint'
+  """
+  extras = ",".join(dict.fromkeys(needed.values()))
+  tops = dict.fromkeys(name.split(".")[0] for name in needed)
+  packages = " ".join(_PACKAGES.get(name, name) for name in tops)
+  return (
+    f'Install what is missing: pip install ".[{extras}]" in the clone of '
+    f"jdist, or pip install {packages}"
+  )
+
+
 def check_seed(value: Any) -> int:
-  """Returns a seed that `jax.random.key` takes as a Python int."""
-  return check_int("seed", value, 0, 2**63 - 1)
+  """Returns a seed that `jax.random.key` takes whole, as a Python int.
+
+  Of a larger one it takes 32 bits: 2**32 would be 0.
+  """
+  remedy = "Of a larger one JAX would only take 32 bits."
+  return check_int("seed", value, 0, 2**32 - 1, remedy=remedy)
 
 
 def check_key(value: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jdist.cli import _divergence, _help, _interrupts, _options
+from jdist.cli.launch import _launch_options
 
 
 class _Command(NamedTuple):
@@ -41,7 +42,7 @@ _COMMANDS = {
      "a parameter server on unequal machines"),
     ("pipeline", _options.Pipeline, "pipelines._pipeline.run",
      "draw, check, simulate or plan a pipeline's table"),
-    ("launch", _options.Launch, "launch._launch.launch",
+    ("launch", _launch_options.Launch, "launch._launch.launch",
      "start a run in several processes, here or on a cluster"),
   )
 }  # fmt: skip
@@ -131,6 +132,8 @@ def _status(words: list[str]) -> tuple[int, str]:
     return 2, f"error: {told}" + (f"\n{picture}" if picture else "")
   except _divergence.DivergedError as error:
     return _divergence.STATUS, f"diverged: {error}"
+  except _interrupts.TerminatedError as error:
+    return _interrupts.TERMINATED, f"SIGTERM: {error}"
   except KeyboardInterrupt:
     return 130, "interrupted."  # As a shell has it: 128 + SIGINT.
   return 0, ""
@@ -165,7 +168,7 @@ def _is_ours(error: BaseException) -> bool:
 
 def _parse(name: str, command: type[Any], words: list[str]) -> Any:
   """The options of a command; None when its help was asked for."""
-  if command is _options.Launch:
+  if command is _launch_options.Launch:
     return _parse_launch(name, words)
   return _parse_own(name, command, words)
 
@@ -173,7 +176,7 @@ def _parse(name: str, command: type[Any], words: list[str]) -> Any:
 def _parse_launch(name: str, words: list[str]) -> Any:
   """The options of `launch`, and of the command behind `--`."""
   cut = words.index("--") if "--" in words else len(words)
-  options = _parse_own(name, _options.Launch, words[:cut])
+  options = _parse_own(name, _launch_options.Launch, words[:cut])
   if options is None:
     return None
   inner = _pipeline_trained(words[cut + 1 :])

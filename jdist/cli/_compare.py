@@ -110,8 +110,7 @@ def _check(options: _options.Compare) -> comparison.Study:
         f"`{name}` must be one or more different values, got {values}."
       )
   _methods.check("--methods", options, options.methods)
-  if min(options.seeds) < 0:
-    raise ValueError(f"`--seeds` must not be negative, got {options.seeds}.")
+  _options.check_seeds("--seeds", *options.seeds)
   for peak in options.learning_rate:
     _methods.check_rate(peak)
   _options.check_positive(options, "bandwidth_mbit_per_s")

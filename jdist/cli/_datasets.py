@@ -12,6 +12,10 @@ from jdist.cli import _options
 AnyDataset = data.Dataset | data.TextDataset
 # Bytes that are evaluated at once, of all workers.
 _EVALUATED = 2**17
+# Networks with many layers, which take minutes to compile and are not made for
+# images of less than 16 x 16 pixels.
+_LARGE_MODELS = ("alexnet", "vgg", "resnet18", "resnet34", "resnet50")
+_LARGE_PIXELS = 16
 
 
 def named(options: _options.AnyCommon) -> _options.AnyCommon:
@@ -65,6 +69,16 @@ def check(options: _options.Common) -> None:
   )
 
 
+def modules(options: _options.Common) -> dict[str, str]:
+  """Returns the modules that reading the data needs, with their extras."""
+  if options.dataset == "digits":
+    return {"sklearn": "data"}
+  if options.text is not None or options.dataset == "synthetic":
+    return {}
+  images = {} if options.dataset in data.TEXT_NAMES else {"PIL": "data"}
+  return {"tensorflow_datasets": "data", "array_record": "data"} | images
+
+
 def load(options: _options.Common) -> tuple[AnyDataset, AnyDataset]:
   """Returns the training and the test set."""
   if options.text is None and options.dataset in data.NAMES:
@@ -86,6 +100,14 @@ def build_model(
   options: _options.Common, train: AnyDataset, seed: int
 ) -> models.Model:
   """Builds the model that options name, for a data set."""
+  large = options.model.startswith(_LARGE_MODELS)
+  if large and min(train.input_shape[:2]) < _LARGE_PIXELS:
+    height, width = train.input_shape[:2]
+    raise ValueError(
+      f"`--model` must suit images of {height}x{width}: mlp, lenet, cnn, "
+      f"resnet8 or resnet20, got {options.model}, which takes "
+      f"{_LARGE_PIXELS}x{_LARGE_PIXELS} or more."
+    )
   chosen = {
     name: getattr(options, name)
     for name in ("norm", "num_layers", "width", "num_heads")

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jdist import collectives, profiling, training, transforms
+from jdist import checks, collectives, profiling, training, transforms
 from jdist.cli import _datasets, _methods, _options, _output
 from jdist.training import comparison
 
@@ -48,17 +48,48 @@ class Prepared:
     )
 
   def run(
-    self, seed: int, *, label: str | None = None, **fit: Any
+    self,
+    seed: int,
+    *,
+    label: str | None = None,
+    on_end: Callable[[Any, Any], None] | None = None,
+    **fit: Any,
   ) -> list[training.Record]:
-    """Trains from the seed's initial parameters; see `Trainer.fit`."""
-    _, records = self.programs.run(
+    """Trains from the seed's initial parameters; see `Trainer.fit`.
+
+    `on_end` is called with the trained parameters and batch statistics.
+    """
+    state, records = self.programs.run(
       seed,
       self.budget.num_steps,
       evaluate_every=self.workload.steps(self.options.evaluate_every_epochs),
       label=label,
       **fit,
     )
+    if on_end is not None:
+      on_end(*self.programs.evaluate.model(state))
     return records
+
+  def other_workers(self, seed: int) -> Callable[[int], training.OtherWorkers]:
+    """Returns how a checkpoint of another number of workers is taken."""
+
+    def of(number: int) -> training.OtherWorkers:
+      old = collectives.workers(number, substrate="vmap")
+      model = self.workload.model(seed)
+      optimizer = _methods.build_method(
+        self.method, self.options, self.budget, old.axis, model
+      )
+      return training.OtherWorkers(
+        old,
+        lambda: training.init_state(
+          old, optimizer, model.params, model.state, seed=seed
+        ),
+        lambda state: training.resize(
+          state, optimizer, old, self.workload.workers, self.programs.optimizer
+        ),
+      )
+
+    return of
 
 
 def build(
@@ -76,7 +107,13 @@ def build(
     ImportError: when an extra is missing.
   """
   check(options)
+  _check_extras(options)
   train, test = _datasets.load(options)
+  if options.batch_size > len(train):
+    raise ValueError(
+      f"`--batch-size` must not exceed the {len(train)} training samples, got "
+      f"{options.batch_size}."
+    )
   # Before the devices are made, of which there could be thousands.
   if options.workers > len(train):
     raise ValueError(
@@ -105,6 +142,20 @@ def build(
   return workload
 
 
+def _check_extras(options: _options.Common) -> None:
+  """Raises one ImportError for all that a run needs and is not installed."""
+  needed = _datasets.modules(options)
+  if getattr(options, "checkpoints", None) is not None:
+    needed["orbax.checkpoint"] = "checkpoints"
+  if isinstance(options, _options.Compare):
+    needed["matplotlib"] = "plots"
+  if getattr(options, "tensorboard", None) is not None:
+    needed["tensorboardX"] = "metrics"
+  if getattr(options, "final_params", None) is not None:
+    needed["safetensors"] = "export"
+  checks.check_extras(needed)
+
+
 def check(options: _options.Common) -> None:
   """Raises a ValueError when an option is wrong by itself."""
   _options.check_least(
@@ -127,9 +178,12 @@ def check(options: _options.Common) -> None:
 
 def make_directories(options: Any) -> None:
   """Makes the directories that options name; the default can always be made."""
+  model = options.final_params
   for option, path in (
     ("--output", options.output),
     ("--checkpoints", options.checkpoints),
+    ("--tensorboard", options.tensorboard),
+    ("--final-params", None if model is None else pathlib.Path(model).parent),
   ):
     if path is not None:
       _output.make_directory(option, path)

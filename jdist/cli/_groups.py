@@ -29,8 +29,8 @@ class ModelOptions:
   tiny_shakespeare."""
 
   dataset: str = "digits"
-  """digits comes with scikit-learn; the others with TensorFlow Datasets, once
-  `python -m jdist.data prepare NAME` was run: mnist, fashion_mnist, cifar10,
+  """synthetic needs nothing, digits scikit-learn, and the others TensorFlow
+  Datasets, once `python -m jdist.data prepare NAME` was run: mnist, fashion_mnist, cifar10,
   cifar100, imagenette, imagenet_resized/SIZE; tiny_shakespeare is a text."""
 
   text: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -245,7 +245,18 @@ class CheckpointOptions:
   """Directory to save to and to resume from."""
 
   checkpoint_every_epochs: float = 2.0
-  """Epochs between two checkpoints."""
+  """Epochs between two checkpoints. SIGTERM saves one, too, and ends the run
+  with status 143."""
+
+  final_params: Annotated[
+    str | None, tyro.conf.arg(metavar="FILE.safetensors")
+  ] = None
+  """File for the trained parameters, which `training.load_model` and other
+  programs read; needs the extra `export`."""
+
+  tensorboard: Directory = None
+  """Directory for each evaluation as events of TensorBoard; needs the extra
+  `metrics`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jdist.cli import _options, _presets
+from jdist.cli import _presets
 
 _OVERVIEW = """usage: jdist COMMAND [OPTIONS]
 
@@ -123,7 +123,7 @@ def _table(told: Mapping[str, str]) -> Iterator[str]:
     yield f"  {name:{column}}{text}"
 
 
-def options(name: str, defaults: _options.Options) -> str:
+def options(name: str, defaults: Any) -> str:
   """Returns the help of a command, under the preset that was given."""
   from jdist.cli import _methods
 
@@ -198,7 +198,7 @@ def _kind(hint: Any) -> str:
   return {int: "INT", float: "NUMBER", str: "NAME"}[hint]
 
 
-def fields(command: type[_options.Options]) -> dict[str, str]:
+def fields(command: type[Any]) -> dict[str, str]:
   """The options of a command and what their docstrings say."""
   found: dict[str, str] = {}
   for documents in groups(command).values():
@@ -206,7 +206,7 @@ def fields(command: type[_options.Options]) -> dict[str, str]:
   return found
 
 
-def groups(command: type[_options.Options]) -> dict[str, dict[str, str]]:
+def groups(command: type[Any]) -> dict[str, dict[str, str]]:
   """The options of a command by group, its own ones first."""
   found: dict[str, dict[str, str]] = {}
   for owner in (command, *reversed(command.__mro__)):

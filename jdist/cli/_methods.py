@@ -198,18 +198,21 @@ def make_budget(
 ) -> methods.Run:
   """The run that methods are built for: its length and its rates."""
   check_rate(peak)
-  num_steps = options.steps or max(1, round(options.epochs * steps_per_epoch))
-  warmup = min(round(options.warmup_epochs * steps_per_epoch), num_steps // 2)
+  length = num_steps(options.epochs, options.steps, steps_per_epoch)
+  warmup = min(round(options.warmup_epochs * steps_per_epoch), length // 2)
   if options.schedule == "cosine":
     # Not quite zero at the end: rules that divide by the rate stay finite.
     schedule = optax.warmup_cosine_decay_schedule(
-      peak / 10, peak, warmup, max(num_steps, warmup + 1), peak / 100
+      peak / 10, peak, warmup, max(length, warmup + 1), peak / 100
     )
   else:
     schedule = optax.schedules.warmup_constant_schedule(peak / 10, peak, warmup)
-  return run_of(
-    options, num_steps, warmup, schedule, math.ceil(steps_per_epoch)
-  )
+  return run_of(options, length, warmup, schedule, math.ceil(steps_per_epoch))
+
+
+def num_steps(epochs: float, steps: int | None, steps_per_epoch: float) -> int:
+  """Returns the length of a run in steps, of which `steps` counts if given."""
+  return steps or max(1, round(epochs * steps_per_epoch))
 
 
 def run_of(

@@ -18,7 +18,7 @@ from jdist.cli.servers import _server_options
 
 # Of any command.
 Options = TypeVar(
-  "Options", bound="Common | Overlap | Bytes | Simulate | Pipeline | Launch"
+  "Options", bound="Common | Overlap | Bytes | Simulate | Pipeline"
 )
 
 
@@ -312,46 +312,6 @@ class Pipeline:
   given."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-  """Starts a training run in several processes on this machine: those of the
-  command behind `--`. One that fails is started again from its last checkpoint,
-  later each time. Or prints the file by which a cluster starts it.
-
-  SIGTERM makes the run save and end with status 143. Statuses 2 (options that
-  cannot be used) and 3 (diverged) end it for good.
-  """
-
-  num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 1
-  """How many, -n for short; the workers are divided among them."""
-
-  restarts: int = 5
-  """Times in a row that a run without a new checkpoint is started again."""
-
-  backoff_s: float = 1.0
-  """Seconds before it is; twice as many each further time, up to a minute."""
-
-  print: Literal["slurm", "kubernetes", "mpi"] | None = None
-  """Start nothing: print the file with which Slurm, Kubernetes (JobSet) or MPI
-  starts the run, and how."""
-
-  name: str = "jdist"
-  """Of the printed job."""
-
-  gpus_per_node: int | None = None
-  """Of the printed job: GPUs of a machine, a process each; CPUs if not
-  given."""
-
-  image: str = "jdist:latest"
-  """Of a printed JobSet: a container image in which jdist is installed."""
-
-  claim: str = "jdist-checkpoints"
-  """Of a printed JobSet: the claim of the volume with the checkpoints."""
-
-  command: tyro.conf.Suppress[tuple[str, ...]] = ()
-  train: tyro.conf.Suppress[Train | None] = None
-
-
 def with_preset(options: type[Options], name: str) -> Options:
   """Returns the defaults of a command under a preset."""
   if not issubclass(options, Common):
@@ -383,6 +343,13 @@ def check_least(options: Any, **least: float) -> None:
     value = getattr(options, name)
     if value is not None and not low <= value < math.inf:
       raise ValueError(f"`{word(name)}` must be at least {low}, got {value}.")
+
+
+def check_seeds(option: str, *seeds: int) -> None:
+  """Raises a ValueError for a seed that is negative or beyond 32 bits."""
+  for seed in seeds:
+    if not 0 <= seed < 2**32:
+      raise ValueError(f"`{option}` must be from 0 to 2**32 - 1, got {seed}.")
 
 
 def check_positive(options: Any, *names: str) -> None:

@@ -1,20 +1,28 @@
 """`jdist train`: one method, on one host or many, with checkpoints."""
 
+import contextlib
 import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 
-from jdist import collectives, methods, training
+from jdist import collectives, data, methods, training
 from jdist.cli import (
   _datasets,
   _divergence,
   _experiment,
+  _interrupts,
   _methods,
   _options,
   _trained,
 )
 from jdist.training import comparison
+
+# A resumed run may be longer, and have other workers.
+_FREE = ("epochs", "steps", "workers")
 
 
 def train(options: _options.Train) -> None:
@@ -27,7 +35,7 @@ def train(options: _options.Train) -> None:
     return
   _options.check_left_out(options, _options.OF_SERVERS, "without `--protocol`")
   _methods.check("--method", options, (options.method,))
-  _options.check_least(options, seed=0)
+  _options.check_seeds("--seed", options.seed)
   _options.check_positive(options, "checkpoint_every_epochs")
   _experiment.check(options)
   _methods.check_rate(options.learning_rate)
@@ -40,9 +48,15 @@ def train(options: _options.Train) -> None:
   else:
     from jdist.cli.pipelines import _pipeline_run
 
+    _options.check_left_out(options, ("final_params",), "with `--stages`")
     table = _pipeline_run.check(options)
     _join(options, options.workers * options.stages)
     programs = _pipeline_run.prepare(options, table)
+  run(options, programs)
+
+
+def run(options: _options.Train, programs: "_Prepared") -> None:
+  """Trains what has been prepared, saves rows and checkpoints."""
   workload = programs.workload
   first = jax.process_index() == 0
   if first:  # Now and not after hours of training.
@@ -50,11 +64,17 @@ def train(options: _options.Train) -> None:
   checkpoints = (
     None
     if options.checkpoints is None
-    else training.Checkpoints(options.checkpoints, workload.workers)
+    else training.Checkpoints(
+      options.checkpoints,
+      workload.workers,
+      other_workers=programs.other_workers(options.seed),
+    )
   )
 
   def tell(record: training.Record) -> None:
     if first:
+      if board is not None:
+        board.write(record)
       print(
         f"step {record.step}/{programs.budget.num_steps}  "
         f"{_datasets.quality(record.metrics)}  "
@@ -64,16 +84,42 @@ def train(options: _options.Train) -> None:
         flush=True,
       )
 
-  records = programs.run(
-    options.seed,
-    label=options.method if first else None,
-    on_record=tell,
-    checkpoints=checkpoints,
-    checkpoint_every=workload.steps(options.checkpoint_every_epochs),
-    metadata=_identity(options),
-  )
-  if checkpoints is not None:
-    checkpoints.close()
+  def resume(found: training.Restored) -> None:
+    told = _resumed(options, found, programs)
+    if first:
+      print(told, flush=True)
+
+  ends = {}
+  if options.final_params is not None:
+    ends["on_end"] = functools.partial(_save_model, options, workload)
+  board = None
+  with contextlib.ExitStack() as stack:
+    if checkpoints is not None:
+      stack.callback(checkpoints.close)
+    if first and options.tensorboard is not None:
+      board = stack.enter_context(training.MetricsWriter(options.tensorboard))
+    try:
+      records = programs.run(
+        options.seed,
+        label=options.method if first else None,
+        on_record=tell,
+        checkpoints=checkpoints,
+        checkpoint_every=workload.steps(options.checkpoint_every_epochs),
+        metadata=_identity(options),
+        on_resume=resume,
+        free=_FREE,
+        stop_on_sigterm=True,
+        **ends,
+      )
+    except training.PreemptedError as stop:
+      raise _interrupts.TerminatedError(
+        f"ended after step {stop.step} of {programs.budget.num_steps}, "
+        + (
+          f"which is saved in {options.checkpoints}: the same command goes on."
+          if stop.saved
+          else "of which nothing is saved."
+        )
+      ) from None
   if first:
     output = _experiment.output_directory(options, "train")
     row = training.make_row(
@@ -89,6 +135,55 @@ def train(options: _options.Train) -> None:
   _divergence.check(records, options.learning_rate, options.checkpoints)
 
 
+def _save_model(
+  options: _options.Train,
+  workload: comparison.Workload,
+  params: Any,
+  model_state: Any,
+) -> None:
+  """Writes the trained model, and what is needed to use it."""
+  if jax.process_index() or options.final_params is None:
+    return
+  train = workload.train
+  told: dict[str, Any] = {
+    "model": options.model,
+    "dataset": options.dataset,
+    "input_shape": train.input_shape,
+    "num_classes": train.num_classes,
+    "method": options.method,
+  }
+  if isinstance(train, data.Dataset):
+    told |= {"mean": train.mean, "std": train.std}
+  training.save_model(options.final_params, params, model_state, told)
+  print(f"Model: {options.final_params}")
+
+
+def _resumed(
+  options: _options.Train, found: training.Restored, programs: "_Prepared"
+) -> str:
+  """Returns from where a run goes on; it may be longer, but not shorter."""
+  before, workers = found.metadata, options.workers
+  told = f"Goes on from step {found.step}"
+  steps = programs.budget.num_steps
+  old_steps = _methods.num_steps(
+    before["epochs"], before["steps"], programs.workload.steps_per_epoch
+  )
+  if steps < old_steps:
+    raise ValueError(
+      f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
+      f"than when the run began, {old_steps} steps, got {steps}. Take as many "
+      "or more, or start anew in another directory."
+    )
+  if steps > old_steps:
+    told += (
+      f", of {steps} steps where it had {old_steps}; the schedule is that of "
+      "the longer run"
+    )
+  if before.get("workers", workers) != workers:
+    told += f", with {workers} workers in place of {before['workers']}"
+  return f"{told}."
+
+
 class _Prepared(Protocol):
   """A run's programs: of whole models, or of stages."""
 
@@ -96,6 +191,10 @@ class _Prepared(Protocol):
   budget: methods.Run
 
   def run(self, seed: int, **fit: Any) -> list[training.Record]: ...
+
+  def other_workers(
+    self, seed: int
+  ) -> Callable[[int], training.OtherWorkers] | None: ...
 
 
 def _join(options: _options.Train, num_devices: int) -> None:
@@ -141,6 +240,8 @@ def _identity(options: _options.Train) -> dict[str, object]:
     "output",
     "checkpoints",
     "checkpoint_every_epochs",
+    "final_params",
+    "tensorboard",
     "evaluate_every_epochs",
     "coordinator_address",
     "num_processes",

@@ -90,7 +90,7 @@ class Lifeline:
     work = self._serve if self._id == 0 else self._connect
     found = self._wait(work(timeout_s), timeout_s + 10)
     atexit.register(self.leave, 0)
-    return found  # type: ignore[no-any-return]
+    return found
 
   def leave(self, status: int, reason: str = "") -> None:
     """Tells the others that this process ends, and how."""
@@ -213,9 +213,7 @@ class Lifeline:
     _probe(writer)
     writer.write(_HELLO)
     name = _own_name(self._id)
-    await _write(
-      writer, {"process": self._id, "of": self._num, "name": name}
-    )
+    await _write(writer, {"process": self._id, "of": self._num, "name": name})
     answer: dict[str, Any] = {}
     with contextlib.suppress(TimeoutError, OSError, ValueError):
       line = await asyncio.wait_for(reader.readline(), timeout_s + 5)

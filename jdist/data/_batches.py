@@ -1,5 +1,6 @@
 """Batches as a pure function of seed, step and worker."""
 
+import itertools
 import math
 import operator
 import sys
@@ -105,7 +106,8 @@ class Batches:
   ) -> Iterator[dict[str, np.ndarray]]:
     """Gives batches without end, the next ones made by a thread of Grain.
 
-    The thread ends when the iterator is closed (`contextlib.closing`, or its
+    Where Grain is not installed they are made when they are asked for.  The
+    thread ends when the iterator is closed (`contextlib.closing`, or its
     `close()`) or dropped.
 
     Args:
@@ -114,14 +116,14 @@ class Batches:
 
     Returns:
       A generator of `self[start_step]`, `self[start_step + 1]`, ...
-
-    Raises:
-      ImportError: if Grain is not installed.
     """
     start_step = checks.check_int("start_step", start_step, 0)
     remedy = "To make batches in the caller's thread, take `batches[step]`."
     checks.check_int("prefetch", prefetch, 1, remedy=remedy)
-    grain = checks.import_extra("grain", "data")
+    try:
+      import grain
+    except ImportError:
+      return (self[step] for step in itertools.count(start_step))
     return self._prefetched(grain, start_step, prefetch)
 
   def _prefetched(

@@ -54,6 +54,7 @@ def _imagenet_resized(size: int) -> Source:
 
 
 SOURCES = {
+  "synthetic": Source(10),
   "digits": Source(10, mean=(4.882173,), std=(6.018521,)),
   "mnist": Source(
     num_classes=10,

@@ -59,7 +59,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
     raise ImportError(
       f"Preparing {name!r} needs TensorFlow (reading it afterwards does not), "
       "which is not installed. Install it with: "
-      'pip install tensorflow "jdist[data]"'
+      'pip install tensorflow ".[data]" in the clone of jdist'
     )
   _check_reachable(name, source, timeout_s)
   builder = tfds.builder(
@@ -89,7 +89,7 @@ def _how_to_prepare(name: str) -> str:
   message = (
     f"`name`: the data set {name!r} is not prepared as array_record in "
     f"{tfds_dir()}. On a machine with a network, run:\n"
-    '  pip install tensorflow "jdist[data]"\n'
+    '  pip install tensorflow ".[data]"    # in the clone of jdist\n'
     f"  python -m jdist.data prepare {name}\n"
     f"or copy the folder {folder} from where it is prepared, or let "
     "TFDS_DATA_DIR name the folder that holds it."

@@ -18,7 +18,7 @@ from jdist import checks, collectives
 # Without it the plugin refuses to load where there is no driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_REMEDY = 'Install the extra: pip install "jdist[schedules]".'
+_REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ The model, the data and the optimizer's chain arrive as arguments.
 """
 
 from jdist.training._checkpoints import Checkpoints as Checkpoints
+from jdist.training._checkpoints import OtherWorkers as OtherWorkers
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import Gradient as Gradient
@@ -15,6 +16,9 @@ from jdist.training._losses import label_loss as label_loss
 from jdist.training._losses import language_model_loss as language_model_loss
 from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._losses import model_inputs as model_inputs
+from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
+from jdist.training._model_file import load_model as load_model
+from jdist.training._model_file import save_model as save_model
 from jdist.training._plots import check_plots as check_plots
 from jdist.training._plots import plot_comparison as plot_comparison
 from jdist.training._plots import pyplot as pyplot
@@ -34,6 +38,8 @@ from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
 from jdist.training.loop import format_bytes as format_bytes
 from jdist.training.loop import is_diverged as is_diverged
+from jdist.training.loop import PreemptedError as PreemptedError
+from jdist.training.loop import Preemption as Preemption
 from jdist.training.loop import Progress as Progress
 from jdist.training.loop import Record as Record
 from jdist.training.loop import RoundHost as RoundHost

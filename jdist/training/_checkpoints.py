@@ -12,12 +12,13 @@ and the one before is used.
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,21 @@ class Restored(NamedTuple):
   metadata: dict[str, Any]
 
 
+class OtherWorkers(NamedTuple):
+  """A way to go on from a checkpoint of another number of workers.
+
+  Attributes:
+    workers: as many as it was saved by.
+    template: makes their state, `[workers, ...]`.
+    convert: turns the restored state into one of the run's own workers, for
+      instance by `training.resize`.
+  """
+
+  workers: collectives.Workers
+  template: Callable[[], PyTree]
+  convert: Callable[[PyTree], PyTree]
+
+
 class Checkpoints:
   """Saves and restores states of a run in one directory.
 
@@ -64,6 +80,7 @@ class Checkpoints:
     workers: collectives.Workers,
     *,
     keep: int = 3,
+    other_workers: Callable[[int], OtherWorkers] | None = None,
   ):
     """Opens or makes the directory.
 
@@ -72,6 +89,8 @@ class Checkpoints:
       workers: the run's workers.
       keep: checkpoints to keep, at least 1; from 2 on a run survives a damaged
         one.
+      other_workers: from the number of workers of a checkpoint, if that is
+        another, to how `restore` takes it; by default it is refused.
 
     Raises:
       ImportError: when Orbax is not installed.
@@ -81,6 +100,7 @@ class Checkpoints:
     self._directory = pathlib.Path(directory).absolute()
     self._workers = workers
     self._keep = keep
+    self._other_workers = other_workers
     self._is_first = jax.process_index() == 0
     if self._is_first:
       self._directory.mkdir(parents=True, exist_ok=True)
@@ -111,6 +131,8 @@ class Checkpoints:
       metadata: anything that JSON can hold, returned by `restore`.
 
     Raises:
+      OSError: when it, or the one before it, cannot be written, as the disk is
+        full for instance; the last whole one stays.
       RuntimeError: when a leaf that should be equal on all workers is not.
     """
     checks.check_int("step", step, 0)
@@ -130,9 +152,10 @@ class Checkpoints:
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
     if self._is_first:
       self._manifest(step).unlink(missing_ok=True)
-    self._writer.save(
-      self._target(step), args=self._orbax.args.PyTreeSave(arrays), force=True
-    )
+    with self._written(step):
+      self._writer.save(
+        self._target(step), args=self._orbax.args.PyTreeSave(arrays), force=True
+      )
     manifest = {
       "step": step,
       "workers": self._workers.num_workers,
@@ -173,14 +196,35 @@ class Checkpoints:
     return leaf if jax.process_count() > 1 else np.asarray(leaf)
 
   def _finish(self, step: int, manifest: dict[str, Any]) -> None:
-    self._writer.wait_until_finished()
-    if not self._is_first:
-      return
-    manifest["files"] = hashes.hash_files(self._target(step))
-    sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
+    with self._written(step):
+      self._writer.wait_until_finished()
+      if not self._is_first:
+        return
+      manifest["files"] = hashes.hash_files(self._target(step))
+      sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
     for old in self._steps()[self._keep :]:
       self._manifest(old).unlink()  # A directory without one does not count.
     self._tidy()
+
+  @contextlib.contextmanager
+  def _written(self, step: int) -> Iterator[None]:
+    """Tells in one line what a write ran into, and takes away its rests."""
+    try:
+      yield
+    except Exception as error:
+      reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+      if "No space left" in str(error):
+        reason = ["no space left on the disk"]
+      # Of the other processes the files may still be written.
+      whole = self._steps()[:1]
+      if self._is_first and jax.process_count() == 1:
+        self._tidy()
+      stays = f"the one of step {whole[0]} stays" if whole else "there is none"
+      raise OSError(
+        f"the checkpoint of step {step} could not be written to "
+        f"{self._directory}: {reason[0]}. Of the whole ones {stays}: make room "
+        "and start the run again."
+      ) from error
 
   def _target(self, step: int) -> pathlib.Path:
     return self._directory / f"step_{step:08d}"
@@ -234,6 +278,9 @@ class Checkpoints:
         "Start anew in another directory."
       )
     manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
+    number = manifest["workers"]
+    if self._other_workers and number != self._workers.num_workers:
+      return self._restore_other(self._other_workers(number))
     if callable(template):
       template = template(step)
     names, leaves = _named(template)
@@ -246,6 +293,13 @@ class Checkpoints:
       ),
       manifest["metadata"],
     )
+
+  def _restore_other(self, others: OtherWorkers) -> Restored | None:
+    with Checkpoints(self._directory, others.workers) as checkpoints:
+      found = checkpoints.restore(others.template())
+    if found is None:
+      return None
+    return found._replace(state=others.convert(found.state))
 
   def _newest_whole(self) -> int:
     steps = self._steps()

@@ -105,6 +105,15 @@ class Evaluator:
     """
     return self._measure(*self._prepare(state))
 
+  def model(self, state: _train_state.TrainState) -> tuple[PyTree, PyTree]:
+    """Returns the parameters that are evaluated, and the batch statistics.
+
+    Of one model, without the workers' dimension: the anchor, in which all that
+    the optimizer has begun is brought in.
+    """
+    both = self._prepare(state)
+    return jax.tree.map(self._workers.view, both)  # type: ignore[no-any-return]
+
   def measure(
     self, params: PyTree, model_state: PyTree | None = None
   ) -> dict[str, float]:

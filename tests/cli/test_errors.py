@@ -16,7 +16,7 @@ _BAD = [
   (
     "trian",
     "the command must be one of train, compare, overlap, bytes, simulate, "
-    "pipeline, got",
+    "pipeline, launch, got",
   ),
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
@@ -38,8 +38,20 @@ _BAD = [
   ("train --batch-size 0", "`--batch-size` must divide evenly"),
   ("train --accumulate 3", "over 8 workers times 3, got 128. Take 120 or 144."),
   ("train --accumulate 0", "`--accumulate` must be at least 1"),
-  ("train --seed -1", "`--seed` must be at least 0"),
-  ("compare --seeds 0 -1", "`--seeds` must not be negative"),
+  ("train --seed -1", "`--seed` must be from 0 to 2**32 - 1, got -1"),
+  ("compare --seeds 0 -1", "`--seeds` must be from 0 to 2**32 - 1, got -1"),
+  ("train --seed 4294967296", "`--seed` must be from 0 to 2**32 - 1, got 429"),
+  ("compare --seeds 0 5000000000", "`--seeds` must be from 0 to 2**32 - 1"),
+  (
+    "train --workers 2 --batch-size 100000000",
+    "`--batch-size` must not exceed the 1442 training samples, got 100000000",
+  ),
+  ("train --model resnet50", "`--model` must suit images of 8x8: mlp, lenet"),
+  ("train --model vgg16", "resnet8 or resnet20, got vgg16"),
+  (
+    "train --stages 2 --final-params a.safetensors",
+    "`--final-params` must be left out with `--stages`",
+  ),
   ("compare --seeds 1 1", "`--seeds` must be one or more different"),
   ("train --learning-rate 0", "`--learning-rate` must be positive"),
   ("train --learning-rate nan", "`--learning-rate` must be positive"),

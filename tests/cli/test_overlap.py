@@ -86,7 +86,7 @@ def test_a_missing_compiler_is_one_line_that_names_the_extra(
   assert cli.main(["overlap"]) == 2
   out, error = capsys.readouterr()
   assert error.count("\n") == 1
-  assert 'pip install "jdist[schedules]"' in error
+  assert 'pip install ".[schedules]"' in error
   assert out == ""
   assert list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from jdist.cli import _options
+from jdist.cli.launch import _launch_options
 
 _PORT = 29400
 # Of `launch` itself: a run ends for good, was told to end, or goes on.
@@ -99,7 +99,7 @@ spec:
 """
 
 
-def write(options: _options.Launch) -> str:
+def write(options: _launch_options.Launch) -> str:
   """Returns the file that starts a run, with its command in the first lines.
 
   Args:
@@ -110,18 +110,18 @@ def write(options: _options.Launch) -> str:
   return writers[options.print](options)
 
 
-def _started(options: _options.Launch, process_id: str) -> str:
+def _started(options: _launch_options.Launch, process_id: str) -> str:
   """Returns how a launcher of clusters starts a process by a shell."""
   words = shlex.join(["python", "-m", "jdist", *options.command])
   return (
     f"bash -c 'exec \"$@\" --process-id {process_id}' bash \\\n"
     f"    {words} \\\n"
-    f"    --coordinator-address \"$coordinator\" "
+    f'    --coordinator-address "$coordinator" '
     f"--num-processes {options.num_processes}"
   )
 
 
-def _slurm(options: _options.Launch) -> str:
+def _slurm(options: _launch_options.Launch) -> str:
   gpus = options.gpus_per_node
   resources = (
     ""
@@ -136,7 +136,7 @@ def _slurm(options: _options.Launch) -> str:
   ) + _LOOP.format(restarts=options.restarts, start=start, told=told)
 
 
-def _mpi(options: _options.Launch) -> str:
+def _mpi(options: _launch_options.Launch) -> str:
   # Open MPI, MPICH and Intel MPI name the rank differently.
   rank = '"${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"'
   nodes = options.gpus_per_node
@@ -148,13 +148,13 @@ def _mpi(options: _options.Launch) -> str:
   )
 
 
-def _kubernetes(options: _options.Launch) -> str:
+def _kubernetes(options: _launch_options.Launch) -> str:
   name = options.name
   # The first pod, by the names that JobSet gives.
   command = (
     f"exec {shlex.join(['python', '-m', 'jdist', *options.command])} "
     f"--coordinator-address {name}-run-0-0.{name}:{_PORT} "
-    f'--num-processes {options.num_processes} '
+    f"--num-processes {options.num_processes} "
     '--process-id "$JOB_COMPLETION_INDEX"'
   )
   resources = (

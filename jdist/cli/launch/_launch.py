@@ -5,10 +5,10 @@ import shlex
 import sys
 
 from jdist.cli import _options
-from jdist.cli.launch import _cluster_file, _local_run
+from jdist.cli.launch import _cluster_file, _launch_options, _local_run
 
 
-def launch(options: _options.Launch) -> int:
+def launch(options: _launch_options.Launch) -> int:
   """Starts the processes of a run, or prints what starts them elsewhere.
 
   Returns:
@@ -36,7 +36,7 @@ def launch(options: _options.Launch) -> int:
   return run.run()
 
 
-def _check(options: _options.Launch) -> None:
+def _check(options: _launch_options.Launch) -> None:
   _options.check_least(options, num_processes=1, restarts=0, backoff_s=0)
   _options.check_least(options, gpus_per_node=1)
   train = options.train

@@ -1,13 +1,13 @@
 """A training run in several processes on this machine, restarted if it fails.
 
-    status      of a process                         then
-    0           all has been trained                 ends with 0
-    2, 3        wrong options, diverged              ends with it: once more
-                                                     would be the same
-    143         SIGTERM, saved                       goes on, unless the launcher
-                                                     was the one that was told
-    any other   killed, a peer lost, an error        goes on from the last
-                                                     checkpoint, with back-off
+status      of a process                         then
+0           all has been trained                 ends with 0
+2, 3        wrong options, diverged              ends with it: once more
+                                                 would be the same
+143         SIGTERM, saved                       goes on, unless the launcher
+                                                 was the one that was told
+any other   killed, a peer lost, an error        goes on from the last
+                                                 checkpoint, with back-off
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any, IO
 
 # Statuses upon which the same command would end in the same way.
 _FINAL = (0, 2, 3)
@@ -181,8 +181,9 @@ class LocalRun:
 class _Echo:
   """What a process other than the first says on stderr, with its number."""
 
-  def __init__(self, number: int, stream: IO[str]):
+  def __init__(self, number: int, stream: IO[str] | None):
     self._number = number
+    assert stream is not None
     self._stream = stream
     # What all processes say alike is shown once, when it is known who ended.
     self._held: list[str] = []

@@ -97,6 +97,10 @@ class PreparedStages:
     )
     self.evaluate = workload.evaluator(self.pipe.apply)
 
+  def other_workers(self, seed: int) -> None:
+    """Returns None: the stages of other workers are not put together."""
+    del seed
+
   def run(
     self, seed: int, *, label: str | None = None, **fit: Any
   ) -> list[training.Record]:

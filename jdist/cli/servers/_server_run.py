@@ -9,6 +9,7 @@ from jdist.cli import (
   _datasets,
   _divergence,
   _experiment,
+  _interrupts,
   _methods,
   _options,
 )
@@ -23,7 +24,8 @@ _ROUNDS = ("interval", "outer", "outer_learning_rate", "outer_momentum")
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
   "coordinator_address", "num_processes", "process_id", "skip_nonfinite",
-  "stages", "table", "microbatches", "window", "chunks", "cuts",
+  "final_params", "tensorboard", "stages", "table", "microbatches", "window",
+  "chunks", "cuts",
 )  # fmt: skip
 
 
@@ -104,18 +106,29 @@ def _fit(
   )
   evaluate = workload.evaluator(model.apply)
   samples = round(options.epochs * len(workload.train))
-  records = server.VirtualTrainer(run).fit(
-    samples,
-    "samples",
-    every=min(samples, options.evaluate_every_epochs * len(workload.train)),
-    evaluate=lambda found: evaluate.measure(found.params, found.model_state),
-    on_record=functools.partial(_show, dataset=workload.train),
-    label=options.protocol,
-    checkpoints=checkpoints,
-    metadata=_server_parts.identity(options),
-  )
-  if checkpoints is not None:
-    checkpoints.close()
+  if options.checkpoints is not None:
+    told = "which is saved: the same command goes on."
+  else:
+    told = "of which nothing is saved."
+  try:
+    records = server.VirtualTrainer(run).fit(
+      samples,
+      "samples",
+      every=min(samples, options.evaluate_every_epochs * len(workload.train)),
+      evaluate=lambda found: evaluate.measure(found.params, found.model_state),
+      on_record=functools.partial(_show, dataset=workload.train),
+      label=options.protocol,
+      checkpoints=checkpoints,
+      metadata=_server_parts.identity(options),
+      stop_on_sigterm=True,
+    )
+  except training.PreemptedError as stop:
+    raise _interrupts.TerminatedError(
+      f"ended after update {stop.step}, {told}"
+    ) from None
+  finally:
+    if checkpoints is not None:
+      checkpoints.close()
   row = training.make_row(
     dataclasses.asdict(options),
     options.seed,
@@ -179,4 +192,4 @@ def _check(options: _options.Train) -> None:
       "`--codec` must be left out with `--protocol h_ps`, which chooses each "
       f"message's bits, got {options.codec}. Take `--protocol bsp`."
     )
-  _options.check_least(options, seed=0)
+  _options.check_seeds("--seed", options.seed)

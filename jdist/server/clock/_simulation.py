@@ -89,7 +89,7 @@ class Simulation(_driver.Driver):
       import simpy
     except ImportError:
       raise ImportError(
-        "The virtual clock needs SimPy: `pip install 'jdist[sim]'`."
+        "The virtual clock needs SimPy. " + checks.install({"simpy": "sim"})
       ) from None
     self._environment = simpy.Environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]

@@ -55,6 +55,7 @@ class VirtualTrainer:
     label: str | None = None,
     checkpoints: training.Checkpoints | None = None,
     metadata: dict[str, Any] | None = None,
+    stop_on_sigterm: bool = False,
   ) -> list[training.Record]:
     """Trains up to a number of updates, samples or virtual seconds.
 
@@ -72,6 +73,8 @@ class VirtualTrainer:
       checkpoints: of one worker, `Checkpoints(directory,
         collectives.workers(1))`; saved at each record.
       metadata: what must be the same when a run is resumed.
+      stop_on_sigterm: whether SIGTERM ends the run at the next record, with a
+        `training.PreemptedError`.
 
     Returns:
       Records on the virtual clock: `step` counts updates, `rounds` too, and
@@ -93,7 +96,9 @@ class VirtualTrainer:
     if checkpoints is not None:
       records = self._resume(checkpoints, metadata)
     with contextlib.ExitStack() as stack:
-      bar = None
+      bar = sigterm = None
+      if stop_on_sigterm:
+        sigterm = stack.enter_context(training.Preemption())
       if label is not None:
         bar = stack.enter_context(
           training.Progress(len(marks), label, start_step=len(records))
@@ -107,6 +112,12 @@ class VirtualTrainer:
           self._save(checkpoints, metadata, records)
         if bar is not None:
           bar.update(number, f"loss {records[-1].train_loss:.4f}")
+        if sigterm is not None and sigterm.asks_at(number) and mark < total:
+          if checkpoints is not None:
+            checkpoints.wait()
+          raise training.PreemptedError(
+            records[-1].step, checkpoints is not None
+          )
     if checkpoints is not None:
       checkpoints.wait()
     return records

@@ -1,5 +1,7 @@
 """The training loop: programs, steps in flight, records, progress, watchdog."""
 
+from jdist.training.loop._preemption import PreemptedError as PreemptedError
+from jdist.training.loop._preemption import Preemption as Preemption
 from jdist.training.loop._progress import format_bytes as format_bytes
 from jdist.training.loop._progress import Progress as Progress
 from jdist.training.loop._round_host import RoundHost as RoundHost

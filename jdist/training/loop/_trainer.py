@@ -6,6 +6,8 @@ in flight deadlock (see `collectives.make_cpu_devices`).
 """
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from jdist import checks, collectives, transforms
 from jdist.training import _checkpoints, _step, _train_state
 from jdist.training.loop import (
   _compiled_step,
+  _preemption,
   _programs,
   _progress,
   _training_run,
@@ -92,13 +95,17 @@ class Trainer:
     metadata: dict[str, Any] | None = None,
     label: str | None = None,
     on_record: Callable[[_training_run.Record], None] | None = None,
+    on_resume: Callable[[_checkpoints.Restored], None] | None = None,
+    free: Sequence[str] = (),
+    stop_on_sigterm: bool = False,
   ) -> tuple[_train_state.TrainState, list[_training_run.Record]]:
     """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
     Args:
       state: from `init_state` or `fit`; given up to the first step.
       batches: from a step number to an iterator of host batches
-        `[local workers, n, ...]`, for instance `Batches.iterate`.
+        `[local workers, n, ...]`, for instance `Batches.iterate`.  Where it
+        ends before `num_steps`, so does the run, with a warning.
       num_steps: the step at which to stop.
       evaluate: an `Evaluator`; called at the end, too.
       evaluate_every: steps between evaluations; by default at the end only.
@@ -108,6 +115,12 @@ class Trainer:
         is refused.
       label: shows progress under this name.
       on_record: called with each new record.
+      on_resume: called with the checkpoint that the run goes on from, before
+        its metadata are compared.
+      free: names in `metadata` that a checkpoint may have other values of.
+      stop_on_sigterm: whether SIGTERM, as schedulers send it before they take
+        a machine away, makes the run save after the next step and end with a
+        `PreemptedError`; of several processes all do, after the same step.
 
     Returns:
       The state, and the records of this call; where nothing was left to
@@ -116,7 +129,9 @@ class Trainer:
     Raises:
       ValueError: when a checkpoint is of another run, or is beyond
         `num_steps`; when the optimizer does not take `stream_steps` or
-        `host_rounds`.
+        `host_rounds`; when there is no batch.
+      PreemptedError: upon SIGTERM; a `SystemExit`, which uncaught ends the
+        process with status 143.
     """
     for name, number in (
       ("num_steps", num_steps),
@@ -128,7 +143,7 @@ class Trainer:
     sent_bytes = None
     if checkpoints is not None:
       state, sent_bytes = _training_run.restore(
-        checkpoints, state, metadata or {}
+        checkpoints, state, metadata or {}, free, on_resume
       )
     start = int(self.workers.view(state.step))
     if start > num_steps:
@@ -156,21 +171,68 @@ class Trainer:
         run.progress = stack.enter_context(
           _progress.Progress(num_steps, label, start_step=start)
         )
-      placed = run.place(next(data))
-      for done in range(start + 1, num_steps + 1):
-        run.dispatch(placed)
-        if done < num_steps:  # Two steps are in flight meanwhile.
-          placed = run.place(next(data))
-        run.read(leave=1)
-        if _due(done, evaluate_every, num_steps):
-          run.record()
-        if checkpoints is not None and _due(done, checkpoint_every, num_steps):
-          run.save(checkpoints, metadata)
-      if start == num_steps:  # Killed after its last step, for instance.
-        run.record()
-    if checkpoints is not None:
-      checkpoints.wait()
+      sigterm = None
+      if stop_on_sigterm:
+        sigterm = stack.enter_context(_preemption.Preemption())
+      save = None
+      if checkpoints is not None:
+        save = functools.partial(run.save, checkpoints, metadata)
+        stack.callback(checkpoints.wait)
+      _train(
+        run, data, range(start, num_steps), evaluate_every, checkpoint_every,
+        save, sigterm,
+      )  # fmt: skip
     return run.state, run.records
+
+
+def _train(
+  run: _training_run.TrainingRun,
+  data: Iterator[PyTree],
+  steps: range,
+  evaluate_every: int | None,
+  checkpoint_every: int | None,
+  save: Callable[[], bool] | None,
+  sigterm: _preemption.Preemption | None,
+) -> None:
+  """Runs the steps, with records and checkpoints between them."""
+  batch = next(data, None)
+  if batch is not None:
+    placed = run.place(batch)
+  elif steps:
+    raise ValueError(
+      f"`batches` must give a batch from step {steps.start} on, but its "
+      "iterator has none. Give an endless one, for instance of "
+      "`Batches.iterate`."
+    )
+  for done in range(steps.start + 1, steps.stop + 1):
+    run.dispatch(placed)
+    batch = next(data, None) if done < steps.stop else None
+    if batch is not None:  # Two steps are in flight meanwhile.
+      placed = run.place(batch)
+    last = done if batch is None else steps.stop
+    run.read(leave=1)
+    if _due(done, evaluate_every, last):
+      run.record()
+    stops = sigterm is not None and sigterm.asks_at(done) and done < last
+    saved = False
+    if save is not None and (stops or _due(done, checkpoint_every, last)):
+      saved = save()
+    if stops:
+      raise _preemption.PreemptedError(done, saved)
+    if last < steps.stop:
+      _warn_ended(done, steps.stop)
+      break
+  if not steps:  # Killed after its last step, perhaps.
+    run.record()
+
+
+def _warn_ended(done: int, num_steps: int) -> None:
+  warnings.warn(
+    f"The batches have ended after step {done} of {num_steps}: so has the run. "
+    "Its state is given back, and saved if there are checkpoints.",
+    RuntimeWarning,
+    stacklevel=3,
+  )
 
 
 def _due(done: int, every: int | None, last: int) -> bool:

@@ -245,7 +245,7 @@ class TrainingRun:
 
   def save(
     self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
-  ) -> None:
+  ) -> bool:
     """Starts to write a checkpoint, unless the state has diverged."""
     self.read()
     if not self._step.is_finite(self.state):
@@ -256,12 +256,13 @@ class TrainingRun:
           RuntimeWarning,
           stacklevel=3,
         )
-      return
+      return False
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
     shared = _train_state.shared_leaves(self.state)
     kept = {**(metadata or {}), _SENT_BYTES: self._sent_bytes}
     checkpoints.save(self._read, self.state, shared, kept)
     self.watchdog.beat(f"saved after step {self._read}")
+    return True
 
 
 def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
@@ -288,16 +289,20 @@ def restore(
   checkpoints: _checkpoints.Checkpoints,
   state: _train_state.TrainState,
   metadata: dict[str, Any],
+  free: Sequence[str] = (),
+  on_resume: Callable[[_checkpoints.Restored], None] | None = None,
 ) -> tuple[_train_state.TrainState, float | None]:
   """Returns the newest saved state, if there is one, and the bytes sent."""
   found = checkpoints.restore(state)
   if found is None:
     return state, None
+  if on_resume is not None:
+    on_resume(found)
   sent_bytes = found.metadata.pop(_SENT_BYTES, None)
   metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
   different = sorted(
     name
-    for name in found.metadata.keys() | metadata.keys()
+    for name in (found.metadata.keys() | metadata.keys()) - set(free)
     if found.metadata.get(name) != metadata.get(name)
   )
   if different:

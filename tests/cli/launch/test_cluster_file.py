@@ -51,7 +51,7 @@ def test_a_script_starts_its_ranks_until_the_run_is_over(tmp_path, capsys):
   )
   (tmp_path / "python").write_text(
     '#!/bin/bash\nprintf "<%s>" "$@" >>told\necho >>told\n'
-    '[ $(wc -l <told) -lt 3 ] || exit 3\nexit 75\n'
+    "[ $(wc -l <told) -lt 3 ] || exit 3\nexit 75\n"
   )
   (tmp_path / "sleep").write_text("#!/bin/bash\necho wait $1\n")
   for name in ("mpirun", "python", "sleep"):
@@ -105,8 +105,8 @@ def test_kubernetes_would_take_the_jobset(options, capsys):
   assert container["image"] == "a/b:c"
   assert container["volumeMounts"][0]["mountPath"] == '/it\'s "$HOME"'
   assert ("resources" in container) == bool(options)
-  assert "--coordinator-address mine-run-0-0.mine:29400" in (
-    container["command"][2]
+  assert (
+    "--coordinator-address mine-run-0-0.mine:29400" in (container["command"][2])
   )
   # The check finds a word too much.
   wrong = copy.deepcopy(told)

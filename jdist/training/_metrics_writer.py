@@ -1,0 +1,56 @@
+"""Records as events of TensorBoard."""
+
+import os
+from types import TracebackType
+
+from jdist import checks
+from jdist.training import loop
+
+
+class MetricsWriter:
+  """Writes records for TensorBoard, as they come.
+
+  Its `write` is made for `Trainer.fit(..., on_record=writer.write)`.  A run
+  that goes on writes on in the same directory.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str]):
+    """Opens or makes the directory.
+
+    Args:
+      directory: of the events: `tensorboard --logdir DIRECTORY` shows them.
+
+    Raises:
+      ImportError: when tensorboardX is not installed.
+    """
+    board = checks.import_extra("tensorboardX", "metrics")
+    self._writer = board.SummaryWriter(os.fspath(directory))
+
+  def write(self, record: loop.Record) -> None:
+    """Writes a record: each of its metrics, losses, rounds, bytes, rate."""
+    values = {f"test/{name}": value for name, value in record.metrics.items()}
+    values |= {
+      "train/loss": record.train_loss,
+      "train/rounds": record.rounds,
+      "train/sent_bytes": record.sent_bytes,
+      "train/samples_per_s": record.samples_per_s,
+      "train/skipped": record.skipped,
+    }
+    for name, value in values.items():
+      self._writer.add_scalar(name, value, record.step)
+    self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._writer.close()
+
+  def __enter__(self) -> "MetricsWriter":
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self.close()

@@ -1,0 +1,92 @@
+"""A trained model in a safetensors file, which other programs read, too."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist import checks
+
+PyTree = Any
+
+
+def save_model(
+  path: str | os.PathLike[str],
+  params: PyTree,
+  model_state: PyTree | None = None,
+  metadata: Mapping[str, Any] | None = None,
+) -> None:
+  """Writes parameters, and batch statistics, as named tensors.
+
+  A tensor is called as its path: `params.dense1.kernel`, `state.norm.mean`.
+
+  Args:
+    path: of the file, which is written whole or not at all.
+    params: a tree of arrays, of one model.
+    model_state: batch statistics, if there are any.
+    metadata: what JSON can hold, for the file's header: each value is a text
+      there.
+
+  Raises:
+    ImportError: when safetensors is not installed.
+  """
+  safetensors = checks.import_extra("safetensors.numpy", "export")
+  named = _named(params, {} if model_state is None else model_state)
+  arrays = {name: np.ascontiguousarray(x) for name, x in named.items()}
+  header = {
+    name: value if isinstance(value, str) else json.dumps(value)
+    for name, value in (metadata or {}).items()
+  }
+  partial = f"{os.fspath(path)}.partial"
+  safetensors.save_file(arrays, partial, header)
+  os.replace(partial, path)
+
+
+def load_model(
+  path: str | os.PathLike[str],
+  params: PyTree,
+  model_state: PyTree | None = None,
+) -> tuple[PyTree, PyTree]:
+  """Reads what `save_model` has written.
+
+  Args:
+    path: of the file.
+    params: a tree like the one that was saved, for instance that of a new
+      model; its values are not used.
+    model_state: likewise.
+
+  Returns:
+    The parameters and the batch statistics.
+
+  Raises:
+    ImportError: when safetensors is not installed.
+    ValueError: when the file is of another model.
+  """
+  safetensors = checks.import_extra("safetensors.numpy", "export")
+  saved = safetensors.load_file(path)
+  state = {} if model_state is None else model_state
+  named = _named(params, state)
+  checks.check_shapes(
+    f"`path` must be a file of this model, but in {os.fspath(path)}",
+    "Build the model with the options that the file's metadata name.",
+    saved,
+    {name: np.shape(x) for name, x in named.items()},
+  )
+  leaves = [saved[name] for name in named]
+  number = len(jax.tree.leaves(params))
+  return (
+    jax.tree.unflatten(jax.tree.structure(params), leaves[:number]),
+    jax.tree.unflatten(jax.tree.structure(state), leaves[number:]),
+  )
+
+
+def _named(params: PyTree, model_state: PyTree) -> dict[str, Any]:
+  """Returns the leaves by name; parameters come first."""
+  found = {}
+  for kind, tree in (("params", params), ("state", model_state)):
+    for name, leaf in checks.named_leaves(tree).items():
+      found[f"{kind}.{name}" if name else kind] = leaf
+  return found
