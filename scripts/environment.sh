@@ -27,6 +27,29 @@ _find_python() {
   return 1
 }
 
+# Runs a command, and shows meanwhile for how long: on a terminal in place, in a
+# log every half a minute.
+_with_clock() {
+  local start=$SECONDS status=0 ticker
+  (
+    every=30
+    [ ! -t 2 ] || every=1
+    while sleep "$every" && kill -0 $$ 2>/dev/null; do
+      if [ -t 2 ]; then
+        printf '\r  %d s ' $((SECONDS - start)) >&2
+      else
+        echo "  ... $((SECONDS - start)) s" >&2
+      fi
+    done
+  ) &
+  ticker=$!
+  "$@" || status=$?
+  kill "$ticker" 2>/dev/null
+  wait "$ticker" 2>/dev/null || true
+  [ ! -t 2 ] || printf '\r' >&2
+  return "$status"
+}
+
 environment() {
   local extras=$1 venv=${JDIST_VENV:-$root/.venv} base stamp want
   python=$venv/bin/python
@@ -47,13 +70,14 @@ environment() {
   stamp=$venv/.jdist-installed
   want="$extras ${JDIST_JAX:-} $(cksum <"$root/pyproject.toml") $root"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
-    echo "Installing jdist[$extras] into $venv ..." >&2
+    echo "Installing jdist[$extras] into $venv, minutes the first time ..." >&2
     local packages=(-e "$root[$extras]")
     [ -z "${JDIST_JAX:-}" ] || packages+=("jax==$JDIST_JAX")
     if command -v uv >/dev/null; then
-      uv pip install --quiet --python "$python" "${packages[@]}" || return
+      _with_clock uv pip install --quiet --python "$python" "${packages[@]}" ||
+        return
     else
-      "$python" -m pip install --quiet --disable-pip-version-check \
+      _with_clock "$python" -m pip install --quiet --disable-pip-version-check \
         "${packages[@]}" || return
     fi
     printf '%s' "$want" >"$stamp"

@@ -103,12 +103,12 @@ def test_a_check_names_the_argument_and_the_rule(number):
       check(value)
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "a", True, 2**63])
+@pytest.mark.parametrize("value", [-1, 0.5, "a", True, 2**32, 2**63])
 def test_a_seed_is_one_that_jax_takes(value):
   with pytest.raises(ValueError, match="`seed` must be an int from 0"):
     checks.check_seed(value)
   assert checks.check_seed(np.uint32(3)) == 3
-  jax.random.key(checks.check_seed(2**63 - 1))
+  jax.random.key(checks.check_seed(2**32 - 1))
 
 
 @pytest.mark.parametrize("value", [0, np.zeros(2), None])
@@ -169,3 +169,15 @@ def test_rows_are_looked_at_in_parts(monkeypatch):
   rows[5, 1] = np.inf
   with pytest.raises(ValueError, match=re.escape("row 5 holds")):
     checks.check_finite("x", rows)
+
+
+def test_all_that_is_missing_is_named_at_once():
+  with pytest.raises(ImportError) as error:
+    checks.check_extras(
+      {"json": "none", "no_such_module": "data", "no.such": "plots"}
+    )
+  assert str(error.value) == (
+    "`no_such_module`, `no.such` are needed here and not installed. Install "
+    'what is missing: pip install ".[data,plots]" in the clone of jdist, or '
+    "pip install no_such_module no"
+  )

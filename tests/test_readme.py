@@ -10,9 +10,19 @@ _README = (_ROOT / "README.md").read_text()
 _BLOCKS = re.findall(r"```python\n(.*?)```", _README, flags=re.DOTALL)
 
 
+def _save_the_model_that_one_reads():
+  """Writes `model.safetensors`, as the command above the example does."""
+  from jdist import models, training
+
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  training.save_model("model.safetensors", model.params, model.state)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("number", range(len(_BLOCKS)))
-def test_the_readme_example_runs(number, capsys):
+def test_the_readme_example_runs(number, capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  _save_the_model_that_one_reads()
   # Optax's Adam mixes dtypes in a way that the strict mode of the tests
   # refuses; a reader's program has the ordinary mode.
   import jax

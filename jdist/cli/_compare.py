@@ -50,14 +50,18 @@ def compare(options: _options.Compare) -> None:
     console.print(
       f"{len(rows)} rows are in {output}; runs among them are not repeated."
     )
-  found = comparison.compare(
-    study,
-    rows,
-    _Fit(options, workload),
-    # Of a language model accuracy says less than its loss.
-    rank=comparison.by_loss if _is_text(workload) else comparison.quality,
-    on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
-  )
+  trials = len(options.methods) * len(options.seeds)
+  if len(options.learning_rate) > 1:
+    trials += len(options.methods) * len(options.learning_rate)
+  with training.Progress(1, "all runs") as bar:
+    found = comparison.compare(
+      study,
+      rows,
+      _Fit(options, workload, bar, max(trials - len(rows), 1)),
+      # Of a language model accuracy says less than its loss.
+      rank=comparison.by_loss if _is_text(workload) else comparison.quality,
+      on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
+    )
   if not found.rows:
     _tell_diverged(found)
   console.print(_table(found, options))
@@ -75,8 +79,16 @@ def compare(options: _options.Compare) -> None:
 class _Fit:
   """Runs trials; a method is compiled once for all seeds of a rate."""
 
-  def __init__(self, options: _options.Compare, workload: comparison.Workload):
+  def __init__(
+    self,
+    options: _options.Compare,
+    workload: comparison.Workload,
+    bar: training.Progress,
+    trials: int,
+  ):
     self._options = options
+    # One bar over all trials, of which tuning may need more than are known.
+    self._bar, self._trials, self._begun = bar, trials, 0
     self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
     self._compiled: dict[str, _experiment.Prepared] = {}
 
@@ -95,7 +107,15 @@ class _Fit:
     else:
       self._compiled[trial.variant] = prepared
       label = f"{trial.variant} seed {trial.seed}"
-    records = prepared.run(trial.seed, label=label)
+    steps, begun = prepared.budget.num_steps, self._begun
+    self._begun += 1
+    self._bar.extend(max(self._trials, self._begun) * steps)
+    records = prepared.run(
+      trial.seed,
+      label=lambda step, told: self._bar.update(
+        begun * steps + step, f"{label}  {told}"
+      ),
+    )
     workers = self._options.workers
     return {"workers": workers, **comparison.summarize(records)}
 

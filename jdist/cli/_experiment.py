@@ -51,7 +51,7 @@ class Prepared:
     self,
     seed: int,
     *,
-    label: str | None = None,
+    label: str | Callable[[int, str], None] | None = None,
     on_end: Callable[[Any, Any], None] | None = None,
     **fit: Any,
   ) -> list[training.Record]:

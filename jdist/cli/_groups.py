@@ -30,8 +30,9 @@ class ModelOptions:
 
   dataset: str = "digits"
   """synthetic needs nothing, digits scikit-learn, and the others TensorFlow
-  Datasets, once `python -m jdist.data prepare NAME` was run: mnist, fashion_mnist, cifar10,
-  cifar100, imagenette, imagenet_resized/SIZE; tiny_shakespeare is a text."""
+  Datasets, once `python -m jdist.data prepare NAME` was run: mnist,
+  fashion_mnist, cifar10, cifar100, imagenette, imagenet_resized/SIZE;
+  tiny_shakespeare is a text."""
 
   text: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
   """Of any kind, in place of a data set: its bytes are predicted; the last

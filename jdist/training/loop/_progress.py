@@ -32,6 +32,11 @@ class Progress:
       label, total=num_steps, completed=start_step, figures=""
     )
 
+  def extend(self, num_steps: int) -> None:
+    """Makes the line at least so many steps long."""
+    total = self._bar.tasks[self._task].total or 0
+    self._bar.update(self._task, total=max(total, num_steps))
+
   def update(self, step: int, figures: str) -> None:
     """Moves to a step and shows a few words beside the bar."""
     self._bar.update(self._task, completed=step, figures=figures)

@@ -93,7 +93,7 @@ class Trainer:
     checkpoints: _checkpoints.Checkpoints | None = None,
     checkpoint_every: int | None = None,
     metadata: dict[str, Any] | None = None,
-    label: str | None = None,
+    label: str | Callable[[int, str], None] | None = None,
     on_record: Callable[[_training_run.Record], None] | None = None,
     on_resume: Callable[[_checkpoints.Restored], None] | None = None,
     free: Sequence[str] = (),
@@ -113,7 +113,8 @@ class Trainer:
       checkpoint_every: steps between checkpoints; by default at the end only.
       metadata: saved with each checkpoint; a checkpoint with other metadata
         is refused.
-      label: shows progress under this name.
+      label: shows progress under this name; or what is called with each step
+        and a few figures, to show them elsewhere.
       on_record: called with each new record.
       on_resume: called with the checkpoint that the run goes on from, before
         its metadata are compared.
@@ -167,10 +168,11 @@ class Trainer:
       if close := getattr(data, "close", None):
         stack.callback(close)
       stack.enter_context(run.watchdog)
-      if label is not None:
-        run.progress = stack.enter_context(
-          _progress.Progress(num_steps, label, start_step=start)
-        )
+      if isinstance(label, str):
+        bar = _progress.Progress(num_steps, label, start_step=start)
+        run.progress = stack.enter_context(bar).update
+      else:
+        run.progress = label
       sigterm = None
       if stop_on_sigterm:
         sigterm = stack.enter_context(_preemption.Preemption())

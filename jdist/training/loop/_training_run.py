@@ -88,7 +88,7 @@ class TrainingRun:
     self.state = state
     self.records: list[Record] = []
     self.watchdog = _watchdog.Watchdog(timeout_s)
-    self.progress: _progress.Progress | None = None
+    self.progress: Callable[[int, str], None] | None = None
     self._step = step
     self._independent = independent
     self._sent_before = sent_bytes
@@ -212,7 +212,7 @@ class TrainingRun:
       self._skipped = int(columns["skipped"][0])
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
-      self.progress.update(
+      self.progress(
         self._read,
         f"loss {self._losses[-1]:.3f}  {self._rate():,.0f} samples/s  "
         f"{_progress.format_bytes(self._sent_bytes)} sent",

@@ -1,0 +1,121 @@
+"""Killed at random moments, launched runs end as undisturbed ones do."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jdist import training
+from tests import _processes
+
+_ROOT = pathlib.Path(__file__).resolve().parents[3]
+_METHODS = {
+  "ssgd": ("--method", "ssgd"),
+  "msdpu": ("--method", "msdpu", "--stream"),
+  "powersgd": ("--method", "powersgd"),
+  "diloco": ("--method", "diloco", "--codec", "int4", "--feedback", "error"),
+}
+_KILLS = 5
+_STEPS = 500
+_LIMIT_S = 900.0
+
+
+def _launch(folder, method, processes):
+  """Starts a run; its checkpoints are ten steps apart."""
+  command = [
+    sys.executable, "-m", "jdist", "launch", "-n", str(processes),
+    "--backoff-s", "0.1", "--", "train", "--dataset", "synthetic", "--workers",
+    "4", "--batch-size", "200", "--steps", str(_STEPS),
+    "--checkpoint-every-epochs", "1", "--evaluate-every-epochs", "1000",
+    "--checkpoints", str(folder / "saved"), "--output", str(folder),
+    *_METHODS[method],
+  ]  # fmt: skip
+  with (folder / "log").open("w") as log:
+    return subprocess.Popen(
+      command, cwd=_ROOT, env=_processes.environment(), stdout=log, stderr=log
+    )
+
+
+def _children(process):
+  listed = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+  return [int(pid) for pid in listed.read_text().split()]
+
+
+def _newest(folder):
+  found = (folder / "saved").glob("step_*.json")
+  return max((int(path.stem[5:]) for path in found), default=0)
+
+
+def _disturb(process, folder, seeded, processes):
+  """Kills a process of the run now and then; returns how often."""
+  end_s = time.monotonic() + _LIMIT_S
+  kills = []
+  while len(kills) < _KILLS and process.poll() is None:
+    before = _newest(folder)
+    while process.poll() is None and _newest(folder) == before:
+      assert time.monotonic() < end_s, (folder / "log").read_text()
+      time.sleep(0.01)
+    time.sleep(seeded.uniform(0.0, 0.5))
+    how = seeded.choice([signal.SIGKILL, signal.SIGTERM])
+    running = _children(process)
+    if len(running) < processes:
+      continue
+    # One that has ended meanwhile is not there to be killed.
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(seeded.choice(running), how)
+      kills.append(how)
+      # Until what is left of these has ended.
+      while process.poll() is None and set(running) & set(_children(process)):
+        time.sleep(0.01)
+  return kills
+
+
+def _arrays(folder):
+  import orbax.checkpoint as orbax
+
+  with orbax.PyTreeCheckpointer() as checkpointer:
+    return checkpointer.restore(folder / "saved" / f"step_{_STEPS:08d}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("method", _METHODS)
+def test_no_hand_touches_a_run_that_is_killed(method, processes, tmp_path):
+  seeded = random.Random(f"{method} {processes}")
+  folders = [tmp_path / name for name in ("never", "killed")]
+  for folder in folders:
+    folder.mkdir()
+  started = []
+  try:
+    started.append(_launch(folders[0], method, processes))
+    assert started[0].wait(timeout=_LIMIT_S) == 0, (
+      folders[0] / "log"
+    ).read_text()
+    started.append(_launch(folders[1], method, processes))
+    kills = _disturb(started[1], folders[1], seeded, processes)
+    assert started[1].wait(timeout=_LIMIT_S) == 0, (
+      folders[1] / "log"
+    ).read_text()
+  finally:
+    for process in started:
+      process.terminate()
+      process.wait()
+  told = (folders[1] / "log").read_text()
+  assert "Traceback" not in told, told
+  assert len(kills) == _KILLS, "it ended before it could be killed"
+  assert told.count("Goes on from step") == _KILLS, told
+  rows = [training.read_rows(x / "rows.jsonl")[-1] for x in folders]
+  for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
+    assert rows[0][field] == rows[1][field], field
+  never, killed = map(_arrays, folders)
+  assert never.keys() == killed.keys()
+  for number, array in never.items():
+    np.testing.assert_array_equal(array, killed[number], err_msg=number)

@@ -1,0 +1,88 @@
+"""Trained models in files that others read."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import tensorboardX
+
+from jdist import cli, models, training
+
+SHAPE = {"input_shape": (8, 8, 1), "num_classes": 10}
+
+
+def test_tensors_are_named_by_their_paths(tmp_path):
+  params = {"a": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}}
+  state = {"mean": np.ones(2, np.float32)}
+  path = tmp_path / "m.safetensors"
+  training.save_model(path, params, state, {"rate": 0.5, "name": "x"})
+  found = safetensors.numpy.load_file(path)
+  assert {name: x.shape for name, x in found.items()} == {
+    "params.a.w": (2, 3),
+    "state.mean": (2,),
+  }
+  with safetensors.safe_open(path, "numpy") as file:
+    assert file.metadata() == {"rate": "0.5", "name": "x"}
+  read = training.load_model(path, params, state)
+  np.testing.assert_array_equal(read[0]["a"]["w"], params["a"]["w"])
+  np.testing.assert_array_equal(read[1]["mean"], state["mean"])
+  assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+  path = tmp_path / "m.safetensors"
+  training.save_model(path, {"w": np.ones((2, 3), np.float32)})
+  with pytest.raises(ValueError, match=r"`path` must be a file of this model"):
+    training.load_model(path, {"w": np.ones((3, 2), np.float32)})
+  with pytest.raises(ValueError, match=r"there is no leaf params\.b"):
+    training.load_model(path, {"b": np.ones(3, np.float32)})
+
+
+def test_the_command_writes_what_it_has_evaluated(tmp_path, capsys):
+  path, board = tmp_path / "new" / "m.safetensors", tmp_path / "board"
+  words = (
+    "train", "--dataset", "synthetic", "--model", "resnet8", "--method",
+    "diloco", "--workers", "2", "--batch-size", "64", "--steps", "4",
+    "--final-params", str(path), "--tensorboard", str(board),
+    "--output", str(tmp_path),
+  )  # fmt: skip
+  assert cli.main(words) == 0
+  assert f"Model: {path}" in capsys.readouterr().out
+  # Five lines, as in README.
+  with safetensors.safe_open(path, "numpy") as file:
+    told = {k: v for k, v in file.metadata().items() if k != "method"}
+  model = models.build("resnet8", **SHAPE, seed=9)
+  params, state = training.load_model(path, model.params, model.state)
+  assert told["model"] == "resnet8"
+  assert json.loads(told["input_shape"]) == [8, 8, 1]
+
+  from jdist import data
+
+  test = data.load("synthetic", "test")
+  logits, _ = jax.jit(
+    lambda p, s, x: model.apply(p, s, test.normalize(x), train=False)
+  )(params, state, test.images)
+  accuracy = float((np.argmax(logits, -1) == test.labels).mean())
+  (row,) = training.read_rows(tmp_path / "rows.jsonl")
+  assert accuracy == pytest.approx(row["accuracy"], abs=2 / len(test.labels))
+  (events,) = board.iterdir()
+  assert events.name.startswith("events.out.tfevents")
+  assert events.stat().st_size > 100
+
+
+def test_records_become_scalars(tmp_path, monkeypatch):
+  seen = []
+  monkeypatch.setattr(
+    tensorboardX.SummaryWriter,
+    "add_scalar",
+    lambda self, name, value, step: seen.append((name, value, step)),
+  )
+  record = training.Record(7, 3, 16.0, 0.5, {"accuracy": 0.9}, 1.0, 100.0)
+  with training.MetricsWriter(tmp_path) as writer:
+    writer.write(record)
+  assert ("test/accuracy", 0.9, 7) in seen
+  assert ("train/sent_bytes", 16.0, 7) in seen
+  assert {step for _, _, step in seen} == {7}
