@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jdist.cli import _divergence, _help, _interrupts, _options
+from jdist.cli import _help, _interrupts, _options, _run_end
 from jdist.cli.launch import _launch_options
 
 
@@ -130,10 +130,10 @@ def _status(words: list[str]) -> tuple[int, str]:
     told = " ".join(str(getattr(error, "problem", error)).split())
     picture = getattr(error, "picture", "")
     return 2, f"error: {told}" + (f"\n{picture}" if picture else "")
-  except _divergence.DivergedError as error:
-    return _divergence.STATUS, f"diverged: {error}"
-  except _interrupts.TerminatedError as error:
-    return _interrupts.TERMINATED, f"SIGTERM: {error}"
+  except _run_end.DivergedError as error:
+    return _run_end.DIVERGED, f"diverged: {error}"
+  except _run_end.TerminatedError as error:
+    return _run_end.TERMINATED, f"SIGTERM: {error}"
   except KeyboardInterrupt:
     return 130, "interrupted."  # As a shell has it: 128 + SIGINT.
   return 0, ""

@@ -9,11 +9,11 @@ from typing import Any
 from jdist import cluster, data, models, training
 from jdist.cli import (
   _datasets,
-  _divergence,
   _experiment,
   _methods,
   _options,
   _output,
+  _run_end,
 )
 from jdist.training import comparison
 
@@ -155,7 +155,7 @@ def _tell_diverged(found: comparison.Compared) -> None:
     if any(row["test_loss"] is None for row in runs)
   ]
   if names:
-    raise _divergence.DivergedError(
+    raise _run_end.DivergedError(
       f"{', '.join(names)} ended with a loss that is not finite. Take lower "
       "values of `--learning-rate`, or a longer `--warmup-epochs`."
     )

@@ -102,11 +102,11 @@ def build_model(
   """Builds the model that options name, for a data set."""
   large = options.model.startswith(_LARGE_MODELS)
   if large and min(train.input_shape[:2]) < _LARGE_PIXELS:
-    height, width = train.input_shape[:2]
+    size = "x".join(map(str, train.input_shape[:2]))
     raise ValueError(
-      f"`--model` must suit images of {height}x{width}: mlp, lenet, cnn, "
-      f"resnet8 or resnet20, got {options.model}, which takes "
-      f"{_LARGE_PIXELS}x{_LARGE_PIXELS} or more."
+      f"`--model` must suit images of {size}: mlp, lenet, cnn, resnet8 or "
+      f"resnet20, got {options.model}, which takes {_LARGE_PIXELS}x"
+      f"{_LARGE_PIXELS} or more."
     )
   chosen = {
     name: getattr(options, name)

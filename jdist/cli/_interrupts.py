@@ -1,4 +1,4 @@
-"""SIGTERM, and interrupts that are not lost.
+"""Interrupts that are not lost.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In a
 callback of the garbage collector, of which JAX has one, or in a destructor
@@ -12,14 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
-
-# Exit status of a run that SIGTERM has ended, as a shell has it.
-TERMINATED = 143
-
-
-class TerminatedError(Exception):
-  """SIGTERM has ended a run between two steps."""
-
 
 # Long enough to have left the callback.
 _AGAIN_S = 0.05

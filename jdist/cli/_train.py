@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,11 +11,10 @@ import jax
 from jdist import collectives, data, methods, training
 from jdist.cli import (
   _datasets,
-  _divergence,
   _experiment,
-  _interrupts,
   _methods,
   _options,
+  _run_end,
   _trained,
 )
 from jdist.training import comparison
@@ -112,7 +110,7 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
         **ends,
       )
     except training.PreemptedError as stop:
-      raise _interrupts.TerminatedError(
+      raise _run_end.TerminatedError(
         f"ended after step {stop.step} of {programs.budget.num_steps}, "
         + (
           f"which is saved in {options.checkpoints}: the same command goes on."
@@ -132,7 +130,7 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
     )
     training.append_rows(output / "rows.jsonl", [row])
     print(f"Row: {output / 'rows.jsonl'}")
-  _divergence.check(records, options.learning_rate, options.checkpoints)
+  _run_end.check(records, options.learning_rate, options.checkpoints)
 
 
 def _save_model(

@@ -41,9 +41,6 @@ from jdist.collectives._operations import sum as sum
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._phases import phase_of as phase_of
-from jdist.collectives._processes import await_verdict as await_verdict
-from jdist.collectives._processes import leave_processes as leave_processes
-from jdist.collectives._processes import start_processes as start_processes
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape
@@ -57,3 +54,6 @@ from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
 from jdist.collectives._workers import check_workers as check_workers
 from jdist.collectives._workers import Workers as Workers
+from jdist.collectives.processes import await_verdict as await_verdict
+from jdist.collectives.processes import leave_processes as leave_processes
+from jdist.collectives.processes import start_processes as start_processes

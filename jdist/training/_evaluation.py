@@ -112,7 +112,7 @@ class Evaluator:
     the optimizer has begun is brought in.
     """
     both = self._prepare(state)
-    return jax.tree.map(self._workers.view, both)  # type: ignore[no-any-return]
+    return jax.tree.map(self._workers.view, both)
 
   def measure(
     self, params: PyTree, model_state: PyTree | None = None

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jdist.collectives import _lifeline
+from jdist.collectives.processes import _lifeline
 from tests import _processes
 
 _HERE = pathlib.Path(_lifeline.__file__)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jdist import server, training
-from jdist.cli import _datasets, _divergence, _experiment, _options
+from jdist.cli import _datasets, _experiment, _options, _run_end
 from jdist.cli.servers import _server_parts
 from jdist.training import comparison
 
@@ -142,7 +142,7 @@ def train(options: _options.Train) -> None:
   )
   training.append_rows(output / "rows.jsonl", [row])
   print(f"Row: {output / 'rows.jsonl'}")
-  _divergence.check(watch.records, options.learning_rate, options.checkpoints)
+  _run_end.check(watch.records, options.learning_rate, options.checkpoints)
 
 
 class _Watch:

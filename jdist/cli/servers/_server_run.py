@@ -7,11 +7,10 @@ from jdist import cluster, collectives, models, server, training
 from jdist.cli import (
   _composition,
   _datasets,
-  _divergence,
   _experiment,
-  _interrupts,
   _methods,
   _options,
+  _run_end,
 )
 from jdist.cli.servers import _protocols, _ray_run, _server_parts
 from jdist.training import comparison
@@ -123,7 +122,7 @@ def _fit(
       stop_on_sigterm=True,
     )
   except training.PreemptedError as stop:
-    raise _interrupts.TerminatedError(
+    raise _run_end.TerminatedError(
       f"ended after update {stop.step}, {told}"
     ) from None
   finally:
@@ -139,7 +138,7 @@ def _fit(
   )
   training.append_rows(output / "rows.jsonl", [row])
   print(f"Row: {output / 'rows.jsonl'}")
-  _divergence.check(records, options.learning_rate, options.checkpoints)
+  _run_end.check(records, options.learning_rate, options.checkpoints)
 
 
 def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:

@@ -5,7 +5,8 @@ import threading
 import jax
 
 from jdist import checks
-from jdist.collectives import _lifeline, _mesh
+from jdist.collectives import _mesh
+from jdist.collectives.processes import _lifeline
 
 _lifelines: list[_lifeline.Lifeline] = []
 

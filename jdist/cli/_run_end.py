@@ -1,9 +1,14 @@
-"""Runs that end without a finite loss: they say so, and exit with 3."""
+"""Runs that end otherwise than trained: diverged (3), told by SIGTERM (143)."""
 
 from typing import Any
 
-# Exit status of a run that has diverged.
-STATUS = 3
+# Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
+DIVERGED = 3
+TERMINATED = 143
+
+
+class TerminatedError(Exception):
+  """SIGTERM has ended a run between two steps."""
 
 
 class DivergedError(Exception):

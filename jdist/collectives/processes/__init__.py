@@ -1,0 +1,11 @@
+"""The processes of a run: joined, and ended together."""
+
+from jdist.collectives.processes._process_group import (
+  await_verdict as await_verdict,
+)
+from jdist.collectives.processes._process_group import (
+  leave_processes as leave_processes,
+)
+from jdist.collectives.processes._process_group import (
+  start_processes as start_processes,
+)
