@@ -387,9 +387,12 @@ class Checkpoints:
 
   def close(self) -> None:
     """Waits, and frees the threads."""
-    self.wait()
-    self._finisher.shutdown()
-    self._writer.close()
+    try:
+      self.wait()
+    finally:
+      self._finisher.shutdown()
+      with contextlib.suppress(Exception):  # `wait` has told of it.
+        self._writer.close()
 
   def __enter__(self) -> "Checkpoints":
     return self
