@@ -56,4 +56,6 @@ from jdist.collectives._workers import check_workers as check_workers
 from jdist.collectives._workers import Workers as Workers
 from jdist.collectives.processes import await_verdict as await_verdict
 from jdist.collectives.processes import leave_processes as leave_processes
+from jdist.collectives.processes import processes_stop as processes_stop
 from jdist.collectives.processes import start_processes as start_processes
+from jdist.collectives.processes import watches_processes as watches_processes

@@ -192,14 +192,27 @@ def test_processes_agree_on_the_step(tmp_path):
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
   tmp_path, monkeypatch
 ):
+  import orbax.checkpoint as orbax
+
   _fit("momentum", tmp_path, 2)
+  wait, save = (
+    orbax.AsyncCheckpointer.wait_until_finished,
+    orbax.AsyncCheckpointer.save,
+  )
+  saving = []
+
+  def begin(self, *arguments, **options):
+    saving.append(True)
+    return save(self, *arguments, **options)
 
   def full(self, *arguments, **options):
+    wait(self, *arguments, **options)
+    if not saving:  # What is restored waits, too.
+      return
     (tmp_path / "step_00000004.orbax-checkpoint-tmp").mkdir(exist_ok=True)
     raise ValueError("RESOURCE_EXHAUSTED: Failed: No space left on device [2]")
 
-  import orbax.checkpoint as orbax
-
+  monkeypatch.setattr(orbax.AsyncCheckpointer, "save", begin)
   monkeypatch.setattr(orbax.AsyncCheckpointer, "wait_until_finished", full)
   with pytest.raises(OSError, match="step 4 could not be written") as error:
     _fit("momentum", tmp_path, 4)

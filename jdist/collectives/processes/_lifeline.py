@@ -32,6 +32,8 @@ _HELLO = b"jdist lifeline 1\n"
 # So long the others may take to end by themselves with a status of their own:
 # usually all of them have met the same error.
 _GRACE_S = 8.0
+# So long a process may take for an answer about its step.
+_AGREE_S = 60.0
 # A host without power: the kernel of the other end sends probes after 3 s, 2 s
 # apart, and gives up after the third.  A process that is only slow, or
 # stopped, answers them, as its kernel does.
@@ -67,6 +69,12 @@ class Lifeline:
     self._goodbyes: set[int] = set()
     self._leaving = False
     self._complete = asyncio.Event()
+    # Where to stop: the last step that was asked for, and what was agreed.
+    self._asking = threading.Lock()
+    self._step, self._wanted, self._stop_step = 0, False, 0
+    self._agreed = threading.Event()
+    self._agreed.set()
+    self._steps: dict[int, int] = {}
     self._tasks: set[asyncio.Task[None]] = set()
     self._thread = threading.Thread(
       target=self._loop.run_forever, name="jdist-lifeline", daemon=True
@@ -100,6 +108,77 @@ class Lifeline:
     note = {"goodbye": self._id, "status": status, "reason": reason}
     with contextlib.suppress(Exception):
       self._wait(self._send(note), 2.0)
+
+  def stops_after(self, step: int, wanted: bool) -> bool:
+    """Returns whether all processes stop after this step.
+
+    Once one of them wants to, each says which step it has asked for last and
+    asks for no other before all know the highest; they stop one step later.
+
+    Args:
+      step: that every process asks for, in order.
+      wanted: whether this process wants to stop.
+    """
+    if wanted and not self._wanted:
+      self._wanted = True
+      with self._asking:
+        known = self._stop_step > 0
+        if not known:
+          self._agreed.clear()
+      if not known:
+        self._wait(self._want_stop(), 10.0)
+    while True:
+      with self._asking:
+        if self._agreed.is_set():
+          self._step = step
+          return 0 < self._stop_step <= step
+      # Not for ever: whoever does not answer has died, and ends this process.
+      if not self._agreed.wait(_AGREE_S):
+        raise TimeoutError(
+          f"The processes did not agree within {_AGREE_S:g} s after which step "
+          "to stop."
+        )
+
+  async def _want_stop(self) -> None:
+    if self._id == 0:
+      await self._ask_steps()
+    else:
+      await self._send({"stop": "wanted"})
+
+  async def _ask_steps(self) -> None:
+    """Of process 0: asks all for their steps, once."""
+    if self._steps:
+      return
+    self._steps[0] = self._own_step()
+    await self._send({"stop": "asked"})
+    await self._settle_stop()
+
+  def _own_step(self) -> int:
+    with self._asking:
+      self._agreed.clear()
+      return self._step
+
+  async def _settle_stop(self) -> None:
+    if len(self._steps) == self._num:
+      step = max(self._steps.values()) + 1
+      await self._send({"stop": "agreed", "step": step})
+      self._stop_at(step)
+
+  def _stop_at(self, step: int) -> None:
+    with self._asking:
+      self._stop_step = step
+      self._agreed.set()
+
+  async def _on_stop(self, number: int, note: dict[str, Any]) -> None:
+    if note["stop"] == "wanted":
+      await self._ask_steps()
+    elif note["stop"] == "asked":
+      await self._send({"stop": "told", "step": self._own_step()})
+    elif note["stop"] == "told":
+      self._steps[number] = note["step"]
+      await self._settle_stop()
+    else:
+      self._stop_at(note["step"])
 
   def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
     return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
@@ -186,7 +265,9 @@ class Lifeline:
     try:
       while line := await reader.readline():
         note = json.loads(line)
-        if "goodbye" in note:
+        if "stop" in note:
+          await self._on_stop(number, note)
+        elif "goodbye" in note:
           self._goodbyes.add(number)
           if note["status"]:
             self._spawn(self._lose_later(number, note))
@@ -264,6 +345,8 @@ class Lifeline:
         note = json.loads(line)
         if "lost" in note:
           self._end(note["lost"])
+        elif "stop" in note:
+          await self._on_stop(0, note)
         elif "goodbye" in note:
           ended = True
           if note["status"]:

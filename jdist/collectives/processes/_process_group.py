@@ -73,6 +73,23 @@ def leave_processes(status: int, reason: str = "") -> None:
     lifeline.leave(status, reason)
 
 
+def watches_processes() -> bool:
+  """Returns whether the processes of this run watch each other."""
+  return bool(_lifelines)
+
+
+def processes_stop(step: int, wanted: bool) -> bool:
+  """Returns whether all processes stop after this step, as one of them wants.
+
+  Of processes that watch each other.
+
+  Args:
+    step: that every process asks for, in order.
+    wanted: whether this process wants to stop.
+  """
+  return _lifelines[-1].stops_after(step, wanted)
+
+
 def await_verdict(timeout_s: float = 5.0) -> None:
   """Waits until this process is ended because another one has died, if so.
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jdist import collectives
+
 # As a shell has it: 128 + SIGTERM.
 EXIT_STATUS = 128 + signal.SIGTERM
 
@@ -29,15 +31,18 @@ class PreemptedError(SystemExit):
 class Preemption:
   """Notes SIGTERM while it is entered, for all processes of a run alike.
 
-  Several processes agree on a step by JAX's preemption service, whichever of
-  them was sent the signal.
+  Several processes agree on a step, whichever of them was sent the signal: by
+  messages where they watch each other, else by JAX's preemption service.
   """
 
   def __init__(self) -> None:
     """Nothing is noted yet."""
     self._asked = False
     self._before: Any = None
-    self._several = jax.process_count() > 1
+    several = jax.process_count() > 1
+    self._watched = several and collectives.watches_processes()
+    # JAX's service has the signal then.
+    self._by_jax = several and not self._watched
 
   def asks_at(self, step: int) -> bool:
     """Returns whether all processes should stop after this step.
@@ -45,8 +50,10 @@ class Preemption:
     Args:
       step: that every process asks for, in order.
     """
-    if self._several:
+    if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))
+    if self._watched:
+      return collectives.processes_stop(step, self._asked)
     return self._asked
 
   def _note(self, number: int, frame: Any) -> None:
@@ -54,7 +61,7 @@ class Preemption:
     self._asked = True
 
   def __enter__(self) -> "Preemption":
-    if self._several:
+    if self._by_jax:
       return self
     if threading.current_thread() is not threading.main_thread():
       raise ValueError(
@@ -65,6 +72,6 @@ class Preemption:
     return self
 
   def __exit__(self, *error: object) -> None:
-    if not self._several:
+    if not self._by_jax:
       before = signal.SIG_DFL if self._before is None else self._before
       signal.signal(signal.SIGTERM, before)
