@@ -21,7 +21,7 @@ _BAD = [
   ("train --method sgd", "`--method` must be of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
   ("compare --methods ssgd ssgd", "`--methods` must be one or more different"),
-  ("train --dataset imagenet", "`--dataset` must be one of digits"),
+  ("train --dataset imagenet", "`--dataset` must be one of synthetic, digits"),
   ("train --model vit", "`--model` must be one of mlp"),
   ("train --model mlp --norm batch", "`norm` is no option of mlp"),
   ("train --preset fast", "`--preset` must be one of digits"),
@@ -30,7 +30,7 @@ _BAD = [
   ("train --workers -3", "`--workers` must be at least 1, got -3"),
   (
     "train --workers 2000 --batch-size 2000",
-    "`--workers` must not exceed the 1442 training samples, got 2000",
+    "`--batch-size` must not exceed the 1442 training samples, got 2000",
   ),
   ("train --interval 0", "`--interval` must be at least 1, got 0"),
   ("compare --interval -1", "`--interval` must be at least 1, got -1"),
