@@ -2,6 +2,7 @@
 
 import inspect
 
+import chex
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -185,13 +186,9 @@ def test_vmap_is_a_loop(name):
     payload, wanted = compiled(xs[i], keys[i])
     np.testing.assert_allclose(found[i], wanted, 1e-6, 1e-7)
     rows = jax.tree.map(lambda leaf, i=i: leaf[i], payloads)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(
-        np.asarray(a, np.float32), np.asarray(b, np.float32), 1e-6
-      ),
-      rows,
-      payload,
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(rows, payload)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), (rows, payload))
+    chex.assert_trees_all_close(*wide, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Indices travel in the fewest bits and come back."""
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -103,8 +104,8 @@ def test_workers_may_be_stacked():
   together = jax.jit(jax.vmap(indexing.pack))(indices)
   for i in range(3):
     alone = pack(jnp.asarray(indices[i]))
-    jax.tree.map(
-      lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), together, alone
+    chex.assert_trees_all_equal(
+      jax.tree.map(lambda x, i=i: x[i], together), alone
     )
   unpack = jax.jit(jax.vmap(indexing.unpack))
   np.testing.assert_array_equal(unpack(together), indices)

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -254,7 +255,7 @@ def test_a_round_trip_on_every_substrate(substrate):
     return same, buckets.unpack(mean, tree)
 
   same, mean = team.gather(team.jit(step)(team.place(tree)))
-  jax.tree.map(np.testing.assert_array_equal, same, tree)
+  chex.assert_trees_all_equal(same, tree)
   for name, x in tree.items():
     wanted = np.broadcast_to(x.astype(np.float32).mean(0), x.shape)
     np.testing.assert_allclose(

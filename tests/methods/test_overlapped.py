@@ -1,5 +1,6 @@
 """Methods whose mean is late: by hand and against NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +88,7 @@ def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
       carry=1.0, stream=transforms.Stream(max_bytes=8)
     ),
   )
-  jax.tree.map(np.testing.assert_array_equal, run(published), run(overlapping))
+  chex.assert_trees_all_equal(run(published), run(overlapping))
 
 
 def test_cocod_is_local_steps_one_round_late():

@@ -59,10 +59,7 @@ def test_batch_norm_equals_that_of_flax():
       run(norm, x, train=train, params=params, state=state)
       for norm in (ours, flax)
     ]
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-      *results,
-    )
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_group_norm_equals_that_of_flax():
@@ -102,11 +99,7 @@ def test_padding_wherever_it_is_does_not_count(mask_type):
   expected, state = run(models.BatchNorm(2), x)
   y, masked_state = run(models.BatchNorm(2), padded, mask)
   np.testing.assert_allclose(y[np.array(rows)], expected, rtol=1e-5, atol=1e-5)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-    masked_state,
-    state,
-  )
+  chex.assert_trees_all_close(masked_state, state, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mask", [None, np.ones(256)])

@@ -1,5 +1,6 @@
 """What was not sent is fed into what is sent next."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +155,7 @@ def test_with_all_bits_it_is_plain_averaging_to_the_bit(feedback, dtype):
     xs = jax.tree.map(lambda x: x.astype(np.float32), xs)
   found, _ = run(average(_reducers.Plain(), feedback), xs)
   wanted, _ = run(transforms.average_gradients, xs)
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+  chex.assert_trees_all_equal(found, wanted)
 
 
 def test_without_a_reducer_nothing_has_changed():

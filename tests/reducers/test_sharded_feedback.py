@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,9 @@ REDUCERS = {
   ),
 }
 FEEDBACK = reducers.ErrorFeedback()
+
+
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 
 
 def team_of():
@@ -157,25 +161,13 @@ def test_every_device_reduces_its_own_shards(name):
     for (w, state), (params, got) in zip(
       alone(pick, fold), gathered, strict=True
     ):
-      jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
-        pick(params),
-        w,
-      )
+      close(pick(params), w)
       residual = pick(got.feedback.trees.residual)
-      jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
-        residual,
-        state[1].residual,
-      )
+      close(residual, state[1].residual)
       own = got.reducer["shards:inner" if d < 2 else "shards:"]
       if d < 2:
         own = jax.tree.map(lambda x, d=d: x[:, d], own)
-      jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-5),
-        own,
-        state[0],
-      )
+      close(own, state[0])
   for params, _ in gathered:  # Identical to the bit over workers.
     for x in params.values():
       assert x[0].tobytes() == x[1].tobytes()

@@ -1,5 +1,6 @@
 """Clipping a worker's own gradients."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +34,7 @@ def test_alone_it_is_that_of_optax():
   clip, other = transforms.clip_local(2.0, None), optax.clip_by_global_norm(2.0)
   found = clip.update(g, clip.init(g))[0]
   wanted = other.update(g, other.init(g))[0]
-  jax.tree.map(
-    lambda f, w: np.testing.assert_allclose(f, w, 1e-6), found, wanted
-  )
+  chex.assert_trees_all_close(found, wanted, rtol=1e-6)
 
 
 def test_each_leaf_may_have_its_own_norm():

@@ -162,11 +162,7 @@ def test_a_round_that_is_drained_is_one_that_ended(name):
     (state.clock.round, reference.clock.round),
     (state.clock.round_step, reference.clock.round_step),
   ):
-    jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-      mine,
-      theirs,
-    )
+    chex.assert_trees_all_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [3, 7])

@@ -102,11 +102,7 @@ def test_update_first_is_synchronous_sgd(name, kind, form):
       **FORMS[form],
     )
     found, *_ = fit(workers, first)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-    found,
-    wanted,
-  )
+  chex.assert_trees_all_close(found, wanted, rtol=1e-6, atol=1e-6)
   assert all((x == x[:1]).all() for x in jax.tree.leaves(found))
 
 

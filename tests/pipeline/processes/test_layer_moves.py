@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ def test_what_moves_has_the_same_bits_on_other_devices_and_tables():
 
   for before, after in in_threads(2, work):
     assert jax.tree.structure(before) == jax.tree.structure(after)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    chex.assert_trees_all_equal(before, after)
 
 
 def test_tied_parameters_come_to_each_stage_that_has_them():

@@ -305,11 +305,7 @@ def test_a_host_says_when_a_mean_arrives_and_a_round_ends():
     )
 
   by_device = run(lambda state: transforms.Control())
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, 1e-6, 1e-6),
-    by_device,
-    run(said),
-  )
+  chex.assert_trees_all_close(by_device, run(said), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

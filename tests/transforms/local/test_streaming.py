@@ -427,9 +427,7 @@ def test_a_sharded_worker_sends_its_own_parts():
     (state.params, reference.params),
     (state.opt_state.anchor, reference.opt_state.anchor),
   ):
-    jax.tree.map(
-      np.testing.assert_array_equal, team.gather(ours), team.gather(theirs)
-    )
+    chex.assert_trees_all_equal(team.gather(ours), team.gather(theirs))
   for found in profiling.read_collectives(streamed):
     assert found.num_workers == 2
     assert found.kind == "all-reduce", found
