@@ -113,7 +113,7 @@ def test_padding_is_left_out_whatever_it_gave():
 
 
 def test_a_mean_of_less_than_one_part_is_refused():
-  with pytest.raises(ValueError, match="`accumulate` must be at least 1"):
+  with pytest.raises(ValueError, match="`accumulate` must be an int >= 1"):
     training.make_gradient(_tiny.loss_fn, accumulate=0)
 
 

@@ -43,6 +43,7 @@ class OneProgram:
   delay_gradients(optimizer, W - 1)` has it on one device; at parameters that
   are predicted, where the optimizer holds a `transforms.predict_weights`.
 
+  >>> import jax.numpy as jnp
   >>> from jdist import models, pipeline
   >>> layers = [
   ...   models.Layer(
@@ -158,6 +159,7 @@ class OneProgram:
       send_s: of `sent_bytes` on a link between two devices.
       between_s: of each tick on each device, beside its ops.
 
+    >>> import jax.numpy as jnp
     >>> from jdist import models, pipeline
     >>> layers = [
     ...   models.Layer(

@@ -48,7 +48,8 @@ def growth(
     (arXiv 2310.14423): `qsr` with a base of 1 and :math:`\alpha = c \eta_0`,
     which need not be known before.
 
-  >>> rule = growth(lambda step: 0.4 / (1 + step), start=0.5)
+  >>> rates = jnp.array([0.4, 0.2, 0.4 / 3, 0.1])
+  >>> rule = growth(lambda step: rates[step], start=0.5)
   >>> [rule.next(rule.init(), t, None)[0].item() for t in (0, 1, 2, 3)]
   [1, 1, 2, 4]
   """

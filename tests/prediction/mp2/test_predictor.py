@@ -286,7 +286,7 @@ def test_a_predictor_of_another_cut_is_refused_when_the_state_is_made():
     (
       lambda _, f: other.cut.split(model.params)[1],
       (),
-      "no leaf conv2.kernel|no leaf conv2.bias",
+      "its leaf conv2.(kernel|bias) is missing",
     ),
   ):
     optimizer = methods.mp2(optax.sgd(0.1), cuts[0], predict, theta, axis=None)
