@@ -112,9 +112,12 @@ def test_a_method_is_tuned_and_compared_on_a_text(
     ("--num-layers 2", "`num_layers` is no option of mlp"),
     ("--num-heads 2 --model cnn", "`num_heads` is no option of cnn"),
     ("--width 9", "`width` is no option of mlp"),
-    ("--text TEXT --model transformer --norm batch", "`norm` is no option of"),
     (
-      "--text TEXT --model transformer --num-heads 3",
+      "--text TEXT --model transformer --norm batch --batch-size 8",
+      "`norm` is no option of",
+    ),
+    (
+      "--text TEXT --model transformer --num-heads 3 --batch-size 8",
       "`num_heads` must divide the width 128, got 3",
     ),
     (
@@ -128,7 +131,7 @@ def test_a_method_is_tuned_and_compared_on_a_text(
     (
       "--text TEXT --model transformer --workers 256 --batch-size 256 "
       "--window-length 10",
-      "`--workers` must not exceed the 215 training samples",
+      "`--batch-size` must not exceed the 215 training samples",
     ),
   ],
 )
