@@ -14,7 +14,8 @@ import pytest
 from jdist import data
 from jdist.data import _cache, _catalog, _prepare, _records
 
-TFDS_NAMES = [name for name in data.NAMES if name != "digits"]
+BUNDLED = {"digits", "synthetic"}
+TFDS_NAMES = [name for name in data.NAMES if name not in BUNDLED]
 
 
 def load_or_skip(name, split="train"):
@@ -257,7 +258,6 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
   "missing, call",
   [
     ("sklearn.datasets", lambda: data.load("digits")),
-    ("grain", lambda: make_batches().iterate()),
     ("tensorflow_datasets", lambda: data.load("mnist")),
     ("PIL.Image", lambda: data.load("mnist")),
     ("array_record", lambda: data.load("mnist")),
@@ -271,7 +271,7 @@ def test_a_missing_package_names_the_extra(
     fake = type("tfds", (), {})
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
   monkeypatch.setitem(sys.modules, missing, None)
-  with pytest.raises(ImportError, match=r'pip install "jdist\[data\]"'):
+  with pytest.raises(ImportError, match=r'pip install "\.\[data\]"'):
     call()
 
 
