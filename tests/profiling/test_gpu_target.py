@@ -60,7 +60,7 @@ def test_every_kind_has_its_rates():
 
 def test_a_missing_plugin_is_refused_with_its_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ImportError, match=r'pip install "jdist\[schedules\]"'):
+  with pytest.raises(ImportError, match=r'pip install "\.\[schedules\]"'):
     profiling.gpu_target("8xh200").mesh()
 
 

@@ -246,5 +246,5 @@ def test_a_batch_beyond_a_machines_memory_is_refused():
 
 def test_without_simpy_it_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "simpy", None)
-  with pytest.raises(ImportError, match=r"jdist\[sim\]"):
+  with pytest.raises(ImportError, match=r"\.\[sim\]"):
     simulation()
