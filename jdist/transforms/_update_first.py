@@ -224,12 +224,11 @@ def update_first(
     state: UpdateFirstState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, UpdateFirstState]:
     # Selected and not under a conditional, where nothing would overlap.
-    updates, inner = optimizer.update(
-      mean_of_pending(state, params),
-      state.inner,
-      params,
-      **({"loss": state.loss} | extra_args),
-    )
+    mean = mean_of_pending(state, params)
+    with collectives.team_of(None):  # The optimizer speaks to nobody.
+      updates, inner = optimizer.update(
+        mean, state.inner, params, **({"loss": state.loss} | extra_args)
+      )
     nothing = jax.tree.map(jnp.zeros_like, updates)
     updates, inner = _anchor.either(
       state.in_flight, (updates, inner), (nothing, state.inner)
