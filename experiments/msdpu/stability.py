@@ -1,4 +1,4 @@
-"""How large a rate rounds and delays allow, by `transforms.stability_limit`.
+"""Largest rates that rounds and delays allow: `transforms.stability_limit`.
 
 python experiments/msdpu/stability.py
 

@@ -1,4 +1,4 @@
-"""What machines, links and profiles refuse: an argument and its rule."""
+"""Refusals of machines, links and profiles: an argument and its rule."""
 
 from jdist import cluster
 from tests import _refusals

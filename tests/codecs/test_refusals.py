@@ -1,4 +1,4 @@
-"""What codecs refuse: an argument and its rule."""
+"""Refusals of codecs: an argument and its rule."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What meshes, workers, collectives and buckets refuse, and the rule."""
+"""Refusals of meshes, workers, collectives and buckets, and the rule."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What data sets, their parts and batches refuse: an argument and its rule."""
+"""Refusals of data sets, their parts and batches: an argument and its rule."""
 
 import jax
 import numpy as np

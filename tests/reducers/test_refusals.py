@@ -1,4 +1,4 @@
-"""What reducers and feedbacks refuse: an argument, or a leaf, and its rule."""
+"""Refusals of reducers and feedbacks: an argument, or a leaf, and its rule."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What protocols and their runs refuse: an argument and its rule."""
+"""Refusals of protocols and their runs: an argument and its rule."""
 
 import jax.numpy as jnp
 

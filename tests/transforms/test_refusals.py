@@ -1,4 +1,4 @@
-"""What transformations and methods refuse: an argument and its rule."""
+"""Refusals of transformations and methods: an argument and its rule."""
 
 import jax
 import jax.numpy as jnp

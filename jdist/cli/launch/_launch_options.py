@@ -19,7 +19,7 @@ class Launch:
   """
 
   num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 1
-  """How many, -n for short; the workers are divided among them."""
+  """Their number, -n for short; the workers are divided among them."""
 
   restarts: int = 5
   """Times in a row that a run without a new checkpoint is started again."""

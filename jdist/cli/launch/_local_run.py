@@ -179,7 +179,7 @@ class LocalRun:
 
 
 class _Echo:
-  """What a process other than the first says on stderr, with its number."""
+  """Prefixes stderr of a process other than the first with its number."""
 
   def __init__(self, number: int, stream: IO[str] | None):
     self._number = number

@@ -11,7 +11,7 @@ class ProtocolOptions:
   """Protocols of a parameter server."""
 
   bound: int = 3
-  """How far ahead of the slowest a worker of ssp may be."""
+  """Of ssp: steps that a worker may be ahead of the slowest."""
 
   splits: int = 1
   """n of n_softsync: an update takes the workers' number over n gradients."""
@@ -69,7 +69,7 @@ class ServerOptions(ProtocolOptions):
   worker."""
 
   driver: Literal["clock", "ray"] = "clock"
-  """What runs the workers: a virtual clock, or Ray's actors in real time, at
+  """Runs the workers: a virtual clock, or Ray's actors in real time, at
   the speeds and over the links of the cluster's file."""
 
   address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None

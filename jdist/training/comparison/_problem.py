@@ -11,7 +11,7 @@ from jdist.training.comparison import _rows, _workload
 
 
 class Problem:
-  """What all trials of a comparison of protocols share, compiled once.
+  """Programs and data of all trials of a comparison of protocols.
 
   A trial's model is that of its seed; tuning trials learn from a part of the
   training set, and are measured on the rest.  The learning rate is a part of
