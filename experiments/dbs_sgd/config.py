@@ -1,18 +1,35 @@
 """What is compared: protocols, machines' speeds, and whose the data are."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from jdist import cluster, server
-from jdist.training.comparison import Presets
+from jdist.training import comparison
 
 Sharing: TypeAlias = Literal["shared", "owned", "skewed"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Setting:
+  """A comparison's speed and sharing.
+
+  Attributes:
+    speed: the fastest machine's over the slowest's.
+    sharing: whose the data are.
+  """
+
+  speed: float
+  # Rows of before it had shared data.
+  sharing: Sharing = "shared"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(comparison.Options):
   """One comparison, or several: one for each speed and each sharing."""
+
+  FREE = (*comparison.Options.FREE, "speeds", "data")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -49,8 +66,6 @@ class Config:
   of a run of the same length on held-out training samples."""
 
   extensions: int = 4
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
 
   momentum: float = 0.9
   """Nesterov momentum of the server's SGD."""
@@ -58,24 +73,9 @@ class Config:
   evaluations: int = 8
   """In a run, equally far apart in virtual time."""
 
-  seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
-
-  variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """A comparison's speed and sharing.
-
-  Attributes:
-    speed: the fastest machine's over the slowest's.
-    sharing: whose the data are.
-  """
-
-  speed: float
-  sharing: Sharing
+  def list_settings(self) -> list[Setting]:
+    """Returns the settings, each a comparison of its own."""
+    return [Setting(*x) for x in itertools.product(self.speeds, self.data)]
 
 
 Variant: TypeAlias = Callable[[Config], server.Protocol]
@@ -123,7 +123,7 @@ def machines(options: Config, speed: float) -> cluster.Cluster:
 COSTS = cluster.Profile(seconds_per_sample=1e-3, pull_bytes=1.0, push_bytes=1.0)
 
 # Under these names on the command line.
-PRESETS: Presets = {
+PRESETS: comparison.Presets = {
   "mnist": ("MNIST, an MLP: seconds a run on one core", Config()),
   "cifar10": (
     "CIFAR-10, an MLP, speeds of 8x: seconds a run on one core",

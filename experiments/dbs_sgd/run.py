@@ -21,9 +21,6 @@ import tyro
 from jdist import data, server
 from jdist.training import comparison
 
-# Options in which rows of one comparison may differ.
-_FREE = ("rates", "extensions", "seeds", "variants", "speeds", "data")
-
 
 class Fit:
   """Runs trials of one speed and one sharing.
@@ -108,19 +105,7 @@ def compare(
   path: pathlib.Path, options: config.Config, fit: Fit, setting: config.Setting
 ) -> None:
   """Compares all variants at one speed, with data of one sharing."""
-  rows = comparison.Rows(
-    path,
-    dataclasses.asdict(options) | dataclasses.asdict(setting),
-    # The first rows do not name it.
-    defaults={"sharing": "shared"},
-    free=_FREE,
-  )
-  study = comparison.Study(
-    options.variants or tuple(config.VARIANTS),
-    options.rates,
-    options.seeds,
-    options.extensions,
-  )
+  study, rows = options.study(config.VARIANTS), options.rows(path, setting)
 
   def show(trial: comparison.Trial, row: comparison.Row) -> None:
     print(
@@ -156,14 +141,9 @@ def main(folder: pathlib.Path) -> None:
   options = tyro.extras.overridable_config_cli(config.PRESETS)
   preset = next(word for word in sys.argv[1:] if word in config.PRESETS)
   fit = Fit(options)
-  for speed in options.speeds:
-    for sharing in options.data:
-      compare(
-        folder / "results" / f"{preset}.jsonl",
-        options,
-        fit,
-        config.Setting(speed, sharing),
-      )
+  path = folder / "results" / f"{preset}.jsonl"
+  for setting in options.list_settings():
+    compare(path, options, fit, setting)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdist import cluster, server
-from jdist.training.comparison import Presets
+from jdist.training import comparison
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3)
 # Samples of a task, and its seconds; all machines are alike.
@@ -107,8 +107,10 @@ def build(variant: str, setting: Setting) -> server.Protocol:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(comparison.Options):
   """A comparison with gradients."""
+
+  FREE = (*comparison.Options.FREE, "fractions")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -130,10 +132,6 @@ class Config:
   variant uses its own best one, by the loss of a run of the same length on
   held-out training samples."""
 
-  extensions: int = 2
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
-
   outer_rate: float = 0.7
   """Of the outer Nesterov momentum of Decoupled DiLoCo."""
 
@@ -143,12 +141,9 @@ class Config:
   seeds: tuple[int, ...] = (0, 1, 2)
   """One run each at a variant's best rate; of samples and of failures."""
 
-  variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
-
 
 # Under these names on the command line.
-PRESETS: Presets = {
+PRESETS: comparison.Presets = {
   "mnist": ("MNIST, an MLP, 100 workers: seconds a run", Config()),
   "smoke": (
     "digits, a few updates: that it runs",

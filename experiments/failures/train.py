@@ -21,9 +21,6 @@ import tyro
 from jdist import data, server
 from jdist.training import comparison
 
-# Options in which rows of one comparison may differ.
-_FREE = ("rates", "extensions", "seeds", "variants", "fractions")
-
 
 class Fit:
   """Runs trials; programs are compiled once for each rate."""
@@ -117,17 +114,12 @@ def main(folder: pathlib.Path) -> None:
     fraction: float, variant: str, rates: tuple[float, ...]
   ) -> comparison.Compared:
     setting = config.Setting(fraction, options.workers)
-    rows = comparison.Rows(
-      path,
-      dataclasses.asdict(options) | dataclasses.asdict(setting),
-      free=_FREE,
-    )
-    study = comparison.Study(
-      (variant,), rates, options.seeds, options.extensions
+    study = dataclasses.replace(
+      options.study(config.TRAINED), variants=(variant,), learning_rates=rates
     )
     return comparison.compare(
       study,
-      rows,
+      options.rows(path, setting),
       functools.partial(fit, setting),
       rank=comparison.by_loss,
       on_row=functools.partial(show, setting),

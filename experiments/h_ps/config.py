@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdist import cluster, server
-from jdist.training.comparison import Presets
+from jdist.training import comparison
 
 SPEEDS: dict[str, tuple[float, ...]] = {
   "1x": (1.0, 1.0, 1.0, 1.0),
@@ -175,8 +175,10 @@ def bounds(setting: Setting) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(comparison.Options):
   """A comparison with gradients, in one or more settings."""
+
+  FREE = (*comparison.Options.FREE, "settings")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -187,7 +189,7 @@ class Config:
   batch_size: int = 256
   """Samples of a round, of all workers together."""
 
-  epochs: float = 1.0
+  epochs: float = 0.5
   """Passes through the training set."""
 
   settings: tuple[str, ...] = ("8x:1", "12/12/8/16:2")
@@ -207,36 +209,36 @@ class Config:
   of a run of the same length on held-out training samples."""
 
   extensions: int = 3
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
 
   momentum: float = 0.9
   """Nesterov momentum of the server's SGD."""
 
-  evaluations: int = 6
+  evaluations: int = 4
   """In a run, equally far apart in samples."""
 
-  seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
-
-  variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
+  def list_settings(self) -> list[Setting]:
+    """Returns the settings, each a comparison of its own."""
+    return [
+      Setting(speeds, float(ratio), self.batch_size, self.encoding, self.jitter)
+      for speeds, ratio in (name.split(":") for name in self.settings)
+    ]
 
 
 # Under these names on the command line.
-PRESETS: Presets = {
-  "mnist": ("MNIST, LeNet: half a minute a run on one core", Config()),
+PRESETS: comparison.Presets = {
+  "mnist": ("MNIST, LeNet, half a pass: half a minute a run", Config()),
   "smoke": (
     "digits, a few updates: that it runs",
     Config(
-      dataset="digits", model="mlp", batch_size=64, settings=("4x:1",),
-      rates=(0.05,), seeds=(0,), evaluations=2, variants=("bsp", "h_ps"),
+      dataset="digits", model="mlp", batch_size=64, epochs=1.0,
+      settings=("4x:1",), rates=(0.05,), seeds=(0,), evaluations=2,
+      variants=("bsp", "h_ps"),
     ),
   ),
   "cifar10": (
     "CIFAR-10, LeNet, half a pass: half a minute a run on one core",
     Config(
-      dataset="cifar10", epochs=0.5, settings=("8x:1",), evaluations=4,
+      dataset="cifar10", settings=("8x:1",),
       variants=("bsp", "h_ps, momentum"),
     ),
   ),
@@ -244,6 +246,7 @@ PRESETS: Presets = {
     "CIFAR-10, ResNet-18, on a GPU",
     Config(
       dataset="cifar10", model="resnet18", batch_size=512, epochs=30.0,
+      evaluations=6,
       settings=("8x:1", "4x:2"), rates=(0.05, 0.1, 0.2),
     ),
   ),

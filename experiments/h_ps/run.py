@@ -2,7 +2,7 @@
 
     python experiments/h_ps/run.py
 
-All settings take under a minute.  The rows are written anew.
+All settings take under a minute; rows that are there are not computed again.
 """
 
 import dataclasses
@@ -32,6 +32,11 @@ def settings() -> list[config.Setting]:
   ]
 
 
+def entries_of(setting: config.Setting) -> dict[str, Any]:
+  """Returns the config of a setting's rows."""
+  return dataclasses.asdict(setting) | {"rounds": _ROUNDS}
+
+
 def simulate(
   setting: config.Setting, variant: str, trace: cluster.Trace | None = None
 ) -> server.Simulation:
@@ -48,7 +53,7 @@ def row(setting: config.Setting, variant: str) -> dict[str, Any]:
   """Runs a variant and returns its row."""
   run = simulate(setting, variant)
   return training.make_row(
-    dataclasses.asdict(setting) | {"rounds": _ROUNDS},
+    entries_of(setting),
     0,
     method=variant,
     **run.summary(),
@@ -63,10 +68,14 @@ def row(setting: config.Setting, variant: str) -> dict[str, Any]:
 def main(folder: pathlib.Path) -> None:
   """Writes a row for each setting and variant, and two timelines."""
   path = folder / "results" / "clock.jsonl"
-  path.unlink(missing_ok=True)
+  rows = training.read_rows(path) if path.exists() else []
   for setting in settings():
-    found = {name: row(setting, name) for name in config.VARIANTS}
-    training.append_rows(path, list(found.values()))
+    entries = entries_of(setting)
+    found = {x["method"]: x for x in rows if x["config"] == entries}
+    for name in config.VARIANTS:
+      if name not in found:
+        found[name] = row(setting, name)
+        training.append_rows(path, [found[name]])
     rates = {name: found[name]["samples_per_s"] for name in found}
     over = ", ".join(
       f"{rates['h_ps'] / rates[name]:.2f} of {name}"

@@ -8,7 +8,6 @@ written when its run has ended, and runs whose rows are there are not repeated:
 the same command goes on where it was stopped.
 """
 
-import dataclasses
 import functools
 import pathlib
 import sys
@@ -20,9 +19,6 @@ import tyro
 
 from jdist import data, server, training
 from jdist.training import comparison
-
-# Options in which rows of one comparison may differ.
-_FREE = ("rates", "extensions", "seeds", "variants", "settings")
 
 
 class Fit:
@@ -107,15 +103,6 @@ def compare(
   path: pathlib.Path, options: config.Config, fit: Fit, setting: config.Setting
 ) -> None:
   """Compares all variants in one setting."""
-  rows = comparison.Rows(
-    path, dataclasses.asdict(options) | dataclasses.asdict(setting), free=_FREE
-  )
-  study = comparison.Study(
-    options.variants or tuple(config.TRAINED),
-    options.rates,
-    options.seeds,
-    options.extensions,
-  )
 
   def show(trial: comparison.Trial, row: comparison.Row) -> None:
     print(
@@ -127,8 +114,8 @@ def compare(
     )
 
   comparison.compare(
-    study,
-    rows,
+    options.study(config.TRAINED),
+    options.rows(path, setting),
     functools.partial(fit, setting),
     rank=comparison.by_loss,
     on_row=show,
@@ -141,11 +128,7 @@ def main(folder: pathlib.Path) -> None:
   options = tyro.extras.overridable_config_cli(config.PRESETS)
   preset = next(word for word in sys.argv[1:] if word in config.PRESETS)
   fit = Fit(options)
-  for name in options.settings:
-    speeds, ratio = name.split(":")
-    setting = config.Setting(
-      speeds, float(ratio), options.batch_size, options.encoding, options.jitter
-    )
+  for setting in options.list_settings():
     path = folder / "results" / f"{preset}.jsonl"
     compare(path, options, fit, setting)
 

@@ -35,6 +35,8 @@ _SGD_RATE = 25
 class Config(comparison.Config):
   """A comparison, and how its predictors and nowcasters are made."""
 
+  FREE = (*comparison.Config.FREE, "cache")
+
   dataset: str = "mnist"
   batch_size: int = 256
   epochs: float = 1.0
@@ -106,6 +108,21 @@ class Config(comparison.Config):
   cache: str = str(pathlib.Path(__file__).resolve().parent / "cache")
   """Where `prepare.py` leaves what the variants load."""
 
+  def ignores(self, variant: str) -> set[str]:
+    """What its predictor, or the nowcasters, are made with, without such."""
+    ignored = {"depths", "study_epochs", "more_runs", "other_dataset"}
+    ignored |= {"other_workers"}
+    predicts = not variant.endswith("nothing predicted") and (
+      variant.startswith(("mp2", "ours"))
+    )
+    if not predicts:
+      ignored |= {"fit_epochs", "fit_samples", "fit_images", "fit_updates"}
+    if variant != "wnn":
+      ignored |= {"nowcast_epochs", "nowcast_steps"}
+    if not predicts and variant != "wnn":
+      ignored |= {"collect_rate", "samples_per_epoch"}
+    return ignored
+
 
 def folder(options: Config) -> pathlib.Path:
   """Where what was prepared for a comparison lies.
@@ -152,21 +169,6 @@ class Chains(comparison.Chains):
       num_classes=train.num_classes,
       seed=seed,
     )
-
-  def ignores(self, variant: str) -> set[str]:
-    """What its predictor, or the nowcasters, are made with, without such."""
-    ignored = {"depths", "study_epochs", "more_runs", "other_dataset"}
-    ignored |= {"other_workers"}
-    predicts = not variant.endswith("nothing predicted") and (
-      variant.startswith(("mp2", "ours"))
-    )
-    if not predicts:
-      ignored |= {"fit_epochs", "fit_samples", "fit_images", "fit_updates"}
-    if variant != "wnn":
-      ignored |= {"nowcast_epochs", "nowcast_steps"}
-    if not predicts and variant != "wnn":
-      ignored |= {"collect_rate", "samples_per_epoch"}
-    return ignored
 
   def describe(
     self, variant: str, traffic: collectives.Traffic, record: training.Record

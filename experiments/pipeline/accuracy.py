@@ -28,7 +28,7 @@ from jdist.training import comparison
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(comparison.Options):
   """One comparison, and the options of its command."""
 
   dataset: str = "cifar10"
@@ -63,8 +63,6 @@ class Config:
   the loss of a run of the same length on held-out training samples."""
 
   extensions: int = 3
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
 
   optimizer: Literal["sgd", "adam"] = "sgd"
   """With momentum, which is not Nesterov's."""
@@ -78,15 +76,11 @@ class Config:
   evaluations: int = 5
   """In a run, equally far apart, the last one at its end."""
 
-  seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
-
-  variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
+  def ignores(self, variant: str) -> tuple[str, ...]:
+    """Returns what runs do not depend on: of images the length of a text."""
+    return () if self.dataset in TEXTS else ("window_length",)
 
 
-# In which rows of one comparison may differ.
-_FREE = ("rates", "extensions", "seeds", "variants")
 # Adam's.
 _B2 = 0.999
 TEXTS = ("tiny_shakespeare",)
@@ -441,27 +435,13 @@ def main(folder: pathlib.Path) -> None:
   """Runs the preset that the command line names, with changes to it."""
   options = tyro.extras.overridable_config_cli(PRESETS)
   preset = next(word for word in sys.argv[1:] if word in PRESETS)
-  unknown = set(options.variants) - set(VARIANTS)
-  if unknown:
-    raise SystemExit(
-      f"`--variants` must be of {', '.join(VARIANTS)}, got "
-      f"{', '.join(sorted(unknown))}."
-    )
-  rows = comparison.Rows(
-    folder / "results" / f"accuracy_{preset}.jsonl",
-    dataclasses.asdict(options),
-    defaults=dataclasses.asdict(Config()),
-    free=_FREE,
-  )
-  study = comparison.Study(
-    options.variants or tuple(VARIANTS),
-    options.rates,
-    options.seeds,
-    options.extensions,
-  )
+  try:
+    study = options.study(VARIANTS)
+  except ValueError as error:
+    raise SystemExit(str(error)) from error
   comparison.compare(
     study,
-    rows,
+    options.rows(folder / "results" / f"accuracy_{preset}.jsonl"),
     Fit(options),
     rank=comparison.by_loss,
     on_row=_show,

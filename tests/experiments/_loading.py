@@ -14,3 +14,13 @@ def load(name, path, monkeypatch):
   monkeypatch.setitem(sys.modules, name, module)
   spec.loader.exec_module(module)
   return module
+
+
+def enter(name, monkeypatch):
+  """Lets an experiment's programs import one another, until a test ends."""
+  monkeypatch.syspath_prepend(FOLDER / name)
+  for path in FOLDER.glob("*/*.py"):
+    # All experiments have a `config`: what is there once the test has ended is
+    # that of before.
+    monkeypatch.setitem(sys.modules, path.stem, None)
+    del sys.modules[path.stem]

@@ -244,7 +244,6 @@ def test_rows_hold_under_options_that_their_variant_ignores(
 ):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = config.Config()
-  chains = config.Chains(options, config.VARIANTS, "a workload")
   path = tmp_path / "rows.jsonl"
   row = {
     "purpose": "tuning", "learning_rate": 0.1, "seed": 1,
@@ -256,9 +255,7 @@ def test_rows_hold_under_options_that_their_variant_ignores(
 
   def kept(change):
     other = dataclasses.replace(options, **change)
-    rows = comparison.Rows(
-      path, dataclasses.asdict(other), ignores=chains.ignores
-    )
+    rows = other.rows(path)
     return {
       name
       for name in config.VARIANTS

@@ -1,18 +1,18 @@
 """Variants that are Optax chains: their options, and how one is trained."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optax
 
 from jdist import collectives, data, models
 from jdist.training import _train_state, loop
-from jdist.training.comparison import _rows, _study, _workload
+from jdist.training.comparison import _options, _rows, _study, _workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(_options.Options):
   """One comparison of chains, and the options of its command."""
 
   dataset: str = "cifar10"
@@ -32,14 +32,6 @@ class Config:
 
   warmup_epochs: float = 0.5
   """In which the learning rate rises; methods with a warm-up have it then."""
-
-  rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
-  """The grid of highest learning rates; each variant uses its own best one, by
-  a run of the same length on held-out training samples."""
-
-  extensions: int = 2
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
 
   optimizer: Literal["sgd", "adam"] = "sgd"
   """Of each worker; its moments stay its own."""
@@ -61,32 +53,6 @@ class Config:
 
   evaluations: int = 5
   """In a run, equally far apart, the last one at its end."""
-
-  seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
-
-  variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
-
-  def study(self, variants: Collection[str]) -> _study.Study:
-    """Returns what is compared, of an experiment's variants.
-
-    Raises:
-      ValueError: when a named variant is none of the experiment's.
-    """
-    unknown = set(self.variants) - set(variants)
-    if unknown:
-      raise ValueError(
-        f"`--variants` must be of {', '.join(variants)}, got "
-        f"{', '.join(sorted(unknown))}."
-      )
-    return _study.Study(
-      self.variants or tuple(variants), self.rates, self.seeds, self.extensions
-    )
-
-
-# In which rows of one comparison may differ.
-FREE = ("seeds", "variants", "rates", "extensions", "cache")
 
 
 class ChainRun(NamedTuple):
@@ -192,11 +158,6 @@ class Chains:
     del variant, traffic, record
     return {}
 
-  def ignores(self, variant: str) -> Collection[str]:
-    """Returns options that a variant's runs do not depend on."""
-    del variant
-    return ()
-
   def prepare(self, variant: str, peak: float, seed: int) -> PreparedRun:
     """Builds a variant for a highest learning rate and a seed."""
     options, workload = self.options, self.workload
@@ -260,13 +221,7 @@ def compare_chains(path: Any, chains: Chains) -> _study.Compared:
     chains: prepare and fit them.
   """
   options, held_out = chains.options, chains.hold_out()
-  rows = _rows.Rows(
-    path,
-    dataclasses.asdict(options),
-    defaults=dataclasses.asdict(type(options)()),
-    free=FREE,
-    ignores=chains.ignores,
-  )
+  rows = options.rows(path)
 
   def fit(trial: _rows.Trial) -> dict[str, Any]:
     own = held_out if trial.purpose == "tuning" else chains

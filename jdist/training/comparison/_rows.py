@@ -87,21 +87,21 @@ class Rows:
 
   def find(self, trial: Trial) -> Row | None:
     """Returns a trial's row, if there is one."""
+    return next((row for row in self._rows if self.is_of(row, trial)), None)
+
+  def is_of(self, row: Row, trial: Trial) -> bool:
+    """Returns whether a row is a trial's, and of this comparison."""
     named = trial._asdict()
     named["method"] = named.pop("variant")
+    if any(row.get(key) != value for key, value in named.items()):
+      return False
+    config = self._defaults | row["config"]
     ignored = {*self._ignores(trial.variant), *self._free}
-    for row in self._rows:
-      if any(row.get(key) != value for key, value in named.items()):
-        continue
-      config = self._defaults | row["config"]
-      keys = (config.keys() | self.config.keys()) - ignored
-      missing = object()
-      if all(
-        config.get(key, missing) == self.config.get(key, missing)
-        for key in keys
-      ):
-        return row
-    return None
+    keys = (config.keys() | self.config.keys()) - ignored
+    missing = object()
+    return all(
+      config.get(key, missing) == self.config.get(key, missing) for key in keys
+    )
 
   def add(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
     """Appends the row of a trial that has been run."""
