@@ -155,8 +155,8 @@ def gpu_target(text: str) -> GpuTarget:
   match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-z]\w*)", text.lower())
   if match is None or match[3] not in _TARGETS:
     raise ValueError(
-      "the GPUs must be GPUSxKIND or NODESxGPUSxKIND, for instance 8xh200 "
-      f"or 2x8xh200, with a kind of {', '.join(_TARGETS)}; got {text!r}."
+      "`text` must be GPUSxKIND or NODESxGPUSxKIND, for instance 8xh200 or "
+      f"2x8xh200, with a kind of {', '.join(_TARGETS)}; got {text!r}."
     )
   return GpuTarget(match[3], int(match[2]), int(match[1] or 1))
 

@@ -70,8 +70,8 @@ def read_timeline(
   ... }''')]
   ['start', 'compute', 'done', 'compute']
   """
-  parsed = _hlo.parse(program)
   checks.check_choice("branch", branch, ("sends", "idles"))
+  parsed = _hlo.parse(program)
   choose = max if branch == "sends" else min
   return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
 

@@ -30,7 +30,7 @@ _BAD = [
   ("--methods local_sgd:first", "local_sgd has one form only, got"),
   ("--method msdpu", "no option `--method`, did you mean `--methods`?"),
   ("--model vit", "`--model` must be one of mlp"),
-  ("--topology h200", "`--topology`: the GPUs must be GPUSxKIND"),
+  ("--topology h200", "`--topology`: `text` must be GPUSxKIND"),
   ("--topology 0xh200", "`gpus_per_node` must be an int >= 1, got 0"),
   ("--batch-size 0", "`--batch-size` must be at least 1, got 0"),
   ("--image-size -1", "`--image-size` must be at least 1, got -1"),

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from jdist import methods, transforms
-from jdist.transforms import intervals
 from tests.methods._rounds import check_same, gradient, MOMENTUM, RATE, SGD
 from tests.transforms._rounds import plain_apply, random_targets, train
 
@@ -166,61 +165,3 @@ IDENTITIES = {
 def test_switched_off_a_method_is_a_simpler_one(name):
   one, other = IDENTITIES[name]
   check_same(one(), other())
-
-
-REJECTED = {
-  "optimizer": (
-    lambda: methods.sparse_loco(0.1, 2, axis=None),
-    "`optimizer` must be an Optax transformation",
-  ),
-  "density": (
-    lambda: methods.sparse_loco(SGD, 2, 2.0, axis=None),
-    r"`ratio` must be in \(0, 1\], got 2.0",
-  ),
-  "decay": (
-    lambda: methods.sparse_loco(SGD, 2, axis=None, decay=1.1),
-    r"`decay` must be in \[0, 1\], got 1.1",
-  ),
-  "rate": (
-    lambda: methods.muloco(-0.1, 2, axis=None),
-    r"`learning_rate` must be in \(0, inf\], got -0.1",
-  ),
-  "a policy for fragments": (
-    lambda: methods.streaming_diloco(SGD, intervals.fixed(4), 2, axis=None),
-    "`interval` must be an int for .*`streaming_diloco`.* got an interval "
-    "policy. Give the number of steps",
-  ),
-  "outer_learning_rate of fragments": (
-    lambda: methods.streaming_diloco(SGD, 4, 2, -0.7, axis=None),
-    r"`outer_learning_rate` must be in \(0, inf\], got -0.7",
-  ),
-  "params of fragments": (
-    lambda: transforms.fragment_steps(SGD, 4, 1, axis=None).update(
-      jnp.zeros(3), ()
-    ),
-    "`params` .* of `fragment_steps` .also as `streaming_diloco`.: call",
-  ),
-  "delay_steps": (
-    lambda: methods.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=3),
-    "`delay_steps` .*must be below `interval`, 3, got 3",
-  ),
-  "delay_steps None": (
-    lambda: methods.streaming_diloco(SGD, 3, 2, axis=None, delay_steps=None),
-    "`delay_steps` must be an int >= 0, got None",
-  ),
-  "fragments": (
-    lambda: methods.streaming_diloco(SGD, 3, 4, axis=None),
-    "`fragments` must be at most `interval`, 3, got 4",
-  ),
-  "leaves": (
-    lambda: transforms.fragment_steps(SGD, 3, 2, axis=None).init(jnp.zeros(3)),
-    "`fragments` must be at most the number of leaves, 1, got 2",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
-  call, message = REJECTED[name]
-  with pytest.raises(ValueError, match=message):
-    call()

@@ -112,30 +112,3 @@ def test_od_sgd_leads_the_anchor_by_a_step():
   # those of step 2 were taken at 2 and 3.
   assert states.anchor[2].tolist() == [3.0, 3.0]
   assert params[2].tolist() == [3.0, 3.75]
-
-
-REJECTED = {
-  "an overlap": (
-    lambda: methods.msdpu(SGD, 3, 0.1, axis=None, warmup_steps=2, overlap=True),
-    "`overlap` must be `transforms.Delayed.*got True",
-  ),
-  "a stream": (
-    lambda: methods.cocod(SGD, 3, axis=None, stream=True),
-    "`stream` must be a `transforms.Stream`.* got True",
-  ),
-  "pull": (
-    lambda: methods.overlap_local_sgd(SGD, 3, -0.1, axis=None),
-    r"`pull` must be in \[0, 1\], got -0.1",
-  ),
-  "params of a lead": (
-    lambda: transforms.lead_step(SGD, SGD, axis=None).update(jnp.zeros(3), ()),
-    "`params` .* of `lead_step` .also as `od_sgd`.: call",
-  ),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
-  call, message = REJECTED[name]
-  with pytest.raises(ValueError, match=message):
-    call()

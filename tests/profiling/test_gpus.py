@@ -1,7 +1,5 @@
 """Rates of GPUs, and which of them bounds a ring."""
 
-import pytest
-
 from jdist import cluster, profiling
 
 
@@ -9,8 +7,6 @@ def test_a_ring_over_nodes_is_bound_by_the_network():
   gpu = profiling.GPUS["h200"]
   assert gpu.link().bandwidth_bits_per_s == 3600e9
   assert gpu.link(2, 1e-6) == cluster.Link(400e9, 1e-6)
-  with pytest.raises(ValueError, match="`nodes` must be an int >= 1, got 0"):
-    gpu.link(0)
 
 
 def test_products_in_float32_are_slower():
@@ -18,5 +14,3 @@ def test_products_in_float32_are_slower():
   fast, slow = gpu.device("bfloat16"), gpu.device("float32", launch_s=1e-6)
   assert fast.flops_per_s == 2 * slow.flops_per_s
   assert (fast.launch_s, slow.launch_s) == (0.0, 1e-6)
-  with pytest.raises(ValueError, match="`dtype` must be 'bfloat16' or"):
-    gpu.device("float8")

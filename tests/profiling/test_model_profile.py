@@ -32,14 +32,3 @@ def test_memory_grows_with_the_batch(profile):
   assert 64 + 8 <= profile.bytes_per_sample < 64 * 1024
   assert profile.bytes_of_model >= 4 * 9610  # The parameters.
   assert np.isfinite(profile.memory_bytes(4096))
-
-
-def test_one_size_says_nothing():
-  with pytest.raises(ValueError, match="two different sizes"):
-    profiling.profile_model(
-      lambda params, state, batch, key: (params.sum(), (state, {})),
-      np.ones(2, np.float32),
-      lambda size: np.ones((size, 1)),
-      (8,),
-      repeats=1,
-    )

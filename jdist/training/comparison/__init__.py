@@ -25,7 +25,6 @@ from jdist.training.comparison._differences import (
   paired_difference as paired_difference,
 )
 from jdist.training.comparison._labels import label_points as label_points
-from jdist.training.comparison._options import Options as Options
 from jdist.training.comparison._problem import Problem as Problem
 from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table
@@ -49,6 +48,7 @@ from jdist.training.comparison._study import best_of as best_of
 from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare
 from jdist.training.comparison._study import Compared as Compared
+from jdist.training.comparison._study import Options as Options
 from jdist.training.comparison._study import quality as quality
 from jdist.training.comparison._study import Study as Study
 from jdist.training.comparison._study import tune as tune

@@ -8,11 +8,11 @@ import optax
 
 from jdist import collectives, data, models
 from jdist.training import _train_state, loop
-from jdist.training.comparison import _options, _rows, _study, _workload
+from jdist.training.comparison import _rows, _study, _workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_options.Options):
+class Config(_study.Options):
   """One comparison of chains, and the options of its command."""
 
   dataset: str = "cifar10"
