@@ -4,6 +4,8 @@ Pinned is what a reader needs, the argument in backticks and its rule after it,
 and not the sentence around them.
 """
 
+import contextlib
+
 import pytest
 
 
@@ -15,12 +17,19 @@ def table(*rows):
   )
 
 
-def check(argument, call, rule, error=ValueError):
-  """Asserts that the call is refused, and returns what is said."""
+@contextlib.contextmanager
+def refused(argument, rule, error=ValueError):
+  """Asserts that what is called within is refused."""
   with pytest.raises(error) as info:
-    call()
+    yield info
   told = " ".join(str(info.value).split())
   _, named, rest = told.partition(f"`{argument}`")
   assert named, f"`{argument}` is not named: {told}"
   assert rule in rest, f"{rule!r} is not said of `{argument}`: {told}"
-  return told
+
+
+def check(argument, call, rule, error=ValueError):
+  """Asserts that the call is refused, and returns what is said."""
+  with refused(argument, rule, error) as info:
+    call()
+  return " ".join(str(info.value).split())

@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from jdist import models, pipeline
 from jdist.models import _layered_network
 from jdist.pipeline import runtime
+from tests import _refusals
 from tests.models import _variants
 from tests.models._variants import build, variants
 
@@ -74,7 +74,7 @@ def test_abstract_layers_hold_shapes():
 
 def test_the_first_layer_checks_the_inputs_as_the_model_does():
   first, *_ = build("lenet").layers
-  with pytest.raises(ValueError, match="`images` must be"):
+  with _refusals.refused("images", "be"):
     first.apply(first.params, {}, jnp.ones((8, 8, 1)), train=True)
 
 

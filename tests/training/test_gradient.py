@@ -112,11 +112,6 @@ def test_padding_is_left_out_whatever_it_gave():
   assert slope(jnp.array([1.0, 5.0, 3.0])).tolist() == [1.0, 0.0, 3.0]
 
 
-def test_a_mean_of_less_than_one_part_is_refused():
-  with pytest.raises(ValueError, match="`accumulate` must be an int >= 1"):
-    training.make_gradient(_tiny.loss_fn, accumulate=0)
-
-
 @pytest.mark.parametrize("substrate", ("vmap", "shard_map"))
 def test_a_weighted_mean_is_that_over_all_samples(substrate):
   digits = data.load("digits")

@@ -20,6 +20,7 @@ from jdist import (
 )
 from jdist.training.loop import _programs
 from jdist.transforms import intervals
+from tests import _refusals
 from tests.training import _tiny
 
 NUM_STEPS = 29
@@ -263,11 +264,11 @@ def update(optimizer, **options):
 def test_what_cannot_be_is_refused():
   team = _tiny.team("vmap")
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
-  with pytest.raises(ValueError, match="`round_ends` shapes the program"):
+  with _refusals.refused("round_ends", "shapes the program"):
     update(plain, control=transforms.Control(round_ends=1))
   chain = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
   state = training.init_state(team, chain, params())
   trainer = training.Trainer(team, step, host_rounds=True)
-  with pytest.raises(ValueError, match="`host_rounds` must be False for an"):
+  with _refusals.refused("host_rounds", "False for an"):
     trainer.fit(state, _tiny.batches(team), 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import training
-from tests import _processes
+from tests import _processes, _refusals
 from tests.training import _tiny
 
 
@@ -95,7 +95,7 @@ def test_batches_that_end_keep_the_state(tmp_path):
   assert records[-1].step == 6
   assert _tiny.digest(state) == _tiny.digest(never)
   # And it is saved: with no more batches nothing can be done.
-  with pytest.raises(ValueError, match="`batches` must give a batch from st"):
+  with _refusals.refused("batches", "give a batch from st"):
     _fit("msdpu", tmp_path / "short", 100, iterate)
 
 
@@ -107,7 +107,7 @@ def test_metadata_may_differ_where_it_is_free(tmp_path):
     on_resume=seen.append,
   )  # fmt: skip
   assert seen[0].metadata["length"] == 2
-  with pytest.raises(ValueError, match="`rate` is 1 there and 2 here"):
+  with _refusals.refused("rate", "is 1 there and 2 here"):
     _fit("momentum", tmp_path, 5, metadata={"rate": 2}, free=["length"])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import jdist
 from jdist import collectives, data, methods, models, training, transforms
+from tests import _refusals
 from tests.training import _tiny
 
 
@@ -72,8 +73,6 @@ def test_a_batch_that_does_not_divide_is_told():
   team = _tiny.team("vmap")
   with pytest.raises(ValueError, match="`accumulate=3` must divide the batch"):
     _run(team, methods.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
-  with pytest.raises(ValueError, match="`accumulate` must be an int >= 1"):
-    training.make_step(_tiny.loss_fn, optax.sgd(0.1), axis=None, accumulate=0)
 
 
 def test_computing_in_bfloat16_keeps_parameters_and_gradients_float32():
@@ -271,11 +270,6 @@ def test_label_smoothing_by_hand():
     loss, (_, metrics) = loss_fn(logits, {}, batch, jax.random.key(0))
     np.testing.assert_allclose(loss, np.dot(target, log), rtol=1e-6)
     assert metrics["accuracy"] == 1
-  for wrong in (-0.1, 1.0):
-    with pytest.raises(
-      ValueError, match=r"`label_smoothing` must be in \[0, 1"
-    ):
-      training.classification_loss(apply, label_smoothing=wrong)
 
 
 @pytest.mark.smoke
@@ -325,7 +319,7 @@ def test_an_evaluation_before_the_last_update_is_refused():
   def apply(params, model_state, images, *, train):
     return images @ params["kernel"], model_state
 
-  with pytest.raises(ValueError, match="`optimizer` must be given for a state"):
+  with _refusals.refused("optimizer", "given for a state"):
     training.Evaluator(team, apply, [batch])(state)
   told = training.Evaluator(team, apply, [batch], optimizer=optimizer)(state)
   assert np.isfinite(told["loss"])
@@ -346,7 +340,7 @@ def test_update_first_inside_another_transformation_is_refused(around):
   optimizer = around(transforms.update_first(optax.sgd(0.1), axis=None))
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
   state = training.init_state(team, optimizer, _tiny.params())
-  with pytest.raises(ValueError, match="`optimizer` must be what `update_fir"):
+  with _refusals.refused("optimizer", "what `update_fir"):
     team.jit(step)(state, team.place(_tiny.batch(0, team.local_workers)))
 
 
@@ -358,7 +352,7 @@ def test_update_first_follows_no_host(said):
   state = training.init_state(team, optimizer, _tiny.params())
   batch = team.place(_tiny.batch(0, team.local_workers))
   control = transforms.Control(**said)
-  with pytest.raises(ValueError, match="`control` must be None for `update_f"):
+  with _refusals.refused("control", "None for `update_f"):
     team.jit(lambda s, b: step(s, b, control))(state, batch)
 
 
@@ -367,8 +361,3 @@ class _Everything:
 
   split = staticmethod(lambda tree: (tree, {}))
   join = staticmethod(lambda front, rest: front)
-
-
-def test_an_evaluation_without_batches_is_refused():
-  with pytest.raises(ValueError, match="at least one batch"):
-    training.Evaluator(_tiny.team("vmap"), None, [])

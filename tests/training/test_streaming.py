@@ -268,12 +268,6 @@ def test_nobody_streams_without_a_word_all_at_once(options, reason):
   team.jit(functools.partial(step, control=control))(state, batch)
 
 
-@pytest.mark.parametrize("wrong", [(0,), (2, -1), (True,), (2.0,)])
-def test_a_number_of_steps_must_be_one(wrong):
-  with pytest.raises(ValueError, match="`stream_steps` must be ints >= 1"):
-    _programs.Programs(wrong)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_evaluation_may_see_what_is_under_way(stream):
   team, trainer, chain, _ = shared("vmap", stream=stream, steps=4)

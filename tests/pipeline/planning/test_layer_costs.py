@@ -96,18 +96,3 @@ def test_timed_layers_run_one_after_the_other():
   for timed, each in zip(found, counted, strict=True):
     assert 0 < timed.forward_s < 1 and timed.weight_s <= timed.backward_s
     assert timed.saved_bytes == each.saved_bytes
-
-
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    ({"source": "guessed"}, "`source` must be 'compiled'"),
-    ({"flops_per_s": 0.0}, "`flops_per_s` must be positive, got 0"),
-    ({"bytes_per_s": -1.0}, "`bytes_per_s` must be positive, got -1"),
-    ({"repeats": 0}, "`repeats` must be"),
-    ({"source": "timed"}, "`microbatch` must be of arrays to be timed"),
-  ],
-)
-def test_wrong_arguments_are_refused(change, words):
-  with pytest.raises(ValueError, match=words):
-    pipeline.layer_costs(_mlp().layers, _BATCH, **change)

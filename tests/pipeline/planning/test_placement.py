@@ -133,11 +133,3 @@ def test_two_hundred_layers_find_their_place_on_64_machines_in_seconds():
   plan = pipeline.place(costs, machines)
   assert time.perf_counter() - start_s < 10.0
   assert plan.bottleneck_s <= pipeline.partition(costs, machines).bottleneck_s
-
-
-def test_wrong_numbers_of_stages_are_refused():
-  machines = cluster.workers([1.0, 1.0])
-  costs = [_Cost("a", 1.0), _Cost("b", 1.0)]
-  for wrong, words in ((3, "at most the 2 machines"), (0, "`num_stages` must")):
-    with pytest.raises(ValueError, match=words):
-      pipeline.place(costs, machines, num_stages=wrong)

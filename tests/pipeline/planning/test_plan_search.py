@@ -138,21 +138,6 @@ def test_costs_are_of_so_many_samples():
   assert four.samples_per_s == pytest.approx(4 * one.samples_per_s)
 
 
-@pytest.mark.parametrize(
-  ("options", "words"),
-  [
-    ({"num_microbatches": [3]}, "must divide the batch, got 3 for 8 samples"),
-    ({"num_stages": [7]}, "`num_stages` must be at most the 2 machines"),
-    ({"tables": ["dapple"]}, "`tables` must be 'naive'"),
-    ({"batch_size": 0}, "`batch_size` must be"),
-    ({"tables": ["2bw"], "num_microbatches": [0]}, "`num_microbatches` must"),
-  ],
-)
-def test_wrong_arguments_are_refused(options, words):
-  with pytest.raises(ValueError, match=words):
-    _plan(_machines(2), **options)
-
-
 def test_too_few_layers_are_refused():
   with pytest.raises(ValueError, match="each of the 8 stages, got 6"):
     _plan(_machines(8), num_stages=[8])

@@ -124,21 +124,6 @@ def test_machines_change_their_order_where_that_is_better():
   assert len(found[0].moves) == 2 and found[1] is None
 
 
-@pytest.mark.parametrize(
-  ("options", "words"),
-  [
-    ({"threshold": -0.1}, "`threshold` must be in"),
-    ({"decay": 1.0}, "`decay` must be in"),
-    ({"patience": 0}, "`patience` must be"),
-    ({"backoff": 0.5}, "`backoff` must be in"),
-    ({"gain": 1.0}, "`gain` must be in"),
-  ],
-)
-def test_wrong_options_are_refused(options, words):
-  with pytest.raises(ValueError, match=words):
-    _Run(**options)
-
-
 def test_wrong_measurements_are_refused():
   run = _Run()
   for wrong in ([1.0], [1.0, 0.0]):

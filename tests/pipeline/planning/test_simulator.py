@@ -110,21 +110,6 @@ def test_a_trace_has_a_row_for_each_device():
   assert times.trace.end_s == times.makespan_s
 
 
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    ({"costs": _EQUAL[:3]}, "`costs` must be one for each of the table's 4"),
-    ({"nodes": ["worker0"]}, "`nodes` must name a machine of its own"),
-    ({"nodes": ["worker0"] * 4}, "`nodes` must name a machine of its own"),
-    ({"nodes": ["x", "y", "z", "u"]}, "no machine 'x'"),
-    ({"machines": cluster.workers([1.0])}, "each of the table's 4 devices"),
-  ],
-)
-def test_wrong_arguments_are_refused(change, words):
-  with pytest.raises(ValueError, match=words):
-    _simulate(pipeline.make_table("1f1b", 4, 4), **change)
-
-
 def test_no_way_between_two_machines_is_refused():
   link = cluster.Link(bandwidth_bits_per_s=1.0)
   names = "abc"

@@ -4,6 +4,7 @@ import pytest
 
 from jdist import pipeline
 from jdist.pipeline import schedule
+from tests import _refusals
 
 _SECONDS = {
   pipeline.Op.FORWARD: 1.0,
@@ -170,42 +171,44 @@ def test_greedy_may_be_kept_to_the_memory_of_each_stage():
   assert max(pipeline.check_table(split).live) <= 3
 
 
-@pytest.mark.parametrize(
-  ("make", "words"),
-  [
-    (lambda: pipeline.make_table("dapple", 2, 2), "`name` must be 'naive'"),
-    (lambda: pipeline.make_table("1f1b", 0, 2), "`num_stages` must be an int"),
-    (lambda: pipeline.make_table("gpipe", 2, 0), "`num_microbatches` must"),
-    (
-      lambda: pipeline.make_table("1f1b", 2, 2, window=3),
-      "`window` is no option of 1f1b, which has num_iterations",
-    ),
-    (
-      lambda: pipeline.make_table("interleaved", 4, 6),
-      "`num_microbatches` must be a multiple of the devices",
-    ),
-    (
-      lambda: pipeline.make_table("2bw", 4, 2),
-      "`num_microbatches` must be at least the stages less one",
-    ),
-    (
-      lambda: pipeline.make_table("ours", 2, 2, window=0),
-      "`window` must be an int >= 1",
-    ),
-    (lambda: pipeline.greedy([], 2), "`times` must be one stage's"),
-    (
-      lambda: pipeline.greedy([pipeline.StageTimes()], 2, max_live=[0]),
-      "`max_live` must be an int >= 1",
-    ),
-    (lambda: pipeline.StageTimes(-1.0), "`forward` must be finite"),
-    (lambda: pipeline.StageTimes(0.0, 0.0), "`forward` or `backward` must"),
-    (lambda: pipeline.Table("x", (), 1, 1), "`devices` must be one at least"),
-    (
-      lambda: pipeline.Table("x", ((),), 1, 1, weights="old"),
-      "`weights` must be 'delayed', 'stashed' or 'newest'",
-    ),
-  ],
+@_refusals.table(
+  ("name", lambda: pipeline.make_table("dapple", 2, 2), "'naive'"),
+  ("num_stages", lambda: pipeline.make_table("1f1b", 0, 2), "an int"),
+  ("num_microbatches", lambda: pipeline.make_table("gpipe", 2, 0), "must"),
+  (
+    "window",
+    lambda: pipeline.make_table("1f1b", 2, 2, window=3),
+    "no option of 1f1b, which has num_iterations",
+  ),
+  (
+    "num_microbatches",
+    lambda: pipeline.make_table("interleaved", 4, 6),
+    "a multiple of the devices",
+  ),
+  (
+    "num_microbatches",
+    lambda: pipeline.make_table("2bw", 4, 2),
+    "at least the stages less one",
+  ),
+  (
+    "window",
+    lambda: pipeline.make_table("ours", 2, 2, window=0),
+    "an int >= 1",
+  ),
+  ("times", lambda: pipeline.greedy([], 2), "one stage's"),
+  (
+    "max_live",
+    lambda: pipeline.greedy([pipeline.StageTimes()], 2, max_live=[0]),
+    "an int >= 1",
+  ),
+  ("forward", lambda: pipeline.StageTimes(-1.0), "finite"),
+  ("forward", lambda: pipeline.StageTimes(0.0, 0.0), "or `backward` must"),
+  ("devices", lambda: pipeline.Table("x", (), 1, 1), "one at least"),
+  (
+    "weights",
+    lambda: pipeline.Table("x", ((),), 1, 1, weights="old"),
+    "'delayed', 'stashed' or 'newest'",
+  ),
 )
-def test_wrong_tables_are_refused(make, words):
-  with pytest.raises(ValueError, match=words):
-    make()
+def test_wrong_tables_are_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)

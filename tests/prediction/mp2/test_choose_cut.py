@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import prediction
+from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import FIT, model, normalize
 
@@ -90,23 +91,19 @@ def test_an_accuracy_that_is_none_is_refused():
 
 
 def test_bad_input_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="`scores` must hold at least one"):
+  with _refusals.refused("scores", "hold at least one"):
     prediction.choose_cut([])
   for wrong in ([1], [(0.5, 1)]):
-    with pytest.raises(
-      ValueError, match=r"`scores\[0\]` must be of `score_cuts`"
-    ):
+    with _refusals.refused("scores[0]", "of `score_cuts`"):
       prediction.choose_cut(wrong)
-  with pytest.raises(ValueError, match="`scores` must be a list of"):
+  with _refusals.refused("scores", "a list of"):
     prediction.choose_cut(None)
   for wrong in (2, -0.1, np.nan, "a", None, True, [0.1]):
     with pytest.raises(
       ValueError, match=r"`max_lost` must be (a finite|in \[0, 1\])"
     ):
       prediction.choose_cut([scored(0.5, 1)], max_lost=wrong)
-  with pytest.raises(
-    ValueError, match=r"`scores` .* 0.100 at best and no gain"
-  ):
+  with _refusals.refused("scores", "0.100 at best and no gain"):
     prediction.choose_cut([scored(0.1, 1), scored(0.1, 2)])
   train = _tiny.digits("train")
   parameters = collected(tmp_path, 0, 1)
@@ -115,20 +112,20 @@ def test_bad_input_is_refused(tmp_path):
     "test_labels": train.labels,
   }  # fmt: skip
   data = (parameters.fronts, train.images, train.labels)
-  with pytest.raises(ValueError, match="`predictors` must hold at least one"):
+  with _refusals.refused("predictors", "hold at least one"):
     prediction.score_cuts([], model(), *data, **given)
   ours, fronts = prediction.predictor(_tiny.cut()), parameters.fronts
   for wrong in (ours, 3, "a", {"a": ours}):
-    with pytest.raises(ValueError, match="`predictors` must be a list of"):
+    with _refusals.refused("predictors", "a list of"):
       prediction.score_cuts(wrong, model(), *data, **given)
-  with pytest.raises(ValueError, match=r"`predictors\[1\]` must be of `pred"):
+  with _refusals.refused("predictors[1]", "of `pred"):
     prediction.score_cuts([ours, ours.cut], model(), *data, **given)
-  with pytest.raises(ValueError, match="`model` must be a network"):
+  with _refusals.refused("model", "a network"):
     prediction.score_cuts([ours], model().params, *data, **given)
-  with pytest.raises(ValueError, match="`samples` must be a function of a cut"):
+  with _refusals.refused("samples", "a function of a cut"):
     prediction.score_cuts([ours], model(), fronts(ours.cut), *data[1:], **given)
   for name in ("held_out", "on_score"):
-    with pytest.raises(ValueError, match=f"`{name}` must be a function of"):
+    with _refusals.refused(name, "a function of"):
       prediction.score_cuts([ours], model(), *data, **(given | {name: 3}))
   other = prediction.predictor(_tiny.cut(1, hidden_sizes=(7, 5)))
   with pytest.raises(ValueError, match=r"dense.*\[64, 7\]"):

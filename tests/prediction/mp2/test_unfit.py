@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import models, prediction
+from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import (
   FIT,
@@ -19,14 +20,14 @@ from tests.prediction._fits import (
 
 def test_networks_that_cannot_be_assembled_are_refused():
   deep = model(hidden_sizes=(6, 5, 4))
-  with pytest.raises(ValueError, match=r"`model` must be of Cut"):
+  with _refusals.refused("model", "of Cut"):
     prediction.evaluate_predictor(
       predictor(), {}, deep, fronts(3), np.zeros(0), np.zeros(0)
     )
   options = {"input_shape": (8, 8, 1), "num_classes": 10}
   batch = models.build("resnet8", **options)
   ours = prediction.predictor(prediction.cut(batch, 2))
-  with pytest.raises(ValueError, match="`model` must have no state"):
+  with _refusals.refused("model", "have no state"):
     prediction.evaluate_predictor(
       ours, {}, batch, fronts(3), np.zeros(0), np.zeros(0)
     )
@@ -45,13 +46,13 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=rule):
       fit_predictor(**{name: wrong})
   given = ({}, fronts(3), np.zeros(0), np.zeros(0))
-  with pytest.raises(ValueError, match="`predictor` must be of"):
+  with _refusals.refused("predictor", "of"):
     prediction.evaluate_predictor(cut, given[0], model(), *given[1:])
-  with pytest.raises(ValueError, match=r"`model` must be a network.*a dict"):
+  with _refusals.refused("model", "a network"):
     prediction.evaluate_predictor(
       predictor(), given[0], model().params, *given[1:]
     )
-  with pytest.raises(ValueError, match="`predictor` must be of"):
+  with _refusals.refused("predictor", "of"):
     prediction.save_predictor(tmp_path / "none", cut, {})
   assert not (tmp_path / "none").exists()
 
@@ -61,7 +62,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
     text = fronts(8).astype(str)
     cut = (fronts(8)[:, 1:], fronts(8)[:0], fronts(8)[0])
     for wrong in (*cut, text, fronts(8).astype(np.complex64)):
-      with pytest.raises(ValueError, match=rf"`{name}` must be \[samples, "):
+      with _refusals.refused(name, "[samples,"):
         fit_predictor(**{name: wrong})
   for name, value, rule in (
     ("num_epochs", 0, "int >= 1"),
@@ -88,14 +89,14 @@ def test_samples_and_settings_that_do_not_fit_are_refused():
   fit = prediction.PredictorFit(learning_rate=np.float32(0.5), mixup=0)
   assert (type(fit.learning_rate), fit.learning_rate) == (float, 0.5)
   many = dataclasses.replace(FIT, samples_per_batch=9)
-  with pytest.raises(ValueError, match="`samples_per_batch` must be at most 8"):
+  with _refusals.refused("samples_per_batch", "at most 8"):
     fit_predictor(many)
   many = dataclasses.replace(FIT, image_batches=1000)
-  with pytest.raises(ValueError, match="`image_batches` times"):
+  with _refusals.refused("image_batches", "times"):
     fit_predictor(many)
-  with pytest.raises(ValueError, match="`save_every` must be an int >= 1"):
+  with _refusals.refused("save_every", "an int >= 1"):
     fit_predictor(save_every=0)
-  with pytest.raises(ValueError, match="`save_every` must be left out without"):
+  with _refusals.refused("save_every", "left out without"):
     fit_predictor(save_every=1)
 
 
@@ -142,5 +143,5 @@ def test_images_and_labels_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match=rule):
       evaluate(samples, images, labels)
   for name in ("samples_per_batch", "images_per_batch"):
-    with pytest.raises(ValueError, match=f"`{name}` must be an int >= 1"):
+    with _refusals.refused(name, "an int >= 1"):
       evaluate(fronts(3), train.images, train.labels, **{name: 0})

@@ -9,6 +9,7 @@ import pytest
 from jdist import prediction
 from jdist.prediction.nowcast import _tracks
 from jdist.storage import array_files, sealed_json
+from tests import _refusals
 
 PARAMS = {
   "block": {
@@ -60,13 +61,13 @@ def test_a_tracker_goes_on():
   again = prediction.Tracker(PARAMS, entries_per_kind=5, begun=begun)
   for kind, track in recorded(again, range(2, 4)).items():
     np.testing.assert_array_equal(track, whole[kind])
-  with pytest.raises(ValueError, match="`begun` must be tracks of the same"):
+  with _refusals.refused("begun", "tracks of the same"):
     prediction.Tracker(PARAMS, entries_per_kind=4, begun=begun)
 
 
 def test_other_shapes_are_refused():
   tracker = prediction.Tracker(PARAMS)
-  with pytest.raises(ValueError, match=r"`params` must have the shapes"):
+  with _refusals.refused("params", "have the shapes"):
     tracker.record({**PARAMS, "head": {}})
   for name, minimum in (("entries_per_kind", 1), ("seed", 0)):
     for wrong in (minimum - 1, 2.5, "a", None):
@@ -148,7 +149,7 @@ def test_damage_is_seen(tmp_path):
   (file,) = tmp_path.glob("*.npy")
   whole = file.read_bytes()
   file.write_bytes(whole[:-1])
-  with pytest.raises(ValueError, match=r"`directory` is damaged.*has changed"):
+  with _refusals.refused("directory", "has changed"):
     prediction.load_tracks(tmp_path)
   file.unlink()
   with pytest.raises(ValueError, match="is missing"):

@@ -4,6 +4,7 @@ import pytest
 
 from jdist import training
 from jdist.training import comparison
+from tests import _refusals
 
 
 def _measure(best, tried):
@@ -57,6 +58,9 @@ def test_a_rate_may_be_chosen_by_the_loss():
 
   tuned = comparison.tune(sorted(losses), measure, 0, comparison.by_loss)
   assert tuned.best == 0.2
+
+
+_INF = float("inf")
 
 
 def _fit(calls):
@@ -117,22 +121,14 @@ def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
   assert [(trial.variant, trial.seed) for trial in calls] == expected
 
 
-@pytest.mark.parametrize(
-  ("name", "value"),
-  (
-    ("variants", ()),
-    ("variants", ("a", "a")),
-    ("learning_rates", (0.1, 0.0)),
-    ("learning_rates", (0.1, float("inf"))),
-    ("seeds", ()),
-    ("max_extensions", -1),
-  ),
+@_refusals.table(
+  ("variants", lambda: _study(variants=()), "one or more different"),
+  ("variants", lambda: _study(variants=("a", "a")), "one or more different"),
+  ("learning_rates", lambda: _study(learning_rates=(0.1, 0.0)), "positive"),
+  ("learning_rates", lambda: _study(learning_rates=(0.1, _INF)), "finite"),
+  ("seeds", lambda: _study(seeds=()), "one or more different"),
+  ("max_extensions", lambda: _study(max_extensions=-1), "0 keeps to the grid"),
+  ("tuning_seed", lambda: _study(tuning_seed=1), "one of `seeds`"),
 )
-def test_a_study_that_cannot_be_run_is_refused(name, value):
-  with pytest.raises(ValueError, match=f"`{name}` must"):
-    _study(**{name: value})
-
-
-def test_the_seed_of_tuning_is_not_compared():
-  with pytest.raises(ValueError, match="`tuning_seed` must not"):
-    _study(tuning_seed=1)
+def test_a_study_that_cannot_be_run_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)

@@ -11,6 +11,7 @@ import pytest
 
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.training.loop import _programs, _training_run
+from tests import _refusals
 from tests.training import _tiny
 
 
@@ -323,7 +324,7 @@ def test_a_second_call_trains_further():
     _tiny.init(team, "local_sgd"), _tiny.batches(team), 10
   )
   _tiny.assert_same_bits(state, through)
-  with pytest.raises(ValueError, match="`num_steps` must be at least 10"):
+  with _refusals.refused("num_steps", "at least 10"):
     trainer.fit(state, _tiny.batches(team), 9)
 
 
@@ -411,7 +412,7 @@ def test_every_record_is_told_at_once(monkeypatch):
 )
 def test_numbers_below_one_are_refused(options, monkeypatch):
   name = list(options)[-1]
-  with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+  with _refusals.refused(name, "at least 1"):
     _Fake(monkeypatch).fit(**options)
 
 

@@ -1,0 +1,110 @@
+"""Refusals of costs, partitions, plans and simulations: argument and rule."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdist import cluster, models, pipeline
+from tests import _refusals
+
+pytest.importorskip("simpy")
+_COSTS = [pipeline.LayerCost(x, 1.0, 2.0) for x in "abcdef"]
+_TWO, _FOUR = (cluster.workers([1.0] * number) for number in (2, 4))
+_NAN = float("nan")
+
+
+def cost(**change):
+  return pipeline.LayerCost(**({"name": "a"} | change))
+
+
+def measured(**change):
+  model = models.build(
+    "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(4,),
+    abstract=True,
+  )  # fmt: skip
+  batch = {"image": jax.ShapeDtypeStruct((4, 8, 8, 1), jnp.float32)}
+  return pipeline.layer_costs(model.layers, batch, **change)
+
+
+def part(costs=_COSTS, **change):
+  return pipeline.partition(costs, _TWO, **change)
+
+
+def footprint(**change):
+  return part(footprint=pipeline.Footprint(**change))
+
+
+def place(num_stages):
+  return pipeline.place(_COSTS, _TWO, num_stages=num_stages)
+
+
+def plan(batch_size=8, **options):
+  return pipeline.plan(_COSTS, _TWO, batch_size, **options)
+
+
+def simulate(costs=_COSTS[:4], machines=_FOUR, **change):
+  table = pipeline.make_table("1f1b", 4, 4)
+  return pipeline.simulate(table, costs, machines, **change)
+
+
+def replanner(**options):
+  return pipeline.Replanner(part(), _COSTS, _TWO, **options)
+
+
+def windows(number):
+  return plan(tables=["2bw"], num_microbatches=[number])
+
+
+@_refusals.table(
+  ("forward_s", lambda: cost(forward_s=-1.0), "finite and not negative"),
+  ("output_bytes", lambda: cost(output_bytes=_NAN), "finite"),
+  ("weight_s", lambda: cost(backward_s=1.0, weight_s=2.0), "at most"),
+  ("layers", lambda: pipeline.stage_cost([]), "one at least"),
+  ("source", lambda: measured(source="guessed"), "'compiled'"),
+  ("flops_per_s", lambda: measured(flops_per_s=0.0), "positive, got 0"),
+  ("bytes_per_s", lambda: measured(bytes_per_s=-1.0), "positive, got -1"),
+  ("repeats", lambda: measured(repeats=0), "int >= 1"),
+  ("microbatch", lambda: measured(source="timed"), "arrays to be timed"),
+  # Partitions.
+  ("costs", lambda: part([]), "one layer's at least"),
+  ("num_microbatches", lambda: part(num_microbatches=0), "int >= 1"),
+  ("in_flight", lambda: footprint(in_flight=(1,)), "must be"),
+  ("versions", lambda: footprint(versions=0), "must be"),
+  ("num_stages", lambda: place(3), "at most the 2 machines"),
+  ("num_stages", lambda: place(0), "int >= 1"),
+  # Plans.
+  ("batch_size", lambda: plan(0), "int >= 1"),
+  ("num_microbatches", lambda: plan(num_microbatches=[3]), "divide the batch"),
+  ("num_microbatches", lambda: windows(0), "int >= 1"),
+  ("num_stages", lambda: plan(num_stages=[7]), "at most the 2 machines"),
+  ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
+  # Simulations.
+  ("costs", lambda: simulate(_COSTS[:3]), "one for each of the table's 4"),
+  ("nodes", lambda: simulate(nodes=["worker0"]), "a machine of its own"),
+  ("nodes", lambda: simulate(nodes=["worker0"] * 4), "a machine of its own"),
+  (
+    "nodes",
+    lambda: simulate(machines=_TWO),
+    "each of the table's 4 devices",
+  ),
+  # Changes of a plan.
+  ("threshold", lambda: replanner(threshold=-0.1), "in"),
+  ("decay", lambda: replanner(decay=1.0), "in"),
+  ("patience", lambda: replanner(patience=0), "int >= 1"),
+  ("backoff", lambda: replanner(backoff=0.5), "in"),
+  ("gain", lambda: replanner(gain=1.0), "in"),
+)
+def test_what_cannot_be_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: part(nodes=["worker0", "z"]),
+    lambda: simulate(nodes=["worker0", "worker1", "worker2", "z"]),
+  ],
+)
+def test_a_machine_that_is_none_is_refused(call):
+  with pytest.raises(ValueError, match="no machine 'z'"):
+    call()
