@@ -4,9 +4,10 @@
 
 Checks the commit out into a temporary folder.  Each bench is run in a process
 of its own, old and new in turn, each tree by its own script; so is the import
-of the library.  What is compared are the times and ratios in the benches' rows,
-by name: the median of new over old, beside the spread of old over old, which is
-the noise of the machine.  Run it alone; it takes about fifteen minutes.
+of the library.  `traces` counts how often a training run traces its loss, by
+this tree's `trace_updates.py`.  What is compared are the times, ratios and
+counts by name: the median of new over old, beside the spread of old over old,
+which is the noise of the machine.  Run it alone: it takes fifteen minutes.
 """
 
 import argparse
@@ -73,6 +74,9 @@ def _measure(tree: pathlib.Path, name: str) -> dict[str, float]:
   """Runs a bench once and returns its times."""
   if name == "import":
     return {"import jdist": float(_run(tree, ["-c", _IMPORT]))}
+  if name == "traces":
+    script = str(_ROOT / "scripts" / "trace_updates.py")
+    return json.loads(_run(tree, [script, "--runs"]))
   script, *options = _BENCHES[name]
   with tempfile.NamedTemporaryFile(suffix=".jsonl") as rows:
     _run(tree, [str(tree / "scripts" / script), *options, rows.name])
@@ -94,8 +98,12 @@ def _compare(
     if not all(name in one for one in (*old, *new)):
       continue
     ratios = [n[name] / o[name] for o, n in zip(old, new, strict=True)]
-    others = [x[name] / y[name] for x in old for y in old if x is not y]
+    others = [x[name] / y[name] for x in old for y in old if x is not y] or [
+      1.0
+    ]
     report[name] = {
+      "new": statistics.median(x[name] for x in new),
+      "old": statistics.median(x[name] for x in old),
       "new_over_old": statistics.median(ratios),
       "least": min(ratios),
       "most": max(ratios),
@@ -108,8 +116,8 @@ def _compare(
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
   parser.add_argument("commit")
-  parser.add_argument("--benches", nargs="+", default=["import", *_BENCHES],
-                      choices=["import", *_BENCHES])  # fmt: skip
+  benches = ["import", "traces", *_BENCHES]
+  parser.add_argument("--benches", nargs="+", default=benches, choices=benches)
   parser.add_argument("--pairs", type=int, default=3)
   parser.add_argument("--output", help="a file of rows to append to")
   options = parser.parse_args()
@@ -123,7 +131,8 @@ def main() -> None:
     try:
       for bench in options.benches:
         old, new = [], []
-        for _ in range(options.pairs):
+        # Counts have no noise.
+        for _ in range(1 if bench == "traces" else options.pairs):
           old.append(_measure(before, bench))
           new.append(_measure(_ROOT, bench))
         report = _compare(old, new)
@@ -137,8 +146,9 @@ def main() -> None:
         if options.output is not None:
           from jdist import training
 
+          config = {k: v for k, v in vars(options).items() if k != "output"}
           row = training.make_row(
-            vars(options), 0, bench=bench, against=options.commit, times=report
+            config, 0, bench=bench, against=options.commit, times=report
           )
           training.append_rows(options.output, [row])
     finally:

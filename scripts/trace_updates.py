@@ -1,6 +1,7 @@
 """Traces one update of some methods and prints which files it enters.
 
     python scripts/trace_updates.py
+    python scripts/trace_updates.py --runs
 
 What is traced is `optimizer.update` followed by `jdist.apply_updates`, of two
 arrays and four workers under vmap, by `jax.make_jaxpr`.  What is counted
@@ -10,7 +11,9 @@ call before; the first call is one, too.  Python 3.12 calls no comprehensions
 and counts up to 2 hops fewer than Python 3.11.
 
 Prints one JSON object: for each method the number of `hops` and the `files`,
-by their paths below jdist/.  The library is the one that `import jdist` finds.
+by their paths below jdist/.  With `--runs` it counts instead how often a run of
+30 steps traces the loss, with rounds that a conditional ends and that the host
+ends.  The library is the one that `import jdist` finds.
 """
 
 import itertools
@@ -22,14 +25,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jdist
-from jdist import codecs, transforms
+from jdist import codecs, collectives, training, transforms
 from jdist.transforms import intervals
 
 _PACKAGE = pathlib.Path(jdist.__file__).resolve().parent
 _INTERVAL, _RATE, _AXIS = 8, 0.1, "worker"
+_STEPS = 30
 
 
 def _cases() -> dict[str, Callable[[], Any]]:
@@ -69,8 +74,6 @@ def _cases() -> dict[str, Callable[[], Any]]:
 
 def _cases_before_the_rebuild() -> dict[str, Callable[[], Any]]:
   """Returns the cases of a tree of before issue 21, which has no `methods`."""
-  from jdist import collectives
-
   sgd = optax.sgd(_RATE, momentum=0.9)
 
   def compression(bits: int) -> dict[str, Any]:
@@ -136,11 +139,47 @@ def _trace_update(optimizer: Any) -> list[str]:
   return files
 
 
+def _count_traces(optimizer: Any, **options: Any) -> int:
+  """Returns how often a run traces the loss."""
+  traces: list[None] = []
+
+  def loss(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
+    del key
+    traces.append(None)
+    return jnp.sum(params["kernel"] ** 2) * batch.mean(), (model_state, {})
+
+  team = collectives.workers(2, substrate="vmap")
+  params = {"bias": jnp.zeros((4, 4)), "kernel": jnp.ones((4, 256, 256))}
+  step = training.make_step(loss, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, params)
+
+  def batches(begin: int) -> Any:
+    return itertools.repeat(np.ones((2, 1), np.float32), _STEPS - begin)
+
+  training.Trainer(team, step, **options).fit(state, batches, _STEPS)
+  return len(traces)
+
+
+def _traces_of_runs(cases: dict[str, Callable[[], Any]]) -> dict[str, int]:
+  """Returns the traces of each case's run, by who ends its rounds."""
+  ssgd = jdist.ssgd(optax.sgd(_RATE), axis=_AXIS)
+  found = {"ssgd": _count_traces(ssgd)}
+  for name, make in cases.items():
+    if "streamed" not in name:
+      for host in (False, True):
+        key = f"{name}, rounds ended by {'the host' if host else 'conditional'}"
+        found[key] = _count_traces(make(), host_rounds=host)
+  return found
+
+
 def main() -> None:
   try:
     cases = _cases()
   except ImportError:
     cases = _cases_before_the_rebuild()
+  if "--runs" in sys.argv:
+    print(json.dumps(_traces_of_runs(cases)))
+    return
   found = {}
   for name, make in cases.items():
     files = _trace_update(make())
