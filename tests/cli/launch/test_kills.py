@@ -1,6 +1,10 @@
-"""Killed at random moments, launched runs end as undisturbed ones do."""
+"""Killed at random moments, launched runs end as undisturbed ones do.
+
+Where `JDIST_KILLS_LOG` names a file, each run adds a line to it.
+"""
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -23,8 +27,9 @@ _METHODS = {
   "diloco": ("--method", "diloco", "--codec", "int4", "--feedback", "error"),
 }
 _KILLS = 5
-_STEPS = 500
-_LIMIT_S = 900.0
+_STEPS = 200
+# A busy machine may stop all of this for minutes.
+_LIMIT_S = 3600.0
 
 
 def _launch(folder, method, processes):
@@ -54,23 +59,34 @@ def _newest(folder):
 
 
 def _disturb(process, folder, seeded, processes):
-  """Kills a process of the run now and then; returns how often."""
+  """Kills a process of the run now and then.
+
+  Returns:
+    Of each kill the signal, the process, and the step of the last checkpoint.
+  """
   end_s = time.monotonic() + _LIMIT_S
   kills = []
-  while len(kills) < _KILLS and process.poll() is None:
-    before = _newest(folder)
+
+  def newer():
+    before, begin_s = _newest(folder), time.monotonic()
     while process.poll() is None and _newest(folder) == before:
       assert time.monotonic() < end_s, (folder / "log").read_text()
       time.sleep(0.01)
-    time.sleep(seeded.uniform(0.0, 0.5))
+    return time.monotonic() - begin_s
+
+  while len(kills) < _KILLS and process.poll() is None:
+    newer()
+    # Anywhere between two checkpoints, or while one is written.
+    time.sleep(seeded.uniform(0.0, min(newer(), 2.0)))
     how = seeded.choice([signal.SIGKILL, signal.SIGTERM])
     running = _children(process)
     if len(running) < processes:
       continue
     # One that has ended meanwhile is not there to be killed.
     with contextlib.suppress(ProcessLookupError):
-      os.kill(seeded.choice(running), how)
-      kills.append(how)
+      number = seeded.randrange(len(running))
+      os.kill(running[number], how)
+      kills.append((how.name, number, _newest(folder)))
       # Until what is left of these has ended.
       while process.poll() is None and set(running) & set(_children(process)):
         time.sleep(0.01)
@@ -119,3 +135,7 @@ def test_no_hand_touches_a_run_that_is_killed(method, processes, tmp_path):
   assert never.keys() == killed.keys()
   for number, array in never.items():
     np.testing.assert_array_equal(array, killed[number], err_msg=number)
+  if "JDIST_KILLS_LOG" in os.environ:
+    row = {"method": method, "processes": processes, "kills": kills, "equal": 1}
+    with open(os.environ["JDIST_KILLS_LOG"], "a") as log:
+      log.write(json.dumps(row) + "\n")
