@@ -11,14 +11,18 @@ import pytest
 from jdist.collectives.processes import _lifeline
 from tests import _processes
 
-_HERE = pathlib.Path(_lifeline.__file__)
-# Joins and does what it is told, a word in each line of its input.  Process 0
-# serves as JAX's service what the others send to the address they are given.
+_HERE = pathlib.Path(_lifeline.__file__).parent
+# Joins, without the packages around it and so without JAX, and does what it is
+# told, a word in each line of its input.  Process 0 serves as JAX's service
+# what the others send to the address they are given.
 _PROCESS = """
-import importlib.util, os, socket, sys, threading
-spec = importlib.util.spec_from_file_location("lifeline", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+import importlib, os, socket, sys, threading, types
+name = ""
+for part in ("jdist", "collectives", "processes"):
+  name = f"{name}.{part}".lstrip(".")
+  sys.modules[name] = types.ModuleType(name)
+  sys.modules[name].__path__ = [sys.argv[1]]
+module = importlib.import_module(f"{name}._lifeline")
 address, of, number, timeout_s = sys.argv[2:]
 lifeline = module.Lifeline(address, int(of), int(number))
 try:

@@ -26,21 +26,14 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from jdist.collectives.processes import _stop_agreement, _streams
+
 # EX_TEMPFAIL, as of the watchdog: run it again, it resumes.
 EXIT_STATUS = 75
 _HELLO = b"jdist lifeline 1\n"
 # So long the others may take to end by themselves with a status of their own:
 # usually all of them have met the same error.
 _GRACE_S = 8.0
-# So long a process may take for an answer about its step.
-_AGREE_S = 60.0
-# A host without power: the kernel of the other end sends probes after 3 s, 2 s
-# apart, and gives up after the third.  A process that is only slow, or
-# stopped, answers them, as its kernel does.
-_PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-_CHUNK = 1 << 16
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Lifeline:
@@ -65,16 +58,13 @@ class Lifeline:
     # Of the hub: the others' connections, and how they call themselves.
     self._members: dict[int, asyncio.StreamWriter] = {}
     self._names: dict[int, str] = {}
-    self._hub: Stream | None = None
+    self._hub: _streams.Stream | None = None
     self._goodbyes: set[int] = set()
     self._leaving = False
     self._complete = asyncio.Event()
-    # Where to stop: the last step that was asked for, and what was agreed.
-    self._asking = threading.Lock()
-    self._step, self._wanted, self._stop_step = 0, False, 0
-    self._agreed = threading.Event()
-    self._agreed.set()
-    self._steps: dict[int, int] = {}
+    self._agreement = _stop_agreement.StopAgreement(
+      num_processes, process_id, self._send
+    )
     self._tasks: set[asyncio.Task[None]] = set()
     self._thread = threading.Thread(
       target=self._loop.run_forever, name="jdist-lifeline", daemon=True
@@ -119,66 +109,9 @@ class Lifeline:
       step: that every process asks for, in order.
       wanted: whether this process wants to stop.
     """
-    if wanted and not self._wanted:
-      self._wanted = True
-      with self._asking:
-        known = self._stop_step > 0
-        if not known:
-          self._agreed.clear()
-      if not known:
-        self._wait(self._want_stop(), 10.0)
-    while True:
-      with self._asking:
-        if self._agreed.is_set():
-          self._step = step
-          return 0 < self._stop_step <= step
-      # Not for ever: whoever does not answer has died, and ends this process.
-      if not self._agreed.wait(_AGREE_S):
-        raise TimeoutError(
-          f"The processes did not agree within {_AGREE_S:g} s after which step "
-          "to stop."
-        )
-
-  async def _want_stop(self) -> None:
-    if self._id == 0:
-      await self._ask_steps()
-    else:
-      await self._send({"stop": "wanted"})
-
-  async def _ask_steps(self) -> None:
-    """Of process 0: asks all for their steps, once."""
-    if self._steps:
-      return
-    self._steps[0] = self._own_step()
-    await self._send({"stop": "asked"})
-    await self._settle_stop()
-
-  def _own_step(self) -> int:
-    with self._asking:
-      self._agreed.clear()
-      return self._step
-
-  async def _settle_stop(self) -> None:
-    if len(self._steps) == self._num:
-      step = max(self._steps.values()) + 1
-      await self._send({"stop": "agreed", "step": step})
-      self._stop_at(step)
-
-  def _stop_at(self, step: int) -> None:
-    with self._asking:
-      self._stop_step = step
-      self._agreed.set()
-
-  async def _on_stop(self, number: int, note: dict[str, Any]) -> None:
-    if note["stop"] == "wanted":
-      await self._ask_steps()
-    elif note["stop"] == "asked":
-      await self._send({"stop": "told", "step": self._own_step()})
-    elif note["stop"] == "told":
-      self._steps[number] = note["step"]
-      await self._settle_stop()
-    else:
-      self._stop_at(note["step"])
+    if wanted and self._agreement.want():
+      self._wait(self._agreement.begin(), 10.0)
+    return self._agreement.stops_after(step)
 
   def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
     return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
@@ -191,7 +124,7 @@ class Lifeline:
   # Of process 0.
 
   async def _serve(self, timeout_s: float) -> tuple[str, str]:
-    service_port = _free_port()
+    service_port = _streams.free_port()
     service = f"127.0.0.1:{service_port}"
 
     async def on_connect(
@@ -204,7 +137,7 @@ class Lifeline:
           return
         other = await asyncio.open_connection("127.0.0.1", service_port)
         other[1].write(first)
-        await _pump((reader, writer), other)
+        await _streams.relay((reader, writer), other)
 
     try:
       await asyncio.start_server(on_connect, None, self._port)
@@ -250,10 +183,10 @@ class Lifeline:
         f"{self._names[number]} and of {hello['name']}."
       )
     if wrong is not None:
-      await _write(writer, {"error": wrong})
+      await _streams.write(writer, {"error": wrong})
       writer.close()
       return
-    _probe(writer)
+    _streams.probe(writer)
     self._members[number] = writer
     self._names[number] = hello["name"]
     if len(self._names) == self._num:
@@ -266,7 +199,7 @@ class Lifeline:
       while line := await reader.readline():
         note = json.loads(line)
         if "stop" in note:
-          await self._on_stop(number, note)
+          await self._agreement.take(number, note)
         elif "goodbye" in note:
           self._goodbyes.add(number)
           if note["status"]:
@@ -291,10 +224,12 @@ class Lifeline:
 
   async def _connect(self, timeout_s: float) -> tuple[str, None]:
     reader, writer = self._hub = await self._reach(timeout_s)
-    _probe(writer)
+    _streams.probe(writer)
     writer.write(_HELLO)
     name = _own_name(self._id)
-    await _write(writer, {"process": self._id, "of": self._num, "name": name})
+    await _streams.write(
+      writer, {"process": self._id, "of": self._num, "name": name}
+    )
     answer: dict[str, Any] = {}
     with contextlib.suppress(TimeoutError, OSError, ValueError):
       line = await asyncio.wait_for(reader.readline(), timeout_s + 5)
@@ -314,7 +249,7 @@ class Lifeline:
     self._server = server  # Closed when it is no longer referred to.
     return f"127.0.0.1:{port}", None
 
-  async def _reach(self, timeout_s: float) -> Stream:
+  async def _reach(self, timeout_s: float) -> _streams.Stream:
     """Connects to process 0, which may have to start first."""
     end_s = time.monotonic() + timeout_s
     while True:
@@ -336,7 +271,7 @@ class Lifeline:
     with contextlib.suppress(OSError):
       other = await asyncio.open_connection(self._host, self._port)
       # Its end is not passed on: whether process 0 has died, the lifeline says.
-      await _pump((reader, writer), other, both_ends=False)
+      await _streams.relay((reader, writer), other, both_ends=False)
 
   async def _listen(self, reader: asyncio.StreamReader) -> None:
     ended = False
@@ -346,7 +281,7 @@ class Lifeline:
         if "lost" in note:
           self._end(note["lost"])
         elif "stop" in note:
-          await self._on_stop(0, note)
+          await self._agreement.take(0, note)
         elif "goodbye" in note:
           ended = True
           if note["status"]:
@@ -364,7 +299,7 @@ class Lifeline:
       writers.append(self._hub[1])
     for writer in writers:
       with contextlib.suppress(OSError, TimeoutError):
-        await asyncio.wait_for(_write(writer, note), 1.0)
+        await asyncio.wait_for(_streams.write(writer, note), 1.0)
 
   def _end(self, lost: str) -> None:
     if self._leaving:
@@ -383,51 +318,9 @@ class Lifeline:
     os._exit(EXIT_STATUS)
 
 
-async def _write(writer: asyncio.StreamWriter, note: dict[str, Any]) -> None:
-  writer.write(json.dumps(note).encode() + b"\n")
-  await writer.drain()
-
-
-async def _pump(a: Stream, b: Stream, *, both_ends: bool = True) -> None:
-  """Copies bytes both ways until the first, or either of two, ends."""
-
-  async def copy(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-  ) -> None:
-    with contextlib.suppress(OSError):
-      while data := await reader.read(_CHUNK):
-        writer.write(data)
-        await writer.drain()
-
-  there = asyncio.ensure_future(copy(a[0], b[1]))
-  back = asyncio.ensure_future(copy(b[0], a[1]))
-  await asyncio.wait(
-    {there, back} if both_ends else {there},
-    return_when=asyncio.FIRST_COMPLETED,
-  )
-  for _, writer in (a, b):
-    writer.close()
-
-
-def _probe(writer: asyncio.StreamWriter) -> None:
-  """Lets the kernel find out when the other machine is gone."""
-  connection = writer.get_extra_info("socket")
-  connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-  for name, value in _PROBES.items():
-    if hasattr(socket, name):
-      option = getattr(socket, name)
-      connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 def _own_name(number: int) -> str:
   return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
 def _reason(error: OSError) -> str:
   return (error.strerror or "no answer").lower()
-
-
-def _free_port() -> int:
-  with socket.socket() as found:
-    found.bind(("127.0.0.1", 0))
-    return int(found.getsockname()[1])

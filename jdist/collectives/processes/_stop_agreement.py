@@ -1,0 +1,118 @@
+"""The step after which all processes of a run stop, as one of them wants to."""
+
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Note = dict[str, Any]
+
+# So long a process may take for an answer about its step.
+_LIMIT_S = 60.0
+
+
+class StopAgreement:
+  """One process's part in it.
+
+      any       {"stop": "wanted"}            to process 0
+      process 0 {"stop": "asked"}             to all: nobody begins a new step
+      each      {"stop": "told", "step": s}   the last that it has begun
+      process 0 {"stop": "agreed", "step": n} one later than the highest
+
+  Steps are begun by the main thread, notes are handled by another.
+  """
+
+  def __init__(
+    self,
+    num_processes: int,
+    process_id: int,
+    send: Callable[[Note], Awaitable[None]],
+  ):
+    """Prepares it.
+
+    Args:
+      num_processes: the number of processes.
+      process_id: the number of this one.
+      send: sends a note to process 0, and from there to all others.
+    """
+    self._num, self._id, self._send = num_processes, process_id, send
+    self._lock = threading.Lock()
+    self._step, self._stop_step, self._wanted = 0, 0, False
+    # Cleared while it is open whether another step may be begun.
+    self._known = threading.Event()
+    self._known.set()
+    self._steps: dict[int, int] = {}
+
+  def want(self) -> bool:
+    """Notes that this process wants to stop; returns if `begin` must follow."""
+    if self._wanted:
+      return False
+    self._wanted = True
+    with self._lock:
+      if self._stop_step:
+        return False
+      self._known.clear()
+    return True
+
+  async def begin(self) -> None:
+    """Begins the agreement."""
+    if self._id == 0:
+      await self._ask()
+    else:
+      await self._send({"stop": "wanted"})
+
+  def stops_after(self, step: int) -> bool:
+    """Returns whether all stop after this step, once that is known.
+
+    Args:
+      step: that every process asks for, in order.
+
+    Raises:
+      TimeoutError: when the others do not answer.
+    """
+    while True:
+      with self._lock:
+        if self._known.is_set():
+          self._step = step
+          return 0 < self._stop_step <= step
+      # Not for ever: whoever does not answer has died, and ends this process.
+      if not self._known.wait(_LIMIT_S):
+        raise TimeoutError(
+          f"The processes did not agree within {_LIMIT_S:g} s after which step "
+          "to stop."
+        )
+
+  async def take(self, number: int, note: Note) -> None:
+    """Handles a note of another process."""
+    if note["stop"] == "wanted":
+      await self._ask()
+    elif note["stop"] == "asked":
+      await self._send({"stop": "told", "step": self._last_step()})
+    elif note["stop"] == "told":
+      self._steps[number] = note["step"]
+      await self._settle()
+    else:
+      self._stop_at(note["step"])
+
+  async def _ask(self) -> None:
+    """Of process 0: asks all for their steps, once."""
+    if self._steps:
+      return
+    self._steps[0] = self._last_step()
+    await self._send({"stop": "asked"})
+    await self._settle()
+
+  async def _settle(self) -> None:
+    if len(self._steps) == self._num:
+      step = max(self._steps.values()) + 1
+      await self._send({"stop": "agreed", "step": step})
+      self._stop_at(step)
+
+  def _last_step(self) -> int:
+    with self._lock:
+      self._known.clear()
+      return self._step
+
+  def _stop_at(self, step: int) -> None:
+    with self._lock:
+      self._stop_step = step
+      self._known.set()
