@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any
 
@@ -72,11 +72,31 @@ def check_type(
 def check_function(
   name: str, value: Any, of: str, *, optional: bool = False
 ) -> None:
-  """Raises a ValueError unless `value` is a function, or None if optional."""
-  if not (callable(value) or (optional and value is None)):
+  """Raises a ValueError unless `value` is a function, or None if optional.
+
+  A class is none: called, it would make one of its own.
+  """
+  is_one = callable(value) and not isinstance(value, type)
+  if not (is_one or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
     rule += ", or None" if optional else ""
     raise ValueError(f"{rule}, got {show(value)}.")
+
+
+def call(name: str, function: Callable[[str], Any], word: str) -> Any:
+  """Calls a function that was given, of a leaf's path for instance.
+
+  >>> call("order", int, "a/kernel")
+  Traceback (most recent call last):
+  ValueError: `order` must take 'a/kernel', but raised ValueError: invalid ...
+  """
+  try:
+    return function(word)
+  except Exception as error:
+    raise ValueError(
+      f"`{name}` must take {word!r}, but raised {type(error).__name__}: "
+      f"{error}."
+    ) from error
 
 
 def check_list(name: str, value: Any, of: str) -> list[Any]:
@@ -263,14 +283,20 @@ def check_continuous(
   low: float = 0.0,
   high: float = float("inf"),
   open_low: bool = False,
-) -> None:
+) -> Any:
   """Raises a ValueError unless a number lies in [low, high] or (low, high].
 
   Traced values pass: they are hyper-parameters under
   `optax.inject_hyperparams`.
+
+  Returns:
+    The number; ints and bools, which JAX takes as int32 and bool, as a float.
+
+  >>> check_continuous("momentum", 1)
+  1.0
   """
   if is_traced(value):
-    return
+    return value
   bracket = "(" if open_low else "["
   try:
     number = float(value)
@@ -284,6 +310,7 @@ def check_continuous(
     raise ValueError(
       f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
     )
+  return number if isinstance(value, int) else value
 
 
 def check_number(

@@ -44,7 +44,7 @@ def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
   numbers = range(len(paths))
   if not callable(order):
     return tuple(numbers if order == "front_first" else reversed(numbers))
-  keys = [order(path) for path in paths]
+  keys = [checks.call("order", order, path) for path in paths]
   try:
     return tuple(sorted(numbers, key=keys.__getitem__))
   except TypeError as error:

@@ -265,10 +265,11 @@ class Workers:
     The worker must run in this process; by default it is the first one here.
     """
     worker = self.local_workers[0] if worker is None else worker
-    if worker not in self.local_workers:
+    known = not np.ndim(worker) and worker in self.local_workers
+    if not known:
       raise ValueError(
         f"`worker` must run in this process, one of {self.local_workers}, "
-        f"got {worker}. To see all workers, call `gather`."
+        f"got {checks.show(worker)}. To see all workers, call `gather`."
       )
     checks.check_arrays("tree", tree)
     for name, x in checks.named_leaves(tree).items():

@@ -192,7 +192,7 @@ def one_bit_adam(
   >>> optimizer = one_bit_adam(1e-3, 1000, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
-  checks.check_continuous("weight_decay", weight_decay)
+  weight_decay = checks.check_continuous("weight_decay", weight_decay)
   adam = optax.chain(
     transforms.scale_by_frozen_adam(
       warmup_steps,

@@ -221,7 +221,7 @@ def muloco(
   """
   checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0)
-  checks.check_continuous("weight_decay", weight_decay)
+  weight_decay = checks.check_continuous("weight_decay", weight_decay)
   inner = _leniently(
     optax.contrib.muon(
       learning_rate,

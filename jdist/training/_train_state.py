@@ -56,8 +56,11 @@ def init_state(
   collectives.check_workers(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_arrays("params", params)
-  if params is None:
-    raise ValueError("`params` must be one worker's parameters, got None.")
+  if not jax.tree.leaves(params):
+    raise ValueError(
+      "`params` must be one worker's parameters, a tree of arrays, got "
+      f"{checks.show(params)}."
+    )
   checks.check_arrays("model_state", {} if model_state is None else model_state)
   seed = checks.check_seed(seed)
   if specs is None:

@@ -46,6 +46,7 @@ class Control:
           f"`{name}` shapes the program and must be True, False or None, got "
           f"{value!r}."
         )
+    checks.check_choice("drain", self.drain, (False, True, "residuals"))
     steps = self.stream_steps
     if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
       checks.set_structural(self, "stream_steps", minimum=1)

@@ -315,11 +315,11 @@ def _present(specs: PyTree, tree: PyTree) -> PyTree:
   """Returns the specs of a tree's leaves, None where the tree has None."""
   if specs is None:
     return None
-  return jax.tree.map(
-    lambda x, spec: None if x is None else spec,
-    tree,
-    specs,
-    is_leaf=lambda x: x is None,
+  leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+  found = collectives.spec_leaves(specs, list(range(len(leaves))))
+  pairs = zip(leaves, found, strict=True)
+  return jax.tree.unflatten(
+    treedef, [None if x is None else spec for x, spec in pairs]
   )
 
 

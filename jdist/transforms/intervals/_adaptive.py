@@ -95,8 +95,7 @@ def adacomm(
   )
   checks.check_rate("learning_rate", learning_rate)
   longest = _policy.longest(max_interval, 1)
-  if form not in ("halving", "capped"):
-    raise ValueError(f"`form` must be 'halving' or 'capped', got {form!r}.")
+  checks.check_choice("form", form, ("halving", "capped"))
   if form == "halving":  # In the capped form its root counts.
     _policy.check_first("initial_interval", initial_interval, longest)
 

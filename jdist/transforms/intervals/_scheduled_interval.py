@@ -194,7 +194,7 @@ def qsr(
   16
   """
   checks.check_rate("learning_rate", learning_rate)
-  checks.check_continuous("alpha", alpha, open_low=True)
+  alpha = checks.check_continuous("alpha", alpha, open_low=True)
   base_interval = checks.check_structural(
     "base_interval", base_interval, minimum=1
   )

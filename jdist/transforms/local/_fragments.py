@@ -305,7 +305,7 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
 
 def _label(fragments: Callable[[str], int], path: str) -> int:
   """The fragment of one leaf, as a function says."""
-  label = fragments(path)
+  label = checks.call("fragments", fragments, path)
   try:
     return operator.index(label)
   except TypeError:
