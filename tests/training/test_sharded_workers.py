@@ -1,4 +1,9 @@
-"""Workers that are themselves sharded (FSDP), beside workers that are not."""
+"""Workers that are themselves sharded, beside workers that are not.
+
+By FSDP every leaf is split, and gathered where it is used.  Tensor parallel, a
+column-parallel layer stands before a row-parallel one: no parameter is
+gathered, activations are summed.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,10 @@ from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.1, momentum=0.9)
-SPECS = {"w1": P(None, "fsdp"), "b1": P("fsdp"), "w2": P("fsdp", None)}
+SPECS = {
+  "fsdp": {"w1": P("part"), "b1": P("part"), "w2": P("part")},
+  "tensor": {"w1": P(None, "part"), "b1": P("part"), "w2": P("part", None)},
+}
 STEPS = 20
 METHODS = {
   "diloco": lambda axis, specs: methods.diloco(SGD, 4, axis=axis),
@@ -83,30 +91,52 @@ def run(name, team, specs, directory=None):
   return team.gather(anchor), records[-1], state
 
 
+def _team():
+  # Of explicit axes.
+  return collectives.workers(2, mesh=jax.make_mesh((2, 4), ("worker", "part")))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("split", SPECS)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_sharded_worker_is_a_whole_one(name, tmp_path):
-  mesh = jax.make_mesh((2, 4), ("worker", "fsdp"))  # Of explicit axes.
-  team = collectives.workers(2, mesh=mesh)
+def test_a_sharded_worker_is_a_whole_one(name, split, tmp_path):
+  team, specs = _team(), SPECS[split]
   whole, wanted, _ = run(name, collectives.workers(2), None)
-  found, record, state = run(name, team, SPECS)
-  resumed, after, _ = run(name, team, SPECS, tmp_path)
+  found, record, state = run(name, team, specs)
+  resumed, after, _ = run(name, team, specs, tmp_path)
   for leaf in whole:
     np.testing.assert_allclose(found[leaf], whole[leaf], rtol=0, atol=1e-5)
     np.testing.assert_array_equal(resumed[leaf], found[leaf])
-    spec = state.params[leaf].sharding.spec
-    assert spec == P("worker", *SPECS[leaf][: len(spec) - 1])
+    spec = tuple(state.params[leaf].sharding.spec)
+    assert _stripped(spec) == _stripped(("worker", *specs[leaf]))
   assert wanted.sent_bytes == record.sent_bytes == after.sent_bytes > 0
   assert abs(wanted.metrics["loss"] - record.metrics["loss"]) < 1e-5
 
 
+def _stripped(spec):
+  return spec[: max(i for i, x in enumerate(spec) if x) + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPECS)
+def test_parameters_are_gathered_by_fsdp_and_not_tensor_parallel(split):
+  team = _team()
+  optimizer = METHODS["diloco"](team.axis, None)
+  loss_fn = training.classification_loss(apply)
+  step = training.make_step(loss_fn, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, params(), specs=SPECS[split])
+  batch = team.shard(next(batches(0)))
+  program = team.jit(step).lower(state, batch).compile().as_text()
+  assert ("all-gather" in program) == (split == "fsdp")
+
+
 def test_explicit_axes_become_automatic_and_are_refused_around_programs():
-  mesh = jax.make_mesh((2, 4), ("worker", "fsdp"))
+  mesh = jax.make_mesh((2, 4), ("worker", "part"))
   team = collectives.workers(2, mesh=mesh)
   kinds = set(team.mesh.axis_types)
   assert kinds == {jax.sharding.AxisType.Auto}
   placed = jax.device_put(
-    np.arange(8.0, dtype=np.float32), jax.NamedSharding(mesh, P("fsdp"))
+    np.arange(8.0, dtype=np.float32), jax.NamedSharding(mesh, P("part"))
   )
   rows = team.shard(placed)
   assert rows.shape == (2, 4)

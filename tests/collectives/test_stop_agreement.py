@@ -1,0 +1,93 @@
+"""Processes agree after which step they stop, by notes that are passed here."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jdist.collectives.processes import _stop_agreement
+
+
+class _Team:
+  """Agreements whose notes wait until they are delivered."""
+
+  def __init__(self, num_processes):
+    self.sent = []
+
+    def sender(number):
+      async def send(note):
+        others = range(1, num_processes) if number == 0 else [0]
+        self.sent += [(number, to, note) for to in others]
+
+      return send
+
+    self.all = [
+      _stop_agreement.StopAgreement(num_processes, i, sender(i))
+      for i in range(num_processes)
+    ]
+
+  def want(self, number):
+    assert self.all[number].want()
+    asyncio.run(self.all[number].begin())
+
+  def deliver(self):
+    while self.sent:
+      number, to, note = self.sent.pop(0)
+      asyncio.run(self.all[to].take(number, note))
+
+
+@pytest.mark.parametrize("wants", [0, 1, 2])
+def test_all_stop_one_step_after_the_one_that_is_furthest(wants):
+  team = _Team(3)
+  for one, step in zip(team.all, (5, 7, 6), strict=True):
+    assert not any(one.stops_after(x + 1) for x in range(step))
+  team.want(wants)
+  team.deliver()
+  for one, step in zip(team.all, (5, 7, 6), strict=True):
+    assert [one.stops_after(x) for x in range(step + 1, 10)] == [
+      x >= 8 for x in range(step + 1, 10)
+    ]
+
+
+def test_two_that_want_to_stop_agree_once():
+  team = _Team(2)
+  for one in team.all:
+    assert not one.stops_after(3)
+  team.want(1)
+  team.want(0)
+  team.deliver()
+  assert [one.stops_after(4) for one in team.all] == [True, True]
+  # Asked again, as by a second signal, nothing begins anew.
+  assert not any(one.want() for one in team.all)
+
+
+def test_no_step_is_begun_before_all_have_answered():
+  team = _Team(2)
+  for one in team.all:
+    assert not one.stops_after(3)
+  team.want(1)
+  found = []
+  waits = threading.Thread(
+    target=lambda: found.append(team.all[1].stops_after(4))
+  )
+  waits.start()
+  waits.join(0.05)
+  assert waits.is_alive() and not found
+  team.deliver()
+  waits.join(60)
+  assert found == [True]
+
+
+def test_who_gets_no_answer_does_not_wait_for_ever(monkeypatch):
+  monkeypatch.setattr(_stop_agreement, "_LIMIT_S", 0.01)
+  team = _Team(2)
+  team.want(1)
+  with pytest.raises(TimeoutError, match=r"did not agree within 0\.01 s"):
+    team.all[1].stops_after(1)
+
+
+def test_one_process_stops_one_step_later():
+  team = _Team(1)
+  assert not team.all[0].stops_after(1)
+  team.want(0)
+  assert team.all[0].stops_after(2)
