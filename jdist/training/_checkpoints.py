@@ -5,19 +5,13 @@ A checkpoint is a directory written by Orbax and a manifest beside it:
     step_00000100/       arrays; those equal on all workers stand there once
     step_00000100.json   names, shapes, the files with their hashes
 
-The manifest is written last and in one piece.  A directory without one is of a
-write that was cut off, and the next write removes it.  Where a directory does
-not match its manifest, or a manifest its own hash, the checkpoint is damaged,
-and the one before is used.
+Which checkpoints count, `_checkpoint_directory` says.
 """
 
 import concurrent.futures
 import contextlib
 import os
 import pathlib
-import re
-import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,15 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import checks, collectives
-from jdist.storage import hashes, sealed_json
+from jdist.training import _checkpoint_directory
 
 PyTree = Any
-_NOTHING, _ALL_DAMAGED = -1, -2
-_FORMAT = 2
-# What a write leaves in the directory, whole, half or not yet renamed.
-_OURS = re.compile(
-  r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
-)
 
 
 class Restored(NamedTuple):
@@ -97,13 +85,15 @@ class Checkpoints:
     """
     checks.check_int("keep", keep, 1)
     self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
-    self._directory = pathlib.Path(directory).absolute()
+    self._directory = _checkpoint_directory.CheckpointDirectory(
+      pathlib.Path(directory).absolute()
+    )
     self._workers = workers
     self._keep = keep
     self._other_workers = other_workers
     self._is_first = jax.process_index() == 0
     if self._is_first:
-      self._directory.mkdir(parents=True, exist_ok=True)
+      self._directory.make()
     self._writer = self._orbax.AsyncCheckpointer(
       self._orbax.PyTreeCheckpointHandler()
     )
@@ -151,10 +141,12 @@ class Checkpoints:
       if leaf.size:  # Orbax refuses arrays without elements.
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
     if self._is_first:
-      self._manifest(step).unlink(missing_ok=True)
+      self._directory.forget(step)
     with self._written(step):
       self._writer.save(
-        self._target(step), args=self._orbax.args.PyTreeSave(arrays), force=True
+        self._directory.target(step),
+        args=self._orbax.args.PyTreeSave(arrays),
+        force=True,
       )
     manifest = {
       "step": step,
@@ -200,11 +192,10 @@ class Checkpoints:
       self._writer.wait_until_finished()
       if not self._is_first:
         return
-      manifest["files"] = hashes.hash_files(self._target(step))
-      sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
-    for old in self._steps()[self._keep :]:
-      self._manifest(old).unlink()  # A directory without one does not count.
-    self._tidy()
+      self._directory.complete(step, manifest)
+    for old in self._directory.steps()[self._keep :]:
+      self._directory.forget(old)
+    self._directory.tidy()
 
   @contextlib.contextmanager
   def _written(self, step: int) -> Iterator[None]:
@@ -216,41 +207,15 @@ class Checkpoints:
       if "No space left" in str(error):
         reason = ["no space left on the disk"]
       # Of the other processes the files may still be written.
-      whole = self._steps()[:1]
+      whole = self._directory.steps()[:1]
       if self._is_first and jax.process_count() == 1:
-        self._tidy()
+        self._directory.tidy()
       stays = f"the one of step {whole[0]} stays" if whole else "there is none"
       raise OSError(
         f"the checkpoint of step {step} could not be written to "
-        f"{self._directory}: {reason[0]}. Of the whole ones {stays}: make room "
-        "and start the run again."
+        f"{self._directory.path}: {reason[0]}. Of the whole ones {stays}: make "
+        "room and start the run again."
       ) from error
-
-  def _target(self, step: int) -> pathlib.Path:
-    return self._directory / f"step_{step:08d}"
-
-  def _manifest(self, step: int) -> pathlib.Path:
-    return self._directory / f"step_{step:08d}.json"
-
-  def _tidy(self) -> None:
-    """Removes directories without a manifest: old ones, and those cut off."""
-    for path in self._directory.iterdir():
-      match = _OURS.fullmatch(path.name)
-      if match is None:
-        continue
-      counts = self._directory / f"{match[1]}.json"
-      if path == counts or (counts.exists() and path.name == match[1]):
-        continue
-      if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-      else:
-        path.unlink(missing_ok=True)
-
-  def _steps(self) -> list[int]:
-    """Returns the steps with a manifest, the newest first."""
-    found = (_OURS.fullmatch(x.name) for x in self._directory.iterdir())
-    steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
-    return sorted(steps, reverse=True)
 
   def restore(
     self, template: PyTree | Callable[[int], PyTree]
@@ -267,17 +232,21 @@ class Checkpoints:
         newest whole one is of another model, optimizer or number of workers.
     """
     self.wait()
-    step = self._newest_whole() if self._is_first else _NOTHING
+    step = (
+      self._directory.newest_whole()
+      if self._is_first
+      else _checkpoint_directory.NOTHING
+    )
     if jax.process_count() > 1:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    if step == _NOTHING:
+    if step == _checkpoint_directory.NOTHING:
       return None
-    if step == _ALL_DAMAGED:
+    if step == _checkpoint_directory.ALL_DAMAGED:
       raise ValueError(
-        f"`directory` {self._directory} has checkpoints and all are damaged. "
-        "Start anew in another directory."
+        f"`directory` {self._directory.path} has checkpoints and all are "
+        "damaged. Start anew in another directory."
       )
-    manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
+    manifest = self._directory.read(step)
     number = manifest["workers"]
     if self._other_workers and number != self._workers.num_workers:
       return self._restore_other(self._other_workers(number))
@@ -289,33 +258,17 @@ class Checkpoints:
       step,
       jax.tree.unflatten(
         jax.tree.structure(template),
-        self._read(self._target(step), manifest["leaves"], leaves),
+        self._read(self._directory.target(step), manifest["leaves"], leaves),
       ),
       manifest["metadata"],
     )
 
   def _restore_other(self, others: OtherWorkers) -> Restored | None:
-    with Checkpoints(self._directory, others.workers) as checkpoints:
+    with Checkpoints(self._directory.path, others.workers) as checkpoints:
       found = checkpoints.restore(others.template())
     if found is None:
       return None
     return found._replace(state=others.convert(found.state))
-
-  def _newest_whole(self) -> int:
-    steps = self._steps()
-    for step in steps:
-      target = self._target(step)
-      try:
-        manifest = sealed_json.read(self._manifest(step), form=_FORMAT)
-        hashes.check_files(target, manifest["files"])
-        return step
-      except sealed_json.DamagedError as error:
-        warnings.warn(
-          f"Checkpoint {target} is damaged ({error.reason}); using the one "
-          "before it.",
-          stacklevel=3,
-        )
-    return _ALL_DAMAGED if steps else _NOTHING
 
   def _check_fits(
     self, manifest: dict[str, Any], names: list[str], leaves: list[jax.Array]

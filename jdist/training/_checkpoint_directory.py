@@ -1,0 +1,92 @@
+"""The directory of a run's checkpoints: which are whole, which go.
+
+A manifest is written last and in one piece.  A directory without one is of a
+write that was cut off, and the next write removes it.  Where a directory does
+not match its manifest, or a manifest its own hash, the checkpoint is damaged,
+and the one before is used.
+"""
+
+import pathlib
+import re
+import shutil
+import warnings
+from typing import Any
+
+from jdist.storage import hashes, sealed_json
+
+# In place of a step.
+NOTHING, ALL_DAMAGED = -1, -2
+_FORMAT = 2
+# What a write leaves in the directory, whole, half or not yet renamed.
+_OURS = re.compile(
+  r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
+)
+
+
+class CheckpointDirectory:
+  """The files of checkpoints, by their steps."""
+
+  def __init__(self, path: pathlib.Path):
+    """Takes a directory, which need not be there yet."""
+    self.path = path
+
+  def make(self) -> None:
+    """Makes the directory."""
+    self.path.mkdir(parents=True, exist_ok=True)
+
+  def target(self, step: int) -> pathlib.Path:
+    """Returns where the arrays of a checkpoint are."""
+    return self.path / f"step_{step:08d}"
+
+  def _manifest(self, step: int) -> pathlib.Path:
+    return self.path / f"step_{step:08d}.json"
+
+  def read(self, step: int) -> dict[str, Any]:
+    """Reads a manifest; raises a DamagedError if it is damaged."""
+    return sealed_json.read(self._manifest(step), form=_FORMAT)
+
+  def complete(self, step: int, manifest: dict[str, Any]) -> None:
+    """Writes the manifest of arrays that are written."""
+    manifest["files"] = hashes.hash_files(self.target(step))
+    sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
+
+  def forget(self, step: int) -> None:
+    """Removes a manifest, without which a checkpoint does not count."""
+    self._manifest(step).unlink(missing_ok=True)
+
+  def tidy(self) -> None:
+    """Removes directories without a manifest: old ones, and those cut off."""
+    for path in self.path.iterdir():
+      match = _OURS.fullmatch(path.name)
+      if match is None:
+        continue
+      counts = self.path / f"{match[1]}.json"
+      if path == counts or (counts.exists() and path.name == match[1]):
+        continue
+      if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+      else:
+        path.unlink(missing_ok=True)
+
+  def steps(self) -> list[int]:
+    """Returns the steps with a manifest, the newest first."""
+    found = (_OURS.fullmatch(x.name) for x in self.path.iterdir())
+    steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
+    return sorted(steps, reverse=True)
+
+  def newest_whole(self) -> int:
+    """Returns the step of the newest whole one, NOTHING or ALL_DAMAGED."""
+    steps = self.steps()
+    for step in steps:
+      target = self.target(step)
+      try:
+        manifest = self.read(step)
+        hashes.check_files(target, manifest["files"])
+        return step
+      except sealed_json.DamagedError as error:
+        warnings.warn(
+          f"Checkpoint {target} is damaged ({error.reason}); using the one "
+          "before it.",
+          stacklevel=3,
+        )
+    return ALL_DAMAGED if steps else NOTHING
