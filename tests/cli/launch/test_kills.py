@@ -1,6 +1,7 @@
 """Killed at random moments, launched runs end as undisturbed ones do.
 
-Where `JDIST_KILLS_LOG` names a file, each run adds a line to it.
+Where `JDIST_KILLS_LOG` names a file, each kill, and each run that has ended as
+it should, adds a line to it.
 """
 
 import contextlib
@@ -58,6 +59,12 @@ def _newest(folder):
   return max((int(path.stem[5:]) for path in found), default=0)
 
 
+def _note(**row):
+  if "JDIST_KILLS_LOG" in os.environ:
+    with open(os.environ["JDIST_KILLS_LOG"], "a") as log:
+      log.write(json.dumps(row) + "\n")
+
+
 def _disturb(process, folder, seeded, processes):
   """Kills a process of the run now and then.
 
@@ -87,6 +94,7 @@ def _disturb(process, folder, seeded, processes):
       number = seeded.randrange(len(running))
       os.kill(running[number], how)
       kills.append((how.name, number, _newest(folder)))
+      _note(run=str(folder), kill=kills[-1])
       # Until what is left of these has ended.
       while process.poll() is None and set(running) & set(_children(process)):
         time.sleep(0.01)
@@ -135,7 +143,4 @@ def test_no_hand_touches_a_run_that_is_killed(method, processes, tmp_path):
   assert never.keys() == killed.keys()
   for number, array in never.items():
     np.testing.assert_array_equal(array, killed[number], err_msg=number)
-  if "JDIST_KILLS_LOG" in os.environ:
-    row = {"method": method, "processes": processes, "kills": kills, "equal": 1}
-    with open(os.environ["JDIST_KILLS_LOG"], "a") as log:
-      log.write(json.dumps(row) + "\n")
+  _note(method=method, processes=processes, kills=kills, equal=True)
