@@ -46,7 +46,7 @@ _with_clock() {
   "$@" || status=$?
   kill "$ticker" 2>/dev/null
   wait "$ticker" 2>/dev/null || true
-  [ ! -t 2 ] || printf '\r' >&2
+  [ ! -t 2 ] || printf '\r\033[K' >&2
   return "$status"
 }
 

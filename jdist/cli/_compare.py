@@ -54,13 +54,18 @@ def compare(options: _options.Compare) -> None:
   if len(options.learning_rate) > 1:
     trials += len(options.methods) * len(options.learning_rate)
   with training.Progress(1, "all runs") as bar:
+
+    def on_tuned(method: str, tuned: comparison.Tuned) -> None:
+      with bar.aside():
+        _print_tuned(console, method, tuned)
+
     found = comparison.compare(
       study,
       rows,
       _Fit(options, workload, bar, max(trials - len(rows), 1)),
       # Of a language model accuracy says less than its loss.
       rank=comparison.by_loss if _is_text(workload) else comparison.quality,
-      on_tuned=lambda method, tuned: _print_tuned(console, method, tuned),
+      on_tuned=on_tuned,
     )
   if not found.rows:
     _tell_diverged(found)

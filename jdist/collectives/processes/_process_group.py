@@ -8,6 +8,8 @@ from jdist import checks
 from jdist.collectives import _mesh
 from jdist.collectives.processes import _lifeline
 
+# JAX's own, which ends a run in its own words.
+_HEARTBEAT_S = 24 * 3600
 _lifelines: list[_lifeline.Lifeline] = []
 
 
@@ -53,8 +55,11 @@ def start_processes(
   lifeline = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
   address, bind = lifeline.join(checks.check_number("timeout_s", timeout_s))
   jax.distributed.initialize(
-    address, num_processes, process_id, coordinator_bind_address=bind
-  )
+    address, num_processes, process_id, coordinator_bind_address=bind,
+    # The lifeline says who has died; a process that was only stopped, as with
+    # its machine, for minutes goes on.
+    heartbeat_timeout_seconds=_HEARTBEAT_S,
+  )  # fmt: skip
   _lifelines.append(lifeline)
 
 

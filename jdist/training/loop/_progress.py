@@ -1,7 +1,14 @@
 """A run's progress in the terminal: rate, loss, bytes."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+# Of the bar itself, in columns: what the words beside it leave, within these.
+_LEAST, _MOST = 8, 24
+# Columns between its parts, and those of the time left.
+_BETWEEN, _TIME = 4, 8
 
 
 class Progress:
@@ -18,13 +25,17 @@ class Progress:
     # Here and not above: `import jdist` should not pay for it.
     from rich import console, progress
 
+    self._label = label
+    self._column = progress.BarColumn(bar_width=_MOST)
     self._bar = progress.Progress(
       progress.TextColumn("[bold]{task.description}"),
-      progress.BarColumn(bar_width=24),
+      self._column,
       progress.MofNCompleteColumn(),
       progress.TextColumn("{task.fields[figures]}"),
       progress.TimeRemainingColumn(compact=True),
       console=console.Console(file=sys.stderr),
+      # Runs differ in speed, and there are pauses for compiling between them.
+      speed_estimate_period=300.0,
       transient=True,
       disable=not sys.stderr.isatty(),
     )
@@ -38,8 +49,23 @@ class Progress:
     self._bar.update(self._task, total=max(total, num_steps))
 
   def update(self, step: int, figures: str) -> None:
-    """Moves to a step and shows a few words beside the bar."""
+    """Moves to a step and shows a few words beside the bar, as they fit."""
+    total = f"{self._bar.tasks[self._task].total or 0:.0f}"
+    taken = len(self._label) + 2 * len(total) + 1 + _TIME + _BETWEEN
+    room = max(self._bar.console.width - taken - _LEAST, 0)
+    if len(figures) > room:
+      figures = f"{figures[: max(room - 1, 0)]}…"
+    self._column.bar_width = min(_LEAST + room - len(figures), _MOST)
     self._bar.update(self._task, completed=step, figures=figures)
+
+  @contextlib.contextmanager
+  def aside(self) -> Iterator[None]:
+    """Takes the line away while other lines are written to the terminal."""
+    self._bar.stop()
+    try:
+      yield
+    finally:
+      self._bar.start()
 
   def __enter__(self) -> "Progress":
     self._bar.start()

@@ -42,3 +42,29 @@ def test_the_bar_is_silent_unless_on_a_terminal(stream, monkeypatch):
     assert "diloco seed 1" in text and "5/10" in text and "loss 0.5" in text
   else:
     assert text == ""
+
+
+def test_words_beside_the_bar_are_cut_and_neither_steps_nor_time(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "60")
+  out = _Terminal()
+  monkeypatch.setattr("sys.stderr", out)
+  with training.Progress(2000, "all runs") as progress:
+    progress.update(1000, "a tuning with a long name  24,895 samples/s")
+  text = out.getvalue()
+  assert "1000/2000" in text and "a tuning with" in text
+  assert "…" in text and "samples/s" not in text
+
+
+def test_other_lines_are_written_while_the_bar_is_away(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  out = _Terminal()
+  monkeypatch.setattr("sys.stderr", out)
+  with training.Progress(10, "all runs") as progress:
+    progress.update(5, "loss 0.5")
+    with progress.aside():
+      # The last that was done is to clear the bar's line.
+      assert out.getvalue().endswith("\x1b[2K")
+    progress.update(6, "loss 0.4")
+  assert "6/10" in out.getvalue()
