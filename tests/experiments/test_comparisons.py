@@ -86,8 +86,15 @@ def test_protocols_are_compared_in_virtual_time(tmp_path):
     assert row["train_s"] == pytest.approx(rows[0]["train_s"], rel=0.05)
     assert row["samples"] == pytest.approx(1442, rel=0.05)
   assert rows[1]["iteration_spread"] < 2 < rows[0]["iteration_spread"]
+
+
+@pytest.mark.slow
+def test_data_that_are_owned_are_another_comparison(tmp_path):
+  folder = copied("dbs_sgd", tmp_path)
+  pytest.importorskip("sklearn")
+  pytest.importorskip("simpy")
+  run(folder, "run.py", "smoke")
   assert run(folder, "run.py", "smoke") == ""  # Nothing is left to do.
-  # Data that are owned are another comparison.
   told = run(folder, "run.py", "smoke", "--data", "skewed")
   assert told.count("4x skewed, comparison") == 2
 
