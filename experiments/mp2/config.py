@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from typing import Any, Literal
+from typing import Any, cast, Literal
 
 import jax
 import optax
@@ -20,6 +20,7 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.storage import array_files
 from jdist.training import comparison
 from jdist.training.comparison import ChainRun, Variant
 
@@ -27,8 +28,14 @@ Chain = optax.GradientTransformationExtraArgs
 # The network that is sent and the one that predicts: the paper's, or deeper
 # predictions by more.
 Kind = Literal["published", "rich"]
+# What stands behind the front: what a predictor makes of it, the layers of the
+# last step of the run that the predictor learned from, or those drawn at first.
+Rear = Literal["predicted", "borrowed", "drawn"]
+_OF_REAR = {"borrowed rear": "borrowed", "nothing predicted": "drawn"}
 # SGD's rates are 25 times Adam's; the grid stays as wide.
 _SGD_RATE = 25
+# What the arrays of a run's end are.
+PARAMETERS = "the parameters of a run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +88,10 @@ class Config(comparison.Config):
   """Passes that count as an epoch for the nowcasters: they jump after every
   fifth, and a short run has few epochs."""
 
-  collect_rate: float = 1e-3
-  """The learning rate of the ordinary runs that fronts are collected from."""
+  collect_rate: float = 1.6e-2
+  """The learning rate of the ordinary runs that fronts are collected from: a
+  rear is no better than the run that it was learned from, so the one at which
+  the baseline is best."""
 
   samples_per_epoch: int = 64
   """Fronts that are collected in a pass of the ordinary run."""
@@ -112,15 +121,15 @@ class Config(comparison.Config):
     """What its predictor, or the nowcasters, are made with, without such."""
     ignored = {"depths", "study_epochs", "more_runs", "other_dataset"}
     ignored |= {"other_workers"}
-    predicts = not variant.endswith("nothing predicted") and (
-      variant.startswith(("mp2", "ours"))
-    )
-    if not predicts:
+    rear = rear_of(variant) if variant.startswith(("mp2", "ours")) else None
+    if rear != "predicted":
       ignored |= {"fit_epochs", "fit_samples", "fit_images", "fit_updates"}
+      if variant != "wnn":
+        ignored |= {"samples_per_epoch"}
     if variant != "wnn":
       ignored |= {"nowcast_epochs", "nowcast_steps"}
-    if not predicts and variant != "wnn":
-      ignored |= {"collect_rate", "samples_per_epoch"}
+      if rear in ("drawn", None):
+        ignored |= {"collect_rate"}
     return ignored
 
 
@@ -180,7 +189,7 @@ class Chains(comparison.Chains):
     up, down = served(traffic, whole.whole_bytes, rounds)
     published = up
     if variant.startswith("mp2"):
-      kind: Kind = "rich" if "rank" in variant else "published"
+      kind: Kind = "rich" if "1 conv" in variant else "published"
       found = prediction.exchange_bytes(cut_of(self.options, model, kind))
       # What it predicts comes back from a server, and of a ring needs nothing.
       up, down = found.pushed_bytes, found.pulled_bytes
@@ -227,31 +236,51 @@ def served(
   return up, down
 
 
+def rear_of(variant: str) -> Rear:
+  """Reads from a variant's name what stands behind its front."""
+  *_, last = variant.split(", ")
+  return cast(Rear, _OF_REAR.get(last, "predicted"))
+
+
+def source(options: Config) -> pathlib.Path:
+  """Where the last parameters lie of the run that a predictor learned from."""
+  return folder(options) / "source"
+
+
 def _prediction(
-  run: ChainRun, kind: Kind = "published", *, predicts: bool = True
+  run: ChainRun, kind: Kind = "published", rear: Rear = "predicted"
 ) -> tuple[prediction.Cut, Any, Any]:
   """A cut, and what predicts behind it, with its parameters.
 
-  One that does not predict leaves the rest as it was drawn.
+  What is borrowed or drawn stays as it is, whatever the front.
   """
   cut = cut_of(run.options, run.model, kind)
-  if not predicts:
-    _, rest = cut.split(run.model.params)
-    return cut, lambda first, front: first, rest
-  path = folder(run.options) / f"predictor-{kind}"
+  params = run.model.params
+  if rear == "predicted":
+    path = _made(folder(run.options) / f"predictor-{kind}")
+    predictor, params = prediction.load_predictor(path, cut)
+    return cut, predictor.apply, params
+  if rear == "borrowed":
+    path = _made(source(run.options))
+    arrays, _ = array_files.load_arrays(path, what=PARAMETERS)
+    params = array_files.tree_of(arrays, params)
+  _, rest = cut.split(params)
+  return cut, lambda first, front: first, rest
+
+
+def _made(path: pathlib.Path) -> pathlib.Path:
   if not path.exists():
     raise SystemExit(
-      f"There is no trained predictor in {path}. Make it with `prepare.py` and "
-      "the same preset and options."
+      f"There is no {path}. Make it with `prepare.py` and the same preset and "
+      "options."
     )
-  predictor, params = prediction.load_predictor(path, cut)
-  return cut, predictor.apply, params
+  return path
 
 
 def _mp2(
-  run: ChainRun, kind: Kind = "published", *, predicts: bool = True
+  run: ChainRun, kind: Kind = "published", rear: Rear = "predicted"
 ) -> Chain:
-  cut, predict, params = _prediction(run, kind, predicts=predicts)
+  cut, predict, params = _prediction(run, kind, rear)
   return methods.mp2(run.inner, cut, predict, params, axis=run.axis)
 
 
@@ -286,7 +315,7 @@ def _ours(
   rank: int | None = None,
   *,
   bits: int | None = None,
-  predicts: bool = True,
+  rear: Rear = "predicted",
 ) -> Chain:
   """A front in 8 bits, and a predicted rest whose residual learns in fewer.
 
@@ -294,17 +323,17 @@ def _ours(
     run: what a variant is told.
     rank: of the residual's mean; default the comparison's.
     bits: of the residual's entries, in place of a low rank.
-    predicts: or the rest's first values stand in the prediction's place.
+    rear: what the residual is added to.
   """
   rank = run.options.rank if rank is None else rank
-  cut, predict, params = _prediction(run, predicts=predicts)
+  cut, predict, params = _prediction(run, rear=rear)
   rest = _rest(run, rank) if bits is None else _in_bits(run, bits)
   return transforms.predict_rest(
     _in_bits(run, 8), cut, predict, params, axis=run.axis, rest=rest
   )
 
 
-def _refreshed(run: ChainRun, *, predicts: bool = True) -> Chain:
+def _refreshed(run: ChainRun, rear: Rear = "predicted") -> Chain:
   """The front's means, and in turn those of the layers behind it.
 
   Every 16 steps, in float32; between its turns a layer goes where its worker
@@ -312,7 +341,7 @@ def _refreshed(run: ChainRun, *, predicts: bool = True) -> Chain:
   """
   interval, axis = 16, run.axis
   front = methods.local_sgd(run.inner, interval, axis=axis)
-  cut, predict, params = _prediction(run, predicts=predicts)
+  cut, predict, params = _prediction(run, rear=rear)
   layers = len(jax.tree.leaves(cut.split(run.model.params)[1])) // 2
   rest = transforms.fragment_steps(run.inner, interval, layers, axis=axis)
   return transforms.predict_rest(
@@ -321,12 +350,7 @@ def _refreshed(run: ChainRun, *, predicts: bool = True) -> Chain:
 
 
 def _wnn(run: ChainRun) -> Chain:
-  path = folder(run.options) / "nowcasters"
-  if not path.exists():
-    raise SystemExit(
-      f"There are no trained nowcasters in {path}. Make them with `prepare.py` "
-      "and the same preset and options."
-    )
+  path = _made(folder(run.options) / "nowcasters")
   return optax.chain(
     methods.ssgd(run.inner, axis=run.axis),
     prediction.nowcast_weights(
@@ -359,7 +383,8 @@ VARIANTS: dict[str, Variant] = {
   "baseline": lambda run: methods.ssgd(run.inner, axis=run.axis),
   "ours": _ours,
   "mp2 as published": _mp2,
-  "mp2, nothing predicted": lambda run: _mp2(run, predicts=False),
+  "mp2, nothing predicted": lambda run: _mp2(run, rear="drawn"),
+  "mp2, borrowed rear": lambda run: _mp2(run, rear="borrowed"),
   "wnn": _wnn,
   "top-k 1 % + feedback": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis
@@ -368,26 +393,28 @@ VARIANTS: dict[str, Variant] = {
   "top-k 1 %": lambda run: methods.topk_sgd(
     run.inner, 0.01, axis=run.axis, feedback=False
   ),
-  "ours, nothing predicted": lambda run: _ours(run, predicts=False),
+  "ours, nothing predicted": lambda run: _ours(run, rear="drawn"),
   "ours, rank 16": lambda run: _ours(run, 16),
-  "ours, rank 16, nothing predicted": lambda run: _ours(
-    run, 16, predicts=False
-  ),
+  "ours, rank 16, nothing predicted": lambda run: _ours(run, 16, rear="drawn"),
   "ours, 2 bits": lambda run: _ours(run, bits=2),
   "ours, 2 bits, nothing predicted": lambda run: _ours(
-    run, bits=2, predicts=False
+    run, bits=2, rear="drawn"
+  ),
+  "ours, 2 bits, borrowed rear": lambda run: _ours(
+    run, bits=2, rear="borrowed"
   ),
   "ours, refreshed": _refreshed,
   "ours, refreshed, nothing predicted": lambda run: _refreshed(
-    run, predicts=False
+    run, rear="drawn"
   ),
   "mp2 rank 8, 1 conv": lambda run: _mp2(run, "rich"),
+  "mp2 1 conv, borrowed rear": lambda run: _mp2(run, "rich", "borrowed"),
 }
 
 # The paper's sizes: 8 workers of 125 images, 300 passes.
 _PUBLISHED = Config(
   depths=(), more_runs=0, other_dataset=None, other_workers=None,
-  batch_size=1000, epochs=300.0, warmup_epochs=0.0,
+  batch_size=1000, epochs=300.0, warmup_epochs=0.0, collect_rate=1e-3,
   rates=(5e-4, 1e-3, 2e-3), nowcast_epochs=1.0, samples_per_epoch=15,
   fit_epochs=30, fit_samples=25, fit_images=125, fit_updates=100,
   nowcast_steps=20_000, evaluations=300,

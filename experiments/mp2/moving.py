@@ -17,7 +17,7 @@ def to_data(chains: config.Chains, dataset: str) -> config.Chains:
     dataset: a name of `jdist.data`, with as many classes.
   """
   options = dataclasses.replace(chains.options, dataset=dataset)
-  other = config.Chains(options, chains.variants)
+  other = type(chains)(options, chains.variants)
   mine, found = chains.workload.train, other.workload
   if found.train.num_classes != mine.num_classes:
     raise SystemExit(
@@ -39,7 +39,7 @@ def to_data(chains: config.Chains, dataset: str) -> config.Chains:
     test=test,
     model=lambda seed: other.build(train, seed),
   )
-  return config.Chains(options, chains.variants, workload)
+  return type(chains)(options, chains.variants, workload)
 
 
 def to_workers(chains: config.Chains, workers: int) -> config.Chains:
@@ -52,7 +52,7 @@ def to_workers(chains: config.Chains, workers: int) -> config.Chains:
   options = dataclasses.replace(
     options, workers=workers, batch_size=images * workers
   )
-  return config.Chains(options, chains.variants)
+  return type(chains)(options, chains.variants)
 
 
 def in_form(

@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 
 from jdist import prediction, training
-from jdist.storage import sealed_json
+from jdist.storage import array_files, sealed_json
 from jdist.training import comparison
 
 # No seed that is compared, or tuned with.
@@ -61,7 +61,8 @@ class Preparation:
     options = dataclasses.replace(options, start_seed=None)
     self.options, self.rows = options, rows
     self.folder = config.folder(options)
-    self.whole = config.Chains(options, config.VARIANTS)
+    chains = comparison.on_one_core(config.Chains)
+    self.whole = chains(options, config.VARIANTS)
     self.chains = self.whole.hold_out()
     self.model = self.whole.workload.model(0)
 
@@ -157,6 +158,12 @@ class Preparation:
     )
     accuracy = run.programs.evaluate(trained)["accuracy"]
     _write(self.reached(source), accuracy)
+    if source.name == str(_TRAINED):
+      array_files.save_arrays(
+        config.source(self.options),
+        workers.view(trained.params),
+        {"what": config.PARAMETERS},
+      )
     # What says that all is there comes last: a stop before it makes a row
     # twice, and loses none.
     self.note(

@@ -21,6 +21,6 @@ if __name__ == "__main__":
     pathlib.Path(__file__).resolve().parent,
     config.PRESETS,
     config.VARIANTS,
-    config.Chains,
+    comparison.on_one_core(config.Chains),
     base="baseline",
   )

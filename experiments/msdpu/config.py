@@ -144,6 +144,7 @@ VARIANTS: dict[str, Variant] = {
     run, correction=0.0, **_in_4_bits()
   ),
   # Local SGD with MSDPU's rounds: neither a delay nor a correction.
+  "local_sgd, MSDPU's rounds": lambda run: _local(run, _growing(run, 1 / 3)),
   "local_sgd, MSDPU's rounds, int4": lambda run: _local(
     run, _growing(run, 1 / 3), **_in_4_bits()
   ),

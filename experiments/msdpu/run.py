@@ -11,8 +11,6 @@ not repeated: the same command goes on where it was stopped.
 import pathlib
 
 import config
-import jax
-import one_core
 
 from jdist.training import comparison
 
@@ -21,7 +19,5 @@ if __name__ == "__main__":
     pathlib.Path(__file__).resolve().parent,
     config.PRESETS,
     config.VARIANTS,
-    one_core.OneCoreChains
-    if jax.default_backend() == "cpu"
-    else comparison.Chains,
+    comparison.on_one_core(comparison.Chains),
   )

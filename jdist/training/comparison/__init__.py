@@ -25,6 +25,7 @@ from jdist.training.comparison._differences import (
   paired_difference as paired_difference,
 )
 from jdist.training.comparison._labels import label_points as label_points
+from jdist.training.comparison._one_core import on_one_core as on_one_core
 from jdist.training.comparison._problem import Problem as Problem
 from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table

@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, training, transforms
-from jdist.training import comparison
+from jdist import collectives, transforms
+from jdist.training import _gradient, _step, _train_state, loop
+from jdist.training.comparison import _chains, _workload
 
 PyTree = Any
 
 
-def one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """Lets `jax.vmap` run a function for one row after the other.
 
-  >>> jax.vmap(one_by_one(lambda x: x + 1))(jnp.array([1, 2])).tolist()
+  >>> jax.vmap(_one_by_one(lambda x: x + 1))(jnp.array([1, 2])).tolist()
   [2, 3]
   """
   mapped = jax.custom_batching.custom_vmap(function)
@@ -40,7 +41,7 @@ def one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
   return mapped
 
 
-class OneCoreWorkload(comparison.Workload):
+class _OneCoreWorkload(_workload.Workload):
   """A problem whose workers share one core."""
 
   def programs(
@@ -48,16 +49,16 @@ class OneCoreWorkload(comparison.Workload):
     optimizer: optax.GradientTransformation,
     apply: Callable[..., Any],
     **trainer: Any,
-  ) -> comparison.VariantPrograms:
+  ) -> _workload.VariantPrograms:
     """Builds a variant's programs, with one gradient after the other."""
     axis = self.workers.axis
-    gradient = one_by_one(
-      training.make_gradient(self.loss(apply), accumulate=self.accumulate)
+    gradient = _one_by_one(
+      _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
     )
-    update = training.make_update(optimizer, axis=axis)
+    update = _step.make_update(optimizer, axis=axis)
 
     def step(
-      state: training.TrainState,
+      state: _train_state.TrainState,
       batch: PyTree,
       control: transforms.Control | None = None,
     ) -> Any:
@@ -68,20 +69,18 @@ class OneCoreWorkload(comparison.Workload):
       found = gradient(read, state.model_state, batch, key)
       return update(state, found, control)
 
-    plain = one_by_one(lambda *args: apply(*args, train=False))
+    plain = _one_by_one(lambda *args: apply(*args, train=False))
 
     def applied(*args: PyTree, train: bool) -> Any:
       return apply(*args, train=True) if train else plain(*args)
 
     evaluate = self.evaluator(applied, optimizer)
-    loop = training.Trainer(self.workers, step, **trainer)
-    return comparison.VariantPrograms(self, optimizer, step, loop, evaluate)
+    trained = loop.Trainer(self.workers, step, **trainer)
+    return _workload.VariantPrograms(self, optimizer, step, trained, evaluate)
 
 
-class OneCoreChains(comparison.Chains):
-  """Chains whose workers share one core."""
-
-  def _load(self) -> comparison.Workload:
+class _OneCoreChains(_chains.Chains):
+  def _load(self) -> _workload.Workload:
     found = super()._load()
     given = {
       field.name: getattr(found, field.name)
@@ -90,4 +89,16 @@ class OneCoreChains(comparison.Chains):
     given["workers"] = collectives.workers(
       self.options.workers, substrate="vmap"
     )
-    return OneCoreWorkload(**given)
+    return _OneCoreWorkload(**given)
+
+
+def on_one_core(chains: type[_chains.Chains]) -> type[_chains.Chains]:
+  """Returns a class of chains whose workers share a core, if that is a CPU's.
+
+  Their gradients come one after the other and the rest as vectors, which is
+  half the time of `vmap` with small convolutions.  On other backends the class
+  is returned as it is.
+  """
+  if jax.default_backend() != "cpu":
+    return chains
+  return type(f"OneCore{chains.__name__}", (_OneCoreChains, chains), {})
