@@ -34,7 +34,11 @@ def _chains(interval):
 
   def msdpu(**changes):
     return methods.msdpu(
-      inner(), intervals.fixed(interval), 0.01, axis=None, **changes
+      inner(),
+      intervals.fixed(interval),
+      0.01,
+      axis=None,
+      **{"overlap": transforms.Delayed(carry=None)} | changes,
     )
 
   chains = {

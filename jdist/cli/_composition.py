@@ -176,7 +176,7 @@ def _overlap(
   own = transforms.Delayed() if method.late is None else method.late
   return dataclasses.replace(
     own,
-    steps=options.delay_steps,
+    steps=own.steps if options.delay_steps is None else options.delay_steps,
     carry=own.carry if options.carry is None else options.carry,
     stream=transforms.Stream() if options.stream else None,
   )

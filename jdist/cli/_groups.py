@@ -114,8 +114,7 @@ class BudgetOptions:
   """Of the learning rate, over all steps, after a linear warm-up."""
 
   warmup_epochs: float = 1.0
-  """Epochs in which the learning rate rises; MSDPU is synchronous for so
-  long."""
+  """Epochs in which the learning rate rises."""
 
   skip_nonfinite: bool = False
   """Take zeros for the gradients of a step in which a worker's are not
@@ -127,21 +126,23 @@ class RoundOptions:
   """Rounds, and their overlap with computation."""
 
   interval: int = 8
-  """Local steps of a round, H; the first interval of adaptive methods, whose
-  highest is 16, or this if it is more."""
+  """Local steps of a round, H; the longest of growth, and the first of msdpu
+  and adacomm, whose highest is 16, or this if it is more."""
 
-  interval_policy: Literal["method", "fixed", "adacomm", "qsr", "msdpu"] = (
-    "method"
-  )
-  """What decides the interval: the method's own rule, or this one."""
+  interval_policy: Literal[
+    "method", "fixed", "growth", "adacomm", "qsr", "msdpu"
+  ] = "method"
+  """What decides the interval: the method's own rule, or this one.  growth:
+  one step at first, more as the rate falls; msdpu and adacomm follow the loss.
+  """
 
   overlap: bool = False
   """Take the mean a round late, while the next round is computed, in a method
   that does not by itself."""
 
   delay_steps: int | None = None
-  """After how many steps of the next round a late mean is applied; at its end
-  if not given."""
+  """After how many steps of the next round a late mean is applied; if not
+  given, at its end, of MSDPU after 1."""
 
   carry: float | None = None
   """Part of the local progress kept when a late mean is applied; if not given,

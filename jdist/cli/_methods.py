@@ -103,11 +103,13 @@ def build_method(
   axis: collectives.Axis,
   model: models.Model | None = None,
   networks: Mapping[str, Any] | None = None,
+  **fixed: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer.
 
   `networks` are the arguments of a method that needs trained networks; None
-  loads those that the options name, for this model.
+  loads those that the options name, for this model.  `fixed` are arguments that
+  no option changes.
   """
   method = entries()[name]
   given = _composition.arguments(method, options)
@@ -117,6 +119,7 @@ def build_method(
     if networks is None:
       networks = _trained.arguments(name, options, model)
     given |= networks
+  given |= fixed
   inner = optimizer_of(options, run, plain=method.own_momentum)
   built = method.build(inner, run, axis=axis, **given)
   if not options.skip_nonfinite:
@@ -167,6 +170,8 @@ def _interval(
   rate = run.learning_rate
   if rule == "fixed":
     policy = intervals.fixed(first)
+  elif rule == "growth":
+    policy = intervals.growth(rate, max_interval=first)
   elif rule == "msdpu":
     policy = intervals.msdpu(first, rate, max_interval=max(first, _HIGHEST))
   elif rule == "adacomm":

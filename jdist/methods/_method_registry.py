@@ -41,11 +41,10 @@ registry: dict[str, _method.Method] = {
     "local steps; their mean is a gradient for outer Nesterov", _diloco.diloco
   ),
   "msdpu": _method.Method(
-    "local steps; the mean comes a round late, H follows loss",
+    "H grows as the rate falls, and then the mean comes late",
     _overlapped.msdpu,
-    {"warmup_steps": lambda run: run.warmup_steps},
-    interval_policy="msdpu",
-    late=transforms.Delayed(carry=None),
+    interval_policy="growth",
+    late=transforms.Delayed(1, carry=None, after_step=None),
   ),
   "fed_prox": _method.Method(
     "local_sgd with a pull back to the round's beginning", _local_sgd.fed_prox

@@ -17,7 +17,6 @@ def msdpu(
   axis: collectives.Axis,
   correction: jax.typing.ArrayLike = 0.1,
   warmup_steps: int = 0,
-  max_interval: int = 16,
   rule: transforms.SyncRule | optax.GradientTransformation | None = None,
   overlap: transforms.Delayed | None = None,
   compression: reducers.Compression | None = None,
@@ -29,48 +28,57 @@ def msdpu(
   .. math:: w_i \leftarrow w_i + \mathrm{optimizer}(g_i +
             \tfrac{\beta}{H \eta}(w_i - a)),
 
-  then applies the aggregation that round r-1 started, keeps its own progress on
-  top, and starts the aggregation of its progress :math:`\Delta_i^{(r)}`:
+  and starts the aggregation of its progress :math:`\Delta_i^{(r)}`, of which it
+  keeps a part :math:`\rho` until the mean arrives, d steps into the next round:
 
   .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_j
-            \Delta_j^{(r-1)}), \qquad w_i \leftarrow a - \rho
-            \Delta_i^{(r)}
+            \Delta_j^{(r)})
 
-  and the interval follows the loss (`intervals.msdpu`).  With a stream the
-  aggregation is split into sub-tensors, the next ones sent in every step of the
-  round under its computation, of which a host says how many go in a step
-  (`training.Trainer(stream_steps=)`).
+  Rounds have one step at first, and more as the learning rate falls
+  (`intervals.growth`); the delay begins with the first round that is longer
+  than it.  Long rounds at a high rate, and a delay from the start, each cost
+  points of accuracy that they do not cost later (experiments/msdpu).
+
+  With a stream the aggregation is split into sub-tensors, the next ones sent in
+  every step of the round under its computation, of which a host says how many
+  go in a step (`training.Trainer(stream_steps=)`).
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
-    interval: H_0 of the adaptive rule, at most `max_interval`, or a policy
-      that replaces the rule: `intervals.fixed(8)`, for instance.
-    learning_rate: the optimizer's, a number or a schedule of the local step;
-      the correction and the interval depend on it.
+    interval: H_max, local steps of the longest round of the adaptive rule; or a
+      policy that replaces the rule: `intervals.msdpu(8, learning_rate)`, which
+      follows the loss, or `intervals.fixed(8)`.
+    learning_rate: the optimizer's, a schedule of the local step; a number only
+      with a policy.  The correction depends on it, too.
     axis: the workers' axis.
     correction: beta >= 0, 0 is none.
-    warmup_steps: local steps of synchronous, undelayed warm-up.
-    max_interval: H_max of the adaptive rule, the reconstruction's 16.
+    warmup_steps: local steps in which every round has one step, without a
+      delay; the adaptive rule needs none.
     rule: how a round ends; an Optax optimizer is the outer one, None applies
       the mean as it is.
-    overlap: `transforms.Delayed(...)`; None is `Delayed(carry=None)`: one round
-      late, of which a worker keeps its own share 1/N until it arrives.  (On
-      CIFAR-10 all of it costs several points, see experiments/msdpu.)
+    overlap: `transforms.Delayed(...)`; None is `Delayed(1, carry=None,
+      after_step=None)`: one step late from the first round of two steps on; of
+      its progress a worker keeps its own share 1/N until the mean arrives.
     compression: how to take the mean by fewer bytes, of sub-tensors with a
       stream; see `local_steps`.
 
   Returns:
-    A transformation; `update` takes `loss=` unless `interval` is a policy
-    that needs none.
+    A transformation; `update` takes `loss=` if `interval` is a policy that
+    needs it.
+
+  Raises:
+    ValueError: when an argument is wrong, or the adaptive rule is given a
+      constant rate.
 
   References:
     Ju et al., "Multi-step delayed parameter update" (Journal of Harbin
     Institute of Technology 2025, doi 10.11918/202407052).  The abstract gives
     no formula: interval, correction, delay and carry-over are a reconstruction
-    from AdaComm (arXiv 1810.08313), SSD-SGD (arXiv 2012.05396) and CoCoD-SGD
+    from QSR (arXiv 2310.14423), SSD-SGD (arXiv 2012.05396) and CoCoD-SGD
     (arXiv 1906.12043), which keeps all of its progress (rho = 1).
 
-  >>> optimizer = msdpu(optax.sgd(0.1), 8, 0.1, axis=None)
+  >>> rate = optax.cosine_decay_schedule(0.1, 1000)
+  >>> optimizer = msdpu(optax.sgd(rate), 16, rate, axis=None)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   warmup_steps = checks.check_structural(
@@ -79,16 +87,22 @@ def msdpu(
   checks.check_continuous("correction", correction)
   if not isinstance(interval, intervals.IntervalPolicy):
     interval = checks.check_structural("interval", interval, minimum=1)
-    intervals.check_first(
-      "interval", interval, intervals.longest(max_interval, 1)
-    )
-    interval = intervals.msdpu(
-      interval, learning_rate, max_interval=max_interval
-    )
-  overlap = transforms.Delayed(carry=None) if overlap is None else overlap
+    checks.check_rate("learning_rate", learning_rate)
+    if not callable(learning_rate) and not checks.is_traced(learning_rate):
+      raise ValueError(
+        "`learning_rate` must be a schedule for rounds that grow as it falls, "
+        f"got {checks.show(learning_rate)}: every round would have one step. "
+        f"Pass a policy, `intervals.fixed({interval})`, for a constant rate."
+      )
+    interval = intervals.growth(learning_rate, max_interval=interval)
+  if overlap is None:
+    overlap = transforms.Delayed(1, carry=None, after_step=None)
   if warmup_steps:
     interval = intervals.post_local(warmup_steps, interval)
-    if isinstance(overlap, transforms.Delayed):  # Else refused below.
+    # Else refused below, or it begins with the first long round.
+    if isinstance(overlap, transforms.Delayed) and (
+      overlap.after_step is not None
+    ):
       if overlap.after_step not in (0, warmup_steps):
         raise ValueError(
           "`overlap` must begin when the warm-up ends: `after_step` must be "

@@ -47,9 +47,19 @@ CASES = {
   "local_sgd": lambda axis: jdist.local_sgd(SGD, 4, axis=axis),
   "post_local_sgd": lambda axis: jdist.post_local_sgd(SGD, 4, 10, axis=axis),
   "diloco": lambda axis: jdist.diloco(optax.adamw(1e-2), 4, axis=axis),
-  "msdpu": lambda axis: jdist.msdpu(SGD, 4, 0.05, axis=axis),
+  "msdpu": lambda axis: jdist.msdpu(
+    SGD,
+    intervals.msdpu(4, 0.05),
+    0.05,
+    axis=axis,
+    overlap=transforms.Delayed(carry=None),
+  ),
   "msdpu fixed": lambda axis: jdist.msdpu(
-    SGD, intervals.fixed(4), 0.05, axis=axis
+    SGD,
+    intervals.fixed(4),
+    0.05,
+    axis=axis,
+    overlap=transforms.Delayed(carry=None),
   ),
   "fed_prox": lambda axis: methods.fed_prox(SGD, 4, axis=axis),
   "easgd": lambda axis: methods.easgd(SGD, 4, axis=axis),
@@ -174,14 +184,14 @@ CASES = {
   ),
   "streamed adaptive": lambda axis: jdist.msdpu(
     SGD,
-    4,
+    intervals.msdpu(4, 0.05),
     0.05,
     axis=axis,
     overlap=transforms.Delayed(carry=None, stream=STREAM),
   ),
   "streamed adaptive int4": lambda axis: jdist.msdpu(
     SGD,
-    4,
+    intervals.msdpu(4, 0.05),
     0.05,
     axis=axis,
     overlap=transforms.Delayed(carry=None, stream=STREAM),

@@ -19,7 +19,12 @@ SENT = {
   "local_sgd": (methods.local_sgd, (SGD, 4), 0, 42),
   "post_local_sgd": (methods.post_local_sgd, (SGD, 4, 2), 0, 42),
   "diloco": (methods.diloco, (SGD, 4), 0, 42),
-  "msdpu": (methods.msdpu, (SGD, 4, 0.1), 0, 49),
+  "msdpu": (
+    methods.msdpu,
+    (SGD, intervals.msdpu(4, 0.1), 0.1),
+    0,
+    49,
+  ),
   "msdpu fixed": (methods.msdpu, (SGD, intervals.fixed(4), 0.1), 0, 42),
 }
 

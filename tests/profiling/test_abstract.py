@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jdist import collectives, methods, models, profiling, training
+from jdist.transforms import intervals
 
 
 def test_abstract_arrays_have_an_axis_of_workers_and_no_values():
@@ -25,7 +26,10 @@ def test_the_abstract_state_is_that_of_init_state(substrate):
   workers = collectives.workers(4, substrate=substrate)
   chosen = {"input_shape": (8, 8, 3), "num_classes": 3, "norm": "batch"}
   optimizer = methods.msdpu(
-    optax.sgd(0.1, momentum=0.9), 4, 0.1, axis=workers.axis
+    optax.sgd(0.1, momentum=0.9),
+    intervals.fixed(4),
+    0.1,
+    axis=workers.axis,
   )
 
   model = models.build("resnet8", **chosen)

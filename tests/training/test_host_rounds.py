@@ -67,20 +67,34 @@ def chains(axis):
   }
 
 
+def growing(axis):
+  """MSDPU whose delay begins with the first round of two steps."""
+  falling = optax.cosine_decay_schedule(0.05, 24)
+  sgd = optax.sgd(falling, momentum=0.9)
+  parts = transforms.Stream(max_bytes=16)
+  late = transforms.Delayed(carry=None, after_step=None, stream=parts)
+  return {
+    "growing": methods.msdpu(sgd, 4, falling, axis=axis),
+    "growing, streamed": methods.msdpu(
+      sgd, 4, falling, axis=axis, overlap=late
+    ),
+  }
+
+
 def params():
   """In float32: in bfloat16 XLA rounds where a program's fusions end."""
   return jax.tree.map(lambda x: np.asarray(x, np.float32), _tiny.params())
 
 
 def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
-  chain, traces = chains(team.axis)[name], []
+  chain, traces = (chains(team.axis) | growing(team.axis))[name], []
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
   def step(state, batch, control=_programs.DEVICE):
     traces.append((control.stream_steps, control.round_ends))
     return plain(state, batch, control)
 
-  steps = SENT_IN if name == _MANY else ()
+  steps = SENT_IN if name in (_MANY, "growing, streamed") else ()
   trainer = training.Trainer(team, step, stream_steps=steps, host_rounds=host)
   state = training.init_state(team, chain, params())
   state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
@@ -116,6 +130,27 @@ def test_rounds_end_where_the_device_would_end_them(name):
   if len(sent_in) > 1:
     expected.add((None, None))  # The device ends what is not delayed.
   assert set(traces) == expected
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["growing", pytest.param("growing, streamed", marks=pytest.mark.slow)],
+)
+def test_a_delay_begins_where_the_device_would_begin_it(name):
+  team = _tiny.team("vmap")
+  wanted, told, _ = fit(team, name, host=False)
+  state, record, traces = fit(team, name, host=True)
+  for mine, theirs in zip(
+    jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+  ):
+    if jnp.issubdtype(mine.dtype, jnp.floating):
+      np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+    elif mine.dtype.kind in "iub":
+      np.testing.assert_array_equal(mine, theirs)
+  assert record.rounds == told.rounds < NUM_STEPS - 5
+  assert record.sent_bytes == told.sent_bytes
+  # The device ends the rounds before, the host those after it.
+  assert {ends for _, ends in traces} == {None, False, True}
 
 
 def test_only_the_end_of_a_round_sends_and_without_a_conditional():

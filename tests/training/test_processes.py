@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import collectives, data, methods, models, training
+from jdist.transforms import intervals
 from tests import _processes
 from tests.training import _tiny
 
@@ -34,6 +35,7 @@ def train(names, dtypes, steps, folder):
   import optax
 
   from jdist import collectives, data, methods, models, training, transforms
+  from jdist.transforms import intervals
 
   if jax.process_count() > 1:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -49,7 +51,9 @@ def train(names, dtypes, steps, folder):
       "ssgd": methods.ssgd(inner, axis=axis),
       "local_sgd": methods.local_sgd(inner, 3, axis=axis),
       "diloco": methods.diloco(inner, 3, axis=axis),
-      "msdpu": methods.msdpu(inner, 4, 0.05, axis=axis, max_interval=6),
+      "msdpu": methods.msdpu(
+        inner, intervals.msdpu(4, 0.05, max_interval=6), 0.05, axis=axis
+      ),
     }
     for name in names:
       for dtype in map(jnp.dtype, dtypes):
@@ -190,7 +194,7 @@ def test_what_processes_saved_one_process_restores(results, tmp_path):
   inner = optax.sgd(0.05, momentum=0.9)
   optimizer = {
     "msdpu": lambda: methods.msdpu(
-      inner, 4, 0.05, axis=team.axis, max_interval=6
+      inner, intervals.msdpu(4, 0.05, max_interval=6), 0.05, axis=team.axis
     ),
     "diloco": lambda: methods.diloco(inner, 3, axis=team.axis),
   }[name]()

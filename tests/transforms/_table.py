@@ -210,9 +210,8 @@ TABLE = {
     {"learning_rate": 0.1, "correction": 0.1},
     {
       "optimizer": MOMENTUM,
-      "interval": 4,
+      "interval": intervals.msdpu(4, 0.1, max_interval=8),
       "warmup_steps": 2,
-      "max_interval": 8,
       "overlap": transforms.Delayed(carry=1.0),
     },
   ),

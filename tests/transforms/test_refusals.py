@@ -11,13 +11,14 @@ from tests import _refusals
 from tests.transforms import _reducers
 
 SGD = optax.sgd(0.1)
+RATES = optax.cosine_decay_schedule(0.1, 100)
 
 
 def local(inner=SGD, interval=2, axis=None, **others):
   return transforms.local_steps(inner, interval, axis=axis, **others)
 
 
-def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
+def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
   return methods.msdpu(optimizer, interval, learning_rate, axis=None, **others)
 
 
@@ -163,7 +164,7 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
   ("optimizer", lambda: msdpu(optimizer=None), "an Optax transformation"),
   ("interval", lambda: msdpu(interval=0), "an int >= 1"),
   ("learning_rate", lambda: msdpu(learning_rate=-1.0), "in (0, inf]"),
-  ("interval", lambda: msdpu(interval=32), "at most `max_interval`, 16"),
+  ("learning_rate", lambda: msdpu(learning_rate=0.1), "a schedule"),
   (
     "learning_rate",
     lambda: msdpu(learning_rate=intervals.fixed(8)),
@@ -177,7 +178,6 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=0.1, **others):
   ),
   ("correction", lambda: msdpu(correction=-0.1), "in [0, inf]"),
   ("warmup_steps", lambda: msdpu(warmup_steps=-1), "an int >= 0"),
-  ("max_interval", lambda: msdpu(max_interval=0), "an int >= 1"),
   (
     "shared",
     lambda: states.declare(shared=("m",))(optax.TraceState),
@@ -196,7 +196,7 @@ def test_parameters_must_be_given():
 
 
 def test_a_needed_loss_must_be_given():
-  optimizer = msdpu()
+  optimizer = msdpu(interval=intervals.msdpu(2))
   w = jnp.ones(2)
   state = optimizer.init(w)
   with pytest.raises(ValueError, match=r"`loss` must be given .*loss=loss"):

@@ -173,7 +173,9 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   """A method's chain, in one of its forms."""
   name, form = split(method)
-  common = _options.common(options, stream=form == "streamed")
+  common = _options.common(
+    options, stream=form == "streamed", interval_policy="fixed"
+  )
   run = _methods.run_of(
     common,
     1_000_000,  # Longer than any round.
@@ -181,7 +183,9 @@ def make_optimizer(
     optax.constant_schedule(0.1),
   )
   if form not in ("first", "scattered", "hybrid"):
-    return _methods.build_method(name, common, run, axis)
+    return _methods.build_method(
+      name, common, run, axis, **_whole_round(name, form)
+    )
   sized: dict[str, Any] = {}
   if options.message_mb is not None:
     sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
@@ -194,6 +198,16 @@ def make_optimizer(
     pending=options.pending if form == "hybrid" else 1.0,
     **sized,
   )
+
+
+def _whole_round(name: str, form: str | None) -> dict[str, Any]:
+  """Returns the overlap of a method that is late by itself: a round of it."""
+  late = _methods.entries()[name].late
+  if late is None:
+    return {}
+  stream = transforms.Stream() if form == "streamed" else None
+  overlap = dataclasses.replace(late, steps=None, after_step=0, stream=stream)
+  return {"overlap": overlap}
 
 
 def memory_bytes(program: Any) -> int:

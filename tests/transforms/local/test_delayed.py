@@ -146,7 +146,7 @@ def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
   for delay in (None, 16):
     optimizer = methods.msdpu(
       optax.sgd(RATE, momentum=0.9),
-      6,
+      intervals.msdpu(6, RATE),
       RATE,
       axis="worker",
       warmup_steps=4,

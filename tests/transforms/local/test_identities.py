@@ -103,7 +103,12 @@ def test_aliases_are_what_they_say():
     ),
     (
       methods.msdpu(
-        inner, intervals.fixed(3), RATE, axis="worker", correction=0.0
+        inner,
+        intervals.fixed(3),
+        RATE,
+        axis="worker",
+        correction=0.0,
+        overlap=transforms.Delayed(carry=None),
       ),
       transforms.local_steps(
         inner, 3, axis="worker", overlap=transforms.Delayed(carry=None)

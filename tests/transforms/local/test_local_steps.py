@@ -63,21 +63,56 @@ def test_a_late_mean_arrives_one_round_later():
   assert params[1].tolist() == [2.375, 3.125]
 
 
-def test_by_default_msdpu_keeps_its_share_of_the_mean_under_way():
+def test_a_carry_of_none_is_the_share_in_the_mean_under_way():
   # Two workers: half, as above.
   optimizer = methods.msdpu(
-    optax.sgd(0.5), intervals.fixed(1), 0.5, axis="worker", correction=0.0
+    optax.sgd(0.5),
+    intervals.fixed(1),
+    0.5,
+    axis="worker",
+    correction=0.0,
+    overlap=transforms.Delayed(carry=None),
   )
   targets = np.array([[2.0, 6.0], [2.0, 6.0]], np.float32)
   params, _ = train(optimizer, targets)
   assert params.tolist() == [[0.5, 1.5], [2.375, 3.125]]
   # One worker knows all of the mean, so that nothing is late.
-  optimizer = methods.msdpu(optax.sgd(0.5), 1, 0.5, axis=None)
-  w = jnp.array(0.0)
-  updates, _ = optimizer.update(
-    w - 2.0, optimizer.init(w), w, loss=jnp.array(1.0)
+  optimizer = methods.msdpu(
+    optax.sgd(0.5),
+    intervals.fixed(1),
+    0.5,
+    axis=None,
+    overlap=transforms.Delayed(carry=None),
   )
+  w = jnp.array(0.0)
+  updates, _ = optimizer.update(w - 2.0, optimizer.init(w), w)
   assert updates.item() == 1.0
+
+
+def test_by_default_msdpu_is_synchronous_until_its_rounds_grow():
+  def rate(t):
+    return jnp.where(t < 6, 0.1, 0.02)  # (0.1 / 3 / 0.02)^2 = 2.8.
+
+  sgd = optax.sgd(rate, momentum=0.9, nesterov=True)
+  targets = random_targets(20)
+  wanted, _ = train(methods.ssgd(sgd, axis="worker"), targets)
+  params, states = train(methods.msdpu(sgd, 16, rate, axis="worker"), targets)
+  np.testing.assert_allclose(params[:7], wanted[:7], 1e-5, 1e-6)
+  # Round 5 begins at step 5, the first of two steps at step 6.
+  rounds = states.clock.round[:, 0]
+  assert rounds[:7].tolist() == [1, 2, 3, 4, 5, 6, 6]
+  # Its mean comes after the first step of the next round, and so do all others.
+  flying = states.sync.flight.in_flight[:, 0]
+  assert flying.tolist() == [False] * 7 + [True, False] * 6 + [True]
+  # The same, put together by hand.
+  parts = methods.msdpu(
+    sgd,
+    intervals.post_local(6, intervals.fixed(2)),
+    rate,
+    axis="worker",
+    overlap=transforms.Delayed(1, carry=1 / 4, after_step=6),
+  )
+  np.testing.assert_allclose(params, train(parts, targets)[0], 1e-5, 1e-6)
 
 
 def reference(x, interval, late, carry, rate, mu, warmup):
@@ -162,12 +197,11 @@ def test_msdpu_is_what_its_formulas_say(warmup):
 
   optimizer = methods.msdpu(
     optax.sgd(rate),
-    5,
+    intervals.msdpu(5, rate, max_interval=6),
     rate,
     axis="worker",
     correction=0.3,
     warmup_steps=warmup,
-    max_interval=6,
     overlap=transforms.Delayed(carry=0.8),
   )
   params, states = train(optimizer, targets, losses)
