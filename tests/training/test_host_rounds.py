@@ -69,7 +69,10 @@ def chains(axis):
 
 def growing(axis):
   """MSDPU whose delay begins with the first round of two steps."""
-  falling = optax.cosine_decay_schedule(0.05, 24)
+
+  def falling(step):
+    return 0.05 * jnp.maximum(1.0 - jnp.float32(step) / 30, 0.02)
+
   sgd = optax.sgd(falling, momentum=0.9)
   parts = transforms.Stream(max_bytes=16)
   late = transforms.Delayed(carry=None, after_step=None, stream=parts)
