@@ -171,6 +171,12 @@ def _interval(
   if rule == "fixed":
     policy = intervals.fixed(first)
   elif rule == "growth":
+    if options.schedule == "constant":
+      raise ValueError(
+        f"`--schedule` must be cosine for {name}, whose rounds grow as the "
+        "rate falls, got constant: every round would have one step. Or take "
+        "`--interval-policy fixed`."
+      )
     policy = intervals.growth(rate, max_interval=first)
   elif rule == "msdpu":
     policy = intervals.msdpu(first, rate, max_interval=max(first, _HIGHEST))

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import collectives, methods, training, transforms
+from jdist.transforms import intervals
 from tests import _refusals
 from tests.training import _tiny
 
@@ -15,7 +16,11 @@ LATE = transforms.Delayed(carry=None, stream=transforms.Stream(max_bytes=64))
 OPTIMIZERS = {
   "fixed": lambda axis: methods.local_sgd(optax.sgd(0.1), 3, axis=axis),
   "streamed": lambda axis: methods.msdpu(
-    optax.sgd(0.1), 4, 0.1, axis=axis, overlap=LATE, max_interval=6
+    optax.sgd(0.1),
+    intervals.msdpu(4, 0.1, max_interval=6),
+    0.1,
+    axis=axis,
+    overlap=LATE,
   ),
 }
 

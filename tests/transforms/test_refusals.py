@@ -196,7 +196,7 @@ def test_parameters_must_be_given():
 
 
 def test_a_needed_loss_must_be_given():
-  optimizer = msdpu(interval=intervals.msdpu(2))
+  optimizer = msdpu(interval=intervals.msdpu(2), learning_rate=0.1)
   w = jnp.ones(2)
   state = optimizer.init(w)
   with pytest.raises(ValueError, match=r"`loss` must be given .*loss=loss"):
