@@ -82,7 +82,9 @@ def late(**options):
   # Overlapped.
   (
     "overlap",
-    lambda: methods.msdpu(SGD, 3, 0.1, axis=None, warmup_steps=2, overlap=True),
+    lambda: methods.msdpu(
+      SGD, intervals.fixed(3), 0.1, axis=None, warmup_steps=2, overlap=True
+    ),
     "got True",
   ),
   ("stream", lambda: methods.cocod(SGD, 3, axis=None, stream=True), "got True"),
