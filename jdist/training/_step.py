@@ -66,8 +66,22 @@ def make_step(
     "loss_fn", loss_fn, "`(params, model_state, batch, key)`"
   )
   checks.check_choice("weighted", weighted, (True, False))
-  first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   gradient = _gradient.make_gradient(loss_fn, accumulate=accumulate)
+  return step_by(
+    gradient, optimizer, axis=axis, weighted=weighted, independent=independent
+  )
+
+
+def step_by(
+  gradient: Callable[..., _gradient.Gradient],
+  optimizer: optax.GradientTransformation,
+  *,
+  axis: collectives.Axis,
+  weighted: bool = False,
+  independent: bool = False,
+) -> Step:
+  """Makes the step of `make_step`, of a gradient that is made elsewhere."""
+  first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   update = make_update(optimizer, axis=axis, independent=independent)
 
   def step(
@@ -91,7 +105,9 @@ def make_step(
 
 
 def _weighted(
-  gradient: _gradient.Gradient, before: PyTree, axis: collectives.Axis
+  gradient: Callable[..., _gradient.Gradient],
+  before: PyTree,
+  axis: collectives.Axis,
 ) -> _gradient.Gradient:
   """Multiplies what is averaged by this worker's samples over their mean."""
   mean = jnp.maximum(collectives.mean(gradient.samples, axis), 1e-9)
@@ -134,7 +150,7 @@ def make_update(
 
   def update(
     state: _train_state.TrainState,
-    gradient: _gradient.Gradient,
+    gradient: Callable[..., _gradient.Gradient],
     control: transforms.Control | None = None,
   ) -> tuple[_train_state.TrainState, Metrics]:
     params, opt_state = state.params, state.opt_state
@@ -192,7 +208,7 @@ SILENT = (
 def _check_communicates(
   optimizer: optax.GradientTransformationExtraArgs,
   axis: collectives.Axis,
-  gradient: _gradient.Gradient,
+  gradient: Callable[..., _gradient.Gradient],
   opt_state: PyTree,
   params: PyTree,
 ) -> None:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, transforms
-from jdist.training import _gradient, _step, _train_state, loop
+from jdist import collectives
+from jdist.training import _gradient, _step, loop
 from jdist.training.comparison import _chains, _workload
 
 PyTree = Any
@@ -51,24 +51,10 @@ class _OneCoreWorkload(_workload.Workload):
     **trainer: Any,
   ) -> _workload.VariantPrograms:
     """Builds a variant's programs, with one gradient after the other."""
-    axis = self.workers.axis
     gradient = _one_by_one(
       _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
     )
-    update = _step.make_update(optimizer, axis=axis)
-
-    def step(
-      state: _train_state.TrainState,
-      batch: PyTree,
-      control: transforms.Control | None = None,
-    ) -> Any:
-      key = jax.random.wrap_key_data(state.key)
-      key = jax.random.fold_in(key, state.step)
-      key = jax.random.fold_in(key, collectives.index(axis))
-      read = transforms.predicted_weights(state.opt_state, state.params)
-      found = gradient(read, state.model_state, batch, key)
-      return update(state, found, control)
-
+    step = _step.step_by(gradient, optimizer, axis=self.workers.axis)
     plain = _one_by_one(lambda *args: apply(*args, train=False))
 
     def applied(*args: PyTree, train: bool) -> Any:
