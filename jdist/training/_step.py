@@ -105,7 +105,7 @@ def step_by(
 
 
 def _weighted(
-  gradient: Callable[..., _gradient.Gradient],
+  gradient: _gradient.Gradient,
   before: PyTree,
   axis: collectives.Axis,
 ) -> _gradient.Gradient:
@@ -150,7 +150,7 @@ def make_update(
 
   def update(
     state: _train_state.TrainState,
-    gradient: Callable[..., _gradient.Gradient],
+    gradient: _gradient.Gradient,
     control: transforms.Control | None = None,
   ) -> tuple[_train_state.TrainState, Metrics]:
     params, opt_state = state.params, state.opt_state
@@ -208,7 +208,7 @@ SILENT = (
 def _check_communicates(
   optimizer: optax.GradientTransformationExtraArgs,
   axis: collectives.Axis,
-  gradient: Callable[..., _gradient.Gradient],
+  gradient: _gradient.Gradient,
   opt_state: PyTree,
   params: PyTree,
 ) -> None:
