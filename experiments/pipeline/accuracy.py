@@ -200,11 +200,27 @@ def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
 
 
 def _in_the_end(
-  fix: Fix, window: int | None, run: Run, share: float = 0.5
+  fix: Fix,
+  window: int | None,
+  run: Run,
+  share: float = 0.5,
+  slower: bool = False,
 ) -> Any:
-  """A table with a flush first, a window for the last `share` of the run."""
+  """A table with a flush first, a window for the last `share` of the run.
+
+  Args:
+    fix: of the late gradients.
+    window: as of `_windowed`.
+    run: as it is without delays.
+    share: of the updates.
+    slower: whether the rate is over 1 + delay as soon as gradients are late.
+  """
   delay = (run.options.stages if window is None else window) - 1
   start = run.num_steps - round(share * run.num_steps)
+  if slower:
+    factor = optax.piecewise_constant_schedule(1.0, {start: 1 / (1 + delay)})
+    rate = run.rate
+    run = run._replace(rate=lambda step: rate(step) * factor(step))
   return late_starts.delay_from(start, fix(run, delay), delay)
 
 
@@ -267,6 +283,15 @@ VARIANTS: dict[str, Variant] = {
   "half W=2, prediction + look-ahead": functools.partial(_in_the_end, _both, 2),
   "three quarters W=2, prediction": functools.partial(
     _in_the_end, _predicted, 2, share=0.75
+  ),
+  "third W=S, prediction": functools.partial(
+    _in_the_end, _predicted, None, share=1 / 3
+  ),
+  "quarter W=S, prediction": functools.partial(
+    _in_the_end, _predicted, None, share=0.25
+  ),
+  "half W=S, prediction, lower rate": functools.partial(
+    _in_the_end, _predicted, None, slower=True
   ),
 }
 BASE = "sync"
