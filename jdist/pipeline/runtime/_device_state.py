@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import states, training, transforms
@@ -107,7 +108,10 @@ def carried_over(
         f"`state` must be of the program's stages and optimizer, got {what} of "
         "other shapes. Cut the stages alike, and take the same chain."
       )
-  older = (read(kept, state.params),) * delay
+  # Each a buffer of its own, as a step may use them up.
+  older = tuple(
+    jax.tree.map(jnp.copy, read(kept, state.params)) for _ in range(delay)
+  )
   opt_state = fresh.opt_state._replace(inner=kept.inner, older=older)
   return state._replace(opt_state=opt_state)
 

@@ -95,3 +95,18 @@ def test_another_optimizer_or_other_stages_are_refused():
   wide = _program("1f1b", (8, 12, 8)).init_state(team, chain)
   with pytest.raises(ValueError, match="got parameters of other shapes"):
     late.continue_from(wide, team, chain)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_what_a_step_uses_up_is_there_once(window):
+  # Without prediction all versions are the parameters themselves.
+  team, late = _team(), _program("ours", window=window)
+  chain = jdist.ssgd(optax.sgd(0.1), axis=team.axis)
+  state = _program("1f1b").init_state(team, chain)
+  state = late.continue_from(state, team, chain)
+  buffers = [
+    shard.data.unsafe_buffer_pointer()
+    for x in jax.tree.leaves((state.params, state.opt_state.older))
+    for shard in x.addressable_shards
+  ]
+  assert len(set(buffers)) == len(buffers)
