@@ -35,6 +35,7 @@ from jdist.pipeline.runtime import split_backward as split_backward
 from jdist.pipeline.runtime import SplitBackward as SplitBackward
 from jdist.pipeline.runtime import Stage as Stage
 from jdist.pipeline.runtime import TickTimes as TickTimes
+from jdist.pipeline.runtime import whole_model as whole_model
 from jdist.pipeline.schedule import Action as Action
 from jdist.pipeline.schedule import check_table as check_table
 from jdist.pipeline.schedule import draw_table as draw_table

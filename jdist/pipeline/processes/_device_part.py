@@ -41,6 +41,7 @@ class DevicePart:
     programs: of these, by number.
     versions: which each action reads.
     between: shapes of what each stage but the last passes on.
+    shapes: of each stage's parameters.
     tied: parameters of several stages: these, by path.
     clip_norm: greatest norm of all stages' gradients.
     loss_dtype: of the last stage's loss.
@@ -54,6 +55,7 @@ class DevicePart:
   programs: Mapping[int, _stage_program.StageProgram]
   versions: Versions
   between: tuple[Any, ...]
+  shapes: tuple[PyTree, ...]
   tied: Mapping[str, tuple[int, ...]]
   clip_norm: float | None
   loss_dtype: Any
@@ -126,23 +128,19 @@ class DevicePart:
     return found
 
 
-def check_barriers(
-  table: Table, num_own: int, clip_norm: float | None, tied: Any
-) -> None:
+def check_barriers(table: Table, num_own: int, what: str) -> None:
   """Refuses what would wait for itself.
 
   Args:
     table: of all devices.
     num_own: stages of this one.
-    clip_norm: greatest norm of all stages' gradients, or None.
-    tied: parameters of several stages.
+    what: for which all stages wait before an update.
 
   Raises:
     ValueError: when a device would.
   """
   flushed = table.num_iterations == 1 and table.window == 1
-  if num_own > 1 and not flushed and (clip_norm is not None or tied):
-    what = "`clip_norm`" if clip_norm is not None else "tied parameters"
+  if num_own > 1 and not flushed:
     raise ValueError(
       f"{what} must be left out where a device has several stages and "
       f"iterations overlap, got {table}. Take a table of one iteration, or a "

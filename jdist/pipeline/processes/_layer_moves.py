@@ -9,7 +9,7 @@ import optax
 
 from jdist import checks
 from jdist.pipeline.processes import _device_part, _peers
-from jdist.pipeline.runtime import LayerLike
+from jdist.pipeline.runtime import LayerLike, needs_all
 from jdist.pipeline.schedule import Table
 from jdist.storage import hashes
 
@@ -61,6 +61,14 @@ def move_layers(
       be taken apart.
   """
   checks.check_optimizer("optimizer", optimizer)
+  if needs_all(
+    optimizer, num_parts=len(after.stages), num_stages=len(after.stages),
+    agree=False, named=True,
+  ):  # fmt: skip
+    raise ValueError(
+      "`optimizer` must see the leaves of one stage at a time where layers "
+      f"move, got one that decides by all leaves. {_REMEDY}"
+    )
   _check_layers(before, after)
   wanted = {s: _Leaves(x, optimizer) for s, x in enumerate(after.stages)}
   having = {s: _Leaves(x, optimizer) for s, x in enumerate(before.stages)}

@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
   MOVED = 6
   AGREED = 7
   LAYERS = 8
+  UPDATE = 9
 
 
 class Tag(NamedTuple):

@@ -1,7 +1,7 @@
 """One run of a table on one device: from a full state to the next."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -167,7 +167,8 @@ class Segment:
   def _update(self, action: Action, _: None) -> Any:
     iteration = action.iteration
     stages = [action.stage]
-    if self._part.clip_norm is not None or self._part.tied:
+    whole = self._updates.whole
+    if self._part.clip_norm is not None or self._part.tied or whole:
       # All stages of the device together, as they wait for others.
       waiting = self._waiting.setdefault(iteration, [])
       waiting.append(action.stage)
@@ -178,17 +179,67 @@ class Segment:
     if self._part.tied:
       totals = self._tied(totals, iteration)
     scale = self._scale(totals, iteration)
-    for s in stages:
+    update = self._update_whole if whole else self._update_each
+    for s, params in update(totals, scale, iteration):
       version = self._newest[s]
-      params, self._opt_state[s] = self._updates.update(
-        totals[s], self._opt_state[s], self._newest_params[s], scale
-      )
       self._newest[s], self._newest_params[s] = version + 1, params
       params = self._updates.read(self._opt_state[s], params)
       self._params[s][version + 1] = params
       if self._last_read.get((s, version), -1) < self._place:
         del self._params[s][version]
     return [self._params[s][self._newest[s]] for s in stages]
+
+  def _update_each(
+    self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
+  ) -> Iterator[tuple[int, PyTree]]:
+    """Makes the new parameters of each of the device's stages by itself."""
+    del iteration
+    for s, total in totals.items():
+      params, self._opt_state[s] = self._updates.update(
+        total, self._opt_state[s], self._newest_params[s], scale
+      )
+      yield s, params
+
+  def _update_whole(
+    self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
+  ) -> Iterator[tuple[int, PyTree]]:
+    """Lets the first stage's device make the new parameters of all stages."""
+    part, number = self._part, self._table.num_stages
+    root = self._table.device_of[0]
+    grads = {
+      s: self._updates.clipped_mean(total, self._newest_params[s], scale)
+      for s, total in totals.items()
+    }
+    step = self._state.step + iteration
+    up, down = (
+      [_peers.Tag(_peers.Kind.UPDATE, s, way, step) for s in range(number)]
+      for way in (0, 1)
+    )
+    own = {s: (grads[s], self._newest_params[s]) for s in totals}
+    if part.device != root:
+      for s, pair in own.items():
+        part.send(root, up[s], jax.tree.leaves(pair))
+      for s, (_, params) in own.items():
+        came = part.receive(root, down[s], jax.tree.leaves(params))
+        yield s, jax.tree.unflatten(jax.tree.structure(params), came)
+      return
+    for s in range(number):
+      if s not in own:
+        params = part.shapes[s]
+        like = params, params
+        came = part.receive(
+          self._table.device_of[s], up[s], jax.tree.leaves(like)
+        )
+        own[s] = jax.tree.unflatten(jax.tree.structure(like), came)
+    every = [own[s] for s in range(number)]
+    found, self._opt_state[0] = self._updates.update_all(
+      [grad for grad, _ in every], self._opt_state[0], [w for _, w in every]
+    )
+    for s, params in enumerate(found):
+      if s in totals:
+        yield s, params
+      else:
+        part.send(self._table.device_of[s], down[s], jax.tree.leaves(params))
 
   # What actions need.
 

@@ -20,10 +20,10 @@ from jdist.pipeline.processes import (
   _update_program,
 )
 from jdist.pipeline.runtime import (
-  check_parts,
   LayerLike,
   make_inputs,
   merge,
+  needs_all,
   OutputLoss,
   pick,
   shared_paths,
@@ -130,7 +130,10 @@ class StageProcess:
       s for s in range(table.num_stages) if table.device_of[s] == device
     )
     tied = shared_paths(stages)
-    _device_part.check_barriers(table, len(own), clip_norm, tied)
+    if clip_norm is not None:
+      _device_part.check_barriers(table, len(own), "`clip_norm`")
+    if tied:
+      _device_part.check_barriers(table, len(own), "tied parameters")
     # Where the passes of a micro-batch read unlike versions, the backward pass
     # cannot use what the forward pass saved.
     if table.weights == "newest":
@@ -164,6 +167,10 @@ class StageProcess:
       programs,
       read_versions(table),
       tuple(between[:-1]),
+      tuple(
+        jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), x.params)
+        for x in stages
+      ),
       tied,
       clip_norm,
       between[-1].dtype,
@@ -195,22 +202,49 @@ class StageProcess:
     """Makes this process's state at the run's beginning.
 
     Args:
-      optimizer: any Optax chain that decides nothing by all leaves at once, as
-        it sees those of one stage at a time; to clip, see `clip_norm`.
+      optimizer: any Optax chain.  It sees the leaves of one stage at a time;
+        one that decides by all leaves at once, as `optax.clip_by_global_norm`
+        does, runs on the first stage's device, to which all others send their
+        gradients and parameters in every iteration, and for which they wait.
+        To clip alone `clip_norm` sends a number instead.
       params: nested dict of the whole model; the stages' own if None.
       model_state: likewise.
       seed: of the run's random key.
+
+    Raises:
+      ValueError: when the optimizer decides by all leaves, and a device has
+        several stages whose iterations overlap, or it has rounds or predicts
+        weights.
     """
     checks.check_optimizer("optimizer", optimizer)
-    check_parts("optimizer", optimizer, len(self.stages), agree=False)
     own = {s: _part_of(self.stages[s].params, params) for s in self._part.own}
-    self._updates = _update_program.UpdateProgram(
-      optimizer, self.table.num_microbatches
+    self._updates = updates = _update_program.UpdateProgram(
+      optimizer,
+      self.table.num_microbatches,
+      whole=needs_all(
+        optimizer,
+        num_parts=len(self.stages),
+        num_stages=len(self.stages),
+        tied=bool(self._part.tied),
+        agree=False,
+        named=True,
+      ),
     )
+    if updates.whole:
+      _device_part.check_barriers(
+        self.table, len(own), "an optimizer that decides by all leaves"
+      )
+      opt_state: dict[int, PyTree] = dict.fromkeys(own, ())
+      if 0 in own:
+        opt_state[0] = updates.init_all(
+          [_part_of(x.params, params) for x in self.stages]
+        )
+    else:
+      opt_state = {s: jax.jit(optimizer.init)(own[s]) for s in own}
     return _device_part.ProcessState(
       0,
       own,
-      {s: jax.jit(optimizer.init)(own[s]) for s in self._part.own},
+      opt_state,
       {s: _part_of(self.stages[s].state, model_state) for s in self._part.own},
       np.asarray(jax.random.key_data(jax.random.key(seed))),
     )

@@ -1,6 +1,6 @@
 """The programs that run a pipeline's table."""
 
-from jdist.pipeline.runtime._chain_check import check_parts as check_parts
+from jdist.pipeline.runtime._chain_check import needs_all as needs_all
 from jdist.pipeline.runtime._device_state import InFlightState as InFlightState
 from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
 from jdist.pipeline.runtime._split_backward import (
@@ -20,3 +20,5 @@ from jdist.pipeline.runtime._stages import recompute_layers as recompute_layers
 from jdist.pipeline.runtime._stages import shared_paths as shared_paths
 from jdist.pipeline.runtime._stages import Stage as Stage
 from jdist.pipeline.runtime._tick_times import TickTimes as TickTimes
+from jdist.pipeline.runtime._whole_model import check_state as check_state
+from jdist.pipeline.runtime._whole_model import whole_model as whole_model

@@ -26,58 +26,71 @@ _OF_LEAVES = {
   "centralize": ("centralize",),
 }
 _OTHER = (type, types.ModuleType, jax.Array)
-# What decides by all leaves at once, and what to take for it.
-_OF_ALL = {
-  "clip_by_global_norm": "To clip, take `clip_norm` of the pipeline.",
-  "apply_if_finite": (
-    "In one program take `transforms.skip_nonfinite`, on which stages agree."
-  ),
-  "normalize_by_update_norm": "",
-  "prodigy": "",
-  "scale_by_dog": "",
-  "scale_by_polyak": "",
-}
-# What does so and agrees over the stages of one program, but not of processes.
-_AGREED = {
-  "skip_nonfinite": "Run all stages in one program, or without a guard.",
-  "clip_local": "To clip, take `clip_norm` of the pipeline.",
-}
+# What decides by all leaves at once, or draws for one after the other.
+_OF_ALL = frozenset(
+  {
+    "add_noise",
+    "apply_if_finite",
+    "clip_by_global_norm",
+    "dadapt_adamw",
+    "differentially_private_aggregate",
+    "dog",
+    "dowg",
+    "flatten",
+    "hutchinson_estimator_diag_hessian",
+    "mechanize",
+    "momo",
+    "momo_adam",
+    "normalize_by_update_norm",
+    "polyak_sgd",
+    "prodigy",
+    "sam",
+    "scale_by_backtracking_linesearch",
+    "scale_by_dog",
+    "scale_by_lbfgs",
+    "scale_by_polyak",
+    "scale_by_zoom_linesearch",
+    "skip_large_updates",
+    "skip_not_finite",
+  }
+)
+# What does so and agrees over the stages of one program.
+_AGREED = frozenset({"skip_nonfinite", "clip_local"})
+_WHOLE = "whole_model"
+# What may go by the names of leaves: those of all stages are needed.
+_OF_NAMES = ("a partition of leaves", "a mask")
 
 
-def check_parts(
-  argument: str,
+def needs_all(
   optimizer: optax.GradientTransformation,
-  num_parts: int,
   *,
-  agree: bool,
+  num_parts: int,
+  num_stages: int,
   tied: bool = False,
-) -> None:
-  """Refuses what would decide by a part of the model's leaves.
+  agree: bool = True,
+  named: bool = False,
+) -> bool:
+  """Returns whether a chain has to see all leaves of a model at once.
 
   Args:
-    argument: its name.
-    optimizer: as of `check_chain`.
+    optimizer: as of `check_chain`; what stands in a `whole_model` sees them.
     num_parts: of the model, each with an optimizer of its own.
-    agree: whether `collectives.sum_of_parts` adds over them.
-    tied: whether parts share parameters, which such a sum counts twice.
-
-  Raises:
-    ValueError: when it holds one of these, named.
+    num_stages: of the model.
+    tied: whether stages share parameters, which counts them twice.
+    agree: whether `collectives.sum_of_parts` adds over the parts.
+    named: whether parts have their stages' names of leaves.
   """
-  if num_parts < 2:
-    return
   found = frozenset(_names(optimizer, set()))
-  refused = _OF_ALL | ({} if agree else _AGREED)
-  if tied:
-    refused |= {"clip_local": _AGREED["clip_local"]}
-  for name, remedy in refused.items():
-    if name in found:
-      error = (
-        f"`{argument}` must not decide by all leaves at once in a pipeline, "
-        "which gives it those of its own stages only, got "
-        f"{name}. {remedy}"
-      )
-      raise ValueError(error.rstrip())
+  if (num_parts > 1 or tied) and found & _OF_ALL:
+    return True
+  if num_parts > 1 and not agree and found & {*_AGREED, _WHOLE}:
+    return True
+  if tied and "clip_local" in found:
+    return True
+  kinds = _kinds(found)
+  # Masks of LARS and its kind are theirs: by the leaves' shapes.
+  by_name = bool(kinds) and all(kind in _OF_NAMES for kind in kinds)
+  return not named and num_stages > 1 and by_name
 
 
 def check_chain(
@@ -95,16 +108,20 @@ def check_chain(
   """
   if not packed:
     return
-  found = frozenset(_names(optimizer, set()))
-  names = [x for x, parts in _OF_LEAVES.items() if found.intersection(parts)]
+  names = _kinds(frozenset(_names(optimizer, set())))
   # LARS and its kind hold masks, too: the first name says what was asked for.
   if names:
     raise ValueError(
       "`inner` must act on each number alone, or in blocks, where stages are "
       "unlike or share parameters and lie packed in one buffer, got "
-      f"{names[0]}. Take stages of equal shapes, or run each in a process of "
-      "its own."
+      f"{names[0]}. Take stages of equal shapes, run each in a process of its "
+      "own, or give it all leaves: `pipeline.whole_model(optimizer)`."
     )
+
+
+def _kinds(found: frozenset[str]) -> list[str]:
+  """Returns what needs whole leaves among the names of a chain's parts."""
+  return [x for x, parts in _OF_LEAVES.items() if found.intersection(parts)]
 
 
 def _names(part: Any, seen: set[int]) -> Iterator[str]:
@@ -116,7 +133,10 @@ def _names(part: Any, seen: set[int]) -> Iterator[str]:
   if isinstance(part, functools.partial):
     held = [part.func, *part.args, *part.keywords.values()]
   elif inspect.isfunction(part):
-    yield part.__qualname__.split(".<locals>")[0]
+    name = part.__qualname__.split(".<locals>")[0]
+    yield name
+    if name == _WHOLE:  # What stands in it has all that it needs.
+      return
     for cell in part.__closure__ or ():
       try:
         held.append(cell.cell_contents)

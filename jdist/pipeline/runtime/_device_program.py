@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jdist import collectives, training
+from jdist import checks, collectives, training
 from jdist.pipeline.runtime import (
+  _chain_check,
   _device_state,
   _stages,
   _ticks,
   _tied_leaves,
+  _whole_model,
 )
 
 PyTree = Any
@@ -23,22 +25,51 @@ class DeviceProgram:
   """Runs a grid's ticks and an optimizer on each device of a pipeline."""
 
   def __init__(
-    self, ticks: _ticks.Ticks, *, clip_norm: float | None, axis: str
+    self,
+    ticks: _ticks.Ticks,
+    stages: Sequence[_stages.LayerLike],
+    *,
+    clip_norm: float | None,
+    axis: str,
   ):
     """Takes what a step is made of.
 
     Args:
       ticks: the loop over a step's ticks.
+      stages: of the model.
       clip_norm: greatest norm of the whole model's mean gradient, or None.
       axis: of the mesh, over which the devices of a pipeline lie.
     """
     self._ticks, self.grid = ticks, ticks.grid
     self._clip_norm, self._axis = clip_norm, axis
+    self._stages = stages
+    self._layout, self._shapes = (
+      _whole_model.Layout(stages, ticks.params, name) for name in (axis, None)
+    )
 
   @property
   def spec(self) -> PartitionSpec:
     """Placement of parameters and the model's state on the mesh."""
     return PartitionSpec(self._axis)
+
+  def chain(
+    self, inner: optax.GradientTransformation
+  ) -> optax.GradientTransformation:
+    """Returns a chain as each device runs it: on its own leaves, or on all.
+
+    Raises:
+      ValueError: when it is no optimizer, or needs whole leaves, and packed
+        stages have none.
+    """
+    checks.check_optimizer("inner", inner)
+    _chain_check.check_chain(inner, packed=not self._ticks.params.stacked)
+    found = _chain_check.needs_all(
+      inner,
+      num_parts=self.grid.num_devices,
+      num_stages=self.grid.num_stages,
+      tied=bool(self._ticks.tied),
+    )
+    return _whole_model.whole_model(inner) if found else inner
 
   def optimizer_specs(self, shapes: PyTree) -> PyTree:
     """Returns how the workers' optimizer states lie: scalars are of all."""
@@ -50,14 +81,12 @@ class DeviceProgram:
     self,
     team: collectives.Workers,
     inner: optax.GradientTransformation,
-    stages: Sequence[_stages.LayerLike],
   ) -> training.TrainState:
     """Returns the shapes of the state in which all workers begin.
 
     Args:
       team: workers on a mesh that has the devices' axis, too.
       inner: the optimizer.
-      stages: of the model.
     """
     workers = team.num_workers
 
@@ -77,8 +106,8 @@ class DeviceProgram:
     params, state = (
       replicated(jax.eval_shape(arrays.join, trees), self.spec)
       for arrays, trees in (
-        (ticks.params, [x.params for x in stages]),
-        (ticks.states, [x.state for x in stages]),
+        (ticks.params, [x.params for x in self._stages]),
+        (ticks.states, [x.state for x in self._stages]),
       )
     )
     opt_state = jax.eval_shape(team.spmd(lambda p: self.init(inner, p)), params)
@@ -225,7 +254,10 @@ class DeviceProgram:
       params: PyTree = None,
       **given: Any,
     ) -> tuple[PyTree, _device_state.InFlightState]:
-      with collectives.model_parts(parts):
+      with (
+        collectives.model_parts(parts),
+        _whole_model.layout_of(self._layout),
+      ):
         updates, after = inner.update(grads, state.inner, params, **given)
       updates = self._ticks.tied.share(updates)
       read = _device_state.read(state, params)
@@ -251,7 +283,8 @@ class DeviceProgram:
 
     def device(params: PyTree) -> Any:
       own = jax.tree.map(lambda x: x[0], params)
-      state = inner.init(own)
+      with _whole_model.layout_of(self._layout):
+        state = inner.init(own)
       flight = self._ticks.start() if self.grid.behind else ()
       return jax.tree.map(lambda x: x[None] if x.ndim else x, state), (
         jax.tree.map(lambda x: x[None], flight)
@@ -260,7 +293,8 @@ class DeviceProgram:
     local = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params
     )
-    shapes = jax.eval_shape(inner.init, local)
+    with _whole_model.layout_of(self._shapes):
+      shapes = jax.eval_shape(inner.init, local)
     split = jax.tree.map(
       lambda x: _device_state.spec_of(x.ndim, self.spec), shapes
     )

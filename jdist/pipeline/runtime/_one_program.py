@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from jdist import checks, collectives, training, transforms
 from jdist.pipeline.runtime import (
-  _chain_check,
   _device_program,
   _grid,
   _stages,
@@ -118,7 +117,7 @@ class OneProgram:
       axis=axis,
     )
     self._program = _device_program.DeviceProgram(
-      self._ticks, clip_norm=clip_norm, axis=axis
+      self._ticks, self.stages, clip_norm=clip_norm, axis=axis
     )
 
   def __repr__(self) -> str:
@@ -244,7 +243,7 @@ class OneProgram:
         optimizer needs whole leaves, or all of them, and does not have them.
     """
     self._check_mesh(team)
-    self._check_chain(inner)
+    inner = self._program.chain(inner)
     joined, model_state = self.join(params, model_state)
     state = training.init_state(
       team, optax.identity(), joined, model_state, seed=seed, specs=self.spec
@@ -272,7 +271,7 @@ class OneProgram:
       inner: the optimizer that `make_step` is given.
     """
     self._check_mesh(team)
-    return self._program.abstract_state(team, inner, self.stages)
+    return self._program.abstract_state(team, self._program.chain(inner))
 
   def continue_from(
     self,
@@ -359,8 +358,7 @@ class OneProgram:
   def _optimizer(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
-    self._check_chain(inner)
-    return self._program.optimizer(inner)
+    return self._program.optimizer(self._program.chain(inner))
 
   def _cut(self, x: jax.Array) -> jax.Array:
     """Cuts a batch into micro-batches."""
@@ -372,17 +370,6 @@ class OneProgram:
         "for each worker, or another table."
       )
     return x.reshape(number, x.shape[0] // number, *x.shape[1:])
-
-  def _check_chain(self, inner: optax.GradientTransformation) -> None:
-    checks.check_optimizer("inner", inner)
-    _chain_check.check_parts(
-      "inner",
-      inner,
-      self.grid.num_devices,
-      agree=True,
-      tied=bool(self._ticks.tied),
-    )
-    _chain_check.check_chain(inner, packed=not self.stacked)
 
   def _check_mesh(self, team: collectives.Workers) -> None:
     shape = {} if team.mesh is None else dict(team.mesh.shape)

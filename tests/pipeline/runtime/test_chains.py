@@ -218,24 +218,6 @@ def test_packed_stages_refuse_what_needs_whole_leaves_by_name(name):
 @pytest.mark.parametrize(
   "optimizer",
   [
-    optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
-    optax.apply_if_finite(optax.adam(0.1), 3),
-    contrib.prodigy(1.0),
-  ],
-  ids=["clip", "normalize", "finite", "prodigy"],
-)
-def test_what_decides_by_all_leaves_is_refused_on_several_devices(optimizer):
-  pipe = _pipe(pipeline.make_table("1f1b", 4, 4), small.layers())
-  with pytest.raises(ValueError, match="`inner` must not decide by all"):
-    pipe.make_step(optimizer, axis="worker")
-  one = _pipe(pipeline.make_table("1f1b", 1, 4), small.layers())
-  one.make_step(optimizer, axis="worker")
-
-
-@pytest.mark.parametrize(
-  "optimizer",
-  [
     optax.adamw(0.1),
     jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 4, axis="worker"),
     transforms.predict_weights(optax.adam(0.1), 2),

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import cluster, collectives, models, pipeline, transforms
+from jdist import cluster, collectives, models, pipeline
 from tests.pipeline.runtime import _small_models as small
 
 _BATCH = {"x": jnp.ones((2, 8)), "y": jnp.ones((2, 8))}
@@ -180,28 +180,6 @@ _REFUSED = {
       collectives.workers(1, substrate="none"), optax.sgd(0.1)
     ),
     "`team` must be on a mesh whose axis 'stage' has the table's 4 devices",
-  ),
-  "a norm of all leaves, in a process": (
-    lambda: _process(
-      stages=pipeline.cut_layers(small.layers(), 2),
-      table=pipeline.make_table("interleaved", 1, 2),
-    ).init_state(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-    "`optimizer` must not decide by all leaves at once .* got "
-    "clip_by_global_norm. To clip, take `clip_norm`",
-  ),
-  "a guard in a process": (
-    lambda: _process(
-      stages=pipeline.cut_layers(small.layers(), 2),
-      table=pipeline.make_table("interleaved", 1, 2),
-    ).init_state(transforms.skip_nonfinite(None)),
-    "`optimizer` must not decide by all .* got skip_nonfinite. Run all stages",
-  ),
-  "a norm that counts tied parameters twice": (
-    lambda: _one_program(
-      stages=pipeline.cut_layers(small.tied_layers(), 3),
-      table=pipeline.make_table("1f1b", 3, 2),
-    ).make_step(transforms.clip_local(1.0, None), axis=None),
-    "`inner` must not decide by all leaves at once .* got clip_local. To clip",
   ),
   "no optimizer": (
     lambda: _one_program().make_step(None, axis=None),

@@ -1,0 +1,387 @@
+"""Chains that decide by all leaves do so for all stages: as the unsplit model.
+
+In one program and in processes, in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jdist
+from jdist import collectives, models, pipeline, training, transforms
+from tests.pipeline.processes._threads import in_threads
+from tests.pipeline.runtime import _small_models as small
+
+_MICRO, _COUNT, _STEPS = 3, 2, 4
+_SGD = optax.sgd(0.5, momentum=0.9)
+
+
+def _one(params):
+  """Marks the second layer alone, which is another stage's."""
+  return {
+    name: jax.tree.map(lambda _, name=name: name == "dense1", tree)
+    for name, tree in params.items()
+  }
+
+
+_CHAINS = {
+  "clip": optax.chain(optax.clip_by_global_norm(0.05), _SGD),
+  "finite": optax.apply_if_finite(optax.adam(0.05), 3),
+  "mask by name": optax.adamw(0.01, weight_decay=0.5, mask=_one),
+  "normalize": optax.chain(optax.normalize_by_update_norm(), _SGD),
+  "prodigy": contrib.prodigy(1.0),
+  "polyak": optax.polyak_sgd(1.0),
+  "dog": contrib.dog(1.0),
+  "clip and LAMB": optax.chain(
+    optax.clip_by_global_norm(0.05), optax.lamb(0.1)
+  ),
+  "steps": optax.MultiSteps(
+    optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+  ).gradient_transformation(),
+  "freeze by name": optax.partition(
+    {"a": _SGD, "b": optax.set_to_zero()},
+    lambda p: {k: "b" if k == "dense1" else "a" for k in p},
+  ),
+}  # fmt: skip
+_CHEAP = ("clip",)
+
+
+def _layers(sizes):
+  return small.layers(sizes, dtype=jnp.float64)
+
+
+def _batches(sizes, workers=1, number=_STEPS):
+  return small.batches(
+    number, workers, _MICRO * _COUNT, sizes, dtype=np.float64
+  )
+
+
+def _microbatch(sizes, dtype=np.float64):
+  return {
+    name: jax.ShapeDtypeStruct((_MICRO, width), dtype)
+    for name, width in zip("xy", (sizes[0], sizes[-1]), strict=True)
+  }
+
+
+def _unsplit(layers, chain, batches, workers=1, count=_COUNT, loss=None):
+  team = collectives.workers(
+    workers, substrate="vmap" if workers > 1 else "none"
+  )
+  optimizer = chain(team.axis)
+  state = training.init_state(team, optimizer, *small.merged(layers))
+  step = team.jit(
+    training.make_step(
+      small.whole_loss(layers) if loss is None else loss,
+      optimizer,
+      axis=team.axis,
+      accumulate=count,
+    )
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  return jax.tree.map(lambda x: x[0], state.params)
+
+
+def _one_program(layers, table, chain, batches, sizes, workers=1, **options):
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(layers, table.num_stages),
+    small.loss,
+    table,
+    _microbatch(sizes, batches[0]["x"].dtype),
+    inputs="x",
+    **options,
+  )
+  mesh = collectives.make_mesh(
+    (workers, pipe.grid.num_devices), ("worker", "stage")
+  )
+  team = collectives.workers(workers, mesh=mesh)
+  optimizer = chain(team.axis)
+  state = pipe.init_state(team, optimizer)
+  step = team.jit(
+    pipe.make_step(optimizer, axis=team.axis),
+    out_specs=(team.specs(state), None),
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  if pipe.grid.behind:
+    state = team.jit(pipe.make_drain(optimizer, axis=team.axis))(state)
+  parts = jax.tree.map(
+    lambda x: np.asarray(x[0]), (state.params, state.model_state)
+  )
+  return pipe.split(*parts)[0], state
+
+
+def _averaged(name):
+  return lambda axis: optax.chain(
+    transforms.average_gradients(axis), _CHAINS[name]
+  )
+
+
+def _slow(names, cheap=_CHEAP):
+  return [
+    x if x in cheap else pytest.param(x, marks=pytest.mark.slow) for x in names
+  ]
+
+
+@pytest.mark.parametrize("name", _slow(_CHAINS))
+@pytest.mark.parametrize(
+  ("table", "sizes"),
+  [
+    (("1f1b", 2, _COUNT), small.SIZES[:3]),
+    *(
+      pytest.param(table, sizes, marks=pytest.mark.slow)
+      for table, sizes in (
+        (("interleaved", 2, _COUNT), small.SIZES),
+        (("1f1b", 2, _COUNT), small.UNLIKE[:3]),
+      )
+    ),
+  ],
+  ids=["equal", "interleaved", "unlike"],
+)
+def test_one_program_does_as_the_unsplit_model(name, table, sizes):
+  if sizes == small.UNLIKE[:3] and ("LAMB" in name or "by name" in name):
+    pytest.skip("refused by name: tests/pipeline/runtime/test_chains.py")
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    layers, batches = _layers(sizes), _batches(sizes)
+    table = pipeline.make_table(*table)
+    found, _ = _one_program(layers, table, _averaged(name), batches, sizes)
+    wanted = _unsplit(layers, _averaged(name), batches)
+    assert small.error(found, wanted) < 1e-12
+
+
+# A process has no loss for its optimizer: Polyak's needs one.
+@pytest.mark.parametrize("name", _slow(x for x in _CHAINS if x != "polyak"))
+def test_processes_do_as_the_unsplit_model(name):
+  sizes = small.UNLIKE
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    layers, batches = _layers(sizes), _batches(sizes)
+    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches)
+  found = _processes(layers, ("1f1b", 3, _COUNT), _CHAINS[name], batches, sizes)
+  assert small.error(found, wanted) < 1e-12
+
+
+def _processes(layers, table, optimizer, batches, sizes, cuts=3):
+  stages = pipeline.cut_layers(layers, cuts)
+
+  def work(peers):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+      process = pipeline.StageProcess(
+        stages,
+        small.loss,
+        pipeline.make_table(*table),
+        _microbatch(sizes),
+        peers=peers,
+        inputs="x",
+      )
+      state = process.init_state(optimizer)
+      own = [jax.tree.map(lambda x: x[0], batch) for batch in batches]
+      state, _ = process.run(state, own)
+      return process.gather(state)[0]
+
+  return in_threads(table[1], work)[0]
+
+
+@pytest.mark.slow
+def test_a_device_of_several_stages_sends_all_of_them():
+  sizes, name = small.SIZES, "clip"
+  with jax.enable_x64(True):
+    layers, batches = _layers(sizes), _batches(sizes)
+    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches)
+  found = _processes(
+    layers, ("interleaved", 2, _COUNT), _CHAINS[name], batches, sizes, 4
+  )
+  assert small.error(found, wanted) < 1e-12
+
+
+def _steep(slope):
+  """Layers `tanh(x + sqrt(a))` whose last one's slope is infinite at zero."""
+
+  def layer(name, start):
+    def apply(params, state, x, *, train, mask=None):
+      del train, mask
+      return jnp.tanh(x + jnp.sqrt(params[name]["a"])), state
+
+    return models.Layer(name, {name: {"a": jnp.full(8, start)}}, {}, apply)
+
+  return [layer("a", 1.0), layer("b", slope)]
+
+
+def test_one_stages_infinite_gradient_holds_all_back():
+  sizes = (8, 8)
+  chain = optax.apply_if_finite(optax.sgd(0.1), 3)
+  with jax.enable_x64(True):
+    batches = _batches(sizes, number=2)
+    for slope, moves in ((0.0, False), (0.5, True)):
+      layers = _steep(slope)
+      before = small.merged(layers)[0]
+      found, state = _one_program(
+        layers,
+        pipeline.make_table("1f1b", 2, _COUNT),
+        lambda axis: optax.chain(transforms.average_gradients(axis), chain),
+        batches,
+        sizes,
+      )
+      for key in "ab":  # The first stage's gradient is finite in both.
+        same = bool((found[key]["a"] == before[key]["a"]).all())
+        assert same != moves
+      told = optax.tree_utils.tree_get(state.opt_state, "total_notfinite")
+      assert told.tolist() == [0 if moves else 2]
+
+
+@pytest.mark.slow
+def test_tied_leaves_count_once():
+  sizes = small.SIZES
+  layers = [
+    models.Layer(
+      x.name, jax.tree.map(lambda v: v.astype(jnp.float32), x.params), {},
+      x.apply,
+    )
+    for x in small.tied_layers()
+  ]  # fmt: skip
+  batches = small.batches(_STEPS, 1, _MICRO * _COUNT, sizes)
+  found, _ = _one_program(
+    layers,
+    pipeline.make_table("1f1b", 3, _COUNT),
+    _averaged("clip"),
+    batches,
+    sizes,
+  )
+  wanted = _unsplit(
+    layers, _averaged("clip"), batches, loss=small.chain_loss(layers)
+  )
+  assert small.error(found, wanted) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["workers", "inside local steps", "Muon"])
+def test_it_stands_by_hand_where_stages_are_unlike(form):
+  sizes, inside = small.UNLIKE[:3], _CHAINS["clip"]
+
+  def chain(whole, axis):
+    if form == "inside local steps":
+      return jdist.local_sgd(whole(inside), 2, axis=axis)
+    optimizer = whole(contrib.muon(0.05) if form == "Muon" else inside)
+    return optax.chain(transforms.average_gradients(axis), optimizer)
+
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    layers, batches = _layers(sizes), _batches(sizes, 2)
+    found, _ = _one_program(
+      layers,
+      pipeline.make_table("1f1b", 2, _COUNT),
+      functools.partial(chain, pipeline.whole_model),
+      batches,
+      sizes,
+      2,
+    )
+    wanted = _unsplit(layers, functools.partial(chain, lambda x: x), batches, 2)
+    # The anchor of local steps is float32.
+    rtol = 1e-6 if form == "inside local steps" else 1e-12
+    assert small.error(found, wanted) < rtol
+
+
+@pytest.mark.slow
+def test_a_late_gradient_is_clipped_inside_prediction():
+  sizes, table = small.SIZES[:3], pipeline.ours(2, _COUNT, window=2)
+  layers = small.layers(sizes)
+  batches = small.batches(6, 1, _MICRO * _COUNT, sizes)
+
+  def chain(axis):
+    inside = pipeline.whole_model(_CHAINS["clip"])
+    return jdist.ssgd(transforms.predict_weights(inside, 1), axis=axis)
+
+  found, _ = _one_program(
+    layers, table, chain, batches, sizes, late_sends=False
+  )
+  delayed = transforms.delay_gradients(chain(None), 1)
+  team = collectives.workers(1, substrate="none")
+  state = training.init_state(team, delayed, *small.merged(layers))
+  step = team.jit(
+    training.make_step(
+      small.whole_loss(layers), delayed, axis=None, accumulate=_COUNT
+    )
+  )
+  for batch in batches:
+    state, _ = step(state, team.place(batch))
+  one = jax.tree.map(lambda x: x[0], state)
+  wanted, _ = transforms.drain(delayed, one.opt_state, one.params)
+  assert small.error(found, wanted) < 1e-5
+
+
+@jax.numpy_dtype_promotion("standard")  # As Adam is written.
+def test_the_state_lies_in_equal_parts_on_the_devices():
+  sizes = small.SIZES[:3]
+  layers = small.layers(sizes)
+  _, state = _one_program(
+    layers,
+    pipeline.make_table("1f1b", 2, _COUNT),
+    _averaged("finite"),
+    small.batches(1, 1, _MICRO * _COUNT, sizes),
+    sizes,
+  )
+  moments = [x for x in jax.tree.leaves(state.opt_state.inner) if x.ndim > 2]
+  # Both moments of two matrices of 64 numbers, a half on each device.
+  assert [x.shape for x in moments] == [(1, 2, 32)] * 4
+  for x in moments:
+    assert {s.data.shape for s in x.addressable_shards} == {(1, 1, 32)}
+
+
+def _sent(optimizer):
+  """How many collectives a step has."""
+  sizes = small.SIZES[:3]
+  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(small.layers(sizes), 2),
+    small.loss,
+    pipeline.make_table("1f1b", 2, _COUNT),
+    batch,
+    inputs="x",
+  )
+  mesh = collectives.make_mesh((1, 2), ("worker", "stage"))
+  team = collectives.workers(1, mesh=mesh)
+  optimizer = jdist.ssgd(optimizer, axis=team.axis)
+  state = pipe.init_state(team, optimizer)
+  (batch,) = small.batches(1, 1, _MICRO * _COUNT, sizes)
+  step = team.spmd(pipe.make_step(optimizer, axis=team.axis))
+  text = str(jax.make_jaxpr(step)(state, batch))
+  kinds = ("all_gather[", "psum", "ppermute[", "all_to_all[", "reduce_scatter[")
+  return {kind: text.count(kind) for kind in kinds}
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_chains_that_treat_numbers_alone_send_nothing_over_stages():
+  nothing = _sent(optax.identity())
+  assert not nothing["all_gather["] and nothing["ppermute["]
+  assert _sent(_SGD) == _sent(optax.adam(0.1)) == nothing
+  # Of a leaf the gradient, the parameters in update and init, and momentum.
+  assert _sent(_CHAINS["clip"])["all_gather["] == 4
+
+
+def test_rounds_and_predictions_stand_outside():
+  pipe = pipeline.OneProgram(
+    pipeline.cut_layers(small.layers(), 2),
+    small.loss,
+    pipeline.make_table("1f1b", 2, _COUNT),
+    {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))},
+    inputs="x",
+  )
+  mesh = collectives.make_mesh((1, 2), ("worker", "stage"))
+  team = collectives.workers(1, mesh=mesh)
+  for chain, words in (
+    (
+      jdist.local_sgd(_CHAINS["clip"], 2, axis=team.axis),
+      "neither rounds nor predicted weights.* got one with LocalSteps.*whole_",
+    ),
+    (
+      jdist.ssgd(
+        transforms.predict_weights(_CHAINS["clip"], 1), axis=team.axis
+      ),
+      "got one with PredictWeightsState",
+    ),
+  ):
+    with pytest.raises(ValueError, match=words):
+      pipe.init_state(team, chain)
