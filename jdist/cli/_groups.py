@@ -370,3 +370,13 @@ class StageOptions:
   ] = ()
   """Layers, counted from 0, at which the second and later stages begin; if not
   given, where the stages take about as long."""
+
+  late_from: float | None = None
+  """Share of the run's steps after which a table without a flush begins, which
+  takes gradients late; 1f1b before. 0.5 keeps the accuracy where such a table
+  from the beginning does not, see experiments/pipeline. If not given, at
+  once."""
+
+  delay_fix: Literal["none", "prediction"] = "none"
+  """What is done about late gradients: they are taken at predicted weights, by
+  `transforms.predict_weights`, or as they are."""

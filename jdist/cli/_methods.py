@@ -16,6 +16,8 @@ STREAM_STEPS = (1, 2, 4, 8, 16)
 # How far the rules of `intervals` go that have a highest interval, unless the
 # first one is longer.
 _HIGHEST = 16
+# Optax's own.
+_ADAM_B2 = 0.999
 # What methods read of a run that no option of theirs is.
 OF_SOME = (
   "interval", "interval_policy", "overlap", "delay_steps", "carry", "stream",
@@ -103,13 +105,15 @@ def build_method(
   axis: collectives.Axis,
   model: models.Model | None = None,
   networks: Mapping[str, Any] | None = None,
+  predicted_steps: int | None = None,
   **fixed: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer.
 
   `networks` are the arguments of a method that needs trained networks; None
-  loads those that the options name, for this model.  `fixed` are arguments that
-  no option changes.
+  loads those that the options name, for this model.  `predicted_steps` are
+  those by which a pipeline's gradients come late, None not to predict.  `fixed`
+  are arguments that no option changes.
   """
   method = entries()[name]
   given = _composition.arguments(method, options)
@@ -121,6 +125,11 @@ def build_method(
     given |= networks
   given |= fixed
   inner = optimizer_of(options, run, plain=method.own_momentum)
+  if predicted_steps is not None:
+    adam = options.optimizer == "adamw" and not method.own_momentum
+    inner = transforms.predict_weights(
+      inner, predicted_steps, b2=_ADAM_B2 if adam else None
+    )
   built = method.build(inner, run, axis=axis, **given)
   if not options.skip_nonfinite:
     return built

@@ -1,6 +1,7 @@
 """`jdist train --stages`: what it trains, leaves, goes on with and refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -48,11 +49,21 @@ def test_a_late_table_goes_on_where_it_stopped(tmp_path, capsys):
     assert again[name] == whole[name]
 
 
+_HALF = "--late-from 0.5 --delay-fix prediction"
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path, capsys):
+@pytest.mark.parametrize(
+  ("more", "step"),
+  [("", 1), (_HALF, 1), (_HALF, 20), (_HALF, 21)],
+  ids=["late", "in time yet", "at the change", "late since"],
+)
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(
+  more, step, tmp_path, capsys
+):
   words = (
     "--stages 2 --table ours --window 2 --microbatches 2 --cuts 1 --steps 40 "
-    "--checkpoint-every-epochs 0.05"
+    f"--checkpoint-every-epochs 0.05 --evaluate-every-epochs 1 {more}"
   )
   killed = f"{_RUN} --output {tmp_path / 'a'} {words}"
   saved = tmp_path / "saved"
@@ -60,15 +71,41 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path, capsys):
   process = subprocess.Popen(
     [*command, "--checkpoints", str(saved)], stderr=subprocess.DEVNULL
   )
-  while not list(saved.glob("step_*.json")) and process.poll() is None:
-    time.sleep(0.05)
+
+  def newest():
+    return max(
+      (int(x.stem.split("_")[1]) for x in saved.glob("step_*.json")), default=0
+    )
+
+  while newest() < step and process.poll() is None:
+    time.sleep(0.02)
   assert process.poll() is None, "the run was over before it could be killed"
   process.kill()
   process.wait()
+  if step == 20:  # Exactly there, whatever has been saved since.
+    for path in saved.glob("step_*"):
+      if int(path.stem.split("_")[1]) > step:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
   again = _train(f"{words} --checkpoints {saved}", tmp_path / "a", capsys)
   whole = _train(words, tmp_path / "b", capsys)
   for name in ("test_loss", "accuracy", "rounds", "sent_bytes"):
     assert again[name] == whole[name]
+
+
+@pytest.mark.slow
+def test_a_late_half_is_1f1b_and_then_a_window(tmp_path, capsys):
+  words = "--stages 2 --microbatches 2 --cuts 1 --momentum 0.9"
+  late = f"{words} --table ours --window 2"
+  plain = _train(f"{words} --steps 3", tmp_path / "a", capsys)
+  half = _train(f"{late} --late-from 0.5", tmp_path / "b", capsys)
+  fixed = _train(f"{late} {_HALF}", tmp_path / "c", capsys)
+  whole = _train(late, tmp_path / "d", capsys)
+  first, *_ = half["curve"]
+  assert first["step"] == 3
+  assert first["loss"] == pytest.approx(plain["test_loss"], rel=1e-6)
+  assert len({x["test_loss"] for x in (half, fixed, whole)}) == 3
+  # Stages of one worker's own pipeline do not count.
+  assert half["sent_bytes"] == whole["sent_bytes"] == 2 * plain["sent_bytes"]
 
 
 def test_stages_have_about_equally_many_operations():
@@ -100,6 +137,15 @@ def test_stages_have_about_equally_many_operations():
     ("--stages 2 --cuts 1 2", "`--cuts` must be 1 layers for the 2 stages"),
     ("--stages 2 --workers 32", "`--stages` times `--workers` must be at most"),
     ("--stages 2 --method mp2 --predictor x", "`--stages` must be left out"),
+    ("--stages 2 --late-from 0.5", "`--late-from` must be left out with"),
+    (
+      "--stages 2 --table ours --late-from 1",
+      "`--late-from` must be above 0 and below 1, got 1",
+    ),
+    (
+      "--stages 2 --delay-fix prediction",
+      "`--delay-fix` must be left out with `--table` 1f1b",
+    ),
     ("--stages 2 --table paci", "`table` must be synchronous, or have delayed"),
   ],
 )

@@ -1,9 +1,10 @@
 """`jdist train --stages`: each worker's model is cut over several devices."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jdist import (
   cluster,
@@ -36,6 +37,7 @@ def check(options: _options.Train) -> pipeline.Table:
     )
   assert options.stages is not None
   table = _tables.of_options(options)
+  _check_late(options, table)
   parts = options.workers * table.num_microbatches
   if options.batch_size % parts:
     below = max(options.batch_size // parts, 1) * parts
@@ -45,6 +47,26 @@ def check(options: _options.Train) -> pipeline.Table:
       f"{below} or {below + parts}, or other `--microbatches`."
     )
   return table
+
+
+def _check_late(options: _options.Train, table: pipeline.Table) -> None:
+  """Checks the options of gradients that come late."""
+  share = options.late_from
+  if share is not None and not 0 < share < 1:
+    raise ValueError(
+      f"`--late-from` must be above 0 and below 1, got {share:g}. Leave it out "
+      "for a table that runs from the beginning."
+    )
+  late = table.window > 1
+  for option, given in (
+    ("--late-from", share is not None),
+    ("--delay-fix", options.delay_fix != "none"),
+  ):
+    if given and not late:
+      raise ValueError(
+        f"`{option}` must be left out with `--table` {options.table}, whose "
+        "gradients are in time. Take ours."
+      )
 
 
 def prepare(options: _options.Train, table: pipeline.Table) -> "PreparedStages":
@@ -72,30 +94,39 @@ def prepare(options: _options.Train, table: pipeline.Table) -> "PreparedStages":
   return PreparedStages(_experiment.build(options, team), options, table)
 
 
+class _Phase(NamedTuple):
+  """A part of a run, with one table."""
+
+  pipe: pipeline.OneProgram
+  optimizer: optax.GradientTransformation
+  trainer: training.Trainer
+
+
 @dataclasses.dataclass
 class PreparedStages:
-  """A pipeline's programs: compiled once, used for every seed."""
+  """A pipeline's programs: compiled once, used for every seed.
+
+  With `--late-from` there are two tables, one behind the other: the first has
+  come to its end when the second begins, `OneProgram.continue_from`.
+  """
 
   workload: comparison.Workload
   options: _options.Train
   table: pipeline.Table
 
   def __post_init__(self) -> None:
-    workload, options, team = self.workload, self.options, self.workload.workers
+    workload, options = self.workload, self.options
     self.budget = _methods.make_budget(
       options, options.learning_rate, workload.steps_per_epoch
     )
-    self.pipe = self._pipe(workload.model(0))
-    self.optimizer = _methods.build_method(
-      options.method, options, self.budget, team.axis
-    )
-    self.trainer = training.Trainer(
-      team,
-      self.pipe.make_step(self.optimizer, axis=team.axis),
-      stream_steps=self._stream_steps(),
-      host_rounds=None if options.host_rounds else False,
-    )
-    self.evaluate = workload.evaluator(self.pipe.apply)
+    self.late = self._phase(self.table)
+    self.first: _Phase | None = None
+    if options.late_from is not None:
+      flushed = pipeline.make_table(
+        "1f1b", self.table.num_stages, self.table.num_microbatches
+      )
+      self.first = self._phase(flushed)
+    self.evaluate = workload.evaluator(self.late.pipe.apply)
 
   def other_workers(self, seed: int) -> None:
     """Returns None: the stages of other workers are not put together."""
@@ -109,28 +140,103 @@ class PreparedStages:
     What is under way at the end is brought to its end: then the last record is
     of parameters with every gradient in them.
     """
-    workload, model = self.workload, self.workload.model(seed)
-    team = workload.workers
-    state = self.pipe.init_state(
-      team, self.optimizer, model.params, model.state, seed=seed
+    num_steps, team = self.budget.num_steps, self.workload.workers
+    before: list[training.Record] = []
+    if self.first is None:
+      state, records = self._fit(
+        self.late, self._state(self.late, seed), seed, num_steps, label, fit
+      )
+    else:
+      change = self._change_step()
+      # Not a longer run's: its table would change in another step.
+      fit = fit | {"free": ()}
+      if self._is_late(fit.get("checkpoints"), seed, change):
+        state = self._state(self.late, seed)
+      else:
+        state, before = self._fit(
+          self.first, self._state(self.first, seed), seed, change, label, fit
+        )
+        state = self.late.pipe.continue_from(state, team, self.late.optimizer)
+        fit = fit | {"continues": before[-1]}
+      state, records = self._fit(self.late, state, seed, num_steps, label, fit)
+    if records and self.late.pipe.grid.behind:
+      drain = self.late.pipe.make_drain(self.late.optimizer, axis=team.axis)
+      metrics = self.evaluate(team.jit(drain)(state))
+      records[-1] = records[-1]._replace(metrics=metrics)
+    return before + records
+
+  def _change_step(self) -> int:
+    """Returns the step after which the late table begins."""
+    share, num_steps = self.options.late_from, self.budget.num_steps
+    assert share is not None, "there is a first table"
+    return min(max(1, round(share * num_steps)), num_steps - 1)
+
+  def _is_late(
+    self, checkpoints: training.Checkpoints | None, seed: int, change: int
+  ) -> bool:
+    """Returns whether a run that goes on is beyond its first table."""
+    if checkpoints is None:
+      return False
+    assert self.first is not None, "there is a first table"
+    first = self.first
+    found = checkpoints.restore(
+      lambda step: self._state(self.late if step > change else first, seed)
     )
-    state, records = self.trainer.fit(
+    return found is not None and found.step > change
+
+  def _state(self, phase: "_Phase", seed: int) -> training.TrainState:
+    model = self.workload.model(seed)
+    return phase.pipe.init_state(
+      self.workload.workers, phase.optimizer, model.params, model.state,
+      seed=seed,
+    )  # fmt: skip
+
+  def _fit(
+    self,
+    phase: "_Phase",
+    state: training.TrainState,
+    seed: int,
+    num_steps: int,
+    label: str | None,
+    fit: dict[str, Any],
+  ) -> tuple[training.TrainState, list[training.Record]]:
+    if label is not None and self.first is not None:
+      label = f"{label}, {phase.pipe.table.name}"
+    workload = self.workload
+    return phase.trainer.fit(
       state,
       workload.batches(seed).iterate,
-      self.budget.num_steps,
+      num_steps,
       evaluate=self.evaluate,
       evaluate_every=workload.steps(self.options.evaluate_every_epochs),
       label=label,
       **fit,
     )
-    if records and self.pipe.grid.behind:
-      drain = self.pipe.make_drain(self.optimizer, axis=team.axis)
-      metrics = self.evaluate(team.jit(drain)(state))
-      records[-1] = records[-1]._replace(metrics=metrics)
-    return records
 
-  def _pipe(self, model: models.Model) -> pipeline.OneProgram:
-    workload, options, table = self.workload, self.options, self.table
+  def _phase(self, table: pipeline.Table) -> "_Phase":
+    """Builds the programs of a table."""
+    options, team = self.options, self.workload.workers
+    pipe = self._pipe(self.workload.model(0), table)
+    predicts = options.delay_fix == "prediction"
+    optimizer = _methods.build_method(
+      options.method,
+      options,
+      self.budget,
+      team.axis,
+      predicted_steps=pipe.grid.delay if predicts else None,
+    )
+    trainer = training.Trainer(
+      team,
+      pipe.make_step(optimizer, axis=team.axis),
+      stream_steps=self._stream_steps(optimizer),
+      host_rounds=None if options.host_rounds else False,
+    )
+    return _Phase(pipe, optimizer, trainer)
+
+  def _pipe(
+    self, model: models.Model, table: pipeline.Table
+  ) -> pipeline.OneProgram:
+    workload, options = self.workload, self.options
     layers = [cast_layer(x, options.dtype) for x in model.layers]
     inputs = workload.inputs()
     batch = workload.batches(0)[0]
@@ -156,10 +262,12 @@ class PreparedStages:
       inputs=lambda batch, key: inputs(batch, key),
     )
 
-  def _stream_steps(self) -> tuple[int, ...]:
+  def _stream_steps(
+    self, optimizer: optax.GradientTransformation
+  ) -> tuple[int, ...]:
     model = self.workload.model(0)
     state = profiling.abstract_state(
-      self.workload.workers, self.optimizer, model.params, model.state
+      self.workload.workers, optimizer, model.params, model.state
     )
     streams = self.options.stream and transforms.streams(state.opt_state)
     return _methods.STREAM_STEPS if streams else ()

@@ -98,6 +98,7 @@ class Trainer:
     on_resume: Callable[[_checkpoints.Restored], None] | None = None,
     free: Sequence[str] = (),
     stop_on_sigterm: bool = False,
+    continues: _training_run.Record | None = None,
   ) -> tuple[_train_state.TrainState, list[_training_run.Record]]:
     """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
@@ -122,6 +123,8 @@ class Trainer:
       stop_on_sigterm: whether SIGTERM, as schedulers send it before they take
         a machine away, makes the run save after the next step and end with a
         `PreemptedError`; of several processes all do, after the same step.
+      continues: the last record of another trainer's call, whose run goes on
+        here from `state`: no checkpoint is read, and bytes and seconds go on.
 
     Returns:
       The state, and the records of this call; where nothing was left to
@@ -141,8 +144,8 @@ class Trainer:
     ):
       if number is not None and number < 1:
         raise ValueError(f"`{name}` must be at least 1, got {number}.")
-    sent_bytes = None
-    if checkpoints is not None:
+    sent_bytes = None if continues is None else continues.sent_bytes
+    if checkpoints is not None and continues is None:
       state, sent_bytes = _training_run.restore(
         checkpoints, state, metadata or {}, free, on_resume
       )
@@ -163,6 +166,8 @@ class Trainer:
       evaluate=evaluate,
       on_record=on_record,
     )
+    if continues is not None:
+      run.count_from(continues)
     with contextlib.ExitStack() as stack:
       data = batches(start)
       if close := getattr(data, "close", None):

@@ -119,6 +119,11 @@ class TrainingRun:
     # compiles.
     self._since_s: float | None = None
 
+  def count_from(self, record: Record) -> None:
+    """Counts seconds and samples on from another call's last record."""
+    self._train_s = record.train_s
+    self._samples = round(record.samples_per_s * record.train_s)
+
   def place(self, batch: PyTree) -> PyTree:
     """Puts a batch onto the devices; reads off the first what is sent."""
     placed = self._step.workers.place(batch)
