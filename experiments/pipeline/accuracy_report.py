@@ -17,14 +17,15 @@ from jdist.training import comparison
 Row: TypeAlias = dict[str, Any]
 Runs: TypeAlias = Mapping[str, Sequence[Row]]
 _BASE = "sync"
-# Of which pipeline a variant's iterations are: a table, and its window.
-_TABLES = {
-  "gpipe": (_BASE, {}),
-  "1f1b": (_BASE, {}),
-  "ours, W=2": ("W=2", {"window": 2}),
-  "ours, W=S": ("W=S", {"window": None}),
-  # The first for half of the run.
-  "1f1b, then ours, W=2": ("half W=2", {}),
+# Of which pipeline a variant's iterations are: a table, its window, and for how
+# much of the run the second of two tables.
+_TABLES: dict[str, tuple[str, dict[str, int | None], float]] = {
+  "gpipe": (_BASE, {}, 0.0),
+  "1f1b": (_BASE, {}, 0.0),
+  "ours, W=2": ("W=2", {"window": 2}, 0.0),
+  "ours, W=S": ("W=S", {"window": None}, 0.0),
+  "1f1b, then ours, W=2": ("half W=2", {}, 0.5),
+  "1f1b, then ours, W=S": ("third W=S", {}, 1 / 3),
 }
 _COLOURS = {
   "": "#d55e00", "prediction": "#0072b2", "look-ahead": "#009e73",
@@ -145,8 +146,7 @@ def iteration_s(name: str, stages: int, microbatches: int) -> float:
 
   Equal stages, backward passes twice as long as forward passes, free links.
   """
-  _, options = _TABLES[name]
-  options = {k: stages if v is None else v for k, v in options.items()}
+  options = {k: stages if v is None else v for k, v in _TABLES[name][1].items()}
   part = 1 / (3 * stages * microbatches)
   times = pipeline.simulate(
     pipeline.make_table(
@@ -163,7 +163,7 @@ def seconds(
 ) -> float:
   """Simulated seconds of the first steps of a run of so many."""
   first, _, second = name.partition(", then ")
-  late = max(0.0, steps - num_steps / 2) if second else 0.0
+  late = max(0.0, steps - num_steps * (1 - _TABLES[name][2])) if second else 0.0
   found = (steps - late) * iteration_s(first, stages, microbatches)
   if second:
     found += late * iteration_s(second, stages, microbatches)
@@ -209,7 +209,7 @@ def time_table(
     f"| table | variant | updates to it | {head} |",
     "|---|---|---|" + "---|" * len(microbatches),
   ]
-  for name, (window, _) in _TABLES.items():
+  for name, (window, _, _) in _TABLES.items():
     shown = [_BASE] if window == _BASE else [window]
     quickest = fastest(runs, window) if window != _BASE else None
     if quickest not in (None, window):
@@ -246,7 +246,8 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
     strict=False,
   ):  # fmt: skip
     shown = {_BASE: ("#333333", "-")}
-    shown[f"half {window}, prediction"] = ("#56b4e9", "--")
+    late = "half" if window == "W=2" else "third"
+    shown[f"{late} {window}, prediction"] = ("#56b4e9", "--")
     for fix, colour in _COLOURS.items():
       shown[f"{window}, {fix}" if fix else window] = (colour, "-")
     for name, (colour, style) in shown.items():
@@ -283,9 +284,10 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
   looks = {
     "gpipe": ("#333333", "-"), "ours, W=2": ("#0072b2", "-"),
     "ours, W=S": ("#d55e00", "--"), "1f1b, then ours, W=2": ("#56b4e9", "-"),
+    "1f1b, then ours, W=S": ("#e69f00", "-"),
   }  # fmt: skip
   for name, (colour, style) in looks.items():
-    window, _ = _TABLES[name]
+    window, _, _ = _TABLES[name]
     variant = window if window == _BASE else fastest(runs, window)
     if variant is None or variant not in runs:
       continue

@@ -178,7 +178,8 @@ def draw_adaptive(row: Row, path: pathlib.Path) -> None:
 
 
 def write(name: str, text: str) -> None:
-  """Puts a table into MEASURED.md, between the marks of its name."""
+  """Prints a table, and puts it into MEASURED.md between its name's marks."""
+  print(text)
   path = measured.HERE / "MEASURED.md"
   mark = f"<!-- {name} -->"
   parts = path.read_text().split(mark)
@@ -186,7 +187,7 @@ def write(name: str, text: str) -> None:
 
 
 def main() -> None:
-  """Writes tables and draws pictures."""
+  """Prints and writes tables, and draws pictures."""
   rows = training.read_rows(measured.RESULTS)
   write("timelines", timeline_table(rows))
   folder = measured.RESULTS.parent

@@ -11,6 +11,7 @@ import itertools
 import math
 import pathlib
 import random
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -169,8 +170,8 @@ def large(layers: int, machines: int) -> dict[str, Any]:
   }
 
 
-def main() -> None:
-  """Writes a row for each of the three, and prints them."""
+def measure() -> None:
+  """Writes a row for each of the three."""
   bubbles = {
     name: [
       (bubble(name, *size), formula(name, *size))
@@ -186,13 +187,27 @@ def main() -> None:
   ]
   _PATH.unlink(missing_ok=True)
   training.append_rows(_PATH, [training.make_row({}, 0, **row) for row in rows])
+
+
+def report() -> None:
+  """Prints what the rows say."""
+  rows = {row["purpose"]: row for row in training.read_rows(_PATH)}
   print("| table | " + " | ".join(f"S={s}, M={m}" for s, m in _SIZES) + " |")
-  for name, found in bubbles.items():
+  for name, found in rows["bubbles"]["bubbles"].items():
     values = (f"{100 * a:.1f} ({100 * b:.1f})" for a, b in found)
     print(f"| {name} | {' | '.join(values)} |")
-  for row in rows[1:]:
-    print(row)
+  small, big = rows["cases"], rows["large"]
+  print(
+    f"{small['cases']} cases, worst ratio {small['worst_ratio']:.4f}, "
+    f"{small['refused']} refused"
+  )
+  print(
+    f"{big['layers']} layers on {big['machines']} machines: cuts "
+    f"{big['partition_s']:.2f} s, their order too {big['place_s']:.1f} s"
+  )
 
 
 if __name__ == "__main__":
-  main()
+  if sys.argv[1:] != ["report"]:
+    measure()
+  report()
