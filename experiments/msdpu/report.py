@@ -12,6 +12,12 @@ from jdist.training import comparison
 
 # Fresh ones: nothing was chosen by them.
 _FRESH = range(100, 1000)
+# What others are paired with: the same bytes without delay and correction, too.
+_BASES = (
+  "ssgd",
+  "local_sgd, MSDPU's rounds, int4",
+  "local_sgd, MSDPU's rounds",
+)
 
 
 def validation_table(rows: list[dict[str, Any]]) -> str:
@@ -39,10 +45,12 @@ def main(folder: pathlib.Path) -> None:
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   rows = training.read_rows(folder / "results" / f"{preset}.jsonl")
   runs = comparison.best_runs(rows)
-  if "ssgd" in runs:
-    table = comparison.difference_table(runs, "ssgd", _FRESH)
+  for base in _BASES:
+    if base not in runs:
+      continue
+    table = comparison.difference_table(runs, base, _FRESH)
     if table.count("\n") > 1:
-      print(f"\nPaired with ssgd, seeds from {_FRESH[0]} on:\n\n{table}")
+      print(f"\nPaired with {base}, seeds from {_FRESH[0]} on:\n\n{table}")
   if any(row["purpose"] == "tuning" for row in rows):
     print(f"\nOn held-out images, one seed:\n\n{validation_table(rows)}")
 
