@@ -183,7 +183,8 @@ def simulated(setup: Setup, latency_s: float) -> dict[str, Any]:
     setup.machines(latency_s), setup.protocol(), setup.costs()
   )
   simulation.run(samples=setup.rounds * setup.total)
-  return simulation.summary()
+  ages = {name: node.ages for name, node in simulation.nodes.items()}
+  return simulation.summary() | {"ages": ages}
 
 
 def empty_server(

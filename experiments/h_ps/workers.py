@@ -451,7 +451,7 @@ def main() -> None:
   elif what == "profile":
     profile()
   elif what == "clock":
-    clock(CLOCK, min(repeats, 3))
+    clock(CLOCK, repeats if given else 3)
   elif what == "scale":
     scale()
   elif what == "kills":

@@ -31,7 +31,7 @@ class NodeTotals:
     updates: its gradients in updates.
     samples: in them.
     discarded: its gradients that were not used.
-    staleness: the sum over its gradients in updates.
+    ages: its gradients in updates, by their staleness.
     compute_s: how long it computed.
     iteration_s: how long its last task took, from the task's parameters on
       their way to its gradient at the server.
@@ -40,9 +40,14 @@ class NodeTotals:
   updates: int = 0
   samples: int = 0
   discarded: int = 0
-  staleness: int = 0
+  ages: dict[int, int] = dataclasses.field(default_factory=dict)
   compute_s: float = 0.0
   iteration_s: float = math.nan
+
+  @property
+  def staleness(self) -> int:
+    """The sum over its gradients in updates."""
+    return sum(age * count for age, count in self.ages.items())
 
 
 @dataclasses.dataclass
@@ -199,7 +204,7 @@ class Driver:
       node.updates += 1
       node.samples += task.samples
       self.applied_samples += task.samples
-      node.staleness += stale
+      node.ages[stale] = node.ages.get(stale, 0) + 1
       self.staleness[stale] += 1
 
   def _discard(self, number: int) -> None:
