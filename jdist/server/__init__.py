@@ -45,8 +45,14 @@ from jdist.server.decoupled._decoupled_diloco import (
 from jdist.server.decoupled._fragment_learner import (
   FragmentLearner as FragmentLearner,
 )
+from jdist.server.decoupled._fragment_runner import (
+  FragmentRunner as FragmentRunner,
+)
 from jdist.server.decoupled._fragment_server import (
   FragmentServer as FragmentServer,
+)
+from jdist.server.decoupled._fragment_syncer import (
+  FragmentSyncer as FragmentSyncer,
 )
 from jdist.server.decoupled._fragment_worker import (
   FragmentWorker as FragmentWorker,

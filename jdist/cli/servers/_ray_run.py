@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from jdist import server, training
-from jdist.cli import _datasets, _experiment, _options, _run_end
+from jdist.cli import (
+  _composition,
+  _datasets,
+  _experiment,
+  _options,
+  _run_end,
+)
 from jdist.cli.servers import _server_parts
 from jdist.training import comparison
 
@@ -35,16 +41,29 @@ def make_server(
 ) -> server.LiveServer:
   """Builds the server, in its process."""
   parts = _server_parts.assemble(options, plans)
+  protocol, common = parts.protocol, {
+    "workers": parts.machines.names,
+    "shared": parts.samples.shared,
+    "model_state": parts.model.state,
+  }  # fmt: skip
+  if isinstance(protocol, server.DecoupledDiLoCo):
+    syncer = server.FragmentSyncer(
+      parts.model.params,
+      outer=_composition.outer_optimizer(options),
+      fragments=protocol.fragments,
+      push_codec=parts.push_codec,
+      **common,
+    )
+    protocol = dataclasses.replace(protocol, parts=syncer.server.parts)
+    return server.LiveServer(protocol, syncer, plan)
   learner = server.GradientServer(
     parts.optimizer,
     parts.model.params,
     server.message_plans(parts.push_codec, parts.plans),
-    workers=parts.machines.names,
-    shared=parts.samples.shared,
-    model_state=parts.model.state,
     seed=options.seed,
+    **common,
   )
-  return server.LiveServer(parts.protocol, learner, plan)
+  return server.LiveServer(protocol, learner, plan)
 
 
 def work(
@@ -55,19 +74,7 @@ def work(
 ) -> None:
   """Works for the server, in a worker's process."""
   parts = _server_parts.assemble(options, plans)
-  names = parts.machines.names
-  learner = server.GradientWorker(
-    parts.loss,
-    parts.model.params,
-    parts.samples,
-    server.message_plans(parts.push_codec, parts.plans),
-    number=names.index(name),
-    num_workers=len(names),
-    sizes=batch_sizes(parts.protocol),
-    model_state=parts.model.state,
-    seed=options.seed,
-    local_rate=parts.local_rate,
-  )
+  learner = _worker_learner(parts, name)
   learner.prepare()
   pace = None
   if options.paced:
@@ -75,6 +82,38 @@ def work(
   server.WorkerLoop(
     channel, name, learner, depth=parts.protocol.depth, pace=pace
   ).run()
+
+
+def _worker_learner(
+  parts: _server_parts.Parts, name: str
+) -> server.WorkerLearner:
+  protocol, names = parts.protocol, parts.machines.names
+  common: dict[str, Any] = {
+    "number": names.index(name),
+    "num_workers": len(names),
+    "sizes": batch_sizes(protocol),
+    "model_state": parts.model.state,
+    "seed": parts.options.seed,
+  }
+  if isinstance(protocol, server.DecoupledDiLoCo):
+    return server.FragmentRunner(
+      parts.loss,
+      parts.optimizer,
+      parts.model.params,
+      parts.samples,
+      fragments=protocol.fragments,
+      push_codec=parts.push_codec,
+      **common,
+    )
+  return server.GradientWorker(
+    parts.loss,
+    parts.model.params,
+    parts.samples,
+    server.message_plans(parts.push_codec, parts.plans),
+    local_rate=parts.local_rate,
+    local_momentum=parts.options.local_momentum,
+    **common,
+  )
 
 
 def train(options: _options.Train) -> None:
@@ -86,12 +125,6 @@ def train(options: _options.Train) -> None:
     raise ValueError(
       f"`outages` must be left out with `--driver ray`, got some of {away[0]}: "
       "real workers fail by themselves."
-    )
-  if options.local_momentum:
-    raise ValueError(
-      "`--local-momentum` must be 0 with `--driver ray`, whose workers do not "
-      f"keep what they were sent before, got {options.local_momentum:g}. Take "
-      "the clock, or leave it out."
     )
   samples = round(options.epochs * len(parts.workload.train))
   every = min(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jdist import cluster, collectives, models, server, training
+from jdist import collectives, models, server, training
 from jdist.cli import (
   _composition,
   _datasets,
@@ -18,7 +18,13 @@ from jdist.training import comparison
 # Options that a server's run takes of those that are of some methods only.
 _COMPRESSION = ("codec", "feedback", "ratio")
 # And those of local steps.
-_ROUNDS = ("interval", "outer", "outer_learning_rate", "outer_momentum")
+_ROUNDS = (
+  *_COMPRESSION,
+  "interval",
+  "outer",
+  "outer_learning_rate",
+  "outer_momentum",
+)
 # Of runs without a server; workers are the cluster's machines.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
@@ -38,11 +44,7 @@ def train(options: _options.Train) -> None:
   if isinstance(parts.protocol, server.DecoupledDiLoCo):
     _train_fragments(parts)
     return
-  profile, message = parts.profile, parts.push_codec
-  if message is not None:
-    profile = dataclasses.replace(
-      profile, push_bytes=message.num_bytes(parts.model.params)
-    )
+  message = parts.push_codec
   learner = server.GradientLearner(
     parts.loss,
     parts.optimizer,
@@ -56,7 +58,7 @@ def train(options: _options.Train) -> None:
     local_rate=parts.local_rate,
     local_momentum=options.local_momentum,
   )
-  _simulate(parts, parts.protocol, profile, learner)
+  _simulate(parts, parts.protocol, learner)
 
 
 def _train_fragments(parts: _server_parts.Parts) -> None:
@@ -73,17 +75,21 @@ def _train_fragments(parts: _server_parts.Parts) -> None:
     fragments=protocol.fragments,
     model_state=parts.model.state,
     seed=options.seed,
+    push_codec=parts.push_codec,
   )
   protocol = dataclasses.replace(protocol, parts=learner.server.parts)
-  _simulate(parts, protocol, parts.profile, learner)
+  _simulate(parts, protocol, learner)
 
 
 def _simulate(
   parts: _server_parts.Parts,
   protocol: server.Protocol,
-  profile: cluster.Profile,
   learner: server.Learner,
 ) -> None:
+  profile = parts.profile
+  if parts.push_codec is not None:
+    size = parts.push_codec.num_bytes(parts.model.params)
+    profile = dataclasses.replace(profile, push_bytes=size)
   run = server.Simulation(
     parts.machines, protocol, profile, seed=parts.options.seed, learner=learner
   )
@@ -169,11 +175,6 @@ def _check(options: _options.Train) -> None:
     + (" decoupled_diloco" if fragments else "")
     + "`, which does not use it",
   )
-  if fragments and options.driver != "clock":
-    raise ValueError(
-      "`--driver` must be clock with `--protocol decoupled_diloco`, got "
-      f"{options.driver}."
-    )
   if options.driver == "clock":
     _options.check_left_out(
       options,

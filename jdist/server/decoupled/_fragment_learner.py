@@ -10,11 +10,19 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, transforms
-from jdist.server import _gradient_learner, _messages, _server_programs
-from jdist.server.decoupled import _fragment_server, _fragment_worker
+from jdist.server import (
+  _gradient_learner,
+  _message_codec,
+  _messages,
+  _server_programs,
+)
+from jdist.server.decoupled import (
+  _fragment_messages,
+  _fragment_server,
+  _fragment_worker,
+)
 
 PyTree = Any
-_OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 @dataclasses.dataclass
@@ -64,7 +72,9 @@ class FragmentLearner:
     outer: the outer optimizer; DiLoCo's Nesterov momentum if None.
     fragments: as of `transforms.fragment_steps`; the protocol has as many.
     model_state: the first batch statistics, if any.
-    seed: of the random numbers in the loss.
+    seed: of the random numbers in the loss, and of the rounding.
+    push_codec: of the learners' progress; None sends every bit.  A feedback
+      keeps what was not sent of a fragment for its next push.
 
   Attributes:
     server: the syncer's part.
@@ -89,6 +99,7 @@ class FragmentLearner:
     fragments: transforms.Fragments = 1,
     model_state: PyTree | None = None,
     seed: int = 0,
+    push_codec: _message_codec.MessageCodec | None = None,
   ):
     checks.check_optimizer("optimizer", optimizer)
     if len(set(workers)) < len(workers) or not workers:
@@ -96,7 +107,7 @@ class FragmentLearner:
         f"`workers` must be one or more different names, got {workers!r}."
       )
     self.server = _fragment_server.FragmentServer(
-      outer or _OUTER, params, fragments, model_state
+      outer or _fragment_server.OUTER, params, fragments, model_state
     )
     self._worker = _fragment_worker.FragmentWorker(
       loss_fn, optimizer, params, fragments
@@ -115,6 +126,12 @@ class FragmentLearner:
     self._steps = [0] * len(workers)
     self._queues: list[collections.deque[_Stretch]] = [
       collections.deque() for _ in workers
+    ]
+    self._send = _fragment_messages.transfer(push_codec)
+    parts = list(map(self.server.part, range(self.server.fragments)))
+    self._feedbacks = [
+      _fragment_messages.first_states(push_codec, parts, seed, i, len(workers))
+      for i in range(len(workers))
     ]
     # Pushes that are not merged, as their learner knows it, by fragment.
     self._unmerged: list[dict[int, dict[int, list[jax.Array]]]] = [
@@ -135,11 +152,7 @@ class FragmentLearner:
   def pull(self, reply: _messages.Reply) -> None:
     """Keeps what a learner has been sent, and takes its samples."""
     worker = self._numbers[reply.worker]
-    if reply.fragment >= self.server.fragments:
-      raise ValueError(
-        "`fragments` must be as many as the protocol's, got "
-        f"{self.server.fragments} for a task of number {reply.fragment}."
-      )
+    self.server.check_fragment(reply.fragment)
     whose = 0 if self._samples.shared else worker
     start = self.position[whose]
     self.position[whose] += reply.samples
@@ -210,39 +223,29 @@ class FragmentLearner:
           stretch.arrived,
           {p: list(unmerged[p].values()) for p in stretch.arrived},
         )
-      state, loss = self._steps_of(worker, stretch, state)
+      state, loss = self._worker.steps(
+        state,
+        self._samples,
+        worker,
+        (stretch.start, reply.samples, reply.passes),
+        jax.random.fold_in(self._key, reply.task),
+        -(-reply.samples // reply.passes),
+      )
       state, progress = self._worker.push(state, fragment)
+      feedbacks = self._feedbacks[worker]
+      progress, feedbacks[fragment] = self._send(progress, feedbacks[fragment])
       self._states[worker] = state
     unmerged.setdefault(fragment, {})[reply.task] = progress
     self._pushed[reply.task] = _Pushed(
       fragment, reply.samples, progress, state.model_state, loss
     )
 
-  def _steps_of(
-    self, worker: int, stretch: _Stretch, state: _fragment_worker.WorkerState
-  ) -> tuple[_fragment_worker.WorkerState, Any]:
-    """Makes local steps of equal batches, and returns their mean loss."""
-    reply, start, total = stretch.reply, stretch.start, jnp.zeros(())
-    size = -(-reply.samples // reply.passes)
-    key = jax.random.fold_in(self._key, reply.task)
-    for number in range(reply.passes):
-      end = reply.samples * (number + 1) // reply.passes
-      count = end - reply.samples * number // reply.passes
-      batch = self._samples.batch(worker, start, count, size=size)
-      start += count
-      state, loss = self._worker.step(
-        state, batch, jax.random.fold_in(key, number)
-      )
-      total = total + loss * (count / reply.samples)
-    return state, total
-
   def arrays(self) -> PyTree:
     """Returns all arrays that a resumed run needs, as a tree."""
     return {
-      "server": (
-        self.server.anchor, self.server.opt_states, self.server.model_state,
-      ),
+      "server": self.server.arrays(),
       "workers": self._states,
+      "feedbacks": self._feedbacks,
       "arrived": {
         str(x.reply.task): (list(x.arrived.values()), x.model_state)
         for queue in self._queues
@@ -260,10 +263,9 @@ class FragmentLearner:
 
   def load(self, arrays: PyTree) -> None:
     """Takes over arrays after the messages until then were replayed."""
-    anchor, opt_states, self.server.model_state = arrays["server"]
-    self.server.anchor = list(anchor)
-    self.server.opt_states = list(opt_states)
+    self.server.load(arrays["server"])
     self._states = list(arrays["workers"])
+    self._feedbacks = list(map(list, arrays["feedbacks"]))
     for queue in self._queues:
       for x in queue:
         arrived, x.model_state = arrays["arrived"][str(x.reply.task)]

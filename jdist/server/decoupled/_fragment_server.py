@@ -14,6 +14,8 @@ from jdist.server.decoupled import _fragment_worker
 
 PyTree = Any
 Leaves = list[jax.Array]
+# DiLoCo's.
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 class FragmentServer:
@@ -85,6 +87,14 @@ class FragmentServer:
     """Returns a fragment's leaves."""
     return [self.anchor[i] for i in self.indices[fragment]]
 
+  def check_fragment(self, number: int) -> None:
+    """Raises a ValueError unless there is a fragment of this number."""
+    if number >= self.fragments:
+      raise ValueError(
+        "`fragments` must be as many as the protocol's, got "
+        f"{self.fragments} for a task of number {number}."
+      )
+
   def whole(self, parts: Mapping[int, Sequence[jax.Array]]) -> Leaves:
     """Returns the leaves of all parameters, from those of each fragment."""
     leaves = dict(
@@ -123,6 +133,24 @@ class FragmentServer:
     for i, x in zip(self.indices[fragment], part, strict=True):
       self.anchor[i] = x
     self.model_state = new
+
+  def prepare(self, fragment: int, push: Leaves, state: PyTree) -> None:
+    """Compiles the outer step of a fragment; changes nothing."""
+    part, one = self.part(fragment), jnp.float32(1.0)
+    total = self._add(list(map(jnp.zeros_like, part)), push, one)
+    moved = self._move(part, self.opt_states[fragment], total)
+    if jax.tree.leaves(state):
+      self._add_state(self.model_state, state, one)
+    jax.block_until_ready(moved)
+
+  def arrays(self) -> PyTree:
+    """Returns all arrays, as a tree."""
+    return self.anchor, self.opt_states, self.model_state
+
+  def load(self, arrays: PyTree) -> None:
+    """Takes over what `arrays` returned."""
+    anchor, opt_states, self.model_state = arrays
+    self.anchor, self.opt_states = list(anchor), list(opt_states)
 
 
 @functools.lru_cache(maxsize=16)

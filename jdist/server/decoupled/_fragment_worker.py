@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import training, transforms
+from jdist.server import _gradient_learner
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -87,6 +88,35 @@ class FragmentWorker:
       state.params, state.opt_state, state.model_state, batch, key
     )
     return WorkerState(params, opt_state, model_state, state.base), loss
+
+  def steps(
+    self,
+    state: WorkerState,
+    samples: _gradient_learner.Samples,
+    number: int,
+    stretch: tuple[int, int, int],
+    key: jax.Array,
+    size: int,
+  ) -> tuple[WorkerState, jax.Array]:
+    """Makes local steps of equal batches, and returns their mean loss.
+
+    Args:
+      state: before.
+      samples: where batches come from.
+      number: of the learner, from 0.
+      stretch: where its samples start, how many, and in how many steps.
+      key: of the random numbers in the loss.
+      size: to which batches are padded.
+    """
+    start, whole, passes = stretch
+    total = jnp.zeros(())
+    for i in range(passes):
+      count = whole * (i + 1) // passes - whole * i // passes
+      batch = samples.batch(number, start, count, size=size)
+      start += count
+      state, loss = self.step(state, batch, jax.random.fold_in(key, i))
+      total = total + loss * (count / whole)
+    return state, total
 
   def push(
     self, state: WorkerState, fragment: int

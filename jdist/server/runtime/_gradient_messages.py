@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 from jdist import codecs, training
 from jdist.server import _message_codec
 from jdist.server.h_ps import _bit_plans, _plan_codecs
+from jdist.server.runtime import _engine
 
 PyTree = Any
-_EXACT = _message_codec.MessageCodec(codecs.Dense())
+EXACT = _message_codec.MessageCodec(codecs.Dense())
 
 
 class Pushed(NamedTuple):
@@ -51,7 +52,7 @@ def message_plans(
     ValueError: when both are given.
   """
   if plans is None:
-    return MessagePlans((push_codec or _EXACT,), (_EXACT,))
+    return MessagePlans((push_codec or EXACT,), (EXACT,))
   if push_codec is not None:
     raise ValueError(
       "`push_codec` must be left out with `plans`, in whose place they are."
@@ -103,7 +104,7 @@ def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
   """Compiles a worker's gradient, a local step ahead of what it holds.
 
   Returns:
-    `(params, model_state, last, lead_rate, batch, key, task) -> Pushed, loss`.
+    `(params, model_state, last, lead, batch, key, task) -> Pushed, loss`.
   """
   compute = training.make_gradient(loss_fn)
 
@@ -112,15 +113,18 @@ def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     params: PyTree,
     model_state: PyTree,
     last: PyTree,
-    lead_rate: jax.Array,
+    lead: jax.Array,
     batch: PyTree,
     key: jax.Array,
     task: jax.Array,
   ) -> tuple[Pushed, jax.Array]:
     if last is not None:
       params = jax.tree.map(
-        lambda p, g: p - lead_rate.astype(p.dtype) * g, params, last
-      )
+        lambda p, g, b: (
+          p - lead[0].astype(p.dtype) * g + lead[1].astype(p.dtype) * (p - b)
+        ),
+        params, *last,
+      )  # fmt: skip
     found = compute(params, model_state, batch, jax.random.fold_in(key, task))
     change = jax.tree.map(
       lambda new, old: (
@@ -198,6 +202,51 @@ def receive_pull(
     return sent, model_state
 
   return receive
+
+
+def padded_size(sizes: Sequence[int], count: int) -> int:
+  """Returns the first of rising sizes that holds so many samples.
+
+  Raises:
+    ValueError: when none does.
+  """
+  for size in sizes:
+    if size >= count:
+      return size
+  raise ValueError(
+    f"`sizes` must reach the largest batch, got {list(sizes)} for {count} "
+    "samples."
+  )
+
+
+def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
+  """Returns the message of a push that somebody has sent.
+
+  Raises:
+    RefusedError: when it has another size than such a message.
+  """
+  size = num_bytes(kinds)
+  if len(payload) != size:
+    raise _engine.RefusedError(
+      "shape", f"A push must have {size} bytes, got {len(payload)}."
+    )
+  return tree_of_bytes(payload, kinds)
+
+
+def finite_loss(more: dict[str, Any], finite: Any) -> float:
+  """Returns the loss that somebody has sent with a push.
+
+  Args:
+    more: of the push's header.
+    finite: whether all that was pushed is.
+
+  Raises:
+    RefusedError: when the loss or the push is not finite.
+  """
+  loss = more.get("loss")
+  if not isinstance(loss, float) or not math.isfinite(loss) or not finite:
+    raise _engine.RefusedError("nan", "A push must be finite, got NaN.")
+  return loss
 
 
 def tree_bytes(tree: PyTree) -> np.ndarray:

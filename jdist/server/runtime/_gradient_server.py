@@ -12,7 +12,7 @@ import optax
 
 from jdist import checks
 from jdist.server import _messages, _server_programs
-from jdist.server.runtime import _engine, _gradient_messages
+from jdist.server.runtime import _gradient_messages
 from jdist.server.runtime._gradient_messages import Pushed
 
 PyTree = Any
@@ -69,7 +69,6 @@ class GradientServer:
       _gradient_messages.layout(codec, params, model_state)
       for codec in plans.push
     ]
-    self._sizes = list(map(_gradient_messages.num_bytes, self._layouts))
     self._pull_states = [
       _gradient_messages.first_states(plans, params, seed, i, len(workers))[1]
       for i in range(len(workers))
@@ -151,19 +150,12 @@ class GradientServer:
   def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
     """Decodes a push, or refuses it."""
     plan = self._tasks[task][2]
-    if len(payload) != self._sizes[plan]:
-      raise _engine.RefusedError(
-        "shape",
-        f"A push must have {self._sizes[plan]} bytes, got {len(payload)}.",
-      )
-    message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
+    message = _gradient_messages.tree_of_push(payload, self._layouts[plan])
     pushed, finite = _gradient_messages.decode_push(self.plans.push[plan])(
       message, self.model.params
     )
-    loss = more.get("loss")
-    if not isinstance(loss, float) or not np.isfinite(loss) or not finite:
-      raise _engine.RefusedError("nan", "A push must be finite, got NaN.")
-    self._pushes[task], self._losses[task] = pushed, loss
+    self._losses[task] = _gradient_messages.finite_loss(more, finite)
+    self._pushes[task] = pushed
 
   def apply(self, update: _messages.Apply) -> None:
     """Makes an update of pushes, summed in the protocol's order."""

@@ -18,7 +18,8 @@ class GradientWorker:
 
   What its feedback keeps stays here.  With a `local_rate` a worker whose last
   gradient is not yet in what it was sent takes the next one a local step
-  further, :math:`\nabla L(\theta - \eta_{loc} g'; B)`, as `GradientLearner`.
+  further, :math:`\nabla L(\theta - \eta_{loc} g'; B)`, with a `local_momentum`
+  by a part of what it was sent last, too, as `GradientLearner`.
 
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
@@ -31,6 +32,7 @@ class GradientWorker:
     model_state: of the shapes that are sent.
     seed: of the random numbers in the loss, and of the rounding.
     local_rate: eta_loc > 0 of local steps; none without it.
+    local_momentum: mu_loc in [0, 1) of local steps.
   """
 
   def __init__(
@@ -46,6 +48,7 @@ class GradientWorker:
     model_state: PyTree | None = None,
     seed: int = 0,
     local_rate: float | None = None,
+    local_momentum: float = 0.0,
   ):
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = sorted(set(sizes))
@@ -58,14 +61,16 @@ class GradientWorker:
       _gradient_messages.layout(codec, params, self._model_state)
       for codec in plans.pull
     ]
-    self._key, self._rate = jax.random.key(seed), local_rate
+    self._key = jax.random.key(seed)
+    self._lead = np.array([local_rate or 0.0, local_momentum], np.float32)
     self._first_push = _gradient_messages.first_states(
       plans, params, seed, number, num_workers
     )[0]
     self._push_state = self._first_push
-    self._last: PyTree = None
+    # The last gradient, and the parameters that were held for it.
+    self._last: tuple[PyTree, PyTree] | None = None
     if local_rate is not None:
-      self._last = jax.tree.map(jnp.zeros_like, params)
+      self._last = jax.tree.map(jnp.zeros_like, self._held), self._held
     self._last_task = -1
 
   def prepare(self) -> None:
@@ -73,7 +78,7 @@ class GradientWorker:
     pushed = None
     for size in self._sizes:
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      pushed, _ = self._compute(batch, 0, 0.0)
+      pushed, _ = self._compute(batch, 0, leads=False)
     for codec in self._plans.push:
       encode = _gradient_messages.encode_push(codec)
       jax.block_until_ready(encode(pushed, self._push_state))
@@ -84,12 +89,12 @@ class GradientWorker:
       receive = _gradient_messages.receive_pull(codec, plan == 0)
       jax.block_until_ready(receive(empty, self._held))
 
-  def _compute(self, batch: PyTree, task: int, rate: float) -> Any:
+  def _compute(self, batch: PyTree, task: int, leads: bool) -> Any:
     return self._gradient(
       self._held,
       self._model_state,
       self._last,
-      np.float32(rate),
+      self._lead if leads else np.zeros_like(self._lead),
       batch,
       self._key,
       np.uint32(task),
@@ -107,30 +112,19 @@ class GradientWorker:
       )
       message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
       self._held, self._model_state = receive(message, self._held)
-    batch = self._samples.batch(
-      self._number, more["start"], samples, size=self._size(samples)
-    )
-    leads = self._rate is not None and self._last_task > more["settled"]
+    size = _gradient_messages.padded_size(self._sizes, samples)
+    batch = self._samples.batch(self._number, more["start"], samples, size=size)
     pushed, loss = self._compute(
-      batch, task, self._rate if leads and self._rate else 0.0
+      batch, task, leads=self._last_task > more["settled"]
     )
-    if self._rate is not None:
-      self._last = pushed.grads
+    if self._last is not None:
+      self._last = pushed.grads, self._held
     self._last_task = task
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]
     )
     found, self._push_state = encode(pushed, self._push_state)
     return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
-
-  def _size(self, count: int) -> int:
-    for size in self._sizes:
-      if size >= count:
-        return size
-    raise ValueError(
-      f"`sizes` must reach the largest batch, got {self._sizes} for {count} "
-      "samples."
-    )
 
   def restart(self) -> None:
     """Forgets its last gradient; the residual of its feedback stays."""

@@ -483,13 +483,9 @@ class LiveServer:
         self._recorder.sent(each)
       self._send(each)
     for timer in timers:
-      self._after(timer.after_s, self._expire, timer.task)
+      expired = _messages.Expired(timer.task)
+      self._after(timer.after_s, self._deliver, expired)
     self._look_at_marks()
-
-  def _expire(self, task: int) -> None:
-    assert self._delivery is not None
-    if task in self._delivery.state.tasks:
-      self._deliver(_messages.Expired(task))
 
   def _take_tasks_of(self, worker: str) -> None:
     """Tells a worker that has left, should it live, to join again."""

@@ -1,0 +1,172 @@
+"""A learner of Decoupled DiLoCo in a process of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import checks, transforms
+from jdist.server import _gradient_learner, _message_codec
+from jdist.server.decoupled import _fragment_messages, _fragment_worker
+from jdist.server.runtime import _gradient_messages
+
+PyTree = Any
+Leaves = list[jax.Array]
+
+
+class FragmentRunner:
+  """Takes local steps from what it was sent, and pushes their progress.
+
+  The `WorkerLearner` of `DecoupledDiLoCo`, as `FragmentWorker` describes it;
+  `FragmentSyncer` is its server.  Its parameters, its inner optimizer's state
+  and its feedback stay here: who begins anew has new ones, but for the
+  feedback.
+
+  Args:
+    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
+    optimizer: the inner one, any Optax chain; its schedules count local steps.
+    params: for their structure.
+    samples: where batches come from.
+    number: of this learner, from 0.
+    num_workers: of all.
+    sizes: to which batches are padded; each is compiled beforehand.
+    fragments: as of `transforms.fragment_steps`.
+    push_codec: of the progress; None sends every bit.
+    model_state: batch statistics, for their structure.
+    seed: of the random numbers in the loss, and of the rounding.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    samples: _gradient_learner.Samples,
+    *,
+    number: int,
+    num_workers: int,
+    sizes: Sequence[int],
+    fragments: transforms.Fragments = 1,
+    push_codec: _message_codec.MessageCodec | None = None,
+    model_state: PyTree | None = None,
+    seed: int = 0,
+  ):
+    checks.check_optimizer("optimizer", optimizer)
+    self._worker = _fragment_worker.FragmentWorker(
+      loss_fn, optimizer, params, fragments
+    )
+    self._codec = push_codec or _gradient_messages.EXACT
+    self._samples, self._number = samples, number
+    self._sizes = sorted(set(sizes))
+    self._key = jax.random.key(checks.check_seed(seed))
+    self._model_state = jax.tree.map(jnp.array, model_state or {})
+    self._anchor = [
+      _fragment_worker.wide(jnp.asarray(x)) for x in jax.tree.leaves(params)
+    ]
+    self._push_states = _fragment_messages.first_states(
+      self._codec, self._parts(self._anchor), seed, number, num_workers
+    )
+    self._state: _fragment_worker.WorkerState | None = None
+    # Pushes that are not merged, as the server has them, by fragment and task.
+    self._unmerged: dict[int, dict[int, Leaves]] = {}
+
+  def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
+    return [[leaves[i] for i in own] for own in self._worker.indices]
+
+  def prepare(self) -> None:
+    """Compiles a step of each size, and each fragment's messages."""
+    state = self._worker.start(self._anchor, self._model_state)
+    for size in self._sizes:
+      batch = self._samples.batch(self._number, 0, 1, size=size)
+      found, _ = self._worker.step(state, batch, self._key)
+    for fragment, part in enumerate(self._parts(self._anchor)):
+      _, progress = self._worker.push(found, fragment)
+      sent = self._encode(fragment, progress, found.model_state)[2]
+      for count in range(3):
+        taken = self._worker.take(
+          found, {fragment: part}, {fragment: [sent] * count}
+        )
+        jax.block_until_ready(taken.base)
+
+  def compute(
+    self, header: dict[str, Any], payload: np.ndarray
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Makes the local steps of a task, after what has arrived with it."""
+    task, fragment, more = header["task"], header["fragment"], header["more"]
+    state = self._take(header["pulled"], more, payload)
+    samples, passes = header["samples"], header["passes"]
+    state, loss = self._worker.steps(
+      state,
+      self._samples,
+      self._number,
+      (more["start"], samples, passes),
+      jax.random.fold_in(self._key, task),
+      _gradient_messages.padded_size(self._sizes, -(-samples // passes)),
+    )
+    self._state, progress = self._worker.push(state, fragment)
+    found, self._push_states[fragment], sent = self._encode(
+      fragment, progress, state.model_state
+    )
+    self._unmerged.setdefault(fragment, {})[task] = sent
+    return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
+
+  def _take(
+    self,
+    pulled: Sequence[int] | None,
+    more: dict[str, Any],
+    payload: np.ndarray,
+  ) -> _fragment_worker.WorkerState:
+    """Returns the state once what a task has brought is taken."""
+    if pulled is None:
+      self._unmerged = {}
+      anchor, model_state = _gradient_messages.tree_of_bytes(
+        payload, (self._anchor, self._model_state)
+      )
+      return self._worker.start(
+        list(map(jnp.asarray, anchor)),
+        jax.tree.map(jnp.asarray, model_state),
+        more["steps"],
+      )
+    assert self._state is not None, "a learner begins with all fragments"
+    if not pulled:
+      return self._state
+    for p in pulled:
+      own = self._unmerged.get(p, {})
+      last = more["settled"][p]
+      self._unmerged[p] = {k: x for k, x in own.items() if k > last}
+    parts = self._parts(self._anchor)
+    arrived = _gradient_messages.tree_of_bytes(
+      payload, [parts[p] for p in pulled]
+    )
+    return self._worker.take(
+      self._state,
+      dict(zip(pulled, arrived, strict=True)),
+      {p: list(self._unmerged[p].values()) for p in pulled},
+    )
+
+  def _encode(
+    self, fragment: int, progress: Leaves, model_state: PyTree
+  ) -> tuple[PyTree, PyTree, Leaves]:
+    """Returns the message, the feedback's state, and what is decoded."""
+    encode = _gradient_messages.encode_push(self._codec)
+    pushed = _gradient_messages.Pushed(progress, model_state)
+    message, state = encode(pushed, self._push_states[fragment])
+    decoded, _ = _gradient_messages.decode_push(self._codec)(message, progress)
+    return message, state, decoded.grads
+
+  def restart(self) -> None:
+    """Forgets its parameters; the residual of its feedback stays."""
+    self._state, self._unmerged = None, {}
+
+  def save(self) -> np.ndarray:
+    """Returns the feedback's state as bytes."""
+    return _gradient_messages.tree_bytes(self._push_states)
+
+  def load(self, state: np.ndarray) -> None:
+    """Takes over what `save` returned."""
+    self._push_states = _gradient_messages.tree_of_bytes(
+      state, self._push_states
+    )
