@@ -107,6 +107,8 @@ VARIANTS: dict[str, Variant] = {
   "pipeline + bits": Variant(parts=("pipeline", "bits")),
   "h_ps": Variant(parts=ALL),
 }
+# On real workers alone: local steps, whose fragments a quorum merges.
+FRAGMENTS = Variant("decoupled_diloco")
 # With gradients; the order in which they run.
 TRAINED: dict[str, Variant] = {
   "bsp": VARIANTS["bsp"],
@@ -121,6 +123,12 @@ TRAINED: dict[str, Variant] = {
 }
 
 
+_OPTIONS: dict[str, dict[str, int]] = {
+  "ssp": {"bound": 3},
+  "decoupled_diloco": {"interval": 4, "fragments": 2},
+}
+
+
 def build(
   variant: Variant,
   total: int,
@@ -130,8 +138,8 @@ def build(
   """Builds the protocol for rounds of so many samples by so many workers."""
   if variant.parts is None:
     batches = server.FixedBatches(total // num)
-    options = {"bound": 3} if variant.baseline == "ssp" else {}
     assert variant.baseline is not None
+    options = _OPTIONS.get(variant.baseline, {})
     return server.PROTOCOLS[variant.baseline].factory(
       batches=batches, **options
     )

@@ -11,10 +11,21 @@ import config
 import jax
 import optax
 
-from jdist import cluster, data, models, server, training
+from jdist import (
+  cluster,
+  codecs,
+  data,
+  models,
+  reducers,
+  server,
+  training,
+)
 
 LEARNING_RATE = 0.02
 MEAN_RATE = 500.0  # Samples a second of a worker, on the average.
+VARIANTS = config.VARIANTS | {"decoupled_diloco": config.FRAGMENTS}
+# Of the latter's pushes.
+FOUR_BITS = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Setup:
     speeds: of the workers, relative to each other; their mean is 1.
     ratio: r, seconds of a pull and a push in 32 bits over those in which all
       together compute a round.
-    variant: a name of `config.VARIANTS`.
+    variant: a name of `VARIANTS`.
     rounds: so many rounds' samples.
     total: samples of a round.
     hidden: widths of the network.
@@ -71,7 +82,7 @@ class Setup:
 
   def protocol(self) -> server.Protocol:
     """The protocol, with the network's own plans of bits."""
-    variant = config.VARIANTS[self.variant]
+    variant = VARIANTS[self.variant]
     plans = None
     if variant.parts is not None and "bits" in variant.parts:
       plans = bit_plans(self.hidden)
@@ -117,11 +128,35 @@ def plans_of(setup: Setup) -> Any:
   return server.message_plans(plans=getattr(setup.protocol(), "plans", None))
 
 
-def gradient_server(setup: Setup, seed: int = 0) -> server.GradientServer:
+def server_learner(setup: Setup, seed: int = 0) -> server.ServerLearner:
   """The server's side, at its beginning."""
   _, model, _ = network(setup.hidden)
+  if setup.variant == "decoupled_diloco":
+    return server.FragmentSyncer(
+      model.params, workers=setup.names, fragments=setup.protocol().fragments,
+      push_codec=FOUR_BITS,
+    )  # fmt: skip
   return server.GradientServer(
     optimizer(), model.params, plans_of(setup), workers=setup.names, seed=seed
+  )
+
+
+def worker_learner(setup: Setup, name: str) -> server.WorkerLearner:
+  """A worker's side, at its beginning."""
+  train, model, loss = network(setup.hidden)
+  samples = data.SampleStream(train, len(setup.names), seed=0)
+  common: dict[str, Any] = {
+    "number": setup.names.index(name),
+    "num_workers": len(setup.names),
+    "sizes": sizes(setup),
+  }
+  if setup.variant == "decoupled_diloco":
+    return server.FragmentRunner(
+      loss, optimizer(), model.params, samples,
+      fragments=setup.protocol().fragments, push_codec=FOUR_BITS, **common,
+    )  # fmt: skip
+  return server.GradientWorker(
+    loss, model.params, samples, plans_of(setup), **common
   )
 
 
@@ -130,30 +165,24 @@ def make_server(
 ) -> server.LiveServer:
   """Runs at the server."""
   return server.LiveServer(
-    protocol or setup.protocol(), gradient_server(setup), plan
+    protocol or setup.protocol(), server_learner(setup), plan
   )
 
 
 def sizes(setup: Setup) -> list[int]:
   """To which batches are padded."""
-  if config.VARIANTS[setup.variant].parts is None:
+  if VARIANTS[setup.variant].parts is None:
     return [setup.total // len(setup.speeds)]
   return [setup.total * i // 8 for i in (1, 2, 3, 5, 8)]
 
 
 def work(setup: Setup, name: str, channel: server.Channel) -> None:
   """Runs at a worker."""
-  train, model, loss = network(setup.hidden)
-  number = setup.names.index(name)
-  learner = server.GradientWorker(
-    loss, model.params, data.SampleStream(train, len(setup.names), seed=0),
-    plans_of(setup), number=number, num_workers=len(setup.names),
-    sizes=sizes(setup),
-  )  # fmt: skip
+  learner = worker_learner(setup, name)
   learner.prepare()
   pace = None
   if setup.paced:
-    pace = server.Pace(setup.machines().nodes[number], setup.costs())
+    pace = server.Pace(setup.machines().node(name), setup.costs())
   depth = setup.protocol().depth
   server.WorkerLoop(channel, name, learner, depth=depth, pace=pace).run()
 

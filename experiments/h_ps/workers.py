@@ -7,7 +7,7 @@
     python experiments/h_ps/workers.py scale     # what Ray costs
     python experiments/h_ps/workers.py kills     # SIGKILL of workers, 30 times
     python experiments/h_ps/workers.py hang      # SIGSTOP under a barrier
-    python experiments/h_ps/workers.py server D  # SIGKILL, checkpoints in D
+    python experiments/h_ps/workers.py server D  # SIGKILL between checkpoints
     python experiments/h_ps/workers.py replay D  # recorded in D, and again
     python experiments/h_ps/workers.py undisturbed N  # kills' N samples
     python experiments/h_ps/workers_report.py    # tables and the picture
@@ -238,14 +238,27 @@ class Faults:
     )
     self.status: dict[str, Any] = {}
     self.done: list[dict[str, Any]] = []
-    self._actions: list[tuple[float, Callable[[], None]]] = []
+    self._actions: list[
+      tuple[Callable[[dict[str, Any]], bool], Callable[[], None]]
+    ] = []
     self._began_s: float | None = None
     self._stopped: dict[str, int] = {}
 
   def at(self, seconds: float, action: Callable[[], None]) -> None:
     """Has something done so many seconds after the start."""
-    self._actions.append((seconds, action))
-    self._actions.sort(key=lambda x: x[0])
+
+    def due(status: dict[str, Any]) -> bool:
+      del status
+      assert self._began_s is not None
+      return time.monotonic() - self._began_s >= seconds
+
+    self.when(due, action)
+
+  def when(
+    self, due: Callable[[dict[str, Any]], bool], action: Callable[[], None]
+  ) -> None:
+    """Has something done once, when a status is due, after those before it."""
+    self._actions.append((due, action))
 
   def kill(self, name: str, how: int = signal.SIGKILL) -> None:
     """Sends a process a signal, and notes when."""
@@ -271,10 +284,9 @@ class Faults:
 
     def on_status(status: dict[str, Any]) -> None:
       self.status = status
-      now = time.monotonic()
       if self._began_s is None:
-        self._began_s = now
-      while self._actions and now - self._began_s >= self._actions[0][0]:
+        self._began_s = time.monotonic()
+      while self._actions and self._actions[0][0](status):
         self._actions.pop(0)[1]()
 
     return self.live.run(on_status=on_status)
@@ -301,7 +313,7 @@ def kills(times: int = 30, spares: int = 1) -> None:
     "kills", setup, spares=spares, faults=faults.done, events=result.events,
     accuracy=accuracy(setup, result), **result.summary,
   )  # fmt: skip
-  print(workers_report.kills(workers_report.rows_of("kills")))
+  print(workers_report.faults())
 
 
 def _killed(faults: Faults, name: str) -> None:
@@ -313,10 +325,8 @@ def _killed(faults: Faults, name: str) -> None:
 def accuracy(setup: setups.Setup, result: server.LiveResult) -> float:
   """Test accuracy of what a run ended with."""
   _, model, _ = setups.network(setup.hidden)
-  learner = setups.gradient_server(setup)
-  like = (learner.model.params, learner.model.model_state)
-  size = sum(x.nbytes for x in jax.tree.leaves(like[0]))
-  params = server.tree_of_bytes(result.payload[:size], like[0])
+  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  params = server.tree_of_bytes(result.payload[:size], model.params)
   return measure(model, params)
 
 
@@ -398,7 +408,7 @@ def _gaps(seen: list[tuple[float, int, int]]) -> list[float]:
 
 
 def server_death(folder: str) -> None:
-  """SIGKILL of the server; checkpoints every five rounds."""
+  """SIGKILL of the server just before a checkpoint; one every five rounds."""
   setup = setups.Setup(SPEED["2x"], 0.5)
   engine = engine_for(len(setup.speeds))
   every = 5 * setup.total
@@ -407,14 +417,18 @@ def server_death(folder: str) -> None:
     faults = Faults(
       engine, setup, samples=int(marks[-1]), marks=marks, checkpoints=folder
     )
-    faults.at(8.0, lambda: faults.kill("server"))
+    # Four rounds after a checkpoint: the most but one that can be lost.
+    faults.when(
+      lambda status: status["now_s"] > 8.0 and status["updates"] % 5 == 4,
+      lambda: faults.kill("server"),
+    )
     result = faults.run()
     write(
       "server", setup, faults=faults.done, events=result.events,
       accuracy=accuracy(setup, result), resumed=faults.status["resumed"],
       **result.summary,
     )  # fmt: skip
-    print(workers_report.deaths(workers_report.rows_of("server")))
+    print(workers_report.faults())
   finally:
     engine.stop()
 
@@ -423,11 +437,11 @@ def replayed(folder: str) -> None:
   """Records runs on Ray, and replays them: the same bits, or not."""
   engine = engine_for(4)
   try:
-    for variant in ("h_ps", "asp", "bsp"):
+    for variant in ("bsp", "asp", "ssp", "h_ps", "decoupled_diloco"):
       setup = setups.Setup(SPEED["4x"], 1.0, variant, rounds=10)
       path = pathlib.Path(folder) / f"{variant}.messages"
       result = setups.run(engine, setup, record=str(path))
-      learner = setups.gradient_server(setup)
+      learner = setups.server_learner(setup)
       again = server.replay(path, setup.protocol(), learner)
       _, payload = learner.save()
       equal = bool((payload == result.payload).all())
@@ -435,7 +449,7 @@ def replayed(folder: str) -> None:
         "replay", setup, equal=equal, recorded_bytes=path.stat().st_size,
         updates_again=again.state.version, **result.summary,
       )  # fmt: skip
-      print(f"{variant}: {result.summary['updates']} updates, equal: {equal}")
+      print(workers_report.replays(workers_report.rows_of("replay")[-1:]))
   finally:
     engine.stop()
 

@@ -3,6 +3,7 @@
 python experiments/h_ps/workers_report.py
 """
 
+import collections
 import pathlib
 import statistics
 from typing import Any, TypeAlias
@@ -95,37 +96,55 @@ def clock(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
-  """Draws how stale gradients were, real beside the clock."""
+  """Draws how stale each worker's gradients were: real above, clock below."""
   pyplot = training.pyplot()
+  rows = [x for x in rows if "ages" in x["clock"]]
   names = list(dict.fromkeys(x["name"] for x in rows))
+  columns = 3
   figure, grid = pyplot.subplots(
-    2, -(-len(names) // 2), figsize=(13, 5), layout="constrained"
-  )
+    -(-len(names) // columns), columns, squeeze=False, figsize=(13, 10),
+    layout="constrained",
+  )  # fmt: skip
   for axes, name in zip(grid.flat, names, strict=False):
     own = [x for x in rows if x["name"] == name]
-    both = (("real", own, "#d55e00"), ("clock", [own[0]["clock"]], "#0072b2"))
-    for side, (label, found, colour) in enumerate(both):
-      counts: dict[int, float] = {}
-      for row in found:
-        for age, count in row["staleness"]["counts"].items():
-          counts[int(age)] = counts.get(int(age), 0) + count
-      total = sum(counts.values())
-      axes.bar(
-        [age + 0.4 * side - 0.2 for age in counts],
-        [count / total for count in counts.values()],
-        0.4,
-        color=colour,
-        label=label,
-      )
-    axes.set_title(name, fontsize=10)
-    axes.set_xlabel("staleness, updates")
+    workers = list(own[0]["clock"]["ages"])
+    for place, worker in enumerate(workers):
+      real = _parts([x["nodes"][worker]["ages"] for x in own])
+      clock = _parts([own[0]["clock"]["ages"][worker]])
+      for sign, parts, colour in ((1, real, "#d55e00"), (-1, clock, "#0072b2")):
+        axes.bar(
+          list(parts), [0.42 * sign * x for x in parts.values()], 0.8,
+          bottom=place, color=colour,
+        )  # fmt: skip
+      axes.axhline(place, color="black", lw=0.6)
+    speeds = own[0]["config"]["speeds"]
+    axes.set_yticks(
+      range(len(workers)), [f"speed {speed:g}" for speed in speeds], fontsize=8
+    )
+    axes.set_ylim(len(workers) - 0.4, -0.6)
+    axes.invert_yaxis()
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(f"{name} ({len(own)} runs)", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
   for axes in grid.flat[len(names) :]:
     axes.axis("off")
-  grid[0, 0].set_ylabel("part of gradients")
-  grid[0, 0].legend(frameon=False)
+  for axes in grid[-1]:
+    axes.set_xlabel("staleness, updates")
+  figure.suptitle(
+    "Part of each worker's gradients by staleness: on Ray above each line "
+    "(orange), on the clock below it (blue)", fontsize=11,
+  )  # fmt: skip
   figure.savefig(path, dpi=110)
   pyplot.close(figure)
+
+
+def _parts(counted: list[dict[str, int]]) -> dict[int, float]:
+  """Parts of all by their number, in rising order."""
+  total: collections.Counter[int] = collections.Counter()
+  for counts in counted:
+    for age, count in counts.items():
+      total[int(age)] += count
+  return {age: total[age] / total.total() for age in sorted(total)}
 
 
 def scale(rows: list[Row]) -> str:
@@ -175,46 +194,68 @@ def returns(row: Row) -> list[tuple[str, str, float, float]]:
   return found
 
 
-def kills(rows: list[Row]) -> str:
-  """Markdown: how soon killed workers were back."""
+def faults() -> str:
+  """Markdown: each fault, and what became of it."""
   lines = [
-    "| kills | spare processes | noticed after, s: median, most "
-    "| back after, s: median, most | samples lost | pushed twice "
-    "| accuracy, % |",
-    "|---|---|---|---|---|---|---|",
+    "| fault | noticed after, s | lost | recovered after, s |",
+    "|---|---|---|---|",
   ]
-  for row in rows:
+  for row in rows_of("kills"):
     found = returns(row)
-    if not found:
-      continue
-    noticed = [x[2] for x in found]
-    back = [x[3] for x in found]
+    noticed, back = [x[2] for x in found], [x[3] for x in found]
+    whole = row["samples"] + row["lost_samples"]
+    cells = [
+      f"SIGKILL of a worker, {len(row['faults'])} times ({len(found)} back)",
+      f"{statistics.median(noticed):.1f}, {max(noticed):.1f} at most",
+      f"{row['lost_samples']} of {whole} samples",
+      f"{statistics.median(back):.1f}, {max(back):.1f} at most",
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+  for row in rows_of("server"):
+    ((_, _, noticed_s, back_s),) = returns(row)
+    at, resumed = row["faults"][0]["updates"], row["resumed"]
     lines.append(
-      f"| {len(row['faults'])} ({len(found)} back) | {row['spares']} "
-      f"| {statistics.median(noticed):.1f}, {max(noticed):.1f} "
-      f"| {statistics.median(back):.1f}, {max(back):.1f} "
-      f"| {row['lost_samples']} of {row['samples'] + row['lost_samples']} "
-      f"| {row['discarded'].get('repeated', 0)} "
-      f"| {100 * row['accuracy']:.2f} |"
+      f"| SIGKILL of the server at update {at}, a checkpoint every 5 "
+      f"| {noticed_s:.1f} | {at - resumed} updates: resumed at {resumed} "
+      f"| {back_s:.1f} |"
+    )
+  for row in rows_of("hang"):
+    noticed_s, back_s = hung(row)
+    lines.append(
+      f"| SIGSTOP of a worker under BSP, limit 3 s | {noticed_s:.1f} "
+      f"| {row['lost_samples']} samples | {back_s:.1f} after SIGCONT |"
     )
   return "\n".join(lines)
 
 
-def deaths(rows: list[Row]) -> str:
-  """Markdown: how soon a killed server was back, and what was lost."""
+def hung(row: Row) -> tuple[float, float]:
+  """Seconds from SIGSTOP until it left, and from SIGCONT until it was back."""
+  stopped_s, woken_s = (x["at_s"] for x in row["faults"])
+  num = len(row["config"]["speeds"])
+  seen = row["seen"]
+  left = next(t for t, _, n in seen if t > stopped_s and n < num)
+  back = next(t for t, _, n in seen if t > woken_s and n == num)
+  return left - stopped_s, back - woken_s
+
+
+def kept(rows: list[Row], undisturbed: list[Row]) -> str:
+  """Text: accuracy of a run with kills, and of undisturbed ones."""
+  own = ", ".join(f"{100 * x['accuracy']:.2f}" for x in rows)
+  others = ", ".join(f"{100 * x['accuracy']:.2f}" for x in undisturbed)
+  return f"With kills {own} %, undisturbed {others} %."
+
+
+def replays(rows: list[Row]) -> str:
+  """Markdown: recorded runs, and whether they end with the same bits again."""
   lines = [
-    "| killed at update | noticed after, s | all back after, s "
-    "| resumed at update | lost | pushed twice |",
-    "|---|---|---|---|---|---|",
+    "| protocol | updates | recorded, MB | the same bits again |",
+    "|---|---|---|---|",
   ]
-  for row in rows:
-    found = returns(row)
-    if found:
-      at, resumed = row["faults"][0]["updates"], row["resumed"]
-      lines.append(
-        f"| {at} | {found[0][2]:.1f} | {found[0][3]:.1f} | {resumed} "
-        f"| {at - resumed} | {row['discarded'].get('repeated', 0)} |"
-      )
+  lines += [
+    f"| {x['config']['variant']} | {x['updates']} "
+    f"| {x['recorded_bytes'] / 1e6:.1f} | {'yes' if x['equal'] else 'NO'} |"
+    for x in rows
+  ]
   return "\n".join(lines)
 
 
@@ -222,13 +263,13 @@ def main() -> None:
   """Prints all tables, and draws the picture."""
   for name, table in (
     ("gain", gain), ("computes", gain), ("clock", clock), ("scale", scale),
-    ("kills", kills),
+    ("replay", replays),
   ):  # fmt: skip
     rows = rows_of(name)
     if rows:
       print(f"## {name}\n\n{table(rows)}\n")
-  if rows_of("server"):
-    print(f"## server\n\n{deaths(rows_of('server'))}\n")
+  print(f"## faults\n\n{faults()}\n")
+  print(kept(rows_of("kills"), rows_of("undisturbed")))
   for row in rows_of("profile"):
     print(f"latency {1e3 * row['latency_s']:.2f} ms")
   if rows_of("clock"):
