@@ -98,8 +98,8 @@ def clock(rows: list[Row]) -> str:
 def draw(rows: list[Row], path: pathlib.Path) -> None:
   """Draws how stale each worker's gradients were: real above, clock below."""
   pyplot = training.pyplot()
-  rows = [x for x in rows if "ages" in x["clock"]]
   names = list(dict.fromkeys(x["name"] for x in rows))
+  rows = [x for x in rows if "ages" in x["clock"]]
   columns = 3
   figure, grid = pyplot.subplots(
     -(-len(names) // columns), columns, squeeze=False, figsize=(13, 10),
@@ -121,10 +121,11 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes.set_yticks(
       range(len(workers)), [f"speed {speed:g}" for speed in speeds], fontsize=8
     )
-    axes.set_ylim(len(workers) - 0.4, -0.6)
-    axes.invert_yaxis()
+    axes.set_ylim(-0.6, len(workers) - 0.4)
+    axes.set_xlim(-0.6, max(axes.get_xlim()[1], 2.6))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(f"{name} ({len(own)} runs)", fontsize=10)
+    plural = "s" if len(own) > 1 else ""
+    axes.set_title(f"{name} ({len(own)} run{plural})", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
   for axes in grid.flat[len(names) :]:
     axes.axis("off")

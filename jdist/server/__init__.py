@@ -64,33 +64,37 @@ from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
 from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
 from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
-from jdist.server.runtime._empty_gradient import EmptyServer as EmptyServer
-from jdist.server.runtime._empty_gradient import EmptyWorker as EmptyWorker
 from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import Engine as Engine
 from jdist.server.runtime._engine import LostServerError as LostServerError
 from jdist.server.runtime._engine import RefusedError as RefusedError
 from jdist.server.runtime._engine import ServerLearner as ServerLearner
 from jdist.server.runtime._engine import WorkerLearner as WorkerLearner
-from jdist.server.runtime._gradient_messages import (
-  message_plans as message_plans,
-)
-from jdist.server.runtime._gradient_messages import (
-  tree_of_bytes as tree_of_bytes,
-)
-from jdist.server.runtime._gradient_server import (
-  GradientServer as GradientServer,
-)
-from jdist.server.runtime._gradient_worker import (
-  GradientWorker as GradientWorker,
-)
+from jdist.server.runtime._live_plan import LivePlan as LivePlan
 from jdist.server.runtime._live_run import LiveResult as LiveResult
 from jdist.server.runtime._live_run import LiveRun as LiveRun
-from jdist.server.runtime._live_server import LivePlan as LivePlan
 from jdist.server.runtime._live_server import LiveServer as LiveServer
 from jdist.server.runtime._message_record import replay as replay
-from jdist.server.runtime._ray_engine import RayEngine as RayEngine
 from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace
 from jdist.server.runtime._worker_loop import versions as versions
 from jdist.server.runtime._worker_loop import WorkerLoop as WorkerLoop
+from jdist.server.runtime.gradients._empty_gradient import (
+  EmptyServer as EmptyServer,
+)
+from jdist.server.runtime.gradients._empty_gradient import (
+  EmptyWorker as EmptyWorker,
+)
+from jdist.server.runtime.gradients._gradient_messages import (
+  message_plans as message_plans,
+)
+from jdist.server.runtime.gradients._gradient_messages import (
+  tree_of_bytes as tree_of_bytes,
+)
+from jdist.server.runtime.gradients._gradient_server import (
+  GradientServer as GradientServer,
+)
+from jdist.server.runtime.gradients._gradient_worker import (
+  GradientWorker as GradientWorker,
+)
+from jdist.server.runtime.ray_actors._ray_engine import RayEngine as RayEngine

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jdist import cli, server
-from jdist.server.runtime import _ray_engine
+from jdist.server.runtime.ray_actors import _ray_engine
 
 CLUSTER = """
 [[nodes]]

@@ -41,11 +41,12 @@ def make_server(
 ) -> server.LiveServer:
   """Builds the server, in its process."""
   parts = _server_parts.assemble(options, plans)
-  protocol, common = parts.protocol, {
+  protocol = parts.protocol
+  common: dict[str, Any] = {
     "workers": parts.machines.names,
     "shared": parts.samples.shared,
     "model_state": parts.model.state,
-  }  # fmt: skip
+  }
   if isinstance(protocol, server.DecoupledDiLoCo):
     syncer = server.FragmentSyncer(
       parts.model.params,

@@ -11,7 +11,7 @@ import optax
 from jdist import checks, transforms
 from jdist.server import _gradient_learner, _message_codec
 from jdist.server.decoupled import _fragment_messages, _fragment_worker
-from jdist.server.runtime import _gradient_messages
+from jdist.server.runtime.gradients import _gradient_messages
 
 PyTree = Any
 Leaves = list[jax.Array]

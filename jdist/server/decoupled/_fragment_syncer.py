@@ -12,8 +12,8 @@ import optax
 from jdist import transforms
 from jdist.server import _message_codec, _messages, _server_programs
 from jdist.server.decoupled import _fragment_server
-from jdist.server.runtime import _gradient_messages
-from jdist.server.runtime._gradient_messages import Pushed
+from jdist.server.runtime.gradients import _gradient_messages
+from jdist.server.runtime.gradients._gradient_messages import Pushed
 
 PyTree = Any
 

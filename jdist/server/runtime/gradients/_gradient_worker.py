@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.server import _gradient_learner
-from jdist.server.runtime import _gradient_messages
+from jdist.server.runtime.gradients import _gradient_messages
 
 PyTree = Any
 

@@ -1,0 +1,344 @@
+"""The part of a live server that its thread runs: the protocol's side."""
+
+import collections
+import concurrent.futures
+import logging
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdist.server import _messages, _protocol
+from jdist.server.runtime import (
+  _delivery,
+  _engine,
+  _envelope,
+  _live_checkpoints,
+  _live_plan,
+  _mailboxes,
+  _message_record,
+  _wall_links,
+)
+
+_log = logging.getLogger(__name__)
+# Waits for workers' states when a checkpoint is made.
+_SAVE_S = 5.0
+# After so many refused pushes one after the other a worker is sent home.
+_MAX_REFUSED = 3
+
+
+class Item(NamedTuple):
+  """A message in the inbox, and when it came.
+
+  Attributes:
+    at_s: by the monotonic clock.
+    kind: of a worker's message, or a word of control.
+    worker: whose.
+    header: all of it.
+    payload: uint8 [bytes].
+  """
+
+  at_s: float
+  kind: str
+  worker: str
+  header: dict[str, Any]
+  payload: np.ndarray
+
+
+class ServerCore:
+  """Hands messages to the protocol, and does what it answers; by one thread.
+
+  Args:
+    protocol: any.
+    learner: the server's side of the gradients.
+    plan: what else the run does.
+
+  Attributes:
+    learner: as given.
+    delivery: protocol and learner together, once the run has begun.
+    boxes: of all workers.
+    links: and the clock.
+    checkpoints: if there are any.
+    records: of the marks so far.
+    snapshots: of the learner, by the number of the mark, until fetched.
+    pulled_bytes: payloads sent to workers.
+    pushed_bytes: payloads of workers.
+    over_s: by how long computing was longer than modelled, by worker.
+    finished: whether the plan is done.
+    ended_s: when it was.
+  """
+
+  def __init__(
+    self,
+    protocol: _protocol.Protocol,
+    learner: _engine.ServerLearner,
+    plan: _live_plan.LivePlan,
+  ):
+    self.learner = learner
+    self._protocol, self._plan = protocol, plan
+    self.checkpoints = _live_checkpoints.LiveCheckpoints(
+      plan.checkpoints, plan.identity
+    )
+    self.links = _wall_links.WallLinks(plan.machines, self.checkpoints.first_s)
+    self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
+    self.delivery: _delivery.Delivery | None = None
+    self.records: list[dict[str, Any]] = []
+    self.snapshots: dict[int, np.ndarray] = {}
+    self.pulled_bytes = self.pushed_bytes = 0
+    self.over_s: collections.Counter[str] = collections.Counter()
+    self.finished, self.ended_s = False, 0.0
+    self._recorder: _message_record.Recorder | None = None
+    if hasattr(learner, "prepare"):
+      learner.prepare()
+    if self.checkpoints.found is not None:
+      self._load(*self.checkpoints.found)
+
+  def handle(self, item: Item) -> None:
+    """Does what a message asks for."""
+    getattr(self, f"_on_{item.kind}")(item)
+
+  def _on_start(self, item: Item) -> None:
+    del item
+    if self.links.began:
+      return
+    here = [name for name, box in self.boxes.items() if box.here]
+    resumed = self.delivery is not None
+    if self.delivery is None:
+      self.delivery = self._new_delivery(here)
+      if self._plan.record is not None:
+        self._recorder = _message_record.Recorder(
+          self._plan.record, self._plan.workers, here
+        )
+    first_s = self.links.first_s
+    self.links.begin()
+    if resumed:
+      for worker in list(self.delivery.state.members):
+        # Its tasks went with the server that gave them.
+        self.delivery.hand_over(first_s, _messages.Leave(worker))
+    if self._plan.seconds is not None:
+      self.links.after(self._plan.seconds - first_s, self._finish)
+    for name in here:
+      if resumed:
+        self._deliver(_messages.Join(name))
+      self._deliver(_messages.Pull(name))
+
+  def _new_delivery(self, here: list[str]) -> _delivery.Delivery:
+    names = self._plan.workers
+    return _delivery.Delivery(self._protocol, self.learner, names, here)
+
+  def _on_finish(self, item: Item) -> None:
+    del item
+    self._finish()
+
+  def _on_hello(self, item: Item) -> None:
+    box = self.boxes[item.worker]
+    box.empty()
+    box.here, box.refused = True, 0
+    box.generation += 1
+    state = self.checkpoints.states.pop(item.worker, None)
+    if state is not None and item.header.get("fresh"):
+      box.put(_mailboxes.word("load", state))
+    if self.finished:
+      box.put(_mailboxes.word("stop"))
+    elif self.links.began:
+      self._on_join(item)
+
+  def _on_join(self, item: Item) -> None:
+    if not self.finished:
+      self._deliver(_messages.Join(item.worker))
+      self._deliver(_messages.Pull(item.worker))
+
+  def _on_lost(self, item: Item) -> None:
+    self.boxes[item.worker].empty()
+    if self.links.began and not self.finished:
+      self._deliver(_messages.Leave(item.worker))
+
+  def _on_pull(self, item: Item) -> None:
+    box = self.boxes[item.worker]
+    box.pull(item.header["life"], item.header["future"])
+
+  def _on_state(self, item: Item) -> None:
+    self.checkpoints.add_state(item.worker, item.payload)
+
+  def _on_save(self, item: Item) -> None:
+    done = item.header["done"]
+    if self.checkpoints.on and self.links.began and not self.finished:
+      self._begin_checkpoint(done)
+    else:
+      done.set_result(-1)
+
+  def _on_push(self, item: Item) -> None:
+    """Lets a push take its way; it is at the server once that is done."""
+    size = len(item.payload)
+    self.pushed_bytes += size
+    self.links.push(item.worker, size, self._take, item)
+
+  def _take(self, item: Item) -> None:
+    box, header = self.boxes[item.worker], item.header
+    if self.finished or header["life"] != box.life:
+      return
+    assert self.delivery is not None
+    try:
+      push = _push_of(item)
+      self.delivery.accept(push, header["more"], item.payload)
+    except _engine.RefusedError as error:
+      _log.warning("A push of %s is refused: %s", item.worker, error)
+      box.refused += 1
+      box.here = box.refused < _MAX_REFUSED
+      self._deliver(_messages.Leave(item.worker))
+      if not box.here:
+        box.put(_mailboxes.word("stop"))
+      return
+    box.refused = 0
+    self.over_s[item.worker] += header.get("over_s", 0.0)
+    self._deliver(push, header["more"], item.payload)
+    if item.worker in self.delivery.state.members:
+      self._deliver(_messages.Pull(item.worker))
+
+  def _deliver(
+    self,
+    message: _messages.Message,
+    more: dict[str, Any] | None = None,
+    payload: np.ndarray | None = None,
+  ) -> None:
+    """Hands a message to the protocol and does what it answers."""
+    delivery = self.delivery
+    assert delivery is not None
+    if self.finished:
+      return
+    now = self.links.now_s
+    before = set(delivery.state.members)
+    if self._recorder is not None:
+      self._recorder.message(now, message, more, payload)
+    sent, timers = delivery.hand_over(now, message)
+    if not isinstance(message, _messages.Join):
+      for worker in before - set(delivery.state.members):
+        self.boxes[str(worker)].take_tasks()
+    for each in sent:
+      if self._recorder is not None:
+        self._recorder.sent(each)
+      self._send(each)
+    for timer in timers:
+      expired = _messages.Expired(timer.task)
+      self.links.after(timer.after_s, self._deliver, expired)
+    self._look_at_marks()
+
+  def _send(self, sent: _delivery.SentTask) -> None:
+    name = str(sent.reply.worker)
+    box = self.boxes[name]
+    header = sent.reply._asdict() | {
+      "kind": "task",
+      "generation": box.generation,
+      "more": sent.more,
+      "now_s": self.links.wall_s,
+    }
+    message = _envelope.pack(header, sent.payload)
+    size = 0 if sent.payload is None else len(sent.payload)
+    self.pulled_bytes += size
+    self.links.pull(name, size, self._arrive, box, box.generation, message)
+
+  def _arrive(
+    self, box: _mailboxes.Mailbox, generation: int, message: np.ndarray
+  ) -> None:
+    if box.generation == generation:
+      box.put(message)
+
+  # Marks, the end, checkpoints.
+
+  def _look_at_marks(self) -> None:
+    delivery, plan = self.delivery, self._plan
+    assert delivery is not None
+    samples = delivery.applied_samples
+    while (
+      len(self.records) < len(plan.marks)
+      and samples >= plan.marks[len(self.records)]
+    ):
+      self._add_record()
+    done = (
+      (plan.samples is not None and samples >= plan.samples)
+      or (plan.updates is not None and delivery.state.version >= plan.updates)
+    )  # fmt: skip
+    if done:
+      self._finish()
+
+  def _add_record(self) -> None:
+    assert self.delivery is not None
+    snapshot = getattr(self.learner, "snapshot", None)
+    if snapshot is not None:
+      self.snapshots[len(self.records)] = snapshot()
+    self.records.append(
+      {
+        "updates": self.delivery.state.version,
+        "now_s": self.links.now_s,
+        "pushed_bytes": self.pushed_bytes,
+        "pulled_bytes": self.pulled_bytes,
+        "staleness": dict(self.delivery.staleness),
+        **self.learner.totals(),
+      }
+    )
+    if self.checkpoints.on:
+      self._begin_checkpoint()
+
+  def _finish(self) -> None:
+    if not self.finished:
+      self.ended_s = self.links.now_s
+      self.finished = True
+      self.checkpoints.write()
+      self.close()
+
+  def close(self) -> None:
+    """Ends the recording, and sends all workers home."""
+    if self._recorder is not None:
+      self._recorder.close()
+    for box in self.boxes.values():
+      box.put(_mailboxes.word("stop"))
+
+  def _begin_checkpoint(
+    self, done: concurrent.futures.Future[int] | None = None
+  ) -> None:
+    assert self.delivery is not None
+    notes, learner = self.learner.save()
+    header = {
+      "updates": self.delivery.state.version,
+      "now_s": self.links.now_s,
+      "learner": notes,
+      "records": list(self.records),
+      "bytes": [self.pushed_bytes, self.pulled_bytes],
+    }
+    protocol = np.frombuffer(self.delivery.save(), np.uint8)
+    members = map(str, self.delivery.state.members)
+    owing = {name for name in members if self.boxes[name].here}
+    give_up = self.checkpoints.begin(
+      header, {"protocol": protocol, "learner": learner}, owing, done
+    )
+    for name in owing:
+      self.boxes[name].put(_mailboxes.word("save"))
+    self.links.after(_SAVE_S, give_up)
+
+  def _load(self, header: dict[str, Any], parts: dict[str, np.ndarray]) -> None:
+    self.delivery = self._new_delivery([])
+    self.delivery.load(parts["protocol"].tobytes())
+    self.learner.load(header["learner"], parts["learner"])
+    self.records = header["records"]
+    self.pushed_bytes, self.pulled_bytes = header["bytes"]
+
+
+def _push_of(item: Item) -> _messages.Push:
+  """Returns the push that a worker has sent.
+
+  Raises:
+    RefusedError: when its header is no push's.
+  """
+  header = item.header
+  try:
+    assert isinstance(header["more"], dict)
+    return _messages.Push(
+      item.worker,
+      int(header["task"]),
+      int(header["samples"]),
+      float(header["compute_s"]),
+      float(header["waited_s"]),
+    )
+  except (AssertionError, KeyError, TypeError, ValueError):
+    raise _engine.RefusedError(
+      "header", f"A push must say its task, samples and times, got {header}."
+    ) from None

@@ -1,0 +1,1 @@
+"""Gradients of real workers: the server's side, and a worker's."""
