@@ -8,6 +8,7 @@ run, with its other processes.
 
 import _thread
 import contextlib
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,29 @@ from typing import Any
 
 # Long enough to have left the callback.
 _AGAIN_S = 0.05
+
+
+class SigtermError(BaseException):
+  """SIGTERM has come, where it is raised."""
+
+
+@contextlib.contextmanager
+def raised_by_sigterm() -> Iterator[None]:
+  """Raises a SigtermError upon the first SIGTERM; later ones do nothing."""
+
+  def come(number: int, frame: Any) -> None:
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise SigtermError
+
+  if threading.current_thread() is not threading.main_thread():
+    yield  # Signals are the main thread's.
+    return
+  before = signal.signal(signal.SIGTERM, come)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

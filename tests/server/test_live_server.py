@@ -208,6 +208,56 @@ def test_other_versions_are_refused_in_one_line(hand):
   assert by.server.status()["error"] == receipt["refused"]
 
 
+def test_a_timer_of_the_protocols_own_expires(hand):
+  """The end of a grace window, which no task has."""
+  by = hand(
+    server.DecoupledDiLoCo(
+      batches=server.FixedBatches(4), interval=1, quorum=0.5, grace=1.0
+    )
+  )
+  by.push("a", by.pull("a")["task"], compute_s=0.1)
+  by.until(lambda x: x.status()["updates"] == 1)
+  assert by.server.summary()["nodes"]["a"]["ages"] == {0: 1}
+
+
+def test_a_checkpoint_is_made_when_asked_for(hand, tmp_path):
+  by = hand(BSP, checkpoints=str(tmp_path))
+  by.pull("a"), by.pull("b")
+  by.push("a", 0), by.push("b", 1)
+  for name in NAMES:
+    assert by.pull(name)["version"] == 1
+  found = []
+  asks = threading.Thread(target=lambda: found.append(by.server.save()))
+  asks.start()
+  for name in NAMES:
+    assert by.pull(name)["kind"] == "save"
+    by.word("state", name)
+  asks.join(timeout=5.0)
+  assert found == [1] and len(list(tmp_path.glob("update_*1.jdist"))) == 1
+
+
+def test_without_checkpoints_nothing_is_saved(hand):
+  assert hand(BSP).server.save() == -1
+
+
+def test_words_of_control_are_not_for_workers(hand):
+  by = hand(server.ASP(batches=server.FixedBatches(4)))
+  for kind in ("finish", "lost", "save", "nothing"):
+    assert "A worker sends" in by.word(kind, "a")["refused"]
+  by.push("a", by.pull("a")["task"])
+  by.until(lambda x: x.status()["updates"] == 1)
+  assert not by.server.status()["finished"]
+
+
+def test_a_push_without_its_header_is_refused(hand):
+  by = hand(BSP)
+  by.pull("a"), by.pull("b")
+  by.push("b", 1, samples="many")
+  by.push("a", 0)
+  assert by.pull("a")["version"] == 1
+  assert by.server.summary()["refused"] == {"header": 1}
+
+
 def test_strangers_are_refused(hand):
   by = hand(BSP)
   assert "no worker" in by.hello("c")["refused"]

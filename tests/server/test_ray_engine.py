@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import time
 
 import pytest
 
-from jdist import cli, server
-from jdist.server.runtime.ray_actors import _ray_engine
+from jdist import cli, server, training
+from jdist.server.runtime.ray_actors import _ray_access
 
 CLUSTER = """
 [[nodes]]
@@ -42,7 +43,6 @@ def words(tmp_path, *more, num=2):
     (("--address", "127.0.0.1:1"), "No Ray cluster answers at 127.0.0.1:1"),
     (("--cpus-per-worker", "1000"), "need 3000 CPUs, and Ray has"),
     (("--codec", "int4"), "`--codec` must be left out with `--protocol h_ps`"),
-    (("--local-momentum", "0.9"), "`--local-momentum` must be 0 with"),
     (("--cpus-per-worker", "0"), "`--cpus-per-worker` must be positive"),
   ),
 )
@@ -58,12 +58,12 @@ def test_off_this_machine_a_token_must_be_there(monkeypatch, tmp_path):
   monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
   monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
   with pytest.raises(ValueError, match="There is no token at"):
-    _ray_engine.check_address("10.1.2.3:6379")
+    _ray_access.check_address("10.1.2.3:6379")
 
 
 def test_without_ray_one_line_names_the_extra(tmp_path, capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
-  monkeypatch.setattr(_ray_engine, "_SET", {"RAY_AUTH_MODE"})
+  monkeypatch.setattr(_ray_access, "_SET", {"RAY_AUTH_MODE"})
   more = ("--cpus-per-worker", "0.1")
   assert cli.main(words(tmp_path, *more)) == 2
   error = capsys.readouterr().err
@@ -160,11 +160,79 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
+def test_sigterm_saves_a_run_and_leaves_nothing(tmp_path):
+  before = left_behind()
+  more = (
+    "--cpus-per-worker", "0.25", "--epochs", "1000", "--checkpoints",
+    str(tmp_path / "kept"),
+  )  # fmt: skip
+  process = subprocess.Popen(
+    [sys.executable, "-m", "jdist", *words(tmp_path, *more),
+     "--evaluate-every-epochs", "1"],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  assert process.stdout.readline().startswith("update")
+  process.send_signal(signal.SIGTERM)
+  _, told = process.communicate(timeout=60)
+  assert process.returncode == 143
+  (update,) = re.findall(
+    r"^jdist: SIGTERM: ended after update (\d+), which is saved", told, re.M
+  )
+  kept = [x.name for x in (tmp_path / "kept").glob("update_*.jdist")]
+  assert f"update_{int(update):010d}.jdist" in kept
+  assert left_behind() == before
+
+
+@needs_ray
+@pytest.mark.slow
+def test_sigterm_ends_an_engine_and_leaves_nothing(tmp_path):
+  before = left_behind()
+  process = subprocess.Popen(
+    [sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True
+  )
+  assert process.stdout.readline() == "here\n"
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=60)
+  assert process.returncode == 143
+  assert left_behind() == before
+
+
+ENGINE = """
+import time
+from jdist import server
+engine = server.RayEngine(1, cpus_per_worker=0.25)
+try:
+  print("here", flush=True)
+  time.sleep(60)
+finally:
+  engine.stop()
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_decoupled_diloco_in_four_bits_learns_on_ray(tmp_path):
+  more = (
+    "--protocol", "decoupled_diloco", "--cpus-per-worker", "0.25",
+    "--interval", "4", "--fragments", "2", "--codec", "int4", "--feedback",
+    "error", "--learning-rate", "0.05", "--epochs", "2",
+  )  # fmt: skip
+  run = [sys.executable, "-m", "jdist", *words(tmp_path, *more)]
+  told = subprocess.run(run, capture_output=True, text=True, timeout=300)
+  assert told.returncode == 0, told.stderr
+  (row,) = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  assert row["accuracy"] > 0.7 and row["refused"] == {}
+  # A push is of a fragment, half of the parameters, in a seventh of the bytes.
+  assert row["pushed_bytes"] < 0.2 * row["pulled_bytes"]
+
+
+@needs_ray
+@pytest.mark.slow
 def test_training_on_ray_is_recorded_and_goes_on(tmp_path):
   more = (
     "--cpus-per-worker", "0.25", "--evaluate-every-epochs", "1",
     "--learning-rate", "0.05", "--checkpoints", str(tmp_path / "kept"),
-    "--record", str(tmp_path / "record"),
+    "--record", str(tmp_path / "record"), "--local-momentum", "0.9",
   )  # fmt: skip
   run = [sys.executable, "-m", "jdist", *words(tmp_path, *more)]
   for epochs in ("2", "2"):
@@ -172,8 +240,6 @@ def test_training_on_ray_is_recorded_and_goes_on(tmp_path):
       [*run, "--epochs", epochs], capture_output=True, text=True, timeout=300
     )
     assert told.returncode == 0, told.stderr
-  from jdist import training
-
   first, second = training.read_rows(tmp_path / "out" / "rows.jsonl")
   assert first["clock"] == "wall" and first["accuracy"] > 0.7
   assert set(first["staleness"]["counts"]) == {"0", "1"}

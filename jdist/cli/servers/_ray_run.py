@@ -1,5 +1,6 @@
 """`jdist train --protocol NAME --driver ray`: a server's run in real time."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +16,7 @@ from jdist.cli import (
   _composition,
   _datasets,
   _experiment,
+  _interrupts,
   _options,
   _run_end,
 )
@@ -145,25 +147,12 @@ def train(options: _options.Train) -> None:
     versions=server.versions(),
   )
   output = _experiment.output_directory(options, "train")
-  engine = server.RayEngine(
-    len(machines.nodes),
-    address=options.address,
-    cpus_per_worker=options.cpus_per_worker,
-  )
+  watch = _Watch(parts)
   try:
-    run = server.LiveRun(
-      engine,
-      functools.partial(make_server, options, parts.plans, plan),
-      {
-        name: functools.partial(work, options, parts.plans, name)
-        for name in machines.names
-      },
-      can_resume=options.checkpoints is not None,
-    )
-    watch = _Watch(parts)
-    result = run.run(on_record=watch.record, on_status=watch.status)
-  finally:
-    engine.stop()
+    with _interrupts.raised_by_sigterm():
+      result = _run(parts, plan, watch)
+  except _interrupts.SigtermError:
+    raise _run_end.TerminatedError(watch.ended) from None
   row = training.make_row(
     dataclasses.asdict(options),
     options.seed,
@@ -179,6 +168,35 @@ def train(options: _options.Train) -> None:
   _run_end.check(watch.records, options.learning_rate, options.checkpoints)
 
 
+def _run(
+  parts: _server_parts.Parts, plan: server.LivePlan, watch: "_Watch"
+) -> server.LiveResult:
+  options = parts.options
+  engine = server.RayEngine(
+    len(plan.workers),
+    address=options.address,
+    cpus_per_worker=options.cpus_per_worker,
+  )
+  try:
+    run = server.LiveRun(
+      engine,
+      functools.partial(make_server, options, parts.plans, plan),
+      {
+        name: functools.partial(work, options, parts.plans, name)
+        for name in plan.workers
+      },
+      can_resume=options.checkpoints is not None,
+    )
+    return run.run(on_record=watch.record, on_status=watch.status)
+  except _interrupts.SigtermError:
+    if options.checkpoints is not None:
+      with contextlib.suppress(Exception):  # A server that is not there yet.
+        watch.saved = engine.ask("save")
+    raise
+  finally:
+    engine.stop()
+
+
 class _Watch:
   """Evaluates at each mark, and tells how the run goes."""
 
@@ -187,6 +205,8 @@ class _Watch:
     self._evaluate = parts.workload.evaluator(parts.model.apply)
     self._samples = 0
     self._told_s = time.monotonic()
+    # After which update it stands, and was saved upon SIGTERM.
+    self._update, self.saved = 0, -1
     self.records: list[training.Record] = []
     folder = parts.options.checkpoints
     # Evaluations are made here, and the server's checkpoints have none.
@@ -195,6 +215,17 @@ class _Watch:
     if self._path is not None and self._path.is_file():
       found = json.loads(self._path.read_text())
       self._before = [training.Record(*x) for x in found]
+
+  @property
+  def ended(self) -> str:
+    """What is to be said of a run that SIGTERM has ended."""
+    if self.saved >= 0:
+      return (
+        f"ended after update {self.saved}, which is saved: the same command "
+        "goes on."
+      )
+    kept = "its last checkpoint" if self._path else "nothing"
+    return f"ended after update {self._update}, of which {kept} is saved."
 
   def record(self, found: dict[str, Any], snapshot: np.ndarray) -> None:
     """Evaluates a snapshot, here and not at the server."""
@@ -240,6 +271,7 @@ class _Watch:
     """Tells of workers that are away, once in a while."""
     num = len(self._parts.machines.nodes)
     now = time.monotonic()
+    self._update = status["updates"]
     if status["members"] < num and now - self._told_s > 5.0:
       self._told_s = now
       print(

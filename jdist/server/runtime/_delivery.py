@@ -79,16 +79,12 @@ class Delivery(_driver.Driver):
     """Has the learner take a push, if its task is out.
 
     Raises:
-      RefusedError: when it cannot be used; it counts.
+      RefusedError: when it cannot be used; who drives counts it.
     """
     assignment = self.state.tasks.get(push.task)
     if assignment is None or assignment.worker != push.worker:
       return  # The protocol discards it.
-    try:
-      self._sender.push(push.task, more, payload)
-    except _engine.RefusedError as error:
-      self.refused[error.reason] += 1
-      raise
+    self._sender.push(push.task, more, payload)
     self.nodes[str(push.worker)].compute_s += push.compute_s
 
   def hand_over(

@@ -182,6 +182,7 @@ class ServerCore:
       self.delivery.accept(push, header["more"], item.payload)
     except _engine.RefusedError as error:
       _log.warning("A push of %s is refused: %s", item.worker, error)
+      self.delivery.refused[error.reason] += 1
       box.refused += 1
       box.here = box.refused < _MAX_REFUSED
       self._deliver(_messages.Leave(item.worker))

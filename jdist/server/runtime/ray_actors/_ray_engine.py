@@ -1,27 +1,20 @@
 """Ray as the engine: server and workers are actors, on one machine or many."""
 
-import asyncio
 import contextlib
-import importlib
 import os
 import pathlib
 import secrets
 import shutil
-import socket
-import sys
+import signal
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import jax
-import numpy as np
 
 from jdist import checks
 from jdist.server.runtime import _engine
+from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
 
-_SERVER = "jdist-server"
 # Within so many seconds a worker that was sent home is there.
 _HOME_S = 5.0
 # What a spare process has imported when it is needed.
@@ -30,9 +23,6 @@ _PRELOADED = (
   "optax",
 )  # fmt: skip
 _MIN_STORE_BYTES = 78 * 2**20
-_MODE, _TOKEN, _TOKEN_PATH = (
-  "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
-)  # fmt: skip
 # One thread of computation for each process: workers share the machine.
 ONE_THREAD = {
   "JAX_PLATFORMS": "cpu",
@@ -49,82 +39,6 @@ _CACHE = (
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
   "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
 )
-# Ray reads a process's token once.
-_OWN_TOKEN = secrets.token_hex(32)
-
-
-def _set_token() -> None:
-  """Turns token authentication on, with a token of this process's own.
-
-  Unless the environment has one.  Raises a ValueError where it is too late.
-  """
-  if os.environ.get(_MODE) == "token":
-    return
-  if "ray" in sys.modules and _MODE not in _SET:
-    raise ValueError(
-      f"`{_MODE}=token` must be set before Ray is imported, or a `RayEngine` "
-      "be the first that imports it: it starts nothing without a token."
-    )
-  _SET.add(_MODE)
-  os.environ[_MODE], os.environ[_TOKEN] = "token", _OWN_TOKEN
-
-
-_SET: set[str] = set()
-
-
-def import_ray() -> Any:
-  """Imports Ray.
-
-  Raises:
-    ImportError: when it is missing; the message says how to install it.
-  """
-  try:
-    import ray
-  except ImportError:
-    raise ImportError(
-      '`driver` ray needs Ray: `pip install ".[ray]"` in a clone, or '
-      "`pip install 'jdist[ray]'`."
-    ) from None
-  return ray
-
-
-def check_address(address: str | None) -> None:
-  """Raises a ValueError unless a cluster may be, and can be, connected to.
-
-  Off this machine only with token authentication, and only where something
-  answers.
-  """
-  if address is None:
-    return
-  host, _, port = address.rpartition(":")
-  if not host or not port.isdigit():
-    raise ValueError(
-      f"`address` must be HOST:PORT of a Ray cluster's head, got {address!r}."
-    )
-  if not _is_loopback(host):
-    if os.environ.get(_MODE) != "token":
-      raise ValueError(
-        f"`address` {address} is not on this machine, and {_MODE} is not "
-        f"`token`: set {_MODE}=token and {_TOKEN_PATH} on every node."
-      )
-    default = pathlib.Path.home() / ".ray" / "auth_token"
-    path = pathlib.Path(os.environ.get(_TOKEN_PATH, default))
-    if not os.environ.get(_TOKEN) and not path.is_file():
-      raise ValueError(
-        f"There is no token at {path}: copy the head's, or set {_TOKEN_PATH}."
-      )
-  try:
-    socket.create_connection((host, int(port)), timeout=5.0).close()
-  except OSError as error:
-    raise ValueError(
-      f"No Ray cluster answers at {address}: "
-      f"{str(error.strerror or error).lower()}. `ray status` on its head says "
-      "the address."
-    ) from None
-
-
-def _is_loopback(host: str) -> bool:
-  return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class RayEngine:
@@ -134,7 +48,8 @@ class RayEngine:
   interface, with a token of its own, in a directory that goes with it; else
   that of the address is used, which off this machine must have token
   authentication on.  A worker that dies is noticed by its call, which fails;
-  `spawn` starts a new one in its place.
+  `spawn` starts a new one in its place.  SIGTERM ends a run as an exit does, so
+  that `stop` is reached, unless somebody handles it otherwise.
 
   Args:
     workers: so many will be spawned.
@@ -165,17 +80,19 @@ class RayEngine:
   ):
     checks.check_int("workers", workers, 1)
     checks.check_number("cpus_per_worker", cpus_per_worker, open_low=True)
-    check_address(address)
+    _ray_access.check_address(address)
     self._cpus, self._num = cpus_per_worker, workers
     self._num_spares = checks.check_int("spares", spares, 0)
     if address is None:
       _check_cpus(self._needed(workers), os.cpu_count() or 1)
     self._before = {
-      x: os.environ.get(x) for x in (*ONE_THREAD, *_CACHE, _MODE, _TOKEN)
+      x: os.environ.get(x)
+      for x in (*ONE_THREAD, *_CACHE, _ray_access.MODE, _ray_access.TOKEN)
     }
     if address is None:
-      _set_token()
-    ray = import_ray()  # It reads once whether there are tokens.
+      _ray_access.set_token()
+    ray = _ray_access.import_ray()  # It reads once whether there are tokens.
+    self._sigterm = signal.getsignal(signal.SIGTERM)
     self._folder = tempfile.mkdtemp(prefix="jdist-ray-")
     compiled = cache or f"{self._folder}/compiled"
     self._environment = {
@@ -208,7 +125,7 @@ class RayEngine:
     """Starts a cluster on the loopback interface, with a token of its own."""
     # Inherited by all that is started now.
     os.environ.update(self._environment)
-    with _quiet_ray():
+    with _ray_access.quiet_start():
       self._ray.init(
         num_cpus=os.cpu_count() or 1,
         include_dashboard=False,
@@ -222,7 +139,7 @@ class RayEngine:
 
   def _connect(self, address: str) -> None:
     try:
-      with _quiet_ray():
+      with _ray_access.quiet_start():
         self._ray.init(
           address=address,
           log_to_driver=False,
@@ -243,8 +160,8 @@ class RayEngine:
         self._get(self._server.serve.remote(make), 300.0)
         return
       self._kill(self._server)
-    actor = self._ray.remote(_ServerActor).options(
-      name=_SERVER, num_cpus=self._cpus
+    actor = self._ray.remote(_ray_actors.ServerActor).options(
+      name=_ray_actors.SERVER, num_cpus=self._cpus
     )
     until = time.monotonic() + 30.0
     while True:
@@ -274,7 +191,7 @@ class RayEngine:
     self._workers[name] = (actor, actor.work.remote(work))
 
   def _worker_actor(self) -> Any:
-    actor = self._ray.remote(_WorkerActor)
+    actor = self._ray.remote(_ray_actors.WorkerActor)
     return actor.options(num_cpus=self._cpus).remote()
 
   def _kill(self, actor: Any) -> None:
@@ -297,7 +214,7 @@ class RayEngine:
     except exceptions.RayTaskError as error:
       raise error.cause from None
     except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
-      raise _engine.LostServerError(_line(error)) from None
+      raise _engine.LostServerError(_ray_actors.one_line(error)) from None
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
@@ -320,9 +237,11 @@ class RayEngine:
         self._idle[name] = actor
         continue
       except ray.exceptions.RayActorError as error:
-        reason = _line(error)
+        reason = _ray_actors.one_line(error)
       except ray.exceptions.RayTaskError as error:
-        reason = f"{type(error.cause).__name__}: {_line(error.cause)}"
+        reason = (
+          f"{type(error.cause).__name__}: {_ray_actors.one_line(error.cause)}"
+        )
       self._call(name, reason)
 
   def stop(self) -> None:
@@ -342,100 +261,14 @@ class RayEngine:
         os.environ.pop(name, None)
       else:
         os.environ[name] = value
+    _ray_access.set_handler(
+      signal.SIG_DFL if self._sigterm is None else self._sigterm
+    )
     for _ in range(20):  # Its processes write logs until they end.
       shutil.rmtree(self._folder, ignore_errors=True)
       if not pathlib.Path(self._folder).exists():
         break
       time.sleep(0.1)
-
-
-class _ServerActor:
-  """The server's process."""
-
-  def __init__(self) -> None:
-    self._server: Any = None
-
-  async def serve(self, make: Callable[[], Any]) -> None:
-    loop = asyncio.get_running_loop()
-    before, self._server = self._server, None
-    if before is not None:
-      await loop.run_in_executor(None, before.stop)
-    self._server = await loop.run_in_executor(None, make)
-
-  async def push(self, message: np.ndarray) -> dict[str, Any]:
-    if self._server is None:
-      raise _engine.LostServerError("The server has not begun.")
-    return self._server.push(message)
-
-  async def pull(self, worker: str, life: int) -> np.ndarray:
-    if self._server is None:
-      raise _engine.LostServerError("The server has not begun.")
-    return await asyncio.wrap_future(self._server.pull(worker, life))
-
-  async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-    function = getattr(self._server, method)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(None, lambda: function(*args))
-
-  async def process(self) -> int:
-    return os.getpid()
-
-
-class _WorkerActor:
-  """A worker's process."""
-
-  async def work(self, work: Callable[[_engine.Channel], None]) -> None:
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, work, _RayChannel())
-
-  async def warm(self, modules: tuple[str, ...]) -> None:
-    """Loads what every worker needs."""
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, _load, modules)
-
-  async def process(self) -> int:
-    return os.getpid()
-
-
-def _load(modules: tuple[str, ...]) -> None:
-  for name in modules:
-    importlib.import_module(name)
-  jax.devices()
-
-
-class _RayChannel:
-  """The way from a worker's process to the server, by the server's name."""
-
-  def __init__(self) -> None:
-    self._ray = import_ray()
-    self._server: Any = None
-
-  def push(self, message: np.ndarray) -> dict[str, Any]:
-    return self._call("push", 60.0, message)
-
-  def pull(self, worker: str, life: int) -> np.ndarray:
-    return self._call("pull", None, worker, life)
-
-  def _call(self, method: str, timeout_s: float | None, *args: Any) -> Any:
-    ray = self._ray
-    server = self._server
-    try:
-      if server is None:
-        server = self._server = ray.get_actor(_SERVER)
-      return ray.get(getattr(server, method).remote(*args), timeout=timeout_s)
-    except ray.exceptions.RayTaskError as error:
-      self._server = None
-      if isinstance(error.cause, _engine.LostServerError):
-        raise error.cause from None
-      raise
-    except (
-      ray.exceptions.RayActorError,
-      ray.exceptions.GetTimeoutError,
-      ray.exceptions.ObjectLostError,
-      ValueError,  # There is no actor of this name.
-    ) as error:
-      self._server = None
-      raise _engine.LostServerError(_line(error)) from None
 
 
 def _check_cpus(needed: float, available: float) -> None:
@@ -445,25 +278,3 @@ def _check_cpus(needed: float, available: float) -> None:
       f"{available:g}: add nodes, take fewer workers, or give each fewer "
       f"(`cpus_per_worker`), as those may have that mostly sleep."
     )
-
-
-def _line(error: BaseException) -> str:
-  return " ".join(str(error).split())[:200]
-
-
-@contextlib.contextmanager
-def _quiet_ray() -> Iterator[None]:
-  """Lets Ray tell of its start only what is wrong."""
-  import logging
-
-  logger = logging.getLogger("ray")
-  before = logger.level
-  logger.setLevel(logging.ERROR)
-  try:
-    with warnings.catch_warnings():
-      # Its processes do not go on in a fork, but execute another program.
-      warnings.filterwarnings("ignore", message=".*os.fork.*")
-      warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
-      yield
-  finally:
-    logger.setLevel(before)
