@@ -32,7 +32,8 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   ),
   "dbs_sgd": (("report.py", "mnist"), ("report.py", "cifar10")),
   "first_comparison": (("report.py",),),
-  "h_ps": (("report.py",), ("report.py", "mnist")),
+  "failures": (("report.py", "mnist"),),
+  "h_ps": (("report.py",), ("report.py", "mnist"), ("workers_report.py",)),
   "mp2": (
     ("report.py", "mnist", "--accuracy", "96", "98", "98.2", "98.3"),
     ("report.py", "cifar10", "--accuracy", "50", "55", "60"),
@@ -218,6 +219,7 @@ def main() -> int:
 UNTRACED: dict[str, int] = {
   "compression/README.md": 51,
   "dbs_sgd/README.md": 4,
+  "failures/README.md": 0,
   "first_comparison/README.md": 9,
   "mp2/README.md": 185,
   "msdpu/README.md": 0,

@@ -78,10 +78,10 @@ VARIANTS = (
   "bsp, one job", "bsp", "bsp, backups", "ssp", "asp", "h_ps",
   "decoupled_diloco",
 )  # fmt: skip
-# With gradients, in the order in which they run: one job would need many times
-# the virtual time.
+# With gradients, in the order in which they run.
 TRAINED = (
   "decoupled_diloco", "h_ps", "asp", "bsp", "ssp", "bsp, backups",
+  "bsp, one job",
 )  # fmt: skip
 
 

@@ -250,6 +250,13 @@ PRESETS: comparison.Presets = {
       variants=("bsp", "h_ps, momentum"),
     ),
   ),
+  "cifar10-mlp": (
+    "CIFAR-10, an MLP, which sends much for what it computes; one pass",
+    Config(
+      dataset="cifar10", model="mlp", settings=("12/12/8/16:2",), evaluations=4,
+      rates=(0.0125, 0.025, 0.05), variants=("bsp", "h_ps, momentum"),
+    ),
+  ),
   "cifar10-gpu": (
     "CIFAR-10, ResNet-18, on a GPU",
     Config(
