@@ -35,6 +35,7 @@ from typing import Any
 
 import config
 import jax
+import numpy as np
 import setups
 import workers_report
 
@@ -444,7 +445,7 @@ def replayed(folder: str) -> None:
       learner = setups.server_learner(setup)
       again = server.replay(path, setup.protocol(), learner)
       _, payload = learner.save()
-      equal = bool((payload == result.payload).all())
+      equal = np.array_equal(payload, result.payload)
       write(
         "replay", setup, equal=equal, recorded_bytes=path.stat().st_size,
         updates_again=again.state.version, **result.summary,

@@ -26,15 +26,19 @@ def gradient_server(plans):
   return server.GradientServer(SGD, MODEL.params, plans, workers=NAMES)
 
 
+def gradient_worker(plans, name, local_rate=None):
+  return server.GradientWorker(
+    LOSS, MODEL.params, data.SampleStream(DIGITS, 2, seed=0), plans,
+    number=NAMES.index(name), num_workers=2, sizes=[32, 64],
+    local_rate=local_rate,
+  )  # fmt: skip
+
+
 def run(protocol, plans, path, updates=10, local_rate=None):
   engine = server.ThreadEngine()
 
   def work(name, channel):
-    samples = data.SampleStream(DIGITS, 2, seed=0)
-    learner = server.GradientWorker(
-      LOSS, MODEL.params, samples, plans, number=NAMES.index(name),
-      num_workers=2, sizes=[32, 64], local_rate=local_rate,
-    )  # fmt: skip
+    learner = gradient_worker(plans, name, local_rate)
     learner.prepare()
     server.WorkerLoop(channel, name, learner, depth=protocol.depth).run()
 
@@ -51,6 +55,7 @@ def run(protocol, plans, path, updates=10, local_rate=None):
 
 
 BITS = server.BitPlans(bits=((32,) * 4, (16,) * 4, (8,) * 4), sizes=SIZES)
+SSP = server.SSP(batches=server.FixedBatches(32), bound=1)
 CASES = {
   "bsp": (server.BSP(batches=server.FixedBatches(32)), {}),
   "asp in four bits": (

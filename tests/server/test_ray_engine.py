@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from jdist import cli, server, training
 from jdist.server.runtime.ray_actors import _ray_access
+from tests.server import test_live_fragments as fragments
+from tests.server import test_live_gradients as live
 
 CLUSTER = """
 [[nodes]]
@@ -137,6 +140,59 @@ def test_a_killed_worker_comes_back_and_nothing_is_left():
   assert "repeated" not in result.summary["discarded"]
   assert again.summary["updates"] > 20 and not again.events
   assert left_behind() == before
+
+
+FRAGMENTS = "two fragments in four bits"
+# Of each protocol: itself, and the codecs of its messages.
+RECORDED = live.CASES | {"ssp": (live.SSP, {}), FRAGMENTS: (None, {})}
+
+
+def recorded(name):
+  """A protocol, its server's learner, and its workers'."""
+  if name == FRAGMENTS:
+    rule, codec = fragments.CASES[name]
+    return (
+      rule,
+      fragments.syncer(2, codec),
+      lambda x: fragments.runner(live.NAMES.index(x), 2, codec),
+    )
+  rule, options = RECORDED[name]
+  plans = server.message_plans(**options)
+  learner = live.gradient_server(plans)
+  return rule, learner, functools.partial(live.gradient_worker, plans)
+
+
+def recorded_server(name, path):
+  rule, learner, _ = recorded(name)
+  plan = server.LivePlan(workers=live.NAMES, updates=8, record=path)
+  return server.LiveServer(rule, learner, plan)
+
+
+def recorded_work(name, worker, channel):
+  rule, _, make = recorded(name)
+  learner = make(worker)
+  learner.prepare()
+  server.WorkerLoop(channel, worker, learner, depth=rule.depth).run()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_recorded_runs_on_ray_end_with_the_same_bits_again(tmp_path):
+  engine = server.RayEngine(2, cpus_per_worker=0.25)
+  try:
+    for name in RECORDED:
+      path = str(tmp_path / "record")
+      result = server.LiveRun(
+        engine,
+        functools.partial(recorded_server, name, path),
+        {x: functools.partial(recorded_work, name, x) for x in live.NAMES},
+      ).run()
+      rule, learner, _ = recorded(name)
+      delivery = server.replay(path, rule, learner)
+      assert delivery.state.version == result.summary["updates"] == 8
+      np.testing.assert_array_equal(learner.save()[1], result.payload)
+  finally:
+    engine.stop()
 
 
 @needs_ray
