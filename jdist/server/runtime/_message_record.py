@@ -94,8 +94,9 @@ def replay(
   """Hands recorded messages to a protocol again, each at its recorded time.
 
   The clock is virtual: it stands at a message's time when that is handed over.
-  With the same protocol, and a learner at the same beginning, the server ends
-  with the same bits.
+  With the same protocol, a learner at the same beginning, and programs that are
+  compiled by the same flags for the same machine, the server ends with the same
+  bits.
 
   Args:
     path: of the recording.
