@@ -33,7 +33,12 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   "dbs_sgd": (("report.py", "mnist"), ("report.py", "cifar10")),
   "first_comparison": (("report.py",),),
   "failures": (("report.py", "mnist"),),
-  "h_ps": (("report.py",), ("report.py", "mnist"), ("workers_report.py",)),
+  "h_ps": (
+    ("report.py",),
+    ("report.py", "mnist"),
+    ("report.py", "cifar10", "0.4"),
+    ("workers_report.py",),
+  ),  # fmt: skip
   "mp2": (
     ("report.py", "mnist", "--accuracy", "96", "98", "98.2", "98.3"),
     ("report.py", "cifar10", "--accuracy", "50", "55", "60"),
@@ -221,6 +226,8 @@ UNTRACED: dict[str, int] = {
   "dbs_sgd/README.md": 4,
   "failures/README.md": 0,
   "first_comparison/README.md": 9,
+  "h_ps/RAY.md": 0,
+  "h_ps/README.md": 33,
   "mp2/README.md": 185,
   "msdpu/README.md": 0,
   "pipeline/ACCURACY.md": 0,
