@@ -203,11 +203,9 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
   before = left_behind()
   more = ("--cpus-per-worker", "0.25", "--epochs", "1000")
   process = subprocess.Popen(
-    [sys.executable, "-m", "jdist", *words(tmp_path, *more),
+    [sys.executable, "-c", INTERRUPTIBLE, *words(tmp_path, *more),
      "--evaluate-every-epochs", "1"],
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    # A shell's background jobs ignore it.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )  # fmt: skip
   assert process.stdout.readline().startswith("update")
   process.send_signal(signal.SIGINT)
@@ -257,6 +255,13 @@ def test_sigterm_ends_an_engine_and_leaves_nothing(tmp_path):
   assert left_behind() == before
 
 
+# A shell's background jobs, and what they start, ignore SIGINT.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jdist import cli
+sys.exit(cli.main())
+"""
 ENGINE = """
 import time
 from jdist import server
