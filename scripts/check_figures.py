@@ -38,7 +38,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "mnist"),
     ("report.py", "cifar10", "0.4"),
     ("workers_report.py",),
-  ),  # fmt: skip
+  ),
   "mp2": (
     ("report.py", "mnist", "--accuracy", "96", "98", "98.2", "98.3"),
     ("report.py", "cifar10", "--accuracy", "50", "55", "60"),
