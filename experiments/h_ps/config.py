@@ -253,7 +253,8 @@ PRESETS: comparison.Presets = {
   "cifar10-mlp": (
     "CIFAR-10, an MLP, which sends much for what it computes; one pass",
     Config(
-      dataset="cifar10", model="mlp", settings=("12/12/8/16:2",), evaluations=4,
+      dataset="cifar10", model="mlp", epochs=1.0, settings=("12/12/8/16:2",),
+      evaluations=4,
       rates=(0.0125, 0.025, 0.05), variants=("bsp", "h_ps, momentum"),
     ),
   ),

@@ -15,9 +15,9 @@ from jdist.server.runtime import (
   _engine,
   _envelope,
   _live_plan,
-  _mailboxes,
   _server_core,
 )
+from jdist.server.runtime.transport import _mailboxes
 
 _log = logging.getLogger(__name__)
 # Within so many seconds a checkpoint that is asked for is written.

@@ -11,13 +11,11 @@ from jdist.server import _messages, _protocol
 from jdist.server.runtime import (
   _delivery,
   _engine,
-  _envelope,
   _live_checkpoints,
   _live_plan,
-  _mailboxes,
   _message_record,
-  _wall_links,
 )
+from jdist.server.runtime.transport import _mailboxes, _wall_links
 
 _log = logging.getLogger(__name__)
 # Waits for workers' states when a checkpoint is made.
@@ -227,12 +225,11 @@ class ServerCore:
     name = str(sent.reply.worker)
     box = self.boxes[name]
     header = sent.reply._asdict() | {
-      "kind": "task",
       "generation": box.generation,
       "more": sent.more,
       "now_s": self.links.wall_s,
     }
-    message = _envelope.pack(header, sent.payload)
+    message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
     self.pulled_bytes += size
     self.links.pull(name, size, self._arrive, box, box.generation, message)

@@ -1,0 +1,1 @@
+"""Ways of messages between a live server and its workers."""
