@@ -156,13 +156,13 @@ def test_a_push_of_an_earlier_life_is_refused(hand):
 
 
 def test_who_hangs_leaves_when_its_timer_expires_and_joins_again(hand):
-  by = hand(server.BSP(batches=server.FixedBatches(4), timeout_s=0.2))
+  by = hand(server.BSP(batches=server.FixedBatches(4), timeout_s=1.0))
   by.pull("a")
   task = by.pull("b")["task"]
   start = time.monotonic()
   by.push("a", 0)
   assert by.pull("a")["version"] == 1
-  assert 0.1 < time.monotonic() - start < 5.0
+  assert 0.1 < time.monotonic() - start < 10.0
   # It wakes up, is told, and its old gradient is not used.
   assert by.pull("b")["kind"] == "rejoin"
   by.push("b", task)
