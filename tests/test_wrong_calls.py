@@ -77,6 +77,8 @@ for _name, _method in methods.registry.items():
       }.items()
       if key == _option.name and _option.default is inspect.Parameter.empty
     }
+  if _name == "msdpu":  # Its rounds grow as the rate falls.
+    _given["learning_rate"] = optax.linear_schedule(0.1, 0.01, 10)
   if _name != "mp2":  # tests/transforms/test_predicted_refusals.py
     door(f"methods.{_name}", _method.factory, traced, **_given)
 

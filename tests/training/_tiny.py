@@ -42,7 +42,11 @@ def optimizers(axis):
     "local_sgd": methods.local_sgd(optax.sgd(0.05, momentum=0.9), 3, axis=axis),
     "diloco": methods.diloco(optax.adam(0.01), 3, axis=axis),
     "msdpu": methods.msdpu(
-      optax.sgd(0.05, momentum=0.9), adaptive, 0.05, axis=axis
+      optax.sgd(0.05, momentum=0.9),
+      adaptive,
+      0.05,
+      axis=axis,
+      overlap=transforms.Delayed(carry=None),
     ),
     "delay_gradients": transforms.delay_gradients(
       methods.ssgd(optax.sgd(0.05, momentum=0.9), axis=axis), 2
