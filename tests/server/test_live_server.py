@@ -301,6 +301,7 @@ def test_a_run_of_threads_ends_where_it_should():
   assert result.summary["updates"] == 5
   assert result.summary["samples"] == 40
   assert result.summary["nodes"]["a"]["updates"] == 5
+  assert result.summary["nodes"]["a"]["ages"] == {0: 5}
   assert result.events == []
 
 
