@@ -15,3 +15,14 @@ if __name__ == "__main__":
   rows = [{"purpose": "comparison"} | row for row in compared]
   rows += [{"purpose": "tuning"} | row for row in tried]
   print(comparison.accuracy_table(comparison.best_runs(rows)))
+  for row in training.read_rows(results / "bench_step.jsonl"):
+    for name in ("step_ratio", "noise_ratio"):
+      found = row[name]
+      low, high = found["quartiles"]
+      print(f"{name}: {found['median']:.3f}, {low:.3f} to {high:.3f}")
+    print(
+      f"short: {row['step_ratio']['median']:.2f}, "
+      f"{row['noise_ratio']['median']:.2f}"
+    )
+    more = row["peak_bytes"]["jdist"] / row["peak_bytes"]["hand"] - 1
+    print(f"peak memory: {100 * more:+.1f} %")
