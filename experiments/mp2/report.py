@@ -16,6 +16,8 @@ Row: TypeAlias = dict[str, Any]
 Runs: TypeAlias = dict[str, list[Row]]
 
 _BASE = "baseline"
+# Seeds that most variants were run with.
+_PAIRED = range(5)
 # Points of accuracy below the best that the picture shows.
 _SHOWN = 8.0
 _LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
@@ -54,6 +56,16 @@ def traffic_table(runs: Runs) -> str:
       f"| {rows[0]['learning_rate']:g} | {saved} |"
     )
   return "\n".join(lines)
+
+
+def paired_tables(runs: Runs) -> str:
+  """Markdown: differences of the same seeds, to what each has to beat."""
+  bases = (_BASE, "mp2, borrowed rear", "ours, 2 bits, borrowed rear")
+  return "\n\n".join(
+    comparison.difference_table(runs, base, _PAIRED)
+    for base in bases
+    if base in runs
+  )
 
 
 def mean_curve(rows: list[Row]) -> list[tuple[int, float]]:
@@ -228,6 +240,11 @@ def prepared(rows: list[Row]) -> str:
         f"error than the last value repeated ({row['error']:.3g} and "
         f"{row['repeat_error']:.3g}), on a run that was held out"
       )
+    elif row["purpose"] == "samples":
+      lines.append(
+        f"- run {row['run']}, rate {row['config']['collect_rate']}: "
+        f"{100 * row['validation_accuracy']:.2f} % on held-out images"
+      )
     elif row["purpose"] == "predictor":
       lines.append(
         f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
@@ -301,7 +318,7 @@ def main(folder: pathlib.Path) -> None:
   (_, runs), *others = by_setting(rows).items()
   if _BASE not in runs:
     raise SystemExit(f"There is no tuned run of {_BASE} in {name}'s rows yet.")
-  print(traffic_table(runs))
+  print(f"{traffic_table(runs)}\n\nPaired:\n\n{paired_tables(runs)}")
   measured = results / f"{name}-times.jsonl"
   times = {}
   if measured.exists():
@@ -317,7 +334,7 @@ def main(folder: pathlib.Path) -> None:
   for setting, found in others:
     print(f"\n{setting}:\n")
     if _BASE in found:
-      print(traffic_table(found))
+      print(f"{traffic_table(found)}\n\nPaired:\n\n{paired_tables(found)}")
       for accuracy in chosen.accuracy or [
         comparison.mean_accuracy(found[_BASE])[0]
       ]:
