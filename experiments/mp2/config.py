@@ -118,7 +118,7 @@ class Config(comparison.Config):
   """Where `prepare.py` leaves what the variants load."""
 
   def ignores(self, variant: str) -> set[str]:
-    """What its predictor, or the nowcasters, are made with, without such."""
+    """Ignores how predictors and nowcasters are made, without such."""
     ignored = {"depths", "study_epochs", "more_runs", "other_dataset"}
     ignored |= {"other_workers"}
     rear = rear_of(variant) if variant.startswith(("mp2", "ours")) else None
@@ -243,7 +243,7 @@ def rear_of(variant: str) -> Rear:
 
 
 def source(options: Config) -> pathlib.Path:
-  """Where the last parameters lie of the run that a predictor learned from."""
+  """Returns the folder of the last parameters of the source."""
   return folder(options) / "source"
 
 

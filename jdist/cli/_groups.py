@@ -132,7 +132,7 @@ class RoundOptions:
   interval_policy: Literal[
     "method", "fixed", "growth", "adacomm", "qsr", "msdpu"
   ] = "method"
-  """What decides the interval: the method's own rule, or this one.  growth:
+  """The rule for the interval: the method's own, or this one.  growth:
   one step at first, more as the rate falls; msdpu and adacomm follow the loss.
   """
 
@@ -378,5 +378,5 @@ class StageOptions:
   once."""
 
   delay_fix: Literal["none", "prediction"] = "none"
-  """What is done about late gradients: they are taken at predicted weights, by
+  """The remedy for late gradients: they are taken at predicted weights, by
   `transforms.predict_weights`, or as they are."""

@@ -83,6 +83,10 @@ _BAD = [
     "`--interval-policy` must be fixed for streaming_diloco",
   ),
   (
+    "train --method msdpu --schedule constant",
+    "`--schedule` must be cosine for msdpu",
+  ),
+  (
     "train --method ssgd --interval-policy qsr",
     "`--interval-policy` must be left out for ssgd, which does not use it",
   ),

@@ -2,12 +2,15 @@
 
 import dataclasses
 import sys
+import types
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 from jdist import collectives, models, prediction, training
+from jdist.storage import array_files
 from jdist.training import comparison
 from tests.experiments import test_comparisons
 from tests.experiments._loading import FOLDER, load
@@ -273,6 +276,25 @@ def test_rows_hold_under_options_that_their_variant_ignores(
     everything - predicting - borrowing - {"wnn"}
   )
   assert kept({"epochs": 2.0}) == set()
+
+
+def test_a_borrowed_rear_is_the_sources_last(monkeypatch, tmp_path):
+  config = load("mp2_config", "mp2/config.py", monkeypatch)
+  options = dataclasses.replace(config.PRESETS["smoke"][1], cache=str(tmp_path))
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  run = types.SimpleNamespace(options=options, model=model)
+  with pytest.raises(SystemExit, match=r"prepare\.py"):
+    config._prediction(run, rear="borrowed")
+  last = jax.tree.map(lambda x: x + 1, model.params)
+  array_files.save_arrays(
+    config.source(options), last, {"what": config.PARAMETERS}
+  )
+  cut, predict, rest = config._prediction(run, rear="borrowed")
+  chex.assert_trees_all_equal(rest, cut.split(last)[1])
+  # Whatever the front.
+  assert predict(rest, cut.split(model.params)[0]) is rest
+  _, _, drawn = config._prediction(run, rear="drawn")
+  chex.assert_trees_all_equal(drawn, cut.split(model.params)[1])
 
 
 def test_images_are_brought_to_another_form(monkeypatch):

@@ -218,7 +218,7 @@ class _Watch:
 
   @property
   def ended(self) -> str:
-    """What is to be said of a run that SIGTERM has ended."""
+    """Tells of a run that SIGTERM has ended."""
     if self.saved >= 0:
       return (
         f"ended after update {self.saved}, which is saved: the same command "

@@ -17,7 +17,7 @@ PyTree = Any
 
 
 class Layout:
-  """How a device's leaves and those of the whole model become each other.
+  """Converts between a device's leaves and those of the whole model.
 
   A state that an optimizer keeps of the whole model lies in equal parts on the
   devices: an array as `[size / devices]`, a scalar as it is.

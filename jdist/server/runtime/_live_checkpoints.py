@@ -64,7 +64,7 @@ class LiveCheckpoints:
 
   @property
   def on(self) -> bool:
-    """Whether any are written."""
+    """Returns whether any are written."""
     return self._folder is not None
 
   @property

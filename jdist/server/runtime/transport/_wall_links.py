@@ -45,7 +45,7 @@ class WallLinks:
 
   @property
   def began(self) -> bool:
-    """Whether the clock goes."""
+    """Returns whether the clock goes."""
     return self._began_s is not None
 
   @property

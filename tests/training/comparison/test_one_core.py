@@ -1,0 +1,31 @@
+"""Workers that share a core train as those that do not."""
+
+import chex
+import jax
+import pytest
+
+from jdist import methods
+from jdist.training import comparison
+
+VARIANTS = {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)}
+
+
+def test_one_gradient_after_the_other_trains_as_all_at_once():
+  pytest.importorskip("sklearn")
+  options = comparison.Config(
+    dataset="digits", model="mlp", workers=2, epochs=0.3, warmup_epochs=0.1
+  )
+
+  def trained(kind):
+    with jax.numpy_dtype_promotion("standard"):  # Of Optax's schedules.
+      run = kind(options, VARIANTS).prepare("ssgd", 0.1, 0)
+      state, _ = run.programs.trainer.fit(
+        run.state, run.batches.iterate, run.num_steps
+      )
+    return jax.device_get(state.params)
+
+  one = comparison.on_one_core(comparison.Chains)
+  assert one is not comparison.Chains
+  chex.assert_trees_all_close(
+    trained(one), trained(comparison.Chains), rtol=1e-5, atol=1e-6
+  )
