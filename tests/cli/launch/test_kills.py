@@ -104,8 +104,12 @@ def _disturb(process, folder, seeded, processes):
 def _arrays(folder):
   import orbax.checkpoint as orbax
 
+  path = folder / "saved" / f"step_{_STEPS:08d}"
   with orbax.PyTreeCheckpointer() as checkpointer:
-    return checkpointer.restore(folder / "saved" / f"step_{_STEPS:08d}")
+    # Written by several processes, here they are arrays of one.
+    named = checkpointer.metadata(path).item_metadata.tree
+    as_numpy = {x: orbax.RestoreArgs(restore_type=np.ndarray) for x in named}
+    return checkpointer.restore(path, restore_args=as_numpy)
 
 
 @pytest.mark.slow
