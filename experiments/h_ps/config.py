@@ -182,6 +182,12 @@ def bounds(setting: Setting) -> dict[str, float]:
   }
 
 
+def shares() -> tuple[float, ...]:
+  """A message's bytes by each plan of one tensor, over those in 32 bits."""
+  plans = server.BitPlans()
+  return tuple(plans.share(plan) for plan in range(len(plans.bits)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Config(comparison.Options):
   """A comparison with gradients, in one or more settings."""

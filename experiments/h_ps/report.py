@@ -96,6 +96,41 @@ def over_baselines(rows: Sequence[Row]) -> str:
   return "\n".join(lines)
 
 
+def gains(rows: Sequence[Row]) -> str:
+  """Markdown: H-PS over each baseline by speeds, least to most of all r."""
+  lines = [
+    "| speeds | over BSP | over ASP | over SSP | of H-PS's bound |",
+    "|---|---|---|---|---|",
+  ]
+  rates = _rates(rows)
+  own = [row for row in rows if row["method"] == "h_ps"]
+  for speeds in dict.fromkeys(row["config"]["speeds"] for row in own):
+    found = [row for row in own if row["config"]["speeds"] == speeds]
+    over = [
+      [
+        row["samples_per_s"] / rates[speeds, row["config"]["ratio"], other]
+        for row in found
+      ]
+      for other in config.BASELINES
+    ]
+    over.append([x["samples_per_s"] / x["bounds"]["h_ps"] for x in found])
+    cells = [f"{min(x):.2f} to {max(x):.2f}" for x in over]
+    lines.append(f"| {speeds} | {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
+def shares(rows: Sequence[Row]) -> str:
+  """Text: the bytes of each plan's messages, of those in 32 bits."""
+  # In time alone all of a message is one tensor.
+  plans = dict.fromkeys(
+    tuple(row["shares"]) for row in rows if row.get("shares")
+  ) or [config.shares()]
+  return "\n".join(
+    f"Plans' bytes, of exact ones: {', '.join(f'{x:.3f}' for x in plan)}."
+    for plan in plans
+  )
+
+
 def ablation(rows: Sequence[Row]) -> str:
   """Markdown: what each part, and each pair, gives over BSP."""
   names = [x for x in config.VARIANTS if x != "bsp"]
@@ -332,12 +367,14 @@ def main(folder: pathlib.Path) -> None:
       print(
         f"\n### speeds {speeds}, r = {ratio:g}, {epochs:g} passes\n\n{table}"
       )
+      print(f"\n{shares(rows)}")
     draw_trained(by_setting, results / f"{preset}.png")
     return
   rows = training.read_rows(results / "clock.jsonl")
   plain = _pick(rows, 0.0, 0.0)
-  print(f"{over_baselines(plain)}\n\n{ablation(plain)}\n\n{extremes(rows)}")
-  print(f"\n{utilisation(plain, '8x', 1.0)}")
+  print(f"{gains(plain)}\n\n{over_baselines(plain)}\n\n{ablation(plain)}")
+  print(f"\n{extremes(rows)}")
+  print(f"\n{utilisation(plain, '8x', 1.0)}\n\n{shares(plain)}")
   draw(plain, results / "clock.png")
 
 
