@@ -146,6 +146,29 @@ def summary(found: Mapping[tuple[str, float], Runs]) -> str:
   return "\n".join(lines)
 
 
+def balance(found: Mapping[tuple[str, float], Runs]) -> str:
+  """Markdown: how unlike iterations and their staleness are, by speed."""
+  lines = [
+    "| speeds | slowest iteration over fastest: asgd / dbs "
+    "| staleness, mean over nodes: asgd / dbs | maximum: asgd / dbs |",
+    "|---|---|---|---|",
+  ]
+
+  def both(runs: Runs, value: Any, digits: int) -> str:
+    means = (statistics.mean(map(value, runs[x])) for x in ("asgd", "dbs"))
+    return " / ".join(f"{x:.{digits}f}" for x in means)
+
+  for (sharing, speed), runs in found.items():
+    if sharing == "shared" and {"asgd", "dbs"} <= runs.keys():
+      cells = [
+        both(runs, lambda row: row["iteration_spread"], 1),
+        both(runs, lambda row: row["staleness"]["mean_over_nodes"], 1),
+        both(runs, lambda row: row["staleness"]["maximum"], 0),
+      ]
+      lines.append(f"| {speed:g}x | {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
 def draw(found: Mapping[tuple[str, float], Runs], path: pathlib.Path) -> None:
   """Test loss over virtual time, by whose the data are and by speed."""
   pyplot = training.pyplot()
@@ -255,7 +278,8 @@ def main(folder: pathlib.Path) -> None:
       one_rate[sharing, speed] = same
       parts.append(f"\nAll with asgd's best rate:\n\n{table(same)}")
   print(f"Each variant at its best rate:\n\n{summary(found)}\n")
-  print(f"All with asgd's best rate:\n\n{summary(one_rate)}")
+  print(f"All with asgd's best rate:\n\n{summary(one_rate)}\n")
+  print(f"Iterations and staleness:\n\n{balance(found)}")
   print("\n".join(parts))
   draw(found, results / f"{preset}.png")
   middle = max((key for key in keys if key[0] == "shared"), default=keys[0])
