@@ -234,6 +234,7 @@ UNTRACED: dict[str, int] = {
   "msdpu/README.md": 0,
   "pipeline/ACCURACY.md": 0,
   "pipeline/LATE_SENDS.md": 0,
+  "pipeline/TABLES.md": 0,
   "pipeline/MEASURED.md": 0,
   "pipeline/README.md": 0,
 }

@@ -23,18 +23,8 @@ def timeline_table(rows: list[Row]) -> str:
     "|---|---|---|---|---|---|---|---|---|",
   ]
   for row in rows:
-    config = row["config"]
-    stages = f"{row['processes']} that compute, width {config['width']}"
-    if config["kind"] == "sleeping":
-      even = len(set(config["forward_s"])) == 1
-      first, last = (
-        round(1e3 * x)
-        for x in (min(config["forward_s"]), max(config["forward_s"]))
-      )
-      kind = f"even, {first} ms" if even else f"uneven, {first} to {last} ms"
-      stages = f"{row['processes']} {kind}"
     lines.append(
-      f"| {stages} | {row['table']} "
+      f"| {_stages(row)} | {row['table']} "
       f"| {statistics.median(row['makespan_s']):.3f} "
       f"| {row['simulated_makespan_s']:.3f} | {row['makespan_ratio']:.3f} "
       f"| {statistics.median(row['iteration_s']):.3f} "
@@ -42,6 +32,51 @@ def timeline_table(rows: list[Row]) -> str:
       f"| {_load(row)} |"
     )
   return "\n".join(lines)
+
+
+def ratio_table(rows: list[Row]) -> str:
+  """Markdown: a measured iteration over the simulated one, by set-up."""
+  lines = [
+    "| stages, forward | gpipe | 1f1b | ours | load |",
+    "|---|---|---|---|---|",
+  ]
+  for start in range(0, len(rows), 3):  # A try's tables follow each other.
+    own = rows[start : start + 3]
+    ratios = {row["table"]: f"{row['iteration_ratio']:.3f}" for row in own}
+    cells = [ratios[name] for name in ("gpipe", "1f1b", "ours")]
+    lines.append(
+      f"| {_stages(own[0])} | {' | '.join(cells)} | {_load(own[-1])} |"
+    )
+  return "\n".join(lines)
+
+
+def machine(rows: list[Row]) -> str:
+  """Text: the loopback before each try, and what else kept the cores busy."""
+  latencies = [1e3 * row["link_latency_s"] for row in rows]
+  rates = [row["link_bytes_per_s"] / 1e9 for row in rows]
+  busy = [
+    max(row["busy_cores"])
+    for row in rows
+    if row["config"]["kind"] == "computing"
+  ]
+  return (
+    f"Loopback: {min(latencies):.2f} to {max(latencies):.2f} ms a message, "
+    f"{min(rates):.1f} to {max(rates):.1f} GB/s.  Cores that others kept busy "
+    f"before stages that compute: {max(busy):.2f} at most."
+  )
+
+
+def _stages(row: Row) -> str:
+  """How many stages there are, and what their forward passes take."""
+  config = row["config"]
+  if config["kind"] != "sleeping":
+    return f"{row['processes']} that compute, width {config['width']}"
+  first, last = (
+    round(1e3 * x) for x in (min(config["forward_s"]), max(config["forward_s"]))
+  )
+  if first == last:
+    return f"{row['processes']} even, {first} ms"
+  return f"{row['processes']} uneven, {first} to {last} ms"
 
 
 def _load(row: Row) -> str:
@@ -177,24 +212,15 @@ def draw_adaptive(row: Row, path: pathlib.Path) -> None:
   figure.savefig(path, dpi=120)
 
 
-def write(name: str, text: str) -> None:
-  """Prints a table, and puts it into MEASURED.md between its name's marks."""
-  print(text)
-  path = measured.HERE / "MEASURED.md"
-  mark = f"<!-- {name} -->"
-  parts = path.read_text().split(mark)
-  path.write_text(f"{parts[0]}{mark}\n\n{text}\n\n{mark}{parts[-1]}")
-
-
 def main() -> None:
-  """Prints and writes tables, and draws pictures."""
+  """Prints tables, and draws pictures."""
   rows = training.read_rows(measured.RESULTS)
-  write("timelines", timeline_table(rows))
+  print(f"{ratio_table(rows)}\n\n{machine(rows)}\n\n{timeline_table(rows)}")
   folder = measured.RESULTS.parent
   runtimes = training.read_rows(folder / "measured_runtimes.jsonl")
-  write("runtimes", runtime_table(runtimes))
+  print(f"\n{runtime_table(runtimes)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
-  write("adaptive", adaptive_table(adaptive))
+  print(f"\n{adaptive_table(adaptive)}")
   draw_adaptive(adaptive[-1], folder / "adaptive.png")
   for kept in training.read_rows(measured.SPANS):
     if kept["table"] == "gpipe":
