@@ -24,6 +24,21 @@ PyTree = Any
 _UNSPLIT = PartitionSpec()
 
 
+@functools.lru_cache(64)
+def _spread(
+  num_workers: int, shardings: tuple[jax.sharding.Sharding, ...]
+) -> Callable[[list[Any]], list[jax.Array]]:
+  """Returns a program that gives every worker a copy of each leaf.
+
+  A program and not a device_put: it never holds all copies in one place.
+  """
+
+  def spread(leaves: list[Any]) -> list[jax.Array]:
+    return [jnp.broadcast_to(x, (num_workers, *jnp.shape(x))) for x in leaves]
+
+  return jax.jit(spread, out_shardings=list(shardings))
+
+
 @dataclasses.dataclass(frozen=True)
 class Workers:
   """The workers of a run and their substrate; made by `workers`.
@@ -193,21 +208,14 @@ class Workers:
     checks.check_arrays("tree", tree)
     if jax.process_count() > 1:  # Only host arrays may enter such a program.
       tree = jax.tree.map(_to_host, tree)
+    leaves, structure = jax.tree.flatten(tree)
     if isinstance(specs, PartitionSpec):
-      shardings = self.sharding(specs)
+      shardings = (self.sharding(specs),) * len(leaves)
     else:
       named = _shards.spec_leaves(specs, tree)
-      shardings = jax.tree.unflatten(
-        jax.tree.structure(tree), map(self.sharding, named)
-      )
-    # A program and not a device_put: it never holds all copies in one place.
-    spread = jax.jit(
-      lambda one: jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (self.num_workers, *jnp.shape(x))), one
-      ),
-      out_shardings=shardings,
-    )
-    return spread(tree)
+      shardings = tuple(map(self.sharding, named))
+    copies = _spread(self.num_workers, shardings)(leaves)
+    return jax.tree.unflatten(structure, copies)
 
   def place(self, tree: PyTree) -> PyTree:
     """Puts arrays that already have their axis of workers onto the devices.
