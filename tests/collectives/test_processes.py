@@ -108,6 +108,13 @@ def share_a_worker():
   return [jax.process_index(), list(team.local_workers)]
 
 
+def speak_and_share():
+  """Both in one run, as starting four processes takes longer than either."""
+  from tests.collectives import test_processes
+
+  return test_processes.speak(1), test_processes.share_a_worker()
+
+
 def fail_in_one():
   import time
 
@@ -124,9 +131,17 @@ def sleep():
   time.sleep(60)
 
 
+@pytest.fixture(scope="module")
+def four():
+  """What four processes say, and what they share."""
+  return list(
+    zip(*_processes.run(speak_and_share, num_processes=4), strict=True)
+  )
+
+
 @pytest.mark.smoke
-def test_four_processes_say_what_numpy_says():
-  results = _processes.run(speak, 1, num_processes=4)
+def test_four_processes_say_what_numpy_says(four):
+  results, _ = four
   assert [r["workers"] for r in results] == [[0], [1], [2], [3]]
   assert {r["axis"] for r in results} == {"worker"}
   assert len({r["mean"] for r in results}) == 1
@@ -139,8 +154,8 @@ def test_two_processes_of_two_devices_with_two_workers_each():
   assert results[0]["mean"] == results[1]["mean"]
 
 
-def test_a_worker_may_span_processes():
-  results = _processes.run(share_a_worker, num_processes=4)
+def test_a_worker_may_span_processes(four):
+  results = [list(found) for found in four[1]]
   assert results == [[0, [0]], [1, [0]], [2, [1]], [3, [1]]]
 
 

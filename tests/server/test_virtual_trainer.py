@@ -95,12 +95,11 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize(
   ("name", "compressed"),
-  # The feedbacks' states are the learner's, whatever the protocol.
+  # The feedbacks' states are the learner's, whatever the protocol; DBS waits as
+  # BSP does, and has sizes beside.
   [
     *(
-      pytest.param(
-        name, False, marks=() if name in ("bsp", "dbs") else pytest.mark.slow
-      )
+      pytest.param(name, False, marks=() if name == "dbs" else pytest.mark.slow)
       for name in PROTOCOLS
     ),
     ("asp", True),

@@ -1,5 +1,6 @@
 """Rounds that the host ends, in place of a conditional on the device."""
 
+import functools
 import math
 import re
 
@@ -94,8 +95,11 @@ def params():
   return jax.tree.map(lambda x: np.asarray(x, np.float32), _tiny.params())
 
 
-def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
-  chain, traces = (chains(team.axis) | growing(team.axis))[name], []
+@functools.cache
+def trained(name, host):
+  """A trainer, its chain and what it has traced: compiled once for all runs."""
+  team, traces = _tiny.team("vmap"), []
+  chain = (chains(team.axis) | growing(team.axis))[name]
   plain = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
 
   def step(state, batch, control=_programs.DEVICE):
@@ -104,9 +108,21 @@ def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
 
   steps = SENT_IN if name in (_MANY, "growing, streamed") else ()
   trainer = training.Trainer(team, step, stream_steps=steps, host_rounds=host)
+  return trainer, chain, traces
+
+
+def fit(name, *, host, num_steps=NUM_STEPS, **options):
+  trainer, chain, _ = trained(name, host)
+  team = _tiny.team("vmap")
   state = training.init_state(team, chain, params())
   state, records = trainer.fit(state, _tiny.batches(team), num_steps, **options)
-  return state, records[-1], traces
+  return state, records[-1]
+
+
+@functools.cache
+def whole(name, host):
+  """An undisturbed run, and the programs that it traced."""
+  return *fit(name, host=host), tuple(trained(name, host)[2])
 
 
 @pytest.mark.parametrize(
@@ -117,9 +133,8 @@ def fit(team, name, *, host, num_steps=NUM_STEPS, **options):
   ],
 )
 def test_rounds_end_where_the_device_would_end_them(name):
-  team = _tiny.team("vmap")
-  wanted, told, _ = fit(team, name, host=False)
-  state, record, traces = fit(team, name, host=True)
+  wanted, told, _ = whole(name, host=False)
+  state, record, traces = whole(name, host=True)
   # Other programs: the last place of a float may differ, the counts may not.
   for mine, theirs in zip(
     jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
@@ -145,9 +160,8 @@ def test_rounds_end_where_the_device_would_end_them(name):
   ["growing", pytest.param("growing, streamed", marks=pytest.mark.slow)],
 )
 def test_a_delay_begins_where_the_device_would_begin_it(name):
-  team = _tiny.team("vmap")
-  wanted, told, _ = fit(team, name, host=False)
-  state, record, traces = fit(team, name, host=True)
+  wanted, told, _ = whole(name, host=False)
+  state, record, traces = whole(name, host=True)
   for mine, theirs in zip(
     jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
   ):
@@ -228,16 +242,16 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
 @pytest.mark.parametrize("name", ["DiLoCo, grown, int4", "streamed, int4"])
 def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
   team = _tiny.team("vmap")
-  whole, told, _ = fit(team, name, host=True)
+  wanted, told, _ = whole(name, host=True)
   offsets = []
   for last in (14, NUM_STEPS):
     with training.Checkpoints(tmp_path, team) as checkpoints:
-      state, record, _ = fit(
-        team, name, host=True, num_steps=last, checkpoints=checkpoints
+      state, record = fit(
+        name, host=True, num_steps=last, checkpoints=checkpoints
       )
     offsets.append(int(state.opt_state.clock.round_step[0]))
   assert offsets[0] > 0
-  _tiny.assert_same_bits(state, whole)
+  _tiny.assert_same_bits(state, wanted)
   assert record.sent_bytes == told.sent_bytes
 
 

@@ -115,8 +115,14 @@ def test_sub_tensors_go_through_a_codec():
   assert 1 <= sent < 1 + 1 / rounds
 
 
-def test_a_streamed_run_goes_on_from_the_middle_of_a_round(tmp_path):
-  *parts, _ = shared("shard_map", stream=True)
+@pytest.mark.parametrize(
+  ("kind", "steps"),
+  [pytest.param("shard_map", None, marks=pytest.mark.slow), ("vmap", 4)],
+)
+def test_a_streamed_run_goes_on_from_the_middle_of_a_round(
+  kind, steps, tmp_path
+):
+  *parts, _ = shared(kind, stream=True, steps=steps)
   whole, _ = fit(*parts)
   in_rounds = []
   for last in (23, NUM_STEPS):

@@ -116,14 +116,14 @@ class Runner:
 
     return jax.tree.map(one, tree)
 
-  def run(self, xs, losses, step=None):
+  def run(self, steps, step=None):
+    """Takes a step on each of the placed data."""
     step = step or self.step
     params, state = self.begin()
     record = Run([], [], True)
-    for t in range(NUM_STEPS):
+    for data in steps:
       # A flag that is only written is no argument of the program.
       old = [x for x in jax.tree.leaves((params, state)) if x.ndim > 1]
-      data = self.workers.place(at(t, (xs, losses)))
       params, state = step(params, state, *data)
       record.params.append(copied(params))
       record.states.append(copied(state))
@@ -134,6 +134,19 @@ class Runner:
     """The step as a program that can be read, and run."""
     data = self.workers.place(at(0, targets(self.workers.num_workers)))
     return self.step.lower(*self.begin(), *data).compile()
+
+
+@functools.cache
+def placed(substrate, equal=False):
+  """The data of every step on a substrate's devices, which no run donates.
+
+  Each worker has its own, or all have those of one worker alone.
+  """
+  workers = team(substrate)
+  data = targets(1 if equal else workers.num_workers)
+  if equal:
+    data = jax.tree.map(lambda x: np.repeat(x, workers.num_workers, 1), data)
+  return [workers.place(at(t, data)) for t in range(NUM_STEPS)]
 
 
 def init_among(optimizer, workers, params):

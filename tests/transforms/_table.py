@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 import pytest
 
@@ -422,8 +420,8 @@ TABLE |= {
 }
 # What the quick set runs: each mechanism once.
 QUICK = ("ssgd", "late outer", "msdpu")
-# On devices every second line, and every third, runs in the default set.
-_EACH = {"shard_map": 2, "mixed": 3}
+# On devices every third line, and every fifth, runs in the default set.
+_EACH = {"shard_map": 3, "mixed": 5}
 every_line = pytest.mark.parametrize(
   "name",
   [
@@ -462,14 +460,13 @@ def runner(name, substrate):
 @functools.cache
 def record(name, substrate):
   """The run of a line with its own data on every worker."""
-  one = runner(name, substrate)
-  return one.run(*_running.targets(one.workers.num_workers))
+  return runner(name, substrate).run(_running.placed(substrate))
 
 
 def record_equal(name):
   """One worker alone, and eight that all have its data."""
-  xs, losses = _running.targets(1)
-  together = runner(name, "vmap").run(
-    *jax.tree.map(lambda x: np.repeat(x, _running.NUM_WORKERS, 1), (xs, losses))
+  alone, together = (
+    runner(name, substrate).run(_running.placed(substrate, equal=True))
+    for substrate in ("none", "vmap")
   )
-  return runner(name, "none").run(xs, losses), together
+  return alone, together

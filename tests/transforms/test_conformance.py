@@ -133,9 +133,22 @@ def test_a_fresh_state_may_be_donated(name):
   assert len(set(pointers)) == len(pointers)
 
 
-@every_line
-@pytest.mark.parametrize("injected", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# That arguments are arrays and that leaves are narrow have nothing to do with
+# each other: one at a time, and both or none in the slow set.
+@pytest.mark.parametrize(
+  ("name", "dtype", "injected"),
+  [
+    pytest.param(
+      name, dtype, injected,
+      marks=pytest.mark.slow
+      if injected == (dtype == "bfloat16")
+      else [pytest.mark.smoke] * (name in _table.QUICK),
+    )
+    for name in TABLE
+    for dtype in ("float32", "bfloat16")
+    for injected in (False, True)
+  ],
+)  # fmt: skip
 def test_state_keeps_its_form(name, dtype, injected):
   line = TABLE[name]
   optimizer = line.inject(None) if injected else line.make(None)
@@ -171,14 +184,14 @@ def test_updates_have_the_dtype_of_the_gradients(name):
 # A program each; which arguments those are, all lines say to
 # `test_state_keeps_its_form`.
 @pytest.mark.parametrize(
-  "name", _thinned.some(list(TABLE), list(TABLE)[::2], smoke=_table.QUICK)
+  "name", _thinned.some(list(TABLE), list(TABLE)[::3], smoke=_table.QUICK)
 )
 def test_continuous_arguments_may_be_injected_in_a_chain(name):
   team = _running.team("vmap")
   optimizer = optax.chain(optax.clip(1e6), TABLE[name].inject(team.axis))
   # Injected numbers are float32 arrays, which Optax multiplies with float32.
   runner = _running.Runner(optimizer, team, jnp.float32, TABLE[name].bound)
-  run = runner.run(*_running.targets(_running.NUM_WORKERS))
+  run = runner.run(_running.placed("vmap"))
   reference = _table.record(name, "vmap")
   if not TABLE[name].rough:
     close(run.params[-1]["a"], reference.params[-1]["a"], 1e-5)
@@ -242,7 +255,7 @@ def test_a_scan_over_steps_is_the_same(name):
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=pytest.mark.slow if i % 2 else ())
+    pytest.param(name, marks=pytest.mark.slow if i % 3 else ())
     for i, name in enumerate(TABLE)
     if not name.startswith("streamed") and not TABLE[name].whole
   ],
@@ -256,5 +269,5 @@ def test_no_collective_crosses_the_inner_axis(name):
   assert found
   for kind, groups in found:
     assert kind == "all-reduce" and sorted(groups) == [[0, 2], [1, 3]]
-  run = runner.run(*_running.targets(2), compiled)
+  run = runner.run(_running.placed("mesh"), compiled)
   close(run.params[-1], _table.record(name, "two").params[-1], 1e-5)

@@ -112,7 +112,8 @@ POLICIES = {
 
 
 OUTER = {"mean": (None, 0.7), "nesterov": (NESTEROV, 1.0)}
-# `test_matrix` tries the rules; the other combinations are for the slow set.
+# `test_matrix` tries the rules; the other combinations are for the slow set, as
+# are all at their full length.
 QUICK = {
   ("warm-up", "momentum", "nesterov"),
 }
@@ -123,14 +124,18 @@ OPTIMIZED = ("adaptive", "sgd", "mean")
 
 def combinations():
   for chosen in itertools.product(POLICIES, INNER, OUTER):
-    marks = [] if chosen in QUICK else [pytest.mark.slow]
+    if chosen in QUICK:
+      yield pytest.param(*chosen, True, id=f"quick-{'-'.join(chosen)}")
+    marks = [pytest.mark.slow]
     if chosen == OPTIMIZED:
-      marks = [pytest.mark.smoke, pytest.mark.slow]
-    yield pytest.param(*chosen, marks=marks)
+      marks.append(pytest.mark.smoke)
+    yield pytest.param(*chosen, False, id="-".join(chosen), marks=marks)
 
 
-@pytest.mark.parametrize(("policy", "name", "outer"), list(combinations()))
-def test_streamed_is_simple_to_the_bit(policy, name, outer):
+@pytest.mark.parametrize(
+  ("policy", "name", "outer", "quick"), list(combinations())
+)
+def test_streamed_is_simple_to_the_bit(policy, name, outer, quick):
   outer, carry = OUTER[outer]
   team = collectives.workers(4, substrate="shard_map")
   build = functools.partial(
@@ -147,6 +152,8 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
   streamed = Host(build(stream=transforms.Stream(max_bytes=12)), team)
   simple = Host(build(), team)
   num_steps = {"fixed": 200, "adaptive": 330, "warm-up": 250}[policy]
+  if quick:
+    num_steps //= 2
   with jax.numpy_dtype_promotion("standard"):
     pairs = zip(
       simple.run(*data(num_steps, 4), lambda place: None),
@@ -157,7 +164,7 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer):
       chex.assert_trees_all_equal(w, same_w)
       chex.assert_trees_all_equal(state.anchor, same.anchor)
       np.testing.assert_array_equal(state.clock.interval, same.clock.interval)
-  assert state.clock.round[0] >= 50
+  assert state.clock.round[0] >= (25 if quick else 50)
   chosen = set(streamed.sent_in)
   assert chosen == {4} if policy == "fixed" else len(chosen) >= 2
 
