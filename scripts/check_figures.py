@@ -1,18 +1,21 @@
-"""Checks that the figures of the experiments' pages follow from their rows.
+"""Checks that the figures of the pages follow from the experiments' rows.
 
-    python scripts/check_figures.py                 # all pages
-    python scripts/check_figures.py msdpu --show    # and what is untraced
+    python scripts/check_figures.py                           # all pages
+    python scripts/check_figures.py README.md experiments/mp2 # some
 
-A figure is a number with a decimal point, in the text or a table of a page.  A
-line of a table is traced if all its figures are in one line that a report
-prints from the rows (`REPORTS`), or in one row, rounded as they are shown, as
-they are, in percent, or in thousands or millions.  A figure of the text is
-traced if a report prints it.  What a paper says is told by a comment, `paper:
-88.98`.  A page may have so many other figures as `UNTRACED` says, never more.
+A figure is a number with a decimal point, in the text or a table of a page: of
+README.md and of all pages of the experiments but HISTORY.md.  A line of a table
+is traced if all its figures are in one line that a report prints from the rows
+(`REPORTS`), or in one row, rounded as they are shown, as they are, in percent,
+or in thousands or millions.  A figure of the text is traced if a report prints
+it, or if it is a setting: in a row's config, or its learning rate.  A page's
+figures may also be those of an experiment that it links to.  What a paper says
+is told by a comment, `paper: 88.98`.
 """
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import pathlib
@@ -22,7 +25,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent / "experiments"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPERIMENTS = ROOT / "experiments"
 
 # What prints a page's figures: a program and its arguments.
 REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -49,6 +53,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "cifar10"),
     ("report.py", "mnist"),
     ("report.py", "cifar10-skewed"),
+    ("report.py", "overlap"),
     ("stability.py",),
   ),
   "pipeline": (
@@ -65,9 +70,10 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 _FIGURE = re.compile(r"(?<![\w.,/-])[-+−]?(\d[\d,]*\.\d+)(?![\w]*[./]\d)")
 _PAPER = re.compile(r"<!-- paper: (.*?) -->", re.DOTALL)
+_LINK = re.compile(r"\]\((?:\.\./|experiments/)(\w+)/")
 _UNREAD = re.compile(
   r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|https?://\S+|arXiv:?\s*[\d.]+"
-  r"|doi [\d./]+",
+  r"|doi [\d./]+|\[\d{4}\.\d{4,5}\]|Python [\d.]+",
   re.DOTALL,
 )
 # A row's numbers as pages show them.
@@ -78,7 +84,7 @@ class Page(NamedTuple):
   """A page's figures.
 
   Attributes:
-    name: of its file, below `experiments`.
+    name: of its file, below the repository's root.
     figures: how many there are.
     untraced: those that follow from nothing, in their order.
   """
@@ -88,6 +94,7 @@ class Page(NamedTuple):
   untraced: tuple[str, ...]
 
 
+@functools.cache
 def printed(folder: pathlib.Path, command: tuple[str, ...]) -> str:
   """Runs a report here without drawing, and returns what it prints."""
   before, argv, path = set(sys.modules), sys.argv, list(sys.path)
@@ -98,7 +105,7 @@ def printed(folder: pathlib.Path, command: tuple[str, ...]) -> str:
   try:
     with _nothing_drawn(), contextlib.redirect_stdout(out):
       runpy.run_path(str(folder / program), run_name="__main__")
-  except Exception as error:  # What it printed before still counts.
+  except (Exception, SystemExit) as error:  # What it printed still counts.
     print(f"{folder.name}/{program} failed: {error!r}", file=sys.stderr)
   finally:
     sys.argv, sys.path[:] = argv, path
@@ -142,14 +149,23 @@ def shown(value: float) -> set[str]:
   return {f"{x:.{digits}f}" for x in scaled for digits in range(1, 5)}
 
 
-def rows_of(folder: pathlib.Path) -> Iterator[set[str]]:
-  """Reads the figures that each row of an experiment holds."""
-  for path in sorted(folder.glob("results/**/*.jsonl")):
-    for line in path.read_text().splitlines():
-      found: set[str] = set()
-      for value in set(numbers(json.loads(line))):
-        found |= shown(value)
-      yield found
+@functools.cache
+def rows_of(folder: pathlib.Path) -> list[Any]:
+  """Reads the rows of an experiment."""
+  return [
+    json.loads(line)
+    for path in sorted(folder.glob("results/**/*.jsonl"))
+    for line in path.read_text().splitlines()
+  ]
+
+
+@functools.cache
+def settings_of(folder: pathlib.Path) -> set[str]:
+  """Finds what an experiment's rows were made with, as it is."""
+  found: set[float] = set()
+  for row in rows_of(folder):
+    found |= set(numbers([row.get("config"), row.get("learning_rate")]))
+  return {f"{abs(x):.10f}".rstrip("0") for x in found}
 
 
 def figures_of(text: str) -> list[str]:
@@ -157,87 +173,60 @@ def figures_of(text: str) -> list[str]:
   return [x.replace(",", "") for x in _FIGURE.findall(_UNREAD.sub(" ", text))]
 
 
-def check(folder: pathlib.Path) -> list[Page]:
-  """Traces the figures of all pages of an experiment but its history."""
-  pages = [x for x in sorted(folder.glob("*.md")) if x.name != "HISTORY.md"]
-  texts = {page: page.read_text() for page in pages}
-  # Also of experiments that a page refers to.
-  linked = {
-    name
-    for text in texts.values()
-    for name in re.findall(r"\]\(\.\./(\w+)/", text)
-  }
-  told = [
+def check(page: pathlib.Path) -> Page:
+  """Traces the figures of a page."""
+  text = page.read_text()
+  # Of its own experiment, and of those that it refers to.
+  names = dict.fromkeys([page.parent.name, *_LINK.findall(text)])
+  folders = [EXPERIMENTS / name for name in names if name in REPORTS]
+  lines = [
     set(figures_of(line))
-    for name in (folder.name, *sorted(linked - {folder.name}))
-    for command in REPORTS.get(name, ())
-    for line in printed(folder.parent / name, command).splitlines()
+    for folder in folders
+    for command in REPORTS[folder.name]
+    for line in printed(folder, command).splitlines()
   ]
-  return [_traced(folder, page, text, told) for page, text in texts.items()]
-
-
-def _traced(
-  folder: pathlib.Path, page: pathlib.Path, text: str, told: list[set[str]]
-) -> Page:
   paper = {x for found in _PAPER.findall(text) for x in found.split()}
-  anywhere = paper.union(*told)
+  anywhere = paper.union(*lines, *map(settings_of, folders))
+  figures, left, cells = 0, [], []
   readable = _UNREAD.sub(lambda x: "\n" * x[0].count("\n"), text)
-  figures, left, lines = 0, [], []
   for line in readable.splitlines():
     found = figures_of(line)
     figures += len(found)
     if not line.lstrip().startswith("|"):
       left += [x for x in found if x not in anywhere]
-    elif (rest := set(found) - paper) and not any(rest <= one for one in told):
-      lines.append((found, rest))
-  if lines:
+    elif (rest := set(found) - paper) and not any(rest <= x for x in lines):
+      cells.append((found, rest))
+  for folder in folders if cells else ():
     for row in rows_of(folder):
-      lines = [(found, rest) for found, rest in lines if not rest <= row]
-  left += [x for found, rest in lines for x in found if x in rest]
-  return Page(f"{folder.name}/{page.name}", figures, tuple(left))
+      own = set().union(*map(shown, set(numbers(row))))
+      cells = [(found, rest) for found, rest in cells if not rest <= own]
+  left += [x for found, rest in cells for x in found if x in rest]
+  return Page(str(page.relative_to(ROOT)), figures, tuple(left))
+
+
+def pages(names: list[str]) -> list[pathlib.Path]:
+  """Lists the README and the experiments' pages, below some paths if given."""
+  found = [*ROOT.glob("README.md"), *sorted(EXPERIMENTS.glob("*/*.md"))]
+  return [
+    page
+    for page in found
+    if page.name != "HISTORY.md"
+    and (not names or any(page.is_relative_to(ROOT / name) for name in names))
+  ]
 
 
 def main() -> int:
-  """Prints a line for each page; returns how many have too many untraced."""
+  """Prints a line for each page; returns how many have untraced figures."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("experiments", nargs="*", help="of all if not given")
-  parser.add_argument("--show", action="store_true", help="the untraced ones")
-  options = parser.parse_args()
-  names = options.experiments or sorted(
-    path.parent.name for path in ROOT.glob("*/README.md")
-  )
+  parser.add_argument("paths", nargs="*", help="all if not given")
   bad = 0
-  for name in names:
-    for page in check(ROOT / name):
-      most = UNTRACED.get(page.name)
-      wrong = most is not None and len(page.untraced) > most
-      bad += wrong
-      print(
-        f"{page.name}: {page.figures} figures, {len(page.untraced)} untraced, "
-        f"{'not held' if most is None else f'at most {most}'}"
-      )
-      if options.show or wrong:
-        print("  " + " ".join(page.untraced))
+  for page in map(check, pages(parser.parse_args().paths)):
+    print(f"{page.name}: {page.figures} figures")
+    if page.untraced:
+      bad += 1
+      print(f"  without a row: {' '.join(page.untraced)}")
   return bad
 
-
-# Figures that no report prints yet, at most; fewer are better.  Pages that are
-# not here are told and not held: their reports do not print all their tables.
-UNTRACED: dict[str, int] = {
-  "compression/README.md": 2,
-  "dbs_sgd/README.md": 1,
-  "failures/README.md": 0,
-  "first_comparison/README.md": 0,
-  "h_ps/RAY.md": 0,
-  "h_ps/README.md": 1,
-  "mp2/README.md": 0,
-  "msdpu/README.md": 0,
-  "pipeline/ACCURACY.md": 0,
-  "pipeline/LATE_SENDS.md": 0,
-  "pipeline/TABLES.md": 0,
-  "pipeline/MEASURED.md": 0,
-  "pipeline/README.md": 0,
-}
 
 if __name__ == "__main__":
   raise SystemExit(main())

@@ -44,6 +44,11 @@ def against(runs: comparison.Runs, base: str) -> str:
       f"| {name} | {shown} | {len(rows)} | {points} | {sent[0] / sent[1]:.1f}x "
       f"| {rows[0]['learning_rate']:g} |"
     )
+  single = {rows[0]["seed"] for rows in runs.values() if len(rows) == 1}
+  lines += [
+    f"\nWith seed {seed} {base} has {comparison.accuracy(others[seed]):.2f} %."
+    for seed in sorted(single & others.keys())
+  ]
   return "\n".join(lines)
 
 

@@ -341,6 +341,13 @@ def main(folder: pathlib.Path) -> None:
         print(f"\nTo {accuracy:.2f} %:\n\n{time_table(found, times, accuracy)}")
     else:
       print(f"no row of {_BASE}, with which the others could be compared")
+  before = results / f"{name}-untuned-source.jsonl"
+  if before.exists():
+    _, old = next(iter(by_setting(training.read_rows(before)).items()))
+    table = comparison.difference_table(
+      old | {_BASE: runs[_BASE]}, _BASE, _PAIRED
+    )
+    print(f"\nOf a source whose rate was not tuned:\n\n{table}")
   made = results / f"{name}-prepare.jsonl"
   if made.exists():
     print(f"\n{prepared(once(training.read_rows(made)))}")

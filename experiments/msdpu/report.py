@@ -1,6 +1,7 @@
 """The tables and the picture of the comparison, from its rows.
 
 python experiments/msdpu/report.py cifar10
+python experiments/msdpu/report.py overlap  # what streaming hides between hosts
 """
 
 import pathlib
@@ -39,11 +40,37 @@ def validation_table(rows: list[dict[str, Any]]) -> str:
   return "\n".join(lines)
 
 
+def overlap_table(rows: list[dict[str, Any]]) -> str:
+  """Returns the steps of runs of twenty blocks, beside what they consist of."""
+  lines = [
+    "| run | step | ms | computation / communication, ms "
+    "| over the longer of both | over their sum | hidden of the shorter, % |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  found = [row["steps"] for row in rows if row["config"]["blocks"] >= 20]
+  for number, steps in enumerate(found, 1):
+    for name in ("ssgd", "streamed H=1", "streamed H=4"):
+      step = steps[name]
+      longer, both = step["all_hidden_ms"], step["none_hidden_ms"]
+      hidden = (both - step["step_ms"]) / (both - longer)
+      parts = steps["computation"]["step_ms"], both
+      lines.append(
+        f"| {number} | {name} | {step['step_ms']:.0f} "
+        f"| {parts[0]:.0f} / {parts[1] - parts[0]:.0f} "
+        f"| {step['over_all_hidden']:.2f} | {step['over_none_hidden']:.2f} "
+        f"| {100 * hidden:.0f} |"
+      )
+  return "\n".join(lines)
+
+
 def main(folder: pathlib.Path) -> None:
   """Prints and draws what there are rows for."""
-  comparison.report_experiment(folder, ours="msdpu")
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   rows = training.read_rows(folder / "results" / f"{preset}.jsonl")
+  if preset == "overlap":
+    print(overlap_table(rows))
+    return
+  comparison.report_experiment(folder, ours="msdpu")
   runs = comparison.best_runs(rows)
   for base in _BASES:
     if base not in runs:
