@@ -203,6 +203,9 @@ class Checkpoints:
     try:
       yield
     except Exception as error:
+      lost = isinstance(error, jax.errors.JaxRuntimeError)
+      if lost and jax.process_count() > 1:
+        raise  # A collective has lost another process: no fault of the disk.
       reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
       if "No space left" in str(error):
         reason = ["no space left on the disk"]

@@ -228,3 +228,22 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
   resumed = []
   _fit("momentum", tmp_path, 4, on_resume=resumed.append)
   assert [x.step for x in resumed] == [2]
+
+
+def test_a_peer_lost_while_saving_is_not_told_as_a_full_disk(
+  tmp_path, monkeypatch
+):
+  import orbax.checkpoint as orbax
+
+  def lost(self, *arguments, **options):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed")
+
+  monkeypatch.setattr(orbax.AsyncCheckpointer, "save", lost)
+  team = _tiny.team("vmap")
+  state = _tiny.init(team, "momentum")
+  with (
+    training.Checkpoints(tmp_path, team) as checkpoints,
+    pytest.raises(jax.errors.JaxRuntimeError, match="Gloo"),
+  ):
+    checkpoints.save(3, state, training.shared_leaves(state))
