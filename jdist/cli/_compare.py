@@ -20,8 +20,11 @@ from jdist.training import comparison
 # In which rows of one comparison may differ.
 _FREE = (
   "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
-  "bandwidth_mbit_per_s", "latency_ms", "text",
+  "tuning_seeds", "bandwidth_mbit_per_s", "latency_ms", "text",
 )  # fmt: skip
+
+# The first one of tuning.
+_TUNING_SEED = 10_000
 
 
 def compare(options: _options.Compare) -> None:
@@ -52,7 +55,8 @@ def compare(options: _options.Compare) -> None:
     )
   trials = len(options.methods) * len(options.seeds)
   if len(options.learning_rate) > 1:
-    trials += len(options.methods) * len(options.learning_rate)
+    rates = len(options.methods) * len(options.learning_rate)
+    trials += rates * options.tuning_seeds
   with training.Progress(1, "all runs") as bar:
 
     def on_tuned(method: str, tuned: comparison.Tuned) -> None:
@@ -95,23 +99,24 @@ class _Fit:
     # One bar over all trials, of which tuning may need more than are known.
     self._bar, self._trials, self._begun = bar, trials, 0
     self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
-    self._compiled: dict[str, _experiment.Prepared] = {}
+    self._compiled: dict[tuple[str, str], _experiment.Prepared] = {}
 
   def __call__(self, trial: comparison.Trial) -> dict[str, Any]:
-    tuning = trial.purpose == "tuning"
-    prepared = None if tuning else self._compiled.get(trial.variant)
+    key = trial.purpose, trial.variant
+    prepared = self._compiled.get(key)
     if prepared is None or prepared.peak != trial.learning_rate:
-      prepared = _experiment.Prepared(
+      if trial.purpose == "tuning":
+        # One rate's after another's: what was compiled is not needed again.
+        self._compiled.clear()
+      prepared = self._compiled[key] = _experiment.Prepared(
         self._workloads[trial.purpose],
         self._options,
         trial.variant,
         trial.learning_rate,
       )
-    if tuning:
+    label = f"{trial.variant} seed {trial.seed}"
+    if trial.purpose == "tuning":
       label = f"tuning {trial.variant} {trial.learning_rate:g}"
-    else:
-      self._compiled[trial.variant] = prepared
-      label = f"{trial.variant} seed {trial.seed}"
     steps, begun = prepared.budget.num_steps, self._begun
     self._begun += 1
     self._bar.extend(max(self._trials, self._begun) * steps)
@@ -139,13 +144,14 @@ def _check(options: _options.Compare) -> comparison.Study:
   for peak in options.learning_rate:
     _methods.check_rate(peak)
   _options.check_positive(options, "bandwidth_mbit_per_s")
-  _options.check_least(options, latency_ms=0, grid_extensions=0)
+  _options.check_least(options, latency_ms=0, grid_extensions=0, tuning_seeds=1)
   training.check_plots()
   return comparison.Study(
     options.methods,
     options.learning_rate,
     options.seeds,
     options.grid_extensions,
+    tuple(range(_TUNING_SEED, _TUNING_SEED + options.tuning_seeds)),
     # What else the machine does slows all methods alike.
     order="seed",
   )

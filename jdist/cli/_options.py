@@ -84,6 +84,10 @@ class Compare(_groups.LinkOptions, Common):
   """Further learning rates that a method is tuned with at most, where its best
   one is the lowest or the highest."""
 
+  tuning_seeds: int = 1
+  """Runs of each method at each learning rate, of which the mean counts. More
+  than one where few samples are held out."""
+
   seeds: Annotated[
     tuple[int, ...], tyro.conf.arg(metavar="SEED [SEED ...]")
   ] = (0, 1, 2)
@@ -323,6 +327,7 @@ def with_preset(options: type[Options], name: str) -> Options:
   changes: dict[str, object] = dict(_presets.PRESETS[name])
   if options is Train:
     changes["learning_rate"] = changes["learning_rate"][0]  # type: ignore[index]
+    changes.pop("tuning_seeds", None)  # It tunes nothing.
   return options(preset=name, **changes)  # type: ignore[arg-type]
 
 

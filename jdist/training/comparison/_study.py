@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -20,24 +21,26 @@ class Study:
     seeds: a run each at a variant's best rate.
     max_extensions: by how many rates the grid of a variant goes on at most
       where its best rate lies at an end.
-    tuning_seed: of tuning runs; it must not be one of `seeds`.
+    tuning_seeds: of tuning runs, a run each at every rate of the grid, which
+      is ranked by their mean; none must be one of `seeds`.  One alone says
+      little where few samples are held out, or near rates that diverge.
     order: "variant" runs all seeds of a variant in turn; "seed" all variants
       of a seed, so that what else the machine does slows them alike.
 
   Raises:
     ValueError: when a list is empty, has equal entries, a rate is not positive
-      or the tuning seed is compared.
+      or a tuning seed is compared.
   """
 
   variants: Sequence[str]
   learning_rates: Sequence[float]
   seeds: Sequence[int]
   max_extensions: int = 2
-  tuning_seed: int = 10_000
+  tuning_seeds: Sequence[int] = (10_000,)
   order: Literal["variant", "seed"] = "variant"
 
   def __post_init__(self) -> None:
-    for name in ("variants", "learning_rates", "seeds"):
+    for name in ("variants", "learning_rates", "seeds", "tuning_seeds"):
       values = getattr(self, name)
       if not values or len(set(values)) < len(values):
         raise ValueError(
@@ -53,10 +56,10 @@ class Study:
         f"`max_extensions` must not be negative, got {self.max_extensions}. "
         "0 keeps to the grid."
       )
-    if self.tuning_seed in self.seeds:
+    if both := set(self.tuning_seeds) & set(self.seeds):
       raise ValueError(
-        f"`tuning_seed` must not be one of `seeds`, got {self.tuning_seed}. "
-        "A seed that has chosen a rate says nothing new of it."
+        f"`tuning_seeds` must not be among `seeds`, got {sorted(both)} in "
+        "both. A seed that has chosen a rate says nothing new of it."
       )
 
 
@@ -139,7 +142,7 @@ class Tuned(NamedTuple):
     tried: all of them, in increasing order.
     end: "lowest" or "highest" where the best rate lies at an end of those
       tried, and a better one may lie beyond; None within.
-    diverged: whether none of them ended with a finite loss.
+    diverged: whether at each of them a run ended without a finite loss.
   """
 
   best: float
@@ -174,7 +177,7 @@ Rank: TypeAlias = Callable[[_rows.Row], tuple[float, float]]
 
 def tune(
   learning_rates: Sequence[float],
-  measure: Callable[[float], _rows.Row],
+  measure: Callable[[float], Sequence[_rows.Row]],
   max_extensions: int = 2,
   rank: Rank = quality,
 ) -> Tuned:
@@ -186,11 +189,16 @@ def tune(
 
   Args:
     learning_rates: the grid.
-    measure: runs one rate, returns its row.
+    measure: runs one rate, returns its rows, one for each seed.
     max_extensions: further rates at most.
-    rank: of a row; the highest is best.
+    rank: of a row; the rate with the highest mean is best.
   """
-  tried = {rate: rank(measure(rate)) for rate in sorted(learning_rates)}
+
+  def mean(rate: float) -> tuple[float, float]:
+    first, second = zip(*map(rank, measure(rate)), strict=True)
+    return statistics.fmean(first), statistics.fmean(second)
+
+  tried = {rate: mean(rate) for rate in sorted(learning_rates)}
   for _ in range(max_extensions):
     found = best_of(tried)
     if found.end is None:
@@ -202,7 +210,7 @@ def tune(
       further = high * (high / found.tried[-2])
     # As one would write it: 0.4 and not 0.4000000000000001.
     further = float(f"{further:.6g}")
-    tried[further] = rank(measure(further))
+    tried[further] = mean(further)
   return best_of(tried)
 
 
@@ -268,7 +276,9 @@ def compare(
       return Tuned(rate, (rate,), None)
     found = tune(
       study.learning_rates,
-      lambda rate: run("tuning", variant, rate, study.tuning_seed),
+      lambda rate: [
+        run("tuning", variant, rate, seed) for seed in study.tuning_seeds
+      ],
       study.max_extensions,
       rank,
     )

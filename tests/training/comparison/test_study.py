@@ -13,7 +13,7 @@ def _measure(best, tried):
   def run(rate):
     tried.append(rate)
     ratio = max(rate / best, best / rate)
-    return {"accuracy": 1 / ratio, "test_loss": 1.0}
+    return [{"accuracy": 1 / ratio, "test_loss": 1.0}]
 
   return run
 
@@ -54,10 +54,20 @@ def test_a_rate_may_be_chosen_by_the_loss():
   losses = {0.1: 0.3, 0.2: 0.2, 0.4: None}
 
   def measure(rate):
-    return {"accuracy": rate, "test_loss": losses[rate]}
+    return [{"accuracy": rate, "test_loss": losses[rate]}]
 
   tuned = comparison.tune(sorted(losses), measure, 0, comparison.by_loss)
   assert tuned.best == 0.2
+
+
+def test_a_rate_at_which_one_of_several_seeds_diverges_is_not_chosen():
+  losses = {0.1: (0.3, 0.3), 0.2: (0.1, 0.4), 0.4: (0.1, None)}
+
+  def measure(rate):
+    return [{"accuracy": 1.0, "test_loss": loss} for loss in losses[rate]]
+
+  tuned = comparison.tune(sorted(losses), measure, 0)
+  assert (tuned.best, tuned.end) == (0.2, None)
 
 
 _INF = float("inf")
@@ -106,6 +116,16 @@ def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
   comparison.compare(_study(), comparison.Rows(path, {}), None)
 
 
+def test_each_seed_of_tuning_runs_at_each_rate(tmp_path):
+  calls = []
+  study = _study(variants=("a",), tuning_seeds=(8, 9), max_extensions=0)
+  rows = comparison.Rows(tmp_path / "rows.jsonl", {})
+  comparison.compare(study, rows, _fit(calls))
+  tuning = [(t.learning_rate, t.seed) for t in calls if t.purpose == "tuning"]
+  rates = (0.1, 0.15, 0.2)
+  assert tuning == [(rate, seed) for rate in rates for seed in (8, 9)]
+
+
 @pytest.mark.parametrize(
   ("order", "expected"),
   (
@@ -128,7 +148,8 @@ def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
   ("learning_rates", lambda: _study(learning_rates=(0.1, _INF)), "finite"),
   ("seeds", lambda: _study(seeds=()), "one or more different"),
   ("max_extensions", lambda: _study(max_extensions=-1), "0 keeps to the grid"),
-  ("tuning_seed", lambda: _study(tuning_seed=1), "one of `seeds`"),
+  ("tuning_seeds", lambda: _study(tuning_seeds=(1,)), "among `seeds`"),
+  ("tuning_seeds", lambda: _study(tuning_seeds=()), "one or more different"),
 )
 def test_a_study_that_cannot_be_run_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)
