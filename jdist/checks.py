@@ -41,9 +41,10 @@ def show(value: Any) -> str:
   """
   text = repr(value)
   functions = isinstance(value, tuple) and any(map(callable, value))
-  array = hasattr(value, "shape") and hasattr(value, "dtype")
+  # A class of arrays has them as attributes, too: not their values.
+  array = isinstance(getattr(value, "shape", None), tuple)
   long = functions or len(text) > _MAX_LETTERS or "\n" in text
-  if array and (long or value.shape):
+  if array and hasattr(value, "dtype") and (long or value.shape):
     return f"{value.dtype}{list(value.shape)}"
   kind = type(value).__name__
   return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}" if long else text
@@ -299,6 +300,8 @@ def check_continuous(
     return value
   bracket = "(" if open_low else "["
   try:
+    if isinstance(value, str | bytes) or _holds_text(value):
+      raise TypeError  # Python would read a number out of it.
     number = float(value)
   except (TypeError, ValueError):
     raise ValueError(
@@ -311,6 +314,11 @@ def check_continuous(
       f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
     )
   return number if isinstance(value, int) else value
+
+
+def _holds_text(value: Any) -> bool:
+  kind: str = getattr(getattr(value, "dtype", None), "kind", "")
+  return kind in ("O", "S", "U")
 
 
 def check_number(

@@ -56,7 +56,11 @@ _REFUSED = (
     (0,),
     r"in \(0, inf\]",
   ),
-  (lambda x: checks.check_continuous("x", x), ("a", None), "a number in"),
+  (
+    lambda x: checks.check_continuous("x", x),
+    ("a", None, "0.5", b"1", np.array("1")),
+    "a number in",
+  ),
   (
     lambda x: checks.check_number("x", x),
     ("1", True, None, np.inf, np.nan, 10**400, [0.5], -1),
@@ -143,6 +147,7 @@ def test_a_value_is_shown_by_its_type_where_that_is_shorter():
   assert checks.show(np.zeros((3, 3))) == "float64[3, 3]"
   assert checks.show(jax.random.key(0)) == "key<fry>[]"
   assert checks.show(jnp.float32(2)).startswith("Array(2.")
+  assert checks.show(np.float32) == "<class 'numpy.float32'>"
   assert checks.show(optax.adam(0.1)).startswith("a Gradient")
 
 

@@ -221,11 +221,20 @@ def check_alike(tree: PyTree, like: PyTree, what: str) -> None:
   remedy = "Take the loss's gradient by these very parameters."
   given = {name: x for name, x in named.items() if name not in rest}
   checks.check_shapes(rule, remedy, given, ours)
-  if not rest:
+  # In place of an integer's gradient there may be nothing.
+  left_out = _left_out(tree), _left_out(like)
+  if not rest or left_out[0] != left_out[1]:
     raise ValueError(
       f"{rule} it is {checks.show(structures[0])} and not "
       f"{checks.show(structures[1])}. {remedy}"
     )
+
+
+def _left_out(tree: PyTree) -> Any:
+  """Returns a tree's structure, with leaves where nothing stands for one."""
+  return jax.tree.structure(
+    tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
+  )
 
 
 def agreed(flag: jax.Array, axis: Axis) -> jax.Array:

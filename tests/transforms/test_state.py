@@ -43,6 +43,16 @@ def test_apply_updates_without_a_state_is_optax():
   chex.assert_trees_all_equal(found, wanted, strict=True)
 
 
+def test_apply_updates_takes_numbers_of_python():
+  assert transforms.apply_updates({"w": 1.0}, {"w": -0.5})["w"].item() == 0.5
+
+
+@pytest.mark.parametrize("updates", [[], (), [None, None]])
+def test_updates_of_integers_are_still_a_tree_like_the_parameters(updates):
+  with pytest.raises(ValueError, match="`updates` must be a tree like"):
+    transforms.apply_updates([-2], updates)
+
+
 @pytest.mark.parametrize("substrate", ["vmap", "mixed"])
 @pytest.mark.parametrize("name", ["local", "late outer", "msdpu"])
 def test_a_round_ends_under_a_conditional(name, substrate):

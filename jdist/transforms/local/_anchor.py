@@ -323,8 +323,7 @@ def apply_updates(
   workers.check_alike(updates, params, "`updates`")
   there = jax.tree.map(
     lambda p, u: moved(p, u).astype(p.dtype) if is_trained(p) else p,
-    jax.tree.map(jnp.asarray, params),
-    updates,
+    *jax.tree.map(jnp.asarray, (params, updates)),
   )
   found = find_rounds(state)
   if found is None:
