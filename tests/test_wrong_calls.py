@@ -9,11 +9,13 @@ import dataclasses
 import inspect
 import traceback
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 
 import jdist
 from jdist import codecs, collectives, methods, reducers, training, transforms
@@ -327,22 +329,28 @@ MORE = (
 LEFT_OUT = {("num_workers", 10**12), ("shape", 10**12)}
 
 
-def raw_errors(name, values):
+def raw_error(name, **changed):
   """Calls a door wrongly, and returns what ended beyond this library."""
   function, given, then = ROOMS[name]
-  found = []
-  for argument in given:
-    for value in values:
-      if isinstance(value, int) and (argument, value) in LEFT_OUT:
-        continue
-      try:
-        then(function(**(given | {argument: value})))
-      except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1].filename
-        clear = isinstance(error, ValueError | ImportError)
-        if not (clear and "/jdist/" in last and "`" in str(error)):
-          found.append(f"{name}({argument}={value!r}): {error!r} in {last}")
-  return found
+  try:
+    then(function(**(given | changed)))
+  except Exception as error:
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    clear = isinstance(error, ValueError | ImportError)
+    if not (clear and "/jdist/" in last and "`" in str(error)):
+      return f"{name}({changed}): {error!r} in {last}"
+  return None
+
+
+def raw_errors(name, values):
+  """Replaces each argument of a door by each value."""
+  found = [
+    raw_error(name, **{argument: value})
+    for argument in ROOMS[name][1]
+    for value in values
+    if not (isinstance(value, int) and (argument, value) in LEFT_OUT)
+  ]
+  return [error for error in found if error is not None]
 
 
 @pytest.mark.parametrize("name", ROOMS)
@@ -362,3 +370,66 @@ def test_a_wrong_argument_is_named(name):
 @pytest.mark.parametrize("name", ROOMS)
 def test_more_wrong_arguments_are_named(name):
   assert not raw_errors(name, MORE)
+
+
+_SIZES = st.integers(-3, 9)
+_ARRAYS = st.builds(
+  lambda shape, dtype: np.ones(shape, dtype),
+  st.lists(st.integers(0, 4), max_size=3),
+  st.sampled_from(
+    ["float32", "float64", "int8", "uint32", "bool", "complex64", "U3", "O"]
+  ),
+)
+_ANYTHING = st.one_of(
+  _SIZES,
+  st.floats(width=32),
+  st.text(max_size=4),
+  st.binary(max_size=4),
+  st.none() | st.booleans(),
+  _ARRAYS,
+  st.lists(_SIZES | st.text(max_size=2), max_size=3),
+  st.lists(_SIZES | st.floats(width=32), max_size=3).map(tuple),
+  st.dictionaries(st.sampled_from("abx"), _ARRAYS | _SIZES, max_size=3),
+  st.sampled_from(
+    [int, object(), jnp.int8, np.float32, np.int64(2), 2**40, 1 + 1j, {1, 2},
+     PARAMS, SGD, optax.adam(0.1), optax.EmptyState(), TEAM, AXIS, DILOCO,
+     codecs.Quantize(4), codecs.TopK(0.5), reducers.Exact(), reducers.PowerSGD,
+     intervals.fixed(2), transforms.Delayed(), loss_fn, lambda step: 0.1]
+  ),
+)  # fmt: skip
+
+
+@st.composite
+def _calls(draw):
+  """A door, and one to three of its arguments with anything in their place."""
+  name = draw(st.sampled_from(sorted(x for x in ROOMS if ROOMS[x][1])))
+  given = ROOMS[name][1]
+  chosen = draw(
+    st.lists(
+      st.sampled_from(sorted(given)), min_size=1, max_size=3, unique=True
+    )
+  )
+  changed = {argument: draw(_ANYTHING) for argument in chosen}
+  hypothesis.assume(
+    not any(
+      isinstance(changed.get(argument), int) and changed[argument] > 1000
+      for argument, _ in LEFT_OUT
+    )
+  )
+  return name, changed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@hypothesis.settings(
+  max_examples=1000,
+  deadline=None,
+  database=None,
+  suppress_health_check=list(hypothesis.HealthCheck),
+  # What is wrong is wrong in one argument as a rule: no need to shrink.
+  phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(_calls())
+def test_any_call_is_right_or_names_what_is_wrong(call):
+  name, changed = call
+  assert raw_error(name, **changed) is None
