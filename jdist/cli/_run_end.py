@@ -1,6 +1,11 @@
-"""Runs that end otherwise than trained: diverged (3), told by SIGTERM (143)."""
+"""How runs end: with a row, diverged (3), or by a SIGTERM (143)."""
 
+import dataclasses
+import pathlib
 from typing import Any
+
+from jdist import training
+from jdist.training import comparison
 
 # Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
 DIVERGED = 3
@@ -13,6 +18,30 @@ class TerminatedError(Exception):
 
 class DivergedError(Exception):
   """A run has ended with a loss that is not a finite number."""
+
+
+def write_row(
+  output: pathlib.Path,
+  options: Any,
+  method: str | None,
+  records: list[training.Record],
+  **more: Any,
+) -> None:
+  """Appends a run's row to `rows.jsonl` and says where.
+
+  Args:
+    output: the directory.
+    options: of the run.
+    method: that trained, or the protocol.
+    records: of the run; the row has their summary.
+    **more: further fields, or other values of these.
+  """
+  fields = {"learning_rate": options.learning_rate, "workers": options.workers}
+  fields |= comparison.summarize(records) | more
+  config = dataclasses.asdict(options)
+  row = training.make_row(config, options.seed, method=method, **fields)
+  training.append_rows(output / "rows.jsonl", [row])
+  print(f"Row: {output / 'rows.jsonl'}")
 
 
 def check(records: Any, rate: float, saved: Any = None) -> None:

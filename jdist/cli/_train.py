@@ -120,16 +120,7 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
       ) from None
   if first:
     output = _experiment.output_directory(options, "train")
-    row = training.make_row(
-      dataclasses.asdict(options),
-      options.seed,
-      method=options.method,
-      learning_rate=options.learning_rate,
-      workers=options.workers,
-      **comparison.summarize(records),
-    )
-    training.append_rows(output / "rows.jsonl", [row])
-    print(f"Row: {output / 'rows.jsonl'}")
+    _run_end.write_row(output, options, options.method, records)
   _run_end.check(records, options.learning_rate, options.checkpoints)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdist import checks
-from jdist.server import _messages, _protocol, _server_state
+from jdist.server import _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
 
@@ -33,7 +33,7 @@ class BSPState(_server_state.ServerState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BSP(_protocol.Protocol):
+class BSP(_protocol.Protocol[BSPState]):
   r"""Synchronous SGD: an update is the mean of one gradient of each member.
 
   Who joins in the middle of an update takes part from the next one on; nobody
@@ -73,6 +73,7 @@ class BSP(_protocol.Protocol):
   Reply(worker='b', task=2, version=1, samples=32)
   """
 
+  state_type = BSPState
   backups: int = 0
   restart_s: float | None = None
 
@@ -82,26 +83,17 @@ class BSP(_protocol.Protocol):
     if self.restart_s is not None:
       checks.check_number("restart_s", self.restart_s)
 
-  def empty_state(self) -> BSPState:
-    """Returns a state without members."""
-    return BSPState()
-
-  def on_join(self, state: _server_state.ServerState, worker: Worker) -> None:
+  def on_join(self, state: BSPState, worker: Worker) -> None:
     """Counts a member in, at once if no update has begun."""
-    assert isinstance(state, BSPState)
     if not state.begun:
       state.owing[worker] = None
     elif self.restart_s is not None:
       state.changed = True
 
   def on_leave(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: BSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Waits for the member no longer."""
-    assert isinstance(state, BSPState)
     state.owing.pop(worker, None)
     state.waiting.pop(worker, None)
     if self.restart_s is not None:
@@ -110,13 +102,9 @@ class BSP(_protocol.Protocol):
       self._close(state, actions)
 
   def on_pull(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: BSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Lets a member begin that this update waits for."""
-    assert isinstance(state, BSPState)
     if state.changed:
       self._restart(state, actions)
     if state.restart is not None:
@@ -128,13 +116,9 @@ class BSP(_protocol.Protocol):
       state.waiting[worker] = None
 
   def on_push(
-    self,
-    state: _server_state.ServerState,
-    push: _server_state.Assignment,
-    actions: list[Action],
+    self, state: BSPState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
     """Keeps a gradient of this update, and discards one of an earlier."""
-    assert isinstance(state, BSPState)
     if push.task < state.first_task:
       self.discard(state, push, actions, "restart")
       return
@@ -146,13 +130,9 @@ class BSP(_protocol.Protocol):
     self._close(state, actions)
 
   def on_expired(
-    self,
-    state: _server_state.ServerState,
-    number: int,
-    actions: list[Action],
+    self, state: BSPState, number: int, actions: list[Action]
   ) -> None:
     """Lets all begin that are ready, after a restart."""
-    assert isinstance(state, BSPState)
     if number == state.restart:
       state.restart = None
       self._begin(state, actions)
@@ -163,9 +143,8 @@ class BSP(_protocol.Protocol):
     for push in state.pushes_of_round:
       self.discard(state, push, actions, "restart")
     state.pushes_of_round, state.changed = [], False
-    state.restart, state.next_task = state.next_task, state.next_task + 1
+    state.restart = self.timer(state, self.restart_s, actions)
     state.first_task = state.next_task
-    actions.append(_messages.Timer(state.restart, self.restart_s))
 
   def _close(self, state: BSPState, actions: list[Action]) -> None:
     """Makes the update if all that it waits for is here, and begins the next.

@@ -21,7 +21,7 @@ class SoftsyncState(_server_state.ServerState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NSoftsync(_protocol.Protocol):
+class NSoftsync(_protocol.Protocol[SoftsyncState]):
   r"""n-softsync: n updates in the time of one gradient of each worker.
 
   With L members an update is made of c = floor(L / n) gradients:
@@ -55,34 +55,26 @@ class NSoftsync(_protocol.Protocol):
   [Apply(tasks=(0, 2), weights=(0.5, 0.5), staleness=(0, 0))]
   """
 
+  state_type = SoftsyncState
   n: int
 
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_int("n", self.n, 1)
 
-  def empty_state(self) -> SoftsyncState:
-    """Returns a state without members."""
-    return SoftsyncState()
-
   def on_leave(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: SoftsyncState, worker: Worker, actions: list[Action]
   ) -> None:
     """Makes the update that fewer members have already made complete."""
-    assert isinstance(state, SoftsyncState)
     self._update(state, actions)
 
   def on_push(
     self,
-    state: _server_state.ServerState,
+    state: SoftsyncState,
     push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Collects a gradient."""
-    assert isinstance(state, SoftsyncState)
     state.collected.append(push)
     self._update(state, actions)
 

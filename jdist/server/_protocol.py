@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any, ClassVar, Generic, TypeVar
 
 from jdist import checks
 from jdist.server import _allocation, _messages, _weights
@@ -10,10 +11,11 @@ from jdist.server._server_state import Assignment, Member, ServerState
 
 _FIXED = _allocation.FixedBatches(32)
 _ALIKE = _weights.Weighting()
+State = TypeVar("State", bound=ServerState)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Protocol:
+class Protocol(Generic[State]):
   """Decides when a worker starts, and which gradients make an update.
 
   A protocol is a state machine: `receive` takes one message and returns what
@@ -23,10 +25,12 @@ class Protocol:
 
   This class is ASGD (ASP): everybody starts at once, and each gradient is an
   update.  Another protocol overrides `on_pull`, `on_push`, `on_join` and
-  `on_leave`, and calls `reply`, `apply` and `discard` in them.  What a worker
-  may have at once, and by how few bytes, say `depth`, `passes` and `share`.
+  `on_leave`, and calls `reply`, `apply`, `discard` and `timer` in them.  What a
+  worker may have at once, and by how few bytes, say `depth`, `passes` and
+  `share`.
 
   Attributes:
+    state_type: of the class: its state, a `ServerState` with fields of its own.
     batches: who takes how many samples; 32 each by default.
     weighting: of gradients in an update; alike by default.
     timeout_s: after so many seconds without a push a worker counts as gone;
@@ -52,6 +56,7 @@ class Protocol:
   [Apply(tasks=(1,), weights=(1.0,), staleness=(1,))]
   """
 
+  state_type: ClassVar[Any] = ServerState
   batches: _allocation.Allocation = _FIXED
   weighting: _weights.Weighting = _ALIKE
   timeout_s: float | None = None
@@ -74,7 +79,7 @@ class Protocol:
 
   # What a driver calls.
 
-  def init(self, workers: Iterable[Worker]) -> ServerState:
+  def init(self, workers: Iterable[Worker]) -> State:
     """Returns the state before the first message.
 
     Args:
@@ -94,7 +99,7 @@ class Protocol:
     return state
 
   def receive(
-    self, state: ServerState, now_s: float, message: _messages.Message
+    self, state: State, now_s: float, message: _messages.Message
   ) -> list[Action]:
     """Takes a message and says what has to be done.
 
@@ -166,7 +171,7 @@ class Protocol:
     return 0.0 if reply.pull_plan is None else self.share(reply.pull_plan)
 
   def observe(
-    self, state: ServerState, push: Assignment, message: _messages.Push
+    self, state: State, push: Assignment, message: _messages.Push
   ) -> None:
     """Takes note of how long a task has taken."""
     del push
@@ -175,7 +180,7 @@ class Protocol:
       speed = message.samples / message.compute_s
       member.speed = self.smooth(member.speed, speed)
 
-  def allocate(self, state: ServerState) -> None:
+  def allocate(self, state: State) -> None:
     """Gives each member the size of its next batch."""
     members = state.members.values()
     sizes = self.batches.sizes([member.speed for member in members])
@@ -184,32 +189,32 @@ class Protocol:
     state.total_samples = sum(sizes)
     state.until_allocation = self.batches.every(len(sizes))
 
-  def empty_state(self) -> ServerState:
-    """Returns a state without members; override it to add fields."""
-    return ServerState()
+  def empty_state(self) -> State:
+    """Returns a state without members."""
+    return self.state_type()
 
-  def on_join(self, state: ServerState, worker: Worker) -> None:
+  def on_join(self, state: State, worker: Worker) -> None:
     """Takes note of a new member."""
 
   def on_leave(
-    self, state: ServerState, worker: Worker, actions: list[Action]
+    self, state: State, worker: Worker, actions: list[Action]
   ) -> None:
     """Takes note that a member is gone; `state.members` has it no longer."""
 
   def on_pull(
-    self, state: ServerState, worker: Worker, actions: list[Action]
+    self, state: State, worker: Worker, actions: list[Action]
   ) -> None:
     """Lets a member begin, now or later."""
     self.reply(state, worker, actions)
 
   def on_push(
-    self, state: ServerState, push: Assignment, actions: list[Action]
+    self, state: State, push: Assignment, actions: list[Action]
   ) -> None:
     """Uses or discards a member's gradient."""
     self.apply(state, [push], actions)
 
   def on_expired(
-    self, state: ServerState, number: int, actions: list[Action]
+    self, state: State, number: int, actions: list[Action]
   ) -> None:
     """Takes note that a timer of the protocol's own has expired."""
 
@@ -217,7 +222,7 @@ class Protocol:
 
   def reply(
     self,
-    state: ServerState,
+    state: State,
     worker: Worker,
     actions: list[Action],
     *,
@@ -261,7 +266,7 @@ class Protocol:
 
   def apply(
     self,
-    state: ServerState,
+    state: State,
     pushes: list[Assignment],
     actions: list[Action],
     *,
@@ -294,7 +299,7 @@ class Protocol:
 
   def discard(
     self,
-    state: ServerState,
+    state: State,
     push: Assignment,
     actions: list[Action],
     reason: str = "late",
@@ -302,6 +307,12 @@ class Protocol:
     """Drops a push."""
     actions.append(_messages.Discard(push.task, reason))
     state.discarded[reason] += 1
+
+  def timer(self, state: State, wait_s: float, actions: list[Action]) -> int:
+    """Starts a timer and returns its number, which `on_expired` gets."""
+    number, state.next_task = state.next_task, state.next_task + 1
+    actions.append(_messages.Timer(number, wait_s))
+    return number
 
   def smooth(self, before: float | None, measured: float) -> float:
     """Returns a measurement, smoothed by those before as batches' speeds."""
@@ -313,7 +324,7 @@ class Protocol:
   # The book-keeping.
 
   def _push(
-    self, state: ServerState, message: _messages.Push, actions: list[Action]
+    self, state: State, message: _messages.Push, actions: list[Action]
   ) -> None:
     task = message.task
     push = state.tasks.get(task)
@@ -335,7 +346,7 @@ class Protocol:
         self.allocate(state)
     self.on_push(state, push, actions)
 
-  def _add(self, state: ServerState, worker: Worker) -> None:
+  def _add(self, state: State, worker: Worker) -> None:
     samples = max(1, round(state.mean_samples)) if state.members else 0
     if not samples:
       (samples,) = self.batches.sizes([None])
@@ -345,9 +356,7 @@ class Protocol:
     if state.until_allocation is None:
       state.until_allocation = self.batches.every(len(state.members))
 
-  def _leave(
-    self, state: ServerState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def _leave(self, state: State, worker: Worker, actions: list[Action]) -> None:
     member = state.members.pop(worker, None)
     if member is None:
       return

@@ -31,7 +31,7 @@ class SSPState(_server_state.ServerState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SSP(_protocol.Protocol):
+class SSP(_protocol.Protocol[SSPState]):
   r"""Asynchronous SGD in which nobody runs far ahead of the slowest.
 
   Each gradient is an update.  A member that has given c gradients begins the
@@ -64,42 +64,30 @@ class SSP(_protocol.Protocol):
   Reply(worker='a', task=2, version=2, samples=32)
   """
 
+  state_type = SSPState
   bound: int = 3
 
   def __post_init__(self) -> None:
     super().__post_init__()
     checks.check_int("bound", self.bound, 0)
 
-  def empty_state(self) -> SSPState:
-    """Returns a state without members."""
-    return SSPState()
-
-  def on_join(self, state: _server_state.ServerState, worker: Worker) -> None:
+  def on_join(self, state: SSPState, worker: Worker) -> None:
     """Puts a member beside the slowest."""
-    assert isinstance(state, SSPState)
     state.clocks[worker] = state.lowest
     state.counts[state.lowest] += 1
 
   def on_leave(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: SSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Waits for the member no longer."""
-    assert isinstance(state, SSPState)
     clock = state.clocks.pop(worker)
     state.waiting.get(clock, {}).pop(worker, None)
     self._take_from(state, clock, actions)
 
   def on_pull(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: SSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Lets a member begin unless it is too far ahead."""
-    assert isinstance(state, SSPState)
     clock = state.clocks[worker]
     if clock <= state.lowest + self.bound:
       self.reply(state, worker, actions)
@@ -107,13 +95,9 @@ class SSP(_protocol.Protocol):
       state.waiting.setdefault(clock, {})[worker] = None
 
   def on_push(
-    self,
-    state: _server_state.ServerState,
-    push: _server_state.Assignment,
-    actions: list[Action],
+    self, state: SSPState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
     """Makes an update, and lets those begin for whom it was awaited."""
-    assert isinstance(state, SSPState)
     self.apply(state, [push], actions)
     clock = state.clocks[push.worker]
     state.clocks[push.worker] = clock + 1

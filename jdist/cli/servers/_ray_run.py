@@ -21,7 +21,6 @@ from jdist.cli import (
   _run_end,
 )
 from jdist.cli.servers import _server_parts
-from jdist.training import comparison
 
 # Batches are padded to these parts of a round's samples, of 8.
 _EIGHTHS = (1, 2, 3, 5, 8)
@@ -153,18 +152,9 @@ def train(options: _options.Train) -> None:
       result = _run(parts, plan, watch)
   except _interrupts.SigtermError:
     raise _run_end.TerminatedError(watch.ended) from None
-  row = training.make_row(
-    dataclasses.asdict(options),
-    options.seed,
-    method=options.protocol,
-    learning_rate=options.learning_rate,
-    workers=len(machines.nodes),
-    driver="ray",
-    events=result.events,
-    **(comparison.summarize(watch.records) | result.summary),
-  )
-  training.append_rows(output / "rows.jsonl", [row])
-  print(f"Row: {output / 'rows.jsonl'}")
+  more = {"workers": len(machines.nodes), "driver": "ray"}
+  more |= {"events": result.events} | result.summary
+  _run_end.write_row(output, options, options.protocol, watch.records, **more)
   _run_end.check(watch.records, options.learning_rate, options.checkpoints)
 
 

@@ -134,16 +134,9 @@ def _fit(
   finally:
     if checkpoints is not None:
       checkpoints.close()
-  row = training.make_row(
-    dataclasses.asdict(options),
-    options.seed,
-    method=options.protocol,
-    learning_rate=options.learning_rate,
-    workers=options.workers,
-    **(comparison.summarize(records) | run.summary()),
+  _run_end.write_row(
+    output, options, options.protocol, records, **run.summary()
   )
-  training.append_rows(output / "rows.jsonl", [row])
-  print(f"Row: {output / 'rows.jsonl'}")
   _run_end.check(records, options.learning_rate, options.checkpoints)
 
 

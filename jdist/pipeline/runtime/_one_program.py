@@ -59,6 +59,9 @@ class OneProgram:
   ... )
   >>> pipe
   OneProgram(1f1b: 2 stages on 2 devices, 4 micro-batches, 14 ticks)
+  >>> found = pipe.times(lambda op, stage: 1.0, 0.5)
+  >>> found.ticks, found.step_s, found.exposed_s
+  (14, 12.0, 2.0)
   """
 
   def __init__(
@@ -157,25 +160,6 @@ class OneProgram:
         has the forward pass in it, and the last stage has no other.
       send_s: of `sent_bytes` on a link between two devices.
       between_s: of each tick on each device, beside its ops.
-
-    >>> import jax.numpy as jnp
-    >>> from jdist import models, pipeline
-    >>> layers = [
-    ...   models.Layer(
-    ...     n, {n: jnp.ones(())}, {}, lambda p, s, x, *, n=n, **_: (x * p[n], s)
-    ...   )
-    ...   for n in "ab"
-    ... ]
-    >>> pipe = OneProgram(
-    ...   pipeline.cut_layers(layers, 2),
-    ...   lambda y, batch: (jnp.mean(y), {}),
-    ...   pipeline.make_table("gpipe", 2, 4),
-    ...   {"x": jnp.ones(3)},
-    ...   inputs="x",
-    ... )
-    >>> found = pipe.times(lambda op, stage: 1.0, 0.5)
-    >>> found.ticks, found.step_s, found.exposed_s
-    (12, 11.0, 1.0)
     """
     return _tick_times.tick_times(
       self.grid, seconds, send_s, late=self._late, between_s=between_s

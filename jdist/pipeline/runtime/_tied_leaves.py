@@ -1,6 +1,6 @@
 """Parameters that several stages of one program have: copies kept alike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,33 +83,18 @@ class TiedLeaves:
     """Sets all copies but the first stage's to zero."""
     if not self._leaves:
       return grads
-    device = collectives.index(self._axis)
-    grads = dict(grads)
-    for leaf in self._leaves:
-      starts, again = (
-        jnp.asarray(x)[device] for x in (leaf.starts, leaf.there & ~leaf.owner)
-      )
-      for chunk, row in enumerate(grads[leaf.dtype]):
-        own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
-        row = jax.lax.dynamic_update_slice(
-          row,
-          jnp.where(again[chunk], jnp.zeros_like(own), own),
-          (starts[chunk],),
-        )
-        grads[leaf.dtype] = grads[leaf.dtype].at[chunk].set(row)
-    return grads
+    again = [leaf.there & ~leaf.owner for leaf in self._leaves]
+    return self._changed(grads, again, lambda _, own: jnp.zeros_like(own))
 
   def _shared(self, arrays: PyTree, source: str) -> PyTree:
     if not self._leaves:
       return arrays
     device = collectives.index(self._axis)
-    places = [
-      tuple(jnp.asarray(x)[device] for x in (leaf.starts, leaf.there))
-      for leaf in self._leaves
-    ]
     totals = []
-    for leaf, (starts, _) in zip(self._leaves, places, strict=True):
-      counted = jnp.asarray(getattr(leaf, source))[device]
+    for leaf in self._leaves:
+      starts, counted = (
+        jnp.asarray(x)[device] for x in (leaf.starts, getattr(leaf, source))
+      )
       total = jnp.zeros(leaf.size, arrays[leaf.dtype].dtype)
       for chunk, row in enumerate(arrays[leaf.dtype]):
         own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
@@ -118,14 +103,23 @@ class TiedLeaves:
       totals.append(total)
     if self._axis is not None:
       totals = jax.lax.psum(totals, self._axis)
-    arrays = dict(arrays)
-    for leaf, (starts, there), total in zip(
-      self._leaves, places, totals, strict=True
-    ):
+    there = [leaf.there for leaf in self._leaves]
+    return self._changed(arrays, there, lambda i, own: totals[i])
+
+  def _changed(
+    self,
+    arrays: PyTree,
+    places: Sequence[np.ndarray],
+    change: Callable[[int, jax.Array], jax.Array],
+  ) -> PyTree:
+    """Writes `change(leaf, numbers)` over the copies at some places."""
+    device, arrays = collectives.index(self._axis), dict(arrays)
+    for i, (leaf, of_leaf) in enumerate(zip(self._leaves, places, strict=True)):
+      starts, there = (jnp.asarray(x)[device] for x in (leaf.starts, of_leaf))
       for chunk, row in enumerate(arrays[leaf.dtype]):
-        own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
-        row = jax.lax.dynamic_update_slice(
-          row, jnp.where(there[chunk], total, own), (starts[chunk],)
-        )
+        start = (starts[chunk],)
+        own = jax.lax.dynamic_slice(row, start, (leaf.size,))
+        new = jnp.where(there[chunk], change(i, own), own)
+        row = jax.lax.dynamic_update_slice(row, new, start)
         arrays[leaf.dtype] = arrays[leaf.dtype].at[chunk].set(row)
     return arrays

@@ -49,7 +49,7 @@ class DecoupledState(_server_state.ServerState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoupledDiLoCo(_protocol.Protocol):
+class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   r"""Learners on their own clocks, whose fragments a quorum suffices to merge.
 
   A member takes local steps for ever; after every H / P of them it pushes the
@@ -176,20 +176,15 @@ class DecoupledDiLoCo(_protocol.Protocol):
       return 1.0
     return sum(map(self.part, reply.pulled))
 
-  def on_join(self, state: _server_state.ServerState, worker: Worker) -> None:
+  def on_join(self, state: DecoupledState, worker: Worker) -> None:
     """Has a member begin with the fragment whose turn it is."""
-    assert isinstance(state, DecoupledState)
     state.next_fragment[worker] = state.turn
     state.unmerged[worker] = [(0, 0)] * self.fragments
 
   def on_leave(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: DecoupledState, worker: Worker, actions: list[Action]
   ) -> None:
     """Waits for the member no longer; what it has pushed stays."""
-    assert isinstance(state, DecoupledState)
     state.waiting.pop(worker, None)
     state.held.pop(worker, None)
     del state.next_fragment[worker], state.unmerged[worker]
@@ -197,13 +192,9 @@ class DecoupledDiLoCo(_protocol.Protocol):
       self._close(state, fragment, actions)
 
   def on_pull(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: DecoupledState, worker: Worker, actions: list[Action]
   ) -> None:
     """Gives a member as many tasks as it may have, unless it has to wait."""
-    assert isinstance(state, DecoupledState)
     if worker in state.waiting:
       state.waiting[worker] = True
       return
@@ -212,12 +203,11 @@ class DecoupledDiLoCo(_protocol.Protocol):
 
   def on_push(
     self,
-    state: _server_state.ServerState,
+    state: DecoupledState,
     push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
     """Keeps a fragment, and merges it if all that it waits for is here."""
-    assert isinstance(state, DecoupledState)
     fragment = push.fragment
     unmerged = state.unmerged[push.worker]
     for i, (samples, steps) in enumerate(unmerged):
@@ -231,13 +221,12 @@ class DecoupledDiLoCo(_protocol.Protocol):
 
   def observe(
     self,
-    state: _server_state.ServerState,
+    state: DecoupledState,
     push: _server_state.Assignment,
     message: _messages.Push,
   ) -> None:
     """Takes note of how long a member's steps have taken."""
     super().observe(state, push, message)
-    assert isinstance(state, DecoupledState)
     # The mean of so many of the last ones as there are members.
     kept = 1.0 - 1.0 / max(len(state.members), 2)
     before, now = state.stretch_s, message.compute_s
@@ -246,13 +235,9 @@ class DecoupledDiLoCo(_protocol.Protocol):
     )
 
   def on_expired(
-    self,
-    state: _server_state.ServerState,
-    number: int,
-    actions: list[Action],
+    self, state: DecoupledState, number: int, actions: list[Action]
   ) -> None:
     """Ends a grace window: what is there is merged."""
-    assert isinstance(state, DecoupledState)
     if number in state.grace:
       self._merge(state, state.grace[number], actions)
 
@@ -274,9 +259,7 @@ class DecoupledDiLoCo(_protocol.Protocol):
     if not window_s:
       self._merge(state, fragment, actions)
     elif fragment not in state.grace.values():
-      number, state.next_task = state.next_task, state.next_task + 1
-      state.grace[number] = fragment
-      actions.append(_messages.Timer(number, window_s))
+      state.grace[self.timer(state, window_s, actions)] = fragment
 
   def _merge(
     self, state: DecoupledState, fragment: int, actions: list[Action]

@@ -40,7 +40,7 @@ class HPSState(_server_state.ServerState):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HPS(_protocol.Protocol):
+class HPS(_protocol.Protocol[HPSState]):
   r"""Rounds of one gradient of each member, of what the member can do in time.
 
   An update is the mean over the samples of a round, as in `BSP`.  With
@@ -97,6 +97,7 @@ class HPS(_protocol.Protocol):
   Reply(worker='b', task=5, version=1, samples=16)
   """
 
+  state_type = HPSState
   batches: _balanced_batches.BalancedBatches
   weighting: _weights.Weighting = _BY_SAMPLES
   pipelined: bool = True
@@ -119,10 +120,6 @@ class HPS(_protocol.Protocol):
     if not 0 < self.slack <= 1:
       raise ValueError(f"`slack` must be in (0, 1], got {self.slack}.")
 
-  def empty_state(self) -> HPSState:
-    """Returns a state without members."""
-    return HPSState()
-
   @property
   def depth(self) -> int:
     """Two tasks, of which one is computed and one under way; else one."""
@@ -138,7 +135,7 @@ class HPS(_protocol.Protocol):
 
   def observe(
     self,
-    state: _server_state.ServerState,
+    state: HPSState,
     push: _server_state.Assignment,
     message: _messages.Push,
   ) -> None:
@@ -151,9 +148,8 @@ class HPS(_protocol.Protocol):
     member = state.members[push.worker]
     member.exchange_s = self.smooth(member.exchange_s, max(passed, 0.0) / share)
 
-  def allocate(self, state: _server_state.ServerState) -> None:
+  def allocate(self, state: HPSState) -> None:
     """Gives each member the next round's batch, and the bits of messages."""
-    assert isinstance(state, HPSState)
     members = state.members
     overheads = None
     if not self.pipelined:
@@ -180,13 +176,9 @@ class HPS(_protocol.Protocol):
       state.plans = dict(zip(members, plans, strict=True))
 
   def on_leave(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: HPSState, worker: Worker, actions: list[Action]
   ) -> None:
     """Waits for the member no longer, and forgets what it holds."""
-    assert isinstance(state, HPSState)
     for owing in state.owing.values():
       owing.pop(worker, None)
     for of_members in (state.next_round, state.ready, state.held):
@@ -195,26 +187,18 @@ class HPS(_protocol.Protocol):
     self._close(state, actions)
 
   def on_pull(
-    self,
-    state: _server_state.ServerState,
-    worker: Worker,
-    actions: list[Action],
+    self, state: HPSState, worker: Worker, actions: list[Action]
   ) -> None:
     """Gives a member its tasks of open rounds; those of later ones follow."""
-    assert isinstance(state, HPSState)
     if state.round == state.opened:
       self._open(state, actions)
     state.ready[worker] = None
     self._give(state, worker, actions)
 
   def on_push(
-    self,
-    state: _server_state.ServerState,
-    push: _server_state.Assignment,
-    actions: list[Action],
+    self, state: HPSState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
     """Keeps a gradient until all of its round are here."""
-    assert isinstance(state, HPSState)
     del state.owing[push.round][push.worker]
     state.collected.append(push)
     self._close(state, actions)
