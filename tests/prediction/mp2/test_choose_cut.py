@@ -91,13 +91,6 @@ def test_an_accuracy_that_is_none_is_refused():
 
 
 def test_bad_input_is_refused(tmp_path):
-  with _refusals.refused("scores", "hold at least one"):
-    prediction.choose_cut([])
-  for wrong in ([1], [(0.5, 1)]):
-    with _refusals.refused("scores[0]", "of `score_cuts`"):
-      prediction.choose_cut(wrong)
-  with _refusals.refused("scores", "a list of"):
-    prediction.choose_cut(None)
   for wrong in (2, -0.1, np.nan, "a", None, True, [0.1]):
     with pytest.raises(
       ValueError, match=r"`max_lost` must be (a finite|in \[0, 1\])"
@@ -112,21 +105,6 @@ def test_bad_input_is_refused(tmp_path):
     "test_labels": train.labels,
   }  # fmt: skip
   data = (parameters.fronts, train.images, train.labels)
-  with _refusals.refused("predictors", "hold at least one"):
-    prediction.score_cuts([], model(), *data, **given)
-  ours, fronts = prediction.predictor(_tiny.cut()), parameters.fronts
-  for wrong in (ours, 3, "a", {"a": ours}):
-    with _refusals.refused("predictors", "a list of"):
-      prediction.score_cuts(wrong, model(), *data, **given)
-  with _refusals.refused("predictors[1]", "of `pred"):
-    prediction.score_cuts([ours, ours.cut], model(), *data, **given)
-  with _refusals.refused("model", "a network"):
-    prediction.score_cuts([ours], model().params, *data, **given)
-  with _refusals.refused("samples", "a function of a cut"):
-    prediction.score_cuts([ours], model(), fronts(ours.cut), *data[1:], **given)
-  for name in ("held_out", "on_score"):
-    with _refusals.refused(name, "a function of"):
-      prediction.score_cuts([ours], model(), *data, **(given | {name: 3}))
   other = prediction.predictor(_tiny.cut(1, hidden_sizes=(7, 5)))
   with pytest.raises(ValueError, match=r"dense.*\[64, 7\]"):
     prediction.score_cuts([other], model(), *data, **given)

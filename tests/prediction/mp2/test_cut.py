@@ -221,30 +221,3 @@ def test_many_names_are_shown_by_the_first_and_the_last():
   shown = repr(prediction.published_cut("resnet18"))
   assert shown.startswith("Cut(resnet18: 10 layers of 185,664 parameters (")
   assert shown.count(", ...,") == 1 and shown.count("conv") <= 4
-
-
-def test_what_cannot_be_cut_is_refused():
-  for num_layers in (0, 2, 1.0, 1.5, True, None):
-    with _refusals.refused("num_layers", "an int from 1 to 1,"):
-      prediction.cut(small(), num_layers)
-  for wrong, num_layers in ((None, 0), (named("alone"), 1)):
-    with pytest.raises(
-      ValueError, match=f"`model` must have two layers.*got {num_layers}"
-    ):
-      prediction.cut(wrong, 1)
-  with _refusals.refused("tree", "a nested dict"):
-    prediction.cut([jnp.zeros((2, 2)), jnp.zeros((2, 2))], 1)
-  for option in ({"norm": "group"}, {"width": 64}, {"shortcut_size": 1}):
-    (name,) = option
-    with _refusals.refused(name, "left out, as resnet18"):
-      prediction.published_model("resnet18", **option)
-  with _refusals.refused("norm", "left out, as vgg15"):
-    prediction.published_model("vgg15", norm="batch")
-  with _refusals.refused("name", "got ['lenet'"):
-    prediction.published_model(["lenet"])
-  with _refusals.refused("vector", "an array"):
-    prediction.cut(small(), 1).unflatten_front([1.0])
-  with _refusals.refused("name", "text, got 3"):
-    prediction.cut(small(), 1, name=3)
-  with _refusals.refused("name", "one of lenet"):
-    prediction.published_cut("resnet20")

@@ -128,19 +128,6 @@ def test_both_forms_agree_and_replicas_are_equal_to_the_bit(substrate):
     assert sum(c.payload_bytes for c in sent) == 4 * PREDICTOR.cut.num_front
 
 
-def test_an_exchange_refuses_what_is_wrong():
-  with _refusals.refused("optimizer", "an Optax"):
-    prediction.Exchange(PREDICTOR, 0.1)
-  for wrong in ("a", PREDICTOR.cut):
-    with _refusals.refused("predictor", "`prediction.predictor("):
-      prediction.Exchange(wrong, ADAM)
-  for number in (0, 1.5):
-    with _refusals.refused("num_workers", "an int >= 1"):
-      prediction.Exchange(PREDICTOR, ADAM).init(MODEL.params, number)
-  with _refusals.refused("tree", "the network"):
-    prediction.Exchange(PREDICTOR, ADAM).init({"w": {"kernel": jnp.ones(2)}}, 1)
-
-
 def test_an_exchange_refuses_gradients_of_other_workers():
   # Stateless: no other shape shows the number of workers.
   exchange = prediction.Exchange(PREDICTOR, optax.sgd(0.1))
@@ -192,13 +179,6 @@ def test_the_counts_are_those_of_the_messages_in_a_traced_step():
   assert whole.bytes_per_step == found.whole_bytes * 1.75
   saved = 1 - front.bytes_per_step / whole.bytes_per_step
   assert f"{saved:.2%}" == "94.49%"
-
-
-def test_what_is_no_cut_cannot_be_counted():
-  model = prediction.published_model("lenet", abstract=True)
-  for wrong in (model, model.params, "lenet", None):
-    with _refusals.refused("cut", "num_layers)"):
-      prediction.exchange_bytes(wrong)
 
 
 def test_half_precision_is_counted_as_it_is_sent():

@@ -125,69 +125,12 @@ def test_networks_come_back(whole, tmp_path):
   chex.assert_trees_all_equal(found, networks)
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"num_steps": 0}, "`num_steps` must be an int >= 1, got 0"),
-    ({"horizon": 2.5}, "`horizon` must be an int >= 1, got 2.5"),
-    ({"learning_rate": 0.0}, r"`learning_rate` must be in \(0, inf\]"),
-    (
-      {"learning_rate": "a"},
-      "`learning_rate` must be a finite number, got 'a'",
-    ),
-    (
-      {"learning_rate": np.inf},
-      "`learning_rate` must be a finite number, got inf",
-    ),
-    ({"seed": "a"}, "`seed` must be an int from 0 .*, got 'a'"),
-    ({"seed": -1}, "`seed` must be an int from 0 .*, got -1"),
-    ({"seed": 2**64}, "`seed` must be an int from 0"),
-    ({"num_steps": 70, "evaluate_every": 20}, "must be a multiple of"),
-  ],
-)
-def test_what_is_wrong_is_refused(change, message):
-  with pytest.raises(ValueError, match=message):
-    prediction.NowcastFit(**change)
-
-
 def test_numbers_of_numpy_are_numbers():
   given = {"num_steps": np.int64(500), "learning_rate": np.float32(0.5)}
   fit = prediction.NowcastFit(**given)
   assert fit == prediction.NowcastFit(num_steps=500, learning_rate=0.5)
   # As JSON can hold it.
   assert json.dumps(dataclasses.asdict(fit))
-
-
-def test_tracks_must_be_finite(tracks):
-  own, others = tracks
-  broken = own[0].copy()
-  broken[3, 7] = np.nan
-  with _refusals.refused("tracks[1]", "finite"):
-    _fit.fit_nowcaster([own[0], broken], others, SMALL)
-  with _refusals.refused("held_out[0]", "finite"):
-    _fit.fit_nowcaster(own, [broken], SMALL)
-
-
-def test_tracks_of_another_form_are_refused(tracks):
-  own, others = tracks
-  for given, rule in (
-    (([own[0][:0]], others), r"`tracks\[0\]` must be .* an entry at least"),
-    (([own[0].astype(float) + 1e60], others), r"`tracks\[0\]` must be finite"),
-    ((own, [others[0][:, :3]]), "`held_out` must be of .* epochs at least"),
-    (([own[0][:, :3]], others), "`tracks` must be of .* epochs at least"),
-    ((own, others, 3), "`fit` must be a `NowcastFit` or None, got 3"),
-  ):
-    with pytest.raises(ValueError, match=rule):
-      _fit.fit_nowcaster(*given)
-  runs = [{"bias": own[0]}]
-  for given, rule in (
-    (([], []), "`runs` must have tracks of one kind at least of conv.*none"),
-    (([{"x": own[0]}], runs), r"`runs\[0\]` must be a dict.*got \['x'\]"),
-    ((runs, [own[0]]), r"`held_out\[0\]` must be a dict.*got float32\[50"),
-    ((runs[0], runs), "`runs` must be a list of the tracks"),
-  ):
-    with pytest.raises(ValueError, match=rule):
-      prediction.fit_nowcasters(*given, SMALL)
 
 
 @pytest.mark.parametrize("name", ["predictor", "tracks", "nowcasters"])
@@ -209,11 +152,6 @@ def test_what_json_cannot_hold_is_refused(name, tmp_path):
   with _refusals.refused("about", "what JSON can hold"):
     save[name]()
   assert not list(tmp_path.iterdir())
-
-
-def test_held_out_runs_must_have_the_same_kinds(tracks):
-  with _refusals.refused("held_out", "'dense'"):
-    prediction.fit_nowcasters([{"dense": tracks[0][0]}], [], SMALL)
 
 
 def digits_run(seed, num_epochs):

@@ -114,26 +114,3 @@ def test_every_kind_has_its_network(monkeypatch):
   # Without a network of its kind a leaf stays.
   still = prediction.nowcast({"conv": tree["conv"]}, {"dense": NETWORK})
   np.testing.assert_array_equal(still["conv"], tree["conv"][4])
-
-
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (
-      lambda: prediction.nowcast({"w": jnp.zeros((4, 2))}, NETWORKS),
-      r"`history` must hold 5 values.*`\['w'\]` has shape \(4, 2\)",
-    ),
-    (
-      lambda: prediction.nowcast(jnp.zeros(5), {"convs": {}}),
-      r"`params` must be a dict with a network for some of conv, dense, bias",
-    ),
-    (
-      lambda: prediction.nowcast(jnp.zeros((5, 2)), {"bias": {}}),
-      r"`params` must hold networks .* in bias there is no leaf",
-    ),
-    (lambda: prediction.init_nowcasters(0), "`key` must be a random key"),
-  ],
-)
-def test_what_is_wrong_is_refused(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

@@ -65,32 +65,6 @@ def test_a_tracker_goes_on():
     prediction.Tracker(PARAMS, entries_per_kind=4, begun=begun)
 
 
-def test_other_shapes_are_refused():
-  tracker = prediction.Tracker(PARAMS)
-  with _refusals.refused("params", "have the shapes"):
-    tracker.record({**PARAMS, "head": {}})
-  for name, minimum in (("entries_per_kind", 1), ("seed", 0)):
-    for wrong in (minimum - 1, 2.5, "a", None):
-      with pytest.raises(
-        ValueError, match=f"`{name}` must be an int (>=|from) {minimum}"
-      ):
-        prediction.Tracker(PARAMS, **{name: wrong})
-
-
-@pytest.mark.parametrize(
-  ("like", "message"),
-  [
-    ({}, "an array at least"),
-    (None, "an array at least"),
-    ({"w": "text"}, "floats, or their shapes, got 'text'"),
-    ({"w": np.zeros(2), "n": np.zeros(2, int)}, "floats.* got int64"),
-  ],
-)
-def test_what_cannot_be_tracked_is_refused(like, message):
-  with pytest.raises(ValueError, match=f"`like` must hold.*{message}"):
-    prediction.Tracker(like)
-
-
 def test_what_was_not_begun_here_is_refused():
   begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
   for wrong, message in (
@@ -129,18 +103,8 @@ def test_tracks_come_back(tmp_path):
 
 
 def test_what_is_no_track_is_not_saved(tmp_path):
-  track = np.zeros((2, 9), np.float32)
-  for wrong, rule in (
-    ([{"bias": track}, {"fo_o": track}], r"`runs\[1\]` .* got \['fo_o'\]"),
-    ([track], r"`runs\[0\]` must be a dict with tracks of some of conv"),
-    ({"bias": track}, "`runs` must be a list of the tracks of each run"),
-    ([{"bias": "abc"}], r"`runs\[0\]\['bias'\]` must be a track.* got 'abc'"),
-    ([{"bias": track[0]}], r"`runs\[0\]\['bias'\]` must be a track"),
-    ([{"bias": None}], r"`runs\[0\]\['bias'\]` must be a track"),
-    ([{"bias": track.astype(str)}], r"`runs\[0\]\['bias'\]` must be a track"),
-  ):
-    with pytest.raises(ValueError, match=rule):
-      prediction.save_tracks(tmp_path / "tracks", wrong)
+  with _refusals.refused("runs[0]['bias']", "a track"):
+    prediction.save_tracks(tmp_path / "tracks", [{"bias": None}])
   assert not (tmp_path / "tracks").exists()
 
 

@@ -13,34 +13,6 @@ NETWORKS = prediction.init_nowcasters(jax.random.key(0))
 NETWORK = NETWORKS["conv"]
 
 
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (
-      lambda: prediction.nowcast_weights({}, 1, axis=None),
-      r"`params` must hold a network .*conv, dense, bias, got none",
-    ),
-    (
-      lambda: prediction.nowcast_weights(NETWORKS, 0, axis=None),
-      r"`steps_per_epoch` must be an int >= 1, got 0",
-    ),
-    (
-      lambda: prediction.nowcast_weights(
-        {"conv": jax.tree.map(lambda x: x * np.nan, NETWORK)}, 1, axis=None
-      ),
-      r"`params` must be finite, but conv\.",
-    ),
-    (
-      lambda: prediction.nowcast_weights(NETWORKS, 1, axis=3),
-      r"`axis` must be None, a name",
-    ),
-  ],
-)
-def test_what_is_wrong_is_refused(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
-
-
 def train(optimizer, team, num_steps, substrate_params):
   """Quadratic valleys, one of each worker; gives params and states."""
   shape = substrate_params["w"].shape

@@ -1,0 +1,413 @@
+"""Refusals of MP2, of its predictors and of nowcasts: an argument, its rule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import prediction
+from jdist.prediction.nowcast import _fit, _model
+from tests import _refusals
+from tests.prediction import _tiny
+from tests.prediction._fits import (
+  fit_predictor,
+  fronts,
+  model,
+  predictor,
+)
+
+# A path that would not be there, were anything written.
+NOWHERE = "/nowhere/of/ours"
+LENET = prediction.published_cut("lenet")
+NETWORK = {
+  "a": {"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 2))},
+  "b": {"kernel": jnp.zeros((2, 2))},
+}
+TRACK = np.zeros((2, 9), np.float32)
+FLAT = np.zeros((3, 40), np.float32)
+
+
+@functools.cache
+def front_params():
+  ours = prediction.predictor(prediction.cut(NETWORK, 1))
+  return ours, jax.jit(ours.init)(jax.random.key(0))
+
+
+def cut(**options):
+  return prediction.cut(NETWORK, 1, **options)
+
+
+def collect(steps=(2, 3), **options):
+  options = {"cuts": [_tiny.cut()]} | options
+  return prediction.Collector(
+    NOWHERE, _tiny.alone(), options.pop("cuts"), steps, **options
+  )
+
+
+def choose_steps(**change):
+  given = {"num_epochs": 2, "steps_per_epoch": 5, "per_epoch": 1}
+  return prediction.choose_steps(**(given | change))
+
+
+def fit(**change):
+  return prediction.PredictorFit(**change)
+
+
+def evaluate(of=None, network=None, samples=None, images=0, **options):
+  return prediction.evaluate_predictor(
+    of or predictor(),
+    {},
+    network or model(),
+    fronts(3) if samples is None else samples,
+    _tiny.digits("train").images[:images],
+    _tiny.digits("train").labels[:images],
+    **options,
+  )
+
+
+def score_cuts(given, **change):
+  train = _tiny.digits("train")
+  others = {
+    "model": model(),
+    "samples": lambda of: fronts(3),
+    "images": train.images,
+    "labels": train.labels,
+    "held_out": lambda of: fronts(3),
+    "test_images": train.images,
+    "test_labels": train.labels,
+  }
+  return prediction.score_cuts(given, **(others | change))
+
+
+def tracker(**options):
+  return prediction.Tracker({"bias": np.arange(4.0)}, **options)
+
+
+def save_tracks(runs):
+  return prediction.save_tracks(NOWHERE, runs)
+
+
+def nowcast_fit(**change):
+  return prediction.NowcastFit(**change)
+
+
+def fit_nowcaster(tracks, held_out, *more):
+  return _fit.fit_nowcaster(tracks, held_out, *more)
+
+
+def networks(factor=1.0):
+  network = _model.init_nowcaster(jax.random.key(0))
+  return {"conv": jax.tree.map(lambda x: x * factor, network)}
+
+
+def weights(params, steps_per_epoch=1, axis=None):
+  return prediction.nowcast_weights(params, steps_per_epoch, axis=axis)
+
+
+def exchange(of=None, optimizer=None):
+  optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+  return prediction.Exchange(of or predictor(), optimizer)
+
+
+@_refusals.table(
+  # Cuts.
+  *(
+    ("num_layers", lambda n=n: prediction.cut(NETWORK, n), "an int from 1 to 1")
+    for n in (0, 2, 1.0, 1.5, True, None)
+  ),
+  ("model", lambda: prediction.cut(None, 1), "two layers"),
+  ("model", lambda: prediction.cut({"a": NETWORK["a"]}, 1), "two layers"),
+  ("tree", lambda: prediction.cut([jnp.zeros((2, 2))] * 2, 1), "a nested dict"),
+  ("name", lambda: cut(name=3), "text, got 3"),
+  ("vector", lambda: cut().unflatten_front([1.0]), "an array"),
+  ("vector", lambda: cut().unflatten_front(jnp.zeros(9)), "shape [8]"),
+  ("name", lambda: prediction.published_cut("resnet20"), "one of lenet"),
+  (
+    "norm",
+    lambda: prediction.published_model("vgg15", norm="batch"),
+    "left out, as vgg15",
+  ),
+  ("name", lambda: prediction.published_model(["lenet"]), "got ['lenet'"),
+  *(
+    (
+      name,
+      lambda name=name: prediction.published_model("resnet18", **{name: 1}),
+      "left out, as resnet18",
+    )
+    for name in ("norm", "width", "shortcut_size")
+  ),
+  ("cut", lambda: prediction.exchange_bytes("lenet"), "num_layers)"),
+  # Collecting.
+  ("directory", lambda: prediction.ParameterSet(NOWHERE), "hold"),
+  ("cuts", lambda: collect(cuts=[]), "of different depths"),
+  ("cuts", lambda: collect(cuts=[_tiny.cut()] * 2), "of different depths"),
+  ("cuts", lambda: collect(cuts=[_tiny.cut(1), LENET]), "of one network"),
+  ("cuts", lambda: collect(cuts=_tiny.cut()), "a list of cuts"),
+  ("cuts[0]", lambda: collect(cuts=["a"]), "got 'a'"),
+  *(
+    ("steps", lambda x=x: collect(steps=x), "increasing")
+    for x in ((), (3, 2), (2, 2))
+  ),
+  *(
+    ("steps[0]", lambda x=x: collect(steps=x), "an int >= 0")
+    for x in ((-1, 2), (1.5, 2), ("a",), (True, 2), np.ones((2, 2), int))
+  ),
+  *(
+    ("steps", lambda x=x: collect(steps=x), "a list of numbers")
+    for x in (3, None, "ab")
+  ),
+  ("rears", lambda: collect(rears="no"), "True or False, got 'no'"),
+  ("params_of", lambda: collect(params_of=3), "a function of one worker's"),
+  ("on_sample", lambda: collect(on_sample=3), "a function of"),
+  *(
+    ("metadata", lambda x=x: collect(metadata=x), "a dict")
+    for x in ({"x": np.ones(2)}, {"x": {1, 2}}, {("a", 1): 2}, 3)
+  ),
+  (
+    "workers",
+    lambda: prediction.Collector(NOWHERE, 2, [_tiny.cut()], (2, 3)),
+    "as of",
+  ),
+  *(
+    (name, lambda name=name, x=x: choose_steps(**{name: x}), "an int >= 1")
+    for name in ("num_epochs", "steps_per_epoch", "per_epoch")
+    for x in (0, 1.5)
+  ),
+  ("per_epoch", lambda: choose_steps(per_epoch=6), "at most"),
+  (
+    "steps_per_epoch",
+    lambda: prediction.choose_steps(2, 22.53),
+    "`int(batches",
+  ),
+  *(
+    ("seed", lambda x=x: choose_steps(seed=x), "an int from 0")
+    for x in (-1, 0.5)
+  ),
+  # Predictors.
+  *(
+    ("rank", lambda x=x: prediction.predictor(LENET, x), "an int >= 1")
+    for x in (0, 1.5, True, "1")
+  ),
+  ("cut", lambda: prediction.predictor(None), "`prediction.cut("),
+  ("cut", lambda: prediction.predictor(LENET.front), "`prediction.cut("),
+  ("grid", lambda: prediction.predictor(LENET, grid=4), "1 or 8"),
+  *(
+    ("grid", lambda x=x: prediction.predictor(LENET, grid=x), "an int")
+    for x in (True, 8.0, np.array([8, 8]))
+  ),
+  ("dense_from", lambda: prediction.predictor(LENET, dense_from="x"), "be"),
+  ("key", lambda: predictor().init(0), "a random key, got"),
+  ("key", lambda: predictor().init(np.zeros(2)), "a random key, got"),
+  (
+    "vector",
+    lambda: front_params()[0].apply_vector(
+      front_params()[1], jnp.zeros((2, 8))
+    ),
+    "an array of shape [8]",
+  ),
+  (
+    "vector",
+    lambda: front_params()[0].apply_vector(front_params()[1], [0.0] * 8),
+    "an array of shape [8]",
+  ),
+  (
+    "tree",
+    lambda: front_params()[0].apply(front_params()[1], {"b": NETWORK["b"]}),
+    "the network of",
+  ),
+  (
+    "predictor",
+    lambda: prediction.save_predictor(NOWHERE, _tiny.cut(), {}),
+    "of",
+  ),
+  ("optimizer", lambda: exchange(optimizer=0.1), "an Optax"),
+  ("predictor", lambda: exchange("a"), "`prediction.predictor("),
+  ("predictor", lambda: exchange(_tiny.cut()), "`prediction.predictor("),
+  *(
+    (
+      "num_workers",
+      lambda x=x: exchange().init(model().params, x),
+      "an int >= 1",
+    )
+    for x in (0, 1.5)
+  ),
+  ("tree", lambda: exchange().init(NETWORK, 1), "the network"),
+  # Their training.
+  *(
+    (name, lambda name=name, x=x: fit(**{name: x}), rule)
+    for name, x, rule in (
+      ("num_epochs", 0, "int >= 1"),
+      ("samples_per_batch", 0, "int >= 1"),
+      ("sample_batches", 0, "int >= 1"),
+      ("images_per_batch", 2.0, "int >= 1"),
+      ("image_batches", True, "int >= 1"),
+      ("learning_rate", 0, "in (0, inf]"),
+      ("learning_rate", "x", "number, got 'x'"),
+      ("learning_rate", "1e-3", "finite number"),
+      ("learning_rate", np.inf, "finite"),
+      ("mixup", -1, "in [0"),
+      ("mixup", None, "number, got None"),
+      ("mixup", np.inf, "finite"),
+      ("mixup", np.nan, "finite"),
+      ("mixup", 10**400, "finite"),
+      ("seed", -1, "from 0"),
+      ("seed", "a", "from 0"),
+      ("seed", 2**63, "from 0 to"),
+    )
+  ),
+  *(
+    (name, lambda given=given, x=x: fit_predictor(**{given: x}), rule)
+    for given, name, x, rule in (
+      ("of", "predictor", _tiny.cut(), "of `prediction.predictor(cut)`, got"),
+      ("fit", "fit", {}, "a `PredictorFit` or None, got {}"),
+      ("normalize", "normalize", None, "a function of images"),
+      ("on_epoch", "on_epoch", 3, "a function of"),
+      ("samples", "samples", [[0.0]], "[samples,"),
+      ("held_out", "held_out", None, "[samples,"),
+      ("save_every", "save_every", 0, "an int >= 1"),
+      ("save_every", "save_every", 1, "left out without"),
+    )
+  ),
+  *(
+    (name, lambda name=name, of=of: fit_predictor(**{name: of()}), "[samples,")
+    for name in ("samples", "held_out")
+    for of in (
+      lambda: fronts(8)[:, 1:],
+      lambda: fronts(8)[:0],
+      lambda: fronts(8)[0],
+      lambda: fronts(8).astype(str),
+      lambda: fronts(8).astype(np.complex64),
+    )
+  ),
+  ("model", lambda: evaluate(network=model(hidden_sizes=(6, 5, 4))), "of Cut"),
+  ("model", lambda: evaluate(network=model().params), "a network"),
+  ("predictor", lambda: evaluate(_tiny.cut()), "of"),
+  ("samples", lambda: evaluate(samples=fronts(3) * np.nan, images=9), "finite"),
+  *(
+    (name, lambda name=name: evaluate(images=9, **{name: 0}), "an int >= 1")
+    for name in ("samples_per_batch", "images_per_batch")
+  ),
+  # The choice of a cut.
+  ("scores", lambda: prediction.choose_cut([]), "hold at least one"),
+  ("scores", lambda: prediction.choose_cut(None), "a list of"),
+  ("scores[0]", lambda: prediction.choose_cut([1]), "of `score_cuts`"),
+  ("scores[0]", lambda: prediction.choose_cut([(0.5, 1)]), "of `score_cuts`"),
+  ("predictors", lambda: score_cuts([]), "hold at least one"),
+  *(
+    ("predictors", lambda x=x: score_cuts(x), "a list of")
+    for x in (3, "a", {"a": 1})
+  ),
+  (
+    "predictors[1]",
+    lambda: score_cuts([predictor(), _tiny.cut()]),
+    "of `pred",
+  ),
+  (
+    "model",
+    lambda: score_cuts([predictor()], model=model().params),
+    "a network",
+  ),
+  *(
+    (
+      name,
+      lambda name=name: score_cuts([predictor()], **{name: 3}),
+      "a function of",
+    )
+    for name in ("samples", "held_out", "on_score")
+  ),
+  # Tracks and nowcasts.
+  ("like", lambda: prediction.Tracker({}), "an array at least"),
+  ("like", lambda: prediction.Tracker(None), "an array at least"),
+  ("like", lambda: prediction.Tracker({"w": "text"}), "got 'text'"),
+  (
+    "like",
+    lambda: prediction.Tracker({"w": np.zeros(2), "n": np.zeros(2, int)}),
+    "got int64",
+  ),
+  *(
+    (name, lambda name=name, x=x: tracker(**{name: x}), rule)
+    for name, low, rule in (
+      ("entries_per_kind", 0, "an int >= 1"),
+      ("seed", -1, "an int from 0"),
+    )
+    for x in (low, 2.5, "a", None)
+  ),
+  ("params", lambda: tracker().record({"head": {}}), "have the shapes"),
+  ("runs[1]", lambda: save_tracks([{"bias": TRACK}, {"x": TRACK}]), "['x']"),
+  ("runs[0]", lambda: save_tracks([TRACK]), "a dict with tracks of some of"),
+  ("runs", lambda: save_tracks({"bias": TRACK}), "a list of the tracks"),
+  *(
+    ("runs[0]['bias']", lambda x=x: save_tracks([{"bias": x}]), "a track")
+    for x in ("abc", TRACK[0], None, TRACK.astype(str))
+  ),
+  *(
+    (name, lambda name=name, x=x: nowcast_fit(**{name: x}), rule)
+    for name, x, rule in (
+      ("num_steps", 0, "an int >= 1, got 0"),
+      ("horizon", 2.5, "an int >= 1, got 2.5"),
+      ("learning_rate", 0.0, "in (0, inf]"),
+      ("learning_rate", "a", "a finite number, got 'a'"),
+      ("learning_rate", np.inf, "a finite number, got inf"),
+      ("seed", "a", "an int from 0"),
+      ("seed", -1, "an int from 0"),
+      ("seed", 2**64, "an int from 0"),
+      ("num_steps", 70, "a multiple of"),
+    )
+  ),
+  ("tracks[0]", lambda: fit_nowcaster([FLAT[:0]], [FLAT]), "an entry at least"),
+  (
+    "tracks[0]",
+    lambda: fit_nowcaster([FLAT.astype(float) + 1e60], [FLAT]),
+    "finite",
+  ),
+  ("tracks[0]", lambda: fit_nowcaster([FLAT * np.nan], [FLAT]), "finite"),
+  ("held_out[0]", lambda: fit_nowcaster([FLAT], [FLAT * np.nan]), "finite"),
+  ("held_out", lambda: fit_nowcaster([FLAT], [FLAT[:, :3]]), "epochs at least"),
+  ("tracks", lambda: fit_nowcaster([FLAT[:, :3]], [FLAT]), "epochs at least"),
+  ("fit", lambda: fit_nowcaster([FLAT], [FLAT], 3), "a `NowcastFit` or None"),
+  ("runs", lambda: prediction.fit_nowcasters([], []), "tracks of one kind"),
+  (
+    "runs[0]",
+    lambda: prediction.fit_nowcasters([{"x": FLAT}], [{"bias": FLAT}]),
+    "a dict",
+  ),
+  (
+    "held_out[0]",
+    lambda: prediction.fit_nowcasters([{"bias": FLAT}], [FLAT]),
+    "a dict",
+  ),
+  (
+    "runs",
+    lambda: prediction.fit_nowcasters({"bias": FLAT}, [{"bias": FLAT}]),
+    "a list of the tracks",
+  ),
+  (
+    "held_out",
+    lambda: prediction.fit_nowcasters([{"dense": FLAT}], []),
+    "'dense'",
+  ),
+  (
+    "params",
+    lambda: prediction.nowcast(jnp.zeros(5), {"convs": {}}),
+    "a dict with a network for some of conv, dense, bias",
+  ),
+  (
+    "params",
+    lambda: prediction.nowcast(jnp.zeros((5, 2)), {"bias": {}}),
+    "in bias there is no leaf",
+  ),
+  (
+    "history",
+    lambda: prediction.nowcast({"w": jnp.zeros((4, 2))}, networks()),
+    "hold 5 values",
+  ),
+  ("key", lambda: prediction.init_nowcasters(0), "a random key"),
+  ("params", lambda: weights({}), "a network"),
+  ("params", lambda: weights(networks(np.nan)), "finite, but conv."),
+  ("steps_per_epoch", lambda: weights(networks(), 0), "an int >= 1"),
+  ("axis", lambda: weights(networks(), axis=3), "None, a name"),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
