@@ -4,13 +4,14 @@
     python scripts/check_figures.py README.md experiments/mp2 # some
 
 A figure is a number with a decimal point, in the text or a table of a page: of
-README.md and of all pages of the experiments but HISTORY.md.  A line of a table
-is traced if all its figures are in one line that a report prints from the rows
-(`REPORTS`), or in one row, rounded as they are shown, as they are, in percent,
-or in thousands or millions.  A figure of the text is traced if a report prints
-it, or if it is a setting: in a row's config, or its learning rate.  A page's
-figures may also be those of an experiment that it links to.  What a paper says
-is told by a comment, `paper: 88.98`.
+README.md and of all pages of the experiments but HISTORY.md.  The figures of a
+line of a table, and those of an interval in the text, are traced if they are
+together in one line that a report prints from the rows (`REPORTS`), or in one
+row, rounded as they are shown, as they are, in percent, or in thousands or
+millions.  Any other figure of the text is traced if a report prints it, or if
+it is a setting: of a row's config, or its learning rate.  Signs count.  The
+figures may also be those of an experiment that a page links to.  What a paper
+says is told by a comment, `paper: 88.98`.
 """
 
 import argparse
@@ -68,7 +69,12 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   ),
 }
 
-_FIGURE = re.compile(r"(?<![\w.,/-])[-+−]?(\d[\d,]*\.\d+)(?![\w]*[./]\d)")
+_NUMBER = r"[-+−]?\d[\d,]*\.\d+"
+_FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})(?![\w]*[./]\d)")
+_INTERVAL = re.compile(
+  rf"{_NUMBER}(?:\s+points)?\s+\({_NUMBER}\s+to\s+{_NUMBER}\)"
+  rf"|{_NUMBER}\s+(?:±|to)\s+{_NUMBER}"
+)
 _PAPER = re.compile(r"<!-- paper: (.*?) -->", re.DOTALL)
 _LINK = re.compile(r"\]\((?:\.\./|experiments/)(\w+)/")
 _UNREAD = re.compile(
@@ -145,8 +151,10 @@ def numbers(value: Any) -> Iterator[float]:
 
 def shown(value: float) -> set[str]:
   """Returns a row's number in all forms in which a page may show it."""
+  signed = "-" if value < 0 else "+"
   scaled = [abs(value) * scale for scale in _SCALES]
-  return {f"{x:.{digits}f}" for x in scaled for digits in range(1, 5)}
+  found = {f"{x:.{digits}f}" for x in scaled for digits in range(1, 5)}
+  return found | {signed + x for x in found}
 
 
 @functools.cache
@@ -169,8 +177,25 @@ def settings_of(folder: pathlib.Path) -> set[str]:
 
 
 def figures_of(text: str) -> list[str]:
-  """Finds the figures of a page or of what a report prints."""
-  return [x.replace(",", "") for x in _FIGURE.findall(_UNREAD.sub(" ", text))]
+  """Finds the figures of a page or of what a report prints, signs included."""
+  found = _FIGURE.findall(_UNREAD.sub(" ", text))
+  return [x.replace(",", "").replace("−", "-") for x in found]
+
+
+def units_of(text: str) -> tuple[list[list[str]], list[str]]:
+  """Finds the figures of a page that belong together, and the others.
+
+  Together are those of a line of a table, and those of an interval.
+  """
+  readable = _UNREAD.sub(lambda x: "\n" * x[0].count("\n"), text)
+  cells, prose = [], ""
+  for line in readable.splitlines():
+    if line.lstrip().startswith("|"):
+      cells.append(figures_of(line))
+    else:
+      prose += line + "\n"
+  cells += [figures_of(x[0]) for x in _INTERVAL.finditer(prose)]
+  return cells, figures_of(_INTERVAL.sub(" ", prose))
 
 
 def check(page: pathlib.Path) -> Page:
@@ -180,28 +205,26 @@ def check(page: pathlib.Path) -> Page:
   names = dict.fromkeys([page.parent.name, *_LINK.findall(text)])
   folders = [EXPERIMENTS / name for name in names if name in REPORTS]
   lines = [
-    set(figures_of(line))
+    {form for x in figures_of(line) for form in (x, x.lstrip("+-"))}
     for folder in folders
     for command in REPORTS[folder.name]
     for line in printed(folder, command).splitlines()
   ]
   paper = {x for found in _PAPER.findall(text) for x in found.split()}
+  units, single = units_of(text)
   anywhere = paper.union(*lines, *map(settings_of, folders))
-  figures, left, cells = 0, [], []
-  readable = _UNREAD.sub(lambda x: "\n" * x[0].count("\n"), text)
-  for line in readable.splitlines():
-    found = figures_of(line)
-    figures += len(found)
-    if not line.lstrip().startswith("|"):
-      left += [x for x in found if x not in anywhere]
-    elif (rest := set(found) - paper) and not any(rest <= x for x in lines):
-      cells.append((found, rest))
-  for folder in folders if cells else ():
+  left = [[x for x in found if x not in paper] for found in units]
+  left = [
+    x for x in left if x and not any(line.issuperset(x) for line in lines)
+  ]
+  for folder in folders if left else ():
     for row in rows_of(folder):
       own = set().union(*map(shown, set(numbers(row))))
-      cells = [(found, rest) for found, rest in cells if not rest <= own]
-  left += [x for found, rest in cells for x in found if x in rest]
-  return Page(str(page.relative_to(ROOT)), figures, tuple(left))
+      left = [x for x in left if not own.issuperset(x)]
+  untraced = [x for found in left for x in found]
+  untraced += [x for x in single if x not in anywhere]
+  number = len(single) + sum(map(len, units))
+  return Page(str(page.relative_to(ROOT)), number, tuple(untraced))
 
 
 def pages(names: list[str]) -> list[pathlib.Path]:

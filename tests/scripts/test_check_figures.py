@@ -62,12 +62,18 @@ def test_a_line_of_a_table_is_that_of_one_row_or_of_one_printed_line(
     ("At a rate of 2.5 %.", ("2.5",)),  # A setting is as it is.
     ("<!-- paper: 88.98 --> It saves 88.98 %.", ()),
     ("It saves 88.98 %.", ("88.98",)),
+    ("It is -1.5 points worse.", ("-1.5",)),
+    ("It has 0.3 (-0.2 to\n+0.9) more.", ()),
+    ("It has 0.3 (+0.2 to +0.9) more.", ("0.3", "+0.2", "+0.9")),
+    ("It has 1.5 (-0.2 to +0.9) more.", ("1.5", "-0.2", "+0.9")),
+    ("It has 1.5 ± 0.2.", ("1.5", "0.2")),
   ],
 )
 def test_a_figure_of_the_text_is_printed_or_a_setting_or_a_papers(
   tmp_path, monkeypatch, text, wanted
 ):
-  assert untraced(tmp_path, monkeypatch, text, "1.5") == wanted
+  printed = "1.5\n+0.3 (-0.2 to +0.9)"
+  assert untraced(tmp_path, monkeypatch, text, printed) == wanted
 
 
 @pytest.mark.parametrize(
