@@ -304,7 +304,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def report() -> None:
-  """Prints both tables of LATE_SENDS.md."""
+  """Prints the tables of LATE_SENDS.md, and of TABLES.md."""
   rows = _rows()
   print(
     "| table | S | M | ticks | late | r = 0 | 0.1 | 0.25 | 0.5 | 1 | 2 |\n"
