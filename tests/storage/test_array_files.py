@@ -72,20 +72,6 @@ def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("wrong", [3, b"bytes", __file__])
-def test_what_is_no_path_is_refused(wrong):
-  for call in (
-    lambda: prediction.Collector(wrong, _tiny.alone(), [_tiny.cut()], (1, 2)),
-    lambda: prediction.ParameterSet(wrong),
-    lambda: prediction.save_tracks(wrong, RUNS),
-    lambda: prediction.load_tracks(wrong),
-    lambda: prediction.load_predictor(wrong),
-    lambda: fit_predictor(directory=wrong),
-  ):
-    with pytest.raises(ValueError, match=r"`directory` must be a (path|direc)"):
-      call()
-
-
 def test_only_what_was_saved_before_is_removed(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
   prediction.save_tracks(tmp_path, RUNS * 2)

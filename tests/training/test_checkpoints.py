@@ -287,12 +287,6 @@ def test_the_last_few_are_kept(keep, tmp_path):
   assert {p.name for p in tmp_path.iterdir()} == wanted
 
 
-def test_a_negative_step_is_refused(tmp_path):
-  team = _tiny.team("vmap")
-  with _refusals.refused("step", "an int >= 0"):
-    _save(tmp_path, team, _tiny.init(team, "adam"), -1)
-
-
 def test_a_write_that_fails_in_the_background_raises(tmp_path):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "adam")

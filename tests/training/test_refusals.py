@@ -36,6 +36,13 @@ def kept(number):
   return training.Checkpoints("nowhere", _tiny.team("none"), keep=number)
 
 
+def save(step):
+  team = _tiny.team("vmap")
+  state = _tiny.init(team, "momentum")
+  with training.Checkpoints("nowhere", team) as checkpoints:
+    checkpoints.save(step, state, training.shared_leaves(state))
+
+
 @_refusals.table(
   ("accumulate", lambda: step(0), "an int >= 1"),
   ("accumulate", lambda: gradient(0), "an int >= 1"),
@@ -51,6 +58,7 @@ def kept(number):
   ("stream_steps", lambda: _programs.Programs((2.0,)), "ints >= 1"),
   ("batches", lambda: evaluator([]), "at least one batch"),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
+  ("step", lambda: save(-1), "an int >= 0"),
 )
 def test_what_cannot_be_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

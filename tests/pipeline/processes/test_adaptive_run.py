@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import optax
-import pytest
 
 from jdist import cluster, pipeline
 from jdist.pipeline.processes import _adaptive_run
@@ -115,10 +114,3 @@ def test_seconds_are_medians_of_both_passes():
     trace.add("device", name, start, end)
   found = _adaptive_run.stage_seconds(_TABLE, trace)
   assert found == [1 + 47, 3 + 1]
-
-
-def test_what_is_no_function_is_refused():
-  plan = pipeline.partition(_COSTS, _MACHINES)
-  replanner = pipeline.Replanner(plan, _COSTS, _MACHINES)
-  with pytest.raises(ValueError, match="`make_process` must be"):
-    pipeline.AdaptiveRun(None, replanner, optax.sgd(0.1))

@@ -349,30 +349,6 @@ def _process(**change):
   return pipeline.StageProcess(**(given | change))
 
 
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    (
-      {"table": pipeline.make_table("1f1b", 2, 2)},
-      "`stages` must be the table's 2, got 1",
-    ),
-    (
-      {
-        "table": pipeline.make_table("1f1b", 2, 2),
-        "stages": pipeline.cut_layers(small.layers(), 2),
-      },
-      "`peers` must be processes for the table's 2 devices, .* got 1",
-    ),
-    ({"loss": None}, "`loss` must be a function"),
-    ({"clip_norm": 0}, "`clip_norm` must be"),
-    ({"recompute": "all"}, "`recompute` must be"),
-  ],
-)
-def test_what_cannot_run_is_refused_when_it_is_built(change, words):
-  with pytest.raises(ValueError, match=words):
-    _process(**change)
-
-
 def test_a_scanned_stage_is_refused_where_its_backward_pass_is_split():
   def apply(params, state, x, **_):
     return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
@@ -384,20 +360,6 @@ def test_a_scanned_stage_is_refused_where_its_backward_pass_is_split():
   split = pipeline.parse_table("device F0/0 F0/1 I0/1 W0/1 B0/0 U/0 U/1")
   with pytest.raises(ValueError, match="got a 'scan' that computes both"):
     _process(**given, table=split)
-
-
-def test_what_a_run_cannot_do_is_refused():
-  process = _process()
-  batch = jax.tree.map(lambda x: x[0], small.batches(1, 1, 3)[0])
-  with pytest.raises(ValueError, match="`init_state` or `restore`, which have"):
-    process.run(None, [batch])
-  state = process.init_state(_momentum())
-  with pytest.raises(ValueError, match="table's 2 micro-batches, got an array"):
-    process.run(state, [batch])
-  with pytest.raises(ValueError, match="multiple of the table's 1 iterations"):
-    process.run(state, [])
-  with pytest.raises(ValueError, match="`timeline` must be True"):
-    process.trace()
 
 
 def test_processes_of_unlike_tables_do_not_begin():

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from jdist import cluster, collectives, models, pipeline
+from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 
 _BATCH = {"x": jnp.ones((2, 8)), "y": jnp.ones((2, 8))}
@@ -97,99 +98,153 @@ def _indivisible(runtime):
   return team.jit(pipe.make_step(optax.sgd(0.1), axis=team.axis))(state, batch)
 
 
-_REFUSED = {
+def _run(batches, state=None):
+  process = _process()
+  return process.run(state or process.init_state(optax.sgd(0.1)), batches)
+
+
+def _connect(**change):
+  given = {"device": 0, "addresses": [("127.0.0.1", 0)], "token": "x"}
+  return pipeline.connect(**(given | change))
+
+
+def _adaptive():
+  costs = [pipeline.LayerCost(x, 1.0, 2.0) for x in "ab"]
+  machines = cluster.workers([1.0, 1.0])
+  plan = pipeline.partition(costs, machines)
+  replanner = pipeline.Replanner(plan, costs, machines)
+  return pipeline.AdaptiveRun(None, replanner, optax.sgd(0.1))
+
+
+def _cut(cuts):
+  return pipeline.cut_layers(small.layers(), cuts)
+
+
+_TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
+
+
+@_refusals.table(
+  # Stages and tables.
+  ("cuts", lambda: _cut(5), "at most the model's 4 layers, got 5 stages"),
+  ("cuts", lambda: _cut(0), "an int >= 1"),
+  ("cuts", lambda: _cut([2, 2]), "grow"),
+  ("cuts", lambda: _cut([0]), "grow"),
+  ("cuts", lambda: _cut([4]), "grow"),
+  ("stages", lambda: _one_program(table=_TWO_STAGES), "the table's 2, got 4"),
+  ("stages", lambda: _process(table=_TWO_STAGES), "the table's 2, got 1"),
+  (
+    "stages",
+    lambda: _one_program(
+      stages=pipeline.cut_layers(_narrow(), [2, 3]),
+      table=pipeline.make_table("1f1b", 3, 2),
+    ),
+    "pass on arrays of one dtype",
+  ),
+  (
+    "table",  # The newest weights in each pass.
+    lambda: _one_program(table=pipeline.make_table("paci", 4, 4)),
+    "synchronous, or have delayed weights and a stage on each",
+  ),
+  (
+    "table",  # Stashed ones.
+    lambda: _one_program(table=pipeline.make_table("pipedream", 4, 1)),
+    "synchronous, or have delayed weights and a stage on each",
+  ),
+  (
+    "table",
+    lambda: _two(
+      table=pipeline.parse_table("device F0/1 B0/1 U/1\ndevice F0/0 B0/0 U/0")
+    ),
+    "stage s on device s modulo their number in one program",
+  ),
+  (
+    "window",  # Several iterations of a synchronous table.
+    lambda: _one_program(
+      table=pipeline.make_table("1f1b", 4, 2, num_iterations=2)
+    ),
+    "at least 4 for 4 stages",
+  ),
+  (
+    "window",
+    lambda: _one_program(table=pipeline.ours(4, 2, window=2)),
+    "at least 4 for 4 stages, 2 micro-batches and sends of 2",
+  ),
+  # What both runtimes are given.
+  ("loss", lambda: _one_program(loss=None), "a function"),
+  ("loss", lambda: _process(loss=None), "a function"),
+  ("clip_norm", lambda: _one_program(clip_norm=0.0), "in (0, inf]"),
+  ("clip_norm", lambda: _process(clip_norm=0), "in (0, inf]"),
+  ("inputs", lambda: _one_program(inputs=3), "a function"),
+  ("recompute", lambda: _process(recompute="all"), "'none', 'layers' or"),
+  (
+    "peers",
+    lambda: _process(table=_TWO_STAGES, stages=_cut(2)),
+    "processes for the table's 2 devices",
+  ),
+  (
+    "team",
+    lambda: _one_program().init_state(
+      collectives.workers(1, substrate="none"), optax.sgd(0.1)
+    ),
+    "on a mesh whose axis 'stage' has the table's 4 devices",
+  ),
+  ("inner", lambda: _one_program().make_step(None, axis=None), "an Optax"),
+  # What a run is given.
+  (
+    "batch",
+    lambda: _indivisible("one program"),
+    "divide into the table's 2 micro-batches",
+  ),
+  (
+    "batches",
+    lambda: _indivisible("processes"),
+    "divide into the table's 2 micro-batches",
+  ),
+  ("batches", lambda: _run([]), "multiple of the table's 1 iterations"),
+  (
+    "state",
+    lambda: _process().run(None, [_BATCH]),
+    "`init_state` or `restore`",
+  ),
+  ("timeline", lambda: _process().trace(), "True"),
+  (
+    "send_s",
+    lambda: _two(table=_TWO_STAGES).times(lambda op, stage: 1.0, -1.0),
+    "at least 0, got -1",
+  ),
+  ("make_process", _adaptive, "a function of a plan"),
+  ("device", lambda: _connect(device=2), "less than the 1 addresses, got 2"),
+  ("token", lambda: _connect(token=""), "empty"),
+  ("timeout_s", lambda: _connect(timeout_s=0), "in (0, inf]"),
+  ("timeout_s", lambda: _connect(connect_s=-1), "in (0, inf]"),
+)
+def test_what_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
+
+
+# The fault lies in a table or a stage, which the error shows.
+_SHOWN = {
   "a cyclic table": (
     lambda: _two(table=pipeline.parse_table(_CYCLE)),
     r"devices wait for each other: device 0 with B0/0 for B0/1.*\n.*\|F0",
   ),
   "a cyclic table, in a process": (
-    lambda: _process(
-      table=pipeline.parse_table("device B0 F0 U"),
-    ),
+    lambda: _process(table=pipeline.parse_table("device B0 F0 U")),
     "B0/0 comes before F0/0, which it needs",
-  ),
-  "too few layers": (
-    lambda: pipeline.cut_layers(small.layers(), 5),
-    "`cuts` must be at most the model's 4 layers, got 5 stages. Take fewer",
   ),
   "a stage beyond memory": (
     _beyond_memory,
     "No partition fits into memory: layer 'a' alone needs .* GB, and 'worker0'",
   ),
-  "indivisible micro-batches": (
-    lambda: _indivisible("one program"),
-    r"`batch` must divide into the table's 2 micro-batches, got .* \[3, 8\]",
-  ),
-  "indivisible micro-batches, in a process": (
-    lambda: _indivisible("processes"),
-    r"`batches` must divide into the table's 2 micro-batches, got .* \[3, 8\]",
-  ),
   "a scanned stage under zero bubble": (
     _looped,
     "must compute gradients .* apart, got a 'scan' that computes both. Write",
   ),
-  "stages that the table does not have": (
-    lambda: _one_program(table=pipeline.make_table("1f1b", 2, 2)),
-    "`stages` must be the table's 2, got 4",
-  ),
-  "the newest weights in each pass": (
-    lambda: _one_program(table=pipeline.make_table("paci", 4, 4)),
-    "`table` must be synchronous, or have delayed weights and a stage on each",
-  ),
-  "stashed weights": (
-    lambda: _one_program(table=pipeline.make_table("pipedream", 4, 1)),
-    "`table` must be synchronous, or have delayed weights and a stage on each",
-  ),
-  "several iterations of a synchronous table": (
-    lambda: _one_program(
-      table=pipeline.make_table("1f1b", 4, 2, num_iterations=2)
-    ),
-    "`window` must be at least 4 for 4 stages",
-  ),
-  "a window too small for late sends": (
-    lambda: _one_program(table=pipeline.ours(4, 2, window=2)),
-    "`window` must be at least 4 for 4 stages, 2 micro-batches and sends of 2",
-  ),
-  "stages in another order on the devices": (
-    lambda: _two(
-      table=pipeline.parse_table("device F0/1 B0/1 U/1\ndevice F0/0 B0/0 U/0")
-    ),
-    "`table` must have stage s on device s modulo their number in one program",
-  ),
-  "a loss that is no function": (
-    lambda: _one_program(loss=None),
-    "`loss` must be a function",
-  ),
-  "a norm of nothing": (
-    lambda: _one_program(clip_norm=0.0),
-    "`clip_norm` must be",
-  ),
-  "inputs that are no key": (
-    lambda: _one_program(inputs=3),
-    "`inputs` must be a function",
-  ),
-  "unlike dtypes between stages": (
-    lambda: _one_program(
-      stages=pipeline.cut_layers(_narrow(), [2, 3]),
-      table=pipeline.make_table("1f1b", 3, 2),
-    ),
-    "`stages` must pass on arrays of one dtype .* got bfloat16, float32. Cast",
-  ),
-  "no mesh": (
-    lambda: _one_program().init_state(
-      collectives.workers(1, substrate="none"), optax.sgd(0.1)
-    ),
-    "`team` must be on a mesh whose axis 'stage' has the table's 4 devices",
-  ),
-  "no optimizer": (
-    lambda: _one_program().make_step(None, axis=None),
-    "`inner` must be",
-  ),
 }
 
 
-@pytest.mark.parametrize("name", _REFUSED)
-def test_what_cannot_run_is_refused_when_it_is_built(name):
-  build, words = _REFUSED[name]
+@pytest.mark.parametrize("name", _SHOWN)
+def test_what_cannot_run_is_shown_when_it_is_built(name):
+  build, words = _SHOWN[name]
   with pytest.raises(ValueError, match=f"(?s){words}"):
     build()

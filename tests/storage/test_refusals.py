@@ -1,0 +1,33 @@
+"""Refusals of what is no directory: an argument and its rule."""
+
+import numpy as np
+
+from jdist import prediction
+from tests import _refusals
+from tests.prediction import _tiny
+from tests.prediction._fits import fit_predictor
+
+RUNS = [{"bias": np.ones((3, 4), np.float32)}]
+CUTS = [_tiny.cut()]
+
+
+@_refusals.table(
+  *(
+    ("directory", lambda call=call, wrong=wrong: call(wrong), rule)
+    for wrong, rule in (
+      (3, "a path"),
+      (b"bytes", "a path"),
+      (__file__, "a directory"),
+    )
+    for call in (
+      lambda x: prediction.Collector(x, _tiny.alone(), CUTS, (1, 2)),
+      prediction.ParameterSet,
+      lambda x: prediction.save_tracks(x, RUNS),
+      prediction.load_tracks,
+      prediction.load_predictor,
+      lambda x: fit_predictor(directory=x),
+    )
+  ),
+)
+def test_what_is_no_directory_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
