@@ -246,6 +246,46 @@ def test_the_host_knows_the_round_of_each_step():
     state, _ = program(state, batch)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+  "delay",
+  [
+    {"after_step": None},
+    {"after_step": None, "steps": 1},
+    {"after_step": None, "steps": 3},
+    {"after_step": 5, "steps": 1},
+    {"carry": None, "steps": 2},
+  ],
+)
+def test_a_host_that_resumes_chooses_as_one_that_goes_on(delay, stream):
+  # What is said of an update one before it, and right before it: the programs
+  # of both are the same, so that a resumed run has the same bits.
+  team = _tiny.team("vmap")
+  given = {"stream": transforms.Stream(max_bytes=16)} if stream else {}
+  chain = transforms.local_steps(
+    optax.sgd(0.05),
+    intervals.scheduled(lambda step: 1 + step // 6),
+    axis=team.axis,
+    overlap=transforms.Delayed(**delay, **given),
+  )
+
+  def step(w, state):
+    control = transforms.Control(stream_steps=None)
+    updates, state = chain.update(w, state, w, control=control)
+    return transforms.apply_updates(w, updates, state), state
+
+  program = team.jit(step)
+  w = team.replicate(np.ones(9, np.float32))
+  state = team.jit(chain.init)(w)
+  said = None
+  for _ in range(30):
+    places = transforms.rounds_ahead(state)[0]
+    if said is not None:
+      assert places[0].tolist() == said
+    said = places[1].tolist()
+    w, state = program(w, state)
+
+
 @pytest.mark.parametrize(
   ("options", "reason"),
   [

@@ -21,8 +21,6 @@ from jdist.transforms.local import (
 PyTree = Any
 Step: TypeAlias = _round_state.Step
 SyncState: TypeAlias = _round_state.SyncState
-# A step that no training reaches.
-_NEVER = 2**30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +44,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
     )
     if self.after_step is None:
       long = self.is_long(state.clock.interval)
-      device_before = jnp.where(long, 0, _NEVER).astype(jnp.int32)
+      device_before = jnp.where(long, 0, _round_state.NEVER).astype(jnp.int32)
     flight = _round_state.Flight(
       held=self._hold_nothing(state, None),
       in_flight=jnp.asarray(False),
@@ -278,7 +276,9 @@ class LateSynchronizer(_local_steps.Synchronizer):
   def _begin_delay(self, state: SyncState) -> SyncState:
     """Delays all rounds from the next one on, if it is the first long one."""
     clock, flight = state.clock, state.flight
-    first = self.is_long(clock.next_interval) & (flight.device_before == _NEVER)
+    first = self.is_long(clock.next_interval) & (
+      flight.device_before == _round_state.NEVER
+    )
     begins = jnp.where(first, clock.step, flight.device_before)
     return state._replace(flight=flight._replace(device_before=begins))
 

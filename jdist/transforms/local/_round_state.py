@@ -11,6 +11,9 @@ from jdist.transforms import intervals
 
 PyTree = Any
 
+# A step that no run reaches: no long round has begun the delay.
+NEVER = 2**30
+
 
 @states.declare(
   shared=(
@@ -175,12 +178,17 @@ class Flight(NamedTuple):
     rows = clock.ahead()
     interval, offset = rows[..., 0], rows[..., 1]
     begins = jnp.stack([clock.step, clock.step + 1], -1) - offset
-    late = begins >= self.device_before[..., None]
+    due = self.due_after[..., None]
+    # Where the first long round begins the delay the state says so only once
+    # that round has begun.  A host that has resumed there must choose the
+    # program of one that has not.
+    first_long = (self.device_before[..., None] == NEVER) & (offset == 0)
+    first_long &= interval > jnp.maximum(due, 1)
+    late = (begins >= self.device_before[..., None]) | first_long
     # The second of the two updates may be in a new round, and the message under
     # way then is that of the present one.
     sends = (offset[..., 1] == 0) & late[..., 0]
     flying = jnp.stack([self.in_flight, self.in_flight | sends], -1)
-    due = self.due_after[..., None]
     window = jnp.minimum(interval, due)
     window = jnp.where(flying | (offset >= window), window, 0)
     window = jnp.where(due > 0, window, interval)
