@@ -1,5 +1,6 @@
 """`--method mp2` and `wnn`: with networks that were trained before."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -48,12 +49,9 @@ def test_the_rest_is_what_the_named_predictor_says(predictor):
   )
   loaded, params = prediction.load_predictor(predictor)
   predicted = loaded.apply(params, loaded.cut.split(after)[0])
-  for x, y in zip(
-    jax.tree.leaves(loaded.cut.split(after)[1]),
-    jax.tree.leaves(predicted),
-    strict=True,
-  ):
-    assert jnp.allclose(x, y, atol=1e-6)
+  chex.assert_trees_all_close(
+    loaded.cut.split(after)[1], predicted, rtol=1e-5, atol=1e-6
+  )
 
 
 def test_an_epoch_of_nowcasters_is_a_pass_or_what_is_given(nowcasters):

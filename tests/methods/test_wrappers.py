@@ -6,6 +6,7 @@ with it a method takes the steps, and sends the bytes, of the method alone.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,8 +152,7 @@ def alone(name):
   return run(build(name), TRAINED)
 
 
-def assert_same(found, wanted):
-  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+assert_same = chex.assert_trees_all_equal
 
 
 def num_bytes(state):

@@ -92,8 +92,7 @@ def test_sent_whole_momentum_correction_is_momentum(nesterov):
     )
 
   wanted, _ = run(momentum, xs)
-  for f, w in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-    np.testing.assert_allclose(f, w, 1e-5, 1e-5)
+  chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
@@ -232,8 +231,7 @@ def test_substrates_agree(name, reducer):
     run(average(reducer, FEEDBACKS[name]), xs, substrate)
     for substrate in ("vmap", "shard_map")
   )
-  for x, y in zip(*map(jax.tree.leaves, (vmapped, mapped)), strict=True):
-    np.testing.assert_allclose(x, y, 1e-5, 1e-5)
+  chex.assert_trees_all_close(vmapped, mapped, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)

@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from jdist import training
@@ -137,10 +137,7 @@ def test_other_workers_go_on_by_the_rules_of_resizing(tmp_path):
   with training.Checkpoints(tmp_path, new, other_workers=other) as checkpoints:
     found = checkpoints.restore(template)
   assert asked == [team.num_workers] and found.step == 7
-  for x, y in zip(
-    jax.tree.leaves(found.state), jax.tree.leaves(wanted), strict=True
-  ):
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+  chex.assert_trees_all_equal(found.state, wanted)
 
 
 def stop_among_processes(folder, told):

@@ -1,5 +1,7 @@
 """Refusals of steps, losses and runs: an argument and its rule."""
 
+import tempfile
+
 import optax
 
 from jdist import training
@@ -39,7 +41,10 @@ def kept(number):
 def save(step):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "momentum")
-  with training.Checkpoints("nowhere", team) as checkpoints:
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    training.Checkpoints(folder, team) as checkpoints,
+  ):
     checkpoints.save(step, state, training.shared_leaves(state))
 
 

@@ -2,8 +2,7 @@
 
 import functools
 
-import jax
-import numpy as np
+import chex
 import optax
 import pytest
 
@@ -50,7 +49,7 @@ def test_programs_are_those_of_the_trainer(name):
     seen.add(control)
     state, _ = program(control)(state, team.place(batch))
     host.follow(state.opt_state)
-  jax.tree.map(np.testing.assert_array_equal, state, wanted)
+  chex.assert_trees_all_equal(state, wanted)
   assert len(seen) > 1
   if name == "streamed":
     assert any(isinstance(control.stream_steps, int) for control in seen)

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,10 +160,9 @@ def test_state_keeps_its_form(name, dtype, injected):
   updates, new = jax.eval_shape(
     lambda g: optimizer.update(g, state, params, loss=jnp.float32(1.0)), params
   )
-  assert jax.tree.structure(new) == jax.tree.structure(state)
-  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True):
-    assert (x.shape, x.dtype) == (y.shape, y.dtype)
-    assert not x.weak_type and not y.weak_type
+  chex.assert_trees_all_equal_structs(new, state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+  assert not any(x.weak_type for x in jax.tree.leaves((new, state)))
   assert all(x.dtype == dtype for x in jax.tree.leaves(updates))
   local = local_state(state)
   if local is not None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -85,4 +86,4 @@ def test_the_death_of_one_ends_the_other_and_both_can_resume(tmp_path):
   np.testing.assert_allclose(losses, [x["loss"] for x in metrics], rtol=1e-6)
   assert [x.exitcode for x in workers] == [0, 1]
   for wanted, found in in_threads(2, lambda peers: _resume(peers, tmp_path)):
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    chex.assert_trees_all_equal(found, wanted)

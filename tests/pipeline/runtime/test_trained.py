@@ -1,5 +1,6 @@
 """Pipelines in the training loop: bytes, evaluation, kill and resume."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,8 +76,7 @@ def test_killed_between_steps_and_resumed_it_has_the_same_bits(table, tmp_path):
   _, whole, records = _run(table, _momentum, 5)
   _run(table, _momentum, 3, tmp_path)
   _, resumed, again = _run(table, _momentum, 5, tmp_path)
-  pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True)
-  assert all(np.array_equal(a, b) for a, b in pairs)
+  chex.assert_trees_all_equal(whole, resumed)
   assert records[-1].sent_bytes == again[-1].sent_bytes
   assert records[-1].metrics == again[-1].metrics
   assert np.isfinite(records[-1].train_loss)

@@ -94,10 +94,8 @@ def test_streamed_is_simple_to_the_bit(name):
       chex.assert_trees_all_equal(w, same_w)
       chex.assert_trees_all_equal(state.anchor, same.anchor)
       if state.clock.synchronized[0]:
-        jax.tree.map(
-          np.testing.assert_array_equal,
-          state.sync.compression,
-          same.sync.compression,
+        chex.assert_trees_all_equal(
+          state.sync.compression, same.sync.compression
         )
   adaptive = "interval" in CASES[name]  # Of up to 8 steps.
   assert state.sync.compression.step[0] >= (8 if adaptive else 20)
