@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -29,7 +29,8 @@ _STEPS = 8  # With one round's end in them.
 _ALONE = "computation"
 
 
-class HostLinks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HostLinks:
   """The links between hosts, see `scripts/slow_network.py`.
 
   Attributes:
@@ -124,7 +125,8 @@ def step_times(
       alone_s = statistics.median(found[_ALONE])
       # Nothing hidden. Unlike reports, without what a method computes.
       modelled_s = alone_s + 8 * sent / links.bits_per_s
-      row |= links._asdict() | {"sent_bytes": sent, "modelled_s": modelled_s}
+      row |= dataclasses.asdict(links)
+        row |= {"sent_bytes": sent, "modelled_s": modelled_s}
       line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
     rows.append(row)
     print(line, flush=True)

@@ -1,0 +1,144 @@
+r"""Seconds to an accuracy, where messages go over slow links.
+
+    sudo python scripts/slow_network.py --hosts 4 --rate 10mbit \
+      --timeout-s 14400 -- python experiments/msdpu/slow_links.py --seeds 100
+    python experiments/msdpu/slow_links.py report
+
+Real processes over `jax.distributed`, a worker each, a link of its own each.
+Variants take turns within a seed, so that whatever else the machine does slows
+all alike.  Evaluating and compiling are not counted.  Rates are those that
+`run.py` has found by held-out images, for eight workers and as many images a
+step.  A command that was stopped goes on where it was.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+import config
+
+from jdist import training
+from jdist.training import comparison
+
+_ROWS = pathlib.Path(__file__).resolve().parent / "results/slow_links.jsonl"
+_RATES = {
+  "ssgd": 0.025,
+  "ssgd, int4": 0.05,
+  "local_sgd H=8": 0.025,
+  "msdpu, int4": 0.05,
+  "msdpu": 0.025,
+}
+# Below synchronous SGD's last accuracy with the same seed.
+_MARGINS = (0.003, 0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(comparison.Config):
+  """Runs over the links of `scripts/slow_network.py`."""
+
+  workers: int = 4
+  """One on each host."""
+
+  seeds: tuple[int, ...] = (100,)
+  """One run each of every variant."""
+
+  variants: tuple[str, ...] = tuple(_RATES)[:4]
+  """Of those with a rate that was found before."""
+
+  evaluations: int = 25
+  """In a run, equally far apart, the last one at its end."""
+
+
+def run(options: Config) -> None:
+  """Runs what is missing; process 0 writes the rows."""
+  links = comparison.join_hosts(options.workers)
+  if links is None:
+    raise SystemExit("Start it by scripts/slow_network.py: see --help.")
+  import jax
+
+  rows = options.rows(_ROWS, links)
+  chains = comparison.Chains(options, config.VARIANTS)
+  trials = [
+    comparison.Trial("comparison", name, _RATES[name], seed)
+    for seed in options.seeds
+    for name in options.variants
+  ]
+  # All processes look before one of them writes.
+  for trial in [x for x in trials if rows.find(x) is None]:
+    found = chains.fit(trial.variant, trial.learning_rate, trial.seed)
+    if jax.process_index() == 0:
+      rows.add(trial, found)
+      print(
+        f"{links.name} {trial.variant} seed {trial.seed}: "
+        f"{100 * found['accuracy']:.2f} % after {found['train_s']:.0f} s, "
+        f"{found['sent_bytes'] / 1e6:.1f} MB",
+        flush=True,
+      )
+
+
+def reached_s(row: dict[str, Any], accuracy: float) -> float | None:
+  """Returns when a run was first evaluated at an accuracy, if it was."""
+  for point in row["curve"]:
+    if point["accuracy"] >= accuracy:
+      return float(point["train_s"])
+  return None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  """Returns the seconds of each variant, beside synchronous SGD's."""
+  lines = [
+    "| Mbit/s | variant | seeds | ms a step | seconds of the run | times "
+    "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
+    "| times sooner | less 1 point | times sooner | MB sent |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+  ]
+  for rate in sorted({row["config"]["bits_per_s"] for row in rows}):
+    own = [row for row in rows if row["config"]["bits_per_s"] == rate]
+    base = {row["seed"]: row for row in own if row["method"] == "ssgd"}
+    for name in _RATES:
+      runs = [x for x in own if x["method"] == name and x["seed"] in base]
+      if runs:
+        lines.append(_line(rate, name, runs, base))
+  return "\n".join(lines)
+
+
+def _line(
+  rate: float,
+  name: str,
+  runs: list[dict[str, Any]],
+  base: dict[int, dict[str, Any]],
+) -> str:
+  def mean(values: list[float]) -> float:
+    return statistics.mean(values)
+
+  cells = [f"{rate / 1e6:g}", name, f"{len(runs)}"]
+  cells.append(f"{mean([1e3 * x['train_s'] / x['steps'] for x in runs]):.0f}")
+  cells.append(f"{mean([x['train_s'] for x in runs]):.0f}")
+  sooner = [base[x["seed"]]["train_s"] / x["train_s"] for x in runs]
+  cells.append(f"{mean(sooner):.2f}")
+  cells.append(f"{100 * mean([x['accuracy'] for x in runs]):.2f}")
+  for margin in _MARGINS:
+    times, ratios = [], []
+    for x in runs:
+      aim = base[x["seed"]]["accuracy"] - margin
+      own, its = reached_s(x, aim), reached_s(base[x["seed"]], aim)
+      if own is not None and its is not None:
+        times.append(own)
+        ratios.append(its / own)
+    if len(times) < len(runs):
+      cells += [f"reached by {len(times)} of {len(runs)}", ""]
+    else:
+      cells += [f"{mean(times):.0f}", f"{mean(ratios):.2f}"]
+  cells.append(f"{mean([x['sent_bytes'] for x in runs]) / 1e6:.0f}")
+  return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+  if sys.argv[1:] == ["report"]:
+    print(table(training.read_rows(_ROWS)))
+  else:
+    import tyro
+
+    run(tyro.cli(Config))

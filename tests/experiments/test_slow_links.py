@@ -1,0 +1,29 @@
+"""What the report of MSDPU's runs over slow links makes of rows."""
+
+from tests.experiments import _loading
+
+
+def _row(method, seconds, accuracies):
+  return {
+    "method": method, "seed": 1, "config": {"bits_per_s": 1e7}, "steps": 100,
+    "train_s": seconds, "accuracy": accuracies[-1], "sent_bytes": 2e6,
+    "curve": [
+      {"accuracy": accuracy, "train_s": seconds * (i + 1) / len(accuracies)}
+      for i, accuracy in enumerate(accuracies)
+    ],
+  }  # fmt: skip
+
+
+def test_seconds_to_an_accuracy_are_those_of_the_same_seed(monkeypatch):
+  _loading.enter("msdpu", monkeypatch)
+  report = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
+  # 0.6 less 0.3 points is reached at the end, less 1 point before.
+  rows = [
+    _row("ssgd", 40.0, (0.5, 0.592, 0.594, 0.6)),
+    _row("msdpu, int4", 10.0, (0.5, 0.595)),
+  ]
+  _, _, base, ours = report.table(rows).splitlines()
+  cells = "10 | ssgd | 1 | 400 | 40 | 1.00 | 60.00 | 40 | 1.00 | 20 | 1.00 | 2"
+  assert base == f"| {cells} |"
+  cells = "10 | msdpu, int4 | 1 | 100 | 10 | 4.00 | 59.50 | reached by 0 of 1 |"
+  assert ours == f"| {cells}  | 10 | 2.00 | 2 |"
