@@ -126,7 +126,7 @@ def step_times(
       # Nothing hidden. Unlike reports, without what a method computes.
       modelled_s = alone_s + 8 * sent / links.bits_per_s
       row |= dataclasses.asdict(links)
-        row |= {"sent_bytes": sent, "modelled_s": modelled_s}
+      row |= {"sent_bytes": sent, "modelled_s": modelled_s}
       line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
     rows.append(row)
     print(line, flush=True)
