@@ -263,7 +263,7 @@ class Workers:
           f"`batch` must divide evenly over {rows} workers, got an array of "
           f"shape {jnp.shape(x)}. Make the batch a multiple of {rows}."
         )
-      return x.reshape(rows, -1, *x.shape[1:])
+      return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
     return self.place(jax.tree.map(split, batch))
 

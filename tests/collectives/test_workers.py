@@ -321,6 +321,12 @@ def test_devices_are_what_they_are_once_jax_has_started():
   assert collectives.make_cpu_devices(3) == 8
 
 
+def test_a_batch_of_no_samples_is_split_too():
+  team = collectives.workers(2, substrate="vmap")
+  assert team.shard(np.zeros((0, 3))).shape == (2, 0, 3)
+  assert team.shard(np.zeros((4, 0))).shape == (2, 2, 0)
+
+
 def test_shardings_name_the_workers_axis_first():
   team = make_team("mesh_2x2")
   for spec, wanted in (
