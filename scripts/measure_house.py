@@ -114,6 +114,32 @@ _LATER = {
     training/loop/_compiled_step.py:CompiledStep.check_communicates
     training/_step.py:_check_communicates collectives/_traffic.py:communicates
     transforms/intervals/_scheduled_interval.py:_check_falls""",
+  "launched processes, and how they end": """cli/launch/
+    collectives/processes/_lifeline.py
+    collectives/processes/_stop_agreement.py collectives/processes/_streams.py
+    collectives/processes/_process_group.py:leave_processes
+    collectives/processes/_process_group.py:processes_stop
+    training/loop/_preemption.py training/_checkpoints.py:OtherWorkers
+    cli/__init__.py:_parse_launch cli/_interrupts.py:raised_by_sigterm
+    cli/_experiment.py:Prepared.other_workers""",
+  "files of models, boards of metrics": """training/_model_file.py
+    training/_metrics_writer.py cli/_train.py:_save_model""",
+  "loops of one's own": """training/loop/_round_host.py
+    training/_step.py:step_by training/_step.py:synchronize_statistics""",
+  "wrong calls, wrappers of Optax's": """checks.py:check_extras
+    checks.py:install cli/_experiment.py:_check_extras
+    collectives/_workers.py:Workers._in_team
+    collectives/_workers.py:_check_context
+    collectives/_manual_axes.py:team_of collectives/_manual_axes.py:bound_names
+    collectives/_manual_axes.py:same_form
+    collectives/_manual_axes.py:check_alike
+    collectives/_manual_axes.py:for_workers
+    collectives/_manual_axes.py:_retraced
+    transforms/local/_anchor.py:_check_last
+    transforms/local/_anchor.py:accumulates
+    transforms/local/_anchor.py:_not_last
+    transforms/local/_anchor.py:only_floats
+    transforms/local/_anchor.py:check_anchor""",
 }
 
 
