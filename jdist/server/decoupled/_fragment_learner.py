@@ -133,10 +133,7 @@ class FragmentLearner:
       _fragment_messages.first_states(push_codec, parts, seed, i, len(workers))
       for i in range(len(workers))
     ]
-    # Pushes that are not merged, as their learner knows it, by fragment.
-    self._unmerged: list[dict[int, dict[int, list[jax.Array]]]] = [
-      {} for _ in workers
-    ]
+    self._unmerged = [_fragment_worker.Unmerged() for _ in workers]
     self._pushed: dict[int, _Pushed] = {}
     # The last push of a learner that is in each fragment.
     self._settled: list[dict[int, int]] = [{} for _ in workers]
@@ -207,9 +204,9 @@ class FragmentLearner:
     unmerged, fragment = self._unmerged[worker], reply.fragment
     before = self._steps[worker]
     self._steps[worker] += reply.passes
-    for p, last in stretch.settled.items():
-      kept = {k: x for k, x in unmerged.get(p, {}).items() if k > last}
-      unmerged[p] = {} if reply.pulled is None else kept
+    if reply.pulled is None:
+      unmerged.clear()
+    unmerged.settle(stretch.settled)
     loss: Any = jnp.zeros(())
     progress = self.server.part(fragment)
     if not self.replays:
@@ -219,9 +216,7 @@ class FragmentLearner:
         )
       elif stretch.arrived:
         state = self._worker.take(
-          state,
-          stretch.arrived,
-          {p: list(unmerged[p].values()) for p in stretch.arrived},
+          state, stretch.arrived, unmerged.of(stretch.arrived)
         )
       state, loss = self._worker.steps(
         state,
@@ -235,7 +230,7 @@ class FragmentLearner:
       feedbacks = self._feedbacks[worker]
       progress, feedbacks[fragment] = self._send(progress, feedbacks[fragment])
       self._states[worker] = state
-    unmerged.setdefault(fragment, {})[reply.task] = progress
+    unmerged.add(fragment, reply.task, progress)
     self._pushed[reply.task] = _Pushed(
       fragment, reply.samples, progress, state.model_state, loss
     )

@@ -70,8 +70,7 @@ class FragmentRunner:
       self._codec, self._parts(self._anchor), seed, number, num_workers
     )
     self._state: _fragment_worker.WorkerState | None = None
-    # Pushes that are not merged, as the server has them, by fragment and task.
-    self._unmerged: dict[int, dict[int, Leaves]] = {}
+    self._unmerged = _fragment_worker.Unmerged()
 
   def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
     return [[leaves[i] for i in own] for own in self._worker.indices]
@@ -110,7 +109,7 @@ class FragmentRunner:
     found, self._push_states[fragment], sent = self._encode(
       fragment, progress, state.model_state
     )
-    self._unmerged.setdefault(fragment, {})[task] = sent
+    self._unmerged.add(fragment, task, sent)
     return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
 
   def _take(
@@ -121,7 +120,7 @@ class FragmentRunner:
   ) -> _fragment_worker.WorkerState:
     """Returns the state once what a task has brought is taken."""
     if pulled is None:
-      self._unmerged = {}
+      self._unmerged.clear()
       anchor, model_state = _gradient_messages.tree_of_bytes(
         payload, (self._anchor, self._model_state)
       )
@@ -133,10 +132,7 @@ class FragmentRunner:
     assert self._state is not None, "a learner begins with all fragments"
     if not pulled:
       return self._state
-    for p in pulled:
-      own = self._unmerged.get(p, {})
-      last = more["settled"][p]
-      self._unmerged[p] = {k: x for k, x in own.items() if k > last}
+    self._unmerged.settle({p: more["settled"][p] for p in pulled})
     parts = self._parts(self._anchor)
     arrived = _gradient_messages.tree_of_bytes(
       payload, [parts[p] for p in pulled]
@@ -144,7 +140,7 @@ class FragmentRunner:
     return self._worker.take(
       self._state,
       dict(zip(pulled, arrived, strict=True)),
-      {p: list(self._unmerged[p].values()) for p in pulled},
+      self._unmerged.of(pulled),
     )
 
   def _encode(
@@ -159,7 +155,8 @@ class FragmentRunner:
 
   def restart(self) -> None:
     """Forgets its parameters; the residual of its feedback stays."""
-    self._state, self._unmerged = None, {}
+    self._state = None
+    self._unmerged.clear()
 
   def save(self) -> np.ndarray:
     """Returns the feedback's state as bytes."""

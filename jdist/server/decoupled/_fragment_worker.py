@@ -1,7 +1,7 @@
 """A learner's part of Decoupled DiLoCo: local steps, fragments to and fro."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,24 @@ class WorkerState(NamedTuple):
   opt_state: PyTree
   model_state: PyTree
   base: Leaves
+
+
+class Unmerged(dict[int, dict[int, Leaves]]):
+  """A learner's pushes that are not merged, by fragment and by their task."""
+
+  def add(self, fragment: int, task: int, progress: Leaves) -> None:
+    """Keeps a push as the server has it."""
+    self.setdefault(fragment, {})[task] = progress
+
+  def settle(self, settled: Mapping[int, int]) -> None:
+    """Drops what is merged: of each fragment the pushes up to a task."""
+    for fragment, last in settled.items():
+      own = self.get(fragment, {})
+      self[fragment] = {task: x for task, x in own.items() if task > last}
+
+  def of(self, fragments: Iterable[int]) -> dict[int, list[Leaves]]:
+    """Returns the pushes of some fragments, in their order."""
+    return {p: list(self.get(p, {}).values()) for p in fragments}
 
 
 class FragmentWorker:
