@@ -23,12 +23,17 @@ LINKS = {
 
 def tuned_rates(rows: Sequence[_rows.Row]) -> dict[str, _study.Tuned]:
   """Returns each variant's learning rate, from its tuning rows."""
-  tried: dict[str, dict[float, tuple[float, float]]] = {}
+  tried: dict[str, dict[float, list[_rows.Row]]] = {}
   for row in rows:
     if row["purpose"] == "tuning":
-      qualities = tried.setdefault(row["method"], {})
-      qualities[row["learning_rate"]] = _study.quality(row)
-  return {method: _study.best_of(found) for method, found in tried.items()}
+      own = tried.setdefault(row["method"], {})
+      own.setdefault(row["learning_rate"], []).append(row)
+  return {
+    method: _study.best_of(
+      {rate: _study.mean_rank(seeds) for rate, seeds in own.items()}
+    )
+    for method, own in tried.items()
+  }
 
 
 def best_runs(rows: Sequence[_rows.Row]) -> dict[str, list[_rows.Row]]:

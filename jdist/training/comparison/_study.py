@@ -175,6 +175,17 @@ def by_loss(row: _rows.Row) -> tuple[float, float]:
 Rank: TypeAlias = Callable[[_rows.Row], tuple[float, float]]
 
 
+def mean_rank(
+  rows: Sequence[_rows.Row], rank: Rank = quality
+) -> tuple[float, float]:
+  """Returns the mean rank of a rate's rows, one for each seed of tuning.
+
+  A loss that is not finite makes it the worst.
+  """
+  first, second = zip(*map(rank, rows), strict=True)
+  return statistics.fmean(first), statistics.fmean(second)
+
+
 def tune(
   learning_rates: Sequence[float],
   measure: Callable[[float], Sequence[_rows.Row]],
@@ -195,8 +206,7 @@ def tune(
   """
 
   def mean(rate: float) -> tuple[float, float]:
-    first, second = zip(*map(rank, measure(rate)), strict=True)
-    return statistics.fmean(first), statistics.fmean(second)
+    return mean_rank(measure(rate), rank)
 
   tried = {rate: mean(rate) for rate in sorted(learning_rates)}
   for _ in range(max_extensions):
