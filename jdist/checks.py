@@ -300,7 +300,7 @@ def check_continuous(
     return value
   bracket = "(" if open_low else "["
   try:
-    if isinstance(value, str | bytes) or _holds_text(value):
+    if isinstance(value, str | bytes) or holds_objects(value):
       raise TypeError  # Python would read a number out of it.
     number = float(value)
   except (TypeError, ValueError):
@@ -316,7 +316,8 @@ def check_continuous(
   return number if isinstance(value, int) else value
 
 
-def _holds_text(value: Any) -> bool:
+def holds_objects(value: Any) -> bool:
+  """Returns whether an array of NumPy holds text or objects, and no numbers."""
   kind: str = getattr(getattr(value, "dtype", None), "kind", "")
   return kind in ("O", "S", "U")
 

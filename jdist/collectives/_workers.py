@@ -229,6 +229,11 @@ class Workers:
     rows = len(self.local_workers)
 
     def one(x: Any) -> jax.Array:
+      if checks.holds_objects(x):
+        raise ValueError(
+          f"`tree` must be a tree of arrays of numbers, got {checks.show(x)}. "
+          "Encode text and objects as integers."
+        )
       if jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows:
         raise ValueError(
           f"`tree` must have one row for each of this process's {rows} "

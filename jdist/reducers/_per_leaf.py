@@ -107,7 +107,9 @@ class PerLeaf(_reducer.Reducer):
   default: _reducer.Reducer = dataclasses.field(default_factory=_reducer.Exact)
 
   def __post_init__(self) -> None:
-    if isinstance(self.rules, Rule) or not isinstance(self.rules, Iterable):
+    # An array counts as iterable even if it has no dimension.
+    one = isinstance(self.rules, Rule) or hasattr(self.rules, "dtype")
+    if one or not isinstance(self.rules, Iterable):
       raise ValueError(
         "`rules` must be a tuple of `Rule`s, for instance "
         f"`(Rule(reducer, path=...),)`, got {self.rules!r}."

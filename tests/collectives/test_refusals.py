@@ -82,6 +82,11 @@ def view(worker):
   ("tree", keys, "typed PRNG key"),
   ("batch", lambda: shard(()), "divide evenly over"),
   ("batch", lambda: shard((3, 2)), "divide evenly over"),
+  (
+    "tree",
+    lambda: workers(substrate="vmap").place(np.ones((2, 1), object)),
+    "arrays of numbers",
+  ),
   ("worker", lambda: view(-1), "run in this process"),
   ("worker", lambda: view(2), "run in this process"),
   # Collectives.

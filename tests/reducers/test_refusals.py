@@ -125,6 +125,7 @@ _CODEC = codecs.TopK(k=2)
   ),
   ("rules", lambda: reducers.PerLeaf((EXACT,)), "hold"),
   ("rules", lambda: reducers.PerLeaf(reducers.Rule(EXACT)), "a tuple of"),
+  ("rules", lambda: reducers.PerLeaf(np.array(1.0)), "a tuple of"),
   ("path", lambda: reducers.Rule(EXACT, path=3), "a glob"),
   ("min_size", lambda: reducers.Rule(EXACT, min_size="a"), "an int >= 0"),
   ("reducer", lambda: reducers.Rule(small.Rounded()), "must be"),
