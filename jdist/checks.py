@@ -313,7 +313,7 @@ def check_continuous(
     raise ValueError(
       f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
     )
-  return number if isinstance(value, int) else value
+  return number if isinstance(value, int | np.integer | np.bool_) else value
 
 
 def holds_objects(value: Any) -> bool:

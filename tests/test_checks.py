@@ -129,6 +129,11 @@ def test_numbers_of_numpy_become_those_of_python():
   assert (type(number), type(count)) == (float, int)
 
 
+@pytest.mark.parametrize("value", [2, True, np.int64(2), np.bool_(True)])
+def test_integers_become_floats_where_a_number_is_continuous(value):
+  assert isinstance(checks.check_continuous("x", value), float)
+
+
 def test_traced_numbers_pass_and_structural_ones_do_not():
   @jax.jit
   def build(x):
