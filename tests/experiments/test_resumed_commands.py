@@ -2,11 +2,13 @@
 
 import re
 import shlex
+import shutil
 import types
 
 import pytest
 
-from jdist import cluster, training
+from jdist import cli, cluster, training
+from jdist.cli import _compare
 from jdist.training import comparison
 from tests.experiments import _loading
 
@@ -112,3 +114,14 @@ def test_every_file_of_rows_is_read():
   assert len(paths) > 40
   for path in paths:
     assert training.read_rows(path), path
+
+
+def test_the_first_comparison_is_not_run_again(monkeypatch, tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  folder = _loading.FOLDER / "first_comparison/results"
+  for name in ("rows", "tuning"):
+    shutil.copy(folder / f"{name}.jsonl", tmp_path)
+  monkeypatch.setattr(_compare._Fit, "__call__", refuse)
+  monkeypatch.setattr(training, "plot_comparison", lambda *args: None)
+  assert cli.main(["compare", "--output", str(tmp_path)]) == 0
+  assert "97.65 ± 0.59" in capsys.readouterr().out
