@@ -237,7 +237,7 @@ def test_qsgd_sends_what_is_on_a_level_as_it_is():
   def one(g):
     return optimizer.update(g, optimizer.init(g))[0]
 
-  found = jax.vmap(one, axis_name="worker")(g)
+  found = jax.jit(jax.vmap(one, axis_name="worker"))(g)
   np.testing.assert_allclose(found, -np.tile(g.mean(0), (4, 1)), 1e-6)
 
 
@@ -284,7 +284,7 @@ def test_signs_of_ties_and_zeros_are_votes_for_up():
     return optimizer.update(g, optimizer.init(g))[0]
 
   g = np.array([[1.0, -2.0, 0.0, -3.0], [-1.0, -5.0, 0.0, 0.0]], np.float32)
-  found = jax.vmap(one, axis_name="worker")(g)
+  found = jax.jit(jax.vmap(one, axis_name="worker"))(g)
   assert found[0].tolist() == [-1.0, 1.0, -1.0, -1.0]
 
 

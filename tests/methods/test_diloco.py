@@ -137,7 +137,7 @@ def test_fragments_are_sent_and_applied_one_by_one(tau, mix):
 
     return jax.lax.scan(body, (w, optimizer.init(w)), xs)[1]
 
-  params, anchors = jax.vmap(one, 1, 1, axis_name="worker")(targets)
+  params, anchors = jax.jit(jax.vmap(one, 1, 1, axis_name="worker"))(targets)
   wanted = list(
     fragments_reference(targets.astype(np.float64), 6, 3, tau, mix, 0.7, 0.9)
   )

@@ -76,7 +76,9 @@ def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
       carry, _ = jax.lax.scan(step, (w, optimizer.init(w)), jnp.arange(10.0))
       return carry[0], carry[1].anchor
 
-    return jax.vmap(one, axis_name="worker")(jnp.array([0.3, 1.7, -2.1]))
+    return jax.jit(jax.vmap(one, axis_name="worker"))(
+      jnp.array([0.3, 1.7, -2.1])
+    )
 
   sgd = optax.sgd(0.1, momentum=0.9)
   published = methods.cocod(sgd, 4, axis="worker")

@@ -15,7 +15,7 @@ def clipped(clip, *workers):
     return clip.update(g, clip.init(g))[0]
 
   rows = jax.tree.map(lambda *x: jnp.stack(x), *workers)
-  return jax.vmap(one, axis_name="worker")(rows)
+  return jax.jit(jax.vmap(one, axis_name="worker"))(rows)
 
 
 def test_of_a_norm_each_worker_has_its_part():

@@ -126,7 +126,7 @@ def test_a_step_takes_gradients_where_the_last_update_led():
       state = optimizer.hold(w - x, state)
     return jnp.stack(seen), transforms.drain(optimizer, state, w)[0]
 
-  seen, last = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  seen, last = jax.jit(jax.vmap(run, axis_name="worker"))(jnp.array([1.0, 3.0]))
   # Towards 2, by half of the way in each step.
   assert seen.tolist() == [[0.0, 1.0, 1.5]] * 2
   assert last.tolist() == [1.75] * 2
@@ -304,7 +304,7 @@ def test_what_is_not_pending_is_a_mean_already():
     zeros = jax.tree.map(jnp.zeros_like, grads)
     return state.pending, optimizer.begin(zeros, state)[0]
 
-  pending, w = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  pending, w = jax.jit(jax.vmap(run, axis_name="worker"))(jnp.array([1.0, 3.0]))
   assert pending["a"].tolist() == [[2, 2], [2, 2]]
   assert pending["b"].tolist() == [[1, 3], [3, 9]]
   assert w["a"].tolist() == [[-2, -2]] * 2
@@ -338,7 +338,7 @@ def test_a_loss_reaches_the_optimizer_as_the_mean(form):
       state = optimizer.hold(grads, state, loss=x)
     return transforms.drain(optimizer, state, w)
 
-  w, state = jax.vmap(run, axis_name="worker")(jnp.array([1.0, 3.0]))
+  w, state = jax.jit(jax.vmap(run, axis_name="worker"))(jnp.array([1.0, 3.0]))
   # Of both workers the mean target is 2, and so is the mean loss.
   assert w["a"].tolist() == [[2.0] * 3] * 2
   assert w["b"].tolist() == [[2.0] * 2] * 2

@@ -79,7 +79,7 @@ def reference(x, interval, delay, carry, rate, mu, warmup):
 @pytest.mark.parametrize(
   ("carry", "delay", "outer", "warmup"),
   _thinned.thinned(
-    [0.0, 0.5, 1.0], [1, 2, 3, 5], [None, NESTEROV], [0, 3], rounds=4
+    [0.0, 0.5, 1.0], [1, 2, 3, 5], [None, NESTEROV], [0, 3], rounds=3
   ),
 )
 def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
@@ -289,12 +289,16 @@ def test_a_host_says_when_a_mean_arrives_and_a_round_ends():
     updates, state = optimizer.update(w - x, state, w, control=control)
     return transforms.apply_updates(w, updates, state), state
 
+  @functools.cache
+  def program(control):
+    one = functools.partial(step, control=control)
+    return jax.jit(jax.vmap(one, axis_name="worker"))
+
   def run(choose):
     w, found = jnp.zeros((4, 5)), []
     state = jax.vmap(optimizer.init, axis_name="worker")(w)
     for x in targets:
-      one = functools.partial(step, control=choose(state))
-      w, state = jax.vmap(one, axis_name="worker")(w, state, x)
+      w, state = program(choose(state))(w, state, x)
       found.append((w, state.anchor, state.clock.round))
     return found
 
