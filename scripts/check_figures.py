@@ -55,6 +55,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "mnist"),
     ("report.py", "cifar10-skewed"),
     ("report.py", "overlap"),
+    ("slow_links.py", "report"),
     ("stability.py",),
   ),
   "pipeline": (
