@@ -61,7 +61,7 @@ def test_a_rate_may_be_chosen_by_the_loss():
 
 
 def test_a_rate_at_which_one_of_several_seeds_diverges_is_not_chosen():
-  losses = {0.1: (0.3, 0.3), 0.2: (0.1, 0.4), 0.4: (0.1, None)}
+  losses = {0.1: (0.3, 0.3), 0.2: (0.2, 0.3), 0.4: (0.1, None)}
 
   def measure(rate):
     return [{"accuracy": 1.0, "test_loss": loss} for loss in losses[rate]]
