@@ -180,6 +180,17 @@ def test_importing_jdist_loads_no_extra():
   assert ours <= theirs
 
 
+def test_a_command_that_trains_nothing_does_not_load_training():
+  run = (
+    "import sys; from jdist import cli; cli.main(['--version']); "
+    "print([x for x in sys.modules if x.startswith('jdist.training')])"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", run], check=True, capture_output=True, text=True
+  )
+  assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_importing_jdist_costs_little_more_than_its_dependencies():
   """In modules and not in seconds, which another process would disturb."""
   count = "print(len(sys.modules))"

@@ -67,7 +67,7 @@ def machine(rows: list[Row]) -> str:
 
 
 def _stages(row: Row) -> str:
-  """How many stages there are, and what their forward passes take."""
+  """Returns the number of stages, and what their forward passes take."""
   config = row["config"]
   if config["kind"] != "sleeping":
     return f"{row['processes']} that compute, width {config['width']}"

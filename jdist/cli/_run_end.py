@@ -2,10 +2,10 @@
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
-from jdist import training
-from jdist.training import comparison
+if TYPE_CHECKING:
+  from jdist import training
 
 # Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
 DIVERGED = 3
@@ -24,7 +24,7 @@ def write_row(
   output: pathlib.Path,
   options: Any,
   method: str | None,
-  records: list[training.Record],
+  records: "list[training.Record]",
   **more: Any,
 ) -> None:
   """Appends a run's row to `rows.jsonl` and says where.
@@ -36,6 +36,10 @@ def write_row(
     records: of the run; the row has their summary.
     **more: further fields, or other values of these.
   """
+  # Not above: every command imports this file, `--help` too.
+  from jdist import training
+  from jdist.training import comparison
+
   fields = {"learning_rate": options.learning_rate, "workers": options.workers}
   fields |= comparison.summarize(records) | more
   config = dataclasses.asdict(options)

@@ -133,7 +133,7 @@ def sleep():
 
 @pytest.fixture(scope="module")
 def four():
-  """What four processes say, and what they share."""
+  """Returns what four processes say, and what they share."""
   return list(
     zip(*_processes.run(speak_and_share, num_processes=4), strict=True)
   )

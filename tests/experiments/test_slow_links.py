@@ -1,4 +1,4 @@
-"""What the report of MSDPU's runs over slow links makes of rows."""
+"""The report of MSDPU's runs over slow links reads rows as it should."""
 
 from tests.experiments import _loading
 

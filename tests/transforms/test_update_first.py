@@ -78,7 +78,7 @@ def fit(workers, chain, num_steps=20):
 
 @functools.cache
 def synchronous(name, num_workers):
-  """What plain synchronous SGD makes of it, whatever the substrate."""
+  """Trains by plain synchronous SGD, the same on any substrate."""
   workers = team("vmap" if num_workers > 1 else "none")
   return fit(workers, methods.ssgd(INNER[name], axis=workers.axis))[0]
 
