@@ -32,6 +32,7 @@ from jdist.transforms._skip_nonfinite import (
   SkipNonfiniteState as SkipNonfiniteState,
 )
 from jdist.transforms._skip_nonfinite import skipped as skipped
+from jdist.transforms._state import arrives_after as arrives_after
 from jdist.transforms._state import averages as averages
 from jdist.transforms._state import interval as interval
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds

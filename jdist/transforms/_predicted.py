@@ -60,6 +60,11 @@ class PredictRestState(NamedTuple):
     """Returns whether the front's message is sent in parts."""
     return _state.streams(self.front)
 
+  @property
+  def due_after(self) -> jax.Array | int:
+    """After how many steps of a round the front's mean arrives."""
+    return _state.arrives_after(self.front)
+
   def ahead(self) -> jax.Array | None:
     """The next two updates, if a host may end the front's rounds."""
     return _state.rounds_ahead(self.front)

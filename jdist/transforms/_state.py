@@ -116,6 +116,21 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
   return found.ahead() if hasattr(type(found), "ahead") else None
 
 
+def arrives_after(state: PyTree) -> jax.Array | int:
+  """Returns after how many updates of a round a mean that is late arrives.
+
+  With `rounds_ahead` it says which programs a run may need.
+
+  Args:
+    state: the optimizer's state.
+
+  Returns:
+    A constant of the run, int32 scalar; 0 where a mean arrives at a round's
+    end, and for a method without rounds.
+  """
+  return getattr(_anchor.find_rounds(state), "due_after", 0)
+
+
 def streams(state: PyTree) -> bool:
   """Returns whether a message is sent in parts, some in every step."""
   return bool(getattr(_anchor.find_rounds(state), "streams", False))

@@ -156,6 +156,7 @@ def test_rounds_end_where_the_device_would_end_them(name):
   expected = {(steps, ends) for steps in sent_in for ends in (False, True)}
   if len(sent_in) > 1:
     expected.add((None, None))  # The device ends what is not delayed.
+    expected.remove((1, False))  # What goes in one step is due in that step.
   assert set(traces) == expected
 
 
@@ -174,6 +175,23 @@ def test_a_delay_begins_where_the_device_would_begin_it(name):
   assert told.sent_bytes - record.sent_bytes in (0, message_bytes)
   # The device ends the rounds before, the host those after it.
   assert {ends for _, ends in traces} == {None, False, True}
+
+
+def test_no_program_is_compiled_in_mid_run():
+  """The first mean of a delay arrives many steps after the run's start."""
+  trainer, chain, traces = trained.__wrapped__("growing", True)
+  team = _tiny.team("vmap")
+  state = training.init_state(team, chain, params())
+  known = []
+
+  def counted(seed):
+    for batch in _tiny.batches(team)(seed):
+      known.append(len(traces))
+      yield batch
+
+  trainer.fit(state, counted, NUM_STEPS)
+  assert known[0] == 0 < len(traces)
+  assert set(known[3:]) == {len(traces)}
 
 
 def test_only_the_end_of_a_round_sends_and_without_a_conditional():

@@ -82,9 +82,11 @@ def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
       getattr(simple.opt_state, name), getattr(streamed.opt_state, name)
     )
   _tiny.assert_same_bits(simple.params, streamed.params)
-  # Each program is traced once to run and once to count, and never again.
+  # Each program is traced once to run and once to count, and never again; no
+  # program sends in more steps than a mean is late.
+  fit_in = [x for x in SENT_IN if steps is None or x <= steps]
   assert sorted(map(str, traces)) == sorted(
-    2 * [str(x) for x in (None, *SENT_IN)]
+    2 * [str(x) for x in (None, *fit_in)]
   )
   # The same rounds, and little more than the same bytes: a message goes in
   # equal parts, the last of which is sent in part twice.

@@ -66,24 +66,33 @@ class Programs:
     ends = can if self.host_rounds is None else self.host_rounds
     return Programs(self.stream_steps, ends)
 
-  @property
-  def all(self) -> tuple[Choice, ...]:
-    """The programs that may be needed; what is sent at once comes first.
+  def needed(self, due: int, undelayed: bool) -> tuple[Choice, ...]:
+    """Returns the programs that a run may need: those of all places.
 
-    Of a mean that arrives within a round, and of fragments, there are others,
-    which are compiled when they are first needed.
+    The programs of fragments are too many; they are compiled when needed.
+
+    Args:
+      due: after how many updates of a round a mean arrives, 0 for all of them.
+      undelayed: whether the first rounds are not delayed, so that the device
+        ends them.
     """
-    ends = (True, False) if self.host_rounds else (None,)
-    steps: tuple[Any, ...] = ("fixed",)
-    if self.stream_steps:
-      steps = (None, *self.stream_steps)
-    found = [_choice(s, e, e) for s in steps for e in ends]
-    if self.host_rounds and self.stream_steps:
-      # Rounds that are not delayed the device ends in any case.
-      found.insert(0, _choice(None, None, None))
-    return tuple(found)
+    places = [(-1, 0, 1)] if undelayed else []
+    for interval in range(1, max(due, *self.stream_steps, 1) + 3):
+      window = min(interval, due) or interval
+      places += [(window, offset, interval) for offset in range(interval)]
+      if due:  # In the first delayed round nothing is under way.
+        places += [(0, offset, interval) for offset in range(window)]
+    chosen = [self._one(*place) for place in places]
+    return tuple({choice.control: choice for choice in chosen}.values())
 
-  def at_once(self, fragments: int) -> Choice:
+  @property
+  def at_once(self) -> tuple[Choice, ...]:
+    """The programs of rounds whose means are sent when they are due."""
+    if self.stream_steps or not self.host_rounds:
+      return (self._one(-1, 0, 1),)
+    return (self._one(1, 0, 1), self._one(2, 0, 2))
+
+  def fragments_at_once(self, fragments: int) -> Choice:
     """Chooses for fragments that the device sends whole, when they are due."""
     if not self.stream_steps:
       return Choice()

@@ -109,6 +109,8 @@ class TrainingRun:
     if ahead is not None:
       self._ahead = list(np.moveaxis(np.asarray(view(ahead)), -2, 0))
       self._place_shape = self._ahead[0].shape
+    due_after = transforms.arrives_after(state.opt_state)
+    self._due_after = int(view(due_after)) if np.ndim(due_after) else 0
     self._losses: list[float] = []
     found = transforms.skipped(state.opt_state)
     self._skipped = 0 if found is None else int(view(found))
@@ -136,27 +138,35 @@ class TrainingRun:
   def _prepare(self, placed: PyTree) -> None:
     """Makes all programs, and counts what each sends."""
     self.watchdog.beat("compiling", patience=4.0)
-    choices = self._choices.all
-    if self._ahead[0] is not None and self._ahead[0].ndim > 1:
+    ahead = self._ahead[0]
+    needed: tuple[_programs.Choice, ...] = (_programs.Choice(),)
+    if ahead is not None and ahead.ndim > 1:
       # To count; those of fragments are compiled when they are needed.
-      choices = (self._choices.at_once(len(self._ahead[0])),)
-    for choice in choices:
-      self._compile(choice.control, placed, now=len(choices) > 1)
+      needed = (self._choices.fragments_at_once(len(ahead)),)
+    at_once = needed
+    if ahead is not None and ahead.ndim == 1:
+      needed = self._choices.needed(self._due_after, ahead[0] < 0)
+      at_once = self._choices.at_once
+    for choice in needed:
+      self._compile(choice.control, placed, now=len(needed) > 1)
     if not self._independent:
       self._step.check_communicates(self.state, self._traffic.values())
-    if self._sent_before is not None:
-      return
-    # Up to here, as far as the counters know: all that was sent at once.
+    if self._sent_before is None and self._start:
+      self._sent_bytes = self._sent_at_once(placed, at_once)
+
+  def _sent_at_once(
+    self, placed: PyTree, choices: tuple[_programs.Choice, ...]
+  ) -> float:
+    """Returns what the state's steps have sent, if all was sent when due."""
     steps, rounds = self._start, self._rounds
-    at_once = {
-      choice.control.round_ends: self._traffic[choice.control]
-      for choice in reversed(choices)
-    }
-    if None in at_once:
-      self._sent_bytes = at_once[None].sent_bytes(steps, rounds)
-    else:
-      self._sent_bytes = at_once[True].sent_bytes(rounds, 0)
-      self._sent_bytes += at_once[False].sent_bytes(steps - rounds, 0)
+    sent = [
+      self._step.traffic(self.state, placed, choice.control)
+      for choice in choices
+    ]
+    if len(sent) == 1:
+      return sent[0].sent_bytes(steps, rounds)
+    ends, goes_on = sent
+    return ends.sent_bytes(rounds, 0) + goes_on.sent_bytes(steps - rounds, 0)
 
   def _compile(
     self, control: transforms.Control, placed: PyTree, *, now: bool

@@ -223,6 +223,11 @@ class SyncState(NamedTuple):
     held = getattr(self.flight, "held", None)
     return bool(getattr(type(held), "streams", False))
 
+  @property
+  def due_after(self) -> jax.Array | int:
+    """After how many steps of a round a mean arrives; 0 at its end."""
+    return getattr(self.flight, "due_after", 0)
+
   def ahead(self) -> jax.Array:
     """Returns the places of the next two updates; see `rounds_ahead`."""
     if self.flight != ():
@@ -276,6 +281,11 @@ class LocalStepsState(NamedTuple):
   def streams(self) -> bool:
     """Returns whether a message is sent in parts, some in every step."""
     return self.sync.streams
+
+  @property
+  def due_after(self) -> jax.Array | int:
+    """After how many steps of a round a mean arrives; 0 at its end."""
+    return self.sync.due_after
 
   def ahead(self) -> jax.Array:
     """The next two updates, for a host; see `transforms.rounds_ahead`."""
