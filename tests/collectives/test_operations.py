@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -362,3 +363,41 @@ def test_the_reader_of_groups_knows_every_notation():
   for text, wanted in texts.items():
     ((_, found),) = _reading.groups(f"  x = f32[] {text}")
     assert found == wanted, text
+
+
+@pytest.mark.parametrize("name", ["shard_map", "two_a_device"])
+def test_leaves_share_a_message_between_cpu_hosts(monkeypatch, name):
+  team = make_team(name)
+  rng = np.random.default_rng(0)
+  tree = {
+    str(i): rng.normal(size=(team.num_workers, *shape)).astype(dtype)
+    for i, (shape, dtype) in enumerate(
+      [
+        ((3,), "float32"),
+        ((), "float32"),
+        ((2, 5), "float32"),
+        ((0,), "float32"),
+        ((4,), "int32"),
+        ((3,), jnp.bfloat16),
+      ]
+    )
+  }
+  placed = team.place(tree)
+
+  def program():
+    means = team.jit(lambda tree: collectives.mean(tree, team.axis))
+    return means.lower(placed), means(placed)
+
+  alone, wanted = program()
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(collectives._operations, "_BUCKET_BYTES", 48)
+  merged, found = program()
+  chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
+  chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+
+  def number(lowered):
+    return lowered.as_text().count('all_reduce"')
+
+  # Two of float32, one each of the integers and of bfloat16.
+  assert number(alone) == 6
+  assert number(merged) == 4
