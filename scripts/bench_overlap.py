@@ -9,6 +9,10 @@ the machine does slows all alike.  Process 0 prints, and appends to a file of
 rows: the time of a step's computation alone and of its communication alone,
 and of each kind of step, beside what hiding everything and hiding nothing
 would give.
+
+For how long a step keeps the machine's cores busy, of each host: sending and
+receiving is work of cores, too, the system's most of all.  Where a host has one
+core, a step cannot be shorter than its computation and that work together.
 """
 
 import argparse
@@ -66,6 +70,14 @@ def _programs(name, interval, step, team):
     return [jit()]
   end, on = jit(round_ends=True), jit(round_ends=False)
   return [end] if "H=1," in name else [on] * (interval - 1) + [end]
+
+
+def _busy_s() -> float:
+  """Returns for how long all cores of the machine have been busy so far."""
+  with open("/proc/stat") as file:
+    fields = [int(x) for x in file.readline().split()[1:]]
+  idle = fields[3] + fields[4]  # Nothing to do, or waiting for a disk.
+  return (sum(fields[:8]) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -133,24 +145,28 @@ def main() -> None:
     lambda tree: collectives.mean(tree, team.axis)
   )
 
-  def block(name: str) -> float:
-    started_s = time.perf_counter()
+  def block(name: str) -> tuple[float, float]:
+    """Returns the seconds of a step, and those of busy cores of each host."""
+    busy_s, started_s = _busy_s(), time.perf_counter()
     for _ in range(options.steps):
       if name == "communication":
         jax.block_until_ready(programs[name](params))
       else:
         states[name], metrics = next(programs[name])(states[name], batch)
         jax.block_until_ready(metrics)
-    return (time.perf_counter() - started_s) / options.steps
+    wall_s, busy_s = time.perf_counter() - started_s, _busy_s() - busy_s
+    return wall_s / options.steps, busy_s / options.steps / num_processes
 
   names = ["computation", "communication", *kinds]
   times: dict[str, list[float]] = {name: [] for name in names}
+  busy: dict[str, list[float]] = {name: [] for name in names}
   for turn in range(options.blocks + -(-options.interval // options.steps)):
     for name in names:
-      seconds = block(name)
+      seconds, busy_s = block(name)
       # The first ones compile, a round's programs one after the other.
       if turn * options.steps >= options.interval:
         times[name].append(seconds)
+        busy[name].append(busy_s)
   if process:
     return
   median = {name: statistics.median(found) for name, found in times.items()}
@@ -160,6 +176,8 @@ def main() -> None:
     row = {
       "step_ms": 1e3 * median[name],
       "spread_ms": [1e3 * min(times[name]), 1e3 * max(times[name])],
+      # A mean, as the system counts in hundredths of a second.
+      "busy_ms": 1e3 * statistics.mean(busy[name]),
     }
     if sent.get(name):
       # Communication alone, in proportion to what the step sends.
@@ -182,7 +200,10 @@ def main() -> None:
         row[f"over_{bound}_hidden"] = statistics.median(ratios)
         row[f"over_{bound}_hidden_spread"] = [min(ratios), max(ratios)]
     report[name] = row
-    line = f"{name:20s} {row['step_ms']:7.0f} ms a step"
+    line = (
+      f"{name:20s} {row['step_ms']:7.0f} ms a step, "
+      f"{row['busy_ms']:5.0f} of a core"
+    )
     if "sent_bytes" in row:
       line += (
         f"   {row['sent_bytes'] / 1e6:5.2f} MB   "

@@ -5,7 +5,8 @@ from tests.experiments import _loading
 
 def _row(method, seconds, accuracies):
   return {
-    "method": method, "seed": 1, "config": {"bits_per_s": 1e7}, "steps": 100,
+    "method": method, "seed": 1, "steps": 100,
+    "config": {"bits_per_s": 1e7, "model": "lenet"},
     "train_s": seconds, "accuracy": accuracies[-1], "sent_bytes": 2e6,
     "curve": [
       {"accuracy": accuracy, "train_s": seconds * (i + 1) / len(accuracies)}
@@ -23,7 +24,22 @@ def test_seconds_to_an_accuracy_are_those_of_the_same_seed(monkeypatch):
     _row("msdpu, int4", 10.0, (0.5, 0.595)),
   ]
   _, _, base, ours = report.table(rows).splitlines()
-  cells = "10 | ssgd | 1 | 400 | 40 | 1.00 | 60.00 | 40 | 1.00 | 20 | 1.00 | 2"
-  assert base == f"| {cells} |"
-  cells = "10 | msdpu, int4 | 1 | 100 | 10 | 4.00 | 59.50 | reached by 0 of 1 |"
-  assert ours == f"| {cells}  | 10 | 2.00 | 2 |"
+  cells = "ssgd | 1 | 400 | 40 | 1.00 | 60.00 | 40 | 1.00 | 20 | 1.00 | 2"
+  assert base == f"| 10 | lenet | {cells} |"
+  cells = "msdpu, int4 | 1 | 100 | 10 | 4.00 | 59.50 | reached by 0 of 1 |"
+  assert ours == f"| 10 | lenet | {cells}  | 10 | 2.00 | 2 |"
+
+
+def test_the_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
+  _loading.enter("msdpu", monkeypatch)
+  report = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
+  ours = _row("msdpu, int4", 10.0, (0.1, 0.2, 0.3, 0.4))
+  steps = (10, 30, 90, 100)  # 20 steps in 2.5 s, then 60.
+  ours["curve"] = [
+    point | {"step": step}
+    for point, step in zip(ours["curve"], steps, strict=True)
+  ]
+  base = _row("ssgd", 25.0, (0.1, 0.2))
+  assert report.bounds([base, ours]).splitlines()[-1] == (
+    "| 10 | lenet | 250 | 41.7 | 6.0 |"
+  )

@@ -16,6 +16,7 @@ VARIANTS = [
   ("mlp", {"hidden_sizes": (20, 30)}),
   ("lenet", {}),
   ("cnn", {}),
+  ("cnn", {"hidden_sizes": (20,)}),
   ("alexnet", {"hidden_sizes": (20,)}),
   ("vgg11", {"width": 8}),
   ("vgg11", {"width": 8, "norm": "batch"}),
