@@ -173,15 +173,6 @@ PRESETS: Presets = {
     "CIFAR-10, workers with unlike labels",
     Config(alpha=0.3),
   ),
-  # Rates for `slow_links.py`, where computing is a part of a step to hide in.
-  "cifar10-cnn": (
-    "CIFAR-10, a CNN of 1.1 million parameters: three minutes a run on a core",
-    Config(
-      model="cnn", hidden_sizes=(512,), workers=4, epochs=2.0,
-      warmup_epochs=0.2, seeds=(0,),
-      variants=("ssgd", "ssgd, int4", "local_sgd H=8", "msdpu, int4"),
-    ),
-  ),
   "smoke": (
     "digits, a few steps: that it runs",
     Config(

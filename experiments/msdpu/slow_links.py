@@ -7,9 +7,8 @@ r"""Seconds to an accuracy, where messages go over slow links.
 Real processes over `jax.distributed`, a worker each, a link of its own each.
 Variants take turns within a seed, so that whatever else the machine does slows
 all alike.  Evaluating and compiling are not counted.  Rates are those that
-`run.py` has found by held-out images: LeNet's for eight workers and as many
-images a step, those of the larger net (`cnn`) for these four.  A command that
-was stopped goes on where it was.
+`run.py` has found by held-out images, for eight workers and as many images a
+step.  A command that was stopped goes on where it was.
 """
 
 import dataclasses
@@ -34,7 +33,6 @@ _RATES = {
     "msdpu, int4": 0.05,
     "msdpu": 0.025,
   },
-  "cnn": {},
 }
 # Below synchronous SGD's last accuracy with the same seed.
 _MARGINS = (0.003, 0.01)
