@@ -127,7 +127,9 @@ def main() -> None:
   chains = {name: chain for name, chain in chains.items() if name in built}
   states, programs, sent = {}, {}, {}
   for name, chain in chains.items():
-    step = training.make_step(loss, chain, axis=team.axis)
+    step = training.make_step(
+      loss, chain, axis=team.axis, independent=name == "computation"
+    )
     states[name] = training.init_state(team, chain, model.params, model.state)
     programs[name] = itertools.cycle(
       _programs(name, options.interval, step, team)
