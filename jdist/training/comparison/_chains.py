@@ -138,12 +138,13 @@ class Chains:
   def build(self, train: data.Dataset, seed: int) -> models.Model:
     """Builds the model with the initial parameters of a seed."""
     sizes = self.options.hidden_sizes
+    given: dict[str, Any] = {} if sizes is None else {"hidden_sizes": sizes}
     return models.build(
       self.options.model,
       input_shape=train.input_shape,
       num_classes=train.num_classes,
       seed=seed,
-      **({} if sizes is None else {"hidden_sizes": sizes}),
+      **given,
     )
 
   def hold_out(self) -> "Chains":
