@@ -26,13 +26,11 @@ from jdist.training import comparison
 
 _ROWS = pathlib.Path(__file__).resolve().parent / "results/slow_links.jsonl"
 _RATES = {
-  "lenet": {
-    "ssgd": 0.025,
-    "ssgd, int4": 0.05,
-    "local_sgd H=8": 0.025,
-    "msdpu, int4": 0.05,
-    "msdpu": 0.025,
-  },
+  "ssgd": 0.025,
+  "ssgd, int4": 0.05,
+  "local_sgd H=8": 0.025,
+  "msdpu, int4": 0.05,
+  "msdpu": 0.025,
 }
 # Below synchronous SGD's last accuracy with the same seed.
 _MARGINS = (0.003, 0.01)
@@ -48,7 +46,7 @@ class Config(comparison.Config):
   seeds: tuple[int, ...] = (100,)
   """One run each of every variant."""
 
-  variants: tuple[str, ...] = tuple(_RATES["lenet"])[:4]
+  variants: tuple[str, ...] = tuple(_RATES)[:4]
   """Of those with a rate that was found before."""
 
   evaluations: int = 25
@@ -65,7 +63,7 @@ def run(options: Config) -> None:
   rows = options.rows(_ROWS, links)
   chains = comparison.Chains(options, config.VARIANTS)
   trials = [
-    comparison.Trial("comparison", name, _RATES[options.model][name], seed)
+    comparison.Trial("comparison", name, _RATES[name], seed)
     for seed in options.seeds
     for name in options.variants
   ]
@@ -93,14 +91,14 @@ def reached_s(row: dict[str, Any], accuracy: float) -> float | None:
 def table(rows: list[dict[str, Any]]) -> str:
   """Returns the seconds of each variant, beside synchronous SGD's."""
   lines = [
-    "| Mbit/s | net | variant | seeds | ms a step | seconds of the run | times "
+    "| Mbit/s | variant | seeds | ms a step | seconds of the run | times "
     "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
     "| times sooner | less 1 point | times sooner | MB sent |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
-  for rate, model, own in _settings(rows):
-    base = {row["seed"]: row for row in own if row["method"] == "ssgd"}
-    for name in _RATES[model]:
+  for rate, own in _by_rate(rows):
+    base = {row["seed"]: row for row in own if _is_ssgd(row)}
+    for name in _RATES:
       runs = [x for x in own if x["method"] == name and x["seed"] in base]
       if runs:
         lines.append(_line(rate, name, runs, base))
@@ -114,11 +112,11 @@ def bounds(rows: list[dict[str, Any]]) -> str:
   hides all, which is that of the quickest stretch between two evaluations.
   """
   lines = [
-    "| Mbit/s | net | ms a step of ssgd | ms a step that waits for nothing | "
-    "the bound |",
-    "|---|---|---|---|---|",
+    "| Mbit/s | ms a step of ssgd | ms a step that waits for nothing | the "
+    "bound |",
+    "|---|---|---|---|",
   ]
-  for rate, model, own in _settings(rows):
+  for rate, own in _by_rate(rows):
     base = [1e3 * x["train_s"] / x["steps"] for x in own if _is_ssgd(x)]
     if not base:
       continue
@@ -128,7 +126,7 @@ def bounds(rows: list[dict[str, Any]]) -> str:
     )
     step = statistics.mean(base)
     lines.append(
-      f"| {rate / 1e6:g} | {model} | {step:.0f} | {quickest:.1f} | "
+      f"| {rate / 1e6:g} | {step:.0f} | {quickest:.1f} | "
       f"{step / quickest:.1f} |"
     )
   return "\n".join(lines)
@@ -151,23 +149,12 @@ def _quickest_ms(row: dict[str, Any]) -> float:
   )
 
 
-def _settings(
+def _by_rate(
   rows: list[dict[str, Any]],
-) -> Iterator[tuple[float, str, list[dict[str, Any]]]]:
-  """Yields rates of links, nets, and their rows."""
-  for rate, model in itertools.product(
-    sorted({row["config"]["bits_per_s"] for row in rows}), _RATES
-  ):
-    yield (
-      rate,
-      model,
-      [
-        row
-        for row in rows
-        if row["config"]["bits_per_s"] == rate
-        and row["config"]["model"] == model
-      ],
-    )
+) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+  """Yields rates of links, and their rows."""
+  for rate in sorted({row["config"]["bits_per_s"] for row in rows}):
+    yield rate, [row for row in rows if row["config"]["bits_per_s"] == rate]
 
 
 def _line(
@@ -179,8 +166,7 @@ def _line(
   def mean(values: list[float]) -> float:
     return statistics.mean(values)
 
-  model = runs[0]["config"]["model"]
-  cells = [f"{rate / 1e6:g}", model, name, f"{len(runs)}"]
+  cells = [f"{rate / 1e6:g}", name, f"{len(runs)}"]
   cells.append(f"{mean([1e3 * x['train_s'] / x['steps'] for x in runs]):.0f}")
   cells.append(f"{mean([x['train_s'] for x in runs]):.0f}")
   sooner = [base[x["seed"]]["train_s"] / x["train_s"] for x in runs]

@@ -125,7 +125,7 @@ def _sends_leaf_by_leaf() -> bool:
 
   Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
   gloo takes one array after the other, each with the latency of a whole ring:
-  for the ten leaves of LeNet fifteen times as long as for one buffer of them.
+  for the ten leaves of LeNet ten times as long as for one buffer of them.
   """
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device

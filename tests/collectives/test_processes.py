@@ -21,6 +21,10 @@ def speak(workers_per_device):
   def step(x):
     return {
       "mean": collectives.mean(x, team.axis),
+      # Leaves that share a buffer on their way.
+      "means": collectives.mean(
+        {"a": x[0], "b": x[0, 0].astype(int), "c": x, "d": x[1]}, team.axis
+      ),
       "sum": collectives.sum(x, team.axis),
       "gather": collectives.gather(x, team.axis),
       "exchange": collectives.all_to_all(x, team.axis),
@@ -32,6 +36,15 @@ def speak(workers_per_device):
   results = team.jit(step)(placed)
   everyone = team.gather(results)
   np.testing.assert_allclose(everyone["sum"][0], wanted.sum(0), rtol=1e-5)
+  whole = wanted.astype(int)[:, 0, 0].mean(0), wanted.mean(0)
+  for name, mean in zip(
+    "abcd", (whole[1][0], whole[0], whole[1], whole[1][1]), strict=True
+  ):
+    np.testing.assert_allclose(
+      everyone["means"][name][0], mean, rtol=1e-5, atol=1e-6
+    )
+    for row in everyone["means"][name]:
+      np.testing.assert_array_equal(row, everyone["means"][name][0])
   for name in ("mean", "sum", "gather"):
     for row in everyone[name]:
       np.testing.assert_array_equal(row, everyone[name][0], err_msg=name)
