@@ -401,3 +401,12 @@ def test_leaves_share_a_message_between_cpu_hosts(monkeypatch, name):
   # Two of float32, one each of the integers and of bfloat16.
   assert number(alone) == 6
   assert number(merged) == 4
+
+
+def test_leaves_that_lie_on_several_devices_share_no_buffer(monkeypatch):
+  """A buffer of them would first be gathered."""
+  team = make_team("mesh_2x2")
+  placed = team.place({"a": np.ones((2, 4)), "b": np.ones((2, 6))})
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  means = team.jit(lambda tree: collectives.mean(tree, team.axis))
+  assert means.lower(placed).as_text().count('all_reduce"') == 2

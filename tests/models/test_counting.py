@@ -221,3 +221,16 @@ def test_an_abstract_model_lowers_to_a_program():
   apply = jax.jit(lambda *args: model.apply(*args, train=True))
   lowered = apply.lower(model.params, model.state, x)
   assert "stablehlo.convolution" in lowered.as_text()
+
+
+def test_a_cnn_has_the_hidden_layers_that_were_asked_for():
+  model = models.build(
+    "cnn",
+    input_shape=CIFAR,
+    num_classes=10,
+    abstract=True,
+    hidden_sizes=(512,),
+  )
+  wanted = convs(3, 32, 64, 128) + dense(4 * 4 * 128, 512, 10)
+  found = sum(x.size for x in jax.tree.leaves(model.params))
+  assert found == wanted == 1_147_466

@@ -80,8 +80,6 @@ class Programs:
     for interval in range(1, max(due, *self.stream_steps, 1) + 3):
       window = min(interval, due) or interval
       places += [(window, offset, interval) for offset in range(interval)]
-      if due:  # In the first delayed round nothing is under way.
-        places += [(0, offset, interval) for offset in range(window)]
     chosen = [self._one(*place) for place in places]
     return tuple({choice.control: choice for choice in chosen}.values())
 
