@@ -21,9 +21,6 @@ class Config(_study.Options):
   model: str = "lenet"
   """A name of `jdist.models`."""
 
-  hidden_sizes: tuple[int, ...] | None = None
-  """Units of its hidden dense layers; the model's own if not given."""
-
   workers: int = 8
   """Workers that train together."""
 
@@ -137,14 +134,11 @@ class Chains:
 
   def build(self, train: data.Dataset, seed: int) -> models.Model:
     """Builds the model with the initial parameters of a seed."""
-    sizes = self.options.hidden_sizes
-    given: dict[str, Any] = {} if sizes is None else {"hidden_sizes": sizes}
     return models.build(
       self.options.model,
       input_shape=train.input_shape,
       num_classes=train.num_classes,
       seed=seed,
-      **given,
     )
 
   def hold_out(self) -> "Chains":
