@@ -144,7 +144,7 @@ def ours(
     num_microbatches,
     num_iterations=num_iterations,
     window=window,
-    max_live=live_for_full_use(times, False) if max_live is None else max_live,
+    max_live=live_for_full_use(times) if max_live is None else max_live,
   )
 
 
@@ -156,7 +156,7 @@ def least_window(times: Sequence[StageTimes], num_microbatches: int) -> int:
   with the micro-batches L that the first stage keeps when none ever waits.
   """
   checks.check_int("num_microbatches", num_microbatches, 1)
-  live = max(live_for_full_use(times, False))
+  live = max(live_for_full_use(times))
   return 1 + math.ceil((live - 1) / num_microbatches)
 
 

@@ -44,16 +44,18 @@ class StageTimes:
       )
 
 
-def live_for_full_use(times: Sequence[StageTimes], split: bool) -> list[int]:
+def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
   r"""Returns how many micro-batches each stage keeps when none ever waits.
 
   .. math:: \left\lceil \frac{\sum_{j \ge s} (f_j + b_j) + 2 \sum_{j \ge s}^{S
-    - 2} c_j}{\max_j (f_j + b_j + w_j)} \right\rceil
+    - 2} c_j}{\max_j (f_j + b_j)} \right\rceil
 
   the time from a stage's forward pass to its backward pass, over that of the
-  slowest stage; :math:`S - s` for equal stages and free links.
+  slowest stage; :math:`S - s` for equal stages and free links.  The weight part
+  of a split backward pass does not count: those that wait for theirs are saved,
+  too, and need the room.
   """
-  period = max(x.forward + x.backward + split * x.weight for x in times)
+  period = max(x.forward + x.backward for x in times)
   found, trip = [], 0.0
   for i, x in reversed(list(enumerate(times))):
     trip += x.forward + x.backward
@@ -187,7 +189,7 @@ def greedy(
       are `backward` and `weight`.
   """
   check_times(times)
-  live = live_for_full_use(times, split) if max_live is None else max_live
+  live = live_for_full_use(times) if max_live is None else max_live
   return list_schedule(
     "greedy",
     times,
