@@ -216,8 +216,8 @@ def _blocked(table: Table) -> list[str]:
     other = table.device_of[(target if kind == "send" else source).stage]
     if places[other] == len(programs[other]):
       continue
-    matching = programs[other][places[other]]
-    if matching[1:] == (source, target) and matching[0] != kind:
+    # A send and its receipt are never on one device.
+    if programs[other][places[other]][1:] == (source, target):
       places[device] += 1
       places[other] += 1
       todo += [device, other]
