@@ -67,6 +67,9 @@ def test_recomputation_keeps_inputs_and_costs_a_forward_pass():
   assert [x.backward_s for x in plan.stages] == [12.0, 12.0]
   assert [x.saved_bytes for x in plan.stages] == [8, 50]
   assert plan.memory_bytes == (90 + 32 + 300, 60 + 50 + 200)
+  # What one micro-batch saves while it is run again counts for memory, too.
+  tight = pipeline.partition(costs, _pair(1e6, memory=400), footprint=footprint)
+  assert tight.memory_bytes == (60 + 32 + 200, 90 + 5 + 300)
 
 
 def test_two_hundred_cases_are_those_of_all_cuts():

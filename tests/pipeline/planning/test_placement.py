@@ -68,6 +68,17 @@ def test_the_best_of_more_machines_are_chosen():
   assert plan.bottleneck_s == 2.0
 
 
+def test_machines_alike_but_for_their_memory_are_both_tried():
+  nodes = tuple(
+    cluster.Node(name, memory_bytes=memory)
+    for name, memory in (("small", 1.0), ("large", 1e3))
+  )
+  link = cluster.Topology({("small", "large"): cluster.Link(8.0)})
+  machines = cluster.Cluster(nodes, link, server="small")
+  layers = [_Cost("a", 1.0, 2.0, parameter_bytes=100)]
+  assert pipeline.place(layers, machines, num_stages=1).nodes == ("large",)
+
+
 @pytest.mark.parametrize(("number", "each"), [(2, 4), (4, 4)])
 def test_stages_of_a_machine_follow_each_other(number, each):
   costs = [

@@ -124,6 +124,20 @@ def test_machines_change_their_order_where_that_is_better():
   assert len(found[0].moves) == 2 and found[1] is None
 
 
+def test_another_order_must_gain_as_much_as_a_move():
+  # Slow at first, 5 and 11.7 seconds are left, 11.4 in the other order.
+  costs = [
+    pipeline.LayerCost(name, 1.0, backward_s)
+    for name, backward_s in (("a", 4.0), ("b", 5.0), ("c", 4.7))
+  ]
+  machines = cluster.workers([1.0, 1.0])
+  plan = pipeline.partition(costs, machines)
+  for gain, number in ((0.05, 1), (0.01, 3)):
+    replanner = pipeline.Replanner(plan, costs, machines, patience=1, gain=gain)
+    proposal = replanner.observe([22.0, 5.7], 1.0)
+    assert len(proposal.moves) == number
+
+
 def test_wrong_measurements_are_refused():
   run = _Run()
   for wrong in ([1.0], [1.0, 0.0]):

@@ -90,11 +90,13 @@ def test_memory_counts_versions_and_what_is_kept():
     name: _simulate(
       pipeline.make_table(name, 4, 8), costs, optimizer_copies=2
     ).memory_bytes
-    for name in ("gpipe", "1f1b", "2bw")
+    for name in ("gpipe", "1f1b", "2bw", "zb_h1")
   }
   assert found["gpipe"] == (480, 480, 480, 480)
   assert found["1f1b"] == (440, 430, 420, 410)
   assert found["2bw"] == (540, 530, 520, 510)
+  # A micro-batch is kept until its weight part has ended.
+  assert found["zb_h1"] == (440, 440, 440, 440)
 
 
 def test_utilisation_is_that_of_the_steady_state():

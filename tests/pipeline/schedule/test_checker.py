@@ -27,6 +27,10 @@ _CASES = {
     "device F0 F1 B0 U B1\ndevice F0 B0 F1 B1 U",
     "U/0 comes before B1/0",
   ),
+  "an update before the weight parts": (
+    "device F0 I0 U W0",
+    "U/0 comes before W0/0",
+  ),
   "a stage on two devices": (
     "device F0 F1 B0 B1 U\ndevice F0 B0 U\ndevice F1/1 B1/1",
     "F1/1 is on device 2, and its stage lies on device 1",
@@ -71,6 +75,28 @@ def test_1f1b_deadlocks_with_blocking_sends_and_gpipe_does_not():
     pipeline.check_table(table, sends="blocking")
   gpipe = pipeline.make_table("gpipe", 2, 4)
   assert pipeline.check_table(gpipe, sends="blocking").blocking
+
+
+def test_blocking_sends_are_received_in_their_order():
+  table = pipeline.parse_table("device F0 F1 B0 B1 U\ndevice F1 F0 B0 B1 U")
+  with pytest.raises(ValueError, match="device 0 to send F0/0; device 1 to"):
+    pipeline.check_table(table, sends="blocking")
+
+
+@pytest.mark.parametrize(
+  ("name", "slots"),
+  [("1f1b", ((0, 1), (1, 0))), ("eager_1f1b", ((0, 1), (2, 0)))],
+)
+def test_a_slot_is_free_for_what_comes_as_another_leaves(name, slots):
+  table = pipeline.make_table(name, 2, 4)
+  assert pipeline.check_table(table).slots == slots
+
+
+def test_the_newest_version_is_kept_beside_a_stashed_one():
+  table = pipeline.parse_table(
+    "iterations 2\nwindow 2\nweights stashed\ndevice F0 F0@1 B0 U B0@1 U@1"
+  )
+  assert pipeline.check_table(table).versions == (2,)
 
 
 def test_limits_of_memory_are_checked():

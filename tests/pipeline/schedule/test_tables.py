@@ -48,6 +48,26 @@ def test_1f1b_by_hand():
   ]
 
 
+def test_interleaved_by_hand():
+  table = pipeline.make_table("interleaved", 2, 4)
+  # As Megatron-LM has it; stages 0 and 2 on one device, 1 and 3 on the other.
+  assert [" ".join(map(str, x)) for x in table.devices] == [
+    "F0/0 F1/0 F0/2 F1/2 F2/0 B0/2 F3/0 B1/2 F2/2 B0/0 F3/2 B1/0 "
+    "B2/2 B3/2 U/2 B2/0 B3/0 U/0",
+    "F0/1 F1/1 F0/3 B0/3 F1/3 B1/3 F2/1 B0/1 F3/1 B1/1 F2/3 B2/3 "
+    "F3/3 B3/3 U/3 B2/1 B3/1 U/1",
+  ]
+
+
+def test_interleaved_with_a_stage_on_each_device_is_1f1b():
+  for stages, microbatches in _sizes("interleaved"):
+    table = pipeline.make_table(
+      "interleaved", stages, microbatches, num_chunks=1
+    )
+    flushed = pipeline.make_table("1f1b", stages, microbatches)
+    assert table.devices == flushed.devices
+
+
 def test_zb_h1_delays_the_weight_part_of_stage_s_by_s_micro_batches():
   table = pipeline.make_table("zb_h1", 2, 3)
   orders = [" ".join(str(x).split("/")[0] for x in x) for x in table.devices]
@@ -118,8 +138,10 @@ def test_micro_batches_that_are_kept(name, live):
 def test_versions_that_are_kept_and_how_late_gradients_are(
   table, versions, delays
 ):
-  report = pipeline.check_table(pipeline.make_table(*table))
+  table = pipeline.make_table(*table)
+  report = pipeline.check_table(table)
   assert (report.versions, report.delays) == (versions, delays)
+  assert table.window == 1 + max(delays)
 
 
 def test_ours_leaves_no_device_waiting_once_it_is_full():
@@ -132,6 +154,14 @@ def test_ours_leaves_no_device_waiting_once_it_is_full():
     )
     # Ten iterations more take their work alone.
     assert many - few == pytest.approx(10 * microbatches * 3.0)
+
+
+def test_a_message_is_awaited_in_both_directions():
+  times = [pipeline.StageTimes(send=1.0)] * 3
+  # Ten units there and back, in which five micro-batches fit.
+  assert schedule.least_window(times, 1) == 5
+  table = pipeline.greedy(times, 8)
+  assert pipeline.check_table(table).live == (5, 3, 1)
 
 
 def test_a_smaller_window_makes_devices_wait():
@@ -161,6 +191,18 @@ def test_greedy_does_as_well_as_1f1b_and_better_for_unequal_times():
     return max(x + _seconds(action) for action, x in starts.items())
 
   assert end(pipeline.greedy(far, 8)) < end(pipeline.make_table("1f1b", 4, 8))
+
+
+def test_greedy_split_in_two_parts_is_faster_than_whole():
+  for stages, microbatches in ((3, 8), (4, 8), (4, 16)):
+    split, whole = (
+      _makespan(pipeline.greedy(times, microbatches, split=split))
+      for times, split in (
+        ([pipeline.StageTimes(1.0, 1.0, 1.0)] * stages, True),
+        ([pipeline.StageTimes(1.0, 2.0)] * stages, False),
+      )
+    )
+    assert split < whole
 
 
 def test_greedy_may_be_kept_to_the_memory_of_each_stage():

@@ -59,6 +59,13 @@ def test_a_leaf_that_has_not_begun_keeps_its_part_of_the_state():
   assert not trace["early"].any() and trace["late"]["w"] > 0
 
 
+def test_a_schedule_begins_with_the_first_gradient_that_arrives():
+  first = optax.sgd(lambda count: jnp.where(count == 0, 0.5, 0.0))
+  found, _ = run(transforms.delay_gradients(first, 2), PARAMS, 4)
+  half = jax.tree.map(lambda w: 0.5 * w, PARAMS)
+  chex.assert_trees_all_equal(found[2:], [PARAMS, half, half])
+
+
 def test_a_leaf_keeps_as_many_gradients_as_it_waits_steps():
   optimizer = transforms.delay_gradients(MOMENTUM, {"early": 3, "late": 0})
   pending = optimizer.init(PARAMS).pending
@@ -102,6 +109,17 @@ def test_drained_every_leaf_has_had_all_its_gradients():
     np.testing.assert_allclose(leaf, w[-1], rtol=1e-5)
   again, same = transforms.drain(optimizer, state, drained)
   chex.assert_trees_all_equal((again, same), (drained, state))
+
+
+def test_a_drain_decays_weights_as_its_updates_leave_them():
+  decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
+  optimizer = transforms.delay_gradients(decayed, 2)
+  found, state = run(optimizer, PARAMS, 6)
+  w = found[-1]
+  for gradient in found[4:6]:
+    w = jax.tree.map(lambda w, g: w - 0.1 * (g + 0.5 * w), w, gradient)
+  drained, _ = transforms.drain(optimizer, state, found[-1])
+  chex.assert_trees_all_close(drained, w, rtol=1e-6)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 4])
