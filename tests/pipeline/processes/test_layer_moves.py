@@ -1,6 +1,7 @@
 """Layers move between processes, and training goes on as if they had not."""
 
 import dataclasses
+import unittest.mock
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 from jdist import models, pipeline
+from jdist.pipeline.processes import _peers
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -120,14 +122,22 @@ def test_tied_parameters_come_to_each_stage_that_has_them():
       found.append(process)
     first, second = found
     state, _ = first.run(first.init_state(_optimizer()), [batch])
-    moved = pipeline.move_layers(state, first, second, _optimizer())
+    with unittest.mock.patch.object(peers, "send", wraps=peers.send) as send:
+      moved = pipeline.move_layers(state, first, second, _optimizer())
+      sent = [call.args[1:] for call in send.mock_calls]
     moved, _ = second.run(moved, [batch])
-    own = {s: jax.tree.leaves(x) for s, x in moved.params.items()}
     trained, _ = first.run(first.init_state(_optimizer()), [batch] * 2)
-    return second.gather(moved), first.gather(trained), own
+    return (
+      second.gather(moved),
+      first.gather(trained),
+      [arrays for tag, arrays in sent if tag.kind == _peers.Kind.LAYERS],
+    )
 
-  for moved, wanted, _ in in_threads(2, work):
+  for device, (moved, wanted, sent) in enumerate(in_threads(2, work)):
     assert small.error(moved, wanted) < 1e-5
+    # The layer between and its momentum: both have the tied matrix already.
+    shapes = [[x.shape for x in arrays] for arrays in sent]
+    assert shapes == ([] if device == 0 else [[(6, 6), (6, 6)]])
 
 
 def _alone(layers=None, cuts=2):

@@ -8,6 +8,7 @@ import pytest
 
 import jdist
 from jdist import collectives, models, pipeline, training, transforms
+from jdist.pipeline.processes import _segment
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -188,6 +189,22 @@ def test_each_asynchronous_table_reads_the_versions_it_names(
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
   if delays is not None:
     assert pipeline.check_table(table).delays == delays
+
+
+def test_no_more_versions_are_held_than_the_table_has(monkeypatch):
+  drop, held = _segment.Segment._drop, [0, 0, 0]
+
+  def recorded(self, place, action):
+    drop(self, place, action)
+    here = len(self._params[action.stage])
+    held[action.stage] = max(held[action.stage], here)
+
+  monkeypatch.setattr(_segment.Segment, "_drop", recorded)
+  table = pipeline.make_table("pipedream", 3, 1, num_iterations=8)
+  layers = small.layers(small.UNLIKE[:4])
+  batches = small.batches(8, 1, _MICRO, small.UNLIKE[:4])
+  _train(layers, table, batches, sizes=small.UNLIKE[:4], recompute="stage")
+  assert tuple(held) == pipeline.check_table(table).versions
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["", "clipped"])

@@ -14,7 +14,10 @@ UNLIKE = (6, 12, 7, 9, 5)
 
 
 def layers(sizes=SIZES, *, statistics=False, dtype=jnp.float32):
-  """Dense layers; with statistics they normalize and keep running means."""
+  """Dense layers; with statistics they normalize and keep running means.
+
+  They read what was kept before, too: who runs one again must have that state.
+  """
   generator = np.random.default_rng(0)
   found = []
   for i, (a, b) in enumerate(itertools.pairwise(sizes)):
@@ -34,8 +37,9 @@ def _dense(name, statistics):
       weight = jnp.ones(len(y), y.dtype) if mask is None else mask
       total = jnp.maximum(weight.sum(), 1).astype(y.dtype)
       mean = (y * weight[:, None].astype(y.dtype)).sum(0) / total
-      state = {name: {"mean": 0.5 * state[name]["mean"] + 0.5 * mean}}
-      y = y - mean
+      before = state[name]["mean"]
+      state = {name: {"mean": 0.5 * before + 0.5 * mean}}
+      y = y - mean + before
     return jnp.tanh(y), state
 
   return apply
