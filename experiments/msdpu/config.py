@@ -169,6 +169,14 @@ PRESETS: Presets = {
     "MNIST, LeNet: a minute a run on 2 cores",
     Config(dataset="mnist", epochs=2.0, warmup_epochs=0.2),
   ),
+  "mnist-mlp": (
+    "MNIST, an MLP, whose messages are large for its computation",
+    Config(dataset="mnist", model="mlp", epochs=2.0, warmup_epochs=0.2),
+  ),
+  "cifar10-mlp": (
+    "CIFAR-10, an MLP with as many parameters as six LeNets",
+    Config(model="mlp"),
+  ),
   "cifar10-skewed": (
     "CIFAR-10, workers with unlike labels",
     Config(alpha=0.3),
