@@ -1,7 +1,8 @@
 r"""Seconds to an accuracy, where messages go over slow links.
 
     sudo python scripts/slow_network.py --hosts 4 --rate 10mbit \
-      --timeout-s 14400 -- python experiments/msdpu/slow_links.py --seeds 100
+      --timeout-s 14400 -- python experiments/msdpu/slow_links.py cifar10 \
+      --seeds 100
     python experiments/msdpu/slow_links.py report
 
 Real processes over `jax.distributed`, a worker each, a link of its own each.
@@ -25,12 +26,22 @@ from jdist import training
 from jdist.training import comparison
 
 _ROWS = pathlib.Path(__file__).resolve().parent / "results/slow_links.jsonl"
+# Of each preset of `run.py`.
 _RATES = {
-  "ssgd": 0.025,
-  "ssgd, int4": 0.05,
-  "local_sgd H=8": 0.025,
-  "msdpu, int4": 0.05,
-  "msdpu": 0.025,
+  "cifar10": {
+    "ssgd": 0.025,
+    "ssgd, int4": 0.05,
+    "local_sgd H=8": 0.025,
+    "msdpu, int4": 0.05,
+    "msdpu": 0.025,
+  },
+  "mnist-mlp": {
+    "ssgd": 0.1,
+    "ssgd, int4": 0.1,
+    "local_sgd H=8": 0.05,
+    "msdpu, int4": 0.1,
+    "msdpu": 0.1,
+  },
 }
 # Below synchronous SGD's last accuracy with the same seed.
 _MARGINS = (0.003, 0.01)
@@ -46,14 +57,39 @@ class Config(comparison.Config):
   seeds: tuple[int, ...] = (100,)
   """One run each of every variant."""
 
-  variants: tuple[str, ...] = tuple(_RATES)[:4]
+  variants: tuple[str, ...] = tuple(_RATES["cifar10"])[:4]
   """Of those with a rate that was found before."""
 
   evaluations: int = 25
   """In a run, equally far apart, the last one at its end."""
 
 
-def run(options: Config) -> None:
+def _preset(name: str) -> tuple[str, Config]:
+  """Returns a preset of `run.py`, as it runs over links."""
+  text, options = config.PRESETS[name]
+  own = {
+    field.name: getattr(options, field.name)
+    for field in dataclasses.fields(options)
+    if field.name not in ("workers", "seeds", "variants", "evaluations")
+  }
+  return text, Config(**own)
+
+
+PRESETS = {name: _preset(name) for name in _RATES}
+
+
+def _problem(row: dict[str, Any]) -> str:
+  """Returns the preset that a row is of."""
+  for name, (_, options) in PRESETS.items():
+    if all(
+      row["config"].get(key, getattr(options, key)) == getattr(options, key)
+      for key in ("dataset", "model")
+    ):
+      return name
+  raise ValueError(f"No preset has the row's problem: {row['config']}.")
+
+
+def run(preset: str, options: Config) -> None:
   """Runs what is missing; process 0 writes the rows."""
   links = comparison.join_hosts(options.workers)
   if links is None:
@@ -63,7 +99,7 @@ def run(options: Config) -> None:
   rows = options.rows(_ROWS, links)
   chains = comparison.Chains(options, config.VARIANTS)
   trials = [
-    comparison.Trial("comparison", name, _RATES[name], seed)
+    comparison.Trial("comparison", name, _RATES[preset][name], seed)
     for seed in options.seeds
     for name in options.variants
   ]
@@ -91,17 +127,17 @@ def reached_s(row: dict[str, Any], accuracy: float) -> float | None:
 def table(rows: list[dict[str, Any]]) -> str:
   """Returns the seconds of each variant, beside synchronous SGD's."""
   lines = [
-    "| Mbit/s | variant | seeds | ms a step | seconds of the run | times "
+    "| on | Mbit/s | variant | seeds | ms a step | seconds of the run | times "
     "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
     "| times sooner | less 1 point | times sooner | MB sent |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
-  for rate, own in _by_rate(rows):
+  for preset, rate, own in _by_links(rows):
     base = {row["seed"]: row for row in own if _is_ssgd(row)}
-    for name in _RATES:
+    for name in _RATES[preset]:
       runs = [x for x in own if x["method"] == name and x["seed"] in base]
       if runs:
-        lines.append(_line(rate, name, runs, base))
+        lines.append(_line([preset, f"{rate / 1e6:g}", name], runs, base))
   return "\n".join(lines)
 
 
@@ -112,11 +148,11 @@ def bounds(rows: list[dict[str, Any]]) -> str:
   hides all, which is that of the quickest stretch between two evaluations.
   """
   lines = [
-    "| Mbit/s | ms a step of ssgd | ms a step that waits for nothing | the "
-    "bound |",
-    "|---|---|---|---|",
+    "| on | Mbit/s | ms a step of ssgd | ms a step that waits for nothing | "
+    "the bound |",
+    "|---|---|---|---|---|",
   ]
-  for rate, own in _by_rate(rows):
+  for preset, rate, own in _by_links(rows):
     base = [1e3 * x["train_s"] / x["steps"] for x in own if _is_ssgd(x)]
     if not base:
       continue
@@ -126,7 +162,7 @@ def bounds(rows: list[dict[str, Any]]) -> str:
     )
     step = statistics.mean(base)
     lines.append(
-      f"| {rate / 1e6:g} | {step:.0f} | {quickest:.1f} | "
+      f"| {preset} | {rate / 1e6:g} | {step:.0f} | {quickest:.1f} | "
       f"{step / quickest:.1f} |"
     )
   return "\n".join(lines)
@@ -149,24 +185,25 @@ def _quickest_ms(row: dict[str, Any]) -> float:
   )
 
 
-def _by_rate(
+def _by_links(
   rows: list[dict[str, Any]],
-) -> Iterator[tuple[float, list[dict[str, Any]]]]:
-  """Yields rates of links, and their rows."""
-  for rate in sorted({row["config"]["bits_per_s"] for row in rows}):
-    yield rate, [row for row in rows if row["config"]["bits_per_s"] == rate]
+) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
+  """Yields presets, rates of links, and their rows."""
+  for preset in _RATES:
+    own = [row for row in rows if _problem(row) == preset]
+    for rate in sorted({row["config"]["bits_per_s"] for row in own}):
+      yield preset, rate, [x for x in own if x["config"]["bits_per_s"] == rate]
 
 
 def _line(
-  rate: float,
-  name: str,
+  cells: list[str],
   runs: list[dict[str, Any]],
   base: dict[int, dict[str, Any]],
 ) -> str:
   def mean(values: list[float]) -> float:
     return statistics.mean(values)
 
-  cells = [f"{rate / 1e6:g}", name, f"{len(runs)}"]
+  cells = [*cells, f"{len(runs)}"]
   cells.append(f"{mean([1e3 * x['train_s'] / x['steps'] for x in runs]):.0f}")
   cells.append(f"{mean([x['train_s'] for x in runs]):.0f}")
   sooner = [base[x["seed"]]["train_s"] / x["train_s"] for x in runs]
@@ -195,4 +232,5 @@ if __name__ == "__main__":
   else:
     import tyro
 
-    run(tyro.cli(Config))
+    options = tyro.extras.overridable_config_cli(PRESETS)
+    run(next(word for word in sys.argv[1:] if word in PRESETS), options)

@@ -6,7 +6,7 @@ from tests.experiments import _loading
 def _row(method, seconds, accuracies):
   return {
     "method": method, "seed": 1, "steps": 100,
-    "config": {"bits_per_s": 1e7},
+    "config": {"bits_per_s": 1e7, "dataset": "cifar10", "model": "lenet"},
     "train_s": seconds, "accuracy": accuracies[-1], "sent_bytes": 2e6,
     "curve": [
       {"accuracy": accuracy, "train_s": seconds * (i + 1) / len(accuracies)}
@@ -25,9 +25,9 @@ def test_seconds_to_an_accuracy_are_those_of_the_same_seed(monkeypatch):
   ]
   _, _, base, ours = report.table(rows).splitlines()
   cells = "ssgd | 1 | 400 | 40 | 1.00 | 60.00 | 40 | 1.00 | 20 | 1.00 | 2"
-  assert base == f"| 10 | {cells} |"
+  assert base == f"| cifar10 | 10 | {cells} |"
   cells = "msdpu, int4 | 1 | 100 | 10 | 4.00 | 59.50 | reached by 0 of 1 |"
-  assert ours == f"| 10 | {cells}  | 10 | 2.00 | 2 |"
+  assert ours == f"| cifar10 | 10 | {cells}  | 10 | 2.00 | 2 |"
 
 
 def test_the_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
@@ -41,5 +41,5 @@ def test_the_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
   ]
   base = _row("ssgd", 25.0, (0.1, 0.2))
   assert report.bounds([base, ours]).splitlines()[-1] == (
-    "| 10 | 250 | 41.7 | 6.0 |"
+    "| cifar10 | 10 | 250 | 41.7 | 6.0 |"
   )
