@@ -1,6 +1,6 @@
 """Layers that move between processes, with what an optimizer has of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -9,7 +9,7 @@ import optax
 
 from jdist import checks
 from jdist.pipeline.processes import _device_part, _peers
-from jdist.pipeline.runtime import LayerLike, needs_all
+from jdist.pipeline.runtime import LayerLike
 from jdist.pipeline.schedule import Table
 from jdist.storage import hashes
 
@@ -32,6 +32,8 @@ class ProcessLike(Protocol):
     self, optimizer: optax.GradientTransformation
   ) -> _device_part.ProcessState: ...
 
+  def sees_all(self, optimizer: optax.GradientTransformation) -> bool: ...
+
 
 def move_layers(
   state: _device_part.ProcessState,
@@ -45,7 +47,8 @@ def move_layers(
   A leaf goes to where its parameter goes, as raw bytes; what a process has
   already is not sent.  An optimizer's leaf belongs to the parameter in whose
   path its own ends, as in all chains that treat each parameter by itself; the
-  others, such as counts, must be equal in all stages and stay so.
+  others, such as counts, must be equal in all stages and stay so.  The state of
+  one that decides by all leaves is whole: it goes to the first stage's device.
 
   Args:
     state: of `before`.
@@ -61,20 +64,16 @@ def move_layers(
       be taken apart.
   """
   checks.check_optimizer("optimizer", optimizer)
-  if needs_all(
-    optimizer, num_parts=len(after.stages), num_stages=len(after.stages),
-    agree=False, named=True,
-  ):  # fmt: skip
-    raise ValueError(
-      "`optimizer` must see the leaves of one stage at a time where layers "
-      f"move, got one that decides by all leaves. {_REMEDY}"
-    )
+  whole = before.sees_all(optimizer) or after.sees_all(optimizer)
+  init = (lambda params: ()) if whole else optimizer.init
   _check_layers(before, after)
-  wanted = {s: _Leaves(x, optimizer) for s, x in enumerate(after.stages)}
-  having = {s: _Leaves(x, optimizer) for s, x in enumerate(before.stages)}
+  wanted = {s: _Leaves(x, init) for s, x in enumerate(after.stages)}
+  having = {s: _Leaves(x, init) for s, x in enumerate(before.stages)}
   _check_common([*having.values(), *wanted.values()])
+  every = state._replace(opt_state=dict.fromkeys(state.params, ()))
+  taken = every if whole else state
   arrays = {
-    s: dict(having[s].named(*(getattr(state, field)[s] for field in _FIELDS)))
+    s: dict(having[s].named(*(getattr(taken, field)[s] for field in _FIELDS)))
     for s in state.params
   }
   common = _common(arrays, having)
@@ -110,19 +109,59 @@ def move_layers(
           came = before.peers.receive(source, tag, like)
           found[s] |= dict(zip(names, came, strict=True))
   moved = {s: wanted[s].tree(values) for s, values in found.items()}
-  after.init_state(optimizer)  # Makes its update program.
+  fresh = after.init_state(optimizer)  # Makes its update program.
   params, opt_state, model_state = (
     {s: tree[i] for s, tree in moved.items()} for i in range(len(_FIELDS))
   )
+  if whole:
+    opt_state |= _whole_state(state, before, after, fresh.opt_state)
   return state._replace(
     params=params, opt_state=opt_state, model_state=model_state
   )
 
 
+def _whole_state(
+  state: _device_part.ProcessState,
+  before: ProcessLike,
+  after: ProcessLike,
+  fresh: Mapping[int, PyTree],
+) -> dict[int, PyTree]:
+  """Returns the state of an optimizer of all stages, where the first one is."""
+  device = 0 if before.peers is None else before.peers.device
+  source, target = before.table.device_of[0], after.table.device_of[0]
+  if source == target:
+    return {0: state.opt_state[0]} if device == target else {}
+  tag = _peers.Tag(_peers.Kind.LAYERS, 0, 1, state.step)
+  assert before.peers is not None, "there are other devices"
+  if device == source:
+    own = jax.tree.map(_numbers, state.opt_state[0])
+    before.peers.send(target, tag, jax.tree.leaves(own))
+  if device != target:
+    return {}
+  like = fresh[0]
+  own = jax.tree.map(_numbers, like)
+  came = before.peers.receive(source, tag, jax.tree.leaves(own))
+  found = jax.tree.unflatten(jax.tree.structure(like), came)
+  return {0: jax.tree.map(_as_kept, found, like)}
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+  """Returns the numbers of a random key, and of another array itself."""
+  key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(x) if key else x
+
+
+def _as_kept(x: Any, like: Any) -> jax.Array:
+  """Undoes `_numbers`."""
+  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+  return jnp.asarray(x)
+
+
 class _Leaves:
   """The leaves of a stage by name: those of parameters, and common ones."""
 
-  def __init__(self, stage: Any, optimizer: optax.GradientTransformation):
+  def __init__(self, stage: Any, init: Callable[[PyTree], PyTree]):
     if not isinstance(stage.params, Mapping):
       raise ValueError(
         "`stages` must have dicts of parameters, which name their layers, got "
@@ -130,7 +169,7 @@ class _Leaves:
         "names."
       )
     self._like = jax.eval_shape(
-      lambda: (stage.params, optimizer.init(stage.params), stage.state)
+      lambda: (stage.params, init(stage.params), stage.state)
     )
     self._paths = [
       jax.tree_util.keystr(path)
@@ -228,11 +267,4 @@ def _sources(
 
 
 def _digest(arrays: Iterable[Any]) -> str:
-  return hashes.fingerprint(
-    *(
-      jax.random.key_data(x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-      for x in arrays
-    )
-  )
+  return hashes.fingerprint(*map(_numbers, arrays))

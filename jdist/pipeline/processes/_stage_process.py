@@ -221,14 +221,7 @@ class StageProcess:
     self._updates = updates = _update_program.UpdateProgram(
       optimizer,
       self.table.num_microbatches,
-      whole=needs_all(
-        optimizer,
-        num_parts=len(self.stages),
-        num_stages=len(self.stages),
-        tied=bool(self._part.tied),
-        agree=False,
-        named=True,
-      ),
+      whole=self.sees_all(optimizer),
     )
     if updates.whole:
       _device_part.check_barriers(
@@ -247,6 +240,17 @@ class StageProcess:
       opt_state,
       {s: _part_of(self.stages[s].state, model_state) for s in self._part.own},
       np.asarray(jax.random.key_data(jax.random.key(seed))),
+    )
+
+  def sees_all(self, optimizer: optax.GradientTransformation) -> bool:
+    """Returns whether a chain runs on the first stage's device, for all."""
+    return needs_all(
+      optimizer,
+      num_parts=len(self.stages),
+      num_stages=len(self.stages),
+      tied=bool(self._part.tied),
+      agree=False,
+      named=True,
     )
 
   def save(

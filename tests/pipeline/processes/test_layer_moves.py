@@ -140,6 +140,56 @@ def test_tied_parameters_come_to_each_stage_that_has_them():
     assert shapes == ([] if device == 0 else [[(6, 6), (6, 6)]])
 
 
+def _all_leaves():
+  """Decides by the norm of all leaves, and has a key that is no parameter's."""
+
+  def update(grads, key, params=None):
+    del params
+    key, now = jax.random.split(key)
+    return jax.tree.map(lambda g: g * jax.random.uniform(now), grads), key
+
+  scaled = optax.GradientTransformation(lambda _: jax.random.key(5), update)
+  return optax.chain(
+    optax.clip_by_global_norm(0.05), scaled, optax.trace(0.9), optax.scale(-0.1)
+  )
+
+
+def test_an_optimizer_of_all_leaves_moves_to_the_first_stage():
+  tables = [pipeline.make_table("1f1b", 2, 2)]
+  tables += [dataclasses.replace(tables[0], devices=tables[0].devices[::-1])]
+
+  def train(peers):
+    with jax.enable_x64(True):
+      first, second, third = (
+        _process(peers, cuts, table, dtype=jnp.float64)
+        for cuts, table in (
+          ([1], tables[0]),
+          ([3], tables[0]),
+          ([2], tables[1]),
+        )
+      )
+      batches = _batches(np.float64)
+      kept, losses = first.run(first.init_state(_all_leaves()), batches)
+      state, found = first.run(first.init_state(_all_leaves()), batches[:2])
+      # First the layers alone, then the first stage, too.
+      state = pipeline.move_layers(state, first, second, _all_leaves())
+      state, more = second.run(state, batches[2:4])
+      state = pipeline.move_layers(state, second, third, _all_leaves())
+      assert list(state.params) == [1 - peers.device]
+      state, rest = third.run(state, batches[4:])
+      return (
+        first.gather(kept),
+        third.gather(state),
+        losses,
+        found + more + rest,
+      )
+
+  for kept, moved, losses, found in in_threads(2, train):
+    assert small.error(moved, kept) < 1e-12
+    for a, b in zip(found, losses, strict=True):
+      assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
+
+
 def _alone(layers=None, cuts=2):
   table = pipeline.make_table("interleaved", 1, 2, num_chunks=2)
   return _process(None, cuts, table, layers)
