@@ -54,6 +54,8 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   "msdpu": (
     ("report.py", "cifar10"),
     ("report.py", "mnist"),
+    ("report.py", "mnist-mlp"),
+    ("report.py", "cifar10-mlp"),
     ("report.py", "cifar10-skewed"),
     ("report.py", "overlap"),
     ("slow_links.py", "report"),

@@ -42,6 +42,12 @@ _RATES = {
     "msdpu, int4": 0.1,
     "msdpu": 0.1,
   },
+  "cifar10-mlp": {
+    "ssgd": 0.05,
+    "ssgd, int4": 0.05,
+    "local_sgd H=8": 0.025,
+    "msdpu, int4": 0.025,
+  },
 }
 # Below synchronous SGD's last accuracy with the same seed.
 _MARGINS = (0.003, 0.01)

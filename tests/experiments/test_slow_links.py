@@ -1,5 +1,6 @@
 """The report of MSDPU's runs over slow links reads rows as it should."""
 
+from jdist import training
 from tests.experiments import _loading
 
 
@@ -43,3 +44,16 @@ def test_the_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
   assert report.bounds([base, ours]).splitlines()[-1] == (
     "| cifar10 | 10 | 250 | 41.7 | 6.0 |"
   )
+
+
+def test_rates_are_those_that_were_found_before(monkeypatch):
+  _loading.enter("msdpu", monkeypatch)
+  links = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
+  for preset, rates in links._RATES.items():
+    path = _loading.FOLDER / "msdpu" / "results" / f"{preset}.jsonl"
+    found = {
+      (row["method"], row["learning_rate"])
+      for row in training.read_rows(path)
+      if row["purpose"] == "comparison" and row["method"] in rates
+    }
+    assert found == set(rates.items())
