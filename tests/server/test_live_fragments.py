@@ -4,6 +4,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -133,6 +134,22 @@ def test_a_learner_keeps_what_is_not_merged_by_hand():
   state = worker._take(header["pulled"], header["more"], payload)
   chex.assert_trees_all_close(
     state.params, server_side.model.params, rtol=1e-5, atol=1e-6
+  )
+
+
+def test_progress_that_is_not_pushed_is_kept_for_the_next_push():
+  worker = runner(0)._worker
+  first = [jnp.asarray(x) for x in jax.tree.leaves(live.MODEL.params)]
+  state = worker.start(first, {})
+  params = jax.tree.map(lambda w: w - 0.25, state.params)
+  arrived = [x + 1.0 for x in first]
+  state = worker.take(state._replace(params=params), {0: arrived}, {})
+  chex.assert_trees_all_close(
+    jax.tree.leaves(state.params), [x + 0.75 for x in first], rtol=1e-6
+  )
+  _, progress = worker.push(state, 0)
+  chex.assert_trees_all_close(
+    progress, [jnp.full_like(x, 0.25) for x in first], rtol=1e-5
   )
 
 

@@ -260,6 +260,19 @@ def test_updates_sum_in_the_order_of_joining():
   assert update.tasks == (0, 1, 2)
 
 
+def test_who_left_after_its_push_is_summed_last():
+  protocol = server.BSP()
+  state = protocol.init("abc")
+  # Its task has the least number.
+  for worker in "bca":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  for task, worker in enumerate("bc"):
+    protocol.receive(state, 0.0, server.Push(worker, task, 32, 1.0))
+  protocol.receive(state, 0.0, server.Leave("b"))
+  (update,) = protocol.receive(state, 0.0, server.Push("a", 2, 32, 1.0))
+  assert update.tasks == (2, 1, 0)
+
+
 def test_a_barrier_weighs_by_samples():
   protocol = server.BSP(
     batches=server.SpeedBatches(total=40, smoothing=0.0),

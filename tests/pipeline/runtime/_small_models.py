@@ -45,19 +45,25 @@ def _dense(name, statistics):
   return apply
 
 
-def tied_layers():
-  """Embedding and output of the same matrix, with a layer between."""
+def tied_layers(between=1):
+  """Embedding and output of the same matrix, with layers between."""
   generator = np.random.default_rng(3)
   table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
-  weight = jnp.asarray(generator.normal(size=(6, 6)) / 3, jnp.float32)
+  weights = generator.normal(size=(between, 6, 6)) / 3
 
   def embed(params, state, x, *, train, mask=None):
     del train, mask
     return x @ params["table"], state
 
-  def middle(params, state, x, *, train, mask=None):
-    del train, mask
-    return jnp.tanh(x @ params["middle"]["w"]), state
+  def middle(i):
+    name = f"middle{i}" if i else "middle"
+
+    def apply(params, state, x, *, train, mask=None):
+      del train, mask
+      return jnp.tanh(x @ params[name]["w"]), state
+
+    weight = jnp.asarray(weights[i], jnp.float32)
+    return models.Layer(name, {name: {"w": weight}}, {}, apply)
 
   def output(params, state, x, *, train, mask=None):
     del train, mask
@@ -65,7 +71,7 @@ def tied_layers():
 
   return [
     models.Layer("embed", {"table": table}, {}, embed),
-    models.Layer("middle", {"middle": {"w": weight}}, {}, middle),
+    *map(middle, range(between)),
     models.Layer("output", {"table": table}, {}, output),
   ]
 
