@@ -45,24 +45,25 @@ def _dense(name, statistics):
   return apply
 
 
-def tied_layers(between=1):
-  """Embedding and output of the same matrix, with layers between."""
+def tied_layers(before=False):
+  """Embedding and output of the same matrix, with a layer between.
+
+  Another layer stands before them if `before`.
+  """
   generator = np.random.default_rng(3)
   table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
-  weights = generator.normal(size=(between, 6, 6)) / 3
+  weight = jnp.asarray(generator.normal(size=(6, 6)) / 3, jnp.float32)
+  square = jnp.asarray(generator.normal(size=(8, 8)) / 3, jnp.float32)
 
   def embed(params, state, x, *, train, mask=None):
     del train, mask
     return x @ params["table"], state
 
-  def middle(i):
-    name = f"middle{i}" if i else "middle"
-
+  def dense(name, weight):
     def apply(params, state, x, *, train, mask=None):
       del train, mask
       return jnp.tanh(x @ params[name]["w"]), state
 
-    weight = jnp.asarray(weights[i], jnp.float32)
     return models.Layer(name, {name: {"w": weight}}, {}, apply)
 
   def output(params, state, x, *, train, mask=None):
@@ -70,8 +71,9 @@ def tied_layers(between=1):
     return x @ params["table"].T, state
 
   return [
+    *([dense("first", square)] if before else []),
     models.Layer("embed", {"table": table}, {}, embed),
-    *map(middle, range(between)),
+    dense("middle", weight),
     models.Layer("output", {"table": table}, {}, output),
   ]
 
