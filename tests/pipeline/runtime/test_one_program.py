@@ -239,21 +239,23 @@ def _unfixed():
 
 def test_drained_it_has_applied_every_gradient_and_begins_anew():
   table = pipeline.ours(4, 4, window=2)
-  pipe, layers = _pipe(table, late_sends=False)
+  pipe, layers = _pipe(table, statistics=True, late_sends=False)
   batches = small.batches(5, 1, _MICRO * 4)
   state, _ = _train(pipe, batches, drained=True)
   assert int(state.opt_state.step[0]) == 0
   # The gradients of five iterations, each at the parameters one update ago.
-  params, _ = small.merged(layers)
+  params, model_state = small.merged(layers)
   optimizer = optax.sgd(0.1, momentum=0.9)
   kept, versions = optimizer.init(params), [params]
   gradient = training.make_gradient(small.whole_loss(layers), accumulate=4)
   for k, batch in enumerate(batches):
     one = jax.tree.map(lambda x: x[0], batch)
-    found = gradient(versions[max(0, k - 1)], {}, one, jax.random.key(0))
+    read = versions[max(0, k - 1)]
+    found = gradient(read, model_state, one, jax.random.key(0))
+    model_state = found.model_state
     updates, kept = optimizer.update(found.grads, kept)
     versions.append(optax.apply_updates(versions[-1], updates))
-  assert small.error(_split(pipe, state)[0], versions[-1]) < 1e-5
+  assert small.error(_split(pipe, state), (versions[-1], model_state)) < 1e-5
 
 
 @pytest.mark.parametrize(
