@@ -287,6 +287,36 @@ def test_a_run_with_failures_is_resumed_to_the_bit(ahead, tmp_path):
   assert [x.train_loss for x in found] == [x.train_loss for x in records]
 
 
+def test_who_returns_keeps_nothing_of_discarded_pushes():
+  found = []
+  for steps_are_made in (True, False):
+    samples = data.SampleStream(gradients.DIGITS, 1, seed=0, owned=True)
+    learner = server.FragmentLearner(
+      gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
+      workers=["a"], outer=optax.sgd(0.7), fragments=2,
+    )  # fmt: skip
+
+    def pull(task, fragment, pulled, learner=learner):
+      learner.pull(
+        server.Reply("a", task, 0, 32, 4, fragment=fragment, pulled=pulled)
+      )
+
+    pull(0, 0, None)
+    pull(1, 1, ())
+    if steps_are_made:  # The second push is merged, but does not count.
+      learner.apply(server.Apply((1,), (0.0,), (0,)))
+    else:
+      learner.discard(1)
+    learner.discard(0)
+    pull(2, 1, None)
+    # The first fragment comes, of which nothing was pushed since.
+    pull(3, 0, (0,))
+    for task in (2, 3):
+      learner.apply(server.Apply((task,), (1.0,), (0,)))
+    found.append(learner.model.params)
+  chex.assert_trees_all_equal(*found)
+
+
 def test_schedules_go_on_for_who_returns():
   seen = []
 
