@@ -293,6 +293,17 @@ def test_a_barrier_weighs_by_samples():
   assert update.weights == pytest.approx((0.25, 0.75))
 
 
+def test_a_gradient_counts_by_the_samples_that_were_pushed():
+  protocol = server.BSP(weighting=server.Weighting("linear"))
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  # The first had fewer than the 32 that it was given.
+  protocol.receive(state, 1.0, server.Push("a", 0, 8, 1.0))
+  (update,) = protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
+  assert update.weights == pytest.approx((0.2, 0.8))
+
+
 def test_bounds_hold_for_who_returns():
   protocol = server.SSP(bound=1)
   state = protocol.init("ab")
