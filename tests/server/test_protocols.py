@@ -304,6 +304,26 @@ def test_a_gradient_counts_by_the_samples_that_were_pushed():
   assert update.weights == pytest.approx((0.2, 0.8))
 
 
+class FollowingSeveral(server.SpeedBatches):
+  """Batches that follow speeds, which one worker alone does not need."""
+
+  def every(self, num_workers):
+    return super().every(num_workers) if num_workers > 1 else None
+
+
+def test_batches_follow_speeds_once_a_second_worker_joins():
+  batches = FollowingSeveral(total=40, smoothing=0.0)
+  protocol = server.ASP(batches=batches)
+  state = protocol.init("a")
+  assert state.until_allocation is None
+  protocol.receive(state, 0.0, server.Join("b"))
+  for worker, seconds in (("a", 1.0), ("b", 3.0)):
+    (reply,) = protocol.receive(state, 0.0, server.Pull(worker))
+    push = server.Push(worker, reply.task, reply.samples, seconds)
+    protocol.receive(state, seconds, push)
+  assert [x.samples for x in state.members.values()] == [30, 10]
+
+
 def test_bounds_hold_for_who_returns():
   protocol = server.SSP(bound=1)
   state = protocol.init("ab")
