@@ -1,5 +1,6 @@
 """A run that begins with a flush and ends without one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +14,14 @@ from tests.pipeline.runtime import _small_models as small
 _STAGES, _COUNT, _MICRO = 2, 2, 3
 
 
-def _program(table, sizes=small.SIZES, **options):
+def _program(table, sizes=small.SIZES, inputs="x", **options):
   batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
   return pipeline.OneProgram(
     pipeline.cut_layers(small.layers(sizes), _STAGES),
     small.loss,
     pipeline.make_table(table, _STAGES, _COUNT, **options),
     batch,
-    inputs="x",
+    inputs=inputs,
     late_sends=False,
   )
 
@@ -84,6 +85,26 @@ def test_a_window_goes_on_where_1f1b_has_come(sizes):
   kept = jax.tree.map(lambda x: x[0], wanted)
   params, _ = transforms.drain(late_chain, kept.opt_state, kept.params)
   assert small.error(late.split(*parts)[0], params) < 1e-5
+
+  # From there another window reads at first what was predicted.
+  read = transforms.predicted_weights(state.opt_state.inner, state.params)
+  assert small.error(read, state.params) > 1e-3
+  again = late.continue_from(state, team, chain)
+  chex.assert_trees_all_equal(again.opt_state.older, (read,))
+
+
+def test_random_numbers_go_on():
+  def noisy(batch, key):
+    return batch["x"] + jax.random.normal(key, batch["x"].shape)
+
+  team, pipe = _team(), _program("1f1b", inputs=noisy)
+  chain = jdist.ssgd(optax.sgd(0.1), axis=team.axis)
+  step = team.jit(pipe.make_step(chain, axis=team.axis))
+  first, second = map(team.place, small.batches(2, 1, _MICRO * _COUNT))
+  state, _ = step(pipe.init_state(team, chain), first)
+  wanted, _ = step(state, second)
+  found, _ = step(pipe.continue_from(state, team, chain), second)
+  chex.assert_trees_all_equal(found.params, wanted.params)
 
 
 def test_another_optimizer_or_other_stages_are_refused():
