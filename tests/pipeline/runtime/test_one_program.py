@@ -241,11 +241,15 @@ def test_drained_it_has_applied_every_gradient_and_begins_anew():
   table = pipeline.ours(4, 4, window=2)
   pipe, layers = _pipe(table, statistics=True, late_sends=False)
   batches = small.batches(5, 1, _MICRO * 4)
-  state, _ = _train(pipe, batches, drained=True)
-  assert int(state.opt_state.step[0]) == 0
+  # Steps without a gradient must not count in its schedule.
+  rate = optax.linear_schedule(0.1, 0.02, 5)
+  optimizer = optax.sgd(rate, momentum=0.9)
+  state, _ = _train(
+    pipe, batches, lambda axis: jdist.ssgd(optimizer, axis=axis), drained=True
+  )
+  assert (int(state.step[0]), int(state.opt_state.step[0])) == (5, 0)
   # The gradients of five iterations, each at the parameters one update ago.
   params, model_state = small.merged(layers)
-  optimizer = optax.sgd(0.1, momentum=0.9)
   kept, versions = optimizer.init(params), [params]
   gradient = training.make_gradient(small.whole_loss(layers), accumulate=4)
   for k, batch in enumerate(batches):
