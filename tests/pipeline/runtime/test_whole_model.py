@@ -4,7 +4,9 @@ In one program and in processes, in float64.
 """
 
 import functools
+import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from optax import contrib
 
 import jdist
 from jdist import collectives, models, pipeline, training, transforms
+from jdist.pipeline.runtime import _whole_model
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -385,3 +388,26 @@ def test_rounds_and_predictions_stand_outside():
   ):
     with pytest.raises(ValueError, match=words):
       pipe.init_state(team, chain)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_state_of_any_size_is_cut_and_joined_again(devices):
+  arrays = types.SimpleNamespace(num_devices=devices)
+  layout = _whole_model.Layout((), arrays, "stage")
+  state = {
+    "seven": jnp.arange(7.0),
+    "four": jnp.ones((2, 2)),
+    "count": jnp.array(5),
+  }
+
+  def there_and_back(_):
+    parts = layout.cut(state)
+    return parts, layout.joined(parts, state)
+
+  parts, found = jax.vmap(there_and_back, axis_name="stage")(
+    jnp.arange(devices)
+  )
+  assert parts["seven"].shape == (devices, -(-7 // devices))
+  for device in range(devices):
+    one = jax.tree.map(lambda x, i=device: x[i], found)
+    chex.assert_trees_all_equal(one, state)
