@@ -94,6 +94,14 @@ def _no_delay(run: ChainRun) -> Chain:
   )
 
 
+def _growing_in_time(run: ChainRun, **changes: Any) -> Chain:
+  """MSDPU without its delay: its rounds and its correction."""
+  pull = transforms.pull_to_anchor(0.1, run.rate)
+  inner = optax.chain(pull, run.inner)
+  rule = intervals.ending_at(run.num_steps, _growing(run, 1 / 3))
+  return transforms.local_steps(inner, rule, axis=run.axis, **changes)
+
+
 def _in_4_bits() -> dict[str, Any]:
   """Means of 4-bit integers; what they leave out goes with the next round's."""
   return {
@@ -143,6 +151,10 @@ VARIANTS: dict[str, Variant] = {
   "msdpu, int4, no correction": lambda run: _late_growth(
     run, correction=0.0, **_in_4_bits()
   ),
+  "msdpu, int4, no delay": lambda run: _growing_in_time(run, **_in_4_bits()),
+  "msdpu, int4, H=8 throughout": lambda run: _late_switch(
+    run, 0.0, **_in_4_bits()
+  ),
   # Local SGD with MSDPU's rounds: neither a delay nor a correction.
   "local_sgd, MSDPU's rounds": lambda run: _local(run, _growing(run, 1 / 3)),
   "local_sgd, MSDPU's rounds, int4": lambda run: _local(
@@ -176,6 +188,16 @@ PRESETS: Presets = {
   "cifar10-mlp": (
     "CIFAR-10, an MLP with as many parameters as six LeNets",
     Config(model="mlp"),
+  ),
+  "cifar10-parts": (
+    "CIFAR-10, LeNet: MSDPU's parts taken away one by one, at its own rate",
+    Config(
+      rates=(0.05,), extensions=0, seeds=(100, 101, 102),
+      variants=(
+        "msdpu, int4", "msdpu, int4, no correction", "msdpu, int4, no delay",
+        "msdpu, int4, H=8 throughout", "msdpu",
+      ),
+    ),
   ),
   "cifar10-skewed": (
     "CIFAR-10, workers with unlike labels",
