@@ -72,7 +72,8 @@ def main(folder: pathlib.Path) -> None:
     return
   comparison.report_experiment(folder, ours="msdpu")
   runs = comparison.best_runs(rows)
-  for base in _BASES:
+  # Parts are taken from MSDPU.
+  for base in _BASES if "ssgd" in runs else ("msdpu, int4",):
     if base not in runs:
       continue
     table = comparison.difference_table(runs, base, _FRESH)
