@@ -80,9 +80,14 @@ def ours(cell: Cell) -> dict[str, Any]:
   return _of_candidate(cell, cell.planned(None))
 
 
+def planned_over(cell: Cell, tables: Sequence[str]) -> dict[str, Any]:
+  """The joint search over some tables."""
+  return _of_candidate(cell, cell.planned(tables))
+
+
 def by_our_plan(cell: Cell, method: str) -> dict[str, Any]:
   """A baseline's table with the joint search's cuts and machines for it."""
-  return _of_candidate(cell, cell.planned([method]))
+  return planned_over(cell, [method])
 
 
 def by_its_paper(

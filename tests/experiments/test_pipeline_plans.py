@@ -96,3 +96,32 @@ def test_a_plan_recovers_when_a_machine_becomes_slow(programs):
   assert found["recovered"] > 0.9
   assert (found["proposals_before"], found["taken_back"]) == (0, 0)
   assert found["moved_bytes"] == 2 * 10 * found["moved_layers"] > 0
+
+
+def test_a_flush_for_half_a_run_takes_half_the_updates_at_either_speed(
+  programs, monkeypatch
+):
+  report = _loading.load("report", "pipeline/report.py", monkeypatch)
+  equal = _loading.load(
+    "equal_accuracy", "pipeline/equal_accuracy.py", monkeypatch
+  )
+  cell = "net", "equal", 8
+  runs = {(name, "paper"): {"samples_per_s": 1.0} for name in report.BASELINES}
+  runs["ours", "ours"] = {"samples_per_s": 4.0}
+  lines = equal.table({cell: runs}, {cell: {"samples_per_s": 2.0}}).splitlines()
+  found = [line.split(" | ")[2:4] for line in lines[2:]]
+  assert found == [["4.00"] * 2, ["2.67"] * 2, ["2.00"] * 2]
+
+
+def test_flushed_tables_are_late_nowhere_and_wait_for_their_bubble(
+  programs, monkeypatch
+):
+  _loading.load("report", "pipeline/report.py", monkeypatch)
+  equal = _loading.load(
+    "equal_accuracy", "pipeline/equal_accuracy.py", monkeypatch
+  )
+  cell = _cell(programs)
+  found = programs["methods"].planned_over(cell, equal.FLUSHED)
+  assert found["delay"] == 0
+  ours = programs["methods"].ours(cell)["samples_per_s"]
+  assert ours / 2 < found["samples_per_s"] < ours

@@ -1,0 +1,126 @@
+"""How much faster pipelines are whose gradients are in time.
+
+    python experiments/pipeline/equal_accuracy.py hosts
+    python experiments/pipeline/equal_accuracy.py hosts report
+
+The cells of `run.py`, planned over the tables with a flush alone: they compute
+the gradients of the unsplit model, so that accuracy cannot differ.  A run that
+goes on without a flush in its second half takes half of its updates at either
+speed.
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import config
+import methods
+import report
+import run
+
+from jdist import pipeline, training
+
+FLUSHED = (
+  *(name for name, x in pipeline.TABLES.items() if not x.asynchronous),
+  "greedy",
+)
+_WAYS = {
+  "no flush: all gradients an update late": lambda late, flushed: late,
+  "a flush, then none in the second half": lambda late, flushed: (
+    2 / (1 / late + 1 / flushed)
+  ),
+  "a flush throughout: no gradient late": lambda late, flushed: flushed,
+}
+
+
+def _path(preset: str) -> pathlib.Path:
+  return run.FOLDER / f"{preset}-flushed.jsonl"
+
+
+def main(preset: str) -> None:
+  """Plans the cells whose rows are not there."""
+  _, options = config.PRESETS[preset]
+  path = _path(preset)
+  rows = training.read_rows(path) if path.exists() else []
+  settings = json.loads(json.dumps(dataclasses.asdict(options)))
+  done = {(x["network"], x["topology"], x["stages"]) for x in rows}
+  for stages in options.stages:
+    for network in options.networks:
+      for topology in options.topologies:
+        if (network, topology, stages) in done:
+          continue
+        made = run.cell(options, network, topology, stages)
+        found = methods.planned_over(made, FLUSHED)
+        row = training.make_row(
+          settings, 0, purpose="simulation", network=network,
+          topology=topology, stages=stages, method="ours",
+          partition="flushed", **found,
+        )  # fmt: skip
+        training.append_rows(path, [row])
+        print(
+          f"{network}, {topology}, {stages}: {row['table']}, "
+          f"{row['samples_per_s']:.1f} samples/s",
+          flush=True,
+        )
+
+
+def table(
+  cells: Mapping[report.Cell, Mapping[report.Run, report.Row]],
+  flushed: Mapping[report.Cell, report.Row],
+) -> str:
+  """Our means over the baselines with their papers' partitions."""
+  lines = [
+    "| stages | ours with | mean | without naive | equal machines | least of "
+    "any |",
+    "|---|---|---|---|---|---|",
+  ]
+  for stages in sorted({cell[2] for cell in cells}):
+    for words, speed in _WAYS.items():
+      every: dict[str, list[float]] = {"": [], "plain": [], "equal": []}
+      for cell, runs in cells.items():
+        if cell[2] != stages:
+          continue
+        late = runs["ours", "ours"]["samples_per_s"]
+        ours = speed(late, flushed[cell]["samples_per_s"])
+        for name in report.BASELINES:
+          other = runs[name, "paper"]["samples_per_s"]
+          if other:
+            every[""].append(ours / other)
+            every["plain"] += [ours / other] * (name != "naive")
+            every["equal"] += [ours / other] * (cell[1] == "equal")
+      means = [f"{statistics.mean(x):.2f}" for x in every.values()]
+      lines.append(
+        f"| {stages} | {words} | {' | '.join(means)} | {min(every['']):.3f} |"
+      )
+  return "\n".join(lines)
+
+
+def tables(flushed: Mapping[report.Cell, report.Row], stages: int) -> str:
+  """What the search took of the tables with a flush."""
+  found: dict[str, int] = {}
+  for cell, row in flushed.items():
+    if cell[2] == stages:
+      found[row["table"]] = found.get(row["table"], 0) + 1
+  told = ", ".join(f"{name} in {number}" for name, number in found.items())
+  return f"Tables with a flush that the search took at {stages} stages: {told}."
+
+
+def show(preset: str) -> None:
+  """Prints the tables of the rows."""
+  cells = report.by_cell(training.read_rows(run.FOLDER / f"{preset}.jsonl"))
+  flushed: dict[Any, Any] = {
+    (x["network"], x["topology"], x["stages"]): x
+    for x in training.read_rows(_path(preset))
+  }
+  own = {cell: runs for cell, runs in cells.items() if cell in flushed}
+  print(table(own, flushed))
+  for stages in sorted({cell[2] for cell in own}):
+    print(tables(flushed, stages))
+
+
+if __name__ == "__main__":
+  (show if "report" in sys.argv[2:] else main)(sys.argv[1])
