@@ -66,9 +66,16 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     *(("report.py", name) for name in ("hosts", "many", "thin")),
     *(
       ("accuracy_report.py", name)
-      for name in ("cifar10", "cifar10-batch16", "text")
+      for name in (
+        "cifar10",
+        "cifar10-long",
+        "cifar10-batch16",
+        "text",
+        "text-long",
+      )
     ),
     ("measured_report.py",),
+    ("equal_accuracy.py", "hosts", "report"),
     ("planner.py", "report"),
     ("late_sends.py", "report"),
   ),
