@@ -149,22 +149,26 @@ def _gradient(cut, number, dtype):
   params, state = small.merged(whole)
   loss_fn = small.whole_loss(whole)
 
-  def loss(params, one):
-    found, _ = loss_fn(params, state, one, None)
-    return found
+  def loss(params, state, one):
+    found, (state, _) = loss_fn(params, state, one, None)
+    return found, state
 
-  return params, jax.jit(jax.value_and_grad(loss))
+  return params, state, jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 @functools.cache
 def unsplit(cut, number, microbatches, dtype):
-  """The unsplit model's mean gradient over micro-batches, and their loss."""
-  params, gradient = _gradient(cut, number, dtype)
+  """The unsplit model's mean gradient over micro-batches, and their loss.
+
+  A micro-batch begins with the state that the one before has left.
+  """
+  params, state, gradient = _gradient(cut, number, dtype)
   given = batch(cut, number, microbatches, dtype)
   parts = jax.tree.map(lambda x: x.reshape(microbatches, _SAMPLES, -1), given)
   total, losses = jax.tree.map(np.zeros_like, params), []
   for i in range(microbatches):
-    loss, grads = gradient(params, jax.tree.map(lambda x, i=i: x[i], parts))
+    one = jax.tree.map(lambda x, i=i: x[i], parts)
+    (loss, state), grads = gradient(params, state, one)
     losses.append(float(loss))
     total = jax.tree.map(lambda a, b: a + np.asarray(b), total, grads)
   return jax.tree.map(lambda x: x / microbatches, total), np.mean(losses)
