@@ -81,25 +81,23 @@ def _late_switch(run: ChainRun, switch: float, **changes: Any) -> Chain:
   return _msdpu(run, 8, **changes)
 
 
-def _no_delay(run: ChainRun) -> Chain:
-  """MSDPU without its delay: corrected local steps with a warm-up."""
+def _in_time(run: ChainRun, rule: Any, **changes: Any) -> Chain:
+  """MSDPU without its delay: corrected local steps."""
   pull = transforms.pull_to_anchor(0.1, run.rate)
   return transforms.local_steps(
-    optax.chain(pull, run.inner),
-    intervals.post_local(
-      run.warmup_steps,
-      intervals.ending_at(run.num_steps, intervals.msdpu(8, run.rate)),
-    ),
-    axis=run.axis,
+    optax.chain(pull, run.inner), rule, axis=run.axis, **changes
   )
 
 
+def _no_delay(run: ChainRun) -> Chain:
+  """The first rule in time, with its warm-up."""
+  rule = intervals.ending_at(run.num_steps, intervals.msdpu(8, run.rate))
+  return _in_time(run, intervals.post_local(run.warmup_steps, rule))
+
+
 def _growing_in_time(run: ChainRun, **changes: Any) -> Chain:
-  """MSDPU without its delay: its rounds and its correction."""
-  pull = transforms.pull_to_anchor(0.1, run.rate)
-  inner = optax.chain(pull, run.inner)
   rule = intervals.ending_at(run.num_steps, _growing(run, 1 / 3))
-  return transforms.local_steps(inner, rule, axis=run.axis, **changes)
+  return _in_time(run, rule, **changes)
 
 
 def _in_4_bits() -> dict[str, Any]:

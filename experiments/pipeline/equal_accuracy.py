@@ -1,4 +1,4 @@
-"""How much faster pipelines are whose gradients are in time.
+"""Plans pipelines whose gradients are in time, and says what they gain.
 
     python experiments/pipeline/equal_accuracy.py hosts
     python experiments/pipeline/equal_accuracy.py hosts report
@@ -9,8 +9,6 @@ goes on without a flush in its second half takes half of its updates at either
 speed.
 """
 
-import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -41,38 +39,17 @@ def _path(preset: str) -> pathlib.Path:
   return run.FOLDER / f"{preset}-flushed.jsonl"
 
 
-def main(preset: str) -> None:
-  """Plans the cells whose rows are not there."""
-  _, options = config.PRESETS[preset]
-  path = _path(preset)
-  rows = training.read_rows(path) if path.exists() else []
-  settings = json.loads(json.dumps(dataclasses.asdict(options)))
-  done = {(x["network"], x["topology"], x["stages"]) for x in rows}
-  for stages in options.stages:
-    for network in options.networks:
-      for topology in options.topologies:
-        if (network, topology, stages) in done:
-          continue
-        made = run.cell(options, network, topology, stages)
-        found = methods.planned_over(made, FLUSHED)
-        row = training.make_row(
-          settings, 0, purpose="simulation", network=network,
-          topology=topology, stages=stages, method="ours",
-          partition="flushed", **found,
-        )  # fmt: skip
-        training.append_rows(path, [row])
-        print(
-          f"{network}, {topology}, {stages}: {row['table']}, "
-          f"{row['samples_per_s']:.1f} samples/s",
-          flush=True,
-        )
+def results(made: methods.Cell) -> list[dict[str, Any]]:
+  """Returns what our search comes to over tables with a flush."""
+  found = methods.planned_over(made, FLUSHED)
+  return [{"method": "ours", "partition": "flushed"} | found]
 
 
 def table(
   cells: Mapping[report.Cell, Mapping[report.Run, report.Row]],
   flushed: Mapping[report.Cell, report.Row],
 ) -> str:
-  """Our means over the baselines with their papers' partitions."""
+  """Returns our means over baselines with their papers' partitions."""
   lines = [
     "| stages | ours with | mean | without naive | equal machines | least of "
     "any |",
@@ -100,7 +77,7 @@ def table(
 
 
 def tables(flushed: Mapping[report.Cell, report.Row], stages: int) -> str:
-  """What the search took of the tables with a flush."""
+  """Counts the tables with a flush that the search took."""
   found: dict[str, int] = {}
   for cell, row in flushed.items():
     if cell[2] == stages:
@@ -123,4 +100,8 @@ def show(preset: str) -> None:
 
 
 if __name__ == "__main__":
-  (show if "report" in sys.argv[2:] else main)(sys.argv[1])
+  preset = sys.argv[1]
+  if "report" in sys.argv[2:]:
+    show(preset)
+  else:
+    run.main(_path(preset), config.PRESETS[preset][1], results)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -21,6 +22,8 @@ import pytest
 from tests import _processes
 from tests.server import test_ray_engine
 
+# Where Ray keeps its sessions; paths of sockets there must be short.
+_RAY = pathlib.Path(tempfile.gettempdir()) / "ray"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _SPEC = importlib.util.spec_from_file_location(
   "slow_network", _ROOT / "scripts" / "slow_network.py"
@@ -40,7 +43,7 @@ class Host:
 
   def start(self, *words):
     script = (
-      f"mkdir -p /tmp/ray; mount --bind {self.folder}/ray /tmp/ray; "
+      f"mkdir -p {_RAY}; mount --bind {self.folder}/ray {_RAY}; "
       f"mount --bind {self.folder}/shm /dev/shm; hostname {self.name}; "
       'exec "$@"'
     )
