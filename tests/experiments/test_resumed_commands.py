@@ -101,12 +101,16 @@ def test_clocks_compute_no_row_again(name, monkeypatch):
   module.main(_loading.FOLDER / name)
 
 
-@pytest.mark.parametrize("preset", ["hosts", "thin", "many"])
-def test_cells_of_pipelines_are_not_planned_again(preset, monkeypatch):
+@pytest.mark.parametrize(
+  ("preset", "rows"),
+  [*((x, x) for x in ("hosts", "thin", "many")), ("hosts", "hosts-flushed")],
+)
+def test_cells_of_pipelines_are_not_planned_again(preset, rows, monkeypatch):
   _loading.enter("pipeline", monkeypatch)
   module = _loading.load("pipeline_run", "pipeline/run.py", monkeypatch)
   monkeypatch.setattr(module, "cell", refuse)
-  module.main(preset, module.config.PRESETS[preset][1])
+  options = module.config.PRESETS[preset][1]
+  module.main(module.FOLDER / f"{rows}.jsonl", options, refuse)
 
 
 def test_every_file_of_rows_is_read():

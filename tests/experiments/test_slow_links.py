@@ -57,3 +57,13 @@ def test_rates_are_those_that_were_found_before(monkeypatch):
       if row["purpose"] == "comparison" and row["method"] in rates
     }
     assert found == set(rates.items())
+
+
+def test_rows_of_two_nets_are_apart(monkeypatch):
+  _loading.enter("msdpu", monkeypatch)
+  links = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
+  other = _row("ssgd", 10.0, (0.5, 0.9))
+  other["config"] = {"bits_per_s": 1e7, "dataset": "mnist", "model": "mlp"}
+  _, _, *lines = links.table([_row("ssgd", 40.0, (0.6,)), other]).splitlines()
+  found = [line.split(" | ")[:3] for line in lines]
+  assert found == [["| cifar10", "10", "ssgd"], ["| mnist-mlp", "10", "ssgd"]]
