@@ -158,9 +158,6 @@ def exchange(of=None, optimizer=None):
     ("steps", lambda x=x: collect(steps=x), "a list of numbers")
     for x in (3, None, "ab")
   ),
-  ("rears", lambda: collect(rears="no"), "True or False, got 'no'"),
-  ("params_of", lambda: collect(params_of=3), "a function of one worker's"),
-  ("on_sample", lambda: collect(on_sample=3), "a function of"),
   *(
     ("metadata", lambda x=x: collect(metadata=x), "a dict")
     for x in ({"x": np.ones(2)}, {"x": {1, 2}}, {("a", 1): 2}, 3)
@@ -168,7 +165,7 @@ def exchange(of=None, optimizer=None):
   (
     "workers",
     lambda: prediction.Collector(NOWHERE, 2, [_tiny.cut()], (2, 3)),
-    "as of",
+    "what `jdist.workers",
   ),
   *(
     (name, lambda name=name, x=x: choose_steps(**{name: x}), "an int >= 1")

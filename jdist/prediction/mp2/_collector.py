@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -83,8 +83,8 @@ class Collector:
 
   References:
     MP², model parameter prediction, the hierarchical parameter data set: one
-    file of flattened fronts for each depth.  Ours: hashes of all samples, the
-    rears, and going on after a stop.
+    file of flattened fronts for each depth.  Ours: hashes of all samples, and
+    going on after a stop.
   """
 
   def __init__(
@@ -94,10 +94,7 @@ class Collector:
     cuts: Sequence[_cut.Cut],
     steps: Sequence[int],
     *,
-    rears: bool = False,
-    params_of: Callable[[training.TrainState], PyTree] | None = None,
     metadata: dict[str, Any] | None = None,
-    on_sample: Callable[[int, int], None] | None = None,
   ):
     """Opens the data set, or makes its files in their full size.
 
@@ -107,12 +104,7 @@ class Collector:
       cuts: cuts of the network, one at least, of different depths.
       steps: steps to sample, increasing, from `choose_steps`; 0 is for a loop
         of your own, which calls before its first step.
-      rears: also saves the parameters behind each cut; default False.
-      params_of: gives the parameters to save from one worker's state; by
-        default the mean over the workers.  For a method with an anchor give
-        `lambda state: jdist.anchor(state.opt_state, state.params)`.
       metadata: anything that JSON can hold, saved with the set.
-      on_sample: called with (samples done, samples planned) after each.
 
     Raises:
       ValueError: if an argument is out of range, the cuts are of two networks,
@@ -121,20 +113,12 @@ class Collector:
     """
     folder = array_files.folder(directory)
     self._workers = workers
-    checks.check_type(
-      "workers", workers, collectives.Workers, "as of `jdist.workers(4)`"
-    )
-    self._cuts = _sorted_cuts(cuts)
-    checks.check_type("rears", rears, bool, "True or False")
-    state, numbers = "one worker's state", "(samples done, samples planned)"
-    checks.check_function("params_of", params_of, state, optional=True)
-    checks.check_function("on_sample", on_sample, numbers, optional=True)
+    collectives.check_workers(workers)
+    cuts = _sorted_cuts(cuts)
     self._steps = _checked_steps(steps)
-    self._on_sample = on_sample
-    halves = ["front", "rear"] if rears else ["front"]
     body = {
-      "cuts": [cut.describe() for cut in self._cuts],
-      "halves": halves,
+      "cuts": [cut.describe() for cut in cuts],
+      "halves": ["front"],
       "steps": list(self._steps),
       "metadata": _checked_metadata(metadata),
     }
@@ -143,23 +127,16 @@ class Collector:
       try:
         self._files = _parameter_set.Files(folder)
       except FileNotFoundError:
-        self._files = _parameter_set.Files.create(folder, self._cuts, body)
-      _check_same(self._files, body, self._cuts)
+        self._files = _parameter_set.Files.create(folder, cuts, body)
+      _check_same(self._files, body, cuts)
       self._arrays = {x: self._files.open(x, "r+") for x in self._files.sizes}
     self._numbers = {step: i for i, step in enumerate(self._steps)}
-    if params_of is None:
-
-      def params_of(state: training.TrainState) -> PyTree:
-        return collectives.mean(state.params, workers.axis)
 
     def vectors(state: training.TrainState) -> dict[str, jax.Array]:
-      params = params_of(state)
+      params = collectives.mean(state.params, workers.axis)
       return {
-        _parameter_set.file_of(half, cut): getattr(cut, f"flatten_{half}")(
-          params
-        )
-        for cut in self._cuts
-        for half in halves
+        _parameter_set.file_of("front", cut): cut.flatten_front(params)
+        for cut in cuts
       }
 
     self._vectors = workers.jit(vectors)
@@ -206,8 +183,6 @@ class Collector:
       self._arrays[name][number] = row
       self._arrays[name].flush()
     files.append({"row": number, "step": step, "sha256": sha256})
-    if self._on_sample is not None:
-      self._on_sample(self.done, len(self._steps))
 
 
 def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
@@ -272,12 +247,8 @@ def _check_same(
   for ours, other in zip(cuts, files.cuts, strict=False):
     _cut.refuse_other_cut("cuts", ours, other)
   same = {"cuts": len(cuts) == len(files.cuts)} | {
-    argument: files.body[name] == body[name]
-    for argument, name in (
-      ("rears", "halves"),
-      ("steps", "steps"),
-      ("metadata", "metadata"),
-    )
+    name: files.body[name] == body[name]
+    for name in ("halves", "steps", "metadata")
   }
   for argument, equal in same.items():
     if not equal:

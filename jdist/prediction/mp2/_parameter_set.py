@@ -2,7 +2,6 @@
 
     manifest.json   the network, the cuts, the steps, versions; never changes
     front_04.npy    [samples, parameters] float32, for a cut behind 4 layers
-    rear_04.npy     the parameters behind it, where they are collected
     rows.jsonl      a line for each sample, with its hashes
 
 The arrays have their full size from the start.  A sample counts when its line
@@ -208,26 +207,14 @@ class ParameterSet:
     Raises:
       ValueError: when the samples are of another network, or cut elsewhere.
     """
-    return self._open("front", cut)
-
-  def rears(self, cut: _cut.Cut) -> np.ndarray:
-    """Returns the samples behind a cut, if collected, as those of `fronts`."""
-    if "rear" not in self._files.body["halves"]:
-      raise ValueError(
-        "`rears` must have been collected, but this set has fronts only. "
-        "Collect with `rears=True`."
-      )
-    return self._open("rear", cut)
-
-  def verify(self) -> None:
-    """Compares all samples with their hashes; an error names what differs."""
-    self._files.verify()
-
-  def _open(self, half: str, cut: _cut.Cut) -> np.ndarray:
     _cut.check_cut("cut", cut)
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]
     if not any(same):
       away = [abs(len(mine.front) - len(cut.front)) for mine in self.cuts]
       near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
-    return self._files.open(file_of(half, cut), "r")[: self.done]
+    return self._files.open(file_of("front", cut), "r")[: self.done]
+
+  def verify(self) -> None:
+    """Compares all samples with their hashes; an error names what differs."""
+    self._files.verify()

@@ -63,7 +63,7 @@ def test_a_run_leaves_its_averaged_parameters_cut_at_every_depth(
   cuts = [_tiny.cut(1), _tiny.cut(2)]
   steps = prediction.choose_steps(2, 4, 2)
   collect = prediction.Collector(
-    tmp_path, _tiny.team(), cuts, steps, rears=True, metadata={"seed": 0}
+    tmp_path, _tiny.team(), cuts, steps, metadata={"seed": 0}
   )
 
   def evaluate(state):
@@ -80,26 +80,10 @@ def test_a_run_leaves_its_averaged_parameters_cut_at_every_depth(
   assert found.metadata == {"seed": 0}
   assert len(np.unique(found.fronts(cuts[0])[:, 0])) == 4
   for cut in cuts:
-    fronts, rears = found.fronts(cut), found.rears(cut)
+    fronts = found.fronts(cut)
     assert fronts.shape == (4, cut.num_front) and not fronts.flags.writeable
-    for step, front, rear in zip(steps, fronts, rears, strict=True):
+    for step, front in zip(steps, fronts, strict=True):
       np.testing.assert_array_equal(front, cut.flatten_front(seen[step]))
-      np.testing.assert_array_equal(rear, cut.flatten_rear(seen[step]))
-
-
-def test_what_is_saved_can_be_chosen(tmp_path):
-  def twice(state):
-    return jax.tree.map(lambda x: 2 * x, state.params)
-
-  run(collector(tmp_path, params_of=twice))
-  fronts = prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
-  assert fronts[:, 0].tolist() == [4, 6, 10]
-
-
-def test_progress_is_reported(tmp_path):
-  seen = []
-  run(collector(tmp_path, on_sample=lambda *numbers: seen.append(numbers)))
-  assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 class _Killed(BaseException):
@@ -206,15 +190,11 @@ def test_another_network_cut_or_run_is_refused(tmp_path):
       found.fronts(wrong)
   with pytest.raises(ValueError, match=r"dense1\.kernel float32\[64, 6\].*7\]"):
     collector(tmp_path, cuts=[wide], metadata={"seed": 0})
-  with _refusals.refused("rears", "have been collected"):
-    found.rears(cut)
   with _refusals.refused("metadata", "as in"):
     collector(tmp_path, cuts=[cut], metadata={"seed": 1})
   same = {"cuts": [cut], "metadata": {"seed": 0}}
   with _refusals.refused("steps", "as in"):
     collector(tmp_path, steps=(2, 3, 4), **same)
-  with _refusals.refused("rears", "as in"):
-    collector(tmp_path, rears=True, **same)
   with _refusals.refused("cuts", "as in"):
     collector(tmp_path, cuts=[cut, _tiny.cut(2)], metadata={"seed": 0})
 
