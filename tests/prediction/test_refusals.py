@@ -263,8 +263,6 @@ def exchange(of=None, optimizer=None):
       ("on_epoch", "on_epoch", 3, "a function of"),
       ("samples", "samples", [[0.0]], "[samples,"),
       ("held_out", "held_out", None, "[samples,"),
-      ("save_every", "save_every", 0, "an int >= 1"),
-      ("save_every", "save_every", 1, "left out without"),
     )
   ),
   *(
@@ -312,7 +310,7 @@ def exchange(of=None, optimizer=None):
       lambda name=name: score_cuts([predictor()], **{name: 3}),
       "a function of",
     )
-    for name in ("samples", "held_out", "on_score")
+    for name in ("samples", "held_out")
   ),
   # Tracks and nowcasts.
   ("like", lambda: prediction.Tracker({}), "an array at least"),

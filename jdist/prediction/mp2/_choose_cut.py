@@ -41,7 +41,6 @@ def score_cuts(
   *,
   held_out: Fronts,
   directory: str | os.PathLike[str] | None = None,
-  on_score: Callable[[ScoredCut], None] | None = None,
   **options: Any,
 ) -> tuple[ScoredCut, ...]:
   """Measures how well the layers behind each of several cuts are predicted.
@@ -58,7 +57,6 @@ def score_cuts(
     labels: integers [n], of the images.
     held_out: gives the fronts of another run.
     directory: keeps the state of each training, in a folder of its own.
-    on_score: called with each cut when it has been measured.
     **options: of `fit_predictor`: `test_images`, `test_labels`, `fit`,
       `normalize`.
 
@@ -82,7 +80,6 @@ def score_cuts(
     _evaluate.check_model(each, model)
   for name, given in (("samples", samples), ("held_out", held_out)):
     checks.check_function(name, given, "a cut, as `ParameterSet.fronts`")
-  checks.check_function("on_score", on_score, "a `ScoredCut`", optional=True)
   folder = None if directory is None else array_files.folder(directory)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
@@ -99,16 +96,11 @@ def score_cuts(
       directory=None if folder is None else folder / f"{number:02}",
       **options,
     )
-    score = ScoredCut(
-      each,
-      fitted.params,
-      fitted.best.accuracy,
-      fitted.curve[0].accuracy,
-      4 * each.cut.num_front,
+    accuracy, untrained = fitted.best.accuracy, fitted.curve[0].accuracy
+    pushed_bytes = 4 * each.cut.num_front
+    scores.append(
+      ScoredCut(each, fitted.params, accuracy, untrained, pushed_bytes)
     )
-    scores.append(score)
-    if on_score is not None:
-      on_score(score)
   return tuple(scores)
 
 

@@ -48,16 +48,6 @@ class Exchange:
   Pure, for one device: the reference for `methods.mp2`, which does the same
   without a server and, in half precision, with float32 anchors.
 
-  >>> from jdist import models, prediction
-  >>> model = models.build("mlp", input_shape=(4, 4, 1), num_classes=2)
-  >>> predictor = prediction.predictor(prediction.cut(model, 1))
-  >>> exchange = Exchange(predictor, optax.adam(1e-3))
-  >>> state = exchange.init(model.params, num_workers=4)
-  >>> gradients = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), state.params)
-  >>> theta = predictor.init(jax.random.key(0))
-  >>> with jax.numpy_dtype_promotion("standard"):  # For Optax's Adam.
-  ...   state = exchange.step(state, gradients, theta)
-
   References:
     MP², model parameter prediction, the authors' protocol.  Departure: nothing
     is sent here, so no front is pushed in float64; `prediction.exchange_bytes`
@@ -110,7 +100,13 @@ class Exchange:
         predictor's parameters are of another one.
     """
     checks.check_type("state", state, ExchangeState, "of `Exchange.init`")
-    _check_rows(gradients, state)
+    num, params = state.num_workers, checks.named_leaves(state.params)
+    checks.check_shapes(
+      f"`gradients` must be a tree like the parameters, of {num} workers, but",
+      "Stack one gradient for each worker that the state was made for.",
+      checks.named_leaves(gradients),
+      {name: (num, *jnp.shape(x)) for name, x in params.items()},
+    )
     cut = self._predictor.cut
     front, _ = cut.split(state.params)
 
@@ -123,23 +119,6 @@ class Exchange:
     front = jax.tree.map(lambda x: x.mean(0), pushed)
     rear = self._predictor.apply(predictor_params, front)
     return state._replace(params=cut.join(front, rear), optimizer=optimizer)
-
-
-def _check_rows(gradients: PyTree, state: ExchangeState) -> None:
-  wanted: Any = jax.tree.structure(state.params)
-  found: Any = jax.tree.structure(gradients)
-  if found != wanted:
-    raise ValueError(
-      f"`gradients` must be a tree like the parameters, {wanted}, got {found}."
-    )
-  num_workers = state.num_workers
-  for name, leaf in checks.named_leaves(gradients).items():
-    if jnp.shape(leaf)[:1] != (num_workers,):
-      raise ValueError(
-        f"`gradients` must be of {num_workers} workers, [{num_workers}, ...], "
-        f"got {list(jnp.shape(leaf))} at {name!r}. Stack one gradient for each "
-        "worker that the state was made for."
-      )
 
 
 class ExchangeBytes(NamedTuple):

@@ -111,7 +111,6 @@ def fit_predictor(
   fit: PredictorFit | None = None,
   normalize: _evaluate.Normalize = _evaluate.as_they_are,
   directory: str | os.PathLike[str] | None = None,
-  save_every: int | None = None,
   on_epoch: Callable[[Epoch], None] | None = None,
 ) -> FittedPredictor:
   """Trains a predictor, and keeps the parameters of its best evaluation.
@@ -140,7 +139,6 @@ def fit_predictor(
     directory: keeps the state after every epoch; training resumes from there
       to the bit, also with more `num_epochs`.  All other settings and data must
       be the same.  On several processes, train on one.
-    save_every: also keeps the state after every so many batches of samples.
     on_epoch: called with each evaluation.
 
   Returns:
@@ -176,13 +174,6 @@ def fit_predictor(
   fit = PredictorFit() if fit is None else fit
   checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
   checks.check_function("on_epoch", on_epoch, "an `Epoch`", optional=True)
-  if save_every is not None:
-    checks.check_int("save_every", save_every, 1)
-    if directory is None:
-      raise ValueError(
-        f"`save_every` must be left out without `directory`, got {save_every}. "
-        "Name the directory that is to keep the state."
-      )
   train = (np.asarray(images), np.asarray(labels))
   test = (np.asarray(test_images), np.asarray(test_labels))
   _evaluate.check_model(predictor, model)
@@ -207,10 +198,7 @@ def fit_predictor(
     return point
 
   updates = _make_updates(predictor, model, fit, normalize, *train)
-  return _train(
-    predictor, fit, samples, num_batches, save_every or num_batches, updates,
-    evaluate, kept,
-  )  # fmt: skip
+  return _train(predictor, fit, samples, num_batches, updates, evaluate, kept)
 
 
 def _train(
@@ -218,7 +206,6 @@ def _train(
   fit: PredictorFit,
   samples: np.ndarray,
   num_batches: int,
-  save_every: int,
   take_updates: Callable[[PyTree, np.ndarray, int], tuple[PyTree, float]],
   evaluate: Callable[[int, PyTree, float | None], Epoch],
   kept: _fit_folder.FitFolder,
@@ -264,7 +251,6 @@ def _train(
         best = jax.tree.map(jnp.copy, state["params"])
       curve.append(point)
       losses = []
-    if not losses or done % save_every == 0:
       kept.save(
         (state, best),
         predictor=_saved_predictor.describe(predictor),

@@ -74,23 +74,15 @@ def published_model(
   )
 
 
-def published_cut(
-  name: str,
-  *,
-  input_shape: tuple[int, int, int] | None = None,
-  num_classes: int = 10,
-) -> _cut.Cut:
-  """Cuts a network where MP² cuts it; arguments as of `published_model`.
+def published_cut(name: str) -> _cut.Cut:
+  """Cuts a network where MP² cuts it, as `published_model` builds it.
 
   >>> published_cut("vgg15")
   Cut(vgg15: 4 layers of 260,160 parameters (conv01, conv02, conv03, conv04)
   | 11 layers of 4,462,538)
   """
   _, num_layers = _published(name)
-  model = published_model(
-    name, input_shape=input_shape, num_classes=num_classes, abstract=True
-  )
-  return _cut.cut(model, num_layers, name=name)
+  return _cut.cut(published_model(name, abstract=True), num_layers, name=name)
 
 
 def _published(name: str) -> tuple[dict[str, Any], int]:

@@ -155,16 +155,8 @@ def check_nowcasters(params: Any, *, some: bool = False) -> None:
       f"{', '.join(KINDS)}, got none. {remedy}"
     )
   for kind, network in params.items():
-    _check_network(network, f"in {kind}")
-
-
-def _check_network(network: Any, where: str) -> None:
-  checks.check_shapes(
-    f"`params` must hold networks as of `init_nowcasters`, but {where}",
-    "Take those of `fit_nowcasters` or `load_nowcasters`.",
-    checks.named_leaves(network),
-    _shapes(),
-  )
+    rule = f"`params` must hold networks as of `init_nowcasters`, but in {kind}"
+    checks.check_shapes(rule, remedy, checks.named_leaves(network), _shapes())
 
 
 @functools.cache

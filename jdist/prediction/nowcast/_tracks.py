@@ -32,12 +32,7 @@ class Tracker:
   """
 
   def __init__(
-    self,
-    like: PyTree,
-    *,
-    entries_per_kind: int = 2000,
-    seed: int = 0,
-    begun: Tracks | None = None,
+    self, like: PyTree, *, entries_per_kind: int = 2000, seed: int = 0
   ):
     """Draws the entries.
 
@@ -46,12 +41,10 @@ class Tracker:
       entries_per_kind: entries to follow of each kind, all if there are fewer;
         default 2000, 0.4 MB for 50 epochs.
       seed: of the choice, integer >= 0.
-      begun: tracks of the same entries from the run's earlier epochs; made
-        with the same `seed` and `entries_per_kind`, which is not checked.
 
     Raises:
-      ValueError: when an argument is out of its range, `like` does not hold
-        floating arrays, or `begun` is of other entries or not finite.
+      ValueError: when an argument is out of its range, or `like` does not hold
+        floating arrays.
     """
     count = checks.check_int("entries_per_kind", entries_per_kind, 1)
     seed = checks.check_seed(seed)
@@ -59,6 +52,7 @@ class Tracker:
     self._shapes = _float_shapes(like)
     # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
     self._chosen: dict[_model.Kind, list[tuple[int, np.ndarray]]] = {}
+    self._values: dict[_model.Kind, list[np.ndarray]] = {}
     for number, kind in enumerate(_model.KINDS):
       own = [
         i
@@ -77,11 +71,7 @@ class Tracker:
         (i, places[(places >= end - size) & (places < end)] - (end - size))
         for i, size, end in zip(own, sizes, ends, strict=True)
       ]
-    self._values: dict[_model.Kind, list[np.ndarray]] = {
-      kind: [] for kind in self._chosen
-    }
-    if begun is not None:
-      self._continue(begun)
+      self._values[kind] = [np.zeros((len(places), 0), np.float32)]
 
   def record(self, params: PyTree) -> None:
     """Keeps the values at the end of an epoch.
@@ -106,37 +96,11 @@ class Tracker:
         np.asarray(leaves[i]).reshape(-1)[at].astype(np.float32)
         for i, at in chosen
       ]
-      self._values[kind].append(np.concatenate(parts))
+      self._values[kind].append(np.concatenate(parts)[:, None])
 
   def tracks(self) -> Tracks:
     """Returns the recorded tracks: of each kind float32 [entries, epochs]."""
-    return {
-      kind: np.stack(values, 1)
-      if values
-      else np.zeros((self._count(kind), 0), np.float32)
-      for kind, values in self._values.items()
-    }
-
-  def _count(self, kind: _model.Kind) -> int:
-    return sum(len(at) for _, at in self._chosen[kind])
-
-  def _continue(self, begun: Tracks) -> None:
-    (begun,) = check_runs("begun", [begun])
-    wanted = {kind: self._count(kind) for kind in self._chosen}
-    found = {kind: len(track) for kind, track in begun.items()}
-    if wanted != found:
-      raise ValueError(
-        f"`begun` must be tracks of the same entries, {wanted}, got {found}."
-      )
-    epochs = {kind: track.shape[1] for kind, track in begun.items()}
-    if len(set(epochs.values())) > 1:
-      raise ValueError(
-        f"`begun` must have all tracks of as many epochs, got {epochs}. Take "
-        "the tracks that `Tracker.tracks` returned."
-      )
-    for kind, track in begun.items():
-      checks.check_finite(f"begun[{kind!r}]", track)
-      self._values[kind] = list(np.asarray(track, np.float32).T)
+    return {kind: np.concatenate(x, 1) for kind, x in self._values.items()}
 
 
 def _float_shapes(like: PyTree) -> list[tuple[int, ...]]:

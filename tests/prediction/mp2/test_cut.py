@@ -143,7 +143,8 @@ def test_another_cut_is_refused_by_the_first_leaf_that_differs():
   refuse("predictor", prediction.cut(model, 4), ours)
   with pytest.raises(ValueError, match=r"conv05\.kernel.*behind the cut here"):
     refuse("predictor", prediction.cut(model, 5), ours)
-  other = prediction.published_cut("vgg15", num_classes=100)
+  wide = prediction.published_model("vgg15", num_classes=100, abstract=True)
+  other = prediction.cut(wide, 4)
   with _refusals.refused("predictor", "dense15.kernel"):
     refuse("predictor", other, ours)
   one = prediction.cut(small(), 1)

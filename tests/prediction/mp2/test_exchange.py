@@ -138,7 +138,7 @@ def test_an_exchange_refuses_gradients_of_other_workers():
   with _refusals.refused("gradients", "a tree like"):
     exchange.step(state, None, THETA)
   scalars = jax.tree.map(lambda x: 1.0, MODEL.params)
-  with pytest.raises(ValueError, match=r"of 2 workers.*got \[\] at"):
+  with pytest.raises(ValueError, match=r"of 2 workers.*shape \[\] and not"):
     exchange.step(state, scalars, THETA)
   with _refusals.refused("state", "of `Exchange.init`"):
     exchange.step(None, gradients, THETA)

@@ -55,28 +55,6 @@ def test_a_track_is_of_one_entry():
   assert len(recorded(prediction.Tracker(PARAMS), range(1))["bias"]) == 7
 
 
-def test_a_tracker_goes_on():
-  whole = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(4))
-  begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
-  again = prediction.Tracker(PARAMS, entries_per_kind=5, begun=begun)
-  for kind, track in recorded(again, range(2, 4)).items():
-    np.testing.assert_array_equal(track, whole[kind])
-  with _refusals.refused("begun", "tracks of the same"):
-    prediction.Tracker(PARAMS, entries_per_kind=4, begun=begun)
-
-
-def test_what_was_not_begun_here_is_refused():
-  begun = recorded(prediction.Tracker(PARAMS, entries_per_kind=5), range(2))
-  for wrong, message in (
-    (3, r"`begun\[0\]` must be a dict"),
-    (begun | {"conv": begun["conv"][:, :1]}, "as many epochs, got.*'conv': 1"),
-    (begun | {"conv": begun["conv"][0]}, r"must be a track, floats \[entries"),
-    (begun | {"bias": begun["bias"] * np.nan}, "`begun.'bias'.` must be fini"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      prediction.Tracker(PARAMS, entries_per_kind=5, begun=wrong)
-
-
 def test_tracks_are_saved_as_float32(tmp_path):
   for dtype in (np.float64, jnp.bfloat16, np.float16):
     run = {"bias": np.ones((2, 9)).astype(dtype)}
