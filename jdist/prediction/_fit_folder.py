@@ -21,11 +21,7 @@ class FitFolder:
   ):
     """Refuses a directory with other arrays, before anything is trained.
 
-    Args:
-      directory: used for nothing else, or None.
-      what: the kind of training, for errors.
-      settings: anything that JSON can hold.
-      data: arrays by the names of their arguments; of a list all together.
+    The data are arrays by the names of arguments; of a list all together.
     """
     self._directory = directory
     self._body: dict[str, Any] = {"what": what, "fit": dict(settings)}

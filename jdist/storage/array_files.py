@@ -44,11 +44,7 @@ class _Manifest(NamedTuple):
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns a directory as a path; raises a ValueError for a file.
-
-  >>> folder("predictors").name
-  'predictors'
-  """
+  """Returns a directory as a path; raises a ValueError for a file."""
   try:
     path = pathlib.Path(directory)
   except TypeError as error:
@@ -73,16 +69,8 @@ def save_arrays(
 ) -> None:
   """Saves the leaves of a tree, and replaces those of an earlier save.
 
-  Args:
-    directory: used for nothing else; if it is missing it appears at the end,
-      in one move.
-    tree: arrays, named by their paths.
-    body: anything that JSON can hold; its `"what"` says what the arrays are,
-      its `"about"` is the user's.
-
-  Raises:
-    ValueError: when JSON or .npy files cannot hold the arguments, or the
-      directory holds something else; nothing is written then.
+  Of the body `"what"` says what the arrays are, and `"about"` is the user's.
+  What is refused leaves nothing written.
   """
   try:
     json.dumps(body.get("about"))
@@ -197,12 +185,7 @@ def _read(target: pathlib.Path) -> _Manifest:
 def load_arrays(
   directory: str | os.PathLike[str], *, what: str
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  """Returns the arrays by name, and the body, of `save_arrays`.
-
-  Raises:
-    FileNotFoundError: when there is no manifest.
-    ValueError: when a file has changed or the arrays are not `what`.
-  """
+  """Returns the arrays by name, and the body, of `save_arrays`."""
   target = folder(directory)
   try:
     manifest = _read(target)

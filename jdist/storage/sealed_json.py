@@ -14,11 +14,7 @@ from typing import Any
 
 
 class DamagedError(ValueError):
-  """A file is missing, cannot be read, or is not what was written.
-
-  Attributes:
-    reason: the file's name and what is wrong with it.
-  """
+  """A file is missing, cannot be read, or is not what was written."""
 
   def __init__(self, path: pathlib.Path, fault: str):
     super().__init__(
@@ -33,26 +29,13 @@ class FormatError(ValueError):
 
 
 def write(path: pathlib.Path, body: Any, *, form: int, **beside: Any) -> None:
-  """Writes a sealed file.
-
-  Args:
-    path: a file that is there is replaced.
-    body: anything that JSON can hold.
-    form: the number of the body's format.
-    **beside: further entries for people; nothing reads them.
-  """
+  """Writes a sealed file, with entries beside the body that nothing reads."""
   whole = {"format": form, "sha256": _digest(body), **beside, "body": body}
   write_whole(path, json.dumps(whole).encode())
 
 
 def read(path: pathlib.Path, *, form: int) -> Any:
-  """Returns the body that was given to `write`.
-
-  Raises:
-    DamagedError: when the file is no sealed one, or has changed.
-    FormatError: when it is of another format than `form`.
-    FileNotFoundError: when there is none.
-  """
+  """Returns the body that was given to `write`; refuses another format."""
   try:
     whole = json.loads(path.read_text())
     found, digest, body = (whole[k] for k in ("format", "sha256", "body"))

@@ -30,10 +30,6 @@ class CheckpointDirectory:
     """Takes a directory, which need not be there yet."""
     self.path = path
 
-  def make(self) -> None:
-    """Makes the directory."""
-    self.path.mkdir(parents=True, exist_ok=True)
-
   def target(self, step: int) -> pathlib.Path:
     """Returns where the arrays of a checkpoint are."""
     return self.path / f"step_{step:08d}"

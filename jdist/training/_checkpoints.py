@@ -93,7 +93,7 @@ class Checkpoints:
     self._other_workers = other_workers
     self._is_first = jax.process_index() == 0
     if self._is_first:
-      self._directory.make()
+      self._directory.path.mkdir(parents=True, exist_ok=True)
     self._writer = self._orbax.AsyncCheckpointer(
       self._orbax.PyTreeCheckpointHandler()
     )

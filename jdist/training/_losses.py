@@ -135,7 +135,10 @@ def model_inputs(
     images = batch["image"]
     if augment is not None:
       images = augment(images, key)
-    return as_inputs(normalize(images), compute_dtype)
+    images = normalize(images)
+    # Numbers of tokens stay what they are.
+    tokens = jnp.issubdtype(images.dtype, jnp.signedinteger)
+    return images if tokens else images.astype(compute_dtype)
 
   return inputs
 
@@ -188,12 +191,6 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   total = jnp.where(inside, values, jnp.zeros((), values.dtype)).sum()
   count = jnp.maximum(inside.sum(dtype=jnp.float32), 1.0)
   return total / count.astype(values.dtype)
-
-
-def as_inputs(inputs: jax.Array, dtype: Any) -> jax.Array:
-  """Inputs in the dtype of computation; token numbers stay what they are."""
-  tokens = jnp.issubdtype(inputs.dtype, jnp.signedinteger)
-  return inputs if tokens else inputs.astype(dtype)
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

@@ -84,8 +84,8 @@ def _split_alike(
 ) -> PyTree:
   """Specs of an optimizer's state: leaves like a parameter go as it does.
 
-  Such a leaf stands at a path that ends with the parameter's, and has its
-  shape, or its shape behind one more dimension, as a history has.
+  Such a leaf's path ends with the parameter's, and so does its shape, which may
+  have one more dimension before it, as a history has.
   """
   specs = jax.tree.leaves(workers.specs(params))
   known = [

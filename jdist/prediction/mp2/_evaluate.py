@@ -38,11 +38,7 @@ def logits_of(
   *,
   train: bool,
 ) -> jax.Array:
-  """Applies the networks of several flat fronts to the same normalized images.
-
-  Returns:
-    Logits, float32 [samples, n, classes].
-  """
+  """Returns the logits of networks by flat fronts, [samples, n, classes]."""
 
   def one(vector: jax.Array) -> jax.Array:
     whole = assemble(predictor, params, vector)

@@ -39,20 +39,14 @@ def digest(vector: np.ndarray) -> str:
 
 
 class Files:
-  """The files of a data set; a collector writes them, a `ParameterSet` reads.
-
-  Attributes:
-    body: of the manifest.
-    cuts: of the network, the shallowest first.
-    sizes: the length of a sample in each file of arrays, by its name.
-    rows: the lines of the samples so far.
-  """
+  """The files of a data set, which a collector writes and others read."""
 
   def __init__(self, directory: pathlib.Path):
     """Reads the manifest and the rows, which must be ours and undamaged."""
     self._directory = directory
     self.body = sealed_json.read(directory / _MANIFEST, form=_FORMAT)
     self.cuts = tuple(map(_cut.Cut.from_description, self.body["cuts"]))
+    # The length of a sample in each file of arrays.
     self.sizes = _sizes(self.cuts, self.body["halves"])
     self.rows = self._read_rows()
 

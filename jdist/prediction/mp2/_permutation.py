@@ -20,13 +20,7 @@ def permutation(size: int, seed: int, *stream: int) -> np.ndarray:
 def balanced(
   labels: np.ndarray, size: int, seed: int, number: int
 ) -> np.ndarray:
-  """Draws images without replacement, of each class the same share.
-
-  >>> labels = np.array([0, 0, 0, 0, 1, 1])
-  >>> drawn = balanced(labels, 3, seed=0, number=0)
-  >>> sorted(labels[drawn].tolist())
-  [0, 0, 1]
-  """
+  """Draws images without replacement, of each class the same share."""
   order = permutation(len(labels), seed, _IMAGES_KEY, number)
   # The place of each within its class, as a share of the class.
   place = np.empty(len(labels))

@@ -187,12 +187,7 @@ def check_runs(argument: str, runs: Any) -> list[Tracks]:
 def windows(
   tracks: Sequence[np.ndarray], horizon: int, argument: str = "tracks"
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns all histories of five in the tracks, and the later values.
-
-  >>> histories, targets = windows([np.arange(7.0)[None]], horizon=2)
-  >>> histories.tolist(), targets.tolist()
-  ([[0.0, 1.0, 2.0, 3.0, 4.0]], [6.0])
-  """
+  """Returns all histories of five in the tracks, and the later values."""
   length = _model.HISTORY_LENGTH
   found = [
     np.lib.stride_tricks.sliding_window_view(

@@ -15,18 +15,13 @@ PyTree = Any
 
 
 class CompiledStep:
-  """Compiles a step for each control once, however often it is used.
-
-  Attributes:
-    workers: the run's workers.
-    takes_control: whether the step passes a control on to its optimizer.
-    names: of the metrics, in their order, once the step has been traced.
-  """
+  """Compiles a step for each control once, however often it is used."""
 
   def __init__(self, workers: collectives.Workers, step: _step.Step):
     """Compiles nothing yet."""
     self.workers = workers
     self.takes_control = _takes_control(step)
+    # Of the metrics, once the step has been traced.
     self.names: tuple[str, ...] = ()
     self._step = step
     self._programs: dict[Any, Any] = {}

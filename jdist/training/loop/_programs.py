@@ -18,15 +18,10 @@ DEVICE = transforms.Control()
 
 
 class Choice(NamedTuple):
-  """The static arguments for which a step is compiled.
-
-  Attributes:
-    control: the optimizer's static argument.
-    idle: whether the round's end sends nothing, as all was sent before.
-  """
+  """The static arguments for which a step is compiled."""
 
   control: transforms.Control = DEVICE
-  idle: bool = False
+  idle: bool = False  # The round's end sends nothing: all was sent before.
 
 
 class Programs:
@@ -69,12 +64,9 @@ class Programs:
   def needed(self, due: int, undelayed: bool) -> tuple[Choice, ...]:
     """Returns the programs that a run may need: those of all places.
 
-    The programs of fragments are too many; they are compiled when needed.
-
-    Args:
-      due: after how many updates of a round a mean arrives, 0 for all of them.
-      undelayed: whether the first rounds are not delayed, so that the device
-        ends them.
+    A mean arrives after `due` updates of a round, 0 for all of them; the device
+    ends first rounds that are `undelayed`.  The programs of fragments are too
+    many; they are compiled when needed.
     """
     places = [(-1, 0, 1)] if undelayed else []
     for interval in range(1, max(due, *self.stream_steps, 1) + 3):

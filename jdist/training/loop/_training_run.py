@@ -72,19 +72,7 @@ class TrainingRun:
     evaluate: Callable[[_train_state.TrainState], dict[str, float]] | None,
     on_record: Callable[[Record], None] | None,
   ):
-    """Reads where a state stands.
-
-    Args:
-      step: to run.
-      choices: its programs.
-      state: to go on from.
-      start: the state's step.
-      independent: whether workers may never communicate.
-      timeout_s: of the watchdog.
-      sent_bytes: of the checkpoint that the state is from, if it is from one.
-      evaluate: measures a state.
-      on_record: called with each new record.
-    """
+    """Reads where a state stands; `sent_bytes` are of its checkpoint."""
     self.state = state
     self.records: list[Record] = []
     self.watchdog = _watchdog.Watchdog(timeout_s)

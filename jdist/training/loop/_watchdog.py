@@ -51,18 +51,16 @@ class Watchdog:
   itself was suspended, by a scheduler for instance, does not count.
   """
 
-  def __init__(self, timeout_s: float, *, what: str = "training step"):
+  def __init__(self, timeout_s: float):
     """Sets the clock; it starts on entering the context.
 
     Args:
       timeout_s: seconds without a beat before the process ends; infinity
         means never.
-      what: what is being waited for, for the message.
     """
     if not timeout_s > 0:
       raise ValueError(f"`timeout_s` must be positive, got {timeout_s}.")
     self._timeout_s = timeout_s
-    self._what = what
     self._last = _Beat(time.monotonic(), float("inf"))
     self._note = ""
     self._done = threading.Event()
@@ -92,7 +90,7 @@ class Watchdog:
 
   def _end(self) -> None:
     message = (
-      f"jdist: no {self._what} has finished for {self._timeout_s:g} s "
+      f"jdist: no training step has finished for {self._timeout_s:g} s "
       f"({self._note or 'none before it'}). The run hangs, most likely in a "
       "collective that another worker never joined: another process may be "
       "dead or stuck, or the virtual CPU devices of this one are out of "
