@@ -133,25 +133,13 @@ def check_structural(
       "Under `optax.inject_hyperparams` name it in `static_args`: "
       f"`static_args=({name!r},)`."
     )
-  one = int(value) if isinstance(value, int | np.integer) else None
-  if maximum is None and one is not None and one > _LARGEST:
-    maximum = _LARGEST
-  _check_range(name, value, one, minimum, maximum, remedy)
-  return one  # type: ignore[return-value]
+  number = check_int(name, value, minimum, maximum, remedy)
+  return check_int(name, number, minimum, _LARGEST, remedy)
 
 
-def set_structural(
-  owner: Any,
-  name: str,
-  *,
-  minimum: int,
-  maximum: int | None = None,
-  **rest: Any,
-) -> None:
+def set_structural(owner: Any, name: str, **limits: Any) -> None:
   """Checks a field of a frozen dataclass, and makes it a Python int."""
-  value = check_structural(
-    name, getattr(owner, name), minimum=minimum, maximum=maximum, **rest
-  )
+  value = check_structural(name, getattr(owner, name), **limits)
   object.__setattr__(owner, name, value)
 
 
@@ -167,22 +155,9 @@ def check_int(
   >>> check_int("rank", np.int64(2), 1)
   2
   """
-  try:
+  number: Any = None
+  with contextlib.suppress(TypeError):
     number = operator.index(value)
-  except TypeError:
-    number = None
-  _check_range(name, value, number, minimum, maximum, remedy)
-  return number  # type: ignore[return-value]
-
-
-def _check_range(
-  name: str,
-  value: Any,
-  number: int | None,
-  minimum: int,
-  maximum: int | None,
-  remedy: str,
-) -> None:
   if (
     number is None
     or isinstance(value, bool)
@@ -194,6 +169,7 @@ def _check_range(
     )
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
+  return number
 
 
 # What modules are called on the index, where they are called otherwise.

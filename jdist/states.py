@@ -22,7 +22,6 @@ def declare(
   drains: bool = False,
   averages: bool = False,
   update_pending: bool = False,
-  jumps: bool = False,
   streams: bool = False,
 ) -> Callable[[_T], _T]:
   """Declares the properties of a state, as attributes of its class.
@@ -38,7 +37,6 @@ def declare(
     drains: the transformation takes `Control(drain=True)`.
     averages: the transformation makes the workers' updates equal.
     update_pending: the last step's update is applied in the next step.
-    jumps: the transformation replaces parameters at times.
     streams: a message is sent in parts, some in every step.
 
   Returns:
@@ -60,7 +58,6 @@ def declare(
     "drains": drains,
     "averages": averages,
     "update_pending": update_pending,
-    "jumps": jumps,
     "streams": streams,
   }
 
