@@ -1,6 +1,7 @@
 """Says what is compared: protocols, workers' speeds, and links."""
 
 import dataclasses
+from typing import Literal
 
 from jdist import cluster, server
 from jdist.training import comparison
@@ -86,12 +87,14 @@ class Variant:
     parts: of H-PS, of `tasks`, `pipeline` and `bits`.
     local: workers' own steps, their rate over the server's; none if 0.
     momentum: of these steps, over the server's.
+    nesterov: whether they foresee that it is Nesterov's.
   """
 
   baseline: str | None = None
   parts: tuple[str, ...] | None = None
   local: float = 0.0
   momentum: float = 0.0
+  nesterov: bool = False
 
 
 ALL = ("tasks", "pipeline", "bits")
@@ -115,6 +118,7 @@ TRAINED: dict[str, Variant] = {
   "h_ps": VARIANTS["h_ps"],
   "h_ps, local step": Variant(parts=ALL, local=1.0),
   "h_ps, momentum": Variant(parts=ALL, local=1.0, momentum=1.0),
+  "h_ps, foresight": Variant(parts=ALL, local=1.0, momentum=1.0, nesterov=True),
   "asp": VARIANTS["asp"],
   "ssp": VARIANTS["ssp"],
   "pipeline": VARIANTS["pipeline"],
@@ -227,6 +231,9 @@ class Config(comparison.Options):
   momentum: float = 0.9
   """Nesterov momentum of the server's SGD."""
 
+  schedule: Literal["constant", "cosine"] = "constant"
+  """Of the learning rate, over the run."""
+
   evaluations: int = 4
   """In a run, equally far apart in samples."""
 
@@ -254,6 +261,14 @@ PRESETS: comparison.Presets = {
     Config(
       dataset="cifar10", settings=("8x:1",),
       variants=("bsp", "h_ps, momentum"),
+    ),
+  ),
+  "cifar10-cosine": (
+    "CIFAR-10, LeNet, five passes, the rate on a cosine: minutes a run",
+    Config(
+      dataset="cifar10", settings=("8x:1",), epochs=5.0, schedule="cosine",
+      evaluations=10, rates=(0.0125, 0.025, 0.05), seeds=(0, 1, 2, 3, 4),
+      variants=("bsp", "h_ps, foresight"),
     ),
   ),
   "cifar10-mlp": (

@@ -15,10 +15,16 @@ from typing import Any
 
 import config
 import jax
+import optax
 import tyro
 
 from jdist import data, server, training
 from jdist.training import comparison
+
+
+def _constant(update: int) -> float:
+  del update
+  return 1.0
 
 
 class Fit:
@@ -43,6 +49,31 @@ class Fit:
       gradient.grads, error_limit=options.error_limit
     )
 
+    # Programs are compiled once for equal optimizers.
+    self.chain = functools.lru_cache(self._chain)
+    self.cosine = functools.lru_cache(optax.cosine_decay_schedule)
+
+  def schedule(
+    self, setting: config.Setting, trial: comparison.Trial
+  ) -> optax.Schedule:
+    """Returns what a rate is multiplied by, which counts a server's updates."""
+    options = self.options
+    if options.schedule == "constant":
+      return _constant
+    # A baseline that waits for nobody makes an update of each worker's task.
+    alone = config.TRAINED[trial.variant].baseline in ("asp", "ssp")
+    samples = options.batch_size / (len(setting.rates) if alone else 1)
+    length = len(self.problem.train_set(trial)) * options.epochs / samples
+    return self.cosine(1.0, round(length))
+
+  def _chain(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Returns the server's SGD with a schedule, once for each."""
+    if schedule is _constant:
+      return self.problem.optimizer
+    return optax.chain(
+      self.problem.optimizer, optax.scale_by_schedule(schedule)
+    )
+
   def __call__(
     self, setting: config.Setting, trial: comparison.Trial
   ) -> dict[str, Any]:
@@ -53,10 +84,19 @@ class Fit:
     num = len(machines.nodes)
     model = problem.model(trial.seed)
     variant = config.TRAINED[trial.variant]
+    schedule = self.schedule(setting, trial)
+    step = None
+    if variant.local:
+      rate = variant.local * trial.learning_rate
+      step = server.LocalStep(
+        lambda update: rate * float(schedule(update)),
+        variant.momentum * options.momentum,
+        variant.nesterov,
+      )
     few = variant.parts is not None and "bits" in variant.parts
     learner = server.GradientLearner(
       problem.loss,
-      problem.optimizer,
+      self.chain(schedule),
       model.params,
       data.SampleStream(train, num, seed=trial.seed),
       workers=machines.names,
@@ -64,8 +104,7 @@ class Fit:
       seed=trial.seed,
       sizes=[options.batch_size * i // 8 for i in (1, 2, 3, 5, 8)],
       plans=self.plans if few else None,
-      local_rate=variant.local * trial.learning_rate or None,
-      local_momentum=variant.momentum * options.momentum,
+      local_step=step,
     )
     learner.model = learner.model._replace(
       opt_state=comparison.set_rate(

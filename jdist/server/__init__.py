@@ -13,6 +13,7 @@ from jdist.server._driver import Learner as Learner
 from jdist.server._driver import NodeTotals as NodeTotals
 from jdist.server._gradient_learner import GradientLearner as GradientLearner
 from jdist.server._gradient_learner import Samples as Samples
+from jdist.server._local_step import LocalStep as LocalStep
 from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._message_codec import MessageState as MessageState
 from jdist.server._messages import Action as Action

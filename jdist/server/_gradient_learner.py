@@ -11,7 +11,12 @@ import numpy as np
 import optax
 
 from jdist import checks
-from jdist.server import _message_codec, _messages, _server_programs
+from jdist.server import (
+  _local_step,
+  _message_codec,
+  _messages,
+  _server_programs,
+)
 from jdist.server.h_ps import _bit_plans, _plan_codecs
 
 PyTree = Any
@@ -67,12 +72,8 @@ class GradientLearner:
   server keeps a copy for each worker: the memory of the parameters, once for
   each.  A pull by plan 0 sends the parameters themselves.
 
-  With a `local_rate` a worker whose last gradient is not yet in what it was
-  sent, as it is in a pipeline, takes the next one a local step further:
-  :math:`\nabla L(\theta_{t - \tau} - \eta_{loc} g'; B)`.  With a
-  `local_momentum` the step is one with momentum, which is seen from outside:
-  :math:`+ \mu_{loc} (\theta_{t - \tau} - \theta_{t - \tau - 1})`, of what the
-  worker was sent now and before.
+  With a `local_step` a worker whose last gradient is not yet in what it was
+  sent, as it is in a pipeline, takes the next one where that step leads.
 
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
@@ -87,9 +88,7 @@ class GradientLearner:
     push_codec: of the workers' gradients; None sends every bit.
     pull_codec: of the parameters that are sent to a worker.
     plans: in place of both, messages by the protocol's plans.
-    local_rate: eta_loc > 0 of workers' local steps; none without it.
-    local_momentum: mu_loc in [0, 1) of workers' local steps; the server's, to
-      foresee what its update will be.
+    local_step: of workers in front of what they were sent; none without it.
 
   Attributes:
     model: parameters and states now.
@@ -104,9 +103,6 @@ class GradientLearner:
   References:
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation (arXiv 1609.08326): DC-ASGD-c, lambda constant.
-    Xu et al., OD-SGD (arXiv 2005.06728): the local step.  The momentum of it
-    is a reconstruction, after the predicted weights of SpecTrain (Chen et al.,
-    arXiv 1809.02839), with what a worker holds in place of the server's.
   """
 
   def __init__(
@@ -124,8 +120,7 @@ class GradientLearner:
     push_codec: _message_codec.MessageCodec | None = None,
     pull_codec: _message_codec.MessageCodec | None = None,
     plans: _bit_plans.BitPlans | None = None,
-    local_rate: float | None = None,
-    local_momentum: float = 0.0,
+    local_step: _local_step.LocalStep | None = None,
   ):
     optimizer = checks.check_optimizer("optimizer", optimizer)
     checks.check_number("compensation", compensation)
@@ -143,13 +138,9 @@ class GradientLearner:
         checks.check_type(
           name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
         )
-    if local_rate is not None:
-      checks.check_number("local_rate", local_rate, open_low=True)
-    checks.check_number("local_momentum", local_momentum, high=1.0)
-    if local_momentum and local_rate is None:
-      raise ValueError(
-        "`local_momentum` must be 0 without a `local_rate`, got "
-        f"{local_momentum}: there is no local step."
+    if local_step is not None:
+      checks.check_type(
+        "local_step", local_step, _local_step.LocalStep, "a `server.LocalStep`"
       )
     push_codecs = [push_codec]
     if plans is not None:
@@ -165,7 +156,7 @@ class GradientLearner:
       ]
       pull_codec = _plan_codecs.plan_codec(plans, 0, feedback=False)
     self._plans = plans
-    self._lead = np.array([local_rate or 0.0, local_momentum], np.float32)
+    self._local_step = local_step
     self.model = _server_programs.ServerModel(
       # Copies: the updates take the memory of the model before.
       jax.tree.map(jnp.array, params),
@@ -184,7 +175,7 @@ class GradientLearner:
     self._programs = [
       _server_programs.server_programs(
         loss_fn, optimizer, compensation, one, pull_codec,
-        local_rate is not None,
+        local_step and local_step.without_rate(),
       )
       for one in push_codecs
     ]  # fmt: skip
@@ -203,11 +194,9 @@ class GradientLearner:
         for each in states
       ]
     self._push_states, self._pull_states = states
-    if local_rate is not None:
-      first = jax.tree.map(jnp.zeros_like, params)
-      self._push_states = [
-        (state, first, self.model.params) for state in self._push_states
-      ]
+    if local_step is not None:
+      first = local_step.init(self.model.params)
+      self._push_states = [(state, first) for state in self._push_states]
     self._compresses_pulls = pull_codec is not None
     # What each worker was sent last, with plans.
     self._held = [self.model.params] * len(workers)
@@ -256,16 +245,15 @@ class GradientLearner:
     tasks = [self._tasks.pop(task) for task in update.tasks]
     whole = sum(task.num_samples for task in tasks)
     self.samples += whole
-    leading = []
+    controls = []
     for task, stale in zip(tasks, update.staleness, strict=True):
-      last = self._led.get(task.worker)
-      leading.append(last is not None and task.version <= last)
+      controls.append(self._control(task))
       self._led[task.worker] = task.version + stale
     if self.replays:
       return
     total, loss = None, None
-    for number, weight, task, leads in zip(
-      update.tasks, update.weights, tasks, leading, strict=True
+    for number, weight, task, control in zip(
+      update.tasks, update.weights, tasks, controls, strict=True
     ):
       programs = self._programs[task.push_plan if self._plans else 0]
       arguments = (
@@ -282,7 +270,7 @@ class GradientLearner:
         np.uint32(number),
         np.float32(weight),
         np.float32(task.num_samples / whole),
-        self._lead if leads else np.zeros_like(self._lead),
+        control,
       )
       if len(tasks) == 1:
         self.model, push_state, loss = programs.step(self.model, *arguments)
@@ -295,6 +283,17 @@ class GradientLearner:
       self.model, loss = self._programs[0].update(self.model, total)
     assert loss is not None
     self.losses.append((self.samples, loss))
+
+  def _control(self, task: _Pulled) -> np.ndarray | None:
+    """Says to a local step whether the last gradient is in what was sent."""
+    if self._local_step is None:
+      return None
+    last = self._led.get(task.worker)
+    return self._local_step.control(
+      task.version,
+      leads=last is not None and task.version <= last,
+      restarted=last is None,
+    )
 
   def discard(self, task: int) -> None:
     """Drops a task; its gradient is never computed."""

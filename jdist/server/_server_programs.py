@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import training, transforms
-from jdist.server import _message_codec
+from jdist.server import _local_step, _message_codec
 
 PyTree = Any
 
@@ -53,13 +53,11 @@ def server_programs(
   compensation: float,
   push: _message_codec.MessageCodec | None,
   pull: _message_codec.MessageCodec | None,
-  leads: bool = False,
+  local_step: _local_step.LocalStep | None = None,
 ) -> ServerPrograms:
   """Builds the programs of `GradientLearner`, once for equal arguments.
 
-  A worker that leads takes its gradient in front of the parameters, by a step
-  of its last one and by a part of what they have moved since it was sent the
-  last ones; its push state is the codec's, that gradient, and those parameters.
+  With a local step a worker's push state is the codec's and that of the step.
   """
   optimizer = optax.with_extra_args_support(optimizer)
   compute = training.make_gradient(loss_fn)
@@ -79,24 +77,20 @@ def server_programs(
     number: jax.Array,
     weight: jax.Array,
     share: jax.Array,
-    lead: jax.Array,
+    control: jax.Array,
   ) -> tuple[PyTree, PyTree]:
-    if leads:
-      push_state, last, before = push_state
+    if local_step is not None:
+      push_state, last = push_state
       held = read
-      read = jax.tree.map(
-        lambda p, g, b: (
-          p - lead[0].astype(p.dtype) * g + lead[1].astype(p.dtype) * (p - b)
-        ),
-        held, last, before,
-      )  # fmt: skip
+      read, velocity = local_step.move(held, last, control)
     gradient = compute(read, state_read, batch, jax.random.fold_in(key, number))
     grads = gradient.grads
     if push is not None:
       buffer, push_state = push.encode(grads, push_state)
       grads = push.decode(buffer, grads)
-    if leads:
-      push_state = (push_state, gradient.grads, held)
+    if local_step is not None:
+      last = _local_step.LocalStepState(gradient.grads, held, velocity)
+      push_state = (push_state, last)
 
     def one(total: Any, g: Any, old: Any, new: Any) -> Any:
       if compensation:

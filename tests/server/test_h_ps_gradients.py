@@ -27,17 +27,24 @@ def test_in_turn_and_exact_it_is_synchronous():
   )
 
 
+def _halved(update):
+  return 0.02 / 2**update
+
+
 @pytest.mark.parametrize(
-  ("local_rate", "local_momentum"), ((None, 0.0), (0.02, 0.0), (0.02, 0.7))
-)
-def test_a_pipeline_by_hand(local_rate, local_momentum):
+  "step",
+  (
+    None, server.LocalStep(0.02), server.LocalStep(0.02, 0.7),
+    server.LocalStep(_halved), server.LocalStep(0.02, 0.7, nesterov=True),
+  ),
+)  # fmt: skip
+def test_a_pipeline_by_hand(step):
   """Gradients are of one update before, and a local step further."""
   rate, workers, each = 0.01, 2, 4
   learner, _ = gradients.learn(
     server.h_ps(workers * each, tasks=False, **EXACT),
     [1.0] * workers, 5, optimizer=optax.sgd(rate),
-    loss_fn=gradients.linear, params=jnp.array(0.0), local_rate=local_rate,
-    local_momentum=local_momentum,
+    loss_fn=gradients.linear, params=jnp.array(0.0), local_step=step,
   )  # fmt: skip
   samples = data.SampleStream(gradients.DIGITS, workers, seed=0)
 
@@ -48,17 +55,71 @@ def test_a_pipeline_by_hand(local_rate, local_momentum):
   # Two tasks each in the beginning, then one each after each update.
   starts = {0: (0, 8), 1: (4, 12)}
   starts |= {k: (8 * k, 8 * k + 4) for k in range(2, 5)}
-  updated, last = [0.0], [0.0, 0.0]
+  updated, last, velocity = [0.0], [0.0, 0.0], 0.0
   for k in range(5):
     read = updated[max(k - 1, 0)]
     before = updated[max(k - 2, 0)]
-    points = [
-      read - (local_rate or 0.0) * g + local_momentum * (read - before)
-      for g in last
-    ]
+    points = [read] * workers
+    if step is not None:
+      local = step.rate(max(k - 1, 0)) if callable(step.rate) else step.rate
+      mu, moved = step.momentum, read - before
+      velocity = (moved + mu * velocity) / (1 + mu)
+      ahead = mu * moved, local
+      if step.nesterov:
+        ahead = mu**2 * velocity, (1 + mu) * local
+      points = [read + ahead[0] - ahead[1] * g for g in last]
     last = [slope(w, s) for w, s in zip(points, starts[k], strict=True)]
     updated.append(updated[-1] - rate * np.mean(last))
   np.testing.assert_allclose(learner.model.params, updated[-1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", (False, True))
+def test_one_worker_foresees_its_server(nesterov):
+  """Its pipeline then makes the updates of a worker that waits."""
+  optimizer = optax.sgd(0.05, momentum=0.9, nesterov=nesterov)
+  foreseen = server.LocalStep(0.05, 0.9, nesterov)
+  ends = {}
+  for pipelined, step in ((False, None), (True, foreseen), (True, None)):
+    protocol = server.h_ps(8, tasks=False, pipelined=pipelined, **EXACT)
+    learner, _ = gradients.learn(
+      protocol, [1.0], 12, optimizer=optimizer, local_step=step
+    )
+    ends[pipelined, step] = learner.model.params
+  chex.assert_trees_all_close(
+    ends[True, foreseen], ends[False, None], rtol=1e-4, atol=1e-5
+  )
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(
+      ends[True, None], ends[False, None], rtol=1e-2, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+  ("step", "limit"),
+  (
+    (server.LocalStep(1.0, 0.9, nesterov=True), 1.357),
+    (server.LocalStep(1.0, 0.9), 0.487),
+    (None, 0.254),
+  ),
+)
+def test_foresight_keeps_the_largest_stable_rate(step, limit):
+  """Of Nesterov's momentum 0.9 with gradients one update late."""
+  for curvature, stable in ((limit - 0.01, True), (limit + 0.01, False)):
+    sent, now, buffer = np.float32(1.0), np.float32(1.0), np.float32(0.0)
+    state = None if step is None else step.init(jnp.float32(1.0))
+    largest = []
+    for version in range(600):
+      read = sent
+      if step is not None:
+        control = step.control(version, leads=version > 0)
+        read, velocity = step.move(jnp.float32(sent), state, control)
+      gradient = np.float32(curvature * read)
+      if step is not None:
+        state = type(state)(jnp.float32(gradient), jnp.float32(sent), velocity)
+      buffer = np.float32(0.9) * buffer + gradient
+      sent, now = now, now - gradient - np.float32(0.9) * buffer
+      largest.append(abs(float(now)))
+    assert (max(largest[-20:]) < 0.5 * max(largest[200:220])) is stable
 
 
 def test_messages_have_the_bytes_that_plans_count():
@@ -122,8 +183,8 @@ def start(plans, away=()):
   learner = server.GradientLearner(
     gradients.LOSS, gradients.SGD, gradients.MODEL.params,
     data.SampleStream(gradients.DIGITS, 3, seed=0),
-    workers=machines.names, plans=plans, local_rate=0.05, sizes=[32],
-    local_momentum=0.5,
+    workers=machines.names, plans=plans, sizes=[32],
+    local_step=server.LocalStep(0.05, 0.5, nesterov=True),
   )  # fmt: skip
   costs = cluster.Profile(
     seconds_per_sample=0.01, push_bytes=4800, pull_bytes=4800

@@ -26,19 +26,19 @@ def gradient_server(plans):
   return server.GradientServer(SGD, MODEL.params, plans, workers=NAMES)
 
 
-def gradient_worker(plans, name, local_rate=None):
+def gradient_worker(plans, name, local_step=None):
   return server.GradientWorker(
     LOSS, MODEL.params, data.SampleStream(DIGITS, 2, seed=0), plans,
     number=NAMES.index(name), num_workers=2, sizes=[32, 64],
-    local_rate=local_rate,
+    local_step=local_step,
   )  # fmt: skip
 
 
-def run(protocol, plans, path, updates=10, local_rate=None):
+def run(protocol, plans, path, updates=10, local_step=None):
   engine = server.ThreadEngine()
 
   def work(name, channel):
-    learner = gradient_worker(plans, name, local_rate)
+    learner = gradient_worker(plans, name, local_step)
     learner.prepare()
     server.WorkerLoop(channel, name, learner, depth=protocol.depth).run()
 
@@ -74,7 +74,12 @@ CASES = {
 def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
   protocol, codecs_of = CASES[name]
   plans = server.message_plans(**codecs_of)
-  result = run(protocol, plans, tmp_path / "run", local_rate=0.01)
+  result = run(
+    protocol,
+    plans,
+    tmp_path / "run",
+    local_step=server.LocalStep(0.01, 0.9, nesterov=True),
+  )
   learner = gradient_server(plans)
   delivery = server.replay(tmp_path / "run", protocol, learner)
   assert delivery.state.version == result.summary["updates"] == 10

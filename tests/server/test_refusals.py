@@ -136,9 +136,10 @@ SHARED = codecs.RandomK(0.1, shared=True)
     lambda: learner(plans=h_ps._plans(), push_codec=MESSAGE),
     "given without",
   ),
-  ("local_rate", lambda: learner(local_rate=0.0), "in (0, inf]"),
-  ("local_momentum", lambda: learner(local_momentum=0.9), "0 without"),
-  ("local_momentum", lambda: learner(local_momentum=1.5), "in [0, 1"),
+  ("local_step", lambda: learner(local_step=0.1), "`server.LocalStep`"),
+  ("rate", lambda: server.LocalStep(0.0), "in (0, inf]"),
+  ("momentum", lambda: server.LocalStep(0.1, 1.5), "in [0, 1"),
+  ("nesterov", lambda: server.LocalStep(0.1, 0.9, 1), "True or False"),
   ("sizes", lambda: batch_of_32(sizes=[16]), "reach the largest batch"),
   # Runs.
   ("machines", lambda: make(machines="cluster.toml"), "a `cluster.Cluster`"),

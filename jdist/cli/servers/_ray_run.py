@@ -112,8 +112,7 @@ def _worker_learner(
     parts.model.params,
     parts.samples,
     server.message_plans(parts.push_codec, parts.plans),
-    local_rate=parts.local_rate,
-    local_momentum=parts.options.local_momentum,
+    local_step=parts.local_step,
     **common,
   )
 

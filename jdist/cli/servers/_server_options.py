@@ -33,12 +33,13 @@ class ProtocolOptions:
   """Of h_ps: relative error that fewer bits of a tensor may have."""
 
   local_rate: float | None = None
-  """Of h_ps: learning rate of a worker's own step in front of what it was sent;
-  the server's if not given, and 0 for no such step."""
+  """Of h_ps: highest learning rate of a worker's own step in front of what it
+  was sent, on the server's schedule; the server's if not given, and 0 for no
+  such step."""
 
-  local_momentum: float = 0.0
-  """Of h_ps: momentum of a worker's own step, as of what it was sent last; the
-  server's, to foresee its update."""
+  local_momentum: float | None = None
+  """Of h_ps: momentum of a worker's own step; the server's if not given, so
+  that the step foresees its update."""
 
   fragments: int = 1
   """Of decoupled_diloco: parts of the parameters that are pushed in turn; they

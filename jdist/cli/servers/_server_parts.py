@@ -28,7 +28,7 @@ class Parts:
   optimizer: optax.GradientTransformation
   push_codec: server.MessageCodec | None
   plans: server.BitPlans | None
-  local_rate: float | None
+  local_step: server.LocalStep | None
 
 
 def assemble(
@@ -65,16 +65,30 @@ def assemble(
   return Parts(
     options, machines, profile, workload, model, loss, samples, protocol,
     _methods.optimizer_of(options, budget), _composition.message(options),
-    plans, _local_rate(options),
+    plans, _local_step(options, budget.learning_rate),
   )  # fmt: skip
 
 
-def _local_rate(options: _options.Train) -> float | None:
-  """Returns the rate of workers' own steps, if they make any."""
+def _local_step(
+  options: _options.Train, schedule: optax.Schedule
+) -> server.LocalStep | None:
+  """Returns workers' own steps in front of what they are sent, if any."""
   if options.protocol != "h_ps" or "pipeline" not in options.parts:
     return None
-  rate = options.local_rate
-  return (options.learning_rate if rate is None else rate) or None
+  sgd = options.optimizer == "sgd"
+  rate = schedule
+  if options.local_rate is not None:
+    if not options.local_rate:
+      return None
+    scale = options.local_rate / options.learning_rate
+
+    def rate(count: Any) -> Any:
+      return scale * schedule(count)
+
+  momentum = options.local_momentum
+  if momentum is None:
+    momentum = options.momentum if sgd else 0.0
+  return server.LocalStep(rate, momentum, nesterov=sgd and momentum > 0)
 
 
 def _fit_plans(

@@ -55,8 +55,7 @@ def train(options: _options.Train) -> None:
     seed=options.seed,
     push_codec=message,
     plans=parts.plans,
-    local_rate=parts.local_rate,
-    local_momentum=options.local_momentum,
+    local_step=parts.local_step,
   )
   _simulate(parts, parts.protocol, learner)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import codecs, training
-from jdist.server import _message_codec
+from jdist.server import _local_step, _message_codec
 from jdist.server.h_ps import _bit_plans, _plan_codecs
 from jdist.server.runtime import _engine
 
@@ -100,11 +100,15 @@ def num_bytes(kinds: PyTree) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def gradient_program(
+  loss_fn: Callable[..., Any],
+  local_step: _local_step.LocalStep | None = None,
+) -> Callable[..., Any]:
   """Compiles a worker's gradient, a local step ahead of what it holds.
 
   Returns:
-    `(params, model_state, last, lead, batch, key, task) -> Pushed, loss`.
+    `(params, model_state, last, control, batch, key, task) -> Pushed, loss,
+    last`; the state of the local step, `last`, is `()` without one.
   """
   compute = training.make_gradient(loss_fn)
 
@@ -113,18 +117,14 @@ def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     params: PyTree,
     model_state: PyTree,
     last: PyTree,
-    lead: jax.Array,
+    control: jax.Array | None,
     batch: PyTree,
     key: jax.Array,
     task: jax.Array,
-  ) -> tuple[Pushed, jax.Array]:
-    if last is not None:
-      params = jax.tree.map(
-        lambda p, g, b: (
-          p - lead[0].astype(p.dtype) * g + lead[1].astype(p.dtype) * (p - b)
-        ),
-        params, *last,
-      )  # fmt: skip
+  ) -> tuple[Pushed, jax.Array, PyTree]:
+    held = params
+    if local_step is not None:
+      params, velocity = local_step.move(held, last, control)
     found = compute(params, model_state, batch, jax.random.fold_in(key, task))
     change = jax.tree.map(
       lambda new, old: (
@@ -133,7 +133,9 @@ def gradient_program(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       found.model_state,
       model_state,
     )
-    return Pushed(found.grads, change), found.loss
+    if local_step is not None:
+      last = _local_step.LocalStepState(found.grads, held, velocity)
+    return Pushed(found.grads, change), found.loss, last
 
   return gradient
 

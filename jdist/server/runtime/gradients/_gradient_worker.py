@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.server import _gradient_learner
+from jdist.server import _gradient_learner, _local_step
 from jdist.server.runtime.gradients import _gradient_messages
 
 PyTree = Any
 
 
 class GradientWorker:
-  r"""Computes gradients of what it was sent, and encodes them.
+  """Computes gradients of what it was sent, and encodes them.
 
-  What its feedback keeps stays here.  With a `local_rate` a worker whose last
-  gradient is not yet in what it was sent takes the next one a local step
-  further, :math:`\nabla L(\theta - \eta_{loc} g'; B)`, with a `local_momentum`
-  by a part of what it was sent last, too, as `GradientLearner`.
+  What its feedback keeps stays here.  With a `local_step` a worker whose last
+  gradient is not yet in what it was sent takes the next one where that step
+  leads, as `GradientLearner`.
 
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
@@ -31,8 +30,7 @@ class GradientWorker:
     sizes: to which batches are padded; each is compiled beforehand.
     model_state: of the shapes that are sent.
     seed: of the random numbers in the loss, and of the rounding.
-    local_rate: eta_loc > 0 of local steps; none without it.
-    local_momentum: mu_loc in [0, 1) of local steps.
+    local_step: in front of what it was sent; none without it.
   """
 
   def __init__(
@@ -47,12 +45,13 @@ class GradientWorker:
     sizes: Sequence[int],
     model_state: PyTree | None = None,
     seed: int = 0,
-    local_rate: float | None = None,
-    local_momentum: float = 0.0,
+    local_step: _local_step.LocalStep | None = None,
   ):
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = sorted(set(sizes))
-    self._gradient = _gradient_messages.gradient_program(loss_fn)
+    self._gradient = _gradient_messages.gradient_program(
+      loss_fn, local_step and local_step.without_rate()
+    )
     self._held = jax.tree.map(jnp.array, params)
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
@@ -62,15 +61,12 @@ class GradientWorker:
       for codec in plans.pull
     ]
     self._key = jax.random.key(seed)
-    self._lead = np.array([local_rate or 0.0, local_momentum], np.float32)
+    self._local_step = local_step
     self._first_push = _gradient_messages.first_states(
       plans, params, seed, number, num_workers
     )[0]
     self._push_state = self._first_push
-    # The last gradient, and the parameters that were held for it.
-    self._last: tuple[PyTree, PyTree] | None = None
-    if local_rate is not None:
-      self._last = jax.tree.map(jnp.zeros_like, self._held), self._held
+    self._last = () if local_step is None else local_step.init(self._held)
     self._last_task = -1
 
   def prepare(self) -> None:
@@ -78,7 +74,7 @@ class GradientWorker:
     pushed = None
     for size in self._sizes:
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      pushed, _ = self._compute(batch, 0, leads=False)
+      pushed, *_ = self._compute(batch, 0, self._control(0, 0))
     for codec in self._plans.push:
       encode = _gradient_messages.encode_push(codec)
       jax.block_until_ready(encode(pushed, self._push_state))
@@ -89,12 +85,24 @@ class GradientWorker:
       receive = _gradient_messages.receive_pull(codec, plan == 0)
       jax.block_until_ready(receive(empty, self._held))
 
-  def _compute(self, batch: PyTree, task: int, leads: bool) -> Any:
+  def _control(self, version: int, settled: int) -> np.ndarray | None:
+    """Says to a local step whether the last gradient is in what was sent."""
+    if self._local_step is None:
+      return None
+    return self._local_step.control(
+      version,
+      leads=self._last_task > settled,
+      restarted=self._last_task < 0,
+    )
+
+  def _compute(
+    self, batch: PyTree, task: int, control: np.ndarray | None
+  ) -> Any:
     return self._gradient(
       self._held,
       self._model_state,
       self._last,
-      self._lead if leads else np.zeros_like(self._lead),
+      control,
       batch,
       self._key,
       np.uint32(task),
@@ -114,11 +122,9 @@ class GradientWorker:
       self._held, self._model_state = receive(message, self._held)
     size = _gradient_messages.padded_size(self._sizes, samples)
     batch = self._samples.batch(self._number, more["start"], samples, size=size)
-    pushed, loss = self._compute(
-      batch, task, leads=self._last_task > more["settled"]
+    pushed, loss, self._last = self._compute(
+      batch, task, self._control(header["version"], more["settled"])
     )
-    if self._last is not None:
-      self._last = pushed.grads, self._held
     self._last_task = task
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]
