@@ -3,6 +3,8 @@
 import pytest
 
 from jdist import cli, training
+from jdist.cli import _options
+from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
 
@@ -93,6 +95,25 @@ bandwidth_gbit_per_s = 0.001
   # Two of 12 rounds are exact, the others of 16 bits, and two are under way.
   assert row["updates"] == 12
   assert row["pushed_bytes"] < 38_440 * 2 * (2 + 12 * 0.55)
+
+
+def local_step(**options):
+  train = _options.Train(protocol="h_ps", learning_rate=0.2, **options)
+  return _server_parts._local_step(train, lambda update: 0.2 / (1 + update))
+
+
+def test_h_ps_foresees_the_servers_update():
+  """At the server's rate, on its schedule, with its momentum."""
+  step = local_step()
+  assert (step.momentum, step.nesterov) == (0.9, True)
+  assert [step.rate(k) for k in (0, 1, 3)] == [0.2, 0.1, 0.05]
+  step = local_step(local_rate=0.1, local_momentum=0.5, momentum=0.9)
+  assert (step.momentum, step.nesterov) == (0.5, True)
+  assert [step.rate(k) for k in (0, 3)] == pytest.approx([0.1, 0.025])
+  assert local_step(optimizer="adamw").momentum == 0.0
+  assert not local_step(momentum=0.0).nesterov
+  assert local_step(local_rate=0.0) is None
+  assert local_step(parts=("tasks", "bits")) is None
 
 
 def test_decoupled_diloco_takes_local_steps(words, tmp_path):

@@ -117,7 +117,7 @@ def gradient_program(
     params: PyTree,
     model_state: PyTree,
     last: PyTree,
-    control: jax.Array | None,
+    control: Any,
     batch: PyTree,
     key: jax.Array,
     task: jax.Array,
