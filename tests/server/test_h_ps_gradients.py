@@ -94,34 +94,6 @@ def test_one_worker_foresees_its_server(nesterov):
     )
 
 
-@pytest.mark.parametrize(
-  ("step", "limit"),
-  (
-    (server.LocalStep(1.0, 0.9, nesterov=True), 1.357),
-    (server.LocalStep(1.0, 0.9), 0.487),
-    (None, 0.254),
-  ),
-)
-def test_foresight_keeps_the_largest_stable_rate(step, limit):
-  """Of Nesterov's momentum 0.9 with gradients one update late."""
-  for curvature, stable in ((limit - 0.01, True), (limit + 0.01, False)):
-    sent, now, buffer = np.float32(1.0), np.float32(1.0), np.float32(0.0)
-    state = None if step is None else step.init(jnp.float32(1.0))
-    largest = []
-    for version in range(600):
-      read = sent
-      if step is not None:
-        control = step.control(version, leads=version > 0)
-        read, velocity = step.move(jnp.float32(sent), state, control)
-      gradient = np.float32(curvature * read)
-      if step is not None:
-        state = type(state)(jnp.float32(gradient), jnp.float32(sent), velocity)
-      buffer = np.float32(0.9) * buffer + gradient
-      sent, now = now, now - gradient - np.float32(0.9) * buffer
-      largest.append(abs(float(now)))
-    assert (max(largest[-20:]) < 0.5 * max(largest[200:220])) is stable
-
-
 def test_messages_have_the_bytes_that_plans_count():
   tree = {
     "a": jnp.ones((10, 13)), "b": jnp.ones(7), "c": jnp.ones((64, 3)),

@@ -1,0 +1,120 @@
+"""Local steps of workers: what they foresee, and when they are taken."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import data, server
+from jdist.server.runtime.gradients import _gradient_messages
+from tests.server import test_gradients as gradients
+
+
+def _falling(update):
+  return 0.1 / (1 + update)
+
+
+STEP = server.LocalStep(_falling, 0.5, nesterov=True)
+
+
+@pytest.mark.parametrize(
+  ("step", "limit"),
+  (
+    (server.LocalStep(1.0, 0.9, nesterov=True), 1.357),
+    (server.LocalStep(1.0, 0.9), 0.487),
+    (None, 0.254),
+  ),
+)
+def test_foresight_keeps_the_largest_stable_rate(step, limit):
+  """Of Nesterov's momentum 0.9 with gradients one update late."""
+  for curvature, stable in ((limit - 0.01, True), (limit + 0.01, False)):
+    sent, now, buffer = np.float32(1.0), np.float32(1.0), np.float32(0.0)
+    state = None if step is None else step.init(jnp.float32(1.0))
+    largest = []
+    for version in range(600):
+      read = sent
+      if step is not None:
+        control = step.control(version, leads=version > 0)
+        read, velocity = step.move(jnp.float32(sent), state, control)
+      gradient = np.float32(curvature * read)
+      if step is not None:
+        state = type(state)(jnp.float32(gradient), jnp.float32(sent), velocity)
+      buffer = np.float32(0.9) * buffer + gradient
+      sent, now = now, now - gradient - np.float32(0.9) * buffer
+      largest.append(abs(float(now)))
+    assert (max(largest[-20:]) < 0.5 * max(largest[200:220])) is stable
+
+
+def test_a_restarted_worker_foresees_nothing_of_its_absence():
+  """What the parameters moved meanwhile is no momentum."""
+  state = STEP.init(jnp.float32(1.0))._replace(velocity=jnp.float32(3.0))
+  control = STEP.control(7, leads=False, restarted=True)
+  read, velocity = STEP.move(jnp.float32(9.0), state, control)
+  assert (float(read), float(velocity)) == (9.0, 0.0)
+  # Without the restart it would be (8 + 0.5 * 3) / 1.5.
+  _, velocity = STEP.move(jnp.float32(9.0), state, STEP.control(7, leads=False))
+  np.testing.assert_allclose(velocity, 9.5 / 1.5, rtol=1e-6)
+
+
+def _learner(step):
+  return server.GradientLearner(
+    gradients.linear, gradients.SGD, jnp.array(0.0),
+    data.SampleStream(gradients.DIGITS, 1, seed=0), workers=["a"],
+    local_step=step,
+  )  # fmt: skip
+
+
+# By the number of each task: the version that it was sent.
+SENT = (0, 0, 1, 3, 4)
+# Rate, whether it leads, and whether its worker begins anew.
+CONTROLS = ((0, 0, 1), (0.1, 1, 0), (0.05, 1, 0), (0, 0, 0), (0, 0, 1))
+
+
+def test_a_learner_says_when_a_step_is_taken():
+  """Where the last gradient is missing, at that version's rate."""
+  learner, found = _learner(STEP), []
+  programs = learner._programs[0]
+
+  def step(model, *task):
+    found.append(tuple(np.round(task[-1], 6)))
+    return programs.step(model, *task)
+
+  learner._programs[0] = programs._replace(step=step)
+  for task, version in enumerate(SENT):
+    learner.pull(server.Reply("a", task, version, 4))
+    if task == 3:
+      # Its worker dies later, with a task in hand.
+      learner.pull(server.Reply("a", 9, version, 4))
+    staleness = {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}[task]
+    learner.apply(server.Apply((task,), (1.0,), (staleness,)))
+    if task == 3:
+      learner.discard(9)
+  np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
+
+
+def test_a_worker_says_when_a_step_is_taken():
+  """As the learner, by the last task that its server has settled."""
+  worker = server.GradientWorker(
+    gradients.linear, jnp.array(0.0),
+    data.SampleStream(gradients.DIGITS, 1, seed=0), server.message_plans(),
+    number=0, num_workers=1, sizes=[4], local_step=STEP,
+  )  # fmt: skip
+  found = []
+
+  def gradient(params, model_state, last, control, *rest):
+    found.append(control)
+    pushed = _gradient_messages.Pushed(jnp.array(0.0), {})
+    return pushed, 0.0, last
+
+  worker._gradient = gradient
+  for task, settled in enumerate((-1, -1, 0, 2, 3)):
+    if task == 4:
+      worker.restart()
+    more = {"start": 0, "settled": settled}
+    header = {"task": task, "version": SENT[task], "samples": 4, "more": more}
+    worker.compute(header | {"pull_plan": None, "push_plan": 0}, np.zeros(0))
+  np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
+
+
+def test_no_rate_compiles_anything_anew():
+  fast, slow = (_learner(server.LocalStep(rate)) for rate in (0.1, 0.2))
+  assert fast._programs[0] is slow._programs[0]
