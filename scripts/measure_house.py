@@ -100,6 +100,15 @@ _LATER = {
   "registry, compression of every method": """methods/_method.py
     methods/_method_registry.py cli/_composition.py
     cli/_groups.py:MeanOptions cli/_groups.py:OuterOptions""",
+  "means between CPU hosts in one buffer, programs of late means": """
+    collectives/_operations.py:_sends_leaf_by_leaf
+    transforms/_state.py:arrives_after
+    transforms/_predicted.py:PredictRestState.due_after
+    transforms/local/_round_state.py:SyncState.due_after""",
+  "fragments that a host streams": """
+    transforms/local/_fragments.py:_controls_of
+    transforms/local/_fragments.py:FragmentsState.streams
+    transforms/local/_fragments.py:FragmentsState.ahead""",
   "texts": """data/_text.py data/_text_dataset.py cli/_presets.py
     training/_losses.py:language_model_loss
     training/_losses.py:label_loss training/_plots.py:_quality
@@ -113,12 +122,15 @@ _LATER = {
     training/loop/_compiled_step.py:CompiledStep.is_finite
     training/loop/_compiled_step.py:CompiledStep.check_communicates
     training/_step.py:_check_communicates collectives/_traffic.py:communicates
+    collectives/_traffic.py:_has_collective
     transforms/intervals/_scheduled_interval.py:_check_falls""",
   "launched processes, and how they end": """cli/launch/
     collectives/processes/_lifeline.py
     collectives/processes/_stop_agreement.py collectives/processes/_streams.py
     collectives/processes/_process_group.py:leave_processes
     collectives/processes/_process_group.py:processes_stop
+    collectives/processes/_process_group.py:watches_processes
+    collectives/processes/_process_group.py:await_verdict
     training/loop/_preemption.py training/_checkpoints.py:OtherWorkers
     cli/__init__.py:_parse_launch cli/_interrupts.py:raised_by_sigterm
     cli/_experiment.py:Prepared.other_workers""",
@@ -130,14 +142,22 @@ _LATER = {
     checks.py:install cli/_experiment.py:_check_extras
     collectives/_workers.py:Workers._in_team
     collectives/_workers.py:_check_context
+    collectives/_workers.py:_is_explicit
     collectives/_manual_axes.py:team_of collectives/_manual_axes.py:bound_names
     collectives/_manual_axes.py:same_form
     collectives/_manual_axes.py:check_alike
     collectives/_manual_axes.py:for_workers
+    collectives/_manual_axes.py:_left_out
+    collectives/_manual_axes.py:_is_array_tree
     collectives/_manual_axes.py:_retraced
+    collectives/_manual_axes.py:_evaluate
+    collectives/_manual_axes.py:_apply
     transforms/local/_anchor.py:_check_last
     transforms/local/_anchor.py:accumulates
+    transforms/local/_anchor.py:_kind
     transforms/local/_anchor.py:_not_last
+    transforms/local/_anchor.py:is_trained
+    transforms/local/_anchor.py:over
     transforms/local/_anchor.py:only_floats
     transforms/local/_anchor.py:check_anchor""",
 }
