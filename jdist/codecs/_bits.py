@@ -24,11 +24,7 @@ MAX_WIDTH = 32
 
 
 def num_bytes(num_codes: int, width: int) -> int:
-  """The bytes that so many codes fill.
-
-  >>> num_bytes(5, 3)
-  2
-  """
+  """The bytes that so many codes fill."""
   return -(-num_codes * width // 8)
 
 

@@ -70,7 +70,6 @@ class Blocked(_codec.Codec):
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[Quantized, Any]:
-    """Packs an array."""
     pieces = cut(x, self.block, self._row)
     scales = self._scales(pieces)
     codes, start = [], 0
@@ -82,7 +81,6 @@ class Blocked(_codec.Codec):
   def decode(
     self, payload: Quantized, state: Any, like: _codec.Like
   ) -> jax.Array:
-    """Unpacks it."""
     del state
     both = with_scales(list(payload.codes), payload.scales)
     pieces = [
@@ -154,15 +152,6 @@ def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
 Rows = list[jax.Array]
 
 
-def max_abs(pieces: Rows, whole: bool) -> Rows:
-  """The largest magnitude in each row, NaN where there is one.
-
-  Of pieces [rows, columns] these are [rows] for each; where `whole`, all rows
-  of all pieces count as one, and it is [1], once.  So with the others below.
-  """
-  return _of_rows(_max_abs, pieces, whole, _greatest)
-
-
 def low_high(pieces: Rows, whole: bool) -> Rows:
   """The least and the greatest entry of each row, [2, rows] or [2, 1].
 
@@ -175,25 +164,8 @@ def low_high(pieces: Rows, whole: bool) -> Rows:
       return found
     return [_greatest([_max_rows(x[None]) for x in found])]
 
-  both = zip(most(_backwards), most(_ordered), strict=True)
+  both = zip(most(lambda x: ~_ordered(x)), most(_ordered), strict=True)
   return [_float(_flipped(jnp.stack([~low, high]))) for low, high in both]
-
-
-def l2(pieces: Rows, whole: bool) -> Rows:
-  """The Euclidean norm of each row, float32's largest number at the most."""
-  return _of_rows(_l2, pieces, whole, _norm)
-
-
-def root_mean_square(pieces: Rows, whole: bool) -> Rows:
-  """The Euclidean norm of each row by the root of its length."""
-  return _of_rows(_root_mean_square, pieces, whole, _norm, power=0.5)
-
-
-def mean_abs(pieces: Rows, whole: bool) -> Rows:
-  """The mean magnitude of each row."""
-  return _of_rows(
-    _mean_abs, pieces, whole, functools.partial(functools.reduce, jnp.add), 1
-  )
 
 
 def quotient(rows: jax.Array, scale: jax.Array) -> jax.Array:
@@ -236,25 +208,6 @@ def with_scales(
     yield rows, scale.astype(jnp.float32)
 
 
-def _of_rows(
-  of: Callable[[jax.Array], jax.Array],
-  pieces: Rows,
-  whole: bool,
-  join: Callable[[Rows], jax.Array],
-  power: float | None = None,
-) -> Rows:
-  """A number for each row, or one for all, weighed by a power of sizes."""
-  found = [of(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  found = [of(x[None]) for x in found]
-  if power is not None:
-    size = sum(rows.size for rows in pieces)
-    shares = [np.float32((rows.size / size) ** power) for rows in pieces]
-    found = [x * share for x, share in zip(found, shares, strict=True)]
-  return [join(found)]
-
-
 def _greatest(found: Rows) -> jax.Array:
   return functools.reduce(jnp.maximum, found)
 
@@ -277,10 +230,9 @@ def _by_largest(
 
 
 def _l2(rows: jax.Array) -> jax.Array:
-  def norm(scaled: jax.Array, largest: jax.Array) -> jax.Array:
-    return jnp.minimum(largest * jnp.sqrt((scaled * scaled).sum(-1)), LARGEST)
-
-  return _by_largest(rows, norm)
+  return _by_largest(
+    rows, lambda s, m: jnp.minimum(m * jnp.sqrt((s * s).sum(-1)), LARGEST)
+  )
 
 
 def _root_mean_square(rows: jax.Array) -> jax.Array:
@@ -293,14 +245,38 @@ def _mean_abs(rows: jax.Array) -> jax.Array:
   return _by_largest(rows, lambda s, m: jnp.minimum(jnp.abs(s).mean(-1), 1) * m)
 
 
+# What scales a row; and, where all rows count as one, what is made of the
+# pieces' numbers, each weighed by a power of the piece's share of the entries.
+_SCALES: dict[str, tuple[Any, Any, float | None]] = {
+  "max_abs": (_max_abs, _greatest, None),
+  "norm": (_l2, _norm, None),
+  "root_mean_square": (_root_mean_square, _norm, 0.5),
+  "mean_abs": (_mean_abs, functools.partial(functools.reduce, jnp.add), 1),
+}
+
+
+def scales(kind: str, pieces: Rows, whole: bool) -> Rows:
+  """The number of a kind for each row, NaN where the row holds one.
+
+  Of pieces [rows, columns] these are [rows] for each; where `whole`, all rows
+  of all pieces count as one, and it is [1], once.  A norm is float32's largest
+  number at the most.
+  """
+  of, join, power = _SCALES[kind]
+  found = [of(rows) for rows in pieces]
+  if not whole or not found:
+    return found
+  found = [of(x[None]) for x in found]
+  if power is not None:
+    size = sum(rows.size for rows in pieces)
+    shares = [np.float32((rows.size / size) ** power) for rows in pieces]
+    found = [x * share for x, share in zip(found, shares, strict=True)]
+  return [join(found)]
+
+
 def _ordered(x: jax.Array) -> jax.Array:
   """Floats as int32 of the same order."""
   return _flipped(_int(x))
-
-
-def _backwards(x: jax.Array) -> jax.Array:
-  """Floats as int32 of the opposite order."""
-  return ~_ordered(x)
 
 
 def _flipped(bits: jax.Array) -> jax.Array:

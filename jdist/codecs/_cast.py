@@ -65,7 +65,6 @@ class Cast(_random.Rounding):
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[jax.Array, Any]:
-    """Returns the array as `dtype`, in its own shape."""
     x = x.astype(jnp.float32)
     if self.rounding == "stochastic":
       return _round_bfloat16(x, _random.require(key, self)), state

@@ -41,11 +41,6 @@ class Codec(abc.ABC):
     """Whose random numbers it draws."""
     return "none"
 
-  @property
-  def unbiased(self) -> bool:
-    """Returns whether the decoded array is the encoded one in expectation."""
-    return False
-
   def granule(self) -> int:
     """A vector may be cut at multiples of this and its parts encoded alone.
 
@@ -105,25 +100,17 @@ class Dense(Codec):
 
   linear: ClassVar[bool] = True
 
-  @property
-  def unbiased(self) -> bool:
-    """True: nothing is lost."""
-    return True
-
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[jax.Array, Any]:
-    """Returns the array itself."""
     del key
     return x, state
 
   def decode(self, payload: jax.Array, state: Any, like: Like) -> jax.Array:
-    """Returns the payload, which may be a sum of payloads."""
     del state
     return payload.astype(like.dtype).reshape(like.shape)
 
   def num_bits(self, like: Like) -> int:
-    """The bits of the array."""
     return like.size * 8 * np.dtype(like.dtype).itemsize
 
 

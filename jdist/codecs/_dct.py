@@ -9,7 +9,6 @@ squares stays.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -18,8 +17,6 @@ import numpy as np
 
 from jdist import checks
 from jdist.codecs import _blocks, _codec, _sparse, _top_k
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,6 @@ class DCTTopK(_codec.Codec):
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
-    """The one that the codec of the values wants."""
     return self.values.key
 
   def granule(self) -> int:
@@ -85,11 +81,9 @@ class DCTTopK(_codec.Codec):
     return self._top((self.chunk,)).granule()
 
   def check(self, like: _codec.Like) -> None:
-    """Raises a ValueError for integers and for too large an array."""
     self._top(like.shape).check(like)
 
   def init(self, like: _codec.Like) -> Any:
-    """The state of the codec of the values."""
     return self._top(like.shape).init(like)
 
   def encode(
@@ -103,14 +97,12 @@ class DCTTopK(_codec.Codec):
   def decode(
     self, payload: _sparse.Entries, state: Any, like: _codec.Like
   ) -> jax.Array:
-    """Transforms the coefficients back."""
     flat = jax.ShapeDtypeStruct((like.size,), jnp.float32)
     coefficients = self._top(like.shape).decode(payload, state, flat)
     x = inverse_dct(coefficients, like.shape, self.chunk)
     return _blocks.narrow(x, like.dtype)
 
   def num_bits(self, like: _codec.Like) -> int:
-    """Bits of the values and of the indices."""
     return self._top(like.shape).num_bits(like)
 
   def _top(self, shape: tuple[int, ...]) -> _top_k.TopK:
@@ -121,12 +113,7 @@ class DCTTopK(_codec.Codec):
 
 
 def dct_matrix(size: int) -> np.ndarray:
-  """The transform as a matrix, float32 [frequency, place].
-
-  >>> dct_matrix(2).round(3).tolist()
-  [[0.7070000171661377, 0.7070000171661377], \
-[0.7070000171661377, -0.7070000171661377]]
-  """
+  """The transform as a matrix, float32 [frequency, place]."""
   place, frequency = np.arange(size), np.arange(size)[:, None]
   matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * size))
   matrix *= np.sqrt(np.where(frequency == 0, 1, 2) / size)
@@ -148,17 +135,8 @@ def dct(x: jax.Array, chunk: int) -> jax.Array:
   if not x.size:
     return x.reshape(-1)
   (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)
-
-  def transform(x: jax.Array) -> jax.Array:
-    return jnp.einsum(
-      "yhxw,kh,lw->yxkl",
-      x.reshape(rows // height, height, columns // width, width),
-      dct_matrix(height),
-      dct_matrix(width),
-      precision=_HIGHEST,
-    ).reshape(-1)
-
-  return _finitely(transform, x)
+  tiles = x.reshape(rows // height, height, columns // width, width)
+  return _transformed("yhxw,kh,lw->yxkl", tiles, height, width).reshape(-1)
 
 
 def inverse_dct(
@@ -168,17 +146,10 @@ def inverse_dct(
   if not coefficients.size:
     return coefficients.reshape(shape)
   (rows, columns), (height, width) = _matrix(shape), tile(shape, chunk)
-
-  def transform(coefficients: jax.Array) -> jax.Array:
-    return jnp.einsum(
-      "yxkl,kh,lw->yhxw",
-      coefficients.reshape(rows // height, columns // width, height, width),
-      dct_matrix(height),
-      dct_matrix(width),
-      precision=_HIGHEST,
-    ).reshape(shape)
-
-  return _finitely(transform, coefficients)
+  tiles = (rows // height, columns // width, height, width)
+  coefficients = coefficients.reshape(tiles)
+  found = _transformed("yxkl,kh,lw->yhxw", coefficients, height, width)
+  return found.reshape(shape)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -191,13 +162,12 @@ def _side(length: int, longest: int) -> int:
   return next((side for side in sides if length % side == 0), 1)
 
 
-def _finitely(
-  transform: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
-  """Transforms an array; where it is finite, so is the result."""
+def _transformed(how: str, x: jax.Array, height: int, width: int) -> jax.Array:
+  """Transforms tiles both ways; where all is finite, so is the result."""
   largest = jnp.max(jnp.abs(x), initial=0)
   scale = jnp.where(largest > 1e30, np.float32(2.0**-24), np.float32(1))
-  y = transform(x * scale)
+  both = dct_matrix(height), dct_matrix(width)
+  y = jnp.einsum(how, x * scale, *both, precision=jax.lax.Precision.HIGHEST)
   limit = _blocks.LARGEST * scale
   y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
   return y / scale

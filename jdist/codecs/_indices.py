@@ -64,25 +64,21 @@ class Indexing:
   @property
   def form(self) -> Form:
     """The form of the fewest bits, the plainer one of two equals."""
-    forms: list[tuple[int, Form]] = [
-      (self.num * self.width, "local"),
-      (self._split_bits(self.low), "split"),
-    ]
-    if self.distinct:
-      forms.insert(0, (self.size, "bitmap"))
-      if self.num == self.size:
-        return "all"
-    return min(forms, key=lambda form: form[0])[1]
+    sizes = self._sizes()
+    return min(sizes, key=sizes.__getitem__)
 
   @property
   def num_bits(self) -> int:
     """The size of what they fill."""
-    return {
-      "all": 0,
-      "bitmap": self.size,
-      "local": self.num * self.width,
-      "split": self._split_bits(self.low),
-    }[self.form]
+    return min(self._sizes().values())
+
+  def _sizes(self) -> dict[Form, int]:
+    """The bits of each form that will do, plainer ones first."""
+    if self.distinct and self.num == self.size:
+      return {"all": 0}
+    bitmap: dict[Form, int] = {"bitmap": self.size} if self.distinct else {}
+    local, split = self.num * self.width, self._split_bits(self.low)
+    return bitmap | {"local": local, "split": split}
 
   def pack(self, indices: jax.Array) -> dict[str, jax.Array]:
     """Packs ascending indices, int32 [num], to named uint8 buffers."""

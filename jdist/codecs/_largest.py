@@ -63,12 +63,9 @@ def largest(
 ) -> Selection:
   """The k entries of largest magnitude in each row, ties to the lower index.
 
-  Args:
-    x: floats [rows, length].
-    k: how many of each row, 0 to `length`.
-    at_least: enough, for speed: between so many and k entries above a threshold
-      are taken.  Default k.
-    sample: the part of a row that the threshold is guessed from, at the least.
+  Of floats [rows, length].  For speed `at_least` so many above a threshold are
+  enough, k by default; it is guessed from a `sample` of at least so large a
+  part of a row.
   """
   rows, length = x.shape
   if k in (0, length):
@@ -120,9 +117,7 @@ def first_set(words: jax.Array, capacity: int) -> Selection:
 def kth_largest(keys: jax.Array, k: jax.Array | int) -> jax.Array:
   """The k-th largest key of each row, bit by bit; 0 where there are fewer.
 
-  Args:
-    keys: int32 [rows, length]; negative ones do not count.
-    k: 1 or more, or one for each row.
+  Of int32 [rows, length], where negative ones do not count; k may be [rows].
   """
   rest = -keys.shape[1] % 32
   keys = jnp.pad(keys, ((0, 0), (0, rest)), constant_values=-1)
@@ -162,15 +157,10 @@ def _guess(x: jax.Array, target: float, sample: float) -> jax.Array:
 
 
 class _Search(NamedTuple):
-  """A threshold for each row, and where the right one lies.
+  """A threshold for each row, how many entries reach it, and which (`words`).
 
-  Attributes:
-    key: int32 [rows], the threshold.
-    reached: int32 [rows], how many entries reach it.
-    words: uint32 [rows, words], which of them do.
-    low: a threshold that too many reach, -1 for none known.
-    high: one that too few reach.
-    step: how far to go next.
+  Too many reach `low`, -1 for none known, and too few `high`; `step` is how far
+  to go next.
   """
 
   key: jax.Array

@@ -116,19 +116,16 @@ class Quantize(_blocks.Blocked, _random.Rounding):
     return like.size * self.bits + blocks * scale_bits
 
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
-    of = {
-      "max_abs": _blocks.max_abs,
-      "min_max": _blocks.low_high,
-      "norm": _blocks.l2,
-    }[self.range]
-    return of(pieces, self.block is None)
+    if self.range == "min_max":
+      return _blocks.low_high(pieces, self.block is None)
+    return _blocks.scales(self.range, pieces, self.block is None)
 
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
     noise = None
     if self.rounding == "stochastic":
-      noise = self._noise(key, rows.shape, start)
+      noise = _random.offsets(_random.require(key, self), rows.shape, start)
     codes = self._codes(rows, scale, noise)
     if self.bits in (8, 16):  # Whole bytes.
       return codes.astype(f"uint{self.bits}")
@@ -139,7 +136,20 @@ class Quantize(_blocks.Blocked, _random.Rounding):
   ) -> jax.Array:
     if self.bits not in (8, 16):
       packed = _bits.unpack(packed, self.bits, columns)
-    return self._values(packed, scale)
+    levels = self.num_levels
+    # The last level times it is 1 exactly, for all our numbers of levels.
+    step = np.float32(1) / np.float32(levels)
+    # By int32: unsigned numbers become floats more slowly.
+    q = packed.astype(jnp.int32).astype(jnp.float32)
+    if self.range == "min_max":
+      low, high = scale[0][:, None], scale[1][:, None]
+      t = jnp.minimum(q * step, 1)
+      return jnp.clip(low * (1 - t) + high * t, low, high)
+    if self.bits == 1:
+      return (2 * q - 1) * scale[:, None]
+    # Cut, which changes nothing, so that no compiler multiplies scale and step
+    # first: their product may be denormal, and the last level not the scale.
+    return jnp.clip((q - levels) * step, -1, 1) * scale[:, None]
 
   def _codes(
     self, rows: jax.Array, scale: jax.Array, noise: jax.Array | None
@@ -157,23 +167,6 @@ class Quantize(_blocks.Blocked, _random.Rounding):
     if noise is None:
       return (rows >= 0).astype(jnp.int32)
     return round_to_int((v + 1) * np.float32(0.5), noise, 0, 1)
-
-  def _values(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Float32 [rows, columns] of codes and scales."""
-    levels = self.num_levels
-    # The last level times it is 1 exactly, for all our numbers of levels.
-    step = np.float32(1) / np.float32(levels)
-    # By int32: unsigned numbers become floats more slowly.
-    q = codes.astype(jnp.int32).astype(jnp.float32)
-    if self.range == "min_max":
-      low, high = scale[0][:, None], scale[1][:, None]
-      t = jnp.minimum(q * step, 1)
-      return jnp.clip(low * (1 - t) + high * t, low, high)
-    if self.bits == 1:
-      return (2 * q - 1) * scale[:, None]
-    # Cut, which changes nothing, so that no compiler multiplies scale and step
-    # first: their product may be denormal, and the last level not the scale.
-    return jnp.clip((q - levels) * step, -1, 1) * scale[:, None]
 
 
 def round_to_int(

@@ -31,17 +31,6 @@ class Rounding(_codec.Codec):
     """`"worker"` for stochastic rounding."""
     return "worker" if self.rounding == "stochastic" else "none"
 
-  @property
-  def unbiased(self) -> bool:
-    """Returns whether rounding is stochastic."""
-    return self.rounding == "stochastic"
-
-  def _noise(
-    self, key: jax.Array | None, shape: tuple[int, ...], start: int
-  ) -> jax.Array:
-    """Draws what stochastic rounding adds first; `start` as of `bits16`."""
-    return offsets(require(key, self), shape, start)
-
 
 def require(key: jax.Array | None, codec: _codec.Codec) -> jax.Array:
   """The key, or a ValueError that says how to make one."""

@@ -12,11 +12,9 @@ from jdist.codecs import _blocks, _codec, _random, _sparse
 
 
 class RandomKState(NamedTuple):
-  """The state of `RandomK` with a shared key.
+  """The state of `RandomK` with a shared key, and that of the values' codec.
 
-  Attributes:
-    seed: uint32 [2], which entries the last payload holds.
-    values: the state of the codec of the values.
+  The seed, uint32 [2], says which entries the last payload holds.
   """
 
   seed: jax.Array
@@ -24,12 +22,10 @@ class RandomKState(NamedTuple):
 
 
 class RandomEntries(NamedTuple):
-  """The payload of `RandomK`.
+  """The payload of `RandomK`: that of the values' codec, and a seed.
 
-  Attributes:
-    values: the payload of the codec of the values.
-    seed: uint32 [2], from which the receiver finds the entries; `()` when all
-      workers share the key.
+  From the seed, uint32 [2], the receiver finds the entries; `()` if all workers
+  share the key.
   """
 
   values: Any
@@ -93,11 +89,6 @@ class RandomK(_codec.Codec):
     return self.shared and self.values.linear
 
   @property
-  def unbiased(self) -> bool:
-    """Returns whether entries are scaled by an unbiased codec."""
-    return self.scaled and self.values.unbiased
-
-  @property
   def key(self) -> Literal["none", "worker", "shared"]:
     """`"shared"` or `"worker"`."""
     return "shared" if self.shared else "worker"
@@ -117,7 +108,6 @@ class RandomK(_codec.Codec):
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[RandomEntries, Any]:
-    """Returns `RandomEntries`."""
     self.check(x)
     choosing, rounding = jax.random.split(_random.require(key, self))
     seed = jax.random.bits(choosing, (2,), jnp.uint32)
@@ -138,28 +128,23 @@ class RandomK(_codec.Codec):
   def decode(
     self, payload: RandomEntries, state: Any, like: _codec.Like
   ) -> jax.Array:
-    """Puts the entries, or their sums, in their places among zeros."""
     zeros = jnp.zeros(like.shape, jnp.float32)
     return _blocks.narrow(self.add_to(zeros, payload, state), like.dtype)
 
   def add_to(
     self, total: jax.Array, payload: RandomEntries, state: Any
   ) -> jax.Array:
-    """Adds the entries in their places, and touches no others."""
     seed = state.seed if self.shared else payload.seed
     inner = state.values if self.shared else state
     like = self._values_like(total.size)
     values = self.values.decode(payload.values, inner, like)
     indices, _ = self._strata(seed, total.size)
-    flat = (
-      total.reshape(-1)
-      .at[indices]
-      .add(
-        values,
-        mode="promise_in_bounds",
-        indices_are_sorted=True,
-        unique_indices=True,
-      )
+    entries = total.reshape(-1).at[indices]
+    flat = entries.add(
+      values,
+      mode="promise_in_bounds",
+      indices_are_sorted=True,
+      unique_indices=True,
     )
     return flat.reshape(total.shape)
 

@@ -74,14 +74,10 @@ class Sign(_blocks.Blocked):
     return like.size + 32 * _blocks.num_blocks(like.size, self.block)
 
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
-    whole = self.block is None
-    if self.scale == "mean_abs":
-      return _blocks.mean_abs(pieces, whole)
-    if self.scale == "max_abs":
-      return _blocks.max_abs(pieces, whole)
-    if self.scale == "l2":
-      return _blocks.root_mean_square(pieces, whole)
-    largest = _blocks.max_abs(pieces, True)
+    if self.scale != "one":
+      kind = "root_mean_square" if self.scale == "l2" else self.scale
+      return _blocks.scales(kind, pieces, self.block is None)
+    largest = _blocks.scales("max_abs", pieces, True)
     one = np.float32(1)
     return [
       jnp.where(_blocks.finite(x), one, jnp.nan).astype(jnp.bfloat16)
@@ -157,14 +153,14 @@ class Ternary(_blocks.Blocked, _random.Rounding):
     return 8 * num_bytes + 32 * _blocks.num_blocks(like.size, self.block)
 
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
-    return _blocks.max_abs(pieces, self.block is None)
+    return _blocks.scales("max_abs", pieces, self.block is None)
 
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
     noise = None
     if self.rounding == "stochastic":
-      noise = self._noise(key, rows.shape, start)
+      noise = _random.offsets(_random.require(key, self), rows.shape, start)
     v = _blocks.quotient(rows, scale)
     return _bits.pack_trits(_quantize.round_to_int(v, noise, -1, 1) + 1)
 

@@ -17,13 +17,9 @@ _MAX_SIZE = 2**30
 
 
 class Entries(NamedTuple):
-  """The payload of a sparse codec.
+  """The payload of a sparse codec: that of the values' codec, and `_indices`.
 
-  Attributes:
-    values: the payload of the codec of the values.
-    indices: uint8 buffers by their names, of `_indices`; maybe none.
-    counts: uint8, how many of each chunk's slots are in use; `()` when all
-      are.
+  `counts`, uint8, says how many of each chunk's slots are in use; `()` for all.
   """
 
   values: Any
@@ -66,7 +62,6 @@ class Sparse(_codec.Codec):
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
-    """The one that the codec of the values wants."""
     return self.values.key
 
   def granule(self) -> int:
@@ -89,13 +84,11 @@ class Sparse(_codec.Codec):
     self.values.check(self._values_like(like.size))
 
   def init(self, like: _codec.Like) -> Any:
-    """The state of the codec of the values."""
     return self.values.init(self._values_like(like.size))
 
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[Entries, Any]:
-    """Returns `Entries`."""
     self.check(x)
     x = jnp.asarray(x).reshape(-1).astype(jnp.float32)
     indices, counts = self._choose(x)
@@ -110,7 +103,6 @@ class Sparse(_codec.Codec):
   def decode(
     self, payload: Entries, state: Any, like: _codec.Like
   ) -> jax.Array:
-    """Puts the entries in their places among zeros."""
     indices, values = self.entries(payload, state, like.size)
     zeros = jnp.zeros(like.size, jnp.float32)
     # Set, not added, so that even the sign of a zero comes back.
@@ -118,7 +110,6 @@ class Sparse(_codec.Codec):
     return _blocks.narrow(flat.reshape(like.shape), like.dtype)
 
   def add_to(self, total: jax.Array, payload: Entries, state: Any) -> jax.Array:
-    """Adds the entries in their places, and touches no others."""
     indices, values = self.entries(payload, state, total.size)
     flat = total.reshape(-1).at[indices].add(values, **self._placing())
     return flat.reshape(total.shape)
@@ -134,8 +125,8 @@ class Sparse(_codec.Codec):
     indices = self._indices(size).unpack(payload.indices)
     values = self.values.decode(payload.values, state, self._values_like(size))
     if self._counted:
-      width = self._count_width(size)
-      counts = _bits.unpack(payload.counts, width, self._num_chunks(size))
+      num, width = _blocks.num_blocks(size, self.chunk), self._count_width(size)
+      counts = _bits.unpack(payload.counts, width, num)
       used = self._used(counts.astype(jnp.int32), size)
       indices = jnp.where(used, indices, size)
       values = jnp.where(used, values, 0)
@@ -148,7 +139,8 @@ class Sparse(_codec.Codec):
       self._indices(like.size).num_bits,
     ]
     if self._counted:
-      parts.append(self._num_chunks(like.size) * self._count_width(like.size))
+      chunks = _blocks.num_blocks(like.size, self.chunk)
+      parts.append(chunks * self._count_width(like.size))
     return sum(-(-bits // 8) * 8 for bits in parts)
 
   def _placing(self) -> dict[str, Any]:
@@ -161,14 +153,7 @@ class Sparse(_codec.Codec):
 
   def _pieces(self, size: int) -> list[tuple[int, int]]:
     """(rows, length) of the whole chunks and of the shorter last one."""
-    length = size if self.chunk is None else min(self.chunk, size)
-    if not size:
-      return []
-    pieces = [(size // length, length), (1, size % length)]
-    return [(rows, length) for rows, length in pieces if length]
-
-  def _num_chunks(self, size: int) -> int:
-    return sum(rows for rows, _ in self._pieces(size))
+    return _blocks.shapes(size, self.chunk or max(size, 1))
 
   def _slots(self, size: int) -> int:
     return sum(
@@ -249,8 +234,7 @@ def check_ratio_or_k(codec: Any) -> None:
 
 
 def check_values(values: Any) -> None:
-  if not isinstance(values, _codec.Codec):
-    raise ValueError(f"`values` must be a codec, got {values!r}.")
+  checks.check_type("values", values, _codec.Codec, "a codec")
   if values.sparse or values.key == "shared":
     raise ValueError(
       f"`values` must be a codec of all entries, got {values!r}. Use `Dense`, "

@@ -22,6 +22,7 @@ class Line:
     codec: as it is built.
     error: from an array [n] of float32, the largest error of each entry, or
       of all of them, after one encoding; None where there is no bound.
+    unbiased: whether the mean over the keys is the array.
     idempotent: whether what was decoded encodes to itself.
     keeps_zeros: whether an array of zeros decodes to zeros.
     keeps_equal: whether an array of equal entries decodes to itself.
@@ -31,6 +32,7 @@ class Line:
 
   codec: codecs.Codec
   error: Callable[[np.ndarray], np.ndarray | float] | None
+  unbiased: bool = False
   idempotent: bool = False
   keeps_zeros: bool = True
   keeps_equal: bool = False
@@ -87,15 +89,18 @@ def relative(share, least=0.0):
   return lambda x: share * np.abs(np.asarray(x, np.float64)) + least
 
 
-def line(codec, error, **properties):
-  return Line(codec, error, **properties)
+def line(codec, error, unbiased=False, **properties):
+  return Line(codec, error, unbiased, **properties)
 
 
 TABLE = {
   "dense": line(codecs.Dense(), nothing, idempotent=True, keeps_equal=True),
   "bfloat16": line(codecs.Cast(), relative(2**-8), idempotent=True),
   "bfloat16 stochastic": line(
-    codecs.Cast(rounding="stochastic"), relative(2**-7), idempotent=True
+    codecs.Cast(rounding="stochastic"),
+    relative(2**-7),
+    unbiased=True,
+    idempotent=True,
   ),
   "float16": line(
     codecs.Cast("float16"), relative(2**-11, 6.2e-5), idempotent=True
@@ -119,15 +124,18 @@ TABLE = {
     codecs.Quantize(1, 64), steps(1, 64), idempotent=True, keeps_equal=True
   ),
   "int1 stochastic": line(
-    codecs.Quantize(1, None, rounding="stochastic"), steps(0.5, None)
+    codecs.Quantize(1, None, rounding="stochastic"),
+    steps(0.5, None),
+    unbiased=True,
   ),
   "int16": line(codecs.Quantize(16), half_steps(32767, 256), keeps_equal=True),
   "int8 stochastic": line(
-    codecs.Quantize(rounding="stochastic"), steps(127, 256)
+    codecs.Quantize(rounding="stochastic"), steps(127, 256), unbiased=True
   ),
   "int4 stochastic": line(
     codecs.Quantize(4, 64, rounding="stochastic"),
     steps(6.9, 64),
+    unbiased=True,
   ),
   "uint8": line(
     codecs.Quantize(8, 256, "min_max"), affine(255, 256), keeps_equal=True
@@ -135,6 +143,7 @@ TABLE = {
   "uint4 stochastic": line(
     codecs.Quantize(4, 64, "min_max", "stochastic"),
     lambda x: 2 * affine(15, 64)(x),
+    unbiased=True,
     keeps_equal=True,
   ),
   "uint1 tensor": line(
@@ -143,10 +152,12 @@ TABLE = {
   "qsgd": line(
     codecs.Quantize(4, 64, "norm", "stochastic"),
     steps(7, 64, np.linalg.norm),
+    unbiased=True,
   ),
   "qsgd tensor": line(
     codecs.Quantize(4, None, "norm", "stochastic"),
     steps(7, None, np.linalg.norm),
+    unbiased=True,
   ),
   "sign": line(codecs.Sign(), steps(0.5, None), keeps_equal=True),
   "sign in blocks": line(
@@ -162,7 +173,9 @@ TABLE = {
     idempotent=True,
     keeps_zeros=False,
   ),
-  "ternary": line(codecs.Ternary(), steps(1, None), keeps_equal=True),
+  "ternary": line(
+    codecs.Ternary(), steps(1, None), unbiased=True, keeps_equal=True
+  ),
   "ternary nearest": line(
     codecs.Ternary(64, "nearest"),
     half_steps(1, 64),
@@ -183,7 +196,7 @@ TABLE = {
     codecs.SampledTopK(0.05, chunk=128), relative(1), idempotent=True
   ),
   "top cosines": line(codecs.DCTTopK(8, k=3), None),
-  "random": line(codecs.RandomK(0.3), None, sees_all=False),
+  "random": line(codecs.RandomK(0.3), None, unbiased=True, sees_all=False),
   "random of its own": line(
     codecs.RandomK(
       0.3,
@@ -191,6 +204,7 @@ TABLE = {
       values=codecs.Quantize(8, 16, rounding="stochastic"),
     ),
     None,
+    unbiased=True,
     sees_all=False,
   ),
 }

@@ -76,7 +76,6 @@ def test_seeds_travel_where_keys_differ():
 
 def test_without_scaling_entries_are_as_they_were():
   codec = RandomK(0.5, scaled=False)
-  assert not codec.unbiased
   x = np.arange(1.0, 21.0, dtype=np.float32)
   payload, state = codec.encode(jnp.asarray(x), (), jax.random.key(0))
   found = np.asarray(codec.decode(payload, state, x))
@@ -115,10 +114,6 @@ def test_large_entries_stay_finite():
   assert jnp.isinf(codec.decode(payload, state, largest)).sum() == 10
 
 
-def test_what_is_unbiased_depends_on_the_values():
-  assert RandomK().unbiased
-  assert not RandomK(values=_cast.Cast()).unbiased
+def test_what_is_linear_depends_on_the_values():
   assert RandomK(values=_cast.Cast()).linear
-  stochastic = _quantize.Quantize(8, rounding="stochastic")
-  assert RandomK(values=stochastic, shared=False).unbiased
   assert not RandomK(values=_quantize.Quantize(8)).linear

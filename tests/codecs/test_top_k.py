@@ -221,7 +221,7 @@ def test_parts_hold_whole_blocks():
 
 def test_settings_are_values():
   assert TopK() == TopK(0.01) and hash(TopK()) == hash(TopK(0.01))
-  assert TopK().sparse and not TopK().linear and not TopK().unbiased
+  assert TopK().sparse and not TopK().linear
   assert TopK().key == "none"
   values = _quantize.Quantize(4, rounding="stochastic")
   assert TopK(values=values).key == "worker"
