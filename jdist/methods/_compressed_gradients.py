@@ -45,8 +45,6 @@ def qsgd(
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
     Quantization and Encoding" (NeurIPS 2017, arXiv 1610.02132), section 3.
     Departure: integers go in fixed width and not in Elias's code.
-
-  >>> optimizer = qsgd(optax.sgd(0.1), axis=None)
   """
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = reducers.compressed(codec, wire=wire)
@@ -81,8 +79,6 @@ def terngrad(
     Distributed Deep Learning" (NeurIPS 2017, arXiv 1705.07878), equations 2 to
     4 and section 4. Departures: every worker has a scale of its own, where the
     paper's share the largest; the mean is not made ternary again.
-
-  >>> optimizer = terngrad(optax.sgd(0.1), axis=None)
   """
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
   return transforms.only_floats(
@@ -119,8 +115,6 @@ def signsgd(
     Fault Tolerant" (ICLR 2019, arXiv 1810.05291), algorithm 1, Signum, after
     Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.  Departures:
     those of `reducers.MajorityVote`.
-
-  >>> optimizer = signsgd(optax.sgd(1e-3), axis=None)
   """
   momenta = reducers.Smoothing(momentum)
   return _by_few_bytes(optimizer, axis, reducers.MajorityVote(), momenta)
@@ -152,8 +146,6 @@ def ef_signsgd(
     algorithm 2, with a server for each part.  Departures: residuals are in
     units of gradients, see `ErrorFeedback`; in an all-to-all a scale is of one
     part of a leaf.
-
-  >>> optimizer = ef_signsgd(optax.sgd(0.1), axis=None)
   """
   reducer = reducers.compressed(codecs.Sign(), wire=wire)
   return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
@@ -188,8 +180,6 @@ def one_bit_adam(
     Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888), algorithm 1.
     Departures: those of `scale_by_frozen_adam`; a scale is of one part of a
     leaf, where the authors' code has one for all parameters in a row.
-
-  >>> optimizer = one_bit_adam(1e-3, 1000, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
@@ -232,8 +222,6 @@ def topk_sgd(
     1809.07599), algorithm 1; Aji and Heafield, Sparse Communication for
     Distributed Gradient Descent (arXiv 1704.05021).  Departure: residuals in
     units of gradients, see `ErrorFeedback`.
-
-  >>> optimizer = topk_sgd(optax.sgd(0.1), axis=None)
   """
   checks.check_choice("feedback", feedback, (True, False))
   kept = reducers.ErrorFeedback() if feedback else None
@@ -271,8 +259,6 @@ def powersgd(
     Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient
     Compression for Distributed Optimization" (NeurIPS 2019, arXiv 1905.13727),
     algorithms 1 and 2; the departures of `reducers.PowerSGD`.
-
-  >>> optimizer = powersgd(optax.sgd(0.1, momentum=0.9), axis=None)
   """
   reducer = reducers.PowerSGD(rank, 0 if seed is None else seed, factors)
   return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
@@ -313,8 +299,6 @@ def dgc(
     for Distributed Training" (ICLR 2018, arXiv 1712.01887), algorithms 1 to 4,
     and the authors' code.  Departures: those of `codecs.SampledTopK` and
     `MomentumCorrection`; clipping is of the norm of the whole gradient.
-
-  >>> optimizer = dgc(optax.sgd(0.1), axis=None)
   """
 
   def sparse(ratio: float) -> reducers.Reducer:
@@ -365,8 +349,6 @@ def demo(
     coefficient that a part of the workers sends counts by its mean over all of
     them, as in the algorithm, and not over the senders, as in the authors'
     code.
-
-  >>> optimizer = demo(optax.sgd(1e-3), axis=None)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from jdist import checks, codecs, collectives, reducers, transforms
+from jdist.methods import _local_sgd
 from jdist.transforms import intervals
 
 
@@ -44,19 +45,11 @@ def diloco(
   References:
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of
     Language Models" (2023, arXiv 2311.08105), algorithm 1 and table 5.
-
-  >>> optimizer = diloco(optax.adamw(1e-3), 100, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=nesterov(outer_learning_rate, outer_momentum)
-    if rule is None
-    else rule,
-    overlap=overlap,
-    compression=compression,
+  if rule is None:
+    rule = nesterov(outer_learning_rate, outer_momentum)
+  return _local_sgd.in_rounds(
+    optimizer, interval, axis, rule, overlap, compression
   )
 
 
@@ -105,28 +98,23 @@ def streaming_diloco(
     compression: how to take the mean by fewer bytes; the paper's four bits are
       `Compression(codecs.Quantize(4), ErrorFeedback())`.
 
-  Returns:
-    A transformation whose state is a `FragmentsState`.
-
   References:
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards
     a Distributed Free Lunch" (2025, arXiv 2501.18512), algorithm 2.
     Departures: fragments are runs of leaves in the order of the tree unless a
     function says otherwise (the paper's are strided layers of a transformer);
     the paper's four bits are a float type, without feedback.
-
-  >>> optimizer = streaming_diloco(optax.adamw(1e-3), 100, 4, axis=None)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   delay_steps = checks.check_structural("delay_steps", delay_steps, minimum=0)
+  if rule is None:
+    rule = nesterov(outer_learning_rate, outer_momentum)
   return transforms.fragment_steps(
     optimizer,
     interval,
     fragments,
     axis=axis,
-    rule=nesterov(outer_learning_rate, outer_momentum)
-    if rule is None
-    else rule,
+    rule=rule,
     overlap=transforms.Delayed(delay_steps, mix=mix, stream=stream),
     compression=compression,
   )
@@ -170,19 +158,14 @@ def sparse_loco(
     (2025, arXiv 2508.15706), algorithm 1.  Departures: chunks are neighbours of
     the flat leaf, where the paper's are tiles of 64 by 64; the values' levels
     are four at equal distances between the least and the greatest of 256.
-
-  >>> optimizer = sparse_loco(optax.adamw(1e-3), 30, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_rate("outer_learning_rate", outer_learning_rate)
   values = codecs.Quantize(bits, 256, "min_max")
   codec = codecs.TopK(density, chunk=chunk, values=values)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=optax.sgd(as_float(outer_learning_rate)),
-    compression=reducers.Compression(codec, reducers.ErrorFeedback(decay)),
+  compression = reducers.Compression(codec, reducers.ErrorFeedback(decay))
+  outer = optax.sgd(as_float(outer_learning_rate))
+  return _local_sgd.in_rounds(
+    optimizer, interval, axis, outer, None, compression
   )
 
 
@@ -216,8 +199,6 @@ def muloco(
     Departures: levels are at equal distances between the least and the greatest
     of 256 entries; the outer rate and momentum are DiLoCo's, where the paper
     tunes them.
-
-  >>> optimizer = muloco(0.02, 30, axis=None)
   """
   checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0)

@@ -11,6 +11,25 @@ from jdist import checks, collectives, reducers, transforms
 from jdist.transforms import intervals
 
 
+def in_rounds(
+  optimizer: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  axis: collectives.Axis,
+  rule: transforms.SyncRule | optax.GradientTransformation | None,
+  overlap: transforms.Delayed | None,
+  compression: reducers.Compression | None,
+) -> optax.GradientTransformationExtraArgs:
+  """`local_steps` of a method, whose errors say `optimizer`."""
+  return transforms.local_steps(
+    checks.check_optimizer("optimizer", optimizer),
+    interval,
+    axis=axis,
+    rule=rule,
+    overlap=overlap,
+    compression=compression,
+  )
+
+
 def local_sgd(
   optimizer: optax.GradientTransformation,
   interval: int | intervals.IntervalPolicy,
@@ -39,13 +58,8 @@ def local_sgd(
   References:
     Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019, arXiv
     1805.09767), algorithm 1.
-
-  >>> optimizer = local_sgd(optax.sgd(0.1), 8, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer, interval, axis=axis, overlap=overlap, compression=compression
-  )
+  return in_rounds(optimizer, interval, axis, None, overlap, compression)
 
 
 def post_local_sgd(
@@ -73,14 +87,9 @@ def post_local_sgd(
     1808.07217), post-local SGD.  Departure: the first phase averages parameters
     every step, which equals averaging gradients for optimizers linear in the
     gradient.
-
-  >>> optimizer = post_local_sgd(optax.sgd(0.1), 8, 1000, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
   policy = intervals.post_local(switch_step, interval)
-  return transforms.local_steps(
-    optimizer, policy, axis=axis, overlap=overlap, compression=compression
-  )
+  return in_rounds(optimizer, policy, axis, None, overlap, compression)
 
 
 def fed_prox(
@@ -98,6 +107,8 @@ def fed_prox(
             \qquad \text{every } H \text{ steps: } a \leftarrow \tfrac1N
             \sum_j w_j, \quad w_i \leftarrow a
 
+  It is `local_steps` around `chain(proximal(strength), optimizer)`.
+
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
@@ -107,22 +118,15 @@ def fed_prox(
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
-  Returns:
-    `local_steps` around `chain(proximal(strength), optimizer)`.
-
   References:
     Li et al., "Federated Optimization in Heterogeneous Networks" (MLSys 2020,
     arXiv 1812.06127), algorithm 2.  Departures: all workers take the same
     number of steps (the paper lets each solve its problem as exactly as it
     can), and mu is not adapted.
-
-  >>> optimizer = fed_prox(optax.sgd(0.1), 8, 0.1, axis=None)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   corrected = optax.chain(transforms.proximal(strength), optimizer)
-  return transforms.local_steps(
-    corrected, interval, axis=axis, overlap=overlap, compression=compression
-  )
+  return in_rounds(corrected, interval, axis, None, overlap, compression)
 
 
 def easgd(
@@ -146,7 +150,7 @@ def easgd(
   with the old a and w on both right-hand sides, so that
   :math:`a + \sum_i w_i` stays what it was.  Workers never stand on the anchor:
   they explore on their own.  The momentum form, EAMSGD, is the same around
-  `optax.sgd(rate, momentum, nesterov=True)`.
+  `optax.sgd(rate, momentum, nesterov=True)`.  The rule is `Elastic`.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -156,9 +160,6 @@ def easgd(
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
-  Returns:
-    `local_steps` with the rule `Elastic`.
-
   References:
     Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD"
     (NeurIPS 2015, arXiv 1412.6651), equations 5 and 6 and algorithm 1.
@@ -166,18 +167,9 @@ def easgd(
     algorithm 1 is asynchronous; the spring acts after the local step and with
     its result, where the paper's acts together with the gradient, at the point
     before; Nesterov's momentum in Optax's form.
-
-  >>> optimizer = easgd(optax.sgd(0.1), 10, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=transforms.Elastic(moving_rate),
-    overlap=overlap,
-    compression=compression,
-  )
+  rule = transforms.Elastic(moving_rate)
+  return in_rounds(optimizer, interval, axis, rule, overlap, compression)
 
 
 def scaffold(
@@ -203,7 +195,7 @@ def scaffold(
   where :math:`\sum_s \eta_s` is that of the round's learning rates,
   :math:`H \eta` for a constant one.  Under plain SGD :math:`c_i` becomes the
   mean of the worker's gradients in the round.  A round sends twice the bytes
-  of Local SGD's.
+  of Local SGD's.  The rule is `ControlVariates`.
 
   Args:
     optimizer: an Optax optimizer, `optax.sgd(learning_rate)` in the paper.
@@ -217,9 +209,6 @@ def scaffold(
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
-  Returns:
-    `local_steps` with the rule `ControlVariates`.
-
   References:
     Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated
     Learning" (ICML 2020, arXiv 1910.06378), algorithm 1 with option II.
@@ -227,18 +216,9 @@ def scaffold(
     is the mean of all c_j itself rather than moved by their changes, which is
     equal as long as all take part and keeps them from drifting apart in
     rounding.
-
-  >>> optimizer = scaffold(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=transforms.ControlVariates(learning_rate, global_learning_rate),
-    overlap=overlap,
-    compression=compression,
-  )
+  rule = transforms.ControlVariates(learning_rate, global_learning_rate)
+  return in_rounds(optimizer, interval, axis, rule, overlap, compression)
 
 
 def slow_mo(
@@ -262,7 +242,8 @@ def slow_mo(
             \qquad a \leftarrow a - \alpha \gamma u, \qquad w_i \leftarrow a
 
   While the rate is constant it cancels, and this is `local_steps` with
-  `outer=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
+  `rule=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
+  The rule is `SlowMomentum`.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -278,9 +259,6 @@ def slow_mo(
       "maintain" leaves each worker its own, "reset" begins anew, "average"
       takes the workers' mean, for the bytes of another round or more.
 
-  Returns:
-    `local_steps` with the rule `SlowMomentum`.
-
   References:
     Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
     Slow Momentum" (ICLR 2020, arXiv 1910.00643), algorithm 1 around Local SGD.
@@ -288,17 +266,8 @@ def slow_mo(
     last step counts.  Reset and average treat all the optimizer's
     floating-point arrays, and leave counters alone: schedules go on, and so
     does Adam's bias correction, which then divides fresh moments by about one.
-
-  >>> optimizer = slow_mo(optax.sgd(0.1), 8, 0.1, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=transforms.SlowMomentum(
-      learning_rate, slow_learning_rate, slow_momentum, buffers
-    ),
-    overlap=overlap,
-    compression=compression,
+  rule = transforms.SlowMomentum(
+    learning_rate, slow_learning_rate, slow_momentum, buffers
   )
+  return in_rounds(optimizer, interval, axis, rule, overlap, compression)

@@ -4,7 +4,8 @@ from typing import Any
 
 import optax
 
-from jdist import checks, collectives, reducers, transforms
+from jdist import collectives, reducers, transforms
+from jdist.methods import _local_sgd
 from jdist.transforms import intervals
 
 
@@ -62,12 +63,8 @@ def mp2(
   ...   optax.adam(1e-3), Halves, lambda theta, f: theta * f, 2.0, axis=None
   ... )
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  front = transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    compression=compression,
+  front = _local_sgd.in_rounds(
+    optimizer, interval, axis, None, None, compression
   )
   return transforms.predict_rest(
     front, cut, predict, predictor_params, axis=axis

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from jdist import checks, collectives, reducers, transforms
+from jdist.methods import _local_sgd
 from jdist.transforms import intervals
 
 
@@ -113,13 +114,8 @@ def msdpu(
   corrected = optax.chain(
     transforms.pull_to_anchor(correction, learning_rate), optimizer
   )
-  return transforms.local_steps(
-    corrected,
-    interval,
-    axis=axis,
-    rule=rule,
-    overlap=overlap,
-    compression=compression,
+  return _local_sgd.in_rounds(
+    corrected, interval, axis, rule, overlap, compression
   )
 
 
@@ -139,7 +135,7 @@ def cocod(
   .. math:: w_i \leftarrow \tfrac1N \sum_j w_j^{\text{begin}} + (w_i -
             w_i^{\text{begin}})
 
-  The anchor is that mean.
+  The anchor is that mean.  This is `overlap=Delayed(carry=1.0)`.
 
   Args:
     optimizer: any Optax optimizer; its schedules count local steps.
@@ -149,9 +145,6 @@ def cocod(
       sends it at the round's end, in a conditional, of the same bits.
     compression: how to take the mean by fewer bytes; see `local_steps`.
 
-  Returns:
-    `local_steps` with `overlap=Delayed(carry=1.0)`.
-
   References:
     Shen et al., "Faster Distributed Deep Net Training: Computation and
     Communication Decoupled Stochastic Gradient Descent" (IJCAI 2019, arXiv
@@ -159,16 +152,10 @@ def cocod(
     last round, whose mean moves the anchor to the same place up to rounding;
     workers of unequal speed, for whom the paper has other batch sizes, are not
     considered.
-
-  >>> optimizer = cocod(optax.sgd(0.1), 8, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    overlap=transforms.Delayed(carry=1.0, stream=stream),
-    compression=compression,
+  late = transforms.Delayed(carry=1.0, stream=stream)
+  return _local_sgd.in_rounds(
+    optimizer, interval, axis, None, late, compression
   )
 
 
@@ -213,17 +200,11 @@ def overlap_local_sgd(
     Communication Delays in Distributed SGD" (ICASSP 2020, arXiv 2002.09539).
     Departure: the momentum does not divide by the learning rate as the authors'
     script does, which differs while the rate changes.
-
-  >>> optimizer = overlap_local_sgd(optax.sgd(0.1), 8, axis=None)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
-  return transforms.local_steps(
-    optimizer,
-    interval,
-    axis=axis,
-    rule=transforms.PulledAnchor(pull, momentum),
-    overlap=transforms.Delayed(stream=stream),
-    compression=compression,
+  rule = transforms.PulledAnchor(pull, momentum)
+  late = transforms.Delayed(stream=stream)
+  return _local_sgd.in_rounds(
+    optimizer, interval, axis, rule, late, compression
   )
 
 
@@ -240,6 +221,8 @@ def od_sgd(
   .. math:: a \leftarrow a + \mathrm{optimizer}(\tfrac1N \sum_j
             g_j^{(t-1)}), \qquad w_i \leftarrow a - \eta_{loc} g_i^{(t)}
 
+  It is `lead_step` with `optax.sgd(local_learning_rate)` as local optimizer.
+
   Args:
     optimizer: any Optax optimizer, for the anchor: the server's in the paper.
     local_learning_rate: of the worker's own step, a positive number or a
@@ -250,17 +233,12 @@ def od_sgd(
       is without a warm-up the faster.
     compression: how to take the mean by fewer bytes.
 
-  Returns:
-    `lead_step` with `optax.sgd(local_learning_rate)` as the local optimizer.
-
   References:
     Xu et al., "OD-SGD: One-step Delay Stochastic Gradient Descent for
     Distributed Training" (ACM TACO 2020, arXiv 2005.06728). Departures: a mean
     among workers stands for the paper's server; the local step is plain SGD
     (the paper also compensates the delay as DC-ASGD does: `lead_step` takes any
     local optimizer); the warm-up goes over into the delayed phase at once.
-
-  >>> optimizer = od_sgd(optax.sgd(0.1, momentum=0.9), 0.1, axis=None)
   """
   checks.check_rate("local_learning_rate", local_learning_rate)
   return transforms.lead_step(

@@ -24,8 +24,6 @@ def ssgd(
 
   Returns:
     `chain(average_gradients(axis, compression), optimizer)`.
-
-  >>> optimizer = ssgd(optax.adam(1e-3), axis=None)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.only_floats(

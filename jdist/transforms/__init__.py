@@ -112,7 +112,6 @@ from jdist.transforms.local._round_state import (
 )
 from jdist.transforms.local._round_state import RoundClock as RoundClock
 from jdist.transforms.local._round_state import SyncState as SyncState
-from jdist.transforms.local._slow_momentum import BUFFERS as BUFFERS
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._slow_momentum import (

@@ -61,46 +61,26 @@ def average_gradients(
   """
   collectives.check_axis(axis)
   reducers.check_compression(compression)
-  if compression is not None:
-    return _compressed(axis, compression)
 
-  def init_fn(params: optax.Params) -> AverageGradientsState:
-    del params
-    return AverageGradientsState()
-
-  def update_fn(
-    updates: optax.Updates,
-    state: AverageGradientsState,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, AverageGradientsState]:
-    del extra_args
-    collectives.check_local(updates, axis, what="`updates`", like=params)
-    return collectives.mean(updates, axis), state
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _compressed(
-  axis: collectives.Axis, compression: reducers.Compression
-) -> optax.GradientTransformationExtraArgs:
-  """Averages through a reducer."""
-
-  def init_fn(params: optax.Params) -> reducers.CompressionState:
+  def init_fn(params: optax.Params) -> Any:
+    if compression is None:
+      return AverageGradientsState()
     return compression.init(params, axis)
 
   def update_fn(
     updates: optax.Updates,
-    state: reducers.CompressionState,
+    state: Any,
     params: optax.Params | None = None,
     *,
     control: _control.Control = _control.DEVICE,
     **extra_args: Any,
-  ) -> tuple[optax.Updates, reducers.CompressionState]:
+  ) -> tuple[optax.Updates, Any]:
     del extra_args
-    if control.drain == "residuals":
+    if compression is not None and control.drain == "residuals":
       return updates, compression.absorb(updates, state, axis)
     collectives.check_local(updates, axis, what="`updates`", like=params)
+    if compression is None:
+      return collectives.mean(updates, axis), state
     return compression.mean(updates, state, axis)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

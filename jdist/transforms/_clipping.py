@@ -11,10 +11,7 @@ from jdist.transforms.local import _anchor
 
 
 def clip_local(
-  threshold: jax.typing.ArrayLike,
-  axis: collectives.Axis,
-  *,
-  per_leaf: bool = False,
+  threshold: jax.typing.ArrayLike, axis: collectives.Axis
 ) -> optax.GradientTransformationExtraArgs:
   r"""Clips a worker's gradient to its part of a norm.
 
@@ -31,8 +28,6 @@ def clip_local(
   Args:
     threshold: theta > 0, in units of the gradients' sum.
     axis: the workers' axis; of it only the number of workers is used.
-    per_leaf: whether each leaf has a norm of its own, instead of one of the
-      whole tree.
 
   Returns:
     A transformation with the dtypes of the gradients.  A gradient whose norm
@@ -52,34 +47,27 @@ def clip_local(
   """
   checks.check_continuous("threshold", threshold, open_low=True)
   collectives.check_axis(axis)
-  checks.check_choice("per_leaf", per_leaf, (True, False))
 
   def clip(updates: optax.Updates, params: Any) -> optax.Updates:
     del params
     limit = _anchor.scalar(threshold) / collectives.size(axis) ** 0.5
-
-    def clipped(tree: optax.Updates) -> optax.Updates:
-      squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32)))
-        for x in jax.tree.leaves(tree)
-      ]
-      if not squares:
-        return tree
-      square = sum(squares[1:], squares[0])
-      if not per_leaf:
-        square = collectives.sum_of_parts(square)
-      norm = jnp.sqrt(square)
-      # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
-      over = jnp.isfinite(norm) & (norm > limit)
-      factor = limit / jnp.where(over, norm, 1.0)
-      return jax.tree.map(
-        lambda x: jnp.where(
-          over, (x.astype(jnp.float32) * factor).astype(x.dtype), x
-        ),
-        tree,
-      )
-
-    return jax.tree.map(clipped, updates) if per_leaf else clipped(updates)
+    squares = [
+      jnp.sum(jnp.square(x.astype(jnp.float32)))
+      for x in jax.tree.leaves(updates)
+    ]
+    if not squares:
+      return updates
+    square = sum(squares[1:], squares[0])
+    norm = jnp.sqrt(collectives.sum_of_parts(square))
+    # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
+    over = jnp.isfinite(norm) & (norm > limit)
+    factor = limit / jnp.where(over, norm, 1.0)
+    return jax.tree.map(
+      lambda x: jnp.where(
+        over, (x.astype(jnp.float32) * factor).astype(x.dtype), x
+      ),
+      updates,
+    )
 
   return optax.with_extra_args_support(optax.stateless(clip))
 
@@ -97,9 +85,6 @@ def clip_deviations(
 
   Args:
     deviations: c > 0.
-
-  Returns:
-    A transformation with the dtypes of the gradients.
 
   Raises:
     ValueError: when `deviations` is out of its range.

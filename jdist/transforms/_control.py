@@ -40,12 +40,7 @@ class Control:
 
   def __post_init__(self) -> None:
     for name in ("round_ends", "arrives"):
-      value = getattr(self, name)
-      if value is not None and not isinstance(value, bool):
-        raise ValueError(
-          f"`{name}` shapes the program and must be True, False or None, got "
-          f"{value!r}."
-        )
+      checks.check_choice(name, getattr(self, name), (True, False, None))
     checks.check_choice("drain", self.drain, (False, True, "residuals"))
     steps = self.stream_steps
     if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
@@ -66,12 +61,7 @@ DEVICE = Control()
 
 
 def refuse(control: Control, method: str) -> None:
-  """Raises a ValueError when a host chose what a method cannot follow.
-
-  Args:
-    control: of the update.
-    method: for the error.
-  """
+  """Raises a ValueError when a host chose what a method cannot follow."""
   if name := control.of_host:
     raise ValueError(
       f"`control` must leave `{name}` out for {method}, whose rounds no host "

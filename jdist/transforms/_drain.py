@@ -79,7 +79,7 @@ def drain(
       nothing, state, params, control=full if residuals else bare
     )
     params = _anchor.apply_updates(params, updates, state)
-  if residuals and _compresses(state):
+  if residuals and _anchor.contains(state, _is_one):
     _, asked = optimizer.update(nothing, state, params, control=full)
     state = _absorbed(state, asked)
   return params, state
@@ -90,12 +90,6 @@ def _is_one(state: Any) -> bool:
   return isinstance(state, reducers.CompressionState) or getattr(
     type(state), "drains", False
   )
-
-
-def _compresses(state: PyTree) -> bool:
-  """Returns whether there is a compression that no method drains."""
-  leaves = jax.tree.leaves(state, is_leaf=_is_one)
-  return any(isinstance(x, reducers.CompressionState) for x in leaves)
 
 
 def _absorbed(state: PyTree, asked: PyTree) -> PyTree:

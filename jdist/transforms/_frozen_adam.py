@@ -99,12 +99,11 @@ def scale_by_frozen_adam(
   checks.check_continuous("b1", b1, high=1.0)
   checks.check_continuous("b2", b2, high=1.0)
   checks.check_continuous("eps", eps, open_low=True)
-  if not isinstance(compression, reducers.Compression):
-    raise ValueError(
-      "`compression` must be a `jdist.Compression`, for instance "
-      "`Compression(codecs.Sign(), ErrorFeedback())`, got "
-      f"{checks.show(compression)}."
-    )
+  wanted = (
+    "a `jdist.Compression`, for instance "
+    "`Compression(codecs.Sign(), ErrorFeedback())`"
+  )
+  checks.check_type("compression", compression, reducers.Compression, wanted)
 
   def init_fn(params: optax.Params) -> FrozenAdamState:
     mu = jax.tree.map(

@@ -77,12 +77,8 @@ def lead_step(
       the present gradients, and nobody leads.  With a warm-up the program
       chooses between the two when it runs, so that the mean waits for the
       present gradients throughout: for speed train on without one.
-
     compression: how to take the mean by fewer bytes; None takes it exactly,
       in float32.
-
-  Returns:
-    A transformation; `update` needs `params`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when

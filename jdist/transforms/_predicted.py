@@ -168,11 +168,9 @@ def predict_rest(
         "`cut` must have `split(tree)` and `join(front, rest)`, for instance "
         f"`jdist.prediction.cut(model, num_layers)`, got {cut!r}."
       )
-  if not callable(predict):
-    raise ValueError(
-      "`predict` must be a function of the predictor's parameters and the "
-      f"front, for instance `predictor.apply`, got {predict!r}."
-    )
+  checks.check_function(
+    "predict", predict, "the predictor's parameters and the front"
+  )
   checks.check_arrays("predictor_params", predictor_params)
   collectives.check_axis(axis)
   front = optax.with_extra_args_support(front)
@@ -383,12 +381,8 @@ def _leaves(tree: PyTree) -> dict[str, str]:
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}"
 
-  return {
-    jax.tree_util.keystr(path, simple=True, separator=".") or "(alone)": (
-      described(leaf)
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  named = checks.named_leaves(tree)
+  return {name or "(alone)": described(x) for name, x in named.items()}
 
 
 def _interval(found: Any) -> jax.Array:

@@ -24,9 +24,6 @@ def proximal(
   Args:
     strength: mu >= 0; 0 is none.
 
-  Returns:
-    A transformation; `update` takes `anchor=`.
-
   Raises:
     ValueError: when `strength` is out of its range; at trace time, when it
       does not stand inside `local_steps`.

@@ -82,11 +82,7 @@ def _label(value: PyTree, shared: bool) -> PyTree:
 
 
 def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:
-  """Labels a state, given whether its incoming updates are equal.
-
-  Returns:
-    The labels, and whether the outgoing updates are equal.
-  """
+  """Labels a state behind updates that are equal, or not; as it leaves them."""
   kind = type(state)
   if hasattr(kind, "label"):
     return state.label(_walk)

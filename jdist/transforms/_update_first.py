@@ -127,9 +127,6 @@ def update_first(
       PartitionSpec, for workers that are themselves sharded; not with
       `scatter`.
 
-  Returns:
-    The transformation.
-
   Raises:
     ValueError: when an argument is out of its range.
 
@@ -312,15 +309,13 @@ def _merge(front: PyTree, rest: PyTree) -> PyTree:
 
 
 def _present(specs: PyTree, tree: PyTree) -> PyTree:
-  """Returns the specs of a tree's leaves, None where the tree has None."""
+  """Returns the specs of a tree's leaves, without those of None."""
   if specs is None:
     return None
-  leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
   found = collectives.spec_leaves(specs, list(range(len(leaves))))
   pairs = zip(leaves, found, strict=True)
-  return jax.tree.unflatten(
-    treedef, [None if x is None else spec for x, spec in pairs]
-  )
+  return [spec for x, spec in pairs if x is not None]
 
 
 def _in_turns(

@@ -56,7 +56,7 @@ def late(**options):
     lambda: scaffold(overlap=late(steps=1, after_step=3)),
     "0 for",
   ),
-  ("buffers", lambda: slow_mo(buffers="keep"), "one of 'maintain', 'reset'"),
+  ("buffers", lambda: slow_mo(buffers="keep"), "'reset' or 'average'"),
   ("overlap", lambda: slow_mo(buffers="average", overlap=late()), "None for"),
   ("strength", lambda: methods.fed_prox(SGD, 3, -1.0, axis=None), "[0, inf]"),
   # DiLoCo's.

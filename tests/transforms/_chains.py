@@ -109,8 +109,7 @@ def led(local_rate, *, axis):
 def clipped(threshold, deviations, rate, *, axis):
   return optax.chain(
     transforms.clip_deviations(deviations),
-    # Each leaf for itself: the leaves are of several dtypes.
-    transforms.clip_local(threshold, axis, per_leaf=True),
+    transforms.clip_local(threshold, axis),
     transforms.average_gradients(axis),
     optax.sgd(rate),
   )

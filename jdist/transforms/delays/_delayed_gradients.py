@@ -65,9 +65,6 @@ def delay_gradients(
     steps: k, or a tree of them whose structure is that of the parameters or a
       prefix of it; 0 is no delay.
 
-  Returns:
-    A transformation with the updates of `optimizer`.
-
   Raises:
     ValueError: when `steps` is not of ints >= 0; at `init`, when it does not
       fit the parameters.

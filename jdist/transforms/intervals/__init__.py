@@ -14,9 +14,7 @@ from jdist.transforms.intervals._adaptive import (
 )
 from jdist.transforms.intervals._growth import growth as growth
 from jdist.transforms.intervals._growth import GrowthState as GrowthState
-from jdist.transforms.intervals._policy import check_first as check_first
 from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
-from jdist.transforms.intervals._policy import longest as longest
 from jdist.transforms.intervals._scheduled_interval import (
   as_policy as as_policy,
 )

@@ -127,15 +127,13 @@ def adacomm(
     first_rate = jnp.maximum(state.first_rate, rate)
     ratio = _ratio(first_rate, mean, rate, first_loss)
     if form == "halving":
-      steps = _policy.whole_steps(
-        jnp.ceil(jnp.sqrt(ratio) * initial_interval), longest
-      )
+      wanted = jnp.ceil(jnp.sqrt(ratio) * initial_interval)
+      steps = _policy.whole_steps(wanted, longest)
       half = jnp.maximum(state.interval // 2, 1)
       steps = jnp.where(steps < state.interval, steps, half)
     else:
-      steps = _policy.whole_steps(
-        jnp.ceil(jnp.sqrt(ratio * initial_interval)), longest
-      )
+      wanted = jnp.ceil(jnp.sqrt(ratio * initial_interval))
+      steps = _policy.whole_steps(wanted, longest)
     interval = jnp.where(decide & known, steps, state.interval)
     return interval, AdaCommState(
       interval=interval,
@@ -229,9 +227,8 @@ def msdpu(
     rate = _policy.rate_at(learning_rate, start_step)
     first_rate = jnp.maximum(state.first_rate, rate)
     ratio = _ratio(first_rate, average, rate, first_loss)
-    steps = _policy.whole_steps(
-      jnp.ceil(jnp.sqrt(ratio) * initial_interval), longest
-    )
+    wanted = jnp.ceil(jnp.sqrt(ratio) * initial_interval)
+    steps = _policy.whole_steps(wanted, longest)
     steps = jnp.where(jnp.isfinite(ratio), steps, state.interval)
     return steps, MsdpuIntervalState(first_loss, average, steps, first_rate)
 

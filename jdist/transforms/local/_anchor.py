@@ -83,7 +83,7 @@ def either(which: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
   """Chooses between two trees, leaf by leaf."""
   if which is True:  # Known now: the program need not wait for `no`.
     return yes
-  return jax.tree.map(lambda y, n: jnp.where(which, y, n), yes, no)
+  return optax.tree.where(which, yes, no)
 
 
 def check_params(params: Any, method: str) -> None:
@@ -108,6 +108,8 @@ def contains(state: PyTree, is_one: Callable[[Any], bool]) -> bool:
 def find_rounds(state: PyTree) -> Any:
   """Finds the outermost state with rounds in a chain's state, or None.
 
+  Of `local_steps` it is what the engine keeps, without the inner optimizer's.
+
   Raises:
     ValueError: when there are several side by side, a jump beside one, or
       something between it and the parameters.
@@ -130,7 +132,7 @@ def find_rounds(state: PyTree) -> Any:
       f"{len(found)}. Put one inside the other's inner chain."
     )
   _check_last(state)
-  return found[0]
+  return getattr(found[0], "sync", found[0])
 
 
 def _check_last(state: PyTree) -> None:
@@ -281,11 +283,8 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
 
   Args:
     state: the optimizer's state.
-    params: the parameters, returned when the method keeps the workers equal
-      all the time and needs no anchor.
-
-  Returns:
-    The anchor in the dtypes of `params`.
+    params: the parameters, whose dtypes the anchor gets; returned when the
+      method keeps the workers equal all the time and needs no anchor.
 
   >>> from jdist import transforms
   >>> optimizer = transforms.local_steps(optax.sgd(1.0), 8, axis=None)
@@ -309,13 +308,10 @@ def apply_updates(
   rounding.  Here it does not: equal parameters stay equal to the bit.
 
   Args:
-    params: the parameters.
+    params: the parameters; the new ones have their dtypes.
     updates: the updates, in any floating dtype.
     state: the state that `update` returned; without it this is
       `optax.apply_updates`.
-
-  Returns:
-    The new parameters in their dtypes.
 
   >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
   0.5
@@ -363,15 +359,13 @@ def pull_to_anchor(
   the rate and the interval.  A momentum m in front of it multiplies that by
   1/(1-m).
 
-  Stands in the inner chain of `local_steps`, which gives it the anchor.
+  Stands in the inner chain of `local_steps`, which gives it the anchor and
+  `interval_steps=`.
 
   Args:
     strength: beta >= 0; 0 is no pull.
     learning_rate: the inner optimizer's, a number or a schedule of the local
       step.
-
-  Returns:
-    A transformation; `update` takes `anchor=` and `interval_steps=`.
 
   Raises:
     ValueError: when an argument is out of its range; at trace time, when it

@@ -44,13 +44,9 @@ class ChunkedStreamState(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """A part that is sent in this step.
+  """A part that is sent in this step, `fresh` if it was not sent before.
 
-  Attributes:
-    name: the dtype's name, alone in a dict that has no arrays.
-    number: of the part, int32 scalar.
-    fresh: whether it was not sent before, bool scalar.
-    reduced: what the reducer has returned.
+  `name` is the dtype's, alone in a dict that has no arrays.
   """
 
   name: dict[str, tuple[()]]
@@ -62,10 +58,8 @@ class Sent(NamedTuple):
 class ChunkedStream(_sender.Sender):
   """Sends parts of the message in every step, from the state, by a reducer.
 
-  Args:
-    compression: its reducer is a `reducers.Chunked`.
-    axis: the workers' axis.
-    like: a contribution, for its shapes.
+  The compression's reducer is a `reducers.Chunked`; of `like`, a contribution,
+  only shapes matter.
   """
 
   compression: reducers.Compression
@@ -109,7 +103,6 @@ class ChunkedStream(_sender.Sender):
     )
 
   def own(self, held: ChunkedStreamState) -> _sender.Contribution:
-    """Returns this worker's contribution that is held."""
     if self._feeds_back:
       return _sender.Contribution(held.progress, held.loss)
     progress = self._parts.unpack(held.sent, self._shape)
@@ -121,7 +114,6 @@ class ChunkedStream(_sender.Sender):
     steps: int,
     memory: reducers.CompressionState,
   ) -> tuple[Any, ...]:
-    """Starts the next parts; nothing waits for them yet."""
     key = self.compression.key(memory)
     states = memory.reducer
     found = []
@@ -187,7 +179,6 @@ class ChunkedStream(_sender.Sender):
   def complete(
     self, held: ChunkedStreamState, sent: tuple[Any, ...] = ()
   ) -> jax.Array:
-    """Returns whether all has arrived, with what this step sends."""
     position = dict(held.position)
     for part in sent[0] if sent else ():
       ((name, _),) = part.name.items()
@@ -206,7 +197,6 @@ class ChunkedStream(_sender.Sender):
     steps: int | None,
     memory: reducers.CompressionState,
   ) -> tuple[_sender.Contribution, reducers.CompressionState]:
-    """Takes the mean of what is held, or of `present` if not `late`."""
     progress, loss = _anchor.either(late, self.own(held), present)
     prepared, feedback = self.compression.prepare(progress, memory)
     have = (
@@ -241,7 +231,7 @@ class ChunkedStream(_sender.Sender):
       self._parts.unpack(wanted, self._shape),
       feedback,
     )
-    mean = _as(mean, self._shape)
+    mean = optax.tree.cast_like(mean, self._shape)
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
     )
@@ -280,7 +270,7 @@ class ChunkedStream(_sender.Sender):
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=kept, feedback=feedback
     )
-    mean = _as(mean, self._shape)
+    mean = optax.tree.cast_like(mean, self._shape)
     return collectives.varying((mean, new), self.axis)
 
   def _send_rest(
@@ -331,7 +321,3 @@ def _with_row(
     return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
 
   return jax.tree.map(one, tree, row)
-
-
-def _as(mean: PyTree, like: PyTree) -> PyTree:
-  return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, like)

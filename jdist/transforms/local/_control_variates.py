@@ -58,14 +58,12 @@ class ControlVariates(_sync_rule.SyncRule):
     )
 
   def init(self, anchor: PyTree) -> ControlVariatesState:
-    """Variates of zero."""
     zeros = jax.tree.map(jnp.zeros_like, anchor)
     return ControlVariatesState(zeros, zeros, jnp.zeros((), jnp.float32))
 
   def correct(
     self, updates: PyTree, memory: ControlVariatesState, step: jax.Array
   ) -> tuple[PyTree, ControlVariatesState]:
-    """The drift is taken off."""
     # Where own and mean agree nothing is added, to the bit.
     updates = jax.tree.map(
       lambda g, own, all_: (g.astype(own.dtype) + (all_ - own)).astype(g.dtype),
@@ -87,11 +85,9 @@ class ControlVariates(_sync_rule.SyncRule):
     return end.progress, changes
 
   def like(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Two trees."""
     return tree, tree
 
   def progress_in(self, message: tuple[PyTree, PyTree]) -> PyTree:
-    """The first tree."""
     return message[0]
 
   def depart(self, end: _sync_rule.Round) -> ControlVariatesState:
@@ -106,7 +102,6 @@ class ControlVariates(_sync_rule.SyncRule):
     exact: PyTree,
     relative: bool,
   ) -> _sync_rule.Round:
-    """The anchor and the mean variate."""
     del exact
     first, variate = mean
     rate = _anchor.scalar(self.global_learning_rate)

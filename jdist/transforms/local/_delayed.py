@@ -1,7 +1,6 @@
 """Overlap: a round's mean that arrives while the next round is computed."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -14,7 +13,6 @@ from jdist.transforms.local import (
   _sync_rule,
 )
 
-PyTree = Any
 # The numbers of steps in which a message is sent divide it: 1, 2, 4, 8, 16.
 _USUAL_STEPS = 16
 
@@ -84,23 +82,14 @@ class Delayed:
         checks.check_continuous(name, value, high=1.0)
     if self.after_step is not None:
       checks.set_structural(self, "after_step", minimum=0)
-    if self.stream is not None and not isinstance(
-      self.stream, _streaming.Stream
-    ):
-      raise ValueError(
-        "`stream` must be a `transforms.Stream`, for instance "
-        f"`stream=Stream()`, or None to send at once, got {self.stream!r}."
-      )
+    wanted = (
+      "a `transforms.Stream`, for instance `stream=Stream()`, or None to send "
+      "at once"
+    )
+    checks.check_type("stream", self.stream, _streaming.Stream | None, wanted)
 
   def engine(self, now: _local_steps.Synchronizer) -> _local_steps.Synchronizer:
-    """Builds the round engine of a method whose means are late in this way.
-
-    Args:
-      now: the engine of the method without an overlap.
-
-    Raises:
-      ValueError: where the rule's mean cannot be late in this way.
-    """
+    """Makes a round engine's means late; refuses a rule that forbids it."""
     _check(now.rule, self)
     if self.steps == 0:
       return dataclasses.replace(now, mix=self.mix)
@@ -173,14 +162,8 @@ def _in_chunks(
 ) -> reducers.Compression:
   """Returns the compression of sub-tensors, as `stream` splits them.
 
-  Args:
-    compression: of a whole message; where its reducer is in chunks already, it
-      stays.
-    stream: how to split.
-    steps: the number of steps in which a message is sent, if it is fixed.
-
-  Raises:
-    ValueError: where a worker is itself sharded.
+  Of a message that is sent in so many `steps`, if that is fixed.  A reducer
+  that is in chunks already stays.
   """
   if isinstance(compression.reducer, reducers.Chunked):
     return compression
@@ -193,7 +176,6 @@ def _in_chunks(
   reducer = reducers.Chunked(
     compression.reducer,
     max_bytes=stream.max_bytes,
-    order=stream.order,
     multiple=_USUAL_STEPS if steps is None else steps,
   )
   return dataclasses.replace(compression, reducer=reducer)

@@ -54,7 +54,6 @@ class Elastic(_Beside):
   def move(
     self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> _sync_rule.Round:
-    """The anchor's end of the spring."""
     del exact
     beta = _anchor.scalar(self.moving_rate)
     mean = _positions(end, mean, relative)
@@ -120,13 +119,11 @@ class PulledAnchor(_Beside):
     checks.check_continuous("momentum", self.momentum, high=1.0)
 
   def init(self, anchor: PyTree) -> PulledAnchorState:
-    """No momentum."""
     return PulledAnchorState(jax.tree.map(jnp.zeros_like, anchor))
 
   def move(
     self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> _sync_rule.Round:
-    """The anchor's momentum step."""
     del exact
     mu = _anchor.scalar(self.momentum)
     mean = _positions(end, mean, relative)

@@ -104,9 +104,6 @@ def fragment_steps(
     overlap: as of `local_steps`, with `steps` below the interval.
     compression: as of `local_steps`.
 
-  Returns:
-    A transformation; `update` needs `params`.
-
   Raises:
     ValueError: when an argument is out of its range; at `init`, when there
       are fewer leaves than fragments, or fragments are not 0, 1, 2, ...; at

@@ -33,7 +33,6 @@ class LateSynchronizer(_local_steps.Synchronizer):
 
   @property
   def relative(self) -> bool:
-    """Returns whether a message is a difference to something that all know."""
     return self.compression is not None or not self.rule.beside
 
   def init(self, params: optax.Params) -> SyncState:
@@ -112,7 +111,8 @@ class LateSynchronizer(_local_steps.Synchronizer):
     message = self.rule.message(end, self.relative)
     sender, in_flight = self.sender(state.anchor), state.flight.in_flight
     mean, memory = sender.flush(state.flight.held, state.compression)
-    state = self.select_memory(in_flight, memory, state)
+    memory = _anchor.either(in_flight, memory, state.compression)
+    state = state._replace(compression=memory)
     end = self._move_if(in_flight, end, mean)
     if self.rule.beside:  # Where it is, seen from the new anchor.
       message = self.rule.message(end, self.relative)
@@ -186,7 +186,8 @@ class LateSynchronizer(_local_steps.Synchronizer):
     mean, memory = self.sender(state.anchor).mean(
       flight.held, present, late, steps, state.compression
     )
-    state = self.select_memory(arrived, memory, state)
+    memory = _anchor.either(arrived, memory, state.compression)
+    state = state._replace(compression=memory)
     after = self._move_if(arrived, end, mean.message)
     loss = mean.exact
     if self.policy.needs_loss:
@@ -252,12 +253,6 @@ class LateSynchronizer(_local_steps.Synchronizer):
     return self.change_if(
       flag, end, lambda end: self.rule.move(end, mean, (), self.relative)
     )
-
-  def select_memory(
-    self, flag: jax.Array, memory: PyTree, state: SyncState
-  ) -> SyncState:
-    memory = _anchor.either(flag, memory, state.compression)
-    return state._replace(compression=memory)
 
   def is_late(self, state: SyncState, steps: int | None) -> jax.Array | bool:
     """Returns whether this round is a delayed one; True if all are."""

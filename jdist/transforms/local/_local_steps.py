@@ -93,7 +93,7 @@ class Synchronizer:
 
   def go_on(self, step: Step) -> Step:
     """Ends a step within a round."""
-    clock = step.sync.clock.unsynchronized()
+    clock = step.sync.clock._replace(synchronized=jnp.asarray(False))
     step = step._replace(sync=step.sync._replace(clock=clock))
     return collectives.varying(step, self.axis)
 

@@ -63,7 +63,6 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
     return self.end_late(step, params, steps) if ends else self.go_on(step)
 
   def start(self, state: SyncState) -> PyTree:
-    """Returns where this worker's round began."""
     if self.mix is not None:
       kept = state.flight.in_flight.astype(jnp.float32)
       state = state._replace(kept=kept)
@@ -106,7 +105,6 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
     return interval > self.steps
 
   def uneven(self) -> str:
-    """Says why a streamed method's steps do not all send alike, if so."""
     reason, interval = super().uneven(), self.policy.constant
     if not reason and interval is not None and interval > self.steps:
       # All has arrived before the round's last steps.

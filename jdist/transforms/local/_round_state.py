@@ -65,10 +65,6 @@ class RoundClock(NamedTuple):
       return ()
     return self.round_loss / self.round_step.astype(jnp.float32)
 
-  def unsynchronized(self) -> "RoundClock":
-    """The clock after a step that ends no round."""
-    return self._replace(synchronized=jnp.asarray(False))
-
   def advance(self, loss: Any) -> "RoundClock":
     """Counts a local step, and its loss where the interval needs it."""
     clock = self._replace(
@@ -84,10 +80,7 @@ class RoundClock(NamedTuple):
   ) -> "RoundClock":
     """Ends a round, and decides the interval after the next one.
 
-    Args:
-      policy: the interval policy.
-      mean_loss: the workers' mean of the loss that the policy gets, float32
-        scalar; ignored when it needs none.
+    By the workers' mean loss, float32 scalar, if the policy needs one.
     """
     following, interval_state = _next(
       policy, self, mean_loss if policy.needs_loss else None
@@ -114,35 +107,24 @@ class RoundClock(NamedTuple):
       interval=jnp.where(begun, self.next_interval, self.interval),
       next_interval=jnp.where(begun, following, self.next_interval),
       synchronized=jnp.asarray(True),
-      interval_state=jax.tree.map(
-        lambda new, old: jnp.where(begun, new, old),
-        interval_state,
-        self.interval_state,
+      interval_state=optax.tree.where(
+        begun, interval_state, self.interval_state
       ),
     )
 
   def ahead(self) -> jax.Array:
-    """The places in their rounds of the next two updates, for a host.
+    """The places of the next two updates; see `transforms.rounds_ahead`.
 
-    Returns:
-      For the next update and the one after it the interval of its round, and
-      how many updates of the round come before it, int32 [2, 2], in each row
-      (interval, offset).
+    As of a mean that arrives at the round's end: the window is the interval.
     """
     ends = self.round_step + 1 >= self.interval
-    return jnp.stack(
-      [
-        jnp.stack([self.interval, self.round_step], -1),
-        jnp.stack(
-          [
-            jnp.where(ends, self.next_interval, self.interval),
-            jnp.where(ends, 0, self.round_step + 1),
-          ],
-          -1,
-        ),
-      ],
-      -2,
+    now, then = (
+      self.interval,
+      jnp.where(ends, self.next_interval, self.interval),
     )
+    before = jnp.where(ends, 0, self.round_step + 1)
+    rows = [now, self.round_step, now], [then, before, then]
+    return jnp.stack([jnp.stack(row, -1) for row in rows], -2)
 
   def _without_loss(self) -> "RoundClock":
     if isinstance(self.round_loss, tuple):
@@ -230,20 +212,13 @@ class SyncState(NamedTuple):
 
   def ahead(self) -> jax.Array:
     """Returns the places of the next two updates; see `rounds_ahead`."""
-    if self.flight != ():
-      return self.flight.ahead(self.clock)
-    rows = self.clock.ahead()
-    return jnp.concatenate([rows[..., :1], rows[..., 1:], rows[..., :1]], -1)
+    if self.flight == ():
+      return self.clock.ahead()
+    return self.flight.ahead(self.clock)
 
 
 class Step(NamedTuple):
-  """A worker's local step, before and after the workers come together.
-
-  Attributes:
-    updates: of the parameters.
-    inner: the inner optimizer's state.
-    sync: the synchronizer's.
-  """
+  """A worker's local step, before and after the workers come together."""
 
   updates: PyTree
   inner: PyTree
@@ -271,25 +246,6 @@ class LocalStepsState(NamedTuple):
   def anchor(self) -> PyTree:
     """The parameters all workers agree on, float32."""
     return self.sync.anchor
-
-  @property
-  def kept(self) -> Any:
-    """Returns how far the worker stands beside the anchor on purpose."""
-    return self.sync.kept
-
-  @property
-  def streams(self) -> bool:
-    """Returns whether a message is sent in parts, some in every step."""
-    return self.sync.streams
-
-  @property
-  def due_after(self) -> jax.Array | int:
-    """After how many steps of a round a mean arrives; 0 at its end."""
-    return self.sync.due_after
-
-  def ahead(self) -> jax.Array:
-    """The next two updates, for a host; see `transforms.rounds_ahead`."""
-    return self.sync.ahead()
 
 
 def start_clock(policy: intervals.IntervalPolicy) -> RoundClock:

@@ -22,12 +22,9 @@ PyTree = Any
 
 
 class Contribution(NamedTuple):
-  """A worker's part of a round's mean.
+  """A worker's part of a round's mean: a message, float32, by few bytes.
 
-  Attributes:
-    message: float32; few bytes of it may suffice.
-    exact: what is averaged with every bit: the round's mean loss, `()` when
-      the interval needs none.
+  With every bit what is `exact`: the round's mean loss, `()` if none is needed.
   """
 
   message: PyTree
@@ -36,24 +33,13 @@ class Contribution(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Sender:
-  """Sends a message when its mean is due.
-
-  Attributes:
-    axis: the workers' axis.
-    compression: how the mean is taken; None for exactly.
-  """
+  """Sends a message when its mean is due, by few bytes or exactly."""
 
   axis: collectives.Axis
   compression: reducers.Compression | None
 
   def hold(self, new: Contribution, before: Any, memory: PyTree) -> Any:
-    """Returns the form in which a contribution is held.
-
-    Args:
-      new: what is sent from now on.
-      before: what was held; None at first.
-      memory: the compression's state.
-    """
+    """Returns the form in which `new` is held, after what was held before."""
     del before, memory
     return new
 
@@ -71,12 +57,8 @@ class Sender:
   ) -> tuple[Contribution, PyTree]:
     """Takes the workers' mean of what is held, or of `present` if not `late`.
 
-    Args:
-      held: as `hold` returned.
-      present: this round's contribution.
-      late: bool scalar, equal on all workers.
-      steps: in how many steps the message was streamed; None if it was not.
-      memory: the compression's state.
+    `late` is equal on all workers, and `steps` the number of steps in which the
+    message was streamed, None if it was not.
     """
     del steps
     return self.mean_now(_anchor.either(late, held, present), memory)

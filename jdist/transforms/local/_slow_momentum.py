@@ -1,6 +1,7 @@
 """Slow momentum: a momentum of the rounds around the steps' own."""
 
 import dataclasses
+import typing
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +13,6 @@ from jdist.transforms.local import _anchor, _sync_rule
 
 PyTree = Any
 Buffers = Literal["maintain", "reset", "average"]
-BUFFERS: tuple[Buffers, ...] = ("maintain", "reset", "average")
 
 
 @states.declare(shared=("velocity", "learning_rate"))
@@ -30,7 +30,7 @@ class SlowMomentumState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SlowMomentum(_sync_rule.SyncRule):
+class SlowMomentum(_sync_rule.Average):
   r"""SlowMo's: a momentum of the rounds' mean progress.
 
   .. math:: u \leftarrow \beta u + \frac1\gamma (a - \tfrac1N \sum_j w_j),
@@ -62,11 +62,7 @@ class SlowMomentum(_sync_rule.SyncRule):
       "slow_learning_rate", self.slow_learning_rate, open_low=True
     )
     checks.check_continuous("slow_momentum", self.momentum, high=1.0)
-    if not (isinstance(self.buffers, str) and self.buffers in BUFFERS):
-      raise ValueError(
-        f"`buffers` must be one of {', '.join(map(repr, BUFFERS))}, got "
-        f"{self.buffers!r}."
-      )
+    checks.check_choice("buffers", self.buffers, typing.get_args(Buffers))
 
   @property
   def exact_parts(self) -> bool:  # type: ignore[override]
@@ -74,13 +70,8 @@ class SlowMomentum(_sync_rule.SyncRule):
     return self.buffers == "average"
 
   def init(self, anchor: PyTree) -> SlowMomentumState:
-    """No momentum."""
     zeros = jax.tree.map(jnp.zeros_like, anchor)
     return SlowMomentumState(zeros, jnp.zeros((), jnp.float32))
-
-  def message(self, end: _sync_rule.Round, relative: bool) -> PyTree:
-    """The parameters, or the progress."""
-    return end.progress if relative else end.local
 
   def exact(self, end: _sync_rule.Round) -> list[jax.Array]:
     """The inner optimizer's momenta, if they are averaged."""
@@ -95,7 +86,6 @@ class SlowMomentum(_sync_rule.SyncRule):
     exact: list[jax.Array],
     relative: bool,
   ) -> _sync_rule.Round:
-    """The slow step."""
     rate = self.learning_rate
     rate = _anchor.scalar(rate(end.step) if callable(rate) else rate)
     before = end.memory.learning_rate

@@ -40,10 +40,7 @@ class StreamState(NamedTuple):
 class Part(NamedTuple):
   """A sub-tensor that is sent in this step, under its buffer's name.
 
-  Attributes:
-    start: where it begins.
-    own: this worker's.
-    total: the workers' mean, but for its last division.
+  It begins at `start`; `total` is the workers' mean but for its last division.
   """
 
   start: dict[str, jax.Array]
@@ -60,8 +57,6 @@ class Stream:
 
   Attributes:
     max_bytes: the size that a sub-tensor does not exceed; 4 MiB by default.
-    order: which leaves are sent first, as of `collectives.Buckets`.  All are
-      applied together at the round's end, so it changes no result.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
       sharded: every device sends its own part.  Not with a reducer.
@@ -71,12 +66,10 @@ class Stream:
   """
 
   max_bytes: int = 4 * _MEBIBYTE
-  order: collectives.Order = "front_first"
   specs: PyTree = None
 
   def __post_init__(self) -> None:
     checks.set_structural(self, "max_bytes", minimum=8)
-    collectives.check_order(self.order)
 
   def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
     """The number of sub-tensors in a step, and the elements of each."""
@@ -97,12 +90,7 @@ class ExactStream(_sender.Sender):
   `steps` says in how many steps the whole message goes, and is static; None
   sends it when the mean is due.  It may change from step to step: sending goes
   on at `position`, and a round waits for its last sub-tensor, so nothing is
-  lost.
-
-  Args:
-    stream: how to split into sub-tensors.
-    axis: the workers' axis.
-    like: a contribution, for its shapes.
+  lost.  Of `like`, a contribution, only shapes matter.
   """
 
   def __init__(
@@ -128,7 +116,6 @@ class ExactStream(_sender.Sender):
     )  # fmt: skip
 
   def own(self, held: StreamState) -> _sender.Contribution:
-    """Unpacks this worker's contribution."""
     return self._unpack(held.sent)
 
   def send(
@@ -187,7 +174,6 @@ class ExactStream(_sender.Sender):
   def complete(
     self, held: StreamState, sent: tuple[Part, ...] = ()
   ) -> jax.Array:
-    """Returns whether all has arrived, with what this step sends."""
     position = dict(held.position)
     for part in sent:
       position |= _end_of(part)
@@ -204,7 +190,6 @@ class ExactStream(_sender.Sender):
     steps: int | None,
     memory: PyTree,
   ) -> tuple[_sender.Contribution, PyTree]:
-    """Takes the mean of what is held, or of `present` if not `late`."""
     if steps is not None:
       return self._unpack(held.arrived), memory
     # Of what was streamed before there is nothing left to send.
@@ -267,10 +252,8 @@ def _buckets_of(
   stream: Stream, like: _sender.Contribution
 ) -> collectives.Buckets:
   """Lays out a contribution; what is averaged exactly is the last."""
-  order = collectives.leaf_order(like.message, stream.order)
-  rest = range(len(order), len(jax.tree.leaves(like)))
   specs = None
   if stream.specs is not None:
-    given = collectives.spec_leaves(stream.specs, like.message)
-    specs = [*given, *(PartitionSpec() for _ in rest)]
-  return collectives.Buckets.of(like, order=(*order, *rest), specs=specs)
+    exact = [PartitionSpec()] * len(jax.tree.leaves(like.exact))
+    specs = [*collectives.spec_leaves(stream.specs, like.message), *exact]
+  return collectives.Buckets.of(like, specs=specs)

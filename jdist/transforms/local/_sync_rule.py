@@ -138,7 +138,6 @@ class Average(SyncRule):
   def move(
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
-    """The mean is the anchor."""
     del exact
     if not relative:
       return end._replace(anchor=mean)
@@ -166,13 +165,11 @@ class OuterStep(SyncRule):
     self.optimizer = collectives.for_workers(optimizer)
 
   def init(self, anchor: PyTree) -> PyTree:
-    """The outer optimizer's state."""
     return self.optimizer.init(anchor)
 
   def move(
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
-    """The outer step."""
     del exact, relative
     updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
     anchor = jax.tree.map(_anchor.moved, end.anchor, updates)
