@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jdist import checks, codecs, collectives, states
 from jdist.reducers import _reducer
@@ -34,12 +35,9 @@ _NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
 
 
 class RowLayout(NamedTuple):
-  """Buckets of one row a worker.
+  """Buckets of one row a worker, the `exact` ones sent without the codec.
 
-  Attributes:
-    buckets: of all leaves.
-    exact: for each bucket, whether it is sent without the codec.
-    draws: the codec's `key`.
+  `draws` is the codec's `key`.
   """
 
   buckets: collectives.Buckets
@@ -86,12 +84,11 @@ class AllToAll(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean."""
     num_workers = collectives.size(axis)
     layout = self._layout(tree, num_workers)
     coders = self._coders(layout)
     if not coders:
-      return _reducer.Reduced(tree, _floats(tree), state)
+      return _reducer.Reduced(tree, optax.tree.cast(tree, jnp.float32), state)
     # Up: row j of every bucket to worker j.
     payloads, finite, shares = [], [], []
     for i, rows in enumerate(layout.buckets.pack(tree)):
@@ -100,14 +97,7 @@ class AllToAll(_reducer.Reducer):
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
       shares.append(jax.vmap(coders[i].decode)(payload))
-    sent = (payloads, jnp.stack(finite, 1))
-    like = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
-    )
-    buffers = collectives.all_to_all(
-      collectives.pack_bytes(sent, num_leading=1), axis
-    )
-    rows, sound = collectives.unpack_bytes(buffers, like, rows=num_workers)
+    rows, sound = to_owners((payloads, jnp.stack(finite, 1)), axis)
     sound = sound.all(0)
     # The owner adds up its row, and encodes the mean for all.
     payloads, finite, new = [], [], []
@@ -138,9 +128,7 @@ class AllToAll(_reducer.Reducer):
           own = collectives.index(axis)
           shares[i] = shares[i].at[own].add(-num_workers * left)
     # Down: all rows to all.
-    sent = (payloads, jnp.stack(finite))
-    buffers = collectives.gather(collectives.pack_bytes(sent), axis)
-    rows, sound = collectives.unpack_bytes(buffers, like)
+    rows, sound = to_all((payloads, jnp.stack(finite)), axis)
     means = []
     for i, coder in enumerate(coders):
       mean = jax.vmap(coder.decode)(rows[i])
@@ -149,7 +137,7 @@ class AllToAll(_reducer.Reducer):
     unpack = layout.buckets.unpack
     return _reducer.Reduced(
       unpack(means, tree),
-      _floats(unpack(shares, tree)),
+      optax.tree.cast(unpack(shares, tree), jnp.float32),
       AllToAllState(tuple(new)) if new else (),
     )
 
@@ -169,7 +157,8 @@ class AllToAll(_reducer.Reducer):
         layout.buckets.buckets, self._coders(layout), strict=True
       )
     ]
-    residuals = _floats(layout.buckets.unpack(buffers, like))
+    residuals = layout.buckets.unpack(buffers, like)
+    residuals = optax.tree.cast(residuals, jnp.float32)
     return residuals, jax.tree.map(jnp.zeros_like, state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
@@ -211,14 +200,10 @@ class AllToAll(_reducer.Reducer):
 def _lay_out(
   codec: codecs.Codec, structure: Any, kinds: tuple[Any, ...], num_workers: int
 ) -> RowLayout:
-  """Lays out leaves once, however often a program is traced.
-
-  Raises:
-    ValueError: for a leaf that is not of floats.
-  """
+  """Lays out leaves once, however often a program is traced."""
   likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
   tree = jax.tree.unflatten(structure, likes)
-  _reducer.check_leaves(codec, tree, lambda x: codecs.Codec.check(codec, x))
+  _reducer.check_leaves(f"compressed({codec})", tree, codecs.Dense().check)
   layout = make_layout(tree, num_workers, codec.granule(), codec.num_bits)
   return layout._replace(draws=codec.key)
 
@@ -308,12 +293,7 @@ class _Coder(NamedTuple):
     if codec is None:
       return
     codec.check(self.row)
-    state = jax.eval_shape(
-      lambda x, key: codec.encode(x, codec.init(x), key)[1],
-      self.row,
-      jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    if jax.tree.leaves(state):
+    if jax.tree.leaves(jax.eval_shape(codec.init, self.row)):
       raise ValueError(
         f"`wire` must be {'sum' if codec.linear else 'gather'!r} for "
         f"{codec}, got 'all_to_all': it keeps a state, which the owner of "
@@ -341,6 +321,22 @@ def add_rows(
     rows,
   )
   return total
+
+
+def to_owners(sent: PyTree, axis: collectives.Axis) -> PyTree:
+  """Sends row j of every array to worker j, as few buffers of bytes."""
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
+  )
+  buffers = collectives.pack_bytes(sent, num_leading=1)
+  buffers = collectives.all_to_all(buffers, axis)
+  return collectives.unpack_bytes(buffers, like, rows=collectives.size(axis))
+
+
+def to_all(sent: PyTree, axis: collectives.Axis) -> PyTree:
+  """Gathers every worker's arrays, as few buffers of bytes."""
+  buffers = collectives.gather(collectives.pack_bytes(sent), axis)
+  return collectives.unpack_bytes(buffers, sent)
 
 
 # A reduction has one key, the same on all workers.
@@ -376,7 +372,3 @@ def _owner_key(
   if drawn is None:
     return None
   return jax.random.fold_in(drawn, collectives.index(axis))
-
-
-def _floats(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

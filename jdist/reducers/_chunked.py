@@ -37,7 +37,6 @@ class Chunked(_reducer.Reducer):
       `compressed(codecs.Quantize(4))`.
     max_bytes: the size of a chunk before it is encoded, at the most; 4 MiB by
       default.
-    order: which leaves come first, as of `collectives.Buckets.of`.
     multiple: m; the number of steps in which a whole tree is sent, or one that
       all such numbers divide, so that every step sends equally many chunks.
 
@@ -53,20 +52,13 @@ class Chunked(_reducer.Reducer):
 
   reducer: _reducer.Reducer
   max_bytes: int = 4 * _MEBIBYTE
-  order: collectives.Order = "front_first"
   multiple: int = 1
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
     checks.check_int("max_bytes", self.max_bytes, 8)
     checks.check_int("multiple", self.multiple, 1)
-    collectives.check_order(self.order)
     self.reducer.check_chunks()
-
-  @property
-  def reducers(self) -> tuple[_reducer.Reducer, ...]:
-    """The reducers that it is made of."""
-    return (self.reducer,)
 
   def buckets(self, like: PyTree) -> collectives.Buckets:
     """Returns the layout of a tree: a bucket a dtype, a row a chunk."""
@@ -82,7 +74,6 @@ class Chunked(_reducer.Reducer):
     likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     return collectives.Buckets.of(
       jax.tree.unflatten(structure, likes),
-      order=self.order,
       num_rows=self.multiple,
       max_row_bytes=self.max_bytes,
     )
@@ -154,7 +145,6 @@ class Chunked(_reducer.Reducer):
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Empties the owners' residuals of all chunks."""
     residuals, states = {}, {}
     for bucket in self.buckets(like).buckets:
 
@@ -170,11 +160,9 @@ class Chunked(_reducer.Reducer):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree), states
 
   def check_chunks(self) -> None:
-    """Raises a ValueError."""
     raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")
 
   def num_workers(self, axis: collectives.Axis) -> int:
-    """Returns the reducer's."""
     return self.reducer.num_workers(axis)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:

@@ -69,18 +69,10 @@ def compressed(
       one worker, whose message is the more uneven for it.  False: it is lost,
       and the law does not hold.
 
-  Returns:
-    A reducer for trees of floats.
-
   Raises:
     ValueError: when built, for a wire that does not suit the codec; at `init`,
       for a leaf that the codec does not suit or that is not of floats.
       `PerLeaf` sends such leaves another way.
-
-  >>> reducer = compressed(codecs.Codec)
-  Traceback (most recent call last):
-  ValueError: `codec` must be a codec, for instance `codecs.Quantize(8)`, got
-  <class 'jdist.codecs._codec.Codec'>.
 
   References: the all-to-all is the two-sided compression of DoubleSqueeze (Tang
   et al. 2019, arXiv:1905.05957, algorithm 1) with its one server spread over
@@ -88,11 +80,8 @@ def compressed(
   residual is the "server error").  Departures: none in the arithmetic; rows end
   at the codec's granules.
   """
-  if not isinstance(codec, codecs.Codec):
-    raise ValueError(
-      "`codec` must be a codec, for instance `codecs.Quantize(8)`, got "
-      f"{codec!r}."
-    )
+  wanted = "a codec, for instance `codecs.Quantize(8)`"
+  checks.check_type("codec", codec, codecs.Codec, wanted)
   if wire is None:
     wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
   checks.check_choice("wire", wire, ("sum", "all_to_all", "gather"))
@@ -124,7 +113,6 @@ class Compressed(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean."""
     self._check(tree)
     leaves = _sent(tree)
     if not leaves:
@@ -180,8 +168,7 @@ class Compressed(_reducer.Reducer):
     self, sent: Any, states: list[Any], leaves: list[Any], axis: Any
   ) -> list[jax.Array]:
     """Adds up what all workers have sent."""
-    buffers = collectives.gather(collectives.pack_bytes(sent), axis)
-    rows, finite = collectives.unpack_bytes(buffers, sent)
+    rows, finite = _all_to_all.to_all(sent, axis)
     totals = []
     for i, (row, s, x) in enumerate(zip(rows, states, leaves, strict=True)):
       total = _all_to_all.add_rows(
@@ -203,7 +190,7 @@ class Compressed(_reducer.Reducer):
     ]
 
   def _check(self, tree: PyTree) -> None:
-    _reducer.check_leaves(self.codec, tree, self.codec.check)
+    _reducer.check_leaves(f"compressed({self.codec})", tree, self.codec.check)
 
 
 def _sent(tree: PyTree) -> list[Any]:

@@ -118,9 +118,7 @@ class Compression:
 
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
-    sent = like
-    if self.feedback is not None:
-      sent = jax.tree.map(_wide_shape, like)
+    sent = like if self.feedback is None else jax.tree.map(_wide_shape, like)
     return CompressionState(
       step=jnp.zeros((), jnp.int32),
       reducer=self.reducer.init(sent, axis),
@@ -134,10 +132,9 @@ class Compression:
     wanted, feedback = self.prepare(tree, state)
     note(self.reducer, wanted, axis)
     reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
-    mean, feedback = self.finish(
-      reduced.mean, reduced.own_share, wanted, feedback
+    mean, feedback = self._finish(
+      reduced.mean, reduced.own_share, wanted, feedback, tree
     )
-    mean, feedback = self._cast(mean, tree, feedback)
     new = CompressionState(
       optax.safe_increment(state.step), reduced.state, feedback
     )
@@ -157,8 +154,7 @@ class Compression:
       collectives.mean(wanted, axis),
       held,
     )
-    mean, feedback = self.finish(mean, wanted, wanted, feedback)
-    mean, feedback = self._cast(mean, tree, feedback)
+    mean, feedback = self._finish(mean, wanted, wanted, feedback, tree)
     new = state._replace(reducer=kept, feedback=feedback)
     return collectives.varying((mean, new), axis)
 
@@ -203,11 +199,12 @@ class Compression:
       return mean, ()
     return self.feedback.finish(mean, own_share, wanted, feedback)
 
-  def _cast(
-    self, mean: PyTree, tree: PyTree, feedback: PyTree
+  def _finish(
+    self, mean: PyTree, share: PyTree, wanted: PyTree, state: PyTree, like: Any
   ) -> tuple[PyTree, PyTree]:
-    """Casts the mean to the dtypes of the tree; the feedback keeps the rest."""
-    out = jax.tree.map(lambda m, x: m.astype(x.dtype), mean, tree)
+    """Finishes in the dtypes of `like`; the feedback keeps the rest."""
+    mean, feedback = self.finish(mean, share, wanted, state)
+    out = optax.tree.cast_like(mean, like)
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(out), strict=True)
     if self.feedback is None or all(m.dtype == o.dtype for m, o in pairs):
       return out, feedback
@@ -222,13 +219,12 @@ class Compression:
 
 def check_compression(value: Any) -> None:
   """Raises a ValueError unless `value` is a compression or None."""
-  if value is None or isinstance(value, Compression):
-    return
-  raise ValueError(
-    "`compression` must be a `jdist.Compression`, for instance "
+  wanted = (
+    "a `jdist.Compression`, for instance "
     "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
-    f"None to take the mean exactly, got {checks.show(value)}."
+    "None to take the mean exactly"
   )
+  checks.check_type("compression", value, Compression | None, wanted)
 
 
 def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -94,11 +94,7 @@ def number(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
 
 def zeros(like: PyTree) -> PyTree:
   """Float32 zeros, or wider."""
-
-  def one(x: Any) -> jax.Array:
-    return wide(jnp.zeros(jnp.shape(x), x.dtype))
-
-  return jax.tree.map(one, like)
+  return jax.tree.map(lambda x: wide(jnp.zeros(jnp.shape(x), x.dtype)), like)
 
 
 def added(tree: PyTree, held: PyTree) -> PyTree:
@@ -125,6 +121,14 @@ def counted(count: jax.Array, found: jax.Array) -> jax.Array:
   return jnp.where(found, optax.safe_increment(count), count)
 
 
+class Residual(Feedback):
+  """A feedback whose state has a `residual` of what has not been sent yet."""
+
+  def keep_cast(self, left: PyTree, state: Any) -> Any:
+    """Every worker adds it to its residual: N times, as the mean lacks it."""
+    return state._replace(residual=added(state.residual, left))
+
+
 @states.declare()
 class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
@@ -138,12 +142,11 @@ class ErrorFeedbackState(NamedTuple):
   nonfinite: jax.Array
 
   def nonfinite_rounds(self) -> jax.Array:
-    """The count."""
     return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorFeedback(Feedback):
+class ErrorFeedback(Residual):
   r"""Adds what was not sent to what is sent next.
 
   .. math:: p_i = x_i + \beta e_i, \qquad e_i \leftarrow p_i - s_i
@@ -182,7 +185,6 @@ class ErrorFeedback(Feedback):
     checks.check_continuous("decay", self.decay, high=1.0)
 
   def init(self, like: PyTree) -> ErrorFeedbackState:
-    """No residual."""
     return ErrorFeedbackState(zeros(like), jnp.zeros((), jnp.int32))
 
   def prepare(
@@ -203,16 +205,9 @@ class ErrorFeedback(Feedback):
     wanted: PyTree,
     state: ErrorFeedbackState,
   ) -> tuple[PyTree, ErrorFeedbackState]:
-    """The mean, and the new residual."""
     residual, found = cleaned(jax.tree.map(jnp.subtract, wanted, own_share))
     nonfinite = counted(state.nonfinite, found)
     return mean, ErrorFeedbackState(residual, nonfinite)
-
-  def keep_cast(
-    self, left: PyTree, state: ErrorFeedbackState
-  ) -> ErrorFeedbackState:
-    """Every worker adds it to its residual: N times, as the mean lacks it."""
-    return state._replace(residual=added(state.residual, left))
 
   def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
     """Every worker adds it to its residual, before the decay."""
@@ -241,7 +236,6 @@ class EF21State(NamedTuple):
   nonfinite: jax.Array
 
   def nonfinite_rounds(self) -> jax.Array:
-    """The count."""
     return self.nonfinite
 
 
@@ -274,7 +268,6 @@ class EF21(Feedback):
   """
 
   def init(self, like: PyTree) -> EF21State:
-    """Nothing is known of anyone."""
     return EF21State(zeros(like), zeros(like), jnp.zeros((), jnp.int32))
 
   def prepare(self, x: PyTree, state: EF21State) -> tuple[PyTree, EF21State]:
@@ -284,7 +277,6 @@ class EF21(Feedback):
   def finish(
     self, mean: PyTree, own_share: PyTree, wanted: PyTree, state: EF21State
   ) -> tuple[PyTree, EF21State]:
-    """The estimate of the mean, and the new state."""
     del wanted
 
     def added(h: jax.Array, change: jax.Array, mean: jax.Array) -> jax.Array:

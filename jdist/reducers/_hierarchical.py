@@ -80,13 +80,7 @@ class Hierarchical(_reducer.Reducer):
     if self.parts > 1:
       self._chunked()
 
-  @property
-  def reducers(self) -> tuple[_reducer.Reducer, ...]:
-    """The reducers that it is made of."""
-    return (self.inner, self.outer)
-
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns the states of both."""
     inner, outer = self._levels(axis)
     near = self.inner.init(like, inner)
     if self.parts > 1:
@@ -102,7 +96,6 @@ class Hierarchical(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean."""
     inner, outer = self._levels(axis)
     state = self._with_fields(state, tree)
     first, second = jax.random.split(key)
@@ -149,7 +142,6 @@ class Hierarchical(_reducer.Reducer):
     return residuals, new if jax.tree.leaves(new) else ()
 
   def check_chunks(self) -> None:
-    """Raises a ValueError if one of both does."""
     self.inner.check_chunks()
     self.outer.check_chunks()
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import codecs, collectives
-from jdist.reducers import _reducer
+from jdist.reducers import _all_to_all, _reducer
 
 PyTree: TypeAlias = Any
 
@@ -48,13 +48,12 @@ class MajorityVote(_reducer.Reducer):
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns no state; refuses leaves that are not of floats."""
     del axis
-    _reducer.check_floats(like)
+    _reducer.check_leaves(self, like, codecs.Dense().check)
     return ()
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the vote."""
     del key
     num_workers = collectives.size(axis)
     leaves, treedef = jax.tree.flatten(tree)
@@ -63,23 +62,14 @@ class MajorityVote(_reducer.Reducer):
     if buckets.buckets:
       rows = buckets.pack(leaves)
       finite = jnp.stack([jnp.isfinite(x).all(1) for x in rows], 1)
-      sent = ([codecs.pack(x >= 0, 1) for x in rows], finite)
-      like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
-      )
-      buffers = collectives.all_to_all(
-        collectives.pack_bytes(sent, num_leading=1), axis
-      )
-      signs, finite = collectives.unpack_bytes(buffers, like, rows=num_workers)
+      sent = [codecs.pack(x >= 0, 1) for x in rows]
+      signs, finite = _all_to_all.to_owners((sent, finite), axis)
       decided = []
       for votes, bucket in zip(signs, buckets.buckets, strict=True):
         ones = codecs.unpack(votes, 1, bucket.row_size).astype(jnp.int32)
         most = 2 * ones.sum(0, dtype=jnp.int32) >= num_workers
         decided.append(codecs.pack(most, 1))
-      buffers = collectives.gather(
-        collectives.pack_bytes((decided, finite.all(0))), axis
-      )
-      decided, finite = collectives.unpack_bytes(buffers, like)
+      decided, finite = _all_to_all.to_all((decided, finite.all(0)), axis)
       votes = []
       for i, bucket in enumerate(buckets.buckets):
         sign = codecs.unpack(decided[i], 1, bucket.row_size) > 0

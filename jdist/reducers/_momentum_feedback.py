@@ -27,12 +27,11 @@ class MomentumCorrectionState(NamedTuple):
   nonfinite: jax.Array
 
   def nonfinite_rounds(self) -> jax.Array:
-    """The count."""
     return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentumCorrection(_feedback.Feedback):
+class MomentumCorrection(_feedback.Residual):
   r"""Accumulates a momentum, and not gradients, until it is sent.
 
   .. math:: u_i \leftarrow m u_i + x_i, \qquad p_i = v_i + u_i, \qquad
@@ -82,7 +81,6 @@ class MomentumCorrection(_feedback.Feedback):
       checks.check_choice(name, getattr(self, name), (True, False))
 
   def init(self, like: PyTree) -> MomentumCorrectionState:
-    """No momentum and no residual."""
     return MomentumCorrectionState(
       _feedback.zeros(like), _feedback.zeros(like), jnp.zeros((), jnp.int32)
     )
@@ -109,7 +107,6 @@ class MomentumCorrection(_feedback.Feedback):
     wanted: PyTree,
     state: MomentumCorrectionState,
   ) -> tuple[PyTree, MomentumCorrectionState]:
-    """The mean, and the new state."""
 
     def masked(u: jax.Array, sent: jax.Array, wanted: jax.Array) -> jax.Array:
       partly = jnp.any(sent != wanted)
@@ -122,12 +119,6 @@ class MomentumCorrection(_feedback.Feedback):
     (momentum, residual), found = _feedback.cleaned((momentum, residual))
     nonfinite = _feedback.counted(state.nonfinite, found)
     return mean, MomentumCorrectionState(momentum, residual, nonfinite)
-
-  def keep_cast(
-    self, left: PyTree, state: MomentumCorrectionState
-  ) -> MomentumCorrectionState:
-    """Every worker adds it to its residual: N times, as the mean lacks it."""
-    return state._replace(residual=_feedback.added(state.residual, left))
 
   def absorb(
     self, held: PyTree, state: MomentumCorrectionState
@@ -149,7 +140,6 @@ class SmoothingState(NamedTuple):
   nonfinite: jax.Array
 
   def nonfinite_rounds(self) -> jax.Array:
-    """The count."""
     return self.nonfinite
 
 
@@ -185,13 +175,11 @@ class Smoothing(_feedback.Feedback):
     checks.check_continuous("momentum", self.momentum, high=1.0)
 
   def init(self, like: PyTree) -> SmoothingState:
-    """No momentum."""
     return SmoothingState(_feedback.zeros(like), jnp.zeros((), jnp.int32))
 
   def prepare(
     self, x: PyTree, state: SmoothingState
   ) -> tuple[PyTree, SmoothingState]:
-    """The momentum."""
 
     def moved(m: jax.Array, x: jax.Array) -> jax.Array:
       mu = _feedback.number(self.momentum, m)
@@ -207,7 +195,6 @@ class Smoothing(_feedback.Feedback):
     wanted: PyTree,
     state: SmoothingState,
   ) -> tuple[PyTree, SmoothingState]:
-    """The mean, and the momentum."""
     del own_share
     momentum, found = _feedback.cleaned(wanted)
     return mean, SmoothingState(

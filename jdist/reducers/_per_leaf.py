@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -27,35 +27,25 @@ class Rule:
       a function of the path and the leaf, or None for every path.
     min_size: entries of a leaf, at the least.
     min_ndim: dimensions of a leaf, at the least.
-    max_ndim: at the most; None for no limit.
   """
 
   reducer: _reducer.Reducer
   path: Path = None
   min_size: int = 0
   min_ndim: int = 0
-  max_ndim: int | None = None
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
-    if self.path is not None and not (
-      isinstance(self.path, str | re.Pattern) or callable(self.path)
-    ):
-      raise ValueError(
-        "`path` must be a glob, a compiled pattern, a function or None, got "
-        f"{self.path!r}."
-      )
-    for name in ("min_size", "min_ndim", "max_ndim"):
-      value = getattr(self, name)
-      if value is not None or name != "max_ndim":
-        checks.check_int(name, value, 0)
+    wanted = "a glob, a compiled pattern, a function or None"
+    if not callable(self.path):
+      checks.check_type("path", self.path, str | re.Pattern | None, wanted)
+    checks.check_int("min_size", self.min_size, 0)
+    checks.check_int("min_ndim", self.min_ndim, 0)
 
   def matches(self, path: str, leaf: Any) -> bool:
     """Returns whether a leaf is one of them."""
-    ndim = len(leaf.shape)
-    if math.prod(leaf.shape) < self.min_size or ndim < self.min_ndim:
-      return False
-    if self.max_ndim is not None and ndim > self.max_ndim:
+    size = math.prod(leaf.shape)
+    if size < self.min_size or len(leaf.shape) < self.min_ndim:
       return False
     if self.path is None:
       return True
@@ -75,8 +65,6 @@ class Rule:
       parts.append(f"{self.min_size} entries or more")
     if self.min_ndim:
       parts.append(f"{self.min_ndim} dimensions or more")
-    if self.max_ndim is not None:
-      parts.append(f"{self.max_ndim} dimensions or less")
     return f"{', '.join(parts) or 'all'}: {self.reducer}"
 
 
@@ -107,19 +95,10 @@ class PerLeaf(_reducer.Reducer):
   default: _reducer.Reducer = dataclasses.field(default_factory=_reducer.Exact)
 
   def __post_init__(self) -> None:
-    # An array counts as iterable even if it has no dimension.
-    one = isinstance(self.rules, Rule) or hasattr(self.rules, "dtype")
-    if one or not isinstance(self.rules, Iterable):
-      raise ValueError(
-        "`rules` must be a tuple of `Rule`s, for instance "
-        f"`(Rule(reducer, path=...),)`, got {self.rules!r}."
-      )
-    for rule in self.rules:
-      if not isinstance(rule, Rule):
-        raise ValueError(
-          f"`rules` must hold `Rule(reducer, path=...)` only, got {rule!r}."
-        )
-    object.__setattr__(self, "rules", tuple(self.rules))
+    rules = checks.check_list("rules", self.rules, "`Rule(reducer, path=...)`")
+    for rule in rules:
+      checks.check_type("rules", rule, Rule, "a list of `Rule`s only")
+    object.__setattr__(self, "rules", tuple(rules))
     Rule(self.default)
 
   @property
@@ -136,7 +115,6 @@ class PerLeaf(_reducer.Reducer):
     return self.default
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns the states of all reducers."""
     leaves = dict(self._named(like))
     groups = self._groups(like)
     return tuple(
@@ -147,7 +125,6 @@ class PerLeaf(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the means."""
 
     def reduced(i: int, reducer: _reducer.Reducer, group: Any) -> Any:
       own_key = jax.random.fold_in(key, i)
@@ -158,7 +135,6 @@ class PerLeaf(_reducer.Reducer):
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Empties the owners' residuals of all leaves."""
 
     def flushed(i: int, reducer: _reducer.Reducer, group: Any) -> Any:
       return reducer.flush(state[i], group, axis)
@@ -176,7 +152,6 @@ class PerLeaf(_reducer.Reducer):
     )
 
   def check_chunks(self) -> None:
-    """Raises a ValueError."""
     raise _reducer.unsuited(
       self,
       "chunks",

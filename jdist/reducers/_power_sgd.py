@@ -1,6 +1,7 @@
 """Means of matrices by low-rank factors."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, collectives, states
+from jdist import checks, codecs, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -76,10 +77,6 @@ class PowerSGD(_reducer.Reducer):
       that keeps a state: what it remembers would be in terms of a
       :math:`\hat P` that is gone.
 
-  >>> from jdist import codecs, reducers
-  >>> int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")
-  >>> reducer = PowerSGD(rank=4, factors=int8)
-
   Reference: Vogels et al. 2019, PowerSGD (arXiv:1905.13727), algorithm 1.
   Departures: the paper's matrices are transposed ([output channels, rest]),
   so that P and Q change places; orthogonalization is by Cholesky's QR, for all
@@ -104,27 +101,19 @@ class PowerSGD(_reducer.Reducer):
       "owner_feedback='own_share')`",
     )
 
-  @property
-  def averages(self) -> bool:
-    """Returns whether the factors' reducer does."""
-    return self.factors is None or self.factors.averages
-
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns random directions for each matrix, the same on all workers."""
-    _reducer.check_floats(like)
+    _reducer.check_leaves(self, like, codecs.Dense().check)
     likes = jax.tree.leaves(like)
     if self.factors is not None:
       for sent in self._messages(likes):
-        kept = jax.tree.leaves(self.factors.init(sent, axis))
-        if kept:
+        if jax.tree.leaves(self.factors.init(sent, axis)):
           raise ValueError(
             "`factors` must keep no state between rounds (what it remembers "
             "would be in terms of factors that have changed since), got "
             f"{self.factors}. For a quantized all-to-all use "
             "`owner_feedback='own_share'`."
           )
-    if not any(self.compresses(x) for x in likes):
-      return ()
     key = jax.random.key(self.seed)
     q = tuple(
       jax.random.normal(
@@ -133,12 +122,13 @@ class PowerSGD(_reducer.Reducer):
       for i, x in enumerate(likes)
       if self.compresses(x)
     )
+    if not q:
+      return ()
     return collectives.varying(PowerSGDState(q), axis)
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean."""
     leaves, treedef = jax.tree.flatten(tree)
     wide = [x.astype(jnp.float32) for x in leaves]
     low = [i for i, x in enumerate(leaves) if self.compresses(x)]
@@ -151,14 +141,8 @@ class PowerSGD(_reducer.Reducer):
     # What is not finite anywhere takes nothing away on any worker; the mean is
     # NaN there.
     usable = [jnp.isfinite(p).all() for p in fused[: len(low)]]
-    bases = [
-      jnp.where(good, p, 0.0)
-      for good, p in zip(
-        usable,
-        orthogonalize(fused[: len(low)]),
-        strict=True,
-      )
-    ]
+    spanned = zip(usable, orthogonalize(fused[: len(low)]), strict=True)
+    bases = [jnp.where(good, p, 0.0) for good, p in spanned]
     own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
     new, own_factors = self._mean(own, key, 1, axis)
     means, shares = list(leaves), list(wide)
@@ -189,7 +173,6 @@ class PowerSGD(_reducer.Reducer):
     )
 
   def check_shards(self) -> None:
-    """Raises a ValueError."""
     raise _reducer.unsuited(
       self,
       "shards and chunks",
@@ -217,11 +200,8 @@ class PowerSGD(_reducer.Reducer):
     rest = [x.shape for x in likes if not self.compresses(x)]
     p = [(math.prod(x.shape[:-1]), self.rank) for x in low]
     q = [(x.shape[-1], self.rank) for x in low]
-    first, second = (
-      [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-      for shapes in ([*p, *rest], q)
-    )
-    return first, second
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return list(map(of, [*p, *rest])), list(map(of, q))
 
   def _mean(
     self,
@@ -254,10 +234,8 @@ def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
   threads that block each other where devices share a busy CPU.  The columns are
   orthonormal to about 1e-5 up to a condition of 1e3.  A direction that float32
   can hardly tell from the others comes out shorter than 1, a column of zeros as
-  a unit vector.  A NaN or an infinity makes its matrix NaN.
-
-  Args:
-    matrices: float32 [n, r] with n >= r, the same r for all.
+  a unit vector.  A NaN or an infinity makes its matrix NaN.  All are float32
+  [n, r] with n >= r, the same r for all.
 
   Reference: Yamamoto et al. 2015 (CholeskyQR2) and Fukaya et al. 2020 (the
   shift), doi 10.1553/etna_vol44s306 and 10.1137/18M1218212.

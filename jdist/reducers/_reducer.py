@@ -75,8 +75,8 @@ class Reducer(abc.ABC):
 
   @property
   def reducers(self) -> "tuple[Reducer, ...]":
-    """The reducers that it is made of."""
-    return ()
+    """The reducers that it is made of, by default those in its fields."""
+    return tuple(x for x in vars(self).values() if isinstance(x, Reducer))
 
   @property
   def averages(self) -> bool:
@@ -155,14 +155,12 @@ class Exact(Reducer):
   """
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns no state."""
     del like, axis
     return ()
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> Reduced:
-    """Takes the mean."""
     del key
     share = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     return Reduced(collectives.mean(tree, axis), share, state)
@@ -178,36 +176,18 @@ class Exact(Reducer):
 
 
 def ring_bits(payload_bits: float, num_workers: int) -> float:
-  """Counts the bits that each worker sends in an all-reduce over a ring.
-
-  >>> ring_bits(800, 4)
-  1200.0
-  """
+  """Counts the bits that each worker sends in an all-reduce over a ring."""
   return 2 * payload_bits * (num_workers - 1) / num_workers
 
 
 def check_reducer(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a reducer."""
-  if not isinstance(value, Reducer):
-    raise ValueError(
-      f"`{name}` must be a `Reducer`, for instance `Exact()` or "
-      f"`compressed(codec)`, got {checks.show(value)}."
-    )
-
-
-def check_floats(like: PyTree) -> None:
-  """Raises a ValueError that names the first leaf that is not of floats."""
-  for path, x in jax.tree_util.tree_leaves_with_path(like):
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(
-        f"`like` must hold floats only, got {x.dtype} at "
-        f"`{jax.tree_util.keystr(path)}`. `PerLeaf` reduces some leaves in "
-        "another way."
-      )
+  wanted = "a `Reducer`, for instance `Exact()` or `compressed(codec)`"
+  checks.check_type(name, value, Reducer, wanted)
 
 
 def check_leaves(
-  codec: Any, tree: PyTree, check: Callable[[Any], None]
+  reducer: Any, tree: PyTree, check: Callable[[Any], None]
 ) -> None:
   """Raises a ValueError that names the first leaf that `check` refuses."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -216,7 +196,7 @@ def check_leaves(
         check(leaf)
     except ValueError as error:
       raise ValueError(
-        f"`compressed({codec})` does not suit leaf "
+        f"`{reducer}` does not suit leaf "
         f"`{jax.tree_util.keystr(path)}`: {error} "
         "`PerLeaf` reduces some leaves in another way."
       ) from None

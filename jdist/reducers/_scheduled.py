@@ -1,7 +1,8 @@
 """A schedule of reducers, for a warm-up while gradients change quickly."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -65,11 +66,9 @@ class Scheduled(_reducer.Reducer):
 
   @property
   def reducers(self) -> tuple[_reducer.Reducer, ...]:
-    """The reducers that it is made of."""
     return tuple(reducer for _, reducer in self.phases)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> ScheduledState:
-    """Returns the states of all reducers."""
     return ScheduledState(
       step=jnp.zeros((), jnp.int32),
       phases=tuple(r.init(like, axis) for _, r in self.phases),
@@ -111,15 +110,11 @@ class Scheduled(_reducer.Reducer):
   def flush(
     self, state: ScheduledState, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, ScheduledState]:
-    """Empties the owners' residuals of all phases."""
-    residuals, phases = None, []
-    for (_, reducer), one in zip(self.phases, state.phases, strict=True):
-      found, new = reducer.flush(one, like, axis)
-      phases.append(new)
-      residuals = (
-        found if residuals is None else jax.tree.map(jnp.add, residuals, found)
-      )
-    return residuals, state._replace(phases=tuple(phases))
+    pairs = zip(self.reducers, state.phases, strict=True)
+    flushed = [reducer.flush(one, like, axis) for reducer, one in pairs]
+    residuals, phases = zip(*flushed, strict=True)
+    total = functools.reduce(optax.tree.add, residuals)
+    return total, state._replace(phases=phases)
 
   def check_chunks(self) -> None:
     """Raises a ValueError: a chunk is streamed outside of conditionals."""
@@ -138,7 +133,6 @@ def warm_up(
   make: Callable[[float], _reducer.Reducer],
   steps_per_phase: int,
   final_ratio: float = 0.001,
-  ratios: Sequence[float] = DGC_RATIOS,
 ) -> Scheduled:
   """Sends a smaller part of the gradients in every phase.
 
@@ -146,9 +140,8 @@ def warm_up(
     make: makes a reducer of the part of the entries that is sent, for instance
       `lambda ratio: reducers.compressed(codecs.TopK(ratio))`.
     steps_per_phase: steps of each phase, an epoch in the paper.
-    final_ratio: the part that is sent after the last phase, in (0, 1].
-    ratios: the parts that are sent before, those above `final_ratio`; by
-      default the paper's 25, 6.25, 1.5625 and 0.4 %.
+    final_ratio: the part that is sent after the last phase, in (0, 1]; before
+      it go those of the paper's 25, 6.25, 1.5625 and 0.4 % that are above it.
 
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.3 and
@@ -157,12 +150,8 @@ def warm_up(
   steps_per_phase = checks.check_structural(
     "steps_per_phase", steps_per_phase, minimum=1
   )
-  for name, ratio in (
-    ("final_ratio", final_ratio),
-    *(("ratios", ratio) for ratio in ratios),
-  ):
-    checks.check_continuous(name, ratio, high=1.0, open_low=True)
-  before = [ratio for ratio in ratios if ratio > final_ratio]
+  checks.check_continuous("final_ratio", final_ratio, high=1.0, open_low=True)
+  before = [ratio for ratio in DGC_RATIOS if ratio > final_ratio]
   phases = [
     (steps_per_phase * (i + 1), make(ratio)) for i, ratio in enumerate(before)
   ]

@@ -54,13 +54,7 @@ class Sharded(_reducer.Reducer):
     _reducer.check_reducer("reducer", self.reducer)
     object.__setattr__(self, "specs", collectives.spec_leaves(self.specs))
 
-  @property
-  def reducers(self) -> tuple[_reducer.Reducer, ...]:
-    """The reducers that it is made of."""
-    return (self.reducer,)
-
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns the states of all shards."""
     leaves, states = self._local(like), {}
     for group in self._groups(like):
       if group.axes:
@@ -75,7 +69,6 @@ class Sharded(_reducer.Reducer):
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
-    """Takes the mean of every shard."""
     groups = self._groups(tree)
 
     def on_shards(
@@ -111,7 +104,6 @@ class Sharded(_reducer.Reducer):
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Empties the owners' residuals of all shards."""
     groups, local = self._groups(like), self._local(like)
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
@@ -134,7 +126,6 @@ class Sharded(_reducer.Reducer):
     return jax.tree.unflatten(jax.tree.structure(like), residuals), states
 
   def check_shards(self) -> None:
-    """Raises a ValueError."""
     raise _reducer.unsuited(self, "shards", "it takes shards itself.")
 
   @property
@@ -160,7 +151,6 @@ class Sharded(_reducer.Reducer):
     )
 
   def num_workers(self, axis: collectives.Axis) -> int:
-    """Returns the reducer's."""
     return self.reducer.num_workers(axis)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:

@@ -38,12 +38,8 @@ class ShardedFeedback(_feedback.Feedback):
   """Lets every device of a worker feed back what it left out itself.
 
   Nothing is sent: not even whether another shard was finite, and what a
-  feedback decides for a leaf it decides for a shard.
-
-  Attributes:
-    feedback: on each shard; its state is a NamedTuple of trees like the
-      parameters and of `nonfinite`.
-    shards: how the parameters are split.
+  feedback decides for a leaf it decides for a shard.  Its state is a NamedTuple
+  of trees like the parameters and of `nonfinite`.
   """
 
   feedback: _feedback.Feedback
@@ -67,7 +63,6 @@ class ShardedFeedback(_feedback.Feedback):
   def prepare(
     self, x: PyTree, state: ShardedFeedbackState
   ) -> tuple[PyTree, ShardedFeedbackState]:
-    """Returns what every device wants to send."""
     return self._over(self.feedback.prepare, (x,), state)
 
   def finish(
@@ -77,13 +72,11 @@ class ShardedFeedback(_feedback.Feedback):
     wanted: PyTree,
     state: ShardedFeedbackState,
   ) -> tuple[PyTree, ShardedFeedbackState]:
-    """Returns the result, shard by shard."""
     return self._over(self.feedback.finish, (mean, own_share, wanted), state)
 
   def keep_cast(
     self, left: PyTree, state: ShardedFeedbackState
   ) -> ShardedFeedbackState:
-    """The feedback's, shard by shard."""
 
     def kept(left: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
       return left, self.feedback.keep_cast(left, own)

@@ -55,7 +55,6 @@ def test_the_first_match_wins_and_the_rest_is_exact():
       ["embed", "layer/0/bias"],
     ),
     ({"min_ndim": 2}, ["embed", "layer/0/kernel"]),
-    ({"max_ndim": 1}, ["layer/0/bias", "step"]),
     ({"min_size": 128}, ["embed", "layer/0/kernel"]),
     ({}, ["embed", "layer/0/bias", "layer/0/kernel", "step"]),
   ],

@@ -35,8 +35,8 @@ def scheduled(*phases):
   return reducers.Scheduled(phases)
 
 
-def warm(steps=1, *ratios, **options):
-  return reducers.warm_up(_reducers.Largest, steps, *ratios, **options)
+def warm(steps=1, *ratio):
+  return reducers.warm_up(_reducers.Largest, steps, *ratio)
 
 
 def hosts(inner=EXACT, outer=ROUND, **options):
@@ -112,7 +112,7 @@ _CODEC = codecs.TopK(k=2)
     "PerLeaf",
   ),
   ("['n'][0]", lambda: reducers.PowerSGD().init(COUNTED, None), "PerLeaf"),
-  ("like", lambda: _VOTE.init(COUNTED, None), "floats only"),
+  ("like", lambda: _VOTE.init(COUNTED, None), "of a float dtype"),
   ("['n/0']", lambda: _POLICY.init(COUNTED, None), "PerLeaf"),
   ("['a']", lambda: INT4.init({"a": jax.random.key(0)}, None), "float"),
   # Reducers of reducers.
@@ -123,9 +123,9 @@ _CODEC = codecs.TopK(k=2)
     ),
     "plain arrays",
   ),
-  ("rules", lambda: reducers.PerLeaf((EXACT,)), "hold"),
-  ("rules", lambda: reducers.PerLeaf(reducers.Rule(EXACT)), "a tuple of"),
-  ("rules", lambda: reducers.PerLeaf(np.array(1.0)), "a tuple of"),
+  ("rules", lambda: reducers.PerLeaf((EXACT,)), "a list of `Rule`s only"),
+  ("rules", lambda: reducers.PerLeaf(reducers.Rule(EXACT)), "a list of"),
+  ("rules", lambda: reducers.PerLeaf(np.array(1.0)), "a list of"),
   ("path", lambda: reducers.Rule(EXACT, path=3), "a glob"),
   ("min_size", lambda: reducers.Rule(EXACT, min_size="a"), "an int >= 0"),
   ("reducer", lambda: reducers.Rule(small.Rounded()), "must be"),
@@ -153,7 +153,6 @@ _CODEC = codecs.TopK(k=2)
   ("phases", lambda: scheduled((None, 0.1)), "a `Reducer`"),
   ("steps_per_phase", lambda: warm(0), "an int >= 1, got 0"),
   ("final_ratio", lambda: warm(1, 0.0), "in (0, 1], got 0.0"),
-  ("ratios", lambda: warm(ratios=(2.0,)), "in (0, 1], got 2.0"),
   ("specs", lambda: reducers.Sharded(EXACT, {"a": "inner"}), "hold one"),
   (
     "specs",

@@ -58,7 +58,7 @@ def test_a_phase_that_is_not_on_sends_nothing(substrate):
 
 
 def test_a_part_that_shrinks():
-  reducer = reducers.warm_up(_reducers.Largest, 10, 1, ratios=())
+  reducer = reducers.warm_up(_reducers.Largest, 10, 1)
   assert reducer.phases == ((None, _reducers.Largest(1)),)
   made = reducers.warm_up(lambda ratio: Part(ratio), 3, 0.01)
   assert [(end, r.k) for end, r in made.phases] == [
