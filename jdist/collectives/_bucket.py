@@ -87,11 +87,6 @@ class Bucket:
     """The shape and dtype of a row."""
     return jax.ShapeDtypeStruct((self.row_size,), jnp.dtype(self.dtype))
 
-  @property
-  def num_bytes(self) -> int:
-    """The size of the buffer, of one device."""
-    return self.num_rows * self.row_size * jnp.dtype(self.dtype).itemsize
-
   def pack(self, leaves: Mapping[int, jax.Array]) -> jax.Array:
     """Copies pieces of leaves into the buffer; reshapes a leaf that fills it.
 

@@ -11,11 +11,9 @@ References:
   Training (P3), MLSys 2019: slices of layers, front layers first.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -55,7 +53,7 @@ class Buckets:
     cls,
     tree: PyTree,
     *,
-    order: Order | Sequence[int] = "front_first",
+    order: Order = "front_first",
     max_bytes: int | None = None,
     num_rows: int = 1,
     max_row_bytes: int | None = None,
@@ -66,15 +64,14 @@ class Buckets:
     Leaves are of one kind if they have one dtype and are split over the same
     mesh axes.  With `max_bytes` a larger leaf is cut into pieces of nearly
     equal size, and a bucket, which waits for the last of its pieces, holds
-    neighbours in the order only.
+    neighbours in the order only.  Leaves without elements are in none.
 
     Args:
       tree: one worker's arrays or `jax.ShapeDtypeStruct`.
       order: `"front_first"`, that of the tree's leaves; `"back_first"`, its
         reverse, in which gradients become ready; a function from a leaf's path,
         such as `"layer10/kernel"`, to something that sorts, because dict keys
-        sort **alphabetically** (`layer10` before `layer2`); or the leaves'
-        numbers.
+        sort **alphabetically** (`layer10` before `layer2`).
       max_bytes: the size of a bucket, at the most; None for one bucket a kind.
       num_rows: the number of rows of a buffer, which ends in zeros.
       max_row_bytes: the size of a row, at the most: there are then several
@@ -83,25 +80,14 @@ class Buckets:
         tree of PartitionSpec; in a step only, where the mesh is known.  Every
         device packs its own parts.
 
-    Returns:
-      The buckets.  Leaves without elements are in none.
-
     Raises:
       ValueError: when an argument is not as described.
 
-    >>> tree = {
-    ...   "conv": jax.ShapeDtypeStruct((4, 10), "float32"),
-    ...   "dense": {
-    ...     "bias": jax.ShapeDtypeStruct((5,), "float32"),
-    ...     "kernel": jax.ShapeDtypeStruct((3, 5), "float32"),
-    ...   },
-    ... }
-    >>> print(Buckets.of(tree, max_bytes=80))
-    3 buckets, 240 bytes
-        # kind             bytes  pieces
-        0 float32             80  conv[0:20]
-        1 float32             80  conv[20:40]
-        2 float32             80  dense/bias + dense/kernel
+    >>> dense = {"bias": jnp.zeros(5), "kernel": jnp.zeros((3, 5))}
+    >>> tree = {"conv": jnp.zeros((4, 10)), "dense": dense}
+    >>> found = Buckets.of(tree, max_bytes=80)  # Of 20 floats each.
+    >>> [len(bucket.pieces) for bucket in found.buckets]
+    [1, 1, 2]
     """
     given = {"max_bytes": max_bytes, "max_row_bytes": max_row_bytes}
     limits = {name: x for name, x in given.items() if x is not None}
@@ -110,9 +96,7 @@ class Buckets:
     empty = cls.given(tree, (), specs)
     found: list[tuple[tuple[str, tuple[str, ...]], list[Piece]]] = []
     of_kind: dict[Any, list[Piece]] = {}
-    if isinstance(order, str) or callable(order):
-      order = _leaf_order.leaf_order(tree, order)
-    for leaf in order:
+    for leaf in _leaf_order.leaf_order(tree, order):
       size = math.prod(
         _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])
       )
@@ -175,11 +159,6 @@ class Buckets:
       else _shards.spec_leaves(specs, tree),
     )
 
-  @property
-  def num_bytes(self) -> int:
-    """The size of all buffers, of one device."""
-    return sum(bucket.num_bytes for bucket in self.buckets)
-
   def pack(self, tree: PyTree) -> tuple[jax.Array, ...]:
     """Copies a tree into the buffers.
 
@@ -238,22 +217,9 @@ class Buckets:
     """
     leaves, treedef = jax.tree.flatten(like)
     self._check(leaves, "like")
-    if len(buffers) != len(self.buckets):
-      raise ValueError(
-        f"`buffers` must be one for each of the {len(self.buckets)} buckets, "
-        f"got {len(buffers)}."
-      )
     of_axes: dict[tuple[str, ...], dict[int, jax.Array]] = {}
-    for i, (bucket, buffer) in enumerate(
-      zip(self.buckets, buffers, strict=True)
-    ):
-      rows = _shards.num_shards(bucket.axes) * bucket.num_rows
-      if buffer.shape != (rows, bucket.row_size):
-        raise ValueError(
-          f"`buffers` must be shaped as `pack` makes them: bucket {i} has "
-          f"shape {(rows, bucket.row_size)}, got {buffer.shape}."
-        )
-      of_axes.setdefault(bucket.axes, {})[i] = buffer
+    for i, bucket in enumerate(self.buckets):
+      of_axes.setdefault(bucket.axes, {})[i] = buffers[i]
     out = [
       leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
       for leaf in leaves
@@ -269,31 +235,6 @@ class Buckets:
       for leaf, x in unpack(held).items():
         out[leaf] = x
     return jax.tree.unflatten(treedef, out)
-
-  def __str__(self) -> str:
-    """Prints a line for each bucket: its number, kind, bytes and pieces."""
-    plural = "" if len(self.buckets) == 1 else "s"
-    lines = [
-      f"{len(self.buckets)} bucket{plural}, {self.num_bytes:,} bytes",
-      f"{'#':>5} {'kind':<10} {'bytes':>11}  pieces",
-    ]
-    count = collections.Counter(p.leaf for b in self.buckets for p in b.pieces)
-    for i, bucket in enumerate(self.buckets):
-      head = f"{i:>5} {bucket.name:<10} {bucket.num_bytes:>11,}  "
-      pieces = [
-        (self.paths[leaf] or "(array)")
-        + (f"[{start}:{stop}]" if count[leaf] > 1 else "")
-        for leaf, start, stop in bucket.pieces
-      ]
-      lines += textwrap.wrap(
-        "\xa0+ ".join(pieces),  # Lines end after a plus.
-        width=80,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-      )
-    return "\n".join(lines).replace("\xa0", " ")
 
   def _unpack_shard(
     self, buffers: Mapping[int, jax.Array]

@@ -83,7 +83,9 @@ def unpack_bytes(
       parts[i] = _from_bytes(buffer[..., start:end], leaves[i])
       start = end
   for i, buffer in zip(large, rest, strict=True):
-    parts[i] = _from_integers(buffer, leaves[i])
+    dtype = np.dtype(leaves[i].dtype)
+    same = buffer.dtype == dtype
+    parts[i] = buffer if same else jax.lax.bitcast_convert_type(buffer, dtype)
   return jax.tree.unflatten(treedef, [parts[i] for i in range(len(leaves))])
 
 
@@ -126,8 +128,3 @@ def _as_integers(x: jax.Array) -> jax.Array:
   if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in _UNSIGNED:
     return jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
   return x
-
-
-def _from_integers(x: jax.Array, like: Any) -> jax.Array:
-  dtype = np.dtype(like.dtype)
-  return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

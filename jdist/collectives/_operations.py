@@ -79,13 +79,7 @@ def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
 
 
 def sum(tree: PyTree, axis: Axis) -> PyTree:
-  """Adds every leaf over the workers; see `mean`.
-
-  >>> jax.vmap(lambda x: sum(x, "worker"), axis_name="worker")(
-  ...   jnp.array([1.0, 3.0])
-  ... ).tolist()
-  [4.0, 4.0]
-  """
+  """Adds every leaf over the workers; see `mean`."""
   return _all_reduce(jax.lax.psum, tree, axis)
 
 
@@ -165,8 +159,7 @@ def _like(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def gather(tree: PyTree, axis: Axis) -> PyTree:
   """Collects arrays [...] of all workers on every worker: an all-gather.
 
-  Returns:
-    Arrays [workers, ...], in the order of `index`.
+  They are [workers, ...], in the order of `index`.
 
   >>> rows = jax.vmap(lambda x: gather(x, "worker"), axis_name="worker")(
   ...   jnp.array([1, 3])
@@ -192,11 +185,9 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
   `gather` of the result is `mean`; each of the two sends half of its bytes.
 
   Args:
-    tree: arrays [workers, ...] of floats; every worker has values for all rows.
+    tree: arrays [workers, ...] of floats, on every worker values for all rows,
+      of which it gets one, [...].
     axis: the workers' axis.
-
-  Returns:
-    Arrays [...].
 
   Raises:
     ValueError: when a leaf's first dimension is not the number of workers.
@@ -304,11 +295,7 @@ def index(axis: Axis) -> jax.Array:
 
 
 def size(axis: Axis) -> int:
-  """Returns the number of workers, a Python int.
-
-  >>> size(None)
-  1
-  """
+  """Returns the number of workers, a Python int; 1 without an axis."""
   number = 1
   for name in _manual_axes.bound_names(axis):
     number *= jax.lax.axis_size(name)

@@ -90,9 +90,6 @@ def phase(
     start: the first time, from 0.
     stop: the first time after the phase; None for a phase without end.
 
-  Returns:
-    A context for the body of the branch.
-
   Raises:
     ValueError: unless 0 <= start < stop.
 
@@ -117,11 +114,7 @@ def phase(
 
 
 def phases_in(name: str) -> tuple[Phase, ...]:
-  """Reads the phases in a name that JAX made, the outermost first.
-
-  >>> phases_in("jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_end/psum")
-  (Phase(start=2, stop=None, unit='step'),)
-  """
+  """Reads the phases in a name that JAX made, the outermost first."""
   return tuple(
     Phase(int(start), None if stop == "end" else int(stop))
     for start, stop in _NAME.findall(name)

@@ -40,9 +40,6 @@ def workers(
       that the workers then have, by `replicate`, `place` and `shard`.
     axis: the name of the workers' axis.
 
-  Returns:
-    The workers.
-
   Raises:
     ValueError: when the workers cannot be spread so.
 
@@ -54,8 +51,7 @@ def workers(
   [6, 6, 6, 6]
   """
   _manual_axes.check_axis(axis)
-  if not isinstance(axis, str):
-    raise ValueError(f"`axis` must be a name, got {axis!r}.")
+  checks.check_type("axis", axis, str, "a name")
   checks.check_int("num_workers", num_workers, 1)
   checks.check_choice("substrate", substrate, typing.get_args(Substrate))
   if mesh is not None:

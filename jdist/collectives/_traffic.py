@@ -73,29 +73,19 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """The collectives of one worker's step, and their bytes.
-
-  Attributes:
-    collectives: every collective of the step.
-  """
+  """The collectives of one worker's step, and their bytes."""
 
   collectives: tuple[Collective, ...]
 
   @property
   def bytes_per_step(self) -> float:
     """Bytes that a worker sends in every step, whatever the phase."""
-    return math.fsum(
-      c.wire_bytes for c in self.collectives if not c.conditional
-    )
+    return self._bytes_of(conditional=False)
 
   @property
   def bytes_per_round(self) -> float:
     """Bytes that it sends in addition in the steps that end a round."""
-    return math.fsum(
-      c.wire_bytes
-      for c in self.collectives
-      if c.conditional and c.phase is None
-    )
+    return self._bytes_of(conditional=True, phase=None)
 
   @property
   def phases(self) -> tuple[_phases.Phase, ...]:
@@ -108,10 +98,6 @@ class Traffic:
         key=lambda p: (p.start, p.stop is None, p.stop, p.unit),
       )
     )
-
-  def bytes_in(self, phase: _phases.Phase) -> float:
-    """Counts the additional bytes in each of a phase's steps or rounds."""
-    return math.fsum(c.wire_bytes for c in self.collectives if c.phase == phase)
 
   def sent_bytes(
     self,
@@ -131,8 +117,15 @@ class Traffic:
         times = phase.times(steps, after=after_steps)
       else:
         times = phase.times(rounds, after=after_rounds)
-      sent += times * self.bytes_in(phase)
+      sent += times * self._bytes_of(phase=phase)
     return sent
+
+  def _bytes_of(self, **place: Any) -> float:
+    return math.fsum(
+      c.wire_bytes
+      for c in self.collectives
+      if all(getattr(c, name) == value for name, value in place.items())
+    )
 
 
 # The primitives' names in the supported versions of JAX.
@@ -240,14 +233,11 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-  """The place of an equation in a program.
+  """The place of an equation in a program, in a conditional or not.
 
-  Attributes:
-    conditional: whether it stands in a conditional.
-    rare: whether in one whose branch names no phase.
-    phase: the phase of the branch around it, counted in the run.
-    before: the place of the innermost conditional, until its branch names a
-      phase.
+  `rare` in one whose branch names no phase.  `phase` is that of the branch
+  around it, counted in the run, and `before` the place of the innermost
+  conditional until its branch names one.
   """
 
   conditional: bool = False
@@ -289,9 +279,8 @@ def _walk(
       axes = (axes,) if isinstance(axes, str) else axes
       group = math.prod(sizes.get(axis, 1) for axis in axes)
       if group > 1:
-        payload = 0
-        for var in eqn.invars:
-          payload += math.prod(var.aval.shape) * var.aval.dtype.itemsize
+        avals = [var.aval for var in eqn.invars]
+        payload = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
         yield Collective(
           _KINDS[name],
           payload,

@@ -195,15 +195,12 @@ class Workers:
   def replicate(
     self, tree: PyTree, specs: PyTree | PartitionSpec = _UNSPLIT
   ) -> PyTree:
-    """Gives every worker a copy of `tree`.
+    """Gives every worker a copy of `tree`: arrays `[workers, ...]`.
 
     Args:
       tree: one worker's arrays; on several processes the same in each.
       specs: how the arrays are split over the mesh's other axes: one
         `PartitionSpec` for all, or a tree of them like `tree`.
-
-    Returns:
-      Arrays `[workers, ...]`.
     """
     checks.check_arrays("tree", tree)
     if jax.process_count() > 1:  # Only host arrays may enter such a program.
@@ -221,10 +218,8 @@ class Workers:
     """Puts arrays that already have their axis of workers onto the devices.
 
     Args:
-      tree: host arrays `[local workers, ...]`, the rows of `local_workers`.
-
-    Returns:
-      Arrays `[workers, ...]`.
+      tree: host arrays `[local workers, ...]`, the rows of `local_workers`;
+        they become `[workers, ...]`.
     """
     rows = len(self.local_workers)
 

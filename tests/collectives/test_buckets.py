@@ -46,29 +46,6 @@ def test_a_small_network_by_hand():
     Bucket("float32", (Piece(1, 6, 12),), (0,), 1, 6),
     Bucket("bfloat16", (Piece(2, 0, 8),), (0,), 1, 8),
   )
-  assert [bucket.num_bytes for bucket in buckets.buckets] == [40, 24, 16]
-  assert buckets.num_bytes == 80
-
-
-def test_buckets_can_be_read():
-  assert str(Buckets.of(NETWORK, max_bytes=40)).splitlines() == [
-    "3 buckets, 80 bytes",
-    "    # kind             bytes  pieces",
-    "    0 float32             40  conv/bias + conv/kernel[0:6]",
-    "    1 float32             24  conv/kernel[6:12]",
-    "    2 bfloat16            16  head/kernel",
-  ]
-
-
-def test_a_bucket_of_many_pieces_is_read_on_several_lines():
-  tree = {f"layer{i}": {"bias": struct(2)} for i in range(9)}
-  assert str(Buckets.of(tree)).splitlines() == [
-    "1 bucket, 72 bytes",
-    "    # kind             bytes  pieces",
-    "    0 float32             72  layer0/bias + layer1/bias + layer2/bias +",
-    "                              layer3/bias + layer4/bias + layer5/bias +",
-    "                              layer6/bias + layer7/bias + layer8/bias",
-  ]
 
 
 def test_buckets_are_plain_data():
@@ -97,7 +74,6 @@ def test_orders_by_hand():
   front_first = ["head", "layer1", "layer10", "layer2"]
   assert paths_in("front_first") == front_first
   assert paths_in("back_first") == front_first[::-1]
-  assert paths_in((3, 1, 2, 0)) == ["layer2", "layer1", "layer10", "head"]
   assert paths_in(
     lambda path: math.inf if path == "head" else int(path.removeprefix("layer"))
   ) == ["layer1", "layer2", "layer10", "head"]
@@ -216,7 +192,9 @@ def test_buckets_are_small_and_of_one_kind(case):
 def test_unpacking_gives_the_tree_back_to_the_bit(case):
   tree, buckets, _ = case
   buffers = buckets.pack(tree)
-  assert [b.nbytes for b in buffers] == [b.num_bytes for b in buckets.buckets]
+  for buffer, bucket in zip(buffers, buckets.buckets, strict=True):
+    assert buffer.shape == (bucket.num_rows, bucket.row_size)
+    assert buffer.dtype.name == bucket.dtype
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
   for example in (tree, like):
     back = buckets.unpack(buffers, example)
