@@ -101,10 +101,8 @@ class Batches:
     """
     return self.dataset.batch(self.indices(step))
 
-  def iterate(
-    self, start_step: int = 0, *, prefetch: int = 2
-  ) -> Iterator[dict[str, np.ndarray]]:
-    """Gives batches without end, the next ones made by a thread of Grain.
+  def iterate(self, start_step: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Gives batches without end, the next two made by a thread of Grain.
 
     Where Grain is not installed they are made when they are asked for.  The
     thread ends when the iterator is closed (`contextlib.closing`, or its
@@ -112,27 +110,24 @@ class Batches:
 
     Args:
       start_step: first step to give, >= 0, such as the one to resume at.
-      prefetch: batches made ahead, >= 1; default 2.
 
     Returns:
       A generator of `self[start_step]`, `self[start_step + 1]`, ...
     """
     start_step = checks.check_int("start_step", start_step, 0)
-    remedy = "To make batches in the caller's thread, take `batches[step]`."
-    checks.check_int("prefetch", prefetch, 1, remedy=remedy)
     try:
       import grain
     except ImportError:
       return (self[step] for step in itertools.count(start_step))
-    return self._prefetched(grain, start_step, prefetch)
+    return self._prefetched(grain, start_step)
 
   def _prefetched(
-    self, grain: Any, start_step: int, prefetch: int
+    self, grain: Any, start_step: int
   ) -> Iterator[dict[str, np.ndarray]]:
     steps = grain.MapDataset.range(start_step, sys.maxsize).map(
       self.__getitem__
     )
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     iterator = iter(steps.to_iter_dataset(options))
     try:
       yield from iterator
@@ -141,19 +136,33 @@ class Batches:
 
 
 class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
-  """Batches of a fixed size that hold every sample once; see the function."""
+  """Cuts a data set, in its order, into padded batches of one size.
+
+  Every sample appears exactly once with mask 1; the last batch is filled up
+  with zeros of mask 0, which may be all that a worker has there. So sum over
+  the mask, and divide once at the end.
+
+  Args:
+    dataset: to cut.
+    num_workers: workers of the whole run, >= 1.
+    batch_size: samples per worker and batch, >= 1.
+
+  Returns:
+    A sequence, with a length, of batches as `Batches` gives, with "mask":
+    float32 [num_workers, batch_size].
+
+  >>> from jdist import data
+  >>> batches = data.evaluation_batches(data.load("digits", "test"), 2, 100)
+  >>> len(batches), [int(batch["mask"].sum()) for batch in batches]
+  (2, [200, 155])
+  """
 
   def __init__(
-    self,
-    dataset: Dataset | TextDataset,
-    num_workers: int,
-    batch_size: int,
-    worker_ids: Sequence[int] | None,
+    self, dataset: Dataset | TextDataset, num_workers: int, batch_size: int
   ):
     self.dataset = dataset
     self.num_workers = checks.check_int("num_workers", num_workers, 1)
     self.batch_size = checks.check_int("batch_size", batch_size, 1)
-    self.worker_ids = _check_worker_ids(worker_ids, self.num_workers)
 
   def __len__(self) -> int:
     return math.ceil(len(self.dataset) / (self.num_workers * self.batch_size))
@@ -165,7 +174,7 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
       raise IndexError(f"batch {index} of {len(self)}")
     count = self.num_workers * self.batch_size
     rows = index % len(self) * count + np.arange(count)
-    rows = rows.reshape(self.num_workers, -1)[list(self.worker_ids)]
+    rows = rows.reshape(self.num_workers, -1)
     inside = rows < len(self.dataset)
     batch = self.dataset.batch(np.where(inside, rows, 0))
     for values in batch.values():
@@ -173,35 +182,7 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
     return {**batch, "mask": inside.astype(np.float32)}
 
 
-def evaluation_batches(
-  dataset: Dataset | TextDataset,
-  num_workers: int,
-  batch_size: int,
-  *,
-  worker_ids: Sequence[int] | None = None,
-) -> EvaluationBatches:
-  """Cuts a data set, in its order, into padded batches of one size.
-
-  Every sample appears exactly once with mask 1; the last batch is filled up
-  with zeros of mask 0, which may be all that a worker has there. So sum over
-  the mask, and divide once at the end.
-
-  Args:
-    dataset: to cut.
-    num_workers: workers of the whole run, >= 1.
-    batch_size: samples per worker and batch, >= 1.
-    worker_ids: workers to give batches of, in this order; default all.
-
-  Returns:
-    A sequence, with a length, of batches as `Batches` gives, with "mask":
-    float32 [w, batch_size], for the w workers of `worker_ids`.
-
-  >>> from jdist import data
-  >>> batches = data.evaluation_batches(data.load("digits", "test"), 2, 100)
-  >>> len(batches), [int(batch["mask"].sum()) for batch in batches]
-  (2, [200, 155])
-  """
-  return EvaluationBatches(dataset, num_workers, batch_size, worker_ids)
+evaluation_batches = EvaluationBatches
 
 
 def _check_worker_ids(

@@ -35,8 +35,7 @@ def read(path: pathlib.Path, *names: str) -> tuple[np.ndarray, ...] | None:
 def write(path: pathlib.Path, **arrays: Any) -> None:
   """Writes the cache in one move, so that no reader sees half of it.
 
-  A cache that cannot be written (a full disk, a read-only home) costs the
-  next run some seconds; it must not end this one.
+  One that cannot be written costs the next run seconds, and does not end this.
   """
   temporary = None
   try:

@@ -9,28 +9,18 @@ SPLITS = ("train", "test")
 class Source:
   """A data set, and its place in TensorFlow Datasets.
 
-  Attributes:
-    num_classes: number of classes; of a text, of its bytes.
-    tfds_name: with the configuration, if it has several; "" if the set is not
-      of TensorFlow Datasets.
-    url: of one file that TensorFlow Datasets will download.
-    test_split: its name for the split that is for testing here.
-    mean: per channel, over all pixels of the train split, in raw units; a
-      test computes it again from the data. None: measured when the set is
-      decoded, and kept with it.
-    std: standard deviation, likewise.
-    size: pixels to which images of different sizes are cropped; None for sets
-      whose images have one size.
-    text: whether it is one, and has no images.
+  Mean and deviation are per channel, over all pixels of the train split, in raw
+  units; a test computes them again from the data.  None: measured when the set
+  is decoded, and kept with it.
   """
 
   num_classes: int
   tfds_name: str = ""
-  url: str = ""
+  url: str = ""  # Of one file that TensorFlow Datasets will download.
   test_split: str = "test"
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
-  size: int | None = None
+  size: int | None = None  # To which images of different sizes are cropped.
   text: bool = False
 
 
@@ -42,19 +32,8 @@ def _cifar(
   return Source(num_classes, name, url, mean=mean, std=std)
 
 
-def _imagenet_resized(size: int) -> Source:
-  return Source(
-    num_classes=1000,
-    tfds_name=f"imagenet_resized/{size}x{size}",
-    url=(
-      f"http://www.image-net.org/data/downsample/Imagenet{size}_val_npz.zip"
-    ),
-    test_split="validation",
-  )
-
-
 SOURCES = {
-  "synthetic": Source(10),
+  "synthetic": Source(10, mean=(127.0444140625,), std=(56.06049651562633,)),
   "digits": Source(10, mean=(4.882173,), std=(6.018521,)),
   "mnist": Source(
     num_classes=10,
@@ -88,7 +67,12 @@ SOURCES = {
     size=160,
   ),
   **{
-    f"imagenet_resized/{size}x{size}": _imagenet_resized(size)
+    f"imagenet_resized/{size}x{size}": Source(
+      1000,
+      f"imagenet_resized/{size}x{size}",
+      f"http://www.image-net.org/data/downsample/Imagenet{size}_val_npz.zip",
+      "validation",
+    )
     for size in (8, 16, 32, 64)
   },
   "tiny_shakespeare": Source(

@@ -22,8 +22,7 @@ def tfds_dir() -> pathlib.Path:
 def find_prepared(name: str) -> pathlib.Path | None:
   """Finds the newest array_record copy of a set by TensorFlow Datasets' name.
 
-  Looks only at the disk, where TensorFlow Datasets itself would try to
-  download what it does not find, for minutes where there is no network.
+  On the disk only: TensorFlow Datasets would try for minutes to download.
   """
   found = []
   for info in (tfds_dir() / name).glob("*/dataset_info.json"):
@@ -35,7 +34,7 @@ def find_prepared(name: str) -> pathlib.Path | None:
   return max(found)[1] if found else None
 
 
-def prepare(name: str, *, timeout_s: float = 10.0) -> None:
+def prepare(name: str) -> None:
   """Downloads a data set and prepares it as array_record.
 
   Does nothing for a set that is there, or that needs no preparing (digits).
@@ -44,12 +43,10 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
 
   Args:
     name: as in `load` or `load_text`.
-    timeout_s: how long to wait for the data set's server to answer at all,
-      seconds, default 10: TensorFlow Datasets itself retries for minutes.
 
   Raises:
     ImportError: if TensorFlow or TensorFlow Datasets is not installed.
-    ConnectionError: if the server does not answer.
+    ConnectionError: if the server does not answer within seconds.
   """
   source = _catalog.find(name)
   if not source.tfds_name or find_prepared(source.tfds_name):
@@ -61,7 +58,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
       "which is not installed. Install it with: "
       'pip install tensorflow ".[data]" in the clone of jdist'
     )
-  _check_reachable(name, source, timeout_s)
+  _check_reachable(name, source)
   builder = tfds.builder(
     source.tfds_name, data_dir=tfds_dir(), file_format="array_record"
   )
@@ -69,11 +66,7 @@ def prepare(name: str, *, timeout_s: float = 10.0) -> None:
 
 
 def require_prepared(name: str, *, download: bool = False) -> pathlib.Path:
-  """Returns the prepared copy of a set, made first if `download`.
-
-  Raises:
-    FileNotFoundError: if there is none; says what to run.
-  """
+  """Returns the prepared copy of a set, made first if `download`."""
   tfds_name = _catalog.find(name).tfds_name
   prepared = find_prepared(tfds_name)
   if prepared is None and download:
@@ -102,12 +95,11 @@ def _how_to_prepare(name: str) -> str:
   return message
 
 
-def _check_reachable(
-  name: str, source: _catalog.Source, timeout_s: float
-) -> None:
+def _check_reachable(name: str, source: _catalog.Source) -> None:
   request = urllib.request.Request(source.url, method="HEAD")
   try:
-    with urllib.request.urlopen(request, timeout=timeout_s):
+    # TensorFlow Datasets itself retries for minutes.
+    with urllib.request.urlopen(request, timeout=10.0):
       pass
   except urllib.error.HTTPError:
     # It answered; what it has is for TensorFlow Datasets to find out.

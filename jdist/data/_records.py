@@ -69,11 +69,6 @@ def measure(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
   By counting, which is exact, and piece by piece, as a mean of all would need
   eight times their memory.
-
-  >>> images = np.array([[[[0, 7]]], [[[4, 7]]]], np.uint8)
-  >>> mean, std = measure(images)
-  >>> mean.tolist(), std.tolist()
-  ([2.0, 7.0], [2.0, 0.0])
   """
   num_channels = images.shape[-1]
   counts = np.zeros((num_channels, 256), np.int64)

@@ -171,12 +171,12 @@ def test_batches_are_made_ahead_and_not_without_bound():
   batches = data.Batches(numbered(50), 4, 3, seed=1)
   asked = []
   batches.indices = lambda step: asked.append(step) or np.zeros((4, 3), int)
-  with contextlib.closing(batches.iterate(prefetch=3)) as iterator:
+  with contextlib.closing(batches.iterate()) as iterator:
     next(iterator)
     deadline = time.monotonic() + 10
-    while len(asked) < 4 and time.monotonic() < deadline:
+    while len(asked) < 3 and time.monotonic() < deadline:
       time.sleep(0.01)
-    assert 4 <= len(asked) <= 6
+    assert 3 <= len(asked) <= 5
     assert sorted(asked) == list(range(len(asked)))
 
 
@@ -212,10 +212,8 @@ def test_batches_can_be_pickled_for_loader_processes():
 
 
 @quick
-@hypothesis.given(
-  st.integers(0, 40), st.integers(1, 5), st.integers(1, 12), st.data()
-)
-def test_evaluation_shows_every_sample_once(n, num_workers, batch_size, draws):
+@hypothesis.given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 12))
+def test_evaluation_shows_every_sample_once(n, num_workers, batch_size):
   dataset = numbered(n)
   batches = data.evaluation_batches(dataset, num_workers, batch_size)
   images, labels = [], []
@@ -230,16 +228,6 @@ def test_evaluation_shows_every_sample_once(n, num_workers, batch_size, draws):
     assert not batch["image"][~inside].any()
     assert not batch["label"][~inside].any()
   assert images == list(range(1, n + 1)) and labels == dataset.labels.tolist()
-  ids = draws.draw(
-    st.lists(st.integers(0, num_workers - 1), min_size=1, unique=True)
-  )
-  views = data.evaluation_batches(
-    dataset, num_workers, batch_size, worker_ids=ids
-  )
-  assert len(views) == len(batches)
-  for view, batch in zip(views, batches, strict=True):
-    for name, rows in batch.items():
-      np.testing.assert_array_equal(view[name], rows[ids])
 
 
 def test_evaluation_batches_are_a_sequence():

@@ -31,10 +31,8 @@ def batches(**change):
   return data.Batches(EIGHT, **(given | change))
 
 
-def evaluated(num_workers=2, batch_size=2, worker_ids=None):
-  return data.evaluation_batches(
-    EIGHT, num_workers, batch_size, worker_ids=worker_ids
-  )
+def evaluated(num_workers=2, batch_size=2):
+  return data.evaluation_batches(EIGHT, num_workers, batch_size)
 
 
 def stream(**options):
@@ -109,10 +107,8 @@ def flip(shape):
   ("worker_ids", lambda: batches(worker_ids=[-1]), "0 .. 1"),
   ("worker_ids", lambda: batches(worker_ids=[1, 1]), "each once"),
   ("start_step", lambda: batches().iterate(-1), "an int >= 0"),
-  ("prefetch", lambda: batches().iterate(prefetch=0), "an int >= 1"),
   ("num_workers", lambda: evaluated(0), "an int >= 1"),
   ("batch_size", lambda: evaluated(2, 0), "an int >= 1"),
-  ("worker_ids", lambda: evaluated(2, 2, [3]), "0 .. 1"),
   ("size", lambda: stream().batch(0, 0, 4, size=3), "at least 4"),
   ("alpha", lambda: stream(alpha=0.0), "in (0, inf]"),
   # Augmentations.
