@@ -47,12 +47,8 @@ class AlexNet(_layered_network.LayeredNetwork):
   The ImageNet form is that of one tower (Krizhevsky, 2014), 61,100,840
   parameters for 224x224 images and 1,000 classes. The form for small images
   has strides of 1, windows of 3, 5, 3, 3, 3 with 96, 256, 384, 384, 256
-  features and pooling by 2; 6,080,394 parameters for CIFAR-10.
-
-  Args:
-    form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
-    hidden_sizes: units of the hidden dense layers; default (4096, 4096), and
-      (512, 512) in the form for small images.
+  features and pooling by 2; 6,080,394 parameters for CIFAR-10. Hidden dense
+  layers have 4,096 units by default, and 512 in the form for small images.
 
   References:
     Krizhevsky, "One weird trick for parallelizing convolutional neural

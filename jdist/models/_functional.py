@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jdist.models import _layered_network
 
@@ -159,21 +159,14 @@ def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
   """
   flat = nnx.to_flat_state(variables)
   values = dict(zip(flat.paths, flat.leaves, strict=True))
-  tree: dict[str, Any] = {}
-  for path in paths:
-    node = tree
-    for key in path[:-1]:
-      node = node.setdefault(str(key), {})
-    node[str(path[-1])] = values[path].get_value()
-  return tree
+  return traverse_util.unflatten_dict(
+    {tuple(map(str, path)): values[path].get_value() for path in paths}
+  )
 
 
 def _unflatten(tree: dict[str, Any], paths: tuple[_Path, ...]) -> Any:
   """Undoes `_to_dict`."""
-  pairs = []
-  for path in paths:
-    value = tree
-    for key in path:
-      value = value[str(key)]
-    pairs.append((path, value))
-  return nnx.from_flat_state(pairs)
+  values = traverse_util.flatten_dict(tree)
+  return nnx.from_flat_state(
+    [(path, values[tuple(map(str, path))]) for path in paths]
+  )

@@ -58,11 +58,8 @@ class CNN(_layered_network.LayeredNetwork):
   CIFAR-10. Made for runs of minutes on a CPU; no published network.
 
   Args:
-    input_shape: height, width and channels of an image, at least 8x8.
-    num_classes: of the last layer.
     hidden_sizes: units of the hidden dense layers; default none. (512,) makes
       1,147,466 parameters for CIFAR-10 at hardly more computation.
-    rngs: of the initial parameters.
   """
 
   def __init__(

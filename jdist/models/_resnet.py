@@ -30,10 +30,7 @@ class ResNet(_layered_network.LayeredNetwork):
     blocks_per_stage: of each of the four stages.
     bottleneck: whether a block is 1x1, 3x3 and 1x1 convolutions, the last
       with four times the features, or two of 3x3.
-    form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
-    norm: "batch" (default), "group" (`num_groups` groups) or "none".
-    num_groups: groups of "group"; default 8, and must divide `width`.
-    width: features of the first stage; default 64.
+    width: features of the first stage, which `num_groups` must divide.
     shortcut_size: window of the shortcuts' convolutions, odd; default 1.
 
   References:
@@ -179,11 +176,6 @@ class CifarResNet(ResNet):
   the shape changes they take every second pixel and add channels of zeros
   (option A of the paper). ResNet-20 (n = 3) has 269,722 parameters on
   CIFAR-10. Without normalization its blocks start as those of `ResNet`.
-
-  Args:
-    blocks_per_stage: n, >= 1.
-    norm: "batch" (default), "group" (`num_groups` groups) or "none".
-    num_groups: groups of "group"; default 8, and must divide 16.
 
   References:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",

@@ -24,9 +24,7 @@ class Transformer(_layered_network.LayeredNetwork):
   vocabulary of 50,257 and `tied` it has the 124,439,808 parameters of GPT-2.
 
   Args:
-    num_layers: default 4.
-    width: size of the vectors, default 128.
-    num_heads: of attention; default 4, and must divide `width`.
+    width: size of the vectors, which `num_heads` must divide.
     hidden_size: of the dense layers, default `4 * width`.
     positions: "learned" (default), a vector for each, or "rotary", which has
       no parameters and needs an even `width / num_heads`.

@@ -38,13 +38,8 @@ class VGG(_layered_network.LayeredNetwork):
   where the eight are pooled; blocks of 3, 3 and 2 here are a reconstruction.
 
   Args:
-    convs_per_block: convolutions of each block.
-    form: "imagenet" or "cifar"; default by size, "cifar" up to 64x64.
-    hidden_sizes: units of the hidden dense layers; default by form.
-    norm: "none" (default, as published), "batch" or "group".
-    num_groups: groups of "group"; default 8.
-    width: features of the first block; default 64.
-    max_growth: by how much a block is at most wider than the first; 8.
+    width: features of the first block.
+    max_growth: by how much a block is at most wider than the first.
 
   References:
     Simonyan and Zisserman, "Very deep convolutional networks for large-scale

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from jdist import checks, models
 from jdist.prediction.mp2 import _network
@@ -98,7 +99,7 @@ class Cut:
 
   def abstract(self) -> PyTree:
     """Returns the network's parameters as a tree of `jax.ShapeDtypeStruct`."""
-    return _network.nested(
+    return traverse_util.unflatten_dict(
       {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         for leaf in _leaves(self.front + self.rear)
@@ -167,7 +168,7 @@ class Cut:
       part = vector[start : start + leaf.size]
       values[leaf.path] = part.reshape(leaf.shape).astype(leaf.dtype)
       start += leaf.size
-    return _network.nested(values)
+    return traverse_util.unflatten_dict(values)
 
   def _checked(self, argument: str, tree: PyTree) -> dict[Any, Any]:
     """Returns the leaves of "tree", the whole network, "front" or "rear"."""
@@ -220,7 +221,7 @@ def _pick(
   found: Mapping[tuple[str, ...], Any], layers: Layers
 ) -> dict[str, Any]:
   paths = (leaf.path for leaf in _leaves(layers))
-  return _network.nested({path: found[path] for path in paths})
+  return traverse_util.unflatten_dict({path: found[path] for path in paths})
 
 
 def cut(

@@ -92,17 +92,6 @@ def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
   return found
 
 
-def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-  """Undoes `leaves_of`."""
-  tree: dict[str, Any] = {}
-  for path, leaf in leaves.items():
-    node = tree
-    for key in path[:-1]:
-      node = node.setdefault(key, {})
-    node[path[-1]] = leaf
-  return tree
-
-
 def _check_plain(tree: PyTree) -> None:
   """Refuses other mappings: `Cut.join` makes plain dicts."""
   if isinstance(tree, Mapping):

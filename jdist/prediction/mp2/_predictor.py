@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from jdist import checks
-from jdist.prediction.mp2 import _cut, _network
+from jdist.prediction.mp2 import _cut
 
 PyTree = Any
 Params = dict[str, Any]
@@ -77,7 +78,7 @@ class Predictor:
       else:
         values[path] = draw[start : start + math.prod(shape)].reshape(shape)
       start += math.prod(shape)
-    return _network.nested(values)
+    return traverse_util.unflatten_dict(values)
 
   def apply(self, params: Params, front: PyTree) -> PyTree:
     """Predicts the rear, for `Cut.join`.
