@@ -1,5 +1,6 @@
 """Tracks: sampled entries of the parameters, followed from epoch to epoch."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -50,8 +51,8 @@ class Tracker:
     seed = checks.check_seed(seed)
     self._structure: Any = jax.tree.structure(like)
     self._shapes = _float_shapes(like)
-    # Of each kind, (leaf, positions in it) for the leaves with chosen entries.
-    self._chosen: dict[_model.Kind, list[tuple[int, np.ndarray]]] = {}
+    # Of each kind its leaves, and the chosen places in all of them together.
+    self._chosen: dict[_model.Kind, tuple[list[int], np.ndarray]] = {}
     self._values: dict[_model.Kind, list[np.ndarray]] = {}
     for number, kind in enumerate(_model.KINDS):
       own = [
@@ -59,18 +60,12 @@ class Tracker:
         for i, shape in enumerate(self._shapes)
         if _model.kind_of(shape) == kind
       ]
-      sizes = [int(np.prod(self._shapes[i])) for i in own]
-      if not sum(sizes):
+      size = sum(math.prod(self._shapes[i]) for i in own)
+      if not size:
         continue
       draw = np.random.default_rng([seed, number])
-      places = np.sort(
-        draw.choice(sum(sizes), min(count, sum(sizes)), replace=False)
-      )
-      ends = np.cumsum(sizes)
-      self._chosen[kind] = [
-        (i, places[(places >= end - size) & (places < end)] - (end - size))
-        for i, size, end in zip(own, sizes, ends, strict=True)
-      ]
+      places = np.sort(draw.choice(size, min(count, size), replace=False))
+      self._chosen[kind] = own, places
       self._values[kind] = [np.zeros((len(places), 0), np.float32)]
 
   def record(self, params: PyTree) -> None:
@@ -91,12 +86,9 @@ class Tracker:
         f"{self._shapes}, got {shapes}. With several workers give one's: "
         "`workers.view(params)`."
       )
-    for kind, chosen in self._chosen.items():
-      parts = [
-        np.asarray(leaves[i]).reshape(-1)[at].astype(np.float32)
-        for i, at in chosen
-      ]
-      self._values[kind].append(np.concatenate(parts)[:, None])
+    for kind, (own, places) in self._chosen.items():
+      whole = [np.ravel(leaves[i]).astype(np.float32) for i in own]
+      self._values[kind].append(np.concatenate(whole)[places, None])
 
   def tracks(self) -> Tracks:
     """Returns the recorded tracks: of each kind float32 [entries, epochs]."""
