@@ -49,16 +49,12 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs a command.
+  """Runs a command, by default that of `sys.argv`.
 
-  Args:
-    arguments: the words after the program's name; `sys.argv` by default.
-
-  Returns:
-    The exit status: 0, 2 for options that cannot be used, 3 for a run that has
-    diverged, 143 for one that SIGTERM has ended, or 75 for one that others of
-    its processes were lost to; then one line on stderr says which, why, and
-    what to do.
+  Returns the exit status: 0, 2 for options that cannot be used, 3 for a run
+  that has diverged, 143 for one that SIGTERM has ended, or 75 for one that
+  others of its processes were lost to; then one line on stderr says which, why,
+  and what to do.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
@@ -115,7 +111,9 @@ def _status(words: list[str]) -> tuple[int, str]:
         "`jdist --help` explains them."
       )
     command = _COMMANDS[words[0]]
-    options = _parse(words[0], command.options, words[1:])
+    launched = command.options is _launch_options.Launch
+    parse = _parse_launch if launched else _parse_own
+    options = parse(words[0], command.options, words[1:])
     if options is not None:
       module, _, function = command.function.rpartition(".")
       run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
@@ -166,17 +164,10 @@ def _is_ours(error: BaseException) -> bool:
   return pathlib.Path(trace.tb_frame.f_code.co_filename).is_relative_to(package)
 
 
-def _parse(name: str, command: type[Any], words: list[str]) -> Any:
-  """The options of a command; None when its help was asked for."""
-  if command is _launch_options.Launch:
-    return _parse_launch(name, words)
-  return _parse_own(name, command, words)
-
-
-def _parse_launch(name: str, words: list[str]) -> Any:
+def _parse_launch(name: str, command: type[Any], words: list[str]) -> Any:
   """The options of `launch`, and of the command behind `--`."""
   cut = words.index("--") if "--" in words else len(words)
-  options = _parse_own(name, _launch_options.Launch, words[:cut])
+  options = _parse_own(name, command, words[:cut])
   if options is None:
     return None
   inner = _pipeline_trained(words[cut + 1 :])
@@ -189,6 +180,7 @@ def _parse_launch(name: str, words: list[str]) -> Any:
 
 
 def _parse_own(name: str, command: type[Any], words: list[str]) -> Any:
+  """The options of a command; None when its help was asked for."""
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
     print(_help.options(name, defaults), end="")

@@ -44,8 +44,9 @@ def check(options: _options.Common) -> None:
   """Raises a ValueError when data set, model and their options do not suit."""
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if not text:
-    _check_name("--dataset", options.dataset, (*data.NAMES, *data.TEXT_NAMES))
-  _check_name("--model", options.model, models.NAMES)
+    known = (*data.NAMES, *data.TEXT_NAMES)
+    _options.check_name("--dataset", options.dataset, known)
+  _options.check_name("--model", options.model, models.NAMES)
   if text and options.model not in models.TEXT_NAMES:
     raise ValueError(
       f"`--model` must be {' or '.join(models.TEXT_NAMES)} for a text, got "
@@ -151,10 +152,3 @@ def speed(record: training.Record, dataset: AnyDataset) -> str:
     length = dataset.input_shape[0]
     return f"{record.samples_per_s * length:,.0f} bytes"
   return f"{record.samples_per_s:,.0f} images"
-
-
-def _check_name(option: str, name: str, names: tuple[str, ...]) -> None:
-  if name not in names:
-    raise ValueError(
-      f"`{option}` must be one of {', '.join(names)}, got {name!r}."
-    )

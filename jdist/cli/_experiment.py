@@ -96,16 +96,7 @@ def build(
   options: _options.Common,
   team: Callable[[], collectives.Workers] | None = None,
 ) -> comparison.Workload:
-  """Checks the options, makes the workers and loads the data.
-
-  Args:
-    options: of the run.
-    team: makes the workers; None for those that the options name.
-
-  Raises:
-    ValueError: when an option is wrong.
-    ImportError: when an extra is missing.
-  """
+  """Checks the options, makes the workers, by a `team` if given, loads data."""
   check(options)
   _check_extras(options)
   train, test = _datasets.load(options)

@@ -110,10 +110,9 @@ def build_method(
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer.
 
-  `networks` are the arguments of a method that needs trained networks; None
-  loads those that the options name, for this model.  `predicted_steps` are
-  those by which a pipeline's gradients come late, None not to predict.  `fixed`
-  are arguments that no option changes.
+  Trained networks that it needs are loaded, unless they come in `networks`.
+  `predicted_steps` are those by which a pipeline's gradients come late, None
+  not to predict.  `fixed` are arguments that no option changes.
   """
   method = entries()[name]
   given = _composition.arguments(method, options)

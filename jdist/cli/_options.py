@@ -320,10 +320,7 @@ def with_preset(options: type[Options], name: str) -> Options:
   """Returns the defaults of a command under a preset."""
   if not issubclass(options, Common):
     return options()
-  if name not in _presets.PRESETS:
-    raise ValueError(
-      f"`--preset` must be one of {', '.join(_presets.PRESETS)}, got {name!r}."
-    )
+  check_name("--preset", name, tuple(_presets.PRESETS))
   changes: dict[str, object] = dict(_presets.PRESETS[name])
   if options is Train:
     changes["learning_rate"] = changes["learning_rate"][0]  # type: ignore[index]
@@ -365,12 +362,11 @@ def check_positive(options: Any, *names: str) -> None:
       raise ValueError(f"`{word(name)}` must be positive, got {value}.")
 
 
-def check_model(name: str, known: Iterable[str]) -> None:
-  """Raises a ValueError unless a model is one of the known ones."""
-  known = tuple(known)
+def check_name(option: str, name: str, known: tuple[str, ...]) -> None:
+  """Raises a ValueError unless a name is one of the known ones."""
   if name not in known:
     raise ValueError(
-      f"`--model` must be one of {', '.join(known)}, got {name!r}."
+      f"`{option}` must be one of {', '.join(known)}, got {name!r}."
     )
 
 

@@ -16,11 +16,7 @@ def output_directory(output: str | None, label: str) -> pathlib.Path:
 
 
 def make_directory(option: str, path: str | pathlib.Path) -> None:
-  """Makes a directory that the user has named.
-
-  Raises:
-    ValueError: when it cannot be written to.
-  """
+  """Makes a directory that the user has named, and that takes files."""
   try:
     pathlib.Path(path).mkdir(parents=True, exist_ok=True)
     if os.access(path, os.W_OK):

@@ -27,15 +27,7 @@ def write_row(
   records: "list[training.Record]",
   **more: Any,
 ) -> None:
-  """Appends a run's row to `rows.jsonl` and says where.
-
-  Args:
-    output: the directory.
-    options: of the run.
-    method: that trained, or the protocol.
-    records: of the run; the row has their summary.
-    **more: further fields, or other values of these.
-  """
+  """Appends a run's row, with a summary of its records, and says where."""
   # Not above: every command imports this file, `--help` too.
   from jdist import training
   from jdist.training import comparison
@@ -49,13 +41,7 @@ def write_row(
 
 
 def check(records: Any, rate: float, saved: Any = None) -> None:
-  """Raises a DivergedError if the last record is of a run that has diverged.
-
-  Args:
-    records: of the run.
-    rate: its learning rate.
-    saved: the directory of checkpoints, if there is one.
-  """
+  """Raises a DivergedError if the last record is of a run that has diverged."""
   last = records[-1]
   if not last.diverged:
     return

@@ -13,11 +13,7 @@ from jdist import collectives, methods, models, prediction, reducers
 from jdist.cli import _groups
 
 _Loaded = TypeVar("_Loaded")
-# The option that names a method's networks, and what writes them.
-_WRITERS = {
-  "predictor": "jdist.prediction.save_predictor",
-  "nowcasters": "jdist.prediction.save_nowcasters",
-}
+# The option that names a method's networks, which `save_OPTION` writes.
 NEEDS = {"mp2": "predictor", "wnn": "nowcasters"}
 # All options that only these methods use.
 OPTIONS = {"mp2": ("predictor",), "wnn": ("nowcasters", "nowcast_steps")}
@@ -60,7 +56,7 @@ def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
     if option is not None and getattr(options, option) is None:
       raise ValueError(
         f"`--{option}` must be given for {method}: a directory that "
-        f"`{_WRITERS[option]}` has written."
+        f"`jdist.prediction.save_{option}` has written."
       )
   steps = options.nowcast_steps
   if steps is not None and steps < 1:

@@ -29,12 +29,7 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The type of an array.
-
-  Attributes:
-    dtype: XLA's name, for instance `f32`.
-    dims: its dimensions.
-  """
+  """The type of an array, by XLA's name."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -54,21 +49,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a program.
-
-  Attributes:
-    name: unique in the program.
-    operation: XLA's name of it, for instance `all-reduce-start`.
-    result: its arrays; several for a tuple.
-    operands: names of instructions.
-    attributes: the rest of the line.
-  """
+  """One line of a program, and what it is in XLA's words."""
 
   name: str
   operation: str
-  result: tuple[Shape, ...]
+  result: tuple[Shape, ...]  # Several arrays for a tuple.
   operands: tuple[str, ...]
-  attributes: str = dataclasses.field(repr=False)
+  attributes: str = dataclasses.field(repr=False)  # The rest of the line.
 
   @property
   def result_bytes(self) -> int:
@@ -87,12 +74,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program: computations by name, each a tuple of instructions in order.
-
-  Attributes:
-    entry: the name of the computation that is the program.
-    computations: all of them.
-  """
+  """A program: its entry, and the instructions of computations in order."""
 
   entry: str
   computations: dict[str, tuple[Instruction, ...]]

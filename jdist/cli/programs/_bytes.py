@@ -17,24 +17,18 @@ _QUICKLY = {"xla_backend_optimization_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """Bytes that one worker sends in a phase of a method.
+  """Bytes that one worker sends in a round, in a phase of a method.
 
-  Attributes:
-    method: its name.
-    phase: of the run; None when all of it is alike.
-    interval: steps of a round.
-    told: by the codecs, in a round, without rounding up to whole bytes; None
-      where numbers are sent as they are, and of all phases but the last.
-    traced: in a round, by the collectives of the traced step.
-    compiled: the same by those of the program compiled for CPUs.
+  The codecs' count, `told`, is not rounded up to whole bytes; it is None where
+  numbers are sent as they are, and of all phases but the last.
   """
 
   method: str
-  phase: collectives.Phase | None
+  phase: collectives.Phase | None  # None when all of the run is alike.
   interval: int
   told: float | None
   traced: float
-  compiled: float
+  compiled: float  # For CPUs.
 
   @property
   def in_step(self) -> float:
@@ -58,8 +52,8 @@ def count(options: _options.Bytes) -> None:
 def _check(options: _options.Bytes) -> None:
   """Raises a ValueError for options that are wrong."""
   _methods.check_methods("--methods", options.methods)
-  names = [name for name in models.NAMES if name != "transformer"]
-  _options.check_model(options.model, names)
+  names = tuple(name for name in models.NAMES if name != "transformer")
+  _options.check_name("--model", options.model, names)
   _options.check_least(options, workers=1, interval=1, steps=1, warmup_steps=0)
   _methods.check_used(options, options.methods)
 

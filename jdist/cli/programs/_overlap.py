@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import jax
-import optax
 
 from jdist import cluster, collectives, models, profiling, training, transforms
 from jdist.cli import _groups, _options, _output
@@ -113,49 +112,30 @@ def _programs(
 ) -> list[Any]:
   """A method's step, compiled; of rounds that the host ends both of it."""
   optimizer = _overlap_inputs.make_optimizer(method, options, workers.axis)
+  step = training.make_step(task.loss, optimizer, axis=workers.axis)
   state = profiling.abstract_state(
     workers, optimizer, task.model.params, task.model.state
   )
-  chosen: dict[str, Any] = {}
-  if _streamed(method):
-    chosen["stream_steps"] = options.interval
-  told: list[dict[str, Any]] = [{}]
-  if options.host_rounds and _host_ends(state):
-    told = [{"round_ends": True}, {"round_ends": False}]
-  return [
-    _compile(optimizer, state, chosen | more, options, task, workers)
-    for more in told
-  ]
-
-
-def _host_ends(state: training.TrainState) -> bool:
-  """Returns True where a host may end rounds, of all parameters at once."""
-  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
-  return ahead is not None and ahead.ndim == 3  # Of fragments 4.
-
-
-def _compile(
-  optimizer: optax.GradientTransformation,
-  state: training.TrainState,
-  chosen: dict[str, Any],
-  options: _options.Overlap,
-  task: _overlap_inputs.Task,
-  workers: collectives.Workers,
-) -> Any:
-  step = training.make_step(task.loss, optimizer, axis=workers.axis)
-
-  def one_step(state: Any, batch: Any) -> Any:
-    return step(state, batch, transforms.Control(**chosen))
-
-  lowered = workers.jit(one_step, donate_argnums=0).lower(
-    state, profiling.abstract(workers, task.batch)
-  )
+  batch = profiling.abstract(workers, task.batch)
   flags: dict[str, Any] = {}
   if options.in_flight is not None:
     flags[_overlap_inputs.IN_FLIGHT] = options.in_flight
   if options.combine_mb is not None:
     flags[_COMBINE] = int(options.combine_mb * 1e6)
-  return lowered.compile(compiler_options=flags)
+  stream_steps: Any = options.interval if _streamed(method) else "fixed"
+  ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
+  # All parameters at once: of fragments it has 4.
+  host_ends = ahead is not None and ahead.ndim == 3
+  programs = []
+  for ends in (True, False) if options.host_rounds and host_ends else (None,):
+    control = transforms.Control(round_ends=ends, stream_steps=stream_steps)
+
+    def one_step(state: Any, batch: Any, control: Any = control) -> Any:
+      return step(state, batch, control)
+
+    lowered = workers.jit(one_step, donate_argnums=0).lower(state, batch)
+    programs.append(lowered.compile(compiler_options=flags))
+  return programs
 
 
 def _heading(

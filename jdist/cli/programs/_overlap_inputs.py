@@ -20,16 +20,7 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model and what it is fed with, as shapes.
-
-  Attributes:
-    model: with shapes for parameters.
-    loss: as `training.make_step` takes it.
-    batch: one worker's, arrays of shapes.
-    unit: what a batch consists of.
-    output_loss: of the model's outputs and a batch.
-    inputs: of the model, from a batch, as `pipeline.OneProgram` takes them.
-  """
+  """A model and what it is fed with, as shapes; of stages its last two."""
 
   model: models.Model
   loss: Callable[..., Any]
@@ -51,7 +42,7 @@ def check(
   _methods.check_methods(
     "--methods", tuple(dict.fromkeys(split(m)[0] for m in options.methods))
   )
-  _options.check_model(options.model, models.NAMES)
+  _options.check_name("--model", options.model, models.NAMES)
   try:
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:

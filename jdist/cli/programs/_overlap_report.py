@@ -10,20 +10,11 @@ from jdist.cli import _options
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """A method's program as it was read.
-
-  Attributes:
-    method: its name and form.
-    meeting: the step that ends a round.
-    between: a step that does not, or the same.
-    interval: steps of a round.
-    memory_bytes: that the program needs on a GPU.
-    compile_s: how long that took here.
-  """
+  """A method's program as it was read, and how long compiling it took."""
 
   method: str
-  meeting: profiling.Forecast
-  between: profiling.Forecast
+  meeting: profiling.Forecast  # The step that ends a round.
+  between: profiling.Forecast  # A step that does not, or the same.
   interval: int
   memory_bytes: int
   compile_s: float

@@ -227,19 +227,15 @@ def _train(
     if stops:
       raise _preemption.PreemptedError(done, saved)
     if last < steps.stop:
-      _warn_ended(done, steps.stop)
+      warnings.warn(
+        f"The batches have ended after step {done} of {steps.stop}: so has the "
+        "run. Its state is given back, and saved if there are checkpoints.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
       break
   if not steps:  # Killed after its last step, perhaps.
     run.record()
-
-
-def _warn_ended(done: int, num_steps: int) -> None:
-  warnings.warn(
-    f"The batches have ended after step {done} of {num_steps}: so has the run. "
-    "Its state is given back, and saved if there are checkpoints.",
-    RuntimeWarning,
-    stacklevel=3,
-  )
 
 
 def _due(done: int, every: int | None, last: int) -> bool:
