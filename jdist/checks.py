@@ -101,11 +101,7 @@ def call(name: str, function: Callable[[str], Any], word: str) -> Any:
 
 
 def check_list(name: str, value: Any, of: str) -> list[Any]:
-  """Returns an iterable as a list; raises a ValueError for text and mappings.
-
-  >>> check_list("steps", range(3), "numbers")
-  [0, 1, 2]
-  """
+  """Returns an iterable as a list; refuses text and mappings."""
   try:
     if not isinstance(value, str | bytes | Mapping):
       return list(value)
@@ -122,11 +118,7 @@ def check_structural(
   maximum: int | None = None,
   remedy: str = "",
 ) -> int:
-  """Returns an integer that shapes a program, also NumPy's, as a Python int.
-
-  >>> check_structural("interval", np.int64(8), minimum=1)
-  8
-  """
+  """Returns an integer that shapes a program, also NumPy's, as a Python int."""
   if isinstance(value, jax.Array):
     raise ValueError(
       f"`{name}` shapes the program and must be a Python int, got an array. "
@@ -150,11 +142,7 @@ def check_int(
   maximum: int | None = None,
   remedy: str = "",
 ) -> int:
-  """Returns an integer in its range, also NumPy's, as a Python int.
-
-  >>> check_int("rank", np.int64(2), 1)
-  2
-  """
+  """Returns an integer in its range, also NumPy's, as a Python int."""
   number: Any = None
   with contextlib.suppress(TypeError):
     number = operator.index(value)
@@ -264,13 +252,8 @@ def check_continuous(
   """Raises a ValueError unless a number lies in [low, high] or (low, high].
 
   Traced values pass: they are hyper-parameters under
-  `optax.inject_hyperparams`.
-
-  Returns:
-    The number; ints and bools, which JAX takes as int32 and bool, as a float.
-
-  >>> check_continuous("momentum", 1)
-  1.0
+  `optax.inject_hyperparams`.  Ints and bools, which JAX takes as int32 and
+  bool, come back as a float.
   """
   if is_traced(value):
     return value
@@ -306,11 +289,7 @@ def check_number(
   high: float = float("inf"),
   open_low: bool = False,
 ) -> float:
-  """Returns a finite number in [low, high] or (low, high] as a Python float.
-
-  >>> check_number("mixup", np.float32(0.5))
-  0.5
-  """
+  """Returns a finite number in [low, high] or (low, high] as a Python float."""
   number = math.nan
   if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
