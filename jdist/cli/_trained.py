@@ -67,11 +67,10 @@ def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
   """Returns a hash of the networks that a method uses, None without any."""
   if method not in NEEDS:
     return None
-  loads: dict[str, Callable[[str], Any]] = {
-    "predictor": lambda path: prediction.load_predictor(path)[1],
-    "nowcasters": prediction.load_nowcasters,
-  }
-  params = _loaded(NEEDS[method], options, loads[NEEDS[method]])
+  option = NEEDS[method]
+  params = _loaded(option, options, getattr(prediction, f"load_{option}"))
+  if option == "predictor":
+    _, params = params
   found = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     found.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode())

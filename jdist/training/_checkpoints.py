@@ -27,13 +27,7 @@ PyTree = Any
 
 
 class Restored(NamedTuple):
-  """A restored checkpoint.
-
-  Attributes:
-    step: the step that it was saved at.
-    state: the state, like the template.
-    metadata: of `Checkpoints.save`.
-  """
+  """What was given to `Checkpoints.save`, its arrays placed like a template."""
 
   step: int
   state: PyTree

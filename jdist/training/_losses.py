@@ -121,12 +121,8 @@ def model_inputs(
 ) -> Callable[[PyTree, jax.Array], jax.Array]:
   """Makes what turns a batch and a random key into a model's inputs.
 
-  Of a batch of texts these are its `"tokens"`, as they are.
-
-  Args:
-    normalize: as of `classification_loss`.
-    compute_dtype: likewise.
-    augment: likewise.
+  Of a batch of texts these are its `"tokens"`, as they are.  The arguments are
+  those of `classification_loss`.
   """
 
   def inputs(batch: PyTree, key: jax.Array) -> jax.Array:

@@ -64,11 +64,8 @@ def resize(
   template = _train_state.init_state(
     new, new_optimizer, first.params, first.model_state
   )
-  shared = transforms.sharing(template.opt_state)
   num_local = len(new.local_workers)
-  labels = jax.tree.map(lambda _: False, template)._replace(
-    opt_state=shared.state
-  )
+  labels = _train_state.shared_leaves(template)
 
   def is_owners(x: Any) -> bool:
     return isinstance(x, reducers.AllToAllState)

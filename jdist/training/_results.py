@@ -68,12 +68,8 @@ def _drop_cut_off_line(path: pathlib.Path) -> None:
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads all rows of a file; a last line that was cut off is left out."""
-  rows = []
   lines = pathlib.Path(path).read_text().splitlines(keepends=True)
-  for line in lines:
-    if line.endswith("\n") and line.strip():
-      rows.append(json.loads(line))
-  return rows
+  return [json.loads(x) for x in lines if x.endswith("\n") and x.strip()]
 
 
 def _plain(x: Any) -> Any:

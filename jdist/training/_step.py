@@ -130,12 +130,7 @@ def make_update(
   axis: collectives.Axis,
   independent: bool = False,
 ) -> Step:
-  """Makes the second half of a step: what is done with a gradient.
-
-  Args:
-    optimizer: as of `make_step`.
-    axis: the workers' axis.
-    independent: as of `make_step`.
+  """Makes the second half of a step, with arguments as of `make_step`.
 
   Returns:
     `(state, gradient, control=None) -> state, metrics`, with the gradient of
@@ -290,12 +285,7 @@ def synchronize_statistics(
 
 
 def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
-  """Averages batch statistics; counters and keys stay each worker's own.
-
-  Args:
-    model_state: one worker's.
-    axis: the workers' axis.
-  """
+  """Averages a worker's batch statistics; counters and keys stay its own."""
   leaves, structure = jax.tree.flatten(model_state)
   chosen = [
     i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)

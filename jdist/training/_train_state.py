@@ -67,10 +67,9 @@ def init_state(
     specs = jax.sharding.PartitionSpec()
   replicated = workers.replicate(params, specs)
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-  common = workers.replicate(
+  step, model_state, key = workers.replicate(
     (np.zeros((), np.int32), {} if model_state is None else model_state, key)
   )
-  step, model_state, key = common
   init = workers.jit(
     optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)
   )
