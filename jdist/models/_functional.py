@@ -58,12 +58,7 @@ class Model:
 
 
 def num_params(model: Model) -> int:
-  """Counts the trained numbers of a model.
-
-  >>> from jdist import models
-  >>> num_params(models.build("lenet", input_shape=(28, 28, 1), num_classes=10))
-  61706
-  """
+  """Counts the trained numbers of a model."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
 
 

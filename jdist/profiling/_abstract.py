@@ -44,11 +44,6 @@ def abstract_state(
     params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`, as of
       `models.build(..., abstract=True)`.
     model_state: one worker's batch statistics, likewise.
-
-  >>> team = collectives.workers(2, substrate="vmap")
-  >>> shapes = abstract_state(team, optax.sgd(0.1), jnp.zeros(3))
-  >>> shapes.params.shape, shapes.step.shape
-  ((2, 3), (2,))
   """
   replicated = abstract(workers, params)
   sharding = workers.sharding()

@@ -12,15 +12,12 @@ class SentCollective:
   """A collective of a step on the link, and the kernels that hide it.
 
   Attributes:
-    name: the instruction's.
-    kind: `"all-reduce"` and so on.
     wire_bytes: bytes that a worker sends, in a ring.
     conditional: whether it runs in the steps that end a round only.
     kernels: the number of kernels between its start and its done.
     products: how many of these are matrix products or convolutions.
     compute_s: seconds that they take.
     start_s: the time at which the link begins to send it.
-    end_s: the time at which it has been sent.
     exposed_s: seconds for which the device waits for it.
   """
 
@@ -50,14 +47,7 @@ class SentCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A computation on the device.
-
-  Attributes:
-    name: the instruction's.
-    start_s: the time at which it begins.
-    end_s: the time at which it ends.
-    flops: two for each multiply and add of products and convolutions.
-  """
+  """A computation on the device; see `Event` for its operations."""
 
   name: str
   start_s: float
@@ -67,12 +57,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-  """One step on a stated device and link.
-
-  Attributes:
-    collectives: in the order of their starts.
-    kernels: in order.
-  """
+  """One step on a stated device and link, all in the order of their starts."""
 
   collectives: tuple[SentCollective, ...]
   kernels: tuple[Kernel, ...]

@@ -78,13 +78,7 @@ _TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-  """GPUs to compile for; made by `gpu_target`.
-
-  Attributes:
-    kind: of the GPUs, a key of `GPUS`.
-    gpus_per_node: the number of GPUs that share a host and its fast links.
-    nodes: the number of hosts.
-  """
+  """GPUs to compile for, of a kind of `GPUS`; made by `gpu_target`."""
 
   kind: str
   gpus_per_node: int

@@ -11,11 +11,9 @@ class Gpu:
   """A GPU's highest rates, which no program reaches all.
 
   Attributes:
-    name: of the GPU.
     bfloat16_flops_per_s: of matrix products, dense.
     float32_flops_per_s: of matrix products in TF32, dense: what XLA takes for
       float32 by default.
-    memory_bytes_per_s: of its own memory.
     nvlink_bits_per_s: to the other GPUs of its node, in each direction.
     network_bits_per_s: its share of the node's network, in each direction.
   """
@@ -33,9 +31,6 @@ class Gpu:
     """Returns the device for programs that compute in a dtype.
 
     Kernels take `launch_s` at least.
-
-    >>> GPUS["h200"].device("bfloat16").flops_per_s
-    989500000000000.0
     """
     rates = {
       "bfloat16": self.bfloat16_flops_per_s,

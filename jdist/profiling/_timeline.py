@@ -31,7 +31,7 @@ class Event:
     kind: `"compute"`, or the `"start"` or `"done"` of a collective.
     name: the instruction's; a start and its done have the start's name.
     operation: XLA's name of it.
-    flops: floating point operations of a computation.
+    flops: two for each multiply and add of products and convolutions.
     num_bytes: memory that a computation reads and writes; of an array that it
       slices or changes in place, the slice.
     collective: of a start; None for others.

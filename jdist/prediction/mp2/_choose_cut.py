@@ -14,13 +14,11 @@ Fronts = Callable[[_cut.Cut], np.ndarray]
 
 
 class ScoredCut(NamedTuple):
-  """A cut with its trained predictor.
+  """A cut with its trained predictor, at its best epoch.
 
   Attributes:
-    predictor: of the cut.
-    params: its best parameters.
     accuracy: mean of the networks that it completes, from held-out fronts on
-      the test images, at its best epoch.
+      the test images.
     untrained: the same before it was trained.
     pushed_bytes: bytes that a worker sends in a round.
   """

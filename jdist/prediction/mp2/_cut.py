@@ -34,12 +34,7 @@ class Cut:
   """A network cut in two; made by `cut` or `published_cut`.
 
   Hashable and made without values: it may be a static argument of a compiled
-  function.
-
-  Attributes:
-    model: the network's name, for messages.
-    front: the layers in front of the cut, in their order.
-    rear: the layers behind it.
+  function.  The network's name is for messages.
   """
 
   model: str

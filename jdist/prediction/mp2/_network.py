@@ -23,13 +23,7 @@ _ORDER = ("kernel", "bias", "scale")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """One array of a network's parameters.
-
-  Attributes:
-    path: the keys that lead to it.
-    shape: its shape.
-    dtype: its type, by name.
-  """
+  """One array of a network's parameters, by the keys that lead to it."""
 
   path: tuple[str, ...]
   shape: tuple[int, ...]
@@ -51,11 +45,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class LeafGroup:
-  """The arrays of one convolution or dense layer, with its normalization.
-
-  Attributes:
-    leaves: kernel, bias, and the parameters of its normalization.
-  """
+  """Kernel and bias of a convolution or dense layer, with its normalization."""
 
   leaves: tuple[Leaf, ...]
 

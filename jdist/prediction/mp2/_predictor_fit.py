@@ -85,13 +85,7 @@ class Epoch(NamedTuple):
 
 
 class FittedPredictor(NamedTuple):
-  """A trained predictor.
-
-  Attributes:
-    params: of the best evaluation, the first of equals.
-    best: that evaluation.
-    curve: all of them.
-  """
+  """A trained predictor at its best evaluation, the first of equals."""
 
   params: PyTree
   best: Epoch
@@ -149,21 +143,6 @@ def fit_predictor(
       another predictor, settings or data, or other arrays.
     FloatingPointError: when the loss is not finite any more.  The state is not
       kept then.
-
-  >>> from jdist import models, prediction
-  >>> model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
-  >>> cut = prediction.cut(model, 1)
-  >>> front = np.asarray(cut.flatten_front(model.params))
-  >>> images = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 2, 2, 1)
-  >>> labels = np.arange(8) % 2
-  >>> fitted = fit_predictor(
-  ...   prediction.predictor(cut), model, np.stack([front, 2 * front]),
-  ...   images, labels, held_out=front[None],
-  ...   test_images=images, test_labels=labels,
-  ...   fit=PredictorFit(1, 2, images_per_batch=4, image_batches=2),
-  ... )
-  >>> [point.epoch for point in fitted.curve]
-  [0, 1]
 
   References:
     MP², "prediction-result-based evaluation".  Reconstruction: images are drawn

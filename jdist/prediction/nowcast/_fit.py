@@ -64,14 +64,11 @@ class NowcastFit:
 
 
 class Fitted(NamedTuple):
-  """A trained network.
+  """A trained network at its best evaluation.
 
-  Attributes:
-    params: of the best evaluation.
-    step: of that evaluation.
-    error: mean absolute error on the held-out tracks, in units of weights.
-    repeat_error: that of repeating the last value.
-    curve: (step, error) of every evaluation, and of the beginning.
+  Errors are mean absolute ones on the held-out tracks, in units of weights;
+  `repeat_error` is that of repeating the last value.  The curve has step and
+  error of every evaluation, and of the beginning.
   """
 
   params: dict[str, Any]
