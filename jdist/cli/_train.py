@@ -59,15 +59,6 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
   first = jax.process_index() == 0
   if first:  # Now and not after hours of training.
     _experiment.make_directories(options)
-  checkpoints = (
-    None
-    if options.checkpoints is None
-    else training.Checkpoints(
-      options.checkpoints,
-      workload.workers,
-      other_workers=programs.other_workers(options.seed),
-    )
-  )
 
   def tell(record: training.Record) -> None:
     if first:
@@ -90,10 +81,15 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
   ends = {}
   if options.final_params is not None:
     ends["on_end"] = functools.partial(_save_model, options, workload)
-  board = None
+  checkpoints = board = None
   with contextlib.ExitStack() as stack:
-    if checkpoints is not None:
-      stack.callback(checkpoints.close)
+    if options.checkpoints is not None:
+      checkpoints = training.Checkpoints(
+        options.checkpoints,
+        workload.workers,
+        other_workers=programs.other_workers(options.seed),
+      )
+      stack.enter_context(checkpoints)
     if first and options.tensorboard is not None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
     try:

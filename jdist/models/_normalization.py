@@ -25,7 +25,7 @@ def check_norm(norm: str) -> None:
 class _Normalization(nnx.Module):
   """Scale and shift of each channel, behind a normalization."""
 
-  def __init__(self, num_features: int, epsilon: float):
+  def __init__(self, num_features: int, *, epsilon: float = 1e-5):
     # By NumPy, as JAX would compile a program for each.
     self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
     self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
@@ -70,7 +70,7 @@ class BatchNorm(_Normalization):
   def __init__(
     self, num_features: int, *, momentum: float = 0.9, epsilon: float = 1e-5
   ):
-    super().__init__(num_features, epsilon)
+    super().__init__(num_features, epsilon=epsilon)
     self.mean = nnx.BatchStat(jnp.asarray(np.zeros(num_features, np.float32)))
     self.var = nnx.BatchStat(jnp.asarray(np.ones(num_features, np.float32)))
     self.momentum = momentum
@@ -136,7 +136,7 @@ class GroupNorm(_Normalization):
         f"`num_groups` must divide the {num_features} channels, got "
         f"{num_groups}."
       )
-    super().__init__(num_features, epsilon)
+    super().__init__(num_features, epsilon=epsilon)
     self.num_groups = num_groups
 
   def __call__(
@@ -163,9 +163,6 @@ class LayerNorm(_Normalization):
   References:
     Ba, Kiros and Hinton, "Layer normalization", 2016, arXiv:1607.06450.
   """
-
-  def __init__(self, num_features: int, *, epsilon: float = 1e-5):
-    super().__init__(num_features, epsilon)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes x [..., num_features]."""

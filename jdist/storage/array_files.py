@@ -18,7 +18,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,6 @@ _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 # All but what every file system takes.
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _NUM_LETTERS = 80
-
-
-class _Manifest(NamedTuple):
-  files: dict[str, tuple[str, str]]  # Of each array its file and hash.
-  stale: list[str]
-  body: dict[str, Any]
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -154,11 +148,9 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
       f"{rule} has an {_MANIFEST} that is not ours, damaged, or of another "
       f"version. {error} Take another directory."
     ) from error
-  if manifest.body["what"] != what:
-    raise ValueError(
-      f"{rule} holds {manifest.body['what']}. Take another directory."
-    )
-  names = [file for file, _ in manifest.files.values()] + manifest.stale
+  if (found := manifest["body"]["what"]) != what:
+    raise ValueError(f"{rule} holds {found}. Take another directory.")
+  names = [file for file, _ in manifest["files"].values()] + manifest["stale"]
   return {x for x in names if isinstance(x, str) and _FILE.fullmatch(x)}
 
 
@@ -169,17 +161,17 @@ def _cut_off(path: pathlib.Path) -> bool:
   return name is not None and hashes.hash_file(path).startswith(name[1])
 
 
-def _read(target: pathlib.Path) -> _Manifest:
+def _read(target: pathlib.Path) -> dict[str, Any]:
+  """Returns the manifest: of each array its file and hash, and the rest."""
   found = sealed_json.read(target / _MANIFEST, form=_FORMAT)
   try:
     files = {name: (file, sha) for name, (file, sha) in found["files"].items()}
-    manifest = _Manifest(files, list(found["stale"]), found["body"])
-    manifest.body["what"]
+    found["body"]["what"]
+    return found | {"files": files, "stale": list(found["stale"])}
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise sealed_json.DamagedError(
       target / _MANIFEST, f"cannot be read ({error!r})"
     ) from error
-  return manifest
 
 
 def load_arrays(
@@ -193,20 +185,21 @@ def load_arrays(
     raise FileNotFoundError(
       f"`directory` must hold {what}, but there is no {_MANIFEST} in {target}."
     ) from error
-  if manifest.body["what"] != what:
+  body = manifest["body"]
+  if body["what"] != what:
     raise ValueError(
-      f"`directory` must hold {what}, got {manifest.body['what']} in {target}."
+      f"`directory` must hold {what}, got {body['what']} in {target}."
     )
   # Never outside of the directory, whatever the manifest names.
   files = {
     name: (pathlib.Path(file).name, digest)
-    for name, (file, digest) in manifest.files.items()
+    for name, (file, digest) in manifest["files"].items()
   }
   hashes.check_files(target, dict(files.values()))
   return {
     name: np.load(target / file, allow_pickle=False)
     for name, (file, _) in files.items()
-  }, manifest.body
+  }, body
 
 
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
