@@ -98,31 +98,7 @@ def evaluate_predictor(
   check_images(("images", "labels"), images, labels, model, normalize)
   checks.check_int("samples_per_batch", samples_per_batch, 1)
   checks.check_int("images_per_batch", images_per_batch, 1)
-  return accuracies(
-    predictor,
-    params,
-    model,
-    samples,
-    np.asarray(images),
-    np.asarray(labels),
-    normalize,
-    samples_per_batch,
-    images_per_batch,
-  )
-
-
-def accuracies(
-  predictor: _predictor.Predictor,
-  params: PyTree,
-  model: models.Model,
-  samples: np.ndarray,
-  images: np.ndarray,
-  labels: np.ndarray,
-  normalize: Normalize,
-  samples_per_batch: int,
-  images_per_batch: int = 500,
-) -> np.ndarray:
-  """Returns the same for arguments that were checked before."""
+  images, labels = np.asarray(images), np.asarray(labels)
   hits = np.zeros(len(samples))
   for first in range(0, len(samples), samples_per_batch):
     part = hits[first : first + samples_per_batch]

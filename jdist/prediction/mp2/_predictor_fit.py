@@ -167,9 +167,9 @@ def fit_predictor(
   )
 
   def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
-    found = _evaluate.accuracies(
-      predictor, params, model, held_out, *test, normalize,
-      fit.samples_per_batch,
+    found = _evaluate.evaluate_predictor(
+      predictor, params, model, held_out, *test, normalize=normalize,
+      samples_per_batch=fit.samples_per_batch,
     )  # fmt: skip
     point = Epoch(epoch, float(found.mean()), loss)
     if on_epoch is not None:

@@ -198,8 +198,8 @@ def test_the_best_is_kept_and_not_the_last(monkeypatch):
   scores = iter((0.1, 0.5, 0.5, 0.2))
   monkeypatch.setattr(
     _evaluate,
-    "accuracies",
-    lambda *args: np.array([next(scores)]),
+    "evaluate_predictor",
+    lambda *args, **options: np.array([next(scores)]),
   )
   fit = dataclasses.replace(FIT, num_epochs=3)
   fitted = fit_predictor(fit)
