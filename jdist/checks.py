@@ -281,23 +281,15 @@ def holds_objects(value: Any) -> bool:
   return kind in ("O", "S", "U")
 
 
-def check_number(
-  name: str,
-  value: Any,
-  *,
-  low: float = 0.0,
-  high: float = float("inf"),
-  open_low: bool = False,
-) -> float:
-  """Returns a finite number in [low, high] or (low, high] as a Python float."""
+def check_number(name: str, value: Any, **bounds: Any) -> float:
+  """Returns a finite number, in bounds as of `check_continuous`, as a float."""
   number = math.nan
   if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
       number = float(value)
   if not math.isfinite(number):
     raise ValueError(f"`{name}` must be a finite number, got {show(value)}.")
-  check_continuous(name, number, low=low, high=high, open_low=open_low)
-  return number
+  return check_continuous(name, number, **bounds)
 
 
 def check_optimizer(

@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from jdist import collectives, methods, models, transforms
-from jdist.cli import _composition, _options, _trained
+from jdist.cli import _composition, _groups, _options, _trained
 from jdist.transforms import intervals
 
 # In how many steps a streamed message may go; in longer rounds it has arrived
@@ -20,11 +20,9 @@ _HIGHEST = 16
 _ADAM_B2 = 0.999
 # What methods read of a run that no option of theirs is.
 OF_SOME = (
-  "interval", "interval_policy", "overlap", "delay_steps", "carry", "stream",
-  "correction", "outer", "outer_learning_rate", "outer_momentum", "codec",
-  "feedback", "reducer", "bits", "ratio", "rank", "predictor", "nowcasters",
-  "nowcast_steps",
-)  # fmt: skip
+  *_groups.MethodOptions.__dataclass_fields__,
+  *("predictor", "nowcasters", "nowcast_steps"),
+)
 
 
 def entries() -> Mapping[str, methods.Method]:

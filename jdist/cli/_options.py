@@ -94,9 +94,12 @@ class Compare(_groups.LinkOptions, Common):
   """One run each; the table says mean and spread."""
 
 
-# Options of runs with a parameter server, and with stages.
+# Options of runs with a parameter server, with stages, and of what a run keeps
+# and in which processes.
 OF_SERVERS = tuple(_server_options.ServerOptions.__dataclass_fields__)
 OF_STAGES = tuple(_groups.StageOptions.__dataclass_fields__)
+OF_CHECKPOINTS = tuple(_groups.CheckpointOptions.__dataclass_fields__)
+OF_PROCESSES = tuple(_groups.ProcessOptions.__dataclass_fields__)
 
 # Of methods that have several forms, the first is meant without a colon.
 FORMS: dict[str, tuple[str, ...]] = {

@@ -221,24 +221,12 @@ def _join(options: _options.Train, num_devices: int) -> None:
 
 def _identity(options: _options.Train) -> dict[str, object]:
   """Returns what must be the same when a run is resumed."""
-  elsewhere = {
-    "output",
-    "checkpoints",
-    "checkpoint_every_epochs",
-    "final_params",
-    "tensorboard",
-    "evaluate_every_epochs",
-    "coordinator_address",
-    "num_processes",
-    "process_id",
-    "preset",
-    # The data set's name has a hash of it.
-    "text",
-    # Networks that were trained before are in the state: another path to the
-    # same ones will do, and the same path to others will not.
-    "predictor",
-    "nowcasters",
-  }
+  # The data set's name has a hash of a text.  Networks that were trained before
+  # are in the state: another path to the same ones will do, and the same path
+  # to others will not.
+  elsewhere = {"output", "evaluate_every_epochs", "preset", "text"}
+  elsewhere |= {"predictor", "nowcasters"}
+  elsewhere |= {*_options.OF_CHECKPOINTS, *_options.OF_PROCESSES}
   identity = {
     name: value
     for name, value in dataclasses.asdict(options).items()

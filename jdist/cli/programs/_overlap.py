@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jdist import cluster, collectives, models, profiling, training, transforms
-from jdist.cli import _groups, _options, _output
+from jdist.cli import _options, _output
 from jdist.cli.programs import _overlap_inputs, _overlap_report, _stages_overlap
 
 _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
@@ -18,9 +18,7 @@ def overlap(options: _options.Overlap) -> None:
   if options.stages is not None:
     table = _stages_overlap.check(options, topology)
   else:
-    _options.check_left_out(
-      options, _groups.StageOptions.__dataclass_fields__, "without `--stages`"
-    )
+    _options.check_left_out(options, _options.OF_STAGES, "without `--stages`")
   if options.tell_compiler:
     profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
   # The devices of this host are not needed, and its GPUs not taken.
