@@ -30,7 +30,6 @@ class Event:
   Attributes:
     kind: `"compute"`, or the `"start"` or `"done"` of a collective.
     name: the instruction's; a start and its done have the start's name.
-    operation: XLA's name of it.
     flops: two for each multiply and add of products and convolutions.
     num_bytes: memory that a computation reads and writes; of an array that it
       slices or changes in place, the slice.
@@ -39,7 +38,6 @@ class Event:
 
   kind: Literal["compute", "start", "done"]
   name: str
-  operation: str
   flops: int = 0
   num_bytes: int = 0
   collective: collectives.Collective | None = None
@@ -190,23 +188,21 @@ def _events(
   if operation.endswith("-done"):
     started = program.instructions.get(next(iter(instruction.operands), ""))
     if started is not None and _sends(program, started) and not _waits(started):
-      yield Event("done", started.name, operation)
+      yield Event("done", started.name)
     return
   if _sends(program, instruction):
-    sender = _sender(program, instruction)
     collective = _hlo_collectives.as_collective(
-      program, sender, conditional=conditional
+      program, _sender(program, instruction), conditional=conditional
     )
-    yield Event("start", name, sender.operation, collective=collective)
+    yield Event("start", name, collective=collective)
     if not operation.endswith("-start") or _waits(instruction):
-      yield Event("done", name, operation)
+      yield Event("done", name)
     return
   if operation.endswith("-start"):
     return  # A copy engine's work beside the kernels.
   yield Event(
     "compute",
     name,
-    operation,
     flops=_flops(program, instruction),
     num_bytes=_moved_bytes(program, instruction),
   )
@@ -240,7 +236,7 @@ def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
   if instruction.operation == "fusion":
     for name in instruction.called:
       if body := program.computations.get(name):
-        return _moved_in_fusion(program, body)
+        return _moved_in_fusion(body)
   operands = tuple(
     program.instructions[name]
     for name in instruction.operands
@@ -266,9 +262,7 @@ _PARTS = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
 
 
-def _moved_in_fusion(
-  program: _hlo.Program, body: tuple[_hlo.Instruction, ...]
-) -> int:
+def _moved_in_fusion(body: tuple[_hlo.Instruction, ...]) -> int:
   by_name = {inner.name: inner for inner in body}
   users: dict[str, list[_hlo.Instruction]] = {name: [] for name in by_name}
   for inner in body:

@@ -1,5 +1,6 @@
 """A tiny run on real digits, whose parameters can be collected."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,12 @@ def model(abstract=False, **options):
 
 def cut(num_layers=1, **options):
   return prediction.cut(model(abstract=True, **options), num_layers)
+
+
+def flatten_rear(cut, tree):
+  """The rear as a vector, as `Cut.flatten_front` makes one of the front."""
+  swapped = dataclasses.replace(cut, front=cut.rear, rear=cut.front)
+  return swapped.flatten_front(tree)
 
 
 @functools.cache

@@ -196,7 +196,7 @@ def test_a_loop_is_read_with_what_runs_around_its_sends():
   assert loop.turns == 7
   assert loop.around == (1, 0)
   ((idle, works),) = loop.branches
-  assert idle == () and [e.operation for e in works] == ["add"]
+  assert idle == () and [(e.kind, e.name) for e in works] == [("compute", "c")]
   kinds = [event.kind for event in loop.events]
   assert kinds == ["start", "start", "done", "done", "compute"]
 

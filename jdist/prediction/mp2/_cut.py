@@ -125,18 +125,19 @@ class Cut:
     Returns:
       float32 [num_front].
     """
-    return self._flatten("front", tree)
-
-  def flatten_rear(self, tree: PyTree) -> jax.Array:
-    """Flattens the rear, float32 [num_rear]; see `flatten_front`."""
-    return self._flatten("rear", tree)
+    leaves = _leaves(self.front)
+    whole = _network.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
+    found = self._checked("tree" if whole else "front", tree)
+    return jnp.concatenate(
+      [jnp.ravel(found[leaf.path]).astype(jnp.float32) for leaf in leaves]
+    )
 
   def unflatten_front(self, vector: jax.Array) -> PyTree:
     """Undoes `flatten_front`: [num_front] to the front's tree."""
     return self._unflatten("front", vector)
 
   def unflatten_rear(self, vector: jax.Array) -> PyTree:
-    """Undoes `flatten_rear`: [num_rear] to the rear's tree."""
+    """Returns the rear's tree of such a vector of its own, [num_rear]."""
     return self._unflatten("rear", vector)
 
   def check_vector(self, half: str, vector: Any) -> None:
@@ -147,14 +148,6 @@ class Cut:
         f"`vector` must be an array of shape [{size}], the {half} of {self!r}, "
         f"got {checks.show(vector)}. Map over samples with `jax.vmap`."
       )
-
-  def _flatten(self, half: str, tree: PyTree) -> jax.Array:
-    leaves = _leaves(getattr(self, half))
-    whole = _network.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
-    found = self._checked("tree" if whole else half, tree)
-    return jnp.concatenate(
-      [jnp.ravel(found[leaf.path]).astype(jnp.float32) for leaf in leaves]
-    )
 
   def _unflatten(self, half: str, vector: jax.Array) -> PyTree:
     self.check_vector(half, vector)

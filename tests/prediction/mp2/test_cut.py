@@ -12,6 +12,7 @@ import pytest
 from jdist import models, prediction
 from jdist.prediction.mp2 import _cut
 from tests import _refusals
+from tests.prediction import _tiny
 
 # Parameters pushed, and layers predicted: of convolutions, dense.
 TABLE = {
@@ -62,7 +63,7 @@ def test_the_front_is_flattened_layer_by_layer_kernel_then_bias():
     "a_norm.scale",
   ]
   assert cut.flatten_front(small()).tolist() == [*range(1, 7), 9, 10, 7, 8]
-  assert cut.flatten_rear(small()).tolist() == [11, 12]
+  assert _tiny.flatten_rear(cut, small()).tolist() == [11, 12]
 
 
 def test_join_undoes_split_and_unflatten_undoes_flatten():
@@ -71,7 +72,7 @@ def test_join_undoes_split_and_unflatten_undoes_flatten():
   front, rear = cut.split(model.params)
   same = cut.join(
     cut.unflatten_front(cut.flatten_front(front)),
-    cut.unflatten_rear(cut.flatten_rear(model.params)),
+    cut.unflatten_rear(_tiny.flatten_rear(cut, model.params)),
   )
   for joined in (cut.join(front, rear), same):
     chex.assert_trees_all_equal(joined, model.params)

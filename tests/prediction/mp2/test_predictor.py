@@ -11,6 +11,7 @@ import pytest
 
 from jdist import collectives, methods, models, prediction
 from tests import _refusals
+from tests.prediction import _tiny
 
 
 def relu(x):
@@ -74,7 +75,7 @@ def predict(predictor, params, vector):
   @jax.jit
   def flat(params, vector):
     rear = predictor.apply_vector(params, vector)
-    return predictor.cut.flatten_rear(rear)
+    return _tiny.flatten_rear(predictor.cut, rear)
 
   return np.asarray(flat(params, vector))
 
@@ -223,7 +224,7 @@ def test_all_workers_predict_the_same_on_every_substrate(substrate):
 
   def step(params, vectors):
     mean = collectives.mean(vectors, team.axis)
-    return cut.flatten_rear(predictor.apply_vector(params, mean))
+    return _tiny.flatten_rear(cut, predictor.apply_vector(params, mean))
 
   rows = np.asarray(
     team.gather(team.jit(step)(*team.replicate((params, front_of(cut)))))
