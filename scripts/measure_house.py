@@ -71,6 +71,9 @@ _LATER = {
   "pipelines": """pipeline/ cli/pipelines/ collectives/_model_parts.py
     cli/programs/_stages_overlap.py
     cli/_groups.py:StageOptions cli/_options.py:Pipeline
+    cli/_options.py:check_left_out cli/__init__.py:_pipeline_trained
+    cli/_train.py:_Prepared
+    training/loop/_training_run.py:TrainingRun.count_from
     models/_layered_network.py
     models/_functional.py:Layer models/_layers.py:head_parts
     models/_alexnet.py:_run_conv models/_lenet.py:_run_conv
@@ -96,7 +99,9 @@ _LATER = {
     data/_dataset.py:Dataset.select data/_dataset.py:Dataset.batch
     profiling/_forecast.py:Forecast.trace
     profiling/_model_profile.py prediction/mp2/_exchange_learner.py""",
-  "one comparison, from experiments": "training/comparison/",
+  "one comparison, from experiments": """training/comparison/
+    training/loop/_progress.py:Progress.extend
+    training/loop/_progress.py:Progress.aside""",
   "registry, compression of every method": """methods/_method.py
     methods/_method_registry.py cli/_composition.py
     cli/_groups.py:MeanOptions cli/_groups.py:OuterOptions""",
@@ -112,11 +117,13 @@ _LATER = {
   "texts": """data/_text.py data/_text_dataset.py cli/_presets.py
     training/_losses.py:language_model_loss
     training/_losses.py:label_loss training/_plots.py:_quality
+    training/_losses.py:labels_of cli/_compare.py:_is_text cli/_compare.py:_bits
     data/_records.py:decode_text cli/_datasets.py:named
     cli/_datasets.py:words cli/_datasets.py:quality cli/_datasets.py:speed
     cli/_datasets.py:evaluation_batch""",
   "divergence, workers apart, warm-ups": """cli/_divergence.py
     cli/_compare.py:_tell_diverged transforms/_skip_nonfinite.py
+    cli/_run_end.py:DivergedError cli/_run_end.py:check
     training/_train_state.py:all_finite
     training/loop/_training_run.py:is_diverged
     training/loop/_compiled_step.py:CompiledStep.is_finite
@@ -133,10 +140,15 @@ _LATER = {
     collectives/processes/_process_group.py:await_verdict
     training/loop/_preemption.py training/_checkpoints.py:OtherWorkers
     cli/__init__.py:_parse_launch cli/_interrupts.py:raised_by_sigterm
+    cli/__init__.py:_processes cli/_interrupts.py:SigtermError
+    cli/_run_end.py:TerminatedError cli/_train.py:_resumed
+    training/_checkpoints.py:Checkpoints._restore_other
+    training/_checkpoints.py:Checkpoints._written
     cli/_experiment.py:Prepared.other_workers""",
   "files of models, boards of metrics": """training/_model_file.py
     training/_metrics_writer.py cli/_train.py:_save_model""",
   "loops of one's own": """training/loop/_round_host.py
+    training/loop/_compiled_step.py:_takes_control
     training/_step.py:step_by training/_step.py:synchronize_statistics""",
   "wrong calls, wrappers of Optax's": """checks.py:check_extras
     checks.py:install cli/_experiment.py:_check_extras
