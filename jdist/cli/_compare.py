@@ -131,14 +131,8 @@ class _Fit:
 
 
 def _check(options: _options.Compare) -> comparison.Study:
-  for name, values in (
-    ("--seeds", options.seeds),
-    ("--learning-rate", options.learning_rate),
-  ):
-    if not values or len(set(values)) < len(values):
-      raise ValueError(
-        f"`{name}` must be one or more different values, got {values}."
-      )
+  _options.check_different("--seeds", options.seeds, "values")
+  _options.check_different("--learning-rate", options.learning_rate, "values")
   _methods.check("--methods", options, options.methods)
   _options.check_seeds("--seeds", *options.seeds)
   for peak in options.learning_rate:

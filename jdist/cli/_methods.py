@@ -37,10 +37,7 @@ def summaries() -> dict[str, str]:
 
 def check_methods(option: str, names: Sequence[str]) -> None:
   """Raises a ValueError unless there are such methods, once each."""
-  if not names or len(set(names)) < len(names):
-    raise ValueError(
-      f"`{option}` must be one or more different methods, got {tuple(names)}."
-    )
+  _options.check_different(option, names, "methods")
   for name in names:
     if name not in entries():
       raise ValueError(
@@ -173,7 +170,7 @@ def _interval(
   if rule == "method":
     rule = method.interval_policy  # type: ignore[assignment]
   policy: intervals.IntervalPolicy
-  rate = run.learning_rate
+  rate, highest = run.learning_rate, max(first, _HIGHEST)
   if rule == "fixed":
     policy = intervals.fixed(first)
   elif rule == "growth":
@@ -185,19 +182,15 @@ def _interval(
       )
     policy = intervals.growth(rate, max_interval=first)
   elif rule == "msdpu":
-    policy = intervals.msdpu(first, rate, max_interval=max(first, _HIGHEST))
+    policy = intervals.msdpu(first, rate, max_interval=highest)
   elif rule == "adacomm":
-    policy = intervals.adacomm(
-      first,
-      max(1, run.num_steps // 10),
-      rate,
-      max_interval=max(first, _HIGHEST),
-    )
+    period = max(1, run.num_steps // 10)
+    policy = intervals.adacomm(first, period, rate, max_interval=highest)
   else:
     # So that the interval begins to grow in the last third of a cosine.
-    highest = float(rate(run.warmup_steps))
+    peak = float(rate(run.warmup_steps))
     policy = intervals.qsr(
-      rate, 0.5 * highest * first**0.5, first, warmup_steps=run.warmup_steps
+      rate, 0.5 * peak * first**0.5, first, warmup_steps=run.warmup_steps
     )
   return intervals.ending_at(run.num_steps, policy)
 

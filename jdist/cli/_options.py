@@ -8,7 +8,7 @@ which take one or more, in the plural; `train` trains one model.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -340,6 +340,14 @@ def common(options: "Overlap | Bytes", **more: Any) -> Common:
 def word(name: str) -> str:
   """Returns an option as it is typed."""
   return f"--{name.replace('_', '-')}"
+
+
+def check_different(option: str, values: Sequence[Any], what: str) -> None:
+  """Raises a ValueError unless there are one or more values, once each."""
+  if not values or len(set(values)) < len(values):
+    raise ValueError(
+      f"`{option}` must be one or more different {what}, got {tuple(values)}."
+    )
 
 
 def check_least(options: Any, **least: float) -> None:

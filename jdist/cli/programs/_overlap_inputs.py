@@ -34,14 +34,9 @@ def check(
   options: _options.Overlap,
 ) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
   """The stated machine; raises a ValueError for options that are wrong."""
-  if len(set(options.methods)) < len(options.methods):
-    raise ValueError(
-      "`--methods` must be one or more different methods, got "
-      f"{options.methods}."
-    )
-  _methods.check_methods(
-    "--methods", tuple(dict.fromkeys(split(m)[0] for m in options.methods))
-  )
+  _options.check_different("--methods", options.methods, "methods")
+  for method in options.methods:
+    split(method)  # Which refuses what there is not.
   _options.check_name("--model", options.model, models.NAMES)
   try:
     topology = profiling.gpu_target(options.topology)

@@ -67,25 +67,22 @@ def messages_table(found: Found) -> Any:
   grid.add_column("#", justify="right")
   grid.add_column("collective")
   grid.add_column("when")
-  for name in (
-    "MB sent", "µs on the link", "kernels under it", "products",
-    "µs of kernels", "hidden %",
-  ):  # fmt: skip
+  columns: dict[str, Callable[[profiling.SentCollective], str]] = {
+    "MB sent": lambda x: f"{x.wire_bytes / 1e6:.3g}",
+    "µs on the link": lambda x: f"{x.send_s * 1e6:,.1f}",
+    "kernels under it": lambda x: str(x.kernels),
+    "products": lambda x: str(x.products),
+    "µs of kernels": lambda x: f"{x.compute_s * 1e6:,.1f}",
+    "hidden %": lambda x: f"{100 * x.hidden_share:.1f}",
+  }
+  for name in columns:
     grid.add_column(name, justify="right")
   # Where the host ends rounds, that step has a program of its own.
   rarely = found.interval > 1 and not found.between.collectives
   for number, message in enumerate(found.meeting.collectives, 1):
-    grid.add_row(
-      str(number),
-      message.kind,
-      "round's end" if message.conditional or rarely else "each step",
-      f"{message.wire_bytes / 1e6:.3g}",
-      f"{message.send_s * 1e6:,.1f}",
-      str(message.kernels),
-      str(message.products),
-      f"{message.compute_s * 1e6:,.1f}",
-      f"{100 * message.hidden_share:.1f}",
-    )
+    often = "round's end" if message.conditional or rarely else "each step"
+    cells = [column(message) for column in columns.values()]
+    grid.add_row(str(number), message.kind, often, *cells)
   return grid
 
 
@@ -101,23 +98,19 @@ def methods_table(found: list[Found]) -> Any:
     ),
   )
   grid.add_column("method", no_wrap=True)
-  for name in (
-    "round", "MB a step", "sending ms", "hidden %", "step ms",
-    "last step ms", "its hidden %",
-  ):  # fmt: skip
+  columns: dict[str, Callable[[Found], str]] = {
+    "round": lambda x: str(x.interval),
+    "MB a step": lambda x: f"{x.mean_bytes / 1e6:.3g}",
+    "sending ms": lambda x: f"{x.mean(lambda step: step.send_s) * 1e3:.3f}",
+    "hidden %": lambda x: f"{100 * x.hidden_share:.1f}",
+    "step ms": lambda x: f"{x.mean_step_s * 1e3:.3f}",
+    "last step ms": lambda x: f"{x.meeting.end_s * 1e3:.3f}",
+    "its hidden %": lambda x: f"{100 * x.meeting.hidden_share:.1f}",
+  }
+  for name in columns:
     grid.add_column(name, justify="right")
   for one in found:
-    last = one.meeting
-    grid.add_row(
-      one.method,
-      str(one.interval),
-      f"{one.mean_bytes / 1e6:.3g}",
-      f"{one.mean(lambda step: step.send_s) * 1e3:.3f}",
-      f"{100 * one.hidden_share:.1f}",
-      f"{one.mean_step_s * 1e3:.3f}",
-      f"{last.end_s * 1e3:.3f}",
-      f"{100 * last.hidden_share:.1f}",
-    )
+    grid.add_row(one.method, *(column(one) for column in columns.values()))
   return grid
 
 

@@ -31,16 +31,13 @@ class Programs:
     self, stream_steps: Sequence[int], host_rounds: bool | None = None
   ):
     """Checks the numbers of steps; `host_rounds` is None where the host can."""
-    stream_steps = checks.check_list("stream_steps", stream_steps, "ints >= 1")
-    wrong = [
-      s for s in stream_steps if isinstance(s, bool) or not isinstance(s, int)
-    ]
-    if wrong or any(s < 1 for s in stream_steps):
-      raise ValueError(
-        "`stream_steps` must be ints >= 1, the numbers of steps in which a "
-        f"message may be sent, got {tuple(stream_steps)}."
+    found = {
+      checks.check_int(f"stream_steps[{i}]", number, 1)
+      for i, number in enumerate(
+        checks.check_list("stream_steps", stream_steps, "ints >= 1")
       )
-    self.stream_steps = tuple(sorted(set(stream_steps)))
+    }
+    self.stream_steps = tuple(sorted(found))
     self.host_rounds = host_rounds
 
   def for_state(self, opt_state: Any) -> "Programs":
