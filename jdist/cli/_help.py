@@ -146,21 +146,19 @@ def options(name: str, defaults: Any) -> str:
       kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
       parts.append(_entry(f"--{word} {kind}", told, value, width))
     parts.append("")
+  what, listed = "methods", _methods.summaries()
   if name == "simulate":
     from jdist import server
 
-    entries = server.PROTOCOLS.items()
-    parts.append("protocols in one line each:")
-    parts.extend(_table({key: entry.meaning for key, entry in entries}))
+    what = "protocols"
+    listed = {key: entry.meaning for key, entry in server.PROTOCOLS.items()}
   elif name == "pipeline":
     from jdist import pipeline
 
-    tables = pipeline.TABLES.items()
-    parts.append("tables in one line each:")
-    parts.extend(_table({key: entry.meaning for key, entry in tables}))
-  elif name != "launch":
-    parts.append("methods in one line each:")
-    parts.extend(_table(_methods.summaries()))
+    what = "tables"
+    listed = {key: entry.meaning for key, entry in pipeline.TABLES.items()}
+  if name != "launch":
+    parts += [f"{what} in one line each:", *_table(listed)]
   return "\n".join(parts) + "\n"
 
 

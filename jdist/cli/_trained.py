@@ -89,12 +89,6 @@ def arguments(
       found["steps_per_epoch"] = options.nowcast_steps
     return found
   assert model is not None
-  return _mp2_arguments(options, model)
-
-
-def _mp2_arguments(
-  options: _groups.NetworkOptions, model: models.Model
-) -> dict[str, Any]:
   if jax.tree.leaves(model.state):
     raise ValueError(
       "`--model` must have no batch statistics for mp2, as they are neither "

@@ -37,8 +37,6 @@ class Batches:
     worker_ids: workers to give batches of, in this order; default all.
 
   Attributes:
-    dataset, num_workers, batch_size: as given.
-    worker_ids: tuple of the workers given.
     steps_per_epoch: steps, as a float, in which the workers together see as
       many samples as the data set has.
 

@@ -34,10 +34,7 @@ _CONVS: dict[_forms.Form, tuple[_Conv, ...]] = {
   ),
 }
 _POOL_SIZE: dict[_forms.Form, int] = {"cifar": 2, "imagenet": 3}
-_HIDDEN_SIZES: dict[_forms.Form, tuple[int, int]] = {
-  "cifar": (512, 512),
-  "imagenet": (4096, 4096),
-}
+_HIDDEN_SIZE: dict[_forms.Form, int] = {"cifar": 512, "imagenet": 4096}
 _SMALLEST: dict[_forms.Form, int] = {"cifar": 8, "imagenet": 63}
 
 
@@ -94,7 +91,7 @@ class AlexNet(_layered_network.LayeredNetwork):
     self.head = _layers.add_head(
       self,
       size[0] * size[1] * num_features,
-      _HIDDEN_SIZES[form] if hidden_sizes is None else hidden_sizes,
+      (_HIDDEN_SIZE[form],) * 2 if hidden_sizes is None else hidden_sizes,
       num_classes,
       first=6,
       rngs=rngs,

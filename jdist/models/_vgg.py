@@ -16,11 +16,6 @@ from jdist.models import (
   _patches,
 )
 
-_HIDDEN_SIZES: dict[_forms.Form, tuple[int, ...]] = {
-  "cifar": (),
-  "imagenet": (4096, 4096),
-}
-
 
 class VGG(_layered_network.LayeredNetwork):
   """VGG-11, 13, 16 and 19 (configurations A, B, D, E), and VGG-15.
@@ -92,10 +87,12 @@ class VGG(_layered_network.LayeredNetwork):
     self.averaged = form == "cifar"
     if not self.averaged:
       num_features *= size[0] * size[1]
+    if hidden_sizes is None:
+      hidden_sizes = () if self.averaged else (4096, 4096)
     self.head = _layers.add_head(
       self,
       num_features,
-      _HIDDEN_SIZES[form] if hidden_sizes is None else hidden_sizes,
+      hidden_sizes,
       num_classes,
       first=number + 1,
       rngs=rngs,
