@@ -21,7 +21,6 @@ def classification_loss(
   *,
   normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
   compute_dtype: Any = jnp.float32,
-  label_smoothing: float = 0.0,
   augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> LossFn:
   """Softmax cross-entropy of a model on `{"image", "label"}` batches.
@@ -35,7 +34,6 @@ def classification_loss(
     normalize: turns stored images into the model's inputs.
     compute_dtype: the dtype in which the model computes, for instance
       `jnp.bfloat16`; parameters, gradients and the loss stay float32.
-    label_smoothing: in [0, 1).
     augment: changes stored images at random, `(images, key) -> images`, for
       instance `data.compose(data.random_crop(), data.random_flip())`.
 
@@ -45,14 +43,13 @@ def classification_loss(
   inputs_of = model_inputs(
     normalize=normalize, compute_dtype=compute_dtype, augment=augment
   )
-  return _model_loss(apply, inputs_of, compute_dtype, label_smoothing)
+  return _model_loss(apply, inputs_of, compute_dtype)
 
 
 def language_model_loss(
   apply: Callable[..., tuple[jax.Array, PyTree]],
   *,
   compute_dtype: Any = jnp.float32,
-  label_smoothing: float = 0.0,
 ) -> LossFn:
   """Softmax cross-entropy of the next token on `{"tokens", "targets"}` batches.
 
@@ -66,7 +63,6 @@ def language_model_loss(
     apply: `(params, model_state, tokens, train=True) -> logits, model_state`
       with logits [batch, length, vocabulary]; with masks it takes `mask=`.
     compute_dtype: as of `classification_loss`; tokens stay integers.
-    label_smoothing: in [0, 1).
 
   Returns:
     A loss for `make_step`, with the metric `accuracy`: of the likeliest next
@@ -81,20 +77,14 @@ def language_model_loss(
   (2.0, 0.5)
   """
   inputs_of = model_inputs(compute_dtype=compute_dtype)
-  return _model_loss(apply, inputs_of, compute_dtype, label_smoothing)
+  return _model_loss(apply, inputs_of, compute_dtype)
 
 
 def _model_loss(
   apply: Callable[..., tuple[jax.Array, PyTree]],
   inputs_of: Callable[[PyTree, jax.Array], jax.Array],
   compute_dtype: Any,
-  label_smoothing: float,
 ) -> LossFn:
-  if not 0 <= label_smoothing < 1:
-    raise ValueError(
-      f"`label_smoothing` must be in [0, 1), got {label_smoothing}."
-    )
-
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
@@ -107,7 +97,7 @@ def _model_loss(
       train=True,
       **given,
     )
-    loss, metrics = label_loss(logits, batch, label_smoothing=label_smoothing)
+    loss, metrics = label_loss(logits, batch)
     return loss, (model_state, metrics)
 
   return loss_fn
@@ -139,9 +129,7 @@ def model_inputs(
   return inputs
 
 
-def label_loss(
-  logits: jax.Array, batch: PyTree, *, label_smoothing: float = 0.0
-) -> tuple[jax.Array, Metrics]:
+def label_loss(logits: jax.Array, batch: PyTree) -> tuple[jax.Array, Metrics]:
   """Softmax cross-entropy of logits on a batch's labels, and the accuracy.
 
   Of a batch of texts its targets are the labels.  Both are means over the
@@ -152,13 +140,10 @@ def label_loss(
       dtype; the loss is float32.
     batch: with `"label"` [batch], or `"tokens"` and `"targets"` [batch,
       length].
-    label_smoothing: in [0, 1).
   """
   logits, mask = logits.astype(jnp.float32), batch.get("mask")
   labels = labels_of(batch)
-  targets = optax.smooth_labels(
-    jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing
-  )
+  targets = jax.nn.one_hot(labels, logits.shape[-1])
   losses = optax.softmax_cross_entropy(logits, targets)
   hits = jnp.argmax(logits, -1) == labels
   accuracy = masked_mean(hits.astype(jnp.float32), mask)

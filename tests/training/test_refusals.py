@@ -22,14 +22,6 @@ def gradient(accumulate):
   return training.make_gradient(_tiny.loss_fn, accumulate=accumulate)
 
 
-def images(smoothing):
-  return training.classification_loss(None, label_smoothing=smoothing)
-
-
-def texts(smoothing):
-  return training.language_model_loss(None, label_smoothing=smoothing)
-
-
 def evaluator(batches):
   return training.Evaluator(_tiny.team("none"), None, batches)
 
@@ -51,9 +43,6 @@ def save(step):
 @_refusals.table(
   ("accumulate", lambda: step(0), "an int >= 1"),
   ("accumulate", lambda: gradient(0), "an int >= 1"),
-  ("label_smoothing", lambda: images(-0.1), "in [0, 1"),
-  ("label_smoothing", lambda: images(1.0), "in [0, 1"),
-  ("label_smoothing", lambda: texts(1.0), "in [0, 1"),
   ("timeout_s", lambda: training.Watchdog(0), "positive"),
   ("timeout_s", lambda: training.Watchdog(-1), "positive"),
   ("timeout_s", lambda: training.Watchdog(NAN), "positive"),
