@@ -143,7 +143,6 @@ _LATER = {
     cli/__init__.py:_processes cli/_interrupts.py:SigtermError
     cli/_run_end.py:TerminatedError cli/_train.py:_resumed
     training/_checkpoints.py:Checkpoints._restore_other
-    training/_checkpoints.py:Checkpoints._written
     cli/_experiment.py:Prepared.other_workers""",
   "files of models, boards of metrics": """training/_model_file.py
     training/_metrics_writer.py cli/_train.py:_save_model""",
@@ -151,6 +150,7 @@ _LATER = {
     training/loop/_compiled_step.py:_takes_control
     training/_step.py:step_by training/_step.py:synchronize_statistics""",
   "wrong calls, wrappers of Optax's": """checks.py:check_extras
+    training/_checkpoints.py:Checkpoints._written
     checks.py:install cli/_experiment.py:_check_extras
     collectives/_workers.py:Workers._in_team
     collectives/_workers.py:_check_context

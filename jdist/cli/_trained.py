@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jdist import collectives, methods, models, prediction, reducers
-from jdist.cli import _groups
+from jdist.cli import _groups, _options
 
 _Loaded = TypeVar("_Loaded")
 # The option that names a method's networks, which `save_OPTION` writes.
@@ -58,9 +58,7 @@ def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
         f"`--{option}` must be given for {method}: a directory that "
         f"`jdist.prediction.save_{option}` has written."
       )
-  steps = options.nowcast_steps
-  if steps is not None and steps < 1:
-    raise ValueError(f"`--nowcast-steps` must be at least 1, got {steps}.")
+  _options.check_least(options, nowcast_steps=1)
 
 
 def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:

@@ -106,21 +106,17 @@ def _normal(scale: float) -> Callable[..., Any]:
   ) -> jax.Array | jax.ShapeDtypeStruct:
     if key is None:
       return jax.ShapeDtypeStruct(shape, dtype)
+    if not scale:  # Not by multiplication, which leaves zeros of both signs.
+      return jnp.asarray(np.zeros(shape), dtype)
     entropy = np.asarray(jax.random.key_data(key)).tolist()
     draw = np.random.default_rng(entropy).standard_normal(shape, np.float32)
     std = np.float32(math.sqrt(scale / math.prod(shape[:-1])))
     return jnp.asarray(draw * std, dtype)
 
-  # Not by multiplication, which leaves zeros of both signs.
-  return init if scale else _zeros
+  return init
 
 
-def _zeros(
-  key: jax.Array | None, shape: tuple[int, ...], dtype: Any = jnp.float32
-) -> jax.Array | jax.ShapeDtypeStruct:
-  if key is None:
-    return jax.ShapeDtypeStruct(shape, dtype)
-  return jnp.asarray(np.zeros(shape), dtype)
+_zeros = _normal(0.0)
 
 
 def add_head(

@@ -56,17 +56,6 @@ def read_timeline(
     branch: of a conditional: "sends" (default), the one that sends most, or
       computes most if none sends, as in the step that ends a round; "idles",
       the one that does least, as in the steps before.
-
-  >>> [event.kind for event in read_timeline('''
-  ... ENTRY %main (x: f32[8], w: f32[8,8]) -> f32[8] {
-  ...   %x = f32[8]{0} parameter(0)
-  ...   %w = f32[8,8]{1,0} parameter(1)
-  ...   %s = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}
-  ...   %y = f32[8]{0} dot(%x, %w), lhs_contracting_dims={0}
-  ...   %d = f32[8]{0} all-reduce-done(%s)
-  ...   ROOT %z = f32[8]{0} add(%d, %y)
-  ... }''')]
-  ['start', 'compute', 'done', 'compute']
   """
   checks.check_choice("branch", branch, ("sends", "idles"))
   parsed = _hlo.parse(program)

@@ -30,11 +30,6 @@ class Counted:
   traced: float
   compiled: float  # For CPUs.
 
-  @property
-  def in_step(self) -> float:
-    """In a step, over a round."""
-    return self.traced / self.interval
-
 
 def count(options: _options.Bytes) -> None:
   """Counts, and prints a table."""
@@ -164,7 +159,7 @@ def _table(
   grid.add_column("MB a step", justify="right", no_wrap=not phases)
   grid.add_column("fewer than ssgd", justify="right")
   for one in found:
-    step = one.in_step
+    step = one.traced / one.interval
     when = "always" if one.phase is None else str(one.phase)
     grid.add_row(
       one.method,

@@ -59,10 +59,6 @@ def normalize(history: jax.Array) -> tuple[jax.Array, jax.Array]:
             s = 2 (r + 10^{-5}), \qquad x' = (x - x_0) / s
 
   Returns x' and s.
-
-  >>> scaled, scale = normalize(jnp.array([3.0, 4.0, 5.0, 4.0, 3.0]))
-  >>> scaled.round(4).tolist(), round(scale.item(), 4)
-  ([0.0, 0.25, 0.5, 0.25, 0.0], 4.0)
   """
   spread = history.max(-1) - history.min(-1) + 1e-8
   scale = 2 * (spread + 1e-5)
