@@ -93,8 +93,8 @@ def functional(module: nnx.Module) -> Model:
   (4, 2)
   """
   graph, params, state = nnx.split(module, nnx.Param, ...)
-  params_paths = _paths(params)
-  state_paths = _paths(state)
+  params_paths = tuple(nnx.to_flat_state(params).paths)
+  state_paths = tuple(nnx.to_flat_state(state).paths)
   takes_mask = "mask" in inspect.signature(module).parameters
 
   def apply(
@@ -141,10 +141,6 @@ def functional(module: nnx.Module) -> Model:
 
 
 _Path = tuple[Any, ...]
-
-
-def _paths(variables: Any) -> tuple[_Path, ...]:
-  return tuple(nnx.to_flat_state(variables).paths)
 
 
 def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:

@@ -33,7 +33,11 @@ class Counted:
 
 def count(options: _options.Bytes) -> None:
   """Counts, and prints a table."""
-  _check(options)
+  _methods.check_methods("--methods", options.methods)
+  names = tuple(name for name in models.NAMES if name != "transformer")
+  _options.check_name("--model", options.model, names)
+  _options.check_least(options, workers=1, interval=1, steps=1, warmup_steps=0)
+  _methods.check_used(options, options.methods)
   collectives.make_cpu_devices(options.workers)
   model, _ = _abstract_model.image_model(options.model)
   found = [
@@ -42,15 +46,6 @@ def count(options: _options.Bytes) -> None:
   dense = 4 * models.num_params(model)
   baseline = 2 * dense * (options.workers - 1) / options.workers
   _output.console().print(_table(found, baseline, options, model))
-
-
-def _check(options: _options.Bytes) -> None:
-  """Raises a ValueError for options that are wrong."""
-  _methods.check_methods("--methods", options.methods)
-  names = tuple(name for name in models.NAMES if name != "transformer")
-  _options.check_name("--model", options.model, names)
-  _options.check_least(options, workers=1, interval=1, steps=1, warmup_steps=0)
-  _methods.check_used(options, options.methods)
 
 
 def _count(

@@ -80,7 +80,8 @@ def _read(
 ) -> _overlap_report.Found:
   """Compiles a method's step and forecasts it."""
   start_s = time.monotonic()
-  programs = _programs(method, options, task, workers)
+  streamed = _overlap_inputs.split(method)[1] == "streamed"
+  programs = _programs(method, streamed, options, task, workers)
   compile_s = time.monotonic() - start_s
   texts = [program.as_text() for program in programs]
   meeting = profiling.forecast(texts[0], device, link)
@@ -92,18 +93,15 @@ def _read(
     method,
     meeting,
     between,
-    1 if every_step and not _streamed(method) else options.interval,
+    1 if every_step and not streamed else options.interval,
     max(_overlap_inputs.memory_bytes(program) for program in programs),
     compile_s,
   )
 
 
-def _streamed(method: str) -> bool:
-  return _overlap_inputs.split(method)[1] == "streamed"
-
-
 def _programs(
   method: str,
+  streamed: bool,
   options: _options.Overlap,
   task: _overlap_inputs.Task,
   workers: collectives.Workers,
@@ -120,7 +118,7 @@ def _programs(
     flags[_overlap_inputs.IN_FLIGHT] = options.in_flight
   if options.combine_mb is not None:
     flags[_COMBINE] = int(options.combine_mb * 1e6)
-  stream_steps: Any = options.interval if _streamed(method) else "fixed"
+  stream_steps: Any = options.interval if streamed else "fixed"
   ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
   # All parameters at once: of fragments it has 4.
   host_ends = ahead is not None and ahead.ndim == 3

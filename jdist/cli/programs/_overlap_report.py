@@ -25,11 +25,6 @@ class Found:
     return self.mean(lambda step: step.end_s)
 
   @property
-  def mean_bytes(self) -> float:
-    """That a worker sends in a step, over a round."""
-    return self.mean(lambda step: step.wire_bytes)
-
-  @property
   def hidden_share(self) -> float:
     """Of all sending of a round."""
     sent = self.mean(lambda step: step.send_s)
@@ -100,7 +95,7 @@ def methods_table(found: list[Found]) -> Any:
   grid.add_column("method", no_wrap=True)
   columns: dict[str, Callable[[Found], str]] = {
     "round": lambda x: str(x.interval),
-    "MB a step": lambda x: f"{x.mean_bytes / 1e6:.3g}",
+    "MB a step": lambda x: f"{x.mean(lambda s: s.wire_bytes) / 1e6:.3g}",
     "sending ms": lambda x: f"{x.mean(lambda step: step.send_s) * 1e3:.3f}",
     "hidden %": lambda x: f"{100 * x.hidden_share:.1f}",
     "step ms": lambda x: f"{x.mean_step_s * 1e3:.3f}",
@@ -131,7 +126,7 @@ def row(options: _options.Overlap, found: Found) -> dict[str, Any]:
     compile_s=found.compile_s,
     memory_bytes=found.memory_bytes,
     mean_step_s=found.mean_step_s,
-    mean_wire_bytes=found.mean_bytes,
+    mean_wire_bytes=found.mean(lambda step: step.wire_bytes),
     hidden_share=found.hidden_share,
     meeting=_step_row(found.meeting),
     between=_step_row(found.between),

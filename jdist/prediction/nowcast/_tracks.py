@@ -54,12 +54,9 @@ class Tracker:
     # Of each kind its leaves, and the chosen places in all of them together.
     self._chosen: dict[_model.Kind, tuple[list[int], np.ndarray]] = {}
     self._values: dict[_model.Kind, list[np.ndarray]] = {}
+    kinds = list(map(_model.kind_of, self._shapes))
     for number, kind in enumerate(_model.KINDS):
-      own = [
-        i
-        for i, shape in enumerate(self._shapes)
-        if _model.kind_of(shape) == kind
-      ]
+      own = [i for i, found in enumerate(kinds) if found == kind]
       size = sum(math.prod(self._shapes[i]) for i in own)
       if not size:
         continue
