@@ -13,11 +13,11 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   "synthetic" needs nothing but NumPy, which draws it: ten random patterns, each
   much disturbed, the same everywhere. "digits" comes with scikit-learn: 1,797
   real handwritten digits; of each class every fifth sample is for testing. The
-  others are read by TensorFlow Datasets,
-  without TensorFlow, from a copy prepared as array_record in `TFDS_DATA_DIR`
-  (default ~/tensorflow_datasets). Reading one for the first time decodes it,
-  about 10 s per 50,000 small images, and leaves the pixels in `JDIST_CACHE_DIR`
-  (default `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist).
+  others are read by TensorFlow Datasets, without TensorFlow, from a copy
+  prepared as array_record in `TFDS_DATA_DIR` (default ~/tensorflow_datasets).
+  Reading one for the first time decodes it, about 10 s per 50,000 small images,
+  and leaves the pixels in `JDIST_CACHE_DIR` (default `XDG_CACHE_HOME`/jdist, or
+  ~/.cache/jdist).
 
   | name                   | images    | train     | test   | classes | memory |
   |------------------------|-----------|-----------|--------|---------|--------|

@@ -28,17 +28,16 @@ def make_step(
   """Makes one worker's training step.
 
   Differentiates the loss on this worker's own parameters and batch, or where
-  `transforms.predict_weights` expects the parameters to be, updates,
-  ends rounds exactly on the anchor, and averages batch statistics whenever
-  the workers come together; of a streamed method and of `update_first`, where
-  their mean would hold up what is to be hidden, `Evaluator` averages them.
+  `transforms.predict_weights` expects the parameters to be, updates, ends
+  rounds on the anchor, and averages batch statistics when the workers come
+  together; of a streamed method and of `update_first`, where their mean would
+  hold up what is to be hidden, `Evaluator` averages them.
 
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
       metrics)`; the loss is a mean over the batch, metrics are scalars.
-    optimizer: any Optax chain; it is given `loss=` and, as Optax's own call it,
-      `value=`.  With one from
-      `transforms.update_first` the step begins with the last one's update.
+    optimizer: any Optax chain; it is given `loss=`, and the same as `value=`.
+      With `transforms.update_first` a step begins with the last one's update.
     axis: the workers' axis.
     accumulate: into how many micro-batches a batch is cut; their gradients
       are averaged before the one update.
@@ -46,8 +45,7 @@ def make_step(
       gradient, and the change of its batch statistics, is multiplied by n over
       the workers' mean of n (a scalar all-reduce).  A mean of gradients is then
       that over all samples, also where masks leave workers unlike numbers.
-    independent: whether it is meant that the workers never communicate, each
-      with a model of its own.
+    independent: whether workers are meant never to communicate.
 
   Returns:
     `(state, batch, control=None) -> state, metrics` for one worker, to be run

@@ -61,14 +61,15 @@ def init_state(
       "`params` must be one worker's parameters, a tree of arrays, got "
       f"{checks.show(params)}."
     )
-  checks.check_arrays("model_state", {} if model_state is None else model_state)
+  model_state = {} if model_state is None else model_state
+  checks.check_arrays("model_state", model_state)
   seed = checks.check_seed(seed)
   if specs is None:
     specs = jax.sharding.PartitionSpec()
   replicated = workers.replicate(params, specs)
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
   step, model_state, key = workers.replicate(
-    (np.zeros((), np.int32), {} if model_state is None else model_state, key)
+    (np.zeros((), np.int32), model_state, key)
   )
   init = workers.jit(
     optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)

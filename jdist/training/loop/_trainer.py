@@ -54,8 +54,8 @@ class Trainer:
         in place of one with a conditional, around which compilers copy and in
         which nothing overlaps.  None (default): wherever the method, and a step
         of one's own by a parameter `control`, allow it.
-      independent: whether it is meant that several workers never communicate,
-        each with a model of its own; else that is an error.
+      independent: whether several workers are meant never to communicate, each
+        with a model of its own; else that is an error.
       timeout_s: a step that takes longer ends the process with a message;
         compiling, evaluating and saving may take four times as long.
     """
