@@ -109,26 +109,17 @@ class Programs:
     )
 
   def _one(self, window: int, offset: int, interval: int) -> Choice:
-    ends = offset + 1 >= interval if self.host_rounds else None
-    arrives = offset + 1 == window if self.host_rounds else None
-    if window < 0 and self.stream_steps:
-      return _choice(None, None, None)
-    if window < 0:
-      ends = arrives = None
-    if not self.stream_steps:
-      return _choice("fixed", ends, arrives)
-    fitting = [s for s in self.stream_steps if s <= window]
-    if not fitting:
-      return _choice(None, ends, arrives, idle=window == 0)
-    if offset < fitting[-1]:
-      return _choice(fitting[-1], ends, arrives)
-    return _choice(None, ends, arrives, idle=True)
-
-
-def _choice(
-  steps: Any, ends: bool | None, arrives: bool | None, idle: bool = False
-) -> Choice:
-  control = transforms.Control(
-    round_ends=ends, arrives=arrives, stream_steps=steps
-  )
-  return Choice(control, idle)
+    host_ends = self.host_rounds and window >= 0
+    steps: Any = "fixed"
+    idle = False
+    if self.stream_steps:
+      fitting = [s for s in self.stream_steps if s <= window]
+      steps = fitting[-1] if fitting and offset < fitting[-1] else None
+      # Of a window that no number fits into, the round's end sends.
+      idle = steps is None and (bool(fitting) or window == 0)
+    control = transforms.Control(
+      round_ends=offset + 1 >= interval if host_ends else None,
+      arrives=offset + 1 == window if host_ends else None,
+      stream_steps=steps,
+    )
+    return Choice(control, idle)
