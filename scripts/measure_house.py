@@ -84,6 +84,7 @@ _LATER = {
     models/_resnet.py:ResNet.parts models/_vgg.py:VGG.parts
     models/_transformer.py:Transformer.parts
     transforms/delays/_delayed_gradients.py:_chosen
+    collectives/_workers.py:Workers.inner_axes
     profiling/_timeline.py:read_loop transforms/delays/_leaf_delays.py
     transforms/delays/_weight_prediction.py transforms/delays/_look_ahead.py
     transforms/delays/_delay_rate.py
@@ -155,6 +156,8 @@ _LATER = {
     collectives/_workers.py:Workers._in_team
     collectives/_workers.py:_check_context
     collectives/_workers.py:_is_explicit
+    collectives/_workers.py:check_workers
+    collectives/_operations.py:_arrays
     collectives/_manual_axes.py:team_of collectives/_manual_axes.py:bound_names
     collectives/_manual_axes.py:same_form
     collectives/_manual_axes.py:check_alike
