@@ -13,6 +13,7 @@ Trees hold arrays, each worker its own.  Results are typed as varying over the
 axis (`_manual_axes`).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -202,10 +203,7 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
   widen = _must_widen()
 
   def one(x: jax.Array) -> jax.Array:
-    _check_rows(x, num_workers)
-    sizes = [jax.lax.axis_size(name) for name in reversed(names)]
-    y = _widened(x) if widen else x
-    y = y.reshape(*sizes, *x.shape[1:])
+    y = _by_name(_widened(x) if widen else x, names)
     for dim, name in zip(reversed(range(len(names))), names, strict=True):
       if name in manual:
         y = jax.lax.psum_scatter(
@@ -224,12 +222,15 @@ def reduce_scatter(tree: PyTree, axis: Axis) -> PyTree:
   return jax.tree.map(one, _arrays(tree))
 
 
-def _check_rows(x: jax.Array, num_workers: int) -> None:
-  if x.ndim == 0 or x.shape[0] != num_workers:
+def _by_name(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+  """Splits rows, one a worker, by the names of an axis: [outer, inner, ...]."""
+  sizes = [jax.lax.axis_size(name) for name in reversed(names)]
+  if x.ndim == 0 or x.shape[0] != math.prod(sizes):
     raise ValueError(
       "`tree` must hold one row a worker in the first dimension of every "
-      f"leaf: {num_workers} rows, got shape {x.shape}."
+      f"leaf: {math.prod(sizes)} rows, got shape {x.shape}."
     )
+  return x.reshape(*sizes, *x.shape[1:])
 
 
 def all_to_all(tree: PyTree, axis: Axis) -> PyTree:
@@ -250,14 +251,10 @@ def all_to_all(tree: PyTree, axis: Axis) -> PyTree:
   ... ).tolist()
   [[11, 21], [12, 22]]
   """
-  num_workers = size(axis)
   names = _manual_axes.bound_names(axis)
 
   def one(x: jax.Array) -> jax.Array:
-    _check_rows(x, num_workers)
-    # [outer, inner, ...]: one dimension for each name.
-    sizes = [jax.lax.axis_size(name) for name in reversed(names)]
-    y = x.reshape(*sizes, *x.shape[1:])
+    y = _by_name(x, names)
     for dim, name in zip(reversed(range(len(names))), names, strict=True):
       y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
     return _manual_axes.varying(y.reshape(x.shape), axis)

@@ -32,6 +32,7 @@ from jdist.reducers import _reducer
 PyTree: TypeAlias = Any
 OwnerFeedback: TypeAlias = bool | Literal["own_share"]
 _NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
+_exact_bits: _NumBits = codecs.Dense().num_bits
 
 
 class RowLayout(NamedTuple):
@@ -260,10 +261,6 @@ def _place(
     if fewest > 1.125 * shared:
       place, fewest = "shared", shared
   return "exact" if fewest >= _exact_bits(like) else place
-
-
-def _exact_bits(like: Any) -> int:
-  return like.size * np.dtype(like.dtype).itemsize * 8
 
 
 class _Coder(NamedTuple):

@@ -2,15 +2,13 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jdist import checks, collectives
+from jdist import checks, codecs, collectives
 
 PyTree: TypeAlias = Any
 
@@ -167,10 +165,7 @@ class Exact(Reducer):
 
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """Counts the bits of the leaves, around a ring."""
-    payload = sum(
-      math.prod(x.shape) * np.dtype(x.dtype).itemsize * 8
-      for x in jax.tree.leaves(like)
-    )
+    payload = sum(map(codecs.Dense().num_bits, jax.tree.leaves(like)))
     sent = ring_bits(payload, num_workers)
     return Bits(payload, sent, sent)
 

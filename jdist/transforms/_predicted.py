@@ -191,10 +191,9 @@ def predict_rest(
       _check_together("front", front_state)
       if rest is not None:
         _check_together("rest", rest_state)
-    found = _anchor.find_rounds(front_state)
     return PredictRestState(
       clock=_round_state.start_clock(intervals.fixed(1))._replace(
-        interval=jnp.copy(_interval(found))
+        interval=jnp.array(_state.interval(front_state), jnp.int32)
       ),
       anchor=jax.tree.map(_anchor.wide_copy, params),
       kept=jnp.zeros((), jnp.float32),
@@ -265,7 +264,7 @@ def predict_rest(
     clock = state.clock._replace(
       step=step,
       round=jnp.copy(step if found is None else found.clock.round),
-      interval=jnp.copy(_interval(found)),
+      interval=jnp.array(_state.interval(state.front), jnp.int32),
       synchronized=jnp.copy(synchronized),
     )
     state = state._replace(
@@ -383,12 +382,6 @@ def _leaves(tree: PyTree) -> dict[str, str]:
 
   named = checks.named_leaves(tree)
   return {name or "(alone)": described(x) for name, x in named.items()}
-
-
-def _interval(found: Any) -> jax.Array:
-  if found is None:
-    return jnp.ones((), jnp.int32)
-  return jnp.asarray(found.clock.interval, jnp.int32)
 
 
 def _kept(found: Any) -> jax.Array:

@@ -98,7 +98,11 @@ class ExactStream(_sender.Sender):
   ):
     super().__init__(axis, None)
     self._stream, self._like = stream, like
-    self._buckets = _buckets_of(stream, like)
+    specs = None
+    if stream.specs is not None:  # What is averaged exactly is the last.
+      exact = [PartitionSpec()] * len(jax.tree.leaves(like.exact))
+      specs = [*collectives.spec_leaves(stream.specs, like.message), *exact]
+    self._buckets = collectives.Buckets.of(like, specs=specs)
 
   def hold(
     self, new: _sender.Contribution, before: StreamState | None, memory: PyTree
@@ -246,14 +250,3 @@ def buffer_axes(path: tuple[Any, ...]) -> tuple[str, ...] | None:
     return None
   _, _, axes = str(key).partition(":")
   return tuple(axes.split(",")) if axes else ()
-
-
-def _buckets_of(
-  stream: Stream, like: _sender.Contribution
-) -> collectives.Buckets:
-  """Lays out a contribution; what is averaged exactly is the last."""
-  specs = None
-  if stream.specs is not None:
-    exact = [PartitionSpec()] * len(jax.tree.leaves(like.exact))
-    specs = [*collectives.spec_leaves(stream.specs, like.message), *exact]
-  return collectives.Buckets.of(like, specs=specs)
