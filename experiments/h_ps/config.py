@@ -232,7 +232,7 @@ class Config(comparison.Options):
   """Nesterov momentum of the server's SGD."""
 
   schedule: Literal["constant", "cosine"] = "constant"
-  """Of the learning rate, over the run."""
+  """Of the learning rate, over the run; a cosine after a linear warm-up."""
 
   evaluations: int = 4
   """In a run, equally far apart in samples."""

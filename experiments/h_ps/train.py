@@ -27,6 +27,13 @@ def _constant(update: int) -> float:
   return 1.0
 
 
+def _cosine(length: int) -> optax.Schedule:
+  # The command line's, with a tenth of the run to rise in.
+  return optax.warmup_cosine_decay_schedule(
+    0.1, 1.0, length // 10, length, 0.01
+  )
+
+
 class Fit:
   """Runs trials of one setting.
 
@@ -51,7 +58,7 @@ class Fit:
 
     # Programs are compiled once for equal optimizers.
     self.chain = functools.lru_cache(self._chain)
-    self.cosine = functools.lru_cache(optax.cosine_decay_schedule)
+    self.cosine = functools.lru_cache(_cosine)
 
   def schedule(
     self, setting: config.Setting, trial: comparison.Trial
@@ -64,7 +71,7 @@ class Fit:
     alone = config.TRAINED[trial.variant].baseline in ("asp", "ssp")
     samples = options.batch_size / (len(setting.rates) if alone else 1)
     length = len(self.problem.train_set(trial)) * options.epochs / samples
-    return self.cosine(1.0, round(length))
+    return self.cosine(round(length))
 
   def _chain(self, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Returns the server's SGD with a schedule, once for each."""
