@@ -13,7 +13,6 @@ from jdist.server._driver import Learner as Learner
 from jdist.server._driver import NodeTotals as NodeTotals
 from jdist.server._gradient_learner import GradientLearner as GradientLearner
 from jdist.server._gradient_learner import Samples as Samples
-from jdist.server._local_step import LocalStep as LocalStep
 from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._message_codec import MessageState as MessageState
 from jdist.server._messages import Action as Action
@@ -64,6 +63,7 @@ from jdist.server.h_ps._balanced_batches import (
 from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
 from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
+from jdist.server.h_ps._local_step import LocalStep as LocalStep
 from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
 from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import Engine as Engine

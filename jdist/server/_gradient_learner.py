@@ -11,13 +11,8 @@ import numpy as np
 import optax
 
 from jdist import checks
-from jdist.server import (
-  _local_step,
-  _message_codec,
-  _messages,
-  _server_programs,
-)
-from jdist.server.h_ps import _bit_plans, _plan_codecs
+from jdist.server import _message_codec, _messages, _server_programs
+from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 
 PyTree = Any
 

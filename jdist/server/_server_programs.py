@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jdist import training, transforms
-from jdist.server import _local_step, _message_codec
+from jdist.server import _message_codec
+from jdist.server.h_ps import _local_step
 
 PyTree = Any
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import codecs, training
-from jdist.server import _local_step, _message_codec
-from jdist.server.h_ps import _bit_plans, _plan_codecs
+from jdist.server import _message_codec
+from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 from jdist.server.runtime import _engine
 
 PyTree = Any

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.server import _gradient_learner, _local_step
+from jdist.server import _gradient_learner
+from jdist.server.h_ps import _local_step
 from jdist.server.runtime.gradients import _gradient_messages
 
 PyTree = Any
