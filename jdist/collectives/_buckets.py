@@ -53,7 +53,7 @@ class Buckets:
     cls,
     tree: PyTree,
     *,
-    order: Order = "front_first",
+    order: Order | Sequence[int] = "front_first",
     max_bytes: int | None = None,
     num_rows: int = 1,
     max_row_bytes: int | None = None,
@@ -71,7 +71,8 @@ class Buckets:
       order: `"front_first"`, that of the tree's leaves; `"back_first"`, its
         reverse, in which gradients become ready; a function from a leaf's path,
         such as `"layer10/kernel"`, to something that sorts, because dict keys
-        sort **alphabetically** (`layer10` before `layer2`).
+        sort **alphabetically** (`layer10` before `layer2`); or the leaves'
+        numbers.
       max_bytes: the size of a bucket, at the most; None for one bucket a kind.
       num_rows: the number of rows of a buffer, which ends in zeros.
       max_row_bytes: the size of a row, at the most: there are then several
@@ -96,7 +97,9 @@ class Buckets:
     empty = cls.given(tree, (), specs)
     found: list[tuple[tuple[str, tuple[str, ...]], list[Piece]]] = []
     of_kind: dict[Any, list[Piece]] = {}
-    for leaf in _leaf_order.leaf_order(tree, order):
+    if isinstance(order, str) or callable(order):
+      order = _leaf_order.leaf_order(tree, order)
+    for leaf in order:
       size = math.prod(
         _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])
       )
@@ -217,9 +220,22 @@ class Buckets:
     """
     leaves, treedef = jax.tree.flatten(like)
     self._check(leaves, "like")
+    if len(buffers) != len(self.buckets):
+      raise ValueError(
+        f"`buffers` must be one for each of the {len(self.buckets)} buckets, "
+        f"got {len(buffers)}."
+      )
     of_axes: dict[tuple[str, ...], dict[int, jax.Array]] = {}
-    for i, bucket in enumerate(self.buckets):
-      of_axes.setdefault(bucket.axes, {})[i] = buffers[i]
+    for i, (bucket, buffer) in enumerate(
+      zip(self.buckets, buffers, strict=True)
+    ):
+      rows = _shards.num_shards(bucket.axes) * bucket.num_rows
+      if buffer.shape != (rows, bucket.row_size):
+        raise ValueError(
+          f"`buffers` must be shaped as `pack` makes them: bucket {i} has "
+          f"shape {(rows, bucket.row_size)}, got {buffer.shape}."
+        )
+      of_axes.setdefault(bucket.axes, {})[i] = buffer
     out = [
       leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype)
       for leaf in leaves

@@ -74,6 +74,7 @@ def test_orders_by_hand():
   front_first = ["head", "layer1", "layer10", "layer2"]
   assert paths_in("front_first") == front_first
   assert paths_in("back_first") == front_first[::-1]
+  assert paths_in((3, 1, 2, 0)) == ["layer2", "layer1", "layer10", "head"]
   assert paths_in(
     lambda path: math.inf if path == "head" else int(path.removeprefix("layer"))
   ) == ["layer1", "layer2", "layer10", "head"]

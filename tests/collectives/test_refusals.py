@@ -144,6 +144,8 @@ def view(worker):
     lambda: unpack(list, {"a": jnp.ones(2), "b": jnp.ones(6)}),
     "the shapes",
   ),
+  ("buffers", lambda: unpack(lambda x: x * 2), "one for each"),
+  ("buffers", lambda: unpack(lambda x: [x[0][:, :4]]), "has shape (1, 8), got"),
 )
 def test_what_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import methods, states, transforms
+from jdist import methods, reducers, states, transforms
 from jdist.transforms import intervals
 from tests import _refusals
 from tests.transforms import _reducers
@@ -45,6 +45,16 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "stream",
     lambda: msdpu(overlap=transforms.Delayed(carry=None, stream=True)),
     "a `transforms.Stream`",
+  ),
+  (
+    "order",
+    lambda: transforms.Stream(order="fifo"),
+    "'front_first', 'back_first' or a function",
+  ),
+  (
+    "order",
+    lambda: reducers.Chunked(reducers.Exact(), order="fifo"),
+    "'front_first'",
   ),
   ("max_bytes", lambda: transforms.Stream(max_bytes=4), "an int >= 8"),
   (

@@ -176,6 +176,7 @@ def _in_chunks(
   reducer = reducers.Chunked(
     compression.reducer,
     max_bytes=stream.max_bytes,
+    order=stream.order,
     multiple=_USUAL_STEPS if steps is None else steps,
   )
   return dataclasses.replace(compression, reducer=reducer)

@@ -57,6 +57,8 @@ class Stream:
 
   Attributes:
     max_bytes: the size that a sub-tensor does not exceed; 4 MiB by default.
+    order: priority, which leaves are sent first, as of `collectives.Buckets`.
+      All are applied together at the round's end, so it changes no result.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
       sharded: every device sends its own part.  Not with a reducer.
@@ -66,10 +68,12 @@ class Stream:
   """
 
   max_bytes: int = 4 * _MEBIBYTE
+  order: collectives.Order = "front_first"
   specs: PyTree = None
 
   def __post_init__(self) -> None:
     checks.set_structural(self, "max_bytes", minimum=8)
+    collectives.check_order(self.order)
 
   def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
     """The number of sub-tensors in a step, and the elements of each."""
@@ -98,11 +102,17 @@ class ExactStream(_sender.Sender):
   ):
     super().__init__(axis, None)
     self._stream, self._like = stream, like
-    specs = None
-    if stream.specs is not None:  # What is averaged exactly is the last.
-      exact = [PartitionSpec()] * len(jax.tree.leaves(like.exact))
-      specs = [*collectives.spec_leaves(stream.specs, like.message), *exact]
-    self._buckets = collectives.Buckets.of(like, specs=specs)
+    # What is averaged exactly is the last.
+    order = collectives.leaf_order(like.message, stream.order)
+    exact, specs = range(len(order), len(jax.tree.leaves(like))), None
+    if stream.specs is not None:
+      specs = [
+        *collectives.spec_leaves(stream.specs, like.message),
+        *(PartitionSpec() for _ in exact),
+      ]
+    self._buckets = collectives.Buckets.of(
+      like, order=(*order, *exact), specs=specs
+    )
 
   def hold(
     self, new: _sender.Contribution, before: StreamState | None, memory: PyTree

@@ -172,11 +172,11 @@ def test_streamed_is_simple_to_the_bit(policy, name, outer, quick):
 @pytest.mark.parametrize(
   "policy", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)]
 )
-def test_splitting_changes_no_bit(policy):
+def test_neither_order_nor_splitting_changes_a_bit(policy):
   team = collectives.workers(4, substrate="shard_map")
   streams = (
     None,
-    transforms.Stream(max_bytes=12),
+    transforms.Stream(max_bytes=12, order="back_first"),
     transforms.Stream(max_bytes=2**20),
   )
   with jax.numpy_dtype_promotion("standard"):
@@ -310,14 +310,23 @@ def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
 @pytest.mark.parametrize(
   "reducer", [None, _reducers.Plain()], ids=["exact", "reduced"]
 )
-def test_front_layers_arrive_first(reducer):
+@pytest.mark.parametrize(
+  ("options", "moved"),
+  [({}, 2.0), ({"order": "back_first"}, 4.0)],
+  ids=["by default", "back first"],
+)
+def test_front_layers_arrive_first_unless_told_otherwise(
+  options, moved, reducer
+):
   # In a round of two steps the front leaf moves by 2, and that behind it by 4.
   optimizer = transforms.local_steps(
     optax.sgd(1.0),
     2,
     axis=None,
     compression=None if reducer is None else reducers.Compression(reducer),
-    overlap=transforms.Delayed(stream=transforms.Stream(max_bytes=8)),
+    overlap=transforms.Delayed(
+      stream=transforms.Stream(max_bytes=8, **options)
+    ),
   )
   w = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
   gradients = {"a": jnp.full(4, 1.0), "b": jnp.full(4, 2.0)}
@@ -327,7 +336,7 @@ def test_front_layers_arrive_first(reducer):
     w = jdist.apply_updates(w, updates, state)
   # One half of the message in the second round's first step.
   found = np.abs(state.sync.flight.held.arrived["float32"]).ravel()
-  assert sorted(found) == [0.0] * 4 + [2.0] * 4
+  assert sorted(found) == [0.0] * 4 + [moved] * 4
 
 
 @pytest.mark.smoke
