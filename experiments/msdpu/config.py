@@ -29,17 +29,17 @@ def _adacomm(run: ChainRun) -> Chain:
   return _local(run, intervals.adacomm(16, period, run.rate))
 
 
-def _qsr(run: ChainRun) -> Chain:
+def _qsr(run: ChainRun, **changes: Any) -> Chain:
   # Begins to grow in the last third of the cosine.
   highest = float(run.rate(run.warmup_steps))
   # As its rows were measured: the first rounds are sized by the warm-up's rate.
   rule = intervals.qsr(run.rate, 0.5 * highest * 8**0.5, 8, warmup_steps=0)
-  return _local(run, rule)
+  return _local(run, rule, **changes)
 
 
-def _diloco(run: ChainRun, interval: int) -> Chain:
+def _diloco(run: ChainRun, interval: int, **changes: Any) -> Chain:
   rule = intervals.ending_at(run.num_steps, interval)
-  return methods.diloco(run.inner, rule, axis=run.axis)
+  return methods.diloco(run.inner, rule, axis=run.axis, **changes)
 
 
 def _msdpu(run: ChainRun, interval: int, **changes: Any) -> Chain:
@@ -170,6 +170,8 @@ VARIANTS: dict[str, Variant] = {
   "post_local_sgd H=8, int4": lambda run: _local(
     run, intervals.post_local(run.num_steps // 2, 8), **_in_4_bits()
   ),
+  "qsr H>=8, int4": lambda run: _qsr(run, **_in_4_bits()),
+  "diloco H=8, int4": lambda run: _diloco(run, 8, **_in_4_bits()),
 }
 
 # Under these names on the command line.
