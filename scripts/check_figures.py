@@ -44,6 +44,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py",),
     ("report.py", "mnist"),
     ("report.py", "cifar10", "0.4"),
+    ("report.py", "cifar10-cosine", "0.58"),
     ("report.py", "cifar10-mlp"),
     ("workers_report.py",),
   ),
