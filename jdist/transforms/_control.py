@@ -40,7 +40,12 @@ class Control:
 
   def __post_init__(self) -> None:
     for name in ("round_ends", "arrives"):
-      checks.check_choice(name, getattr(self, name), (True, False, None))
+      value = getattr(self, name)
+      if value is not None and not isinstance(value, bool):
+        raise ValueError(
+          f"`{name}` shapes the program and must be True, False or None, got "
+          f"{value!r}."
+        )
     checks.check_choice("drain", self.drain, (False, True, "residuals"))
     steps = self.stream_steps
     if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
