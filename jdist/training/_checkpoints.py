@@ -27,7 +27,7 @@ PyTree = Any
 
 
 class Restored(NamedTuple):
-  """What was given to `Checkpoints.save`, its arrays placed like a template."""
+  """A saved state: what `Checkpoints.save` was given, placed like a template."""
 
   step: int
   state: PyTree

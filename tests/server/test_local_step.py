@@ -45,7 +45,7 @@ def test_foresight_keeps_the_largest_stable_rate(step, limit):
 
 
 def test_a_restarted_worker_foresees_nothing_of_its_absence():
-  """What the parameters moved meanwhile is no momentum."""
+  """Moves of the parameters meanwhile are no momentum."""
   state = STEP.init(jnp.float32(1.0))._replace(velocity=jnp.float32(3.0))
   control = STEP.control(7, leads=False, restarted=True)
   read, velocity = STEP.move(jnp.float32(9.0), state, control)
@@ -70,7 +70,7 @@ CONTROLS = ((0, 0, 1), (0.1, 1, 0), (0.05, 1, 0), (0, 0, 0), (0, 0, 1))
 
 
 def test_a_learner_says_when_a_step_is_taken():
-  """Where the last gradient is missing, at that version's rate."""
+  """It is where the last gradient is missing, at that version's rate."""
   learner, found = _learner(STEP), []
   programs = learner._programs[0]
 
