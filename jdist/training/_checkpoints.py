@@ -27,7 +27,7 @@ PyTree = Any
 
 
 class Restored(NamedTuple):
-  """A saved state: what `Checkpoints.save` was given, placed like a template."""
+  """A saved state: what `save` was given, its arrays placed like a template."""
 
   step: int
   state: PyTree
