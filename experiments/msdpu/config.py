@@ -174,12 +174,34 @@ VARIANTS: dict[str, Variant] = {
   "diloco H=8, int4": lambda run: _diloco(run, 8, **_in_4_bits()),
 }
 
+# Those of the longer presets, what matters most first.
+_LONG = (
+  "ssgd", "msdpu, int4", "ssgd, int4", "local_sgd, MSDPU's rounds, int4",
+  "post_local_sgd H=8, int4", "local_sgd H=8, int4", "msdpu",
+  "post_local_sgd H=8", "local_sgd H=8", "qsr H>=8, int4", "diloco H=8, int4",
+  "qsr H>=8", "diloco H=8",
+)  # fmt: skip
+
 # Under these names on the command line.
 PRESETS: Presets = {
   "cifar10": ("CIFAR-10, LeNet: minutes a run on 2 cores", Config()),
   "mnist": (
     "MNIST, LeNet: a minute a run on 2 cores",
     Config(dataset="mnist", epochs=2.0, warmup_epochs=0.2),
+  ),
+  "cifar10-20": (
+    "CIFAR-10, LeNet, 20 passes with crops and flips: five minutes a run",
+    Config(
+      epochs=20.0, warmup_epochs=1.0, augment=True,
+      seeds=(100, 101, 102, 103, 104), variants=_LONG,
+    ),
+  ),
+  "mnist-10": (
+    "MNIST, LeNet, 10 passes",
+    Config(
+      dataset="mnist", epochs=10.0, warmup_epochs=0.5,
+      seeds=(100, 101, 102, 103, 104), variants=_LONG,
+    ),
   ),
   "mnist-mlp": (
     "MNIST, an MLP, whose messages are large for its computation",
