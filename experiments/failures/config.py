@@ -80,8 +80,8 @@ VARIANTS = (
 )  # fmt: skip
 # With gradients, in the order in which they run.
 TRAINED = (
-  "decoupled_diloco", "h_ps", "asp", "bsp", "ssp", "bsp, backups",
-  "bsp, one job",
+  "decoupled_diloco", "h_ps", "h_ps, local step", "asp", "bsp", "ssp",
+  "bsp, backups", "bsp, one job",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def build(variant: str, setting: Setting) -> server.Protocol:
     return server.SSP(batches=batches, bound=3)
   if variant == "asp":
     return server.ASP(batches=batches)
-  if variant == "h_ps":
+  if variant in ("h_ps", "h_ps, local step"):
     return server.h_ps(num * BATCH, plans=None)
   return server.DecoupledDiLoCo(
     batches=batches, interval=INTERVAL, quorum=0.5, grace=0.5

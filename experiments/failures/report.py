@@ -19,7 +19,7 @@ Row: TypeAlias = dict[str, Any]
 _COLOURS = {
   "bsp, one job": "#999999", "bsp": "#333333", "bsp, backups": "#cc79a7",
   "ssp": "#e69f00", "asp": "#0072b2", "h_ps": "#d55e00",
-  "decoupled_diloco": "#009e73",
+  "h_ps, local step": "#f0a070", "decoupled_diloco": "#009e73",
 }  # fmt: skip
 
 

@@ -49,9 +49,12 @@ class Fit:
         problem.loss, optimizer, model.params, samples, workers=names,
         outer=self.outer, model_state=model.state, seed=trial.seed,
       )  # fmt: skip
+    step = None
+    if trial.variant == "h_ps, local step":
+      step = server.LocalStep(trial.learning_rate)
     return server.GradientLearner(
       problem.loss, optimizer, model.params, samples, workers=names,
-      model_state=model.state, seed=trial.seed,
+      model_state=model.state, seed=trial.seed, local_step=step,
     )  # fmt: skip
 
   def __call__(
