@@ -128,7 +128,8 @@ def _exported(tree: pathlib.Path, folder: str, name: str) -> Any:
   }
   # By its text, so that the folder of this file is not searched first.
   code = f"import runpy; runpy.run_path({__file__!r})['_export']({path!r})"
-  subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+  command = [sys.executable, "-c", code]
+  subprocess.run(command, cwd=tree, env=environment, check=True)
   # Written a moment ago, by the line above.
   return pickle.loads(pathlib.Path(path).read_bytes())
 
