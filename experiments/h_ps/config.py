@@ -88,6 +88,7 @@ class Variant:
     local: workers' own steps, their rate over the server's; none if 0.
     momentum: of these steps, over the server's.
     nesterov: whether they foresee that it is Nesterov's.
+    late_from: share of the run after which the pipeline begins.
   """
 
   baseline: str | None = None
@@ -95,6 +96,7 @@ class Variant:
   local: float = 0.0
   momentum: float = 0.0
   nesterov: bool = False
+  late_from: float = 0.0
 
 
 ALL = ("tasks", "pipeline", "bits")
@@ -119,6 +121,12 @@ TRAINED: dict[str, Variant] = {
   "h_ps, local step": Variant(parts=ALL, local=1.0),
   "h_ps, momentum": Variant(parts=ALL, local=1.0, momentum=1.0),
   "h_ps, foresight": Variant(parts=ALL, local=1.0, momentum=1.0, nesterov=True),
+  "h_ps, late in half": Variant(
+    parts=ALL, local=1.0, momentum=1.0, nesterov=True, late_from=0.5
+  ),
+  "h_ps, late in a third": Variant(
+    parts=ALL, local=1.0, momentum=1.0, nesterov=True, late_from=2 / 3
+  ),
   "asp": VARIANTS["asp"],
   "ssp": VARIANTS["ssp"],
   "pipeline": VARIANTS["pipeline"],
@@ -138,8 +146,17 @@ def build(
   total: int,
   num: int,
   plans: server.BitPlans | None = None,
+  updates: int = 0,
 ) -> server.Protocol:
-  """Builds the protocol for rounds of so many samples by so many workers."""
+  """Builds the protocol for rounds of so many samples by so many workers.
+
+  Args:
+    variant: of `VARIANTS` or `TRAINED`.
+    total: samples of a round.
+    num: workers.
+    plans: of H-PS's bits; the usual ones if None.
+    updates: of the run, of which a late pipeline waits for a share.
+  """
   if variant.parts is None:
     batches = server.FixedBatches(total // num)
     assert variant.baseline is not None
@@ -151,6 +168,7 @@ def build(
     total,
     tasks="tasks" in variant.parts,
     pipelined="pipeline" in variant.parts,
+    pipelined_from=round(variant.late_from * updates),
     plans=(plans or server.BitPlans()) if "bits" in variant.parts else None,
   )
 
@@ -268,7 +286,7 @@ PRESETS: comparison.Presets = {
     Config(
       dataset="cifar10", settings=("8x:1",), epochs=5.0, schedule="cosine",
       evaluations=10, rates=(0.0125, 0.025, 0.05), seeds=(0, 1, 2, 3, 4),
-      variants=("bsp", "h_ps, foresight"),
+      variants=("bsp", "h_ps, foresight", "h_ps, late in half"),
     ),
   ),
   "cifar10-mlp": (

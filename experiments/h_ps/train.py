@@ -118,13 +118,14 @@ class Fit:
         learner.model.opt_state, trial.learning_rate
       )
     )
+    samples = round(options.epochs * len(train))
     protocol = config.build(
-      variant, options.batch_size, num, self.plans if few else None
-    )
+      variant, options.batch_size, num, self.plans if few else None,
+      samples // options.batch_size,
+    )  # fmt: skip
     run = server.Simulation(
       machines, protocol, setting.costs(), seed=trial.seed, learner=learner
     )
-    samples = round(options.epochs * len(train))
     records = server.VirtualTrainer(run).fit(
       samples,
       "samples",

@@ -195,8 +195,9 @@ class GradientLearner:
     self._compresses_pulls = pull_codec is not None
     # What each worker was sent last, with plans.
     self._held = [self.model.params] * len(workers)
-    # To which version each worker's last gradient was added.
-    self._led: dict[int, int] = {}
+    # Each worker's last task: the version that it was sent, and to which its
+    # gradient was added.
+    self._led: dict[int, tuple[int, int]] = {}
     # On the way to a checkpoint only what follows from the messages is kept.
     self.replays = False
 
@@ -243,7 +244,7 @@ class GradientLearner:
     controls = []
     for task, stale in zip(tasks, update.staleness, strict=True):
       controls.append(self._control(task))
-      self._led[task.worker] = task.version + stale
+      self._led[task.worker] = task.version, task.version + stale
     if self.replays:
       return
     total, loss = None, None
@@ -283,11 +284,9 @@ class GradientLearner:
     """Says to a local step whether the last gradient is in what was sent."""
     if self._local_step is None:
       return None
-    last = self._led.get(task.worker)
+    last, added = self._led.get(task.worker, (None, -1))
     return self._local_step.control(
-      task.version,
-      leads=last is not None and task.version <= last,
-      restarted=last is None,
+      task.version, leads=task.version <= added, last=last
     )
 
   def discard(self, task: int) -> None:

@@ -97,6 +97,15 @@ bandwidth_gbit_per_s = 0.001
   assert row["pushed_bytes"] < 38_440 * 2 * (2 + 12 * 0.55)
 
 
+def test_h_ps_pipelines_after_a_share_of_the_run(words, tmp_path):
+  words[words.index("dbs")] = "h_ps"
+  assert cli.main([*words, "--pipeline-from", "0.5"]) == 0
+  (row,) = rows(tmp_path)
+  assert row["updates"] == 12
+  # Six rounds in turn and the pipeline's first, of two workers.
+  assert row["staleness"]["counts"] == {"0": 14, "1": 10}
+
+
 def local_step(**options):
   train = _options.Train(protocol="h_ps", learning_rate=0.2, **options)
   return _server_parts._local_step(train, lambda update: 0.2 / (1 + update))

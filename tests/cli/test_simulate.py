@@ -73,6 +73,21 @@ def test_samples_and_seconds_are_limits_too(file, tmp_path):
     assert 0.8 * limit < row[key] <= limit
 
 
+def test_h_ps_pipelines_after_a_share_of_the_run(file, tmp_path):
+  """By updates, or by samples: 40 rounds of 3 workers' 32."""
+  for limit in ("--updates 40", "--samples 3840"):
+    output = tmp_path / limit[2:]
+    words = f"simulate {file} --protocols h_ps --pipeline-from 0.75 {limit}"
+    words = [*words.split(), "--batch-size", "32", "--output", str(output)]
+    assert cli.main(words) == 0
+    row = json.loads((output / "rows.jsonl").read_text())
+    assert row["updates"] == pytest.approx(40, abs=1)
+    counts = row["staleness"]["counts"]
+    # 30 rounds in turn, and the pipeline's first.
+    assert counts["0"] == 31 * 3
+    assert counts["1"] == pytest.approx(9 * 3, abs=3)
+
+
 WRONG = {
   "no file": ("", r"jdist simulate CLUSTER.toml"),
   "a file that is not there": ("nowhere.toml", "no file 'nowhere.toml'"),
@@ -85,6 +100,18 @@ WRONG = {
   "batch": ("FILE --batch-size 0", "`--batch-size` must be positive"),
   "memory": ("FILE --batch-size 2000", "'slow' has 1 GB: 1000 samples fit"),
   "bound": ("FILE --protocols ssp --bound -1", "`bound` must be an int >= 0"),
+  "share": (
+    "FILE --protocols h_ps --pipeline-from 1",
+    r"`--pipeline-from` must be in \[0, 1\), got 1",
+  ),
+  "a share of seconds": (
+    "FILE --protocols h_ps --pipeline-from 0.5 --seconds 2",
+    "`--pipeline-from` must be 0 with `--seconds`.* `--updates`",
+  ),
+  "a pipeline that is left out": (
+    "FILE --protocols h_ps --pipeline-from 0.5 --parts tasks --updates 9",
+    "`pipelined_from` must be 0 without `pipelined`, got 4",
+  ),
   "drawn": ("FILE --drawn-seconds 0", "`--drawn-seconds` must be positive"),
   "option": ("FILE --protocol asp", "did you mean `--protocols`"),
 }

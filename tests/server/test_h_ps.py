@@ -128,6 +128,33 @@ def test_a_pipelined_round_by_hand(samples, wanted):
   assert round_s(in_turn, [2.0, 2.0]) == pytest.approx(samples / 20 + 1.0)
 
 
+@pytest.mark.parametrize("tasks", (False, True))
+def test_a_pipeline_that_begins_late_by_hand(tasks):
+  """12 rounds of 3 s of computing and 1 s of messages, then those of 3 s."""
+  protocol = server.h_ps(120, tasks=tasks, plans=None, pipelined_from=12)
+  simulation = run(protocol, [2.0, 2.0], updates=12)
+  assert dict(simulation.staleness) == {0: 24}
+  assert simulation.now_s == pytest.approx(12 * 4.0)
+  simulation.run(updates=40)
+  # The pipeline's first round is on what its workers were just sent.
+  assert dict(simulation.staleness) == {0: 26, 1: 54}
+  assert simulation.now_s == pytest.approx(12 * 4.0 + 1.0 + 28 * 3.0)
+
+
+def test_bits_hide_as_soon_as_the_pipeline_begins():
+  """Before, they shorten the round; 1 s of messages, 1 of computing."""
+  protocol = server.h_ps(20, tasks=False, pipelined_from=10)
+  simulation = run(protocol, [1.0, 1.0], updates=9)
+  in_turn = list(simulation.state.plans.values())
+  simulation.run(updates=14)
+  hidden = list(simulation.state.plans.values())
+  wanted = [
+    list(PLANS.choose([1.0] * 2, [1.0] * 2, pipelined=x, slack=0.9))
+    for x in (False, True)
+  ]
+  assert [in_turn, hidden] == wanted and in_turn != hidden
+
+
 def test_staleness_is_one_whatever_happens():
   machines = cluster.Cluster(
     (

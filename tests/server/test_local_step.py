@@ -1,7 +1,10 @@
 """Local steps of workers: what they foresee, and when they are taken."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jdist import data, server
@@ -33,7 +36,8 @@ def test_foresight_keeps_the_largest_stable_rate(step, limit):
     for version in range(600):
       read = sent
       if step is not None:
-        control = step.control(version, leads=version > 0)
+        last = max(version - 1, 0)  # Both first tasks are of version 0.
+        control = step.control(last, leads=version > 0, last=max(last - 1, 0))
         read, velocity = step.move(jnp.float32(sent), state, control)
       gradient = np.float32(curvature * read)
       if step is not None:
@@ -47,12 +51,34 @@ def test_foresight_keeps_the_largest_stable_rate(step, limit):
 def test_a_restarted_worker_foresees_nothing_of_its_absence():
   """Moves of the parameters meanwhile are no momentum."""
   state = STEP.init(jnp.float32(1.0))._replace(velocity=jnp.float32(3.0))
-  control = STEP.control(7, leads=False, restarted=True)
+  control = STEP.control(7, leads=False, last=None)
   read, velocity = STEP.move(jnp.float32(9.0), state, control)
   assert (float(read), float(velocity)) == (9.0, 0.0)
   # Without the restart it would be (8 + 0.5 * 3) / 1.5.
-  _, velocity = STEP.move(jnp.float32(9.0), state, STEP.control(7, leads=False))
+  control = STEP.control(7, leads=False, last=5)
+  _, velocity = STEP.move(jnp.float32(9.0), state, control)
   np.testing.assert_allclose(velocity, 9.5 / 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", (False, True))
+def test_one_worker_whose_pipeline_begins_late_is_synchronous(nesterov):
+  """It foresees the server's update, the first one as well."""
+  optimizer = optax.sgd(0.1, momentum=0.9, nesterov=nesterov)
+
+  def params(step=None, **changes):
+    learner, _ = gradients.learn(
+      server.h_ps(16, plans=None, **changes), [1.0], 12, optimizer=optimizer,
+      local_step=step,
+    )  # fmt: skip
+    return learner.model.params
+
+  wanted = params(pipelined=False)
+  step = server.LocalStep(0.1, 0.9, nesterov=nesterov)
+  chex.assert_trees_all_close(
+    params(step, pipelined_from=5), wanted, rtol=1e-4, atol=1e-6
+  )
+  late = params(pipelined_from=5)
+  assert not np.allclose(jax.tree.leaves(late)[0], jax.tree.leaves(wanted)[0])
 
 
 def _learner(step):
@@ -65,8 +91,11 @@ def _learner(step):
 
 # By the number of each task: the version that it was sent.
 SENT = (0, 0, 1, 3, 4)
-# Rate, whether it leads, and whether its worker begins anew.
-CONTROLS = ((0, 0, 1), (0.1, 1, 0), (0.05, 1, 0), (0, 0, 0), (0, 0, 1))
+# Rate, whether it leads, whether its worker remembers, and whether it was sent
+# others than for its last task.
+CONTROLS = (
+  (0, 0, 0, 1), (0.1, 1, 1, 0), (0.05, 1, 1, 1), (0, 0, 1, 1), (0, 0, 0, 1),
+)  # fmt: skip
 
 
 def test_a_learner_says_when_a_step_is_taken():

@@ -96,6 +96,12 @@ SHARED = codecs.RandomK(0.1, shared=True)
   ("total", lambda: server.h_ps(0), "an int >= 1"),
   ("smoothing", lambda: server.h_ps(8, smoothing=1.0), "in [0, 1)"),
   ("slack", lambda: server.h_ps(8, slack=0.0), "in (0, 1]"),
+  ("pipelined_from", lambda: server.h_ps(8, pipelined_from=-1), "an int >= 0"),
+  (
+    "pipelined_from",
+    lambda: server.h_ps(8, pipelined=False, pipelined_from=3),
+    "0 without `pipelined`",
+  ),
   ("minimum", lambda: server.BalancedBatches(8, minimum=0), "an int >= 1"),
   (
     "batches",

@@ -37,8 +37,12 @@ def build(
   machines: cluster.Cluster,
   profile: cluster.Profile,
   plans: server.BitPlans | None = None,
+  updates: float | None = None,
 ) -> server.Protocol:
-  """Builds a protocol for these machines with those options that it takes."""
+  """Builds a protocol for these machines with those options that it takes.
+
+  `updates` are those of the run, if that is known.
+  """
   num = len(machines.nodes)
   most = options.max_staleness
   parts = options.parts
@@ -56,6 +60,7 @@ def build(
     "ahead": options.ahead,
     "tasks": "tasks" in parts,
     "pipelined": "pipeline" in parts,
+    "pipelined_from": _pipelined_from(options.pipeline_from, updates),
     "timeout_s": getattr(options, "timeout_s", None),
     "plans": (plans or server.BitPlans()) if "bits" in parts else None,
     "limits": {
@@ -66,6 +71,17 @@ def build(
   factory = server.PROTOCOLS[name].factory
   takes = inspect.signature(factory).parameters
   return factory(**{key: x for key, x in given.items() if key in takes})
+
+
+def _pipelined_from(share: float, updates: float | None) -> int:
+  if not 0 <= share < 1:
+    raise ValueError(f"`--pipeline-from` must be in [0, 1), got {share}.")
+  if share and updates is None:
+    raise ValueError(
+      f"`--pipeline-from` must be 0 with `--seconds`, got {share}: it is a "
+      "share of the run's updates. Give `--updates` or `--samples`."
+    )
+  return round(share * updates) if updates else 0
 
 
 def gradients_per_update(

@@ -29,6 +29,11 @@ class ProtocolOptions:
   """Of h_ps: tasks by speed, messages under computation, messages of fewer
   bits."""
 
+  pipeline_from: float = 0.0
+  """Of h_ps: share of the run's updates before messages go under computation,
+  which makes gradients one update late. 0.5 keeps the accuracy where a pipeline
+  from the beginning does not, see experiments/h_ps."""
+
   error_limit: float = 0.02
   """Of h_ps: relative error that fewer bits of a tensor may have."""
 

@@ -52,15 +52,15 @@ def assemble(
   loss = workload.loss(model.apply)
   if plans is None and name == "h_ps" and "bits" in options.parts:
     plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
-  protocol = _protocols.build(
-    name, options, batch_size, machines, profile, plans
-  )
   taken = _protocols.gradients_per_update(name, options, machines)
   # Schedules count updates.
   budget = _methods.make_budget(
     options,
     options.learning_rate,
     len(workload.train) / (batch_size * taken),
+  )
+  protocol = _protocols.build(
+    name, options, batch_size, machines, profile, plans, budget.num_steps
   )
   return Parts(
     options, machines, profile, workload, model, loss, samples, protocol,

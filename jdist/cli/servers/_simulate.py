@@ -17,8 +17,13 @@ _LIMITS = ("updates", "samples", "seconds")
 def simulate(options: _options.Simulate) -> None:
   """Simulates each protocol and leaves a table, rows, pictures, timelines."""
   machines, profile, limits = _check(options)
+  updates = limits.get("updates")
+  if updates is None and limits.get("samples") is not None:
+    updates = limits["samples"] / (options.batch_size * len(machines.nodes))
   protocols = {
-    name: _protocols.build(name, options, options.batch_size, machines, profile)
+    name: _protocols.build(
+      name, options, options.batch_size, machines, profile, updates=updates
+    )
     for name in options.protocols
   }
   training.check_plots()

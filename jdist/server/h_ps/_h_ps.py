@@ -53,9 +53,10 @@ class HPS(_protocol.Protocol[HPSState]):
 
   so that the staleness is exactly 1 from the second round on, and a round takes
   max(t, (t + c) / 2) where computing takes t, and a push and a pull c; t + c
-  without it.  With `plans` each member's pushes and pulls take the most bits
-  that lengthen no round.  What a member is sent first, and first after it was
-  away, is exact.
+  without it.  A gradient that is late costs least at a low rate: the pipeline
+  may begin in the midst of a run, by `pipelined_from`.  With `plans` each
+  member's pushes and pulls take the most bits that lengthen no round.  What a
+  member is sent first, and first after it was away, is exact.
 
   Who joins takes part from the next round on that is not given out; nobody
   waits for one who has left.  Gradients are summed in the order of joining.
@@ -64,6 +65,8 @@ class HPS(_protocol.Protocol[HPSState]):
     batches: `server.BalancedBatches`.
     weighting: by samples, unless given otherwise.
     pipelined: whether communication goes on under computation.
+    pipelined_from: updates before the pipeline begins; no gradient is late
+      until then.
     plans: of messages' bits; all are exact if None.
     limits: samples that a member's memory holds at once; any, of who is not
       named.
@@ -101,6 +104,7 @@ class HPS(_protocol.Protocol[HPSState]):
   batches: _balanced_batches.BalancedBatches
   weighting: _weights.Weighting = _BY_SAMPLES
   pipelined: bool = True
+  pipelined_from: int = 0
   plans: _bit_plans.BitPlans | None = None
   limits: Mapping[Worker, int | None] | None = None
   slack: float = 0.9
@@ -117,6 +121,12 @@ class HPS(_protocol.Protocol[HPSState]):
       checks.check_type(
         "plans", self.plans, _bit_plans.BitPlans, "a `server.BitPlans`"
       )
+    checks.set_structural(self, "pipelined_from", minimum=0)
+    if self.pipelined_from and not self.pipelined:
+      raise ValueError(
+        "`pipelined_from` must be 0 without `pipelined`, got "
+        f"{self.pipelined_from}."
+      )
     if not 0 < self.slack <= 1:
       raise ValueError(f"`slack` must be in (0, 1], got {self.slack}.")
 
@@ -124,6 +134,10 @@ class HPS(_protocol.Protocol[HPSState]):
   def depth(self) -> int:
     """Two tasks, of which one is computed and one under way; else one."""
     return 2 if self.pipelined else 1
+
+  def overlaps(self, state: HPSState) -> bool:
+    """Returns whether a round is computed while one is under way by now."""
+    return self.pipelined and state.version >= self.pipelined_from
 
   def passes(self, worker: Worker, samples: int) -> int:
     """Returns into how many batches a task is cut, to fit into memory."""
@@ -151,8 +165,8 @@ class HPS(_protocol.Protocol[HPSState]):
   def allocate(self, state: HPSState) -> None:
     """Gives each member the next round's batch, and the bits of messages."""
     members = state.members
-    overheads = None
-    if not self.pipelined:
+    overheads, overlaps = None, self.overlaps(state)
+    if not overlaps:
       overheads = [
         (member.exchange_s or 0.0) * self.share(state.plans.get(worker, 0))
         for worker, member in members.items()
@@ -170,7 +184,7 @@ class HPS(_protocol.Protocol[HPSState]):
       plans = self.plans.choose(
         [x.samples / x.speed if x.speed else None for x in members.values()],
         [x.exchange_s for x in members.values()],
-        pipelined=self.pipelined,
+        pipelined=overlaps,
         slack=self.slack,
       )
       state.plans = dict(zip(members, plans, strict=True))
@@ -219,7 +233,7 @@ class HPS(_protocol.Protocol[HPSState]):
     """Gives out as many rounds as a member may have tasks."""
     if not state.members:
       return
-    while state.opened < state.round + self.depth:
+    while state.opened < state.round + 1 + self.overlaps(state):
       state.owing[state.opened] = dict.fromkeys(state.members)
       state.opened += 1
       self.allocate(state)
@@ -254,6 +268,7 @@ def h_ps(
   *,
   tasks: bool = True,
   pipelined: bool = True,
+  pipelined_from: int = 0,
   plans: _bit_plans.BitPlans | None = _PLANS,
   limits: Mapping[Worker, int | None] | None = None,
   smoothing: float = 0.5,
@@ -267,6 +282,7 @@ def h_ps(
     total: samples of a round, of all workers together.
     tasks: whether batches let all finish at the same time; equal ones if not.
     pipelined: as of `server.HPS`.
+    pipelined_from: as of `server.HPS`.
     plans: as of `server.HPS`; None for exact messages.
     limits: as of `server.HPS`.
     smoothing: as of `server.BalancedBatches`.
@@ -288,6 +304,7 @@ def h_ps(
       total, measured=tasks, smoothing=smoothing, accumulate=accumulate
     ),
     pipelined=pipelined,
+    pipelined_from=pipelined_from,
     plans=plans,
     limits=limits,
     slack=slack,

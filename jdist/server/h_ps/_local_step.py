@@ -20,7 +20,7 @@ class LocalStepState(NamedTuple):
     gradient: of its last task.
     held: the parameters that it was sent for that task.
     velocity: the server's momentum buffer times the negative rate, as far as
-      its moves show; `()` without Nesterov's momentum, whose moves hide it.
+      its moves show.
   """
 
   gradient: PyTree
@@ -83,38 +83,40 @@ class LocalStep:
   def init(self, params: PyTree) -> LocalStepState:
     """Returns the state of a worker that was sent its first parameters."""
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return LocalStepState(zeros, params, zeros if self.nesterov else ())
+    return LocalStepState(zeros, params, zeros)
 
   def control(
-    self, version: int, *, leads: bool, restarted: bool = False
+    self, version: int, *, leads: bool, last: int | None
   ) -> np.ndarray:
-    """Returns what `move` is told of one task, an array of three floats.
+    """Returns what `move` is told of one task, an array of four floats.
 
     Args:
       version: updates in the parameters that were sent for it.
       leads: whether the worker's last gradient is missing in them.
-      restarted: whether the worker has forgotten what it held.
+      last: the version that was sent for the worker's task before; None of who
+        has forgotten what it held.
     """
     rate = self.rate(version) if callable(self.rate) else self.rate
-    return np.array([float(rate) * leads, leads, restarted], np.float32)
+    flags = leads, last is not None, version != last
+    return np.array([float(rate) * leads, *flags], np.float32)
 
   def move(
     self, held: PyTree, state: LocalStepState, control: jax.Array
   ) -> tuple[PyTree, PyTree]:
     """Returns where to take the gradient, and the server's velocity."""
-    rate, leads, restarted = control
+    rate, leads, remembers, moved = control
     mu = self.momentum
     of_gradient, of_velocity = (1 + mu, mu**2) if self.nesterov else (1.0, mu)
 
-    def kept(x: jax.Array) -> jax.Array:
-      return jnp.where(restarted > 0, jnp.zeros_like(x), x)
+    def known(new: jax.Array, old: jax.Array, before: jax.Array) -> jax.Array:
+      velocity = new - old
+      if self.nesterov:
+        velocity = (velocity + mu * before) / (1 + mu)
+      # The second task on the same parameters: they show nothing new.
+      velocity = jnp.where(moved > 0, velocity, before)
+      return jnp.where(remembers > 0, velocity, jnp.zeros_like(velocity))
 
-    moves = jax.tree.map(lambda p, b: kept(p - b), held, state.held)
-    velocity = moves
-    if self.nesterov:
-      velocity = jax.tree.map(
-        lambda d, v: (d + mu * kept(v)) / (1 + mu), moves, state.velocity
-      )
+    velocity = jax.tree.map(known, held, state.held, state.velocity)
     found = jax.tree.map(
       lambda p, g, v: (
         p
@@ -123,4 +125,4 @@ class LocalStep:
       ),
       held, state.gradient, velocity,
     )  # fmt: skip
-    return found, velocity if self.nesterov else ()
+    return found, velocity

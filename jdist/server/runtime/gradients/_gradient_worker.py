@@ -69,6 +69,7 @@ class GradientWorker:
     self._push_state = self._first_push
     self._last = () if local_step is None else local_step.init(self._held)
     self._last_task = -1
+    self._last_version: int | None = None
 
   def prepare(self) -> None:
     """Compiles the gradient of each size, and each plan's messages."""
@@ -93,7 +94,7 @@ class GradientWorker:
     return self._local_step.control(
       version,
       leads=self._last_task > settled,
-      restarted=self._last_task < 0,
+      last=self._last_version,
     )
 
   def _compute(
@@ -126,7 +127,7 @@ class GradientWorker:
     pushed, loss, self._last = self._compute(
       batch, task, self._control(header["version"], more["settled"])
     )
-    self._last_task = task
+    self._last_task, self._last_version = task, header["version"]
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]
     )
@@ -135,7 +136,7 @@ class GradientWorker:
 
   def restart(self) -> None:
     """Forgets its last gradient; the residual of its feedback stays."""
-    self._last_task = -1
+    self._last_task, self._last_version = -1, None
 
   def save(self) -> np.ndarray:
     """Returns the feedback's state as bytes."""
