@@ -141,6 +141,21 @@ def test_a_pipeline_that_begins_late_by_hand(tasks):
   assert simulation.now_s == pytest.approx(12 * 4.0 + 1.0 + 28 * 3.0)
 
 
+def test_tasks_follow_links_until_the_pipeline_begins():
+  """As they do in turn and in a pipeline; a worker's messages take 3 s."""
+  topology = cluster.star(
+    {"worker0": cluster.Link(8 * 200 / 3), "worker1": LINK}, "server"
+  )
+  machines = cluster.Cluster(cluster.workers([3.0, 1.0]).nodes, topology)
+  simulation = run(
+    server.h_ps(60, plans=None, pipelined_from=20), None, machines=machines,
+    updates=19,
+  )  # fmt: skip
+  assert [x.samples for x in simulation.state.members.values()] == [30, 30]
+  simulation.run(updates=40)
+  assert [x.samples for x in simulation.state.members.values()] == [45, 15]
+
+
 def test_bits_hide_as_soon_as_the_pipeline_begins():
   """Before, they shorten the round; 1 s of messages, 1 of computing."""
   protocol = server.h_ps(20, tasks=False, pipelined_from=10)

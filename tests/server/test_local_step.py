@@ -90,11 +90,12 @@ def _learner(step):
 
 
 # By the number of each task: the version that it was sent.
-SENT = (0, 0, 1, 3, 4)
+SENT = (0, 0, 1, 1, 3, 4)
 # Rate, whether it leads, whether its worker remembers, and whether it was sent
 # others than for its last task.
 CONTROLS = (
-  (0, 0, 0, 1), (0.1, 1, 1, 0), (0.05, 1, 1, 1), (0, 0, 1, 1), (0, 0, 0, 1),
+  (0, 0, 0, 1), (0.1, 1, 1, 0), (0.05, 1, 1, 1), (0.05, 1, 1, 0),
+  (0, 0, 1, 1), (0, 0, 0, 1),
 )  # fmt: skip
 
 
@@ -110,12 +111,12 @@ def test_a_learner_says_when_a_step_is_taken():
   learner._programs[0] = programs._replace(step=step)
   for task, version in enumerate(SENT):
     learner.pull(server.Reply("a", task, version, 4))
-    if task == 3:
+    if task == 4:
       # Its worker dies later, with a task in hand.
       learner.pull(server.Reply("a", 9, version, 4))
-    staleness = {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}[task]
+    staleness = (0, 1, 1, 0, 0, 0)[task]
     learner.apply(server.Apply((task,), (1.0,), (staleness,)))
-    if task == 3:
+    if task == 4:
       learner.discard(9)
   np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
 
@@ -135,8 +136,8 @@ def test_a_worker_says_when_a_step_is_taken():
     return pushed, 0.0, last
 
   worker._gradient = gradient
-  for task, settled in enumerate((-1, -1, 0, 2, 3)):
-    if task == 4:
+  for task, settled in enumerate((-1, -1, 0, 1, 3, 4)):
+    if task == 5:
       worker.restart()
     more = {"start": 0, "settled": settled}
     header = {"task": task, "version": SENT[task], "samples": 4, "more": more}
