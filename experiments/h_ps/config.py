@@ -111,6 +111,7 @@ VARIANTS: dict[str, Variant] = {
   "tasks + bits": Variant(parts=("tasks", "bits")),
   "pipeline + bits": Variant(parts=("pipeline", "bits")),
   "h_ps": Variant(parts=ALL),
+  "h_ps, late in half": Variant(parts=ALL, late_from=0.5),
 }
 # On real workers alone: local steps, whose fragments a quorum merges.
 FRAGMENTS = Variant("decoupled_diloco")
@@ -121,11 +122,9 @@ TRAINED: dict[str, Variant] = {
   "h_ps, local step": Variant(parts=ALL, local=1.0),
   "h_ps, momentum": Variant(parts=ALL, local=1.0, momentum=1.0),
   "h_ps, foresight": Variant(parts=ALL, local=1.0, momentum=1.0, nesterov=True),
+  # The same, of a pipeline that begins in the midst.
   "h_ps, late in half": Variant(
     parts=ALL, local=1.0, momentum=1.0, nesterov=True, late_from=0.5
-  ),
-  "h_ps, late in a third": Variant(
-    parts=ALL, local=1.0, momentum=1.0, nesterov=True, late_from=2 / 3
   ),
   "asp": VARIANTS["asp"],
   "ssp": VARIANTS["ssp"],

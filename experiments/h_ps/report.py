@@ -22,7 +22,7 @@ _COLOURS = {
   "bsp": "#333333", "asp": "#0072b2", "ssp": "#999999", "tasks": "#e69f00",
   "pipeline": "#009e73", "bits": "#cc79a7", "h_ps": "#d55e00",
   "h_ps, local step": "#56b4e9", "h_ps, momentum": "#7b3294",
-  "h_ps, foresight": "#d55e00",
+  "h_ps, foresight": "#d55e00", "h_ps, late in half": "#56b4e9",
 }  # fmt: skip
 
 

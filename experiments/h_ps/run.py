@@ -43,7 +43,9 @@ def simulate(
   """Runs a variant until as many samples are applied as of 200 rounds."""
   machines = setting.machines()
   num = len(machines.nodes)
-  protocol = config.build(config.VARIANTS[variant], setting.total, num)
+  protocol = config.build(
+    config.VARIANTS[variant], setting.total, num, updates=_ROUNDS
+  )
   run = server.Simulation(machines, protocol, setting.costs(), trace=trace)
   run.run(samples=_ROUNDS * setting.total)
   return run
