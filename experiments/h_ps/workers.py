@@ -2,6 +2,7 @@
 
     python experiments/h_ps/workers.py gain      # H-PS over each baseline
     python experiments/h_ps/workers.py computes  # the same; nobody sleeps
+    python experiments/h_ps/workers.py gpus      # the same, on four GPUs
     python experiments/h_ps/workers.py profile   # constants for the clock
     python experiments/h_ps/workers.py clock     # the clock beside real runs
     python experiments/h_ps/workers.py scale     # what Ray costs
@@ -63,11 +64,16 @@ def _ray_version() -> str:
   return importlib.metadata.version("ray")
 
 
-def engine_for(workers: int, spares: int = 0) -> server.RayEngine:
+def engine_for(
+  workers: int, spares: int = 0, gpus: float = 0.0
+) -> server.RayEngine:
   cpus = 0.95 * (os.cpu_count() or 1) / (workers + 1 + spares)
+  if gpus:
+    cpus = min(1.0, cpus)
   return server.RayEngine(
-    workers, cpus_per_worker=cpus, spares=spares, cache=CACHE
-  )
+    workers, cpus_per_worker=cpus, gpus_per_worker=gpus, spares=spares,
+    cache=CACHE,
+  )  # fmt: skip
 
 
 # (a) H-PS over each baseline, in seconds.
@@ -79,13 +85,17 @@ GAIN = (
 COMPUTES = setups.Setup(
   (1.0, 1.0), 1.0, rounds=8, total=512, hidden=(768, 768), paced=False
 )
+# 34 million parameters; each worker has a GPU, and sleeps to its speed.
+GPUS = setups.Setup(total=2048, hidden=(4096, 4096, 4096))
 PROTOCOLS = ("h_ps", "bsp", "asp", "ssp")
 
 
-def gain(name: str, chosen: Sequence[setups.Setup], repeats: int) -> None:
+def gain(
+  name: str, chosen: Sequence[setups.Setup], repeats: int, gpus: float = 0.0
+) -> None:
   """Interleaves protocols; goes on where it was stopped."""
   most = max(len(x.speeds) for x in chosen)
-  engine = engine_for(most)
+  engine = engine_for(most, gpus=gpus)
   done = [
     (json.dumps(x["config"]), x["repeat"]) for x in workers_report.rows_of(name)
   ]
@@ -463,6 +473,8 @@ def main() -> None:
     gain("gain", GAIN, repeats)
   elif what == "computes":
     gain("computes", (COMPUTES,), repeats)
+  elif what == "gpus":
+    gain("gpus", (GPUS,), repeats, gpus=1.0)
   elif what == "profile":
     profile()
   elif what == "clock":

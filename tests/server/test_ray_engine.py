@@ -47,6 +47,8 @@ def words(tmp_path, *more, num=2):
     (("--cpus-per-worker", "1000"), "need 3000 CPUs, and Ray has"),
     (("--codec", "int4"), "`--codec` must be left out with `--protocol h_ps`"),
     (("--cpus-per-worker", "0"), "`--cpus-per-worker` must be positive"),
+    (("--gpus-per-worker", "-1"), "`gpus_per_worker` must be in [0, inf]"),
+    (("--gpus-per-worker", "1.5"), "must be a part of one or whole ones"),
   ),
 )
 def test_what_cannot_run_is_one_line(more, rule, tmp_path, capsys, monkeypatch):
@@ -110,6 +112,62 @@ needs_ray = pytest.mark.skipif(
   importlib.util.find_spec("ray") is None,
   reason="Ray is not installed",
 )
+
+
+@needs_ray
+def test_gpus_that_are_not_there_are_one_line_and_nothing_is_left(
+  tmp_path, capsys
+):
+  before = left_behind()
+  more = ("--cpus-per-worker", "0.25", "--gpus-per-worker", "8")
+  assert cli.main(words(tmp_path, *more)) == 2
+  error = capsys.readouterr().err
+  assert "The workers need 16 GPUs, and Ray has" in error
+  assert error.count("\n") == 1
+  assert left_behind() == before
+
+
+# Ray takes GPUs that it is told of for real.
+SEEING = """
+import functools, os, sys
+from jdist import server
+from jdist.server.runtime.ray_actors import _ray_access
+
+import_ray = _ray_access.import_ray
+
+def with_gpus():
+  ray = import_ray()
+  ray.init = functools.partial(ray.init, num_gpus=2)
+  return ray
+
+def make_server():
+  protocol = server.BSP(batches=server.FixedBatches(1))
+  plan = server.LivePlan(workers=("a", "b"), seconds=2.0)
+  assert os.environ["JAX_PLATFORMS"] == "cpu"
+  return server.LiveServer(protocol, server.EmptyServer(1_000), plan)
+
+def work(name, folder, channel):
+  with open(f"{folder}/{name}", "w") as file:
+    variables = "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"
+    file.write(" ".join(os.environ[x] for x in variables))
+  server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+_ray_access.import_ray = with_gpus
+engine = server.RayEngine(2, cpus_per_worker=0.25, gpus_per_worker=1)
+works = {x: functools.partial(work, x, sys.argv[1]) for x in ("a", "b")}
+try:
+  server.LiveRun(engine, make_server, works).run()
+finally:
+  engine.stop()
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_each_worker_sees_a_gpu_of_its_own(tmp_path):
+  subprocess.run([sys.executable, "-c", SEEING, str(tmp_path)], check=True)
+  seen = sorted((tmp_path / name).read_text() for name in "ab")
+  assert seen == ["0 cuda", "1 cuda"]
 
 
 @needs_ray

@@ -165,6 +165,7 @@ def _run(
     len(plan.workers),
     address=options.address,
     cpus_per_worker=options.cpus_per_worker,
+    gpus_per_worker=options.gpus_per_worker,
   )
   try:
     run = server.LiveRun(

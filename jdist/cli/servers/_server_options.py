@@ -86,6 +86,10 @@ class ServerOptions(ProtocolOptions):
   """Of ray: CPUs of the server and of each worker; parts of one for workers
   that mostly sleep."""
 
+  gpus_per_worker: float = 0.0
+  """Of ray: GPUs of each worker, which sees no others; parts of one for workers
+  that share a GPU, 0 for CPUs alone."""
+
   paced: bool = True
   """Of ray: lengthen each task, by sleeping, to what it takes by the cluster's
   file; if not, workers compute as fast as they can."""

@@ -108,7 +108,7 @@ def identity(options: _options.Train) -> dict[str, object]:
   """Returns what must be the same when a run is resumed."""
   elsewhere = {
     "output", "checkpoints", "checkpoint_every_epochs", "preset", "text",
-    "address", "cpus_per_worker", "record",
+    "address", "cpus_per_worker", "gpus_per_worker", "record",
   }  # fmt: skip
   assert options.cluster is not None
   # Time is replayed: the machines must be the same, wherever their file lies.

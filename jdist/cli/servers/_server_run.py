@@ -170,7 +170,7 @@ def _check(options: _options.Train) -> None:
   if options.driver == "clock":
     _options.check_left_out(
       options,
-      ("address", "cpus_per_worker", "paced", "record"),
+      ("address", "cpus_per_worker", "gpus_per_worker", "paced", "record"),
       "without `--driver ray`",
     )
   _options.check_positive(options, "cpus_per_worker", "timeout_s")

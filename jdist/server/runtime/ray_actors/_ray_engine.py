@@ -32,7 +32,8 @@ ONE_THREAD = {
   "NPROC": "1",
   "OMP_NUM_THREADS": "1",
 }
-
+# Of workers with a GPU, in place of that.
+_ON_GPU = {"JAX_PLATFORMS": "cuda"}
 
 _CACHE = (
   "JAX_COMPILATION_CACHE_DIR",
@@ -56,16 +57,19 @@ class RayEngine:
     address: HOST:PORT of a cluster's head; None starts one here.
     cpus_per_worker: of Ray's, by which it places actors; parts of one are for
       workers that mostly sleep.
+    gpus_per_worker: of Ray's, which shows each worker its own; parts of one for
+      workers that share a GPU, 0 for CPUs alone.  The server has none.
     spares: further processes that have loaded all that a worker needs, and wait
       to take the place of one that is lost.
-    environment: of the actors; one thread on the CPU by default, here.
+    environment: of the actors; by default one thread on the CPU, and CUDA for
+      workers with a GPU.
     cache: directory for compiled programs, which all actors of a machine use;
       one that goes with the engine if None.
 
   Raises:
     ImportError: when Ray is missing.
     ValueError: when the address is wrong or may not be used, or there are too
-      few CPUs.
+      few CPUs or GPUs.
   """
 
   def __init__(
@@ -74,13 +78,21 @@ class RayEngine:
     *,
     address: str | None = None,
     cpus_per_worker: float = 1.0,
+    gpus_per_worker: float = 0.0,
     spares: int = 0,
     environment: dict[str, str] | None = None,
     cache: str | None = None,
   ):
     checks.check_int("workers", workers, 1)
     checks.check_number("cpus_per_worker", cpus_per_worker, open_low=True)
+    checks.check_number("gpus_per_worker", gpus_per_worker)
+    if gpus_per_worker > 1 and gpus_per_worker != int(gpus_per_worker):
+      raise ValueError(
+        "`gpus_per_worker` must be a part of one or whole ones, got "
+        f"{gpus_per_worker}."
+      )
     _ray_access.check_address(address)
+    self._gpus, self._own = gpus_per_worker, environment is not None
     self._cpus, self._num = cpus_per_worker, workers
     self._num_spares = checks.check_int("spares", spares, 0)
     if address is None:
@@ -114,12 +126,22 @@ class RayEngine:
         self._connect(address)
         available = ray.cluster_resources().get("CPU", 0.0)
         _check_cpus(self._needed(workers), available)
+      self._check_gpus()
     except BaseException:
       self.stop()
       raise
 
   def _needed(self, workers: int) -> float:
     return (workers + 1 + self._num_spares) * self._cpus
+
+  def _check_gpus(self) -> None:
+    needed = (self._num + self._num_spares) * self._gpus
+    available = self._ray.cluster_resources().get("GPU", 0.0)
+    if needed > available + 1e-9:
+      raise ValueError(
+        f"The workers need {needed:g} GPUs, and Ray has {available:g}: add "
+        "nodes, take fewer workers, or let some share one (`gpus_per_worker`)."
+      )
 
   def _start_here(self) -> None:
     """Starts a cluster on the loopback interface, with a token of its own."""
@@ -192,7 +214,14 @@ class RayEngine:
 
   def _worker_actor(self) -> Any:
     actor = self._ray.remote(_ray_actors.WorkerActor)
-    return actor.options(num_cpus=self._cpus).remote()
+    options: dict[str, Any] = {"num_cpus": self._cpus}
+    if self._gpus:
+      options["num_gpus"] = self._gpus
+      if not self._own:
+        shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        variables = _ON_GPU | (shares if self._gpus < 1 else {})
+        options["runtime_env"] = {"env_vars": variables}
+    return actor.options(**options).remote()
 
   def _kill(self, actor: Any) -> None:
     with contextlib.suppress(Exception):
