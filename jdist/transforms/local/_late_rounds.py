@@ -23,16 +23,6 @@ Step: TypeAlias = _round_state.Step
 SyncState: TypeAlias = _round_state.SyncState
 
 
-def _known_after(tree: PyTree, state: SyncState) -> jax.Array:
-  """Returns what is always true, and known to nobody before the tree is.
-
-  At least one step of the round has been taken.
-  """
-  ends = [jnp.ravel(x)[-1] for x in jax.tree.leaves(tree) if x.size]
-  unknown = jnp.isnan(sum(jnp.real(x).astype(jnp.float32) for x in ends))
-  return state.clock.round_step >= unknown.astype(jnp.int32)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class LateSynchronizer(_local_steps.Synchronizer):
   """Takes the mean of a round at the end of the next one."""
@@ -191,17 +181,6 @@ class LateSynchronizer(_local_steps.Synchronizer):
     # the anchor then: a momentum must not move it by a gradient of zero. What
     # was sent of nothing, a sign perhaps, does not stay in a residual either.
     arrived = flight.in_flight
-    if self.stream is None:
-      # On CPUs known last, like the updates: a conditional that need not wait
-      # comes first, wants copies of the parameters, and the backward pass then
-      # runs on fewer threads.
-      arrived = jax.lax.platform_dependent(
-        arrived, end.local,
-        cpu=lambda flag, local: collectives.varying(
-          flag & _known_after(local, state), self.axis
-        ),
-        default=lambda flag, _: collectives.varying(flag, self.axis),
-      )  # fmt: skip
     if late is not True:
       arrived |= ~late
     mean, memory = self.sender(state.anchor).mean(
@@ -384,8 +363,12 @@ class LateSynchronizer(_local_steps.Synchronizer):
       return both(self._receive(step_now, sent, write_back=write_back).sync)
 
     def behind(updates: PyTree) -> tuple[Any, Any]:
+      # Always true, and known to nobody before all updates are: at least one
+      # step of the round has been taken.
+      ends = [jnp.ravel(x)[-1] for x in jax.tree.leaves(updates) if x.size]
+      unknown = jnp.isnan(sum(jnp.real(x).astype(jnp.float32) for x in ends))
       return jax.lax.cond(
-        _known_after(updates, state),
+        state.clock.round_step >= unknown.astype(jnp.int32),
         lambda: received(state, write_back=True),
         lambda: both(state),
       )
