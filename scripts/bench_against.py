@@ -20,7 +20,8 @@ import sys
 import tempfile
 from typing import Any
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+import old_tree
+
 # Smaller than by default, as there are several runs of each.
 _BENCHES = {
   "step": ["bench_step.py", "--blocks", "12", "--rows"],
@@ -75,7 +76,7 @@ def _measure(tree: pathlib.Path, name: str) -> dict[str, float]:
   if name == "import":
     return {"import jdist": float(_run(tree, ["-c", _IMPORT]))}
   if name == "traces":
-    script = str(_ROOT / "scripts" / "trace_updates.py")
+    script = str(old_tree.ROOT / "scripts" / "trace_updates.py")
     return json.loads(_run(tree, [script, "--runs"]))
   script, *options = _BENCHES[name]
   with tempfile.NamedTemporaryFile(suffix=".jsonl") as rows:
@@ -123,36 +124,29 @@ def main() -> None:
   options = parser.parse_args()
   if options.pairs < 2:
     parser.error("--pairs must be at least 2: the noise is that of two runs")
-  with tempfile.TemporaryDirectory() as folder:
-    before = pathlib.Path(folder) / "before"
-    git = ["git", "-C", str(_ROOT), "worktree"]
-    add = [*git, "add", "--detach", "-q", str(before), options.commit]
-    subprocess.run(add, check=True)
-    try:
-      for bench in options.benches:
-        old, new = [], []
-        # Counts have no noise.
-        for _ in range(1 if bench == "traces" else options.pairs):
-          old.append(_measure(before, bench))
-          new.append(_measure(_ROOT, bench))
-        report = _compare(old, new)
-        for name, found in report.items():
-          print(
-            f"{bench:9s} {name:50s} new/old {found['new_over_old']:.3f} "
-            f"({found['least']:.3f} to {found['most']:.3f}), old/old "
-            f"{found['noise_least']:.3f} to {found['noise_most']:.3f}",
-            flush=True,
-          )
-        if options.output is not None:
-          from jdist import training
+  with old_tree.checked_out(options.commit) as before:
+    for bench in options.benches:
+      old, new = [], []
+      # Counts have no noise.
+      for _ in range(1 if bench == "traces" else options.pairs):
+        old.append(_measure(before, bench))
+        new.append(_measure(old_tree.ROOT, bench))
+      report = _compare(old, new)
+      for name, found in report.items():
+        print(
+          f"{bench:9s} {name:50s} new/old {found['new_over_old']:.3f} "
+          f"({found['least']:.3f} to {found['most']:.3f}), old/old "
+          f"{found['noise_least']:.3f} to {found['noise_most']:.3f}",
+          flush=True,
+        )
+      if options.output is not None:
+        from jdist import training
 
-          config = {k: v for k, v in vars(options).items() if k != "output"}
-          row = training.make_row(
-            config, 0, bench=bench, against=options.commit, times=report
-          )
-          training.append_rows(options.output, [row])
-    finally:
-      subprocess.run([*git, "remove", "--force", str(before)], check=True)
+        config = {k: v for k, v in vars(options).items() if k != "output"}
+        row = training.make_row(
+          config, 0, bench=bench, against=options.commit, times=report
+        )
+        training.append_rows(options.output, [row])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import numpy as np
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _INTERVAL = 8
 _TOLD = "told"
 
@@ -135,22 +134,20 @@ def _exported(tree: pathlib.Path, folder: str, name: str) -> Any:
 
 
 def main() -> None:
+  import old_tree  # Not where an older tree runs this file.
+
   parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
   parser.add_argument("commit")
   parser.add_argument("--blocks", type=int, default=30)
   parser.add_argument("--names", nargs="+", help="steps, by default all")
   parser.add_argument("--output", help="a file of rows to append to")
   options = parser.parse_args()
-  with tempfile.TemporaryDirectory() as folder:
-    before = pathlib.Path(folder) / "before"
-    git = ["git", "-C", str(_ROOT), "worktree"]
-    add = [*git, "add", "--detach", "-q", str(before), options.commit]
-    subprocess.run(add, check=True)
-    try:
-      old = _exported(before, folder, "old")
-      new = _exported(_ROOT, folder, "new")
-    finally:
-      subprocess.run([*git, "remove", "--force", str(before)], check=True)
+  with (
+    old_tree.checked_out(options.commit) as before,
+    tempfile.TemporaryDirectory() as folder,
+  ):
+    old = _exported(before, folder, "old")
+    new = _exported(old_tree.ROOT, folder, "new")
   report = {}
   for name in options.names or [n for n in new if n in old]:
     trees = {

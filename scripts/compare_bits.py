@@ -15,10 +15,10 @@ import sys
 import tempfile
 
 import numpy as np
+import old_tree
 
 BEFORE = "b390ebc"
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parent
 _MIX = (
   "where a worker goes on is computed in the conditional now, where LLVM "
   "merges a product and a sum, or does not"
@@ -60,21 +60,18 @@ def differences(before, after):
 
 
 def main():
-  with tempfile.TemporaryDirectory() as folder:
-    old = pathlib.Path(folder) / "before"
-    git = ["git", "-C", str(ROOT), "worktree"]
-    subprocess.run([*git, "add", "--detach", "-q", old, BEFORE], check=True)
-    try:
-      outs = [f"{folder}/{name}.npz" for name in ("before", "after")]
-      runs = [
-        run(old, HERE / "bits/cases_before.py", outs[0]),
-        run(ROOT, HERE / "bits/cases.py", outs[1]),
-      ]
-      if [one for one in runs if one.wait()]:
-        sys.exit("A table did not run to its end.")
-      found = differences(*map(np.load, outs))
-    finally:
-      subprocess.run([*git, "remove", "--force", old], check=True)
+  with (
+    old_tree.checked_out(BEFORE) as old,
+    tempfile.TemporaryDirectory() as folder,
+  ):
+    outs = [f"{folder}/{name}.npz" for name in ("before", "after")]
+    runs = [
+      run(old, HERE / "bits/cases_before.py", outs[0]),
+      run(old_tree.ROOT, HERE / "bits/cases.py", outs[1]),
+    ]
+    if [one for one in runs if one.wait()]:
+      sys.exit("A table did not run to its end.")
+    found = differences(*map(np.load, outs))
   wrong = 0
   for (name, workers), difference in found.items():
     if difference:
