@@ -93,7 +93,8 @@ def test_waits_double(tmp_path, monkeypatch):
 
 
 def test_sigterm_is_passed_on_and_ends_the_run():
-  waits = "import time; print('up', flush=True); time.sleep(600)"
+  # In one write each: two processes share the pipe.
+  waits = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
   code = (
     "import sys; from jdist.cli.launch import _local_run; "
     f"run = _local_run.LocalRun([sys.executable, '-c', {waits!r}], 2, "
