@@ -5,6 +5,8 @@ A module of its own, as workers' processes import it.
 
 import dataclasses
 import functools
+import os
+import pathlib
 from typing import Any
 
 import config
@@ -21,6 +23,8 @@ from jdist import (
   training,
 )
 
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+CACHE = str(pathlib.Path.home() / ".cache" / "jdist" / "h_ps")
 LEARNING_RATE = 0.02
 MEAN_RATE = 500.0  # Samples a second of a worker, on the average.
 VARIANTS = config.VARIANTS | {"decoupled_diloco": config.FRAGMENTS}
@@ -228,3 +232,35 @@ def empty_server(
 
 def empty_work(name: str, channel: server.Channel) -> None:
   server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+
+# Rows and engines, in the process of the command.
+
+
+def write(command: str, setup: Any, seed: int = 0, **measured: Any) -> None:
+  """Adds a row to a command's file."""
+  row = training.make_row(
+    dataclasses.asdict(setup) if dataclasses.is_dataclass(setup) else setup,
+    seed,
+    ray=_ray_version(),
+    **measured,
+  )
+  training.append_rows(RESULTS / f"ray_{command}.jsonl", [row])
+
+
+def _ray_version() -> str:
+  import importlib.metadata
+
+  return importlib.metadata.version("ray")
+
+
+def engine_for(
+  workers: int, spares: int = 0, gpus: float = 0.0
+) -> server.RayEngine:
+  cpus = 0.95 * (os.cpu_count() or 1) / (workers + 1 + spares)
+  if gpus:
+    cpus = min(1.0, cpus)
+  return server.RayEngine(
+    workers, cpus_per_worker=cpus, gpus_per_worker=gpus, spares=spares,
+    cache=CACHE,
+  )  # fmt: skip
