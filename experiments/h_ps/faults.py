@@ -166,7 +166,7 @@ def undisturbed(samples: int, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def hang() -> None:
-  """SIGSTOP of a worker under a barrier, and SIGKILL of the server."""
+  """SIGSTOP of a worker under a barrier, and SIGCONT ten seconds later."""
   setup = setups.Setup(config.SPEEDS["2x"], 0.5, "bsp")
   engine = setups.engine_for(len(setup.speeds))
   try:

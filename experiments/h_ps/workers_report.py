@@ -9,16 +9,16 @@ import statistics
 from typing import Any, TypeAlias
 
 import config
+import setups
 
 from jdist import training
 
 Row: TypeAlias = dict[str, Any]
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
 def rows_of(name: str) -> list[Row]:
   """The rows of a command, if it was run."""
-  path = RESULTS / f"ray_{name}.jsonl"
+  path = setups.RESULTS / f"ray_{name}.jsonl"
   return training.read_rows(path) if path.exists() else []
 
 
@@ -274,7 +274,7 @@ def main() -> None:
   for row in rows_of("profile"):
     print(f"latency {1e3 * row['latency_s']:.2f} ms")
   if rows_of("clock"):
-    draw(rows_of("clock"), RESULTS / "ray_staleness.png")
+    draw(rows_of("clock"), setups.RESULTS / "ray_staleness.png")
 
 
 if __name__ == "__main__":
