@@ -109,7 +109,11 @@ def test_update_first_is_synchronous_sgd(name, kind, form):
       **FORMS[form],
     )
     found, *_ = fit(workers, first)
-  chex.assert_trees_all_close(found, wanted, rtol=1e-6, atol=1e-6)
+  # Compilers contract products and sums differently in the two programs, by
+  # the machine: entries then differ by the rounding of the leaf's largest.
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    largest = max(1.0, np.abs(y).max())
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=4e-6 * largest)
   assert all((x == x[:1]).all() for x in jax.tree.leaves(found))
 
 
