@@ -255,6 +255,34 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
   assert copied_bytes(chain, team, round_ends=True) > plain
 
 
+def test_a_late_mean_moves_the_anchor_after_the_gradients():
+  team = collectives.workers(1, substrate="none")
+  late = transforms.Delayed()
+  chain = transforms.local_steps(optax.sgd(0.05), 4, axis=None, overlap=late)
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    for layer in params:
+      batch = jnp.tanh(batch @ layer)
+    return jnp.mean(batch**2), (model_state, {})
+
+  layers = [np.ones((64, 64), np.float32)] * 3
+  step = training.make_step(loss_fn, chain, axis=None)
+  program = team.jit(
+    lambda state, batch: step(state, batch, transforms.Control(round_ends=True))
+  )
+  state = training.init_state(team, chain, layers)
+  batch = team.place(np.ones((1, 8, 64), np.float32))
+  text = program.lower(state, batch).compile().as_text()
+  # In XLA's order, of which a CPU's threads run what waits for nothing.
+  lines = text[text.index("ENTRY") :].splitlines()
+  gradients = [i for i, line in enumerate(lines) if " dot(" in line]
+  moved = [i for i, line in enumerate(lines) if " conditional(" in line]
+  assert len(gradients) >= 3
+  assert len(moved) == 1
+  assert moved[0] > gradients[-1]
+
+
 @pytest.mark.parametrize("name", ["DiLoCo, grown, int4", "streamed, int4"])
 def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
   team = _tiny.team("vmap")
