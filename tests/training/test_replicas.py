@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jdist.cli import _methods, _options
+from jdist.cli import _methods
 from tests import _processes
 
 _COMPRESSED = (
@@ -23,6 +23,7 @@ def train(names, steps):
   import optax
 
   from jdist import collectives, data, models, training, transforms
+  from jdist.cli import _methods, _options
 
   jax.config.update("jax_numpy_dtype_promotion", "standard")
   digits = data.load("digits")
@@ -50,7 +51,8 @@ def train(names, steps):
     different[name] = [
       jax.tree_util.keystr(path)
       for (path, leaf), same in zip(told, shared, strict=True)
-      if same and not (np.asarray(leaf) == np.asarray(leaf)[:1]).all()
+      # Of bits: a loss that has not arrived is NaN.
+      if same and len({row.tobytes() for row in np.asarray(leaf)}) > 1
     ]
   return different
 
