@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jdist import data, models, prediction
-from jdist.prediction.nowcast import _fit, _model
+from jdist.prediction.nowcast import _fit, _model, _tracks
 from jdist.storage import array_files
 from tests import _refusals
 
@@ -194,8 +194,14 @@ def test_real_weights_are_predicted_better_than_by_the_last_value():
   ratios = {
     kind: found.error / found.repeat_error for kind, found in fitted.items()
   }
-  # Measured: 0.59, 0.38, 0.50.  A line through the first and the last value,
-  # drawn on by the best of all factors, has 0.67, 0.47, 0.58.
-  assert ratios["conv"] < 0.65
-  assert ratios["dense"] < 0.45
-  assert ratios["bias"] < 0.56
+  # Runs differ by the machine that rounds them: 0.59, 0.38, 0.50 on one and
+  # 0.64, 0.44, 0.56 on another. A line through the first and the last value,
+  # drawn on by the best of all factors, has 0.67, 0.47, 0.58 and 0.72, 0.53,
+  # 0.66 there.
+  for kind, ratio in ratios.items():
+    histories, targets = _tracks.windows([runs[3][kind]], fit.horizon)
+    change = targets - histories[:, -1]
+    line = histories[:, -1] - histories[:, 0]
+    best = min(np.abs(change - f * line).mean() for f in np.arange(0, 2, 0.05))
+    assert ratio < 0.95 * best / np.abs(change).mean()
+    assert ratio < 0.7
