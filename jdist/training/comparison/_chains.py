@@ -158,8 +158,13 @@ class Chains:
     del variant, traffic, record
     return {}
 
-  def prepare(self, variant: str, peak: float, seed: int) -> PreparedRun:
-    """Builds a variant for a highest learning rate and a seed."""
+  def prepare(
+    self, variant: str, peak: float, seed: int, **trainer: Any
+  ) -> PreparedRun:
+    """Builds a variant for a highest learning rate and a seed.
+
+    Further arguments are those of `Trainer`.
+    """
     options, workload = self.options, self.workload
     per_epoch = workload.steps_per_epoch
     num_steps = round(options.epochs * per_epoch)
@@ -187,7 +192,8 @@ class Chains:
       options,
       model,
     )
-    programs = workload.programs(self.variants[variant](run), model.apply)
+    chain = self.variants[variant](run)
+    programs = workload.programs(chain, model.apply, **trainer)
     state = programs.init(model, seed)
     return PreparedRun(
       programs, model, state, workload.batches(seed), num_steps

@@ -54,7 +54,12 @@ class _OneCoreWorkload(_workload.Workload):
     gradient = _one_by_one(
       _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
     )
-    step = _step.step_by(gradient, optimizer, axis=self.workers.axis)
+    step = _step.step_by(
+      gradient,
+      optimizer,
+      axis=self.workers.axis,
+      independent=trainer.get("independent", False),
+    )
     plain = _one_by_one(lambda *args: apply(*args, train=False))
 
     def applied(*args: PyTree, train: bool) -> Any:

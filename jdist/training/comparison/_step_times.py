@@ -137,7 +137,7 @@ class _Turn:
   """A variant's compiled step and its state."""
 
   def __init__(self, chains: _chains.Chains, variant: str, rate: float):
-    run = chains.prepare(variant, rate, seed=0)
+    run = chains.prepare(variant, rate, seed=0, independent=variant == _ALONE)
     workers = chains.workload.workers
     self.state = run.state
     self.batch = workers.place(next(run.batches.iterate(0)))

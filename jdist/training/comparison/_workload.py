@@ -147,6 +147,7 @@ class Workload:
       optimizer,
       axis=self.workers.axis,
       accumulate=self.accumulate,
+      independent=trainer.get("independent", False),
     )
     evaluate = self.evaluator(apply, optimizer)
     trained = loop.Trainer(self.workers, step, **trainer)
