@@ -1,7 +1,9 @@
 """Steps of the variants, timed in turn and compared within each turn."""
 
+import jax
 import pytest
 
+from jdist import methods
 from jdist.training import comparison
 from jdist.training.comparison import _step_times
 
@@ -65,3 +67,19 @@ def test_a_model_over_a_link_is_computation_and_bytes(
   assert link.name == name
   assert [row["modelled_s"] for row in rows] == [pytest.approx(modelled_s)] * 4
   assert {(row["hosts"], row["sent_bytes"]) for row in rows} == {(8, 1000.0)}
+
+
+@pytest.mark.parametrize("one_core", [False, True])
+def test_the_step_without_messages_runs(one_core):
+  pytest.importorskip("sklearn")
+  kind = comparison.Chains
+  chains = (comparison.on_one_core(kind) if one_core else kind)(
+    comparison.Config(dataset="digits", model="mlp", workers=2, rates=(0.1,)),
+    {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)},
+  )
+  with jax.numpy_dtype_promotion("standard"):  # Of Optax's schedules.
+    rows = comparison.step_times(
+      chains, blocks=2, links=comparison.HostLinks(1, float("inf"))
+    )
+  sent = {row["method"]: row["sent_bytes"] for row in rows}
+  assert sent["computation"] == 0 < sent["ssgd"]
