@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server
-from jdist.server.runtime import _envelope
+from jdist.server.runtime import _envelope, _live_checkpoints
 
 pytest.importorskip("simpy")
 
@@ -373,6 +373,22 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
     second.server.stop()
   with pytest.raises(ValueError, match="of another run: `x`"):
     Hand(BSP, checkpoints=folder, identity={"x": 2})
+
+
+def test_what_was_just_saved_stays_beside_damaged_later_files(tmp_path):
+  def make():
+    return _live_checkpoints.LiveCheckpoints(str(tmp_path), {})
+
+  for number in (90, 100):
+    (tmp_path / f"update_{number:010d}.jdist").write_bytes(b"cut off")
+  saved = make()
+  assert saved.found is None
+  for updates in (4, 5, 6):
+    header = {"updates": updates, "now_s": 0.0}
+    saved.begin(header, {"w": np.zeros(4, np.uint8)}, set())
+  names = sorted(x.name for x in tmp_path.iterdir())
+  assert names == ["update_0000000005.jdist", "update_0000000006.jdist"]
+  assert make().found[0]["updates"] == 6
 
 
 def test_a_checkpoint_is_read_without_running_what_is_in_it():

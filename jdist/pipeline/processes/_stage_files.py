@@ -38,6 +38,7 @@ def save_stages(
   names: Sequence[str],
   number: int,
   keep: int,
+  ours: bool,
 ) -> None:
   """Saves a process's stages; returns when all processes have theirs.
 
@@ -48,7 +49,18 @@ def save_stages(
     names: of all stages of the model.
     number: of this exchange between the processes.
     keep: steps to keep.
+    ours: whether what is there is of this run: restored from, or saved to.
+
+  Raises:
+    ValueError: when another run has saved a later step there.
   """
+  later = [x for x in _steps(directory) if x > state.step]
+  if not ours and any(_is_there(directory, x, part.own) for x in later):
+    raise ValueError(
+      f"`directory` must have no step after {state.step}, got {later[0]} of "
+      f"another run in {directory}. Take another directory, or go on from "
+      "there with `restore`."
+    )
   for stage in part.own:
     tree = _part(state, stage)
     body = {
@@ -63,7 +75,9 @@ def save_stages(
   if part.peers is not None:
     # An earlier step goes only when all have this one.
     part.peers.check_agreement("`state.step`", str(state.step), number)
-  for step in _steps(directory)[keep:]:
+  # What is later was given up, by a restore or by whoever saves again.
+  earlier = [x for x in _steps(directory) if x <= state.step]
+  for step in later + earlier[keep:]:
     for stage in part.own:
       shutil.rmtree(_folder(directory, step, stage), ignore_errors=True)
     # The last process that has a stage there removes the step.
@@ -141,6 +155,12 @@ def _steps(directory: str | os.PathLike[str]) -> list[int]:
   paths = folder.iterdir() if folder.exists() else ()
   found = (_STEP.fullmatch(path.name) for path in paths)
   return sorted((int(x[1]) for x in found if x), reverse=True)
+
+
+def _is_there(
+  directory: str | os.PathLike[str], step: int, own: Sequence[int]
+) -> bool:
+  return all(array_files.is_there(_folder(directory, step, s)) for s in own)
 
 
 def _is_whole(

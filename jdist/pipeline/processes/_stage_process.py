@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from jdist.pipeline.schedule import (
   read_versions,
   Table,
 )
+from jdist.storage import array_files
 
 PyTree = Any
 
@@ -182,6 +184,8 @@ class StageProcess:
     )
     self._updates: _update_program.UpdateProgram | None = None
     self._exchanges = 0
+    # Of which this run has restored or to which it has saved.
+    self._directories: set[pathlib.Path] = set()
     self._agree()
 
   def __repr__(self) -> str:
@@ -270,14 +274,26 @@ class StageProcess:
       directory: of the run; the same for all processes, or one of its own on
         each machine.
       state: to save.
-      keep: steps to keep; an earlier one goes when all processes have this one.
+      keep: steps to keep, this one and those before it; an earlier one goes
+        when all processes have this one.
+
+    Raises:
+      ValueError: when another run has saved a later step there.
     """
     checks.check_int("keep", keep, 1)
     self._exchanges += 1
     names = [x.name for x in self.stages]
+    place = array_files.folder(directory).resolve()
     _stage_files.save_stages(
-      directory, self._part, state, names, self._exchanges, keep
+      directory,
+      self._part,
+      state,
+      names,
+      self._exchanges,
+      keep,
+      place in self._directories,
     )
+    self._directories.add(place)
 
   def restore(
     self,
@@ -299,9 +315,11 @@ class StageProcess:
     like = self.init_state(optimizer)
     self._exchanges += 1
     names = [x.name for x in self.stages]
-    return _stage_files.restore_stages(
+    found = _stage_files.restore_stages(
       directory, self._part, like, names, self._exchanges
     )
+    self._directories.add(array_files.folder(directory).resolve())
+    return found
 
   def run(
     self, state: _device_part.ProcessState, batches: Iterable[PyTree]

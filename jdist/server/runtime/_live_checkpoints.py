@@ -123,8 +123,11 @@ class LiveCheckpoints:
     self._folder.mkdir(parents=True, exist_ok=True)
     path = self._folder / f"update_{header['updates']:010d}.jdist"
     sealed_json.write_whole(path, _envelope.pack(header, payload).tobytes())
-    for old in sorted(self._folder.glob("update_*.jdist"))[:-_KEPT]:
-      old.unlink()
+    # Later ones are damaged: this run began with the newest that was whole.
+    there = sorted(self._folder.glob("update_*.jdist"))
+    at = there.index(path)
+    for other in there[: max(0, at + 1 - _KEPT)] + there[at + 1 :]:
+      other.unlink()
     if saving.done is not None:
       saving.done.set_result(header["updates"])
 

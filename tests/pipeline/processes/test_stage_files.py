@@ -128,3 +128,42 @@ def test_another_cut_model_or_optimizer_is_refused(tmp_path):
     process.restore(tmp_path, optax.sgd(0.1))
   with pytest.raises(ValueError, match="the same model and optimizer"):
     _alone(jnp.bfloat16).restore(tmp_path, _optimizer())
+
+
+def _saved(folder):
+  return sorted(x.name for x in folder.iterdir())
+
+
+def test_another_runs_later_steps_are_neither_removed_nor_taken(tmp_path):
+  process = _alone()
+  state = process.init_state(_optimizer())
+  for batch in _batches()[:3]:
+    state, _ = process.run(state, [batch])
+    process.save(tmp_path, state, keep=2)
+  anew = _alone()
+  state = anew.init_state(_optimizer())
+  state, _ = anew.run(state, _batches()[:1])
+  before = _saved(tmp_path)
+  with pytest.raises(ValueError, match="no step after 1, got 3 of another run"):
+    anew.save(tmp_path, state)
+  assert _saved(tmp_path) == before
+
+
+def test_what_was_just_saved_stays_beside_later_steps_that_were_cut_off(
+  tmp_path,
+):
+  process = _alone(cuts=2)
+  state = process.init_state(_optimizer())
+  batches = _batches()
+  for batch in batches[:3]:
+    state, _ = process.run(state, [batch])
+    process.save(tmp_path, state, keep=2)
+  # Step 3 was cut off: one of its stages is not there.
+  shutil.rmtree(tmp_path / "step_00000003" / "stage_001")
+  resumed = _alone(cuts=2)
+  state = resumed.restore(tmp_path, _optimizer())
+  assert state.step == 2
+  # What is saved next is before it, and the only step that is kept.
+  resumed.save(tmp_path, state, keep=1)
+  assert _saved(tmp_path) == ["step_00000002"]
+  assert resumed.restore(tmp_path, _optimizer()).step == 2
