@@ -1,6 +1,5 @@
 """Traces: what was busy when, on any named resources."""
 
-import collections
 import dataclasses
 import json
 import math
@@ -38,7 +37,6 @@ class Trace:
 
   Attributes:
     spans: all of them.
-    max_spans: older ones are dropped beyond it; keeps all if None.
     until_s: spans that begin later are not kept, so that a long run is drawn
       from its beginning in little memory.
 
@@ -49,14 +47,11 @@ class Trace:
   (4.0, {'gpu': 0.75, 'link': 0.75})
   """
 
-  spans: collections.deque[Span] = dataclasses.field(
-    default_factory=collections.deque
-  )
-  max_spans: int | None = None
+  spans: list[Span] = dataclasses.field(default_factory=list)
   until_s: float = math.inf
 
   def __post_init__(self) -> None:
-    self.spans = collections.deque(self.spans, self.max_spans)
+    self.spans = list(self.spans)
 
   def add(
     self,
@@ -69,6 +64,21 @@ class Trace:
     """Adds a span."""
     if start_s < self.until_s:
       self.spans.append(Span(resource, name, start_s, end_s, kind))
+
+  def cut(self, resource: str, end_s: float) -> None:
+    """Ends the last span of a resource earlier, where work was cut off.
+
+    >>> trace = Trace()
+    >>> trace.add("gpu", "matmul", 0.0, 3.0)
+    >>> trace.cut("gpu", 1.0)
+    >>> trace.end_s
+    1.0
+    """
+    for i in range(len(self.spans) - 1, -1, -1):
+      span = self.spans[i]
+      if span.resource == resource:
+        self.spans[i] = span._replace(end_s=min(span.end_s, end_s))
+        return
 
   def __iter__(self) -> Iterator[Span]:
     return iter(self.spans)

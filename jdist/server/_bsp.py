@@ -42,7 +42,9 @@ class BSP(_protocol.Protocol[BSPState]):
 
   With `restart_s` the members are one job, as where they are linked among
   themselves: when one leaves or joins, the update that was begun is lost and
-  all begin anew after so many seconds.
+  all begin anew after so many seconds.  Nobody is interrupted: who computes a
+  task of the lost update ends it first, in vain, which takes longer than a real
+  job's restart where tasks are longer than `restart_s`.
 
   Attributes:
     backups: an update does not wait for so many of the slowest, whose gradients

@@ -32,7 +32,7 @@ class NodeTotals:
     samples: in them.
     discarded: its gradients that were not used.
     ages: its gradients in updates, by their staleness.
-    compute_s: how long it computed.
+    compute_s: how long it computed, of tasks that have ended.
     iteration_s: how long its last task took, from the task's parameters on
       their way to its gradient at the server.
   """
@@ -112,6 +112,11 @@ class Driver:
     """Seconds since the start."""
     raise NotImplementedError
 
+  @property
+  def under_way_s(self) -> float:
+    """Seconds spent on tasks that have not ended, as far as they are known."""
+    return 0.0
+
   def send(self, reply: _messages.Reply) -> None:
     """Sends a worker its task, with the parameters that it needs."""
     raise NotImplementedError
@@ -151,7 +156,9 @@ class Driver:
       else:
         self.wait(action)
     for number in gone:
-      self._forget(number)
+      # Where the protocol did not let it go, its tasks are still out.
+      if number not in self.state.tasks:
+        self._forget(number)
 
   def summary(self) -> dict[str, Any]:
     """Returns the run in figures, in a form that JSON can hold.
@@ -166,7 +173,8 @@ class Driver:
     gradients = sum(self.staleness.values())
     stale = sum(age * count for age, count in self.staleness.items())
     lasting = [x.iteration_s for x in nodes if not math.isnan(x.iteration_s)]
-    busy_s, now_s = sum(node.compute_s for node in nodes), self.now_s
+    now_s = self.now_s
+    busy_s = sum(node.compute_s for node in nodes) + self.under_way_s
     return {
       "virtual_s": now_s,
       "updates": self.state.version,

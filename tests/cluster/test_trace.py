@@ -31,13 +31,6 @@ def test_perfetto_gets_a_thread_for_each_resource(tmp_path):
   ]
 
 
-def test_a_long_run_keeps_the_last_spans():
-  trace = cluster.Trace(max_spans=2)
-  for i in range(5):
-    trace.add("a", f"task {i}", i, i + 1)
-  assert [span.name for span in trace] == ["task 3", "task 4"]
-
-
 def test_a_picture_has_a_row_for_each_resource(tmp_path):
   matplotlib = pytest.importorskip("matplotlib.figure")
   axes = matplotlib.Figure().subplots()

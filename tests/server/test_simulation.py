@@ -211,6 +211,98 @@ def test_time_alone_stands_where_a_run_with_a_learner_stood(events, name):
   assert again.nodes == whole.nodes and again.now_s == whole.now_s
 
 
+HANGING = {
+  "softsync": server.NSoftsync(n=1, batches=FIVE, timeout_s=0.8),
+  "bsp": server.BSP(batches=FIVE, timeout_s=1.2),
+  "h_ps": server.h_ps(15, plans=None, timeout_s=1.3),
+  "h_ps in turn": server.h_ps(15, pipelined=False, timeout_s=1.6),
+  "decoupled_diloco": server.DecoupledDiLoCo(
+    batches=FIVE, interval=2, fragments=1, quorum=1.0, timeout_s=1.5
+  ),
+}
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_pushes_that_wait_outlive_their_timers(name):
+  # "c" hangs: what the others have pushed waits for it when timers expire.
+  slow = (cluster.Slowdown(2.4, 1e-6),)
+  nodes = (
+    cluster.Node("a"),
+    cluster.Node("b", speed=1.3),
+    cluster.Node("c", slowdowns=slow),
+  )
+  learner = Learner()
+  run = simulation(
+    machines=cluster.Cluster(nodes), protocol=HANGING[name], learner=learner
+  )
+  run.run(seconds=4.0)
+  before = run.state.version
+  run.run(seconds=40.0)
+  assert run.state.version > before + 5
+  assert "c" not in run.state.members
+  held = set(run.state.tasks) | {
+    push.task for push in getattr(run.state, "collected", [])
+  }
+  assert set(learner.out) <= held | {
+    push.task for push in getattr(run.state, "pushes_of_round", [])
+  }
+
+
+def test_what_a_failure_cuts_off_is_not_counted_as_computed():
+  # Up for one second of every ten, with tasks of nine.
+  outages = tuple(
+    cluster.Outage(1.0 + 10 * i, 10.0 + 10 * i) for i in range(10)
+  )
+  trace = cluster.Trace()
+  run = simulation(
+    machines=cluster.Cluster((cluster.Node("a", outages=outages),)),
+    protocol=server.ASP(batches=server.FixedBatches(90)),
+    trace=trace,
+  )
+  run.run(seconds=100.0)
+  assert run.nodes["a"].compute_s == pytest.approx(10.0)
+  assert run.summary()["utilisation"] == pytest.approx(0.1)
+  spans = [x for x in trace if x.kind == "compute"]
+  assert [x.seconds for x in spans[:9]] == pytest.approx([1.0] * 9)
+
+
+def test_what_is_computed_at_the_end_counts_as_far_as_it_is():
+  # The second's task takes four times as long as the first's.
+  run = simulation((1.0, 0.25), server.ASP(batches=FIVE))
+  run.run(updates=1)
+  assert run.now_s == pytest.approx(0.5)
+  assert run.nodes["worker1"].compute_s == 0.0
+  assert run.under_way_s == pytest.approx(0.5)
+  assert run.summary()["utilisation"] == pytest.approx(1.0)
+
+
+def test_batches_that_grow_are_held_within_memory():
+  nodes = (
+    cluster.Node("fast", speed=8.0, memory_bytes=40.0),
+    cluster.Node("slow"),
+  )
+  machines = cluster.Cluster(nodes)
+  profile = dataclasses.replace(PROFILE, bytes_per_sample=1.0)
+  run = simulation(machines=machines, protocol=server.dbs(64), profile=profile)
+  with pytest.raises(
+    ValueError, match=r"'fast' must hold a batch of .* holds 40"
+  ):
+    run.run(updates=100)
+  learner = Learner()
+  run = simulation(
+    machines=machines,
+    protocol=server.dbs(64, limits={"fast": 40}),
+    profile=profile,
+    learner=learner,
+  )
+  run.run(updates=100)
+  sizes = {
+    (x.worker, x.samples) for x in learner.log if isinstance(x, server.Reply)
+  }
+  assert ("fast", 40) in sizes and ("slow", 24) in sizes
+  assert max(samples for worker, samples in sizes if worker == "fast") == 40
+
+
 def test_bytes_are_those_of_the_messages():
   profile = dataclasses.replace(PROFILE, push_bytes=3.0, pull_bytes=5.0)
   run = simulation(profile=profile, link=cluster.Link(8e6))

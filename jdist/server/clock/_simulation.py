@@ -111,7 +111,12 @@ class Simulation(_driver.Driver):
     self._queues: dict[str, collections.deque[_Given]] = {
       name: collections.deque() for name in self._of_name
     }
-    self._busy: set[str] = set()
+    # Who computes, and since when.
+    self._busy: dict[str, float] = {}
+    self._memory = {
+      node.name: profile.max_samples(node.memory_bytes)
+      for node in machines.nodes
+    }
     self.events = 0
     machines.check_batches(
       profile,
@@ -129,6 +134,11 @@ class Simulation(_driver.Driver):
   def now_s(self) -> float:
     """Virtual seconds since the start."""
     return float(self._environment.now)
+
+  @property
+  def under_way_s(self) -> float:
+    """Seconds that machines have spent on what they compute now."""
+    return sum(self._environment.now - began for began in self._busy.values())
 
   def run(
     self,
@@ -149,16 +159,25 @@ class Simulation(_driver.Driver):
       events: steps of the clock.
 
     Raises:
-      ValueError: when no limit is given.
+      ValueError: when no limit is given, or one is no number >= 0, or memory
+        does not hold a batch that the protocol gives out.
     """
-    limits = (updates, seconds, samples, events)
-    if all(limit is None for limit in limits):
+    limits = {
+      "updates": updates, "seconds": seconds, "samples": samples,
+      "events": events,
+    }  # fmt: skip
+    given = {name: x for name, x in limits.items() if x is not None}
+    if not given:
       raise ValueError(
         "`updates`, `seconds`, `samples` or `events` must be given: a cluster "
         "runs for ever."
       )
-    until = (math.inf if limit is None else limit for limit in limits)
-    max_updates, max_s, max_samples, max_events = until
+    for name, limit in given.items():
+      if limit != math.inf:
+        checks.check_number(name, limit)
+    max_updates, max_s, max_samples, max_events = (
+      given.get(name, math.inf) for name in limits
+    )
     # What happens here leaves no cycles, and the collector would walk over all
     # of a large cluster's objects again and again.
     collects = self.learner is None and gc.isenabled()
@@ -237,7 +256,7 @@ class Simulation(_driver.Driver):
       return
     arrived_s = queue[0].arrived_s
     if arrived_s is not None:
-      self._busy.add(name)
+      self._busy[name] = self._environment.now
       waited_s = self._environment.now - arrived_s
       self._compute(queue.popleft().reply, name, life, waited_s)
 
@@ -245,16 +264,22 @@ class Simulation(_driver.Driver):
     self, reply: _messages.Reply, name: str, life: int, waited_s: float
   ) -> None:
     node, now = self._of_name[name], self._environment.now
+    most = self._memory[name]
+    if most is not None and reply.samples > most * reply.passes:
+      raise ValueError(
+        f"{name!r} must hold a batch of "
+        f"{math.ceil(reply.samples / reply.passes)} samples, and its memory "
+        f"holds {most}. Bound the batches of `protocol` by it, as `dbs(..., "
+        "limits=)` does."
+      )
     work = self.profile.compute_s(reply.samples, reply.passes)
     encoded = (reply.push_plan > 0) + ((reply.pull_plan or 0) > 0)
     work += encoded * self.profile.seconds_per_encoding
     if node.jitter:
       work *= node.draw(self._random[name])
     seconds = node.end_s(now, work) - now
-    self.nodes[name].compute_s += seconds
     if self.trace is not None:
-      task = f"task {reply.task}"
-      self.trace.add(name, task, now, now + seconds, "compute")
+      self.trace.add(name, f"task {reply.task}", now, now + seconds, "compute")
     timeout = self._environment.timeout(seconds)
     timeout.callbacks.append(
       lambda _: self._send_gradient(reply, name, life, seconds, waited_s)
@@ -281,8 +306,13 @@ class Simulation(_driver.Driver):
     )
     push = _messages.Push(name, reply.task, reply.samples, compute_s, waited_s)
     arrival.callbacks.append(lambda _: self._take(push, life))
-    self._busy.discard(name)
+    self._end(name)
     self._begin(name, life)
+
+  def _end(self, name: str) -> None:
+    """Counts what a machine has computed by now, if it does."""
+    began_s = self._busy.pop(name, self._environment.now)
+    self.nodes[name].compute_s += self._environment.now - began_s
 
   def _label(self, kind: str, task: int) -> str:
     """Returns a message's name in the trace, if there is one."""
@@ -309,8 +339,10 @@ class Simulation(_driver.Driver):
     self._lives[name] += 1
     self._away.add(name)
     self._queues[name].clear()
-    self._busy.discard(name)
     now = self._environment.now
+    if self.trace is not None and name in self._busy:
+      self.trace.cut(name, now)
+    self._end(name)
     if self.trace is not None:
       end = outage.end_s if outage.end_s < math.inf else now
       self.trace.add(name, "away", now, end, "away")
