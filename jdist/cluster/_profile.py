@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
+
+from jdist import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Profile:
     name: of the model, in reports.
 
   Raises:
-    ValueError: when a cost is negative, or a sample takes no time.
+    ValueError: when a cost is negative, or a batch takes no time.
 
   >>> Profile(seconds_per_sample=0.01, seconds_per_batch=0.1).compute_s(10)
   0.2
@@ -67,16 +70,18 @@ class Profile:
     >>> Profile(1.0, bytes_per_sample=10, bytes_of_model=5).max_samples(36)
     3
     """
-    if not self.bytes_per_sample or memory_bytes == math.inf:
-      return None
     left = memory_bytes - self.bytes_of_model
-    return max(0, math.floor(left / self.bytes_per_sample))
+    if left < 0:
+      return 0
+    if not self.bytes_per_sample or left == math.inf:
+      return None
+    return math.floor(left / self.bytes_per_sample)
 
   @classmethod
   def fit(
     cls, samples: Sequence[int], seconds: Sequence[float], **costs: float
   ) -> "Profile":
-    """Fits both times of a batch to measurements, by least squares.
+    """Fits both times of a batch, neither negative, by least squares.
 
     Args:
       samples: batch sizes, two different ones at least.
@@ -106,7 +111,11 @@ class Profile:
       / spread
     )
     slope = max(slope, 0.0)
-    start = max(mean_y - slope * mean_x, 0.0)
+    start = mean_y - slope * mean_x
+    if start < 0:  # The best line through zero.
+      start = 0.0
+      slope = sum(x * y for x, y in zip(samples, seconds, strict=True))
+      slope /= sum(x * x for x in samples)
     return cls(seconds_per_sample=slope, seconds_per_batch=start, **costs)  # type: ignore[arg-type]
 
   @classmethod
@@ -127,11 +136,12 @@ class Profile:
       repeats: of each size, in turn; a first one, which compiles, not counted.
       **costs: the other fields.
     """
+    checks.check_int("repeats", repeats, 1)
     for size in samples:
       step(size)
     found: dict[int, list[float]] = {size: [] for size in samples}
     for _ in range(repeats):
       for size in samples:
         found[size].append(step(size))
-    medians = [sorted(found[size])[repeats // 2] for size in samples]
+    medians = [statistics.median(found[size]) for size in samples]
     return cls.fit(samples, medians, **costs)

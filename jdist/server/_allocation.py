@@ -114,11 +114,23 @@ class SpeedBatches:
     """Returns the period, by default a push of every worker."""
     return self.period or max(1, num_workers)
 
-  def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
+  def sizes(
+    self,
+    speeds: Sequence[float | None],
+    *,
+    limits: Sequence[int | None] | None = None,
+  ) -> tuple[int, ...]:
     """Returns batches in proportion to the speeds.
 
     The sum is `total`; with so few or so many workers that the bounds do not
     allow it, the nearest sum that they allow.
+
+    Args:
+      speeds: samples a second, None where nothing was measured yet.
+      limits: the largest batch of each worker, None for any.
+
+    >>> SpeedBatches(total=12).sizes([3.0, 1.0], limits=[7, None])
+    (7, 5)
     """
     if not speeds:
       return ()
@@ -126,13 +138,16 @@ class SpeedBatches:
     mean = sum(known) / len(known) if known else 1.0
     num = len(speeds)
     total = max(self.total, num * self.minimum)
-    if self.maximum is not None:
-      total = min(total, num * self.maximum)
+    most = total if self.maximum is None else self.maximum
+    upper = [
+      most if limit is None else max(self.minimum, min(most, limit))
+      for limit in ([None] * num if limits is None else limits)
+    ]
     return largest_remainder(
       [speed if speed else mean for speed in speeds],
-      total,
+      min(total, sum(upper)),
       minimum=self.minimum,
-      maximum=self.maximum,
+      maximum=upper,
     )
 
 

@@ -1,11 +1,12 @@
 """Asynchronous SGD: each gradient is an update, and how late it may be."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist import checks
 from jdist.server import _allocation, _protocol, _server_state, _weights
-from jdist.server._messages import Action
+from jdist.server._messages import Action, Worker
 
 ASP = _protocol.Protocol
 
@@ -63,6 +64,29 @@ class Ringmaster(_protocol.Protocol):
       self.discard(state, push, actions)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithinMemory(ASP):
+  """ASGD whose batches are bounded for each worker.
+
+  Attributes:
+    limits: the largest batch of each worker; any, of who is not named.
+  """
+
+  limits: Mapping[Worker, int | None]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    _protocol.check_limits(self.limits)
+
+  def sizes(
+    self, workers: Sequence[Worker], speeds: Sequence[float | None]
+  ) -> Sequence[int]:
+    """Returns the batch sizes of workers of these speeds, None if unknown."""
+    batches: Any = self.batches
+    limits = [self.limits.get(worker) for worker in workers]
+    return batches.sizes(speeds, limits=limits)
+
+
 def dbs(
   total: int,
   *,
@@ -70,6 +94,7 @@ def dbs(
   smoothing: float = 0.5,
   minimum: int = 1,
   maximum: int | None = None,
+  limits: Mapping[Worker, int | None] | None = None,
   rate: Any = "linear",
   parts: Any = None,
   inverse_staleness: bool = False,
@@ -87,6 +112,8 @@ def dbs(
     smoothing: share of the last speed that a new measurement leaves.
     minimum: the smallest batch.
     maximum: the largest batch.
+    limits: the largest batch of each worker, for instance what fits into its
+      memory; any, of who is not named.
     rate: the learning rate grows with a worker's batch: `"linear"`,
       `"square_root"` or `"none"`.
     parts: of the data that each worker owns; alike, or all shared, if None.
@@ -103,7 +130,7 @@ def dbs(
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
     speeds, nor how often batches change, nor the rate.
   """
-  return ASP(
+  protocol: _protocol.Protocol = ASP(
     batches=_allocation.SpeedBatches(
       total,
       period=period,
@@ -118,3 +145,7 @@ def dbs(
     ),
     timeout_s=timeout_s,
   )
+  if limits is None:
+    return protocol
+  given = {x.name: getattr(protocol, x.name) for x in dataclasses.fields(ASP)}
+  return _WithinMemory(**given, limits=limits)

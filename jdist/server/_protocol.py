@@ -1,7 +1,7 @@
 """The base of protocols: membership, tasks, batches and versions."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jdist import checks
@@ -12,6 +12,19 @@ from jdist.server._server_state import Assignment, Member, ServerState
 _FIXED = _allocation.FixedBatches(32)
 _ALIKE = _weights.Weighting()
 State = TypeVar("State", bound=ServerState)
+
+
+def check_limits(limits: Mapping[Worker, int | None] | None) -> None:
+  """Raises a ValueError unless each worker's largest batch is one sample."""
+  for worker, limit in (limits or {}).items():
+    if limit is not None:
+      checks.check_int(
+        "limits",
+        limit,
+        1,
+        remedy=f"The memory of {worker!r} must hold a sample; leave out a "
+        "worker whose batches nothing bounds.",
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +84,8 @@ class Protocol(Generic[State]):
     checks.check_type(
       "weighting", self.weighting, _weights.Weighting, "a `server.Weighting`"
     )
-    if self.timeout_s is not None and not self.timeout_s > 0:
-      raise ValueError(
-        f"`timeout_s` must be positive, got {self.timeout_s}; None waits for "
-        "ever."
-      )
+    if self.timeout_s is not None:
+      checks.check_number("timeout_s", self.timeout_s, open_low=True)
 
   # What a driver calls.
 
@@ -152,6 +162,13 @@ class Protocol(Generic[State]):
     """Local steps of a task, each of a member's samples."""
     return 1
 
+  def sizes(
+    self, workers: Sequence[Worker], speeds: Sequence[float | None]
+  ) -> Sequence[int]:
+    """Returns the batch sizes of workers of these speeds, None if unknown."""
+    del workers
+    return self.batches.sizes(speeds)
+
   def passes(self, worker: Worker, samples: int) -> int:
     """Returns into how many batches a task is cut, to fit into memory."""
     del worker, samples
@@ -182,9 +199,9 @@ class Protocol(Generic[State]):
 
   def allocate(self, state: State) -> None:
     """Gives each member the size of its next batch."""
-    members = state.members.values()
-    sizes = self.batches.sizes([member.speed for member in members])
-    for member, samples in zip(members, sizes, strict=True):
+    speeds = [member.speed for member in state.members.values()]
+    sizes = self.sizes(list(state.members), speeds)
+    for member, samples in zip(state.members.values(), sizes, strict=True):
       member.samples = samples
     state.total_samples = sum(sizes)
     state.until_allocation = self.batches.every(len(sizes))
@@ -347,9 +364,9 @@ class Protocol(Generic[State]):
     self.on_push(state, push, actions)
 
   def _add(self, state: State, worker: Worker) -> None:
-    samples = max(1, round(state.mean_samples)) if state.members else 0
-    if not samples:
-      (samples,) = self.batches.sizes([None])
+    (samples,) = self.sizes([worker], [None])
+    if state.members:
+      samples = min(samples, max(1, round(state.mean_samples)))
     state.members[worker] = Member(state.joined, samples)
     state.joined += 1
     state.total_samples += samples

@@ -131,3 +131,31 @@ def test_pushes_that_cannot_be_used_are_refused():
   learner.push(0, {"loss": 1.0}, payload)
   learner.apply(server.Apply((0,), (1.0,), (0,)))
   assert learner.samples == 32
+
+
+def test_a_task_is_cut_where_memory_does_not_hold_it():
+  # 33 samples in three batches of 11, padded to 16, give the whole's mean.
+  sizes = []
+
+  def loss(params, model_state, batch, key):
+    sizes.append(len(batch["mask"]))
+    return LOSS(params, model_state, batch, key)
+
+  def push(passes, padded):
+    worker = server.GradientWorker(
+      loss, MODEL.params, data.SampleStream(DIGITS, 2, seed=0),
+      server.message_plans(), number=0, num_workers=2, sizes=padded,
+    )  # fmt: skip
+    header = {
+      "pull_plan": None, "push_plan": 0, "task": 3, "version": 0,
+      "samples": 33, "passes": passes, "more": {"start": 5, "settled": 0},
+    }  # fmt: skip
+    more, payload = worker.compute(header, None)
+    return more["loss"], np.asarray(payload).view(np.float32)
+
+  loss_of, whole = push(1, [64])
+  del sizes[:]
+  loss_of_parts, parts = push(3, [8, 16])
+  assert set(sizes) == {16}
+  assert loss_of_parts == pytest.approx(loss_of, rel=1e-5)
+  np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-6)

@@ -135,7 +135,7 @@ def test_a_worker_says_when_a_step_is_taken():
     pushed = _gradient_messages.Pushed(jnp.array(0.0), {})
     return pushed, 0.0, last
 
-  worker._gradient = gradient
+  worker._program = lambda passes: gradient
   for task, settled in enumerate((-1, -1, 0, 1, 3, 4)):
     if task == 5:
       worker.restart()

@@ -27,13 +27,18 @@ _EIGHTHS = (1, 2, 3, 5, 8)
 _RECORDS = "records.json"
 
 
-def batch_sizes(protocol: server.Protocol) -> tuple[int, ...]:
-  """Returns the sizes to which a worker's batches are padded."""
+def batch_sizes(protocol: server.Protocol, name: str) -> tuple[int, ...]:
+  """Returns the sizes to which a worker's batches are padded.
+
+  None is larger than what its memory holds at once.
+  """
   batches = protocol.batches
   total = getattr(batches, "total", None)
   if total is None:
     return tuple(batches.sizes([None]))
-  most = getattr(batches, "maximum", None) or total
+  limit = (getattr(protocol, "limits", None) or {}).get(name)
+  largest = getattr(batches, "maximum", None)
+  most = min(total, largest or total, limit or total)
   return tuple(dict.fromkeys(math.ceil(most * i / 8) for i in _EIGHTHS))
 
 
@@ -93,7 +98,7 @@ def _worker_learner(
   common: dict[str, Any] = {
     "number": names.index(name),
     "num_workers": len(names),
-    "sizes": batch_sizes(protocol),
+    "sizes": batch_sizes(protocol, name),
     "model_state": parts.model.state,
     "seed": parts.options.seed,
   }

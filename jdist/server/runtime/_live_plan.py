@@ -17,7 +17,8 @@ class LivePlan:
     updates: the same of updates.
     seconds: the same of wall seconds since the start.
     marks: numbers of samples at which a record is made.
-    record: file for all messages, if any.
+    record: file for all messages of a run from its beginning, if any; one that
+      goes on from a checkpoint has none.
     checkpoints: directory, if any; a checkpoint at each mark.
     identity: what a checkpoint must have been made with.
     versions: of Python, JAX and jdist, which workers must have, too.

@@ -1,6 +1,5 @@
 """Messages of a stated size without arrays: what the drivers alone cost."""
 
-import collections
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ class EmptyServer:
     self._num_bytes, self._share = num_bytes, share
     self.samples = 0
     self._tasks: dict[int, int] = {}
-    self.worker_of: collections.Counter[str] = collections.Counter()
 
   def reply(
     self, reply: _messages.Reply

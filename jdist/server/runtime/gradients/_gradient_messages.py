@@ -99,18 +99,24 @@ def num_bytes(kinds: PyTree) -> int:
   )
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def gradient_program(
   loss_fn: Callable[..., Any],
   local_step: _local_step.LocalStep | None = None,
+  passes: int = 1,
 ) -> Callable[..., Any]:
   """Compiles a worker's gradient, a local step ahead of what it holds.
+
+  Args:
+    loss_fn: as of `training.make_step`.
+    local_step: in front of what it holds; none without it.
+    passes: batches into which a task is cut, whose gradients are averaged.
 
   Returns:
     `(params, model_state, last, control, batch, key, task) -> Pushed, loss,
     last`; the state of the local step, `last`, is `()` without one.
   """
-  compute = training.make_gradient(loss_fn)
+  compute = training.make_gradient(loss_fn, accumulate=passes)
 
   @jax.jit
   def gradient(

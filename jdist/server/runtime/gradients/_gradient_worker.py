@@ -1,5 +1,6 @@
 """A worker's side of plain gradients."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ class GradientWorker:
     plans: of messages, `message_plans(...)`.
     number: of this worker, from 0.
     num_workers: of all.
-    sizes: to which batches are padded; each is compiled beforehand.
+    sizes: to which batches are padded; each is compiled beforehand.  A task
+      that memory does not hold at once comes with the number of batches into
+      which it is cut (`server.Reply.passes`), each padded to one of these.
     model_state: of the shapes that are sent.
     seed: of the random numbers in the loss, and of the rounding.
     local_step: in front of what it was sent; none without it.
@@ -50,9 +53,12 @@ class GradientWorker:
   ):
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = sorted(set(sizes))
-    self._gradient = _gradient_messages.gradient_program(
-      loss_fn, local_step and local_step.without_rate()
-    )
+    ahead = local_step and local_step.without_rate()
+
+    def program(passes: int) -> Callable[..., Any]:
+      return _gradient_messages.gradient_program(loss_fn, ahead, passes)
+
+    self._program = program
     self._held = jax.tree.map(jnp.array, params)
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
@@ -76,7 +82,7 @@ class GradientWorker:
     pushed = None
     for size in self._sizes:
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      pushed, *_ = self._compute(batch, 0, self._control(0, 0))
+      pushed, *_ = self._compute(batch, 0, self._control(0, 0), 1)
     for codec in self._plans.push:
       encode = _gradient_messages.encode_push(codec)
       jax.block_until_ready(encode(pushed, self._push_state))
@@ -98,9 +104,9 @@ class GradientWorker:
     )
 
   def _compute(
-    self, batch: PyTree, task: int, control: np.ndarray | None
+    self, batch: PyTree, task: int, control: np.ndarray | None, passes: int
   ) -> Any:
-    return self._gradient(
+    return self._program(passes)(
       self._held,
       self._model_state,
       self._last,
@@ -122,11 +128,13 @@ class GradientWorker:
       )
       message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
       self._held, self._model_state = receive(message, self._held)
-    size = _gradient_messages.padded_size(self._sizes, samples)
-    batch = self._samples.batch(self._number, more["start"], samples, size=size)
-    pushed, loss, self._last = self._compute(
-      batch, task, self._control(header["version"], more["settled"])
+    passes = header.get("passes", 1)
+    size = passes * _gradient_messages.padded_size(
+      self._sizes, math.ceil(samples / passes)
     )
+    batch = self._samples.batch(self._number, more["start"], samples, size=size)
+    control = self._control(header["version"], more["settled"])
+    pushed, loss, self._last = self._compute(batch, task, control, passes)
     self._last_task, self._last_version = task, header["version"]
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]
