@@ -49,8 +49,9 @@ class Replanner:
   and where some e is further than `threshold` from what the machine's speed
   lets expect, `patience` times in a row, it takes the measured speeds and cuts
   the layers anew.  A plan that is better by `gain` is proposed.  Then it is on
-  trial: after `patience` measurements it stays if samples a second rose, else
-  the plan before comes back, and patience grows by `backoff`.
+  trial: after `patience` measurements it stays if samples a second rose over
+  those since the drift was first seen, else the plan before comes back, and
+  patience grows by `backoff`.
 
   It starts no process and moves no array.
   """
@@ -95,6 +96,7 @@ class Replanner:
       ("backoff", backoff, 1.0, float("inf")),
       ("gain", gain, 0.0, 1.0),
     ):
+      checks.check_number(name, value)
       if not low <= value < high:
         raise ValueError(f"`{name}` must be in [{low}, {high}), got {value}.")
     if len(plan.nodes) != plan.num_stages:
@@ -168,6 +170,9 @@ class Replanner:
     if self._before is not None:
       return self._judge(*self._before)
     self._count = self._count + 1 if self.drift() > self._threshold else 0
+    if self._count == 1:
+      # A new plan is compared with what came after the machines had changed.
+      self._rate = samples_per_s
     return None if self._count < self.patience else self._replan()
 
   def _judge(self, before: Plan, rate: float) -> Proposal | None:

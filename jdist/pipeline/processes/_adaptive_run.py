@@ -39,7 +39,8 @@ class AdaptiveRun:
     process: that runs.
     history: what was proposed, after which step.
     stage_s: of the last run, see `stage_seconds`.
-    samples_per_s: of the last run.
+    samples_per_s: of the last run, in the longest time of a device from its
+      first action to its last.
   """
 
   def __init__(
@@ -93,7 +94,7 @@ class AdaptiveRun:
     state, metrics = self.process.run(state, batches)
     trace = self.process.trace()
     samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
-    self.samples_per_s = samples / trace.end_s
+    self.samples_per_s = samples / _longest_s(trace)
     self.stage_s = stage_seconds(self.process.table, trace)
     key = _key(self.plan)
     if key not in self._compiled:
@@ -135,6 +136,20 @@ def stage_seconds(table: Table, trace: cluster.Trace) -> list[float]:
   for (stage, _), seconds in parts.items():
     found[stage] += statistics.median(seconds)
   return found
+
+
+def _longest_s(trace: cluster.Trace) -> float:
+  """Returns the longest time from a device's first action to its last.
+
+  Each by its own clock, as those of several machines are not aligned.
+  """
+  first: dict[str, float] = {}
+  last: dict[str, float] = {}
+  for span in trace:
+    device = span.resource
+    first[device] = min(span.start_s, first.get(device, span.start_s))
+    last[device] = max(span.end_s, last.get(device, span.end_s))
+  return max(last[device] - first[device] for device in first)
 
 
 def _key(plan: Plan) -> tuple[tuple[int, ...], tuple[str, ...]]:

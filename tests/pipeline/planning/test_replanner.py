@@ -143,3 +143,18 @@ def test_wrong_measurements_are_refused():
   for wrong in ([1.0], [1.0, 0.0]):
     with pytest.raises(ValueError, match="each of the 2 stages"):
       run.replanner.observe(wrong, 1.0)
+
+
+def test_a_plan_that_wins_back_a_part_of_what_was_lost_stays():
+  # 100 samples a second before, 25 once a machine is slow, 32 by the new plan:
+  # slower than the mean of the first two, and faster than the second.
+  machines = cluster.workers([1.0, 1.0])
+  plan = pipeline.partition(_COSTS, machines)
+  replanner = pipeline.Replanner(plan, _COSTS, machines)
+  for _ in range(5):
+    assert replanner.observe([9.0, 9.0], 100.0) is None
+  *_, proposal = (replanner.observe([36.0, 9.0], 25.0) for _ in range(3))
+  assert proposal is not None and not proposal.returns
+  for _ in range(3):
+    assert replanner.observe([24.0, 12.0], 32.0) is None
+  assert not replanner.on_trial and replanner.patience == 3

@@ -114,3 +114,15 @@ def test_seconds_are_medians_of_both_passes():
     trace.add("device", name, start, end)
   found = _adaptive_run.stage_seconds(_TABLE, trace)
   assert found == [1 + 47, 3 + 1]
+
+
+def test_a_rate_does_not_depend_on_how_clocks_are_set():
+  def longest(ahead_s):
+    trace = cluster.Trace()
+    trace.add("device 0", "F0", 0.0, 1.0)
+    trace.add("device 0", "B0", 4.0, 6.0)
+    trace.add("device 1", "F0/1", ahead_s + 1.0, ahead_s + 2.0)
+    trace.add("device 1", "B0/1", ahead_s + 2.0, ahead_s + 4.0)
+    return _adaptive_run._longest_s(trace)
+
+  assert longest(0.0) == longest(86400.0) == 6.0
