@@ -56,7 +56,8 @@ def load_cluster(
       pull_bytes = 400_000
       push_bytes = 400_000
 
-  Without links messages take no time.
+  Without links messages take no time.  Of two links between the same ends the
+  later one counts, in whatever order it names them.
 
   Args:
     path: of the file.
@@ -175,8 +176,9 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
     )
     for one in _matching(ends[0], names, place):
       for other in _matching(ends[1], names, place):
-        if one != other and (other, one) not in links:
-          links[one, other] = link
+        if one != other:
+          ends_before = (other, one) in links
+          links[(other, one) if ends_before else (one, other)] = link
   return _topology.Topology(links)
 
 

@@ -62,5 +62,6 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
 
 
 def _digest(body: Any) -> str:
-  text = json.dumps(body, sort_keys=True)
+  # As it is read again: keys that are numbers become texts, in another order.
+  text = json.dumps(json.loads(json.dumps(body)), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()

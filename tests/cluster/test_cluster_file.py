@@ -107,3 +107,19 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
     load(tmp_path, text)
   assert "cluster.toml" in str(error.value)
   assert "\n" not in str(error.value)
+
+
+def test_of_two_links_between_the_same_ends_the_later_counts(tmp_path):
+  for ends in ('["a0", "switch"]', '["switch", "a0"]'):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+      '[[nodes]]\nname = "a"\ncount = 2\n'
+      '[[links]]\nbetween = ["a*", "switch"]\nbandwidth_gbit_per_s = 1.0\n'
+      '[[links]]\nbetween = ["server", "switch"]\nbandwidth_gbit_per_s = 1.0\n'
+      f"[[links]]\nbetween = {ends}\nbandwidth_gbit_per_s = 0.1\n"
+    )
+    machines, _ = cluster.load_cluster(path)
+    links = machines.topology.links
+    assert len(links) == 3
+    assert links["a0", "switch"].bandwidth_bits_per_s == 1e8
+    assert links["a1", "switch"].bandwidth_bits_per_s == 1e9

@@ -259,3 +259,11 @@ def _kill_at(monkeypatch, number):
   )
   rename = guarded(pathlib.Path.rename, lambda path, to: None)
   monkeypatch.setattr(pathlib.Path, "rename", lambda path, to: rename(path, to))
+
+
+def test_about_may_have_numbers_for_keys(tmp_path):
+  about = {9: "a", 10: "b"}  # As texts they are in another order.
+  body = {"what": "a test", "about": about}
+  array_files.save_arrays(tmp_path / "x", {"w": np.ones(2)}, body)
+  _, found = array_files.load_arrays(tmp_path / "x", what="a test")
+  assert found["about"] == {"9": "a", "10": "b"}

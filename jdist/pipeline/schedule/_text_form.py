@@ -37,7 +37,8 @@ def format_table(table: Table) -> str:
     lines.append(f"weights {table.weights}")
   for device, order in enumerate(table.devices):
     own = _own_stage(table.device_of, device)
-    words = [str(x).replace(f"/{own}", "") for x in order]
+    # Not the first letter of another stage: `/1` and `/10`.
+    words = [re.sub(rf"/{own}(?!\d)", "", str(x)) for x in order]
     lines.append(" ".join(["device", *words]))
   return "\n".join(lines)
 

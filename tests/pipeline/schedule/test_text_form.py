@@ -53,3 +53,9 @@ def test_a_long_table_is_cut_off():
   lines = pipeline.draw_table(table, max_ticks=10).splitlines()
   assert all(line.endswith(" ...") for line in lines)
   assert len(lines[0].split()) == 2 + 10 + 1
+
+
+def test_stages_whose_numbers_begin_alike_are_told_apart():
+  # Device 1 runs stages 1, 6 and 11.
+  table = pipeline.make_table("interleaved", 5, 5, num_chunks=3)
+  assert pipeline.parse_table(pipeline.format_table(table)) == table
