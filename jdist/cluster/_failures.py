@@ -74,6 +74,7 @@ class Failures:
     """
     if not 0 < fraction < 1:
       raise ValueError(f"`fraction` must be in (0, 1), got {fraction}.")
+    checks.check_number("cycle_s", cycle_s, open_low=True)
     return cls((1.0 - fraction) * cycle_s, fraction * cycle_s, restart_s, seed)
 
   @property

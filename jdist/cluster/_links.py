@@ -30,10 +30,7 @@ class Link:
         "`bandwidth_bits_per_s` must be positive, got "
         f"{self.bandwidth_bits_per_s}."
       )
-    if not self.latency_s >= 0:
-      raise ValueError(
-        f"`latency_s` must not be negative, got {self.latency_s}."
-      )
+    checks.check_number("latency_s", self.latency_s)
     checks.check_choice("sharing", self.sharing, ("first_come", "fair"))
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:

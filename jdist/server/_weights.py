@@ -1,6 +1,7 @@
 """Weights of gradients in an update."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -59,10 +60,10 @@ class Weighting:
       "staleness", self.staleness, "the staleness, an int", optional=True
     )
     for worker, part in (self.parts or {}).items():
-      if not part > 0:
+      if not 0 < part < math.inf:
         raise ValueError(
-          f"`parts` must be positive, got {part} for {worker!r}; leave out a "
-          "worker that owns nothing."
+          f"`parts` must be positive and finite, got {part} for {worker!r}; "
+          "leave out a worker that owns nothing."
         )
 
   def share(

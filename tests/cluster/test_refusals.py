@@ -27,8 +27,10 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   ("bandwidth_bits_per_s", lambda: cluster.Link(0), "positive"),
   ("bandwidth_bits_per_s", lambda: cluster.Link(-1), "positive"),
   ("bandwidth_bits_per_s", lambda: cluster.Link(float("nan")), "positive"),
-  ("latency_s", lambda: cluster.Link(1.0, -1), "not be negative"),
-  ("latency_s", lambda: cluster.Link(1.0, float("nan")), "not be negative"),
+  ("latency_s", lambda: cluster.Link(1.0, -1), "in [0, inf]"),
+  ("latency_s", lambda: cluster.Link(1.0, float("nan")), "a finite number"),
+  ("latency_s", lambda: cluster.Link(1.0, float("inf")), "a finite number"),
+  ("cycle_s", lambda: cluster.Failures.of(0.2, -1.0), "in (0, inf]"),
   ("sharing", lambda: cluster.Link(1.0, sharing="even"), "'first_come' or"),
   (
     "pull_bytes",
@@ -39,6 +41,11 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
     "samples",
     lambda: cluster.Profile.fit([1, 1], [1.0, 1.0]),
     "two different sizes",
+  ),
+  (
+    "repeats",
+    lambda: cluster.Profile.measure(float, [1, 2], repeats=0),
+    "an int >= 1",
   ),
   ("trace", lambda: cluster.plot_trace(cluster.Trace(), "none.png"), "a span"),
 )

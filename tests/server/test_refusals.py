@@ -1,5 +1,7 @@
 """Refusals of protocols and their runs: an argument and its rule."""
 
+import math
+
 import jax.numpy as jnp
 
 from jdist import cluster, codecs, data, reducers, server
@@ -67,7 +69,11 @@ SHARED = codecs.RandomK(0.1, shared=True)
   ("n", lambda: server.NSoftsync(n=0), "an int >= 1"),
   ("max_staleness", lambda: server.Ringmaster(max_staleness=0), "an int >= 1"),
   ("total", lambda: server.dbs(0), "an int >= 1"),
-  ("timeout_s", lambda: server.ASP(timeout_s=0.0), "positive"),
+  ("timeout_s", lambda: server.ASP(timeout_s=0.0), "in (0, inf]"),
+  ("timeout_s", lambda: server.ASP(timeout_s="3"), "a finite number"),
+  ("updates", lambda: make().run(updates=-1), "in [0, inf]"),
+  ("seconds", lambda: make().run(seconds="x"), "a finite number"),
+  ("limits", lambda: server.dbs(8, limits={"a": 0}), "an int >= 1"),
   ("batches", lambda: server.ASP(batches=32), "an allocation"),
   (
     "weighting",
@@ -76,6 +82,7 @@ SHARED = codecs.RandomK(0.1, shared=True)
   ),
   ("samples", lambda: server.Weighting("quadratic"), "'none', 'linear' or"),
   ("parts", lambda: server.Weighting(parts={"a": 0.0}), "positive"),
+  ("parts", lambda: server.Weighting(parts={"a": math.inf}), "finite"),
   ("staleness", lambda: server.Weighting(staleness="inverse"), "a function"),
   ("smoothing", lambda: batches(smoothing=1.0), "in [0, 1)"),
   ("minimum", lambda: batches(minimum=0), "an int >= 1"),
@@ -96,6 +103,14 @@ SHARED = codecs.RandomK(0.1, shared=True)
   ("total", lambda: server.h_ps(0), "an int >= 1"),
   ("smoothing", lambda: server.h_ps(8, smoothing=1.0), "in [0, 1)"),
   ("slack", lambda: server.h_ps(8, slack=0.0), "in (0, 1]"),
+  ("limits", lambda: server.h_ps(8, limits={"a": -3}), "an int >= 1"),
+  ("pipelined", lambda: server.h_ps(8, pipelined="no"), "True or False"),
+  ("block", lambda: server.BitPlans(block=0), "an int >= 1"),
+  (
+    "parts",
+    lambda: server.DecoupledDiLoCo(fragments=2, parts=(0.0, 0.0)),
+    "not all of them 0",
+  ),
   ("pipelined_from", lambda: server.h_ps(8, pipelined_from=-1), "an int >= 0"),
   (
     "pipelined_from",

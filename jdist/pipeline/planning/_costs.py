@@ -138,11 +138,20 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
   path = pathlib.Path(path)
   known = [field.name for field in dataclasses.fields(LayerCost)]
   try:
-    tables = tomllib.loads(path.read_text()).get("stages")
+    whole = tomllib.loads(path.read_text())
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f"{path} is no TOML file: {error}") from None
-  if not isinstance(tables, list) or not tables:
+  tables = whole.pop("stages", None)
+  if (
+    not isinstance(tables, list)
+    or not tables
+    or not all(isinstance(x, dict) for x in tables)
+  ):
     raise ValueError(f"{path}: `stages` must be one [[stages]] table at least.")
+  if whole:
+    raise ValueError(
+      f"{path} must have [[stages]] alone, got {', '.join(map(repr, whole))}."
+    )
   found = []
   for i, table in enumerate(tables):
     place = f"{path}: [[stages]] number {i + 1}"

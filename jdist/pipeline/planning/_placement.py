@@ -54,6 +54,8 @@ def place(
     ValueError: when there are fewer layers or machines than stages, or no
       order has a partition that fits into memory.
   """
+  checks.check_int("evaluations", evaluations, 0)
+  checks.check_seed(seed)
   names = machines.names
   wanted = len(names) if num_stages is None else num_stages
   checks.check_int("num_stages", wanted, 1)

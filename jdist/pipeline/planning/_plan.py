@@ -32,6 +32,10 @@ class Footprint:
   recompute: bool = False
   input_bytes: float = 0.0
 
+  def __post_init__(self) -> None:
+    for name in ("optimizer_copies", "input_bytes"):
+      checks.check_number(name, getattr(self, name))
+
   def copies(self, stage: int) -> float:
     """Returns in how many sizes of its parameters a stage has them."""
     return _of_stage(self.versions, stage) + self.optimizer_copies + 1

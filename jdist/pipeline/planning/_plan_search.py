@@ -29,6 +29,8 @@ _MOST_MICROBATCHES = 8
 _TURNS = 3
 # By which messages may last longer than one that is alone.
 _SEND_FACTORS = (1.5, 2.0, 3.0, 4.0)
+# Which updates after each micro-batch, as published.
+_EACH = "pipedream"
 # What counts as equally fast, and what as beyond memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
@@ -82,6 +84,8 @@ def plan(
   """
   checks.check_int("batch_size", batch_size, 1)
   checks.check_int("samples", samples, 1)
+  checks.check_number("optimizer_copies", optimizer_copies)
+  checks.check_number("input_bytes", input_bytes)
   known = (*schedule.TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:
@@ -97,6 +101,18 @@ def plan(
         f"{number} for {batch_size} samples. Take "
         f"{math.gcd(number, batch_size)}, or a batch that is a multiple."
       )
+  for field, values in (
+    ("tables", tables),
+    ("num_microbatches", num_microbatches),
+    ("recompute", recompute),
+  ):
+    if not values:
+      raise ValueError(f"`{field}` must be one at least, got {values!r}.")
+  if set(tables) == {_EACH} and 1 not in num_microbatches:
+    raise ValueError(
+      f"`num_microbatches` must have 1 for {_EACH} alone, which updates after "
+      f"each micro-batch, got {list(num_microbatches)}."
+    )
   search = _Search(
     costs,
     machines,
@@ -195,8 +211,8 @@ class _Search:
     windows: Sequence[int] | None,
   ) -> None:
     """Cuts the layers for a table, in each of its windows."""
-    if table == "pipedream" and number > 1:
-      return  # As published: an update after each.
+    if table == _EACH and number > 1:
+      return
     choice = Candidate(table, number, stages, None, recompute)
     if table in ("ours", "greedy"):
       self._add_capped(choice, windows)

@@ -35,6 +35,7 @@ def pipedream(
   References:
     Narayanan et al., "PipeDream", SOSP 2019, arXiv:1806.03377.
   """
+  checks.check_int("num_microbatches", num_microbatches, 1)
   return _continuous(
     "pipedream",
     num_stages,
@@ -61,6 +62,7 @@ def two_bw(
     Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML
     2021, arXiv:2006.09503 (PipeDream-2BW).
   """
+  checks.check_int("num_microbatches", num_microbatches, 1)
   if num_microbatches < num_stages - 1:
     raise ValueError(
       "`num_microbatches` must be at least the stages less one with two "
@@ -89,6 +91,7 @@ def paci(
   References:
     PACI, arXiv:2606.07881; a reconstruction from its summary.
   """
+  checks.check_int("num_microbatches", num_microbatches, 1)
   return _continuous(
     "paci",
     num_stages,
@@ -171,7 +174,6 @@ def _continuous(
 ) -> Table:
   """Makes 1F1B without a flush, of equal stages."""
   checks.check_int("num_stages", num_stages, 1)
-  checks.check_int("num_microbatches", num_microbatches, 1)
   checks.check_int("num_iterations", num_iterations, 1)
   total = num_microbatches * num_iterations
   devices = tuple(

@@ -98,6 +98,11 @@ def list_schedule(
     ("window", window),
   ):
     checks.check_int(field, value, 1)
+  if len(checks.check_list("max_live", max_live, "ints")) != len(times):
+    raise ValueError(
+      f"`max_live` must have a number for each of the {len(times)} stages, got "
+      f"{list(max_live)}."
+    )
   for value in max_live:
     checks.check_int("max_live", value, 1)
   if max_saved is not None:

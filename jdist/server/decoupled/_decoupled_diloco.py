@@ -139,11 +139,13 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     checks.check_number("grace", self.grace)
     checks.check_choice("ahead", self.ahead, (0, 1, 2))
     if self.parts is not None and (
-      len(self.parts) != self.fragments or not min(self.parts) >= 0
+      len(self.parts) != self.fragments
+      or not min(self.parts) >= 0
+      or not 0 < sum(self.parts) < math.inf
     ):
       raise ValueError(
-        f"`parts` must be {self.fragments} numbers, one for each fragment, got "
-        f"{tuple(self.parts)}."
+        f"`parts` must be {self.fragments} numbers, one for each fragment, not "
+        f"all of them 0, got {tuple(self.parts)}."
       )
 
   def empty_state(self) -> DecoupledState:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jdist import checks
+
 _BITS = (32, 16, 8, 4)
 
 
@@ -36,6 +38,7 @@ class BitPlans:
   block: int = 64
 
   def __post_init__(self) -> None:
+    checks.check_int("block", self.block, 1)
     if not self.bits or any(each != 32 for each in self.bits[0]):
       raise ValueError(
         f"`bits` must begin with a plan of 32 bits, got {self.bits!r}."

@@ -121,6 +121,8 @@ class HPS(_protocol.Protocol[HPSState]):
       checks.check_type(
         "plans", self.plans, _bit_plans.BitPlans, "a `server.BitPlans`"
       )
+    checks.check_type("pipelined", self.pipelined, bool, "True or False")
+    _protocol.check_limits(self.limits)
     checks.set_structural(self, "pipelined_from", minimum=0)
     if self.pipelined_from and not self.pipelined:
       raise ValueError(

@@ -56,6 +56,21 @@ def windows(number):
 
 
 @_refusals.table(
+  ("tables", lambda: plan(tables=[]), "one at least"),
+  ("num_microbatches", lambda: plan(num_microbatches=[]), "one at least"),
+  (
+    "num_microbatches",
+    lambda: plan(tables=["pipedream"], num_microbatches=[4]),
+    "1 for pipedream alone",
+  ),
+  ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
+  ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
+  ("threshold", lambda: replanner(threshold="x"), "a finite number"),
+  (
+    "evaluations",
+    lambda: pipeline.place(_COSTS, _TWO, evaluations="x"),
+    "an int >= 0",
+  ),
   ("forward_s", lambda: cost(forward_s=-1.0), "finite and not negative"),
   ("output_bytes", lambda: cost(output_bytes=_NAN), "finite"),
   ("weight_s", lambda: cost(backward_s=1.0, weight_s=2.0), "at most"),

@@ -217,6 +217,11 @@ def test_greedy_may_be_kept_to_the_memory_of_each_stage():
   ("name", lambda: pipeline.make_table("dapple", 2, 2), "'naive'"),
   ("num_stages", lambda: pipeline.make_table("1f1b", 0, 2), "an int"),
   ("num_microbatches", lambda: pipeline.make_table("gpipe", 2, 0), "must"),
+  ("num_microbatches", lambda: pipeline.make_table("paci", 4, 0), "must"),
+  ("num_microbatches", lambda: pipeline.make_table("pipedream", 4, 0), "must"),
+  ("num_microbatches", lambda: pipeline.make_table("2bw", 2, "x"), "must"),
+  ("max_live", lambda: pipeline.ours(4, 4, max_live=[2]), "each of the 4"),
+  ("max_live", lambda: pipeline.ours(4, 4, max_live=2), "must"),
   (
     "window",
     lambda: pipeline.make_table("1f1b", 2, 2, window=3),
