@@ -14,8 +14,11 @@ def _save_the_model_that_one_reads():
   """Writes `model.safetensors`, as the command above the example does."""
   from jdist import models, training
 
-  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
-  training.save_model("model.safetensors", model.params, model.state)
+  told = {"name": "mlp", "input_shape": (8, 8, 1), "num_classes": 10}
+  model = models.build(**told)
+  training.save_model(
+    "model.safetensors", model.params, model.state, {"build": told}
+  )
 
 
 @pytest.mark.smoke

@@ -109,18 +109,24 @@ def build_model(
       f"resnet20, got {options.model}, which takes {_LARGE_PIXELS}x"
       f"{_LARGE_PIXELS} or more."
     )
+  return models.build(**build_arguments(options, train), seed=seed)
+
+
+def build_arguments(
+  options: _options.Common, train: AnyDataset
+) -> dict[str, Any]:
+  """Returns how the model of a data set is built, but for its seed."""
   chosen = {
     name: getattr(options, name)
     for name in ("norm", "num_layers", "width", "num_heads")
     if getattr(options, name) is not None
   }
-  return models.build(
-    options.model,
-    input_shape=train.input_shape,
-    num_classes=train.num_classes,
-    seed=seed,
+  return {
+    "name": options.model,
+    "input_shape": train.input_shape,
+    "num_classes": train.num_classes,
     **chosen,
-  )
+  }
 
 
 def evaluation_batch(options: _options.Common, test: AnyDataset) -> int:

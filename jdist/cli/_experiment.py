@@ -154,6 +154,12 @@ def check(options: _options.Common) -> None:
     weight_decay=0,
   )  # fmt: skip
   _options.check_positive(options, "epochs", "evaluate_every_epochs")
+  model = getattr(options, "final_params", None)
+  if model is not None and pathlib.Path(model).suffix != ".safetensors":
+    raise ValueError(
+      "`--final-params` must be a file FILE.safetensors, by which others know "
+      f"how to read it, got {model!r}."
+    )
   if not 0 <= options.momentum < 1:
     raise ValueError(f"`--momentum` must be in [0, 1), got {options.momentum}.")
   parts = options.workers * options.accumulate

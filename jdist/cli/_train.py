@@ -131,10 +131,8 @@ def _save_model(
     return
   train = workload.train
   told: dict[str, Any] = {
-    "model": options.model,
+    "build": _datasets.build_arguments(options, train),
     "dataset": options.dataset,
-    "input_shape": train.input_shape,
-    "num_classes": train.num_classes,
     "method": options.method,
   }
   if isinstance(train, data.Dataset):

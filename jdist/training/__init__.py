@@ -17,6 +17,7 @@ from jdist.training._losses import language_model_loss as language_model_loss
 from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._losses import model_inputs as model_inputs
 from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
+from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
 from jdist.training._model_file import save_model as save_model
 from jdist.training._plots import check_plots as check_plots

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
@@ -28,7 +29,7 @@ def save_model(
     params: a tree of arrays, of one model.
     model_state: batch statistics, if there are any.
     metadata: what JSON can hold, for the file's header: each value is a text
-      there.
+      there, and `load_metadata` reads it.
 
   Raises:
     ImportError: when safetensors is not installed.
@@ -59,11 +60,11 @@ def load_model(
     model_state: likewise.
 
   Returns:
-    The parameters and the batch statistics.
+    The parameters and the batch statistics, `jax.Array`s.
 
   Raises:
     ImportError: when safetensors is not installed.
-    ValueError: when the file is of another model.
+    ValueError: when the file has other tensors than these.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
   saved = safetensors.load_file(path)
@@ -71,16 +72,40 @@ def load_model(
   named = _named(params, state)
   checks.check_shapes(
     f"`path` must be a file of this model, but in {os.fspath(path)}",
-    "Build the model with the options that the file's metadata name.",
+    "Build the model as it was: a file of `jdist train` has the arguments of "
+    "`models.build` in `training.load_metadata(path)['build']`.",
     saved,
     {name: np.shape(x) for name, x in named.items()},
   )
-  leaves = [saved[name] for name in named]
+  leaves = [jnp.asarray(saved[name]) for name in named]
   number = len(jax.tree.leaves(params))
   return (
     jax.tree.unflatten(jax.tree.structure(params), leaves[:number]),
     jax.tree.unflatten(jax.tree.structure(state), leaves[number:]),
   )
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Reads the metadata that `save_model` has written, texts and JSON.
+
+  Args:
+    path: of the file.
+
+  Raises:
+    ImportError: when safetensors is not installed.
+  """
+  safetensors = checks.import_extra("safetensors", "export")
+  with safetensors.safe_open(path, "numpy") as file:
+    header = file.metadata() or {}
+  return {name: _value(text) for name, text in header.items()}
+
+
+def _value(text: str) -> Any:
+  """Returns what JSON has in a text, or the text."""
+  try:
+    return json.loads(text)
+  except ValueError:
+    return text
 
 
 def _named(params: PyTree, model_state: PyTree) -> dict[str, Any]:

@@ -48,6 +48,7 @@ _BAD = [
   ),
   ("train --model resnet50", "`--model` must suit images of 8x8: mlp, lenet"),
   ("train --model vgg16", "resnet8 or resnet20, got vgg16"),
+  ("train --final-params a.pt", "`--final-params` must be a file FILE.safe"),
   (
     "train --stages 2 --final-params a.safetensors",
     "`--final-params` must be left out with `--stages`",
