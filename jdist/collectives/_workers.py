@@ -155,9 +155,9 @@ class Workers:
     step = self._in_team(step)
     one = _squeezed(step)
     if self.substrate == "none":
-      return one
+      return self._checked(one)
     if self.substrate == "vmap":
-      return jax.vmap(step, axis_name=str(self.axis))
+      return self._checked(jax.vmap(step, axis_name=str(self.axis)))
     assert self.mesh is not None
     spec = PartitionSpec(self.mesh_axis)
     several = isinstance(self.axis, tuple)
@@ -175,8 +175,28 @@ class Workers:
     )
 
     @functools.wraps(step)
-    def checked(*args: PyTree) -> PyTree:
+    def in_context(*args: PyTree) -> PyTree:
       _check_context()
+      return mapped(*args)
+
+    return self._checked(in_context)
+
+  def _checked(self, mapped: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Refuses arguments without their axis of workers, once they are traced."""
+
+    @functools.wraps(mapped)
+    def checked(*args: PyTree) -> PyTree:
+      for number, arg in enumerate(args):
+        for name, x in checks.named_leaves(arg).items():
+          if jnp.ndim(x) == 0 or jnp.shape(x)[0] != self.num_workers:
+            raise ValueError(
+              f"`args[{number}]` of the step must hold arrays [workers, ...], "
+              f"of {self.num_workers} rows, got shape {jnp.shape(x)}"
+              f"{f' at {name!r}' if name else ''}. `workers.shard` splits a "
+              "batch, `workers.replicate` copies what all have, and "
+              "`workers.jit(optimizer.init)(params)` makes a state; a constant "
+              "belongs into the step itself."
+            )
       return mapped(*args)
 
     return checked

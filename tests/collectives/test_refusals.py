@@ -36,6 +36,11 @@ def workers(num_workers=2, **options):
   return collectives.workers(num_workers, **options)
 
 
+def step_of(*args, substrate="vmap"):
+  team = workers(substrate=substrate)
+  return team.jit(lambda *given: given)(*args)
+
+
 def among_two(call, x):
   return jax.vmap(lambda x: call(x, "worker"), axis_name="worker")(x)
 
@@ -59,6 +64,14 @@ def view(worker):
 
 
 @_refusals.table(
+  ("args[0]", lambda: step_of(jnp.ones((3, 4))), "of 2 rows, got shape (3, 4)"),
+  ("args[1]", lambda: step_of(jnp.ones(2), 0.1), "of 2 rows, got shape ()"),
+  (
+    "args[0]",
+    lambda: step_of({"w": jnp.ones((4, 2))}, substrate="shard_map"),
+    "`workers.shard`",
+  ),
+  ("args[0]", lambda: step_of({"a": 1.0}), "at 'a'"),
   # Meshes and devices.
   ("names", lambda: collectives.make_mesh((2, 2), ("worker",)), "one"),
   (
