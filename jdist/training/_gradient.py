@@ -56,7 +56,24 @@ def make_gradient(
   (-4.0, 2.0)
   """
   accumulate = checks.check_structural("accumulate", accumulate, minimum=1)
-  value_and_grad = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
+  checks.check_function("loss_fn", loss_fn, "params, model_state, batch, key")
+
+  def checked(*given: Any) -> Any:
+    found = loss_fn(*given)
+    if not (
+      isinstance(found, tuple)
+      and len(found) == 2
+      and isinstance(found[1], tuple)
+      and len(found[1]) == 2
+    ):
+      raise ValueError(
+        "`loss_fn` must return `loss, (model_state, metrics)`, got "
+        f"{checks.show(found)}. Without batch statistics and metrics: `loss, "
+        "(model_state, {})`."
+      )
+    return found
+
+  value_and_grad = jax.value_and_grad(checked, has_aux=True, allow_int=True)
 
   def differentiate(params: PyTree, *given: Any) -> tuple[Any, PyTree]:
     found, grads = value_and_grad(params, *given)

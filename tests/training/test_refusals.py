@@ -2,6 +2,8 @@
 
 import tempfile
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jdist import training
@@ -22,6 +24,10 @@ def gradient(accumulate):
   return training.make_gradient(_tiny.loss_fn, accumulate=accumulate)
 
 
+def gradient_of(loss_fn):
+  return training.make_gradient(loss_fn)
+
+
 def evaluator(batches):
   return training.Evaluator(_tiny.team("none"), None, batches)
 
@@ -40,7 +46,29 @@ def save(step):
     checkpoints.save(step, state, training.shared_leaves(state))
 
 
+def fit(batches=lambda start: iter(()), num_steps=3, used=False):
+  team = _tiny.team("vmap")
+  optimizer = _tiny.optimizers(team.axis)["momentum"]
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  state = _tiny.init(team, "momentum")
+  if used:
+    jax.tree.leaves(state.params)[0].delete()
+  training.Trainer(team, step).fit(state, batches, num_steps)
+
+
+def loss_alone(found):
+  gradient = training.make_gradient(lambda *given: found)
+  gradient(jnp.ones(2), {}, {"x": jnp.ones(2)}, jax.random.key(0))
+
+
 @_refusals.table(
+  ("batches", lambda: fit([]), "a function of the step"),
+  ("num_steps", lambda: fit(num_steps=5.5), "an int >= 1"),
+  ("num_steps", lambda: fit(num_steps=0), "an int >= 1"),
+  ("state", lambda: fit(used=True), "still be there"),
+  ("loss_fn", lambda: gradient_of("mean"), "a function of params"),
+  ("loss_fn", lambda: loss_alone(jnp.ones(())), "return `loss, (model_state"),
+  ("loss_fn", lambda: loss_alone((jnp.ones(()), {})), "return `loss, (model_"),
   ("accumulate", lambda: step(0), "an int >= 1"),
   ("accumulate", lambda: gradient(0), "an int >= 1"),
   ("timeout_s", lambda: training.Watchdog(0), "positive"),

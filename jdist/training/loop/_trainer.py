@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jdist import checks, collectives, transforms
 from jdist.training import _checkpoints, _step, _train_state
 from jdist.training.loop import (
@@ -142,8 +144,17 @@ class Trainer:
       ("evaluate_every", evaluate_every),
       ("checkpoint_every", checkpoint_every),
     ):
-      if number is not None and number < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {number}.")
+      if number is not None:
+        checks.check_int(name, number, 1)
+    checks.check_function("batches", batches, "the step to begin with")
+    if any(
+      isinstance(x, jax.Array) and x.is_deleted()
+      for x in jax.tree.leaves(state)
+    ):
+      raise ValueError(
+        "`state` must still be there, got one whose memory an earlier `fit` or "
+        "step has used up. Go on from the state that it returned."
+      )
     sent_bytes = None if continues is None else continues.sent_bytes
     if checkpoints is not None and continues is None:
       state, sent_bytes = _training_run.restore(

@@ -412,7 +412,7 @@ def test_every_record_is_told_at_once(monkeypatch):
 )
 def test_numbers_below_one_are_refused(options, monkeypatch):
   name = list(options)[-1]
-  with _refusals.refused(name, "at least 1"):
+  with _refusals.refused(name, "an int >= 1"):
     _Fake(monkeypatch).fit(**options)
 
 
