@@ -42,6 +42,17 @@ class OtherWorkers(NamedTuple):
     template: makes their state, `[workers, ...]`.
     convert: turns the restored state into one of the run's own workers, for
       instance by `training.resize`.
+
+  Four workers' checkpoint for two, of a chain `optimizer` and parameters
+  `params` of one worker::
+
+      four = jdist.workers(4, substrate="vmap")
+      others = training.OtherWorkers(
+        four,
+        lambda: training.init_state(four, optimizer, params),
+        lambda state: training.resize(state, optimizer, four, workers),
+      )
+      training.Checkpoints(directory, workers, other_workers=lambda n: others)
   """
 
   workers: collectives.Workers
@@ -274,7 +285,8 @@ class Checkpoints:
       raise ValueError(
         f"`workers` must be {manifest['workers']}, as in the checkpoint, got "
         f"{self._workers.num_workers}: each worker has state of its own. "
-        f"Resume with {manifest['workers']} workers."
+        f"Resume with {manifest['workers']} workers, or by `other_workers=`, "
+        "which turns its state into one for these."
       )
     saved = {
       e["name"]: (tuple(e["shape"]), e["dtype"]) for e in manifest["leaves"]

@@ -35,8 +35,8 @@ def resize(
   - the residuals of owners, who are others now, begin anew.
 
   Args:
-    state: arrays `[N, ...]`, as restored by a run of N workers, on fewer
-      devices with `collectives.workers(N, substrate="vmap")`.
+    state: arrays `[N, ...]`, as restored by a run of N workers, or of one in
+      this process, on fewer devices with `old` of `substrate="vmap"`.
     optimizer: the chain, built for the axis of `old`.
     old: the N workers.
     new: the M workers.
@@ -59,6 +59,8 @@ def resize(
     )
     return state._replace(params=params, opt_state=opt_state)
 
+  if old.mesh is None:  # A state in memory may lie on several devices.
+    state = jax.device_put(state, old.sharding())
   drained = old.gather(old.jit(brought_in)(state))
   first = jax.tree.map(lambda x: x[0], drained)
   template = _train_state.init_state(

@@ -171,3 +171,23 @@ def test_what_would_be_lost_is_refused():
   state = trained(optimizer, team(4), 3)
   with pytest.raises(ValueError, match="depends on the number of workers"):
     training.resize(state, optimizer, team(4), team(2))
+
+
+def test_a_state_on_several_devices_is_resized_on_one():
+  optimizer, four = local(), collectives.workers(4)
+  state = trained(optimizer, four, 6)
+  assert len(state.params["w"].devices()) == 4
+  found = training.resize(state, optimizer, team(4), team(2))
+  wanted = training.resize(state, optimizer, four, team(2))
+  for one, other in zip(
+    jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
+  ):
+    np.testing.assert_allclose(
+      np.asarray(jax.random.key_data(one) if is_key(one) else one),
+      np.asarray(jax.random.key_data(other) if is_key(other) else other),
+      rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
+
+
+def is_key(x):
+  return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
