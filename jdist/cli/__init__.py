@@ -167,6 +167,12 @@ def _is_ours(error: BaseException) -> bool:
 def _parse_launch(name: str, command: type[Any], words: list[str]) -> Any:
   """The options of `launch`, and of the command behind `--`."""
   cut = words.index("--") if "--" in words else len(words)
+  others = [x for x in words[:cut] if x in _COMMANDS]
+  if cut == len(words) and others:
+    raise ValueError(
+      f"`{others[0]}` must stand behind `--`: jdist launch -n 4 -- {others[0]} "
+      "..."
+    )
   options = _parse_own(name, command, words[:cut])
   if options is None:
     return None

@@ -81,8 +81,8 @@ def _how_to_prepare(name: str) -> str:
   folder = _catalog.find(name).tfds_name
   message = (
     f"`name`: the data set {name!r} is not prepared as array_record in "
-    f"{tfds_dir()}. On a machine with a network, run:\n"
-    '  pip install tensorflow ".[data]"    # in the clone of jdist\n'
+    f"{tfds_dir()}. On a machine with a network, in the clone of "
+    'jdist, run:\n  pip install tensorflow ".[data]" &&\n'
     f"  python -m jdist.data prepare {name}\n"
     f"or copy the folder {folder} from where it is prepared, or let "
     "TFDS_DATA_DIR name the folder that holds it."

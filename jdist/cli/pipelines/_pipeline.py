@@ -183,15 +183,14 @@ def _grid(
   grid = table.Table(
     title="Tables on a virtual clock",
     caption=(
-      "An iteration: from one update to the next while the pipeline is full. "
-      "Busy: mean and least over devices, of that time. Memory: the most of "
-      "any device."
+      "An iteration of M micro-batches: from one update to the next while the "
+      "pipeline is full. Busy: mean and least over devices, of that time. "
+      "Memory: the most of any device. Link: the busiest."
     ),
   )
   grid.add_column("table", no_wrap=True)
   for title in (
-    "micro-batches", "iteration s", "s a micro-batch", "busy %", "least %",
-    "memory MB", "busiest link %",
+    "M", "iteration s", "of it / M", "busy %", "least %", "memory MB", "link %",
   ):  # fmt: skip
     grid.add_column(title, justify="right")
   for name, (made, times) in found.items():

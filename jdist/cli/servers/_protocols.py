@@ -20,7 +20,10 @@ def check_names(option: str, names: Sequence[str]) -> None:
 def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
   """Reads a file of a cluster and of a model's costs."""
   if not pathlib.Path(path).is_file():
-    raise ValueError(f"There is no file {path!r}.")
+    raise ValueError(
+      f"There is no file {path!r} of a cluster's machines; README shows a "
+      "small one."
+    )
   machines, profile = cluster.load_cluster(path)
   if profile is None:
     raise ValueError(

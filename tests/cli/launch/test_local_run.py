@@ -137,6 +137,7 @@ def test_sigterm_is_passed_on_and_ends_the_run():
       "`--name` must be of small letters",
     ),
     ("-n 2 -- train --help", "`--help` must stand alone"),
+    ("-n 2 train --method diloco", "`train` must stand behind `--`"),
   ],
 )
 def test_what_cannot_be_started_is_one_line(words, told, capsys):
