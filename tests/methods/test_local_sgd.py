@@ -43,6 +43,25 @@ def scaffold(x, interval, rate, eta_g):
     yield t, w, a
 
 
+def late_scaffold(x, interval, delay):
+  """What a round has sent arrives after `delay` steps of the next one."""
+  n = x.shape[1]
+  w, a, own, shared = np.zeros(n), 0.0, np.zeros(n), 0.0
+  start, sent = w, None
+  for t, xs in rounds_of(x, interval):
+    corrections = np.zeros(n)
+    for s, row in enumerate(xs, 1):
+      w = w - RATE * (gradient(w, row) - own + shared)
+      corrections = corrections + RATE * shared
+      if sent is not None and s == delay:
+        a, shared = a - sent[0].mean(), shared + sent[1].mean()
+        w, start = a - (start - w), a
+    # The mean of the round's gradients, whatever they were corrected by.
+    new = own + (start - w - corrections) / (interval * RATE)
+    sent, own, start = (start - w, new - own), new, w
+    yield t, w, a
+
+
 def slow_mo(x, interval, rate, alpha, beta):
   n = x.shape[1]
   w, a, u = np.zeros(n), 0.0, 0.0
@@ -164,6 +183,25 @@ def test_control_variates_take_the_drift_away():
   steady, _ = train(methods.scaffold(SGD, 4, RATE, axis="worker"), targets)
   assert plain[34].std() > 0.5  # In the middle of a round.
   assert steady[34].std() < 1e-3
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, None])
+def test_late_control_variates_are_means_of_gradients_too(delay):
+  overlap = transforms.Delayed(delay)
+  check_rounds(
+    methods.scaffold(SGD, 3, RATE, axis="worker", overlap=overlap),
+    lambda x: late_scaffold(x, 3, 3 if delay is None else delay),
+  )
+
+
+@pytest.mark.parametrize(("interval", "delay"), [(2, 1), (4, 3), (4, 4)])
+def test_late_control_variates_settle_at_the_optimum(interval, delay):
+  targets = np.tile(np.array([1.0, 2.0, 6.0], np.float32), (400, 1))
+  optimizer = methods.scaffold(
+    SGD, interval, RATE, axis="worker", overlap=transforms.Delayed(delay)
+  )
+  _, states = train(optimizer, targets)
+  np.testing.assert_allclose(states.anchor[-1], [3.0] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])

@@ -13,7 +13,7 @@ from jdist.transforms.local import _anchor, _sync_rule
 PyTree = Any
 
 
-@states.declare(shared=("mean", "distance"))
+@states.declare(shared=("mean", "distance", "lag"))
 class ControlVariatesState(NamedTuple):
   """State of `ControlVariates`.
 
@@ -21,11 +21,15 @@ class ControlVariatesState(NamedTuple):
     own: this worker's control variate, float32.
     mean: the mean of all workers', float32.
     distance: sum of the learning rates of this round's steps, float32 scalar.
+    lag: sum over this round's steps of their learning rate times the mean with
+      which they were corrected less `mean`, float32: zero but where a late mean
+      has arrived in the round.
   """
 
   own: PyTree
   mean: PyTree
   distance: jax.Array
+  lag: PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,12 +37,15 @@ class ControlVariates(_sync_rule.SyncRule):
   r"""SCAFFOLD's: gradients are corrected for the drift of unequal workers.
 
   .. math:: g_i &\leftarrow g_i - c_i + c \text{ in every step; at the end} \\
-            c_i &\leftarrow c_i - c + \frac{\Delta_i}{\sum_s \eta_s}, \qquad
+            c_i &\leftarrow c_i + \frac{\Delta_i - \sum_s \eta_s c_s}
+                    {\sum_s \eta_s}, \qquad
             c \leftarrow \tfrac1N \sum_j c_j, \qquad
             a \leftarrow a - \eta_g \tfrac1N \sum_j \Delta_j
 
-  A message is twice as long as the parameters.  By few bytes the *change* of
-  the variates is sent, as in the paper; a late one moves c when it arrives.
+  where :math:`c_s` is the c of step s, in all of a round the same unless a late
+  mean arrives within it.  A message is twice as long as the parameters.  By few
+  bytes the *change* of the variates is sent, as in the paper; a late one moves
+  c when it arrives.
 
   Attributes:
     learning_rate: the inner optimizer's, a number or a schedule of the local
@@ -59,7 +66,7 @@ class ControlVariates(_sync_rule.SyncRule):
 
   def init(self, anchor: PyTree) -> ControlVariatesState:
     zeros = jax.tree.map(jnp.zeros_like, anchor)
-    return ControlVariatesState(zeros, zeros, jnp.zeros((), jnp.float32))
+    return ControlVariatesState(zeros, zeros, jnp.zeros((), jnp.float32), zeros)
 
   def correct(
     self, updates: PyTree, memory: ControlVariatesState, step: jax.Array
@@ -92,8 +99,12 @@ class ControlVariates(_sync_rule.SyncRule):
 
   def depart(self, end: _sync_rule.Round) -> ControlVariatesState:
     """The worker's own variate is new at once."""
-    zero = jnp.zeros((), jnp.float32)
-    return end.memory._replace(own=_renewed(end), distance=zero)
+    memory = end.memory
+    return memory._replace(
+      own=_renewed(end),
+      distance=jnp.zeros((), jnp.float32),
+      lag=jax.tree.map(jnp.zeros_like, memory.lag),
+    )
 
   def move(
     self,
@@ -103,26 +114,34 @@ class ControlVariates(_sync_rule.SyncRule):
     relative: bool,
   ) -> _sync_rule.Round:
     del exact
-    first, variate = mean
+    (first, variate), memory = mean, end.memory
     rate = _anchor.scalar(self.global_learning_rate)
     if relative:
       first = jax.tree.map(jnp.subtract, end.anchor, first)
-      variate = jax.tree.map(jnp.add, end.memory.mean, variate)
+      variate = jax.tree.map(jnp.add, memory.mean, variate)
+      # The steps of this round so far were corrected with the mean of before.
+      lag = jax.tree.map(
+        lambda x, old, new: x + memory.distance.astype(x.dtype) * (old - new),
+        memory.lag, memory.mean, variate,
+      )  # fmt: skip
+      memory = memory._replace(lag=lag)
     # With a rate of 1 the anchor is the mean to the bit.
     anchor = jax.tree.map(
       lambda m, a: m + (rate - 1).astype(a.dtype) * (m - a), first, end.anchor
     )
-    return end._replace(anchor=anchor, memory=end.memory._replace(mean=variate))
+    return end._replace(anchor=anchor, memory=memory._replace(mean=variate))
 
 
 def _renewed(end: _sync_rule.Round) -> PyTree:
   """This worker's control variate after the round."""
-  distance = end.memory.distance
+  memory, distance = end.memory, end.memory.distance
   # A schedule may end at zero, where nothing moves and nothing is learned.
   per_rate = jnp.where(distance > 0, 1.0 / distance, 0.0)
 
-  def one(own: jax.Array, all_: jax.Array, progress: jax.Array) -> jax.Array:
-    seen = (own - all_) + progress * per_rate.astype(progress.dtype)
+  def one(
+    own: jax.Array, all_: jax.Array, progress: jax.Array, lag: jax.Array
+  ) -> jax.Array:
+    seen = (own - all_) + (progress - lag) * per_rate.astype(progress.dtype)
     return jnp.where(distance > 0, seen, own)
 
-  return jax.tree.map(one, end.memory.own, end.memory.mean, end.progress)
+  return jax.tree.map(one, memory.own, memory.mean, end.progress, memory.lag)
