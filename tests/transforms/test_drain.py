@@ -415,6 +415,22 @@ def test_drained_nothing_is_missing(name):
   np.testing.assert_array_equal(again, drained)
 
 
+@pytest.mark.parametrize("delay", [None, 1])
+def test_control_variates_and_their_mean_agree_when_drained(delay):
+  # In the middle of a round, where c moves before this round's c_i is sent.
+  targets = np.tile(np.array([1.0, 2.0, 6.0], np.float32)[:, None], (406, 1, 1))
+  optimizer = methods.scaffold(
+    SGD, 3, RATE, axis="worker", overlap=transforms.Delayed(delay)
+  )
+  found = run(optimizer, targets[:4], targets[4:])
+  for _, (_, state), _ in found:
+    memory = state.sync.memory
+    np.testing.assert_allclose(
+      memory.mean["a"], [np.mean(memory.own["a"])] * 3, rtol=0, atol=1e-6
+    )
+  np.testing.assert_allclose(values(found[1][1][0]), [[3.0]] * 3, rtol=1e-5)
+
+
 def test_what_holds_nothing_is_left_alone():
   optimizer = optax.adam(0.1)
   w = jnp.ones(3)

@@ -110,14 +110,13 @@ class LateSynchronizer(_local_steps.Synchronizer):
     begun = self._begun(state, residuals)
     local = jax.tree.map(_anchor.wide, params)
     end = self.round(Step((), inner, state), params, local)
-    message = self.rule.message(end, self.relative)
     sender, in_flight = self.sender(state.anchor), state.flight.in_flight
     mean, memory = sender.flush(state.flight.held, state.compression)
     memory = _anchor.either(in_flight, memory, state.compression)
     state = state._replace(compression=memory)
     end = self._move_if(in_flight, end, mean)
-    if self.rule.beside:  # Where it is, seen from the new anchor.
-      message = self.rule.message(end, self.relative)
+    # Only now: what has arrived is a part of what a rule measures it by.
+    message = self.rule.message(end, self.relative)
     end, state = self.settle(begun, end, message, self.relative, state)
     state = state._replace(
       clock=state.clock.cut_short(self.policy),
