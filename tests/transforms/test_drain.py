@@ -415,6 +415,34 @@ def test_drained_nothing_is_missing(name):
   np.testing.assert_array_equal(again, drained)
 
 
+def test_a_residual_comes_out_once_where_no_message_is_under_way():
+  # Rounds of 2 that are not delayed yet send the largest of four entries; the
+  # fifth step's progress comes out with all that was held back.
+  optimizer = transforms.local_steps(
+    SGD,
+    2,
+    axis="worker",
+    overlap=transforms.Delayed(after_step=100),
+    compression=reducers.Compression(
+      reducers.compressed(codecs.TopK(k=1)), reducers.ErrorFeedback()
+    ),
+  )
+  gradient = jnp.arange(1.0, 5.0)
+
+  def one(_):
+    def body(carry, _):
+      w, state = carry
+      updates, state = optimizer.update(gradient, state, w)
+      return (jdist.apply_updates(w, updates, state), state), None
+
+    first = jnp.zeros(4), optimizer.init(jnp.zeros(4))
+    (w, state), _ = jax.lax.scan(body, first, length=5)
+    return transforms.drain(optimizer, state, w)[0]
+
+  w = jax.jit(jax.vmap(one, axis_name="worker"))(jnp.zeros(2))
+  np.testing.assert_allclose(w, [-0.5 * gradient] * 2, rtol=1e-5)
+
+
 @pytest.mark.parametrize("delay", [None, 1])
 def test_control_variates_and_their_mean_agree_when_drained(delay):
   # In the middle of a round, where c moves before this round's c_i is sent.
