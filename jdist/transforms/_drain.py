@@ -1,5 +1,6 @@
 """Draining: everything that was begun is brought into the anchor."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jdist.transforms import _control, _state
 from jdist.transforms.local import _anchor
 
 PyTree = Any
+_drains_itself = _anchor.declares("drains")
 
 
 def drain(
@@ -27,7 +29,8 @@ def drain(
   would be lost, and an evaluation on the anchor does not see them.  This is
   what one worker does to bring them in: a collective operation, to be run by
   all workers, in a program of its own.  Afterwards all stand on the anchor;
-  training may go on from there, and to drain again changes nothing.
+  training may go on from there, and to drain again changes nothing (but a
+  momentum that stands behind `delay_gradients`, and not in it, moves on).
 
   - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends where it
     is, as a shorter one would: control variates divide by its steps' rates.
@@ -49,7 +52,8 @@ def drain(
 
   Args:
     optimizer: any chain.  What stands before the transformation that holds
-      something sees a gradient of zero.
+      something, or beside it, for other leaves, stays as it is; what stands
+      behind it takes what arrives as one update.
     state: its state.
     params: this worker's parameters.
     residuals: whether, for what follows without them, the residuals in
@@ -75,21 +79,72 @@ def drain(
   bare = _control.Control(drain=True)
   full = _control.Control(drain="residuals")
   if _state.drains(state):
-    updates, state = optimizer.update(
-      nothing, state, params, control=full if residuals else bare
-    )
-    params = _anchor.apply_updates(params, updates, state)
+
+    def bring_in(state: PyTree) -> tuple[optax.Updates, PyTree]:
+      return optimizer.update(
+        nothing, state, params, control=full if residuals else bare
+      )
+
+    updates, new = bring_in(state)
+    there = _anchor.apply_updates(params, updates, new)
+    if _drains_itself(state):
+      params, state = there, new
+    else:
+      params, state = _reached(bring_in, state, params, there, new)
   if residuals and _anchor.contains(state, _is_one):
     _, asked = optimizer.update(nothing, state, params, control=full)
     state = _absorbed(state, asked)
   return params, state
 
 
+def _reached(
+  bring_in: Callable[[PyTree], PyTree],
+  state: PyTree,
+  params: optax.Params,
+  there: optax.Params,
+  new: PyTree,
+) -> tuple[optax.Params, PyTree]:
+  """Takes the new of what is brought in, and the old of what stands beside.
+
+  That has taken a gradient of zero, by which a momentum moves and a step is
+  counted.  Which leaf depends on what has been held is read from the program.
+  """
+  traced = jax.make_jaxpr(bring_in)(state).jaxpr
+  held = jax.tree.map(
+    lambda x: jax.tree.map(lambda _: _drains_itself(x), x),
+    state,
+    is_leaf=_drains_itself,
+  )
+  found = {
+    id(variable)
+    for variable, is_held in zip(
+      traced.invars, jax.tree.leaves(held), strict=True
+    )
+    if is_held
+  }
+  for equation in traced.eqns:
+    if not found.isdisjoint(map(id, equation.invars)):
+      found |= set(map(id, equation.outvars))
+  moved, touched = jax.tree.unflatten(
+    jax.tree.structure((params, new)), [id(x) in found for x in traced.outvars]
+  )
+
+  def apart(x: Any) -> bool:
+    return _drains_itself(x) or not _state.drains(x)
+
+  def one(old: Any, new: Any, touched: Any) -> Any:
+    taken = _drains_itself(old) or any(jax.tree.leaves(touched))
+    return new if taken else old
+
+  return (
+    jax.tree.map(lambda m, n, o: n if m else o, moved, there, params),
+    jax.tree.map(one, state, new, touched, is_leaf=apart),
+  )
+
+
 def _is_one(state: Any) -> bool:
   """Returns whether a state is a compression's, or holds its own."""
-  return isinstance(state, reducers.CompressionState) or getattr(
-    type(state), "drains", False
-  )
+  return isinstance(state, reducers.CompressionState) or _drains_itself(state)
 
 
 def _absorbed(state: PyTree, asked: PyTree) -> PyTree:

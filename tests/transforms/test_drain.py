@@ -459,6 +459,59 @@ def test_control_variates_and_their_mean_agree_when_drained(delay):
   np.testing.assert_allclose(values(found[1][1][0]), [[3.0]] * 3, rtol=1e-5)
 
 
+def stale(axis):
+  return transforms.delay_gradients(methods.ssgd(SGD, axis=axis), 1)
+
+
+# A momentum and a step, which move by a gradient of zero.
+COUNTING = optax.sgd(optax.constant_schedule(RATE), momentum=0.9)
+LOCAL = functools.partial(transforms.local_steps, SGD, 5)
+
+
+def beside(late, axis):
+  """The leaf "a" by what drains, "b" by what does not."""
+  return optax.partition(
+    {"late": late(axis=axis), "now": methods.ssgd(COUNTING, axis=axis)},
+    {"a": "late", "b": "now"},
+  )
+
+
+def before(late, axis):
+  return optax.chain(
+    optax.masked(methods.ssgd(COUNTING, axis=axis), {"a": False, "b": True}),
+    optax.masked(late(axis=axis), {"a": True, "b": False}),
+  )
+
+
+@pytest.mark.parametrize(
+  ("build", "late"), [(beside, stale), (beside, LOCAL), (before, LOCAL)]
+)
+def test_what_stands_beside_is_left_alone(build, late):
+  optimizer, targets = build(late, "worker"), random_targets(3, 2, 2)
+  [(_, (w, state), _)] = run(optimizer, targets, drained=False)
+  [(_, (drained, after), again)] = run(optimizer, targets)
+  assert (drained["a"] != w["a"]).any()
+  np.testing.assert_array_equal(drained["b"], w["b"])
+  chex.assert_trees_all_equal((drained, after), again)
+
+  def momenta(state):
+    return state[0] if build is before else state.inner_states["now"]
+
+  chex.assert_trees_all_equal(momenta(after), momenta(state))
+
+
+def test_what_stands_behind_a_delay_takes_what_arrives():
+  optimizer = optax.chain(
+    transforms.delay_gradients(optax.identity(), 1),
+    optax.trace(0.5),
+    optax.scale(-1.0),
+  )
+  w = jnp.array(0.0)
+  _, state = optimizer.update(jnp.array(4.0), optimizer.init(w), w)
+  w, state = transforms.drain(optimizer, state, w)
+  assert w.item() == -4.0 and state[1].trace.item() == 4.0
+
+
 def test_what_holds_nothing_is_left_alone():
   optimizer = optax.adam(0.1)
   w = jnp.ones(3)
