@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import reducers
+from jdist import checks, reducers
 from jdist.transforms import _control, _state
 from jdist.transforms.local import _anchor
 
@@ -16,7 +16,7 @@ _drains_itself = _anchor.declares("drains")
 
 
 def drain(
-  optimizer: optax.GradientTransformation,
+  optimizer: optax.GradientTransformation | optax.MultiSteps,
   state: PyTree,
   params: optax.Params,
   *,
@@ -47,6 +47,8 @@ def drain(
     that of the rest's own, if it has one, and the rest is predicted.
   - `delay_gradients`, `update_first`: the pending gradients are applied, the
     oldest first.
+  - `optax.MultiSteps` around one of them: what it has in it is drained, and the
+    gradients that it has accumulated wait for the others of their step.
 
   An outer optimizer takes each of these means as it does any other.
 
@@ -66,6 +68,10 @@ def drain(
     The parameters, equal on all workers, and the state; of a method that
     holds nothing, what was given.
 
+  Raises:
+    ValueError: when `optimizer` is no optimizer, or has an `optax.MultiSteps`
+      around what drains and is not that itself.
+
   >>> from jdist import transforms
   >>> optimizer = transforms.delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)
@@ -74,6 +80,15 @@ def drain(
   >>> w.item(), drain(optimizer, state, w)[0].item()
   (0.0, -3.0)
   """
+  if isinstance(state, optax.MultiStepsState):
+    steps = _multi_steps(optimizer)
+    if steps is not None:
+      params, inner = drain(
+        steps.inner_opt, state.inner_opt_state, params, residuals=residuals
+      )
+      return params, state._replace(inner_opt_state=inner)
+  _check_accumulates(state)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
   bare = _control.Control(drain=True)
@@ -95,6 +110,32 @@ def drain(
     _, asked = optimizer.update(nothing, state, params, control=full)
     state = _absorbed(state, asked)
   return params, state
+
+
+def _multi_steps(optimizer: Any) -> optax.MultiSteps | None:
+  """Returns the `optax.MultiSteps` that an optimizer is, in any form of it."""
+  if not isinstance(optimizer, optax.MultiSteps):
+    optimizer = getattr(getattr(optimizer, "update", None), "__self__", None)
+  return optimizer if isinstance(optimizer, optax.MultiSteps) else None
+
+
+def _check_accumulates(state: PyTree) -> None:
+  """Raises a ValueError where accumulated gradients stand in the way."""
+
+  def around(x: Any) -> bool:
+    return isinstance(x, optax.MultiStepsState) and _state.drains(x)
+
+  # What drains itself may accumulate inside.
+  parts = jax.tree.leaves(
+    state, is_leaf=lambda x: _drains_itself(x) or around(x)
+  )
+  if any(map(around, parts)):
+    raise ValueError(
+      "`optimizer` must be `optax.MultiSteps` itself where it stands around a "
+      "method that drains, for it passes on to it only every so many steps, "
+      "got one within another transformation. Put that into it, as in "
+      "`optax.MultiSteps(optax.chain(..., method), 4)`."
+    )
 
 
 def _reached(

@@ -12,7 +12,7 @@ import pytest
 import jdist
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.transforms import intervals
-from tests import _thinned
+from tests import _refusals, _thinned
 from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
@@ -510,6 +510,51 @@ def test_what_stands_behind_a_delay_takes_what_arrives():
   _, state = optimizer.update(jnp.array(4.0), optimizer.init(w), w)
   w, state = transforms.drain(optimizer, state, w)
   assert w.item() == -4.0 and state[1].trace.item() == 4.0
+
+
+def as_built(steps):
+  return steps
+
+
+def passing_extra_arguments(steps):
+  return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize(
+  "form",
+  [
+    as_built,
+    optax.MultiSteps.gradient_transformation,
+    passing_extra_arguments,
+  ],
+)
+def test_gradients_that_accumulate_stay_where_they_are(form, number):
+  # Two updates of two gradients each, and half of a third.
+  optimizer = form(
+    optax.MultiSteps(transforms.local_steps(SGD, 4, axis=None), 2)
+  )
+  w = jnp.array(1.0)
+  state = optimizer.init(w)
+  with jax.numpy_dtype_promotion("standard"):  # MultiSteps scales by bools.
+    for _ in range(number):
+      updates, state = optimizer.update(jnp.array(1.0), state, w)
+      w = optax.apply_updates(w, updates)
+  w, drained = transforms.drain(optimizer, state, w)
+  assert w.item() == pytest.approx(0.8)
+  assert drained.inner_opt_state.anchor.item() == w.item()
+  wanted = state._replace(inner_opt_state=drained.inner_opt_state)
+  chex.assert_trees_all_equal(drained, wanted)
+  chex.assert_trees_all_equal(
+    (w, drained), transforms.drain(optimizer, drained, w)
+  )
+
+
+def test_what_accumulates_within_a_chain_is_refused():
+  steps = optax.MultiSteps(stale(None), 2).gradient_transformation()
+  optimizer, w = optax.chain(optax.identity(), steps), jnp.ones(2)
+  with _refusals.refused("optimizer", "must be `optax.MultiSteps` itself"):
+    transforms.drain(optimizer, optimizer.init(w), w)
 
 
 def test_what_holds_nothing_is_left_alone():
