@@ -92,7 +92,7 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
     """Returns where the next round begins, and holds what it sends."""
     if self.mix is None:
       return super().set_out(end, present, late, state)
-    keep = jnp.ones((), jnp.float32)
+    keep = jnp.asarray(late, jnp.float32)
     return end.local, self.hold(present, late, keep, state)
 
   def place(self, end: _sync_rule.Round, after: _sync_rule.Round) -> PyTree:
@@ -190,9 +190,11 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
     )  # fmt: skip
     after = self.rule.move(end, mean.message, (), self.relative)
     target = self.mixed(end, after)
-    if target is None and self.rule.beside:
+    if target is not None:  # Without a delay the round ends on the anchor.
+      target = _anchor.either(late, target, after.anchor)
+    elif self.rule.beside:
       target = self.rule.place(end, after)
-    elif target is None:
+    else:
       # Without a delay the round's progress is in the anchor already.
       target = jax.tree.map(
         lambda a, p: a - jnp.where(late, p, 0.0), after.anchor, end.progress

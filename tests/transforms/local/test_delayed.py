@@ -133,6 +133,25 @@ def test_a_delay_that_may_begin_at_once_does():
   np.testing.assert_array_equal(*runs)
 
 
+def test_until_the_delay_begins_nothing_is_mixed():
+  targets, inner = random_targets(14), optax.sgd(RATE)
+
+  def run(overlap, targets, start=0.0):
+    optimizer = transforms.local_steps(inner, 2, axis="worker", overlap=overlap)
+    return train(optimizer, targets, start=start)
+
+  late = functools.partial(transforms.Delayed, 1, mix=0.25)
+  w, states = run(late(after_step=6), targets)
+  plain, _ = run(None, targets[:6])
+  np.testing.assert_allclose(w[:6], plain, 1e-5, 1e-6)
+  assert not states.sync.kept[:6].any() and states.sync.kept[7].all()
+  # From there on it is as if it began there.
+  start = states.anchor[5, 0]
+  np.testing.assert_array_equal(w[5], [start] * 4)
+  begun, _ = run(late(), targets[6:], start)
+  np.testing.assert_allclose(w[6:], begun, 1e-5, 1e-6)
+
+
 def falling(steps):
   """Losses of four workers, by which an adaptive interval shrinks."""
   return np.geomspace(4.0, 0.1, 4 * steps, dtype=np.float32).reshape(steps, 4)
