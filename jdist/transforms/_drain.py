@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, reducers
-from jdist.transforms import _control, _state
+from jdist.transforms import _control, _mean_loss, _state
 from jdist.transforms.local import _anchor
 
 PyTree = Any
@@ -21,6 +21,7 @@ def drain(
   params: optax.Params,
   *,
   residuals: bool = False,
+  **extra_args: Any,
 ) -> tuple[optax.Params, PyTree]:
   r"""Brings in what is under way, so that nothing that was done is missing.
 
@@ -63,6 +64,8 @@ def drain(
       outer step of its own; of gradients, which no update has had yet, into the
       feedback of all workers.  They stay where a feedback has no place for
       them, or is missing.
+    **extra_args: what the optimizer needs to apply pending gradients, as
+      `value=` of `optax.contrib.reduce_on_plateau`: the present loss.
 
   Returns:
     The parameters, equal on all workers, and the state; of a method that
@@ -84,7 +87,11 @@ def drain(
     steps = _multi_steps(optimizer)
     if steps is not None:
       params, inner = drain(
-        steps.inner_opt, state.inner_opt_state, params, residuals=residuals
+        steps.inner_opt,
+        state.inner_opt_state,
+        params,
+        residuals=residuals,
+        **extra_args,
       )
       return params, state._replace(inner_opt_state=inner)
   _check_accumulates(state)
@@ -96,8 +103,9 @@ def drain(
   if _state.drains(state):
 
     def bring_in(state: PyTree) -> tuple[optax.Updates, PyTree]:
+      control = full if residuals else bare
       return optimizer.update(
-        nothing, state, params, control=full if residuals else bare
+        nothing, state, params, control=control, **extra_args
       )
 
     updates, new = bring_in(state)
@@ -107,7 +115,9 @@ def drain(
     else:
       params, state = _reached(bring_in, state, params, there, new)
   if residuals and _anchor.contains(state, _is_one):
-    _, asked = optimizer.update(nothing, state, params, control=full)
+    # Of this only residuals are taken, so that any loss will do.
+    given = dict.fromkeys(_mean_loss.LOSSES, jnp.zeros(())) | extra_args
+    _, asked = optimizer.update(nothing, state, params, control=full, **given)
     state = _absorbed(state, asked)
   return params, state
 

@@ -14,7 +14,7 @@ from jdist import collectives
 
 PyTree = Any
 # By these names optimizers are given it: ours, and Optax's own.
-_LOSSES = ("loss", "value")
+LOSSES = ("loss", "value")
 
 
 def with_mean_loss(
@@ -44,7 +44,7 @@ def with_mean_loss(
       loss = extra_args.get(name)
       return loss is not None and _depends(lambda x: update(**{name: x}), loss)
 
-    used = {name: extra_args[name] for name in _LOSSES if uses(name)}
+    used = {name: extra_args[name] for name in LOSSES if uses(name)}
     return update(**collectives.mean(used, axis)) if used else update()
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)

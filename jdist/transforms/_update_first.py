@@ -105,9 +105,9 @@ def update_first(
 
   Args:
     optimizer: any Optax optimizer; it sees the mean gradients, and as `loss`
-      the workers' mean of their step's, for which 4 bytes more are sent where
-      it uses that.  What else is given to `update`, but for a `value`, reaches
-      it as it is, and must be equal on all workers.
+      and as `value` the workers' mean of their step's, for which 4 bytes more
+      are sent where it uses that.  What else is given to `update`, but for a
+      `value`, reaches it as it is, and must be equal on all workers.
     axis: the workers' axis.
     max_bytes: the size that a sub-tensor should not exceed, see
       `collectives.Buckets.of`.
@@ -222,9 +222,10 @@ def update_first(
   ) -> tuple[optax.Updates, UpdateFirstState]:
     # Selected and not under a conditional, where nothing would overlap.
     mean = mean_of_pending(state, params)
+    of_step = dict.fromkeys(_mean_loss.LOSSES, state.loss)
     with collectives.team_of(None):  # The optimizer speaks to nobody.
       updates, inner = optimizer.update(
-        mean, state.inner, params, **({"loss": state.loss} | extra_args)
+        mean, state.inner, params, **(of_step | extra_args)
       )
     nothing = jax.tree.map(jnp.zeros_like, updates)
     updates, inner = _anchor.either(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import jdist
@@ -555,6 +556,42 @@ def test_what_accumulates_within_a_chain_is_refused():
   optimizer, w = optax.chain(optax.identity(), steps), jnp.ones(2)
   with _refusals.refused("optimizer", "must be `optax.MultiSteps` itself"):
     transforms.drain(optimizer, optimizer.init(w), w)
+
+
+@pytest.fixture
+def plateau():
+  """Halves the rate in every step in which the loss has not fallen."""
+  with jax.numpy_dtype_promotion("standard"):  # It mixes counters and floats.
+    yield optax.chain(
+      optax.sgd(1.0), optax.contrib.reduce_on_plateau(0.5, patience=1)
+    )
+
+
+def test_a_pending_gradient_is_applied_with_the_loss_that_is_given(plateau):
+  optimizer = transforms.delay_gradients(methods.ssgd(plateau, axis=None), 1)
+  w, value = jnp.array(0.0), jnp.array(1.0)
+  state = optimizer.init(w)
+  for gradient in (2.0, 4.0):
+    updates, state = optimizer.update(
+      jnp.array(gradient), state, w, value=value
+    )
+    w = optax.apply_updates(w, updates)
+  assert w.item() == -2.0
+  # The loss has not fallen, so that the rate is half of what it was.
+  assert transforms.drain(optimizer, state, w, value=value)[0].item() == -4.0
+  again = transforms.drain(optimizer, state, w, value=value / 2)
+  assert again[0].item() == -6.0
+
+
+def test_residuals_come_out_behind_a_plateau_without_a_loss(plateau):
+  compression = reducers.Compression(INT4, reducers.ErrorFeedback())
+  optimizer = methods.ssgd(plateau, axis=None, compression=compression)
+  w = {"w": jnp.linspace(-1.0, 1.0, 400)}
+  state = jax.tree.map(jnp.ones_like, optimizer.init(w))
+  found, drained = transforms.drain(optimizer, state, w, residuals=True)
+  chex.assert_trees_all_equal(found, w)
+  assert not drained[0].reducer.residual[0].any()
+  chex.assert_trees_all_equal(state[1:], drained[1:])
 
 
 def test_what_holds_nothing_is_left_alone():
