@@ -67,6 +67,11 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "one PartitionSpec for each leaf",
   ),
   ("overlap", lambda: local(overlap=1), "`transforms.Delayed(...)`"),
+  (
+    "overlap",
+    lambda: local(overlap=transforms.Delayed),
+    "`transforms.Delayed(...)`",
+  ),
   ("rule", lambda: local(rule=0.7), "a sync rule, an Optax optimizer"),
   (
     "compression",
@@ -116,6 +121,31 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "0 for `ControlVariates` with `steps`",
   ),
   ("carry", lambda: transforms.Delayed(carry=1.5), "in [0, 1]"),
+  (
+    "carry",
+    lambda: transforms.Delayed(1, carry=0.3, mix=0.5),
+    "left out with `mix`",
+  ),
+  (
+    "carry",
+    lambda: transforms.Delayed(1, carry=None, mix=0.5),
+    "left out with `mix`",
+  ),
+  (
+    "after_step",
+    lambda: transforms.Delayed(0, mix=0.5, after_step=100),
+    "0 where `steps` is 0",
+  ),
+  (
+    "fragments",
+    lambda: transforms.Control(fragments=3),
+    "a tuple of `Control`",
+  ),
+  (
+    "fragments",
+    lambda: transforms.Control(fragments=(transforms.Control(), True)),
+    "a tuple of `Control`",
+  ),
   ("carry", lambda: transforms.Delayed(carry=float("nan")), "in [0, 1]"),
   ("carry", lambda: transforms.Delayed(carry="1/N"), "a number in [0, 1]"),
   ("steps", lambda: transforms.delay_gradients(SGD, -1), "an int >= 0"),

@@ -44,7 +44,7 @@ class Delayed:
     steps: d >= 1, as many as the link needs, or None for a whole round; 0 only
       with `mix`.
     carry: rho in [0, 1]; None is 1/N: of the mean that is under way a worker
-      knows its own share, and keeps that.
+      knows its own share, and keeps that.  Not with `mix`.
     mix: alpha in [0, 1], with `steps` only.
     after_step: rounds that begin before this local step are not delayed: a
       synchronous warm-up.  None: those before the first round that is longer
@@ -54,7 +54,7 @@ class Delayed:
       the next ones; None sends it at once.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: when an argument is out of its range, or two do not go together.
 
   References:
     Shen et al., CoCoD-SGD (arXiv 1906.12043): the late mean with the worker's
@@ -82,6 +82,16 @@ class Delayed:
         checks.check_continuous(name, value, high=1.0)
     if self.after_step is not None:
       checks.set_structural(self, "after_step", minimum=0)
+    if self.mix is not None and not _is_one(self.carry):
+      raise ValueError(
+        "`carry` must be left out with `mix`, by which a worker stays where it "
+        f"is until the mean arrives, got {checks.show(self.carry)}."
+      )
+    if self.steps == 0 and self.after_step != 0:
+      raise ValueError(
+        "`after_step` must be 0 where `steps` is 0 and nothing is delayed, got "
+        f"{self.after_step}. Leave it out, or take `steps=1`."
+      )
     wanted = (
       "a `transforms.Stream`, for instance `stream=Stream()`, or None to send "
       "at once"
@@ -120,11 +130,7 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
       f"`mix` must be None for `{name}`, whose workers are pulled to the "
       f"anchor by a rate of its own, got {checks.show(overlap.mix)}."
     )
-  if rule.beside and (
-    overlap.carry is None
-    or checks.is_traced(overlap.carry)
-    or overlap.carry != 1.0
-  ):
+  if rule.beside and not _is_one(overlap.carry):
     raise ValueError(
       f"`carry` must be left out for `{name}`, whose workers stay beside the "
       f"anchor and keep all their progress, got {checks.show(overlap.carry)}."
@@ -153,6 +159,12 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
       f"`after_step` must be 0 for `{name}` with `steps`, got "
       f"{overlap.after_step}: its own state changes when a message leaves."
     )
+
+
+def _is_one(carry: jax.typing.ArrayLike | None) -> bool:
+  """Returns whether all progress is kept; of a traced one that is unknown."""
+  known = carry is not None and not checks.is_traced(carry)
+  return known and bool(carry == 1.0)
 
 
 def _in_chunks(

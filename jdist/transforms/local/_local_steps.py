@@ -380,7 +380,8 @@ def make_synchronizer(
   )
   if overlap is None:
     return engine
-  if not hasattr(overlap, "engine"):
+  # Without its parentheses the class has one, too.
+  if isinstance(overlap, type) or not hasattr(overlap, "engine"):
     raise ValueError(
       "`overlap` must be `transforms.Delayed(...)`, or None for a mean at the "
       f"round's end, got {checks.show(overlap)}."
