@@ -47,6 +47,14 @@ class Control:
           f"{value!r}."
         )
     checks.check_choice("drain", self.drain, (False, True, "residuals"))
+    each = self.fragments
+    if each is not None and not (
+      isinstance(each, tuple) and all(isinstance(x, Control) for x in each)
+    ):
+      raise ValueError(
+        "`fragments` must be a tuple of `Control`, one for each fragment, or "
+        f"None where the device decides, got {checks.show(each)}."
+      )
     steps = self.stream_steps
     if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
       checks.set_structural(self, "stream_steps", minimum=1)
