@@ -1,6 +1,7 @@
 """Fragments of the parameters, each with rounds of its own."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -264,14 +265,20 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
     fragments: as of `fragment_steps`.
 
   Raises:
-    ValueError: when there are fewer leaves than fragments, or a function's
-      fragments are no ints or not all of 0, 1, 2, ...
+    ValueError: when there are no leaves or fewer than fragments, or a
+      function's fragments are no ints or not all of 0, 1, 2, ...
 
   >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}
   >>> fragments_of(tree, 2), fragments_of(tree, lambda path: int(path == "b"))
   ((0, 1, 1), (0, 1, 0))
   """
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  # Python's floats, too, of which a state may be made.
+  sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+  if not sizes:
+    raise ValueError(
+      "`fragments` must have a leaf each, and the parameters have none of "
+      "floats. Give `init` the parameters that are trained."
+    )
   if callable(fragments):
     paths = collectives.leaf_paths(tree)
     labels = tuple(_label(fragments, path) for path in paths)
@@ -281,22 +288,22 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
         f"{sorted(set(labels))}."
       )
     return labels
-  if fragments > len(leaves):
+  if fragments > len(sizes):
     raise ValueError(
-      f"`fragments` must be at most the number of leaves, {len(leaves)}, got "
+      f"`fragments` must be at most the number of leaves, {len(sizes)}, got "
       f"{fragments}: a leaf is never cut."
     )
-  total = sum(leaf.size for _, leaf in leaves)
+  total = sum(sizes)
   cut: list[int] = []
   before = label = 0
-  for number, (_, leaf) in enumerate(leaves):
+  for number, size in enumerate(sizes):
     # Where its middle lies, but no fragment is left without a leaf.
-    middle = (before + leaf.size / 2) / max(total, 1)
+    middle = (before + size / 2) / max(total, 1)
     wanted = min(int(middle * fragments), fragments - 1)
-    last = fragments - (len(leaves) - number)  # One for each that follows.
+    last = fragments - (len(sizes) - number)  # One for each that follows.
     label = max(last, min(wanted, label + 1 if number else 0), label)
     cut.append(label)
-    before += leaf.size
+    before += size
   return tuple(cut)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jdist import collectives, methods, transforms
 from jdist.transforms.local import _fragments
+from tests import _refusals
 from tests.transforms import _waiting
 
 SGD = optax.sgd(0.1)
@@ -34,6 +35,20 @@ def test_a_function_deals_leaves_by_their_path():
   tree = {"block": {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)}}
   of = {"block/kernel": 0, "block/bias": 1}
   assert _fragments.fragments_of(tree, of.get) == (1, 0)
+
+
+def test_python_floats_are_dealt_too():
+  optimizer = transforms.fragment_steps(SGD, 2, 2, axis=None)
+  state = optimizer.init({"a": 0.0, "b": 1.0})
+  assert [x.item() for x in state.anchor.values()] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("fragments", [1, lambda path: 0])
+@pytest.mark.parametrize("params", [{}, {"steps": jnp.array(3)}])
+def test_where_nothing_is_trained_there_is_no_fragment(params, fragments):
+  optimizer = transforms.fragment_steps(SGD, 2, fragments, axis=None)
+  with _refusals.refused("fragments", "of floats"):
+    optimizer.init(params)
 
 
 def test_fragments_with_a_gap_are_refused():
