@@ -194,7 +194,7 @@ class ExactStream(_sender.Sender):
     there = [
       position[name] >= whole.shape[1] for name, whole in held.sent.items()
     ]
-    return jnp.stack(there).all()
+    return jnp.stack(there).all() if there else jnp.asarray(True)
 
   def mean(
     self,

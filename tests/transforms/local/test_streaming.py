@@ -364,6 +364,20 @@ def test_what_arrives_is_from_the_state():
   assert changed.sum() == 9  # A quarter of 33 elements.
 
 
+@pytest.mark.parametrize("steps", [None, 1])
+def test_leaves_without_elements_are_streamed_at_once(steps):
+  overlap = transforms.Delayed(steps, stream=transforms.Stream())
+  optimizer = transforms.local_steps(
+    optax.sgd(0.1), 2, axis=None, overlap=overlap
+  )
+  w = {"w": jnp.zeros((0, 3))}
+  state = optimizer.init(w)
+  for _ in range(4):
+    control = transforms.Control(stream_steps=1)
+    updates, state = optimizer.update(w, state, w, control=control)
+  assert updates["w"].shape == (0, 3) and state.clock.round.item() == 2
+
+
 def test_a_round_is_sent_once():
   # In a round of 4 every element goes once, but for the last part's overlap.
   stream = transforms.Stream(max_bytes=12)
