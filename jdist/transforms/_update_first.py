@@ -22,9 +22,9 @@ class UpdateFirstState(NamedTuple):
   """State of `update_first`.
 
   Attributes:
-    pending: this worker's gradients of the last step, in their dtypes; of
-      what was not held back their mean; with `scatter` its share of their
-      mean, a row for each bucket.
+    pending: this worker's gradients of the last step, in the parameters'
+      dtypes; of what was not held back their mean; with `scatter` its share of
+      their mean, a row for each bucket.
     in_flight: whether there are any, bool scalar.
     loss: this worker's loss of the last step, float32 scalar.
     inner: the optimizer's state.
@@ -249,11 +249,20 @@ def update_first(
     collectives.check_local(grads, axis, what="`grads`")
     if scatter:
       grads = reduce_scattered(grads)
+      # Buckets are laid out by dtype, and `begin` has the parameters' only.
+      dtypes = [[x.dtype.name for x in rows] for rows in (grads, state.pending)]
+      if dtypes[0] != dtypes[1]:
+        raise ValueError(
+          "`grads` must have the parameters' dtypes with `scatter`, got "
+          f"buckets of {dtypes[0]} for {dtypes[1]}. Cast the gradients, or "
+          "take `scatter=False`."
+        )
     elif pending < 1:
       front, rest = _split(grads, order, pending)
       grads = _merge(front, collectives.mean(rest, axis))
     held = UpdateFirstState(
-      pending=grads,
+      # A state keeps its dtypes: a second form would be a second program.
+      pending=optax.tree.cast_like(grads, state.pending),
       in_flight=jnp.ones_like(state.in_flight),
       loss=jnp.asarray(loss, jnp.float32),
       inner=state.inner,

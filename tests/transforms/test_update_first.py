@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training, transforms
-from tests import _thinned
+from tests import _refusals, _thinned
 from tests.transforms import _waiting
 
 INNER = {
@@ -203,7 +203,9 @@ def test_front_layers_are_sent_first_unless_told_otherwise(
 
 def test_of_two_halves_the_one_begins_with_the_back_and_one_with_the_front():
   optimizer = one_by_one(scatter=True)
-  state = one_by_one().init(LAYERS)  # Its own deals out what is pending.
+  rows = (jnp.zeros(2), jnp.zeros(2))
+  # Of its own, `init` deals out what is pending over an axis.
+  state = one_by_one().init(LAYERS)._replace(pending=rows)
   assert holds_after(optimizer, state, "b") == [True, True]
   assert holds_after(optimizer, state, "a") == [False, True]
   row = jnp.zeros(2)
@@ -368,6 +370,34 @@ def test_a_loss_that_nobody_asks_for_is_not_sent(inner, more):
   )
   payloads = [c.payload_bytes for c in traffic.collectives]
   assert sorted(payloads) == [4] * more + [20]
+
+
+def held_in_bfloat16(**options):
+  """Two float32 leaves, whose gradients are bfloat16: states, parameters."""
+  optimizer = transforms.update_first(
+    optax.sgd(1.0), axis="worker", max_bytes=16, **options
+  )
+
+  def run(x):
+    w = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    before = optimizer.init(w)
+    grads = jax.tree.map(lambda y: jnp.full_like(y, x, "bfloat16"), w)
+    after = optimizer.hold(grads, before)
+    return before, after, transforms.drain(optimizer, after, w)[0]
+
+  return jax.jit(jax.vmap(run, axis_name="worker"))(jnp.array([1.0, 3.0]))
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "scatter"])
+def test_gradients_of_another_dtype_are_held_in_the_parameters(form):
+  before, after, w = held_in_bfloat16(**FORMS[form])
+  chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+  assert w["a"].tolist() == [[-2.0] * 3] * 2
+
+
+def test_two_halves_refuse_gradients_of_another_dtype():
+  with _refusals.refused("grads", "the parameters' dtypes with `scatter`"):
+    held_in_bfloat16(scatter=True)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
