@@ -90,6 +90,11 @@ class AllToAll(_reducer.Reducer):
     coders = self._coders(layout)
     if not coders:
       return _reducer.Reduced(tree, optax.tree.cast(tree, jnp.float32), state)
+    kept = [coder.row for coder in coders if self._keeps(coder)]
+    old = list(state.residual) if state else []
+    if [x.shape for x in old] != [row.shape for row in kept]:
+      got = ", ".join(f"{row.dtype}{list(row.shape)}" for row in kept)
+      raise _reducer.not_of_state(f"rows {got}")
     # Up: row j of every bucket to worker j.
     payloads, finite, shares = [], [], []
     for i, rows in enumerate(layout.buckets.pack(tree)):
@@ -102,7 +107,6 @@ class AllToAll(_reducer.Reducer):
     sound = sound.all(0)
     # The owner adds up its row, and encodes the mean for all.
     payloads, finite, new = [], [], []
-    old = list(state.residual) if state else []
     for i, coder in enumerate(coders):
       total = add_rows(
         jnp.zeros(coder.row.shape, jnp.float32),

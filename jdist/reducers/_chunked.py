@@ -128,6 +128,8 @@ class Chunked(_reducer.Reducer):
   ) -> _reducer.Reduced:
     """Takes the mean of one chunk after the other."""
     wanted, found = self.pack(tree), {}
+    if wanted.keys() != state.keys():
+      raise _reducer.not_of_state(f"leaves of {', '.join(wanted)}")
     for bucket in self.buckets(tree).buckets:
 
       def one(_: None, chunk: Any, bucket: Any = bucket) -> tuple[None, Any]:

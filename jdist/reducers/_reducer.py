@@ -197,6 +197,15 @@ def check_leaves(
       ) from None
 
 
+def not_of_state(got: Any) -> ValueError:
+  """Makes the error of a reducer whose state was made of another tree."""
+  return ValueError(
+    "`tree` must have the dtypes, and be of as many workers, for which `state` "
+    f"was made, got {got} that do not fit it. Give `update` the parameters, or "
+    "cast the gradients to their dtypes."
+  )
+
+
 def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
   """Makes the error of `check_shards` and `check_chunks`."""
   return ValueError(

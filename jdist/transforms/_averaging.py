@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
@@ -41,7 +43,8 @@ def average_gradients(
 
   Returns:
     A transformation whose updates have the shapes and dtypes of the
-    gradients.  A gradient in bfloat16 is sent in bfloat16.
+    gradients.  A gradient in bfloat16 is sent in bfloat16; without a feedback
+    in its parameter's dtype, where a reducer lays its state out by that.
 
   Raises:
     ValueError: when an argument is of another kind; when the state is made, and
@@ -81,6 +84,37 @@ def average_gradients(
     collectives.check_local(updates, axis, what="`updates`", like=params)
     if compression is None:
       return collectives.mean(updates, axis), state
-    return compression.mean(updates, state, axis)
+    sent = _suited(updates, params, state, compression, axis)
+    mean, state = compression.mean(sent, state, axis)
+    return optax.tree.cast_like(mean, updates), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _suited(
+  updates: optax.Updates,
+  params: optax.Params | None,
+  state: reducers.CompressionState,
+  compression: reducers.Compression,
+  axis: collectives.Axis,
+) -> optax.Updates:
+  """Gradients in the parameters' dtypes, if a reducer's state needs these.
+
+  The state was laid out by them.  Of other gradients it is asked whether it
+  would be the same.
+  """
+  if params is None or compression.feedback is not None:
+    return updates
+  dtypes = [jnp.result_type(x) for x in jax.tree.leaves(params)]
+  if [x.dtype for x in jax.tree.leaves(updates)] == dtypes:
+    return updates
+  made = jax.eval_shape(lambda x: compression.init(x, axis), updates)
+  if _layout(made) == _layout(state):
+    return updates
+  return optax.tree.cast_like(updates, params)
+
+
+def _layout(state: Any) -> Any:
+  """The structure of a state, and shapes and dtypes of its arrays."""
+  leaves, structure = jax.tree.flatten(state)
+  return structure, [(x.shape, x.dtype) for x in leaves]

@@ -15,6 +15,7 @@ from jdist import (
   transforms,
 )
 from jdist.transforms import intervals
+from tests import _refusals
 from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _table
 from tests.transforms._rounds import random_targets, train
@@ -293,3 +294,74 @@ def test_of_a_vote_nothing_is_left_to_be_kept(name):
       ValueError, match=r"`feedback` keeps .*must be `Smoothing\(\)` or None"
     ):
       reducers.Compression(VOTES[name], feedback)
+
+
+INT8 = reducers.compressed(codecs.Quantize(8))
+# Laid out by dtype: a state made of one tree does not suit another's.
+LAID_OUT = {
+  "rows": INT8,
+  "chunks": reducers.Chunked(INT8),
+  "phases": reducers.Scheduled(((3, EXACT), (None, INT8))),
+}
+
+
+def large_and_small(dtype):
+  return {"a": jnp.ones(5000, dtype), "b": jnp.ones(3, dtype)}
+
+
+def mean_of_another_dtype(name, held, given, **with_params):
+  """Of three steps, the last mean, and the state before and after it."""
+  optimizer = transforms.average_gradients(
+    "worker", reducers.Compression(LAID_OUT[name])
+  )
+
+  def run(x):
+    before = optimizer.init(large_and_small(held))
+    after = before
+    for _ in range(4):
+      grads = jax.tree.map(lambda g: g * x, large_and_small(given))
+      mean, after = optimizer.update(grads, after, **with_params)
+    return mean, before, after
+
+  xs = jnp.array([1.0, 3.0, 1.0, 3.0], given)
+  return jax.jit(jax.vmap(run, axis_name="worker"))(xs)
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+@pytest.mark.parametrize(
+  ("held", "given"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_gradients_may_have_another_dtype_than_the_parameters(
+  name, held, given
+):
+  mean, before, after = mean_of_another_dtype(
+    name, held, given, params=large_and_small(held)
+  )
+  assert all(x.dtype == given for x in jax.tree.leaves(mean))
+  np.testing.assert_allclose(mean["a"].astype("float32"), 2.0, 0.02)
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+  assert shapes(before) == shapes(after)
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+@pytest.mark.parametrize(
+  ("held", "given"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_without_the_parameters_another_dtype_is_refused(name, held, given):
+  with _refusals.refused("tree", "for which `state` was made"):
+    mean_of_another_dtype(name, held, given)
+
+
+def test_a_dtype_that_needs_no_layout_is_sent_as_it_is():
+  optimizer = transforms.average_gradients(
+    "worker", reducers.Compression(EXACT)
+  )
+  wide, narrow = jnp.zeros(100), jnp.zeros(100, jnp.bfloat16)
+  traffic = collectives.traffic(
+    lambda w, g: optimizer.update(g, optimizer.init(w), w)[0],
+    wide,
+    narrow,
+    axis="worker",
+    num_workers=2,
+  )
+  assert [c.payload_bytes for c in traffic.collectives] == [200]
