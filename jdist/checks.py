@@ -330,6 +330,17 @@ def check_arrays(name: str, tree: Any) -> None:
       ) from None
 
 
+def check_real(name: str, tree: Any, of: str) -> None:
+  """Raises a ValueError that names the first complex leaf."""
+  for leaf, value in named_leaves(tree).items():
+    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+      raise ValueError(
+        f"`{name}` must be real for {of}, got {jnp.result_type(value)}"
+        f"{f' at {leaf!r}' if leaf else ''}. Put the optimizer into "
+        "`optax.contrib.split_real_and_imaginary(...)`."
+      )
+
+
 def check_rate(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a positive number or a schedule."""
   if isinstance(value, tuple) and any(map(callable, value)):

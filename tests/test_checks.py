@@ -14,6 +14,11 @@ _NAN_ROW = np.array([[0.0, 1.0], [2.0, np.nan]])
 _BF16 = jnp.ones(1, jnp.bfloat16)
 # A check, what it refuses, and key words of the rule.
 _REFUSED = (
+  (
+    lambda x: checks.check_real("x", x, "y"),
+    (1j, [1, np.ones(1, "complex64")]),
+    "real for y",
+  ),
   (lambda x: checks.check_choice("x", x, ("a", "b")), ("c", 3), "'a' or 'b'"),
   (lambda x: checks.check_type("x", x, int, "a number"), ("c",), "a number"),
   (lambda x: checks.check_function("x", x, "y"), (None, 3), "function of y"),

@@ -144,7 +144,7 @@ class Chunked(_reducer.Reducer):
     )
     return _reducer.Reduced(
       self.unpack(means, tree),
-      jax.tree.map(lambda x: x.astype(jnp.float32), self.unpack(shares, tree)),
+      _reducer.as_share(self.unpack(shares, tree)),
       states,
     )
 
@@ -163,7 +163,7 @@ class Chunked(_reducer.Reducer):
         one, None, state[name], length=bucket.num_rows
       )
     tree = self.unpack(residuals, like)
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree), states
+    return _reducer.as_share(tree), states
 
   def check_chunks(self) -> None:
     raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")

@@ -107,7 +107,7 @@ class Hierarchical(_reducer.Reducer):
     near = self.inner.reduce(tree, state.inner, first, inner)
     far = self.outer.reduce(near.mean, state.outer, second, outer)
     share = jax.tree.map(
-      lambda own, mean, sent: own - (mean.astype(jnp.float32) - sent),
+      lambda own, mean, sent: own - (_reducer.as_share(mean) - sent),
       near.own_share,
       near.mean,
       far.own_share,
@@ -171,7 +171,7 @@ class Hierarchical(_reducer.Reducer):
     chunked, number = self._chunked(), collectives.index(inner)
     near_state, old = state.inner
     if isinstance(self.inner, _reducer.Exact):
-      own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+      own = _reducer.as_share(tree)
       mine = collectives.reduce_scatter(chunked.pack(tree), inner)
     else:
       near = self.inner.reduce(tree, near_state, first, inner)
@@ -185,7 +185,7 @@ class Hierarchical(_reducer.Reducer):
       name, row = bucket.name, mine[bucket.name]
       far = chunked.reduce_chunk(bucket, number, row, old[name], second, outer)
       means[name] = collectives.gather(far.mean, inner)
-      rest = self.parts * (row.astype(jnp.float32) - far.own_share)
+      rest = self.parts * (_reducer.as_share(row) - far.own_share)
       rows = jnp.arange(self.parts)[:, None] == number
       left[name] = jnp.where(rows, rest, 0)
       far_state[name] = far.state

@@ -19,8 +19,8 @@ class Reduced(NamedTuple):
   Attributes:
     mean: the workers' mean as all of them know it, equal to the bit on all
       workers, in the tree's dtypes.
-    own_share: what this worker has contributed to it, float32.  Error feedback
-      keeps `wanted - own_share`.
+    own_share: what this worker has contributed to it, float32, of complex
+      numbers in their dtype.  Error feedback keeps `wanted - own_share`.
     state: the reducer's new state.
   """
 
@@ -120,7 +120,9 @@ class Reducer(abc.ABC):
       on all workers; and the state without them.
     """
     del axis
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+    zeros = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, share_dtype(x.dtype)), like
+    )
     return zeros, state
 
   def check_shards(self) -> None:
@@ -160,7 +162,7 @@ class Exact(Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> Reduced:
     del key
-    share = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    share = as_share(tree)
     return Reduced(collectives.mean(tree, axis), share, state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
@@ -168,6 +170,17 @@ class Exact(Reducer):
     payload = sum(map(codecs.Dense().num_bits, jax.tree.leaves(like)))
     sent = ring_bits(payload, num_workers)
     return Bits(payload, sent, sent)
+
+
+def share_dtype(dtype: Any) -> Any:
+  """The dtype of a leaf's `own_share`: a float32 has no imaginary part."""
+  whole = jnp.issubdtype(dtype, jnp.complexfloating)
+  return dtype if whole else jnp.float32
+
+
+def as_share(tree: PyTree) -> PyTree:
+  """A tree in the dtypes of its `own_share`."""
+  return jax.tree.map(lambda x: x.astype(share_dtype(x.dtype)), tree)
 
 
 def ring_bits(payload_bits: float, num_workers: int) -> float:

@@ -107,7 +107,10 @@ class Sharded(_reducer.Reducer):
     groups, local = self._groups(like), self._local(like)
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
-      residuals, states = [jnp.zeros(x.shape, jnp.float32) for x in local], {}
+      residuals = [
+        jnp.zeros(x.shape, _reducer.share_dtype(x.dtype)) for x in local
+      ]
+      states = {}
       for group in groups:
         flushed, new = self.reducer.flush(
           _row(state, group), _named(group, like, local), axis

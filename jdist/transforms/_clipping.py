@@ -52,7 +52,7 @@ def clip_local(
     del params
     limit = _anchor.scalar(threshold) / collectives.size(axis) ** 0.5
     squares = [
-      jnp.sum(jnp.square(x.astype(jnp.float32)))
+      jnp.sum(squared(_wide(x))).astype(jnp.float32)
       for x in jax.tree.leaves(updates)
     ]
     if not squares:
@@ -62,14 +62,27 @@ def clip_local(
     # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
     over = jnp.isfinite(norm) & (norm > limit)
     factor = limit / jnp.where(over, norm, 1.0)
-    return jax.tree.map(
-      lambda x: jnp.where(
-        over, (x.astype(jnp.float32) * factor).astype(x.dtype), x
-      ),
-      updates,
-    )
+
+    def scaled(x: jax.Array) -> jax.Array:
+      wide = _wide(x)
+      return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+
+    return jax.tree.map(lambda x: jnp.where(over, scaled(x), x), updates)
 
   return optax.with_extra_args_support(optax.stateless(clip))
+
+
+def squared(x: jax.Array) -> jax.Array:
+  """The squares of absolute values.
+
+  >>> squared(jnp.array([-3.0])).item(), squared(jnp.array([3 + 4j])).item()
+  (9.0, 25.0)
+  """
+  return (x.conj() * x).real if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  return x if jnp.iscomplexobj(x) else x.astype(jnp.float32)
 
 
 def clip_deviations(
@@ -87,7 +100,8 @@ def clip_deviations(
     deviations: c > 0.
 
   Raises:
-    ValueError: when `deviations` is out of its range.
+    ValueError: when `deviations` is out of its range; at `init`, for complex
+      parameters, which have two parts to clip.
 
   References:
     Wen et al., TernGrad (arXiv 1705.07878), section 4: c = 2.5.  Departure:
@@ -106,8 +120,14 @@ def clip_deviations(
     limit = _anchor.scalar(deviations) * jnp.sqrt(jnp.mean(jnp.square(wide)))
     return jnp.clip(wide, -limit, limit).astype(x.dtype)
 
-  def clip(updates: optax.Updates, params: Any) -> optax.Updates:
-    del params
-    return jax.tree.map(clipped, updates)
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    checks.check_real("params", params, "`clip_deviations`")
+    return optax.EmptyState()
 
-  return optax.with_extra_args_support(optax.stateless(clip))
+  def update_fn(
+    updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    del params, extra_args
+    return jax.tree.map(clipped, updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

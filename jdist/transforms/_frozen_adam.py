@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, reducers, states
-from jdist.transforms import _control
+from jdist.transforms import _clipping, _control
 from jdist.transforms.local import _anchor
 
 PyTree: TypeAlias = Any
@@ -148,7 +148,7 @@ def scale_by_frozen_adam(
   def exactly(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
     with collectives.phase(0, warmup_steps):
       mean = collectives.mean(grads, axis)
-    squares = jax.tree.map(jnp.square, mean)
+    squares = jax.tree.map(lambda x: _clipping.squared(x).astype(x.dtype), mean)
     state = state._replace(
       mu=_blended(_anchor.scalar(b1), state.mu, mean),
       nu=_blended(_anchor.scalar(b2), state.nu, squares),

@@ -313,6 +313,11 @@ def exchange(of=None, optimizer=None):
     for name in ("samples", "held_out")
   ),
   # Tracks and nowcasts.
+  (
+    "params",
+    lambda: weights(networks()).init({"w": jnp.zeros(2, jnp.complex64)}),
+    "real for `nowcast_weights`, got complex64 at 'w'",
+  ),
   ("like", lambda: prediction.Tracker({}), "an array at least"),
   ("like", lambda: prediction.Tracker(None), "an array at least"),
   ("like", lambda: prediction.Tracker({"w": "text"}), "got 'text'"),

@@ -282,3 +282,38 @@ def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
   assert np.abs(came_out + left - went_in).max() < 1e-4 * num_steps
   # And it does come out: no residual grows.
   assert np.abs(left).max() < 0.1
+
+
+EXACT = reducers.Exact()
+OF_COMPLEX = {
+  "exact": EXACT,
+  "by leaf": reducers.PerLeaf(()),
+  "chunks": reducers.Chunked(EXACT),
+  "phases": reducers.Scheduled(((2, EXACT), (None, reducers.PerLeaf(())))),
+}
+
+
+@pytest.mark.parametrize("name", OF_COMPLEX)
+@pytest.mark.parametrize("feedback", ["error", "ef21", "momentum"])
+def test_of_complex_numbers_nothing_is_kept_that_was_sent(name, feedback):
+  if feedback == "momentum":
+    feedback = reducers.MomentumCorrection(0.0)
+  else:
+    feedback = FEEDBACKS[feedback]
+  xs = np.array([[[1 + 2j, 3j], [3 - 2j, 1j]]] * 3, np.complex64)
+  outputs, _ = run(average(OF_COMPLEX[name], feedback), xs)
+  np.testing.assert_allclose(outputs, np.full((3, 2, 2), [2, 2j]), 1e-6)
+
+
+def test_between_hosts_complex_shares_are_whole():
+  reducer = reducers.Hierarchical(EXACT, EXACT)
+
+  def one(x):
+    state = reducer.init(x, ("near", "far"))
+    key = jax.random.key(0)
+    return reducer.reduce(x, state, key, ("near", "far"))[:2]
+
+  xs = jnp.array([[[1 + 2j], [3 - 2j]], [[2j], [4 + 2j]]])
+  means, shares = jax.vmap(jax.vmap(one, axis_name="near"), axis_name="far")(xs)
+  np.testing.assert_allclose(means, np.full_like(xs, 2 + 1j))
+  np.testing.assert_allclose(shares, xs)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import transforms
+from jdist import reducers, transforms
 
 
 def clipped(clip, *workers):
@@ -66,6 +66,12 @@ REJECTED = {
     lambda: transforms.clip_deviations(-1.0),
     r"`deviations` must be in \(0, inf\], got -1.0",
   ),
+  "complex": (
+    lambda: transforms.clip_deviations(1.0).init(
+      {"a": jnp.ones(2, "complex64")}
+    ),
+    "`params` must be real for `clip_deviations`, got complex64 at 'a'",
+  ),
 }
 
 
@@ -74,3 +80,23 @@ def test_what_cannot_be_is_refused(name):
   call, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     call()
+
+
+def test_complex_entries_count_by_their_absolute_values():
+  clip = transforms.clip_local(2.0, None)
+  g = jnp.array([3j, 4.0], jnp.complex64)
+  np.testing.assert_allclose(
+    clip.update(g, clip.init(g))[0], [1.2j, 1.6], rtol=1e-6
+  )
+
+
+def test_of_an_adam_complex_squares_are_those_of_optax():
+  exact = reducers.Compression(reducers.Exact())
+  adam = transforms.scale_by_frozen_adam(3, None, exact, b2=0.9)
+  g = jnp.array([1j, 3 - 4j], jnp.complex64)
+  with jax.numpy_dtype_promotion("standard"):
+    state = adam.init(g)
+    for _ in range(2):
+      _, state = adam.update(g, state)
+  # 0.1 and 0.09 of the squares 1 and 25.
+  np.testing.assert_allclose(state.nu, [0.19, 4.75], rtol=1e-6)

@@ -66,6 +66,10 @@ def nowcast_weights(
     A transformation; `update` needs `params`.  A drain passes the updates and
     counts nothing.
 
+  Raises:
+    ValueError: when an argument is of another kind; at `init`, for complex
+      parameters, of which the networks know nothing.
+
   References:
     Jang et al., Learning to Boost Training by Periodic Nowcasting Near Future
     Weights (ICML 2023).
@@ -96,6 +100,7 @@ def nowcast_weights(
   networks, length = params, _model.HISTORY_LENGTH
 
   def init_fn(params: optax.Params) -> NowcastState:
+    checks.check_real("params", params, "`nowcast_weights`")
     return NowcastState(
       step=jnp.zeros((), jnp.int32),
       history=jax.tree.map(
