@@ -83,6 +83,18 @@ class ShardedFeedback(_feedback.Feedback):
 
     return self._over(kept, (left,), state)[1]
 
+  def absorb(
+    self, held: PyTree, state: ShardedFeedbackState
+  ) -> ShardedFeedbackState | None:
+
+    def absorbed(held: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+      return held, self.feedback.absorb(held, own)
+
+    # Whether there is a place for it is one answer for all shards.
+    if self.feedback.absorb(held, state.trees) is None:
+      return None
+    return self._over(absorbed, (held,), state)[1]
+
   def _over(
     self, function: Any, trees: tuple[PyTree, ...], state: ShardedFeedbackState
   ) -> tuple[PyTree, ShardedFeedbackState]:

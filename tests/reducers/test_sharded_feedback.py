@@ -268,3 +268,51 @@ def test_bits_are_of_all_devices():
   team = team_of()
   team.jit(count).lower(team.place(np.zeros(2)))
   assert found[0].sent == 2 * sum(bits.sent for bits in alone)
+
+
+@pytest.mark.parametrize(
+  "feedback",
+  [FEEDBACK, reducers.EF21(), reducers.MomentumCorrection(0.5)],
+  ids=["error", "ef21", "momentum"],
+)
+def test_what_owners_hold_back_comes_out_in_a_drain(feedback):
+  team = team_of()
+  compression = reducers.Compression(
+    REDUCERS["all-to-all int4"], feedback, specs=SPECS
+  )
+  optimizer = transforms.average_gradients(team.axis, compression)
+  (state,), _ = run(team, optimizer, steps=1)
+  drain = team.jit(
+    lambda w, s: transforms.drain(optimizer, s, w, residuals=True)
+  )
+  _, after = drain(state.params, state.opt_state)
+  flush = team.jit(
+    lambda w, s: compression.reducer.flush(s.reducer, w, team.axis)[0]
+  )
+  held = flush(state.params, state.opt_state)
+  assert all(np.asarray(held[name]).any() for name in ("a", "b"))
+  for x in jax.tree.leaves(after.reducer):
+    assert not np.asarray(x).any()
+  # What comes out later has got what owners held.
+  before, after = state.opt_state.feedback.trees, after.feedback.trees
+  name = "mean" if isinstance(feedback, reducers.EF21) else "residual"
+  moved = jax.tree.map(
+    jnp.subtract, getattr(after, name), getattr(before, name)
+  )
+  close(moved, held)
+
+
+def test_without_a_place_for_it_owners_go_on_to_hold_it():
+  team = team_of()
+  optimizer = transforms.average_gradients(
+    team.axis,
+    reducers.Compression(
+      REDUCERS["all-to-all int4"], reducers.ErrorFeedback(0.0), specs=SPECS
+    ),
+  )
+  (state,), _ = run(team, optimizer, steps=1)
+  drain = team.jit(
+    lambda w, s: transforms.drain(optimizer, s, w, residuals=True)
+  )
+  _, after = drain(state.params, state.opt_state)
+  chex.assert_trees_all_equal(team.gather(after), team.gather(state.opt_state))
