@@ -18,7 +18,8 @@ def ssgd(
   Args:
     optimizer: any Optax optimizer; as `loss` and as `value` it gets the
       workers' mean of what is given, for which 4 bytes more are sent where it
-      uses that.
+      uses that.  A line search, which uses `grad` and `value_fn` too, is
+      refused: these stay each worker's own.
     axis: the workers' axis: None, a name, or (inner, outer).
     compression: how to take the mean by fewer bytes; see `local_steps`.
 

@@ -107,7 +107,8 @@ def update_first(
     optimizer: any Optax optimizer; it sees the mean gradients, and as `loss`
       and as `value` the workers' mean of their step's, for which 4 bytes more
       are sent where it uses that.  What else is given to `update`, but for a
-      `value`, reaches it as it is, and must be equal on all workers.
+      `value`, reaches it as it is, and must be equal on all workers; a `grad`
+      or `value_fn` that it uses is refused.
     axis: the workers' axis.
     max_bytes: the size that a sub-tensor should not exceed, see
       `collectives.Buckets.of`.

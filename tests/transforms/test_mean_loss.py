@@ -1,5 +1,7 @@
 """A loss that reaches an optimizer behind a mean is the workers' mean."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import optax
 import optax.contrib
 import pytest
 
-from jdist import collectives, methods
-from tests import _thinned
+from jdist import collectives, methods, transforms
+from tests import _refusals, _thinned
 
 BEHIND = {
   "ssgd": methods.ssgd,
@@ -80,3 +82,60 @@ def test_only_a_loss_that_is_used_is_sent(asks):
   )
   payloads = sorted(c.payload_bytes for c in traffic.collectives)
   assert payloads == [4] * asks + [20]
+
+
+def pull_by(name):
+  """An optimizer that uses what is given as `name`."""
+
+  def update(updates, state, params=None, **given):
+    del params
+    own = given[name](updates) if callable(given[name]) else given[name]
+    return jax.tree.map(jnp.add, updates, own), state
+
+  return optax.GradientTransformationExtraArgs(lambda w: (), update)
+
+
+def searched(make, inner, axis="worker", **changed):
+  """One step on targets of the worker's own, with all that Optax knows of."""
+  optimizer = make(inner, axis=axis)
+
+  def step(x):
+    def loss(w):
+      return jnp.sum(jnp.square(w - x))
+
+    w = jnp.zeros(3)
+    value, grad = jax.value_and_grad(loss)(w)
+    given = {"value": value, "grad": grad, "value_fn": loss} | changed
+    updates, _ = optimizer.update(grad, optimizer.init(w), w, **given)
+    return updates
+
+  if axis is None:
+    return step(1.0)
+  return jax.vmap(step, axis_name="worker")(jnp.array([1.0, 5.0]))
+
+
+UPDATE_FIRST = functools.partial(transforms.update_first, max_bytes=16)
+
+
+@pytest.mark.parametrize(
+  ("make", "argument", "inner"),
+  [
+    (methods.ssgd, "value_fn", optax.lbfgs()),
+    (methods.ssgd, "value_fn", pull_by("value_fn")),
+    (UPDATE_FIRST, "value_fn", pull_by("value_fn")),
+    (methods.ssgd, "grad", pull_by("grad")),
+    (UPDATE_FIRST, "grad", pull_by("grad")),
+  ],
+)
+def test_what_stays_the_workers_own_is_not_used(make, argument, inner):
+  with _refusals.refused(argument, "stays each worker's own"):
+    searched(make, inner)
+
+
+def test_what_is_not_used_may_be_given():
+  found = searched(methods.ssgd, optax.lbfgs(0.1, linesearch=None))
+  np.testing.assert_array_equal(found[0], found[1])
+  assert found.any()
+  # Alone, and where nothing is asked of it.
+  assert searched(methods.ssgd, optax.lbfgs(), axis=None).any()
+  assert searched(methods.ssgd, optax.sgd(1.0), value_fn=None).any()
