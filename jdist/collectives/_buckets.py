@@ -72,7 +72,7 @@ class Buckets:
         reverse, in which gradients become ready; a function from a leaf's path,
         such as `"layer10/kernel"`, to something that sorts, because dict keys
         sort **alphabetically** (`layer10` before `layer2`); or the leaves'
-        numbers.
+        numbers, each once.
       max_bytes: the size of a bucket, at the most; None for one bucket a kind.
       num_rows: the number of rows of a buffer, which ends in zeros.
       max_row_bytes: the size of a row, at the most: there are then several
@@ -99,6 +99,7 @@ class Buckets:
     of_kind: dict[Any, list[Piece]] = {}
     if isinstance(order, str) or callable(order):
       order = _leaf_order.leaf_order(tree, order)
+    order = _leaf_order.check_numbers(order, len(empty.shapes))
     for leaf in order:
       size = math.prod(
         _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
+import numpy as np
 
 from jdist import checks
 
@@ -31,6 +32,20 @@ def check_order(order: Order) -> None:
       "`order` must be 'front_first', 'back_first' or a function of a leaf's "
       f"path, got {checks.show(order)}."
     )
+
+
+def check_numbers(order: Any, num_leaves: int) -> list[int]:
+  """Returns the leaves' numbers; a ValueError unless each is there once."""
+  numbers = checks.check_list("order", order, "the leaves' numbers")
+  if not all(isinstance(x, int | np.integer) for x in numbers) or sorted(
+    numbers
+  ) != list(range(num_leaves)):
+    raise ValueError(
+      "`order` must have the number of each leaf once, of "
+      f"{num_leaves} from 0, got {checks.show(tuple(numbers))}. A leaf that is "
+      "not in it would not be sent."
+    )
+  return numbers
 
 
 def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:

@@ -130,6 +130,11 @@ def view(worker):
     "got 3 for float32 at 'a'",
   ),
   ("order", lambda: buckets(order="random"), "'front_first', "),
+  *(
+    ("order", lambda x=x: buckets(order=x), "the number of each leaf once")
+    for x in ((0,), (0, 5), (0, 0, 1), (1, 2), (0.0, 1.0), ())
+  ),
+  ("order", lambda: buckets(order=3), "a list of the leaves' numbers"),
   (
     "order",
     lambda: buckets(order={"a": 0, "b": "one"}.get),
