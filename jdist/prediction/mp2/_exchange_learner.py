@@ -79,21 +79,22 @@ class ExchangeLearner:
 
   def apply(self, update: server.Apply) -> None:
     """Takes one step of all workers and of the server."""
-    tasks = sorted(self._tasks.pop(task) for task in update.tasks)
-    if [worker for worker, _, _ in tasks] != list(range(len(self._numbers))):
+    # With its number, by which a batch has its random numbers.
+    tasks = sorted((*self._tasks.pop(task), task) for task in update.tasks)
+    if [worker for worker, *_ in tasks] != list(range(len(self._numbers))):
       raise ValueError(
         "`protocol` must push a gradient of every worker in each update, as "
         f"`server.BSP` without backups does, got {len(tasks)} of "
         f"{len(self._numbers)}."
       )
-    if len({count for _, _, count in tasks}) > 1:
+    if len({count for _, _, count, _ in tasks}) > 1:
       raise ValueError(
         "`protocol` must have batches of one size, `server.FixedBatches`, got "
-        f"{[count for _, _, count in tasks]}."
+        f"{[count for _, _, count, _ in tasks]}."
       )
-    batches = [self._samples.batch(*task) for task in tasks]
+    batches = [self._samples.batch(*samples) for *samples, _ in tasks]
     keys = jnp.stack(
-      [jax.random.fold_in(self._key, task) for task in update.tasks]
+      [jax.random.fold_in(self._key, task) for *_, task in tasks]
     )
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     self.state = self._step(self.state, stacked, keys)

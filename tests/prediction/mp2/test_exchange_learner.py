@@ -62,6 +62,28 @@ def test_a_full_barrier_has_the_bits_of_the_exchange():
   chex.assert_trees_all_equal(state.params, learner.state.params)
 
 
+def noisy_loss(params, model_state, batch, key):
+  labels = batch["label"].sum().astype(jnp.float32)
+  drawn = jax.tree.map(lambda w: w * jax.random.normal(key, w.shape), params)
+  loss = labels * sum(map(jnp.sum, jax.tree.leaves(drawn)))
+  return loss, (model_state, {})
+
+
+def test_a_batch_has_the_random_numbers_of_its_own_task():
+  def learned(tasks):
+    learner = prediction.ExchangeLearner(
+      prediction.Exchange(PREDICTOR, optax.sgd(0.1)), noisy_loss, MODEL.params,
+      THETA, data.SampleStream(DIGITS, 2, seed=0), workers=("a", "b"),
+    )  # fmt: skip
+    for task, worker in enumerate(("a", "b")):
+      learner.pull(server.Reply(worker, task, 0, 4))
+    learner.apply(server.Apply(tasks, (0.5, 0.5), (0, 0)))
+    return learner.state.params
+
+  # Whoever comes first.
+  chex.assert_trees_all_equal(learned((0, 1)), learned((1, 0)))
+
+
 def test_a_worker_that_is_missing_is_refused():
   with _refusals.refused("protocol", "push a gradient of"):
     learn(server.ASP(batches=server.FixedBatches(4)))
