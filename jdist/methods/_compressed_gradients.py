@@ -116,6 +116,11 @@ def signsgd(
     Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.  Departures:
     those of `reducers.MajorityVote`.
   """
+  checks.check_continuous("momentum", momentum, high=1.0)
+  if not checks.is_traced(momentum) and momentum == 1:
+    raise ValueError(
+      f"`momentum` must be below 1, got {momentum}: gradients would not count."
+    )
   momenta = reducers.Smoothing(momentum)
   return _by_few_bytes(optimizer, axis, reducers.MajorityVote(), momenta)
 

@@ -106,6 +106,11 @@ def late(**options):
   ("b1", lambda: methods.one_bit_adam(0.1, 1, axis=None, b1=1.5), "in [0, 1]"),
   ("momentum", lambda: methods.dgc(SGD, momentum=2.0, axis=None), "in [0, 1]"),
   ("momentum", lambda: methods.signsgd(SGD, -0.5, axis=None), "in [0, 1], got"),
+  (
+    "momentum",
+    lambda: methods.signsgd(SGD, 1.0, axis=None),
+    "below 1, got 1.0",
+  ),
 )
 def test_what_cannot_be_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)
