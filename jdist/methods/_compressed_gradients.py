@@ -305,6 +305,7 @@ def dgc(
     and the authors' code.  Departures: those of `codecs.SampledTopK` and
     `MomentumCorrection`; clipping is of the norm of the whole gradient.
   """
+  checks.check_continuous("ratio", ratio, high=1.0, open_low=True)
 
   def sparse(ratio: float) -> reducers.Reducer:
     largest = reducers.compressed(codecs.SampledTopK(ratio))

@@ -160,6 +160,7 @@ def sparse_loco(
     are four at equal distances between the least and the greatest of 256.
   """
   checks.check_rate("outer_learning_rate", outer_learning_rate)
+  checks.check_continuous("density", density, high=1.0, open_low=True)
   values = codecs.Quantize(bits, 256, "min_max")
   codec = codecs.TopK(density, chunk=chunk, values=values)
   compression = reducers.Compression(codec, reducers.ErrorFeedback(decay))

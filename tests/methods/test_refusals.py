@@ -61,7 +61,7 @@ def late(**options):
   ("strength", lambda: methods.fed_prox(SGD, 3, -1.0, axis=None), "[0, inf]"),
   # DiLoCo's.
   ("optimizer", lambda: sparse_loco(0.1), "an Optax transformation"),
-  ("ratio", lambda: sparse_loco(SGD, 2.0), "in (0, 1], got 2.0"),
+  ("density", lambda: sparse_loco(SGD, 2.0), "in (0, 1], got 2.0"),
   ("decay", lambda: sparse_loco(decay=1.1), "in [0, 1], got 1.1"),
   ("learning_rate", lambda: methods.muloco(-0.1, 2, axis=None), "in (0, inf]"),
   (
@@ -110,6 +110,11 @@ def late(**options):
     "momentum",
     lambda: methods.signsgd(SGD, 1.0, axis=None),
     "below 1, got 1.0",
+  ),
+  (
+    "ratio",
+    lambda: methods.dgc(SGD, 2.0, axis=None, steps_per_phase=3),
+    "in (0, 1], got 2.0",
   ),
 )
 def test_what_cannot_be_is_refused(argument, call, rule):
