@@ -178,18 +178,18 @@ def windows(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns all histories of five in the tracks, and the later values."""
   length = _model.HISTORY_LENGTH
+  shortest = min((track.shape[1] for track in tracks), default=0)
+  if shortest < length + horizon:
+    raise ValueError(
+      f"`{argument}` must be of {length + horizon} epochs at least, {length} "
+      f"and the horizon of {horizon}, got {shortest}. Record longer runs, or "
+      "leave this one out."
+    )
   found = [
     np.lib.stride_tricks.sliding_window_view(
       np.asarray(track, np.float32), length + horizon, axis=1
     ).reshape(-1, length + horizon)
     for track in tracks
-    if track.shape[1] >= length + horizon
   ]
-  if not found:
-    longest = max((track.shape[1] for track in tracks), default=0)
-    raise ValueError(
-      f"`{argument}` must be of {length + horizon} epochs at least, {length} "
-      f"and the horizon of {horizon}, got {longest}. Record longer runs."
-    )
   together = np.concatenate(found)
   return together[:, :length], together[:, -1]
