@@ -142,7 +142,8 @@ def nowcast_weights(
     epoch = state.step // steps_per_epoch - 1
     # As the worker will hold them, after the cast to their dtype.
     local = jax.tree.map(
-      lambda p, u: (p + u.astype(p.dtype)).astype(jnp.float32), params, updates
+      lambda w: w.astype(jnp.float32),
+      transforms.apply_updates(params, updates),
     )
     history = jax.tree.map(
       lambda h, w: h.at[epoch % length].set(w), state.history, local

@@ -181,3 +181,16 @@ def test_networks_are_looked_at_when_the_jump_is_made():
     ):
       with pytest.raises(ValueError, match=f"`params` .*{rule}.*`fit_nowcas"):
         call()
+
+
+def test_the_history_is_what_the_worker_holds():
+  jump = prediction.nowcast_weights(NETWORKS, 1, axis=None)
+  w = jnp.linspace(0.9, 1.1, 7).astype(jnp.bfloat16)
+
+  @jax.jit
+  def step(updates, state, w):
+    updates, state = jump.update(updates, state, w)
+    return transforms.apply_updates(w, updates), state
+
+  after, state = step(jnp.full(7, 0.0037), jump.init(w), w)
+  np.testing.assert_array_equal(state.history[0], after.astype(jnp.float32))
