@@ -35,8 +35,9 @@ def diloco(
       paper's 0.7.
     outer_momentum: mu in [0, 1]; the paper's 0.9.
     axis: the workers' axis.
-    rule: how a round ends, in place of the outer Nesterov momentum; an Optax
-      optimizer is the outer one, for instance `optax.adam(0.01)`.
+    rule: how a round ends, in place of the outer Nesterov momentum, whose
+      arguments are then left out; an Optax optimizer is the outer one, for
+      instance `optax.adam(0.01)`.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
     compression: how to take the mean by fewer bytes:
       `Compression(codecs.Quantize(4), ErrorFeedback())` sends four bits a
@@ -46,8 +47,7 @@ def diloco(
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of
     Language Models" (2023, arXiv 2311.08105), algorithm 1 and table 5.
   """
-  if rule is None:
-    rule = nesterov(outer_learning_rate, outer_momentum)
+  rule = _outer(rule, outer_learning_rate, outer_momentum)
   return _local_sgd.in_rounds(
     optimizer, interval, axis, rule, overlap, compression
   )
@@ -89,7 +89,8 @@ def streaming_diloco(
     outer_momentum: mu in [0, 1]; 0.9 is DiLoCo's.
     axis: the workers' axis.
     rule: how a fragment's round ends, in place of the outer Nesterov
-      momentum; an Optax optimizer is the outer one.
+      momentum, whose arguments are then left out; an Optax optimizer is the
+      outer one.
     delay_steps: tau, at most interval - 1.
     mix: alpha in [0, 1], the worker's own part; the paper's 0.5.
     stream: how to split what is sent in the `delay_steps`, of which a host says
@@ -107,8 +108,7 @@ def streaming_diloco(
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   delay_steps = checks.check_structural("delay_steps", delay_steps, minimum=0)
-  if rule is None:
-    rule = nesterov(outer_learning_rate, outer_momentum)
+  rule = _outer(rule, outer_learning_rate, outer_momentum)
   return transforms.fragment_steps(
     optimizer,
     interval,
@@ -222,6 +222,27 @@ def muloco(
       codecs.Quantize(bits, 256, "min_max"), reducers.ErrorFeedback()
     ),
   )
+
+
+def _outer(
+  rule: transforms.SyncRule | optax.GradientTransformation | None,
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: jax.typing.ArrayLike,
+) -> transforms.SyncRule | optax.GradientTransformation:
+  """The rule that is given, or Nesterov's momentum by DiLoCo's arguments."""
+  if rule is None:
+    return nesterov(learning_rate, momentum)
+  given = {"outer_learning_rate": (learning_rate, 0.7),
+           "outer_momentum": (momentum, 0.9)}  # fmt: skip
+  for name, (value, default) in given.items():
+    # Under `optax.inject_hyperparams` the defaults are arrays, too.
+    if not isinstance(value, jax.Array) and value != default:
+      raise ValueError(
+        f"`{name}` is of the outer Nesterov momentum and must be left out "
+        f"where `rule` is given, got {checks.show(value)}. Put it into the "
+        "rule, for instance `optax.sgd(0.7, 0.9, nesterov=True)`."
+      )
+  return rule
 
 
 def nesterov(

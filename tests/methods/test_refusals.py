@@ -1,6 +1,7 @@
 """Refusals of methods: an argument and its rule."""
 
 import jax.numpy as jnp
+import optax
 
 from jdist import methods, transforms
 from jdist.transforms import intervals
@@ -30,6 +31,14 @@ def streaming(interval=3, fragments=2, *args, **options):
   return methods.streaming_diloco(
     SGD, interval, fragments, *args, axis=None, **options
   )
+
+
+def diloco_by_rule(options):
+  return methods.diloco(SGD, 4, axis=None, rule=optax.adam(0.1), **options)
+
+
+def streaming_by_rule(options):
+  return streaming(rule=optax.adam(0.1), **options)
 
 
 def fragments(interval=3, number=2):
@@ -70,6 +79,18 @@ def late(**options):
     "Give the number of step",
   ),
   ("outer_learning_rate", lambda: streaming(4, 2, -0.7), "in (0, inf]"),
+  *(
+    (name, lambda make=make, x=x: make(x), "left out where `rule` is given")
+    for make in (diloco_by_rule, streaming_by_rule)
+    for name, x in (
+      ("outer_learning_rate", {"outer_learning_rate": "abc"}),
+      (
+        "outer_learning_rate",
+        {"outer_learning_rate": optax.constant_schedule(1.0)},
+      ),
+      ("outer_momentum", {"outer_momentum": -3.0}),
+    )
+  ),
   (
     "delay_steps",
     lambda: streaming(delay_steps=3),
