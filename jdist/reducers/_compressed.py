@@ -70,9 +70,9 @@ def compressed(
       and the law does not hold.
 
   Raises:
-    ValueError: when built, for a wire that does not suit the codec; at `init`,
-      for a leaf that the codec does not suit or that is not of floats.
-      `PerLeaf` sends such leaves another way.
+    ValueError: when built, for a wire that does not suit the codec or has no
+      owners; at `init`, for a leaf that the codec does not suit or that is not
+      of floats.  `PerLeaf` sends such leaves another way.
 
   References: the all-to-all is the two-sided compression of DoubleSqueeze (Tang
   et al. 2019, arXiv:1905.05957, algorithm 1) with its one server spread over
@@ -86,6 +86,11 @@ def compressed(
     wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
   checks.check_choice("wire", wire, ("sum", "all_to_all", "gather"))
   by_rows = _all_to_all.AllToAll(codec, owner_feedback)
+  if wire != "all_to_all" and owner_feedback is not True:
+    raise ValueError(
+      "`owner_feedback` is of an all-to-all only and must be left out with "
+      f"wire={wire!r}, got {owner_feedback!r}: nobody owns a part there."
+    )
   return by_rows if wire == "all_to_all" else Compressed(codec, wire)
 
 

@@ -92,6 +92,15 @@ _CODEC = codecs.TopK(k=2)
   ("wire", lambda: carry(small.Rounded(), wire="sum"), "'gather' for Rounded"),
   ("wire", lambda: carry(small.Rounded(), wire="ring"), "'sum'"),
   ("wire", lambda: _STATEFUL.init(jnp.zeros(200), None), "'sum' for Drawn"),
+  *(
+    (
+      "owner_feedback",
+      lambda c=c, x=x: carry(c, owner_feedback=x),
+      "left out with wire=",
+    )
+    for c in (_CODEC, codecs.Cast())
+    for x in (False, "own_share")
+  ),
   ("codec", lambda: carry(EXACT), "a codec"),
   ("rank", lambda: reducers.PowerSGD(rank=0), "int >= 1"),
   (
