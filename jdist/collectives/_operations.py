@@ -80,7 +80,11 @@ def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
 
 
 def sum(tree: PyTree, axis: Axis) -> PyTree:
-  """Adds every leaf over the workers; see `mean`."""
+  """Adds every leaf over the workers; see `mean`.  Bools give integers."""
+  if axis is None:  # The same dtypes as with others.
+    return jax.tree.map(
+      lambda x: x.astype(jnp.int32) if x.dtype == bool else x, _arrays(tree)
+    )
   return _all_reduce(jax.lax.psum, tree, axis)
 
 

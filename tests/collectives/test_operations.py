@@ -410,3 +410,12 @@ def test_leaves_that_lie_on_several_devices_share_no_buffer(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   means = team.jit(lambda tree: collectives.mean(tree, team.axis))
   assert means.lower(placed).as_text().count('all_reduce"') == 2
+
+
+def test_of_bools_there_is_a_number():
+  alone = collectives.sum(jnp.array([True, False]), None)
+  two = jax.vmap(lambda x: collectives.sum(x, "worker"), axis_name="worker")(
+    jnp.array([[True, False], [True, True]])
+  )
+  assert alone.tolist() == [1, 0] and two[0].tolist() == [2, 1]
+  assert alone.dtype == two.dtype
