@@ -33,6 +33,8 @@ def fingerprint(tree: PyTree) -> jax.Array:
 def _hash(x: jax.Array) -> jax.Array:
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
+  if jnp.iscomplexobj(x):
+    x = jnp.stack([x.real, x.imag])
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
   width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)

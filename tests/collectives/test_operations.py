@@ -419,3 +419,12 @@ def test_of_bools_there_is_a_number():
   )
   assert alone.tolist() == [1, 0] and two[0].tolist() == [2, 1]
   assert alone.dtype == two.dtype
+
+
+@pytest.mark.parametrize("changed", [1 + 3j, 2 + 2j])
+def test_a_fingerprint_sees_both_parts_of_complex_numbers(changed):
+  one, other = (
+    collectives.fingerprint([jnp.array([x, 2j], jnp.complex64)])
+    for x in (1 + 2j, changed)
+  )
+  assert (one != other).all()
