@@ -34,7 +34,8 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   """Averages every leaf over the workers.
 
   The averages are equal on all workers to the bit, and in the leaves' dtypes;
-  integers give floats.
+  integers give floats.  The sum is taken in that dtype: in float16 it overflows
+  above 65504, and the mean is then infinite.
 
   >>> double = lambda x: mean({"w": x}, "worker")["w"]
   >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()

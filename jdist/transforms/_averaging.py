@@ -44,7 +44,8 @@ def average_gradients(
   Returns:
     A transformation whose updates have the shapes and dtypes of the
     gradients.  A gradient in bfloat16 is sent in bfloat16; without a feedback
-    in its parameter's dtype, where a reducer lays its state out by that.
+    in its parameter's dtype, where a reducer lays its state out by that.  An
+    exact mean of float16 is summed in float16, and may overflow.
 
   Raises:
     ValueError: when an argument is of another kind; when the state is made, and
