@@ -341,6 +341,17 @@ def check_real(name: str, tree: Any, of: str) -> None:
       )
 
 
+def check_gradients(name: str, tree: Any) -> None:
+  """Raises a ValueError that names the first leaf of JAX's float0."""
+  for leaf, value in named_leaves(tree).items():
+    if getattr(value, "dtype", None) == jax.dtypes.float0:
+      raise ValueError(
+        f"`{name}` must be gradients of floats, got float0 at {leaf!r}, which "
+        "is JAX's of an integer. Put the whole chain into "
+        "`transforms.only_floats(...)`."
+      )
+
+
 def check_rate(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a positive number or a schedule."""
   if isinstance(value, tuple) and any(map(callable, value)):

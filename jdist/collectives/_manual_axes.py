@@ -146,10 +146,16 @@ def check_local(
   over the axis is already **summed** over it: a mean of it would send
   everything a second time and leave the sum.  `what` names the tree in the
   error.  So it does for a tree that is not like `like`, if that is given, for
-  an axis that is not bound, and for no axis where several workers run.
+  what JAX gives of integers, for an axis that is not bound, and for no axis
+  where several workers run.
   """
   if like is not None:
     check_alike(tree, like, what)
+  if any(
+    getattr(x, "dtype", None) == jax.dtypes.float0
+    for x in jax.tree.leaves(tree)
+  ):
+    checks.check_gradients(what.strip("`"), tree)
   team = _team.get()
   if axis is None and team is not None:
     raise ValueError(

@@ -50,6 +50,7 @@ def clip_local(
 
   def clip(updates: optax.Updates, params: Any) -> optax.Updates:
     del params
+    checks.check_gradients("updates", updates)
     limit = _anchor.scalar(threshold) / collectives.size(axis) ** 0.5
     squares = [
       jnp.sum(squared(_wide(x))).astype(jnp.float32)
@@ -128,6 +129,7 @@ def clip_deviations(
     updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[optax.Updates, Any]:
     del params, extra_args
+    checks.check_gradients("updates", updates)
     return jax.tree.map(clipped, updates), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

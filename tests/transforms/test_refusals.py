@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -247,3 +248,37 @@ def test_two_anchors_side_by_side_are_refused():
   state = jax.eval_shape(optimizer.init, jnp.ones(2))
   with pytest.raises(ValueError, match=r"one `local_steps` at most, .* are 2"):
     transforms.synchronized(state)
+
+
+# With what stands for the gradient of an integer in JAX.
+EXACTLY = reducers.Compression(reducers.Exact())
+OF_FLOATS = {
+  "average_gradients": transforms.average_gradients(None),
+  "compressed": transforms.average_gradients(None, EXACTLY),
+  "delay_gradients": transforms.delay_gradients(SGD, 1),
+  "compensate_delay": transforms.compensate_delay(1.0, 1),
+  "scale_by_delay": transforms.scale_by_delay(2),
+  "scale_by_look_ahead": transforms.scale_by_look_ahead(0.5),
+  "clip_local": transforms.clip_local(1.0, None),
+  "clip_deviations": transforms.clip_deviations(1.0),
+  "scale_by_frozen_adam": transforms.scale_by_frozen_adam(2, None, EXACTLY),
+}
+
+
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_what_is_no_gradient_is_refused_by_its_leaf(name):
+  w = {"n": jnp.array([3]), "w": jnp.ones(2)}
+  g = {"n": np.zeros(1, jax.dtypes.float0), "w": jnp.ones(2)}
+  optimizer = OF_FLOATS[name]
+  with _refusals.refused("updates", "got float0 at 'n'"):
+    optimizer.update(g, optimizer.init(w), w)
+  whole = transforms.only_floats(optimizer)
+  updates, _ = whole.update(g, whole.init(w), w)
+  assert updates["n"].tolist() == [0]
+
+
+def test_of_update_first_too():
+  w = {"n": jnp.array([3]), "w": jnp.ones(2)}
+  optimizer = transforms.update_first(SGD, axis=None)
+  with _refusals.refused("grads", "got float0 at 'n'"):
+    optimizer.hold(w | {"n": np.zeros(1, jax.dtypes.float0)}, optimizer.init(w))

@@ -105,6 +105,7 @@ def compensate_delay(
   ) -> tuple[optax.Updates, CompensateDelayState]:
     del extra_args
     _anchor.check_params(params, "`compensate_delay`")
+    checks.check_gradients("updates", updates)
     factor = _anchor.scalar(strength)
     own = _leaf_delays.broadcast("steps", steps, params)
 

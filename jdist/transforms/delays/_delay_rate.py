@@ -90,6 +90,7 @@ def scale_by_delay(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ScaleByDelayState]:
     del params, extra_args
+    checks.check_gradients("updates", updates)
     done = jnp.minimum(
       _anchor.scalar(state.step) / _anchor.scalar(anneal_steps), 1.0
     )

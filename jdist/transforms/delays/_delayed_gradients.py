@@ -111,6 +111,7 @@ def delay_gradients(
     if _control.drains(extra_args):
       del extra_args["control"]
       return flush(updates, state, params, **extra_args)
+    checks.check_gradients("updates", updates)
     own = _leaf_delays.broadcast("steps", steps, updates)
     new_updates, inner = step_with(
       {k: state.step >= k for k in delays}, updates, state, params, extra_args

@@ -88,6 +88,7 @@ def scale_by_look_ahead(
     **extra_args: Any,
   ) -> tuple[optax.Updates, LookAheadState]:
     del params, extra_args
+    checks.check_gradients("updates", updates)
     new = jax.tree.map(mixed, state.momentum, updates)
     ahead = jax.tree.map(mixed, new, updates)
     new = jax.tree.map(lambda x, m: x.astype(m.dtype), new, state.momentum)
