@@ -73,7 +73,10 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
         flush=True,
       )
 
+  resumed: dict[str, int] = {}
+
   def resume(found: training.Restored) -> None:
+    resumed["resumed_from_step"] = found.step
     told = _resumed(options, found, programs)
     if first:
       print(told, flush=True)
@@ -116,7 +119,7 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
       ) from None
   if first:
     output = _experiment.output_directory(options, "train")
-    _run_end.write_row(output, options, options.method, records)
+    _run_end.write_row(output, options, options.method, records, **resumed)
   _run_end.check(records, options.learning_rate, options.checkpoints)
 
 

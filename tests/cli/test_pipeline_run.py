@@ -90,6 +90,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
   whole = _train(words, tmp_path / "b", capsys)
   for name in ("test_loss", "accuracy", "rounds", "sent_bytes"):
     assert again[name] == whole[name]
+  points = [[x["step"] for x in row["curve"]] for row in (again, whole)]
+  assert points[0] == points[1]
 
 
 @pytest.mark.slow

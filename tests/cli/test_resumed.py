@@ -40,6 +40,10 @@ def test_a_run_goes_on_longer_and_with_other_workers(tmp_path, capsys):
   rows = training.read_rows(tmp_path / "rows.jsonl")
   assert [row["steps"] for row in rows] == [4, 6, 8]
   assert [row["workers"] for row in rows] == [4, 4, 2]
+  # Each is of the whole run, and says from where it went on.
+  assert [row.get("resumed_from_step") for row in rows] == [None, 4, 6]
+  assert [x["step"] for x in rows[-1]["curve"]] == [4, 6, 8]
+  assert rows[0]["train_s"] < rows[1]["train_s"] < rows[2]["train_s"]
 
 
 # Without what the extras bring; each is imported where it is used.

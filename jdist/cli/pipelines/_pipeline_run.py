@@ -141,7 +141,6 @@ class PreparedStages:
     of parameters with every gradient in them.
     """
     num_steps, team = self.budget.num_steps, self.workload.workers
-    before: list[training.Record] = []
     if self.first is None:
       state, records = self._fit(
         self.late, self._state(self.late, seed), seed, num_steps, label, fit
@@ -157,13 +156,13 @@ class PreparedStages:
           self.first, self._state(self.first, seed), seed, change, label, fit
         )
         state = self.late.pipe.continue_from(state, team, self.late.optimizer)
-        fit = fit | {"continues": before[-1]}
+        fit = fit | {"continues": before}
       state, records = self._fit(self.late, state, seed, num_steps, label, fit)
     if records and self.late.pipe.grid.behind:
       drain = self.late.pipe.make_drain(self.late.optimizer, axis=team.axis)
       metrics = self.evaluate(team.jit(drain)(state))
       records[-1] = records[-1]._replace(metrics=metrics)
-    return before + records
+    return records
 
   def _change_step(self) -> int:
     """Returns the step after which the late table begins."""

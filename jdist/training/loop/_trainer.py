@@ -100,7 +100,7 @@ class Trainer:
     on_resume: Callable[[_checkpoints.Restored], None] | None = None,
     free: Sequence[str] = (),
     stop_on_sigterm: bool = False,
-    continues: _training_run.Record | None = None,
+    continues: Sequence[_training_run.Record] = (),
   ) -> tuple[_train_state.TrainState, list[_training_run.Record]]:
     """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
@@ -125,12 +125,12 @@ class Trainer:
       stop_on_sigterm: whether SIGTERM, as schedulers send it before they take
         a machine away, makes the run save after the next step and end with a
         `PreemptedError`; of several processes all do, after the same step.
-      continues: the last record of another trainer's call, whose run goes on
-        here from `state`: no checkpoint is read, and bytes and seconds go on.
+      continues: the records of another trainer's call, whose run goes on here
+        from `state`: no checkpoint is read; records, bytes and seconds go on.
 
     Returns:
-      The state, and the records of this call; where nothing was left to
-      train, one record of the state as it is.
+      The state, and the records of the run, before a resume too; where nothing
+      was left to train, the last one is of the state as it is.
 
     Raises:
       ValueError: when a checkpoint is of another run, or is beyond
@@ -155,9 +155,9 @@ class Trainer:
         "`state` must still be there, got one whose memory an earlier `fit` or "
         "step has used up. Go on from the state that it returned."
       )
-    sent_bytes = None if continues is None else continues.sent_bytes
-    if checkpoints is not None and continues is None:
-      state, sent_bytes = _training_run.restore(
+    history = _training_run.history_of(continues)
+    if checkpoints is not None and not continues:
+      state, history = _training_run.restore(
         checkpoints, state, metadata or {}, free, on_resume
       )
     start = int(self.workers.view(state.step))
@@ -173,12 +173,10 @@ class Trainer:
       start,
       independent=self._independent,
       timeout_s=self._timeout_s,
-      sent_bytes=sent_bytes,
+      history=history,
       evaluate=evaluate,
       on_record=on_record,
     )
-    if continues is not None:
-      run.count_from(continues)
     with contextlib.ExitStack() as stack:
       data = batches(start)
       if close := getattr(data, "close", None):

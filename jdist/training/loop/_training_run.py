@@ -21,8 +21,8 @@ from jdist.training.loop import (
 
 PyTree = Any
 
-# In the metadata of checkpoints.
-_SENT_BYTES = "sent_bytes"
+# In the metadata of checkpoints, beside the caller's.
+_SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
 
 
 class Record(NamedTuple):
@@ -35,8 +35,9 @@ class Record(NamedTuple):
     train_loss: mean over the steps since the last record and over the workers
       of this process; NaN when there was none.
     metrics: what `evaluate` returned.
-    train_s: seconds of training so far in this call, without its first step,
-      which compiles, and without evaluating and saving.
+    train_s: seconds of training so far, those before a resume too, without the
+      first step of each call, which compiles, and without evaluating and
+      saving.
     samples_per_s: training samples of all workers per second, likewise.
     clock: of the seconds, "wall", or "virtual" in a simulation.
     diverged: whether the loss is not a finite number: the evaluated one, or
@@ -56,6 +57,24 @@ class Record(NamedTuple):
   skipped: int = 0
 
 
+class History(NamedTuple):
+  """What a run did before this call.
+
+  Attributes:
+    records: its records.
+    sent_bytes: bytes one worker has sent; None where that is not known.
+    train_s: seconds of training, as in a record.
+    samples: trained on in these seconds.
+    losses: sum and number of the training losses since the last record.
+  """
+
+  records: Sequence[Record] = ()
+  sent_bytes: float | None = None
+  train_s: float = 0.0
+  samples: int = 0
+  losses: tuple[float, int] = (0.0, 0)
+
+
 class TrainingRun:
   """One call of `fit`: the state, the step in flight, clocks and sums."""
 
@@ -68,19 +87,19 @@ class TrainingRun:
     *,
     independent: bool,
     timeout_s: float,
-    sent_bytes: float | None,
+    history: History,
     evaluate: Callable[[_train_state.TrainState], dict[str, float]] | None,
     on_record: Callable[[Record], None] | None,
   ):
-    """Reads where a state stands; `sent_bytes` are of its checkpoint."""
+    """Reads where a state stands; `history` is how it came there."""
     self.state = state
-    self.records: list[Record] = []
+    self.records: list[Record] = list(history.records)
     self.watchdog = _watchdog.Watchdog(timeout_s)
     self.progress: Callable[[int, str], None] | None = None
     self._step = step
     self._independent = independent
-    self._sent_before = sent_bytes
-    self._sent_bytes = sent_bytes or 0.0
+    self._sent_before = history.sent_bytes
+    self._sent_bytes = history.sent_bytes or 0.0
     self._evaluate = evaluate
     self._on_record = on_record
     self._programs: dict[transforms.Control, Any] = {}
@@ -100,19 +119,15 @@ class TrainingRun:
     due_after = transforms.arrives_after(state.opt_state)
     self._due_after = int(view(due_after)) if np.ndim(due_after) else 0
     self._losses: list[float] = []
+    self._losses_before = history.losses
     found = transforms.skipped(state.opt_state)
     self._skipped = 0 if found is None else int(view(found))
-    self._samples = 0
+    self._samples = history.samples
     self._samples_per_step = 0
-    self._train_s = 0.0
+    self._train_s = history.train_s
     # Up to when training time is counted; None in the first step, which
     # compiles.
     self._since_s: float | None = None
-
-  def count_from(self, record: Record) -> None:
-    """Counts seconds and samples on from another call's last record."""
-    self._train_s = record.train_s
-    self._samples = round(record.samples_per_s * record.train_s)
 
   def place(self, batch: PyTree) -> PyTree:
     """Puts a batch onto the devices; reads off the first what is sent."""
@@ -230,11 +245,16 @@ class TrainingRun:
     self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
     self.watchdog.beat(f"evaluated after step {self._read}")
+    total, number = self._sum_of_losses()
+    train_loss = total / number if number else math.nan
+    if self.records and self.records[-1].step == self._read:
+      # Resumed after its last step, it has been trained as that record says.
+      train_loss = self.records.pop().train_loss
     record = Record(
       step=self._read,
       rounds=self._rounds,
       sent_bytes=self._sent_bytes,
-      train_loss=float(np.mean(self._losses)) if self._losses else math.nan,
+      train_loss=train_loss,
       metrics=metrics,
       train_s=self._train_s,
       samples_per_s=self._rate(),
@@ -242,9 +262,15 @@ class TrainingRun:
       skipped=self._skipped,
     )
     self._losses.clear()
+    self._losses_before = (0.0, 0)
     self.records.append(record)
     if self._on_record is not None:
       self._on_record(record)
+
+  def _sum_of_losses(self) -> tuple[float, int]:
+    """Returns sum and number of the losses since the last record."""
+    total, number = self._losses_before
+    return sum(self._losses, total), number + len(self._losses)
 
   def save(
     self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
@@ -262,7 +288,15 @@ class TrainingRun:
       return False
     self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
     shared = _train_state.shared_leaves(self.state)
-    kept = {**(metadata or {}), _SENT_BYTES: self._sent_bytes}
+    history = {
+      "records": [_plain(record) for record in self.records],
+      "train_s": self._train_s,
+      "samples": self._samples,
+      "losses": self._sum_of_losses(),
+    }
+    kept = {
+      **(metadata or {}), _SENT_BYTES: self._sent_bytes, _HISTORY: history
+    }  # fmt: skip
     checkpoints.save(self._read, self.state, shared, kept)
     self.watchdog.beat(f"saved after step {self._read}")
     return True
@@ -277,6 +311,21 @@ def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
   """
   loss = metrics.get("loss", losses[-1] if losses else 0.0)
   return not math.isfinite(loss)
+
+
+def _plain(record: Record) -> list[Any]:
+  """Returns a record in a form that JSON can hold."""
+  metrics = {name: np.asarray(x).tolist() for name, x in record.metrics.items()}
+  return list(record._replace(metrics=metrics))
+
+
+def history_of(records: Sequence[Record]) -> History:
+  """Returns the history of a run that goes on from its last record."""
+  if not records:
+    return History()
+  last = records[-1]
+  samples = round(last.samples_per_s * last.train_s)
+  return History(records, last.sent_bytes, last.train_s, samples)
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:
@@ -294,14 +343,16 @@ def restore(
   metadata: dict[str, Any],
   free: Sequence[str] = (),
   on_resume: Callable[[_checkpoints.Restored], None] | None = None,
-) -> tuple[_train_state.TrainState, float | None]:
-  """Returns the newest saved state, if there is one, and the bytes sent."""
+) -> tuple[_train_state.TrainState, History]:
+  """Returns the newest saved state, if there is one, and how it came there."""
   found = checkpoints.restore(state)
   if found is None:
-    return state, None
+    return state, History()
   if on_resume is not None:
     on_resume(found)
   sent_bytes = found.metadata.pop(_SENT_BYTES, None)
+  # Checkpoints that are older than it have none.
+  saved = found.metadata.pop(_HISTORY, {})
   metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
   different = sorted(
     name
@@ -316,4 +367,6 @@ def restore(
       f"{metadata.get(name)!r} here. Resume with the same options, or start "
       "anew in another directory."
     )
-  return found.state, sent_bytes
+  if saved:
+    saved["records"] = [Record(*record) for record in saved["records"]]
+  return found.state, History(sent_bytes=sent_bytes, **saved)

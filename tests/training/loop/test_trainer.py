@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jdist import codecs, collectives, methods, reducers, training, transforms
+from jdist.storage import sealed_json
 from jdist.training.loop import _programs, _training_run
 from tests import _refusals
 from tests.training import _tiny
@@ -307,11 +308,57 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
   assert resumed.sent_bytes == through.sent_bytes
   # Killed after the last checkpoint and before the result was noted: the
   # same once more, without a step.
-  again = fit(tmp_path / "b", 8)
-  assert again._replace(train_loss=0.0) == through._replace(
-    train_loss=0.0, train_s=0.0, samples_per_s=0.0
-  )
-  assert np.isnan(again.train_loss)
+  assert fit(tmp_path / "b", 8) == resumed
+
+
+def _interrupted(team, at):
+  def iterate(start):
+    for step, batch in enumerate(_tiny.batches(team)(start), start):
+      if step == at:
+        raise KeyboardInterrupt
+      yield batch
+
+  return iterate
+
+
+def _without_history(folder):
+  """Makes the newest checkpoint one of before there were histories."""
+  path = max(folder.glob("step_*.json"))
+  body = sealed_json.read(path, form=2)
+  del body["metadata"]["jdist.history"]
+  sealed_json.write(path, body, form=2)
+
+
+def test_a_resumed_run_has_the_records_of_the_whole_one(tmp_path):
+  team, told = _tiny.team("vmap"), []
+
+  def fit(folder, batches):
+    with training.Checkpoints(folder, team) as checkpoints:
+      return _tiny.trainer(team, "local_sgd").fit(
+        _tiny.init(team, "local_sgd"), batches, 9, checkpoints=checkpoints,
+        evaluate=lambda state: {"step": np.float32(state.step[0])},
+        evaluate_every=2, checkpoint_every=3, on_record=told.append,
+      )[1]  # fmt: skip
+
+  def kept(records):
+    return [(r.step, r.rounds, r.sent_bytes, r.metrics) for r in records]
+
+  through = fit(tmp_path / "a", _tiny.batches(team))
+  for part, stop in (("b", 8), ("c", 8)):
+    told.clear()
+    with pytest.raises(KeyboardInterrupt):
+      fit(tmp_path / part, _interrupted(team, stop))
+  assert [r.step for r in told] == [2, 4, 6]
+  before = told[:]
+  resumed = fit(tmp_path / "c", _tiny.batches(team))
+  assert resumed == told and told[:3] == before
+  assert kept(resumed) == kept(through)
+  losses = [r.train_loss for r in resumed]
+  np.testing.assert_allclose(losses, [r.train_loss for r in through], 1e-6)
+  assert resumed[3].train_s > before[-1].train_s
+  # Of an older checkpoint only what comes after it is known.
+  _without_history(tmp_path / "b")
+  assert kept(fit(tmp_path / "b", _tiny.batches(team))) == kept(through)[3:]
 
 
 def test_a_second_call_trains_further():
