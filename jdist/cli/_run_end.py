@@ -1,8 +1,10 @@
-"""How runs end: with a row, diverged (3), or by a SIGTERM (143)."""
+"""How runs end: with a row, refused (2), diverged (3), or by SIGTERM (143)."""
 
 import dataclasses
 import pathlib
 from typing import Any, TYPE_CHECKING
+
+from jdist.cli import _options
 
 if TYPE_CHECKING:
   from jdist import training
@@ -10,6 +12,12 @@ if TYPE_CHECKING:
 # Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
 DIVERGED = 3
 TERMINATED = 143
+# What checkpoints keep in the place of options, too long to be shown.
+_HIDDEN = {
+  "cluster": "`--cluster` is of other machines than in the checkpoint",
+  "networks": "`--predictor` or `--nowcasters` is of other networks than in "
+  "the checkpoint",
+}
 
 
 class TerminatedError(Exception):
@@ -52,3 +60,28 @@ def check(records: Any, rate: float, saved: Any = None) -> None:
     f"a lower `--learning-rate`, {rate:g} here, a longer `--warmup-epochs`, or "
     f"`--skip-nonfinite` where single gradients are not finite.{kept}"
   )
+
+
+def refusal(error: "training.OtherRunError") -> ValueError:
+  """Returns the error for a checkpoint of a run with other options."""
+  told = []
+  for name, (there, here) in error.differences.items():
+    if name in _HIDDEN:
+      told.append(_HIDDEN[name])
+    elif name in _options.Train.__dataclass_fields__:
+      told.append(
+        f"`{_options.word(name)}` is {_shown(there)} in the checkpoint and "
+        f"{_shown(here)} here"
+      )
+  if not told:  # The data are others, for instance.
+    return error
+  return ValueError(
+    f"{', '.join(told)}. Resume with the same options, or start anew in "
+    "another directory."
+  )
+
+
+def _shown(value: Any) -> str:
+  if value is None:
+    return "not given"
+  return " ".join(map(str, value)) if isinstance(value, list) else str(value)

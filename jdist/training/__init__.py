@@ -4,6 +4,7 @@ The model, the data and the optimizer's chain arrive as arguments.
 """
 
 from jdist.training._checkpoints import Checkpoints as Checkpoints
+from jdist.training._checkpoints import OtherRunError as OtherRunError
 from jdist.training._checkpoints import OtherWorkers as OtherWorkers
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator

@@ -34,6 +34,26 @@ class Restored(NamedTuple):
   metadata: dict[str, Any]
 
 
+class OtherRunError(ValueError):
+  """A checkpoint is of a run with other metadata.
+
+  Attributes:
+    differences: by name, the value in the checkpoint and the one here.
+  """
+
+  def __init__(self, differences: dict[str, tuple[Any, Any]]):
+    """Tells of all that differs."""
+    told = ", ".join(
+      f"`{name}` is {there!r} there and {here!r} here"
+      for name, (there, here) in differences.items()
+    )
+    super().__init__(
+      f"`metadata` must be that of the checkpoint, but {told}. Resume with the "
+      "same options, or start anew in another directory."
+    )
+    self.differences = differences
+
+
 class OtherWorkers(NamedTuple):
   """A way to go on from a checkpoint of another number of workers.
 
@@ -226,7 +246,10 @@ class Checkpoints:
       ) from error
 
   def restore(
-    self, template: PyTree | Callable[[int], PyTree]
+    self,
+    template: PyTree | Callable[[int], PyTree],
+    *,
+    check: Callable[[dict[str, Any]], None] | None = None,
   ) -> Restored | None:
     """Restores the newest checkpoint that is whole; None when there is none.
 
@@ -234,6 +257,8 @@ class Checkpoints:
       template: a state of the same shapes, `[workers, ...]`, whose arrays
         also say where the restored ones live; or a function of the step that
         returns it, where shapes depend on the step.
+      check: is called with the checkpoint's metadata before anything else of
+        it is looked at, and may raise an error, for instance `OtherRunError`.
 
     Raises:
       ValueError: when checkpoints exist and none is whole, or when the
@@ -255,6 +280,8 @@ class Checkpoints:
         "damaged. Start anew in another directory."
       )
     manifest = self._directory.read(step)
+    if check is not None:
+      check(manifest["metadata"])
     number = manifest["workers"]
     if self._other_workers and number != self._workers.num_workers:
       return self._restore_other(self._other_workers(number))

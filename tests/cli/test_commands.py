@@ -94,10 +94,15 @@ def test_train_resumes_by_itself(tmp_path, capsys):
   for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
     assert rows[0][field] == rows[1][field], field
   # With other options it is another run.
-  assert cli.main([*words, "--interval", "3"]) == 2
-  error = capsys.readouterr().err
-  assert "`interval` is 2 there and 3 here" in error
-  assert error.count("\n") == 1
+  for more, told in (
+    (["--interval", "3"], "`--interval` is 2 in the checkpoint and 3 here."),
+    # Whose state has other arrays.
+    (["--method", "local_sgd"], "`--method` is diloco in the checkpoint and"),
+    (["--outer", "sgd"], "`--outer` is not given in the checkpoint and sgd"),
+  ):
+    assert cli.main([*words, *more]) == 2
+    out, error = capsys.readouterr()
+    assert told in error and error.count("\n") == 1 and not out
   # From a copy cut back to the step before: goes on from there.
   for path in (tmp_path / "ckpt").glob("step_00000006*"):
     path.rename(tmp_path / path.name)

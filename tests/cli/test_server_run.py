@@ -66,7 +66,10 @@ def test_a_run_trains_evaluates_and_goes_on(words, tmp_path, capsys):
   with open(file, "a") as cluster:
     cluster.write("seconds_per_batch = 0.1\n")
   assert cli.main(words) == 2
-  assert "`checkpoints` are of another run" in capsys.readouterr().err
+  error = capsys.readouterr().err
+  assert "`--cluster` is of other machines" in error and error.count("\n") == 1
+  assert cli.main([*words, "--seed", "1"]) == 2
+  assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 
 
 def test_pushes_may_be_compressed(words, tmp_path):

@@ -109,6 +109,16 @@ def test_metadata_may_differ_where_it_is_free(tmp_path):
   assert seen[0].metadata["length"] == 2
   with _refusals.refused("rate", "is 1 there and 2 here"):
     _fit("momentum", tmp_path, 5, metadata={"rate": 2}, free=["length"])
+  # Before it is said that a run goes on, and before arrays are compared.
+  seen.clear()
+  with _refusals.refused("rate", "is 1 there and 2 here"):
+    _fit(
+      "adam", tmp_path, 5, metadata={"length": 2, "rate": 2},
+      on_resume=seen.append,
+    )  # fmt: skip
+  assert not seen
+  with _refusals.refused("template", "be a state of the run that was saved"):
+    _fit("adam", tmp_path, 5, metadata={"length": 4, "rate": 1})
 
 
 def test_other_workers_go_on_by_the_rules_of_resizing(tmp_path):

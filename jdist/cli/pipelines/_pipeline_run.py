@@ -17,7 +17,7 @@ from jdist import (
 )
 from jdist.cli import _experiment, _methods, _options, _trained
 from jdist.cli.pipelines import _tables
-from jdist.training import comparison
+from jdist.training import comparison, loop
 
 
 def check(options: _options.Train) -> pipeline.Table:
@@ -149,7 +149,7 @@ class PreparedStages:
       change = self._change_step()
       # Not a longer run's: its table would change in another step.
       fit = fit | {"free": ()}
-      if self._is_late(fit.get("checkpoints"), seed, change):
+      if self._is_late(fit, seed, change):
         state = self._state(self.late, seed)
       else:
         state, before = self._fit(
@@ -170,16 +170,17 @@ class PreparedStages:
     assert share is not None, "there is a first table"
     return min(max(1, round(share * num_steps)), num_steps - 1)
 
-  def _is_late(
-    self, checkpoints: training.Checkpoints | None, seed: int, change: int
-  ) -> bool:
+  def _is_late(self, fit: dict[str, Any], seed: int, change: int) -> bool:
     """Returns whether a run that goes on is beyond its first table."""
+    checkpoints: training.Checkpoints | None = fit.get("checkpoints")
     if checkpoints is None:
       return False
     assert self.first is not None, "there is a first table"
     first = self.first
     found = checkpoints.restore(
-      lambda step: self._state(self.late if step > change else first, seed)
+      lambda step: self._state(self.late if step > change else first, seed),
+      # Of other options the step of the change would be another.
+      check=lambda saved: loop.check_metadata(saved, fit.get("metadata") or {}),
     )
     return found is not None and found.step > change
 

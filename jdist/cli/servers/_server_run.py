@@ -126,6 +126,8 @@ def _fit(
       metadata=_server_parts.identity(options),
       stop_on_sigterm=True,
     )
+  except training.OtherRunError as error:
+    raise _run_end.refusal(error) from None
   except training.PreemptedError as stop:
     raise _run_end.TerminatedError(
       f"ended after update {stop.step}, {told}"

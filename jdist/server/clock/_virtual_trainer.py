@@ -82,7 +82,7 @@ class VirtualTrainer:
 
     Raises:
       ValueError: when `total` or `every` is not positive; when the newest
-        checkpoint is of another run.
+        checkpoint is of another run, a `training.OtherRunError`.
     """
     checks.check_choice("unit", unit, ("updates", "samples", "seconds"))
     for name, value in (("total", total), ("every", every)):
@@ -147,16 +147,19 @@ class VirtualTrainer:
       run.run(events=events)
       return _with_worker(learner.arrays())
 
-    found = checkpoints.restore(replay)
+    def check(saved: dict[str, Any]) -> None:
+      differences = {
+        name: (value, metadata.get(name))
+        for name, value in saved.items()
+        if name != "records" and value != metadata.get(name)
+      }
+      if differences:
+        raise training.OtherRunError(differences)
+
+    found = checkpoints.restore(replay, check=check)
     if found is None:
       return []
-    records = [training.Record(*x) for x in found.metadata.pop("records")]
-    for name, value in found.metadata.items():
-      if metadata.get(name) != value:
-        raise ValueError(
-          f"`checkpoints` are of another run: `{name}` is {value!r} there and "
-          f"{metadata.get(name)!r} here. Take another directory."
-        )
+    records = [training.Record(*x) for x in found.metadata["records"]]
     learner.load(jax.tree.map(lambda x: jnp.asarray(x)[0], found.state))
     self._last_samples = learner.samples
     return records

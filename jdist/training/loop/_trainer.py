@@ -119,8 +119,7 @@ class Trainer:
       label: shows progress under this name; or what is called with each step
         and a few figures, to show them elsewhere.
       on_record: called with each new record.
-      on_resume: called with the checkpoint that the run goes on from, before
-        its metadata are compared.
+      on_resume: called with the checkpoint that the run goes on from.
       free: names in `metadata` that a checkpoint may have other values of.
       stop_on_sigterm: whether SIGTERM, as schedulers send it before they take
         a machine away, makes the run save after the next step and end with a
@@ -133,9 +132,9 @@ class Trainer:
       was left to train, the last one is of the state as it is.
 
     Raises:
-      ValueError: when a checkpoint is of another run, or is beyond
-        `num_steps`; when the optimizer does not take `stream_steps` or
-        `host_rounds`; when there is no batch.
+      ValueError: when a checkpoint is of another run, an `OtherRunError` where
+        its metadata say so, or is beyond `num_steps`; when the optimizer does
+        not take `stream_steps` or `host_rounds`; when there is no batch.
       PreemptedError: upon SIGTERM; a `SystemExit`, which uncaught ends the
         process with status 143.
     """

@@ -337,6 +337,29 @@ def _local_rows(metrics: jax.Array) -> np.ndarray:
   )
 
 
+def check_metadata(
+  found: Mapping[str, Any],
+  metadata: Mapping[str, Any],
+  free: Sequence[str] = (),
+) -> None:
+  """Raises an OtherRunError if a checkpoint's metadata are of another run.
+
+  Args:
+    found: in the checkpoint, saved by `fit`.
+    metadata: of this run.
+    free: names in them that may have other values.
+  """
+  metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
+  names = (found.keys() | metadata.keys()) - {_SENT_BYTES, _HISTORY, *free}
+  differences = {
+    name: (found.get(name), metadata.get(name))
+    for name in sorted(names)
+    if found.get(name) != metadata.get(name)
+  }
+  if differences:
+    raise _checkpoints.OtherRunError(differences)
+
+
 def restore(
   checkpoints: _checkpoints.Checkpoints,
   state: _train_state.TrainState,
@@ -345,28 +368,16 @@ def restore(
   on_resume: Callable[[_checkpoints.Restored], None] | None = None,
 ) -> tuple[_train_state.TrainState, History]:
   """Returns the newest saved state, if there is one, and how it came there."""
-  found = checkpoints.restore(state)
+  found = checkpoints.restore(
+    state, check=lambda saved: check_metadata(saved, metadata, free)
+  )
   if found is None:
     return state, History()
-  if on_resume is not None:
-    on_resume(found)
   sent_bytes = found.metadata.pop(_SENT_BYTES, None)
   # Checkpoints that are older than it have none.
   saved = found.metadata.pop(_HISTORY, {})
-  metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
-  different = sorted(
-    name
-    for name in (found.metadata.keys() | metadata.keys()) - set(free)
-    if found.metadata.get(name) != metadata.get(name)
-  )
-  if different:
-    name = different[0]
-    raise ValueError(
-      f"`metadata` must be that of the checkpoint, but {', '.join(different)} "
-      f"differ: `{name}` is {found.metadata.get(name)!r} there and "
-      f"{metadata.get(name)!r} here. Resume with the same options, or start "
-      "anew in another directory."
-    )
+  if on_resume is not None:
+    on_resume(found)
   if saved:
     saved["records"] = [Record(*record) for record in saved["records"]]
   return found.state, History(sent_bytes=sent_bytes, **saved)
