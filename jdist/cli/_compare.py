@@ -260,10 +260,16 @@ def _table(found: comparison.Compared, options: _options.Compare) -> Any:
       f"{_mean(runs, 'rounds'):,.0f}",
       f"{sent / 1e6:.3g}",
       f"{most / sent:.1f}x" if sent else "-",
-      f"{_mean(runs, 'samples_per_s'):,.0f}",
+      training.format_rate(_mean_rate(runs)),
       f"{runs[0]['learning_rate']:g}",
     )
   return grid
+
+
+def _mean_rate(rows: Sequence[comparison.Row]) -> float:
+  """Returns the mean rate of the runs that have one, or NaN."""
+  known = [x for x in (row["samples_per_s"] for row in rows) if x]
+  return statistics.mean(known) if known else math.nan
 
 
 def _mean(rows: Sequence[comparison.Row], key: str) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -152,9 +153,18 @@ def quality(metrics: Mapping[str, float]) -> str:
   return told
 
 
+def loss(record: training.Record) -> str:
+  """Returns the training loss, and a dash where no step has been trained."""
+  unknown = math.isnan(record.train_loss) and not record.diverged
+  # Steps that were skipped may have had none that is finite.
+  if unknown and not record.skipped:
+    return "–"
+  return f"{record.train_loss:.4f}"
+
+
 def speed(record: training.Record, dataset: AnyDataset) -> str:
   """Returns how fast a run trains: in images, or in bytes of a text."""
   if isinstance(dataset, data.TextDataset):
     length = dataset.input_shape[0]
-    return f"{record.samples_per_s * length:,.0f} bytes"
-  return f"{record.samples_per_s:,.0f} images"
+    return f"{training.format_rate(record.samples_per_s * length)} bytes"
+  return f"{training.format_rate(record.samples_per_s)} images"

@@ -67,7 +67,7 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
       print(
         f"step {record.step}/{programs.budget.num_steps}  "
         f"{_datasets.quality(record.metrics)}  "
-        f"train loss {record.train_loss:.4f}  rounds {record.rounds}  "
+        f"train loss {_datasets.loss(record)}  rounds {record.rounds}  "
         f"{training.format_bytes(record.sent_bytes)} sent per worker  "
         f"{_datasets.speed(record, workload.train)}/s",
         flush=True,
@@ -151,7 +151,6 @@ def _resumed(
 ) -> str:
   """Returns from where a run goes on; it may be longer, but not shorter."""
   before, workers = found.metadata, options.workers
-  told = f"Goes on from step {found.step}"
   steps = programs.budget.num_steps
   old_steps = _methods.num_steps(
     before["epochs"], before["steps"], programs.workload.steps_per_epoch
@@ -162,6 +161,10 @@ def _resumed(
       f"than when the run began, {old_steps} steps, got {steps}. Take as many "
       "or more, or start anew in another directory."
     )
+  if found.step == steps:
+    told = f"Nothing left to train: step {steps} of {steps}"
+  else:
+    told = f"Goes on from step {found.step}"
   if steps > old_steps:
     told += (
       f", of {steps} steps where it had {old_steps}; the schedule is that of "

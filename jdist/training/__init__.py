@@ -39,6 +39,7 @@ from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
 from jdist.training.loop import format_bytes as format_bytes
+from jdist.training.loop import format_rate as format_rate
 from jdist.training.loop import is_diverged as is_diverged
 from jdist.training.loop import PreemptedError as PreemptedError
 from jdist.training.loop import Preemption as Preemption

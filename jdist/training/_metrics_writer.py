@@ -1,5 +1,6 @@
 """Records as events of TensorBoard."""
 
+import math
 import os
 from types import TracebackType
 
@@ -36,6 +37,8 @@ class MetricsWriter:
       "train/samples_per_s": record.samples_per_s,
       "train/skipped": record.skipped,
     }
+    if math.isnan(record.samples_per_s):  # There is none yet.
+      del values["train/samples_per_s"]
     for name, value in values.items():
       self._writer.add_scalar(name, value, record.step)
     self._writer.flush()

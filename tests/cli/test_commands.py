@@ -89,10 +89,13 @@ def test_train_resumes_by_itself(tmp_path, capsys):
   # Once more: nothing is left to do, and the same is found.
   assert cli.main(words) == 0
   again = capsys.readouterr().out
-  assert "step 2/6" not in again and "step 6/6" in again
+  assert again.startswith("Nothing left to train: step 6 of 6.\nstep 6/6")
+  # Evaluated again; all else is told as before.
+  assert again.splitlines()[1] == first.splitlines()[-2]
   rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
-  for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
+  for field in rows[0].keys() - {"config"}:
     assert rows[0][field] == rows[1][field], field
+  assert rows[1].keys() - rows[0].keys() == {"resumed_from_step"}
   # With other options it is another run.
   for more, told in (
     (["--interval", "3"], "`--interval` is 2 in the checkpoint and 3 here."),

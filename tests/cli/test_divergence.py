@@ -45,11 +45,15 @@ def test_compare_never_chooses_a_rate_that_diverges(tmp_path, capsys):
   assert "ssgd ended with a loss that is not finite" in told.err
 
 
-def test_a_loss_that_is_not_known_yet_is_no_divergence(tmp_path):
+def test_a_loss_that_is_not_known_yet_is_no_divergence(tmp_path, capsys):
   words = (
     "train --method msdpu --workers 2 --batch-size 64 --warmup-epochs 0 "
     f"--steps 2 --output {tmp_path / 'out'} --checkpoints {tmp_path / 'c'} "
-    "--checkpoint-every-epochs 0.04"
+    "--checkpoint-every-epochs 0.04 --evaluate-every-epochs 0.04"
   )
   assert cli.main(words.split()) == 0
   assert (tmp_path / "c" / "step_00000001").is_dir()
+  # Nor is there a rate after the step that compiles.
+  one, two = capsys.readouterr().out.splitlines()[:2]
+  assert one.startswith("step 1/2") and one.endswith(" – images/s")
+  assert two.startswith("step 2/2") and "–" not in two

@@ -1,6 +1,7 @@
 """Variants that are Optax chains: their options, and how one is trained."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -246,7 +247,8 @@ def _print_row(trial: _rows.Trial, row: _rows.Row) -> None:
   print(
     f"{trial.purpose} {trial.variant}, rate {trial.learning_rate:g}, seed "
     f"{trial.seed}: {100 * row['accuracy']:.2f} %, {row['rounds']} rounds, "
-    f"{row['sent_bytes'] / 1e6:.1f} MB, {row['samples_per_s']:,.0f} images/s",
+    f"{row['sent_bytes'] / 1e6:.1f} MB, "
+    f"{loop.format_rate(row['samples_per_s'] or math.nan)} images/s",
     flush=True,
   )
 

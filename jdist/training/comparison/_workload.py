@@ -1,6 +1,7 @@
 """The data, the model and the workers that all runs of a comparison share."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,7 @@ class VariantPrograms:
 def summarize(records: list[loop.Record]) -> dict[str, Any]:
   """Returns what a row says of a run: its end, and the curve towards it."""
   last = records[-1]
+  rate = last.samples_per_s
   metrics = dict(last.metrics)
   return {
     "accuracy": metrics.pop("accuracy"),
@@ -217,7 +219,8 @@ def summarize(records: list[loop.Record]) -> dict[str, Any]:
     "rounds": last.rounds,
     "sent_bytes": last.sent_bytes,
     "train_s": last.train_s,
-    "samples_per_s": last.samples_per_s,
+    # None where nobody knows it, after a single step for instance.
+    "samples_per_s": None if math.isnan(rate) else rate,
     "clock": last.clock,
     "diverged": last.diverged,
     "skipped": last.skipped,

@@ -3,6 +3,7 @@
 from jdist.training.loop._preemption import PreemptedError as PreemptedError
 from jdist.training.loop._preemption import Preemption as Preemption
 from jdist.training.loop._progress import format_bytes as format_bytes
+from jdist.training.loop._progress import format_rate as format_rate
 from jdist.training.loop._progress import Progress as Progress
 from jdist.training.loop._round_host import RoundHost as RoundHost
 from jdist.training.loop._trainer import Trainer as Trainer

@@ -1,6 +1,7 @@
 """A run's progress in the terminal: rate, loss, bytes."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,15 @@ class Progress:
 
   def __exit__(self, *error: object) -> None:
     self._bar.stop()
+
+
+def format_rate(per_s: float) -> str:
+  """Something per second, and a dash where nobody knows it yet.
+
+  >>> format_rate(12_345.6), format_rate(math.nan)
+  ('12,346', '–')
+  """
+  return "–" if math.isnan(per_s) else f"{per_s:,.0f}"
 
 
 def format_bytes(num_bytes: Any) -> str:

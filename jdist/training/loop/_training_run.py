@@ -38,7 +38,8 @@ class Record(NamedTuple):
     train_s: seconds of training so far, those before a resume too, without the
       first step of each call, which compiles, and without evaluating and
       saving.
-    samples_per_s: training samples of all workers per second, likewise.
+    samples_per_s: training samples of all workers per second, likewise; NaN
+      after first steps alone.
     clock: of the seconds, "wall", or "virtual" in a simulation.
     diverged: whether the loss is not a finite number: the evaluated one, or
       without it that of the last training step.
@@ -232,12 +233,13 @@ class TrainingRun:
     if self.progress is not None:
       self.progress(
         self._read,
-        f"loss {self._losses[-1]:.3f}  {self._rate():,.0f} samples/s  "
+        f"loss {self._losses[-1]:.3f}  "
+        f"{_progress.format_rate(self._rate())} samples/s  "
         f"{_progress.format_bytes(self._sent_bytes)} sent",
       )
 
   def _rate(self) -> float:
-    return self._samples / self._train_s if self._train_s else 0.0
+    return self._samples / self._train_s if self._train_s else math.nan
 
   def record(self) -> None:
     """Evaluates, and notes where the run stands."""
@@ -324,7 +326,7 @@ def history_of(records: Sequence[Record]) -> History:
   if not records:
     return History()
   last = records[-1]
-  samples = round(last.samples_per_s * last.train_s)
+  samples = round(last.samples_per_s * last.train_s) if last.train_s else 0
   return History(records, last.sent_bytes, last.train_s, samples)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.storage import sealed_json
+from jdist.training import comparison
 from jdist.training.loop import _programs, _training_run
 from tests import _refusals
 from tests.training import _tiny
@@ -398,6 +399,12 @@ def test_training_time_counts_every_step_but_the_first(monkeypatch):
   # Five steps of 20 ms, and none of the 100 ms of an evaluation.
   assert records[-1].train_s == pytest.approx(0.1)
   assert records[-1].samples_per_s == pytest.approx(4 * 5 / 0.1)
+  # After the first there is no rate, and none in its row.
+  assert records[0].train_s == 0.0
+  assert np.isnan(records[0].samples_per_s)
+  rated = [r._replace(metrics={"accuracy": 0.5, "loss": 1.0}) for r in records]
+  assert comparison.summarize(rated[:1])["samples_per_s"] is None
+  assert comparison.summarize(rated)["samples_per_s"] == pytest.approx(200.0)
 
 
 class _Closing:
