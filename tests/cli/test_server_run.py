@@ -1,9 +1,12 @@
 """`jdist train --protocol`: a server's run, on the virtual clock."""
 
+import os
+import signal
+
 import pytest
 
 from jdist import cli, training
-from jdist.cli import _options
+from jdist.cli import _datasets, _options
 from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
@@ -43,7 +46,9 @@ def rows(tmp_path):
   return training.read_rows(tmp_path / "out" / "rows.jsonl")
 
 
-def test_a_run_trains_evaluates_and_goes_on(words, tmp_path, capsys):
+def test_a_run_trains_evaluates_and_goes_on(
+  words, tmp_path, capsys, monkeypatch
+):
   pytest.importorskip("orbax.checkpoint")
   words += ["--checkpoints", str(tmp_path / "checkpoints")]
   assert cli.main(words) == 0
@@ -51,8 +56,28 @@ def test_a_run_trains_evaluates_and_goes_on(words, tmp_path, capsys):
   assert told.count("virtual s  accuracy") == 2
   # Once more: nothing is left to do, and the same is found.
   assert cli.main(words) == 0
-  assert "accuracy" not in capsys.readouterr().out
-  first, again = rows(tmp_path)
+  again = capsys.readouterr().out.splitlines()
+  first = rows(tmp_path)[0]
+  assert again[0] == f"Nothing left to train: update {first['steps']}."
+  assert again[1] == told.splitlines()[1] and len(again) == 3
+  # Told to end at the first of its two records.
+  half, other = first["curve"][0]["step"], str(tmp_path / "other")
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      _datasets, "loss", lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert cli.main([*words, "--checkpoints", other]) == 143
+  assert capsys.readouterr().err == (
+    f"jdist: SIGTERM: ended after update {half}, which is saved in {other}: "
+    "the same command goes on.\n"
+  )
+  assert cli.main([*words, "--checkpoints", other]) == 0
+  goes_on = capsys.readouterr().out.splitlines()
+  assert goes_on[0] == f"Goes on from update {half}."
+  assert goes_on[1] == told.splitlines()[1] and len(goes_on) == 3
+  first, again, resumed = rows(tmp_path)
+  assert resumed["curve"] == first["curve"]
+  assert resumed["resumed_from_step"] == half
   assert first["curve"] == again["curve"]
   assert first["staleness"] == again["staleness"]
   assert (first["method"], first["clock"]) == ("dbs", "virtual")

@@ -202,6 +202,7 @@ class _Watch:
     self._told_s = time.monotonic()
     # After which update it stands, and was saved upon SIGTERM.
     self._update, self.saved = 0, -1
+    self._resumed: int | None = None
     self.records: list[training.Record] = []
     folder = parts.options.checkpoints
     # Evaluations are made here, and the server's checkpoints have none.
@@ -216,8 +217,8 @@ class _Watch:
     """Tells of a run that SIGTERM has ended."""
     if self.saved >= 0:
       return (
-        f"ended after update {self.saved}, which is saved: the same command "
-        "goes on."
+        f"ended after update {self.saved}, which is saved in "
+        f"{self._parts.options.checkpoints}: the same command goes on."
       )
     kept = "its last checkpoint" if self._path else "nothing"
     return f"ended after update {self._update}, of which {kept} is saved."
@@ -263,7 +264,10 @@ class _Watch:
     )
 
   def status(self, status: dict[str, Any]) -> None:
-    """Tells of workers that are away, once in a while."""
+    """Tells from where it goes on, and of workers that are away."""
+    if self._resumed is None and status.get("resumed") is not None:
+      self._resumed = status["resumed"]
+      print(f"Goes on from update {self._resumed}.", flush=True)
     num = len(self._parts.machines.nodes)
     now = time.monotonic()
     self._update = status["updates"]

@@ -1,7 +1,6 @@
 """`jdist train --protocol`: a parameter server's run on the virtual clock."""
 
 import dataclasses
-import functools
 
 from jdist import collectives, models, server, training
 from jdist.cli import (
@@ -111,19 +110,31 @@ def _fit(
   evaluate = workload.evaluator(model.apply)
   samples = round(options.epochs * len(workload.train))
   if options.checkpoints is not None:
-    told = "which is saved: the same command goes on."
+    told = f"which is saved in {options.checkpoints}: the same command goes on."
   else:
     told = "of which nothing is saved."
+  resumed: dict[str, int] = {}
+  shown: list[training.Record] = []
+
+  def resume(record: training.Record) -> None:
+    resumed["resumed_from_step"] = record.step
+    print(f"Goes on from update {record.step}.", flush=True)
+
+  def show(record: training.Record) -> None:
+    shown.append(record)
+    _show(record, workload.train)
+
   try:
     records = server.VirtualTrainer(run).fit(
       samples,
       "samples",
       every=min(samples, options.evaluate_every_epochs * len(workload.train)),
       evaluate=lambda found: evaluate.measure(found.params, found.model_state),
-      on_record=functools.partial(_show, dataset=workload.train),
+      on_record=show,
       label=options.protocol,
       checkpoints=checkpoints,
       metadata=_server_parts.identity(options),
+      on_resume=resume,
       stop_on_sigterm=True,
     )
   except training.OtherRunError as error:
@@ -135,8 +146,13 @@ def _fit(
   finally:
     if checkpoints is not None:
       checkpoints.close()
+  if not shown:
+    last = records[-1]
+    resumed["resumed_from_step"] = last.step
+    print(f"Nothing left to train: update {last.step}.")
+    _show(last, workload.train)
   _run_end.write_row(
-    output, options, options.protocol, records, **run.summary()
+    output, options, options.protocol, records, **run.summary(), **resumed
   )
   _run_end.check(records, options.learning_rate, options.checkpoints)
 
@@ -145,7 +161,7 @@ def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:
   print(
     f"update {record.step}  {record.train_s:.4g} virtual s  "
     f"{_datasets.quality(record.metrics)}  "
-    f"train loss {record.train_loss:.4f}  "
+    f"train loss {_datasets.loss(record)}  "
     f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
     f"{_datasets.speed(record, dataset)} a virtual s",
     flush=True,

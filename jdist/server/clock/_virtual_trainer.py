@@ -55,6 +55,7 @@ class VirtualTrainer:
     label: str | None = None,
     checkpoints: training.Checkpoints | None = None,
     metadata: dict[str, Any] | None = None,
+    on_resume: Callable[[training.Record], None] = lambda record: None,
     stop_on_sigterm: bool = False,
   ) -> list[training.Record]:
     """Trains up to a number of updates, samples or virtual seconds.
@@ -73,6 +74,8 @@ class VirtualTrainer:
       checkpoints: of one worker, `Checkpoints(directory,
         collectives.workers(1))`; saved at each record.
       metadata: what must be the same when a run is resumed.
+      on_resume: is called with the last record of the checkpoint that the run
+        goes on from, unless nothing is left.
       stop_on_sigterm: whether SIGTERM ends the run at the next record, with a
         `training.PreemptedError`.
 
@@ -95,6 +98,8 @@ class VirtualTrainer:
     records = []
     if checkpoints is not None:
       records = self._resume(checkpoints, metadata)
+    if 0 < len(records) < len(marks):
+      on_resume(records[-1])
     with contextlib.ExitStack() as stack:
       bar = sigterm = None
       if stop_on_sigterm:
