@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jdist.cli import _help, _interrupts, _options, _run_end
+from jdist.cli import _help, _interrupts, _options, _output, _run_end
 from jdist.cli.launch import _launch_options
 
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
-    with _interrupts.kept():
+    with _interrupts.kept(), _output.warnings_in_a_line():
       status, line = _status(words)
   except BaseException as error:
     if not _among_processes():

@@ -122,7 +122,10 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
   if first:
     output = _experiment.output_directory(options, "train")
     _run_end.write_row(output, options, options.method, records, **resumed)
-  _run_end.check(records, options.learning_rate, options.checkpoints)
+  kept = checkpoints is not None and checkpoints.latest_step() is not None
+  _run_end.check(
+    records, options.learning_rate, options.checkpoints if kept else None
+  )
 
 
 def _save_model(

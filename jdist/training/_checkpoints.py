@@ -368,6 +368,15 @@ class Checkpoints:
         values[i] = own if several else jax.device_put(own, leaf.sharding)
     return [_like(x, y) for x, y in zip(values, templates, strict=True)]
 
+  def latest_step(self) -> int | None:
+    """Returns the step of the newest checkpoint, None when there is none.
+
+    It is on the disk; whether it is whole, `restore` finds out.
+    """
+    self.wait()
+    steps = self._directory.steps()
+    return steps[0] if steps else None
+
   def wait(self) -> None:
     """Waits until all is on the disk, and raises the errors of the writes."""
     if self._finishing is not None:

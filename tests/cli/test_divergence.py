@@ -1,6 +1,7 @@
 """Runs that diverge: exit status, row, checkpoints, and the guard."""
 
 import json
+import warnings
 
 import pytest
 
@@ -20,13 +21,31 @@ def test_a_run_that_diverges_exits_3_and_saves_nothing_bad(tmp_path, capsys):
     f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'} "
     "--checkpoint-every-epochs 0.05"
   )
-  with pytest.warns(RuntimeWarning, match="is not finite and was not saved"):
+  with pytest.warns(RuntimeWarning, match="was not saved: the checkpoint of"):
     assert cli.main(words.split()) == 3
   told = capsys.readouterr().err
+  assert f"States that are finite stay in {tmp_path / 'c'}." in told
   assert "jdist: diverged: the loss is not finite" in told
   assert "`--learning-rate`, 1e+30 here" in told
   assert _row(tmp_path / "out")["diverged"] is True
   assert _row(tmp_path / "out")["test_loss"] is None
+
+
+def test_a_run_that_never_was_finite_has_no_states_that_stay(tmp_path, capsys):
+  words = (
+    f"{_RUN} --steps 4 --learning-rate 1e30 --schedule constant --output "
+    f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'}"
+  )
+  with warnings.catch_warnings():
+    warnings.simplefilter("default", RuntimeWarning)
+    assert cli.main(words.split()) == 3
+  warned, told = capsys.readouterr().err.splitlines()
+  assert warned == (
+    "jdist: warning: The state after step 4 is not finite and was not saved: "
+    "there is no checkpoint."
+  )
+  assert told.startswith("jdist: diverged:") and "stay in" not in told
+  assert not list((tmp_path / "c").iterdir())
 
 
 def test_compare_never_chooses_a_rate_that_diverges(tmp_path, capsys):

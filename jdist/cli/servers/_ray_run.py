@@ -159,7 +159,7 @@ def train(options: _options.Train) -> None:
   more = {"workers": len(machines.nodes), "driver": "ray"}
   more |= {"events": result.events} | result.summary
   _run_end.write_row(output, options, options.protocol, watch.records, **more)
-  _run_end.check(watch.records, options.learning_rate, options.checkpoints)
+  _run_end.check(watch.records, options.learning_rate)
 
 
 def _run(

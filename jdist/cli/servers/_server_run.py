@@ -154,7 +154,7 @@ def _fit(
   _run_end.write_row(
     output, options, options.protocol, records, **run.summary(), **resumed
   )
-  _run_end.check(records, options.learning_rate, options.checkpoints)
+  _run_end.check(records, options.learning_rate)
 
 
 def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:

@@ -281,9 +281,13 @@ class TrainingRun:
     self.read()
     if not self._step.is_finite(self.state):
       if jax.process_index() == 0:
+        last = checkpoints.latest_step()
+        stays = "there is no checkpoint"
+        if last is not None:
+          stays = f"the checkpoint of step {last} stays"
         warnings.warn(
           f"The state after step {self._read} is not finite and was not saved: "
-          "the checkpoints before it stay.",
+          f"{stays}.",
           RuntimeWarning,
           stacklevel=3,
         )
