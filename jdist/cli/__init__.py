@@ -132,8 +132,8 @@ def _status(words: list[str]) -> tuple[int, str]:
     return _run_end.DIVERGED, f"diverged: {error}"
   except _run_end.TerminatedError as error:
     return _run_end.TERMINATED, f"SIGTERM: {error}"
-  except KeyboardInterrupt:
-    return 130, "interrupted."  # As a shell has it: 128 + SIGINT.
+  except KeyboardInterrupt as stop:  # 130, as a shell has it: 128 + SIGINT.
+    return 130, f"interrupted: {stop}" if stop.args else "interrupted."
   return 0, ""
 
 

@@ -62,6 +62,23 @@ def check(records: Any, rate: float, saved: Any = None) -> None:
   )
 
 
+def interrupt(
+  checkpoints: "training.Checkpoints | None",
+  options: Any,
+  what: str = "step {step}",
+) -> KeyboardInterrupt:
+  """Returns the interrupt of a run, which tells from where it will go on."""
+  if checkpoints is None:
+    return KeyboardInterrupt()
+  step = checkpoints.latest_step()
+  if step is None:
+    return KeyboardInterrupt("nothing is saved.")
+  return KeyboardInterrupt(
+    f"{what.format(step=step)} is saved in {options.checkpoints}: the same "
+    "command goes on from there."
+  )
+
+
 def refusal(error: "training.OtherRunError") -> ValueError:
   """Returns the error for a checkpoint of a run with other options."""
   told = []

@@ -110,6 +110,8 @@ def run(options: _options.Train, programs: "_Prepared") -> None:
       )
     except training.OtherRunError as error:
       raise _run_end.refusal(error) from None
+    except KeyboardInterrupt:
+      raise _run_end.interrupt(checkpoints, options) from None
     except training.PreemptedError as stop:
       raise _run_end.TerminatedError(
         f"ended after step {stop.step} of {programs.budget.num_steps}, "

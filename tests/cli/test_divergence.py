@@ -1,6 +1,7 @@
 """Runs that diverge: exit status, row, checkpoints, and the guard."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -36,8 +37,13 @@ def test_a_run_that_never_was_finite_has_no_states_that_stay(tmp_path, capsys):
     f"{_RUN} --steps 4 --learning-rate 1e30 --schedule constant --output "
     f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'}"
   )
+
+  def show(*warning):  # As Python does where pytest does not keep them.
+    print(warnings.formatwarning(*warning[:4]), end="", file=sys.stderr)
+
   with warnings.catch_warnings():
     warnings.simplefilter("default", RuntimeWarning)
+    warnings.showwarning = show
     assert cli.main(words.split()) == 3
   warned, told = capsys.readouterr().err.splitlines()
   assert warned == (

@@ -1,8 +1,12 @@
 """An interrupt ends a command wherever it arrives."""
 
+import functools
 import subprocess
 import sys
 import textwrap
+
+from jdist import cli
+from jdist.cli import _datasets
 
 # A command that is interrupted where nobody can catch that, and goes on.
 _LOSES_ONE = textwrap.dedent("""
@@ -38,6 +42,34 @@ def test_an_interrupt_in_a_collector_of_garbage_is_not_lost():
   )
   assert done.returncode == 130, done.stderr
   assert done.stderr == "jdist: interrupted.\n"
+
+
+def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
+  words = (
+    "train --dataset synthetic --method ssgd --workers 1 --batch-size 64 "
+    f"--steps 4 --output {tmp_path} --evaluate-every-epochs 0.01"
+  )
+
+  def interrupted(step, record):
+    if record.step == step:
+      raise KeyboardInterrupt
+    return str(record.train_loss)
+
+  saved = f"--checkpoints {tmp_path / 'c'} --checkpoint-every-epochs 0.01"
+  for at, more, told in (
+    (1, "", "interrupted."),
+    (1, saved, "interrupted: nothing is saved."),
+    # It is saved after it is evaluated.
+    (
+      3,
+      saved,
+      f"interrupted: step 2 is saved in {tmp_path / 'c'}: the same command "
+      "goes on from there.",
+    ),
+  ):
+    monkeypatch.setattr(_datasets, "loss", functools.partial(interrupted, at))
+    assert cli.main(f"{words} {more}".split()) == 130
+    assert capsys.readouterr().err == f"jdist: {told}\n"
 
 
 def test_what_else_is_lost_is_told_as_always():

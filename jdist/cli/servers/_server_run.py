@@ -139,6 +139,10 @@ def _fit(
     )
   except training.OtherRunError as error:
     raise _run_end.refusal(error) from None
+  except KeyboardInterrupt:
+    # Its checkpoints count events, which nobody is told of.
+    what = "the last checkpoint"
+    raise _run_end.interrupt(checkpoints, options, what) from None
   except training.PreemptedError as stop:
     raise _run_end.TerminatedError(
       f"ended after update {stop.step}, {told}"
