@@ -117,7 +117,7 @@ def signsgd(
     those of `reducers.MajorityVote`.
   """
   checks.check_continuous("momentum", momentum, high=1.0)
-  if not checks.is_traced(momentum) and momentum == 1:
+  if not checks.is_traced(momentum) and float(momentum) == 1:
     raise ValueError(
       f"`momentum` must be below 1, got {momentum}: gradients would not count."
     )

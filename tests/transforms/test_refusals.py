@@ -282,3 +282,15 @@ def test_of_update_first_too():
   optimizer = transforms.update_first(SGD, axis=None)
   with _refusals.refused("grads", "got float0 at 'n'"):
     optimizer.hold(w | {"n": np.zeros(1, jax.dtypes.float0)}, optimizer.init(w))
+
+
+def test_a_known_carry_is_known_while_a_program_is_traced():
+  # As arrays, which `optax.inject_hyperparams` makes of numbers.
+  one = jnp.float32(1.0)
+
+  @jax.jit
+  def build(x):
+    transforms.Delayed(1, carry=one, mix=0.5)
+    return x
+
+  assert build(one) == 1.0

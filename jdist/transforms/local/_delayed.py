@@ -164,7 +164,7 @@ def _check(rule: _sync_rule.SyncRule, overlap: Delayed) -> None:
 def _is_one(carry: jax.typing.ArrayLike | None) -> bool:
   """Returns whether all progress is kept; of a traced one that is unknown."""
   known = carry is not None and not checks.is_traced(carry)
-  return known and bool(carry == 1.0)
+  return known and float(carry) == 1.0  # type: ignore[arg-type]
 
 
 def _in_chunks(
