@@ -117,7 +117,8 @@ def test_a_run_goes_on_with_the_networks_that_it_began_with(
     others = prediction.init_nowcasters(jax.random.key(1))
     prediction.save_nowcasters(path, others)
   assert cli.main([*words.split(), option, str(path)]) == 2
-  assert "is of other networks than in the checkpoint" in capsys.readouterr().err
+  told = capsys.readouterr().err
+  assert "is of other networks than in the checkpoint" in told
 
 
 def test_batch_statistics_are_refused(predictor):
