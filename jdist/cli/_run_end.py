@@ -1,4 +1,4 @@
-"""How runs end: with a row, refused (2), diverged (3), or by SIGTERM (143)."""
+"""Ends of runs: with a row, refused (2), diverged (3), by SIGTERM (143)."""
 
 import dataclasses
 import pathlib

@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 class History(NamedTuple):
-  """What a run did before this call.
+  """The past of a run, before this call.
 
   Attributes:
     records: its records.
