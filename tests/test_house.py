@@ -3,14 +3,15 @@
 import ast
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SPEC = importlib.util.spec_from_file_location(
-  "measure_house", _ROOT / "scripts" / "measure_house.py"
+  "house", _ROOT / "scripts" / "house" / "__init__.py"
 )
-house = importlib.util.module_from_spec(_SPEC)
+house = sys.modules["house"] = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(house)
 
 _MAX_FILES, _MAX_FLOORS, _MAX_MATES = 15, 6, 6
