@@ -221,6 +221,17 @@ PRESETS: Presets = {
       ),
     ),
   ),
+  "cifar10-20-parts": (
+    "the same in 20 passes, at the rate of MSDPU's rounds undelayed",
+    Config(
+      epochs=20.0, warmup_epochs=1.0, augment=True, rates=(0.025,),
+      extensions=0, seeds=(100, 101, 102, 103, 104),
+      variants=(
+        "local_sgd, MSDPU's rounds, int4", "msdpu, int4",
+        "msdpu, int4, no delay", "msdpu, int4, no correction",
+      ),
+    ),
+  ),
   "cifar10-skewed": (
     "CIFAR-10, workers with unlike labels",
     Config(alpha=0.3),
