@@ -34,9 +34,20 @@ def _spread(
   """
 
   def spread(leaves: list[Any]) -> list[jax.Array]:
-    return [jnp.broadcast_to(x, (num_workers, *jnp.shape(x))) for x in leaves]
+    shapes = [(num_workers, *jnp.shape(x)) for x in leaves]
+    return list(map(jnp.broadcast_to, map(_strong, leaves), shapes))
 
   return jax.jit(spread, out_shardings=list(shardings))
+
+
+def _strong(x: Any) -> Any:
+  """Gives a number that is weakly typed its dtype for good.
+
+  Else a step, whose results have theirs, would be compiled again for them.
+  """
+  if getattr(x, "weak_type", False):
+    return jax.lax.convert_element_type(x, x.dtype)
+  return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +267,7 @@ class Workers:
           "by workers, call `shard`."
         )
       if jax.process_count() == 1:
-        return jax.device_put(x, self.sharding())
+        return jax.device_put(_strong(x), self.sharding())
       return jax.make_array_from_process_local_data(
         self.sharding(), _to_host(x), (self.num_workers, *jnp.shape(x)[1:])
       )

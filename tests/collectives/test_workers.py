@@ -186,6 +186,28 @@ def test_a_step_is_traced_and_compiled_once_and_its_state_stays_where_it_is(
   assert team.gather(state["step"]).tolist() == [3] * team.num_workers
 
 
+@pytest.mark.parametrize("name", TEAMS)
+@pytest.mark.parametrize("put", ["replicate", "place", "shard"])
+def test_a_number_without_a_dtype_of_its_own_compiles_no_second_step(name, put):
+  # `jnp.asarray(1.0)`, as a learned temperature begins, is weakly typed, and
+  # after an update it no longer is.
+  team = make_team(name)
+  one = jnp.full(() if put == "replicate" else team.num_workers, 1.0)
+  assert one.weak_type
+  w, traces = getattr(team, put)(one), 0
+
+  def step(w):
+    nonlocal traces
+    traces += 1
+    return w - jnp.ones(w.shape, w.dtype)
+
+  run = team.jit(step)
+  for _ in range(3):
+    w = run(w)
+  assert traces == 1
+  np.testing.assert_array_equal(team.gather(w), np.full(w.shape, -2.0))
+
+
 def test_a_state_that_is_not_named_may_move_and_compile_again():
   """Why `out_specs` is there."""
   team = make_team("mesh_2x2")
