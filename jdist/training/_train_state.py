@@ -116,7 +116,7 @@ def all_finite(state: TrainState, axis: collectives.Axis) -> jax.Array:
 
   Parameters and batch statistics must be finite; an optimizer's arrays must be
   without NaN: infinities are some optimizers' first values, and a scalar that
-  is NaN a loss that a round does not know yet.
+  is NaN may be the loss of a step that was skipped.
 
   Args:
     state: one worker's.

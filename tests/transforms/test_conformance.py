@@ -113,6 +113,15 @@ def test_equal_workers_are_one_worker(name):
     close(first, alone.params[t], 1e-5)
 
 
+@_table.on("vmap")
+def test_what_is_not_known_yet_is_no_nan(name, substrate):
+  # For which `jax.debug_nans` would stop a run that has none.
+  run = _table.record(name, substrate)
+  first = TABLE[name].make(None).init(_running.PARAMS)
+  for x in jax.tree.leaves((first, run.states, run.params)):
+    assert not np.isnan(np.asarray(x, np.float32)).any()
+
+
 @on_all
 def test_a_step_is_compiled_once(name, substrate):
   _table.record(name, substrate)  # 30 steps.

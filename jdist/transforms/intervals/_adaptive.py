@@ -20,7 +20,7 @@ class AdaCommState(NamedTuple):
 
   Attributes:
     interval: the present interval, int32 scalar.
-    first_loss: F_0, float32 scalar; NaN until it is known.
+    first_loss: F_0, float32 scalar; infinite until it is known.
     loss_sum: sum of the rounds' losses in this period, float32 scalar.
     rounds: rounds in this period, int32 scalar.
     next_step: the local step at which the next period begins, int32 scalar.
@@ -102,7 +102,7 @@ def adacomm(
   def init_fn() -> AdaCommState:
     return AdaCommState(
       interval=jnp.asarray(min(initial_interval, longest), jnp.int32),
-      first_loss=jnp.asarray(jnp.nan, jnp.float32),
+      first_loss=jnp.asarray(_policy.UNKNOWN, jnp.float32),
       loss_sum=jnp.zeros((), jnp.float32),
       rounds=jnp.zeros((), jnp.int32),
       next_step=jnp.asarray(period_steps, jnp.int32),
@@ -151,8 +151,8 @@ class MsdpuIntervalState(NamedTuple):
   """State of `msdpu`.
 
   Attributes:
-    first_loss: F_0, float32 scalar; NaN until it is known.
-    loss: F_r, the moving average, float32 scalar; NaN until it is known.
+    first_loss: F_0, float32 scalar; infinite until it is known.
+    loss: F_r, the moving average, float32 scalar; infinite until it is known.
     interval: the last interval, int32 scalar.
     first_rate: eta_0, float32 scalar.
   """
@@ -207,7 +207,7 @@ def msdpu(
     raise ValueError(f"`decay` must be below 1, got {decay}.")
 
   def init_fn() -> MsdpuIntervalState:
-    unknown = jnp.asarray(jnp.nan, jnp.float32)
+    unknown = jnp.asarray(_policy.UNKNOWN, jnp.float32)
     first = jnp.asarray(initial_interval, jnp.int32)
     first_rate = _policy.rate_at(learning_rate, jnp.zeros((), jnp.int32))
     return MsdpuIntervalState(unknown, unknown, first, first_rate)

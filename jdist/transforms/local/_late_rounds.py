@@ -128,7 +128,8 @@ class LateSynchronizer(_local_steps.Synchronizer):
       held=self._hold_nothing(state, state.flight.held),
       in_flight=jnp.zeros_like(in_flight),
       arrived_loss=jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan), state.flight.arrived_loss
+        lambda x: jnp.full_like(x, _round_state.UNKNOWN_LOSS),
+        state.flight.arrived_loss,
       ),
     )
     state = state._replace(flight=flight)

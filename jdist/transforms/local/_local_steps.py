@@ -39,8 +39,10 @@ class Synchronizer:
 
   @property
   def unknown_loss(self) -> Any:
-    """The loss of no round: NaN, or `()` when the interval needs none."""
-    return jnp.full((), jnp.nan, jnp.float32) if self.policy.needs_loss else ()
+    """The loss of no round: infinite, or `()` when the interval needs none."""
+    if not self.policy.needs_loss:
+      return ()
+    return jnp.full((), _round_state.UNKNOWN_LOSS, jnp.float32)
 
   def init(self, params: optax.Params) -> SyncState:
     """Returns the state before the first step, on the anchor."""

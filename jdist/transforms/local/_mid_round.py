@@ -80,6 +80,8 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
     del present, late, steps
     flight = state.flight._replace(arrived_loss=_unknown())
     loss = state.flight.arrived_loss
+    if self.policy.needs_loss:
+      loss = jnp.where(jnp.isfinite(loss), loss, jnp.nan)
     return end, loss, state._replace(memory=end.memory, flight=flight)
 
   def set_out(
@@ -220,4 +222,4 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
 
 
 def _unknown() -> jax.Array:
-  return jnp.full((), jnp.nan, jnp.float32)
+  return jnp.full((), _round_state.UNKNOWN_LOSS, jnp.float32)

@@ -13,6 +13,8 @@ PyTree = Any
 
 # A step that no run reaches: no long round has begun the delay.
 NEVER = 2**30
+# The loss of no round, as a state keeps it: `jax.debug_nans` stops at a NaN.
+UNKNOWN_LOSS = float("inf")
 
 
 @states.declare(
@@ -141,8 +143,8 @@ class Flight(NamedTuple):
   Attributes:
     held: this worker's message of the last round, as its sender holds it.
     in_flight: whether `held` holds one, bool scalar.
-    arrived_loss: the mean loss that arrived in this round, float32 scalar, NaN
-      if none has; `()` where a mean arrives at a round's end.
+    arrived_loss: the mean loss that arrived in this round, float32 scalar,
+      infinite if none has; `()` where a mean arrives at a round's end.
     due_after: the steps of a round after which the mean of the last one is due,
       0 for all of them, int32 scalar, constant.
     device_before: rounds that begin before this step the device ends, int32
