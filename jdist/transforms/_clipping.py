@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdist import checks, collectives
@@ -52,21 +53,26 @@ def clip_local(
     del params
     checks.check_gradients("updates", updates)
     limit = _anchor.scalar(threshold) / collectives.size(axis) ** 0.5
-    squares = [
-      jnp.sum(squared(_wide(x))).astype(jnp.float32)
-      for x in jax.tree.leaves(updates)
-    ]
-    if not squares:
+    leaves = list(map(_wide, jax.tree.leaves(updates)))
+    if not leaves:
       return updates
+    largest = jnp.stack(list(map(_largest, leaves))).max()
+    # One for all parts of a model: none of them is larger than their sum.
+    power = _power(collectives.sum_of_parts(largest))
+    squares = [
+      jnp.sum(squared(x * power.astype(x.dtype))).astype(jnp.float32)
+      for x in leaves
+    ]
     square = sum(squares[1:], squares[0])
     norm = jnp.sqrt(collectives.sum_of_parts(square))
     # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
-    over = jnp.isfinite(norm) & (norm > limit)
+    over = jnp.isfinite(norm) & (norm > limit * power)
     factor = limit / jnp.where(over, norm, 1.0)
 
     def scaled(x: jax.Array) -> jax.Array:
       wide = _wide(x)
-      return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+      near = wide * power.astype(wide.dtype)
+      return (near * factor.astype(wide.dtype)).astype(x.dtype)
 
     return jax.tree.map(lambda x: jnp.where(over, scaled(x), x), updates)
 
@@ -80,6 +86,24 @@ def squared(x: jax.Array) -> jax.Array:
   (9.0, 25.0)
   """
   return (x.conj() * x).real if jnp.iscomplexobj(x) else jnp.square(x)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+  """The largest magnitude, of complex numbers that of a part, float32."""
+  parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+  found = [jnp.max(jnp.abs(part), initial=0) for part in parts]
+  return jnp.stack(found).max().astype(jnp.float32)
+
+
+def _power(largest: jax.Array) -> jax.Array:
+  """The power of two by which no square overflows or is lost; mostly 1.
+
+  >>> [_power(jnp.float32(x)).item() for x in (1.0, 3e38, 1e-30)]
+  [1.0, 8.271806125530277e-25, 1.2089258196146292e+24]
+  """
+  low, high = np.float32(2.0**-80), np.float32(2.0**80)
+  power = jnp.where(largest > np.float32(2.0**32), low, np.float32(1))
+  return jnp.where(largest < np.float32(2.0**-32), high, power)
 
 
 def _wide(x: jax.Array) -> jax.Array:

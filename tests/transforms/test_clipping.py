@@ -44,6 +44,20 @@ def test_what_is_not_finite_is_left_to_those_who_report_it():
   assert clip.update({}, clip.init({}))[0] == {}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("size", [1e-28, 1e-22, 1e15, 1e20, 3e38])
+def test_a_norm_whose_squares_are_out_of_range_is_clipped(size, dtype):
+  clip = transforms.clip_local(size / 1e8, None)
+  g = {"a": jnp.array([size, -size], dtype), "b": jnp.array([[size]], dtype)}
+  found = clip.update(g, clip.init(g))[0]
+  wanted = size / 1e8 / np.sqrt(3)
+  for x, sign in ((found["a"][0], 1), (found["a"][1], -1), (found["b"], 1)):
+    assert x.dtype == dtype
+    value = np.asarray(x).astype(complex).real
+    rtol = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(value, sign * wanted, rtol)
+
+
 def test_deviations_are_those_of_each_leaf():
   clip = transforms.clip_deviations(2.5)
   wild = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)
