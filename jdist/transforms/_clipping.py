@@ -142,8 +142,10 @@ def clip_deviations(
 
   def clipped(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    limit = _anchor.scalar(deviations) * jnp.sqrt(jnp.mean(jnp.square(wide)))
-    return jnp.clip(wide, -limit, limit).astype(x.dtype)
+    power = _power(_largest(wide))
+    near = wide * power
+    limit = _anchor.scalar(deviations) * jnp.sqrt(jnp.mean(jnp.square(near)))
+    return (jnp.clip(near, -limit, limit) / power).astype(x.dtype)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     checks.check_real("params", params, "`clip_deviations`")

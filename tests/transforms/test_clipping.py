@@ -70,6 +70,16 @@ def test_deviations_are_those_of_each_leaf():
   assert found["b"].item() == 7.0 and found["c"].tolist() == [7.0]
 
 
+@pytest.mark.parametrize("size", [1e-34, 1e-22, 1e20, 1e36])
+def test_deviations_of_any_size_are_those_of_size_one(size):
+  clip = transforms.clip_deviations(2.5)
+  g = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)
+  wanted = clip.update(jnp.asarray(g), optax.EmptyState())[0]
+  found = clip.update(jnp.asarray(size * g), optax.EmptyState())[0]
+  np.testing.assert_allclose(found, size * wanted, 1e-5)
+  np.testing.assert_array_equal(found[:-1], np.float32(size) * g[:-1])
+
+
 REJECTED = {
   "threshold": (
     lambda: transforms.clip_local(0.0, None),
