@@ -9,11 +9,12 @@ import optax
 from jdist import codecs, methods, reducers, server, transforms
 from jdist.cli import _groups
 
-# Codecs of the largest, of some or of the fastest entries, by their part.
-_SPARSE: dict[str, Callable[[float], codecs.Codec]] = {
-  "top_k": lambda ratio: codecs.TopK(ratio),
-  "random_k": lambda ratio: codecs.RandomK(ratio),
-  "dct": lambda ratio: codecs.DCTTopK(ratio=ratio),
+# Codecs of the largest, of some or of the fastest entries, by their part and
+# whether what they leave out is kept: then random ones must not be scaled.
+_SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
+  "top_k": lambda ratio, kept: codecs.TopK(ratio),
+  "random_k": lambda ratio, kept: codecs.RandomK(ratio, scaled=not kept),
+  "dct": lambda ratio, kept: codecs.DCTTopK(ratio=ratio),
 }
 _RATIO = 0.01
 _DENSE: dict[str, codecs.Codec] = {
@@ -156,7 +157,10 @@ def _codec(options: _groups.MeanOptions) -> codecs.Codec | None:
         )
     return None
   if name in _SPARSE:
-    return _SPARSE[name](_RATIO if options.ratio is None else options.ratio)
+    feedback = _FEEDBACKS[options.feedback or "none"]()
+    kept = feedback is not None and feedback.keeps_rest
+    ratio = _RATIO if options.ratio is None else options.ratio
+    return _SPARSE[name](ratio, kept)
   return _DENSE[name]
 
 

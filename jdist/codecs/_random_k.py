@@ -44,8 +44,10 @@ class RandomK(_codec.Codec):
             s x_i \text{ if } i \text{ was drawn, else } 0
 
   which is x in expectation, exactly, also where k does not divide n; without
-  `scaled` the entries are sent as they are, which suits error feedback.  No
-  entry is drawn twice.  Choosing costs k random numbers, whatever n is.
+  `scaled` the entries are sent as they are.  **A feedback that keeps the rest
+  needs that**: of an entry that was sent s times it would keep -(s - 1) times
+  as much, and diverge.  No entry is drawn twice.  Choosing costs k random
+  numbers, whatever n is.
 
   With a shared key all workers draw the same entries, by the seed in their
   states, and payloads of values only may be summed: it is `linear`.  With
@@ -59,7 +61,8 @@ class RandomK(_codec.Codec):
     k: how many entries instead.
     shared: whether all workers draw the same entries.
     scaled: whether entries are multiplied by the length of their stratum,
-      which makes them unbiased.
+      which makes them unbiased; False with `ErrorFeedback`, `EF21` and
+      `MomentumCorrection`.
     values: the codec of the values; one without random numbers if `shared`.
   """
 

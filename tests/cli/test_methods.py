@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jdist import training, transforms
-from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.cli import (
+  _composition,
+  _experiment,
+  _groups,
+  _methods,
+  _options,
+  _trained,
+)
 
 # Two workers who disagree have no majority, and between their targets nothing
 # is better than anything; Muon goes a bounded way in each step.
@@ -132,6 +139,25 @@ def _all(tree):
   if isinstance(tree, (tuple, list)):
     for child in tree:
       yield from _all(child)
+
+
+@pytest.mark.parametrize("codec", ["top_k", "random_k", "dct"])
+@pytest.mark.parametrize("feedback", ["none", "error", "ef21", "momentum"])
+def test_a_few_entries_and_a_feedback_find_the_least_of_a_square(
+  codec, feedback
+):
+  options = _groups.MeanOptions(codec=codec, feedback=feedback, ratio=0.25)
+  made = _composition.compression(options)
+
+  def step(carry, _):
+    w, state = carry
+    mean, state = made.mean(w, state, None)
+    return (w - 0.01 * mean, state), None
+
+  w = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
+  start = w, made.init(w, None)
+  (w, _), _ = jax.lax.scan(step, start, length=400)
+  assert jnp.abs(w).max() < 0.4
 
 
 def test_what_the_preset_has_is_not_given():
