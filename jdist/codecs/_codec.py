@@ -28,6 +28,8 @@ class Codec(abc.ABC):
       their arrays, so that an all-reduce can carry them.
     sparse: whether it sends a few of the array's entries, so that payloads
       are gathered and not re-encoded by an owner.
+    contractive: whether what it leaves out of an array, x - decode(encode(x)),
+      is smaller than x, as error feedback needs.
     key: whose random numbers it draws: `"none"`, `"worker"` (each worker its
       own, as for stochastic rounding), or `"shared"` (all the same, so that
       they choose the same entries).
@@ -35,6 +37,11 @@ class Codec(abc.ABC):
 
   linear: ClassVar[bool] = False
   sparse: ClassVar[bool] = False
+
+  @property
+  def contractive(self) -> bool:
+    """Returns whether what it leaves out is smaller than the array."""
+    return True
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:

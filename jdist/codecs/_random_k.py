@@ -46,8 +46,8 @@ class RandomK(_codec.Codec):
   which is x in expectation, exactly, also where k does not divide n; without
   `scaled` the entries are sent as they are.  **A feedback that keeps the rest
   needs that**: of an entry that was sent s times it would keep -(s - 1) times
-  as much, and diverge.  No entry is drawn twice.  Choosing costs k random
-  numbers, whatever n is.
+  as much, and diverge; it is refused.  No entry is drawn twice.  Choosing costs
+  k random numbers, whatever n is.
 
   With a shared key all workers draw the same entries, by the seed in their
   states, and payloads of values only may be summed: it is `linear`.  With
@@ -90,6 +90,11 @@ class RandomK(_codec.Codec):
   def linear(self) -> bool:  # type: ignore[override]
     """Returns whether entries are the same everywhere and values add up."""
     return self.shared and self.values.linear
+
+  @property
+  def contractive(self) -> bool:
+    """Returns whether entries are sent as they are."""
+    return not self.scaled or self.ratio == 1
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:

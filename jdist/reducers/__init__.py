@@ -14,6 +14,7 @@ from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
 from jdist.reducers._compression import note as note
 from jdist.reducers._compression import reductions as reductions
+from jdist.reducers._feedback import check_contractive as check_contractive
 from jdist.reducers._feedback import EF21 as EF21
 from jdist.reducers._feedback import EF21State as EF21State
 from jdist.reducers._feedback import ErrorFeedback as ErrorFeedback

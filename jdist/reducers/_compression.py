@@ -100,6 +100,7 @@ class Compression:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
+    _feedback.check_contractive("reducer", reducer, feedback)
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:
       raise ValueError(

@@ -33,7 +33,8 @@ class Feedback(abc.ABC):
   Attributes:
     keeps_rest: whether it remembers what of `wanted` is not in `own_share`, or
       what is; for reducers whose mean is made of the shares
-      (`Reducer.averages`) only.
+      (`Reducer.averages`) and that leave out less than a tree is
+      (`Reducer.contractive`) only.
   """
 
   keeps_rest: ClassVar[bool] = True
@@ -79,6 +80,25 @@ class Feedback(abc.ABC):
     """
     del held, state
     return None
+
+
+def check_contractive(
+  name: str, compressor: Any, feedback: Feedback | None
+) -> None:
+  """Raises a ValueError if what a feedback keeps of messages would grow.
+
+  Args:
+    name: of the argument.
+    compressor: a codec or a reducer.
+    feedback: of its messages.
+  """
+  if feedback is None or not feedback.keeps_rest or compressor.contractive:
+    return
+  raise ValueError(
+    f"`{name}` must leave out less than there is with {feedback}, which adds "
+    f"it to the next message and would diverge, got {compressor!r}. Take "
+    "`codecs.RandomK(..., scaled=False)`, or no feedback."
+  )
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -84,6 +84,16 @@ class Reducer(abc.ABC):
     """
     return all(reducer.averages for reducer in self.reducers)
 
+  @property
+  def contractive(self) -> bool:
+    """Returns whether what it leaves out is smaller than the tree.
+
+    Feedbacks that keep `wanted - own_share`, which else grows, are refused
+    elsewhere.
+    """
+    own = [x for x in vars(self).values() if isinstance(x, codecs.Codec)]
+    return all(x.contractive for x in (*own, *self.reducers))
+
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the first state of one worker, a tree of arrays; `()` for none.

@@ -67,6 +67,8 @@ class MessageCodec:
         f"{checks.show(self.feedback)}: of others the receiver would need a "
         "state."
       )
+    for each in own:
+      reducers.check_contractive("codec", each, self.feedback)
     if any(each.key == "shared" for each in own):
       raise ValueError(
         "`codec` must not choose entries by a seed that all share, got "

@@ -117,3 +117,10 @@ def test_large_entries_stay_finite():
 def test_what_is_linear_depends_on_the_values():
   assert RandomK(values=_cast.Cast()).linear
   assert not RandomK(values=_quantize.Quantize(8)).linear
+
+
+def test_what_is_left_out_is_smaller_if_entries_are_not_scaled():
+  x = jax.random.normal(jax.random.key(1), (100,))
+  for codec in (RandomK(0.1), RandomK(0.1, scaled=False), RandomK(1.0)):
+    left = jnp.linalg.norm(x - decode_many(codec, x, 20), axis=1)
+    assert codec.contractive == bool((left < jnp.linalg.norm(x)).all())

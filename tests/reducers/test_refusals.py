@@ -85,6 +85,7 @@ _KEPT = (
   reducers.MomentumCorrection(0.9),
 )
 _CODEC = codecs.TopK(k=2)
+_SCALED = codecs.RandomK(0.1)
 
 
 @_refusals.table(
@@ -184,6 +185,15 @@ _CODEC = codecs.TopK(k=2)
   ("feedback", lambda: compress(feedback=True), "a feedback or None"),
   *(
     ("feedback", lambda x=x: compress(_VOTE, x), "`Smoothing()`") for x in _KEPT
+  ),
+  *(
+    ("reducer", lambda x=x, y=y: compress(x, y), "scaled=False")
+    for x in (
+      _SCALED,
+      reducers.Chunked(carry(_SCALED), 1024),
+      reducers.PerLeaf((reducers.Rule(carry(_SCALED), "a"),)),
+    )
+    for y in _KEPT
   ),
   (
     "seed",

@@ -28,7 +28,7 @@ REDUCERS = {
   "all-to-all stochastic": reducers.compressed(
     codecs.Quantize(2, 8, rounding="stochastic")
   ),
-  "sum random-k": reducers.compressed(codecs.RandomK(0.2)),
+  "sum random-k": reducers.compressed(codecs.RandomK(0.2, scaled=False)),
   "by leaf": reducers.PerLeaf(
     (reducers.Rule(reducers.compressed(codecs.Sign()), "a"),)
   ),

@@ -14,7 +14,7 @@ CODECS = {
   "int4 stochastic": codecs.Quantize(4, 64, rounding="stochastic"),
   "sign": codecs.Sign(),
   "top-k": codecs.TopK(0.1),
-  "random-k": codecs.RandomK(0.1, shared=False),
+  "random-k": codecs.RandomK(0.1, shared=False, scaled=False),
   "dct": codecs.DCTTopK(ratio=0.1),
 }
 TREE = {

@@ -59,6 +59,7 @@ TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
 STATE = server.ASP().init("a")
 MESSAGE = server.MessageCodec(codecs.Cast("bfloat16"))
 SHARED = codecs.RandomK(0.1, shared=True)
+SCALED = codecs.RandomK(0.1, shared=False)
 
 
 @_refusals.table(
@@ -136,6 +137,11 @@ SHARED = codecs.RandomK(0.1, shared=True)
   # Messages.
   ("codec", lambda: server.MessageCodec(8), "a codec"),
   ("codec", lambda: server.MessageCodec(SHARED), "a seed that all share"),
+  (
+    "codec",
+    lambda: server.MessageCodec(SCALED, reducers.ErrorFeedback()),
+    "scaled=False",
+  ),
   (
     "feedback",
     lambda: server.MessageCodec(codecs.Sign(), reducers.EF21()),
