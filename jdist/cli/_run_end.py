@@ -48,17 +48,33 @@ def write_row(
   print(f"Row: {output / 'rows.jsonl'}")
 
 
-def check(records: Any, rate: float, saved: Any = None) -> None:
-  """Raises a DivergedError if the last record is of a run that has diverged."""
+def check(
+  records: Any, rate: float, saved: Any = None, skips: bool = True
+) -> None:
+  """Raises a DivergedError if the last record is of a run that has diverged.
+
+  Args:
+    records: of the run.
+    rate: its learning rate.
+    saved: where checkpoints are, if there are any.
+    skips: whether the run could have `--skip-nonfinite`.
+  """
   last = records[-1]
   if not last.diverged:
     return
   first = next(record.step for record in records if record.diverged)
   kept = f" States that are finite stay in {saved}." if saved else ""
+  remedies = f"a lower `--learning-rate`, {rate:g} here, "
+  if skips:
+    remedies += (
+      "a longer `--warmup-epochs`, or `--skip-nonfinite` where single "
+      "gradients are not finite."
+    )
+  else:
+    remedies += "or a longer `--warmup-epochs`."
   raise DivergedError(
     f"the loss is not finite since step {first} of {last.step} or before. Take "
-    f"a lower `--learning-rate`, {rate:g} here, a longer `--warmup-epochs`, or "
-    f"`--skip-nonfinite` where single gradients are not finite.{kept}"
+    f"{remedies}{kept}"
   )
 
 

@@ -97,6 +97,22 @@ def test_a_run_trains_evaluates_and_goes_on(
   assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_keeps_its_last_finite_state(
+  words, tmp_path, capsys
+):
+  pytest.importorskip("orbax.checkpoint")
+  folder = tmp_path / "checkpoints"
+  words[words.index("0.02")] = "1e30"
+  words += ["--checkpoints", str(folder), "--warmup-epochs", "0"]
+  with pytest.warns(RuntimeWarning, match="was not saved: there is no check"):
+    assert cli.main(words) == 3
+  assert not list(folder.glob("step_*"))
+  told = capsys.readouterr().err
+  assert "1e+30 here, or a longer `--warmup-epochs`." in told
+  # Which servers do not take.
+  assert "--skip-nonfinite" not in told and "stay in" not in told
+
+
 def test_pushes_may_be_compressed(words, tmp_path):
   assert cli.main([*words, "--codec", "int4", "--feedback", "error"]) == 0
   (row,) = rows(tmp_path)

@@ -1,6 +1,10 @@
 """A server's run on the virtual clock has records as any other."""
 
+import warnings
+
 import chex
+import jax.numpy as jnp
+import optax
 import pytest
 
 from jdist import (
@@ -17,11 +21,11 @@ from tests.server import test_gradients as gradients
 pytest.importorskip("simpy")
 
 
-def make():
+def make(optimizer=gradients.SGD):
   samples = data.SampleStream(gradients.DIGITS, 2, seed=0)
   machines = cluster.workers([2.0, 1.0])
   learner = server.GradientLearner(
-    gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
+    gradients.LOSS, optimizer, gradients.MODEL.params, samples,
     workers=machines.names,
   )  # fmt: skip
   costs = cluster.Profile(seconds_per_sample=0.01, push_bytes=10.0)
@@ -168,3 +172,64 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
       server.VirtualTrainer(make()).fit(
         4, checkpoints=checkpoints, metadata={"seed": 1}
       )
+
+
+def diverging(first_bad):
+  """SGD whose updates are infinite from a count on."""
+  return optax.chain(
+    gradients.SGD,
+    optax.scale_by_schedule(lambda n: jnp.where(n < first_bad, 1.0, jnp.inf)),
+  )
+
+
+def test_states_that_are_not_finite_are_not_saved(tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+
+  def fit(first_bad):
+    run = server.VirtualTrainer(make(diverging(first_bad)))
+    with warnings.catch_warnings(record=True) as told:
+      warnings.simplefilter("always")
+      records = run.fit(12, every=4, checkpoints=checkpoints)
+    return records, [str(x.message) for x in told]
+
+  bad = "The state after update {} is not finite and was not saved: {}."
+  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+    _, told = fit(2)
+    assert told == [bad.format(x, "there is no checkpoint") for x in (4, 8, 12)]
+    assert checkpoints.latest_step() is None
+    records, told = fit(5)
+    assert [x.diverged for x in records] == [False, True, True]
+    assert told == [bad.format(x, "the last checkpoint stays") for x in (8, 12)]
+    kept = checkpoints.latest_step()
+    # Once more: from update 4 on.
+    again, told = fit(5)
+    assert [x.step for x in again] == [4, 8, 12] and len(told) == 2
+    assert again[0] == records[0] and checkpoints.latest_step() == kept
+  whole = make()
+  whole.run(updates=4)
+  assert whole.events == kept
+
+
+def test_learners_that_are_not_finite_are_not_saved(tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+  machines = cluster.workers([2.0, 1.0])
+  learner = server.FragmentLearner(
+    gradients.LOSS,
+    optax.sgd(1e30),
+    gradients.MODEL.params,
+    data.SampleStream(gradients.DIGITS, 2, seed=0),
+    workers=machines.names,
+  )
+  protocol = server.DecoupledDiLoCo(
+    batches=server.FixedBatches(10), interval=2, parts=learner.server.parts
+  )
+  run = server.Simulation(
+    machines,
+    protocol,
+    cluster.Profile(seconds_per_sample=0.01),
+    learner=learner,
+  )
+  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+    with pytest.warns(RuntimeWarning, match="was not saved: there is no check"):
+      server.VirtualTrainer(run).fit(2, checkpoints=checkpoints)
+    assert checkpoints.latest_step() is None

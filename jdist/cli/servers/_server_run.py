@@ -109,10 +109,6 @@ def _fit(
   )
   evaluate = workload.evaluator(model.apply)
   samples = round(options.epochs * len(workload.train))
-  if options.checkpoints is not None:
-    told = f"which is saved in {options.checkpoints}: the same command goes on."
-  else:
-    told = "of which nothing is saved."
   resumed: dict[str, int] = {}
   shown: list[training.Record] = []
 
@@ -145,7 +141,12 @@ def _fit(
     raise _run_end.interrupt(checkpoints, options, what) from None
   except training.PreemptedError as stop:
     raise _run_end.TerminatedError(
-      f"ended after update {stop.step}, {told}"
+      f"ended after update {stop.step}, "
+      + (
+        f"which is saved in {options.checkpoints}: the same command goes on."
+        if stop.saved
+        else "of which nothing is saved."
+      )
     ) from None
   finally:
     if checkpoints is not None:
@@ -158,7 +159,9 @@ def _fit(
   _run_end.write_row(
     output, options, options.protocol, records, **run.summary(), **resumed
   )
-  _run_end.check(records, options.learning_rate)
+  kept = checkpoints is not None and checkpoints.latest_step() is not None
+  saved = options.checkpoints if kept else None
+  _run_end.check(records, options.learning_rate, saved, skips=False)
 
 
 def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:

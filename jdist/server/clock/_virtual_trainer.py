@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -62,7 +63,8 @@ class VirtualTrainer:
 
     With checkpoints a run goes on from the newest one, to the same bits: the
     simulation, which must be at its beginning, first replays time alone up to
-    the event at which it was saved.
+    the event at which it was saved.  States that are not finite are not saved:
+    the last finite checkpoint stays.
 
     Args:
       total: the end, counted from second 0.
@@ -72,7 +74,7 @@ class VirtualTrainer:
       on_record: is called with each record.
       label: of the progress bar, which is shown if it is given.
       checkpoints: of one worker, `Checkpoints(directory,
-        collectives.workers(1))`; saved at each record.
+        collectives.workers(1))`; saved at each record whose state is finite.
       metadata: what must be the same when a run is resumed.
       on_resume: is called with the last record of the checkpoint that the run
         goes on from, unless nothing is left.
@@ -113,16 +115,15 @@ class VirtualTrainer:
         self.simulation.run(**{unit: limit})  # type: ignore[arg-type]
         records.append(self._record(evaluate))
         on_record(records[-1])
+        saved = False
         if checkpoints is not None:
-          self._save(checkpoints, metadata, records)
+          saved = self._save(checkpoints, metadata, records)
         if bar is not None:
           bar.update(number, f"loss {records[-1].train_loss:.4f}")
         if sigterm is not None and sigterm.asks_at(number) and mark < total:
           if checkpoints is not None:
             checkpoints.wait()
-          raise training.PreemptedError(
-            records[-1].step, checkpoints is not None
-          )
+          raise training.PreemptedError(records[-1].step, saved)
     if checkpoints is not None:
       checkpoints.wait()
     return records
@@ -132,14 +133,27 @@ class VirtualTrainer:
     checkpoints: training.Checkpoints,
     metadata: dict[str, Any],
     records: list[training.Record],
-  ) -> None:
-    state = _with_worker(self.learner.arrays())
+  ) -> bool:
+    """Starts to write a checkpoint, unless the state has diverged."""
+    arrays = self.learner.arrays()
+    if not _is_finite(self.learner.model, arrays):
+      kept = checkpoints.latest_step() is not None
+      stays = "the last checkpoint stays" if kept else "there is no checkpoint"
+      warnings.warn(
+        f"The state after update {records[-1].step} is not finite and was not "
+        f"saved: {stays}.",
+        RuntimeWarning,
+        stacklevel=3,
+      )
+      return False
+    state = _with_worker(arrays)
     checkpoints.save(
       self.simulation.events,
       state,
       jax.tree.map(lambda leaf: True, state),
       metadata | {"records": [list(record) for record in records]},
     )
+    return True
 
   def _resume(
     self, checkpoints: training.Checkpoints, metadata: dict[str, Any]
@@ -191,6 +205,22 @@ class VirtualTrainer:
       clock="virtual",
       diverged=training.is_diverged(metrics, found.tolist()),
     )
+
+
+def _is_finite(model: _server_programs.ServerModel, arrays: Any) -> bool:
+  """Returns whether training can go on from a state.
+
+  As of `Trainer`: the model must be finite, and all other arrays, those that
+  are under way and workers' feedbacks too, without NaN.
+  """
+
+  def floats(tree: Any) -> list[jax.Array]:
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+  bad = [~jnp.isfinite(x).all() for x in floats(model[::2])]
+  bad += [jnp.isnan(x).any() for x in floats(arrays) if x.ndim]
+  return not any(jax.device_get(bad))
 
 
 def _with_worker(tree: Any) -> Any:
