@@ -41,17 +41,24 @@ class OtherRunError(ValueError):
     differences: by name, the value in the checkpoint and the one here.
   """
 
-  def __init__(self, differences: dict[str, tuple[Any, Any]]):
-    """Tells of all that differs."""
+  def __init__(
+    self, differences: dict[str, tuple[Any, Any]], argument: str = "metadata"
+  ):
+    """Tells of all that differs, in what argument."""
     told = ", ".join(
       f"`{name}` is {there!r} there and {here!r} here"
       for name, (there, here) in differences.items()
     )
     super().__init__(
-      f"`metadata` must be that of the checkpoint, but {told}. Resume with the "
-      "same options, or start anew in another directory."
+      f"`{argument}` must be that of the checkpoint, but {told}. Resume with "
+      "the same options, or start anew in another directory."
     )
     self.differences = differences
+    self._argument = argument
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """Lets it come from another process."""
+    return type(self), (self.differences, self._argument)
 
 
 class OtherWorkers(NamedTuple):

@@ -1,13 +1,14 @@
 """Protocols on real workers: threads here, and messages by hand."""
 
 import functools
+import pickle
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from jdist import cluster, server
+from jdist import cluster, server, training
 from jdist.server.runtime import _envelope, _live_checkpoints
 
 pytest.importorskip("simpy")
@@ -371,8 +372,12 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
   finally:
     first.server.stop()
     second.server.stop()
-  with pytest.raises(ValueError, match="of another run: `x`"):
+  with pytest.raises(training.OtherRunError) as refused:
     Hand(BSP, checkpoints=folder, identity={"x": 2})
+  # It is told by the server's process, and read in another one.
+  error = pickle.loads(pickle.dumps(refused.value))
+  assert error.differences == {"x": (1, 2)}
+  assert str(error).startswith("`identity` must be that of the checkpoint, but")
 
 
 def test_what_was_just_saved_stays_beside_damaged_later_files(tmp_path):
@@ -392,8 +397,6 @@ def test_what_was_just_saved_stays_beside_damaged_later_files(tmp_path):
 
 
 def test_a_checkpoint_is_read_without_running_what_is_in_it():
-  import pickle
-
   from jdist.server.runtime import _delivery
 
   delivery = _delivery.Delivery(BSP, server.EmptyServer(1), ["a"], ["a"])

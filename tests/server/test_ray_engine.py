@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jdist import cli, server, training
+from jdist.cli.servers import _ray_run
 from jdist.server.runtime.ray_actors import _ray_access
 from tests.server import test_live_fragments as fragments
 from tests.server import test_live_gradients as live
@@ -125,6 +126,19 @@ def test_gpus_that_are_not_there_are_one_line_and_nothing_is_left(
   assert "The workers need 16 GPUs, and Ray has" in error
   assert error.count("\n") == 1
   assert left_behind() == before
+
+
+def test_another_runs_checkpoint_is_told_by_the_option(
+  tmp_path, capsys, monkeypatch
+):
+  def refuse(*parts):
+    raise training.OtherRunError({"seed": (0, 1)}, "identity")
+
+  monkeypatch.setattr(_ray_run, "_run", refuse)
+  assert cli.main(words(tmp_path, "--seed", "1")) == 2
+  error = capsys.readouterr().err
+  assert "`--seed` is 0 in the checkpoint and 1 here. Resume" in error
+  assert error.count("\n") == 1
 
 
 # Ray takes GPUs that it is told of for real.

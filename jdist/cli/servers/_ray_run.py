@@ -154,6 +154,8 @@ def train(options: _options.Train) -> None:
   try:
     with _interrupts.raised_by_sigterm():
       result = _run(parts, plan, watch)
+  except training.OtherRunError as error:
+    raise _run_end.refusal(error) from None
   except _interrupts.SigtermError:
     raise _run_end.TerminatedError(watch.ended) from None
   more = {"workers": len(machines.nodes), "driver": "ray"}

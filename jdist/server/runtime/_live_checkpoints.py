@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jdist import training
 from jdist.server.runtime import _envelope
 from jdist.storage import sealed_json
 
@@ -40,7 +41,7 @@ class LiveCheckpoints:
     states: of workers, in that one.
 
   Raises:
-    ValueError: when it is of another run.
+    OtherRunError: when it is of another run.
   """
 
   def __init__(self, folder: str | None, identity: dict[str, Any]):
@@ -52,13 +53,14 @@ class LiveCheckpoints:
     if self.found is None:
       return
     header, parts = self.found
-    for name, value in identity.items():
-      there = header["identity"].get(name)
-      if there != value:
-        raise ValueError(
-          f"`checkpoints` are of another run: `{name}` is {there!r} there and "
-          f"{value!r} here. Take another directory."
-        )
+    there = header["identity"]
+    differences = {
+      name: (there.get(name), value)
+      for name, value in identity.items()
+      if there.get(name) != value
+    }
+    if differences:
+      raise training.OtherRunError(differences, "identity")
     for name in [x for x in parts if x.startswith(_WORKER)]:
       self.states[name.removeprefix(_WORKER)] = parts.pop(name)
 

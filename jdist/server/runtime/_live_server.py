@@ -52,7 +52,7 @@ class LiveServer:
     plan: what else the run does.
 
   Raises:
-    ValueError: when a checkpoint is of another run.
+    ValueError: when a checkpoint is of another run, a `training.OtherRunError`.
     ImportError: when SimPy is not installed.
   """
 
