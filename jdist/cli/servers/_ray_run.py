@@ -21,6 +21,7 @@ from jdist.cli import (
   _run_end,
 )
 from jdist.cli.servers import _server_parts
+from jdist.storage import sealed_json
 
 # Batches are padded to these parts of a round's samples, of 8.
 _EIGHTHS = (1, 2, 3, 5, 8)
@@ -209,10 +210,10 @@ class _Watch:
     folder = parts.options.checkpoints
     # Evaluations are made here, and the server's checkpoints have none.
     self._path = None if folder is None else pathlib.Path(folder) / _RECORDS
-    self._before: list[training.Record] = []
+    self._before: dict[float, training.Record] = {}
     if self._path is not None and self._path.is_file():
-      found = json.loads(self._path.read_text())
-      self._before = [training.Record(*x) for x in found]
+      found = [training.Record(*x) for x in json.loads(self._path.read_text())]
+      self._before = {record.train_s: record for record in found}
 
   @property
   def ended(self) -> str:
@@ -227,11 +228,18 @@ class _Watch:
 
   def record(self, found: dict[str, Any], snapshot: np.ndarray) -> None:
     """Evaluates a snapshot, here and not at the server."""
-    parts, number = self._parts, len(self.records)
-    if not len(snapshot) and number < len(self._before):
+    parts, before = self._parts, self._before.get(found["now_s"])
+    if before is not None:
       # Of a mark before the run was resumed.
-      self.records.append(self._before[number])
+      self.records.append(before)
       self._samples = found["samples"]
+      return
+    if not len(snapshot):
+      print(
+        f"update {found['updates']}  {found['now_s']:.4g} s  not evaluated: "
+        "the run was lost meanwhile",
+        flush=True,
+      )
       return
     model = server.tree_of_bytes(
       snapshot, (parts.model.params, parts.model.state)
@@ -255,7 +263,7 @@ class _Watch:
     self.records.append(record)
     if self._path is not None:
       text = json.dumps([list(x) for x in self.records])
-      self._path.write_text(text)
+      sealed_json.write_whole(self._path, text.encode())
     print(
       f"update {record.step}  {now_s:.4g} s  "
       f"{_datasets.quality(metrics)}  train loss {loss:.4f}  "

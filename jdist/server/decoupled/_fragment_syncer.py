@@ -196,7 +196,7 @@ class FragmentSyncer:
     self._settled, self._steps = notes["settled"], notes["steps"]
 
   def snapshot(self) -> np.ndarray:
-    """Returns the model's bytes, for `read_snapshot`."""
+    """Returns the model's bytes, for `tree_of_bytes`."""
     model = self.server.model
     return _gradient_messages.tree_bytes((model.params, model.model_state))
 

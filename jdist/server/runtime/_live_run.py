@@ -69,7 +69,8 @@ class LiveRun:
     """Runs until the server's plan is done.
 
     Args:
-      on_record: is called with each mark's record and snapshot.
+      on_record: is called with each mark's record and snapshot, which is empty
+        where it went with a server that was lost.
       on_status: is called ten times a second.
 
     Raises:
@@ -95,10 +96,10 @@ class LiveRun:
         status = engine.ask("status")
         self._check(status)
         self._note_returns(status)
+        on_status(status)
         while seen < status["records"]:
           on_record(*engine.ask("record_of", seen))
           seen += 1
-        on_status(status)
         if status["finished"]:
           self._finished = True
           summary, payload = engine.ask("final")

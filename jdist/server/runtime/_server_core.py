@@ -317,6 +317,11 @@ class ServerCore:
     self.delivery.load(parts["protocol"].tobytes())
     self.learner.load(header["learner"], parts["learner"])
     self.records = header["records"]
+    if hasattr(self.learner, "snapshot"):
+      # Of marks at which it was made, which nobody may have fetched.
+      for number, record in enumerate(self.records):
+        if record["updates"] == header["updates"]:
+          self.snapshots[number] = self.learner.snapshot()
     self.pushed_bytes, self.pulled_bytes = header["bytes"]
 
 

@@ -225,7 +225,7 @@ class GradientServer:
     self._exact = None
 
   def snapshot(self) -> np.ndarray:
-    """Returns the model's bytes, for `read_snapshot`."""
+    """Returns the model's bytes, for `tree_of_bytes`."""
     return _gradient_messages.tree_bytes(
       (self.model.params, self.model.model_state)
     )
