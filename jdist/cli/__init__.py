@@ -118,7 +118,7 @@ def _status(words: list[str]) -> tuple[int, str]:
       module, _, function = command.function.rpartition(".")
       run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
       return run(options) or 0, ""
-  except TimeoutError as error:
+  except (TimeoutError, _run_end.LostError) as error:
     # Another process may only have been late.
     return 75, f"error: {error}"
   except (ValueError, ImportError, OSError) as error:

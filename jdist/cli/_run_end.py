@@ -24,6 +24,10 @@ class TerminatedError(Exception):
   """SIGTERM has ended a run between two steps."""
 
 
+class LostError(Exception):
+  """A run has lost another process, and may be begun again."""
+
+
 class DivergedError(Exception):
   """A run has ended with a loss that is not a finite number."""
 

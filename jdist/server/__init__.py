@@ -67,6 +67,7 @@ from jdist.server.h_ps._local_step import LocalStep as LocalStep
 from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
 from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import Engine as Engine
+from jdist.server.runtime._engine import LostRunError as LostRunError
 from jdist.server.runtime._engine import LostServerError as LostServerError
 from jdist.server.runtime._engine import RefusedError as RefusedError
 from jdist.server.runtime._engine import ServerLearner as ServerLearner

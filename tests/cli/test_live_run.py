@@ -62,6 +62,18 @@ def train(tmp_path, monkeypatch):
   jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def test_a_worker_that_is_lost_for_good_is_a_line(train, monkeypatch, capsys):
+  def work(*args):
+    raise RuntimeError("There is no memory.")
+
+  monkeypatch.setattr(_ray_run, "work", work)
+  assert train() == 75
+  told = capsys.readouterr().err
+  assert told.startswith("jdist: error: worker0 was lost 3 times before")
+  assert "RuntimeError: There is no memory. The same command begins" in told
+  assert told.count("\n") == 1
+
+
 def test_a_run_lost_before_its_evaluation_goes_on(train, tmp_path, capsys):
   with pytest.raises(LostError):
     train(killed_at=2)

@@ -345,6 +345,66 @@ def test_a_worker_that_never_comes_back_ends_the_run():
     run(BSP, plan, works={"b": work})
 
 
+class Killed(server.ThreadEngine):
+  """Loses its server at each of its first starts but the first."""
+
+  def __init__(self, losses):
+    super().__init__()
+    self.losses, self.starts, self.works = losses, 0, {}
+
+  def spawn(self, name, work):
+    self.works[name] = work
+    super().spawn(name, work)
+
+  def serve(self, make):
+    super().serve(make)
+    self.starts += 1
+    for name, work in self.works.items():  # `stop` has sent them home.
+      super().spawn(name, work)
+
+  def ask(self, method, *args, timeout_s=60.0):
+    found = super().ask(method, *args)
+    if method != "status" or self.starts > self.losses:
+      return found
+    if self.starts > 1 or found["samples"] >= 16:
+      self.server.stop()
+      raise server.LostServerError("It was killed.")
+    return found
+
+
+@pytest.mark.parametrize("losses", (1, 2, 4))
+def test_a_server_may_be_lost_while_it_comes_back(losses, tmp_path):
+  engine = Killed(losses)
+  plan = server.LivePlan(
+    workers=NAMES, samples=200, marks=(16.0, 200.0),
+    checkpoints=str(tmp_path),
+  )  # fmt: skip
+
+  def work(name, channel):
+    server.WorkerLoop(
+      channel, name, server.EmptyWorker(), depth=1, pace=asleep(name, 0.002)
+    ).run()
+
+  live = server.LiveRun(
+    engine,
+    lambda: server.LiveServer(BSP, server.EmptyServer(100), plan),
+    {name: functools.partial(work, name) for name in NAMES},
+    startup_s=20.0,
+    can_resume=True,
+  )
+  try:
+    if losses > 3:
+      with pytest.raises(server.LostRunError, match="lost 3 times before it"):
+        live.run()
+      return
+    # An update of those who are back may be one's alone.
+    assert 200 <= live.run().summary["samples"] < 208
+  finally:
+    engine.stop()
+  kinds = [x["kind"] for x in live.events if x["worker"] == "server"]
+  assert kinds == ["lost"] * losses + ["back"]
+
+
 def test_a_server_goes_on_from_its_checkpoint(tmp_path):
   folder = str(tmp_path / "checkpoints")
   first = Hand(BSP, checkpoints=folder, marks=(8.0,), identity={"x": 1})

@@ -157,6 +157,11 @@ def train(options: _options.Train) -> None:
       result = _run(parts, plan, watch)
   except training.OtherRunError as error:
     raise _run_end.refusal(error) from None
+  except server.LostRunError as error:
+    kept = "last checkpoint" if options.checkpoints else "beginning"
+    raise _run_end.LostError(
+      f"{error} The same command begins from the {kept}."
+    ) from None
   except _interrupts.SigtermError:
     raise _run_end.TerminatedError(watch.ended) from None
   more = {"workers": len(machines.nodes), "driver": "ray"}

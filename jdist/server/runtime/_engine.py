@@ -31,6 +31,10 @@ class LostServerError(ConnectionError):
   """Says that the server does not answer; it may come back."""
 
 
+class LostRunError(RuntimeError):
+  """Says that a run has lost a part without which it cannot go on."""
+
+
 class Channel(Interface):
   """The way between one worker and the server; each call waits its time.
 

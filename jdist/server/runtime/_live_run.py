@@ -75,8 +75,19 @@ class LiveRun:
 
     Raises:
       ValueError: when workers and server do not fit together.
-      RuntimeError: when the run cannot go on.
+      LostRunError: a `RuntimeError`, when it cannot go on: a worker was lost
+        again and again, or the server was, and there are no checkpoints.
     """
+    try:
+      self._begin()
+    except _engine.LostServerError as error:
+      raise _engine.LostRunError(
+        f"The server was lost before the run began: {error}"
+      ) from None
+    return self._watch(on_record, on_status)
+
+  def _begin(self) -> None:
+    """Starts server and workers."""
     engine = self.engine
     engine.on_lost(self._on_lost)
     engine.serve(self._make_server)
@@ -88,7 +99,14 @@ class LiveRun:
       engine.spawn(name, self._works[name])
     self._wait_for(names)
     engine.ask("start")
-    seen = 0
+
+  def _watch(
+    self,
+    on_record: Callable[[dict[str, Any], np.ndarray], None],
+    on_status: Callable[[dict[str, Any]], None],
+  ) -> LiveResult:
+    """Watches a run that has begun to its end."""
+    engine, seen = self.engine, 0
     while True:
       time.sleep(_POLL_S)
       try:
@@ -116,7 +134,7 @@ class LiveRun:
       self._check(status)
       missing = set(names) - set(status["here"])
       if time.monotonic() > until:
-        raise RuntimeError(
+        raise _engine.LostRunError(
           f"{', '.join(sorted(missing))} did not come within "
           f"{self._startup_s:g} s."
         )
@@ -132,7 +150,7 @@ class LiveRun:
       return
     self._away[name] = self._away.get(name, 0) + 1
     if self._away[name] > _MAX_TRIES:
-      raise RuntimeError(
+      raise _engine.LostRunError(
         f"{name} was lost {_MAX_TRIES} times before it came back: {reason}"
       )
     self._add_event("lost", name, reason)
@@ -152,13 +170,22 @@ class LiveRun:
     )
 
   def _serve_again(self, reason: str) -> None:
-    self._add_event("lost", "server", reason)
-    if not self._can_resume:
-      raise RuntimeError(
-        f"The server was lost ({reason}), and there are no checkpoints to go "
-        "on from."
-      )
-    self.engine.serve(self._make_server)
-    self._wait_for([name for name in self._works if name not in self._away])
-    self.engine.ask("start")
-    self._add_event("back", "server")
+    for _ in range(_MAX_TRIES):
+      self._add_event("lost", "server", reason)
+      if not self._can_resume:
+        raise _engine.LostRunError(
+          f"The server was lost ({reason}), and there are no checkpoints to go "
+          "on from."
+        )
+      try:
+        self.engine.serve(self._make_server)
+        self._wait_for([name for name in self._works if name not in self._away])
+        self.engine.ask("start")
+      except _engine.LostServerError as error:
+        reason = str(error)
+        continue
+      self._add_event("back", "server")
+      return
+    raise _engine.LostRunError(
+      f"The server was lost {_MAX_TRIES} times before it came back: {reason}"
+    )
