@@ -113,6 +113,22 @@ def test_a_run_that_diverges_keeps_its_last_finite_state(
   assert "--skip-nonfinite" not in told and "stay in" not in told
 
 
+def test_a_run_that_all_machines_leave_is_told_and_has_its_row(
+  words, file, tmp_path, capsys
+):
+  text = FILE.replace("[profile]", "outages = [{start_s = 1}]\n\n[profile]")
+  text = text.replace("jitter = 0.1", "outages = [{start_s = 2}]")
+  with open(file, "w") as cluster:
+    cluster.write(text)
+  with pytest.warns(RuntimeWarning, match="away for good after update"):
+    assert cli.main(words) == 2
+  told = capsys.readouterr()
+  (row,) = rows(tmp_path)
+  assert 0 < row["samples"] < 1442
+  assert f"after {row['samples']:,} of 1,442 samples all are away" in told.err
+  assert told.out.count("update ") == len(row["curve"]) == 2
+
+
 def test_pushes_may_be_compressed(words, tmp_path):
   assert cli.main([*words, "--codec", "int4", "--feedback", "error"]) == 0
   (row,) = rows(tmp_path)

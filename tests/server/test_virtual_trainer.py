@@ -21,9 +21,9 @@ from tests.server import test_gradients as gradients
 pytest.importorskip("simpy")
 
 
-def make(optimizer=gradients.SGD):
+def make(optimizer=gradients.SGD, machines=None):
   samples = data.SampleStream(gradients.DIGITS, 2, seed=0)
-  machines = cluster.workers([2.0, 1.0])
+  machines = cluster.workers([2.0, 1.0]) if machines is None else machines
   learner = server.GradientLearner(
     gradients.LOSS, optimizer, gradients.MODEL.params, samples,
     workers=machines.names,
@@ -172,6 +172,28 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
       server.VirtualTrainer(make()).fit(
         4, checkpoints=checkpoints, metadata={"seed": 1}
       )
+
+
+def test_a_run_ends_where_all_machines_are_away_for_good(tmp_path):
+  pytest.importorskip("orbax.checkpoint")
+  # Two and seven tasks of 0.1 s.
+  machines = cluster.Cluster(
+    tuple(
+      cluster.Node(name, outages=(cluster.Outage(after_s),))
+      for name, after_s in (("a", 0.25), ("b", 0.75))
+    )
+  )
+  told = "away for good after update 9 at 1.75 s, before 12 updates"
+  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+    for _ in range(2):  # Nor is there more once it goes on.
+      with pytest.warns(RuntimeWarning, match=told):
+        records = server.VirtualTrainer(make(machines=machines)).fit(
+          12, every=2, checkpoints=checkpoints
+        )
+      assert [x.step for x in records] == [2, 4, 6, 8, 9]
+  # Seconds go by without anybody.
+  (record,) = server.VirtualTrainer(make(machines=machines)).fit(9, "seconds")
+  assert record.step == 9
 
 
 def diverging(first_bad):

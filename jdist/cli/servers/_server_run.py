@@ -159,6 +159,12 @@ def _fit(
   _run_end.write_row(
     output, options, options.protocol, records, **run.summary(), **resumed
   )
+  if run.ended and run.applied_samples < samples:
+    raise ValueError(
+      "`--cluster` must have a machine that is there until the end: after "
+      f"{run.applied_samples:,} of {samples:,} samples all are away for good. "
+      "Give an outage an `end_s`, or add machines."
+    )
   kept = checkpoints is not None and checkpoints.latest_step() is not None
   saved = options.checkpoints if kept else None
   _run_end.check(records, options.learning_rate, saved, skips=False)

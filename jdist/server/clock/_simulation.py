@@ -136,6 +136,11 @@ class Simulation(_driver.Driver):
     return float(self._environment.now)
 
   @property
+  def ended(self) -> bool:
+    """Whether nothing happens any more: all machines are away for good."""
+    return bool(self._environment.peek() == math.inf)
+
+  @property
   def under_way_s(self) -> float:
     """Seconds that machines have spent on what they compute now."""
     return sum(self._environment.now - began for began in self._busy.values())

@@ -81,6 +81,9 @@ class VirtualTrainer:
       stop_on_sigterm: whether SIGTERM ends the run at the next record, with a
         `training.PreemptedError`.
 
+    Where all machines are away for good before the end, so is the run, with a
+    warning.
+
     Returns:
       Records on the virtual clock: `step` counts updates, `rounds` too, and
       `sent_bytes` is the mean of what a worker has pushed.
@@ -113,6 +116,9 @@ class VirtualTrainer:
       for number, mark in list(enumerate(marks, 1))[len(records) :]:
         limit = mark if unit == "seconds" else round(mark)
         self.simulation.run(**{unit: limit})  # type: ignore[arg-type]
+        ended = self._ends_before(limit, unit)
+        if ended and records and records[-1].step == self._updates:
+          break
         records.append(self._record(evaluate))
         on_record(records[-1])
         saved = False
@@ -124,9 +130,29 @@ class VirtualTrainer:
           if checkpoints is not None:
             checkpoints.wait()
           raise training.PreemptedError(records[-1].step, saved)
+        if ended:
+          break
     if checkpoints is not None:
       checkpoints.wait()
+    if self._ends_before(total, unit):
+      warnings.warn(
+        f"All machines are away for good after update {self._updates} at "
+        f"{self.simulation.now_s:.4g} s, before {total:g} {unit}: so the run "
+        "has ended.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
     return records
+
+  @property
+  def _updates(self) -> int:
+    return self.simulation.state.version
+
+  def _ends_before(self, limit: float, unit: Unit) -> bool:
+    """Returns whether no machine is left that could reach a limit."""
+    run = self.simulation
+    done = {"updates": self._updates, "samples": run.applied_samples}
+    return unit != "seconds" and run.ended and done[unit] < round(limit)
 
   def _save(
     self,
