@@ -3,6 +3,7 @@
 The model, the data and the optimizer's chain arrive as arguments.
 """
 
+from jdist.training._checkpoints import check_same_run as check_same_run
 from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import OtherRunError as OtherRunError
 from jdist.training._checkpoints import OtherWorkers as OtherWorkers

@@ -10,9 +10,10 @@ Which checkpoints count, `_checkpoint_directory` says.
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,31 @@ class OtherRunError(ValueError):
   def __reduce__(self) -> tuple[Any, ...]:
     """Lets it come from another process."""
     return type(self), (self.differences, self._argument)
+
+
+def check_same_run(
+  found: Mapping[str, Any],
+  metadata: Mapping[str, Any],
+  *,
+  free: Collection[str] = (),
+  argument: str = "metadata",
+) -> None:
+  """Raises an OtherRunError if a checkpoint's metadata are of another run.
+
+  Args:
+    found: in the checkpoint, as JSON keeps them.
+    metadata: of this run; those of one alone differ, too.
+    free: names in them that may have other values.
+    argument: what the caller calls them.
+  """
+  metadata = json.loads(json.dumps(dict(metadata)))  # Tuples become lists.
+  differences = {
+    name: (found.get(name), metadata.get(name))
+    for name in sorted((found.keys() | metadata.keys()) - set(free))
+    if found.get(name) != metadata.get(name)
+  }
+  if differences:
+    raise OtherRunError(differences, argument)
 
 
 class OtherWorkers(NamedTuple):

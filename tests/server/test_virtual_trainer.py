@@ -165,13 +165,18 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
   pytest.importorskip("orbax.checkpoint")
   with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
-    server.VirtualTrainer(make()).fit(
-      4, checkpoints=checkpoints, metadata={"seed": 0}
-    )
-    with pytest.raises(ValueError, match="`seed` is 0 there and 1 here"):
-      server.VirtualTrainer(make()).fit(
-        4, checkpoints=checkpoints, metadata={"seed": 1}
+
+    def run(**metadata):
+      return server.VirtualTrainer(make()).fit(
+        4, checkpoints=checkpoints, metadata=metadata
       )
+
+    records = run(seed=0, shape=(2, 3))
+    with pytest.raises(ValueError, match="`seed` is 0 there and 1 here"):
+      run(seed=1, shape=(2, 3))
+    with pytest.raises(ValueError, match="`rate` is None there and "):
+      run(seed=0, shape=(2, 3), rate=0.1)
+    assert run(seed=0, shape=(2, 3)) == records
 
 
 def test_a_run_ends_where_all_machines_are_away_for_good(tmp_path):

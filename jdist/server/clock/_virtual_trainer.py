@@ -193,13 +193,7 @@ class VirtualTrainer:
       return _with_worker(learner.arrays())
 
     def check(saved: dict[str, Any]) -> None:
-      differences = {
-        name: (value, metadata.get(name))
-        for name, value in saved.items()
-        if name != "records" and value != metadata.get(name)
-      }
-      if differences:
-        raise training.OtherRunError(differences)
+      training.check_same_run(saved, metadata, free={"records"})
 
     found = checkpoints.restore(replay, check=check)
     if found is None:

@@ -53,14 +53,7 @@ class LiveCheckpoints:
     if self.found is None:
       return
     header, parts = self.found
-    there = header["identity"]
-    differences = {
-      name: (there.get(name), value)
-      for name, value in identity.items()
-      if there.get(name) != value
-    }
-    if differences:
-      raise training.OtherRunError(differences, "identity")
+    training.check_same_run(header["identity"], identity, argument="identity")
     for name in [x for x in parts if x.startswith(_WORKER)]:
       self.states[name.removeprefix(_WORKER)] = parts.pop(name)
 

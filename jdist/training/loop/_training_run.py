@@ -1,6 +1,5 @@
 """One call of the training loop: steps in flight, clocks, sums and records."""
 
-import json
 import math
 import time
 import warnings
@@ -355,15 +354,8 @@ def check_metadata(
     metadata: of this run.
     free: names in them that may have other values.
   """
-  metadata = json.loads(json.dumps(metadata))  # Tuples become lists there.
-  names = (found.keys() | metadata.keys()) - {_SENT_BYTES, _HISTORY, *free}
-  differences = {
-    name: (found.get(name), metadata.get(name))
-    for name in sorted(names)
-    if found.get(name) != metadata.get(name)
-  }
-  if differences:
-    raise _checkpoints.OtherRunError(differences)
+  free = (_SENT_BYTES, _HISTORY, *free)
+  _checkpoints.check_same_run(found, metadata, free=free)
 
 
 def restore(
