@@ -27,9 +27,9 @@ def resize(
   of all workers.  No mass is lost.  Then, leaf by leaf:
 
   - what is equal on all workers stays as it is;
-  - of floats that each worker has for itself (momenta, the residuals of
-    compressed gradients) every new worker gets the old workers' mean, so that
-    the mean over the workers stays:
+  - of floats and complex numbers that each worker has for itself (momenta, the
+    residuals of compressed gradients) every new worker gets the old workers'
+    mean, so that the mean over the workers stays:
     :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
   - counters and keys are those of worker 0;
   - the residuals of owners, who are others now, begin anew.
@@ -97,8 +97,9 @@ def resize(
         )
       return like
     one = rows[0]
-    if not same and jnp.issubdtype(rows.dtype, jnp.floating):
-      one = rows.astype(np.float64).mean(0).astype(rows.dtype)
+    if not same and jnp.issubdtype(rows.dtype, jnp.inexact):
+      wide = np.complex128 if np.iscomplexobj(rows) else np.float64
+      one = rows.astype(wide).mean(0).astype(rows.dtype)
     return new.place(np.broadcast_to(one, (num_local, *one.shape)))
 
   return jax.tree_util.tree_map_with_path(

@@ -123,7 +123,7 @@ _WRONG = {
   ),
   "a typo in the costs": ("simulate 1f1b --costs TYPO", "forwards_s"),
   "a negative cost": ("simulate 1f1b --forward-s -1", "`--forward-s` must be"),
-  "too few machines": ("simulate 1f1b --cluster CLUSTER", "`nodes` must name"),
+  "too few machines": ("simulate 1f1b --cluster CLUSTER", "fewer `--stages`"),
   "a plan without costs": ("plan ours", "`--costs` must be given to plan"),
   "a plan of costs and a network": (
     "plan ours --costs COSTS --model lenet",

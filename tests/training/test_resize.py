@@ -95,6 +95,19 @@ def test_diloco_with_four_bits_goes_on_with_more_workers():
   assert velocity.shape == (5, 400) and velocity.any()
 
 
+def test_complex_momenta_keep_their_mean():
+  optimizer = methods.local_sgd(optax.sgd(0.1, momentum=0.9), 4, axis="worker")
+  params = {"w": np.zeros(3, np.complex64)}
+  state = training.init_state(team(2), optimizer, params)
+  inner, *rest = state.opt_state.inner
+  trace = {"w": np.array([[1 + 2j, 0, 4], [3 - 4j, 2j, 0]], np.complex64)}
+  inner = (inner._replace(trace=jax.tree.map(team(2).place, trace)), *rest)
+  state = state._replace(opt_state=state.opt_state._replace(inner=inner))
+  found = training.resize(state, optimizer, team(2), team(3))
+  for row in np.asarray(found.opt_state.inner[0].trace["w"]):
+    np.testing.assert_array_equal(row, [2 - 1j, 1j, 2])
+
+
 def test_residuals_of_gradients_keep_their_mean():
   optimizer = optax.chain(
     transforms.average_gradients(

@@ -110,6 +110,13 @@ def _simulate(
     else cluster.load_cluster(options.cluster)[0]
   )
   # Refused before a directory is made.
+  for table in tables:
+    if len(table.devices) > len(machines.names):
+      raise ValueError(
+        f"`--cluster` must have a machine for each of the {len(table.devices)} "
+        f"devices of {table.name}, got {', '.join(machines.names)}. Add "
+        "machines, or take fewer `--stages`."
+      )
   found = {
     table.name: (table, _times(table, machines, options)) for table in tables
   }

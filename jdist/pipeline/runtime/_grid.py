@@ -166,7 +166,7 @@ def continuous_grid(
     raise ValueError(
       f"`window` must be at least {behind + 1} for {s} stages, {m} "
       f"micro-batches and sends of {late} ticks, got {window}. Take more "
-      "micro-batches, or a larger window."
+      "micro-batches, or a larger window, where the table has one."
     )
   ticks = {}
   for stage in range(s):
