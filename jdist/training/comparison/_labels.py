@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 _SIZE = 8
+_LINE = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "shrinkB": 3}
 # In points, from the point: beside it first, then ever farther, with a line.
 _NEAR = (
   (7, -3, "left"), (-7, -3, "right"), (0, 7, "center"), (0, -13, "center"),
 )  # fmt: skip
 _AROUND = tuple(
-  (sign * 12, step * side, "left" if sign > 0 else "right")
-  for step, side, sign in itertools.product(range(9, 73, 9), (1, -1), (1, -1))
+  (sign * away, step * side, "left" if sign > 0 else "right")
+  for away in (12, 70, 130)
+  for step, side, sign in itertools.product(range(9, 127, 9), (1, -1), (1, -1))
 )
 
 
@@ -52,23 +54,27 @@ def label_points(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
   for x, y, text in sorted(labels, key=lambda one: -one[1]):
     tried = []
     for place in (*_NEAR, *_AROUND):
-      note = _write(axes, (x, y), text, place)
+      # Without its line, which may cross what it likes.
+      note = _write(axes, (x, y), text, place, line=None)
       box = note.get_window_extent(renderer).extents
       note.remove()
       tried.append((covered(tuple(box)), place, tuple(box)))
       if not tried[-1][0]:
         break
     _, place, box = min(tried, key=lambda one: one[0])
-    _write(axes, (x, y), text, place)
+    _write(axes, (x, y), text, place, None if place in _NEAR else _LINE)
     taken.append(box)
 
 
 def _write(
-  axes: Any, at: tuple[float, float], text: str, place: tuple[int, int, str]
+  axes: Any,
+  at: tuple[float, float],
+  text: str,
+  place: tuple[int, int, str],
+  line: dict[str, Any] | None,
 ) -> Any:
   right, up, side = place
-  line = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "shrinkB": 3}
   return axes.annotate(
     text, at, xytext=(right, up), textcoords="offset points", fontsize=_SIZE,
-    ha=side, arrowprops=None if place in _NEAR else line,
+    ha=side, arrowprops=line,
   )  # fmt: skip

@@ -52,3 +52,23 @@ def test_no_name_is_over_a_bar():
       assert not box.x0 < second < box.x1
   finally:
     pyplot.close(figure)
+
+
+def test_a_name_leaves_a_crowd_of_bars():
+  figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+  at = [(1 + 0.06 * i, 1.0) for i in range(4)]
+  for x, y in at:
+    axes.errorbar(x, y, 1, fmt="o", capsize=3)
+  axes.set(xlim=(0, 3), ylim=(-3, 5))
+  try:
+    comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    ends = [axes.transData.transform([(x, 0), (x, 2)]) for x, _ in at]
+    for text in axes.texts:
+      box = pyplot.Text.get_window_extent(text, renderer)
+      for (x, bottom), (_, top) in ends:
+        beside = box.x1 < x or x < box.x0
+        assert beside or box.y1 < bottom or top < box.y0
+  finally:
+    pyplot.close(figure)
