@@ -88,7 +88,9 @@ class Evaluator:
       # Of a sample's mask all its tokens count.
       mask = mask.reshape(*mask.shape, *(1,) * (labels.ndim - mask.ndim))
       mask = jnp.broadcast_to(mask, labels.shape)
-      sums = jnp.stack([jnp.sum(x * mask) for x in (hits, losses)])
+      # Selected, not multiplied: padding may have given a NaN.
+      counted = [jnp.where(mask != 0, x * mask, 0.0) for x in (hits, losses)]
+      sums = jnp.stack([jnp.sum(x) for x in counted])
       return collectives.sum(jnp.append(sums, jnp.sum(mask)), axis)
 
     self._prepare = workers.jit(prepare)
