@@ -36,7 +36,8 @@ def save_model(
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
   named = _named(params, {} if model_state is None else model_state)
-  arrays = {name: np.ascontiguousarray(x) for name, x in named.items()}
+  # And not `ascontiguousarray`, which makes vectors of scalars.
+  arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
   header = {
     name: value if isinstance(value, str) else json.dumps(value)
     for name, value in (metadata or {}).items()

@@ -31,6 +31,16 @@ def test_tensors_are_named_by_their_paths(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
+def test_a_scalar_is_read_as_one(tmp_path):
+  params = {"scale": np.float32(3.0), "turned": np.ones((2, 3), np.float32).T}
+  path = tmp_path / "m.safetensors"
+  training.save_model(path, params, {"count": np.int32(7)})
+  found, state = training.load_model(path, params, {"count": np.int32(0)})
+  assert (found["scale"].shape, float(found["scale"])) == ((), 3.0)
+  assert (state["count"].shape, int(state["count"])) == ((), 7)
+  np.testing.assert_array_equal(found["turned"], params["turned"])
+
+
 def test_a_file_of_another_model_is_refused(tmp_path):
   path = tmp_path / "m.safetensors"
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})
