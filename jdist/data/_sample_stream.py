@@ -119,8 +119,9 @@ class SampleStream:
     Args:
       worker: its number; any where the stream is shared.
       start: the position of the first, >= 0.
-      count: how many.
+      count: how many, >= 1.
     """
+    count = checks.check_int("count", count, 1)
     if not 0 <= worker < self.num_workers:
       raise IndexError(
         f"`worker` must be from 0 to {self.num_workers - 1}, got {worker}."

@@ -110,6 +110,9 @@ def flip(shape):
   ("num_workers", lambda: evaluated(0), "an int >= 1"),
   ("batch_size", lambda: evaluated(2, 0), "an int >= 1"),
   ("size", lambda: stream().batch(0, 0, 4, size=3), "at least 4"),
+  ("count", lambda: stream().indices(0, 5, 0), "an int >= 1, got 0"),
+  ("count", lambda: stream().indices(0, 5, -3), "an int >= 1, got -3"),
+  ("count", lambda: stream().batch(0, 0, 0, size=4), "an int >= 1, got 0"),
   ("alpha", lambda: stream(alpha=0.0), "in (0, inf]"),
   # Augmentations.
   ("images", lambda: crop((8, 8, 1)), "[batch, height"),
