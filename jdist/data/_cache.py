@@ -28,7 +28,11 @@ def read(path: pathlib.Path, *names: str) -> tuple[np.ndarray, ...] | None:
   try:
     with open(path, "rb") as file, np.load(file) as arrays:
       return tuple(arrays[name] for name in names)
-  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+  # A RuntimeError where a bit says that the file is encrypted, or of a later
+  # version of the format.
+  except (
+    OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile
+  ):  # fmt: skip
     return None
 
 

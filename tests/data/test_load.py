@@ -201,6 +201,13 @@ def flip_a_pixel(content):
   return content[:middle] + b"\x07" + content[middle + 1 :]
 
 
+def flip_a_flag(content, bit=0):
+  """Flips a bit of the flags of the first array, in the archive's directory."""
+  damaged = bytearray(content)
+  damaged[content.index(b"PK\x01\x02") + 8] ^= 1 << bit
+  return bytes(damaged)
+
+
 @pytest.mark.parametrize(
   "damage",
   [
@@ -208,8 +215,10 @@ def flip_a_pixel(content):
     lambda content: b"not a zip file",
     lambda content: content[: len(content) // 2],
     flip_a_pixel,
+    flip_a_flag,
+    lambda content: flip_a_flag(content, 5),
   ],
-  ids=["emptied", "replaced", "cut", "a bit flipped"],
+  ids=["emptied", "replaced", "cut", "a bit flipped", "encrypted", "patched"],
 )
 def test_a_damaged_cache_is_rebuilt(fake_mnist, damage):
   path, decoded = fake_mnist
