@@ -7,6 +7,8 @@ from jdist import checks
 # Streams of random numbers that share a user's seed must not share numbers:
 # each kind of stream adds a key of its own.
 _PARTITION_KEY = 1
+# Gamma variates of a larger concentration overflow, and no mix is evener.
+_LARGEST_ALPHA = 1e100
 
 
 def check_num_workers(num_workers: int, num_samples: int) -> int:
@@ -76,7 +78,7 @@ def partition(
     return tuple(np.sort(part) for part in parts)
   _, classes = np.unique(labels, return_inverse=True)
   frequency = np.bincount(classes) / len(labels)
-  concentration = alpha * len(frequency) * frequency
+  concentration = min(alpha, _LARGEST_ALPHA) * len(frequency) * frequency
   queues = [
     rng.permutation(np.flatnonzero(classes == k)) for k in range(len(frequency))
   ]

@@ -55,6 +55,13 @@ def test_a_small_alpha_leaves_few_classes_and_a_large_one_all():
   np.testing.assert_allclose(shares(None), 0.1, atol=0.03)
 
 
+@pytest.mark.parametrize("alpha", [1e-300, 1e300, 1.7e308])
+def test_the_smallest_and_the_largest_alpha_give_parts(alpha):
+  labels = np.arange(1000) % 10
+  parts = data.partition(labels, 4, alpha=alpha, seed=0)
+  assert sorted(np.concatenate(parts)) == list(range(1000))
+
+
 def test_the_first_worker_draws_from_the_stated_distribution():
   # Dirichlet(a, ..., a) over K classes has variance (1/K)(1 - 1/K)/(K a + 1)
   # per share; with 4 workers of 40 classes nothing runs out for the first.
