@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +34,10 @@ def save_model(
 
   Raises:
     ImportError: when safetensors is not installed.
+    OSError: when the file cannot be written, as the disk is full for instance.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
+  failed = checks.import_extra("safetensors", "export").SafetensorError
   named = _named(params, {} if model_state is None else model_state)
   # And not `ascontiguousarray`, which makes vectors of scalars.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
@@ -43,8 +46,15 @@ def save_model(
     for name, value in (metadata or {}).items()
   }
   partial = f"{os.fspath(path)}.partial"
-  safetensors.save_file(arrays, partial, header)
-  os.replace(partial, path)
+  try:
+    safetensors.save_file(arrays, partial, header)
+    os.replace(partial, path)
+  except (OSError, failed) as error:
+    pathlib.Path(partial).unlink(missing_ok=True)
+    raise OSError(
+      f"the model could not be written to {os.fspath(path)}: {error}. Make "
+      "room, or take another `path`."
+    ) from error
 
 
 def load_model(

@@ -41,6 +41,15 @@ def test_a_scalar_is_read_as_one(tmp_path):
   np.testing.assert_array_equal(found["turned"], params["turned"])
 
 
+def test_what_cannot_be_written_is_an_error_of_the_disk(tmp_path):
+  (tmp_path / "m.safetensors").mkdir()
+  params = {"w": np.ones(3, np.float32)}
+  for path in (tmp_path / "m.safetensors", tmp_path / "no" / "m.safetensors"):
+    with pytest.raises(OSError, match=r"could not be written to .*: .* `path`"):
+      training.save_model(path, params)
+  assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
 def test_a_file_of_another_model_is_refused(tmp_path):
   path = tmp_path / "m.safetensors"
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})
