@@ -81,10 +81,18 @@ def check_same_run(
   differences = {
     name: (found.get(name), metadata.get(name))
     for name in sorted((found.keys() | metadata.keys()) - set(free))
-    if found.get(name) != metadata.get(name)
+    if _differ(found.get(name), metadata.get(name))
   }
   if differences:
     raise OtherRunError(differences, argument)
+
+
+def _differ(there: Any, here: Any) -> bool:
+  """Returns whether values differ; a NaN is equal to a NaN here."""
+  if there == here:
+    return False
+  one, other = (json.dumps(x, sort_keys=True) for x in (there, here))
+  return one != other
 
 
 class OtherWorkers(NamedTuple):
@@ -182,8 +190,10 @@ class Checkpoints:
       OSError: when it, or the one before it, cannot be written, as the disk is
         full for instance; the last whole one stays.
       RuntimeError: when a leaf that should be equal on all workers is not.
+      ValueError: when JSON cannot hold the metadata.
     """
     checks.check_int("step", step, 0)
+    check_is_json(metadata)
     self.wait()
     names, leaves = _named(state)
     flags = jax.tree.leaves(shared)
@@ -430,6 +440,18 @@ class Checkpoints:
 
   def __exit__(self, *error: object) -> None:
     self.close()
+
+
+def check_is_json(metadata: Any) -> None:
+  """Raises a ValueError unless metadata are None or a dict of JSON's values."""
+  checks.check_type("metadata", metadata, dict | None, "a dict or None")
+  try:
+    json.dumps(metadata)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"`metadata` must be what JSON can hold, got {checks.show(metadata)}: "
+      f"{error}. Make numbers of arrays by `float` or `.tolist()`."
+    ) from error
 
 
 def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:

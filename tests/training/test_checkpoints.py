@@ -275,6 +275,22 @@ def test_other_metadata_are_refused_by_name(tmp_path):
   fit(4, rate=0.1, sizes=(1, 2))  # A tuple, which JSON does not have.
 
 
+def test_a_value_that_is_not_a_number_is_the_same_again(tmp_path):
+  team = _tiny.team("vmap")
+  for steps, resumed in ((1, None), (2, 1)):
+    seen = []
+    with training.Checkpoints(tmp_path, team) as checkpoints:
+      _tiny.trainer(team, "adam").fit(
+        _tiny.init(team, "adam"),
+        _tiny.batches(team),
+        steps,
+        checkpoints=checkpoints,
+        metadata={"threshold": float("nan")},
+        on_resume=seen.append,
+      )
+    assert [x.step for x in seen] == ([] if resumed is None else [resumed])
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_last_few_are_kept(keep, tmp_path):
   team = _tiny.team("vmap")

@@ -36,24 +36,24 @@ def kept(number):
   return training.Checkpoints("nowhere", _tiny.team("none"), keep=number)
 
 
-def save(step):
+def save(step, **options):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "momentum")
   with (
     tempfile.TemporaryDirectory() as folder,
     training.Checkpoints(folder, team) as checkpoints,
   ):
-    checkpoints.save(step, state, training.shared_leaves(state))
+    checkpoints.save(step, state, training.shared_leaves(state), **options)
 
 
-def fit(batches=lambda start: iter(()), num_steps=3, used=False):
+def fit(batches=lambda start: iter(()), num_steps=3, used=False, **options):
   team = _tiny.team("vmap")
   optimizer = _tiny.optimizers(team.axis)["momentum"]
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
   state = _tiny.init(team, "momentum")
   if used:
     jax.tree.leaves(state.params)[0].delete()
-  training.Trainer(team, step).fit(state, batches, num_steps)
+  training.Trainer(team, step).fit(state, batches, num_steps, **options)
 
 
 def loss_alone(found):
@@ -63,6 +63,14 @@ def loss_alone(found):
 
 @_refusals.table(
   ("batches", lambda: fit([]), "a function of the step"),
+  ("batches(step)", lambda: fit(lambda start: [1]), "an iterator of batches"),
+  ("evaluate", lambda: fit(evaluate=3), "a function of a state, or None"),
+  ("on_record", lambda: fit(on_record="x"), "a function of a record"),
+  ("on_resume", lambda: fit(on_resume=1), "a function of a checkpoint"),
+  ("label", lambda: fit(label=5), "a function of a step and text, or None"),
+  ("metadata", lambda: fit(metadata="text"), "a dict or None"),
+  ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "what JSON can hold"),
+  ("metadata", lambda: fit(metadata={"sent_bytes": 1}), "must not have"),
   ("num_steps", lambda: fit(num_steps=5.5), "an int >= 1"),
   ("num_steps", lambda: fit(num_steps=0), "an int >= 1"),
   ("state", lambda: fit(used=True), "still be there"),
@@ -81,6 +89,7 @@ def loss_alone(found):
   ("batches", lambda: evaluator([]), "at least one batch"),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
+  ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "what JSON can"),
 )
 def test_what_cannot_be_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

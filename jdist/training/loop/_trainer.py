@@ -114,8 +114,8 @@ class Trainer:
       evaluate_every: steps between evaluations; by default at the end only.
       checkpoints: where to resume from and save to.
       checkpoint_every: steps between checkpoints; by default at the end only.
-      metadata: saved with each checkpoint; a checkpoint with other metadata
-        is refused.
+      metadata: a dict that JSON can hold, saved with each checkpoint; a
+        checkpoint with other metadata is refused.
       label: shows progress under this name; or what is called with each step
         and a few figures, to show them elsewhere.
       on_record: called with each new record.
@@ -146,6 +146,15 @@ class Trainer:
       if number is not None:
         checks.check_int(name, number, 1)
     checks.check_function("batches", batches, "the step to begin with")
+    for name, function, of in (
+      ("evaluate", evaluate, "a state"),
+      ("on_record", on_record, "a record"),
+      ("on_resume", on_resume, "a checkpoint"),
+    ):
+      checks.check_function(name, function, of, optional=True)
+    if not isinstance(label, str):
+      checks.check_function("label", label, "a step and text", optional=True)
+    _training_run.check_own_metadata(metadata)
     if any(
       isinstance(x, jax.Array) and x.is_deleted()
       for x in jax.tree.leaves(state)
@@ -178,6 +187,9 @@ class Trainer:
     )
     with contextlib.ExitStack() as stack:
       data = batches(start)
+      checks.check_type(
+        "batches(step)", data, Iterator, "an iterator of batches"
+      )
       if close := getattr(data, "close", None):
         stack.callback(close)
       stack.enter_context(run.watchdog)

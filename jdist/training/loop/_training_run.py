@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jdist import collectives, transforms
+from jdist import checks, collectives, transforms
 from jdist.training import _checkpoints, _train_state
 from jdist.training.loop import (
   _compiled_step,
@@ -245,6 +245,9 @@ class TrainingRun:
     self.read()
     self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
+    checks.check_type(
+      "evaluate(state)", metrics, Mapping, "a dict of numbers by name"
+    )
     self.watchdog.beat(f"evaluated after step {self._read}")
     total, number = self._sum_of_losses()
     train_loss = total / number if number else math.nan
@@ -340,6 +343,17 @@ def _local_rows(metrics: jax.Array) -> np.ndarray:
   return np.concatenate(
     [np.asarray(s.data) for s in metrics.addressable_shards]
   )
+
+
+def check_own_metadata(metadata: Any) -> None:
+  """Raises a ValueError unless checkpoints can keep metadata of a caller."""
+  _checkpoints.check_is_json(metadata)
+  for name in (_SENT_BYTES, _HISTORY):
+    if name in (metadata or {}):
+      raise ValueError(
+        f"`metadata` must not have {name!r}, which the run itself keeps there. "
+        "Give it another name."
+      )
 
 
 def check_metadata(
