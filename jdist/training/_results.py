@@ -47,14 +47,24 @@ def append_rows(
 
   What is not a finite number, such as the loss of a run that has diverged,
   becomes null: JSON has no other word for it.
+
+  Raises:
+    OSError: when they cannot be written, as the disk is full for instance.
   """
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   _drop_cut_off_line(path)
-  with path.open("a") as file:
-    for row in rows:
-      file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
-      file.flush()
+  lines = (json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
+  try:
+    with path.open("a") as file:
+      for line in lines:
+        file.write(line)
+        file.flush()
+  except OSError as error:
+    raise OSError(
+      f"a row could not be written to {path}: {error.strerror}. Make room, or "
+      "take another `path`."
+    ) from error
 
 
 def _drop_cut_off_line(path: pathlib.Path) -> None:

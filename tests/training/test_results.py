@@ -1,8 +1,10 @@
 """Rows stand alone, and a file of them survives being cut off."""
 
 import json
+import pathlib
 
 import numpy as np
+import pytest
 
 from jdist import training
 
@@ -32,6 +34,20 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
   # The next row does not continue the broken line.
   training.append_rows(path, [{"a": 3}])
   assert training.read_rows(path) == [{"a": 1}, {"a": 3}]
+
+
+@pytest.mark.skipif(
+  not pathlib.Path("/dev/full").exists(), reason="needs a device that is full"
+)
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+  path, opened = tmp_path / "rows.jsonl", pathlib.Path.open
+  monkeypatch.setattr(
+    pathlib.Path,
+    "open",
+    lambda self, mode: opened(pathlib.Path("/dev/full"), mode),
+  )
+  with pytest.raises(OSError, match=f"written to {path}: No space left"):
+    training.append_rows(path, [{"a": 1}])
 
 
 def test_a_run_that_diverged_is_still_json(tmp_path):
