@@ -1,5 +1,6 @@
 """Records as events of TensorBoard."""
 
+import contextlib
 import math
 import os
 from types import TracebackType
@@ -25,10 +26,15 @@ class MetricsWriter:
       ImportError: when tensorboardX is not installed.
     """
     board = checks.import_extra("tensorboardX", "metrics")
-    self._writer = board.SummaryWriter(os.fspath(directory))
+    self._directory = os.fspath(directory)
+    self._writer = board.SummaryWriter(self._directory)
 
   def write(self, record: loop.Record) -> None:
-    """Writes a record: each of its metrics, losses, rounds, bytes, rate."""
+    """Writes a record: each of its metrics, losses, rounds, bytes, rate.
+
+    Raises:
+      OSError: when it cannot be written, as the disk is full for instance.
+    """
     values = {f"test/{name}": value for name, value in record.metrics.items()}
     values |= {
       "train/loss": record.train_loss,
@@ -39,9 +45,15 @@ class MetricsWriter:
     }
     if math.isnan(record.samples_per_s):  # There is none yet.
       del values["train/samples_per_s"]
-    for name, value in values.items():
-      self._writer.add_scalar(name, value, record.step)
-    self._writer.flush()
+    try:
+      for name, value in values.items():
+        self._writer.add_scalar(name, value, record.step)
+      self._writer.flush()
+    except OSError as error:
+      raise OSError(
+        f"events could not be written to {self._directory}: {error.strerror}. "
+        "Make room, or take another `directory`."
+      ) from error
 
   def close(self) -> None:
     """Closes the file."""
@@ -56,4 +68,9 @@ class MetricsWriter:
     error: BaseException | None,
     trace: TracebackType | None,
   ) -> None:
-    self.close()
+    if error is None:
+      self.close()
+      return
+    # What it could not write before, it cannot write now.
+    with contextlib.suppress(OSError):
+      self.close()

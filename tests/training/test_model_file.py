@@ -1,5 +1,7 @@
 """Trained models in files that others read."""
 
+import errno
+
 import jax
 import numpy as np
 import pytest
@@ -108,6 +110,22 @@ def test_the_command_writes_what_it_has_evaluated(tmp_path, capsys):
   (events,) = board.iterdir()
   assert events.name.startswith("events.out.tfevents")
   assert events.stat().st_size > 100
+
+
+def test_events_that_cannot_be_written_are_told_in_a_line(
+  tmp_path, monkeypatch
+):
+  def fail(self):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  record = training.Record(7, 3, 16.0, 0.5, {"accuracy": 0.9}, 1.0, 100.0)
+  with (
+    pytest.raises(OSError, match=f"written to {tmp_path}: No space left"),
+    training.MetricsWriter(tmp_path) as writer,
+  ):
+    monkeypatch.setattr(tensorboardX.SummaryWriter, "flush", fail)
+    monkeypatch.setattr(tensorboardX.SummaryWriter, "close", fail)
+    writer.write(record)
 
 
 def test_records_become_scalars(tmp_path, monkeypatch):
