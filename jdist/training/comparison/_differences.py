@@ -45,10 +45,14 @@ def paired_difference(
     rows: of the variant.
     base: of the other one.
     value: what is compared.
-    confidence: of the interval, two-sided.
+    confidence: of the interval, two-sided, between 0 and 1.
 
   Returns:
     None with fewer than two seeds in common.
+
+  Raises:
+    ValueError: when a seed has several rows of a variant, which are no
+      independent pairs, or `confidence` is no such number.
 
   >>> rows = [{"seed": s, "accuracy": a} for s, a in ((0, 0.91), (1, 0.93))]
   >>> base = [{"seed": s, "accuracy": 0.9} for s in (0, 1, 2)]
@@ -57,6 +61,17 @@ def paired_difference(
   """
   from scipy import special
 
+  if not 0 < confidence < 1:
+    raise ValueError(
+      f"`confidence` must be between 0 and 1, got {confidence}: 0.95 is 95 %."
+    )
+  for name, given in (("rows", rows), ("base", base)):
+    seeds = [row["seed"] for row in given]
+    if len(set(seeds)) < len(seeds):
+      raise ValueError(
+        f"`{name}` must have one row for each seed, got seeds {seeds}. Take "
+        "the rows of one setting, each trial once."
+      )
   others = {row["seed"]: row for row in base}
   found = [
     value(row) - value(others[row["seed"]])

@@ -5,6 +5,7 @@ import statistics
 import pytest
 
 from jdist.training import comparison
+from tests import _refusals
 
 
 def _rows(accuracies, sent=100):
@@ -12,6 +13,13 @@ def _rows(accuracies, sent=100):
     {"seed": seed, "accuracy": accuracy, "sent_bytes": sent}
     for seed, accuracy in accuracies.items()
   ]
+
+
+_TWO = _rows({0: 0.5, 1: 0.6})
+
+
+def _compared(rows=_TWO, base=_TWO, **options):
+  return comparison.paired_difference(rows, base, **options)
 
 
 def test_an_interval_by_hand():
@@ -34,6 +42,18 @@ def test_pairs_cancel_what_a_seed_does_to_both():
 def test_one_pair_has_no_interval():
   rows = _rows({0: 0.5, 1: 0.5})
   assert comparison.paired_difference(rows, _rows({1: 0.4, 2: 0.4})) is None
+
+
+@_refusals.table(
+  *(
+    ("confidence", lambda x=x: _compared(confidence=x), "between 0 and 1")
+    for x in (95, 1, 0, -0.5, float("nan"))
+  ),
+  ("rows", lambda: _compared(rows=2 * _TWO), "one row for each seed, got"),
+  ("base", lambda: _compared(base=2 * _TWO), "one row for each seed, got"),
+)
+def test_what_gives_no_interval_is_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
 
 
 def test_the_table_counts_the_seeds_asked_for():
