@@ -136,3 +136,19 @@ def test_a_file_without_costs_is_refused(tmp_path, capsys):
   path.write_text('[[nodes]]\nname = "a"\n')
   assert cli.main(["simulate", str(path)]) == 2
   assert "[profile]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("start_s", "updates"), [(0.0, 0), (1.0, 3)])
+def test_machines_that_are_all_away_for_good_are_told(
+  start_s, updates, tmp_path, capsys
+):
+  away = f"\n[[nodes.outages]]\nstart_s = {start_s}\n"
+  file = tmp_path / "away.toml"
+  text = f'[[nodes]]\nname = "a"\n{away}{FILE[FILE.index("[profile]") :]}'
+  file.write_text(text)
+  output = tmp_path / "out"
+  words = ["simulate", str(file), "--protocols", "asp", "--batch-size", "32"]
+  assert cli.main([*words, "--output", str(output)]) == 0
+  told = capsys.readouterr().out
+  assert f"asp has ended after update {updates} at " in told
+  assert "away for good" in told

@@ -45,8 +45,15 @@ def simulate(options: _options.Simulate) -> None:
   for name, run in runs.items():
     run.run(**limits)
     training.append_rows(output / "rows.jsonl", [_row(name, run, options)])
-    _draw(name, run, min(drawn, run.now_s), output)
+    # Nothing happens where all machines are away from the beginning.
+    _draw(name, run, min(drawn, run.now_s or drawn), output)
   console.print(_table(runs))
+  for name, run in runs.items():
+    if run.ended:
+      print(
+        f"{name} has ended after update {run.state.version} at "
+        f"{run.now_s:.4g} s: all machines are away for good from then on."
+      )
   # Not through the console, which would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   for name in runs:
