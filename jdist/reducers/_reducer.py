@@ -91,8 +91,9 @@ class Reducer(abc.ABC):
     Feedbacks that keep `wanted - own_share`, which else grows, are refused
     elsewhere.
     """
-    own = [x for x in vars(self).values() if isinstance(x, codecs.Codec)]
-    return all(x.contractive for x in (*own, *self.reducers))
+    fields = vars(self).values()
+    own = all(x.contractive for x in fields if isinstance(x, codecs.Codec))
+    return own and all(reducer.contractive for reducer in self.reducers)
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
