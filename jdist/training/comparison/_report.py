@@ -170,10 +170,7 @@ def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
       color="#d55e00" if marked else "#0072b2",
       capsize=3,
     )
-  front: list[tuple[float, float]] = []
-  for sent, mean, _ in sorted(labels):
-    if not front or mean > front[-1][1]:
-      front.append((sent, mean))
+  front = _front([(sent, mean) for sent, mean, _ in labels])
   axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0)
   some: Any = next(iter(runs.values()))[0]
   axes.set_xscale("log")
@@ -191,3 +188,16 @@ def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
   _labels.label_points(axes, labels)
   figure.savefig(path, dpi=130)
   plt.close(figure)
+
+
+def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Returns the points (bytes, accuracy) that no other is better than in both.
+
+  >>> _front([(2, 0.6), (1, 0.5), (2, 0.7), (3, 0.65)])
+  [(1, 0.5), (2, 0.7)]
+  """
+  front: list[tuple[float, float]] = []
+  for sent, mean in sorted(points, key=lambda one: (one[0], -one[1])):
+    if not front or mean > front[-1][1]:
+      front.append((sent, mean))
+  return front
