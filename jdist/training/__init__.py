@@ -3,9 +3,7 @@
 The model, the data and the optimizer's chain arrive as arguments.
 """
 
-from jdist.training._checkpoints import check_same_run as check_same_run
 from jdist.training._checkpoints import Checkpoints as Checkpoints
-from jdist.training._checkpoints import OtherRunError as OtherRunError
 from jdist.training._checkpoints import OtherWorkers as OtherWorkers
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
@@ -29,6 +27,8 @@ from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
 from jdist.training._results import read_rows as read_rows
+from jdist.training._run_metadata import check_same_run as check_same_run
+from jdist.training._run_metadata import OtherRunError as OtherRunError
 from jdist.training._step import make_step as make_step
 from jdist.training._step import make_update as make_update
 from jdist.training._step import mean_statistics as mean_statistics

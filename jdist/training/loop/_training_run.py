@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdist import checks, collectives, transforms
-from jdist.training import _checkpoints, _train_state
+from jdist.training import _checkpoints, _run_metadata, _train_state
 from jdist.training.loop import (
   _compiled_step,
   _programs,
@@ -347,7 +347,7 @@ def _local_rows(metrics: jax.Array) -> np.ndarray:
 
 def check_own_metadata(metadata: Any) -> None:
   """Raises a ValueError unless checkpoints can keep metadata of a caller."""
-  _checkpoints.check_is_json(metadata)
+  _run_metadata.check_is_json(metadata)
   for name in (_SENT_BYTES, _HISTORY):
     if name in (metadata or {}):
       raise ValueError(
@@ -369,7 +369,7 @@ def check_metadata(
     free: names in them that may have other values.
   """
   free = (_SENT_BYTES, _HISTORY, *free)
-  _checkpoints.check_same_run(found, metadata, free=free)
+  _run_metadata.check_same_run(found, metadata, free=free)
 
 
 def restore(
