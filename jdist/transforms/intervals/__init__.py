@@ -15,6 +15,7 @@ from jdist.transforms.intervals._adaptive import (
 from jdist.transforms.intervals._growth import growth as growth
 from jdist.transforms.intervals._growth import GrowthState as GrowthState
 from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
+from jdist.transforms.intervals._policy import UNKNOWN_LOSS as UNKNOWN_LOSS
 from jdist.transforms.intervals._scheduled_interval import (
   as_policy as as_policy,
 )

@@ -102,7 +102,7 @@ def adacomm(
   def init_fn() -> AdaCommState:
     return AdaCommState(
       interval=jnp.asarray(min(initial_interval, longest), jnp.int32),
-      first_loss=jnp.asarray(_policy.UNKNOWN, jnp.float32),
+      first_loss=jnp.asarray(_policy.UNKNOWN_LOSS, jnp.float32),
       loss_sum=jnp.zeros((), jnp.float32),
       rounds=jnp.zeros((), jnp.int32),
       next_step=jnp.asarray(period_steps, jnp.int32),
@@ -207,7 +207,7 @@ def msdpu(
     raise ValueError(f"`decay` must be below 1, got {decay}.")
 
   def init_fn() -> MsdpuIntervalState:
-    unknown = jnp.asarray(_policy.UNKNOWN, jnp.float32)
+    unknown = jnp.asarray(_policy.UNKNOWN_LOSS, jnp.float32)
     first = jnp.asarray(initial_interval, jnp.int32)
     first_rate = _policy.rate_at(learning_rate, jnp.zeros((), jnp.int32))
     return MsdpuIntervalState(unknown, unknown, first, first_rate)

@@ -13,7 +13,7 @@ from jdist import checks
 # A round longer than any training, and an int32.
 LONGEST = 2**30
 # A loss that a state does not know yet: `jax.debug_nans` stops at a NaN.
-UNKNOWN = math.inf
+UNKNOWN_LOSS = math.inf
 
 
 class IntervalPolicy(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _control
+from jdist.transforms import _control, intervals
 from jdist.transforms.local import (
   _anchor,
   _chunked_stream,
@@ -128,7 +128,7 @@ class LateSynchronizer(_local_steps.Synchronizer):
       held=self._hold_nothing(state, state.flight.held),
       in_flight=jnp.zeros_like(in_flight),
       arrived_loss=jax.tree.map(
-        lambda x: jnp.full_like(x, _round_state.UNKNOWN_LOSS),
+        lambda x: jnp.full_like(x, intervals.UNKNOWN_LOSS),
         state.flight.arrived_loss,
       ),
     )

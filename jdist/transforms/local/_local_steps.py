@@ -42,7 +42,7 @@ class Synchronizer:
     """The loss of no round: infinite, or `()` when the interval needs none."""
     if not self.policy.needs_loss:
       return ()
-    return jnp.full((), _round_state.UNKNOWN_LOSS, jnp.float32)
+    return jnp.full((), intervals.UNKNOWN_LOSS, jnp.float32)
 
   def init(self, params: optax.Params) -> SyncState:
     """Returns the state before the first step, on the anchor."""

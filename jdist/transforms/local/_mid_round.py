@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.transforms import _control
+from jdist.transforms import _control, intervals
 from jdist.transforms.local import (
   _anchor,
   _late_rounds,
@@ -222,4 +222,4 @@ class MidRoundSynchronizer(_late_rounds.LateSynchronizer):
 
 
 def _unknown() -> jax.Array:
-  return jnp.full((), _round_state.UNKNOWN_LOSS, jnp.float32)
+  return jnp.full((), intervals.UNKNOWN_LOSS, jnp.float32)

@@ -13,8 +13,6 @@ PyTree = Any
 
 # A step that no run reaches: no long round has begun the delay.
 NEVER = 2**30
-# The loss of no round, as a state keeps it: `jax.debug_nans` stops at a NaN.
-UNKNOWN_LOSS = float("inf")
 
 
 @states.declare(
