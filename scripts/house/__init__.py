@@ -1,4 +1,4 @@
-"""How the library is built: what `measure_house.py` measures."""
+"""Measures of how the library is built, for `measure_house.py`."""
 
 from house._figures import measure as measure
 from house._graphs import find_floors as find_floors

@@ -137,7 +137,7 @@ class Simulation(_driver.Driver):
 
   @property
   def ended(self) -> bool:
-    """Whether nothing happens any more: all machines are away for good."""
+    """True once nothing happens any more: all machines are away for good."""
     return bool(self._environment.peek() == math.inf)
 
   @property

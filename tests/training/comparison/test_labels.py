@@ -34,6 +34,14 @@ def test_no_name_is_over_another_or_outside():
     pyplot.close(figure)
 
 
+def _boxes(figure, axes, at):
+  """Labels points, and returns the boxes of the texts."""
+  comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
+  figure.canvas.draw()
+  renderer = figure.canvas.get_renderer()
+  return [pyplot.Text.get_window_extent(x, renderer) for x in axes.texts]
+
+
 def test_no_name_is_over_a_bar():
   figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
   at = [(1.0, 1.0), (1.3, 3.0)]
@@ -41,13 +49,10 @@ def test_no_name_is_over_a_bar():
     axes.errorbar(x, y, 2.5, fmt="o", capsize=3)
   axes.set(xlim=(0, 2.5), ylim=(-3, 7))
   try:
-    comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
-    figure.canvas.draw()
+    boxes = _boxes(figure, axes, at)
     # To the right of the first is the second's bar.
-    renderer = figure.canvas.get_renderer()
     first, second = axes.transData.transform(at)[:, 0]
-    for text in axes.texts:
-      box = pyplot.Text.get_window_extent(text, renderer)
+    for box in boxes:
       assert not box.x0 < first < box.x1
       assert not box.x0 < second < box.x1
   finally:
@@ -61,12 +66,9 @@ def test_a_name_leaves_a_crowd_of_bars():
     axes.errorbar(x, y, 1, fmt="o", capsize=3)
   axes.set(xlim=(0, 3), ylim=(-3, 5))
   try:
-    comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
+    boxes = _boxes(figure, axes, at)
     ends = [axes.transData.transform([(x, 0), (x, 2)]) for x, _ in at]
-    for text in axes.texts:
-      box = pyplot.Text.get_window_extent(text, renderer)
+    for box in boxes:
       for (x, bottom), (_, top) in ends:
         beside = box.x1 < x or x < box.x0
         assert beside or box.y1 < bottom or top < box.y0
