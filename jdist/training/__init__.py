@@ -37,6 +37,7 @@ from jdist.training._step import (
   synchronize_statistics as synchronize_statistics,
 )
 from jdist.training._train_state import init_state as init_state
+from jdist.training._train_state import is_finite as is_finite
 from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
 from jdist.training.loop import format_bytes as format_bytes

@@ -111,30 +111,31 @@ def _split_alike(
   return jax.tree_util.tree_map_with_path(spec_of, shapes)
 
 
-def all_finite(state: TrainState, axis: collectives.Axis) -> jax.Array:
-  """Returns whether training can go on from a state, the same on all workers.
+def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
+  """Returns whether training can continue from a model and its other arrays.
 
-  Parameters and batch statistics must be finite; an optimizer's arrays must be
-  without NaN: infinities are some optimizers' first values, and a scalar that
-  is NaN may be the loss of a step that was skipped.
+  Traceable: a bool scalar, for the arrays that it is given alone.
 
   Args:
-    state: one worker's.
-    axis: the workers' axis.
+    model: parameters and batch statistics, which must be finite.
+    arrays: all else that is saved, for instance an optimizer's state or
+      gradients under way, which must not hold a NaN.
+
+  >>> is_finite(jnp.ones(2), (jnp.array([jnp.inf]), jnp.array(jnp.nan))).item()
+  True
+  >>> is_finite(jnp.ones(2), jnp.array([jnp.nan])).item()
+  False
   """
 
   def floats(tree: PyTree) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-  finite = floats((state.params, state.model_state))
-  good = [jnp.isfinite(x).all() for x in finite]
-  arrays = [x for x in floats(state.opt_state) if x.ndim]
-  good += [~jnp.isnan(x).any() for x in arrays]
-  if not good:
-    return jnp.asarray(True)
-  bad = (~jnp.stack(good).all()).astype(jnp.float32)
-  return collectives.sum(bad, axis) == 0
+  good = [jnp.isfinite(x).all() for x in floats(model)]
+  # Some optimizers start from infinities, so these are allowed outside the
+  # model. A NaN scalar is allowed because it may be the loss of a skipped step.
+  good += [~jnp.isnan(x).any() for x in floats(arrays) if x.ndim]
+  return jnp.stack(good).all() if good else jnp.asarray(True)
 
 
 def shared_leaves(state: TrainState) -> TrainState:

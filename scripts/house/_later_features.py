@@ -80,7 +80,7 @@ _LATER = {
   "divergence, workers apart, warm-ups": """cli/_divergence.py
     cli/_compare.py:_tell_diverged transforms/_skip_nonfinite.py
     cli/_run_end.py:DivergedError cli/_run_end.py:check
-    training/_train_state.py:all_finite
+    training/_train_state.py:is_finite
     training/loop/_training_run.py:is_diverged
     training/loop/_compiled_step.py:CompiledStep.is_finite
     training/loop/_compiled_step.py:CompiledStep.check_communicates

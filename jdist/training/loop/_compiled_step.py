@@ -26,9 +26,14 @@ class CompiledStep:
     self._step = step
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
-    self._all_finite = workers.jit(
-      functools.partial(_train_state.all_finite, axis=workers.axis)
-    )
+
+    def all_finite(state: _train_state.TrainState) -> jax.Array:
+      model = (state.params, state.model_state)
+      bad = ~_train_state.is_finite(model, state.opt_state)
+      # The workers must decide alike, since all of them write a checkpoint.
+      return collectives.sum(bad.astype(jnp.float32), workers.axis) == 0
+
+    self._all_finite = workers.jit(all_finite)
 
   def _packed(
     self,
