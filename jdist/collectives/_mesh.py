@@ -35,7 +35,7 @@ def make_cpu_devices(num_devices: int) -> int:
   """
   num_devices = checks.check_int("num_devices", num_devices, 1)
   # -1 when nobody has asked before.
-  asked_before = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  asked_before = jax.config.values["jax_num_cpu_devices"]
   num_devices = max(num_devices, asked_before)
   try:
     jax.config.update("jax_num_cpu_devices", num_devices)

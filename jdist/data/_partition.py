@@ -115,6 +115,6 @@ def _draw_counts(
     # A mix may vanish on all that is left, exactly or by underflow.
     if weights.sum() < 1e-100:
       weights = left.astype(float)
-    drawn = rng.multinomial(missing, weights / weights.sum())
+    drawn = rng.multinomial(int(missing), weights / weights.sum())
     counts += np.minimum(drawn, left)
   return counts

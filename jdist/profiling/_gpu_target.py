@@ -188,7 +188,7 @@ def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
     RuntimeError: when JAX has already started, and would ignore it.
   """
   # JAX refuses another number of devices once it has started.
-  count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  count = jax.config.values["jax_num_cpu_devices"]
   jax.config.update("jax_num_cpu_devices", max(count, 1) + 1)
   jax.config.update("jax_num_cpu_devices", count)
   latency_us = max(1, round(latency_s * 1e6))

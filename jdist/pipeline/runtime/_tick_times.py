@@ -78,7 +78,7 @@ def tick_times(
     ticks=len(grid.rows),
     step_s=step_s,
     free_s=free_s,
-    compute_s=float((passes.sum(0) + between_s).sum(0).max()),
+    compute_s=float(np.max((passes.sum(0) + between_s).sum(0))),
     send_s=len(grid.rows) * sends[1],
   )
 
@@ -106,4 +106,4 @@ def _run(
       now = now + backward + forward
       now = np.maximum(gradient, sent(now))
     now = now + between_s
-  return float(now.max())
+  return float(np.max(now))
