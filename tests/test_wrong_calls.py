@@ -64,21 +64,19 @@ def compressed(reducer, feedback=None):
 
 
 for _name, _method in methods.registry.items():
-  _given = {"axis": AXIS}
-  for _option in _method.options:
-    _given |= {
-      key: value
-      for key, value in {
-        "optimizer": SGD,
-        "interval": 2,
-        "learning_rate": 0.1,
-        "local_learning_rate": 0.1,
-        "switch_step": 2,
-        "warmup_steps": 2,
-        "fragments": 2,
-      }.items()
-      if key == _option.name and _option.default is inspect.Parameter.empty
-    }
+  _given = {"axis": AXIS} | {
+    key: value
+    for key, value in {
+      "optimizer": SGD,
+      "interval": 2,
+      "learning_rate": 0.1,
+      "local_learning_rate": 0.1,
+      "switch_step": 2,
+      "warmup_steps": 2,
+      "fragments": 2,
+    }.items()
+    if key in _method.required
+  }
   if _name == "msdpu":  # Its rounds grow as the rate falls.
     _given["learning_rate"] = optax.linear_schedule(0.1, 0.01, 10)
   if _name != "mp2":  # tests/transforms/test_predicted_refusals.py

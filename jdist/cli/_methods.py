@@ -160,7 +160,7 @@ def _interval(
 ) -> int | intervals.IntervalPolicy:
   """The interval policy; the last round always ends with the run."""
   rule, first = options.interval_policy, options.interval
-  if method.fixed_rounds:
+  if method.interval_policy is None:
     if rule not in ("method", "fixed"):
       raise ValueError(
         f"`--interval-policy` must be fixed for {name}, whose fragments take "

@@ -44,7 +44,7 @@ METHODS = {
   "wnn": methods.Method(
     "ssgd; networks foresee the weights, every fifth epoch",
     _wnn,
-    {"steps_per_epoch": lambda run: run.steps_per_epoch},
+    from_run={"steps_per_epoch": lambda run: run.steps_per_epoch},
   )
 }
 

@@ -27,7 +27,6 @@ from jdist.methods._local_sgd import post_local_sgd as post_local_sgd
 from jdist.methods._local_sgd import scaffold as scaffold
 from jdist.methods._local_sgd import slow_mo as slow_mo
 from jdist.methods._method import Method as Method
-from jdist.methods._method import Option as Option
 from jdist.methods._method import Paper as Paper
 from jdist.methods._method import Run as Run
 from jdist.methods._method_registry import registry as registry
