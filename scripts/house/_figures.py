@@ -1,70 +1,102 @@
-"""All figures of a tree."""
+"""All figures of a tree, and the limits that they keep."""
 
 import pathlib
-import re
-import subprocess
-import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from house import _graphs, _later_features, _names, _sources, _updates
+from house import _graphs, _prose, _public, _sources, _updates
 
-# Counted in docstrings and comments, whatever their case.
-_WORDS = {
-  "tell, told": r"\b(tell|tells|told|telling)\b",
-  "meet": r"meet",
-  "remember": r"\bremember",
-  "arrive": r"\barrive[sd]?\b",
-  "staleness": r"\bstaleness\b",
-  "bucket": r"\bbuckets?\b",
-  "all-reduce": r"\ball-reduce",
+
+class Limit(NamedTuple):
+  """A figure and the bound that a test holds it to.
+
+  Attributes:
+    value: as measured.
+    bound: the limit.
+    at_least: whether the bound is a lower one.
+  """
+
+  value: float
+  bound: float
+  at_least: bool = False
+
+  @property
+  def holds(self) -> bool:
+    """Returns whether the figure keeps the limit."""
+    if self.at_least:
+      return self.value >= self.bound
+    return self.value <= self.bound
+
+
+# The files that a traced update enters, `collectives` included, and its hops.
+MAX_UPDATES = {
+  "local_sgd": (6, 27),
+  "diloco": (6, 30),
+  "diloco int4 + feedback": (12, 90),
+  "msdpu streamed": (10, 95),
+  "msdpu streamed int8 + feedback": (14, 120),
 }
+_MAX_FLOORS, _MAX_LINES, _MAX_NAMES = 6, 55_163, 430
+_MIN_COMMENTS, _MAX_OF = 6.0, 0.3
 
 
 def measure(tree: pathlib.Path) -> dict[str, Any]:
-  """Measures all figures of a tree."""
+  """Measures the figures that files alone tell."""
   sources = _sources.read_sources(tree)
   folders = {
     name: _folder_figures(files, _graphs.folder_graph(name, sources))
     for name, files in _sources.by_folder(sources).items()
   }
-  for room in sorted({x.split("/")[0] for x in folders if x != "."}):
+  for room in rooms(sources):
     files = [x for x in sources.values() if x.path.startswith(f"{room}/")]
     figures = _folder_figures(files, _graphs.room_graph(room, sources))
     folders[f"{room}/**"] = figures
-  texts = [text for x in sources.values() for _, text in _sources.docstrings(x)]
-  headless = [
-    place
-    for x in sources.values()
-    for place, text in _sources.docstrings(x)
-    if _names.is_headless(text)
-  ]
-  prose = "\n".join(
-    [*texts, *(c for x in sources.values() for c in _sources.comments(x))]
-  )
-  commit = subprocess.run(
-    ["git", "rev-parse", "--short", "HEAD"],
-    cwd=tree,
-    capture_output=True,
-    text=True,
-  )
+  prose = [x for y in sources.values() for x in _prose.sentences(y)]
+  opened = sum(map(_prose.opens_with_of, prose))
   return {
-    "commit": commit.stdout.strip(),
-    "python": ".".join(map(str, sys.version_info[:2])),
     "folders": dict(sorted(folders.items())),
     "files": len(sources),
     "lines": sum(_sources.num_lines(x) for x in sources.values()),
-    "names_in_ing": _names.names_in_ing(sources),
-    "equal_names": _names.equal_names(sources),
-    "equal_classes": _names.equal_classes(sources),
-    "docstrings": len(texts),
-    "headless": headless,
-    "words": {
-      word: len(re.findall(pattern, prose, re.IGNORECASE))
-      for word, pattern in _WORDS.items()
+    "comments": _comments(list(sources.values())),
+    "of": 100 * opened / max(len(prose), 1),
+    "public": sorted(_public.public_names(sources)),
+    "unused": _public.unused_names(tree, sources),
+    "pages": {
+      name: (tree / name).stat().st_size
+      for name in ("README.md", "CHANGELOG.md")
     },
-    "same_features": _later_features.same_features(sources),
-    "updates": _updates.trace_updates(tree),
   }
+
+
+def rooms(sources: _sources.Sources) -> list[str]:
+  """Returns the names of the library's rooms that are folders."""
+  return sorted({x.split("/")[0] for x in sources if "/" in x})
+
+
+def limits(
+  figures: Mapping[str, Any], updates: Mapping[str, Any]
+) -> dict[str, Limit]:
+  """Returns the figures that have a limit, by their names."""
+  found = {
+    "lines of the library": Limit(figures["lines"], _MAX_LINES),
+    "public names": Limit(len(figures["public"]), _MAX_NAMES),
+    "public names without a user": Limit(len(figures["unused"]), 0),
+    "comment lines per 100 lines of code": Limit(
+      figures["comments"], _MIN_COMMENTS, at_least=True
+    ),
+    'sentences that open with "Of", %': Limit(figures["of"], _MAX_OF),
+    "bytes of README": Limit(figures["pages"]["README.md"], 8_000),
+    "bytes of CHANGELOG": Limit(figures["pages"]["CHANGELOG.md"], 5_000),
+  }
+  for name, folder in figures["folders"].items():
+    if name.endswith("/**"):
+      found[f"floors of {name}"] = Limit(folder["floors"], _MAX_FLOORS)
+  for name, (files, hops) in MAX_UPDATES.items():
+    if name in updates:
+      entered = updates[name]
+      found[f"files of a traced {name}"] = Limit(len(entered["files"]), files)
+      found[f"hops of a traced {name}"] = Limit(entered["hops"], hops)
+  return found
 
 
 def _folder_figures(
@@ -75,11 +107,18 @@ def _folder_figures(
   return {
     "files": len(files),
     "lines": sum(map(_sources.num_lines, files)),
+    "comments": round(_comments(files), 1),
     "floors": floors.number,
     "longest_path": floors.path,
     "circles": floors.circles,
     "imports": sum(map(len, graph.values())),
     "most_mates": number,
     "most_mates_file": importer,
-    "names_in_ing": sum(x.stem.endswith("ing") for x in files if "/" in x.path),
   }
+
+
+def _comments(files: list[_sources.Source]) -> float:
+  """Returns the comment lines per 100 lines of code."""
+  counted = list(map(_prose.count_lines, files))
+  code = sum(code for _, code in counted)
+  return 100 * sum(comments for comments, _ in counted) / max(code, 1)
