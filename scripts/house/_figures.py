@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from house import _graphs, _prose, _public, _sources, _updates
+from house import _graphs, _prose, _public, _sources
 
 
 class Limit(NamedTuple):
@@ -38,6 +38,8 @@ MAX_UPDATES = {
 }
 _MAX_FLOORS, _MAX_LINES, _MAX_NAMES = 6, 55_163, 430
 _MIN_COMMENTS, _MAX_OF = 6.0, 0.3
+
+_PAGES = ("README.md", "CHANGELOG.md")
 
 
 def measure(tree: pathlib.Path) -> dict[str, Any]:

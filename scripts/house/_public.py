@@ -79,10 +79,11 @@ def unused_names(tree: pathlib.Path, sources: _sources.Sources) -> list[str]:
     if not source.is_init:
       for name in _mentioned(source.tree):
         used[name].add(_room(source.path))
-  for path in [
+  scripts = [
     *tree.glob("experiments/**/*.py"),
     *tree.glob("scripts/**/*.py"),
-  ]:
+  ]
+  for path in scripts:
     for name in _mentioned(ast.parse(path.read_text())):
       used[name].add("outside")
   pages = [*tree.glob("*.md"), *tree.glob("docs/**/*.md")]
@@ -108,10 +109,9 @@ def _mentioned(tree: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom):
       for alias in node.names:
         yield alias.name
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-      # Annotations in quotes, and tables of names.
-      if node.value.isidentifier():
-        yield node.value
+    elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+      # Names stand in quotes in annotations and in tables.
+      yield str(node.value)
 
 
 def _in_signatures(tree: ast.Module, public: set[str]) -> Iterator[str]:
