@@ -51,7 +51,7 @@ class NodeTotals:
 
 
 @dataclasses.dataclass
-class _Task:
+class TaskGiven:
   """A task that a machine has: `start_s` is when it was given."""
 
   worker: str
@@ -103,7 +103,7 @@ class Driver:
     self.staleness: collections.Counter[int] = collections.Counter()
     self.applied_samples = 0
     self.pulled_bytes = self.pushed_bytes = 0.0
-    self._tasks: dict[int, _Task] = {}
+    self._tasks: dict[int, TaskGiven] = {}
 
   # What a driver overrides.
 
@@ -194,7 +194,7 @@ class Driver:
     }
 
   def _give(self, reply: _messages.Reply, now_s: float) -> None:
-    self._tasks[reply.task] = _Task(str(reply.worker), reply.samples, now_s)
+    self._tasks[reply.task] = TaskGiven(str(reply.worker), reply.samples, now_s)
     if self.learner is not None:
       self.learner.pull(reply)
     self.send(reply)

@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -126,6 +127,14 @@ def _fill(
     (target / file).unlink(missing_ok=True)
 
 
+def remove(directory: str | os.PathLike[str]) -> None:
+  """Removes a directory of `save_arrays` with all that is in it, if any."""
+  target = folder(directory)
+  # Without its manifest it does not count, wherever the removal is cut off.
+  (target / _MANIFEST).unlink(missing_ok=True)
+  shutil.rmtree(target, ignore_errors=True)
+
+
 def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
   """Raises a ValueError unless a directory is free for `what`, or holds it.
 
@@ -196,10 +205,16 @@ def load_arrays(
     for name, (file, digest) in manifest["files"].items()
   }
   hashes.check_files(target, dict(files.values()))
-  return {
-    name: np.load(target / file, allow_pickle=False)
-    for name, (file, _) in files.items()
-  }, body
+  try:
+    return {
+      name: np.load(target / file, allow_pickle=False)
+      for name, (file, _) in files.items()
+    }, body
+  except ValueError as error:
+    # A file of ours is an array of numbers, whatever its hash is.
+    raise sealed_json.DamagedError(
+      target, f"holds a file that is no array ({error})"
+    ) from error
 
 
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:

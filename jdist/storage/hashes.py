@@ -13,6 +13,12 @@ from jdist.storage import sealed_json
 _PART = 1 << 24
 
 
+def hash_bytes(data: Any) -> str:
+  """Returns the SHA-256 of bytes, or of an array's bits without its type."""
+  whole = data if isinstance(data, bytes) else np.ascontiguousarray(data).data
+  return hashlib.sha256(whole).hexdigest()
+
+
 def hash_file(path: pathlib.Path) -> str:
   """Returns the SHA-256 of a file's content."""
   with path.open("rb") as file:

@@ -39,7 +39,7 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   try:
     whole = json.loads(path.read_text())
     found, digest, body = (whole[k] for k in ("format", "sha256", "body"))
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise DamagedError(path, f"cannot be read ({error!r})") from error
   if found != form:
     raise FormatError(

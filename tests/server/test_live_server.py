@@ -1,6 +1,7 @@
 """Protocols on real workers: threads here, and messages by hand."""
 
 import functools
+import json
 import pickle
 import threading
 import time
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server, training
-from jdist.server.runtime import _envelope, _live_checkpoints
+from jdist.server.runtime import _delivery, _envelope, _live_checkpoints
+from jdist.storage import hashes, sealed_json
 
 pytest.importorskip("simpy")
 
@@ -234,7 +236,9 @@ def test_a_checkpoint_is_made_when_asked_for(hand, tmp_path):
     assert by.pull(name)["kind"] == "save"
     by.word("state", name)
   asks.join(timeout=5.0)
-  assert found == [1] and len(list(tmp_path.glob("update_*1.jdist"))) == 1
+  assert found == [1] and [x.name for x in tmp_path.iterdir()] == [
+    "update_0000000001"
+  ]
 
 
 def test_without_checkpoints_nothing_is_saved(hand):
@@ -421,7 +425,7 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
         np.array([len(name)], np.uint8),
       )
     )
-  first.until(lambda _: list((tmp_path / "checkpoints").glob("update_*.jdist")))
+  first.until(lambda _: list((tmp_path / "checkpoints").glob("update_*")))
   second = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})
   try:
     # The worker's own state first, then a task of the next update.
@@ -440,29 +444,126 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
   assert str(error).startswith("`identity` must be that of the checkpoint, but")
 
 
-def test_what_was_just_saved_stays_beside_damaged_later_files(tmp_path):
-  def make():
-    return _live_checkpoints.LiveCheckpoints(str(tmp_path), {})
+def checkpoints_in(folder):
+  return _live_checkpoints.LiveCheckpoints(str(folder), {})
 
-  for number in (90, 100):
-    (tmp_path / f"update_{number:010d}.jdist").write_bytes(b"cut off")
-  saved = make()
+
+def save_checkpoint(saved, updates, driver=None):
+  saved.begin(
+    {
+      "updates": updates, "now_s": 0.0, "learner": {}, "driver": driver,
+      "records": [], "pushed_bytes": 0, "pulled_bytes": 0,
+    },
+    {"learner": np.zeros(4, np.uint8)},
+    set(),
+  )  # fmt: skip
+
+
+def test_saved_checkpoints_are_kept_and_damaged_later_ones_removed(tmp_path):
+  earlier = checkpoints_in(tmp_path)
+  for number in (6, 100):
+    save_checkpoint(earlier, number)
+  for manifest in tmp_path.glob("*/arrays.json"):
+    manifest.write_text("{}")
+  with pytest.warns(UserWarning, match="update_0000000.* is damaged"):
+    saved = checkpoints_in(tmp_path)
   assert saved.found is None
-  for updates in (4, 5, 6):
-    header = {"updates": updates, "now_s": 0.0}
-    saved.begin(header, {"w": np.zeros(4, np.uint8)}, set())
+  for updates in (4, 5, 6, 6):
+    save_checkpoint(saved, updates)
   names = sorted(x.name for x in tmp_path.iterdir())
-  assert names == ["update_0000000005.jdist", "update_0000000006.jdist"]
-  assert make().found[0]["updates"] == 6
+  assert names == ["update_0000000005", "update_0000000006"]
+  assert checkpoints_in(tmp_path).found[0]["updates"] == 6
 
 
-def test_a_checkpoint_is_read_without_running_what_is_in_it():
-  from jdist.server.runtime import _delivery
+def _live(folder):
+  server.LiveServer(
+    server.ASP(batches=server.FixedBatches(1)),
+    server.EmptyServer(10),
+    server.LivePlan(workers=("a",), checkpoints=str(folder)),
+  )
 
-  delivery = _delivery.Delivery(BSP, server.EmptyServer(1), ["a"], ["a"])
-  kept = delivery.save()
-  delivery.load(kept)
-  assert list(delivery.state.members) == ["a"]
-  bad = pickle.dumps({"state": threading.Event})
-  with pytest.raises(ValueError, match="protocol's state alone"):
-    delivery.load(bad)
+
+class _Opens:
+  """Opens a file for writing once it is unpickled."""
+
+  def __init__(self, victim):
+    self.victim = victim
+
+  def __reduce__(self):
+    return open, (str(self.victim), "w")
+
+
+@pytest.mark.parametrize("kind", ("old file", "driver", "array"))
+def test_crafted_checkpoint_runs_nothing(kind, tmp_path):
+  """Whoever writes the directory names no type, function or file to open."""
+  victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
+  victim.write_text("precious")
+  crafted = pickle.dumps(_Opens(victim))
+  if kind == "old file":
+    folder.mkdir()
+    (folder / "update_0000000003.jdist").write_bytes(crafted)
+    with pytest.raises(ValueError, match="files of an earlier version"):
+      _live(folder)
+  elif kind == "driver":
+    plain = _delivery.Delivery(
+      BSP, server.EmptyServer(1), ["a"], ["a"]
+    ).save() | {"state": {"type": "builtins.open", "args": [str(victim), "w"]}}
+    save_checkpoint(checkpoints_in(folder), 3, plain)
+    with pytest.raises(ValueError, match="`state` must have the fields of a"):
+      _live(folder)
+  else:
+    save_checkpoint(checkpoints_in(folder), 3)
+    (array,) = folder.glob("*/*.npy")
+    np.save(array, np.array([_Opens(victim)]), allow_pickle=True)
+    # A manifest with the right hash, as an attacker would write it.
+    manifest = array.with_name("arrays.json")
+    digest = hashes.hash_file(array)
+    body = sealed_json.read(manifest, form=2)
+    file = array.with_name(f"learner-{digest[:12]}.npy")
+    array.rename(file)
+    body["files"] = {"learner": [file.name, digest]}
+    sealed_json.write(manifest, body, form=2)
+    with pytest.warns(UserWarning, match="holds a file that is no array"):
+      assert checkpoints_in(folder).found is None
+  assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+  "protocol",
+  (
+    BSP,
+    server.SSP(bound=2),
+    server.h_ps(64),
+    server.DecoupledDiLoCo(
+      batches=server.FixedBatches(4), interval=2, fragments=2
+    ),
+  ),
+  ids=lambda x: type(x).__name__,
+)
+def test_protocol_state_is_the_same_after_json(protocol):
+  def drive(delivery, tasks, start_s):
+    for i in range(6):
+      for name in NAMES[: 1 + i % 2]:
+        if not tasks.get(name):
+          message = server.Pull(name)
+        else:
+          message = server.Push(name, tasks[name].pop(0), 4, 0.1 + 0.01 * i)
+        sent, _ = delivery.hand_over(start_s + i, message)
+        for each in sent:
+          tasks.setdefault(each.reply.worker, []).append(each.reply.task)
+    return delivery
+
+  learners = server.EmptyServer(1), server.EmptyServer(1)
+  whole, resumed = (
+    _delivery.Delivery(protocol, learner, NAMES, NAMES) for learner in learners
+  )
+  tasks = {}
+  drive(whole, tasks, 0.0)
+  learners[1].load(*learners[0].save())
+  resumed.load(json.loads(json.dumps(whole.save())))
+  assert resumed.state == whole.state
+  assert [list(x.state.members) for x in (resumed, whole)] == [[*NAMES]] * 2
+  again = {name: list(numbers) for name, numbers in tasks.items()}
+  drive(whole, tasks, 10.0), drive(resumed, again, 10.0)
+  assert resumed.state == whole.state and again == tasks
+  assert resumed.summary() == whole.summary()

@@ -2,8 +2,6 @@
 
 import collections
 import dataclasses
-import io
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +9,7 @@ import numpy as np
 
 from jdist.server import _driver, _messages, _protocol
 from jdist.server.runtime import _engine
+from jdist.storage import plain_data
 
 
 class SentTask(NamedTuple):
@@ -124,26 +123,46 @@ class Delivery(_driver.Driver):
       "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()},
     }
 
-  def save(self) -> bytes:
-    """Returns the protocol's state and all counts."""
-    kept = {x: getattr(self, x) for x in _KEPT}
-    return pickle.dumps(kept, protocol=5)
+  def save(self) -> dict[str, Any]:
+    """Returns the protocol's state and all counts, as JSON can hold them."""
+    return {
+      name: plain_data.to_plain(getattr(self, name)) for name in self._kinds()
+    }
 
-  def load(self, data: bytes) -> None:
-    """Takes over what `save` returned.
+  def load(self, plain: Any) -> None:
+    """Restores what `save` returned.
 
     Raises:
-      ValueError: when there is anything else in it.
+      PlainDataError: when it is not of this protocol's types.
     """
-    found = _Reader(io.BytesIO(data)).load()
-    for name in _KEPT:
-      setattr(self, name, found[name])
+    kinds = self._kinds()
+    if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+      raise plain_data.PlainDataError(
+        f"`driver` must be an object of {', '.join(kinds)}, and is not."
+      )
+    # All are built before one is set, so that a refusal changes nothing.
+    found = {
+      name: plain_data.from_plain(plain[name], kind, name)
+      for name, kind in kinds.items()
+    }
+    for name, value in found.items():
+      setattr(self, name, value)
+
+  def _kinds(self) -> dict[str, Any]:
+    """Returns the attributes that a checkpoint keeps, with their types."""
+    return {"state": type(self.state)} | _KINDS
 
 
-_KEPT = (
-  "state", "nodes", "staleness", "refused", "lost_samples", "applied_samples",
-  "pushed_bytes", "pulled_bytes", "_tasks",
-)  # fmt: skip
+_KINDS: dict[str, Any] = {
+  "nodes": dict[str, _driver.NodeTotals],
+  "staleness": collections.Counter[int],
+  "refused": collections.Counter[str],
+  "lost_samples": int,
+  "applied_samples": int,
+  "pushed_bytes": float,
+  "pulled_bytes": float,
+  "_tasks": dict[int, _driver.TaskGiven],
+}
 
 
 class _Receiver:
@@ -154,25 +173,3 @@ class _Receiver:
 
   def pull(self, reply: _messages.Reply) -> None:
     """Does nothing: `Delivery.send` encodes the reply."""
-
-
-class _Reader(pickle.Unpickler):
-  """Reads states of protocols: dataclasses of `jdist.server`, and containers.
-
-  Nothing is called but their constructors, whoever has written the file.
-  """
-
-  def find_class(self, module: str, name: str) -> Any:
-    if (module, name) in (
-      ("collections", "Counter"),
-      ("collections", "deque"),
-      ("collections", "OrderedDict"),
-    ):
-      return getattr(collections, name)
-    if module.startswith("jdist.server.") and "." not in name:
-      found = getattr(__import__(module, fromlist=[name]), name, None)
-      if isinstance(found, type):
-        return found
-    raise ValueError(
-      f"The checkpoint must hold a protocol's state alone, got {module}.{name}."
-    )

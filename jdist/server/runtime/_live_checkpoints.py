@@ -1,22 +1,55 @@
-"""Checkpoints of a server of real workers, each a whole file or none."""
+"""Checkpoints of a server of real workers.
+
+    update_0000000012/    a manifest and arrays, see `array_files`
+
+The manifest holds the protocol's state and all counts, as `plain_data` writes
+them, and the arrays are the states of the server's learner and the workers.
+"""
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import pathlib
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from jdist import training
-from jdist.server.runtime import _envelope
-from jdist.storage import sealed_json
+from jdist.storage import array_files, plain_data, sealed_json
 
 _KEPT = 2
+_WHAT = "a server's checkpoint"
 _WORKER = "worker "
-Header = dict[str, Any]
 Parts = dict[str, np.ndarray]
+
+
+class Header(TypedDict):
+  """The part of a checkpoint that holds no arrays.
+
+  Attributes:
+    updates: updates so far, which name the checkpoint.
+    now_s: seconds of the run's clock.
+    learner: what the server's learner notes in JSON.
+    driver: of `Delivery.save`.
+    records: rows of the marks so far.
+    pushed_bytes: payloads of workers so far.
+    pulled_bytes: payloads sent to workers so far.
+  """
+
+  updates: int
+  now_s: float
+  learner: dict[str, Any]
+  driver: Any
+  records: list[dict[str, Any]]
+  pushed_bytes: int
+  pulled_bytes: int
+
+
+class _Body(TypedDict):
+  what: str
+  identity: dict[str, Any]
+  header: Header
 
 
 @dataclasses.dataclass
@@ -42,18 +75,23 @@ class LiveCheckpoints:
 
   Raises:
     OtherRunError: when it is of another run.
+    ValueError: when an earlier version of jdist wrote the files there.
   """
 
   def __init__(self, folder: str | None, identity: dict[str, Any]):
-    self._folder = None if folder is None else pathlib.Path(folder)
+    self._folder = None if folder is None else array_files.folder(folder)
     self._identity = identity
     self._saving: _Saving | None = None
-    self.found = None if self._folder is None else _newest(self._folder)
+    self.found: tuple[Header, Parts] | None = None
     self.states: Parts = {}
-    if self.found is None:
+    self._whole: set[int] = set()
+    found = None if self._folder is None else _newest(self._folder)
+    if found is None:
       return
-    header, parts = self.found
-    training.check_same_run(header["identity"], identity, argument="identity")
+    body, parts = found
+    training.check_same_run(body["identity"], identity, argument="identity")
+    self.found = body["header"], parts
+    self._whole.add(body["header"]["updates"])
     for name in [x for x in parts if x.startswith(_WORKER)]:
       self.states[name.removeprefix(_WORKER)] = parts.pop(name)
 
@@ -65,7 +103,7 @@ class LiveCheckpoints:
   @property
   def first_s(self) -> float:
     """Seconds at which a run goes on, 0 of one that begins."""
-    return 0.0 if self.found is None else float(self.found[0]["now_s"])
+    return 0.0 if self.found is None else self.found[0]["now_s"]
 
   def begin(
     self,
@@ -86,7 +124,6 @@ class LiveCheckpoints:
       What writes it without them, unless it is written.
     """
     self.write()
-    header = header | {"identity": self._identity}
     saving = self._saving = _Saving(header, dict(parts), set(owing), done)
     if not owing:
       self.write()
@@ -110,36 +147,53 @@ class LiveCheckpoints:
     saving, self._saving = self._saving, None
     if saving is None or self._folder is None:
       return
-    payload = np.concatenate(list(saving.parts.values()))
-    header = saving.header | {
-      "parts": [[name, len(part)] for name, part in saving.parts.items()],
-      "hash": hashlib.sha256(payload.tobytes()).hexdigest(),
-    }
-    self._folder.mkdir(parents=True, exist_ok=True)
-    path = self._folder / f"update_{header['updates']:010d}.jdist"
-    sealed_json.write_whole(path, _envelope.pack(header, payload).tobytes())
-    # Later ones are damaged: this run began with the newest that was whole.
-    there = sorted(self._folder.glob("update_*.jdist"))
-    at = there.index(path)
+    updates = saving.header["updates"]
+    target = self._folder / f"update_{updates:010d}"
+    body = _Body(what=_WHAT, identity=self._identity, header=saving.header)
+    if updates not in self._whole:
+      # A damaged manifest does not say which arrays are stale, so that nothing
+      # could be saved over it.
+      array_files.remove(target)
+    array_files.save_arrays(target, saving.parts, dict(body))
+    self._whole.add(updates)
+    # This run resumed from the newest whole checkpoint: later ones are damaged.
+    there = _targets(self._folder)
+    at = there.index(target)
     for other in there[: max(0, at + 1 - _KEPT)] + there[at + 1 :]:
-      other.unlink()
+      array_files.remove(other)
     if saving.done is not None:
-      saving.done.set_result(header["updates"])
+      saving.done.set_result(updates)
 
 
-def _newest(folder: pathlib.Path) -> tuple[Header, Parts] | None:
+def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(x for x in folder.glob("update_*") if x.is_dir())
+
+
+def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
   """Returns the newest checkpoint that is whole, if there is one."""
-  for path in sorted(folder.glob("update_*.jdist"), reverse=True):
-    try:
-      data = np.frombuffer(path.read_bytes(), np.uint8)
-      header, payload = _envelope.unpack(data)
-    except (OSError, _envelope.MalformedError):
-      continue
-    if hashlib.sha256(payload.tobytes()).hexdigest() != header.get("hash"):
-      continue
-    parts, start = {}, 0
-    for name, size in header["parts"]:
-      parts[name] = payload[start : start + size]
-      start += size
-    return header, parts
+  if old := sorted(folder.glob("update_*.jdist")):
+    raise ValueError(
+      f"`checkpoints` must have no files of an earlier version of jdist, got "
+      f"{old[-1]}. Take another directory, or resume with the version that "
+      "wrote it."
+    )
+  for target in reversed(_targets(folder)):
+    if (found := _read(target)) is not None:
+      return found
   return None
+
+
+def _read(target: pathlib.Path) -> tuple[_Body, Parts] | None:
+  """Returns a checkpoint, or None with a warning where it is damaged."""
+  try:
+    arrays, body = array_files.load_arrays(target, what=_WHAT)
+    return plain_data.from_plain(body, _Body, "checkpoint"), arrays
+  except (
+    OSError, sealed_json.DamagedError, plain_data.PlainDataError
+  ) as error:  # fmt: skip
+    warnings.warn(
+      f"Checkpoint {target} is damaged ({getattr(error, 'reason', error)}); "
+      "the one before it is used, if there is one.",
+      stacklevel=4,
+    )
+    return None

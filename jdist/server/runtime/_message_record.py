@@ -1,16 +1,15 @@
 """All messages of a run in a file, and a replay of them in no time."""
 
-import contextlib
-import hashlib
+import base64
 import pathlib
-import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, IO
+from typing import Any
 
 import numpy as np
 
 from jdist.server import _messages, _protocol
-from jdist.server.runtime import _delivery, _engine, _envelope
+from jdist.server.runtime import _delivery, _engine
+from jdist.storage import hashes, json_lines, plain_data
 
 _KINDS = {
   each.__name__: each
@@ -22,7 +21,6 @@ _KINDS = {
     _messages.Expired,
   )
 }
-_LENGTH = struct.Struct("<Q")
 
 
 class Recorder:
@@ -37,7 +35,8 @@ class Recorder:
   def __init__(
     self, path: str | pathlib.Path, names: Sequence[str], workers: list[str]
   ):
-    self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
+    self._path = pathlib.Path(path)
+    self._path.unlink(missing_ok=True)
     self._write({"kind": "begin", "names": list(names), "workers": workers})
 
   def message(
@@ -51,7 +50,7 @@ class Recorder:
     header = {
       "kind": type(message).__name__,
       "now_s": now_s,
-      "fields": list(message),
+      "message": plain_data.to_plain(message),
       "more": more,
     }
     self._write(header, payload)
@@ -62,28 +61,21 @@ class Recorder:
       {"kind": "sent", "task": sent.reply.task, "hash": _hash(sent.payload)}
     )
 
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
-
   def _write(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> None:
-    message = _envelope.pack(header, payload)
-    self._file.write(_LENGTH.pack(len(message)))
-    self._file.write(message.tobytes())
+    if payload is not None:
+      # JSON has no bytes.  Base64 is a third longer, and a recording stays a
+      # text that any program reads.
+      header["payload"] = base64.b64encode(payload.tobytes()).decode()
+    json_lines.append(self._path, [header])
 
 
 def read(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], Any]]:
   """Yields headers and payloads; a last one that was cut off is left out."""
-  with contextlib.ExitStack() as stack:
-    file = stack.enter_context(open(path, "rb"))
-    while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-      (length,) = _LENGTH.unpack(head)
-      found = file.read(length)
-      if len(found) < length:
-        return
-      yield _envelope.unpack(np.frombuffer(found, np.uint8))
+  for header in json_lines.read(path):
+    payload = base64.b64decode(header.pop("payload", ""))
+    yield header, np.frombuffer(payload, np.uint8)
 
 
 def replay(
@@ -125,7 +117,7 @@ def replay(
           f"reply of task {header['task']} is another one."
         )
       continue
-    message = _KINDS[header["kind"]](*header["fields"])
+    message = plain_data.from_plain(header["message"], _KINDS[header["kind"]])
     if isinstance(message, _messages.Push) and header["more"] is not None:
       delivery.accept(message, header["more"], payload)
     replies, _ = delivery.hand_over(header["now_s"], message)
@@ -138,4 +130,4 @@ def replay(
 def _hash(payload: np.ndarray | None) -> str:
   if payload is None:
     return ""
-  return hashlib.sha256(payload.tobytes()).hexdigest()[:16]
+  return hashes.hash_bytes(payload)[:16]

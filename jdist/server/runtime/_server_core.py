@@ -284,9 +284,7 @@ class ServerCore:
       self.close()
 
   def close(self) -> None:
-    """Ends the recording, and sends all workers home."""
-    if self._recorder is not None:
-      self._recorder.close()
+    """Sends all workers home."""
     for box in self.boxes.values():
       box.put(_mailboxes.word("stop"))
 
@@ -295,26 +293,28 @@ class ServerCore:
   ) -> None:
     assert self.delivery is not None
     notes, learner = self.learner.save()
-    header = {
-      "updates": self.delivery.state.version,
-      "now_s": self.links.now_s,
-      "learner": notes,
-      "records": list(self.records),
-      "bytes": [self.pushed_bytes, self.pulled_bytes],
-    }
-    protocol = np.frombuffer(self.delivery.save(), np.uint8)
+    header = _live_checkpoints.Header(
+      updates=self.delivery.state.version,
+      now_s=self.links.now_s,
+      learner=notes,
+      driver=self.delivery.save(),
+      records=list(self.records),
+      pushed_bytes=self.pushed_bytes,
+      pulled_bytes=self.pulled_bytes,
+    )
     members = map(str, self.delivery.state.members)
     owing = {name for name in members if self.boxes[name].here}
-    give_up = self.checkpoints.begin(
-      header, {"protocol": protocol, "learner": learner}, owing, done
-    )
+    parts = {"learner": learner}
+    give_up = self.checkpoints.begin(header, parts, owing, done)
     for name in owing:
       self.boxes[name].put(_mailboxes.word("save"))
     self.links.after(_SAVE_S, give_up)
 
-  def _load(self, header: dict[str, Any], parts: dict[str, np.ndarray]) -> None:
+  def _load(
+    self, header: _live_checkpoints.Header, parts: dict[str, np.ndarray]
+  ) -> None:
     self.delivery = self._new_delivery([])
-    self.delivery.load(parts["protocol"].tobytes())
+    self.delivery.load(header["driver"])
     self.learner.load(header["learner"], parts["learner"])
     self.records = header["records"]
     if hasattr(self.learner, "snapshot"):
@@ -322,7 +322,8 @@ class ServerCore:
       for number, record in enumerate(self.records):
         if record["updates"] == header["updates"]:
           self.snapshots[number] = self.learner.snapshot()
-    self.pushed_bytes, self.pulled_bytes = header["bytes"]
+    self.pushed_bytes = header["pushed_bytes"]
+    self.pulled_bytes = header["pulled_bytes"]
 
 
 def _push_of(item: Item) -> _messages.Push:
