@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import delay_remedies
 import jax.numpy as jnp
 import late_starts
 import numpy as np
@@ -137,12 +138,16 @@ def _longer(
 
 
 def _predicted(
-  run: Run, delay: Any, rule: Any = "coast", momentum: float | None = None
+  run: Run, delay: Any, momentum: float | None = None
 ) -> optax.GradientTransformation:
-  coasts = run.options.optimizer == "adam" and rule == "coast"
+  adam = run.options.optimizer == "adam"
   return transforms.predict_weights(
-    run.inner(momentum), delay, rule, b2=_B2 if coasts else None
+    run.inner(momentum), delay, b2=_B2 if adam else None
   )
+
+
+def _repeated(run: Run, delay: Any) -> optax.GradientTransformation:
+  return delay_remedies.predict_by_repeating(run.inner(), delay)
 
 
 def _look_ahead(
@@ -160,7 +165,7 @@ def _look_ahead(
       optax.scale_by_learning_rate(run.rate),
     )
   return optax.chain(
-    transforms.scale_by_look_ahead(momentum),
+    delay_remedies.scale_by_look_ahead(momentum),
     optax.scale(1 / (1 - run.options.momentum)),
     optax.scale_by_learning_rate(run.rate),
   )
@@ -181,16 +186,16 @@ def _slower(run: Run, delay: Any) -> optax.GradientTransformation:
   """
   return optax.chain(
     run.inner(),
-    transforms.scale_by_delay(
-      delay, anneal_steps=float(max(1, run.num_steps // 4)), offset=1.0
-    ),
+    delay_remedies.scale_by_delay(delay, float(max(1, run.num_steps // 4))),
   )
 
 
 def _compensated(
   run: Run, delay: Any, strength: float
 ) -> optax.GradientTransformation:
-  return optax.chain(transforms.compensate_delay(strength, delay), run.inner())
+  return optax.chain(
+    delay_remedies.compensate_delay(strength, delay), run.inner()
+  )
 
 
 def _windowed(fix: Fix, window: int | None, run: Run) -> Any:
@@ -240,7 +245,6 @@ _weakly = functools.partial(_compensated, strength=0.04)
 _strongly = functools.partial(_compensated, strength=4.0)
 _slow = functools.partial(_longer, momentum=0.98)
 _slow_predicted = functools.partial(_predicted, momentum=0.98)
-_repeated = functools.partial(_predicted, rule="repeat")
 
 # In the order in which they run: what matters most comes first.
 VARIANTS: dict[str, Variant] = {

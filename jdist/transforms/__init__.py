@@ -45,27 +45,13 @@ from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
 from jdist.transforms._update_first import UpdateFirstState as UpdateFirstState
 from jdist.transforms.delays._delay_compensation import (
-  compensate_delay as compensate_delay,
-)
-from jdist.transforms.delays._delay_compensation import (
   compensated as compensated,
-)
-from jdist.transforms.delays._delay_compensation import (
-  CompensateDelayState as CompensateDelayState,
-)
-from jdist.transforms.delays._delay_rate import scale_by_delay as scale_by_delay
-from jdist.transforms.delays._delay_rate import (
-  ScaleByDelayState as ScaleByDelayState,
 )
 from jdist.transforms.delays._delayed_gradients import (
   delay_gradients as delay_gradients,
 )
 from jdist.transforms.delays._delayed_gradients import (
   DelayGradientsState as DelayGradientsState,
-)
-from jdist.transforms.delays._look_ahead import LookAheadState as LookAheadState
-from jdist.transforms.delays._look_ahead import (
-  scale_by_look_ahead as scale_by_look_ahead,
 )
 from jdist.transforms.delays._stability import (
   stability_limit as stability_limit,

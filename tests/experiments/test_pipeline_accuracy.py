@@ -214,3 +214,69 @@ def test_an_accuracy_is_reached_between_two_evaluations(report):
   assert report.steps_to(rows, 50.0) == pytest.approx(15.0)
   assert report.steps_to(rows, 20.0) == pytest.approx(5.0)
   assert report.steps_to(rows, 61.0) is None
+
+
+@pytest.fixture(name="remedies")
+def _remedies(monkeypatch):
+  return load("delay_remedies", "pipeline/delay_remedies.py", monkeypatch)
+
+
+def late_path(chain, delay, steps):
+  """A parameter on a quadratic, whose gradients it is, with a delay."""
+  optimizer = transforms.delay_gradients(chain, delay)
+
+  def step(carry, _):
+    w, state = carry
+    updates, state = optimizer.update(w, state, w)
+    return (optax.apply_updates(w, updates), state), w
+
+  w = jnp.asarray(2.0)
+  return np.asarray(
+    jax.lax.scan(step, (w, optimizer.init(w)), length=steps)[1], np.float64
+  )
+
+
+def test_compensation_corrects_by_what_has_moved_since(remedies):
+  w, pending = [2.0], []
+  for t in range(9):
+    pending.append(w[t])
+    if t < 3:
+      w.append(w[t])
+      continue
+    g = pending[t - 3]
+    w.append(w[t] - 0.1 * (g + 0.5 * g * g * (w[t] - g)))
+  fix = remedies.compensate_delay(0.5, 3)
+  found = late_path(optax.chain(fix, optax.sgd(0.1)), 3, 10)
+  np.testing.assert_allclose(found, w, rtol=1e-5)
+
+
+def test_rate_by_delay_fades_to_one(remedies):
+  fix = remedies.scale_by_delay(8, anneal_steps=4)
+  wanted = np.cumsum([9.0 ** -(1 - min(t / 4, 1)) for t in range(6)])
+  np.testing.assert_allclose(path(fix, [1.0] * 6), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_look_ahead_is_nesterovs_method_at_its_points(remedies, delay):
+  before = w = 2.0
+  points = [w]
+  for t in range(11):
+    y = points[-1]
+    if t < delay:
+      points.append(y)
+      continue
+    before, w = w, y - 0.3 * (1 - 0.8) * points[t - delay]
+    points.append(w + 0.8 * (w - before))
+  chain = optax.chain(remedies.scale_by_look_ahead(0.8), optax.scale(-0.3))
+  np.testing.assert_allclose(late_path(chain, delay, 12), points, rtol=1e-4)
+
+
+def test_repeated_updates_are_predicted(remedies):
+  optimizer = remedies.predict_by_repeating(optax.sgd(_RATE, 0.8), 3)
+  w = jnp.asarray(2.0)
+  state = optimizer.init(w)
+  for _ in range(2):
+    updates, state = optimizer.update(jnp.asarray(1.0), state, w)
+    w = w + updates
+  found = transforms.predicted_weights(state, w) - w
+  np.testing.assert_allclose(found, -3 * _RATE * 1.8, rtol=1e-6)

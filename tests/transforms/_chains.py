@@ -25,24 +25,6 @@ def stale(rate, steps, *, axis):
   return transforms.delay_gradients(synchronous(rate, axis=axis), steps)
 
 
-def late_and_fixed(delay, *fixes, axis):
-  """Gradients that are late, and what makes up for it."""
-  chain = optax.chain(transforms.average_gradients(axis), *fixes)
-  return transforms.delay_gradients(chain, delay)
-
-
-def compensated(strength, rate, delay, *, axis):
-  fix = transforms.compensate_delay(strength, delay)
-  return late_and_fixed(delay, fix, optax.sgd(rate), axis=axis)
-
-
-def scaled(power, anneal_steps, offset, delay, *, axis):
-  fix = transforms.scale_by_delay(
-    delay, power, anneal_steps=anneal_steps, offset=offset
-  )
-  return late_and_fixed(delay, MOMENTUM, fix, axis=axis)
-
-
 def guarded(rate, *, axis):
   guard = transforms.skip_nonfinite(axis)
   return optax.chain(
@@ -50,15 +32,12 @@ def guarded(rate, *, axis):
   )
 
 
-def looking_ahead(momentum, rate, *, axis):
-  fix = transforms.scale_by_look_ahead(momentum)
-  return late_and_fixed(2, fix, optax.sgd(rate), axis=axis)
-
-
-def predicting(rate, rule, *, axis):
+def predicting(rate, *, axis):
   inner = optax.sgd(rate, momentum=0.9)
-  fix = transforms.predict_weights(inner, 2, rule)
-  return late_and_fixed(2, fix, axis=axis)
+  chain = optax.chain(
+    transforms.average_gradients(axis), transforms.predict_weights(inner, 2)
+  )
+  return transforms.delay_gradients(chain, 2)
 
 
 def pulled(strength, learning_rate, interval, *, axis):

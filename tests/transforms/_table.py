@@ -109,26 +109,8 @@ TABLE = {
   "stale by leaf": line(
     _chains.stale, {"rate": 0.1}, {"steps": {"a": 2, "b": 1}}, "delay_gradients"
   ),
-  "compensated": line(
-    _chains.compensated,
-    {"strength": 0.04, "rate": 0.1},
-    {"delay": {"a": 2, "b": 1}},
-    "compensate_delay",
-  ),
-  "scaled by delay": line(
-    _chains.scaled,
-    {"power": 0.5, "anneal_steps": 20.0, "offset": 1.0},
-    {"delay": {"a": 2, "b": 1}},
-    "scale_by_delay",
-  ),
-  "look ahead": line(
-    _chains.looking_ahead,
-    {"momentum": 0.9, "rate": 0.1},
-    {},
-    "scale_by_look_ahead",
-  ),
   "predicted weights": line(
-    _chains.predicting, {"rate": 0.1}, {"rule": "coast"}, "predict_weights"
+    _chains.predicting, {"rate": 0.1}, {}, "predict_weights"
   ),
   "local": line(transforms.local_steps, {}, ROUNDS_OF_3),
   "outer": line(transforms.local_steps, {}, ROUNDS_OF_3 | {"rule": NESTEROV}),

@@ -1,6 +1,6 @@
 """Weight prediction: gradients at the parameters that they will update."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ class PredictWeightsState(NamedTuple):
 def predict_weights(
   optimizer: optax.GradientTransformation,
   steps: PyTree,
-  rule: Literal["coast", "repeat"] = "coast",
   *,
   b2: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,13 +36,12 @@ def predict_weights(
   Updates are those of `optimizer`.  After each one `predicted_weights(state,
   w)` gives the parameters :math:`\hat w` at which the next gradient is to be
   computed, which will be applied s updates later; `training.make_step` and
-  pipelines ask for it.  With "coast" they are where the optimizer gets in s
-  more steps with gradients of zero, with "repeat" where s times its last update
-  leads.  For SGD with the rate :math:`\eta`, momentum c and velocity v
+  pipelines use it.  The optimizer reaches them in s more steps with gradients
+  of zero, which costs s updates in each step.  For SGD with the rate
+  :math:`\eta`, momentum c and velocity v
 
   .. math:: \hat w = w - \eta v \sum_{k=1}^{s} c^k
             = w - \eta v \, \frac{c - c^{s+1}}{1 - c}
-            \qquad\text{or}\qquad \hat w = w - s \eta v
 
   and for Adam's moments m and v after t updates, with `b2` given,
 
@@ -58,7 +56,6 @@ def predict_weights(
     optimizer: any Optax optimizer that sends nothing.  Schedules and weight
       decay coast as they will be.
     steps: s, or a tree of them, as of `delay_gradients`; 0 predicts nothing.
-    rule: how to predict.  "coast" costs s updates of the optimizer in a step.
     b2: Adam's, to hold its second moment while it coasts; None lets it decay,
       as gradients of zero would have it.
 
@@ -70,10 +67,9 @@ def predict_weights(
       does not fit the parameters, or `optimizer` averages or has rounds.
 
   References:
-    "coast": the code of Eliad et al., FTPipe (USENIX ATC 2021).  "repeat": Chen
-    et al., SpecTrain (arXiv 1809.02839), and Guan et al., XPipe (arXiv
-    1911.04610), for Adam.  Departures: a forward and its backward pass share
-    one prediction, and the rule runs the optimizer itself, whatever it is.
+    The code of Eliad et al., FTPipe (USENIX ATC 2021).  Departures: a forward
+    pass and its backward pass share one prediction, and any optimizer is run
+    itself, where the code has formulas.
 
   >>> optimizer = predict_weights(optax.sgd(1.0, momentum=0.5), steps=2)
   >>> w = jnp.array(0.0)
@@ -83,14 +79,8 @@ def predict_weights(
   (-4.0, -7.0)
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  checks.check_choice("rule", rule, ("coast", "repeat"))
   if b2 is not None:
     checks.check_continuous("b2", b2, open_low=True, high=1.0)
-    if rule != "coast":
-      raise ValueError(
-        f"`b2` must be left out with `rule={rule!r}`, got {b2}: it is for "
-        "`rule='coast'`."
-      )
   farthest = _leaf_delays.check_steps(steps)[-1]
   optimizer = optax.with_extra_args_support(optimizer)
 
@@ -117,10 +107,7 @@ def predict_weights(
       updates, state.inner, params, **extra_args
     )
     own = _leaf_delays.broadcast("steps", steps, updates)
-    if rule == "repeat":
-      ahead = jax.tree.map(lambda k, u: k * u, own, new_updates)
-    else:
-      ahead = coast(new_updates, inner, params, own, extra_args)
+    ahead = coast(new_updates, inner, params, own, extra_args)
     ahead = jax.tree.map(lambda x, a: x.astype(a.dtype), ahead, state.ahead)
     return new_updates, PredictWeightsState(ahead, inner)
 

@@ -23,15 +23,8 @@ _SGD = optax.sgd(0.1, momentum=0.9)
 _FIXES = {
   "none": lambda delay: _SGD,
   "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
-  "look-ahead": lambda delay: optax.chain(
-    transforms.scale_by_look_ahead(0.9), optax.scale(-0.3)
-  ),
-  "rate": lambda delay: optax.chain(
-    _SGD, transforms.scale_by_delay(delay, offset=1.0)
-  ),
-  "compensation": lambda delay: optax.chain(
-    transforms.compensate_delay(10.0, delay), _SGD
-  ),
+  # Reads the parameters to which a late gradient is applied.
+  "decay": lambda delay: optax.chain(optax.add_decayed_weights(0.1), _SGD),
 }
 # Of three stages: micro-batches and each stage's delay.
 _TABLES = {

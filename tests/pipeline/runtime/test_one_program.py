@@ -177,15 +177,8 @@ def test_a_window_is_delay_gradients_on_one_device(
 _SGD = optax.sgd(0.1, momentum=0.9)
 _FIXES = {
   "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
-  "look-ahead": lambda delay: optax.chain(
-    transforms.scale_by_look_ahead(0.9), optax.scale(-0.3)
-  ),
-  "rate": lambda delay: optax.chain(
-    _SGD, transforms.scale_by_delay(delay, anneal_steps=6)
-  ),
-  "compensation": lambda delay: optax.chain(
-    transforms.compensate_delay(10.0, delay), _SGD
-  ),
+  # Reads the parameters to which a late gradient is applied.
+  "decay": lambda delay: optax.chain(optax.add_decayed_weights(0.1), _SGD),
 }
 
 

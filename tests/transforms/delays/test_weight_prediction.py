@@ -44,7 +44,7 @@ def after(optimizer, steps, w=W):
   ],
   ids=["momentum", "nesterov", "adamw", "chain"],
 )
-def test_it_is_where_gradients_of_zero_lead(optimizer):
+def test_prediction_is_the_end_of_steps_with_zero_gradients(optimizer):
   w, state = after(transforms.predict_weights(optimizer, 3), 2)
   found = transforms.predicted_weights(state, w)
   zero, inner = jax.tree.map(jnp.zeros_like, W), state.inner
@@ -54,7 +54,7 @@ def test_it_is_where_gradients_of_zero_lead(optimizer):
   chex.assert_trees_all_close(found, w, rtol=1e-6)
 
 
-def test_of_momentum_it_is_the_closed_form():
+def test_momentum_matches_closed_form():
   w, state = after(transforms.predict_weights(momentum(), 4), 2)
   far = (DECAY - DECAY**5) / (1 - DECAY)
   velocity = optax.tree.get(state, "trace")
@@ -63,7 +63,7 @@ def test_of_momentum_it_is_the_closed_form():
   chex.assert_trees_all_close(found, wanted, rtol=1e-6)
 
 
-def test_of_adam_with_its_second_moment_held_it_is_the_sum():
+def test_adam_with_held_second_moment_matches_the_sum():
   adam = optax.adam(RATE, b1=0.9, b2=0.95)
   w, state = after(transforms.predict_weights(adam, 3, b2=0.95), 2)
   moments = state.inner[0]
@@ -81,22 +81,12 @@ def test_of_adam_with_its_second_moment_held_it_is_the_sum():
   )
 
 
-def test_repeated_it_is_the_last_update_so_many_times():
-  optimizer = transforms.predict_weights(momentum(), 3, "repeat")
-  w, state = after(optimizer, 2)
-  velocity = optax.tree.get(state, "trace")
-  wanted = jax.tree.map(lambda w, v: w - 3 * RATE * v, w, velocity)
-  found = transforms.predicted_weights(state, w)
-  chex.assert_trees_all_close(found, wanted, rtol=1e-6)
-
-
-@pytest.mark.parametrize("rule", ["coast", "repeat"])
-def test_the_updates_are_the_optimizers_to_the_bit(rule):
+def test_updates_are_those_of_the_optimizer():
   plain, _ = after(momentum(), 3)
-  w, state = after(transforms.predict_weights(momentum(), 2, rule), 3)
+  w, state = after(transforms.predict_weights(momentum(), 2), 3)
   chex.assert_trees_all_equal(w, plain)
-  # Nothing ahead is here, and so is all where nothing predicts.
-  w, state = after(transforms.predict_weights(momentum(), 0, rule), 3)
+  # Zero steps predict the present parameters, as no prediction does.
+  w, state = after(transforms.predict_weights(momentum(), 0), 3)
   chex.assert_trees_all_equal(transforms.predicted_weights(state, w), w)
   assert transforms.predicted_weights(optax.EmptyState(), w) is w
 
@@ -112,11 +102,11 @@ def test_each_leaf_is_predicted_by_its_own_delay():
     np.testing.assert_array_equal(found[name], wanted)
 
 
-def late(delay, rule):
-  """Momentum's path on a quadratic with a delay; predicted, if by a rule."""
+def late(delay, predicted):
+  """Returns the path of momentum SGD on a quadratic with a delay."""
   optimizer = optax.sgd(0.05, momentum=0.9)
-  if rule is not None:
-    optimizer = transforms.predict_weights(optimizer, delay, rule)
+  if predicted:
+    optimizer = transforms.predict_weights(optimizer, delay)
   optimizer = transforms.delay_gradients(optimizer, delay)
 
   def step(carry, _):
@@ -129,13 +119,12 @@ def late(delay, rule):
   return jax.lax.scan(step, (w, optimizer.init(w)), length=300)[1]
 
 
-@pytest.mark.parametrize("rule", ["coast", "repeat"])
-def test_a_delay_that_diverges_converges_at_predicted_weights(rule):
-  assert np.abs(late(3, None)[-1]) > 1.0
-  assert np.abs(late(3, rule)[-20:]).max() < 0.1
+def test_delay_that_diverges_converges_at_predicted_weights():
+  assert np.abs(late(3, False)[-1]) > 1.0
+  assert np.abs(late(3, True)[-20:]).max() < 0.1
 
 
-def test_a_training_step_takes_its_gradient_there():
+def test_training_step_takes_gradients_at_predicted_weights():
   optimizer = transforms.predict_weights(momentum(), 2)
   team = collectives.workers(1, substrate="none")
 
@@ -164,16 +153,8 @@ SGD = optax.sgd(0.1)
       "`steps` must be an int >= 0, got 1.5",
     ),
     (
-      lambda: transforms.predict_weights(SGD, 1, "guess"),
-      "`rule` must be 'coast' or 'repeat', got 'guess'",
-    ),
-    (
       lambda: transforms.predict_weights(SGD, 1, b2=0.0),
       r"`b2` must be in \(0, 1\], got 0.0",
-    ),
-    (
-      lambda: transforms.predict_weights(SGD, 1, "repeat", b2=0.9),
-      "`b2` must be left out with `rule='repeat'`",
     ),
     (
       lambda: transforms.predict_weights(SGD, {"c": 1}).init(W),
@@ -193,6 +174,6 @@ SGD = optax.sgd(0.1)
     ),
   ],
 )
-def test_what_cannot_be_predicted_is_refused(make, words):
+def test_invalid_arguments_raise(make, words):
   with pytest.raises(ValueError, match=words):
     make()
