@@ -4,7 +4,7 @@
     python scripts/check_figures.py README.md experiments/mp2 # some
 
 A figure is a number with a decimal point, in the text or a table of a page: of
-README.md and of all pages of the experiments but HISTORY.md.  The figures of a
+README.md, of docs/ and of all pages of the experiments but HISTORY.md.  The figures of a
 line of a table, and those of an interval in the text, are traced if they are
 together in one line that a report prints from the rows (`REPORTS`), or in one
 row, rounded as they are shown, as they are, in percent, or in thousands or
@@ -92,7 +92,7 @@ _INTERVAL = re.compile(
   rf"|{_NUMBER}\s+(?:±|to)\s+{_NUMBER}"
 )
 _PAPER = re.compile(r"<!-- paper: (.*?) -->", re.DOTALL)
-_LINK = re.compile(r"\]\((?:\.\./|experiments/)(\w+)/")
+_LINK = re.compile(r"\]\((?:\.\./)*(?:experiments/)?(\w+)/")
 _UNREAD = re.compile(
   r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|https?://\S+|arXiv:?\s*[\d.]+"
   r"|doi [\d./]+|\[\d{4}\.\d{4,5}\]|Python [\d.]+",
@@ -244,8 +244,9 @@ def check(page: pathlib.Path) -> Page:
 
 
 def pages(names: list[str]) -> list[pathlib.Path]:
-  """Lists the README and the experiments' pages, below some paths if given."""
-  found = [*ROOT.glob("README.md"), *sorted(EXPERIMENTS.glob("*/*.md"))]
+  """Lists the pages that are checked, below some paths if given."""
+  found = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
+  found += sorted(EXPERIMENTS.glob("*/*.md"))
   return [
     page
     for page in found

@@ -10,7 +10,7 @@ import pytest
 from jdist import methods
 from jdist.methods import registry
 
-_README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "methods.md"
 _RUN = methods.Run(
   100, 10, optax.constant_schedule(0.1), interval=4, momentum=0.9
 )
@@ -54,11 +54,11 @@ def test_takes_follows_from_the_arguments(name, taken):
 
 
 @pytest.mark.parametrize("name", sorted(set(registry) - {"ssgd"}))
-def test_readme_table_has_the_method_and_its_paper(name):
+def test_page_of_methods_has_the_method_and_its_paper(name):
   method = registry[name]
   rows = [
     line
-    for line in _README.splitlines()
+    for line in _PAGE.read_text().splitlines()
     if re.search(rf"^\| .*`(methods|jdist)\.{name}\(", line)
   ]
   assert len(rows) == 1
