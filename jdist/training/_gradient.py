@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks
-from jdist.training import _losses
 
 PyTree = Any
-Metrics = _losses.Metrics
+Metrics = dict[str, jax.Array]
+# (params, model_state, batch, key) -> loss, (model_state, metrics)
+LossFn = Callable[
+  [PyTree, PyTree, PyTree, jax.Array],
+  tuple[jax.Array, tuple[PyTree, Metrics]],
+]
 
 
 class Gradient(NamedTuple):
@@ -32,7 +36,7 @@ class Gradient(NamedTuple):
 
 
 def make_gradient(
-  loss_fn: _losses.LossFn, *, accumulate: int = 1
+  loss_fn: LossFn, *, accumulate: int = 1
 ) -> Callable[..., Gradient]:
   """Makes what computes one worker's gradient.
 

@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdist.training import _gradient
+
 PyTree = Any
-Metrics = dict[str, jax.Array]
-# (params, model_state, batch, key) -> loss, (model_state, metrics)
-LossFn = Callable[
-  [PyTree, PyTree, PyTree, jax.Array],
-  tuple[jax.Array, tuple[PyTree, Metrics]],
-]
+Metrics = _gradient.Metrics
 
 
 def classification_loss(
@@ -22,7 +19,7 @@ def classification_loss(
   normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
   compute_dtype: Any = jnp.float32,
   augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-) -> LossFn:
+) -> _gradient.LossFn:
   """Softmax cross-entropy of a model on `{"image", "label"}` batches.
 
   With a `"mask"` in the batch, 1 for samples and 0 for padding, loss and
@@ -50,7 +47,7 @@ def language_model_loss(
   apply: Callable[..., tuple[jax.Array, PyTree]],
   *,
   compute_dtype: Any = jnp.float32,
-) -> LossFn:
+) -> _gradient.LossFn:
   """Softmax cross-entropy of the next token on `{"tokens", "targets"}` batches.
 
     loss = -mean of log softmax(logits)[i, t, targets[i, t]] over i and t
@@ -84,7 +81,7 @@ def _model_loss(
   apply: Callable[..., tuple[jax.Array, PyTree]],
   inputs_of: Callable[[PyTree, jax.Array], jax.Array],
   compute_dtype: Any,
-) -> LossFn:
+) -> _gradient.LossFn:
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:

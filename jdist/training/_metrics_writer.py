@@ -6,7 +6,7 @@ import os
 from types import TracebackType
 
 from jdist import checks
-from jdist.training import loop
+from jdist.training.loop import _record
 
 
 class MetricsWriter:
@@ -29,7 +29,7 @@ class MetricsWriter:
     self._directory = os.fspath(directory)
     self._writer = board.SummaryWriter(self._directory)
 
-  def write(self, record: loop.Record) -> None:
+  def write(self, record: _record.Record) -> None:
     """Writes a record: each of its metrics, losses, rounds, bytes, rate.
 
     Raises:

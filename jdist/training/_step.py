@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, transforms
-from jdist.training import _gradient, _losses, _train_state
+from jdist.training import _gradient, _silent_step, _train_state
 
 PyTree = Any
-Metrics = _losses.Metrics
+Metrics = _gradient.Metrics
 Step = Callable[..., tuple[_train_state.TrainState, Metrics]]
 
 
 def make_step(
-  loss_fn: _losses.LossFn,
+  loss_fn: _gradient.LossFn,
   optimizer: optax.GradientTransformation,
   *,
   axis: collectives.Axis,
@@ -190,14 +190,6 @@ def make_update(
   return update
 
 
-SILENT = (
-  "nothing of their gradients or parameters is ever sent: each would train a "
-  "model of its own. Make it by a method with the workers' axis, for instance "
-  "`jdist.ssgd(optimizer, axis=workers.axis)`, or pass `independent=True` if "
-  "that is meant."
-)
-
-
 def _check_communicates(
   optimizer: optax.GradientTransformationExtraArgs,
   axis: collectives.Axis,
@@ -213,10 +205,8 @@ def _check_communicates(
     return optimizer.update(grads, opt_state, params, loss=loss, value=loss)
 
   if not collectives.communicates(update, gradient.grads, gradient.loss):
-    raise ValueError(
-      "`optimizer` must bring the workers together, but of "
-      f"{collectives.size(axis)} workers {SILENT}"
-    )
+    size = collectives.size(axis)
+    raise _silent_step.silent_step_error("optimizer", size)
 
 
 def _check_not_first(opt_state: PyTree) -> None:

@@ -42,9 +42,7 @@ from jdist.training.comparison._rows import Fit as Fit
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows
 from jdist.training.comparison._rows import Trial as Trial
-from jdist.training.comparison._step_times import HostLinks as HostLinks
 from jdist.training.comparison._step_times import join_hosts as join_hosts
-from jdist.training.comparison._step_times import step_times as step_times
 from jdist.training.comparison._study import best_of as best_of
 from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare

@@ -9,7 +9,7 @@ import optax
 
 from jdist import collectives, data, models
 from jdist.training import _train_state, loop
-from jdist.training.comparison import _rows, _study, _workload
+from jdist.training.comparison import _rows, _step_times, _study, _workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +198,52 @@ class Chains:
     state = programs.init(model, seed)
     return PreparedRun(
       programs, model, state, workload.batches(seed), num_steps
+    )
+
+  def step_times(
+    self,
+    *,
+    base: str = "ssgd",
+    blocks: int = 9,
+    links: _step_times.HostLinks | None = None,
+  ) -> list[dict[str, Any]]:
+    """Measures the steps of the variants in turns.
+
+    Args:
+      base: The synchronous variant, with which the others are compared.
+      blocks: The number of turns of each variant.
+      links: The links between the workers' hosts; None for one machine.
+
+    Returns:
+      A row for each variant on the first host, and no rows on the others.
+    """
+    options, alone, again = self.options, _step_times.ALONE, f"{base} again"
+    variants: dict[str, Variant] = {
+      **self.variants,
+      again: self.variants[base],
+      alone: lambda run: run.inner,
+    }
+    chains = type(self)(options, variants, self.workload)
+    chosen = options.variants or tuple(self.variants)
+    names = [base, again, *(name for name in chosen if name != base)]
+    names += [alone] * (links is not None)
+    rate = options.rates[len(options.rates) // 2]
+
+    def turn(name: str) -> _step_times.Turn:
+      run = chains.prepare(name, rate, 0, independent=name == alone)
+      programs, batch = run.programs, next(run.batches.iterate(0))
+      return _step_times.Turn(programs.trainer, programs.step, run.state, batch)
+
+    # Each row is of one variant, and paths do not belong into rows.
+    config = dataclasses.asdict(options)
+    for name in {"variants", "cache"} & config.keys():
+      del config[name]
+    return _step_times.step_times(
+      {name: turn(name) for name in names},
+      config,
+      base=base,
+      blocks=blocks,
+      links=links,
     )
 
   def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:

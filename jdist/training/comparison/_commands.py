@@ -63,9 +63,7 @@ def _time(
   base: str,
 ) -> None:
   links = _step_times.join_hosts(options.workers)
-  rows = _step_times.step_times(
-    chains(options, variants), base=base, links=links
-  )
+  rows = chains(options, variants).step_times(base=base, links=links)
   if rows:
     name = "times" if links is None else links.name
     path = results / f"{preset}-{name}.jsonl"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives
-from jdist.training import _gradient, _step, loop
+from jdist.training import _evaluation
 from jdist.training.comparison import _chains, _workload
 
 PyTree = Any
@@ -44,30 +44,18 @@ def _one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 class _OneCoreWorkload(_workload.Workload):
   """A problem whose workers share one core."""
 
-  def programs(
+  def gradient(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the gradient, computed for one worker after the other."""
+    return _one_by_one(super().gradient(apply))
+
+  def evaluator(
     self,
-    optimizer: optax.GradientTransformation,
     apply: Callable[..., Any],
-    **trainer: Any,
-  ) -> _workload.VariantPrograms:
-    """Builds a variant's programs, with one gradient after the other."""
-    gradient = _one_by_one(
-      _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
-    )
-    step = _step.step_by(
-      gradient,
-      optimizer,
-      axis=self.workers.axis,
-      independent=trainer.get("independent", False),
-    )
+    optimizer: optax.GradientTransformation | None = None,
+  ) -> _evaluation.Evaluator:
+    """Returns an evaluator that runs one worker's model after the other."""
     plain = _one_by_one(lambda *args: apply(*args, train=False))
-
-    def applied(*args: PyTree, train: bool) -> Any:
-      return apply(*args, train=True) if train else plain(*args)
-
-    evaluate = self.evaluator(applied, optimizer)
-    trained = loop.Trainer(self.workers, step, **trainer)
-    return _workload.VariantPrograms(self, optimizer, step, trained, evaluate)
+    return super().evaluator(lambda *args, train: plain(*args), optimizer)
 
 
 class _OneCoreChains(_chains.Chains):

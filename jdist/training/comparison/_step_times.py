@@ -1,13 +1,14 @@
 """Time that each variant adds to a step, measured in turns.
 
-All workers share a machine and messages are copied in its memory: this is the
-cost of compressing, decompressing and updating.  The result is the median of
-ratios to the synchronous variant of the same turn, beside that variant's ratio
-to itself, the noise of the machine.  Reports model the time over links from it.
+All workers share a machine and messages are copied in its memory, so that this
+is the cost of compressing, decompressing and updating. The result is the median
+of ratios to the synchronous variant of the same turn. That variant is measured
+twice, which shows the noise of the machine. Reports model the time over links
+from it.
 
-Under `scripts/slow_network.py` each of several hosts has as many of the
-workers, and messages go over its links: a whole step is measured then, beside
-that of workers who send nothing.
+Under `scripts/slow_network.py` each of several hosts has an equal part of the
+workers, and messages go over its links. Then a whole step is measured, and
+compared with the step of workers that send nothing.
 """
 
 import dataclasses
@@ -15,18 +16,17 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jdist import cluster, collectives, profiling
-from jdist.training import _results
-from jdist.training.comparison import _chains
+from jdist.training import _results, _train_state, loop
 
-_STEPS = 8  # With one round's end in them.
-# The workers' own optimizer, without messages.
-_ALONE = "computation"
+_STEPS = 8  # The end of a round lies in each block.
+# The name of the workers' own optimizer, without messages.
+ALONE = "computation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class HostLinks:
   """The links between hosts, see `scripts/slow_network.py`.
 
   Attributes:
-    hosts: how many there are.
-    bits_per_s: of every host's link.
+    hosts: The number of hosts.
+    bits_per_s: The bandwidth of every host's link.
   """
 
   hosts: int
@@ -43,108 +43,27 @@ class HostLinks:
 
   @property
   def name(self) -> str:
-    """As rows and files of rows are called."""
+    """The name of the links in rows and in files of rows."""
     if math.isinf(self.bits_per_s):
       return f"{self.hosts}xunlimited"
     return f"{self.hosts}x{self.bits_per_s / 1e6:g}mbit"
 
 
-def step_times(
-  chains: _chains.Chains,
-  *,
-  base: str = "ssgd",
-  blocks: int = 9,
-  links: HostLinks | None = None,
-) -> list[dict[str, Any]]:
-  """Measures the steps of a comparison's variants.
-
-  Args:
-    chains: the comparison.
-    base: the synchronous variant.
-    blocks: how often each variant has its turn.
-    links: between the hosts of the workers; None for one machine.
-
-  Returns:
-    A row for each variant; none on other hosts than the first.
-  """
-  options, workload = chains.options, chains.workload
-  names = [*(options.variants or chains.variants)]
-  again = f"{base} again"
-  variants: Mapping[str, _chains.Variant] = {
-    **chains.variants,
-    again: chains.variants[base],
-    _ALONE: lambda run: run.inner,
-  }
-  names = [base, again, *(name for name in names if name != base)]
-  if links is not None:
-    names.append(_ALONE)
-  chains = type(chains)(options, variants, workload)
-  rate = options.rates[len(options.rates) // 2]
-  turns = {name: _Turn(chains, name, rate) for name in names}
-  if links is not None and not jax.process_index():
-    for turn in turns.values():
-      turn.trace()  # While the others wait, and not behind them.
-  found: dict[str, list[float]] = {name: [] for name in names}
-  for block in range(blocks + 1):  # The first is to get warm.
-    for name, turn in turns.items():
-      seconds = turn.take()
-      if block:
-        found[name].append(seconds)
-  if jax.process_index():
-    return []
-  # No variants, as each has its row, and no paths.
-  config = {
-    key: value
-    for key, value in dataclasses.asdict(options).items()
-    if key not in ("variants", "cache")
-  }
-  rows = []
-  for name in names:
-    ratios = [
-      mine / theirs
-      for mine, theirs in zip(found[name], found[base], strict=True)
-    ]
-    row = _results.make_row(
-      config | {"blocks": blocks},
-      0,
-      method=name,
-      workers=options.workers,
-      step_s=statistics.median(found[name]),
-      ratio=statistics.median(ratios),
-      quartiles=statistics.quantiles(ratios, n=4)[::2],
-      messages_per_step=_messages(turns[name].messages, conditional=False),
-      messages_per_round=_messages(turns[name].messages, conditional=True),
-    )
-    low, high = row["quartiles"]
-    line = (
-      f"{name:32s} {1e3 * row['step_s']:6.1f} ms, {row['ratio']:.3f} of {base} "
-      f"({low:.3f} to {high:.3f})"
-    )
-    if links is not None:
-      sent = turns[name].sent_bytes()
-      alone_s = statistics.median(found[_ALONE])
-      # Nothing hidden. Unlike reports, without what a method computes.
-      modelled_s = alone_s + 8 * sent / links.bits_per_s
-      row |= dataclasses.asdict(links)
-      row |= {"sent_bytes": sent, "modelled_s": modelled_s}
-      line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
-    rows.append(row)
-    print(line, flush=True)
-  return rows
-
-
-class _Turn:
+class Turn:
   """A variant's compiled step and its state."""
 
-  def __init__(self, chains: _chains.Chains, variant: str, rate: float):
-    run = chains.prepare(variant, rate, seed=0, independent=variant == _ALONE)
-    workers = chains.workload.workers
-    self.state = run.state
-    self.batch = workers.place(next(run.batches.iterate(0)))
-    program = workers.jit(run.programs.step, donate_argnums=0)
+  def __init__(
+    self,
+    trainer: loop.Trainer,
+    step: Callable[..., Any],
+    state: _train_state.TrainState,
+    batch: Any,
+  ):
+    workers, self.trainer, self.state = trainer.workers, trainer, state
+    self.batch = workers.place(batch)
+    program = workers.jit(step, donate_argnums=0)
     self.program = program.lower(self.state, self.batch).compile()
     self.messages = profiling.read_collectives(self.program)
-    self.trainer = run.programs.trainer
     self.steps, self.rounds = 0, 0
 
   def take(self) -> float:
@@ -155,12 +74,12 @@ class _Turn:
       jax.block_until_ready(metrics)
     seconds = time.perf_counter() - started_s
     self.steps += _STEPS
-    # The same for all workers; of an array of several hosts each has its own.
+    # The number is equal on all workers, and each host can read its own part.
     self.rounds = int(metrics["rounds"].addressable_data(0).ravel()[0])
     return seconds / _STEPS
 
   def trace(self) -> None:
-    """Finds the messages of a step: traced once more, which takes long."""
+    """Counts the messages of a step, by a further trace that takes long."""
     self.traffic = self.trainer.traffic(self.state, self.batch)
 
   def sent_bytes(self) -> float:
@@ -168,10 +87,79 @@ class _Turn:
     return self.traffic.sent_bytes(self.steps, self.rounds) / self.steps
 
 
+def step_times(
+  turns: Mapping[str, Any],
+  config: dict[str, Any],
+  *,
+  base: str,
+  blocks: int = 9,
+  links: HostLinks | None = None,
+) -> list[dict[str, Any]]:
+  """Measures the steps of a comparison's variants.
+
+  Args:
+    turns: A `Turn` for each variant. With links one of them is `ALONE`.
+    config: The options of the comparison, for the rows.
+    base: The variant with which the others are compared.
+    blocks: The number of turns of each variant.
+    links: The links between the workers' hosts; None for one machine.
+
+  Returns:
+    A row for each variant on the first host, and no rows on the others.
+  """
+  if links is not None and not jax.process_index():
+    # Traced now, because all other hosts would wait for a trace between turns.
+    for turn in turns.values():
+      turn.trace()
+  found: dict[str, list[float]] = {name: [] for name in turns}
+  # One block more than is counted warms the machine up.
+  for block in range(blocks + 1):
+    for name, turn in turns.items():
+      seconds = turn.take()
+      if block:
+        found[name].append(seconds)
+  if jax.process_index():
+    return []
+  rows = []
+  for name, turn in turns.items():
+    ratios = [
+      mine / theirs
+      for mine, theirs in zip(found[name], found[base], strict=True)
+    ]
+    row = _results.make_row(
+      config | {"blocks": blocks},
+      0,
+      method=name,
+      workers=config["workers"],
+      step_s=statistics.median(found[name]),
+      ratio=statistics.median(ratios),
+      quartiles=statistics.quantiles(ratios, n=4)[::2],
+      messages_per_step=_messages(turn.messages, conditional=False),
+      messages_per_round=_messages(turn.messages, conditional=True),
+    )
+    low, high = row["quartiles"]
+    line = (
+      f"{name:32s} {1e3 * row['step_s']:6.1f} ms, {row['ratio']:.3f} of {base} "
+      f"({low:.3f} to {high:.3f})"
+    )
+    if links is not None:
+      sent = turn.sent_bytes()
+      alone_s = statistics.median(found[ALONE])
+      # Nothing is hidden here, and unlike in reports the computation of the
+      # method itself does not count.
+      modelled_s = alone_s + 8 * sent / links.bits_per_s
+      row |= dataclasses.asdict(links)
+      row |= {"sent_bytes": sent, "modelled_s": modelled_s}
+      line += f"; {sent / 1e3:.1f} kB, modelled {1e3 * modelled_s:.1f} ms"
+    rows.append(row)
+    print(line, flush=True)
+  return rows
+
+
 def _messages(
   sent: Sequence[collectives.Collective], *, conditional: bool
 ) -> int:
-  """Counts messages that wait for each other; of a phase, the last one's."""
+  """Counts messages in sequence; among phases, only those of the last one."""
   last = max(
     (c.phase for c in sent if c.phase is not None),
     key=lambda phase: phase.start,
@@ -195,7 +183,7 @@ def join_hosts(workers: int) -> HostLinks | None:
     raise ValueError(
       f"`--workers` must be a multiple of the {hosts} hosts, got {workers}."
     )
-  # One thread for the computation: another is to be free for the network.
+  # The computation takes one thread, so that another is free for the network.
   flags = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
   collectives.start_processes(

@@ -12,6 +12,7 @@ import optax
 from jdist import collectives, data, models
 from jdist.training import (
   _evaluation,
+  _gradient,
   _losses,
   _step,
   _train_state,
@@ -98,6 +99,12 @@ class Workload:
       apply, augment=self._augment(), **self._inputs()
     )
 
+  def gradient(
+    self, apply: Callable[..., Any]
+  ) -> Callable[..., _gradient.Gradient]:
+    """Returns the function that computes a worker's gradient."""
+    return _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
+
   def inputs(self) -> Callable[..., Any]:
     """Returns what turns a batch and a random key into a model's inputs."""
     return _losses.model_inputs(augment=self._augment(), **self._inputs())
@@ -143,11 +150,10 @@ class Workload:
       apply: the model's.
       **trainer: arguments of `Trainer`.
     """
-    step = _step.make_step(
-      self.loss(apply),
+    step = _step.step_by(
+      self.gradient(apply),
       optimizer,
       axis=self.workers.axis,
-      accumulate=self.accumulate,
       independent=trainer.get("independent", False),
     )
     evaluate = self.evaluator(apply, optimizer)

@@ -8,18 +8,19 @@ in flight deadlock (see `collectives.make_cpu_devices`).
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist import checks, collectives, transforms
-from jdist.training import _checkpoints, _step, _train_state
+from jdist.training import _checkpoints, _run_metadata, _step, _train_state
 from jdist.training.loop import (
-  _compiled_step,
   _preemption,
   _programs,
   _progress,
+  _record,
   _training_run,
 )
 
@@ -29,8 +30,12 @@ PyTree = Any
 Batches = Callable[[int], Iterator[PyTree]]
 
 
+# The run keeps these in the metadata of its checkpoints, with the caller's.
+_SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
+
+
 class Trainer:
-  """Runs a step over batches; compiles once, however often it is used."""
+  """Runs a step over batches; compiles once, for any number of `fit` calls."""
 
   def __init__(
     self,
@@ -45,21 +50,22 @@ class Trainer:
     """Prepares the program.
 
     Args:
-      workers: the run's workers.
-      step: one worker's step, from `make_step` or a user's own: `(state,
+      workers: The run's workers.
+      step: One worker's step, from `make_step` or a user's own: `(state,
         batch) -> state, metrics` with the metrics `loss` and `rounds`.
-      stream_steps: for a streamed method whose rounds differ in length, the
+      stream_steps: For a streamed method whose rounds differ in length, the
         numbers of steps in which a message may be sent, for instance `(1, 2, 4,
-        8, 16)`.  Each is a program; a round takes the largest that fits into
+        8, 16)`. Each is a program; a round takes the largest that fits into
         it. By default there is one program, which only a fixed interval allows.
-      host_rounds: whether the loop says which step ends a round: two programs
-        in place of one with a conditional, around which compilers copy and in
-        which nothing overlaps.  None (default): wherever the method, and a step
-        of one's own by a parameter `control`, allow it.
-      independent: whether several workers are meant never to communicate, each
-        with a model of its own; else that is an error.
-      timeout_s: a step that takes longer ends the process with a message;
-        compiling, evaluating and saving may take four times as long.
+      host_rounds: Whether the loop decides which step ends a round. There are
+        two programs then, in place of one with a conditional, around which
+        compilers copy and in which nothing overlaps. By default (None) the
+        loop decides wherever the method allows it, and a user's own step by a
+        parameter `control`.
+      independent: Whether several workers are meant never to communicate, each
+        with a model of its own; otherwise that is an error.
+      timeout_s: Seconds after which an unfinished step ends the process with a
+        message. Compiling, evaluating and saving may take four times as long.
     """
     collectives.check_workers(workers)
     checks.check_function("step", step, "a state and a batch")
@@ -67,7 +73,7 @@ class Trainer:
     checks.check_choice("independent", independent, (True, False))
     timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
     self.workers = workers
-    self._step = _compiled_step.CompiledStep(workers, step)
+    self._step = _training_run.CompiledStep(workers, step)
     self._independent = independent
     self._timeout_s = timeout_s
     if host_rounds is None and not self._step.takes_control:
@@ -96,47 +102,50 @@ class Trainer:
     checkpoint_every: int | None = None,
     metadata: dict[str, Any] | None = None,
     label: str | Callable[[int, str], None] | None = None,
-    on_record: Callable[[_training_run.Record], None] | None = None,
+    on_record: Callable[[_record.Record], None] | None = None,
     on_resume: Callable[[_checkpoints.Restored], None] | None = None,
     free: Sequence[str] = (),
     stop_on_sigterm: bool = False,
-    continues: Sequence[_training_run.Record] = (),
-  ) -> tuple[_train_state.TrainState, list[_training_run.Record]]:
+    continues: Sequence[_record.Record] = (),
+  ) -> tuple[_train_state.TrainState, list[_record.Record]]:
     """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
     Args:
-      state: from `init_state` or `fit`; given up to the first step.
-      batches: from a step number to an iterator of host batches
-        `[local workers, n, ...]`, for instance `Batches.iterate`.  Where it
-        ends before `num_steps`, so does the run, with a warning.
-      num_steps: the step at which to stop.
-      evaluate: an `Evaluator`; called at the end, too.
-      evaluate_every: steps between evaluations; by default at the end only.
-      checkpoints: where to resume from and save to.
-      checkpoint_every: steps between checkpoints; by default at the end only.
-      metadata: a dict that JSON can hold, saved with each checkpoint; a
+      state: The result of `init_state` or `fit`, donated to the first step.
+      batches: A function from the first step to an iterator of host batches
+        `[local workers, n, ...]`, for instance `Batches.iterate`. If the
+        iterator ends before `num_steps`, the run ends too, with a warning.
+      num_steps: The step at which to stop.
+      evaluate: A function of the state that returns metrics, for instance an
+        `Evaluator`. It is also called at the end.
+      evaluate_every: Steps between evaluations; by default there is only the
+        one at the end.
+      checkpoints: Where to resume from and save to.
+      checkpoint_every: Steps between checkpoints; by default there is only the
+        one at the end.
+      metadata: A dict of JSON values that is saved with each checkpoint. A
         checkpoint with other metadata is refused.
-      label: shows progress under this name; or what is called with each step
-        and a few figures, to show them elsewhere.
-      on_record: called with each new record.
-      on_resume: called with the checkpoint that the run goes on from.
-      free: names in `metadata` that a checkpoint may have other values of.
-      stop_on_sigterm: whether SIGTERM, as schedulers send it before they take
+      label: The name under which progress is shown in the terminal, or a
+        function of the step and a short text that shows it elsewhere.
+      on_record: Called with each new record.
+      on_resume: Called with the checkpoint from which the run resumes.
+      free: Names in `metadata` whose values a checkpoint may contradict.
+      stop_on_sigterm: Whether SIGTERM, which schedulers send before they take
         a machine away, makes the run save after the next step and end with a
-        `PreemptedError`; of several processes all do, after the same step.
-      continues: the records of another trainer's call, whose run goes on here
-        from `state`: no checkpoint is read; records, bytes and seconds go on.
+        `PreemptedError`. All processes of a run stop after the same step.
+      continues: The records of another trainer's call that has led to `state`.
+        Its records, bytes and seconds are continued, and no checkpoint is read.
 
     Returns:
-      The state, and the records of the run, before a resume too; where nothing
-      was left to train, the last one is of the state as it is.
+      The state, and the records of the run, including those before a resume.
+      If no step was left, the last record is an evaluation of the given state.
 
     Raises:
-      ValueError: when a checkpoint is of another run, an `OtherRunError` where
-        its metadata say so, or is beyond `num_steps`; when the optimizer does
-        not take `stream_steps` or `host_rounds`; when there is no batch.
-      PreemptedError: upon SIGTERM; a `SystemExit`, which uncaught ends the
-        process with status 143.
+      ValueError: If a checkpoint is of another run (an `OtherRunError` if its
+        metadata differ) or is beyond `num_steps`; if the optimizer does not
+        take `stream_steps` or `host_rounds`; or if there is no batch.
+      PreemptedError: Upon SIGTERM. It is a `SystemExit`, which ends the
+        process with status 143 unless it is caught.
     """
     for name, number in (
       ("num_steps", num_steps),
@@ -154,7 +163,7 @@ class Trainer:
       checks.check_function(name, function, of, optional=True)
     if not isinstance(label, str):
       checks.check_function("label", label, "a step and text", optional=True)
-    _training_run.check_own_metadata(metadata)
+    _check_own_metadata(metadata)
     if any(
       isinstance(x, jax.Array) and x.is_deleted()
       for x in jax.tree.leaves(state)
@@ -163,28 +172,27 @@ class Trainer:
         "`state` must still be there, got one whose memory an earlier `fit` or "
         "step has used up. Go on from the state that it returned."
       )
-    history = _training_run.history_of(continues)
+    history = _record.History.after(continues)
     if checkpoints is not None and not continues:
-      state, history = _training_run.restore(
+      state, history = _restore(
         checkpoints, state, metadata or {}, free, on_resume
-      )
-    start = int(self.workers.view(state.step))
-    if start > num_steps:
-      raise ValueError(
-        f"`num_steps` must be at least {start}, the step of the state, got "
-        f"{num_steps}."
       )
     run = _training_run.TrainingRun(
       self._step,
       self._choices,
       state,
-      start,
       independent=self._independent,
       timeout_s=self._timeout_s,
       history=history,
       evaluate=evaluate,
       on_record=on_record,
     )
+    start = run.start
+    if start > num_steps:
+      raise ValueError(
+        f"`num_steps` must be at least {start}, the step of the state, got "
+        f"{num_steps}."
+      )
     with contextlib.ExitStack() as stack:
       data = batches(start)
       checks.check_type(
@@ -203,7 +211,7 @@ class Trainer:
         sigterm = stack.enter_context(_preemption.Preemption())
       save = None
       if checkpoints is not None:
-        save = functools.partial(run.save, checkpoints, metadata)
+        save = functools.partial(_save, run, checkpoints, metadata)
         stack.callback(checkpoints.wait)
       _train(
         run, data, range(start, num_steps), evaluate_every, checkpoint_every,
@@ -234,7 +242,8 @@ def _train(
   for done in range(steps.start + 1, steps.stop + 1):
     run.dispatch(placed)
     batch = next(data, None) if done < steps.stop else None
-    if batch is not None:  # Two steps are in flight meanwhile.
+    if batch is not None:
+      # The batch is copied to the devices while two steps are in flight.
       placed = run.place(batch)
     last = done if batch is None else steps.stop
     run.read(leave=1)
@@ -254,9 +263,100 @@ def _train(
         stacklevel=2,
       )
       break
-  if not steps:  # Killed after its last step, perhaps.
+  if not steps:
+    # The previous process may have been killed after the final step.
     run.record()
 
 
 def _due(done: int, every: int | None, last: int) -> bool:
   return done == last or (every is not None and done % every == 0)
+
+
+def _save(
+  run: _training_run.TrainingRun,
+  checkpoints: _checkpoints.Checkpoints,
+  metadata: dict[str, Any] | None,
+) -> bool:
+  """Starts to write a checkpoint, unless the state has diverged."""
+  run.read()
+  if not run.is_finite():
+    if jax.process_index() == 0:
+      last = checkpoints.latest_step()
+      stays = "there is no checkpoint"
+      if last is not None:
+        stays = f"the checkpoint of step {last} stays"
+      warnings.warn(
+        f"The state after step {run.step} is not finite and was not saved: "
+        f"{stays}.",
+        RuntimeWarning,
+        stacklevel=4,
+      )
+    return False
+  run.watchdog.beat(f"saving after step {run.step}", patience=4.0)
+  history = run.history()._asdict()
+  sent_bytes = history.pop("sent_bytes")
+  history["records"] = [_plain(record) for record in run.records]
+  checkpoints.save(
+    run.step,
+    run.state,
+    _train_state.shared_leaves(run.state),
+    {**(metadata or {}), _SENT_BYTES: sent_bytes, _HISTORY: history},
+  )
+  run.watchdog.beat(f"saved after step {run.step}")
+  return True
+
+
+def _plain(record: _record.Record) -> list[Any]:
+  """Returns a record as a list of JSON values."""
+  metrics = {name: np.asarray(x).tolist() for name, x in record.metrics.items()}
+  return list(record._replace(metrics=metrics))
+
+
+def _restore(
+  checkpoints: _checkpoints.Checkpoints,
+  state: _train_state.TrainState,
+  metadata: dict[str, Any],
+  free: Sequence[str],
+  on_resume: Callable[[_checkpoints.Restored], None] | None,
+) -> tuple[_train_state.TrainState, _record.History]:
+  """Returns the newest saved state and its history, or the given state."""
+  found = checkpoints.restore(
+    state, check=lambda saved: check_metadata(saved, metadata, free)
+  )
+  if found is None:
+    return state, _record.History()
+  sent_bytes = found.metadata.pop(_SENT_BYTES, None)
+  # A user's own loop may have saved the checkpoint, without a history.
+  saved = found.metadata.pop(_HISTORY, {})
+  if on_resume is not None:
+    on_resume(found)
+  if saved:
+    saved["records"] = [_record.Record(*record) for record in saved["records"]]
+  return found.state, _record.History(sent_bytes=sent_bytes, **saved)
+
+
+def check_metadata(
+  found: Mapping[str, Any],
+  metadata: Mapping[str, Any],
+  free: Sequence[str] = (),
+) -> None:
+  """Raises an OtherRunError if a checkpoint's metadata are of another run.
+
+  Args:
+    found: The metadata of a checkpoint that `Trainer.fit` has saved.
+    metadata: The metadata of this run.
+    free: Names whose values may differ.
+  """
+  free = (_SENT_BYTES, _HISTORY, *free)
+  _run_metadata.check_same_run(found, metadata, free=free)
+
+
+def _check_own_metadata(metadata: Any) -> None:
+  """Raises a ValueError unless checkpoints can keep a caller's metadata."""
+  _run_metadata.check_is_json(metadata)
+  for name in (_SENT_BYTES, _HISTORY):
+    if name in (metadata or {}):
+      raise ValueError(
+        f"`metadata` must not have {name!r}, which the run itself keeps there. "
+        "Give it another name."
+      )

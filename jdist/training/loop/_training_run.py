@@ -1,99 +1,167 @@
-"""One call of the training loop: steps in flight, clocks, sums and records."""
+"""One call of the training loop: programs, steps in flight, clocks and sums."""
 
+import functools
+import inspect
 import math
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, collectives, transforms
-from jdist.training import _checkpoints, _run_metadata, _train_state
-from jdist.training.loop import (
-  _compiled_step,
-  _programs,
-  _progress,
-  _watchdog,
-)
+from jdist.training import _silent_step, _train_state
+from jdist.training.loop import _programs, _progress, _record, _watchdog
 
 PyTree = Any
 
-# In the metadata of checkpoints, beside the caller's.
-_SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
 
+class CompiledStep:
+  """A worker's step as one program per control, and the traffic of each.
 
-class Record(NamedTuple):
-  """A run's position and results at an evaluation.
-
-  Attributes:
-    step: updates so far.
-    rounds: how often the workers have come together.
-    sent_bytes: bytes one worker has sent, see `collectives.Traffic`.
-    train_loss: mean over the steps since the last record and over the workers
-      of this process; NaN when there was none.
-    metrics: what `evaluate` returned.
-    train_s: seconds of training so far, those before a resume too, without the
-      first step of each call, which compiles, and without evaluating and
-      saving.
-    samples_per_s: training samples of all workers per second, likewise; NaN
-      after first steps alone.
-    clock: of the seconds, "wall", or "virtual" in a simulation.
-    diverged: whether the loss is not a finite number: the evaluated one, or
-      without it that of the last training step.
-    skipped: steps of `transforms.skip_nonfinite` without a gradient so far.
+  It outlives a call of `fit`, so that several calls share the programs.
   """
-
-  step: int
-  rounds: int
-  sent_bytes: float
-  train_loss: float
-  metrics: dict[str, float]
-  train_s: float
-  samples_per_s: float
-  clock: Literal["wall", "virtual"] = "wall"
-  diverged: bool = False
-  skipped: int = 0
-
-
-class History(NamedTuple):
-  """The past of a run, before this call.
-
-  Attributes:
-    records: its records.
-    sent_bytes: bytes one worker has sent; None where that is not known.
-    train_s: seconds of training, as in a record.
-    samples: trained on in these seconds.
-    losses: sum and number of the training losses since the last record.
-  """
-
-  records: Sequence[Record] = ()
-  sent_bytes: float | None = None
-  train_s: float = 0.0
-  samples: int = 0
-  losses: tuple[float, int] = (0.0, 0)
-
-
-class TrainingRun:
-  """One call of `fit`: the state, the step in flight, clocks and sums."""
 
   def __init__(
     self,
-    step: _compiled_step.CompiledStep,
+    workers: collectives.Workers,
+    step: Callable[..., tuple[_train_state.TrainState, dict[str, jax.Array]]],
+  ):
+    """Compiles nothing yet."""
+    self.workers = workers
+    self.takes_control = _takes_control(step)
+    # The names of the metrics are known once the step has been traced.
+    self.names: tuple[str, ...] = ()
+    self._step = step
+    self._programs: dict[Any, Any] = {}
+    self._traffic: dict[Any, collectives.Traffic] = {}
+
+    def all_finite(state: _train_state.TrainState) -> jax.Array:
+      model = (state.params, state.model_state)
+      bad = ~_train_state.is_finite(model, state.opt_state)
+      # The workers must decide alike, since all of them write a checkpoint.
+      return collectives.sum(bad.astype(jnp.float32), workers.axis) == 0
+
+    self._all_finite = workers.jit(all_finite)
+
+  def _packed(
+    self,
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control,
+  ) -> tuple[_train_state.TrainState, jax.Array]:
+    """Runs the step, and stacks its metrics into one array."""
+    state, metrics = self._step(state, batch, **_given(control))
+    if missing := {"loss", "rounds"} - metrics.keys():
+      raise ValueError(
+        f"`step` must return the metrics `loss` and `rounds`, but {missing} "
+        f"are missing; got {sorted(metrics)}."
+      )
+    self.names = tuple(sorted(metrics))
+    # Each array that the host reads is a transfer, so all metrics are one.
+    values = [jnp.asarray(metrics[n], jnp.float32) for n in self.names]
+    return state, jnp.stack(values)
+
+  def program(
+    self, state: _train_state.TrainState, control: transforms.Control
+  ) -> Any:
+    """Returns the compiled step for states with the sharding of this one."""
+    specs = self.workers.specs(state)
+    leaves, structure = jax.tree.flatten(specs)
+    key = (control, structure, tuple(leaves))
+    if key not in self._programs:
+      # The output gets the input's sharding. Otherwise the compiler may choose
+      # another one over the mesh's other axes, and the next call recompiles.
+      self._programs[key] = self.workers.jit(
+        functools.partial(self._packed, control=control),
+        donate_argnums=0,
+        out_specs=(specs, None),
+      )
+    return self._programs[key]
+
+  def traffic(
+    self,
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control,
+  ) -> collectives.Traffic:
+    """Returns what one worker sends in a step and in a round."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    args = jax.tree.map(one, (state, batch))
+    leaves, structure = jax.tree.flatten(args)
+    key = (control, structure, tuple((x.shape, str(x.dtype)) for x in leaves))
+    # Counting costs as much as tracing the step, so the result is kept.
+    if key not in self._traffic:
+      self._traffic[key] = collectives.traffic(
+        functools.partial(self._step, **_given(control)),
+        *args,
+        axis=self.workers.axis,
+        num_workers=self.workers.num_workers,
+        inner_axes=self.workers.inner_axes,
+      )
+    return self._traffic[key]
+
+  def is_finite(self, state: _train_state.TrainState) -> bool:
+    """Returns whether training can continue from a state."""
+    return bool(self.workers.view(self._all_finite(state)))
+
+  def check_communicates(
+    self, state: _train_state.TrainState, traffic: list[collectives.Traffic]
+  ) -> None:
+    """Raises a ValueError for several workers whose programs send nothing."""
+    num = self.workers.num_workers
+    # A step with plain Optax may still average its batch statistics, so that
+    # these bytes alone do not count as communication.
+    statistics = sum(
+      x.nbytes // x.shape[0]
+      for x in jax.tree.leaves(state.model_state)
+      if jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    sent = max(
+      sum(c.payload_bytes * c.count for c in x.collectives) for x in traffic
+    )
+    if num > 1 and sent <= statistics:
+      raise _silent_step.silent_step_error("step", num)
+
+
+def _takes_control(step: Callable[..., Any]) -> bool:
+  """Returns whether a user's own step passes a control to its optimizer."""
+  try:
+    parameters = inspect.signature(step).parameters
+  except (TypeError, ValueError):
+    return False
+  kinds = {p.kind for p in parameters.values()}
+  return "control" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _given(control: transforms.Control) -> dict[str, Any]:
+  # A user's own step may not have the parameter, so the default is left out.
+  return {} if control == transforms.Control() else {"control": control}
+
+
+class TrainingRun:
+  """One call of `fit`: the state, the steps in flight, clocks and sums."""
+
+  def __init__(
+    self,
+    step: CompiledStep,
     choices: _programs.Programs,
     state: _train_state.TrainState,
-    start: int,
     *,
     independent: bool,
     timeout_s: float,
-    history: History,
+    history: _record.History,
     evaluate: Callable[[_train_state.TrainState], dict[str, float]] | None,
-    on_record: Callable[[Record], None] | None,
+    on_record: Callable[[_record.Record], None] | None,
   ):
-    """Reads where a state stands; `history` is how it came there."""
+    """Reads the position of a state, which `history` has led to."""
     self.state = state
-    self.records: list[Record] = list(history.records)
+    self.records: list[_record.Record] = list(history.records)
     self.watchdog = _watchdog.Watchdog(timeout_s)
     self.progress: Callable[[int, str], None] | None = None
     self._step = step
@@ -104,10 +172,10 @@ class TrainingRun:
     self._on_record = on_record
     self._programs: dict[transforms.Control, Any] = {}
     self._traffic: dict[transforms.Control, collectives.Traffic] = {}
-    # Metrics of two steps at the most, and what was run.
+    # The choices and metrics of the steps in flight, two at most.
     self._flying: list[tuple[_programs.Choice, jax.Array]] = []
-    self._start = self._read = start
     view = step.workers.view
+    self.start = self._read = int(view(state.step))
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
     self._choices = choices.for_state(state.opt_state)
     # The places in their rounds of the next step and of the one after it.
@@ -125,12 +193,12 @@ class TrainingRun:
     self._samples = history.samples
     self._samples_per_step = 0
     self._train_s = history.train_s
-    # Up to when training time is counted; None in the first step, which
-    # compiles.
+    # Training time is counted from here on. None leaves out the first step of
+    # a call, which compiles.
     self._since_s: float | None = None
 
   def place(self, batch: PyTree) -> PyTree:
-    """Puts a batch onto the devices; reads off the first what is sent."""
+    """Puts a batch onto the devices; the first one prepares the programs."""
     placed = self._step.workers.place(batch)
     if not self._traffic:
       first = jax.tree.leaves(placed)[0]
@@ -139,12 +207,13 @@ class TrainingRun:
     return placed
 
   def _prepare(self, placed: PyTree) -> None:
-    """Makes all programs, and counts what each sends."""
+    """Compiles all programs, and counts what each sends."""
     self.watchdog.beat("compiling", patience=4.0)
     ahead = self._ahead[0]
     needed: tuple[_programs.Choice, ...] = (_programs.Choice(),)
     if ahead is not None and ahead.ndim > 1:
-      # To count; those of fragments are compiled when they are needed.
+      # The programs of fragments are too many: this one counts the traffic,
+      # and the others are compiled when they are needed.
       needed = (self._choices.fragments_at_once(len(ahead)),)
     at_once = needed
     if ahead is not None and ahead.ndim == 1:
@@ -153,23 +222,23 @@ class TrainingRun:
     for choice in needed:
       self._compile(choice.control, placed, now=len(needed) > 1)
     if not self._independent:
-      self._step.check_communicates(self.state, self._traffic.values())
-    if self._sent_before is None and self._start:
+      self._step.check_communicates(self.state, [*self._traffic.values()])
+    if self._sent_before is None and self.start:
       self._sent_bytes = self._sent_at_once(placed, at_once)
 
   def _sent_at_once(
     self, placed: PyTree, choices: tuple[_programs.Choice, ...]
   ) -> float:
-    """Returns what the state's steps have sent, if all was sent when due."""
-    steps, rounds = self._start, self._rounds
+    """Returns the bytes of the steps so far, if each was sent when due."""
+    steps, rounds = self.start, self._rounds
     sent = [
       self._step.traffic(self.state, placed, choice.control)
       for choice in choices
     ]
     if len(sent) == 1:
       return sent[0].sent_bytes(steps, rounds)
-    ends, goes_on = sent
-    return ends.sent_bytes(rounds, 0) + goes_on.sent_bytes(steps - rounds, 0)
+    ends, within = sent
+    return ends.sent_bytes(rounds, 0) + within.sent_bytes(steps - rounds, 0)
 
   def _compile(
     self, control: transforms.Control, placed: PyTree, *, now: bool
@@ -177,15 +246,18 @@ class TrainingRun:
     """Makes a program, and counts what it sends."""
     self._traffic[control] = self._step.traffic(self.state, placed, control)
     program = self._step.program(self.state, control)
-    if now:  # Not when it is needed, with the device waiting.
+    if now:
+      # Otherwise the program would be compiled in the middle of the run, while
+      # the device waits and the clock of training time runs.
       program = program.lower(self.state, placed).compile()
       self.watchdog.beat("compiling", patience=4.0)
     self._programs[control] = program
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
-    if not self._flying and self._read > self._start:
-      self._since_s = time.perf_counter()  # After an interruption.
+    if not self._flying and self._read > self.start:
+      # The time of an evaluation or a checkpoint is not training time.
+      self._since_s = time.perf_counter()
     place, choice = self._ahead[0], _programs.Choice()
     if place is not None:
       choice = self._choices.choose(place)
@@ -193,15 +265,16 @@ class TrainingRun:
       self._compile(choice.control, placed, now=False)
     self.state, metrics = self._programs[choice.control](self.state, placed)
     self._flying.append((choice, metrics))
-    # The metrics of this step hold the place of the one after next.
+    # The metrics of this step will bring the place of the one after next.
     self._ahead = self._ahead[1:]
 
   def read(self, *, leave: int = 0) -> None:
-    """Reads the steps in flight but the last ones, by default all."""
+    """Reads the steps in flight except the last ones, by default all."""
     while len(self._flying) > leave:
       self._take(*self._flying.pop(0))
 
   def _take(self, choice: _programs.Choice, metrics: jax.Array) -> None:
+    """Waits for a step, and adds its metrics to the sums."""
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
     before = self._read
@@ -214,9 +287,9 @@ class TrainingRun:
     columns = dict(zip(self._step.names, rows.T, strict=True))
     traffic = self._traffic[choice.control]
     rounds = int(columns["rounds"][0])
-    # What was streamed before has not been sent again at the round's end.
+    # A message that was streamed before is not sent again at the round's end.
     ended = 0 if choice.idle else rounds - self._rounds
-    # A program that always ends a round counts rounds as its steps.
+    # In a program that always ends a round, a round's traffic is a step's.
     before = self._rounds if choice.control.round_ends else before
     self._sent_bytes += traffic.sent_bytes(
       1, ended, after_steps=before, after_rounds=self._rounds
@@ -241,7 +314,7 @@ class TrainingRun:
     return self._samples / self._train_s if self._train_s else math.nan
 
   def record(self) -> None:
-    """Evaluates, and notes where the run stands."""
+    """Evaluates the state, and appends a record."""
     self.read()
     self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
@@ -252,9 +325,10 @@ class TrainingRun:
     total, number = self._sum_of_losses()
     train_loss = total / number if number else math.nan
     if self.records and self.records[-1].step == self._read:
-      # Resumed after its last step, it has been trained as that record says.
+      # The run was resumed after its last step: this evaluation replaces the
+      # saved one, whose training loss is the only one known.
       train_loss = self.records.pop().train_loss
-    record = Record(
+    record = _record.Record(
       step=self._read,
       rounds=self._rounds,
       sent_bytes=self._sent_bytes,
@@ -262,7 +336,7 @@ class TrainingRun:
       metrics=metrics,
       train_s=self._train_s,
       samples_per_s=self._rate(),
-      diverged=is_diverged(metrics, self._losses),
+      diverged=_record.is_diverged(metrics, self._losses),
       skipped=self._skipped,
     )
     self._losses.clear()
@@ -272,124 +346,34 @@ class TrainingRun:
       self._on_record(record)
 
   def _sum_of_losses(self) -> tuple[float, int]:
-    """Returns sum and number of the losses since the last record."""
+    """Returns the sum and the number of losses since the last record."""
     total, number = self._losses_before
     return sum(self._losses, total), number + len(self._losses)
 
-  def save(
-    self, checkpoints: _checkpoints.Checkpoints, metadata: dict[str, Any] | None
-  ) -> bool:
-    """Starts to write a checkpoint, unless the state has diverged."""
-    self.read()
-    if not self._step.is_finite(self.state):
-      if jax.process_index() == 0:
-        last = checkpoints.latest_step()
-        stays = "there is no checkpoint"
-        if last is not None:
-          stays = f"the checkpoint of step {last} stays"
-        warnings.warn(
-          f"The state after step {self._read} is not finite and was not saved: "
-          f"{stays}.",
-          RuntimeWarning,
-          stacklevel=3,
-        )
-      return False
-    self.watchdog.beat(f"saving after step {self._read}", patience=4.0)
-    shared = _train_state.shared_leaves(self.state)
-    history = {
-      "records": [_plain(record) for record in self.records],
-      "train_s": self._train_s,
-      "samples": self._samples,
-      "losses": self._sum_of_losses(),
-    }
-    kept = {
-      **(metadata or {}), _SENT_BYTES: self._sent_bytes, _HISTORY: history
-    }  # fmt: skip
-    checkpoints.save(self._read, self.state, shared, kept)
-    self.watchdog.beat(f"saved after step {self._read}")
-    return True
+  @property
+  def step(self) -> int:
+    """The number of updates whose metrics have been read."""
+    return self._read
 
+  def is_finite(self) -> bool:
+    """Returns whether training can continue from the state."""
+    return self._step.is_finite(self.state)
 
-def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
-  """Returns whether a run stands at a loss that is not a finite number.
-
-  Args:
-    metrics: of its evaluation, which may have a `loss`.
-    losses: of its training steps since the last record, for want of one.
-  """
-  loss = metrics.get("loss", losses[-1] if losses else 0.0)
-  return not math.isfinite(loss)
-
-
-def _plain(record: Record) -> list[Any]:
-  """Returns a record in a form that JSON can hold."""
-  metrics = {name: np.asarray(x).tolist() for name, x in record.metrics.items()}
-  return list(record._replace(metrics=metrics))
-
-
-def history_of(records: Sequence[Record]) -> History:
-  """Returns the history of a run that goes on from its last record."""
-  if not records:
-    return History()
-  last = records[-1]
-  samples = round(last.samples_per_s * last.train_s) if last.train_s else 0
-  return History(records, last.sent_bytes, last.train_s, samples)
+  def history(self) -> _record.History:
+    """Returns what a resumed run must know of this one."""
+    return _record.History(
+      self.records,
+      self._sent_bytes,
+      self._train_s,
+      self._samples,
+      self._sum_of_losses(),
+    )
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:
-  """This process's workers' metrics, [local workers, metrics]."""
+  """Returns the metrics of this process's workers, [local workers, metrics]."""
   if metrics.is_fully_addressable:
     return np.asarray(metrics)
   return np.concatenate(
     [np.asarray(s.data) for s in metrics.addressable_shards]
   )
-
-
-def check_own_metadata(metadata: Any) -> None:
-  """Raises a ValueError unless checkpoints can keep metadata of a caller."""
-  _run_metadata.check_is_json(metadata)
-  for name in (_SENT_BYTES, _HISTORY):
-    if name in (metadata or {}):
-      raise ValueError(
-        f"`metadata` must not have {name!r}, which the run itself keeps there. "
-        "Give it another name."
-      )
-
-
-def check_metadata(
-  found: Mapping[str, Any],
-  metadata: Mapping[str, Any],
-  free: Sequence[str] = (),
-) -> None:
-  """Raises an OtherRunError if a checkpoint's metadata are of another run.
-
-  Args:
-    found: in the checkpoint, saved by `fit`.
-    metadata: of this run.
-    free: names in them that may have other values.
-  """
-  free = (_SENT_BYTES, _HISTORY, *free)
-  _run_metadata.check_same_run(found, metadata, free=free)
-
-
-def restore(
-  checkpoints: _checkpoints.Checkpoints,
-  state: _train_state.TrainState,
-  metadata: dict[str, Any],
-  free: Sequence[str] = (),
-  on_resume: Callable[[_checkpoints.Restored], None] | None = None,
-) -> tuple[_train_state.TrainState, History]:
-  """Returns the newest saved state, if there is one, and how it came there."""
-  found = checkpoints.restore(
-    state, check=lambda saved: check_metadata(saved, metadata, free)
-  )
-  if found is None:
-    return state, History()
-  sent_bytes = found.metadata.pop(_SENT_BYTES, None)
-  # Checkpoints that are older than it have none.
-  saved = found.metadata.pop(_HISTORY, {})
-  if on_resume is not None:
-    on_resume(found)
-  if saved:
-    saved["records"] = [Record(*record) for record in saved["records"]]
-  return found.state, History(sent_bytes=sent_bytes, **saved)

@@ -9,13 +9,12 @@ from jdist.training.comparison import _step_times
 
 
 class Turn:
-  """Takes its blocks' seconds from a list."""
+  """A turn whose blocks take the seconds of a list."""
 
-  seconds: dict[str, list[float]]
+  messages = ()
 
-  def __init__(self, chains, variant, rate):
-    self.traced, self.messages = False, ()
-    self.blocks = list(self.seconds[variant])
+  def __init__(self, *blocks):
+    self.traced, self.blocks = False, list(blocks)
 
   def take(self):
     return self.blocks.pop(0)
@@ -27,24 +26,23 @@ class Turn:
     return 1000.0 if self.traced else None
 
 
-def measure(monkeypatch, **options):
-  monkeypatch.setattr(_step_times, "_Turn", Turn)
-  chains = comparison.Chains(
-    comparison.Config(rates=(0.1,)), {"ssgd": None, "ours": None}, "a workload"
+def measure(turns, **options):
+  return _step_times.step_times(
+    turns, {"workers": 8}, base="ssgd", blocks=3, **options
   )
-  return comparison.step_times(chains, base="ssgd", blocks=3, **options)
 
 
-def test_a_ratio_is_that_of_the_same_turn(monkeypatch, capsys):
-  # The machine gets slower and slower; the first block is to get warm.
-  Turn.seconds = {
-    "ssgd": [9.0, 1.0, 2.0, 4.0],
-    "ssgd again": [9.0, 1.0, 2.0, 8.0],
-    "ours": [0.1, 0.5, 0.6, 3.0],
-  }
-  rows = measure(monkeypatch)
-  told = {row["method"]: (row["step_s"], row["ratio"]) for row in rows}
-  assert told == {
+def test_ratio_compares_blocks_of_the_same_turn(capsys):
+  # The machine gets slower and slower; the first block only warms it up.
+  rows = measure(
+    {
+      "ssgd": Turn(9.0, 1.0, 2.0, 4.0),
+      "ssgd again": Turn(9.0, 1.0, 2.0, 8.0),
+      "ours": Turn(0.1, 0.5, 0.6, 3.0),
+    }
+  )
+  found = {row["method"]: (row["step_s"], row["ratio"]) for row in rows}
+  assert found == {
     "ssgd": (2.0, 1.0),
     "ssgd again": (2.0, 1.0),
     "ours": (0.6, 0.5),
@@ -57,13 +55,13 @@ def test_a_ratio_is_that_of_the_same_turn(monkeypatch, capsys):
   ("bits_per_s", "name", "modelled_s"),
   [(1e4, "8x0.01mbit", 0.5 + 0.8), (float("inf"), "8xunlimited", 0.5)],
 )
-def test_a_model_over_a_link_is_computation_and_bytes(
-  bits_per_s, name, modelled_s, monkeypatch
+def test_modelled_step_adds_bytes_to_the_computation(
+  bits_per_s, name, modelled_s
 ):
-  names = ("ssgd", "ssgd again", "ours", "computation")
-  Turn.seconds = dict.fromkeys(names, [1.0] * 4) | {"computation": [0.5] * 4}
-  link = comparison.HostLinks(8, bits_per_s)
-  rows = measure(monkeypatch, links=link)
+  turns = {name: Turn(*[1.0] * 4) for name in ("ssgd", "ssgd again", "ours")}
+  turns["computation"] = Turn(*[0.5] * 4)
+  link = _step_times.HostLinks(8, bits_per_s)
+  rows = measure(turns, links=link)
   assert link.name == name
   assert [row["modelled_s"] for row in rows] == [pytest.approx(modelled_s)] * 4
   assert {(row["hosts"], row["sent_bytes"]) for row in rows} == {(8, 1000.0)}
@@ -77,9 +75,10 @@ def test_the_step_without_messages_runs(one_core):
     comparison.Config(dataset="digits", model="mlp", workers=2, rates=(0.1,)),
     {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)},
   )
-  with jax.numpy_dtype_promotion("standard"):  # Of Optax's schedules.
-    rows = comparison.step_times(
-      chains, blocks=2, links=comparison.HostLinks(1, float("inf"))
+  # Optax's schedules mix dtypes.
+  with jax.numpy_dtype_promotion("standard"):
+    rows = chains.step_times(
+      blocks=2, links=_step_times.HostLinks(1, float("inf"))
     )
   sent = {row["method"]: row["sent_bytes"] for row in rows}
   assert sent["computation"] == 0 < sent["ssgd"]
