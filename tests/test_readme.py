@@ -8,7 +8,11 @@ import pytest
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = {
   path.relative_to(_ROOT).as_posix(): path.read_text()
-  for path in [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+  for path in [
+    _ROOT / "README.md",
+    _ROOT / "CONTRIBUTING.md",
+    *sorted((_ROOT / "docs").glob("*.md")),
+  ]
 }
 _README = _PAGES["README.md"]
 _BLOCKS = [
