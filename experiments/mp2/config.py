@@ -7,6 +7,8 @@ import pathlib
 from typing import Any, cast, Literal
 
 import jax
+import nowcaster_fit
+import nowcasters
 import optax
 
 from jdist import (
@@ -353,8 +355,8 @@ def _wnn(run: ChainRun) -> Chain:
   path = _made(folder(run.options) / "nowcasters")
   return optax.chain(
     methods.ssgd(run.inner, axis=run.axis),
-    prediction.nowcast_weights(
-      prediction.load_nowcasters(path), nowcast_steps(run), axis=run.axis
+    nowcasters.nowcast_weights(
+      nowcaster_fit.load_nowcasters(path), nowcast_steps(run), axis=run.axis
     ),
   )
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import config
 import moving
+import nowcaster_fit
 import numpy as np
 import tyro
 
@@ -140,7 +141,7 @@ class Preparation:
       [step for step in steps if step <= run.num_steps],
       metadata={"seed": seed},
     )
-    tracker = prediction.Tracker(run.model.params)
+    tracker = nowcaster_fit.Tracker(run.model.params)
     share = self.options.nowcast_epochs / self.options.epochs
     every = max(1, int(run.num_steps * share))
 
@@ -178,7 +179,9 @@ class Preparation:
       train_s=records[-1].train_s,
       validation_accuracy=accuracy,
     )
-    prediction.save_tracks(tracks, [tracker.tracks()], {"seed": seed})
+    array_files.save_arrays(
+      tracks, tracker.tracks(), {"what": "tracks", "seed": seed}
+    )
 
   def reached(self, source: Ordinary) -> pathlib.Path:
     """Where it stands what a run reached itself, on held-out images."""
@@ -393,15 +396,14 @@ class Preparation:
     target = self.folder / "nowcasters"
     if target.exists():
       return
-    runs, held_out = (
-      prediction.load_tracks(self.folder / f"tracks-{seed}")
+    run, held_out = (
+      array_files.load_arrays(self.folder / f"tracks-{seed}", what="tracks")[0]
       for seed in (_TRAINED, _HELD_OUT)
     )
-    fitted = prediction.fit_nowcasters(
-      runs,
+    fitted = nowcaster_fit.fit_nowcasters(
+      run,
       held_out,
-      prediction.NowcastFit(num_steps=self.options.nowcast_steps),
-      directory=self.unfinished(target),
+      nowcaster_fit.NowcastFit(num_steps=self.options.nowcast_steps),
     )
     for kind, found in fitted.items():
       self.note(
@@ -413,7 +415,7 @@ class Preparation:
         best_step=found.step,
         curve=found.curve,
       )
-    prediction.save_nowcasters(
+    nowcaster_fit.save_nowcasters(
       target, {kind: found.params for kind, found in fitted.items()}
     )
 

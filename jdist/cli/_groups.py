@@ -214,14 +214,6 @@ class NetworkOptions(ModelOptions):
   """Of mp2, which needs one: a trained predictor for this model, as
   `jdist.prediction.save_predictor` leaves it, which says where it is cut."""
 
-  nowcasters: Directory = None
-  """Of wnn, which needs them: trained nowcasters, as
-  `jdist.prediction.save_nowcasters` leaves them."""
-
-  nowcast_steps: int | None = None
-  """Of wnn: steps that count as an epoch; a pass over the training set if not
-  given."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ResultOptions:

@@ -16,18 +16,23 @@ STREAM_STEPS = (1, 2, 4, 8, 16)
 # How far the rules of `intervals` go that have a highest interval, unless the
 # first one is longer.
 _HIGHEST = 16
+# Methods that have left the library.
+_MOVED = {
+  "wnn": "Weight nowcasters are in `experiments/mp2`, whose `run.py` trains "
+  "with them."
+}
 # Optax's own.
 _ADAM_B2 = 0.999
 # What methods read of a run that no option of theirs is.
 OF_SOME = (
   *_groups.MethodOptions.__dataclass_fields__,
-  *("predictor", "nowcasters", "nowcast_steps"),
+  "predictor",
 )
 
 
 def entries() -> Mapping[str, methods.Method]:
-  """All methods by name: the registry's, and those of other rooms."""
-  return methods.registry | _trained.METHODS
+  """All methods by name."""
+  return methods.registry
 
 
 def summaries() -> dict[str, str]:
@@ -40,8 +45,9 @@ def check_methods(option: str, names: Sequence[str]) -> None:
   _options.check_different(option, names, "methods")
   for name in names:
     if name not in entries():
+      moved = f" {_MOVED[name]}" if name in _MOVED else ""
       raise ValueError(
-        f"`{option}` must be of {', '.join(entries())}, got {name!r}."
+        f"`{option}` must be of {', '.join(entries())}, got {name!r}.{moved}"
       )
 
 

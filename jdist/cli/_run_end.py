@@ -15,8 +15,7 @@ TERMINATED = 143
 # What checkpoints keep in the place of options, too long to be shown.
 _HIDDEN = {
   "cluster": "`--cluster` is of other machines than in the checkpoint",
-  "networks": "`--predictor` or `--nowcasters` is of other networks than in "
-  "the checkpoint",
+  "networks": "`--predictor` is of another network than in the checkpoint",
 }
 
 

@@ -236,7 +236,7 @@ def _identity(options: _options.Train) -> dict[str, object]:
   # are in the state: another path to the same ones will do, and the same path
   # to others will not.
   elsewhere = {"output", "evaluate_every_epochs", "preset", "text"}
-  elsewhere |= {"predictor", "nowcasters"}
+  elsewhere |= {"predictor"}
   elsewhere |= {*_options.OF_CHECKPOINTS, *_options.OF_PROCESSES}
   identity = {
     name: value

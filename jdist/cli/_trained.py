@@ -1,4 +1,4 @@
-"""Methods that need networks trained before: MP² and weight nowcasters."""
+"""The method that needs a network trained before: MP²."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -7,46 +7,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jdist import collectives, methods, models, prediction, reducers
-from jdist.cli import _groups, _options
+from jdist import models, prediction
+from jdist.cli import _groups
 
 _Loaded = TypeVar("_Loaded")
 # The option that names a method's networks, which `save_OPTION` writes.
-NEEDS = {"mp2": "predictor", "wnn": "nowcasters"}
+NEEDS = {"mp2": "predictor"}
 # All options that only these methods use.
-OPTIONS = {"mp2": ("predictor",), "wnn": ("nowcasters", "nowcast_steps")}
-
-
-def _wnn(
-  optimizer: optax.GradientTransformation,
-  networks: Any,
-  steps_per_epoch: int,
-  *,
-  axis: collectives.Axis,
-  compression: reducers.Compression | None = None,
-) -> optax.GradientTransformationExtraArgs:
-  """Builds synchronous SGD, of which every fifth epoch ends in a jump.
-
-  References:
-    Jang et al., "Learning to Boost Training by Periodic Nowcasting Near Future
-    Weights" (ICML 2023, https://proceedings.mlr.press/v202/).
-  """
-  return optax.chain(
-    methods.ssgd(optimizer, axis=axis, compression=compression),
-    prediction.nowcast_weights(networks, steps_per_epoch, axis=axis),
-  )
-
-
-# Not in the registry of `methods`, which knows nothing of prediction.
-METHODS = {
-  "wnn": methods.Method(
-    "ssgd; networks foresee the weights, every fifth epoch",
-    _wnn,
-    from_run={"steps_per_epoch": lambda run: run.steps_per_epoch},
-  )
-}
+OPTIONS = {"mp2": ("predictor",)}
 
 
 def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
@@ -58,7 +27,6 @@ def check_given(options: _groups.NetworkOptions, names: Sequence[str]) -> None:
         f"`--{option}` must be given for {method}: a directory that "
         f"`jdist.prediction.save_{option}` has written."
       )
-  _options.check_least(options, nowcast_steps=1)
 
 
 def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
@@ -80,12 +48,6 @@ def arguments(
   name: str, options: _groups.NetworkOptions, model: models.Model | None
 ) -> dict[str, Any]:
   """Returns the arguments of a method that are in trained networks."""
-  if name == "wnn":
-    networks = _loaded("nowcasters", options, prediction.load_nowcasters)
-    found: dict[str, Any] = {"networks": networks}
-    if options.nowcast_steps is not None:
-      found["steps_per_epoch"] = options.nowcast_steps
-    return found
   assert model is not None
   if jax.tree.leaves(model.state):
     raise ValueError(

@@ -1,9 +1,8 @@
-"""Prediction of parameters: some layers are sent, the others predicted.
+"""Prediction of parameters: some layers are sent, the others are predicted.
 
-And all of them from their past: weight nowcasters.
-
-Ordinary runs are collected, a predictor learns from them what is behind the
-cut, and in other runs only the front travels: `experiments/mp2/example.py`.
+A `Collector` stores the parameters of ordinary runs, a predictor learns from
+them the layers behind the cut, and other runs send only the layers in front of
+it: `experiments/mp2/example.py`.
 """
 
 from jdist.prediction.mp2._choose_cut import choose_cut as choose_cut
@@ -43,18 +42,3 @@ from jdist.prediction.mp2._saved_predictor import (
 from jdist.prediction.mp2._saved_predictor import (
   save_predictor as save_predictor,
 )
-from jdist.prediction.nowcast._fit import fit_nowcasters as fit_nowcasters
-from jdist.prediction.nowcast._fit import Fitted as Fitted
-from jdist.prediction.nowcast._fit import load_nowcasters as load_nowcasters
-from jdist.prediction.nowcast._fit import NowcastFit as NowcastFit
-from jdist.prediction.nowcast._fit import save_nowcasters as save_nowcasters
-from jdist.prediction.nowcast._model import init_nowcasters as init_nowcasters
-from jdist.prediction.nowcast._model import nowcast as nowcast
-from jdist.prediction.nowcast._tracks import load_tracks as load_tracks
-from jdist.prediction.nowcast._tracks import save_tracks as save_tracks
-from jdist.prediction.nowcast._tracks import Tracker as Tracker
-from jdist.prediction.nowcast._tracks import Tracks as Tracks
-from jdist.prediction.nowcast._transform import (
-  nowcast_weights as nowcast_weights,
-)
-from jdist.prediction.nowcast._transform import NowcastState as NowcastState

@@ -1,11 +1,10 @@
 """The optimizers whose bits are kept, as they are built now."""
 
-import jax
 import jax.numpy as jnp
 import optax
 
 import jdist
-from jdist import codecs, methods, prediction, reducers, transforms
+from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -31,14 +30,6 @@ def predict(theta, front):
     "c": theta * front["a"].T[:, :5],
     "d": theta * front["b"].mean(),
   }
-
-
-def nowcast(axis):
-  networks = prediction.init_nowcasters(jax.random.key(0))
-  return methods.ssgd(
-    optax.chain(SGD, prediction.nowcast_weights(networks, 2, axis=axis)),
-    axis=axis,
-  )
 
 
 CASES = {
@@ -113,7 +104,6 @@ CASES = {
   "mp2": lambda axis: methods.mp2(
     optax.adam(1e-2), Halves, predict, jnp.float32(0.5), axis=axis
   ),
-  "wnn": nowcast,
   "diloco int4": lambda axis: jdist.diloco(SGD, 4, axis=axis, compression=INT4),
   "diloco int4 bfloat16": lambda axis: jdist.diloco(
     SGD, 4, axis=axis, compression=INT4

@@ -1,11 +1,10 @@
 """The optimizers whose bits are kept, as they were built before the rebuild."""
 
-import jax
 import jax.numpy as jnp
 import optax
 
 import jdist
-from jdist import codecs, collectives, prediction, transforms
+from jdist import codecs, collectives, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -30,14 +29,6 @@ def predict(theta, front):
     "c": theta * front["a"].T[:, :5],
     "d": theta * front["b"].mean(),
   }
-
-
-def nowcast(axis):
-  networks = prediction.init_nowcasters(jax.random.key(0))
-  return transforms.ssgd(
-    optax.chain(SGD, prediction.nowcast_weights(networks, 2, axis=axis)),
-    axis=axis,
-  )
 
 
 CASES = {
@@ -104,7 +95,6 @@ CASES = {
   "mp2": lambda axis: transforms.mp2(
     optax.adam(1e-2), Halves, predict, jnp.float32(0.5), axis=axis
   ),
-  "wnn": nowcast,
   "diloco int4": lambda axis: jdist.diloco(
     SGD, 4, axis=axis, reducer=INT4, feedback=ERROR
   ),

@@ -100,7 +100,6 @@ def test_a_method_trains_towards_its_target(name, interval):
       },
     ),
     ("mp2", {}, {"predictor", *_MEAN}),
-    ("wnn", {}, {"nowcasters", "nowcast_steps", *_MEAN}),
   ],
 )  # fmt: skip
 def test_options_used_follow_from_a_methods_arguments(method, given, used):

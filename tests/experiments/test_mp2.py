@@ -1,7 +1,6 @@
 """The comparison of MP²: its counts, its targets, and that it runs."""
 
 import dataclasses
-import sys
 import types
 
 import chex
@@ -14,6 +13,12 @@ from jdist.storage import array_files
 from jdist.training import comparison
 from tests.experiments import test_comparisons
 from tests.experiments._loading import FOLDER, load
+
+
+@pytest.fixture(autouse=True)
+def _imports(monkeypatch):
+  """Lets the experiment's programs import one another."""
+  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
 
 
 def sent(*collected):
@@ -132,7 +137,6 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
 
 
 def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
-  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   preparation = object.__new__(prepare.Preparation)
   preparation.options = dataclasses.replace(
@@ -171,7 +175,6 @@ def test_presets_for_gpus_cut_where_the_paper_does(monkeypatch):
 
 def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = prepare.config.PRESETS["smoke"][1]
   options = dataclasses.replace(options, cache=str(tmp_path))
@@ -198,7 +201,6 @@ class _Stopped(BaseException):
 
 def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = dataclasses.replace(
     prepare.config.PRESETS["smoke"][1], fit_epochs=3, cache=str(tmp_path)
@@ -216,7 +218,6 @@ def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
 
 def test_a_stop_at_a_runs_end_loses_no_row(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = dataclasses.replace(
     prepare.config.PRESETS["smoke"][1], cache=str(tmp_path)
@@ -226,7 +227,7 @@ def test_a_stop_at_a_runs_end_loses_no_row(monkeypatch, tmp_path):
   def stop(*args, **kwargs):
     raise _Stopped
 
-  monkeypatch.setattr(prepare.prediction, "save_tracks", stop)
+  monkeypatch.setattr(prepare.array_files, "save_arrays", stop)
   # Optax's Adam needs the promotion.
   with jax.numpy_dtype_promotion("standard"), pytest.raises(_Stopped):
     preparation.collect(preparation.ordinary(0))
@@ -299,7 +300,6 @@ def test_a_borrowed_rear_is_the_sources_last(monkeypatch, tmp_path):
 
 def test_images_are_brought_to_another_form(monkeypatch):
   load("mp2_config", "mp2/config.py", monkeypatch)
-  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   rows = np.arange(3, dtype=np.uint8).reshape(1, 3, 1, 1)
   # The middle, or zeros around; the odd one behind.
@@ -316,7 +316,6 @@ def test_images_are_brought_to_another_form(monkeypatch):
 
 @pytest.mark.parametrize("seed", (0, 1))
 def test_parts_measure_as_the_whole(monkeypatch, seed):
-  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   draw = np.random.default_rng(seed)
   images = draw.integers(0, 256, (1500, 2, 3, 2)).astype(np.uint8)
@@ -328,7 +327,6 @@ def test_parts_measure_as_the_whole(monkeypatch, seed):
 def test_elsewhere_each_worker_has_as_many_images(monkeypatch):
   pytest.importorskip("sklearn")
   config = load("mp2_config", "mp2/config.py", monkeypatch)
-  monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER / "mp2")])
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   options = config.PRESETS["smoke"][1]
   chains = config.Chains(options, config.VARIANTS, "a workload")
@@ -340,7 +338,6 @@ def test_elsewhere_each_worker_has_as_many_images(monkeypatch):
 
 def test_all_runs_may_begin_with_the_same_weights(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
-  monkeypatch.syspath_prepend(str(FOLDER / "mp2"))
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   config = prepare.config
   options = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Refusals of MP2, of its predictors and of nowcasts: an argument, its rule."""
+"""Refusals of MP²: an argument and its rule."""
 
 import functools
 
@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 from jdist import prediction
-from jdist.prediction.nowcast import _fit, _model
 from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import (
@@ -25,8 +24,6 @@ NETWORK = {
   "a": {"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 2))},
   "b": {"kernel": jnp.zeros((2, 2))},
 }
-TRACK = np.zeros((2, 9), np.float32)
-FLAT = np.zeros((3, 40), np.float32)
 
 
 @functools.cache
@@ -79,31 +76,6 @@ def score_cuts(given, **change):
     "test_labels": train.labels,
   }
   return prediction.score_cuts(given, **(others | change))
-
-
-def tracker(**options):
-  return prediction.Tracker({"bias": np.arange(4.0)}, **options)
-
-
-def save_tracks(runs):
-  return prediction.save_tracks(NOWHERE, runs)
-
-
-def nowcast_fit(**change):
-  return prediction.NowcastFit(**change)
-
-
-def fit_nowcaster(tracks, held_out, *more):
-  return _fit.fit_nowcaster(tracks, held_out, *more)
-
-
-def networks(factor=1.0):
-  network = _model.init_nowcaster(jax.random.key(0))
-  return {"conv": jax.tree.map(lambda x: x * factor, network)}
-
-
-def weights(params, steps_per_epoch=1, axis=None):
-  return prediction.nowcast_weights(params, steps_per_epoch, axis=axis)
 
 
 def exchange(of=None, optimizer=None):
@@ -312,102 +284,6 @@ def exchange(of=None, optimizer=None):
     )
     for name in ("samples", "held_out")
   ),
-  # Tracks and nowcasts.
-  (
-    "params",
-    lambda: weights(networks()).init({"w": jnp.zeros(2, jnp.complex64)}),
-    "real for `nowcast_weights`, got complex64 at 'w'",
-  ),
-  ("like", lambda: prediction.Tracker({}), "an array at least"),
-  ("like", lambda: prediction.Tracker(None), "an array at least"),
-  ("like", lambda: prediction.Tracker({"w": "text"}), "got 'text'"),
-  (
-    "like",
-    lambda: prediction.Tracker({"w": np.zeros(2), "n": np.zeros(2, int)}),
-    "got int64",
-  ),
-  *(
-    (name, lambda name=name, x=x: tracker(**{name: x}), rule)
-    for name, low, rule in (
-      ("entries_per_kind", 0, "an int >= 1"),
-      ("seed", -1, "an int from 0"),
-    )
-    for x in (low, 2.5, "a", None)
-  ),
-  ("params", lambda: tracker().record({"head": {}}), "have the shapes"),
-  ("runs[1]", lambda: save_tracks([{"bias": TRACK}, {"x": TRACK}]), "['x']"),
-  ("runs[0]", lambda: save_tracks([TRACK]), "a dict with tracks of some of"),
-  ("runs", lambda: save_tracks({"bias": TRACK}), "a list of the tracks"),
-  *(
-    ("runs[0]['bias']", lambda x=x: save_tracks([{"bias": x}]), "a track")
-    for x in ("abc", TRACK[0], None, TRACK.astype(str))
-  ),
-  *(
-    (name, lambda name=name, x=x: nowcast_fit(**{name: x}), rule)
-    for name, x, rule in (
-      ("num_steps", 0, "an int >= 1, got 0"),
-      ("horizon", 2.5, "an int >= 1, got 2.5"),
-      ("learning_rate", 0.0, "in (0, inf]"),
-      ("learning_rate", "a", "a finite number, got 'a'"),
-      ("learning_rate", np.inf, "a finite number, got inf"),
-      ("seed", "a", "an int from 0"),
-      ("seed", -1, "an int from 0"),
-      ("seed", 2**64, "an int from 0"),
-      ("num_steps", 70, "a multiple of"),
-    )
-  ),
-  ("tracks[0]", lambda: fit_nowcaster([FLAT[:0]], [FLAT]), "an entry at least"),
-  (
-    "tracks[0]",
-    lambda: fit_nowcaster([FLAT.astype(float) + 1e60], [FLAT]),
-    "finite",
-  ),
-  ("tracks[0]", lambda: fit_nowcaster([FLAT * np.nan], [FLAT]), "finite"),
-  ("held_out[0]", lambda: fit_nowcaster([FLAT], [FLAT * np.nan]), "finite"),
-  ("held_out", lambda: fit_nowcaster([FLAT], [FLAT[:, :3]]), "epochs at least"),
-  ("tracks", lambda: fit_nowcaster([FLAT[:, :3]], [FLAT]), "epochs at least"),
-  ("fit", lambda: fit_nowcaster([FLAT], [FLAT], 3), "a `NowcastFit` or None"),
-  ("runs", lambda: prediction.fit_nowcasters([], []), "tracks of one kind"),
-  (
-    "runs[0]",
-    lambda: prediction.fit_nowcasters([{"x": FLAT}], [{"bias": FLAT}]),
-    "a dict",
-  ),
-  (
-    "held_out[0]",
-    lambda: prediction.fit_nowcasters([{"bias": FLAT}], [FLAT]),
-    "a dict",
-  ),
-  (
-    "runs",
-    lambda: prediction.fit_nowcasters({"bias": FLAT}, [{"bias": FLAT}]),
-    "a list of the tracks",
-  ),
-  (
-    "held_out",
-    lambda: prediction.fit_nowcasters([{"dense": FLAT}], []),
-    "'dense'",
-  ),
-  (
-    "params",
-    lambda: prediction.nowcast(jnp.zeros(5), {"convs": {}}),
-    "a dict with a network for some of conv, dense, bias",
-  ),
-  (
-    "params",
-    lambda: prediction.nowcast(jnp.zeros((5, 2)), {"bias": {}}),
-    "in bias there is no leaf",
-  ),
-  (
-    "history",
-    lambda: prediction.nowcast({"w": jnp.zeros((4, 2))}, networks()),
-    "hold 5 values",
-  ),
-  ("key", lambda: prediction.init_nowcasters(0), "a random key"),
-  ("params", lambda: weights({}), "a network"),
-  ("params", lambda: weights(networks(np.nan)), "finite, but conv."),
-  ("steps_per_epoch", lambda: weights(networks(), 0), "an int >= 1"),
-  ("axis", lambda: weights(networks(), axis=3), "None, a name"),
 )
 def test_what_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -1,5 +1,6 @@
 """Arrays on the disk: what is replaced, and what is never touched."""
 
+import hashlib
 import pathlib
 
 import jax
@@ -9,7 +10,6 @@ import pytest
 
 from jdist import prediction
 from jdist.prediction.mp2 import _predictor_fit
-from jdist.prediction.nowcast import _fit
 from jdist.storage import array_files, sealed_json
 from tests import _refusals
 from tests.prediction import _tiny
@@ -27,6 +27,11 @@ def save_predictor(folder):
   prediction.save_predictor(folder, predictor(), params)
 
 
+def save_tracks(folder, runs):
+  tree = dict(enumerate(runs))
+  array_files.save_arrays(folder, tree, {"what": "tracks"})
+
+
 def never(*args, **kwargs):
   raise AssertionError("Trained before the directory was looked at.")
 
@@ -35,34 +40,25 @@ def never(*args, **kwargs):
   "save",
   [
     save_predictor,
-    lambda folder: prediction.save_tracks(folder, RUNS),
+    lambda folder: save_tracks(folder, RUNS),
     lambda folder: fit_predictor(FIT, directory=folder),
-    lambda folder: _fit.fit_nowcaster(
-      [RUNS[0]["bias"]],
-      [RUNS[0]["bias"]],
-      prediction.NowcastFit(horizon=1),
-      directory=folder,
-    ),
   ],
-  ids=("predictor", "tracks", "fit", "nowcaster"),
+  ids=("predictor", "tracks", "fit"),
 )
 def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
   # Refused at once, and not after an epoch of training.
   monkeypatch.setattr(_predictor_fit, "_update", never)
-  monkeypatch.setattr(_fit, "_take_steps", never)
   collected, numbers, others = (
     tmp_path / name for name in ("collected", "numbers", "others")
   )
   prediction.Collector(collected, _tiny.alone(), [_tiny.cut()], (1, 2))
   numbers.mkdir()
   np.save(numbers / "mine.npy", np.ones(3))
-  prediction.save_nowcasters(
-    others, prediction.init_nowcasters(jax.random.key(0))
-  )
+  array_files.save_arrays(others, {"w": np.ones(2)}, {"what": "others"})
   for folder, found in (
     (collected, r"front_01\.npy"),
     (numbers, r"mine\.npy"),
-    (others, "holds nowcasters"),
+    (others, "holds others"),
   ):
     before = contents(folder)
     with pytest.raises(
@@ -74,10 +70,10 @@ def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
 
 def test_only_what_was_saved_before_is_removed(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
-  prediction.save_tracks(tmp_path, RUNS * 2)
+  save_tracks(tmp_path, RUNS * 2)
   for name in ("mine.npy", "run-0123456789ab.npy"):
     np.save(tmp_path / name, np.ones(3))
-  prediction.save_tracks(tmp_path, [{"bias": np.zeros((2, 9), np.float32)}])
+  save_tracks(tmp_path, [{"bias": np.zeros((2, 9), np.float32)}])
   names = sorted(contents(tmp_path))
   kept = ["arrays.json", "mine.npy", "notes.txt", "run-0123456789ab.npy"]
   assert set(kept) < set(names) and len(names) == len(kept) + 1
@@ -86,22 +82,23 @@ def test_only_what_was_saved_before_is_removed(tmp_path):
 def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path):
   (tmp_path / "arrays.json").write_text('["somebody else\'s"]')
   with _refusals.refused("directory", "cannot be read"):
-    prediction.save_tracks(tmp_path, RUNS)
+    save_tracks(tmp_path, RUNS)
   assert len(contents(tmp_path)) == 1
 
 
 def test_directories_whose_names_are_alike_are_left_alone(tmp_path):
   names = ("run.partial", "run.unfinished", "run")
   for name in names:
-    prediction.save_tracks(tmp_path / name, RUNS)
+    save_tracks(tmp_path / name, RUNS)
   for name in names:
-    assert len(prediction.load_tracks(tmp_path / name)) == len(RUNS)
+    arrays, _ = array_files.load_arrays(tmp_path / name, what="tracks")
+    assert len(arrays) == len(RUNS)
 
 
 def test_nothing_outside_is_removed(tmp_path):
   """Whatever a manifest says, as an attacker would write it."""
   folder = tmp_path / "tracks"
-  prediction.save_tracks(folder, RUNS)
+  save_tracks(folder, RUNS)
   manifest = sealed_json.read(folder / "arrays.json", form=array_files._FORMAT)
   names = ("../mine-0123456789ab.npy", "notes.txt", "..")
   manifest["stale"] = [*names, 3]
@@ -109,7 +106,7 @@ def test_nothing_outside_is_removed(tmp_path):
   sealed_json.write(folder / "arrays.json", manifest, form=array_files._FORMAT)
   (folder / "notes.txt").write_text("mine")
   np.save(tmp_path / "mine-0123456789ab.npy", np.ones(3))
-  prediction.save_tracks(folder, [])
+  save_tracks(folder, [])
   assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
   assert (tmp_path / "mine-0123456789ab.npy").exists()
 
@@ -222,12 +219,12 @@ def test_what_an_earlier_stop_has_left_is_cleared_away(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(sealed_json, "write_whole", stop_at_the_manifest)
     with pytest.raises(_Killed):
-      prediction.save_tracks(folder, RUNS)
+      save_tracks(folder, RUNS)
   assert not folder.exists()
   (left,) = folder.parent.iterdir()
   (left / "notes.txt").write_text("mine")
-  prediction.save_tracks(folder, [])
-  assert prediction.load_tracks(folder) == []
+  save_tracks(folder, [])
+  assert array_files.load_arrays(folder, what="tracks")[0] == {}
   assert list(folder.parent.iterdir()) == [folder]
   assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
 
@@ -267,3 +264,56 @@ def test_about_may_have_numbers_for_keys(tmp_path):
   array_files.save_arrays(tmp_path / "x", {"w": np.ones(2)}, body)
   _, found = array_files.load_arrays(tmp_path / "x", what="a test")
   assert found["about"] == {"9": "a", "10": "b"}
+
+
+def test_damage_is_seen(tmp_path):
+  save_tracks(tmp_path, RUNS)
+  (file,) = tmp_path.glob("*.npy")
+  whole = file.read_bytes()
+  file.write_bytes(whole[:-1])
+  with _refusals.refused("directory", "has changed"):
+    array_files.load_arrays(tmp_path, what="tracks")
+  file.unlink()
+  with pytest.raises(ValueError, match="is missing"):
+    array_files.load_arrays(tmp_path, what="tracks")
+  (tmp_path / "arrays.json").write_text("{")
+  with pytest.raises(ValueError, match="cannot be read"):
+    array_files.load_arrays(tmp_path, what="tracks")
+  with pytest.raises(FileNotFoundError, match="`directory` must hold tracks"):
+    array_files.load_arrays(tmp_path / "nowhere", what="tracks")
+
+
+def test_nothing_is_unpickled(tmp_path):
+  """A manifest names an array of objects, as an attacker would write it."""
+  save_tracks(tmp_path, RUNS)
+  manifest = sealed_json.read(
+    tmp_path / "arrays.json", form=array_files._FORMAT
+  )
+  bad = tmp_path / "bad.npy"
+  np.save(bad, np.array([{}], object), allow_pickle=True)
+  digest = hashlib.sha256(bad.read_bytes()).hexdigest()
+  ((name, (_, _, *rest)),) = manifest["files"].items()
+  manifest["files"] = {name: ["bad.npy", digest, *rest]}
+  sealed_json.write(
+    tmp_path / "arrays.json", manifest, form=array_files._FORMAT
+  )
+  with pytest.raises(ValueError, match=r"allow_pickle=False|bad\.npy"):
+    array_files.load_arrays(tmp_path, what="tracks")
+
+
+def test_interrupted_save_leaves_earlier_arrays(tmp_path, monkeypatch):
+  array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
+  write = sealed_json.write_whole
+
+  def fail_at_the_manifest(path, data):
+    if path.suffix == ".json":
+      raise OSError("the disk is full")
+    write(path, data)
+
+  monkeypatch.setattr(sealed_json, "write_whole", fail_at_the_manifest)
+  with pytest.raises(OSError, match="full"):
+    array_files.save_arrays(tmp_path, {"w": np.ones(2)}, {"what": "x"})
+  arrays, _ = array_files.load_arrays(tmp_path, what="x")
+  np.testing.assert_array_equal(arrays["w"], [0, 0])
+  with pytest.raises(ValueError, match="must hold y, got x"):
+    array_files.load_arrays(tmp_path, what="y")

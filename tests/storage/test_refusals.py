@@ -1,13 +1,11 @@
 """Refusals of what is no directory: an argument and its rule."""
 
-import numpy as np
-
 from jdist import prediction
+from jdist.storage import array_files
 from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import fit_predictor
 
-RUNS = [{"bias": np.ones((3, 4), np.float32)}]
 CUTS = [_tiny.cut()]
 
 
@@ -22,8 +20,8 @@ CUTS = [_tiny.cut()]
     for call in (
       lambda x: prediction.Collector(x, _tiny.alone(), CUTS, (1, 2)),
       prediction.ParameterSet,
-      lambda x: prediction.save_tracks(x, RUNS),
-      prediction.load_tracks,
+      lambda x: array_files.save_arrays(x, {}, {"what": "x"}),
+      lambda x: array_files.load_arrays(x, what="x"),
       prediction.load_predictor,
       lambda x: fit_predictor(directory=x),
     )

@@ -12,7 +12,7 @@ _COMPRESSED = (
   "dgc", "powersgd", "demo", "sparse_loco", "muloco",
 )  # fmt: skip
 # Which need networks that were trained before.
-_TRAINED = {"mp2", "wnn"}
+_TRAINED = {"mp2"}
 _OTHERS = tuple(sorted({*_methods.entries()} - {*_COMPRESSED} - _TRAINED))
 
 

@@ -108,8 +108,6 @@ def _chain(
   networks = None
   if method == "mp2":
     networks = _trained.counted_arguments(options.cut, options.model, model)
-  if method == "wnn":  # Its jumps send nothing.
-    method = "ssgd"
   return _methods.build_method(method, common, run, axis, networks=networks)
 
 

@@ -111,21 +111,14 @@ def find_rounds(state: PyTree) -> Any:
   Of `local_steps` it is what the engine keeps, without the inner optimizer's.
 
   Raises:
-    ValueError: when there are several side by side, a jump beside one, or
-      something between it and the parameters.
+    ValueError: when there are several side by side, or something between it and
+      the parameters.
   """
-  rounds, jumps = declares("rounds"), declares("jumps")
-  leaves = jax.tree.leaves(state, is_leaf=lambda x: rounds(x) or jumps(x))
+  rounds = declares("rounds")
+  leaves = jax.tree.leaves(state, is_leaf=rounds)
   found = [x for x in leaves if rounds(x)]
   if not found:
     return None
-  if any(map(jumps, leaves)):
-    raise ValueError(
-      "`state` must not hold `nowcast_weights` beside a method with rounds, "
-      f"got one beside {type(found[0]).__name__}: the jump would be lost where "
-      "a round ends on the anchor. Put it last into the inner chain, as in "
-      "`local_sgd(optax.chain(optimizer, nowcast_weights(...)), ...)`."
-    )
   if len(found) > 1:
     raise ValueError(
       "`state` must have one `local_steps` at most, side by side there are "

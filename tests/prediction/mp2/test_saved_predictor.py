@@ -1,9 +1,8 @@
 """Predictors on the disk: they come back, and others are refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import models, prediction
@@ -68,17 +67,17 @@ def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
     (lambda x: x.at[0].set(jnp.nan), "must be finite"),
   ],
 )
-def test_what_could_not_be_used_again_is_not_saved(change, message, tmp_path):
+def test_unusable_parameters_are_not_saved(change, message, tmp_path):
   params = predictor().init(jax.random.key(0))
-  nowcasters = prediction.init_nowcasters(jax.random.key(0))
-  of = functools.partial(prediction.save_predictor, tmp_path / "a", predictor())
-  now = functools.partial(prediction.save_nowcasters, tmp_path / "b")
-  for save, good in ((of, params), (now, nowcasters)):
-    save(good)
-    with pytest.raises(ValueError, match=f"`params` {message}"):
-      save(jax.tree.map(change, good))
-  _, found = prediction.load_predictor(tmp_path / "a")
+  prediction.save_predictor(tmp_path, predictor(), params)
+  with pytest.raises(ValueError, match=f"`params` {message}"):
+    prediction.save_predictor(
+      tmp_path, predictor(), jax.tree.map(change, params)
+    )
+  _, found = prediction.load_predictor(tmp_path)
   assert_same_bits(found, params)
-  assert_same_bits(prediction.load_nowcasters(tmp_path / "b"), nowcasters)
-  with _refusals.refused("params", "hold a network for one"):
-    now({})
+  with _refusals.refused("about", "what JSON can hold"):
+    prediction.save_predictor(
+      tmp_path / "b", predictor(), params, {"accuracy": np.float32(0.5)}
+    )
+  assert not (tmp_path / "b").exists()

@@ -1,1 +1,0 @@
-"""Weight nowcasters: each weight predicted from its last values."""
