@@ -19,7 +19,7 @@ _MAY_USE = {
   "codecs": set(),
   "cluster": set(),
   "models": set(),
-  "data": set(),
+  "data": {"storage"},
   "collectives": set(),
   "reducers": {"codecs", "collectives"},
   "transforms": {"collectives", "reducers"},

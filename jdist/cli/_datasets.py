@@ -1,7 +1,6 @@
 """The data set that options name, of images or of a text, and its model."""
 
 import dataclasses
-import hashlib
 import math
 import pathlib
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any
 
 from jdist import data, models, training
 from jdist.cli import _options
+from jdist.storage import hashes
 
 AnyDataset = data.Dataset | data.TextDataset
 # Bytes that are evaluated at once, of all workers.
@@ -37,7 +37,7 @@ def named(options: _options.AnyCommon) -> _options.AnyCommon:
   path = pathlib.Path(options.text)
   if not path.is_file():
     raise ValueError(f"`--text` must be a file, got {options.text!r}.")
-  digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+  digest = hashes.hash_file(path)[:8]
   return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
 
 

@@ -1,15 +1,14 @@
 """The method that needs a network trained before: MP²."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdist import models, prediction
 from jdist.cli import _groups
+from jdist.storage import hashes
 
 _Loaded = TypeVar("_Loaded")
 # The option that names a method's networks, which `save_OPTION` writes.
@@ -37,11 +36,7 @@ def fingerprint(options: _groups.NetworkOptions, method: str) -> str | None:
   params = _loaded(option, options, getattr(prediction, f"load_{option}"))
   if option == "predictor":
     _, params = params
-  found = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    found.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode())
-    found.update(np.asarray(leaf).tobytes())
-  return found.hexdigest()[:16]
+  return hashes.fingerprint(*jax.tree.leaves(params))[:16]
 
 
 def arguments(

@@ -1,57 +1,49 @@
-"""Arrays of decoded sets, kept in files that may be missing or damaged."""
+"""Decoded sets in a cache, whose entries may be missing or damaged."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
-import zipfile
 from typing import Any
 
 import numpy as np
 
+from jdist.storage import array_files
 
-def cache_dir() -> pathlib.Path:
-  """Returns the folder in which decoded sets are kept."""
-  if given := os.environ.get("JDIST_CACHE_DIR"):
-    return pathlib.Path(given).expanduser()
+_WHAT = "a decoded set"
+
+
+def path_of(name: str, prepared: pathlib.Path, part: str) -> pathlib.Path:
+  """Returns the directory of a part of a set, as this version prepares it."""
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-  return pathlib.Path(base).expanduser() / "jdist"
-
-
-def path_of(name: str, prepared: pathlib.Path, what: str) -> pathlib.Path:
-  """Returns the file of a part of a set, of the version that is prepared."""
+  cache = pathlib.Path(os.environ.get("JDIST_CACHE_DIR") or f"{base}/jdist")
   flat = name.replace("/", "-")
-  return cache_dir() / f"{flat}-{prepared.name}-{what}.npz"
+  return cache.expanduser() / f"{flat}-{prepared.name}-{part}"
 
 
 def read(path: pathlib.Path, *names: str) -> tuple[np.ndarray, ...] | None:
-  """Returns arrays of a file by name; None where it is missing or damaged."""
+  """Returns arrays by name; None where an entry is missing or damaged."""
   try:
-    with open(path, "rb") as file, np.load(file) as arrays:
-      return tuple(arrays[name] for name in names)
-  # A RuntimeError where a bit says that the file is encrypted, or of a later
-  # version of the format.
-  except (
-    OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile
-  ):  # fmt: skip
+    arrays, _ = array_files.load_arrays(path, what=_WHAT)
+    return tuple(arrays[name] for name in names)
+  except (OSError, ValueError, KeyError):
     return None
 
 
 def write(path: pathlib.Path, **arrays: Any) -> None:
-  """Writes the cache in one move, so that no reader sees half of it.
+  """Writes an entry in one move, so that no reader sees half of it.
 
-  One that cannot be written costs the next run seconds, and does not end this.
+  An entry that cannot be written costs the next run seconds and does not end
+  this one.
   """
-  temporary = None
-  try:
+  with contextlib.suppress(OSError):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-      dir=path.parent, prefix=path.name, suffix=".partial", delete=False
-    ) as file:
-      temporary = file.name
-      np.savez(file, **arrays)
-    # Temporary files are for their owner only; a cache may be shared.
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
-  except OSError:
-    if temporary is not None:
-      pathlib.Path(temporary).unlink(missing_ok=True)
+    # Each process writes to a directory of its own: several runs may decode
+    # the same set at once, and the last one to finish stays.
+    with tempfile.TemporaryDirectory(
+      dir=path.parent, prefix=f".{path.name}-"
+    ) as own:
+      made = pathlib.Path(own) / path.name
+      array_files.save_arrays(made, arrays, {"what": _WHAT})
+      array_files.remove(path)
+      made.rename(path)

@@ -1,19 +1,17 @@
 """Arrays on the disk: .npy files and a manifest that is written last.
 
-    arrays.json            names, files, hashes, and the body of the caller
+    arrays.json            names, files, hashes, types, and the caller's body
     w-0123456789ab.npy     an array; its name holds a part of its hash
 
 A new manifest replaces the old one in one move, and only then are the old
-files removed: a write that is cut off leaves the earlier arrays.  A new
-directory is filled as `.w.unfinished` and then moved, so that one that exists
-is whole.  Files that no manifest of ours has named are never removed, and a
-directory that holds other arrays is refused.  Nothing is ever unpickled.  One
-process saves at a time: on several hosts that share a disk, the first.
+files removed: an interrupted save leaves the earlier arrays.  A new directory
+is filled as `.w.unfinished` and then moved, so that one that exists is whole.
+Only files that a manifest of ours has named are ever removed, and a directory
+that holds other arrays is refused.  One process saves at a time: on several
+hosts that share a disk, the first.
 """
 
-import hashlib
 import io
-import json
 import os
 import pathlib
 import re
@@ -30,10 +28,10 @@ from jdist.storage import hashes, sealed_json
 
 PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
-_FORMAT = 2
+_FORMAT = 3
 # Names that `save_arrays` gives; a manifest cannot name other files.
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
-# All but what every file system takes.
+# Every character that some file system does not take.
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _NUM_LETTERS = 80
 
@@ -64,71 +62,81 @@ def save_arrays(
 ) -> None:
   """Saves the leaves of a tree, and replaces those of an earlier save.
 
-  Of the body `"what"` says what the arrays are, and `"about"` is the user's.
-  What is refused leaves nothing written.
+  Args:
+    directory: Used for nothing else.
+    tree: Arrays of numbers, also bfloat16, and random keys.
+    body: JSON values, of which `"what"` says what the arrays are and `"about"`
+      is the user's.
+
+  Raises:
+    ValueError: when a leaf or the body cannot be saved, or the directory holds
+      something else; nothing is written then.
   """
-  try:
-    json.dumps(body.get("about"))
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"`about` must be what JSON can hold, got {body['about']!r}: {error}. "
-      "Make numbers of arrays by `float` or `.tolist()`."
-    ) from error
+  sealed_json.check("about", body.get("about"))
   leaves = checks.named_leaves(tree)
-  arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
-  for name, array in arrays.items():
-    # NumPy writes others, as bfloat16, and reads bytes without a type.
-    if array.dtype.isbuiltin != 1 or array.dtype.kind not in "biufc":
-      raise ValueError(
-        f"`{name}` cannot be saved as {array.dtype}, which .npy files do not "
-        "have. Make it float32 with `.astype(jnp.float32)`."
-      )
+  arrays = {name: _words(name, leaf) for name, leaf in leaves.items()}
   target = folder(directory)
   earlier = refuse_others(target, body["what"])
   if target.exists():
     _fill(target, arrays, body, earlier)
     return
-  # Hidden, as no directory is that somebody else saves to.
+  # A hidden name: no directory that a user saves to is called so.
   partial = target.with_name(f".{target.name}.unfinished")
   partial.mkdir(parents=True, exist_ok=True)
   for path in partial.iterdir():
     name = path.name.removesuffix(".partial")
     if name == _MANIFEST or _FILE.fullmatch(name):
-      path.unlink()  # Of a save that was cut off.
+      path.unlink()  # An interrupted save has left it.
   _fill(partial, arrays, body, set())
   partial.rename(target)
 
 
+def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
+  """Returns the bits of a leaf in a type that .npy files have, and its type."""
+  if isinstance(leaf, jax.Array) and jnp.issubdtype(
+    leaf.dtype, jax.dtypes.prng_key
+  ):
+    return np.asarray(jax.random.key_data(leaf)), str(leaf.dtype)
+  words = array = np.asarray(leaf)
+  # NumPy writes bfloat16 too, and reads it as bytes without a type.
+  if array.dtype.isbuiltin == 2:
+    words = array.view(f"u{array.dtype.itemsize}")
+  if words.dtype.kind not in "biufc":
+    raise ValueError(
+      f"`{name}` must hold numbers to be saved, got {array.dtype}. Convert it "
+      "with `.astype`."
+    )
+  return words, str(array.dtype)
+
+
 def _fill(
   target: pathlib.Path,
-  arrays: Mapping[str, np.ndarray],
+  arrays: Mapping[str, tuple[np.ndarray, str]],
   body: dict[str, Any],
   earlier: set[str],
 ) -> None:
   """Writes the arrays and the manifest, and removes earlier files."""
   files = {}
-  for name, array in arrays.items():
+  for name, (words, of) in arrays.items():
     buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
+    np.save(buffer, words, allow_pickle=False)
     data = buffer.getvalue()
-    digest = hashlib.sha256(data).hexdigest()
-    # For people: equal names differ by the hash, unless their arrays are equal.
+    digest = hashes.hash_bytes(data)
+    # The name is for people; the hash tells arrays of equal names apart.
     file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, data)
-    files[name] = [file, digest]
-  earlier -= {file for file, _ in files.values()}
-  # Named on, as a save that is cut off below leaves them.
+    files[name] = [file, digest, of]
+  earlier -= {file for file, _, _ in files.values()}
+  # Keep listing stale files: an interrupted save may leave them behind.
   stale = sorted(file for file in earlier if (target / file).exists())
   manifest = {"files": files, "stale": stale, "body": body}
-  sealed_json.write(
-    target / _MANIFEST, manifest, form=_FORMAT, what=body["what"]
-  )
+  sealed_json.write(target / _MANIFEST, manifest, form=_FORMAT)
   for file in stale:
     (target / file).unlink(missing_ok=True)
 
 
 def remove(directory: str | os.PathLike[str]) -> None:
-  """Removes a directory of `save_arrays` with all that is in it, if any."""
+  """Removes a directory of `save_arrays`, if there is one."""
   target = folder(directory)
   # Without its manifest it does not count, wherever the removal is cut off.
   (target / _MANIFEST).unlink(missing_ok=True)
@@ -143,7 +151,7 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
   target = folder(directory)
   rule = f"`directory` must be for {what} alone, but {target}"
   if not is_there(target):
-    others = [x.name for x in sorted(target.glob("*.npy")) if not _cut_off(x)]
+    others = [x.name for x in sorted(target.glob("*.npy")) if not _is_ours(x)]
     if others:
       more = f" and {len(others) - 1} more" if len(others) > 1 else ""
       raise ValueError(
@@ -152,33 +160,35 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
     return set()
   try:
     manifest = _read(target)
-  except (sealed_json.DamagedError, sealed_json.FormatError) as error:
+  except (hashes.DamagedError, sealed_json.FormatError) as error:
     raise ValueError(
       f"{rule} has an {_MANIFEST} that is not ours, damaged, or of another "
       f"version. {error} Take another directory."
     ) from error
   if (found := manifest["body"]["what"]) != what:
     raise ValueError(f"{rule} holds {found}. Take another directory.")
-  names = [file for file, _ in manifest["files"].values()] + manifest["stale"]
+  names = [x[0] for x in manifest["files"].values()] + manifest["stale"]
   return {x for x in names if isinstance(x, str) and _FILE.fullmatch(x)}
 
 
-def _cut_off(path: pathlib.Path) -> bool:
-  """Returns whether a file is of a first save that has no manifest yet."""
+def _is_ours(path: pathlib.Path) -> bool:
+  """Returns whether an interrupted first save has left a file."""
   name = _FILE.fullmatch(path.name)
-  # The hash in its name is that of its content, as in no other file.
+  # No other program names a file by a hash of its content.
   return name is not None and hashes.hash_file(path).startswith(name[1])
 
 
 def _read(target: pathlib.Path) -> dict[str, Any]:
-  """Returns the manifest: of each array its file and hash, and the rest."""
+  """Returns the manifest: the file, hash and type of each array, and more."""
   found = sealed_json.read(target / _MANIFEST, form=_FORMAT)
   try:
-    files = {name: (file, sha) for name, (file, sha) in found["files"].items()}
+    files = {
+      name: (x, sha, of) for name, (x, sha, of) in found["files"].items()
+    }
     found["body"]["what"]
     return found | {"files": files, "stale": list(found["stale"])}
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise sealed_json.DamagedError(
+    raise hashes.DamagedError(
       target / _MANIFEST, f"cannot be read ({error!r})"
     ) from error
 
@@ -186,7 +196,15 @@ def _read(target: pathlib.Path) -> dict[str, Any]:
 def load_arrays(
   directory: str | os.PathLike[str], *, what: str
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  """Returns the arrays by name, and the body, of `save_arrays`."""
+  """Returns the arrays by name, and the body, of `save_arrays`.
+
+  Random keys are returned as their words; `tree_of` makes keys of them.
+
+  Raises:
+    FileNotFoundError: when there is nothing.
+    ValueError: when it is something else, and as a `hashes.DamagedError`
+      when a file is missing or has changed.
+  """
   target = folder(directory)
   try:
     manifest = _read(target)
@@ -199,35 +217,84 @@ def load_arrays(
     raise ValueError(
       f"`directory` must hold {what}, got {body['what']} in {target}."
     )
-  # Never outside of the directory, whatever the manifest names.
+  # A crafted manifest must not lead outside of the directory.
   files = {
-    name: (pathlib.Path(file).name, digest)
-    for name, (file, digest) in manifest["files"].items()
+    name: (pathlib.Path(file).name, digest, of)
+    for name, (file, digest, of) in manifest["files"].items()
   }
-  hashes.check_files(target, dict(files.values()))
+  hashes.check_files(target, {file: sha for file, sha, _ in files.values()})
   try:
     return {
-      name: np.load(target / file, allow_pickle=False)
-      for name, (file, _) in files.items()
+      name: _typed(np.load(target / file, allow_pickle=False), of)
+      for name, (file, _, of) in files.items()
     }, body
-  except ValueError as error:
-    # A file of ours is an array of numbers, whatever its hash is.
-    raise sealed_json.DamagedError(
+  except (ValueError, TypeError) as error:
+    raise hashes.DamagedError(
       target, f"holds a file that is no array ({error})"
     ) from error
 
 
+def _typed(words: np.ndarray, of: str) -> np.ndarray:
+  if of.startswith("key<") or np.dtype(of).isbuiltin != 2:
+    return words
+  return words.view(of)
+
+
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-  """Returns loaded arrays as a tree of the shapes and types of another."""
-  leaves = []
-  for name, leaf in checks.named_leaves(like).items():
-    array = arrays.get(name)
-    found = None if array is None else (array.shape, str(array.dtype))
-    wanted = (jnp.shape(leaf), str(leaf.dtype))
+  """Returns loaded arrays as a tree of the shapes and types of another.
+
+  Raises:
+    ValueError: when there are others; it names the first one.
+  """
+  leaves = checks.named_leaves(like)
+  keys = {
+    name: leaf
+    for name, leaf in leaves.items()
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  }
+  expected = leaves | {
+    name: jax.eval_shape(jax.random.key_data, key) for name, key in keys.items()
+  }
+  for name in expected | dict(arrays):
+    found, wanted = (
+      f"{x[name].dtype}{list(x[name].shape)}" if name in x else "nothing"
+      for x in (arrays, expected)
+    )
     if found != wanted:
       raise ValueError(
-        f"`directory` must hold {name!r} as {wanted}, but there is {found}. It "
-        "was written by another version, or for another model."
+        f"`directory` must hold {wanted} as {name!r}, got {found}. It was "
+        "written for another model or optimizer, or by another version."
       )
-    leaves.append(jnp.asarray(array))
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return jax.tree.unflatten(
+    jax.tree.structure(like),
+    [
+      jax.random.wrap_key_data(
+        jnp.asarray(arrays[name]), impl=jax.random.key_impl(leaf)
+      )
+      if name in keys
+      else jnp.asarray(arrays[name])
+      for name, leaf in leaves.items()
+    ],
+  )
+
+
+def create_rows(path: pathlib.Path, num_rows: int, length: int) -> None:
+  """Makes a file of float32 rows in its full size, for `open_rows`."""
+  shape = (num_rows, length)
+  np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
+
+
+def open_rows(
+  path: pathlib.Path, num_rows: int, length: int, *, write: bool = False
+) -> np.memmap:
+  """Maps a file of `create_rows` into memory, [num_rows, length]."""
+  try:
+    rows = np.load(path, "r+" if write else "r", allow_pickle=False)
+  except (OSError, ValueError) as error:
+    raise hashes.DamagedError(path, f"cannot be read ({error})") from error
+  if rows.shape != (num_rows, length) or rows.dtype != np.float32:
+    found = f"{rows.dtype}{list(rows.shape)}"
+    raise hashes.DamagedError(
+      path, f"holds {found} and not float32{[num_rows, length]}"
+    )
+  return rows

@@ -7,10 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from jdist.storage import sealed_json
-
 # Bytes at a time: an array that is mapped from a disk need not fit the memory.
 _PART = 1 << 24
+
+
+class DamagedError(ValueError):
+  """A file is missing, cannot be read, or is not what was written."""
+
+  def __init__(self, path: pathlib.Path, fault: str):
+    super().__init__(
+      f"`directory` is damaged: {path} {fault}. Make it anew in another "
+      "directory."
+    )
+    self.reason = f"{path.name} {fault}"
 
 
 def hash_bytes(data: Any) -> str:
@@ -36,9 +45,9 @@ def check_files(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
   for name, digest in expected.items():
     path = folder / name
     if not path.is_file():
-      raise sealed_json.DamagedError(path, "is missing")
+      raise DamagedError(path, "is missing")
     if hash_file(path) != digest:
-      raise sealed_json.DamagedError(path, "has changed or is cut off")
+      raise DamagedError(path, "has changed or is cut off")
 
 
 def fingerprint(*arrays: Any) -> str:

@@ -1,13 +1,13 @@
 """Files to which lines are appended, each one JSON value."""
 
 import json
+import mmap
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# A cut-off line is looked for from the end, in parts of this many bytes.
-_PART = 1 << 16
+from jdist.storage import sealed_json
 
 
 def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
@@ -33,6 +33,12 @@ def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
     ) from error
 
 
+def write(path: pathlib.Path, values: Iterable[Any]) -> None:
+  """Replaces all lines of a file in one move."""
+  text = "".join(json.dumps(value) + "\n" for value in values)
+  sealed_json.write_whole(path, text.encode())
+
+
 def read(path: str | os.PathLike[str]) -> Iterator[Any]:
   """Yields the values of all whole lines; a cut-off last line is left out.
 
@@ -47,18 +53,14 @@ def read(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 def _drop_cut_off_line(path: pathlib.Path) -> None:
   """Removes the part of a line that a killed process has left."""
-  if not path.exists():
+  if not path.exists() or not path.stat().st_size:
     return
-  # Appending to it would join two rows in one line, which is then unreadable.
-  with path.open("rb+") as file:
-    end = size = file.seek(0, os.SEEK_END)
-    while end:
-      start = max(end - _PART, 0)
-      file.seek(start)
-      whole = file.read(end - start).rfind(b"\n") + 1
-      if whole:
-        end = start + whole
-        break
-      end = start
-    if end < size:
-      file.truncate(end)
+  # A row appended to it would be unreadable with it.  The file is mapped, as
+  # the search from its end looks at one line of perhaps gigabytes.
+  with (
+    path.open("rb") as file,
+    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+  ):
+    whole, size = content.rfind(b"\n") + 1, len(content)
+  if whole < size:
+    os.truncate(path, whole)

@@ -1,53 +1,61 @@
 """Sealed JSON: files that are there whole, and show when they have changed.
 
-    {"format": 1, "sha256": "of the body", ..., "body": ...}
+    {"format": 1, "sha256": "of the body", "body": ...}
 
 A sealed file is the manifest of other files: it is written after them, in one
 move, so that what it lists is complete.
 """
 
-import hashlib
 import json
 import os
 import pathlib
 from typing import Any
 
-
-class DamagedError(ValueError):
-  """A file is missing, cannot be read, or is not what was written."""
-
-  def __init__(self, path: pathlib.Path, fault: str):
-    super().__init__(
-      f"`directory` is damaged: {path} {fault}. Make it anew in another "
-      "directory."
-    )
-    self.reason = f"{path.name} {fault}"
+from jdist import checks
+from jdist.storage import hashes
 
 
 class FormatError(ValueError):
   """A sealed file is of another format."""
 
 
-def write(path: pathlib.Path, body: Any, *, form: int, **beside: Any) -> None:
-  """Writes a sealed file, with entries beside the body that nothing reads."""
-  whole = {"format": form, "sha256": _digest(body), **beside, "body": body}
+def check(name: str, value: Any) -> None:
+  """Raises a ValueError unless JSON can hold a value."""
+  try:
+    json.dumps(value)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"`{name}` must be what JSON can hold, got {checks.show(value)}: "
+      f"{error}. Make numbers of arrays by `float` or `.tolist()`."
+    ) from error
+
+
+def write(path: pathlib.Path, body: Any, *, form: int) -> None:
+  """Writes a sealed file whose body is a JSON value."""
+  whole = {"format": form, "sha256": _digest(body), "body": body}
   write_whole(path, json.dumps(whole).encode())
 
 
 def read(path: pathlib.Path, *, form: int) -> Any:
-  """Returns the body that was given to `write`; refuses another format."""
+  """Returns the body that was given to `write`.
+
+  Raises:
+    FormatError: when the file is of another format.
+    DamagedError: when it cannot be read or has changed.
+  """
   try:
     whole = json.loads(path.read_text())
     found, digest, body = (whole[k] for k in ("format", "sha256", "body"))
+    # A file of thousands of brackets is too deep for the parser.
   except (ValueError, KeyError, TypeError, RecursionError) as error:
-    raise DamagedError(path, f"cannot be read ({error!r})") from error
+    raise hashes.DamagedError(path, f"cannot be read ({error!r})") from error
   if found != form:
     raise FormatError(
       f"`directory`: {path} has format {found}, and this version of jdist "
       f"reads {form}. Use the version that wrote it."
     )
   if digest != _digest(body):
-    raise DamagedError(path, "has changed")
+    raise hashes.DamagedError(path, "has changed")
   return body
 
 
@@ -57,11 +65,12 @@ def write_whole(path: pathlib.Path, data: bytes) -> None:
   with partial.open("wb") as file:
     file.write(data)
     file.flush()
+    # Without it the new name may reach the disk before the content does.
     os.fsync(file.fileno())
   partial.replace(path)
 
 
 def _digest(body: Any) -> str:
-  # As it is read again: keys that are numbers become texts, in another order.
+  # JSON turns keys that are numbers into text, which sorts differently.
   text = json.dumps(json.loads(json.dumps(body)), sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()
+  return hashes.hash_bytes(text.encode())

@@ -79,7 +79,7 @@ class CheckpointDirectory:
         manifest = self.read(step)
         hashes.check_files(target, manifest["files"])
         return step
-      except sealed_json.DamagedError as error:
+      except hashes.DamagedError as error:
         warnings.warn(
           f"Checkpoint {target} is damaged ({error.reason}); using the one "
           "before it.",

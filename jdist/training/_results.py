@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import json
 import math
 import os
 import pathlib
@@ -13,6 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from jdist.storage import json_lines
 
 _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -51,35 +52,12 @@ def append_rows(
   Raises:
     OSError: when they cannot be written, as the disk is full for instance.
   """
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  _drop_cut_off_line(path)
-  lines = (json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
-  try:
-    with path.open("a") as file:
-      for line in lines:
-        file.write(line)
-        file.flush()
-  except OSError as error:
-    raise OSError(
-      f"a row could not be written to {path}: {error.strerror}. Make room, or "
-      "take another `path`."
-    ) from error
-
-
-def _drop_cut_off_line(path: pathlib.Path) -> None:
-  """Removes what a killed process left of a row; no row may follow it."""
-  if path.exists():
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-      os.truncate(path, whole)
+  json_lines.append(path, map(_plain, rows))
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads all rows of a file; a last line that was cut off is left out."""
-  lines = pathlib.Path(path).read_text().splitlines(keepends=True)
-  return [json.loads(x) for x in lines if x.endswith("\n") and x.strip()]
+  return list(json_lines.read(path))
 
 
 def _plain(x: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jdist import checks
+from jdist.storage import sealed_json
 
 
 class OtherRunError(ValueError):
@@ -70,10 +71,4 @@ def _differ(there: Any, here: Any) -> bool:
 def check_is_json(metadata: Any) -> None:
   """Raises a ValueError unless metadata are None or a dict of JSON's values."""
   checks.check_type("metadata", metadata, dict | None, "a dict or None")
-  try:
-    json.dumps(metadata)
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"`metadata` must be what JSON can hold, got {checks.show(metadata)}: "
-      f"{error}. Make numbers of arrays by `float` or `.tolist()`."
-    ) from error
+  sealed_json.check("metadata", metadata)

@@ -518,11 +518,11 @@ def test_crafted_checkpoint_runs_nothing(kind, tmp_path):
     # A manifest with the right hash, as an attacker would write it.
     manifest = array.with_name("arrays.json")
     digest = hashes.hash_file(array)
-    body = sealed_json.read(manifest, form=2)
+    body = sealed_json.read(manifest, form=3)
     file = array.with_name(f"learner-{digest[:12]}.npy")
     array.rename(file)
-    body["files"] = {"learner": [file.name, digest]}
-    sealed_json.write(manifest, body, form=2)
+    body["files"] = {"learner": [file.name, digest, "uint8"]}
+    sealed_json.write(manifest, body, form=3)
     with pytest.warns(UserWarning, match="holds a file that is no array"):
       assert checkpoints_in(folder).found is None
   assert victim.read_text() == "precious"

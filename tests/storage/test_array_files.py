@@ -1,6 +1,5 @@
 """Arrays on the disk: what is replaced, and what is never touched."""
 
-import hashlib
 import pathlib
 
 import jax
@@ -9,106 +8,136 @@ import numpy as np
 import pytest
 
 from jdist import prediction
-from jdist.prediction.mp2 import _predictor_fit
-from jdist.storage import array_files, sealed_json
+from jdist.storage import array_files, hashes, sealed_json
 from tests import _refusals
 from tests.prediction import _tiny
-from tests.prediction._fits import FIT, fit_predictor, predictor
 
-RUNS = [{"bias": np.ones((2, 9), np.float32)}]
+BODY = {"what": "x"}
 
 
 def contents(folder):
   return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def save_predictor(folder):
-  params = jax.jit(predictor().init)(jax.random.key(0))
-  prediction.save_predictor(folder, predictor(), params)
+def save(folder, *values, what="x"):
+  arrays = {f"w{i}": np.full(2, x) for i, x in enumerate(values)}
+  array_files.save_arrays(folder, arrays, {"what": what})
 
 
-def save_tracks(folder, runs):
-  tree = dict(enumerate(runs))
-  array_files.save_arrays(folder, tree, {"what": "tracks"})
+def load(folder):
+  arrays, _ = array_files.load_arrays(folder, what="x")
+  return arrays
 
 
-def never(*args, **kwargs):
-  raise AssertionError("Trained before the directory was looked at.")
-
-
-@pytest.mark.parametrize(
-  "save",
-  [
-    save_predictor,
-    lambda folder: save_tracks(folder, RUNS),
-    lambda folder: fit_predictor(FIT, directory=folder),
-  ],
-  ids=("predictor", "tracks", "fit"),
-)
-def test_what_others_have_put_there_is_left_alone(save, tmp_path, monkeypatch):
-  # Refused at once, and not after an epoch of training.
-  monkeypatch.setattr(_predictor_fit, "_update", never)
+def test_directories_of_others_are_refused_and_left_alone(tmp_path):
   collected, numbers, others = (
     tmp_path / name for name in ("collected", "numbers", "others")
   )
   prediction.Collector(collected, _tiny.alone(), [_tiny.cut()], (1, 2))
   numbers.mkdir()
   np.save(numbers / "mine.npy", np.ones(3))
-  array_files.save_arrays(others, {"w": np.ones(2)}, {"what": "others"})
+  save(others, 1.0, what="y")
   for folder, found in (
     (collected, r"front_01\.npy"),
     (numbers, r"mine\.npy"),
-    (others, "holds others"),
+    (others, "holds y"),
   ):
     before = contents(folder)
     with pytest.raises(
       ValueError, match=rf"`directory` must.*{folder}.*{found}.*another"
     ):
-      save(folder)
+      save(folder, 1.0)
     assert contents(folder) == before
 
 
-def test_only_what_was_saved_before_is_removed(tmp_path):
+def test_only_earlier_arrays_are_removed(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
-  save_tracks(tmp_path, RUNS * 2)
+  save(tmp_path, 1.0, 2.0)
   for name in ("mine.npy", "run-0123456789ab.npy"):
     np.save(tmp_path / name, np.ones(3))
-  save_tracks(tmp_path, [{"bias": np.zeros((2, 9), np.float32)}])
+  save(tmp_path, 3.0)
   names = sorted(contents(tmp_path))
   kept = ["arrays.json", "mine.npy", "notes.txt", "run-0123456789ab.npy"]
   assert set(kept) < set(names) and len(names) == len(kept) + 1
 
 
-def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path):
+def test_unreadable_manifest_is_not_replaced(tmp_path):
   (tmp_path / "arrays.json").write_text('["somebody else\'s"]')
   with _refusals.refused("directory", "cannot be read"):
-    save_tracks(tmp_path, RUNS)
+    save(tmp_path, 1.0)
   assert len(contents(tmp_path)) == 1
 
 
-def test_directories_whose_names_are_alike_are_left_alone(tmp_path):
+def test_directories_of_similar_names_are_left_alone(tmp_path):
   names = ("run.partial", "run.unfinished", "run")
-  for name in names:
-    save_tracks(tmp_path / name, RUNS)
-  for name in names:
-    arrays, _ = array_files.load_arrays(tmp_path / name, what="tracks")
-    assert len(arrays) == len(RUNS)
+  for number, name in enumerate(names):
+    save(tmp_path / name, number)
+  for number, name in enumerate(names):
+    assert (load(tmp_path / name)["w0"] == number).all()
 
 
-def test_nothing_outside_is_removed(tmp_path):
-  """Whatever a manifest says, as an attacker would write it."""
-  folder = tmp_path / "tracks"
-  save_tracks(folder, RUNS)
+def crafted(folder, **changed):
+  """Writes a manifest with the right seal, as an attacker would."""
   manifest = sealed_json.read(folder / "arrays.json", form=array_files._FORMAT)
+  sealed_json.write(
+    folder / "arrays.json", manifest | changed, form=array_files._FORMAT
+  )
+
+
+def test_crafted_manifest_removes_nothing_outside(tmp_path):
+  folder = tmp_path / "tracks"
+  save(folder, 1.0)
   names = ("../mine-0123456789ab.npy", "notes.txt", "..")
-  manifest["stale"] = [*names, 3]
-  manifest["files"] |= {f"x{i}": [name, ""] for i, name in enumerate(names)}
-  sealed_json.write(folder / "arrays.json", manifest, form=array_files._FORMAT)
+  files = {f"x{i}": [name, "", "float32"] for i, name in enumerate(names)}
+  crafted(folder, stale=[*names, 3], files=files)
   (folder / "notes.txt").write_text("mine")
   np.save(tmp_path / "mine-0123456789ab.npy", np.ones(3))
-  save_tracks(folder, [])
-  assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
+  (old,) = folder.glob("*.npy")
+  save(folder)
+  assert sorted(contents(folder)) == ["arrays.json", "notes.txt", old.name]
   assert (tmp_path / "mine-0123456789ab.npy").exists()
+
+
+class _Opens:
+  """Opens a file for writing once it is unpickled."""
+
+  def __init__(self, victim):
+    self.victim = victim
+
+  def __reduce__(self):
+    return open, (str(self.victim), "w")
+
+
+@pytest.mark.parametrize("of", ("object", "O8", "<U3", "i4,f4", 3))
+def test_crafted_array_is_damaged_and_not_unpickled(of, tmp_path):
+  folder, victim = tmp_path / "in", tmp_path / "victim"
+  victim.write_text("precious")
+  save(folder, 1.0)
+  bad = folder / "bad.npy"
+  np.save(bad, np.array([_Opens(victim)], object), allow_pickle=True)
+  crafted(folder, files={"w0": [bad.name, hashes.hash_file(bad), of]})
+  with _refusals.refused("directory", "holds a file that is no array"):
+    load(folder)
+  assert victim.read_text() == "precious"
+
+
+def test_damage_and_other_arrays_are_told_apart(tmp_path):
+  save(tmp_path, 1.0)
+  with pytest.raises(ValueError, match="must hold y, got x") as other:
+    array_files.load_arrays(tmp_path, what="y")
+  assert not isinstance(other.value, hashes.DamagedError)
+  (file,) = tmp_path.glob("*.npy")
+  file.write_bytes(file.read_bytes()[:-1])
+  with pytest.raises(hashes.DamagedError, match="has changed"):
+    load(tmp_path)
+  file.unlink()
+  with pytest.raises(hashes.DamagedError, match="is missing"):
+    load(tmp_path)
+  (tmp_path / "arrays.json").write_text("[" * 100_000)
+  with pytest.raises(hashes.DamagedError, match="cannot be read"):
+    load(tmp_path)
+  with pytest.raises(FileNotFoundError, match="`directory` must hold x"):
+    load(tmp_path / "nowhere")
 
 
 def test_names_need_not_be_fit_for_files(tmp_path):
@@ -131,15 +160,38 @@ def test_names_need_not_be_fit_for_files(tmp_path):
   assert len(contents(tmp_path / "in")) == len(arrays)  # Two in one file.
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, object, "U3", jnp.float8_e5m2])
-def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
+@pytest.mark.parametrize("dtype", [object, "U3"])
+def test_leaves_that_are_no_numbers_are_refused(dtype, tmp_path):
   array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
   before = contents(tmp_path)
-  with _refusals.refused("w", "cannot be saved as"):
+  with _refusals.refused("w", "must hold numbers"):
     array_files.save_arrays(
       tmp_path, {"w": np.zeros(2).astype(dtype)}, {"what": "x"}
     )
   assert contents(tmp_path) == before
+
+
+def test_narrow_floats_and_keys_are_loaded_with_the_same_bits(tmp_path):
+  tree = {
+    "half": jnp.array([0.1, -jnp.inf, jnp.nan], jnp.bfloat16),
+    "eighth": jnp.array(3.0, jnp.float8_e5m2),
+    "key": jax.random.split(jax.random.key(3), 2),
+    "none": jnp.zeros((0, 2)),
+  }
+  array_files.save_arrays(tmp_path, tree, {"what": "x"})
+  arrays, _ = array_files.load_arrays(tmp_path, what="x")
+  found = array_files.tree_of(arrays, tree)
+  for name, leaf in tree.items():
+    assert found[name].dtype == leaf.dtype
+    words = (
+      np.asarray(jax.random.key_data(x) if name == "key" else x)
+      for x in (found[name], leaf)
+    )
+    one, other = (x.tobytes() for x in words)
+    assert one == other
+  for like in ({}, tree | {"half": tree["none"]}, tree | {"w": tree["none"]}):
+    with _refusals.refused("directory", "must hold"):
+      array_files.tree_of(arrays, like)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +199,7 @@ def test_types_that_would_not_come_back_are_refused(dtype, tmp_path):
   [
     (lambda text: text.replace('"note": 1', '"note": 2'), "has changed"),
     (lambda text: text.replace('"stale": []', '"stale": [3]'), "has changed"),
-    (lambda text: text.replace('"format": 2', '"format": 1'), "has format 1"),
+    (lambda text: text.replace('"format": 3', '"format": 1'), "has format 1"),
     (lambda text: text[:-2], "cannot be read"),
     (lambda text: "{}", "cannot be read"),
   ],
@@ -172,9 +224,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("begun", (False, True), ids=("first", "second"))
-def test_killed_at_any_moment_it_saves_the_next_time(
-  tmp_path, monkeypatch, begun
-):
+def test_save_after_a_kill_at_any_moment_is_whole(tmp_path, monkeypatch, begun):
   """What was there before, or the new, and in the end nothing else."""
   old = {"a": np.zeros(2), "b": np.ones(2)}
   new = {"a": np.full(2, 5.0), "b": np.ones(2), "c": np.full(2, 7.0)}
@@ -207,8 +257,7 @@ def test_killed_at_any_moment_it_saves_the_next_time(
   assert number == 5
 
 
-def test_what_an_earlier_stop_has_left_is_cleared_away(tmp_path, monkeypatch):
-  """Even that of other arrays; what others put beside it is kept."""
+def test_rest_of_another_interrupted_save_is_removed(tmp_path, monkeypatch):
   folder, write = tmp_path / "in" / "tracks", sealed_json.write_whole
 
   def stop_at_the_manifest(path, data):
@@ -219,12 +268,12 @@ def test_what_an_earlier_stop_has_left_is_cleared_away(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(sealed_json, "write_whole", stop_at_the_manifest)
     with pytest.raises(_Killed):
-      save_tracks(folder, RUNS)
+      save(folder, 1.0)
   assert not folder.exists()
   (left,) = folder.parent.iterdir()
   (left / "notes.txt").write_text("mine")
-  save_tracks(folder, [])
-  assert array_files.load_arrays(folder, what="tracks")[0] == {}
+  save(folder)
+  assert load(folder) == {}
   assert list(folder.parent.iterdir()) == [folder]
   assert sorted(contents(folder)) == ["arrays.json", "notes.txt"]
 
@@ -264,56 +313,3 @@ def test_about_may_have_numbers_for_keys(tmp_path):
   array_files.save_arrays(tmp_path / "x", {"w": np.ones(2)}, body)
   _, found = array_files.load_arrays(tmp_path / "x", what="a test")
   assert found["about"] == {"9": "a", "10": "b"}
-
-
-def test_damage_is_seen(tmp_path):
-  save_tracks(tmp_path, RUNS)
-  (file,) = tmp_path.glob("*.npy")
-  whole = file.read_bytes()
-  file.write_bytes(whole[:-1])
-  with _refusals.refused("directory", "has changed"):
-    array_files.load_arrays(tmp_path, what="tracks")
-  file.unlink()
-  with pytest.raises(ValueError, match="is missing"):
-    array_files.load_arrays(tmp_path, what="tracks")
-  (tmp_path / "arrays.json").write_text("{")
-  with pytest.raises(ValueError, match="cannot be read"):
-    array_files.load_arrays(tmp_path, what="tracks")
-  with pytest.raises(FileNotFoundError, match="`directory` must hold tracks"):
-    array_files.load_arrays(tmp_path / "nowhere", what="tracks")
-
-
-def test_nothing_is_unpickled(tmp_path):
-  """A manifest names an array of objects, as an attacker would write it."""
-  save_tracks(tmp_path, RUNS)
-  manifest = sealed_json.read(
-    tmp_path / "arrays.json", form=array_files._FORMAT
-  )
-  bad = tmp_path / "bad.npy"
-  np.save(bad, np.array([{}], object), allow_pickle=True)
-  digest = hashlib.sha256(bad.read_bytes()).hexdigest()
-  ((name, (_, _, *rest)),) = manifest["files"].items()
-  manifest["files"] = {name: ["bad.npy", digest, *rest]}
-  sealed_json.write(
-    tmp_path / "arrays.json", manifest, form=array_files._FORMAT
-  )
-  with pytest.raises(ValueError, match=r"allow_pickle=False|bad\.npy"):
-    array_files.load_arrays(tmp_path, what="tracks")
-
-
-def test_interrupted_save_leaves_earlier_arrays(tmp_path, monkeypatch):
-  array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, {"what": "x"})
-  write = sealed_json.write_whole
-
-  def fail_at_the_manifest(path, data):
-    if path.suffix == ".json":
-      raise OSError("the disk is full")
-    write(path, data)
-
-  monkeypatch.setattr(sealed_json, "write_whole", fail_at_the_manifest)
-  with pytest.raises(OSError, match="full"):
-    array_files.save_arrays(tmp_path, {"w": np.ones(2)}, {"what": "x"})
-  arrays, _ = array_files.load_arrays(tmp_path, what="x")
-  np.testing.assert_array_equal(arrays["w"], [0, 0])
-  with pytest.raises(ValueError, match="must hold y, got x"):
-    array_files.load_arrays(tmp_path, what="y")

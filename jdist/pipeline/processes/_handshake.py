@@ -1,7 +1,6 @@
 """Connections between processes that prove they know a shared token."""
 
 import contextlib
-import hashlib
 import hmac
 import secrets
 import socket
@@ -186,4 +185,4 @@ def _answer(
 
 def _proof(secret: bytes, side: bytes, device: int, nonce: bytes) -> bytes:
   words = side + struct.pack("<I", device) + nonce
-  return hmac.digest(secret, words, hashlib.sha256)
+  return hmac.digest(secret, words, "sha256")

@@ -11,18 +11,15 @@ import contextlib
 import os
 import pathlib
 import re
-import shutil
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
 from jdist.pipeline.processes import _device_part, _peers
-from jdist.storage import array_files, sealed_json
+from jdist.storage import array_files, hashes
 
 PyTree = Any
 _WHAT = "a pipeline's stage"
@@ -62,16 +59,9 @@ def save_stages(
       "there with `restore`."
     )
   for stage in part.own:
-    tree = _part(state, stage)
-    body = {
-      "what": _WHAT,
-      "step": state.step,
-      "stages": list(names),
-      "dtypes": _dtypes(tree),
-    }
     target = _folder(directory, state.step, stage)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    array_files.save_arrays(target, _words(tree), body)
+    body = {"what": _WHAT, "stages": list(names)}
+    array_files.save_arrays(target, _part(state, stage), body)
   if part.peers is not None:
     # An earlier step goes only when all have this one.
     part.peers.check_agreement("`state.step`", str(state.step), number)
@@ -79,7 +69,7 @@ def save_stages(
   earlier = [x for x in _steps(directory) if x <= state.step]
   for step in later + earlier[keep:]:
     for stage in part.own:
-      shutil.rmtree(_folder(directory, step, stage), ignore_errors=True)
+      array_files.remove(_folder(directory, step, stage))
     # The last process that has a stage there removes the step.
     with contextlib.suppress(OSError):
       _folder(directory, step, 0).parent.rmdir()
@@ -131,16 +121,8 @@ def _load(
   parts = {}
   for stage in like.params:
     target = _folder(directory, step, stage)
-    arrays, body = array_files.load_arrays(target, what=_WHAT)
-    template = _part(like, stage)
-    if body["dtypes"] != _dtypes(template):
-      raise ValueError(
-        f"`directory` must hold the leaves {_dtypes(template)}, got "
-        f"{body['dtypes']} in {target}. Resume with the same model and "
-        "optimizer."
-      )
-    found = array_files.tree_of(arrays, _words(template))
-    parts[stage] = jax.tree.map(_like, found, template)
+    arrays, _ = array_files.load_arrays(target, what=_WHAT)
+    parts[stage] = array_files.tree_of(arrays, _part(like, stage))
   return _device_part.ProcessState(
     step,
     {s: part["params"] for s, part in parts.items()},
@@ -175,7 +157,7 @@ def _is_whole(
       _, body = array_files.load_arrays(target, what=_WHAT)
     except FileNotFoundError:
       return False
-    except sealed_json.DamagedError as error:
+    except hashes.DamagedError as error:
       warnings.warn(
         f"Stage {stage} of step {step} is damaged ({error.reason}); an "
         "earlier step is used if there is one.",
@@ -206,29 +188,3 @@ def _part(state: _device_part.ProcessState, stage: int) -> dict[str, PyTree]:
     "model_state": state.model_state[stage],
     "key": jnp.asarray(state.key),
   }
-
-
-def _dtypes(tree: PyTree) -> dict[str, str]:
-  leaves = checks.named_leaves(tree)
-  return {name: str(leaf.dtype) for name, leaf in leaves.items()}
-
-
-def _words(tree: PyTree) -> PyTree:
-  """Returns leaves as .npy files can hold them: the same bits."""
-
-  def words(leaf: Any) -> np.ndarray:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    array = np.asarray(leaf)
-    if array.dtype.isbuiltin == 1:
-      return array
-    return array.view(f"u{array.dtype.itemsize}")
-
-  return jax.tree.map(words, tree)
-
-
-def _like(words: jax.Array, leaf: Any) -> jax.Array:
-  """Undoes `_words`."""
-  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-  return jnp.asarray(np.asarray(words).view(leaf.dtype))

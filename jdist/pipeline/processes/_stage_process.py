@@ -1,6 +1,5 @@
 """A pipeline's device as a process of its own."""
 
-import hashlib
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +35,7 @@ from jdist.pipeline.schedule import (
   read_versions,
   Table,
 )
-from jdist.storage import array_files
+from jdist.storage import array_files, hashes
 
 PyTree = Any
 
@@ -425,7 +424,7 @@ class StageProcess:
     ]
     names = [stage.name for stage in self.stages]
     text = format_table(self.table).encode()
-    digest = hashlib.sha256(text).hexdigest()
+    digest = hashes.hash_bytes(text)
     self.peers.check_agreement(
       "Table, stages and micro-batch",
       f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "

@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist import checks, collectives, training
 from jdist.prediction.mp2 import _cut, _parameter_set, _permutation
-from jdist.storage import array_files
+from jdist.storage import array_files, hashes, sealed_json
 
 PyTree = Any
 # What `choose_steps` draws from; other uses of a seed have other numbers.
@@ -129,7 +129,9 @@ class Collector:
       except FileNotFoundError:
         self._files = _parameter_set.Files.create(folder, cuts, body)
       _check_same(self._files, body, cuts)
-      self._arrays = {x: self._files.open(x, "r+") for x in self._files.sizes}
+      self._arrays = {
+        x: self._files.open(x, write=True) for x in self._files.sizes
+      }
     self._numbers = {step: i for i, step in enumerate(self._steps)}
 
     def vectors(state: training.TrainState) -> dict[str, jax.Array]:
@@ -174,7 +176,7 @@ class Collector:
     self, files: _parameter_set.Files, number: int, step: int, vectors: PyTree
   ) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
-    sha256 = {name: _parameter_set.digest(row) for name, row in rows.items()}
+    sha256 = {name: hashes.hash_bytes(row) for name, row in rows.items()}
     if number < self.done:
       if files.rows[number]["sha256"] == sha256:
         return
@@ -212,17 +214,9 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
   """Returns metadata as JSON gives it back: tuples become lists there."""
-  metadata = {} if metadata is None else metadata
-  fault = metadata
-  try:
-    if isinstance(metadata, dict):
-      return json.loads(json.dumps(metadata))
-  except (TypeError, ValueError) as error:
-    fault = error
-  raise ValueError(
-    f"`metadata` must be a dict that JSON can hold, got {fault!r}. Make lists "
-    "of arrays, `x.tolist()`, and text of other things."
-  )
+  checks.check_type("metadata", metadata, dict | None, "a dict or None")
+  sealed_json.check("metadata", metadata)
+  return json.loads(json.dumps(metadata or {}))
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:

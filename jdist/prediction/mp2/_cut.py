@@ -7,7 +7,6 @@ normalization's.
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from flax import traverse_util
 
 from jdist import checks, models
 from jdist.prediction.mp2 import _network
+from jdist.storage import hashes
 
 PyTree = Any
 Layers = tuple[_network.LeafGroup, ...]
@@ -55,7 +55,7 @@ class Cut:
   def fingerprint(self) -> str:
     """A hash of the leaves in both halves, whatever the network's name."""
     text = json.dumps([self.describe()[half] for half in ("front", "rear")])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashes.hash_bytes(text.encode())[:16]
 
   def __repr__(self) -> str:
     names = [layer.name for layer in self.front]

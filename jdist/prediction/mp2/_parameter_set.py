@@ -1,27 +1,23 @@
 """The parameter data set on the disk.
 
-    manifest.json   the network, the cuts, the steps, versions; never changes
+    manifest.json   the network, the cuts, the steps; never changes
     front_04.npy    [samples, parameters] float32, for a cut behind 4 layers
     rows.jsonl      a line for each sample, with its hashes
 
 The arrays have their full size from the start.  A sample counts when its line
 is in `rows.jsonl`, which is written after it; so a run that is killed at any
-moment loses at most the sample that was being written.  Nothing is pickled.
+moment loses at most the sample that was being written.
 """
 
-import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jdist import _version, training
 from jdist.prediction.mp2 import _cut
-from jdist.storage import array_files, sealed_json
+from jdist.storage import array_files, hashes, json_lines, sealed_json
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -31,11 +27,6 @@ _ROWS = "rows.jsonl"
 def file_of(half: str, cut: _cut.Cut) -> str:
   """Returns the name of a file, by the number of layers in front of the cut."""
   return f"{half}_{len(cut.front):02}.npy"
-
-
-def digest(vector: np.ndarray) -> str:
-  """Returns a hash of all bits of a sample."""
-  return hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest()
 
 
 class Files:
@@ -71,53 +62,32 @@ class Files:
       )
     rows.touch()
     for name, size in sizes.items():
-      shape = (len(body["steps"]), size)
-      np.lib.format.open_memmap(
-        directory / name, "w+", np.float32, shape
-      ).flush()
-    packages = {"jdist": _version, "jax": jax, "numpy": np}
-    sealed_json.write(
-      directory / _MANIFEST,
-      body,
-      form=_FORMAT,
-      versions={name: x.__version__ for name, x in packages.items()},
-    )
+      array_files.create_rows(directory / name, len(body["steps"]), size)
+    sealed_json.write(directory / _MANIFEST, body, form=_FORMAT)
     return cls(directory)
 
-  def open(self, name: str, mode: Any) -> Any:
+  def open(self, name: str, *, write: bool = False) -> np.memmap:
     """Maps an array into memory."""
     path = self._directory / name
-    shape = (len(self.body["steps"]), self.sizes[name])
-    try:
-      array = np.load(path, mmap_mode=mode, allow_pickle=False)
-    except (OSError, ValueError) as error:
-      raise sealed_json.DamagedError(
-        path, f"cannot be read ({error})"
-      ) from error
-    if array.shape != shape or array.dtype != np.float32:
-      raise sealed_json.DamagedError(
-        path,
-        f"holds {array.dtype}{list(array.shape)} and not float32{list(shape)}",
-      )
-    return array
+    length = len(self.body["steps"])
+    return array_files.open_rows(path, length, self.sizes[name], write=write)
 
   def append(self, row: dict[str, Any]) -> None:
     """Adds the line of a sample that is there."""
-    training.append_rows(self._directory / _ROWS, [row])
+    json_lines.append(self._directory / _ROWS, [row])
     self.rows.append(row)
 
   def keep(self, number: int) -> None:
     """Removes the lines of all but the first samples."""
     self.rows = self.rows[:number]
-    lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-    sealed_json.write_whole(self._directory / _ROWS, lines.encode())
+    json_lines.write(self._directory / _ROWS, self.rows)
 
   def verify(self) -> None:
     """Raises a DamagedError unless all samples have their hashes."""
     for name in self.sizes:
-      for row, vector in zip(self.rows, self.open(name, "r"), strict=False):
-        if row["sha256"][name] != digest(vector):
-          raise sealed_json.DamagedError(
+      for row, vector in zip(self.rows, self.open(name), strict=False):
+        if row["sha256"][name] != hashes.hash_bytes(vector):
+          raise hashes.DamagedError(
             self._directory / name,
             f"has changed in sample {row['row']}, of step {row['step']}",
           )
@@ -125,22 +95,18 @@ class Files:
   def _read_rows(self) -> list[dict[str, Any]]:
     path, steps = self._directory / _ROWS, self.body["steps"]
     try:
-      rows: list[Any] = training.read_rows(path)
-    except FileNotFoundError as error:
-      raise sealed_json.DamagedError(path, "is missing") from error
-    except ValueError as error:
-      raise sealed_json.DamagedError(
-        path, f"cannot be read ({error})"
-      ) from error
+      rows: list[Any] = list(json_lines.read(path))
+    except (OSError, ValueError) as error:
+      raise hashes.DamagedError(path, f"cannot be read ({error})") from error
     for number, row in enumerate(rows):
-      hashes = row.get("sha256") if isinstance(row, dict) else None
+      found = row.get("sha256") if isinstance(row, dict) else None
       if not (
-        isinstance(hashes, dict)
-        and hashes.keys() == self.sizes.keys()
+        isinstance(found, dict)
+        and found.keys() == self.sizes.keys()
         and number < len(steps)
         and (row.get("row"), row.get("step")) == (number, steps[number])
       ):
-        raise sealed_json.DamagedError(
+        raise hashes.DamagedError(
           path, f"has a line {number + 1} that is not of sample {number}"
         )
     return rows
@@ -207,7 +173,7 @@ class ParameterSet:
       away = [abs(len(mine.front) - len(cut.front)) for mine in self.cuts]
       near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
-    return self._files.open(file_of("front", cut), "r")[: self.done]
+    return self._files.open(file_of("front", cut))[: self.done]
 
   def verify(self) -> None:
     """Compares all samples with their hashes; an error names what differs."""

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from jdist import training
-from jdist.storage import array_files, plain_data, sealed_json
+from jdist.storage import array_files, hashes, plain_data
 
 _KEPT = 2
 _WHAT = "a server's checkpoint"
@@ -189,7 +189,7 @@ def _read(target: pathlib.Path) -> tuple[_Body, Parts] | None:
     arrays, body = array_files.load_arrays(target, what=_WHAT)
     return plain_data.from_plain(body, _Body, "checkpoint"), arrays
   except (
-    OSError, sealed_json.DamagedError, plain_data.PlainDataError
+    OSError, hashes.DamagedError, plain_data.PlainDataError
   ) as error:  # fmt: skip
     warnings.warn(
       f"Checkpoint {target} is damaged ({getattr(error, 'reason', error)}); "

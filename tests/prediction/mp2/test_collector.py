@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 from jdist import prediction, training
-from jdist.storage import sealed_json
+from jdist.storage import json_lines, sealed_json
 from tests import _refusals
 from tests.prediction import _tiny
 
@@ -122,7 +122,7 @@ def _kill_at(monkeypatch, number):
     sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
   )
   monkeypatch.setattr(
-    training, "append_rows", guarded(training.append_rows, half_a_row)
+    json_lines, "append", guarded(json_lines.append, half_a_row)
   )
   return lambda: count[0] >= number
 
@@ -241,7 +241,7 @@ def test_damage_is_found(tmp_path):
     (lambda x: "{]\n" + x, "cannot be read"),
     # As many lines as samples were planned, and one more.
     (lambda x: x + x.splitlines(keepends=True)[-1], "a line 4 that is not"),
-    (None, "is missing"),
+    (None, "cannot be read"),
   ],
 )
 def test_damaged_rows_are_refused(damage, message, tmp_path):
