@@ -5,7 +5,6 @@ python experiments/compression/report.py codecs  # what encoding costs
 """
 
 import pathlib
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,102 +14,81 @@ from jdist.training import comparison
 
 
 def against(runs: comparison.Runs, base: str) -> str:
-  """Markdown: each variant beside the base, by the seeds that both have."""
-  lines = [
-    f"| variant | test accuracy, % | seeds | points more than {base} "
-    "(mean, 95 % interval) | fewer bytes | learning rate |",
-    "|---|---|---|---|---|---|",
-  ]
+  """Returns a table of differences to the base, paired by seeds."""
   others = {row["seed"]: row for row in runs[base]}
-  for name, rows in sorted(
-    runs.items(), key=lambda item: -comparison.mean_accuracy(item[1])[0]
-  ):
+  sent = comparison.mean(runs[base], "sent_bytes")
+  lines = []
+  for name, rows in comparison.by_accuracy(runs):
     mean, spread = comparison.mean_accuracy(rows)
     found = comparison.paired_difference(rows, runs[base])
     points = ""
     if found is not None and name != base:
-      points = f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+      points = found.interval()
     elif len(rows) == 1 and rows[0]["seed"] in others:
-      other = others[rows[0]["seed"]]
-      points = (
-        f"{comparison.accuracy(rows[0]) - comparison.accuracy(other):+.2f}"
-      )
-    sent = [
-      statistics.mean(row["sent_bytes"] for row in own)
-      for own in (runs[base], rows)
-    ]
+      other = comparison.accuracy(others[rows[0]["seed"]])
+      points = f"{mean - other:+.2f}"
     shown = f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "")
     lines.append(
-      f"| {name} | {shown} | {len(rows)} | {points} | {sent[0] / sent[1]:.1f}x "
-      f"| {rows[0]['learning_rate']:g} |"
+      f"{name} | {shown} | {len(rows)} | {points} "
+      f"| {sent / comparison.mean(rows, 'sent_bytes'):.1f}x "
+      f"| {rows[0]['learning_rate']:g}"
     )
+  table = comparison.table(
+    f"variant | test accuracy, % | seeds | points more than {base} (mean, "
+    "95 % interval) | fewer bytes | learning rate",
+    lines,
+  )
   single = {rows[0]["seed"] for rows in runs.values() if len(rows) == 1}
-  lines += [
+  notes = [
     f"\nWith seed {seed} {base} has {comparison.accuracy(others[seed]):.2f} %."
     for seed in sorted(single & others.keys())
   ]
-  return "\n".join(lines)
+  return "\n".join([table, *notes])
 
 
 def by_rate(rows: Sequence[comparison.Row]) -> str:
-  """Markdown: held-out accuracy at each rate, and that of tests beside it."""
+  """Returns a table of held-out and test accuracies at each rate."""
   rates = sorted({row["learning_rate"] for row in rows})
-  lines = [
-    "| variant | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-    "|---|" + "---|" * len(rates),
-  ]
-  for name in dict.fromkeys(row["method"] for row in rows):
-    cells = []
-    for rate in rates:
-      own = [
-        row
-        for row in rows
-        if (row["method"], row["learning_rate"]) == (name, rate)
-      ]
-      held = [x for x in own if x["purpose"] == "tuning"]
-      tests = [x for x in own if x["purpose"] == "comparison"]
-      cell = " ".join(f"{comparison.accuracy(x):.2f}" for x in held)
-      if tests:
-        cell += f" (test {comparison.mean_accuracy(tests)[0]:.2f})"
-      cells.append(cell)
-    lines.append(f"| {name} | {' | '.join(cells)} |")
-  return "\n".join(lines)
 
+  def cell(own: Sequence[comparison.Row], rate: float) -> str:
+    own = [x for x in own if x["learning_rate"] == rate]
+    tests = [x for x in own if x["purpose"] == "comparison"]
+    found = " ".join(
+      f"{comparison.accuracy(x):.2f}" for x in own if x["purpose"] == "tuning"
+    )
+    if tests:
+      found += f" (test {comparison.mean_accuracy(tests)[0]:.2f})"
+    return found
 
-def base_step(times: Mapping[str, comparison.Row]) -> str:
-  """Text: how long synchronous SGD's step takes, and beside itself."""
-  again = times["ssgd again"]
-  low, high = again["quartiles"]
-  return (
-    f"A step of ssgd takes {1e3 * times['ssgd']['step_s']:.0f} ms, beside "
-    f"itself {again['ratio']:.2f} ({low:.2f} to {high:.2f})."
+  return comparison.table(
+    " | ".join(["variant", *(f"{rate:g}" for rate in rates)]),
+    (
+      (name, *(cell(own, rate) for rate in rates))
+      for name, own in comparison.group(rows, lambda x: x["method"]).items()
+    ),
   )
 
 
 def codec_table(row: comparison.Row) -> str:
-  """Markdown: what each codec takes, in copies of the same tensor."""
-  lines = [
-    "| codec | smaller by | encode, copies (quartiles) | decode |",
-    "|---|---|---|---|",
-    f"| none, a second copy | 1.0x | {_copies(row['copy_again'])} | |",
-  ]
+  """Returns a table of encoding times, in copies of the same tensor."""
+
+  def copies(time: Mapping[str, Any]) -> str:
+    low, high = time["quartiles"]
+    return f"{time['median']:.2f} ({low:.2f} to {high:.2f})"
+
+  lines = [("none, a second copy", "1.0x", copies(row["copy_again"]), "")]
   for name, one in row["codecs"].items():
-    cells = [_copies(one[part]) for part in ("encode", "decode")]
-    lines.append(
-      f"| {name} | {one['compression']:.1f}x | {' | '.join(cells)} |"
-    )
+    times = copies(one["encode"]), copies(one["decode"])
+    lines.append((name, f"{one['compression']:.1f}x", *times))
   if "sort" in row:
-    lines.append(f"| a sort of all entries | | {_copies(row['sort'])} | |")
-  return "\n".join(lines)
-
-
-def _copies(time: Mapping[str, Any]) -> str:
-  low, high = time["quartiles"]
-  return f"{time['median']:.2f} ({low:.2f} to {high:.2f})"
+    lines.append(("a sort of all entries", "", copies(row["sort"]), ""))
+  return comparison.table(
+    "codec | smaller by | encode, copies (quartiles) | decode", lines
+  )
 
 
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws the results of a preset."""
   name = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = folder / "results"
   rows = training.read_rows(results / f"{name}.jsonl")
@@ -128,7 +106,12 @@ def main(folder: pathlib.Path) -> None:
     times = {row["method"]: row for row in training.read_rows(measured)}
     print("\nSooner than synchronous SGD, by a factor, over links of\n")
     print(comparison.speed_table(comparison.speedups(runs, times), times))
-    print(f"\n{base_step(times)}")
+    again = times["ssgd again"]
+    low, high = again["quartiles"]
+    print(
+      f"\nA step of ssgd takes {1e3 * times['ssgd']['step_s']:.0f} ms, beside "
+      f"itself {again['ratio']:.2f} ({low:.2f} to {high:.2f})."
+    )
 
 
 if __name__ == "__main__":

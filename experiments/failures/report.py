@@ -5,17 +5,15 @@ python experiments/failures/report.py mnist    # with gradients, too
 """
 
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import config
 
 from jdist import training
 from jdist.training import comparison
 
-Row: TypeAlias = dict[str, Any]
 _COLOURS = {
   "bsp, one job": "#999999", "bsp": "#333333", "bsp, backups": "#cc79a7",
   "ssp": "#e69f00", "asp": "#0072b2", "h_ps": "#d55e00",
@@ -23,115 +21,90 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def goodputs(rows: Sequence[Row], workers: int) -> str:
-  """Markdown: goodput of each protocol by the part of the time down."""
-  own = [row for row in rows if row["config"]["workers"] == workers]
-  fractions = sorted({row["config"]["fraction"] for row in own})
-  titles = " | ".join(f"{100 * x:g} % down" for x in fractions)
-  lines = [f"| goodput, % | {titles} |", "|---|" + "---|" * len(fractions)]
-  for variant in config.VARIANTS:
-    found = {
-      row["config"]["fraction"]: row for row in own if row["method"] == variant
-    }
-    cells = [
-      f"{100 * found[x]['goodput']:.1f}" if x in found else ""
-      for x in fractions
-    ]
-    lines.append(f"| {variant} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+def goodputs(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of goodput by protocol and by the part of the time down."""
+  fractions = sorted({row["config"]["fraction"] for row in rows})
+  found = {
+    (row["method"], row["config"]["fraction"]): f"{100 * row['goodput']:.1f}"
+    for row in rows
+  }
+  return comparison.table(
+    " | ".join(["goodput, %", *(f"{100 * x:g} % down" for x in fractions)]),
+    ((name, *(found.get((name, x), "") for x in fractions))
+     for name in config.VARIANTS),
+  )  # fmt: skip
 
 
-def _by_variant(rows: Sequence[Row], fraction: float) -> dict[str, list[Row]]:
-  found: dict[str, list[Row]] = {}
-  for row in rows:
-    if row["purpose"] == "comparison" and row["config"]["fraction"] == fraction:
-      found.setdefault(row["method"], []).append(row)
-  return found
+def _by_variant(
+  rows: Sequence[comparison.Row], fraction: float
+) -> dict[str, list[comparison.Row]]:
+  own = [row for row in rows if row["config"]["fraction"] == fraction]
+  return comparison.runs_at(own, {})
 
 
-def trained(rows: Sequence[Row], fraction: float) -> str:
-  """Markdown: accuracy with failures beside that of undisturbed runs."""
+def trained(rows: Sequence[comparison.Row], fraction: float) -> str:
+  """Returns a table of accuracies with failures and without."""
   calm, failing = _by_variant(rows, 0.0), _by_variant(rows, fraction)
-  lines = [
-    "| variant | rate | undisturbed: accuracy, % | least to most "
-    f"| {100 * fraction:g} % down: accuracy, % | points more "
-    "(95 % interval) | goodput, % | failures in a run |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
-  for name in config.TRAINED:
-    if name not in calm or name not in failing:
-      continue
-    before = [comparison.accuracy(row) for row in calm[name]]
-    after = [comparison.accuracy(row) for row in failing[name]]
-    more = comparison.paired_difference(failing[name], calm[name])
-    points = (
-      "" if more is None else f"{more.mean:+.2f} ± {more.high - more.mean:.2f}"
-    )
-    cells = [
-      name,
-      f"{calm[name][0]['learning_rate']:g}",
-      _mean(before),
-      f"{min(before):.2f} to {max(before):.2f}",
-      _mean(after),
-      points,
-      f"{100 * statistics.mean(x['goodput'] for x in failing[name]):.1f}",
-      f"{statistics.mean(x['failures'] for x in failing[name]):.0f}",
+  lines = []
+  for name in [x for x in config.TRAINED if x in calm and x in failing]:
+    before, after = calm[name], failing[name]
+    more = comparison.paired_difference(after, before)
+    accuracies = list(map(comparison.accuracy, before))
+    means = [
+      "{:.2f} ± {:.2f}".format(*comparison.mean_accuracy(x))
+      for x in (before, after)
     ]
-    lines.append(f"| {' | '.join(cells)} |")
-  return "\n".join(lines)
-
-
-def _mean(values: Sequence[float]) -> str:
-  spread = statistics.stdev(values) if len(values) > 1 else 0.0
-  return f"{statistics.mean(values):.2f} ± {spread:.2f}"
+    lines.append(
+      f"{name} | {before[0]['learning_rate']:g} | {means[0]} "
+      f"| {min(accuracies):.2f} to {max(accuracies):.2f} | {means[1]} "
+      f"| {'' if more is None else more.plus_minus()} "
+      f"| {100 * comparison.mean(after, 'goodput'):.1f} "
+      f"| {comparison.mean(after, 'failures'):.0f}"
+    )
+  return comparison.table(
+    "variant | rate | undisturbed: accuracy, % | least to most "
+    f"| {100 * fraction:g} % down: accuracy, % | points more (95 % interval) "
+    "| goodput, % | failures in a run",
+    lines,
+  )
 
 
 def draw(
-  rows: Sequence[Row], with_gradients: Sequence[Row], path: pathlib.Path
+  by_size: dict[int, list[comparison.Row]],
+  with_gradients: Sequence[comparison.Row],
+  path: pathlib.Path,
 ) -> None:
-  """Goodput over the time down, and accuracy with and without failures."""
-  pyplot = training.pyplot()
-  sizes = sorted({row["config"]["workers"] for row in rows})
-  num = len(sizes) + bool(with_gradients)
-  figure, grid = pyplot.subplots(
-    1, num, squeeze=False, figsize=(4.2 * num, 4.4), layout="constrained"
-  )
-  for axes, workers in zip(grid[0], sizes, strict=False):
-    for name in config.VARIANTS:
-      points = sorted(
-        (100 * row["config"]["fraction"], 100 * row["goodput"])
-        for row in rows
-        if row["method"] == name and row["config"]["workers"] == workers
-      )
-      axes.plot(
-        *zip(*points, strict=True), color=_COLOURS[name], marker="o", ms=3,
-        lw=2.2 if name == "decoupled_diloco" else 1.3, label=name,
-      )  # fmt: skip
-    axes.axhline(92, color="black", ls=":", lw=1)
-    axes.set_ylim(0, 103)
-    axes.set_xlabel("% of the time that a machine is down")
-    axes.set_title(f"{workers} workers", fontsize=10)
-  grid[0][0].set_ylabel("goodput, %")
-  if with_gradients:
-    _draw_accuracy(grid[0][-1], with_gradients)
-  for axes in grid[0]:
-    axes.grid(alpha=0.3, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-  handles, labels = grid[0][0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=7, frameon=False,
-    fontsize=9,
-  )  # fmt: skip
-  figure.savefig(path, dpi=130)
-  pyplot.close(figure)
+  """Draws goodput over the time down, and accuracy with failures."""
+  num = len(by_size) + bool(with_gradients)
+  with comparison.picture(path, 1, num, figsize=(4.2 * num, 4.4), legend=7) as (
+    grid,
+  ):
+    for axes, (workers, rows) in zip(grid, by_size.items(), strict=False):
+      runs = comparison.group(rows, lambda row: row["method"])
+      for name in config.VARIANTS:
+        points = sorted(
+          (100 * row["config"]["fraction"], 100 * row["goodput"])
+          for row in runs[name]
+        )
+        axes.plot(
+          *zip(*points, strict=True), color=_COLOURS[name], marker="o", ms=3,
+          lw=2.2 if name == "decoupled_diloco" else 1.3, label=name,
+        )  # fmt: skip
+      axes.axhline(92, color="black", ls=":", lw=1)
+      axes.set_ylim(0, 103)
+      axes.set_xlabel("% of the time that a machine is down")
+      axes.set_title(f"{workers} workers", fontsize=10)
+    grid[0].set_ylabel("goodput, %")
+    if with_gradients:
+      _draw_accuracy(grid[-1], with_gradients)
 
 
-def _draw_accuracy(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_accuracy(axes: Any, rows: Sequence[comparison.Row]) -> None:
   calm, failing = _by_variant(rows, 0.0), _by_variant(rows, 0.2)
   names = [x for x in config.TRAINED if x in calm and x in failing]
   for place, name in enumerate(names):
     for shift, own, filled in ((-0.12, calm, False), (0.12, failing, True)):
-      values = [comparison.accuracy(row) for row in own[name]]
+      values = list(map(comparison.accuracy, own[name]))
       axes.scatter(
         [place + shift] * len(values), values, s=22, lw=1.2,
         edgecolors=_COLOURS[name],
@@ -143,16 +116,18 @@ def _draw_accuracy(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws all results, those with gradients if a preset is named."""
   results = folder / "results"
   rows = training.read_rows(results / "clock.jsonl")
-  for workers in sorted({row["config"]["workers"] for row in rows}):
-    print(f"\n### {workers} workers\n\n{goodputs(rows, workers)}")
-  with_gradients: list[Row] = []
+  by_size = comparison.group(rows, lambda row: row["config"]["workers"])
+  by_size = dict(sorted(by_size.items()))
+  for workers, own in by_size.items():
+    print(f"\n### {workers} workers\n\n{goodputs(own)}")
+  with_gradients: list[comparison.Row] = []
   if len(sys.argv) > 1:
     with_gradients = training.read_rows(results / f"{sys.argv[1]}.jsonl")
     print(f"\n### With gradients\n\n{trained(with_gradients, 0.2)}")
-  draw(rows, with_gradients, results / "goodput.png")
+  draw(by_size, with_gradients, results / "goodput.png")
 
 
 if __name__ == "__main__":

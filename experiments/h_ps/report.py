@@ -4,8 +4,8 @@ python experiments/h_ps/report.py          # in time alone
 python experiments/h_ps/report.py mnist    # with gradients
 """
 
+import operator
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -15,7 +15,6 @@ import config
 from jdist import training
 from jdist.training import comparison
 
-Row: TypeAlias = dict[str, Any]
 # Speeds, r and passes.
 Setting: TypeAlias = tuple[Any, ...]
 _COLOURS = {
@@ -24,31 +23,38 @@ _COLOURS = {
   "h_ps, local step": "#56b4e9", "h_ps, momentum": "#7b3294",
   "h_ps, foresight": "#d55e00", "h_ps, late in half": "#56b4e9",
 }  # fmt: skip
+_SPEEDS_RATIO = operator.itemgetter("speeds", "ratio")
 
 
-def _rates(rows: Sequence[Row]) -> dict[tuple[str, float, str], float]:
-  """Samples a second by speeds, ratio and variant."""
-  return {
-    (row["config"]["speeds"], row["config"]["ratio"], row["method"]): (
-      row["samples_per_s"]
-    )
-    for row in rows
-  }
+def _key(row: comparison.Row) -> tuple[str, float]:
+  speeds, ratio = _SPEEDS_RATIO(row["config"])
+  return speeds, ratio
 
 
-def _pick(rows: Sequence[Row], encoding: float, jitter: float) -> list[Row]:
-  return [
-    row
-    for row in rows
-    if (row["config"]["encoding"], row["config"]["jitter"])
-    == (encoding, jitter)
-  ]
+def _rates(
+  rows: Sequence[comparison.Row],
+) -> dict[tuple[str, float, str], float]:
+  """Returns samples a second by speeds, ratio and variant."""
+  return {(*_key(row), row["method"]): row["samples_per_s"] for row in rows}
+
+
+def _over(
+  rows: Sequence[comparison.Row],
+) -> list[tuple[comparison.Row, list[float]]]:
+  """Returns H-PS's rows, and their rates over each baseline and the bound."""
+  rates = _rates(rows)
+  found = []
+  for row in [row for row in rows if row["method"] == "h_ps"]:
+    others = [rates[*_key(row), name] for name in config.BASELINES]
+    others.append(row["bounds"]["h_ps"])
+    found.append((row, [row["samples_per_s"] / x for x in others]))
+  return found
 
 
 def _bound_of_the_clock(setting: config.Setting) -> float:
-  """Samples a second if the chain of two rounds alone bounds a round.
+  """Returns samples a second if the chain of two rounds alone bounds a round.
 
-  A gradient, its push and the pull that comes of it take t + q c, in which two
+  A gradient, its push and the pull that follows take t + q c, in which two
   rounds are made.
   """
   from jdist import server
@@ -67,62 +73,47 @@ def _bound_of_the_clock(setting: config.Setting) -> float:
   return setting.total / min(map(round_s, range(len(plans.bits))))
 
 
-def over_baselines(rows: Sequence[Row]) -> str:
-  """Markdown: H-PS over each baseline, and beside what arithmetic gives."""
-  lines = [
-    "| speeds | r | over BSP | over ASP | over SSP | by arithmetic, over BSP "
-    "/ ASP / SSP | of H-PS's bound | of the clock's |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
-  rates = _rates(rows)
-  for row in rows:
-    if row["method"] != "h_ps":
-      continue
-    speeds, ratio = row["config"]["speeds"], row["config"]["ratio"]
-    known = {
-      x: row["config"][x]
-      for x in ("speeds", "ratio", "total", "encoding", "jitter")
-    }
-    setting = config.Setting(**known)
-    bound, own = row["bounds"], rates[speeds, ratio, "h_ps"]
-    over = [own / rates[speeds, ratio, x] for x in config.BASELINES]
-    wanted = [bound["h_ps"] / bound[x] for x in config.BASELINES]
+def over_baselines(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of H-PS over each baseline, measured and by arithmetic."""
+  lines = []
+  for row, (*over, of_bound) in _over(rows):
+    names = ("speeds", "ratio", "total", "encoding", "jitter")
+    setting = config.Setting(**{x: row["config"][x] for x in names})
+    bound = row["bounds"]
+    wanted = [f"{bound['h_ps'] / bound[x]:.2f}" for x in config.BASELINES]
+    of_clock = row["samples_per_s"] / _bound_of_the_clock(setting)
     lines.append(
-      f"| {speeds} | {ratio:g} | "
-      + " | ".join(f"{x:.2f}" for x in over)
-      + f" | {' / '.join(f'{x:.2f}' for x in wanted)} "
-      f"| {own / bound['h_ps']:.2f} "
-      f"| {own / _bound_of_the_clock(setting):.2f} |"
+      f"{setting.speeds} | {setting.ratio:g} "
+      f"| {' | '.join(f'{x:.2f}' for x in over)} | {' / '.join(wanted)} "
+      f"| {of_bound:.2f} | {of_clock:.2f}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    "speeds | r | over BSP | over ASP | over SSP | by arithmetic, over BSP / "
+    "ASP / SSP | of H-PS's bound | of the clock's",
+    lines,
+  )
 
 
-def gains(rows: Sequence[Row]) -> str:
-  """Markdown: H-PS over each baseline by speeds, least to most of all r."""
-  lines = [
-    "| speeds | over BSP | over ASP | over SSP | of H-PS's bound |",
-    "|---|---|---|---|---|",
-  ]
-  rates = _rates(rows)
-  own = [row for row in rows if row["method"] == "h_ps"]
-  for speeds in dict.fromkeys(row["config"]["speeds"] for row in own):
-    found = [row for row in own if row["config"]["speeds"] == speeds]
-    over = [
-      [
-        row["samples_per_s"] / rates[speeds, row["config"]["ratio"], other]
-        for row in found
-      ]
-      for other in config.BASELINES
-    ]
-    over.append([x["samples_per_s"] / x["bounds"]["h_ps"] for x in found])
-    cells = [f"{min(x):.2f} to {max(x):.2f}" for x in over]
-    lines.append(f"| {speeds} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+def gains(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of H-PS over each baseline by speeds, as a range over r."""
+  by_speeds: dict[str, list[list[float]]] = {}
+  for row, over in _over(rows):
+    by_speeds.setdefault(row["config"]["speeds"], []).append(over)
+  return comparison.table(
+    "speeds | over BSP | over ASP | over SSP | of H-PS's bound",
+    [
+      (
+        speeds,
+        *(f"{min(x):.2f} to {max(x):.2f}" for x in zip(*found, strict=True)),
+      )
+      for speeds, found in by_speeds.items()
+    ],
+  )
 
 
-def shares(rows: Sequence[Row]) -> str:
-  """Text: the bytes of each plan's messages, of those in 32 bits."""
-  # In time alone all of a message is one tensor.
+def shares(rows: Sequence[comparison.Row]) -> str:
+  """Returns the bytes of each plan's messages relative to those in 32 bits."""
+  # On the clock alone a whole message is one tensor.
   plans = dict.fromkeys(
     tuple(row["shares"]) for row in rows if row.get("shares")
   ) or [config.shares()]
@@ -132,247 +123,196 @@ def shares(rows: Sequence[Row]) -> str:
   )
 
 
-def ablation(rows: Sequence[Row]) -> str:
-  """Markdown: what each part, and each pair, gives over BSP."""
+def ablation(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of the gain over BSP by each part and each pair."""
   names = [x for x in config.VARIANTS if x != "bsp"]
-  lines = [
-    f"| speeds | r | {' | '.join(names)} |",
-    "|---|---|" + "---|" * len(names),
-  ]
   rates = _rates(rows)
-  for speeds, ratio in dict.fromkeys(key[:2] for key in rates):
-    cells = [
-      f"{rates[speeds, ratio, x] / rates[speeds, ratio, 'bsp']:.2f}"
-      for x in names
-    ]
-    lines.append(f"| {speeds} | {ratio:g} | {' | '.join(cells)} |")
-  return "\n".join(lines)
-
-
-def extremes(rows: Sequence[Row]) -> str:
-  """Markdown: the least over each baseline and of the bound, by condition."""
-  lines = [
-    "| encoding | jitter | least over BSP | over ASP | over SSP "
-    "| of the bound, least to most | busy %, least of any worker |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  keys = dict.fromkeys(
-    (row["config"]["encoding"], row["config"]["jitter"]) for row in rows
+  return comparison.table(
+    " | ".join(["speeds", "r", *names]),
+    [
+      (
+        speeds,
+        f"{ratio:g}",
+        *(
+          f"{rates[speeds, ratio, x] / rates[speeds, ratio, 'bsp']:.2f}"
+          for x in names
+        ),
+      )
+      for speeds, ratio in dict.fromkeys(key[:2] for key in rates)
+    ],
   )
-  for encoding, jitter in keys:
-    found = _pick(rows, encoding, jitter)
-    rates = _rates(found)
-    own = [row for row in found if row["method"] == "h_ps"]
 
-    def over(row: Row, other: str, rates: Any = rates) -> float:
-      key = row["config"]["speeds"], row["config"]["ratio"]
-      return rates[*key, "h_ps"] / rates[*key, other]
 
-    parts = [row["samples_per_s"] / row["bounds"]["h_ps"] for row in own]
-    busy = min(min(row["utilisation_of"].values()) for row in own)
-    cells = [f"{min(over(x, y) for x in own):.2f}" for y in config.BASELINES]
+def extremes(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of the least gains by encoding time and jitter."""
+  lines = []
+  for (encoding, jitter), found in comparison.group(
+    rows, lambda row: (row["config"]["encoding"], row["config"]["jitter"])
+  ).items():
+    own = _over(found)
+    *over, parts = zip(*(each for _, each in own), strict=True)
+    busy = min(min(row["utilisation_of"].values()) for row, _ in own)
+    least = " | ".join(f"{min(x):.2f}" for x in over)
     lines.append(
-      f"| {encoding:g} | {jitter:g} | {' | '.join(cells)} "
-      f"| {min(parts):.2f} to {max(parts):.2f} | {100 * busy:.0f} |"
+      f"{encoding:g} | {jitter:g} | {least} "
+      f"| {min(parts):.2f} to {max(parts):.2f} | {100 * busy:.0f}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    "encoding | jitter | least over BSP | over ASP | over SSP | of the bound, "
+    "least to most | busy %, least of any worker",
+    lines,
+  )
 
 
-def utilisation(rows: Sequence[Row], speeds: str, ratio: float) -> str:
-  """Markdown: of the time, in which each worker computed, fastest first."""
+def utilisation(
+  rows: Sequence[comparison.Row], speeds: str, ratio: float
+) -> str:
+  """Returns a table of each worker's busy time, the fastest worker first."""
   found = {
     row["method"]: row["utilisation_of"]
     for row in rows
-    if (row["config"]["speeds"], row["config"]["ratio"]) == (speeds, ratio)
+    if _key(row) == (speeds, ratio)
   }
   workers = list(next(iter(found.values())))
-  lines = [
-    f"| busy, % | {' | '.join(workers)} |", "|---|" + "---|" * len(workers),
-  ]  # fmt: skip
-  for name, own in found.items():
-    cells = [f"{100 * min(1.0, own[worker]):.0f}" for worker in workers]
-    lines.append(f"| {name} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+  return comparison.table(
+    " | ".join(["busy, %", *workers]),
+    [
+      (name, *(f"{100 * min(1.0, own[x]):.0f}" for x in workers))
+      for name, own in found.items()
+    ],
+  )
 
 
-def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
-  """Samples a second over r, of what all workers never waiting would take."""
-  pyplot = training.pyplot()
+def draw(rows: Sequence[comparison.Row], path: pathlib.Path) -> None:
+  """Draws samples a second over r, relative to workers that never wait."""
   rates = _rates(rows)
   all_speeds = list(dict.fromkeys(key[0] for key in rates))
   ratios = list(dict.fromkeys(key[1] for key in rates))
-  figure, grid = pyplot.subplots(
-    1, len(all_speeds), sharey=True, figsize=(2.6 * len(all_speeds), 3.9),
-    layout="constrained",
-  )  # fmt: skip
-  for axes, speeds in zip(grid, all_speeds, strict=True):
-    most = [sum(config.Setting(speeds, r).rates) for r in ratios]
-    bound = [config.bounds(config.Setting(speeds, r))["h_ps"] for r in ratios]
-    axes.plot(
-      ratios, [b / m for b, m in zip(bound, most, strict=True)], color="black",
-      ls=":", lw=1.2, marker="_", label="H-PS by arithmetic",
-    )  # fmt: skip
-    for name in ("bsp", "asp", "ssp", "tasks", "pipeline", "bits", "h_ps"):
+  with comparison.picture(
+    path, 1, len(all_speeds), sharey=True, legend=8,
+    figsize=(2.6 * len(all_speeds), 3.9),
+  ) as (grid,):  # fmt: skip
+    for axes, speeds in zip(grid, all_speeds, strict=True):
+      settings = [config.Setting(speeds, r) for r in ratios]
+      most = [sum(x.rates) for x in settings]
+      bound = [config.bounds(x)["h_ps"] for x in settings]
       axes.plot(
-        ratios,
-        [rates[speeds, r, name] / m for r, m in zip(ratios, most, strict=True)],
-        color=_COLOURS[name],
-        lw=2.4 if name == "h_ps" else 1.3,
-        ls="--" if name in config.BASELINES else "-",
-        marker="o",
-        ms=3,
-        label=name,
-      )
-    axes.set_xscale("log")
-    axes.set_xticks(ratios, [f"{r:g}" for r in ratios])
-    axes.minorticks_off()
-    axes.set_ylim(0, 1.05)
-    axes.set_title(speeds, fontsize=10)
-    axes.set_xlabel("r")
-    axes.grid(alpha=0.3, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-  grid[0].set_ylabel("samples a second, of\nworkers that never wait")
-  handles, labels = grid[0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=8, frameon=False,
-    fontsize=9,
-  )  # fmt: skip
-  figure.savefig(path, dpi=130)
-  pyplot.close(figure)
+        ratios, [b / m for b, m in zip(bound, most, strict=True)],
+        color="black", ls=":", lw=1.2, marker="_", label="H-PS by arithmetic",
+      )  # fmt: skip
+      for name in ("bsp", "asp", "ssp", "tasks", "pipeline", "bits", "h_ps"):
+        own = [rates[speeds, r, name] for r in ratios]
+        axes.plot(
+          ratios, [x / m for x, m in zip(own, most, strict=True)],
+          color=_COLOURS[name], lw=2.4 if name == "h_ps" else 1.3, marker="o",
+          ls="--" if name in config.BASELINES else "-", ms=3, label=name,
+        )  # fmt: skip
+      axes.set_xscale("log")
+      axes.set_xticks(ratios, [f"{r:g}" for r in ratios])
+      axes.minorticks_off()
+      axes.set_ylim(0, 1.05)
+      axes.set_title(speeds, fontsize=10)
+      axes.set_xlabel("r")
+    grid[0].set_ylabel("samples a second, of\nworkers that never wait")
 
 
-# With gradients.
+# The reports of runs with gradients follow.
 
 
-def _best(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-  """Each variant's compared rows at its best rate, and how it was tuned."""
-  tried: dict[str, dict[float, tuple[float, float]]] = {}
-  for row in rows:
-    if row["purpose"] == "tuning":
-      tried.setdefault(row["method"], {})[row["learning_rate"]] = (
-        comparison.by_loss(row)
-      )
-  tuned = {name: comparison.best_of(own) for name, own in tried.items()}
-  found: dict[str, list[Row]] = {}
-  for row in rows:
-    own = tuned.get(row["method"])
-    if row["purpose"] == "comparison" and (
-      own is None or own.best == row["learning_rate"]
-    ):
-      found.setdefault(row["method"], []).append(row)
-  return found, tuned
+def _reached_s(row: comparison.Row, target: float) -> float | None:
+  """Returns the virtual seconds to an accuracy."""
+  curve = ((x["train_s"], x["accuracy"]) for x in row["curve"])
+  return comparison.reached_at(curve, target)
 
 
-def _reached_s(row: Row, target: float) -> float | None:
-  """Virtual seconds to an accuracy, between two evaluations by a line."""
-  before = (0.0, 0.0)
-  for point in row["curve"]:
-    now = (point["train_s"], point["accuracy"])
-    if now[1] >= target:
-      part = (target - before[1]) / max(now[1] - before[1], 1e-12)
-      return before[0] + part * (now[0] - before[0])
-    before = now
-  return None
-
-
-def trained(rows: Sequence[Row], target: float) -> str:
-  """Markdown: accuracy at equal samples, and the time that it took."""
-  runs, tuned = _best(rows)
-  lines = [
-    "| variant | rate | accuracy, % | points more than bsp (95 % interval) "
-    f"| test loss | virtual s | over bsp | s to {100 * target:g} % "
-    "| over bsp | bytes, of exact ones |",
-    "|---|---|---|---|---|---|---|---|---|---|",
-  ]
+def trained(rows: Sequence[comparison.Row], target: float) -> str:
+  """Returns a table of accuracies at equal samples, and of the time taken."""
+  runs = comparison.best_runs(rows, comparison.by_loss)
+  tuned = comparison.tuned_rates(rows, comparison.by_loss)
+  lines = []
   base: tuple[float, float] | None = None
   for name, own in runs.items():
-    accuracy = [comparison.accuracy(row) for row in own]
-    loss = statistics.mean(row["test_loss"] for row in own)
-    seconds = statistics.mean(row["train_s"] for row in own)
-    times = [x for row in own if (x := _reached_s(row, target)) is not None]
-    reached = statistics.mean(times) if len(times) == len(own) else None
+    seconds = comparison.mean(own, "train_s")
+    reached = None
+    if None not in [_reached_s(row, target) for row in own]:
+      reached = comparison.mean(own, lambda row: _reached_s(row, target))
     if name == "bsp" and reached is not None:
       base = (seconds, reached)
-    spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
     more = comparison.paired_difference(own, runs.get("bsp", ()))
-    points = (
-      ""
-      if more is None or name == "bsp"
-      else f"{more.mean:+.2f} ± {more.high - more.mean:.2f}"
-    )
     rate = f"{own[0]['learning_rate']:g}"
     if name in tuned and tuned[name].end is not None:
       rate += f" ({tuned[name].end})"
-    gradients = statistics.mean(
-      sum(row["staleness"]["counts"].values()) for row in own
+    sent = comparison.mean(own, lambda x: x["pushed_bytes"] + x["pulled_bytes"])
+    gradients = comparison.mean(
+      own, lambda row: sum(row["staleness"]["counts"].values())
     )
-    sent = statistics.mean(
-      row["pushed_bytes"] + row["pulled_bytes"] for row in own
+    mean, spread = comparison.mean_accuracy(own)
+    points = "" if more is None or name == "bsp" else more.plus_minus()
+    over = "" if base is None else f"{base[0] / seconds:.2f}"
+    times = ("never", "")
+    if reached is not None:
+      sooner = "" if base is None else f"{base[1] / reached:.2f}"
+      times = (f"{reached:.1f}", sooner)
+    lines.append(
+      f"{name} | {rate} | {mean:.2f} ± {spread:.2f} | {points} "
+      f"| {comparison.mean(own, 'test_loss'):.4f} | {seconds:.1f} | {over} "
+      f"| {times[0]} | {times[1]} | {sent / (2 * 4e6 * gradients):.2f}"
     )
-    cells = [
-      name, rate, f"{statistics.mean(accuracy):.2f} ± {spread:.2f}", points,
-      f"{loss:.4f}", f"{seconds:.1f}",
-      "" if base is None else f"{base[0] / seconds:.2f}",
-      "never" if reached is None else f"{reached:.1f}",
-      "" if base is None or reached is None else f"{base[1] / reached:.2f}",
-      f"{sent / (2 * 4e6 * gradients):.2f}",
-    ]  # fmt: skip
-    lines.append(f"| {' | '.join(cells)} |")
-  return "\n".join(lines)
+  return comparison.table(
+    "variant | rate | accuracy, % | points more than bsp (95 % interval) "
+    f"| test loss | virtual s | over bsp | s to {100 * target:g} % | over bsp "
+    "| bytes, of exact ones",
+    lines,
+  )
 
 
 def draw_trained(
-  by_setting: dict[Setting, list[Row]], path: pathlib.Path
+  by_setting: dict[Setting, list[comparison.Row]], path: pathlib.Path
 ) -> None:
-  """Accuracy over virtual time, mean of the seeds."""
-  pyplot = training.pyplot()
-  figure, grid = pyplot.subplots(
-    1, len(by_setting), squeeze=False, figsize=(5.2 * len(by_setting), 4.0),
-    layout="constrained",
-  )  # fmt: skip
-  for axes, ((speeds, ratio, epochs), rows) in zip(
-    grid[0], by_setting.items(), strict=True
-  ):
-    for name, own in _best(rows)[0].items():
-      points = list(zip(*(row["curve"] for row in own), strict=True))
-      axes.plot(
-        [statistics.mean(p["train_s"] for p in x) for x in points],
-        [100 * statistics.mean(p["accuracy"] for p in x) for x in points],
-        color=_COLOURS[name], lw=2.2 if name == "h_ps" else 1.3, marker="o",
-        ms=3, label=name,
-      )  # fmt: skip
-    axes.set_title(
-      f"speeds {speeds}, r = {ratio:g}, {epochs:g} passes", fontsize=10
-    )
-    axes.set_xlabel("virtual seconds")
-    axes.set_ylabel("test accuracy, %")
-    axes.grid(alpha=0.3, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
-  figure.savefig(path, dpi=130)
-  pyplot.close(figure)
+  """Draws accuracy over virtual time, the mean of the seeds."""
+  num = len(by_setting)
+  with comparison.picture(path, 1, num, figsize=(5.2 * num, 4.0)) as (grid,):
+    for axes, (setting, rows) in zip(grid, by_setting.items(), strict=True):
+      runs = comparison.best_runs(rows, comparison.by_loss)
+      for name, own in runs.items():
+        curve = comparison.mean_curve(own, "accuracy", "train_s")
+        axes.plot(
+          [x for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=3,
+          color=_COLOURS[name], lw=2.2 if name == "h_ps" else 1.3, label=name,
+        )  # fmt: skip
+      axes.set_title(_title(setting), fontsize=10)
+      axes.set_xlabel("virtual seconds")
+      axes.set_ylabel("test accuracy, %")
+      axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _title(setting: Setting) -> str:
+  speeds, ratio, epochs = setting
+  return f"speeds {speeds}, r = {ratio:g}, {epochs:g} passes"
 
 
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws the results of a preset, or of the clock alone."""
   results = folder / "results"
   if len(sys.argv) > 1:
     preset = sys.argv[1]
-    by_setting: dict[Setting, list[Row]] = {}
-    for row in training.read_rows(results / f"{preset}.jsonl"):
-      names = ("speeds", "ratio", "epochs")
-      key = tuple(row["config"][name] for name in names)
-      by_setting.setdefault(key, []).append(row)
-    for (speeds, ratio, epochs), rows in by_setting.items():
-      table = trained(rows, float(sys.argv[2]) if len(sys.argv) > 2 else 0.95)
-      print(
-        f"\n### speeds {speeds}, r = {ratio:g}, {epochs:g} passes\n\n{table}"
-      )
+    target = float(sys.argv[2]) if len(sys.argv) > 2 else 0.95
+    setting_of = operator.itemgetter("speeds", "ratio", "epochs")
+    by_setting = comparison.group(
+      training.read_rows(results / f"{preset}.jsonl"),
+      lambda row: setting_of(row["config"]),
+    )
+    for setting, rows in by_setting.items():
+      print(f"\n### {_title(setting)}\n\n{trained(rows, target)}")
       print(f"\n{shares(rows)}")
     draw_trained(by_setting, results / f"{preset}.png")
     return
   rows = training.read_rows(results / "clock.jsonl")
-  plain = _pick(rows, 0.0, 0.0)
+  plain = [
+    row
+    for row in rows
+    if row["config"]["encoding"] == row["config"]["jitter"] == 0.0
+  ]
   print(f"{gains(plain)}\n\n{over_baselines(plain)}\n\n{ablation(plain)}")
   print(f"\n{extremes(rows)}")
   print(f"\n{utilisation(plain, '8x', 1.0)}\n\n{shares(plain)}")

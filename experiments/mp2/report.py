@@ -7,21 +7,20 @@ python experiments/mp2/report.py mnist --accuracy 96 97
 import argparse
 import pathlib
 import statistics
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jdist import training
 from jdist.training import comparison
 
-Row: TypeAlias = dict[str, Any]
-Runs: TypeAlias = dict[str, list[Row]]
+Runs: TypeAlias = dict[str, list[comparison.Row]]
 
 _BASE = "baseline"
-# Seeds that most variants were run with.
+# Most variants were run with these seeds.
 _PAIRED = range(5)
-# Points of accuracy below the best that the picture shows.
+# The picture shows this many points of accuracy below the best.
 _SHOWN = 8.0
 _LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
-# What is counted, by its name in rows; of `sent_bytes` the most is baseline's.
+# Counts of bytes, by their names in rows.
 _COUNTS = {
   "uplink_bytes_as_published": "uplink as the paper counts",
   "uplink_bytes": "uplink, like for like",
@@ -30,32 +29,30 @@ _COUNTS = {
 }
 
 
-def _mean(rows: list[Row], key: str) -> float:
-  return statistics.mean(row[key] / row["steps"] for row in rows)
+def _mean(rows: list[comparison.Row], key: str) -> float:
+  return comparison.mean(rows, lambda row: row[key] / row["steps"])
 
 
 def traffic_table(runs: Runs) -> str:
-  """Markdown: accuracy, and what is saved of the baseline's bytes."""
-  lines = [
-    "| variant | test accuracy, % | seeds | learning rate | "
-    + " | ".join(f"saved: {told}" for told in _COUNTS.values())
-    + " |",
-    "|---|---|---|---|" + "---|" * len(_COUNTS),
-  ]
+  """Returns a table of accuracies, and of bytes saved over the baseline."""
   base = runs[_BASE]
-  for method, rows in sorted(
-    runs.items(), key=lambda item: -comparison.mean_accuracy(item[1])[0]
-  ):
-    mean, spread = comparison.mean_accuracy(rows)
-    saved = " | ".join(
-      f"{100 * (1 - _mean(rows, key) / _mean(base, key)):.2f} %"
-      for key in _COUNTS
-    )
+  lines = []
+  for method, rows in comparison.by_accuracy(runs):
+    saved = [1 - _mean(rows, key) / _mean(base, key) for key in _COUNTS]
     lines.append(
-      f"| {method} | {mean:.2f} ± {spread:.2f} | {len(rows)} "
-      f"| {rows[0]['learning_rate']:g} | {saved} |"
+      (
+        method,
+        "{:.2f} ± {:.2f}".format(*comparison.mean_accuracy(rows)),
+        len(rows),
+        f"{rows[0]['learning_rate']:g}",
+        *(f"{100 * x:.2f} %" for x in saved),
+      )
     )
-  return "\n".join(lines)
+  titles = [f"saved: {name}" for name in _COUNTS.values()]
+  return comparison.table(
+    " | ".join(["variant | test accuracy, % | seeds | learning rate", *titles]),
+    lines,
+  )
 
 
 def paired_tables(runs: Runs) -> str:
@@ -68,36 +65,20 @@ def paired_tables(runs: Runs) -> str:
   )
 
 
-def mean_curve(rows: list[Row]) -> list[tuple[int, float]]:
-  """Steps, and the mean accuracy over seeds in percent."""
-  return [
-    (points[0]["step"], 100 * statistics.mean(p["accuracy"] for p in points))
-    for points in zip(*(row["curve"] for row in rows), strict=True)
-  ]
-
-
-def steps_to(rows: list[Row], accuracy: float) -> float | None:
-  """Steps until the mean over seeds has an accuracy, in percent.
-
-  Between two evaluations it is a straight line; None where it never does.
-  """
-  before_step, before = 0, 0.0
-  for step, now in mean_curve(rows):
-    if now >= accuracy:
-      share = (accuracy - before) / (now - before)
-      return before_step + share * (step - before_step)
-    before_step, before = step, now
-  return None
+def steps_to(rows: list[comparison.Row], accuracy: float) -> float | None:
+  """Returns the steps until the mean over seeds has an accuracy, in percent."""
+  curve = ((x, 100 * y) for x, y in comparison.mean_curve(rows))
+  return comparison.reached_at(curve, accuracy)
 
 
 def seconds_to(
-  runs: Runs, times: dict[str, Row], accuracy: float, key: str
+  runs: Runs, times: dict[str, comparison.Row], accuracy: float, key: str
 ) -> dict[str, list[float] | None]:
-  """Seconds to an accuracy over each link; None where it is not reached.
+  """Returns the seconds to an accuracy over each link; None if not reached.
 
   A step takes its computation, as measured for all workers on one machine,
-  and then its bytes over one worker's link: nothing is hidden, and the
-  server's own link is no narrower than all of theirs together.
+  and then its bytes over one worker's link. Nothing is hidden, and the server's
+  own link is no narrower than all of theirs together.
   """
   measured = [row["train_s"] / row["steps"] for row in runs[_BASE]]
   base_s = (
@@ -117,78 +98,64 @@ def seconds_to(
   return found
 
 
-def time_table(runs: Runs, times: dict[str, Row], accuracy: float) -> str:
-  """Markdown: seconds, and how many of the baseline's are saved."""
+def time_table(
+  runs: Runs, times: dict[str, comparison.Row], accuracy: float
+) -> str:
+  """Returns a table of seconds, and of the part of the baseline's saved."""
   counts = ("both_bytes", "sent_bytes")
   tables = {key: seconds_to(runs, times, accuracy, key) for key in counts}
-  lines = [
-    "| variant | steps | "
-    + " | ".join(f"{_COUNTS[key]}, {link}" for key in counts for link in _LINKS)
-    + " |",
-    "|---|---|" + "---|" * (len(counts) * len(_LINKS)),
-  ]
+  lines = []
   for method, rows in runs.items():
     steps = steps_to(rows, accuracy)
     if steps is None:
-      highest = max(found for _, found in mean_curve(rows))
-      lines.append(
-        f"| {method} | not reached, highest {highest:.2f} % |"
-        + " |" * (len(counts) * len(_LINKS))
-      )
+      highest = 100 * max(y for _, y in comparison.mean_curve(rows))
+      empty = [""] * (len(counts) * len(_LINKS))
+      lines.append([method, f"not reached, highest {highest:.2f} %", *empty])
       continue
     cells = []
     for key in counts:
-      mine, base = tables[key][method], tables[key][_BASE]
-      for i in range(len(_LINKS)):
-        if mine is None:
-          cells.append("")
-        elif base is None or method == _BASE:
-          cells.append(f"{mine[i]:.1f} s")
-        else:
-          cells.append(
-            f"{mine[i]:.1f} s ({100 * (mine[i] / base[i] - 1):+.0f} %)"
-          )
-    lines.append(f"| {method} | {steps:.0f} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+      mine, base = tables[key][method] or [], tables[key][_BASE]
+      for i, own in enumerate(mine):
+        cells.append(f"{own:.1f} s")
+        if base is not None and method != _BASE:
+          cells[-1] += f" ({100 * (own / base[i] - 1):+.0f} %)"
+    lines.append([method, f"{steps:.0f}", *cells])
+  titles = [f"{_COUNTS[key]}, {link}" for key in counts for link in _LINKS]
+  return comparison.table(" | ".join(["variant", "steps", *titles]), lines)
 
 
-def link_table(runs: Runs, measured: list[Row], accuracy: float) -> str:
-  """Markdown: steps as measured over real links, and the time of so many."""
+def link_table(
+  runs: Runs, measured: list[comparison.Row], accuracy: float
+) -> str:
+  """Returns a table of steps as measured over real links, and of run times."""
   times = {row["method"]: row for row in measured}
   some = times[_BASE]
-  lines = [
-    f"| variant, {some['hosts']} hosts, links of "
-    f"{some['bits_per_s'] / 1e6:g} Mbit/s | ms a step | of {_BASE}'s "
-    f"| modelled ms | to {accuracy:g} % |",
-    "|---|---|---|---|---|",
-  ]
+  lines = []
   base_steps = steps_to(runs[_BASE], accuracy)
   for method, row in times.items():
     low, high = row["quartiles"]
     steps = steps_to(runs[method], accuracy) if method in runs else None
-    told = ""
+    run = ""
     if steps is not None:
-      told = f"{steps * row['step_s']:.0f} s"
+      run = f"{steps * row['step_s']:.0f} s"
       if method != _BASE and base_steps is not None:
         ratio = row["ratio"] * steps / base_steps
-        told += f" ({100 * (ratio - 1):+.0f} %)"
+        run += f" ({100 * (ratio - 1):+.0f} %)"
     lines.append(
-      f"| {method} | {1e3 * row['step_s']:.1f} | {row['ratio']:.3f} ({low:.3f} "
-      f"to {high:.3f}) | {1e3 * row['modelled_s']:.1f} | {told} |"
+      f"{method} | {1e3 * row['step_s']:.1f} | {row['ratio']:.3f} ({low:.3f} "
+      f"to {high:.3f}) | {1e3 * row['modelled_s']:.1f} | {run}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    f"variant, {some['hosts']} hosts, links of {some['bits_per_s'] / 1e6:g} "
+    f"Mbit/s | ms a step | of {_BASE}'s | modelled ms | to {accuracy:g} %",
+    lines,
+  )
 
 
 def draw(runs: Runs, path: pathlib.Path) -> None:
-  """Accuracy against the bytes of a step in both directions."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
-  # What is far below would press all others into a line: it stands at the edge,
-  # under all others.
+  """Draws accuracy against the bytes of a step in both directions."""
+  # A variant far below the best would compress the others into a line, so it is
+  # drawn at the lower edge.
   means = {
     method: comparison.mean_accuracy(rows) for method, rows in runs.items()
   }
@@ -196,85 +163,74 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   shown = [found for found in means.values() if found[0] >= best - _SHOWN]
   lowest = min(mean - spread for mean, spread in shown)
   lowest -= (best - lowest) / 20
-  labels = []
-  for method, rows in runs.items():
-    mean, spread = means[method]
-    kilobytes = _mean(rows, "both_bytes") / 1e3
-    color = "#0072b2"
-    if method.startswith("ours"):
-      color = "#d55e00"
-    elif method.startswith("mp2"):
-      color = "#009e73"
-    if means[method] not in shown:
-      axes.plot(kilobytes, lowest, "v", color=color)
-      labels.append((kilobytes, lowest, f"{method}: {mean:.1f} ± {spread:.1f}"))
-      continue
-    axes.errorbar(
-      kilobytes, mean, spread, fmt="o", color=color, capsize=3
-    )  # fmt: skip
-    labels.append((kilobytes, mean, method))
   some = runs[_BASE][0]
-  axes.set_xscale("log")
-  axes.margins(x=0.65, y=0.1)
-  axes.set_xlabel("kB a step between a worker and a server, both directions")
-  axes.set_ylabel("test accuracy, %")
-  axes.set_title(
-    f"{some['config']['dataset']}, {some['config']['model']}, N = "
-    f"{some['workers']}, {some['config']['epochs']:g} epochs; bars: standard "
-    "deviation",
-    fontsize=11,
-  )
-  axes.grid(alpha=0.3)
-  comparison.label_points(axes, labels)
-  figure.savefig(path, dpi=130)
+  with comparison.picture(path, figsize=(7.5, 4.8), grid={"lw": 0.8}) as (
+    (axes,),
+  ):
+    axes.spines[["top", "right"]].set_visible(True)
+    labels = []
+    for method, rows in runs.items():
+      mean, spread = means[method]
+      kilobytes = _mean(rows, "both_bytes") / 1e3
+      color = "#0072b2"
+      if method.startswith(("ours", "mp2")):
+        color = "#009e73" if method.startswith("mp2") else "#d55e00"
+      if means[method] in shown:
+        axes.errorbar(kilobytes, mean, spread, fmt="o", color=color, capsize=3)
+        labels.append((kilobytes, mean, method))
+      else:
+        axes.plot(kilobytes, lowest, "v", color=color)
+        text = f"{method}: {mean:.1f} ± {spread:.1f}"
+        labels.append((kilobytes, lowest, text))
+    axes.set_xscale("log")
+    axes.margins(x=0.65, y=0.1)
+    axes.set_xlabel("kB a step between a worker and a server, both directions")
+    axes.set_ylabel("test accuracy, %")
+    axes.set_title(
+      f"{some['config']['dataset']}, {some['config']['model']}, N = "
+      f"{some['workers']}, {some['config']['epochs']:g} epochs; bars: standard "
+      "deviation",
+      fontsize=11,
+    )
+    comparison.label_points(axes, labels)
 
 
-def prepared(rows: list[Row]) -> str:
-  """Markdown: how good what was prepared is."""
+# A line for each purpose of the rows of what was prepared.
+_PREPARED = {
+  "nowcaster": "nowcaster of {kind} entries: {less:.1%} less error than the "
+  "last value repeated ({error:.3g} and {repeat_error:.3g}), on a run that was "
+  "held out",
+  "samples": "run {run}, rate {config[collect_rate]}: "
+  "{validation_accuracy:.2%} on held-out images",
+  "predictor": "predictor, {cut}, rank {rank}, learned from {runs} run(s) in "
+  "{config[fit_epochs]} epochs: assembled networks {accuracy_own_run:.1%} with "
+  "fronts of its own run, {accuracy_other_seed:.1%} of another seed's, "
+  "{accuracy_untrained_fronts:.1%} with untrained ones",
+  "moved": "predictor, {cut}, rank {rank}, learned from {runs} run(s) in "
+  "{config[fit_epochs]} epochs, moved to {to}: assembled networks "
+  "{accuracy:.1%}, the ordinary run there {ordinary_accuracy:.1%}",
+  "cut": "{cut}: {accuracy:.1%} with fronts of its own run that were held out, "
+  "{pushed_bytes:,} bytes pushed",
+}
+
+
+def prepared(rows: list[comparison.Row]) -> str:
+  """Returns a line about the quality of each preparation."""
   lines = []
   for row in rows:
-    if row["purpose"] == "nowcaster":
-      ratio = row["error"] / row["repeat_error"]
-      lines.append(
-        f"- nowcaster of {row['kind']} entries: {100 * (1 - ratio):.1f} % less "
-        f"error than the last value repeated ({row['error']:.3g} and "
-        f"{row['repeat_error']:.3g}), on a run that was held out"
-      )
-    elif row["purpose"] == "samples":
-      lines.append(
-        f"- run {row['run']}, rate {row['config']['collect_rate']}: "
-        f"{100 * row['validation_accuracy']:.2f} % on held-out images"
-      )
-    elif row["purpose"] == "predictor":
-      lines.append(
-        f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
-        f"{row.get('runs', 1)} run(s) in {row['config']['fit_epochs']} epochs: "
-        "assembled networks "
-        f"{100 * row['accuracy_own_run']:.1f} % with fronts of its own run, "
-        f"{100 * row['accuracy_other_seed']:.1f} % of another seed's, "
-        f"{100 * row['accuracy_untrained_fronts']:.1f} % with untrained ones"
-      )
-    elif row["purpose"] == "moved":
-      lines.append(
-        f"- predictor, {row['cut']}, rank {row['rank']}, learned from "
-        f"{row['runs']} run(s) in {row['config']['fit_epochs']} epochs, moved "
-        f"to {row['to']}: assembled networks "
-        f"{100 * row['accuracy']:.1f} %, the ordinary run there "
-        f"{100 * row['ordinary_accuracy']:.1f} %"
-      )
-    elif row["purpose"] == "cut":
-      lines.append(
-        f"- {row['cut']}: {100 * row['accuracy']:.1f} % with fronts of its own "
-        f"run that were held out, {row['pushed_bytes']:,} bytes pushed"
-        + (", chosen" if row["chosen"] else "")
-      )
+    if row["purpose"] in _PREPARED:
+      more = {"runs": 1, **row}
+      if "repeat_error" in row:
+        more["less"] = 1 - row["error"] / row["repeat_error"]
+      line = _PREPARED[row["purpose"]].format(**more).replace("%", " %")
+      lines.append(f"- {line}{', chosen' if row.get('chosen') else ''}")
   return "\n".join(lines)
 
 
-def once(rows: list[Row]) -> list[Row]:
-  """Of what was prepared again the last row."""
+def once(rows: list[comparison.Row]) -> list[comparison.Row]:
+  """Returns the last row of each preparation, which may have been repeated."""
   measured = {"purpose", "seed", "run", "runs", "kind", "cut", "rank", "to"}
-  # What it depends on besides.
+  # Some preparations also depend on an option.
   trained = {"predictor": "fit_epochs", "moved": "fit_epochs"}
   trained["cut"] = "study_epochs"
   found = {}
@@ -286,31 +242,34 @@ def once(rows: list[Row]) -> list[Row]:
   return list(found.values())
 
 
-def by_setting(rows: list[Row]) -> dict[str, Runs]:
-  """The tuned runs, for each way in which they were made, the preset's first.
+def by_setting(rows: list[comparison.Row]) -> dict[str, Runs]:
+  """Returns the tuned runs by setting, the preset's first.
 
-  Rows may be of another number of workers, and of the same first weights.
+  Settings differ in the number of workers and in the first weights.
   """
-  found: dict[str, list[Row]] = {}
-  for row in rows:
-    config = row["config"]
-    name = f"{config['workers']} workers"
-    if (seed := config.get("start_seed")) is not None:
+
+  def setting(row: comparison.Row) -> str:
+    name = f"{row['config']['workers']} workers"
+    if (seed := row["config"].get("start_seed")) is not None:
       name += f", first weights of seed {seed}"
-    found.setdefault(name, []).append(row)
-  return {name: comparison.best_runs(own) for name, own in found.items()}
+    return name
+
+  return {
+    name: comparison.best_runs(own)
+    for name, own in comparison.group(rows, setting).items()
+  }
 
 
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws the results of a preset."""
   parser = argparse.ArgumentParser(description="Tables and a picture, of rows.")
   parser.add_argument("preset", nargs="?", default="mnist")
   parser.add_argument(
     "--accuracy",
     nargs="*",
     type=float,
-    help="in percent, to which times are told; default the baseline's mean "
-    "less its spread",
+    help="the accuracies in percent to which times are shown; by default the "
+    "baseline's mean less its spread",
   )
   chosen = parser.parse_args()
   name, results = chosen.preset, folder / "results"

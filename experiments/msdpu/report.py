@@ -6,14 +6,14 @@ python experiments/msdpu/report.py overlap  # what streaming hides between hosts
 
 import pathlib
 import sys
-from typing import Any
 
 from jdist import training
 from jdist.training import comparison
 
-# Fresh ones: nothing was chosen by them.
+# Fresh seeds, by which nothing was chosen.
 _FRESH = range(100, 1000)
-# What others are paired with: the same bytes without delay and correction, too.
+# Variants that others are paired with. Two of them send the same bytes as MSDPU
+# without its delay and correction.
 _BASES = (
   "ssgd",
   "local_sgd, MSDPU's rounds, int4",
@@ -21,50 +21,45 @@ _BASES = (
 )
 
 
-def validation_table(rows: list[dict[str, Any]]) -> str:
-  """Returns each variant's runs on held-out images, one for each rate."""
-  tried = [row for row in rows if row["purpose"] == "tuning"]
+def validation_table(tried: list[comparison.Row]) -> str:
+  """Returns a table of runs on held-out images, one for each rate."""
   most = max(row["sent_bytes"] for row in tried)
-  lines = [
-    "| variant | learning rate | held-out accuracy, % | rounds | fewer bytes |",
-    "|---|---|---|---|---|",
-  ]
-  for row in sorted(
-    tried, key=lambda row: (row["method"], row["learning_rate"])
-  ):
-    lines.append(
-      f"| {row['method']} | {row['learning_rate']:g} | "
-      f"{comparison.accuracy(row):.2f} | {row['rounds']:,} | "
-      f"{most / row['sent_bytes']:.1f}x |"
-    )
-  return "\n".join(lines)
+  return comparison.table(
+    "variant | learning rate | held-out accuracy, % | rounds | fewer bytes",
+    [
+      f"{row['method']} | {row['learning_rate']:g} "
+      f"| {comparison.accuracy(row):.2f} | {row['rounds']:,} "
+      f"| {most / row['sent_bytes']:.1f}x"
+      for row in sorted(tried, key=lambda x: (x["method"], x["learning_rate"]))
+    ],
+  )
 
 
-def overlap_table(rows: list[dict[str, Any]]) -> str:
-  """Returns the steps of runs of twenty blocks, beside what they consist of."""
-  lines = [
-    "| run | step | ms | computation / communication, ms "
-    "| over the longer of both | over their sum | hidden of the shorter, % |",
-    "|---|---|---|---|---|---|---|",
-  ]
+def overlap_table(rows: list[comparison.Row]) -> str:
+  """Returns a table of measured steps and of their parts."""
+  lines = []
   found = [row["steps"] for row in rows if row["config"]["blocks"] >= 20]
   for number, steps in enumerate(found, 1):
+    compute_ms = steps["computation"]["step_ms"]
     for name in ("ssgd", "streamed H=1", "streamed H=4"):
       step = steps[name]
       longer, both = step["all_hidden_ms"], step["none_hidden_ms"]
       hidden = (both - step["step_ms"]) / (both - longer)
-      parts = steps["computation"]["step_ms"], both
       lines.append(
-        f"| {number} | {name} | {step['step_ms']:.0f} "
-        f"| {parts[0]:.0f} / {parts[1] - parts[0]:.0f} "
+        f"{number} | {name} | {step['step_ms']:.0f} "
+        f"| {compute_ms:.0f} / {both - compute_ms:.0f} "
         f"| {step['over_all_hidden']:.2f} | {step['over_none_hidden']:.2f} "
-        f"| {100 * hidden:.0f} |"
+        f"| {100 * hidden:.0f}"
       )
-  return "\n".join(lines)
+  return comparison.table(
+    "run | step | ms | computation / communication, ms | over the longer of "
+    "both | over their sum | hidden of the shorter, %",
+    lines,
+  )
 
 
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws the results of a preset."""
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   rows = training.read_rows(folder / "results" / f"{preset}.jsonl")
   if preset == "overlap":
@@ -72,15 +67,15 @@ def main(folder: pathlib.Path) -> None:
     return
   comparison.report_experiment(folder, ours="msdpu")
   runs = comparison.best_runs(rows)
-  # Parts are taken from MSDPU.
+  # Without synchronous SGD, the variants are parts of MSDPU.
   for base in _BASES if "ssgd" in runs else ("msdpu, int4",):
     if base not in runs:
       continue
     table = comparison.difference_table(runs, base, _FRESH)
     if table.count("\n") > 1:
       print(f"\nPaired with {base}, seeds from {_FRESH[0]} on:\n\n{table}")
-  if any(row["purpose"] == "tuning" for row in rows):
-    print(f"\nOn held-out images, one seed:\n\n{validation_table(rows)}")
+  if tried := [row for row in rows if row["purpose"] == "tuning"]:
+    print(f"\nOn held-out images, one seed:\n\n{validation_table(tried)}")
 
 
 if __name__ == "__main__":

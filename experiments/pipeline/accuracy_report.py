@@ -3,22 +3,19 @@
 python experiments/pipeline/accuracy_report.py cifar10
 """
 
-import itertools
 import math
 import pathlib
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jdist import cluster, pipeline, training
 from jdist.training import comparison
 
-Row: TypeAlias = dict[str, Any]
-Runs: TypeAlias = Mapping[str, Sequence[Row]]
+Runs: TypeAlias = Mapping[str, Sequence[comparison.Row]]
 _BASE = "sync"
-# Of which pipeline a variant's iterations are: a table, its window, and for how
-# much of the run the second of two tables.
+# The pipeline of a variant's iterations: the variant's prefix, the window of
+# its table, and the part of the run that has the second of two tables.
 _TABLES: dict[str, tuple[str, dict[str, int | None], float]] = {
   "gpipe": (_BASE, {}, 0.0),
   "1f1b": (_BASE, {}, 0.0),
@@ -34,52 +31,26 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def best(rows: Sequence[Row]) -> tuple[Runs, dict[str, comparison.Tuned]]:
-  """Each variant's rows at its best rate, by held-out loss, and that rate."""
-  tried: dict[str, dict[float, tuple[float, float]]] = {}
-  for row in rows:
-    if row["purpose"] == "tuning":
-      own = tried.setdefault(row["method"], {})
-      own[row["learning_rate"]] = comparison.by_loss(row)
-  tuned = {name: comparison.best_of(own) for name, own in tried.items()}
-  return at_rates(rows, {name: x.best for name, x in tuned.items()}), tuned
-
-
-def at_rates(rows: Sequence[Row], rates: Mapping[str, float]) -> Runs:
-  """The compared rows of each variant at a rate, all rates where none is."""
-  found: dict[str, list[Row]] = {}
-  for row in rows:
-    name, rate = row["method"], row["learning_rate"]
-    if row["purpose"] == "comparison" and rates.get(name, rate) == rate:
-      found.setdefault(name, []).append(row)
-  return found
-
-
-def loss(row: Row) -> float:
-  """Test loss; that of a diverged run, which rows have as null, is infinite."""
-  return math.inf if row["test_loss"] is None else float(row["test_loss"])
-
-
 def differences(
-  rows: Sequence[Row], base: Sequence[Row]
+  rows: Sequence[comparison.Row], base: Sequence[comparison.Row]
 ) -> tuple[comparison.Difference | None, comparison.Difference | None]:
-  """Returns how much more accuracy and loss are; None where one diverged."""
+  """Returns the gain in accuracy and in loss; None if a run diverged."""
   common = [row for row in base if row["seed"] in {x["seed"] for x in rows}]
-  if not common or math.inf in map(loss, (*rows, *common)):
+  if not common or math.inf in map(comparison.loss, (*rows, *common)):
     return None, None
-  mean = statistics.mean(map(loss, common))
+  mean = comparison.mean(common, comparison.loss)
   return (
     comparison.paired_difference(rows, base),
     comparison.paired_difference(
-      rows, base, value=lambda row: 100 * loss(row) / mean
+      rows, base, value=lambda row: 100 * comparison.loss(row) / mean
     ),
   )
 
 
-def within(found: comparison.Difference, base: Sequence[Row]) -> str:
+def within(found: comparison.Difference, base: Sequence[comparison.Row]) -> str:
   """Returns whether the mean is at most a deviation of the base below it.
 
-  And whether the interval says that it is: 95 % of it lie above.
+  "yes, surely" means that the whole 95 % interval is.
   """
   spread = comparison.mean_accuracy(base)[1]
   if found.mean < -spread:
@@ -88,13 +59,8 @@ def within(found: comparison.Difference, base: Sequence[Row]) -> str:
 
 
 def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
-  """Markdown: accuracy and loss of each variant beside the synchronous run."""
-  lines = [
-    "| variant | rate | seeds | test accuracy, % | points more than sync "
-    "(95 % interval) | within its spread | test loss | loss, % more "
-    "(95 % interval) |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  """Returns a table of accuracies and losses, paired with synchronous runs."""
+  lines = []
   for name, rows in runs.items():
     accuracy, spread = comparison.mean_accuracy(rows)
     rate = f"{rows[0]['learning_rate']:g}"
@@ -104,45 +70,39 @@ def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
     if name != _BASE:
       points, percent = differences(rows, runs[_BASE])
       if points is not None and percent is not None:
-        cells = [
-          _interval(points, 2), within(points, runs[_BASE]),
-          _interval(percent, 1),
-        ]  # fmt: skip
+        near = within(points, runs[_BASE])
+        cells = [points.interval(), near, percent.interval(1)]
     lines.append(
-      f"| {name} | {rate} | {len(rows)} | {accuracy:.2f} ± {spread:.2f} "
-      f"| {cells[0]} | {cells[1]} | {statistics.mean(map(loss, rows)):.4f} "
-      f"| {cells[2]} |"
+      f"{name} | {rate} | {len(rows)} | {accuracy:.2f} ± {spread:.2f} "
+      f"| {cells[0]} | {cells[1]} "
+      f"| {comparison.mean(rows, comparison.loss):.4f} | {cells[2]}"
     )
-  return "\n".join(lines)
-
-
-def _interval(found: comparison.Difference, digits: int) -> str:
-  return (
-    f"{found.mean:+.{digits}f} ({found.low:+.{digits}f} to "
-    f"{found.high:+.{digits}f})"
+  return comparison.table(
+    "variant | rate | seeds | test accuracy, % | points more than sync (95 % "
+    "interval) | within its spread | test loss | loss, % more (95 % interval)",
+    lines,
   )
 
 
-def sensitivity(rows: Sequence[Row]) -> str:
-  """Markdown: the held-out loss at every rate that was tried."""
+def sensitivity(rows: Sequence[comparison.Row]) -> str:
+  """Returns a table of the held-out loss at every rate that was tried."""
   tuning = [row for row in rows if row["purpose"] == "tuning"]
   rates = sorted({row["learning_rate"] for row in tuning})
-  found = {(row["method"], row["learning_rate"]): loss(row) for row in tuning}
-  lines = [
-    "| variant | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-    "|---|" + "---|" * len(rates),
-  ]
-  for name in dict.fromkeys(row["method"] for row in tuning):
-    cells = [
-      f"{found[name, rate]:.4f}" if (name, rate) in found else ""
-      for rate in rates
-    ]
-    lines.append(f"| {name} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+  found = {
+    (row["method"], row["learning_rate"]): f"{comparison.loss(row):.4f}"
+    for row in tuning
+  }
+  return comparison.table(
+    " | ".join(["variant", *(f"{rate:g}" for rate in rates)]),
+    [
+      (name, *(found.get((name, rate), "") for rate in rates))
+      for name in dict.fromkeys(row["method"] for row in tuning)
+    ],
+  )
 
 
 def iteration_s(name: str, stages: int, microbatches: int) -> float:
-  """Simulated seconds of a table's iteration, where one device takes 1.
+  """Returns seconds of a table's iteration, of which one device takes 1.
 
   Equal stages, backward passes twice as long as forward passes, free links.
   """
@@ -161,7 +121,7 @@ def iteration_s(name: str, stages: int, microbatches: int) -> float:
 def seconds(
   name: str, stages: int, microbatches: int, steps: float, num_steps: int
 ) -> float:
-  """Simulated seconds of the first steps of a run of so many."""
+  """Returns the simulated seconds of the first `steps` of a run."""
   first, _, second = name.partition(", then ")
   late = max(0.0, steps - num_steps * (1 - _TABLES[name][2])) if second else 0.0
   found = (steps - late) * iteration_s(first, stages, microbatches)
@@ -170,22 +130,16 @@ def seconds(
   return found
 
 
-def steps_to(rows: Sequence[Row], accuracy: float) -> float | None:
-  """Updates until the mean over seeds has an accuracy, in percent."""
-  points = [(0.0, 0.0)]
-  for point in zip(*(row["curve"] for row in rows), strict=True):
-    step = statistics.mean(p["step"] for p in point)
-    points.append((step, 100 * statistics.mean(p["accuracy"] for p in point)))
-  for (start, low), (end, high) in itertools.pairwise(points):
-    if high >= accuracy:
-      return start + (end - start) * (accuracy - low) / (high - low)
-  return None
+def steps_to(rows: Sequence[comparison.Row], accuracy: float) -> float | None:
+  """Returns the updates until the mean has an accuracy, in percent."""
+  curve = ((x, 100 * y) for x, y in comparison.mean_curve(rows))
+  return comparison.reached_at(curve, accuracy)
 
 
 def fastest(runs: Runs, window: str) -> str | None:
-  """The variant of a window with the least mean loss; None if there is none."""
+  """Returns the variant of a window with the least mean loss, if any."""
   found = {
-    name: statistics.mean(map(loss, rows))
+    name: comparison.mean(rows, comparison.loss)
     for name, rows in runs.items()
     if name.partition(",")[0] == window
   }
@@ -195,89 +149,77 @@ def fastest(runs: Runs, window: str) -> str | None:
 def time_table(
   runs: Runs, stages: int, microbatches: Sequence[int] = (2, 4, 8)
 ) -> str:
-  """Markdown: how much sooner than GPipe a pipeline has an accuracy."""
+  """Returns a table of the time to an accuracy relative to GPipe's."""
   target = 0.95 * comparison.mean_accuracy(runs[_BASE])[0]
   steps = steps_to(runs[_BASE], target)
   assert steps is not None
-  head = " | ".join(
-    f"M={m}: iterations a second / time to accuracy, gpipe = 1"
-    for m in microbatches
-  )
-  lines = [
-    f"To {target:.1f} %, 95 % of the synchronous accuracy, with {stages} equal "
-    "stages:\n",
-    f"| table | variant | updates to it | {head} |",
-    "|---|---|---|" + "---|" * len(microbatches),
-  ]
+  lines = []
   for name, (window, _, _) in _TABLES.items():
-    shown = [_BASE] if window == _BASE else [window]
+    shown = [window]
     quickest = fastest(runs, window) if window != _BASE else None
     if quickest not in (None, window):
       shown.append(str(quickest))
     for variant in [x for x in shown if x in runs]:
-      own, all_steps = (
-        steps_to(runs[variant], target),
-        runs[variant][0]["steps"],
-      )
+      own = steps_to(runs[variant], target)
+      num_steps = runs[variant][0]["steps"]
       cells = []
       for m in microbatches:
         flushed = iteration_s("gpipe", stages, m)
-        whole = seconds(name, stages, m, all_steps, all_steps)
+        whole = seconds(name, stages, m, num_steps, num_steps)
         sooner = "never"
         if own is not None:
-          taken = seconds(name, stages, m, own, all_steps)
+          taken = seconds(name, stages, m, own, num_steps)
           sooner = f"{steps * flushed / taken:.2f}x"
-        cells.append(f"{all_steps * flushed / whole:.2f}x / {sooner}")
+        cells.append(f"{num_steps * flushed / whole:.2f}x / {sooner}")
       reached = "never" if own is None else f"{own:.0f}"
-      lines.append(f"| {name} | {variant} | {reached} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+      lines.append((name, variant, reached, *cells))
+  head = [
+    f"M={m}: iterations a second / time to accuracy, gpipe = 1"
+    for m in microbatches
+  ]
+  titles = " | ".join(["table", "variant", "updates to it", *head])
+  return (
+    f"To {target:.1f} %, 95 % of the synchronous accuracy, with {stages} equal "
+    f"stages:\n\n{comparison.table(titles, lines)}"
+  )
 
 
 def draw(runs: Runs, path: pathlib.Path) -> None:
-  """Test loss over epochs by window, and accuracy over simulated time."""
-  pyplot = training.pyplot()
-  figure, grid = pyplot.subplots(
-    1, 3, figsize=(13.0, 4.6), layout="constrained"
-  )
+  """Draws test loss over epochs by window, and accuracy over simulated time."""
   config = runs[_BASE][0]["config"]
   stages, epochs = config["stages"], config["epochs"]
-  for axes, window, title in zip(
-    grid, ("W=2", "W=S"), ("W = 2: a step late", f"W = S = {stages}"),
-    strict=False,
-  ):  # fmt: skip
-    shown = {_BASE: ("#333333", "-")}
-    late = "half" if window == "W=2" else "third"
-    shown[f"{late} {window}, prediction"] = ("#56b4e9", "--")
-    for fix, colour in _COLOURS.items():
-      shown[f"{window}, {fix}" if fix else window] = (colour, "-")
-    for name, (colour, style) in shown.items():
-      if name in runs:
-        x, y = _curve(runs[name], "loss")
-        x = [epochs * step / x[-1] for step in x]
-        axes.plot(
-          x, y, style, color=colour, label=name, marker="o", ms=3,
-          lw=2.4 if name == _BASE else 1.3, zorder=3 - (name == _BASE),
-        )  # fmt: skip
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel("epochs")
-    axes.legend(frameon=False, fontsize=8)
-  grid[0].set_ylabel("test loss")
-  low = min(axes.get_ylim()[0] for axes in grid[:2])
-  high = max(axes.get_ylim()[1] for axes in grid[:2])
-  for axes in grid[:2]:
-    axes.set_ylim(low, high)
-  _draw_time(grid[2], runs, stages)
-  for axes in grid:
-    axes.grid(alpha=0.3, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-  figure.suptitle(
-    f"{config['dataset']}, {config['samples'] or 'all'} samples, "
+  with comparison.picture(
+    path, 1, 3, figsize=(13.0, 4.6),
+    title=f"{config['dataset']}, {config['samples'] or 'all'} samples, "
     f"{config['model']}, batches of {config['batch_size']}: mean over seeds, "
     "each variant at its best rate",
-    fontsize=11,
-  )
-  figure.savefig(path, dpi=130)
-  pyplot.close(figure)
+  ) as (grid,):  # fmt: skip
+    for axes, window, title in zip(
+      grid, ("W=2", "W=S"), ("W = 2: a step late", f"W = S = {stages}"),
+      strict=False,
+    ):  # fmt: skip
+      shown = {_BASE: ("#333333", "-")}
+      late = "half" if window == "W=2" else "third"
+      shown[f"{late} {window}, prediction"] = ("#56b4e9", "--")
+      for fix, colour in _COLOURS.items():
+        shown[f"{window}, {fix}" if fix else window] = (colour, "-")
+      for name, (colour, style) in shown.items():
+        if name in runs:
+          curve = comparison.mean_curve(runs[name], "loss")
+          axes.plot(
+            [epochs * x / curve[-1][0] for x, _ in curve],
+            [y for _, y in curve], style, color=colour, label=name,
+            marker="o", ms=3, lw=2.4 if name == _BASE else 1.3,
+            zorder=3 - (name == _BASE),
+          )  # fmt: skip
+      axes.set_title(title, fontsize=11)
+      axes.set_xlabel("epochs")
+      axes.legend(frameon=False, fontsize=8)
+    grid[0].set_ylabel("test loss")
+    limits = [axes.get_ylim() for axes in grid[:2]]
+    for axes in grid[:2]:
+      axes.set_ylim(min(x for x, _ in limits), max(y for _, y in limits))
+    _draw_time(grid[2], runs, stages)
 
 
 def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
@@ -291,11 +233,11 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
     variant = window if window == _BASE else fastest(runs, window)
     if variant is None or variant not in runs:
       continue
-    x, y = _curve(runs[variant], "accuracy")
+    curve = comparison.mean_curve(runs[variant])
     num_steps = runs[variant][0]["steps"]
-    time = [seconds(name, stages, stages, step, num_steps) for step in x]
     axes.plot(
-      time, [100 * value for value in y], style, color=colour, marker="o", ms=3,
+      [seconds(name, stages, stages, step, num_steps) for step, _ in curve],
+      [100 * y for _, y in curve], style, color=colour, marker="o", ms=3,
       label=f"{name.partition(', W')[0]}: {variant}",
     )  # fmt: skip
   axes.set_title(f"S = M = {stages}, simulated", fontsize=11)
@@ -304,30 +246,19 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
   axes.legend(frameon=False, fontsize=8)
 
 
-def _curve(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
-  points = list(zip(*(row["curve"] for row in rows), strict=True))
-
-  def mean(of: Callable[[Row], Any]) -> list[float]:
-    return [
-      statistics.mean(math.nan if of(p) is None else of(p) for p in point)
-      for point in points
-    ]
-
-  return mean(lambda p: p["step"]), mean(lambda p: p[key])
-
-
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws what there are rows for."""
+  """Prints and draws the results of a preset."""
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = folder / "results"
   rows = training.read_rows(results / f"accuracy_{preset}.jsonl")
-  runs, tuned = best(rows)
+  tuned = comparison.tuned_rates(rows, comparison.by_loss)
+  runs = comparison.best_runs(rows, comparison.by_loss)
   if _BASE not in runs:
     raise SystemExit(f"There is no synchronous run of {preset} yet.")
   stages = runs[_BASE][0]["config"]["stages"]
   print(f"Each variant at its best rate:\n\n{table(runs, tuned)}\n")
   if _BASE in tuned:
-    same = at_rates(rows, dict.fromkeys(tuned, tuned[_BASE].best))
+    same = comparison.runs_at(rows, dict.fromkeys(tuned, tuned[_BASE].best))
     print(f"All with sync's best rate, as far as run:\n\n{table(same, {})}\n")
     print(f"Held-out loss by rate:\n\n{sensitivity(rows)}\n")
   print(time_table(runs, stages))

@@ -11,47 +11,41 @@ import matplotlib.figure
 import measured
 
 from jdist import cluster, pipeline, training
+from jdist.training import comparison
 
 Row = dict[str, Any]
 
 
 def timeline_table(rows: list[Row]) -> str:
-  """Markdown: measured over simulated times."""
-  lines = [
-    "| stages, forward | table | makespan, s | simulated, s | ratio "
-    "| iteration, s | simulated, s | ratio | load |",
-    "|---|---|---|---|---|---|---|---|---|",
-  ]
-  for row in rows:
-    lines.append(
-      f"| {_stages(row)} | {row['table']} "
+  """Returns a table of measured over simulated times."""
+  return comparison.table(
+    "stages, forward | table | makespan, s | simulated, s | ratio "
+    "| iteration, s | simulated, s | ratio | load",
+    [
+      f"{_stages(row)} | {row['table']} "
       f"| {statistics.median(row['makespan_s']):.3f} "
       f"| {row['simulated_makespan_s']:.3f} | {row['makespan_ratio']:.3f} "
       f"| {statistics.median(row['iteration_s']):.3f} "
       f"| {row['simulated_iteration_s']:.3f} | {row['iteration_ratio']:.3f} "
-      f"| {_load(row)} |"
-    )
-  return "\n".join(lines)
+      f"| {_load(row)}"
+      for row in rows
+    ],
+  )
 
 
 def ratio_table(rows: list[Row]) -> str:
-  """Markdown: a measured iteration over the simulated one, by set-up."""
-  lines = [
-    "| stages, forward | gpipe | 1f1b | ours | load |",
-    "|---|---|---|---|---|",
-  ]
-  for start in range(0, len(rows), 3):  # A try's tables follow each other.
-    own = rows[start : start + 3]
+  """Returns a table of measured over simulated iterations, by set-up."""
+  lines = []
+  # The three tables of a try follow each other.
+  for own in zip(*(rows[start::3] for start in range(3)), strict=True):
     ratios = {row["table"]: f"{row['iteration_ratio']:.3f}" for row in own}
     cells = [ratios[name] for name in ("gpipe", "1f1b", "ours")]
-    lines.append(
-      f"| {_stages(own[0])} | {' | '.join(cells)} | {_load(own[-1])} |"
-    )
-  return "\n".join(lines)
+    lines.append((_stages(own[0]), *cells, _load(own[-1])))
+  return comparison.table("stages, forward | gpipe | 1f1b | ours | load", lines)
 
 
 def machine(rows: list[Row]) -> str:
-  """Text: the loopback before each try, and what else kept the cores busy."""
+  """Returns a line about the loopback, and about other use of the cores."""
   latencies = [1e3 * row["link_latency_s"] for row in rows]
   rates = [row["link_bytes_per_s"] / 1e9 for row in rows]
   busy = [
@@ -67,7 +61,7 @@ def machine(rows: list[Row]) -> str:
 
 
 def _stages(row: Row) -> str:
-  """Returns the number of stages, and what their forward passes take."""
+  """Returns the number of stages, and the duration of their forward passes."""
   config = row["config"]
   if config["kind"] != "sleeping":
     return f"{row['processes']} that compute, width {config['width']}"
@@ -80,9 +74,10 @@ def _stages(row: Row) -> str:
 
 
 def _load(row: Row) -> str:
-  """Tasks that were ready to run, this machine's average of a minute."""
+  """Returns the tasks that were ready to run, on average over a minute."""
   if "load" not in row:
-    return "11 to 20"  # Of the log: the first rows do not have it.
+    # The first rows lack it; the log of their runs has these values.
+    return "11 to 20"
   return f"{statistics.median(row['load']):.1f}"
 
 
@@ -102,7 +97,7 @@ def draw(row: Row, spans: list[Any], path: pathlib.Path) -> None:
   link = row["link_latency_s"], row["link_bytes_per_s"]
   machines = measured.cluster_of(row["processes"], link)
   simulated = pipeline.simulate(table, costs, machines).trace
-  found = cluster.Trace(map(tuple_span, spans))  # type: ignore[arg-type]
+  found = cluster.Trace(cluster.Span(*values) for values in spans)
   rows = [f"device {i}" for i in range(row["processes"])]
   end_s = 1.01 * max(found.end_s, simulated.end_s)
   figure = matplotlib.figure.Figure(
@@ -126,59 +121,51 @@ def draw(row: Row, spans: list[Any], path: pathlib.Path) -> None:
   figure.savefig(path, dpi=120)
 
 
-def tuple_span(values: list[Any]) -> cluster.Span:
-  """Returns a span of its values in a row."""
-  return cluster.Span(*values)
-
-
 def runtime_table(rows: list[Row]) -> str:
-  """Markdown: an iteration in one program and in two processes."""
-  lines = [
-    "| model | table | one program, ms | two processes, ms | ratio | load |",
-    "|---|---|---|---|---|---|",
-  ]
+  """Returns a table of iterations in one program and in two processes."""
+  lines = []
   for row in rows:
-    one, both = (
-      1e3 * statistics.median(row["iteration_s"][x])
+    times = [
+      f"{1e3 * statistics.median(row['iteration_s'][x]):.1f}"
       for x in ("one_program", "processes")
-    )
+    ]
     config = row["config"]
     lines.append(
-      f"| {config['name']}: {config['layers']} of width {config['width']}, "
-      f"{config['samples']} samples | {row['table']} | {one:.1f} | {both:.1f} "
-      f"| {row['ratio']:.2f} | {_load(row)} |"
+      f"{config['name']}: {config['layers']} of width {config['width']}, "
+      f"{config['samples']} samples | {row['table']} | {' | '.join(times)} "
+      f"| {row['ratio']:.2f} | {_load(row)}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    "model | table | one program, ms | two processes, ms | ratio | load", lines
+  )
 
 
 def adaptive_table(rows: list[Row]) -> str:
-  """Markdown: what a run that adapts has after a device became slow."""
-  lines = [
-    "| layer's forward, ms | damping | before, samples/s | slow, samples/s "
-    "| at the end | a fresh plan | recovered | moves after steps | updates "
-    "(undisturbed) | parameters differ by | load |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
-  ]
+  """Returns a table of adaptive runs in which a device becomes slow."""
+  lines = []
   for row in rows:
     config, rates = row["config"], row["samples_per_s"]
     first, last = config["tables_before"], config["compared"]
-    damping = f"patience {config['patience']}"
-    damping += f", decay {config.get('decay', 0.5)}"
-    damping += f", threshold {config.get('threshold', 0.2)}"
     moves = ", ".join(
       f"{step}{' (back)' if back else ''}"
       for step, back in row["moved_after_step"]
     )
     lines.append(
-      f"| {1e3 * config['forward_s']:.0f} | {damping} "
+      f"{1e3 * config['forward_s']:.0f} | patience {config['patience']}, decay "
+      f"{config.get('decay', 0.5)}, threshold {config.get('threshold', 0.2)} "
       f"| {statistics.median(rates[1:first]):.2f} | {rates[first]:.2f} "
       f"| {statistics.median(rates[-last:]):.2f} "
       f"| {statistics.median(row['fresh_samples_per_s']):.2f} "
       f"| {100 * row['recovered']:.0f} % | {moves} | {row['updates']} "
       f"({row['undisturbed_updates']}) | {max(row['differences']):g} "
-      f"| {_load(row)} |"
+      f"| {_load(row)}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    "layer's forward, ms | damping | before, samples/s | slow, samples/s | at "
+    "the end | a fresh plan | recovered | moves after steps | updates "
+    "(undisturbed) | parameters differ by | load",
+    lines,
+  )
 
 
 def draw_adaptive(row: Row, path: pathlib.Path) -> None:

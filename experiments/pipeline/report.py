@@ -6,10 +6,11 @@ python experiments/pipeline/report.py hosts
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from jdist import training
+from jdist.training import comparison
 
 Row: TypeAlias = dict[str, Any]
 # Network, topology, stages; method and partition.
@@ -31,7 +32,7 @@ _COLOURS = {
 
 
 def by_cell(rows: Iterable[Row]) -> dict[Cell, dict[Run, Row]]:
-  """The rows of each cell."""
+  """Returns the rows of each cell."""
   found: dict[Cell, dict[Run, Row]] = {}
   for row in rows:
     cell = row["network"], row["topology"], row["stages"]
@@ -40,7 +41,7 @@ def by_cell(rows: Iterable[Row]) -> dict[Cell, dict[Run, Row]]:
 
 
 def gain(runs: Mapping[Run, Row], method: str, partition: str) -> float | None:
-  """How many times faster ours is; None if the other does not fit."""
+  """Returns our speedup; None if the other does not fit into memory."""
   if partition == "paper, replicated" and method != "pipedream":
     partition = "paper"
   other = runs[method, partition]["samples_per_s"]
@@ -48,24 +49,19 @@ def gain(runs: Mapping[Run, Row], method: str, partition: str) -> float | None:
 
 
 def gains(runs: Mapping[Run, Row], partition: str) -> list[float]:
-  """That of each baseline that fits."""
+  """Returns our speedup over each baseline that fits into memory."""
   found = [gain(runs, name, partition) for name in BASELINES]
   return [x for x in found if x is not None]
 
 
 def share(runs: Mapping[Run, Row]) -> float:
-  """The part of what the bottleneck of any contiguous partition allows."""
+  """Returns our part of the rate that any contiguous partition allows."""
   ours = runs[_OURS]
   return float(ours["samples_per_s"] / ours["bound_samples_per_s"])
 
 
-def _line(words: Iterable[Any]) -> str:
-  return f"| {' | '.join(map(str, words))} |"
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-  lines = [_line(titles), "|" + "---|" * len(titles)]
-  return "\n".join([*lines, *map(_line, rows)]) + "\n"
+def _table(titles: str, lines: Iterable[str | Iterable[Any]]) -> str:
+  return comparison.table(titles, lines) + "\n"
 
 
 def _number(value: float | None) -> str:
@@ -75,7 +71,7 @@ def _number(value: float | None) -> str:
 def gain_table(
   cells: Mapping[Cell, Mapping[Run, Row]], partition: str, stages: int
 ) -> str:
-  """Ours over each baseline, with the means."""
+  """Returns a table of our speedup over each baseline, with the means."""
   chosen = {cell: runs for cell, runs in cells.items() if cell[2] == stages}
   lines = []
   for (network, topology, _), runs in chosen.items():
@@ -94,12 +90,13 @@ def gain_table(
     "**mean**", "", *map(_number, means), f"**{statistics.mean(every):.2f}**",
     "", "",
   ])  # fmt: skip
-  titles = "network", "machines", *BASELINES, "mean", "% of the bound", "table"
+  names = " | ".join(BASELINES)
+  titles = f"network | machines | {names} | mean | % of the bound | table"
   return _table(titles, lines)
 
 
 def summary_table(cells: Mapping[Cell, Mapping[Run, Row]]) -> str:
-  """Means by number of stages, over all machines and over equal ones."""
+  """Returns a table of mean speedups by number of stages."""
   lines = []
   for stages in sorted({cell[2] for cell in cells}):
     for partition, words in _SUMMED.items():
@@ -107,29 +104,26 @@ def summary_table(cells: Mapping[Cell, Mapping[Run, Row]]) -> str:
       equal = [v for k, v in chosen.items() if k[1] == "equal"]
       every = [x for v in chosen.values() for x in gains(v, partition)]
       same = [x for v in equal for x in gains(v, partition)]
-      least = min(every)
       plain = [
         x
         for v in chosen.values()
         for name in BASELINES
         if name != "naive" and (x := gain(v, name, partition)) is not None
       ]
-      lines.append([
-        stages, words, f"{statistics.mean(every):.2f}",
-        f"{statistics.mean(plain):.2f}", f"{statistics.mean(same):.2f}",
-        f"{least:.3f}", f"{100 * min(map(share, chosen.values())):.1f}",
-      ])  # fmt: skip
+      means = (statistics.mean(x) for x in (every, plain, same))
+      lines.append(
+        f"{stages} | {words} | {' | '.join(f'{x:.2f}' for x in means)} "
+        f"| {min(every):.3f} | {100 * min(map(share, chosen.values())):.1f}"
+      )
   return _table(
-    (
-      "stages", "baselines with", "mean", "without naive", "equal machines",
-      "least of any", "least % of the bound",
-    ),
+    "stages | baselines with | mean | without naive | equal machines | least "
+    "of any | least % of the bound",
     lines,
-  )  # fmt: skip
+  )
 
 
 def memory_table(cells: Mapping[Cell, Mapping[Run, Row]], stages: int) -> str:
-  """The most bytes of any device."""
+  """Returns a table of the largest memory of any device."""
   lines = []
   runs = [_OURS, *((name, "paper") for name in BASELINES)]
   for (network, topology, number), found in cells.items():
@@ -141,13 +135,14 @@ def memory_table(cells: Mapping[Cell, Mapping[Run, Row]], stages: int) -> str:
         for run in runs
       ]
       lines.append([network, topology, *map(_number, values)])
-  return _table(("network", "machines", "ours", *BASELINES), lines)
+  names = " | ".join(BASELINES)
+  return _table(f"network | machines | ours | {names}", lines)
 
 
 def utilisation_table(
   cells: Mapping[Cell, Mapping[Run, Row]], stages: int
 ) -> str:
-  """How busy each device is under our plan."""
+  """Returns a table of each device's utilisation under our plan."""
   lines = []
   for (network, topology, number), found in cells.items():
     if number == stages:
@@ -155,54 +150,49 @@ def utilisation_table(
       each = [f"{100 * busy.get(f'd{i}', 0.0):.0f}" for i in range(number)]
       mean = 100 * sum(busy.values()) / number
       lines.append([network, topology, *each, f"{mean:.0f}"])
-  devices = [f"d{i}" for i in range(stages)]
-  return _table(("network", "machines", *devices, "mean"), lines)
+  devices = " | ".join(f"d{i}" for i in range(stages))
+  return _table(f"network | machines | {devices} | mean", lines)
 
 
 def replicated_table(cells: Mapping[Cell, Mapping[Run, Row]]) -> str:
-  """Ours over PipeDream with several machines in a stage."""
+  """Returns a table of our speedup over PipeDream with replicated stages."""
   lines = []
   for (network, topology, stages), runs in cells.items():
     row = runs[_REPLICATED]
-    lines.append([
-      network, topology, stages, _number(gain(runs, *_REPLICATED)),
-      "-".join(map(str, row.get("replicas") or ())),
-      f"{row['minibatch_samples']:g} of {runs[_OURS]['minibatch_samples']:g}",
-    ])  # fmt: skip
+    replicas = "-".join(map(str, row.get("replicas") or ()))
+    lines.append(
+      f"{network} | {topology} | {stages} "
+      f"| {_number(gain(runs, *_REPLICATED))} | {replicas} "
+      f"| {row['minibatch_samples']:g} of {runs[_OURS]['minibatch_samples']:g}"
+    )
   return _table(
-    (
-      "network",
-      "machines",
-      "devices",
-      "ours over it",
-      "machines a stage",
-      "samples of a micro-batch",
-    ),
+    "network | machines | devices | ours over it | machines a stage | samples "
+    "of a micro-batch",
     lines,
   )
 
 
 def slowed_table(rows: Iterable[Row]) -> str:
-  """A device that becomes slow."""
+  """Returns a table of runs in which a device becomes slow."""
+  lines = []
+  for row in rows:
+    rates = [
+      f"{row[f'{x}_samples_per_s']:.1f}"
+      for x in ("before", "during", "after", "fresh")
+    ]
+    lines.append(
+      f"{row['network']} | {row['stages']} | {' | '.join(rates)} "
+      f"| {100 * row['recovered']:.1f} | {row['iterations_until_noticed']} "
+      f"| {row['moved_layers']} | {row['moved_bytes'] / 1e6:.1f} "
+      f"| {row['drain_s']:.2g}, {row['move_s']:.2g}, {row['refill_s']:.2g} "
+      f"| {row['paid_back_s']:.1f}"
+    )
   return _table(
-    (
-      "network", "stages", "before", "during", "after", "a fresh plan",
-      "recovered, %", "iterations until noticed", "layers moved", "MB",
-      "drain, move, fill, s", "paid back after, s",
-    ),
-    [
-      [
-        row["network"], row["stages"],
-        *(f"{row[f'{x}_samples_per_s']:.1f}"
-          for x in ("before", "during", "after", "fresh")),
-        f"{100 * row['recovered']:.1f}", row["iterations_until_noticed"],
-        row["moved_layers"], f"{row['moved_bytes'] / 1e6:.1f}",
-        f"{row['drain_s']:.2g}, {row['move_s']:.2g}, {row['refill_s']:.2g}",
-        f"{row['paid_back_s']:.1f}",
-      ]
-      for row in rows
-    ],
-  )  # fmt: skip
+    "network | stages | before | during | after | a fresh plan | recovered, % "
+    "| iterations until noticed | layers moved | MB | drain, move, fill, s "
+    "| paid back after, s",
+    lines,
+  )
 
 
 def draw_gains(

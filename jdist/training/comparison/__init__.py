@@ -16,7 +16,6 @@ from jdist.training.comparison._commands import (
   report_experiment as report_experiment,
 )
 from jdist.training.comparison._commands import run_experiment as run_experiment
-from jdist.training.comparison._differences import accuracy as accuracy
 from jdist.training.comparison._differences import Difference as Difference
 from jdist.training.comparison._differences import (
   difference_table as difference_table,
@@ -24,17 +23,18 @@ from jdist.training.comparison._differences import (
 from jdist.training.comparison._differences import (
   paired_difference as paired_difference,
 )
-from jdist.training.comparison._labels import label_points as label_points
 from jdist.training.comparison._one_core import on_one_core as on_one_core
+from jdist.training.comparison._pictures import label_points as label_points
+from jdist.training.comparison._pictures import picture as picture
 from jdist.training.comparison._problem import Problem as Problem
 from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table
 from jdist.training.comparison._report import best_runs as best_runs
-from jdist.training.comparison._report import end_warnings as end_warnings
+from jdist.training.comparison._report import by_accuracy as by_accuracy
 from jdist.training.comparison._report import LINKS as LINKS
 from jdist.training.comparison._report import mean_accuracy as mean_accuracy
-from jdist.training.comparison._report import plot_bytes as plot_bytes
 from jdist.training.comparison._report import Runs as Runs
+from jdist.training.comparison._report import runs_at as runs_at
 from jdist.training.comparison._report import speed_table as speed_table
 from jdist.training.comparison._report import speedups as speedups
 from jdist.training.comparison._report import tuned_rates as tuned_rates
@@ -52,6 +52,14 @@ from jdist.training.comparison._study import quality as quality
 from jdist.training.comparison._study import Study as Study
 from jdist.training.comparison._study import tune as tune
 from jdist.training.comparison._study import Tuned as Tuned
+from jdist.training.comparison._tables import accuracy as accuracy
+from jdist.training.comparison._tables import group as group
+from jdist.training.comparison._tables import loss as loss
+from jdist.training.comparison._tables import mean as mean
+from jdist.training.comparison._tables import mean_and_spread as mean_and_spread
+from jdist.training.comparison._tables import mean_curve as mean_curve
+from jdist.training.comparison._tables import reached_at as reached_at
+from jdist.training.comparison._tables import table as table
 from jdist.training.comparison._workload import summarize as summarize
 from jdist.training.comparison._workload import (
   VariantPrograms as VariantPrograms,

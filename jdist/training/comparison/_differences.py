@@ -4,17 +4,17 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from jdist.training.comparison import _rows
+from jdist.training.comparison import _rows, _tables
 
 
 class Difference(NamedTuple):
   """The mean of paired differences and its confidence interval.
 
   Attributes:
-    mean: of the differences.
-    low: the lower end of the interval.
-    high: its upper end.
-    num_pairs: how many there are.
+    mean: The mean of the differences.
+    low: The lower end of the interval.
+    high: The upper end of the interval.
+    num_pairs: The number of pairs.
   """
 
   mean: float
@@ -22,37 +22,51 @@ class Difference(NamedTuple):
   high: float
   num_pairs: int
 
+  def interval(self, digits: int = 2) -> str:
+    """Writes the mean and both ends.
 
-def accuracy(row: _rows.Row) -> float:
-  """Returns a row's test accuracy in percent."""
-  return 100 * float(row["accuracy"])
+    >>> Difference(1.0, 0.5, 1.5, 3).interval(1)
+    '+1.0 (+0.5 to +1.5)'
+    """
+    return (
+      f"{self.mean:+.{digits}f} ({self.low:+.{digits}f} to "
+      f"{self.high:+.{digits}f})"
+    )
+
+  def plus_minus(self, digits: int = 2) -> str:
+    """Writes the mean and half of the interval.
+
+    >>> Difference(1.0, 0.5, 1.5, 3).plus_minus(1)
+    '+1.0 ± 0.5'
+    """
+    return f"{self.mean:+.{digits}f} ± {self.high - self.mean:.{digits}f}"
 
 
 def paired_difference(
   rows: Sequence[_rows.Row],
   base: Sequence[_rows.Row],
   *,
-  value: Callable[[_rows.Row], float] = accuracy,
+  value: Callable[[_rows.Row], float] = _tables.accuracy,
   confidence: float = 0.95,
 ) -> Difference | None:
   """Compares two variants by the seeds that both were run with.
 
   With differences d of n seeds the interval is mean(d) ± t std(d) / sqrt(n),
-  t of Student's distribution with n - 1 degrees of freedom: of one seed
-  initial parameters and batches are the same, and what they do cancels.
+  with t of Student's distribution with n - 1 degrees of freedom. Runs of one
+  seed share initial parameters and batches, whose influence cancels.
 
   Args:
-    rows: of the variant.
-    base: of the other one.
-    value: what is compared.
-    confidence: of the interval, two-sided, between 0 and 1.
+    rows: The rows of the variant.
+    base: The rows of the other variant.
+    value: A function of a row: the value that is compared.
+    confidence: The two-sided confidence of the interval, between 0 and 1.
 
   Returns:
     None with fewer than two seeds in common.
 
   Raises:
-    ValueError: when a seed has several rows of a variant, which are no
-      independent pairs, or `confidence` is no such number.
+    ValueError: If a seed has several rows of a variant, which are no
+      independent pairs, or if `confidence` is out of range.
 
   >>> rows = [{"seed": s, "accuracy": a} for s, a in ((0, 0.91), (1, 0.93))]
   >>> base = [{"seed": s, "accuracy": 0.9} for s in (0, 1, 2)]
@@ -94,18 +108,14 @@ def difference_table(
   """Returns a Markdown table of the differences to a variant, in points.
 
   Args:
-    runs: the rows of each variant.
-    base: the variant that the others are compared with.
-    seeds: those that count, for instance fresh ones; default all.
+    runs: The rows of each variant.
+    base: The variant with which the others are compared.
+    seeds: The seeds that count, for instance fresh ones; by default all.
   """
   rows_of_base = [
     row for row in runs[base] if seeds is None or row["seed"] in seeds
   ]
-  lines = [
-    f"| variant | points more than {base} (mean, 95 % interval) "
-    "| paired seeds | fewer bytes |",
-    "|---|---|---|---|",
-  ]
+  lines = []
   for variant, rows in runs.items():
     found = paired_difference(rows, rows_of_base)
     if variant == base or found is None:
@@ -116,8 +126,9 @@ def difference_table(
       for row in rows_of_base
       if row["seed"] in sent
     )
-    lines.append(
-      f"| {variant} | {found.mean:+.2f} ({found.low:+.2f} to "
-      f"{found.high:+.2f}) | {found.num_pairs} | {fewer:.1f}x |"
-    )
-  return "\n".join(lines)
+    lines.append((variant, found.interval(), found.num_pairs, f"{fewer:.1f}x"))
+  return _tables.table(
+    f"variant | points more than {base} (mean, 95 % interval) | paired seeds "
+    "| fewer bytes",
+    lines,
+  )

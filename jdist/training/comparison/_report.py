@@ -1,13 +1,11 @@
 """The tables and the plot of a comparison of chains, from its rows."""
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jdist import cluster
-from jdist.training import _plots
-from jdist.training.comparison import _differences, _labels, _rows, _study
+from jdist.training.comparison import _pictures, _rows, _study, _tables
 
 Runs: TypeAlias = Mapping[str, Sequence[_rows.Row]]
 
@@ -21,32 +19,43 @@ LINKS = {
 }
 
 
-def tuned_rates(rows: Sequence[_rows.Row]) -> dict[str, _study.Tuned]:
+def tuned_rates(
+  rows: Sequence[_rows.Row], rank: _study.Rank = _study.quality
+) -> dict[str, _study.Tuned]:
   """Returns each variant's learning rate, from its tuning rows."""
-  tried: dict[str, dict[float, list[_rows.Row]]] = {}
-  for row in rows:
-    if row["purpose"] == "tuning":
-      own = tried.setdefault(row["method"], {})
-      own.setdefault(row["learning_rate"], []).append(row)
+  tuning = [row for row in rows if row["purpose"] == "tuning"]
   return {
     method: _study.best_of(
-      {rate: _study.mean_rank(seeds) for rate, seeds in own.items()}
+      {
+        rate: _study.mean_rank(seeds, rank)
+        for rate, seeds in _tables.group(
+          own, lambda row: row["learning_rate"]
+        ).items()
+      }
     )
-    for method, own in tried.items()
+    for method, own in _tables.group(tuning, lambda row: row["method"]).items()
   }
 
 
-def best_runs(rows: Sequence[_rows.Row]) -> dict[str, list[_rows.Row]]:
+def runs_at(
+  rows: Sequence[_rows.Row], rates: Mapping[str, float]
+) -> dict[str, list[_rows.Row]]:
+  """Returns the compared rows of each variant at its rate, or all its rows."""
+
+  def chosen(row: _rows.Row) -> bool:
+    rate = row["learning_rate"]
+    at_rate: bool = rates.get(row["method"], rate) == rate
+    return row["purpose"] == "comparison" and at_rate
+
+  return _tables.group(filter(chosen, rows), lambda row: row["method"])
+
+
+def best_runs(
+  rows: Sequence[_rows.Row], rank: _study.Rank = _study.quality
+) -> dict[str, list[_rows.Row]]:
   """Returns the rows of each variant at its best rate, all seeds."""
-  tuned = tuned_rates(rows)
-  found: dict[str, list[_rows.Row]] = {}
-  for row in rows:
-    method, rate = row["method"], row["learning_rate"]
-    if row["purpose"] == "comparison" and (
-      method not in tuned or tuned[method].best == rate
-    ):
-      found.setdefault(method, []).append(row)
-  return found
+  tuned = tuned_rates(rows, rank)
+  return runs_at(rows, {name: one.best for name, one in tuned.items()})
 
 
 def end_warnings(rows: Sequence[_rows.Row]) -> list[str]:
@@ -62,32 +71,32 @@ def end_warnings(rows: Sequence[_rows.Row]) -> list[str]:
 
 def mean_accuracy(rows: Sequence[_rows.Row]) -> tuple[float, float]:
   """Returns mean and standard deviation over seeds, in percent."""
-  found = [_differences.accuracy(row) for row in rows]
-  spread = statistics.stdev(found) if len(found) > 1 else 0.0
-  return statistics.mean(found), spread
+  return _tables.mean_and_spread(rows, _tables.accuracy)
 
 
 def accuracy_table(runs: Runs) -> str:
   """Returns a Markdown table, the most accurate variant first."""
-  lines = [
-    "| variant | test accuracy, % (mean ± standard deviation) | seeds | rounds "
-    "| MB sent | fewer bytes | learning rate |",
-    "|---|---|---|---|---|---|---|",
-  ]
   most = max(row["sent_bytes"] for rows in runs.values() for row in rows)
-
-  for method, rows in sorted(
-    runs.items(), key=lambda item: -mean_accuracy(item[1])[0]
-  ):
+  lines = []
+  for method, rows in by_accuracy(runs):
     mean, spread = mean_accuracy(rows)
+    sent = _tables.mean(rows, "sent_bytes")
     shown = f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "")
-    sent = statistics.mean(row["sent_bytes"] for row in rows)
-    rounds = statistics.mean(row["rounds"] for row in rows)
     lines.append(
-      f"| {method} | {shown} | {len(rows)} | {rounds:,.0f} | {sent / 1e6:,.0f} "
-      f"| {most / sent:.1f}x | {rows[0]['learning_rate']:g} |"
+      f"{method} | {shown} | {len(rows)} | {_tables.mean(rows, 'rounds'):,.0f} "
+      f"| {sent / 1e6:,.0f} | {most / sent:.1f}x "
+      f"| {rows[0]['learning_rate']:g}"
     )
-  return "\n".join(lines)
+  return _tables.table(
+    "variant | test accuracy, % (mean ± standard deviation) | seeds | rounds "
+    "| MB sent | fewer bytes | learning rate",
+    lines,
+  )
+
+
+def by_accuracy(runs: Runs) -> list[tuple[str, Sequence[_rows.Row]]]:
+  """Returns the variants and their rows, the most accurate first."""
+  return sorted(runs.items(), key=lambda item: -mean_accuracy(item[1])[0])
 
 
 def speedups(
@@ -125,20 +134,14 @@ def speed_table(
   found: Mapping[str, Sequence[float]], times: Mapping[str, _rows.Row]
 ) -> str:
   """Returns a Markdown table, the fastest over the slowest link first."""
-  lines = [
-    "| variant | computation of a step, of ssgd's (quartiles) | "
-    + " | ".join(LINKS)
-    + " |",
-    "|---|---|" + "---|" * len(LINKS),
-  ]
+  lines = []
   for method, ratios in sorted(found.items(), key=lambda item: -item[1][0]):
     row = times[method]
     low, high = row["quartiles"]
-    shown = " | ".join(f"{x:.2f}" for x in ratios)
-    lines.append(
-      f"| {method} | {row['ratio']:.2f} ({low:.2f} to {high:.2f}) | {shown} |"
-    )
-  return "\n".join(lines)
+    own = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+    lines.append([method, own, *(f"{x:.2f}" for x in ratios)])
+  titles = "variant | computation of a step, of ssgd's (quartiles)"
+  return _tables.table(" | ".join([titles, *LINKS]), lines)
 
 
 def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
@@ -152,14 +155,18 @@ def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
   Raises:
     ImportError: when matplotlib is missing.
   """
-  plt = _plots.pyplot()
-  # The more there are, the more room their labels need.
+  # Many variants need more room for their labels.
   size = (7.5, 4.8) if len(runs) < 12 else (10.5, 6.8)
-  figure, axes = plt.subplots(figsize=size, layout="constrained")
+  with _pictures.picture(path, figsize=size, grid={"lw": 0.8}) as grid:
+    _plot_bytes(grid[0, 0], runs, ours)
+
+
+def _plot_bytes(axes: Any, runs: Runs, ours: str) -> None:
+  axes.spines[["top", "right"]].set_visible(True)
   labels = []
   for method, rows in runs.items():
     mean, spread = mean_accuracy(rows)
-    sent = statistics.mean(row["sent_bytes"] for row in rows) / 1e6
+    sent = _tables.mean(rows, "sent_bytes") / 1e6
     labels.append((sent, mean, method))
     marked = method.startswith(ours)
     axes.errorbar(
@@ -184,10 +191,7 @@ def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
     f"{some['config']['epochs']:g} epochs; bars: standard deviation",
     fontsize=11,
   )
-  axes.grid(alpha=0.3)
-  _labels.label_points(axes, labels)
-  figure.savefig(path, dpi=130)
-  plt.close(figure)
+  _pictures.label_points(axes, labels)
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,6 +1,7 @@
 """What a report finds in rows."""
 
 from jdist.training import comparison
+from jdist.training.comparison import _report
 
 
 def _tuned(method, rate, accuracy):
@@ -21,7 +22,7 @@ def _rows():
 
 
 def test_a_best_rate_at_an_end_of_the_grid_is_reported():
-  assert comparison.end_warnings(_rows()) == [
+  assert _report.end_warnings(_rows()) == [
     "Best at the lowest rate tried: low.",
     "Best at the highest rate tried: high.",
   ]
