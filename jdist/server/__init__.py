@@ -9,10 +9,7 @@ from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
 from jdist.server._driver import Driver as Driver
-from jdist.server._driver import Learner as Learner
 from jdist.server._driver import NodeTotals as NodeTotals
-from jdist.server._gradient_learner import GradientLearner as GradientLearner
-from jdist.server._gradient_learner import Samples as Samples
 from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._message_codec import MessageState as MessageState
 from jdist.server._messages import Action as Action
@@ -31,7 +28,6 @@ from jdist.server._n_softsync import NSoftsync as NSoftsync
 from jdist.server._protocol import Protocol as Protocol
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
-from jdist.server._server_programs import ServerModel as ServerModel
 from jdist.server._server_state import Assignment as Assignment
 from jdist.server._server_state import ServerState as ServerState
 from jdist.server._ssp import SSP as SSP
@@ -57,6 +53,33 @@ from jdist.server.decoupled._fragment_syncer import (
 from jdist.server.decoupled._fragment_worker import (
   FragmentWorker as FragmentWorker,
 )
+from jdist.server.gradients._empty_gradient import (
+  EmptyServer as EmptyServer,
+)
+from jdist.server.gradients._empty_gradient import (
+  EmptyWorker as EmptyWorker,
+)
+from jdist.server.gradients._gradient_learner import (
+  GradientLearner as GradientLearner,
+)
+from jdist.server.gradients._gradient_messages import (
+  message_plans as message_plans,
+)
+from jdist.server.gradients._gradient_messages import (
+  tree_of_bytes as tree_of_bytes,
+)
+from jdist.server.gradients._gradient_server import (
+  GradientServer as GradientServer,
+)
+from jdist.server.gradients._gradient_worker import (
+  GradientWorker as GradientWorker,
+)
+from jdist.server.gradients._learner import Pair as Pair
+from jdist.server.gradients._learner import RefusedError as RefusedError
+from jdist.server.gradients._learner import Samples as Samples
+from jdist.server.gradients._learner import ServerLearner as ServerLearner
+from jdist.server.gradients._learner import ServerModel as ServerModel
+from jdist.server.gradients._learner import WorkerLearner as WorkerLearner
 from jdist.server.h_ps._balanced_batches import (
   BalancedBatches as BalancedBatches,
 )
@@ -69,9 +92,6 @@ from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import Engine as Engine
 from jdist.server.runtime._engine import LostRunError as LostRunError
 from jdist.server.runtime._engine import LostServerError as LostServerError
-from jdist.server.runtime._engine import RefusedError as RefusedError
-from jdist.server.runtime._engine import ServerLearner as ServerLearner
-from jdist.server.runtime._engine import WorkerLearner as WorkerLearner
 from jdist.server.runtime._live_plan import LivePlan as LivePlan
 from jdist.server.runtime._live_run import LiveResult as LiveResult
 from jdist.server.runtime._live_run import LiveRun as LiveRun
@@ -81,22 +101,4 @@ from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace
 from jdist.server.runtime._worker_loop import versions as versions
 from jdist.server.runtime._worker_loop import WorkerLoop as WorkerLoop
-from jdist.server.runtime.gradients._empty_gradient import (
-  EmptyServer as EmptyServer,
-)
-from jdist.server.runtime.gradients._empty_gradient import (
-  EmptyWorker as EmptyWorker,
-)
-from jdist.server.runtime.gradients._gradient_messages import (
-  message_plans as message_plans,
-)
-from jdist.server.runtime.gradients._gradient_messages import (
-  tree_of_bytes as tree_of_bytes,
-)
-from jdist.server.runtime.gradients._gradient_server import (
-  GradientServer as GradientServer,
-)
-from jdist.server.runtime.gradients._gradient_worker import (
-  GradientWorker as GradientWorker,
-)
 from jdist.server.runtime.ray_actors._ray_engine import RayEngine as RayEngine

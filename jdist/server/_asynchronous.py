@@ -51,6 +51,12 @@ class Ringmaster(_protocol.Protocol):
       remedy="A fresh gradient has staleness 0.",
     )
 
+  def is_late(
+    self, state: _server_state.ServerState, push: _server_state.Assignment
+  ) -> bool:
+    """Returns whether a gradient is too stale."""
+    return state.version - push.version >= self.max_staleness
+
   def on_push(
     self,
     state: _server_state.ServerState,
@@ -58,10 +64,10 @@ class Ringmaster(_protocol.Protocol):
     actions: list[Action],
   ) -> None:
     """Uses or discards a gradient by its staleness."""
-    if state.version - push.version < self.max_staleness:
-      self.apply(state, [push], actions)
-    else:
+    if self.is_late(state, push):
       self.discard(state, push, actions)
+    else:
+      self.apply(state, [push], actions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,15 +117,17 @@ class BSP(_protocol.Protocol[BSPState]):
     else:
       state.waiting[worker] = None
 
+  def is_late(self, state: BSPState, push: _server_state.Assignment) -> bool:
+    """Returns whether a gradient is of an earlier update or of a restart."""
+    return push.task < state.first_task or push.version < state.version
+
   def on_push(
     self, state: BSPState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
     """Keeps a gradient of this update, and discards one of an earlier."""
-    if push.task < state.first_task:
-      self.discard(state, push, actions, "restart")
-      return
-    if push.version < state.version:
-      self.discard(state, push, actions)
+    if self.is_late(state, push):
+      restarted = push.task < state.first_task
+      self.discard(state, push, actions, "restart" if restarted else "late")
       return
     state.owing.pop(push.worker)
     state.pushes_of_round.append(push)

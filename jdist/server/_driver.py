@@ -1,26 +1,20 @@
-"""The base of drivers: messages go to a protocol, its actions are done."""
+"""The base of drivers: a protocol whose actions are carried out."""
 
 import collections
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
-from typing import Protocol as Interface
+
+import numpy as np
 
 from jdist.server import _messages, _protocol
+from jdist.server.gradients import _learner
 
-
-class Learner(Interface):
-  """Handles parameters and gradients while time goes by."""
-
-  def pull(self, reply: _messages.Reply) -> None:
-    """Sends the parameters of now to a worker, for a task."""
-
-  def apply(self, update: _messages.Apply) -> None:
-    """Updates the parameters with the gradients of tasks."""
-
-  def discard(self, task: int) -> None:
-    """Drops a task, its gradient late or its worker gone."""
+_log = logging.getLogger(__name__)
+# A worker whose pushes are refused as often in a row is expelled.
+_MAX_REFUSED = 3
 
 
 @dataclasses.dataclass
@@ -59,27 +53,29 @@ class TaskGiven:
   start_s: float
 
 
-# After which nobody's tasks are gone; a tuple, as it is asked of each message.
+# These messages never end a membership; the check stands in the hot path.
 _FREQUENT = (_messages.Push, _messages.Pull)
 # Reasons of discarded pushes whose tasks were not out.
 _NOT_OUT = ("repeated", "left")
 
 
 class Driver:
-  """Runs a protocol: what has to be done at the server, and the totals.
+  """Runs a protocol: carries out its actions at the server, and counts.
 
-  Whatever the workers are, a message of theirs is given to `deliver`.  A driver
-  overrides `now_s`, `send` and `wait`, which have to do with time and workers.
+  A driver gives every message of a worker to `deliver`, and before it a push
+  to `accept`.  It overrides `now_s`, `send` and `wait`, which depend on how
+  time passes and where workers are.
 
   Attributes:
-    protocol: the server's.
-    learner: takes gradients and makes updates, if there is one.
-    state: the protocol's.
+    protocol: the server's protocol.
+    state: the protocol's state.
     nodes: what each machine did.
     staleness: gradients in updates, by their staleness.
     applied_samples: samples whose gradients are in updates.
-    pulled_bytes: sent to workers.
-    pushed_bytes: sent to the server.
+    lost_samples: samples of tasks that were given out and not used.
+    refused: pushes that the learner refused, by the reason.
+    pulled_bytes: bytes sent to workers.
+    pushed_bytes: bytes sent to the server.
   """
 
   def __init__(
@@ -87,23 +83,25 @@ class Driver:
     protocol: _protocol.Protocol,
     names: Sequence[str],
     here: Iterable[str],
-    learner: Learner | None = None,
+    learner: _learner.ServerLearner | None = None,
   ):
     """Makes a driver before the first message.
 
     Args:
-      protocol: the server's.
-      names: of all machines.
-      here: those that are there from the beginning.
-      learner: takes gradients and makes updates.
+      protocol: the server's protocol.
+      names: names of all machines.
+      here: machines that are there from the beginning.
+      learner: the server's learner; None moves no arrays.
     """
-    self.protocol, self.learner = protocol, learner
+    self.protocol, self._learner = protocol, learner
     self.state = protocol.init(here)
     self.nodes = {name: NodeTotals() for name in names}
     self.staleness: collections.Counter[int] = collections.Counter()
-    self.applied_samples = 0
+    self.applied_samples = self.lost_samples = 0
+    self.refused: collections.Counter[str] = collections.Counter()
     self.pulled_bytes = self.pushed_bytes = 0.0
     self._tasks: dict[int, TaskGiven] = {}
+    self._refused_in_a_row: collections.Counter[str] = collections.Counter()
 
   # What a driver overrides.
 
@@ -117,28 +115,79 @@ class Driver:
     """Seconds spent on tasks that have not ended, as far as they are known."""
     return 0.0
 
-  def send(self, reply: _messages.Reply) -> None:
-    """Sends a worker its task, with the parameters that it needs."""
+  def send(
+    self,
+    reply: _messages.Reply,
+    more: dict[str, Any],
+    payload: np.ndarray | None,
+  ) -> None:
+    """Sends a worker its task, with what the learner says about it."""
     raise NotImplementedError
 
   def wait(self, timer: _messages.Timer) -> None:
-    """Delivers `Expired` once the timer's time has gone by."""
+    """Delivers `Expired` once the timer's time has passed."""
     raise NotImplementedError
 
   # What it calls.
 
+  def accept(
+    self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray | None
+  ) -> bool:
+    """Has the learner decode a push, before it is delivered.
+
+    A push that the protocol will discard is not decoded.
+
+    Returns:
+      False when the learner refuses the push.  It must not be delivered then:
+      its worker has to leave, and to begin anew unless it is `expelled`.
+    """
+    task = self.state.tasks.get(push.task)
+    if (
+      self._learner is None
+      or task is None
+      or task.worker != push.worker
+      or self.protocol.is_late(self.state, task)
+    ):
+      return True
+    assert payload is not None
+    try:
+      self._learner.push(push.task, more, payload)
+    except _learner.RefusedError as error:
+      self.refuse(str(push.worker), push.task, error)
+      return False
+    self.pardon(str(push.worker))
+    return True
+
+  def refuse(
+    self, worker: str, task: int, error: _learner.RefusedError
+  ) -> None:
+    """Counts a push that cannot be used."""
+    _log.warning("A push of %s for task %d is refused: %s", worker, task, error)
+    self.refused[error.reason] += 1
+    self._refused_in_a_row[worker] += 1
+
+  def pardon(self, worker: str) -> None:
+    """Forgets refused pushes of a worker that has been started anew."""
+    self._refused_in_a_row.pop(worker, None)
+
+  def expelled(self, worker: str) -> bool:
+    """Returns whether too many pushes of a worker were refused in a row."""
+    return self._refused_in_a_row[worker] >= _MAX_REFUSED
+
   def deliver(self, message: _messages.Message) -> None:
-    """Gives a message to the protocol, and does what it says."""
-    # Who leaves takes its tasks along, for which nothing will come any more.
-    gone: list[int] = []
+    """Gives a message to the protocol, and carries out its actions."""
+    worker, gone = None, []
     if not isinstance(message, _FREQUENT):
       worker = (
         message.worker
         if not isinstance(message, _messages.Expired)
         else self._worker_of(message.task)
       )
+      # Noted before: a member that leaves takes its tasks along.
       if worker in self.state.members:
         gone = list(self.state.members[worker].tasks)
+      else:
+        worker = None
     now_s = self.now_s
     if isinstance(message, _messages.Push):
       task = self._tasks.get(message.task)
@@ -150,15 +199,21 @@ class Driver:
       elif isinstance(action, _messages.Apply):
         self._apply(action)
       elif isinstance(action, _messages.Discard):
-        # Of one that was pushed before, the push is perhaps still needed.
+        # The first push of a repeated task may wait for its update.
         if action.reason not in _NOT_OUT:
           self._discard(action.task)
       else:
         self.wait(action)
     for number in gone:
-      # Where the protocol did not let it go, its tasks are still out.
+      # A timer that has expired may leave its worker a member.
       if number not in self.state.tasks:
         self._forget(number)
+    if worker is None or self._learner is None:
+      return
+    # A Join from a member means that it restarted before it was missed.
+    joins = isinstance(message, _messages.Join)
+    if joins or worker not in self.state.members:
+      self._learner.leave(worker)
 
   def summary(self) -> dict[str, Any]:
     """Returns the run in figures, in a form that JSON can hold.
@@ -189,23 +244,27 @@ class Driver:
         "counts": {str(k): v for k, v in sorted(self.staleness.items())},
       },
       "discarded": dict(self.state.discarded),
+      "refused": dict(self.refused),
+      "lost_samples": self.lost_samples,
       "pulled_bytes": self.pulled_bytes,
       "pushed_bytes": self.pushed_bytes,
     }
 
   def _give(self, reply: _messages.Reply, now_s: float) -> None:
     self._tasks[reply.task] = TaskGiven(str(reply.worker), reply.samples, now_s)
-    if self.learner is not None:
-      self.learner.pull(reply)
-    self.send(reply)
+    more: dict[str, Any] = {}
+    payload = None
+    if self._learner is not None:
+      more, payload = self._learner.reply(reply)
+    self.send(reply, more, payload)
 
   def _worker_of(self, number: int) -> str | None:
     task = self._tasks.get(number)
     return None if task is None else task.worker
 
   def _apply(self, update: _messages.Apply) -> None:
-    if self.learner is not None:
-      self.learner.apply(update)
+    if self._learner is not None:
+      self._learner.apply(update)
     for number, stale in zip(update.tasks, update.staleness, strict=True):
       task = self._tasks.pop(number)
       node = self.nodes[task.worker]
@@ -222,5 +281,8 @@ class Driver:
       self._forget(number)
 
   def _forget(self, number: int) -> None:
-    if self._tasks.pop(number, None) is not None and self.learner is not None:
-      self.learner.discard(number)
+    task = self._tasks.pop(number, None)
+    if task is not None:
+      self.lost_samples += task.samples
+      if self._learner is not None:
+        self._learner.discard(number)

@@ -76,6 +76,12 @@ class MessageCodec:
       )
     checks.check_seed(self.seed)
 
+  @property
+  def stateless(self) -> bool:
+    """Whether a message does not depend on the ones before it."""
+    own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
+    return self.feedback is None and all(each.key == "none" for each in own)
+
   def init(self, like: PyTree) -> MessageState:
     """Returns a sender's first state for trees like `like`."""
     leaves = jax.tree.leaves(like)

@@ -230,6 +230,15 @@ class Protocol(Generic[State]):
     """Uses or discards a member's gradient."""
     self.apply(state, [push], actions)
 
+  def is_late(self, state: State, push: Assignment) -> bool:
+    """Returns whether a gradient would be discarded if it were pushed now.
+
+    Drivers then neither decode nor compute it.  A protocol that discards
+    pushes need not say so beforehand: False only costs that time.
+    """
+    del state, push
+    return False
+
   def on_expired(
     self, state: State, number: int, actions: list[Action]
   ) -> None:

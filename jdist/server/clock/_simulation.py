@@ -8,8 +8,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jdist import checks, cluster
 from jdist.server import _driver, _messages, _protocol
+from jdist.server.gradients import _empty_gradient, _learner
+
+# A message's `more` and payload, as learners know them.
+_Message = tuple[dict[str, Any], np.ndarray | None]
+_NOTHING: _Message = ({}, None)
 
 
 @dataclasses.dataclass(slots=True)
@@ -18,6 +25,18 @@ class _Given:
 
   reply: _messages.Reply
   arrived_s: float | None = None
+
+
+class _Replay(_empty_gradient.EmptyServer):
+  """Moves no arrays, and refuses the pushes that were refused before."""
+
+  def __init__(self, refused: dict[int, str]):
+    super().__init__()
+    self._refused = refused
+
+  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+    if task in self._refused:
+      raise _learner.RefusedError(self._refused[task], "Refused before.")
 
 
 class Simulation(_driver.Driver):
@@ -33,6 +52,7 @@ class Simulation(_driver.Driver):
     machines: the cluster.
     profile: what a task costs.
     trace: what was busy when, if it is noted.
+    learner: the learners of server and workers, if there are any.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
@@ -54,7 +74,7 @@ class Simulation(_driver.Driver):
     profile: cluster.Profile,
     *,
     seed: int = 0,
-    learner: _driver.Learner | None = None,
+    learner: _learner.Pair | None = None,
     trace: cluster.Trace | None = None,
     detection_s: float = 1.0,
   ):
@@ -65,7 +85,8 @@ class Simulation(_driver.Driver):
       protocol: the server's.
       profile: what a task costs.
       seed: of the jitter, >= 0.
-      learner: takes gradients and makes updates; time alone goes by if None.
+      learner: the learners of server and workers, such as a
+        `GradientLearner(...)`; None simulates time alone.
       trace: where to note what was busy when.
       detection_s: after so many seconds the server notices a failure.
 
@@ -93,7 +114,23 @@ class Simulation(_driver.Driver):
       ) from None
     self._environment = simpy.Environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]
-    super().__init__(protocol, machines.names, here, learner)
+    if learner is not None:
+      checks.check_type("learner", learner, _learner.Pair, "a `server.Pair`")
+      missing = set(machines.names) - set(learner.workers)
+      if missing:
+        raise ValueError(
+          "`learner` must have a learner for each machine, got none for "
+          f"{sorted(missing)}. Make it with `workers=machines.names`."
+        )
+    server = None if learner is None else learner.server
+    super().__init__(protocol, machines.names, here, server)
+    self.learner = learner
+    # Messages under way, by task: to each machine, and to the server.
+    self._sent: dict[str, dict[int, _Message]] = {
+      name: {} for name in machines.names
+    }
+    self._pushed: dict[int, _Message] = {}
+    self._refused_tasks: dict[int, str] = {}
     self.machines, self.profile, self.trace = machines, profile, trace
     self._server = machines.server
     self._network = cluster.Network(self._environment, machines.topology, trace)
@@ -227,7 +264,12 @@ class Simulation(_driver.Driver):
     if life == self._lives[name]:
       self.deliver(_messages.Pull(name))
 
-  def send(self, reply: _messages.Reply) -> None:
+  def send(
+    self,
+    reply: _messages.Reply,
+    more: dict[str, Any],
+    payload: np.ndarray | None,
+  ) -> None:
     """Lets the parameters travel, and the machine's queue grow by its task."""
     name = str(reply.worker)
     given, life = _Given(reply), self._lives[name]
@@ -235,6 +277,8 @@ class Simulation(_driver.Driver):
       life = -1
     else:
       self._queues[name].append(given)
+      if self.learner is not None:
+        self._sent[name][reply.task] = more, payload
     if reply.pull_plan is None:
       self._receive(given, name, life)
       return
@@ -300,6 +344,8 @@ class Simulation(_driver.Driver):
   ) -> None:
     if life != self._lives[name]:
       return
+    if self.learner is not None:
+      self._compute_push(self.learner.workers[name], reply)
     num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)
     self.pushed_bytes += num_bytes
     arrival = self._network.send(
@@ -314,6 +360,24 @@ class Simulation(_driver.Driver):
     self._end(name)
     self._begin(name, life)
 
+  def _compute_push(
+    self, worker: _learner.WorkerLearner, reply: _messages.Reply
+  ) -> None:
+    """Lets a worker's learner do what its machine has just done."""
+    task = reply.task
+    more, payload = self._sent[str(reply.worker)].pop(task)
+    assignment = self.state.tasks.get(task)
+    if assignment is None or assignment.worker != reply.worker:
+      # The worker was counted as gone.  It will begin anew, and what is left
+      # of its tasks may build on parameters that it was never sent.
+      return
+    header = reply._asdict() | {"more": more}
+    worker.receive(header, payload)
+    # Its version can only become older: a late gradient stays late.
+    if worker.stateless and self.protocol.is_late(self.state, assignment):
+      return
+    self._pushed[task] = worker.compute(header)
+
   def _end(self, name: str) -> None:
     """Counts what a machine has computed by now, if it does."""
     began_s = self._busy.pop(name, self._environment.now)
@@ -325,11 +389,96 @@ class Simulation(_driver.Driver):
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
-    self.deliver(push)
+    if self.accept(push, *self._pushed.pop(push.task, _NOTHING)):
+      self.deliver(push)
+    else:
+      self.deliver(_messages.Leave(name))
+      if self.expelled(name):
+        self._depart(name)
     if life == self._lives[name]:
-      if name not in self.state.members:  # A timer had it counted as gone.
+      if name not in self.state.members:
+        # Its tasks were taken from it: by a timer, or with a refused push.
+        self._restart(name)
         self.deliver(_messages.Join(name))
       self.deliver(_messages.Pull(name))
+
+  def refuse(
+    self, worker: str, task: int, error: _learner.RefusedError
+  ) -> None:
+    """Counts a push that cannot be used, and notes it for a replay."""
+    super().refuse(worker, task, error)
+    self._refused_tasks[task] = error.reason
+
+  def _restart(self, name: str) -> None:
+    """Lets a machine's learner forget the tasks that were taken from it."""
+    if self.learner is not None:
+      self.learner.workers[name].restart()
+
+  # Checkpoints.
+
+  def save(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns where the run stands: what JSON can hold, and uint8 arrays.
+
+    The clock itself is not saved: `resume` replays it.  Saved are the learners'
+    states and all messages under way.
+    """
+    assert self.learner is not None
+    notes: dict[str, Any] = {
+      "events": self.events,
+      "refused": list(self._refused_tasks.items()),
+      "learners": {},
+      "messages": {},
+    }
+    arrays = {}
+    learners = {"server": self.learner.server} | {
+      f"worker {name}": one for name, one in self.learner.workers.items()
+    }
+    for key, one in learners.items():
+      notes["learners"][key], arrays[key] = one.save(whole=True)
+    for key, (more, payload) in self._messages().items():
+      notes["messages"][key] = more
+      if payload is not None:
+        arrays[key] = payload
+    return notes, arrays
+
+  def _messages(self) -> dict[str, _Message]:
+    found = {f"push {task}": x for task, x in self._pushed.items()}
+    for sent in self._sent.values():
+      found |= {f"pull {task}": x for task, x in sent.items()}
+    return found
+
+  def resume(
+    self, notes: dict[str, Any], arrays: dict[str, np.ndarray]
+  ) -> None:
+    """Continues a run that was saved; it must be at its beginning.
+
+    The clock is replayed with learners that compute nothing, which takes a
+    small part of the run's time, and the learners' states are loaded then.
+    """
+    pair = self.learner
+    assert pair is not None and not self.events, "a resumed run is a new one"
+    self._learner = _Replay(dict(map(tuple, notes["refused"])))
+    empty = dict.fromkeys(pair.workers, _empty_gradient.EmptyWorker())
+    self.learner = _learner.Pair(self._learner, empty)
+    self.run(events=notes["events"])
+    self.learner, self._learner = pair, pair.server
+    pair.server.load(notes["learners"]["server"], arrays["server"])
+    for name, worker in pair.workers.items():
+      key = f"worker {name}"
+      worker.load(notes["learners"][key], arrays[key])
+
+    def saved(key: str) -> _Message:
+      return notes["messages"][key], arrays.get(key)
+
+    for sent in self._sent.values():
+      for task in sent:
+        sent[task] = saved(f"pull {task}")
+    # A push that was known to be late has no message.
+    self._pushed = {
+      int(key.removeprefix("push ")): saved(key)
+      for key in notes["messages"]
+      if key.startswith("push ")
+    }
 
   # Failures.
 
@@ -341,13 +490,8 @@ class Simulation(_driver.Driver):
         self._after(outage.end_s, self._return, node.name)
 
   def _fail(self, name: str, outage: cluster.Outage) -> None:
-    self._lives[name] += 1
-    self._away.add(name)
-    self._queues[name].clear()
     now = self._environment.now
-    if self.trace is not None and name in self._busy:
-      self.trace.cut(name, now)
-    self._end(name)
+    self._depart(name)
     if self.trace is not None:
       end = outage.end_s if outage.end_s < math.inf else now
       self.trace.add(name, "away", now, end, "away")
@@ -355,8 +499,20 @@ class Simulation(_driver.Driver):
     if now + self._detection_s < outage.end_s:
       self._after(self._detection_s, self.deliver, _messages.Leave(name))
 
+  def _depart(self, name: str) -> None:
+    """Ends what a machine does, whether it has failed or was expelled."""
+    self._lives[name] += 1
+    self._away.add(name)
+    self._queues[name].clear()
+    self._sent[name].clear()
+    if self.trace is not None and name in self._busy:
+      self.trace.cut(name, self._environment.now)
+    self._end(name)
+    self._restart(name)
+
   def _return(self, name: str) -> None:
     self._away.discard(name)
+    self.pardon(name)
     self.deliver(_messages.Join(name))
     self.deliver(_messages.Pull(name))
 

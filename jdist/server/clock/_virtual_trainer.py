@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, training
-from jdist.server import _gradient_learner, _server_programs
+from jdist.server import _gradient_learner
 from jdist.server.clock import _simulation
 from jdist.server.decoupled import _fragment_learner
 
@@ -50,8 +50,7 @@ class VirtualTrainer:
     unit: Unit = "updates",
     *,
     every: float | None = None,
-    evaluate: Callable[[_server_programs.ServerModel], dict[str, float]]
-    | None = None,
+    evaluate: Callable[[_learner.ServerModel], dict[str, float]] | None = None,
     on_record: Callable[[training.Record], None] = lambda record: None,
     label: str | None = None,
     checkpoints: training.Checkpoints | None = None,
@@ -205,7 +204,7 @@ class VirtualTrainer:
 
   def _record(
     self,
-    evaluate: Callable[[_server_programs.ServerModel], dict[str, float]] | None,
+    evaluate: Callable[[_learner.ServerModel], dict[str, float]] | None,
   ) -> training.Record:
     run, learner = self.simulation, self.learner
     losses = [
@@ -227,7 +226,7 @@ class VirtualTrainer:
     )
 
 
-def _is_finite(model: _server_programs.ServerModel, arrays: Any) -> bool:
+def _is_finite(model: _learner.ServerModel, arrays: Any) -> bool:
   """Returns whether training can go on from a state.
 
   As of `Trainer`: the model must be finite, and all other arrays, those that

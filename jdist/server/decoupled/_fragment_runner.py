@@ -9,9 +9,10 @@ import numpy as np
 import optax
 
 from jdist import checks, transforms
-from jdist.server import _gradient_learner, _message_codec
-from jdist.server.decoupled import _fragment_messages, _fragment_worker
-from jdist.server.runtime.gradients import _gradient_messages
+from jdist.server import _message_codec
+from jdist.server.decoupled import _fragment_worker
+from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -44,11 +45,11 @@ class FragmentRunner:
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     params: PyTree,
-    samples: _gradient_learner.Samples,
+    samples: _learner.Samples,
     *,
     number: int,
     num_workers: int,
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
     model_state: PyTree | None = None,
@@ -58,17 +59,21 @@ class FragmentRunner:
     self._worker = _fragment_worker.FragmentWorker(
       loss_fn, optimizer, params, fragments
     )
-    self._codec = push_codec or _gradient_messages.EXACT
+    (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._samples, self._number = samples, number
-    self._sizes = sorted(set(sizes))
+    self._sizes = None if sizes is None else sorted(set(sizes))
     self._key = jax.random.key(checks.check_seed(seed))
     self._model_state = jax.tree.map(jnp.array, model_state or {})
     self._anchor = [
       _fragment_worker.wide(jnp.asarray(x)) for x in jax.tree.leaves(params)
     ]
-    self._push_states = _fragment_messages.first_states(
-      self._codec, self._parts(self._anchor), seed, number, num_workers
-    )
+    parts = self._parts(self._anchor)
+    self._push_states = [
+      _first_state(
+        self._codec, part, (seed * num_workers + number) * len(parts) + i
+      )
+      for i, part in enumerate(parts)
+    ]
     self._state: _fragment_worker.WorkerState | None = None
     self._unmerged = _fragment_worker.Unmerged()
 
@@ -78,7 +83,7 @@ class FragmentRunner:
   def prepare(self) -> None:
     """Compiles a step of each size, and each fragment's messages."""
     state = self._worker.start(self._anchor, self._model_state)
-    for size in self._sizes:
+    for size in self._sizes or ():
       batch = self._samples.batch(self._number, 0, 1, size=size)
       found, _ = self._worker.step(state, batch, self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
@@ -90,20 +95,55 @@ class FragmentRunner:
         )
         jax.block_until_ready(taken.base)
 
+  @property
+  def stateless(self) -> bool:
+    """False: all local steps build on each other."""
+    return False
+
+  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+    """Takes the merged fragments that were sent with a task."""
+    pulled, more = header["pulled"], header["more"]
+    if pulled is None:
+      self._unmerged.clear()
+      anchor, model_state = _gradient_messages.tree_of_bytes(
+        payload, (self._anchor, self._model_state)
+      )
+      self._state = self._worker.start(
+        list(map(jnp.asarray, anchor)),
+        jax.tree.map(jnp.asarray, model_state),
+        more["steps"],
+      )
+      return
+    assert self._state is not None, "a learner begins with all fragments"
+    if not pulled:
+      return
+    self._unmerged.settle({p: more["settled"][p] for p in pulled})
+    parts = self._parts(self._anchor)
+    arrived = _gradient_messages.tree_of_bytes(
+      payload, [parts[p] for p in pulled]
+    )
+    self._state = self._worker.take(
+      self._state,
+      dict(zip(pulled, arrived, strict=True)),
+      self._unmerged.of(pulled),
+    )
+
   def compute(
-    self, header: dict[str, Any], payload: np.ndarray
+    self, header: dict[str, Any]
   ) -> tuple[dict[str, Any], np.ndarray]:
-    """Makes the local steps of a task, after what has arrived with it."""
-    task, fragment, more = header["task"], header["fragment"], header["more"]
-    state = self._take(header["pulled"], more, payload)
+    """Makes the local steps of a task, and returns their progress."""
+    task, fragment = header["task"], header["fragment"]
     samples, passes = header["samples"], header["passes"]
+    assert self._state is not None, "a task is received before it is computed"
+    each = -(-samples // passes)
     state, loss = self._worker.steps(
-      state,
+      self._state,
       self._samples,
       self._number,
-      (more["start"], samples, passes),
+      (header["more"]["start"], samples, passes),
       jax.random.fold_in(self._key, task),
-      _gradient_messages.padded_size(self._sizes, -(-samples // passes)),
+      # Without sizes no padding: all steps of a learner are of one size.
+      _gradient_messages.padded_size(self._sizes or [each], each),
     )
     self._state, progress = self._worker.push(state, fragment)
     found, self._push_states[fragment], sent = self._encode(
@@ -112,43 +152,12 @@ class FragmentRunner:
     self._unmerged.add(fragment, task, sent)
     return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
 
-  def _take(
-    self,
-    pulled: Sequence[int] | None,
-    more: dict[str, Any],
-    payload: np.ndarray,
-  ) -> _fragment_worker.WorkerState:
-    """Returns the state once what a task has brought is taken."""
-    if pulled is None:
-      self._unmerged.clear()
-      anchor, model_state = _gradient_messages.tree_of_bytes(
-        payload, (self._anchor, self._model_state)
-      )
-      return self._worker.start(
-        list(map(jnp.asarray, anchor)),
-        jax.tree.map(jnp.asarray, model_state),
-        more["steps"],
-      )
-    assert self._state is not None, "a learner begins with all fragments"
-    if not pulled:
-      return self._state
-    self._unmerged.settle({p: more["settled"][p] for p in pulled})
-    parts = self._parts(self._anchor)
-    arrived = _gradient_messages.tree_of_bytes(
-      payload, [parts[p] for p in pulled]
-    )
-    return self._worker.take(
-      self._state,
-      dict(zip(pulled, arrived, strict=True)),
-      self._unmerged.of(pulled),
-    )
-
   def _encode(
     self, fragment: int, progress: Leaves, model_state: PyTree
   ) -> tuple[PyTree, PyTree, Leaves]:
     """Returns the message, the feedback's state, and what is decoded."""
     encode = _gradient_messages.encode_push(self._codec)
-    pushed = _gradient_messages.Pushed(progress, model_state)
+    pushed = Pushed(progress, model_state)
     message, state = encode(pushed, self._push_states[fragment])
     decoded, _ = _gradient_messages.decode_push(self._codec)(message, progress)
     return message, state, decoded.grads
@@ -158,12 +167,44 @@ class FragmentRunner:
     self._state = None
     self._unmerged.clear()
 
-  def save(self) -> np.ndarray:
-    """Returns the feedback's state as bytes."""
-    return _gradient_messages.tree_bytes(self._push_states)
-
-  def load(self, state: np.ndarray) -> None:
-    """Takes over what `save` returned."""
-    self._push_states = _gradient_messages.tree_of_bytes(
-      state, self._push_states
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the feedback's state, or all state."""
+    if not whole:
+      return {}, _gradient_messages.tree_bytes(self._push_states)
+    notes = {
+      "begun": self._state is not None,
+      "unmerged": [[p, list(own)] for p, own in self._unmerged.items()],
+    }
+    unmerged = [list(own.values()) for own in self._unmerged.values()]
+    return notes, _gradient_messages.tree_bytes(
+      (self._push_states, self._state, unmerged)
     )
+
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Restores what `save` returned."""
+    read = _gradient_messages.tree_of_bytes
+    if "begun" not in notes:
+      self._push_states = read(payload, self._push_states)
+      return
+    parts = self._parts(self._anchor)
+    state = None
+    if notes["begun"]:
+      state = self._worker.start(self._anchor, self._model_state)
+    unmerged = [[parts[p]] * len(own) for p, own in notes["unmerged"]]
+    self._push_states, self._state, found = read(
+      payload, (self._push_states, state, unmerged)
+    )
+    for (p, tasks), pushes in zip(notes["unmerged"], found, strict=True):
+      self._unmerged[p] = dict(zip(tasks, pushes, strict=True))
+
+
+def _first_state(
+  codec: _message_codec.MessageCodec, part: Leaves, stream: int
+) -> _message_codec.MessageState:
+  """Returns a fragment's first state, with random numbers of its own.
+
+  The numbers follow from the count of messages, which begins at another place
+  for each stream: one program serves all of them.
+  """
+  state = codec.init(part)
+  return state._replace(step=state.step + ((stream % 2048) << 20))

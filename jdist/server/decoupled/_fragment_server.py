@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, transforms
-from jdist.server import _server_programs
 from jdist.server.decoupled import _fragment_worker
+from jdist.server.gradients import _learner, _merge
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -58,7 +58,7 @@ class FragmentServer:
     ]
     self.opt_states = [outer.init(self.part(p)) for p in range(self.fragments)]
     self.model_state = jax.tree.map(jnp.array, model_state or {})
-    self._add, self._move, self._add_state = _programs(outer)
+    self._move = _outer_step(outer)
 
   @property
   def fragments(self) -> int:
@@ -73,15 +73,13 @@ class FragmentServer:
     )
 
   @property
-  def model(self) -> _server_programs.ServerModel:
+  def model(self) -> _learner.ServerModel:
     """The model as it is evaluated."""
     leaves = [
       a.astype(x) for a, x in zip(self.anchor, self._dtypes, strict=True)
     ]
     params = jax.tree.unflatten(self._structure, leaves)
-    return _server_programs.ServerModel(
-      params, self.opt_states, self.model_state
-    )
+    return _learner.ServerModel(params, self.opt_states, self.model_state)
 
   def part(self, fragment: int) -> Leaves:
     """Returns a fragment's leaves."""
@@ -107,41 +105,31 @@ class FragmentServer:
   def merge(
     self,
     fragment: int,
-    pushes: Sequence[Leaves],
-    states: Sequence[PyTree],
+    pushes: Sequence[_merge.Pushed],
     weights: Sequence[float],
   ) -> None:
     """Makes the outer step of a fragment.
 
     Args:
-      fragment: which.
-      pushes: learners' progress.
-      states: learners' batch statistics.
-      weights: of each.
+      fragment: number of the fragment.
+      pushes: learners' progress, and their batch statistics.
+      weights: weight of each push.
     """
-    part = self.part(fragment)
-    total = [jnp.zeros_like(x) for x in part]
-    new = jax.tree.map(jnp.zeros_like, self.model_state)
     whole = sum(weights)
-    for push, state, weight in zip(pushes, states, weights, strict=True):
-      total = self._add(total, push, jnp.float32(weight))
-      if jax.tree.leaves(state):
-        new = self._add_state(new, state, jnp.float32(weight / whole))
+    total = _merge.merge(pushes, weights, [x / whole for x in weights])
     part, self.opt_states[fragment] = self._move(
-      part, self.opt_states[fragment], total
+      self.part(fragment), self.opt_states[fragment], total.grads
     )
     for i, x in zip(self.indices[fragment], part, strict=True):
       self.anchor[i] = x
-    self.model_state = new
+    self.model_state = total.change
 
-  def prepare(self, fragment: int, push: Leaves, state: PyTree) -> None:
+  def prepare(self, fragment: int, pushed: _merge.Pushed) -> None:
     """Compiles the outer step of a fragment; changes nothing."""
-    part, one = self.part(fragment), jnp.float32(1.0)
-    total = self._add(list(map(jnp.zeros_like, part)), push, one)
-    moved = self._move(part, self.opt_states[fragment], total)
-    if jax.tree.leaves(state):
-      self._add_state(self.model_state, state, one)
-    jax.block_until_ready(moved)
+    total = _merge.merge([pushed] * 2, [1.0] * 2, [0.5] * 2)
+    jax.block_until_ready(
+      self._move(self.part(fragment), self.opt_states[fragment], total.grads)
+    )
 
   def arrays(self) -> PyTree:
     """Returns all arrays, as a tree."""
@@ -154,31 +142,14 @@ class FragmentServer:
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(
-  outer: optax.GradientTransformation,
-) -> tuple[Callable[..., Any], ...]:
-  """Builds a syncer's programs, once for equal arguments."""
+def _outer_step(outer: optax.GradientTransformation) -> Callable[..., Any]:
+  """Compiles the outer optimizer's step, once for equal optimizers."""
 
-  def add(total: Leaves, push: Leaves, weight: jax.Array) -> Leaves:
-    return [
-      t + weight.astype(t.dtype) * x for t, x in zip(total, push, strict=True)
-    ]
-
+  @jax.jit
   def move(
     part: Leaves, opt_state: PyTree, total: Leaves
   ) -> tuple[Leaves, PyTree]:
     updates, opt_state = outer.update(total, opt_state, part)
     return optax.apply_updates(part, updates), opt_state
 
-  def add_state(new: PyTree, state: PyTree, weight: jax.Array) -> PyTree:
-    return jax.tree.map(
-      lambda n, x: (
-        n + weight.astype(n.dtype) * x
-        if jnp.issubdtype(n.dtype, jnp.floating)
-        else x
-      ),
-      new,
-      state,
-    )
-
-  return jax.jit(add), jax.jit(move), jax.jit(add_state)
+  return move

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from jdist import transforms
-from jdist.server import _message_codec, _messages, _server_programs
+from jdist.server import _message_codec, _messages
 from jdist.server.decoupled import _fragment_server
-from jdist.server.runtime.gradients import _gradient_messages
-from jdist.server.runtime.gradients._gradient_messages import Pushed
+from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
 
@@ -46,7 +46,7 @@ class FragmentSyncer:
     self,
     params: PyTree,
     *,
-    workers: Sequence[str],
+    workers: Sequence[_messages.Worker],
     outer: optax.GradientTransformation | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
@@ -59,7 +59,8 @@ class FragmentSyncer:
       fragments,
       model_state,
     )
-    self._codec = push_codec or _gradient_messages.EXACT
+    _gradient_messages.check_names(workers)
+    (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._shared = shared
     self._numbers = {name: i for i, name in enumerate(workers)}
     self._layouts = [
@@ -78,12 +79,12 @@ class FragmentSyncer:
     self._steps = [0] * len(workers)
     self.position: collections.Counter[int] = collections.Counter()
     self.samples = 0
-    self.last_losses: collections.deque[tuple[int, float]] = collections.deque(
+    self.losses: collections.deque[tuple[int, float]] = collections.deque(
       maxlen=1000
     )
 
   @property
-  def model(self) -> _server_programs.ServerModel:
+  def model(self) -> _learner.ServerModel:
     """The model as it is evaluated."""
     return self.server.model
 
@@ -92,7 +93,7 @@ class FragmentSyncer:
     for fragment, kinds in enumerate(self._layouts):
       empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
       pushed, _ = self._decode(fragment, empty)
-      self.server.prepare(fragment, pushed.grads, pushed.change)
+      self.server.prepare(fragment, pushed)
 
   def _decode(self, fragment: int, message: PyTree) -> tuple[Pushed, jax.Array]:
     decode = _gradient_messages.decode_push(self._codec)
@@ -103,7 +104,7 @@ class FragmentSyncer:
   ) -> tuple[dict[str, Any], np.ndarray | None]:
     """Takes samples for a task, and encodes the fragments that are sent."""
     self.server.check_fragment(reply.fragment)
-    worker = self._numbers[str(reply.worker)]
+    worker = self._numbers[reply.worker]
     whose = 0 if self._shared else worker
     more = {
       "start": self.position[whose],
@@ -143,13 +144,8 @@ class FragmentSyncer:
     ):
       loss += samples / whole * self._losses.pop(number)
       self._settled[worker][fragment] = number
-    self.server.merge(
-      tasks[0][1],
-      [push.grads for push in pushes],
-      [push.change for push in pushes],
-      update.weights,
-    )
-    self.last_losses.append((self.samples, loss))
+    self.server.merge(tasks[0][1], pushes, update.weights)
+    self.losses.append((self.samples, loss))
 
   def discard(self, task: int) -> None:
     """Drops a task, and its push if it is here."""
@@ -161,8 +157,9 @@ class FragmentSyncer:
     """Has nothing to forget: who returns is sent everything."""
     del worker
 
-  def save(self) -> tuple[dict[str, Any], np.ndarray]:
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the parameters, pushes that are not merged, and positions."""
+    del whole  # Nothing that learners hold is kept here.
     notes = {
       "samples": self.samples,
       "position": sorted(self.position.items()),
@@ -175,7 +172,7 @@ class FragmentSyncer:
     return notes, _gradient_messages.tree_bytes(tree)
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
-    """Takes over what `save` returned."""
+    """Restores what `save` returned."""
     self._tasks = {task: tuple(x) for task, *x in notes["tasks"]}
     like = [
       Pushed(self.server.part(self._tasks[task][1]), self.server.model_state)
@@ -202,4 +199,4 @@ class FragmentSyncer:
 
   def totals(self) -> dict[str, Any]:
     """Returns the samples that were merged, and the last of their losses."""
-    return {"samples": self.samples, "losses": list(self.last_losses)[-50:]}
+    return {"samples": self.samples, "losses": list(self.losses)[-50:]}

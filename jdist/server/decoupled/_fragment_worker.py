@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import training, transforms
-from jdist.server import _gradient_learner
+from jdist.server.gradients import _learner
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -110,7 +110,7 @@ class FragmentWorker:
   def steps(
     self,
     state: WorkerState,
-    samples: _gradient_learner.Samples,
+    samples: _learner.Samples,
     number: int,
     stretch: tuple[int, int, int],
     key: jax.Array,

@@ -1,4 +1,4 @@
-"""A protocol and a learner together: what every driver in real time does."""
+"""A protocol and a learner together, without clock, threads or network."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist.server import _driver, _messages, _protocol
-from jdist.server.runtime import _engine
+from jdist.server.gradients import _learner
 from jdist.storage import plain_data
 
 
@@ -27,35 +27,29 @@ class SentTask(NamedTuple):
 
 
 class Delivery(_driver.Driver):
-  """Hands messages to a protocol, and has the learner do what it answers.
+  """Hands messages to a protocol, and keeps what its actions send.
 
-  Without clock, threads or network: a driver of real workers and a replay of
-  what was recorded hand over the same messages, and get the same bits.
-
-  Attributes:
-    refused: pushes that the learner refused, by the reason.
-    lost_samples: of tasks that were given out and came to nothing.
+  It has no clock, threads or network: the server of real workers and a replay
+  of its recording hand over the same messages, and get the same bits.
   """
 
   def __init__(
     self,
     protocol: _protocol.Protocol,
-    learner: _engine.ServerLearner,
+    learner: _learner.ServerLearner,
     names: Sequence[str],
     here: Iterable[str],
   ):
     """Makes one before the first message.
 
     Args:
-      protocol: the server's.
-      learner: the server's.
-      names: of all workers.
-      here: those that are there from the beginning.
+      protocol: the server's protocol.
+      learner: the server's learner.
+      names: names of all workers.
+      here: workers that are there from the beginning.
     """
-    super().__init__(protocol, names, here, _Receiver(learner))
-    self._sender, self._now_s = learner, 0.0
-    self.refused: collections.Counter[str] = collections.Counter()
-    self.lost_samples = 0
+    super().__init__(protocol, names, here, learner)
+    self._now_s = 0.0
     self._sent: list[SentTask] = []
     self._timers: list[_messages.Timer] = []
 
@@ -64,27 +58,27 @@ class Delivery(_driver.Driver):
     """The time of the last message."""
     return self._now_s
 
-  def send(self, reply: _messages.Reply) -> None:
-    """Encodes what a worker is sent."""
-    self._sent.append(SentTask(reply, *self._sender.reply(reply)))
+  def send(
+    self,
+    reply: _messages.Reply,
+    more: dict[str, Any],
+    payload: np.ndarray | None,
+  ) -> None:
+    """Keeps what a worker is to be sent."""
+    self._sent.append(SentTask(reply, more, payload))
 
   def wait(self, timer: _messages.Timer) -> None:
-    """Leaves a timer to who has a clock."""
+    """Keeps a timer for the caller, which has a clock."""
     self._timers.append(timer)
 
   def accept(
-    self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray
-  ) -> None:
-    """Has the learner take a push, if its task is out.
-
-    Raises:
-      RefusedError: when it cannot be used; who drives counts it.
-    """
-    assignment = self.state.tasks.get(push.task)
-    if assignment is None or assignment.worker != push.worker:
-      return  # The protocol discards it.
-    self._sender.push(push.task, more, payload)
-    self.nodes[str(push.worker)].compute_s += push.compute_s
+    self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray | None
+  ) -> bool:
+    """Has the learner decode a push, and counts how long it was computed."""
+    found, task = super().accept(push, more, payload), push.task
+    if found and self._worker_of(task) == push.worker:
+      self.nodes[str(push.worker)].compute_s += push.compute_s
+    return found
 
   def hand_over(
     self, now_s: float, message: _messages.Message
@@ -92,34 +86,17 @@ class Delivery(_driver.Driver):
     """Gives a message to the protocol.
 
     Returns:
-      What is to be sent, and timers to be set.
+      Tasks to be sent, and timers to be set.
     """
     self._now_s, self._sent, self._timers = now_s, [], []
-    before = set(self.state.members)
-    # Who joins and is a member has come back before it was missed.
-    joins = isinstance(message, _messages.Join)
-    leaver = message.worker if isinstance(message, _messages.Join) else None
     self.deliver(message)
-    if not joins:
-      gone = before - set(self.state.members)
-      leaver = next(iter(gone), None)
-    if leaver is not None:
-      self._sender.leave(leaver)
     return self._sent, self._timers
-
-  def _forget(self, number: int) -> None:
-    task = self._tasks.get(number)
-    if task is not None:
-      self.lost_samples += task.samples
-    super()._forget(number)
 
   def summary(self) -> dict[str, Any]:
     """Returns the run in figures, of wall seconds."""
     found = super().summary()
     found["wall_s"] = found.pop("virtual_s")
     return found | {
-      "refused": dict(self.refused),
-      "lost_samples": self.lost_samples,
       "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()},
     }
 
@@ -163,13 +140,3 @@ _KINDS: dict[str, Any] = {
   "pulled_bytes": float,
   "_tasks": dict[int, _driver.TaskGiven],
 }
-
-
-class _Receiver:
-  """A server's learner as drivers know learners: replies are sent apart."""
-
-  def __init__(self, learner: _engine.ServerLearner):
-    self.apply, self.discard = learner.apply, learner.discard
-
-  def pull(self, reply: _messages.Reply) -> None:
-    """Does nothing: `Delivery.send` encodes the reply."""

@@ -24,8 +24,6 @@ from typing import Protocol as Interface
 
 import numpy as np
 
-from jdist.server import _messages
-
 
 class LostServerError(ConnectionError):
   """Says that the server does not answer; it may come back."""
@@ -54,79 +52,6 @@ class Channel(Interface):
     Raises:
       LostServerError: when the server does not answer.
     """
-
-
-class ServerLearner(Interface):
-  """Handles a server's arrays; called by one thread, in the protocol's order.
-
-  Payloads are uint8 arrays.
-  """
-
-  def reply(
-    self, reply: _messages.Reply
-  ) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Returns what a worker is sent for a task: more of a header, a payload."""
-
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
-    """Takes a push for a task, before the protocol does.
-
-    Raises:
-      RefusedError: when it cannot be used.
-    """
-
-  def apply(self, update: _messages.Apply) -> None:
-    """Makes an update of pushes."""
-
-  def discard(self, task: int) -> None:
-    """Drops a task, whether its push is here or not."""
-
-  def leave(self, worker: _messages.Worker) -> None:
-    """Forgets what a worker holds: it is gone, or begins anew."""
-
-  def save(self) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns all that a resumed run needs: what JSON can hold, and bytes.
-
-    Tasks and pushes that are here included; not what workers hold.
-    """
-
-  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
-    """Takes over what `save` returned."""
-
-  def totals(self) -> dict[str, Any]:
-    """Returns what a progress line shows, as JSON can hold it."""
-
-
-class WorkerLearner(Interface):
-  """Handles a worker's arrays; called by one thread."""
-
-  def prepare(self) -> None:
-    """Compiles all that the run needs, before the first pull."""
-
-  def compute(
-    self, header: dict[str, Any], payload: np.ndarray
-  ) -> tuple[dict[str, Any], np.ndarray]:
-    """Turns a task into a push: more of its header, and its payload."""
-
-  def restart(self) -> None:
-    """Forgets all tasks: what the server sends next is exact."""
-
-  def save(self) -> np.ndarray:
-    """Returns its state as bytes, for the server's checkpoint."""
-
-  def load(self, state: np.ndarray) -> None:
-    """Takes over what `save` returned."""
-
-
-class RefusedError(ValueError):
-  """Says why a push cannot be used; its `reason` is one word.
-
-  Attributes:
-    reason: `"nan"`, `"shape"`, or another word of a learner.
-  """
-
-  def __init__(self, reason: str, text: str):
-    super().__init__(text)
-    self.reason = reason
 
 
 class Engine(Interface):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jdist.server import _protocol
+from jdist.server.gradients import _learner
 from jdist.server.runtime import (
-  _engine,
   _envelope,
   _live_plan,
   _server_core,
@@ -59,7 +59,7 @@ class LiveServer:
   def __init__(
     self,
     protocol: _protocol.Protocol,
-    learner: _engine.ServerLearner,
+    learner: _learner.ServerLearner,
     plan: _live_plan.LivePlan,
   ):
     self.plan = plan

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jdist.server import _messages, _protocol
-from jdist.server.runtime import _delivery, _engine
+from jdist.server.gradients import _learner
+from jdist.server.runtime import _delivery
 from jdist.storage import hashes, json_lines, plain_data
 
 _KINDS = {
@@ -81,7 +82,7 @@ def read(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], Any]]:
 def replay(
   path: str | pathlib.Path,
   protocol: _protocol.Protocol,
-  learner: _engine.ServerLearner,
+  learner: _learner.ServerLearner,
 ) -> _delivery.Delivery:
   """Hands recorded messages to a protocol again, each at its recorded time.
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist.server import _messages, _protocol
+from jdist.server.gradients import _learner
 from jdist.server.runtime import (
   _delivery,
-  _engine,
   _live_checkpoints,
   _live_plan,
   _message_record,
@@ -20,8 +20,6 @@ from jdist.server.runtime.transport import _mailboxes, _wall_links
 _log = logging.getLogger(__name__)
 # Waits for workers' states when a checkpoint is made.
 _SAVE_S = 5.0
-# After so many refused pushes one after the other a worker is sent home.
-_MAX_REFUSED = 3
 
 
 class Item(NamedTuple):
@@ -68,7 +66,7 @@ class ServerCore:
   def __init__(
     self,
     protocol: _protocol.Protocol,
-    learner: _engine.ServerLearner,
+    learner: _learner.ServerLearner,
     plan: _live_plan.LivePlan,
   ):
     self.learner = learner
@@ -130,11 +128,13 @@ class ServerCore:
   def _on_hello(self, item: Item) -> None:
     box = self.boxes[item.worker]
     box.empty()
-    box.here, box.refused = True, 0
+    box.here = True
+    if self.delivery is not None:
+      self.delivery.pardon(item.worker)
     box.generation += 1
     state = self.checkpoints.states.pop(item.worker, None)
     if state is not None and item.header.get("fresh"):
-      box.put(_mailboxes.word("load", state))
+      box.put(_mailboxes.word("load", state, notes={}))
     if self.finished:
       box.put(_mailboxes.word("stop"))
     elif self.links.began:
@@ -177,17 +177,16 @@ class ServerCore:
     assert self.delivery is not None
     try:
       push = _push_of(item)
-      self.delivery.accept(push, header["more"], item.payload)
-    except _engine.RefusedError as error:
-      _log.warning("A push of %s is refused: %s", item.worker, error)
-      self.delivery.refused[error.reason] += 1
-      box.refused += 1
-      box.here = box.refused < _MAX_REFUSED
+      accepted = self.delivery.accept(push, header["more"], item.payload)
+    except _learner.RefusedError as error:
+      self.delivery.refuse(item.worker, -1, error)
+      accepted = False
+    if not accepted:
+      box.here = not self.delivery.expelled(item.worker)
       self._deliver(_messages.Leave(item.worker))
       if not box.here:
         box.put(_mailboxes.word("stop"))
       return
-    box.refused = 0
     self.over_s[item.worker] += header.get("over_s", 0.0)
     self._deliver(push, header["more"], item.payload)
     if item.worker in self.delivery.state.members:
@@ -343,6 +342,6 @@ def _push_of(item: Item) -> _messages.Push:
       float(header["waited_s"]),
     )
   except (AssertionError, KeyError, TypeError, ValueError):
-    raise _engine.RefusedError(
+    raise _learner.RefusedError(
       "header", f"A push must say its task, samples and times, got {header}."
     ) from None

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jdist import _version, cluster
+from jdist.server.gradients import _learner
 from jdist.server.runtime import _engine, _envelope
 
 # Between two tries to reach a server that does not answer.
@@ -70,7 +71,7 @@ class WorkerLoop:
     self,
     channel: _engine.Channel,
     name: str,
-    learner: _engine.WorkerLearner,
+    learner: _learner.WorkerLearner,
     *,
     depth: int,
     pace: Pace | None = None,
@@ -129,9 +130,10 @@ class WorkerLoop:
       if kind in ("stop", "lost"):
         return kind == "stop"
       if kind == "load":
-        self._learner.load(payload)
+        self._learner.load(header["notes"], payload)
       elif kind == "save":
-        session.send("state", {}, self._learner.save())
+        notes, state = self._learner.save()
+        session.send("state", {"notes": notes}, state)
       elif kind == "rejoin":
         self._learner.restart()
       elif header["generation"] == session.generation:
@@ -145,7 +147,8 @@ class WorkerLoop:
     arrived_s: float,
   ) -> None:
     start_s = time.monotonic()
-    more, out = self._learner.compute(header, payload)
+    self._learner.receive(header, payload)
+    more, out = self._learner.compute(header)
     over_s = self._wait(header, arrived_s, start_s)
     push = {
       "task": header["task"],

@@ -19,7 +19,6 @@ class Mailbox:
     messages: those that it has not pulled; as many as it may have tasks, and
       words of control.
     waiting: its pull that waits.
-    refused: pushes one after the other.
     here: whether its process lives, as far as is known.
   """
 
@@ -29,7 +28,6 @@ class Mailbox:
     default_factory=collections.deque
   )
   waiting: concurrent.futures.Future[np.ndarray] | None = None
-  refused: int = 0
   here: bool = False
 
   def put(self, message: np.ndarray) -> None:

@@ -1,21 +1,29 @@
-"""Messages of a stated size without arrays: what the drivers alone cost."""
+"""Messages of a stated size without arrays: what the engines alone cost."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jdist.server import _messages
 
+_NOTHING = np.zeros(0, np.uint8)
+
 
 class EmptyServer:
-  """Sends and takes as many bytes as a model's messages, and updates nothing.
+  """Sends and takes messages of a model's size, and updates nothing.
+
+  The virtual clock replays with it, too, up to the event of a checkpoint.
 
   Args:
-    num_bytes: of a message in full.
-    share: a plan's part of them; of `Protocol.share`.
+    num_bytes: size of a message in full.
+    share: returns the part of it that a plan's messages have, such as
+      `Protocol.share`.
   """
 
-  def __init__(self, num_bytes: int, share: Any = lambda plan: 1.0):
+  def __init__(
+    self, num_bytes: int = 0, share: Callable[[int], float] = lambda plan: 1.0
+  ):
     self._num_bytes, self._share = num_bytes, share
     self.samples = 0
     self._tasks: dict[int, int] = {}
@@ -46,17 +54,17 @@ class EmptyServer:
     self._tasks.pop(task)
 
   def leave(self, worker: _messages.Worker) -> None:
-    """Keeps nothing of a worker."""
+    """Does nothing: no worker holds anything."""
     del worker
 
-  def save(self) -> tuple[dict[str, Any], np.ndarray]:
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the count of samples."""
+    del whole
     tasks = [list(x) for x in self._tasks.items()]
-    notes = {"samples": self.samples, "tasks": tasks}
-    return notes, np.zeros(0, np.uint8)
+    return {"samples": self.samples, "tasks": tasks}, _NOTHING
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
-    """Takes over what `save` returned."""
+    """Restores what `save` returned."""
     del payload
     self.samples = notes["samples"]
     self._tasks = dict(map(tuple, notes["tasks"]))
@@ -67,25 +75,31 @@ class EmptyServer:
 
 
 class EmptyWorker:
-  """Computes nothing, and sends as many bytes as it is told."""
+  """Computes nothing, and sends as many bytes as its task says."""
+
+  stateless = True
 
   def prepare(self) -> None:
-    """Has nothing to compile."""
+    """Does nothing: there is no program to compile."""
+
+  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+    """Ignores what was sent."""
+    del header, payload
 
   def compute(
-    self, header: dict[str, Any], payload: np.ndarray
+    self, header: dict[str, Any]
   ) -> tuple[dict[str, Any], np.ndarray]:
     """Returns bytes."""
-    del payload
     return {}, np.zeros(header["more"]["bytes"], np.uint8)
 
   def restart(self) -> None:
-    """Has nothing to forget."""
+    """Does nothing: there is no task to forget."""
 
-  def save(self) -> np.ndarray:
-    """Has no state."""
-    return np.zeros(0, np.uint8)
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns an empty state."""
+    del whole
+    return {}, _NOTHING
 
-  def load(self, state: np.ndarray) -> None:
-    """Has no state."""
-    del state
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Does nothing: there is no state."""
+    del notes, payload

@@ -1,4 +1,4 @@
-"""Compiled programs of gradients' messages, alike at server and workers."""
+"""Compiled programs of gradients' messages, the same at server and workers."""
 
 import functools
 import math
@@ -8,61 +8,106 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from jdist import codecs, training
+from jdist import checks, codecs, training
 from jdist.server import _message_codec
+from jdist.server.gradients import _learner, _merge
+from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
-from jdist.server.runtime import _engine
 
 PyTree = Any
 EXACT = _message_codec.MessageCodec(codecs.Dense())
 
 
-class Pushed(NamedTuple):
-  """Content of a push.
+class WorkerSteps(NamedTuple):
+  """State of a worker's own steps, from task to task.
 
   Attributes:
-    grads: a worker's gradient.
-    change: of the batch statistics; of integers the new ones.
+    local: state of the local step, `()` without one.
+    inner: state of the inner optimizer, `()` without one.
   """
 
-  grads: PyTree
-  change: PyTree
+  local: PyTree
+  inner: PyTree
 
 
 class MessagePlans(NamedTuple):
   """The codecs of a run's messages, by the number of their plan.
 
   Attributes:
-    push: of gradients.
-    pull: of the differences from what a worker holds; plan 0 is exact.
+    push: codecs of gradients.
+    pull: codecs of the parameters; plan 0 sends them, every other plan the
+      difference from what a worker holds.
+    sizes: entries of each leaf for which the plans were made; any if None.
   """
 
   push: tuple[_message_codec.MessageCodec, ...]
   pull: tuple[_message_codec.MessageCodec, ...]
+  sizes: tuple[int, ...] | None = None
+
+  @property
+  def is_exact(self) -> bool:
+    """Whether pulls of plan 0 send every bit."""
+    codec = self.pull[0].codec
+    own = codec if isinstance(codec, tuple) else (codec,)
+    return all(isinstance(each, codecs.Dense) for each in own)
+
+  def check_fits(self, params: PyTree) -> None:
+    """Raises a ValueError unless plans of bits are of these parameters."""
+    sizes = tuple(int(np.size(leaf)) for leaf in jax.tree.leaves(params))
+    if self.sizes not in (None, sizes):
+      raise ValueError(
+        f"`plans` must be of the parameters' {len(sizes)} sizes, got "
+        f"{checks.show(self.sizes)}. Make them with `server.fit_bit_plans`."
+      )
 
 
 def message_plans(
   push_codec: _message_codec.MessageCodec | None = None,
   plans: _bit_plans.BitPlans | None = None,
+  pull_codec: _message_codec.MessageCodec | None = None,
 ) -> MessagePlans:
-  """Returns codecs by a codec of all pushes, or by plans of bits; else exact.
+  """Returns the codecs of a run's messages; without arguments all are exact.
+
+  Args:
+    push_codec: codec of all workers' gradients.
+    plans: plans of bits, in place of both codecs: a protocol chooses one for
+      each message.
+    pull_codec: codec of the parameters that are sent to workers, which compute
+      with what it decodes to.
 
   Raises:
-    ValueError: when both are given.
+    ValueError: when plans and a codec are given, or one is of another type.
   """
+  for name, one in (("push_codec", push_codec), ("pull_codec", pull_codec)):
+    if one is not None:
+      checks.check_type(
+        name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
+      )
   if plans is None:
-    return MessagePlans((push_codec or EXACT,), (EXACT,))
-  if push_codec is not None:
+    return MessagePlans((push_codec or EXACT,), (pull_codec or EXACT,))
+  checks.check_type("plans", plans, _bit_plans.BitPlans, "a `server.BitPlans`")
+  if push_codec is not None or pull_codec is not None:
     raise ValueError(
-      "`push_codec` must be left out with `plans`, in whose place they are."
+      "`plans` must be given without `push_codec` and `pull_codec`, in whose "
+      "place they are."
     )
   numbers = range(len(plans.bits))
   return MessagePlans(
     tuple(_plan_codecs.plan_codec(plans, i) for i in numbers),
-    # The residual of a difference is in the next one.
+    # A difference needs no feedback: what it leaves out is in the next one.
     tuple(_plan_codecs.plan_codec(plans, i, feedback=False) for i in numbers),
+    plans.sizes,
   )
+
+
+def check_names(workers: Sequence[Any]) -> None:
+  """Raises a ValueError unless workers have names, each its own."""
+  if len(set(workers)) < len(workers) or not workers:
+    raise ValueError(
+      f"`workers` must be one or more different names, got {workers!r}."
+    )
 
 
 def first_states(
@@ -104,17 +149,21 @@ def gradient_program(
   loss_fn: Callable[..., Any],
   local_step: _local_step.LocalStep | None = None,
   passes: int = 1,
+  inner: optax.GradientTransformation | None = None,
 ) -> Callable[..., Any]:
   """Compiles a worker's gradient, a local step ahead of what it holds.
 
   Args:
     loss_fn: as of `training.make_step`.
-    local_step: in front of what it holds; none without it.
-    passes: batches into which a task is cut, whose gradients are averaged.
+    local_step: step in front of what the worker holds; None takes none.
+    passes: number of batches into which a task is cut, whose gradients are
+      averaged.
+    inner: optimizer of the worker's own, whose update is pushed with its sign
+      changed; None pushes the gradient.
 
   Returns:
-    `(params, model_state, last, control, batch, key, task) -> Pushed, loss,
-    last`; the state of the local step, `last`, is `()` without one.
+    `(params, model_state, steps, control, batch, key, task) -> Pushed, loss,
+    steps`, with a `WorkerSteps`.
   """
   compute = training.make_gradient(loss_fn, accumulate=passes)
 
@@ -122,26 +171,32 @@ def gradient_program(
   def gradient(
     params: PyTree,
     model_state: PyTree,
-    last: PyTree,
+    steps: WorkerSteps,
     control: Any,
     batch: PyTree,
     key: jax.Array,
     task: jax.Array,
-  ) -> tuple[Pushed, jax.Array, PyTree]:
+  ) -> tuple[Pushed, jax.Array, WorkerSteps]:
     held = params
     if local_step is not None:
-      params, velocity = local_step.move(held, last, control)
+      params, velocity = local_step.move(held, steps.local, control)
     found = compute(params, model_state, batch, jax.random.fold_in(key, task))
+    grads = found.grads
+    if inner is not None:
+      updates, state = inner.update(grads, steps.inner, params)
+      grads = jax.tree.map(jnp.negative, updates)
+      steps = steps._replace(inner=state)
+    if local_step is not None:
+      # The step foresees the server's update by what was computed, not by what
+      # the message will decode to: the residual follows in a later message.
+      local = _local_step.LocalStepState(grads, held, velocity)
+      steps = steps._replace(local=local)
     change = jax.tree.map(
-      lambda new, old: (
-        new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
-      ),
+      lambda new, old: new - old if _merge.is_number(new) else new,
       found.model_state,
       model_state,
     )
-    if local_step is not None:
-      last = _local_step.LocalStepState(found.grads, held, velocity)
-    return Pushed(found.grads, change), found.loss, last
+    return Pushed(grads, change), found.loss, steps
 
   return gradient
 
@@ -212,18 +267,24 @@ def receive_pull(
   return receive
 
 
-def padded_size(sizes: Sequence[int], count: int) -> int:
+def padded_size(sizes: Sequence[int] | None, count: int) -> int:
   """Returns the first of rising sizes that holds so many samples.
 
+  Args:
+    sizes: the sizes; all powers of two if None.
+    count: number of samples.
+
   Raises:
-    ValueError: when none does.
+    ValueError: when no size is large enough.
   """
+  if sizes is None:
+    return 1 << (count - 1).bit_length()
   for size in sizes:
     if size >= count:
       return size
   raise ValueError(
     f"`sizes` must reach the largest batch, got {list(sizes)} for {count} "
-    "samples."
+    "samples. Add a larger size, or bound the batches (`maximum=`)."
   )
 
 
@@ -235,7 +296,7 @@ def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
   """
   size = num_bytes(kinds)
   if len(payload) != size:
-    raise _engine.RefusedError(
+    raise _learner.RefusedError(
       "shape", f"A push must have {size} bytes, got {len(payload)}."
     )
   return tree_of_bytes(payload, kinds)
@@ -253,7 +314,7 @@ def finite_loss(more: dict[str, Any], finite: Any) -> float:
   """
   loss = more.get("loss")
   if not isinstance(loss, float) or not math.isfinite(loss) or not finite:
-    raise _engine.RefusedError("nan", "A push must be finite, got NaN.")
+    raise _learner.RefusedError("nan", "A push must be finite, got NaN.")
   return loss
 
 

@@ -1,0 +1,85 @@
+"""A server and all workers of plain gradients, for the virtual clock."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+
+from jdist.server import _message_codec, _messages
+from jdist.server.gradients import (
+  _gradient_messages,
+  _gradient_server,
+  _gradient_worker,
+  _learner,
+)
+from jdist.server.h_ps import _bit_plans, _local_step
+
+PyTree = Any
+
+
+class GradientLearner(_learner.Pair):
+  """Pairs a `GradientServer` with a `GradientWorker` for each name.
+
+  Args:
+    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
+    optimizer: any Optax chain; its schedules count updates.
+    params: the first parameters.
+    samples: source of the batches.
+    workers: the names of the workers, in the order of the stream's numbers.
+    model_state: the first batch statistics, if any.
+    seed: seed of the random numbers in the loss, and of the rounding.
+    compensation: as of `server.GradientServer`.
+    sizes: as of `server.GradientWorker`.
+    push_codec: as of `server.message_plans`.
+    pull_codec: as of `server.message_plans`.
+    plans: as of `server.message_plans`.
+    local_step: as of `server.GradientWorker`.
+
+  Raises:
+    ValueError: when an argument is not as described.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    samples: _learner.Samples,
+    *,
+    workers: Sequence[_messages.Worker],
+    model_state: PyTree | None = None,
+    seed: int = 0,
+    compensation: float = 0.0,
+    sizes: Sequence[int] | None = None,
+    push_codec: _message_codec.MessageCodec | None = None,
+    pull_codec: _message_codec.MessageCodec | None = None,
+    plans: _bit_plans.BitPlans | None = None,
+    local_step: _local_step.LocalStep | None = None,
+  ):
+    codecs = _gradient_messages.message_plans(push_codec, plans, pull_codec)
+    server = _gradient_server.GradientServer(
+      optimizer,
+      params,
+      codecs,
+      workers=workers,
+      shared=samples.shared,
+      model_state=model_state,
+      seed=seed,
+      compensation=compensation,
+    )
+    learners = {
+      name: _gradient_worker.GradientWorker(
+        loss_fn,
+        params,
+        samples,
+        codecs,
+        number=number,
+        num_workers=len(workers),
+        sizes=sizes,
+        model_state=model_state,
+        seed=seed,
+        local_step=local_step,
+      )
+      for number, name in enumerate(workers)
+    }
+    super().__init__(server, learners)

@@ -1,0 +1,197 @@
+"""A worker's learner of plain gradients."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import checks
+from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.h_ps import _local_step
+
+PyTree = Any
+
+
+class GradientWorker:
+  """Computes gradients of what it was sent, and encodes them.
+
+  The residual of its feedback stays with it.  With a `local_step` a worker
+  whose last gradient is missing in what it was sent, as it is in a pipeline,
+  takes the next gradient where that step leads.
+
+  Args:
+    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
+    params: parameters of the shapes that are sent.
+    samples: source of the batches.
+    plans: codecs of the messages, `message_plans(...)`.
+    number: number of this worker, from 0.
+    num_workers: number of all workers.
+    sizes: sizes to which batches are padded, compiled by `prepare`; powers of
+      two, compiled when they are met, if None.  A task that memory does not
+      hold at once states the number of batches into which it is cut
+      (`server.Reply.passes`), each padded to one of these.
+    model_state: batch statistics of the shapes that are sent.
+    seed: seed of the random numbers in the loss, and of the rounding.
+    local_step: step in front of what was sent; None takes none.
+    inner: an optimizer of the worker's own.  The push is then minus its
+      update, in place of the gradient.
+
+  Raises:
+    ValueError: when an argument is not as described; at a task whose batch is
+      larger than all `sizes`.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    samples: _learner.Samples,
+    plans: _gradient_messages.MessagePlans,
+    *,
+    number: int,
+    num_workers: int,
+    sizes: Sequence[int] | None = None,
+    model_state: PyTree | None = None,
+    seed: int = 0,
+    local_step: _local_step.LocalStep | None = None,
+    inner: optax.GradientTransformation | None = None,
+  ):
+    for size in sizes or ():
+      checks.check_int("sizes", size, 1)
+    checks.check_seed(seed)
+    if local_step is not None:
+      checks.check_type(
+        "local_step", local_step, _local_step.LocalStep, "a `server.LocalStep`"
+      )
+    self._plans, self._samples, self._number = plans, samples, number
+    self._sizes = None if sizes is None else sorted(set(sizes))
+    ahead = local_step and local_step.without_rate()
+
+    def program(passes: int) -> Callable[..., Any]:
+      return _gradient_messages.gradient_program(loss_fn, ahead, passes, inner)
+
+    self._program = program
+    self._held = jax.tree.map(jnp.array, params)
+    self._model_state = jax.tree.map(
+      jnp.array, {} if model_state is None else model_state
+    )
+    self._layouts = [
+      _gradient_messages.layout(codec, params, self._model_state)
+      for codec in plans.pull
+    ]
+    self._key = jax.random.key(seed)
+    self._local_step = local_step
+    self._push_state = _gradient_messages.first_states(
+      plans, params, seed, number, num_workers
+    )[0]
+    self._last = _gradient_messages.WorkerSteps(
+      () if local_step is None else local_step.init(self._held),
+      () if inner is None else inner.init(self._held),
+    )
+    self._last_task = -1
+    self._last_version: int | None = None
+    self._carries = local_step is not None or inner is not None
+
+  @property
+  def stateless(self) -> bool:
+    """Whether no later push depends on whether a task has been computed."""
+    return not self._carries and all(
+      codec.stateless for codec in self._plans.push
+    )
+
+  def prepare(self) -> None:
+    """Compiles the gradient of each size, and each plan's messages."""
+    pushed = None
+    for size in self._sizes or ():
+      batch = self._samples.batch(self._number, 0, 1, size=size)
+      pushed, *_ = self._compute(batch, 0, self._control(0, 0), 1)
+    for codec in self._plans.push if pushed is not None else ():
+      encode = _gradient_messages.encode_push(codec)
+      jax.block_until_ready(encode(pushed, self._push_state))
+    for plan, codec in enumerate(self._plans.pull):
+      empty = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), self._layouts[plan]
+      )
+      receive = _gradient_messages.receive_pull(codec, plan == 0)
+      jax.block_until_ready(receive(empty, self._held))
+
+  def _control(self, version: int, settled: int) -> np.ndarray | None:
+    """Says to a local step whether the last gradient is in what was sent."""
+    if self._local_step is None:
+      return None
+    return self._local_step.control(
+      version,
+      leads=self._last_task > settled,
+      last=self._last_version,
+    )
+
+  def _compute(
+    self, batch: PyTree, task: int, control: np.ndarray | None, passes: int
+  ) -> Any:
+    return self._program(passes)(
+      self._held,
+      self._model_state,
+      self._last,
+      control,
+      batch,
+      self._key,
+      np.uint32(task),
+    )
+
+  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+    """Takes the parameters of a task, if they were sent."""
+    plan = header["pull_plan"]
+    if plan is None:
+      return
+    assert payload is not None
+    message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
+    receive = _gradient_messages.receive_pull(self._plans.pull[plan], plan == 0)
+    self._held, self._model_state = receive(message, self._held)
+
+  def compute(
+    self, header: dict[str, Any]
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the gradient of a task's batch, at the parameters held now."""
+    task, more, samples = header["task"], header["more"], header["samples"]
+    passes = header.get("passes", 1)
+    size = passes * _gradient_messages.padded_size(
+      self._sizes, math.ceil(samples / passes)
+    )
+    batch = self._samples.batch(self._number, more["start"], samples, size=size)
+    control = self._control(header["version"], more["settled"])
+    pushed, loss, self._last = self._compute(batch, task, control, passes)
+    self._last_task, self._last_version = task, header["version"]
+    encode = _gradient_messages.encode_push(
+      self._plans.push[header["push_plan"]]
+    )
+    found, self._push_state = encode(pushed, self._push_state)
+    return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
+
+  def restart(self) -> None:
+    """Forgets its last gradient; the residual of its feedback stays."""
+    self._last_task, self._last_version = -1, None
+
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the feedback's state, or all state."""
+    if not whole:
+      return {}, _gradient_messages.tree_bytes(self._push_state)
+    notes = {"last": [self._last_task, self._last_version]}
+    return notes, _gradient_messages.tree_bytes(self._whole())
+
+  def _whole(self) -> PyTree:
+    return self._push_state, self._held, self._model_state, self._last
+
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Restores what `save` returned."""
+    read = _gradient_messages.tree_of_bytes
+    if "last" in notes:
+      self._last_task, self._last_version = notes["last"]
+      self._push_state, self._held, self._model_state, self._last = read(
+        payload, self._whole()
+      )
+    else:
+      self._push_state = read(payload, self._push_state)

@@ -1,0 +1,172 @@
+"""Interfaces of a server's and a worker's learner, and a pair of both."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from typing import Protocol as Interface
+
+import numpy as np
+
+from jdist.server import _messages
+
+PyTree = Any
+
+
+class RefusedError(ValueError):
+  """Raised for a push that cannot be used.
+
+  Attributes:
+    reason: one word: `"nan"`, `"shape"`, `"header"` or another of a learner.
+  """
+
+  def __init__(self, reason: str, text: str):
+    super().__init__(text)
+    self.reason = reason
+
+
+class Samples(Interface):
+  """Source of batches; `data.SampleStream` is one."""
+
+  @property
+  def shared(self) -> bool:
+    """Whether all workers take their samples from one stream."""
+
+  def batch(
+    self, worker: int, start: int, count: int, *, size: int | None = None
+  ) -> PyTree:
+    """Returns `count` samples padded to `size`, with a `"mask"`."""
+
+
+class ServerModel(NamedTuple):
+  """State that a server keeps of a model.
+
+  Attributes:
+    params: the parameters.
+    opt_state: the state of the server's optimizer.
+    model_state: batch statistics and the like.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+  model_state: PyTree
+
+
+class ServerLearner(Interface):
+  """Handles a server's arrays; called by one thread, in the protocol's order.
+
+  Payloads are uint8 arrays, and a header's `more` is what JSON can hold.
+  """
+
+  def reply(
+    self, reply: _messages.Reply
+  ) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Returns a task's `more` and its payload, None if nothing is sent."""
+
+  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+    """Decodes a push, before the protocol is given it.
+
+    Raises:
+      RefusedError: when the push cannot be used.
+    """
+
+  def apply(self, update: _messages.Apply) -> None:
+    """Updates the model by pushes."""
+
+  def discard(self, task: int) -> None:
+    """Drops a task, whether its push has been decoded or not."""
+
+  def leave(self, worker: _messages.Worker) -> None:
+    """Forgets what a worker holds: it is gone, or begins anew."""
+
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the state of a checkpoint: what JSON can hold, and bytes.
+
+    Args:
+      whole: whether what workers hold is saved, too.  The virtual clock needs
+        it; real workers begin anew with exact parameters.
+    """
+
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Restores what `save` returned."""
+
+  def totals(self) -> dict[str, Any]:
+    """Returns what a progress line shows, in a form that JSON can hold."""
+
+
+class WorkerLearner(Interface):
+  """Handles a worker's arrays; called by one thread, in the order of tasks."""
+
+  @property
+  def stateless(self) -> bool:
+    """Whether no later push depends on whether a task has been computed.
+
+    The virtual clock then leaves out gradients that are too late when they
+    are complete.
+    """
+
+  def prepare(self) -> None:
+    """Compiles all that the run needs, before the first pull."""
+
+  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+    """Takes the parameters of a task, if its header says that they are sent.
+
+    Every task is received, in order: a difference builds on the one before.
+    """
+
+  def compute(
+    self, header: dict[str, Any]
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the push of the task received last: its `more` and payload."""
+
+  def restart(self) -> None:
+    """Forgets all tasks: the next pull sends exact parameters."""
+
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the state of a checkpoint: what JSON can hold, and bytes.
+
+    Args:
+      whole: whether to save all state, for the virtual clock, and not only
+        what a new process of this worker continues with.
+    """
+
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Restores what `save` returned."""
+
+
+class Pair:
+  """A server's learner and those of all its workers, in one process.
+
+  `Simulation` runs it on the virtual clock.  `GradientLearner` and
+  `FragmentLearner` are pairs for the usual arguments.
+
+  Attributes:
+    server: the server's learner.
+    workers: the workers' learners, by name.
+  """
+
+  def __init__(
+    self, server: ServerLearner, workers: Mapping[str, WorkerLearner]
+  ):
+    self.server: Any = server
+    self.workers = dict(workers)
+
+  @property
+  def model(self) -> ServerModel:
+    """The server's model."""
+    model: ServerModel = self.server.model
+    return model
+
+  @property
+  def losses(self) -> list[tuple[int, float]]:
+    """The last updates, at most 1,000: samples so far, and the loss."""
+    return list(self.server.losses)
+
+  @property
+  def position(self) -> Any:
+    """Samples given out, by the server's count."""
+    return self.server.position
+
+  @property
+  def samples(self) -> int:
+    """Samples in updates."""
+    samples: int = self.server.samples
+    return samples

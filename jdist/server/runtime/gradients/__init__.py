@@ -1,1 +1,0 @@
-"""Gradients of real workers: the server's side, and a worker's."""
