@@ -59,7 +59,7 @@ class Fit:
       model_state=model.state,
       seed=trial.seed,
     )
-    learner.model = learner.model._replace(
+    learner.server.model = learner.model._replace(
       opt_state=comparison.set_rate(
         learner.model.opt_state, trial.learning_rate
       )

@@ -37,7 +37,7 @@ class Fit:
 
   def learner(
     self, trial: comparison.Trial, names: tuple[str, ...]
-  ) -> server.Learner:
+  ) -> server.Pair:
     """Builds what computes a variant's gradients, or its local steps."""
     problem, model = self.problem, self.problem.model(trial.seed)
     samples = data.SampleStream(

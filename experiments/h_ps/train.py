@@ -113,7 +113,7 @@ class Fit:
       plans=self.plans if few else None,
       local_step=step,
     )
-    learner.model = learner.model._replace(
+    learner.server.model = learner.model._replace(
       opt_state=comparison.set_rate(
         learner.model.opt_state, trial.learning_rate
       )

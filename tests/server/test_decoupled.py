@@ -283,11 +283,11 @@ def test_a_run_with_failures_is_resumed_to_the_bit(ahead, tmp_path):
       found = server.VirtualTrainer(part).fit(
         end, "seconds", every=2.0, checkpoints=checkpoints
       )
-  chex.assert_trees_all_equal(part.learner.arrays(), whole.learner.arrays())
+  chex.assert_trees_all_equal(part.save(), whole.save())
   assert [x.train_loss for x in found] == [x.train_loss for x in records]
 
 
-def test_who_returns_keeps_nothing_of_discarded_pushes():
+def test_restarted_learner_keeps_nothing_of_discarded_pushes():
   found = []
   for steps_are_made in (True, False):
     samples = data.SampleStream(gradients.DIGITS, 1, seed=0, owned=True)
@@ -295,24 +295,31 @@ def test_who_returns_keeps_nothing_of_discarded_pushes():
       gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
       workers=["a"], outer=optax.sgd(0.7), fragments=2,
     )  # fmt: skip
+    syncer, worker = learner.server, learner.workers["a"]
 
-    def pull(task, fragment, pulled, learner=learner):
-      learner.pull(
-        server.Reply("a", task, 0, 32, 4, fragment=fragment, pulled=pulled)
+    def do(
+      task, fragment, pulled, *, computes=True, syncer=syncer, worker=worker
+    ):
+      reply = server.Reply(
+        "a", task, 0, 32, 4, fragment=fragment, pulled=pulled
       )
+      more, payload = syncer.reply(reply)
+      header = reply._asdict() | {"more": more}
+      if computes:
+        worker.receive(header, payload)
+        syncer.push(task, *worker.compute(header))
 
-    pull(0, 0, None)
-    pull(1, 1, ())
-    if steps_are_made:  # The second push is merged, but does not count.
-      learner.apply(server.Apply((1,), (0.0,), (0,)))
-    else:
-      learner.discard(1)
-    learner.discard(0)
-    pull(2, 1, None)
-    # The first fragment comes, of which nothing was pushed since.
-    pull(3, 0, (0,))
+    do(0, 0, None, computes=steps_are_made)
+    do(1, 1, (), computes=steps_are_made)
+    syncer.discard(0)
+    syncer.discard(1)
+    worker.restart()
+    syncer._steps = [0]  # Schedules alone know of discarded steps.
+    do(2, 1, None)
+    # The first fragment is sent, of which nothing was pushed since.
+    do(3, 0, (0,))
     for task in (2, 3):
-      learner.apply(server.Apply((task,), (1.0,), (0,)))
+      syncer.apply(server.Apply((task,), (1.0,), (0,)))
     found.append(learner.model.params)
   chex.assert_trees_all_equal(*found)
 

@@ -172,7 +172,7 @@ def test_asynchronous_sgd_learns_and_discards_cost_nothing():
   first, last = learner.losses[0][1], learner.losses[-1][1]
   assert last < 0.4 * first
   assert run.state.discarded["late"] > 0
-  assert len(learner._tasks) <= 4
+  assert len(learner.server.tasks) <= 4
 
 
 def test_a_compressed_push_is_what_its_message_decodes_to():
@@ -193,7 +193,9 @@ def test_a_compressed_push_is_what_its_message_decodes_to():
   )
   # What was left out stays with the worker.
   chex.assert_trees_all_close(
-    learner.arrays()["push"][0].feedback, state.feedback, atol=1e-7
+    learner.workers["worker0"]._push_state.feedback,
+    state.feedback,
+    atol=1e-7,
   )
 
 
@@ -202,8 +204,8 @@ def test_a_worker_computes_with_what_it_received():
   protocol = server.ASP(batches=server.FixedBatches(8))
   learner, _ = learn(protocol, [1.0, 1.0], 5, pull_codec=coarse)
   exact, _ = learn(protocol, [1.0, 1.0], 5)
-  for params, _ in learner.arrays()["tasks"].values():
-    kernel = jax.tree.leaves(params)[-1]
+  for worker in learner.workers.values():
+    kernel = jax.tree.leaves(worker._held)[-1]
     assert len(jnp.unique(kernel)) < kernel.size / 4
   with pytest.raises(AssertionError):
     chex.assert_trees_all_close(learner.model.params, exact.model.params)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jdist import cluster, codecs, collectives, data, server, training
+from jdist.server.gradients import _gradient_messages
 from jdist.server.h_ps import _plan_codecs
 from tests.server import test_gradients as gradients
 
@@ -111,14 +112,16 @@ def test_messages_have_the_bytes_that_plans_count():
 
 def test_what_a_worker_holds_follows_the_parameters():
   """The residual of a pull is sent by the next ones."""
-  plans = server.BitPlans(((32,), (4,)), (256,))
-  codec = _plan_codecs.plan_codec(plans, 1, feedback=False)
-  send = _plan_codecs.difference_program(codec)
+  plans = server.message_plans(plans=server.BitPlans(((32,), (4,)), (256,)))
+  codec = plans.pull[1]
   params = jax.random.normal(jax.random.key(0), (256,))
   held, state = jnp.zeros(256), codec.init(params)
+  encode = _gradient_messages.encode_pull(codec, whole=False)
+  receive = _gradient_messages.receive_pull(codec, whole=False)
   errors = []
   for _ in range(6):
-    held, state = send(params, held, state)
+    message, state = encode(params, held, state, {})
+    held, _ = receive(message, held)
     errors.append(float(jnp.abs(params - held).max()))
   # Each leaves less than a step, of which there are 7 in the largest entry.
   assert all(b < a / 5 for a, b in itertools.pairwise(errors))
@@ -178,7 +181,7 @@ def test_few_bits_learn_as_exact_messages_do():
   assert run.pushed_bytes < 4800 * 3 * 50 / 4
   assert losses[0] < 1.6 and losses[1] < 1.3 * losses[0]
   # A copy of the parameters for each worker.
-  for held in run.learner.arrays()["held"]:
+  for held in run.learner.server._held.values():
     chex.assert_trees_all_equal_shapes(held, run.learner.model.params)
 
 
@@ -199,4 +202,4 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     )
   assert found == records and whole.now_s > 1.3
   assert resumed.events == whole.events
-  chex.assert_trees_all_equal(resumed.learner.arrays(), whole.learner.arrays())
+  chex.assert_trees_all_equal(resumed.save(), whole.save())

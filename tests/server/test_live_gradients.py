@@ -150,7 +150,7 @@ def test_a_task_is_cut_where_memory_does_not_hold_it():
       "pull_plan": None, "push_plan": 0, "task": 3, "version": 0,
       "samples": 33, "passes": passes, "more": {"start": 5, "settled": 0},
     }  # fmt: skip
-    more, payload = worker.compute(header, None)
+    more, payload = worker.compute(header)
     return more["loss"], np.asarray(payload).view(np.float32)
 
   loss_of, whole = push(1, [64])

@@ -315,11 +315,11 @@ def test_a_worker_that_fails_is_noticed_and_spawned_again():
 
   def work(channel):
     class Failing(server.EmptyWorker):
-      def compute(self, header, payload):
+      def compute(self, header):
         if len(tries) < 2:
           tries.append(header["task"])
           raise RuntimeError("It has failed.")
-        return super().compute(header, payload)
+        return super().compute(header)
 
     server.WorkerLoop(channel, "b", Failing(), depth=1).run()
 

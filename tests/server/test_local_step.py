@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jdist import data, server
-from jdist.server.runtime.gradients import _gradient_messages
+from jdist.server.gradients import _merge
 from tests.server import test_gradients as gradients
 
 
@@ -81,14 +81,6 @@ def test_one_worker_whose_pipeline_begins_late_is_synchronous(nesterov):
   assert not np.allclose(jax.tree.leaves(late)[0], jax.tree.leaves(wanted)[0])
 
 
-def _learner(step):
-  return server.GradientLearner(
-    gradients.linear, gradients.SGD, jnp.array(0.0),
-    data.SampleStream(gradients.DIGITS, 1, seed=0), workers=["a"],
-    local_step=step,
-  )  # fmt: skip
-
-
 # By the number of each task: the version that it was sent.
 SENT = (0, 0, 1, 1, 3, 4)
 # Rate, whether it leads, whether its worker remembers, and whether it was sent
@@ -99,41 +91,21 @@ CONTROLS = (
 )  # fmt: skip
 
 
-def test_a_learner_says_when_a_step_is_taken():
-  """It is where the last gradient is missing, at that version's rate."""
-  learner, found = _learner(STEP), []
-  programs = learner._programs[0]
-
-  def step(model, *task):
-    found.append(tuple(np.round(task[-1], 6)))
-    return programs.step(model, *task)
-
-  learner._programs[0] = programs._replace(step=step)
-  for task, version in enumerate(SENT):
-    learner.pull(server.Reply("a", task, version, 4))
-    if task == 4:
-      # Its worker dies later, with a task in hand.
-      learner.pull(server.Reply("a", 9, version, 4))
-    staleness = (0, 1, 1, 0, 0, 0)[task]
-    learner.apply(server.Apply((task,), (1.0,), (staleness,)))
-    if task == 4:
-      learner.discard(9)
-  np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
-
-
-def test_a_worker_says_when_a_step_is_taken():
-  """As the learner, by the last task that its server has settled."""
-  worker = server.GradientWorker(
+def _worker(step):
+  return server.GradientWorker(
     gradients.linear, jnp.array(0.0),
     data.SampleStream(gradients.DIGITS, 1, seed=0), server.message_plans(),
-    number=0, num_workers=1, sizes=[4], local_step=STEP,
+    number=0, num_workers=1, sizes=[4], local_step=step,
   )  # fmt: skip
-  found = []
 
-  def gradient(params, model_state, last, control, *rest):
+
+def test_local_step_is_taken_where_the_last_gradient_is_missing():
+  """The server says so by the last task that it has settled."""
+  worker, found = _worker(STEP), []
+
+  def gradient(params, model_state, steps, control, *rest):
     found.append(control)
-    pushed = _gradient_messages.Pushed(jnp.array(0.0), {})
-    return pushed, 0.0, last
+    return _merge.Pushed(jnp.array(0.0), {}), 0.0, steps
 
   worker._program = lambda passes: gradient
   for task, settled in enumerate((-1, -1, 0, 1, 3, 4)):
@@ -141,10 +113,10 @@ def test_a_worker_says_when_a_step_is_taken():
       worker.restart()
     more = {"start": 0, "settled": settled}
     header = {"task": task, "version": SENT[task], "samples": 4, "more": more}
-    worker.compute(header | {"pull_plan": None, "push_plan": 0}, np.zeros(0))
+    worker.compute(header | {"push_plan": 0})
   np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
 
 
 def test_no_rate_compiles_anything_anew():
-  fast, slow = (_learner(server.LocalStep(rate)) for rate in (0.1, 0.2))
-  assert fast._programs[0] is slow._programs[0]
+  fast, slow = (_worker(server.LocalStep(rate)) for rate in (0.1, 0.2))
+  assert fast._program(1) is slow._program(1)

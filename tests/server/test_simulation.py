@@ -17,16 +17,18 @@ PROFILE = cluster.Profile(seconds_per_sample=0.1)
 FIVE = server.FixedBatches(5)
 
 
-class Learner:
+class Noting(server.EmptyServer):
   """Takes note of what happens to each task."""
 
   def __init__(self):
+    super().__init__(0)
     self.out, self.log = {}, []
 
-  def pull(self, reply):
+  def reply(self, reply):
     assert reply.task not in self.out
     self.out[reply.task] = reply
     self.log.append(reply)
+    return super().reply(reply)
 
   def apply(self, update):
     for task in update.tasks:
@@ -36,6 +38,11 @@ class Learner:
   def discard(self, task):
     del self.out[task]
     self.log.append(task)
+
+
+def noting():
+  names = (*"abcdefgh", "fast", "slow", *(f"worker{i}" for i in range(8)))
+  return server.Pair(Noting(), dict.fromkeys(names, server.EmptyWorker()))
 
 
 def simulation(speeds=(2.0, 1.0), protocol=None, **arguments):
@@ -53,7 +60,7 @@ def simulation(speeds=(2.0, 1.0), protocol=None, **arguments):
 
 def test_a_step_by_hand():
   # Speed 2: half a second is a quarter; a link of a second for a message.
-  learner = Learner()
+  learner = noting()
   run = simulation(
     link=cluster.Link(8.0),
     profile=dataclasses.replace(PROFILE, push_bytes=1.0),
@@ -63,7 +70,7 @@ def test_a_step_by_hand():
   # worker0: computes to 0.25, sends to 1.25; worker1's push waits at the
   # server's link and is there at 2.25.
   assert run.now_s == pytest.approx(2.25)
-  assert learner.log == [
+  assert learner.server.log == [
     server.Reply("worker0", 0, 0, 5),
     server.Reply("worker1", 1, 0, 5),
     server.Apply((0,), (1.0,), (0,)),
@@ -150,31 +157,33 @@ PROTOCOLS = {
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_failures_hold_nobody_up_and_lose_no_count(name):
-  learner = Learner()
+  learner = noting()
   run = simulation(
     machines=failing(), protocol=PROTOCOLS[name], learner=learner
   )
   run.run(seconds=40.0)
-  updates = [each for each in learner.log if isinstance(each, server.Apply)]
+  updates = [
+    each for each in learner.server.log if isinstance(each, server.Apply)
+  ]
   tasks = collections.Counter(task for each in updates for task in each.tasks)
   assert set(tasks.values()) == {1}
   assert run.state.applied == len(tasks)
   assert run.applied_samples == sum(
     reply.samples
-    for reply in learner.log
+    for reply in learner.server.log
     if isinstance(reply, server.Reply) and reply.task in tasks
   )
   before = run.state.version
   run.run(seconds=80.0)
   assert run.state.version > before + 20
   assert set(run.state.members) == {"a", "b", "d"}
-  assert len(learner.out) <= 3 + 3
+  assert len(learner.server.out) <= 3 + 3
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_the_same_seed_gives_the_same_course(name):
   def log(seed):
-    learner = Learner()
+    learner = noting()
     run = simulation(
       machines=failing(),
       protocol=PROTOCOLS[name],
@@ -182,7 +191,7 @@ def test_the_same_seed_gives_the_same_course(name):
       seed=seed,
     )
     run.run(seconds=25.0)
-    return learner.log, run.now_s, run.events
+    return learner.server.log, run.now_s, run.events
 
   assert log(0) == log(0)
   if name != "bsp":  # Its order is the workers', whatever the jitter.
@@ -191,24 +200,25 @@ def test_the_same_seed_gives_the_same_course(name):
 
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(st.integers(0, 150), st.sampled_from(sorted(PROTOCOLS)))
-def test_time_alone_stands_where_a_run_with_a_learner_stood(events, name):
-  def make(learner=None):
+def test_resumed_run_stands_where_the_first_one_stood(events, name):
+  def make():
     return simulation(
-      machines=failing(), protocol=PROTOCOLS[name], learner=learner
+      machines=failing(), protocol=PROTOCOLS[name], learner=noting()
     )
 
-  whole = make(Learner())
+  whole = make()
   whole.run(events=events)
-  stood = dict(whole.learner.out)
-  whole.learner.log.clear()
+  stood = dict(whole.learner.server.out)
+  saved = whole.save()
+  whole.learner.server.log.clear()
   whole.run(events=events + 100)
   again = make()
-  again.run(events=events)
-  again.learner = Learner()
-  again.learner.out = stood
+  again.learner.server.out = stood
+  again.resume(*saved)
   again.run(events=events + 100)
-  assert again.learner.log == whole.learner.log
-  assert again.nodes == whole.nodes and again.now_s == whole.now_s
+  assert again.learner.server.log == whole.learner.server.log
+  # As text, in which an unknown duration, a NaN, equals another one.
+  assert str(again.nodes) == str(whole.nodes) and again.now_s == whole.now_s
 
 
 HANGING = {
@@ -231,7 +241,7 @@ def test_pushes_that_wait_outlive_their_timers(name):
     cluster.Node("b", speed=1.3),
     cluster.Node("c", slowdowns=slow),
   )
-  learner = Learner()
+  learner = noting()
   run = simulation(
     machines=cluster.Cluster(nodes), protocol=HANGING[name], learner=learner
   )
@@ -243,7 +253,7 @@ def test_pushes_that_wait_outlive_their_timers(name):
   held = set(run.state.tasks) | {
     push.task for push in getattr(run.state, "collected", [])
   }
-  assert set(learner.out) <= held | {
+  assert set(learner.server.out) <= held | {
     push.task for push in getattr(run.state, "pushes_of_round", [])
   }
 
@@ -288,7 +298,7 @@ def test_batches_that_grow_are_held_within_memory():
     ValueError, match=r"'fast' must hold a batch of .* holds 40"
   ):
     run.run(updates=100)
-  learner = Learner()
+  learner = noting()
   run = simulation(
     machines=machines,
     protocol=server.dbs(64, limits={"fast": 40}),
@@ -297,7 +307,9 @@ def test_batches_that_grow_are_held_within_memory():
   )
   run.run(updates=100)
   sizes = {
-    (x.worker, x.samples) for x in learner.log if isinstance(x, server.Reply)
+    (x.worker, x.samples)
+    for x in learner.server.log
+    if isinstance(x, server.Reply)
   }
   assert ("fast", 40) in sizes and ("slow", 24) in sizes
   assert max(samples for worker, samples in sizes if worker == "fast") == 40

@@ -62,7 +62,7 @@ def make_server(
       push_codec=parts.push_codec,
       **common,
     )
-    protocol = dataclasses.replace(protocol, parts=syncer.server.parts)
+    protocol = dataclasses.replace(protocol, parts=syncer.parts)
     return server.LiveServer(protocol, syncer, plan)
   learner = server.GradientServer(
     parts.optimizer,

@@ -82,7 +82,7 @@ def _train_fragments(parts: _server_parts.Parts) -> None:
 def _simulate(
   parts: _server_parts.Parts,
   protocol: server.Protocol,
-  learner: server.Learner,
+  learner: server.Pair,
 ) -> None:
   profile = parts.profile
   if parts.push_codec is not None:

@@ -67,7 +67,7 @@ class Exchange:
     """
     _predictor.check_predictor("predictor", predictor)
     optimizer = checks.check_optimizer("optimizer", optimizer)
-    self._predictor, self._optimizer = predictor, optimizer
+    self.predictor, self.optimizer = predictor, optimizer
 
   def init(self, params: PyTree, num_workers: int) -> ExchangeState:
     """Returns the first state; the rear is as given until the first step ends.
@@ -77,10 +77,10 @@ class Exchange:
       num_workers: at least 1.
     """
     num_workers = checks.check_int("num_workers", num_workers, 1)
-    front, _ = self._predictor.cut.split(params)
+    front, _ = self.predictor.cut.split(params)
     rows = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (num_workers, *jnp.shape(x))),
-      self._optimizer.init(front),
+      self.optimizer.init(front),
     )
     return ExchangeState(params, rows, jnp.arange(num_workers, dtype=jnp.int32))
 
@@ -107,17 +107,17 @@ class Exchange:
       checks.named_leaves(gradients),
       {name: (num, *jnp.shape(x)) for name, x in params.items()},
     )
-    cut = self._predictor.cut
+    cut = self.predictor.cut
     front, _ = cut.split(state.params)
 
     def push(gradients: PyTree, optimizer: PyTree) -> tuple[PyTree, PyTree]:
       own, _ = cut.split(gradients)
-      updates, optimizer = self._optimizer.update(own, optimizer, front)
+      updates, optimizer = self.optimizer.update(own, optimizer, front)
       return optax.apply_updates(front, updates), optimizer
 
     pushed, optimizer = jax.vmap(push)(gradients, state.optimizer)
     front = jax.tree.map(lambda x: x.mean(0), pushed)
-    rear = self._predictor.apply(predictor_params, front)
+    rear = self.predictor.apply(predictor_params, front)
     return state._replace(params=cut.join(front, rear), optimizer=optimizer)
 
 

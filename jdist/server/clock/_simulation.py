@@ -178,6 +178,11 @@ class Simulation(_driver.Driver):
     return bool(self._environment.peek() == math.inf)
 
   @property
+  def all_expelled(self) -> bool:
+    """True once pushes of all machines were refused again and again."""
+    return all(map(self.expelled, self.nodes))
+
+  @property
   def under_way_s(self) -> float:
     """Seconds that machines have spent on what they compute now."""
     return sum(self._environment.now - began for began in self._busy.values())

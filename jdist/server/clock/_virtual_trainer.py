@@ -11,14 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, training
-from jdist.server import _gradient_learner
 from jdist.server.clock import _simulation
-from jdist.server.decoupled import _fragment_learner
+from jdist.server.gradients import _learner
 
-_LEARNERS = (
-  _gradient_learner.GradientLearner,
-  _fragment_learner.FragmentLearner,
-)
 Unit = Literal["updates", "samples", "seconds"]
 
 
@@ -26,8 +21,7 @@ class VirtualTrainer:
   """Runs a simulation whose learner has real gradients.
 
   Args:
-    simulation: at its beginning, with a `GradientLearner` or a
-      `FragmentLearner`.
+    simulation: at its beginning, with a learner such as a `GradientLearner`.
 
   Raises:
     ValueError: when the simulation has no such learner.
@@ -35,11 +29,10 @@ class VirtualTrainer:
 
   def __init__(self, simulation: _simulation.Simulation):
     learner = simulation.learner
-    if not isinstance(learner, _LEARNERS):
+    if learner is None:
       raise ValueError(
-        "`simulation` must have a learner with gradients, got "
-        f"{checks.show(learner)}. Make it with `Simulation(..., "
-        "learner=GradientLearner(...))`."
+        "`simulation` must have a learner with gradients, got None. Make it "
+        "with `Simulation(..., learner=GradientLearner(...))`."
       )
     self.simulation, self.learner = simulation, learner
     self._last_samples = 0
@@ -99,7 +92,7 @@ class VirtualTrainer:
     marks = [every * (i + 1) for i in range(math.ceil(total / every - 1e-9))]
     marks[-1] = total
     metadata = {"every": every, "unit": unit, **(metadata or {})}
-    records = []
+    records, run = [], self.simulation
     if checkpoints is not None:
       records = self._resume(checkpoints, metadata)
     if 0 < len(records) < len(marks):
@@ -114,10 +107,13 @@ class VirtualTrainer:
         )
       for number, mark in list(enumerate(marks, 1))[len(records) :]:
         limit = mark if unit == "seconds" else round(mark)
-        self.simulation.run(**{unit: limit})  # type: ignore[arg-type]
+        run.run(**{unit: limit})  # type: ignore[arg-type]
         ended = self._ends_before(limit, unit)
         if ended and records and records[-1].step == self._updates:
-          break
+          # Refused pushes make no update, but they must show in a record.
+          shown = records[-1].diverged or not run.all_expelled
+          if shown:
+            break
         records.append(self._record(evaluate))
         on_record(records[-1])
         saved = False
@@ -134,10 +130,12 @@ class VirtualTrainer:
     if checkpoints is not None:
       checkpoints.wait()
     if self._ends_before(total, unit):
+      why = "All machines are away for good"
+      if run.all_expelled:
+        why = "Pushes of all machines were refused again and again"
       warnings.warn(
-        f"All machines are away for good after update {self._updates} at "
-        f"{self.simulation.now_s:.4g} s, before {total:g} {unit}: so the run "
-        "has ended.",
+        f"{why} after update {self._updates} at {run.now_s:.4g} s, before "
+        f"{total:g} {unit}: so the run has ended.",
         RuntimeWarning,
         stacklevel=2,
       )
@@ -160,8 +158,9 @@ class VirtualTrainer:
     records: list[training.Record],
   ) -> bool:
     """Starts to write a checkpoint, unless the state has diverged."""
-    arrays = self.learner.arrays()
-    if not _is_finite(self.learner.model, arrays):
+    params, opt_state, model_state = self.learner.model
+    finite = training.is_finite((params, model_state), opt_state)
+    if self.simulation.all_expelled or not finite:
       kept = checkpoints.latest_step() is not None
       stays = "the last checkpoint stays" if kept else "there is no checkpoint"
       warnings.warn(
@@ -171,12 +170,19 @@ class VirtualTrainer:
         stacklevel=3,
       )
       return False
-    state = _with_worker(arrays)
+    notes, arrays = self.simulation.save()
+    # Checkpoints know arrays of one worker, hence the leading dimension.
+    state = {name: jnp.asarray(x)[None] for name, x in arrays.items()}
+    saved = {
+      "records": [list(record) for record in records],
+      "notes": notes,
+      "sizes": {name: len(x) for name, x in arrays.items()},
+    }
     checkpoints.save(
       self.simulation.events,
       state,
-      jax.tree.map(lambda leaf: True, state),
-      metadata | {"records": [list(record) for record in records]},
+      dict.fromkeys(state, True),
+      metadata | saved,
     )
     return True
 
@@ -184,23 +190,24 @@ class VirtualTrainer:
     self, checkpoints: training.Checkpoints, metadata: dict[str, Any]
   ) -> list[training.Record]:
     """Replays up to the newest checkpoint, and returns its records."""
-    run, learner = self.simulation, self.learner
-
-    def replay(events: int) -> Any:
-      learner.replays = True
-      run.run(events=events)
-      return _with_worker(learner.arrays())
+    sizes: dict[str, int] = {}
 
     def check(saved: dict[str, Any]) -> None:
-      training.check_same_run(saved, metadata, free={"records"})
+      free = {"records", "notes", "sizes"}
+      training.check_same_run(saved, metadata, free=free)
+      sizes.update(saved["sizes"])
 
-    found = checkpoints.restore(replay, check=check)
+    def like(events: int) -> Any:
+      del events
+      return {name: jnp.zeros((1, n), jnp.uint8) for name, n in sizes.items()}
+
+    found = checkpoints.restore(like, check=check)
     if found is None:
       return []
-    records = [training.Record(*x) for x in found.metadata["records"]]
-    learner.load(jax.tree.map(lambda x: jnp.asarray(x)[0], found.state))
-    self._last_samples = learner.samples
-    return records
+    arrays = {name: np.asarray(x)[0] for name, x in found.state.items()}
+    self.simulation.resume(found.metadata["notes"], arrays)
+    self._last_samples = self.learner.samples
+    return [training.Record(*x) for x in found.metadata["records"]]
 
   def _record(
     self,
@@ -222,26 +229,6 @@ class VirtualTrainer:
       train_s=run.now_s,
       samples_per_s=learner.samples / run.now_s if run.now_s else 0.0,
       clock="virtual",
-      diverged=training.is_diverged(metrics, found.tolist()),
+      diverged=training.is_diverged(metrics, found.tolist())
+      or run.all_expelled,
     )
-
-
-def _is_finite(model: _learner.ServerModel, arrays: Any) -> bool:
-  """Returns whether training can go on from a state.
-
-  As of `Trainer`: the model must be finite, and all other arrays, those that
-  are under way and workers' feedbacks too, without NaN.
-  """
-
-  def floats(tree: Any) -> list[jax.Array]:
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))
-    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-  bad = [~jnp.isfinite(x).all() for x in floats(model[::2])]
-  bad += [jnp.isnan(x).any() for x in floats(arrays) if x.ndim]
-  return not any(jax.device_get(bad))
-
-
-def _with_worker(tree: Any) -> Any:
-  """Adds the dimension of the one worker that checkpoints know."""
-  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

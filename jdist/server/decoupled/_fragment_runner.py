@@ -69,7 +69,7 @@ class FragmentRunner:
     ]
     parts = self._parts(self._anchor)
     self._push_states = [
-      _first_state(
+      _gradient_messages.first_state(
         self._codec, part, (seed * num_workers + number) * len(parts) + i
       )
       for i, part in enumerate(parts)
@@ -103,6 +103,7 @@ class FragmentRunner:
   def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
     """Takes the merged fragments that were sent with a task."""
     pulled, more = header["pulled"], header["more"]
+    payload = np.zeros(0, np.uint8) if payload is None else payload
     if pulled is None:
       self._unmerged.clear()
       anchor, model_state = _gradient_messages.tree_of_bytes(
@@ -196,15 +197,3 @@ class FragmentRunner:
     )
     for (p, tasks), pushes in zip(notes["unmerged"], found, strict=True):
       self._unmerged[p] = dict(zip(tasks, pushes, strict=True))
-
-
-def _first_state(
-  codec: _message_codec.MessageCodec, part: Leaves, stream: int
-) -> _message_codec.MessageState:
-  """Returns a fragment's first state, with random numbers of its own.
-
-  The numbers follow from the count of messages, which begins at another place
-  for each stream: one program serves all of them.
-  """
-  state = codec.init(part)
-  return state._replace(step=state.step + ((stream % 2048) << 20))

@@ -88,6 +88,11 @@ class FragmentSyncer:
     """The model as it is evaluated."""
     return self.server.model
 
+  @property
+  def parts(self) -> tuple[float, ...]:
+    """Parameters in each fragment, for `DecoupledDiLoCo(parts=...)`."""
+    return self.server.parts
+
   def prepare(self) -> None:
     """Compiles what messages and merges need, before the first of them."""
     for fragment, kinds in enumerate(self._layouts):

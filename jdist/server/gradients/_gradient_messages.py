@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, codecs, training
+from jdist import checks, training
 from jdist.server import _message_codec
 from jdist.server.gradients import _learner, _merge
 from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 
 PyTree = Any
-EXACT = _message_codec.MessageCodec(codecs.Dense())
+# None sends the arrays' own bytes.
+Codec = _message_codec.MessageCodec | None
 
 
 class WorkerSteps(NamedTuple):
@@ -38,20 +39,13 @@ class MessagePlans(NamedTuple):
   Attributes:
     push: codecs of gradients.
     pull: codecs of the parameters; plan 0 sends them, every other plan the
-      difference from what a worker holds.
+      difference from what a worker holds.  None sends every bit.
     sizes: entries of each leaf for which the plans were made; any if None.
   """
 
-  push: tuple[_message_codec.MessageCodec, ...]
-  pull: tuple[_message_codec.MessageCodec, ...]
+  push: tuple[Codec, ...]
+  pull: tuple[Codec, ...]
   sizes: tuple[int, ...] | None = None
-
-  @property
-  def is_exact(self) -> bool:
-    """Whether pulls of plan 0 send every bit."""
-    codec = self.pull[0].codec
-    own = codec if isinstance(codec, tuple) else (codec,)
-    return all(isinstance(each, codecs.Dense) for each in own)
 
   def check_fits(self, params: PyTree) -> None:
     """Raises a ValueError unless plans of bits are of these parameters."""
@@ -86,7 +80,7 @@ def message_plans(
         name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
       )
   if plans is None:
-    return MessagePlans((push_codec or EXACT,), (pull_codec or EXACT,))
+    return MessagePlans((push_codec,), (pull_codec,))
   checks.check_type("plans", plans, _bit_plans.BitPlans, "a `server.BitPlans`")
   if push_codec is not None or pull_codec is not None:
     raise ValueError(
@@ -94,10 +88,12 @@ def message_plans(
       "place they are."
     )
   numbers = range(len(plans.bits))
+  # A difference needs no feedback: what it leaves out is in the next one.
+  pull = [_plan_codecs.plan_codec(plans, i, feedback=False) for i in numbers]
   return MessagePlans(
+    # An exact push has a codec, too: it sends the residual of pushes before.
     tuple(_plan_codecs.plan_codec(plans, i) for i in numbers),
-    # A difference needs no feedback: what it leaves out is in the next one.
-    tuple(_plan_codecs.plan_codec(plans, i, feedback=False) for i in numbers),
+    (None, *pull[1:]),
     plans.sizes,
   )
 
@@ -117,24 +113,39 @@ def first_states(
 
   Each rounds by random numbers of its own, in programs for all seeds.
   """
-  moved = ((seed * num_workers + number) % 2048) << 20
-  push, pull = plans.push[0].init(like), plans.pull[0].init(like)
-  return push._replace(step=push.step + moved), pull._replace(
-    step=pull.step + moved
+  stream = seed * num_workers + number
+  # The last codec: where plans differ, the first may be exact, without a state.
+  return tuple(
+    first_state(own[-1], like, stream) for own in (plans.push, plans.pull)
   )
 
 
-def layout(
-  codec: _message_codec.MessageCodec, like: PyTree, tail: PyTree
-) -> PyTree:
+def first_state(codec: Codec, like: PyTree, stream: int) -> PyTree:
+  """Returns a sender's first state, with random numbers of its own.
+
+  Random numbers follow from the count of messages, which begins at another
+  place for each stream, so one program serves all of them.
+  """
+  if codec is None:
+    return ()
+  state = codec.init(like)
+  return state._replace(step=state.step + ((stream % 2048) << 20))
+
+
+def layout(codec: Codec, like: PyTree, tail: PyTree) -> PyTree:
   """Returns shapes and dtypes of a message: of a tree, and exact ones behind.
 
   Bytes are put together by NumPy: compiled for a CPU, turning 340 kB of
   float32 into bytes and back took 40 ms each way, and a copy takes 0.1.
   """
-  return codec.payload_kinds(like), jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tail
-  )
+
+  def shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tree
+    )
+
+  kinds = shapes(like) if codec is None else codec.payload_kinds(like)
+  return kinds, shapes(tail)
 
 
 def num_bytes(kinds: PyTree) -> int:
@@ -202,8 +213,10 @@ def gradient_program(
 
 
 @functools.lru_cache(maxsize=32)
-def encode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
+def encode_push(codec: Codec) -> Callable[..., Any]:
   """Compiles `(Pushed, state) -> message, state`."""
+  if codec is None:
+    return lambda pushed, state: (tuple(pushed), state)
 
   @jax.jit
   def encode(pushed: Pushed, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -214,13 +227,15 @@ def encode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def decode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
+def decode_push(codec: Codec) -> Callable[..., Any]:
   """Compiles `(message, params) -> Pushed, whether all is finite`."""
 
   @jax.jit
   def decode(message: PyTree, params: PyTree) -> tuple[Pushed, jax.Array]:
     payload, change = message
-    pushed = Pushed(codec.decode_payloads(payload, params), change)
+    if codec is not None:
+      payload = codec.decode_payloads(payload, params)
+    pushed = Pushed(payload, change)
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(pushed)]
     return pushed, jnp.stack(finite).all()
 
@@ -228,19 +243,19 @@ def decode_push(codec: _message_codec.MessageCodec) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def encode_pull(
-  codec: _message_codec.MessageCodec, exact: bool
-) -> Callable[..., Any]:
+def encode_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
   """Compiles `(params, held, state, model_state) -> message, state`.
 
-  The parameters themselves, or their difference from what a worker holds.
+  Sent are the whole parameters, or their difference from what a worker holds.
   """
+  if codec is None:
+    return lambda params, held, state, rest: ((params, rest), state)
 
   @jax.jit
   def encode(
     params: PyTree, held: PyTree, state: PyTree, model_state: PyTree
   ) -> tuple[PyTree, PyTree]:
-    sent = params if exact else jax.tree.map(jnp.subtract, params, held)
+    sent = params if whole else jax.tree.map(jnp.subtract, params, held)
     payload, state = codec.encode_payloads(sent, state)
     return (payload, model_state), state
 
@@ -248,19 +263,19 @@ def encode_pull(
 
 
 @functools.lru_cache(maxsize=32)
-def receive_pull(
-  codec: _message_codec.MessageCodec, exact: bool
-) -> Callable[..., Any]:
+def receive_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
   """Compiles `(message, held) -> held, model_state`.
 
   The server runs it, too: both then hold the same bits.
   """
+  if codec is None:
+    return lambda message, held: jax.device_put(message)
 
   @jax.jit
   def receive(message: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
     payload, model_state = message
     sent = codec.decode_payloads(payload, held)
-    if not exact:
+    if not whole:
       sent = jax.tree.map(jnp.add, held, sent)
     return sent, model_state
 

@@ -48,6 +48,9 @@ class GradientServer:
   Attributes:
     model: parameters and states now.
     position: samples given out, by worker; one entry, 0, of a shared stream.
+    num_workers: number of all workers.
+    tasks: tasks that are out, by number: the worker's number, samples, and
+      the plan of the push.
     samples: samples in updates.
     losses: `(samples so far, loss)` of the last updates, at most 1,000.
 
@@ -85,6 +88,7 @@ class GradientServer:
     )
     self.plans, self._shared = plans, shared
     self._compensation = compensation
+    self.num_workers = len(workers)
     self._numbers = {name: i for i, name in enumerate(workers)}
     self._layouts = [
       _gradient_messages.layout(codec, params, model_state)
@@ -92,7 +96,7 @@ class GradientServer:
     ]
     self._pull_states = [
       _gradient_messages.first_states(plans, params, seed, i, len(workers))[1]
-      for i in range(len(workers))
+      for i in range(self.num_workers)
     ]
     # Exact parameters are encoded once for all workers that wait at a barrier.
     self._exact: tuple[PyTree, np.ndarray] | None = None
@@ -101,8 +105,7 @@ class GradientServer:
     # With compensation, the parameters that were sent for tasks still out.
     self._read: dict[int, PyTree] = {}
     self._settled: dict[int, int] = {}
-    # Tasks that are out: number of the worker, samples, plan of the push.
-    self._tasks: dict[int, tuple[int, int, int]] = {}
+    self.tasks: dict[int, tuple[int, int, int]] = {}
     self._pushes: dict[int, Pushed] = {}
     self._losses: dict[int, float] = {}
     self.position: collections.Counter[int] = collections.Counter()
@@ -121,10 +124,7 @@ class GradientServer:
       pushed, _ = _gradient_messages.decode_push(codec)(empty, model.params)
     for plan, codec in enumerate(self.plans.pull):
       message, _ = _gradient_messages.encode_pull(codec, plan == 0)(
-        model.params,
-        None if plan == 0 else model.params,
-        state,
-        model.model_state,
+        model.params, model.params, state, model.model_state
       )
       _gradient_messages.receive_pull(codec, plan == 0)(message, model.params)
     assert pushed is not None
@@ -143,7 +143,7 @@ class GradientServer:
       "settled": self._settled.get(worker, -1),
     }
     self.position[whose] += reply.samples
-    self._tasks[reply.task] = (worker, reply.samples, reply.push_plan)
+    self.tasks[reply.task] = (worker, reply.samples, reply.push_plan)
     payload = self._encode(worker, reply.pull_plan)
     if self._compensation:
       self._read[reply.task] = self._held[worker]
@@ -153,25 +153,20 @@ class GradientServer:
     model = self.model
     if plan is None:
       return None
-    codec, exact = self.plans.pull[plan], plan == 0
-    encode = _gradient_messages.encode_pull(codec, exact)
-    if exact and self.plans.is_exact:
+    codec, whole = self.plans.pull[plan], plan == 0
+    if codec is None:
       if self._exact is None or self._exact[0] is not model:
-        message, _ = encode(
-          model.params, None, self._pull_states[worker], model.model_state
-        )
+        message = model.params, model.model_state
         self._exact = model, _gradient_messages.tree_bytes(message)
       self._keep(worker, model.params)
       return self._exact[1]
-    held = model.params if exact else self._held[worker]
+    encode = _gradient_messages.encode_pull(codec, whole)
+    held = model.params if whole else self._held[worker]
     message, self._pull_states[worker] = encode(
-      model.params,
-      None if exact else held,
-      self._pull_states[worker],
-      model.model_state,
+      model.params, held, self._pull_states[worker], model.model_state
     )
     # The worker runs the same program, so both hold the same bits.
-    receive = _gradient_messages.receive_pull(codec, exact)
+    receive = _gradient_messages.receive_pull(codec, whole)
     self._keep(worker, receive(message, held)[0])
     return _gradient_messages.tree_bytes(message)
 
@@ -182,7 +177,7 @@ class GradientServer:
 
   def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
     """Decodes a push, or refuses it."""
-    plan = self._tasks[task][2]
+    plan = self.tasks[task][2]
     message = _gradient_messages.tree_of_push(payload, self._layouts[plan])
     pushed, finite = _gradient_messages.decode_push(self.plans.push[plan])(
       message, self.model.params
@@ -192,7 +187,7 @@ class GradientServer:
 
   def apply(self, update: _messages.Apply) -> None:
     """Updates the model by pushes, summed in the protocol's order."""
-    tasks = [self._tasks.pop(task) for task in update.tasks]
+    tasks = [self.tasks.pop(task) for task in update.tasks]
     whole = sum(samples for _, samples, _ in tasks)
     self.samples += whole
     pushes, parts, loss = [], [], 0.0
@@ -217,7 +212,7 @@ class GradientServer:
 
   def discard(self, task: int) -> None:
     """Drops a task, and its push if that has been decoded."""
-    self._settle(self._tasks.pop(task)[0], task)
+    self._settle(self.tasks.pop(task)[0], task)
     for kept in (self._pushes, self._losses, self._read):
       kept.pop(task, None)
 
@@ -232,7 +227,7 @@ class GradientServer:
     notes = {
       "samples": self.samples,
       "position": sorted(self.position.items()),
-      "tasks": [[task, *x] for task, x in self._tasks.items()],
+      "tasks": [[task, *x] for task, x in self.tasks.items()],
       "pushes": [[task, self._losses[task]] for task in self._pushes],
       "settled": sorted(self._settled.items()),
       "read": read,
@@ -262,7 +257,7 @@ class GradientServer:
     )
     self.samples = notes["samples"]
     self.position = collections.Counter(dict(map(tuple, notes["position"])))
-    self._tasks = {task: tuple(x) for task, *x in notes["tasks"]}
+    self.tasks = {task: tuple(x) for task, *x in notes["tasks"]}
     self._losses = dict(map(tuple, notes["pushes"]))
     self._pushes = dict(zip(self._losses, pushes, strict=True))
     self._settled = dict(map(tuple, notes["settled"]))

@@ -100,7 +100,7 @@ class GradientWorker:
   def stateless(self) -> bool:
     """Whether no later push depends on whether a task has been computed."""
     return not self._carries and all(
-      codec.stateless for codec in self._plans.push
+      codec is None or codec.stateless for codec in self._plans.push
     )
 
   def prepare(self) -> None:
@@ -169,6 +169,8 @@ class GradientWorker:
       self._plans.push[header["push_plan"]]
     )
     found, self._push_state = encode(pushed, self._push_state)
+    # One transfer for all: each waits for the device.
+    found, loss = jax.device_get((found, loss))
     return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
 
   def restart(self) -> None:

@@ -144,10 +144,12 @@ class Pair:
   """
 
   def __init__(
-    self, server: ServerLearner, workers: Mapping[str, WorkerLearner]
+    self,
+    server: ServerLearner,
+    workers: Mapping[Any, WorkerLearner],
   ):
     self.server: Any = server
-    self.workers = dict(workers)
+    self.workers = {str(name): one for name, one in workers.items()}
 
   @property
   def model(self) -> ServerModel:

@@ -1,7 +1,6 @@
 """Messages by a plan of bits, and the plans that a gradient allows."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,36 +41,6 @@ def _codec(bits: int, block: int) -> codecs.Codec:
   if bits == 32:
     return codecs.Dense()
   return codecs.Quantize(bits, block, rounding="stochastic")
-
-
-@functools.lru_cache(maxsize=16)
-def difference_program(
-  codec: _message_codec.MessageCodec,
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-  r"""Compiles a pull that sends the difference from what a worker holds.
-
-  .. math:: h \leftarrow h + D(C(\theta - h))
-
-  What is not sent stays in the difference: the residual is :math:`\theta - h`,
-  and h the only memory that it needs.
-
-  Args:
-    codec: C and D, without a feedback of its own.
-
-  Returns:
-    `(params, held, codec's state) -> held, codec's state`.
-  """
-
-  @jax.jit
-  def send(
-    params: PyTree, held: PyTree, state: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    missing = jax.tree.map(jnp.subtract, params, held)
-    buffer, state = codec.encode(missing, state)
-    sent = codec.decode(buffer, missing)
-    return jax.tree.map(jnp.add, held, sent), state
-
-  return send
 
 
 def fit_bit_plans(

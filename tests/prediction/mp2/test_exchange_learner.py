@@ -1,4 +1,4 @@
-"""MP² as a protocol's learner has the bits of the exchange."""
+"""MP² as a pair of learners trains as the exchange does."""
 
 import chex
 import jax
@@ -38,10 +38,11 @@ def learn(protocol, speeds=(3.0, 1.0, 2.0), updates=5):
   return learner
 
 
-def test_a_full_barrier_has_the_bits_of_the_exchange():
+def test_full_barrier_trains_as_the_exchange():
   learner = learn(server.BSP(batches=server.FixedBatches(4)))
   exchange = prediction.Exchange(PREDICTOR, optax.adam(1e-2))
-  state, samples = exchange.init(MODEL.params, 3), learner._samples
+  state = exchange.init(MODEL.params, 3)
+  samples = data.SampleStream(DIGITS, 3, seed=0)
   key = jax.random.key(0)
 
   @jax.jit
@@ -59,7 +60,11 @@ def test_a_full_barrier_has_the_bits_of_the_exchange():
     state = step(state, jax.tree.map(lambda *x: jnp.stack(x), *rows))
     # The one that closes a barrier pulls last; the others wait by rank.
     order = [0, 2, 1]
-  chex.assert_trees_all_equal(state.params, learner.state.params)
+  # The exchange maps over workers in one program, which sums in another order,
+  # and Adam divides small gradients by their own size.
+  chex.assert_trees_all_close(
+    state.params, learner.model.params, rtol=1e-4, atol=1e-5
+  )
 
 
 def noisy_loss(params, model_state, batch, key):
@@ -69,18 +74,22 @@ def noisy_loss(params, model_state, batch, key):
   return loss, (model_state, {})
 
 
-def test_a_batch_has_the_random_numbers_of_its_own_task():
-  def learned(tasks):
+def test_batch_has_random_numbers_of_its_own_task():
+  def learned(order):
     learner = prediction.ExchangeLearner(
       prediction.Exchange(PREDICTOR, optax.sgd(0.1)), noisy_loss, MODEL.params,
       THETA, data.SampleStream(DIGITS, 2, seed=0), workers=("a", "b"),
     )  # fmt: skip
+    headers = {}
     for task, worker in enumerate(("a", "b")):
-      learner.pull(server.Reply(worker, task, 0, 4))
-    learner.apply(server.Apply(tasks, (0.5, 0.5), (0, 0)))
-    return learner.state.params
+      reply = server.Reply(worker, task, 0, 4)
+      headers[task] = reply._asdict() | {"more": learner.server.reply(reply)[0]}
+    for task in order:
+      worker = learner.workers["ab"[task]]
+      learner.server.push(task, *worker.compute(headers[task]))
+    learner.server.apply(server.Apply((0, 1), (0.5, 0.5), (0, 0)))
+    return learner.model.params
 
-  # Whoever comes first.
   chex.assert_trees_all_equal(learned((0, 1)), learned((1, 0)))
 
 
