@@ -148,6 +148,14 @@ def _chain(folder, number):
   }
 
 
+def _other_formats(sources):
+  found = house.disk_formats(sources)
+  known = {*house.KEPT, "export", "input"}
+  return [
+    f"{kind}: {paths}" for kind, paths in found.items() if kind not in known
+  ]
+
+
 _CLASS = "class Message:\n  pass\n"
 _IMPORTS = "".join(f"from jdist.codecs import _f{i}\n" for i in range(7))
 # A guard, and what it must find something in.
@@ -181,6 +189,10 @@ _GUARDS = {
   "no_table_in_transforms_knows_types_of_states": (
     _tables_of_states,
     {"transforms/_table.py": "X = {_local.LocalStepsState: {'step'}}\n"},
+  ),
+  "no_file_is_kept_in_another_format": (
+    _other_formats,
+    {"data/_a.py": "import numpy as np\nnp.savez(path, **arrays)"},
   ),
   "no_options_file_is_long": (
     _long_options,
@@ -218,6 +230,29 @@ def test_a_guard_finds_what_is_wrong(name):
 )
 def test_a_state_may_be_named_in_transforms(text):
   assert not _tables_of_states(house.parse_sources({"transforms/_a.py": text}))
+
+
+@pytest.mark.parametrize(
+  ("text", "kinds"),
+  [
+    ("import pickle", ["pickle"]),
+    ("def f():\n  from cloudpickle import dumps", ["pickle"]),
+    ("np.load(path, allow_pickle=True)", ["npy", "pickle"]),
+    ("with path.open('ab') as file: pass", ["raw"]),
+    ("open(path, 'w')\nsealed_json.write_whole(path, data)", ["raw"]),
+    ("checks.import_extra('orbax.checkpoint', 'x')", ["orbax"]),
+    (
+      "array_files.save_arrays(x, y, z)\njson_lines.read(x)",
+      ["arrays", "json"],
+    ),
+    ("sealed_json.read(x, form=1)\nopen(path, 'rb')", ["json"]),
+    ("figure.savefig(path)\npath.read_text()", ["export", "input"]),
+    ("state.save(path)\nlearner.load(x)\nself.write(x)", []),
+  ],
+)
+def test_formats_are_found_by_imports_and_calls(text, kinds):
+  sources = house.parse_sources({"training/_a.py": text})
+  assert list(house.disk_formats(sources)) == kinds
 
 
 def test_floors_are_counted_by_hand():

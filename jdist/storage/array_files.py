@@ -246,15 +246,10 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   Raises:
     ValueError: when there are others; it names the first one.
   """
-  leaves = checks.named_leaves(like)
-  keys = {
-    name: leaf
-    for name, leaf in leaves.items()
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-  }
-  expected = leaves | {
-    name: jax.eval_shape(jax.random.key_data, key) for name, key in keys.items()
-  }
+  leaves, expected = checks.named_leaves(like), {}
+  for name, leaf in leaves.items():
+    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    expected[name] = jax.random.key_data(leaf) if key else leaf
   for name in expected | dict(arrays):
     found, wanted = (
       f"{x[name].dtype}{list(x[name].shape)}" if name in x else "nothing"
@@ -265,17 +260,13 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
         f"`directory` must hold {wanted} as {name!r}, got {found}. It was "
         "written for another model or optimizer, or by another version."
       )
-  return jax.tree.unflatten(
-    jax.tree.structure(like),
-    [
-      jax.random.wrap_key_data(
-        jnp.asarray(arrays[name]), impl=jax.random.key_impl(leaf)
-      )
-      if name in keys
-      else jnp.asarray(arrays[name])
-      for name, leaf in leaves.items()
-    ],
-  )
+  found_leaves = []
+  for name, leaf in leaves.items():
+    array = jnp.asarray(arrays[name])
+    if leaf is not expected[name]:
+      array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+    found_leaves.append(array)
+  return jax.tree.unflatten(jax.tree.structure(like), found_leaves)
 
 
 def create_rows(path: pathlib.Path, num_rows: int, length: int) -> None:

@@ -1,8 +1,8 @@
 """Dataclasses, tuples and containers as JSON values, and back.
 
-A file that is read holds numbers, text, lists and objects, and never the name
-of a type.  The reader says which type it expects, and every value is compared
-with that type's annotations before anything is built.
+A file holds numbers, text, lists and objects, and never the name of a type.
+The reader says which type it expects, and every value is compared with that
+type's annotations before anything is built.
 """
 
 import collections
@@ -39,10 +39,9 @@ def to_plain(value: Any) -> Any:
   if type(value) in _SCALARS:
     return value
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    fields = dataclasses.fields(value)
-    return {x.name: to_plain(getattr(value, x.name)) for x in fields}
-  if hasattr(value, "_fields"):
-    return {name: to_plain(getattr(value, name)) for name in value._fields}
+    return {x: to_plain(getattr(value, x)) for x in _fields(type(value))}
+  if hasattr(value, "_asdict"):
+    value = value._asdict()
   if isinstance(value, dict) and all(isinstance(key, str) for key in value):
     return {key: to_plain(each) for key, each in value.items()}
   if isinstance(value, dict):
@@ -80,21 +79,35 @@ def from_plain(plain: Any, kind: Any, name: str = "value") -> Any:
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin in (types.UnionType, typing.Union):
     return _from_union(plain, args, name)
-  if kind is None or kind in _SCALARS:
-    return _scalar(plain, types.NoneType if kind is None else kind, name)
-  if origin is tuple and args[-1:] != (...,):
-    _check(isinstance(plain, list) and len(plain) == len(args), name, kind)
-    return tuple(
-      from_plain(x, each, f"{name}[{i}]")
-      for i, (x, each) in enumerate(zip(plain, args, strict=True))
-    )
+  if kind in (None, *_SCALARS):
+    # Some programs write 1.0 as 1; and Python counts True as an int.
+    allowed = {float: (int, float), None: (types.NoneType,)}.get(kind, (kind,))
+    _check(type(plain) in allowed, name, kind)
+    return plain
   if origin in (list, tuple, collections.deque):
     _check(isinstance(plain, list), name, kind)
-    return origin(
-      from_plain(x, args[0], f"{name}[{i}]") for i, x in enumerate(plain)
-    )
+    if origin is tuple and args[-1] is not ...:
+      _check(len(plain) == len(args), name, kind)
+    else:
+      args = args[:1] * len(plain)
+    typed = enumerate(zip(plain, args, strict=True))
+    return origin(from_plain(x, of, f"{name}[{i}]") for i, (x, of) in typed)
   if origin in (dict, collections.Counter):
-    return _from_pairs(plain, origin, args, name)
+    # A Counter names the type of its keys alone.
+    key, value = args if len(args) == 2 else (*args, int)
+    pairs = list(plain.items()) if isinstance(plain, dict) else plain
+    is_pairs = isinstance(pairs, list) and all(
+      isinstance(x, list | tuple) and len(x) == 2 for x in pairs
+    )
+    _check(is_pairs, name, kind)
+    return origin(
+      {
+        from_plain(k, key, f"{name}'s key"): from_plain(
+          v, value, f"{name}[{k}]"
+        )
+        for k, v in pairs
+      }
+    )
   return _from_object(plain, kind, name)
 
 
@@ -107,33 +120,6 @@ def _from_union(plain: Any, kinds: tuple[Any, ...], name: str) -> Any:
       errors.append(error)
   # The first alternative is the value proper, as in `int | None`.
   raise errors[0]
-
-
-def _scalar(plain: Any, kind: type, name: str) -> Any:
-  # JSON writes a float without a fraction as an int in some programs, and
-  # Python counts True as an int.
-  allowed = (int, float) if kind is float else (kind,)
-  _check(type(plain) in allowed, name, kind)
-  return plain
-
-
-def _from_pairs(
-  plain: Any, origin: type, kinds: tuple[Any, ...], name: str
-) -> Any:
-  # A Counter names the type of its keys alone.
-  key, value = kinds if len(kinds) == 2 else (*kinds, int)
-  if isinstance(plain, dict):
-    plain = [list(pair) for pair in plain.items()]
-  pairs = isinstance(plain, list) and all(
-    isinstance(x, list) and len(x) == 2 for x in plain
-  )
-  _check(pairs, name, origin[kinds])  # type: ignore[index]
-  return origin(
-    {
-      from_plain(k, key, f"{name}'s key"): from_plain(v, value, f"{name}[{k}]")
-      for k, v in plain
-    }
-  )
 
 
 def _from_object(plain: Any, kind: Any, name: str) -> Any:
@@ -153,12 +139,10 @@ def _from_object(plain: Any, kind: Any, name: str) -> Any:
 def _fields(kind: Any) -> dict[str, Any]:
   """Returns the annotated types of the fields that a type is built from."""
   hints = typing.get_type_hints(kind)
-  if dataclasses.is_dataclass(kind):
-    # A class variable has an annotation, too, and is no field.
-    return {x.name: hints[x.name] for x in dataclasses.fields(kind)}
-  if hasattr(kind, "_fields") or typing.is_typeddict(kind):
+  if not dataclasses.is_dataclass(kind):
     return hints
-  raise TypeError(f"{kind} has no fields that a file could hold.")
+  # A class variable has an annotation, too, and is no field.
+  return {x.name: hints[x.name] for x in dataclasses.fields(kind)}
 
 
 def _check(fits: bool, name: str, kind: Any) -> None:

@@ -1,5 +1,7 @@
 """Measures of how the library is built, for `measure_house.py`."""
 
+from house._disk_formats import disk_formats as disk_formats
+from house._disk_formats import KEPT as KEPT
 from house._figures import Limit as Limit
 from house._figures import limits as limits
 from house._figures import measure as measure

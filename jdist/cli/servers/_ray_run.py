@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import time
@@ -21,7 +20,7 @@ from jdist.cli import (
   _run_end,
 )
 from jdist.cli.servers import _server_parts
-from jdist.storage import sealed_json
+from jdist.storage import json_lines
 
 # Batches are padded to these parts of a round's samples, of 8.
 _EIGHTHS = (1, 2, 3, 5, 8)
@@ -217,7 +216,7 @@ class _Watch:
     self._path = None if folder is None else pathlib.Path(folder) / _RECORDS
     self._before: dict[float, training.Record] = {}
     if self._path is not None and self._path.is_file():
-      found = [training.Record(*x) for x in json.loads(self._path.read_text())]
+      found = [training.Record(*x) for x in json_lines.read(self._path)]
       self._before = {record.train_s: record for record in found}
 
   @property
@@ -267,8 +266,7 @@ class _Watch:
     )
     self.records.append(record)
     if self._path is not None:
-      text = json.dumps([list(x) for x in self.records])
-      sealed_json.write_whole(self._path, text.encode())
+      json_lines.write(self._path, map(list, self.records))
     print(
       f"update {record.step}  {now_s:.4g} s  "
       f"{_datasets.quality(metrics)}  train loss {loss:.4f}  "
