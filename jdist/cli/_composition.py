@@ -38,10 +38,7 @@ _FEEDBACKS: dict[str, Callable[[], reducers.Feedback | None]] = {
 _OUTER: dict[str, tuple[float, Callable[..., optax.GradientTransformation]]] = {
   "sgd": (1.0, lambda rate, momentum: optax.sgd(rate)),
   "momentum": (0.7, lambda rate, momentum: optax.sgd(rate, momentum)),
-  "nesterov": (
-    0.7,
-    lambda rate, momentum: optax.sgd(rate, momentum, nesterov=True),
-  ),
+  "nesterov": (0.7, transforms.outer_sgd),
   "adam": (0.01, lambda rate, momentum: optax.adam(rate, b1=momentum)),
 }
 

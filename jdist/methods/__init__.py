@@ -1,10 +1,10 @@
 """Published methods, each as one chain of transformations.
 
-All take the optimizer of a worker first, any Optax chain, and the workers'
-axis by name, and raise a ValueError where an argument is out of its range.
-Those with rounds take `axis`, `overlap` and `compression` as
-`transforms.local_steps` does, and refuse what it refuses; `transforms.drain`
-says how each ends.  `registry` has all by name, with paper and options.
+Every method takes the optimizer of a worker first, any Optax chain, and the
+axis of the workers by name, and raises a ValueError if an argument is out of
+its range.  Methods with rounds take `axis`, `overlap` and `compression` as
+`transforms.local_steps` does; `transforms.drain` describes how each ends.
+`registry` has all methods by name, with papers and options.
 """
 
 from jdist.methods._compressed_gradients import demo as demo

@@ -23,7 +23,7 @@ def qsgd(
   wire: Literal["gather", "all_to_all"] = "gather",
   seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""QSGD: few-bit integers, rounded at random so that the mean is right.
+  r"""QSGD: few-bit integers, rounded at random so that the mean is unbiased.
 
   .. math:: g \leftarrow \tfrac1N \sum_i Q(g_i), \qquad
             Q(x) = \tfrac{\lVert x \rVert_2}{L} R(L x / \lVert x \rVert_2)
@@ -32,23 +32,22 @@ def qsgd(
   lower integer, and :math:`L = 2^{b-1} - 1`.
 
   Args:
-    optimizer: any Optax optimizer.
-    bits: b, sign included; the paper's 4, of its 2, 4 and 8.
-    block: entries that share a norm, the paper's bucket of 512.
-    axis: the workers' axis.
-    wire: `"gather"` sends every worker's integers to all, as in the paper: by
-      N workers N - 1 payloads each.  `"all_to_all"` sends less than two,
-      whatever N is, and rounds the mean once more.
-    seed: of the rounding; None is 0.
+    optimizer: Any Optax optimizer.
+    bits: b, including the sign; the paper takes 2, 4 and 8.
+    block: The number of entries that share a norm, the paper's bucket of 512.
+    axis: The axis of the workers.
+    wire: `"gather"` sends every worker's integers to all, as in the paper, so
+      that each of N workers sends N - 1 payloads.  `"all_to_all"` sends less
+      than two, for any N, and rounds the mean once more.
+    seed: The seed of the rounding; None is 0.
 
   References:
-    Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
-    Quantization and Encoding" (NeurIPS 2017, arXiv 1610.02132), section 3.
-    Departure: integers go in fixed width and not in Elias's code.
+    Alistarh et al., QSGD (arXiv 1610.02132), section 3.  Departure: integers
+    have a fixed width instead of Elias's code.
   """
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = reducers.compressed(codec, wire=wire)
-  return _by_few_bytes(optimizer, axis, reducer, seed=seed)
+  return _compressed(optimizer, axis, reducer, seed=seed)
 
 
 def terngrad(
@@ -65,26 +64,25 @@ def terngrad(
             \qquad b_i \sim \mathrm{Bernoulli}(|g_i| / s_i)
 
   of gradients that are clipped at c standard deviations of their leaf, which
-  keeps the largest, s, small.
+  keeps the largest entry, s, small.
 
   Args:
-    optimizer: any Optax optimizer.
-    deviations: c, the paper's 2.5.
-    axis: the workers' axis.
-    wire: see `qsgd`.
-    seed: of the coins; None is 0.
+    optimizer: Any Optax optimizer.
+    deviations: c; the paper's value is 2.5.
+    axis: The axis of the workers.
+    wire: The route of the payloads; see `qsgd`.
+    seed: The seed of the coins; None is 0.
 
   References:
-    Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in
-    Distributed Deep Learning" (NeurIPS 2017, arXiv 1705.07878), equations 2 to
-    4 and section 4. Departures: every worker has a scale of its own, where the
-    paper's share the largest; the mean is not made ternary again.
+    Wen et al., TernGrad (arXiv 1705.07878), equations 2 to 4 and section 4.
+    Departures: every worker has a scale of its own, where the paper's workers
+    share the largest; the mean is not made ternary again.
   """
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
   return transforms.only_floats(
     optax.chain(
       transforms.clip_deviations(deviations),
-      _by_few_bytes(optimizer, axis, reducer, seed=seed),
+      _compressed(optimizer, axis, reducer, seed=seed),
     )
   )
 
@@ -100,29 +98,28 @@ def signsgd(
   .. math:: m_i \leftarrow \mu m_i + (1 - \mu) g_i, \qquad
             g \leftarrow \mathrm{sign}\left(\sum_i \mathrm{sign}(m_i)\right)
 
-  Without feedback it goes wrong where the noise is not symmetric: see
-  `ef_signsgd`.
+  Without feedback it fails if the noise is not symmetric: see `ef_signsgd`.
 
   Args:
-    optimizer: any Optax optimizer; what it gets is -1 or 1 (also for a tie and
-      for zeros), so the learning rate is a distance, as for Adam.
-    momentum: mu in [0, 1), of each worker's own; 0 is signSGD, the papers' 0.9
-      is Signum.
-    axis: the workers' axis.
+    optimizer: Any Optax optimizer; its input is -1 or 1 (also for a tie and for
+      zeros), so the learning rate is a distance, as for Adam.
+    momentum: mu in [0, 1) of each worker's own momentum; 0 is signSGD, the
+      papers' 0.9 is Signum.
+    axis: The axis of the workers.
 
   References:
-    Bernstein et al., "signSGD with Majority Vote is Communication Efficient and
-    Fault Tolerant" (ICLR 2019, arXiv 1810.05291), algorithm 1, Signum, after
-    Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.  Departures:
-    those of `reducers.MajorityVote`.
+    Bernstein et al., signSGD with majority vote (arXiv 1810.05291), algorithm
+    1, Signum, after Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.
+    Departures: those of `reducers.MajorityVote`.
   """
   checks.check_continuous("momentum", momentum, high=1.0)
+  # A momentum of 1 is in the range of `Smoothing`, which averages states too.
   if not checks.is_traced(momentum) and float(momentum) == 1:
     raise ValueError(
       f"`momentum` must be below 1, got {momentum}: gradients would not count."
     )
   momenta = reducers.Smoothing(momentum)
-  return _by_few_bytes(optimizer, axis, reducers.MajorityVote(), momenta)
+  return _compressed(optimizer, axis, reducers.MajorityVote(), momenta)
 
 
 def ef_signsgd(
@@ -138,22 +135,21 @@ def ef_signsgd(
             g \leftarrow \tfrac1N \sum_i s_i, \qquad e_i \leftarrow p_i - s_i
 
   Args:
-    optimizer: any Optax optimizer.
-    axis: the workers' axis.
-    wire: `"all_to_all"` makes signs of the mean again, at the owner of each
-      part, who has a residual of its own; `"gather"` sends every worker's
-      signs to all, as the paper has it.
+    optimizer: Any Optax optimizer.
+    axis: The axis of the workers.
+    wire: `"all_to_all"` encodes the mean again at the owner of each part, who
+      has a residual of its own; `"gather"` sends every worker's signs to all,
+      as in the paper.
 
   References:
-    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
-    Compression Schemes" (ICML 2019, arXiv 1901.09847), algorithm 2; for more
+    Karimireddy et al., error feedback (arXiv 1901.09847), algorithm 2; for more
     workers and the all-to-all Zheng et al., dist-EF-SGD (arXiv 1905.10936),
     algorithm 2, with a server for each part.  Departures: residuals are in
-    units of gradients, see `ErrorFeedback`; in an all-to-all a scale is of one
-    part of a leaf.
+    units of gradients, see `ErrorFeedback`; in an all-to-all each part of a
+    leaf has a scale.
   """
   reducer = reducers.compressed(codecs.Sign(), wire=wire)
-  return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
+  return _compressed(optimizer, axis, reducer, reducers.ErrorFeedback())
 
 
 def one_bit_adam(
@@ -168,34 +164,32 @@ def one_bit_adam(
 ) -> optax.GradientTransformationExtraArgs:
   """1-bit Adam: Adam, then signs of its momentum over a frozen variance.
 
-  Signs go to the owner of each part and from there to all, with feedback at
+  Signs travel to the owner of each part and from there to all, with feedback at
   both ends; see `scale_by_frozen_adam`.
 
   Args:
-    learning_rate: a number or a schedule of the step.
-    warmup_steps: steps of exact Adam; the paper's 15 to 20 % of the run.
-    axis: the workers' axis.
-    b1: decay of the momentum.
-    b2: decay of the variance.
-    eps: added to the root of the variance.
-    weight_decay: decoupled, as in AdamW.
+    learning_rate: A number or a schedule of the step.
+    warmup_steps: The number of steps of exact Adam; the paper takes 15 to 20 %
+      of the run.
+    axis: The axis of the workers.
+    b1: The decay of the momentum.
+    b2: The decay of the variance.
+    eps: The term that is added to the root of the variance.
+    weight_decay: The decoupled weight decay, as in AdamW.
 
   References:
-    Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with
-    Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888), algorithm 1.
-    Departures: those of `scale_by_frozen_adam`; a scale is of one part of a
-    leaf, where the authors' code has one for all parameters in a row.
+    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.  Departures: those
+    of `scale_by_frozen_adam`; each part of a leaf has a scale, where the
+    authors' code has one for all parameters in a row.
   """
   checks.check_rate("learning_rate", learning_rate)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
+  signs = reducers.Compression(
+    codecs.Sign(scale="l2"), reducers.ErrorFeedback()
+  )
   adam = optax.chain(
     transforms.scale_by_frozen_adam(
-      warmup_steps,
-      axis,
-      reducers.Compression(codecs.Sign(scale="l2"), reducers.ErrorFeedback()),
-      b1=b1,
-      b2=b2,
-      eps=eps,
+      warmup_steps, axis, signs, b1=b1, b2=b2, eps=eps
     ),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
@@ -210,27 +204,26 @@ def topk_sgd(
   axis: collectives.Axis,
   feedback: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Top-k: the largest entries of each leaf, and what was not sent later.
+  r"""Top-k: sends the largest entries of each leaf, and the rest later.
 
   .. math:: p_i = g_i + e_i, \qquad g \leftarrow \tfrac1N \sum_i
             \mathrm{top}_k(p_i), \qquad e_i \leftarrow p_i - \mathrm{top}_k(p_i)
 
   Args:
-    optimizer: any Optax optimizer.
+    optimizer: Any Optax optimizer.
     ratio: k as a part of the leaf, in (0, 1].
-    axis: the workers' axis.
-    feedback: whether the rest is kept; without it, it is lost, and small
+    axis: The axis of the workers.
+    feedback: Whether the rest is kept.  Without feedback it is lost, and small
       gradients never move anything.
 
   References:
-    Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018, arXiv
-    1809.07599), algorithm 1; Aji and Heafield, Sparse Communication for
-    Distributed Gradient Descent (arXiv 1704.05021).  Departure: residuals in
-    units of gradients, see `ErrorFeedback`.
+    Stich, Cordonnier, Jaggi, sparsified SGD with memory (arXiv 1809.07599),
+    algorithm 1; Aji and Heafield, sparse communication (arXiv 1704.05021).
+    Departure: residuals are in units of gradients, see `ErrorFeedback`.
   """
   checks.check_choice("feedback", feedback, (True, False))
   kept = reducers.ErrorFeedback() if feedback else None
-  return _by_few_bytes(optimizer, axis, codecs.TopK(ratio), kept)
+  return _compressed(optimizer, axis, codecs.TopK(ratio), kept)
 
 
 def powersgd(
@@ -247,26 +240,25 @@ def powersgd(
             \quad Q \leftarrow \tfrac1N \sum_i M_i^T P, \quad
             g \leftarrow P Q^T, \quad e_i \leftarrow M_i - g
 
-  The momentum stands behind it, in the optimizer: that is what the paper
-  calls post-compression momentum, and all workers have the same.
+  The momentum belongs to the optimizer, behind the mean.  The paper calls it
+  post-compression momentum, and all workers have the same.
 
   Args:
-    optimizer: any Optax optimizer, for instance
+    optimizer: Any Optax optimizer, for instance
       `optax.sgd(0.1, momentum=0.9)`.
-    rank: of the mean; the paper's 1, 2 and 4.
-    axis: the workers' axis.
-    seed: of the first Q; None is 0.
-    factors: what carries P and Q; None, the paper's exact sums.  Ours:
-      `reducers.compressed(codecs.Quantize(4, 64), owner_feedback="own_share")`
-      has thrice the rank in fewer bytes than `rank=2` in float32.
+    rank: The rank of the mean; the paper takes 1, 2 and 4.
+    axis: The axis of the workers.
+    seed: The seed of the first Q; None is 0.
+    factors: A reducer for P and Q; None takes the paper's exact sums.  Ours,
+      `reducers.compressed(codecs.Quantize(4, 64), owner_feedback="own_share")`,
+      sends three times the rank in fewer bytes than `rank=2` in float32.
 
   References:
-    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient
-    Compression for Distributed Optimization" (NeurIPS 2019, arXiv 1905.13727),
-    algorithms 1 and 2; the departures of `reducers.PowerSGD`.
+    Vogels, Karimireddy, Jaggi, PowerSGD (arXiv 1905.13727), algorithms 1 and 2;
+    the departures of `reducers.PowerSGD`.
   """
   reducer = reducers.PowerSGD(rank, 0 if seed is None else seed, factors)
-  return _by_few_bytes(optimizer, axis, reducer, reducers.ErrorFeedback())
+  return _compressed(optimizer, axis, reducer, reducers.ErrorFeedback())
 
 
 def dgc(
@@ -281,34 +273,34 @@ def dgc(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Deep Gradient Compression: a thousandth of the entries, with momentum.
 
-  Local clipping, momentum correction with factor masking, and the largest
-  entries of each leaf, of which a smaller part is sent in every phase of a
-  warm-up: 25, 6.25, 1.5625, 0.4 and 0.1 %.  Leaves of one dimension (biases,
-  scales) go whole.
+  It combines local clipping, momentum correction with factor masking, and the
+  largest entries of each leaf, fewer in every phase of a warm-up: 25, 6.25,
+  1.5625, 0.4 and 0.1 %.  Leaves of one dimension (biases, scales) are sent
+  whole.
 
   Args:
-    optimizer: plain SGD: the momentum is the workers' own and stands before
-      the mean.  Weight decay belongs here, behind the mean.
-    ratio: the part of a leaf's entries that is sent after the warm-up; the
-      paper's 0.001.
-    momentum: m; the paper's 0.9.
-    axis: the workers' axis.
-    nesterov: whether it is Nesterov's.
-    threshold: of the norm of the gradients' sum, of which each worker clips
-      its own to the part :math:`N^{-1/2}`; None does not clip.
-    steps_per_phase: steps of each of the warm-up's four phases, an epoch in
-      the paper; None has no warm-up.
+    optimizer: Plain SGD: the momentum is the workers' own and precedes the
+      mean.  Weight decay belongs here, behind the mean.
+    ratio: The part of a leaf's entries that is sent after the warm-up; the
+      paper's value is 0.001.
+    momentum: m; the paper's value is 0.9.
+    axis: The axis of the workers.
+    nesterov: Whether the momentum is Nesterov's.
+    threshold: A limit for the norm of the gradients' sum; each worker clips its
+      own gradient to the part :math:`N^{-1/2}` of it.  None does not clip.
+    steps_per_phase: The length of each of the warm-up's four phases, an epoch
+      in the paper; None is no warm-up.
 
   References:
-    Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth
-    for Distributed Training" (ICLR 2018, arXiv 1712.01887), algorithms 1 to 4,
+    Lin et al., Deep Gradient Compression (arXiv 1712.01887), algorithms 1 to 4,
     and the authors' code.  Departures: those of `codecs.SampledTopK` and
-    `MomentumCorrection`; clipping is of the norm of the whole gradient.
+    `MomentumCorrection`; clipping uses the norm of the whole gradient.
   """
   checks.check_continuous("ratio", ratio, high=1.0, open_low=True)
 
   def sparse(ratio: float) -> reducers.Reducer:
     largest = reducers.compressed(codecs.SampledTopK(ratio))
+    # A leaf of one dimension is too small to be worth its indices.
     return reducers.PerLeaf((reducers.Rule(largest, min_ndim=2),))
 
   reducer = (
@@ -317,9 +309,10 @@ def dgc(
     else reducers.warm_up(sparse, steps_per_phase, ratio)
   )
   feedback = reducers.MomentumCorrection(momentum, nesterov)
-  chain = _by_few_bytes(optimizer, axis, reducer, feedback)
+  chain = _compressed(optimizer, axis, reducer, feedback)
   if threshold is None:
     return chain
+  # Clipping precedes the residual, which must not hold unclipped gradients.
   clipped = optax.chain(transforms.clip_local(threshold, axis), chain)
   return transforms.only_floats(clipped)
 
@@ -338,41 +331,39 @@ def demo(
             \mathrm{top}_k \mathrm{DCT}(m_i), \qquad m_i \leftarrow m_i - q_i,
             \qquad g \leftarrow \mathrm{sign}(\tfrac1N \sum_i q_i)
 
-  A momentum that loses what it sends is a decayed residual: this is
-  `ErrorFeedback(decay)` around a codec of cosines.
-
   Args:
-    optimizer: plain SGD, with decoupled weight decay if any; what it gets is
-      -1, 0 or 1, so the learning rate is a distance.
-    decay: beta; the authors' 0.999.
-    chunk: the longest side of a block of the transform; the authors' 64.
-    k: coefficients of each block; the authors' 32.
-    axis: the workers' axis.
+    optimizer: Plain SGD, with decoupled weight decay if any; its input is -1, 0
+      or 1, so the learning rate is a distance.
+    decay: beta; the authors' value is 0.999.
+    chunk: The longest side of a block of the transform; the authors' value is
+      64.
+    k: The number of coefficients of each block; the authors' value is 32.
+    axis: The axis of the workers.
 
   References:
-    Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024,
-    arXiv 2411.19870), algorithm 1.  Departures: those of `codecs.DCTTopK`; a
-    coefficient that a part of the workers sends counts by its mean over all of
-    them, as in the algorithm, and not over the senders, as in the authors'
-    code.
+    Peng, Quesnelle, Kingma, DeMo (arXiv 2411.19870), algorithm 1.  Departures:
+    those of `codecs.DCTTopK`; a coefficient that only some workers send counts
+    by its mean over all of them, as in the algorithm, and not over the senders,
+    as in the authors' code.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))
-  return _by_few_bytes(
+  return _compressed(
     optax.chain(signs, optimizer),
     axis,
     codecs.DCTTopK(chunk, k),
+    # A momentum that loses the part it sends is a decayed residual.
     reducers.ErrorFeedback(decay),
   )
 
 
-def _by_few_bytes(
+def _compressed(
   optimizer: optax.GradientTransformation,
   axis: collectives.Axis,
   reducer: Any,
   feedback: reducers.Feedback | None = None,
   seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Synchronous SGD whose means a reducer, or a codec, takes."""
+  """Builds synchronous SGD whose means a reducer, or a codec, takes."""
   compression = reducers.Compression(reducer, feedback, seed=seed)
   return _synchronous.ssgd(optimizer, axis=axis, compression=compression)

@@ -28,24 +28,23 @@ def diloco(
             w_i \leftarrow a
 
   Args:
-    optimizer: the inner optimizer, AdamW in the paper; its schedules count
+    optimizer: The inner optimizer, AdamW in the paper; its schedules count
       local steps.
-    interval: H; 500 in the paper, for language models.
-    outer_learning_rate: a positive number, or a schedule of the rounds; the
-      paper's 0.7.
-    outer_momentum: mu in [0, 1]; the paper's 0.9.
-    axis: the workers' axis.
-    rule: how a round ends, in place of the outer Nesterov momentum, whose
-      arguments are then left out; an Optax optimizer is the outer one, for
-      instance `optax.adam(0.01)`.
+    interval: H; the paper takes 500, for language models.
+    outer_learning_rate: A positive number or a schedule of the rounds; the
+      paper's value is 0.7.
+    outer_momentum: mu in [0, 1]; the paper's value is 0.9.
+    axis: The axis of the workers.
+    rule: A sync rule or an outer Optax optimizer, for instance
+      `optax.adam(0.01)`, that replaces the outer Nesterov momentum; leave its
+      arguments out then.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes:
-      `Compression(codecs.Quantize(4), ErrorFeedback())` sends four bits a
+    compression: A compression of the mean:
+      `Compression(codecs.Quantize(4), ErrorFeedback())` sends four bits per
       parameter and round.
 
   References:
-    Douillard et al., "DiLoCo: Distributed Low-Communication Training of
-    Language Models" (2023, arXiv 2311.08105), algorithm 1 and table 5.
+    Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
   rule = _outer(rule, outer_learning_rate, outer_momentum)
   return _local_sgd.in_rounds(
@@ -69,9 +68,8 @@ def streaming_diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Streaming DiLoCo: fragments, sent at staggered steps, applied late.
 
-  `fragment_steps` with Nesterov's momentum outside: fragment p is sent every
-  H steps, arrives :math:`\tau` steps later, and is mixed with what the worker
-  has by then,
+  Fragment p is sent every H steps, and its mean is applied :math:`\tau` steps
+  later, mixed with the worker's own parameters of that step:
 
   .. math:: \Delta = \tfrac1N \sum_i (a_p - w_{i,p})^{(t-\tau)}, \quad
             m_p \leftarrow \mu m_p + \Delta, \quad
@@ -79,34 +77,33 @@ def streaming_diloco(
             w_{i,p} \leftarrow \alpha w_{i,p} + (1-\alpha) a_p
 
   Args:
-    optimizer: the inner optimizer, AdamW in the paper; its schedules count
+    optimizer: The inner optimizer, AdamW in the paper; its schedules count
       local steps.
     interval: H.
-    fragments: P at most the interval, or a function from a leaf's path to its
+    fragments: P, at most the interval, or a function from a leaf's path to its
       fragment; see `fragment_steps`.
-    outer_learning_rate: a positive number, or a schedule of a fragment's
-      meetings; 0.7 is DiLoCo's.
-    outer_momentum: mu in [0, 1]; 0.9 is DiLoCo's.
-    axis: the workers' axis.
-    rule: how a fragment's round ends, in place of the outer Nesterov
-      momentum, whose arguments are then left out; an Optax optimizer is the
-      outer one.
+    outer_learning_rate: A positive number or a schedule of the fragment's
+      rounds; DiLoCo's value is 0.7.
+    outer_momentum: mu in [0, 1]; DiLoCo's value is 0.9.
+    axis: The axis of the workers.
+    rule: A sync rule or an outer Optax optimizer for a fragment's round; see
+      `diloco`.
     delay_steps: tau, at most interval - 1.
-    mix: alpha in [0, 1], the worker's own part; the paper's 0.5.
-    stream: how to split what is sent in the `delay_steps`, of which a host says
-      which step sends what (`training.Trainer`); None sends a fragment in the
-      step in which it arrives.
-    compression: how to take the mean by fewer bytes; the paper's four bits are
+    mix: alpha in [0, 1], the worker's own part; the paper's value is 0.5.
+    stream: A split of the message over the `delay_steps`; the host chooses what
+      each step sends (`training.Trainer`).  None sends a fragment in the step
+      that applies it.
+    compression: A compression of the mean; the paper's four bits are
       `Compression(codecs.Quantize(4), ErrorFeedback())`.
 
   References:
-    Douillard et al., "Streaming DiLoCo with overlapping communication: Towards
-    a Distributed Free Lunch" (2025, arXiv 2501.18512), algorithm 2.
+    Douillard et al., Streaming DiLoCo (arXiv 2501.18512), algorithm 2.
     Departures: fragments are runs of leaves in the order of the tree unless a
     function says otherwise (the paper's are strided layers of a transformer);
     the paper's four bits are a float type, without feedback.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
+  # `Delayed` takes None for a whole round, which fragments do not have.
   delay_steps = checks.check_structural("delay_steps", delay_steps, minimum=0)
   rule = _outer(rule, outer_learning_rate, outer_momentum)
   return transforms.fragment_steps(
@@ -131,40 +128,40 @@ def sparse_loco(
   bits: int = 2,
   chunk: int = 4096,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""SparseLoCo: rounds of which the largest few changes are sent.
+  r"""SparseLoCo: rounds that send the largest few changes.
 
   .. math:: p_i = \Delta_i + \beta e_i, \qquad s_i = Q(\mathrm{top}_k(p_i)),
             \qquad e_i \leftarrow p_i - s_i, \qquad
             a \leftarrow a - \eta_{out} \tfrac1N \sum_i s_i
 
-  with the progress :math:`\Delta_i` of a round.  The decayed residual is in
-  place of an outer momentum: it holds what the last rounds have not sent.
+  with the progress :math:`\Delta_i` of a round.  The decayed residual replaces
+  an outer momentum: it holds the unsent changes of recent rounds.
 
   Args:
-    optimizer: the inner optimizer, AdamW in the paper; its schedules count
+    optimizer: The inner optimizer, AdamW in the paper; its schedules count
       local steps.
-    interval: H; the paper's 15 to 250.
-    density: the part of each chunk that is sent; the paper's 1 to 3 %, here 64
-      of 4096.
-    outer_learning_rate: a positive number, or a schedule of the rounds; the
-      paper's 1.
-    axis: the workers' axis.
-    decay: beta; the paper's 0.95.
-    bits: of each value that is sent; the paper's 2.
-    chunk: entries of which the largest are chosen; the paper's 4096.
+    interval: H; the paper takes 15 to 250.
+    density: The part of each chunk that is sent; the paper takes 1 to 3 %, the
+      default is 64 of 4096.
+    outer_learning_rate: A positive number or a schedule of the rounds; the
+      paper's value is 1.
+    axis: The axis of the workers.
+    decay: beta; the paper's value is 0.95.
+    bits: The bits of each sent value; the paper's value is 2.
+    chunk: The number of entries among which the largest are chosen; the paper's
+      value is 4096.
 
   References:
-    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo"
-    (2025, arXiv 2508.15706), algorithm 1.  Departures: chunks are neighbours of
-    the flat leaf, where the paper's are tiles of 64 by 64; the values' levels
-    are four at equal distances between the least and the greatest of 256.
+    Sarfi et al., SparseLoCo (arXiv 2508.15706), algorithm 1.  Departures:
+    chunks are neighbours of the flat leaf, where the paper's are tiles of 64 by
+    64; the four levels of the values are equally spaced between the least and
+    the greatest of 256.
   """
-  checks.check_rate("outer_learning_rate", outer_learning_rate)
   checks.check_continuous("density", density, high=1.0, open_low=True)
   values = codecs.Quantize(bits, 256, "min_max")
   codec = codecs.TopK(density, chunk=chunk, values=values)
   compression = reducers.Compression(codec, reducers.ErrorFeedback(decay))
-  outer = optax.sgd(as_float(outer_learning_rate))
+  outer = transforms.outer_sgd(outer_learning_rate, None)
   return _local_sgd.in_rounds(
     optimizer, interval, axis, outer, None, compression
   )
@@ -184,22 +181,22 @@ def muloco(
   """MuLoCo: DiLoCo with Muon inside, whose progress survives two bits.
 
   Args:
-    learning_rate: of Muon (and of Adam, which it uses for what is no matrix),
-      a number or a schedule of the local step.
-    interval: H; the paper's 30.
-    outer_learning_rate: of the outer Nesterov momentum, in rounds.
-    outer_momentum: of the outer Nesterov momentum.
-    axis: the workers' axis.
-    bits: of each entry of the progress, with feedback; the paper's 2, 4 and 8.
-    momentum: Muon's.
-    weight_decay: decoupled, of both.
+    learning_rate: The rate of Muon, and of Adam, which replaces Muon for leaves
+      that are not matrices; a number or a schedule of the local step.
+    interval: H; the paper's value is 30.
+    outer_learning_rate: The rate of the outer Nesterov momentum.
+    outer_momentum: The outer Nesterov momentum.
+    axis: The axis of the workers.
+    bits: The bits of each entry of the progress, with feedback; the paper takes
+      2, 4 and 8.
+    momentum: The momentum of Muon.
+    weight_decay: The decoupled weight decay of both optimizers.
 
   References:
-    Therien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo"
-    (2025, arXiv 2505.23725), algorithm 1.  Muon is Optax's `contrib.muon`.
-    Departures: levels are at equal distances between the least and the greatest
-    of 256 entries; the outer rate and momentum are DiLoCo's, where the paper
-    tunes them.
+    Therien et al., MuLoCo (arXiv 2505.23725), algorithm 1.  Muon is Optax's
+    `contrib.muon`.  Departures: levels are equally spaced between the least and
+    the greatest of 256 entries; the outer rate and momentum are DiLoCo's, where
+    the paper tunes them.
   """
   checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0)
@@ -212,15 +209,14 @@ def muloco(
       adam_weight_decay=weight_decay,
     )
   )
+  codec = codecs.Quantize(bits, 256, "min_max")
   return diloco(
     inner,
     interval,
     outer_learning_rate,
     outer_momentum,
     axis=axis,
-    compression=reducers.Compression(
-      codecs.Quantize(bits, 256, "min_max"), reducers.ErrorFeedback()
-    ),
+    compression=reducers.Compression(codec, reducers.ErrorFeedback()),
   )
 
 
@@ -229,9 +225,9 @@ def _outer(
   learning_rate: optax.ScalarOrSchedule,
   momentum: jax.typing.ArrayLike,
 ) -> transforms.SyncRule | optax.GradientTransformation:
-  """The rule that is given, or Nesterov's momentum by DiLoCo's arguments."""
+  """Returns the given rule, or Nesterov's momentum with the given arguments."""
   if rule is None:
-    return nesterov(learning_rate, momentum)
+    return transforms.outer_sgd(learning_rate, momentum)
   given = {"outer_learning_rate": (learning_rate, 0.7),
            "outer_momentum": (momentum, 0.9)}  # fmt: skip
   for name, (value, default) in given.items():
@@ -245,24 +241,6 @@ def _outer(
   return rule
 
 
-def nesterov(
-  learning_rate: optax.ScalarOrSchedule, momentum: jax.typing.ArrayLike
-) -> transforms.OuterStep:
-  """DiLoCo's outer optimizer, checked."""
-  checks.check_rate("outer_learning_rate", learning_rate)
-  checks.check_continuous("outer_momentum", momentum, high=1.0)
-  return transforms.OuterStep(
-    optax.sgd(as_float(learning_rate), as_float(momentum), nesterov=True)
-  )
-
-
-def as_float(x: Any) -> Any:
-  """Injected hyper-parameters come in the parameters' dtype; anchors do not."""
-  if isinstance(x, jax.Array):
-    return x.astype("float32")
-  return float(x) if isinstance(x, int) else x
-
-
 def _leniently(
   optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
@@ -271,6 +249,7 @@ def _leniently(
   def update_fn(
     updates: optax.Updates, state: Any, params: optax.Params | None = None
   ) -> tuple[optax.Updates, Any]:
+    # Muon multiplies bfloat16 momenta by float32 coefficients.
     with jax.numpy_dtype_promotion("standard"):
       new, state = optimizer.update(updates, state, params)
     return jax.tree.map(lambda n, u: n.astype(u.dtype), new, updates), state

@@ -1,7 +1,7 @@
 """Local SGD and its family: every worker takes part, with the same weight.
 
-Where a paper samples workers, or weighs them by their data, that is a departure
-and is not repeated at each.
+Papers that sample workers, or weight them by their data, are departed from in
+this respect, which the references below do not repeat.
 """
 
 import jax
@@ -19,8 +19,9 @@ def in_rounds(
   overlap: transforms.Delayed | None,
   compression: reducers.Compression | None,
 ) -> optax.GradientTransformationExtraArgs:
-  """`local_steps` of a method, whose errors say `optimizer`."""
+  """Calls `local_steps` for a method, whose users know `optimizer`."""
   return transforms.local_steps(
+    # `local_steps` calls it `inner`, a name that a method's error must not use.
     checks.check_optimizer("optimizer", optimizer),
     interval,
     axis=axis,
@@ -49,15 +50,14 @@ def local_sgd(
   it is another algorithm.
 
   Args:
-    optimizer: any Optax optimizer; its schedules count local steps.
+    optimizer: Any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
-    axis: the workers' axis.
+    axis: The axis of the workers.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019, arXiv
-    1805.09767), algorithm 1.
+    Stich, Local SGD (arXiv 1805.09767), algorithm 1.
   """
   return in_rounds(optimizer, interval, axis, None, overlap, compression)
 
@@ -74,19 +74,18 @@ def post_local_sgd(
   """Post-local SGD: synchronous until a step, local steps from there on.
 
   Args:
-    optimizer: any Optax optimizer; its schedules count local steps.
+    optimizer: Any Optax optimizer; its schedules count local steps.
     interval: H of the local phase, or a policy.
-    switch_step: the first local step of the local phase; in the paper the
-      first decay of the learning rate, half-way or later.
-    axis: the workers' axis.
+    switch_step: The first local step of the local phase.  The paper takes the
+      first decay of the learning rate, halfway or later.
+    axis: The axis of the workers.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020, arXiv
-    1808.07217), post-local SGD.  Departure: the first phase averages parameters
-    every step, which equals averaging gradients for optimizers linear in the
-    gradient.
+    Lin et al., post-local SGD (arXiv 1808.07217).  Departure: the first phase
+    averages parameters in every step, which equals averaging gradients for
+    optimizers linear in the gradient.
   """
   policy = intervals.post_local(switch_step, interval)
   return in_rounds(optimizer, policy, axis, None, overlap, compression)
@@ -107,24 +106,22 @@ def fed_prox(
             \qquad \text{every } H \text{ steps: } a \leftarrow \tfrac1N
             \sum_j w_j, \quad w_i \leftarrow a
 
-  It is `local_steps` around `chain(proximal(strength), optimizer)`.
-
   Args:
-    optimizer: any Optax optimizer; its schedules count local steps.
+    optimizer: Any Optax optimizer; its schedules count local steps.
     interval: H, or a policy from `jdist.transforms.intervals`.
-    strength: mu >= 0; 0 is `local_sgd`. The paper tunes it in 0.001 ... 1,
+    strength: mu >= 0; 0 equals `local_sgd`.  The paper tunes it in 0.001 to 1
       for each data set; the default is the middle of that grid.
-    axis: the workers' axis.
+    axis: The axis of the workers.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Li et al., "Federated Optimization in Heterogeneous Networks" (MLSys 2020,
-    arXiv 1812.06127), algorithm 2.  Departures: all workers take the same
-    number of steps (the paper lets each solve its problem as exactly as it
-    can), and mu is not adapted.
+    Li et al., FedProx (arXiv 1812.06127), algorithm 2.  Departures: all workers
+    take the same number of steps (the paper lets each solve its problem as
+    exactly as it can), and mu is not adapted.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
+  # The term comes first: a momentum or Adam must see the pull as a gradient.
   corrected = optax.chain(transforms.proximal(strength), optimizer)
   return in_rounds(corrected, interval, axis, None, overlap, compression)
 
@@ -147,26 +144,26 @@ def easgd(
   .. math:: w_i \leftarrow w_i - \alpha (w_i - a), \qquad
             a \leftarrow a + \beta (\tfrac1N \sum_j w_j - a)
 
-  with the old a and w on both right-hand sides, so that
-  :math:`a + \sum_i w_i` stays what it was.  Workers never stand on the anchor:
-  they explore on their own.  The momentum form, EAMSGD, is the same around
-  `optax.sgd(rate, momentum, nesterov=True)`.  The rule is `Elastic`.
+  Both right-hand sides use the old a and w, so that :math:`a + \sum_i w_i` is
+  conserved.  Workers never reach the anchor: they explore on their own.  The
+  momentum form, EAMSGD, is the same around `optax.sgd(rate, momentum,
+  nesterov=True)`.
 
   Args:
-    optimizer: any Optax optimizer; its schedules count local steps.
-    interval: H, tau in the paper, which takes 10; or a policy.
-    moving_rate: beta in [0, 1], the paper's 0.9; 0 leaves all to themselves.
-    axis: the workers' axis.
+    optimizer: Any Optax optimizer; its schedules count local steps.
+    interval: H, called tau in the paper, which takes 10; or a policy.
+    moving_rate: beta in [0, 1]; the paper's value is 0.9, and 0 decouples the
+      workers.
+    axis: The axis of the workers.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Zhang, Choromanska, LeCun, "Deep Learning with Elastic Averaging SGD"
-    (NeurIPS 2015, arXiv 1412.6651), equations 5 and 6 and algorithm 1.
-    Departures: the synchronous form with a communication period, where
-    algorithm 1 is asynchronous; the spring acts after the local step and with
-    its result, where the paper's acts together with the gradient, at the point
-    before; Nesterov's momentum in Optax's form.
+    Zhang, Choromanska, LeCun, EASGD (arXiv 1412.6651), equations 5 and 6 and
+    algorithm 1.  Departures: the synchronous form with a communication period,
+    where algorithm 1 is asynchronous; the spring acts after the local step and
+    on its result, where the paper's acts together with the gradient, on the
+    point before; Nesterov's momentum in Optax's form.
   """
   rule = transforms.Elastic(moving_rate)
   return in_rounds(optimizer, interval, axis, rule, overlap, compression)
@@ -192,29 +189,29 @@ def scaffold(
             a &\leftarrow a + \eta_g (\tfrac1N \sum_j w_j - a), \qquad
             w_i \leftarrow a
 
-  where :math:`\sum_s \eta_s` is that of the round's learning rates,
+  where :math:`\sum_s \eta_s` is the sum of the round's learning rates,
   :math:`H \eta` for a constant one.  Under plain SGD :math:`c_i` becomes the
   mean of the worker's gradients in the round.  A round sends twice the bytes
-  of Local SGD's.  The rule is `ControlVariates`.
+  of a round of Local SGD.
 
   Args:
-    optimizer: an Optax optimizer, `optax.sgd(learning_rate)` in the paper.
-      Behind a momentum m progress is up to 1/(1-m) times longer, and the
-      control variates with it; give that multiple of the rate as
-      `learning_rate` then.  With Adam they are no longer gradients.
-    interval: H, K in the paper; or a policy.
-    learning_rate: the optimizer's, a number or a schedule of the local step.
+    optimizer: An Optax optimizer, `optax.sgd(learning_rate)` in the paper.
+      With a momentum m progress is up to 1/(1-m) times longer, and the control
+      variates with it; give that multiple of the rate as `learning_rate` then.
+      With Adam they are no longer gradients.
+    interval: H, called K in the paper; or a policy.
+    learning_rate: The optimizer's rate, a number or a schedule of the local
+      step.
     global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
-    axis: the workers' axis.
+    axis: The axis of the workers.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated
-    Learning" (ICML 2020, arXiv 1910.06378), algorithm 1 with option II.
+    Karimireddy et al., SCAFFOLD (arXiv 1910.06378), algorithm 1 with option II.
     Departures: the sum of the round's rates stands for K times the rate, and c
-    is the mean of all c_j itself rather than moved by their changes, which is
-    equal as long as all take part and keeps them from drifting apart in
+    is the mean of all c_j itself instead of being moved by their changes.  Both
+    are equal as long as all workers take part; the mean cannot drift by
     rounding.
   """
   rule = transforms.ControlVariates(learning_rate, global_learning_rate)
@@ -243,29 +240,28 @@ def slow_mo(
 
   While the rate is constant it cancels, and this is `local_steps` with
   `rule=optax.sgd(alpha, momentum=beta)`; when it falls, u is scaled with it.
-  The rule is `SlowMomentum`.
 
   Args:
-    optimizer: any Optax optimizer; its schedules count local steps.
-    interval: H, tau in the paper; or a policy.
-    learning_rate: the optimizer's, a number or a schedule of the local step.
-    slow_learning_rate: alpha > 0, the paper's 1.
+    optimizer: Any Optax optimizer; its schedules count local steps.
+    interval: H, called tau in the paper; or a policy.
+    learning_rate: The optimizer's rate, a number or a schedule of the local
+      step.
+    slow_learning_rate: alpha > 0; the paper's value is 1.
     slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
-      it in 0.4 ... 0.8.
-    axis: the workers' axis.
+      it in 0.4 to 0.8.
+    axis: The axis of the workers.
+    buffers: The treatment of the optimizer's own momentum after a round:
+      "maintain" keeps each worker's, "reset" clears it, "average" takes the
+      workers' mean, for the bytes of another round or more.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
-    compression: how to take the mean by fewer bytes; see `local_steps`.
-    buffers: what happens to the optimizer's own momentum after a round:
-      "maintain" leaves each worker its own, "reset" begins anew, "average"
-      takes the workers' mean, for the bytes of another round or more.
+    compression: A compression of the mean; see `local_steps`.
 
   References:
-    Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with
-    Slow Momentum" (ICLR 2020, arXiv 1910.00643), algorithm 1 around Local SGD.
-    Departures: in the paper the rate is constant in a round, here that of its
-    last step counts.  Reset and average treat all the optimizer's
-    floating-point arrays, and leave counters alone: schedules go on, and so
-    does Adam's bias correction, which then divides fresh moments by about one.
+    Wang et al., SlowMo (arXiv 1910.00643), algorithm 1 around Local SGD.
+    Departures: the rate of a round's last step counts, where the paper's is
+    constant in a round.  Reset and average treat all floating-point arrays of
+    the optimizer and leave counters alone: schedules continue, and so does
+    Adam's bias correction, which then divides fresh moments by about one.
   """
   rule = transforms.SlowMomentum(
     learning_rate, slow_learning_rate, slow_momentum, buffers

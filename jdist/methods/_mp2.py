@@ -27,34 +27,33 @@ def mp2(
             f \leftarrow \tfrac1N \sum_i f_i, \qquad
             r \leftarrow \mathrm{predict}(\theta, f)
 
-  which is `predict_rest(local_steps(optimizer, interval), ...)`.  For other
-  ways of training the front, such as `diloco` or `msdpu`, and for a residual
-  by which the rest learns too, call `predict_rest`.
+  To train the front by another method, such as `diloco` or `msdpu`, or to train
+  the rest by a residual, call `predict_rest`.
 
   Args:
-    optimizer: of the front, each worker its own state; Adam in the paper.
-    cut: where the network is cut, `jdist.prediction.published_cut(name)`.
-    predict: the predictor, `jdist.prediction.Predictor.apply`.
-    predictor_params: its trained parameters.
+    optimizer: The optimizer of the front, with a state of its own on each
+      worker; Adam in the paper.
+    cut: The cut of the network, `jdist.prediction.published_cut(name)`.
+    predict: The predictor, `jdist.prediction.Predictor.apply`.
+    predictor_params: The trained parameters of the predictor.
     interval: H, or a policy; 1 (default) as in the paper.
-    axis: the workers' axis.
-    compression: how to take the front's mean by fewer bytes.
+    axis: The axis of the workers.
+    compression: A compression of the front's mean; see `local_steps`.
 
   Returns:
-    A transformation; `update` needs `params`, and `loss=` where the interval's
-    policy does. `jdist.anchor` gives the whole network: evaluate on it.
+    A transformation; `update` needs `params`, and `loss=` if the interval's
+    policy does.  `jdist.anchor` gives the whole network: evaluate on it.
 
   Raises:
-    ValueError: when an argument is of another kind or out of its range; when
-      the state is made, and `predict` does not give the rest of these
-      parameters; at trace time, when `params`, or a needed `loss`, is missing
-      or does not suit the cut.
+    ValueError: If an argument is of another kind or out of its range; when the
+      state is made, if `predict` does not give the rest of these parameters; at
+      trace time, if `params`, or a needed `loss`, is missing or does not suit
+      the cut.
 
   References:
-    Model parameter prediction (MP²).  Departure: there a server predicts, and
-    sends all parameters to the workers; here all workers predict the same, so
-    that no rest travels in any direction.  `jdist.prediction.Exchange` is the
-    published protocol.
+    Model parameter prediction (MP²).  Departure: the paper's server predicts
+    and sends all parameters to the workers; here all workers predict the same,
+    and the rest is sent in neither direction.
 
   >>> class Halves:
   ...   split = staticmethod(lambda tree: (tree[0], tree[1]))

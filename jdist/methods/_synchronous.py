@@ -16,12 +16,12 @@ def ssgd(
   .. math:: w \leftarrow w + \mathrm{optimizer}(\tfrac1N \sum_i g_i)
 
   Args:
-    optimizer: any Optax optimizer; as `loss` and as `value` it gets the
-      workers' mean of what is given, for which 4 bytes more are sent where it
-      uses that.  A line search, which uses `grad` and `value_fn` too, is
-      refused: these stay each worker's own.
-    axis: the workers' axis: None, a name, or (inner, outer).
-    compression: how to take the mean by fewer bytes; see `local_steps`.
+    optimizer: Any Optax optimizer.  It receives the workers' mean as `loss` and
+      as `value`, for which 4 bytes more are sent if it uses them.  A line
+      search uses `grad` and `value_fn`, which stay each worker's own, and is
+      refused.
+    axis: The axis of the workers: None, a name, or (inner, outer).
+    compression: A compression of the mean; see `local_steps`.
 
   Returns:
     `chain(average_gradients(axis, compression), optimizer)`.
@@ -30,6 +30,8 @@ def ssgd(
   return transforms.only_floats(
     optax.chain(
       transforms.average_gradients(axis, compression),
+      # The optimizer must see one loss on all workers, or a plateau schedule
+      # would drive their parameters apart.
       transforms.with_mean_loss(optimizer, axis),
     )
   )

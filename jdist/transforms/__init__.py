@@ -20,6 +20,7 @@ from jdist.transforms._frozen_adam import (
 from jdist.transforms._lead_step import lead_step as lead_step
 from jdist.transforms._lead_step import LeadStepState as LeadStepState
 from jdist.transforms._mean_loss import with_mean_loss as with_mean_loss
+from jdist.transforms._outer_optimizer import outer_sgd as outer_sgd
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import PredictRestState as PredictRestState

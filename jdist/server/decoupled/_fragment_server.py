@@ -14,8 +14,7 @@ from jdist.server.gradients import _learner, _merge
 
 PyTree = Any
 Leaves = list[jax.Array]
-# DiLoCo's.
-OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+OUTER = transforms.outer_sgd()
 
 
 class FragmentServer:
