@@ -12,14 +12,21 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jdist.cli import _help, _interrupts, _options, _output, _run_end
-from jdist.cli.launch import _launch_options
+from jdist.cli import (
+  _commands,
+  _help,
+  _interrupts,
+  _options,
+  _output,
+  _run_end,
+)
 
 
 class _Command(NamedTuple):
-  """A command's options, the function that runs it, and what it does.
+  """A command's options, the function that runs it, and a line of help.
 
-  The function loads when it is used: help and errors should not wait for Flax.
+  The function is loaded when it is used: help and errors should not wait for
+  Flax.
   """
 
   options: type[Any]
@@ -30,19 +37,19 @@ class _Command(NamedTuple):
 _COMMANDS = {
   name: _Command(options, function, summary)
   for name, options, function, summary in (
-    ("train", _options.Train, "_train.train",
+    ("train", _commands.Train, "_train.train",
      "train one model with one method"),
-    ("compare", _options.Compare, "_compare.compare",
+    ("compare", _commands.Compare, "_compare.compare",
      "compare methods: one table, one picture"),
-    ("overlap", _options.Overlap, "programs._overlap.overlap",
+    ("overlap", _commands.Overlap, "programs._overlap.overlap",
      "what hides communication on GPUs"),
-    ("bytes", _options.Bytes, "programs._bytes.count",
+    ("bytes", _commands.Bytes, "programs._bytes.count",
      "what a worker sends, counted in three ways"),
-    ("simulate", _options.Simulate, "servers._simulate.simulate",
+    ("simulate", _commands.Simulate, "servers._simulate.simulate",
      "a parameter server on unequal machines"),
-    ("pipeline", _options.Pipeline, "pipelines._pipeline.run",
+    ("pipeline", _commands.Pipeline, "pipelines._pipeline.run",
      "draw, check, simulate or plan a pipeline's table"),
-    ("launch", _launch_options.Launch, "launch._launch.launch",
+    ("launch", _commands.Launch, "launch._launch.launch",
      "start a run in several processes, here or on a cluster"),
   )
 }  # fmt: skip
@@ -52,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a command, by default that of `sys.argv`.
 
   Returns the exit status: 0, 2 for options that cannot be used, 3 for a run
-  that has diverged, 143 for one that SIGTERM has ended, or 75 for one that
-  others of its processes were lost to; then one line on stderr says which, why,
-  and what to do.
+  that has diverged, 143 for one that SIGTERM has ended, or 75 for one that has
+  lost another of its processes; then one line on stderr says which, why, and
+  how to continue.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
@@ -93,8 +100,8 @@ def _processes() -> Any:
 
 
 def _status(words: list[str]) -> tuple[int, str]:
-  """Runs a command; its exit status, and what is to be said of it."""
-  words = _pipeline_trained(words)
+  """Runs a command and returns its exit status and its last line."""
+  words = _expand(words)
   if not words or words[0] in ("-h", "--help", "help"):
     summaries = {name: x.summary for name, x in _COMMANDS.items()}
     print(_help.overview(summaries), end="")
@@ -110,34 +117,37 @@ def _status(words: list[str]) -> tuple[int, str]:
         f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
         "`jdist --help` explains them."
       )
-    command = _COMMANDS[words[0]]
-    launched = command.options is _launch_options.Launch
-    parse = _parse_launch if launched else _parse_own
-    options = parse(words[0], command.options, words[1:])
-    if options is not None:
-      module, _, function = command.function.rpartition(".")
-      run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
-      return run(options) or 0, ""
+    options = _parse(words[0], words[1:])
+    return (0 if options is None else _run(words[0], options)), ""
   except (TimeoutError, _run_end.LostError) as error:
-    # Another process may only have been late.
+    # Another process may only have been late, so that a restart helps.
     return 75, f"error: {error}"
   except (ValueError, ImportError, OSError) as error:
     if not _is_ours(error):
-      raise  # Not a bad option but a bug: its traceback is needed.
-    # One line, whatever the error's own layout is; a picture keeps its own.
-    told = " ".join(str(getattr(error, "problem", error)).split())
+      raise  # It is a bug and no bad option: its traceback is needed.
+    # A message becomes one line; a picture keeps its layout.
+    text = " ".join(str(getattr(error, "problem", error)).split())
     picture = getattr(error, "picture", "")
-    return 2, f"error: {told}" + (f"\n{picture}" if picture else "")
+    return 2, f"error: {text}" + (f"\n{picture}" if picture else "")
   except _run_end.DivergedError as error:
     return _run_end.DIVERGED, f"diverged: {error}"
   except _run_end.TerminatedError as error:
     return _run_end.TERMINATED, f"SIGTERM: {error}"
-  except KeyboardInterrupt as stop:  # 130, as a shell has it: 128 + SIGINT.
+  except KeyboardInterrupt as stop:  # A shell's status is 128 + SIGINT, too.
     return 130, f"interrupted: {stop}" if stop.args else "interrupted."
-  return 0, ""
 
 
-def _pipeline_trained(words: list[str]) -> list[str]:
+def _run(name: str, options: Any) -> int:
+  """Runs the function of a command and returns its exit status."""
+  path = _COMMANDS[name].function
+  if getattr(options, "protocol", None) is not None:
+    path = "servers._server_run.train"
+  module, _, function = path.rpartition(".")
+  run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
+  return run(options) or 0
+
+
+def _expand(words: list[str]) -> list[str]:
   """Turns `pipeline train TABLE ...` into `train --table TABLE ...`."""
   if words[:2] != ["pipeline", "train"]:
     return words
@@ -150,9 +160,9 @@ def _pipeline_trained(words: list[str]) -> list[str]:
 
 
 def _is_ours(error: BaseException) -> bool:
-  """Returns True for an error of jdist itself, and not of what it calls.
+  """Returns whether jdist itself has raised an error, and no library below it.
 
-  A file that cannot be opened was named by the user.
+  A file that cannot be opened counts, too, because the user has named it.
   """
   if isinstance(error, OSError) and error.filename is not None:
     return True
@@ -164,8 +174,10 @@ def _is_ours(error: BaseException) -> bool:
   return pathlib.Path(trace.tb_frame.f_code.co_filename).is_relative_to(package)
 
 
-def _parse_launch(name: str, command: type[Any], words: list[str]) -> Any:
-  """The options of `launch`, and of the command behind `--`."""
+def _parse(name: str, words: list[str]) -> Any:
+  """Returns the checked options of a command; None after printing its help."""
+  if name != "launch":
+    return _parse_own(name, words)
   cut = words.index("--") if "--" in words else len(words)
   others = [x for x in words[:cut] if x in _COMMANDS]
   if cut == len(words) and others:
@@ -173,20 +185,19 @@ def _parse_launch(name: str, command: type[Any], words: list[str]) -> Any:
       f"`{others[0]}` must stand behind `--`: jdist launch -n 4 -- {others[0]} "
       "..."
     )
-  options = _parse_own(name, command, words[:cut])
+  options = _parse_own(name, words[:cut])
   if options is None:
     return None
-  inner = _pipeline_trained(words[cut + 1 :])
+  inner = _expand(words[cut + 1 :])
   if {"-h", "--help"} & set(inner):
     raise ValueError(f"`--help` must stand alone: jdist {inner[0]} --help.")
-  train = None
-  if inner[:1] == ["train"]:
-    train = _parse_own("train", _options.Train, inner[1:])
+  train = _parse_own("train", inner[1:]) if inner[:1] == ["train"] else None
   return dataclasses.replace(options, command=tuple(inner), train=train)
 
 
-def _parse_own(name: str, command: type[Any], words: list[str]) -> Any:
-  """The options of a command; None when its help was asked for."""
+def _parse_own(name: str, words: list[str]) -> Any:
+  """Returns the checked options of one command, without those behind `--`."""
+  command = _COMMANDS[name].options
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
     print(_help.options(name, defaults), end="")
@@ -194,27 +205,26 @@ def _parse_own(name: str, command: type[Any], words: list[str]) -> Any:
   _check_known(name, command, words)
   import tyro
 
-  told = io.StringIO()
+  box = io.StringIO()
   try:
-    with contextlib.redirect_stderr(told):
-      return tyro.cli(
+    with contextlib.redirect_stderr(box):
+      options = tyro.cli(
         command, prog=f"jdist {name}", default=defaults, args=words
       )
   except SystemExit:
     raise ValueError(
-      f"{_first_part(told.getvalue())} `jdist {name} --help` explains the "
-      "options."
+      f"{_message(box.getvalue())} `jdist {name} --help` explains the options."
     ) from None
+  _options.check(options)
+  return options
 
 
 def _check_known(name: str, command: type[Any], words: list[str]) -> None:
-  names = [field.replace("_", "-") for field in _help.fields(command)]
-  known = [f"--{name}" for name in names]
-  known += [
-    f"--no-{name}"
-    for name in names
-    if command.__dataclass_fields__[name.replace("-", "_")].type is bool
-  ]
+  known = []
+  for field in _help.fields(command):
+    known.append(_options.word(field))
+    if command.__dataclass_fields__[field].type is bool:
+      known.append(known[-1].replace("--", "--no-", 1))
   for word in words:
     option = word.split("=")[0].replace("_", "-")
     if not word.startswith("--") or option in known:
@@ -227,8 +237,8 @@ def _check_known(name: str, command: type[Any], words: list[str]) -> None:
     )
 
 
-def _first_part(box: str) -> str:
-  """Returns tyro's message, without the frame and the help in it."""
+def _message(box: str) -> str:
+  """Returns tyro's message, without the frame and the help around it."""
   lines = []
   for line in box.splitlines():
     text = line.strip("│ \t")
@@ -237,12 +247,12 @@ def _first_part(box: str) -> str:
     if text.startswith("─"):
       break
     lines.append(text)
-  said = " ".join(lines).strip()
-  return said if said.endswith(".") else f"{said}."
+  message = " ".join(lines).strip()
+  return message if message.endswith(".") else f"{message}."
 
 
 def _preset(words: list[str]) -> str:
-  """The preset among the words, before the rest is parsed with it."""
+  """Returns the preset among the words, whose defaults the parser needs."""
   for number, word in enumerate(words):
     if word == "--preset" and number + 1 < len(words):
       return words[number + 1]

@@ -8,6 +8,7 @@ from typing import Any
 
 from jdist import cluster, data, models, training
 from jdist.cli import (
+  _commands,
   _datasets,
   _experiment,
   _methods,
@@ -17,18 +18,18 @@ from jdist.cli import (
 )
 from jdist.training import comparison
 
-# In which rows of one comparison may differ.
+# Options that may differ between rows of one comparison.
 _FREE = (
   "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
   "tuning_seeds", "bandwidth_mbit_per_s", "latency_ms", "text",
 )  # fmt: skip
 
-# The first one of tuning.
+# First seed of tuning, far from the seeds of the comparison.
 _TUNING_SEED = 10_000
 
 
-def compare(options: _options.Compare) -> None:
-  """Runs the comparison and leaves rows, a table and a picture."""
+def compare(options: _commands.Compare) -> None:
+  """Runs the comparison, and writes rows, a table and a picture."""
   options = _datasets.named(options)
   study = _check(options)
   workload = _experiment.build(options)
@@ -36,7 +37,7 @@ def compare(options: _options.Compare) -> None:
     bandwidth_bits_per_s=options.bandwidth_mbit_per_s * 1e6,
     latency_s=options.latency_ms / 1e3,
   )
-  # Each method once, to see every complaint before anything is written.
+  # Every method is built once, so that each refusal precedes any output.
   for method in options.methods:
     _experiment.Prepared(workload, options, method, options.learning_rate[0])
   output = _experiment.output_directory(options, "compare")
@@ -67,36 +68,38 @@ def compare(options: _options.Compare) -> None:
       study,
       rows,
       _Fit(options, workload, bar, max(trials - len(rows), 1)),
-      # Of a language model accuracy says less than its loss.
-      rank=comparison.by_loss if _is_text(workload) else comparison.quality,
+      # The loss of a language model says more than its accuracy.
+      rank=comparison.by_loss
+      if isinstance(workload.train, data.TextDataset)
+      else comparison.quality,
       on_tuned=on_tuned,
     )
   if not found.rows:
-    _tell_diverged(found)
+    _raise_diverged(found)
   console.print(_table(found, options))
   training.plot_comparison(
     [row for runs in found.rows.values() for row in runs],
     output / "compare.png",
     link,
   )
-  # Not through the console, which would break a long path into lines.
+  # Rich's console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Picture: {output / 'compare.png'}")
-  _tell_diverged(found)
+  _raise_diverged(found)
 
 
 class _Fit:
-  """Runs trials; a method is compiled once for all seeds of a rate."""
+  """Runs trials, and compiles a method once for all seeds of a rate."""
 
   def __init__(
     self,
-    options: _options.Compare,
+    options: _commands.Compare,
     workload: comparison.Workload,
     bar: training.Progress,
     trials: int,
   ):
     self._options = options
-    # One bar over all trials, of which tuning may need more than are known.
+    # One bar shows all trials; it is extended when tuning adds rates.
     self._bar, self._trials, self._begun = bar, trials, 0
     self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
     self._compiled: dict[tuple[str, str], _experiment.Prepared] = {}
@@ -106,7 +109,7 @@ class _Fit:
     prepared = self._compiled.get(key)
     if prepared is None or prepared.peak != trial.learning_rate:
       if trial.purpose == "tuning":
-        # One rate's after another's: what was compiled is not needed again.
+        # Tuning proceeds rate by rate, and never returns to a program.
         self._compiled.clear()
       prepared = self._compiled[key] = _experiment.Prepared(
         self._workloads[trial.purpose],
@@ -122,36 +125,31 @@ class _Fit:
     self._bar.extend(max(self._trials, self._begun) * steps)
     records = prepared.run(
       trial.seed,
-      label=lambda step, told: self._bar.update(
-        begun * steps + step, f"{label}  {told}"
+      label=lambda step, text: self._bar.update(
+        begun * steps + step, f"{label}  {text}"
       ),
     )
     workers = self._options.workers
     return {"workers": workers, **comparison.summarize(records)}
 
 
-def _check(options: _options.Compare) -> comparison.Study:
-  _options.check_different("--seeds", options.seeds, "values")
-  _options.check_different("--learning-rate", options.learning_rate, "values")
+def _check(options: _commands.Compare) -> comparison.Study:
+  _options.check_names("--seeds", options.seeds, "values")
+  _options.check_names("--learning-rate", options.learning_rate, "values")
   _methods.check("--methods", options, options.methods)
-  _options.check_seeds("--seeds", *options.seeds)
-  for peak in options.learning_rate:
-    _methods.check_rate(peak)
-  _options.check_positive(options, "bandwidth_mbit_per_s")
-  _options.check_least(options, latency_ms=0, grid_extensions=0, tuning_seeds=1)
-  training.check_plots()
+  _experiment.check(options)
   return comparison.Study(
     options.methods,
     options.learning_rate,
     options.seeds,
     options.grid_extensions,
     tuple(range(_TUNING_SEED, _TUNING_SEED + options.tuning_seeds)),
-    # What else the machine does slows all methods alike.
+    # Other load on the machine then slows all methods alike.
     order="seed",
   )
 
 
-def _tell_diverged(found: comparison.Compared) -> None:
+def _raise_diverged(found: comparison.Compared) -> None:
   """Raises a DivergedError that names the methods that have diverged."""
   names = [name for name, tuned in found.tuned.items() if tuned.diverged]
   names += [
@@ -185,7 +183,7 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
     )
 
 
-def _heading(workload: comparison.Workload, options: _options.Compare) -> str:
+def _heading(workload: comparison.Workload, options: _commands.Compare) -> str:
   size = models.num_params(workload.model(0))
   samples = _datasets.words(workload.train)
   return (
@@ -197,47 +195,39 @@ def _heading(workload: comparison.Workload, options: _options.Compare) -> str:
   )
 
 
-def _is_text(workload: comparison.Workload) -> bool:
-  return isinstance(workload.train, data.TextDataset)
-
-
 def _bits(row: comparison.Row) -> float:
   bits = row["bits_per_token"]
   return math.nan if bits is None else float(bits)  # It has diverged.
 
 
-def _table(found: comparison.Compared, options: _options.Compare) -> Any:
-  from rich import table
-
+def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
   base = next(iter(found.rows))
   several = len(options.seeds) > 1 < len(options.methods)
   caption = (
     "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
-    "sends on the wire in a ring of N, over the whole run."
+    "sends in a ring of N, over the whole run."
   )
-  grid = table.Table(
-    title=(
-      f"{options.dataset}, {options.model}, N = {options.workers} workers, "
-      f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}"
-    ),
-    caption=caption
-    + (
+  if several:
+    caption += (
       f" More than {base}: mean of the differences with the same seeds, and "
-      "half its 95 % interval."
-      if several
-      else ""
-    ),
-  )
-  grid.add_column("method")
+      "half of its 95 % interval."
+    )
   text = "bits_per_token" in found.rows[base][0]
   value = _bits if text else comparison.accuracy
   digits = 3 if text else 2
-  columns = ["test bits per byte" if text else "test accuracy %"]
-  columns += [f"more than {base}"] if several else []
-  columns += ["rounds", "MB sent", "fewer bytes"]
-  columns += ["windows/s" if text else "images/s", "rate"]
-  for name in columns:
-    grid.add_column(name, justify="right")
+  grid = _output.grid(
+    f"{options.dataset}, {options.model}, N = {options.workers} workers, "
+    f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}",
+    caption,
+    "method",
+    "test bits per byte" if text else "test accuracy %",
+    *([f"more than {base}"] if several else []),
+    "rounds",
+    "MB sent",
+    "fewer bytes",
+    "windows/s" if text else "images/s",
+    "rate",
+  )
   most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
   for method, runs in found.rows.items():
     wrong = sum(row["test_loss"] is None for row in runs)

@@ -1,4 +1,4 @@
-"""Parts of a method by options: compression, overlap, outer optimizer."""
+"""Parts of a method by options: compression, overlap and outer optimizer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import optax
 from jdist import codecs, methods, reducers, server, transforms
 from jdist.cli import _groups
 
-# Codecs of the largest, of some or of the fastest entries, by their part and
-# whether what they leave out is kept: then random ones must not be scaled.
+# Sparse codecs, by the share of the entries that they send and whether a
+# feedback keeps the rest: then random entries must not be scaled up.
 _SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
   "top_k": lambda ratio, kept: codecs.TopK(ratio),
   "random_k": lambda ratio, kept: codecs.RandomK(ratio, scaled=not kept),
@@ -22,7 +22,8 @@ _DENSE: dict[str, codecs.Codec] = {
   "bfloat16": codecs.Cast("bfloat16"),
   "int8": codecs.Quantize(8),
   "int4": codecs.Quantize(4),
-  # Of symmetric levels two bits have three only.
+  # Two bits have only three levels that are symmetric around zero, but four
+  # between the minimum and the maximum.
   "int2": codecs.Quantize(2, 256, "min_max"),
   "sign": codecs.Sign(),
   "ternary": codecs.Ternary(),
@@ -34,115 +35,101 @@ _FEEDBACKS: dict[str, Callable[[], reducers.Feedback | None]] = {
   "momentum": reducers.MomentumCorrection,
   "smoothing": reducers.Smoothing,
 }
-# With the rates that stand for themselves where none is given.
+# Outer optimizers, with their default learning rates.
 _OUTER: dict[str, tuple[float, Callable[..., optax.GradientTransformation]]] = {
   "sgd": (1.0, lambda rate, momentum: optax.sgd(rate)),
   "momentum": (0.7, lambda rate, momentum: optax.sgd(rate, momentum)),
   "nesterov": (0.7, transforms.outer_sgd),
   "adam": (0.01, lambda rate, momentum: optax.adam(rate, b1=momentum)),
 }
-
-# Options, and the arguments of factories that they fill; the others are put
-# together by the functions below.
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-  "bits": ("bits",),
-  "ratio": ("ratio", "density"),
-  "rank": ("rank",),
-  "correction": ("correction",),
-  "delay_steps": ("delay_steps",),
-  "outer_learning_rate": ("outer_learning_rate",),
-  "outer_momentum": ("outer_momentum",),
-}
+# Arguments of factories that several options make together.
+_PARTS = (
+  "compression", "overlap", "stream", "rule", "interval", "predictor_params",
+)  # fmt: skip
 
 
-def used(method: methods.Method, options: _groups.MeanOptions) -> set[str]:
-  """The options that a method uses, beside the others that are given."""
-  takes, arguments = method.takes, method.arguments
-  found = {
-    option for option, names in ARGUMENTS.items() if arguments & set(names)
-  }
-  if method.in_rounds:
-    found |= {"interval", "interval_policy"}
-  if "compression" in takes:
-    found |= {"codec", "feedback", "reducer"}
+def takes(method: methods.Method, options: _groups.Common) -> set[str]:
+  """Returns the arguments that options can fill, in presence of the others.
+
+  "late" stands for the settings of an overlap, where there is one.
+  """
+  found = set(method.arguments)
+  if not method.in_rounds:
+    found.discard("interval")
+  if "compression" in found:
     if options.codec in _SPARSE:
       found.add("ratio")
     if options.reducer == "power_sgd":
       found.add("rank")
-  if not isinstance(options, _groups.MethodOptions):
-    return found
-  if "overlap" in takes:
-    if method.late is None:
-      found.add("overlap")
-    found.add("delay_steps")
-    if _is_late(method, options):
-      found |= {"carry", "stream"}
-  elif "stream" in takes:  # By definition.
-    found.add("stream")
-  if "outer" in takes:
-    found.add("outer")
-    if options.outer is not None:
-      found.add("outer_learning_rate")
-      if options.outer != "sgd":
-        found.add("outer_momentum")
+  if _is_late(method, options):
+    found.add("late")
+  if method.late is not None:
+    found.discard("overlap")  # It is late by definition.
+  if "rule" in found and options.outer is not None:
+    found.add("outer_learning_rate")
+    if options.outer != "sgd":
+      found.add("outer_momentum")
   return found
 
 
 def arguments(
-  method: methods.Method, options: _groups.MethodOptions
+  method: methods.Method, options: _groups.Common
 ) -> dict[str, Any]:
-  """The arguments of a method's factory that options give."""
-  found: dict[str, Any] = {}
-  for option, names in ARGUMENTS.items():
-    if (value := getattr(options, option)) is not None:
-      found |= {name: value for name in names if name in method.arguments}
-  takes = method.takes
-  if "compression" in takes:
+  """Returns the arguments of a method's factory that options fill."""
+  found: dict[str, Any] = {
+    name: getattr(options, field.name)
+    for field in dataclasses.fields(options)
+    if "option" in field.metadata and getattr(options, field.name) is not None
+    for name in field.metadata["option"].fills
+    if name in method.arguments and name not in _PARTS
+  }
+  if "compression" in method.arguments:
     found["compression"] = compression(options)
-  if "overlap" in takes:
+  if "overlap" in method.arguments:
     found["overlap"] = _overlap(method, options)
-  elif "stream" in takes and options.stream:
+  elif "stream" in method.arguments and options.stream:
     found["stream"] = transforms.Stream()
-  if "outer" in takes and options.outer is not None:
+  if "rule" in method.arguments and options.outer is not None:
+    # They are settings of this optimizer, and not of the method's own.
     found.pop("outer_learning_rate", None)
     found.pop("outer_momentum", None)
-    found["rule"] = _outer(options)
+    found["rule"] = outer_optimizer(options)
   return found
 
 
 def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
   """Returns the compression that options name; None for an exact mean."""
-  name, wire = options.codec, options.reducer
   feedback = _FEEDBACKS[options.feedback or "none"]()
   reducer: reducers.Reducer
-  if wire in ("power_sgd", "majority_vote"):
-    if name is not None:
+  if options.reducer in ("power_sgd", "majority_vote"):
+    if options.codec is not None:
       raise ValueError(
-        f"`--codec` must be left out with `--reducer {wire}`, which packs what "
-        f"it sends in its own way, got {name}."
+        f"`--codec` must be left out with `--reducer {options.reducer}`, which "
+        f"has its own encoding, got {options.codec}."
       )
-    if wire == "majority_vote":
+    if options.reducer == "majority_vote":
       reducer = reducers.MajorityVote()
     else:
       reducer = reducers.PowerSGD(2 if options.rank is None else options.rank)
     return reducers.Compression(reducer, feedback)
-  codec = _codec(options)
+  codec = _codec(options, feedback)
   if codec is None:
     return None
-  # Annotated as names of reducers, of which these two are wires.
-  reducer = reducers.compressed(codec, wire=wire)  # type: ignore[arg-type]
+  # Its annotation has all reducers, of which two remain here.
+  reducer = reducers.compressed(codec, wire=options.reducer)  # type: ignore[arg-type]
   return reducers.Compression(reducer, feedback)
 
 
 def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
-  """The codec of a server's pushes; None to send every bit."""
-  codec = _codec(options)
-  if codec is None:
-    return None
-  return server.MessageCodec(codec, _FEEDBACKS[options.feedback or "none"]())
+  """Returns the codec of a server's pushes; None to send every bit."""
+  feedback = _FEEDBACKS[options.feedback or "none"]()
+  codec = _codec(options, feedback)
+  return None if codec is None else server.MessageCodec(codec, feedback)
 
 
-def _codec(options: _groups.MeanOptions) -> codecs.Codec | None:
+def _codec(
+  options: _groups.MeanOptions, feedback: reducers.Feedback | None
+) -> codecs.Codec | None:
   name = options.codec
   if name is None:
     for option in ("feedback", "reducer"):
@@ -154,19 +141,16 @@ def _codec(options: _groups.MeanOptions) -> codecs.Codec | None:
         )
     return None
   if name in _SPARSE:
-    feedback = _FEEDBACKS[options.feedback or "none"]()
     kept = feedback is not None and feedback.keeps_rest
-    ratio = _RATIO if options.ratio is None else options.ratio
-    return _SPARSE[name](ratio, kept)
+    return _SPARSE[name](
+      _RATIO if options.ratio is None else options.ratio, kept
+    )
   return _DENSE[name]
 
 
 def _is_late(method: methods.Method, options: _groups.MethodOptions) -> bool:
-  return (
-    method.late is not None
-    or options.overlap
-    or options.delay_steps is not None
-  )
+  given = options.overlap or options.delay_steps is not None
+  return "overlap" in method.arguments and (given or method.late is not None)
 
 
 def _overlap(
@@ -186,24 +170,9 @@ def _overlap(
 def outer_optimizer(
   options: _groups.OuterOptions,
 ) -> optax.GradientTransformation:
-  """The outer optimizer; Nesterov's momentum if none is named."""
-  return _outer(
-    options
-    if options.outer is not None
-    else dataclasses.replace(options, outer="nesterov")
-  )
-
-
-def _outer(options: _groups.OuterOptions) -> optax.GradientTransformation:
-  assert options.outer is not None
-  usual, make = _OUTER[options.outer]
+  """Returns the outer optimizer, by default with Nesterov's momentum."""
+  usual, make = _OUTER[options.outer or "nesterov"]
   rate, momentum = options.outer_learning_rate, options.outer_momentum
-  if rate is not None and not 0 < rate < float("inf"):
-    raise ValueError(
-      f"`--outer-learning-rate` must be positive and finite, got {rate}."
-    )
-  if momentum is not None and not 0 <= momentum <= 1:
-    raise ValueError(f"`--outer-momentum` must be in [0, 1], got {momentum}.")
   return make(
     usual if rate is None else rate, 0.9 if momentum is None else momentum
   )

@@ -4,33 +4,33 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jdist import data, models, training
-from jdist.cli import _options
+from jdist.cli import _groups, _options
 from jdist.storage import hashes
 
 AnyDataset = data.Dataset | data.TextDataset
-# Bytes that are evaluated at once, of all workers.
+_Common = TypeVar("_Common", bound=_groups.Common)
+# Bytes of all workers that are evaluated at once.
 _EVALUATED = 2**17
-# Networks with many layers, which take minutes to compile and are not made for
-# images of less than 16 x 16 pixels.
+# Networks with many strided layers, which leave nothing of images of less than
+# 16 x 16 pixels and would take minutes to compile for them.
 _LARGE_MODELS = ("alexnet", "vgg", "resnet18", "resnet34", "resnet50")
 _LARGE_PIXELS = 16
 
 
-def named(options: _options.AnyCommon) -> _options.AnyCommon:
+def named(options: _Common) -> _Common:
   """Returns the options with the name and a hash of `--text` as data set.
 
-  Rows and checkpoints then say which text it was, wherever the file lies.
+  Rows and checkpoints then identify the text, wherever its file is.
 
   Raises:
     ValueError: when both are given, or there is no such file.
   """
   if options.text is None:
     return options
-  usual = _options.with_preset(type(options), options.preset)
-  if options.dataset != usual.dataset:
+  if "dataset" in _options.given(options):
     raise ValueError(
       f"`--dataset` must be left out with `--text`, got {options.dataset}."
     )
@@ -41,8 +41,8 @@ def named(options: _options.AnyCommon) -> _options.AnyCommon:
   return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
 
 
-def check(options: _options.Common) -> None:
-  """Raises a ValueError when data set, model and their options do not suit."""
+def check(options: _groups.Common) -> None:
+  """Raises a ValueError when data set, model and their options do not match."""
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if not text:
     known = (*data.NAMES, *data.TEXT_NAMES)
@@ -55,9 +55,9 @@ def check(options: _options.Common) -> None:
     )
   if not text and options.model in models.TEXT_NAMES:
     raise ValueError(
-      f"`--model` must be one of images for {options.dataset}, got "
-      f"{options.model}. It takes a text: `--dataset "
-      f"{data.TEXT_NAMES[0]}` or `--text FILE`."
+      f"`--model` must be one for images with {options.dataset}, got "
+      f"{options.model}. It needs a text: `--dataset {data.TEXT_NAMES[0]}` or "
+      "`--text FILE`."
     )
   unfit = {"augment": False, "alpha": None} if text else {"window_length": None}
   for name, usual in unfit.items():
@@ -66,13 +66,10 @@ def check(options: _options.Common) -> None:
         f"`{_options.word(name)}` must be left out with "
         f"{'a text' if text else 'images'}, got {getattr(options, name)}."
       )
-  _options.check_least(
-    options, window_length=1, num_layers=1, width=1, num_heads=1
-  )
 
 
-def modules(options: _options.Common) -> dict[str, str]:
-  """Returns the modules that reading the data needs, with their extras."""
+def modules(options: _groups.Common) -> dict[str, str]:
+  """Returns the modules that read the data set, with their extras."""
   if options.dataset == "digits":
     return {"sklearn": "data"}
   if options.text is not None or options.dataset == "synthetic":
@@ -81,7 +78,7 @@ def modules(options: _options.Common) -> dict[str, str]:
   return {"tensorflow_datasets": "data", "array_record": "data"} | images
 
 
-def load(options: _options.Common) -> tuple[AnyDataset, AnyDataset]:
+def load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
   """Returns the training and the test set."""
   if options.text is None and options.dataset in data.NAMES:
     return data.load(options.dataset), data.load(options.dataset, "test")
@@ -99,7 +96,7 @@ def load(options: _options.Common) -> tuple[AnyDataset, AnyDataset]:
 
 
 def build_model(
-  options: _options.Common, train: AnyDataset, seed: int
+  options: _groups.Common, train: AnyDataset, seed: int
 ) -> models.Model:
   """Builds the model that options name, for a data set."""
   large = options.model.startswith(_LARGE_MODELS)
@@ -107,16 +104,16 @@ def build_model(
     size = "x".join(map(str, train.input_shape[:2]))
     raise ValueError(
       f"`--model` must suit images of {size}: mlp, lenet, cnn, resnet8 or "
-      f"resnet20, got {options.model}, which takes {_LARGE_PIXELS}x"
+      f"resnet20, got {options.model}, which needs {_LARGE_PIXELS}x"
       f"{_LARGE_PIXELS} or more."
     )
   return models.build(**build_arguments(options, train), seed=seed)
 
 
 def build_arguments(
-  options: _options.Common, train: AnyDataset
+  options: _groups.Common, train: AnyDataset
 ) -> dict[str, Any]:
-  """Returns how the model of a data set is built, but for its seed."""
+  """Returns the arguments of `models.build`, without the seed."""
   chosen = {
     name: getattr(options, name)
     for name in ("norm", "num_layers", "width", "num_heads")
@@ -130,40 +127,40 @@ def build_arguments(
   }
 
 
-def evaluation_batch(options: _options.Common, test: AnyDataset) -> int:
+def evaluation_batch(num_workers: int, test: AnyDataset) -> int:
   """Returns how many samples a worker evaluates at once."""
   samples = 1024
   if isinstance(test, data.TextDataset):
     samples = min(samples, _EVALUATED // test.input_shape[0])
-  return samples // options.workers or 1
+  return samples // num_workers or 1
 
 
 def words(dataset: AnyDataset) -> str:
-  """Returns what a data set's samples are."""
+  """Returns the plural noun for a data set's samples."""
   if isinstance(dataset, data.TextDataset):
     return f"windows of {dataset.input_shape[0]} bytes"
   return "images"
 
 
 def quality(metrics: Mapping[str, float]) -> str:
-  """Returns a model's quality, as it is shown while it is trained."""
-  told = f"accuracy {100 * metrics['accuracy']:.2f} %"
+  """Returns a model's quality, as a training run prints it."""
+  text = f"accuracy {100 * metrics['accuracy']:.2f} %"
   if "bits_per_token" in metrics:
-    told = f"{metrics['bits_per_token']:.3f} bits per byte  {told}"
-  return told
+    text = f"{metrics['bits_per_token']:.3f} bits per byte  {text}"
+  return text
 
 
 def loss(record: training.Record) -> str:
-  """Returns the training loss, and a dash where no step has been trained."""
+  """Returns the training loss, or a dash where no step has been trained."""
   unknown = math.isnan(record.train_loss) and not record.diverged
-  # Steps that were skipped may have had none that is finite.
+  # If every step was skipped, the loss is not a number and no dash either.
   if unknown and not record.skipped:
     return "–"
   return f"{record.train_loss:.4f}"
 
 
 def speed(record: training.Record, dataset: AnyDataset) -> str:
-  """Returns how fast a run trains: in images, or in bytes of a text."""
+  """Returns the speed of training, in images or in bytes of a text."""
   if isinstance(dataset, data.TextDataset):
     length = dataset.input_shape[0]
     return f"{training.format_rate(record.samples_per_s * length)} bytes"

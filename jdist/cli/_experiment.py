@@ -1,7 +1,7 @@
-"""Builds everything that a run needs from its options, and checks it first.
+"""The workload and the programs of a run, made from its options.
 
-Nothing is written and nothing is trained here: what is wrong with the options
-shows before there is anything half done.
+Nothing is written or trained here, so that wrong options are reported before
+anything is half done.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist import checks, collectives, profiling, training, transforms
-from jdist.cli import _datasets, _methods, _options, _output
+from jdist.cli import _datasets, _groups, _methods, _options, _output
 from jdist.training import comparison
 
 
@@ -19,31 +19,24 @@ class Prepared:
   """One method's programs: compiled once, used for every seed."""
 
   workload: comparison.Workload
-  options: _options.Common
+  options: _groups.Common
   method: str
   peak: float
 
   def __post_init__(self) -> None:
     workload, options = self.workload, self.options
+    model = workload.model(0)
     self.budget = _methods.make_budget(
       options, self.peak, workload.steps_per_epoch
     )
-    model = workload.model(0)
     optimizer = _methods.build_method(
       self.method, options, self.budget, workload.workers.axis, model
     )
-    stream_steps: tuple[int, ...] = ()
-    if options.stream:
-      state = profiling.abstract_state(
-        workload.workers, optimizer, model.params, model.state
-      )
-      if transforms.streams(state.opt_state):
-        stream_steps = _methods.STREAM_STEPS
     self.programs = workload.programs(
       optimizer,
       model.apply,
-      stream_steps=stream_steps,
-      # None: wherever it can.
+      stream_steps=stream_steps(options, workload.workers, optimizer, model),
+      # None means wherever a method supports it.
       host_rounds=None if options.host_rounds else False,
     )
 
@@ -55,9 +48,13 @@ class Prepared:
     on_end: Callable[[Any, Any], None] | None = None,
     **fit: Any,
   ) -> list[training.Record]:
-    """Trains from the seed's initial parameters; see `Trainer.fit`.
+    """Trains from a seed's initial parameters; see `Trainer.fit`.
 
-    `on_end` is called with the trained parameters and batch statistics.
+    Args:
+      seed: The seed of the run.
+      label: What the progress bar shows.
+      on_end: Is called with the trained parameters and batch statistics.
+      **fit: Arguments of `Trainer.fit`.
     """
     state, records = self.programs.run(
       seed,
@@ -71,9 +68,9 @@ class Prepared:
     return records
 
   def other_workers(self, seed: int) -> Callable[[int], training.OtherWorkers]:
-    """Returns how a checkpoint of another number of workers is taken."""
+    """Returns how to read a checkpoint of another number of workers."""
 
-    def of(number: int) -> training.OtherWorkers:
+    def read(number: int) -> training.OtherWorkers:
       old = collectives.workers(number, substrate="vmap")
       model = self.workload.model(seed)
       optimizer = _methods.build_method(
@@ -89,29 +86,74 @@ class Prepared:
         ),
       )
 
-    return of
+    return read
+
+
+def stream_steps(
+  options: _groups.Common,
+  workers: collectives.Workers,
+  optimizer: Any,
+  model: Any,
+) -> tuple[int, ...]:
+  """Returns the splits of a streamed message for which programs are needed."""
+  if not options.stream:
+    return ()
+  state = profiling.abstract_state(
+    workers, optimizer, model.params, model.state
+  )
+  streams = transforms.streams(state.opt_state)
+  return _methods.STREAM_STEPS if streams else ()
+
+
+def check(options: _groups.Common) -> None:
+  """Raises a ValueError for options that do not match, before any data is read.
+
+  Raises:
+    ValueError: when options do not match.
+    ImportError: when extras are missing, with all their names.
+  """
+  model = getattr(options, "final_params", None)
+  if model is not None and pathlib.Path(model).suffix != ".safetensors":
+    raise ValueError(
+      "`--final-params` must be a file FILE.safetensors, by whose ending other "
+      f"programs know the format, got {model!r}."
+    )
+  parts = options.workers * options.accumulate
+  if options.batch_size < 1 or options.batch_size % parts:
+    below = max(options.batch_size // parts, 1) * parts
+    raise ValueError(
+      f"`--batch-size` must divide evenly over {options.workers} workers"
+      f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
+      f"got {options.batch_size}. Take {below} or {below + parts}."
+    )
+  _datasets.check(options)
+  needed = _datasets.modules(options)
+  for option, module, extra in (
+    ("checkpoints", "orbax.checkpoint", "checkpoints"),
+    ("methods", "matplotlib", "plots"),
+    ("tensorboard", "tensorboardX", "metrics"),
+    ("final_params", "safetensors", "export"),
+  ):
+    if getattr(options, option, None) is not None:
+      needed[module] = extra
+  checks.check_extras(needed)
 
 
 def build(
-  options: _options.Common,
+  options: _groups.Common,
   team: Callable[[], collectives.Workers] | None = None,
 ) -> comparison.Workload:
-  """Checks the options, makes the workers, by a `team` if given, loads data."""
-  check(options)
-  _check_extras(options)
+  """Loads the data and makes the workers, by a `team` if it is given."""
   train, test = _datasets.load(options)
-  if options.batch_size > len(train):
-    raise ValueError(
-      f"`--batch-size` must not exceed the {len(train)} training samples, got "
-      f"{options.batch_size}."
-    )
-  # Before the devices are made, of which there could be thousands.
-  if options.workers > len(train):
-    raise ValueError(
-      f"`--workers` must not exceed the {len(train)} training samples, got "
-      f"{options.workers}."
-    )
-
+  # Workers are checked before their devices are made: thousands of virtual
+  # devices would take all memory.
+  for name in ("batch_size", "workers"):
+    number = getattr(options, name)
+    if number > len(train):
+      raise ValueError(
+        f"`{_options.word(name)}` must not exceed the {len(train)} training "
+        f"samples, got {number}."
+      )
   if team is None:
     workers = collectives.workers(options.workers, substrate=options.substrate)
   else:
@@ -126,55 +168,14 @@ def build(
     options.alpha,
     options.augment,
     options.dtype,
-    _datasets.evaluation_batch(options, test),
+    _datasets.evaluation_batch(options.workers, test),
   )
-  workload.batches(seed=0)  # Its checks, before anything is written.
-  workload.model(0)
+  workload.batches(seed=0)  # Checks `alpha` before anything is written.
   return workload
 
 
-def _check_extras(options: _options.Common) -> None:
-  """Raises one ImportError for all that a run needs and is not installed."""
-  needed = _datasets.modules(options)
-  if getattr(options, "checkpoints", None) is not None:
-    needed["orbax.checkpoint"] = "checkpoints"
-  if isinstance(options, _options.Compare):
-    needed["matplotlib"] = "plots"
-  if getattr(options, "tensorboard", None) is not None:
-    needed["tensorboardX"] = "metrics"
-  if getattr(options, "final_params", None) is not None:
-    needed["safetensors"] = "export"
-  checks.check_extras(needed)
-
-
-def check(options: _options.Common) -> None:
-  """Raises a ValueError when an option is wrong by itself."""
-  _options.check_least(
-    options, workers=1, accumulate=1, interval=1, steps=1, warmup_epochs=0,
-    weight_decay=0,
-  )  # fmt: skip
-  _options.check_positive(options, "epochs", "evaluate_every_epochs")
-  model = getattr(options, "final_params", None)
-  if model is not None and pathlib.Path(model).suffix != ".safetensors":
-    raise ValueError(
-      "`--final-params` must be a file FILE.safetensors, by which others know "
-      f"how to read it, got {model!r}."
-    )
-  if not 0 <= options.momentum < 1:
-    raise ValueError(f"`--momentum` must be in [0, 1), got {options.momentum}.")
-  parts = options.workers * options.accumulate
-  if options.batch_size < 1 or options.batch_size % parts:
-    below = max(options.batch_size // parts, 1) * parts
-    raise ValueError(
-      f"`--batch-size` must divide evenly over {options.workers} workers"
-      f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
-      f"got {options.batch_size}. Take {below} or {below + parts}."
-    )
-  _datasets.check(options)
-
-
 def make_directories(options: Any) -> None:
-  """Makes the directories that options name; the default can always be made."""
+  """Makes the directories that options name, before hours of training."""
   model = options.final_params
   for option, path in (
     ("--output", options.output),
@@ -186,7 +187,7 @@ def make_directories(options: Any) -> None:
       _output.make_directory(option, path)
 
 
-def output_directory(options: _options.Common, command: str) -> pathlib.Path:
+def output_directory(options: _groups.Common, command: str) -> pathlib.Path:
   """Makes the directory for a command's results."""
   label = f"{command}-{options.dataset}"
   return _output.output_directory(options.output, label)

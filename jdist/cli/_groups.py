@@ -1,23 +1,52 @@
-"""Groups of options that commands share; a group's docstring is its title.
+"""Groups of options that commands share: the one table of options.
 
-A field's docstring is its help.
+A group is a dataclass whose docstring is its title.  A field is an option: its
+name, type and default are the option's, the docstring below it is the help.
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="METHOD [METHOD ...]")]
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
 Codec = Literal[
   "float16", "bfloat16", "int8", "int4", "int2", "sign", "ternary", "top_k",
   "random_k", "dct",
 ]  # fmt: skip
-Feedback = Literal["none", "error", "ef21", "momentum", "smoothing"]
-Reducer = Literal["gather", "all_to_all", "power_sgd", "majority_vote"]
-OuterOptimizer = Literal["sgd", "momentum", "nesterov", "adam"]
+
+COUNT = "[1, inf)"
+POSITIVE = "(0, inf)"
+NOT_NEGATIVE = "[0, inf)"
+SEED = "[0, 2**32)"
+
+
+class Option(NamedTuple):
+  """Properties of an option besides its name, type, default and help.
+
+  Attributes:
+    fills: The arguments of factories of methods or protocols that it fills.  It
+      is refused where no chosen factory takes any of them.
+    within: The range of its value, or of each value, for instance "[0, 1)".
+    needs: The option without which it must be left out, and the values of that
+      option if not any will do.
+    hint: Options by which other methods use it.
+  """
+
+  fills: tuple[str, ...] = ()
+  within: str | None = None
+  needs: tuple[str, ...] = ()
+  hint: str | None = None
+
+
+def option(default: Any, *fills: str, **properties: Any) -> Any:
+  """Returns a dataclass field for an option with properties."""
+  return dataclasses.field(
+    default=default, metadata={"option": Option(fills, **properties)}
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,194 +54,207 @@ class ModelOptions:
   """Model and data set."""
 
   preset: str = "digits"
-  """Where the defaults come from: digits, mnist, cifar10, cifar10-gpu or
+  """The source of the defaults: digits, mnist, cifar10, cifar10-gpu or
   tiny_shakespeare."""
 
   dataset: str = "digits"
-  """synthetic needs nothing, digits scikit-learn, and the others TensorFlow
-  Datasets, once `python -m jdist.data prepare NAME` was run: mnist,
-  fashion_mnist, cifar10, cifar100, imagenette, imagenet_resized/SIZE;
-  tiny_shakespeare is a text."""
+  """synthetic needs no files and digits needs scikit-learn. The others are read
+  by TensorFlow Datasets once `python -m jdist.data prepare NAME` has run:
+  mnist, fashion_mnist, cifar10, cifar100, imagenette, imagenet_resized/SIZE,
+  and tiny_shakespeare, which is a text."""
 
-  text: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-  """Of any kind, in place of a data set: its bytes are predicted; the last
-  tenth is for testing."""
+  text: File = None
+  """Any file, in place of a data set. The model predicts its bytes, and the
+  last tenth is the test set."""
 
-  window_length: int | None = None
-  """Of a text: bytes of a sample; 128 if not given."""
+  window_length: int | None = option(None, within=COUNT)
+  """Bytes of a sample of a text (default 128)."""
 
   model: str = "mlp"
-  """For small images mlp, lenet, cnn, resnet8 or resnet20; for larger ones
-  alexnet, vgg11, vgg13, vgg15, vgg16, vgg19, resnet18, resnet34 or resnet50;
-  for a text transformer."""
+  """mlp, lenet, cnn, resnet8 or resnet20 for small images; alexnet, vgg11,
+  vgg13, vgg15, vgg16, vgg19, resnet18, resnet34 or resnet50 for larger ones;
+  transformer for a text."""
 
   norm: Norm | None = None
-  """Normalisation of ResNets and VGGs; the model's own default if not given."""
+  """Normalization layers of ResNets and VGGs (default: the model's own)."""
 
-  num_layers: int | None = None
-  """Of the transformer; 4 if not given."""
+  num_layers: int | None = option(None, within=COUNT)
+  """Layers of the transformer (default 4)."""
 
-  width: int | None = None
-  """Of the transformer's vectors, 128 if not given; of the first layers of
-  ResNets and VGGs, 64."""
+  width: int | None = option(None, within=COUNT)
+  """Size of the transformer's vectors (default 128), or channels of the first
+  layers of ResNets and VGGs (default 64)."""
 
-  num_heads: int | None = None
-  """Of the transformer's attention; 4 if not given, and they divide the
-  width."""
+  num_heads: int | None = option(None, within=COUNT)
+  """Attention heads of the transformer; must divide the width (default 4)."""
 
   dtype: Literal["float32", "bfloat16"] = "float32"
-  """In which the model computes; parameters stay float32."""
+  """Data type of the computation; parameters stay float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
   """Workers and their data."""
 
-  workers: int = 8
-  """Workers that train together."""
+  workers: int = option(8, within=COUNT)
+  """Number of workers that train together."""
 
   substrate: Literal["auto", "vmap", "shard_map"] = "auto"
-  """How they run: shard_map over devices (on a CPU: virtual ones), vmap on one
-  device, or what suits."""
+  """How workers run: shard_map puts them on several devices (virtual ones on a
+  CPU), vmap on one device; auto chooses."""
 
   batch_size: int = 128
   """Samples of all workers together in a step; a multiple of workers times
   accumulate."""
 
-  accumulate: int = 1
-  """Micro-batches a worker cuts its part into, to save memory."""
+  accumulate: int = option(1, within=COUNT)
+  """Micro-batches into which a worker splits its part of the batch, to save
+  memory."""
 
   alpha: float | None = None
-  """Label skew between workers (Dirichlet), i.i.d. if not given; 0.1 is a lot,
-  10 little."""
+  """Dirichlet parameter of the label skew between workers: 0.1 is strong, 10 is
+  weak (default: independent and identically distributed data)."""
 
   augment: bool = False
-  """Random crops, padded by 4 pixels, and flips left to right: for photographs,
-  neither for digits nor for a text."""
+  """Crop photographs at random with 4 pixels of padding, and flip them left to
+  right. Suits neither digits nor texts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BudgetOptions:
   """Budget and each worker's optimizer."""
 
-  epochs: float = 30.0
+  epochs: float = option(30.0, within=POSITIVE)
   """Passes over the training set."""
 
-  steps: int | None = None
-  """Length of the run in steps, instead of epochs."""
+  steps: int | None = option(None, within=COUNT)
+  """Length of the run in steps, in place of epochs."""
 
   optimizer: Literal["sgd", "adamw"] = "sgd"
-  """Each worker's optimizer; sgd has Nesterov momentum."""
+  """Optimizer of each worker; sgd uses Nesterov momentum."""
 
-  momentum: float = 0.9
-  """Of sgd; 0 is none."""
+  momentum: float = option(0.9, within="[0, 1)")
+  """Momentum of sgd; 0 disables it."""
 
-  weight_decay: float = 0.0
-  """Decoupled: times the learning rate, beside the gradient."""
+  weight_decay: float = option(0.0, within=NOT_NEGATIVE)
+  """Decoupled weight decay, multiplied by the learning rate."""
 
   schedule: Literal["cosine", "constant"] = "cosine"
-  """Of the learning rate, over all steps, after a linear warm-up."""
+  """Learning rate after the linear warm-up."""
 
-  warmup_epochs: float = 1.0
-  """Epochs in which the learning rate rises."""
+  warmup_epochs: float = option(1.0, within=NOT_NEGATIVE)
+  """Epochs of the learning rate's warm-up."""
 
   skip_nonfinite: bool = False
-  """Take zeros for the gradients of a step in which a worker's are not
-  finite; counted in the row."""
+  """Replace the gradients of a step by zeros where a worker's are not finite;
+  the row counts these steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundOptions:
   """Rounds, and their overlap with computation."""
 
-  interval: int = 8
-  """Local steps of a round, H; the longest of growth, and the first of msdpu
-  and adacomm, whose highest is 16, or this if it is more."""
+  interval: int = option(8, "interval", within=COUNT)
+  """Local steps of a round, H: the longest round of growth, and the first one
+  of msdpu and adacomm, whose longest is the larger of 16 and this."""
 
   interval_policy: Literal[
     "method", "fixed", "growth", "adacomm", "qsr", "msdpu"
-  ] = "method"
-  """The rule for the interval: the method's own, or this one.  growth:
-  one step at first, more as the rate falls; msdpu and adacomm follow the loss.
-  """
+  ] = option("method", "interval")
+  """Rule for the interval: the method's own or one of the others. growth starts
+  with one step and grows as the learning rate falls; msdpu and adacomm follow
+  the loss."""
 
-  overlap: bool = False
-  """Take the mean a round late, while the next round is computed, in a method
-  that does not by itself."""
+  overlap: bool = option(False, "overlap")
+  """Apply each mean one round late, so that it is sent while the next round is
+  computed, in a method that does not do so by definition."""
 
-  delay_steps: int | None = None
-  """After how many steps of the next round a late mean is applied; if not
-  given, at its end, of MSDPU after 1."""
+  delay_steps: int | None = option(None, "delay_steps", "overlap", "late")
+  """Steps of the next round after which a late mean is applied (default: at the
+  end of the round; for MSDPU after 1)."""
 
-  carry: float | None = None
-  """Part of the local progress kept when a late mean is applied; if not given,
-  all of it, of MSDPU a worker's share, 1/N."""
+  carry: float | None = option(None, "late", hint="--overlap")
+  """Share of the local progress that is kept when a late mean is applied
+  (default: all of it; for MSDPU a worker's share, 1/N)."""
 
-  stream: bool = False
-  """Send a late mean in sub-tensors, some in every step, under its
-  computation. The same numbers; compiles a few programs instead of one."""
+  stream: bool = option(False, "late", "stream", hint="--overlap")
+  """Send a late mean in sub-tensors, some in every step, while the step is
+  computed. Gives the same numbers, but compiles a few programs instead of
+  one."""
 
-  correction: float | None = None
-  """Of MSDPU: pull towards the anchor in a round; 0.1 if not given."""
+  correction: float | None = option(None, "correction")
+  """MSDPU correction strength, the pull towards the anchor per round (default
+  0.1)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptions:
   """Outer optimizer."""
 
-  outer: OuterOptimizer | None = None
-  """Fed with the mean pseudo-gradient of a round; the method's own if not
-  given, Nesterov's momentum of DiLoCo."""
+  outer: Literal["sgd", "momentum", "nesterov", "adam"] | None = option(
+    None, "rule"
+  )
+  """Optimizer of the outer parameters, applied to the mean pseudo-gradient of a
+  round (default: the method's own, for DiLoCo nesterov)."""
 
-  outer_learning_rate: float | None = None
-  """Of the outer optimizer; the method's own, or 1 for sgd, 0.7 for momentum
-  and nesterov, 0.01 for adam."""
+  outer_learning_rate: float | None = option(
+    None, "outer_learning_rate", within=POSITIVE, hint="--outer"
+  )
+  """Learning rate of the outer optimizer (default: the method's own, or 1 for
+  sgd, 0.7 for momentum and nesterov, 0.01 for adam)."""
 
-  outer_momentum: float | None = None
-  """Of an outer optimizer with momentum; 0.9 if not given."""
+  outer_momentum: float | None = option(
+    None, "outer_momentum", within="[0, 1]", hint="--outer"
+  )
+  """Momentum of the outer optimizer (default 0.9)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanOptions:
-  """Mean by fewer bytes."""
+  """Compression of means."""
 
-  codec: Codec | None = None
-  """How what is averaged is packed, in methods that leave it open; as it is if
-  not given."""
+  codec: Codec | None = option(None, "compression")
+  """Encoding of the tensors that are averaged, for methods that do not define
+  one (default: every bit is sent)."""
 
-  feedback: Feedback | None = None
-  """What becomes of the part that is not sent: dropped (none), or kept as error
-  feedback (error), EF21 or momentum correction; smoothing is of
+  feedback: Literal["none", "error", "ef21", "momentum", "smoothing"] | None = (
+    option(None, "compression")
+  )
+  """Use of the part that is not sent: none drops it; error is error feedback,
+  ef21 is EF21, momentum is momentum correction; smoothing suits
   majority_vote."""
 
-  reducer: Reducer | None = None
-  """How the mean is taken: a codec's payloads gathered or by an all-to-all,
-  what suits the codec if not given; or by power_sgd or majority_vote."""
+  reducer: (
+    Literal["gather", "all_to_all", "power_sgd", "majority_vote"] | None
+  ) = option(None, "compression")
+  """Computation of the mean: gather or all_to_all exchange a codec's payloads
+  (default: whichever suits the codec); power_sgd and majority_vote need no
+  codec."""
 
-  bits: int | None = None
-  """Of each number that qsgd, sparse_loco and muloco send; the method's own
-  default if not given."""
+  bits: int | None = option(None, "bits")
+  """Bits per number that qsgd, sparse_loco and muloco send (default: the
+  method's own)."""
 
-  ratio: float | None = None
-  """The part of the entries that topk_sgd, dgc, sparse_loco and the codecs
-  top_k, random_k and dct send; the default of each if not given."""
+  ratio: float | None = option(None, "ratio", "density", hint="--codec top_k")
+  """Share of the entries that topk_sgd, dgc, sparse_loco and the codecs top_k,
+  random_k and dct send (default: the method's own, or 0.01)."""
 
-  rank: int | None = None
-  """Of the mean of powersgd and of the reducer power_sgd; 2 if not given."""
+  rank: int | None = option(None, "rank", hint="--reducer power_sgd")
+  """Rank of the mean of powersgd and of the reducer power_sgd (default 2)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions(MeanOptions, OuterOptions, RoundOptions):
-  """All that puts a method together."""
+  """Parts of a method."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkOptions(ModelOptions):
-  """Networks that were trained before."""
+  """Trained network of mp2."""
 
-  predictor: Directory = None
-  """Of mp2, which needs one: a trained predictor for this model, as
-  `jdist.prediction.save_predictor` leaves it, which says where it is cut."""
+  predictor: Directory = option(None, "predictor_params")
+  """Trained predictor for this model, which mp2 needs, written by
+  `jdist.prediction.save_predictor`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,15 +262,15 @@ class ResultOptions:
   """Programs, evaluation and results."""
 
   host_rounds: bool = True
-  """Let the host say which step ends a round, of methods that take it: the
-  steps before it copy less. The same numbers up to rounding; twice the
-  programs."""
+  """Let the host end rounds, for methods that support it: the steps of a round
+  copy less, the numbers are the same up to rounding, and two programs are
+  compiled in place of one."""
 
-  evaluate_every_epochs: float = 2.0
+  evaluate_every_epochs: float = option(2.0, within=POSITIVE)
   """Epochs between evaluations on the test set."""
 
   output: Directory = None
-  """Directory for rows and pictures; a new one under runs/ if not given."""
+  """Directory for rows and pictures (default: a new one under runs/)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,18 +280,18 @@ class CheckpointOptions:
   checkpoints: Directory = None
   """Directory to save to and to resume from."""
 
-  checkpoint_every_epochs: float = 2.0
-  """Epochs between two checkpoints. SIGTERM saves one, too, and ends the run
+  checkpoint_every_epochs: float = option(2.0, within=POSITIVE)
+  """Epochs between two checkpoints. SIGTERM saves one as well, and ends the run
   with status 143."""
 
   final_params: Annotated[
     str | None, tyro.conf.arg(metavar="FILE.safetensors")
   ] = None
   """File for the trained parameters, which `training.load_model` and other
-  programs read; needs the extra `export`."""
+  programs read. Needs the extra `export`."""
 
   tensorboard: Directory = None
-  """Directory for each evaluation as events of TensorBoard; needs the extra
+  """Directory for the evaluations as TensorBoard events. Needs the extra
   `metrics`."""
 
 
@@ -260,25 +302,25 @@ class ProcessOptions:
   coordinator_address: Annotated[
     str | None, tyro.conf.arg(metavar="HOST:PORT")
   ] = None
-  """Of process 0, for a run of several processes; under Slurm and MPI `auto`
-  finds it, and the two numbers below."""
+  """Address of process 0 in a run of several processes; under Slurm and MPI,
+  `auto` finds it and the two numbers below."""
 
-  num_processes: int | None = None
-  """How many processes the run has."""
+  num_processes: int | None = option(None, within=COUNT)
+  """Number of processes of the run."""
 
-  process_id: int | None = None
-  """This process, from 0."""
+  process_id: int | None = option(None, within=NOT_NEGATIVE)
+  """Number of this process, from 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkOptions:
   """Link of the modelled times."""
 
-  bandwidth_mbit_per_s: float = 100.0
-  """Of each machine's link: for the modelled time in the picture."""
+  bandwidth_mbit_per_s: float = option(100.0, within=POSITIVE)
+  """Bandwidth of each machine's link, for the modelled time in the picture."""
 
-  latency_ms: float = 1.0
-  """Of that link, for each message."""
+  latency_ms: float = option(1.0, within=NOT_NEGATIVE)
+  """Latency of that link, for each message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,89 +328,99 @@ class CompilerOptions:
   """GPUs and compiler."""
 
   topology: str = "8xh200"
-  """GPUs to compile for, GPUSxKIND or NODESxGPUSxKIND; kinds are h200, h100
-  and a100."""
+  """GPUs to compile for, as GPUSxKIND or NODESxGPUSxKIND; the kinds are h200,
+  h100 and a100."""
 
   host_rounds: bool = True
-  """Let the host say which step ends a round, of methods that take it: two
-  programs without a conditional, as `jdist train` runs them."""
+  """Let the host end rounds, for methods that support it: two programs without
+  a conditional, as `jdist train` runs them."""
 
-  message_mb: float | None = None
-  """Size up to which ssgd:first, :scattered and :hybrid cut and join their
-  messages; 4 MiB if not given."""
+  message_mb: float | None = option(None, within=POSITIVE)
+  """Message size up to which ssgd:first, :scattered and :hybrid split and join
+  tensors (default 4 MiB)."""
 
-  pending: float = 0.33
-  """Which part of the gradients ssgd:hybrid holds back for the next step."""
+  pending: float = option(0.33, within="[0, 1]")
+  """Share of the gradients that ssgd:hybrid holds back for the next step."""
 
   tell_compiler: bool = False
-  """Tell the compiler's scheduler how fast the link is. If not, it takes any
-  message to last as long as a few products."""
+  """Give the link's rates to the compiler's scheduler. Without them it assumes
+  that any message takes as long as a few matrix products."""
 
-  in_flight: int | None = None
-  """Collectives that may be under way at once; if not given, the compiler's
-  own choice, one."""
+  in_flight: int | None = option(None, within=COUNT)
+  """Collectives that may be in flight at once (default: the compiler's choice,
+  one)."""
 
-  combine_mb: float | None = None
-  """Size up to which all-reduces are merged, 0 for none; if not given, the
-  compiler's own choice."""
+  combine_mb: float | None = option(None, within=NOT_NEGATIVE)
+  """Size up to which all-reduces are merged; 0 merges none (default: the
+  compiler's choice)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RateOptions:
   """Stated rates."""
 
-  bandwidth_gbit_per_s: float | None = None
-  """Of each GPU's link, in each direction; if not given, the data sheet's for
-  NVLink, and for the network if there are several nodes."""
+  bandwidth_gbit_per_s: float | None = option(None, within=POSITIVE)
+  """Bandwidth of each GPU's link in each direction (default: the data sheet's,
+  of NVLink, or of the network if there are several nodes)."""
 
-  latency_us: float = 2.0
-  """Assumed for each message of a ring."""
+  latency_us: float = option(2.0, within=NOT_NEGATIVE)
+  """Assumed latency of each message of a ring."""
 
-  tflop_per_s: float | None = None
-  """Rate of products and convolutions; the data sheet's if not given."""
+  tflop_per_s: float | None = option(None, within=POSITIVE)
+  """Rate of matrix products and convolutions (default: the data sheet's)."""
 
-  memory_gb_per_s: float | None = None
-  """Rate of a GPU's memory; the data sheet's if not given."""
+  memory_gb_per_s: float | None = option(None, within=POSITIVE)
+  """Rate of a GPU's memory (default: the data sheet's)."""
 
-  launch_us: float = 2.0
-  """Assumed for the shortest kernel."""
+  launch_us: float = option(2.0, within=NOT_NEGATIVE)
+  """Assumed duration of the shortest kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageOptions:
   """Pipeline of stages."""
 
-  stages: int | None = None
-  """Cut the model into stages, a device each, of every worker: so many; a whole
-  model on each device if not given."""
+  stages: int | None = option(None, within=COUNT)
+  """Number of stages into which each worker's model is cut, one device each
+  (default: a whole model on each device)."""
 
-  table: str = "1f1b"
-  """Which device does what in which order: a table by its name, of `jdist
+  table: str = option("1f1b", needs=("stages",))
+  """Order of the passes on each device: the name of a table, as in `jdist
   pipeline --help`, or a file."""
 
-  microbatches: int | None = None
-  """Into which a worker's part of a batch is cut; two for each stage if not
-  given."""
+  microbatches: int | None = option(None, within=COUNT, needs=("stages",))
+  """Micro-batches of a worker's part of a batch (default: two for each
+  stage)."""
 
-  window: int | None = None
-  """Of ours: iterations under way at once; as many as keep all devices busy if
-  not given."""
+  window: int | None = option(None, needs=("stages",))
+  """Iterations in flight at once, for the table ours (default: as many as keep
+  all devices busy)."""
 
-  chunks: int | None = None
-  """Of interleaved: stages of each device; 2 if not given."""
+  chunks: int | None = option(None, needs=("stages",))
+  """Stages of each device, for the table interleaved (default 2)."""
 
-  cuts: Annotated[
-    tuple[int, ...], tyro.conf.arg(metavar="LAYER [LAYER ...]")
-  ] = ()
-  """Layers, counted from 0, at which the second and later stages begin; if not
-  given, where the stages take about as long."""
+  cuts: tuple[int, ...] = option((), needs=("stages",))
+  """Layers, counted from 0, at which the second and later stages begin
+  (default: where the stages take about as long)."""
 
-  late_from: float | None = None
-  """Share of the run's steps after which a table without a flush begins, which
-  takes gradients late; 1f1b before. 0.5 keeps the accuracy where such a table
-  from the beginning does not, see experiments/pipeline. If not given, at
-  once."""
+  late_from: float | None = option(None, within="(0, 1)", needs=("stages",))
+  """Share of the run after which a table without a flush replaces 1f1b; its
+  gradients are late. 0.5 keeps the accuracy where such a table from the start
+  does not, see experiments/pipeline (default: from the start)."""
 
-  delay_fix: Literal["none", "prediction"] = "none"
-  """The remedy for late gradients: they are taken at predicted weights, by
-  `transforms.predict_weights`, or as they are."""
+  delay_fix: Literal["none", "prediction"] = option("none", needs=("stages",))
+  """Remedy for late gradients: compute them at predicted weights, with
+  `transforms.predict_weights`, or leave them as they are."""
+
+
+# Fields and help list the groups in reverse order: the last base comes first.
+@dataclasses.dataclass(frozen=True)
+class Common(
+  ResultOptions,
+  NetworkOptions,
+  MethodOptions,
+  BudgetOptions,
+  WorkerOptions,
+  ModelOptions,
+):
+  """One run, whatever the method."""

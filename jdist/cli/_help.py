@@ -1,7 +1,8 @@
-"""Help that teaches: options in groups, in the order in which one asks."""
+"""The help pages: options in groups, from the general to the special."""
 
 import ast
 import dataclasses
+import functools
 import inspect
 import shutil
 import textwrap
@@ -9,12 +10,12 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jdist.cli import _presets
+from jdist.cli import _options
 
 _OVERVIEW = """usage: jdist COMMAND [OPTIONS]
 
-Trains where communication is dear: local steps, delayed updates and more, on
-one device, many devices, or many hosts.
+Trains with little communication: local steps, delayed updates, compressed
+messages and more, on one device, many devices, or many hosts.
 
 commands:
 {commands}
@@ -28,154 +29,146 @@ examples:
   jdist compare --preset mnist --interval 16
       longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR
-      one method; the same command again goes on where it stopped
+      one method; the same command resumes it
   jdist train --preset tiny_shakespeare
-      a transformer on a text; --text FILE for one's own
+      a transformer on a text; add --text FILE for another text
   jdist overlap --methods ssgd msdpu --topology 8xh200
-      what a GPU does while it sends, read from the compiled program
+      what a GPU computes while it sends, read from the compiled program
   jdist bytes --methods ssgd dgc --workers 32
-      what each worker sends
+      the bytes that each worker sends
   jdist simulate CLUSTER.toml --protocols bsp asp dbs
       a parameter server on unequal machines, on a virtual clock
   jdist pipeline simulate 1f1b ours --stages 8
-      schedules of a pipeline, on a virtual clock
+      pipeline schedules on a virtual clock
   jdist launch -n 4 -- train --method diloco --checkpoints DIR
-      in four processes, restarted when it fails; or for a cluster
+      four processes, restarted on failure; or a file for a cluster
   jdist train --help
-      every option
+      every option of a command
 
 presets: {presets}.
-They set the defaults, and any option changes them.
+They set the defaults, and options override them.
 
-exit status: 0 fine, 2 wrong options, 3 diverged, 143 ended by SIGTERM (saved
+exit status: 0 success, 2 wrong options, 3 diverged, 143 ended by SIGTERM (saved
 with --checkpoints), 75 another process was lost (run it again), 130
 interrupted.
 """
 
 _EXAMPLES = {
-  "pipeline": """examples:
+  "pipeline": """
   jdist pipeline draw zb_h1 --stages 4 --microbatches 8
   jdist pipeline check mine.txt --sends blocking
   jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
   jdist pipeline plan --costs layers.toml --cluster cluster.toml
   jdist pipeline train 1f1b --stages 2 --microbatches 8
 """,
-  "simulate": """examples:
+  "simulate": """
   jdist simulate cluster.toml
   jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
 """,
-  "train": """examples:
+  "train": """
   jdist train --method local_sgd --interval 16
   jdist train --preset cifar10 --method diloco --checkpoints ckpt
   jdist train --stages 2 --table ours --window 2 --model cnn    a pipeline
   jdist train --preset tiny_shakespeare --stages 4 --method ssgd      on a text
-  jdist train --preset tiny_shakespeare --text FILE           on one's own
-  # two processes: the same on each, with its own number
+  jdist train --preset tiny_shakespeare --text FILE           on another text
+  # two processes: the same command with numbers 0 and 1
   jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
 """,
-  "launch": """examples:
+  "launch": """
   jdist launch -n 4 -- train --method diloco --checkpoints ckpt
   jdist launch -n 16 --print slurm --gpus-per-node 8 -- train --checkpoints ckpt
   jdist launch -n 4 --print kubernetes -- train --checkpoints /ckpt
 """,
-  "compare": """examples:
+  "compare": """
   jdist compare --methods ssgd diloco --seeds 0 1 2 3 4
-  jdist compare --learning-rate 0.05 0.1 0.2      each method finds its best
+  jdist compare --learning-rate 0.05 0.1 0.2      each method is tuned
   jdist compare --alpha 0.1                       workers with unlike data
 """,
-  "overlap": """examples:
+  "overlap": """
   jdist overlap --methods msdpu --model resnet50 --topology 8xh200
   jdist overlap --methods ssgd local_sgd msdpu    one line each
   jdist overlap --topology 2x8xh100 --interval 32
-  jdist overlap --methods ssgd --stages 4 --table gpipe       a pipeline's sends
+  jdist overlap --methods ssgd --stages 4 --table gpipe   a pipeline's messages
 """,
-  "bytes": """examples:
+  "bytes": """
   jdist bytes --methods ssgd topk_sgd powersgd --model resnet18 --workers 8
   jdist bytes --methods topk_sgd --workers 32      payloads are gathered
   jdist bytes --methods dgc one_bit_adam --warmup-steps 500   each phase
 """,
 }
 
-# Options that are given without their names.
+# Arguments that are given without the name of the option.
 _POSITIONAL = {
   ("simulate", "cluster"): "CLUSTER.toml",
   ("pipeline", "action"): "draw|check|simulate|plan",
   ("pipeline", "tables"): "TABLE [TABLE ...]",
 }
-# The title of a command's own options.
-_OWN = "Of this command"
+_COLUMN = 30
 
 
 def overview(commands: Mapping[str, str]) -> str:
   """Returns the help of `jdist` itself, with a line for each command."""
-  from jdist.cli import _methods
-
   return _OVERVIEW.format(
-    commands="\n".join(_table(commands)),
-    methods="\n".join(_table(_methods.summaries())),
-    presets=", ".join(_presets.PRESETS),
+    commands="\n".join(_lines(commands)),
+    methods="\n".join(_lines(_listed("train")[1])),
+    presets=", ".join(_options.PRESETS),
   )
 
 
-def _table(told: Mapping[str, str]) -> Iterator[str]:
-  column = max(map(len, told)) + 2
-  for name, text in told.items():
-    yield f"  {name:{column}}{text}"
-
-
 def options(name: str, defaults: Any) -> str:
-  """Returns the help of a command, under the preset that was given."""
-  from jdist.cli import _methods
-
+  """Returns the help of a command, with the defaults of a preset."""
   width = max(60, min(100, shutil.get_terminal_size().columns))
-  told = " ".join((type(defaults).__doc__ or "").split())
+  text = " ".join((type(defaults).__doc__ or "").split())
   parts = [
-    f"usage: jdist {name} [OPTIONS]\n",
-    f"{textwrap.fill(told, width)}\n",
-    _EXAMPLES[name],
+    f"usage: jdist {name} [OPTIONS]\n\n{textwrap.fill(text, width)}\n",
+    f"examples:{_EXAMPLES[name]}",
   ]
   hints = typing.get_type_hints(type(defaults), include_extras=True)
   for title, documents in groups(type(defaults)).items():
     parts.append(f"{title}:")
-    for field, told in documents.items():
-      value = getattr(defaults, field)
-      word = field.replace("_", "-")
-      if (name, field) in _POSITIONAL:
-        parts.append(_entry(_POSITIONAL[name, field], told, None, width))
-        continue
-      kind = f"| --no-{word}" if hints[field] is bool else _kind(hints[field])
-      parts.append(_entry(f"--{word} {kind}", told, value, width))
+    for field, text in documents.items():
+      form = _POSITIONAL.get((name, field))
+      if form is None:
+        form = f"{_options.word(field)} {_kind(hints[field], field)}"
+        if (value := getattr(defaults, field)) is not None:
+          text = f"{text} [{_shown(value)}]"
+      parts.append(_entry(form, text, width))
     parts.append("")
-  what, listed = "methods", _methods.summaries()
-  if name == "simulate":
-    from jdist import server
-
-    what = "protocols"
-    listed = {key: entry.meaning for key, entry in server.PROTOCOLS.items()}
-  elif name == "pipeline":
-    from jdist import pipeline
-
-    what = "tables"
-    listed = {key: entry.meaning for key, entry in pipeline.TABLES.items()}
   if name != "launch":
-    parts += [f"{what} in one line each:", *_table(listed)]
+    kind, listed = _listed(name)
+    parts += [f"{kind} in one line each:", *_lines(listed)]
   return "\n".join(parts) + "\n"
 
 
-def _entry(option: str, told: str, value: Any, width: int) -> str:
-  column = 30
-  if value is not None:
-    told = f"{told} [{_shown(value)}]"
+def _listed(command: str) -> tuple[str, dict[str, str]]:
+  """Returns what a command's options name, with a line about each."""
+  if command == "simulate":
+    from jdist import server
+
+    return "protocols", {x: y.meaning for x, y in server.PROTOCOLS.items()}
+  if command == "pipeline":
+    from jdist import pipeline
+
+    return "tables", {x: y.meaning for x, y in pipeline.TABLES.items()}
+  from jdist import methods
+
+  return "methods", {x: y.summary for x, y in methods.registry.items()}
+
+
+def _lines(texts: Mapping[str, str]) -> Iterator[str]:
+  column = max(map(len, texts)) + 2
+  for name, text in texts.items():
+    yield f"  {name:{column}}{text}"
+
+
+def _entry(form: str, text: str, width: int) -> str:
   lines = textwrap.wrap(
-    told, width - column, break_long_words=False, break_on_hyphens=False
+    text, width - _COLUMN, break_long_words=False, break_on_hyphens=False
   )
-  first = f"  {option}"
-  if len(first) + 2 > column:
-    lines = [first, *(" " * column + line for line in lines)]
-  else:
-    rest = [" " * column + line for line in lines[1:]]
-    lines = [f"{first:{column}}{lines[0]}", *rest]
-  return "\n".join(lines)
+  first = f"  {form}"
+  if len(first) + 2 <= _COLUMN:
+    first = f"{first:{_COLUMN}}{lines.pop(0)}"
+  return "\n".join([first, *(" " * _COLUMN + line for line in lines)])
 
 
 def _shown(value: Any) -> str:
@@ -184,38 +177,40 @@ def _shown(value: Any) -> str:
   return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _kind(hint: Any) -> str:
+def _kind(hint: Any, field: str) -> str:
   """Returns the form of an option's value."""
   arguments = typing.get_args(hint)
+  if hint is bool:
+    return f"| --no-{field.replace('_', '-')}"
   if typing.get_origin(hint) is typing.Annotated:
     return str(arguments[1].metavar)
   if typing.get_origin(hint) is typing.Literal:
     return "|".join(map(str, arguments))
-  if arguments:  # What may also be missing.
-    return _kind(next(a for a in arguments if a is not type(None)))
+  if typing.get_origin(hint) is tuple:
+    return "{0} [{0} ...]".format(_kind(arguments[0], field))
+  if arguments:  # A type or None.
+    return _kind(next(a for a in arguments if a is not type(None)), field)
   return {int: "INT", float: "NUMBER", str: "NAME"}[hint]
 
 
 def fields(command: type[Any]) -> dict[str, str]:
-  """The options of a command and what their docstrings say."""
-  found: dict[str, str] = {}
-  for documents in groups(command).values():
-    found |= documents
-  return found
+  """Returns the options of a command with their help."""
+  return functools.reduce(dict.__or__, groups(command).values())
 
 
 def groups(command: type[Any]) -> dict[str, dict[str, str]]:
-  """The options of a command by group, its own ones first."""
+  """Returns the options of a command by group, its own ones first."""
   found: dict[str, dict[str, str]] = {}
   for owner in (command, *reversed(command.__mro__)):
     own = _own_fields(owner) if dataclasses.is_dataclass(owner) else {}
-    title = _OWN if owner is command else str(owner.__doc__).rstrip(".")
+    title = "options" if owner is command else str(owner.__doc__).rstrip(".")
     if own:
       found.setdefault(title, own)
   return found
 
 
 def _own_fields(owner: type[Any]) -> dict[str, str]:
+  # Python drops the strings below fields: only the source still has them.
   (tree,) = ast.parse(inspect.getsource(owner)).body
   assert isinstance(tree, ast.ClassDef)
   found, name = {}, ""

@@ -1,4 +1,4 @@
-"""The directory and the console to which a command writes its results."""
+"""The directory, the console and the warnings of a command."""
 
 import contextlib
 import datetime
@@ -13,7 +13,7 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
 def output_directory(output: str | None, label: str) -> pathlib.Path:
-  """Makes the directory that is named, or a new one under runs/."""
+  """Makes the named directory, or a new one under runs/."""
   now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
   path = pathlib.Path(output or f"runs/{label}-{now}")
   make_directory("--output", path)
@@ -21,7 +21,7 @@ def output_directory(output: str | None, label: str) -> pathlib.Path:
 
 
 def make_directory(option: str, path: str | pathlib.Path) -> None:
-  """Makes a directory that the user has named, and that takes files."""
+  """Makes a directory that an option names, and checks that it is writable."""
   try:
     pathlib.Path(path).mkdir(parents=True, exist_ok=True)
     if os.access(path, os.W_OK):
@@ -34,9 +34,27 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
   )
 
 
+def print_files(output: pathlib.Path, **names: str) -> None:
+  """Prints where files are, with `Rows: PATH` for `rows="PATH"`."""
+  # Not through Rich's console, which would break long paths into lines.
+  for title, name in names.items():
+    print(f"{title}: {output / name}")
+
+
+def grid(title: str, caption: str, first: str, *others: str) -> Any:
+  """Returns a table for the console, with numbers in all columns but one."""
+  from rich import table
+
+  made = table.Table(title=title, caption=caption)
+  made.add_column(first, no_wrap=True)
+  for name in others:
+    made.add_column(name, justify="right")
+  return made
+
+
 @contextlib.contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-  """Shows jdist's own warnings as its errors are, without a line of source."""
+  """Shows jdist's own warnings like its errors, without a line of source."""
   before = warnings.formatwarning
 
   def show(
@@ -58,7 +76,7 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def console() -> Any:
-  """Returns a console as wide as the tables in a file or a pipe."""
+  """Returns a console that is as wide in a file or a pipe as a table needs."""
   from rich import console
 
   return console.Console(

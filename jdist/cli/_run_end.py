@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 # Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
 DIVERGED = 3
 TERMINATED = 143
-# What checkpoints keep in the place of options, too long to be shown.
+# Entries of checkpoints in place of options, too long to be shown.
 _HIDDEN = {
-  "cluster": "`--cluster` is of other machines than in the checkpoint",
+  "cluster": "`--cluster` has other machines than in the checkpoint",
   "networks": "`--predictor` is of another network than in the checkpoint",
 }
 
@@ -24,7 +24,7 @@ class TerminatedError(Exception):
 
 
 class LostError(Exception):
-  """A run has lost another process, and may be begun again."""
+  """A run has lost another process, and may be started again."""
 
 
 class DivergedError(Exception):
@@ -38,8 +38,8 @@ def write_row(
   records: "list[training.Record]",
   **more: Any,
 ) -> None:
-  """Appends a run's row, with a summary of its records, and says where."""
-  # Not above: every command imports this file, `--help` too.
+  """Appends a run's row with a summary of its records, and prints its path."""
+  # Imported here, because every command imports this file, `--help` too.
   from jdist import training
   from jdist.training import comparison
 
@@ -54,13 +54,13 @@ def write_row(
 def check(
   records: Any, rate: float, saved: Any = None, skips: bool = True
 ) -> None:
-  """Raises a DivergedError if the last record is of a run that has diverged.
+  """Raises a DivergedError if the run has diverged by its last record.
 
   Args:
-    records: of the run.
-    rate: its learning rate.
-    saved: where checkpoints are, if there are any.
-    skips: whether the run could have `--skip-nonfinite`.
+    records: The records of the run.
+    rate: Its learning rate.
+    saved: The directory of its checkpoints, if there are any.
+    skips: Whether the run supports `--skip-nonfinite`.
   """
   last = records[-1]
   if not last.diverged:
@@ -86,7 +86,7 @@ def interrupt(
   options: Any,
   what: str = "step {step}",
 ) -> KeyboardInterrupt:
-  """Returns the interrupt of a run, which tells from where it will go on."""
+  """Returns the interrupt of a run, which says where it will resume."""
   if checkpoints is None:
     return KeyboardInterrupt()
   step = checkpoints.latest_step()
@@ -94,25 +94,23 @@ def interrupt(
     return KeyboardInterrupt("nothing is saved.")
   return KeyboardInterrupt(
     f"{what.format(step=step)} is saved in {options.checkpoints}: the same "
-    "command goes on from there."
+    "command resumes from there."
   )
 
 
 def refusal(error: "training.OtherRunError") -> ValueError:
   """Returns the error for a checkpoint of a run with other options."""
-  told = []
+  parts = []
   for name, (there, here) in error.differences.items():
     if name in _HIDDEN:
-      told.append(_HIDDEN[name])
-    elif name in _options.Train.__dataclass_fields__:
-      told.append(
+      parts.append(_HIDDEN[name])
+    else:
+      parts.append(
         f"`{_options.word(name)}` is {_shown(there)} in the checkpoint and "
         f"{_shown(here)} here"
       )
-  if not told:  # The data are others, for instance.
-    return error
   return ValueError(
-    f"{', '.join(told)}. Resume with the same options, or start anew in "
+    f"{', '.join(parts)}. Resume with the same options, or start anew in "
     "another directory."
   )
 

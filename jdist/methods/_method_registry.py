@@ -52,7 +52,7 @@ registry: dict[str, _method.Method] = {
       "Training of Language Models", "arXiv 2023", _ARXIV + "2311.08105"),
   ),
   "msdpu": _method.Method(
-    "H grows as the rate falls, and the mean is late from then on",
+    "H grows as the rate falls, and then the mean is late",
     _overlapped.msdpu,
     _method.Paper("Ju et al.", "Multi-step delayed parameter update",
       "Journal of Harbin Institute of Technology 2025",

@@ -18,8 +18,8 @@ _BAD = [
     "the command must be one of train, compare, overlap, bytes, simulate, "
     "pipeline, launch, got",
   ),
-  ("train --method sgd", "`--method` must be of ssgd"),
-  ("compare --methods ssgd sgd", "`--methods` must be of ssgd"),
+  ("train --method sgd", "`--method` must be one of ssgd"),
+  ("compare --methods ssgd sgd", "`--methods` must be one of ssgd"),
   ("compare --methods ssgd ssgd", "`--methods` must be one or more different"),
   ("train --dataset imagenet", "`--dataset` must be one of synthetic, digits"),
   ("train --model vit", "`--model` must be one of mlp"),
@@ -59,7 +59,7 @@ _BAD = [
   ("compare --learning-rate 0.1 -0.1", "`--learning-rate` must be positive"),
   ("compare --learning-rate 0.1 0.1", "`--learning-rate` must be one or more"),
   ("train --epochs 0", "`--epochs` must be positive"),
-  ("train --epochs inf", "`--epochs` must be positive, got inf"),
+  ("train --epochs inf", "`--epochs` must be positive and finite, got inf"),
   ("train --steps 0", "`--steps` must be at least 1"),
   ("train --warmup-epochs -1", "`--warmup-epochs` must be at least 0, got -1"),
   ("train --warmup-epochs nan", "`--warmup-epochs` must be at least 0"),
@@ -68,10 +68,10 @@ _BAD = [
   ("train --momentum 1", "`--momentum` must be in [0, 1)"),
   ("train --weight-decay -1", "`--weight-decay` must be at least 0, got -1"),
   ("train --alpha 0", "`alpha` must be in (0, inf], got 0"),
-  ("train --method diloco --outer-momentum 2", "`outer_momentum` must be in"),
+  ("train --method diloco --outer-momentum 2", "`--outer-momentum` must be in"),
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
-  ("compare --methods ssgd wnn", "got 'wnn'. Weight nowcasters are in"),
+  ("compare --methods ssgd wnn", "must not be wnn. Weight nowcasters are in"),
   ("train --predictor here", "`--predictor` must be left out for msdpu"),
   ("overlap --methods mp2", "`--methods` must be one without trained networks"),
   (
@@ -93,7 +93,7 @@ _BAD = [
   (
     "train --method local_sgd --stream",
     "`--stream` must be left out for local_sgd, which does not use it: "
-    "`--stream`, got True, is of msdpu, cocod, overlap_local_sgd, "
+    "`--stream`, got True, is used by msdpu, cocod, overlap_local_sgd, "
     "streaming_diloco, and others with `--overlap`.",
   ),
   (
@@ -107,8 +107,8 @@ _BAD = [
   (
     "train --method qsgd --codec int4 --feedback error --outer sgd --rank 3",
     "`--outer` and `--codec` and `--feedback` and `--rank` must be left out "
-    "for qsgd, which does not use them: `--outer`, got sgd, is of diloco, "
-    "msdpu, streaming_diloco; `--codec`, got int4, is of ssgd, local_sgd",
+    "for qsgd, which does not use them: `--outer`, got sgd, is used by diloco, "
+    "msdpu, streaming_diloco; `--codec`, got int4, is used by ssgd, local_sgd",
   ),
   ("train --method diloco --feedback error", "`--codec` must be given with"),
   ("train --reducer gather", "`--codec` must be given with `--reducer gather`"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jdist import cli, methods
-from jdist.cli import _options
+from jdist.cli import _commands, _options
 
 _ENDS = (0, 2, 3)
 _LIMIT_S = 240
@@ -87,9 +87,9 @@ def _command(name, command):
 
 
 _COMMANDS = st.one_of(
-  _command("train", _options.Train),
-  _command("train", _options.Train),
-  _command("compare", _options.Compare),
+  _command("train", _commands.Train),
+  _command("train", _commands.Train),
+  _command("compare", _commands.Compare),
   st.lists(_WORDS, max_size=3),
   st.lists(_WORDS, max_size=3).map(lambda x: ["launch", "-n", "2", "--", *x]),
   st.tuples(_WORDS, _WORDS).map(lambda x: ["pipeline", *x]),
@@ -139,7 +139,7 @@ _SETTINGS = {
 
 
 @hypothesis.settings(max_examples=8, **_SETTINGS)
-@hypothesis.given(st.lists(_option(_options.Train), min_size=1, max_size=4))
+@hypothesis.given(st.lists(_option(_commands.Train), min_size=1, max_size=4))
 def test_wrong_options_are_one_line(options):
   # One of them is wrong for certain, so that nothing is trained.
   words = ["train", *_SMALL, *itertools.chain(*options), "--momentum", "2"]

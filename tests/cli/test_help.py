@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from jdist import cli, data, models
-from jdist.cli import _help, _methods, _options, _presets
+from jdist import cli, data, methods, models
+from jdist.cli import _commands, _help, _options
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
-_COMMANDS = {"train": _options.Train, "compare": _options.Compare}
+_COMMANDS = {"train": _commands.Train, "compare": _commands.Compare}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _told(capsys, *words):
 )
 def test_the_overview_names_commands_methods_and_presets(words, capsys):
   text = _told(capsys, *words)
-  for name in (*_COMMANDS, *_methods.entries(), *_presets.PRESETS):
+  for name in (*_COMMANDS, *methods.registry, *_options.PRESETS):
     assert name in text
   assert max(map(len, text.splitlines())) <= 80
 
@@ -57,7 +57,7 @@ def test_help_shows_the_defaults_of_the_preset(capsys):
 
 
 def test_help_names_every_data_set_and_every_model():
-  told = _help.fields(_options.Train)
+  told = _help.fields(_commands.Train)
   for name in (*data.NAMES, *data.TEXT_NAMES):
     assert name.split("/")[0] in told["dataset"], name
   for name in models.NAMES:
@@ -65,13 +65,13 @@ def test_help_names_every_data_set_and_every_model():
 
 
 def test_every_preset_can_be_parsed_for_every_command():
-  for name in _presets.PRESETS:
+  for name in _options.PRESETS:
     for command in _COMMANDS.values():
       options = _options.with_preset(command, name)
       assert options.preset == name
       assert options.workers == 8
-    train = _options.with_preset(_options.Train, name)
-    compare = _options.with_preset(_options.Compare, name)
+    train = _options.with_preset(_commands.Train, name)
+    compare = _options.with_preset(_commands.Compare, name)
     assert train.learning_rate == compare.learning_rate[0]
 
 

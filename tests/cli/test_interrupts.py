@@ -64,7 +64,7 @@ def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
       3,
       saved,
       f"interrupted: step 2 is saved in {tmp_path / 'c'}: the same command "
-      "goes on from there.",
+      "resumes from there.",
     ),
   ):
     monkeypatch.setattr(_datasets, "loss", functools.partial(interrupted, at))

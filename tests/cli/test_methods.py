@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import training, transforms
+from jdist import methods, training, transforms
 from jdist.cli import (
+  _commands,
   _composition,
   _experiment,
   _groups,
@@ -33,7 +34,7 @@ _IN_EVERY_STEP = {
   "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
 # Those with trained networks have tests of their own.
-_NAMES = [name for name in _methods.entries() if name not in _trained.NEEDS]
+_NAMES = [name for name in methods.registry if name != _trained.METHOD]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ _NAMES = [name for name in _methods.entries() if name not in _trained.NEEDS]
   ],
 )
 def test_a_method_trains_towards_its_target(name, interval):
-  options = _options.Train(interval=interval, steps=120, momentum=0.5)
+  options = _commands.Train(interval=interval, steps=120, momentum=0.5)
   budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method(name, options, budget, "worker")
   params = {key: jnp.zeros(shape) for key, shape in _SHAPES.items()}
@@ -103,7 +104,14 @@ def test_a_method_trains_towards_its_target(name, interval):
   ],
 )  # fmt: skip
 def test_options_used_follow_from_a_methods_arguments(method, given, used):
-  assert _methods._used(method, _options.Train(**given)) == used
+  entry = methods.registry[method]
+  taken = _composition.takes(entry, _commands.Train(**given))
+  found = {
+    field.name
+    for field in dataclasses.fields(_groups.Common)
+    if "option" in field.metadata and taken & {*field.metadata["option"].fills}
+  }
+  assert found == used
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ def test_options_used_follow_from_a_methods_arguments(method, given, used):
   ],
 )
 def test_options_put_to_a_method_reach_it(name, options):
-  options = _options.Train(interval=2, steps=8, **options)
+  options = _commands.Train(interval=2, steps=8, **options)
   run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method(name, options, run, "worker")
   params = {"a": jnp.zeros((4, 4)), "b": jnp.zeros(3)}
@@ -160,7 +168,7 @@ def test_a_few_entries_and_a_feedback_find_the_least_of_a_square(
 
 
 def test_what_the_preset_has_is_not_given():
-  gpu = _options.with_preset(_options.Train, "cifar10-gpu")
+  gpu = _options.with_preset(_commands.Train, "cifar10-gpu")
   assert gpu.stream
   _methods.check_used(gpu, ("local_sgd",))
   many = dataclasses.replace(gpu, delay_steps=2)
@@ -171,7 +179,7 @@ def test_what_the_preset_has_is_not_given():
 
 @pytest.mark.parametrize("rule", ["msdpu", "adacomm"])
 def test_a_long_first_interval_is_not_cut(rule):
-  options = _options.Train(interval=32, interval_policy=rule, steps=100)
+  options = _commands.Train(interval=32, interval_policy=rule, steps=100)
   budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method("local_sgd", options, budget, None)
   assert transforms.interval(optimizer.init(jnp.zeros(2))) == 32
@@ -186,7 +194,7 @@ def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
       super().__init__(*args, host_rounds=host_rounds, **options)
 
   monkeypatch.setattr(training.loop, "Trainer", Recorded)
-  options = _options.Train(dataset="digits", model="mlp", workers=2)
+  options = _commands.Train(dataset="digits", model="mlp", workers=2)
   for host_rounds in (True, False):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)
     workload = _experiment.build(chosen)

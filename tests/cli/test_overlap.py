@@ -9,8 +9,8 @@ import sys
 import jax
 import pytest
 
-from jdist import cli, collectives, models, profiling
-from jdist.cli import _help, _methods, _options
+from jdist import cli, collectives, methods, models, profiling
+from jdist.cli import _commands, _help
 from jdist.cli.programs import _overlap, _overlap_inputs
 
 needs_compiler = pytest.mark.skipif(
@@ -96,8 +96,8 @@ def test_help_shows_every_option_once(monkeypatch, capsys):
   assert cli.main(["overlap", "--help"]) == 0
   text, error = capsys.readouterr()
   assert error == ""
-  fields = _help.fields(_options.Overlap)
-  assert set(fields) == set(_options.Overlap.__dataclass_fields__)
+  fields = _help.fields(_commands.Overlap)
+  assert set(fields) == set(_commands.Overlap.__dataclass_fields__)
   for name, told in fields.items():
     option = f"  --{name.replace('_', '-')} "
     assert sum(line.startswith(option) for line in text.splitlines()) == 1
@@ -106,12 +106,12 @@ def test_help_shows_every_option_once(monkeypatch, capsys):
 
 
 def test_forms_are_of_methods_that_there_are():
-  assert set(_options.FORMS) <= set(_methods.entries())
+  assert set(_overlap_inputs.FORMS) <= set(methods.registry)
 
 
 @pytest.mark.parametrize("model", models.NAMES)
 def test_every_model_has_a_batch(model):
-  task = _overlap_inputs.make_task(_options.Overlap(model=model, batch_size=3))
+  task = _overlap_inputs.make_task(_commands.Overlap(model=model, batch_size=3))
   assert all(x.shape[0] == 3 for x in task.batch.values())
 
 
@@ -133,7 +133,7 @@ def test_every_model_has_a_batch(model):
 )
 def test_rates_are_the_data_sheets_unless_given(topology, options, expected):
   _, device, link = _overlap_inputs.check(
-    _options.Overlap(topology=topology, **options)
+    _commands.Overlap(topology=topology, **options)
   )
   rates = (
     link.bandwidth_bits_per_s, device.flops_per_s, device.memory_bytes_per_s,
@@ -324,7 +324,7 @@ def test_the_compiler_is_told_before_jax_starts():
   ],
 )
 def test_operations_are_those_that_are_known(model, giga_flops):
-  options = _options.Overlap(model=model, batch_size=2)
+  options = _commands.Overlap(model=model, batch_size=2)
   described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
   (program,) = _overlap._programs(

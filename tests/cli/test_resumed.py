@@ -22,11 +22,11 @@ def _run(tmp_path, *words):
 
 def test_a_run_goes_on_longer_and_with_other_workers(tmp_path, capsys):
   assert _run(tmp_path, "--workers", "4", "--steps", "4") == 0
-  assert "Goes on" not in capsys.readouterr().out
+  assert "Resumes" not in capsys.readouterr().out
   assert _run(tmp_path, "--workers", "4", "--steps", "6") == 0
   out = capsys.readouterr().out
   assert (
-    "Goes on from step 4, of 6 steps where it had 4; the schedule is that of "
+    "Resumes from step 4, of 6 steps where it had 4; the schedule is that of "
     "the longer run." in out
   )
   assert "step 6/6" in out

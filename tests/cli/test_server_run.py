@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jdist import cli, training
-from jdist.cli import _datasets, _options
+from jdist.cli import _commands, _datasets
 from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
@@ -167,7 +167,7 @@ def test_h_ps_pipelines_after_a_share_of_the_run(words, tmp_path):
 
 
 def local_step(**options):
-  train = _options.Train(protocol="h_ps", learning_rate=0.2, **options)
+  train = _commands.Train(protocol="h_ps", learning_rate=0.2, **options)
   return _server_parts._local_step(train, lambda update: 0.2 / (1 + update))
 
 

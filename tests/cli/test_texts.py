@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jdist import cli
-from jdist.cli import _datasets, _options
+from jdist.cli import _commands, _datasets
 
 pytest.importorskip("grain")
 _SMALL = (
@@ -40,7 +40,7 @@ def test_a_text_s_name_says_which_one_it_is(text, tmp_path):
 
 
 def _named(text):
-  return _datasets.named(_options.Train(text=str(text))).dataset
+  return _datasets.named(_commands.Train(text=str(text))).dataset
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import cli, collectives, models, prediction, transforms
-from jdist.cli import _methods, _options
+from jdist.cli import _commands, _groups, _methods
 from jdist.storage import array_files
 
 
@@ -24,7 +24,7 @@ def predictor(tmp_path):
 
 
 def built(method, model, **options):
-  options = _options.Train(steps=10, momentum=0.0, **options)
+  options = _commands.Train(steps=10, momentum=0.0, **options)
   budget = _methods.make_budget(options, 0.5, steps_per_epoch=2.5)
   return _methods.build_method(method, options, budget, None, model)
 
@@ -104,7 +104,7 @@ def test_published_cuts_are_counted_without_a_predictor():
 def _step(name):
   from jdist.cli import _trained
 
-  options = _options.Common()
+  options = _groups.Common()
   model = prediction.published_model(name)
   chain = _methods.build_method(
     "mp2",

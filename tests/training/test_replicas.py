@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jdist.cli import _methods
+from jdist import methods
 from tests import _processes
 
 _COMPRESSED = (
@@ -13,7 +13,7 @@ _COMPRESSED = (
 )  # fmt: skip
 # Which need networks that were trained before.
 _TRAINED = {"mp2"}
-_OTHERS = tuple(sorted({*_methods.entries()} - {*_COMPRESSED} - _TRAINED))
+_OTHERS = tuple(sorted({*methods.registry} - {*_COMPRESSED} - _TRAINED))
 
 
 def train(names, steps):
@@ -23,7 +23,7 @@ def train(names, steps):
   import optax
 
   from jdist import collectives, data, models, training, transforms
-  from jdist.cli import _methods, _options
+  from jdist.cli import _groups, _methods
 
   jax.config.update("jax_numpy_dtype_promotion", "standard")
   digits = data.load("digits")
@@ -35,7 +35,7 @@ def train(names, steps):
   loss = training.classification_loss(model.apply, normalize=digits.normalize)
   different = {}
   for name in names:
-    options = _options.Common(interval=3)
+    options = _groups.Common(interval=3)
     run = _methods.run_of(options, steps, 10, optax.constant_schedule(0.02))
     chain = _methods.build_method(name, options, run, team.axis)
     step = training.make_step(loss, chain, axis=team.axis)

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from jdist.cli.launch import _launch_options
+from jdist.cli import _commands
 
 _PORT = 29400
 # Of `launch` itself: a run ends for good, was told to end, or goes on.
@@ -99,7 +99,7 @@ spec:
 """
 
 
-def write(options: _launch_options.Launch) -> str:
+def write(options: _commands.Launch) -> str:
   """Returns the file that starts a run, with its command in the first lines.
 
   Args:
@@ -110,7 +110,7 @@ def write(options: _launch_options.Launch) -> str:
   return writers[options.print](options)
 
 
-def _started(options: _launch_options.Launch, process_id: str) -> str:
+def _started(options: _commands.Launch, process_id: str) -> str:
   """Returns how a launcher of clusters starts a process by a shell."""
   words = shlex.join(["python", "-m", "jdist", *options.command])
   return (
@@ -121,7 +121,7 @@ def _started(options: _launch_options.Launch, process_id: str) -> str:
   )
 
 
-def _slurm(options: _launch_options.Launch) -> str:
+def _slurm(options: _commands.Launch) -> str:
   gpus = options.gpus_per_node
   resources = (
     ""
@@ -136,7 +136,7 @@ def _slurm(options: _launch_options.Launch) -> str:
   ) + _LOOP.format(restarts=options.restarts, start=start, told=told)
 
 
-def _mpi(options: _launch_options.Launch) -> str:
+def _mpi(options: _commands.Launch) -> str:
   # Open MPI, MPICH and Intel MPI name the rank differently.
   rank = '"${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"'
   nodes = options.gpus_per_node
@@ -148,7 +148,7 @@ def _mpi(options: _launch_options.Launch) -> str:
   )
 
 
-def _kubernetes(options: _launch_options.Launch) -> str:
+def _kubernetes(options: _commands.Launch) -> str:
   name = options.name
   # The first pod, by the names that JobSet gives.
   command = (

@@ -4,12 +4,12 @@ import re
 import shlex
 import sys
 
-from jdist.cli import _options
-from jdist.cli.launch import _cluster_file, _launch_options, _local_run
+from jdist.cli import _commands, _options
+from jdist.cli.launch import _cluster_file, _local_run
 
 
-def launch(options: _launch_options.Launch) -> int:
-  """Starts the processes of a run, or prints what starts them elsewhere.
+def launch(options: _commands.Launch) -> int:
+  """Starts the processes of a run, or prints a file that starts them elsewhere.
 
   Returns:
     The exit status of the run.
@@ -20,7 +20,9 @@ def launch(options: _launch_options.Launch) -> int:
   if options.print is not None:
     print(_cluster_file.write(options), end="")
     return 0
-  if train.checkpoints is None and options.restarts:
+  restarts = options.restarts
+  if train.checkpoints is None and restarts:
+    restarts = 0  # A restart would begin from step 0, and fail there again.
     print(
       "jdist: launch: without `--checkpoints DIR` a run that fails is not "
       "started again.",
@@ -30,16 +32,14 @@ def launch(options: _launch_options.Launch) -> int:
     [sys.executable, "-m", "jdist", *options.command],
     options.num_processes,
     checkpoints=train.checkpoints,
-    restarts=options.restarts if train.checkpoints is not None else 0,
+    restarts=restarts,
     backoff_s=options.backoff_s,
   )
   return run.run()
 
 
-def _check(options: _launch_options.Launch) -> None:
-  _options.check_least(options, num_processes=1, restarts=0, backoff_s=0)
-  _options.check_least(options, gpus_per_node=1)
-  train = options.train
+def _check(options: _commands.Launch) -> None:
+  train, number = options.train, options.num_processes
   if train is None:
     raise ValueError(
       "the command behind `--` must be `train` with its options, got "
@@ -52,36 +52,38 @@ def _check(options: _launch_options.Launch) -> None:
         f"`{_options.word(name)}` must be left out behind `--`, got "
         f"{getattr(train, name)}: `launch` gives it to each process."
       )
-  if options.num_processes > 1 and train.protocol is not None:
+  if number > 1 and train.protocol is not None:
     raise ValueError(
-      "`--num-processes` must be 1 with `--protocol`, whose virtual clock is "
-      f"in one process, got {options.num_processes}."
+      "`--num-processes` must be 1 with `--protocol`, whose server and workers "
+      f"start from one process, got {number}."
     )
-  if train.workers % options.num_processes:
+  if train.workers % number:
     raise ValueError(
-      f"`--workers` must be a multiple of the {options.num_processes} "
-      f"processes, got {train.workers}."
+      f"`--workers` must be a multiple of the {number} processes, got "
+      f"{train.workers}."
     )
-  if options.print is None:
-    _options.check_left_out(
-      options, ("gpus_per_node", "name", "image", "claim"), "without `--print`"
-    )
-    return
+  if options.print is not None:
+    _check_printed(options, train)
+
+
+def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
+  """Checks the options of a file for a cluster."""
+  # Kubernetes makes host names of it.
   if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
     raise ValueError(
-      "`--name` must be of small letters, digits and hyphens, got "
+      "`--name` must consist of lower-case letters, digits and hyphens, got "
       f"{options.name!r}."
     )
   if train.checkpoints is None:
     raise ValueError(
       "`--checkpoints` must be given with `--print`: a directory that all "
-      "machines share, from which a run goes on."
+      "machines share, from which a run resumes."
     )
   gpus = options.gpus_per_node
   if gpus is not None and options.num_processes % gpus:
     raise ValueError(
       f"`--num-processes` must be a multiple of the {gpus} GPUs of a machine, "
-      f"a process each, got {options.num_processes}."
+      f"one process each, got {options.num_processes}."
     )
   if options.print == "kubernetes" and not train.checkpoints.startswith("/"):
     raise ValueError(

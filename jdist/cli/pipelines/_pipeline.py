@@ -5,25 +5,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster, pipeline, training
-from jdist.cli import _options, _output
+from jdist.cli import _commands, _output
 from jdist.cli.pipelines import _plan, _tables
 
 _COSTS = (
   "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
 )  # fmt: skip
-# Of an option: those that only one of the actions has.
-_OF_CHECK = ("sends", "max_live", "max_versions")
-_OF_BOTH = ("cluster", "costs", "optimizer_copies", "output")
-_OF_SIMULATE = _COSTS
-_OF_PLAN = ("batch_size", "samples", "model")
-_NOT_OF_PLAN = ("iterations", "chunks")
 # What a simulation of an asynchronous table needs to be in its steady state.
 _ITERATIONS = 12
 
 
-def run(options: _options.Pipeline) -> None:
+def run(options: _commands.Pipeline) -> None:
   """Draws, checks or simulates each of the tables, or makes a plan."""
-  _check_left_out(options)
   if options.action == "plan":
     _plan.run(options)
     return
@@ -44,26 +37,7 @@ def run(options: _options.Pipeline) -> None:
     _simulate(tables, options)
 
 
-def _check_left_out(options: _options.Pipeline) -> None:
-  names: Sequence[str] = ()
-  if options.action != "check":
-    names = _OF_CHECK
-  if options.action not in ("simulate", "plan"):
-    names = (*names, *_OF_BOTH)
-  if options.action != "simulate":
-    names = (*names, *_OF_SIMULATE)
-  names = (*names, *(_NOT_OF_PLAN if options.action == "plan" else _OF_PLAN))
-  usual = _options.Pipeline()
-  for name in names:
-    value = getattr(options, name)
-    if value != getattr(usual, name):
-      raise ValueError(
-        f"`{_options.word(name)}` must be left out of `jdist pipeline "
-        f"{options.action}`, got {value}."
-      )
-
-
-def _table(name: str, options: _options.Pipeline) -> pipeline.Table:
+def _table(name: str, options: _commands.Pipeline) -> pipeline.Table:
   """Makes a table by its name, or reads a file."""
   given = {
     option: getattr(options, field)
@@ -82,7 +56,7 @@ def _table(name: str, options: _options.Pipeline) -> pipeline.Table:
   return _tables.make(name, options.stages, options.microbatches, **given)
 
 
-def _check(table: pipeline.Table, options: _options.Pipeline) -> None:
+def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
   report = pipeline.check_table(
     table,
     sends=options.sends,
@@ -100,9 +74,8 @@ def _check(table: pipeline.Table, options: _options.Pipeline) -> None:
 
 
 def _simulate(
-  tables: Sequence[pipeline.Table], options: _options.Pipeline
+  tables: Sequence[pipeline.Table], options: _commands.Pipeline
 ) -> None:
-  _options.check_least(options, **dict.fromkeys(_COSTS, 0))
   training.check_plots()
   machines = (
     cluster.workers([1.0] * max(len(x.devices) for x in tables))
@@ -154,7 +127,7 @@ def _simulate(
 def _times(
   table: pipeline.Table,
   machines: cluster.Cluster,
-  options: _options.Pipeline,
+  options: _commands.Pipeline,
 ) -> pipeline.PipelineTimes:
   if options.costs is None:
     equal = {name: getattr(options, name) for name in _COSTS}

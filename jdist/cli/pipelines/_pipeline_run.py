@@ -15,22 +15,21 @@ from jdist import (
   training,
   transforms,
 )
-from jdist.cli import _experiment, _methods, _options, _trained
+from jdist.cli import _commands, _experiment, _methods, _options, _trained
 from jdist.cli.pipelines import _tables
 from jdist.training import comparison, loop
 
 
-def check(options: _options.Train) -> pipeline.Table:
+def check(options: _commands.Train) -> pipeline.Table:
   """Checks the options of stages, and makes their table.
 
   Raises:
     ValueError: when an option is wrong.
   """
-  _options.check_least(options, stages=1, microbatches=1)
   _options.check_left_out(
-    options, ("accumulate", "substrate"), "with `--stages`"
+    options, ("accumulate", "substrate", "final_params"), "with `--stages`"
   )
-  if options.method in _trained.NEEDS:
+  if options.method == _trained.METHOD:
     raise ValueError(
       "`--stages` must be left out with a method whose networks know a whole "
       f"model, got {options.stages} for {options.method}."
@@ -49,7 +48,7 @@ def check(options: _options.Train) -> pipeline.Table:
   return table
 
 
-def _check_late(options: _options.Train, table: pipeline.Table) -> None:
+def _check_late(options: _commands.Train, table: pipeline.Table) -> None:
   """Checks the options of gradients that come late."""
   share = options.late_from
   if share is not None and not 0 < share < 1:
@@ -69,7 +68,9 @@ def _check_late(options: _options.Train, table: pipeline.Table) -> None:
       )
 
 
-def prepare(options: _options.Train, table: pipeline.Table) -> "PreparedStages":
+def prepare(
+  options: _commands.Train, table: pipeline.Table
+) -> "PreparedStages":
   """Loads the data and builds the run's programs.
 
   Raises:
@@ -111,7 +112,7 @@ class PreparedStages:
   """
 
   workload: comparison.Workload
-  options: _options.Train
+  options: _commands.Train
   table: pipeline.Table
 
   def __post_init__(self) -> None:
@@ -237,7 +238,7 @@ class PreparedStages:
     self, model: models.Model, table: pipeline.Table
   ) -> pipeline.OneProgram:
     workload, options = self.workload, self.options
-    layers = [cast_layer(x, options.dtype) for x in model.layers]
+    layers = [_tables.cast_layer(x, options.dtype) for x in model.layers]
     inputs = workload.inputs()
     batch = workload.batches(0)[0]
     size = workload.batch_size // workload.workers.num_workers
@@ -288,14 +289,3 @@ def _balanced(
   )
   machines = cluster.workers([1.0] * num_stages)
   return pipeline.even_partition(costs, machines, by="compute").cuts
-
-
-def cast_layer(layer: models.Layer, dtype: str) -> models.Layer:
-  """Makes a layer compute in another dtype; its parameters stay as they are."""
-
-  def apply(params: Any, state: Any, x: Any, **options: Any) -> Any:
-    return layer.apply(training.cast(params, dtype), state, x, **options)
-
-  if dtype == "float32":
-    return layer
-  return dataclasses.replace(layer, apply=apply)

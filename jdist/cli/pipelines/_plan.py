@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jdist import cluster, models, pipeline, training
-from jdist.cli import _options, _output
+from jdist.cli import _commands, _output
 
 
-def run(options: _options.Pipeline) -> None:
+def run(options: _commands.Pipeline) -> None:
   """Searches, prints the best plan beside others, and writes all of them."""
   if (options.costs is None) == (options.model is None):
     raise ValueError(
       "`--costs` must be given to plan: a TOML file with a [[stages]] table "
       "for each layer; or else `--model`, a network by its name."
     )
-  _options.check_least(options, optimizer_copies=0, samples=1)
   training.check_plots()
   costs, input_bytes = _costs(options)
   machines = (
@@ -61,7 +60,7 @@ def run(options: _options.Pipeline) -> None:
 
 
 def _costs(
-  options: _options.Pipeline,
+  options: _commands.Pipeline,
 ) -> tuple[list[pipeline.LayerCost], float]:
   """Returns the layers' costs, and the bytes of a micro-batch of inputs."""
   if options.costs is not None:

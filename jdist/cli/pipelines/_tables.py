@@ -1,9 +1,10 @@
 """Tables that options name: those of the library, or files."""
 
+import dataclasses
 import pathlib
 from typing import Any
 
-from jdist import pipeline
+from jdist import models, pipeline, training
 
 # Options, and those of tables that they fill.
 OPTIONS = {
@@ -52,3 +53,14 @@ def of_options(options: Any) -> pipeline.Table:
       f"{options.table}, got {options.stages}."
     )
   return table
+
+
+def cast_layer(layer: models.Layer, dtype: str) -> models.Layer:
+  """Makes a layer compute in another dtype; its parameters stay as they are."""
+
+  def apply(params: Any, state: Any, x: Any, **options: Any) -> Any:
+    return layer.apply(training.cast(params, dtype), state, x, **options)
+
+  if dtype == "float32":
+    return layer
+  return dataclasses.replace(layer, apply=apply)

@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, models, profiling, reducers, transforms
-from jdist.cli import _methods, _options, _output, _trained
+from jdist import (
+  collectives,
+  methods,
+  models,
+  profiling,
+  reducers,
+  transforms,
+)
+from jdist.cli import _commands, _methods, _options, _output, _trained
 from jdist.cli.programs import _abstract_model
 
 # The program is read and never run: machine code need not be good.
@@ -31,13 +38,14 @@ class Counted:
   compiled: float  # For CPUs.
 
 
-def count(options: _options.Bytes) -> None:
+def count(options: _commands.Bytes) -> None:
   """Counts, and prints a table."""
-  _methods.check_methods("--methods", options.methods)
+  _options.check_names(
+    "--methods", options.methods, "methods", methods.registry
+  )
   names = tuple(name for name in models.NAMES if name != "transformer")
   _options.check_name("--model", options.model, names)
-  _options.check_least(options, workers=1, interval=1, steps=1, warmup_steps=0)
-  _methods.check_used(options, options.methods)
+  _methods.check_used(_methods.common(options), options.methods)
   collectives.make_cpu_devices(options.workers)
   model, _ = _abstract_model.image_model(options.model)
   found = [
@@ -49,7 +57,7 @@ def count(options: _options.Bytes) -> None:
 
 
 def _count(
-  method: str, options: _options.Bytes, model: models.Model
+  method: str, options: _commands.Bytes, model: models.Model
 ) -> list[Counted]:
   workers = collectives.workers(options.workers, substrate="shard_map")
   optimizer = optax.with_extra_args_support(
@@ -75,7 +83,7 @@ def _count(
   )
   compiled = collectives.Traffic(profiling.read_collectives(program))
   # MP² has rounds, too, of a step each.
-  rounds = _methods.entries()[method].in_rounds
+  rounds = methods.registry[method].in_rounds
   interval = options.interval if rounds and traced.bytes_per_round else 1
   told = sum(bits.sent for bits in reduced) / 8 if reduced else None
   phases = _stretches(traced)
@@ -94,11 +102,11 @@ def _count(
 
 def _chain(
   method: str,
-  options: _options.Bytes,
+  options: _commands.Bytes,
   axis: collectives.Axis,
   model: models.Model,
 ) -> optax.GradientTransformation:
-  common = _options.common(options)
+  common = _methods.common(options)
   run = _methods.run_of(
     common,
     options.steps,
@@ -128,7 +136,7 @@ def _in_round(traffic: collectives.Traffic, interval: int, start: int) -> float:
 def _table(
   found: list[Counted],
   baseline: float,
-  options: _options.Bytes,
+  options: _commands.Bytes,
   model: models.Model,
 ) -> Any:
   from rich import table

@@ -6,19 +6,17 @@ from typing import Any
 import jax
 
 from jdist import cluster, collectives, models, profiling, training, transforms
-from jdist.cli import _options, _output
+from jdist.cli import _commands, _output
 from jdist.cli.programs import _overlap_inputs, _overlap_report, _stages_overlap
 
 _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
-def overlap(options: _options.Overlap) -> None:
+def overlap(options: _commands.Overlap) -> None:
   """Compiles, reads, and leaves a table, rows and a picture."""
   topology, device, link = _overlap_inputs.check(options)
   if options.stages is not None:
     table = _stages_overlap.check(options, topology)
-  else:
-    _options.check_left_out(options, _options.OF_STAGES, "without `--stages`")
   if options.tell_compiler:
     profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
   # The devices of this host are not needed, and its GPUs not taken.
@@ -72,7 +70,7 @@ def overlap(options: _options.Overlap) -> None:
 
 def _read(
   method: str,
-  options: _options.Overlap,
+  options: _commands.Overlap,
   task: _overlap_inputs.Task,
   workers: collectives.Workers,
   device: cluster.Device,
@@ -102,7 +100,7 @@ def _read(
 def _programs(
   method: str,
   streamed: bool,
-  options: _options.Overlap,
+  options: _commands.Overlap,
   task: _overlap_inputs.Task,
   workers: collectives.Workers,
 ) -> list[Any]:
@@ -135,7 +133,7 @@ def _programs(
 
 
 def _heading(
-  options: _options.Overlap,
+  options: _commands.Overlap,
   topology: profiling.GpuTarget,
   task: _overlap_inputs.Task,
   device: cluster.Device,

@@ -8,10 +8,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import cluster, collectives, models, profiling, training, transforms
-from jdist.cli import _methods, _options, _trained
+from jdist import (
+  cluster,
+  collectives,
+  methods,
+  models,
+  profiling,
+  training,
+  transforms,
+)
+from jdist.cli import _commands, _methods, _options, _trained
 from jdist.cli.programs import _abstract_model
 
+# Methods with several forms; the first one is meant without a colon.
+FORMS: dict[str, tuple[str, ...]] = {
+  "ssgd": ("after", "first", "scattered", "hybrid"),
+  "msdpu": ("streamed", "simple"),
+}
 _VOCABULARY = 50_257
 _GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
 
@@ -31,10 +44,10 @@ class Task:
 
 
 def check(
-  options: _options.Overlap,
+  options: _commands.Overlap,
 ) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
   """The stated machine; raises a ValueError for options that are wrong."""
-  _options.check_different("--methods", options.methods, "methods")
+  _options.check_names("--methods", options.methods, "methods")
   for method in options.methods:
     split(method)  # Which refuses what there is not.
   _options.check_name("--model", options.model, models.NAMES)
@@ -42,17 +55,8 @@ def check(
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:
     raise ValueError(f"`--topology`: {error}") from None
-  _options.check_least(
-    options, batch_size=1, image_size=1, length=1, interval=1, in_flight=1,
-    combine_mb=0, latency_us=0, launch_us=0,
-  )  # fmt: skip
-  _options.check_positive(
-    options, "bandwidth_gbit_per_s", "tflop_per_s", "memory_gb_per_s",
-    "message_mb",
-  )  # fmt: skip
-  if not 0 <= options.pending <= 1:
-    raise ValueError(f"`--pending` must be in [0, 1], got {options.pending}.")
-  _methods.check_used(options, [split(m)[0] for m in options.methods])
+  names = [split(m)[0] for m in options.methods]
+  _methods.check_used(_methods.common(options), names)
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
   if options.tflop_per_s is not None:
@@ -65,7 +69,7 @@ def check(
 
 
 def stated_link(
-  options: _options.Overlap, kind: str, nodes: int
+  options: _commands.Overlap, kind: str, nodes: int
 ) -> cluster.Link:
   """The link of GPUs of so many nodes, as it is stated or of the data sheet."""
   link = profiling.GPUS[kind].link(nodes, options.latency_us / 1e6)
@@ -79,13 +83,13 @@ def stated_link(
 def split(method: str) -> tuple[str, str | None]:
   """A method's name and form: `msdpu:simple`."""
   name, _, form = method.partition(":")
-  _methods.check_methods("--methods", (name,))
-  if name in _trained.NEEDS:
+  _options.check_name("--methods", name, methods.registry)
+  if name == _trained.METHOD:
     raise ValueError(
       f"`--methods` must be one without trained networks, got {name}. `jdist "
       "bytes` counts what it sends."
     )
-  forms = _options.FORMS.get(name, ())
+  forms = FORMS.get(name, ())
   if form and form not in forms:
     raise ValueError(
       f"`--methods` {name} has "
@@ -95,7 +99,7 @@ def split(method: str) -> tuple[str, str | None]:
   return name, form or next(iter(forms), None)
 
 
-def make_task(options: _options.Overlap) -> Task:
+def make_task(options: _commands.Overlap) -> Task:
   """The model, its loss and its batch."""
   norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
   dtype = jnp.dtype(options.dtype)
@@ -155,11 +159,11 @@ def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
 
 
 def make_optimizer(
-  method: str, options: _options.Overlap, axis: collectives.Axis
+  method: str, options: _commands.Overlap, axis: collectives.Axis
 ) -> optax.GradientTransformation:
   """A method's chain, in one of its forms."""
   name, form = split(method)
-  common = _options.common(
+  common = _methods.common(
     options, stream=form == "streamed", interval_policy="fixed"
   )
   run = _methods.run_of(
@@ -188,7 +192,7 @@ def make_optimizer(
 
 def _whole_round(name: str, form: str | None) -> dict[str, Any]:
   """Returns the overlap of a method that is late by itself: a round of it."""
-  late = _methods.entries()[name].late
+  late = methods.registry[name].late
   if late is None:
     return {}
   stream = transforms.Stream() if form == "streamed" else None

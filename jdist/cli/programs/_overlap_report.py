@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster, profiling, training
-from jdist.cli import _options
+from jdist.cli import _commands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def label(found: Found) -> str:
   return f"{found.method}, last step of {found.interval}"
 
 
-def row(options: _options.Overlap, found: Found) -> dict[str, Any]:
+def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
   """A method's row."""
   return training.make_row(
     dataclasses.asdict(options),

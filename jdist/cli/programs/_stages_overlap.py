@@ -9,8 +9,8 @@ import jax
 import optax
 
 from jdist import cluster, collectives, pipeline, profiling, training
-from jdist.cli import _options, _output
-from jdist.cli.pipelines import _pipeline_run, _tables
+from jdist.cli import _commands, _output
+from jdist.cli.pipelines import _tables
 from jdist.cli.programs import _overlap_inputs, _overlap_report
 from jdist.pipeline import Op
 
@@ -45,7 +45,7 @@ class FoundStages:
 
 
 def overlap(
-  options: _options.Overlap,
+  options: _commands.Overlap,
   table: pipeline.Table,
   topology: profiling.GpuTarget,
   device: cluster.Device,
@@ -66,11 +66,12 @@ def overlap(
 
 
 def check(
-  options: _options.Overlap, topology: profiling.GpuTarget
+  options: _commands.Overlap, topology: profiling.GpuTarget
 ) -> pipeline.Table:
   """Makes the table; raises a ValueError for options that are wrong."""
-  _options.check_least(options, stages=2, microbatches=1)
   assert options.stages is not None
+  if options.stages < 2:
+    raise ValueError(f"`--stages` must be at least 2, got {options.stages}.")
   words = " ".join(options.methods)
   if len(options.methods) > 1 or ":" in words:
     raise ValueError(
@@ -93,7 +94,7 @@ def check(
 
 
 def _link(
-  options: _options.Overlap, topology: profiling.GpuTarget
+  options: _commands.Overlap, topology: profiling.GpuTarget
 ) -> cluster.Link:
   """The slowest link between two devices of a pipeline."""
   assert options.stages is not None
@@ -104,7 +105,7 @@ def _link(
 
 
 def _read(
-  options: _options.Overlap,
+  options: _commands.Overlap,
   topology: profiling.GpuTarget,
   table: pipeline.Table,
   task: _overlap_inputs.Task,
@@ -126,9 +127,7 @@ def _read(
       lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), task.batch
     )
 
-  layers = [
-    _pipeline_run.cast_layer(x, options.dtype) for x in task.model.layers
-  ]
+  layers = [_tables.cast_layer(x, options.dtype) for x in task.model.layers]
   pipe = pipeline.OneProgram(
     pipeline.cut_layers(layers, options.cuts or table.num_stages),
     task.output_loss,
@@ -207,7 +206,7 @@ def _sum_s(
 
 
 def _report(
-  options: _options.Overlap,
+  options: _commands.Overlap,
   topology: profiling.GpuTarget,
   table: pipeline.Table,
   found: list[FoundStages],
@@ -249,7 +248,7 @@ def _report(
   return grid
 
 
-def _row(options: _options.Overlap, found: FoundStages) -> dict[str, Any]:
+def _row(options: _commands.Overlap, found: FoundStages) -> dict[str, Any]:
   return training.make_row(
     dataclasses.asdict(options),
     0,

@@ -12,11 +12,11 @@ import numpy as np
 
 from jdist import server, training
 from jdist.cli import (
+  _commands,
   _composition,
   _datasets,
   _experiment,
   _interrupts,
-  _options,
   _run_end,
 )
 from jdist.cli.servers import _server_parts
@@ -43,7 +43,7 @@ def batch_sizes(protocol: server.Protocol, name: str) -> tuple[int, ...]:
 
 
 def make_server(
-  options: _options.Train, plans: server.BitPlans | None, plan: server.LivePlan
+  options: _commands.Train, plans: server.BitPlans | None, plan: server.LivePlan
 ) -> server.LiveServer:
   """Builds the server, in its process."""
   parts = _server_parts.assemble(options, plans)
@@ -74,7 +74,7 @@ def make_server(
 
 
 def work(
-  options: _options.Train,
+  options: _commands.Train,
   plans: server.BitPlans | None,
   name: str,
   channel: server.Channel,
@@ -122,7 +122,7 @@ def _worker_learner(
   )
 
 
-def train(options: _options.Train) -> None:
+def train(options: _commands.Train) -> None:
   """Trains on Ray's actors, and leaves a row."""
   parts = _server_parts.assemble(options)
   machines = parts.machines

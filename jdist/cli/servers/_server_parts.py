@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jdist import cluster, data, models, server, training
-from jdist.cli import _composition, _experiment, _methods, _options
+from jdist.cli import _commands, _composition, _experiment, _methods
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
 
@@ -17,7 +17,7 @@ from jdist.training import comparison
 class Parts:
   """All that a server's run is made of, whatever drives it."""
 
-  options: _options.Train
+  options: _commands.Train
   machines: cluster.Cluster
   profile: cluster.Profile
   workload: comparison.Workload
@@ -32,7 +32,7 @@ class Parts:
 
 
 def assemble(
-  options: _options.Train, plans: server.BitPlans | None = None
+  options: _commands.Train, plans: server.BitPlans | None = None
 ) -> Parts:
   """Builds a run's parts from its options, and with given plans if any."""
   assert options.protocol is not None and options.cluster is not None
@@ -42,6 +42,7 @@ def assemble(
   options = dataclasses.replace(
     options, method=name, workers=num, substrate="vmap"
   )
+  _experiment.check(options)
   workload = _experiment.build(options)
   batch_size = options.batch_size // num
   samples = data.SampleStream(
@@ -70,7 +71,7 @@ def assemble(
 
 
 def _local_step(
-  options: _options.Train, schedule: optax.Schedule
+  options: _commands.Train, schedule: optax.Schedule
 ) -> server.LocalStep | None:
   """Returns workers' own steps in front of what they are sent, if any."""
   if options.protocol != "h_ps" or "pipeline" not in options.parts:
@@ -92,7 +93,7 @@ def _local_step(
 
 
 def _fit_plans(
-  options: _options.Train, model: models.Model, loss: Any, batch: Any
+  options: _commands.Train, model: models.Model, loss: Any, batch: Any
 ) -> server.BitPlans:
   """Returns the plans that the first gradient allows."""
   key = jax.random.key(options.seed)
@@ -104,7 +105,7 @@ def _fit_plans(
   )
 
 
-def identity(options: _options.Train) -> dict[str, object]:
+def identity(options: _commands.Train) -> dict[str, object]:
   """Returns what must be the same when a run is resumed."""
   elsewhere = {
     "output", "checkpoints", "checkpoint_every_epochs", "preset", "text",

@@ -4,10 +4,11 @@ import dataclasses
 
 from jdist import collectives, models, server, training
 from jdist.cli import (
+  _commands,
   _composition,
   _datasets,
   _experiment,
-  _methods,
+  _groups,
   _options,
   _run_end,
 )
@@ -24,6 +25,10 @@ _ROUNDS = (
   "outer_learning_rate",
   "outer_momentum",
 )
+_OF_METHODS = (
+  *_groups.MethodOptions.__dataclass_fields__,
+  "predictor",
+)
 # Of runs without a server; workers are the cluster's machines.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
@@ -33,8 +38,9 @@ _UNUSED = (
 )  # fmt: skip
 
 
-def train(options: _options.Train) -> None:
+def train(options: _commands.Train) -> None:
   """Trains by a protocol, and leaves a row."""
+  options = _datasets.named(options)
   _check(options)
   if options.driver == "ray":
     _ray_run.train(options)
@@ -95,7 +101,7 @@ def _simulate(
 
 
 def _fit(
-  options: _options.Train,
+  options: _commands.Train,
   workload: comparison.Workload,
   model: models.Model,
   run: server.Simulation,
@@ -181,7 +187,7 @@ def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:
   )
 
 
-def _check(options: _options.Train) -> None:
+def _check(options: _commands.Train) -> None:
   assert options.protocol is not None
   _protocols.check_names("--protocol", (options.protocol,))
   if options.cluster is None:
@@ -193,18 +199,11 @@ def _check(options: _options.Train) -> None:
   used = _ROUNDS if fragments else _COMPRESSION
   _options.check_left_out(
     options,
-    (x for x in (*_UNUSED, *_methods.OF_SOME) if x not in used),
+    (x for x in (*_UNUSED, *_OF_METHODS) if x not in used),
     "with `--protocol"
     + (" decoupled_diloco" if fragments else "")
     + "`, which does not use it",
   )
-  if options.driver == "clock":
-    _options.check_left_out(
-      options,
-      ("address", "cpus_per_worker", "gpus_per_worker", "paced", "record"),
-      "without `--driver ray`",
-    )
-  _options.check_positive(options, "cpus_per_worker", "timeout_s")
   if options.reducer is not None:
     raise ValueError(
       "`--reducer` must be left out with `--protocol`: a push goes to one "
@@ -215,4 +214,3 @@ def _check(options: _options.Train) -> None:
       "`--codec` must be left out with `--protocol h_ps`, which chooses each "
       f"message's bits, got {options.codec}. Take `--protocol bsp`."
     )
-  _options.check_seeds("--seed", options.seed)

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jdist import cluster, server, training
-from jdist.cli import _options, _output
+from jdist.cli import _commands, _output
 from jdist.cli.servers import _protocols
 
 # The rows of a picture: more could not be told apart.
@@ -14,7 +14,7 @@ _DRAWN_TASKS = 20
 _LIMITS = ("updates", "samples", "seconds")
 
 
-def simulate(options: _options.Simulate) -> None:
+def simulate(options: _commands.Simulate) -> None:
   """Simulates each protocol and leaves a table, rows, pictures, timelines."""
   machines, profile, limits = _check(options)
   updates = limits.get("updates")
@@ -62,7 +62,7 @@ def simulate(options: _options.Simulate) -> None:
 
 
 def _check(
-  options: _options.Simulate,
+  options: _commands.Simulate,
 ) -> tuple[cluster.Cluster, cluster.Profile, dict[str, Any]]:
   if not options.cluster:
     raise ValueError(
@@ -75,14 +75,13 @@ def _check(
       f"{options.protocols}."
     )
   limits = {name: getattr(options, name) for name in _LIMITS}
-  _options.check_positive(options, "batch_size", "drawn_seconds", *_LIMITS)
   if all(value is None for value in limits.values()):
     limits["updates"] = 1000
   return *_protocols.load(options.cluster), limits
 
 
 def _drawn_seconds(
-  options: _options.Simulate,
+  options: _commands.Simulate,
   machines: cluster.Cluster,
   profile: cluster.Profile,
 ) -> float:
@@ -112,7 +111,7 @@ def _draw(
 
 
 def _row(
-  name: str, run: server.Simulation, options: _options.Simulate
+  name: str, run: server.Simulation, options: _commands.Simulate
 ) -> dict[str, Any]:
   return training.make_row(
     dataclasses.asdict(options),

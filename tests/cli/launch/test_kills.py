@@ -139,7 +139,7 @@ def test_no_hand_touches_a_run_that_is_killed(method, processes, tmp_path):
   told = (folders[1] / "log").read_text()
   assert "Traceback" not in told, told
   assert len(kills) == _KILLS, "it ended before it could be killed"
-  assert told.count("Goes on from step") == _KILLS, told
+  assert told.count("Resumes from step") == _KILLS, told
   rows = [training.read_rows(x / "rows.jsonl")[-1] for x in folders]
   for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
     assert rows[0][field] == rows[1][field], field
