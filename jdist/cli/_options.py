@@ -130,14 +130,11 @@ def _check_within(name: str, value: float, within: str) -> None:
   if above and (value < high if within[-1] == ")" else value <= high):
     return
   rule = f"in {within}"
-  if within == _groups.POSITIVE:
-    rule = "positive and finite"
-  elif within == _groups.SEED:
+  if within == _groups.SEED:
     rule = "from 0 to 2**32 - 1"
   elif high == math.inf:
-    rule = (
-      f"at least {low:g} and finite" if value == high else f"at least {low:g}"
-    )
+    rule = "positive" if within[0] == "(" else f"at least {low:g}"
+    rule += " and finite" if value == math.inf else ""
   raise ValueError(f"`{word(name)}` must be {rule}, got {value}.")
 
 

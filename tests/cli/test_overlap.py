@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 _BAD = [
-  ("--methods sgd", "`--methods` must be of ssgd"),
+  ("--methods sgd", "`--methods` must be one of ssgd"),
   (
     "--methods msdpu msdpu",
     "`--methods` must be one or more different methods",
@@ -43,7 +43,7 @@ _BAD = [
   ("--pending nan", "`--pending` must be in [0, 1], got nan"),
   ("--combine-mb nan", "`--combine-mb` must be at least 0, got nan"),
   ("--bandwidth-gbit-per-s 0", "`--bandwidth-gbit-per-s` must be positive"),
-  ("--tflop-per-s inf", "`--tflop-per-s` must be positive, got inf"),
+  ("--tflop-per-s inf", "`--tflop-per-s` must be positive and finite, got inf"),
   ("--memory-gb-per-s -1", "`--memory-gb-per-s` must be positive, got -1"),
   ("--latency-us -1", "`--latency-us` must be at least 0, got -1"),
   ("--launch-us nan", "`--launch-us` must be at least 0, got nan"),

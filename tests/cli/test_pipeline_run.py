@@ -140,7 +140,7 @@ def test_stages_have_about_equally_many_operations():
     ("--stages 2 --late-from 0.5", "`--late-from` must be left out with"),
     (
       "--stages 2 --table ours --late-from 1",
-      "`--late-from` must be above 0 and below 1, got 1",
+      "`--late-from` must be in (0, 1), got 1",
     ),
     (
       "--stages 2 --delay-fix prediction",

@@ -103,7 +103,7 @@ def test_a_method_is_tuned_and_compared_on_a_text(
   [
     ("--text TEXT", "`--model` must be transformer for a text, got mlp"),
     ("--dataset tiny_shakespeare", "`--model` must be transformer for a text"),
-    ("--model transformer", "must be one of images for digits, got transform"),
+    ("--model transformer", "must be one for images with digits, got tran"),
     ("--text TEXT --dataset mnist", "`--dataset` must be left out with `--te"),
     ("--text none.txt", "`--text` must be a file, got 'none.txt'"),
     ("--text TEXT --model transformer --augment", "`--augment` must be left"),

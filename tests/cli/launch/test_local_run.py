@@ -134,7 +134,7 @@ def test_sigterm_is_passed_on_and_ends_the_run():
     ),
     (
       "--print mpi --name A_b -- train --checkpoints ck",
-      "`--name` must be of small letters",
+      "`--name` must consist of lower-case letters",
     ),
     ("-n 2 -- train --help", "`--help` must stand alone"),
     ("-n 2 train --method diloco", "`train` must stand behind `--`"),
