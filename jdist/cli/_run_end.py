@@ -14,7 +14,7 @@ DIVERGED = 3
 TERMINATED = 143
 # Entries of checkpoints in place of options, too long to be shown.
 _HIDDEN = {
-  "cluster": "`--cluster` has other machines than in the checkpoint",
+  "cluster": "`--cluster` is of other machines than in the checkpoint",
   "networks": "`--predictor` is of another network than in the checkpoint",
 }
 

@@ -124,7 +124,7 @@ _BAD = [
   ("train --codec int3", "invalid choice 'int3' for argument '--codec'"),
   (
     "train --outer sgd --outer-learning-rate 0",
-    "`--outer-learning-rate` must be positive and finite, got 0",
+    "`--outer-learning-rate` must be positive, got 0",
   ),
   (
     "train --outer-learning-rate 0.5",
