@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
+from jdist.pipeline.schedule import _asynchronous_tables, _table_registry
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._list_schedule import greedy, StageTimes
+from jdist.pipeline.schedule._table import Table
 
 # Micro-batches a stage, in which a full pipeline is measured.
 _FULL = 12
@@ -44,7 +47,7 @@ class Candidate:
   extra_live: int = 0
   send_factor: float = 1.0
   plan: Plan | None = None
-  made: schedule.Table | None = None
+  made: Table | None = None
   times: _simulator.PipelineTimes | None = None
   samples_per_s: float = 0.0
   delay: int | None = None
@@ -88,7 +91,7 @@ class Candidate:
 
 def stage_times(
   found: Plan, machines: cluster.Cluster, send_factor: float = 1.0
-) -> list[schedule.StageTimes]:
+) -> list[StageTimes]:
   """Returns the seconds of a plan's stages, by which tables are made.
 
   Args:
@@ -105,7 +108,7 @@ def stage_times(
       send = cost.output_bytes * routes.byte_s(*way) + routes.latency_s(*way)
     speed = machines.node(name).speed
     times.append(
-      schedule.StageTimes(
+      StageTimes(
         cost.forward_s / speed, cost.backward_s / speed, send=send * send_factor
       )
     )
@@ -114,20 +117,20 @@ def stage_times(
 
 def make_table_of(
   choice: Candidate, found: Plan | None, machines: cluster.Cluster
-) -> schedule.Table:
+) -> Table:
   """Makes a candidate's table, of equal stages before there is a plan."""
   name, number = choice.table, choice.num_microbatches
   if name in ("greedy", "ours"):
-    times = [schedule.StageTimes()] * choice.num_stages
+    times = [StageTimes()] * choice.num_stages
     if found is not None:
       times = stage_times(found, machines, choice.send_factor)
     window = choice.window or 1
     num_iterations = _iterations(choice, window)
 
-    def make(max_live: Sequence[int] | None) -> schedule.Table:
+    def make(max_live: Sequence[int] | None) -> Table:
       if name == "greedy":
-        return schedule.greedy(times, number, max_live=max_live)
-      return schedule.ours(
+        return greedy(times, number, max_live=max_live)
+      return _asynchronous_tables.ours(
         times,
         number,
         window=window,
@@ -138,13 +141,13 @@ def make_table_of(
     made = make(None)
     if not choice.extra_live:
       return made
-    live = schedule.check_table(made).live
+    live = check_table(made).live
     return make([max(1, x + choice.extra_live) for x in live])
   options = {}
-  if schedule.TABLES[name].asynchronous:
+  if _table_registry.TABLES[name].asynchronous:
     window = 1 + math.ceil(choice.num_stages / number)
     options["num_iterations"] = _iterations(choice, window)
-  return schedule.make_table(name, choice.num_stages, number, **options)
+  return _table_registry.make_table(name, choice.num_stages, number, **options)
 
 
 def _iterations(choice: Candidate, window: int) -> int:

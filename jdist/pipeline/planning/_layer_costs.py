@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 from jdist import checks
 from jdist.pipeline.planning._costs import LayerCost
-from jdist.pipeline.runtime import apply_layer, LayerLike, make_inputs
+from jdist.pipeline.runtime._stages import (
+  apply_layer,
+  LayerLike,
+  make_inputs,
+)
 
 PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
@@ -111,14 +115,15 @@ def layer_costs(
     if not rate > 0:
       raise ValueError(f"`{name}` must be positive, got {rate}.")
   key = jax.random.key(0)
-  x = jax.eval_shape(make_inputs(inputs), microbatch, key)
+  first = make_inputs(inputs, microbatch)
+  x = jax.eval_shape(first, microbatch, key)
   shapes = jax.eval_shape(lambda: (microbatch, key))
   passes = []
   for i, layer in enumerate(layers):
     passes.append(_passes(layer, x, *shapes, first=not i))
     x = passes[-1].output
   if source == "timed":
-    start = make_inputs(inputs)(_arrays(microbatch), key)
+    start = first(_arrays(microbatch), key)
     seconds = _timed(layers, passes, start, microbatch, key, repeats)
   counter = _Counter(flops_per_s, bytes_per_s, compiled=source != "lowered")
   found = []

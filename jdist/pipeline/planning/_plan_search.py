@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdist import checks, cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import (
   _bottleneck,
   _costs,
@@ -20,6 +19,9 @@ from jdist.pipeline.planning._candidate import (
   stage_times,
 )
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
+from jdist.pipeline.schedule._asynchronous_tables import least_window
+from jdist.pipeline.schedule._checker import check_table, TableReport
+from jdist.pipeline.schedule._table_registry import TABLES
 
 # Of a device, in an interleaved table.
 _CHUNKS = 2
@@ -86,7 +88,7 @@ def plan(
   checks.check_int("samples", samples, 1)
   checks.check_number("optimizer_copies", optimizer_copies)
   checks.check_number("input_bytes", input_bytes)
-  known = (*schedule.TABLES, "greedy")
+  known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:
     checks.check_choice("tables", name, known)
@@ -244,14 +246,10 @@ class _Search:
       windows = [1]
     elif windows is None:
       times = stage_times(found, self.machines)
-      windows = range(
-        1, 1 + schedule.least_window(times, choice.num_microbatches)
-      )
+      windows = range(1, 1 + least_window(times, choice.num_microbatches))
     for window in windows:
       each = dataclasses.replace(choice, window=window)
-      most = max(
-        schedule.check_table(make_table_of(each, found, self.machines)).live
-      )
+      most = max(check_table(make_table_of(each, found, self.machines)).live)
       for extra in range(0, -most, -1):
         bottleneck = self._append(dataclasses.replace(each, extra_live=extra))
         if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
@@ -259,7 +257,7 @@ class _Search:
 
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts that fit into memory with what the table then keeps."""
-    report = schedule.check_table(make_table_of(choice, None, self.machines))
+    report = check_table(make_table_of(choice, None, self.machines))
     for _ in range(_TURNS):
       found = self._partition(
         choice,
@@ -268,7 +266,7 @@ class _Search:
         ),
       )
       made = make_table_of(choice, found, self.machines)
-      report = schedule.check_table(made)
+      report = check_table(made)
       if self._fits(found, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
@@ -307,7 +305,7 @@ class _Search:
       raise self._error
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
-  def _fits(self, found: Plan, report: schedule.TableReport) -> bool:
+  def _fits(self, found: Plan, report: TableReport) -> bool:
     """Returns whether each machine holds what its stages keep."""
     footprint = Footprint(self.optimizer_copies, report.versions, report.live)
     needs: dict[str, float] = collections.defaultdict(float)
@@ -370,7 +368,7 @@ class _Search:
       window = best.window
       if self.widens:
         times = stage_times(best.plan, self.machines, factor)
-        window = schedule.least_window(times, best.num_microbatches)
+        window = least_window(times, best.num_microbatches)
       choice = dataclasses.replace(
         best, window=window, extra_live=0, send_factor=factor
       )

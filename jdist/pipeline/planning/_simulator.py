@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist import checks, cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import _costs
-from jdist.pipeline.schedule import Action, Op
+from jdist.pipeline.schedule._checker import check_table, TableReport
+from jdist.pipeline.schedule._table import Action, Op, Table
 
 # Of Paul Tol's palettes, beside those of `cluster.plot_trace`.
 PIPELINE_COLOURS = {
@@ -65,7 +65,7 @@ class PipelineTimes:
 
 
 def simulate(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
   *,
@@ -98,7 +98,7 @@ def simulate(
   (15.0, 0.2)
   """
   names = check_nodes(table, costs, machines, nodes)
-  report = schedule.check_table(table)
+  report = check_table(table)
   run = _Run(table, costs, machines, names)
   run.go()
   ends = [0.0] * table.num_iterations
@@ -139,7 +139,7 @@ def action_s(cost: _costs.LayerCost, op: Op) -> float:
 
 
 def check_nodes(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
   nodes: Sequence[str] | None,
@@ -169,7 +169,7 @@ class _Run:
 
   def __init__(
     self,
-    table: schedule.Table,
+    table: Table,
     costs: Sequence[_costs.LayerCost],
     machines: cluster.Cluster,
     names: tuple[str, ...],
@@ -266,9 +266,9 @@ def _steady_s(ends: Sequence[float], window: int) -> float:
 
 
 def _memory(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
-  report: schedule.TableReport,
+  report: TableReport,
   optimizer_copies: float,
 ) -> tuple[float, ...]:
   """Returns the most bytes that each device holds at once."""
