@@ -1,14 +1,7 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
-from jdist.pipeline.planning._baseline_plans import (
+from jdist.pipeline.planning._bottleneck import (
   even_partition as even_partition,
-)
-from jdist.pipeline.planning._baseline_plans import Level as Level
-from jdist.pipeline.planning._baseline_plans import (
-  merge_replicas as merge_replicas,
-)
-from jdist.pipeline.planning._baseline_plans import (
-  pipedream_partition as pipedream_partition,
 )
 from jdist.pipeline.planning._bottleneck import partition as partition
 from jdist.pipeline.planning._candidate import Candidate as Candidate

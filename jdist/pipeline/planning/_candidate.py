@@ -1,4 +1,4 @@
-"""A choice of plan, table and micro-batches, and what it comes to."""
+"""Choices of a plan, a table and micro-batches, with their results."""
 
 import dataclasses
 import math
@@ -13,30 +13,30 @@ from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._list_schedule import greedy, StageTimes
 from jdist.pipeline.schedule._table import Table
 
-# Micro-batches a stage, in which a full pipeline is measured.
+# The micro-batches per stage over which a full pipeline is measured.
 _FULL = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A choice of everything, and what it comes to.
+  """A choice of everything, and its result.
 
   Attributes:
-    table: its name.
-    num_microbatches: of the batch.
-    num_stages: and machines.
-    window: of `ours`; 1 of `greedy`, else None.
-    recompute: whether stages keep their input only.
-    extra_live: micro-batches that a stage of `ours` or `greedy` may keep beyond
-      those that do if nothing ever waits; fewer if memory is short.
-    send_factor: by which messages are taken to last longer than one that is
+    table: The name of the table.
+    num_microbatches: The number of micro-batches of the batch.
+    num_stages: The number of stages, and of machines.
+    window: The window of `ours`; 1 for `greedy`, else None.
+    recompute: Whether stages keep their input only.
+    extra_live: How many more micro-batches a stage of `ours` or `greedy` may
+      keep than if no stage ever waits; negative if memory is short.
+    send_factor: How much longer a message is assumed to take than one that is
       alone on its links, when the table of `ours` is made.
-    plan: cuts and machines; None if nothing fits.
-    made: the table; None if the candidate was not simulated.
-    times: of the simulation.
-    samples_per_s: at the whole batch; at most this much if not simulated.
-    delay: of the gradients at most, in updates.
-    reason: for not being simulated.
+    plan: The cuts and machines; None if none fits.
+    made: The table; None if the candidate was not simulated.
+    times: The times of the simulation.
+    samples_per_s: The throughput; an upper bound if not simulated.
+    delay: By how many updates gradients are late at most.
+    reason: The reason for which it was not simulated.
   """
 
   table: str
@@ -59,7 +59,7 @@ class Candidate:
     return () if self.plan is None else self.plan.nodes[: self.num_stages]
 
   def price(self) -> tuple[float, ...]:
-    """Returns by what the equally fast are chosen: delay, versions, memory."""
+    """Returns the order among equally fast ones: delay, versions, memory."""
     assert self.times is not None and self.made is not None
     assert self.delay is not None
     mixed = self.delay > 0 and self.made.weights == "newest"
@@ -67,7 +67,7 @@ class Candidate:
     return self.delay, mixed, memory, -self.samples_per_s
 
   def row(self) -> dict[str, Any]:
-    """Returns what a row of results has of it."""
+    """Returns the candidate as a row of results."""
     plan, times = self.plan, self.times
     return {
       "table": self.table,
@@ -92,12 +92,13 @@ class Candidate:
 def stage_times(
   found: Plan, machines: cluster.Cluster, send_factor: float = 1.0
 ) -> list[StageTimes]:
-  """Returns the seconds of a plan's stages, by which tables are made.
+  """Returns the seconds of a plan's stages, from which tables are made.
 
   Args:
-    found: the plan.
-    machines: that it is for.
-    send_factor: by which messages last longer than one that is alone.
+    found: The plan.
+    machines: The machines that it names.
+    send_factor: How much longer a message takes than one that is alone on its
+      links.
   """
   routes = _routes.Routes(machines)
   times = []
@@ -118,7 +119,7 @@ def stage_times(
 def make_table_of(
   choice: Candidate, found: Plan | None, machines: cluster.Cluster
 ) -> Table:
-  """Makes a candidate's table, of equal stages before there is a plan."""
+  """Makes a candidate's table, for equal stages if there is no plan yet."""
   name, number = choice.table, choice.num_microbatches
   if name in ("greedy", "ours"):
     times = [StageTimes()] * choice.num_stages
@@ -151,6 +152,6 @@ def make_table_of(
 
 
 def _iterations(choice: Candidate, window: int) -> int:
-  """Returns iterations enough to fill a pipeline, and to measure it full."""
+  """Returns enough iterations to fill a pipeline and to measure it full."""
   full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
   return 2 * window + max(4, full)

@@ -81,7 +81,8 @@ class TracedModel:
       number: The number of micro-batches.
       name: The name of the argument, for errors.
     """
-    wanted, given = map(jax.tree.structure, (self.microbatch, batch))
+    wanted: Any = jax.tree.structure(self.microbatch)
+    given: Any = jax.tree.structure(batch)
     if given != wanted:
       raise ValueError(
         f"`{name}` must have the leaves of `microbatch`, {wanted}, got {given}."
