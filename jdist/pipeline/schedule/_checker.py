@@ -18,6 +18,18 @@ from jdist.pipeline.schedule._versions import oldest_read, read_versions
 Sends = Literal["buffered", "blocking"]
 
 
+class TableError(ValueError):
+  """Reports why a table cannot run, with a drawing of the place.
+
+  The command line prints the two apart: `problem` on one line, and `picture`,
+  which may be empty, with its own layout.
+  """
+
+  def __init__(self, problem: str, picture: str):
+    super().__init__(f"{problem}\n{picture}" if picture else problem)
+    self.problem, self.picture = problem, picture
+
+
 @dataclasses.dataclass(frozen=True)
 class TableReport:
   """The needs of a table that can run.
@@ -95,9 +107,11 @@ def check_table(
   return report
 
 
-def _error(table: Table, problem: str, *, drawn: bool = True) -> ValueError:
-  picture = f"\n{draw_table(table)}" if drawn else ""
-  return ValueError(f"Table {table.name!r} cannot run: {problem}.{picture}")
+def _error(table: Table, problem: str, *, drawn: bool = True) -> TableError:
+  return TableError(
+    f"Table {table.name!r} cannot run: {problem}.",
+    draw_table(table) if drawn else "",
+  )
 
 
 def _check_whole(table: Table) -> None:
