@@ -1,6 +1,5 @@
 """`jdist train --driver ray`, its actors threads here: what is lost."""
 
-
 import jax
 import pytest
 
