@@ -15,13 +15,10 @@ from jdist.prediction.mp2._cut import cut as cut
 from jdist.prediction.mp2._evaluate import (
   evaluate_predictor as evaluate_predictor,
 )
-from jdist.prediction.mp2._exchange import Exchange as Exchange
-from jdist.prediction.mp2._exchange import exchange_bytes as exchange_bytes
-from jdist.prediction.mp2._exchange import ExchangeBytes as ExchangeBytes
-from jdist.prediction.mp2._exchange import ExchangeState as ExchangeState
-from jdist.prediction.mp2._exchange_learner import (
-  ExchangeLearner as ExchangeLearner,
+from jdist.prediction.mp2._exchange_bytes import (
+  exchange_bytes as exchange_bytes,
 )
+from jdist.prediction.mp2._exchange_bytes import ExchangeBytes as ExchangeBytes
 from jdist.prediction.mp2._network import Leaf as Leaf
 from jdist.prediction.mp2._network import LeafGroup as LeafGroup
 from jdist.prediction.mp2._parameter_set import ParameterSet as ParameterSet
