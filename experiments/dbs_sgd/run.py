@@ -74,7 +74,7 @@ class Fit:
     speed = sum(node.speed for node in machines.nodes)
     seconds_per_sample = config.COSTS.seconds_per_sample / speed
     seconds = options.epochs * len(train) * seconds_per_sample
-    records = server.VirtualTrainer(run).fit(
+    records = server.ServerRun(server.ClockSession(run)).fit(
       seconds,
       "seconds",
       every=seconds / options.evaluations,

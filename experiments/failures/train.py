@@ -75,7 +75,7 @@ class Fit:
       learner=learner,
       detection_s=setting.detection_s,
     )
-    records = server.VirtualTrainer(run).fit(
+    records = server.ServerRun(server.ClockSession(run)).fit(
       samples,
       "samples",
       evaluate=self.problem.evaluate(trial),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import config
-import jax
 import setups
 import workers_report
 
@@ -26,19 +25,15 @@ class Faults:
   """A run whose processes are killed and stopped while it goes on."""
 
   def __init__(
-    self, engine: server.RayEngine, setup: setups.Setup, **plan: Any
+    self,
+    engine: server.RayEngine,
+    setup: setups.Setup,
+    total: float,
+    unit: str = "seconds",
+    **fit: Any,
   ):
     self.engine, self.setup = engine, setup
-    full = server.LivePlan(
-      workers=setup.names, machines=setup.machines(), **plan
-    )
-    protocol = dataclasses.replace(setup.protocol(), timeout_s=3.0)
-    self.live = server.LiveRun(
-      engine,
-      functools.partial(setups.make_server, setup, full, protocol),
-      {x: functools.partial(setups.work, setup, x) for x in setup.names},
-      can_resume=plan.get("checkpoints") is not None,
-    )
+    self._total, self._unit, self._fit = total, unit, fit
     self.status: dict[str, Any] = {}
     self.done: list[dict[str, Any]] = []
     self._actions: list[
@@ -82,8 +77,8 @@ class Faults:
     )  # fmt: skip
     os.kill(process, how)
 
-  def run(self) -> server.LiveResult:
-    """Runs to the plan's end."""
+  def run(self) -> setups.Result:
+    """Runs to the end."""
 
     def on_status(status: dict[str, Any]) -> None:
       self.status = status
@@ -92,7 +87,13 @@ class Faults:
       while self._actions and self._actions[0][0](status):
         self._actions.pop(0)[1]()
 
-    return self.live.run(on_status=on_status)
+    protocol = dataclasses.replace(self.setup.protocol(), timeout_s=3.0)
+    _, model, _ = setups.network(self.setup.hidden)
+    return setups.run(
+      self.engine, self.setup, self._total, self._unit, protocol=protocol,
+      on_status=on_status, **self._fit,
+      evaluate=lambda found: {"accuracy": measure(model, found.params)},
+    )  # fmt: skip
 
 
 def kills(times: int = 30, spares: int = 1) -> None:
@@ -105,7 +106,7 @@ def kills(times: int = 30, spares: int = 1) -> None:
     at += 15.0 + generator.random() * 1.0
     moments.append(at)
   try:
-    faults = Faults(engine, setup, samples=None, seconds=at + 20.0)
+    faults = Faults(engine, setup, at + 20.0)
     for moment in moments:
       name = generator.choice(setup.names)
       faults.at(moment, functools.partial(_killed, faults, name))
@@ -113,8 +114,8 @@ def kills(times: int = 30, spares: int = 1) -> None:
   finally:
     engine.stop()
   setups.write(
-    "kills", setup, spares=spares, faults=faults.done, events=result.events,
-    accuracy=accuracy(setup, result), **result.summary,
+    "kills", setup, spares=spares, faults=faults.done,
+    accuracy=result.records[-1].metrics["accuracy"], **result.summary,
   )  # fmt: skip
   print(workers_report.faults())
 
@@ -123,14 +124,6 @@ def _killed(faults: Faults, name: str) -> None:
   faults.kill(name)
   last = faults.done[-1]
   print(f"{last['now_s']:.1f} s: killed {name}", flush=True)
-
-
-def accuracy(setup: setups.Setup, result: server.LiveResult) -> float:
-  """Test accuracy of what a run ended with."""
-  _, model, _ = setups.network(setup.hidden)
-  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
-  params = server.tree_of_bytes(result.payload[:size], model.params)
-  return measure(model, params)
 
 
 def measure(model: models.Model, params: Any) -> float:
@@ -170,7 +163,7 @@ def hang() -> None:
   setup = setups.Setup(config.SPEEDS["2x"], 0.5, "bsp")
   engine = setups.engine_for(len(setup.speeds))
   try:
-    faults = Faults(engine, setup, seconds=25.0)
+    faults = Faults(engine, setup, 25.0)
     seen: list[tuple[float, int, int]] = []
     faults.at(6.0, lambda: faults.kill("worker0", signal.SIGSTOP))
     faults.at(16.0, lambda: faults.kill("worker0", signal.SIGCONT))
@@ -178,7 +171,7 @@ def hang() -> None:
     watch.start()
     result = faults.run()
     setups.write(
-      "hang", setup, faults=faults.done, events=result.events, seen=seen,
+      "hang", setup, faults=faults.done, seen=seen,
       **result.summary,
     )  # fmt: skip
     stop = faults.done[0]["at_s"]
@@ -215,10 +208,9 @@ def server_death(folder: str) -> None:
   setup = setups.Setup(config.SPEEDS["2x"], 0.5)
   engine = setups.engine_for(len(setup.speeds))
   every = 5 * setup.total
-  marks = tuple(float(every * (i + 1)) for i in range(20))
   try:
     faults = Faults(
-      engine, setup, samples=int(marks[-1]), marks=marks, checkpoints=folder
+      engine, setup, 20 * every, "samples", every=every, checkpoints=folder
     )
     # Four rounds after a checkpoint: the most but one that can be lost.
     faults.when(
@@ -227,9 +219,9 @@ def server_death(folder: str) -> None:
     )
     result = faults.run()
     setups.write(
-      "server", setup, faults=faults.done, events=result.events,
-      accuracy=accuracy(setup, result), resumed=faults.status["resumed"],
-      **result.summary,
+      "server", setup, faults=faults.done,
+      accuracy=result.records[-1].metrics["accuracy"],
+      resumed=faults.status["resumed"], **result.summary,
     )  # fmt: skip
     print(workers_report.faults())
   finally:

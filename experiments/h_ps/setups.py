@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import os
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import config
 import jax
@@ -165,7 +166,7 @@ def worker_learner(setup: Setup, name: str) -> server.WorkerLearner:
 
 
 def make_server(
-  setup: Setup, plan: server.LivePlan, protocol: Any = None
+  setup: Setup, protocol: Any, plan: server.LivePlan
 ) -> server.LiveServer:
   """Runs at the server."""
   return server.LiveServer(
@@ -191,23 +192,42 @@ def work(setup: Setup, name: str, channel: server.Channel) -> None:
   server.WorkerLoop(channel, name, learner, depth=depth, pace=pace).run()
 
 
+class Result(NamedTuple):
+  """The end of a live run: its records, its figures and its state."""
+
+  records: list[training.Record]
+  summary: dict[str, Any]
+  payload: Any
+
+
 def run(
-  engine: server.RayEngine, setup: Setup, **plan: Any
-) -> server.LiveResult:
-  """Runs a set-up on Ray to its rounds' samples."""
-  plan.setdefault("samples", setup.rounds * setup.total)
-  full = server.LivePlan(
+  engine: server.RayEngine,
+  setup: Setup,
+  total: float | None = None,
+  unit: Any = "samples",
+  *,
+  record: str | None = None,
+  protocol: Any = None,
+  on_status: Callable[[dict[str, Any]], None] = lambda status: None,
+  **fit: Any,
+) -> Result:
+  """Runs a set-up on Ray, by default to its rounds' samples."""
+  plan = server.LivePlan(
     workers=setup.names,
     machines=setup.machines(),
+    record=record,
     versions=server.versions(),
-    **plan,
   )
-  live = server.LiveRun(
-    engine,
-    functools.partial(make_server, setup, full),
-    {x: functools.partial(work, setup, x) for x in setup.names},
-  )
-  return live.run()
+  works = {x: functools.partial(work, setup, x) for x in setup.names}
+  make = functools.partial(make_server, setup, protocol)
+  _, model, _ = network(setup.hidden)
+  session = server.LiveSession(
+    engine, make, works, plan, model=(model.params, model.state),
+    on_status=on_status,
+  )  # fmt: skip
+  total = setup.rounds * setup.total if total is None else total
+  records = server.ServerRun(session).fit(total, unit, **fit)
+  return Result(records, session.summary(), session.payload)
 
 
 def simulated(setup: Setup, latency_s: float) -> dict[str, Any]:
@@ -220,13 +240,11 @@ def simulated(setup: Setup, latency_s: float) -> dict[str, Any]:
   return simulation.summary() | {"ages": ages}
 
 
-def empty_server(
-  names: tuple[str, ...], num_bytes: int, seconds: float
-) -> server.LiveServer:
+def empty_server(num_bytes: int, plan: server.LivePlan) -> server.LiveServer:
   return server.LiveServer(
     server.ASP(batches=server.FixedBatches(1)),
     server.EmptyServer(num_bytes),
-    server.LivePlan(workers=names, seconds=seconds),
+    plan,
   )
 
 

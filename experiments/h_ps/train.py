@@ -126,7 +126,7 @@ class Fit:
     run = server.Simulation(
       machines, protocol, setting.costs(), seed=trial.seed, learner=learner
     )
-    records = server.VirtualTrainer(run).fit(
+    records = server.ServerRun(server.ClockSession(run)).fit(
       samples,
       "samples",
       every=samples / options.evaluations,

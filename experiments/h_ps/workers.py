@@ -167,14 +167,14 @@ def scale(seconds: float = 4.0) -> None:
   try:
     for num in (1, 2, 4, 8):
       for num_bytes in (1000, 10_000_000):
-        found = server.LiveRun(
+        session = server.LiveSession(
           engine,
-          functools.partial(
-            setups.empty_server, names[:num], num_bytes, seconds
-          ),
+          functools.partial(setups.empty_server, num_bytes),
           {x: functools.partial(setups.empty_work, x) for x in names[:num]},
-        ).run()
-        one = found.summary
+          server.LivePlan(workers=names[:num]),
+        )
+        server.ServerRun(session).fit(seconds, "seconds")
+        one = session.summary()
         each_ms = 1e3 * one["wall_s"] / one["updates"]
         rate = (one["pushed_bytes"] + one["pulled_bytes"]) / one["wall_s"]
         setups.write("scale", {"workers": num, "num_bytes": num_bytes}, **one)

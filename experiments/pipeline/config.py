@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist import cluster, models
+from jdist import cluster, models, pipeline
 
 Batch = dict[str, Any]
 
@@ -195,12 +195,10 @@ TOPOLOGIES: dict[str, Callable[[Config, int], cluster.Cluster]] = {
 }
 
 
-def levels(
-  config: Config, topology: str, number: int
-) -> list[tuple[int, float]]:
+def levels(config: Config, topology: str, number: int) -> list[pipeline.Level]:
   """Returns what PipeDream's planner knows of the links."""
   fast = config.fast_gbit_per_s * 1e9 / 8
   if topology != "two levels":
-    return [(number, fast)]
+    return [pipeline.Level(number, fast)]
   slow = config.slow_gbit_per_s * 1e9 / 8
-  return [(number // 2, fast), (2, slow)]
+  return [pipeline.Level(number // 2, fast), pipeline.Level(2, slow)]

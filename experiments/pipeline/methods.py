@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pipedream_planner
-
 from jdist import cluster, pipeline
 
 BASELINES = ("naive", "gpipe", "1f1b", "pipedream", "2bw")
@@ -31,7 +29,7 @@ class Cell:
 
   costs: Sequence[pipeline.LayerCost]
   machines: cluster.Cluster
-  levels: Sequence[tuple[int, float]]
+  levels: Sequence[pipeline.Level]
   number: int
   samples: int
   input_bytes: float
@@ -146,18 +144,18 @@ def _by_its_paper(
   # PipeDream updates after each of its micro-batches.
   each = 1 if method == "pipedream" else parts
   if method == "pipedream":
-    plan, replicas = pipedream_planner.partition(
+    plan = pipeline.pipedream_partition(
       costs, machines, cell.levels, replicate=replicate, footprint=footprint
     )
   else:
     plan = pipeline.even_partition(
-      costs, machines, footprint=footprint, num_microbatches=each
+      costs, machines, by="compute", footprint=footprint, num_microbatches=each
     )
-    replicas = (1,) * plan.num_stages
   limit = min(x.memory_bytes for x in machines.nodes)
+  replicas = plan.replicas or (1,) * plan.num_stages
   run, there = plan, machines
   if max(replicas) > 1:
-    run, there = pipedream_planner.merge_replicas(plan, replicas, machines)
+    run, there = pipeline.merge_replicas(plan, machines)
   table = _table(method, plan.num_stages, each)
   times = pipeline.simulate(
     table, run.stages, there, nodes=run.nodes, optimizer_copies=_COPIES
@@ -173,7 +171,7 @@ def _by_its_paper(
   return {
     "table": method,
     "cuts": plan.cuts,
-    "nodes": machines.names if max(replicas) > 1 else plan.nodes,
+    "nodes": plan.nodes,
     "replicas": replicas,
     "minibatch_samples": samples,
     "recompute": recompute,

@@ -11,7 +11,7 @@ from jdist.cli import _groups
 
 # Sparse codecs, by the share of the entries that they send and whether a
 # feedback keeps the rest: then random entries must not be scaled up.
-_SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
+SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
   "top_k": lambda ratio, kept: codecs.TopK(ratio),
   "random_k": lambda ratio, kept: codecs.RandomK(ratio, scaled=not kept),
   "dct": lambda ratio, kept: codecs.DCTTopK(ratio=ratio),
@@ -57,7 +57,7 @@ def takes(method: methods.Method, options: _groups.Common) -> set[str]:
   if not method.in_rounds:
     found.discard("interval")
   if "compression" in found:
-    if options.codec in _SPARSE:
+    if options.codec in SPARSE:
       found.add("ratio")
     if options.reducer == "power_sgd":
       found.add("rank")
@@ -76,11 +76,9 @@ def arguments(
   method: methods.Method, options: _groups.Common
 ) -> dict[str, Any]:
   """Returns the arguments of a method's factory that options fill."""
-  found: dict[str, Any] = {
-    name: getattr(options, field.name)
-    for field in dataclasses.fields(options)
-    if "option" in field.metadata and getattr(options, field.name) is not None
-    for name in field.metadata["option"].fills
+  found = {
+    name: value
+    for name, value in _groups.filled(options).items()
     if name in method.arguments and name not in _PARTS
   }
   if "compression" in method.arguments:
@@ -140,9 +138,9 @@ def _codec(
           "`--codec int4`."
         )
     return None
-  if name in _SPARSE:
+  if name in SPARSE:
     kept = feedback is not None and feedback.keeps_rest
-    return _SPARSE[name](
+    return SPARSE[name](
       _RATIO if options.ratio is None else options.ratio, kept
     )
   return _DENSE[name]

@@ -49,6 +49,17 @@ def option(default: Any, *fills: str, **properties: Any) -> Any:
   )
 
 
+def filled(options: Any) -> dict[str, Any]:
+  """Returns the arguments of factories that options with a value fill."""
+  return {
+    argument: value
+    for name, field in options.__dataclass_fields__.items()
+    if "option" in field.metadata
+    and (value := getattr(options, name)) is not None
+    for argument in field.metadata["option"].fills
+  }
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
   """Model and data set."""

@@ -84,7 +84,6 @@ def check(
 def interrupt(
   checkpoints: "training.Checkpoints | None",
   options: Any,
-  what: str = "step {step}",
 ) -> KeyboardInterrupt:
   """Returns the interrupt of a run, which says where it will resume."""
   if checkpoints is None:
@@ -93,7 +92,7 @@ def interrupt(
   if step is None:
     return KeyboardInterrupt("nothing is saved.")
   return KeyboardInterrupt(
-    f"{what.format(step=step)} is saved in {options.checkpoints}: the same "
+    f"step {step} is saved in {options.checkpoints}: the same "
     "command resumes from there."
   )
 

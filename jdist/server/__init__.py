@@ -28,13 +28,14 @@ from jdist.server._n_softsync import NSoftsync as NSoftsync
 from jdist.server._protocol import Protocol as Protocol
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
+from jdist.server._server_run import ServerRun as ServerRun
 from jdist.server._server_state import Assignment as Assignment
 from jdist.server._server_state import ServerState as ServerState
 from jdist.server._ssp import SSP as SSP
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting
+from jdist.server.clock._clock_session import ClockSession as ClockSession
 from jdist.server.clock._simulation import Simulation as Simulation
-from jdist.server.clock._virtual_trainer import VirtualTrainer as VirtualTrainer
 from jdist.server.decoupled._decoupled_diloco import (
   DecoupledDiLoCo as DecoupledDiLoCo,
 )
@@ -65,9 +66,6 @@ from jdist.server.gradients._gradient_learner import (
 from jdist.server.gradients._gradient_messages import (
   message_plans as message_plans,
 )
-from jdist.server.gradients._gradient_messages import (
-  tree_of_bytes as tree_of_bytes,
-)
 from jdist.server.gradients._gradient_server import (
   GradientServer as GradientServer,
 )
@@ -93,9 +91,8 @@ from jdist.server.runtime._engine import Engine as Engine
 from jdist.server.runtime._engine import LostRunError as LostRunError
 from jdist.server.runtime._engine import LostServerError as LostServerError
 from jdist.server.runtime._live_plan import LivePlan as LivePlan
-from jdist.server.runtime._live_run import LiveResult as LiveResult
-from jdist.server.runtime._live_run import LiveRun as LiveRun
 from jdist.server.runtime._live_server import LiveServer as LiveServer
+from jdist.server.runtime._live_session import LiveSession as LiveSession
 from jdist.server.runtime._message_record import replay as replay
 from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace

@@ -174,6 +174,11 @@ class Driver:
     """Returns whether too many pushes of a worker were refused in a row."""
     return self._refused_in_a_row[worker] >= _MAX_REFUSED
 
+  @property
+  def all_expelled(self) -> bool:
+    """True once no worker is left whose pushes can be used."""
+    return all(map(self.expelled, self.nodes))
+
   def deliver(self, message: _messages.Message) -> None:
     """Gives a message to the protocol, and carries out its actions."""
     worker, gone = None, []

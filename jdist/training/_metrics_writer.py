@@ -1,4 +1,4 @@
-"""Writer of records as events for TensorBoard."""
+"""Records as events of TensorBoard."""
 
 import contextlib
 import math
@@ -10,32 +10,30 @@ from jdist.training.loop import _record
 
 
 class MetricsWriter:
-  """Writes records for TensorBoard during a run.
+  """Writes records for TensorBoard, as they come.
 
-  Pass its `write` to `Trainer.fit(..., on_record=writer.write)`. A resumed run
-  continues in the same directory.
+  Its `write` is made for `Trainer.fit(..., on_record=writer.write)`.  A run
+  that goes on writes on in the same directory.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
     """Opens or makes the directory.
 
     Args:
-      directory: The directory of the events, which `tensorboard --logdir
-        DIRECTORY` shows.
+      directory: of the events: `tensorboard --logdir DIRECTORY` shows them.
 
     Raises:
-      ImportError: If tensorboardX is not installed.
+      ImportError: when tensorboardX is not installed.
     """
     board = checks.import_extra("tensorboardX", "metrics")
     self._directory = os.fspath(directory)
     self._writer = board.SummaryWriter(self._directory)
 
   def write(self, record: _record.Record) -> None:
-    """Writes a record's metrics, losses, rounds, bytes and rate.
+    """Writes a record: each of its metrics, losses, rounds, bytes, rate.
 
     Raises:
-      OSError: If the events cannot be written, for instance because the disk
-        is full.
+      OSError: when it cannot be written, as the disk is full for instance.
     """
     values = {f"test/{name}": value for name, value in record.metrics.items()}
     values |= {
@@ -45,8 +43,7 @@ class MetricsWriter:
       "train/samples_per_s": record.samples_per_s,
       "train/skipped": record.skipped,
     }
-    # The rate of the first step is unknown, and TensorBoard would draw a NaN.
-    if math.isnan(record.samples_per_s):
+    if math.isnan(record.samples_per_s):  # There is none yet.
       del values["train/samples_per_s"]
     try:
       for name, value in values.items():
@@ -74,7 +71,6 @@ class MetricsWriter:
     if error is None:
       self.close()
       return
-    # After a failed write the file cannot be flushed, and a second error would
-    # hide the first one.
+    # What it could not write before, it cannot write now.
     with contextlib.suppress(OSError):
       self.close()

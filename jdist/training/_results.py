@@ -1,4 +1,4 @@
-"""Result rows, JSON objects that hold all that is needed to repeat them."""
+"""Result rows: one JSON object a line, each of which stands alone."""
 
 import functools
 import importlib.metadata
@@ -21,12 +21,12 @@ _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 def make_row(
   config: dict[str, Any], seed: int, **measured: Any
 ) -> dict[str, Any]:
-  """Adds the circumstances of a measurement to its results.
+  """Puts what was measured beside all that is needed to measure it again.
 
   Args:
-    config: Every option of the run.
-    seed: The seed of the run.
-    **measured: The results, with units in their names.
+    config: every option of the run.
+    seed: its seed.
+    **measured: the results, units in their names.
 
   Returns:
     `{config, seed, commit, device, versions, ...measured}`.
@@ -46,23 +46,22 @@ def append_rows(
 ) -> None:
   """Appends rows to a file, each in one write.
 
-  Numbers that are not finite, such as the loss of a diverged run, become null,
-  since JSON has no other value for them.
+  What is not a finite number, such as the loss of a run that has diverged,
+  becomes null: JSON has no other word for it.
 
   Raises:
-    OSError: If the rows cannot be written, for instance because the disk is
-      full.
+    OSError: when they cannot be written, as the disk is full for instance.
   """
   json_lines.append(path, map(_plain, rows))
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Reads all rows of a file, except a last line that was cut off."""
+  """Reads all rows of a file; a last line that was cut off is left out."""
   return list(json_lines.read(path))
 
 
 def _plain(x: Any) -> Any:
-  """Returns a value as JSON can hold it."""
+  """Returns a value in a form that JSON can hold."""
   if isinstance(x, dict):
     return {name: _plain(value) for name, value in x.items()}
   if isinstance(x, list | tuple):
@@ -74,7 +73,7 @@ def _plain(x: Any) -> Any:
 
 @functools.cache
 def _commit() -> str:
-  """Returns the commit of the running code, with `+` if files were changed."""
+  """The commit of the code that runs, with `+` when it was changed since."""
   folder = pathlib.Path(__file__).parent
   try:
     git = functools.partial(
@@ -83,8 +82,7 @@ def _commit() -> str:
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
     changed = git(["git", "status", "--porcelain", "-uno"]).stdout.strip()
   except (OSError, subprocess.CalledProcessError):
-    # An installed package has no repository. Its version identifies it.
-    return "unknown"
+    return "unknown"  # Installed, not checked out: the version says it.
   return commit + ("+" if changed else "")
 
 
@@ -92,7 +90,6 @@ def _device() -> str:
   first = jax.devices()[0]
   kind = first.device_kind
   if first.platform == "cpu":
-    # JAX calls every processor "cpu", which would not tell machines apart.
     kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
   return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
 

@@ -1,10 +1,14 @@
-"""`jdist train --driver ray`, its actors threads here: what is lost."""
+"""`jdist train --driver threads`: what is lost, saved, and resumed."""
+
+import json
+import os
+import signal
 
 import jax
 import pytest
 
-from jdist import cli, server, training
-from jdist.cli.servers import _ray_run
+from jdist import cli, training
+from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
 
@@ -24,37 +28,29 @@ class LostError(BaseException):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-  """Trains, and is killed in the middle of an evaluation, if asked for."""
+  """Trains; calls `at` in an evaluation, by its number from 1."""
   path = tmp_path / "cluster.toml"
   path.write_text(CLUSTER)
   words = [
-    "train", "--protocol", "bsp", "--driver", "ray", "--cluster", str(path),
+    "train", "--protocol", "bsp", "--driver", "threads", "--cluster", str(path),
     "--batch-size", "64", "--epochs", "2", "--evaluate-every-epochs", "1",
     "--output", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "kept"),
   ]  # fmt: skip
-  monkeypatch.setattr(
-    server, "RayEngine", lambda *args, **options: server.ThreadEngine()
-  )
+  measure = training.Evaluator.measure
 
-  def run(killed_at=None):
+  def run(*more, at=None):
     evaluations = []
 
-    def is_diverged(*args):
-      evaluations.append(args)
-      if len(evaluations) == killed_at:
-        raise LostError
-      return training.is_diverged(*args)
+    def measured(self, *model):
+      evaluations.append(model)
+      if at is not None and len(evaluations) == at[0]:
+        at[1]()
+      return measure(self, *model)
 
-    class Watching:
-      """`training`, as the watcher sees it."""
+    monkeypatch.setattr(training.Evaluator, "measure", measured)
+    return cli.main([*words, *more])
 
-      def __getattr__(self, name):
-        return is_diverged if name == "is_diverged" else getattr(training, name)
-
-    monkeypatch.setattr(_ray_run, "training", Watching())
-    return cli.main(words)
-
-  # In threads, too, as a user has it.
+  # Settings of this thread are not those of the workers' threads.
   jax.config.update("jax_numpy_dtype_promotion", "standard")
   yield run
   jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -64,30 +60,64 @@ def test_a_worker_that_is_lost_for_good_is_a_line(train, monkeypatch, capsys):
   def work(*args):
     raise RuntimeError("There is no memory.")
 
-  monkeypatch.setattr(_ray_run, "work", work)
+  monkeypatch.setattr(_server_parts, "work", work)
   assert train() == 75
-  told = capsys.readouterr().err
-  assert told.startswith("jdist: error: worker0 was lost 3 times before")
-  assert "RuntimeError: There is no memory. The same command begins" in told
-  assert told.count("\n") == 1
+  error = capsys.readouterr().err
+  assert error.startswith("jdist: error: worker0 was lost 3 times before")
+  assert "RuntimeError: There is no memory. The same command starts" in error
+  assert error.count("\n") == 1
 
 
-def test_a_run_lost_before_its_evaluation_goes_on(train, tmp_path, capsys):
+def lose():
+  raise LostError
+
+
+def test_a_run_lost_during_an_evaluation_is_resumed(train, tmp_path, capsys):
   with pytest.raises(LostError):
-    train(killed_at=2)
+    train(at=(2, lose))
   records = tmp_path / "kept" / "records.json"
-  assert len(training.read_rows(records)) == 1
+  assert len(json.loads(records.read_text())["body"]) == 1
   capsys.readouterr()
   assert train() == 0
   first, last, _ = capsys.readouterr().out.splitlines()
-  assert first == "Goes on from update 46."
+  assert first == "Resumes from update 46."
   assert last.startswith("update 46 ") and "accuracy" in last
   (row,) = training.read_rows(tmp_path / "out" / "rows.jsonl")
   assert [x["step"] for x in row["curve"]] == [23, 46]
-  # Of a mark that nobody has evaluated the parameters are gone.
+  assert (row["driver"], row["clock"]) == ("threads", "wall")
+  # The model of the first mark is not in the last checkpoint.
   records.unlink()
-  assert train() == 0
-  told = capsys.readouterr().out
-  assert "not evaluated: the run was lost meanwhile" in told
+  with pytest.warns(RuntimeWarning, match="after update 23 was lost with the"):
+    assert train() == 0
   _, row = training.read_rows(tmp_path / "out" / "rows.jsonl")
   assert [x["step"] for x in row["curve"]] == [46]
+
+
+def test_sigterm_saves_a_run(train, tmp_path, capsys):
+  def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  assert train("--epochs", "200", at=(1, terminate)) == 143
+  error = capsys.readouterr().err.splitlines()[-1]
+  update = int(error.split("after update ")[1].split(",")[0])
+  assert "is saved in" in error and update >= 23
+  assert (tmp_path / "kept" / f"update_{update:010d}").is_dir()
+
+
+def test_another_runs_checkpoint_is_explained_by_the_option(train, capsys):
+  assert train("--epochs", "1") == 0
+  assert train("--epochs", "1", "--seed", "1") == 2
+  error = capsys.readouterr().err
+  assert "`--seed` is 0 in the checkpoint and 1 here. Resume" in error
+
+
+def test_the_clock_and_threads_train_alike(train, tmp_path):
+  """A barrier makes the order of messages irrelevant."""
+  for driver in ("clock", "threads"):
+    kept = str(tmp_path / driver)
+    assert train("--driver", driver, "--checkpoints", kept) == 0
+  clock, threads = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  assert (clock["clock"], threads["clock"]) == ("virtual", "wall")
+  for one, other in zip(clock["curve"], threads["curve"], strict=True):
+    assert one["step"] == other["step"]
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

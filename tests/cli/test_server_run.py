@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jdist import cli, training
+from jdist import cli, server, training
 from jdist.cli import _commands, _datasets
 from jdist.cli.servers import _server_parts
 
@@ -49,7 +49,6 @@ def rows(tmp_path):
 def test_a_run_trains_evaluates_and_goes_on(
   words, tmp_path, capsys, monkeypatch
 ):
-  pytest.importorskip("orbax.checkpoint")
   words += ["--checkpoints", str(tmp_path / "checkpoints")]
   assert cli.main(words) == 0
   told = capsys.readouterr().out
@@ -69,11 +68,11 @@ def test_a_run_trains_evaluates_and_goes_on(
     assert cli.main([*words, "--checkpoints", other]) == 143
   assert capsys.readouterr().err == (
     f"jdist: SIGTERM: ended after update {half}, which is saved in {other}: "
-    "the same command goes on.\n"
+    "the same command resumes from there.\n"
   )
   assert cli.main([*words, "--checkpoints", other]) == 0
   goes_on = capsys.readouterr().out.splitlines()
-  assert goes_on[0] == f"Goes on from update {half}."
+  assert goes_on[0] == f"Resumes from update {half}."
   assert goes_on[1] == told.splitlines()[1] and len(goes_on) == 3
   first, again, resumed = rows(tmp_path)
   assert resumed["curve"] == first["curve"]
@@ -92,7 +91,11 @@ def test_a_run_trains_evaluates_and_goes_on(
     cluster.write("seconds_per_batch = 0.1\n")
   assert cli.main(words) == 2
   error = capsys.readouterr().err
-  assert "`--cluster` is of other machines" in error and error.count("\n") == 1
+  assert (
+    "`--cluster`" in error
+    and "other machines" in error
+    and error.count("\n") == 1
+  )
   assert cli.main([*words, "--seed", "1"]) == 2
   assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 
@@ -100,13 +103,15 @@ def test_a_run_trains_evaluates_and_goes_on(
 def test_a_run_that_diverges_keeps_its_last_finite_state(
   words, tmp_path, capsys
 ):
-  pytest.importorskip("orbax.checkpoint")
   folder = tmp_path / "checkpoints"
   words[words.index("0.02")] = "1e30"
   words += ["--checkpoints", str(folder), "--warmup-epochs", "0"]
-  with pytest.warns(RuntimeWarning, match="was not saved: there is no check"):
+  with (
+    pytest.warns(RuntimeWarning, match="and it was not saved: there is none"),
+    pytest.warns(RuntimeWarning, match="refuse the pushes of all workers"),
+  ):
     assert cli.main(words) == 3
-  assert not list(folder.glob("step_*"))
+  assert not list(folder.glob("update_*"))
   told = capsys.readouterr().err
   assert "1e+30 here, or a longer `--warmup-epochs`." in told
   # Which servers do not take.
@@ -120,7 +125,7 @@ def test_a_run_that_all_machines_leave_is_told_and_has_its_row(
   text = text.replace("jitter = 0.1", "outages = [{start_s = 2}]")
   with open(file, "w") as cluster:
     cluster.write(text)
-  with pytest.warns(RuntimeWarning, match="away for good after update"):
+  with pytest.warns(RuntimeWarning, match="all machines are away for good"):
     assert cli.main(words) == 2
   told = capsys.readouterr()
   (row,) = rows(tmp_path)
@@ -204,14 +209,23 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
   ("more", "rule"),
   (
     (["--method", "diloco"], "`--method` must be left out with `--protocol`"),
-    (["--interval", "3"], "`--interval` must be left out with `--protocol`"),
+    (["--interval", "3"], "`--interval` must be left out for dbs, which does"),
     (["--workers", "3"], "`--workers` must be left out with `--protocol`"),
     (["--reducer", "gather"], "`--reducer` must be left out"),
-    (["--protocol", "asap"], "`--protocol` must be of bsp"),
+    (["--protocol", "asap"], "`--protocol` must be one of bsp"),
+    (["--protocol", "nowhere:it"], "`--protocol` must be MODULE:NAME of a"),
     (["--cluster", "nowhere.toml"], "There is no file"),
     (
       ["--protocol", "h_ps", "--codec", "int4"],
-      "`--codec` must be left out with `--protocol h_ps`",
+      "`--codec` must be left out for h_ps, which does not use it",
+    ),
+    (
+      ["--bound", "7", "--backups", "3", "--splits", "9"],
+      "`--bound` and `--splits` and `--backups` must be left out for dbs",
+    ),
+    (
+      ["--protocol", "bsp", "--backups", "2"],
+      "`--backups` must be less than the 2 workers, got 2",
     ),
     (
       ["--protocol", "decoupled_diloco", "--fragments", "3"],
@@ -222,12 +236,32 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
       "`error_limit` must",
     ),
     (["--batch-size", "65"], "`--batch-size` must divide evenly"),
+    (["--no-paced"], "`--paced` must be left out without `--driver ray`"),
+    (
+      ["--driver", "threads", "--address", "a:1"],
+      "`--address` must be left out without `--driver ray`",
+    ),
   ),
 )
 def test_what_a_server_cannot_use_is_one_line(more, rule, words, capsys):
   assert cli.main([*words, *more]) == 2
   error = capsys.readouterr().err
   assert rule in error and error.count("\n") == 1
+
+
+def damped(batches):
+  """A protocol of a user's own."""
+  return server.ASP(
+    batches=batches,
+    weighting=server.Weighting(staleness=server.inverse_staleness),
+  )
+
+
+def test_a_protocol_of_ones_own_trains(words, tmp_path):
+  words[words.index("dbs")] = f"{__name__}:damped"
+  assert cli.main(words) == 0
+  (row,) = rows(tmp_path)
+  assert row["accuracy"] > 0.5 and row["method"].endswith(":damped")
 
 
 @pytest.mark.parametrize("more", (["--owned"], ["--bound", "1"]))

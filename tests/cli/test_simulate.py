@@ -93,13 +93,13 @@ WRONG = {
   "a file that is not there": ("nowhere.toml", "no file 'nowhere.toml'"),
   "protocol": (
     "FILE --protocols best",
-    "`--protocols` must be of bsp, .*'best'",
+    "`--protocols` must be one of bsp, .*'best'",
   ),
   "twice": ("FILE --protocols asp asp", "`--protocols` must be .* different"),
   "no updates": ("FILE --updates 0", "`--updates` must be positive, got 0"),
   "batch": ("FILE --batch-size 0", "`--batch-size` must be positive"),
   "memory": ("FILE --batch-size 2000", "'slow' has 1 GB: 1000 samples fit"),
-  "bound": ("FILE --protocols ssp --bound -1", "`bound` must be an int >= 0"),
+  "bound": ("FILE --protocols ssp --bound -1", "`--bound` must be at least 0"),
   "share": (
     "FILE --protocols h_ps --pipeline-from 1",
     r"`--pipeline-from` must be in \[0, 1\), got 1",

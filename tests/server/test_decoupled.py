@@ -261,9 +261,14 @@ def make(rule, fragments):
   )
 
 
+def fit(run, seconds, **options):
+  session = server.ClockSession(run)
+  return server.ServerRun(session).fit(seconds, "seconds", every=2.0, **options)
+
+
 def test_a_run_with_failures_learns():
   run = make(protocol(interval=4, fragments=2, ahead=1), 2)
-  records = server.VirtualTrainer(run).fit(8.0, "seconds", every=2.0)
+  records = fit(run, 8.0)
   assert records[-1].train_loss < 0.7 * records[0].train_loss
   # What an unsent fragment had learned is not merged.
   assert 0 < run.state.merged_samples <= run.learner.samples
@@ -272,17 +277,12 @@ def test_a_run_with_failures_learns():
 @pytest.mark.slow  # Compiles much: a few hundred arrays are saved and compared.
 @pytest.mark.parametrize("ahead", (0, 1, 2))
 def test_a_run_with_failures_is_resumed_to_the_bit(ahead, tmp_path):
-  pytest.importorskip("orbax.checkpoint")
   rule = protocol(interval=4, fragments=2, ahead=ahead)
   whole = make(rule, 2)
-  records = server.VirtualTrainer(whole).fit(4.0, "seconds", every=2.0)
-  team = collectives.workers(1)
+  records = fit(whole, 4.0)
   for end in (2.0, 4.0):
     part = make(rule, 2)
-    with training.Checkpoints(tmp_path / "kept", team) as checkpoints:
-      found = server.VirtualTrainer(part).fit(
-        end, "seconds", every=2.0, checkpoints=checkpoints
-      )
+    found = fit(part, end, checkpoints=tmp_path)
   chex.assert_trees_all_equal(part.save(), whole.save())
   assert [x.train_loss for x in found] == [x.train_loss for x in records]
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import cluster, codecs, collectives, data, server, training
+from jdist import cluster, codecs, data, server
 from jdist.server.gradients import _gradient_messages
 from jdist.server.h_ps import _plan_codecs
 from tests.server import test_gradients as gradients
@@ -187,19 +187,20 @@ def test_few_bits_learn_as_exact_messages_do():
 
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
-  pytest.importorskip("orbax.checkpoint")
 
   def begin():
     return start(_plans(), (cluster.Outage(0.7, 1.2),))
 
   whole = begin()
-  records = server.VirtualTrainer(whole).fit(18, every=6)
-  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
-    server.VirtualTrainer(begin()).fit(12, every=6, checkpoints=checkpoints)
-    resumed = begin()
-    found = server.VirtualTrainer(resumed).fit(
-      18, every=6, checkpoints=checkpoints
-    )
+
+  def fit(run, total, **options):
+    session = server.ClockSession(run)
+    return server.ServerRun(session).fit(total, every=6, **options)
+
+  records = fit(whole, 18)
+  fit(begin(), 12, checkpoints=tmp_path)
+  resumed = begin()
+  found = fit(resumed, 18, checkpoints=tmp_path)
   assert found == records and whole.now_s > 1.3
   assert resumed.events == whole.events
   chex.assert_trees_all_equal(resumed.save(), whole.save())

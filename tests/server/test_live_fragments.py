@@ -11,6 +11,7 @@ import pytest
 
 from jdist import cluster, codecs, data, reducers, server
 from jdist.server.gradients import _merge
+from tests.server import _live_runs
 from tests.server import test_live_gradients as live
 
 pytest.importorskip("simpy")
@@ -52,14 +53,14 @@ def run(rule, codec, path, updates=8):
     learner.prepare()
     server.WorkerLoop(channel, name, learner, depth=rule.depth).run()
 
-  plan = server.LivePlan(workers=live.NAMES, updates=updates, record=str(path))
-  run = server.LiveRun(
-    engine,
-    lambda: server.LiveServer(rule, syncer(rule.fragments, codec), plan),
-    {name: functools.partial(work, name) for name in live.NAMES},
-  )
   try:
-    return run.run()
+    return _live_runs.run(
+      engine,
+      lambda plan: server.LiveServer(rule, syncer(rule.fragments, codec), plan),
+      {name: functools.partial(work, name) for name in live.NAMES},
+      updates,
+      plan=server.LivePlan(workers=live.NAMES, record=str(path)),
+    )
   finally:
     engine.stop()
 

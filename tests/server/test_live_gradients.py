@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jdist import cluster, codecs, data, models, reducers, server, training
+from tests.server import _live_runs
 
 pytest.importorskip("simpy")
 
@@ -42,14 +43,14 @@ def run(protocol, plans, path, updates=10, local_step=None):
     learner.prepare()
     server.WorkerLoop(channel, name, learner, depth=protocol.depth).run()
 
-  plan = server.LivePlan(workers=NAMES, updates=updates, record=str(path))
-  live = server.LiveRun(
-    engine,
-    lambda: server.LiveServer(protocol, gradient_server(plans), plan),
-    {name: functools.partial(work, name) for name in NAMES},
-  )
   try:
-    return live.run()
+    return _live_runs.run(
+      engine,
+      lambda plan: server.LiveServer(protocol, gradient_server(plans), plan),
+      {name: functools.partial(work, name) for name in NAMES},
+      updates,
+      plan=server.LivePlan(workers=NAMES, record=str(path)),
+    )
   finally:
     engine.stop()
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server, training
-from jdist.server.runtime import _delivery, _envelope, _live_checkpoints
+from jdist.server import _run_checkpoints
+from jdist.server.runtime import _delivery, _envelope
 from jdist.storage import hashes, sealed_json
+from tests.server import _live_runs
 
 pytest.importorskip("simpy")
 
@@ -27,10 +29,12 @@ def asleep(name, seconds=0.0):
   )
 
 
-def run(protocol, plan, learner=None, *, works=None, seconds=0.002, until=None):
-  """Runs workers that compute nothing, as threads, to the plan's end."""
-  engine = server.ThreadEngine()
-  learner = server.EmptyServer(100) if learner is None else learner
+def run(
+  protocol, total, unit="updates", *, names=NAMES, works=None, seconds=0.002,
+  until=None, **options,
+):  # fmt: skip
+  """Runs workers that compute nothing, as threads, to the end."""
+  engine, found = server.ThreadEngine(), {}
 
   def work(name, channel):
     server.WorkerLoop(
@@ -38,21 +42,22 @@ def run(protocol, plan, learner=None, *, works=None, seconds=0.002, until=None):
       pace=asleep(name, seconds),
     ).run()  # fmt: skip
 
-  found = {name: functools.partial(work, name) for name in plan.workers}
-  live = server.LiveRun(
-    engine,
-    lambda: server.LiveServer(protocol, learner, plan),
-    found | (works or {}),
-    startup_s=20.0,
-    can_resume=plan.checkpoints is not None,
-  )
-
   def on_status(status):
-    if until is not None and until(live, status):
+    if until is not None and until(engine.server, status):
       engine.ask("finish")
 
+  found = {name: functools.partial(work, name) for name in names}
   try:
-    return live.run(on_status=on_status)
+    return _live_runs.run(
+      engine,
+      lambda plan: server.LiveServer(protocol, server.EmptyServer(100), plan),
+      found | (works or {}),
+      total,
+      unit,
+      startup_s=20.0,
+      on_status=on_status,
+      **options,
+    )
   finally:
     engine.stop()
 
@@ -288,26 +293,36 @@ def test_messages_take_the_links_time(hand):
 
 def test_push_and_pull_are_under_way_at_once():
   """A pipelined worker computes while its messages travel."""
-  protocol = server.h_ps(8, plans=None)
   machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e4))
-  plan = server.LivePlan(workers=machines.names, machines=machines, updates=12)
+  plan = server.LivePlan(workers=machines.names, machines=machines)
+
   # 200 bytes on the server's link in each direction: 20 ms; a task 30 ms.
-  found = run(protocol, plan, seconds=0.03).summary
+  def summary(**options):
+    protocol = server.h_ps(8, plans=None, **options)
+    names = machines.names
+    return run(protocol, 12, names=names, plan=plan, seconds=0.03).summary
+
+  found = summary()
   assert found["staleness"]["counts"].keys() == {"0", "1"}
-  one_after_the_other = run(
-    server.h_ps(8, plans=None, pipelined=False), plan, seconds=0.03
-  ).summary
-  assert found["wall_s"] < one_after_the_other["wall_s"]
+  assert found["wall_s"] < summary(pipelined=False)["wall_s"]
 
 
 def test_a_run_of_threads_ends_where_it_should():
-  plan = server.LivePlan(workers=NAMES, samples=40, marks=(16.0, 40.0))
-  result = run(BSP, plan)
+  result = run(BSP, 40, "samples", every=16)
+  assert [x.step for x in result.records] == [2, 4, 5]
+  assert {x.clock for x in result.records} == {"wall"}
   assert result.summary["updates"] == 5
   assert result.summary["samples"] == 40
   assert result.summary["nodes"]["a"]["updates"] == 5
   assert result.summary["nodes"]["a"]["ages"] == {0: 5}
   assert result.events == []
+
+
+def test_a_run_of_threads_ends_after_its_seconds():
+  result = run(BSP, 0.4, "seconds", every=0.2)
+  first, last = result.records
+  assert 0.2 <= first.train_s < 0.4 <= last.train_s
+  assert last.step > first.step > 0
 
 
 def test_a_worker_that_fails_is_noticed_and_spawned_again():
@@ -324,16 +339,12 @@ def test_a_worker_that_fails_is_noticed_and_spawned_again():
     server.WorkerLoop(channel, "b", Failing(), depth=1).run()
 
   def until(live, status):
-    del status
-    nodes = live.engine.server.summary()["nodes"]
-    kinds = [x["kind"] for x in live.events]
-    return kinds[-1:] == ["back"] and nodes["b"]["updates"] > 0
+    here = len(tries) == 2 and "b" in status["here"]
+    return here and live.summary()["nodes"]["b"]["updates"] > 0
 
   protocol = server.ASP(batches=server.FixedBatches(4))
-  result = run(
-    protocol, server.LivePlan(workers=NAMES), works={"b": work},
-    seconds=0.02, until=until,
-  )  # fmt: skip
+  with pytest.warns(RuntimeWarning, match="updates: it was finished"):
+    result = run(protocol, 10**6, works={"b": work}, seconds=0.02, until=until)
   kinds = [(x["kind"], x["worker"]) for x in result.events]
   assert kinds.count(("lost", "b")) == 2 and kinds[-1] == ("back", "b")
   assert result.summary["nodes"]["b"]["updates"] > 0
@@ -344,9 +355,8 @@ def test_a_worker_that_never_comes_back_ends_the_run():
   def work(channel):
     raise RuntimeError("There is no disk.")
 
-  plan = server.LivePlan(workers=NAMES, seconds=5.0)
   with pytest.raises(RuntimeError, match="There is no disk"):
-    run(BSP, plan, works={"b": work})
+    run(BSP, 5.0, "seconds", works={"b": work})
 
 
 class Killed(server.ThreadEngine):
@@ -379,39 +389,41 @@ class Killed(server.ThreadEngine):
 @pytest.mark.parametrize("losses", (1, 2, 4))
 def test_a_server_may_be_lost_while_it_comes_back(losses, tmp_path):
   engine = Killed(losses)
-  plan = server.LivePlan(
-    workers=NAMES, samples=200, marks=(16.0, 200.0),
-    checkpoints=str(tmp_path),
-  )  # fmt: skip
 
   def work(name, channel):
     server.WorkerLoop(
       channel, name, server.EmptyWorker(), depth=1, pace=asleep(name, 0.002)
     ).run()
 
-  live = server.LiveRun(
-    engine,
-    lambda: server.LiveServer(BSP, server.EmptyServer(100), plan),
-    {name: functools.partial(work, name) for name in NAMES},
-    startup_s=20.0,
-    can_resume=True,
-  )
+  def train():
+    return _live_runs.run(
+      engine,
+      lambda plan: server.LiveServer(BSP, server.EmptyServer(100), plan),
+      {name: functools.partial(work, name) for name in NAMES},
+      200,
+      "samples",
+      every=16,
+      startup_s=20.0,
+      checkpoints=str(tmp_path),
+    )
+
   try:
     if losses > 3:
       with pytest.raises(server.LostRunError, match="lost 3 times before it"):
-        live.run()
+        train()
       return
-    # An update of those who are back may be one's alone.
-    assert 200 <= live.run().summary["samples"] < 208
+    result = train()
   finally:
     engine.stop()
-  kinds = [x["kind"] for x in live.events if x["worker"] == "server"]
+  # An update of those who are back may be one's alone.
+  assert 200 <= result.summary["samples"] < 208
+  kinds = [x["kind"] for x in result.events if x["worker"] == "server"]
   assert kinds == ["lost"] * losses + ["back"]
 
 
 def test_a_server_goes_on_from_its_checkpoint(tmp_path):
   folder = str(tmp_path / "checkpoints")
-  first = Hand(BSP, checkpoints=folder, marks=(8.0,), identity={"x": 1})
+  first = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})
   first.pull("a"), first.pull("b")
   first.push("a", 0), first.push("b", 1)
   for name in NAMES:
@@ -445,14 +457,16 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
 
 
 def checkpoints_in(folder):
-  return _live_checkpoints.LiveCheckpoints(str(folder), {})
+  return _run_checkpoints.RunCheckpoints(str(folder), {})
 
 
 def save_checkpoint(saved, updates, driver=None):
   saved.begin(
     {
-      "updates": updates, "now_s": 0.0, "learner": {}, "driver": driver,
-      "records": [], "pushed_bytes": 0, "pulled_bytes": 0,
+      "updates": updates, "now_s": 0.0, "marks": [],
+      "state": {
+        "learner": {}, "driver": driver, "pushed_bytes": 0, "pulled_bytes": 0,
+      },
     },
     {"learner": np.zeros(4, np.uint8)},
     set(),

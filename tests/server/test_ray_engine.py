@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jdist import cli, server, training
-from jdist.cli.servers import _ray_run
 from jdist.server.runtime.ray_actors import _ray_access
+from tests.server import _live_runs
 from tests.server import test_live_fragments as fragments
 from tests.server import test_live_gradients as live
 
@@ -46,7 +46,7 @@ def words(tmp_path, *more, num=2):
     (("--address", "10.1.2.3:6379"), "RAY_AUTH_MODE is not `token`"),
     (("--address", "127.0.0.1:1"), "No Ray cluster answers at 127.0.0.1:1"),
     (("--cpus-per-worker", "1000"), "need 3000 CPUs, and Ray has"),
-    (("--codec", "int4"), "`--codec` must be left out with `--protocol h_ps`"),
+    (("--codec", "int4"), "`--codec` must be left out for h_ps, which"),
     (("--cpus-per-worker", "0"), "`--cpus-per-worker` must be positive"),
     (("--gpus-per-worker", "-1"), "`gpus_per_worker` must be in [0, inf]"),
     (("--gpus-per-worker", "1.5"), "must be a part of one or whole ones"),
@@ -98,9 +98,8 @@ def left_behind():
   return found + list(map(str, pathlib.Path("/tmp").glob("jdist-ray-*")))
 
 
-def make_server(seconds):
+def make_server(plan):
   protocol = server.BSP(batches=server.FixedBatches(1), timeout_s=5.0)
-  plan = server.LivePlan(workers=("a", "b"), seconds=seconds)
   return server.LiveServer(protocol, server.EmptyServer(100_000), plan)
 
 
@@ -128,19 +127,6 @@ def test_gpus_that_are_not_there_are_one_line_and_nothing_is_left(
   assert left_behind() == before
 
 
-def test_another_runs_checkpoint_is_told_by_the_option(
-  tmp_path, capsys, monkeypatch
-):
-  def refuse(*parts):
-    raise training.OtherRunError({"seed": (0, 1)}, "identity")
-
-  monkeypatch.setattr(_ray_run, "_run", refuse)
-  assert cli.main(words(tmp_path, "--seed", "1")) == 2
-  error = capsys.readouterr().err
-  assert "`--seed` is 0 in the checkpoint and 1 here. Resume" in error
-  assert error.count("\n") == 1
-
-
 # Ray takes GPUs that it is told of for real.
 SEEING = """
 import functools, os, sys
@@ -154,9 +140,8 @@ def with_gpus():
   ray.init = functools.partial(ray.init, num_gpus=2)
   return ray
 
-def make_server():
+def make_server(plan):
   protocol = server.BSP(batches=server.FixedBatches(1))
-  plan = server.LivePlan(workers=("a", "b"), seconds=2.0)
   assert os.environ["JAX_PLATFORMS"] == "cpu"
   return server.LiveServer(protocol, server.EmptyServer(1_000), plan)
 
@@ -170,7 +155,9 @@ _ray_access.import_ray = with_gpus
 engine = server.RayEngine(2, cpus_per_worker=0.25, gpus_per_worker=1)
 works = {x: functools.partial(work, x, sys.argv[1]) for x in ("a", "b")}
 try:
-  server.LiveRun(engine, make_server, works).run()
+  plan = server.LivePlan(workers=("a", "b"))
+  session = server.LiveSession(engine, make_server, works, plan)
+  server.ServerRun(session).fit(2.0, "seconds")
 finally:
   engine.stop()
 """
@@ -198,12 +185,11 @@ def test_a_killed_worker_comes_back_and_nothing_is_left():
 
   works = {x: functools.partial(work, x) for x in ("a", "b")}
   try:
-    run = server.LiveRun(engine, functools.partial(make_server, 30.0), works)
-    result = run.run(on_status=on_status)
+    result = _live_runs.run(
+      engine, make_server, works, 30.0, "seconds", on_status=on_status
+    )
     # Once more in the processes that are there.
-    again = server.LiveRun(
-      engine, functools.partial(make_server, 1.0), works
-    ).run()
+    again = _live_runs.run(engine, make_server, works, 1.0, "seconds")
   finally:
     engine.stop()
   assert [x["kind"] for x in result.events] == ["lost", "back"]
@@ -234,9 +220,8 @@ def recorded(name):
   return rule, learner, functools.partial(live.gradient_worker, plans)
 
 
-def recorded_server(name, path):
+def recorded_server(name, plan):
   rule, learner, _ = recorded(name)
-  plan = server.LivePlan(workers=live.NAMES, updates=8, record=path)
   return server.LiveServer(rule, learner, plan)
 
 
@@ -256,11 +241,13 @@ def test_recorded_runs_on_ray_end_with_the_same_bits_again(tmp_path):
   try:
     for name in RECORDED:
       path = str(tmp_path / "record")
-      result = server.LiveRun(
+      result = _live_runs.run(
         engine,
-        functools.partial(recorded_server, name, path),
+        functools.partial(recorded_server, name),
         {x: functools.partial(recorded_work, name, x) for x in live.NAMES},
-      ).run()
+        8,
+        plan=server.LivePlan(workers=live.NAMES, record=path),
+      )
       rule, learner, _ = recorded(name)
       delivery = server.replay(path, rule, learner)
       assert delivery.state.version == result.summary["updates"] == 8

@@ -9,8 +9,8 @@ from jdist.server.h_ps import _plan_codecs
 from tests import _refusals
 from tests.server import test_gradients as gradients
 from tests.server import test_h_ps_gradients as h_ps
+from tests.server import test_server_run as runs
 from tests.server import test_simulation as simulation
-from tests.server import test_virtual_trainer as virtual
 
 
 def learner(**change):
@@ -25,7 +25,7 @@ def learner(**change):
 
 
 def fit(*args, **options):
-  return server.VirtualTrainer(virtual.make()).fit(*args, **options)
+  return runs.fit(*args, **options)
 
 
 def batches(**options):
@@ -50,7 +50,7 @@ def without_learner():
   run = server.Simulation(
     cluster.workers([1.0]), protocol, cluster.Profile(1.0)
   )
-  return server.VirtualTrainer(run)
+  return server.ClockSession(run)
 
 
 make = simulation.simulation
@@ -175,10 +175,11 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("seed", lambda: make(seed=-1), "an int from 0"),
   ("detection_s", lambda: make(detection_s=-1.0), "in [0, inf]"),
   ("events", lambda: make().run(), "given"),
-  ("total", lambda: fit(0), "positive"),
-  ("every", lambda: fit(5, every=-1.0), "positive"),
+  ("total", lambda: fit(0), "in (0, inf]"),
+  ("every", lambda: fit(5, every=-1.0), "in (0, inf]"),
   ("unit", lambda: fit(5, "minutes"), "'updates', 'samples' or"),
   ("simulation", without_learner, "have a learner"),
+  ("session", lambda: server.ServerRun("clock"), "a `server.ClockSession`"),
 )
 def test_what_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

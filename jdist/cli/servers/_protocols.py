@@ -1,28 +1,68 @@
-"""Server protocols and clusters by options, of `simulate` and of `train`."""
+"""Protocols and clusters from the options of `simulate` and `train`."""
 
+import importlib
 import inspect
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from jdist import cluster, server
-from jdist.cli.servers import _server_options
+from jdist.cli import _composition, _groups, _options
 
 
-def check_names(option: str, names: Sequence[str]) -> None:
-  """Raises a ValueError unless there are such protocols."""
+def find(option: str, name: str) -> server.ProtocolEntry:
+  """Returns a protocol of the registry, or of a module as MODULE:NAME.
+
+  Raises:
+    ValueError: when there is none.
+  """
+  module, colon, attribute = name.partition(":")
+  if not colon:
+    _options.check_name(option, name, server.PROTOCOLS)
+    return server.PROTOCOLS[name]
+  try:
+    factory = getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f"`{option}` must be MODULE:NAME of a protocol that can be imported, got "
+      f"{name!r}: {error}."
+    ) from None
+  return server.ProtocolEntry(name, factory, meaning="", paper="")
+
+
+def check_used(option: str, names: Sequence[str], options: Any) -> None:
+  """Raises a ValueError for an option that none of the protocols uses."""
+  _options.check_names(option, names, "protocols")
   for name in names:
-    if name not in server.PROTOCOLS:
-      raise ValueError(
-        f"`{option}` must be of {', '.join(server.PROTOCOLS)}, got {name!r}."
-      )
+    find(option, name)
+  _options.check_used(
+    options,
+    names,
+    server.PROTOCOLS,
+    lambda name: _takes(find(option, name), options),
+  )
+
+
+def _takes(entry: server.ProtocolEntry, options: Any) -> set[str]:
+  """Returns the arguments of a protocol and of its learners."""
+  found = set(inspect.signature(entry.factory).parameters)
+  if entry.factory is server.DecoupledDiLoCo:
+    found |= {"rule", "outer_learning_rate", "outer_momentum"}
+  if entry.factory is server.h_ps:
+    # It chooses the bits of each message, and takes no codec.
+    return found | ({"local_step"} if "pipeline" in options.parts else set())
+  found.add("compression")
+  if getattr(options, "codec", None) in _composition.SPARSE:
+    found.add("ratio")
+  return found
 
 
 def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
-  """Reads a file of a cluster and of a model's costs."""
+  """Reads a cluster and a model's costs from a file."""
   if not pathlib.Path(path).is_file():
     raise ValueError(
-      f"There is no file {path!r} of a cluster's machines; README shows a "
-      "small one."
+      f"There is no file {path!r} of a cluster's machines; docs/servers.md "
+      "shows a small one."
     )
   machines, profile = cluster.load_cluster(path)
   if profile is None:
@@ -35,50 +75,53 @@ def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
 
 def build(
   name: str,
-  options: _server_options.ProtocolOptions,
+  options: Any,
   batch_size: int,
   machines: cluster.Cluster,
   profile: cluster.Profile,
   plans: server.BitPlans | None = None,
   updates: float | None = None,
 ) -> server.Protocol:
-  """Builds a protocol for these machines with those options that it takes.
+  """Builds a protocol for these machines with the options that it takes.
 
-  `updates` are those of the run, if that is known.
+  Args:
+    name: Of the registry, or MODULE:NAME.
+    options: The parsed options of `simulate` or `train`.
+    batch_size: Samples of one worker's task.
+    machines: The workers.
+    profile: The model's costs.
+    plans: Of messages' bits, for h_ps; those of no model in particular if None.
+    updates: The updates of the run, if they are known.
   """
   num = len(machines.nodes)
-  most = options.max_staleness
-  parts = options.parts
+  if (options.backups or 0) >= num:
+    raise ValueError(
+      f"`--backups` must be less than the {num} workers, got "
+      f"{options.backups}: an update would wait for no more than one gradient."
+    )
   given = {
     "total": num * batch_size,
     "batches": server.FixedBatches(batch_size),
-    "bound": options.bound,
-    "n": options.splits,
-    "max_staleness": num if most is None else most,
-    "backups": options.backups,
-    "interval": getattr(options, "interval", 8),
-    "fragments": options.fragments,
-    "quorum": options.quorum,
-    "grace": options.grace,
-    "ahead": options.ahead,
-    "tasks": "tasks" in parts,
-    "pipelined": "pipeline" in parts,
-    "pipelined_from": _pipelined_from(options.pipeline_from, updates),
-    "timeout_s": getattr(options, "timeout_s", None),
-    "plans": (plans or server.BitPlans()) if "bits" in parts else None,
+    # Neither has a default in the library.
+    "n": 1,
+    "max_staleness": num,
     "limits": {
       node.name: profile.max_samples(node.memory_bytes)
       for node in machines.nodes
     },
+    **_groups.filled(options),
+    "interval": options.interval,
+    "tasks": "tasks" in options.parts,
+    "pipelined": "pipeline" in options.parts,
+    "pipelined_from": _pipelined_from(options.pipeline_from, updates),
+    "plans": (plans or server.BitPlans()) if "bits" in options.parts else None,
   }
-  factory = server.PROTOCOLS[name].factory
+  factory = find("--protocol", name).factory
   takes = inspect.signature(factory).parameters
   return factory(**{key: x for key, x in given.items() if key in takes})
 
 
 def _pipelined_from(share: float, updates: float | None) -> int:
-  if not 0 <= share < 1:
-    raise ValueError(f"`--pipeline-from` must be in [0, 1), got {share}.")
   if share and updates is None:
     raise ValueError(
       f"`--pipeline-from` must be 0 with `--seconds`, got {share}: it is a "
@@ -87,18 +130,16 @@ def _pipelined_from(share: float, updates: float | None) -> int:
   return round(share * updates) if updates else 0
 
 
-def gradients_per_update(
-  name: str, options: _server_options.ProtocolOptions, machines: cluster.Cluster
-) -> int:
+def gradients_per_update(name: str, options: Any, num_workers: int) -> int:
   """Returns how many gradients an update takes, to know a run's length.
 
-  Local steps of all workers are counted as one.
+  Local steps of all workers count as one. A protocol of a user's own is taken
+  to make an update of each gradient.
   """
-  num = len(machines.nodes)
   if name in ("h_ps", "decoupled_diloco"):
-    return num
+    return num_workers
   if name == "bsp":
-    return max(1, num - options.backups)
+    return max(1, num_workers - (options.backups or 0))
   if name == "n_softsync":
-    return max(1, num // options.splits)
+    return max(1, num_workers // (options.splits or 1))
   return 1

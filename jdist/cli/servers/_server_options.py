@@ -9,25 +9,37 @@ from jdist.cli import _groups
 from jdist.cli._groups import option
 
 _PROTOCOL = ("protocol",)
+_LIVE = ("driver", "ray", "threads")
 _RAY = ("driver", "ray")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolOptions:
-  """Protocols of a parameter server."""
+  """Protocols of a parameter server.
 
-  bound: int = option(3, "bound", needs=_PROTOCOL)
-  """Of ssp: steps that a worker may be ahead of the slowest."""
+  An option that is not given leaves the protocol's own default.
+  """
 
-  splits: int = option(1, "n", needs=_PROTOCOL)
-  """n of n_softsync: an update takes the workers' number over n gradients."""
+  bound: int | None = option(
+    None, "bound", within=_groups.NOT_NEGATIVE, needs=_PROTOCOL
+  )
+  """Steps that a worker may be ahead of the slowest, for ssp (default 3)."""
 
-  max_staleness: int | None = option(None, "max_staleness", needs=_PROTOCOL)
-  """From which staleness on ringmaster discards; the number of workers if not
-  given."""
+  splits: int | None = option(None, "n", within=_groups.COUNT, needs=_PROTOCOL)
+  """n of n_softsync: an update takes floor(workers / n) gradients (default
+  1)."""
 
-  backups: int = option(0, "backups", needs=_PROTOCOL)
-  """Slowest workers for which bsp does not wait."""
+  max_staleness: int | None = option(
+    None, "max_staleness", within=_groups.COUNT, needs=_PROTOCOL
+  )
+  """Staleness from which ringmaster discards a gradient (default: the number of
+  workers)."""
+
+  backups: int | None = option(
+    None, "backups", within=_groups.NOT_NEGATIVE, needs=_PROTOCOL
+  )
+  """Slowest workers for which bsp does not wait, fewer than there are (default
+  0)."""
 
   parts: tuple[Literal["tasks", "pipeline", "bits"], ...] = option(
     ("tasks", "pipeline", "bits"),
@@ -36,87 +48,90 @@ class ProtocolOptions:
     "plans",
     needs=_PROTOCOL,
   )
-  """Of h_ps: tasks by speed, messages under computation, messages of fewer
-  bits."""
+  """Parts of h_ps: tasks by speed, messages under computation, and messages of
+  fewer bits."""
 
-  pipeline_from: float = option(0.0, "pipelined_from", needs=_PROTOCOL)
-  """Of h_ps: share of the run's updates before messages go under computation,
-  which makes gradients one update late. 0.5 keeps the accuracy where a pipeline
-  from the beginning does not, see experiments/h_ps."""
+  pipeline_from: float = option(
+    0.0, "pipelined_from", within="[0, 1)", needs=_PROTOCOL
+  )
+  """Share of the run's updates after which h_ps sends messages under
+  computation, so that gradients are one update late. 0.5 keeps the accuracy
+  where a pipeline from the beginning does not, see experiments/h_ps."""
 
   error_limit: float = option(0.02, "plans", needs=_PROTOCOL)
-  """Of h_ps: relative error that fewer bits of a tensor may have."""
+  """Largest relative error of a tensor that h_ps sends with fewer bits."""
 
-  local_rate: float | None = option(None, "pipelined", needs=_PROTOCOL)
-  """Of h_ps: highest learning rate of a worker's own step in front of what it
-  was sent, on the server's schedule; the server's if not given, and 0 for no
-  such step."""
+  local_rate: float | None = option(None, "local_step", needs=_PROTOCOL)
+  """Highest learning rate of the step by which a worker of h_ps anticipates the
+  server's next update, on the server's schedule; 0 for no such step (default:
+  the server's)."""
 
-  local_momentum: float | None = option(None, "pipelined", needs=_PROTOCOL)
-  """Of h_ps: momentum of a worker's own step; the server's if not given, so
-  that the step foresees its update."""
+  local_momentum: float | None = option(None, "local_step", needs=_PROTOCOL)
+  """Momentum of that step (default: the server's)."""
 
-  fragments: int = option(1, "fragments", needs=_PROTOCOL)
-  """Of decoupled_diloco: parts of the parameters that are pushed in turn; they
-  divide the interval."""
+  fragments: int | None = option(
+    None, "fragments", within=_groups.COUNT, needs=_PROTOCOL
+  )
+  """Parts of the parameters that decoupled_diloco pushes in turn; must divide
+  the interval (default 1)."""
 
-  quorum: float = option(0.5, "quorum", needs=_PROTOCOL)
-  """Of decoupled_diloco: part of the workers whose push a merge waits for."""
+  quorum: float | None = option(None, "quorum", needs=_PROTOCOL)
+  """Share of the workers whose pushes a merge of decoupled_diloco waits for
+  (default 0.5)."""
 
-  grace: float = option(0.5, "grace", needs=_PROTOCOL)
-  """Of decoupled_diloco: how long a merge waits for the others, in times from
-  one push of a worker to its next."""
+  grace: float | None = option(None, "grace", needs=_PROTOCOL)
+  """Time that a merge of decoupled_diloco waits for the other workers, in
+  multiples of the time between two pushes of a worker (default 0.5)."""
 
-  ahead: int = option(1, "ahead", needs=_PROTOCOL)
-  """Of decoupled_diloco: tasks that a worker begins (1), or has in hand (2),
-  before its push is merged; with 0 it waits for the merge."""
+  ahead: int | None = option(None, "ahead", needs=_PROTOCOL)
+  """Tasks that a worker of decoupled_diloco begins (1) or has received (2)
+  before its push is merged; with 0 it waits for the merge (default 1)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions(ProtocolOptions):
-  """Parameter server on a virtual clock."""
+  """Parameter server."""
 
-  protocol: str | None = None
-  """Train by a server's protocol in place of a method, of `jdist simulate
-  --help`: real gradients, in the order that the machines' speeds dictate."""
-
-  cluster: Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")] = (
-    option(None, needs=_PROTOCOL)
+  protocol: Annotated[str | None, tyro.conf.arg(metavar="NAME|MODULE:NAME")] = (
+    None
   )
-  """The machines, with a model's costs, as of `cluster.load_cluster`; each is a
-  worker."""
+  """Train with a parameter server's protocol in place of a method: one of
+  `jdist simulate --help`, or a class or function of your own."""
 
-  driver: Literal["clock", "ray"] = option("clock", needs=_PROTOCOL)
-  """Runs the workers: a virtual clock, or Ray's actors in real time, at
-  the speeds and over the links of the cluster's file."""
+  cluster: _groups.Cluster = option(None, needs=_PROTOCOL)
+  """File of the machines and a model's costs, as `cluster.load_cluster` reads
+  it; each machine is a worker."""
+
+  driver: Literal["clock", "threads", "ray"] = option("clock", needs=_PROTOCOL)
+  """Engine of the run: a virtual clock, threads of this process, or Ray's
+  actors, the latter two in real time with the speeds and links of the file."""
 
   address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = option(
     None, needs=_RAY
   )
-  """Of ray: the head of a running cluster; one is started on this machine if
-  not given."""
+  """Head of a running Ray cluster (default: one is started on this machine)."""
 
   cpus_per_worker: float = option(1.0, within=_groups.POSITIVE, needs=_RAY)
-  """Of ray: CPUs of the server and of each worker; parts of one for workers
-  that mostly sleep."""
+  """CPUs of the server and of each worker on Ray; less than 1 suits workers
+  that sleep most of the time."""
 
   gpus_per_worker: float = option(0.0, needs=_RAY)
-  """Of ray: GPUs of each worker, which sees no others; parts of one for workers
+  """GPUs of each worker on Ray, which sees no others; less than 1 for workers
   that share a GPU, 0 for CPUs alone."""
 
-  paced: bool = option(True, needs=_RAY)
-  """Of ray: lengthen each task, by sleeping, to what it takes by the cluster's
-  file; if not, workers compute as fast as they can."""
+  paced: bool = option(True, needs=_LIVE)
+  """Lengthen each task, by sleeping, to the time that the cluster's file gives
+  it; without it workers compute as fast as they can."""
 
   timeout_s: float | None = option(
-    None, within=_groups.POSITIVE, needs=_PROTOCOL
+    None, "timeout_s", within=_groups.POSITIVE, needs=_PROTOCOL
   )
-  """After so many seconds without a push a worker counts as gone; never if not
-  given."""
+  """Seconds without a push after which a worker counts as lost (default:
+  never)."""
 
-  record: str | None = option(None, needs=_RAY)
-  """Of ray: a file for all messages, for `server.replay`."""
+  record: _groups.File = option(None, needs=_LIVE)
+  """File for all messages, which `server.replay` reads."""
 
   owned: bool = option(False, needs=_PROTOCOL)
-  """Each worker owns a part of the samples; if not, whoever comes next takes
-  the next ones. With `--alpha` they are owned."""
+  """Give each worker a part of the samples of its own, as `--alpha` does. By
+  default all workers take from one stream."""

@@ -1,6 +1,7 @@
-"""Parts of a server's run, made from its options, for every driver."""
+"""Parts of a server's run, made from its options, for every engine."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -12,10 +13,14 @@ from jdist.cli import _commands, _composition, _experiment, _methods
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
 
+# Batches are padded to these eighths of the largest one, so that five programs
+# are compiled whatever sizes a protocol gives out.
+_EIGHTHS = (1, 2, 3, 5, 8)
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """All that a server's run is made of, whatever drives it."""
+  """The parts of a server's run, whatever its engine."""
 
   options: _commands.Train
   machines: cluster.Cluster
@@ -53,7 +58,7 @@ def assemble(
   loss = workload.loss(model.apply)
   if plans is None and name == "h_ps" and "bits" in options.parts:
     plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
-  taken = _protocols.gradients_per_update(name, options, machines)
+  taken = _protocols.gradients_per_update(name, options, num)
   # Schedules count updates.
   budget = _methods.make_budget(
     options,
@@ -73,7 +78,7 @@ def assemble(
 def _local_step(
   options: _commands.Train, schedule: optax.Schedule
 ) -> server.LocalStep | None:
-  """Returns workers' own steps in front of what they are sent, if any."""
+  """Returns the workers' own step before the server's update arrives."""
   if options.protocol != "h_ps" or "pipeline" not in options.parts:
     return None
   sgd = options.optimizer == "sgd"
@@ -105,6 +110,115 @@ def _fit_plans(
   )
 
 
+def _server_learner(parts: Parts) -> tuple[server.Protocol, Any]:
+  """Returns the protocol and the server's side of its gradients."""
+  protocol, options = parts.protocol, parts.options
+  common: dict[str, Any] = {
+    "workers": parts.machines.names,
+    "shared": parts.samples.shared,
+    "model_state": parts.model.state,
+  }
+  if not isinstance(protocol, server.DecoupledDiLoCo):
+    return protocol, server.GradientServer(
+      parts.optimizer,
+      parts.model.params,
+      server.message_plans(parts.push_codec, parts.plans),
+      seed=options.seed,
+      **common,
+    )
+  syncer = server.FragmentSyncer(
+    parts.model.params,
+    outer=_composition.outer_optimizer(options),
+    fragments=protocol.fragments,
+    push_codec=parts.push_codec,
+    **common,
+  )
+  return dataclasses.replace(protocol, parts=syncer.parts), syncer
+
+
+def _worker_learner(parts: Parts, name: str) -> server.WorkerLearner:
+  """Returns a worker's side of the gradients."""
+  protocol, names = parts.protocol, parts.machines.names
+  common: dict[str, Any] = {
+    "number": names.index(name),
+    "num_workers": len(names),
+    "sizes": batch_sizes(protocol, name),
+    "model_state": parts.model.state,
+    "seed": parts.options.seed,
+  }
+  if isinstance(protocol, server.DecoupledDiLoCo):
+    return server.FragmentRunner(
+      parts.loss,
+      parts.optimizer,
+      parts.model.params,
+      parts.samples,
+      fragments=protocol.fragments,
+      push_codec=parts.push_codec,
+      **common,
+    )
+  return server.GradientWorker(
+    parts.loss,
+    parts.model.params,
+    parts.samples,
+    server.message_plans(parts.push_codec, parts.plans),
+    local_step=parts.local_step,
+    **common,
+  )
+
+
+def batch_sizes(protocol: server.Protocol, name: str) -> tuple[int, ...]:
+  """Returns the sizes to which a worker's batches are padded.
+
+  None is larger than what its memory holds at once.
+  """
+  batches = protocol.batches
+  total = getattr(batches, "total", None)
+  if total is None:
+    return tuple(batches.sizes([None]))
+  limit = (getattr(protocol, "limits", None) or {}).get(name)
+  largest = getattr(batches, "maximum", None)
+  most = min(total, largest or total, limit or total)
+  return tuple(dict.fromkeys(math.ceil(most * i / 8) for i in _EIGHTHS))
+
+
+def simulation(parts: Parts) -> server.Simulation:
+  """Builds the server and its workers on the virtual clock."""
+  protocol, learner = _server_learner(parts)
+  workers = {
+    name: _worker_learner(parts, name) for name in parts.machines.names
+  }
+  profile = parts.profile
+  if parts.push_codec is not None:
+    size = parts.push_codec.num_bytes(parts.model.params)
+    profile = dataclasses.replace(profile, push_bytes=size)
+  return server.Simulation(
+    parts.machines,
+    protocol,
+    profile,
+    seed=parts.options.seed,
+    learner=server.Pair(learner, workers),
+  )
+
+
+def make_server(parts: Parts, plan: server.LivePlan) -> server.LiveServer:
+  """Builds the server, in its process or thread."""
+  return server.LiveServer(*_server_learner(parts), plan)
+
+
+def work(parts: Parts, name: str, channel: server.Channel) -> None:
+  """Works for the server, in a worker's process or thread."""
+  learner = _worker_learner(parts, name)
+  learner.prepare()
+  pace = None
+  if parts.options.paced:
+    pace = server.Pace(
+      parts.machines.node(name), parts.profile, parts.options.seed
+    )
+  server.WorkerLoop(
+    channel, name, learner, depth=parts.protocol.depth, pace=pace
+  ).run()
+
+
 def identity(options: _commands.Train) -> dict[str, object]:
   """Returns what must be the same when a run is resumed."""
   elsewhere = {
@@ -112,7 +226,7 @@ def identity(options: _commands.Train) -> dict[str, object]:
     "address", "cpus_per_worker", "gpus_per_worker", "record",
   }  # fmt: skip
   assert options.cluster is not None
-  # Time is replayed: the machines must be the same, wherever their file lies.
+  # Time is replayed: the machines must be the same, wherever their file is.
   machines = {"cluster": pathlib.Path(options.cluster).read_text()}
   return machines | {
     # As a checkpoint, which is JSON, has it.

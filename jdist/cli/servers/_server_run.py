@@ -1,40 +1,27 @@
-"""`jdist train --protocol`: a parameter server's run on the virtual clock."""
+"""`jdist train --protocol`: a parameter server's run on any engine."""
 
-import dataclasses
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jdist import collectives, models, server, training
+from jdist import server, training
 from jdist.cli import (
   _commands,
-  _composition,
   _datasets,
   _experiment,
-  _groups,
+  _interrupts,
   _options,
   _run_end,
 )
-from jdist.cli.servers import _protocols, _ray_run, _server_parts
-from jdist.training import comparison
+from jdist.cli.servers import _protocols, _server_parts
 
-# Options that a server's run takes of those that are of some methods only.
-_COMPRESSION = ("codec", "feedback", "ratio")
-# And those of local steps.
-_ROUNDS = (
-  *_COMPRESSION,
-  "interval",
-  "outer",
-  "outer_learning_rate",
-  "outer_momentum",
-)
-_OF_METHODS = (
-  *_groups.MethodOptions.__dataclass_fields__,
-  "predictor",
-)
-# Of runs without a server; workers are the cluster's machines.
+# Options of runs without a server. Its workers are the cluster's machines.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
   "coordinator_address", "num_processes", "process_id", "skip_nonfinite",
   "final_params", "tensorboard", "stages", "table", "microbatches", "window",
-  "chunks", "cuts",
+  "chunks", "cuts", "reducer",
 )  # fmt: skip
 
 
@@ -42,175 +29,185 @@ def train(options: _commands.Train) -> None:
   """Trains by a protocol, and leaves a row."""
   options = _datasets.named(options)
   _check(options)
-  if options.driver == "ray":
-    _ray_run.train(options)
-    return
   parts = _server_parts.assemble(options)
-  if isinstance(parts.protocol, server.DecoupledDiLoCo):
-    _train_fragments(parts)
-    return
-  message = parts.push_codec
-  learner = server.GradientLearner(
-    parts.loss,
-    parts.optimizer,
-    parts.model.params,
-    parts.samples,
-    workers=parts.machines.names,
-    model_state=parts.model.state,
-    seed=options.seed,
-    push_codec=message,
-    plans=parts.plans,
-    local_step=parts.local_step,
-  )
-  _simulate(parts, parts.protocol, learner)
-
-
-def _train_fragments(parts: _server_parts.Parts) -> None:
-  """Trains by local steps, whose fragments a quorum merges."""
-  options, protocol = parts.options, parts.protocol
-  assert isinstance(protocol, server.DecoupledDiLoCo)
-  learner = server.FragmentLearner(
-    parts.loss,
-    parts.optimizer,
-    parts.model.params,
-    parts.samples,
-    workers=parts.machines.names,
-    outer=_composition.outer_optimizer(options),
-    fragments=protocol.fragments,
-    model_state=parts.model.state,
-    seed=options.seed,
-    push_codec=parts.push_codec,
-  )
-  protocol = dataclasses.replace(protocol, parts=learner.server.parts)
-  _simulate(parts, protocol, learner)
-
-
-def _simulate(
-  parts: _server_parts.Parts,
-  protocol: server.Protocol,
-  learner: server.Pair,
-) -> None:
-  profile = parts.profile
-  if parts.push_codec is not None:
-    size = parts.push_codec.num_bytes(parts.model.params)
-    profile = dataclasses.replace(profile, push_bytes=size)
-  run = server.Simulation(
-    parts.machines, protocol, profile, seed=parts.options.seed, learner=learner
-  )
-  _fit(parts.options, parts.workload, parts.model, run)
-
-
-def _fit(
-  options: _commands.Train,
-  workload: comparison.Workload,
-  model: models.Model,
-  run: server.Simulation,
-) -> None:
+  options, workload = parts.options, parts.workload
+  _check_machines(parts)
   _experiment.make_directories(options)
   output = _experiment.output_directory(options, "train")
-  checkpoints = (
-    None
-    if options.checkpoints is None
-    else training.Checkpoints(options.checkpoints, collectives.workers(1))
-  )
-  evaluate = workload.evaluator(model.apply)
+  evaluate = workload.evaluator(parts.model.apply)
   samples = round(options.epochs * len(workload.train))
-  resumed: dict[str, int] = {}
-  shown: list[training.Record] = []
+  more: dict[str, Any] = {"driver": options.driver}
 
-  def resume(record: training.Record) -> None:
-    resumed["resumed_from_step"] = record.step
-    print(f"Goes on from update {record.step}.", flush=True)
+  def resume(update: int) -> None:
+    more["resumed_from_step"] = update
+    print(f"Resumes from update {update}.", flush=True)
 
-  def show(record: training.Record) -> None:
-    shown.append(record)
-    _show(record, workload.train)
-
-  try:
-    records = server.VirtualTrainer(run).fit(
-      samples,
-      "samples",
-      every=min(samples, options.evaluate_every_epochs * len(workload.train)),
-      evaluate=lambda found: evaluate.measure(found.params, found.model_state),
-      on_record=show,
-      label=options.protocol,
-      checkpoints=checkpoints,
-      metadata=_server_parts.identity(options),
-      on_resume=resume,
-      stop_on_sigterm=True,
-    )
-  except training.OtherRunError as error:
-    raise _run_end.refusal(error) from None
-  except KeyboardInterrupt:
-    # Its checkpoints count events, which nobody is told of.
-    what = "the last checkpoint"
-    raise _run_end.interrupt(checkpoints, options, what) from None
-  except training.PreemptedError as stop:
-    raise _run_end.TerminatedError(
-      f"ended after update {stop.step}, "
-      + (
-        f"which is saved in {options.checkpoints}: the same command goes on."
-        if stop.saved
-        else "of which nothing is saved."
+  with _session(parts) as session:
+    run = server.ServerRun(session)
+    show = _Shown(run, workload.train)
+    with _told(options, run):
+      records = run.fit(
+        samples,
+        "samples",
+        every=min(samples, options.evaluate_every_epochs * len(workload.train)),
+        evaluate=lambda m: evaluate.measure(m.params, m.model_state),
+        on_record=show,
+        on_resume=resume,
+        label=options.protocol if options.driver == "clock" else None,
+        checkpoints=options.checkpoints,
+        metadata=_server_parts.identity(options),
+        stop_on_sigterm=True,
       )
-    ) from None
-  finally:
-    if checkpoints is not None:
-      checkpoints.close()
-  if not shown:
-    last = records[-1]
-    resumed["resumed_from_step"] = last.step
-    print(f"Nothing left to train: update {last.step}.")
-    _show(last, workload.train)
-  _run_end.write_row(
-    output, options, options.protocol, records, **run.summary(), **resumed
-  )
-  if run.ended and run.applied_samples < samples:
+      more |= session.summary()
+  if not show.number:
+    print(f"Nothing left to train: update {records[-1].step}.")
+    show(records[-1])
+  _run_end.write_row(output, options, options.protocol, records, **more)
+  saved = options.checkpoints if run.saved else None
+  _run_end.check(records, options.learning_rate, saved, skips=False)
+  if run.mark is not None and run.mark.ended:
     raise ValueError(
       "`--cluster` must have a machine that is there until the end: after "
-      f"{run.applied_samples:,} of {samples:,} samples all are away for good. "
+      f"{run.mark.samples:,} of {samples:,} samples all are away for good. "
       "Give an outage an `end_s`, or add machines."
     )
-  kept = checkpoints is not None and checkpoints.latest_step() is not None
-  saved = options.checkpoints if kept else None
-  _run_end.check(records, options.learning_rate, saved, skips=False)
 
 
-def _show(record: training.Record, dataset: _datasets.AnyDataset) -> None:
-  print(
-    f"update {record.step}  {record.train_s:.4g} virtual s  "
-    f"{_datasets.quality(record.metrics)}  "
-    f"train loss {_datasets.loss(record)}  "
-    f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
-    f"{_datasets.speed(record, dataset)} a virtual s",
-    flush=True,
-  )
+@contextlib.contextmanager
+def _told(options: _commands.Train, run: server.ServerRun) -> Iterator[None]:
+  """Turns the ends of a run into errors of the command line."""
+
+  def saved(what: str) -> str:
+    return (
+      f"{what} is saved in {options.checkpoints}: the same command resumes "
+      "from there."
+    )
+
+  try:
+    yield
+  except training.OtherRunError as error:
+    raise _run_end.refusal(error) from None
+  except server.LostRunError as error:
+    kept = "last checkpoint" if options.checkpoints else "beginning"
+    raise _run_end.LostError(
+      f"{error} The same command starts from the {kept}."
+    ) from None
+  except KeyboardInterrupt:
+    raise (
+      KeyboardInterrupt(saved("the last checkpoint"))
+      if run.saved
+      else KeyboardInterrupt()
+    ) from None
+  except training.PreemptedError as stop:
+    kept = "and nothing is saved."
+    if run.saved:
+      kept = saved("which" if stop.saved else "and the last checkpoint")
+    raise _run_end.TerminatedError(
+      f"ended after update {stop.step}, {kept}"
+    ) from None
+
+
+class _Shown:
+  """Prints the records of a run, and counts them."""
+
+  def __init__(self, run: server.ServerRun, dataset: _datasets.AnyDataset):
+    self._run, self._dataset, self.number = run, dataset, 0
+
+  def __call__(self, record: training.Record) -> None:
+    assert self._run.mark is not None
+    self.number += 1
+    second = "virtual s" if record.clock == "virtual" else "s"
+    print(
+      f"update {record.step}  {record.train_s:.4g} {second}  "
+      f"{_datasets.quality(record.metrics)}  "
+      f"train loss {_datasets.loss(record)}  "
+      f"staleness {self._run.mark.staleness:.2f}  "
+      f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+      f"{_datasets.speed(record, self._dataset)} a {second}",
+      flush=True,
+    )
+
+
+def _show_event(event: dict[str, Any]) -> None:
+  reason = f": {event['reason']}" if event["reason"] else ""
+  print(f"{event['worker']} {event['kind']}{reason}", flush=True)
+
+
+@contextlib.contextmanager
+def _session(parts: _server_parts.Parts) -> Iterator[Any]:
+  """Yields the server and its workers on the engine that the options name."""
+  options = parts.options
+  if options.driver == "clock":
+    yield server.ClockSession(_server_parts.simulation(parts))
+    return
+  machines = parts.machines
+  # Workers in threads share what is compiled; a process of Ray builds all of
+  # its parts from the options.
+  make: Callable[..., Any] = functools.partial(_server_parts.make_server, parts)
+  work: Callable[..., Any] = functools.partial(_server_parts.work, parts)
+  engine: Any
+  if options.driver == "threads":
+    engine = server.ThreadEngine()
+  else:
+    make = functools.partial(_in_process, "make_server", options, parts.plans)
+    work = functools.partial(_in_process, "work", options, parts.plans)
+    # Ray starts processes, which must not outlive a SIGTERM that arrives before
+    # the run looks for one.
+    try:
+      with _interrupts.raised_by_sigterm():
+        engine = server.RayEngine(
+          len(machines.names),
+          address=options.address,
+          cpus_per_worker=options.cpus_per_worker,
+          gpus_per_worker=options.gpus_per_worker,
+        )
+    except _interrupts.SigtermError:
+      raise _run_end.TerminatedError("ended before the run began.") from None
+  try:
+    yield server.LiveSession(
+      engine,
+      make,
+      {name: functools.partial(work, name) for name in machines.names},
+      server.LivePlan(
+        workers=machines.names,
+        machines=machines,
+        record=options.record,
+        versions=server.versions(),
+      ),
+      model=(parts.model.params, parts.model.state),
+      on_event=_show_event,
+    )
+  finally:
+    engine.stop()
+
+
+def _in_process(
+  name: str, options: _commands.Train, plans: Any, *arguments: Any
+) -> Any:
+  """Builds the parts of a run in another process, and calls a function."""
+  parts = _server_parts.assemble(options, plans)
+  return getattr(_server_parts, name)(parts, *arguments)
 
 
 def _check(options: _commands.Train) -> None:
   assert options.protocol is not None
-  _protocols.check_names("--protocol", (options.protocol,))
+  _protocols.check_used("--protocol", (options.protocol,), options)
   if options.cluster is None:
     raise ValueError(
       "`--cluster` must be given with `--protocol`: a TOML file of the "
       "machines, see `cluster.load_cluster`."
     )
-  fragments = options.protocol == "decoupled_diloco"
-  used = _ROUNDS if fragments else _COMPRESSION
   _options.check_left_out(
-    options,
-    (x for x in (*_UNUSED, *_OF_METHODS) if x not in used),
-    "with `--protocol"
-    + (" decoupled_diloco" if fragments else "")
-    + "`, which does not use it",
+    options, _UNUSED, "with `--protocol`, which does not use it"
   )
-  if options.reducer is not None:
+
+
+def _check_machines(parts: _server_parts.Parts) -> None:
+  """Raises a ValueError for machines that real workers cannot imitate."""
+  driver = parts.options.driver
+  away = [node.name for node in parts.machines.nodes if node.outages]
+  if away and driver != "clock":
     raise ValueError(
-      "`--reducer` must be left out with `--protocol`: a push goes to one "
-      f"server, got {options.reducer}."
-    )
-  if options.protocol == "h_ps" and options.codec is not None:
-    raise ValueError(
-      "`--codec` must be left out with `--protocol h_ps`, which chooses each "
-      f"message's bits, got {options.codec}. Take `--protocol bsp`."
+      f"`outages` must be left out with `--driver {driver}`, got some of "
+      f"{away[0]}: real workers fail by themselves. Take `--driver clock`."
     )

@@ -1,4 +1,4 @@
-"""`jdist simulate`: protocols of a parameter server on a virtual clock."""
+"""`jdist simulate`: parameter-server protocols on a virtual clock."""
 
 import dataclasses
 import pathlib
@@ -8,14 +8,15 @@ from jdist import cluster, server, training
 from jdist.cli import _commands, _output
 from jdist.cli.servers import _protocols
 
-# The rows of a picture: more could not be told apart.
+# With more rows a picture could not be read.
 _MAX_ROWS = 40
+# Enough tasks of a worker to see how the protocol makes it wait.
 _DRAWN_TASKS = 20
 _LIMITS = ("updates", "samples", "seconds")
 
 
 def simulate(options: _commands.Simulate) -> None:
-  """Simulates each protocol and leaves a table, rows, pictures, timelines."""
+  """Simulates each protocol; writes a table, rows, pictures and timelines."""
   machines, profile, limits = _check(options)
   updates = limits.get("updates")
   if updates is None and limits.get("samples") is not None:
@@ -28,7 +29,8 @@ def simulate(options: _commands.Simulate) -> None:
   }
   training.check_plots()
   drawn = _drawn_seconds(options, machines, profile)
-  # Refused before a directory is made: a batch that fits no memory.
+  # All of them are built first: one that refuses a batch which fits no memory
+  # must do so before a directory is made.
   runs = {
     name: server.Simulation(
       machines,
@@ -45,7 +47,7 @@ def simulate(options: _commands.Simulate) -> None:
   for name, run in runs.items():
     run.run(**limits)
     training.append_rows(output / "rows.jsonl", [_row(name, run, options)])
-    # Nothing happens where all machines are away from the beginning.
+    # A run has no events if all machines are away from the beginning.
     _draw(name, run, min(drawn, run.now_s or drawn), output)
   console.print(_table(runs))
   for name, run in runs.items():
@@ -54,7 +56,7 @@ def simulate(options: _commands.Simulate) -> None:
         f"{name} has ended after update {run.state.version} at "
         f"{run.now_s:.4g} s: all machines are away for good from then on."
       )
-  # Not through the console, which would break a long path into lines.
+  # The console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   for name in runs:
     print(f"Picture: {output / f'{name}.png'}")
@@ -68,12 +70,7 @@ def _check(
     raise ValueError(
       "`jdist simulate` needs a file: `jdist simulate CLUSTER.toml`."
     )
-  _protocols.check_names("--protocols", options.protocols)
-  if len(set(options.protocols)) < max(len(options.protocols), 1):
-    raise ValueError(
-      "`--protocols` must be one or more different ones, got "
-      f"{options.protocols}."
-    )
+  _protocols.check_used("--protocols", options.protocols, options)
   limits = {name: getattr(options, name) for name in _LIMITS}
   if all(value is None for value in limits.values()):
     limits["updates"] = 1000
@@ -95,7 +92,7 @@ def _drawn_seconds(
 def _draw(
   name: str, run: server.Simulation, until_s: float, output: pathlib.Path
 ) -> None:
-  """Draws the run's beginning, machines above links."""
+  """Draws the beginning of a run, with machines above links."""
   trace = run.trace
   assert trace is not None
   nodes = [node.name for node in run.machines.nodes]

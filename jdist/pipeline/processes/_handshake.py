@@ -1,15 +1,4 @@
-"""Connections between processes that prove that they know a shared token.
-
-The process with the larger number of two calls the other:
-
-    caller                                called
-    device, nonce                 ----->
-                                  <-----  proof of it, and a nonce of its own
-    proof of the called's nonce   ----->
-
-A proof is an HMAC of the nonce under the token.  So the token is never sent,
-and a recorded proof does not fit another nonce.
-"""
+"""Connections between processes that prove they know a shared token."""
 
 import contextlib
 import hmac
@@ -21,23 +10,20 @@ from collections.abc import Sequence
 
 from jdist import checks
 
-# Magic, device, nonce.
-_HELLO = struct.Struct("<4sI32s")
+_HELLO = struct.Struct("<4sI32s")  # Magic, device, nonce.
 _MAGIC = b"jdp1"
 _NONCE = 32
-# How long a connected process may take to answer: a stranger that says nothing
-# must not block the others.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 10.0  # For an answer of a process that has connected.
 
 Address = tuple[str, int]
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-  """Opens the socket on which a process waits for the others.
+  """Opens the socket on which a process awaits the others.
 
   Args:
-    host: The name or address of this machine, as the others see it.
-    port: The port; 0 chooses a free one, which `socket.getsockname()` returns.
+    host: name or address of this machine, as the others see it.
+    port: 0 for any that is free; `socket.getsockname()` tells it.
   """
   return socket.create_server((host, port), backlog=128)
 
@@ -50,10 +36,22 @@ def connect_all(
   listener: socket.socket | None,
   timeout_s: float,
 ) -> dict[int, socket.socket]:
-  """Connects a process with all others; see `connect` for the arguments.
+  """Connects a process with all others, in both directions.
+
+  Args:
+    device: number of this process.
+    addresses: host and port of each process.
+    token: secret that all of them know.
+    listener: of `listen`; opened at this process's address if None.
+    timeout_s: until which all must have come.
 
   Returns:
     A socket for each other process.
+
+  Raises:
+    ValueError: when an argument is out of its range.
+    PermissionError: when another process has another token.
+    TimeoutError: when not all have come; the message names those.
   """
   checks.check_int("device", device, 0)
   if device >= len(addresses):
@@ -75,9 +73,6 @@ def connect_all(
       listener = listen(*addresses[device])
     stack.enter_context(listener)
     try:
-      # Each process calls those below it and then answers those above.  Process
-      # 0 answers at once, so the calls of all others complete in order, and no
-      # two processes wait for each other.
       for other in range(device):
         found[other] = _call(device, other, addresses, secret, deadline)
       while len(found) < len(addresses) - 1:
@@ -102,7 +97,7 @@ def connect_all(
 
 
 def read_whole(connection: socket.socket, size: int) -> memoryview | None:
-  """Reads `size` bytes; returns None if the other side closes before."""
+  """Reads so many bytes; None when the other side has closed before."""
   buffer = memoryview(bytearray(size))
   have = 0
   while have < size:
@@ -120,7 +115,7 @@ def _call(
   secret: bytes,
   deadline: float,
 ) -> socket.socket:
-  """Connects to a process that may not listen yet."""
+  """Connects to a process, which may not listen yet."""
   host, port = addresses[other]
   while True:
     try:
@@ -136,8 +131,7 @@ def _call(
   nonce = secrets.token_bytes(_NONCE)
   try:
     connection.sendall(_HELLO.pack(_MAGIC, device, nonce))
-    # The called process proves itself first, so a caller never shows a proof to
-    # a stranger that listens at the address.
+    # The one that was called proves it first: a token is not given away.
     answer = read_whole(connection, 2 * _NONCE)
     if answer is not None:
       proof, theirs = bytes(answer[:_NONCE]), bytes(answer[_NONCE:])
@@ -161,9 +155,9 @@ def _answer(
   secret: bytes,
   deadline: float,
 ) -> tuple[int, socket.socket] | None:
-  """Waits for a process that knows the token; returns None after the deadline.
+  """Waits for a process that knows the token; None when time is over.
 
-  Other connections are closed, and the wait continues.
+  Whoever does not know it is closed, and the wait goes on.
   """
   while True:
     listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -190,6 +184,5 @@ def _answer(
 
 
 def _proof(secret: bytes, side: bytes, device: int, nonce: bytes) -> bytes:
-  # With the side in it, a proof cannot be reflected to the one who made it.
   words = side + struct.pack("<I", device) + nonce
   return hmac.digest(secret, words, "sha256")

@@ -1,4 +1,4 @@
-"""Moves of layers between processes, with their optimizer state."""
+"""Layers that move between processes, with what an optimizer has of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, cluster
-from jdist.pipeline.processes import _device_part, _peers, _update_program
-from jdist.pipeline.runtime._stages import LayerLike
-from jdist.pipeline.schedule._table import Table
+from jdist import checks
+from jdist.pipeline.processes import _device_part, _peers
+from jdist.pipeline.runtime import LayerLike
+from jdist.pipeline.schedule import Table
 from jdist.storage import hashes
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "model_state")
 _REMEDY = (
   "Move layers with optimizers whose state has a part for each parameter, and "
-  "only counts besides, or save, and restore with the same cuts."
+  "besides counts alone, or save, and restore with the same cuts."
 )
 
 
 class ProcessLike(Protocol):
-  """A `StageProcess`; an `AdaptiveRun` needs one with `timeline=True`."""
+  """A `StageProcess`."""
 
   stages: tuple[LayerLike, ...]
   table: Table
@@ -32,11 +32,7 @@ class ProcessLike(Protocol):
     self, optimizer: optax.GradientTransformation
   ) -> _device_part.ProcessState: ...
 
-  def run(
-    self, state: _device_part.ProcessState, batches: Sequence[PyTree]
-  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]: ...
-
-  def trace(self) -> cluster.Trace: ...
+  def sees_all(self, optimizer: optax.GradientTransformation) -> bool: ...
 
 
 def move_layers(
@@ -45,34 +41,30 @@ def move_layers(
   after: ProcessLike,
   optimizer: optax.GradientTransformation,
 ) -> _device_part.ProcessState:
-  """Moves a run's state to other cuts of the same layers.
+  """Brings a run's state to other cuts of the same layers.
 
-  Every process calls it between two calls of `run`, when no work is in
-  progress.  A leaf moves with its parameter, as raw bytes; a leaf that a
-  process already has is not sent.  An optimizer's leaf belongs to the parameter
-  whose path ends its own path, as in all chains that treat each parameter
-  separately.  All other leaves, such as counts, must be equal in all stages.
-  The state of an optimizer that decides by all leaves moves as a whole to the
-  first stage's device.
+  Every process calls it between two calls of `run`, when nothing is under way.
+  A leaf goes to where its parameter goes, as raw bytes; what a process has
+  already is not sent.  An optimizer's leaf belongs to the parameter in whose
+  path its own ends, as in all chains that treat each parameter by itself; the
+  others, such as counts, must be equal in all stages and stay so.  The state of
+  one that decides by all leaves is whole: it goes to the first stage's device.
 
   Args:
-    state: The state of `before`.
-    before: This process with the current cuts.
-    after: This process with the new cuts, over the same `peers`.
-    optimizer: The optimizer of the run.
+    state: of `before`.
+    before: this process with the cuts so far.
+    after: this process with the new cuts, over the same `peers`.
+    optimizer: of the run.
 
   Returns:
     The state of `after`.
 
   Raises:
-    ValueError: If the two have different layers, or the optimizer's state
-      cannot be taken apart.
+    ValueError: when both are of unlike layers, or the optimizer's state cannot
+      be taken apart.
   """
   checks.check_optimizer("optimizer", optimizer)
-  # With a single stage every optimizer sees all leaves, so the two may differ.
-  whole = any(
-    _update_program.sees_all(optimizer, x.stages) for x in (before, after)
-  )
+  whole = before.sees_all(optimizer) or after.sees_all(optimizer)
   init = (lambda params: ()) if whole else optimizer.init
   _check_layers(before, after)
   wanted = {s: _Leaves(x, init) for s, x in enumerate(after.stages)}
@@ -86,7 +78,6 @@ def move_layers(
   }
   common = _common(arrays, having)
   device = 0 if before.peers is None else before.peers.device
-  # Unequal counts would silently differ by stage after the move.
   if before.peers is not None:
     before.peers.check_agreement(
       "Step, key and what an optimizer has for all stages",
@@ -99,7 +90,7 @@ def move_layers(
     tag = _peers.Tag(_peers.Kind.LAYERS, s, 0, state.step)
     parts = _sources(leaves, having, before.table.device_of, target)
     if device == target:
-      # Each stage needs its own copy, as an update donates it.
+      # Each its own copy, as an update uses it up.
       found[s] = {name: jnp.array(x) for name, x in common.items()}
     for source, names in parts.items():
       if device == source:
@@ -118,7 +109,7 @@ def move_layers(
           came = before.peers.receive(source, tag, like)
           found[s] |= dict(zip(names, came, strict=True))
   moved = {s: wanted[s].tree(values) for s, values in found.items()}
-  fresh = after.init_state(optimizer)  # This also makes its update program.
+  fresh = after.init_state(optimizer)  # Makes its update program.
   params, opt_state, model_state = (
     {s: tree[i] for s, tree in moved.items()} for i in range(len(_FIELDS))
   )
@@ -135,7 +126,7 @@ def _whole_state(
   after: ProcessLike,
   fresh: Mapping[int, PyTree],
 ) -> dict[int, PyTree]:
-  """Returns an optimizer's state of all stages on the first stage's device."""
+  """Returns the state of an optimizer of all stages, where the first one is."""
   device = 0 if before.peers is None else before.peers.device
   source, target = before.table.device_of[0], after.table.device_of[0]
   if source == target:
@@ -155,7 +146,7 @@ def _whole_state(
 
 
 def _numbers(x: jax.Array) -> jax.Array:
-  """Returns an array as it is sent: a random key by its numbers."""
+  """Returns the numbers of a random key, and of another array itself."""
   key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(x) if key else x
 
@@ -168,7 +159,7 @@ def _as_kept(x: Any, like: Any) -> jax.Array:
 
 
 class _Leaves:
-  """The leaves of a stage by name: its parameters' and common ones."""
+  """The leaves of a stage by name: those of parameters, and common ones."""
 
   def __init__(self, stage: Any, init: Callable[[PyTree], PyTree]):
     if not isinstance(stage.params, Mapping):
@@ -185,7 +176,7 @@ class _Leaves:
       for path, _ in jax.tree_util.tree_leaves_with_path(stage.params)
     ]
     self.shapes = dict(self.named(*self._like))
-    # The optimizer's leaves that belong to no parameter.
+    # Those that belong to no parameter.
     self.common = [
       name
       for name in self.shapes
@@ -220,7 +211,7 @@ def _check_layers(before: ProcessLike, after: ProcessLike) -> None:
 def _common(
   arrays: Mapping[int, Mapping[str, Any]], having: Mapping[int, _Leaves]
 ) -> dict[str, Any]:
-  """Returns the common leaves, once they are equal in a process's stages."""
+  """Returns the leaves that all of a process's stages share."""
   first = next(iter(arrays))
   found = {name: arrays[first][name] for name in having[first].common}
   for s in arrays:
@@ -234,7 +225,7 @@ def _common(
 
 
 def _check_common(every: Sequence[_Leaves]) -> None:
-  """Raises a ValueError unless common leaves have one shape in all stages."""
+  """Raises a ValueError unless all stages have equal common leaves."""
   kinds = [
     {name: (x.shapes[name].shape, x.shapes[name].dtype) for name in x.common}
     for x in every
@@ -244,7 +235,7 @@ def _check_common(every: Sequence[_Leaves]) -> None:
       {name for name, _ in kinds[0].items() ^ other.items()}
     ):
       raise ValueError(
-        "`optimizer` must have the same leaves besides those of parameters in "
+        "`optimizer` must have the same leaves beside those of parameters in "
         f"all stages, got {different[0]} of unlike shapes. {_REMEDY}"
       )
 
@@ -255,10 +246,10 @@ def _sources(
   device_of: tuple[int, ...],
   target: int,
 ) -> dict[int, list[str]]:
-  """Returns the leaves that a stage receives from each device.
+  """Returns the leaves that a stage gets from each device.
 
-  A tied leaf, which several stages have, is taken from the target itself if
-  possible, else from the first of their devices.
+  One that several stages have, tied, comes from the target itself if it is one
+  of theirs, else from the first.
   """
   found: dict[int, list[str]] = {}
   for name in leaves.shapes:

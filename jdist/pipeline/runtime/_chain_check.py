@@ -1,4 +1,4 @@
-"""Optimizers that see too little on one device of a pipeline."""
+"""Optimizers that a pipeline cannot run as one device would."""
 
 import functools
 import inspect
@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import optax
 
-# Transformations that need whole leaves, or their names, by the factories and
-# classes that make up a chain.  Optax's chains are closures without types, so
-# the names of their functions are all that can be recognized.
+# What reads more of a leaf, or of its name, than single numbers, by the
+# factories and classes that a chain is made of.
 _OF_LEAVES = {
   "Muon": ("muon", "scale_by_muon"),
   "LARS or LAMB": ("lars", "lamb", "fromage", "scale_by_trust_ratio"),
@@ -27,8 +26,7 @@ _OF_LEAVES = {
   "centralize": ("centralize",),
 }
 _OTHER = (type, types.ModuleType, jax.Array)
-# Transformations that decide by all leaves at once, or draw random numbers for
-# one leaf after the other.
+# What decides by all leaves at once, or draws for one after the other.
 _OF_ALL = frozenset(
   {
     "add_noise",
@@ -56,11 +54,10 @@ _OF_ALL = frozenset(
     "skip_not_finite",
   }
 )
-# Transformations that do so but agree over the stages of one program by
-# `collectives.sum_of_parts`.
+# What does so and agrees over the stages of one program.
 _AGREED = frozenset({"skip_nonfinite", "clip_local"})
 _WHOLE = "whole_model"
-# Transformations that may choose by a leaf's name, which differs by stage.
+# What may go by the names of leaves: those of all stages are needed.
 _OF_NAMES = ("a partition of leaves", "a mask")
 
 
@@ -76,12 +73,12 @@ def needs_all(
   """Returns whether a chain has to see all leaves of a model at once.
 
   Args:
-    optimizer: An Optax chain; the inside of a `whole_model` sees all leaves.
-    num_parts: The number of parts of the model with an optimizer each.
-    num_stages: The number of stages of the model.
-    tied: Whether stages share parameters, which a norm would count twice.
-    agree: Whether `collectives.sum_of_parts` adds over the parts.
-    named: Whether leaves keep the names of their stage.
+    optimizer: as of `check_chain`; what stands in a `whole_model` sees them.
+    num_parts: of the model, each with an optimizer of its own.
+    num_stages: of the model.
+    tied: whether stages share parameters, which counts them twice.
+    agree: whether `collectives.sum_of_parts` adds over the parts.
+    named: whether parts have their stages' names of leaves.
   """
   found = frozenset(_names(optimizer, set()))
   if (num_parts > 1 or tied) and found & _OF_ALL:
@@ -91,19 +88,28 @@ def needs_all(
   if tied and "clip_local" in found:
     return True
   kinds = _kinds(found)
-  # LARS and LAMB hold masks of their own, which go by the leaves' shapes.
+  # Masks of LARS and its kind are theirs: by the leaves' shapes.
   by_name = bool(kinds) and all(kind in _OF_NAMES for kind in kinds)
   return not named and num_stages > 1 and by_name
 
 
-def check_chain(optimizer: optax.GradientTransformation) -> None:
-  """Refuses a chain that needs whole leaves, for stages packed in a buffer.
+def check_chain(
+  optimizer: optax.GradientTransformation, *, packed: bool
+) -> None:
+  """Refuses what would act on other leaves than the unsplit model's.
+
+  Args:
+    optimizer: an Optax chain, whose parts are known by the names of the
+      functions and classes that made them.
+    packed: whether the leaves of a stage lie in one buffer.
 
   Raises:
-    ValueError: If the chain has such a part; the message names it.
+    ValueError: when it holds one of these, named.
   """
+  if not packed:
+    return
   names = _kinds(frozenset(_names(optimizer, set())))
-  # LARS and LAMB hold masks, too: the first name is what the user asked for.
+  # LARS and its kind hold masks, too: the first name says what was asked for.
   if names:
     raise ValueError(
       "`inner` must act on each number alone, or in blocks, where stages are "
@@ -114,12 +120,12 @@ def check_chain(optimizer: optax.GradientTransformation) -> None:
 
 
 def _kinds(found: frozenset[str]) -> list[str]:
-  """Returns the parts of a chain that need whole leaves."""
+  """Returns what needs whole leaves among the names of a chain's parts."""
   return [x for x, parts in _OF_LEAVES.items() if found.intersection(parts)]
 
 
 def _names(part: Any, seen: set[int]) -> Iterator[str]:
-  """Yields the names of all functions and classes that a chain holds."""
+  """Goes through the names of all that a chain's functions hold."""
   if id(part) in seen:
     return
   seen.add(id(part))
@@ -129,13 +135,12 @@ def _names(part: Any, seen: set[int]) -> Iterator[str]:
   elif inspect.isfunction(part):
     name = part.__qualname__.split(".<locals>")[0]
     yield name
-    # A part inside of it has all that it needs.
-    if name == _WHOLE:
+    if name == _WHOLE:  # What stands in it has all that it needs.
       return
     for cell in part.__closure__ or ():
       try:
         held.append(cell.cell_contents)
-      except ValueError:  # The cell has not been assigned yet.
+      except ValueError:  # Not assigned yet.
         continue
     held.append(getattr(part, "__wrapped__", None))
   elif inspect.ismethod(part):

@@ -1,31 +1,27 @@
-"""The proof that a table can run, and the count of what it needs."""
+"""The check of a table: that it is whole, runs to its end, and in how much."""
 
 import collections
 import dataclasses
-from typing import get_args, Literal
+from typing import Literal
 
 from jdist import checks
-from jdist.pipeline.schedule._table import (
-  Action,
-  Op,
-  start_times,
-  StuckError,
-  Table,
-)
+from jdist.pipeline.schedule._actions import Action, GIVES_GRADIENT, Op
+from jdist.pipeline.schedule._table import start_times, StuckError, Table
 from jdist.pipeline.schedule._table_picture import draw_table
-from jdist.pipeline.schedule._versions import oldest_read, read_versions
+from jdist.pipeline.schedule._versions import read_versions
 
 Sends = Literal["buffered", "blocking"]
 
 
 class TableError(ValueError):
-  """Reports why a table cannot run, with a drawing of the place.
+  """Reports what is wrong with a table, with a picture of the place.
 
-  The command line prints the two apart: `problem` on one line, and `picture`,
-  which may be empty, with its own layout.
+  Attributes:
+    problem: what is wrong, without the picture.
+    picture: of the table up to the place; empty where there is none.
   """
 
-  def __init__(self, problem: str, picture: str):
+  def __init__(self, problem: str, picture: str = ""):
     super().__init__(f"{problem}\n{picture}" if picture else problem)
     self.problem, self.picture = problem, picture
 
@@ -35,15 +31,18 @@ class TableReport:
   """The needs of a table that can run.
 
   Attributes:
-    blocking: Whether it also runs if each send waits for its receiver.
-    live: For each stage, the most micro-batches between their forward pass and
+    blocking: whether it also runs when each send waits for its receiver.
+    live: of each stage, the most micro-batches between their forward pass and
       the end of their backward pass.
-    versions: For each stage, the most versions of the parameters.
-    delays: For each stage, by how many updates its gradients are late at most.
+    slots: of each stage, the most outputs of the stage in front, and gradients
+      of the one behind, that wait there, in unit times.
+    versions: of each stage, the most versions of the parameters.
+    delays: of each stage, by how many updates its gradients are late at most.
   """
 
   blocking: bool
   live: tuple[int, ...]
+  slots: tuple[tuple[int, int], ...]
   versions: tuple[int, ...]
   delays: tuple[int, ...]
 
@@ -57,31 +56,34 @@ def check_table(
 ) -> TableReport:
   """Proves that a table can run, and counts what it needs.
 
-  Each action appears once, and a stage's actions are all on one device; updates
-  follow their gradients; each pass finds the version of the parameters that its
-  rule names; devices never wait for each other in a circle.
+  Each action is there once, on one device for each stage; updates follow their
+  gradients; each pass finds the version of the parameters that its rule names;
+  no devices wait for each other.
 
   Args:
-    table: The table to check.
-    sends: `"buffered"` if a device continues after a send at once;
-      `"blocking"` if it waits until the receiver takes the message.
-    max_live: The most micro-batches that a stage may keep.
-    max_versions: The most versions of the parameters that a stage may keep.
+    table: to be checked.
+    sends: `"buffered"`, where a device goes on once it has sent; `"blocking"`,
+      where it waits until the receiver takes it.
+    max_live: the most micro-batches that a stage may keep.
+    max_versions: the most versions of the parameters that a stage may keep.
 
   Returns:
-    The needs of the table.
+    What it needs.
 
   Raises:
-    ValueError: If a condition does not hold; the message draws the place.
+    TableError: a `ValueError` with a picture, when one of them does not hold.
   """
-  checks.check_choice("sends", sends, get_args(Sends))
+  checks.check_choice("sends", sends, ("buffered", "blocking"))
   _check_whole(table)
   _check_order(table)
   try:
-    start_times(table, lambda x: float(x.op != Op.UPDATE))
+    starts = start_times(table, lambda x: float(x.op != Op.UPDATE))
   except StuckError as stuck:
-    waits = "; ".join(_waits(table, x, stuck) for x in stuck.waiting)
-    raise _error(table, f"the devices wait for each other: {waits}") from None
+    raise _error(
+      table,
+      "the devices wait for each other: "
+      + "; ".join(_waits(table, x, stuck) for x in stuck.waiting),
+    ) from None
   waiting = _blocked(table)
   if sends == "blocking" and waiting:
     raise _error(
@@ -92,7 +94,11 @@ def check_table(
     )
   versions = read_versions(table)
   report = TableReport(
-    not waiting, _live(table), versions.held, versions.delays
+    not waiting,
+    _live(table),
+    _slots(table, starts),
+    versions.held,
+    versions.delays(table),
   )
   for name, limit, found in (
     ("max_live", max_live, report.live),
@@ -107,10 +113,9 @@ def check_table(
   return report
 
 
-def _error(table: Table, problem: str, *, drawn: bool = True) -> TableError:
+def _error(table: Table, problem: str) -> TableError:
   return TableError(
-    f"Table {table.name!r} cannot run: {problem}.",
-    draw_table(table) if drawn else "",
+    f"Table {table.name!r} cannot run: {problem}.", draw_table(table)
   )
 
 
@@ -119,11 +124,9 @@ def _check_whole(table: Table) -> None:
   wanted = set(table.expected())
   for action, count in counts.items():
     if not 0 <= action.stage < table.num_stages:
-      # A stage that does not exist cannot be drawn.
-      raise _error(
-        table,
-        f"{action} is of a stage beyond the {table.num_stages} of `num_stages`",
-        drawn=False,
+      raise TableError(
+        f"Table {table.name!r} cannot run: {action} is of a stage beyond the "
+        f"{table.num_stages} of `num_stages`."
       )
     if action not in wanted:
       whole = action.op == Op.BACKWARD and action.stage in table.splits_backward
@@ -153,7 +156,7 @@ def _check_whole(table: Table) -> None:
 
 
 def _check_order(table: Table) -> None:
-  """Checks the constraints between actions of one device."""
+  """Checks what the order on one device alone decides."""
   for device, order in enumerate(table.devices):
     updates: collections.Counter[int] = collections.Counter()
     done: set[Action] = set()
@@ -170,7 +173,7 @@ def _check_order(table: Table) -> None:
           )  # fmt: skip
         updates[stage] += 1
       elif table.weights == "delayed":
-        wanted = oldest_read(table, iteration)
+        wanted = max(0, iteration - table.window + 1)
         if updates[stage] < wanted:
           raise _error(
             table,
@@ -187,10 +190,10 @@ def _waits(table: Table, action: Action, stuck: StuckError) -> str:
 
 
 def _blocked(table: Table) -> list[str]:
-  """Returns which devices are stuck if a send ends only with its receipt.
+  """Returns who waits for whom when a send ends with its receipt.
 
-  A device receives an action's inputs right before the action and sends its
-  result right after it.
+  A device receives what an action needs right before it, and sends what it
+  gives right after it.
   """
   programs: list[list[tuple[str, Action, Action]]] = []
   for device, order in enumerate(table.devices):
@@ -213,8 +216,7 @@ def _blocked(table: Table) -> list[str]:
     other = table.device_of[(target if kind == "send" else source).stage]
     if places[other] == len(programs[other]):
       continue
-    # A send and its receipt are on different devices and complete together, so
-    # a device can only proceed when both have reached the same message.
+    # A send and its receipt are never on one device.
     if programs[other][places[other]][1:] == (source, target):
       places[device] += 1
       places[other] += 1
@@ -229,13 +231,38 @@ def _blocked(table: Table) -> list[str]:
 
 
 def _live(table: Table) -> tuple[int, ...]:
-  # One device runs all passes of a stage, so its order alone decides.
   live, most = [0] * table.num_stages, [0] * table.num_stages
   for action in table:
     stage = action.stage
+    split = stage in table.splits_backward
     if action.op == Op.FORWARD:
       live[stage] += 1
-    elif action.op == table.last_backward(stage):
+    elif action.op == (Op.BACKWARD_WEIGHT if split else Op.BACKWARD):
       live[stage] -= 1
     most[stage] = max(most[stage], live[stage])
   return tuple(most)
+
+
+def _slots(
+  table: Table, starts: dict[Action, float]
+) -> tuple[tuple[int, int], ...]:
+  events: dict[tuple[int, int], list[tuple[float, int]]] = (
+    collections.defaultdict(list)
+  )
+  for action, start in starts.items():
+    target = table.sends_to(action)
+    if target is not None:
+      key = target.stage, int(target.op in GIVES_GRADIENT)
+      events[key] += [(start + 1, 1), (starts[target] + 1, -1)]
+  found = []
+  for stage in range(table.num_stages):
+    pair = []
+    for direction in range(2):
+      now = most = 0
+      # Those that leave make room for those that come at the same time.
+      for _, change in sorted(events[stage, direction]):
+        now += change
+        most = max(most, now)
+      pair.append(most)
+    found.append((pair[0], pair[1]))
+  return tuple(found)

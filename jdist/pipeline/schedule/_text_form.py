@@ -1,9 +1,10 @@
-"""The text form of tables, which one can write by hand."""
+"""Tables as text: a file that one can write by hand."""
 
 import pathlib
 import re
 
-from jdist.pipeline.schedule._table import Action, Op, Table
+from jdist.pipeline.schedule._actions import Action, Op
+from jdist.pipeline.schedule._table import Table
 
 _OPS = {op.letter: op for op in Op if op != Op.IDLE}
 _WORD = re.compile(r"([FBIWU])(\d*)(?:/(\d+))?(?:@(\d+))?")
@@ -17,7 +18,7 @@ _KEYS = ("name", *_NUMBERS, "weights")
 
 
 def format_table(table: Table) -> str:
-  """Formats a table as text that `parse_table` reads.
+  """Writes a table as text, which `parse_table` reads.
 
   >>> from jdist import pipeline
   >>> print(format_table(pipeline.make_table("1f1b", 2, 2)))
@@ -36,35 +37,35 @@ def format_table(table: Table) -> str:
     lines.append(f"weights {table.weights}")
   for device, order in enumerate(table.devices):
     own = _own_stage(table.device_of, device)
-    # The look-ahead keeps `/1` from matching the start of `/10`.
+    # Not the first letter of another stage: `/1` and `/10`.
     words = [re.sub(rf"/{own}(?!\d)", "", str(x)) for x in order]
     lines.append(" ".join(["device", *words]))
   return "\n".join(lines)
 
 
 def parse_table(text: str, name: str = "table") -> Table:
-  """Parses the text form of a table.
+  """Reads a table.
 
-  A line for each device lists its actions in order: F is a forward pass, B a
-  backward pass, I and W its input and weight part, each with the number of the
-  micro-batch; U is the update.  `/2` names the stage, by default the one with
-  the device's number; `@1` names the iteration, by default 0::
+  A line for each device has its actions in order: F for a forward pass, B for
+  a backward pass, I and W for its input and weight part, each with the number
+  of the micro-batch, and U for the update.  `/2` names the stage, which is the
+  device's number without it; `@1` the iteration, 0 without it::
 
-      name mine              # Lines like these may be left out.
+      name mine              # may be left out, as may these numbers:
       iterations 1
-      window 1               # The iterations that may be in progress at once.
-      weights delayed        # Or stashed, newest.
+      window 1               # iterations under way at once
+      weights delayed        # or stashed, newest
       device F0 F1 B0 B1 U
       device F0 B0 F1 B1 U
 
-  The numbers of `stages` and `microbatches` are counted unless given.
+  Numbers of stages and micro-batches are counted where they are not given.
 
   Args:
-    text: The text; `#` starts a comment.
-    name: The name of the table if the text has none.
+    text: of the file; `#` begins a comment.
+    name: where the text has none.
 
   Raises:
-    ValueError: If a line cannot be parsed; the message names it.
+    ValueError: when a line cannot be read; the message names it.
   """
   found: dict[str, str] = {}
   devices: list[tuple[Action, ...]] = []
@@ -102,10 +103,10 @@ def parse_table(text: str, name: str = "table") -> Table:
 
 
 def load_table(path: str | pathlib.Path) -> Table:
-  """Reads a table from a file in the form of `parse_table`.
+  """Reads a file; see `parse_table`.
 
   Raises:
-    ValueError: If the file cannot be parsed; the message names it.
+    ValueError: when the file cannot be read as a table; it is named.
   """
   path = pathlib.Path(path)
   try:
@@ -115,7 +116,7 @@ def load_table(path: str | pathlib.Path) -> Table:
 
 
 def _own_stage(device_of: tuple[int, ...], device: int) -> int:
-  """Returns the stage that needs no name, or -1 if the device has none."""
+  """Returns the stage that needs no name: one of the device's number."""
   here = device < len(device_of) and device_of[device] == device
   return device if here else -1
 

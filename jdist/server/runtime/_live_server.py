@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.server import _protocol
+from jdist.server import _protocol, _run_marks
 from jdist.server.gradients import _learner
 from jdist.server.runtime import (
   _envelope,
@@ -158,8 +158,8 @@ class LiveServer:
       "members": 0 if state is None else len(state.members),
     }
 
-  def record_of(self, number: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns a mark's record, and the learner's snapshot there."""
+  def record_of(self, number: int) -> tuple[_run_marks.Mark, np.ndarray]:
+    """Returns the figures of a mark, and the learner's snapshot there."""
     core = self._core
     snapshot = core.snapshots.pop(number, np.zeros(0, np.uint8))
     return core.records[number], snapshot
@@ -204,6 +204,16 @@ class LiveServer:
     self._inbox.put(
       _server_core.Item(time.monotonic(), kind, worker, header, payload)
     )
+    if self._stopping.is_set():  # Perhaps after the thread's last look.
+      self._answer_pulls()
+
+  def _answer_pulls(self) -> None:
+    """Sends home the workers whose pulls the thread has not taken."""
+    with contextlib.suppress(queue.Empty):
+      while True:
+        item = self._inbox.get_nowait()
+        if item.kind == "pull":
+          item.header["future"].set_result(_mailboxes.word("stop"))
 
   def _run(self) -> None:
     try:
@@ -214,6 +224,7 @@ class LiveServer:
       self._error = f"The server has failed: {type(error).__name__}: {error}"
     finally:
       self._stopping.set()
+      self._answer_pulls()
       self._core.close()
 
   def _step(self) -> None:

@@ -3,19 +3,19 @@
 import collections
 import concurrent.futures
 import logging
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from jdist.server import _messages, _protocol
+from jdist.server import _messages, _protocol, _run_checkpoints, _run_marks
 from jdist.server.gradients import _learner
 from jdist.server.runtime import (
   _delivery,
-  _live_checkpoints,
   _live_plan,
   _message_record,
 )
 from jdist.server.runtime.transport import _mailboxes, _wall_links
+from jdist.storage import plain_data
 
 _log = logging.getLogger(__name__)
 # Waits for workers' states when a checkpoint is made.
@@ -40,6 +40,22 @@ class Item(NamedTuple):
   payload: np.ndarray
 
 
+class _LiveState(TypedDict):
+  """The state of a live server in the header of its checkpoint.
+
+  Attributes:
+    learner: What the server's learner notes.
+    driver: What `Delivery.save` returns.
+    pushed_bytes: Payloads of workers so far.
+    pulled_bytes: Payloads sent to workers so far.
+  """
+
+  learner: Any
+  driver: Any
+  pushed_bytes: int
+  pulled_bytes: int
+
+
 class ServerCore:
   """Hands messages to the protocol, and does what it answers; by one thread.
 
@@ -54,7 +70,7 @@ class ServerCore:
     boxes: of all workers.
     links: and the clock.
     checkpoints: if there are any.
-    records: of the marks so far.
+    records: the figures of the marks so far.
     snapshots: of the learner, by the number of the mark, until fetched.
     pulled_bytes: payloads sent to workers.
     pushed_bytes: payloads of workers.
@@ -71,23 +87,18 @@ class ServerCore:
   ):
     self.learner = learner
     self._protocol, self._plan = protocol, plan
-    self.checkpoints = _live_checkpoints.LiveCheckpoints(
+    self.checkpoints = _run_checkpoints.RunCheckpoints(
       plan.checkpoints, plan.identity
     )
     self.links = _wall_links.WallLinks(plan.machines, self.checkpoints.first_s)
     self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
     self.delivery: _delivery.Delivery | None = None
-    self.records: list[dict[str, Any]] = []
+    self.records: list[_run_marks.Mark] = []
     self.snapshots: dict[int, np.ndarray] = {}
     self.pulled_bytes = self.pushed_bytes = 0
     self.over_s: collections.Counter[str] = collections.Counter()
     self.finished, self.ended_s = False, 0.0
     self._recorder: _message_record.Recorder | None = None
-    # Tasks to be sent, each with the generation of its worker's mailbox.
-    self._outbox: collections.deque[tuple[_delivery.SentTask, int]] = (
-      collections.deque()
-    )
-    self._sending = False
     if hasattr(learner, "prepare"):
       learner.prepare()
     if self.checkpoints.found is not None:
@@ -115,12 +126,12 @@ class ServerCore:
       for worker in list(self.delivery.state.members):
         # Its tasks went with the server that gave them.
         self.delivery.hand_over(first_s, _messages.Leave(worker))
-    if self._plan.seconds is not None:
-      self.links.after(self._plan.seconds - first_s, self._finish)
-    # All join before the first pull, which would open a round without the rest.
-    for name in here if resumed else ():
-      self._deliver(_messages.Join(name))
+    if self._plan.unit == "seconds":
+      for mark in self._plan.marks[len(self.records) :]:
+        self.links.after(max(mark - first_s, 0.0), self._look_at_marks)
     for name in here:
+      if resumed:
+        self._deliver(_messages.Join(name))
       self._deliver(_messages.Pull(name))
 
   def _new_delivery(self, here: list[str]) -> _delivery.Delivery:
@@ -129,12 +140,13 @@ class ServerCore:
 
   def _on_finish(self, item: Item) -> None:
     del item
+    if self.links.began and not self.finished:
+      self._add_record("it was finished")
     self._finish()
 
   def _on_hello(self, item: Item) -> None:
     box = self.boxes[item.worker]
     box.empty()
-    self.links.connect(item.worker)
     box.here = True
     if self.delivery is not None:
       self.delivery.pardon(item.worker)
@@ -166,7 +178,8 @@ class ServerCore:
 
   def _on_save(self, item: Item) -> None:
     done = item.header["done"]
-    if self.checkpoints.on and self.links.began and not self.finished:
+    ready = self.checkpoints.on and self.links.began and not self.finished
+    if ready and _run_marks.is_finite(self.learner):
       self._begin_checkpoint(done)
     else:
       done.set_result(-1)
@@ -193,6 +206,9 @@ class ServerCore:
       self._deliver(_messages.Leave(item.worker))
       if not box.here:
         box.put(_mailboxes.word("stop"))
+      if self.delivery.all_expelled and not self.finished:
+        self._add_record(_run_marks.REFUSED)
+        self._finish()
       return
     self.over_s[item.worker] += header.get("over_s", 0.0)
     self._deliver(push, header["more"], item.payload)
@@ -221,41 +237,24 @@ class ServerCore:
     for each in sent:
       if self._recorder is not None:
         self._recorder.sent(each)
-      generation = self.boxes[str(each.reply.worker)].generation
-      self._outbox.append((each, generation))
+      self._send(each)
     for timer in timers:
       expired = _messages.Expired(timer.task)
       self.links.after(timer.after_s, self._deliver, expired)
-    self._send_tasks()
     self._look_at_marks()
 
-  def _send_tasks(self) -> None:
-    """Sends tasks in the order in which the protocol gave them.
-
-    Sending moves the clock on, by which further messages may be delivered:
-    their tasks must wait until those before them have been sent.
-    """
-    if self._sending:
-      return
-    self._sending = True
-    try:
-      while self._outbox:
-        self._send(*self._outbox.popleft())
-    finally:
-      self._sending = False
-
-  def _send(self, sent: _delivery.SentTask, generation: int) -> None:
+  def _send(self, sent: _delivery.SentTask) -> None:
     name = str(sent.reply.worker)
     box = self.boxes[name]
     header = sent.reply._asdict() | {
-      "generation": generation,
+      "generation": box.generation,
       "more": sent.more,
       "now_s": self.links.wall_s,
     }
     message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
     self.pulled_bytes += size
-    self.links.pull(name, size, self._arrive, box, generation, message)
+    self.links.pull(name, size, self._arrive, box, box.generation, message)
 
   def _arrive(
     self, box: _mailboxes.Mailbox, generation: int, message: np.ndarray
@@ -268,35 +267,37 @@ class ServerCore:
   def _look_at_marks(self) -> None:
     delivery, plan = self.delivery, self._plan
     assert delivery is not None
-    samples = delivery.applied_samples
+    if self.finished:
+      return
+    position = {
+      "updates": delivery.state.version,
+      "samples": delivery.applied_samples,
+      # A timer's sum of seconds may fall short of its mark by rounding.
+      "seconds": self.links.now_s + 1e-6,
+    }[plan.unit]
     while (
       len(self.records) < len(plan.marks)
-      and samples >= plan.marks[len(self.records)]
+      and position >= plan.marks[len(self.records)]
     ):
       self._add_record()
-    done = (
-      (plan.samples is not None and samples >= plan.samples)
-      or (plan.updates is not None and delivery.state.version >= plan.updates)
-    )  # fmt: skip
-    if done:
+    if 0 < len(plan.marks) <= len(self.records):
       self._finish()
 
-  def _add_record(self) -> None:
+  def _add_record(self, ended: str | None = None) -> None:
     assert self.delivery is not None
     snapshot = getattr(self.learner, "snapshot", None)
     if snapshot is not None:
       self.snapshots[len(self.records)] = snapshot()
-    self.records.append(
-      {
-        "updates": self.delivery.state.version,
-        "now_s": self.links.now_s,
-        "pushed_bytes": self.pushed_bytes,
-        "pulled_bytes": self.pulled_bytes,
-        "staleness": dict(self.delivery.staleness),
-        **self.learner.totals(),
-      }
+    mark = _run_marks.measure(
+      self.delivery,
+      self.learner,
+      self.records[-1] if self.records else None,
+      now_s=self.links.now_s,
+      pushed_bytes=self.pushed_bytes,
+      ended=ended,
     )
-    if self.checkpoints.on:
+    self.records.append(mark)
+    if self.checkpoints.on and mark.usable and ended is None:
       self._begin_checkpoint()
 
   def _finish(self) -> None:
@@ -316,14 +317,16 @@ class ServerCore:
   ) -> None:
     assert self.delivery is not None
     notes, learner = self.learner.save()
-    header = _live_checkpoints.Header(
+    header = _run_checkpoints.Header(
       updates=self.delivery.state.version,
       now_s=self.links.now_s,
-      learner=notes,
-      driver=self.delivery.save(),
-      records=list(self.records),
-      pushed_bytes=self.pushed_bytes,
-      pulled_bytes=self.pulled_bytes,
+      marks=list(self.records),
+      state=_LiveState(
+        learner=notes,
+        driver=self.delivery.save(),
+        pushed_bytes=self.pushed_bytes,
+        pulled_bytes=self.pulled_bytes,
+      ),
     )
     members = map(str, self.delivery.state.members)
     owing = {name for name in members if self.boxes[name].here}
@@ -334,19 +337,25 @@ class ServerCore:
     self.links.after(_SAVE_S, give_up)
 
   def _load(
-    self, header: _live_checkpoints.Header, parts: dict[str, np.ndarray]
+    self, header: _run_checkpoints.Header, parts: dict[str, np.ndarray]
   ) -> None:
+    # Whoever can write the directory may have written anything.
+    state = plain_data.from_plain(header["state"], _LiveState, "state")
     self.delivery = self._new_delivery([])
-    self.delivery.load(header["driver"])
-    self.learner.load(header["learner"], parts["learner"])
-    self.records = header["records"]
+    self.delivery.load(state["driver"])
+    self.learner.load(state["learner"], parts["learner"])
+    self.records = header["marks"]
     if hasattr(self.learner, "snapshot"):
-      # Of marks at which it was made, which nobody may have fetched.
-      for number, record in enumerate(self.records):
-        if record["updates"] == header["updates"]:
+      # The watcher may not have fetched the snapshots of the marks at which
+      # this checkpoint was made.
+      for number, mark in enumerate(self.records):
+        if mark.updates == header["updates"]:
           self.snapshots[number] = self.learner.snapshot()
-    self.pushed_bytes = header["pushed_bytes"]
-    self.pulled_bytes = header["pulled_bytes"]
+    if 0 < len(self._plan.marks) <= len(self.records):
+      # The run was killed after its last mark: nothing is left to train.
+      self.finished, self.ended_s = True, header["now_s"]
+    self.pushed_bytes = state["pushed_bytes"]
+    self.pulled_bytes = state["pulled_bytes"]
 
 
 def _push_of(item: Item) -> _messages.Push:

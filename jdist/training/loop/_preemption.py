@@ -1,4 +1,4 @@
-"""Preemption by SIGTERM, upon which a run saves and ends between two steps."""
+"""SIGTERM, upon which a run saves and ends between two steps."""
 
 import signal
 import threading
@@ -9,47 +9,46 @@ from jax.experimental import multihost_utils
 
 from jdist import collectives
 
-# A shell reports 128 plus the signal's number.
+# As a shell has it: 128 + SIGTERM.
 EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class PreemptedError(SystemExit):
-  """The exit of a run that SIGTERM has ended early, with status 143.
+  """A run has ended early because of SIGTERM; uncaught, with status 143.
 
   Attributes:
-    step: The step after which the run has stopped.
-    saved: Whether the run's state was saved.
+    step: after which it has stopped.
+    saved: whether its state was saved.
   """
 
   def __init__(self, step: int, saved: bool):
-    """Keeps the position of the run."""
+    """Notes where it stands."""
     super().__init__(EXIT_STATUS)
     self.step = step
     self.saved = saved
 
 
 class Preemption:
-  """Context in which SIGTERM is noted, for all processes of a run together.
+  """Notes SIGTERM while it is entered, for all processes of a run alike.
 
-  Several processes agree on a step, no matter which of them got the signal. If
-  they watch each other they exchange messages; otherwise JAX's preemption
-  service is used.
+  Several processes agree on a step, whichever of them was sent the signal: by
+  messages where they watch each other, else by JAX's preemption service.
   """
 
   def __init__(self) -> None:
-    """Chooses how the processes agree."""
+    """Nothing is noted yet."""
     self._asked = False
     self._before: Any = None
     several = jax.process_count() > 1
     self._watched = several and collectives.watches_processes()
-    # JAX's service installs its own handler, which must stay in place.
+    # JAX's service has the signal then.
     self._by_jax = several and not self._watched
 
   def asks_at(self, step: int) -> bool:
     """Returns whether all processes should stop after this step.
 
     Args:
-      step: The step, for which every process must ask, in order.
+      step: that every process asks for, in order.
     """
     if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))

@@ -1,8 +1,8 @@
-"""Watchdog that ends a hanging run with a message.
+"""Ends a run that hangs, with a message, instead of waiting forever.
 
-A process that is alive but stuck in a collective makes all others hang without
-an error. The main thread cannot be interrupted, as it waits inside the runtime,
-so that a second thread looks at the clock.
+A process that is alive but stuck in a collective hangs all others without an
+error, and the main thread cannot be interrupted there: it waits inside the
+runtime.  So a second thread looks at the clock.
 """
 
 import faulthandler
@@ -12,7 +12,7 @@ import threading
 import time
 from typing import NamedTuple
 
-# EX_TEMPFAIL of sysexits.h: running the command again resumes.
+# What the shell sees; EX_TEMPFAIL: run it again, it resumes.
 EXIT_STATUS = 75
 
 
@@ -22,43 +22,44 @@ class _Beat(NamedTuple):
 
 
 class _Looks:
-  """An observer of beats that knows when its own process was suspended."""
+  """An observer of beats that knows when it overslept itself."""
 
   def __init__(self, interval_s: float, now_s: float):
-    """Starts at `now_s`; `interval_s` is the time between two looks."""
+    """`interval_s` is the time between looks, the first of which was now."""
     self._interval_s = interval_s
     self._looked_s = now_s
     self._last: _Beat | None = None
     self._stopped_s = 0.0
 
   def find_late(self, last: _Beat, now_s: float) -> bool:
-    """Returns whether the next beat is late, while the process was running."""
+    """Returns whether the next beat is late, in time that the process ran."""
     if last is not self._last:
       self._last, self._stopped_s = last, 0.0
     overslept_s = now_s - self._looked_s - self._interval_s
-    if overslept_s > self._interval_s:
-      # The whole process was suspended, and could not call `beat` either. Only
-      # the time after the last beat counts: the main thread may have called it
-      # before this thread looked again.
+    if overslept_s > self._interval_s:  # So did whoever was to call `beat`.
+      # Of it what was after the last beat: who was stopped may have called
+      # before this thread came to look.
       self._stopped_s += min(overslept_s, max(0.0, now_s - last.at_s))
     self._looked_s = now_s
     return now_s - last.at_s > last.patience_s + self._stopped_s
 
 
 class Watchdog:
-  """Context that ends the process if `beat` is not called for too long.
+  """Ends the process if nobody calls `beat` for too long.
 
-  Time in which the process itself was suspended, for instance by a scheduler,
-  does not count.
+  Used as a context manager around a training loop.  Time in which the process
+  itself was suspended, by a scheduler for instance, does not count.
   """
 
   def __init__(self, timeout_s: float):
-    """Sets the clock, which starts on entering the context.
+    """Sets the clock; it starts on entering the context.
 
     Args:
-      timeout_s: Seconds without a beat after which the process ends; infinity
+      timeout_s: seconds without a beat before the process ends; infinity
         means never.
     """
+    if not timeout_s > 0:
+      raise ValueError(f"`timeout_s` must be positive, got {timeout_s}.")
     self._timeout_s = timeout_s
     self._last = _Beat(time.monotonic(), float("inf"))
     self._note = ""
@@ -68,23 +69,21 @@ class Watchdog:
     )
 
   def beat(self, note: str = "", *, patience: float = 1.0) -> None:
-    """Restarts the clock.
+    """Says that all is well.
 
     Args:
-      note: The position of the run, for the message.
-      patience: A factor for the time until the next beat, which may be long
-        when a program is compiled.
+      note: where the run is, for the message.
+      patience: this time, wait so many times longer: compiling takes time.
     """
     self._note = note
-    # A single assignment, because another thread reads both values.
+    # In one assignment, as another thread reads it.
     self._last = _Beat(time.monotonic(), self._timeout_s * patience)
 
   def _watch(self) -> None:
     interval_s = min(1.0, self._timeout_s / 4)
     looks = _Looks(interval_s, time.monotonic())
     while not self._done.wait(interval_s):
-      # The beat is read before the clock, so that a suspension between both
-      # cannot put the beat after the look.
+      # The beat first: it lies before the look at it, whoever is interrupted.
       last = self._last
       if looks.find_late(last, time.monotonic()):
         self._end()
@@ -99,14 +98,13 @@ class Watchdog:
       f"with status {EXIT_STATUS}; start the run again to go on from its last "
       "checkpoint. Where each thread stands:\n"
     )
-    # The message must not depend on a working stderr: the process ends anyway.
     try:
       sys.stderr.write("\n" + message)
       sys.stderr.flush()
-      # File descriptor 2, because a notebook's `sys.stderr` has no file.
+      # Below Python: `sys.stderr` may be a notebook's, which has no file.
       faulthandler.dump_traceback(file=2, all_threads=True)
     finally:
-      # `sys.exit` would wait for the main thread, which never returns.
+      # Not sys.exit: no other thread will ever come back for its handlers.
       os._exit(EXIT_STATUS)
 
   def __enter__(self) -> "Watchdog":

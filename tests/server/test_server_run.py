@@ -1,4 +1,4 @@
-"""A server's run on the virtual clock has records as any other."""
+"""A server's run has marks, records and checkpoints, whatever its engine."""
 
 import warnings
 
@@ -16,6 +16,7 @@ from jdist import (
   server,
   training,
 )
+from jdist.storage import sealed_json
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -37,9 +38,14 @@ def make(optimizer=gradients.SGD, machines=None):
   )
 
 
+def fit(total, unit="updates", run=None, **options):
+  run = make() if run is None else run
+  return server.ServerRun(server.ClockSession(run)).fit(total, unit, **options)
+
+
 def test_records_are_of_the_virtual_clock():
   seen = []
-  records = server.VirtualTrainer(make()).fit(
+  records = fit(
     2.02,
     "seconds",
     every=0.82,
@@ -58,13 +64,13 @@ def test_records_are_of_the_virtual_clock():
 
 
 def test_a_run_ends_at_its_updates_or_samples():
-  assert server.VirtualTrainer(make()).fit(7)[-1].step == 7
-  assert server.VirtualTrainer(make()).fit(95, "samples")[-1].step == 10
+  assert fit(7)[-1].step == 7
+  assert fit(95, "samples")[-1].step == 10
 
 
 def test_a_servers_model_is_evaluated_as_any_state():
   run = make()
-  server.VirtualTrainer(run).fit(20)
+  fit(20, run=run)
   evaluate = training.Evaluator(
     collectives.workers(2, substrate="vmap"),
     gradients.MODEL.apply,
@@ -111,7 +117,6 @@ class StoppedError(Exception):
   ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
-  pytest.importorskip("orbax.checkpoint")
 
   def start():
     samples = data.SampleStream(gradients.DIGITS, 3, seed=0)
@@ -138,49 +143,52 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
       detection_s=0.1,
     )
 
-  def fit(run, checkpoints=None, stop_at=None):
+  def train(run, checkpoints=None, stop_at=None):
     def evaluate(model):
       if stop_at is not None and run.events > stop_at:
         raise StoppedError
       return {"sum": float(model.params["dense1"]["bias"].sum())}
 
-    return server.VirtualTrainer(run).fit(
-      24, every=6, evaluate=evaluate, checkpoints=checkpoints
-    )
+    return fit(24, run=run, every=6, evaluate=evaluate, checkpoints=checkpoints)
 
   whole = start()
-  records = fit(whole)
-  one = collectives.workers(1)
-  with training.Checkpoints(tmp_path, one) as checkpoints:
-    for part in (0.4, 0.8):
-      with pytest.raises(StoppedError):
-        fit(start(), checkpoints, stop_at=part * whole.events)
-    resumed = start()
-    assert fit(resumed, checkpoints) == records
-  assert resumed.events == whole.events
-  chex.assert_trees_all_equal(resumed.save(), whole.save())
-  assert resumed.learner.position == whole.learner.position
+  records = train(whole)
+  for part in (0.4, 0.8):
+    with pytest.raises(StoppedError):
+      train(start(), tmp_path, stop_at=part * whole.events)
+  resumed = start()
+  assert train(resumed, tmp_path) == records
+  for found, wanted in zip(resumed.save(), whole.save(), strict=True):
+    chex.assert_trees_all_equal(found, wanted)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-  pytest.importorskip("orbax.checkpoint")
-  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
+  def run(**metadata):
+    return fit(4, checkpoints=tmp_path, metadata=metadata)
 
-    def run(**metadata):
-      return server.VirtualTrainer(make()).fit(
-        4, checkpoints=checkpoints, metadata=metadata
-      )
+  records = run(seed=0, shape=(2, 3))
+  with pytest.raises(ValueError, match="`seed` is 0 there and 1 here"):
+    run(seed=1, shape=(2, 3))
+  with pytest.raises(ValueError, match="`rate` is None there and "):
+    run(seed=0, shape=(2, 3), rate=0.1)
+  assert run(seed=0, shape=(2, 3)) == records
 
-    records = run(seed=0, shape=(2, 3))
-    with pytest.raises(ValueError, match="`seed` is 0 there and 1 here"):
-      run(seed=1, shape=(2, 3))
-    with pytest.raises(ValueError, match="`rate` is None there and "):
-      run(seed=0, shape=(2, 3), rate=0.1)
-    assert run(seed=0, shape=(2, 3)) == records
+
+def test_records_of_another_run_are_not_taken_over(tmp_path):
+  records = fit(4, checkpoints=tmp_path / "a")
+  (tmp_path / "b").mkdir()
+  for folder in ("a", "b"):
+    stale = tmp_path / folder / "records.json"
+    sealed_json.write(stale, [[0, *records[0]._replace(metrics={})]], form=1)
+  again = fit(4, checkpoints=tmp_path / "b", evaluate=lambda model: {"x": 1.0})
+  assert [x.metrics for x in again] == [{"x": 1.0}]
+  # A file that was damaged costs an evaluation.
+  (tmp_path / "a" / "records.json").write_text("{")
+  again = fit(4, checkpoints=tmp_path / "a", evaluate=lambda model: {"x": 1.0})
+  assert again == [records[0]._replace(metrics={"x": 1.0})]
 
 
 def test_a_run_ends_where_all_machines_are_away_for_good(tmp_path):
-  pytest.importorskip("orbax.checkpoint")
   # Two and seven tasks of 0.1 s.
   machines = cluster.Cluster(
     tuple(
@@ -188,16 +196,15 @@ def test_a_run_ends_where_all_machines_are_away_for_good(tmp_path):
       for name, after_s in (("a", 0.25), ("b", 0.75))
     )
   )
-  told = "away for good after update 9 at 1.75 s, before 12 updates"
-  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
-    for _ in range(2):  # Nor is there more once it goes on.
-      with pytest.warns(RuntimeWarning, match=told):
-        records = server.VirtualTrainer(make(machines=machines)).fit(
-          12, every=2, checkpoints=checkpoints
-        )
-      assert [x.step for x in records] == [2, 4, 6, 8, 9]
-  # Seconds go by without anybody.
-  (record,) = server.VirtualTrainer(make(machines=machines)).fit(9, "seconds")
+  why = "after update 9 at 1.75 s, before 12 updates: all machines are away"
+  for _ in range(2):  # A resumed run has no machines either.
+    with pytest.warns(RuntimeWarning, match=why):
+      records = fit(
+        12, run=make(machines=machines), every=2, checkpoints=tmp_path
+      )
+    assert [x.step for x in records] == [2, 4, 6, 8, 9]
+  # Seconds pass without any machine.
+  (record,) = fit(9, "seconds", run=make(machines=machines))
   assert record.step == 9
 
 
@@ -210,58 +217,22 @@ def diverging(first_bad):
 
 
 def test_states_that_are_not_finite_are_not_saved(tmp_path):
-  pytest.importorskip("orbax.checkpoint")
-
-  def fit(first_bad):
-    run = server.VirtualTrainer(make(diverging(first_bad)))
-    with warnings.catch_warnings(record=True) as told:
+  def train(first_bad, folder):
+    with warnings.catch_warnings(record=True) as given:
       warnings.simplefilter("always")
-      records = run.fit(12, every=4, checkpoints=checkpoints)
-    return records, [str(x.message) for x in told]
+      records = fit(
+        12, run=make(diverging(first_bad)), every=4, checkpoints=folder
+      )
+    return records, [str(x.message) for x in given]
 
-  bad = "The state after update {} is not finite and was not saved: {}."
-  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
-    # The server's own updates are infinite: it then refuses what workers push.
-    records, told = fit(2)
-    assert set(told[:-1]) == {bad.format(4, "there is no checkpoint")}
-    assert "were refused again and again after update 4" in told[-1]
-    assert records[-1].diverged and checkpoints.latest_step() is None
-    records, told = fit(5)
-    assert not records[0].diverged and records[-1].diverged
-    assert told[0] == bad.format(records[1].step, "the last checkpoint stays")
-    kept = checkpoints.latest_step()
-    # Once more: from update 4 on.
-    again, told = fit(5)
-    assert [x.step for x in again] == [x.step for x in records]
-    assert again[0] == records[0] and checkpoints.latest_step() == kept
-  whole = make()
-  whole.run(updates=4)
-  assert whole.events == kept
-
-
-def test_learners_that_are_not_finite_are_not_saved(tmp_path):
-  pytest.importorskip("orbax.checkpoint")
-  machines = cluster.workers([2.0, 1.0])
-  learner = server.FragmentLearner(
-    gradients.LOSS,
-    optax.sgd(1e30),
-    gradients.MODEL.params,
-    data.SampleStream(gradients.DIGITS, 2, seed=0),
-    workers=machines.names,
-  )
-  protocol = server.DecoupledDiLoCo(
-    batches=server.FixedBatches(10), interval=2, parts=learner.server.parts
-  )
-  run = server.Simulation(
-    machines,
-    protocol,
-    cluster.Profile(seconds_per_sample=0.01),
-    learner=learner,
-  )
-  with training.Checkpoints(tmp_path, collectives.workers(1)) as checkpoints:
-    with warnings.catch_warnings(record=True) as told:
-      warnings.simplefilter("always")
-      (record,) = server.VirtualTrainer(run).fit(2, checkpoints=checkpoints)
-    assert "was not saved: there is no check" in str(told[0].message)
-    assert record.diverged and checkpoints.latest_step() is None
-    assert run.refused == {"nan": 6}
+  records, given = train(2, tmp_path / "a")
+  # The server refuses all later gradients, and expels the workers.
+  assert given[0].endswith("not finite, and it was not saved: there is none.")
+  assert "had to refuse the pushes of all workers" in given[-1]
+  assert records[-1].diverged and not list((tmp_path / "a").glob("update_*"))
+  for _ in range(2):  # A resumed run continues from update 4.
+    records, given = train(5, tmp_path / "b")
+    assert [x.diverged for x in records] == [False, True]
+    assert given[0].endswith("not saved: the last checkpoint stays.")
+    kept = sorted(x.name for x in (tmp_path / "b").glob("update_*"))
+    assert kept == ["update_0000000004"]

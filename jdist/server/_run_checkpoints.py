@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from jdist import training
+from jdist.server import _run_marks
 from jdist.storage import array_files, hashes, plain_data
 
 _KEPT = 2
@@ -28,22 +29,16 @@ class Header(TypedDict):
   """The part of a checkpoint that holds no arrays.
 
   Attributes:
-    updates: updates so far, which name the checkpoint.
-    now_s: seconds of the run's clock.
-    learner: what the server's learner notes in JSON.
-    driver: of `Delivery.save`.
-    records: rows of the marks so far.
-    pushed_bytes: payloads of workers so far.
-    pulled_bytes: payloads sent to workers so far.
+    updates: Updates so far, which name the checkpoint.
+    now_s: Seconds on the engine's clock.
+    marks: The figures of the marks so far.
+    state: What the engine notes besides, as JSON can hold it.
   """
 
   updates: int
   now_s: float
-  learner: dict[str, Any]
-  driver: Any
-  records: list[dict[str, Any]]
-  pushed_bytes: int
-  pulled_bytes: int
+  marks: list[_run_marks.Mark]
+  state: Any
 
 
 class _Body(TypedDict):
@@ -62,7 +57,7 @@ class _Saving:
   done: concurrent.futures.Future[int] | None
 
 
-class LiveCheckpoints:
+class RunCheckpoints:
   """Writes checkpoints once the workers' states have come, and reads them.
 
   Args:
@@ -92,8 +87,11 @@ class LiveCheckpoints:
     training.check_same_run(body["identity"], identity, argument="identity")
     self.found = body["header"], parts
     self._whole.add(body["header"]["updates"])
-    for name in [x for x in parts if x.startswith(_WORKER)]:
-      self.states[name.removeprefix(_WORKER)] = parts.pop(name)
+    self.states = {
+      name.removeprefix(_WORKER): part
+      for name, part in parts.items()
+      if name.startswith(_WORKER)
+    }
 
   @property
   def on(self) -> bool:
@@ -149,7 +147,12 @@ class LiveCheckpoints:
       return
     updates = saving.header["updates"]
     target = self._folder / f"update_{updates:010d}"
-    body = _Body(what=_WHAT, identity=self._identity, header=saving.header)
+    body = _Body(
+      what=_WHAT,
+      identity=self._identity,
+      header=saving.header
+      | {"marks": plain_data.to_plain(saving.header["marks"])},
+    )
     if updates not in self._whole:
       # A damaged manifest does not say which arrays are stale, so that nothing
       # could be saved over it.

@@ -1,0 +1,99 @@
+"""Marks of a server's run: where it is measured, saved and evaluated."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jdist import training
+
+Unit = Literal["updates", "samples", "seconds"]
+REFUSED = "the server had to refuse the pushes of all workers"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPlan:
+  """The marks of a run, and where it is saved.
+
+  Attributes:
+    unit: In what the marks are counted.
+    marks: The positions, in ascending order; the run ends at the last one. A
+      run without marks lasts until it is stopped.
+    checkpoints: The directory of the checkpoints, one for each mark; None saves
+      nothing.
+    identity: What a checkpoint must have been made with to be resumed.
+  """
+
+  unit: Unit = "samples"
+  marks: tuple[float, ...] = ()
+  checkpoints: str | None = None
+  identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Mark(NamedTuple):
+  """The figures of a run at a mark, as JSON can hold them.
+
+  Attributes:
+    updates: Updates of the parameters so far.
+    samples: Samples whose gradients are in updates.
+    now_s: Seconds since the start, on the engine's clock.
+    pushed_bytes: Bytes that all workers have sent to the server.
+    staleness: The mean staleness of the gradients in updates.
+    train_loss: The mean loss of the updates since the mark before; NaN if there
+      was none.
+    last_loss: The loss of the last of them; None if there was none.
+    usable: Whether training can continue from the state, which is saved only
+      then: it is finite, and has not made the server expel all workers.
+    ended: Why the run cannot reach a later mark; None if it can.
+  """
+
+  updates: int
+  samples: int
+  now_s: float
+  pushed_bytes: float
+  staleness: float
+  train_loss: float
+  last_loss: float | None
+  usable: bool
+  ended: str | None
+
+
+def measure(
+  driver: Any,
+  learner: Any,
+  before: Mark | None,
+  *,
+  now_s: float,
+  pushed_bytes: float,
+  ended: str | None = None,
+) -> Mark:
+  """Measures a run where it stands, by its `Driver` and server learner."""
+  # `EmptyServer` and other learners without a model have no losses either.
+  after = 0 if before is None else before.samples
+  losses = [
+    x for samples, x in getattr(learner, "losses", ()) if samples > after
+  ]
+  gradients = sum(driver.staleness.values())
+  stale = sum(age * count for age, count in driver.staleness.items())
+  return Mark(
+    updates=driver.state.version,
+    samples=driver.applied_samples,
+    now_s=now_s,
+    pushed_bytes=pushed_bytes,
+    staleness=stale / gradients if gradients else 0.0,
+    train_loss=float(np.mean(losses)) if losses else math.nan,
+    last_loss=losses[-1] if losses else None,
+    usable=is_finite(learner) and not driver.all_expelled,
+    ended=REFUSED if ended and driver.all_expelled else ended,
+  )
+
+
+def is_finite(learner: Any) -> bool:
+  """Returns whether training can continue from a server's model."""
+  model = getattr(learner, "model", None)
+  if model is None:
+    return True
+  # Pushes that wait for an update were refused unless they were finite.
+  parameters = (model.params, model.model_state)
+  return bool(training.is_finite(parameters, model.opt_state))

@@ -1,0 +1,107 @@
+"""A server and its workers on the virtual clock, from mark to mark."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jdist import checks
+from jdist.server import _run_checkpoints, _run_marks, _server_run
+from jdist.server.clock import _simulation
+
+
+class ClockSession:
+  """Drives a simulation with real gradients, for `ServerRun`.
+
+  Args:
+    simulation: At its beginning, with a learner.
+
+  Raises:
+    ValueError: when the simulation has no learner.
+  """
+
+  clock: Literal["virtual", "wall"] = "virtual"
+
+  def __init__(self, simulation: _simulation.Simulation):
+    if getattr(simulation, "learner", None) is None:
+      raise ValueError(
+        "`simulation` must have a learner with gradients, got "
+        f"{checks.show(simulation)}. Make it with `Simulation(..., "
+        "learner=GradientLearner(...))`."
+      )
+    self.simulation = simulation
+    self.num_workers = len(simulation.nodes)
+    self._marks: list[_run_marks.Mark] = []
+    self._saved_events: int | None = None
+
+  def begin(
+    self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
+  ) -> int | None:
+    """Replays the clock up to the newest checkpoint, if there is one."""
+    del stops  # Computed time has nothing to wait for.
+    self._plan = plan
+    self._checkpoints = _run_checkpoints.RunCheckpoints(
+      plan.checkpoints, plan.identity
+    )
+    found = self._checkpoints.found
+    if found is None:
+      return None
+    header, arrays = found
+    self.simulation.resume(header["state"], arrays)
+    self._marks = header["marks"]
+    self._saved_events = self.simulation.events
+    return self.updates
+
+  def advance(
+    self, number: int, stops: Callable[[], bool]
+  ) -> _server_run.Reached:
+    """Runs until a mark, and saves a state that is finite there."""
+    del stops
+    run, learner = self.simulation, self.simulation.learner
+    assert learner is not None
+    if number < len(self._marks):
+      # A checkpoint is of its last mark, and has no earlier models.
+      at_last = number == len(self._marks) - 1
+      model = learner.model if at_last else None
+      return _server_run.Reached(self._marks[number], model)
+    unit, limit = self._plan.unit, self._plan.marks[number]
+    limits: dict[str, Any] = {unit: limit}
+    run.run(**limits)
+    done = {"updates": self.updates, "samples": run.applied_samples}
+    # Seconds pass without any machine.
+    short = unit != "seconds" and run.ended and done[unit] < limit
+    mark = _run_marks.measure(
+      run,
+      learner,
+      self._marks[-1] if self._marks else None,
+      now_s=run.now_s,
+      pushed_bytes=run.pushed_bytes,
+      ended="all machines are away for good" if short else None,
+    )
+    self._marks.append(mark)
+    self.save()
+    return _server_run.Reached(mark, learner.model)
+
+  def save(self) -> int | None:
+    """Saves the state at the last mark, if training can continue from it."""
+    run, checkpoints = self.simulation, self._checkpoints
+    if not checkpoints.on or not self._marks or not self._marks[-1].usable:
+      return None
+    if self._saved_events != run.events:
+      notes, arrays = run.save()
+      header = _run_checkpoints.Header(
+        updates=self.updates,
+        now_s=run.now_s,
+        marks=list(self._marks),
+        state=notes,
+      )
+      checkpoints.begin(header, arrays, owing=set())
+      self._saved_events = run.events
+    return self.updates
+
+  @property
+  def updates(self) -> int:
+    """The number of updates so far."""
+    return self.simulation.state.version
+
+  def summary(self) -> dict[str, Any]:
+    """Returns the run in figures, as `Simulation.summary`."""
+    return self.simulation.summary()

@@ -1,0 +1,208 @@
+"""A live server and its workers on an engine, from mark to mark."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from jdist.server import _run_marks, _server_run
+from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.runtime import _engine, _live_plan
+
+_POLL_S = 0.1
+_MAX_TRIES = 3
+
+
+class LiveSession:
+  """Starts a server and workers on an engine and replaces those that are lost.
+
+  A lost worker leaves the protocol, and another one is spawned in its place. A
+  lost server is started again from its newest checkpoint; workers reconnect by
+  themselves.
+
+  Args:
+    engine: Runs the server and the workers. It is not stopped here, so that
+      another session can use its processes.
+    make_server: Builds the `LiveServer` in the server's process, from the
+      complete plan.
+    works: By name, what each worker's process does with its channel.
+    plan: Settings of the server; `ServerRun` adds the marks and the
+      checkpoints.
+    model: Parameters and batch statistics of the shapes that are trained, to
+      read the server's snapshots. Needed only to evaluate.
+    startup_s: How long to wait for all workers at the start.
+    on_status: Is called with the server's status ten times a second.
+    on_event: Is called with each new entry of `events`.
+
+  Attributes:
+    engine: As given.
+    events: Who was lost and who came back, and when.
+    payload: The bytes of the server's state, as `ServerLearner.save` returns
+      them, once there is a summary.
+  """
+
+  clock: Literal["virtual", "wall"] = "wall"
+
+  def __init__(
+    self,
+    engine: _engine.Engine,
+    make_server: Callable[[_live_plan.LivePlan], Any],
+    works: Mapping[str, Callable[[_engine.Channel], None]],
+    plan: _live_plan.LivePlan,
+    *,
+    model: Any = None,
+    startup_s: float = 300.0,
+    on_status: Callable[[dict[str, Any]], None] = lambda status: None,
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+  ):
+    self.engine, self._make_server = engine, make_server
+    self._works, self._plan = dict(works), plan
+    self._like, self._startup_s = model, startup_s
+    self._on_status, self._on_event = on_status, on_event
+    self.num_workers = len(plan.workers)
+    self.events: list[dict[str, Any]] = []
+    self.payload = np.zeros(0, np.uint8)
+    # How often each worker was lost since it last said hello.
+    self._away: dict[str, int] = {}
+    self._status: dict[str, Any] = {}
+
+  def begin(
+    self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
+  ) -> int | None:
+    """Starts the server, which resumes by itself, and the workers."""
+    self._plan = dataclasses.replace(self._plan, **vars(plan))
+    try:
+      self.engine.on_lost(self._on_lost)
+      self._serve()
+      if not self._ask_status()["finished"]:
+        names = list(self._works)
+        # The first worker compiles for all: the others find its programs in
+        # the cache.
+        for group in (names[:1], names[1:]):
+          for name in group:
+            self.engine.spawn(name, self._works[name])
+          self._wait_for(group, stops)
+        if not stops():
+          self.engine.ask("start")
+    except _engine.LostServerError as error:
+      raise _engine.LostRunError(
+        f"The server was lost before the run began: {error}"
+      ) from None
+    resumed: int | None = self._status["resumed"]
+    return resumed
+
+  def advance(
+    self, number: int, stops: Callable[[], bool]
+  ) -> _server_run.Reached | None:
+    """Watches the run until a mark; the server has saved its state there."""
+    while not stops():
+      try:
+        self.engine.poll()
+        status = self._ask_status()
+        self._note_returns()
+        self._on_status(status)
+        if status["records"] > number:
+          mark, snapshot = self.engine.ask("record_of", number)
+          return _server_run.Reached(mark, self._model_of(snapshot))
+      except _engine.LostServerError as error:
+        self._serve_again(str(error), stops)
+      time.sleep(_POLL_S)
+    return None
+
+  def _model_of(self, snapshot: np.ndarray) -> _learner.ServerModel | None:
+    """Returns the model of a snapshot, which is empty where it was lost."""
+    if self._like is None or not len(snapshot):
+      return None
+    params, state = _gradient_messages.tree_of_bytes(snapshot, self._like)
+    return _learner.ServerModel(params, (), state)
+
+  def save(self) -> int | None:
+    """Has the server save its state and those of the workers."""
+    try:
+      update: int = self.engine.ask("save")
+    except Exception:  # SIGTERM came before there was a server, or after it.
+      return None
+    return None if update < 0 else update
+
+  def summary(self) -> dict[str, Any]:
+    """Returns the finished run in figures, of wall seconds, and its events."""
+    found, self.payload = self.engine.ask("final")
+    return {"events": self.events} | found
+
+  @property
+  def updates(self) -> int:
+    """The number of updates so far."""
+    return int(self._status.get("updates", 0))
+
+  def _serve(self) -> None:
+    # The server's process gets the plan pickled, together with what builds it.
+    self.engine.serve(functools.partial(self._make_server, self._plan))
+
+  def _ask_status(self) -> dict[str, Any]:
+    self._status = self.engine.ask("status")
+    if self._status["error"] is not None:
+      raise ValueError(self._status["error"])
+    return self._status
+
+  def _wait_for(self, names: list[str], stops: Callable[[], bool]) -> None:
+    until = time.monotonic() + self._startup_s
+    while not stops():
+      self.engine.poll()
+      missing = set(names) - set(self._ask_status()["here"])
+      if not missing:
+        return
+      if time.monotonic() > until:
+        raise _engine.LostRunError(
+          f"{', '.join(sorted(missing))} did not connect within "
+          f"{self._startup_s:g} s."
+        )
+      time.sleep(_POLL_S)
+
+  def _on_lost(self, name: str, reason: str) -> None:
+    if self._status.get("finished"):
+      return
+    self._away[name] = self._away.get(name, 0) + 1
+    if self._away[name] > _MAX_TRIES:
+      raise _engine.LostRunError(
+        f"{name} was lost {_MAX_TRIES} times before it came back: {reason}"
+      )
+    self._add_event("lost", name, reason)
+    self.engine.ask("lost", name)
+    self.engine.spawn(name, self._works[name])
+
+  def _note_returns(self) -> None:
+    for name in [name for name in self._away if name in self._status["here"]]:
+      del self._away[name]
+      self._add_event("back", name)
+
+  def _add_event(self, kind: str, worker: str, reason: str = "") -> None:
+    at_s = time.monotonic()
+    event = {"kind": kind, "worker": worker, "at_s": at_s, "reason": reason}
+    self.events.append(event)
+    self._on_event(event)
+
+  def _serve_again(self, reason: str, stops: Callable[[], bool]) -> None:
+    for _ in range(_MAX_TRIES):
+      self._add_event("lost", "server", reason)
+      if self._plan.checkpoints is None:
+        raise _engine.LostRunError(
+          f"The server was lost ({reason}), and there are no checkpoints to "
+          "resume from."
+        )
+      try:
+        self._serve()
+        here = [name for name in self._works if name not in self._away]
+        self._wait_for(here, stops)
+        if not stops():
+          self.engine.ask("start")
+      except _engine.LostServerError as error:
+        reason = str(error)
+        continue
+      self._add_event("back", "server")
+      return
+    raise _engine.LostRunError(
+      f"The server was lost {_MAX_TRIES} times before it came back: {reason}"
+    )
