@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist import cluster, models, pipeline
+from jdist import cluster, models
 
 Batch = dict[str, Any]
 
@@ -195,10 +195,12 @@ TOPOLOGIES: dict[str, Callable[[Config, int], cluster.Cluster]] = {
 }
 
 
-def levels(config: Config, topology: str, number: int) -> list[pipeline.Level]:
+def levels(
+  config: Config, topology: str, number: int
+) -> list[tuple[int, float]]:
   """Returns what PipeDream's planner knows of the links."""
   fast = config.fast_gbit_per_s * 1e9 / 8
   if topology != "two levels":
-    return [pipeline.Level(number, fast)]
+    return [(number, fast)]
   slow = config.slow_gbit_per_s * 1e9 / 8
-  return [pipeline.Level(number // 2, fast), pipeline.Level(2, slow)]
+  return [(number // 2, fast), (2, slow)]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pipedream_planner
+
 from jdist import cluster, pipeline
 
 BASELINES = ("naive", "gpipe", "1f1b", "pipedream", "2bw")
@@ -29,7 +31,7 @@ class Cell:
 
   costs: Sequence[pipeline.LayerCost]
   machines: cluster.Cluster
-  levels: Sequence[pipeline.Level]
+  levels: Sequence[tuple[int, float]]
   number: int
   samples: int
   input_bytes: float
@@ -144,18 +146,18 @@ def _by_its_paper(
   # PipeDream updates after each of its micro-batches.
   each = 1 if method == "pipedream" else parts
   if method == "pipedream":
-    plan = pipeline.pipedream_partition(
+    plan, replicas = pipedream_planner.partition(
       costs, machines, cell.levels, replicate=replicate, footprint=footprint
     )
   else:
     plan = pipeline.even_partition(
-      costs, machines, by="compute", footprint=footprint, num_microbatches=each
+      costs, machines, footprint=footprint, num_microbatches=each
     )
+    replicas = (1,) * plan.num_stages
   limit = min(x.memory_bytes for x in machines.nodes)
-  replicas = plan.replicas or (1,) * plan.num_stages
   run, there = plan, machines
   if max(replicas) > 1:
-    run, there = pipeline.merge_replicas(plan, machines)
+    run, there = pipedream_planner.merge_replicas(plan, replicas, machines)
   table = _table(method, plan.num_stages, each)
   times = pipeline.simulate(
     table, run.stages, there, nodes=run.nodes, optimizer_copies=_COPIES
@@ -171,7 +173,7 @@ def _by_its_paper(
   return {
     "table": method,
     "cuts": plan.cuts,
-    "nodes": plan.nodes,
+    "nodes": machines.names if max(replicas) > 1 else plan.nodes,
     "replicas": replicas,
     "minibatch_samples": samples,
     "recompute": recompute,

@@ -1,56 +1,48 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
-from jdist.pipeline.planning import Candidate as Candidate
-from jdist.pipeline.planning import even_partition as even_partition
-from jdist.pipeline.planning import Footprint as Footprint
-from jdist.pipeline.planning import layer_costs as layer_costs
-from jdist.pipeline.planning import LayerCost as LayerCost
-from jdist.pipeline.planning import LayerMove as LayerMove
-from jdist.pipeline.planning import Level as Level
-from jdist.pipeline.planning import load_costs as load_costs
-from jdist.pipeline.planning import merge_replicas as merge_replicas
-from jdist.pipeline.planning import partition as partition
-from jdist.pipeline.planning import pipedream_partition as pipedream_partition
-from jdist.pipeline.planning import PIPELINE_COLOURS as PIPELINE_COLOURS
-from jdist.pipeline.planning import PipelineTimes as PipelineTimes
-from jdist.pipeline.planning import place as place
-from jdist.pipeline.planning import Plan as Plan
-from jdist.pipeline.planning import plan as plan
-from jdist.pipeline.planning import Proposal as Proposal
-from jdist.pipeline.planning import Replanner as Replanner
-from jdist.pipeline.planning import simulate as simulate
-from jdist.pipeline.planning import stage_cost as stage_cost
-from jdist.pipeline.planning import stage_times as stage_times
-from jdist.pipeline.processes import AdaptiveRun as AdaptiveRun
-from jdist.pipeline.processes import connect as connect
-from jdist.pipeline.processes import listen as listen
-from jdist.pipeline.processes import move_layers as move_layers
-from jdist.pipeline.processes import Peers as Peers
-from jdist.pipeline.processes import ProcessState as ProcessState
-from jdist.pipeline.processes import StageProcess as StageProcess
-from jdist.pipeline.runtime import cut_layers as cut_layers
-from jdist.pipeline.runtime import merge as merge
-from jdist.pipeline.runtime import OneProgram as OneProgram
-from jdist.pipeline.runtime import split_backward as split_backward
-from jdist.pipeline.runtime import SplitBackward as SplitBackward
-from jdist.pipeline.runtime import Stage as Stage
-from jdist.pipeline.runtime import TickTimes as TickTimes
-from jdist.pipeline.runtime import whole_model as whole_model
-from jdist.pipeline.schedule import Action as Action
-from jdist.pipeline.schedule import check_table as check_table
-from jdist.pipeline.schedule import draw_table as draw_table
-from jdist.pipeline.schedule import format_table as format_table
-from jdist.pipeline.schedule import greedy as greedy
-from jdist.pipeline.schedule import load_table as load_table
-from jdist.pipeline.schedule import make_table as make_table
-from jdist.pipeline.schedule import Op as Op
-from jdist.pipeline.schedule import ours as ours
-from jdist.pipeline.schedule import parse_table as parse_table
-from jdist.pipeline.schedule import read_versions as read_versions
-from jdist.pipeline.schedule import StageTimes as StageTimes
-from jdist.pipeline.schedule import start_times as start_times
-from jdist.pipeline.schedule import Table as Table
-from jdist.pipeline.schedule import table_options as table_options
-from jdist.pipeline.schedule import TableError as TableError
-from jdist.pipeline.schedule import TableReport as TableReport
-from jdist.pipeline.schedule import TABLES as TABLES
+from jdist.pipeline.planning._bottleneck import (
+  even_partition as even_partition,
+)
+from jdist.pipeline.planning._bottleneck import partition as partition
+from jdist.pipeline.planning._candidate import Candidate as Candidate
+from jdist.pipeline.planning._candidate import stage_times as stage_times
+from jdist.pipeline.planning._costs import LayerCost as LayerCost
+from jdist.pipeline.planning._costs import load_costs as load_costs
+from jdist.pipeline.planning._layer_costs import layer_costs as layer_costs
+from jdist.pipeline.planning._placement import place as place
+from jdist.pipeline.planning._plan import Footprint as Footprint
+from jdist.pipeline.planning._plan import Plan as Plan
+from jdist.pipeline.planning._plan_search import plan as plan
+from jdist.pipeline.planning._replanner import Proposal as Proposal
+from jdist.pipeline.planning._replanner import Replanner as Replanner
+from jdist.pipeline.planning._simulator import (
+  PIPELINE_COLOURS as PIPELINE_COLOURS,
+)
+from jdist.pipeline.planning._simulator import PipelineTimes as PipelineTimes
+from jdist.pipeline.planning._simulator import simulate as simulate
+from jdist.pipeline.processes._adaptive_run import AdaptiveRun as AdaptiveRun
+from jdist.pipeline.processes._device_part import ProcessState as ProcessState
+from jdist.pipeline.processes._handshake import listen as listen
+from jdist.pipeline.processes._peers import connect as connect
+from jdist.pipeline.processes._peers import Peers as Peers
+from jdist.pipeline.processes._stage_process import StageProcess as StageProcess
+from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
+from jdist.pipeline.runtime._stages import cut_layers as cut_layers
+from jdist.pipeline.runtime._tick_times import TickTimes as TickTimes
+from jdist.pipeline.runtime._whole_model import whole_model as whole_model
+from jdist.pipeline.schedule._asynchronous_tables import ours as ours
+from jdist.pipeline.schedule._checker import check_table as check_table
+from jdist.pipeline.schedule._list_schedule import greedy as greedy
+from jdist.pipeline.schedule._list_schedule import StageTimes as StageTimes
+from jdist.pipeline.schedule._table import Action as Action
+from jdist.pipeline.schedule._table import Op as Op
+from jdist.pipeline.schedule._table import Table as Table
+from jdist.pipeline.schedule._table_picture import draw_table as draw_table
+from jdist.pipeline.schedule._table_registry import make_table as make_table
+from jdist.pipeline.schedule._table_registry import (
+  table_options as table_options,
+)
+from jdist.pipeline.schedule._table_registry import TABLES as TABLES
+from jdist.pipeline.schedule._text_form import format_table as format_table
+from jdist.pipeline.schedule._text_form import load_table as load_table
+from jdist.pipeline.schedule._text_form import parse_table as parse_table

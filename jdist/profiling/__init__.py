@@ -14,14 +14,11 @@ from jdist.profiling._gpu_target import check_compiler as check_compiler
 from jdist.profiling._gpu_target import gpu_target as gpu_target
 from jdist.profiling._gpu_target import GpuTarget as GpuTarget
 from jdist.profiling._gpu_target import set_link_rates as set_link_rates
-from jdist.profiling._gpus import Gpu as Gpu
 from jdist.profiling._gpus import GPUS as GPUS
 from jdist.profiling._hlo_collectives import (
   read_collectives as read_collectives,
 )
-from jdist.profiling._model_profile import profile_model as profile_model
 from jdist.profiling._timeline import Event as Event
 from jdist.profiling._timeline import Loop as Loop
 from jdist.profiling._timeline import read_loop as read_loop
-from jdist.profiling._timeline import read_timeline as read_timeline
 from jdist.profiling._timeline_plot import plot_forecasts as plot_forecasts

@@ -15,7 +15,6 @@ from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
 from jdist.training._losses import language_model_loss as language_model_loss
 from jdist.training._losses import masked_mean as masked_mean
-from jdist.training._losses import model_inputs as model_inputs
 from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
 from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
@@ -31,7 +30,6 @@ from jdist.training._run_metadata import check_same_run as check_same_run
 from jdist.training._run_metadata import OtherRunError as OtherRunError
 from jdist.training._step import make_step as make_step
 from jdist.training._step import make_update as make_update
-from jdist.training._step import mean_statistics as mean_statistics
 from jdist.training._step import Step as Step
 from jdist.training._step import (
   synchronize_statistics as synchronize_statistics,
@@ -49,4 +47,3 @@ from jdist.training.loop import Progress as Progress
 from jdist.training.loop import Record as Record
 from jdist.training.loop import RoundHost as RoundHost
 from jdist.training.loop import Trainer as Trainer
-from jdist.training.loop import Watchdog as Watchdog

@@ -1,4 +1,4 @@
-"""Evaluation on the anchor, the parameters on which all workers agree."""
+"""Evaluation at the anchor, the parameters on which all workers agree."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ PyTree = Any
 class Evaluator:
   """Evaluates a state on a fixed set of batches.
 
-  The workers share the batches out, and every process learns the totals.
+  Each worker evaluates a part of every batch, and all processes get the totals.
   """
 
   def __init__(
@@ -34,21 +34,21 @@ class Evaluator:
     """Places the batches once and prepares the programs.
 
     Args:
-      workers: the run's workers.
-      apply: the model, as of `jdist.models`.
-      batches: `{"image", "label", "mask"}` or, of texts, `{"tokens",
-        "targets", "mask"}` with arrays `[workers, n, ...]`; samples or tokens
+      workers: The run's workers.
+      apply: The model, as in `jdist.models`.
+      batches: `{"image", "label", "mask"}` or, for texts, `{"tokens",
+        "targets", "mask"}` with arrays `[workers, n, ...]`. Samples or tokens
         whose mask is 0 do not count.
-      normalize: turns stored images into the model's inputs.
-      compute_dtype: the dtype in which the model computes.
-      optimizer: if given, what it has begun and not yet applied is brought in
-        first, in a copy (`transforms.drain`), which costs a round's
-        communication that `Record.sent_bytes` does not count.  Needed with
-        `update_first`.
+      normalize: Turns stored images into the model's inputs.
+      compute_dtype: The dtype in which the model computes.
+      optimizer: The optimizer, whose pending updates are first applied to a
+        copy of the state (`transforms.drain`). That costs a round's
+        communication, which `Record.sent_bytes` does not count. It is required
+        with `update_first`; by default the state is evaluated as it is.
 
     Raises:
-      ValueError: when there are no batches; at the first evaluation, when the
-        last step's update is still to come and `optimizer` is not given.
+      ValueError: If there are no batches; at the first evaluation, if the last
+        step's update is pending and `optimizer` is not given.
     """
     axis = workers.axis
     inputs_of = _losses.model_inputs(
@@ -76,7 +76,7 @@ class Evaluator:
       return params, _step.mean_statistics(state.model_state, axis)
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-      # Nothing is changed at random here, so that any key will do.
+      # Evaluation does not augment, so that the key is not used.
       inputs = inputs_of(batch, jax.random.key(0))
       logits, _ = apply(
         _losses.cast(params, compute_dtype), model_state, inputs, train=False
@@ -85,12 +85,13 @@ class Evaluator:
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
       hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
       mask = batch["mask"]
-      # Of a sample's mask all its tokens count.
+      # A mask of samples holds for all tokens of a sample.
       mask = mask.reshape(*mask.shape, *(1,) * (labels.ndim - mask.ndim))
       mask = jnp.broadcast_to(mask, labels.shape)
-      # Selected, not multiplied: padding may have given a NaN.
+      # Padding may have produced NaN, and 0 * NaN would be NaN.
       counted = [jnp.where(mask != 0, x * mask, 0.0) for x in (hits, losses)]
       sums = jnp.stack([jnp.sum(x) for x in counted])
+      # One all-reduce of three numbers instead of three.
       return collectives.sum(jnp.append(sums, jnp.sum(mask)), axis)
 
     self._prepare = workers.jit(prepare)
@@ -99,19 +100,18 @@ class Evaluator:
     self._of_text = "tokens" in self._batches[0]
 
   def __call__(self, state: _train_state.TrainState) -> dict[str, float]:
-    """Returns test `accuracy` and `loss`, means over all samples.
+    """Returns test `accuracy` and `loss`, means over all samples or tokens.
 
-    Of a text means over all tokens, and beside them what the field says of
-    language models: `perplexity`, `exp(loss)`, and `bits_per_token`, `loss / ln
-    2`: bits per byte where bytes are the tokens.
+    For texts there are also `perplexity`, `exp(loss)`, and `bits_per_token`,
+    `loss / ln 2`, which are bits per byte if bytes are the tokens.
     """
     return self._measure(*self._prepare(state))
 
   def model(self, state: _train_state.TrainState) -> tuple[PyTree, PyTree]:
     """Returns the parameters that are evaluated, and the batch statistics.
 
-    Of one model, without the workers' dimension: the anchor, in which all that
-    the optimizer has begun is brought in.
+    These are the anchor, after all pending updates, and the workers' mean
+    statistics, without the workers' dimension.
     """
     both = self._prepare(state)
     return jax.tree.map(self._workers.view, both)
@@ -119,11 +119,11 @@ class Evaluator:
   def measure(
     self, params: PyTree, model_state: PyTree | None = None
   ) -> dict[str, float]:
-    """Returns the same of one model, for instance a server's.
+    """Evaluates one model, for instance a server's.
 
     Args:
-      params: its parameters, without the workers' dimension.
-      model_state: batch statistics, if it has any.
+      params: The parameters, without the workers' dimension.
+      model_state: The batch statistics, if any.
     """
     num = len(self._workers.local_workers)
     both = (params, {} if model_state is None else model_state)
@@ -133,13 +133,15 @@ class Evaluator:
   def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
     totals = np.zeros(3)
     for batch in self._batches:
-      # Read one by one: few steps in flight, see `jdist.training.Trainer`.
+      # Read one by one, since virtual CPU devices deadlock with many programs
+      # in flight. The sum is in float64, because there may be many batches.
       total = self._totals(params, model_state, batch)
       totals += np.asarray(self._workers.view(total), np.float64)
     hits, loss = totals[:2] / totals[2]
     metrics = {"accuracy": hits, "loss": loss}
     if self._of_text:
-      with np.errstate(over="ignore"):  # Of a diverged model it is infinite.
+      # A diverged model has an infinite perplexity.
+      with np.errstate(over="ignore"):
         metrics["perplexity"] = float(np.exp(loss))
       metrics["bits_per_token"] = loss / math.log(2)
     return metrics

@@ -1,4 +1,4 @@
-"""The first half of a step: one worker's gradient, without an optimizer."""
+"""One worker's gradient, the first half of a training step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ LossFn = Callable[
 
 
 class Gradient(NamedTuple):
-  """A worker's gradient and what came with it.
+  """A worker's gradient and the other results of the loss.
 
   Attributes:
-    grads: a tree like the parameters.
-    loss: the mean over the samples, a scalar.
-    samples: how many there were, without padding, float32 scalar.
-    model_state: with the batch's statistics.
-    metrics: the loss's scalars.
+    grads: The gradients, a tree like the parameters.
+    loss: The mean loss over the samples, a scalar.
+    samples: The number of samples without padding, a float32 scalar.
+    model_state: The model's state, with the batch's statistics.
+    metrics: The scalars that the loss returned.
   """
 
   grads: PyTree
@@ -38,15 +38,16 @@ class Gradient(NamedTuple):
 def make_gradient(
   loss_fn: LossFn, *, accumulate: int = 1
 ) -> Callable[..., Gradient]:
-  """Makes what computes one worker's gradient.
+  """Makes a function that computes one worker's gradient.
 
-  `make_step` is this and `make_update`; a worker of a parameter server
-  computes a gradient alone.
+  `make_step` combines it with `make_update`. A worker of a parameter server
+  uses it alone.
 
   Args:
-    loss_fn: as of `make_step`.
-    accumulate: into how many micro-batches a batch is cut; their gradients are
-      averaged, weighted by their samples where the batch has a `"mask"`.
+    loss_fn: As in `make_step`.
+    accumulate: The number of micro-batches into which a batch is cut. Their
+      gradients are averaged, weighted by their samples if the batch has a
+      `"mask"`.
 
   Returns:
     `(params, model_state, batch, key) -> Gradient`.
@@ -77,6 +78,7 @@ def make_gradient(
       )
     return found
 
+  # Integer leaves, for instance counters in a tree of parameters, are allowed.
   value_and_grad = jax.value_and_grad(checked, has_aux=True, allow_int=True)
 
   def differentiate(params: PyTree, *given: Any) -> tuple[Any, PyTree]:
@@ -101,14 +103,14 @@ def make_gradient(
 
 
 def _number(param: jax.Array, gradient: Any) -> jax.Array:
-  """Returns zeros for an integer's gradient, for which JAX has no number."""
+  """Returns an array of zeros for an integer's gradient, of dtype float0."""
   if gradient.dtype == jax.dtypes.float0:
     return jnp.zeros(gradient.shape, jnp.asarray(param).dtype)
   return gradient
 
 
 def num_samples(batch: PyTree) -> jax.Array:
-  """Counts a batch's samples: its mask's, or those of its first array."""
+  """Counts a batch's samples by its mask, or by its first array."""
   mask = _mask_of(batch)
   if mask is not None:
     return (mask != 0).sum(dtype=jnp.float32)
@@ -147,7 +149,8 @@ def _accumulated(
       params, model_state, part, jax.random.fold_in(key, number)
     )
     found = _wide((loss, metrics, grads))
-    if masked:  # A micro-batch counts by its samples.
+    if masked:
+      # A mean over all samples weights each micro-batch by its own samples.
       count = num_samples(part)
       found = jax.tree.map(lambda x: x * count.astype(x.dtype), found)
     sums = jax.tree.map(jnp.add, sums, found)
@@ -157,8 +160,8 @@ def _accumulated(
   first = jax.tree.map(lambda x: x[0], parts)
   shapes = jax.eval_shape(differentiate, params, model_state, first, key)
   (loss, (_, metrics)), grads = shapes
-  # Zeros made of each worker's own values, so that the scan's carry has one
-  # type from the first turn on.
+  # A scan's carry must keep its type. Under `shard_map` gradients vary over the
+  # workers, so the initial zeros are derived from a value that varies, too.
   own = jax.random.key_data(key).ravel()[0].astype(jnp.float32) * 0
   zeros = jax.tree.map(
     lambda x: (
@@ -171,8 +174,8 @@ def _accumulated(
     micro,
     (model_state, zeros),
     (parts, jnp.arange(accumulate)),
-    # XLA's CPU loops run convolutions slowly, and a GPU gains nothing from
-    # unrolling but compile time.
+    # XLA's CPU compiler runs convolutions inside loops slowly. On a GPU
+    # unrolling would only cost compile time.
     unroll=jax.default_backend() == "cpu",
   )
   count = jnp.maximum(num_samples(batch), 1.0) if masked else accumulate
@@ -181,6 +184,7 @@ def _accumulated(
   return loss, model_state, metrics, grads
 
 
+# Sums over many micro-batches would lose digits in a narrower dtype.
 def _wide_dtype(dtype: Any) -> Any:
   narrow = not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 4
   return jnp.float32 if narrow else dtype

@@ -1,4 +1,4 @@
-"""Losses: a model's error on a batch, as a step differentiates it."""
+"""Loss functions of a model on a batch, which a step differentiates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +27,11 @@ def classification_loss(
 
   Args:
     apply: `(params, model_state, images, train=True) -> logits, model_state`,
-      as of `jdist.models`; with masks it takes `mask=`.
-    normalize: turns stored images into the model's inputs.
-    compute_dtype: the dtype in which the model computes, for instance
-      `jnp.bfloat16`; parameters, gradients and the loss stay float32.
-    augment: changes stored images at random, `(images, key) -> images`, for
+      as in `jdist.models`. With masks it takes `mask=`.
+    normalize: Turns stored images into the model's inputs.
+    compute_dtype: The dtype in which the model computes, for instance
+      `jnp.bfloat16`. Parameters, gradients and the loss stay float32.
+    augment: Changes stored images at random, `(images, key) -> images`, for
       instance `data.compose(data.random_crop(), data.random_flip())`.
 
   Returns:
@@ -52,18 +52,17 @@ def language_model_loss(
 
     loss = -mean of log softmax(logits)[i, t, targets[i, t]] over i and t
 
-  in nats.  With a `"mask"` in the batch, of samples [batch] or of tokens
-  [batch, length], loss and accuracy are means over the tokens where it is not
-  0.
+  in nats. With a `"mask"` in the batch, of samples [batch] or of tokens [batch,
+  length], loss and accuracy are means over the tokens whose mask is not 0.
 
   Args:
     apply: `(params, model_state, tokens, train=True) -> logits, model_state`
-      with logits [batch, length, vocabulary]; with masks it takes `mask=`.
-    compute_dtype: as of `classification_loss`; tokens stay integers.
+      with logits [batch, length, vocabulary]. With masks it takes `mask=`.
+    compute_dtype: As in `classification_loss`; tokens stay integers.
 
   Returns:
-    A loss for `make_step`, with the metric `accuracy`: of the likeliest next
-    token.
+    A loss for `make_step`, with the metric `accuracy`, the share of tokens that
+    the model thinks likeliest.
 
   >>> def apply(params, state, tokens, train):
   ...   return jnp.zeros((*tokens.shape, 4)) + params, state
@@ -106,10 +105,10 @@ def model_inputs(
   compute_dtype: Any = jnp.float32,
   augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> Callable[[PyTree, jax.Array], jax.Array]:
-  """Makes what turns a batch and a random key into a model's inputs.
+  """Makes a function that turns a batch and a random key into inputs.
 
-  Of a batch of texts these are its `"tokens"`, as they are.  The arguments are
-  those of `classification_loss`.
+  The inputs of texts are their `"tokens"`, unchanged. The arguments are those
+  of `classification_loss`.
   """
 
   def inputs(batch: PyTree, key: jax.Array) -> jax.Array:
@@ -119,7 +118,7 @@ def model_inputs(
     if augment is not None:
       images = augment(images, key)
     images = normalize(images)
-    # Numbers of tokens stay what they are.
+    # A cast to bfloat16 would merge the numbers of tokens above 256.
     tokens = jnp.issubdtype(images.dtype, jnp.signedinteger)
     return images if tokens else images.astype(compute_dtype)
 
@@ -129,15 +128,16 @@ def model_inputs(
 def label_loss(logits: jax.Array, batch: PyTree) -> tuple[jax.Array, Metrics]:
   """Softmax cross-entropy of logits on a batch's labels, and the accuracy.
 
-  Of a batch of texts its targets are the labels.  Both are means over the
+  The labels of texts are their targets. Loss and accuracy are means over the
   samples or tokens, those of the batch's `"mask"` if it has one.
 
   Args:
     logits: [batch, classes] or [batch, length, vocabulary], of any floating
-      dtype; the loss is float32.
-    batch: with `"label"` [batch], or `"tokens"` and `"targets"` [batch,
-      length].
+      dtype.
+    batch: A batch with `"label"` [batch], or with `"tokens"` and `"targets"`
+      [batch, length].
   """
+  # In bfloat16 the sum over many classes would lose most digits of the loss.
   logits, mask = logits.astype(jnp.float32), batch.get("mask")
   labels = labels_of(batch)
   targets = jax.nn.one_hot(labels, logits.shape[-1])
@@ -148,14 +148,14 @@ def label_loss(logits: jax.Array, batch: PyTree) -> tuple[jax.Array, Metrics]:
 
 
 def labels_of(batch: PyTree) -> jax.Array:
-  """Returns the classes to be predicted: labels of images, tokens of texts."""
+  """Returns the classes to predict: labels of images, next tokens of texts."""
   return batch["targets" if "tokens" in batch else "label"]
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-  """Averages [batch, ...] where `mask`, of its first axes, is not 0.
+  """Averages [batch, ...] where `mask`, over its first axes, is not 0.
 
-  Of padding alone the mean is 0.
+  The mean over padding alone is 0.
 
   >>> masked_mean(jnp.array([1.0, 3.0, 99.0]), jnp.array([1, 1, 0])).item()
   2.0
@@ -165,14 +165,15 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   ones = (1,) * (values.ndim - mask.ndim)
   inside = mask.astype(bool).reshape(*mask.shape, *ones)
   inside = jnp.broadcast_to(inside, values.shape)
-  # Selected, not multiplied: padding may have given an inf.
+  # Padding may have produced inf or NaN, and 0 * inf would be NaN. Hence a
+  # selection, not a product.
   total = jnp.where(inside, values, jnp.zeros((), values.dtype)).sum()
   count = jnp.maximum(inside.sum(dtype=jnp.float32), 1.0)
   return total / count.astype(values.dtype)
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:
-  """The floating leaves in another dtype.
+  """Casts the floating leaves of a tree to another dtype.
 
   >>> cast({"w": jnp.ones(2), "n": jnp.array(1)}, jnp.bfloat16)["w"].dtype
   dtype(bfloat16)

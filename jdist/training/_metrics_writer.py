@@ -1,4 +1,4 @@
-"""Records as events of TensorBoard."""
+"""Writer of records as events for TensorBoard."""
 
 import contextlib
 import math
@@ -10,30 +10,32 @@ from jdist.training.loop import _record
 
 
 class MetricsWriter:
-  """Writes records for TensorBoard, as they come.
+  """Writes records for TensorBoard during a run.
 
-  Its `write` is made for `Trainer.fit(..., on_record=writer.write)`.  A run
-  that goes on writes on in the same directory.
+  Pass its `write` to `Trainer.fit(..., on_record=writer.write)`. A resumed run
+  continues in the same directory.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
     """Opens or makes the directory.
 
     Args:
-      directory: of the events: `tensorboard --logdir DIRECTORY` shows them.
+      directory: The directory of the events, which `tensorboard --logdir
+        DIRECTORY` shows.
 
     Raises:
-      ImportError: when tensorboardX is not installed.
+      ImportError: If tensorboardX is not installed.
     """
     board = checks.import_extra("tensorboardX", "metrics")
     self._directory = os.fspath(directory)
     self._writer = board.SummaryWriter(self._directory)
 
   def write(self, record: _record.Record) -> None:
-    """Writes a record: each of its metrics, losses, rounds, bytes, rate.
+    """Writes a record's metrics, losses, rounds, bytes and rate.
 
     Raises:
-      OSError: when it cannot be written, as the disk is full for instance.
+      OSError: If the events cannot be written, for instance because the disk
+        is full.
     """
     values = {f"test/{name}": value for name, value in record.metrics.items()}
     values |= {
@@ -43,7 +45,8 @@ class MetricsWriter:
       "train/samples_per_s": record.samples_per_s,
       "train/skipped": record.skipped,
     }
-    if math.isnan(record.samples_per_s):  # There is none yet.
+    # The rate of the first step is unknown, and TensorBoard would draw a NaN.
+    if math.isnan(record.samples_per_s):
       del values["train/samples_per_s"]
     try:
       for name, value in values.items():
@@ -71,6 +74,7 @@ class MetricsWriter:
     if error is None:
       self.close()
       return
-    # What it could not write before, it cannot write now.
+    # After a failed write the file cannot be flushed, and a second error would
+    # hide the first one.
     with contextlib.suppress(OSError):
       self.close()

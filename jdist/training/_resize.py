@@ -1,4 +1,4 @@
-"""Going on with another number of workers."""
+"""Resuming with a different number of workers."""
 
 from typing import Any
 
@@ -20,36 +20,36 @@ def resize(
   new: collectives.Workers,
   new_optimizer: optax.GradientTransformation | None = None,
 ) -> _train_state.TrainState:
-  r"""Turns a state of N workers into one of M that goes on from there.
+  r"""Turns a state of N workers into one from which M workers continue.
 
-  First all that was begun is brought in (`transforms.drain`), and all workers
-  stand on the anchor; what owners hold back of gradients goes to the feedbacks
-  of all workers.  No mass is lost.  Then, leaf by leaf:
+  All pending updates are applied first (`transforms.drain`): then all workers
+  stand at the anchor. Residuals that owners hold of gradients move to the
+  feedbacks of all workers, and no mass is lost. Then, leaf by leaf:
 
-  - what is equal on all workers stays as it is;
-  - of floats and complex numbers that each worker has for itself (momenta, the
-    residuals of compressed gradients) every new worker gets the old workers'
-    mean, so that the mean over the workers stays:
+  - leaves that are equal on all workers stay unchanged;
+  - floats and complex numbers of each worker (momenta, the residuals of
+    compressed gradients) become the old workers' mean on every new worker, so
+    that the mean over the workers is kept:
     :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
   - counters and keys are those of worker 0;
-  - the residuals of owners, who are others now, begin anew.
+  - the residuals of owners, which change, start at zero.
 
   Args:
-    state: arrays `[N, ...]`, as restored by a run of N workers, or of one in
-      this process, on fewer devices with `old` of `substrate="vmap"`.
-    optimizer: the chain, built for the axis of `old`.
-    old: the N workers.
-    new: the M workers.
-    new_optimizer: the chain, built for the axis of `new`; `optimizer` if the
-      axes are the same.
+    state: Arrays `[N, ...]`, restored by a run of N workers, or on fewer
+      devices in this process with `old` of `substrate="vmap"`.
+    optimizer: The chain, built for the axis of `old`.
+    old: The N workers.
+    new: The M workers.
+    new_optimizer: The chain, built for the axis of `new`; by default
+      `optimizer`, which requires equal axes.
 
   Returns:
     Arrays `[M, ...]`.
 
   Raises:
-    ValueError: when something that begins anew is not zero: the owners'
-      residuals of gradients that go through an all-to-all without a feedback,
-      or with `Smoothing`, for instance.
+    ValueError: If a leaf that would start at zero is not zero, for instance
+      the owners' residuals of an all-to-all without a feedback, or with
+      `Smoothing`.
   """
   new_optimizer = optimizer if new_optimizer is None else new_optimizer
 
@@ -59,7 +59,8 @@ def resize(
     )
     return state._replace(params=params, opt_state=opt_state)
 
-  if old.mesh is None:  # A state in memory may lie on several devices.
+  if old.mesh is None:
+    # A state in memory may lie on several devices, which `vmap` does not use.
     state = jax.device_put(state, old.sharding())
   drained = old.gather(old.jit(brought_in)(state))
   first = jax.tree.map(lambda x: x[0], drained)
@@ -72,7 +73,7 @@ def resize(
   def is_owners(x: Any) -> bool:
     return isinstance(x, reducers.AllToAllState)
 
-  # Owners' residuals, a row of the tree at each worker.
+  # The leaves in which each worker keeps the residuals of its part of a tree.
   by_owner = jax.tree.map(
     lambda x: jax.tree.map(lambda _: is_owners(x), x),
     template,
@@ -96,6 +97,7 @@ def resize(
           f"with {old.num_workers} workers."
         )
       return like
+    # Summed in float64, as a sum of many float32 rows would lose digits.
     one = rows[0]
     if not same and jnp.issubdtype(rows.dtype, jnp.inexact):
       wide = np.complex128 if np.iscomplexobj(rows) else np.float64

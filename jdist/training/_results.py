@@ -1,4 +1,4 @@
-"""Result rows: one JSON object a line, each of which stands alone."""
+"""Result rows, JSON objects that hold all that is needed to repeat them."""
 
 import functools
 import importlib.metadata
@@ -21,12 +21,12 @@ _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 def make_row(
   config: dict[str, Any], seed: int, **measured: Any
 ) -> dict[str, Any]:
-  """Puts what was measured beside all that is needed to measure it again.
+  """Adds the circumstances of a measurement to its results.
 
   Args:
-    config: every option of the run.
-    seed: its seed.
-    **measured: the results, units in their names.
+    config: Every option of the run.
+    seed: The seed of the run.
+    **measured: The results, with units in their names.
 
   Returns:
     `{config, seed, commit, device, versions, ...measured}`.
@@ -46,22 +46,23 @@ def append_rows(
 ) -> None:
   """Appends rows to a file, each in one write.
 
-  What is not a finite number, such as the loss of a run that has diverged,
-  becomes null: JSON has no other word for it.
+  Numbers that are not finite, such as the loss of a diverged run, become null,
+  since JSON has no other value for them.
 
   Raises:
-    OSError: when they cannot be written, as the disk is full for instance.
+    OSError: If the rows cannot be written, for instance because the disk is
+      full.
   """
   json_lines.append(path, map(_plain, rows))
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Reads all rows of a file; a last line that was cut off is left out."""
+  """Reads all rows of a file, except a last line that was cut off."""
   return list(json_lines.read(path))
 
 
 def _plain(x: Any) -> Any:
-  """Returns a value in a form that JSON can hold."""
+  """Returns a value as JSON can hold it."""
   if isinstance(x, dict):
     return {name: _plain(value) for name, value in x.items()}
   if isinstance(x, list | tuple):
@@ -73,7 +74,7 @@ def _plain(x: Any) -> Any:
 
 @functools.cache
 def _commit() -> str:
-  """The commit of the code that runs, with `+` when it was changed since."""
+  """Returns the commit of the running code, with `+` if files were changed."""
   folder = pathlib.Path(__file__).parent
   try:
     git = functools.partial(
@@ -82,7 +83,8 @@ def _commit() -> str:
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
     changed = git(["git", "status", "--porcelain", "-uno"]).stdout.strip()
   except (OSError, subprocess.CalledProcessError):
-    return "unknown"  # Installed, not checked out: the version says it.
+    # An installed package has no repository. Its version identifies it.
+    return "unknown"
   return commit + ("+" if changed else "")
 
 
@@ -90,6 +92,7 @@ def _device() -> str:
   first = jax.devices()[0]
   kind = first.device_kind
   if first.platform == "cpu":
+    # JAX calls every processor "cpu", which would not tell machines apart.
     kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
   return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
 

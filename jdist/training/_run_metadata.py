@@ -1,4 +1,4 @@
-"""Metadata of a run, in its checkpoints: what must be the same to go on."""
+"""Metadata in checkpoints, which a resumed run must have in common."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -9,29 +9,29 @@ from jdist.storage import sealed_json
 
 
 class OtherRunError(ValueError):
-  """A checkpoint is of a run with other metadata.
+  """The error of a checkpoint whose run had other metadata.
 
   Attributes:
-    differences: by name, the value in the checkpoint and the one here.
+    differences: The values in the checkpoint and in this run, by name.
   """
 
   def __init__(
     self, differences: dict[str, tuple[Any, Any]], argument: str = "metadata"
   ):
-    """Tells of all that differs, in what argument."""
-    told = ", ".join(
+    """Lists all differences of an argument."""
+    listed = ", ".join(
       f"`{name}` is {there!r} there and {here!r} here"
       for name, (there, here) in differences.items()
     )
     super().__init__(
-      f"`{argument}` must be that of the checkpoint, but {told}. Resume with "
+      f"`{argument}` must be that of the checkpoint, but {listed}. Resume with "
       "the same options, or start anew in another directory."
     )
     self.differences = differences
     self._argument = argument
 
   def __reduce__(self) -> tuple[Any, ...]:
-    """Lets it come from another process."""
+    """Allows the error to be pickled, between processes."""
     return type(self), (self.differences, self._argument)
 
 
@@ -45,12 +45,14 @@ def check_same_run(
   """Raises an OtherRunError if a checkpoint's metadata are of another run.
 
   Args:
-    found: in the checkpoint, as JSON keeps them.
-    metadata: of this run; those of one alone differ, too.
-    free: names in them that may have other values.
-    argument: what the caller calls them.
+    found: The metadata in the checkpoint, as JSON keeps them.
+    metadata: The metadata of this run. A name in only one of both is a
+      difference.
+    free: Names whose values may differ.
+    argument: The name of the caller's argument, for the message.
   """
-  metadata = json.loads(json.dumps(dict(metadata)))  # Tuples become lists.
+  # JSON turns tuples into lists, so both sides must have passed through it.
+  metadata = json.loads(json.dumps(dict(metadata)))
   differences = {
     name: (found.get(name), metadata.get(name))
     for name in sorted((found.keys() | metadata.keys()) - set(free))

@@ -27,42 +27,40 @@ def make_step(
 ) -> Step:
   """Makes one worker's training step.
 
-  Differentiates the loss on this worker's own parameters and batch, or where
-  `transforms.predict_weights` expects the parameters to be, updates, ends
-  rounds on the anchor, and averages batch statistics when the workers come
-  together; of a streamed method and of `update_first`, where their mean would
-  hold up what is to be hidden, `Evaluator` averages them.
+  The step differentiates the loss at this worker's own parameters, or where
+  `transforms.predict_weights` expects the parameters to be, and updates. When a
+  round ends, it also averages batch statistics. With a streamed method or
+  `update_first` that mean would delay what is to be hidden, so that `Evaluator`
+  averages the statistics instead.
 
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
-      metrics)`; the loss is a mean over the batch, metrics are scalars.
-    optimizer: any Optax chain; it is given `loss=`, and the same as `value=`.
-      With `transforms.update_first` a step begins with the last one's update.
-    axis: the workers' axis.
-    accumulate: into how many micro-batches a batch is cut; their gradients
-      are averaged before the one update.
-    weighted: whether a worker counts by the samples of its batch, n: its
+      metrics)`. The loss is a mean over the batch, and metrics are scalars.
+    optimizer: Any Optax chain. It is given `loss=`, and the same as `value=`.
+      With `transforms.update_first` a step begins with the previous update.
+    axis: The workers' axis.
+    accumulate: The number of micro-batches into which a batch is cut. Their
+      gradients are averaged before the one update.
+    weighted: Whether a worker counts by the samples of its batch, n: its
       gradient, and the change of its batch statistics, is multiplied by n over
-      the workers' mean of n (a scalar all-reduce).  A mean of gradients is then
-      that over all samples, also where masks leave workers unlike numbers.
-    independent: whether workers are meant never to communicate.
+      the workers' mean of n (a scalar all-reduce). A mean of gradients is then
+      the mean over all samples, even if masks leave the workers different
+      numbers of samples.
+    independent: Whether workers are meant never to communicate.
 
   Returns:
     `(state, batch, control=None) -> state, metrics` for one worker, to be run
-    by `Workers.jit(step, donate_argnums=0)`.  Metrics are this worker's own and
-    send nothing; besides the loss's there are `loss`, `rounds` and
-    `interval`, with `skip_nonfinite` `skipped`, and for a host that chooses
-    between programs `ahead_0`, ..., the place in its round of the step after
-    next.  The static `control` goes to the optimizer.
+    by `Workers.jit(step, donate_argnums=0)`. Metrics are this worker's own and
+    are not sent. In addition to the loss's metrics there are `loss`, `rounds`,
+    `interval`, with `skip_nonfinite` `skipped`, and `ahead_0`, ..., the place
+    in its round of the step after next, from which a host chooses between
+    programs. The static `control` is passed to the optimizer.
 
   Raises:
-    ValueError: when `accumulate` is below 1; at trace time, when it does not
-      divide a batch, `update_first` is inside another transformation, or the
+    ValueError: If `accumulate` is below 1; at trace time, if it does not divide
+      a batch, if `update_first` is inside another transformation, or if the
       optimizer of several workers never communicates.
   """
-  checks.check_function(
-    "loss_fn", loss_fn, "`(params, model_state, batch, key)`"
-  )
   checks.check_choice("weighted", weighted, (True, False))
   gradient = _gradient.make_gradient(loss_fn, accumulate=accumulate)
   return step_by(
@@ -78,7 +76,7 @@ def step_by(
   weighted: bool = False,
   independent: bool = False,
 ) -> Step:
-  """Makes the step of `make_step`, of a gradient that is made elsewhere."""
+  """Makes the step of `make_step` from a function that gives the gradient."""
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
   update = make_update(optimizer, axis=axis, independent=independent)
 
@@ -87,6 +85,8 @@ def step_by(
     batch: PyTree,
     control: transforms.Control | None = None,
   ) -> tuple[_train_state.TrainState, Metrics]:
+    # The key depends on the step and the worker alone, so that a resumed run
+    # draws the same random numbers.
     key = jax.random.wrap_key_data(state.key)
     key = jax.random.fold_in(key, state.step)
     key = jax.random.fold_in(key, collectives.index(axis))
@@ -107,7 +107,8 @@ def _weighted(
   before: PyTree,
   axis: collectives.Axis,
 ) -> _gradient.Gradient:
-  """Multiplies what is averaged by this worker's samples over their mean."""
+  """Weights gradients and statistics by this worker's share of samples."""
+  # A batch of padding on every worker has a mean of 0, and zero gradients.
   mean = jnp.maximum(collectives.mean(gradient.samples, axis), 1e-9)
   weight = gradient.samples / mean
 
@@ -128,11 +129,11 @@ def make_update(
   axis: collectives.Axis,
   independent: bool = False,
 ) -> Step:
-  """Makes the second half of a step, with arguments as of `make_step`.
+  """Makes the second half of a step, with the arguments of `make_step`.
 
   Returns:
-    `(state, gradient, control=None) -> state, metrics`, with the gradient of
-    `make_gradient`.
+    `(state, gradient, control=None) -> state, metrics`, with the result of
+    `make_gradient` as the gradient.
   """
   collectives.check_axis(axis)
   checks.check_choice("independent", independent, (True, False))
@@ -160,6 +161,8 @@ def make_update(
       given = {} if control is None else {"control": control}
       if not independent:
         _check_communicates(optimizer, axis, gradient, opt_state, params)
+      # An operation without an axis is an error in a team of several workers,
+      # unless these are meant to be independent.
       with (
         collectives.team_of(None) if independent else contextlib.nullcontext()
       ):
@@ -179,7 +182,8 @@ def make_update(
     if (skipped := transforms.skipped(opt_state)) is not None:
       metrics |= {"skipped": skipped}
     if (ahead := transforms.rounds_ahead(opt_state)) is not None:
-      # Where in its round the step after next is.
+      # The host reads metrics a step late, so it needs the place of the step
+      # after next.
       places = ahead[..., 1, :].reshape(-1)
       metrics |= {f"ahead_{i}": place for i, place in enumerate(places)}
     new = state._replace(
@@ -199,7 +203,8 @@ def _check_communicates(
 ) -> None:
   """Raises a ValueError for an optimizer that leaves several workers apart."""
   if collectives.size(axis) == 1 or transforms.averages(opt_state):
-    return  # What declares nothing may be a user's own: it is traced once more.
+    return
+  # A transformation of the user may declare nothing, so it is traced once more.
 
   def update(grads: PyTree, loss: jax.Array) -> PyTree:
     return optimizer.update(grads, opt_state, params, loss=loss, value=loss)
@@ -227,21 +232,22 @@ def synchronize_statistics(
   axis: collectives.Axis,
   control: transforms.Control | None = None,
 ) -> PyTree:
-  """Averages batch statistics if the last update brought the workers together.
+  """Averages batch statistics if the last update ended a round.
 
-  What `make_step` does behind the update, for a step of one's own.  Those of a
-  streamed method and of `update_first` stay each worker's: `mean_statistics`
-  averages them before an evaluation.
+  `make_step` calls it after the update; a user's own step can do the same. With
+  a streamed method or `update_first` the statistics stay each worker's own, and
+  `Evaluator` averages them.
 
   Args:
-    model_state: one worker's: floats are averaged, counters and keys stay.
-    opt_state: the state that `update` returned.
-    axis: the workers' axis.
-    control: what the host said of this update, if it did.
+    model_state: One worker's state, of which floats are averaged. Counters and
+      keys stay unchanged.
+    opt_state: The state that `update` returned.
+    axis: The workers' axis.
+    control: The control that was given to this update, if any.
 
   >>> from jdist import methods
   >>> optimizer = methods.local_sgd(optax.sgd(0.1), 2, axis="worker")
-  >>> def step(w, mean):  # The first of a round, and the last.
+  >>> def step(w, mean):  # Runs both steps of a round.
   ...   state = optimizer.init(w)
   ...   _, state = optimizer.update(w, state, w)
   ...   first = synchronize_statistics({"mean": mean}, state, axis="worker")
@@ -264,6 +270,8 @@ def synchronize_statistics(
     return mean_statistics(model_state, axis)
   if together is False:
     return model_state
+  # `agreed` makes the predicate equal on all workers: under `vmap` a predicate
+  # per worker would become a select, which runs the collective in every step.
   return jax.lax.cond(
     collectives.agreed(jnp.asarray(together), axis),
     lambda tree: mean_statistics(tree, axis),
@@ -273,7 +281,7 @@ def synchronize_statistics(
 
 
 def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
-  """Averages a worker's batch statistics; counters and keys stay its own."""
+  """Averages a worker's batch statistics; counters and keys stay unchanged."""
   leaves, structure = jax.tree.flatten(model_state)
   chosen = [
     i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)

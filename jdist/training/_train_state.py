@@ -13,16 +13,17 @@ PyTree = Any
 
 
 class TrainState(NamedTuple):
-  """One worker's part of a run; nothing else is needed to go on with it.
+  """One worker's part of a run, which is all that a resumed run needs.
 
   Attributes:
-    step: updates so far, int32 scalar; also the position in the data.
-    params: the model's parameters.
-    opt_state: the optimizer's state, with the anchor where there is one.
-    model_state: batch statistics and the like, each worker its own between
-      rounds; `{}` for most models.
-    key: the run's random key, uint32 [2], equal on all workers and constant:
-      a step derives its own from it, the step and the worker.
+    step: The number of updates so far, an int32 scalar. It is also the
+      position in the data.
+    params: The model's parameters.
+    opt_state: The optimizer's state, including the anchor if there is one.
+    model_state: Batch statistics and the like, which differ between workers
+      within a round; `{}` for most models.
+    key: The run's random key, uint32 [2], equal on all workers and constant. A
+      step derives its own key from it, the step and the worker.
   """
 
   step: jax.Array
@@ -41,17 +42,17 @@ def init_state(
   seed: int = 0,
   specs: Any = None,
 ) -> TrainState:
-  """Makes the state in which all workers begin alike, arrays `[workers, ...]`.
+  """Makes the initial state, arrays `[workers, ...]` equal on all workers.
 
   Args:
-    workers: the run's workers.
-    optimizer: an Optax chain, for instance `jdist.diloco(...)`.
-    params: one worker's parameters.
-    model_state: one worker's batch statistics, if any.
-    seed: of the run's random key.
-    specs: how the parameters, and what the optimizer keeps beside each, are
-      split over the mesh's other axes, see `Workers.replicate`; not split by
-      default.
+    workers: The run's workers.
+    optimizer: An Optax chain, for instance `jdist.diloco(...)`.
+    params: One worker's parameters.
+    model_state: One worker's batch statistics, if any.
+    seed: The seed of the run's random key.
+    specs: The partition of the parameters over the mesh's other axes, see
+      `Workers.replicate`. Leaves of the optimizer's state that correspond to a
+      parameter are split alike. By default nothing is split.
   """
   collectives.check_workers(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
@@ -71,6 +72,8 @@ def init_state(
   step, model_state, key = workers.replicate(
     (np.zeros((), np.int32), model_state, key)
   )
+  # Without output specs the compiler may replicate moments as large as sharded
+  # parameters, which then do not fit into memory.
   init = workers.jit(
     optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)
   )
@@ -82,10 +85,10 @@ def _split_alike(
   optimizer: optax.GradientTransformation,
   params: PyTree,
 ) -> PyTree:
-  """Specs of an optimizer's state: leaves like a parameter go as it does.
+  """Returns the specs of an optimizer's state.
 
-  Such a leaf's path ends with the parameter's, and so does its shape, which may
-  have one more dimension before it, as a history has.
+  A leaf is split like the parameter whose path and shape its own path and shape
+  end with. A history of a parameter has one more dimension in front.
   """
   specs = jax.tree.leaves(workers.specs(params))
   known = [
@@ -96,6 +99,8 @@ def _split_alike(
   ]
 
   def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
+    # A flat buffer of several leaves resembles no parameter, so that its owner
+    # declares its axes.
     if (axes := transforms.buffer_axes(path)) is not None:
       return jax.sharding.PartitionSpec(axes)
     for end, shape, spec in known:
@@ -103,6 +108,7 @@ def _split_alike(
         continue
       if leaf.shape == shape:
         return spec
+      # The first dimension is the workers', and the second the history's.
       if leaf.shape[2:] == shape[1:]:
         return jax.sharding.PartitionSpec(None, *spec)
     return jax.sharding.PartitionSpec()
@@ -141,7 +147,7 @@ def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
 def shared_leaves(state: TrainState) -> TrainState:
   """Marks the leaves that are equal on all workers, as a state of bools.
 
-  Checkpoints store those once.
+  `Checkpoints.save` stores these leaves once.
 
   >>> import optax
   >>> from jdist import collectives, methods

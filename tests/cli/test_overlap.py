@@ -12,6 +12,7 @@ import pytest
 from jdist import cli, collectives, methods, models, profiling
 from jdist.cli import _commands, _help
 from jdist.cli.programs import _overlap, _overlap_inputs
+from jdist.profiling import _timeline
 
 needs_compiler = pytest.mark.skipif(
   not any(
@@ -330,6 +331,6 @@ def test_operations_are_those_that_are_known(model, giga_flops):
   (program,) = _overlap._programs(
     "ssgd", options, _overlap_inputs.make_task(options), workers
   )
-  events = profiling.read_timeline(program)
+  events = _timeline.read_timeline(program)
   found = sum(event.flops for event in events)
   assert found / 2 / 1e9 == pytest.approx(giga_flops, rel=0.01)

@@ -21,7 +21,14 @@ def programs(monkeypatch):
   """The experiment's modules, by the names by which they import each other."""
   return {
     name: _loading.load(name, f"pipeline/{name}.py", monkeypatch)
-    for name in ("config", "methods", "profile_layers", "run", "replan")
+    for name in (
+      "config",
+      "pipedream_planner",
+      "methods",
+      "profile_layers",
+      "run",
+      "replan",
+    )
   }
 
 
@@ -35,7 +42,7 @@ def _cell(programs, speeds=(1.0, 1.0, 1.0, 1.0)):
   return programs["methods"].Cell(
     _LAYERS,
     dataclasses.replace(machines, nodes=tuple(nodes)),
-    [pipeline.Level(len(speeds), 1e9)],
+    [(len(speeds), 1e9)],
     number=4,
     samples=2,
     input_bytes=1,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jdist import models, pipeline
 from jdist.models import _layered_network
-from jdist.pipeline import runtime
+from jdist.pipeline.runtime import _stages
 from tests import _refusals
 from tests.models import _variants
 from tests.models._variants import build, variants
@@ -46,14 +46,14 @@ def test_the_layers_share_out_the_tree_of_the_model(name, options):
   assert len({layer.name for layer in model.layers}) == len(model.layers) > 1
   for kind in ("params", "state"):
     whole = getattr(model, kind)
-    merged = pipeline.merge([getattr(x, kind) for x in model.layers])
+    merged = _stages.merge([getattr(x, kind) for x in model.layers])
     assert jax.tree.structure(merged) == jax.tree.structure(whole)
     # The same arrays, which cost no memory of their own.
     pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True)
     assert all(a is b for a, b in pairs)
   tied = {"['layer0_tokens']['table']": (0, len(model.layers) - 1)}
   shared = tied if options.get("tied") else {}
-  assert runtime.shared_paths(model.layers) == shared
+  assert _stages.shared_paths(model.layers) == shared
 
 
 def test_layers_are_cut_where_little_is_passed_on():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import collectives, profiling
-from jdist.profiling import _gpu_target
+from jdist.profiling import _gpu_target, _timeline
 
 needs_compiler = pytest.mark.skipif(
   not any(
@@ -85,7 +85,7 @@ def test_a_program_for_gpus_is_scheduled_around_its_collectives():
 
   square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
   args = profiling.abstract(workers, (square, square, square))
-  events = profiling.read_timeline(workers.jit(step).lower(*args).compile())
+  events = _timeline.read_timeline(workers.jit(step).lower(*args).compile())
   kinds = [e.kind if e.kind != "compute" else bool(e.flops) for e in events]
   start, done = kinds.index("start"), kinds.index("done")
   assert kinds[start:done].count(True) == 4

@@ -1,27 +1,15 @@
-"""Refusals of profiles and of targets to compile for."""
-
-import numpy as np
+"""Refusals of forecasts and of targets to compile for."""
 
 from jdist import profiling
+from jdist.profiling import _timeline
 from tests import _refusals
-
-
-def profile(sizes):
-  return profiling.profile_model(
-    lambda params, state, batch, key: (params.sum(), (state, {})),
-    np.ones(2, np.float32),
-    lambda size: np.ones((size, 1)),
-    sizes,
-    repeats=1,
-  )
 
 
 @_refusals.table(
   ("forecasts", lambda: profiling.plot_forecasts({}, "x.png"), "one entry"),
-  ("branch", lambda: profiling.read_timeline("", branch="rare"), "'idles'"),
+  ("branch", lambda: _timeline.read_timeline("", branch="rare"), "'idles'"),
   ("nodes", lambda: profiling.GPUS["h200"].link(0), "an int >= 1, got 0"),
   ("dtype", lambda: profiling.GPUS["a100"].device("float8"), "'bfloat16' or"),
-  ("samples", lambda: profile((8,)), "two different sizes"),
   *(
     ("text", lambda text=text: profiling.gpu_target(text), "8xh200 or 2x8xh200")
     for text in (
@@ -41,5 +29,5 @@ def profile(sizes):
   ),
   ("nodes", lambda: profiling.gpu_target("0x8xh200"), "an int >= 1, got 0"),
 )
-def test_what_cannot_be_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

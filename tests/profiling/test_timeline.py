@@ -3,6 +3,7 @@
 import pytest
 
 from jdist import profiling
+from jdist.profiling import _timeline
 
 # One of each: a product in a fusion, a library's product, the three
 # convolutions of a layer, an asynchronous all-reduce around two of them, a
@@ -53,7 +54,7 @@ ENTRY %main (x: bf16[16,32], w: bf16[32,8], i: f32[2,8,8,3]) -> f32[10] {
 
 
 def test_the_order_is_that_of_the_program():
-  events = profiling.read_timeline(_TEXT)
+  events = _timeline.read_timeline(_TEXT)
   assert [(event.kind, event.name) for event in events] == [
     ("start", "all-reduce-start"),
     ("compute", "gemm"),
@@ -79,13 +80,13 @@ def test_a_start_that_runs_in_line_hides_under_nothing():
     start.strip()
     + ', backend_config={"collective_backend_config":{"is_sync":true}}\n'
   )
-  events = profiling.read_timeline(_TEXT.replace(start, marked))
+  events = _timeline.read_timeline(_TEXT.replace(start, marked))
   assert [event.kind for event in events][:3] == ["start", "done", "compute"]
-  assert len(events) == len(profiling.read_timeline(_TEXT))
+  assert len(events) == len(_timeline.read_timeline(_TEXT))
 
 
 def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
-  events = profiling.read_timeline(_TEXT, branch="idles")
+  events = _timeline.read_timeline(_TEXT, branch="idles")
   names = [event.name for event in events]
   assert "copy.9" in names and "all-reduce.9" not in names
 
@@ -130,7 +131,7 @@ ENTRY %main (buffer: f32[1,1000], n: s32[]) -> f32[1,1000] {
 
 
 def test_slices_cost_what_is_sliced_and_not_the_whole_array():
-  moved = {e.name: e.num_bytes for e in profiling.read_timeline(_SLICES)}
+  moved = {e.name: e.num_bytes for e in _timeline.read_timeline(_SLICES)}
   index = 4
   assert moved["taken"] == 40 + 40 + index  # Read, written, and where.
   assert moved["written"] == 40 + 40 + index
@@ -141,7 +142,7 @@ def test_slices_cost_what_is_sliced_and_not_the_whole_array():
 
 
 def test_flops_by_hand():
-  flops = {e.name: e.flops for e in profiling.read_timeline(_TEXT)}
+  flops = {e.name: e.flops for e in _timeline.read_timeline(_TEXT)}
   assert flops["gemm"] == flops["lib"] == 2 * 16 * 32 * 8
   # Every output sample has 3x3 weights of each of 3 features.
   assert (
@@ -155,7 +156,7 @@ def test_flops_by_hand():
 
 def test_what_is_sent_by_hand():
   sent = {
-    e.name: e.collective for e in profiling.read_timeline(_TEXT) if e.collective
+    e.name: e.collective for e in _timeline.read_timeline(_TEXT) if e.collective
   }
   first = sent["all-reduce-start"]
   assert (first.payload_bytes, first.num_workers) == (2 * 16 * 32, 8)

@@ -46,6 +46,12 @@ def save(step, **options):
     checkpoints.save(step, state, training.shared_leaves(state), **options)
 
 
+def trainer(**options):
+  return training.Trainer(
+    _tiny.team("none"), lambda state, batch: None, **options
+  )
+
+
 def fit(batches=lambda start: iter(()), num_steps=3, used=False, **options):
   team = _tiny.team("vmap")
   optimizer = _tiny.optimizers(team.axis)["momentum"]
@@ -79,9 +85,9 @@ def loss_alone(found):
   ("loss_fn", lambda: loss_alone((jnp.ones(()), {})), "return `loss, (model_"),
   ("accumulate", lambda: step(0), "an int >= 1"),
   ("accumulate", lambda: gradient(0), "an int >= 1"),
-  ("timeout_s", lambda: training.Watchdog(0), "positive"),
-  ("timeout_s", lambda: training.Watchdog(-1), "positive"),
-  ("timeout_s", lambda: training.Watchdog(NAN), "positive"),
+  ("timeout_s", lambda: trainer(timeout_s=0), "in (0, inf]"),
+  ("timeout_s", lambda: trainer(timeout_s=-1), "in (0, inf]"),
+  ("timeout_s", lambda: trainer(timeout_s=NAN), "a finite number"),
   ("stream_steps[0]", lambda: _programs.Programs((0,)), "an int >= 1"),
   ("stream_steps[1]", lambda: _programs.Programs((2, -1)), "an int >= 1"),
   ("stream_steps[0]", lambda: _programs.Programs((True,)), "an int >= 1"),
@@ -91,5 +97,5 @@ def loss_alone(found):
   ("step", lambda: save(-1), "an int >= 0"),
   ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "what JSON can"),
 )
-def test_what_cannot_be_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

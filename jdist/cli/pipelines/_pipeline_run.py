@@ -288,4 +288,4 @@ def _balanced(
     layers, microbatch, inputs=inputs, source="lowered"
   )
   machines = cluster.workers([1.0] * num_stages)
-  return pipeline.even_partition(costs, machines, by="compute").cuts
+  return pipeline.even_partition(costs, machines).cuts

@@ -1,8 +1,9 @@
-"""The partition of a chain of layers that has the least bottleneck."""
+"""Partitions of a chain of layers with the least bottleneck."""
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,17 +16,18 @@ from jdist.pipeline.planning._plan import (
   stage_bytes,
 )
 
-# What rounding may make of sums in another order.
+# The relative error that sums in another order may have.
 _ROUNDING = 1e-9
 
-# Of a stage on its machine, from some positions to some others.
+# (start positions, end positions, machines, stage) -> seconds of each pair
 StageCosts = Callable[[np.ndarray, slice, Sequence[str], int], np.ndarray]
 
 
 class Chain:
-  """Layers in their order, as sums from which stages' times are taken.
+  """The costs of a chain of layers as prefix sums.
 
-  A position j lies behind the first j layers.
+  Position j lies behind the first j layers, so a stage's work is the difference
+  of two positions' sums, for all pairs at once in NumPy.
   """
 
   def __init__(
@@ -56,11 +58,12 @@ class Chain:
     self.work, self._parameters, self._saved = np.concatenate(
       [zeros, np.cumsum(np.array(sums), axis=0)]
     ).T
-    # What crosses a cut at each position.
+    # The bytes that cross a cut at each position.
     self.sent = np.array([0.0] + [x.output_bytes for x in self.costs])
     self._input = self.sent + 0.0
     self._input[0] = self.footprint.input_bytes
     size = len(self.costs) + 1
+    # A maximum has no prefix sum, so it is stored for each pair.
     self._working = np.zeros((size, size))
     for start in range(size - 1):
       self._working[start, start + 1 :] = np.maximum.accumulate(
@@ -68,20 +71,17 @@ class Chain:
       )
 
   def node(self, name: str) -> cluster.Node:
-    """Returns a machine."""
+    """Returns the machine of a name."""
     return self._nodes[name]
-
-  def least_memory(self) -> float:
-    """Returns the memory of the smallest machine."""
-    return min(node.memory_bytes for node in self._nodes.values())
 
   def stage_s(
     self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
   ) -> np.ndarray:
-    """Returns the seconds of a stage from some positions to some others.
+    """Returns the seconds of a stage for pairs of start and end positions.
 
-    Those of computation, of the cut behind it, and of the link that both cuts
-    of the stage share; infinite where there is no layer or too little memory.
+    These are the largest of its computation, of the cut behind it, and of the
+    link that both of its cuts share; infinite for an empty stage, or one that
+    needs too much memory.
     """
     seconds = np.maximum(
       self._compute_s(rows, columns, nodes, stage),
@@ -113,7 +113,7 @@ class Chain:
   def _fits(
     self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
   ) -> np.ndarray:
-    """Returns the part of a machine's memory; infinite without a layer."""
+    """Returns the part of a machine's memory that stages need."""
     empty = np.arange(len(self.work))[None, columns] <= rows[:, None]
     limit = self._nodes[nodes[stage]].memory_bytes
     if limit == math.inf:
@@ -146,7 +146,7 @@ class Chain:
   ) -> tuple[float, float, tuple[int, ...]] | None:
     """Returns bottleneck, trip and cuts of the best partition below a bound.
 
-    Among those of the least bottleneck it is one of the shortest trip.
+    It has the shortest trip among those with the least bottleneck.
     """
     least = self._least(nodes, self.stage_s, bound)
     if least is None:
@@ -171,16 +171,17 @@ class Chain:
     limit: float = math.inf,
     join: np.ufunc = np.maximum,
   ) -> tuple[float, tuple[int, ...]] | None:
-    """Returns the least value and its cuts over partitions.
+    """Returns the least value over all partitions, and its cuts.
 
     Args:
-      nodes: the machine of each stage.
-      cost: of a stage.
-      limit: of the seconds of each stage.
-      join: adds a stage's cost to that of those in front.
+      nodes: The machine of each stage.
+      cost: The cost of a stage.
+      limit: The most seconds of each stage.
+      join: Combines a stage's cost with that of the stages in front.
     """
     speeds = [self._nodes[name].speed for name in nodes]
     behind = sum(speeds)
+    # values[j]: the least value of the first stages if they end at position j.
     values = np.full(len(self.work), math.inf)
     values[0] = 0.0
     starts = []
@@ -198,6 +199,7 @@ class Chain:
       starts.append(start)
     if values[-1] == math.inf:
       return None
+    # Follow the best start of each stage back from the last one's end.
     cuts = [len(self.costs)]
     for start in reversed(starts[1:]):
       cuts.append(int(start[cuts[-1]]))
@@ -206,13 +208,13 @@ class Chain:
   def within(
     self, rows: np.ndarray, limit: float, speed: float, behind: float
   ) -> slice:
-    """Returns the positions where a stage may end, by computation alone.
+    """Returns the positions at which a stage may end, by computation alone.
 
     Args:
-      rows: where it may begin.
-      limit: of its seconds, and those of the stages behind it.
-      speed: of its machine.
-      behind: the speeds of theirs together.
+      rows: The positions at which it may start.
+      limit: The most seconds of it and of each stage behind it.
+      speed: The speed of its machine.
+      behind: The sum of the speeds of the stages behind it.
     """
     first, end = int(rows[0]) + 1, len(self.work)
     if limit < math.inf:
@@ -306,34 +308,38 @@ def partition(
   machines: cluster.Cluster,
   *,
   nodes: Sequence[str] | None = None,
+  cuts: Sequence[int] | None = None,
   footprint: Footprint | None = None,
   num_microbatches: int = 1,
 ) -> Plan:
   r"""Cuts layers into stages so that the busiest machine or link is least busy.
 
-  Dynamic programming over the cuts, exact:
+  Exact dynamic programming over the cuts:
 
   .. math:: A_s(j) = \min_{i < j} \max(A_{s-1}(i), t_s(i, j))
 
-  with the seconds t of stage s of the layers i to j - 1: of its computation, of
-  the cut behind it on its slowest link, and of both cuts where they share a
-  link.  Among equal bottlenecks the cuts have the shortest trip of a
-  micro-batch.  Latency delays a message and does not keep a link busy, so it
-  counts in the trip.
+  where t is the largest of the seconds of stage s with layers i to j - 1: of
+  its computation, of the cut behind it on its slowest link, and of both cuts on
+  a link that they share.  Among equal bottlenecks the micro-batch's trip is the
+  shortest.  Latency delays a message but does not occupy a link, so it counts
+  in the trip only.
 
   Args:
-    costs: of each layer, for a micro-batch.
-    machines: speeds, memory and links.
-    nodes: the machine of each stage, in order; all of them if None.
-    footprint: what a stage takes of memory.
-    num_microbatches: over which an optimizer's step is spread.
+    costs: The cost of each layer, for a micro-batch.
+    machines: The cluster's speeds, memory and links.
+    nodes: The machine of each stage, in order; by default all machines.
+    cuts: Cuts to take instead of the best ones, to learn their seconds and
+      memory, which may then be more than the machines have.
+    footprint: The memory that a stage needs.
+    num_microbatches: The number of micro-batches in an iteration, over which an
+      optimizer's step is spread.
 
   Returns:
     The plan.
 
   Raises:
-    ValueError: when there are fewer layers than stages, or no partition fits
-      into memory.
+    ValueError: If there are fewer layers than stages, or no partition fits into
+      memory.
 
   >>> layers = [_costs.LayerCost(n, 1.0, 2.0) for n in "abcd"]
   >>> print(partition(layers, cluster.workers([3.0, 1.0])))
@@ -344,7 +350,48 @@ def partition(
     machines.node(name)
   chain = Chain(costs, machines, footprint, num_microbatches)
   chain.check_layers(len(names))
+  if cuts is not None:
+    edges = [0, *cuts, len(chain.costs)]
+    if len(edges) != len(names) + 1 or any(np.diff(edges) <= 0):
+      raise ValueError(
+        f"`cuts` must grow and make a stage for each of {len(names)} machines "
+        f"of {len(chain.costs)} layers, got {list(cuts)}."
+      )
+    return chain.plan(names, cuts)
   found = chain.best_cuts(names)
   if found is None:
     raise chain.explain(names)
   return chain.plan(names, found[2])
+
+
+def even_partition(
+  costs: Sequence[_costs.LayerCost],
+  machines: cluster.Cluster,
+  *,
+  footprint: Footprint | None = None,
+  num_microbatches: int = 1,
+) -> Plan:
+  """Partitions layers assuming equal devices, free links, unlimited memory.
+
+  The longest computation of a stage is the least possible.  The numbers of the
+  plan are those of the given machines.
+
+  Args:
+    costs: The cost of each layer, for a micro-batch.
+    machines: The machine of each stage, in order.
+    footprint: The memory that a stage needs.
+    num_microbatches: The number of micro-batches in an iteration, over which an
+      optimizer's step is spread.
+
+  Raises:
+    ValueError: If there are fewer layers than stages.
+
+  References:
+    Kim et al., "torchgpipe", arXiv:2004.09910, which balances measured times.
+  """
+  options: dict[str, Any] = {
+    "footprint": footprint, "num_microbatches": num_microbatches
+  }  # fmt: skip
+  equal = cluster.workers([1.0] * len(machines.nodes))
+  cuts = partition(costs, equal, **options).cuts
+  return partition(costs, machines, cuts=cuts, **options)

@@ -1,4 +1,4 @@
-"""A choice of plan, table and micro-batches, and what it comes to."""
+"""Choices of a plan, a table and micro-batches, with their results."""
 
 import dataclasses
 import math
@@ -6,34 +6,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
+from jdist.pipeline.schedule import _asynchronous_tables, _table_registry
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._list_schedule import greedy, StageTimes
+from jdist.pipeline.schedule._table import Table
 
-# Micro-batches a stage, in which a full pipeline is measured.
+# The micro-batches per stage over which a full pipeline is measured.
 _FULL = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A choice of everything, and what it comes to.
+  """A choice of everything, and its result.
 
   Attributes:
-    table: its name.
-    num_microbatches: of the batch.
-    num_stages: and machines.
-    window: of `ours`; 1 of `greedy`, else None.
-    recompute: whether stages keep their input only.
-    extra_live: micro-batches that a stage of `ours` or `greedy` may keep beyond
-      those that do if nothing ever waits; fewer if memory is short.
-    send_factor: by which messages are taken to last longer than one that is
+    table: The name of the table.
+    num_microbatches: The number of micro-batches of the batch.
+    num_stages: The number of stages, and of machines.
+    window: The window of `ours`; 1 for `greedy`, else None.
+    recompute: Whether stages keep their input only.
+    extra_live: How many more micro-batches a stage of `ours` or `greedy` may
+      keep than if no stage ever waits; negative if memory is short.
+    send_factor: How much longer a message is assumed to take than one that is
       alone on its links, when the table of `ours` is made.
-    plan: cuts and machines; None if nothing fits.
-    made: the table; None if the candidate was not simulated.
-    times: of the simulation.
-    samples_per_s: at the whole batch; at most this much if not simulated.
-    delay: of the gradients at most, in updates.
-    reason: for not being simulated.
+    plan: The cuts and machines; None if none fits.
+    made: The table; None if the candidate was not simulated.
+    times: The times of the simulation.
+    samples_per_s: The throughput; an upper bound if not simulated.
+    delay: By how many updates gradients are late at most.
+    reason: The reason for which it was not simulated.
   """
 
   table: str
@@ -44,7 +47,7 @@ class Candidate:
   extra_live: int = 0
   send_factor: float = 1.0
   plan: Plan | None = None
-  made: schedule.Table | None = None
+  made: Table | None = None
   times: _simulator.PipelineTimes | None = None
   samples_per_s: float = 0.0
   delay: int | None = None
@@ -56,7 +59,7 @@ class Candidate:
     return () if self.plan is None else self.plan.nodes[: self.num_stages]
 
   def price(self) -> tuple[float, ...]:
-    """Returns by what the equally fast are chosen: delay, versions, memory."""
+    """Returns the order among equally fast ones: delay, versions, memory."""
     assert self.times is not None and self.made is not None
     assert self.delay is not None
     mixed = self.delay > 0 and self.made.weights == "newest"
@@ -64,7 +67,7 @@ class Candidate:
     return self.delay, mixed, memory, -self.samples_per_s
 
   def row(self) -> dict[str, Any]:
-    """Returns what a row of results has of it."""
+    """Returns the candidate as a row of results."""
     plan, times = self.plan, self.times
     return {
       "table": self.table,
@@ -88,13 +91,14 @@ class Candidate:
 
 def stage_times(
   found: Plan, machines: cluster.Cluster, send_factor: float = 1.0
-) -> list[schedule.StageTimes]:
-  """Returns the seconds of a plan's stages, by which tables are made.
+) -> list[StageTimes]:
+  """Returns the seconds of a plan's stages, from which tables are made.
 
   Args:
-    found: the plan.
-    machines: that it is for.
-    send_factor: by which messages last longer than one that is alone.
+    found: The plan.
+    machines: The machines that it names.
+    send_factor: How much longer a message takes than one that is alone on its
+      links.
   """
   routes = _routes.Routes(machines)
   times = []
@@ -105,7 +109,7 @@ def stage_times(
       send = cost.output_bytes * routes.byte_s(*way) + routes.latency_s(*way)
     speed = machines.node(name).speed
     times.append(
-      schedule.StageTimes(
+      StageTimes(
         cost.forward_s / speed, cost.backward_s / speed, send=send * send_factor
       )
     )
@@ -114,20 +118,20 @@ def stage_times(
 
 def make_table_of(
   choice: Candidate, found: Plan | None, machines: cluster.Cluster
-) -> schedule.Table:
-  """Makes a candidate's table, of equal stages before there is a plan."""
+) -> Table:
+  """Makes a candidate's table, for equal stages if there is no plan yet."""
   name, number = choice.table, choice.num_microbatches
   if name in ("greedy", "ours"):
-    times = [schedule.StageTimes()] * choice.num_stages
+    times = [StageTimes()] * choice.num_stages
     if found is not None:
       times = stage_times(found, machines, choice.send_factor)
     window = choice.window or 1
     num_iterations = _iterations(choice, window)
 
-    def make(max_live: Sequence[int] | None) -> schedule.Table:
+    def make(max_live: Sequence[int] | None) -> Table:
       if name == "greedy":
-        return schedule.greedy(times, number, max_live=max_live)
-      return schedule.ours(
+        return greedy(times, number, max_live=max_live)
+      return _asynchronous_tables.ours(
         times,
         number,
         window=window,
@@ -138,16 +142,16 @@ def make_table_of(
     made = make(None)
     if not choice.extra_live:
       return made
-    live = schedule.check_table(made).live
+    live = check_table(made).live
     return make([max(1, x + choice.extra_live) for x in live])
   options = {}
-  if schedule.TABLES[name].asynchronous:
+  if _table_registry.TABLES[name].asynchronous:
     window = 1 + math.ceil(choice.num_stages / number)
     options["num_iterations"] = _iterations(choice, window)
-  return schedule.make_table(name, choice.num_stages, number, **options)
+  return _table_registry.make_table(name, choice.num_stages, number, **options)
 
 
 def _iterations(choice: Candidate, window: int) -> int:
-  """Returns iterations enough to fill a pipeline, and to measure it full."""
+  """Returns enough iterations to fill a pipeline and to measure it full."""
   full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
   return 2 * window + max(4, full)

@@ -1,4 +1,4 @@
-"""Costs of a layer, or of a stage of several, for a micro-batch."""
+"""Costs of a layer or a stage for a micro-batch."""
 
 import dataclasses
 import math
@@ -9,26 +9,26 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-  """The cost of a layer, or of a stage, for one micro-batch.
+  """The cost of a layer or a stage for one micro-batch.
 
   Seconds are those of a device of speed 1.
 
   Attributes:
-    name: of the layer, in reports.
-    forward_s: of the forward pass.
-    backward_s: of the whole backward pass, recomputation included.
-    weight_s: the part of `backward_s` that gradients of the parameters take,
-      which a zero-bubble table runs apart; half of it if None.
-    update_s: of the optimizer's step, once an iteration.
-    parameter_bytes: of the parameters.
-    output_bytes: of what goes to the next layer, and as a gradient back.
-    saved_bytes: of what the backward pass needs of a micro-batch from the
-      forward pass, the input included.
-    working_bytes: of what a pass needs beside that, until its end.
+    name: The name in reports.
+    forward_s: The seconds of the forward pass.
+    backward_s: The seconds of the whole backward pass, recomputation included.
+    weight_s: The part of `backward_s` for gradients of the parameters, which a
+      zero-bubble table runs separately.  The default is half of it.
+    update_s: The seconds of the optimizer's step, once an iteration.
+    parameter_bytes: The bytes of the parameters.
+    output_bytes: The bytes sent to the next layer, and back as a gradient.
+    saved_bytes: The bytes that the forward pass saves for the backward pass,
+      including the input.
+    working_bytes: The bytes that a pass needs besides until its end.
 
   Raises:
-    ValueError: when a cost is negative or not finite, or `weight_s` is more
-      than the whole.
+    ValueError: If a cost is negative or not finite, or `weight_s` is more than
+      the whole.
   """
 
   name: str = "layer"
@@ -59,17 +59,17 @@ class LayerCost:
 
   @property
   def compute_s(self) -> float:
-    """Seconds of both passes."""
+    """The seconds of both passes."""
     return self.forward_s + self.backward_s
 
   @property
   def input_s(self) -> float:
-    """The part of the backward pass that gradients of the input take."""
+    """The part of the backward pass for the gradient of the input."""
     assert self.weight_s is not None
     return self.backward_s - self.weight_s
 
   def scaled(self, factor: float) -> "LayerCost":
-    """Returns the cost of a micro-batch of so many times the samples.
+    """Returns the cost of a micro-batch with `factor` times the samples.
 
     >>> LayerCost("a", forward_s=1, parameter_bytes=8).scaled(2).forward_s
     2
@@ -82,11 +82,8 @@ class LayerCost:
     return dataclasses.replace(self, **ours)
 
   def recomputed(self, input_bytes: float) -> "LayerCost":
-    """Returns the cost if a stage keeps its input only, and runs twice.
-
-    Args:
-      input_bytes: of the stage's input, of a micro-batch.
-    """
+    """Returns the cost of a stage that keeps its input only and runs twice."""
+    # What the first run would have saved exists during the second run alone.
     return dataclasses.replace(
       self,
       backward_s=self.backward_s + self.forward_s,
@@ -96,7 +93,7 @@ class LayerCost:
 
 
 def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
-  """Adds the costs of consecutive layers; the output is the last one's.
+  """Adds the costs of consecutive layers; only the last output is sent.
 
   >>> a = LayerCost("a", forward_s=1, backward_s=2, output_bytes=8)
   >>> b = LayerCost("b", forward_s=2, backward_s=4, output_bytes=4)
@@ -104,8 +101,6 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   (9, 4)
   """
   found = list(layers)
-  if not found:
-    raise ValueError("`layers` must be one at least, got none.")
   sums = {
     field.name: sum(getattr(layer, field.name) for layer in found)
     for field in dataclasses.fields(LayerCost)
@@ -120,9 +115,9 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
 
 
 def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
-  """Reads the costs of a pipeline's stages, or of a model's layers.
+  """Reads the costs of a pipeline's stages or a model's layers.
 
-  The file has a table for each, with the fields of `LayerCost`::
+  The file has a table for each of them, with the fields of `LayerCost`::
 
       [[stages]]
       name = "front"
@@ -131,9 +126,9 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
       output_bytes = 1_000_000
 
   Raises:
-    ValueError: when the file is no TOML, has a key that is not known, or a
-      value is out of its range; the message names the file and the place.
-    FileNotFoundError: when there is no such file.
+    ValueError: If the file is not TOML, has an unknown key, or a value is out
+      of its range; the message names the file and the place.
+    FileNotFoundError: If there is no such file.
   """
   path = pathlib.Path(path)
   known = [field.name for field in dataclasses.fields(LayerCost)]

@@ -1,4 +1,4 @@
-"""Costs of a model's layers, from compiled programs or by the clock."""
+"""Costs of a model's layers, from compiled programs or measured."""
 
 import functools
 import math
@@ -13,33 +13,32 @@ import jax.numpy as jnp
 
 from jdist import checks
 from jdist.pipeline.planning._costs import LayerCost
-from jdist.pipeline.runtime import apply_layer, LayerLike, make_inputs
+from jdist.pipeline.runtime._stages import (
+  apply_layer,
+  LayerLike,
+  make_inputs,
+)
 
 PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
 
 
 class _Program(NamedTuple):
-  """Costs of a program.
-
-  Attributes:
-    seconds: of a run.
-    bytes: beside arguments and results.
-  """
+  """The seconds of a program, and its bytes besides arguments and results."""
 
   seconds: float
   bytes: float
 
 
 class _Passes(NamedTuple):
-  """A layer's programs, and shapes of what they give.
+  """A layer's lowered programs.
 
   Attributes:
     forward: `(params, state, x, batch, key) -> (y, kept, state)`.
-    backward: `(kept, dy) -> (gradients, dx)`; of the first layer no dx.
-    towards_input: `(kept, dy) -> dx`; None of the first layer.
-    output: shapes of y.
-    kept_bytes: of what the forward pass saves, its input included.
+    backward: `(kept, dy) -> (gradients, dx)`; the first layer has no dx.
+    towards_input: `(kept, dy) -> dx`; None for the first layer.
+    output: The shapes of y.
+    kept_bytes: The bytes that the forward pass saves, its input included.
   """
 
   forward: Any
@@ -59,38 +58,40 @@ def layer_costs(
   bytes_per_s: float = math.inf,
   repeats: int = 5,
 ) -> list[LayerCost]:
-  r"""Finds what each layer of a model costs for a micro-batch.
+  r"""Finds the cost of each layer of a model for a micro-batch.
 
-  Each layer's forward pass and its vector-Jacobian product are programs of
-  their own.  By `"compiled"` a program takes
+  Each layer's forward pass and its vector-Jacobian product are compiled
+  separately.  With `"compiled"` a program is not run and takes
 
   .. math:: \max(F / f, B / b)
 
-  seconds with its floating-point operations F and the bytes B that it reads and
-  writes, as the compiler counts them, and is not run.  `"lowered"` counts
-  operations before the compiler has changed anything: it takes a second for a
-  large model, and tells the same on every device.  `"timed"` takes the median
-  of runs on this machine, in turns over all layers.
+  seconds for its floating-point operations F and the bytes B that it reads and
+  writes, as the compiler counts them.  `"lowered"` counts operations before the
+  compiler changes anything: it takes a second for a large model and gives the
+  same costs on every device.  `"timed"` takes the median of runs on this
+  machine, alternating between layers.
 
-  Saved bytes are those of what the forward pass hands to the backward pass,
-  without parameters; what two layers both keep counts in each.  Working bytes
-  are the compiler's temporaries, 0 if it has not run.  The loss and the
-  optimizer's step are not counted.
+  Saved bytes are those that the forward pass passes to the backward pass,
+  without parameters; an array that two layers save counts in both.  Working
+  bytes are the compiler's temporaries, 0 for `"lowered"`.  The loss and the
+  optimizer's step are not included.
 
   Args:
-    layers: of the model, in their order, such as `Model.layers`.
-    microbatch: arrays, or their shapes unless timed.
-    inputs: of the first layer: a key of the micro-batch, or a function of it.
-    source: where seconds come from.
-    flops_per_s: f, of a device of speed 1; default 1e12.
-    bytes_per_s: b, of its memory; by default they cost nothing.
-    repeats: timed runs, beside one to get warm.
+    layers: The layers of the model, in order, such as `Model.layers`.
+    microbatch: Arrays, or their shapes unless timed.
+    inputs: The inputs of the first layer: a key of the micro-batch, or a
+      function of it.
+    source: The source of the seconds.
+    flops_per_s: The operations f per second of a device of speed 1.
+    bytes_per_s: The bytes b per second of its memory; by default reading and
+      writing costs nothing.
+    repeats: The number of timed runs after a warm-up run.
 
   Returns:
     The cost of each layer.
 
   Raises:
-    ValueError: when an argument is out of its range, or shapes are timed.
+    ValueError: If an argument is out of its range, or shapes are timed.
 
   >>> import jax
   >>> from jdist import models
@@ -111,14 +112,15 @@ def layer_costs(
     if not rate > 0:
       raise ValueError(f"`{name}` must be positive, got {rate}.")
   key = jax.random.key(0)
-  x = jax.eval_shape(make_inputs(inputs), microbatch, key)
+  first = make_inputs(inputs, microbatch)
+  x = jax.eval_shape(first, microbatch, key)
   shapes = jax.eval_shape(lambda: (microbatch, key))
   passes = []
   for i, layer in enumerate(layers):
     passes.append(_passes(layer, x, *shapes, first=not i))
     x = passes[-1].output
   if source == "timed":
-    start = make_inputs(inputs)(_arrays(microbatch), key)
+    start = first(_arrays(microbatch), key)
     seconds = _timed(layers, passes, start, microbatch, key, repeats)
   counter = _Counter(flops_per_s, bytes_per_s, compiled=source != "lowered")
   found = []
@@ -134,7 +136,7 @@ def layer_costs(
         layer.name,
         forward_s=times[0],
         backward_s=times[1],
-        # By the clock a part may take more than the whole.
+        # Measured, a part may take longer than the whole.
         weight_s=max(times[1] - times[2], 0.0),
         parameter_bytes=_num_bytes(layer.params),
         output_bytes=_num_bytes(each.output),
@@ -148,7 +150,7 @@ def layer_costs(
 def _passes(
   layer: LayerLike, x: PyTree, batch: PyTree, key: PyTree, *, first: bool
 ) -> _Passes:
-  """Traces a layer's passes; the first layer's input has no gradient."""
+  """Lowers a layer's passes; the first layer's input has no gradient."""
   structure: Any = None
 
   def forward(
@@ -190,10 +192,11 @@ def _kept_bytes(
   output: PyTree,
   number: int,
 ) -> float:
-  """Returns the bytes of what a forward pass saves of a micro-batch."""
+  """Returns the bytes that a forward pass saves for a micro-batch."""
   jaxpr = jax.make_jaxpr(forward)(*given).jaxpr
   params, state, x = (len(jax.tree.leaves(tree)) for tree in given[:3])
-  # Parameters, the state and the micro-batch itself are there anyway.
+  # Parameters, the state and the micro-batch exist anyway.  JAX returns such an
+  # argument as the same variable, so a set of variables leaves it out.
   front = params + state
   there = {*jaxpr.invars[:front], *jaxpr.invars[front + x :]}
   first = len(jax.tree.leaves(output))
@@ -206,7 +209,7 @@ def _kept_bytes(
 
 
 class _Counter:
-  """Counts programs; alike ones once."""
+  """Counts the costs of programs, equal ones once."""
 
   def __init__(self, flops_per_s: float, bytes_per_s: float, compiled: bool):
     self._flops_per_s, self._bytes_per_s = flops_per_s, bytes_per_s
@@ -214,7 +217,7 @@ class _Counter:
     self._found: dict[str, _Program] = {}
 
   def count(self, program: Any) -> _Program:
-    """Returns what a lowered program costs."""
+    """Returns the cost of a lowered program."""
     text = program.as_text()
     if text not in self._found:
       self._found[text] = self._count(program)
@@ -226,7 +229,7 @@ class _Counter:
       program = program.compile()
       working = program.memory_analysis().temp_size_in_bytes
     costs = program.cost_analysis() or {}
-    if isinstance(costs, list):  # Of each device.
+    if isinstance(costs, list):  # One entry a device.
       costs = costs[0]
     return _Program(
       max(
@@ -268,7 +271,9 @@ def _timed(
       programs.append((each.towards_input.compile(), back))
     runs.append([functools.partial(p, *a) for p, a in programs])
   seconds: dict[tuple[int, int], list[float]] = {}
-  for turn in range(repeats + 1):  # The first is to get warm.
+  # In turns, so that a slow phase of the machine hits all layers alike.  The
+  # first turn warms up.
+  for turn in range(repeats + 1):
     for i, parts in enumerate(runs):
       for j, run in enumerate(parts):
         started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The order in which machines take the stages of a pipeline."""
+"""The search for the order in which machines take the stages."""
 
 import math
 import random
@@ -11,13 +11,12 @@ from jdist.pipeline.planning import _costs
 from jdist.pipeline.planning._bottleneck import Chain
 from jdist.pipeline.planning._plan import Footprint, Plan
 
-# With more machines the orders are too many to go through.
+# With more machines there are too many orders to try all of them.
 _MOST_EXHAUSTIVE = 8
-# Orders as good as the best one, of which the shortest trip is looked for.
+# How many orders with the best bottleneck are compared by their trips.
 _MOST_TIES = 500
 _ROUNDING = 1e-9
-# Bottleneck, trip.
-_Value = tuple[float, float]
+_Value = tuple[float, float]  # bottleneck, trip
 _NOTHING: _Value = (math.inf, math.inf)
 
 
@@ -31,28 +30,30 @@ def place(
   evaluations: int = 300,
   seed: int = 0,
 ) -> Plan:
-  """Finds the machines and their order whose best partition is the best.
+  """Finds the machines, and their order, with the best partition.
 
-  Up to eight machines every order counts: branch and bound, machines that are
-  alike taken once.  Beyond, the search starts with chains over the fastest
-  links, so that machines of a group follow each other, and exchanges, moves
-  and reverses, where the bottleneck is more often than elsewhere.
+  For up to eight machines the search is exact: branch and bound, with
+  interchangeable machines tried once.  For more it is a local search.  It
+  starts with chains over the fastest links, which keep the machines of a group
+  together, and exchanges, moves and reverses machines, mostly at the
+  bottleneck.
 
   Args:
-    costs: of each layer, for a micro-batch.
-    machines: from which to choose.
-    num_stages: as many as there are machines if None.
-    footprint: what a stage takes of memory.
-    num_microbatches: over which an optimizer's step is spread.
-    evaluations: orders that the search beyond eight machines tries.
-    seed: of that search.
+    costs: The cost of each layer, for a micro-batch.
+    machines: The machines to choose from.
+    num_stages: The number of stages; by default the number of machines.
+    footprint: The memory that a stage needs.
+    num_microbatches: The number of micro-batches in an iteration, over which an
+      optimizer's step is spread.
+    evaluations: The number of orders that the local search tries.
+    seed: The seed of the local search.
 
   Returns:
-    The plan, as `partition` gives it for the order.
+    The plan, as `partition` makes it for the order.
 
   Raises:
-    ValueError: when there are fewer layers or machines than stages, or no
-      order has a partition that fits into memory.
+    ValueError: If there are fewer layers or machines than stages, or no order
+      has a partition that fits into memory.
   """
   checks.check_int("evaluations", evaluations, 0)
   checks.check_seed(seed)
@@ -67,6 +68,7 @@ def place(
   chain.check_layers(wanted)
   search = _Search(chain, names, wanted)
   small = len(names) <= _MOST_EXHAUSTIVE
+  # A good order first gives the branch and bound a tight bound.
   search.start()
   search.improve(min(evaluations, 30) if small else evaluations, seed)
   if small:
@@ -78,7 +80,7 @@ def place(
 
 
 class _Search:
-  """The best order so far, and the ways to better ones."""
+  """The best order so far, and the searches for better ones."""
 
   def __init__(self, chain: Chain, names: Sequence[str], wanted: int):
     self._chain, self._names, self._wanted = chain, names, wanted
@@ -93,7 +95,8 @@ class _Search:
     if found is None:
       return False
     bottleneck, trip, cuts = found
-    # Cuts that do not follow each other may share a link, too.
+    # The partition only knows links shared by neighbouring cuts; distant cuts
+    # may share one, too.
     busiest = chain.routes.busiest_s(order, chain.sent[list(cuts)])
     value = max(bottleneck, busiest), trip
     if not _less(value, self._value):
@@ -102,7 +105,7 @@ class _Search:
     return True
 
   def start(self) -> None:
-    """Tries the order as given, the fastest machines, and chains of links."""
+    """Tries the given order, the fastest machines, and chains of fast links."""
     by_speed = sorted(self._names, key=lambda x: -self._chain.node(x).speed)
     self._try(self._names[: self._wanted])
     self._try(by_speed[: self._wanted])
@@ -124,7 +127,7 @@ class _Search:
     )  # fmt: skip
 
   def improve(self, evaluations: int, seed: int) -> None:
-    """Tries orders that differ a little from the best one."""
+    """Tries random changes of the best order."""
     if self.best is None:
       return
     generator = random.Random(seed)
@@ -165,18 +168,18 @@ class _Search:
     )
 
   def exhaust(self) -> None:
-    """Goes through all orders but those that cannot be better."""
+    """Tries all orders except those that cannot be better."""
     values = np.full(len(self._chain.work), math.inf)
     values[0] = 0.0
     self._grow([], values)
 
   def _grow(self, order: list[str], values: np.ndarray) -> None:
-    """Goes through the orders that begin with one.
+    """Tries the orders that begin with given machines.
 
     Args:
-      order: the machines so far.
-      values: the least bottleneck of all stages but the last of them, by where
-        that one begins.
+      order: The machines so far.
+      values: The least bottleneck of all their stages but the last one, for
+        each position at which that one may start.
     """
     chain, stage = self._chain, len(order) - 1
     limit = self._value[0] * (1 + _ROUNDING)
@@ -209,12 +212,13 @@ class _Search:
         columns = chain.within(rows, limit, speed, behind)
         costs = chain.stage_s(rows, columns, longer, stage)
         after, _ = chain.extend(values, costs, rows, columns)
+      # A lower bound: the rest of the work, split perfectly.
       rest = (chain.work[-1] - chain.work) / behind
       if worth(np.maximum(after, rest).min()):
         self._grow(longer, after)
 
   def _unlike(self, names: Iterable[str]) -> Iterator[str]:
-    """Goes through machines of which no two could change places."""
+    """Yields machines, one of each group that is interchangeable."""
     found: list[str] = []
     for name in names:
       if not any(self._alike(name, other) for other in found):
@@ -232,14 +236,14 @@ class _Search:
     )
 
   def _way(self, one: str, other: str) -> tuple[object, ...]:
-    """Returns a way's links, and where it goes once it has left a machine."""
+    """Returns a route's links, without the name of the machine's own."""
     hops = self._chain.routes.hops(one, other)
     own = hops[0][0] if hops else None
     return tuple((None if hop == own else hop, *rates) for hop, *rates in hops)
 
 
 def _less(one: _Value, other: _Value) -> bool:
-  """Returns whether a value is less by more than rounding."""
+  """Returns whether a value is less by more than rounding errors."""
   for a, b in zip(one, other, strict=True):
     if a < b * (1 - _ROUNDING):
       return True

@@ -1,4 +1,4 @@
-"""A plan: where a model is cut, and on which machines its stages lie."""
+"""Plans: where a model is cut and which machines have its stages."""
 
 import dataclasses
 import itertools
@@ -10,20 +10,21 @@ from jdist.pipeline.planning import _costs
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-  r"""The memory that a stage takes, by the table that it will run.
+  r"""The memory that a stage needs under the table that it will run.
 
   .. math:: p \, (v + o + 1) + a \, n + q
 
-  with p bytes of parameters and their gradients, a saved for a micro-batch, and
-  q in use within a pass; of a stage that recomputes a is its input, and what
-  it saves otherwise is in q.
+  with p bytes of parameters, and as many of gradients, a saved for each
+  micro-batch, and q in use within a pass.  A stage that recomputes saves its
+  input only; what it would have saved is part of q.
 
   Attributes:
-    optimizer_copies: o, in sizes of the parameters: 1 for momentum, 2 for Adam.
-    versions: v, of the parameters; one number, or of each stage.
-    in_flight: n, micro-batches; one number, or of each stage.
-    recompute: whether stages keep their input only and run twice.
-    input_bytes: of the model's input, of a micro-batch.
+    optimizer_copies: The optimizer's state o in sizes of the parameters: 1 for
+      momentum, 2 for Adam.
+    versions: The versions v of the parameters, one number or one a stage.
+    in_flight: The micro-batches n that are kept, one number or one a stage.
+    recompute: Whether stages keep their input only and run twice.
+    input_bytes: The bytes of the model's input, for a micro-batch.
   """
 
   optimizer_copies: float = 1.0
@@ -37,11 +38,11 @@ class Footprint:
       checks.check_number(name, getattr(self, name))
 
   def copies(self, stage: int) -> float:
-    """Returns in how many sizes of its parameters a stage has them."""
+    """Returns a stage's memory for parameters, in sizes of these."""
     return _of_stage(self.versions, stage) + self.optimizer_copies + 1
 
   def live(self, stage: int) -> int:
-    """Returns the micro-batches that a stage keeps."""
+    """Returns the number of micro-batches that a stage keeps."""
     return _of_stage(self.in_flight, stage)
 
   def check(self, num_stages: int) -> None:
@@ -67,16 +68,15 @@ class Plan:
   """Stages of consecutive layers, each on a machine.
 
   Attributes:
-    cuts: where the second and later stages begin, as `cut_layers` takes them.
-    nodes: the machine of each stage.
-    stages: the cost of each, recomputation included.
-    bottleneck_s: of a micro-batch on the busiest machine or link; no table can
-      take less.
-    trip_s: of a micro-batch through all stages and back.
-    memory_bytes: of each stage.
-    recompute: whether stages keep their input only.
-    replicas: machines of each stage, which are its own and those that follow
-      it in `nodes`; one each but in PipeDream's plans.
+    cuts: The index of the first layer of each stage but the first, as
+      `cut_layers` takes them.
+    nodes: The machine of each stage.
+    stages: The cost of each stage, recomputation included.
+    bottleneck_s: The seconds of a micro-batch on the busiest machine or link,
+      a lower bound for any table.
+    trip_s: The seconds of a micro-batch through all stages and back.
+    memory_bytes: The memory of each stage.
+    recompute: Whether stages keep their input only.
   """
 
   cuts: tuple[int, ...]
@@ -86,11 +86,10 @@ class Plan:
   trip_s: float
   memory_bytes: tuple[float, ...]
   recompute: bool = False
-  replicas: tuple[int, ...] = ()
 
   @property
   def num_stages(self) -> int:
-    """Stages of the model."""
+    """The number of stages."""
     return len(self.stages)
 
   def stage_of(self, layer: int) -> int:

@@ -1,4 +1,4 @@
-"""The search over cuts, machines, tables, micro-batches and windows at once."""
+"""The joint search over cuts, machines, tables, micro-batches and windows."""
 
 import collections
 import dataclasses
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdist import checks, cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import (
   _bottleneck,
   _costs,
@@ -20,18 +19,21 @@ from jdist.pipeline.planning._candidate import (
   stage_times,
 )
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
+from jdist.pipeline.schedule._asynchronous_tables import least_window
+from jdist.pipeline.schedule._checker import check_table, TableReport
+from jdist.pipeline.schedule._table_registry import TABLES
 
-# Of a device, in an interleaved table.
+# The stages of a device in an interleaved table.
 _CHUNKS = 2
-# Micro-batches a stage, at most, where none are named.
+# The most micro-batches per machine that are tried by default.
 _MOST_MICROBATCHES = 8
-# Partitions of a table, each for the memory that the last one took.
+# How often a table is partitioned again for the memory that it then needs.
 _TURNS = 3
-# By which messages may last longer than one that is alone.
+# How much longer messages may take than one that is alone on its links.
 _SEND_FACTORS = (1.5, 2.0, 3.0, 4.0)
-# Which updates after each micro-batch, as published.
+# The table that updates after each micro-batch, as published.
 _EACH = "pipedream"
-# What counts as equally fast, and what as beyond memory.
+# Relative differences of throughput that count as none, and of memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
 
@@ -51,42 +53,42 @@ def plan(
 ) -> tuple[Candidate, list[Candidate]]:
   """Chooses partition, machines, table, micro-batches, window, recomputation.
 
-  Each choice is cut for the least bottleneck under the memory that its table
-  needs, and simulated.  The fastest is the best; among those equally fast the
-  one with the least delay of the gradients, both passes of which read one
-  version of the parameters, then that of the least memory.
-  Those whose bottleneck alone makes them slower are not simulated.
+  Each choice is cut for the least bottleneck within the memory that its table
+  needs, and then simulated, unless its bottleneck alone makes it slower than
+  another one.  Among equally fast choices the best one has the least delay of
+  gradients, then both passes on one version of the parameters, then the least
+  memory.
 
   Args:
-    costs: of each layer, for a micro-batch of `samples`; others take time and
-      memory in proportion.
-    machines: speeds, memory and links.
-    batch_size: samples of an update, the same for all.
-    samples: of the micro-batch that `costs` are of.
-    tables: names of `TABLES`, or `"greedy"`; all if None.
-    num_microbatches: which must divide the batch; if None all divisors up to
-      eight times the machines.
-    num_stages: as many as there are machines if None, and those that have a
-      smaller bottleneck.
-    windows: of `"ours"`; if None from 1 to the least that never waits, and
-      wider ones where messages wait for each other.
-    recompute: whether stages keep their input only: either, or both.
-    optimizer_copies: what the optimizer keeps, in sizes of the parameters.
-    input_bytes: of the model's input, for a micro-batch of `samples`.
+    costs: The cost of each layer for a micro-batch of `samples`; time and
+      memory of other sizes are taken in proportion.
+    machines: The cluster's speeds, memory and links.
+    batch_size: The number of samples of an update, the same for all choices.
+    samples: The number of samples to which `costs` refer.
+    tables: Names of `TABLES`, or `"greedy"`; all by default.
+    num_microbatches: Numbers of micro-batches, which must divide the batch; by
+      default all divisors up to eight times the number of machines.
+    num_stages: Numbers of stages; by default the number of machines, and
+      smaller ones that have a smaller bottleneck.
+    windows: Windows of `"ours"`; by default from 1 to the least that never
+      waits, and wider ones if messages wait for each other.
+    recompute: Whether stages keep their input only: one value or both.
+    optimizer_copies: The optimizer's state in sizes of the parameters.
+    input_bytes: The bytes of the model's input for a micro-batch of `samples`.
 
   Returns:
-    The best candidate, and all of them.
+    The best candidate, and all candidates.
 
   Raises:
-    ValueError: when micro-batches do not divide the batch, there are fewer
-      layers than stages, or nothing fits into memory.
-    ImportError: without SimPy.
+    ValueError: If micro-batches do not divide the batch, there are fewer layers
+      than stages, or nothing fits into memory.
+    ImportError: If SimPy is missing.
   """
   checks.check_int("batch_size", batch_size, 1)
   checks.check_int("samples", samples, 1)
   checks.check_number("optimizer_copies", optimizer_copies)
   checks.check_number("input_bytes", input_bytes)
-  known = (*schedule.TABLES, "greedy")
+  known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:
     checks.check_choice("tables", name, known)
@@ -132,7 +134,7 @@ def plan(
 
 @dataclasses.dataclass
 class _Search:
-  """The candidates, and what they have in common."""
+  """The candidates, and the arguments that they have in common."""
 
   costs: Sequence[_costs.LayerCost]
   machines: cluster.Cluster
@@ -140,12 +142,12 @@ class _Search:
   samples: int
   optimizer_copies: float
   input_bytes: float
-  # Whether windows are ours to choose.
+  # Whether windows are chosen by the search.
   widens: bool
 
   def __post_init__(self) -> None:
     self._candidates: list[Candidate] = []
-    # Of machines: for the least bottleneck, and under their memory.
+    # Orders of machines: for the least bottleneck, and within their memory.
     self._orders: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
     self._error: ValueError | None = None
 
@@ -157,7 +159,7 @@ class _Search:
   def stages(
     self, wanted: Sequence[int] | None, recompute: bool
   ) -> Iterator[int]:
-    """Goes through the numbers of stages, and finds machines for each."""
+    """Yields numbers of stages, after finding machines for each."""
     most = len(self.machines.nodes)
     numbers = wanted or range(min(most, len(self.costs)), 0, -1)
     least = math.inf
@@ -170,7 +172,8 @@ class _Search:
           self._orders[number, recompute].append(tight.nodes)
         except ValueError as error:
           self._error = self._error or error
-      # Micro-batches were as many as stages: of the same batch's seconds.
+      # Each number was placed with as many micro-batches as stages, so this
+      # makes the seconds of one batch of them.
       batch_s = found.bottleneck_s * number
       if wanted or batch_s < least * (1 - _ROUNDING):
         least = batch_s
@@ -180,7 +183,7 @@ class _Search:
     self, number: int, recompute: bool, machines: cluster.Cluster
   ) -> Plan:
     costs, input_bytes = self._scaled(number)
-    # As 1F1B keeps them.
+    # The number that 1F1B keeps.
     in_flight = tuple(range(number, 0, -1))
     return _placement.place(
       costs,
@@ -193,7 +196,7 @@ class _Search:
     )
 
   def _changed(self, memory: float, speed: float = 1.0) -> cluster.Cluster:
-    """Returns the machines with so many times their memory and speed."""
+    """Returns the machines with memory and speed multiplied."""
     nodes = tuple(
       dataclasses.replace(
         x, speed=x.speed * speed, memory_bytes=x.memory_bytes * memory
@@ -210,7 +213,7 @@ class _Search:
     recompute: bool,
     windows: Sequence[int] | None,
   ) -> None:
-    """Cuts the layers for a table, in each of its windows."""
+    """Adds the candidates of a table, one for each of its windows."""
     if table == _EACH and number > 1:
       return
     choice = Candidate(table, number, stages, None, recompute)
@@ -220,7 +223,7 @@ class _Search:
       self._append(choice)
 
   def _append(self, choice: Candidate) -> float:
-    """Adds a candidate, and returns its bottleneck."""
+    """Adds a candidate and returns its bottleneck."""
     try:
       choice = self._cut(choice)
     except ValueError as error:
@@ -232,7 +235,7 @@ class _Search:
   def _add_capped(
     self, choice: Candidate, windows: Sequence[int] | None
   ) -> None:
-    """Adds each window, with fewer in flight where memory is short."""
+    """Adds each window, with fewer micro-batches if memory is short."""
     free = Footprint(0, 1, 1, choice.recompute)
     try:
       found = self._partition(choice, free)
@@ -244,22 +247,22 @@ class _Search:
       windows = [1]
     elif windows is None:
       times = stage_times(found, self.machines)
-      windows = range(
-        1, 1 + schedule.least_window(times, choice.num_microbatches)
-      )
+      windows = range(1, 1 + least_window(times, choice.num_microbatches))
     for window in windows:
       each = dataclasses.replace(choice, window=window)
-      most = max(
-        schedule.check_table(make_table_of(each, found, self.machines)).live
-      )
+      most = max(check_table(make_table_of(each, found, self.machines)).live)
+      # Fewer live micro-batches need less memory and allow better cuts, until
+      # the cuts are those without any limit.
       for extra in range(0, -most, -1):
         bottleneck = self._append(dataclasses.replace(each, extra_live=extra))
         if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
           break
 
   def _cut(self, choice: Candidate) -> Candidate:
-    """Finds cuts that fit into memory with what the table then keeps."""
-    report = schedule.check_table(make_table_of(choice, None, self.machines))
+    """Finds cuts for which the table that they lead to fits into memory."""
+    report = check_table(make_table_of(choice, None, self.machines))
+    # The table depends on the cuts by its stages' times, and the cuts on the
+    # table by its memory; a few turns usually agree.
     for _ in range(_TURNS):
       found = self._partition(
         choice,
@@ -268,7 +271,7 @@ class _Search:
         ),
       )
       made = make_table_of(choice, found, self.machines)
-      report = schedule.check_table(made)
+      report = check_table(made)
       if self._fits(found, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
@@ -290,7 +293,7 @@ class _Search:
       "footprint": footprint,
       "num_microbatches": choice.num_microbatches,
     }
-    # A machine has its part for each of its stages.
+    # Each stage of a machine gets its part of the machine.
     chunks = _CHUNKS if choice.table == "interleaved" else 1
     machines = self._changed(1 / chunks, 1 / chunks)
     whole = _bottleneck.Chain(costs, self.machines, **options)
@@ -307,8 +310,8 @@ class _Search:
       raise self._error
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
-  def _fits(self, found: Plan, report: schedule.TableReport) -> bool:
-    """Returns whether each machine holds what its stages keep."""
+  def _fits(self, found: Plan, report: TableReport) -> bool:
+    """Returns whether each machine holds all of its stages."""
     footprint = Footprint(self.optimizer_copies, report.versions, report.live)
     needs: dict[str, float] = collections.defaultdict(float)
     for name, need in zip(
@@ -330,12 +333,13 @@ class _Search:
       optimizer_copies=self.optimizer_copies,
     )
     rate = self.batch_size / times.iteration_s
-    # A part of an iteration more or less is no speed.
+    # No table is faster than its bottleneck; a higher rate only says that the
+    # measured iterations were not the same part of the run.
     rate = min(rate, choice.samples_per_s)
     return dataclasses.replace(choice, times=times, samples_per_s=rate)
 
   def _with_more_live(self, choice: Candidate) -> Iterator[Candidate]:
-    """Goes through a candidate and those that keep more, while they gain."""
+    """Yields a candidate, and those that keep more while that helps."""
     most, before = choice.samples_per_s, 0.0
     while True:
       done = self._simulated(choice)
@@ -353,10 +357,10 @@ class _Search:
         return
 
   def _slower_sends(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Makes our best again for messages that wait for each other on links.
+    """Yields the best of `ours` again, made for slower messages.
 
-    They take longer then than those of the first table, and keep more
-    micro-batches and iterations under way.
+    Messages that wait for each other on a link take longer than the first table
+    assumes, so more micro-batches and iterations must be in progress.
     """
     ours = [x for x in done if x.times is not None and x.table == "ours"]
     best = max(ours, key=lambda x: x.samples_per_s, default=None)
@@ -370,13 +374,13 @@ class _Search:
       window = best.window
       if self.widens:
         times = stage_times(best.plan, self.machines, factor)
-        window = schedule.least_window(times, best.num_microbatches)
+        window = least_window(times, best.num_microbatches)
       choice = dataclasses.replace(
         best, window=window, extra_live=0, send_factor=factor
       )
       try:
         yield self._simulated(self._cut(choice))
-      except ValueError:  # Beyond memory.
+      except ValueError:  # It does not fit into memory any more.
         return
 
   def run(self) -> tuple[Candidate, list[Candidate]]:

@@ -1,4 +1,4 @@
-"""The decision when a pipeline that runs is cut anew."""
+"""The decision when to cut a running pipeline again."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from jdist.pipeline.planning._plan import Footprint, Plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerMove:
-  """A layer that goes to another machine, with its optimizer state.
+  """A layer that moves to another machine, with its optimizer state.
 
   Attributes:
-    layer: its number.
-    source: the machine that has it.
-    target: the machine that gets it.
+    layer: The number of the layer.
+    source: The machine that has it.
+    target: The machine that receives it.
   """
 
   layer: int
@@ -26,12 +26,13 @@ class LayerMove:
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-  """A plan to be taken at the next drained step.
+  """A plan to change to at the next drained step.
 
   Attributes:
-    plan: of all layers.
-    moves: those that change their machine.
-    returns: whether it is the plan before, since the last one was no faster.
+    plan: The new plan.
+    moves: The layers that change their machine.
+    returns: Whether this restores the previous plan, as the last one was no
+      faster.
   """
 
   plan: Plan
@@ -42,18 +43,18 @@ class Proposal:
 class Replanner:
   r"""Follows measured seconds and proposes plans when machines have changed.
 
-  Of each stage it keeps
+  For each stage it keeps a moving average of its seconds t,
 
   .. math:: e \leftarrow d \, e + (1 - d) \, t
 
-  and where some e is further than `threshold` from what the machine's speed
-  lets expect, `patience` times in a row, it takes the measured speeds and cuts
-  the layers anew.  A plan that is better by `gain` is proposed.  Then it is on
-  trial: after `patience` measurements it stays if samples a second rose over
-  those since the drift was first seen, else the plan before comes back, and
-  patience grows by `backoff`.
+  If some e differs by more than `threshold` from the expectation for the
+  machine's speed, `patience` times in a row, the layers are cut again for the
+  measured speeds, and a plan that is better by `gain` is proposed.  That plan
+  is on trial: it stays if, after `patience` measurements, the throughput is
+  higher than when the drift was first seen.  Otherwise the previous plan is
+  restored, and patience grows by the factor `backoff`.
 
-  It starts no process and moves no array.
+  This class only decides: it starts no process and moves no array.
   """
 
   def __init__(
@@ -71,23 +72,24 @@ class Replanner:
     gain: float = 0.05,
     reorder: bool = True,
   ):
-    """Starts with the plan that runs.
+    """Starts with the current plan.
 
     Args:
-      plan: that runs; a machine for each stage.
-      costs: of each layer, for a micro-batch.
-      machines: speeds as they were planned with, memory and links.
-      footprint: what a stage takes of memory.
-      num_microbatches: over which an optimizer's step is spread.
-      threshold: of the drift of a stage's seconds, relative.
-      decay: d, of the moving average.
-      patience: measurements that must agree.
-      backoff: by which patience grows after a plan that was no faster.
-      gain: of the bottleneck, relative, for which layers are moved.
-      reorder: whether machines may change their order, too.
+      plan: The current plan, with a machine for each stage.
+      costs: The cost of each layer, for a micro-batch.
+      machines: The machines with the speeds that the plan assumes.
+      footprint: The memory that a stage needs.
+      num_microbatches: The number of micro-batches in an iteration, over which
+        an optimizer's step is spread.
+      threshold: The least relative drift of a stage's seconds.
+      decay: The weight d of the past in the moving average.
+      patience: The number of measurements that must agree.
+      backoff: The growth of patience after a plan that was no faster.
+      gain: The least relative gain of the bottleneck for which layers move.
+      reorder: Whether machines may also change their order.
 
     Raises:
-      ValueError: when an argument is out of its range.
+      ValueError: If an argument is out of its range.
     """
     checks.check_int("patience", patience, 1)
     for name, value, low, high in (
@@ -115,7 +117,7 @@ class Replanner:
     self._backoff, self._gain, self._reorder = backoff, gain, reorder
     nodes = tuple(machines.node(x) for x in plan.nodes)
     self.machines = dataclasses.replace(machines, nodes=nodes)
-    # The plan before one on trial, and its samples a second.
+    # The plan before the one on trial, and its samples per second.
     self._before: tuple[Plan, float] | None = None
     self._restart()
 
@@ -126,7 +128,7 @@ class Replanner:
 
   @property
   def on_trial(self) -> bool:
-    """Returns whether the plan is on trial."""
+    """Whether the plan is on trial."""
     return self._before is not None
 
   def drift(self) -> float:
@@ -145,22 +147,23 @@ class Replanner:
   def observe(
     self, stage_s: Sequence[float], samples_per_s: float
   ) -> Proposal | None:
-    """Takes a measurement, and returns what is to be done, if anything.
+    """Takes a measurement and returns a proposal if the plan should change.
 
     Args:
-      stage_s: of each stage of the plan, of both passes of a micro-batch, no
-        waiting counted.
-      samples_per_s: of the whole pipeline since the last measurement.
+      stage_s: The seconds of both passes of a micro-batch in each stage,
+        without waiting.
+      samples_per_s: The throughput of the whole pipeline since the last
+        measurement.
 
     Raises:
-      ValueError: when there is no time for each stage.
+      ValueError: If there is not a positive time for each stage.
     """
     if len(stage_s) != self.plan.num_stages or not all(x > 0 for x in stage_s):
       raise ValueError(
         "`stage_s` must have positive seconds for each of the "
         f"{self.plan.num_stages} stages, got {list(stage_s)}."
       )
-    # What came before the first measurement is not known.
+    # The first measurement has no past to average with.
     decay = self._decay if self._stage_s else 0.0
     old = self._stage_s or stage_s
     self._stage_s = [
@@ -171,12 +174,13 @@ class Replanner:
       return self._judge(*self._before)
     self._count = self._count + 1 if self.drift() > self._threshold else 0
     if self._count == 1:
-      # A new plan is compared with what came after the machines had changed.
+      # A new plan is compared with the throughput after the change of the
+      # machines: before it no plan for the changed machines can be judged.
       self._rate = samples_per_s
     return None if self._count < self.patience else self._replan()
 
   def _judge(self, before: Plan, rate: float) -> Proposal | None:
-    """Keeps a plan on trial, or goes back."""
+    """Keeps a plan on trial, or restores the previous one."""
     self._count += 1
     if self._count < self.patience:
       return None
@@ -189,7 +193,7 @@ class Replanner:
     return self._take(before, returns=True)
 
   def _replan(self) -> Proposal | None:
-    """Takes the measured speeds, and proposes a plan if it is better."""
+    """Plans for the measured speeds, and proposes a plan if it is better."""
     speeds = {
       name: stage.compute_s / seconds if stage.compute_s else 1.0
       for name, stage, seconds in zip(

@@ -1,4 +1,4 @@
-"""Ways between machines, and the seconds that they are busy with bytes."""
+"""Routes between machines, and the seconds for which bytes occupy them."""
 
 import collections
 import functools
@@ -10,14 +10,15 @@ _Hop = tuple[str, str]
 
 
 class Routes:
-  """Seconds of a cluster's links, of messages between stages.
+  """The seconds that messages between stages take on a cluster's links.
 
-  A link is full duplex: of a cut between two stages outputs flow one way and
-  gradients, which are as large, the other.
+  Links are full duplex: between two stages outputs flow one way, and gradients
+  of the same size the other way.
   """
 
   def __init__(self, machines: cluster.Cluster):
     self._topology = machines.topology
+    # The searches ask for the same pairs of machines many thousand times.
     self.hops = functools.cache(self._hops)
     self.byte_s = functools.cache(self._byte_s)
     self.latency_s = functools.cache(self._latency_s)
@@ -26,7 +27,7 @@ class Routes:
   def _hops(
     self, one: str, other: str
   ) -> tuple[tuple[_Hop, float, float], ...]:
-    """Returns each hop of a message, its seconds a byte and its latency."""
+    """Returns each hop of a route with its seconds a byte and its latency."""
     if self._topology is None:
       return ()
     found = []
@@ -36,19 +37,17 @@ class Routes:
     return tuple(found)
 
   def _byte_s(self, one: str, other: str) -> float:
-    """Returns the seconds a byte of the slowest link between two machines."""
+    """Returns the seconds a byte of the slowest link on a route."""
     return max((s for _, s, _ in self.hops(one, other)), default=0.0)
 
   def _latency_s(self, one: str, other: str) -> float:
-    """Returns the seconds that a message takes beside its bytes."""
+    """Returns the seconds that a message takes besides its bytes."""
     return sum(s for _, _, s in self.hops(one, other))
 
   def _shared_byte_s(self, before: str, here: str, after: str) -> float:
-    """Returns the seconds a byte of the slowest link that both cuts use.
-
-    Outputs from before and gradients from after come to a machine, and the
-    other way round, on its own link.
-    """
+    """Returns the seconds a byte of the slowest link that two cuts share."""
+    # A machine receives outputs from the stage before and gradients from the
+    # stage after by its own link, and sends both by it in return.
     after_hops = {hop for hop, _, _ in self.hops(after, here)}
     back_hops = {hop for hop, _, _ in self.hops(here, after)}
     return max(
@@ -60,11 +59,11 @@ class Routes:
   def busiest_s(
     self, nodes: Sequence[str], cut_bytes: Iterable[float]
   ) -> float:
-    """Returns the seconds that the busiest link works on a micro-batch.
+    """Returns the seconds for which a micro-batch occupies the busiest link.
 
     Args:
-      nodes: the machine of each stage.
-      cut_bytes: between each stage and the next one.
+      nodes: The machine of each stage.
+      cut_bytes: The bytes between each stage and the next.
     """
     loads: dict[_Hop, float] = collections.defaultdict(float)
     for one, other, num_bytes in zip(nodes, nodes[1:], cut_bytes, strict=False):

@@ -1,4 +1,4 @@
-"""The run of a table on a cluster's virtual clock."""
+"""Simulations of a table on a cluster's virtual clock."""
 
 import collections
 import dataclasses
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist import checks, cluster
-from jdist.pipeline import schedule
 from jdist.pipeline.planning import _costs
-from jdist.pipeline.schedule import Action, Op
+from jdist.pipeline.schedule._checker import check_table, TableReport
+from jdist.pipeline.schedule._table import Action, Op, Table
 
-# Of Paul Tol's palettes, beside those of `cluster.plot_trace`.
+# From Paul Tol's palettes, for the kinds that `cluster.plot_trace` lacks.
 PIPELINE_COLOURS = {
   "forward": "#4477aa",
   "backward": "#66ccee",
@@ -26,17 +26,17 @@ class PipelineTimes:
   """The times of a table on a cluster.
 
   Attributes:
-    makespan_s: until the last action has ended.
-    iteration_s: from one iteration's end to the next one's, while the pipeline
-      is full.
-    busy_s: of each device, the seconds of its actions.
-    memory_bytes: of each device, at most: parameters in all their versions,
-      the optimizer's copies and the gradients, what live micro-batches keep,
-      and what a pass needs beside.
-    link_use: which part of the time each direction of a link was busy.
-    ends_s: of each iteration.
-    starts_s: of each action.
-    trace: all of it, to draw.
+    makespan_s: The time at which the last action ends.
+    iteration_s: The time from one iteration's end to the next one's, while the
+      pipeline is full.
+    busy_s: The seconds of each device's actions.
+    memory_bytes: The most memory of each device: all versions of the
+      parameters, the optimizer's state, gradients, live micro-batches, and the
+      needs of a pass.
+    link_use: The part of the time for which each direction of a link was busy.
+    ends_s: The end of each iteration.
+    starts_s: The start of each action.
+    trace: The whole run, to draw.
   """
 
   makespan_s: float
@@ -50,22 +50,19 @@ class PipelineTimes:
 
   @property
   def utilisation(self) -> tuple[float, ...]:
-    """The part of an iteration in which each device works.
-
-    In the steady state: the work of an iteration over `iteration_s`.
-    """
+    """The part of an iteration for which each device works, once full."""
     whole = len(self.ends_s) * self.iteration_s
     return tuple(x / whole if whole else 0.0 for x in self.busy_s)
 
   @property
   def bubble(self) -> float:
-    """The part of the devices' time in which they wait, until the last ends."""
+    """The part of the makespan for which devices wait."""
     whole = len(self.busy_s) * self.makespan_s
     return 1.0 - sum(self.busy_s) / whole if whole else 0.0
 
 
 def simulate(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
   *,
@@ -74,21 +71,22 @@ def simulate(
 ) -> PipelineTimes:
   """Runs a table on a cluster's virtual clock.
 
-  A device takes its actions in the table's order, each as soon as what it
-  needs is there; sends are buffered and run beside the computation.
+  A device takes its actions in the table's order, each as soon as its inputs
+  are available; sends are buffered and overlap the computation.
 
   Args:
-    table: to run; it is checked.
-    costs: of each stage.
-    machines: speeds, slow-downs and links.
-    nodes: the machine of each of the table's devices; the first ones if None.
-    optimizer_copies: what the optimizer keeps, in sizes of the parameters: 1
-      for momentum, 2 for Adam.
+    table: The table to run.
+    costs: The cost of each stage.
+    machines: The cluster's speeds, slow-downs and links.
+    nodes: The machine of each of the table's devices; by default the first
+      machines.
+    optimizer_copies: The optimizer's state in sizes of the parameters: 1 for
+      momentum, 2 for Adam.
 
   Raises:
-    ValueError: when the table cannot run, numbers do not fit, or there is no
-      way between two machines.
-    ImportError: without SimPy.
+    ValueError: If the table cannot run, numbers do not fit, or two machines
+      have no connection.
+    ImportError: If SimPy is missing.
 
   >>> from jdist import pipeline
   >>> table = pipeline.make_table("1f1b", 2, 4)
@@ -98,7 +96,7 @@ def simulate(
   (15.0, 0.2)
   """
   names = check_nodes(table, costs, machines, nodes)
-  report = schedule.check_table(table)
+  report = check_table(table)
   run = _Run(table, costs, machines, names)
   run.go()
   ends = [0.0] * table.num_iterations
@@ -126,7 +124,7 @@ def simulate(
 
 
 def action_s(cost: _costs.LayerCost, op: Op) -> float:
-  """Returns the seconds of an action of a stage at speed 1."""
+  """Returns the seconds of a stage's action at speed 1."""
   seconds = {
     Op.FORWARD: cost.forward_s,
     Op.BACKWARD: cost.backward_s,
@@ -139,12 +137,12 @@ def action_s(cost: _costs.LayerCost, op: Op) -> float:
 
 
 def check_nodes(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
   nodes: Sequence[str] | None,
 ) -> tuple[str, ...]:
-  """Returns the machine of each device; raises a ValueError if they miss."""
+  """Returns the machine of each device."""
   if len(costs) != table.num_stages:
     raise ValueError(
       f"`costs` must be one for each of the table's {table.num_stages} stages, "
@@ -165,11 +163,11 @@ def check_nodes(
 
 
 class _Run:
-  """A table under way on SimPy's clock."""
+  """A run of a table on SimPy's clock."""
 
   def __init__(
     self,
-    table: schedule.Table,
+    table: Table,
     costs: Sequence[_costs.LayerCost],
     machines: cluster.Cluster,
     names: tuple[str, ...],
@@ -186,7 +184,7 @@ class _Run:
     )
     self._places = [0] * len(names)
     self._busy = [False] * len(names)
-    # What has come from another device.
+    # Actions whose result has arrived from another device.
     self._there: set[Action] = set()
     self._waiting: dict[Action, list[int]] = collections.defaultdict(list)
 
@@ -196,13 +194,13 @@ class _Run:
     self.environment.run()
 
   def _advance(self, device: int) -> None:
-    """Begins the device's next action if it is free and has what it needs."""
+    """Starts the device's next action if the device and inputs are ready."""
     order = self._table.devices[device]
     if self._busy[device] or self._places[device] == len(order):
       return
     action = order[self._places[device]]
     for need in self._table.needs(action):
-      # The order has put what the device itself gives before it.
+      # The check has shown that results of the device itself come before.
       away = self._table.device_of[need.stage] != device
       if away and need not in self._there:
         self._waiting[need].append(device)
@@ -236,7 +234,7 @@ class _Run:
   def _send(self, device: int, action: Action, target: Action) -> None:
     other = self._table.device_of[target.stage]
     forward = action.op == Op.FORWARD
-    # A gradient is as large as the output that it belongs to.
+    # A gradient is as large as the output whose gradient it is.
     cost = self._costs[action.stage if forward else target.stage]
     event: Any = self._network.send(
       self._names[device],
@@ -254,10 +252,9 @@ class _Run:
 
 
 def _steady_s(ends: Sequence[float], window: int) -> float:
-  """Returns the seconds of an iteration while the pipeline is full.
-
-  The last ones, beside which no others begin, do not count if there are more.
-  """
+  """Returns the seconds of an iteration while the pipeline is full."""
+  # The first half fills the pipeline, and the last `window` iterations run
+  # while it empties; neither shows the steady state.
   last = max(len(ends) - window, 0)
   first = last // 2
   if first == last:
@@ -266,9 +263,9 @@ def _steady_s(ends: Sequence[float], window: int) -> float:
 
 
 def _memory(
-  table: schedule.Table,
+  table: Table,
   costs: Sequence[_costs.LayerCost],
-  report: schedule.TableReport,
+  report: TableReport,
   optimizer_copies: float,
 ) -> tuple[float, ...]:
   """Returns the most bytes that each device holds at once."""
@@ -283,10 +280,9 @@ def _memory(
     live = most = 0.0
     for action in order:
       saved = costs[action.stage].saved_bytes
-      split = action.stage in table.splits_backward
       if action.op == Op.FORWARD:
         live += saved
-      elif action.op == (Op.BACKWARD_WEIGHT if split else Op.BACKWARD):
+      elif action.op == table.last_backward(action.stage):
         live -= saved
       most = max(most, live)
     found.append(still + most)

@@ -1,67 +1,60 @@
-"""A pipeline that is cut anew while it trains, when its machines change."""
+"""A pipeline that is cut again during training when its machines change."""
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
 
 from jdist import checks, cluster
-from jdist.pipeline.planning import Plan, Proposal, Replanner
+from jdist.pipeline.planning._plan import Plan
+from jdist.pipeline.planning._replanner import Proposal, Replanner
 from jdist.pipeline.processes import _device_part, _layer_moves
-from jdist.pipeline.schedule import Action, Op, Table
+from jdist.pipeline.schedule._table import Action, Op, Table
 
 PyTree = Any
 
 
-class _Process(_layer_moves.ProcessLike, Protocol):
-  """A `StageProcess` with `timeline=True`."""
-
-  def run(
-    self, state: _device_part.ProcessState, batches: Sequence[PyTree]
-  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]: ...
-
-  def trace(self) -> cluster.Trace: ...
-
-
 class AdaptiveRun:
-  """One process of a pipeline whose layers move to where they are run fastest.
+  """One process of a pipeline whose layers move to where they run fastest.
 
-  After each call of `run` nothing is under way.  Then all processes have the
-  timeline of all, and give the same seconds to a `Replanner` of their own: what
-  it proposes, all of them do.  Layers move with their optimizer's state, see
-  `move_layers`; where throughput did not rise they move back.  What a process
-  has compiled it keeps.  The first run with new cuts compiles, and is not
+  After each call of `run` no work is in progress.  Then all processes exchange
+  their timelines and feed the same seconds to a `Replanner` each, so that all
+  of them reach the same decision without another message.  Layers move with
+  their optimizer state; if throughput does not rise, they move back.  A process
+  keeps its compiled programs.  The first run with new cuts compiles and is not
   measured.
 
   Attributes:
-    process: that runs.
-    history: what was proposed, after which step.
-    stage_s: of the last run, see `stage_seconds`.
-    samples_per_s: of the last run, in the longest time of a device from its
-      first action to its last.
+    process: The process with the current cuts.
+    history: The proposals so far, each with the step after which it was made.
+    stage_s: The seconds of both passes of a micro-batch in each stage, as
+      medians over the last run.
+    samples_per_s: The throughput of the last run.
   """
 
   def __init__(
     self,
-    make_process: Callable[[Plan], _Process],
+    make_process: Callable[[Plan], _layer_moves.ProcessLike],
     replanner: Replanner,
     optimizer: optax.GradientTransformation,
   ):
     """Makes the process of the first plan.
 
     Args:
-      make_process: returns a `StageProcess` of a plan's cuts, with
-        `timeline=True`; always of the same layers and peers.
-      replanner: with the same plan, costs and options in all processes.
-      optimizer: whose state can be taken apart, see `move_layers`.
+      make_process: Returns a `StageProcess` of a plan's cuts, with
+        `timeline=True`, and always of the same layers and peers.
+      replanner: A replanner with the same plan, costs and options in all
+        processes.
+      optimizer: An optimizer whose state has a part for each parameter, and
+        only counts besides; or one that decides by all leaves.
     """
     checks.check_function("make_process", make_process, "a plan")
     checks.check_optimizer("optimizer", optimizer)
     self._make, self._replanner = make_process, replanner
     self._optimizer = optimizer
-    self._processes: dict[Any, _Process] = {}
+    self._processes: dict[Any, _layer_moves.ProcessLike] = {}
     self._compiled: set[Any] = set()
     self.history: list[tuple[int, Proposal]] = []
     self.stage_s: list[float] = []
@@ -70,22 +63,22 @@ class AdaptiveRun:
 
   @property
   def plan(self) -> Plan:
-    """The plan that runs."""
+    """The current plan."""
     return self._replanner.plan
 
   def init_state(self, *args: Any, **options: Any) -> _device_part.ProcessState:
-    """Makes the state at the run's beginning, see `StageProcess`."""
+    """Makes the initial state, as `StageProcess.init_state` does."""
     return self.process.init_state(self._optimizer, *args, **options)
 
   def run(
     self, state: _device_part.ProcessState, batches: Sequence[PyTree]
   ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
-    """Runs the table as `StageProcess.run`, and then moves layers if need be.
+    """Runs the table as `StageProcess.run`, then moves layers if necessary.
 
     Args:
-      state: of `init_state` or an earlier run.
-      batches: of one measurement; those of a few tables, so that it says
-        something.
+      state: The state from `init_state` or an earlier run.
+      batches: The batches of one measurement.  Several runs of the table make
+        it less noisy.
 
     Returns:
       The state, perhaps of other cuts, and loss and metrics of each iteration.
@@ -109,7 +102,7 @@ class AdaptiveRun:
       )
     return state, metrics
 
-  def _process_of(self, plan: Plan) -> _Process:
+  def _process_of(self, plan: Plan) -> _layer_moves.ProcessLike:
     key = _key(plan)
     if key not in self._processes:
       self._processes[key] = self._make(plan)
@@ -117,13 +110,9 @@ class AdaptiveRun:
 
 
 def stage_seconds(table: Table, trace: cluster.Trace) -> list[float]:
-  """Returns the seconds of both passes of a micro-batch in each stage.
+  """Returns the median seconds of both passes of a micro-batch in each stage.
 
-  Medians over a timeline; no waiting is counted.
-
-  Args:
-    table: that has run.
-    trace: of `StageProcess.trace`.
+  Time spent waiting for messages is not included.
   """
   parts: dict[tuple[int, Op], list[float]] = {}
   actions: dict[str, Action] = {str(x): x for x in table}
@@ -139,10 +128,8 @@ def stage_seconds(table: Table, trace: cluster.Trace) -> list[float]:
 
 
 def _longest_s(trace: cluster.Trace) -> float:
-  """Returns the longest time from a device's first action to its last.
-
-  Each by its own clock, as those of several machines are not aligned.
-  """
+  """Returns the longest time from a device's first action to its last."""
+  # Each device by its own clock, as clocks of several machines are not aligned.
   first: dict[str, float] = {}
   last: dict[str, float] = {}
   for span in trace:

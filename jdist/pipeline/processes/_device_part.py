@@ -1,26 +1,30 @@
-"""The part of a pipeline that one device has."""
+"""The part of a pipeline that one process runs."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdist.pipeline.processes import _peers, _stage_program
-from jdist.pipeline.schedule import Table, Versions
+from jdist.pipeline.runtime import _stages, _traced_model
+from jdist.pipeline.schedule._table import Op, Table
+from jdist.pipeline.schedule._versions import read_versions, Versions
 
 PyTree = Any
+Recompute = _stage_program.Recompute
 
 
 class ProcessState(NamedTuple):
-  """Part that a process of a pipeline trains; each value by its stage's number.
+  """The part of a pipeline's state that one process trains.
 
   Attributes:
-    step: iterations of the run so far.
-    params: of each of its stages.
-    opt_state: likewise, of any optimizer.
-    model_state: likewise.
-    key: the run's random key, uint32 [2].
+    step: The number of iterations of the run so far.
+    params: The parameters of each of its stages, by the stage's number.
+    opt_state: The optimizer's state, likewise.
+    model_state: The model's state, likewise.
+    key: The run's random key, uint32 [2].
   """
 
   step: int
@@ -32,35 +36,32 @@ class ProcessState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DevicePart:
-  """A device's stages, and where they stand in the table.
+  """A device's stages and their place in the table.
 
   Attributes:
-    table: of all devices.
-    device: number of this one.
-    own: its stages.
-    programs: of these, by number.
-    versions: which each action reads.
-    between: shapes of what each stage but the last passes on.
-    shapes: of each stage's parameters.
-    tied: parameters of several stages: these, by path.
-    clip_norm: greatest norm of all stages' gradients.
-    loss_dtype: of the last stage's loss.
-    metric_names: of the last stage, the loss first.
-    peers: the other processes.
+    model: The whole model.
+    table: The table of all devices.
+    device: The number of this device.
+    own: The numbers of its stages.
+    programs: The compiled programs of its stages, by number.
+    tied: The parameters that several stages share, by path.
+    clip_norm: The greatest norm of all stages' gradients, or None.
+    peers: The other processes, or None.
   """
 
+  model: _traced_model.TracedModel
   table: Table
   device: int
   own: tuple[int, ...]
   programs: Mapping[int, _stage_program.StageProgram]
-  versions: Versions
-  between: tuple[Any, ...]
-  shapes: tuple[PyTree, ...]
   tied: Mapping[str, tuple[int, ...]]
   clip_norm: float | None
-  loss_dtype: Any
-  metric_names: tuple[str, ...]
   peers: _peers.Peers | None
+
+  @functools.cached_property
+  def versions(self) -> Versions:
+    """The version of the parameters that each action reads."""
+    return read_versions(self.table)
 
   @property
   def others(self) -> list[int]:
@@ -73,20 +74,20 @@ class DevicePart:
     self.peers.send(device, tag, arrays)
 
   def receive(self, device: int, tag: _peers.Tag, like: list[Any]) -> list[Any]:
-    """Waits for arrays of another device."""
+    """Waits for arrays from another device."""
     assert self.peers is not None, "there is another device only with peers"
     return self.peers.receive(device, tag, like)
 
   def share(
     self, source: int, tag: _peers.Tag, own: list[Any] | None, like: list[Any]
   ) -> list[Any]:
-    """Gives every process arrays that one device has.
+    """Broadcasts arrays of one device to all.
 
     Args:
-      source: that device.
-      tag: of the message.
-      own: the arrays on that device, None on others.
-      like: their shapes.
+      source: The number of that device.
+      tag: The tag of the message.
+      own: The arrays on that device; None on others.
+      like: The arrays' shapes.
     """
     if own is None:
       return self.receive(source, tag, like)
@@ -105,11 +106,11 @@ class DevicePart:
     """Exchanges an array of each stage among the devices of these stages.
 
     Args:
-      kind: of the messages.
-      own: arrays of one shape, of this device's stages.
-      step: of the run.
-      stages: all if None.
-      number: of several such exchanges in a step.
+      kind: The kind of the messages.
+      own: The arrays of this device's stages, all of one shape.
+      step: The iteration of the run.
+      stages: The stages that take part; all by default.
+      number: Tells several exchanges of one kind in an iteration apart.
     """
     stages = range(self.table.num_stages) if stages is None else stages
     devices = {self.table.device_of[s] for s in stages}
@@ -128,16 +129,47 @@ class DevicePart:
     return found
 
 
-def check_barriers(table: Table, num_own: int, what: str) -> None:
-  """Refuses what would wait for itself.
-
-  Args:
-    table: of all devices.
-    num_own: stages of this one.
-    what: for which all stages wait before an update.
+def make_part(
+  model: _traced_model.TracedModel,
+  table: Table,
+  peers: _peers.Peers | None,
+  recompute: Recompute,
+  clip_norm: float | None,
+) -> DevicePart:
+  """Makes the programs of a process's stages.
 
   Raises:
-    ValueError: when a device would.
+    ValueError: If a stage's backward pass cannot be split as the table has it,
+      or stages that wait for each other would wait forever.
+  """
+  device = 0 if peers is None else peers.device
+  own = tuple(
+    s for s in range(table.num_stages) if table.device_of[s] == device
+  )
+  tied = _stages.shared_paths(model.stages)
+  if clip_norm is not None:
+    check_barriers(table, len(own), "`clip_norm`")
+  if tied:
+    check_barriers(table, len(own), "tied parameters")
+  # If the passes of a micro-batch read different versions, the backward pass
+  # cannot use what the forward pass saved.
+  if table.weights == "newest":
+    recompute = "stage"
+  halves = {x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT}
+  programs = {}
+  for s in own:
+    programs[s] = _stage_program.StageProgram(model, s, recompute)
+    if s in halves:
+      programs[s].split()
+  return DevicePart(model, table, device, own, programs, tied, clip_norm, peers)
+
+
+def check_barriers(table: Table, num_own: int, what: str) -> None:
+  """Refuses a barrier over all stages at which a device would wait for itself.
+
+  A device reaches the barrier when all of its stages have their gradients.  If
+  iterations overlap, the table may put another stage's next action, which
+  needs the update, before that.
   """
   flushed = table.num_iterations == 1 and table.window == 1
   if num_own > 1 and not flushed:

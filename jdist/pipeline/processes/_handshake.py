@@ -1,4 +1,15 @@
-"""Connections between processes that prove they know a shared token."""
+"""Connections between processes that prove that they know a shared token.
+
+The process with the larger number of two calls the other:
+
+    caller                                called
+    device, nonce                 ----->
+                                  <-----  proof of it, and a nonce of its own
+    proof of the called's nonce   ----->
+
+A proof is an HMAC of the nonce under the token.  So the token is never sent,
+and a recorded proof does not fit another nonce.
+"""
 
 import contextlib
 import hmac
@@ -10,20 +21,23 @@ from collections.abc import Sequence
 
 from jdist import checks
 
-_HELLO = struct.Struct("<4sI32s")  # Magic, device, nonce.
+# Magic, device, nonce.
+_HELLO = struct.Struct("<4sI32s")
 _MAGIC = b"jdp1"
 _NONCE = 32
-_PATIENCE_S = 10.0  # For an answer of a process that has connected.
+# How long a connected process may take to answer: a stranger that says nothing
+# must not block the others.
+_PATIENCE_S = 10.0
 
 Address = tuple[str, int]
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-  """Opens the socket on which a process awaits the others.
+  """Opens the socket on which a process waits for the others.
 
   Args:
-    host: name or address of this machine, as the others see it.
-    port: 0 for any that is free; `socket.getsockname()` tells it.
+    host: The name or address of this machine, as the others see it.
+    port: The port; 0 chooses a free one, which `socket.getsockname()` returns.
   """
   return socket.create_server((host, port), backlog=128)
 
@@ -36,22 +50,10 @@ def connect_all(
   listener: socket.socket | None,
   timeout_s: float,
 ) -> dict[int, socket.socket]:
-  """Connects a process with all others, in both directions.
-
-  Args:
-    device: number of this process.
-    addresses: host and port of each process.
-    token: secret that all of them know.
-    listener: of `listen`; opened at this process's address if None.
-    timeout_s: until which all must have come.
+  """Connects a process with all others; see `connect` for the arguments.
 
   Returns:
     A socket for each other process.
-
-  Raises:
-    ValueError: when an argument is out of its range.
-    PermissionError: when another process has another token.
-    TimeoutError: when not all have come; the message names those.
   """
   checks.check_int("device", device, 0)
   if device >= len(addresses):
@@ -73,6 +75,9 @@ def connect_all(
       listener = listen(*addresses[device])
     stack.enter_context(listener)
     try:
+      # Each process calls those below it and then answers those above.  Process
+      # 0 answers at once, so the calls of all others complete in order, and no
+      # two processes wait for each other.
       for other in range(device):
         found[other] = _call(device, other, addresses, secret, deadline)
       while len(found) < len(addresses) - 1:
@@ -97,7 +102,7 @@ def connect_all(
 
 
 def read_whole(connection: socket.socket, size: int) -> memoryview | None:
-  """Reads so many bytes; None when the other side has closed before."""
+  """Reads `size` bytes; returns None if the other side closes before."""
   buffer = memoryview(bytearray(size))
   have = 0
   while have < size:
@@ -115,7 +120,7 @@ def _call(
   secret: bytes,
   deadline: float,
 ) -> socket.socket:
-  """Connects to a process, which may not listen yet."""
+  """Connects to a process that may not listen yet."""
   host, port = addresses[other]
   while True:
     try:
@@ -131,7 +136,8 @@ def _call(
   nonce = secrets.token_bytes(_NONCE)
   try:
     connection.sendall(_HELLO.pack(_MAGIC, device, nonce))
-    # The one that was called proves it first: a token is not given away.
+    # The called process proves itself first, so a caller never shows a proof to
+    # a stranger that listens at the address.
     answer = read_whole(connection, 2 * _NONCE)
     if answer is not None:
       proof, theirs = bytes(answer[:_NONCE]), bytes(answer[_NONCE:])
@@ -155,9 +161,9 @@ def _answer(
   secret: bytes,
   deadline: float,
 ) -> tuple[int, socket.socket] | None:
-  """Waits for a process that knows the token; None when time is over.
+  """Waits for a process that knows the token; returns None after the deadline.
 
-  Whoever does not know it is closed, and the wait goes on.
+  Other connections are closed, and the wait continues.
   """
   while True:
     listener.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -184,5 +190,6 @@ def _answer(
 
 
 def _proof(secret: bytes, side: bytes, device: int, nonce: bytes) -> bytes:
+  # With the side in it, a proof cannot be reflected to the one who made it.
   words = side + struct.pack("<I", device) + nonce
   return hmac.digest(secret, words, "sha256")

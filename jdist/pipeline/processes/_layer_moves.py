@@ -1,4 +1,4 @@
-"""Layers that move between processes, with what an optimizer has of them."""
+"""Moves of layers between processes, with their optimizer state."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks
-from jdist.pipeline.processes import _device_part, _peers
-from jdist.pipeline.runtime import LayerLike
-from jdist.pipeline.schedule import Table
+from jdist import checks, cluster
+from jdist.pipeline.processes import _device_part, _peers, _update_program
+from jdist.pipeline.runtime._stages import LayerLike
+from jdist.pipeline.schedule._table import Table
 from jdist.storage import hashes
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "model_state")
 _REMEDY = (
   "Move layers with optimizers whose state has a part for each parameter, and "
-  "besides counts alone, or save, and restore with the same cuts."
+  "only counts besides, or save, and restore with the same cuts."
 )
 
 
 class ProcessLike(Protocol):
-  """A `StageProcess`."""
+  """A `StageProcess`; an `AdaptiveRun` needs one with `timeline=True`."""
 
   stages: tuple[LayerLike, ...]
   table: Table
@@ -32,7 +32,11 @@ class ProcessLike(Protocol):
     self, optimizer: optax.GradientTransformation
   ) -> _device_part.ProcessState: ...
 
-  def sees_all(self, optimizer: optax.GradientTransformation) -> bool: ...
+  def run(
+    self, state: _device_part.ProcessState, batches: Sequence[PyTree]
+  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]: ...
+
+  def trace(self) -> cluster.Trace: ...
 
 
 def move_layers(
@@ -41,30 +45,34 @@ def move_layers(
   after: ProcessLike,
   optimizer: optax.GradientTransformation,
 ) -> _device_part.ProcessState:
-  """Brings a run's state to other cuts of the same layers.
+  """Moves a run's state to other cuts of the same layers.
 
-  Every process calls it between two calls of `run`, when nothing is under way.
-  A leaf goes to where its parameter goes, as raw bytes; what a process has
-  already is not sent.  An optimizer's leaf belongs to the parameter in whose
-  path its own ends, as in all chains that treat each parameter by itself; the
-  others, such as counts, must be equal in all stages and stay so.  The state of
-  one that decides by all leaves is whole: it goes to the first stage's device.
+  Every process calls it between two calls of `run`, when no work is in
+  progress.  A leaf moves with its parameter, as raw bytes; a leaf that a
+  process already has is not sent.  An optimizer's leaf belongs to the parameter
+  whose path ends its own path, as in all chains that treat each parameter
+  separately.  All other leaves, such as counts, must be equal in all stages.
+  The state of an optimizer that decides by all leaves moves as a whole to the
+  first stage's device.
 
   Args:
-    state: of `before`.
-    before: this process with the cuts so far.
-    after: this process with the new cuts, over the same `peers`.
-    optimizer: of the run.
+    state: The state of `before`.
+    before: This process with the current cuts.
+    after: This process with the new cuts, over the same `peers`.
+    optimizer: The optimizer of the run.
 
   Returns:
     The state of `after`.
 
   Raises:
-    ValueError: when both are of unlike layers, or the optimizer's state cannot
-      be taken apart.
+    ValueError: If the two have different layers, or the optimizer's state
+      cannot be taken apart.
   """
   checks.check_optimizer("optimizer", optimizer)
-  whole = before.sees_all(optimizer) or after.sees_all(optimizer)
+  # With a single stage every optimizer sees all leaves, so the two may differ.
+  whole = any(
+    _update_program.sees_all(optimizer, x.stages) for x in (before, after)
+  )
   init = (lambda params: ()) if whole else optimizer.init
   _check_layers(before, after)
   wanted = {s: _Leaves(x, init) for s, x in enumerate(after.stages)}
@@ -78,6 +86,7 @@ def move_layers(
   }
   common = _common(arrays, having)
   device = 0 if before.peers is None else before.peers.device
+  # Unequal counts would silently differ by stage after the move.
   if before.peers is not None:
     before.peers.check_agreement(
       "Step, key and what an optimizer has for all stages",
@@ -90,7 +99,7 @@ def move_layers(
     tag = _peers.Tag(_peers.Kind.LAYERS, s, 0, state.step)
     parts = _sources(leaves, having, before.table.device_of, target)
     if device == target:
-      # Each its own copy, as an update uses it up.
+      # Each stage needs its own copy, as an update donates it.
       found[s] = {name: jnp.array(x) for name, x in common.items()}
     for source, names in parts.items():
       if device == source:
@@ -109,7 +118,7 @@ def move_layers(
           came = before.peers.receive(source, tag, like)
           found[s] |= dict(zip(names, came, strict=True))
   moved = {s: wanted[s].tree(values) for s, values in found.items()}
-  fresh = after.init_state(optimizer)  # Makes its update program.
+  fresh = after.init_state(optimizer)  # This also makes its update program.
   params, opt_state, model_state = (
     {s: tree[i] for s, tree in moved.items()} for i in range(len(_FIELDS))
   )
@@ -126,7 +135,7 @@ def _whole_state(
   after: ProcessLike,
   fresh: Mapping[int, PyTree],
 ) -> dict[int, PyTree]:
-  """Returns the state of an optimizer of all stages, where the first one is."""
+  """Returns an optimizer's state of all stages on the first stage's device."""
   device = 0 if before.peers is None else before.peers.device
   source, target = before.table.device_of[0], after.table.device_of[0]
   if source == target:
@@ -146,7 +155,7 @@ def _whole_state(
 
 
 def _numbers(x: jax.Array) -> jax.Array:
-  """Returns the numbers of a random key, and of another array itself."""
+  """Returns an array as it is sent: a random key by its numbers."""
   key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(x) if key else x
 
@@ -159,7 +168,7 @@ def _as_kept(x: Any, like: Any) -> jax.Array:
 
 
 class _Leaves:
-  """The leaves of a stage by name: those of parameters, and common ones."""
+  """The leaves of a stage by name: its parameters' and common ones."""
 
   def __init__(self, stage: Any, init: Callable[[PyTree], PyTree]):
     if not isinstance(stage.params, Mapping):
@@ -176,7 +185,7 @@ class _Leaves:
       for path, _ in jax.tree_util.tree_leaves_with_path(stage.params)
     ]
     self.shapes = dict(self.named(*self._like))
-    # Those that belong to no parameter.
+    # The optimizer's leaves that belong to no parameter.
     self.common = [
       name
       for name in self.shapes
@@ -211,7 +220,7 @@ def _check_layers(before: ProcessLike, after: ProcessLike) -> None:
 def _common(
   arrays: Mapping[int, Mapping[str, Any]], having: Mapping[int, _Leaves]
 ) -> dict[str, Any]:
-  """Returns the leaves that all of a process's stages share."""
+  """Returns the common leaves, once they are equal in a process's stages."""
   first = next(iter(arrays))
   found = {name: arrays[first][name] for name in having[first].common}
   for s in arrays:
@@ -225,7 +234,7 @@ def _common(
 
 
 def _check_common(every: Sequence[_Leaves]) -> None:
-  """Raises a ValueError unless all stages have equal common leaves."""
+  """Raises a ValueError unless common leaves have one shape in all stages."""
   kinds = [
     {name: (x.shapes[name].shape, x.shapes[name].dtype) for name in x.common}
     for x in every
@@ -235,7 +244,7 @@ def _check_common(every: Sequence[_Leaves]) -> None:
       {name for name, _ in kinds[0].items() ^ other.items()}
     ):
       raise ValueError(
-        "`optimizer` must have the same leaves beside those of parameters in "
+        "`optimizer` must have the same leaves besides those of parameters in "
         f"all stages, got {different[0]} of unlike shapes. {_REMEDY}"
       )
 
@@ -246,10 +255,10 @@ def _sources(
   device_of: tuple[int, ...],
   target: int,
 ) -> dict[int, list[str]]:
-  """Returns the leaves that a stage gets from each device.
+  """Returns the leaves that a stage receives from each device.
 
-  One that several stages have, tied, comes from the target itself if it is one
-  of theirs, else from the first.
+  A tied leaf, which several stages have, is taken from the target itself if
+  possible, else from the first of their devices.
   """
   found: dict[int, list[str]] = {}
   for name in leaves.shapes:

@@ -16,12 +16,13 @@ import numpy as np
 from jdist import checks
 from jdist.pipeline.processes import _handshake
 
-_HEADER = struct.Struct("<4sBiiqQ")  # Magic, tag, bytes that follow.
+# Magic, the tag's four numbers, the number of bytes that follow.
+_HEADER = struct.Struct("<4sBiiqQ")
 _MAGIC = b"jdm1"
 
 
 class Kind(enum.IntEnum):
-  """Content of a message."""
+  """The content of a message."""
 
   OUTPUT = 1
   GRADIENT = 2
@@ -35,13 +36,13 @@ class Kind(enum.IntEnum):
 
 
 class Tag(NamedTuple):
-  """Identity of a message.
+  """The identity of a message.
 
   Attributes:
-    kind: what it holds.
-    stage: that it is for, or 0.
-    microbatch: of its iteration, or 0.
-    iteration: of the run.
+    kind: Its content.
+    stage: The stage that it is for, or 0.
+    microbatch: The micro-batch of the iteration, or 0.
+    iteration: The iteration of the run.
   """
 
   kind: Kind
@@ -57,18 +58,19 @@ class Tag(NamedTuple):
 
 
 class Peers:
-  """The other processes of a pipeline.
+  """Connections to the other processes of a pipeline.
 
-  Arrays are sent as raw bytes: both sides know shapes and dtypes, and what has
-  other sizes is refused.  Nothing of what comes is run or unpickled.  A thread
-  for each other process sends what it is given, in order, so that a send
-  returns at once; another one receives.
+  Arrays are sent as raw bytes: both sides know shapes and dtypes, and messages
+  of another size are refused.  Nothing that is received is run or unpickled.
+  For each other process a thread sends queued messages in order, so that a send
+  returns at once, and another thread receives.
 
-  The token is proven to both sides and never sent.  Messages are not encrypted.
+  Both sides prove that they know the token, which is never sent.  Messages are
+  not encrypted.
 
   Attributes:
-    device: number of this process.
-    num_devices: processes there are.
+    device: The number of this process.
+    num_devices: The number of processes.
   """
 
   def __init__(
@@ -78,17 +80,18 @@ class Peers:
     *,
     timeout_s: float = 300.0,
   ):
-    """Starts the threads; `connect` makes one.
+    """Starts the threads; use `connect` to make an instance.
 
     Args:
-      device: number of this process.
-      sockets: connected to each other process.
-      timeout_s: how long a message is awaited.
+      device: The number of this process.
+      sockets: A connected socket for each other process.
+      timeout_s: The longest time to wait for a message.
     """
     checks.check_number("timeout_s", timeout_s, open_low=True)
     self.device, self.num_devices = device, len(sockets) + 1
     self._sockets, self._timeout_s = sockets, timeout_s
-    # Of one tag in the order in which they were sent: a process may be ahead.
+    # Received messages that have not been asked for yet.  Several may have one
+    # tag if the sender is a call ahead; they keep the order of sending.
     self._messages: dict[tuple[int, Tag], list[memoryview]] = {}
     self._changed = threading.Condition()
     self._gone: dict[int, str] = {}
@@ -123,7 +126,7 @@ class Peers:
     return sorted(self._sockets)
 
   def send(self, to: int, tag: Tag, arrays: Iterable[Any]) -> None:
-    """Sends arrays, which must not change any more; returns at once."""
+    """Queues arrays to be sent; they must not be changed afterwards."""
     self._check(to)
     self._queues[to].put((tag, list(arrays)))
 
@@ -131,17 +134,17 @@ class Peers:
     """Waits for arrays.
 
     Args:
-      source: who sends them.
-      tag: that they were sent with.
-      like: arrays or shapes, in their order.
+      source: The process that sends them.
+      tag: The tag of the message.
+      like: Arrays, or their shapes, in order.
 
     Returns:
       NumPy arrays.
 
     Raises:
-      ConnectionError: when the process that has to send them is gone.
-      TimeoutError: when nothing came for as long as `timeout_s`.
-      ValueError: when other sizes came.
+      ConnectionError: If the sending process has ended.
+      TimeoutError: If no message arrives within `timeout_s`.
+      ValueError: If the message has another size.
     """
     return _arrays(self.receive_bytes(source, tag), like, source, tag)
 
@@ -166,35 +169,21 @@ class Peers:
         del self._messages[key]
       return first
 
-  def exchange(
-    self, tag: Tag, arrays: Sequence[Any], devices: Iterable[int] | None = None
-  ) -> list[list[Any]]:
-    """Gives arrays to other processes and returns theirs, and its own.
+  def exchange(self, tag: Tag, arrays: Sequence[Any]) -> list[list[Any]]:
+    """Returns the arrays of all processes, which have equal shapes.
 
-    Args:
-      tag: of the messages.
-      arrays: of the same shapes everywhere.
-      devices: that take part, this one among them; all if None.
-
-    Returns:
-      The arrays of each device that takes part, in the order of their numbers,
-      so that sums have the same bits everywhere.
+    They are in the order of the processes' numbers, so that sums over them have
+    the same bits everywhere.
     """
-    numbers = range(self.num_devices) if devices is None else sorted(devices)
-    for other in numbers:
-      if other != self.device:
-        self.send(other, tag, arrays)
+    for other in self.others:
+      self.send(other, tag, arrays)
     return [
       list(arrays) if other == self.device else self.receive(other, tag, arrays)
-      for other in numbers
+      for other in range(self.num_devices)
     ]
 
   def check_agreement(self, what: str, text: str, number: int = 0) -> None:
-    """Compares a text with those of all others.
-
-    Raises:
-      ValueError: when a process has another one.
-    """
+    """Raises a ValueError unless all processes call this with equal texts."""
     tag = Tag(Kind.AGREED, iteration=number)
     words = text.encode()
     for other in self.others:
@@ -208,7 +197,7 @@ class Peers:
         )
 
   def close(self) -> None:
-    """Sends what is waiting, and closes the connections."""
+    """Sends all queued messages and closes the connections."""
     for other in self._queues:
       self._queues[other].put(None)
     for thread in self._senders:
@@ -241,7 +230,8 @@ class Peers:
         return
       tag, arrays = job
       try:
-        # Here and not in the caller: this waits until they are computed.
+        # NumPy waits here until the arrays are computed.  In the caller this
+        # would keep it from dispatching the next action.
         parts = [_bytes(x) for x in arrays]
         size = sum(len(part) for part in parts)
         connection.sendall(_HEADER.pack(_MAGIC, *tag, size))
@@ -287,17 +277,18 @@ def connect(
   """Connects the processes of a pipeline.
 
   Args:
-    device: number of this process, from 0.
-    addresses: host and port of each process, the same list everywhere.
-    token: secret that all processes know; what connects without it is closed.
-    listener: open socket at this process's address; opened here if None.
-    connect_s: until which all processes must have started.
-    timeout_s: how long a message is awaited later.
+    device: The number of this process, from 0.
+    addresses: The host and port of each process, the same list everywhere.
+    token: A secret that all processes know; a connection without it is closed.
+    listener: An open socket at this process's address; by default it is opened
+      here.
+    connect_s: The time within which all processes must connect.
+    timeout_s: The longest time to wait for a message later.
 
   Raises:
-    ValueError: when an argument is out of its range.
-    PermissionError: when another process has another token.
-    TimeoutError: when not all processes have come.
+    ValueError: If an argument is out of its range.
+    PermissionError: If another process has another token.
+    TimeoutError: If not all processes have connected.
   """
   sockets = _handshake.connect_all(
     device, addresses, token, listener=listener, timeout_s=connect_s

@@ -1,4 +1,4 @@
-"""One run of a table on one device: from a full state to the next."""
+"""One run of a table on one device, from a complete state to the next."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,26 +15,35 @@ from jdist.pipeline.processes import (
   _stage_program,
   _update_program,
 )
-from jdist.pipeline.schedule import Action, Op
+from jdist.pipeline.runtime import _traced_model
+from jdist.pipeline.schedule._table import Action, Op
 
 PyTree = Any
 _OUTPUT, _GRADIENT = _peers.Kind.OUTPUT, _peers.Kind.GRADIENT
+# Compiled once: the fold-ins of every micro-batch would else be dispatched one
+# by one.  All processes of a pipeline are worker 0.
+_microbatch_key = jax.jit(_traced_model.microbatch_key, static_argnums=(2, 4))
 
 
 class _Saved(NamedTuple):
-  """Of a micro-batch between its passes: arrays, and what gave them."""
+  """What is saved of a micro-batch between its passes.
+
+  Attributes:
+    kept: The arrays that the forward pass kept.
+    x: The stage's input if the stage is run again, else None.
+    state: The stage's state before the forward pass, likewise.
+  """
 
   kept: list[jax.Array]
   x: Any
   state: PyTree
-  version: int
 
 
 class Segment:
-  """Runs a device's actions in their order.
+  """Runs a device's actions in order.
 
-  What is kept between actions is kept here, and gone at the end: nothing of a
-  table that has run is under way.
+  All work in progress is kept here.  At the end of a table none is left, so a
+  checkpoint between two segments holds nothing of it.
   """
 
   def __init__(
@@ -48,18 +57,18 @@ class Segment:
     """Begins at a state.
 
     Args:
-      part: this device's.
-      updates: of its optimizer.
-      state: at the beginning.
-      batches: of each iteration, arrays [micro-batches, samples, ...].
-      timeline: to which the seconds of each action are added.
+      part: This device's part of the pipeline.
+      updates: The programs of its optimizer.
+      state: The state to begin at.
+      batches: The batch of each iteration, [micro-batches, samples, ...].
+      timeline: A list to which each action's place and seconds are added.
     """
     self._part, self._updates, self._state = part, updates, state
     self._table = part.table
     self._batches, self._timeline = batches, timeline
     self._order = self._table.devices[part.device]
     self._newest_params = dict(state.params)
-    # As passes read them, by version.
+    # The parameters as passes read them, by stage and version.
     self._params = {
       s: {0: updates.read(state.opt_state[s], state.params[s])}
       for s in part.own
@@ -75,13 +84,13 @@ class Segment:
     self._waiting: dict[int, list[int]] = {}
     self._last_read = self._last_reads()
     self._place = 0
-    self._weights = [_weights(batch) for batch in batches]
+    self._weights = [_traced_model.sample_weights(x) for x in batches]
     self._key = jax.random.wrap_key_data(jnp.asarray(state.key))
 
   def run(
     self,
   ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
-    """Runs all actions; returns the state and each iteration's metrics."""
+    """Runs all actions and returns the state and each iteration's metrics."""
     act: dict[Op, Callable[[Action, Any], Any]] = {
       Op.FORWARD: self._forward,
       Op.BACKWARD: self._backward,
@@ -94,8 +103,8 @@ class Segment:
       arrived = self._arrived(action)
       start = time.monotonic()
       result = act[action.op](action, arrived)
-      # The host goes no further than the device: memory is that of the table,
-      # and an action's seconds are its own.
+      # JAX would dispatch actions far ahead of the device.  Then memory would
+      # exceed the table's, and an action's seconds would say nothing.
       jax.block_until_ready(result)
       if self._timeline is not None:
         self._timeline.append((place, start, time.monotonic()))
@@ -125,7 +134,7 @@ class Segment:
     )
     again = program.recompute == "stage"
     self._saved[stage, microbatch, iteration] = _Saved(
-      found.kept, x if again else None, state if again else None, version
+      found.kept, x if again else None, state if again else None
     )
     self._model_state[stage] = found.state
     if found.metrics:
@@ -169,7 +178,9 @@ class Segment:
     stages = [action.stage]
     whole = self._updates.whole
     if self._part.clip_norm is not None or self._part.tied or whole:
-      # All stages of the device together, as they wait for others.
+      # These need gradients of other devices.  A device must not wait for them
+      # before all of its own stages are done, or two devices could wait for
+      # each other; so the last of its updates makes all of them.
       waiting = self._waiting.setdefault(iteration, [])
       waiting.append(action.stage)
       if len(waiting) < len(self._part.own):
@@ -185,6 +196,7 @@ class Segment:
       self._newest[s], self._newest_params[s] = version + 1, params
       params = self._updates.read(self._opt_state[s], params)
       self._params[s][version + 1] = params
+      # A version that no later pass reads is freed at once.
       if self._last_read.get((s, version), -1) < self._place:
         del self._params[s][version]
     return [self._params[s][self._newest[s]] for s in stages]
@@ -192,7 +204,7 @@ class Segment:
   def _update_each(
     self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
   ) -> Iterator[tuple[int, PyTree]]:
-    """Makes the new parameters of each of the device's stages by itself."""
+    """Updates each of the device's stages separately."""
     del iteration
     for s, total in totals.items():
       params, self._opt_state[s] = self._updates.update(
@@ -203,7 +215,7 @@ class Segment:
   def _update_whole(
     self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
   ) -> Iterator[tuple[int, PyTree]]:
-    """Lets the first stage's device make the new parameters of all stages."""
+    """Updates all stages together on the first stage's device."""
     part, number = self._part, self._table.num_stages
     root = self._table.device_of[0]
     grads = {
@@ -225,7 +237,10 @@ class Segment:
       return
     for s in range(number):
       if s not in own:
-        params = part.shapes[s]
+        params = jax.eval_shape(
+          lambda tree: jax.tree.map(jnp.asarray, tree),
+          part.model.stages[s].params,
+        )
         like = params, params
         came = part.receive(
           self._table.device_of[s], up[s], jax.tree.leaves(like)
@@ -241,19 +256,19 @@ class Segment:
       else:
         part.send(self._table.device_of[s], down[s], jax.tree.leaves(params))
 
-  # What actions need.
+  # Messages and other inputs of actions.
 
   def _arrived(self, action: Action) -> Any:
-    """Waits for what an action needs of another stage."""
+    """Waits for the message that an action needs from another stage."""
     op, stage, microbatch, iteration = action
     if op == Op.FORWARD and stage:
-      like = self._part.between[stage - 1]
+      like = self._part.model.between[stage - 1]
       return self._take(_OUTPUT, stage - 1, action, like)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
       if stage + 1 == self._table.num_stages:
         weight = self._weights[iteration][microbatch]
-        return weight.astype(self._part.loss_dtype)
-      like = self._part.between[stage]
+        return weight.astype(self._part.model.loss_dtype)
+      like = self._part.model.between[stage]
       return self._take(_GRADIENT, stage + 1, action, like)
     return None
 
@@ -282,7 +297,7 @@ class Segment:
     return _peers.Tag(kind, stage, action.microbatch, iteration)
 
   def _given(self, action: Action, saved: _Saved) -> Any:
-    """Returns the arguments of a forward pass that is run again, or None."""
+    """Returns a forward pass's arguments if it is run again, else None."""
     _, stage, microbatch, iteration = action
     if self._part.programs[stage].recompute != "stage":
       return None
@@ -299,9 +314,9 @@ class Segment:
     return jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
 
   def _microbatch_key(self, microbatch: int, iteration: int) -> jax.Array:
-    """Returns the key that `training.make_step` gives a micro-batch."""
     step = self._state.step + iteration
-    return _fold(self._key, step, microbatch, self._table.num_microbatches > 1)
+    count = self._table.num_microbatches
+    return _microbatch_key(self._key, step, 0, microbatch, count)
 
   def _total(self, action: Action) -> PyTree:
     key = action.stage, action.iteration
@@ -312,9 +327,10 @@ class Segment:
   # Versions.
 
   def _last_reads(self) -> dict[tuple[int, int], int]:
-    """Returns where in the order each version is read for the last time."""
+    """Returns the place in the order of the last read of each version."""
     found: dict[tuple[int, int], int] = {}
     for place, action in enumerate(self._order):
+      # The weight part has all it needs from the input part.
       if action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
         continue
       again = self._part.programs[action.stage].recompute == "stage"
@@ -323,7 +339,7 @@ class Segment:
     return found
 
   def _drop(self, place: int, action: Action) -> None:
-    """Forgets a version that nothing reads any more."""
+    """Frees a version after its last read."""
     if action.op == Op.UPDATE:
       return
     key = action.stage, self._part.versions.read[action]
@@ -341,7 +357,8 @@ class Segment:
     norms = {}
     for s, total in totals.items():
       counted = total
-      if self._part.tied:  # Each leaf once, in its first stage.
+      # A tied leaf counts once, in its first stage.
+      if self._part.tied:
         counted = {
           path: leaf
           for path, leaf in _by_path(total).items()
@@ -351,8 +368,9 @@ class Segment:
     every = self._part.collect(
       _peers.Kind.NORM, norms, self._state.step + iteration
     )
-    norm = jnp.sqrt(sum(jnp.asarray(every[s]) for s in sorted(every)))
-    return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-16))
+    # Every device adds in the stages' order, so that all scale by equal bits.
+    squared = sum(jnp.asarray(every[s]) for s in sorted(every))
+    return _traced_model.clip_scale(jnp.asarray(squared), most)
 
   def _tied(
     self, totals: dict[int, PyTree], iteration: int
@@ -371,7 +389,7 @@ class Segment:
       for s in stages[1:]:
         total = total + parts[s]
       sums[path] = total
-    # Each stage its own copy, as an update uses it up.
+    # Each stage needs its own copy, as an update donates its gradients.
     return {
       s: jax.tree.unflatten(
         jax.tree.structure(totals[s]),
@@ -384,8 +402,8 @@ class Segment:
     }
 
   def _all_metrics(self) -> list[dict[str, float]]:
-    """Returns each iteration's means, which the last stage has."""
-    names = self._part.metric_names
+    """Returns each iteration's means, which the last stage has computed."""
+    names = self._part.model.metric_names
     last = self._table.device_of[-1]
     count = self._table.num_microbatches
     shape = len(self._batches), len(names)
@@ -409,11 +427,11 @@ class Segment:
 def make_trace(
   orders: Sequence[Sequence[Action]], seconds: Sequence[np.ndarray]
 ) -> cluster.Trace:
-  """Makes a timeline of the seconds that segments were given to fill.
+  """Makes a timeline from the seconds that segments have recorded.
 
   Args:
-    orders: each device's actions.
-    seconds: of their starts and ends, arrays [turns, actions, 2].
+    orders: Each device's actions.
+    seconds: Their starts and ends on each device, [turns, actions, 2].
   """
   begin = min(x.min() for x in seconds if x.size)
   trace = cluster.Trace()
@@ -428,25 +446,6 @@ def make_trace(
           action.op.kind,
         )
   return trace
-
-
-def _fold_key(
-  key: jax.Array, step: jax.Array, microbatch: jax.Array, several: bool
-) -> jax.Array:
-  key = jax.random.fold_in(jax.random.fold_in(key, step), 0)
-  return jax.random.fold_in(key, microbatch) if several else key
-
-
-_fold = jax.jit(_fold_key, static_argnums=3)
-
-
-def _weights(batch: PyTree) -> np.ndarray:
-  """Returns how much each micro-batch counts: by its samples, if masked."""
-  if isinstance(batch, dict) and "mask" in batch:
-    counts = (batch["mask"] != 0).sum(-1).astype(np.float32)
-    return counts / np.maximum(counts.mean(), np.float32(1e-9))
-  number = len(jax.tree.leaves(batch)[0])
-  return np.ones(number, np.float32)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

@@ -16,25 +16,11 @@ from jdist.pipeline.processes import (
   _peers,
   _segment,
   _stage_files,
-  _stage_program,
   _update_program,
 )
-from jdist.pipeline.runtime import (
-  LayerLike,
-  make_inputs,
-  merge,
-  needs_all,
-  OutputLoss,
-  pick,
-  shared_paths,
-)
-from jdist.pipeline.schedule import (
-  check_table,
-  format_table,
-  Op,
-  read_versions,
-  Table,
-)
+from jdist.pipeline.runtime import _stages, _traced_model
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._table import Table
 from jdist.storage import array_files, hashes
 
 PyTree = Any
@@ -44,13 +30,13 @@ class StageProcess:
   r"""One device's part of a pipeline, in a process of its own.
 
   Every process runs the actions of its device in the table's order, each with a
-  compiled program of its stage, and waits for nothing else but what they need.
-  What it sends is buffered: a sender goes on at once.
+  compiled program of its stage, and waits only for the messages that they need.
+  Sends are buffered: a sender continues at once.
 
   All tables run.  The gradient of iteration k is taken at the version of the
-  parameters that `Table.weights` names; with `"newest"` (PACI), at the newest
-  parameters of each pass: the backward pass runs the stage again from its saved
-  input, and nothing is stashed (reconstruction).  Where the optimizer holds a
+  parameters that `Table.weights` names.  With `"newest"` (PACI) each pass reads
+  the newest parameters: the backward pass runs the stage again from its saved
+  input, and nothing is stashed (reconstruction).  If the optimizer holds a
   `transforms.predict_weights`, versions are predicted when they are made.
 
   Parameters that several stages share are tied: their gradients are summed over
@@ -75,47 +61,48 @@ class StageProcess:
 
   def __init__(
     self,
-    stages: Sequence[LayerLike],
-    loss: OutputLoss,
+    stages: Sequence[_stages.LayerLike],
+    loss: _traced_model.OutputLoss,
     table: Table,
     microbatch: PyTree,
     *,
     peers: _peers.Peers | None = None,
     inputs: str | Callable[..., Any] = "image",
-    recompute: _stage_program.Recompute = "none",
+    recompute: _device_part.Recompute = "none",
     clip_norm: float | None = None,
     timeline: bool = False,
   ):
     """Traces the stages' shapes and compares them with the other processes'.
 
     Args:
-      stages: of the whole model, from `cut_layers`, the same in all processes.
-      loss: `(outputs, microbatch) -> loss, metrics`, means over the
+      stages: The stages of the whole model, from `cut_layers`, the same in all
+        processes.
+      loss: `(outputs, microbatch) -> loss, metrics`, which are means over the
         micro-batch's samples.
-      table: which `check_table` passes, the same in all processes.
-      microbatch: one, of arrays or `jax.ShapeDtypeStruct`.
-      peers: the other processes, from `connect`; None for a table of one
+      table: A table that `check_table` accepts, the same in all processes.
+      microbatch: One micro-batch, of arrays or `jax.ShapeDtypeStruct`.
+      peers: The other processes, from `connect`; None for a table of one
         device.
-      inputs: of the first stage: a key of the micro-batch, or a function of it,
-        which gets a random key too, if it takes one as `key`.
-      recompute: what a backward pass runs again: `"none"`, each of its
-        `"layers"` from the layer's input, or the `"stage"` from the stage's.
-      clip_norm: greatest norm of the whole model's mean gradient; a larger one
-        is scaled to it, as `optax.clip_by_global_norm` does.  All stages wait
+      inputs: The inputs of the first stage: a key of the micro-batch, or a
+        function of it, which may take a random key as `key`.
+      recompute: What a backward pass runs again: `"none"`; each of its
+        `"layers"` from the layer's input; or the `"stage"` from the stage's
+        input.
+      clip_norm: The greatest norm of the whole model's mean gradient; a larger
+        one is scaled to it, as by `optax.clip_by_global_norm`.  All stages wait
         for each other's norm before an update.
-      timeline: whether the seconds of each action are kept, see `trace`.
+      timeline: Whether to record the seconds of each action for `trace`.
 
     Raises:
-      ValueError: when an argument is out of its range, the table does not fit
-        the stages or the processes, other processes have others, or a stage's
-        backward pass cannot be split as the table has it.
-      TableError: when the table cannot run.
+      ValueError: If an argument is out of its range, the table cannot run or
+        does not fit the stages or the processes, other processes have other
+        arguments, or a stage's backward pass cannot be split as the table has
+        it.
     """
     if len(stages) != table.num_stages:
       raise ValueError(
         f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
       )
-    checks.check_function("loss", loss, "outputs and a micro-batch")
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
     number = 1 if peers is None else peers.num_devices
@@ -126,64 +113,21 @@ class StageProcess:
       )
     check_table(table)
     self.table, self.stages, self.peers = table, tuple(stages), peers
-    device = 0 if peers is None else peers.device
-    own = tuple(
-      s for s in range(table.num_stages) if table.device_of[s] == device
-    )
-    tied = shared_paths(stages)
-    if clip_norm is not None:
-      _device_part.check_barriers(table, len(own), "`clip_norm`")
-    if tied:
-      _device_part.check_barriers(table, len(own), "tied parameters")
-    # Where the passes of a micro-batch read unlike versions, the backward pass
-    # cannot use what the forward pass saved.
-    if table.weights == "newest":
-      recompute = "stage"
-    read = make_inputs(inputs)
-    self._microbatch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), microbatch
-    )
-    halves = {
-      x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT
-    }
-    programs, between, x = {}, [], None
-    for s, stage in enumerate(stages):
-      program = _stage_program.StageProgram(
-        stage,
-        first=s == 0,
-        loss=loss if s + 1 == len(stages) else None,
-        inputs=read,
-        recompute=recompute,
-      )
-      if s in own:
-        programs[s] = program
-        if s in halves:
-          program.split(x, self._microbatch)
-      x, (_, metrics) = program.shapes(x, self._microbatch)
-      between.append(x)
-    self._part = _device_part.DevicePart(
+    self._part = _device_part.make_part(
+      _traced_model.trace_model(stages, loss, inputs, microbatch),
       table,
-      device,
-      own,
-      programs,
-      read_versions(table),
-      tuple(between[:-1]),
-      tuple(
-        jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), x.params)
-        for x in stages
-      ),
-      tied,
-      clip_norm,
-      between[-1].dtype,
-      ("loss", *sorted(set(metrics) - {"loss"})),
       peers,
+      recompute,
+      clip_norm,
     )
     self._timeline: list[tuple[int, float, float]] | None = (
       [] if timeline else None
     )
     self._updates: _update_program.UpdateProgram | None = None
+    # All processes make the same calls in the same order, so a count tells
+    # the messages of one call from those of another.
     self._exchanges = 0
-    # Of which this run has restored or to which it has saved.
+    # Directories that this run has restored from or saved to.
     self._directories: set[pathlib.Path] = set()
     self._agree()
 
@@ -202,29 +146,27 @@ class StageProcess:
     *,
     seed: int = 0,
   ) -> _device_part.ProcessState:
-    """Makes this process's state at the run's beginning.
+    """Makes this process's initial state.
 
     Args:
-      optimizer: any Optax chain.  It sees the leaves of one stage at a time;
-        one that decides by all leaves at once, as `optax.clip_by_global_norm`
-        does, runs on the first stage's device, to which all others send their
-        gradients and parameters in every iteration, and for which they wait.
-        To clip alone `clip_norm` sends a number instead.
-      params: nested dict of the whole model; the stages' own if None.
-      model_state: likewise.
-      seed: of the run's random key.
+      optimizer: Any Optax chain.  It sees the leaves of one stage at a time.  A
+        chain that decides by all leaves at once, such as
+        `optax.clip_by_global_norm`, runs on the first stage's device, to which
+        all others send their gradients and parameters in every iteration.  To
+        clip only, use `clip_norm`, which sends a single number.
+      params: Nested dict of the whole model; by default the stages' own.
+      model_state: Nested dict of the whole model; by default the stages' own.
+      seed: The seed of the run's random key.
 
     Raises:
-      ValueError: when the optimizer decides by all leaves, and a device has
+      ValueError: If the optimizer decides by all leaves, and a device has
         several stages whose iterations overlap, or it has rounds or predicts
         weights.
     """
     checks.check_optimizer("optimizer", optimizer)
     own = {s: _part_of(self.stages[s].params, params) for s in self._part.own}
     self._updates = updates = _update_program.UpdateProgram(
-      optimizer,
-      self.table.num_microbatches,
-      whole=self.sees_all(optimizer),
+      optimizer, self.stages, self.table.num_microbatches
     )
     if updates.whole:
       _device_part.check_barriers(
@@ -245,17 +187,6 @@ class StageProcess:
       np.asarray(jax.random.key_data(jax.random.key(seed))),
     )
 
-  def sees_all(self, optimizer: optax.GradientTransformation) -> bool:
-    """Returns whether a chain runs on the first stage's device, for all."""
-    return needs_all(
-      optimizer,
-      num_parts=len(self.stages),
-      num_stages=len(self.stages),
-      tied=bool(self._part.tied),
-      agree=False,
-      named=True,
-    )
-
   def save(
     self,
     directory: str | os.PathLike[str],
@@ -265,19 +196,19 @@ class StageProcess:
   ) -> None:
     """Saves this process's stages; every process must call it.
 
-    Between two calls of `run` nothing is under way, so that a run that is
-    killed and goes on from there, with the same batches in each call, has the
-    same bits.
+    Between two calls of `run` no work is in progress, so a run that is killed
+    and resumed from here, with the same batches in each call, has the same
+    bits.
 
     Args:
-      directory: of the run; the same for all processes, or one of its own on
-        each machine.
-      state: to save.
-      keep: steps to keep, this one and those before it; an earlier one goes
-        when all processes have this one.
+      directory: The run's directory, the same for all processes or one on each
+        machine.
+      state: The state to save.
+      keep: The number of steps to keep, including this one.  An earlier step is
+        removed when all processes have saved this one.
 
     Raises:
-      ValueError: when another run has saved a later step there.
+      ValueError: If another run has saved a later step there.
     """
     checks.check_int("keep", keep, 1)
     self._exchanges += 1
@@ -299,17 +230,20 @@ class StageProcess:
     directory: str | os.PathLike[str],
     optimizer: optax.GradientTransformation,
   ) -> _device_part.ProcessState | None:
-    """Restores the newest step that all processes have whole, if there is any.
+    """Restores the newest step that all processes have saved completely.
 
     Every process must call it.
 
     Args:
-      directory: of `save`.
-      optimizer: as in `init_state`.
+      directory: The directory of `save`.
+      optimizer: The optimizer of the run.
+
+    Returns:
+      The state, or None if nothing was saved.
 
     Raises:
-      ValueError: when the stages are cut otherwise, or are those of another
-        model or optimizer, or processes have no step in common.
+      ValueError: If the stages are cut differently or belong to another model
+        or optimizer, or processes have no step in common.
     """
     like = self.init_state(optimizer)
     self._exchanges += 1
@@ -325,39 +259,42 @@ class StageProcess:
   ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
     """Runs the table, once for each `table.num_iterations` batches.
 
-    At its end all has been applied that was begun, so that a run without a
-    flush should be given many iterations in one table.
+    At its end every gradient has been applied, which flushes the pipeline: give
+    a run without a flush many iterations in one table.
 
     Args:
-      state: of `init_state` or an earlier run; its optimizer states and sums
-        are used up.
-      batches: one for each iteration, the same in all processes; samples are
-        cut into micro-batches.
+      state: The state from `init_state` or an earlier run.  Its optimizer
+        states are donated and must not be used again.
+      batches: The batch of each iteration, the same in all processes; samples
+        are cut into micro-batches.
 
     Returns:
       The state, and loss and metrics of each iteration.
 
     Raises:
-      ValueError: when the batches do not fit the table.
-      ConnectionError: when another process is gone.
-      TimeoutError: when another process has sent nothing for too long.
+      ValueError: If the batches do not fit the table.
+      ConnectionError: If another process has ended.
+      TimeoutError: If another process has sent nothing for too long.
     """
     if self._updates is None:
       raise ValueError(
         "`state` must be of this process's `init_state` or `restore`, which "
         "have not been called."
       )
-    batches = [self._cut(batch) for batch in batches]
-    turns, rest = divmod(len(batches), self.table.num_iterations)
+    count, number = self.table.num_iterations, self.table.num_microbatches
+    batches = [
+      self._part.model.cut(jax.tree.map(np.asarray, x), number, "batches")
+      for x in batches
+    ]
+    turns, rest = divmod(len(batches), count)
     if rest or not turns:
       raise ValueError(
-        f"`batches` must be a multiple of the table's "
-        f"{self.table.num_iterations} iterations, got {len(batches)}."
+        f"`batches` must be a multiple of the table's {count} iterations, got "
+        f"{len(batches)}."
       )
     found: list[dict[str, float]] = []
-    for turn in range(turns):
-      first = turn * self.table.num_iterations
-      chunk = batches[first : first + self.table.num_iterations]
+    for first in range(0, len(batches), count):
+      chunk = batches[first : first + count]
       state, metrics = _segment.Segment(
         self._part, self._updates, state, chunk, self._timeline
       ).run()
@@ -365,9 +302,10 @@ class StageProcess:
     return state, found
 
   def gather(self, state: _device_part.ProcessState) -> tuple[PyTree, PyTree]:
-    """Returns parameters and state of the whole model, in all processes.
+    """Returns parameters and state of the whole model in all processes.
 
-    Nested dicts, as the unsplit model has them, of NumPy arrays.
+    They are nested dicts of NumPy arrays, as the unsplit model has them.  Every
+    process must call it.
     """
     self._exchanges += 1
     trees = []
@@ -384,17 +322,18 @@ class StageProcess:
       trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
     if len(trees) == 1:
       return trees[0]
-    return merge([x[0] for x in trees]), merge([x[1] for x in trees])
+    params, states = zip(*trees, strict=True)
+    return _stages.merge(params), _stages.merge(states)
 
   def trace(self) -> cluster.Trace:
-    """Returns the timeline of the last `run` so far, of all processes.
+    """Returns the timeline of all processes since the last call.
 
-    Every process must call it.  Seconds are those of the machine's steady
-    clock since the earliest action: processes on several machines are not
+    Every process must call it.  Seconds are those of the machine's monotonic
+    clock since the earliest action; processes on different machines are not
     aligned.
 
     Raises:
-      ValueError: when the process was made without `timeline=True`.
+      ValueError: If the process was made without `timeline=True`.
     """
     if self._timeline is None:
       raise ValueError(
@@ -415,40 +354,28 @@ class StageProcess:
     return _segment.make_trace(orders, found)
 
   def _agree(self) -> None:
+    """Raises a ValueError unless all processes have the same arguments.
+
+    A process with another table would wait for messages that are never sent,
+    so this is found at once rather than by a timeout.
+    """
     if self.peers is None:
       return
+    model = self._part.model
     shapes = [
       f"{x.dtype}{list(x.shape)}"
-      for tree in (self._microbatch, self._part.between)
-      for x in jax.tree.leaves(tree)
+      for x in jax.tree.leaves((model.microbatch, model.between))
     ]
     names = [stage.name for stage in self.stages]
-    text = format_table(self.table).encode()
-    digest = hashes.hash_bytes(text)
+    digest = hashes.hash_bytes(repr(self.table).encode())
     self.peers.check_agreement(
       "Table, stages and micro-batch",
       f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "
       f"what stages pass on {shapes}, clip_norm {self._part.clip_norm}",
     )
 
-  def _cut(self, batch: PyTree) -> PyTree:
-    """Cuts a batch's arrays into micro-batches."""
-    number = self.table.num_microbatches
-
-    def cut(x: Any) -> np.ndarray:
-      x = np.asarray(x)
-      if x.ndim == 0 or x.shape[0] % number:
-        raise ValueError(
-          f"`batches` must divide into the table's {number} micro-batches, got "
-          f"an array of shape {list(x.shape)}. Take a multiple of {number} "
-          "samples, or another table."
-        )
-      return x.reshape(number, x.shape[0] // number, *x.shape[1:])
-
-    return jax.tree.map(cut, batch)
-
 
 def _part_of(own: PyTree, whole: PyTree) -> PyTree:
   """Returns a stage's part of a whole model's tree, on this device."""
-  found = own if whole is None else pick(whole, own)
+  found = own if whole is None else _stages.pick(whole, own)
   return jax.tree.map(jnp.asarray, found)

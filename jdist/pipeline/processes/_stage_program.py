@@ -1,34 +1,30 @@
-"""One stage's compiled programs: forward, backward and its parts."""
+"""The compiled programs of a stage: forward pass, backward pass, its parts."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks
-from jdist.pipeline.runtime import (
-  apply_layer,
-  LayerLike,
-  OutputLoss,
-  recompute_layers,
+from jdist.pipeline.runtime import _stages, _traced_model
+from jdist.pipeline.runtime._split_backward import (
   split_backward,
   SplitBackward,
 )
 
 PyTree = Any
 Recompute = Literal["none", "layers", "stage"]
-_RECOMPUTE = get_args(Recompute)
 
 
 class Forward(NamedTuple):
   """Results of a forward pass.
 
   Attributes:
-    output: for the next stage; of the last one its loss.
-    state: of the stage, with the micro-batch's statistics.
-    metrics: of the last stage.
-    kept: arrays for the backward pass.
+    output: The outputs for the next stage; the loss of the last stage.
+    state: The stage's state with the micro-batch's statistics.
+    metrics: The metrics of the last stage.
+    kept: The arrays that the backward pass needs.
   """
 
   output: Any
@@ -40,75 +36,59 @@ class Forward(NamedTuple):
 class StageProgram:
   """The programs of one stage, each compiled once.
 
-  A stage's backward pass either has what its forward pass saved, or runs it
-  again: the whole of it from its input, or each layer from that layer's input.
-  Where it is split, what runs again runs in the input part alone.
+  A stage's backward pass uses what its forward pass saved, or runs the stage
+  again from its input, or each layer from that layer's input.  If it is split,
+  only the input part runs anything again.
   """
 
   def __init__(
     self,
-    stage: LayerLike,
-    *,
-    first: bool,
-    loss: OutputLoss | None,
-    inputs: Callable[[PyTree, jax.Array | None], Any],
+    model: _traced_model.TracedModel,
+    number: int,
     recompute: Recompute,
   ):
     """Makes the programs; they compile when they are first run.
 
     Args:
-      stage: of the model.
-      first: whether it reads micro-batches and passes no gradient on.
-      loss: of the last stage, of its outputs and a micro-batch; None of others.
-      inputs: of the first stage, of a micro-batch and its key.
-      recompute: what a backward pass runs again.
+      model: The model.
+      number: The number of the stage.
+      recompute: What a backward pass runs again.
     """
-    checks.check_choice("recompute", recompute, _RECOMPUTE)
+    checks.check_choice("recompute", recompute, get_args(Recompute))
     if recompute == "layers":
-      (stage,) = recompute_layers([stage])
-    self.stage, self.recompute = stage, recompute
-    self._first, self._loss, self._inputs = first, loss, inputs
+      stages = list(model.stages)
+      stages[number] = _stages.recompute_layers(stages[number])
+      model = dataclasses.replace(model, stages=tuple(stages))
+    self.recompute = recompute
+    self._model, self._number = model, number
+    # The first stage reads micro-batches and passes no gradient on.
+    self._first = number == 0
     self._structure: Any = None
     self._parts: SplitBackward | None = None
-    # Where among what a forward pass keeps which of the parameters stands.
+    # Where parameters stand among the arrays that a forward pass keeps.
     self._passed: list[tuple[int, int]] = []
+    # What a program donates is used up.  Totals are donated, as each is read by
+    # the next addition alone.
     self._forward_program = jax.jit(self._forward)
     self.backward = jax.jit(self._backward, donate_argnums=0)
     self._input_program = jax.jit(self._input_part)
     self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
 
-  def run(
-    self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
-  ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
-    """Runs the stage, and the loss if it is the last."""
-    if self._first:
-      x = self._inputs(batch, key)
-    y, new = apply_layer(self.stage, params, state, x, batch, key)
-    if self._loss is None:
-      return y, (new, {})
-    loss, metrics = self._loss(y, batch)
-    return loss, (new, {"loss": loss, **metrics})
-
-  def shapes(self, x: Any, batch: PyTree) -> Any:
-    """Returns the shapes of `run`'s outputs."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(
-      self.run, self.stage.params, x, self.stage.state, batch, key
-    )
-
-  def split(self, x: Any, batch: PyTree) -> None:
+  def split(self) -> None:
     """Splits the backward pass, for `input_part` and `weight_part`.
 
-    Args:
-      x: shapes of the input.
-      batch: of a micro-batch.
-
     Raises:
-      ValueError: when it cannot be split.
+      ValueError: If it cannot be split.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    model, number = self._model, self._number
+    stage = model.stages[number]
     output, kept, _ = jax.eval_shape(
-      self._saving, self.stage.params, x, self.stage.state, batch, key
+      self._saving,
+      stage.params,
+      None if self._first else model.between[number - 1],
+      stage.state,
+      model.microbatch,
+      jax.eval_shape(lambda: jax.random.key(0)),
     )
     self._parts = split_backward(self._pull, kept, output)
 
@@ -118,9 +98,9 @@ class StageProgram:
     """Returns the gradient of the input and what the weight part reads.
 
     Args:
-      cotangent: of the output.
-      kept: of the forward pass.
-      given: its arguments where it is run again, else None.
+      cotangent: The gradient of the output.
+      kept: The arrays that the forward pass kept.
+      given: The forward pass's arguments if it is run again, else None.
     """
     assert self._parts is not None, "call `split` first"
     gradient, again, stash = self._input_program(cotangent, kept, given)
@@ -130,22 +110,23 @@ class StageProgram:
   def forward(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
   ) -> Forward:
-    """Runs the stage and keeps what its backward pass needs.
-
-    Parameters among that are kept as they are: what a program passes on it
-    copies, which would be once for each micro-batch.
-    """
+    """Runs the stage and keeps what its backward pass needs."""
     found = self._forward_program(params, x, state, batch, key)
+    # A program copies an argument that it returns, which would copy parameters
+    # once for each micro-batch; so they are put back here.
     leaves = jax.tree.leaves(params)
     for place, number in self._passed:
       found.kept.insert(place, leaves[number])
     return found
 
+  def _run(self, params: PyTree, x: Any, *given: Any) -> Any:
+    return self._model.run(self._number, params, x, *given)
+
   def _forward(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
   ) -> Forward:
     if self.recompute == "stage":
-      output, (new, metrics) = self.run(params, x, state, batch, key)
+      output, (new, metrics) = self._run(params, x, state, batch, key)
       return Forward(output, new, metrics, [])
     output, kept, (new, metrics) = self._saving(params, x, state, batch, key)
     own = {id(x): i for i, x in enumerate(jax.tree.leaves(params))}
@@ -156,10 +137,10 @@ class StageProgram:
   def _saving(
     self, params: PyTree, x: Any, state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[Any, list[jax.Array], Any]:
-    """Runs the stage and returns what `_pull` needs, too."""
+    """Runs the stage and also returns what `_pull` needs."""
 
     def run(params: PyTree, x: Any) -> Any:
-      return self.run(params, x, state, batch, key)
+      return self._run(params, x, state, batch, key)
 
     if self._first:
       output, pull, aux = jax.vjp(lambda p: run(p, None), params, has_aux=True)
@@ -186,7 +167,7 @@ class StageProgram:
     assert self._parts is not None, "call `split` first"
     kept = kept if given is None else self._saving(*given)[1]
     gradient, stash = self._parts.input_part(kept, cotangent)
-    # A program copies what it passes on: only what it has made.
+    # Only new arrays are returned, as the program would copy its arguments.
     again = None if given is None else self._parts.prune(kept, cotangent)[0]
     return gradient, again, stash
 
@@ -197,15 +178,10 @@ class StageProgram:
 
 @jax.jit
 def zero_total(params: PyTree) -> PyTree:
-  """Makes a sum of gradients, in float32 where parameters have fewer bits."""
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), params)
-
-
-def wide(dtype: Any) -> Any:
-  """Returns the dtype in which gradients of another one are added up."""
-  dtype = jnp.dtype(dtype)
-  small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if small else dtype
+  """Makes a sum of gradients, in float32 for parameters of fewer bits."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, _traced_model.wide(x.dtype)), params
+  )
 
 
 def _add(total: PyTree, grads: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Optimizers that a pipeline cannot run as one device would."""
+"""Optimizers that see too little on one device of a pipeline."""
 
 import functools
 import inspect
@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import optax
 
-# What reads more of a leaf, or of its name, than single numbers, by the
-# factories and classes that a chain is made of.
+# Transformations that need whole leaves, or their names, by the factories and
+# classes that make up a chain.  Optax's chains are closures without types, so
+# the names of their functions are all that can be recognized.
 _OF_LEAVES = {
   "Muon": ("muon", "scale_by_muon"),
   "LARS or LAMB": ("lars", "lamb", "fromage", "scale_by_trust_ratio"),
@@ -26,7 +27,8 @@ _OF_LEAVES = {
   "centralize": ("centralize",),
 }
 _OTHER = (type, types.ModuleType, jax.Array)
-# What decides by all leaves at once, or draws for one after the other.
+# Transformations that decide by all leaves at once, or draw random numbers for
+# one leaf after the other.
 _OF_ALL = frozenset(
   {
     "add_noise",
@@ -54,10 +56,11 @@ _OF_ALL = frozenset(
     "skip_not_finite",
   }
 )
-# What does so and agrees over the stages of one program.
+# Transformations that do so but agree over the stages of one program by
+# `collectives.sum_of_parts`.
 _AGREED = frozenset({"skip_nonfinite", "clip_local"})
 _WHOLE = "whole_model"
-# What may go by the names of leaves: those of all stages are needed.
+# Transformations that may choose by a leaf's name, which differs by stage.
 _OF_NAMES = ("a partition of leaves", "a mask")
 
 
@@ -73,12 +76,12 @@ def needs_all(
   """Returns whether a chain has to see all leaves of a model at once.
 
   Args:
-    optimizer: as of `check_chain`; what stands in a `whole_model` sees them.
-    num_parts: of the model, each with an optimizer of its own.
-    num_stages: of the model.
-    tied: whether stages share parameters, which counts them twice.
-    agree: whether `collectives.sum_of_parts` adds over the parts.
-    named: whether parts have their stages' names of leaves.
+    optimizer: An Optax chain; the inside of a `whole_model` sees all leaves.
+    num_parts: The number of parts of the model with an optimizer each.
+    num_stages: The number of stages of the model.
+    tied: Whether stages share parameters, which a norm would count twice.
+    agree: Whether `collectives.sum_of_parts` adds over the parts.
+    named: Whether leaves keep the names of their stage.
   """
   found = frozenset(_names(optimizer, set()))
   if (num_parts > 1 or tied) and found & _OF_ALL:
@@ -88,28 +91,19 @@ def needs_all(
   if tied and "clip_local" in found:
     return True
   kinds = _kinds(found)
-  # Masks of LARS and its kind are theirs: by the leaves' shapes.
+  # LARS and LAMB hold masks of their own, which go by the leaves' shapes.
   by_name = bool(kinds) and all(kind in _OF_NAMES for kind in kinds)
   return not named and num_stages > 1 and by_name
 
 
-def check_chain(
-  optimizer: optax.GradientTransformation, *, packed: bool
-) -> None:
-  """Refuses what would act on other leaves than the unsplit model's.
-
-  Args:
-    optimizer: an Optax chain, whose parts are known by the names of the
-      functions and classes that made them.
-    packed: whether the leaves of a stage lie in one buffer.
+def check_chain(optimizer: optax.GradientTransformation) -> None:
+  """Refuses a chain that needs whole leaves, for stages packed in a buffer.
 
   Raises:
-    ValueError: when it holds one of these, named.
+    ValueError: If the chain has such a part; the message names it.
   """
-  if not packed:
-    return
   names = _kinds(frozenset(_names(optimizer, set())))
-  # LARS and its kind hold masks, too: the first name says what was asked for.
+  # LARS and LAMB hold masks, too: the first name is what the user asked for.
   if names:
     raise ValueError(
       "`inner` must act on each number alone, or in blocks, where stages are "
@@ -120,12 +114,12 @@ def check_chain(
 
 
 def _kinds(found: frozenset[str]) -> list[str]:
-  """Returns what needs whole leaves among the names of a chain's parts."""
+  """Returns the parts of a chain that need whole leaves."""
   return [x for x, parts in _OF_LEAVES.items() if found.intersection(parts)]
 
 
 def _names(part: Any, seen: set[int]) -> Iterator[str]:
-  """Goes through the names of all that a chain's functions hold."""
+  """Yields the names of all functions and classes that a chain holds."""
   if id(part) in seen:
     return
   seen.add(id(part))
@@ -135,12 +129,13 @@ def _names(part: Any, seen: set[int]) -> Iterator[str]:
   elif inspect.isfunction(part):
     name = part.__qualname__.split(".<locals>")[0]
     yield name
-    if name == _WHOLE:  # What stands in it has all that it needs.
+    # A part inside of it has all that it needs.
+    if name == _WHOLE:
       return
     for cell in part.__closure__ or ():
       try:
         held.append(cell.cell_contents)
-      except ValueError:  # Not assigned yet.
+      except ValueError:  # The cell has not been assigned yet.
         continue
     held.append(getattr(part, "__wrapped__", None))
   elif inspect.ismethod(part):

@@ -1,6 +1,6 @@
-"""One device's part of a training step, and of all devices together."""
+"""One device's part of a training step, and the step of all devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +12,8 @@ from jdist import checks, collectives, training
 from jdist.pipeline.runtime import (
   _chain_check,
   _device_state,
-  _stages,
   _ticks,
-  _tied_leaves,
+  _traced_model,
   _whole_model,
 )
 
@@ -24,33 +23,20 @@ PyTree = Any
 class DeviceProgram:
   """Runs a grid's ticks and an optimizer on each device of a pipeline."""
 
-  def __init__(
-    self,
-    ticks: _ticks.Ticks,
-    stages: Sequence[_stages.LayerLike],
-    *,
-    clip_norm: float | None,
-    axis: str,
-  ):
-    """Takes what a step is made of.
+  def __init__(self, ticks: _ticks.Ticks, *, clip_norm: float | None):
+    """Takes the loop over a step's ticks.
 
     Args:
-      ticks: the loop over a step's ticks.
-      stages: of the model.
-      clip_norm: greatest norm of the whole model's mean gradient, or None.
-      axis: of the mesh, over which the devices of a pipeline lie.
+      ticks: The loop.
+      clip_norm: The greatest norm of the whole model's mean gradient, or None.
     """
     self._ticks, self.grid = ticks, ticks.grid
-    self._clip_norm, self._axis = clip_norm, axis
-    self._stages = stages
+    self._clip_norm, self._axis = clip_norm, ticks.axis
     self._layout, self._shapes = (
-      _whole_model.Layout(stages, ticks.params, name) for name in (axis, None)
+      _whole_model.Layout(ticks.model.stages, ticks.params, axis)
+      for axis in (ticks.axis, None)
     )
-
-  @property
-  def spec(self) -> PartitionSpec:
-    """Placement of parameters and the model's state on the mesh."""
-    return PartitionSpec(self._axis)
+    self.spec = PartitionSpec(ticks.axis)
 
   def chain(
     self, inner: optax.GradientTransformation
@@ -58,37 +44,31 @@ class DeviceProgram:
     """Returns a chain as each device runs it: on its own leaves, or on all.
 
     Raises:
-      ValueError: when it is no optimizer, or needs whole leaves, and packed
-        stages have none.
+      ValueError: If it is no optimizer, or needs whole leaves and stages are
+        packed.
     """
     checks.check_optimizer("inner", inner)
-    _chain_check.check_chain(inner, packed=not self._ticks.params.stacked)
+    if not self._ticks.params.stacked:
+      _chain_check.check_chain(inner)
     found = _chain_check.needs_all(
       inner,
       num_parts=self.grid.num_devices,
       num_stages=self.grid.num_stages,
-      tied=bool(self._ticks.tied),
+      tied=self._ticks.tied.exist,
     )
     return _whole_model.whole_model(inner) if found else inner
 
   def optimizer_specs(self, shapes: PyTree) -> PyTree:
-    """Returns how the workers' optimizer states lie: scalars are of all."""
+    """Returns the placement of the workers' optimizer states."""
     return jax.tree.map(
       lambda x: _device_state.spec_of(x.ndim - 1, self.spec), shapes
     )
 
   def abstract_state(
-    self,
-    team: collectives.Workers,
-    inner: optax.GradientTransformation,
+    self, team: collectives.Workers, inner: optax.GradientTransformation
   ) -> training.TrainState:
-    """Returns the shapes of the state in which all workers begin.
-
-    Args:
-      team: workers on a mesh that has the devices' axis, too.
-      inner: the optimizer.
-    """
-    workers = team.num_workers
+    """Returns the shapes and placement of the initial state."""
+    ticks, workers = self._ticks, team.num_workers
 
     def shape(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
       sharding = team.sharding(spec)
@@ -102,29 +82,19 @@ class DeviceProgram:
         tree,
       )
 
-    ticks, key = self._ticks, jax.random.key_data(jax.random.key(0))
+    stages = ticks.model.stages
     params, state = (
       replicated(jax.eval_shape(arrays.join, trees), self.spec)
       for arrays, trees in (
-        (ticks.params, [x.params for x in self._stages]),
-        (ticks.states, [x.state for x in self._stages]),
+        (ticks.params, [x.params for x in stages]),
+        (ticks.states, [x.state for x in stages]),
       )
     )
     opt_state = jax.eval_shape(team.spmd(lambda p: self.init(inner, p)), params)
     opt_state = jax.tree.map(shape, opt_state, self.optimizer_specs(opt_state))
+    key = jax.random.key_data(jax.random.key(0))
     step, key = replicated((jnp.zeros((), jnp.int32), key), PartitionSpec())
     return training.TrainState(step, params, opt_state, state, key)
-
-  def carried_over(
-    self, fresh: training.TrainState, state: training.TrainState
-  ) -> training.TrainState:
-    """Returns the state in which this program goes on from another table's.
-
-    Args:
-      fresh: of this program at a run's beginning.
-      state: of the other program.
-    """
-    return _device_state.carried_over(fresh, state, self.grid.delay)
 
   def run(
     self,
@@ -135,9 +105,9 @@ class DeviceProgram:
     """Runs a function of state, batch and the grid's rows on each device.
 
     Args:
-      function: returns the state, and metrics that all devices have alike.
-      state: one worker's.
-      batch: its micro-batches, of which all devices get all.
+      function: Returns the state, and metrics that are equal on all devices.
+      state: One worker's state.
+      batch: Its micro-batches, which all devices receive.
     """
 
     def device(
@@ -149,8 +119,8 @@ class DeviceProgram:
       return _device_state.on_mesh(state), metrics
 
     specs = _device_state.state_specs(state, self.spec)
-    # Without types: methods know the workers' axis only, and nothing that is
-    # differentiated holds a collective.
+    # `check_vma=False`, as the types of methods know the workers' axis only.
+    # It is safe here: nothing that is differentiated holds a collective.
     return jax.shard_map(
       device,
       in_specs=(specs, _device_state.ALL, PartitionSpec(None, self._axis)),
@@ -170,22 +140,26 @@ class DeviceProgram:
     """Runs a step's ticks on one device.
 
     Args:
-      state: of the device.
-      batch: of the iteration that begins.
-      rows: of the grid, this device's.
-      axis: the workers' axis.
-      begun: iterations that there are; None if this is one more.
+      state: The device's state.
+      batch: The batch of the iteration that begins.
+      rows: This device's rows of the grid.
+      axis: The workers' axis.
+      begun: The number of iterations that exist; by default one more begins.
     """
+    opt_state = state.opt_state
 
-    def key_of(iteration: jax.Array) -> jax.Array:
+    def key_of(iteration: jax.Array, microbatch: jax.Array) -> jax.Array:
+      # A drain restarts the pipeline's count of iterations, not the run's.
       number = state.step - opt_state.step + iteration
-      key = jax.random.wrap_key_data(state.key)
-      return jax.random.fold_in(
-        jax.random.fold_in(key, number), collectives.index(axis)
+      return _traced_model.microbatch_key(
+        jax.random.wrap_key_data(state.key),
+        number,
+        collectives.index(axis),
+        microbatch,
+        self.grid.num_microbatches,
       )
 
     ticks, grid = self._ticks, self.grid
-    opt_state = state.opt_state
     flight = opt_state.flight if grid.behind else ticks.start()
     grads, model_state, means, flight = ticks.run(
       (_device_state.read(opt_state, state.params), *opt_state.older),
@@ -198,8 +172,12 @@ class DeviceProgram:
       begun,
     )
     if self._clip_norm is not None:
-      grads = _clip_norm(grads, self._clip_norm, ticks.tied, self._axis)
-    found = dict(zip(ticks.names, means, strict=True))
+      # Each tied leaf counts once; a device has a part of the norm's square.
+      squared = _traced_model.squared_norm(ticks.tied.once(grads))
+      squared = jax.lax.psum(squared, self._axis)
+      scale = _traced_model.clip_scale(squared, self._clip_norm)
+      grads = jax.tree.map(lambda x: x * scale.astype(x.dtype), grads)
+    found = dict(zip(ticks.model.metric_names, means, strict=True))
     loss = found.pop("loss")
     samples = training.num_samples(
       jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -216,17 +194,18 @@ class DeviceProgram:
     batch: tuple[()],
     rows: jax.Array,
   ) -> Any:
-    """Brings to its end on one device what has begun.
+    """Completes all iterations in progress on one device.
 
     Args:
-      update: of `training.make_update`, with this program's optimizer.
-      axis: the workers' axis.
-      state: of the device.
-      batch: none.
-      rows: of the grid, this device's.
+      update: The result of `training.make_update` with this optimizer.
+      axis: The workers' axis.
+      state: The device's state.
+      batch: Nothing.
+      rows: This device's rows of the grid.
     """
     begun, number = state.opt_state.step, state.step
     for _ in range(self.grid.behind):
+      # The steps need a batch's shape; no micro-batch of it is run.
       batch = jax.tree.map(
         lambda x: jnp.zeros_like(x[0]), state.opt_state.flight.batches
       )
@@ -243,7 +222,11 @@ class DeviceProgram:
   def optimizer(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer for one device: keeps versions, skips the first."""
+    """Wraps an optimizer for one device: it keeps older versions.
+
+    The first `behind` steps complete no gradient and must not change the
+    optimizer's state either, such as its count of steps.
+    """
     inner = optax.with_extra_args_support(inner)
     behind = self.grid.behind
     parts = self._axis if self.grid.num_devices > 1 else None
@@ -279,7 +262,7 @@ class DeviceProgram:
   def init(
     self, inner: optax.GradientTransformation, params: PyTree
   ) -> _device_state.InFlightState:
-    """Makes the optimizer's state and an empty pipeline, of one worker."""
+    """Makes one worker's optimizer state and an empty pipeline."""
 
     def device(params: PyTree) -> Any:
       own = jax.tree.map(lambda x: x[0], params)
@@ -290,6 +273,8 @@ class DeviceProgram:
         jax.tree.map(lambda x: x[None], flight)
       )
 
+    # The placement of each leaf must be known before the program is traced, so
+    # shapes are found outside of the mesh first.
     local = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params
     )
@@ -309,34 +294,3 @@ class DeviceProgram:
     return _device_state.InFlightState(
       state, jnp.zeros((), jnp.int32), older, flight
     )
-
-
-def _clip_norm(
-  grads: PyTree,
-  most: float,
-  tied: _tied_leaves.TiedLeaves,
-  axis: str | None,
-) -> PyTree:
-  r"""Scales one device's part of a gradient by the norm of all of it.
-
-  .. math:: g \leftarrow g \min(1, c / \lVert g \rVert_2)
-
-  as `optax.clip_by_global_norm` does to the unsplit model.  All devices wait
-  for each other's norms.
-
-  Args:
-    grads: of one device's stages, tied ones summed.
-    most: c.
-    tied: leaves that several stages have, each of which counts once.
-    axis: of the devices; None for one device.
-  """
-  total = jnp.zeros((), float)
-  for x in jax.tree.leaves(tied.once(grads)):
-    total += jnp.sum(jnp.square(jnp.abs(x.astype(total.dtype))))
-  if axis is not None:
-    total = jax.lax.psum(total, axis)
-  norm = jnp.sqrt(total)
-  scale = most / jnp.maximum(norm, 1e-16)
-  return jax.tree.map(
-    lambda x: jnp.where(norm < most, x, x * scale.astype(x.dtype)), grads
-  )

@@ -10,22 +10,22 @@ from jax.sharding import PartitionSpec
 from jdist import states, training, transforms
 
 PyTree = Any
-# Of what all devices of a pipeline have alike.
+# The placement of arrays that are the same on all devices of a pipeline.
 ALL = PartitionSpec()
 
 
 @states.declare()
 class InFlightState(NamedTuple):
-  """An optimizer's state, and what a pipeline has under way.
+  """An optimizer's state and a pipeline's work in progress.
 
   Attributes:
-    inner: the optimizer's, of each device's own stages: arrays `[devices, ...]`
-      and scalars.
-    step: iterations that have begun, int32 scalar.
-    older: earlier versions of the parameters, as they were read, the newer
-      first.
-    flight: micro-batches and gradients under way, arrays `[devices, ...]`; an
-      empty tuple where each step ends with an empty pipeline.
+    inner: The optimizer's state for each device's own stages: arrays
+      `[devices, ...]` and scalars.
+    step: The number of iterations that have begun, int32 scalar.
+    older: Earlier versions of the parameters, as iterations read them, the
+      newest first.
+    flight: The micro-batches and gradients in progress, arrays `[devices,
+      ...]`; an empty tuple if each step ends with an empty pipeline.
   """
 
   inner: PyTree
@@ -35,19 +35,19 @@ class InFlightState(NamedTuple):
 
 
 def read(state: InFlightState, params: PyTree) -> PyTree:
-  """Returns the newest parameters as an iteration reads them: predicted."""
+  """Returns the newest parameters as an iteration reads them, predicted."""
   return transforms.predicted_weights(state.inner, params)
 
 
 def spec_of(ndim: int, spec: PartitionSpec) -> PartitionSpec:
-  """Returns how an array of the optimizer lies: scalars are of all devices."""
+  """Returns the placement of an optimizer's array; scalars are replicated."""
   return spec if ndim else ALL
 
 
 def state_specs(
   state: training.TrainState, spec: PartitionSpec
 ) -> training.TrainState:
-  """Returns how one worker's state lies on its devices."""
+  """Returns the placement of one worker's state on its devices."""
   kept = state.opt_state
   inner = jax.tree.map(lambda x: spec_of(x.ndim, spec), kept.inner)
   opt_state = InFlightState(inner, ALL, spec, spec)  # type: ignore[arg-type]
@@ -55,13 +55,12 @@ def state_specs(
 
 
 def on_device(state: training.TrainState) -> training.TrainState:
-  """Takes the axis of devices from the arrays of one worker's state.
-
-  Scalars are computed anew, as an argument that is passed on untouched is
-  still typed as varying over the workers, and what is computed here is not:
-  conditionals would refuse both together.
-  """
+  """Removes the axis of devices from the arrays of one worker's state."""
   state = _mapped(state, lambda x: x[0])
+  # An argument that passes through untouched keeps its type, which varies over
+  # the workers' axis; values computed here do not vary, as the program is not
+  # checked.  A conditional refuses branches of unlike types, so scalars are
+  # computed anew.
   return jax.tree.map(lambda x: x if x.ndim else x.reshape(1)[0], state)
 
 
@@ -87,15 +86,15 @@ def _mapped(
 def carried_over(
   fresh: training.TrainState, state: training.TrainState, delay: int
 ) -> training.TrainState:
-  """Returns the state in which another table's program goes on.
+  """Returns the state in which another table's program continues.
 
   Args:
-    fresh: of that program at a run's beginning.
-    state: that has come, with nothing under way.
-    delay: of the other program: how many earlier versions it reads.
+    fresh: The initial state of that program.
+    state: The state to continue from, with no work in progress.
+    delay: How many earlier versions that program reads.
 
   Raises:
-    ValueError: when both are of other stages or optimizers.
+    ValueError: If the states belong to other stages or optimizers.
   """
   kept = state.opt_state
   for what, wanted, given in (
@@ -108,7 +107,7 @@ def carried_over(
         f"`state` must be of the program's stages and optimizer, got {what} of "
         "other shapes. Cut the stages alike, and take the same chain."
       )
-  # Each a buffer of its own, as a step may use them up.
+  # Each version is a buffer of its own, as a step may donate them.
   older = tuple(
     jax.tree.map(jnp.copy, read(kept, state.params)) for _ in range(delay)
   )

@@ -1,20 +1,14 @@
-"""Tables in lock-step: which device does what in each tick."""
+"""A table in lock-step: which device does what in each tick."""
 
 import dataclasses
 
 import numpy as np
 
-from jdist.pipeline.schedule import (
-  Action,
-  check_table,
-  Op,
-  start_times,
-  Table,
-)
+from jdist.pipeline.schedule._table import Action, Op, start_times, Table
 
-# Columns of a row: what a device does in a tick, and what comes to it.  Each
-# has a flag or an op, the chunk (which of the device's stages), the
-# micro-batch, and by how many iterations it lies behind the newest.
+# Columns of a row: what a device computes in a tick, and what it receives.
+# Each lane has an op or a flag, the chunk (which of the device's stages), the
+# micro-batch, and the number of iterations since that of the newest one.
 _LANES = ("forward", "backward", "activation", "gradient")
 NUM_COLUMNS = 4 * len(_LANES)
 FORWARD, BACKWARD, ACTIVATION, GRADIENT = range(0, NUM_COLUMNS, 4)
@@ -25,15 +19,16 @@ class Grid:
   """A table in ticks, in which all devices act together.
 
   Attributes:
-    rows: int32 [ticks, devices, NUM_COLUMNS].
-    num_stages: of the model.
-    num_microbatches: of an iteration.
+    rows: The work of each device in each tick, int32 [ticks, devices,
+      NUM_COLUMNS].
+    num_stages: The number of stages.
+    num_microbatches: The number of micro-batches in an iteration.
     delay: W - 1: iteration k reads the parameters after k - W + 1 updates.
-    behind: iterations from an iteration's first tick to the step at whose end
-      its gradient is whole.
-    slots: the most micro-batches that a stage keeps, from the arrival of its
-      input to the end of its backward pass.
-    gradient_slots: likewise, of gradients that came from the next stage.
+    behind: The number of steps between the one in which an iteration starts and
+      the one at whose end its gradient is complete.
+    slots: The most micro-batches that a stage keeps, from the arrival of their
+      input to the end of their backward pass.
+    gradient_slots: The most gradients from the next stage that a stage keeps.
   """
 
   rows: np.ndarray
@@ -51,7 +46,7 @@ class Grid:
 
   @property
   def backward_actions(self) -> frozenset[tuple[int, int]]:
-    """The kinds of backward passes that there are, with their stages."""
+    """The kinds of backward passes that occur, with their stages."""
     found = set()
     for device in range(self.num_devices):
       cells = self.rows[:, device, BACKWARD : BACKWARD + 2]
@@ -61,60 +56,37 @@ class Grid:
 
   @property
   def backward_ops(self) -> tuple[Op, ...]:
-    """The kinds of backward passes that there are."""
+    """The kinds of backward passes that occur, in the order of their values."""
     return tuple(sorted({Op(op) for op, _ in self.backward_actions}))
-
-  @property
-  def utilisation(self) -> float:
-    """The part of the devices' ticks in which they work."""
-    busy = (self.rows[..., FORWARD] > 0) | (self.rows[..., BACKWARD] > 0)
-    return float(busy.mean())
 
 
 def make_grid(table: Table, *, send_ticks: int = 1) -> Grid:
-  """Puts a table into ticks: its own, or those of a window without a flush.
+  """Puts a table that can run into ticks.
 
   Args:
-    table: with a flush, or with delayed weights and a stage on each device.
-    send_ticks: as of `synchronous_grid`.
+    table: A synchronous table of one iteration with stage s on device s modulo
+      their number; or one with delayed weights and a stage on each device.
+    send_ticks: The number of ticks from an action to the first one in which its
+      result can be used: 1, or 2 if sends overlap the next tick's actions.
 
   Raises:
-    ValueError: when the table does not fit into ticks.
+    ValueError: If the table does not fit into ticks.
   """
   if table.num_iterations == 1 and table.window == 1:
-    return synchronous_grid(table, send_ticks=send_ticks)
+    return _synchronous(table, send_ticks)
   if table.weights != "delayed" or len(table.devices) != table.num_stages:
     raise ValueError(
       "`table` must be synchronous, or have delayed weights and a stage on "
       f"each device in one program, got {table}, weights {table.weights!r}. "
       "Run it with each stage in a process of its own."
     )
-  return continuous_grid(
-    table.num_stages,
-    table.num_microbatches,
-    window=table.window,
-    send_ticks=send_ticks,
-  )
+  return _continuous(table, send_ticks)
 
 
-def synchronous_grid(table: Table, *, send_ticks: int = 1) -> Grid:
-  """Puts a synchronous table of one iteration into ticks.
-
-  Args:
-    table: with a window of 1; a stage s lies on device s modulo their number.
-    send_ticks: ticks from an action to the first in which its output is there:
-      1, or 2 where sends run beside the next tick's actions.
-
-  Raises:
-    ValueError: when the table is another.
-  """
-  check_table(table)
+def _synchronous(table: Table, send_ticks: int) -> Grid:
   devices = len(table.devices)
-  if table.num_iterations != 1 or table.window != 1:
-    raise ValueError(
-      f"`table` must be one synchronous iteration, got {table}, window "
-      f"{table.window}. An asynchronous one is run by `continuous_grid`."
-    )
+  # Chunk and device follow from a stage's number, and all devices permute to
+  # their neighbours alike: one program cannot have another placement.
   if table.device_of != tuple(s % devices for s in range(table.num_stages)):
     raise ValueError(
       "`table` must have stage s on device s modulo their number in one "
@@ -126,46 +98,30 @@ def synchronous_grid(table: Table, *, send_ticks: int = 1) -> Grid:
     lambda _: float(send_ticks - 1),
   )
   ticks = {x: int(t) for x, t in starts.items() if x.op != Op.UPDATE}
-  return _grid(
-    ticks, table, max(ticks.values()) + 1, send_ticks, delay=0, repeats=False
-  )
+  return _grid(ticks, table, max(ticks.values()) + 1, send_ticks, behind=None)
 
 
-def continuous_grid(
-  num_stages: int,
-  num_microbatches: int,
-  *,
-  window: int | None = None,
-  send_ticks: int = 1,
-) -> Grid:
-  r"""Puts iterations without a flush into ticks: every device always works.
+def _continuous(table: Table, send_ticks: int) -> Grid:
+  r"""Puts a window without a flush into ticks; no device is ever idle.
 
-  Of stage s of S, micro-batch m, counted through all iterations, and sends of
-  L ticks,
+  Stage s of S runs micro-batch m, counted through all iterations, with sends of
+  L ticks, in the ticks
 
   .. math:: F: 2 m + L s \qquad B: 2 m + L (S - 1) + 1 + L (S - 1 - s)
 
-  A step is the 2 M ticks of an iteration; at its end the gradient of an
-  iteration that began `behind` steps before is whole.
-
-  Args:
-    num_stages: S, a device each.
-    num_microbatches: M, of an iteration.
-    window: W > `behind`; the least one if None.
-    send_ticks: L, as of `synchronous_grid`.
-
-  Raises:
-    ValueError: when the window is too small.
+  A step has the 2 M ticks of one iteration; at its end the gradient of an
+  iteration that began `behind` steps earlier is complete.  So F and B of a
+  device never meet: their ticks differ by an odd number.
   """
-  s, m, late = num_stages, num_microbatches, send_ticks
+  s, m, late = table.num_stages, table.num_microbatches, send_ticks
   period = 2 * m
   last = 2 * (m - 1) + 2 * late * (s - 1) + 1
   behind = last // period
-  window = behind + 1 if window is None else window
-  if window <= behind:
+  # The parameters that an iteration reads must exist when it begins.
+  if table.window <= behind:
     raise ValueError(
       f"`window` must be at least {behind + 1} for {s} stages, {m} "
-      f"micro-batches and sends of {late} ticks, got {window}. Take more "
+      f"micro-batches and sends of {late} ticks, got {table.window}. Take more "
       "micro-batches, or a larger window, where the table has one."
     )
   ticks = {}
@@ -174,11 +130,7 @@ def continuous_grid(
       ticks[Action(Op.FORWARD, stage, i)] = 2 * i + late * stage
       back = 2 * i + late * (s - 1) + 1 + late * (s - 1 - stage)
       ticks[Action(Op.BACKWARD, stage, i)] = back
-  # One iteration's actions, which later ones repeat every `period` ticks.
-  table = Table("continuous", ((),) * s, s, m, window=window)
-  return _grid(
-    ticks, table, period, late, delay=window - 1, behind=behind, repeats=True
-  )
+  return _grid(ticks, table, period, late, behind=behind)
 
 
 def _grid(
@@ -187,10 +139,9 @@ def _grid(
   period: int,
   send_ticks: int,
   *,
-  delay: int,
-  repeats: bool,
-  behind: int = 0,
+  behind: int | None,
 ) -> Grid:
+  """Writes rows; unless `behind` is None, they repeat every `period` ticks."""
   devices = len(table.devices)
   rows = np.zeros((period, devices, NUM_COLUMNS), np.int32)
 
@@ -203,20 +154,21 @@ def _grid(
   for action, tick in ticks.items():
     lane = FORWARD if action.op == Op.FORWARD else BACKWARD
     put(lane, tick, int(action.op), action)
+    # The receiver stores a message at the end of the tick before its first use.
     stage, came = action.stage, tick + send_ticks - 1
     if action.op == Op.FORWARD and stage + 1 < table.num_stages:
       put(ACTIVATION, came, 1, action._replace(stage=stage + 1))
     elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and stage:
       put(GRADIENT, came, 1, action._replace(stage=stage - 1))
   slots, gradient_slots = _slots(
-    ticks, table, send_ticks, period if repeats else None
+    ticks, table, send_ticks, None if behind is None else period
   )
   return Grid(
     rows,
     table.num_stages,
     table.num_microbatches,
-    delay,
-    behind,
+    table.window - 1,
+    behind or 0,
     slots,
     gradient_slots,
   )
@@ -225,10 +177,10 @@ def _grid(
 def _slots(
   ticks: dict[Action, int], table: Table, send_ticks: int, period: int | None
 ) -> tuple[int, int]:
-  """Returns how many consecutive micro-batches wait at once, of both kinds.
+  """Returns how many slots hold all waiting inputs, and all gradients.
 
-  A micro-batch lies in the slot of its number modulo their count, from the
-  tick in which it comes to that of the last action that needs it.
+  A micro-batch lies in the slot of its number modulo their count, from the tick
+  in which it arrives to that of the last action that needs it.
   """
   inputs: dict[tuple[int, int], int] = {}
   gradients: dict[tuple[int, int], int] = {}
@@ -236,6 +188,7 @@ def _slots(
   for action, tick in ticks.items():
     op, stage, i, _ = action
     if op == Op.FORWARD:
+      # The first stage reads its input from the batch when it runs.
       inputs.setdefault((stage, i), tick)
       inputs[stage + 1, i] = tick + send_ticks - 1
       continue
@@ -258,7 +211,11 @@ def _slots(
 
 
 def _span(starts: list[int], ends: list[int], period: int | None) -> int:
-  """Returns the most numbers, from the least to the largest, alive at once."""
+  """Returns the largest range of numbers whose intervals overlap.
+
+  A ring needs as many slots as there are numbers from the least to the largest
+  one that is alive, also if some between them are not.
+  """
   if period is not None:  # Later iterations follow every `period` ticks.
     turns = range(2 + max(ends) // period)
     starts, ends = (

@@ -1,4 +1,4 @@
-"""Messages between stages, each one flat array of one size."""
+"""Messages between stages: flat arrays of one size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,10 @@ PyTree = Any
 
 
 class Message:
-  """The layout of what a device sends in a tick, whichever its stage is.
+  """The layout of what a device sends in a tick, the same for all stages.
+
+  All devices run one program and permute one array, so outputs of unlike shapes
+  are flattened and padded to the largest.
 
   >>> message = Message([jax.ShapeDtypeStruct((2,), jnp.float32), jnp.ones(3)])
   >>> message.flat(jnp.ones(2)).tolist(), message.sent_bytes
@@ -20,10 +23,10 @@ class Message:
   """
 
   def __init__(self, between: Sequence[PyTree]):
-    """Takes the shapes of each stage's outputs but the last one's.
+    """Lays out the outputs of all stages but the last.
 
     Raises:
-      ValueError: when they are of several dtypes.
+      ValueError: If they have several dtypes.
     """
     self._between = tuple(between)
     dtypes = {leaf.dtype for x in between for leaf in jax.tree.leaves(x)}
@@ -33,6 +36,7 @@ class Message:
         f"{', '.join(sorted(map(str, dtypes)))}. Cast in the layers, or run "
         "each stage in a process of its own."
       )
+    # A single stage sends nothing, but a program has no array of size 0.
     self.dtype = next(iter(dtypes), jnp.dtype(jnp.float32))
     self.size = max(
       (sum(leaf.size for leaf in jax.tree.leaves(x)) for x in between),
@@ -45,7 +49,7 @@ class Message:
     return self.size * self.dtype.itemsize
 
   def flat(self, x: Any) -> jax.Array:
-    """Returns a stage's outputs or their gradient, with zeros behind."""
+    """Flattens a stage's outputs, or their gradient, and pads with zeros."""
     parts = [leaf.reshape(-1) for leaf in jax.tree.leaves(x)]
     used = sum(part.size for part in parts)
     if used < self.size:
@@ -53,7 +57,7 @@ class Message:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
   def unflat(self, flat: jax.Array, number: int) -> Any:
-    """Undoes `flat`, of the outputs of a stage."""
+    """Undoes `flat` for the outputs of stage `number`."""
     leaves, structure = jax.tree.flatten(self._between[number])
     found, start = [], 0
     for leaf in leaves:

@@ -11,12 +11,15 @@ from jax.sharding import PartitionSpec
 from jdist import checks, collectives, training, transforms
 from jdist.pipeline.runtime import (
   _device_program,
+  _device_state,
   _grid,
   _stages,
   _tick_times,
   _ticks,
+  _traced_model,
 )
-from jdist.pipeline.schedule import Op, Table
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
 
@@ -24,23 +27,23 @@ PyTree = Any
 class OneProgram:
   r"""A pipeline whose devices run one program, tick by tick.
 
-  Every device of the `stage` axis runs the table's actions of its stages by
-  conditionals in a loop, and passes on what it made at the end of each tick.  A
-  backward pass runs its stage's forward pass again from the saved input: the
-  only activations that are kept are those between stages.
+  In each tick every device of the `stage` axis runs the table's actions of its
+  stages by conditionals, and then passes on their results.  A backward pass
+  runs its stage's forward pass again from the saved input: the only activations
+  that are kept are those between stages.
 
-  Parameters are arrays `[devices, ...]`: stacked where all stages have the same
-  shapes, so that each device's optimizer sees its stages' own leaves (in a
-  tuple where it has several stages); else packed, a buffer `[devices, chunks,
-  size]` for each dtype, which takes optimizers that act on each number alone.
-  Parameters that several stages have are packed, too: each of these stages has
-  a copy, all with one update.
+  Parameters are arrays `[devices, ...]`.  If all stages have the same shapes
+  they are stacked, so that each device's optimizer sees its stages' own leaves
+  (in a tuple if it has several stages).  Otherwise, or if stages share
+  parameters, they are packed: a buffer `[devices, chunks, size]` for each
+  dtype, which needs an optimizer that acts on each number alone.  A shared
+  parameter has a copy in each of its stages, all with the same update.
 
-  An asynchronous table gives its window W and its micro-batches; its ticks are
-  those of 1F1B without a flush.  The gradient of iteration k is taken at the
-  parameters after :math:`\max(0, k - W + 1)` updates, as `transforms.
-  delay_gradients(optimizer, W - 1)` has it on one device; at parameters that
-  are predicted, where the optimizer holds a `transforms.predict_weights`.
+  Of an asynchronous table its window W and its micro-batches count; the ticks
+  are those of 1F1B without a flush.  The gradient of iteration k is taken at
+  the parameters after :math:`\max(0, k - W + 1)` updates, as in `transforms.
+  delay_gradients(optimizer, W - 1)` on one device, or at their prediction if
+  the optimizer holds a `transforms.predict_weights`.
 
   >>> import jax.numpy as jnp
   >>> from jdist import models, pipeline
@@ -67,7 +70,7 @@ class OneProgram:
   def __init__(
     self,
     stages: Sequence[_stages.LayerLike],
-    loss: _stages.OutputLoss,
+    loss: _traced_model.OutputLoss,
     table: Table,
     microbatch: PyTree,
     *,
@@ -76,51 +79,48 @@ class OneProgram:
     clip_norm: float | None = None,
     axis: str = "stage",
   ):
-    """Traces the stages' shapes.
+    """Checks the table and traces the stages' shapes.
 
     Args:
-      stages: of the model, from `cut_layers`; stage s lies on device s modulo
-        their number.
-      loss: `(outputs, microbatch) -> loss, metrics`, means over the
+      stages: The stages of the model, from `cut_layers`; stage s lies on device
+        s modulo their number.
+      loss: `(outputs, microbatch) -> loss, metrics`, which are means over the
         micro-batch's samples.
-      table: which `check_table` passes; asynchronous ones with delayed weights.
-      microbatch: one worker's, of arrays or `jax.ShapeDtypeStruct`.
-      inputs: of the first stage: a key of the micro-batch, or a function of it,
-        which gets a random key too, if it takes one as `key`.
-      late_sends: whether sends run beside the next tick's computation, which
-        takes a tick more to arrive; else between ticks.
-      clip_norm: greatest norm of the whole model's mean gradient; a larger one
-        is scaled to it, as `optax.clip_by_global_norm` does.  A worker clips
+      table: A table that `check_table` accepts; an asynchronous one must have
+        delayed weights.
+      microbatch: One worker's micro-batch, of arrays or
+        `jax.ShapeDtypeStruct`.
+      inputs: The inputs of the first stage: a key of the micro-batch, or a
+        function of it, which may take a random key as `key`.
+      late_sends: Whether sends overlap the next tick's computation, and so
+        arrive a tick later; otherwise they run between ticks.
+      clip_norm: The greatest norm of the whole model's mean gradient; a larger
+        one is scaled to it, as by `optax.clip_by_global_norm`.  A worker clips
         its own gradient, before the optimizer.
-      axis: of the mesh, over which the devices of a pipeline lie.
+      axis: The mesh axis over which the devices of a pipeline lie.
 
     Raises:
-      ValueError: when the table does not fit the stages or this runtime.
+      ValueError: If the table cannot run, or does not fit the stages or this
+        runtime.
     """
     if len(stages) != table.num_stages:
       raise ValueError(
         f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
       )
-    checks.check_function("loss", loss, "outputs and a micro-batch")
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
+    check_table(table)
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
-    # One device sends nothing: its next stage may begin with the next tick.
-    late_sends = late_sends and len(table.devices) > 1
-    self._late = late_sends
-    sent = 2 if late_sends else 1
-    self.grid = _grid.make_grid(table, send_ticks=sent)
+    # With one device nothing is sent: its next stage may begin in the next
+    # tick.
+    self._late = late_sends and len(table.devices) > 1
+    self.grid = _grid.make_grid(table, send_ticks=2 if self._late else 1)
+    self._model = _traced_model.trace_model(stages, loss, inputs, microbatch)
     self._ticks = _ticks.Ticks(
-      stages,
-      loss,
-      self.grid,
-      _stages.make_inputs(inputs),
-      microbatch,
-      late=late_sends,
-      axis=axis,
+      self._model, self.grid, late=self._late, axis=axis
     )
     self._program = _device_program.DeviceProgram(
-      self._ticks, self.stages, clip_norm=clip_norm, axis=axis
+      self._ticks, clip_norm=clip_norm
     )
 
   def __repr__(self) -> str:
@@ -133,18 +133,18 @@ class OneProgram:
 
   @property
   def stacked(self) -> bool:
-    """Returns whether the stages' parameters are stacked, and not packed."""
+    """Whether the stages' parameters are stacked, and not packed."""
     return self._ticks.params.stacked
 
   @property
   def spec(self) -> PartitionSpec:
-    """Placement of parameters and the model's state on the mesh."""
+    """The placement of parameters and the model's state on the mesh."""
     return self._program.spec
 
   @property
   def sent_bytes(self) -> int:
-    """Bytes that a device sends in a tick, each way."""
-    return self._ticks.sent_bytes
+    """The bytes that a device sends in a tick, each way."""
+    return self._ticks.message.sent_bytes
 
   def times(
     self,
@@ -153,13 +153,14 @@ class OneProgram:
     *,
     between_s: float = 0.0,
   ) -> _tick_times.TickTimes:
-    """Forecasts a step's ticks; each device waits for its neighbours.
+    """Forecasts the ticks of a step; each device waits for its neighbours.
 
     Args:
-      seconds: of an op of a stage, as this runtime runs it: a backward pass
-        has the forward pass in it, and the last stage has no other.
-      send_s: of `sent_bytes` on a link between two devices.
-      between_s: of each tick on each device, beside its ops.
+      seconds: Returns the seconds of an op of a stage as this runtime runs it:
+        a backward pass includes a forward pass, and the last stage has no
+        other.
+      send_s: The seconds of `sent_bytes` on a link between two devices.
+      between_s: The seconds of each tick on each device besides its ops.
     """
     return _tick_times.tick_times(
       self.grid, seconds, send_s, late=self._late, between_s=between_s
@@ -171,22 +172,20 @@ class OneProgram:
     """Turns a model's parameters and state into arrays `[devices, ...]`.
 
     Args:
-      params: nested dict of the whole model; the stages' own if None.
-      state: likewise.
+      params: Nested dict of the whole model; by default the stages' own.
+      state: Nested dict of the whole model; by default the stages' own.
     """
+
+    def parts(tree: PyTree, own: list[PyTree]) -> list[PyTree]:
+      return own if tree is None else [_stages.pick(tree, x) for x in own]
+
     return (
-      self._ticks.params.join(
-        [x.params if params is None else _stages.pick(params, x.params)
-         for x in self.stages]
-      ),
-      self._ticks.states.join(
-        [x.state if state is None else _stages.pick(state, x.state)
-         for x in self.stages]
-      ),
-    )  # fmt: skip
+      self._ticks.params.join(parts(params, [x.params for x in self.stages])),
+      self._ticks.states.join(parts(state, [x.state for x in self.stages])),
+    )
 
   def split(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Undoes `join`: nested dicts of the whole model."""
+    """Undoes `join`: returns nested dicts of the whole model."""
     return (
       _stages.merge(self._ticks.params.split(params)),
       _stages.merge(self._ticks.states.split(state)),
@@ -213,18 +212,18 @@ class OneProgram:
     *,
     seed: int = 0,
   ) -> training.TrainState:
-    """Makes the state in which all workers begin alike, `[workers, ...]`.
+    """Makes the initial state, equal for all workers, `[workers, ...]`.
 
     Args:
-      team: workers on a mesh that has the stages' axis, too.
-      inner: the optimizer that `make_step` is given.
-      params: nested dict of the whole model; the stages' own if None.
-      model_state: likewise.
-      seed: of the run's random key.
+      team: Workers on a mesh that also has the stages' axis.
+      inner: The optimizer that `make_step` will receive.
+      params: Nested dict of the whole model; by default the stages' own.
+      model_state: Nested dict of the whole model; by default the stages' own.
+      seed: The seed of the run's random key.
 
     Raises:
-      ValueError: when the mesh has no such axis of the table's devices, or the
-        optimizer needs whole leaves, or all of them, and does not have them.
+      ValueError: If the mesh has no such axis of the table's devices, or the
+        optimizer needs leaves that it cannot see in a pipeline.
     """
     self._check_mesh(team)
     inner = self._program.chain(inner)
@@ -247,12 +246,12 @@ class OneProgram:
   ) -> training.TrainState:
     """Returns the shapes of `init_state`, to compile without any array.
 
-    For stages and devices that are described only, as `models.build(...,
-    abstract=True)` and `profiling.gpu_target` do.
+    Stages and devices may be abstract, from `models.build(..., abstract=True)`
+    and `profiling.gpu_target`.
 
     Args:
-      team: as of `init_state`.
-      inner: the optimizer that `make_step` is given.
+      team: Workers on a mesh that also has the stages' axis.
+      inner: The optimizer that `make_step` will receive.
     """
     self._check_mesh(team)
     return self._program.abstract_state(team, self._program.chain(inner))
@@ -263,46 +262,45 @@ class OneProgram:
     team: collectives.Workers,
     inner: optax.GradientTransformation,
   ) -> training.TrainState:
-    """Returns the state in which this program goes on from another table's.
+    """Returns the state in which this program continues another table's run.
 
-    For a run that begins with a flush, while its rate is high and a late
-    gradient costs most, and ends without one.  A window's first iterations,
-    in a pipeline that is empty yet, all read the same parameters.
+    Use it for a run that begins with a flush, while the learning rate is high
+    and a late gradient costs most, and ends without one.  The first iterations
+    of a window, while the pipeline fills, all read the same parameters.
 
     Args:
-      state: of a program of the same stages on as many devices: with a flush
-        after any step, without one after `make_drain`.
-      team: as of `init_state`.
-      inner: the optimizer that `make_step` is given, whose state has to be that
-        of the other program's.  `predict_weights(optimizer, grid.delay)` is
-        that for both: it predicts nothing where nothing is late.
+      state: The state of a program of the same stages on as many devices: with
+        a flush after any step, without one after `make_drain`.
+      team: Workers on a mesh that also has the stages' axis.
+      inner: The optimizer that `make_step` will receive.  Its state must be
+        that of the other program's; `predict_weights(optimizer, grid.delay)`
+        fits both, as it predicts nothing without a delay.
 
     Raises:
-      ValueError: when stages or optimizers are others.
+      ValueError: If the stages or the optimizer are different.
     """
     fresh = self.init_state(team, inner)
-    return self._program.carried_over(fresh, state)
+    return _device_state.carried_over(fresh, state, self.grid.delay)
 
   def make_step(
     self, inner: optax.GradientTransformation, *, axis: collectives.Axis
   ) -> training.Step:
-    """Makes one worker's training step, of one iteration's ticks.
+    """Makes one worker's training step, which runs one iteration's ticks.
 
     Args:
-      inner: any Optax chain whose collectives are over the workers and whose
-        norms are of leaves, see `clip_norm`; of packed stages one that acts on
-        each number alone, or in blocks.
-      axis: the workers' axis.
+      inner: Any Optax chain whose collectives are over the workers; packed
+        stages need one that acts on each number alone, or in blocks.
+      axis: The workers' axis.
 
     Returns:
-      `(state, batch, control=None) -> state, metrics` as of
-      `training.make_step`.  A batch's samples are cut into micro-batches.  Of
-      an asynchronous table the metrics are those of the iteration whose
-      gradient the step applied; in the first `grid.behind` steps, which apply
-      none, of the first iteration so far.
+      `(state, batch, control=None) -> state, metrics` as
+      `training.make_step` returns it.  A batch's samples are cut into
+      micro-batches.  The metrics of an asynchronous table belong to the
+      iteration whose gradient the step applied.  The first `grid.behind` steps
+      apply none and return those of the first iteration so far.
 
     Raises:
-      ValueError: when the chain is another.
+      ValueError: If the optimizer is not that of `init_state`.
     """
     update = training.make_update(self._optimizer(inner), axis=axis)
 
@@ -311,7 +309,7 @@ class OneProgram:
       batch: PyTree,
       control: transforms.Control | None = None,
     ) -> tuple[training.TrainState, dict[str, jax.Array]]:
-      batch = jax.tree.map(self._cut, batch)
+      batch = self._model.cut(batch, self.grid.num_microbatches, "batch")
 
       def device(
         state: training.TrainState, batch: PyTree, rows: jax.Array
@@ -326,14 +324,14 @@ class OneProgram:
   def make_drain(
     self, inner: optax.GradientTransformation, *, axis: collectives.Axis
   ) -> Callable[[training.TrainState], training.TrainState]:
-    """Makes what brings to its end all that one worker's pipeline has begun.
+    """Returns a function that drains one worker's pipeline.
 
-    After it the pipeline is empty, and begins anew with the next step: at the
-    newest parameters.  At the end of a run, or to change the plan.
+    Call it at the end of a run or before a change of plan.  Afterwards the
+    pipeline is empty, and the next step begins at the newest parameters.
 
     Args:
-      inner: as of `make_step`.
-      axis: the workers' axis.
+      inner: The optimizer that `make_step` has received.
+      axis: The workers' axis.
     """
     update = training.make_update(self._optimizer(inner), axis=axis)
     device = functools.partial(self._program.drain, update, axis)
@@ -343,17 +341,6 @@ class OneProgram:
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformationExtraArgs:
     return self._program.optimizer(self._program.chain(inner))
-
-  def _cut(self, x: jax.Array) -> jax.Array:
-    """Cuts a batch into micro-batches."""
-    number = self.grid.num_microbatches
-    if x.ndim == 0 or x.shape[0] % number:
-      raise ValueError(
-        f"`batch` must divide into the table's {number} micro-batches, got an "
-        f"array of shape {list(x.shape)}. Take a multiple of {number} samples "
-        "for each worker, or another table."
-      )
-    return x.reshape(number, x.shape[0] // number, *x.shape[1:])
 
   def _check_mesh(self, team: collectives.Workers) -> None:
     shape = {} if team.mesh is None else dict(team.mesh.shape)

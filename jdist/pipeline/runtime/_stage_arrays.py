@@ -1,4 +1,4 @@
-"""Trees of stages as arrays that are alike on every device."""
+"""Trees of stages as arrays of equal shapes on every device."""
 
 import dataclasses
 import math
@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist.pipeline.runtime import _stages
+
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """A leaf's place in a packed buffer."""
+  """The place of a leaf in a packed buffer."""
 
   dtype: str
   start: int
@@ -27,21 +29,21 @@ class _Leaf:
 class StageArrays:
   """Trees, one for each stage, as arrays `[devices, ...]`.
 
-  Trees whose leaves have the same shapes, whatever their names, are stacked,
-  leaf by leaf, under the names of the first.  Others are packed: their leaves
-  lie one behind the other in a buffer for each dtype, as long as the longest
-  stage's, which only what acts on each number alone may update.
+  Trees whose leaves have the same shapes, whatever their names, are stacked
+  leaf by leaf under the names of the first.  Others are packed: their leaves
+  are concatenated in a buffer for each dtype, padded to the longest stage.  An
+  optimizer of a packed buffer must treat each number alone.
 
-  Arrays are `[devices, chunks, ...]`; those of stacked trees whose chunks are
-  apart `[devices, ...]`, in a tuple of a tree for each chunk where there are
-  several: an optimizer then sees the leaves of its stages as they are, but for
-  scalars, which are `[devices, 1]`.
+  Arrays are `[devices, chunks, ...]`.  Stacked trees may have their chunks
+  apart, as `[devices, ...]` in a tuple with a tree for each chunk, or a tree
+  alone for one chunk: an optimizer then sees the leaves of its stages as they
+  are, except for scalars, which are `[devices, 1]`.
 
   Attributes:
-    stacked: whether trees are stacked, and not packed.
-    apart: whether their chunks are apart.
-    num_devices: stage s is chunk `s // num_devices` of device
-      `s % num_devices`.
+    stacked: Whether trees are stacked, and not packed.
+    apart: Whether their chunks are apart.
+    num_devices: The number of devices; stage s is chunk `s // num_devices` of
+      device `s % num_devices`.
   """
 
   def __init__(
@@ -55,16 +57,13 @@ class StageArrays:
     """Lays out trees.
 
     Args:
-      trees: of arrays or `jax.ShapeDtypeStruct`, one for each stage.
-      num_devices: that divides their number.
-      pack: whether to pack; None where trees are unlike.
-      apart: whether to keep the chunks of stacked trees apart.
+      trees: The tree of each stage, of arrays or `jax.ShapeDtypeStruct`.
+      num_devices: The number of devices, a divisor of the number of stages.
+      pack: Whether to pack; by default only trees of unlike shapes.
+      apart: Whether to keep the chunks of stacked trees apart.
     """
     self.num_devices = num_devices
-    self._shapes = [
-      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-      for tree in trees
-    ]
+    self._shapes = [_stages.shapes_of(tree) for tree in trees]
     alike = all(_same(tree, self._shapes[0]) for tree in self._shapes)
     self.stacked = alike if pack is None else not pack
     assert alike or not self.stacked
@@ -84,16 +83,16 @@ class StageArrays:
 
   @property
   def num_stages(self) -> int:
-    """The number of trees."""
+    """The number of stages."""
     return len(self._shapes)
 
   @property
   def num_chunks(self) -> int:
-    """Stages of a device."""
+    """The number of stages on each device."""
     return self.num_stages // self.num_devices
 
   def find(self, stage: int, path: str) -> _Leaf:
-    """Returns the place of a leaf, whose path `jax.tree_util.keystr` wrote."""
+    """Returns the place of a leaf by its path, see `jax.tree_util.keystr`."""
     paths = jax.tree_util.tree_leaves_with_path(self._shapes[stage])
     names = [jax.tree_util.keystr(x) for x, _ in paths]
     return self._leaves[stage][names.index(path)]
@@ -111,10 +110,12 @@ class StageArrays:
     return self.take_apart(arrays, 1) if self.apart else arrays
 
   def take_apart(self, arrays: PyTree, axis: int = 0) -> PyTree:
-    """Takes the chunks, which lie along an axis, apart."""
+    """Splits arrays along their axis of chunks."""
 
     def take(x: jax.Array, chunk: int) -> jax.Array:
-      keep = x.ndim == axis + 1  # A scalar of each stage.
+      # A scalar of a stage keeps the axis: an optimizer's scalars have none and
+      # are thereby known to be the same on all devices.
+      keep = x.ndim == axis + 1
       return jax.lax.index_in_dim(x, chunk, axis, keepdims=keep)
 
     found = tuple(
@@ -124,7 +125,7 @@ class StageArrays:
     return found if len(found) > 1 else found[0]
 
   def chunk(self, arrays: PyTree, stage: int) -> PyTree:
-    """Returns what `to_own` made of a stage, of one device's arrays."""
+    """Returns the result of `to_own` for a stage from one device's arrays."""
     number = stage // self.num_devices
     if not self.apart:
       return jax.tree.map(lambda x: x[number], arrays)
@@ -149,7 +150,7 @@ class StageArrays:
     ]
 
   def to_own(self, tree: PyTree, stage: int) -> PyTree:
-    """Turns a stage's tree into what one device holds of it."""
+    """Converts a stage's tree to the form in which one device holds it."""
     if self.stacked:
       return self._named(tree, 0)
     parts: dict[str, list[jax.Array]] = {name: [] for name in self.sizes}
@@ -176,7 +177,7 @@ class StageArrays:
     return jax.tree.unflatten(jax.tree.structure(self._shapes[stage]), leaves)
 
   def _named(self, tree: PyTree, stage: int) -> PyTree:
-    """Gives the leaves of a tree the names of a stage."""
+    """Renames the leaves of a tree as in a stage."""
     structure = jax.tree.structure(self._shapes[stage])
     return jax.tree.unflatten(structure, jax.tree.leaves(tree))
 

@@ -9,25 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jdist import checks
 
 PyTree = Any
-# (outputs of the last stage, micro-batch) -> loss, metrics
-OutputLoss = Callable[[Any, PyTree], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class LayerLike(Protocol):
-  """A layer, as `models.Layer` and `Stage` are.
+  """A layer, such as `models.Layer` or a `Stage`.
 
   Attributes:
-    name: of its own in the model.
-    params: its part of the model's parameters: a nested dict, or any tree of
-      a layer that shares none with others.
-    state: its part of the model's state likewise.
-    apply: `(params, state, x, *, train, mask=None) -> (y, state)`; with a
-      keyword `key` it gets a random key of its own for each micro-batch, the
-      same in the backward pass.
+    name: The name of the layer, unique in the model.
+    params: Its part of the model's parameters: a nested dict with the model's
+      keys.  Equal keys in two layers mean tied parameters.  A layer that is a
+      stage alone may have any other tree.
+    state: Its part of the model's state, likewise.
+    apply: `(params, state, x, *, train, mask=None) -> (y, state)`.  If it has a
+      keyword `key`, it receives a random key of its own for each micro-batch,
+      the same in the backward pass.
   """
 
   @property
@@ -42,14 +42,14 @@ class LayerLike(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-  """Consecutive layers of a model, as one layer.
+  """Consecutive layers of a model as one layer.
 
   Attributes:
-    name: of the first and the last layer.
-    params: of all its layers; the same keys as in the model.
-    state: likewise.
-    apply: runs the layers, one after the other.
-    layers: in their order.
+    name: The names of the first and the last layer.
+    params: The parameters of all its layers, under the model's keys.
+    state: The state of all its layers, likewise.
+    apply: Runs the layers one after the other.
+    layers: The layers, in order.
   """
 
   name: str
@@ -68,16 +68,16 @@ def cut_layers(
   """Cuts a model into stages.
 
   Args:
-    layers: of the model, in their order, such as `Model.layers`.
-    cuts: where the second and later stages begin; or the number of stages, of
-      about as many layers each.
+    layers: The layers of the model, in order, such as `Model.layers`.
+    cuts: The index of the first layer of each stage but the first; or the
+      number of stages, which then have about equally many layers.
 
   Returns:
     The stages.
 
   Raises:
-    ValueError: when there are fewer layers than stages, or the cuts do not
-      grow.
+    ValueError: If there are fewer layers than stages, the cuts do not grow, or
+      the parameters of several layers cannot be one dict.
 
   >>> from jdist import models
   >>> layers = [
@@ -102,6 +102,9 @@ def cut_layers(
       f"`cuts` must grow and lie between the first and the last of the "
       f"{len(layers)} layers, got {list(cuts)}."
     )
+  # Two layers that are meant to be different but share a key would silently
+  # train one array, so this is checked before trees are merged.
+  shared_paths(layers)
   return tuple(_stage(layers[a:b]) for a, b in itertools.pairwise(edges))
 
 
@@ -109,7 +112,7 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
   name = layers[0].name
   if len(layers) > 1:
     name = f"{name} to {layers[-1].name}"
-  # A layer of any tree, alone, needs no names in the model.
+  # The trees of a single layer are not merged and may be of any type.
   single = len(layers) == 1
 
   def apply(
@@ -143,14 +146,8 @@ def apply_layer(
 ) -> tuple[Any, PyTree]:
   """Runs a layer or a stage in training, with the micro-batch's mask.
 
-  Args:
-    layer: to run.
-    params: its parameters.
-    state: its state.
-    x: its inputs.
-    batch: the micro-batch.
-    key: of the micro-batch; each layer that draws derives its own from it and
-      its name.
+  Each layer that draws random numbers derives its own key from the
+  micro-batch's `key` and its name, so that cuts do not change what it draws.
   """
   mask = batch.get("mask") if isinstance(batch, dict) else None
   options = {} if mask is None else {"mask": mask}
@@ -168,52 +165,65 @@ def _run(
   key: jax.Array | None,
   options: Mapping[str, Any],
 ) -> tuple[Any, PyTree]:
-  if key is not None and _draws(layer.apply):
+  if not _takes(layer.apply, "train"):
+    raise ValueError(
+      f"`apply` of layer {layer.name!r} must take `train` and `mask` as "
+      "keywords, got a function without. Add `**options` to its arguments."
+    )
+  if key is not None and _takes(layer.apply, "key", by_name=True):
     number = zlib.crc32(layer.name.encode())
     options = {**options, "key": jax.random.fold_in(key, number)}
-  return layer.apply(params, state, x, **options)
+  found = layer.apply(params, state, x, **options)
+  # An array of two rows could be unpacked, too.
+  if not isinstance(found, tuple) or len(found) != 2:
+    raise ValueError(
+      f"`apply` of layer {layer.name!r} must return its outputs and its new "
+      f"state, got {checks.show(found)}. Return `(y, state)`."
+    )
+  return found
+
+
+@functools.cache
+def _takes(
+  function: Callable[..., Any], keyword: str, *, by_name: bool = False
+) -> bool:
+  """Returns whether a function takes a keyword, perhaps among `**options`."""
+  parameters = inspect.signature(function).parameters
+  several = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+  return keyword in parameters or (several and not by_name)
 
 
 def make_inputs(
-  inputs: str | Callable[..., Any],
+  inputs: str | Callable[..., Any], microbatch: PyTree
 ) -> Callable[[PyTree, jax.Array | None], Any]:
   """Returns the first stage's inputs as a function of micro-batch and key.
 
   Args:
-    inputs: a key of the micro-batch, or a function of it and, if it has such a
+    inputs: A key of the micro-batch, or a function of it and, if it has such a
       parameter, `key`.
+    microbatch: A micro-batch, or its shapes.
   """
   if isinstance(inputs, str):
+    if not isinstance(microbatch, Mapping) or inputs not in microbatch:
+      known = microbatch if isinstance(microbatch, Mapping) else ()
+      raise ValueError(
+        "`inputs` must be a key of the micro-batch, which has "
+        f"{', '.join(map(repr, known)) or 'none'}, got {inputs!r}."
+      )
     return lambda batch, key: batch[inputs]
   checks.check_function("inputs", inputs, "a micro-batch")
-  if _draws(inputs):
+  if _takes(inputs, "key", by_name=True):
     return lambda batch, key: inputs(batch, key=key)
   return lambda batch, key: inputs(batch)
 
 
-@functools.cache
-def _draws(apply: Callable[..., Any]) -> bool:
-  """Returns whether a function has a keyword `key`."""
-  return "key" in inspect.signature(apply).parameters
+def recompute_layers(stage: LayerLike) -> Stage:
+  """Makes each layer's backward pass run the layer's forward pass again.
 
-
-def recompute_layers(stages: Sequence[LayerLike]) -> tuple[Stage, ...]:
-  """Makes each layer's backward pass run its forward pass again.
-
-  What is kept of a micro-batch are the inputs of the layers.
-
-  Args:
-    stages: of a model, from `cut_layers`.
+  Of a micro-batch only the layers' inputs are kept.
   """
-  return tuple(
-    _stage(
-      tuple(
-        _Recomputed(x)
-        for x in (stage.layers if isinstance(stage, Stage) else (stage,))
-      )
-    )
-    for stage in stages
-  )
+  layers = stage.layers if isinstance(stage, Stage) else (stage,)
+  return _stage(tuple(map(_Recomputed, layers)))
 
 
 class _Recomputed:
@@ -225,12 +235,15 @@ class _Recomputed:
     def apply(
       params: PyTree, state: PyTree, x: Any, *, key: Any = None, **options: Any
     ) -> tuple[Any, PyTree]:
+      # Flags such as `train` must stay Python values: `jax.checkpoint` would
+      # trace them, and layers branch on them.
       arrays = {n: v for n, v in options.items() if not isinstance(v, bool)}
       static = {n: v for n, v in options.items() if isinstance(v, bool)}
 
       def run(params: PyTree, state: PyTree, x: Any, arrays: Any) -> Any:
         given = {**static, **arrays}
-        if key is not None and _draws(layer.apply):  # Already its own.
+        # The key is the layer's own already.
+        if key is not None and _takes(layer.apply, "key", by_name=True):
           given["key"] = key
         return layer.apply(params, state, x, **given)
 
@@ -240,13 +253,19 @@ class _Recomputed:
 
 
 def merge(trees: Sequence[PyTree]) -> PyTree:
-  """Merges nested dicts; where a path comes twice the last one counts.
+  """Merges nested dicts; if a path appears twice, the last one counts.
 
   >>> merge([{"a": {"x": 1}}, {"a": {"y": 2}, "b": 3}])
   {'a': {'x': 1, 'y': 2}, 'b': 3}
   """
   found: dict[str, Any] = {}
   for tree in trees:
+    if not isinstance(tree, Mapping):
+      raise ValueError(
+        "`layers` must have nested dicts of parameters and state to be put "
+        f"together, got {checks.show(tree)}. Give each layer a key of its own: "
+        "`{name: params}`."
+      )
     for key, value in tree.items():
       both = isinstance(value, Mapping) and key in found
       found[key] = merge([found[key], value]) if both else value
@@ -260,11 +279,41 @@ def pick(tree: PyTree, like: PyTree) -> PyTree:
   return {key: pick(tree[key], value) for key, value in like.items()}
 
 
-def shared_paths(stages: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
-  """Returns the parameters that several stages use, with these stages."""
+def shapes_of(tree: PyTree) -> PyTree:
+  """Returns the shapes and dtypes of a tree's leaves."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
+  """Returns the tied parameters by path, with the parts that have them.
+
+  Args:
+    parts: The layers or the stages of a model.
+
+  Raises:
+    ValueError: If parameters under one path are not equal.
+  """
   found: dict[str, list[int]] = {}
-  for i, stage in enumerate(stages):
-    if isinstance(stage.params, Mapping):
-      for path, _ in jax.tree_util.tree_leaves_with_path(stage.params):
-        found.setdefault(jax.tree_util.keystr(path), []).append(i)
+  leaves: dict[str, Any] = {}
+  for i, part in enumerate(parts):
+    if isinstance(part.params, Mapping):
+      for key, leaf in jax.tree_util.tree_leaves_with_path(part.params):
+        path = jax.tree_util.keystr(key)
+        found.setdefault(path, []).append(i)
+        first = leaves.setdefault(path, leaf)
+        if not _equal(first, leaf):
+          one, other = (parts[j].name for j in (found[path][0], i))
+          raise ValueError(
+            "`layers` must have equal arrays under equal keys, which ties "
+            f"them, got unlike ones under {path} in {one!r} and {other!r}. "
+            "Give each layer a key of its own."
+          )
   return {path: tuple(x) for path, x in found.items() if len(x) > 1}
+
+
+def _equal(one: Any, other: Any) -> bool:
+  if one is other:
+    return True
+  if isinstance(one, jax.ShapeDtypeStruct | jax.core.Tracer):
+    return bool(one.shape == other.shape and one.dtype == other.dtype)
+  return np.array_equal(np.asarray(one), np.asarray(other))

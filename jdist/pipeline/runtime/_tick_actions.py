@@ -10,26 +10,29 @@ from jdist.pipeline.runtime import (
   _grid,
   _message,
   _stage_arrays,
-  _stages,
+  _traced_model,
 )
-from jdist.pipeline.schedule import Op
+from jdist.pipeline.schedule._table import Op
 
 PyTree = Any
+# (iteration, micro-batch) -> random key
+KeyOf = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class TicksState(NamedTuple):
-  """Messages under way between two steps, on one device.
+  """What one device of a pipeline keeps between two ticks.
 
   Attributes:
-    batches: of the last iterations, [iterations, micro-batches, ...].
-    inputs: of each chunk's micro-batches, [chunks, slots, ...].
-    states: the model's state before each micro-batch's forward pass, likewise.
-    gradients: of each chunk's outputs, [chunks, slots, ...].
-    output: of the last tick, which has not been sent.
-    gradient: likewise, of an input.
-    grads: sums so far, [iterations, chunks, ...].
-    totals: sums of loss and metrics so far, and of how much the micro-batches
-      counted that are in them, [iterations, scalars].
+    batches: The batches of the iterations in progress, [iterations,
+      micro-batches, ...].
+    inputs: The inputs of each chunk's micro-batches, [chunks, slots, ...].
+    states: The model's state before each micro-batch's forward pass, likewise.
+    gradients: The gradients of each chunk's outputs, [chunks, slots, ...].
+    output: The output of the last forward pass, to be sent.
+    gradient: The gradient of an input from the last backward pass, likewise.
+    grads: The sums of gradients so far, [iterations, chunks, ...].
+    totals: The sums of loss, metrics and weights of the micro-batches so far,
+      [iterations, scalars].
   """
 
   batches: PyTree
@@ -42,46 +45,36 @@ class TicksState(NamedTuple):
   totals: jax.Array
 
 
+# (state, flight, chunk, micro-batch, iteration, offset) -> (state, flight)
+Branch = Callable[..., tuple[PyTree, TicksState]]
+
+
 class TickActions:
-  """The branches that a device's conditionals choose among in a tick."""
+  """The branches that a device's conditionals choose among in a tick.
+
+  A branch holds no collective: devices take different branches in one tick, and
+  a permute inside would wait for devices that never reach it.
+  """
 
   def __init__(
     self,
-    stages: Sequence[_stages.LayerLike],
-    loss: _stages.OutputLoss,
+    model: _traced_model.TracedModel,
     grid: _grid.Grid,
-    inputs: Callable[[PyTree, jax.Array], Any],
     params: _stage_arrays.StageArrays,
     states: _stage_arrays.StageArrays,
     message: _message.Message,
-    names: Sequence[str],
   ):
-    """Takes what the passes need.
-
-    Args:
-      stages: of the model.
-      loss: of the last stage's outputs.
-      grid: what is done when.
-      inputs: gives the first stage's inputs of a micro-batch and its key.
-      params: the layout of the stages' parameters.
-      states: likewise, of the model's state.
-      message: the layout of what stages pass on.
-      names: of the loss and the metrics.
-    """
     self.grid, self.params, self.states = grid, params, states
-    self._stages, self._loss, self._inputs = tuple(stages), loss, inputs
-    self._message, self._names = message, tuple(names)
+    self._model, self._message = model, message
 
   def branches(
-    self,
-    versions: Sequence[PyTree],
-    key_of: Callable[[jax.Array], jax.Array],
-  ) -> dict[int, list[Callable[..., tuple[PyTree, TicksState]]]]:
-    """Returns those of both lanes, the first of which does nothing.
+    self, versions: Sequence[PyTree], key_of: KeyOf
+  ) -> dict[int, list[Branch]]:
+    """Returns the branches of both lanes, the first of which is idle.
 
     Args:
-      versions: of one device's parameters, the newest first.
-      key_of: gives an iteration's random key.
+      versions: The versions of one device's parameters, the newest first.
+      key_of: Gives the random key of a micro-batch of an iteration.
     """
 
     def idle(
@@ -89,14 +82,14 @@ class TickActions:
     ) -> tuple[PyTree, TicksState]:
       return state, flight
 
-    forward = [
-      self._forward(s, versions, key_of) for s in range(self.grid.num_stages)
-    ]
+    stages = range(self.grid.num_stages)
+    forward = [self._forward(s, versions, key_of) for s in stages]
     used = self.grid.backward_actions
     backward = [
+      # XLA compiles every branch, so one that no row takes is left empty.
       self._backward(s, op, versions, key_of) if (op, s) in used else idle
-      for op in self.grid.backward_ops  # No branch that nobody takes.
-      for s in range(self.grid.num_stages)
+      for op in self.grid.backward_ops
+      for s in stages
     ]
     return {
       _grid.FORWARD: [idle, *forward],
@@ -106,7 +99,7 @@ class TickActions:
   def branch(
     self, op: jax.Array, chunk: jax.Array, device: jax.Array
   ) -> jax.Array:
-    """Returns an op's: 1 + stage of the first kind, and so on."""
+    """Returns the number of an op's branch, in the order of `branches`."""
     stage = chunk * self.grid.num_devices + device
     kind = sum(
       i * (op == int(x)).astype(op.dtype)
@@ -114,12 +107,15 @@ class TickActions:
     )
     return jnp.where(op > 0, 1 + kind * self.grid.num_stages + stage, 0)
 
+  def slot(
+    self, microbatch: jax.Array, iteration: jax.Array, slots: int
+  ) -> jax.Array:
+    """Returns a micro-batch's place in a ring."""
+    return (iteration * self.grid.num_microbatches + microbatch) % slots
+
   def _forward(
-    self,
-    number: int,
-    versions: Sequence[PyTree],
-    key_of: Callable[[jax.Array], jax.Array],
-  ) -> Callable[..., tuple[PyTree, TicksState]]:
+    self, number: int, versions: Sequence[PyTree], key_of: KeyOf
+  ) -> Branch:
     last = number + 1 == self.grid.num_stages
 
     def forward(
@@ -130,24 +126,20 @@ class TickActions:
       iteration: jax.Array,
       offset: jax.Array,
     ) -> tuple[PyTree, TicksState]:
-      if last:  # Its backward pass runs it.
+      # The last stage's backward pass follows at once and runs it anyway.
+      if last:
         return state, flight
       slot = self.slot(microbatch, iteration, self.grid.slots)
       own = jax.tree.map(lambda x: x[chunk], state)
-      flight = flight._replace(
-        states=jax.tree.map(
-          lambda ring, x: ring.at[chunk, slot].set(x), flight.states, own
-        )
-      )
+      flight = self._keep_state(flight, own, chunk, slot)
       batch = self._batch(flight, microbatch, iteration)
-      key = self._key(key_of, iteration, microbatch)
-      y, new = _stages.apply_layer(
-        self._stages[number],
+      y, (new, _) = self._model.run(
+        number,
         self._params(versions, number, offset),
+        self._input(flight, number, chunk, slot),
         self.states.to_tree(own, number),
-        self._input(flight, number, chunk, slot, batch, key),
         batch,
-        key,
+        key_of(iteration, microbatch),
       )
       state = self._with_state(state, new, number, chunk)
       return state, flight._replace(output=self._message.flat(y))
@@ -155,15 +147,14 @@ class TickActions:
     return forward
 
   def _backward(
-    self,
-    number: int,
-    op: Op,
-    versions: Sequence[PyTree],
-    key_of: Callable[[jax.Array], jax.Array],
-  ) -> Callable[..., tuple[PyTree, TicksState]]:
+    self, number: int, op: Op, versions: Sequence[PyTree], key_of: KeyOf
+  ) -> Branch:
     last = number + 1 == self.grid.num_stages
     to_input = number > 0 and op != Op.BACKWARD_WEIGHT
     to_params = op != Op.BACKWARD_INPUT
+    # The input part of the first stage has no gradient to compute, but its
+    # forward pass may be due; differentiating in the parameters runs it.
+    by_params = to_params or not to_input
 
     def backward(
       state: PyTree,
@@ -176,50 +167,43 @@ class TickActions:
       slot = self.slot(microbatch, iteration, self.grid.slots)
       turn = iteration % (self.grid.behind + 1)
       batch = self._batch(flight, microbatch, iteration)
+      # The pass runs the forward pass again from its saved input and needs the
+      # state that the forward pass had seen.
       own = jax.tree.map(lambda x: x[chunk, slot], flight.states)
-      if last:  # It has not run yet, and its weight part runs it again.
+      if last:
+        # Here this is the first run, on the newest state, which the weight part
+        # of the same micro-batch will need again.
         now = jax.tree.map(lambda x: x[chunk], state)
         own = own if op == Op.BACKWARD_WEIGHT else now
         if op == Op.BACKWARD_INPUT:
-          flight = flight._replace(
-            states=jax.tree.map(
-              lambda ring, x: ring.at[chunk, slot].set(x), flight.states, now
-            )
-          )
+          flight = self._keep_state(flight, now, chunk, slot)
       before = self.states.to_tree(own, number)
-      stage = self._stages[number]
-      key = self._key(key_of, iteration, microbatch)
-      x = self._input(flight, number, chunk, slot, batch, key)
+      key = key_of(iteration, microbatch)
+      x = self._input(flight, number, chunk, slot)
       params = self._params(versions, number, offset)
 
       def run(params: PyTree, x: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-        y, new = _stages.apply_layer(stage, params, before, x, batch, key)
-        if not last:
-          return y, (new, {})
-        loss, metrics = self._loss(y, batch)
-        return loss, (new, {"loss": loss, **metrics})
+        return self._model.run(number, params, x, before, batch, key)
 
-      def of_params(params: PyTree) -> Any:
-        return run(params, x)
-
-      def of_input(x: Any) -> Any:
-        return run(params, x)
-
-      if to_params and to_input:
+      if by_params and to_input:
         y, pull, (new, metrics) = jax.vjp(run, params, x, has_aux=True)
+      elif by_params:
+        y, pull, (new, metrics) = jax.vjp(
+          lambda params: run(params, x), params, has_aux=True
+        )
       else:
-        one, at = (of_params, params) if to_params else (of_input, x)
-        if not to_params and not to_input:
-          one, at = of_params, params
-        y, pull, (new, metrics) = jax.vjp(one, at, has_aux=True)
+        y, pull, (new, metrics) = jax.vjp(
+          lambda x: run(params, x), x, has_aux=True
+        )
       if last:
         weight = self._weight(flight, microbatch, turn)
         cotangent = jnp.ones_like(y) * weight.astype(y.dtype)
         if op != Op.BACKWARD_WEIGHT:
           state = self._with_state(state, new, number, chunk)
+          names = self._model.metric_names
           found = jnp.stack(
             [
-              *(metrics[name].astype(jnp.float32) for name in self._names),
+              *(metrics[name].astype(jnp.float32) for name in names),
               jnp.ones((), jnp.float32),
             ]
           )
@@ -248,15 +232,12 @@ class TickActions:
     return backward
 
   def _params(
-    self,
-    versions: Sequence[PyTree],
-    number: int,
-    offset: jax.Array,
+    self, versions: Sequence[PyTree], number: int, offset: jax.Array
   ) -> PyTree:
-    """Returns a stage's parameters, in the version that an iteration reads.
+    """Returns a stage's parameters in the version that an iteration reads.
 
-    What began `offset` steps ago reads `delay - behind + offset` versions
-    before the newest; at first all of them are the initial one.
+    An iteration that began `offset` steps ago reads `delay - behind + offset`
+    versions before the newest; at first all of them are the initial one.
     """
     first = self.grid.delay - self.grid.behind
 
@@ -267,11 +248,18 @@ class TickActions:
     if len(read) == 1:
       found = own(read[0])
     else:
-      found = jax.lax.switch(
-        offset,
-        [lambda x=x: own(x) for x in read],
-      )
+      # A switch copies one version; indexing into a stack would copy all.
+      found = jax.lax.switch(offset, [lambda x=x: own(x) for x in read])
     return self.params.to_tree(found, number)
+
+  def _keep_state(
+    self, flight: TicksState, own: PyTree, chunk: jax.Array, slot: jax.Array
+  ) -> TicksState:
+    return flight._replace(
+      states=jax.tree.map(
+        lambda ring, x: ring.at[chunk, slot].set(x), flight.states, own
+      )
+    )
 
   def _with_state(
     self, state: PyTree, new: PyTree, number: int, chunk: jax.Array
@@ -280,16 +268,10 @@ class TickActions:
     return jax.tree.map(lambda x, y: x.at[chunk].set(y), state, own)
 
   def _input(
-    self,
-    flight: TicksState,
-    number: int,
-    chunk: jax.Array,
-    slot: jax.Array,
-    batch: PyTree,
-    key: jax.Array,
+    self, flight: TicksState, number: int, chunk: jax.Array, slot: jax.Array
   ) -> Any:
-    if not number:
-      return self._inputs(batch, key)
+    if not number:  # It reads the batch.
+      return None
     return self._message.unflat(flight.inputs[chunk, slot], number - 1)
 
   def _batch(
@@ -298,29 +280,8 @@ class TickActions:
     turn = iteration % (self.grid.behind + 1)
     return jax.tree.map(lambda x: x[turn, microbatch], flight.batches)
 
-  def _key(
-    self,
-    key_of: Callable[[jax.Array], jax.Array],
-    iteration: jax.Array,
-    microbatch: jax.Array,
-  ) -> jax.Array:
-    """Returns a micro-batch's key, as `training.make_gradient` derives it."""
-    key = key_of(iteration)
-    several = self.grid.num_microbatches > 1
-    return jax.random.fold_in(key, microbatch) if several else key
-
   def _weight(
     self, flight: TicksState, microbatch: jax.Array, turn: jax.Array
   ) -> jax.Array:
-    """Returns how much a micro-batch counts: by its samples, if masked."""
-    batches = flight.batches
-    if not isinstance(batches, dict) or "mask" not in batches:
-      return jnp.ones((), jnp.float32)
-    counts = (batches["mask"][turn] != 0).sum(-1, dtype=jnp.float32)
-    return counts[microbatch] / jnp.maximum(counts.mean(), 1e-9)
-
-  def slot(
-    self, microbatch: jax.Array, iteration: jax.Array, slots: int
-  ) -> jax.Array:
-    """Returns a micro-batch's place in a ring of so many slots."""
-    return (iteration * self.grid.num_microbatches + microbatch) % slots
+    batches = jax.tree.map(lambda x: x[turn], flight.batches)
+    return jnp.asarray(_traced_model.sample_weights(batches))[microbatch]

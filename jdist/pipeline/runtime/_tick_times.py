@@ -1,4 +1,4 @@
-"""The seconds of a grid's ticks, in which devices wait for their neighbours."""
+"""The forecast of a grid's ticks; devices wait for their neighbours."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jdist.pipeline.runtime import _grid
-from jdist.pipeline.schedule import Op
+from jdist.pipeline.schedule._table import Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +14,11 @@ class TickTimes:
   """A step of a pipeline in one program.
 
   Attributes:
-    ticks: their number.
-    step_s: seconds of all ticks.
-    free_s: the same with links that take no time.
-    compute_s: for which the busiest device computes.
-    send_s: for which a link sends, in all ticks.
+    ticks: The number of ticks.
+    step_s: The seconds of all ticks.
+    free_s: The seconds of all ticks if links take no time.
+    compute_s: The seconds for which the busiest device computes.
+    send_s: The seconds for which a link sends, in all ticks.
   """
 
   ticks: int
@@ -34,7 +34,7 @@ class TickTimes:
 
   @property
   def hidden_share(self) -> float:
-    """The part of sending by which the step is no longer; 1 for none."""
+    """The part of sending that does not lengthen the step; 1 for no sends."""
     return 1.0 - self.exposed_s / self.send_s if self.send_s else 1.0
 
 
@@ -48,19 +48,15 @@ def tick_times(
 ) -> TickTimes:
   """Adds up a step's ticks on devices that wait for their neighbours only.
 
-  A device sends to both neighbours in every tick, whether they need it or not,
-  both ways at once, and all three must have come to it.  With late sends it
-  goes on to compute; else it computes its backward pass, sends its gradient
-  beside the forward pass, and then waits for what that gave: the order of the
-  programs that XLA compiles for GPUs.
+  A device exchanges messages with both neighbours in every tick, whether they
+  need them or not, both ways at once, and all three must have reached the tick.
 
   Args:
-    grid: made with two ticks for a send where they are late, else with one.
-    seconds: of an op of a stage.
-    send_s: of the largest output between two stages, which all sends are as
-      large as.
-    late: whether sends run beside the computation of the next tick.
-    between_s: of each tick on each device, beside its ops.
+    grid: A grid made for two ticks a send if sends are late, else for one.
+    seconds: Returns the seconds of an op of a stage.
+    send_s: The seconds of a message; all are as large as the largest output.
+    late: Whether sends overlap the computation of the next tick.
+    between_s: The seconds of each tick on each device besides its ops.
   """
   if not send_s >= 0:
     raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
@@ -89,7 +85,7 @@ def _run(
   now = np.zeros(passes.shape[2])
 
   def sent(ready: np.ndarray) -> np.ndarray:
-    """Returns when a device's sends are done that it begins when ready."""
+    """Returns when sends that begin when devices are ready are done."""
     if ring:
       before, after = np.roll(ready, 1), np.roll(ready, -1)
     else:
@@ -99,9 +95,12 @@ def _run(
 
   for forward, backward in zip(*passes, strict=True):
     if late:
+      # What the tick before has made is sent while this one computes.
       done = sent(now)
       now = np.maximum(now + forward + backward, done)
     else:
+      # The order of the programs that XLA compiles for GPUs: the gradient
+      # leaves under the forward pass, and nothing hides the output's send.
       gradient = sent(now + backward)
       now = now + backward + forward
       now = np.maximum(gradient, sent(now))

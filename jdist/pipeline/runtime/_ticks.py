@@ -1,8 +1,6 @@
 """The loop over a grid's ticks: one program for all devices of a pipeline."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +13,40 @@ from jdist.pipeline.runtime import (
   _stages,
   _tick_actions,
   _tied_leaves,
+  _traced_model,
 )
-
-PyTree = Any
+from jdist.pipeline.runtime._tick_actions import KeyOf, PyTree, TicksState
 
 
 class Ticks:
-  """A pipeline's program: stages, loss and grid."""
+  """The ticks of a step on one device.
+
+  The loop's body is the same for all devices: a conditional for the forward
+  lane, one for the backward lane, and two permutes that always run.  The
+  permutes stand outside of the conditionals, as a collective in a branch that
+  only some devices take would hang; a device that has nothing to send sends
+  what it sent before, and the receiver's row says whether to keep it.
+  """
 
   def __init__(
     self,
-    stages: Sequence[_stages.LayerLike],
-    loss: _stages.OutputLoss,
+    model: _traced_model.TracedModel,
     grid: _grid.Grid,
-    inputs: Callable[[PyTree, jax.Array], Any],
-    microbatch: PyTree,
     *,
     late: bool,
-    axis: str | None,
+    axis: str,
   ):
-    """Traces the shapes of everything.
+    """Lays out parameters, state and messages.
 
     Args:
-      stages: of the model.
-      loss: of the last stage's outputs.
-      grid: what is done when.
-      inputs: gives the first stage's inputs of a micro-batch and its key.
-      microbatch: one, or its shapes.
-      late: whether sends run beside the next tick.
-      axis: of the devices; None for one device.
+      model: The model, whose shapes have been traced.
+      grid: The work of each tick.
+      late: Whether sends overlap the next tick.
+      axis: The mesh axis of the devices.
     """
-    self.grid, self.axis, self._late = grid, axis, late
-    self._stages, self._loss, self._inputs = tuple(stages), loss, inputs
+    self.grid, self.axis, self._late, self.model = grid, axis, late, model
+    stages = model.stages
+    # Stacked leaves lose their stages' names, by which tied ones are found.
     shared = bool(_stages.shared_paths(stages))
     self.params = _stage_arrays.StageArrays(
       [x.params for x in stages],
@@ -58,59 +58,39 @@ class Ticks:
     self.states = _stage_arrays.StageArrays(
       [x.state for x in stages], grid.num_devices
     )
-    self._microbatch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), microbatch
-    )
-    between: list[Any] = []
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    x = jax.eval_shape(inputs, self._microbatch, key)
-    for stage in stages[:-1]:
-      x, _ = jax.eval_shape(
-        functools.partial(_stages.apply_layer, stage),
-        stage.params,
-        stage.state,
-        x,
-        self._microbatch,
-        key,
-      )
-      between.append(x)
-    self._last_input = x
-    self.names = self._metric_names()
-    self._message = _message.Message(between)
+    self.message = _message.Message(model.between)
     self._actions = _tick_actions.TickActions(
-      stages, loss, grid, inputs, self.params, self.states, self._message,
-      self.names,
-    )  # fmt: skip
+      model, grid, self.params, self.states, self.message
+    )
 
-  @property
-  def sent_bytes(self) -> int:
-    """Bytes that a device sends in a tick, each way."""
-    return self._message.sent_bytes
-
-  def start(self) -> _tick_actions.TicksState:
-    """Makes an empty pipeline, of one device."""
+  def start(self) -> TicksState:
+    """Makes an empty pipeline of one device."""
     grid, chunks = self.grid, self.params.num_chunks
     turns = grid.behind + 1
-    one = jax.tree.map(
-      lambda x: jnp.zeros((turns, grid.num_microbatches, *x.shape), x.dtype),
-      self._microbatch,
-    )
-    size, dtype = self._message.size, self._message.dtype
-    state = self._one_chunk(self.states, self._stages[0].state)
-    sums = self._one_chunk(self.params, self._stages[0].params)
-    empty = _tick_actions.TicksState(
-      batches=one,
+    size, dtype = self.message.size, self.message.dtype
+    first = self.model.stages[0]
+    state = self._one_chunk(self.states, first.state)
+    sums = self._one_chunk(self.params, first.params)
+
+    def zeros(tree: PyTree, *front: int) -> PyTree:
+      return jax.tree.map(
+        lambda x: jnp.zeros((*front, *x.shape), x.dtype), tree
+      )
+
+    empty = TicksState(
+      batches=zeros(self.model.microbatch, turns, grid.num_microbatches),
       inputs=jnp.zeros((chunks, grid.slots, size), dtype),
-      states=jax.tree.map(
-        lambda x: jnp.zeros((chunks, grid.slots, *x.shape), x.dtype), state
-      ),
+      states=zeros(state, chunks, grid.slots),
       gradients=jnp.zeros((chunks, grid.gradient_slots, size), dtype),
       output=jnp.zeros(size, dtype),
       gradient=jnp.zeros(size, dtype),
       grads=jax.tree.map(
-        lambda x: jnp.zeros((turns, chunks, *x.shape), _wide(x.dtype)), sums
+        lambda x: jnp.zeros(
+          (turns, chunks, *x.shape), _traced_model.wide(x.dtype)
+        ),
+        sums,
       ),
-      totals=jnp.zeros((turns, len(self.names) + 1), jnp.float32),
+      totals=jnp.zeros((turns, len(self.model.metric_names) + 1), jnp.float32),
     )
     return collectives.varying(empty, self.axis)
 
@@ -118,34 +98,37 @@ class Ticks:
     self,
     versions: Sequence[PyTree],
     state: PyTree,
-    flight: _tick_actions.TicksState,
+    flight: TicksState,
     batch: PyTree,
     step: jax.Array,
     rows: jax.Array,
-    key_of: Callable[[jax.Array], jax.Array],
-    num_fed: jax.Array | int | None = None,
-  ) -> tuple[PyTree, PyTree, jax.Array, _tick_actions.TicksState]:
+    key_of: KeyOf,
+    num_fed: jax.Array | None = None,
+  ) -> tuple[PyTree, PyTree, jax.Array, TicksState]:
     """Runs the ticks of a step.
 
     Args:
-      versions: of one device's parameters, the newest first.
-      state: of the model, [chunks, ...].
-      flight: what is under way.
-      batch: of the iteration that begins, [micro-batches, ...].
-      step: its number.
-      rows: of the grid, this device's: int32 [ticks, columns].
-      key_of: gives an iteration's random key.
-      num_fed: iterations that there are; later ones are not begun.
+      versions: The versions of one device's parameters, the newest first.
+      state: The model's state, [chunks, ...].
+      flight: The work in progress.
+      batch: The batch of the iteration that begins, [micro-batches, ...].
+      step: The number of that iteration.
+      rows: This device's rows of the grid, int32 [ticks, columns].
+      key_of: Gives the random key of a micro-batch of an iteration.
+      num_fed: The number of iterations; later ones are not begun.  The default
+        is all up to `step`.
 
     Returns:
-      The mean gradient of iteration `step - behind`, like the parameters, the
-      model's state, the means of loss and metrics of that iteration, and what
-      is under way.  Before there is one the means are of the first one, so far.
+      The mean gradient of iteration `step - behind`, of the parameters' dtypes;
+      the model's state; the means of loss and metrics of that iteration; the
+      work in progress.  In the first steps, which complete no gradient, the
+      means are those of the first iteration so far.
     """
     grid, axis = self.grid, self.axis
     turns = grid.behind + 1
     place = step % turns
-    # All that a loop carries has one type: over the workers' axis, too.
+    # A loop's carry must have one type throughout, and so must vary over the
+    # workers' axis from the start if anything that enters it does.
     everything = (versions, state, flight, batch, step, rows)
     everything = collectives.varying(everything, axis)
     versions, state, flight, batch, step, rows = collectives.varying_like(
@@ -157,19 +140,21 @@ class Ticks:
       )
     )
     device = collectives.index(axis)
-    limit = step + 1 if num_fed is None else jnp.asarray(num_fed)
+    limit = step + 1 if num_fed is None else num_fed
     actions = self._actions.branches(versions, key_of)
 
     def tick(
-      carry: tuple[PyTree, _tick_actions.TicksState], row: jax.Array
-    ) -> tuple[tuple[PyTree, _tick_actions.TicksState], None]:
+      carry: tuple[PyTree, TicksState], row: jax.Array
+    ) -> tuple[tuple[PyTree, TicksState], None]:
       state, flight = carry
-      sent = flight.output, flight.gradient
-      if self._late:  # Beside this tick's actions, which do not need it.
-        came = self._shift(*sent)
+      if self._late:
+        # Nothing in this tick depends on these sends before `_receive`, so XLA
+        # starts them before the conditionals and finishes them after.
+        came = self._shift(flight.output, flight.gradient)
       for lane in (_grid.FORWARD, _grid.BACKWARD):
         op, chunk, number, offset = row[lane : lane + 4]
         iteration = step - offset
+        # While the pipeline fills, rows name iterations before the first one.
         there = (iteration >= 0) & (iteration < limit)
         which = jnp.where(there, self._actions.branch(op, chunk, device), 0)
         if lane == _grid.FORWARD:
@@ -182,6 +167,8 @@ class Ticks:
       flight = self._receive(flight, came, row, step)
       return (state, flight), None
 
+    # A scan, and not an unrolled loop: the program does not grow with the
+    # number of micro-batches.
     (state, flight), _ = jax.lax.scan(tick, (state, flight), rows)
     done = (step - grid.behind) % turns
     count = grid.num_microbatches
@@ -190,8 +177,8 @@ class Ticks:
       grads = self.params.take_apart(grads)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, versions[0])
     totals = flight.totals[jnp.where(step < grid.behind, 0, done)]
-    if axis is not None:  # The last stage alone has them.
-      totals = jax.lax.psum(totals, axis)
+    # Only the last stage's device has added to the totals.
+    totals = jax.lax.psum(totals, axis)
     means = totals[:-1] / jnp.maximum(totals[-1], 1e-9)
     flight = flight._replace(
       grads=jax.tree.map(
@@ -204,12 +191,12 @@ class Ticks:
 
   def _receive(
     self,
-    flight: _tick_actions.TicksState,
+    flight: TicksState,
     came: tuple[jax.Array, jax.Array],
     row: jax.Array,
     step: jax.Array,
-  ) -> _tick_actions.TicksState:
-    """Stores what came from both neighbours."""
+  ) -> TicksState:
+    """Stores the messages from both neighbours."""
     for lane, field, slots, value in (
       (_grid.ACTIVATION, "inputs", self.grid.slots, came[0]),
       (_grid.GRADIENT, "gradients", self.grid.gradient_slots, came[1]),
@@ -217,7 +204,8 @@ class Ticks:
       flag, chunk, number, offset = row[lane : lane + 4]
       slot = self._actions.slot(number, step - offset, slots)
       ring = getattr(flight, field)
-      # An old value is written again where nothing came.
+      # Without a message the old value is written again: this updates the ring
+      # in place, where a conditional would copy it.
       value = jnp.where(flag > 0, value, ring[chunk, slot])
       flight = flight._replace(**{field: ring.at[chunk, slot].set(value)})
     return flight
@@ -225,15 +213,14 @@ class Ticks:
   def _shift(
     self, output: jax.Array, gradient: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Sends outputs to the next device, and gradients to the one before."""
+    """Sends outputs to the next device, and gradients to the previous one."""
     number = self.grid.num_devices
     if number == 1:
       return output, gradient
-    # From the last to the first only where devices have several stages.
+    # The last device sends to the first only if devices have several stages.
     ring = self.grid.num_stages > number
     steps = [(i, (i + 1) % number) for i in range(number - (not ring))]
     back = [(b, a) for a, b in steps]
-    assert self.axis is not None
     return (
       jax.lax.ppermute(output, self.axis, steps),
       jax.lax.ppermute(gradient, self.axis, back),
@@ -242,27 +229,9 @@ class Ticks:
   def _one_chunk(
     self, arrays: _stage_arrays.StageArrays, first: PyTree
   ) -> PyTree:
-    """Returns shapes of one chunk's arrays."""
+    """Returns the shapes of one chunk's arrays."""
     return jax.eval_shape(
       lambda: arrays.to_own(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first), 0
       )
     )
-
-  def _metric_names(self) -> tuple[str, ...]:
-    last = self._stages[-1]
-
-    def run(params: PyTree, state: PyTree, x: Any, batch: PyTree) -> Any:
-      key = jax.random.key(0)
-      y, _ = _stages.apply_layer(last, params, state, x, batch, key)
-      return self._loss(y, batch)
-
-    found = jax.eval_shape(
-      run, last.params, last.state, self._last_input, self._microbatch
-    )
-    return ("loss", *sorted(found[1]))
-
-
-def _wide(dtype: Any) -> Any:
-  small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.float32 if small else dtype

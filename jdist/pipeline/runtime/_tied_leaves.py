@@ -1,4 +1,4 @@
-"""Parameters that several stages of one program have: copies kept alike."""
+"""Tied parameters in one program: copies on several devices, kept equal."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ PyTree = Any
 
 
 class _Copies(NamedTuple):
-  """One tied leaf: where its copies begin in the devices' packed buffers.
+  """The places of a tied leaf's copies in the devices' packed buffers.
 
   Attributes:
-    dtype: of the buffer.
-    size: numbers of the leaf.
-    starts: int32 [devices, chunks], 0 where there is no copy.
-    there: bool, likewise; whether there is one.
-    owner: bool, likewise; the first stage's copy.
+    dtype: The name of the buffer, its dtype.
+    size: The number of entries.
+    starts: Where copies start, int32 [devices, chunks]; 0 without a copy.
+    there: Whether a chunk has a copy, bool [devices, chunks].
+    owner: Whether a chunk has the first stage's copy, bool [devices, chunks].
   """
 
   dtype: str
@@ -34,22 +34,23 @@ class _Copies(NamedTuple):
 class TiedLeaves:
   """Sums the gradients of tied leaves, and gives all copies one update.
 
-  The copies get the same gradient, but a codec may round it otherwise in
-  another place of the buffer: so the first stage's update is everyone's.
+  Equal gradients are not enough to keep copies equal: a codec may round a leaf
+  differently in another place of the buffer.  So all copies take the first
+  stage's update.
   """
 
   def __init__(
     self,
     stages: Sequence[_stages.LayerLike],
     params: _stage_arrays.StageArrays,
-    axis: str | None,
+    axis: str,
   ):
     """Looks up the copies.
 
     Args:
-      stages: of the model.
-      params: their layout, packed where there are tied leaves.
-      axis: of the devices; None for one device.
+      stages: The stages of the model.
+      params: The layout of their parameters, packed if there are tied leaves.
+      axis: The mesh axis of the devices.
     """
     devices = params.num_devices
     shape = devices, params.num_stages // devices
@@ -68,15 +69,17 @@ class TiedLeaves:
         _Copies(place.dtype, place.size, starts, there, owner)
       )
 
-  def __bool__(self) -> bool:
+  @property
+  def exist(self) -> bool:
+    """Whether there are any tied leaves."""
     return bool(self._leaves)
 
   def sum(self, grads: PyTree) -> PyTree:
-    """Gives each copy the sum over all, of one device's [chunks, size]."""
+    """Gives each copy the sum over all copies; arrays are [chunks, size]."""
     return self._shared(grads, "there")
 
   def share(self, updates: PyTree) -> PyTree:
-    """Gives each copy what the first stage's got."""
+    """Gives each copy the value of the first stage's."""
     return self._shared(updates, "owner")
 
   def once(self, grads: PyTree) -> PyTree:
@@ -98,11 +101,10 @@ class TiedLeaves:
       total = jnp.zeros(leaf.size, arrays[leaf.dtype].dtype)
       for chunk, row in enumerate(arrays[leaf.dtype]):
         own = jax.lax.dynamic_slice(row, (starts[chunk],), (leaf.size,))
-        # Selected, not multiplied: what is no copy may hold an inf.
+        # Select, as a product would turn an inf of another leaf into NaN.
         total += jnp.where(counted[chunk], own, jnp.zeros_like(own))
       totals.append(total)
-    if self._axis is not None:
-      totals = jax.lax.psum(totals, self._axis)
+    totals = jax.lax.psum(totals, self._axis)
     there = [leaf.there for leaf in self._leaves]
     return self._changed(arrays, there, lambda i, own: totals[i])
 
@@ -112,7 +114,11 @@ class TiedLeaves:
     places: Sequence[np.ndarray],
     change: Callable[[int, jax.Array], jax.Array],
   ) -> PyTree:
-    """Writes `change(leaf, numbers)` over the copies at some places."""
+    """Replaces the copies at `places` by `change(leaf, copy)`.
+
+    All devices run the same slices, as one program must; where a chunk has no
+    copy, the slice at 0 is written back unchanged.
+    """
     device, arrays = collectives.index(self._axis), dict(arrays)
     for i, (leaf, of_leaf) in enumerate(zip(self._leaves, places, strict=True)):
       starts, there = (jnp.asarray(x)[device] for x in (leaf.starts, of_leaf))

@@ -1,4 +1,4 @@
-"""Optimizers that see a whole model, whose leaves lie on several devices."""
+"""Optimizers that see a whole model whose leaves lie on several devices."""
 
 import contextlib
 import contextvars
@@ -19,7 +19,7 @@ PyTree = Any
 class Layout:
   """Converts between a device's leaves and those of the whole model.
 
-  A state that an optimizer keeps of the whole model lies in equal parts on the
+  An optimizer's state of the whole model is stored in equal parts on the
   devices: an array as `[size / devices]`, a scalar as it is.
   """
 
@@ -32,14 +32,14 @@ class Layout:
     """Takes the layout of parameters.
 
     Args:
-      stages: of the model.
-      params: their arrays' layout.
-      axis: of the devices; None for one device, and for shapes alone.
+      stages: The stages of the model.
+      params: The layout of their parameters.
+      axis: The mesh axis of the devices; None to compute shapes outside of it.
     """
     self._stages, self._params, self._axis = stages, params, axis
 
   def whole(self, own: PyTree) -> PyTree:
-    """Gives a device all stages' leaves, nested as in the unsplit model."""
+    """Gathers all stages' leaves, nested as in the unsplit model."""
     return _stages.merge(self._params.split(jax.tree.map(self._gather, own)))
 
   def own(self, whole: PyTree) -> PyTree:
@@ -51,7 +51,7 @@ class Layout:
     return jax.tree.map(lambda x: x[device], arrays)
 
   def cut(self, state: PyTree) -> PyTree:
-    """Returns a device's part of what all of them have."""
+    """Returns a device's part of a state that all of them have."""
     number = self._params.num_devices
     device = collectives.index(self._axis)
 
@@ -65,12 +65,7 @@ class Layout:
     return jax.tree.map(part, state)
 
   def joined(self, parts: PyTree, like: PyTree) -> PyTree:
-    """Undoes `cut`.
-
-    Args:
-      parts: of this device.
-      like: shapes of the state.
-    """
+    """Undoes `cut`, given the shapes of the whole state."""
 
     def join(x: jax.Array, one: Any) -> jax.Array:
       if not one.ndim:
@@ -85,6 +80,8 @@ class Layout:
     return jnp.broadcast_to(x, (self._params.num_devices, *x.shape))
 
 
+# An Optax chain has no argument by which a layout could reach a transformation
+# inside of it, so the layout is a variable of the trace.
 _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar(
   "layout of a model over devices", default=None
 )
@@ -92,7 +89,7 @@ _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def layout_of(layout: Layout | None) -> Iterator[None]:
-  """Names the layout for the optimizers that are traced in it."""
+  """Sets the layout for the optimizers that are traced inside."""
   token = _LAYOUT.set(layout)
   try:
     yield
@@ -105,33 +102,33 @@ def whole_model(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gives an optimizer the leaves of all stages, under their own names.
 
-  In a pipeline of one program a device's optimizer sees the leaves of the
-  device's own stages, which is all that most chains need, and sends nothing.
-  What decides by all leaves (a global norm, a flag, a line search), or by a
-  layer's name (a mask, a partition), would do otherwise than for the unsplit
-  model: inside this it does the same.
+  In a pipeline of one program a device's optimizer sees the leaves of its own
+  stages and communicates nothing, which suffices for most chains.  A chain that
+  decides by all leaves (a global norm, a flag, a line search) or by a layer's
+  name (a mask, a partition) would act differently than on the unsplit model.
+  Inside of this wrapper it acts the same.
 
-  `OneProgram` puts this around chains that hold such a part of Optax's by
-  itself.  By hand it stands around one's own that do so, around what stages of
-  unlike shapes would refuse (Muon, LARS), and inside of what sends: then the
-  workers exchange each device's own leaves only, `local_sgd(whole_model(
-  optimizer), 8, axis=axis)`.
+  `OneProgram` wraps chains with such a part of Optax's automatically.  Wrap by
+  hand a transformation of your own, or one that stages of unlike shapes refuse
+  (Muon, LARS).  Put the wrapper inside of a transformation that communicates,
+  `local_sgd(whole_model(optimizer), 8, axis=axis)`: then workers exchange each
+  device's own leaves only.
 
-  What it costs: in every step each device gathers gradients, parameters and
-  this optimizer's state from the others, and computes the update of all stages.
-  The state lies in equal parts on the devices between steps.  To clip by the
-  global norm, `OneProgram(clip_norm=...)` sends a number instead.
+  The cost: in every step each device gathers gradients, parameters and this
+  optimizer's state from the others and computes the update of all stages.
+  Between steps the state is stored in equal parts on the devices.  To clip by
+  the global norm, `OneProgram(clip_norm=...)` sends a single number instead.
 
   Args:
-    optimizer: any Optax chain without rounds or predicted weights, which stand
-      outside.
+    optimizer: Any Optax chain without rounds or predicted weights; those
+      belong outside of the wrapper.
 
   Returns:
-    A transformation; outside of a pipeline it is `optimizer`.  `update` needs
-    `params` in one.
+    A transformation, which outside of a pipeline is `optimizer`.  In a pipeline
+    `update` needs `params`.
 
   Raises:
-    ValueError: at `init`, when `optimizer` has rounds or predicts weights.
+    ValueError: At `init`, if `optimizer` has rounds or predicts weights.
 
   >>> clip = whole_model(optax.clip_by_global_norm(1.0))
   >>> g = {"a": jnp.array(3.0), "b": jnp.array(4.0)}
@@ -161,7 +158,8 @@ def whole_model(
     layout = _LAYOUT.get()
     if layout is None:
       return optimizer.update(updates, state, params, **extra_args)
-    # What agrees over stages has all of them here.
+    # A transformation that agrees over stages by a collective has all of them
+    # here already.
     with layout_of(None), collectives.model_parts(None):
       whole = layout.whole(params)
       like = jax.eval_shape(optimizer.init, whole)

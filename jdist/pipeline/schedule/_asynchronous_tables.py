@@ -3,16 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from jdist import checks
-from jdist.pipeline.schedule._actions import Action
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
-  check_times,
+  check_arguments,
   list_schedule,
   live_for_full_use,
   StageTimes,
 )
-from jdist.pipeline.schedule._table import Table, Weights, with_updates
+from jdist.pipeline.schedule._table import Action, Table, Weights, with_updates
 
 
 def pipedream(
@@ -27,22 +25,12 @@ def pipedream(
   and keeps S - s versions: the delay of S - 1 - s that
   `transforms.delay_gradients` has with a delay for each stage.
 
-  Args:
-    num_stages: S, a device each.
-    num_microbatches: between updates; 1 as published.
-    num_iterations: in the table.
-
   References:
-    Narayanan et al., "PipeDream", SOSP 2019, arXiv:1806.03377.
+    Narayanan et al., "PipeDream", SOSP 2019, arXiv:1806.03377, which has one
+    micro-batch between updates.
   """
-  checks.check_int("num_microbatches", num_microbatches, 1)
   return _continuous(
-    "pipedream",
-    num_stages,
-    num_microbatches,
-    num_iterations,
-    window=1 + math.ceil((num_stages - 1) / num_microbatches),
-    weights="stashed",
+    "pipedream", num_stages, num_microbatches, num_iterations, "stashed"
   )
 
 
@@ -53,16 +41,12 @@ def two_bw(
 
   .. math:: w_{t + 1} = w_t - \eta \nabla f(w_{t - 1})
 
-  Args:
-    num_stages: S, a device each.
-    num_microbatches: M, of an iteration; at least S - 1.
-    num_iterations: in the table.
-
   References:
     Narayanan et al., "Memory-efficient pipeline-parallel DNN training", ICML
     2021, arXiv:2006.09503 (PipeDream-2BW).
   """
-  checks.check_int("num_microbatches", num_microbatches, 1)
+  # The first stage is S - 1 micro-batches ahead of the last one.  With fewer in
+  # an iteration it would need a version whose update has not happened yet.
   if num_microbatches < num_stages - 1:
     raise ValueError(
       "`num_microbatches` must be at least the stages less one with two "
@@ -70,7 +54,7 @@ def two_bw(
       "stages. Take more micro-batches, or a window beyond 2 (`ours`)."
     )
   return _continuous(
-    "2bw", num_stages, num_microbatches, num_iterations, window=2
+    "2bw", num_stages, num_microbatches, num_iterations, "delayed", window=2
   )
 
 
@@ -83,22 +67,11 @@ def paci(
   than its forward pass did, by at most `ceil((S - 1 - s) / M)` updates, which
   accumulation keeps small.
 
-  Args:
-    num_stages: S, a device each.
-    num_microbatches: M, of an iteration.
-    num_iterations: in the table.
-
   References:
     PACI, arXiv:2606.07881; a reconstruction from its summary.
   """
-  checks.check_int("num_microbatches", num_microbatches, 1)
   return _continuous(
-    "paci",
-    num_stages,
-    num_microbatches,
-    num_iterations,
-    window=1 + math.ceil((num_stages - 1) / num_microbatches),
-    weights="newest",
+    "paci", num_stages, num_microbatches, num_iterations, "newest"
   )
 
 
@@ -110,35 +83,40 @@ def ours(
   num_iterations: int = 8,
   max_live: Sequence[int] | None = None,
 ) -> Table:
-  r"""Keeps W iterations under way without a flush.
+  r"""Keeps W iterations in progress without a flush.
 
   Both passes of iteration k read version :math:`\max(0, k - W + 1)`, so that
 
   .. math:: w_{k + 1} = w_k - \eta \nabla f(w_{\max(0, k - W + 1)})
 
   which is what `transforms.delay_gradients(inner, W - 1)` does on one device.
-  A device takes a backward pass before a forward pass and the oldest iteration
-  first; a stage keeps at most the micro-batches that keep the slowest stage
-  busy.
+  A device prefers a backward pass to a forward pass, and the oldest iteration;
+  a stage keeps no more micro-batches than keep the slowest stage busy.
 
   Args:
-    times: of each stage, in any unit; a number of stages for equal ones and
-      free links.
-    num_microbatches: M, of an iteration.
-    window: W, at most the versions of the weights that a stage keeps; if None
-      the least that never makes the slowest stage wait, as `least_window` has
-      it.
-    num_iterations: in the table.
-    max_live: of each stage, how many micro-batches it may keep.
+    times: The times of each stage, in any unit; a number of stages stands for
+      equal times and free links.
+    num_microbatches: The number M of micro-batches in an iteration.
+    window: The window W, which bounds the versions of the weights that a stage
+      keeps.  The default is the least window with which the slowest stage
+      never waits.
+    num_iterations: The number of iterations in the table.
+    max_live: How many micro-batches each stage may keep.  The default is the
+      number that keeps the slowest stage busy.
 
   References:
     Reconstruction of the multi-iteration asynchronous-parallel management of
     "Adaptive task scheduling for model parallelism".
   """
   if isinstance(times, int):
-    checks.check_int("times", times, 1)
     times = [StageTimes()] * times
-  check_times(times)
+  check_arguments(
+    times,
+    max_live,
+    num_microbatches=num_microbatches,
+    num_iterations=num_iterations,
+    window=1 if window is None else window,
+  )
   if window is None:
     window = least_window(times, num_microbatches)
   return list_schedule(
@@ -156,9 +134,9 @@ def least_window(times: Sequence[StageTimes], num_microbatches: int) -> int:
 
   .. math:: 1 + \left\lceil (L - 1) / M \right\rceil
 
-  with the micro-batches L that the first stage keeps when none ever waits.
+  where L is the number of micro-batches that the first stage keeps if no stage
+  ever waits.
   """
-  checks.check_int("num_microbatches", num_microbatches, 1)
   live = max(live_for_full_use(times))
   return 1 + math.ceil((live - 1) / num_microbatches)
 
@@ -168,13 +146,14 @@ def _continuous(
   num_stages: int,
   num_microbatches: int,
   num_iterations: int,
+  weights: Weights,
   *,
-  window: int,
-  weights: Weights = "delayed",
+  window: int | None = None,
 ) -> Table:
-  """Makes 1F1B without a flush, of equal stages."""
-  checks.check_int("num_stages", num_stages, 1)
-  checks.check_int("num_iterations", num_iterations, 1)
+  """Makes 1F1B of equal stages without a flush."""
+  if window is None:
+    # The first stage is S - 1 micro-batches ahead of the last one.
+    window = 1 + math.ceil((num_stages - 1) / num_microbatches)
   total = num_microbatches * num_iterations
   devices = tuple(
     with_updates(

@@ -1,27 +1,31 @@
-"""The check of a table: that it is whole, runs to its end, and in how much."""
+"""The proof that a table can run, and the count of what it needs."""
 
 import collections
 import dataclasses
-from typing import Literal
+from typing import get_args, Literal
 
 from jdist import checks
-from jdist.pipeline.schedule._actions import Action, GIVES_GRADIENT, Op
-from jdist.pipeline.schedule._table import start_times, StuckError, Table
+from jdist.pipeline.schedule._table import (
+  Action,
+  Op,
+  start_times,
+  StuckError,
+  Table,
+)
 from jdist.pipeline.schedule._table_picture import draw_table
-from jdist.pipeline.schedule._versions import read_versions
+from jdist.pipeline.schedule._versions import oldest_read, read_versions
 
 Sends = Literal["buffered", "blocking"]
 
 
 class TableError(ValueError):
-  """Reports what is wrong with a table, with a picture of the place.
+  """Reports why a table cannot run, with a drawing of the place.
 
-  Attributes:
-    problem: what is wrong, without the picture.
-    picture: of the table up to the place; empty where there is none.
+  The command line prints the two apart: `problem` on one line, and `picture`,
+  which may be empty, with its own layout.
   """
 
-  def __init__(self, problem: str, picture: str = ""):
+  def __init__(self, problem: str, picture: str):
     super().__init__(f"{problem}\n{picture}" if picture else problem)
     self.problem, self.picture = problem, picture
 
@@ -31,18 +35,15 @@ class TableReport:
   """The needs of a table that can run.
 
   Attributes:
-    blocking: whether it also runs when each send waits for its receiver.
-    live: of each stage, the most micro-batches between their forward pass and
+    blocking: Whether it also runs if each send waits for its receiver.
+    live: For each stage, the most micro-batches between their forward pass and
       the end of their backward pass.
-    slots: of each stage, the most outputs of the stage in front, and gradients
-      of the one behind, that wait there, in unit times.
-    versions: of each stage, the most versions of the parameters.
-    delays: of each stage, by how many updates its gradients are late at most.
+    versions: For each stage, the most versions of the parameters.
+    delays: For each stage, by how many updates its gradients are late at most.
   """
 
   blocking: bool
   live: tuple[int, ...]
-  slots: tuple[tuple[int, int], ...]
   versions: tuple[int, ...]
   delays: tuple[int, ...]
 
@@ -56,34 +57,31 @@ def check_table(
 ) -> TableReport:
   """Proves that a table can run, and counts what it needs.
 
-  Each action is there once, on one device for each stage; updates follow their
-  gradients; each pass finds the version of the parameters that its rule names;
-  no devices wait for each other.
+  Each action appears once, and a stage's actions are all on one device; updates
+  follow their gradients; each pass finds the version of the parameters that its
+  rule names; devices never wait for each other in a circle.
 
   Args:
-    table: to be checked.
-    sends: `"buffered"`, where a device goes on once it has sent; `"blocking"`,
-      where it waits until the receiver takes it.
-    max_live: the most micro-batches that a stage may keep.
-    max_versions: the most versions of the parameters that a stage may keep.
+    table: The table to check.
+    sends: `"buffered"` if a device continues after a send at once;
+      `"blocking"` if it waits until the receiver takes the message.
+    max_live: The most micro-batches that a stage may keep.
+    max_versions: The most versions of the parameters that a stage may keep.
 
   Returns:
-    What it needs.
+    The needs of the table.
 
   Raises:
-    TableError: a `ValueError` with a picture, when one of them does not hold.
+    ValueError: If a condition does not hold; the message draws the place.
   """
-  checks.check_choice("sends", sends, ("buffered", "blocking"))
+  checks.check_choice("sends", sends, get_args(Sends))
   _check_whole(table)
   _check_order(table)
   try:
-    starts = start_times(table, lambda x: float(x.op != Op.UPDATE))
+    start_times(table, lambda x: float(x.op != Op.UPDATE))
   except StuckError as stuck:
-    raise _error(
-      table,
-      "the devices wait for each other: "
-      + "; ".join(_waits(table, x, stuck) for x in stuck.waiting),
-    ) from None
+    waits = "; ".join(_waits(table, x, stuck) for x in stuck.waiting)
+    raise _error(table, f"the devices wait for each other: {waits}") from None
   waiting = _blocked(table)
   if sends == "blocking" and waiting:
     raise _error(
@@ -94,11 +92,7 @@ def check_table(
     )
   versions = read_versions(table)
   report = TableReport(
-    not waiting,
-    _live(table),
-    _slots(table, starts),
-    versions.held,
-    versions.delays(table),
+    not waiting, _live(table), versions.held, versions.delays
   )
   for name, limit, found in (
     ("max_live", max_live, report.live),
@@ -113,9 +107,10 @@ def check_table(
   return report
 
 
-def _error(table: Table, problem: str) -> TableError:
+def _error(table: Table, problem: str, *, drawn: bool = True) -> TableError:
   return TableError(
-    f"Table {table.name!r} cannot run: {problem}.", draw_table(table)
+    f"Table {table.name!r} cannot run: {problem}.",
+    draw_table(table) if drawn else "",
   )
 
 
@@ -124,9 +119,11 @@ def _check_whole(table: Table) -> None:
   wanted = set(table.expected())
   for action, count in counts.items():
     if not 0 <= action.stage < table.num_stages:
-      raise TableError(
-        f"Table {table.name!r} cannot run: {action} is of a stage beyond the "
-        f"{table.num_stages} of `num_stages`."
+      # A stage that does not exist cannot be drawn.
+      raise _error(
+        table,
+        f"{action} is of a stage beyond the {table.num_stages} of `num_stages`",
+        drawn=False,
       )
     if action not in wanted:
       whole = action.op == Op.BACKWARD and action.stage in table.splits_backward
@@ -156,7 +153,7 @@ def _check_whole(table: Table) -> None:
 
 
 def _check_order(table: Table) -> None:
-  """Checks what the order on one device alone decides."""
+  """Checks the constraints between actions of one device."""
   for device, order in enumerate(table.devices):
     updates: collections.Counter[int] = collections.Counter()
     done: set[Action] = set()
@@ -173,7 +170,7 @@ def _check_order(table: Table) -> None:
           )  # fmt: skip
         updates[stage] += 1
       elif table.weights == "delayed":
-        wanted = max(0, iteration - table.window + 1)
+        wanted = oldest_read(table, iteration)
         if updates[stage] < wanted:
           raise _error(
             table,
@@ -190,10 +187,10 @@ def _waits(table: Table, action: Action, stuck: StuckError) -> str:
 
 
 def _blocked(table: Table) -> list[str]:
-  """Returns who waits for whom when a send ends with its receipt.
+  """Returns which devices are stuck if a send ends only with its receipt.
 
-  A device receives what an action needs right before it, and sends what it
-  gives right after it.
+  A device receives an action's inputs right before the action and sends its
+  result right after it.
   """
   programs: list[list[tuple[str, Action, Action]]] = []
   for device, order in enumerate(table.devices):
@@ -216,7 +213,8 @@ def _blocked(table: Table) -> list[str]:
     other = table.device_of[(target if kind == "send" else source).stage]
     if places[other] == len(programs[other]):
       continue
-    # A send and its receipt are never on one device.
+    # A send and its receipt are on different devices and complete together, so
+    # a device can only proceed when both have reached the same message.
     if programs[other][places[other]][1:] == (source, target):
       places[device] += 1
       places[other] += 1
@@ -231,38 +229,13 @@ def _blocked(table: Table) -> list[str]:
 
 
 def _live(table: Table) -> tuple[int, ...]:
+  # One device runs all passes of a stage, so its order alone decides.
   live, most = [0] * table.num_stages, [0] * table.num_stages
   for action in table:
     stage = action.stage
-    split = stage in table.splits_backward
     if action.op == Op.FORWARD:
       live[stage] += 1
-    elif action.op == (Op.BACKWARD_WEIGHT if split else Op.BACKWARD):
+    elif action.op == table.last_backward(stage):
       live[stage] -= 1
     most[stage] = max(most[stage], live[stage])
   return tuple(most)
-
-
-def _slots(
-  table: Table, starts: dict[Action, float]
-) -> tuple[tuple[int, int], ...]:
-  events: dict[tuple[int, int], list[tuple[float, int]]] = (
-    collections.defaultdict(list)
-  )
-  for action, start in starts.items():
-    target = table.sends_to(action)
-    if target is not None:
-      key = target.stage, int(target.op in GIVES_GRADIENT)
-      events[key] += [(start + 1, 1), (starts[target] + 1, -1)]
-  found = []
-  for stage in range(table.num_stages):
-    pair = []
-    for direction in range(2):
-      now = most = 0
-      # Those that leave make room for those that come at the same time.
-      for _, change in sorted(events[stage, direction]):
-        now += change
-        most = max(most, now)
-      pair.append(most)
-    found.append((pair[0], pair[1]))
-  return tuple(found)

@@ -6,23 +6,23 @@ import math
 from collections.abc import Sequence
 
 from jdist import checks
-from jdist.pipeline.schedule._actions import Action, Op
-from jdist.pipeline.schedule._table import Table, with_updates
+from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
 
 
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
-  """Times by which an order is chosen, in any unit.
+  """The times of a stage from which an order is chosen, in any unit.
 
   Attributes:
-    forward: of a micro-batch.
-    backward: of its whole backward pass, or of its input part in a table that
-      splits it.
-    weight: of the weight part where the backward pass is split.
-    send: until the next stage has the output, and this one the gradient.
+    forward: The time of a micro-batch's forward pass.
+    backward: The time of its whole backward pass, or of the input part if the
+      table splits it.
+    weight: The time of the weight part if the backward pass is split.
+    send: The time until the next stage has the output, and until this one has
+      the gradient in return.
 
   Raises:
-    ValueError: when a time is negative, or both passes take none.
+    ValueError: If a time is negative, or both passes take none.
   """
 
   forward: float = 1.0
@@ -45,21 +45,22 @@ class StageTimes:
 
 
 def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
-  r"""Returns how many micro-batches each stage keeps when none ever waits.
+  r"""Returns how many micro-batches each stage keeps if no stage ever waits.
 
   .. math:: \left\lceil \frac{\sum_{j \ge s} (f_j + b_j) + 2 \sum_{j \ge s}^{S
     - 2} c_j}{\max_j (f_j + b_j)} \right\rceil
 
-  the time from a stage's forward pass to its backward pass, over that of the
-  slowest stage; :math:`S - s` for equal stages and free links.  The weight part
-  of a split backward pass does not count: those that wait for theirs are saved,
-  too, and need the room.
+  This is the time from a stage's forward pass to its backward pass, divided by
+  the time of the slowest stage; :math:`S - s` for equal stages and free links.
+  The weight part of a split backward pass does not count, as a micro-batch that
+  waits for its weight part occupies the same room.
   """
   period = max(x.forward + x.backward for x in times)
   found, trip = [], 0.0
   for i, x in reversed(list(enumerate(times))):
     trip += x.forward + x.backward
     trip += 2 * x.send if i + 1 < len(times) else 0.0
+    # Without the margin rounding could add a micro-batch to an exact quotient.
     found.append(max(1, math.ceil(trip / period - 1e-9)))
   return found[::-1]
 
@@ -69,7 +70,7 @@ def list_schedule(
   times: Sequence[StageTimes],
   num_microbatches: int,
   *,
-  num_iterations: int = 1,
+  num_iterations: int,
   window: int = 1,
   max_live: Sequence[int],
   max_saved: int | None = None,
@@ -77,42 +78,19 @@ def list_schedule(
 ) -> Table:
   """Makes a table: backward before forward, the oldest iteration first.
 
-  A device that is free takes a backward pass, else a forward pass if its
-  stage keeps fewer micro-batches than it may and the version of the
-  parameters is there, else the weight part of a split backward pass.
-
-  Args:
-    name: of the table.
-    times: of each stage.
-    num_microbatches: of an iteration.
-    num_iterations: in the table.
-    window: iterations that may be under way at once.
-    max_live: of each stage, micro-batches between forward and backward pass.
-    max_saved: of any stage, between forward pass and weight part; as many as
-      there are if None.
-    split: whether backward passes are in two parts.
+  A free device takes a backward pass if one is ready.  Otherwise it takes a
+  forward pass if its stage keeps fewer than `max_live` micro-batches and the
+  version of the parameters exists; else the weight part of a split backward
+  pass, which nothing waits for but the update.  No stage keeps more than
+  `max_saved` micro-batches between their forward pass and their weight part.
   """
-  for field, value in (
-    ("num_microbatches", num_microbatches),
-    ("num_iterations", num_iterations),
-    ("window", window),
-  ):
-    checks.check_int(field, value, 1)
-  if len(checks.check_list("max_live", max_live, "ints")) != len(times):
-    raise ValueError(
-      f"`max_live` must have a number for each of the {len(times)} stages, got "
-      f"{list(max_live)}."
-    )
-  for value in max_live:
-    checks.check_int("max_live", value, 1)
-  if max_saved is not None:
-    checks.check_int("max_saved", max_saved, 1)
   stages = range(len(times))
   total = num_microbatches * num_iterations
   most_saved = total if max_saved is None else max_saved
   ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
   counts = {op: [0] * len(times) for op in ops}
-  # When the next micro-batches of each stage are there, in their order.
+  # When each stage's next inputs and gradients are available.  Micro-batches
+  # pass through a stage in order, so a count is enough to name them.
   inputs: list[list[float]] = [[] for _ in stages]
   gradients: list[list[float]] = [[] for _ in stages]
   inputs[0] = [0.0] * total
@@ -123,6 +101,7 @@ def list_schedule(
   def choose(s: int, now: float) -> Op:
     f, b, w = (counts[op][s] for op in ops)
     w = w if split else b
+    # A backward pass frees memory and lets the stages in front continue.
     if b < f and b < len(gradients[s]) and gradients[s][b] <= now:
       return Op.BACKWARD
     updates = w // num_microbatches
@@ -185,15 +164,18 @@ def greedy(
   """Makes a synchronous table for stages and links of unequal times.
 
   Args:
-    times: of each stage, in any unit.
-    num_microbatches: of an iteration.
-    num_iterations: in the table, one after the other.
-    max_live: of each stage, how many micro-batches it may keep; as many as
-      keep the slowest stage busy if None.
-    split: whether backward passes are in two parts (zero bubble), whose times
-      are `backward` and `weight`.
+    times: The times of each stage, in any unit.
+    num_microbatches: The number of micro-batches in an iteration.
+    num_iterations: The number of iterations in the table, one after the other.
+    max_live: How many micro-batches each stage may keep.  The default is the
+      number that keeps the slowest stage busy.
+    split: Whether backward passes are split into two parts (zero bubble), whose
+      times are `backward` and `weight`.
   """
-  check_times(times)
+  check_arguments(
+    times, max_live, num_microbatches=num_microbatches,
+    num_iterations=num_iterations,
+  )  # fmt: skip
   live = live_for_full_use(times) if max_live is None else max_live
   return list_schedule(
     "greedy",
@@ -201,13 +183,26 @@ def greedy(
     num_microbatches,
     num_iterations=num_iterations,
     max_live=live,
-    # As many as 1F1B's first stage keeps, unless more are asked for.
+    # Weight parts fill the bubble within the memory of 1F1B's first stage.
     max_saved=max(live) if split else None,
     split=split,
   )
 
 
-def check_times(times: Sequence[StageTimes]) -> None:
-  """Raises a ValueError unless there is a time for one stage at least."""
+def check_arguments(
+  times: Sequence[StageTimes], max_live: Sequence[int] | None, **counts: int
+) -> None:
+  """Raises a ValueError for arguments from which no table can be made."""
   if not checks.check_list("times", times, "StageTimes"):
     raise ValueError("`times` must be one stage's at least, got none.")
+  for name, value in counts.items():
+    checks.check_int(name, value, 1)
+  if max_live is None:
+    return
+  if len(checks.check_list("max_live", max_live, "ints")) != len(times):
+    raise ValueError(
+      f"`max_live` must have a number for each of the {len(times)} stages, got "
+      f"{list(max_live)}."
+    )
+  for value in max_live:
+    checks.check_int("max_live", value, 1)

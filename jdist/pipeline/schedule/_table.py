@@ -2,47 +2,97 @@
 
 import collections
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import get_args, Literal
+from typing import get_args, Literal, NamedTuple
 
 from jdist import checks
-from jdist.pipeline.schedule._actions import (
-  Action,
-  GIVES_GRADIENT,
-  GIVES_WEIGHTS,
-  Op,
-)
 
 Weights = Literal["delayed", "stashed", "newest"]
-_WEIGHTS = get_args(Weights)
+
+
+class Op(enum.IntEnum):
+  """Kinds of work that a table schedules on a device.
+
+  `BACKWARD` is the whole backward pass.  A zero-bubble table splits it into
+  `BACKWARD_INPUT`, the gradient of the stage's input, and `BACKWARD_WEIGHT`,
+  the gradients of its parameters.
+  """
+
+  IDLE = 0
+  FORWARD = 1
+  BACKWARD = 2
+  BACKWARD_INPUT = 3
+  BACKWARD_WEIGHT = 4
+  UPDATE = 5
+
+  @property
+  def letter(self) -> str:
+    """The letter in the text form: F, B, I, W or U, and a dot for idle."""
+    return ".FBIWU"[self]
+
+  @property
+  def kind(self) -> str:
+    """The kind of the op's spans in a trace, which decides their colour."""
+    kinds = ("idle", "forward", "backward", "backward", "weight", "update")
+    return kinds[self]
+
+
+# Ops that produce the gradient which the previous stage waits for.
+GIVES_GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)
+# Ops that produce gradients of the stage's own parameters.
+GIVES_WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+
+class Action(NamedTuple):
+  """One entry of a table.
+
+  Attributes:
+    op: The kind of work.
+    stage: The stage of the model, from 0.
+    microbatch: The micro-batch of the iteration, from 0; 0 for an update.
+    iteration: The optimizer step, from 0, which all stages share.
+  """
+
+  op: Op
+  stage: int
+  microbatch: int = 0
+  iteration: int = 0
+
+  def __str__(self) -> str:
+    """Returns the text form, for example `F2/1@3` in stage 1, iteration 3."""
+    number = "" if self.op == Op.UPDATE else str(self.microbatch)
+    where = f"/{self.stage}"
+    when = f"@{self.iteration}" if self.iteration else ""
+    return f"{self.op.letter}{number}{where}{when}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
   r"""The order in which each device of a pipeline acts.
 
-  Version v of a stage's parameters has had the updates of iterations 0 to
-  v - 1.  The forward and backward passes of iteration k read the version that
-  `weights` names:
+  Version v of a stage's parameters includes the updates of iterations 0 to
+  v - 1.  The passes of iteration k read the version that `weights` names:
 
-  * `"delayed"`: version :math:`\max(0, k - W + 1)` with the `window` W, in
-    both passes; a window of 1 is synchronous.
-  * `"stashed"`: the newest in the forward pass, kept for the backward pass.
-  * `"newest"`: the newest in each pass, so that they may differ.
+  * `"delayed"`: Both passes read version :math:`\max(0, k - W + 1)` with the
+    `window` W; a window of 1 is synchronous.
+  * `"stashed"`: The forward pass reads the newest version and keeps it for the
+    backward pass.
+  * `"newest"`: Each pass reads the newest version, so the two may differ.
 
   Attributes:
-    name: of the schedule.
-    devices: the actions of each device, in order.
-    num_stages: of the model; a device may hold several.
-    num_microbatches: of an iteration.
-    num_iterations: in the table.
-    window: iterations that may be under way at once, W.
-    weights: as above.
+    name: The name of the schedule.
+    devices: The actions of each device, in order.
+    num_stages: The number of stages; a device may hold several.
+    num_microbatches: The number of micro-batches in an iteration.
+    num_iterations: The number of iterations in the table.
+    window: The number W of iterations that may be in progress at once.
+    weights: The version rule, as above.
 
   Raises:
-    ValueError: when an argument is out of its range.  Whether the order can
-      run is what `check` reports.
+    ValueError: If an argument is out of its range.  Whether the order can run
+      is the question of `check_table`.
   """
 
   name: str
@@ -54,19 +104,15 @@ class Table:
   weights: Weights = "delayed"
 
   def __post_init__(self) -> None:
-    for field in (
-      "num_stages",
-      "num_microbatches",
-      "num_iterations",
-      "window",
-    ):
+    counts = ("num_stages", "num_microbatches", "num_iterations", "window")
+    for field in counts:
       checks.check_int(field, getattr(self, field), 1)
-    checks.check_choice("weights", self.weights, _WEIGHTS)
+    checks.check_choice("weights", self.weights, get_args(Weights))
     if not self.devices:
       raise ValueError("`devices` must be one at least, got none.")
 
   def __iter__(self) -> Iterator[Action]:
-    """Goes through the actions of all devices, one device after the other."""
+    """Iterates over all actions, one device after the other."""
     return (action for order in self.devices for action in order)
 
   def __str__(self) -> str:
@@ -83,24 +129,31 @@ class Table:
 
   @functools.cached_property
   def device_of(self) -> tuple[int, ...]:
-    """The device of each stage, the first that acts on it; -1 for none."""
+    """The first device that acts on each stage; -1 for a stage without one."""
     found = [-1] * self.num_stages
+    # In reverse order, so that the first device is the one that remains.
     for device, order in reversed(list(enumerate(self.devices))):
       for action in order:
+        # A table read from a file may name stages that do not exist;
+        # `check_table` reports them.
         if 0 <= action.stage < self.num_stages:
           found[action.stage] = device
     return tuple(found)
 
   @functools.cached_property
   def splits_backward(self) -> frozenset[int]:
-    """The stages whose backward pass is in two parts."""
+    """The stages whose backward pass is split into two parts."""
     return frozenset(x.stage for x in self if x.op == Op.BACKWARD_INPUT)
 
-  def needs(self, action: Action) -> list[Action]:
-    """Returns the actions that must have ended before one begins.
+  def last_backward(self, stage: int) -> Op:
+    """Returns the op after which a stage has a micro-batch's gradients."""
+    return Op.BACKWARD_WEIGHT if stage in self.splits_backward else Op.BACKWARD
 
-    Those that only the order on its own device decides, as which version of
-    the parameters is there, are not among them.
+  def needs(self, action: Action) -> list[Action]:
+    """Returns the actions whose results an action needs.
+
+    Constraints between actions of one device, such as which version of the
+    parameters exists, are not included: the device's order decides them.
     """
     op, stage, microbatch, iteration = action
     if op == Op.FORWARD:
@@ -113,15 +166,14 @@ class Table:
     if op == Op.BACKWARD_WEIGHT:
       return [action._replace(op=Op.BACKWARD_INPUT)]
     if op == Op.UPDATE:
-      split = stage in self.splits_backward
-      last = Op.BACKWARD_WEIGHT if split else Op.BACKWARD
+      last = self.last_backward(stage)
       return [
         Action(last, stage, i, iteration) for i in range(self.num_microbatches)
       ]
     return []
 
   def sends_to(self, action: Action) -> Action | None:
-    """Returns the action of another device that waits for one, if any."""
+    """Returns the action on another device that waits for one, if any."""
     op, stage, microbatch, iteration = action
     found = None
     if op == Op.FORWARD and stage + 1 < self.num_stages:
@@ -133,13 +185,13 @@ class Table:
     return found
 
   def gradient_of(self, stage: int, microbatch: int, iteration: int) -> Action:
-    """Returns the action that gives the gradient of a stage's input."""
+    """Returns the action that produces the gradient of a stage's input."""
     split = stage in self.splits_backward
     op = Op.BACKWARD_INPUT if split else Op.BACKWARD
     return Action(op, stage, microbatch, iteration)
 
   def expected(self) -> Iterator[Action]:
-    """Goes through all actions that a whole table has, each once."""
+    """Yields every action of a complete table once."""
     for iteration in range(self.num_iterations):
       for stage in range(self.num_stages):
         ops = [Op.FORWARD, Op.BACKWARD]
@@ -154,7 +206,7 @@ class Table:
 def with_updates(
   order: Iterable[Action], num_microbatches: int
 ) -> tuple[Action, ...]:
-  """Adds to an order the update of a stage after its last gradients."""
+  """Inserts each stage's update right after its last gradients."""
   found: list[Action] = []
   done: collections.Counter[tuple[int, int]] = collections.Counter()
   for action in order:
@@ -168,11 +220,11 @@ def with_updates(
 
 
 class StuckError(Exception):
-  """Reports that an order cannot go on.
+  """Reports that devices wait for each other.
 
   Attributes:
-    waiting: the next action of each device that has not come to its end.
-    starts: when the actions before have begun.
+    waiting: The next action of each device that has not finished.
+    starts: The start times of the actions that did run.
   """
 
   def __init__(self, waiting: list[Action], starts: Mapping[Action, float]):
@@ -185,24 +237,29 @@ def start_times(
   seconds: Callable[[Action], float],
   send_s: Callable[[Action], float] = lambda _: 0.0,
 ) -> dict[Action, float]:
-  """Computes when each action begins, with links that are never busy.
+  """Computes when each action starts, assuming links without contention.
 
   Args:
-    table: the order on each device.
-    seconds: that an action takes.
-    send_s: from the end of an action until another device has its output.
+    table: The order on each device.
+    seconds: Returns the duration of an action.
+    send_s: Returns the time from the end of an action until another device has
+      its output.
 
   Returns:
-    The seconds of each action's start, in an order in which they can run.
+    The start of each action, listed in an order in which they can run.
 
   Raises:
-    StuckError: when devices wait for each other.
+    StuckError: If devices wait for each other.
   """
   starts: dict[Action, float] = {}
-  ready: dict[Action, float] = {}  # When others have an action's output.
+  # When other devices have an action's output.
+  ready: dict[Action, float] = {}
   free = [0.0] * len(table.devices)
   places = [0] * len(table.devices)
   waiting_for: dict[Action, list[int]] = collections.defaultdict(list)
+  # Each device runs as far as it can; an action that finishes wakes the devices
+  # that wait for it.  Every action is visited once, so this is linear in the
+  # size of the table, where a loop over ticks would not be.
   todo = collections.deque(range(len(table.devices)))
   while todo:
     device = todo.popleft()

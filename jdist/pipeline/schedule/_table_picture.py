@@ -1,9 +1,14 @@
-"""Tables as pictures of text."""
+"""Drawings of tables as text."""
 
 from collections.abc import Mapping
 
-from jdist.pipeline.schedule._actions import Action, Op
-from jdist.pipeline.schedule._table import start_times, StuckError, Table
+from jdist.pipeline.schedule._table import (
+  Action,
+  Op,
+  start_times,
+  StuckError,
+  Table,
+)
 
 _TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 
@@ -11,15 +16,15 @@ _TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 def draw_table(table: Table, *, max_ticks: int = 60) -> str:
   """Draws a table in ticks of time.
 
-  A forward pass takes a tick, as does each part of a split backward pass; a
-  whole backward pass takes two, an update none: `*` marks the end of the
-  action before it.  Micro-batches are numbered through all iterations, stages
-  of a device that has several lettered from a.
+  A forward pass takes one tick, as does each part of a split backward pass; a
+  whole backward pass takes two.  An update takes none: `*` marks the end of the
+  action before it.  Micro-batches are numbered through all iterations, and the
+  stages of a device that has several are lettered from a.
 
   Args:
-    table: whose order can run; of one that cannot, what runs is drawn, and
-      `?` stands before the action at which a device waits for ever.
-    max_ticks: what is later is cut off.
+    table: The table to draw.  If its order cannot run, the drawing ends with
+      `?` before the action at which a device waits forever.
+    max_ticks: The number of ticks after which the drawing is cut off.
 
   >>> from jdist import pipeline
   >>> print(draw_table(pipeline.make_table("gpipe", 2, 2)))
@@ -31,8 +36,8 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
     waiting: list[Action] = []
   except StuckError as stuck:
     starts, waiting = stuck.starts, stuck.waiting
-  rows = []
-  for device, order in enumerate(table.devices):
+  rows: list[dict[int, str]] = []
+  for order in table.devices:
     cells: dict[int, str] = {}
     end = 0
     for action in order:
@@ -47,22 +52,22 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
       end = start + int(_ticks(action))
       for tick in range(start, end):
         cells[tick] = _word(table, action)
-    rows.append((device, cells))
-  last = max((max(cells, default=0) for _, cells in rows), default=0)
+    rows.append(cells)
+  last = max(max(cells, default=0) for cells in rows)
   width = max(
-    (len(word) for _, cells in rows for word in cells.values()), default=1
+    (len(word) for cells in rows for word in cells.values()), default=1
   )
-  shown = min(last + 1, max_ticks)
   digits = len(str(len(rows) - 1))
   lines = []
-  for device, cells in rows:
-    words = [cells.get(t, ".").ljust(width) for t in range(shown)]
+  for device, cells in enumerate(rows):
+    shown = range(min(last + 1, max_ticks))
+    words = [cells.get(t, ".").ljust(width) for t in shown]
     more = " ..." if last >= max_ticks else ""
+    # Idle ticks after a device's last action say nothing.
     while not more and words and not words[-1].strip(" ."):
       words.pop()
-    lines.append(
-      f"device {device:>{digits}} |" + (" ".join(words) + more).rstrip()
-    )
+    line = (" ".join(words) + more).rstrip()
+    lines.append(f"device {device:>{digits}} |{line}")
   return "\n".join(lines)
 
 

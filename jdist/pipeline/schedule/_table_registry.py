@@ -1,6 +1,7 @@
-"""Tables by name, as the command line and experiments ask for them."""
+"""The tables that the command line and experiments ask for by name."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,90 +14,64 @@ from jdist.pipeline.schedule._table import Table
 
 @dataclasses.dataclass(frozen=True)
 class TableEntry:
-  """A table and where it comes from.
+  """A table that has a name.
 
   Attributes:
-    name: on the command line.
-    factory: takes stages and micro-batches and returns the table.
-    meaning: in one line.
-    paper: its source.
-    asynchronous: whether iterations overlap.
+    factory: Takes the numbers of stages and micro-batches, and options as
+      keywords, and returns the table.
+    meaning: The table in one line, for the help of the command line.
+    asynchronous: Whether iterations overlap.
   """
 
-  name: str
   factory: Callable[..., Table]
   meaning: str
-  paper: str
   asynchronous: bool = False
 
 
-_ENTRIES = (
-  TableEntry(
-    "naive",
-    _flush_tables.naive,
-    "one device at a time",
-    "model parallelism without a pipeline",
-  ),
-  TableEntry(
+def _flush(
+  name: str, order: Callable[..., _flush_tables.Order], meaning: str
+) -> TableEntry:
+  def factory(
+    num_stages: int, num_microbatches: int, *, num_iterations: int = 1
+  ) -> Table:
+    return _flush_tables.flushed(
+      name, order, num_stages, num_microbatches, num_iterations=num_iterations
+    )
+
+  return TableEntry(factory, meaning)
+
+
+_late = functools.partial(TableEntry, asynchronous=True)
+TABLES = {
+  "naive": _flush("naive", _flush_tables.naive, "one device at a time"),
+  "gpipe": _flush(
     "gpipe",
     _flush_tables.gpipe,
     "all forward passes, then all backward passes",
-    "Huang et al., arXiv 1811.06965",
   ),
-  TableEntry(
-    "1f1b",
-    _flush_tables.one_f_one_b,
-    "forward and backward passes in turn",
-    "Narayanan et al., arXiv 2006.09503",
+  "1f1b": _flush(
+    "1f1b", _flush_tables.one_f_one_b, "forward and backward passes in turn"
   ),
-  TableEntry(
+  "eager_1f1b": _flush(
     "eager_1f1b",
     _flush_tables.eager_one_f_one_b,
     "1f1b further ahead, which late sends and slow links need",
-    "Zhuang et al., arXiv 2211.05322",
   ),
-  TableEntry(
-    "interleaved",
-    _flush_tables.interleaved,
-    "1f1b with several stages on each device",
-    "Narayanan et al., arXiv 2104.04473",
+  "interleaved": TableEntry(
+    _flush_tables.interleaved, "1f1b with several stages on each device"
   ),
-  TableEntry(
+  "zb_h1": _flush(
     "zb_h1",
     _flush_tables.zb_h1,
     "gradients of the parameters fill the bubble",
-    "Qi et al., arXiv 2401.10241",
   ),
-  TableEntry(
-    "pipedream",
-    _async.pipedream,
-    "an update after each micro-batch, weights stashed",
-    "Narayanan et al., arXiv 1806.03377",
-    asynchronous=True,
+  "pipedream": _late(
+    _async.pipedream, "an update after each micro-batch, weights stashed"
   ),
-  TableEntry(
-    "2bw",
-    _async.two_bw,
-    "no flush, two versions of the weights",
-    "Narayanan et al., arXiv 2006.09503",
-    asynchronous=True,
-  ),
-  TableEntry(
-    "paci",
-    _async.paci,
-    "no flush, the newest weights in each pass",
-    "PACI, arXiv 2606.07881",
-    asynchronous=True,
-  ),
-  TableEntry(
-    "ours",
-    _async.ours,
-    "no flush, a window of iterations",
-    "adaptive task scheduling for model parallelism (reconstruction)",
-    asynchronous=True,
-  ),
-)
-TABLES = {entry.name: entry for entry in _ENTRIES}
+  "2bw": _late(_async.two_bw, "no flush, two versions of the weights"),
+  "paci": _late(_async.paci, "no flush, the newest weights in each pass"),
+  "ours": _late(_async.ours, "no flush, a window of iterations"),
+}
 
 
 def make_table(
@@ -105,25 +80,28 @@ def make_table(
   """Makes a table for equal stages and free links by its name.
 
   Args:
-    name: one of `TABLES`.
-    num_stages: a device each, but for `"interleaved"`, where it is the number
-      of devices.
-    num_microbatches: of an iteration.
-    **options: of the table, such as `num_iterations`, `window` or
-      `num_chunks`; see its factory.
+    name: One of `TABLES`.
+    num_stages: The number of stages, one on each device; for `"interleaved"`
+      the number of devices.
+    num_microbatches: The number of micro-batches in an iteration.
+    **options: Options of the table, such as `num_iterations`, `window` or
+      `num_chunks`; see `table_options`.
 
   Raises:
-    ValueError: when there is no such table, or it has no such option.
+    ValueError: If there is no such table, it has no such option, or a number is
+      out of its range.
   """
   checks.check_choice("name", name, tuple(TABLES))
-  factory = TABLES[name].factory
   known = table_options(name)
   unknown = [x for x in options if x not in known]
   if unknown:
     raise ValueError(
       f"`{unknown[0]}` is no option of {name}, which has {', '.join(known)}."
     )
-  return factory(num_stages, num_microbatches, **options)
+  checks.check_int("num_stages", num_stages, 1)
+  checks.check_int("num_microbatches", num_microbatches, 1)
+  checks.check_int("num_iterations", options.get("num_iterations", 1), 1)
+  return TABLES[name].factory(num_stages, num_microbatches, **options)
 
 
 def table_options(name: str) -> tuple[str, ...]:

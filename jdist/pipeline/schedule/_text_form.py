@@ -1,10 +1,9 @@
-"""Tables as text: a file that one can write by hand."""
+"""The text form of tables, which one can write by hand."""
 
 import pathlib
 import re
 
-from jdist.pipeline.schedule._actions import Action, Op
-from jdist.pipeline.schedule._table import Table
+from jdist.pipeline.schedule._table import Action, Op, Table
 
 _OPS = {op.letter: op for op in Op if op != Op.IDLE}
 _WORD = re.compile(r"([FBIWU])(\d*)(?:/(\d+))?(?:@(\d+))?")
@@ -18,7 +17,7 @@ _KEYS = ("name", *_NUMBERS, "weights")
 
 
 def format_table(table: Table) -> str:
-  """Writes a table as text, which `parse_table` reads.
+  """Formats a table as text that `parse_table` reads.
 
   >>> from jdist import pipeline
   >>> print(format_table(pipeline.make_table("1f1b", 2, 2)))
@@ -37,35 +36,35 @@ def format_table(table: Table) -> str:
     lines.append(f"weights {table.weights}")
   for device, order in enumerate(table.devices):
     own = _own_stage(table.device_of, device)
-    # Not the first letter of another stage: `/1` and `/10`.
+    # The look-ahead keeps `/1` from matching the start of `/10`.
     words = [re.sub(rf"/{own}(?!\d)", "", str(x)) for x in order]
     lines.append(" ".join(["device", *words]))
   return "\n".join(lines)
 
 
 def parse_table(text: str, name: str = "table") -> Table:
-  """Reads a table.
+  """Parses the text form of a table.
 
-  A line for each device has its actions in order: F for a forward pass, B for
-  a backward pass, I and W for its input and weight part, each with the number
-  of the micro-batch, and U for the update.  `/2` names the stage, which is the
-  device's number without it; `@1` the iteration, 0 without it::
+  A line for each device lists its actions in order: F is a forward pass, B a
+  backward pass, I and W its input and weight part, each with the number of the
+  micro-batch; U is the update.  `/2` names the stage, by default the one with
+  the device's number; `@1` names the iteration, by default 0::
 
-      name mine              # may be left out, as may these numbers:
+      name mine              # Lines like these may be left out.
       iterations 1
-      window 1               # iterations under way at once
-      weights delayed        # or stashed, newest
+      window 1               # The iterations that may be in progress at once.
+      weights delayed        # Or stashed, newest.
       device F0 F1 B0 B1 U
       device F0 B0 F1 B1 U
 
-  Numbers of stages and micro-batches are counted where they are not given.
+  The numbers of `stages` and `microbatches` are counted unless given.
 
   Args:
-    text: of the file; `#` begins a comment.
-    name: where the text has none.
+    text: The text; `#` starts a comment.
+    name: The name of the table if the text has none.
 
   Raises:
-    ValueError: when a line cannot be read; the message names it.
+    ValueError: If a line cannot be parsed; the message names it.
   """
   found: dict[str, str] = {}
   devices: list[tuple[Action, ...]] = []
@@ -103,10 +102,10 @@ def parse_table(text: str, name: str = "table") -> Table:
 
 
 def load_table(path: str | pathlib.Path) -> Table:
-  """Reads a file; see `parse_table`.
+  """Reads a table from a file in the form of `parse_table`.
 
   Raises:
-    ValueError: when the file cannot be read as a table; it is named.
+    ValueError: If the file cannot be parsed; the message names it.
   """
   path = pathlib.Path(path)
   try:
@@ -116,7 +115,7 @@ def load_table(path: str | pathlib.Path) -> Table:
 
 
 def _own_stage(device_of: tuple[int, ...], device: int) -> int:
-  """Returns the stage that needs no name: one of the device's number."""
+  """Returns the stage that needs no name, or -1 if the device has none."""
   here = device < len(device_of) and device_of[device] == device
   return device if here else -1
 

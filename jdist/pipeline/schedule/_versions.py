@@ -4,8 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from jdist.pipeline.schedule._actions import Action, GIVES_GRADIENT, Op
-from jdist.pipeline.schedule._table import Table
+from jdist.pipeline.schedule._table import Action, GIVES_GRADIENT, Op, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,38 +12,28 @@ class Versions:
   """The versions of the parameters that a table reads and keeps.
 
   Attributes:
-    read: by each action but updates, in the order of its device.
-    held: how many each stage keeps at most, the newest included.
+    read: The version that each pass reads.
+    held: The most versions that each stage keeps, the newest included.
+    delays: By how many updates the gradients of each stage are late at most.
+      A gradient of iteration k taken at version v is k - v updates late.
   """
 
   read: Mapping[Action, int]
   held: tuple[int, ...]
-
-  def delays(self, table: Table) -> tuple[int, ...]:
-    """Returns how many updates late the gradients of each stage are at most.
-
-    The delay of a gradient of iteration k that was taken at version v is
-    k - v.
-    """
-    most = [0] * table.num_stages
-    for action, version in self.read.items():
-      if action.op == Op.FORWARD:
-        late = action.iteration - version
-        most[action.stage] = max(most[action.stage], late)
-    return tuple(most)
+  delays: tuple[int, ...]
 
 
 def read_versions(table: Table) -> Versions:
   """Follows each device's order and finds the version that each pass reads.
 
-  What a version rule forbids, as a version that is not there yet, is found by
-  `check`.
+  A version that does not exist yet is not an error here: `check_table` reports
+  it.
   """
   read: dict[Action, int] = {}
-  held = [1] * table.num_stages
+  held, delays = [1] * table.num_stages, [0] * table.num_stages
   for order in table.devices:
     newest: collections.Counter[int] = collections.Counter()
-    # Versions that passes to come will read, by stage.
+    # For each stage, how many later passes still need a stashed version.
     kept: dict[int, collections.Counter[int]] = collections.defaultdict(
       collections.Counter
     )
@@ -54,15 +43,18 @@ def read_versions(table: Table) -> Versions:
         newest[stage] += 1
       else:
         read[action] = _version(table, read, action, newest[stage])
-        # A split backward pass keeps nothing of the parameters but what its
-        # weight part was given; only its input part reads them.
+        if action.op == Op.FORWARD:
+          late = action.iteration - read[action]
+          delays[stage] = max(delays[stage], late)
+        # The weight part of a split backward pass needs no parameters: the
+        # input part stashes what it reads, and so ends the version's use.
         if table.weights == "stashed":
           if action.op == Op.FORWARD:
             kept[stage][read[action]] += 1
           elif action.op in GIVES_GRADIENT:
             kept[stage][read[action]] -= 1
       held[stage] = max(held[stage], _num_held(table, kept, stage, newest))
-  return Versions(read, tuple(held))
+  return Versions(read, tuple(held), tuple(delays))
 
 
 def oldest_read(table: Table, iteration: int) -> int:
@@ -90,5 +82,6 @@ def _num_held(
     return len({v for v, n in kept[stage].items() if n} | {newest[stage]})
   if table.weights == "newest" or newest[stage] == table.num_iterations:
     return 1
-  # The oldest iteration that has not ended is the number of updates so far.
+  # Iterations finish in order, so the oldest unfinished one has the number of
+  # updates so far; the versions from the one that it reads must be kept.
   return newest[stage] - oldest_read(table, newest[stage]) + 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jdist import checks, cluster
-from jdist.server import _driver, _messages, _protocol
+from jdist.server import _driver, _messages, _ordered_channel, _protocol
 from jdist.server.gradients import _empty_gradient, _learner
 
 # A message's `more` and payload, as learners know them.
@@ -148,6 +148,9 @@ class Simulation(_driver.Driver):
     self._queues: dict[str, collections.deque[_Given]] = {
       name: collections.deque() for name in self._of_name
     }
+    # A connection keeps the order of its messages, whatever their sizes.
+    self._pulls = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
+    self._pushes = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
     # Who computes, and since when.
     self._busy: dict[str, float] = {}
     self._memory = {
@@ -279,19 +282,18 @@ class Simulation(_driver.Driver):
       self._queues[name].append(given)
       if self.learner is not None:
         self._sent[name][reply.task] = more, payload
-    if reply.pull_plan is None:
-      self._receive(given, name, life)
-      return
-    num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
-    self.pulled_bytes += num_bytes
-    arrival = self._network.send(
-      self._server,
-      name,
-      num_bytes,
-      name=self._label("pull", reply.task),
-      kind="pull",
-    )
-    arrival.callbacks.append(lambda _: self._receive(given, name, life))
+    arrival = None
+    if reply.pull_plan is not None:
+      num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
+      self.pulled_bytes += num_bytes
+      arrival = self._network.send(
+        self._server,
+        name,
+        num_bytes,
+        name=self._label("pull", reply.task),
+        kind="pull",
+      )
+    self._pulls[name].send(arrival, self._receive, given, name, life)
 
   def _receive(self, given: _Given, name: str, life: int) -> None:
     if life == self._lives[name]:
@@ -356,7 +358,7 @@ class Simulation(_driver.Driver):
       kind="push",
     )
     push = _messages.Push(name, reply.task, reply.samples, compute_s, waited_s)
-    arrival.callbacks.append(lambda _: self._take(push, life))
+    self._pushes[name].send(arrival, self._take, push, life)
     self._end(name)
     self._begin(name, life)
 
@@ -389,7 +391,9 @@ class Simulation(_driver.Driver):
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
-    if self.accept(push, *self._pushed.pop(push.task, _NOTHING)):
+    if self.learner is None or self.accept(
+      push, *self._pushed.pop(push.task, _NOTHING)
+    ):
       self.deliver(push)
     else:
       self.deliver(_messages.Leave(name))
@@ -505,6 +509,9 @@ class Simulation(_driver.Driver):
     self._away.add(name)
     self._queues[name].clear()
     self._sent[name].clear()
+    # Messages of a new life do not wait for those of an old connection.
+    self._pulls[name] = _ordered_channel.OrderedChannel()
+    self._pushes[name] = _ordered_channel.OrderedChannel()
     if self.trace is not None and name in self._busy:
       self.trace.cut(name, self._environment.now)
     self._end(name)

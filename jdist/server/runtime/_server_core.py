@@ -99,6 +99,11 @@ class ServerCore:
     self.over_s: collections.Counter[str] = collections.Counter()
     self.finished, self.ended_s = False, 0.0
     self._recorder: _message_record.Recorder | None = None
+    # Tasks to be sent, each with the generation of its worker's mailbox.
+    self._outbox: collections.deque[tuple[_delivery.SentTask, int]] = (
+      collections.deque()
+    )
+    self._sending = False
     if hasattr(learner, "prepare"):
       learner.prepare()
     if self.checkpoints.found is not None:
@@ -129,9 +134,10 @@ class ServerCore:
     if self._plan.unit == "seconds":
       for mark in self._plan.marks[len(self.records) :]:
         self.links.after(max(mark - first_s, 0.0), self._look_at_marks)
+    # All join before the first pull, which would open a round without the rest.
+    for name in here if resumed else ():
+      self._deliver(_messages.Join(name))
     for name in here:
-      if resumed:
-        self._deliver(_messages.Join(name))
       self._deliver(_messages.Pull(name))
 
   def _new_delivery(self, here: list[str]) -> _delivery.Delivery:
@@ -147,6 +153,7 @@ class ServerCore:
   def _on_hello(self, item: Item) -> None:
     box = self.boxes[item.worker]
     box.empty()
+    self.links.connect(item.worker)
     box.here = True
     if self.delivery is not None:
       self.delivery.pardon(item.worker)
@@ -237,24 +244,41 @@ class ServerCore:
     for each in sent:
       if self._recorder is not None:
         self._recorder.sent(each)
-      self._send(each)
+      generation = self.boxes[str(each.reply.worker)].generation
+      self._outbox.append((each, generation))
     for timer in timers:
       expired = _messages.Expired(timer.task)
       self.links.after(timer.after_s, self._deliver, expired)
+    self._send_tasks()
     self._look_at_marks()
 
-  def _send(self, sent: _delivery.SentTask) -> None:
+  def _send_tasks(self) -> None:
+    """Sends tasks in the order in which the protocol gave them.
+
+    Sending moves the clock on, by which further messages may be delivered:
+    their tasks must wait until those before them have been sent.
+    """
+    if self._sending:
+      return
+    self._sending = True
+    try:
+      while self._outbox:
+        self._send(*self._outbox.popleft())
+    finally:
+      self._sending = False
+
+  def _send(self, sent: _delivery.SentTask, generation: int) -> None:
     name = str(sent.reply.worker)
     box = self.boxes[name]
     header = sent.reply._asdict() | {
-      "generation": box.generation,
+      "generation": generation,
       "more": sent.more,
       "now_s": self.links.wall_s,
     }
     message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
     self.pulled_bytes += size
-    self.links.pull(name, size, self._arrive, box, box.generation, message)
+    self.links.pull(name, size, self._arrive, box, generation, message)
 
   def _arrive(
     self, box: _mailboxes.Mailbox, generation: int, message: np.ndarray

@@ -4,11 +4,8 @@
 fits Optax chains, and `run_experiment` makes a command of them.
 """
 
-from jdist.training.comparison._chains import ChainRun as ChainRun
 from jdist.training.comparison._chains import Chains as Chains
-from jdist.training.comparison._chains import compare_chains as compare_chains
 from jdist.training.comparison._chains import Config as Config
-from jdist.training.comparison._chains import PreparedRun as PreparedRun
 from jdist.training.comparison._chains import Variant as Variant
 from jdist.training.comparison._chains import warn_of_end as warn_of_end
 from jdist.training.comparison._commands import Presets as Presets
@@ -38,19 +35,16 @@ from jdist.training.comparison._report import runs_at as runs_at
 from jdist.training.comparison._report import speed_table as speed_table
 from jdist.training.comparison._report import speedups as speedups
 from jdist.training.comparison._report import tuned_rates as tuned_rates
-from jdist.training.comparison._rows import Fit as Fit
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows
 from jdist.training.comparison._rows import Trial as Trial
 from jdist.training.comparison._step_times import join_hosts as join_hosts
-from jdist.training.comparison._study import best_of as best_of
 from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare
 from jdist.training.comparison._study import Compared as Compared
 from jdist.training.comparison._study import Options as Options
 from jdist.training.comparison._study import quality as quality
 from jdist.training.comparison._study import Study as Study
-from jdist.training.comparison._study import tune as tune
 from jdist.training.comparison._study import Tuned as Tuned
 from jdist.training.comparison._tables import accuracy as accuracy
 from jdist.training.comparison._tables import group as group
@@ -61,7 +55,4 @@ from jdist.training.comparison._tables import mean_curve as mean_curve
 from jdist.training.comparison._tables import reached_at as reached_at
 from jdist.training.comparison._tables import table as table
 from jdist.training.comparison._workload import summarize as summarize
-from jdist.training.comparison._workload import (
-  VariantPrograms as VariantPrograms,
-)
 from jdist.training.comparison._workload import Workload as Workload

@@ -10,4 +10,3 @@ from jdist.training.loop._record import Record as Record
 from jdist.training.loop._round_host import RoundHost as RoundHost
 from jdist.training.loop._trainer import check_metadata as check_metadata
 from jdist.training.loop._trainer import Trainer as Trainer
-from jdist.training.loop._watchdog import Watchdog as Watchdog

@@ -1,4 +1,4 @@
-"""SIGTERM, upon which a run saves and ends between two steps."""
+"""Preemption by SIGTERM, upon which a run saves and ends between two steps."""
 
 import signal
 import threading
@@ -9,46 +9,47 @@ from jax.experimental import multihost_utils
 
 from jdist import collectives
 
-# As a shell has it: 128 + SIGTERM.
+# A shell reports 128 plus the signal's number.
 EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class PreemptedError(SystemExit):
-  """A run has ended early because of SIGTERM; uncaught, with status 143.
+  """The exit of a run that SIGTERM has ended early, with status 143.
 
   Attributes:
-    step: after which it has stopped.
-    saved: whether its state was saved.
+    step: The step after which the run has stopped.
+    saved: Whether the run's state was saved.
   """
 
   def __init__(self, step: int, saved: bool):
-    """Notes where it stands."""
+    """Keeps the position of the run."""
     super().__init__(EXIT_STATUS)
     self.step = step
     self.saved = saved
 
 
 class Preemption:
-  """Notes SIGTERM while it is entered, for all processes of a run alike.
+  """Context in which SIGTERM is noted, for all processes of a run together.
 
-  Several processes agree on a step, whichever of them was sent the signal: by
-  messages where they watch each other, else by JAX's preemption service.
+  Several processes agree on a step, no matter which of them got the signal. If
+  they watch each other they exchange messages; otherwise JAX's preemption
+  service is used.
   """
 
   def __init__(self) -> None:
-    """Nothing is noted yet."""
+    """Chooses how the processes agree."""
     self._asked = False
     self._before: Any = None
     several = jax.process_count() > 1
     self._watched = several and collectives.watches_processes()
-    # JAX's service has the signal then.
+    # JAX's service installs its own handler, which must stay in place.
     self._by_jax = several and not self._watched
 
   def asks_at(self, step: int) -> bool:
     """Returns whether all processes should stop after this step.
 
     Args:
-      step: that every process asks for, in order.
+      step: The step, for which every process must ask, in order.
     """
     if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))

@@ -1,8 +1,8 @@
-"""The programs of a step, and which one is next.
+"""The programs of a step, and the choice of the next one.
 
-How many sub-tensors a step sends shapes its program, and so does whether it
-ends a round.  The host chooses without waiting for the device: the state says
-where in their rounds the next two updates are.
+A program depends on the number of sub-tensors that the step sends, and on
+whether it ends a round. The host chooses it without waiting for the device,
+because the state holds the places of the next two updates in their rounds.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist import checks, transforms
 
-# Nothing is said: the device ends rounds.
+# Without a decision of the host the device ends rounds.
 DEVICE = transforms.Control()
 
 
@@ -21,7 +21,8 @@ class Choice(NamedTuple):
   """The static arguments for which a step is compiled."""
 
   control: transforms.Control = DEVICE
-  idle: bool = False  # The round's end sends nothing: all was sent before.
+  # Whether the round's end sends nothing, because all was streamed before.
+  idle: bool = False
 
 
 class Programs:
@@ -30,7 +31,7 @@ class Programs:
   def __init__(
     self, stream_steps: Sequence[int], host_rounds: bool | None = None
   ):
-    """Checks the numbers of steps; `host_rounds` is None where the host can."""
+    """Checks the numbers of steps; with `host_rounds=None` a state decides."""
     found = {
       checks.check_int(f"stream_steps[{i}]", number, 1)
       for i, number in enumerate(
@@ -41,7 +42,7 @@ class Programs:
     self.host_rounds = host_rounds
 
   def for_state(self, opt_state: Any) -> "Programs":
-    """Decides for a state, or its shapes, whether the host ends its rounds."""
+    """Decides from a state, or its shapes, whether the host ends its rounds."""
     if self.stream_steps and not transforms.streams(opt_state):
       raise ValueError(
         "`stream_steps` must be empty for an optimizer that streams nothing, "
@@ -59,13 +60,15 @@ class Programs:
     return Programs(self.stream_steps, ends)
 
   def needed(self, due: int, undelayed: bool) -> tuple[Choice, ...]:
-    """Returns the programs that a run may need: those of all places.
+    """Returns the programs that a run without fragments may need.
 
-    A mean arrives after `due` updates of a round, 0 for all of them; the device
-    ends first rounds that are `undelayed`.  The programs of fragments are too
-    many; they are compiled when needed.
+    Args:
+      due: The number of updates of a round after which a mean is applied; 0 if
+        it is applied at the round's end.
+      undelayed: Whether the device ends the first rounds, without a delay.
     """
     places = [(-1, 0, 1)] if undelayed else []
+    # Longer rounds than these need no other programs.
     for interval in range(1, max(due, *self.stream_steps, 1) + 3):
       window = min(interval, due) or interval
       places += [(window, offset, interval) for offset in range(interval)]
@@ -74,13 +77,13 @@ class Programs:
 
   @property
   def at_once(self) -> tuple[Choice, ...]:
-    """The programs of rounds whose means are sent when they are due."""
+    """The programs of rounds whose means are sent whole, when they are due."""
     if self.stream_steps or not self.host_rounds:
       return (self._one(-1, 0, 1),)
     return (self._one(1, 0, 1), self._one(2, 0, 2))
 
   def fragments_at_once(self, fragments: int) -> Choice:
-    """Chooses for fragments that the device sends whole, when they are due."""
+    """Returns the choice for fragments that are sent whole, when due."""
     if not self.stream_steps:
       return Choice()
     one = transforms.Control(stream_steps=None)
@@ -89,8 +92,9 @@ class Programs:
   def choose(self, place: np.ndarray) -> Choice:
     """Chooses the program of one step.
 
-    Its place is window, offset and interval of the update, [3] or
-    [fragments, 3]; see `transforms.rounds_ahead`.
+    Args:
+      place: The window, offset and interval of the update, [3] or [fragments,
+        3], see `transforms.rounds_ahead`.
 
     >>> programs = Programs((1, 2, 4, 8), False)
     >>> programs.choose(np.array([6, 0, 6])).control.stream_steps
@@ -109,13 +113,15 @@ class Programs:
     )
 
   def _one(self, window: int, offset: int, interval: int) -> Choice:
+    # A negative window marks a round that the device ends, as the first one is
+    # with a delayed method.
     host_ends = self.host_rounds and window >= 0
     steps: Any = "fixed"
     idle = False
     if self.stream_steps:
       fitting = [s for s in self.stream_steps if s <= window]
       steps = fitting[-1] if fitting and offset < fitting[-1] else None
-      # Of a window that no number fits into, the round's end sends.
+      # If no number of steps fits into the window, the round's end sends.
       idle = steps is None and (bool(fitting) or window == 0)
     control = transforms.Control(
       round_ends=offset + 1 >= interval if host_ends else None,

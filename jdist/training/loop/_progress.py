@@ -1,4 +1,4 @@
-"""A run's progress in the terminal: rate, loss, bytes."""
+"""Progress of a run in the terminal: rate, loss, bytes."""
 
 import contextlib
 import math
@@ -6,24 +6,24 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Of the bar itself, in columns: what the words beside it leave, within these.
+# The bar takes the columns that the text leaves free, within these limits.
 _LEAST, _MOST = 8, 24
-# Columns between its parts, and those of the time left.
+# The columns between the parts, and those of the remaining time.
 _BETWEEN, _TIME = 4, 8
 
 
 class Progress:
-  """A line that moves on a terminal, and nothing in a log file."""
+  """A progress line on a terminal; it writes nothing into a log file."""
 
   def __init__(self, num_steps: int, label: str, *, start_step: int = 0):
-    """Prepares the line; entering the context shows it.
+    """Prepares the line, which entering the context shows.
 
     Args:
-      num_steps: the last step.
-      label: what is running, for instance the method and the seed.
-      start_step: where a resumed run begins.
+      num_steps: The last step.
+      label: A name of the run, for instance the method and the seed.
+      start_step: The first step of a resumed run.
     """
-    # Here and not above: `import jdist` should not pay for it.
+    # Imported here, since it would slow down `import jdist`.
     from rich import console, progress
 
     self._label = label
@@ -35,7 +35,7 @@ class Progress:
       progress.TextColumn("{task.fields[figures]}"),
       progress.TimeRemainingColumn(compact=True),
       console=console.Console(file=sys.stderr),
-      # Runs differ in speed, and there are pauses for compiling between them.
+      # A long period evens out the pauses in which programs are compiled.
       speed_estimate_period=300.0,
       transient=True,
       disable=not sys.stderr.isatty(),
@@ -45,12 +45,12 @@ class Progress:
     )
 
   def extend(self, num_steps: int) -> None:
-    """Makes the line at least so many steps long."""
+    """Makes the line at least `num_steps` long."""
     total = self._bar.tasks[self._task].total or 0
     self._bar.update(self._task, total=max(total, num_steps))
 
   def update(self, step: int, figures: str) -> None:
-    """Moves to a step and shows a few words beside the bar, as they fit."""
+    """Moves to a step and shows a short text, cut off where it does not fit."""
     total = f"{self._bar.tasks[self._task].total or 0:.0f}"
     taken = len(self._label) + 2 * len(total) + 1 + _TIME + _BETWEEN
     room = max(self._bar.console.width - taken - _LEAST, 0)
@@ -61,7 +61,7 @@ class Progress:
 
   @contextlib.contextmanager
   def aside(self) -> Iterator[None]:
-    """Takes the line away while other lines are written to the terminal."""
+    """Hides the line while other lines are written to the terminal."""
     self._bar.stop()
     try:
       yield

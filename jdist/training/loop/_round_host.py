@@ -1,4 +1,4 @@
-"""The host's part of a round, for a loop of one's own."""
+"""The host's part of a round, for a user's own training loop."""
 
 import collections
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ PyTree = Any
 class RoundHost:
   """Chooses the program of each update, as `Trainer` does.
 
-  Whether an update ends its round, and how much of a streamed message goes in
-  it, shape its program.  The host says so by `update(..., control=control)` and
-  waits for nothing: while one update runs it reads the state before it.
+  A program depends on whether its update ends a round, and on how much of a
+  streamed message it sends. The host passes both by `update(...,
+  control=control)`. It never waits for the running update: meanwhile it reads
+  the state before it.
 
   >>> import functools, jax.numpy as jnp, jdist, optax
   >>> from jdist import training
@@ -51,18 +52,19 @@ class RoundHost:
     stream_steps: Sequence[int] = (),
     host_rounds: bool | None = None,
   ):
-    """Reads where in its round the run is.
+    """Reads the position of the run in its round.
 
     Args:
-      workers: the run's workers.
-      opt_state: the optimizer's state, `[workers, ...]`, before an update.
-      stream_steps: as of `Trainer`: in how many updates a streamed message may
-        be sent.
-      host_rounds: as of `Trainer`; None (default) ends rounds where a host can.
+      workers: The run's workers.
+      opt_state: The optimizer's state, `[workers, ...]`, before an update.
+      stream_steps: As in `Trainer`, the numbers of updates in which a streamed
+        message may be sent.
+      host_rounds: As in `Trainer`. By default (None) the host ends rounds if
+        the method allows it.
 
     Raises:
-      ValueError: when the optimizer streams nothing or its rounds no host ends,
-        and it is asked for.
+      ValueError: If the optimizer streams nothing although `stream_steps` is
+        given, or if no host can end its rounds although `host_rounds` is True.
     """
     self._workers = workers
     self._choices = _programs.Programs(stream_steps, host_rounds).for_state(
@@ -74,6 +76,8 @@ class RoundHost:
     ahead = workers.jit(transforms.rounds_ahead)(opt_state)
     both = np.asarray(workers.view(ahead))
     self._places.extend((both[..., 0, :], both[..., 1, :]))
+    # The place of the next update is known already, that of the one after it is
+    # new in each state.
     self._following = workers.jit(
       lambda state: transforms.rounds_ahead(state)[..., 1, :]  # type: ignore[index]
     )
@@ -88,7 +92,7 @@ class RoundHost:
     return self._choices.choose(place).control
 
   def follow(self, opt_state: PyTree) -> None:
-    """Notes the state that an update has returned, before it is donated."""
+    """Takes the state that an update has returned, before it is donated."""
     if self._places:
       self._places.popleft()
       self._places.append(self._following(opt_state))

@@ -1,8 +1,8 @@
-"""Ends a run that hangs, with a message, instead of waiting forever.
+"""Watchdog that ends a hanging run with a message.
 
-A process that is alive but stuck in a collective hangs all others without an
-error, and the main thread cannot be interrupted there: it waits inside the
-runtime.  So a second thread looks at the clock.
+A process that is alive but stuck in a collective makes all others hang without
+an error. The main thread cannot be interrupted, as it waits inside the runtime,
+so that a second thread looks at the clock.
 """
 
 import faulthandler
@@ -12,7 +12,7 @@ import threading
 import time
 from typing import NamedTuple
 
-# What the shell sees; EX_TEMPFAIL: run it again, it resumes.
+# EX_TEMPFAIL of sysexits.h: running the command again resumes.
 EXIT_STATUS = 75
 
 
@@ -22,44 +22,43 @@ class _Beat(NamedTuple):
 
 
 class _Looks:
-  """An observer of beats that knows when it overslept itself."""
+  """An observer of beats that knows when its own process was suspended."""
 
   def __init__(self, interval_s: float, now_s: float):
-    """`interval_s` is the time between looks, the first of which was now."""
+    """Starts at `now_s`; `interval_s` is the time between two looks."""
     self._interval_s = interval_s
     self._looked_s = now_s
     self._last: _Beat | None = None
     self._stopped_s = 0.0
 
   def find_late(self, last: _Beat, now_s: float) -> bool:
-    """Returns whether the next beat is late, in time that the process ran."""
+    """Returns whether the next beat is late, while the process was running."""
     if last is not self._last:
       self._last, self._stopped_s = last, 0.0
     overslept_s = now_s - self._looked_s - self._interval_s
-    if overslept_s > self._interval_s:  # So did whoever was to call `beat`.
-      # Of it what was after the last beat: who was stopped may have called
-      # before this thread came to look.
+    if overslept_s > self._interval_s:
+      # The whole process was suspended, and could not call `beat` either. Only
+      # the time after the last beat counts: the main thread may have called it
+      # before this thread looked again.
       self._stopped_s += min(overslept_s, max(0.0, now_s - last.at_s))
     self._looked_s = now_s
     return now_s - last.at_s > last.patience_s + self._stopped_s
 
 
 class Watchdog:
-  """Ends the process if nobody calls `beat` for too long.
+  """Context that ends the process if `beat` is not called for too long.
 
-  Used as a context manager around a training loop.  Time in which the process
-  itself was suspended, by a scheduler for instance, does not count.
+  Time in which the process itself was suspended, for instance by a scheduler,
+  does not count.
   """
 
   def __init__(self, timeout_s: float):
-    """Sets the clock; it starts on entering the context.
+    """Sets the clock, which starts on entering the context.
 
     Args:
-      timeout_s: seconds without a beat before the process ends; infinity
+      timeout_s: Seconds without a beat after which the process ends; infinity
         means never.
     """
-    if not timeout_s > 0:
-      raise ValueError(f"`timeout_s` must be positive, got {timeout_s}.")
     self._timeout_s = timeout_s
     self._last = _Beat(time.monotonic(), float("inf"))
     self._note = ""
@@ -69,21 +68,23 @@ class Watchdog:
     )
 
   def beat(self, note: str = "", *, patience: float = 1.0) -> None:
-    """Says that all is well.
+    """Restarts the clock.
 
     Args:
-      note: where the run is, for the message.
-      patience: this time, wait so many times longer: compiling takes time.
+      note: The position of the run, for the message.
+      patience: A factor for the time until the next beat, which may be long
+        when a program is compiled.
     """
     self._note = note
-    # In one assignment, as another thread reads it.
+    # A single assignment, because another thread reads both values.
     self._last = _Beat(time.monotonic(), self._timeout_s * patience)
 
   def _watch(self) -> None:
     interval_s = min(1.0, self._timeout_s / 4)
     looks = _Looks(interval_s, time.monotonic())
     while not self._done.wait(interval_s):
-      # The beat first: it lies before the look at it, whoever is interrupted.
+      # The beat is read before the clock, so that a suspension between both
+      # cannot put the beat after the look.
       last = self._last
       if looks.find_late(last, time.monotonic()):
         self._end()
@@ -98,13 +99,14 @@ class Watchdog:
       f"with status {EXIT_STATUS}; start the run again to go on from its last "
       "checkpoint. Where each thread stands:\n"
     )
+    # The message must not depend on a working stderr: the process ends anyway.
     try:
       sys.stderr.write("\n" + message)
       sys.stderr.flush()
-      # Below Python: `sys.stderr` may be a notebook's, which has no file.
+      # File descriptor 2, because a notebook's `sys.stderr` has no file.
       faulthandler.dump_traceback(file=2, all_threads=True)
     finally:
-      # Not sys.exit: no other thread will ever come back for its handlers.
+      # `sys.exit` would wait for the main thread, which never returns.
       os._exit(EXIT_STATUS)
 
   def __enter__(self) -> "Watchdog":

@@ -30,6 +30,10 @@ def part(costs=_COSTS, **change):
   return pipeline.partition(costs, _TWO, **change)
 
 
+def even(number):
+  return pipeline.even_partition(_COSTS, cluster.workers([1.0] * number))
+
+
 def footprint(**change):
   return part(footprint=pipeline.Footprint(**change))
 
@@ -74,7 +78,6 @@ def windows(number):
   ("forward_s", lambda: cost(forward_s=-1.0), "finite and not negative"),
   ("output_bytes", lambda: cost(output_bytes=_NAN), "finite"),
   ("weight_s", lambda: cost(backward_s=1.0, weight_s=2.0), "at most"),
-  ("layers", lambda: pipeline.stage_cost([]), "one at least"),
   ("source", lambda: measured(source="guessed"), "'compiled'"),
   ("flops_per_s", lambda: measured(flops_per_s=0.0), "positive, got 0"),
   ("bytes_per_s", lambda: measured(bytes_per_s=-1.0), "positive, got -1"),
@@ -83,6 +86,9 @@ def windows(number):
   # Partitions.
   ("costs", lambda: part([]), "one layer's at least"),
   ("num_microbatches", lambda: part(num_microbatches=0), "int >= 1"),
+  ("cuts", lambda: part(cuts=[2, 4]), "a stage for each of 2 machines"),
+  ("cuts", lambda: part(cuts=[0]), "grow"),
+  ("costs", lambda: even(7), "each of the 7 stages, got 6"),
   ("in_flight", lambda: footprint(in_flight=(1,)), "must be"),
   ("versions", lambda: footprint(versions=0), "must be"),
   ("num_stages", lambda: place(3), "at most the 2 machines"),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jdist import cluster, pipeline
+from jdist.pipeline.planning import _replanner
 
 _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(6)]
 
@@ -42,7 +43,7 @@ def test_a_slow_machine_gives_layers_away_by_hand():
   *before, proposal = run.steps(3)
   assert before == [None, None] and not proposal.returns
   assert proposal.plan.cuts == (4,) and proposal.plan.bottleneck_s == 12.0
-  assert proposal.moves == (pipeline.LayerMove(3, "worker1", "worker0"),)
+  assert proposal.moves == (_replanner.LayerMove(3, "worker1", "worker0"),)
   assert run.replanner.on_trial
   # 1 / 12 samples a second where there was 1 / 18.
   assert run.steps(20) == [None] * 20 and not run.replanner.on_trial
@@ -50,7 +51,7 @@ def test_a_slow_machine_gives_layers_away_by_hand():
   run.speeds["worker1"] = 1.0
   (proposal,) = [x for x in run.steps(3) if x]
   assert proposal.plan.cuts == (3,)
-  assert proposal.moves == (pipeline.LayerMove(3, "worker0", "worker1"),)
+  assert proposal.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
 
 
 def test_a_machine_three_times_slower_costs_what_a_fresh_plan_does():
@@ -88,7 +89,7 @@ def test_a_plan_that_is_no_faster_is_taken_back_and_patience_grows():
   none, back = run.steps(2)
   assert len(first) == 1 and none is None and back.returns
   assert back.plan.cuts == (3,) and run.replanner.patience == 4
-  assert back.moves == (pipeline.LayerMove(3, "worker0", "worker1"),)
+  assert back.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
   # The same speeds are no news.
   assert run.steps(20) == [None] * 20
   run.speeds["worker1"] = 0.25

@@ -5,6 +5,8 @@ import itertools
 import pytest
 
 from jdist import cluster, pipeline
+from jdist.pipeline.planning import _simulator
+from jdist.pipeline.schedule import _table
 
 _Cost = pipeline.LayerCost
 _EQUAL = [_Cost("stage", 1.0, 2.0)] * 4
@@ -19,8 +21,8 @@ def _simulate(table, costs=_EQUAL, machines=None, **options):
 def test_without_links_times_are_those_of_the_order_alone(name):
   table = pipeline.make_table(name, 4, 8)
   times = _simulate(table)
-  starts = pipeline.start_times(
-    table, lambda x: pipeline.planning.action_s(_EQUAL[0], x.op)
+  starts = _table.start_times(
+    table, lambda x: _simulator.action_s(_EQUAL[0], x.op)
   )
   assert times.starts_s == starts
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jdist import models, pipeline
-from jdist.pipeline.processes import _peers
+from jdist.pipeline.processes import _layer_moves, _peers
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -60,10 +60,10 @@ def test_training_goes_on_with_the_same_numbers():
       state = first.init_state(_optimizer())
       state, found = first.run(state, batches[:2])
       # Layers go from the second process to the first, and back.
-      state = pipeline.move_layers(state, first, second, _optimizer())
+      state = _layer_moves.move_layers(state, first, second, _optimizer())
       assert len(state.params[peers.device]) == (3, 1)[peers.device]
       state, more = second.run(state, batches[2:4])
-      state = pipeline.move_layers(state, second, first, _optimizer())
+      state = _layer_moves.move_layers(state, second, first, _optimizer())
       state, rest = first.run(state, batches[4:])
       return (
         _model(first, kept),
@@ -90,9 +90,9 @@ def test_what_moves_has_the_same_bits_on_other_devices_and_tables():
     state = first.init_state(_optimizer())
     state, _ = first.run(state, _batches()[:1])
     before = jax.device_get((state.params, state.opt_state, state.model_state))
-    state = pipeline.move_layers(state, first, second, _optimizer())
+    state = _layer_moves.move_layers(state, first, second, _optimizer())
     assert list(state.params) == [1 - peers.device]
-    state = pipeline.move_layers(state, second, first, _optimizer())
+    state = _layer_moves.move_layers(state, second, first, _optimizer())
     after = jax.device_get((state.params, state.opt_state, state.model_state))
     # Stages of one device share nothing that an update uses up.
     state, _ = first.run(state, _batches()[:1])
@@ -123,7 +123,7 @@ def test_tied_parameters_come_to_each_stage_that_has_them():
     first, second = found
     state, _ = first.run(first.init_state(_optimizer()), [batch])
     with unittest.mock.patch.object(peers, "send", wraps=peers.send) as send:
-      moved = pipeline.move_layers(state, first, second, _optimizer())
+      moved = _layer_moves.move_layers(state, first, second, _optimizer())
       sent = [call.args[1:] for call in send.mock_calls]
     moved, _ = second.run(moved, [batch])
     trained, _ = first.run(first.init_state(_optimizer()), [batch] * 2)
@@ -172,9 +172,9 @@ def test_an_optimizer_of_all_leaves_moves_to_the_first_stage():
       kept, losses = first.run(first.init_state(_all_leaves()), batches)
       state, found = first.run(first.init_state(_all_leaves()), batches[:2])
       # First the layers alone, then the first stage, too.
-      state = pipeline.move_layers(state, first, second, _all_leaves())
+      state = _layer_moves.move_layers(state, first, second, _all_leaves())
       state, more = second.run(state, batches[2:4])
-      state = pipeline.move_layers(state, second, third, _all_leaves())
+      state = _layer_moves.move_layers(state, second, third, _all_leaves())
       assert list(state.params) == [1 - peers.device]
       state, rest = third.run(state, batches[4:])
       return (
@@ -209,19 +209,19 @@ def _flat():
 def test_what_cannot_be_taken_apart_is_refused():
   first, second = _alone(cuts=[1]), _alone(cuts=[3])
   state = first.init_state(_flat())
-  with pytest.raises(ValueError, match="leaves beside those of parameters"):
-    pipeline.move_layers(state, first, second, _flat())
+  with pytest.raises(ValueError, match="leaves besides those of parameters"):
+    _layer_moves.move_layers(state, first, second, _flat())
   state = first.init_state(_optimizer())
   other = state.opt_state[0][1]._replace(count=jnp.int32(7))
   wrong = dict(state.opt_state) | {0: (state.opt_state[0][0], other)}
   with pytest.raises(ValueError, match="others in stages 0 and 1"):
-    pipeline.move_layers(
+    _layer_moves.move_layers(
       state._replace(opt_state=wrong), first, second, _optimizer()
     )
   with pytest.raises(ValueError, match="the same layers and peers"):
     renamed = small.layers(_SIZES, statistics=True)
     renamed[3] = dataclasses.replace(renamed[3], name="other")
-    pipeline.move_layers(state, first, _alone(renamed), _optimizer())
+    _layer_moves.move_layers(state, first, _alone(renamed), _optimizer())
 
 
 def test_layers_without_names_are_refused():
@@ -235,4 +235,4 @@ def test_layers_without_names_are_refused():
   process = _alone(layers)
   state = process.init_state(_optimizer())
   with pytest.raises(ValueError, match="must have dicts of parameters"):
-    pipeline.move_layers(state, process, process, _optimizer())
+    _layer_moves.move_layers(state, process, process, _optimizer())

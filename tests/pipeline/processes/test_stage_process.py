@@ -9,6 +9,8 @@ import pytest
 import jdist
 from jdist import collectives, models, pipeline, training, transforms
 from jdist.pipeline.processes import _segment
+from jdist.pipeline.runtime import _stages
+from jdist.pipeline.schedule import _versions
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -131,7 +133,7 @@ def test_a_window_is_delay_gradients_on_one_device(window):
 def _by_versions(layers, table, batches, same_in_backward=True):
   """Trains one model whose stages read the versions that the table has."""
   stages = pipeline.cut_layers(layers, table.num_stages)
-  versions = pipeline.read_versions(table).read
+  versions = _versions.read_versions(table).read
   count, optimizer = table.num_microbatches, _momentum()
   params = [[stage.params] for stage in stages]
   kept = [optimizer.init(stage.params) for stage in stages]
@@ -166,7 +168,7 @@ def _by_versions(layers, table, batches, same_in_backward=True):
       grads = jax.tree.map(lambda x: x / count, total[s])
       updates, kept[s] = optimizer.update(grads, kept[s])
       params[s].append(optax.apply_updates(params[s][-1], updates))
-  return pipeline.merge([x[-1] for x in params]), losses
+  return _stages.merge([x[-1] for x in params]), losses
 
 
 @pytest.mark.parametrize(

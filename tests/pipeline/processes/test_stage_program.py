@@ -7,18 +7,21 @@ import pytest
 
 from jdist import models, pipeline
 from jdist.pipeline.processes import _stage_program
+from jdist.pipeline.runtime import _traced_model
 from tests.pipeline.runtime import _small_models as small
 
 _ROWS = 3
 
 
 def _program(recompute, layers=None):
+  """Returns the programs of the second of three stages, and its arguments."""
   (stage,) = pipeline.cut_layers(layers or small.layers(), 1)
-  program = _stage_program.StageProgram(
-    stage, first=False, loss=None, inputs=None, recompute=recompute
-  )
   x = jnp.ones((_ROWS, 8))
-  program.split(x, {})
+  model = _traced_model.TracedModel(
+    (None, stage, None), None, None, {}, between=(x, x)
+  )
+  program = _stage_program.StageProgram(model, 1, recompute)
+  program.split()
   return program, (stage.params, x, stage.state, {}, jax.random.key(0))
 
 
@@ -40,11 +43,12 @@ def _count(jaxpr):
 )
 def test_what_is_run_again_is_run_in_the_input_part_alone(recompute, again):
   program, given = _program(recompute)
+  params = given[0]
   found = program.forward(*given)
   cotangent = jnp.ones_like(found.output)
   given = given if recompute == "stage" else None
   gradient, saved = program.input_part(cotangent, found.kept, given)
-  total = _stage_program.zero_total(program.stage.params)
+  total = _stage_program.zero_total(params)
   args = cotangent, found.kept, given
   assert _products(program._input_program, *args) == 4 + again
   assert _products(program.weight_part, total, saved) == 4
@@ -52,7 +56,7 @@ def test_what_is_run_again_is_run_in_the_input_part_alone(recompute, again):
   waiting = [x.shape for x in jax.tree.leaves(saved)]
   assert waiting == [(_ROWS, 8)] * 8
   grads = program.weight_part(total, saved)
-  total = _stage_program.zero_total(program.stage.params)
+  total = _stage_program.zero_total(params)
   wanted_gradient, wanted = program.backward(total, *args)
   assert small.error((grads, gradient), (wanted, wanted_gradient)) < 2e-6
 

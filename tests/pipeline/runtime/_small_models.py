@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import models
-from jdist.pipeline.runtime import merge
+from jdist.pipeline.runtime._stages import merge
 
 SIZES = (8, 8, 8, 8, 8)
 UNLIKE = (6, 12, 7, 9, 5)

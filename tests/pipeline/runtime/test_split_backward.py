@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jdist.pipeline import runtime
+from jdist.pipeline.runtime import _split_backward
 
 _WIDTH, _ROWS = 32, 8
 _HEAVY = ("dot_general", "conv_general_dilated")
@@ -127,7 +127,7 @@ def _split(apply, params, x):
   cotangent = jnp.asarray(
     np.random.default_rng(1).normal(size=y.shape), y.dtype
   )
-  parts = runtime.split_backward(pull, residuals, cotangent)
+  parts = _split_backward.split_backward(pull, residuals, cotangent)
   return parts, pull, residuals, cotangent
 
 

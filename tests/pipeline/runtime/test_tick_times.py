@@ -20,14 +20,13 @@ def _times(grid, send_s, late, **options):
 @pytest.mark.parametrize("stages", [2, 4])
 def test_late_sends_of_a_pipeline_that_is_full(stages, send_s):
   count = 8
-  late = _times(
-    _grid.continuous_grid(stages, count, send_ticks=2), send_s, late=True
-  )
+  table = pipeline.ours(stages, count, window=4)
+  late = _times(_grid.make_grid(table, send_ticks=2), send_s, late=True)
   # All devices take their forward passes together, then their backward ones.
   assert late.step_s == count * (max(_F, send_s) + max(_B, send_s))
   assert late.free_s == late.compute_s == count * (_F + _B)
   assert late.send_s == 2 * count * send_s
-  between = _times(_grid.continuous_grid(stages, count), send_s, late=False)
+  between = _times(_grid.make_grid(table), send_s, late=False)
   # Of two neighbours one runs a backward pass, and then both wait.
   assert between.free_s == 2 * count * _B
   assert between.step_s == 2 * count * (_B + send_s)
@@ -37,9 +36,7 @@ def test_late_sends_of_a_pipeline_that_is_full(stages, send_s):
 def test_a_table_that_waits_for_each_send():
   table = pipeline.make_table("naive", 4, 1)
   late, between = (
-    _times(
-      _grid.synchronous_grid(table, send_ticks=ticks), 0.5, late=ticks == 2
-    )
+    _times(_grid.make_grid(table, send_ticks=ticks), 0.5, late=ticks == 2)
     for ticks in (2, 1)
   )
   assert (late.ticks, between.ticks) == (14, 8)
@@ -54,9 +51,7 @@ def test_with_late_sends_1f1b_waits_in_every_turn_and_eager_1f1b_fills(
   stages, count
 ):
   plain, eager, gpipe = (
-    _grid.synchronous_grid(
-      pipeline.make_table(name, stages, count), send_ticks=2
-    )
+    _grid.make_grid(pipeline.make_table(name, stages, count), send_ticks=2)
     for name in ("1f1b", "eager_1f1b", "gpipe")
   )
   filled = 2 * (count + 2 * (stages - 1))
@@ -70,7 +65,7 @@ def test_with_late_sends_1f1b_waits_in_every_turn_and_eager_1f1b_fills(
 
 def test_one_device_sends_nothing_and_each_tick_has_its_own_cost():
   table = pipeline.make_table("1f1b", 1, 4)
-  grid = _grid.synchronous_grid(table)
+  grid = _grid.make_grid(table)
   found = _times(grid, 2.0, late=False, between_s=0.25)
   assert found.step_s == 4 * (_F + _B) + 8 * 0.25
   assert found.send_s == found.exposed_s == 0.0

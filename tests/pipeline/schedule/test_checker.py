@@ -53,7 +53,7 @@ _CASES = {
 @pytest.mark.parametrize("name", _CASES)
 def test_wrong_orders_are_refused(name):
   text, words = _CASES[name]
-  with pytest.raises(pipeline.TableError, match=words):
+  with pytest.raises(ValueError, match=words):
     pipeline.check_table(pipeline.parse_table(text))
 
 
@@ -81,15 +81,6 @@ def test_blocking_sends_are_received_in_their_order():
   table = pipeline.parse_table("device F0 F1 B0 B1 U\ndevice F1 F0 B0 B1 U")
   with pytest.raises(ValueError, match="device 0 to send F0/0; device 1 to"):
     pipeline.check_table(table, sends="blocking")
-
-
-@pytest.mark.parametrize(
-  ("name", "slots"),
-  [("1f1b", ((0, 1), (1, 0))), ("eager_1f1b", ((0, 1), (2, 0)))],
-)
-def test_a_slot_is_free_for_what_comes_as_another_leaves(name, slots):
-  table = pipeline.make_table(name, 2, 4)
-  assert pipeline.check_table(table).slots == slots
 
 
 def test_the_newest_version_is_kept_beside_a_stashed_one():
@@ -144,7 +135,7 @@ def test_what_passes_runs_in_any_order_and_what_is_stuck_does_not(
   changed = dataclasses.replace(table, devices=tuple(devices))
   try:
     pipeline.check_table(changed)
-  except pipeline.TableError as error:
+  except ValueError as error:
     # An order may run and still read a version that is not there.
     assert "reads version" in str(error) or not _replay(changed)
   else:

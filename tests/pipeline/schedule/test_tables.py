@@ -3,7 +3,7 @@
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline import schedule
+from jdist.pipeline.schedule import _asynchronous_tables, _table
 from tests import _refusals
 
 _SECONDS = {
@@ -21,7 +21,7 @@ def _seconds(action):
 
 
 def _makespan(table, seconds=_seconds):
-  starts = pipeline.start_times(table, seconds)
+  starts = _table.start_times(table, seconds)
   return max(start + seconds(action) for action, start in starts.items())
 
 
@@ -77,7 +77,7 @@ def test_zb_h1_delays_the_weight_part_of_stage_s_by_s_micro_batches():
   ]
 
 
-@pytest.mark.parametrize("name", schedule.TABLES)
+@pytest.mark.parametrize("name", pipeline.TABLES)
 def test_every_table_can_run_in_all_sizes(name):
   for stages, microbatches in _sizes(name):
     table = pipeline.make_table(name, stages, microbatches)
@@ -159,7 +159,7 @@ def test_ours_leaves_no_device_waiting_once_it_is_full():
 def test_a_message_is_awaited_in_both_directions():
   times = [pipeline.StageTimes(send=1.0)] * 3
   # Ten units there and back, in which five micro-batches fit.
-  assert schedule.least_window(times, 1) == 5
+  assert _asynchronous_tables.least_window(times, 1) == 5
   table = pipeline.greedy(times, 8)
   assert pipeline.check_table(table).live == (5, 3, 1)
 
@@ -187,7 +187,7 @@ def test_greedy_does_as_well_as_1f1b_and_better_for_unequal_times():
     return 2.0
 
   def end(table):
-    starts = pipeline.start_times(table, _seconds, send_s)
+    starts = _table.start_times(table, _seconds, send_s)
     return max(x + _seconds(action) for action, x in starts.items())
 
   assert end(pipeline.greedy(far, 8)) < end(pipeline.make_table("1f1b", 4, 8))

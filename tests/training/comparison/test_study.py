@@ -4,6 +4,7 @@ import pytest
 
 from jdist import training
 from jdist.training import comparison
+from jdist.training.comparison import _study
 from tests import _refusals
 
 
@@ -31,7 +32,7 @@ def _measure(best, tried):
 )
 def test_a_grid_goes_on_beyond_its_best_end(best, extensions, expected):
   tried = []
-  tuned = comparison.tune((0.1, 0.4, 0.2), _measure(best, tried), extensions)
+  tuned = _study.tune((0.1, 0.4, 0.2), _measure(best, tried), extensions)
   assert tuned == expected
   assert sorted(tried) == list(expected.tried)  # Each once.
 
@@ -56,7 +57,7 @@ def test_a_rate_may_be_chosen_by_the_loss():
   def measure(rate):
     return [{"accuracy": rate, "test_loss": losses[rate]}]
 
-  tuned = comparison.tune(sorted(losses), measure, 0, comparison.by_loss)
+  tuned = _study.tune(sorted(losses), measure, 0, comparison.by_loss)
   assert tuned.best == 0.2
 
 
@@ -66,7 +67,7 @@ def test_a_rate_at_which_one_of_several_seeds_diverges_is_not_chosen():
   def measure(rate):
     return [{"accuracy": 1.0, "test_loss": loss} for loss in losses[rate]]
 
-  tuned = comparison.tune(sorted(losses), measure, 0)
+  tuned = _study.tune(sorted(losses), measure, 0)
   assert (tuned.best, tuned.end) == (0.2, None)
 
 
@@ -81,7 +82,7 @@ def _fit(calls):
   return fit
 
 
-def _study(**changes):
+def make_study(**changes):
   options = {
     "variants": ("a", "b"), "learning_rates": (0.1, 0.2, 0.15),
     "seeds": (0, 1), "max_extensions": 1,
@@ -101,8 +102,10 @@ def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
     return _fit(calls)(trial)
 
   with pytest.raises(StoppedError):
-    comparison.compare(_study(), comparison.Rows(path, {}), stopping)
-  found = comparison.compare(_study(), comparison.Rows(path, {}), _fit(calls))
+    comparison.compare(make_study(), comparison.Rows(path, {}), stopping)
+  found = comparison.compare(
+    make_study(), comparison.Rows(path, {}), _fit(calls)
+  )
   assert len(calls) == len(set(calls)) == 2 * (3 + 1 + 2)
   assert len(training.read_rows(path)) == len(calls)
   # 0.2 / 0.15 beyond 0.2.
@@ -113,12 +116,12 @@ def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
   assert [row["seed"] for row in found.rows["b"]] == [0, 1]
   assert {row["learning_rate"] for row in found.rows["b"]} == {best}
   # Once more: nothing is run.
-  comparison.compare(_study(), comparison.Rows(path, {}), None)
+  comparison.compare(make_study(), comparison.Rows(path, {}), None)
 
 
 def test_each_seed_of_tuning_runs_at_each_rate(tmp_path):
   calls = []
-  study = _study(variants=("a",), tuning_seeds=(8, 9), max_extensions=0)
+  study = make_study(variants=("a",), tuning_seeds=(8, 9), max_extensions=0)
   rows = comparison.Rows(tmp_path / "rows.jsonl", {})
   comparison.compare(study, rows, _fit(calls))
   tuning = [(t.learning_rate, t.seed) for t in calls if t.purpose == "tuning"]
@@ -135,21 +138,33 @@ def test_each_seed_of_tuning_runs_at_each_rate(tmp_path):
 )
 def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
   calls = []
-  study = _study(order=order, learning_rates=(0.1,))
+  study = make_study(order=order, learning_rates=(0.1,))
   rows = comparison.Rows(tmp_path / "rows.jsonl", {})
   comparison.compare(study, rows, _fit(calls))
   assert [(trial.variant, trial.seed) for trial in calls] == expected
 
 
 @_refusals.table(
-  ("variants", lambda: _study(variants=()), "one or more different"),
-  ("variants", lambda: _study(variants=("a", "a")), "one or more different"),
-  ("learning_rates", lambda: _study(learning_rates=(0.1, 0.0)), "positive"),
-  ("learning_rates", lambda: _study(learning_rates=(0.1, _INF)), "finite"),
-  ("seeds", lambda: _study(seeds=()), "one or more different"),
-  ("max_extensions", lambda: _study(max_extensions=-1), "0 keeps to the grid"),
-  ("tuning_seeds", lambda: _study(tuning_seeds=(1,)), "among `seeds`"),
-  ("tuning_seeds", lambda: _study(tuning_seeds=()), "one or more different"),
+  ("variants", lambda: make_study(variants=()), "one or more different"),
+  (
+    "variants",
+    lambda: make_study(variants=("a", "a")),
+    "one or more different",
+  ),
+  ("learning_rates", lambda: make_study(learning_rates=(0.1, 0.0)), "positive"),
+  ("learning_rates", lambda: make_study(learning_rates=(0.1, _INF)), "finite"),
+  ("seeds", lambda: make_study(seeds=()), "one or more different"),
+  (
+    "max_extensions",
+    lambda: make_study(max_extensions=-1),
+    "0 keeps to the grid",
+  ),
+  ("tuning_seeds", lambda: make_study(tuning_seeds=(1,)), "among `seeds`"),
+  (
+    "tuning_seeds",
+    lambda: make_study(tuning_seeds=()),
+    "one or more different",
+  ),
 )
 def test_a_study_that_cannot_be_run_is_refused(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from jdist import training
 from jdist.training.loop import _watchdog
 
 _HANGS = """
@@ -43,7 +42,7 @@ def test_a_step_that_hangs_ends_the_process_with_a_message(notebook):
 
 
 def test_beats_keep_it_alive_and_leaving_ends_its_thread():
-  with training.Watchdog(0.4) as watchdog:
+  with _watchdog.Watchdog(0.4) as watchdog:
     for _ in range(4):
       time.sleep(0.2)
       watchdog.beat()
@@ -152,11 +151,11 @@ def test_two_stops_after_one_beat_count_both():
 
 
 def test_patience_makes_one_deadline_longer():
-  with training.Watchdog(0.2) as watchdog:
+  with _watchdog.Watchdog(0.2) as watchdog:
     watchdog.beat("compiling", patience=100.0)
     time.sleep(0.5)
 
 
 def test_without_a_limit_there_is_no_thread():
-  with training.Watchdog(float("inf")):
+  with _watchdog.Watchdog(float("inf")):
     assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}

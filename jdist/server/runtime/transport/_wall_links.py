@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster
+from jdist.server import _ordered_channel
 
 
 class WallLinks:
@@ -38,6 +39,7 @@ class WallLinks:
     topology = None if machines is None else machines.topology
     self._network = cluster.Network(self._environment, topology)
     self._has_links = topology is not None
+    self._channels: dict[tuple[str, str], _ordered_channel.OrderedChannel] = {}
 
   def begin(self) -> None:
     """Starts the clock."""
@@ -88,23 +90,28 @@ class WallLinks:
     timeout = self._environment.timeout(max(seconds, 0.0))
     timeout.callbacks.append(lambda _: function(*arguments))
 
+  def connect(self, worker: str) -> None:
+    """Opens a new connection: its messages do not wait for earlier ones."""
+    for kind in ("push", "pull"):
+      channel = _ordered_channel.OrderedChannel()
+      self._channels[kind, worker] = channel
+
   def push(
     self, worker: str, size: int, arrive: Callable[..., Any], *arguments: Any
   ) -> None:
     """Has a function called when a worker's bytes are at the server."""
-    if not self._has_links:
-      arrive(*arguments)
-      return
-    event = self._network.send(worker, self._server, size, kind="push")
-    event.callbacks.append(lambda _: arrive(*arguments))
+    event = None
+    if self._has_links:
+      event = self._network.send(worker, self._server, size, kind="push")
+    self._channels["push", worker].send(event, arrive, *arguments)
 
   def pull(
     self, worker: str, size: int, arrive: Callable[..., Any], *arguments: Any
   ) -> None:
     """Has a function called when the server's bytes are at a worker."""
-    if not size or not self._has_links:
-      arrive(*arguments)
-      return
-    self.advance()
-    event = self._network.send(self._server, worker, size, kind="pull")
-    event.callbacks.append(lambda _: arrive(*arguments))
+    event = None
+    if size and self._has_links:
+      # The transfer starts now, not when the message that caused it was sent.
+      self.advance()
+      event = self._network.send(self._server, worker, size, kind="pull")
+    self._channels["pull", worker].send(event, arrive, *arguments)

@@ -1,0 +1,202 @@
+"""A model in stages, with the shapes that its stages pass on.
+
+Both runtimes run a stage, weigh micro-batches and derive random keys by the
+functions of this file, so that they compute the same numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import checks
+from jdist.pipeline.runtime import _stages
+
+PyTree = Any
+# (outputs of the last stage, micro-batch) -> loss, metrics
+OutputLoss = Callable[[Any, PyTree], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedModel:
+  """A model's stages and loss, and the shapes of their results.
+
+  Attributes:
+    stages: The stages of the model.
+    loss: The loss of the last stage's outputs.
+    inputs: Gives the first stage's inputs from a micro-batch and its key.
+    microbatch: The shapes of one micro-batch.
+    between: The shapes of what each stage but the last passes on.
+    loss_dtype: The dtype of the loss.
+    metric_names: The names of the metrics, `"loss"` first.
+  """
+
+  stages: tuple[_stages.LayerLike, ...]
+  loss: OutputLoss
+  inputs: Callable[[PyTree, jax.Array | None], Any]
+  microbatch: PyTree
+  between: tuple[PyTree, ...] = ()
+  loss_dtype: Any = None
+  metric_names: tuple[str, ...] = ()
+
+  def run(
+    self,
+    number: int,
+    params: PyTree,
+    x: Any,
+    state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+  ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
+    """Runs a stage on a micro-batch, and the loss after the last stage.
+
+    Returns:
+      The stage's outputs, or the loss; the stage's new state; the metrics.
+    """
+    if not number:
+      x = self.inputs(batch, key)
+    stage = self.stages[number]
+    y, new = _stages.apply_layer(stage, params, state, x, batch, key)
+    if number + 1 < len(self.stages):
+      return y, (new, {})
+    found = self.loss(y, batch)
+    scalar = isinstance(found, tuple) and jnp.shape(found[0]) == ()
+    if not scalar or len(found) != 2 or not isinstance(found[1], dict):
+      shown = found[0] if isinstance(found, tuple) and found else found
+      raise ValueError(
+        "`loss` must return a scalar and a dict of metrics, got "
+        f"{checks.show(shown)}. Return `(jnp.mean(losses), {{}})`."
+      )
+    loss, metrics = found
+    return loss, (new, {"loss": loss, **metrics})
+
+  def cut(self, batch: PyTree, number: int, name: str) -> PyTree:
+    """Cuts a batch into micro-batches `[number, samples, ...]`.
+
+    Args:
+      batch: One worker's batch.
+      number: The number of micro-batches.
+      name: The name of the argument, for errors.
+    """
+    wanted: Any = jax.tree.structure(self.microbatch)
+    given: Any = jax.tree.structure(batch)
+    if given != wanted:
+      raise ValueError(
+        f"`{name}` must have the leaves of `microbatch`, {wanted}, got {given}."
+      )
+
+    def cut(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+      if x.ndim == 0 or x.shape[0] % number:
+        raise ValueError(
+          f"`{name}` must divide into the table's {number} micro-batches, got "
+          f"an array of shape {list(x.shape)}. Take a multiple of {number} "
+          "samples for each worker, or another table."
+        )
+      shape = x.shape[0] // number, *x.shape[1:]
+      if shape != like.shape:
+        raise ValueError(
+          f"`{name}` must have micro-batches of shape {list(like.shape)}, as "
+          f"`microbatch` has, got {list(shape)}."
+        )
+      return x.reshape(number, *shape)
+
+    return jax.tree.map(cut, batch, self.microbatch)
+
+
+def trace_model(
+  stages: Sequence[_stages.LayerLike],
+  loss: OutputLoss,
+  inputs: str | Callable[..., Any],
+  microbatch: PyTree,
+) -> TracedModel:
+  """Checks a model for a pipeline and traces the shapes of its results.
+
+  Args:
+    stages: The stages of the model.
+    loss: The loss of the last stage's outputs and a micro-batch.
+    inputs: A key of the micro-batch, or a function of it.
+    microbatch: One micro-batch, or its shapes.
+
+  Raises:
+    ValueError: If a layer, the loss or the inputs have another form.
+  """
+  checks.check_function("loss", loss, "outputs and a micro-batch")
+  shapes = _stages.shapes_of(microbatch)
+  model = TracedModel(
+    tuple(stages), loss, _stages.make_inputs(inputs, shapes), shapes
+  )
+  # Only the shape matters: abstract models are traced without any array.
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  between, x, metrics = [], None, {}
+  for number, stage in enumerate(stages):
+    x, (_, metrics) = jax.eval_shape(
+      lambda *args, number=number: model.run(number, *args),
+      stage.params,
+      x,
+      stage.state,
+      shapes,
+      key,
+    )
+    between.append(x)
+  return dataclasses.replace(
+    model,
+    between=tuple(between[:-1]),
+    loss_dtype=between[-1].dtype,
+    metric_names=("loss", *sorted(set(metrics) - {"loss"})),
+  )
+
+
+def microbatch_key(
+  key: jax.Array,
+  step: jax.Array | int,
+  worker: jax.Array | int,
+  microbatch: jax.Array | int,
+  count: int,
+) -> jax.Array:
+  """Derives a micro-batch's key as `training.make_gradient` does."""
+  key = jax.random.fold_in(jax.random.fold_in(key, step), worker)
+  return jax.random.fold_in(key, microbatch) if count > 1 else key
+
+
+def sample_weights(batches: PyTree) -> Any:
+  """Returns how much each micro-batch counts: by its samples, if masked.
+
+  The weights have mean 1, so that a mean over micro-batches becomes a mean over
+  samples.
+
+  Args:
+    batches: The micro-batches of an iteration, arrays of NumPy or JAX.
+  """
+  if isinstance(batches, dict) and "mask" in batches:
+    counts = (batches["mask"] != 0).sum(-1, dtype=np.float32)
+    return counts / counts.mean().clip(1e-9)
+  return np.ones(len(jax.tree.leaves(batches)[0]), np.float32)
+
+
+def wide(dtype: Any) -> Any:
+  """Returns the dtype in which gradients are summed: float32 at least."""
+  dtype = jnp.dtype(dtype)
+  small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if small else dtype
+
+
+def squared_norm(tree: PyTree) -> jax.Array:
+  """Returns the sum of the squares of all entries, as a float."""
+  total = jnp.zeros((), float)
+  for x in jax.tree.leaves(tree):
+    total += jnp.sum(jnp.square(jnp.abs(x).astype(total.dtype)))
+  return total
+
+
+def clip_scale(squared: jax.Array, most: float) -> jax.Array:
+  r"""Returns the factor that clips a gradient's norm.
+
+  .. math:: \min(1, c / \lVert g \rVert_2)
+
+  as `optax.clip_by_global_norm` has it for the unsplit model.
+  """
+  # The bound keeps a zero gradient zero instead of making it NaN.
+  return jnp.minimum(1.0, most / jnp.maximum(jnp.sqrt(squared), 1e-16))
