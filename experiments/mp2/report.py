@@ -19,7 +19,7 @@ _BASE = "baseline"
 _PAIRED = range(5)
 # The picture shows this many points of accuracy below the best.
 _SHOWN = 8.0
-_LINKS = ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
+_LINKS = {"10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 # Counts of bytes, by their names in rows.
 _COUNTS = {
   "uplink_bytes_as_published": "uplink as the paper counts",
@@ -92,8 +92,8 @@ def seconds_to(
       continue
     ratio = times[method]["ratio"] if method in times else 1.0
     found[method] = [
-      steps * (ratio * base_s + 8 * _mean(rows, key) / comparison.LINKS[link])
-      for link in _LINKS
+      steps * (ratio * base_s + 8 * _mean(rows, key) / bits_per_s)
+      for bits_per_s in _LINKS.values()
     ]
   return found
 

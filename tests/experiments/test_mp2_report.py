@@ -32,7 +32,7 @@ def test_modelled_time_by_hand(monkeypatch):
   # Steps of 0.1 and 0.1 * 2 s, then 8 and 0.8 Mbit over each of the links.
   times = {"baseline": {"step_s": 0.1, "ratio": 1.0}, "ours": {"ratio": 2.0}}
   found = report.seconds_to(runs, times, 80.0, "both_bytes")
-  assert report._LINKS == ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
+  assert tuple(report._LINKS) == ("10 Mbit/s", "100 Mbit/s", "1 Gbit/s")
   assert found["baseline"] == pytest.approx([36.0, 7.2, 4.32])
   assert found["ours"] == pytest.approx([16.8, 12.48, 12.048])
   # Without times of its own a step is that of Baseline's runs.

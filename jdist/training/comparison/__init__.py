@@ -1,9 +1,10 @@
 """Comparisons: variants tuned alike, run with the same seeds, resumable rows.
 
-`compare` runs a `Study`; what a variant is, only its `Fit` knows.  `Chains`
-fits Optax chains, and `run_experiment` makes a command of them.
+`compare` runs a `Study` by a function that fits one trial. `Chains` fits Optax
+chains, and `run_experiment` makes a command of them.
 """
 
+from jdist.training.comparison._chains import ChainRun as ChainRun
 from jdist.training.comparison._chains import Chains as Chains
 from jdist.training.comparison._chains import Config as Config
 from jdist.training.comparison._chains import Variant as Variant
@@ -28,12 +29,9 @@ from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table
 from jdist.training.comparison._report import best_runs as best_runs
 from jdist.training.comparison._report import by_accuracy as by_accuracy
-from jdist.training.comparison._report import LINKS as LINKS
 from jdist.training.comparison._report import mean_accuracy as mean_accuracy
 from jdist.training.comparison._report import Runs as Runs
 from jdist.training.comparison._report import runs_at as runs_at
-from jdist.training.comparison._report import speed_table as speed_table
-from jdist.training.comparison._report import speedups as speedups
 from jdist.training.comparison._report import tuned_rates as tuned_rates
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows

@@ -1,4 +1,4 @@
-"""Variants that are Optax chains: their options, and how one is trained."""
+"""Variants that are Optax chains: their options and their training runs."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ class Config(_study.Options):
   """One comparison of chains, and the options of its command."""
 
   dataset: str = "cifar10"
-  """A name of `jdist.data`."""
+  """Name of the data set, as in `jdist.data`."""
 
   model: str = "lenet"
-  """A name of `jdist.models`."""
+  """Name of the model, as in `jdist.models`."""
 
   workers: int = 8
-  """Workers that train together."""
+  """Number of workers that train together."""
 
   batch_size: int = 128
   """Samples of all workers in a step."""
@@ -32,42 +32,42 @@ class Config(_study.Options):
   """Passes over the training set, the same for every variant."""
 
   warmup_epochs: float = 0.5
-  """In which the learning rate rises; methods with a warm-up have it then."""
+  """Passes in which the learning rate, and the warm-up of a method, rise."""
 
   optimizer: Literal["sgd", "adam"] = "sgd"
-  """Of each worker; its moments stay its own."""
+  """Optimizer of each worker, whose moments are not averaged."""
 
   momentum: float = 0.9
   """Nesterov momentum of each worker's SGD."""
 
   weight_decay: float = 0.0
-  """Decoupled."""
+  """Decoupled weight decay."""
 
   augment: bool = False
-  """Random crops and flips."""
+  """Whether images are cropped and flipped at random."""
 
   alpha: float | None = None
   """Label skew between workers (Dirichlet); i.i.d. if not given."""
 
   dtype: str = "float32"
-  """In which the model computes."""
+  """Dtype in which the model computes."""
 
   evaluations: int = 5
-  """In a run, equally far apart, the last one at its end."""
+  """Number of evaluations in a run, equally far apart, the last at its end."""
 
 
 class ChainRun(NamedTuple):
-  """A training run, as variants are built for it.
+  """The training run for which a variant builds its chain.
 
   Attributes:
-    inner: a worker's optimizer.
-    rate: the learning rate's schedule.
-    num_steps: local steps of the run.
-    warmup_steps: local steps until the rate is at its highest.
-    axis: the workers' axis.
-    workers: how many there are.
-    options: of the comparison.
-    model: the model with its initial parameters.
+    inner: A worker's optimizer.
+    rate: The schedule of the learning rate.
+    num_steps: The number of local steps of the run.
+    warmup_steps: The number of local steps until the highest rate.
+    axis: The workers' axis.
+    workers: The number of workers.
+    options: The options of the comparison.
+    model: The model with its initial parameters.
   """
 
   inner: optax.GradientTransformation
@@ -84,14 +84,14 @@ Variant: TypeAlias = Callable[[ChainRun], optax.GradientTransformation]
 
 
 class PreparedRun(NamedTuple):
-  """Everything that a run consists of.
+  """All parts of a run.
 
   Attributes:
-    programs: the variant's.
-    model: the model with its initial parameters.
-    state: the initial one.
-    batches: of all workers.
-    num_steps: local steps of the run.
+    programs: The variant's programs.
+    model: The model with its initial parameters.
+    state: The initial state.
+    batches: The batches of all workers.
+    num_steps: The number of local steps of the run.
   """
 
   programs: _workload.VariantPrograms
@@ -105,9 +105,9 @@ class Chains:
   """Prepares and fits variants that are Optax chains.
 
   Args:
-    options: of the comparison.
-    variants: by name, in the order in which they run.
-    workload: default is that of the options.
+    options: The options of the comparison.
+    variants: The variants by name, in the order in which they run.
+    workload: The workload; by default it is loaded as the options say.
   """
 
   def __init__(
@@ -121,12 +121,10 @@ class Chains:
 
   def _load(self) -> _workload.Workload:
     options = self.options
-    train = data.load(options.dataset)
-    return _workload.Workload(
+    return _workload.Workload.load(
+      options.dataset,
+      self.build,
       collectives.workers(options.workers),
-      train,
-      data.load(options.dataset, "test"),
-      lambda seed: self.build(train, seed),
       options.batch_size,
       alpha=options.alpha,
       augment=options.augment,
@@ -135,15 +133,10 @@ class Chains:
 
   def build(self, train: data.Dataset, seed: int) -> models.Model:
     """Builds the model with the initial parameters of a seed."""
-    return models.build(
-      self.options.model,
-      input_shape=train.input_shape,
-      num_classes=train.num_classes,
-      seed=seed,
-    )
+    return _workload.build_model(self.options.model, train, seed)
 
   def hold_out(self) -> "Chains":
-    """Returns the same with training samples in the place of the test set."""
+    """Returns the same chains with a part of the training set as test set."""
     return type(self)(self.options, self.variants, self.workload.hold_out())
 
   def describe(
@@ -152,9 +145,9 @@ class Chains:
     """Returns further entries of a row.
 
     Args:
-      variant: its name.
-      traffic: of its step.
-      record: the run's last.
+      variant: The variant's name.
+      traffic: The traffic of its step.
+      record: The last record of the run.
     """
     del variant, traffic, record
     return {}
@@ -162,9 +155,13 @@ class Chains:
   def prepare(
     self, variant: str, peak: float, seed: int, **trainer: Any
   ) -> PreparedRun:
-    """Builds a variant for a highest learning rate and a seed.
+    """Builds a variant's run.
 
-    Further arguments are those of `Trainer`.
+    Args:
+      variant: The variant's name.
+      peak: The highest learning rate of the schedule.
+      seed: The seed of the parameters and of the batches.
+      **trainer: Arguments of `Trainer`.
     """
     options, workload = self.options, self.workload
     per_epoch = workload.steps_per_epoch
@@ -234,7 +231,7 @@ class Chains:
       programs, batch = run.programs, next(run.batches.iterate(0))
       return _step_times.Turn(programs.trainer, programs.step, run.state, batch)
 
-    # Each row is of one variant, and paths do not belong into rows.
+    # A row belongs to one variant, and holds no path of the machine.
     config = dataclasses.asdict(options)
     for name in {"variants", "cache"} & config.keys():
       del config[name]
@@ -247,7 +244,7 @@ class Chains:
     )
 
   def fit(self, variant: str, peak: float, seed: int) -> dict[str, Any]:
-    """Trains a variant, and returns its measurements."""
+    """Trains a variant, and returns the measurements for its row."""
     run = self.prepare(variant, peak, seed)
     trainer = run.programs.trainer
     state, records = trainer.fit(
@@ -257,7 +254,7 @@ class Chains:
       evaluate=run.programs.evaluate,
       evaluate_every=max(1, run.num_steps // self.options.evaluations),
     )
-    # Of shapes alone, which have not changed.
+    # The traffic depends on shapes alone, so that any state will do.
     traffic = trainer.traffic(state, next(run.batches.iterate(0)))
     return {
       "workers": self.options.workers,
@@ -270,8 +267,8 @@ def compare_chains(path: Any, chains: Chains) -> _study.Compared:
   """Runs the variants of an experiment, and prints each row.
 
   Args:
-    path: of the file of rows.
-    chains: prepare and fit them.
+    path: The file of rows.
+    chains: The chains that are compared.
   """
   options, held_out = chains.options, chains.hold_out()
   rows = options.rows(path)
@@ -300,7 +297,7 @@ def _print_row(trial: _rows.Trial, row: _rows.Row) -> None:
 
 
 def warn_of_end(variant: str, tuned: _study.Tuned) -> None:
-  """Prints a warning where a variant's best rate lies at an end of the grid."""
+  """Prints a warning if a variant's best rate lies at an end of the grid."""
   if tuned.diverged:
     print(
       f"Warning: {variant} is left out: it diverged at every learning rate "

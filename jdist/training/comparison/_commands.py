@@ -1,4 +1,4 @@
-"""The commands of an experiment: run, times, report."""
+"""The commands of an experiment: run, measure step times, report."""
 
 import pathlib
 import sys
@@ -25,14 +25,14 @@ def run_experiment(
 ) -> None:
   """Runs the preset that the command line names, with changes to it.
 
-  With `--times` the steps of its variants are measured in place of training.
+  With `--times` the steps of its variants are measured instead.
 
   Args:
-    folder: the experiment's; rows go to `results/` in it.
-    presets: by name, each with a line of help.
-    variants: by name, in the order in which they run.
-    chains: prepares and fits them.
-    base: the synchronous variant, which times are compared with.
+    folder: The experiment's folder, whose `results/` takes the rows.
+    presets: The presets by name, each with a line of help.
+    variants: The variants by name, in the order in which they run.
+    chains: The class that prepares and fits the variants.
+    base: The synchronous variant, with which times are compared.
   """
   import tyro
 
@@ -46,7 +46,8 @@ def run_experiment(
     if times:
       _time(results, preset, options, variants, chains, base)
     else:
-      options.study(variants)  # Its checks, before any data are loaded.
+      # Checks the options before any data are loaded.
+      options.study(variants)
       _chains.compare_chains(
         results / f"{preset}.jsonl", chains(options, variants)
       )
@@ -72,11 +73,11 @@ def _time(
 
 
 def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
-  """Prints the tables of the preset that the command line names, and draws.
+  """Prints and draws the results of the preset that the command line names.
 
   Args:
-    folder: the experiment's.
-    ours: variants whose names begin so are marked.
+    folder: The experiment's folder.
+    ours: The prefix of the names of variants that are marked.
   """
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = pathlib.Path(folder) / "results"

@@ -1,8 +1,8 @@
-"""Workers on one CPU core: one gradient after the other, the rest as vectors.
+"""Workers on one CPU core: gradients in turn, everything else vectorized.
 
-`vmap` turns a product by every worker's own weights into a batched one, which
-XLA's CPU compiler runs slowly, and eight virtual devices on one core change
-threads all the time.
+`vmap` turns a product by every worker's own weights into a batched product,
+which XLA's CPU compiler runs slowly. Eight virtual devices on one core would
+switch threads all the time.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 def _one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """Lets `jax.vmap` run a function for one row after the other.
+  """Makes `jax.vmap` run a function for one row after the other.
 
   >>> jax.vmap(_one_by_one(lambda x: x + 1))(jnp.array([1, 2])).tolist()
   [2, 3]
@@ -30,6 +30,7 @@ def _one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
   @mapped.def_vmap
   def rule(axis_size: int, in_batched: PyTree, *args: PyTree) -> Any:
+    # `lax.map` takes rows of every argument, so that shared ones are repeated.
     spread = jax.tree.map(
       lambda x, b: x if b else jnp.broadcast_to(x, (axis_size, *x.shape)),
       args,
@@ -72,11 +73,10 @@ class _OneCoreChains(_chains.Chains):
 
 
 def on_one_core(chains: type[_chains.Chains]) -> type[_chains.Chains]:
-  """Returns a class of chains whose workers share a core, if that is a CPU's.
+  """Returns a class of chains whose workers share a core of a CPU.
 
-  Their gradients come one after the other and the rest as vectors, which is
-  half the time of `vmap` with small convolutions.  On other backends the class
-  is returned as it is.
+  Computing their gradients in turn takes half the time of `vmap` with small
+  convolutions. On other backends the class is returned unchanged.
   """
   if jax.default_backend() != "cpu":
     return chains

@@ -1,5 +1,6 @@
-"""The problem that protocols are compared on: data, model, loss, measures."""
+"""The problem on which protocols are compared: data, model, loss, measures."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,41 +14,34 @@ from jdist.training.comparison import _rows, _workload
 class Problem:
   """Programs and data of all trials of a comparison of protocols.
 
-  A trial's model is that of its seed; tuning trials learn from a part of the
-  training set, and are measured on the rest.  The learning rate is a part of
-  the optimizer's state, so that no rate compiles anything anew.
+  A trial's model has its seed's initial parameters. Tuning trials train on a
+  part of the training set and are measured on the rest.
 
   Args:
-    dataset: a name of `jdist.data`.
-    model: a name of `jdist.models`.
-    batch_size: samples of all workers together.
-    momentum: Nesterov momentum of SGD; none if 0.
+    dataset: A name of `jdist.data`.
+    model: A name of `jdist.models`.
+    batch_size: The samples of all workers together.
+    momentum: The Nesterov momentum of SGD; 0 for none.
 
   Attributes:
-    workloads: by the purpose of a trial.
-    loss: as of `training.make_step`.
+    workloads: The workloads by the purpose of a trial.
+    loss: The loss, as in `training.make_step`.
     optimizer: SGD, whose rate `set_rate` sets.
-    evaluators: by the purpose of a trial.
+    evaluators: The evaluators by the purpose of a trial.
   """
 
   def __init__(
     self, dataset: str, model: str, batch_size: int, *, momentum: float = 0.0
   ):
-    train = data.load(dataset)
-    whole = _workload.Workload(
+    whole = _workload.Workload.load(
+      dataset,
+      functools.partial(_workload.build_model, model),
       collectives.workers(1),
-      train,
-      data.load(dataset, "test"),
-      lambda seed: models.build(
-        model,
-        input_shape=train.input_shape,
-        num_classes=train.num_classes,
-        seed=seed,
-      ),
       batch_size,
       evaluation_batch=2000,
     )
     self.workloads = {"comparison": whole, "tuning": whole.hold_out()}
+    # The rate is a part of the state, so that a new rate compiles nothing.
     self.optimizer = optax.inject_hyperparams(optax.sgd)(
       learning_rate=0.0, momentum=momentum or None, nesterov=bool(momentum)
     )
@@ -59,17 +53,17 @@ class Problem:
     }
 
   def train_set(self, trial: _rows.Trial) -> data.Dataset:
-    """Returns the samples that a trial may learn from."""
+    """Returns the samples on which a trial may train."""
     found = self.workloads[trial.purpose].train
     assert isinstance(found, data.Dataset)
     return found
 
   def model(self, seed: int) -> models.Model:
-    """Returns the model with the first parameters of a seed."""
+    """Returns the model with the initial parameters of a seed."""
     return self.workloads["comparison"].model(seed)
 
   def evaluate(self, trial: _rows.Trial) -> Callable[[Any], dict[str, float]]:
-    """Returns what measures a server's model on a trial's other samples."""
+    """Returns a function that measures a server's model in a trial."""
     evaluator = self.evaluators[trial.purpose]
     return lambda model: evaluator.measure(model.params, model.model_state)
 

@@ -4,19 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jdist import cluster
 from jdist.training.comparison import _pictures, _rows, _study, _tables
 
 Runs: TypeAlias = Mapping[str, Sequence[_rows.Row]]
-
-_LATENCY_S = 50e-6
-LINKS = {
-  "10 Mbit/s": 1e7,
-  "100 Mbit/s": 1e8,
-  "1 Gbit/s": 1e9,
-  "10 Gbit/s": 1e10,
-  "100 Gbit/s": 1e11,
-}
 
 
 def tuned_rates(
@@ -59,7 +49,7 @@ def best_runs(
 
 
 def end_warnings(rows: Sequence[_rows.Row]) -> list[str]:
-  """Returns a line for each end of the grid that is best for some variants."""
+  """Returns a line for each end of the grid where a best rate lies."""
   tuned = tuned_rates(rows).items()
   found = []
   for end in ("lowest", "highest"):
@@ -99,61 +89,16 @@ def by_accuracy(runs: Runs) -> list[tuple[str, Sequence[_rows.Row]]]:
   return sorted(runs.items(), key=lambda item: -mean_accuracy(item[1])[0])
 
 
-def speedups(
-  runs: Runs, times: Mapping[str, _rows.Row]
-) -> dict[str, list[float]]:
-  """Returns how much sooner than synchronous SGD a run ends, by bandwidth.
-
-  Nothing is sent under computation: a step takes the sum of its computation,
-  as measured, of its bytes over the link, and of its messages' latencies.
-
-  Args:
-    runs: the rows of each variant.
-    times: the row of `step_times` of each.
-  """
-  plain_s = times["ssgd"]["step_s"]
-
-  def step_s(method: str, bandwidth_bits_per_s: float) -> float:
-    row, time = runs[method][0], times[method]
-    per_step = row["rounds"] / row["steps"]
-    link = cluster.Link(bandwidth_bits_per_s, _LATENCY_S)
-    messages = time["messages_per_step"] + per_step * time["messages_per_round"]
-    sent = row["sent_bytes"] / row["steps"]
-    return time["ratio"] * plain_s + link.send_s(sent, messages)
-
-  return {
-    method: [
-      step_s("ssgd", speed) / step_s(method, speed) for speed in LINKS.values()
-    ]
-    for method in runs
-    if method in times
-  }
-
-
-def speed_table(
-  found: Mapping[str, Sequence[float]], times: Mapping[str, _rows.Row]
-) -> str:
-  """Returns a Markdown table, the fastest over the slowest link first."""
-  lines = []
-  for method, ratios in sorted(found.items(), key=lambda item: -item[1][0]):
-    row = times[method]
-    low, high = row["quartiles"]
-    own = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
-    lines.append([method, own, *(f"{x:.2f}" for x in ratios)])
-  titles = "variant | computation of a step, of ssgd's (quartiles)"
-  return _tables.table(" | ".join([titles, *LINKS]), lines)
-
-
 def plot_bytes(runs: Runs, path: str | os.PathLike[str], *, ours: str) -> None:
-  """Draws accuracy against bytes; above and to the left is better.
+  """Draws accuracy over bytes, with the Pareto front.
 
   Args:
-    runs: the rows of each variant.
-    path: of the PNG.
-    ours: variants whose names begin so are marked.
+    runs: The rows of each variant.
+    path: The path of the PNG.
+    ours: The prefix of the names of variants that are marked.
 
   Raises:
-    ImportError: when matplotlib is missing.
+    ImportError: If matplotlib is not installed.
   """
   # Many variants need more room for their labels.
   size = (7.5, 4.8) if len(runs) < 12 else (10.5, 6.8)
@@ -195,7 +140,7 @@ def _plot_bytes(axes: Any, runs: Runs, ours: str) -> None:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Returns the points (bytes, accuracy) that no other is better than in both.
+  """Returns the points (bytes, accuracy) of the Pareto front.
 
   >>> _front([(2, 0.6), (1, 0.5), (2, 0.7), (3, 0.65)])
   [(1, 0.5), (2, 0.7)]

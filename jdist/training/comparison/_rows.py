@@ -1,4 +1,4 @@
-"""The rows of a comparison: each trial is run once, and found again."""
+"""The rows of a comparison, by which no trial is run twice."""
 
 import json
 import os
@@ -17,9 +17,9 @@ class Trial(NamedTuple):
 
   Attributes:
     purpose: "tuning" on held-out samples, or "comparison".
-    variant: its name, `method` in rows.
-    learning_rate: the highest of its schedule.
-    seed: of parameters and batches.
+    variant: The variant's name, which is `method` in rows.
+    learning_rate: The highest rate of the schedule.
+    seed: The seed of parameters and batches.
   """
 
   purpose: Purpose
@@ -29,7 +29,7 @@ class Trial(NamedTuple):
 
 
 Fit: TypeAlias = Callable[[Trial], Mapping[str, Any]]
-"""Runs a trial and returns its measurements: at least `accuracy`."""
+"""Function that runs a trial and returns its measurements, with `accuracy`."""
 
 
 def _ignores_nothing(variant: str) -> Collection[str]:
@@ -38,18 +38,20 @@ def _ignores_nothing(variant: str) -> Collection[str]:
 
 
 class Rows:
-  """A file of rows, to which trials that it lacks are appended.
+  """A file of rows, to which the rows of missing trials are appended.
 
-  A row is a trial's if it names the same purpose, variant, rate and seed, and
-  its config is the same in everything that matters.
+  A row belongs to a trial if purpose, variant, rate and seed are equal, and all
+  options in which rows may not differ.
 
   Args:
-    path: of the file; it need not be there.
-    config: the options of the comparison, by name.
-    defaults: of these options; rows older than an option had its default.
-    free: options in which rows of one comparison may differ.
-    ignores: options that a variant's trials do not depend on.
-    tuning: another file for the rows of tuning.
+    path: The file, which need not exist.
+    config: The options of the comparison, by name.
+    defaults: The defaults of these options, for rows that lack an option
+      because it was added later.
+    free: Options in which rows of one comparison may differ.
+    ignores: A function of a variant that returns options on which its trials do
+      not depend.
+    tuning: Another file for the rows of tuning.
   """
 
   def __init__(
@@ -76,21 +78,21 @@ class Rows:
         self._rows += [{"purpose": purpose} | row for row in found]
 
   def _fixed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that must agree, as rows have them: lists."""
+    """Returns the options that must agree, with lists as JSON has them."""
     kept = {k: v for k, v in config.items() if k not in self._free}
     found: dict[str, Any] = json.loads(json.dumps(kept))
     return found
 
   def __len__(self) -> int:
-    """Counts the rows, also those of other comparisons."""
+    """Counts the rows, including those of other comparisons in the file."""
     return len(self._rows)
 
   def find(self, trial: Trial) -> Row | None:
-    """Returns a trial's row, if there is one."""
+    """Returns a trial's row, None if it was not run yet."""
     return next((row for row in self._rows if self.is_of(row, trial)), None)
 
   def is_of(self, row: Row, trial: Trial) -> bool:
-    """Returns whether a row is a trial's, and of this comparison."""
+    """Returns whether a row belongs to a trial of this comparison."""
     named = trial._asdict()
     named["method"] = named.pop("variant")
     if any(row.get(key) != value for key, value in named.items()):
@@ -98,6 +100,7 @@ class Rows:
     config = self._defaults | row["config"]
     ignored = {*self._ignores(trial.variant), *self._free}
     keys = (config.keys() | self.config.keys()) - ignored
+    # An option that one side lacks differs from every value, even from None.
     missing = object()
     return all(
       config.get(key, missing) == self.config.get(key, missing) for key in keys

@@ -1,4 +1,4 @@
-"""A comparison: every variant is tuned alike, then run with the same seeds."""
+"""Comparisons whose variants are tuned alike and run with equal seeds."""
 
 import dataclasses
 import math
@@ -15,21 +15,23 @@ class Study:
   """Variants to compare, and the budget for tuning.
 
   Attributes:
-    variants: by name, in the order in which they run.
-    learning_rates: the grid that every variant is tuned on; a single rate is
+    variants: The variants' names, in the order in which they run.
+    learning_rates: The grid on which every variant is tuned. A single rate is
       not tuned.
-    seeds: a run each at a variant's best rate.
-    max_extensions: by how many rates the grid of a variant goes on at most
-      where its best rate lies at an end.
-    tuning_seeds: of tuning runs, a run each at every rate of the grid, which
-      is ranked by their mean; none must be one of `seeds`.  One alone says
-      little where few samples are held out, or near rates that diverge.
-    order: "variant" runs all seeds of a variant in turn; "seed" all variants
-      of a seed, so that what else the machine does slows them alike.
+    seeds: The seeds of the runs at a variant's best rate.
+    max_extensions: The number of further rates, at most, by which the grid of a
+      variant is extended if its best rate lies at an end.
+    tuning_seeds: The seeds of tuning runs, one run each at every rate of the
+      grid; a rate is ranked by their mean. None of them may be one of `seeds`.
+      A single one says little if few samples are held out, or near rates that
+      diverge.
+    order: "variant" runs all seeds of a variant in turn. "seed" runs all
+      variants of a seed in turn, so that other load on the machine slows them
+      alike.
 
   Raises:
-    ValueError: when a list is empty, has equal entries, a rate is not positive
-      or a tuning seed is compared.
+    ValueError: If a list is empty or has equal entries, if a rate is not
+      positive, or if a tuning seed is compared.
   """
 
   variants: Sequence[str]
@@ -59,7 +61,7 @@ class Study:
     if both := set(self.tuning_seeds) & set(self.seeds):
       raise ValueError(
         f"`tuning_seeds` must not be among `seeds`, got {sorted(both)} in "
-        "both. A seed that has chosen a rate says nothing new of it."
+        "both. A seed that has chosen a rate is biased in its favour."
       )
 
 
@@ -67,28 +69,28 @@ class Study:
 class Options:
   """Options of a comparison's command, by which it finds its rows again.
 
-  Rows that are older than an option had its default.
+  A row that lacks an option, because it is older, had the option's default.
   """
 
   FREE: ClassVar[tuple[str, ...]] = ("rates", "extensions", "seeds", "variants")
   """Options in which rows of one comparison may differ."""
 
   rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
-  """The grid of highest learning rates; each variant uses its own best one, by
-  a run of the same length on held-out training samples."""
+  """Grid of highest learning rates. Each variant uses its own best one, found
+  by runs of the same length on held-out training samples."""
 
   extensions: int = 2
-  """Further rates that a variant is tuned with at most, beyond an end of the
-  grid that is its best."""
+  """Further rates, at most, beyond an end of the grid that is a variant's
+  best."""
 
   seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate."""
+  """Seeds of the runs at a variant's best rate."""
 
   variants: tuple[str, ...] = ()
-  """Of the experiment's, in this order; all if none are named."""
+  """Variants of the experiment to run, in this order; all if not given."""
 
   def ignores(self, variant: str) -> Collection[str]:
-    """Returns options that a variant's runs do not depend on."""
+    """Returns options on which a variant's runs do not depend."""
     del variant
     return ()
 
@@ -98,9 +100,9 @@ class Options:
     """Opens the rows of the command.
 
     Args:
-      path: of the file; it need not be there.
-      setting: a dataclass of what else names the comparison, where the command
-        runs several.
+      path: The file, which need not exist.
+      setting: A dataclass of further options that identify a comparison, if the
+        command runs several.
     """
     config, defaults = (
       dataclasses.asdict(self),
@@ -118,10 +120,10 @@ class Options:
     )
 
   def study(self, variants: Collection[str]) -> Study:
-    """Returns what is compared, of an experiment's variants.
+    """Returns the study of an experiment's variants.
 
     Raises:
-      ValueError: when a named variant is none of the experiment's.
+      ValueError: If the experiment has no variant of a given name.
     """
     unknown = set(self.variants) - set(variants)
     if unknown:
@@ -138,11 +140,11 @@ class Tuned(NamedTuple):
   """A variant's learning rate.
 
   Attributes:
-    best: of the rates tried.
-    tried: all of them, in increasing order.
-    end: "lowest" or "highest" where the best rate lies at an end of those
-      tried, and a better one may lie beyond; None within.
-    diverged: whether at each of them a run ended without a finite loss.
+    best: The best of the rates tried.
+    tried: All rates tried, in increasing order.
+    end: "lowest" or "highest" if the best rate lies at an end of those tried
+      and a better one may lie beyond; None otherwise.
+    diverged: Whether runs at all rates ended without a finite loss.
   """
 
   best: float
@@ -155,10 +157,10 @@ _WORST = (-math.inf, -math.inf)
 
 
 def quality(row: _rows.Row) -> tuple[float, float]:
-  """Returns a row's rank: its accuracy, and of equal ones the loss.
+  """Returns a row's rank: its accuracy, then its loss.
 
-  Equal accuracies are common on few samples.  A loss that is not finite, null
-  in rows, is the worst, whatever the accuracy.
+  Equal accuracies are common on few samples. A loss that is not finite, null in
+  rows, is the worst, whatever the accuracy.
   """
   loss = row["test_loss"]
   if loss is None or not math.isfinite(loss):
@@ -167,7 +169,7 @@ def quality(row: _rows.Row) -> tuple[float, float]:
 
 
 def by_loss(row: _rows.Row) -> tuple[float, float]:
-  """Returns a row's rank: its test loss, a finite one before others."""
+  """Returns a row's rank by its test loss; one that is not finite is worst."""
   accuracy, loss = quality(row)
   return loss, accuracy
 
@@ -178,9 +180,9 @@ Rank: TypeAlias = Callable[[_rows.Row], tuple[float, float]]
 def mean_rank(
   rows: Sequence[_rows.Row], rank: Rank = quality
 ) -> tuple[float, float]:
-  """Returns the mean rank of a rate's rows, one for each seed of tuning.
+  """Returns the mean rank of a rate's rows, one for each tuning seed.
 
-  A loss that is not finite makes it the worst.
+  A single loss that is not finite makes it the worst rank.
   """
   first, second = zip(*map(rank, rows), strict=True)
   return statistics.fmean(first), statistics.fmean(second)
@@ -192,17 +194,16 @@ def tune(
   max_extensions: int = 2,
   rank: Rank = quality,
 ) -> Tuned:
-  """Finds the best learning rate, and lets the grid go on at its ends.
+  """Finds the best learning rate, and extends the grid at its ends.
 
-  Where the best of the rates is the lowest or the highest, the next one in the
-  ratio of the last two is tried, until the best lies within or the limit is
-  reached.
+  If the best rate is the lowest or the highest, the next rate in the ratio of
+  the last two is tried, until the best lies within or the limit is reached.
 
   Args:
-    learning_rates: the grid.
-    measure: runs one rate, returns its rows, one for each seed.
-    max_extensions: further rates at most.
-    rank: of a row; the rate with the highest mean is best.
+    learning_rates: The grid.
+    measure: A function that runs one rate and returns a row for each seed.
+    max_extensions: The number of further rates, at most.
+    rank: The rank of a row. The rate with the highest mean rank is best.
   """
 
   def mean(rate: float) -> tuple[float, float]:
@@ -218,14 +219,15 @@ def tune(
       further = low / (found.tried[1] / low)
     else:
       further = high * (high / found.tried[-2])
-    # As one would write it: 0.4 and not 0.4000000000000001.
+    # Rounded to 0.4 instead of 0.4000000000000001, so that the rate is found
+    # again in rows.
     further = float(f"{further:.6g}")
     tried[further] = mean(further)
   return best_of(tried)
 
 
 def best_of(tried: Mapping[float, tuple[float, float]]) -> Tuned:
-  """Returns the best of the learning rates tried, by their qualities."""
+  """Returns the best of the learning rates tried, by their ranks."""
   rates = tuple(sorted(tried))
   best = max(rates, key=lambda rate: tried[rate])
   end: Literal["lowest", "highest"] | None = None
@@ -238,9 +240,9 @@ class Compared(NamedTuple):
   """The outcome of a comparison.
 
   Attributes:
-    rows: of all seeds, by variant, without variants that diverged at every
-      learning rate tried.
-    tuned: each variant's learning rate.
+    rows: The rows of all seeds by variant, without variants that diverged at
+      every learning rate.
+    tuned: The learning rate of each variant.
   """
 
   rows: dict[str, list[_rows.Row]]
@@ -256,20 +258,19 @@ def compare(
   on_row: Callable[[_rows.Trial, _rows.Row], None] = lambda trial, row: None,
   on_tuned: Callable[[str, Tuned], None] = lambda variant, tuned: None,
 ) -> Compared:
-  """Runs a study: the rate of each variant first, then the seeds.
+  """Runs a study: first the tuning of each variant, then the seeds.
 
-  A trial whose row is there is not run again, so that the same call goes on
-  where another was stopped.
+  A trial that has a row is not run again, so that the same call continues an
+  interrupted comparison.
 
   Args:
-    study: what is compared.
-    rows: the file of rows.
-    fit: runs a trial; what a variant is, a chain, a protocol or a pipeline,
-      only it knows.  Trials whose purpose is "tuning" must not touch the test
-      set.
-    rank: of a tuning row, by which the best rate is chosen.
-    on_row: is called with each row that has been added.
-    on_tuned: is called with each variant's learning rate.
+    study: The variants, rates and seeds.
+    rows: The file of rows.
+    fit: A function that runs a trial, of a chain, a protocol or a pipeline. It
+      must not use the test set in trials whose purpose is "tuning".
+    rank: The rank of a tuning row, by which the best rate is chosen.
+    on_row: Called with each new row.
+    on_tuned: Called with each variant's learning rate.
   """
 
   def run(*named: Any) -> _rows.Row:
@@ -304,6 +305,7 @@ def compare(
         row = run("comparison", variant, best, seed)
         result.rows.setdefault(variant, []).append(row)
 
+  # A variant that diverged at every rate has no rate to be compared at.
   if study.order == "variant":
     for variant in study.variants:
       result.tuned[variant] = tuned(variant)

@@ -1,6 +1,7 @@
 """The data, the model and the workers that all runs of a comparison share."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,22 +21,31 @@ from jdist.training import (
 )
 
 
+def build_model(name: str, train: data.Dataset, seed: int) -> models.Model:
+  """Builds a model of `jdist.models` for the images of a training set."""
+  return models.build(
+    name,
+    input_shape=train.input_shape,
+    num_classes=train.num_classes,
+    seed=seed,
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """A training problem: every variant of a comparison is run on it.
+  """A training problem, on which every variant of a comparison is run.
 
   Attributes:
-    workers: the workers of every run.
-    train: the training set, of images or a text, or the part of it that is not
-      held out.
-    test: the set that accuracies are measured on.
-    model: builds the model with the initial parameters of a seed.
-    batch_size: samples of all workers in a step.
-    accumulate: micro-batches of a worker in a step.
-    alpha: label skew between workers (Dirichlet); None for i.i.d. data.
-    augment: random crops and flips, of images.
-    dtype: in which the model computes.
-    evaluation_batch: samples of a worker in an evaluation batch.
+    workers: The workers of every run.
+    train: The training set, of images or a text, without the held-out part.
+    test: The set on which accuracies are measured.
+    model: A function that builds the model with a seed's initial parameters.
+    batch_size: The samples of all workers in a step.
+    accumulate: The number of micro-batches of a worker in a step.
+    alpha: The label skew between workers (Dirichlet); None for i.i.d. data.
+    augment: Whether images are cropped and flipped at random.
+    dtype: The dtype in which the model computes.
+    evaluation_batch: The samples of a worker in an evaluation batch.
   """
 
   workers: collectives.Workers
@@ -56,22 +66,38 @@ class Workload:
         "got True."
       )
 
+  @classmethod
+  def load(
+    cls,
+    dataset: str,
+    build: Callable[[data.Dataset, int], models.Model],
+    workers: collectives.Workers,
+    batch_size: int,
+    **options: Any,
+  ) -> "Workload":
+    """Loads images by name, and builds models for them and a seed."""
+    train, test = data.load(dataset), data.load(dataset, "test")
+    model = functools.partial(build, train)
+    return cls(workers, train, test, model, batch_size, **options)
+
   @property
   def steps_per_epoch(self) -> float:
-    """Steps of a pass over the training set."""
+    """The steps of a pass over the training set."""
     return len(self.train) / self.batch_size
 
   def steps(self, epochs: float) -> int:
-    """Returns so many epochs in steps, at least one."""
+    """Converts epochs to steps, at least one."""
     return max(1, round(epochs * self.steps_per_epoch))
 
   def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> "Workload":
-    """Puts a part of the training set in the place of the test set.
+    """Replaces the test set by a random part of the training set.
 
     Args:
-      fraction: of the training samples.
-      seed: which of them.
+      fraction: The part of the training samples that is held out.
+      seed: The seed of the choice of samples.
     """
+    # The training part stays sorted, so that it is split among workers like the
+    # whole set.
     order = np.random.default_rng(seed).permutation(len(self.train))
     cut = max(1, int(len(order) * fraction))
     return dataclasses.replace(
@@ -106,11 +132,11 @@ class Workload:
     return _gradient.make_gradient(self.loss(apply), accumulate=self.accumulate)
 
   def inputs(self) -> Callable[..., Any]:
-    """Returns what turns a batch and a random key into a model's inputs."""
+    """Returns a function that turns a batch and a key into inputs."""
     return _losses.model_inputs(augment=self._augment(), **self._inputs())
 
   def _inputs(self) -> dict[str, Any]:
-    """Returns how a batch becomes inputs, in training and evaluation."""
+    """Returns the options of inputs that training and evaluation share."""
     found: dict[str, Any] = {"compute_dtype": jnp.dtype(self.dtype)}
     if isinstance(self.train, data.Dataset):
       found["normalize"] = self.train.normalize
@@ -126,7 +152,7 @@ class Workload:
     apply: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,
   ) -> _evaluation.Evaluator:
-    """Returns what measures accuracy and loss on the test set."""
+    """Returns an evaluator of accuracy and loss on the test set."""
     return _evaluation.Evaluator(
       self.workers,
       apply,
@@ -143,12 +169,12 @@ class Workload:
     apply: Callable[..., Any],
     **trainer: Any,
   ) -> "VariantPrograms":
-    """Builds a variant's programs, which every seed may use.
+    """Builds a variant's programs, which all seeds can use.
 
     Args:
-      optimizer: the variant's chain.
-      apply: the model's.
-      **trainer: arguments of `Trainer`.
+      optimizer: The variant's chain.
+      apply: The model's `apply`.
+      **trainer: Arguments of `Trainer`.
     """
     step = _step.step_by(
       self.gradient(apply),
@@ -156,6 +182,7 @@ class Workload:
       axis=self.workers.axis,
       independent=trainer.get("independent", False),
     )
+    # With the optimizer, the evaluator applies what a method has in flight.
     evaluate = self.evaluator(apply, optimizer)
     trained = loop.Trainer(self.workers, step, **trainer)
     return VariantPrograms(self, optimizer, step, trained, evaluate)
@@ -166,11 +193,11 @@ class VariantPrograms:
   """A variant's step, loop and evaluation, compiled once for all seeds.
 
   Attributes:
-    workload: of all variants.
-    optimizer: the variant's chain.
-    step: the training step of one worker.
-    trainer: runs the step.
-    evaluate: measures accuracy and loss on the test set.
+    workload: The workload of all variants.
+    optimizer: The variant's chain.
+    step: The training step of one worker.
+    trainer: The loop that runs the step.
+    evaluate: The evaluator on the test set.
   """
 
   workload: Workload
@@ -195,9 +222,9 @@ class VariantPrograms:
     """Trains from a seed's initial parameters.
 
     Args:
-      seed: of the parameters and of the batches.
-      num_steps: local steps.
-      **fit: arguments of `Trainer.fit`, for instance `evaluate_every`.
+      seed: The seed of the parameters and of the batches.
+      num_steps: The number of local steps.
+      **fit: Arguments of `Trainer.fit`, for instance `evaluate_every`.
 
     Returns:
       The trained state, and the records of the evaluations.
@@ -212,7 +239,7 @@ class VariantPrograms:
 
 
 def summarize(records: list[loop.Record]) -> dict[str, Any]:
-  """Returns what a row says of a run: its end, and the curve towards it."""
+  """Returns a row's entries about a run: its results, and its curve."""
   last = records[-1]
   rate = last.samples_per_s
   metrics = dict(last.metrics)
@@ -225,7 +252,7 @@ def summarize(records: list[loop.Record]) -> dict[str, Any]:
     "rounds": last.rounds,
     "sent_bytes": last.sent_bytes,
     "train_s": last.train_s,
-    # None where nobody knows it, after a single step for instance.
+    # Unknown after a single step, and JSON has no NaN.
     "samples_per_s": None if math.isnan(rate) else rate,
     "clock": last.clock,
     "diverged": last.diverged,
