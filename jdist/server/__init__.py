@@ -28,7 +28,6 @@ from jdist.server._n_softsync import NSoftsync as NSoftsync
 from jdist.server._protocol import Protocol as Protocol
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
-from jdist.server._server_run import ServerRun as ServerRun
 from jdist.server._server_state import Assignment as Assignment
 from jdist.server._server_state import ServerState as ServerState
 from jdist.server._ssp import SSP as SSP
@@ -86,6 +85,7 @@ from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
 from jdist.server.h_ps._local_step import LocalStep as LocalStep
 from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
+from jdist.server.run._server_run import ServerRun as ServerRun
 from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import Engine as Engine
 from jdist.server.runtime._engine import LostRunError as LostRunError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server, training
-from jdist.server import _run_checkpoints
+from jdist.server.run import _run_checkpoints
 from jdist.server.runtime import _delivery, _envelope
 from jdist.storage import hashes, sealed_json
 from tests.server import _live_runs

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jdist import checks
-from jdist.server import _run_checkpoints, _run_marks, _server_run
 from jdist.server.clock import _simulation
+from jdist.server.run import _run_checkpoints, _run_marks, _server_run
 
 
 class ClockSession:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jdist import cluster
-from jdist.server import _run_marks
+from jdist.server.run import _run_marks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jdist.server import _protocol, _run_marks
+from jdist.server import _protocol
 from jdist.server.gradients import _learner
+from jdist.server.run import _run_marks
 from jdist.server.runtime import (
   _envelope,
   _live_plan,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdist.server import _run_marks, _server_run
 from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.run import _run_marks, _server_run
 from jdist.server.runtime import _engine, _live_plan
 
 _POLL_S = 0.1

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from jdist.server import _messages, _protocol, _run_checkpoints, _run_marks
+from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
+from jdist.server.run import _run_checkpoints, _run_marks
 from jdist.server.runtime import (
   _delivery,
   _live_plan,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from typing import Protocol as Interface
 
 from jdist import checks, training
-from jdist.server import _run_marks
+from jdist.server.run import _run_marks
 from jdist.storage import sealed_json
 
 _FORMAT = 1

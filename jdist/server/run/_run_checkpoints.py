@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from jdist import training
-from jdist.server import _run_marks
+from jdist.server.run import _run_marks
 from jdist.storage import array_files, hashes, plain_data
 
 _KEPT = 2

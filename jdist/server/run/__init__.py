@@ -1,0 +1,1 @@
+"""A server's run from mark to mark, on whatever engine."""
