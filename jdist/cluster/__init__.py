@@ -14,7 +14,6 @@ from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
 from jdist.cluster._node import Slowdown as Slowdown
 from jdist.cluster._profile import Profile as Profile
-from jdist.cluster._topology import ring as ring
 from jdist.cluster._topology import star as star
 from jdist.cluster._topology import Topology as Topology
 from jdist.cluster._trace import Span as Span

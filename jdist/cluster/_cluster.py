@@ -11,12 +11,14 @@ class Cluster:
   """Machines and their links.
 
   Attributes:
-    nodes: the machines that compute.
-    topology: how they are linked, or None where messages take no time.
-    server: the name of what runs the parameter server, one of the topology's.
+    nodes: The machines that compute.
+    topology: Their links, or None if messages take no time.
+    server: The name of the machine that runs the parameter server, one of the
+      topology's.
 
   Raises:
-    ValueError: when names come twice, or a machine has no way to the server.
+    ValueError: when names are not unique, or no route links a machine with the
+      server.
   """
 
   nodes: tuple[_node.Node, ...]
@@ -26,19 +28,17 @@ class Cluster:
   def __post_init__(self) -> None:
     if not self.nodes:
       raise ValueError("`nodes` must be one at least, got none.")
-    names = [node.name for node in self.nodes]
-    seen: set[str] = set()
-    for name in names:
-      if name in seen:
+    for name in self.names:
+      if self.names.count(name) > 1:
         raise ValueError(f"`nodes` must differ in name, got {name!r} twice.")
-      seen.add(name)
     if self.topology is not None:
       if self.server not in self.topology.names:
         raise ValueError(
           f"`server` must be named in a link, got {self.server!r}, which has "
           "none."
         )
-      for name in names:
+      # A machine without a route would be noticed in the middle of a run.
+      for name in self.names:
         self.topology.route(name, self.server)
 
   @property
@@ -50,7 +50,7 @@ class Cluster:
     """Returns a machine.
 
     Raises:
-      ValueError: when there is none of this name.
+      ValueError: when no machine has this name.
     """
     for node in self.nodes:
       if node.name == name:
@@ -65,8 +65,8 @@ class Cluster:
     """Raises a ValueError when a machine's memory does not hold its batch.
 
     Args:
-      profile: of the model.
-      samples: of every batch, or of each machine's.
+      profile: The model's costs.
+      samples: Samples of every batch, or one number for each machine.
     """
     sizes = [samples] * len(self.nodes) if isinstance(samples, int) else samples
     for node, size in zip(self.nodes, sizes, strict=True):
@@ -89,10 +89,10 @@ def workers(
   """Makes a cluster of workers around a server.
 
   Args:
-    speeds: of each worker; they are named `worker0` and so on.
-    link: of each worker to the network; messages take no time if None.
-    server_link: of the server to the network; as fast as a worker's if None.
-    jitter: of every worker.
+    speeds: The workers' speeds; they are named `worker0` and so on.
+    link: Each worker's link to the network; messages take no time if None.
+    server_link: The server's link to the network; a worker's if None.
+    jitter: Every worker's jitter, as in `Node`.
 
   >>> workers([8, 4, 1]).names
   ('worker0', 'worker1', 'worker2')

@@ -1,26 +1,25 @@
 """Clusters as TOML files."""
 
+import dataclasses
 import difflib
 import fnmatch
 import math
 import pathlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jdist.cluster import _cluster, _links, _node, _profile, _topology
 
 _TOP = ("server", "nodes", "links", "profile")
-_NODE = (
-  "name", "count", "speed", "jitter", "memory_gb", "slowdowns", "outages",
+# Numbers of a table, and then its other keys.
+_NODE = ("count", "speed", "jitter", "memory_gb"), (
+  "name", "slowdowns", "outages",
 )  # fmt: skip
-_SLOWDOWN = ("start_s", "end_s", "factor")
-_OUTAGE = ("start_s", "end_s")
-_LINK = ("between", "bandwidth_gbit_per_s", "latency_ms", "sharing")
-_PROFILE = (
-  "name", "seconds_per_sample", "seconds_per_batch", "bytes_per_sample",
-  "bytes_of_model", "pull_bytes", "push_bytes", "seconds_per_encoding",
-)  # fmt: skip
+_LINK = ("bandwidth_gbit_per_s", "latency_ms"), ("between", "sharing")
+_PROFILE = tuple(
+  x.name for x in dataclasses.fields(_profile.Profile) if x.name != "name"
+)
 
 
 def load_cluster(
@@ -56,19 +55,19 @@ def load_cluster(
       pull_bytes = 400_000
       push_bytes = 400_000
 
-  Without links messages take no time.  Of two links between the same ends the
+  Without links messages take no time.  If two links have the same ends, the
   later one counts, in whatever order it names them.
 
   Args:
-    path: of the file.
+    path: The file to read.
 
   Returns:
     The cluster and the profile, or None.
 
   Raises:
-    ValueError: when the file is no TOML, has a key that is not known, or a
-      value is out of its range; the message names the file and the place.
-    FileNotFoundError: when there is no such file.
+    ValueError: when the file is not TOML, has an unknown key, or a value is out
+      of its range; the message names the file and the table.
+    FileNotFoundError: when the file does not exist.
   """
   path = pathlib.Path(path)
   try:
@@ -84,7 +83,7 @@ def load_cluster(
 def _read(
   found: Mapping[str, Any],
 ) -> tuple[_cluster.Cluster, _profile.Profile | None]:
-  _check_keys("the file", found, _TOP)
+  _check("the file", found, (), _TOP)
   tables = found.get("nodes", [])
   if not isinstance(tables, list) or not tables:
     raise ValueError("`nodes` must be one [[nodes]] table at least.")
@@ -98,77 +97,63 @@ def _read(
     topology = _read_links(found["links"], names)
   profile = None
   if "profile" in found:
-    _check_keys("[profile]", found["profile"], _PROFILE)
-    _check_numbers("[profile]", found["profile"], except_for=("name",))
+    _check("[profile]", found["profile"], _PROFILE, ("name",))
     profile = _profile.Profile(**{"seconds_per_sample": 0, **found["profile"]})
   return _cluster.Cluster(tuple(nodes), topology, server), profile
 
 
 def _read_nodes(table: Any, place: str) -> list[_node.Node]:
-  _check_keys(place, table, _NODE)
+  _check(place, table, *_NODE)
   if "name" not in table:
     raise ValueError(f"{place} must have a `name`.")
-  _check_numbers(place, table, except_for=("name", "slowdowns", "outages"))
-  count = table.get("count")
+  name, count = table["name"], table.get("count")
   if count is not None and (not isinstance(count, int) or count < 1):
     raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
-  slowdowns = [
-    _node.Slowdown(**each)
-    for each in _read_times(table, "slowdowns", _SLOWDOWN, place)
-  ]
-  outages = [
-    _node.Outage(**each)
-    for each in _read_times(table, "outages", _OUTAGE, place)
-  ]
   memory = table.get("memory_gb")
-  names = (
-    [table["name"]]
-    if count is None
-    else [f"{table['name']}{i}" for i in range(count)]
+  node = _node.Node(
+    name,
+    speed=table.get("speed", 1.0),
+    jitter=table.get("jitter", 0.0),
+    memory_bytes=math.inf if memory is None else 1e9 * memory,
+    slowdowns=_read_times(table, "slowdowns", _node.Slowdown, place),
+    outages=_read_times(table, "outages", _node.Outage, place),
   )
-  return [
-    _node.Node(
-      name,
-      speed=table.get("speed", 1.0),
-      jitter=table.get("jitter", 0.0),
-      memory_bytes=math.inf if memory is None else 1e9 * memory,
-      slowdowns=tuple(slowdowns),
-      outages=tuple(outages),
-    )
-    for name in names
-  ]
+  if count is None:
+    return [node]
+  # Machines of one table differ in their names alone; their jitter is drawn
+  # from a stream of each name, so that they still draw other numbers.
+  return [dataclasses.replace(node, name=f"{name}{i}") for i in range(count)]
 
 
 def _read_times(
-  table: Mapping[str, Any], key: str, keys: tuple[str, ...], place: str
-) -> list[dict[str, float]]:
-  """Reads times from a list of tables, in which `end_s` may be left out."""
+  table: Mapping[str, Any], key: str, kind: Callable[..., Any], place: str
+) -> tuple[Any, ...]:
+  """Reads slow-downs or outages from a list of tables."""
   times = table.get(key, [])
   within = f"`{key}` of {place}"
   if not isinstance(times, list):
     raise ValueError(f"{within} must be a list of tables, got {times!r}.")
+  keys = [x.name for x in dataclasses.fields(kind)]  # type: ignore[arg-type]
   for each in times:
-    _check_keys(within, each, keys)
-    _check_numbers(within, each)
+    _check(within, each, keys)
     missing = [name for name in keys if name not in each and name != "end_s"]
     if missing:
       raise ValueError(
         f"{within} must have {missing[0]!r}; only `end_s` may be left out."
       )
-  return times
+  return tuple(kind(**each) for each in times)
 
 
 def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
   links: dict[tuple[str, str], _links.Link] = {}
   for i, table in enumerate(tables):
     place = f"[[links]] number {i + 1}"
-    _check_keys(place, table, _LINK)
+    _check(place, table, *_LINK)
     ends = table.get("between")
     if not isinstance(ends, list) or len(ends) != 2:
       raise ValueError(f"`between` of {place} must be two names, got {ends!r}.")
     if "bandwidth_gbit_per_s" not in table:
       raise ValueError(f"{place} must have a `bandwidth_gbit_per_s`.")
-    _check_numbers(place, table, except_for=("between", "sharing"))
     link = _links.Link(
       bandwidth_bits_per_s=1e9 * table["bandwidth_gbit_per_s"],
       latency_s=1e-3 * table.get("latency_ms", 0.0),
@@ -176,7 +161,10 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
     )
     for one in _matching(ends[0], names, place):
       for other in _matching(ends[1], names, place):
+        # A pattern that matches both ends links no machine with itself.
         if one != other:
+          # A pair has one key, so that a later table replaces an earlier one
+          # that names the ends in the other order.
           ends_before = (other, one) in links
           links[(other, one) if ends_before else (one, other)] = link
   return _topology.Topology(links)
@@ -197,10 +185,17 @@ def _matching(pattern: Any, names: list[str], place: str) -> list[str]:
   return found
 
 
-def _check_keys(place: str, table: Any, known: tuple[str, ...]) -> None:
+def _check(
+  place: str,
+  table: Any,
+  numbers: Collection[str],
+  others: Collection[str] = (),
+) -> None:
+  """Raises a ValueError for an unknown key or a value that is no number."""
   if not isinstance(table, Mapping):
     raise ValueError(f"{place} must be a table, got {table!r}.")
-  for key in table:
+  known = (*numbers, *others)
+  for key, value in table.items():
     if key not in known:
       near = difflib.get_close_matches(key, known, n=1)
       remedy = (
@@ -209,13 +204,7 @@ def _check_keys(place: str, table: Any, known: tuple[str, ...]) -> None:
         else "known are " + (", ".join(map(repr, known)) + ".")
       )
       raise ValueError(f"{key!r} is no key of {place}; {remedy}")
-
-
-def _check_numbers(
-  place: str, table: Mapping[str, Any], except_for: tuple[str, ...] = ()
-) -> None:
-  for key, value in table.items():
-    if key in except_for:
-      continue
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # Python counts true and false as ints.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in numbers and not is_number:
       raise ValueError(f"`{key}` of {place} must be a number, got {value!r}.")

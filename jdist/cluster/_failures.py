@@ -9,23 +9,23 @@ from jdist.cluster import _cluster, _node
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-  r"""A law by which machines fail, each for itself, and come back.
+  r"""Failure model: each machine fails and restarts independently.
 
-  A machine is up for a time of mean u and down for one of mean d, in turn, both
-  exponential, so that it is down for
+  Up times and down times alternate and are exponential with means u and d.  The
+  fraction of time in which a machine is down is
 
-  .. math:: \frac{d}{u + d}
+  .. math:: \frac{d}{u + d}.
 
-  of the time.  Once it is up again it restarts for a constant time before it
-  asks for work; it counts as up meanwhile.  A machine that fails as it restarts
-  begins that anew.  At second 0 it is down with this probability, too: the law
-  is as far from its beginning as it will ever be.
+  After an outage a machine restarts for a constant time before it asks for
+  work; this counts as up time.  A failure during a restart begins the restart
+  anew.  The process is stationary: at second 0 a machine is down with the same
+  probability as later.
 
   Attributes:
-    up_s: u, mean seconds from a return to the next failure.
-    down_s: d, mean seconds of an outage.
-    restart_s: seconds of a restart.
-    seed: of the times; each machine has a stream of its own, by its name.
+    up_s: Mean seconds u from a return to the next failure.
+    down_s: Mean seconds d of an outage.
+    restart_s: Seconds of a restart.
+    seed: Seed of all times; each machine draws from a stream of its own name.
 
   Raises:
     ValueError: when a time is out of its range.
@@ -64,13 +64,13 @@ class Failures:
     restart_s: float = 0.0,
     seed: int = 0,
   ) -> "Failures":
-    """Returns the law by which machines are down for a part of the time.
+    """Returns the model in which machines are down for a fraction of the time.
 
     Args:
-      fraction: d / (u + d), in (0, 1).
-      cycle_s: u + d, mean seconds from a failure to the next.
-      restart_s: as of `Failures`.
-      seed: as of `Failures`.
+      fraction: The fraction d / (u + d), in (0, 1).
+      cycle_s: Mean seconds u + d from one failure to the next.
+      restart_s: Seconds of a restart.
+      seed: Seed of all times.
     """
     if not 0 < fraction < 1:
       raise ValueError(f"`fraction` must be in (0, 1), got {fraction}.")
@@ -79,21 +79,23 @@ class Failures:
 
   @property
   def down_fraction(self) -> float:
-    """The part of the time in which a machine is down."""
+    """The fraction of time in which a machine is down."""
     return self.down_s / (self.up_s + self.down_s)
 
   def down_times(
     self, name: str, until_s: float
   ) -> tuple[tuple[float, float], ...]:
-    """Returns when a machine is down, from and to, without its restarts.
+    """Returns start and end of each outage, without restarts.
 
     Args:
-      name: of the machine.
-      until_s: failures after it are left out.
+      name: The machine's name.
+      until_s: The end of the studied time; later failures are left out.
     """
     stream = random.Random(f"{self.seed} failures {name}")
     found: list[tuple[float, float]] = []
     now = 0.0
+    # An exponential time has no memory: what is left of it at second 0 has the
+    # same distribution as the whole.
     if stream.random() >= self.down_fraction:
       now = stream.expovariate(1.0 / self.up_s)
     while now < until_s:
@@ -103,7 +105,7 @@ class Failures:
     return tuple(found)
 
   def up_seconds(self, name: str, until_s: float) -> float:
-    """Returns for how long a machine is up, restarts included."""
+    """Returns the seconds in which a machine is up, restarts included."""
     return until_s - sum(
       min(end, until_s) - start for start, end in self.down_times(name, until_s)
     )
@@ -111,18 +113,19 @@ class Failures:
   def apply(
     self, machines: _cluster.Cluster, until_s: float
   ) -> _cluster.Cluster:
-    """Returns the cluster with this law's outages in place of its own.
+    """Returns the cluster with this model's outages in place of its own.
 
     Args:
-      machines: the cluster.
-      until_s: no machine fails after it.
+      machines: The cluster.
+      until_s: The time after which no machine fails.
     """
     nodes = []
     for node in machines.nodes:
       outages: list[_node.Outage] = []
       for start, end in self.down_times(node.name, until_s):
         back = end + self.restart_s
-        if outages and start <= outages[-1].end_s:  # As it restarts.
+        # A failure during a restart continues the same outage.
+        if outages and start <= outages[-1].end_s:
           start = outages.pop().start_s
         outages.append(_node.Outage(start, back))
       nodes.append(dataclasses.replace(node, outages=tuple(outages)))

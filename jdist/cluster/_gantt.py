@@ -6,8 +6,8 @@ from typing import Any
 
 from jdist.cluster import _trace
 
-# Of Paul Tol's palettes, which colour-blind readers can tell apart.
-COLOURS = {
+# Colours from Paul Tol's palettes, which colour-blind readers can tell apart.
+_COLOURS = {
   "compute": "#4477aa",
   "push": "#ee6677",
   "pull": "#228833",
@@ -30,20 +30,21 @@ def plot_trace(
   """Draws a Gantt chart and writes it to a file.
 
   Args:
-    trace: the spans.
-    path: of the picture; its ending is the format.
-    title: above it.
-    resources: the rows from above; all, in the order of their first spans, if
-      None.
-    end_s: where time ends in the picture; at the last span if None.
-    colours: of kinds, beside those of `COLOURS`.
+    trace: The spans to draw.
+    path: The picture to write; its suffix is the format.
+    title: A title above the picture.
+    resources: The rows from top to bottom; all, in the order of their first
+      spans, if None.
+    end_s: The end of the time axis; the end of the last span if None.
+    colours: Colours of further kinds.
 
   Returns:
     The path.
 
   Raises:
-    ValueError: when there is nothing to draw.
+    ValueError: when the trace has no spans.
   """
+  # The figure class, and not pyplot, which would keep every figure alive.
   import matplotlib.figure
 
   rows = list(trace.resources if resources is None else resources)
@@ -73,22 +74,22 @@ def draw_trace(
   """Draws a trace into axes of matplotlib.
 
   Args:
-    trace: the spans.
-    axes: of matplotlib.
-    rows: the resources from above.
-    end_s: where time ends; at the last span if None.
-    colours: of kinds, beside those of `COLOURS`.
-    looks: of kinds, further arguments of matplotlib's bars.
-    legend: whether to draw a legend of the kinds.
+    trace: The spans to draw.
+    axes: Axes of matplotlib.
+    rows: The resources from top to bottom.
+    end_s: The end of the time axis; the end of the last span if None.
+    colours: Colours of further kinds.
+    looks: Arguments of matplotlib's bars by kind.
+    legend: Whether to draw a legend of the kinds.
 
   Returns:
-    Its handles, one for each kind.
+    The handles of the legend, one for each kind.
   """
   import matplotlib.patches
 
   end = trace.end_s if end_s is None else end_s
   scale, unit = time_unit(end)
-  known = {**COLOURS, **(colours or {})}
+  known = {**_COLOURS, **(colours or {})}
   more = iter(_MORE * 4)
   of_kind: dict[str, dict[int, list[tuple[float, float]]]] = {}
   places = {name: i for i, name in enumerate(rows)}
@@ -108,10 +109,11 @@ def draw_trace(
     }
     handles.append(matplotlib.patches.Patch(label=kind, **look))
     for place, spans in bars.items():
-      # Without edges a thousand seams would make a bar look pale.
+      # A thousand seams between touching bars would make them look pale.
       bars_shown = spans if look["linewidth"] else _joined(spans)
       axes.broken_barh(bars_shown, (place - 0.38, 0.76), **look)
   axes.set_yticks(range(len(rows)), rows)
+  # The first row is on top, as in a table.
   axes.set_ylim(len(rows) - 0.5, -0.5)
   axes.set_xlim(0, scale * end)
   axes.set_xlabel(f"time, {unit}")
@@ -129,9 +131,10 @@ def draw_trace(
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Joins spans, (start, length), of which one begins where another ends."""
+  """Joins spans (start, length) where one begins at the end of another."""
   joined: list[tuple[float, float]] = []
   for start, length in sorted(spans):
+    # A sum of times is rounded, so that touching ends may differ a little.
     if joined and start <= sum(joined[-1]) * (1 + 1e-12):
       first = joined[-1][0]
       joined[-1] = first, max(sum(joined[-1]), start + length) - first
@@ -141,7 +144,7 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-  """Returns a unit in which a time has one to four digits, and its factor.
+  """Returns a factor and a unit in which a time has one to four digits.
 
   >>> time_unit(0.02)
   (1000.0, 'ms')

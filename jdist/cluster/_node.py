@@ -1,4 +1,4 @@
-"""A machine of a cluster: its speed now and later, and when it is away."""
+"""A machine of a cluster: its speed over time, and its outages."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ class Slowdown:
   """A time in which a machine is slower, or faster.
 
   Attributes:
-    start_s: when it begins.
-    factor: the speed is multiplied by it.
-    end_s: when it ends; never if not given.
+    start_s: The beginning.
+    factor: The factor by which the speed is multiplied.
+    end_s: The end; infinity by default.
 
   Raises:
     ValueError: when a time or the factor is out of its range.
@@ -30,11 +30,11 @@ class Slowdown:
 
 @dataclasses.dataclass(frozen=True)
 class Outage:
-  """A time in which a machine is away: what it was doing is lost.
+  """A time in which a machine is unavailable; its work in progress is lost.
 
   Attributes:
-    start_s: when it fails.
-    end_s: when it is back; never if not given.
+    start_s: The time of the failure.
+    end_s: The time of the return; infinity by default.
 
   Raises:
     ValueError: when a time is out of its range.
@@ -55,15 +55,15 @@ class Node:
 
   .. math:: t \, e^{\sigma z - \sigma^2 / 2} / v, \qquad z \sim N(0, 1)
 
-  of its time here, the mean over z being t / v.
+  seconds on this one, t / v on average.
 
   Attributes:
-    name: in the cluster.
-    speed: v, relative to the machine on which a profile was measured.
-    jitter: sigma, of the logarithm of a task's time; 0 for none.
-    memory_bytes: what a batch must fit into.
-    slowdowns: later changes of the speed; where they overlap, all count.
-    outages: when it is away, one after the other.
+    name: A unique name in the cluster.
+    speed: The speed v, relative to the machine on which a profile was measured.
+    jitter: The standard deviation sigma of the logarithm of a task's time.
+    memory_bytes: Memory that must hold a batch.
+    slowdowns: Changes of the speed; the factors of overlapping ones multiply.
+    outages: Times in which the machine is unavailable, in order.
 
   Raises:
     ValueError: when an argument is out of its range.
@@ -99,11 +99,11 @@ class Node:
       ends = outage.end_s
 
   def end_s(self, start_s: float, work_s: float) -> float:
-    """Returns when work ends that begins now, slow-downs included.
+    """Returns the time at which work ends, slow-downs included.
 
     Args:
-      start_s: now.
-      work_s: the seconds that it takes at speed 1, jitter included.
+      start_s: The time at which it begins.
+      work_s: The seconds that it takes at speed 1, jitter included.
 
     >>> node = Node("a", speed=2.0, slowdowns=(Slowdown(3.0, 0.5),))
     >>> node.end_s(start_s=0.0, work_s=8.0)  # 6 by second 3, then 1 a second.
@@ -112,6 +112,8 @@ class Node:
     if not self.slowdowns:
       return start_s + work_s / self.speed
     now = start_s
+    # The speed is constant between two ends of slow-downs: work is done piece
+    # by piece until the last piece suffices.
     while True:
       speed, until = self.speed, math.inf
       for slow in self.slowdowns:
@@ -127,7 +129,8 @@ class Node:
       now = until
 
   def draw(self, generator: random.Random) -> float:
-    """Draws the factor by which jitter lengthens a task; 1 on the average."""
+    """Draws the factor by which jitter lengthens a task; its mean is 1."""
+    # Without jitter nothing is drawn, which is also faster.
     if not self.jitter:
       return 1.0
     return math.exp(
@@ -135,7 +138,7 @@ class Node:
     )
 
   def available(self, now_s: float) -> bool:
-    """Returns whether the machine is there."""
+    """Returns whether the machine is outside of its outages."""
     return not any(o.start_s <= now_s < o.end_s for o in self.outages)
 
 

@@ -1,6 +1,7 @@
 """A model's costs: seconds and memory of a batch, bytes of a message."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ class Profile:
   .. math:: t(b) = t_0 + t_1 b, \qquad m(b) = m_0 + m_1 b
 
   Attributes:
-    seconds_per_sample: t1.
-    seconds_per_batch: t0.
-    bytes_per_sample: m1.
-    bytes_of_model: m0.
-    pull_bytes: of the parameters that a worker receives.
-    push_bytes: of the gradient that it sends.
-    seconds_per_encoding: to make or read a message of fewer bits.
-    name: of the model, in reports.
+    seconds_per_sample: The time t1.
+    seconds_per_batch: The time t0.
+    bytes_per_sample: The memory m1.
+    bytes_of_model: The memory m0.
+    pull_bytes: Bytes of the parameters that a worker receives.
+    push_bytes: Bytes of the gradient that it sends.
+    seconds_per_encoding: Time to encode or decode a compressed message.
+    name: The model's name in reports.
 
   Raises:
     ValueError: when a cost is negative, or a batch takes no time.
@@ -52,16 +53,16 @@ class Profile:
       )
 
   def compute_s(self, samples: int, passes: int = 1) -> float:
-    """Returns the seconds of a gradient of so many samples, at speed 1.
+    """Returns the seconds of a gradient at speed 1.
 
     Args:
-      samples: of the gradient.
-      passes: batches into which they are cut.
+      samples: Samples of the gradient.
+      passes: Batches into which they are cut.
     """
     return passes * self.seconds_per_batch + samples * self.seconds_per_sample
 
   def memory_bytes(self, samples: int) -> float:
-    """Returns the memory that a batch takes, the model's included."""
+    """Returns the memory of the model and a batch."""
     return self.bytes_of_model + samples * self.bytes_per_sample
 
   def max_samples(self, memory_bytes: float) -> int | None:
@@ -81,12 +82,12 @@ class Profile:
   def fit(
     cls, samples: Sequence[int], seconds: Sequence[float], **costs: float
   ) -> "Profile":
-    """Fits both times of a batch, neither negative, by least squares.
+    """Fits both times of a batch by least squares; neither is negative.
 
     Args:
-      samples: batch sizes, two different ones at least.
-      seconds: that each took.
-      **costs: the other fields.
+      samples: Batch sizes, at least two different ones.
+      seconds: The measured seconds of each.
+      **costs: The other fields.
 
     Raises:
       ValueError: with fewer than two sizes.
@@ -100,22 +101,13 @@ class Profile:
         "`samples` must have two different sizes at least, and `seconds` one "
         f"time for each, got {samples!r} and {seconds!r}."
       )
-    num = len(samples)
-    mean_x, mean_y = sum(samples) / num, sum(seconds) / num
-    spread = sum((x - mean_x) ** 2 for x in samples)
-    slope = (
-      sum(
-        (x - mean_x) * (y - mean_y)
-        for x, y in zip(samples, seconds, strict=True)
-      )
-      / spread
-    )
-    slope = max(slope, 0.0)
-    start = mean_y - slope * mean_x
-    if start < 0:  # The best line through zero.
-      start = 0.0
-      slope = sum(x * y for x, y in zip(samples, seconds, strict=True))
-      slope /= sum(x * x for x in samples)
+    fit = functools.partial(statistics.linear_regression, samples, seconds)
+    slope = max(fit().slope, 0.0)
+    start = statistics.fmean(seconds) - slope * statistics.fmean(samples)
+    # A negative time per batch would let small batches end before they begin:
+    # the best line through zero takes its place.
+    if start < 0:
+      start, slope = 0.0, fit(proportional=True).slope
     return cls(seconds_per_sample=slope, seconds_per_batch=start, **costs)  # type: ignore[arg-type]
 
   @classmethod
@@ -130,16 +122,17 @@ class Profile:
     """Measures a batch of each size and fits both times to the medians.
 
     Args:
-      step: computes a gradient of so many samples, waits for it, and returns
-        the seconds that it took.
-      samples: batch sizes.
-      repeats: of each size, in turn; a first one, which compiles, not counted.
-      **costs: the other fields.
+      step: A function of a batch size that computes a gradient, waits for it
+        and returns the seconds.
+      samples: Batch sizes.
+      repeats: Measurements of each size.
+      **costs: The other fields.
     """
     checks.check_int("repeats", repeats, 1)
     for size in samples:
-      step(size)
+      step(size)  # The first call compiles and is not counted.
     found: dict[int, list[float]] = {size: [] for size in samples}
+    # Sizes take turns, so that a slow phase of the machine hits all of them.
     for _ in range(repeats):
       for size in samples:
         found[size].append(step(size))

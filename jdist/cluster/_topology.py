@@ -1,8 +1,8 @@
-"""Topologies: what is linked with what, and by which way messages go."""
+"""Topologies: the links between machines, and the routes of messages."""
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from jdist.cluster import _links
 
@@ -13,13 +13,13 @@ Hop = tuple[str, str]
 class Topology:
   """A graph of links between machines and switches.
 
-  A message takes a way of the fewest hops.
+  A message takes a route of the fewest hops.
 
   Attributes:
-    links: by their two ends, each pair once; full duplex.
+    links: Links by their two ends, each pair once; full duplex.
 
   Raises:
-    ValueError: when a pair comes twice, or something is linked with itself.
+    ValueError: when a pair occurs twice, or both ends of a link are equal.
 
   >>> link = _links.Link(bandwidth_bits_per_s=1e9)
   >>> star({"a": link, "b": link}, "switch").route("a", "b")
@@ -40,6 +40,7 @@ class Topology:
         )
       neighbours.setdefault(one, []).append(other)
       neighbours.setdefault(other, []).append(one)
+    # The dataclass is frozen; neighbours and routes are derived from its links.
     object.__setattr__(self, "_neighbours", neighbours)
     object.__setattr__(self, "_trees", {})
 
@@ -52,7 +53,7 @@ class Topology:
     """Returns the link between two neighbours.
 
     Raises:
-      ValueError: when they are none.
+      ValueError: when there is no such link.
     """
     found = self.links.get((one, other)) or self.links.get((other, one))
     if found is None:
@@ -60,13 +61,14 @@ class Topology:
     return found
 
   def route(self, source: str, target: str) -> tuple[Hop, ...]:
-    """Returns the hops of a message, none to oneself.
+    """Returns the hops of a message; a message to its sender has none.
 
     Raises:
-      ValueError: when there is no way.
+      ValueError: when no route exists.
     """
     trees = self._trees  # type: ignore[attr-defined]
-    # Ways from a server to each worker, and back, are of one tree.
+    # Routes between a server and all workers, in both directions, are paths of
+    # one tree: one search suffices for all of them.
     if source not in trees and target not in trees:
       trees[target] = self._tree(target)
     if target in trees:
@@ -75,7 +77,9 @@ class Topology:
     return tuple((b, a) for a, b in reversed(back))
 
   def _tree(self, root: str) -> dict[str, str]:
+    """Returns the next hop towards the root from each machine."""
     neighbours = self._neighbours  # type: ignore[attr-defined]
+    # A breadth-first search finds a machine first by its fewest hops.
     parents = {root: root}
     queue = collections.deque([root])
     while queue:
@@ -101,24 +105,10 @@ class Topology:
 
 
 def star(links: Mapping[str, _links.Link], centre: str) -> Topology:
-  """Links everything with a centre: a switch, or a server itself.
+  """Links all machines with a centre: a switch, or a server.
 
   Args:
-    links: of each machine to the centre, by the machine's name.
-    centre: its name.
+    links: Each machine's link to the centre, by the machine's name.
+    centre: The centre's name.
   """
   return Topology({(name, centre): link for name, link in links.items()})
-
-
-def ring(names: Iterable[str], link: _links.Link) -> Topology:
-  """Links each with the next, and the last with the first.
-
-  >>> link = _links.Link(bandwidth_bits_per_s=1e9)
-  >>> sorted(ring("abc", link).links)
-  [('a', 'b'), ('b', 'c'), ('c', 'a')]
-  """
-  all_names = list(names)
-  if len(all_names) < 3:
-    raise ValueError(f"`names` must be three at least, got {all_names}.")
-  after = [*all_names[1:], all_names[0]]
-  return Topology(dict.fromkeys(zip(all_names, after, strict=True), link))

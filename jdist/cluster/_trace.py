@@ -1,4 +1,4 @@
-"""Traces: what was busy when, on any named resources."""
+"""Traces: the times in which named resources were busy."""
 
 import dataclasses
 import json
@@ -12,11 +12,12 @@ class Span(NamedTuple):
   """A time in which a resource was busy.
 
   Attributes:
-    resource: a machine, a stream of one, or a direction of a link.
-    name: of the work.
-    start_s: when it began.
-    end_s: when it ended.
-    kind: by which spans are coloured, such as `"compute"`, `"push"`, `"pull"`.
+    resource: A machine, a stream of one, or a direction of a link.
+    name: The name of the work.
+    start_s: The time at which it began.
+    end_s: The time at which it ended.
+    kind: The kind of work, which gives a span its colour: `"compute"`,
+      `"push"`, `"pull"` and others.
   """
 
   resource: str
@@ -27,7 +28,7 @@ class Span(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """The seconds between both ends."""
+    """The duration in seconds."""
     return self.end_s - self.start_s
 
 
@@ -36,9 +37,9 @@ class Trace:
   """Spans on resources, in the order in which they were added.
 
   Attributes:
-    spans: all of them.
-    until_s: spans that begin later are not kept, so that a long run is drawn
-      from its beginning in little memory.
+    spans: All spans.
+    until_s: The time from which spans are dropped, so that the beginning of a
+      long run is kept in little memory.
 
   >>> trace = Trace()
   >>> trace.add("gpu", "matmul", 0.0, 3.0)
@@ -66,7 +67,7 @@ class Trace:
       self.spans.append(Span(resource, name, start_s, end_s, kind))
 
   def cut(self, resource: str, end_s: float) -> None:
-    """Ends the last span of a resource earlier, where work was cut off.
+    """Ends the last span of a resource earlier, where work was interrupted.
 
     >>> trace = Trace()
     >>> trace.add("gpu", "matmul", 0.0, 3.0)
@@ -74,6 +75,7 @@ class Trace:
     >>> trace.end_s
     1.0
     """
+    # From the end: the span is one of the last, however long the trace is.
     for i in range(len(self.spans) - 1, -1, -1):
       span = self.spans[i]
       if span.resource == resource:
@@ -97,9 +99,9 @@ class Trace:
     return max((span.end_s for span in self.spans), default=0.0)
 
   def utilisation(self) -> dict[str, float]:
-    """Returns which part of the time each resource was busy.
+    """Returns the fraction of time in which each resource was busy.
 
-    Spans of one resource that overlap count once.
+    Overlapping spans of one resource count once.
     """
     whole = self.end_s
     by_resource: dict[str, list[Span]] = {}
@@ -111,39 +113,33 @@ class Trace:
     }
 
   def save_perfetto(self, path: str | pathlib.Path) -> None:
-    """Writes a file that https://ui.perfetto.dev opens.
-
-    The format is Chrome's trace events: complete ones, in microseconds, with a
-    thread for each resource.
-    """
+    """Writes a file of trace events for https://ui.perfetto.dev."""
+    # Chrome's format knows processes and threads: each resource is a thread of
+    # process 0, a span is a complete event "X", and times are in microseconds.
     numbers = {name: i for i, name in enumerate(self.resources)}
     events: list[dict[str, object]] = [
       {
         "name": "thread_name",
         "ph": "M",
         "pid": 0,
-        "tid": number,
-        "args": {"name": name},
+        "tid": i,
+        "args": {"name": x},
       }
-      for name, number in numbers.items()
+      for x, i in numbers.items()
     ]
     events += [
       {
-        "name": span.name,
-        "cat": span.kind,
-        "ph": "X",
-        "pid": 0,
-        "tid": numbers[span.resource],
-        "ts": 1e6 * span.start_s,
+        "name": span.name, "cat": span.kind, "ph": "X", "pid": 0,
+        "tid": numbers[span.resource], "ts": 1e6 * span.start_s,
         "dur": 1e6 * span.seconds,
       }
       for span in self.spans
-    ]
+    ]  # fmt: skip
     pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def union_s(spans: Iterable[Span]) -> float:
-  """Returns the seconds in which at least one span lasts.
+  """Returns the seconds that at least one span covers.
 
   >>> union_s([Span("a", "x", 0, 2), Span("a", "y", 1, 3)])
   3.0

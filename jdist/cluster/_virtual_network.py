@@ -1,4 +1,4 @@
-"""A network on a virtual clock: how long messages take beside each other."""
+"""A network on a virtual clock, whose messages share its links."""
 
 import heapq
 from collections.abc import Callable
@@ -6,20 +6,20 @@ from typing import Any
 
 from jdist.cluster import _links, _topology, _trace
 
-# What rounding may leave of a message: of its bytes, and of the clock.
+# Relative rounding errors of counted bytes, and of the clock.
 _ROUNDING = 1e-9
 _CLOCK_ROUNDING = 1e-15
 
 
 class _FirstCome:
-  """One direction of a link on which messages follow one after the other."""
+  """One direction of a link that carries one message after the other."""
 
   def __init__(self, link: _links.Link):
     self._bytes_per_s = link.bandwidth_bits_per_s / 8
     self._free_s = 0.0
 
   def carry_s(self, now_s: float, num_bytes: float) -> float:
-    """Takes a message and returns when it will have been carried."""
+    """Takes a message and returns the time at which it has passed."""
     start = max(now_s, self._free_s)
     self._free_s = start + num_bytes / self._bytes_per_s
     return self._free_s
@@ -28,33 +28,36 @@ class _FirstCome:
 class _Fair:
   """One direction of a link that all messages on it share equally.
 
-  A message that is alone on the link is through when its bytes are, and needs
-  no event for it.  Once several are there they are in a heap: counted are the
-  bytes that each message has been given since the link was last empty, which
-  are alike for all, and a message is through when they reach what they were at
-  its beginning plus its own.  A message costs a push and a pop of the heap,
-  however many there are.
+  A single message needs no event: the time at which it has passed is known at
+  once.  Several are kept in a heap.  Processor sharing gives the same number of
+  bytes to each of them, so that one count suffices: a message has passed when
+  the count has grown by its own bytes.  A message costs one push and one pop of
+  the heap, however many share the link.
   """
 
   def __init__(self, link: _links.Link, label: str, environment: Any):
     self.label = label
     self._bytes_per_s = link.bandwidth_bits_per_s / 8
     self._environment = environment
-    # Alone on the link: its message, from when until when, and its bytes.
+    # The only message on the link, its beginning, its end and its bytes.
     self._alone: _Sharing | None = None
     self._begin_s, self._end_s, self._bytes = 0.0, 0.0, 0.0
+    # Bytes given to each message of the heap, as of which time.
     self._given, self._at_s = 0.0, 0.0
+    # The count breaks ties in the order of arrival, which keeps runs
+    # deterministic; messages have no order.
     self._heap: list[tuple[float, int, _Sharing]] = []
     self._count = 0
     self._wake_s: float | None = None
 
   def carry(self, message: "_Sharing", num_bytes: float, now_s: float) -> None:
-    """Takes a message, and notifies it when it has been carried."""
+    """Takes a message, and notifies it when it has passed."""
     heap, alone = self._heap, self._alone
     if heap:
       passed = (now_s - self._at_s) * self._bytes_per_s
       self._given += passed / len(heap)
-    # The clock may be rounded to just before the end of one that has arrived.
+    # Rounding may put the clock just before the end of a message that has
+    # already arrived, hence the third condition.
     elif alone is None or self._end_s <= now_s or alone.has_arrived:
       self._alone, self._bytes, self._begin_s = message, num_bytes, now_s
       self._end_s = end = now_s + num_bytes / self._bytes_per_s
@@ -63,7 +66,7 @@ class _Fair:
       if message.ends_s is not None:
         message.ends_s[self] = end
       return
-    else:  # The first of two: what it has been given so far counts.
+    else:  # The link's only message becomes the first of two.
       self._given = (now_s - self._begin_s) * self._bytes_per_s
       heap.append((self._bytes, self._count, alone))
       alone.share(self)
@@ -80,20 +83,23 @@ class _Fair:
     left = heap[0][0] - self._given
     after = left * len(heap) / self._bytes_per_s if left > 0.0 else 0.0
     at = self._at_s + after
-    # One that is armed for an earlier time arms itself again.
+    # SimPy cannot cancel an event.  One that is armed for an earlier time stays
+    # valid, and arms the next one.
     if self._wake_s is None or at < self._wake_s:
       self._wake_s = at
-      # The event's value says for when it was armed: no closure.
+      # The event's value is the time for which it was armed; a closure for each
+      # event would cost more.
       self._environment.timeout(after, at).callbacks.append(self._wake)
 
   def _wake(self, event: Any) -> None:
     if event._value != self._wake_s:
-      return  # An earlier one was armed later.
+      return  # An event for an earlier time has replaced this one.
     self._wake_s = None
     heap, now = self._heap, self._environment.now
     self._given += (now - self._at_s) * self._bytes_per_s / len(heap)
     self._at_s = now
-    # Less than the clock can tell from now would wake this for ever.
+    # A rest below the clock's resolution would be scheduled for the present
+    # time again and again.
     bound = self._given * (1 + _ROUNDING) + _ROUNDING
     bound += _CLOCK_ROUNDING * now * self._bytes_per_s
     ready = []
@@ -106,22 +112,16 @@ class _Fair:
 
 
 class _Sharing:
-  """A message on the way over fairly shared links.
+  """A message in transit over fairly shared links.
 
-  Its arrival is an event of its own, scheduled when all that it waits for is
-  known, and void once another message joins it on a link.
+  Its arrival is an event that is scheduled once the end on all links is known,
+  and that becomes void when another message joins on one of them.
   """
 
+  # Runs of thousands of machines create millions of these.
   __slots__ = (
-    "arrival",
-    "due_s",
-    "ends_s",
-    "environment",
-    "has_arrived",
-    "last_s",
-    "latency_s",
-    "note",
-    "waits",
+    "arrival", "due_s", "ends_s", "environment", "has_arrived", "last_s",
+    "latency_s", "note", "waits",
   )  # fmt: skip
 
   def __init__(
@@ -137,7 +137,7 @@ class _Sharing:
     self.last_s, self.latency_s, self.note = last_s, latency_s, note
     self.due_s: float | None = None
     self.has_arrived = False
-    # By link, as far as it is known; of a trace only.
+    # Known ends by link, which only a trace needs.
     self.ends_s: dict[_Fair, float] | None = None if note is None else {}
     self.waits = 0
     now = environment.now
@@ -147,14 +147,14 @@ class _Sharing:
       self._schedule(now)
 
   def share(self, queue: _Fair) -> None:
-    """Takes note that nobody knows yet when a link will have carried it."""
+    """Marks the message's end on a link as unknown."""
     self.waits += 1
     self.due_s = None
     if self.ends_s is not None:
       self.ends_s.pop(queue, None)
 
   def carried(self, queue: _Fair) -> None:
-    """Takes note that a link has carried it; the last one lets it arrive."""
+    """Notes that the message has passed a link; after the last it arrives."""
     now = self.environment.now
     if self.note is not None:
       self.note(queue.label, now)
@@ -170,12 +170,13 @@ class _Sharing:
 
   def _arrive(self, event: Any) -> None:
     if event._value is not self.due_s:
-      return  # Another message has joined it since.
+      return  # Another message has joined since, and the end has moved.
     if self.note is not None and self.ends_s is not None:
       for queue, end_s in self.ends_s.items():
         self.note(queue.label, end_s)
     self.has_arrived = True
-    # At once, as its own event would be the next of the clock.
+    # Succeeding the arrival would schedule one more event for this very time;
+    # its callbacks run here instead.
     arrival = self.arrival
     arrival._ok, arrival._value = True, None
     callbacks, arrival.callbacks = arrival.callbacks, None
@@ -183,16 +184,16 @@ class _Sharing:
       callback(arrival)
 
 
-# Latency, and the links of a way by how they are shared.
+# The latency of a route, and its links by the way in which they are shared.
 _Way = tuple[float, list[tuple[str, _FirstCome]], list[_Fair]]
 
 
 class Network:
   """Carries messages over a topology on SimPy's clock.
 
-  A message flows over all links of its way at once.  It arrives when the last
-  of them has carried it, and the latencies have gone by; on each it waits for,
-  or shares with, the others that are there.
+  A message flows over all links of its route at once.  It arrives when it has
+  passed the slowest of them and the latencies have elapsed; on each link it
+  waits for other messages, or shares the bandwidth with them.
 
   >>> import simpy
   >>> from jdist import cluster
@@ -214,12 +215,12 @@ class Network:
     topology: _topology.Topology | None,
     trace: _trace.Trace | None = None,
   ):
-    """Makes a network in which nothing is under way.
+    """Makes a network without messages.
 
     Args:
-      environment: a `simpy.Environment`.
-      topology: the links; messages take no time if None.
-      trace: where to note when each direction of a link was busy.
+      environment: A `simpy.Environment`.
+      topology: The links; messages take no time if None.
+      trace: A trace that records when each direction of a link is busy.
     """
     self._environment, self._topology = environment, topology
     self._trace = trace
@@ -239,22 +240,23 @@ class Network:
     """Sends a message.
 
     Args:
-      source: from whom.
-      target: to whom.
-      num_bytes: its size.
-      name: in the trace.
-      kind: in the trace.
+      source: The sender's name.
+      target: The receiver's name.
+      num_bytes: The message's size.
+      name: Its name in the trace.
+      kind: Its kind in the trace.
 
     Returns:
-      An event of SimPy that happens when it arrives.
+      An event of SimPy that happens when the message arrives.
 
     Raises:
-      ValueError: when there is no way.
+      ValueError: when no route exists.
     """
     environment, trace = self._environment, self._trace
     if self._topology is None:
       return environment.timeout(0.0)
     latency, first_come, fair = self._way(source, target)
+    # On first-come links the end is known now; only shared links need events.
     last = now = environment.now
     for label, queue in first_come:
       until = queue.carry_s(now, num_bytes)

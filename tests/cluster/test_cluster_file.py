@@ -48,7 +48,7 @@ def load(tmp_path, text):
   return cluster.load_cluster(path)
 
 
-def test_a_file_says_all_of_a_cluster(tmp_path):
+def test_file_describes_a_whole_cluster(tmp_path):
   found, profile = load(tmp_path, FILE)
   assert found.names == ("fast0", "fast1", "slow")
   fast, slow = found.node("fast1"), found.node("slow")
@@ -81,7 +81,7 @@ WRONG = {
   "unknown key": (FILE.replace("jitter", "colour"), "'colour' is no key of"),
   "negative bandwidth": (
     FILE.replace("= 10.0", "= -10.0"),
-    "`bandwidth_bits_per_s` must be positive",
+    "`bandwidth_bits_per_s` must be in",
   ),
   "speed of 0": (FILE.replace("8.0", "0.0"), "`speed` must be positive"),
   "speed in words": (FILE.replace("8.0", "'fast'"), "`speed` of .* a number"),
@@ -101,7 +101,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
+def test_mistakes_raise_one_line_with_the_file(tmp_path, name):
   text, message = WRONG[name]
   with pytest.raises(ValueError, match=message) as error:
     load(tmp_path, text)
@@ -109,7 +109,7 @@ def test_a_mistake_is_one_line_that_names_the_file(tmp_path, name):
   assert "\n" not in str(error.value)
 
 
-def test_of_two_links_between_the_same_ends_the_later_counts(tmp_path):
+def test_later_link_between_the_same_ends_counts(tmp_path):
   for ends in ('["a0", "switch"]', '["switch", "a0"]'):
     path = tmp_path / "cluster.toml"
     path.write_text(

@@ -36,7 +36,7 @@ def test_restarts_are_outages_but_no_time_down():
   assert all(a.end_s < b.start_s for a, b in pairs)
 
 
-def test_each_machine_and_seed_has_times_of_its_own():
+def test_machines_and_seeds_have_different_times():
   law = cluster.Failures(up_s=5.0, down_s=5.0)
   times = {law.down_times(name, 50.0) for name in "abc"}
   other = cluster.Failures(up_s=5.0, down_s=5.0, seed=1)
@@ -54,6 +54,6 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
+def test_invalid_arguments_raise(name):
   with pytest.raises(ValueError, match=f"`{name}` must"):
     BAD[name]()

@@ -1,4 +1,4 @@
-"""How long it takes to send something."""
+"""Seconds of messages on links."""
 
 import pytest
 
@@ -12,5 +12,5 @@ def test_seconds_are_bits_over_bandwidth_and_messages_times_latency():
   assert link.send_s(0) == 0
 
 
-def test_a_ring_passes_everything_round_twice():
+def test_ring_all_reduce_has_two_rounds_of_messages():
   assert [cluster.ring_messages(n) for n in (1, 2, 8)] == [0, 2, 14]

@@ -52,7 +52,7 @@ def test_jitter_does_not_change_the_mean():
   assert statistics.stdev(logarithms) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_batch_beyond_the_memory_is_refused():
+def test_batch_larger_than_memory_raises():
   machines = cluster.Cluster(
     (cluster.Node("big"), cluster.Node("small", memory_bytes=1e9))
   )

@@ -15,7 +15,7 @@ def drawn():
   return trace
 
 
-def test_perfetto_gets_a_thread_for_each_resource(tmp_path):
+def test_perfetto_file_has_a_thread_for_each_resource(tmp_path):
   drawn().save_perfetto(tmp_path / "trace.json")
   events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
   names = {

@@ -94,7 +94,8 @@ def test_stages_of_a_machine_follow_each_other(number, each):
 
 def test_a_link_that_distant_cuts_share_counts_for_each():
   # In a ring a message goes over the machines between.
-  ring = cluster.ring("abcd", cluster.Link(8.0))
+  pairs = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a")]
+  ring = cluster.Topology(dict.fromkeys(pairs, cluster.Link(8.0)))
   machines = cluster.Cluster(tuple(map(cluster.Node, "acbd")), ring, server="a")
   costs = [_Cost(f"{i}", 1.0, 2.0, output_bytes=4) for i in range(4)]
   assert pipeline.partition(costs, machines).bottleneck_s > 4.0
