@@ -1,10 +1,10 @@
 """Real data, split over workers and batched by step number.
 
-`load` gives a whole set of images as arrays in memory, `load_text` a text in
-windows of its bytes. `partition` splits a set over workers, `Batches` cuts it
-into steps and `evaluation_batches` walks over it once. `random_crop` and its
-like change images inside the step, on the device. The room imports NumPy and
-JAX only; scikit-learn, Grain and TensorFlow Datasets load where they are used.
+`load` returns a set of images as arrays in memory, and `load_text` a text as
+windows of bytes. `partition` splits a set over workers, `Batches` cuts it into
+steps and `evaluation_batches` iterates over it once. Augmentations such as
+`random_crop` run inside the step, on the device. The room imports NumPy and JAX
+only; scikit-learn, Grain and TensorFlow Datasets load where they are used.
 """
 
 from jdist.data._augmentation import compose as compose
@@ -12,7 +12,6 @@ from jdist.data._augmentation import random_crop as random_crop
 from jdist.data._augmentation import random_flip as random_flip
 from jdist.data._batches import Batches as Batches
 from jdist.data._batches import evaluation_batches as evaluation_batches
-from jdist.data._batches import EvaluationBatches as EvaluationBatches
 from jdist.data._catalog import NAMES as NAMES
 from jdist.data._catalog import TEXT_NAMES as TEXT_NAMES
 from jdist.data._dataset import Dataset as Dataset

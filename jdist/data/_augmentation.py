@@ -1,11 +1,11 @@
 """Images changed at random, inside the step and on the device.
 
-Each function here makes an `augment(images, key) -> images` of one shape and
-type. The change of image i depends on the key and on i alone: it is the same
-to the bit on every device and substrate, whatever the size of the batch.
+Each function returns an `augment(images, key)` that keeps shape and type. The
+change of image i depends on the key and on i alone, so that it is equal to the
+bit on every device and substrate, whatever the batch size.
 
-Augment raw pixels, before `Dataset.normalize`: they are a quarter of the
-bytes. Pixels from outside an image are zero, black.
+Augment raw pixels, before `Dataset.normalize`: they have a quarter of the
+bytes. Pixels outside of an image are zero (black).
 """
 
 from collections.abc import Callable
@@ -22,11 +22,12 @@ Augment = Callable[[jax.Array, jax.Array], jax.Array]
 def random_crop(padding: int = 4) -> Augment:
   """Shifts each image by up to `padding` pixels in both directions.
 
-  Equal to adding a border of zeros and cutting out a window of the old size
-  at a uniform place, one of `(2 * padding + 1)**2`.
+  The image gets a border of zeros, and a window of its size is cut out at one
+  of `(2 * padding + 1)**2` places with equal probability.
 
   Args:
-    padding: pixels, >= 1; default 4, usual for images of 32x32.
+    padding: The border in pixels, >= 1. The default 4 is usual for images of
+      32x32 pixels.
 
   >>> import numpy as np
   >>> images = np.ones((100, 3, 3, 1), np.float32)
@@ -41,6 +42,7 @@ def random_crop(padding: int = 4) -> Augment:
   checks.check_int("padding", padding, 1)
 
   def crop(image: jax.Array, key: jax.Array) -> jax.Array:
+    # The window has a static size and a dynamic place, as XLA requires.
     around = ((padding, padding), (padding, padding), (0, 0))
     top, left = jax.random.randint(key, (2,), 0, 2 * padding + 1)
     zero = jnp.zeros_like(top)
@@ -54,10 +56,11 @@ def random_crop(padding: int = 4) -> Augment:
 def random_flip(probability: float = 0.5) -> Augment:
   """Mirrors each image left to right, or leaves it.
 
-  Not for what has a right way round, such as digits.
+  Classes whose mirror image is another class, such as digits, must not be
+  flipped.
 
   Args:
-    probability: of being mirrored, in [0, 1]; default 0.5.
+    probability: The probability that an image is mirrored, in [0, 1].
 
   >>> images = jnp.array([[[[1], [2]]]])
   >>> jax.jit(random_flip(1.0))(images, jax.random.key(0)).tolist()
@@ -73,7 +76,7 @@ def random_flip(probability: float = 0.5) -> Augment:
 
 
 def compose(*augments: Augment) -> Augment:
-  """Does one `augment(images, key)` after the other, each with its own key.
+  """Applies augmentations one after the other, each with its own key.
 
   >>> augment = compose(random_crop(4), random_flip())
   >>> images = jnp.zeros((8, 32, 32, 3), jnp.uint8)
@@ -90,7 +93,7 @@ def compose(*augments: Augment) -> Augment:
 
 
 def _for_each(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Augment:
-  """Changes each image by a key that its place in the batch gives."""
+  """Maps a change over a batch; an image's key depends on its place in it."""
 
   def augment(images: jax.Array, key: jax.Array) -> jax.Array:
     if images.ndim != 4:
@@ -99,6 +102,7 @@ def _for_each(change: Callable[[jax.Array, jax.Array], jax.Array]) -> Augment:
         f"{images.shape}. A worker's step sees its own images, without the "
         "axis of workers."
       )
+    # `split` would give other keys for another batch size; `fold_in` does not.
     places = jnp.arange(len(images))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, places)
     return jax.vmap(change)(images, keys)

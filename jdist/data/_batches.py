@@ -18,26 +18,26 @@ from jdist.data._text_dataset import TextDataset
 class Batches:
   """Cuts a data set into one batch per worker and step.
 
-  Batch t is a pure function of (seed, t, worker): a run resumes exactly by
-  asking for the next step, and a process that asks for its own workers gets
-  the rows that one process would have given them.
+  Batch t is a pure function of (seed, t, worker). A run resumes exactly at the
+  next step, and a process that asks for its own workers gets the rows that a
+  single process would have given them.
 
-  Without `alpha` all workers share one stream, a fresh permutation of the
-  data per epoch; step t takes the next `num_workers * batch_size` samples and
-  cuts them by worker, so an epoch may end in the middle of a step. With `alpha`
-  each worker owns a part, skewed by label (see `partition`), reshuffled on
-  every pass.
+  Without `alpha` all workers share one stream with a new permutation per epoch.
+  Step t takes the next `num_workers * batch_size` samples and splits them by
+  worker, so an epoch may end in the middle of a step. With `alpha` each worker
+  owns a part skewed by label (see `partition`), reshuffled on every pass.
 
   Args:
-    dataset: of images or of a text, to cut.
-    num_workers: workers of the whole run, from 1 to the number of samples.
-    batch_size: samples per worker and step, >= 1.
-    seed: integer >= 0. Runs with different seeds share no permutation.
-    alpha: label skew, > 0; default None, i.i.d. workers. A text has no labels.
-    worker_ids: workers to give batches of, in this order; default all.
+    dataset: Images, or a text.
+    num_workers: Workers of the whole run, at most the number of samples.
+    batch_size: Samples per worker and step, >= 1.
+    seed: An integer >= 0. Runs with different seeds share no permutation.
+    alpha: Label skew, > 0; None (default) for i.i.d. workers. A text has no
+      labels.
+    worker_ids: Workers whose batches are returned, in this order; default all.
 
   Attributes:
-    steps_per_epoch: steps, as a float, in which the workers together see as
+    steps_per_epoch: Steps, as a float, in which all workers together see as
       many samples as the data set has.
 
   >>> from jdist import data
@@ -78,6 +78,8 @@ class Batches:
         f"`step` must be >= 0, got {step}. Steps are counted from the start; "
         "the stream has no end to count from."
       )
+    # All rows are drawn and then chosen from: a worker's rows must not depend
+    # on which workers a process asks for.
     if self._samples.shared:
       count = self.num_workers * self.batch_size
       rows = self._samples.indices(0, step * count, count)
@@ -93,21 +95,20 @@ class Batches:
   def __getitem__(self, step: int) -> dict[str, np.ndarray]:
     """Returns the batch of a step, for the w workers of `worker_ids`.
 
-    Of images {"image": uint8 [w, batch_size, height, width, channels],
-    "label": int32 [w, batch_size]}, of a text {"tokens", "targets"}, both int32
-    [w, batch_size, length].
+    Images give {"image": uint8 [w, batch_size, height, width, channels],
+    "label": int32 [w, batch_size]}, and a text gives {"tokens", "targets"},
+    both int32 [w, batch_size, length].
     """
     return self.dataset.batch(self.indices(step))
 
   def iterate(self, start_step: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Gives batches without end, the next two made by a thread of Grain.
+    """Returns an endless iterator that prefetches two batches by Grain.
 
-    Where Grain is not installed they are made when they are asked for.  The
-    thread ends when the iterator is closed (`contextlib.closing`, or its
-    `close()`) or dropped.
+    Without Grain, batches are made on demand.  The prefetching thread ends when
+    the iterator is closed (`contextlib.closing`, or its `close()`) or dropped.
 
     Args:
-      start_step: first step to give, >= 0, such as the one to resume at.
+      start_step: The first step, >= 0, for instance the one to resume at.
 
     Returns:
       A generator of `self[start_step]`, `self[start_step + 1]`, ...
@@ -127,6 +128,7 @@ class Batches:
     )
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     iterator = iter(steps.to_iter_dataset(options))
+    # Without `close` Grain's thread would outlive an abandoned generator.
     try:
       yield from iterator
     finally:
@@ -136,14 +138,14 @@ class Batches:
 class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
   """Cuts a data set, in its order, into padded batches of one size.
 
-  Every sample appears exactly once with mask 1; the last batch is filled up
-  with zeros of mask 0, which may be all that a worker has there. So sum over
-  the mask, and divide once at the end.
+  Every sample appears exactly once with mask 1. The last batch is padded with
+  zeros of mask 0, perhaps all samples of a worker: sum over the mask, and
+  divide once at the end.
 
   Args:
-    dataset: to cut.
-    num_workers: workers of the whole run, >= 1.
-    batch_size: samples per worker and batch, >= 1.
+    dataset: Images, or a text.
+    num_workers: Workers of the whole run, >= 1.
+    batch_size: Samples per worker and batch, >= 1.
 
   Returns:
     A sequence, with a length, of batches as `Batches` gives, with "mask":
@@ -173,6 +175,7 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
     count = self.num_workers * self.batch_size
     rows = index % len(self) * count + np.arange(count)
     rows = rows.reshape(self.num_workers, -1)
+    # Equal shapes of all batches mean one compiled program.
     inside = rows < len(self.dataset)
     batch = self.dataset.batch(np.where(inside, rows, 0))
     for values in batch.values():

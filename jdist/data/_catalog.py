@@ -1,4 +1,4 @@
-"""The known data sets, and the facts of each that are not in its files."""
+"""The known data sets, with facts that their files do not hold."""
 
 import dataclasses
 
@@ -10,17 +10,19 @@ class Source:
   """A data set, and its place in TensorFlow Datasets.
 
   Mean and deviation are per channel, over all pixels of the train split, in raw
-  units; a test computes them again from the data.  None: measured when the set
-  is decoded, and kept with it.
+  units; a test computes them again from the data.  If None, they are measured
+  when the set is decoded, and cached with it.
   """
 
   num_classes: int
   tfds_name: str = ""
-  url: str = ""  # Of one file that TensorFlow Datasets will download.
+  # One file of the download, which shows whether the server answers.
+  url: str = ""
   test_split: str = "test"
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
-  size: int | None = None  # To which images of different sizes are cropped.
+  # Images of different sizes are cropped to this one.
+  size: int | None = None
   text: bool = False
 
 
@@ -86,13 +88,13 @@ SOURCES = {
   ),
 }
 
-# Of images, which `load` reads, and of texts, which `load_text` reads.
+# `load` reads sets of images, and `load_text` reads texts.
 NAMES = tuple(name for name, source in SOURCES.items() if not source.text)
 TEXT_NAMES = tuple(name for name, source in SOURCES.items() if source.text)
 
 
 def find(name: str, names: tuple[str, ...] = tuple(SOURCES)) -> Source:
-  """Returns the entry of a set; a ValueError if there is none."""
+  """Returns the entry of a set; raises a ValueError for an unknown name."""
   if name not in names:
     remedy = "For data of your own make a `jdist.data.Dataset`."
     if name in TEXT_NAMES:
@@ -104,7 +106,7 @@ def find(name: str, names: tuple[str, ...] = tuple(SOURCES)) -> Source:
 
 
 def check_split(split: str) -> None:
-  """Raises a ValueError unless there is such a split."""
+  """Raises a ValueError for an unknown split."""
   if split not in SPLITS:
     raise ValueError(
       f'`split` must be "train" or "test", got {split!r}. To validate, hold '

@@ -10,17 +10,17 @@ import numpy as np
 class Dataset:
   """Holds one split of an image classification set.
 
-  `load` makes one of a set by name; the constructor takes arrays of your own.
+  `load` returns a set by name; the constructor takes your own arrays.
 
   Attributes:
-    name: of the set, as in `load`.
+    name: The name of the set, as in `load`.
     split: "train" or "test".
-    images: raw pixels, uint8 [n, height, width, channels].
-    labels: classes, integers [n] in 0 .. num_classes - 1.
-    num_classes: number of classes.
-    mean: per channel, over all pixels of the **train** split, whichever split
-      this is, in the units of the raw pixels (0 .. 255; digits 0 .. 16).
-    std: standard deviation, likewise.
+    images: Raw pixels, uint8 [n, height, width, channels].
+    labels: Classes, integers [n] in 0 .. num_classes - 1.
+    num_classes: The number of classes.
+    mean: The mean of each channel over all pixels of the **train** split,
+      whichever split this is, in the units of the raw pixels.
+    std: The standard deviation, likewise.
 
   >>> digits = Dataset(
   ...   name="mine", split="train", num_classes=2, mean=(2.0,), std=(2.0,),
@@ -58,6 +58,7 @@ class Dataset:
         f"`labels` must be integers, got {self.labels.dtype}. Convert them "
         "with `labels.astype(np.int32)`."
       )
+    # A label out of range would be clamped inside jit, without an error.
     if len(self.labels) and not (
       self.labels.min() >= 0 and self.labels.max() < self.num_classes
     ):
@@ -86,7 +87,7 @@ class Dataset:
     return height, width, num_channels
 
   def select(self, rows: np.ndarray) -> "Dataset":
-    """Returns the data set of some of the samples, in their order."""
+    """Returns the data set of the chosen samples, in the given order."""
     return dataclasses.replace(
       self, images=self.images[rows], labels=self.labels[rows]
     )
@@ -100,11 +101,11 @@ class Dataset:
   def normalize(self, images: Any) -> Any:
     """Returns `(images - mean) / std` per channel, in float32.
 
-    Works on NumPy and on JAX arrays, so it can sit inside a jitted step: the
-    host then sends one byte per pixel to the device, not four.
+    It takes NumPy and JAX arrays, so that it can be a part of a jitted step:
+    the host then sends one byte per pixel to the device instead of four.
     """
-    # Written with methods that NumPy and JAX arrays share; the constants have
-    # the rank of the images, for those who forbid rank promotion.
+    # Only methods that NumPy and JAX arrays share are used.  The constants have
+    # the rank of the images, as users may forbid rank promotion.
     shape = (1,) * (images.ndim - 1) + (len(self.mean),)
     mean = np.asarray(self.mean, np.float32).reshape(shape)
     std = np.asarray(self.std, np.float32).reshape(shape)

@@ -1,4 +1,4 @@
-"""Data sets by name, decoded once and kept."""
+"""Data sets by name, decoded once and cached."""
 
 import numpy as np
 
@@ -10,14 +10,13 @@ from jdist.data._dataset import Dataset
 def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   """Loads one split of a data set into memory.
 
-  "synthetic" needs nothing but NumPy, which draws it: ten random patterns, each
-  much disturbed, the same everywhere. "digits" comes with scikit-learn: 1,797
-  real handwritten digits; of each class every fifth sample is for testing. The
-  others are read by TensorFlow Datasets, without TensorFlow, from a copy
-  prepared as array_record in `TFDS_DATA_DIR` (default ~/tensorflow_datasets).
-  Reading one for the first time decodes it, about 10 s per 50,000 small images,
-  and leaves the pixels in `JDIST_CACHE_DIR` (default `XDG_CACHE_HOME`/jdist, or
-  ~/.cache/jdist).
+  "synthetic" is drawn by NumPy: ten random patterns under strong noise, equal
+  on every machine. "digits" is a part of scikit-learn: 1,797 real handwritten
+  digits; every fifth sample of each class is for testing. TensorFlow Datasets
+  reads the others, without TensorFlow, from a copy prepared as array_record in
+  `TFDS_DATA_DIR` (default ~/tensorflow_datasets). The first call decodes a set,
+  which takes about 10 s per 50,000 small images, and caches the pixels in
+  `JDIST_CACHE_DIR` (default `XDG_CACHE_HOME`/jdist, or ~/.cache/jdist).
 
   | name                   | images    | train     | test   | classes | memory |
   |------------------------|-----------|-----------|--------|---------|--------|
@@ -31,20 +30,20 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   | imagenet_resized/32x32 | 32x32x3   | 1,281,167 | 50,000 | 1,000   | 4.1 GB |
   | imagenet_resized/64x64 | 64x64x3   | 1,281,167 | 50,000 | 1,000   | 16 GB  |
 
-  Memory is that of both splits. Of Imagenette, scaled to a shorter side of 160
-  pixels, the middle is taken. Where TensorFlow Datasets has a validation split
-  instead of a test split, that is "test".
+  Memory is that of both splits. Photographs of Imagenette are scaled to a
+  shorter side of 160 pixels, and their middle is taken. "test" is the
+  validation split of sets that have no test split.
 
   Args:
-    name: of the table; texts are read by `load_text`.
+    name: A name of the table; `load_text` reads texts.
     split: "train" (default) or "test".
-    download: prepare the set first if it is not there, see `prepare`; needs a
-      network and TensorFlow. Default False.
+    download: Whether to prepare a missing set first, see `prepare`, which needs
+      a network and TensorFlow. Default False.
 
   Raises:
-    ValueError: if there is no such set or split.
-    FileNotFoundError: if the set is not prepared; says what to run.
-    ImportError: if what reads it is not installed; says what to install.
+    ValueError: when the name or split is unknown.
+    FileNotFoundError: when the set is not prepared; names the command.
+    ImportError: when a package is missing; names what to install.
 
   >>> from jdist import data
   >>> digits = data.load("digits")
@@ -62,22 +61,16 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   mean, std = source.mean, source.std
   if mean is None or std is None:
     mean, std = _read_statistics(name)
-  # One copy serves all who ask; nobody may write into it.
+  # Batches and selections are views of these arrays: a write would change the
+  # data of all of them.
   images.setflags(write=False)
   labels.setflags(write=False)
-  return Dataset(
-    name=name,
-    split=split,
-    images=images,
-    labels=labels,
-    num_classes=source.num_classes,
-    mean=mean,
-    std=std,
-  )
+  return Dataset(name, split, images, labels, source.num_classes, mean, std)
 
 
 def _draw(split: str) -> tuple[np.ndarray, np.ndarray]:
-  """Draws images: the pattern of a class under much noise."""
+  """Draws images: the pattern of a class under strong noise."""
+  # Both splits have the patterns of one seed and noise of their own.
   patterns = np.random.default_rng(0).normal(size=(10, 8, 8))
   rng = np.random.default_rng([1, split == "test"])
   labels = rng.permutation(np.arange(2000 if split == "train" else 500) % 10)
@@ -100,7 +93,7 @@ def _read_digits(split: str) -> tuple[np.ndarray, np.ndarray]:
 def _read_cached(
   name: str, split: str, download: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Reads a set from the decoded copy, which is made where it is missing."""
+  """Reads a set from the cache, or decodes it."""
   prepared = _prepare.require_prepared(name, download=download)
   path = _cache.path_of(name, prepared, split)
   if found := _cache.read(path, "images", "labels"):

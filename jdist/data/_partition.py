@@ -1,13 +1,13 @@
-"""Partitions of samples over workers, even or skewed by label."""
+"""Partitions of samples over workers, i.i.d. or skewed by label."""
 
 import numpy as np
 
 from jdist import checks
 
-# Streams of random numbers that share a user's seed must not share numbers:
-# each kind of stream adds a key of its own.
+# Each use of a user's seed adds a key of its own, so that no two uses draw the
+# same numbers.
 _PARTITION_KEY = 1
-# Gamma variates of a larger concentration overflow, and no mix is evener.
+# Gamma variates of a larger concentration overflow; mixes are even long before.
 _LARGEST_ALPHA = 1e100
 
 
@@ -24,31 +24,31 @@ def partition(
   alpha: float | None = None,
   seed: int,
 ) -> tuple[np.ndarray, ...]:
-  """Splits samples over workers, evenly or skewed by label.
+  """Splits samples over workers, i.i.d. or skewed by label.
 
-  Every sample goes to exactly one worker. Parts differ in size by at most one:
+  Every sample goes to exactly one worker. Sizes differ by at most one, so that
   all workers make a pass in the same number of steps.
 
-  With `alpha`, worker w draws its mix of classes from a Dirichlet
-  distribution around the classes' frequencies p, and fills its part without
-  replacement; a class that has run out is left out of the mix:
+  With `alpha`, worker w draws its mix of classes from a Dirichlet distribution
+  around the frequencies p of the classes, and draws its part without
+  replacement; exhausted classes are left out of the mix:
 
     q_w ~ Dirichlet(alpha * K * p),  part_w ~ q_w
 
   where K is the number of classes present.
 
   Args:
-    labels: class of each sample, integers [n].
-    num_workers: number of parts, from 1 to n.
-    alpha: concentration > 0: 0.1 skews strongly, 100 hardly; default None,
-      an i.i.d. split.
-    seed: integer >= 0; the same seed gives the same split.
+    labels: The class of each sample, integers [n].
+    num_workers: The number of parts, from 1 to n.
+    alpha: The concentration, > 0: 0.1 skews strongly, 100 hardly. None
+      (default) for an i.i.d. split.
+    seed: An integer >= 0; the same seed gives the same split.
 
   Returns:
-    For each worker the indices that it owns, int64, ascending.
+    The indices of each worker's samples, int64, ascending.
 
   Raises:
-    ValueError: if an argument is out of range.
+    ValueError: when an argument is out of range.
 
   >>> labels = np.array([0, 0, 0, 1, 1, 1])
   >>> [len(part) for part in partition(labels, 4, seed=0)]
@@ -61,8 +61,8 @@ def partition(
     Hsu, Qi and Brown, "Measuring the effects of non-identical data
     distribution for federated visual classification", 2019, arXiv:1909.06335.
     Departures: their concentration is `alpha * p`, so their alpha is K times
-    ours. When all that a worker's mix names has run out, it takes from what is
-    left in proportion.
+    ours. When all classes of a worker's mix are exhausted, it draws from the
+    rest in proportion.
   """
   labels = np.asarray(labels)
   if labels.ndim != 1:
@@ -79,13 +79,18 @@ def partition(
   _, classes = np.unique(labels, return_inverse=True)
   frequency = np.bincount(classes) / len(labels)
   concentration = min(alpha, _LARGEST_ALPHA) * len(frequency) * frequency
+  # Samples of a class are shuffled once and then taken from the front, which is
+  # drawing without replacement.
   queues = [
     rng.permutation(np.flatnonzero(classes == k)) for k in range(len(frequency))
   ]
   taken = np.zeros(len(queues), int)
   available = np.array([len(queue) for queue in queues])
   owned = []
+  # Workers draw in order: the last ones find some classes exhausted, which is
+  # why a strong skew is not exactly Dirichlet for them.
   for worker in range(num_workers):
+    # The first workers own one sample more where the split is not even.
     num_owned = len(labels) // num_workers
     num_owned += worker < len(labels) % num_workers
     counts = _draw_counts(
@@ -105,14 +110,14 @@ def _draw_counts(
 ) -> np.ndarray:
   """Draws `total` samples from a mix of classes without replacement.
 
-  Many are drawn at once, and those that exceed a class again: the law is that
-  of drawing one by one and leaving out classes that have run out.
+  Many are drawn at once, and those that exceed a class are drawn again: the
+  distribution is that of single draws that leave out exhausted classes.
   """
   counts = np.zeros_like(available)
   while missing := total - counts.sum():
     left = available - counts
     weights = np.where(left > 0, mix, 0.0)
-    # A mix may vanish on all that is left, exactly or by underflow.
+    # A mix may vanish on all remaining classes, exactly or by underflow.
     if weights.sum() < 1e-100:
       weights = left.astype(float)
     drawn = rng.multinomial(int(missing), weights / weights.sum())

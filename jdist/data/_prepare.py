@@ -1,4 +1,4 @@
-"""Sets prepared by TensorFlow Datasets, once per machine."""
+"""Data sets that TensorFlow Datasets has prepared, once per machine."""
 
 import importlib.util
 import json
@@ -14,21 +14,21 @@ from jdist.data import _catalog
 
 def tfds_dir() -> pathlib.Path:
   """Returns the folder in which TensorFlow Datasets keeps prepared sets."""
-  # As in tfds.core.constants, without its import.
+  # The rule of tfds.core.constants; importing it takes seconds.
   given = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
   return pathlib.Path(given).expanduser()
 
 
 def find_prepared(name: str) -> pathlib.Path | None:
-  """Finds the newest array_record copy of a set by TensorFlow Datasets' name.
-
-  On the disk only: TensorFlow Datasets would try for minutes to download.
-  """
+  """Finds the newest array_record copy of a set by its TFDS name."""
+  # TensorFlow Datasets itself would try for minutes to reach a server.
   found = []
   for info in (tfds_dir() / name).glob("*/dataset_info.json"):
     version = info.parent.name
+    # An interrupted preparation leaves a folder called "3.0.1.incompleteABC".
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
       continue
+    # Only TensorFlow reads the other formats.
     if json.loads(info.read_text()).get("fileFormat") == "array_record":
       found.append(([int(part) for part in version.split(".")], info.parent))
   return max(found)[1] if found else None
@@ -37,16 +37,16 @@ def find_prepared(name: str) -> pathlib.Path | None:
 def prepare(name: str) -> None:
   """Downloads a data set and prepares it as array_record.
 
-  Does nothing for a set that is there, or that needs no preparing (digits).
-  Preparing needs TensorFlow (about 1.3 GB); reading afterwards does not. The
+  A set that is prepared, or that needs no preparation (digits), is left as it
+  is.  Preparation needs TensorFlow (about 1.3 GB), and reading does not. The
   command is `python -m jdist.data prepare NAME`.
 
   Args:
-    name: as in `load` or `load_text`.
+    name: A name of `load` or `load_text`.
 
   Raises:
-    ImportError: if TensorFlow or TensorFlow Datasets is not installed.
-    ConnectionError: if the server does not answer within seconds.
+    ImportError: when TensorFlow or TensorFlow Datasets is not installed.
+    ConnectionError: when the server does not answer within seconds.
   """
   source = _catalog.find(name)
   if not source.tfds_name or find_prepared(source.tfds_name):
@@ -66,7 +66,7 @@ def prepare(name: str) -> None:
 
 
 def require_prepared(name: str, *, download: bool = False) -> pathlib.Path:
-  """Returns the prepared copy of a set, made first if `download`."""
+  """Returns the prepared copy of a set; with `download` it is made first."""
   tfds_name = _catalog.find(name).tfds_name
   prepared = find_prepared(tfds_name)
   if prepared is None and download:
@@ -98,11 +98,11 @@ def _how_to_prepare(name: str) -> str:
 def _check_reachable(name: str, source: _catalog.Source) -> None:
   request = urllib.request.Request(source.url, method="HEAD")
   try:
-    # TensorFlow Datasets itself retries for minutes.
+    # TensorFlow Datasets would retry for minutes before it gives up.
     with urllib.request.urlopen(request, timeout=10.0):
       pass
   except urllib.error.HTTPError:
-    # It answered; what it has is for TensorFlow Datasets to find out.
+    # The server is reachable; TensorFlow Datasets reports what it lacks.
     pass
   except OSError as error:
     raise ConnectionError(

@@ -16,21 +16,23 @@ def decode(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Decodes all records of a split to uint8 pixels and int32 labels, in order.
 
-  Images of different sizes are scaled until the shorter side is `size`, of
-  which the middle is taken.
+  Images of different sizes are scaled until the shorter side is `size`, and
+  their middle is taken.
   """
   tfds = checks.import_extra("tensorflow_datasets", "data")
   pil = checks.import_extra("PIL.Image", "data")
   checks.import_extra("array_record", "data")
   builder = tfds.builder_from_directory(prepared)
-  # Decoding here and not there saves a third of the time, and a warning about
-  # OpenCV. Threads do not help with images this small: 2 took as long as 1.
+  # Decoding by Pillow saves a third of the time that TensorFlow Datasets needs,
+  # and a warning about OpenCV.  Two threads took as long as one: the images are
+  # small.
   source = builder.as_data_source(
     split=split, decoders={"image": tfds.decode.SkipDecoding()}
   )
   shape = builder.info.features["image"].shape
   if size is not None:
     shape = (size, size, shape[-1])
+  # The arrays are allocated once: a list of images would double the memory.
   images = np.empty((len(source), *shape), np.uint8)
   labels = np.empty(len(source), np.int32)
   for start in range(0, len(source), _CHUNK):
@@ -52,10 +54,11 @@ def decode_text(prepared: pathlib.Path, split: str) -> np.ndarray:
 
 
 def _pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
-  # Photographs come in gray too, and in the colours of printers.
+  # Some photographs are grayscale or CMYK.
   if shape[-1] == 3 and image.mode != "RGB":
     image = image.convert("RGB")
   if size is not None:
+    # Rounding must not make the shorter side less than the crop.
     scale = size / min(image.size)
     if scale != 1:
       image = image.resize([max(size, round(n * scale)) for n in image.size])
@@ -65,11 +68,9 @@ def _pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
 
 
 def measure(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns mean and standard deviation of each channel of uint8 images.
-
-  By counting, which is exact, and piece by piece, as a mean of all would need
-  eight times their memory.
-  """
+  """Returns mean and standard deviation of each channel of uint8 images."""
+  # Counting values is exact, and a float64 copy of all pixels would need eight
+  # times their memory.
   num_channels = images.shape[-1]
   counts = np.zeros((num_channels, 256), np.int64)
   for start in range(0, len(images), _CHUNK):

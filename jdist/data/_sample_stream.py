@@ -11,12 +11,11 @@ _ORDER_KEY = 2
 
 
 class _Order:
-  """An endless stream of positions: one permutation after the other.
+  """An endless stream of positions: one permutation after the other."""
 
-  Grain's `shuffle().repeat()` took 9 to 17 µs per sample where this takes 0.1,
-  and seeds its epoch e with seed + e, so that the second epoch of seed 0 is the
-  first of seed 1.
-  """
+  # Grain's `shuffle().repeat()` takes 9 to 17 µs per sample, and this 0.1.
+  # Grain also seeds epoch e with seed + e: the second epoch of seed 0 would be
+  # the first one of seed 1.
 
   def __init__(self, size: int, seed: int, stream: int):
     self._size = size
@@ -27,15 +26,16 @@ class _Order:
   def _epoch(self, epoch: int) -> np.ndarray:
     order = self._epochs.get(epoch)
     if order is None:
+      # The spawn key separates epochs, streams and other uses of the seed.
       sequence = np.random.SeedSequence(
         self._seed, spawn_key=(_ORDER_KEY, self._stream, epoch)
       )
-      # NumPy promises the raw bits of a generator for good, and what it makes
-      # of them only within a version; a resumed run may have a newer NumPy.
+      # NumPy guarantees the raw bits of a generator for all versions, but not
+      # its permutations: a run may resume with a newer NumPy.
       bits = np.random.PCG64(sequence).random_raw(self._size)
       order = np.argsort(bits, kind="stable")
-      # A step sees two epochs at most times; older ones go. One assignment,
-      # as a prefetching thread may read here too.
+      # A step rarely sees more than two epochs, so only two are kept.  The
+      # dict is replaced at once, as a prefetching thread may read it meanwhile.
       kept = list(self._epochs.items())[-1:]
       self._epochs = dict([*kept, (epoch, order)])
     return order
@@ -52,27 +52,27 @@ class _Order:
 
 
 class SampleStream:
-  """An endless stream of samples, of any count at a time.
+  """An endless stream of samples for batches of any size.
 
-  For workers that take batches of different sizes at different times: what a
-  worker gets depends on the seed, the worker, its position in the stream and
-  the count.  An epoch is as many samples as the data set has.
+  Workers may take batches of different sizes at different times: a batch
+  depends on the seed, the worker, its position in the stream and its size.  An
+  epoch has as many samples as the data set.
 
   Args:
-    dataset: the samples.
-    num_workers: workers of the whole run, from 1 to the number of samples.
-    seed: integer >= 0.
-    owned: whether each worker goes again and again through a part of its own;
-      if not, all share one stream, a fresh permutation for each epoch.
-    alpha: label skew of owned parts, > 0; even parts if None. With a number
-      parts are owned.
+    dataset: Images, or a text.
+    num_workers: Workers of the whole run, at most the number of samples.
+    seed: An integer >= 0.
+    owned: Whether each worker passes again and again over a part of its own; if
+      not, all share one stream with a new permutation for each epoch.
+    alpha: Label skew of owned parts, > 0; None for i.i.d. parts. A number
+      implies `owned`.
 
   Attributes:
-    shared: whether all take from one stream, with one position.
-    part_sizes: samples of each worker's part; of all, if shared.
+    shared: Whether all workers take from one stream with one position.
+    part_sizes: Samples of each worker's part, or of the whole set if shared.
 
   Raises:
-    ValueError: if an argument is out of range.
+    ValueError: when an argument is out of range.
 
   >>> from jdist import data
   >>> samples = data.SampleStream(data.load("digits"), 2, seed=0)
@@ -114,12 +114,12 @@ class SampleStream:
     return tuple(map(len, self._parts))
 
   def indices(self, worker: int, start: int, count: int) -> np.ndarray:
-    """Returns samples of the stream, or of a worker's own, int64 [count].
+    """Returns samples of the shared or the worker's stream, int64 [count].
 
     Args:
-      worker: its number; any where the stream is shared.
-      start: the position of the first, >= 0.
-      count: how many, >= 1.
+      worker: The worker's number; it does not matter for a shared stream.
+      start: The position of the first sample, >= 0.
+      count: The number of samples, >= 1.
     """
     count = checks.check_int("count", count, 1)
     if not 0 <= worker < self.num_workers:
@@ -136,17 +136,17 @@ class SampleStream:
   def batch(
     self, worker: int, start: int, count: int, *, size: int | None = None
   ) -> dict[str, np.ndarray]:
-    """Returns samples as a batch, padded where a size is given.
+    """Returns samples as a batch, padded to a size if one is given.
 
     Args:
-      worker: as of `indices`.
-      start: as of `indices`.
-      count: as of `indices`.
-      size: of the batch, >= `count`; padding repeats the first sample.
+      worker: The worker's number.
+      start: The position of the first sample, >= 0.
+      count: The number of samples, >= 1.
+      size: The batch size, >= `count`; padding repeats the first sample.
 
     Returns:
-      A batch as `Batches` gives, of one worker, [size, ...], with "mask":
-      float32 [size], 1 for samples and 0 for padding.
+      A batch of one worker as in `Batches`, [size, ...], with "mask": float32
+      [size], 1 for samples and 0 for padding.
     """
     size = count if size is None else size
     if size < count:
@@ -165,7 +165,7 @@ class SampleStream:
 def _labels_of(
   dataset: Dataset | TextDataset, alpha: float | None
 ) -> np.ndarray:
-  """Returns the labels to skew by; even parts need their number only."""
+  """Returns the labels to skew by; i.i.d. parts need their number only."""
   if isinstance(dataset, Dataset):
     return dataset.labels
   if alpha is not None:

@@ -1,4 +1,4 @@
-"""Texts by name or of a file, cut into windows of bytes."""
+"""Texts by name or from a file, cut into windows of bytes."""
 
 import os
 import pathlib
@@ -20,28 +20,26 @@ def load_text(
 ) -> TextDataset:
   """Loads one split of a text: its bytes are the tokens, 0 to 255.
 
-  The split is cut into windows of `window_length` predictions one after the
-  other, so an epoch predicts each byte once; what is left at the end, less
-  than a window, is dropped.  A byte is predicted from those before it in its
-  window.
+  The split is cut into consecutive windows of `window_length` predictions, so
+  that an epoch predicts each byte once; a rest shorter than a window is
+  dropped.  A byte is predicted from the earlier ones of its window.
 
   "tiny_shakespeare" (Karpathy, 2015) has 1,003,854 bytes for training and
-  55,770 for testing, as TensorFlow Datasets splits it, whose copy is read as
-  `load` does; its "validation" split is not used.
+  55,770 for testing, as TensorFlow Datasets splits it; its "validation" split
+  is not used.
 
   Args:
-    source: "tiny_shakespeare", or a file of any bytes.
+    source: "tiny_shakespeare", or any file.
     split: "train" (default) or "test".
-    window_length: bytes that a window predicts, >= 1; default 128.
-    test_fraction: of a file, the part at its end that is "test", in (0, 1];
+    window_length: Predictions of a window, >= 1; default 128.
+    test_fraction: The fraction at the end of a file that is "test", in (0, 1];
       default 0.1.
-    download: as of `load`.
+    download: Whether to prepare a missing set first, as in `load`.
 
   Raises:
-    ValueError: if there is no such text or split, or it is shorter than a
-      window.
-    FileNotFoundError: if the set is not prepared; says what to run.
-    ImportError: if what reads it is not installed; says what to install.
+    ValueError: when the text or split is unknown, or shorter than a window.
+    FileNotFoundError: when the set is not prepared; names the command.
+    ImportError: when a package is missing; names what to install.
 
   >>> import tempfile
   >>> with tempfile.NamedTemporaryFile() as file:
@@ -67,13 +65,14 @@ def load_text(
       f"{split} split of {name}, got {window_length}. Take a shorter one, or a "
       "longer text."
     )
-  # Views of the bytes: neighbours share one.
+  # Windows are views of the bytes.  Neighbours share one byte: the last target
+  # of a window is the first token of the next.
   windows = np.lib.stride_tricks.sliding_window_view(found, window_length + 1)
   return TextDataset(name, split, windows[::window_length])
 
 
 def read_bytes(name: str, split: str, *, download: bool = False) -> np.ndarray:
-  """Returns a split of a named text, uint8 [n], decoded once and kept."""
+  """Returns a split of a named text, uint8 [n], from the cache if possible."""
   prepared = _prepare.require_prepared(name, download=download)
   path = _cache.path_of(name, prepared, split)
   if found := _cache.read(path, "text"):
@@ -90,5 +89,7 @@ def _read_file(path: str, split: str, test_fraction: float) -> np.ndarray:
       f"got {path!r}."
     )
   text = np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)
+  # The test part is the end of the file: text near a training window is easier
+  # to predict than text that follows all of them.
   cut = len(text) - round(len(text) * test_fraction)
   return text[cut:] if split == "test" else text[:cut]

@@ -7,15 +7,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextDataset:
-  """Holds windows of a text; in each, every token but the first is predicted.
+  """Holds windows of a text, of which every token but the first is predicted.
 
-  `load_text` makes one of bytes; the constructor takes tokens of your own.
+  `load_text` returns windows of bytes; the constructor takes your own tokens.
 
   Attributes:
-    name: of the text.
+    name: The name of the text.
     split: "train" or "test".
-    windows: tokens, integers [n, length + 1] in 0 .. num_classes - 1.
-    num_classes: size of the vocabulary; default 256, of bytes.
+    windows: Tokens, integers [n, length + 1] in 0 .. num_classes - 1.
+    num_classes: The size of the vocabulary; default 256, for bytes.
 
   >>> text = TextDataset("mine", "train", np.array([[7, 8, 9], [9, 0, 1]]))
   >>> len(text), text.input_shape
@@ -40,6 +40,7 @@ class TextDataset:
         f"`windows` must be integers, got {self.windows.dtype}. Convert them "
         "with `windows.astype(np.int32)`."
       )
+    # An index out of range would be clamped inside jit, without an error.
     low, high = 0, self.num_classes - 1
     if len(self.windows):
       low, high = int(self.windows.min()), int(self.windows.max())
@@ -58,13 +59,13 @@ class TextDataset:
     return (self.windows.shape[1] - 1,)
 
   def select(self, rows: np.ndarray) -> "TextDataset":
-    """Returns the data set of some of the windows, in their order."""
+    """Returns the data set of the chosen windows, in the given order."""
     return dataclasses.replace(self, windows=self.windows[rows])
 
   def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns windows as {"tokens", "targets"}, int32 [*rows.shape, length].
 
-    Targets are the tokens one place further on.
+    Targets are the tokens shifted by one place.
     """
     windows = self.windows[rows].astype(np.int32)
     return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
