@@ -1,7 +1,7 @@
 """Networks as pure functions of plain parameter trees.
 
-`build` makes one by name; `functional` turns any Flax NNX module into the
-same form, a `Model`, which needs no Flax to use.
+`build` returns one by name, and `functional` turns any Flax NNX module into the
+same form, a `Model`, whose use needs no Flax.
 """
 
 from jdist.models._build import build as build
@@ -12,5 +12,3 @@ from jdist.models._functional import Layer as Layer
 from jdist.models._functional import Model as Model
 from jdist.models._functional import num_params as num_params
 from jdist.models._normalization import BatchNorm as BatchNorm
-from jdist.models._normalization import GroupNorm as GroupNorm
-from jdist.models._normalization import LayerNorm as LayerNorm

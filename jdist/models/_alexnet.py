@@ -1,4 +1,4 @@
-"""AlexNet, for ImageNet and for small images."""
+"""AlexNet in its ImageNet form, and in a form for small images."""
 
 import functools
 from collections.abc import Sequence
@@ -17,43 +17,46 @@ class _Conv(NamedTuple):
   pooled: bool
 
 
-_CONVS: dict[_forms.Form, tuple[_Conv, ...]] = {
-  "cifar": (
-    _Conv(96, 3, 1, True),
-    _Conv(256, 5, 1, True),
-    _Conv(384, 3, 1, False),
-    _Conv(384, 3, 1, False),
-    _Conv(256, 3, 1, True),
+class _Sizes(NamedTuple):
+  convs: tuple[_Conv, ...]
+  pool_size: int
+  hidden_size: int
+  smallest_image: int
+
+
+_SIZES: dict[_forms.Form, _Sizes] = {
+  "cifar": _Sizes(
+    (
+      _Conv(96, 3, 1, True), _Conv(256, 5, 1, True), _Conv(384, 3, 1, False),
+      _Conv(384, 3, 1, False), _Conv(256, 3, 1, True),
+    ),
+    pool_size=2, hidden_size=512, smallest_image=8,
   ),
-  "imagenet": (
-    _Conv(64, 11, 4, True),
-    _Conv(192, 5, 1, True),
-    _Conv(384, 3, 1, False),
-    _Conv(256, 3, 1, False),
-    _Conv(256, 3, 1, True),
+  "imagenet": _Sizes(
+    (
+      _Conv(64, 11, 4, True), _Conv(192, 5, 1, True), _Conv(384, 3, 1, False),
+      _Conv(256, 3, 1, False), _Conv(256, 3, 1, True),
+    ),
+    pool_size=3, hidden_size=4096, smallest_image=63,
   ),
-}
-_POOL_SIZE: dict[_forms.Form, int] = {"cifar": 2, "imagenet": 3}
-_HIDDEN_SIZE: dict[_forms.Form, int] = {"cifar": 512, "imagenet": 4096}
-_SMALLEST: dict[_forms.Form, int] = {"cifar": 8, "imagenet": 63}
+}  # fmt: skip
 
 
 class AlexNet(_layered_network.LayeredNetwork):
   """AlexNet: five convolutions, three fully connected layers.
 
-  The ImageNet form is that of one tower (Krizhevsky, 2014), 61,100,840
-  parameters for 224x224 images and 1,000 classes. The form for small images
-  has strides of 1, windows of 3, 5, 3, 3, 3 with 96, 256, 384, 384, 256
-  features and pooling by 2; 6,080,394 parameters for CIFAR-10. Hidden dense
-  layers have 4,096 units by default, and 512 in the form for small images.
+  The ImageNet form has one tower (Krizhevsky, 2014) and 61,100,840 parameters
+  for 224x224 images and 1,000 classes. The form for small images has strides of
+  1, windows of 3, 5, 3, 3, 3 with 96, 256, 384, 384, 256 features and pooling
+  by 2; it has 6,080,394 parameters for CIFAR-10. Hidden dense layers have 4,096
+  units by default, and 512 in the form for small images.
 
   References:
     Krizhevsky, "One weird trick for parallelizing convolutional neural
     networks", 2014, arXiv:1404.5997. Departures: no dropout, whose keys would
-    have to differ between workers; initial values of He et al.; at another
-    size than 224 the first dense layer has other inputs, where some average
-    to 6x6. The form for small images is a reconstruction: there is no
-    published one that all agree on.
+    have to differ between workers; initial values of He et al.; the inputs of
+    the first dense layer follow the image size, where other implementations
+    average to 6x6. The form for small images is a reconstruction.
   """
 
   def __init__(
@@ -66,35 +69,31 @@ class AlexNet(_layered_network.LayeredNetwork):
     rngs: _layers.Keys,
   ):
     form = _forms.choose_form(form, input_shape)
-    _forms.check_size("alexnet", form, input_shape, _SMALLEST[form])
-    self.pool_size = _POOL_SIZE[form]
+    sizes = _SIZES[form]
+    _forms.check_size("alexnet", form, input_shape, sizes.smallest_image)
+    self.pool_size = sizes.pool_size
     *size, num_features = input_shape
     pooled = []
-    for i, (features, kernel_size, strides, pool) in enumerate(_CONVS[form]):
-      # 2 and not 5 in the first layer, a window of 11 with strides of 4.
+    for i, (features, kernel_size, strides, pool) in enumerate(sizes.convs):
+      # The paper pads the first layer's windows of 11 by 2, and not by 5.
       padding = 2 if kernel_size == 11 else kernel_size // 2
       layer = _layers.conv(
-        num_features,
-        features,
-        kernel_size,
-        strides=strides,
-        padding=padding,
-        rngs=rngs,
-      )
+        num_features, features, kernel_size,
+        strides=strides, padding=padding, rngs=rngs,
+      )  # fmt: skip
       setattr(self, f"conv{i + 1}", layer)
       num_features = features
+      # Convolutions and pooling drop incomplete windows at the border.
       size = [(n + 2 * padding - kernel_size) // strides + 1 for n in size]
       if pool:
         size = [(n - self.pool_size) // 2 + 1 for n in size]
       pooled.append(pool)
     self.pooled = tuple(pooled)
+    if hidden_sizes is None:
+      hidden_sizes = (sizes.hidden_size,) * 2
+    num_features *= size[0] * size[1]
     self.head = _layers.add_head(
-      self,
-      size[0] * size[1] * num_features,
-      (_HIDDEN_SIZE[form],) * 2 if hidden_sizes is None else hidden_sizes,
-      num_classes,
-      first=6,
-      rngs=rngs,
+      self, num_features, hidden_sizes, num_classes, first=6, rngs=rngs
     )
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:

@@ -38,8 +38,8 @@ def _vgg_of(*convs: int) -> Callable[..., nnx.Module]:
 
 
 # A factory is called as factory(input_shape, num_classes, rngs=..., **options)
-# and refuses what it cannot do with a ValueError. A new family is a file with
-# factories, and a line here for each.
+# and raises a ValueError for arguments that it cannot take. A new family is a
+# file with factories, and a line here for each of them.
 _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "mlp": _mlp.MLP,
   "lenet": _lenet.LeNet,
@@ -64,7 +64,7 @@ _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "transformer": _transformer.Transformer,
 }
 NAMES = tuple(_FACTORIES)
-# Those of texts; the others take images.
+# These models take tokens; the others take images.
 TEXT_NAMES = ("transformer",)
 
 
@@ -80,7 +80,7 @@ def build(
   """Builds a model by name, with random initial parameters.
 
   The same arguments give the same parameters to the bit on every device and
-  under every way of running workers: NumPy draws them, on the host.
+  substrate, as NumPy draws them on the host.
 
   | name               | network                | options                     |
   |--------------------|------------------------|-----------------------------|
@@ -105,21 +105,21 @@ def build(
   "none" (default of VGG). The other defaults are in the network's docstring.
 
   The model's `apply` (see `functional`) takes normalized images, floating
-  [batch, height, width, channels], and gives logits [batch, num_classes] in
-  the type that images and parameters promote to. That of the transformer
-  takes tokens, integers [batch, length] with any length up to the one of
-  `input_shape`, and gives logits [batch, length, num_classes].
+  [batch, height, width, channels], and returns logits [batch, num_classes] in
+  the type to which images and parameters promote. The transformer takes tokens,
+  integers [batch, length] of at most the length of `input_shape`, and returns
+  logits [batch, length, num_classes].
 
   Args:
-    name: one of the table.
-    input_shape: (height, width, channels) of one image; (length,) for the
-      transformer.
-    num_classes: number of logits, >= 1; the transformer's vocabulary.
-    seed: of the initial parameters, integer >= 0; default 0.
-    abstract: whether to give `jax.ShapeDtypeStruct` in place of every array
-      of `params` and `state`, and to allocate and draw nothing; for counting,
-      planning and compiling. Default False. `apply` is the same function.
-    **options: of the model, see the table.
+    name: A name of the table.
+    input_shape: The shape (height, width, channels) of one image; (length,) for
+      the transformer.
+    num_classes: The number of logits, >= 1; the transformer's vocabulary.
+    seed: The seed of the initial parameters, an integer >= 0; default 0.
+    abstract: Whether `params` and `state` hold `jax.ShapeDtypeStruct` in place
+      of arrays, and nothing is allocated or drawn; for counting, planning and
+      compiling. Default False. `apply` is the same function.
+    **options: Options of the model, see the table.
 
   >>> import jax.numpy as jnp
   >>> model = build("mlp", input_shape=(8, 8, 1), num_classes=10, seed=0)
@@ -148,10 +148,12 @@ def build(
   factory = _FACTORIES[name]
   known = _options_of(factory)
   if unknown := sorted(set(options) - set(known)):
+    # The factory's own TypeError would not name the options that there are.
     raise ValueError(
       f"`{unknown[0]}` is no option of {name}, which has "
       f"{', '.join(known) or 'none'}."
     )
+  # `jax.eval_shape` would trace the draws of NumPy, which do not allow it.
   rngs = _layers.NoKeys() if abstract else nnx.Rngs(seed)
   model = _functional.functional(
     factory(shape, num_classes, rngs=rngs, **options)
@@ -163,6 +165,7 @@ def build(
     def check_and_apply(
       params: Any, state: Any, inputs: jax.Array, **options: Any
     ) -> Any:
+      # Shapes are known when a step is traced: the check costs no step time.
       check(name, shape, inputs)
       return apply(params, state, inputs, **options)
 
@@ -171,13 +174,14 @@ def build(
   def finished(part: Any, takes_inputs: bool) -> Any:
     params, state = part.params, part.state
     if abstract:
-      # What has few numbers, as normalizations do, is there all the same.
+      # Normalizations have few numbers and allocate them in any case.
       params, state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
       )
     apply = checked(part.apply) if takes_inputs else part.apply
     return dataclasses.replace(part, params=params, state=state, apply=apply)
 
+  # Only the first layer takes the network's inputs.
   layers = tuple(finished(x, i == 0) for i, x in enumerate(model.layers))
   return dataclasses.replace(finished(model, True), layers=layers)
 
@@ -187,7 +191,8 @@ def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:
   if isinstance(factory, functools.partial):
     fixed |= set(factory.keywords)
     factory = factory.func
-  # Of `__init__`, as NNX hides it from `inspect` behind its metaclass.
+  # NNX hides the constructor's arguments behind its metaclass, so that
+  # `inspect` must look at `__init__` itself.
   parameters = inspect.signature(factory.__init__).parameters.values()
   return [
     parameter.name

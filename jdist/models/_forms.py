@@ -1,4 +1,4 @@
-"""The two forms of networks that were made for ImageNet."""
+"""The two forms of networks that were designed for ImageNet."""
 
 from typing import get_args, Literal
 
@@ -6,14 +6,15 @@ from jdist import checks
 
 Form = Literal["cifar", "imagenet"]
 
-# Up to here the strided first layers of the ImageNet forms throw away too
-# much of an image.
+# The strided first layers of the ImageNet forms discard too much of an image of
+# at most this size.
 _LARGEST_SMALL_IMAGE = 64
 
 
 def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
-  """Returns the form, by the size of the images where none is given."""
+  """Returns the form; without one it follows from the size of the images."""
   if form is None:
+    # The longer side counts: one long side keeps enough for strided layers.
     small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
     return "cifar" if small else "imagenet"
   checks.check_choice("form", form, get_args(Form))

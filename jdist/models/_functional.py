@@ -14,13 +14,14 @@ from jdist.models import _layered_network
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
-  """A layer of a network, for what cuts networks into parts.
+  """A layer of a network, for pipelines and other partitions of networks.
 
   Attributes:
-    name: of its own in the network.
-    params: its part of the network's parameters: the same nested keys.
-    state: its part of the network's state likewise.
-    apply: `apply(params, state, x, *, train, mask=None)` gives `(y, state)`.
+    name: A unique name in the network.
+    params: The layer's part of the network's parameters, with the same keys.
+    state: The layer's part of the network's state, likewise.
+    apply: A function `apply(params, state, x, *, train, mask=None)` that
+      returns `(y, state)`.
   """
 
   name: str
@@ -34,18 +35,18 @@ class Model:
   """Holds the starting values and the pure function of a network.
 
   Attributes:
-    params: what is trained: nested dict of float32 arrays. The keys sort in
-      the order in which the layers of `build`'s models run, so the leaves of
-      the tree go from the front layers to the back.
-    state: what is not trained but changes in training, such as running batch
-      statistics: nested dict of arrays, `{}` when there is none. Of a model
-      built with `abstract=True` both hold `jax.ShapeDtypeStruct`.
-    apply: `apply(params, state, images, *, train, mask=None)` gives
-      `(logits, state)`; see `functional`.
-    layers: the same in layers, for what cuts networks into parts; of a module
-      of one's own the whole in one. One after the other, each on its part of
-      `params` and `state`, they compute what `apply` does, to the bit. A part
-      that several have, such as tied vectors, is in each of them.
+    params: The trained parameters, a nested dict of float32 arrays. The keys of
+      `build`'s models sort in the order in which the layers run, so that the
+      leaves of the tree go from the first layer to the last.
+    state: Variables that training changes without gradients, such as running
+      batch statistics: a nested dict of arrays, or `{}`. With `abstract=True`
+      both trees hold `jax.ShapeDtypeStruct`.
+    apply: A function `apply(params, state, images, *, train, mask=None)` that
+      returns `(logits, state)`; see `functional`.
+    layers: The same network in layers; a single one for your own modules. In
+      their order, each on its part of `params` and `state`, they compute the
+      same as `apply`, to the bit. Parameters that several layers share, such as
+      tied embeddings, are a part of each of them.
   """
 
   params: dict[str, Any]
@@ -58,7 +59,7 @@ class Model:
 
 
 def num_params(model: Model) -> int:
-  """Counts the trained numbers of a model."""
+  """Returns the number of a model's trained parameters."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
 
 
@@ -67,23 +68,24 @@ def functional(module: nnx.Module) -> Model:
 
     apply(params, state, images, *, train, mask=None) -> (logits, state)
 
-  `train=True` runs the module after its `train()` (batch statistics of this
-  batch, dropout on) and returns the new state; `train=False` runs it after
-  `eval()`. `mask` [batch], 1 for samples and 0 for padding, goes to modules
-  whose `__call__` takes a `mask`: there batch normalization leaves padding out
-  of its statistics. It does not zero the logits of padding: the loss must
+  With `train=True` the module runs after its `train()` (statistics of this
+  batch, dropout on) and the new state is returned; with `train=False` it runs
+  after `eval()`. Modules whose `__call__` takes a `mask` get the `mask`
+  [batch], 1 for samples and 0 for padding, so that batch normalization leaves
+  padding out of its statistics. Logits of padding are not zero: the loss must
   select.
 
-  Parameters are every `nnx.Param`; state is every other variable, random keys
-  of dropout included. Cast parameters and images to bfloat16 to compute in it.
+  Every `nnx.Param` is a parameter, and every other variable is state, including
+  random keys of dropout. Cast parameters and images to bfloat16 to compute in
+  it.
 
   Args:
-    module: called as `module(images)` or `module(images, mask=mask)`. It is
-      copied: training the model leaves it as it is.
+    module: A module that is called as `module(images)` or
+      `module(images, mask=mask)`. It is copied and never changed.
 
   Raises:
-    ValueError: from `apply`, if a mask is given in training to a module that
-      has state but takes no mask.
+    ValueError: from `apply`, when training passes a mask to a module that has
+      state but takes no mask.
 
   >>> import jax.numpy as jnp
   >>> from flax import nnx
@@ -95,6 +97,7 @@ def functional(module: nnx.Module) -> Model:
   graph, params, state = nnx.split(module, nnx.Param, ...)
   params_paths = tuple(nnx.to_flat_state(params).paths)
   state_paths = tuple(nnx.to_flat_state(state).paths)
+  # Modules without a mask, as users have them, must work as they are.
   takes_mask = "mask" in inspect.signature(module).parameters
 
   def apply(
@@ -112,8 +115,7 @@ def functional(module: nnx.Module) -> Model:
         "enter its batch statistics. Add `mask=None` to its `__call__` and "
         "pass it on to the normalization layers."
       )
-    # A fresh copy per call: NNX modules change in place, inside this call
-    # only.
+    # NNX modules change in place: a new copy for each call keeps `apply` pure.
     copy = nnx.merge(
       graph, _unflatten(params, params_paths), _unflatten(state, state_paths)
     )
@@ -133,6 +135,7 @@ def functional(module: nnx.Module) -> Model:
   if not isinstance(module, _layered_network.LayeredNetwork):
     return Model(*network, (Layer("network", *network),))
   parts = {
+    # A layer is the functional form of its sub-modules alone.
     part.names[0]: functional(_layered_network.PartialNetwork(module, part))
     for part in module.parts()
   }
@@ -146,7 +149,8 @@ _Path = tuple[Any, ...]
 def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
   """Returns the values at `paths` as a nested dict, with text as keys.
 
-  What came up during the call, such as recorded intermediates, is left out.
+  Variables that the call has created, such as recorded intermediates, are left
+  out: the state's structure must not change.
   """
   flat = nnx.to_flat_state(variables)
   values = dict(zip(flat.paths, flat.leaves, strict=True))

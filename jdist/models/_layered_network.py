@@ -1,4 +1,4 @@
-"""Networks as rows of parts, each a layer by itself too."""
+"""Networks as sequences of parts, each of which can run on its own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ from flax import nnx
 
 
 class NetworkPart(NamedTuple):
-  """Consecutive sub-modules of a network, and what they compute.
+  """Consecutive sub-modules of a network, and the function that they compute.
 
   Attributes:
-    names: of the sub-modules; the first is the layer's name.
-    run: `run(network, x, mask)` gives y. Of the network it takes these
+    names: The names of the sub-modules; the first is the layer's name.
+    run: A function `run(network, x, mask)` that returns y. It accesses these
       sub-modules only, so that it also runs on a `PartialNetwork`.
   """
 
@@ -24,22 +24,24 @@ class LayeredNetwork(nnx.Module):
   """A network that runs its parts one after the other."""
 
   def parts(self) -> tuple[NetworkPart, ...]:
-    """Returns the parts in their order."""
+    """Returns the parts in the order in which they run."""
     raise NotImplementedError
 
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Gives logits of images or tokens; `mask` [batch] is for statistics."""
+    """Returns logits of images or tokens; `mask` [batch] is for statistics."""
     for part in self.parts():
       x = part.run(self, x, mask)
     return x
 
 
 class PartialNetwork(nnx.Module):
-  """A part of a network by itself: the same sub-modules, of the same names."""
+  """One part of a network: the same sub-modules with the same names."""
 
   def __init__(self, network: LayeredNetwork, part: NetworkPart):
+    # Equal names give equal paths of parameters, so that a layer's tree is a
+    # part of the network's.
     for name in part.names:
       setattr(self, name, getattr(network, name))
     self.run = part.run
@@ -47,5 +49,5 @@ class PartialNetwork(nnx.Module):
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Gives what the next part takes."""
+    """Returns the input of the next part."""
     return self.run(self, x, mask)

@@ -1,7 +1,7 @@
 """Layers with the initial values that networks of rectifiers need.
 
-Their source of random keys may be `NoKeys`: then they hold shapes instead of
-values, and nothing is drawn or allocated.
+With `NoKeys` as the source of random keys they hold shapes instead of values,
+and nothing is drawn or allocated.
 """
 
 import functools
@@ -19,10 +19,10 @@ from jdist.models._layered_network import NetworkPart
 
 
 class NoKeys:
-  """A source of random keys that gives none."""
+  """A source of random keys that returns None."""
 
   def params(self) -> None:
-    """Returns no key; NNX layers ask once per parameter."""
+    """Returns no key; NNX layers call this once per parameter."""
 
 
 # `nnx.Rngs` or `NoKeys`.
@@ -45,20 +45,16 @@ def conv(
   Weights are normal with variance `2 gain**2 / fan_in` (He et al., 2015,
   arXiv:1502.01852), biases zero.
   """
+  # XLA's convolutions on CPUs are slow for images of few channels.
+  few = in_features <= _patches.MOST_CHANNELS
   return nnx.Conv(
-    in_features,
-    out_features,
-    (kernel_size, kernel_size),
-    strides=(strides, strides),
-    padding=padding,
-    use_bias=use_bias,
-    kernel_init=_normal(2.0 * gain**2),
-    bias_init=_zeros,
-    conv_general_dilated=_patches.convolve
-    if in_features <= _patches.MOST_CHANNELS
-    else jax.lax.conv_general_dilated,
-    rngs=rngs,
-  )
+    in_features, out_features, (kernel_size, kernel_size),
+    strides=(strides, strides), padding=padding, use_bias=use_bias,
+    kernel_init=_normal(2.0 * gain**2), bias_init=_zeros, rngs=rngs,
+    conv_general_dilated=(
+      _patches.convolve if few else jax.lax.conv_general_dilated
+    ),
+  )  # fmt: skip
 
 
 def dense(
@@ -75,38 +71,35 @@ def dense(
   Weights are normal with variance `2 gain**2 / fan_in`, or half of it for a
   layer that no rectifier follows (`last`); biases zero.
   """
+  # A rectifier halves the variance of its input; the factor 2 makes up for it.
+  kernel_init = _normal((1.0 if last else 2.0) * gain**2)
   return nnx.Linear(
-    in_features,
-    out_features,
-    use_bias=use_bias,
-    kernel_init=_normal((1.0 if last else 2.0) * gain**2),
-    bias_init=_zeros,
-    rngs=rngs,
-  )
+    in_features, out_features, use_bias=use_bias, kernel_init=kernel_init,
+    bias_init=_zeros, rngs=rngs,
+  )  # fmt: skip
 
 
 class Embedding(nnx.Module):
-  """A vector for each of so many numbers, normal with deviation `std`."""
+  """A table of `size` vectors, normal with standard deviation `std`."""
 
   def __init__(self, size: int, num_features: int, *, std: float, rngs: Keys):
-    # In `_normal` what divides the variance is the first size.
+    # `_normal` divides the variance by the first size.
     init = _normal(std**2 * size)
     self.table = nnx.Param(init(rngs.params(), (size, num_features)))
 
 
 def _normal(scale: float) -> Callable[..., Any]:
-  """Returns a normal initializer of variance `scale / fan_in`, by NumPy.
-
-  JAX would compile one program per shape, and its normal numbers may differ in
-  the last bit from device to device.
-  """
+  """Returns a normal initializer of variance `scale / fan_in`, by NumPy."""
+  # JAX would compile one program per shape, and its normal numbers may differ
+  # between devices in the last bit.
 
   def init(
     key: jax.Array | None, shape: tuple[int, ...], dtype: Any = jnp.float32
   ) -> jax.Array | jax.ShapeDtypeStruct:
     if key is None:
       return jax.ShapeDtypeStruct(shape, dtype)
-    if not scale:  # Not by multiplication, which leaves zeros of both signs.
+    # A multiplication by zero would leave zeros of both signs.
+    if not scale:
       return jnp.asarray(np.zeros(shape), dtype)
     entropy = np.asarray(jax.random.key_data(key)).tolist()
     draw = np.random.default_rng(entropy).standard_normal(shape, np.float32)
@@ -128,10 +121,9 @@ def add_head(
   first: int,
   rngs: Keys,
 ) -> tuple[str, ...]:
-  """Gives a module dense layers with rectifiers between them; see `head_parts`.
+  """Adds dense layers with rectifiers between them to a module.
 
-  They are called dense<number>, counted from `first`, with digits enough that
-  the names, which it returns, sort in the order of the layers.
+  Returns their names, dense<number> counted from `first`, for `head_parts`.
   """
   if any(size < 1 for size in hidden_sizes):
     raise ValueError(
@@ -139,6 +131,7 @@ def add_head(
     )
   sizes = [in_features, *hidden_sizes, num_classes]
   num_layers = len(sizes) - 1
+  # With leading zeros, names sort in the order of the layers.
   digits = len(str(first + num_layers - 1))
   names = tuple(f"dense{first + i:0{digits}}" for i in range(num_layers))
   for i, name in enumerate(names):
@@ -149,7 +142,7 @@ def add_head(
 
 
 def head_parts(names: Sequence[str]) -> tuple[NetworkPart, ...]:
-  """Returns the parts of what `add_head` added, of which the first flattens."""
+  """Returns the parts that `add_head` has added; the first one flattens."""
 
   def run(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
     del mask

@@ -13,14 +13,14 @@ from jdist.models import _layered_network, _layers, _patches
 class LeNet(_layered_network.LayeredNetwork):
   """LeNet-5: two convolutions, three fully connected layers.
 
-  61,706 parameters for gray images and ten classes. Images smaller than
-  32x32 are put in the middle of one, as LeCun et al. did with MNIST.
+  It has 61,706 parameters for grayscale images and ten classes. Smaller images
+  are padded to 32x32, as LeCun et al. did with MNIST.
 
   References:
     LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to
     document recognition", 1998, section II.B. Departures, which are usual
-    now: rectifiers, max pooling without weights, every map of the second
-    convolution sees all of the first, a linear last layer.
+    now: rectifiers, max pooling without weights, a second convolution over all
+    maps of the first, a linear last layer.
   """
 
   def __init__(
@@ -54,12 +54,13 @@ class LeNet(_layered_network.LayeredNetwork):
 class CNN(_layered_network.LayeredNetwork):
   """Three 3x3 convolutions, each followed by pooling, and dense layers.
 
-  Widths 32, 64 and 128, without normalization; 113,738 parameters for
-  CIFAR-10. Made for runs of minutes on a CPU; no published network.
+  Widths are 32, 64 and 128, without normalization; there are 113,738 parameters
+  for CIFAR-10. The network is for runs of minutes on a CPU, and not a published
+  one.
 
   Args:
-    hidden_sizes: units of the hidden dense layers; default none. (512,) makes
-      1,147,466 parameters for CIFAR-10 at hardly more computation.
+    hidden_sizes: Units of the hidden dense layers; default none. With (512,)
+      there are 1,147,466 parameters at hardly more computation.
   """
 
   def __init__(
@@ -79,6 +80,7 @@ class CNN(_layered_network.LayeredNetwork):
     self.conv1 = _layers.conv(num_channels, 32, 3, rngs=rngs)
     self.conv2 = _layers.conv(32, 64, 3, rngs=rngs)
     self.conv3 = _layers.conv(64, 128, 3, rngs=rngs)
+    # Pooling drops an odd last row or column, three times.
     num_features = (height // 8) * (width // 8) * 128
     self.head = _layers.add_head(
       self, num_features, hidden_sizes, num_classes, first=4, rngs=rngs
@@ -100,6 +102,7 @@ def _run_conv(
 ) -> jax.Array:
   del mask
   if padded:
+    # An odd border has its larger half below and to the right.
     _, height, width, _ = x.shape
     missing = [(32 - size) for size in (height, width)]
     around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]

@@ -10,8 +10,8 @@ class MLP(_layered_network.LayeredNetwork):
   """Fully connected layers with rectifiers between them.
 
   Args:
-    hidden_sizes: units of each hidden layer; default one layer of 128. Empty
-      makes the model linear.
+    hidden_sizes: Units of each hidden layer; default one layer of 128. Without
+      hidden layers the model is linear.
   """
 
   def __init__(
@@ -22,13 +22,10 @@ class MLP(_layered_network.LayeredNetwork):
     hidden_sizes: Sequence[int] = (128,),
     rngs: _layers.Keys,
   ):
+    # The first dense layer flattens the images.
+    size = math.prod(input_shape)
     self.head = _layers.add_head(
-      self,
-      math.prod(input_shape),
-      hidden_sizes,
-      num_classes,
-      first=1,
-      rngs=rngs,
+      self, size, hidden_sizes, num_classes, first=1, rngs=rngs
     )
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:

@@ -1,7 +1,7 @@
 """Normalization layers for padded batches and half precision.
 
-All compute in float32 and promote types by hand: unlike Flax's own they run
-under JAX's strict type promotion.
+They compute in float32 and promote types explicitly: unlike Flax's layers they
+run under JAX's strict type promotion.
 """
 
 import math
@@ -23,10 +23,10 @@ def check_norm(norm: str) -> None:
 
 
 class _Normalization(nnx.Module):
-  """Scale and shift of each channel, behind a normalization."""
+  """Base of normalizations: scale and shift of each channel."""
 
   def __init__(self, num_features: int, *, epsilon: float = 1e-5):
-    # By NumPy, as JAX would compile a program for each.
+    # JAX would compile a program for each array; NumPy makes them at once.
     self.scale = nnx.Param(jnp.asarray(np.ones(num_features, np.float32)))
     self.bias = nnx.Param(jnp.asarray(np.zeros(num_features, np.float32)))
     self.epsilon = epsilon
@@ -34,7 +34,7 @@ class _Normalization(nnx.Module):
   def _normalize(
     self, wide: jax.Array, mean: jax.Array, var: jax.Array, x: jax.Array
   ) -> jax.Array:
-    """Normalizes x, given in float32 too, and returns to the network's type."""
+    """Normalizes `wide`, which is x in float32, and casts to x's type."""
     y = ((wide - mean) * jax.lax.rsqrt(var + self.epsilon)).reshape(x.shape)
     scale, bias = self.scale[...], self.bias[...]
     y = y * _as_rank(scale.astype(jnp.float32), y.ndim)
@@ -47,14 +47,14 @@ class BatchNorm(_Normalization):
 
     y = scale * (x - mean) / sqrt(var + epsilon) + bias
 
-  In training, mean and variance are the batch's, over the samples whose mask
-  is 1, and the running ones move towards them by `1 - momentum`; a batch of
-  padding alone leaves them. In evaluation they are the running ones.
+  Training uses the mean and variance of the samples whose mask is 1, and moves
+  the running ones towards them by `1 - momentum`; a batch of padding alone does
+  not move them. Evaluation uses the running ones.
 
   Args:
-    num_features: channels, the last axis.
-    momentum: what the running statistics keep per step, default 0.9.
-    epsilon: added to the variance, default 1e-5.
+    num_features: The number of channels, the last axis.
+    momentum: The fraction of the running statistics that a step keeps.
+    epsilon: The number added to the variance.
 
   >>> norm = BatchNorm(1)
   >>> norm.train()
@@ -74,7 +74,7 @@ class BatchNorm(_Normalization):
     self.mean = nnx.BatchStat(jnp.asarray(np.zeros(num_features, np.float32)))
     self.var = nnx.BatchStat(jnp.asarray(np.ones(num_features, np.float32)))
     self.momentum = momentum
-    # The name that `nnx.Module.train` and `eval` set.
+    # `nnx.Module.train` and `eval` set the attribute of this name.
     self.use_running_average = False
 
   def __call__(
@@ -101,14 +101,17 @@ class BatchNorm(_Normalization):
       inside = mask.astype(bool).reshape(-1, *(1,) * (x.ndim - 1))
       num_samples = jnp.sum(inside, dtype=jnp.float32)
       any_sample = num_samples > 0
-      # At least one, so that a batch of padding alone divides by no zero.
+      # A batch of padding alone must not divide by zero: the gradient of an
+      # unselected NaN is NaN, too.
       count = jnp.maximum(num_samples, 1.0) * math.prod(x.shape[1:-1])
       mean = jnp.sum(jnp.where(inside, x, 0.0), axes) / count
+      # Two passes: the difference of large squares would lose the variance.
       away = jnp.where(inside, x - _as_rank(mean, x.ndim), 0.0)
       var = jnp.sum(jnp.square(away), axes) / count
     for running, value in ((self.mean, mean), (self.var, var)):
       old = running[...]
       moved = self.momentum * old.astype(jnp.float32)
+      # Running statistics are not a path of gradients.
       moved += (1 - self.momentum) * jax.lax.stop_gradient(value)
       running[...] = jnp.where(any_sample, moved.astype(old.dtype), old)
     return mean, var
@@ -117,12 +120,12 @@ class BatchNorm(_Normalization):
 class GroupNorm(_Normalization):
   """Normalizes groups of channels within each sample.
 
-  It has no state, and no statistics of the batch for skewed labels to disturb.
+  It has no state, and no statistics of a batch that skewed labels disturb.
 
   Args:
-    num_features: channels, the last axis.
-    num_groups: into how many groups they are cut; must divide them.
-    epsilon: added to the variance, default 1e-5.
+    num_features: The number of channels, the last axis.
+    num_groups: The number of groups, a divisor of the channels.
+    epsilon: The number added to the variance.
 
   References:
     Wu and He, "Group normalization", 2018, arXiv:1803.08494.
@@ -142,9 +145,10 @@ class GroupNorm(_Normalization):
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
-    """Normalizes x [batch, ..., channels], each sample by itself."""
+    """Normalizes each sample of x [batch, ..., channels]."""
     del mask
     wide = x.astype(jnp.float32)
+    # Channels of a group are consecutive, as in the paper.
     wide = wide.reshape(
       len(x), -1, self.num_groups, x.shape[-1] // self.num_groups
     )
@@ -154,11 +158,11 @@ class GroupNorm(_Normalization):
 
 
 class LayerNorm(_Normalization):
-  """Normalizes the last axis, each position of each sample by itself.
+  """Normalizes the last axis of each position.
 
   Args:
-    num_features: size of the last axis.
-    epsilon: added to the variance, default 1e-5.
+    num_features: The size of the last axis.
+    epsilon: The number added to the variance.
 
   References:
     Ba, Kiros and Hinton, "Layer normalization", 2016, arXiv:1607.06450.
@@ -175,7 +179,7 @@ class LayerNorm(_Normalization):
 def make_norm(
   norm: Norm, num_features: int, num_groups: int
 ) -> BatchNorm | GroupNorm:
-  """Returns the layer that `norm` names; "none" has none."""
+  """Returns the layer of a `norm` other than "none"."""
   if norm == "batch":
     return BatchNorm(num_features)
   return GroupNorm(num_features, num_groups=num_groups)

@@ -1,8 +1,8 @@
-"""Convolutions of few channels and max pooling, written for all machines.
+"""Convolutions of few channels and max pooling that are fast on CPUs.
 
-XLA's convolutions on CPUs take their time per window, whatever its channels,
-and the gradient of its windowed maximum is a scalar loop: a LeNet's step takes
-twice as long by both together.
+The time of XLA's convolutions on CPUs does not fall with the channels, and the
+gradient of its windowed maximum is a scalar loop: both together double the
+time of a LeNet's step.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# From 16 channels on XLA's own convolutions were as quick or quicker in 3x3
-# windows (ResNets' layers, batches of 8 and 16, one thread).
+# With 16 channels and more, XLA's own convolutions were as fast or faster for
+# 3x3 windows (ResNets' layers, batches of 8 and 16, one thread).
 MOST_CHANNELS = 8
 
 
@@ -28,9 +28,11 @@ def convolve(
 ) -> jax.Array:
   """Runs `jax.lax.conv_general_dilated`, on CPUs as one matrix product.
 
-  For `nnx.Conv(conv_general_dilated=convolve)` without dilations or groups.
-  The platform that it is compiled for decides, not that of the trace.
+  It is for `nnx.Conv(conv_general_dilated=convolve)` without dilations or
+  groups.
   """
+  # The platform of the compilation decides, and not that of the trace: programs
+  # for GPUs are also compiled on machines without one.
 
   def by_xla(images: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(
@@ -58,14 +60,14 @@ def _multiply_patches(
       images.shape[1:3], window, strides, padding
     )
   x = jnp.pad(images, ((0, 0), *padding, (0, 0)))
-  # With rows of pixels last, everything below runs over long stretches of
-  # memory, and the few channels are outside.
+  # With rows of pixels last, all copies below are contiguous, and the few
+  # channels are an outer axis.
   x = x.transpose(3, 0, 1, 2)
   sizes = [
     (size - taps) // stride + 1
     for size, taps, stride in zip(x.shape[2:], window, strides, strict=True)
   ]
-  # One direction after the other: h + w copies instead of h * w.
+  # One direction after the other needs h + w copies instead of h * w.
   for axis in (1, 0):
     x = jnp.stack(
       [
@@ -87,12 +89,12 @@ def _multiply_patches(
 
 
 def halve(images: jax.Array, padding: str = "VALID") -> jax.Array:
-  """Takes the maximum of each window of 2x2 pixels, of images [batch, h, w, c].
+  """Returns the maxima of 2x2 pixels of images [batch, height, width, c].
 
-  As `nnx.max_pool(images, (2, 2), strides=(2, 2))`, but equal maxima of a
-  window share the gradient.  Behind a rectifier they are nearly always at 0,
-  where it has none.
+  It computes `nnx.max_pool(images, (2, 2), strides=(2, 2))`, but equal maxima
+  of a window share the gradient.
   """
+  # After a rectifier nearly all equal maxima are zeros, which have no gradient.
   batch, height, width, channels = images.shape
   if height % 2 or width % 2:
     return nnx.max_pool(images, (2, 2), strides=(2, 2), padding=padding)

@@ -1,4 +1,4 @@
-"""Residual networks: those of ImageNet, and those of 6n + 2 layers."""
+"""Residual networks for ImageNet, and those of 6n + 2 layers for CIFAR."""
 
 import functools
 from typing import Any
@@ -12,13 +12,13 @@ from jdist.models import _forms, _layered_network, _layers, _normalization
 
 
 class ResNet(_layered_network.LayeredNetwork):
-  """The ResNets of ImageNet, with its first layers or with small ones.
+  """ResNet-18, 34 and 50, with first layers for ImageNet or small images.
 
   The ImageNet form begins with a convolution over 7x7 pixels of stride 2 and
-  pooling by 2, the form for small images with one over 3x3 pixels. Then come
-  four stages of blocks with 64, 128, 256 and 512 features, each but the first
-  at half the resolution of the one before; a mean over the image; one dense
-  layer. Where the shape changes, the shortcut is a convolution (option B).
+  pooling by 2, and the form for small images with one over 3x3 pixels. Four
+  stages of blocks with 64, 128, 256 and 512 features follow, each after the
+  first at half the resolution; then a mean over the image, and one dense layer.
+  Where the shape changes, the shortcut is a convolution (option B).
 
   | parameters | ImageNet, 1,000 classes | CIFAR form, 10 classes |
   |------------|-------------------------|------------------------|
@@ -27,22 +27,22 @@ class ResNet(_layered_network.LayeredNetwork):
   | ResNet-50  | 25,557,032              | 23,520,842             |
 
   Args:
-    blocks_per_stage: of each of the four stages.
-    bottleneck: whether a block is 1x1, 3x3 and 1x1 convolutions, the last
-      with four times the features, or two of 3x3.
-    width: features of the first stage, which `num_groups` must divide.
-    shortcut_size: window of the shortcuts' convolutions, odd; default 1.
+    blocks_per_stage: The number of blocks of each stage.
+    bottleneck: Whether a block has 1x1, 3x3 and 1x1 convolutions, the last with
+      four times the features, or two 3x3 convolutions.
+    width: Features of the first stage, a multiple of `num_groups`.
+    shortcut_size: The odd window size of the shortcuts' convolutions.
 
   References:
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition",
     2015, arXiv:1512.03385, table 1. Departure, usual now: in a bottleneck
     that halves the resolution the 3x3 convolution has the stride.
-    Without normalization all blocks start as the identity: of the m
-    convolutions of each of L blocks the last starts at zero and the others
-    smaller by L**(-1 / (2m - 2)), as in Fixup (Zhang, Dauphin and Ma, 2019,
-    arXiv:1901.09321); departures: the convolutions' ordinary biases in place of
-    its scalar ones, no scalar multipliers, and a last layer that does not start
-    at zero.
+    Without normalization all L blocks start as the identity, as in Fixup
+    (Zhang, Dauphin and Ma, 2019, arXiv:1901.09321): the last of a block's m
+    convolutions starts at zero, and the others are scaled by
+    L**(-1 / (2m - 2)). Departures: the convolutions' ordinary biases in place
+    of its scalar ones, no scalar multipliers, and a last layer that does not
+    start at zero.
   """
 
   def __init__(
@@ -90,33 +90,25 @@ class ResNet(_layered_network.LayeredNetwork):
     self.large = large
     self.norm = norm
     window = 7 if large else 3
+    # A bias before a normalization would be subtracted again.
     self.stage0_conv = _layers.conv(
-      num_channels,
-      width,
-      window,
-      strides=2 if large else 1,
-      padding=window // 2,
-      use_bias=norm == "none",
-      rngs=rngs,
-    )
+      num_channels, width, window, strides=2 if large else 1,
+      padding=window // 2, use_bias=norm == "none", rngs=rngs,
+    )  # fmt: skip
     if norm != "none":
       self.stage0_norm = _normalization.make_norm(norm, width, num_groups)
     names = []
     num_features = width
     for stage, num_blocks in enumerate(blocks_per_stage):
       for block in range(num_blocks):
-        # Names that sort in the order of the layers.
+        # Names sort in the order of the layers, as flattened trees sort keys.
         names.append(f"stage{stage + 1}_block{block + 1}")
         module = _Block(
-          num_features,
-          width * 2**stage,
-          strides=2 if stage > 0 and block == 0 else 1,
-          norm=norm,
-          num_groups=num_groups,
-          num_blocks=sum(blocks_per_stage),
-          rngs=rngs,
+          num_features, width * 2**stage,
+          strides=2 if stage > 0 and block == 0 else 1, norm=norm,
+          num_groups=num_groups, num_blocks=sum(blocks_per_stage), rngs=rngs,
           **block_options,
-        )
+        )  # fmt: skip
         setattr(self, names[-1], module)
         num_features = module.out_features
     self.names = tuple(names)
@@ -125,7 +117,7 @@ class ResNet(_layered_network.LayeredNetwork):
     setattr(self, self.head, layer)
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns the first layers, each block, and the mean with the last one."""
+    """Returns the first layers, each block, and the mean with the head."""
     first: tuple[str, ...] = ("stage0_conv",)
     if self.norm != "none":
       first += ("stage0_norm",)
@@ -149,6 +141,7 @@ def _run_first(
     x = net.stage0_norm(x, mask=mask)
   x = jax.nn.relu(x)
   if pooled:
+    # Symmetric padding by one pixel, as torchvision does.
     around = ((1, 1), (1, 1))
     x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
   return x
@@ -170,9 +163,9 @@ def _run_head(
 class CifarResNet(ResNet):
   """The CIFAR ResNet of 6n + 2 layers.
 
-  A convolution of 16 channels; three stages of n blocks with 16, 32 and 64
-  channels, the second and third at half the resolution of the one before; a
-  mean over the image; one dense layer. Shortcuts have no parameters: where
+  A convolution of 16 channels is followed by three stages of n blocks with 16,
+  32 and 64 channels, the second and third at half the resolution, then by a
+  mean over the image and one dense layer. Shortcuts have no parameters: where
   the shape changes they take every second pixel and add channels of zeros
   (option A of the paper). ResNet-20 (n = 3) has 269,722 parameters on
   CIFAR-10. Without normalization its blocks start as those of `ResNet`.
@@ -205,7 +198,7 @@ class CifarResNet(ResNet):
 
 
 class _Block(nnx.Module):
-  """Two or three convolutions and a shortcut past them.
+  """Two or three convolutions, and a shortcut around them.
 
   Without `shortcut_size` the shortcut has no parameters.
   """
@@ -235,22 +228,19 @@ class _Block(nnx.Module):
       name: str, inputs: int, gain: float, layer: tuple[int, ...]
     ) -> None:
       window, outputs, strides = layer
+      # With strides, "SAME" pads an image of even size below and right only, so
+      # that its windows begin a pixel later than those of symmetric padding.
+      padding = window // 2 if shortcut_size else "SAME"
       conv = _layers.conv(
-        inputs,
-        outputs,
-        window,
-        strides=strides,
-        # "SAME" begins an image of even size a pixel later.
-        padding=window // 2 if shortcut_size else "SAME",
-        use_bias=self.plain,
-        gain=gain,
-        rngs=rngs,
-      )
+        inputs, outputs, window, strides=strides, padding=padding,
+        use_bias=self.plain, gain=gain, rngs=rngs,
+      )  # fmt: skip
       setattr(self, name, conv)
       if not self.plain:
         norm_layer = _normalization.make_norm(norm, outputs, num_groups)
         setattr(self, f"{name}_norm", norm_layer)
 
+    # Fixup's scale keeps the sum of L residuals of order one.
     smaller = num_blocks ** (-0.5 / (len(layers) - 1)) if self.plain else 1.0
     inputs = in_features
     for i, layer in enumerate(layers):
@@ -263,7 +253,7 @@ class _Block(nnx.Module):
     self.added_features = self.out_features - in_features
     self.projects = bool(shortcut_size and (strides > 1 or self.added_features))
     if shortcut_size and self.projects:
-      # Sorts after the convolutions, and runs after them.
+      # "shortcut" sorts after "conv", and the shortcut runs after them.
       shape = (shortcut_size, self.out_features, strides)
       add("shortcut", in_features, 1.0, shape)
 
@@ -279,6 +269,7 @@ class _Block(nnx.Module):
     if self.projects:
       x = run("shortcut", x)
     elif self.added_features:
+      # Option A: every second pixel, and zeros for the added features.
       x = x[:, :: self.strides, :: self.strides]
       x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.added_features)))
     return jax.nn.relu(y + x)

@@ -19,23 +19,23 @@ class Transformer(_layered_network.LayeredNetwork):
 
     x = x + attention(norm(x));  x = x + dense(gelu(dense(norm(x))))
 
-  in each layer, on vectors of the tokens; a last norm and a dense layer give
-  the logits. With 12 layers of width 768, 12 heads, 1,024 positions, a
+  in each layer, on embeddings of the tokens; a last norm and a dense layer
+  compute the logits. With 12 layers of width 768, 12 heads, 1,024 positions, a
   vocabulary of 50,257 and `tied` it has the 124,439,808 parameters of GPT-2.
 
   Args:
-    width: size of the vectors, which `num_heads` must divide.
-    hidden_size: of the dense layers, default `4 * width`.
-    positions: "learned" (default), a vector for each, or "rotary", which has
-      no parameters and needs an even `width / num_heads`.
-    tied: whether the logits use the vectors of the tokens; default False.
+    width: The size of the embeddings, a multiple of `num_heads`.
+    hidden_size: The hidden size of dense layers, default `4 * width`.
+    positions: "learned" (default) for an embedding of each position, or
+      "rotary", which has no parameters and needs an even `width / num_heads`.
+    tied: Whether logits are products with the token embeddings.
 
   References:
     Radford et al., "Language models are unsupervised multitask learners",
     2019. Rotary positions: Su et al., 2021, arXiv:2104.09864. Departures: no
     dropout; the untied last layer has no biases; dense layers start with
-    variance 1 / fan_in, and those that end in the residual stream smaller by
-    (2 * num_layers)**-0.5.
+    variance 1 / fan_in, and those that write to the residual stream are scaled
+    by (2 * num_layers)**-0.5.
   """
 
   def __init__(
@@ -53,10 +53,11 @@ class Transformer(_layered_network.LayeredNetwork):
   ):
     (length,) = input_shape
     hidden_size = 4 * width if hidden_size is None else hidden_size
-    checks.check_int("num_layers", num_layers, 1)
-    checks.check_int("width", width, 1)
-    checks.check_int("num_heads", num_heads, 1)
-    checks.check_int("hidden_size", hidden_size, 1)
+    for option, value in (
+      ("num_layers", num_layers), ("width", width), ("num_heads", num_heads),
+      ("hidden_size", hidden_size),
+    ):  # fmt: skip
+      checks.check_int(option, value, 1)
     if width % num_heads:
       raise ValueError(
         f"`num_heads` must divide the width {width}, got {num_heads}."
@@ -67,13 +68,13 @@ class Transformer(_layered_network.LayeredNetwork):
         "`num_heads` must leave each head an even size for rotary positions, "
         f"got {num_heads} heads for a width of {width}."
       )
-    # Names that sort in the order of the layers.
+    # With leading zeros, names sort in the order of the layers.
     digits = len(str(num_layers + 2))
     names = [f"layer{i:0{digits}}" for i in range(num_layers + 3)]
     first, *layers, norm, head = names
     self.names = tuple(layers)
     rotary = positions == "rotary"
-    # The vectors of the tokens, then those of the positions.
+    # Token embeddings are looked up before those of positions are added.
     self.first: tuple[str, ...] = (f"{first}_tokens",)
     if not rotary:
       self.first += (f"{first}_positions",)
@@ -86,7 +87,7 @@ class Transformer(_layered_network.LayeredNetwork):
         width, num_heads, hidden_size, rotary, num_layers, rngs=rngs
       )
       setattr(self, name, layer)
-    # The last norm, and what its output is multiplied by.
+    # Tied logits share the table of the first layer.
     self.last = (f"{norm}_norm", self.first[0] if tied else f"{head}_dense")
     setattr(self, self.last[0], _normalization.LayerNorm(width))
     if not tied:
@@ -96,9 +97,9 @@ class Transformer(_layered_network.LayeredNetwork):
       setattr(self, self.last[1], layer)
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns the vectors, each layer, and the last norm with the logits.
+    """Returns the embeddings, each layer, and the last norm with the logits.
 
-    Where they are tied the vectors of the tokens are in the last part, too.
+    Tied token embeddings are a part of both the first and the last.
     """
     partial, part = functools.partial, _layered_network.NetworkPart
     return (
@@ -113,8 +114,8 @@ def _run_first(
 ) -> jax.Array:
   del mask
   table, *positions = (getattr(net, name).table[...] for name in names)
-  # A token that is not in the vocabulary gives NaN, and not another's
-  # vector in silence.
+  # By default JAX clamps an index out of range and would return another token's
+  # embedding; NaN makes the mistake visible.
   x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
   for vectors in positions:
     x = x + vectors[None, : x.shape[1]]
@@ -137,7 +138,7 @@ def _run_last(
 
 
 class _Layer(nnx.Module):
-  """Attention to what came before, then a dense layer for each position."""
+  """Causal attention, then dense layers for each position."""
 
   def __init__(
     self,
@@ -152,8 +153,9 @@ class _Layer(nnx.Module):
     def dense(inputs: int, outputs: int, gain: float = 1.0) -> nnx.Linear:
       return _layers.dense(inputs, outputs, last=True, gain=gain, rngs=rngs)
 
+    # Each of L layers adds twice to the residual stream, as in GPT-2.
     smaller = (2 * num_layers) ** -0.5
-    # Names that sort in the order of use.
+    # The numbers make names sort in the order of use.
     self.attend1_norm = _normalization.LayerNorm(width)
     self.attend2_qkv = dense(width, 3 * width)
     self.attend3_out = dense(width, width, smaller)
@@ -175,12 +177,14 @@ class _Layer(nnx.Module):
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  """Means of the values so far, weighted; all [batch, length, heads, n].
+  """Returns causal attention; all arrays are [batch, length, heads, n].
 
-  The softmax is in float32, the products in the type of the network.
+  The softmax is in float32, and the products are in the network's type.
   """
   _, length, _, size = q.shape
+  # Queries are scaled before the product, which keeps bfloat16 scores small.
   scores = jnp.einsum("bqhn,bkhn->bhqk", q / math.sqrt(size), k)
+  # The mask depends on the length alone, which is static.
   seen = jnp.tril(jnp.ones((1, 1, length, length), bool))
   scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
   weights = jax.nn.softmax(scores).astype(v.dtype)
@@ -188,12 +192,13 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-  """Turns pairs of numbers by an angle that grows with the position.
+  """Rotates pairs of numbers by an angle proportional to the position.
 
-  Then the product of two vectors depends on how far apart they are.
+  The product of two rotated vectors depends on their distance alone.
   """
   _, length, _, size = x.shape
   half = size // 2
+  # Angles are in float32: bfloat16 cannot tell late positions apart.
   speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
   angle = jnp.arange(length, dtype=jnp.float32)[:, None] * speed[None]
   cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))

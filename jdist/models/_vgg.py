@@ -20,21 +20,22 @@ from jdist.models import (
 class VGG(_layered_network.LayeredNetwork):
   """VGG-11, 13, 16 and 19 (configurations A, B, D, E), and VGG-15.
 
-  Five blocks of 3x3 convolutions with 64, 128, 256, 512 and 512 features,
-  each followed by pooling by 2, where an odd row or column stands alone; then
-  dense layers. In the ImageNet form these are 4,096, 4,096 and the classes:
+  Five blocks of 3x3 convolutions have 64, 128, 256, 512 and 512 features, and
+  each is followed by pooling by 2, also of a last odd row or column. Dense
+  layers follow: in the ImageNet form 4,096, 4,096 and the classes, so that
   VGG-16 has 138,357,544 parameters for 1,000 classes. In the form for small
   images the last map is averaged and one dense layer follows: VGG-16 has
   14,719,818 parameters for CIFAR-10.
 
-  VGG-15 is that of MP²: twelve convolutions with 64, 64, 128, 128 and eight
-  times 256 features, then dense layers of 100, 100 and the classes, without
-  normalization; 4,722,698 parameters for CIFAR-10. Its source does not say
-  where the eight are pooled; blocks of 3, 3 and 2 here are a reconstruction.
+  VGG-15 is the network of MP²: twelve convolutions with 64, 64, 128, 128 and
+  eight times 256 features, then dense layers of 100, 100 and the classes,
+  without normalization; it has 4,722,698 parameters for CIFAR-10. Its source
+  does not say where the eight are pooled: blocks of 3, 3 and 2 are a
+  reconstruction.
 
   Args:
-    width: features of the first block.
-    max_growth: by how much a block is at most wider than the first.
+    width: Features of the first block.
+    max_growth: The largest ratio of a block's width to the first block's.
 
   References:
     Simonyan and Zisserman, "Very deep convolutional networks for large-scale
@@ -69,9 +70,10 @@ class VGG(_layered_network.LayeredNetwork):
       names = []
       for _ in range(num_convs):
         number += 1
-        # Two digits, so that names sort in the order of the layers.
+        # With two digits, names sort in the order of the layers.
         names.append(f"conv{number:02}")
         features = width * min(2**block, max_growth)
+        # A bias before a normalization would be subtracted again.
         layer = _layers.conv(
           num_features, features, 3, use_bias=norm == "none", rngs=rngs
         )
@@ -80,26 +82,23 @@ class VGG(_layered_network.LayeredNetwork):
           layer = _normalization.make_norm(norm, features, num_groups)
           setattr(self, f"{names[-1]}_norm", layer)
         num_features = features
+      # Pooling keeps an odd last row or column.
       size = [(n + 1) // 2 for n in size]
       blocks.append(tuple(names))
     self.blocks = tuple(blocks)
     self.norm = norm
     self.averaged = form == "cifar"
+    # Without the mean, the first dense layer sees every pixel of the last map.
     if not self.averaged:
       num_features *= size[0] * size[1]
     if hidden_sizes is None:
       hidden_sizes = () if self.averaged else (4096, 4096)
     self.head = _layers.add_head(
-      self,
-      num_features,
-      hidden_sizes,
-      num_classes,
-      first=number + 1,
-      rngs=rngs,
+      self, num_features, hidden_sizes, num_classes, first=number + 1, rngs=rngs
     )
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each convolution with what follows it, then the dense layers."""
+    """Returns each convolution with its pooling, then the dense layers."""
     last = self.blocks[-1][-1]
     convs = []
     for block in self.blocks:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jdist import models
+from jdist.models import _normalization
 
 
 def inputs(*shape):
@@ -63,7 +64,7 @@ def test_batch_norm_equals_that_of_flax():
 
 
 def test_group_norm_equals_that_of_flax():
-  ours = models.GroupNorm(6, num_groups=3)
+  ours = _normalization.GroupNorm(6, num_groups=3)
   flax = nnx.GroupNorm(6, num_groups=3, epsilon=1e-5, rngs=nnx.Rngs(0))
   params = {"scale": jnp.arange(1.0, 7.0), "bias": jnp.arange(6.0)}
   x = inputs(7, 3, 4, 6)
@@ -73,7 +74,7 @@ def test_group_norm_equals_that_of_flax():
 
 
 def test_layer_norm_equals_that_of_flax():
-  ours = models.LayerNorm(6)
+  ours = _normalization.LayerNorm(6)
   flax = nnx.LayerNorm(6, epsilon=1e-5, rngs=nnx.Rngs(0))
   params = {"scale": jnp.arange(1.0, 7.0), "bias": jnp.arange(6.0)}
   x = inputs(7, 3, 6)
@@ -83,7 +84,7 @@ def test_layer_norm_equals_that_of_flax():
 
 
 def test_samples_do_not_meet_in_group_norm():
-  norm = models.GroupNorm(6, num_groups=2)
+  norm = _normalization.GroupNorm(6, num_groups=2)
   x = inputs(4, 3, 3, 6)
   together, alone = run(norm, x)[0], run(norm, x[:1])[0]
   np.testing.assert_allclose(together[:1], alone, rtol=1e-5, atol=1e-6)
