@@ -1,7 +1,7 @@
-"""Compiled programs: their collectives, their order, and what hides them.
+"""Compiled programs: their collectives, their order, and forecasts.
 
-Programs for GPUs are compiled without one; collectives, timelines and
-forecasts are read off the text of the optimized program.
+Programs for GPUs are compiled without a GPU. Everything is read from the text
+of the optimized program.
 """
 
 from jdist.profiling._abstract import abstract as abstract

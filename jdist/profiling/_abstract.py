@@ -1,4 +1,4 @@
-"""Shapes that stand for the arrays of a run, to compile without any."""
+"""Shapes in place of the arrays of a run, for compiling without arrays."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ PyTree = Any
 
 
 def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
-  """Returns shapes `[workers, ...]` that stand for one worker's arrays `[...]`.
+  """Returns shapes `[workers, ...]` for one worker's arrays `[...]`.
 
   `workers.jit(step).lower(...)` takes them, so that a program is compiled
-  without an array and without the devices it is for.
+  without arrays and without the devices it is for.
 
   >>> team = collectives.workers(4, substrate="vmap")
   >>> abstract(team, jax.ShapeDtypeStruct((3,), "float32")).shape
@@ -39,12 +39,13 @@ def abstract_state(
   """Returns the shapes of `training.init_state`, `[workers, ...]`.
 
   Args:
-    workers: the run's workers, also on devices that are described only.
-    optimizer: an Optax chain.
-    params: one worker's parameters, arrays or `jax.ShapeDtypeStruct`, as of
-      `models.build(..., abstract=True)`.
-    model_state: one worker's batch statistics, likewise.
+    workers: The run's workers, possibly on devices that are only described.
+    optimizer: An Optax chain.
+    params: One worker's parameters, arrays or `jax.ShapeDtypeStruct`, for
+      instance of `models.build(..., abstract=True)`.
+    model_state: One worker's batch statistics, likewise.
   """
+  # `init_state` would place real arrays on devices that cannot hold any.
   replicated = abstract(workers, params)
   sharding = workers.sharding()
   opt_state = jax.tree.map(

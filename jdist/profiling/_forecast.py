@@ -1,4 +1,4 @@
-"""Forecasts: a compiled step on stated machines, before there are any."""
+"""Forecasts of a compiled step on machines that need not exist."""
 
 import dataclasses
 from typing import Any, Literal
@@ -12,13 +12,13 @@ class SentCollective:
   """A collective of a step on the link, and the kernels that hide it.
 
   Attributes:
-    wire_bytes: bytes that a worker sends, in a ring.
-    conditional: whether it runs in the steps that end a round only.
-    kernels: the number of kernels between its start and its done.
-    products: how many of these are matrix products or convolutions.
-    compute_s: seconds that they take.
-    start_s: the time at which the link begins to send it.
-    exposed_s: seconds for which the device waits for it.
+    wire_bytes: The bytes that a worker sends, in a ring.
+    conditional: Whether it runs only in steps that end a round.
+    kernels: The number of kernels between its start and its done.
+    products: The number of matrix products or convolutions among these.
+    compute_s: The seconds that these kernels take.
+    start_s: The time at which the link begins to send it.
+    exposed_s: The seconds for which the device waits for it.
   """
 
   name: str
@@ -34,12 +34,14 @@ class SentCollective:
 
   @property
   def send_s(self) -> float:
-    """Seconds on the link."""
+    """The seconds on the link."""
     return self.end_s - self.start_s
 
   @property
   def hidden_share(self) -> float:
     """The part of sending for which the device does not wait, in [0, 1]."""
+    # The device may also wait for earlier messages in the link's queue, so that
+    # the exposed time can exceed the time of sending.
     if not self.send_s:
       return 1.0
     return max(0.0, 1.0 - self.exposed_s / self.send_s)
@@ -57,7 +59,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-  """One step on a stated device and link, all in the order of their starts."""
+  """One step on a device and a link, each in the order of starts."""
 
   collectives: tuple[SentCollective, ...]
   kernels: tuple[Kernel, ...]
@@ -71,47 +73,48 @@ class Forecast:
 
   @property
   def compute_s(self) -> float:
-    """Seconds for which the device computes."""
+    """The seconds for which the device computes."""
     return sum(kernel.end_s - kernel.start_s for kernel in self.kernels)
 
   @property
   def send_s(self) -> float:
-    """Seconds for which the link sends."""
+    """The seconds for which the link sends."""
     return sum(sent.send_s for sent in self.collectives)
 
   @property
   def exposed_s(self) -> float:
-    """Seconds for which the device waits for collectives."""
+    """The seconds for which the device waits for collectives."""
     return sum(sent.exposed_s for sent in self.collectives)
 
   @property
   def hidden_share(self) -> float:
-    """The part of sending for which the device does not wait; 1 for none."""
+    """The part of sending for which the device does not wait; 1 if none."""
     return 1.0 - self.exposed_s / self.send_s if self.send_s else 1.0
 
   @property
   def wire_bytes(self) -> float:
-    """Bytes that a worker sends."""
+    """The bytes that a worker sends."""
     return sum(sent.wire_bytes for sent in self.collectives)
 
   @property
   def flops(self) -> int:
-    """Operations of products and convolutions."""
+    """The operations of products and convolutions."""
     return sum(kernel.flops for kernel in self.kernels)
 
   @property
   def trace(self) -> cluster.Trace:
     """The step as spans on the device and on the link.
 
-    Kinds: "product" (and convolution) and "other" kernels, "wait" where the
-    device waits; "hidden" and "exposed" parts of what the link sends.
+    The kinds of spans are "product" (also of convolutions), "other" and "wait"
+    on the device, and "hidden" and "exposed" on the link.
     """
     trace = cluster.Trace()
     for kernel in self.kernels:
       kind = "product" if kernel.flops else "other"
       trace.add("device", kernel.name, kernel.start_s, kernel.end_s, kind)
     for sent in self.collectives:
-      # The device waited for those before it in the queue, too.
+      # The device waits for a message only after it waited for earlier ones,
+      # so that its wait ends when the message does.
       waits = sent.end_s - sent.exposed_s
       cut = max(sent.start_s, waits)
       if sent.exposed_s:
@@ -132,19 +135,19 @@ def forecast(
 ) -> Forecast:
   """Predicts how much of a compiled step's communication is hidden.
 
-  The order is the compiler's, read by `read_timeline`; the times are a
-  model's.  The device runs one kernel after the other, each bounded by
+  The order is the compiler's, as `read_timeline` reads it, and the times are a
+  model's. The device runs one kernel after the other, each bounded by
   arithmetic, memory or its launch, and stops at a `done` until its collective
-  has been sent.  The link sends one collective after the other, in a ring and
-  in the order of their starts.  Neither slows the other.  A collective without
+  has been sent. The link sends one collective after the other, in a ring and in
+  the order of their starts. Neither slows the other. A collective without
   `done` must end with the program.
 
   Args:
-    program: a compiled step (`jitted.lower(...).compile()`) or its text.
-    device: the device's rates.
-    link: each device's link to the others.
-    branch: which step: "sends" (default), one that ends a round, or "idles",
-      one that does not.
+    program: A compiled step (`jitted.lower(...).compile()`) or its text.
+    device: The device's rates.
+    link: Each device's link to the others.
+    branch: The step: "sends" (default), one that ends a round, or "idles", one
+      that does not.
 
   >>> device = cluster.Device("toy", flops_per_s=16, memory_bytes_per_s=1e9)
   >>> link = cluster.Link(bandwidth_bits_per_s=8 * 4)
@@ -166,6 +169,7 @@ def forecast(
   now_s = link_free_s = 0.0
 
   def wait(name: str) -> float:
+    # All kernels since the start have run under the collective.
     number, first = started.pop(name)
     sent, under = found[number], kernels[first:]
     found[number] = dataclasses.replace(
@@ -201,7 +205,8 @@ def forecast(
 
 
 def _messages(collective: collectives.Collective) -> int:
-  """Counts the messages of a ring that follow each other."""
+  """Counts the consecutive messages of a collective in a ring."""
+  # An all-reduce is a reduce-scatter and an all-gather, one after the other.
   both_ways = cluster.ring_messages(collective.num_workers)
   if collective.kind == "all-reduce":
     return both_ways

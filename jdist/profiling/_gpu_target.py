@@ -1,7 +1,7 @@
-"""GPUs to compile for, which need not be there.
+"""GPUs to compile for, which need not exist.
 
-XLA compiles for devices that it knows from a text only.  They cannot run
-anything nor hold an array, but the program is the one that real ones get: its
+XLA compiles for devices that it knows only from a text. They cannot run a
+program nor hold an array, but the program equals that of real ones, so that its
 order, its collectives and its memory can be read.
 """
 
@@ -15,7 +15,7 @@ import jax
 
 from jdist import checks, collectives
 
-# Without it the plugin refuses to load where there is no driver.
+# Unless this variable is set, the plugin does not load without a driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
@@ -23,7 +23,7 @@ _REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-  """The description of a GPU for the compiler, without what all share."""
+  """The properties by which GPUs differ for the compiler."""
 
   name: str
   compute_capability: tuple[int, int]
@@ -37,7 +37,7 @@ class _Target:
   shared_bytes_per_block: int
 
   def text(self) -> str:
-    """Writes a `GpuTargetConfigProto`."""
+    """Returns a `GpuTargetConfigProto` in text form."""
     major, minor = self.compute_capability
     return f"""
       gpu_device_info {{
@@ -78,7 +78,7 @@ _TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-  """GPUs to compile for, of a kind of `GPUS`; made by `gpu_target`."""
+  """GPUs to compile for, of a kind of `GPUS`; see `gpu_target`."""
 
   kind: str
   gpus_per_node: int
@@ -95,22 +95,22 @@ class GpuTarget:
 
   @property
   def num_gpus(self) -> int:
-    """GPUs of all nodes."""
+    """The number of GPUs of all nodes."""
     return self.nodes * self.gpus_per_node
 
   @property
   def memory_bytes(self) -> int:
-    """Memory of one GPU."""
+    """The memory of one GPU."""
     return _TARGETS[self.kind].memory_bytes
 
   def devices(self) -> list[jax.Device]:
-    """Lists devices that programs can be compiled for, and nothing else.
+    """Lists devices for which programs can only be compiled.
 
-    Needs no GPU and no driver.  Each node is a process of its own.
+    Neither a GPU nor a driver is needed. Each node is a process of its own.
 
     Raises:
-      ImportError: when JAX's plugin for CUDA, of the extra `schedules`, is
-        missing or of another version than JAX.
+      ImportError: If JAX's plugin for CUDA, which the extra `schedules`
+        installs, is missing or does not have JAX's version.
     """
     check_compiler()
     os.environ.setdefault(_SKIP_VARIABLE, "1")
@@ -119,7 +119,7 @@ class GpuTarget:
     try:
       described = topologies.get_topology_desc(
         platform="cuda",
-        # Slices of hosts of devices; a host is a process.
+        # The format is slices x hosts x devices, and a host is a process.
         topology=f"1x{self.nodes}x{self.gpus_per_node}",
         target_config=_TARGETS[self.kind].text(),
       )
@@ -139,8 +139,8 @@ def gpu_target(text: str) -> GpuTarget:
   """Reads the number and kind of GPUs.
 
   Args:
-    text: `"8xh200"`, or `"2x8xh200"` for two nodes of eight; kinds are h200,
-      h100 and a100 (SXM, 80 GB), in capitals or not.
+    text: `"8xh200"`, or `"2x8xh200"` for two nodes of eight. The kinds are
+      h200, h100 and a100 (SXM, 80 GB), in upper or lower case.
 
   >>> target = gpu_target("2x8xH200")
   >>> target.num_gpus, target.nodes, str(target)
@@ -156,7 +156,7 @@ def gpu_target(text: str) -> GpuTarget:
 
 
 def check_compiler() -> None:
-  """Raises an ImportError when programs for GPUs cannot be compiled here."""
+  """Raises an ImportError if programs for GPUs cannot be compiled here."""
   plugin = next(filter(importlib.util.find_spec, _PLUGINS), None)
   if plugin is None:
     raise ImportError(
@@ -164,7 +164,7 @@ def check_compiler() -> None:
     )
   name = plugin.replace("_", "-")
   version = importlib.metadata.version(name)
-  # A post-release of either is the same code: 0.12.0 and 0.12.0.1.
+  # Post-releases are compatible: 0.12.0 and 0.12.0.1.
   if version.split(".")[:3] != jax.__version__.split(".")[:3]:
     raise ImportError(
       f"{name} {version} does not work with jax {jax.__version__}: their "
@@ -175,28 +175,32 @@ def check_compiler() -> None:
 def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
   """Sets the rates of the link in XLA's scheduler of GPU programs.
 
-  By default every collective is scheduled as if it lasted a few products; with
-  the rates it starts as early as its size needs.  Holds for all programs that
-  this process compiles for GPUs; XLA reads it once.
+  By default every collective is scheduled as if it took as long as a few
+  products. With the rates it starts as early as its size requires. XLA reads
+  them once, for all programs that this process compiles for GPUs.
 
   Args:
-    bandwidth_bits_per_s: of each GPU's link, in each direction, in a ring of
-      all GPUs.
-    latency_s: of a message of the ring, in whole microseconds, at least one.
+    bandwidth_bits_per_s: The bandwidth of each GPU's link, in each direction,
+      in a ring of all GPUs.
+    latency_s: The latency of a message of the ring, rounded to whole
+      microseconds, at least one.
 
   Raises:
-    RuntimeError: when JAX has already started, and would ignore it.
+    RuntimeError: If JAX has already started, and would ignore the rates.
   """
-  # JAX refuses another number of devices once it has started.
+  # JAX has no public test of whether it has started, but then refuses another
+  # number of devices.
   count = jax.config.values["jax_num_cpu_devices"]
   jax.config.update("jax_num_cpu_devices", max(count, 1) + 1)
   jax.config.update("jax_num_cpu_devices", count)
   latency_us = max(1, round(latency_s * 1e6))
   estimator = {
     "nccl_op_launch_time": 1,
-    "nic_speed_gbps": bandwidth_bits_per_s / 8e9,  # In gigabytes.
+    # XLA expects gigabytes, whatever the name of the option says.
+    "nic_speed_gbps": bandwidth_bits_per_s / 8e9,
     "chunk_prep_time": 1,
     "rtt": latency_us,
+    # With one GPU a node, all messages take the link whose rates are given.
     "gpus_per_node": 1,
   }
   options = ",".join(f"{name}={value:g}" for name, value in estimator.items())

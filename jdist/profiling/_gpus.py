@@ -8,14 +8,16 @@ from jdist import checks, cluster
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU's highest rates, which no program reaches all.
+  """A GPU's peak rates, which no program reaches all at once.
 
   Attributes:
-    bfloat16_flops_per_s: of matrix products, dense.
-    float32_flops_per_s: of matrix products in TF32, dense: what XLA takes for
-      float32 by default.
-    nvlink_bits_per_s: to the other GPUs of its node, in each direction.
-    network_bits_per_s: its share of the node's network, in each direction.
+    bfloat16_flops_per_s: The rate of dense matrix products.
+    float32_flops_per_s: The rate of dense matrix products in TF32, which XLA
+      uses for float32 by default.
+    nvlink_bits_per_s: The bandwidth to the other GPUs of its node, in each
+      direction.
+    network_bits_per_s: The GPU's share of the node's network, in each
+      direction.
   """
 
   name: str
@@ -30,7 +32,7 @@ class Gpu:
   ) -> cluster.Device:
     """Returns the device for programs that compute in a dtype.
 
-    Kernels take `launch_s` at least.
+    Every kernel takes at least `launch_s`.
     """
     rates = {
       "bfloat16": self.bfloat16_flops_per_s,
@@ -42,7 +44,7 @@ class Gpu:
     )
 
   def link(self, nodes: int = 1, latency_s: float = 0.0) -> cluster.Link:
-    """Returns the link that bounds a ring: NVLink, or several nodes' network.
+    """Returns the slowest link of a ring: NVLink, or the nodes' network.
 
     >>> GPUS["h200"].link().bandwidth_bits_per_s / 8e9  # GB/s
     450.0
@@ -52,8 +54,8 @@ class Gpu:
     return cluster.Link(slowest, latency_s)
 
 
-# NVIDIA's data sheets of the SXM forms, without sparsity; networks are those
-# of the DGX A100, H100 and H200.
+# From NVIDIA's data sheets of the SXM forms, without sparsity. The networks are
+# those of the DGX A100, H100 and H200.
 GPUS = {
   "h200": Gpu("NVIDIA H200", 989.5e12, 494.7e12, 4.8e12, 8 * 450e9, 400e9),
   "h100": Gpu("NVIDIA H100", 989.5e12, 494.7e12, 3.35e12, 8 * 450e9, 400e9),

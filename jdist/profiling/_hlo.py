@@ -1,6 +1,6 @@
-"""The text of an optimized XLA program as data.
+"""Parser of the text of an optimized XLA program.
 
-JAX returns it for every platform, also of a program that was compiled without
+JAX returns the text for every platform, even if a program was compiled without
 the devices it is for.
 """
 
@@ -11,14 +11,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+# The width of other types is the number in their name.
 _BITS = {
   "pred": 8, "bf16": 16, "c64": 64, "c128": 128, "s1": 1, "u1": 1,
 }  # fmt: skip
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-# The operation's name follows the result's type, which ends in ) } or ].
+# The operation's name follows the result's type, which ends in ) } or ]. Its
+# operands contain no parenthesis, and attributes follow them.
 _OPERATION = re.compile(r"[)}\]] ([a-z][a-z\d\-]*)\(([^)]*)\)(.*)$")
+# The attributes that name computations which an instruction runs.
 _CALLED = re.compile(
   r"(to_apply|calls|body|condition|true_computation|false_computation"
   r"|branch_computations|called_computations)="
@@ -29,19 +32,20 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The type of an array, by XLA's name."""
+  """The type of an array, with XLA's name of the dtype."""
 
   dtype: str
   dims: tuple[int, ...]
 
   @property
   def size(self) -> int:
-    """Its number of elements."""
+    """The number of elements."""
     return math.prod(self.dims)
 
   @property
   def num_bytes(self) -> int:
-    """Its bytes, packed."""
+    """The number of bytes, for a packed layout."""
+    # Float8 types have further digits in their names: the first ones count.
     digits = re.search(r"\d+", self.dtype)
     width = _BITS.get(self.dtype) or int(digits[0] if digits else 0)
     return -(-self.size * width // 8)
@@ -49,22 +53,24 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a program, and what it is in XLA's words."""
+  """One line of a program."""
 
   name: str
   operation: str
-  result: tuple[Shape, ...]  # Several arrays for a tuple.
+  # A tuple has several arrays.
+  result: tuple[Shape, ...]
   operands: tuple[str, ...]
-  attributes: str = dataclasses.field(repr=False)  # The rest of the line.
+  # The rest of the line, after the operands.
+  attributes: str = dataclasses.field(repr=False)
 
   @property
   def result_bytes(self) -> int:
-    """Bytes of all its arrays."""
+    """The bytes of all arrays of the result."""
     return sum(shape.num_bytes for shape in self.result)
 
   @property
   def called(self) -> tuple[str, ...]:
-    """Names of the computations it runs."""
+    """The names of the computations that the instruction runs."""
     return tuple(
       name
       for _, names in _CALLED.findall(self.attributes)
@@ -74,18 +80,18 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program: its entry, and the instructions of computations in order."""
+  """A program: its entry, and the ordered instructions of computations."""
 
   entry: str
   computations: dict[str, tuple[Instruction, ...]]
 
   @functools.cached_property
   def instructions(self) -> dict[str, Instruction]:
-    """Every instruction by its name."""
+    """Every instruction by its name, which XLA makes unique in a program."""
     return {i.name: i for each in self.computations.values() for i in each}
 
   def operands(self, instruction: Instruction) -> tuple[Shape, ...]:
-    """Returns the arrays that go into an instruction."""
+    """Returns the types of an instruction's operands."""
     return tuple(
       shape
       for name in instruction.operands
@@ -94,7 +100,7 @@ class Program:
     )
 
   def always(self) -> frozenset[str]:
-    """Returns the computations that run in no conditional."""
+    """Returns the computations that run outside of conditionals."""
     seen: set[str] = set()
     todo = [self.entry]
     while todo:
@@ -131,6 +137,8 @@ def _computations(
   for line in text.splitlines():
     if not line.startswith(" ") and (match := _COMPUTATION.match(line)):
       name, is_entry, instructions = match[2], bool(match[1]), []
+    # A closing brace in the first column ends a computation, while nested ones
+    # belong to attributes.
     elif line.startswith("}") and name:
       yield name, is_entry, tuple(instructions)
       name = ""
@@ -151,6 +159,7 @@ def _instruction(name: str, right_side: str) -> Iterator[Instruction]:
       Shape(dtype, tuple(int(d) for d in dims.split(",") if d))
       for dtype, dims in _SHAPE.findall(types)
     ),
+    # XLA numbers the operands of long tuples by comments like /*index=5*/.
     operands=tuple(_NAME.findall(re.sub(r"/\*.*?\*/", "", match[2]))),
     attributes=match[3],
   )

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, to compare with the traced step's."""
+"""Collectives of a compiled program, for comparison with those of a trace."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import Any
 from jdist import collectives
 from jdist.profiling import _hlo
 
-# `all-reduce-start` and `-done` are one operation, counted at its start.
+# `all-reduce-start` and `-done` are one operation, which counts at its start.
 KINDS: dict[str, collectives.Kind] = {
   "all-reduce": "all-reduce",
   "all-gather": "all-gather",
@@ -22,11 +22,12 @@ def read_collectives(program: Any) -> tuple[collectives.Collective, ...]:
   """Lists the collectives of a compiled program in textual order.
 
   Each has the bytes of its operands and the number of devices of one of its
-  groups; `conditional` where it is reached through a conditional only, with the
-  `phase` that its branch names.  A collective in a loop is listed once.
+  groups. It is `conditional` if it is reached through a conditional only, and
+  then has the `phase` that its branch names. A collective in a loop is listed
+  once.
 
   Args:
-    program: a compiled function (`jitted.lower(...).compile()`) or its text.
+    program: A compiled function (`jitted.lower(...).compile()`) or its text.
 
   >>> read_collectives('''
   ... ENTRY %main (x: f32[10]) -> f32[10] {
@@ -65,15 +66,20 @@ def _phase(attributes: str) -> collectives.Phase | None:
 
 
 def _group_size(attributes: str) -> int:
+  # XLA writes groups in three ways. The short form has the number of groups and
+  # their size: replica_groups=[1,8]<=[8].
   if match := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
     return int(match[1])
+  # The long form lists the devices: replica_groups={{0,1},{2,3}}.
   if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
     return len(match[1].split(","))
-  # By names: replica_groups=mesh['worker'=2,'fsdp'=2] {'worker'}
+  # The form by names has a mesh: replica_groups=mesh['worker'=2,'fsdp'=2]
+  # {'worker'}.
   if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
     names = re.findall(r"'([^']+)'", match[2])
     return math.prod(int(sizes[name]) for name in names)
+  # A permute has pairs instead, in which a device may occur twice.
   if match := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
     return len(set(re.findall(r"\d+", match[1])))
   return 1

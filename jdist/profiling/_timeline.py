@@ -1,8 +1,8 @@
 """The timeline of a compiled program: kernels and collectives in order.
 
-The text of a GPU program is the order in which the host launches work.  A
-collective begins at its `-start`, and the device waits for it at its `-done`;
-the kernels between hide it.
+The text of a GPU program is the order in which the host launches work. A
+collective begins at its `-start`, and the device waits for it at its `-done`,
+so that the kernels in between hide it.
 """
 
 import dataclasses
@@ -14,12 +14,13 @@ from typing import Any, Literal
 from jdist import checks, collectives
 from jdist.profiling import _hlo, _hlo_collectives
 
-# Instructions that make no kernel: names, views and constants.
+# Names, views and constants launch no kernel.
 _FREE = frozenset({
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
   "after-all", "partition-id", "replica-id", "opt-barrier", "domain",
 })  # fmt: skip
 
+# XLA notes the number of turns of a loop if it could derive it.
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -29,11 +30,11 @@ class Event:
 
   Attributes:
     kind: `"compute"`, or the `"start"` or `"done"` of a collective.
-    name: the instruction's; a start and its done have the start's name.
-    flops: two for each multiply and add of products and convolutions.
-    num_bytes: memory that a computation reads and writes; of an array that it
-      slices or changes in place, the slice.
-    collective: of a start; None for others.
+    name: The instruction's name. A start and its done both have the start's.
+    flops: Two for each multiply and add of products and convolutions.
+    num_bytes: The memory that a kernel reads and writes. An array that it only
+      slices or changes in place counts with the slice.
+    collective: The collective of a start; None for other events.
   """
 
   kind: Literal["compute", "start", "done"]
@@ -49,13 +50,13 @@ def read_timeline(
   """Reads the order in which a compiled program computes and sends.
 
   A collective that is not split into start and done, or is marked to run in
-  line, gives both events at once.  A loop is read as often as it runs.
+  line, gives both events at once. The events of a loop occur once per turn.
 
   Args:
-    program: a compiled function (`jitted.lower(...).compile()`) or its text.
-    branch: of a conditional: "sends" (default), the one that sends most, or
-      computes most if none sends, as in the step that ends a round; "idles",
-      the one that does least, as in the steps before.
+    program: A compiled function (`jitted.lower(...).compile()`) or its text.
+    branch: The branch of a conditional. "sends" (default) takes the one that
+      sends most, or computes most if none sends, as in a step that ends a
+      round. "idles" takes the one that does least, as in the steps before.
   """
   checks.check_choice("branch", branch, ("sends", "idles"))
   parsed = _hlo.parse(program)
@@ -65,15 +66,14 @@ def read_timeline(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """A loop of a compiled program that sends or chooses in each turn.
+  """A loop of a compiled program with conditionals.
 
   Attributes:
-    turns: their number.
-    events: of a turn, without its conditionals.
-    branches: of each of its conditionals, in their order, the events of every
-      branch.
-    around: of each send, how many conditionals run between its start and its
-      done.
+    turns: The number of turns.
+    events: The events of a turn, without its conditionals.
+    branches: The events of every branch, for each conditional in order.
+    around: For each send, the number of conditionals that run between its start
+      and its done.
   """
 
   turns: int
@@ -83,15 +83,15 @@ class Loop:
 
 
 def read_loop(program: Any) -> Loop:
-  """Reads the loop of a compiled program that has conditionals, as a pipeline.
+  """Reads the loop with conditionals of a compiled program, as pipelines have.
 
-  Of conditionals within a branch the one that computes most is taken.
+  Of a conditional within a branch, the branch that computes most is taken.
 
   Args:
-    program: a compiled function (`jitted.lower(...).compile()`) or its text.
+    program: A compiled function (`jitted.lower(...).compile()`) or its text.
 
   Raises:
-    ValueError: when no loop, or more than one, has conditionals.
+    ValueError: If no loop, or more than one, has conditionals.
   """
   parsed = _hlo.parse(program)
   found = [
@@ -166,6 +166,7 @@ def _walk(
 
 
 def _weight(events: tuple[Event, ...]) -> tuple[float, int]:
+  # Sending decides first, since a branch that sends ends a round.
   sent = math.fsum(e.collective.wire_bytes for e in events if e.collective)
   return sent, sum(e.flops + e.num_bytes for e in events)
 
@@ -175,6 +176,8 @@ def _events(
 ) -> Iterator[Event]:
   operation, name = instruction.operation, instruction.name
   if operation.endswith("-done"):
+    # The done of a copy, or of a collective in line, is no event: only started
+    # collectives are waited for.
     started = program.instructions.get(next(iter(instruction.operands), ""))
     if started is not None and _sends(program, started) and not _waits(started):
       yield Event("done", started.name)
@@ -188,7 +191,8 @@ def _events(
       yield Event("done", name)
     return
   if operation.endswith("-start"):
-    return  # A copy engine's work beside the kernels.
+    # A copy engine works in parallel to the kernels.
+    return
   yield Event(
     "compute",
     name,
@@ -237,21 +241,23 @@ def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
     return 2 * sum(o.result_bytes for o in operands[part : part + 1])
   result = instruction.result
   if instruction.operation == "custom-call":
-    result = result[:1]  # The rest is scratch.
+    # The further results of a library call are scratch memory.
+    result = result[:1]
   return sum(shape.num_bytes for shape in result) + sum(
     operand.result_bytes for operand in operands
   )
 
 
-# Operations that read only as much of their first operand as they return.
+# These read only as much of their first operand as they return.
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
-# Operations that change their first operand in place; the operand that is
-# written there.
+# These change their first operand in place, by the operand of this number.
 _PARTS = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element"})
 
 
 def _moved_in_fusion(body: tuple[_hlo.Instruction, ...]) -> int:
+  # Intermediate values stay in registers: only parameters are read from memory,
+  # and only the root is written.
   by_name = {inner.name: inner for inner in body}
   users: dict[str, list[_hlo.Instruction]] = {name: [] for name in by_name}
   for inner in body:
@@ -307,7 +313,8 @@ def _flops(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
 def _dot_flops(
   instruction: _hlo.Instruction, operands: tuple[_hlo.Shape, ...]
 ) -> int:
-  # `lhs_contracting_dims={1}`, in a library call `"...":["1"]`.
+  # XLA's own product has `lhs_contracting_dims={1}`, and a library call has
+  # `"lhs_contracting_dimensions":["1"]`.
   match = re.search(
     r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)',
     instruction.attributes,
@@ -322,13 +329,14 @@ def _dot_flops(
 def _convolution_flops(
   instruction: _hlo.Instruction, operands: tuple[_hlo.Shape, ...]
 ) -> int:
-  """Counts every weight of an output feature for each sample of the output.
+  """Counts every weight of an output feature for each entry of the output.
 
   The gradients by input and by filter cost the same as the layer itself.
   """
   labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
   if labels is None or len(operands) < 2:
     return 0
+  # In a gradient the layer's output is an operand, not the result.
   target = instruction.attributes
   if "BackwardFilter" in target:
     output, weights = operands[1], instruction.result[0]

@@ -1,4 +1,4 @@
-"""A picture of forecasts: kernels on the device, collectives on the link."""
+"""Picture of forecasts, with kernels on the device, collectives on the link."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from jdist import cluster, training
 from jdist.profiling import _forecast
 
-# Distinct for most kinds of colour vision.
+# The colours are distinct for most kinds of colour vision.
 _COLOURS = {
   "product": "#0072b2",
   "other": "#a6cee3",
@@ -27,7 +27,8 @@ _LABELS = {
   "hidden": "sending, hidden",
   "exposed": "sending, waited for",
 }
-_ROWS = ("device", "link")  # From above, at 0 and 1.
+# The lanes from top to bottom, at 0 and 1.
+_ROWS = ("device", "link")
 
 
 def plot_forecasts(
@@ -39,17 +40,17 @@ def plot_forecasts(
 ) -> None:
   """Draws steps as timelines, one below the other on one axis of time.
 
-  Each has two lanes: the device with its kernels and waits, and the link with
-  what it sends, hidden or exposed.
+  Each timeline has two lanes: the device with its kernels and waits, and the
+  link with hidden and exposed messages.
 
   Args:
-    forecasts: by name, one at least.
-    path: of the PNG.
-    title: above all.
-    note: below all, for instance the stated rates.
+    forecasts: The forecasts by name, at least one.
+    path: The path of the PNG.
+    title: The title above all timelines.
+    note: A note below them, for instance the assumed rates.
 
   Raises:
-    ImportError: when matplotlib is missing.
+    ImportError: If matplotlib is not installed.
   """
   if not forecasts:
     raise ValueError("`forecasts` must have one entry at least, got none.")
@@ -95,11 +96,12 @@ def plot_forecasts(
 def _name_collectives(
   axis: Any, found: _forecast.Forecast, scale: float, end: float
 ) -> None:
-  """Writes the bytes in a bar, or above it where there is room."""
+  """Writes the bytes into a bar, or above it if there is room."""
   width, free_from = 0.045 * end, 0.0
   for sent in found.collectives:
     middle = scale * (sent.start_s + sent.end_s) / 2
     inside = scale * sent.send_s > width
+    # A label above a short bar is left out if it would cover the previous one.
     if not inside and middle - width / 2 < free_from:
       continue
     free_from = middle + width / 2
@@ -112,7 +114,8 @@ def _name_collectives(
 
 
 def _megabytes(num_bytes: float) -> str:
-  """Writes megabytes, never as 1e+03 MB."""
+  """Formats megabytes with two digits."""
+  # The format g would write a thousand as 1e+03.
   if num_bytes >= 99.5e6:
     return f"{num_bytes / 1e6:,.0f} MB"
   return f"{num_bytes / 1e6:.2g} MB"

@@ -1,4 +1,4 @@
-"""One picture of a comparison: quality against bytes, rounds and time."""
+"""The picture of a comparison: quality over bytes, rounds and time."""
 
 import math
 import os
@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist import checks, cluster
 
-# Distinct for most kinds of colour vision, and dark enough on white.
+# The colours are distinct for most kinds of colour vision, and dark on white.
 _COLORS = (
   "#333333", "#0072b2", "#d55e00", "#009e73",
   "#cc79a7", "#e69f00", "#56b4e9", "#8c564b",
@@ -22,20 +22,20 @@ def plot_comparison(
   path: str | os.PathLike[str],
   link: cluster.Link,
 ) -> None:
-  """Draws test accuracy against bytes, rounds and modelled time.
+  """Draws test accuracy over bytes, rounds and modelled time.
 
-  Of texts bits per byte are drawn, the fewer the better.  A line is the mean
-  over seeds, its band the standard deviation, its marker the end of the run.
+  For texts it draws bits per byte. A line is the mean over seeds, its band the
+  standard deviation, and its marker the end of the run.
 
   Args:
-    rows: result rows of one comparison, with `method`, `seed`, `workers` and
+    rows: The rows of one comparison, with `method`, `seed`, `workers` and
       `curve`.
-    path: of the PNG.
-    link: between the machines, for the modelled time: measured seconds of
-      training plus those of a ring's messages, with nothing overlapped.
+    path: The path of the PNG.
+    link: The link between the machines. The modelled time is the measured time
+      of training plus that of a ring's messages, with nothing overlapped.
 
   Raises:
-    ImportError: when matplotlib is missing.
+    ImportError: If matplotlib is not installed.
   """
   plt = pyplot()
   num_workers = rows[0]["workers"]
@@ -96,11 +96,12 @@ def plot_comparison(
 
 
 def check_plots() -> None:
-  """Raises an ImportError when pictures cannot be drawn here."""
+  """Raises an ImportError if pictures cannot be drawn here."""
   pyplot()
 
 
 def pyplot() -> Any:
+  """Returns matplotlib's pyplot, with a backend that needs no display."""
   checks.import_extra("matplotlib", "plots").use("Agg")
   return checks.import_extra("matplotlib.pyplot", "plots")
 
@@ -116,7 +117,7 @@ def _draw(
   y = np.array([[_quality(point) for point in run] for run in runs])
   mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
   color = _COLORS[style % len(_COLORS)]
-  # One marker, at the end; the legend shows it too.
+  # A single marker at the end tells lines apart in print, and in the legend.
   axes.plot(
     x, mean, color=color, linewidth=1.6, label=method,
     marker=_MARKERS[style % len(_MARKERS)], markevery=[-1], markersize=7,
@@ -127,11 +128,12 @@ def _draw(
 
 
 def _number_axis(axes: Any) -> None:
-  """A logarithmic axis that says 0.5, 1, 10 and not powers of ten."""
+  """Makes an axis logarithmic, with numbers like 0.5 instead of powers."""
   from matplotlib import ticker
 
   low, high = axes.dataLim.intervalx
-  if not 0 < low < high:  # One worker sends nothing.
+  # One worker sends nothing, and zero has no logarithm.
+  if not 0 < low < high:
     return
   axes.set_xscale("log")
   wide = high / low > 200
@@ -149,12 +151,14 @@ def _plain(value: float) -> str:
 def _quality(point: dict[str, Any]) -> float:
   if "bits_per_token" in point:
     bits = point["bits_per_token"]
-    return math.nan if bits is None else float(bits)  # It has diverged.
+    # A diverged run has null.
+    return math.nan if bits is None else float(bits)
   return 100 * float(point["accuracy"])
 
 
 def _limits(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-  """Shows where the methods differ, not how they leave chance behind."""
+  """Returns limits around the ends of the runs, without their beginnings."""
+  # The first evaluations are near chance, and would take most of the picture.
   ends = [x for x in map(_quality, rows) if math.isfinite(x)] or [0.0]
   if "bits_per_token" in rows[0]:
     span = max(max(ends) - min(ends), 0.1)

@@ -167,6 +167,7 @@ class Chains:
     per_epoch = workload.steps_per_epoch
     num_steps = round(options.epochs * per_epoch)
     warmup_steps = round(options.warmup_epochs * per_epoch)
+    # Cosine decay to a hundredth of the peak, for every variant.
     rate = optax.warmup_cosine_decay_schedule(
       peak / 10, peak, warmup_steps, num_steps, peak / 100
     )
@@ -174,6 +175,7 @@ class Chains:
       "sgd": optax.trace(options.momentum, nesterov=True),
       "adam": optax.scale_by_adam(),
     }
+    # The order of AdamW: the decay is scaled by the rate, but not by moments.
     inner = optax.chain(
       moments[options.optimizer],
       optax.add_decayed_weights(options.weight_decay),
@@ -190,6 +192,7 @@ class Chains:
       options,
       model,
     )
+    # Steps are compiled once for a variant, while each seed has its own state.
     chain = self.variants[variant](run)
     programs = workload.programs(chain, model.apply, **trainer)
     state = programs.init(model, seed)
@@ -215,6 +218,7 @@ class Chains:
       A row for each variant on the first host, and no rows on the others.
     """
     options, alone, again = self.options, _step_times.ALONE, f"{base} again"
+    # The base runs a second time, to show the noise of the machine.
     variants: dict[str, Variant] = {
       **self.variants,
       again: self.variants[base],
@@ -224,6 +228,7 @@ class Chains:
     chosen = options.variants or tuple(self.variants)
     names = [base, again, *(name for name in chosen if name != base)]
     names += [alone] * (links is not None)
+    # Any rate will do, since the time of a step does not depend on it.
     rate = options.rates[len(options.rates) // 2]
 
     def turn(name: str) -> _step_times.Turn:
@@ -274,6 +279,7 @@ def compare_chains(path: Any, chains: Chains) -> _study.Compared:
   rows = options.rows(path)
 
   def fit(trial: _rows.Trial) -> dict[str, Any]:
+    # Tuning never sees the test set.
     own = held_out if trial.purpose == "tuning" else chains
     return own.fit(trial.variant, trial.learning_rate, trial.seed)
 

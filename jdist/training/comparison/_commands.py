@@ -36,6 +36,7 @@ def run_experiment(
   """
   import tyro
 
+  # The flag is no option of the rows' config, and tyro would refuse it.
   times = "--times" in sys.argv
   if times:
     sys.argv.remove("--times")
@@ -51,6 +52,7 @@ def run_experiment(
       _chains.compare_chains(
         results / f"{preset}.jsonl", chains(options, variants)
       )
+  # An error in an option is the user's, for whom a traceback says nothing.
   except ValueError as error:
     raise SystemExit(str(error)) from error
 
@@ -68,6 +70,7 @@ def _time(
   if rows:
     name = "times" if links is None else links.name
     path = results / f"{preset}-{name}.jsonl"
+    # Times of one machine replace older ones, they are not added to them.
     path.unlink(missing_ok=True)
     _results.append_rows(path, rows)
 

@@ -54,6 +54,7 @@ class Problem:
 
   def train_set(self, trial: _rows.Trial) -> data.Dataset:
     """Returns the samples on which a trial may train."""
+    # Protocols draw single samples, which texts do not have.
     found = self.workloads[trial.purpose].train
     assert isinstance(found, data.Dataset)
     return found
@@ -64,6 +65,7 @@ class Problem:
 
   def evaluate(self, trial: _rows.Trial) -> Callable[[Any], dict[str, float]]:
     """Returns a function that measures a server's model in a trial."""
+    # One evaluator for all runs, whose program is compiled once.
     evaluator = self.evaluators[trial.purpose]
     return lambda model: evaluator.measure(model.params, model.model_state)
 

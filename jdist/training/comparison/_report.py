@@ -34,6 +34,7 @@ def runs_at(
 
   def chosen(row: _rows.Row) -> bool:
     rate = row["learning_rate"]
+    # A variant without a rate was not tuned, and has rows of one rate alone.
     at_rate: bool = rates.get(row["method"], rate) == rate
     return row["purpose"] == "comparison" and at_rate
 
@@ -66,6 +67,7 @@ def mean_accuracy(rows: Sequence[_rows.Row]) -> tuple[float, float]:
 
 def accuracy_table(runs: Runs) -> str:
   """Returns a Markdown table, the most accurate variant first."""
+  # Bytes are relative to the variant that sends most, the synchronous one.
   most = max(row["sent_bytes"] for rows in runs.values() for row in rows)
   lines = []
   for method, rows in by_accuracy(runs):
@@ -122,10 +124,12 @@ def _plot_bytes(axes: Any, runs: Runs, ours: str) -> None:
       color="#d55e00" if marked else "#0072b2",
       capsize=3,
     )
+  # A variant below the front needs more bytes for a lower accuracy.
   front = _front([(sent, mean) for sent, mean, _ in labels])
   axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0)
   some: Any = next(iter(runs.values()))[0]
   axes.set_xscale("log")
+  # Margins leave room for labels next to the outermost points.
   axes.margins(x=0.15, y=0.12)
   axes.set_xlabel(f"MB sent by each worker (N = {some['workers']}), log scale")
   axes.set_ylabel("test accuracy, %")

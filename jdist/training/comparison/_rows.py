@@ -71,6 +71,8 @@ class Rows:
     self._ignores, self._free = ignores, frozenset(free)
     self.config = self._fixed(config)
     self._defaults = self._fixed({} if defaults is None else defaults)
+    # Rows of tuning may stand in the same file, or in one of their own, whose
+    # rows lack a purpose.
     self._rows: list[Row] = []
     for purpose, file in self.paths.items():
       if file.exists() and (tuning is not None or purpose == "comparison"):
@@ -93,10 +95,12 @@ class Rows:
 
   def is_of(self, row: Row, trial: Trial) -> bool:
     """Returns whether a row belongs to a trial of this comparison."""
+    # Rows were written before trials had variants, and call them methods.
     named = trial._asdict()
     named["method"] = named.pop("variant")
     if any(row.get(key) != value for key, value in named.items()):
       return False
+    # A row that is older than an option was run with the option's default.
     config = self._defaults | row["config"]
     ignored = {*self._ignores(trial.variant), *self._free}
     keys = (config.keys() | self.config.keys()) - ignored

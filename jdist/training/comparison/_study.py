@@ -104,6 +104,8 @@ class Options:
       setting: A dataclass of further options that identify a comparison, if the
         command runs several.
     """
+    # The defaults are those of the command's own class, which may differ from
+    # those of its base classes.
     config, defaults = (
       dataclasses.asdict(self),
       dataclasses.asdict(type(self)()),
@@ -184,6 +186,8 @@ def mean_rank(
 
   A single loss that is not finite makes it the worst rank.
   """
+  # -inf in a single row makes the mean -inf, so that one diverged seed rejects
+  # the rate.
   first, second = zip(*map(rank, rows), strict=True)
   return statistics.fmean(first), statistics.fmean(second)
 
@@ -222,6 +226,7 @@ def tune(
     # Rounded to 0.4 instead of 0.4000000000000001, so that the rate is found
     # again in rows.
     further = float(f"{further:.6g}")
+    # The geometric grid continues, so that each extension costs one rate.
     tried[further] = mean(further)
   return best_of(tried)
 
@@ -275,6 +280,7 @@ def compare(
 
   def run(*named: Any) -> _rows.Row:
     trial = _rows.Trial(*named)
+    # Each row is written as soon as its run has ended.
     row = rows.find(trial)
     if row is None:
       row = rows.add(trial, fit(trial))
@@ -282,6 +288,7 @@ def compare(
     return row
 
   def tuned(variant: str) -> Tuned:
+    # A single rate needs no run to be chosen.
     if len(study.learning_rates) == 1:
       rate = study.learning_rates[0]
       return Tuned(rate, (rate,), None)

@@ -65,6 +65,7 @@ def mean_and_spread(
   The deviation is 0 for a single row and where a value is infinite.
   """
   found = _values(rows, value)
+  # The deviation of a single value, or of infinity, is not defined.
   if len(found) < 2 or math.inf in found:
     return statistics.mean(found), 0.0
   return statistics.mean(found), statistics.stdev(found)
@@ -95,6 +96,7 @@ def mean_curve(
   [(10, 2.0)]
   """
 
+  # A diverged run has null in its curve; NaN leaves a gap in a picture.
   def average(points: Sequence[_rows.Row], name: str) -> float:
     values = (math.nan if p[name] is None else p[name] for p in points)
     return statistics.mean(values)
@@ -118,6 +120,7 @@ def reached_at(
   before_x, before_y = 0.0, 0.0
   for x, y in curve:
     if y >= level:
+      # A vertical step would divide by zero.
       share = (level - before_y) / max(y - before_y, 1e-12)
       return before_x + share * (x - before_x)
     before_x, before_y = x, y

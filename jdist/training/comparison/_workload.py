@@ -108,6 +108,7 @@ class Workload:
 
   def batches(self, seed: int) -> data.Batches:
     """Returns this process's part of the training batches."""
+    # Each process reads the samples of its own workers only.
     return data.Batches(
       self.train,
       self.workers.num_workers,
@@ -121,6 +122,7 @@ class Workload:
     """Returns the loss of a model, given its `apply`."""
     if isinstance(self.train, data.TextDataset):
       return _losses.language_model_loss(apply, **self._inputs())
+    # The evaluator gets the same inputs, except for the augmentation.
     return _losses.classification_loss(
       apply, augment=self._augment(), **self._inputs()
     )

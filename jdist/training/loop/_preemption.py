@@ -59,6 +59,7 @@ class Preemption:
 
   def _note(self, number: int, frame: Any) -> None:
     del number, frame
+    # A handler runs between any two bytecodes: anything more could deadlock.
     self._asked = True
 
   def __enter__(self) -> "Preemption":

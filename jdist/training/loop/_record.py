@@ -60,6 +60,7 @@ class History(NamedTuple):
     """Returns the history of a run that continues from its last record."""
     if not records:
       return cls()
+    # Records have no number of samples, but their rate and time give it back.
     last = records[-1]
     samples = round(last.samples_per_s * last.train_s) if last.train_s else 0
     return cls(records, last.sent_bytes, last.train_s, samples)

@@ -76,6 +76,8 @@ class Trainer:
     self._step = _training_run.CompiledStep(workers, step)
     self._independent = independent
     self._timeout_s = timeout_s
+    # A user's own step without a parameter `control` cannot be told by the host
+    # that it ends a round.
     if host_rounds is None and not self._step.takes_control:
       host_rounds = False
     self._choices = _programs.Programs(stream_steps, host_rounds)
@@ -164,6 +166,8 @@ class Trainer:
     if not isinstance(label, str):
       checks.check_function("label", label, "a step and text", optional=True)
     _check_own_metadata(metadata)
+    # The first step donates the state. JAX's own error would name neither the
+    # argument nor the remedy.
     if any(
       isinstance(x, jax.Array) and x.is_deleted()
       for x in jax.tree.leaves(state)
@@ -194,6 +198,8 @@ class Trainer:
         f"{num_steps}."
       )
     with contextlib.ExitStack() as stack:
+      # A generator is closed even after an error, since it may own threads that
+      # read ahead.
       data = batches(start)
       checks.check_type(
         "batches(step)", data, Iterator, "an iterator of batches"
@@ -212,6 +218,8 @@ class Trainer:
       save = None
       if checkpoints is not None:
         save = functools.partial(_save, run, checkpoints, metadata)
+        # Leaving must wait for the last write, or a preempted run would lose
+        # it.
         stack.callback(checkpoints.wait)
       _train(
         run, data, range(start, num_steps), evaluate_every, checkpoint_every,
@@ -246,9 +254,12 @@ def _train(
       # The batch is copied to the devices while two steps are in flight.
       placed = run.place(batch)
     last = done if batch is None else steps.stop
+    # The previous step is read while this one runs, so that the device never
+    # waits for the host.
     run.read(leave=1)
     if _due(done, evaluate_every, last):
       run.record()
+    # Every process asks after every step, so that all stop at the same one.
     stops = sigterm is not None and sigterm.asks_at(done) and done < last
     saved = False
     if save is not None and (stops or _due(done, checkpoint_every, last)):
@@ -280,6 +291,7 @@ def _save(
   """Starts to write a checkpoint, unless the state has diverged."""
   run.read()
   if not run.is_finite():
+    # All processes come to the same result, and one of them warns.
     if jax.process_index() == 0:
       last = checkpoints.latest_step()
       stays = "there is no checkpoint"
@@ -293,6 +305,7 @@ def _save(
       )
     return False
   run.watchdog.beat(f"saving after step {run.step}", patience=4.0)
+  # Bytes stand outside the history, where a checkpoint without one has them.
   history = run.history()._asdict()
   sent_bytes = history.pop("sent_bytes")
   history["records"] = [_plain(record) for record in run.records]
