@@ -109,6 +109,11 @@ def test_another_runs_checkpoint_is_explained_by_the_option(train, capsys):
   assert train("--epochs", "1", "--seed", "1") == 2
   error = capsys.readouterr().err
   assert "`--seed` is 0 in the checkpoint and 1 here. Resume" in error
+  assert train("--epochs", "1", "--driver", "clock") == 2
+  error = capsys.readouterr().err
+  assert (
+    "error: `--driver` is threads in the checkpoint and clock here" in error
+  )
 
 
 def test_the_clock_and_threads_train_alike(train, tmp_path):

@@ -172,6 +172,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
   with pytest.raises(ValueError, match="`rate` is None there and "):
     run(seed=0, shape=(2, 3), rate=0.1)
   assert run(seed=0, shape=(2, 3)) == records
+  (tmp_path / "trainer" / "step_0000000004").mkdir(parents=True)
+  with pytest.raises(ValueError, match="no checkpoints but a server's, got"):
+    fit(4, checkpoints=tmp_path / "trainer")
 
 
 def test_records_of_another_run_are_not_taken_over(tmp_path):

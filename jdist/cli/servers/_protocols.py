@@ -27,6 +27,7 @@ def find(option: str, name: str) -> server.ProtocolEntry:
       f"`{option}` must be MODULE:NAME of a protocol that can be imported, got "
       f"{name!r}: {error}."
     ) from None
+  # Help and tables list the registry alone, so that it needs no description.
   return server.ProtocolEntry(name, factory, meaning="", paper="")
 
 
@@ -51,6 +52,7 @@ def _takes(entry: server.ProtocolEntry, options: Any) -> set[str]:
   if entry.factory is server.h_ps:
     # It chooses the bits of each message, and takes no codec.
     return found | ({"local_step"} if "pipeline" in options.parts else set())
+  # A protocol of a user's own trains by the learners of plain gradients.
   found.add("compression")
   if getattr(options, "codec", None) in _composition.SPARSE:
     found.add("ratio")
@@ -94,6 +96,7 @@ def build(
     updates: The updates of the run, if they are known.
   """
   num = len(machines.nodes)
+  # The library cannot refuse this: there members come and go.
   if (options.backups or 0) >= num:
     raise ValueError(
       f"`--backups` must be less than the {num} workers, got "
@@ -102,7 +105,7 @@ def build(
   given = {
     "total": num * batch_size,
     "batches": server.FixedBatches(batch_size),
-    # Neither has a default in the library.
+    # Neither has a default in the library, as both depend on the cluster.
     "n": 1,
     "max_staleness": num,
     "limits": {
@@ -111,6 +114,7 @@ def build(
     },
     **_groups.filled(options),
     "interval": options.interval,
+    # The parts of h_ps are one option, and three arguments.
     "tasks": "tasks" in options.parts,
     "pipelined": "pipeline" in options.parts,
     "pipelined_from": _pipelined_from(options.pipeline_from, updates),

@@ -59,7 +59,8 @@ def assemble(
   if plans is None and name == "h_ps" and "bits" in options.parts:
     plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
   taken = _protocols.gradients_per_update(name, options, num)
-  # Schedules count updates.
+  # Schedules count updates, of which a protocol that makes one of each gradient
+  # has as many more in the same samples.
   budget = _methods.make_budget(
     options,
     options.learning_rate,
@@ -86,6 +87,7 @@ def _local_step(
   if options.local_rate is not None:
     if not options.local_rate:
       return None
+    # The step must fall with the server's rate to anticipate its updates.
     scale = options.local_rate / options.learning_rate
 
     def rate(count: Any) -> Any:
@@ -101,6 +103,8 @@ def _fit_plans(
   options: _commands.Train, model: models.Model, loss: Any, batch: Any
 ) -> server.BitPlans:
   """Returns the plans that the first gradient allows."""
+  # Every process gets these plans, as another compiler may round the gradient
+  # otherwise, and messages of other plans could not be decoded.
   key = jax.random.key(options.seed)
   gradient = jax.jit(training.make_gradient(loss))(
     model.params, model.state, batch, key
@@ -133,6 +137,7 @@ def _server_learner(parts: Parts) -> tuple[server.Protocol, Any]:
     push_codec=parts.push_codec,
     **common,
   )
+  # Only the syncer knows the sizes of the model's fragments.
   return dataclasses.replace(protocol, parts=syncer.parts), syncer
 
 
@@ -189,6 +194,7 @@ def simulation(parts: Parts) -> server.Simulation:
   }
   profile = parts.profile
   if parts.push_codec is not None:
+    # Real links carry the payload that was encoded; the clock must know it.
     size = parts.push_codec.num_bytes(parts.model.params)
     profile = dataclasses.replace(profile, push_bytes=size)
   return server.Simulation(
@@ -208,6 +214,7 @@ def make_server(parts: Parts, plan: server.LivePlan) -> server.LiveServer:
 def work(parts: Parts, name: str, channel: server.Channel) -> None:
   """Works for the server, in a worker's process or thread."""
   learner = _worker_learner(parts, name)
+  # Compiling is not part of a task, whose measured time decides batch sizes.
   learner.prepare()
   pace = None
   if parts.options.paced:
@@ -229,7 +236,7 @@ def identity(options: _commands.Train) -> dict[str, object]:
   # Time is replayed: the machines must be the same, wherever their file is.
   machines = {"cluster": pathlib.Path(options.cluster).read_text()}
   return machines | {
-    # As a checkpoint, which is JSON, has it.
+    # JSON, in which a checkpoint keeps it, has no tuples.
     name: list(value) if isinstance(value, tuple) else value
     for name, value in dataclasses.asdict(options).items()
     if name not in elsewhere and name != "cluster"

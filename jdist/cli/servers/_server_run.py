@@ -16,7 +16,8 @@ from jdist.cli import (
 )
 from jdist.cli.servers import _protocols, _server_parts
 
-# Options of runs without a server. Its workers are the cluster's machines.
+# Options of runs without a server, whose workers are the cluster's machines.
+# They fill no argument of a factory, so that `check_used` does not know them.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
   "coordinator_address", "num_processes", "process_id", "skip_nonfinite",
@@ -43,9 +44,10 @@ def train(options: _commands.Train) -> None:
     print(f"Resumes from update {update}.", flush=True)
 
   with _session(parts) as session:
+    # The session ends with its processes, so that the summary is asked within.
     run = server.ServerRun(session)
-    show = _Shown(run, workload.train)
-    with _told(options, run):
+    show = _Printer(run, workload.train)
+    with _explained(options, run):
       records = run.fit(
         samples,
         "samples",
@@ -53,15 +55,17 @@ def train(options: _commands.Train) -> None:
         evaluate=lambda m: evaluate.measure(m.params, m.model_state),
         on_record=show,
         on_resume=resume,
+        # Real workers print events, which would tear a progress bar.
         label=options.protocol if options.driver == "clock" else None,
         checkpoints=options.checkpoints,
         metadata=_server_parts.identity(options),
         stop_on_sigterm=True,
       )
       more |= session.summary()
-  if not show.number:
+  if not show.number:  # The checkpoint is of the run's end.
     print(f"Nothing left to train: update {records[-1].step}.")
     show(records[-1])
+  # A run that has diverged or ended early leaves its row, too.
   _run_end.write_row(output, options, options.protocol, records, **more)
   saved = options.checkpoints if run.saved else None
   _run_end.check(records, options.learning_rate, saved, skips=False)
@@ -74,8 +78,10 @@ def train(options: _commands.Train) -> None:
 
 
 @contextlib.contextmanager
-def _told(options: _commands.Train, run: server.ServerRun) -> Iterator[None]:
-  """Turns the ends of a run into errors of the command line."""
+def _explained(
+  options: _commands.Train, run: server.ServerRun
+) -> Iterator[None]:
+  """Explains the ways in which a run may end, by the command line's errors."""
 
   def saved(what: str) -> str:
     return (
@@ -86,7 +92,9 @@ def _told(options: _commands.Train, run: server.ServerRun) -> Iterator[None]:
   try:
     yield
   except training.OtherRunError as error:
-    raise _run_end.refusal(error) from None
+    # The run's own `every` and `clock` follow from options, which differ, too.
+    found = {x: y for x, y in error.differences.items() if hasattr(options, x)}
+    raise _run_end.refusal(training.OtherRunError(found)) from None
   except server.LostRunError as error:
     kept = "last checkpoint" if options.checkpoints else "beginning"
     raise _run_end.LostError(
@@ -107,7 +115,7 @@ def _told(options: _commands.Train, run: server.ServerRun) -> Iterator[None]:
     ) from None
 
 
-class _Shown:
+class _Printer:
   """Prints the records of a run, and counts them."""
 
   def __init__(self, run: server.ServerRun, dataset: _datasets.AnyDataset):
@@ -128,7 +136,7 @@ class _Shown:
     )
 
 
-def _show_event(event: dict[str, Any]) -> None:
+def _print_event(event: dict[str, Any]) -> None:
   reason = f": {event['reason']}" if event["reason"] else ""
   print(f"{event['worker']} {event['kind']}{reason}", flush=True)
 
@@ -136,47 +144,55 @@ def _show_event(event: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   """Yields the server and its workers on the engine that the options name."""
-  options = parts.options
+  options, names = parts.options, parts.machines.names
   if options.driver == "clock":
     yield server.ClockSession(_server_parts.simulation(parts))
     return
-  machines = parts.machines
-  # Workers in threads share what is compiled; a process of Ray builds all of
-  # its parts from the options.
+  # Threads share all parts, and with them what is compiled. Parts hold
+  # functions that cannot be pickled, so that Ray's processes build their own.
   make: Callable[..., Any] = functools.partial(_server_parts.make_server, parts)
   work: Callable[..., Any] = functools.partial(_server_parts.work, parts)
+  if options.driver == "ray":
+    make = functools.partial(_in_process, "make_server", options, parts.plans)
+    work = functools.partial(_in_process, "work", options, parts.plans)
+  plan = server.LivePlan(
+    workers=names,
+    machines=parts.machines,
+    record=options.record,
+    versions=server.versions(),
+  )
+  try:
+    # Ray's processes must not outlive a SIGTERM that arrives before or after
+    # the run itself looks for one.
+    with _interrupts.raised_by_sigterm(), _engine(parts) as engine:
+      yield server.LiveSession(
+        engine,
+        make,
+        {name: functools.partial(work, name) for name in names},
+        plan,
+        model=(parts.model.params, parts.model.state),
+        on_event=_print_event,
+      )
+  except _interrupts.SigtermError:
+    raise _run_end.TerminatedError("ended outside of the training.") from None
+
+
+@contextlib.contextmanager
+def _engine(parts: _server_parts.Parts) -> Iterator[Any]:
+  """Yields the engine that the options name, and stops it."""
+  options = parts.options
   engine: Any
   if options.driver == "threads":
     engine = server.ThreadEngine()
   else:
-    make = functools.partial(_in_process, "make_server", options, parts.plans)
-    work = functools.partial(_in_process, "work", options, parts.plans)
-    # Ray starts processes, which must not outlive a SIGTERM that arrives before
-    # the run looks for one.
-    try:
-      with _interrupts.raised_by_sigterm():
-        engine = server.RayEngine(
-          len(machines.names),
-          address=options.address,
-          cpus_per_worker=options.cpus_per_worker,
-          gpus_per_worker=options.gpus_per_worker,
-        )
-    except _interrupts.SigtermError:
-      raise _run_end.TerminatedError("ended before the run began.") from None
-  try:
-    yield server.LiveSession(
-      engine,
-      make,
-      {name: functools.partial(work, name) for name in machines.names},
-      server.LivePlan(
-        workers=machines.names,
-        machines=machines,
-        record=options.record,
-        versions=server.versions(),
-      ),
-      model=(parts.model.params, parts.model.state),
-      on_event=_show_event,
+    engine = server.RayEngine(
+      len(parts.machines.names),
+      address=options.address,
+      cpus_per_worker=options.cpus_per_worker,
+      gpus_per_worker=options.gpus_per_worker,
     )
+  try:
+    yield engine
   finally:
     engine.stop()
 

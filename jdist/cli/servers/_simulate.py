@@ -18,6 +18,8 @@ _LIMITS = ("updates", "samples", "seconds")
 def simulate(options: _commands.Simulate) -> None:
   """Simulates each protocol; writes a table, rows, pictures and timelines."""
   machines, profile, limits = _check(options)
+  # `--pipeline-from` is a share of the updates, which a limit of samples gives
+  # for a protocol that makes one update of a round.
   updates = limits.get("updates")
   if updates is None and limits.get("samples") is not None:
     updates = limits["samples"] / (options.batch_size * len(machines.nodes))
@@ -84,6 +86,7 @@ def _drawn_seconds(
 ) -> float:
   if options.drawn_seconds is not None:
     return options.drawn_seconds
+  # The median machine's task stands for all of them.
   speeds = sorted(node.speed for node in machines.nodes)
   task_s = profile.compute_s(options.batch_size) / speeds[len(speeds) // 2]
   return _DRAWN_TASKS * task_s
@@ -96,6 +99,7 @@ def _draw(
   trace = run.trace
   assert trace is not None
   nodes = [node.name for node in run.machines.nodes]
+  # A trace lists resources in the order in which they were busy first.
   rows = nodes + [each for each in trace.resources if each not in nodes]
   cluster.plot_trace(
     trace,

@@ -44,6 +44,8 @@ class ClockSession:
     found = self._checkpoints.found
     if found is None:
       return None
+    # Events of the clock cannot be saved, but follow from the arguments: they
+    # are replayed with learners that compute nothing.
     header, arrays = found
     self.simulation.resume(header["state"], arrays)
     self._marks = header["marks"]
@@ -85,6 +87,7 @@ class ClockSession:
     run, checkpoints = self.simulation, self._checkpoints
     if not checkpoints.on or not self._marks or not self._marks[-1].usable:
       return None
+    # SIGTERM asks again after a mark, at which the state has been saved.
     if self._saved_events != run.events:
       notes, arrays = run.save()
       header = _run_checkpoints.Header(

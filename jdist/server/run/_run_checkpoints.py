@@ -1,9 +1,9 @@
-"""Checkpoints of a server of real workers.
+"""Checkpoints of a server's run.
 
     update_0000000012/    a manifest and arrays, see `array_files`
 
-The manifest holds the protocol's state and all counts, as `plain_data` writes
-them, and the arrays are the states of the server's learner and the workers.
+The manifest holds the marks and what the engine notes in JSON; the arrays are
+the states of the server's learner and of the workers.
 """
 
 import concurrent.futures
@@ -49,7 +49,7 @@ class _Body(TypedDict):
 
 @dataclasses.dataclass
 class _Saving:
-  """A checkpoint that waits for the workers' states."""
+  """A checkpoint that waits for the states of workers."""
 
   header: Header
   parts: Parts
@@ -58,19 +58,19 @@ class _Saving:
 
 
 class RunCheckpoints:
-  """Writes checkpoints once the workers' states have come, and reads them.
+  """Reads the checkpoints of a server's run, and writes new ones.
 
   Args:
-    folder: where they are; none are written and read if None.
-    identity: what a checkpoint must have been made with.
+    folder: Their directory; None reads and writes nothing.
+    identity: What a checkpoint must have been made with.
 
   Attributes:
-    found: header and parts of the newest one that is whole, if there is one.
-    states: of workers, in that one.
+    found: Header and arrays of the newest whole checkpoint; None without one.
+    states: The states of the workers in it, by name.
 
   Raises:
     OtherRunError: when it is of another run.
-    ValueError: when an earlier version of jdist wrote the files there.
+    ValueError: when the directory has checkpoints of another kind.
   """
 
   def __init__(self, folder: str | None, identity: dict[str, Any]):
@@ -95,12 +95,12 @@ class RunCheckpoints:
 
   @property
   def on(self) -> bool:
-    """Returns whether any are written."""
+    """Returns whether checkpoints are written."""
     return self._folder is not None
 
   @property
   def first_s(self) -> float:
-    """Seconds at which a run goes on, 0 of one that begins."""
+    """The seconds at which a run is resumed; 0 for a new run."""
     return 0.0 if self.found is None else self.found[0]["now_s"]
 
   def begin(
@@ -110,17 +110,18 @@ class RunCheckpoints:
     owing: set[str],
     done: concurrent.futures.Future[int] | None = None,
   ) -> Callable[[], None]:
-    """Begins one that waits for the states of some workers.
+    """Writes a checkpoint once the states of some workers have arrived.
 
     Args:
-      header: of the server.
-      parts: of the server.
-      owing: workers whose states are still to come.
-      done: is told after which update it is, once it is written.
+      header: Of the checkpoint.
+      parts: The arrays that are known already.
+      owing: The workers whose states are missing.
+      done: Gets the update of the checkpoint once it is written.
 
     Returns:
-      What writes it without them, unless it is written.
+      A function that writes it without them, unless it has been written.
     """
+    # An earlier one that still waits is complete enough, and comes first.
     self.write()
     saving = self._saving = _Saving(header, dict(parts), set(owing), done)
     if not owing:
@@ -133,25 +134,26 @@ class RunCheckpoints:
     return give_up
 
   def add_state(self, worker: str, state: np.ndarray) -> None:
-    """Takes the state of a worker; the last one has the checkpoint written."""
+    """Adds the state of a worker; the last one completes the checkpoint."""
     if self._saving is not None:
+      # A copy, as the bytes belong to a message that Ray may free.
       self._saving.parts[_WORKER + worker] = np.array(state)
       self._saving.owing.discard(worker)
       if not self._saving.owing:
         self.write()
 
   def write(self) -> None:
-    """Writes the one that was begun, with the states that have come."""
+    """Writes the checkpoint that waits, with the states that are there."""
     saving, self._saving = self._saving, None
     if saving is None or self._folder is None:
       return
     updates = saving.header["updates"]
     target = self._folder / f"update_{updates:010d}"
+    marks = plain_data.to_plain(saving.header["marks"])
     body = _Body(
       what=_WHAT,
       identity=self._identity,
-      header=saving.header
-      | {"marks": plain_data.to_plain(saving.header["marks"])},
+      header=saving.header | {"marks": marks},
     )
     if updates not in self._whole:
       # A damaged manifest does not say which arrays are stale, so that nothing
@@ -179,6 +181,12 @@ def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
       f"`checkpoints` must have no files of an earlier version of jdist, got "
       f"{old[-1]}. Take another directory, or resume with the version that "
       "wrote it."
+    )
+  if trainers := sorted(folder.glob("step_*")):
+    # Those of `Trainer`, by which earlier versions saved runs on the clock.
+    raise ValueError(
+      f"`checkpoints` must have no checkpoints but a server's, got "
+      f"{trainers[-1]}. Take another directory."
     )
   for target in reversed(_targets(folder)):
     if (found := _read(target)) is not None:

@@ -74,6 +74,7 @@ def measure(
   losses = [
     x for samples, x in getattr(learner, "losses", ()) if samples > after
   ]
+  # Counted by gradients, of which an update may take several.
   gradients = sum(driver.staleness.values())
   stale = sum(age * count for age, count in driver.staleness.items())
   return Mark(
@@ -85,6 +86,7 @@ def measure(
     train_loss=float(np.mean(losses)) if losses else math.nan,
     last_loss=losses[-1] if losses else None,
     usable=is_finite(learner) and not driver.all_expelled,
+    # On the clock machines that were expelled are away for good, too.
     ended=REFUSED if ended and driver.all_expelled else ended,
   )
 

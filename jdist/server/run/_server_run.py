@@ -121,7 +121,9 @@ class ServerRun:
         newest checkpoint is of another run, a `training.OtherRunError`.
       LostRunError: when workers or the server were lost for good.
     """
-    plan = _plan(total, unit, every, checkpoints, metadata)
+    # The clock's checkpoints are no use to real workers, nor theirs to it.
+    own = {"clock": self._session.clock, **(metadata or {})}
+    plan = _plan(total, unit, every, checkpoints, own)
     records: dict[int, training.Record] = {}
     with contextlib.ExitStack() as stack:
       stops: Callable[[], bool] = bool
@@ -257,7 +259,7 @@ def _plan(
   unit: _run_marks.Unit,
   every: float | None,
   checkpoints: str | os.PathLike[str] | None,
-  metadata: dict[str, Any] | None,
+  metadata: dict[str, Any],
 ) -> _run_marks.RunPlan:
   checks.check_choice("unit", unit, ("updates", "samples", "seconds"))
   checks.check_number("total", total, open_low=True)
@@ -273,5 +275,5 @@ def _plan(
     unit=unit,
     marks=tuple(marks),
     checkpoints=None if checkpoints is None else os.fspath(checkpoints),
-    identity={"every": every, "unit": unit, **(metadata or {})},
+    identity={"every": every, "unit": unit, **metadata},
   )

@@ -75,6 +75,7 @@ class LiveSession:
     """Starts the server, which resumes by itself, and the workers."""
     self._plan = dataclasses.replace(self._plan, **vars(plan))
     try:
+      # Before the first worker is spawned, which may fail at once.
       self.engine.on_lost(self._on_lost)
       self._serve()
       if not self._ask_status()["finished"]:
@@ -100,6 +101,7 @@ class LiveSession:
     """Watches the run until a mark; the server has saved its state there."""
     while not stops():
       try:
+        # Lost workers first: the status then shows that they have left.
         self.engine.poll()
         status = self._ask_status()
         self._note_returns()
@@ -123,7 +125,8 @@ class LiveSession:
     """Has the server save its state and those of the workers."""
     try:
       update: int = self.engine.ask("save")
-    except Exception:  # SIGTERM came before there was a server, or after it.
+    except Exception:
+      # SIGTERM may arrive before there is a server, or take it along.
       return None
     return None if update < 0 else update
 
@@ -163,13 +166,14 @@ class LiveSession:
 
   def _on_lost(self, name: str, reason: str) -> None:
     if self._status.get("finished"):
-      return
+      return  # It was sent home, and its process may end.
     self._away[name] = self._away.get(name, 0) + 1
     if self._away[name] > _MAX_TRIES:
       raise _engine.LostRunError(
         f"{name} was lost {_MAX_TRIES} times before it came back: {reason}"
       )
     self._add_event("lost", name, reason)
+    # The server must forget the old process before the new one says hello.
     self.engine.ask("lost", name)
     self.engine.spawn(name, self._works[name])
 
@@ -194,6 +198,7 @@ class LiveSession:
         )
       try:
         self._serve()
+        # Workers that are lost as well join whenever they are back.
         here = [name for name in self._works if name not in self._away]
         self._wait_for(here, stops)
         if not stops():
