@@ -29,6 +29,8 @@ from typing import Any
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
 _TAIL_CHARACTERS = 3000
+# The flags of XLA that decide which bits a program computes.
+_FLAGS = ("--xla_backend_optimization_level", "--xla_cpu_max_isa")
 
 _MAIN = """
 
@@ -139,10 +141,10 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-  """For a program on CPUs with as many devices as it asks for itself.
+  """Returns the environment of a program on CPUs that asks for its own devices.
 
-  Of the flags of this process's XLA it has how far programs are optimized, and
-  nothing of this process's virtual devices and threads.
+  XLA's flags that shape programs are passed on, so that bits are comparable;
+  this process's virtual devices and threads are not.
   """
   paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
   drop = {"NPROC", "JAX_NUM_CPU_DEVICES"}
@@ -151,7 +153,7 @@ def environment() -> dict[str, str]:
   return kept | {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    "XLA_FLAGS": " ".join(x for x in flags if "optimization_level" in x),
+    "XLA_FLAGS": " ".join(x for x in flags if x.startswith(_FLAGS)),
   }
 
 

@@ -176,8 +176,14 @@ def test_in_float64_they_give_them_to_twelve_digits(name):
 
 def _close(found, wanted, tolerance):
   assert jax.tree.structure(found) == jax.tree.structure(wanted)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-    assert float(jnp.abs(a - b).max()) <= tolerance * float(jnp.abs(b).max())
+  leaves = jax.tree.leaves(wanted)
+  largest = max(float(jnp.abs(x).max()) for x in leaves)
+  for a, b in zip(jax.tree.leaves(found), leaves, strict=True):
+    # A softmax hides the bias of its keys, whose exact gradient is zero: all
+    # that it holds is the rounding of terms as large as the other gradients.
+    rounding = 4 * float(jnp.finfo(b.dtype).eps) * largest
+    bound = tolerance * float(jnp.abs(b).max()) + rounding
+    assert float(jnp.abs(a - b).max()) <= bound
 
 
 @pytest.mark.parametrize("name", _STAGES)
