@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 from typing import Protocol as Interface
 
 from jdist import checks
@@ -43,14 +44,11 @@ class FixedBatches:
   """
 
   samples: int
+  # Speeds are measured all the same, for a protocol that reads them.
+  smoothing: ClassVar[float] = 0.5
 
   def __post_init__(self) -> None:
     checks.check_int("samples", self.samples, 1)
-
-  @property
-  def smoothing(self) -> float:
-    """Speeds are measured all the same, for whoever reads them."""
-    return 0.5
 
   def every(self, num_workers: int) -> int | None:
     """Returns None: batches stay as they are."""

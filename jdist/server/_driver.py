@@ -101,14 +101,15 @@ class Driver:
     self.refused: collections.Counter[str] = collections.Counter()
     self.pulled_bytes = self.pushed_bytes = 0.0
     self._tasks: dict[int, TaskGiven] = {}
+    self._last_s = 0.0
     self._refused_in_a_row: collections.Counter[str] = collections.Counter()
 
   # What a driver overrides.
 
   @property
   def now_s(self) -> float:
-    """Seconds since the start."""
-    raise NotImplementedError
+    """Seconds since the start, up to the last message."""
+    return self._last_s
 
   @property
   def under_way_s(self) -> float:
@@ -179,8 +180,15 @@ class Driver:
     """True once no worker is left whose pushes can be used."""
     return all(map(self.expelled, self.nodes))
 
-  def deliver(self, message: _messages.Message) -> None:
-    """Gives a message to the protocol, and carries out its actions."""
+  def deliver(
+    self, message: _messages.Message, now_s: float | None = None
+  ) -> None:
+    """Gives a message to the protocol, and carries out its actions.
+
+    Args:
+      message: from a worker, or of a timer.
+      now_s: seconds since the start; the driver's own time if None.
+    """
     worker, gone = None, []
     if not isinstance(message, _FREQUENT):
       worker = (
@@ -193,7 +201,8 @@ class Driver:
         gone = list(self.state.members[worker].tasks)
       else:
         worker = None
-    now_s = self.now_s
+    now_s = self.now_s if now_s is None else now_s
+    self._last_s = now_s
     if isinstance(message, _messages.Push):
       task = self._tasks.get(message.task)
       if task is not None:

@@ -307,18 +307,14 @@ class Protocol(Generic[State]):
       mean: whether the weights, those of staleness apart, have the sum 1.
     """
     version, weighting = state.version, self.weighting
-    staleness = tuple(version - push.version for push in pushes)
-    mean_samples = state.mean_samples
-    shares = [
-      weighting.share(push.samples, mean_samples, push.worker)
-      for push in pushes
-    ]
-    total = sum(shares) if mean else 1.0
-    weights = (
-      share / total * weighting.damping(stale)
-      for share, stale in zip(shares, staleness, strict=True)
-    )
-    tasks = tuple(push.task for push in pushes)
+    staleness = tuple([version - push.version for push in pushes])
+    tasks = tuple([push.task for push in pushes])
+    if weighting is _ALIKE:  # The default, which a large cluster asks often.
+      weights = [1.0 / len(pushes) if mean else 1.0] * len(pushes)
+    else:
+      weights = weighting.weights(
+        pushes, staleness, state.mean_samples, mean=mean
+      )
     actions.append(_messages.Apply(tasks, tuple(weights), staleness))
     state.version += 1
     state.applied += len(tasks)

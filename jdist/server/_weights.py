@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jdist import checks
@@ -65,6 +65,31 @@ class Weighting:
           f"`parts` must be positive and finite, got {part} for {worker!r}; "
           "leave out a worker that owns nothing."
         )
+
+  def weights(
+    self,
+    pushes: Sequence[Any],
+    staleness: Sequence[int],
+    mean_samples: float,
+    *,
+    mean: bool,
+  ) -> list[float]:
+    """Returns the weight of each gradient of an update.
+
+    Args:
+      pushes: gradients, with `samples` and `worker`.
+      staleness: staleness of each gradient.
+      mean_samples: mean of all workers' batches.
+      mean: whether the weights, without those of staleness, have the sum 1.
+    """
+    shares = [
+      self.share(push.samples, mean_samples, push.worker) for push in pushes
+    ]
+    total = sum(shares) if mean else 1.0
+    return [
+      share / total * self.damping(stale)
+      for share, stale in zip(shares, staleness, strict=True)
+    ]
 
   def share(
     self, samples: int, mean_samples: float, worker: Any = None

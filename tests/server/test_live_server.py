@@ -77,13 +77,13 @@ class Hand:
 
   def hello(self, name, **more):
     header = {"kind": "hello", "worker": name, "fresh": True} | more
-    receipt = self.server.push(_envelope.pack(header))
+    receipt = self.server.push(header)
     self.lives[name] = receipt.get("life")
     return receipt
 
   def pull(self, name):
     future = self.server.pull(name, self.lives[name])
-    return _envelope.unpack(future.result(timeout=5.0))[0]
+    return future.result(timeout=5.0)[0]
 
   def push(self, name, task, payload=None, **more):
     header = {
@@ -91,11 +91,11 @@ class Hand:
       "samples": 4, "compute_s": 0.1, "waited_s": 0.0, "more": {},
     } | more  # fmt: skip
     payload = np.zeros(100, np.uint8) if payload is None else payload
-    return self.server.push(_envelope.pack(header, payload))
+    return self.server.push(header, payload)
 
   def word(self, kind, name):
     header = {"kind": kind, "worker": name, "life": self.lives[name]}
-    return self.server.push(_envelope.pack(header))
+    return self.server.push(header)
 
   def until(self, condition):
     end = time.monotonic() + 5.0
@@ -272,9 +272,9 @@ def test_strangers_are_refused(hand):
   by = hand(BSP)
   assert "no worker" in by.hello("c")["refused"]
   with pytest.raises(ValueError, match="uint8"):
-    by.server.push(np.zeros(3, np.float32))
+    _envelope.unpack(np.zeros(3, np.float32))
   with pytest.raises(ValueError, match="header"):
-    by.server.push(np.full(9, 255, np.uint8))
+    _envelope.unpack(np.full(9, 255, np.uint8))
 
 
 def test_messages_take_the_links_time(hand):
@@ -432,10 +432,8 @@ def test_a_server_goes_on_from_its_checkpoint(tmp_path):
       header = first.pull(name)
     assert header["kind"] == "save"
     first.server.push(
-      _envelope.pack(
-        {"kind": "state", "worker": name, "life": first.lives[name]},
-        np.array([len(name)], np.uint8),
-      )
+      {"kind": "state", "worker": name, "life": first.lives[name]},
+      np.array([len(name)], np.uint8),
     )
   first.until(lambda _: list((tmp_path / "checkpoints").glob("update_*")))
   second = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})
@@ -562,7 +560,8 @@ def test_protocol_state_is_the_same_after_json(protocol):
           message = server.Pull(name)
         else:
           message = server.Push(name, tasks[name].pop(0), 4, 0.1 + 0.01 * i)
-        sent, _ = delivery.hand_over(start_s + i, message)
+        delivery.deliver(message, start_s + i)
+        sent, _ = delivery.take_sent()
         for each in sent:
           tasks.setdefault(each.reply.worker, []).append(each.reply.task)
     return delivery

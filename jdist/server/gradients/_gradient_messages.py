@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jdist import checks, training
 from jdist.server import _message_codec
@@ -19,18 +18,6 @@ from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 PyTree = Any
 # None sends the arrays' own bytes.
 Codec = _message_codec.MessageCodec | None
-
-
-class WorkerSteps(NamedTuple):
-  """State of a worker's own steps, from task to task.
-
-  Attributes:
-    local: state of the local step, `()` without one.
-    inner: state of the inner optimizer, `()` without one.
-  """
-
-  local: PyTree
-  inner: PyTree
 
 
 class MessagePlans(NamedTuple):
@@ -160,7 +147,6 @@ def gradient_program(
   loss_fn: Callable[..., Any],
   local_step: _local_step.LocalStep | None = None,
   passes: int = 1,
-  inner: optax.GradientTransformation | None = None,
 ) -> Callable[..., Any]:
   """Compiles a worker's gradient, a local step ahead of what it holds.
 
@@ -169,12 +155,10 @@ def gradient_program(
     local_step: step in front of what the worker holds; None takes none.
     passes: number of batches into which a task is cut, whose gradients are
       averaged.
-    inner: optimizer of the worker's own, whose update is pushed with its sign
-      changed; None pushes the gradient.
 
   Returns:
-    `(params, model_state, steps, control, batch, key, task) -> Pushed, loss,
-    steps`, with a `WorkerSteps`.
+    `(params, model_state, last, control, batch, key, task) -> Pushed, loss,
+    last`; `last`, the state of the local step, is `()` without one.
   """
   compute = training.make_gradient(loss_fn, accumulate=passes)
 
@@ -182,32 +166,26 @@ def gradient_program(
   def gradient(
     params: PyTree,
     model_state: PyTree,
-    steps: WorkerSteps,
+    last: PyTree,
     control: Any,
     batch: PyTree,
     key: jax.Array,
     task: jax.Array,
-  ) -> tuple[Pushed, jax.Array, WorkerSteps]:
+  ) -> tuple[Pushed, jax.Array, PyTree]:
     held = params
     if local_step is not None:
-      params, velocity = local_step.move(held, steps.local, control)
+      params, velocity = local_step.move(held, last, control)
     found = compute(params, model_state, batch, jax.random.fold_in(key, task))
-    grads = found.grads
-    if inner is not None:
-      updates, state = inner.update(grads, steps.inner, params)
-      grads = jax.tree.map(jnp.negative, updates)
-      steps = steps._replace(inner=state)
     if local_step is not None:
       # The step foresees the server's update by what was computed, not by what
       # the message will decode to: the residual follows in a later message.
-      local = _local_step.LocalStepState(grads, held, velocity)
-      steps = steps._replace(local=local)
+      last = _local_step.LocalStepState(found.grads, held, velocity)
     change = jax.tree.map(
       lambda new, old: new - old if _merge.is_number(new) else new,
       found.model_state,
       model_state,
     )
-    return Pushed(grads, change), found.loss, steps
+    return Pushed(found.grads, change), found.loss, last
 
   return gradient
 

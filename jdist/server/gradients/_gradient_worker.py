@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jdist import checks
 from jdist.server.gradients import _gradient_messages, _learner
@@ -37,8 +36,6 @@ class GradientWorker:
     model_state: batch statistics of the shapes that are sent.
     seed: seed of the random numbers in the loss, and of the rounding.
     local_step: step in front of what was sent; None takes none.
-    inner: an optimizer of the worker's own.  The push is then minus its
-      update, in place of the gradient.
 
   Raises:
     ValueError: when an argument is not as described; at a task whose batch is
@@ -58,7 +55,6 @@ class GradientWorker:
     model_state: PyTree | None = None,
     seed: int = 0,
     local_step: _local_step.LocalStep | None = None,
-    inner: optax.GradientTransformation | None = None,
   ):
     for size in sizes or ():
       checks.check_int("sizes", size, 1)
@@ -72,7 +68,7 @@ class GradientWorker:
     ahead = local_step and local_step.without_rate()
 
     def program(passes: int) -> Callable[..., Any]:
-      return _gradient_messages.gradient_program(loss_fn, ahead, passes, inner)
+      return _gradient_messages.gradient_program(loss_fn, ahead, passes)
 
     self._program = program
     self._held = jax.tree.map(jnp.array, params)
@@ -88,18 +84,14 @@ class GradientWorker:
     self._push_state = _gradient_messages.first_states(
       plans, params, seed, number, num_workers
     )[0]
-    self._last = _gradient_messages.WorkerSteps(
-      () if local_step is None else local_step.init(self._held),
-      () if inner is None else inner.init(self._held),
-    )
+    self._last = () if local_step is None else local_step.init(self._held)
     self._last_task = -1
     self._last_version: int | None = None
-    self._carries = local_step is not None or inner is not None
 
   @property
   def stateless(self) -> bool:
     """Whether no later push depends on whether a task has been computed."""
-    return not self._carries and all(
+    return self._local_step is None and all(
       codec is None or codec.stateless for codec in self._plans.push
     )
 
@@ -108,7 +100,10 @@ class GradientWorker:
     pushed = None
     for size in self._sizes or ():
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      pushed, *_ = self._compute(batch, 0, self._control(0, 0), 1)
+      pushed, *_ = self._program(1)(
+        self._held, self._model_state, self._last, self._control(0, 0), batch,
+        self._key, np.uint32(0),
+      )  # fmt: skip
     for codec in self._plans.push if pushed is not None else ():
       encode = _gradient_messages.encode_push(codec)
       jax.block_until_ready(encode(pushed, self._push_state))
@@ -129,19 +124,6 @@ class GradientWorker:
       last=self._last_version,
     )
 
-  def _compute(
-    self, batch: PyTree, task: int, control: np.ndarray | None, passes: int
-  ) -> Any:
-    return self._program(passes)(
-      self._held,
-      self._model_state,
-      self._last,
-      control,
-      batch,
-      self._key,
-      np.uint32(task),
-    )
-
   def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
     """Takes the parameters of a task, if they were sent."""
     plan = header["pull_plan"]
@@ -158,12 +140,16 @@ class GradientWorker:
     """Returns the gradient of a task's batch, at the parameters held now."""
     task, more, samples = header["task"], header["more"], header["samples"]
     passes = header.get("passes", 1)
+    control = self._control(header["version"], more["settled"])
+    compute = self._program(passes)
     size = passes * _gradient_messages.padded_size(
       self._sizes, math.ceil(samples / passes)
     )
     batch = self._samples.batch(self._number, more["start"], samples, size=size)
-    control = self._control(header["version"], more["settled"])
-    pushed, loss, self._last = self._compute(batch, task, control, passes)
+    pushed, loss, self._last = compute(
+      self._held, self._model_state, self._last, control, batch, self._key,
+      np.uint32(task),
+    )  # fmt: skip
     self._last_task, self._last_version = task, header["version"]
     encode = _gradient_messages.encode_push(
       self._plans.push[header["push_plan"]]

@@ -49,14 +49,8 @@ class Delivery(_driver.Driver):
       here: workers that are there from the beginning.
     """
     super().__init__(protocol, names, here, learner)
-    self._now_s = 0.0
     self._sent: list[SentTask] = []
     self._timers: list[_messages.Timer] = []
-
-  @property
-  def now_s(self) -> float:
-    """The time of the last message."""
-    return self._now_s
 
   def send(
     self,
@@ -71,26 +65,11 @@ class Delivery(_driver.Driver):
     """Keeps a timer for the caller, which has a clock."""
     self._timers.append(timer)
 
-  def accept(
-    self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray | None
-  ) -> bool:
-    """Has the learner decode a push, and counts how long it was computed."""
-    found, task = super().accept(push, more, payload), push.task
-    if found and self._worker_of(task) == push.worker:
-      self.nodes[str(push.worker)].compute_s += push.compute_s
+  def take_sent(self) -> tuple[list[SentTask], list[_messages.Timer]]:
+    """Returns tasks to send and timers to set since the last call."""
+    found = self._sent, self._timers
+    self._sent, self._timers = [], []
     return found
-
-  def hand_over(
-    self, now_s: float, message: _messages.Message
-  ) -> tuple[list[SentTask], list[_messages.Timer]]:
-    """Gives a message to the protocol.
-
-    Returns:
-      Tasks to be sent, and timers to be set.
-    """
-    self._now_s, self._sent, self._timers = now_s, [], []
-    self.deliver(message)
-    return self._sent, self._timers
 
   def summary(self) -> dict[str, Any]:
     """Returns the run in figures, of wall seconds."""

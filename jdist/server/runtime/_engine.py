@@ -33,20 +33,26 @@ class LostRunError(RuntimeError):
   """Says that a run has lost a part without which it cannot go on."""
 
 
-class Channel(Interface):
-  """The way between one worker and the server; each call waits its time.
+# A header that JSON can hold, and a payload, uint8 [bytes].
+Message = tuple[dict[str, Any], np.ndarray]
 
-  Push and pull may be under way at once, from different threads.
+
+class Channel(Interface):
+  """A worker's connection to its server; each call waits for its answer.
+
+  A push and a pull may be under way at once, from different threads.
   """
 
-  def push(self, message: np.ndarray) -> dict[str, Any]:
+  def push(
+    self, header: dict[str, Any], payload: np.ndarray | None = None
+  ) -> dict[str, Any]:
     """Sends a message and returns the server's receipt.
 
     Raises:
       LostServerError: when the server does not answer.
     """
 
-  def pull(self, worker: str, life: int) -> np.ndarray:
+  def pull(self, worker: str, life: int) -> Message:
     """Waits for the next message to a worker.
 
     Raises:

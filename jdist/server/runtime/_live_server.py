@@ -14,7 +14,7 @@ from jdist.server import _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
 from jdist.server.runtime import (
-  _envelope,
+  _engine,
   _live_plan,
   _server_core,
 )
@@ -78,9 +78,10 @@ class LiveServer:
 
   # What an engine calls, from any thread.
 
-  def push(self, message: np.ndarray) -> dict[str, Any]:
+  def push(
+    self, header: dict[str, Any], payload: np.ndarray | None = None
+  ) -> dict[str, Any]:
     """Takes a worker's message and returns a receipt."""
-    header, payload = _envelope.unpack(message)
     kind, worker = header.get("kind"), header.get("worker")
     if worker not in self._core.boxes:
       return {"refused": f"There is no worker {worker!r} in this run."}
@@ -99,7 +100,7 @@ class LiveServer:
         life = self._core.boxes[worker].life = self._lives
       header = header | {"life": life}
       self._put(kind, worker, header, payload)
-      return {"life": life, "now_s": self._core.links.wall_s}
+      return {"life": life, "now_s": self._core.wall_s}
     if header.get("life") != self._core.boxes[worker].life:
       return {"refused": "stale"}
     if kind not in _FROM_WORKERS:
@@ -109,9 +110,11 @@ class LiveServer:
 
   def pull(
     self, worker: str, life: int
-  ) -> "concurrent.futures.Future[np.ndarray]":
+  ) -> "concurrent.futures.Future[_engine.Message]":
     """Returns what will be the next message to a worker."""
-    future: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+    future: concurrent.futures.Future[_engine.Message] = (
+      concurrent.futures.Future()
+    )
     self._put("pull", worker, {"future": future, "life": life})
     return future
 
@@ -148,7 +151,7 @@ class LiveServer:
     found, delivery = core.checkpoints.found, core.delivery
     state = None if delivery is None else delivery.state
     return {
-      "now_s": core.links.wall_s,
+      "now_s": core.wall_s,
       "here": [name for name, box in core.boxes.items() if box.here],
       "finished": core.finished,
       "records": len(core.records),
@@ -231,9 +234,9 @@ class LiveServer:
   def _step(self) -> None:
     core, item = self._core, None
     with contextlib.suppress(queue.Empty):
-      item = self._inbox.get(timeout=min(core.links.wait_s, 0.1))
+      item = self._inbox.get(timeout=min(core.wait_s, 0.1))
     began = time.monotonic()
-    core.links.advance(began if item is None else item.at_s)
+    core.advance(began if item is None else item.at_s)
     if item is not None:
       core.handle(item)
     self._busy_s += time.monotonic() - began

@@ -121,7 +121,8 @@ def replay(
     message = plain_data.from_plain(header["message"], _KINDS[header["kind"]])
     if isinstance(message, _messages.Push) and header["more"] is not None:
       delivery.accept(message, header["more"], payload)
-    replies, _ = delivery.hand_over(header["now_s"], message)
+    delivery.deliver(message, header["now_s"])
+    replies, _ = delivery.take_sent()
     sent |= {x.reply.task: _hash(x.payload) for x in replies}
   if delivery is None:
     raise ValueError(f"`path` must be a recording, got {path}.")

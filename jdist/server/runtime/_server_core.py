@@ -2,7 +2,8 @@
 
 import collections
 import concurrent.futures
-import logging
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -12,13 +13,13 @@ from jdist.server.gradients import _learner
 from jdist.server.run import _run_checkpoints, _run_marks
 from jdist.server.runtime import (
   _delivery,
+  _engine,
   _live_plan,
   _message_record,
 )
 from jdist.server.runtime.transport import _mailboxes, _wall_links
 from jdist.storage import plain_data
 
-_log = logging.getLogger(__name__)
 # Waits for workers' states when a checkpoint is made.
 _SAVE_S = 5.0
 
@@ -69,7 +70,7 @@ class ServerCore:
     learner: as given.
     delivery: protocol and learner together, once the run has begun.
     boxes: of all workers.
-    links: and the clock.
+    first_s: seconds on the clock at the start, of a resumed run.
     checkpoints: if there are any.
     records: the figures of the marks so far.
     snapshots: of the learner, by the number of the mark, until fetched.
@@ -91,7 +92,12 @@ class ServerCore:
     self.checkpoints = _run_checkpoints.RunCheckpoints(
       plan.checkpoints, plan.identity
     )
-    self.links = _wall_links.WallLinks(plan.machines, self.checkpoints.first_s)
+    self.first_s = self.checkpoints.first_s
+    self._began_s: float | None = None
+    self._environment = _make_environment(self.first_s)
+    self._links: _wall_links.WallLinks | None = None
+    if plan.machines is not None and plan.machines.topology is not None:
+      self._links = _wall_links.WallLinks(self._environment, plan.machines)
     self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
     self.delivery: _delivery.Delivery | None = None
     self.records: list[_run_marks.Mark] = []
@@ -110,13 +116,61 @@ class ServerCore:
     if self.checkpoints.found is not None:
       self._load(*self.checkpoints.found)
 
+  # The clock: SimPy's, which follows the wall's.
+
+  @property
+  def began(self) -> bool:
+    """Whether the run, and with it the clock, has begun."""
+    return self._began_s is not None
+
+  @property
+  def wall_s(self) -> float:
+    """Wall seconds since the start, of a resumed run from its mark on."""
+    return self._at_s(time.monotonic())
+
+  @property
+  def now_s(self) -> float:
+    """The time up to which all timers and links have been served."""
+    return float(self._environment.now)
+
+  @property
+  def wait_s(self) -> float:
+    """Seconds until a timer or a link is due."""
+    return max(self._environment.peek() - self.wall_s, 0.0)
+
+  def _at_s(self, monotonic_s: float) -> float:
+    if self._began_s is None:
+      return self.first_s
+    return self.first_s + monotonic_s - self._began_s
+
+  def advance(self, monotonic_s: float) -> None:
+    """Serves all timers and links that were due by then.
+
+    Step by step, as serving one may advance further: SimPy's `run(until=...)`
+    within another leaves events behind that stop all later ones.
+    """
+    now_s, environment = self._at_s(monotonic_s), self._environment
+    if now_s > environment.now:
+      environment.timeout(now_s - environment.now)
+      while environment.peek() <= now_s:
+        environment.step()
+
+  def _after(
+    self, seconds: float, function: Callable[..., Any], *arguments: Any
+  ) -> None:
+    """Has a function called once so many seconds have passed."""
+    timeout = self._environment.timeout(max(seconds, 0.0))
+    timeout.callbacks.append(lambda _: function(*arguments))
+
+  # Messages.
+
   def handle(self, item: Item) -> None:
     """Does what a message asks for."""
     getattr(self, f"_on_{item.kind}")(item)
 
   def _on_start(self, item: Item) -> None:
     del item
-    if self.links.began:
+    if self.began:
       return
     here = [name for name, box in self.boxes.items() if box.here]
     resumed = self.delivery is not None
@@ -126,15 +180,15 @@ class ServerCore:
         self._recorder = _message_record.Recorder(
           self._plan.record, self._plan.workers, here
         )
-    first_s = self.links.first_s
-    self.links.begin()
+    self._began_s = time.monotonic()
     if resumed:
       for worker in list(self.delivery.state.members):
         # Its tasks went with the server that gave them.
-        self.delivery.hand_over(first_s, _messages.Leave(worker))
+        self.delivery.deliver(_messages.Leave(worker), self.first_s)
+        self.delivery.take_sent()
     if self._plan.unit == "seconds":
       for mark in self._plan.marks[len(self.records) :]:
-        self.links.after(max(mark - first_s, 0.0), self._look_at_marks)
+        self._after(mark - self.first_s, self._look_at_marks)
     # All join before the first pull, which would open a round without the rest.
     for name in here if resumed else ():
       self._deliver(_messages.Join(name))
@@ -147,14 +201,15 @@ class ServerCore:
 
   def _on_finish(self, item: Item) -> None:
     del item
-    if self.links.began and not self.finished:
+    if self.began and not self.finished:
       self._add_record("it was finished")
     self._finish()
 
   def _on_hello(self, item: Item) -> None:
     box = self.boxes[item.worker]
     box.empty()
-    self.links.connect(item.worker)
+    if self._links is not None:
+      self._links.connect(item.worker)
     box.here = True
     if self.delivery is not None:
       self.delivery.pardon(item.worker)
@@ -164,7 +219,7 @@ class ServerCore:
       box.put(_mailboxes.word("load", state, notes={}))
     if self.finished:
       box.put(_mailboxes.word("stop"))
-    elif self.links.began:
+    elif self.began:
       self._on_join(item)
 
   def _on_join(self, item: Item) -> None:
@@ -174,7 +229,7 @@ class ServerCore:
 
   def _on_lost(self, item: Item) -> None:
     self.boxes[item.worker].empty()
-    if self.links.began and not self.finished:
+    if self.began and not self.finished:
       self._deliver(_messages.Leave(item.worker))
 
   def _on_pull(self, item: Item) -> None:
@@ -186,17 +241,20 @@ class ServerCore:
 
   def _on_save(self, item: Item) -> None:
     done = item.header["done"]
-    ready = self.checkpoints.on and self.links.began and not self.finished
+    ready = self.checkpoints.on and self.began and not self.finished
     if ready and _run_marks.is_finite(self.learner):
       self._begin_checkpoint(done)
     else:
       done.set_result(-1)
 
   def _on_push(self, item: Item) -> None:
-    """Lets a push take its way; it is at the server once that is done."""
+    """Takes a push once modelled links, if there are any, have carried it."""
     size = len(item.payload)
     self.pushed_bytes += size
-    self.links.push(item.worker, size, self._take, item)
+    if self._links is None:
+      self._take(item)
+    else:
+      self._links.push(item.worker, size, self._take, item)
 
   def _take(self, item: Item) -> None:
     box, header = self.boxes[item.worker], item.header
@@ -219,6 +277,8 @@ class ServerCore:
         self._finish()
       return
     self.over_s[item.worker] += header.get("over_s", 0.0)
+    if push.task in self.delivery.state.tasks:
+      self.delivery.nodes[item.worker].compute_s += push.compute_s
     self._deliver(push, header["more"], item.payload)
     if item.worker in self.delivery.state.members:
       self._deliver(_messages.Pull(item.worker))
@@ -234,11 +294,12 @@ class ServerCore:
     assert delivery is not None
     if self.finished:
       return
-    now = self.links.now_s
+    now = self.now_s
     before = set(delivery.state.members)
     if self._recorder is not None:
       self._recorder.message(now, message, more, payload)
-    sent, timers = delivery.hand_over(now, message)
+    delivery.deliver(message, now)
+    sent, timers = delivery.take_sent()
     if not isinstance(message, _messages.Join):
       for worker in before - set(delivery.state.members):
         self.boxes[str(worker)].take_tasks()
@@ -249,7 +310,7 @@ class ServerCore:
       self._outbox.append((each, generation))
     for timer in timers:
       expired = _messages.Expired(timer.task)
-      self.links.after(timer.after_s, self._deliver, expired)
+      self._after(timer.after_s, self._deliver, expired)
     self._send_tasks()
     self._look_at_marks()
 
@@ -274,15 +335,20 @@ class ServerCore:
     header = sent.reply._asdict() | {
       "generation": generation,
       "more": sent.more,
-      "now_s": self.links.wall_s,
+      "now_s": self.wall_s,
     }
     message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
     self.pulled_bytes += size
-    self.links.pull(name, size, self._arrive, box, generation, message)
+    if self._links is None:
+      self._arrive(box, generation, message)
+      return
+    # The transfer starts now, not when the message that caused it was sent.
+    self.advance(time.monotonic())
+    self._links.pull(name, size, self._arrive, box, generation, message)
 
   def _arrive(
-    self, box: _mailboxes.Mailbox, generation: int, message: np.ndarray
+    self, box: _mailboxes.Mailbox, generation: int, message: _engine.Message
   ) -> None:
     if box.generation == generation:
       box.put(message)
@@ -298,7 +364,7 @@ class ServerCore:
       "updates": delivery.state.version,
       "samples": delivery.applied_samples,
       # A timer's sum of seconds may fall short of its mark by rounding.
-      "seconds": self.links.now_s + 1e-6,
+      "seconds": self.now_s + 1e-6,
     }[plan.unit]
     while (
       len(self.records) < len(plan.marks)
@@ -317,7 +383,7 @@ class ServerCore:
       self.delivery,
       self.learner,
       self.records[-1] if self.records else None,
-      now_s=self.links.now_s,
+      now_s=self.now_s,
       pushed_bytes=self.pushed_bytes,
       ended=ended,
     )
@@ -327,7 +393,7 @@ class ServerCore:
 
   def _finish(self) -> None:
     if not self.finished:
-      self.ended_s = self.links.now_s
+      self.ended_s = self.now_s
       self.finished = True
       self.checkpoints.write()
       self.close()
@@ -344,7 +410,7 @@ class ServerCore:
     notes, learner = self.learner.save()
     header = _run_checkpoints.Header(
       updates=self.delivery.state.version,
-      now_s=self.links.now_s,
+      now_s=self.now_s,
       marks=list(self.records),
       state=_LiveState(
         learner=notes,
@@ -359,7 +425,7 @@ class ServerCore:
     give_up = self.checkpoints.begin(header, parts, owing, done)
     for name in owing:
       self.boxes[name].put(_mailboxes.word("save"))
-    self.links.after(_SAVE_S, give_up)
+    self._after(_SAVE_S, give_up)
 
   def _load(
     self, header: _run_checkpoints.Header, parts: dict[str, np.ndarray]
@@ -381,6 +447,16 @@ class ServerCore:
       self.finished, self.ended_s = True, header["now_s"]
     self.pushed_bytes = state["pushed_bytes"]
     self.pulled_bytes = state["pulled_bytes"]
+
+
+def _make_environment(first_s: float) -> Any:
+  try:
+    import simpy
+  except ImportError:
+    raise ImportError(
+      "A live server's clock needs SimPy: `pip install 'jdist[ray]'`."
+    ) from None
+  return simpy.Environment(initial_time=first_s)
 
 
 def _push_of(item: Item) -> _messages.Push:

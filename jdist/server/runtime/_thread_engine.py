@@ -72,8 +72,10 @@ class _ThreadChannel:
   def __init__(self, engine: ThreadEngine):
     self._engine = engine
 
-  def push(self, message: np.ndarray) -> dict[str, Any]:
-    return self._engine.server.push(message)
+  def push(
+    self, header: dict[str, Any], payload: np.ndarray | None = None
+  ) -> dict[str, Any]:
+    return self._engine.server.push(header, payload)
 
-  def pull(self, worker: str, life: int) -> np.ndarray:
+  def pull(self, worker: str, life: int) -> _engine.Message:
     return self._engine.server.pull(worker, life).result()

@@ -19,7 +19,7 @@ import numpy as np
 
 from jdist import _version, cluster
 from jdist.server.gradients import _learner
-from jdist.server.runtime import _engine, _envelope
+from jdist.server.runtime import _engine
 
 # Between two tries to reach a server that does not answer.
 _AGAIN_S = 0.25
@@ -115,7 +115,7 @@ class WorkerLoop:
     }
     while True:
       try:
-        receipt = self._channel.push(_envelope.pack(header))
+        receipt = self._channel.push(header)
         return None if "refused" in receipt else receipt
       except _engine.LostServerError:
         if time.monotonic() > until:
@@ -194,7 +194,7 @@ class _Session:
     self.generation: int | None = None
     # Tasks that are here, and words of control.
     self.inbox: queue.Queue[Any] = queue.Queue(depth + 8)
-    self._outbox: queue.Queue[np.ndarray | None] = queue.Queue(depth)
+    self._outbox: queue.Queue[_engine.Message | None] = queue.Queue(depth)
     self._closed = threading.Event()
     for target in (self._pull, self._push):
       threading.Thread(
@@ -206,7 +206,8 @@ class _Session:
   ) -> None:
     """Gives a message to the thread that sends; waits if it is behind."""
     head = {"kind": kind, "worker": self._name, "life": self._life}
-    message = _envelope.pack(head | header, payload)
+    payload = np.zeros(0, np.uint8) if payload is None else payload
+    message = (head | header, payload)
     while not self._closed.is_set():
       with contextlib.suppress(queue.Full):
         self._outbox.put(message, timeout=0.5)
@@ -233,12 +234,11 @@ class _Session:
 
   def _pull(self) -> None:
     while not self._closed.is_set():
-      message = self._channel.pull(self._name, self._life)
-      header, payload = _envelope.unpack(message)
+      header, payload = self._channel.pull(self._name, self._life)
       if header["kind"] == "rejoin":
         self.generation = header["generation"]
         join = {"kind": "join", "worker": self._name, "life": self._life}
-        self._channel.push(_envelope.pack(join))
+        self._channel.push(join)
       elif self.generation is None and "generation" in header:
         self.generation = header["generation"]
       self.inbox.put((header, payload, time.monotonic()))
@@ -250,7 +250,7 @@ class _Session:
       message = self._outbox.get()
       if message is None:
         return
-      receipt = self._channel.push(message)
+      receipt = self._channel.push(*message)
       if "refused" in receipt:
         self._tell_lost()
         return

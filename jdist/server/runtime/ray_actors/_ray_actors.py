@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.server.runtime import _engine
+from jdist.server.runtime import _engine, _envelope
 from jdist.server.runtime.ray_actors import _ray_access
 
 # By this name workers find the server.
@@ -32,12 +32,14 @@ class ServerActor:
   async def push(self, message: np.ndarray) -> dict[str, Any]:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
-    return self._server.push(message)
+    # A stranger's bytes are refused here, before anything reads them.
+    return self._server.push(*_envelope.unpack(message))
 
   async def pull(self, worker: str, life: int) -> np.ndarray:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
-    return await asyncio.wrap_future(self._server.pull(worker, life))
+    found = await asyncio.wrap_future(self._server.pull(worker, life))
+    return _envelope.pack(*found)
 
   async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
     function = getattr(self._server, method)
@@ -77,11 +79,13 @@ class _RayChannel:
     self._ray = _ray_access.import_ray()
     self._server: Any = None
 
-  def push(self, message: np.ndarray) -> dict[str, Any]:
-    return self._call("push", 60.0, message)
+  def push(
+    self, header: dict[str, Any], payload: np.ndarray | None = None
+  ) -> dict[str, Any]:
+    return self._call("push", 60.0, _envelope.pack(header, payload))
 
-  def pull(self, worker: str, life: int) -> np.ndarray:
-    return self._call("pull", None, worker, life)
+  def pull(self, worker: str, life: int) -> _engine.Message:
+    return _envelope.unpack(self._call("pull", None, worker, life))
 
   def _call(self, method: str, timeout_s: float | None, *args: Any) -> Any:
     ray = self._ray

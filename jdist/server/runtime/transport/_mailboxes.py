@@ -6,7 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from jdist.server.runtime import _envelope
+from jdist.server.runtime import _engine
+
+_NOTHING = np.zeros(0, np.uint8)
 
 
 @dataclasses.dataclass
@@ -24,13 +26,13 @@ class Mailbox:
 
   life: int = 0
   generation: int = 0
-  messages: collections.deque[np.ndarray] = dataclasses.field(
+  messages: collections.deque[_engine.Message] = dataclasses.field(
     default_factory=collections.deque
   )
-  waiting: concurrent.futures.Future[np.ndarray] | None = None
+  waiting: concurrent.futures.Future[_engine.Message] | None = None
   here: bool = False
 
-  def put(self, message: np.ndarray) -> None:
+  def put(self, message: _engine.Message) -> None:
     """Hands a message over, at once if its pull waits."""
     if self.waiting is not None:
       waiting, self.waiting = self.waiting, None
@@ -39,7 +41,7 @@ class Mailbox:
       self.messages.append(message)
 
   def pull(
-    self, life: int, future: concurrent.futures.Future[np.ndarray]
+    self, life: int, future: concurrent.futures.Future[_engine.Message]
   ) -> None:
     """Fills a pull's future, now or with the next message."""
     if life != self.life:
@@ -65,6 +67,6 @@ class Mailbox:
 
 def word(
   kind: str, payload: np.ndarray | None = None, **more: object
-) -> np.ndarray:
-  """Returns a word of control to a worker."""
-  return _envelope.pack({"kind": kind} | more, payload)
+) -> _engine.Message:
+  """Returns a message to a worker, without a payload unless one is given."""
+  return {"kind": kind} | more, _NOTHING if payload is None else payload
