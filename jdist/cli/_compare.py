@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist import cluster, data, models, training
@@ -24,6 +24,7 @@ _FREE = (
   "tuning_seeds", "bandwidth_mbit_per_s", "latency_ms", "text",
 )  # fmt: skip
 
+_Runs = Sequence[comparison.Row]
 # First seed of tuning, far from the seeds of the comparison.
 _TUNING_SEED = 10_000
 
@@ -82,7 +83,6 @@ def compare(options: _commands.Compare) -> None:
     output / "compare.png",
     link,
   )
-  # Rich's console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   print(f"Picture: {output / 'compare.png'}")
   _raise_diverged(found)
@@ -202,65 +202,73 @@ def _bits(row: comparison.Row) -> float:
 
 def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
   base = next(iter(found.rows))
-  several = len(options.seeds) > 1 < len(options.methods)
+  text = "bits_per_token" in found.rows[base][0]
+  value = _bits if text else comparison.accuracy
+  digits = 3 if text else 2
+  most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
+
+  def name(method: str, runs: _Runs) -> str:
+    wrong = sum(row["test_loss"] is None for row in runs)
+    return f"{method} ({wrong} diverged)" if wrong else method
+
+  def quality(method: str, runs: _Runs) -> str:
+    values = [value(row) for row in runs]
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(runs) == 1:
+      return mean
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+  def difference(method: str, runs: _Runs) -> str:
+    more = comparison.paired_difference(runs, found.rows[base], value=value)
+    if more is None or method == base:
+      return "-"
+    return f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
+
+  def fewer(method: str, runs: _Runs) -> str:
+    sent = _mean(runs, "sent_bytes")
+    return f"{most / sent:.1f}x" if sent else "-"
+
+  columns: dict[str, Callable[[str, _Runs], str]] = {
+    "method": name,
+    "test bits per byte" if text else "test accuracy %": quality,
+    f"more than {base}": difference,
+    "rounds": lambda _, runs: f"{_mean(runs, 'rounds'):,.0f}",
+    "MB sent": lambda _, runs: f"{_mean(runs, 'sent_bytes') / 1e6:.3g}",
+    "fewer bytes": fewer,
+    "windows/s" if text else "images/s": lambda _, runs: training.format_rate(
+      _mean_rate(runs)
+    ),
+    "rate": lambda _, runs: f"{runs[0]['learning_rate']:g}",
+  }
   caption = (
     "Mean ± standard deviation over the seeds. Sent: bytes that each worker "
     "sends in a ring of N, over the whole run."
   )
-  if several:
+  if len(options.seeds) > 1 < len(options.methods):
     caption += (
       f" More than {base}: mean of the differences with the same seeds, and "
       "half of its 95 % interval."
     )
-  text = "bits_per_token" in found.rows[base][0]
-  value = _bits if text else comparison.accuracy
-  digits = 3 if text else 2
-  grid = _output.grid(
+  else:
+    del columns[f"more than {base}"]
+  return _output.table(
     f"{options.dataset}, {options.model}, N = {options.workers} workers, "
     f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}",
     caption,
-    "method",
-    "test bits per byte" if text else "test accuracy %",
-    *([f"more than {base}"] if several else []),
-    "rounds",
-    "MB sent",
-    "fewer bytes",
-    "windows/s" if text else "images/s",
-    "rate",
+    {heading: _spread(column) for heading, column in columns.items()},
+    found.rows.items(),
   )
-  most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
-  for method, runs in found.rows.items():
-    wrong = sum(row["test_loss"] is None for row in runs)
-    name = f"{method} ({wrong} diverged)" if wrong else method
-    values = [value(row) for row in runs]
-    cells = [f"{statistics.mean(values):.{digits}f}"]
-    if len(runs) > 1:
-      cells[0] += f" ± {statistics.stdev(values):.{digits}f}"
-    if several:
-      more = comparison.paired_difference(runs, found.rows[base], value=value)
-      cells.append(
-        "-"
-        if more is None or method == base
-        else f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
-      )
-    sent = _mean(runs, "sent_bytes")
-    grid.add_row(
-      name,
-      *cells,
-      f"{_mean(runs, 'rounds'):,.0f}",
-      f"{sent / 1e6:.3g}",
-      f"{most / sent:.1f}x" if sent else "-",
-      training.format_rate(_mean_rate(runs)),
-      f"{runs[0]['learning_rate']:g}",
-    )
-  return grid
 
 
-def _mean_rate(rows: Sequence[comparison.Row]) -> float:
+def _spread(column: Callable[..., str]) -> Callable[[Any], str]:
+  return lambda item: column(*item)
+
+
+def _mean_rate(rows: _Runs) -> float:
   """Returns the mean rate of the runs that have one, or NaN."""
   known = [x for x in (row["samples_per_s"] for row in rows) if x]
   return statistics.mean(known) if known else math.nan
 
 
-def _mean(rows: Sequence[comparison.Row], key: str) -> float:
+def _mean(rows: _Runs, key: str) -> float:
   return statistics.mean(row[key] for row in rows)

@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -34,22 +34,44 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
   )
 
 
-def print_files(output: pathlib.Path, **names: str) -> None:
-  """Prints where files are, with `Rows: PATH` for `rows="PATH"`."""
-  # Not through Rich's console, which would break long paths into lines.
-  for title, name in names.items():
-    print(f"{title}: {output / name}")
+def print_files(output: pathlib.Path, names: Iterable[str] = ()) -> None:
+  """Prints where rows are, and the pictures and timelines of some names."""
+  # Rich's console would break a long path into lines.
+  print(f"Rows: {output / 'rows.jsonl'}")
+  for name in names:
+    print(f"Picture: {output / f'{name}.png'}")
+  if names:
+    print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
 
 
-def grid(title: str, caption: str, first: str, *others: str) -> Any:
-  """Returns a table for the console, with numbers in all columns but one."""
+def table(
+  title: str,
+  caption: str,
+  columns: Mapping[str, Callable[[Any], str]],
+  items: Iterable[Any],
+  *,
+  left: int = 1,
+) -> Any:
+  """Returns a table for the console, with a row for each item.
+
+  Args:
+    title: The line above it.
+    caption: The explanation below it.
+    columns: What each column shows of an item, by its heading.
+    items: One a row.
+    left: The number of columns of text; the others are aligned like numbers.
+  """
   from rich import table
 
-  made = table.Table(title=title, caption=caption)
-  made.add_column(first, no_wrap=True)
-  for name in others:
-    made.add_column(name, justify="right")
-  return made
+  grid = table.Table(title=title, caption=caption)
+  for number, heading in enumerate(columns):
+    text = number < left
+    grid.add_column(
+      heading, justify="left" if text else "right", no_wrap=number == 0
+    )
+  for item in items:
+    grid.add_row(*(column(item) for column in columns.values()))
+  return grid
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""`jdist bytes`: what a method sends, counted in three ways."""
+"""`jdist bytes`: the bytes that a method sends, counted in three ways."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jdist import (
 from jdist.cli import _commands, _methods, _options, _output, _trained
 from jdist.cli.programs import _abstract_model
 
-# The program is read and never run: machine code need not be good.
+# The program is read and never run, so that it need not be optimized.
 _QUICKLY = {"xla_backend_optimization_level": 0}
 
 
@@ -26,20 +27,26 @@ _QUICKLY = {"xla_backend_optimization_level": 0}
 class Counted:
   """Bytes that one worker sends in a round, in a phase of a method.
 
-  The codecs' count, `told`, is not rounded up to whole bytes; it is None where
-  numbers are sent as they are, and of all phases but the last.
+  Attributes:
+    method: The method.
+    phase: The phase; None when the whole run is alike.
+    interval: Steps of a round.
+    coded: The codecs' count, which is not rounded up to whole bytes; None
+      without a codec, and in all phases but the last.
+    traced: By the collectives of the traced step.
+    compiled: By the collectives of the program, compiled for CPUs.
   """
 
   method: str
-  phase: collectives.Phase | None  # None when all of the run is alike.
+  phase: collectives.Phase | None
   interval: int
-  told: float | None
+  coded: float | None
   traced: float
-  compiled: float  # For CPUs.
+  compiled: float
 
 
 def count(options: _commands.Bytes) -> None:
-  """Counts, and prints a table."""
+  """Counts the bytes of each method, and prints a table."""
   _options.check_names(
     "--methods", options.methods, "methods", methods.registry
   )
@@ -51,9 +58,7 @@ def count(options: _commands.Bytes) -> None:
   found = [
     one for method in options.methods for one in _count(method, options, model)
   ]
-  dense = 4 * models.num_params(model)
-  baseline = 2 * dense * (options.workers - 1) / options.workers
-  _output.console().print(_table(found, baseline, options, model))
+  _output.console().print(_table(found, options, model))
 
 
 def _count(
@@ -65,7 +70,7 @@ def _count(
   )
 
   def step(params: Any, state: Any) -> Any:
-    # Bytes do not depend on numbers: the parameters are their own gradients.
+    # Bytes do not depend on numbers: the parameters serve as gradients.
     updates, state = optimizer.update(
       params, state, params, loss=jnp.zeros((), jnp.float32)
     )
@@ -82,17 +87,17 @@ def _count(
     workers.jit(step, donate_argnums=(0, 1)).lower(*rows).compile(_QUICKLY)
   )
   compiled = collectives.Traffic(profiling.read_collectives(program))
-  # MP² has rounds, too, of a step each.
+  # MP² has traffic in rounds, too, but its rounds have one step.
   rounds = methods.registry[method].in_rounds
   interval = options.interval if rounds and traced.bytes_per_round else 1
-  told = sum(bits.sent for bits in reduced) / 8 if reduced else None
-  phases = _stretches(traced)
+  coded = sum(bits.sent for bits in reduced) / 8 if reduced else None
+  phases = _phases(traced)
   return [
     Counted(
       method=method,
       phase=phase if len(phases) > 1 else None,
       interval=interval,
-      told=told if phase.stop is None else None,
+      coded=coded if phase.stop is None else None,
       traced=_in_round(traced, interval, phase.start),
       compiled=_in_round(compiled, interval, phase.start),
     )
@@ -107,20 +112,16 @@ def _chain(
   model: models.Model,
 ) -> optax.GradientTransformation:
   common = _methods.common(options)
-  run = _methods.run_of(
-    common,
-    options.steps,
-    options.warmup_steps,
-    optax.constant_schedule(0.1),
-  )
+  rate = optax.constant_schedule(0.1)
+  run = _methods.run_of(common, options.steps, options.warmup_steps, rate)
   networks = None
-  if method == "mp2":
+  if method == _trained.METHOD:
     networks = _trained.counted_arguments(options.cut, options.model, model)
   return _methods.build_method(method, common, run, axis, networks=networks)
 
 
-def _stretches(traffic: collectives.Traffic) -> list[collectives.Phase]:
-  """The run cut wherever a phase begins or ends."""
+def _phases(traffic: collectives.Traffic) -> list[collectives.Phase]:
+  """Splits the run wherever a phase begins or ends."""
   ends = {p.stop for p in traffic.phases} - {None}
   cuts: list[Any] = sorted({0, *(p.start for p in traffic.phases), *ends})
   return [
@@ -134,47 +135,40 @@ def _in_round(traffic: collectives.Traffic, interval: int, start: int) -> float:
 
 
 def _table(
-  found: list[Counted],
-  baseline: float,
-  options: _commands.Bytes,
-  model: models.Model,
+  found: list[Counted], options: _commands.Bytes, model: models.Model
 ) -> Any:
-  from rich import table
-
-  grid = table.Table(
-    title=f"{options.model}, {models.num_params(model):,} parameters, "
-    f"{options.workers} workers: what each one sends",
-    caption="Each worker receives as much. Traced and compiled count every "
-    "collective as a ring or an all-to-all moves it: gathered payloads grow "
-    "with the workers. Programs for CPUs widen sums of 16-bit floats.",
-    title_justify="left",
-    caption_justify="left",
+  size = models.num_params(model)
+  # The all-reduce of ssgd, in a ring.
+  exact = 2 * 4 * size * (options.workers - 1) / options.workers
+  columns: dict[str, Callable[[Counted], str]] = {"method": lambda x: x.method}
+  if any(one.phase is not None for one in found):
+    columns["when"] = lambda x: "always" if x.phase is None else str(x.phase)
+  left = len(columns)
+  columns |= {
+    "round": lambda x: str(x.interval),
+    "MB a round: coded": lambda x: (
+      "-" if x.coded is None else _megabytes(x.coded)
+    ),
+    "traced": lambda x: _megabytes(x.traced),
+    "compiled": lambda x: _megabytes(x.compiled),
+    "MB a step": lambda x: _megabytes(x.traced / x.interval),
+    "fewer than ssgd": lambda x: (
+      f"{exact * x.interval / x.traced:,.1f}x" if x.traced else "-"
+    ),
+  }
+  return _output.table(
+    f"{options.model}, {size:,} parameters, {options.workers} workers: bytes "
+    "that each one sends",
+    "Each worker receives as much. Coded: the codecs' own count. Traced and "
+    "compiled count every collective as a ring or an all-to-all moves it: "
+    "gathered payloads grow with the workers. Programs for CPUs widen sums of "
+    "16-bit floats.",
+    columns,
+    found,
+    left=left,
   )
-  phases = any(one.phase is not None for one in found)
-  grid.add_column("method", no_wrap=True)
-  if phases:
-    grid.add_column("when", no_wrap=True)
-  grid.add_column("round", justify="right")
-  for name in ("MB a round: told", "traced", "compiled"):
-    grid.add_column(name, justify="right", no_wrap=not phases)
-  grid.add_column("MB a step", justify="right", no_wrap=not phases)
-  grid.add_column("fewer than ssgd", justify="right")
-  for one in found:
-    step = one.traced / one.interval
-    when = "always" if one.phase is None else str(one.phase)
-    grid.add_row(
-      one.method,
-      *([when] if phases else []),
-      str(one.interval),
-      "-" if one.told is None else _megabytes(one.told),
-      _megabytes(one.traced),
-      _megabytes(one.compiled),
-      _megabytes(step),
-      f"{baseline / step:,.1f}x" if step else "-",
-    )
-  return grid
 
 
 def _megabytes(num_bytes: float) -> str:
-  # Without exponents, which a narrow column would cut off.
+  # An exponent would be cut off in a narrow column.
   return f"{num_bytes / 1e6:,.4g}" if num_bytes >= 100 else "< 0.0001"

@@ -1,4 +1,4 @@
-"""`jdist overlap`: what a GPU does while it sends, without a GPU."""
+"""`jdist overlap`: what a GPU computes while it sends, without a GPU."""
 
 import time
 from typing import Any
@@ -13,16 +13,17 @@ _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def overlap(options: _commands.Overlap) -> None:
-  """Compiles, reads, and leaves a table, rows and a picture."""
+  """Compiles and reads programs, and writes a table, rows and a picture."""
   topology, device, link = _overlap_inputs.check(options)
   if options.stages is not None:
     table = _stages_overlap.check(options, topology)
   if options.tell_compiler:
     profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
-  # The devices of this host are not needed, and its GPUs not taken.
+  # Without it JAX would reserve the memory of this host's GPUs, which are not
+  # used.
   if getattr(jax.config, "jax_platforms", None) is None:
     jax.config.update("jax_platforms", "cpu")
-  # Programs for devices that are not there cannot be read back.
+  # JAX cannot load a cached program for devices that are not present.
   jax.config.update("jax_enable_compilation_cache", False)
   profiling.check_compiler()
   if options.stages is not None:
@@ -46,26 +47,21 @@ def overlap(options: _commands.Overlap) -> None:
     training.append_rows(
       output / "rows.jsonl", [_overlap_report.row(options, one)]
     )
+    name = method.replace(":", "-")
+    one.meeting.trace.save_perfetto(output / f"{name}.json")
   console.print()
   if len(found) == 1:
     console.print(_overlap_report.messages_table(found[0]))
     console.print()
   console.print(_overlap_report.methods_table(found))
-  path = output / "overlap.png"
   profiling.plot_forecasts(
     {_overlap_report.label(one): one.meeting for one in found},
-    path,
+    output / "overlap.png",
     title=f"One training step of {options.model} on {topology}, "
     "in the compiled program's order",
     note=_overlap_report.rates(device, link),
   )
-  for one in found:
-    timeline = output / f"{one.method.replace(':', '-')}.json"
-    one.meeting.trace.save_perfetto(timeline)
-  # Not through the console, which would break a long path into lines.
-  print(f"Rows: {output / 'rows.jsonl'}")
-  print(f"Picture: {path}")
-  print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
+  _output.print_files(output, ["overlap"])
 
 
 def _read(
@@ -104,7 +100,7 @@ def _programs(
   task: _overlap_inputs.Task,
   workers: collectives.Workers,
 ) -> list[Any]:
-  """A method's step, compiled; of rounds that the host ends both of it."""
+  """Compiles a method's step; two programs if the host ends its rounds."""
   optimizer = _overlap_inputs.make_optimizer(method, options, workers.axis)
   step = training.make_step(task.loss, optimizer, axis=workers.axis)
   state = profiling.abstract_state(
@@ -118,7 +114,7 @@ def _programs(
     flags[_COMBINE] = int(options.combine_mb * 1e6)
   stream_steps: Any = options.interval if streamed else "fixed"
   ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
-  # All parameters at once: of fragments it has 4.
+  # A method of fragments has one more axis here, and no program by the host.
   host_ends = ahead is not None and ahead.ndim == 3
   programs = []
   for ends in (True, False) if options.host_rounds and host_ends else (None,):

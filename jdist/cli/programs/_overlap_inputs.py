@@ -33,7 +33,16 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model and what it is fed with, as shapes; of stages its last two."""
+  """A model and its batch as shapes, with losses.
+
+  Attributes:
+    model: The model.
+    loss: The loss of a whole model.
+    batch: The shapes of one GPU's batch.
+    unit: The plural noun for its samples.
+    output_loss: The loss of the last stage of a pipeline.
+    inputs: How a batch becomes the inputs of its first stage.
+  """
 
   model: models.Model
   loss: Callable[..., Any]
@@ -46,16 +55,14 @@ class Task:
 def check(
   options: _commands.Overlap,
 ) -> tuple[profiling.GpuTarget, cluster.Device, cluster.Link]:
-  """The stated machine; raises a ValueError for options that are wrong."""
+  """Checks the options and returns the stated GPUs and their link."""
   _options.check_names("--methods", options.methods, "methods")
-  for method in options.methods:
-    split(method)  # Which refuses what there is not.
+  names = [split(method)[0] for method in options.methods]
   _options.check_name("--model", options.model, models.NAMES)
   try:
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:
     raise ValueError(f"`--topology`: {error}") from None
-  names = [split(m)[0] for m in options.methods]
   _methods.check_used(_methods.common(options), names)
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
@@ -71,7 +78,7 @@ def check(
 def stated_link(
   options: _commands.Overlap, kind: str, nodes: int
 ) -> cluster.Link:
-  """The link of GPUs of so many nodes, as it is stated or of the data sheet."""
+  """Returns the link between GPUs, as stated or as the data sheet has it."""
   link = profiling.GPUS[kind].link(nodes, options.latency_us / 1e6)
   if options.bandwidth_gbit_per_s is None:
     return link
@@ -81,7 +88,7 @@ def stated_link(
 
 
 def split(method: str) -> tuple[str, str | None]:
-  """A method's name and form: `msdpu:simple`."""
+  """Splits `msdpu:simple` into a method's name and its form."""
   name, _, form = method.partition(":")
   _options.check_name("--methods", name, methods.registry)
   if name == _trained.METHOD:
@@ -100,7 +107,7 @@ def split(method: str) -> tuple[str, str | None]:
 
 
 def make_task(options: _commands.Overlap) -> Task:
-  """The model, its loss and its batch."""
+  """Returns the model, its losses and its batch."""
   norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
   dtype = jnp.dtype(options.dtype)
   size = options.batch_size
@@ -135,7 +142,7 @@ def make_task(options: _commands.Overlap) -> Task:
 def _next_tokens(
   logits: jax.Array, batch: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Mean cross-entropy of next tokens."""
+  """Returns the mean cross-entropy of next tokens, and no metrics."""
   losses = optax.softmax_cross_entropy_with_integer_labels(
     logits.astype(jnp.float32), batch["next"]
   )
@@ -143,7 +150,7 @@ def _next_tokens(
 
 
 def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
-  """Mean cross-entropy of a language model's next tokens."""
+  """Returns the loss function of a language model."""
 
   def loss_fn(
     params: Any, model_state: Any, batch: Any, key: jax.Array
@@ -161,17 +168,13 @@ def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
 def make_optimizer(
   method: str, options: _commands.Overlap, axis: collectives.Axis
 ) -> optax.GradientTransformation:
-  """A method's chain, in one of its forms."""
+  """Returns a method's chain, in one of its forms."""
   name, form = split(method)
   common = _methods.common(
     options, stream=form == "streamed", interval_policy="fixed"
   )
-  run = _methods.run_of(
-    common,
-    1_000_000,  # Longer than any round.
-    0,
-    optax.constant_schedule(0.1),
-  )
+  # The run must be longer than any round, of which the last is cut short.
+  run = _methods.run_of(common, 1_000_000, 0, optax.constant_schedule(0.1))
   if form not in ("first", "scattered", "hybrid"):
     return _methods.build_method(
       name, common, run, axis, **_whole_round(name, form)
@@ -179,7 +182,8 @@ def make_optimizer(
   sized: dict[str, Any] = {}
   if options.message_mb is not None:
     sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
-  # The worker's own optimizer is the method without anybody to speak to.
+  # Without an axis the method is the worker's own optimizer, and `update_first`
+  # adds the communication.
   return transforms.update_first(
     _methods.build_method(name, common, run, None),
     axis=axis,
@@ -191,7 +195,7 @@ def make_optimizer(
 
 
 def _whole_round(name: str, form: str | None) -> dict[str, Any]:
-  """Returns the overlap of a method that is late by itself: a round of it."""
+  """Returns a whole round's overlap for a method that is late by definition."""
   late = methods.registry[name].late
   if late is None:
     return {}
@@ -201,6 +205,7 @@ def _whole_round(name: str, form: str | None) -> dict[str, Any]:
 
 
 def memory_bytes(program: Any) -> int:
+  """Returns the memory that a compiled program needs on a device."""
   memory = program.memory_analysis()
   return int(
     memory.argument_size_in_bytes

@@ -1,44 +1,53 @@
-"""Report of `jdist overlap`: tables, rows and names of what was read."""
+"""Report of `jdist overlap`: tables, rows and labels of programs."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster, profiling, training
-from jdist.cli import _commands
+from jdist.cli import _commands, _output
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """A method's program as it was read, and how long compiling it took."""
+  """Forecasts of a method's program.
+
+  Attributes:
+    method: The method, with its form.
+    meeting: The step that ends a round.
+    between: A step inside a round, or the same one.
+    interval: The steps of a round.
+    memory_bytes: The memory that the program needs on a GPU.
+    compile_s: The time that compiling took on this host.
+  """
 
   method: str
-  meeting: profiling.Forecast  # The step that ends a round.
-  between: profiling.Forecast  # A step that does not, or the same.
+  meeting: profiling.Forecast
+  between: profiling.Forecast
   interval: int
   memory_bytes: int
   compile_s: float
 
   @property
   def mean_step_s(self) -> float:
-    """Of the steps of a round."""
+    """Returns the mean duration of the steps of a round."""
     return self.mean(lambda step: step.end_s)
 
   @property
   def hidden_share(self) -> float:
-    """Of all sending of a round."""
+    """Returns the share of a round's communication that computation hides."""
     sent = self.mean(lambda step: step.send_s)
     exposed = self.mean(lambda step: step.exposed_s)
     return 1.0 - exposed / sent if sent else 1.0
 
-  def mean(self, of: Callable[[profiling.Forecast], float]) -> float:
-    """Of something over the steps of a round."""
+  def mean(self, figure: Callable[[profiling.Forecast], float]) -> float:
+    """Returns the mean of a figure over the steps of a round."""
     rest = self.interval - 1
-    return (of(self.meeting) + rest * of(self.between)) / self.interval
+    return (figure(self.meeting) + rest * figure(self.between)) / self.interval
 
 
 def rates(device: cluster.Device, link: cluster.Link) -> str:
-  """The rates that were stated, in words."""
+  """Describes the rates on which all times are based."""
   return (
     f"Stated rates, not measurements: {device.flops_per_s / 1e12:,.0f} "
     f"TFLOP/s, {device.memory_bytes_per_s / 1e9:,.0f} GB/s of memory, "
@@ -49,51 +58,36 @@ def rates(device: cluster.Device, link: cluster.Link) -> str:
 
 
 def messages_table(found: Found) -> Any:
-  """A line for each collective of a method."""
-  from rich import table
-
-  grid = table.Table(
-    title=f"Collectives of {found.method}, in the order of their starts",
-    caption=(
-      "Sent: bytes that each GPU sends in a ring. Under it: kernels between "
-      "its start and its done, and of these products and convolutions."
-    ),
-  )
-  grid.add_column("#", justify="right")
-  grid.add_column("collective")
-  grid.add_column("when")
-  columns: dict[str, Callable[[profiling.SentCollective], str]] = {
-    "MB sent": lambda x: f"{x.wire_bytes / 1e6:.3g}",
-    "µs on the link": lambda x: f"{x.send_s * 1e6:,.1f}",
-    "kernels under it": lambda x: str(x.kernels),
-    "products": lambda x: str(x.products),
-    "µs of kernels": lambda x: f"{x.compute_s * 1e6:,.1f}",
-    "hidden %": lambda x: f"{100 * x.hidden_share:.1f}",
-  }
-  for name in columns:
-    grid.add_column(name, justify="right")
-  # Where the host ends rounds, that step has a program of its own.
+  """Returns a table with a line for each collective of a method."""
+  # A round that the host ends has its messages in a program of their own.
   rarely = found.interval > 1 and not found.between.collectives
-  for number, message in enumerate(found.meeting.collectives, 1):
-    often = "round's end" if message.conditional or rarely else "each step"
-    cells = [column(message) for column in columns.values()]
-    grid.add_row(str(number), message.kind, often, *cells)
-  return grid
+  columns: dict[str, Callable[[Any], str]] = {
+    "#": lambda x: str(x[0]),
+    "collective": lambda x: x[1].kind,
+    "when": lambda x: (
+      "round's end" if x[1].conditional or rarely else "each step"
+    ),
+    "MB sent": lambda x: f"{x[1].wire_bytes / 1e6:.3g}",
+    "µs on the link": lambda x: f"{x[1].send_s * 1e6:,.1f}",
+    "kernels under it": lambda x: str(x[1].kernels),
+    "products": lambda x: str(x[1].products),
+    "µs of kernels": lambda x: f"{x[1].compute_s * 1e6:,.1f}",
+    "hidden %": lambda x: f"{100 * x[1].hidden_share:.1f}",
+  }
+  return _output.table(
+    f"Collectives of {found.method}, in the order of their starts",
+    "Sent: bytes that each GPU sends in a ring. Under it: kernels between its "
+    "start and its end; products: matrix products and convolutions of them.",
+    columns,
+    enumerate(found.meeting.collectives, 1),
+    left=3,
+  )
 
 
 def methods_table(found: list[Found]) -> Any:
-  """A line for each method."""
-  from rich import table
-
-  grid = table.Table(
-    title="Steps at the stated rates",
-    caption=(
-      "Means over a round, and the step that ends one. Hidden: the part of "
-      "sending in which the device did not wait."
-    ),
-  )
-  grid.add_column("method", no_wrap=True)
+  """Returns a table with a line for each method."""
   columns: dict[str, Callable[[Found], str]] = {
+    "method": lambda x: x.method,
     "round": lambda x: str(x.interval),
     "MB a step": lambda x: f"{x.mean(lambda s: s.wire_bytes) / 1e6:.3g}",
     "sending ms": lambda x: f"{x.mean(lambda step: step.send_s) * 1e3:.3f}",
@@ -102,22 +96,24 @@ def methods_table(found: list[Found]) -> Any:
     "last step ms": lambda x: f"{x.meeting.end_s * 1e3:.3f}",
     "its hidden %": lambda x: f"{100 * x.meeting.hidden_share:.1f}",
   }
-  for name in columns:
-    grid.add_column(name, justify="right")
-  for one in found:
-    grid.add_row(one.method, *(column(one) for column in columns.values()))
-  return grid
+  return _output.table(
+    "Steps at the stated rates",
+    "Means over a round, and the step that ends it. Hidden: the share of the "
+    "communication during which the device did not wait.",
+    columns,
+    found,
+  )
 
 
 def label(found: Found) -> str:
-  """A method's name in the picture."""
+  """Returns a method's label in the picture."""
   if found.interval == 1:
     return found.method
   return f"{found.method}, last step of {found.interval}"
 
 
 def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
-  """A method's row."""
+  """Returns a method's row."""
   return training.make_row(
     dataclasses.asdict(options),
     0,
@@ -139,12 +135,6 @@ def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
 
 
 def _step_row(step: profiling.Forecast) -> dict[str, Any]:
-  return {
-    "step_s": step.end_s,
-    "compute_s": step.compute_s,
-    "send_s": step.send_s,
-    "exposed_s": step.exposed_s,
-    "hidden_share": step.hidden_share,
-    "wire_bytes": step.wire_bytes,
-    "flops": step.flops,
-  }
+  names = ("compute_s", "send_s", "exposed_s", "hidden_share", "wire_bytes")
+  figures = {name: getattr(step, name) for name in (*names, "flops")}
+  return {"step_s": step.end_s, **figures}

@@ -17,19 +17,20 @@ from jdist.pipeline import Op
 
 @dataclasses.dataclass(frozen=True)
 class FoundStages:
-  """A pipeline's program as it was read.
+  """Figures of a pipeline's compiled program.
 
   Attributes:
-    late: whether sends run beside the next tick.
-    around: conditionals between the start and the done of each send.
-    times: of a step's ticks.
-    sent_bytes: in a tick, each way.
-    forward_s: of each stage.
-    backward_s: likewise; the largest of its kinds.
-    between_s: of a tick, beside its passes.
-    idle_s: of a pass that does nothing.
-    memory_bytes: that the program needs on a GPU.
-    compile_s: how long that took here.
+    late: Whether sends run in parallel with the next tick.
+    around: The number of conditionals between the start and the end of each
+      send.
+    times: The times of a step's ticks.
+    sent_bytes: The bytes of a tick in each direction.
+    forward_s: The duration of each stage's forward pass.
+    backward_s: The duration of each stage's longest kind of backward pass.
+    between_s: The duration of a tick without its passes.
+    idle_s: The duration of a pass that does nothing.
+    memory_bytes: The memory that the program needs on a GPU.
+    compile_s: The time that compiling took on this host.
   """
 
   late: bool
@@ -50,25 +51,38 @@ def overlap(
   topology: profiling.GpuTarget,
   device: cluster.Device,
 ) -> None:
-  """Compiles with late sends and without, and leaves a table and rows."""
+  """Compiles with late sends and without, and writes a table and rows."""
+  assert options.stages is not None
   task = _overlap_inputs.make_task(options)
-  link = _link(options, topology)
+  # All sends of a tick end with the slowest one: if a pipeline spans nodes, the
+  # network between them decides.
+  inside = topology.gpus_per_node % options.stages == 0
+  link = _overlap_inputs.stated_link(
+    options, topology.kind, 1 if inside else topology.nodes
+  )
   output = _output.output_directory(options.output, f"overlap-{options.model}")
   found = []
   for late in (False, True):
     one = _read(options, topology, table, task, device, link, late)
     found.append(one)
-    training.append_rows(output / "rows.jsonl", [_row(options, one)])
+    row = dataclasses.asdict(one) | {
+      "exposed_s": one.times.exposed_s,
+      "hidden_share": one.times.hidden_share,
+    }
+    training.append_rows(
+      output / "rows.jsonl",
+      [training.make_row(dataclasses.asdict(options), 0, **row)],
+    )
   console = _output.console()
   console.print(_report(options, topology, table, found))
   console.print(_overlap_report.rates(device, link))
-  print(f"Rows: {output / 'rows.jsonl'}")
+  _output.print_files(output)
 
 
 def check(
   options: _commands.Overlap, topology: profiling.GpuTarget
 ) -> pipeline.Table:
-  """Makes the table; raises a ValueError for options that are wrong."""
+  """Checks the options of stages, and makes their table."""
   assert options.stages is not None
   if options.stages < 2:
     raise ValueError(f"`--stages` must be at least 2, got {options.stages}.")
@@ -93,17 +107,6 @@ def check(
   return table
 
 
-def _link(
-  options: _commands.Overlap, topology: profiling.GpuTarget
-) -> cluster.Link:
-  """The slowest link between two devices of a pipeline."""
-  assert options.stages is not None
-  inside = topology.gpus_per_node % options.stages == 0
-  return _overlap_inputs.stated_link(
-    options, topology.kind, 1 if inside else topology.nodes
-  )
-
-
 def _read(
   options: _commands.Overlap,
   topology: profiling.GpuTarget,
@@ -113,7 +116,7 @@ def _read(
   link: cluster.Link,
   late: bool,
 ) -> FoundStages:
-  """Compiles the step, and forecasts its ticks."""
+  """Compiles the step and forecasts its ticks."""
   assert options.stages is not None
   workers = topology.num_gpus // options.stages
   mesh = collectives.make_mesh(
@@ -145,7 +148,8 @@ def _read(
   ).lower(
     pipe.abstract_state(team, optimizer), profiling.abstract(team, cut(samples))
   )
-  # Both ways at once, or one of both waits for the other.
+  # Activations and gradients are sent at once: with the default of one
+  # collective in flight, one of both would wait for the other.
   flags = {_overlap_inputs.IN_FLIGHT: options.in_flight or 2}
   program: Any = lowered.compile(compiler_options=flags)
   loop = profiling.read_loop(program)
@@ -153,8 +157,8 @@ def _read(
   seconds = _seconds(loop, table.num_stages, kinds, device)
   between_s = _sum_s(loop.events, device)
   sent = pipe.sent_bytes
-  # Late ones begin together; both ways leave by the same link of a GPU, but
-  # to its neighbour in another node only one of them does.
+  # Late sends of both directions start together and share a GPU's link, except
+  # between nodes, where each of them has a link of its own.
   together = 2 if late and topology.gpus_per_node % options.stages == 0 else 1
   stages = range(table.num_stages)
   return FoundStages(
@@ -179,9 +183,9 @@ def _seconds(
   kinds: tuple[Op, ...],
   device: cluster.Device,
 ) -> Callable[[Op, int], float]:
-  """Reads the seconds of each op of each stage off the program's branches."""
-  # The compiler may take either conditional first; a backward pass has the
-  # forward pass in it.
+  """Returns the seconds of an op of a stage, by the program's branches."""
+  # The compiler may order both conditionals either way, but a backward pass
+  # contains the forward pass and takes longer.
   forward, backward = sorted(
     ([_sum_s(branch, device) for branch in lane] for lane in loop.branches),
     key=sum,
@@ -211,50 +215,27 @@ def _report(
   table: pipeline.Table,
   found: list[FoundStages],
 ) -> Any:
-  from rich import table as grids
-
   assert options.stages is not None
   one = found[0]
   passes = [1e3 * max(x) for x in (one.forward_s, one.backward_s)]
-  grid = grids.Table(
-    title=f"{options.model} on {topology}, {options.stages} stages a worker: "
+  columns: dict[str, Callable[[FoundStages], str]] = {
+    "sends": lambda x: "a tick late" if x.late else "between ticks",
+    "around a send": lambda x: " and ".join(map(str, x.around)),
+    "ticks": lambda x: str(x.times.ticks),
+    "ms, free links": lambda x: f"{x.times.free_s * 1e3:.3f}",
+    "ms": lambda x: f"{x.times.step_s * 1e3:.3f}",
+    "ms sending": lambda x: f"{x.times.send_s * 1e3:.3f}",
+    "hidden %": lambda x: f"{100 * x.times.hidden_share:.1f}",
+    "memory GB": lambda x: f"{x.memory_bytes / 1e9:.2f}",
+  }
+  return _output.table(
+    f"{options.model} on {topology}, {options.stages} stages a worker: "
     f"{table.name}, {table.num_microbatches} micro-batches of "
     f"{options.batch_size * options.stages // table.num_microbatches}",
-    caption=f"The longest passes take {passes[0]:.3g} and {passes[1]:.3g} ms; "
+    f"The longest passes take {passes[0]:.3g} and {passes[1]:.3g} ms; "
     f"{one.sent_bytes / 1e6:.3g} MB each way and tick. Around a send: the "
-    "tick's conditionals, in which all passes are, between its start and its "
-    "done. Ticks alone, without the update and the mean over the workers.",
-    title_justify="left",
-    caption_justify="left",
-  )
-  grid.add_column("sends", no_wrap=True)
-  for name in (
-    "around a send", "ticks", "ms, free links", "ms", "ms sending", "hidden %",
-    "memory GB",
-  ):  # fmt: skip
-    grid.add_column(name, justify="right")
-  for each in found:
-    times = each.times
-    grid.add_row(
-      "a tick late" if each.late else "between ticks",
-      " and ".join(map(str, each.around)),
-      str(times.ticks),
-      f"{times.free_s * 1e3:.3f}",
-      f"{times.step_s * 1e3:.3f}",
-      f"{times.send_s * 1e3:.3f}",
-      f"{100 * times.hidden_share:.1f}",
-      f"{each.memory_bytes / 1e9:.2f}",
-    )
-  return grid
-
-
-def _row(options: _commands.Overlap, found: FoundStages) -> dict[str, Any]:
-  return training.make_row(
-    dataclasses.asdict(options),
-    0,
-    **dataclasses.asdict(found)
-    | {
-      "exposed_s": found.times.exposed_s,
-      "hidden_share": found.times.hidden_share,
-    },
+    "tick's conditionals, which contain all passes, between its start and its "
+    "end. Ticks only, without the update and the mean over the workers.",
+    columns,
+    found,
   )
