@@ -255,13 +255,9 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
     f"{options.dataset}, {options.model}, N = {options.workers} workers, "
     f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}",
     caption,
-    {heading: _spread(column) for heading, column in columns.items()},
+    columns,
     found.rows.items(),
   )
-
-
-def _spread(column: Callable[..., str]) -> Callable[[Any], str]:
-  return lambda item: column(*item)
 
 
 def _mean_rate(rows: _Runs) -> float:

@@ -47,7 +47,7 @@ def print_files(output: pathlib.Path, names: Iterable[str] = ()) -> None:
 def table(
   title: str,
   caption: str,
-  columns: Mapping[str, Callable[[Any], str]],
+  columns: Mapping[str, Callable[..., str]],
   items: Iterable[Any],
   *,
   left: int = 1,
@@ -58,7 +58,7 @@ def table(
     title: The line above it.
     caption: The explanation below it.
     columns: What each column shows of an item, by its heading.
-    items: One a row.
+    items: One for each row; a tuple fills several arguments of a column.
     left: The number of columns of text; the others are aligned like numbers.
   """
   from rich import table
@@ -70,7 +70,8 @@ def table(
       heading, justify="left" if text else "right", no_wrap=number == 0
     )
   for item in items:
-    grid.add_row(*(column(item) for column in columns.values()))
+    arguments = item if isinstance(item, tuple) else (item,)
+    grid.add_row(*(column(*arguments) for column in columns.values()))
   return grid
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start it with: bash jdist.sh [HOST]
-# HOST is the machine of rank 0, this one if not given. A run that fails goes on
+# HOST is the machine of rank 0 (default: this one). A run that fails resumes
 # from its last checkpoint.
 set -u
 coordinator=${1:-$(hostname)}:29400
@@ -13,7 +13,7 @@ for restart in $(seq 0 5); do
   status=$?
   case $status in
     0 | 2 | 3) exit "$status" ;; # Trained, wrong options, diverged.
-    143) exit 143 ;; # Told to end by SIGTERM, and has saved.
+    143) exit 143 ;; # SIGTERM, and it has saved.
   esac
   echo "jdist: ended with status $status, starting again in $wait_s s" >&2
   sleep "$wait_s"

@@ -1,4 +1,4 @@
-"""Files by which Slurm, Kubernetes and MPI start a run, and the command."""
+"""Files with which Slurm, Kubernetes and MPI start a run."""
 
 import json
 import shlex
@@ -6,7 +6,7 @@ import shlex
 from jdist.cli import _commands
 
 _PORT = 29400
-# Of `launch` itself: a run ends for good, was told to end, or goes on.
+# The restarts of `launch` as a shell script, for launchers without any.
 _LOOP = """
 wait_s=1
 for restart in $(seq 0 {restarts}); do
@@ -14,7 +14,7 @@ for restart in $(seq 0 {restarts}); do
   status=$?
   case $status in
     0 | 2 | 3) exit "$status" ;; # Trained, wrong options, diverged.
-{told}  esac
+{sigterm}  esac
   echo "jdist: ended with status $status, starting again in $wait_s s" >&2
   sleep "$wait_s"
   wait_s=$((wait_s < 60 ? 2 * wait_s : 60))
@@ -31,14 +31,14 @@ _SLURM = """#!/usr/bin/env bash
 #SBATCH --open-mode=append
 # Two minutes before the time is up, and when the job has to give way, SIGTERM
 # makes the run save and end with 143; then the job queues again. A run that
-# fails goes on from its last checkpoint.
+# fails resumes from its last checkpoint.
 set -u
 coordinator=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{port}
 """
 
 _MPI = """#!/usr/bin/env bash
 # Start it with: bash {name}.sh [HOST]
-# HOST is the machine of rank 0, this one if not given. A run that fails goes on
+# HOST is the machine of rank 0 (default: this one). A run that fails resumes
 # from its last checkpoint.
 set -u
 coordinator=${{1:-$(hostname)}}:{port}
@@ -46,9 +46,9 @@ coordinator=${{1:-$(hostname)}}:{port}
 
 _KUBERNETES = """# Start it with: kubectl apply -f {name}.yaml
 # Needs JobSet (https://jobset.sigs.k8s.io), an image with jdist, and the claim
-# of a volume that all pods share. A run that fails goes on from its last
+# of a volume that all pods share. A run that fails resumes from its last
 # checkpoint; SIGTERM makes it save first. Wrong options (2) and a run that has
-# diverged (3) are not started again.
+# diverged (3) are not restarted.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -100,18 +100,15 @@ spec:
 
 
 def write(options: _commands.Launch) -> str:
-  """Returns the file that starts a run, with its command in the first lines.
-
-  Args:
-    options: with `print`, and a command that has `--checkpoints`.
-  """
+  """Returns the file that starts a run, with the command to use it on top."""
   writers = {"slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes}
   assert options.print is not None
   return writers[options.print](options)
 
 
 def _started(options: _commands.Launch, process_id: str) -> str:
-  """Returns how a launcher of clusters starts a process by a shell."""
+  """Returns the command of a process, for a launcher that sets its number."""
+  # The shell of the process itself must expand the number, not the script's.
   words = shlex.join(["python", "-m", "jdist", *options.command])
   return (
     f"bash -c 'exec \"$@\" --process-id {process_id}' bash \\\n"
@@ -130,10 +127,10 @@ def _slurm(options: _commands.Launch) -> str:
   )
   start = "srun --kill-on-bad-exit=0 --wait=60 "
   start += _started(options, '"$SLURM_PROCID"')
-  told = '    143) scontrol requeue "$SLURM_JOB_ID" && exit 143 ;;\n'
+  sigterm = '    143) scontrol requeue "$SLURM_JOB_ID" && exit 143 ;;\n'
   return _SLURM.format(
     name=options.name, n=options.num_processes, resources=resources, port=_PORT
-  ) + _LOOP.format(restarts=options.restarts, start=start, told=told)
+  ) + _LOOP.format(restarts=options.restarts, start=start, sigterm=sigterm)
 
 
 def _mpi(options: _commands.Launch) -> str:
@@ -142,15 +139,15 @@ def _mpi(options: _commands.Launch) -> str:
   nodes = options.gpus_per_node
   spread = "" if nodes is None else f" --map-by ppr:{nodes}:node"
   start = f"mpirun -n {options.num_processes}{spread} {_started(options, rank)}"
-  told = "    143) exit 143 ;; # Told to end by SIGTERM, and has saved.\n"
+  sigterm = "    143) exit 143 ;; # SIGTERM, and it has saved.\n"
   return _MPI.format(name=options.name, port=_PORT) + _LOOP.format(
-    restarts=options.restarts, start=start, told=told
+    restarts=options.restarts, start=start, sigterm=sigterm
   )
 
 
 def _kubernetes(options: _commands.Launch) -> str:
   name = options.name
-  # The first pod, by the names that JobSet gives.
+  # JobSet gives this name to the first pod.
   command = (
     f"exec {shlex.join(['python', '-m', 'jdist', *options.command])} "
     f"--coordinator-address {name}-run-0-0.{name}:{_PORT} "
@@ -164,7 +161,7 @@ def _kubernetes(options: _commands.Launch) -> str:
     "                      nvidia.com/gpu: 1\n"
   )
   assert options.train is not None and options.train.checkpoints is not None
-  # A string of JSON is one of YAML.
+  # Every string of JSON is also a string of YAML.
   return _KUBERNETES.format(
     name=name,
     n=options.num_processes,

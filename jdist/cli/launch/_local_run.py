@@ -1,12 +1,12 @@
 """A training run in several processes on this machine, restarted if it fails.
 
-status      of a process                         then
-0           all has been trained                 ends with 0
-2, 3        wrong options, diverged              ends with it: once more
-                                                 would be the same
-143         SIGTERM, saved                       goes on, unless the launcher
-                                                 was the one that was told
-any other   killed, a peer lost, an error        goes on from the last
+status      of a process                         next
+0           trained                              ends with 0
+2, 3        wrong options, diverged              ends with it: a restart would
+                                                 end in the same way
+143         SIGTERM, saved                       restarts, unless the launcher
+                                                 itself has received the signal
+any other   killed, a peer lost, an error        restarts from the last
                                                  checkpoint, with back-off
 """
 
@@ -22,13 +22,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, IO
 
-# Statuses upon which the same command would end in the same way.
+# Statuses with which the same command would end again.
 _FINAL = (0, 2, 3)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 _MAX_BACKOFF_S = 60.0
-# So long the others may take to end once one has failed; they do within 15 s.
+# Processes that have lost a peer end within 15 s by themselves.
 _PATIENCE_S = 20.0
-# And to save a checkpoint upon SIGTERM.
+# Time to save a checkpoint upon SIGTERM.
 _SAVING_S = 120.0
 _POLL_S = 0.05
 
@@ -45,14 +45,14 @@ class LocalRun:
     restarts: int,
     backoff_s: float,
   ):
-    """Prepares it.
+    """Prepares the run without starting it.
 
     Args:
-      command: of one process, without the numbers of several.
-      num_processes: how many.
-      checkpoints: directory in which a newer checkpoint is progress.
-      restarts: at most so many in a row without a newer checkpoint.
-      backoff_s: seconds before the first of those; each further one waits twice
+      command: The command of one process, without the options of several.
+      num_processes: The number of processes.
+      checkpoints: The directory in which a newer checkpoint means progress.
+      restarts: The most restarts in a row without a newer checkpoint.
+      backoff_s: Seconds before the first of them; each further one waits twice
         as long, up to a minute.
     """
     self._command = list(command)
@@ -63,27 +63,28 @@ class LocalRun:
     self._stop: signal.Signals | None = None
 
   def run(self) -> int:
-    """Runs until all is trained or nothing helps; returns the exit status."""
+    """Runs until it has trained or no restart helps; returns the status."""
     failures = 0
     with self._signals():
       while True:
         newest = self._newest()
-        statuses = self._attempt()
-        status, told = judge(statuses)
+        status, reason = judge(self._attempt())
         if status in _FINAL or self._stop is not None:
           return status
+        # Progress forgives earlier failures, so that a long run survives any
+        # number of them.
         if status == _SIGTERM_STATUS or self._newest() > newest:
           failures = 0
         failures += 1
         if failures > self._restarts:
           if self._restarts:
-            _say(f"{told}; given up after {self._restarts} restarts.")
+            _say(f"{reason}; given up after {self._restarts} restarts.")
           return status
         wait_s = min(self._backoff_s * 2 ** (failures - 1), _MAX_BACKOFF_S)
         step = self._newest()
         where = f"step {step}" if step >= 0 else "the beginning"
         _say(
-          f"{told}; starting all again from {where} in {wait_s:g} s (restart "
+          f"{reason}; restarting all from {where} in {wait_s:g} s (restart "
           f"{failures} of {self._restarts} without a new checkpoint)."
         )
         self._sleep(wait_s)
@@ -98,7 +99,8 @@ class LocalRun:
     return max((int(path.stem[5:]) for path in found), default=-1)
 
   def _attempt(self) -> list[int]:
-    """Starts all processes, waits for them; returns how each has ended."""
+    """Starts all processes, waits for them, and returns their statuses."""
+    # Each attempt needs another port: the last one's may still be taken.
     port = _free_port()
     processes: list[subprocess.Popen[str]] = []
     echoes = []
@@ -110,7 +112,7 @@ class LocalRun:
             "--coordinator-address", f"127.0.0.1:{port}", "--num-processes",
             str(self._num), "--process-id", str(number),
           ]  # fmt: skip
-        # The first has the terminal to itself: its bar moves there.
+        # Only the first process may draw its progress bar on the terminal.
         pipe = {} if number == 0 else {"stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(words, text=True, **pipe))  # type: ignore[call-overload]
         if number:
@@ -123,15 +125,16 @@ class LocalRun:
         process.wait()
       for echo in echoes:
         echo.thread.join()
-    told = {statuses[0]}
+    # Processes with the same status have printed the same line.
+    shown = {statuses[0]}
     for echo, status in zip(echoes, statuses[1:], strict=True):
-      if status not in told:  # Else the first has said the same.
-        told.add(status)
+      if status not in shown:
+        shown.add(status)
         echo.show()
     return statuses
 
   def _wait(self, processes: list[subprocess.Popen[str]]) -> list[int]:
-    """Waits for all; those that outlive one that failed are ended."""
+    """Waits for all processes, and kills those that outlive a failed one."""
     end_s: float | None = None
     pass_on_s: float | None = None
     while True:
@@ -140,7 +143,8 @@ class LocalRun:
         return [code for code in codes if code is not None]
       if self._stop is not None and pass_on_s is None:
         end_s = time.monotonic() + _SAVING_S
-        # A terminal interrupts all of them by itself.
+        # A terminal sends SIGINT to all processes itself; a second one would
+        # interrupt their clean end.
         waits_s = 1.0 if self._stop == signal.SIGINT else 0.0
         pass_on_s = time.monotonic() + waits_s
       if pass_on_s is not None and time.monotonic() >= pass_on_s:
@@ -161,7 +165,7 @@ class LocalRun:
 
   @contextlib.contextmanager
   def _signals(self) -> Iterator[None]:
-    """Notes SIGTERM and SIGINT, which the processes are then sent."""
+    """Records SIGTERM and SIGINT, which are then sent to the processes."""
 
     def note(number: int, frame: Any) -> None:
       del frame
@@ -179,13 +183,14 @@ class LocalRun:
 
 
 class _Echo:
-  """Prefixes stderr of a process other than the first with its number."""
+  """Prints the stderr of another process than the first with its number."""
 
   def __init__(self, number: int, stream: IO[str] | None):
     self._number = number
     assert stream is not None
     self._stream = stream
-    # What all processes say alike is shown once, when it is known who ended.
+    # Lines of jdist wait until it is known whether another process has printed
+    # the same ones.
     self._held: list[str] = []
     self.thread = threading.Thread(target=self._read, daemon=True)
     self.thread.start()
@@ -208,10 +213,10 @@ class _Echo:
 
 
 def judge(statuses: Sequence[int]) -> tuple[int, str]:
-  """Returns the status of a run by those of its processes, and why in words.
+  """Returns the status of a run with the reason, by those of its processes.
 
-  The cause is the one that others do not have by its fault: a process that was
-  killed before one that lost its peer.
+  The root cause decides: a process that was killed, before those that have lost
+  it as a peer.
 
   >>> judge([75, 75, -9, 75])
   (137, 'process 2 was killed by SIGKILL')
@@ -236,7 +241,7 @@ def judge(statuses: Sequence[int]) -> tuple[int, str]:
     name = signal.Signals(-status).name
     return 128 - status, f"process {number} was killed by {name}"
   if status == _SIGTERM_STATUS:
-    return status, "the processes were told to end by SIGTERM, and have saved"
+    return status, "SIGTERM has ended the processes, which have saved"
   return status, f"process {number} has ended with status {status}"
 
 

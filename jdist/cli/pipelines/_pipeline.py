@@ -1,7 +1,7 @@
-"""`jdist pipeline`: tables drawn, checked, simulated and planned."""
+"""`jdist pipeline`: draws, checks, simulates and plans tables."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist import cluster, pipeline, training
@@ -11,7 +11,7 @@ from jdist.cli.pipelines import _plan, _tables
 _COSTS = (
   "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
 )  # fmt: skip
-# What a simulation of an asynchronous table needs to be in its steady state.
+# Iterations after which an asynchronous table is in its steady state.
 _ITERATIONS = 12
 
 
@@ -27,26 +27,21 @@ def run(options: _commands.Pipeline) -> None:
     microbatches=8 if options.microbatches is None else options.microbatches,
   )
   tables = [_table(name, options) for name in options.tables]
-  if options.action == "draw":
-    for table in tables:
-      print(f"{table}\n{pipeline.draw_table(table)}\n")
-  elif options.action == "check":
-    for table in tables:
-      _check(table, options)
-  else:
+  if options.action == "simulate":
     _simulate(tables, options)
+  for table in tables:
+    if options.action == "draw":
+      print(f"{table}\n{pipeline.draw_table(table)}\n")
+    elif options.action == "check":
+      _check(table, options)
 
 
 def _table(name: str, options: _commands.Pipeline) -> pipeline.Table:
   """Makes a table by its name, or reads a file."""
-  given = {
-    option: getattr(options, field)
-    for field, option in _tables.OPTIONS.items()
-    if getattr(options, field) is not None
-  }
+  given = _tables.given(options)
   entry = pipeline.TABLES.get(name)
   if entry is not None:
-    # Of several tables an option is for those that have it.
+    # With several tables an option applies to those that have it.
     known = pipeline.table_options(name)
     alone = len(options.tables) == 1
     given = {key: x for key, x in given.items() if alone or key in known}
@@ -82,7 +77,6 @@ def _simulate(
     if options.cluster is None
     else cluster.load_cluster(options.cluster)[0]
   )
-  # Refused before a directory is made.
   for table in tables:
     if len(table.devices) > len(machines.names):
       raise ValueError(
@@ -90,15 +84,14 @@ def _simulate(
         f"devices of {table.name}, got {', '.join(machines.names)}. Add "
         "machines, or take fewer `--stages`."
       )
-  found = {
-    table.name: (table, _times(table, machines, options)) for table in tables
-  }
+  # All tables are simulated before any output, since each may be refused.
+  found = [(table, _times(table, machines, options)) for table in tables]
   output = _output.output_directory(options.output, "pipeline")
-  for name, (table, times) in found.items():
+  for table, times in found:
     row = training.make_row(
       dataclasses.asdict(options),
       0,
-      table=name,
+      table=table.name,
       iteration_s=times.iteration_s,
       makespan_s=times.makespan_s,
       bubble=times.bubble,
@@ -107,21 +100,11 @@ def _simulate(
       link_use=dict(times.link_use),
     )
     training.append_rows(output / "rows.jsonl", [row])
-    machine_names = machines.names[: len(table.devices)]
-    cluster.plot_trace(
-      times.trace,
-      output / f"{name}.png",
-      title=f"{table}",
-      resources=[*machine_names, *times.link_use],
-      end_s=min(times.makespan_s, 3 * times.ends_s[0]),
-      colours=pipeline.PIPELINE_COLOURS,
-    )
-    times.trace.save_perfetto(output / f"{name}.json")
+    names = machines.names[: len(table.devices)]
+    _plan.plot(output / f"{table.name}.png", table, times, names)
+    times.trace.save_perfetto(output / f"{table.name}.json")
   _output.console().print(_grid(found))
-  print(f"Rows: {output / 'rows.jsonl'}")
-  for name in found:
-    print(f"Picture: {output / f'{name}.png'}")
-  print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
+  _output.print_files(output, [table.name for table in tables])
 
 
 def _times(
@@ -135,7 +118,8 @@ def _times(
       pipeline.LayerCost(f"stage {i}", **equal) for i in range(table.num_stages)
     ]
     assert options.stages is not None
-    if table.num_stages > options.stages:  # A device has several.
+    # The costs are those of a device; some tables give it several stages.
+    if table.num_stages > options.stages:
       part = options.stages / table.num_stages
       costs = [
         dataclasses.replace(
@@ -155,35 +139,28 @@ def _times(
   )
 
 
-def _grid(
-  found: dict[str, tuple[pipeline.Table, pipeline.PipelineTimes]],
-) -> Any:
-  from rich import table
-
-  grid = table.Table(
-    title="Tables on a virtual clock",
-    caption=(
-      "An iteration of M micro-batches: from one update to the next while the "
-      "pipeline is full. Busy: mean and least over devices, of that time. "
-      "Memory: the most of any device. Link: the busiest."
+def _grid(found: list[tuple[pipeline.Table, pipeline.PipelineTimes]]) -> Any:
+  columns: dict[str, Callable[[Any, Any], str]] = {
+    "table": lambda table, _: table.name,
+    "M": lambda table, _: str(table.num_microbatches),
+    "iteration s": lambda _, times: f"{times.iteration_s:.4g}",
+    "of it / M": lambda table, times: (
+      f"{times.iteration_s / table.num_microbatches:.4g}"
     ),
+    "busy %": lambda _, times: (
+      f"{100 * sum(times.utilisation) / len(times.utilisation):.1f}"
+    ),
+    "least %": lambda _, times: f"{100 * min(times.utilisation):.1f}",
+    "memory MB": lambda _, times: f"{max(times.memory_bytes) / 1e6:.4g}",
+    "link %": lambda _, times: (
+      f"{100 * max(times.link_use.values(), default=0.0):.1f}"
+    ),
+  }
+  return _output.table(
+    "Tables on a virtual clock",
+    "An iteration of M micro-batches: from one update to the next while the "
+    "pipeline is full. Busy: mean and least over devices, of that time. "
+    "Memory: the most of any device. Link: the busiest.",
+    columns,
+    found,
   )
-  grid.add_column("table", no_wrap=True)
-  for title in (
-    "M", "iteration s", "of it / M", "busy %", "least %", "memory MB", "link %",
-  ):  # fmt: skip
-    grid.add_column(title, justify="right")
-  for name, (made, times) in found.items():
-    busy = times.utilisation
-    links = max(times.link_use.values(), default=0.0)
-    grid.add_row(
-      name,
-      str(made.num_microbatches),
-      f"{times.iteration_s:.4g}",
-      f"{times.iteration_s / made.num_microbatches:.4g}",
-      f"{100 * sum(busy) / len(busy):.1f}",
-      f"{100 * min(busy):.1f}",
-      f"{max(times.memory_bytes) / 1e6:.4g}",
-      f"{100 * links:.1f}",
-    )
-  return grid

@@ -11,9 +11,7 @@ from jdist import (
   collectives,
   models,
   pipeline,
-  profiling,
   training,
-  transforms,
 )
 from jdist.cli import _commands, _experiment, _methods, _options, _trained
 from jdist.cli.pipelines import _tables
@@ -21,22 +19,24 @@ from jdist.training import comparison, loop
 
 
 def check(options: _commands.Train) -> pipeline.Table:
-  """Checks the options of stages, and makes their table.
-
-  Raises:
-    ValueError: when an option is wrong.
-  """
+  """Checks the options of stages, and makes their table."""
   _options.check_left_out(
     options, ("accumulate", "substrate", "final_params"), "with `--stages`"
   )
   if options.method == _trained.METHOD:
     raise ValueError(
-      "`--stages` must be left out with a method whose networks know a whole "
-      f"model, got {options.stages} for {options.method}."
+      "`--stages` must be left out with a method whose network predicts a "
+      f"whole model, got {options.stages} for {options.method}."
     )
-  assert options.stages is not None
   table = _tables.of_options(options)
-  _check_late(options, table)
+  late = {"--late-from": options.late_from is not None}
+  late["--delay-fix"] = options.delay_fix != "none"
+  for option, given in late.items():
+    if given and table.window == 1:
+      raise ValueError(
+        f"`{option}` must be left out with `--table` {options.table}, whose "
+        "gradients are in time. Take ours."
+      )
   parts = options.workers * table.num_microbatches
   if options.batch_size % parts:
     below = max(options.batch_size // parts, 1) * parts
@@ -48,46 +48,23 @@ def check(options: _commands.Train) -> pipeline.Table:
   return table
 
 
-def _check_late(options: _commands.Train, table: pipeline.Table) -> None:
-  """Checks the options of gradients that come late."""
-  share = options.late_from
-  if share is not None and not 0 < share < 1:
-    raise ValueError(
-      f"`--late-from` must be above 0 and below 1, got {share:g}. Leave it out "
-      "for a table that runs from the beginning."
-    )
-  late = table.window > 1
-  for option, given in (
-    ("--late-from", share is not None),
-    ("--delay-fix", options.delay_fix != "none"),
-  ):
-    if given and not late:
-      raise ValueError(
-        f"`{option}` must be left out with `--table` {options.table}, whose "
-        "gradients are in time. Take ours."
-      )
-
-
 def prepare(
   options: _commands.Train, table: pipeline.Table
 ) -> "PreparedStages":
-  """Loads the data and builds the run's programs.
-
-  Raises:
-    ValueError: when an option is wrong, or devices are missing.
-    ImportError: when an extra is missing.
-  """
+  """Loads the data and builds the run's programs."""
   assert options.stages is not None
   shape = options.workers, options.stages
 
   def team() -> collectives.Workers:
     needed = shape[0] * shape[1]
+    # In a run of several processes each one has made its devices already.
     if not jax.distributed.is_initialized():
       collectives.make_cpu_devices(needed)
     if jax.device_count() < needed:
       raise ValueError(
-        f"`--stages` times `--workers` must be at most the {jax.device_count()}"
-        f" devices that there are, got {shape[1]} times {shape[0]}."
+        "`--stages` times `--workers` must be at most the "
+        f"{jax.device_count()} available devices, got {shape[1]} times "
+        f"{shape[0]}."
       )
     mesh = collectives.make_mesh(shape, ("worker", "stage"))
     return collectives.workers(shape[0], mesh=mesh)
@@ -96,7 +73,7 @@ def prepare(
 
 
 class _Phase(NamedTuple):
-  """A part of a run, with one table."""
+  """The programs of a part of a run, with one table."""
 
   pipe: pipeline.OneProgram
   optimizer: optax.GradientTransformation
@@ -107,8 +84,8 @@ class _Phase(NamedTuple):
 class PreparedStages:
   """A pipeline's programs: compiled once, used for every seed.
 
-  With `--late-from` there are two tables, one behind the other: the first has
-  come to its end when the second begins, `OneProgram.continue_from`.
+  With `--late-from` a run has two phases: 1f1b, which leaves nothing in flight
+  at its end, and then the table without a flush.
   """
 
   workload: comparison.Workload
@@ -123,24 +100,20 @@ class PreparedStages:
     self.late = self._phase(self.table)
     self.first: _Phase | None = None
     if options.late_from is not None:
-      flushed = pipeline.make_table(
-        "1f1b", self.table.num_stages, self.table.num_microbatches
+      table = self.table
+      self.first = self._phase(
+        pipeline.make_table("1f1b", table.num_stages, table.num_microbatches)
       )
-      self.first = self._phase(flushed)
     self.evaluate = workload.evaluator(self.late.pipe.apply)
 
   def other_workers(self, seed: int) -> None:
-    """Returns None: the stages of other workers are not put together."""
+    """Returns None, because stages cannot be redistributed to other workers."""
     del seed
 
   def run(
     self, seed: int, *, label: str | None = None, **fit: Any
   ) -> list[training.Record]:
-    """Trains from the seed's initial parameters; see `Trainer.fit`.
-
-    What is under way at the end is brought to its end: then the last record is
-    of parameters with every gradient in them.
-    """
+    """Trains from a seed's initial parameters; see `Trainer.fit`."""
     num_steps, team = self.budget.num_steps, self.workload.workers
     if self.first is None:
       state, records = self._fit(
@@ -148,7 +121,7 @@ class PreparedStages:
       )
     else:
       change = self._change_step()
-      # Not a longer run's: its table would change in another step.
+      # A longer run is another run here: it would change tables elsewhere.
       fit = fit | {"free": ()}
       if self._is_late(fit, seed, change):
         state = self._state(self.late, seed)
@@ -159,6 +132,8 @@ class PreparedStages:
         state = self.late.pipe.continue_from(state, team, self.late.optimizer)
         fit = fit | {"continues": before}
       state, records = self._fit(self.late, state, seed, num_steps, label, fit)
+    # Without a flush the last gradients are still in flight.  The last record
+    # is of parameters to which all of them have been applied.
     if records and self.late.pipe.grid.behind:
       drain = self.late.pipe.make_drain(self.late.optimizer, axis=team.axis)
       metrics = self.evaluate(team.jit(drain)(state))
@@ -172,7 +147,7 @@ class PreparedStages:
     return min(max(1, round(share * num_steps)), num_steps - 1)
 
   def _is_late(self, fit: dict[str, Any], seed: int, change: int) -> bool:
-    """Returns whether a run that goes on is beyond its first table."""
+    """Returns whether a resumed run is beyond its first table."""
     checkpoints: training.Checkpoints | None = fit.get("checkpoints")
     if checkpoints is None:
       return False
@@ -180,7 +155,7 @@ class PreparedStages:
     first = self.first
     found = checkpoints.restore(
       lambda step: self._state(self.late if step > change else first, seed),
-      # Of other options the step of the change would be another.
+      # With other options the tables would change at another step.
       check=lambda saved: loop.check_metadata(saved, fit.get("metadata") or {}),
     )
     return found is not None and found.step > change
@@ -229,7 +204,9 @@ class PreparedStages:
     trainer = training.Trainer(
       team,
       pipe.make_step(optimizer, axis=team.axis),
-      stream_steps=self._stream_steps(optimizer),
+      stream_steps=_experiment.stream_steps(
+        options, team, optimizer, self.workload.model(0)
+      ),
       host_rounds=None if options.host_rounds else False,
     )
     return _Phase(pipe, optimizer, trainer)
@@ -263,27 +240,15 @@ class PreparedStages:
       inputs=lambda batch, key: inputs(batch, key),
     )
 
-  def _stream_steps(
-    self, optimizer: optax.GradientTransformation
-  ) -> tuple[int, ...]:
-    model = self.workload.model(0)
-    state = profiling.abstract_state(
-      self.workload.workers, optimizer, model.params, model.state
-    )
-    streams = self.options.stream and transforms.streams(state.opt_state)
-    return _methods.STREAM_STEPS if streams else ()
-
 
 def _balanced(
   layers: list[models.Layer], num_stages: int, microbatch: Any, inputs: Any
 ) -> int | tuple[int, ...]:
-  """Returns the cuts of stages of about equally many operations.
-
-  They are counted before anything is compiled, so that a run that goes on,
-  also elsewhere, is cut as before.
-  """
-  if len(layers) <= num_stages:  # `cut_layers` tells what is wrong, if it is.
+  """Returns the cuts of stages with about equally many operations."""
+  if len(layers) <= num_stages:  # `cut_layers` refuses too few of them.
     return num_stages
+  # They are counted before XLA optimizes them, so that a run that is resumed on
+  # another machine is cut in the same way.
   costs = pipeline.layer_costs(
     layers, microbatch, inputs=inputs, source="lowered"
   )

@@ -1,7 +1,8 @@
-"""`jdist pipeline plan`: the fastest choice, and what else there was."""
+"""`jdist pipeline plan`: the fastest choice, and the alternatives."""
 
 import dataclasses
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jdist.cli import _commands, _output
 
 
 def run(options: _commands.Pipeline) -> None:
-  """Searches, prints the best plan beside others, and writes all of them."""
+  """Searches, prints the best plan and others, and writes all of them."""
   if (options.costs is None) == (options.model is None):
     raise ValueError(
       "`--costs` must be given to plan: a TOML file with a [[stages]] table "
@@ -43,14 +44,7 @@ def run(options: _commands.Pipeline) -> None:
   training.append_rows(output / "rows.jsonl", rows)
   assert best.times is not None and best.made is not None
   (output / "table.txt").write_text(pipeline.format_table(best.made))
-  cluster.plot_trace(
-    best.times.trace,
-    output / "plan.png",
-    title=f"{best.made}",
-    resources=[*best.nodes, *best.times.link_use],
-    end_s=min(best.times.makespan_s, 3 * best.times.ends_s[0]),
-    colours=pipeline.PIPELINE_COLOURS,
-  )
+  plot(output / "plan.png", best.made, best.times, best.nodes)
   console = _output.console()
   console.print(_stages(best, machines))
   console.print(_candidates(found))
@@ -86,35 +80,46 @@ def _one(value: int | None) -> list[int] | None:
   return None if value is None else [value]
 
 
-def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
-  from rich import table
-
-  assert best.plan is not None and best.times is not None
-  grid = table.Table(
-    title=_title(best),
-    caption="Seconds at speed 1, of a micro-batch, both passes. Cut at "
-    + (" ".join(map(str, best.plan.cuts)) or "no layer")
-    + ".",
+def plot(
+  path: pathlib.Path,
+  table: pipeline.Table,
+  times: pipeline.PipelineTimes,
+  nodes: Sequence[str],
+) -> None:
+  """Draws the first iterations of a simulation, devices above links."""
+  cluster.plot_trace(
+    times.trace,
+    path,
+    title=f"{table}",
+    resources=[*nodes, *times.link_use],
+    # Later iterations repeat the first three.
+    end_s=min(times.makespan_s, 3 * times.ends_s[0]),
+    colours=pipeline.PIPELINE_COLOURS,
   )
-  for title in ("stage", "layers", "machine"):
-    grid.add_column(title)
-  for title in ("seconds", "out MB", "busy %", "memory MB", "of MB"):
-    grid.add_column(title, justify="right")
-  for i, (stage, name) in enumerate(
-    zip(best.plan.stages, best.plan.nodes, strict=True)
-  ):
-    device = best.nodes.index(name)
-    grid.add_row(
-      str(i),
-      stage.name,
-      name,
-      f"{stage.compute_s:.4g}",
-      f"{stage.output_bytes / 1e6:.4g}",
-      f"{100 * best.times.utilisation[device]:.1f}",
-      f"{best.times.memory_bytes[device] / 1e6:.4g}",
-      f"{machines.node(name).memory_bytes / 1e6:.4g}",
-    )
-  return grid
+
+
+def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
+  assert best.plan is not None and best.times is not None
+  busy = dict(zip(best.nodes, best.times.utilisation, strict=False))
+  memory = dict(zip(best.nodes, best.times.memory_bytes, strict=False))
+  columns: dict[str, Callable[[int, Any], str]] = {
+    "stage": lambda number, _: str(number),
+    "layers": lambda _, x: x[0].name,
+    "machine": lambda _, x: x[1],
+    "seconds": lambda _, x: f"{x[0].compute_s:.4g}",
+    "out MB": lambda _, x: f"{x[0].output_bytes / 1e6:.4g}",
+    "busy %": lambda _, x: f"{100 * busy[x[1]]:.1f}",
+    "memory MB": lambda _, x: f"{memory[x[1]] / 1e6:.4g}",
+    "of MB": lambda _, x: f"{machines.node(x[1]).memory_bytes / 1e6:.4g}",
+  }
+  return _output.table(
+    _title(best),
+    "Seconds of both passes of a micro-batch at speed 1. Cut at layers "
+    f"{' '.join(map(str, best.plan.cuts)) or '-'}.",
+    columns,
+    enumerate(zip(best.plan.stages, best.plan.nodes, strict=True)),
+    left=3,
+  )
 
 
 def _title(best: pipeline.Candidate) -> str:
@@ -127,33 +132,26 @@ def _title(best: pipeline.Candidate) -> str:
 
 
 def _candidates(found: Sequence[pipeline.Candidate]) -> Any:
-  from rich import table
-
   done = [x for x in found if x.times is not None]
-  # The first of a table is its best.
+  # They are sorted by speed, so that the first one of a table is its best.
   best = {x.table: x for x in reversed(done)}
-  grid = table.Table(
-    title="The best of each table",
-    caption=f"{len(found)} considered, {len(done)} simulated: others do not "
-    "fit into memory, or their bottleneck alone makes them slower.",
+  columns: dict[str, Callable[[Any], str]] = {
+    "table": lambda x: x.table,
+    "micro-batches": lambda x: str(x.num_microbatches),
+    "stages": lambda x: str(x.num_stages),
+    "window": lambda x: str(x.window or ""),
+    "recompute": lambda x: "yes" if x.recompute else "",
+    "samples/s": lambda x: f"{x.samples_per_s:.4g}",
+    "of best %": lambda x: (
+      f"{100 * x.samples_per_s / done[0].samples_per_s:.1f}"
+    ),
+    "delay": lambda x: str(x.delay),
+    "memory MB": lambda x: f"{max(x.times.memory_bytes) / 1e6:.4g}",
+  }
+  return _output.table(
+    "The best of each table",
+    f"{len(found)} considered, {len(done)} simulated: the others do not fit "
+    "into memory, or are slower by their bottleneck alone.",
+    columns,
+    sorted(best.values(), key=done.index),
   )
-  grid.add_column("table", no_wrap=True)
-  for title in (
-    "micro-batches", "stages", "window", "recompute", "samples/s", "of best %",
-    "delay", "memory MB",
-  ):  # fmt: skip
-    grid.add_column(title, justify="right")
-  for each in sorted(best.values(), key=done.index):
-    assert each.times is not None
-    grid.add_row(
-      each.table,
-      str(each.num_microbatches),
-      str(each.num_stages),
-      str(each.window or ""),
-      "yes" if each.recompute else "",
-      f"{each.samples_per_s:.4g}",
-      f"{100 * each.samples_per_s / done[0].samples_per_s:.1f}",
-      str(each.delay),
-      f"{max(each.times.memory_bytes) / 1e6:.4g}",
-    )
-  return grid

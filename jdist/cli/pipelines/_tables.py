@@ -1,4 +1,4 @@
-"""Tables that options name: those of the library, or files."""
+"""Tables that options name, from the library or from files."""
 
 import dataclasses
 import pathlib
@@ -6,47 +6,40 @@ from typing import Any
 
 from jdist import models, pipeline, training
 
-# Options, and those of tables that they fill.
-OPTIONS = {
+# Options, and the arguments of tables that they fill.
+_ARGUMENTS = {
   "iterations": "num_iterations",
   "window": "window",
   "chunks": "num_chunks",
 }
 
 
-def make(
-  name: str, stages: int, microbatches: int, **given: Any
-) -> pipeline.Table:
-  """Makes a table by its name, or reads a file, which has its own numbers.
+def given(options: Any) -> dict[str, Any]:
+  """Returns the arguments of a table that options fill."""
+  found = {x: getattr(options, name, None) for name, x in _ARGUMENTS.items()}
+  return {name: value for name, value in found.items() if value is not None}
 
-  Raises:
-    ValueError: when there is none, or it has no such option.
-  """
+
+def make(
+  name: str, stages: int, microbatches: int, **arguments: Any
+) -> pipeline.Table:
+  """Makes a table by its name, or reads a file, which has its own numbers."""
   if name not in pipeline.TABLES:
     if not pathlib.Path(name).is_file():
       raise ValueError(
         f"a table must be one of {', '.join(pipeline.TABLES)}, or a file that "
-        f"is there, got {name!r}."
+        f"exists, got {name!r}."
       )
     return pipeline.load_table(name)
   if name == "pipedream":
-    microbatches = 1  # As published: an update after each.
-  return pipeline.make_table(name, stages, microbatches, **given)
+    microbatches = 1  # PipeDream updates after every micro-batch.
+  return pipeline.make_table(name, stages, microbatches, **arguments)
 
 
 def of_options(options: Any) -> pipeline.Table:
-  """Makes the table of a command that cuts models into stages.
-
-  Raises:
-    ValueError: when there is none, or it is for another number of devices.
-  """
-  given = {
-    option: getattr(options, field)
-    for field, option in OPTIONS.items()
-    if getattr(options, field, None) is not None
-  }
+  """Makes the table of a command that cuts models into stages."""
   microbatches = options.microbatches or 2 * options.stages
-  table = make(options.table, options.stages, microbatches, **given)
+  table = make(options.table, options.stages, microbatches, **given(options))
   if len(table.devices) != options.stages:
     raise ValueError(
       f"`--stages` must be the {len(table.devices)} devices of `--table` "

@@ -61,18 +61,18 @@ def messages_table(found: Found) -> Any:
   """Returns a table with a line for each collective of a method."""
   # A round that the host ends has its messages in a program of their own.
   rarely = found.interval > 1 and not found.between.collectives
-  columns: dict[str, Callable[[Any], str]] = {
-    "#": lambda x: str(x[0]),
-    "collective": lambda x: x[1].kind,
-    "when": lambda x: (
-      "round's end" if x[1].conditional or rarely else "each step"
+  columns: dict[str, Callable[[int, Any], str]] = {
+    "#": lambda number, _: str(number),
+    "collective": lambda _, x: x.kind,
+    "when": lambda _, x: (
+      "round's end" if x.conditional or rarely else "each step"
     ),
-    "MB sent": lambda x: f"{x[1].wire_bytes / 1e6:.3g}",
-    "µs on the link": lambda x: f"{x[1].send_s * 1e6:,.1f}",
-    "kernels under it": lambda x: str(x[1].kernels),
-    "products": lambda x: str(x[1].products),
-    "µs of kernels": lambda x: f"{x[1].compute_s * 1e6:,.1f}",
-    "hidden %": lambda x: f"{100 * x[1].hidden_share:.1f}",
+    "MB sent": lambda _, x: f"{x.wire_bytes / 1e6:.3g}",
+    "µs on the link": lambda _, x: f"{x.send_s * 1e6:,.1f}",
+    "kernels under it": lambda _, x: str(x.kernels),
+    "products": lambda _, x: str(x.products),
+    "µs of kernels": lambda _, x: f"{x.compute_s * 1e6:,.1f}",
+    "hidden %": lambda _, x: f"{100 * x.hidden_share:.1f}",
   }
   return _output.table(
     f"Collectives of {found.method}, in the order of their starts",

@@ -56,7 +56,7 @@ def test_a_killed_process_is_named_and_all_start_again(tmp_path, capfd):
   assert _run(tmp_path, "75+7 -9", "0 0") == (0, 2)
   told = capfd.readouterr().err
   assert (
-    "jdist: launch: process 1 was killed by SIGKILL; starting all again from "
+    "jdist: launch: process 1 was killed by SIGKILL; restarting all from "
     "step 7 in 0.01 s (restart 1 of 2 without a new checkpoint)." in told
   )
 
