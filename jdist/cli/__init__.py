@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jdist.cli import (
@@ -118,7 +118,10 @@ def _status(words: list[str]) -> tuple[int, str]:
         "`jdist --help` explains them."
       )
     options = _parse(words[0], words[1:])
-    return (0 if options is None else _run(words[0], options)), ""
+    if options is None:
+      return 0, ""
+    served = getattr(options, "protocol", None) is not None
+    return _load(words[0], served)(options) or 0, ""
   except (TimeoutError, _run_end.LostError) as error:
     # Another process may only have been late, so that a restart helps.
     return 75, f"error: {error}"
@@ -137,14 +140,14 @@ def _status(words: list[str]) -> tuple[int, str]:
     return 130, f"interrupted: {stop}" if stop.args else "interrupted."
 
 
-def _run(name: str, options: Any) -> int:
-  """Runs the function of a command and returns its exit status."""
-  path = _COMMANDS[name].function
-  if getattr(options, "protocol", None) is not None:
-    path = "servers._server_run.train"
+def _load(name: str, served: bool) -> Callable[[Any], int | None]:
+  """Returns the function of a command, that of servers for a protocol."""
+  path = "servers._server_run.train" if served else _COMMANDS[name].function
   module, _, function = path.rpartition(".")
-  run = getattr(importlib.import_module(f"jdist.cli.{module}"), function)
-  return run(options) or 0
+  found: Callable[[Any], int | None] = getattr(
+    importlib.import_module(f"jdist.cli.{module}"), function
+  )
+  return found
 
 
 def _expand(words: list[str]) -> list[str]:

@@ -48,11 +48,12 @@ _PARTS = (
 )  # fmt: skip
 
 
-def takes(method: methods.Method, options: _groups.Common) -> set[str]:
-  """Returns the arguments that options can fill, in presence of the others.
+def takes(options: _groups.Common, name: str) -> set[str]:
+  """Returns the arguments of a method that can be filled, given the others.
 
   "late" stands for the settings of an overlap, where there is one.
   """
+  method = methods.registry[name]
   found = set(method.arguments)
   if not method.in_rounds:
     found.discard("interval")
@@ -83,7 +84,7 @@ def arguments(
   }
   if "compression" in method.arguments:
     found["compression"] = compression(options)
-  if "overlap" in method.arguments:
+  if _is_late(method, options):
     found["overlap"] = _overlap(method, options)
   elif "stream" in method.arguments and options.stream:
     found["stream"] = transforms.Stream()
@@ -153,9 +154,7 @@ def _is_late(method: methods.Method, options: _groups.MethodOptions) -> bool:
 
 def _overlap(
   method: methods.Method, options: _groups.MethodOptions
-) -> transforms.Delayed | None:
-  if not _is_late(method, options):
-    return None
+) -> transforms.Delayed:
   own = transforms.Delayed() if method.late is None else method.late
   return dataclasses.replace(
     own,

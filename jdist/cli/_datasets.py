@@ -41,8 +41,15 @@ def named(options: _Common) -> _Common:
   return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
 
 
-def check(options: _groups.Common) -> None:
-  """Raises a ValueError when data set, model and their options do not match."""
+def check(options: _groups.Common) -> dict[str, str]:
+  """Checks that data set, model and their options match.
+
+  Returns:
+    The modules that read the data set, with their extras.
+
+  Raises:
+    ValueError: when they do not match.
+  """
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if not text:
     known = (*data.NAMES, *data.TEXT_NAMES)
@@ -66,15 +73,11 @@ def check(options: _groups.Common) -> None:
         f"`{_options.word(name)}` must be left out with "
         f"{'a text' if text else 'images'}, got {getattr(options, name)}."
       )
-
-
-def modules(options: _groups.Common) -> dict[str, str]:
-  """Returns the modules that read the data set, with their extras."""
   if options.dataset == "digits":
     return {"sklearn": "data"}
   if options.text is not None or options.dataset == "synthetic":
     return {}
-  images = {} if options.dataset in data.TEXT_NAMES else {"PIL": "data"}
+  images = {} if text else {"PIL": "data"}
   return {"tensorflow_datasets": "data", "array_record": "data"} | images
 
 

@@ -5,6 +5,7 @@ anything is half done.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,9 @@ class Prepared:
     self.programs = workload.programs(
       optimizer,
       model.apply,
-      stream_steps=stream_steps(options, workload.workers, optimizer, model),
+      stream_steps=stream_steps(options, workload.workers, optimizer, model)
+      if options.stream
+      else (),
       # None means wherever a method supports it.
       host_rounds=None if options.host_rounds else False,
     )
@@ -96,8 +99,6 @@ def stream_steps(
   model: Any,
 ) -> tuple[int, ...]:
   """Returns the splits of a streamed message for which programs are needed."""
-  if not options.stream:
-    return ()
   state = profiling.abstract_state(
     workers, optimizer, model.params, model.state
   )
@@ -126,8 +127,7 @@ def check(options: _groups.Common) -> None:
       f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
       f"got {options.batch_size}. Take {below} or {below + parts}."
     )
-  _datasets.check(options)
-  needed = _datasets.modules(options)
+  needed = _datasets.check(options)
   for option, module, extra in (
     ("checkpoints", "orbax.checkpoint", "checkpoints"),
     ("methods", "matplotlib", "plots"),
@@ -162,7 +162,7 @@ def build(
     workers,
     train,
     test,
-    lambda seed: _datasets.build_model(options, train, seed),
+    functools.partial(_datasets.build_model, options, train),
     options.batch_size,
     options.accumulate,
     options.alpha,

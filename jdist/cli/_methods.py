@@ -1,5 +1,6 @@
 """The methods of the registry, built from the options of a run."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,23 +26,14 @@ _ADAM_B2 = 0.999
 
 
 def check(option: str, options: _groups.Common, names: Sequence[str]) -> None:
-  """Raises a ValueError unless methods have all they need and use all given."""
+  """Raises a ValueError unless methods exist and use all given options."""
   for name in names:
     if name in _MOVED:
       raise ValueError(f"`{option}` must not be {name}. {_MOVED[name]}")
-  _options.check_names(option, names, "methods", methods.registry)
-  if _trained.METHOD in names and options.predictor is None:
-    _trained.fingerprint(options)
-  check_used(options, names)
-
-
-def check_used(options: _groups.Common, names: Sequence[str]) -> None:
-  """Raises a ValueError that names all given options that no method uses."""
-
-  def takes(name: str) -> set[str]:
-    return _composition.takes(methods.registry[name], options)
-
-  _options.check_used(options, names, methods.registry, takes)
+  known = methods.registry
+  _options.check_names(option, names, "methods", known)
+  takes = functools.partial(_composition.takes, options)
+  _options.check_used(options, names, known, takes)
 
 
 def common(options: Any, **more: Any) -> _groups.Common:

@@ -1,8 +1,9 @@
 """The way of a codec option from the command line to the wire.
 
-A call of a library's function counts when it is on the stack while the value of
-`--codec` is read from the parsed options, or when a message is first encoded.
-Of these, calls below a function whose name begins with `check` are checks.
+A call of a library's function counts when one of its arguments, or a variable of
+the functions around it, is the parsed options, the codec that they name, or an
+object that holds one of them within two levels.  The way ends where the codec's compression is first
+asked for its state: the table of updates shows the rest.
 """
 
 import importlib
@@ -22,7 +23,7 @@ _WORDS = (
 
 
 class _BegunError(BaseException):
-  """The first message is encoded: the end of the way."""
+  """Ends the run where the way ends."""
 
 
 def trace_option(tree: pathlib.Path) -> dict[str, Any]:
@@ -30,10 +31,10 @@ def trace_option(tree: pathlib.Path) -> dict[str, Any]:
 
   Returns:
     `files`, by their paths below jdist/; `frames`, the number of calls; and
-    `check_frames`, those that check options.
+    `check_frames`, those of the check of unused options.
 
   Raises:
-    RuntimeError: when the run ends before it encodes.
+    RuntimeError: when the run ends before its compression is used.
   """
   answer = subprocess.run(
     [sys.executable, str(pathlib.Path(__file__).resolve())],
@@ -58,7 +59,7 @@ def _follow() -> dict[str, Any]:
 
   package = f"{pathlib.Path(jdist.__file__).resolve().parent}/"
   parse = tyro.cli
-  # Frames are kept, so that no two calls are one.
+  # Keeping the frames keeps Python from using one for two calls.
   calls: dict[Any, None] = {}
 
   def path(frame: Any) -> str:
@@ -101,9 +102,18 @@ def _follow() -> dict[str, Any]:
       return {
         "files": sorted(set(map(path, calls))),
         "frames": len(calls),
-        "calls": [f"{path(x)}:{x.f_code.co_name}" for x in calls],
+        "check_frames": sum(map(_is_check, calls)),
       }
-  raise RuntimeError("The run has ended, and nothing was encoded.")
+  raise RuntimeError("The run has ended, and its compression was not used.")
+
+
+def _is_check(frame: Any) -> bool:
+  """Returns whether a call was made by the check of unused options."""
+  while frame is not None:
+    if frame.f_code.co_name == "check_used":
+      return True
+    frame = frame.f_back
+  return False
 
 
 if __name__ == "__main__":

@@ -104,8 +104,7 @@ def test_a_method_trains_towards_its_target(name, interval):
   ],
 )  # fmt: skip
 def test_options_used_follow_from_a_methods_arguments(method, given, used):
-  entry = methods.registry[method]
-  taken = _composition.takes(entry, _commands.Train(**given))
+  taken = _composition.takes(_commands.Train(**given), method)
   found = {
     field.name
     for field in dataclasses.fields(_groups.Common)
@@ -170,11 +169,11 @@ def test_a_few_entries_and_a_feedback_find_the_least_of_a_square(
 def test_what_the_preset_has_is_not_given():
   gpu = _options.with_preset(_commands.Train, "cifar10-gpu")
   assert gpu.stream
-  _methods.check_used(gpu, ("local_sgd",))
+  _methods.check("--method", gpu, ("local_sgd",))
   many = dataclasses.replace(gpu, delay_steps=2)
-  _methods.check_used(many, ("od_sgd", "msdpu"))
+  _methods.check("--methods", many, ("od_sgd", "msdpu"))
   with pytest.raises(ValueError, match="`--delay-steps` must be left out"):
-    _methods.check_used(many, ("od_sgd",))
+    _methods.check("--method", many, ("od_sgd",))
 
 
 @pytest.mark.parametrize("rule", ["msdpu", "adacomm"])

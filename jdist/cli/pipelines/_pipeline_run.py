@@ -206,7 +206,9 @@ class PreparedStages:
       pipe.make_step(optimizer, axis=team.axis),
       stream_steps=_experiment.stream_steps(
         options, team, optimizer, self.workload.model(0)
-      ),
+      )
+      if options.stream
+      else (),
       host_rounds=None if options.host_rounds else False,
     )
     return _Phase(pipe, optimizer, trainer)

@@ -47,12 +47,9 @@ class Counted:
 
 def count(options: _commands.Bytes) -> None:
   """Counts the bytes of each method, and prints a table."""
-  _options.check_names(
-    "--methods", options.methods, "methods", methods.registry
-  )
   names = tuple(name for name in models.NAMES if name != "transformer")
   _options.check_name("--model", options.model, names)
-  _methods.check_used(_methods.common(options), options.methods)
+  _methods.check("--methods", _methods.common(options), options.methods)
   collectives.make_cpu_devices(options.workers)
   model, _ = _abstract_model.image_model(options.model)
   found = [

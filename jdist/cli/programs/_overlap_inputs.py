@@ -63,7 +63,9 @@ def check(
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:
     raise ValueError(f"`--topology`: {error}") from None
-  _methods.check_used(_methods.common(options), names)
+  # Two forms of a method are one method here.
+  names = list(dict.fromkeys(names))
+  _methods.check("--methods", _methods.common(options), names)
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
   if options.tflop_per_s is not None:
