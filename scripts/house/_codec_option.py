@@ -1,9 +1,10 @@
 """The way of a codec option from the command line to the wire.
 
-A call of a library's function counts when one of its arguments, or a variable of
-the functions around it, is the parsed options, the codec that they name, or an
-object that holds one of them within two levels.  The way ends where the codec's compression is first
-asked for its state: the table of updates shows the rest.
+A call of a library's function counts when one of its arguments, or a variable
+of the functions around it, is the parsed options, the codec that they name, or
+an object that holds one of them within two levels.  The way ends where the
+codec's compression is first asked for its state: the table of updates shows the
+rest.
 """
 
 import importlib
