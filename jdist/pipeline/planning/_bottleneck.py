@@ -99,6 +99,7 @@ class Chain:
   def _sent_s(
     self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
   ) -> np.ndarray:
+    # The last stage has no cut behind it.
     if stage + 1 == len(nodes):
       return np.zeros(1)
     here, after = nodes[stage], nodes[stage + 1]
@@ -116,6 +117,7 @@ class Chain:
     """Returns the part of a machine's memory that stages need."""
     empty = np.arange(len(self.work))[None, columns] <= rows[:, None]
     limit = self._nodes[nodes[stage]].memory_bytes
+    # Without a limit of memory only empty stages do not fit.
     if limit == math.inf:
       return np.where(empty, math.inf, 0.0)
     footprint, live = self.footprint, self.footprint.live(stage)
@@ -148,6 +150,7 @@ class Chain:
 
     It has the shortest trip among those with the least bottleneck.
     """
+    # First the least bottleneck; then, among stages within it, the least trip.
     least = self._least(nodes, self.stage_s, bound)
     if least is None:
       return None
@@ -173,11 +176,8 @@ class Chain:
   ) -> tuple[float, tuple[int, ...]] | None:
     """Returns the least value over all partitions, and its cuts.
 
-    Args:
-      nodes: The machine of each stage.
-      cost: The cost of a stage.
-      limit: The most seconds of each stage.
-      join: Combines a stage's cost with that of the stages in front.
+    A stage's cost is joined with that of the stages in front: by the maximum
+    for a bottleneck, or by the sum for a trip.
     """
     speeds = [self._nodes[name].speed for name in nodes]
     behind = sum(speeds)
@@ -190,6 +190,8 @@ class Chain:
       rows = np.flatnonzero(values < math.inf)
       if not rows.size:
         return None
+      # Only positions from which the rest of the machines can still be in time.
+      # With many machines these are a few of all pairs.
       columns = self.within(rows, limit, speed, behind)
       values, start = self.extend(
         values, cost(rows, columns, nodes, stage), rows, columns, join
@@ -238,6 +240,7 @@ class Chain:
     """Returns the best values with a stage more, and where it begins."""
     found = np.full(len(values), math.inf)
     start = np.zeros(len(values), int)
+    # [starts, ends]; the best start of each end is kept to find the cuts.
     both = join(values[rows, None], costs)
     best = both.argmin(axis=0)
     found[columns] = both[best, np.arange(len(best))]
@@ -288,6 +291,8 @@ class Chain:
     stages = make_stages(self.costs, cuts, self.footprint)
     needs = stage_bytes(stages, self.footprint)
     limits = [self._nodes[name].memory_bytes for name in nodes]
+    # Name the worst stage of the best partition by memory, or a single layer if
+    # that alone is too large: then no cut helps.
     i = max(range(len(nodes)), key=lambda i: needs[i] / limits[i])
     what, need = f"stage {i} of {len(nodes)}, {stages[i].name!r},", needs[i]
     edges = [0, *cuts, len(self.costs)]

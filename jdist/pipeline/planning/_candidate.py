@@ -62,6 +62,7 @@ class Candidate:
     """Returns the order among equally fast ones: delay, versions, memory."""
     assert self.times is not None and self.made is not None
     assert self.delay is not None
+    # PACI's passes may read different versions, a second source of error.
     mixed = self.delay > 0 and self.made.weights == "newest"
     memory = max(self.times.memory_bytes)
     return self.delay, mixed, memory, -self.samples_per_s
@@ -142,10 +143,12 @@ def make_table_of(
     made = make(None)
     if not choice.extra_live:
       return made
+    # The limits are relative to what the table keeps without any.
     live = check_table(made).live
     return make([max(1, x + choice.extra_live) for x in live])
   options = {}
   if _table_registry.TABLES[name].asynchronous:
+    # An upper bound of the windows of all asynchronous tables.
     window = 1 + math.ceil(choice.num_stages / number)
     options["num_iterations"] = _iterations(choice, window)
   return _table_registry.make_table(name, choice.num_stages, number, **options)
@@ -153,5 +156,6 @@ def make_table_of(
 
 def _iterations(choice: Candidate, window: int) -> int:
   """Returns enough iterations to fill a pipeline and to measure it full."""
+  # `simulate` leaves out the first half and the last `window` iterations.
   full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
   return 2 * window + max(4, full)

@@ -42,6 +42,7 @@ class LayerCost:
   working_bytes: float = 0.0
 
   def __post_init__(self) -> None:
+    # In dense layers both gradients are products of the same size.
     if self.weight_s is None:
       object.__setattr__(self, "weight_s", self.backward_s / 2)
     for field in dataclasses.fields(self):
@@ -74,6 +75,7 @@ class LayerCost:
     >>> LayerCost("a", forward_s=1, parameter_bytes=8).scaled(2).forward_s
     2
     """
+    # The optimizer's step and the parameters do not depend on the samples.
     ours = {
       field.name: getattr(self, field.name) * factor
       for field in dataclasses.fields(self)
@@ -101,6 +103,7 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   (9, 4)
   """
   found = list(layers)
+  # Layers run one after the other, so their temporaries share room.
   sums = {
     field.name: sum(getattr(layer, field.name) for layer in found)
     for field in dataclasses.fields(LayerCost)

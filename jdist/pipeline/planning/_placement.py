@@ -91,6 +91,7 @@ class _Search:
   def _try(self, order: Sequence[str]) -> bool:
     """Keeps an order if its best partition is better."""
     chain = self._chain
+    # The bound lets most orders be given up early.
     found = chain.best_cuts(order, self._value[0] * (1 + _ROUNDING))
     if found is None:
       return False
@@ -140,6 +141,7 @@ class _Search:
 
   def _neighbour(self, order: list[str], generator: random.Random) -> list[str]:
     free = [x for x in self._names if x not in order]
+    # Half of the changes move the machine that limits the plan.
     i = self._busiest() if generator.random() < 0.5 else None
     i = generator.randrange(len(order)) if i is None else i
     j = generator.randrange(len(order) + len(free))
@@ -191,6 +193,7 @@ class _Search:
         return True
       return bottleneck < best * (1 + _ROUNDING) and self._ties < _MOST_TIES
 
+    # No first stages are below the best bottleneck: no order is, either.
     if not rows.size:
       return
     speed = chain.node(order[-1]).speed if order else 0.0

@@ -39,6 +39,7 @@ class Footprint:
 
   def copies(self, stage: int) -> float:
     """Returns a stage's memory for parameters, in sizes of these."""
+    # One size for the gradients.
     return _of_stage(self.versions, stage) + self.optimizer_copies + 1
 
   def live(self, stage: int) -> int:
@@ -114,6 +115,8 @@ def make_stages(
     name = costs[start].name
     if end > start + 1:
       name += f" to {costs[end - 1].name}"
+    # A stage that recomputes keeps its input only, which is the previous
+    # layer's output.
     stage = _costs.stage_cost(costs[start:end], name)
     if footprint.recompute:
       before = costs[start - 1].output_bytes if start else footprint.input_bytes

@@ -86,8 +86,6 @@ def plan(
   """
   checks.check_int("batch_size", batch_size, 1)
   checks.check_int("samples", samples, 1)
-  checks.check_number("optimizer_copies", optimizer_copies)
-  checks.check_number("input_bytes", input_bytes)
   known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:

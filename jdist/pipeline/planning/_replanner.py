@@ -208,6 +208,7 @@ class Replanner:
       ),
     )
     self._count = 0
+    # The current plan is judged by the measured speeds, too.
     chain = _bottleneck.Chain(self._costs, self.machines, **self._options)
     now = chain.plan(self.plan.nodes, self.plan.cuts)
     found = _bottleneck.partition(
@@ -216,6 +217,7 @@ class Replanner:
     less = 1 - self._gain
     if self._reorder:
       other = _placement.place(self._costs, self.machines, **self._options)
+      # Another order moves whole stages, so it must be clearly better.
       if other.bottleneck_s < found.bottleneck_s * less:
         found = other
     if found.bottleneck_s >= now.bottleneck_s * less:

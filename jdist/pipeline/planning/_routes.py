@@ -59,12 +59,7 @@ class Routes:
   def busiest_s(
     self, nodes: Sequence[str], cut_bytes: Iterable[float]
   ) -> float:
-    """Returns the seconds for which a micro-batch occupies the busiest link.
-
-    Args:
-      nodes: The machine of each stage.
-      cut_bytes: The bytes between each stage and the next.
-    """
+    """Returns the seconds for which a micro-batch occupies the busiest link."""
     loads: dict[_Hop, float] = collections.defaultdict(float)
     for one, other, num_bytes in zip(nodes, nodes[1:], cut_bytes, strict=False):
       for way in ((one, other), (other, one)):

@@ -96,6 +96,7 @@ def simulate(
   (15.0, 0.2)
   """
   names = check_nodes(table, costs, machines, nodes)
+  # Also proves that the simulation comes to its end.
   report = check_table(table)
   run = _Run(table, costs, machines, names)
   run.go()
@@ -205,6 +206,7 @@ class _Run:
       if away and need not in self._there:
         self._waiting[need].append(device)
         return
+    # A node's slow-downs may begin or end within the action.
     self._busy[device] = True
     self._places[device] += 1
     now = self.environment.now
@@ -225,6 +227,7 @@ class _Run:
         now,
         action.op.kind,
       )
+    # The send starts at once and does not occupy the device.
     self._busy[device] = False
     target = self._table.sends_to(action)
     if target is not None:
@@ -271,6 +274,7 @@ def _memory(
   """Returns the most bytes that each device holds at once."""
   found = []
   for device, order in enumerate(table.devices):
+    # Parameters and temporaries are constant; saved micro-batches come and go.
     still = sum(
       cost.parameter_bytes * (report.versions[stage] + optimizer_copies + 1)
       for stage, cost in enumerate(costs)

@@ -86,9 +86,11 @@ class AdaptiveRun:
     batches = list(batches)
     state, metrics = self.process.run(state, batches)
     trace = self.process.trace()
+    # The longest time of a device, as the clocks of machines are not aligned.
     samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
     self.samples_per_s = samples / _longest_s(trace)
     self.stage_s = stage_seconds(self.process.table, trace)
+    # This run has compiled its programs if these cuts are new.
     key = _key(self.plan)
     if key not in self._compiled:
       self._compiled.add(key)
@@ -123,6 +125,7 @@ def stage_seconds(table: Table, trace: cluster.Trace) -> list[float]:
       parts.setdefault(key, []).append(span.seconds)
   found = [0.0] * table.num_stages
   for (stage, _), seconds in parts.items():
+    # A median, as a single hiccup of the machine must not move layers.
     found[stage] += statistics.median(seconds)
   return found
 

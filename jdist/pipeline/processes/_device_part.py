@@ -81,14 +81,8 @@ class DevicePart:
   def share(
     self, source: int, tag: _peers.Tag, own: list[Any] | None, like: list[Any]
   ) -> list[Any]:
-    """Broadcasts arrays of one device to all.
-
-    Args:
-      source: The number of that device.
-      tag: The tag of the message.
-      own: The arrays on that device; None on others.
-      like: The arrays' shapes.
-    """
+    """Broadcasts the arrays `own` of one device, None on others, to all."""
+    # The exchange is driven by the table, so no request is necessary.
     if own is None:
       return self.receive(source, tag, like)
     for other in self.others:
@@ -105,14 +99,11 @@ class DevicePart:
   ) -> dict[int, Any]:
     """Exchanges an array of each stage among the devices of these stages.
 
-    Args:
-      kind: The kind of the messages.
-      own: The arrays of this device's stages, all of one shape.
-      step: The iteration of the run.
-      stages: The stages that take part; all by default.
-      number: Tells several exchanges of one kind in an iteration apart.
+    All arrays have one shape.  `number` tells several exchanges of one kind in
+    an iteration apart.
     """
     stages = range(self.table.num_stages) if stages is None else stages
+    # A device with several of the stages sends and receives once for each.
     devices = {self.table.device_of[s] for s in stages}
     for s, value in own.items():
       tag = _peers.Tag(kind, s, number, step)

@@ -73,10 +73,12 @@ def move_layers(
   whole = any(
     _update_program.sees_all(optimizer, x.stages) for x in (before, after)
   )
+  # A whole state is not divided by parameters; it moves separately below.
   init = (lambda params: ()) if whole else optimizer.init
   _check_layers(before, after)
   wanted = {s: _Leaves(x, init) for s, x in enumerate(after.stages)}
   having = {s: _Leaves(x, init) for s, x in enumerate(before.stages)}
+  # Everything that can fail is checked on shapes before anything is sent.
   _check_common([*having.values(), *wanted.values()])
   every = state._replace(opt_state=dict.fromkeys(state.params, ()))
   taken = every if whole else state
@@ -97,6 +99,8 @@ def move_layers(
   for s, leaves in wanted.items():
     target = after.table.device_of[s]
     tag = _peers.Tag(_peers.Kind.LAYERS, s, 0, state.step)
+    # All processes compute all transfers, so each knows what it has to send and
+    # what it will receive, in which order.
     parts = _sources(leaves, having, before.table.device_of, target)
     if device == target:
       # Each stage needs its own copy, as an update donates it.
@@ -148,6 +152,7 @@ def _whole_state(
   if device != target:
     return {}
   like = fresh[0]
+  # The fresh state only gives shapes.
   own = jax.tree.map(_numbers, like)
   came = before.peers.receive(source, tag, jax.tree.leaves(own))
   found = jax.tree.unflatten(jax.tree.structure(like), came)
@@ -180,6 +185,7 @@ class _Leaves:
     self._like = jax.eval_shape(
       lambda: (stage.params, init(stage.params), stage.state)
     )
+    # A path such as `['dense']['kernel']` ends the path of each of its moments.
     self._paths = [
       jax.tree_util.keystr(path)
       for path, _ in jax.tree_util.tree_leaves_with_path(stage.params)
@@ -221,6 +227,7 @@ def _common(
   arrays: Mapping[int, Mapping[str, Any]], having: Mapping[int, _Leaves]
 ) -> dict[str, Any]:
   """Returns the common leaves, once they are equal in a process's stages."""
+  # By their bits, which also compares random keys and NaN.
   first = next(iter(arrays))
   found = {name: arrays[first][name] for name in having[first].common}
   for s in arrays:

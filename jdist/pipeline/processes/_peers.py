@@ -101,6 +101,8 @@ class Peers:
     self._senders: list[threading.Thread] = []
     for other in sockets:
       self._queues[other] = queue.SimpleQueue()
+      # Sending and receiving must not block each other: two processes that both
+      # send a message larger than the socket's buffer would wait forever.
       for work, where in (
         (self._send_all, self._senders),
         (self._receive_all, self._threads),
@@ -154,6 +156,7 @@ class Peers:
     deadline = time.monotonic() + self._timeout_s
     with self._changed:
       while key not in self._messages:
+        # A message that has arrived is returned even if its sender has ended.
         self._check(source)
         left = deadline - time.monotonic()
         if left <= 0:
@@ -186,6 +189,8 @@ class Peers:
     """Raises a ValueError unless all processes call this with equal texts."""
     tag = Tag(Kind.AGREED, iteration=number)
     words = text.encode()
+    # All send before any receives.  The length is not known to the others, so
+    # bytes are received without a shape.
     for other in self.others:
       self.send(other, tag, [np.frombuffer(words, np.uint8)])
     for other in self.others:
@@ -200,6 +205,7 @@ class Peers:
     """Sends all queued messages and closes the connections."""
     for other in self._queues:
       self._queues[other].put(None)
+    # Senders end when their queues are empty; a receiver ends with its socket.
     for thread in self._senders:
       thread.join(timeout=self._timeout_s)
     self._closing = True
@@ -234,6 +240,7 @@ class Peers:
         # would keep it from dispatching the next action.
         parts = [_bytes(x) for x in arrays]
         size = sum(len(part) for part in parts)
+        # Separate writes, as joining the parts would copy them.
         connection.sendall(_HEADER.pack(_MAGIC, *tag, size))
         for part in parts:
           connection.sendall(part)
@@ -297,6 +304,7 @@ def connect(
 
 
 def _bytes(x: Any) -> memoryview:
+  # A view of bytes, as NumPy has no buffer format for bfloat16.
   array = np.ascontiguousarray(np.asarray(x))
   return array.reshape(-1).view(np.uint8).data
 
@@ -305,6 +313,7 @@ def _arrays(
   body: memoryview, like: Sequence[Any], source: int, tag: Tag
 ) -> list[np.ndarray]:
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+  # The bytes carry no types: the receiver knows what it must get.
   sizes = [x.size * np.dtype(x.dtype).itemsize for x in shapes]
   if sum(sizes) != len(body):
     raise ValueError(

@@ -54,14 +54,9 @@ class Segment:
     batches: Sequence[PyTree],
     timeline: list[tuple[int, float, float]] | None,
   ):
-    """Begins at a state.
+    """Begins at a state, with batches [micro-batches, samples, ...].
 
-    Args:
-      part: This device's part of the pipeline.
-      updates: The programs of its optimizer.
-      state: The state to begin at.
-      batches: The batch of each iteration, [micro-batches, samples, ...].
-      timeline: A list to which each action's place and seconds are added.
+    The place and the seconds of each action are added to `timeline`.
     """
     self._part, self._updates, self._state = part, updates, state
     self._table = part.table
@@ -84,7 +79,10 @@ class Segment:
     self._waiting: dict[int, list[int]] = {}
     self._last_read = self._last_reads()
     self._place = 0
-    self._weights = [_traced_model.sample_weights(x) for x in batches]
+    count = self._table.num_microbatches
+    self._weights = [
+      np.broadcast_to(_traced_model.sample_weights(x), count) for x in batches
+    ]
     self._key = jax.random.wrap_key_data(jnp.asarray(state.key))
 
   def run(
@@ -277,6 +275,7 @@ class Segment:
   ) -> None:
     tag = self._tag(kind, stage, action)
     device = self._table.device_of[stage]
+    # A message between two stages of one device stays where it is.
     if device == self._part.device:
       self._local[tag] = value
     else:
@@ -320,6 +319,7 @@ class Segment:
 
   def _total(self, action: Action) -> PyTree:
     key = action.stage, action.iteration
+    # The backward program donates the sum, so it must not stay here.
     if key in self._totals:
       return self._totals.pop(key)
     return _stage_program.zero_total(self._state.params[action.stage])
@@ -382,6 +382,7 @@ class Segment:
       if not any(s in totals for s in stages):
         continue
       own = {s: found[s][path] for s in stages if s in totals}
+      # Added in the stages' order on each device: equal bits everywhere.
       parts = self._part.collect(
         _peers.Kind.TIED, own, self._state.step + iteration, stages, number
       )
@@ -406,6 +407,7 @@ class Segment:
     names = self._part.model.metric_names
     last = self._table.device_of[-1]
     count = self._table.num_microbatches
+    # One message for all iterations, as nothing waits for metrics.
     shape = len(self._batches), len(names)
     tag = _peers.Tag(_peers.Kind.METRICS, iteration=self._state.step)
     own = None
@@ -427,12 +429,7 @@ class Segment:
 def make_trace(
   orders: Sequence[Sequence[Action]], seconds: Sequence[np.ndarray]
 ) -> cluster.Trace:
-  """Makes a timeline from the seconds that segments have recorded.
-
-  Args:
-    orders: Each device's actions.
-    seconds: Their starts and ends on each device, [turns, actions, 2].
-  """
+  """Makes a timeline of each device's starts and ends, [turns, actions, 2]."""
   begin = min(x.min() for x in seconds if x.size)
   trace = cluster.Trace()
   for device, order in enumerate(orders):

@@ -105,6 +105,7 @@ class StageProcess:
       )
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
+    # Checks of this process come first; `_agree` then compares all of them.
     number = 1 if peers is None else peers.num_devices
     if len(table.devices) != number:
       raise ValueError(
@@ -178,6 +179,7 @@ class StageProcess:
           [_part_of(x.params, params) for x in self.stages]
         )
     else:
+      # Each stage has its own state, so stages may update at different times.
       opt_state = {s: jax.jit(optimizer.init)(own[s]) for s in own}
     return _device_part.ProcessState(
       0,
@@ -293,6 +295,7 @@ class StageProcess:
         f"{len(batches)}."
       )
     found: list[dict[str, float]] = []
+    # Between two segments no message is in flight, so their tags may repeat.
     for first in range(0, len(batches), count):
       chunk = batches[first : first + count]
       state, metrics = _segment.Segment(
@@ -309,6 +312,7 @@ class StageProcess:
     """
     self._exchanges += 1
     trees = []
+    # Stage by stage, so that no process sends more than it has.
     for s, stage in enumerate(self.stages):
       like = (stage.params, stage.state)
       tag = _peers.Tag(_peers.Kind.MOVED, s, 0, self._exchanges)
@@ -341,6 +345,7 @@ class StageProcess:
       )
     self._exchanges += 1
     orders = self.table.devices
+    # Only times are sent: the places follow from the table's order.
     rows = np.asarray([x[1:] for x in self._timeline], np.float64)
     turns = len(rows) // max(1, len(orders[self._part.device]))
     self._timeline.clear()

@@ -47,13 +47,7 @@ class StageProgram:
     number: int,
     recompute: Recompute,
   ):
-    """Makes the programs; they compile when they are first run.
-
-    Args:
-      model: The model.
-      number: The number of the stage.
-      recompute: What a backward pass runs again.
-    """
+    """Makes the programs of stage `number`; they compile when first run."""
     checks.check_choice("recompute", recompute, get_args(Recompute))
     if recompute == "layers":
       stages = list(model.stages)
@@ -75,11 +69,7 @@ class StageProgram:
     self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
 
   def split(self) -> None:
-    """Splits the backward pass, for `input_part` and `weight_part`.
-
-    Raises:
-      ValueError: If it cannot be split.
-    """
+    """Splits the backward pass, for `input_part` and `weight_part`."""
     model, number = self._model, self._number
     stage = model.stages[number]
     output, kept, _ = jax.eval_shape(
@@ -97,10 +87,7 @@ class StageProgram:
   ) -> tuple[Any, Any]:
     """Returns the gradient of the input and what the weight part reads.
 
-    Args:
-      cotangent: The gradient of the output.
-      kept: The arrays that the forward pass kept.
-      given: The forward pass's arguments if it is run again, else None.
+    `given` are the forward pass's arguments if it is run again, else None.
     """
     assert self._parts is not None, "call `split` first"
     gradient, again, stash = self._input_program(cotangent, kept, given)

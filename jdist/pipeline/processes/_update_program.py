@@ -46,13 +46,9 @@ class UpdateProgram:
     stages: Sequence[_stages.LayerLike],
     count: int,
   ):
-    """Makes the programs; they compile when they are first run.
-
-    Args:
-      optimizer: Any Optax chain.
-      stages: The stages of the model.
-      count: The number of micro-batches over which gradients are averaged.
-    """
+    """Makes the programs for means over `count` micro-batches."""
+    # Programs and not methods of a stage: all stages share one, which JAX
+    # compiles once for each set of shapes.
     self._optimizer = optax.with_extra_args_support(optimizer)
     self._count, self.whole = count, sees_all(optimizer, stages)
     # Parameters are not donated: later passes may still read this version.
@@ -62,11 +58,7 @@ class UpdateProgram:
     self.update_all = jax.jit(self._update_all, donate_argnums=(0, 1))
 
   def init_all(self, params: Sequence[PyTree]) -> PyTree:
-    """Makes the optimizer's state of all stages.
-
-    Raises:
-      ValueError: If it has rounds or predicts weights.
-    """
+    """Makes the optimizer's state of all stages."""
     state = jax.jit(self._optimizer.init)(_stages.merge(params))
     _whole_model.check_state(state)
     return state

@@ -29,33 +29,15 @@ _OF_LEAVES = {
 _OTHER = (type, types.ModuleType, jax.Array)
 # Transformations that decide by all leaves at once, or draw random numbers for
 # one leaf after the other.
-_OF_ALL = frozenset(
-  {
-    "add_noise",
-    "apply_if_finite",
-    "clip_by_global_norm",
-    "dadapt_adamw",
-    "differentially_private_aggregate",
-    "dog",
-    "dowg",
-    "flatten",
-    "hutchinson_estimator_diag_hessian",
-    "mechanize",
-    "momo",
-    "momo_adam",
-    "normalize_by_update_norm",
-    "polyak_sgd",
-    "prodigy",
-    "sam",
-    "scale_by_backtracking_linesearch",
-    "scale_by_dog",
-    "scale_by_lbfgs",
-    "scale_by_polyak",
-    "scale_by_zoom_linesearch",
-    "skip_large_updates",
-    "skip_not_finite",
-  }
-)
+_OF_ALL = {
+  "add_noise", "apply_if_finite", "clip_by_global_norm", "dadapt_adamw",
+  "differentially_private_aggregate", "dog", "dowg", "flatten",
+  "hutchinson_estimator_diag_hessian", "mechanize", "momo", "momo_adam",
+  "normalize_by_update_norm", "polyak_sgd", "prodigy", "sam",
+  "scale_by_backtracking_linesearch", "scale_by_dog", "scale_by_lbfgs",
+  "scale_by_polyak", "scale_by_zoom_linesearch", "skip_large_updates",
+  "skip_not_finite",
+}  # fmt: skip
 # Transformations that do so but agree over the stages of one program by
 # `collectives.sum_of_parts`.
 _AGREED = frozenset({"skip_nonfinite", "clip_local"})

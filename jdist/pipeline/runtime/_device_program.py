@@ -24,12 +24,6 @@ class DeviceProgram:
   """Runs a grid's ticks and an optimizer on each device of a pipeline."""
 
   def __init__(self, ticks: _ticks.Ticks, *, clip_norm: float | None):
-    """Takes the loop over a step's ticks.
-
-    Args:
-      ticks: The loop.
-      clip_norm: The greatest norm of the whole model's mean gradient, or None.
-    """
     self._ticks, self.grid = ticks, ticks.grid
     self._clip_norm, self._axis = clip_norm, ticks.axis
     self._layout, self._shapes = (
@@ -41,12 +35,7 @@ class DeviceProgram:
   def chain(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformation:
-    """Returns a chain as each device runs it: on its own leaves, or on all.
-
-    Raises:
-      ValueError: If it is no optimizer, or needs whole leaves and stages are
-        packed.
-    """
+    """Returns a chain as each device runs it: on its own leaves, or on all."""
     checks.check_optimizer("inner", inner)
     if not self._ticks.params.stacked:
       _chain_check.check_chain(inner)
@@ -104,10 +93,7 @@ class DeviceProgram:
   ) -> Any:
     """Runs a function of state, batch and the grid's rows on each device.
 
-    Args:
-      function: Returns the state, and metrics that are equal on all devices.
-      state: One worker's state.
-      batch: Its micro-batches, which all devices receive.
+    It returns the state, and metrics that are equal on all devices.
     """
 
     def device(
@@ -139,12 +125,8 @@ class DeviceProgram:
   ) -> tuple[training.TrainState, training.Gradient]:
     """Runs a step's ticks on one device.
 
-    Args:
-      state: The device's state.
-      batch: The batch of the iteration that begins.
-      rows: This device's rows of the grid.
-      axis: The workers' axis.
-      begun: The number of iterations that exist; by default one more begins.
+    A drain gives the number of iterations that have `begun`; by default one
+    more begins, with `batch`.
     """
     opt_state = state.opt_state
 
@@ -160,6 +142,7 @@ class DeviceProgram:
       )
 
     ticks, grid = self._ticks, self.grid
+    # With a flush nothing is in progress between steps, so nothing is stored.
     flight = opt_state.flight if grid.behind else ticks.start()
     grads, model_state, means, flight = ticks.run(
       (_device_state.read(opt_state, state.params), *opt_state.older),
@@ -179,6 +162,7 @@ class DeviceProgram:
       grads = jax.tree.map(lambda x: x * scale.astype(x.dtype), grads)
     found = dict(zip(ticks.model.metric_names, means, strict=True))
     loss = found.pop("loss")
+    # All devices know the batch, and so the number of its samples.
     samples = training.num_samples(
       jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     )
@@ -194,15 +178,7 @@ class DeviceProgram:
     batch: tuple[()],
     rows: jax.Array,
   ) -> Any:
-    """Completes all iterations in progress on one device.
-
-    Args:
-      update: The result of `training.make_update` with this optimizer.
-      axis: The workers' axis.
-      state: The device's state.
-      batch: Nothing.
-      rows: This device's rows of the grid.
-    """
+    """Completes all iterations in progress on one device, without a batch."""
     begun, number = state.opt_state.step, state.step
     for _ in range(self.grid.behind):
       # The steps need a batch's shape; no micro-batch of it is run.
@@ -242,9 +218,12 @@ class DeviceProgram:
         _whole_model.layout_of(self._layout),
       ):
         updates, after = inner.update(grads, state.inner, params, **given)
+      # After the collectives over workers: their codecs may round copies
+      # differently.
       updates = self._ticks.tied.share(updates)
       read = _device_state.read(state, params)
       older = (read, *state.older[:-1]) if state.older else ()
+      # Select, as a NaN of the incomplete gradient would survive a product.
       if behind:
         there = state.step >= behind
         updates, after, older = jax.tree.map(

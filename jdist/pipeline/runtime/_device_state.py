@@ -86,15 +86,9 @@ def _mapped(
 def carried_over(
   fresh: training.TrainState, state: training.TrainState, delay: int
 ) -> training.TrainState:
-  """Returns the state in which another table's program continues.
+  """Returns the state in which a program continues another table's run.
 
-  Args:
-    fresh: The initial state of that program.
-    state: The state to continue from, with no work in progress.
-    delay: How many earlier versions that program reads.
-
-  Raises:
-    ValueError: If the states belong to other stages or optimizers.
+  Its initial state is `fresh`, and it reads `delay` earlier versions.
   """
   kept = state.opt_state
   for what, wanted, given in (

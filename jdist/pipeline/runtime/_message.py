@@ -23,11 +23,7 @@ class Message:
   """
 
   def __init__(self, between: Sequence[PyTree]):
-    """Lays out the outputs of all stages but the last.
-
-    Raises:
-      ValueError: If they have several dtypes.
-    """
+    """Lays out the outputs of all stages but the last."""
     self._between = tuple(between)
     dtypes = {leaf.dtype for x in between for leaf in jax.tree.leaves(x)}
     if len(dtypes) > 1:
@@ -50,6 +46,7 @@ class Message:
 
   def flat(self, x: Any) -> jax.Array:
     """Flattens a stage's outputs, or their gradient, and pads with zeros."""
+    # Gradients have the shapes of the outputs, so one layout serves both ways.
     parts = [leaf.reshape(-1) for leaf in jax.tree.leaves(x)]
     used = sum(part.size for part in parts)
     if used < self.size:

@@ -109,6 +109,7 @@ class OneProgram:
       )
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
+    # The loop over ticks would deadlock or read garbage with a wrong table.
     check_table(table)
     self.table, self.stages, self.stage_axis = table, tuple(stages), axis
     # With one device nothing is sent: its next stage may begin in the next
@@ -228,6 +229,8 @@ class OneProgram:
     self._check_mesh(team)
     inner = self._program.chain(inner)
     joined, model_state = self.join(params, model_state)
+    # The optimizer's state has its own placement, which is known only once its
+    # shapes are; so it is made separately.
     state = training.init_state(
       team, optax.identity(), joined, model_state, seed=seed, specs=self.spec
     )
@@ -279,6 +282,7 @@ class OneProgram:
     Raises:
       ValueError: If the stages or the optimizer are different.
     """
+    # Only its shapes and its empty pipeline are used.
     fresh = self.init_state(team, inner)
     return _device_state.carried_over(fresh, state, self.grid.delay)
 
@@ -302,6 +306,8 @@ class OneProgram:
     Raises:
       ValueError: If the optimizer is not that of `init_state`.
     """
+    # The update runs on each device, on its own stages' leaves, so its
+    # collectives over the workers' axis send these only.
     update = training.make_update(self._optimizer(inner), axis=axis)
 
     def step(
@@ -309,6 +315,8 @@ class OneProgram:
       batch: PyTree,
       control: transforms.Control | None = None,
     ) -> tuple[training.TrainState, dict[str, jax.Array]]:
+      # Every device gets the whole batch: the first stage reads inputs, and the
+      # last one labels.
       batch = self._model.cut(batch, self.grid.num_microbatches, "batch")
 
       def device(

@@ -1,4 +1,4 @@
-"""A backward pass in two parts: gradients of the input, then of parameters."""
+"""A backward pass split into gradients of the input and of the parameters."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jax.extend.core import primitives
 
 PyTree = Any
 
-# Calls, which are opened.
+# Calls are inlined, so that the equations inside can go to different parts.
 _CALLS = {
   primitives.call_p,
   primitives.closed_call_p,
@@ -18,7 +18,8 @@ _CALLS = {
   primitives.jit_p,
   primitives.remat_p,
 }
-# Cheap enough to run in both parts where that keeps fewer bytes.
+# Primitives that are cheap enough to run in both parts if that keeps fewer
+# bytes between them: elementwise ones and changes of shape.
 _CHEAP = {
   *("abs", "add", "add_any", "and", "broadcast_in_dim", "concatenate"),
   *("convert_element_type", "copy", "cos", "div", "eq", "erf", "exp", "exp2"),
@@ -34,10 +35,11 @@ class SplitBackward(NamedTuple):
 
   Attributes:
     input_part: `(residuals, cotangent) -> (gradient, stash)`: the gradient of
-      the input, None for leaves of integers, and a list of arrays.
+      the input, with None for integer leaves, and the arrays that wait for the
+      weight part.
     weight_part: `(residuals, cotangent, stash) -> grads` of the parameters.
-    prune: `(residuals, cotangent)` -> both with None in place of the leaves
-      that `weight_part` does not read, to free them after `input_part`.
+    prune: Replaces the leaves of `(residuals, cotangent)` that `weight_part`
+      does not read by None, to free them after `input_part`.
   """
 
   input_part: Callable[[list[jax.Array], PyTree], tuple[PyTree, list[Any]]]
@@ -52,27 +54,27 @@ def split_backward(
 ) -> SplitBackward:
   """Splits a backward pass into an input part and a weight part.
 
-  The input part is what the gradient of the input needs of the traced backward
-  pass, the weight part is the rest: together they cost as much as the whole.
-  Between them wait the values of the input part that the rest reads, about one
-  cotangent for each dense layer.  A cheap one, such as a product of entries, is
-  computed again in place of waiting where its operands wait anyway.
+  The input part has the equations of the traced backward pass that the gradient
+  of the input needs, and the weight part has the rest: together they cost as
+  much as the whole.  Values of the input part that the weight part reads wait
+  in between, about one cotangent for each dense layer.  A cheap value, such as
+  an elementwise product, is computed again instead if its operands wait anyway.
 
-  `jit` and `jax.checkpoint` are opened; what a checkpoint computes again is
-  computed in the input part, and waits.
+  `jit` and `jax.checkpoint` are inlined.  The recomputation of a checkpoint
+  belongs to the input part, and its results wait.
 
   Args:
-    pull: `(residuals, cotangent) -> (grads, gradient)`, of the parameters and
-      of the input, such as a flattened function of `jax.vjp`.  Without an input
-      that has a gradient everything is in the weight part.
-    residuals: leaves that the forward pass has saved, or their shapes.
-    cotangent: of the output, or its shapes.
+    pull: `(residuals, cotangent) -> (grads, gradient)` of the parameters and of
+      the input, such as a flattened function from `jax.vjp`.  If the input has
+      no gradient, the weight part has everything.
+    residuals: The leaves that the forward pass has saved, or their shapes.
+    cotangent: The gradient of the output, or its shapes.
 
   Returns:
     Both parts.
 
   Raises:
-    ValueError: when a loop or a conditional computes gradients of both.
+    ValueError: If a loop or a conditional computes gradients of both.
 
   >>> import jax.numpy as jnp
   >>> w, x = jnp.array([[2.0]]), jnp.array([[3.0]])
@@ -90,7 +92,7 @@ def split_backward(
 
   References:
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
-    There each layer is split by hand.
+    Departure: the paper splits each layer by hand.
   """
 
   def pulled(residuals: list[jax.Array], cotangent: PyTree) -> Any:
@@ -101,6 +103,8 @@ def split_backward(
     residuals, cotangent
   )
   given: Any = jax.tree.structure((residuals, cotangent))
+  # The first trace may still hold calls; evaluating it under a second trace
+  # inlines them.
   opened = jax.make_jaxpr(lambda *x: _evaluate(traced, x))(
     *jax.tree.leaves((residuals, cotangent))
   )
@@ -109,6 +113,7 @@ def split_backward(
   number = len(jax.tree.leaves(shapes[0]))
   to_params, to_input = jaxpr.outvars[:number], jaxpr.outvars[number:]
   first, second, waiting = _cut(jaxpr, to_params, to_input)
+  # In the order of the equations, which both parts know.
   stashed = [v for eqn in first for v in eqn.outvars if v in waiting]
 
   def environment(residuals: list[Any], cotangent: PyTree) -> dict[Any, Any]:
@@ -143,19 +148,26 @@ def split_backward(
 def _cut(
   jaxpr: Any, to_params: Sequence[Any], to_input: Sequence[Any]
 ) -> tuple[list[Any], list[Any], set[Any]]:
-  """Returns both parts' equations and the variables that wait between them."""
+  """Returns both parts' equations and the variables that wait in between."""
+  # 1. The input part: everything that the gradient of the input needs.
   for_input = _variables(to_input)
   first = _needed(jaxpr.eqns, for_input)
+  # 2. The weight part: what the other gradients need of the rest.  All that it
+  # reads and does not compute itself has to wait.
   waiting = _variables(to_params)
   rest = [x for x in jaxpr.eqns if id(x) not in first]
   second = _needed(rest, waiting)
   for eqn in rest:
     if id(eqn) in second:
       waiting.difference_update(eqn.outvars)
+  # 3. Move cheap equations into both parts, from the last one backwards, as a
+  # moved equation makes its own operands wait.
   for eqn in reversed(jaxpr.eqns):
     made = waiting.intersection(eqn.outvars)
     if id(eqn) not in first or not made:
       continue
+    # An equation with a jaxpr inside, such as a scan over layers, cannot be
+    # divided; the weight part's work would all be done in the input part.
     if made - for_input and list(jex.jaxprs_in_params(eqn.params)):
       raise ValueError(
         "A backward pass in two parts must compute gradients of the input and "
@@ -177,7 +189,7 @@ def _cut(
 
 
 def _needed(eqns: Sequence[Any], wanted: set[Any]) -> set[int]:
-  """Returns which equations variables need, and adds what these need."""
+  """Returns the equations that variables need; adds what these read."""
   found = set()
   for eqn in reversed(eqns):
     if not wanted.isdisjoint(eqn.outvars):
@@ -199,7 +211,7 @@ def _or_none(x: Any) -> Any:
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-  """Evaluates a jaxpr, closed or not, without its calls."""
+  """Evaluates a jaxpr, closed or not, with its calls inlined."""
   inner = getattr(jaxpr, "jaxpr", jaxpr)
   consts = getattr(jaxpr, "consts", ())
   env = dict(zip(inner.constvars, consts, strict=True))
@@ -210,7 +222,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 def _run(
   eqns: Sequence[Any], env: dict[Any, Any], outputs: Sequence[Any]
 ) -> list[Any]:
-  """Runs equations, whose results it adds to `env`; returns the outputs."""
+  """Runs equations, adds their results to `env`, returns the outputs."""
 
   def read(x: Any) -> Any:
     return x.val if isinstance(x, jex.Literal) else env[x]
@@ -221,6 +233,8 @@ def _run(
       called = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
       results = _evaluate(called, args)
     else:
+      # The context holds what a `with` block set when the equation was traced,
+      # such as the dtype promotion.
       with eqn.ctx.manager:
         results = eqn.primitive.bind(
           *args, **eqn.primitive.get_bind_params(params)

@@ -54,22 +54,17 @@ class StageArrays:
     pack: bool | None = None,
     apart: bool = False,
   ):
-    """Lays out trees.
-
-    Args:
-      trees: The tree of each stage, of arrays or `jax.ShapeDtypeStruct`.
-      num_devices: The number of devices, a divisor of the number of stages.
-      pack: Whether to pack; by default only trees of unlike shapes.
-      apart: Whether to keep the chunks of stacked trees apart.
-    """
+    """Lays out trees; by default only those of unlike shapes are packed."""
     self.num_devices = num_devices
     self._shapes = [_stages.shapes_of(tree) for tree in trees]
+    # Names do not matter: equal layers have different ones.
     alike = all(_same(tree, self._shapes[0]) for tree in self._shapes)
     self.stacked = alike if pack is None else not pack
     assert alike or not self.stacked
     self.apart = self.stacked and apart
     self._leaves: list[list[_Leaf]] = []
     self.sizes: dict[str, int] = {}
+    # The places of leaves in packed buffers, one behind the other by dtype.
     for tree in self._shapes:
       ends: dict[str, int] = {}
       leaves = []
@@ -101,6 +96,7 @@ class StageArrays:
     """Makes the arrays `[devices, ...]` of all stages."""
     own = [self.to_own(tree, i) for i, tree in enumerate(trees)]
 
+    # [stages, ...] -> [chunks, devices, ...] -> [devices, chunks, ...]
     def stack(*leaves: jax.Array) -> jax.Array:
       found = jnp.stack(leaves)
       found = found.reshape(self.num_chunks, -1, *found.shape[1:])
@@ -160,6 +156,7 @@ class StageArrays:
     found = {}
     for name, size in self.sizes.items():
       used = sum(x.size for x in parts[name])
+      # All devices run one program, so shorter stages are padded.
       parts[name].append(jnp.zeros(size - used, name))
       found[name] = jnp.concatenate(parts[name])
     return found

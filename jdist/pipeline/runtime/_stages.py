@@ -95,6 +95,7 @@ def cut_layers(
         f"`cuts` must be at most the model's {len(layers)} layers, got {cuts} "
         "stages. Take fewer stages, or a model of more layers."
       )
+    # Rounded edges make stages whose sizes differ by one layer at most.
     cuts = [round(i * len(layers) / cuts) for i in range(1, cuts)]
   edges = [0, *cuts, len(layers)]
   if any(a >= b for a, b in itertools.pairwise(edges)):
@@ -120,6 +121,8 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
   ) -> tuple[Any, PyTree]:
     if single:
       return _run(layers[0], params, state, x, key, options)
+    # Each layer sees its own part only, as in the unsplit model.  The state is
+    # merged layer by layer, since two layers may share one.
     for layer in layers:
       part = pick(state, layer.state)
       own = pick(params, layer.params)
@@ -171,6 +174,7 @@ def _run(
       "keywords, got a function without. Add `**options` to its arguments."
     )
   if key is not None and _takes(layer.apply, "key", by_name=True):
+    # CRC-32, as Python's own hash differs between processes.
     number = zlib.crc32(layer.name.encode())
     options = {**options, "key": jax.random.fold_in(key, number)}
   found = layer.apply(params, state, x, **options)
@@ -196,13 +200,7 @@ def _takes(
 def make_inputs(
   inputs: str | Callable[..., Any], microbatch: PyTree
 ) -> Callable[[PyTree, jax.Array | None], Any]:
-  """Returns the first stage's inputs as a function of micro-batch and key.
-
-  Args:
-    inputs: A key of the micro-batch, or a function of it and, if it has such a
-      parameter, `key`.
-    microbatch: A micro-batch, or its shapes.
-  """
+  """Returns the first stage's inputs as a function of micro-batch and key."""
   if isinstance(inputs, str):
     if not isinstance(microbatch, Mapping) or inputs not in microbatch:
       known = microbatch if isinstance(microbatch, Mapping) else ()
@@ -223,33 +221,27 @@ def recompute_layers(stage: LayerLike) -> Stage:
   Of a micro-batch only the layers' inputs are kept.
   """
   layers = stage.layers if isinstance(stage, Stage) else (stage,)
-  return _stage(tuple(map(_Recomputed, layers)))
+  return _stage(tuple(map(_recomputed, layers)))
 
 
-class _Recomputed:
-  """A layer under `jax.checkpoint`."""
+def _recomputed(layer: LayerLike) -> LayerLike:
+  def apply(
+    params: PyTree, state: PyTree, x: Any, *, key: Any = None, **options: Any
+  ) -> tuple[Any, PyTree]:
+    # Flags such as `train` must stay Python values: `jax.checkpoint` would
+    # trace them, and layers branch on them.
+    arrays = {n: v for n, v in options.items() if not isinstance(v, bool)}
+    static = {n: v for n, v in options.items() if isinstance(v, bool)}
+    # The key is the layer's own already.
+    if key is not None and _takes(layer.apply, "key", by_name=True):
+      arrays["key"] = key
 
-  def __init__(self, layer: LayerLike):
-    self.name, self.params, self.state = layer.name, layer.params, layer.state
+    def run(params: PyTree, state: PyTree, x: Any, arrays: Any) -> Any:
+      return layer.apply(params, state, x, **static, **arrays)
 
-    def apply(
-      params: PyTree, state: PyTree, x: Any, *, key: Any = None, **options: Any
-    ) -> tuple[Any, PyTree]:
-      # Flags such as `train` must stay Python values: `jax.checkpoint` would
-      # trace them, and layers branch on them.
-      arrays = {n: v for n, v in options.items() if not isinstance(v, bool)}
-      static = {n: v for n, v in options.items() if isinstance(v, bool)}
+    return jax.checkpoint(run)(params, state, x, arrays)
 
-      def run(params: PyTree, state: PyTree, x: Any, arrays: Any) -> Any:
-        given = {**static, **arrays}
-        # The key is the layer's own already.
-        if key is not None and _takes(layer.apply, "key", by_name=True):
-          given["key"] = key
-        return layer.apply(params, state, x, **given)
-
-      return jax.checkpoint(run)(params, state, x, arrays)
-
-    self.apply = apply
+  return Stage(layer.name, layer.params, layer.state, apply, ())
 
 
 def merge(trees: Sequence[PyTree]) -> PyTree:
@@ -287,11 +279,7 @@ def shapes_of(tree: PyTree) -> PyTree:
 def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
   """Returns the tied parameters by path, with the parts that have them.
 
-  Args:
-    parts: The layers or the stages of a model.
-
-  Raises:
-    ValueError: If parameters under one path are not equal.
+  Raises a ValueError if parameters under one path are not equal.
   """
   found: dict[str, list[int]] = {}
   leaves: dict[str, Any] = {}
@@ -314,6 +302,7 @@ def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
 def _equal(one: Any, other: Any) -> bool:
   if one is other:
     return True
+  # Abstract models have no values to compare.
   if isinstance(one, jax.ShapeDtypeStruct | jax.core.Tracer):
     return bool(one.shape == other.shape and one.dtype == other.dtype)
   return np.array_equal(np.asarray(one), np.asarray(other))

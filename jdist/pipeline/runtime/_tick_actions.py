@@ -70,12 +70,7 @@ class TickActions:
   def branches(
     self, versions: Sequence[PyTree], key_of: KeyOf
   ) -> dict[int, list[Branch]]:
-    """Returns the branches of both lanes, the first of which is idle.
-
-    Args:
-      versions: The versions of one device's parameters, the newest first.
-      key_of: Gives the random key of a micro-batch of an iteration.
-    """
+    """Returns the branches of both lanes, the first of which is idle."""
 
     def idle(
       state: PyTree, flight: TicksState, *_: Any
@@ -284,4 +279,5 @@ class TickActions:
     self, flight: TicksState, microbatch: jax.Array, turn: jax.Array
   ) -> jax.Array:
     batches = jax.tree.map(lambda x: x[turn], flight.batches)
-    return jnp.asarray(_traced_model.sample_weights(batches))[microbatch]
+    weights = jnp.asarray(_traced_model.sample_weights(batches))
+    return weights[microbatch] if weights.ndim else weights

@@ -50,13 +50,7 @@ def tick_times(
 
   A device exchanges messages with both neighbours in every tick, whether they
   need them or not, both ways at once, and all three must have reached the tick.
-
-  Args:
-    grid: A grid made for two ticks a send if sends are late, else for one.
-    seconds: Returns the seconds of an op of a stage.
-    send_s: The seconds of a message; all are as large as the largest output.
-    late: Whether sends overlap the computation of the next tick.
-    between_s: The seconds of each tick on each device besides its ops.
+  See `OneProgram.times` for the arguments.
   """
   if not send_s >= 0:
     raise ValueError(f"`send_s` must be at least 0, got {send_s}.")

@@ -36,14 +36,7 @@ class Ticks:
     late: bool,
     axis: str,
   ):
-    """Lays out parameters, state and messages.
-
-    Args:
-      model: The model, whose shapes have been traced.
-      grid: The work of each tick.
-      late: Whether sends overlap the next tick.
-      axis: The mesh axis of the devices.
-    """
+    """Lays out parameters, state and messages; `late` sends overlap ticks."""
     self.grid, self.axis, self._late, self.model = grid, axis, late, model
     stages = model.stages
     # Stacked leaves lose their stages' names, by which tied ones are found.

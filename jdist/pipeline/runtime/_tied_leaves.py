@@ -45,13 +45,7 @@ class TiedLeaves:
     params: _stage_arrays.StageArrays,
     axis: str,
   ):
-    """Looks up the copies.
-
-    Args:
-      stages: The stages of the model.
-      params: The layout of their parameters, packed if there are tied leaves.
-      axis: The mesh axis of the devices.
-    """
+    """Looks up the copies; parameters are packed if there are any."""
     devices = params.num_devices
     shape = devices, params.num_stages // devices
     self._axis = axis
@@ -62,6 +56,7 @@ class TiedLeaves:
       )
       for stage in holders:
         place = params.find(stage, path)
+        # Stage s is chunk s // D of device s % D.
         at = stage % devices, stage // devices
         starts[at], there[at] = place.start, True
         owner[at] = stage == holders[0]
@@ -92,6 +87,8 @@ class TiedLeaves:
   def _shared(self, arrays: PyTree, source: str) -> PyTree:
     if not self._leaves:
       return arrays
+    # Every device sums its own chunks' copies; one collective for all leaves
+    # then adds over the devices.
     device = collectives.index(self._axis)
     totals = []
     for leaf in self._leaves:

@@ -51,17 +51,17 @@ class TracedModel:
     batch: PyTree,
     key: jax.Array,
   ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
-    """Runs a stage on a micro-batch, and the loss after the last stage.
-
-    Returns:
-      The stage's outputs, or the loss; the stage's new state; the metrics.
-    """
+    """Runs a stage on a micro-batch, and the loss after the last stage."""
+    # Every pass of the first stage derives its inputs from the batch anew, so
+    # they need no room between passes.
     if not number:
       x = self.inputs(batch, key)
     stage = self.stages[number]
     y, new = _stages.apply_layer(stage, params, state, x, batch, key)
     if number + 1 < len(self.stages):
       return y, (new, {})
+    # The loss is checked here, while it is traced: a wrong one would fail deep
+    # inside of `jax.vjp`.
     found = self.loss(y, batch)
     scalar = isinstance(found, tuple) and jnp.shape(found[0]) == ()
     if not scalar or len(found) != 2 or not isinstance(found[1], dict):
@@ -74,13 +74,7 @@ class TracedModel:
     return loss, (new, {"loss": loss, **metrics})
 
   def cut(self, batch: PyTree, number: int, name: str) -> PyTree:
-    """Cuts a batch into micro-batches `[number, samples, ...]`.
-
-    Args:
-      batch: One worker's batch.
-      number: The number of micro-batches.
-      name: The name of the argument, for errors.
-    """
+    """Cuts a worker's batch into micro-batches `[number, samples, ...]`."""
     wanted: Any = jax.tree.structure(self.microbatch)
     given: Any = jax.tree.structure(batch)
     if given != wanted:
@@ -112,17 +106,7 @@ def trace_model(
   inputs: str | Callable[..., Any],
   microbatch: PyTree,
 ) -> TracedModel:
-  """Checks a model for a pipeline and traces the shapes of its results.
-
-  Args:
-    stages: The stages of the model.
-    loss: The loss of the last stage's outputs and a micro-batch.
-    inputs: A key of the micro-batch, or a function of it.
-    microbatch: One micro-batch, or its shapes.
-
-  Raises:
-    ValueError: If a layer, the loss or the inputs have another form.
-  """
+  """Checks a model for a pipeline and traces the shapes of its results."""
   checks.check_function("loss", loss, "outputs and a micro-batch")
   shapes = _stages.shapes_of(microbatch)
   model = TracedModel(
@@ -130,6 +114,7 @@ def trace_model(
   )
   # Only the shape matters: abstract models are traced without any array.
   key = jax.eval_shape(lambda: jax.random.key(0))
+  # The chain of shapes: what a stage returns is what the next one receives.
   between, x, metrics = [], None, {}
   for number, stage in enumerate(stages):
     x, (_, metrics) = jax.eval_shape(
@@ -157,6 +142,7 @@ def microbatch_key(
   count: int,
 ) -> jax.Array:
   """Derives a micro-batch's key as `training.make_gradient` does."""
+  # A step of a single micro-batch uses the worker's key itself.
   key = jax.random.fold_in(jax.random.fold_in(key, step), worker)
   return jax.random.fold_in(key, microbatch) if count > 1 else key
 
@@ -165,15 +151,14 @@ def sample_weights(batches: PyTree) -> Any:
   """Returns how much each micro-batch counts: by its samples, if masked.
 
   The weights have mean 1, so that a mean over micro-batches becomes a mean over
-  samples.
-
-  Args:
-    batches: The micro-batches of an iteration, arrays of NumPy or JAX.
+  samples.  Without a mask this is 1 for all of them.
   """
-  if isinstance(batches, dict) and "mask" in batches:
-    counts = (batches["mask"] != 0).sum(-1, dtype=np.float32)
-    return counts / counts.mean().clip(1e-9)
-  return np.ones(len(jax.tree.leaves(batches)[0]), np.float32)
+  if not isinstance(batches, dict) or "mask" not in batches:
+    return np.ones((), np.float32)
+  # NumPy and JAX arrays share these methods, so this serves both the traced
+  # program and the host.
+  counts = (batches["mask"] != 0).sum(-1, dtype=np.float32)
+  return counts / counts.mean().clip(1e-9)
 
 
 def wide(dtype: Any) -> Any:

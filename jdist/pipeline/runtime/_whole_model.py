@@ -29,13 +29,7 @@ class Layout:
     params: _stage_arrays.StageArrays,
     axis: str | None,
   ):
-    """Takes the layout of parameters.
-
-    Args:
-      stages: The stages of the model.
-      params: The layout of their parameters.
-      axis: The mesh axis of the devices; None to compute shapes outside of it.
-    """
+    """Takes the layout of parameters; `axis` is None to find shapes alone."""
     self._stages, self._params, self._axis = stages, params, axis
 
   def whole(self, own: PyTree) -> PyTree:
@@ -58,6 +52,7 @@ class Layout:
     def part(x: jax.Array) -> jax.Array:
       if not x.ndim:
         return x
+      # Padded, as all devices must hold parts of one size.
       size = math.ceil(x.size / number)
       flat = jnp.pad(jnp.ravel(x), (0, number * size - x.size))
       return flat.reshape(number, size)[device]
@@ -144,6 +139,7 @@ def whole_model(
     layout = _LAYOUT.get()
     if layout is None:
       return optimizer.init(params)
+    # A nested `whole_model` sees the whole model already.
     with layout_of(None):
       state = optimizer.init(layout.whole(params))
     check_state(state)

@@ -75,6 +75,7 @@ def check_table(
     ValueError: If a condition does not hold; the message draws the place.
   """
   checks.check_choice("sends", sends, get_args(Sends))
+  # From the simplest fault to the subtlest: later checks rely on earlier ones.
   _check_whole(table)
   _check_order(table)
   try:
@@ -126,6 +127,7 @@ def _check_whole(table: Table) -> None:
         drawn=False,
       )
     if action not in wanted:
+      # The likeliest mistake in a table written by hand deserves its own words.
       whole = action.op == Op.BACKWARD and action.stage in table.splits_backward
       raise _error(
         table,
@@ -160,6 +162,7 @@ def _check_order(table: Table) -> None:
     for action in order:
       for need in table.needs(action):
         if table.device_of[need.stage] == device and need not in done:
+          # `start_times` would also get stuck here, but name no culprit.
           raise _error(table, f"{action} comes before {need}, which it needs")
       stage, iteration = action.stage, action.iteration
       if action.op == Op.UPDATE:
@@ -203,6 +206,8 @@ def _blocked(table: Table) -> list[str]:
       if target is not None:
         program.append(("send", action, target))
     programs.append(program)
+  # Messages have to meet: the next step of a sender and that of its receiver
+  # must be the same message.
   places = [0] * len(programs)
   todo = list(range(len(programs)))
   while todo:

@@ -104,6 +104,7 @@ def list_schedule(
     # A backward pass frees memory and lets the stages in front continue.
     if b < f and b < len(gradients[s]) and gradients[s][b] <= now:
       return Op.BACKWARD
+    # An iteration's update follows its last gradients, so it needs no event.
     updates = w // num_microbatches
     if (
       f < len(inputs[s])
@@ -115,6 +116,8 @@ def list_schedule(
       return Op.FORWARD
     return Op.BACKWARD_WEIGHT if split and w < b else Op.IDLE
 
+  # Events in the order of time, and of stages at equal times, so that the table
+  # does not depend on anything but its arguments.
   while wakes:
     now, s = heapq.heappop(wakes)
     if free[s] > now:

@@ -36,6 +36,7 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
     waiting: list[Action] = []
   except StuckError as stuck:
     starts, waiting = stuck.starts, stuck.waiting
+  # For each device the word in each tick; missing ticks are idle.
   rows: list[dict[int, str]] = []
   for order in table.devices:
     cells: dict[int, str] = {}
@@ -46,6 +47,7 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
           cells[end] = "?" + _word(table, action)
         break
       start = int(starts[action])
+      # An update takes no tick and marks the one before, once.
       if action.op == Op.UPDATE and end:
         cells[end - 1] = cells[end - 1].rstrip("*") + "*"
         continue

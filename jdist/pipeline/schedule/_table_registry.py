@@ -28,6 +28,8 @@ class TableEntry:
   asynchronous: bool = False
 
 
+# Flush tables differ by the order of one device only, so their factories are
+# made here.
 def _flush(
   name: str, order: Callable[..., _flush_tables.Order], meaning: str
 ) -> TableEntry:
@@ -106,5 +108,6 @@ def make_table(
 
 def table_options(name: str) -> tuple[str, ...]:
   """Returns the names of a table's options."""
+  # By convention a factory's keyword-only parameters are its options.
   parameters = inspect.signature(TABLES[name].factory).parameters.values()
   return tuple(x.name for x in parameters if x.kind == x.KEYWORD_ONLY)

@@ -88,6 +88,8 @@ def parse_table(text: str, name: str = "table") -> Table:
     if key in found
   }
   actions = [x for order in devices for x in order]
+  # Numbers that the text gives take precedence, so that `check_table` can find
+  # actions that are missing at the end.
   counted = {
     "num_stages": 1 + max((x.stage for x in actions), default=0),
     "num_microbatches": 1 + max((x.microbatch for x in actions), default=0),
@@ -107,6 +109,7 @@ def load_table(path: str | pathlib.Path) -> Table:
   Raises:
     ValueError: If the file cannot be parsed; the message names it.
   """
+  # The name of the file is the table's unless the text has one.
   path = pathlib.Path(path)
   try:
     return parse_table(path.read_text(), path.stem)
@@ -121,6 +124,7 @@ def _own_stage(device_of: tuple[int, ...], device: int) -> int:
 
 
 def _action(word: str, own: int, line: int) -> Action:
+  # Only an update has no micro-batch.
   match = _WORD.fullmatch(word)
   if match is None or (match[1] == "U") != (not match[2]):
     raise ValueError(

@@ -1,7 +1,7 @@
-"""Cells: a table, stages, micro-batches, a way to cut, and what they give.
+"""Cells of the conformance tests: table, stages, micro-batches, cuts.
 
 A cell's gradients are those of one iteration.  The optimizer here keeps them as
-its state, so that they are compared and not what they make of parameters.
+its state, so that gradients are compared rather than new parameters.
 """
 
 import functools
@@ -19,22 +19,22 @@ TABLES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "greedy")
 STAGES = (1, 2, 4)
 MICROBATCHES = (1, 4, 8, 32)
 CUTS = ("even", "uneven", "unlike")
-# Of the largest entry of each leaf's gradient.
+# Relative to the largest entry of each leaf's gradient.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 
 _SAMPLES = 2
-# Of so many stages, two layers more than these.
+# The uneven cuts, by the number of stages; there are two more layers.
 _UNEVEN = {1: [], 2: [3], 4: [1, 3, 4], 8: [1, 2, 4, 5, 6, 8, 9]}
 _WIDTHS = (6, 12, 12, 7, 9, 9, 5, 10, 8)
 
 
 def legal(table, stages, microbatches):
-  """Whether there is such a table."""
+  """Returns whether such a table exists."""
   return table != "interleaved" or microbatches % stages == 0
 
 
 def product():
-  """All cells that there are."""
+  """Returns all cells."""
   return [
     x
     for x in itertools.product(TABLES, STAGES, MICROBATCHES, CUTS)
@@ -43,7 +43,7 @@ def product():
 
 
 def pairwise():
-  """A few cells in which all pairs of values occur that can."""
+  """Returns a few cells in which all possible pairs of values occur."""
   axes = range(4)
 
   def pairs(cell):
@@ -66,7 +66,7 @@ def make_table(name, stages, microbatches):
 
 
 def layers(cut, number, dtype):
-  """Layers for so many stages: dense ones of one width, or of several kinds."""
+  """Makes layers for `number` stages: of one kind and width, or of several."""
   if cut != "unlike":
     count = number + 2 if cut == "uneven" else max(number, 2)
     return small.layers((8,) * (count + 1), statistics=True, dtype=dtype)
@@ -116,14 +116,17 @@ def _biased(name, fan_in, fan_out, generator, dtype):
 
 
 def stages(cut, number, dtype):
-  """The model's stages."""
-  return pipeline.cut_layers(
-    layers(cut, number, dtype), _UNEVEN[number] if cut == "uneven" else number
-  )
+  """Cuts the model into stages."""
+  return pipeline.cut_layers(layers(cut, number, dtype), cuts(cut, number))
+
+
+def cuts(cut, number):
+  """Returns the cuts, or the number of stages."""
+  return _UNEVEN[number] if cut == "uneven" else number
 
 
 def microbatch(cut, number, dtype):
-  """Shapes of one."""
+  """Returns the shapes of a micro-batch."""
   widths = (8, 8)
   if cut == "unlike":
     widths = _widths(number)[0], _widths(number)[-1]
@@ -134,7 +137,7 @@ def microbatch(cut, number, dtype):
 
 
 def batch(cut, number, microbatches, dtype):
-  """All micro-batches, one behind the other."""
+  """Makes all micro-batches, concatenated."""
   generator = np.random.default_rng(microbatches)
   shape = microbatches * _SAMPLES
   return {
@@ -158,9 +161,9 @@ def _gradient(cut, number, dtype):
 
 @functools.cache
 def unsplit(cut, number, microbatches, dtype):
-  """The unsplit model's mean gradient over micro-batches, and their loss.
+  """Returns the unsplit model's mean gradient over micro-batches, and the loss.
 
-  A micro-batch begins with the state that the one before has left.
+  A micro-batch starts with the state that the previous one has left.
   """
   params, state, gradient = _gradient(cut, number, dtype)
   given = batch(cut, number, microbatches, dtype)
@@ -175,7 +178,7 @@ def unsplit(cut, number, microbatches, dtype):
 
 
 def keeper():
-  """An optimizer that changes nothing and keeps the gradient."""
+  """Makes an optimizer that changes nothing and keeps the gradient."""
 
   def update(grads, state, params=None, **_):
     del state, params

@@ -1,9 +1,9 @@
 """Layers that compute in bfloat16 on float32 parameters, in both runtimes.
 
-Both runtimes and the unsplit model round the same values in the same layers;
-sums of gradients are float32.  What a fused program keeps unrounded between two
-operations differs by half a unit of bfloat16's 8 bits, 2^-9 of a value, and
-passes a few layers: 2^-6 of a leaf's largest entry.
+Both runtimes and the unsplit model round the same values in the same layers,
+and sums of gradients are float32.  A fused program may keep a value unrounded
+between two operations, which differs by half a unit of bfloat16's 8 bits, 2^-9
+of the value.  Over a few layers this grows to 2^-6 of a leaf's largest entry.
 """
 
 import dataclasses
@@ -37,9 +37,7 @@ def _narrow(layer):
     pytest.param("one program", "zb_h1", marks=pytest.mark.slow),
   ],
 )
-def test_gradients_are_float32_and_those_of_the_unsplit_model(
-  runtime, name, monkeypatch
-):
+def test_bfloat16_gradients_match_unsplit_model(runtime, name, monkeypatch):
   wide, loss = _cells.layers, small.loss
   exact, _ = _cells.unsplit("unlike", 2, _COUNT, "float32")
   monkeypatch.setattr(

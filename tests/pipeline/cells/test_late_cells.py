@@ -1,23 +1,22 @@
-"""Tables without a flush equal delayed gradients on one device, fixed or not.
+"""Tables without a flush match delayed gradients on one device.
 
-A loss shows the parameters that its gradient was taken at, and the parameters
-at the end, when nothing is under way, all updates.
+A loss shows the parameters at which its gradient was taken; the parameters
+after a drain show all updates.
 """
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jdist import collectives, pipeline, training, transforms
+from jdist import pipeline, transforms
 from tests._thinned import thinned
-from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO, _ITERATIONS = 3, 12
+_ITERATIONS = 12
 _SGD = optax.sgd(0.1, momentum=0.9)
 # Each takes the delay of a leaf, or a tree of them.
 _FIXES = {
@@ -32,53 +31,38 @@ _TABLES = {
   "2bw": (4, (1, 1, 1), {}),
   "ours": (2, (2, 2, 2), {"window": 3}),
 }
-_SIZES = small.UNLIKE[:4]
+
+
+def _sizes(table):
+  # One program stacks equal stages and packs unlike ones: both are tested.
+  return small.SIZES[:4] if table == "ours" else small.UNLIKE[:4]
 
 
 def _layers(table):
-  # In one program, alike: stacked and packed ones are both here.
-  return small.layers(small.SIZES[:4] if table == "ours" else _SIZES)
+  return small.layers(_sizes(table))
 
 
 def _batches(table):
-  sizes = small.SIZES[:4] if table == "ours" else _SIZES
-  count = _TABLES[table][0]
-  return small.batches(_ITERATIONS, 1, _MICRO * count, sizes)
-
-
-def _microbatch(table):
-  count = _TABLES[table][0]
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((_MICRO, *x.shape[2:]), jnp.float32),
-    _batches(table)[0] if count else None,
-  )
+  samples = _training.MICRO * _TABLES[table][0]
+  return small.batches(_ITERATIONS, 1, samples, _sizes(table))
 
 
 @functools.cache
 def _delayed(table, fix):
-  """Parameters at the end and losses, of one device."""
+  """Returns the final parameters and the losses on one device."""
   count, delays, _ = _TABLES[table]
   layers = _layers(table)
-  params, state = small.merged(layers)
   by_leaf = {
     layer.name: delay for layer, delay in zip(layers, delays, strict=True)
   }
   steps = delays[0] if len(set(delays)) == 1 else by_leaf
   optimizer = transforms.delay_gradients(_FIXES[fix](steps), steps)
-  team = collectives.workers(1, substrate="none")
-  whole = training.init_state(team, optimizer, params, state)
-  step = team.jit(
-    training.make_step(
-      small.whole_loss(layers), optimizer, axis=None, accumulate=count
-    )
+  whole, losses = _training.unsplit(
+    layers, lambda axis: optimizer, _batches(table), count
   )
-  losses = []
-  for batch in _batches(table):
-    whole, metrics = step(whole, team.place(batch))
-    losses.append(float(metrics["loss"][0]))
   one = jax.tree.map(lambda x: x[0], whole)
   params, _ = transforms.drain(optimizer, one.opt_state, one.params)
-  return params, np.asarray(losses)
+  return params, losses[:, 0]
 
 
 def _processes(name, fix):
@@ -86,25 +70,21 @@ def _processes(name, fix):
   options = options | {"num_iterations": _ITERATIONS}
   table = pipeline.make_table(name, len(delays), count, **options)
   assert pipeline.check_table(table).delays == delays
-  stages = pipeline.cut_layers(_layers(name), len(delays))
-  batches = [jax.tree.map(lambda x: x[0], x) for x in _batches(name)]
+  batches = _training.of_first(_batches(name))
 
-  def work(peers):
-    process = pipeline.StageProcess(
-      stages, small.loss, table, _microbatch(name), peers=peers, inputs="x"
-    )
+  def work(process, peers):
     # A device has one stage, and its delay.
     state = process.init_state(_FIXES[fix](delays[peers.device]))
     state, metrics = process.run(state, batches)
     return process.gather(state)[0], [x["loss"] for x in metrics]
 
-  return in_threads(len(delays), work)[0]
+  return _training.processes(_layers(name), table, work, _sizes(name))[0]
 
 
 @pytest.mark.parametrize(
   ("name", "fix"), thinned(tuple(_TABLES), tuple(_FIXES))
 )
-def test_processes_equal_delayed_gradients(name, fix):
+def test_processes_match_delayed_gradients(name, fix):
   params, losses = _processes(name, fix)
   wanted, wanted_losses = _delayed(name, fix)
   assert small.error(params, wanted) < 1e-6
@@ -116,31 +96,15 @@ def test_processes_equal_delayed_gradients(name, fix):
 def _one_program(name, fix):
   count, delays, options = _TABLES[name]
   table = pipeline.make_table(name, len(delays), count, **options)
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(_layers(name), len(delays)),
-    small.loss,
-    table,
-    _microbatch(name),
-    inputs="x",
-    late_sends=False,
+  pipe = _training.one_program(
+    _layers(name), table, _sizes(name), late_sends=False
   )
   assert {pipe.grid.delay} == set(delays)
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh((1, 3), ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(1, mesh=mesh)
-  optimizer = _FIXES[fix](pipe.grid.delay)
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  losses = []
-  for batch in _batches(name):
-    state, metrics = step(state, team.place(batch))
-    losses.append(float(metrics["loss"][0]))
-  state = team.jit(pipe.make_drain(optimizer, axis=team.axis))(state)
-  parts = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
-  return pipe.split(*parts)[0], np.asarray(losses), pipe.grid.behind
+  state, losses = _training.train(
+    pipe, lambda axis: _FIXES[fix](pipe.grid.delay), _batches(name),
+    drained=True,
+  )  # fmt: skip
+  return _training.split(pipe, state)[0], losses[:, 0], pipe.grid.behind
 
 
 @pytest.mark.parametrize(
@@ -151,7 +115,7 @@ def _one_program(name, fix):
     for fix in _FIXES
   ],
 )
-def test_one_program_equals_delayed_gradients(name, fix):
+def test_one_program_matches_delayed_gradients(name, fix):
   params, losses, behind = _one_program(name, fix)
   wanted, wanted_losses = _delayed(name, fix)
   assert small.error(params, wanted) < 1e-6

@@ -1,4 +1,4 @@
-"""Synchronous tables give the gradients of the unsplit model, cell by cell."""
+"""Synchronous tables have the gradients of the unsplit model, by cell."""
 
 import itertools
 
@@ -6,56 +6,46 @@ import jax
 import numpy as np
 import pytest
 
-from jdist import collectives, pipeline
+from jdist import pipeline
 from tests.pipeline.cells import _cells
-from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 
 def _one_program(name, stages, microbatches, cut, dtype):
   table = _cells.make_table(name, stages, microbatches)
+  number = table.num_stages
   pipe = pipeline.OneProgram(
-    _cells.stages(cut, table.num_stages, dtype),
+    _cells.stages(cut, number, dtype),
     small.loss,
     table,
-    _cells.microbatch(cut, table.num_stages, dtype),
+    _cells.microbatch(cut, number, dtype),
     inputs="x",
   )
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh((1, stages), ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(1, mesh=mesh)
-  state = pipe.init_state(team, _cells.keeper())
-  step = team.jit(
-    pipe.make_step(_cells.keeper(), axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  given = _cells.batch(cut, table.num_stages, microbatches, dtype)
+  given = _cells.batch(cut, number, microbatches, dtype)
   batch = jax.tree.map(lambda x: x[None], given)
-  state, metrics = step(state, team.place(batch))
-  inner = jax.tree.map(lambda x: x[0], state.opt_state.inner)
-  states = jax.tree.map(lambda x: x[0], state.model_state)
-  return pipe.split(inner, states)[0], float(metrics["loss"][0])
+  state, losses = _training.train(pipe, lambda axis: _cells.keeper(), [batch])
+  grads = state._replace(params=state.opt_state.inner)
+  return _training.split(pipe, grads)[0], float(losses[0, 0])
 
 
 def _processes(name, stages, microbatches, cut, dtype):
   table = _cells.make_table(name, stages, microbatches)
-  parts = _cells.stages(cut, table.num_stages, dtype)
-  batch = _cells.batch(cut, table.num_stages, microbatches, dtype)
+  number = table.num_stages
+  batch = _cells.batch(cut, number, microbatches, dtype)
 
-  def work(peers):
+  def work(process, _):
     with jax.enable_x64(dtype == "float64"):
-      process = pipeline.StageProcess(
-        parts,
-        small.loss,
-        table,
-        _cells.microbatch(cut, table.num_stages, dtype),
-        peers=peers,
-        inputs="x",
-      )
       state, metrics = process.run(process.init_state(_cells.keeper()), [batch])
       return process.gather(state._replace(params=state.opt_state)), metrics
 
-  ((grads, _), metrics), *_ = in_threads(stages, work)
+  ((grads, _), metrics), *_ = _training.processes(
+    _cells.layers(cut, number, dtype),
+    table,
+    work,
+    cuts=_cells.cuts(cut, number),
+    microbatch=_cells.microbatch(cut, number, dtype),
+  )
   return grads, metrics[0]["loss"]
 
 
@@ -81,7 +71,7 @@ def _params():
 @pytest.mark.parametrize(
   ("name", "stages", "microbatches", "cut", "runtime", "dtype"), _params()
 )
-def test_a_cell_has_the_gradients_of_the_unsplit_model(
+def test_gradients_match_unsplit_model(
   name, stages, microbatches, cut, runtime, dtype
 ):
   number = _cells.make_table(name, stages, microbatches).num_stages
@@ -94,7 +84,7 @@ def test_a_cell_has_the_gradients_of_the_unsplit_model(
   np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
 
 
-def test_the_few_cells_hold_all_pairs():
+def test_pairwise_cells_cover_all_pairs():
   few, cells = _cells.pairwise(), _cells.product()
   for i, j in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
     assert {(x[i], x[j]) for x in few} == {(x[i], x[j]) for x in cells}

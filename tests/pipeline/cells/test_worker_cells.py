@@ -1,7 +1,6 @@
-"""Workers of several stages: codecs see a stage's own leaves, and no others."""
+"""Workers with several stages: codecs see a stage's own leaves only."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,9 +17,10 @@ from jdist import (
 )
 from jdist.transforms import intervals
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 from tests.profiling import _reading
 
-_WORKERS, _STAGES, _MICRO, _COUNT = 2, 2, 3, 2
+_WORKERS, _STAGES, _MICRO, _COUNT = 2, 2, _training.MICRO, 2
 _INTERVAL, _SENT_IN = 2, 2
 _FOUR_BITS = reducers.Compression(
   # A block is a leaf of 8 x 8: cut alike with the stages together or apart.
@@ -36,7 +36,7 @@ def _int4(axis):
 
 
 def _streamed(axis, compression=None):
-  """MSDPU whose messages go in parts of one row of a leaf."""
+  """Makes MSDPU whose messages are sent in parts of one row of a leaf."""
   return methods.msdpu(
     optax.sgd(0.1, momentum=0.9),
     intervals.fixed(_INTERVAL),
@@ -71,20 +71,10 @@ def _control(name):
 
 
 def _pipeline(name, table=("1f1b", {}), sizes=small.SIZES):
-  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
   kind, options = table
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(small.layers(sizes), _STAGES),
-    small.loss,
-    pipeline.make_table(kind, _STAGES, _COUNT, **options),
-    batch,
-    inputs="x",
-    late_sends=False,
-  )
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  shape = (_WORKERS, _STAGES)
-  mesh = jax.make_mesh(shape, ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(_WORKERS, mesh=mesh)
+  made = pipeline.make_table(kind, _STAGES, _COUNT, **options)
+  pipe = _training.one_program(small.layers(sizes), made, late_sends=False)
+  team = _training.team_of(pipe, _WORKERS)
   optimizer = _CHAINS[name](team.axis)
   state = pipe.init_state(team, optimizer)
   own = pipe.make_step(optimizer, axis=team.axis)
@@ -96,7 +86,7 @@ def _pipeline(name, table=("1f1b", {}), sizes=small.SIZES):
 
 
 def _unsplit(name, batches, delay=0, sizes=small.SIZES):
-  """The workers' states, of the same chain on unsplit models."""
+  """Trains workers with unsplit models by the same chain."""
   layers = small.layers(sizes)
   whole = collectives.workers(_WORKERS, substrate="vmap")
   optimizer = transforms.delay_gradients(_CHAINS[name](whole.axis), delay)
@@ -119,7 +109,7 @@ def _of_worker(pipe, tree, state, worker):
 @pytest.mark.parametrize(
   "name", ["int4", pytest.param("msdpu int4", marks=pytest.mark.slow)]
 )
-def test_no_collective_of_a_codec_is_over_stages(name):
+def test_codecs_communicate_over_workers_only(name):
   _, team, state, step = _pipeline(name)
   batch = team.place(_batches(1)[0])
   groups = _reading.groups(step.lower(state, batch).compile().as_text())
@@ -143,7 +133,7 @@ def test_no_collective_of_a_codec_is_over_stages(name):
 
 
 @pytest.mark.slow
-def test_four_bits_over_workers_train_as_unsplit_ones():
+def test_four_bit_pipelines_match_four_bit_whole_models():
   pipe, team, state, step = _pipeline("int4")
   for batch in _batches():
     state, _ = step(state, team.place(batch))
@@ -175,7 +165,7 @@ _TABLES = {"1f1b": ("1f1b", {}), "ours": ("ours", {"window": 2})}
   ],
   ids=str,
 )
-def test_streamed_rounds_of_workers_are_those_of_unsplit_ones(
+def test_streamed_rounds_match_those_of_whole_models(
   table, name, sizes, tolerance
 ):
   pipe, team, state, step = _pipeline(name, _TABLES[table], sizes)

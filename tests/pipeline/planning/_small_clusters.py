@@ -45,7 +45,7 @@ def star(generator, number, memory=math.inf):
 
 
 def by_hand(costs, cuts, machines, order, footprint, num_microbatches):
-  """Bottleneck and trip on a star, infinite where memory is short."""
+  """Computes bottleneck and trip on a star; infinite if memory is short."""
   edges = [0, *cuts, len(costs)]
   sent = [0.0, *(costs[cut - 1].output_bytes for cut in cuts), 0.0]
   most, trip = 0.0, 0.0
@@ -82,7 +82,7 @@ def by_hand(costs, cuts, machines, order, footprint, num_microbatches):
 
 
 def brute_force(costs, machines, order, footprint, num_microbatches):
-  """The least (bottleneck, trip) over all cuts."""
+  """Returns the least (bottleneck, trip) over all cuts."""
   return min(
     by_hand(costs, cuts, machines, order, footprint, num_microbatches)
     for cuts in itertools.combinations(range(1, len(costs)), len(order) - 1)
@@ -90,7 +90,7 @@ def brute_force(costs, machines, order, footprint, num_microbatches):
 
 
 def case(seed):
-  """A small problem: sometimes with memory that is short."""
+  """Makes a small problem, sometimes with little memory."""
   generator = random.Random(seed)
   num_stages = generator.randint(1, 4)
   costs = layers(generator, generator.randint(num_stages, 8))

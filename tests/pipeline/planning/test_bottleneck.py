@@ -1,4 +1,4 @@
-"""Partitions: by hand, against all cuts, and what has none."""
+"""Partitions: by hand, against all cuts, and their refusals."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def _pair(bytes_per_s, *, speeds=(1.0, 1.0), memory=math.inf, latency=0.0):
   )
 
 
-def test_a_partition_by_hand():
+def test_partition_matches_hand_calculation():
   # 12 and 12 seconds behind c; its 50 bytes take 50 seconds on a slow link.
   fast = pipeline.partition(_FIVE, _pair(1000.0))
   assert (fast.cuts, fast.bottleneck_s) == ((3,), 12.0)
@@ -42,7 +42,7 @@ def test_a_partition_by_hand():
   assert [slow.stage_of(i) for i in range(5)] == [0, 0, 1, 1, 1]
 
 
-def test_a_fast_machine_gets_more_layers():
+def test_fast_machine_gets_more_layers():
   plan = pipeline.partition(_FIVE, _pair(1e6, speeds=(1.0, 3.0)))
   assert (plan.cuts, plan.bottleneck_s) == ((2,), 6.0)
 
@@ -72,7 +72,7 @@ def test_recomputation_keeps_inputs_and_costs_a_forward_pass():
   assert tight.memory_bytes == (60 + 32 + 200, 90 + 5 + 300)
 
 
-def test_two_hundred_cases_are_those_of_all_cuts():
+def test_partition_matches_brute_force():
   fitting = 0
   for seed in range(200):
     costs, machines, footprint, microbatches = small.case(seed)
@@ -92,7 +92,7 @@ def test_two_hundred_cases_are_those_of_all_cuts():
   assert 100 < fitting < 190
 
 
-def test_a_table_that_keeps_what_the_footprint_says_has_its_memory():
+def test_simulated_memory_matches_the_footprint():
   costs = [
     dataclasses.replace(x, saved_bytes=7, working_bytes=3) for x in _FIVE
   ]
@@ -106,12 +106,12 @@ def test_a_table_that_keeps_what_the_footprint_says_has_its_memory():
   assert times.memory_bytes == plan.memory_bytes
 
 
-def test_too_few_layers_are_refused():
+def test_too_few_layers_raise():
   with pytest.raises(ValueError, match=r"each of the 2 stages, got 1\. Take"):
     pipeline.partition(_FIVE[:1], _pair(1.0))
 
 
-def test_a_stage_beyond_memory_is_named():
+def test_error_names_the_stage_beyond_memory():
   big = dataclasses.replace(_FIVE[3], parameter_bytes=1e9)
   costs = [*_FIVE[:3], big, _FIVE[4]]
   with pytest.raises(
@@ -126,7 +126,7 @@ def test_a_stage_beyond_memory_is_named():
     pipeline.partition(even, _pair(1.0, memory=7e9), footprint=footprint)
 
 
-def test_many_layers_on_many_machines_take_no_time():
+def test_partition_of_many_layers_is_fast():
   layers = [
     _Cost(f"{i}", 1 + i % 7, 2, output_bytes=1 + i % 5, saved_bytes=i % 3)
     for i in range(200)
@@ -149,7 +149,7 @@ def test_even_partition_only_looks_at_computation():
   assert found.stages[0].compute_s == 8.0
 
 
-def test_given_cuts_are_taken():
+def test_given_cuts_are_used():
   found = pipeline.partition(_FIVE, _pair(1.0), cuts=[4])
   assert found.cuts == (4,)
   assert found.bottleneck_s > pipeline.partition(_FIVE, _pair(1.0)).bottleneck_s

@@ -1,4 +1,4 @@
-"""Costs of layers, against what is counted by hand."""
+"""Costs of layers, against counts by hand."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def _mlp(abstract=True):
 
 
 @pytest.mark.parametrize("source", ["compiled", "lowered"])
-def test_an_mlp_by_hand(source):
+def test_costs_of_an_mlp_match_hand_counts(source):
   found = pipeline.layer_costs(
     _mlp().layers, _BATCH, source=source, flops_per_s=1.0
   )
@@ -45,7 +45,7 @@ def test_an_mlp_by_hand(source):
   assert found[2].saved_bytes == 4 * 4 * 16
 
 
-def test_memory_that_is_slow_counts():
+def test_slow_memory_adds_seconds():
   layers = _mlp().layers
   free = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12)
   slow = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12, bytes_per_s=1e3)
@@ -54,7 +54,7 @@ def test_memory_that_is_slow_counts():
     assert other.forward_s > one.parameter_bytes / 1e3 > one.forward_s
 
 
-def test_batch_statistics_tokens_and_keys_are_known():
+def test_statistics_tokens_and_keys_are_supported():
   language = models.build(
     "transformer", input_shape=(6,), num_classes=11, num_layers=2, width=8,
     num_heads=2,
@@ -86,7 +86,7 @@ def test_batch_statistics_tokens_and_keys_are_known():
   assert all(x.forward_s > 0 and x.parameter_bytes == 4 for x in found)
 
 
-def test_timed_layers_run_one_after_the_other():
+def test_timed_layers_run_in_order():
   generator = np.random.default_rng(0)
   batch = {"image": generator.normal(size=(64, 8, 8, 1)).astype(np.float32)}
   found = pipeline.layer_costs(

@@ -13,7 +13,7 @@ _Cost = pipeline.LayerCost
 
 
 def _levels(machines, each, inside, between):
-  """Machines of several devices; links by bytes a second."""
+  """Makes machines of several devices; links in bytes a second."""
   links = {}
   for m in range(machines):
     for i in range(each):
@@ -26,7 +26,7 @@ def _levels(machines, each, inside, between):
   )
 
 
-def test_a_large_cut_gets_the_fast_link():
+def test_large_cut_gets_the_fast_link():
   link = {
     ("a", "b"): cluster.Link(8.0),
     ("b", "c"): cluster.Link(800.0),
@@ -44,7 +44,7 @@ def test_a_large_cut_gets_the_fast_link():
   assert set(plan.nodes[:2]) == {"b", "c"} and plan.bottleneck_s == 3.0
 
 
-def test_sixty_cases_are_those_of_all_orders():
+def test_placement_matches_brute_force():
   for seed in range(60):
     costs, machines, footprint, microbatches = small.case(seed)
     options = {"footprint": footprint, "num_microbatches": microbatches}
@@ -60,7 +60,7 @@ def test_sixty_cases_are_those_of_all_orders():
     assert (plan.bottleneck_s, plan.trip_s) == pytest.approx(wanted), seed
 
 
-def test_the_best_of_more_machines_are_chosen():
+def test_best_machines_are_chosen():
   costs = [_Cost(f"{i}", 1.0, 1.0) for i in range(6)]
   machines = cluster.workers([1.0, 4.0, 0.1, 2.0])
   plan = pipeline.place(costs, machines, num_stages=2)
@@ -68,7 +68,7 @@ def test_the_best_of_more_machines_are_chosen():
   assert plan.bottleneck_s == 2.0
 
 
-def test_machines_alike_but_for_their_memory_are_both_tried():
+def test_machines_of_different_memory_are_both_tried():
   nodes = tuple(
     cluster.Node(name, memory_bytes=memory)
     for name, memory in (("small", 1.0), ("large", 1e3))
@@ -80,7 +80,7 @@ def test_machines_alike_but_for_their_memory_are_both_tried():
 
 
 @pytest.mark.parametrize(("number", "each"), [(2, 4), (4, 4)])
-def test_stages_of_a_machine_follow_each_other(number, each):
+def test_devices_of_a_machine_get_consecutive_stages(number, each):
   costs = [
     _Cost(f"{i}", 1.0, 2.0, output_bytes=100 if (i + 1) % each else 1)
     for i in range(number * each)
@@ -92,7 +92,7 @@ def test_stages_of_a_machine_follow_each_other(number, each):
   assert len(list(itertools.groupby(groups))) == number
 
 
-def test_a_link_that_distant_cuts_share_counts_for_each():
+def test_link_shared_by_distant_cuts_counts_for_each():
   # In a ring a message goes over the machines between.
   pairs = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a")]
   ring = cluster.Topology(dict.fromkeys(pairs, cluster.Link(8.0)))
@@ -105,7 +105,7 @@ def test_a_link_that_distant_cuts_share_counts_for_each():
   assert steps in ({1}, {3})
 
 
-def test_the_search_of_many_machines_finds_what_is_known_to_be_best():
+def test_search_over_many_machines_finds_the_known_optimum():
   # Each layer fits one speed: only one order has a bottleneck of 1.
   speeds = [1.0 + i for i in range(12)]
   costs = [
@@ -118,7 +118,7 @@ def test_the_search_of_many_machines_finds_what_is_known_to_be_best():
   assert found < 0.6 * order_as_given and found < 1.5
 
 
-def test_the_same_seed_gives_the_same_plan():
+def test_same_seed_gives_the_same_plan():
   costs = small.layers(random.Random(0), 20)
   machines = cluster.workers([1.0 + i % 4 for i in range(10)])
   plans = [
@@ -127,7 +127,7 @@ def test_the_same_seed_gives_the_same_plan():
   assert plans[0] == plans[1]
 
 
-def test_two_hundred_layers_find_their_place_on_64_machines_in_seconds():
+def test_placement_of_200_layers_on_64_machines_takes_seconds():
   generator = random.Random(0)
   costs = small.layers(generator, 200)
   links = {}

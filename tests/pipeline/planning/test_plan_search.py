@@ -1,4 +1,4 @@
-"""The joint search: what it chooses, and what it refuses."""
+"""The joint search: its choices and refusals."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def _plan(machines, batch_size=8, **options):
   return pipeline.plan(_LAYERS, machines, batch_size, **options)
 
 
-def test_without_a_flush_the_bottleneck_is_reached_with_the_least_delay():
+def test_asynchronous_plan_reaches_the_bottleneck_with_the_least_delay():
   best, rows = _plan(_machines(3))
   # 6 layers of 3 seconds a sample on 3 machines.
   assert best.samples_per_s == pytest.approx(1 / 6)
@@ -37,7 +37,7 @@ def test_without_a_flush_the_bottleneck_is_reached_with_the_least_delay():
   assert max(rates) <= best.samples_per_s * 1.005
 
 
-def test_with_a_flush_as_many_micro_batches_as_there_may_be():
+def test_synchronous_plan_takes_the_most_micro_batches():
   best, _ = _plan(_machines(2), tables=["naive", "gpipe", "1f1b"])
   assert (best.table, best.num_microbatches) == ("1f1b", 8)
   assert best.samples_per_s == pytest.approx(8 / ((8 + 1) * 9))
@@ -46,7 +46,7 @@ def test_with_a_flush_as_many_micro_batches_as_there_may_be():
   assert row["iteration_s"] == pytest.approx(81) and row["delay"] == 0
 
 
-def test_a_slow_machine_gets_less_or_nothing():
+def test_slow_machine_gets_fewer_layers_or_none():
   best, _ = _plan(_machines(2, speed=0.5), tables=["ours"])
   assert best.samples_per_s == pytest.approx(1 / 12)
   assert [x.forward_s for x in best.plan.stages] == [0.5 * 8, 0.5 * 4] or (
@@ -56,7 +56,7 @@ def test_a_slow_machine_gets_less_or_nothing():
   assert idle.num_stages == 1 and idle.plan.nodes == ("n0",)
 
 
-def test_memory_asks_for_fewer_at_once_and_for_recomputation():
+def test_little_memory_leads_to_recomputation():
   # 30 of parameters in two copies and gradients, 60 a micro-batch of 1.
   free, rows = _plan(_machines(2), tables=["gpipe", "1f1b"])
   assert not free.recompute and max(free.times.memory_bytes) == 90 + 120
@@ -68,7 +68,7 @@ def test_memory_asks_for_fewer_at_once_and_for_recomputation():
     _plan(_machines(2, memory=80), tables=["gpipe", "1f1b"])
 
 
-def test_ours_keeps_fewer_micro_batches_where_memory_is_short():
+def test_ours_keeps_fewer_micro_batches_if_memory_is_short():
   options = {"tables": ["ours", "greedy"], "recompute": [False]}
   options |= {"windows": [2], "num_microbatches": [8], "num_stages": [3]}
   free, _ = pipeline.plan(_LAYERS[:3], _machines(3), 8, **options)
@@ -82,7 +82,7 @@ def test_ours_keeps_fewer_micro_batches_where_memory_is_short():
   assert rows[-1].extra_live == 0 and "memory" in rows[-1].reason
 
 
-def test_ours_keeps_more_micro_batches_where_messages_delay_them():
+def test_ours_keeps_more_micro_batches_if_messages_delay_them():
   link = cluster.Link(8.0, latency_s=0.3)
   links = {f"n{i}": link for i in range(3)} | {"server": link}
   machines = cluster.Cluster(_machines(3).nodes, cluster.star(links, "switch"))
@@ -96,7 +96,7 @@ def test_ours_keeps_more_micro_batches_where_messages_delay_them():
   assert rows[-1].samples_per_s < 0.85 * best.samples_per_s
 
 
-def test_ours_has_more_under_way_where_messages_wait_for_each_other():
+def test_ours_widens_its_window_if_messages_wait_for_each_other():
   # Both cuts of a machine share its link, which is nearly as busy as it.
   links = {f"n{i}": cluster.Link(8.0) for i in range(4)}
   machines = cluster.Cluster(
@@ -132,12 +132,12 @@ def test_two_stages_of_a_device_share_its_memory():
   assert row.times is None and "memory" in row.reason
 
 
-def test_costs_are_of_so_many_samples():
+def test_costs_refer_to_the_given_samples():
   one, _ = _plan(_machines(2), tables=["1f1b"])
   four, _ = _plan(_machines(2), tables=["1f1b"], samples=4)
   assert four.samples_per_s == pytest.approx(4 * one.samples_per_s)
 
 
-def test_too_few_layers_are_refused():
+def test_too_few_layers_raise():
   with pytest.raises(ValueError, match="each of the 8 stages, got 6"):
     _plan(_machines(8), num_stages=[8])

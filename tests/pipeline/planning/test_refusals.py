@@ -115,7 +115,7 @@ def windows(number):
   ("backoff", lambda: replanner(backoff=0.5), "in"),
   ("gain", lambda: replanner(gain=1.0), "in"),
 )
-def test_what_cannot_be_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
@@ -126,6 +126,6 @@ def test_what_cannot_be_is_refused(argument, call, rule):
     lambda: simulate(nodes=["worker0", "worker1", "worker2", "z"]),
   ],
 )
-def test_a_machine_that_is_none_is_refused(call):
+def test_unknown_machine_raises(call):
   with pytest.raises(ValueError, match="no machine 'z'"):
     call()

@@ -1,4 +1,4 @@
-"""Re-planning: when, what, and when it is taken back."""
+"""Replanning: when a plan changes, and when the change is undone."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(6)]
 
 
 class _Run:
-  """A pipeline that takes what it is told, on machines that may change."""
+  """A pipeline that follows proposals, on machines that may change."""
 
   def __init__(self, number=2, **options):
     machines = cluster.workers([1.0] * number)
@@ -36,7 +36,7 @@ class _Run:
     return found
 
 
-def test_a_slow_machine_gives_layers_away_by_hand():
+def test_slow_machine_gives_a_layer_away():
   run = _Run(decay=0.0, patience=3)
   assert run.steps(5) == [None] * 5 and run.replanner.drift() == 0.0
   run.speeds["worker1"] = 0.5
@@ -54,7 +54,7 @@ def test_a_slow_machine_gives_layers_away_by_hand():
   assert proposal.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
 
 
-def test_a_machine_three_times_slower_costs_what_a_fresh_plan_does():
+def test_replanning_comes_close_to_a_fresh_plan():
   run = _Run(3)
   run.steps(3)
   run.speeds["worker1"] = 1 / 3
@@ -71,7 +71,7 @@ def test_noise_and_short_spikes_move_nothing():
     assert run.steps(1) == [None]
 
 
-def test_the_average_grows_as_it_is_written():
+def test_drift_follows_the_moving_average():
   run = _Run(decay=0.75, threshold=0.4)
   run.steps(1)
   run.speeds["worker0"] = 0.5
@@ -81,7 +81,7 @@ def test_the_average_grows_as_it_is_written():
   assert run.replanner.drift() == pytest.approx(0.4375)
 
 
-def test_a_plan_that_is_no_faster_is_taken_back_and_patience_grows():
+def test_plan_that_is_no_faster_is_undone():
   run = _Run(decay=0.0, patience=2)
   run.speeds["worker1"] = 0.5
   first = [x for x in run.steps(2) if x]
@@ -101,7 +101,7 @@ def test_a_plan_that_is_no_faster_is_taken_back_and_patience_grows():
   assert run.replanner.patience == 2 and not run.replanner.on_trial
 
 
-def test_a_little_gain_is_not_worth_a_move():
+def test_small_gain_moves_nothing():
   # The other cut, 12 seconds in place of 13.5, gains a ninth.
   for gain, moved in ((0.05, True), (0.2, False)):
     run = _Run(decay=0.0, patience=1, gain=gain)
@@ -110,7 +110,7 @@ def test_a_little_gain_is_not_worth_a_move():
     assert run.replanner.drift() == 0.0
 
 
-def test_machines_change_their_order_where_that_is_better():
+def test_machines_change_their_order_if_that_is_better():
   heavy = dataclasses.replace(_COSTS[0], backward_s=9.0)
   costs = [heavy, _COSTS[1]]
   machines = cluster.workers([4.0, 1.0])
@@ -139,14 +139,14 @@ def test_another_order_must_gain_as_much_as_a_move():
     assert len(proposal.moves) == number
 
 
-def test_wrong_measurements_are_refused():
+def test_wrong_measurements_raise():
   run = _Run()
   for wrong in ([1.0], [1.0, 0.0]):
     with pytest.raises(ValueError, match="each of the 2 stages"):
       run.replanner.observe(wrong, 1.0)
 
 
-def test_a_plan_that_wins_back_a_part_of_what_was_lost_stays():
+def test_plan_that_recovers_part_of_the_loss_stays():
   # 100 samples a second before, 25 once a machine is slow, 32 by the new plan:
   # slower than the mean of the first two, and faster than the second.
   machines = cluster.workers([1.0, 1.0])

@@ -18,7 +18,7 @@ def _simulate(table, costs=_EQUAL, machines=None, **options):
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb_h1", "2bw"])
-def test_without_links_times_are_those_of_the_order_alone(name):
+def test_times_without_links_follow_from_the_order(name):
   table = pipeline.make_table(name, 4, 8)
   times = _simulate(table)
   starts = _table.start_times(
@@ -28,7 +28,7 @@ def test_without_links_times_are_those_of_the_order_alone(name):
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 8), (8, 32)])
-def test_bubbles_are_those_of_the_formulas(stages, microbatches):
+def test_bubbles_match_the_formulas(stages, microbatches):
   fill = stages - 1
   for name, wanted in {
     "naive": fill / stages,
@@ -50,7 +50,7 @@ def test_bubbles_are_those_of_the_formulas(stages, microbatches):
     assert times.utilisation == pytest.approx((1.0,) * stages), name
 
 
-def test_a_slow_device_and_a_slow_down_lengthen_the_run():
+def test_slow_device_and_slow_down_lengthen_the_run():
   table = pipeline.make_table("ours", 4, 8, num_iterations=20)
   assert _simulate(table).iteration_s == pytest.approx(24.0)
   slow = cluster.workers([1.0, 0.5, 1.0, 1.0])
@@ -69,7 +69,7 @@ def test_a_slow_device_and_a_slow_down_lengthen_the_run():
   assert steps[-2] == pytest.approx(96.0)
 
 
-def test_messages_take_their_time_and_run_beside_the_computation():
+def test_messages_overlap_the_computation():
   # An output of 8 bytes takes a second in each direction.
   link = cluster.Link(bandwidth_bits_per_s=64.0)
   ring = cluster.Topology({("a", "b"): link})
@@ -86,7 +86,7 @@ def test_messages_take_their_time_and_run_beside_the_computation():
   }  # fmt: skip
 
 
-def test_memory_counts_versions_and_what_is_kept():
+def test_memory_includes_versions_and_live_micro_batches():
   costs = [_Cost("stage", 1.0, 2.0, parameter_bytes=100, saved_bytes=10)] * 4
   found = {
     name: _simulate(
@@ -101,7 +101,7 @@ def test_memory_counts_versions_and_what_is_kept():
   assert found["zb_h1"] == (440, 440, 440, 440)
 
 
-def test_utilisation_is_that_of_the_steady_state():
+def test_utilisation_refers_to_the_steady_state():
   table = pipeline.make_table("ours", 4, 8, num_iterations=20)
   assert _simulate(table).utilisation == pytest.approx((1.0,) * 4)
   flushed = _simulate(pipeline.make_table("1f1b", 4, 8, num_iterations=4))
@@ -114,7 +114,7 @@ def test_a_trace_has_a_row_for_each_device():
   assert times.trace.end_s == times.makespan_s
 
 
-def test_no_way_between_two_machines_is_refused():
+def test_unconnected_machines_raise():
   link = cluster.Link(bandwidth_bits_per_s=1.0)
   names = "abc"
   apart = cluster.Topology({("a", "b"): link, ("c", "d"): link})

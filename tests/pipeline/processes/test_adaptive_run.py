@@ -1,4 +1,4 @@
-"""Layers move while a pipeline trains, by measured seconds on a given clock."""
+"""Layers move while a pipeline trains, by seconds of a given clock."""
 
 import jax
 import numpy as np
@@ -8,6 +8,7 @@ from jdist import cluster, pipeline
 from jdist.pipeline.processes import _adaptive_run
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 _MICRO = 2
 _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(4)]
@@ -17,11 +18,11 @@ _TABLE = pipeline.make_table("1f1b", 2, 2)
 
 def _batches(number):
   found = small.batches(number, 1, _MICRO * 2)
-  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+  return _training.of_first(found)
 
 
 class _Clocked(pipeline.StageProcess):
-  """A process whose timeline is that of given speeds."""
+  """A process whose timeline follows given speeds."""
 
   def __init__(self, plan, peers, clock):
     super().__init__(
@@ -50,7 +51,7 @@ class _Clocked(pipeline.StageProcess):
 
 
 def _train(peers, phases, moved):
-  """Trains through phases of steps and clock; returns what was seen."""
+  """Trains through phases of steps and clock; returns cuts, losses, ..."""
   clock = [(1.0, 1.0), 0.0]
   optimizer = optax.sgd(0.1, momentum=0.9)
   plan = pipeline.partition(_COSTS, _MACHINES)
@@ -75,7 +76,7 @@ def _train(peers, phases, moved):
 
 
 def _both(phases):
-  """Returns cuts and history, once all else is as of undisturbed runs."""
+  """Returns cuts and history, after comparing with undisturbed runs."""
   one, other = in_threads(2, lambda peers: _train(peers, phases, True))
   cuts, losses, whole, history = one
   assert (cuts, losses, history) == (other[0], other[1], other[3])
@@ -88,7 +89,7 @@ def _both(phases):
   return cuts, history
 
 
-def test_a_slow_machine_gives_layers_away_and_no_update_is_lost():
+def test_layers_move_from_a_slow_machine_without_losing_an_update():
   phases = [(3, (1.0, 1.0), 0.0), (6, (1.0, 0.4), 0.0)]
   cuts, history = _both(phases)
   # Two measurements must agree; the third layer is then on the first machine.
@@ -96,7 +97,7 @@ def test_a_slow_machine_gives_layers_away_and_no_update_is_lost():
   assert history == [(5, False)]
 
 
-def test_what_brings_nothing_moves_back():
+def test_layers_move_back_if_throughput_does_not_rise():
   phases = [(3, (1.0, 1.0), 0.0), (2, (1.0, 0.4), 0.0), (5, (1.0, 0.4), 99.0)]
   cuts, history = _both(phases)
   # The first run with new cuts compiles and does not count.
@@ -116,7 +117,7 @@ def test_seconds_are_medians_of_both_passes():
   assert found == [1 + 47, 3 + 1]
 
 
-def test_a_rate_does_not_depend_on_how_clocks_are_set():
+def test_throughput_does_not_depend_on_clock_offsets():
   def longest(ahead_s):
     trace = cluster.Trace()
     trace.add("device 0", "F0", 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Layers move between processes, and training goes on as if they had not."""
+"""Layers move between processes without changing the training."""
 
 import dataclasses
 import unittest.mock
@@ -14,6 +14,7 @@ from jdist import models, pipeline
 from jdist.pipeline.processes import _layer_moves, _peers
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 _MICRO = 2
 _SIZES = small.UNLIKE
@@ -22,7 +23,7 @@ _OURS = pipeline.ours(2, 2, window=2, num_iterations=2)
 
 def _batches(dtype=np.float32):
   found = small.batches(6, 1, _MICRO * 2, _SIZES, dtype)
-  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+  return _training.of_first(found)
 
 
 def _optimizer():
@@ -44,12 +45,12 @@ def _process(peers, cuts, table=_OURS, layers=None, dtype=jnp.float32):
 
 
 def _model(process, state):
-  """All layers' parameters and state, and the counts."""
+  """Returns all layers' parameters and state, and the counts."""
   counts = [np.asarray(x[1].count) for x in state.opt_state.values()]
   return jax.device_get(process.gather(state)), counts
 
 
-def test_training_goes_on_with_the_same_numbers():
+def test_training_continues_with_the_same_numbers():
   def train(peers):
     with jax.enable_x64(True):
       first = _process(peers, [1], dtype=jnp.float64)
@@ -79,7 +80,7 @@ def test_training_goes_on_with_the_same_numbers():
       assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
 
 
-def test_what_moves_has_the_same_bits_on_other_devices_and_tables():
+def test_moved_layers_keep_their_bits():
   chunks = pipeline.make_table("interleaved", 2, 2, num_chunks=2)
   swapped = pipeline.make_table("1f1b", 2, 2)
   swapped = dataclasses.replace(swapped, devices=swapped.devices[::-1])
@@ -103,7 +104,7 @@ def test_what_moves_has_the_same_bits_on_other_devices_and_tables():
     chex.assert_trees_all_equal(before, after)
 
 
-def test_tied_parameters_come_to_each_stage_that_has_them():
+def test_tied_parameters_move_to_each_stage_that_has_them():
   def work(peers):
     layers = small.tied_layers()
     table = pipeline.make_table("1f1b", 2, 2)
@@ -141,7 +142,7 @@ def test_tied_parameters_come_to_each_stage_that_has_them():
 
 
 def _all_leaves():
-  """Decides by the norm of all leaves, and has a key that is no parameter's."""
+  """Makes a chain that clips by the global norm and keeps a random key."""
 
   def update(grads, key, params=None):
     del params
@@ -154,7 +155,7 @@ def _all_leaves():
   )
 
 
-def test_an_optimizer_of_all_leaves_moves_to_the_first_stage():
+def test_state_of_an_optimizer_of_all_leaves_moves_to_the_first_stage():
   tables = [pipeline.make_table("1f1b", 2, 2)]
   tables += [dataclasses.replace(tables[0], devices=tables[0].devices[::-1])]
 
@@ -206,7 +207,7 @@ def _flat():
   return optax.GradientTransformation(init, update)
 
 
-def test_what_cannot_be_taken_apart_is_refused():
+def test_indivisible_optimizer_state_raises():
   first, second = _alone(cuts=[1]), _alone(cuts=[3])
   state = first.init_state(_flat())
   with pytest.raises(ValueError, match="leaves besides those of parameters"):
@@ -224,7 +225,7 @@ def test_what_cannot_be_taken_apart_is_refused():
     _layer_moves.move_layers(state, first, _alone(renamed), _optimizer())
 
 
-def test_layers_without_names_are_refused():
+def test_layers_without_names_raise():
   def apply(params, state, x, **_):
     return x @ params, state
 

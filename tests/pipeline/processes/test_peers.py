@@ -1,4 +1,4 @@
-"""Connections between processes: who may come, what is refused, who is gone."""
+"""Connections between processes: tokens, messages and failures."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +17,7 @@ from tests.pipeline.processes._threads import in_threads, TOKEN
 _TAG = _peers.Tag(_peers.Kind.OUTPUT, 1, 2, 3)
 
 
-def test_arrays_come_with_the_same_bits_in_any_order():
+def test_arrays_are_received_with_the_same_bits_in_any_order():
   arrays = [
     np.arange(6, dtype=np.float32).reshape(2, 3),
     np.array(-0.0, ml_dtypes.bfloat16),
@@ -41,7 +41,7 @@ def test_arrays_come_with_the_same_bits_in_any_order():
     assert a.tobytes() == b.tobytes()
 
 
-def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent():
+def test_messages_with_one_tag_keep_the_order_of_sending():
   def work(peers):
     if peers.device == 0:
       for i in range(3):
@@ -56,7 +56,7 @@ def test_messages_of_one_tag_come_in_the_order_in_which_they_were_sent():
   assert in_threads(2, work)[1] == [0, 1, 2, 3]
 
 
-def test_all_devices_exchange_in_the_order_of_their_numbers():
+def test_exchange_returns_arrays_in_the_order_of_devices():
   def work(peers):
     found = peers.exchange(_TAG, [np.float32(peers.device)])
     return [float(x) for (x,) in found]
@@ -64,7 +64,7 @@ def test_all_devices_exchange_in_the_order_of_their_numbers():
   assert in_threads(3, work) == [[0.0, 1.0, 2.0]] * 3
 
 
-def test_a_send_returns_before_anything_is_received():
+def test_send_returns_before_the_message_is_received():
   # More than any socket's buffer.
   big = np.zeros(32 << 20, np.uint8)
   seconds = []
@@ -89,7 +89,7 @@ def _connect(device, addresses, token, listener, connect_s=10.0):
   )
 
 
-def test_another_token_is_refused_and_never_sent():
+def test_wrong_token_raises():
   listener = pipeline.listen()
   addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -101,7 +101,7 @@ def test_another_token_is_refused_and_never_sent():
       called.result()
 
 
-def test_noise_at_the_door_disturbs_nobody():
+def test_stranger_does_not_disturb_the_connection():
   listeners = [pipeline.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -118,7 +118,7 @@ def test_noise_at_the_door_disturbs_nobody():
       assert other.receive(0, _TAG, [np.float32(0)])[0] == 3
 
 
-def test_one_that_is_gone_is_an_error_at_once_and_names_it():
+def test_receive_raises_at_once_if_the_sender_has_ended():
   def work(peers):
     if peers.device == 1:
       return None  # Closes.
@@ -130,7 +130,7 @@ def test_one_that_is_gone_is_an_error_at_once_and_names_it():
   assert in_threads(2, work)[0] < 5
 
 
-def test_what_came_before_is_still_received():
+def test_message_is_received_after_its_sender_has_ended():
   def work(peers):
     if peers.device == 1:
       peers.send(0, _TAG, [np.float32(7)])
@@ -141,7 +141,7 @@ def test_what_came_before_is_still_received():
   assert in_threads(2, work)[0] == 7.0
 
 
-def test_nothing_for_too_long_is_an_error_that_names_what():
+def test_timeout_names_the_missing_message():
   done = threading.Event()
 
   def work(peers):
@@ -155,7 +155,7 @@ def test_nothing_for_too_long_is_an_error_that_names_what():
   in_threads(2, work, timeout_s=0.2)
 
 
-def test_other_sizes_are_refused():
+def test_message_of_another_size_raises():
   def work(peers):
     if peers.device == 1:
       peers.send(0, _TAG, [np.zeros(3)])

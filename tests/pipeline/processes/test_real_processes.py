@@ -1,4 +1,4 @@
-"""Stages in operating-system processes of their own, one of which dies."""
+"""Stages in operating-system processes, one of which is killed."""
 
 import multiprocessing
 import os
@@ -11,13 +11,14 @@ import optax
 from jdist import pipeline
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 _SAMPLES = 12
 
 
 def _batches():
   found = small.batches(3, 1, _SAMPLES, small.UNLIKE)
-  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+  return _training.of_first(found)
 
 
 def _process(peers, devices):
@@ -52,7 +53,7 @@ def _run(device, addresses, listener, answers, trained, folder):
 
 
 def _resume(peers, folder):
-  """Parameters after twice the batches: undisturbed, and from the save."""
+  """Returns parameters after twice the batches: undisturbed, and resumed."""
   process = _process(peers, 2)
   state = process.init_state(optax.sgd(0.1))
   for _ in range(2):
@@ -63,7 +64,7 @@ def _resume(peers, folder):
   return jax.device_get((state.params, found.params))
 
 
-def test_the_death_of_one_ends_the_other_and_both_can_resume(tmp_path):
+def test_killed_process_ends_the_other_and_both_resume(tmp_path):
   context = multiprocessing.get_context("spawn")
   answers, trained = context.Queue(), context.Event()
   listeners = [pipeline.listen() for _ in range(2)]

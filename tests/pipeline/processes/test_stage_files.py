@@ -11,6 +11,7 @@ import pytest
 from jdist import pipeline
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 _MICRO = 3
 _TABLE = pipeline.ours(2, 2, window=2, num_iterations=2)
@@ -18,7 +19,7 @@ _TABLE = pipeline.ours(2, 2, window=2, num_iterations=2)
 
 def _batches(dtype=np.float32):
   found = small.batches(6, 1, _MICRO * 2, small.UNLIKE, dtype)
-  return [jax.tree.map(lambda x: x[0], batch) for batch in found]
+  return _training.of_first(found)
 
 
 def _optimizer():
@@ -76,7 +77,7 @@ def _resume(folder, dtype=jnp.float32):
   return step, [first, second]
 
 
-def test_what_is_resumed_has_the_same_bits(tmp_path):
+def test_resumed_run_has_the_same_bits(tmp_path):
   wanted = _train(tmp_path)
   assert _resume(tmp_path) == (6, wanted)
   # One was killed before it had saved the last step.
@@ -103,7 +104,7 @@ def _alone(dtype=jnp.float32, cuts=1):
   return _process(None, dtype, cuts, table)
 
 
-def test_old_steps_go_and_narrow_dtypes_stay(tmp_path):
+def test_old_steps_are_removed_and_narrow_dtypes_kept(tmp_path):
   process = _alone(jnp.bfloat16)
   assert process.restore(tmp_path / "none", _optimizer()) is None
   state = process.init_state(_optimizer())
@@ -119,7 +120,7 @@ def test_old_steps_go_and_narrow_dtypes_stay(tmp_path):
   np.testing.assert_array_equal(found.key, state.key)
 
 
-def test_another_cut_model_or_optimizer_is_refused(tmp_path):
+def test_different_cuts_model_or_optimizer_raise(tmp_path):
   process = _alone()
   process.save(tmp_path, process.init_state(_optimizer()))
   with pytest.raises(ValueError, match=r"(?s)the stages .*Cut the layers as"):
@@ -134,7 +135,7 @@ def _saved(folder):
   return sorted(x.name for x in folder.iterdir())
 
 
-def test_another_runs_later_steps_are_neither_removed_nor_taken(tmp_path):
+def test_later_steps_of_another_run_raise(tmp_path):
   process = _alone()
   state = process.init_state(_optimizer())
   for batch in _batches()[:3]:
@@ -149,7 +150,7 @@ def test_another_runs_later_steps_are_neither_removed_nor_taken(tmp_path):
   assert _saved(tmp_path) == before
 
 
-def test_what_was_just_saved_stays_beside_later_steps_that_were_cut_off(
+def test_saving_after_incomplete_later_steps_keeps_the_new_step(
   tmp_path,
 ):
   process = _alone(cuts=2)

@@ -1,4 +1,4 @@
-"""A process for each device trains as the unsplit model, late or not."""
+"""A process for each device matches the unsplit model, late or not."""
 
 import jax
 import jax.numpy as jnp
@@ -6,86 +6,49 @@ import numpy as np
 import optax
 import pytest
 
-import jdist
-from jdist import collectives, models, pipeline, training, transforms
+from jdist import models, pipeline, transforms
 from jdist.pipeline.processes import _segment
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule import _versions
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO = 3
-
-
-def _shapes(sizes, mask=False):
-  batch = {
-    "x": jax.ShapeDtypeStruct((_MICRO, sizes[0]), jnp.float32),
-    "y": jax.ShapeDtypeStruct((_MICRO, sizes[-1]), jnp.float32),
-  }
-  if mask:
-    batch["mask"] = jax.ShapeDtypeStruct((_MICRO,), jnp.float32)
-  return batch
+_MICRO = _training.MICRO
 
 
 def _momentum():
   return optax.sgd(0.1, momentum=0.9)
 
 
-def _train(
-  layers, table, batches, *, chain=_momentum, loss=small.loss, mask=False,
-  sizes=small.SIZES, inputs="x", **options,
-):  # fmt: skip
+def _train(layers, table, batches, *, sizes=small.SIZES, mask=False, **options):
   """Returns the whole model's parameters and state, and all losses."""
-  stages = pipeline.cut_layers(layers, table.num_stages)
-  batches = [jax.tree.map(lambda x: x[0], batch) for batch in batches]
 
-  def work(peers):
-    process = pipeline.StageProcess(
-      stages,
-      loss,
-      table,
-      _shapes(sizes, mask),
-      peers=peers,
-      inputs=inputs,
-      **options,
-    )
-    state = process.init_state(chain())
-    state, metrics = process.run(state, batches)
+  def work(process, _):
+    state = process.init_state(_momentum())
+    state, metrics = process.run(state, _training.of_first(batches))
     programs = process._part.programs.values()
     counts = {x._forward_program._cache_size() for x in programs}
     return process.gather(state), [x["loss"] for x in metrics], counts
 
-  found = in_threads(len(table.devices), work)
+  shapes = _training.microbatch(sizes, mask=mask)
+  found = _training.processes(layers, table, work, microbatch=shapes, **options)
   for model, losses, counts in found:
     assert small.error(model, found[0][0]) == 0.0
     assert losses == found[0][1] and counts == {1}
   return found[0][:2]
 
 
-def _reference(layers, batches, microbatches, chain=None):
-  team = collectives.workers(1, substrate="none")
-  optimizer = (
-    jdist.ssgd(_momentum(), axis=team.axis) if chain is None else chain
+def _reference(layers, batches, count, chain=None, loss=None):
+  chain = _training.momentum() if chain is None else chain
+  state, losses = _training.unsplit(
+    layers, lambda axis: chain, batches, count, loss=loss
   )
-  state = training.init_state(team, optimizer, *small.merged(layers))
-  step = team.jit(
-    training.make_step(
-      small.whole_loss(layers),
-      optimizer,
-      axis=team.axis,
-      accumulate=microbatches,
-    )
-  )
-  losses = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    losses.append(float(metrics["loss"][0]))
-  one = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
-  return one, losses
+  return _training.of_worker(state), losses[:, 0]
 
 
 def _slow(*values):
-  """Returns a case that is left to the slow set."""
+  """Returns a case of the slow set."""
   return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -103,9 +66,7 @@ def _slow(*values):
   ],
   ids=str,
 )
-def test_a_synchronous_table_trains_as_the_unsplit_model(
-  table, sizes, recompute
-):
+def test_synchronous_table_matches_unsplit_model(table, sizes, recompute):
   made = pipeline.make_table(*table)
   layers = small.layers(sizes, statistics=True)
   batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
@@ -118,7 +79,7 @@ def test_a_synchronous_table_trains_as_the_unsplit_model(
 
 
 @pytest.mark.parametrize("window", [_slow(2), 3])
-def test_a_window_is_delay_gradients_on_one_device(window):
+def test_window_matches_delayed_gradients_on_one_device(window):
   table = pipeline.ours(3, 4, window=window, num_iterations=6)
   layers = small.layers(small.UNLIKE)
   batches = small.batches(12, 1, _MICRO * 4, small.UNLIKE)
@@ -131,7 +92,7 @@ def test_a_window_is_delay_gradients_on_one_device(window):
 
 
 def _by_versions(layers, table, batches, same_in_backward=True):
-  """Trains one model whose stages read the versions that the table has."""
+  """Trains one model whose stages read the table's versions."""
   stages = pipeline.cut_layers(layers, table.num_stages)
   versions = _versions.read_versions(table).read
   count, optimizer = table.num_microbatches, _momentum()
@@ -179,7 +140,7 @@ def _by_versions(layers, table, batches, same_in_backward=True):
     ("paci", 2, None),
   ],
 )
-def test_each_asynchronous_table_reads_the_versions_it_names(
+def test_asynchronous_table_reads_the_versions_that_it_names(
   name, microbatches, delays
 ):
   table = pipeline.make_table(name, 3, microbatches, num_iterations=12)
@@ -193,7 +154,7 @@ def test_each_asynchronous_table_reads_the_versions_it_names(
     assert pipeline.check_table(table).delays == delays
 
 
-def test_no_more_versions_are_held_than_the_table_has(monkeypatch):
+def test_held_versions_match_the_report(monkeypatch):
   drop, held = _segment.Segment._drop, [0, 0, 0]
 
   def recorded(self, place, action):
@@ -219,7 +180,7 @@ def test_no_more_versions_are_held_than_the_table_has(monkeypatch):
   ],
   ids=lambda x: x.name,
 )
-def test_tied_parameters_get_the_sum_of_their_gradients(table, clip_norm):
+def test_tied_parameters_receive_the_sum_of_their_gradients(table, clip_norm):
   layers = small.tied_layers()
   batches = small.batches(4, 1, _MICRO * table.num_microbatches)
   found, losses = _train(layers, table, batches, clip_norm=clip_norm)
@@ -227,24 +188,12 @@ def test_tied_parameters_get_the_sum_of_their_gradients(table, clip_norm):
   if clip_norm is not None:
     chain = optax.chain(optax.clip_by_global_norm(clip_norm), chain)
   chain = transforms.delay_gradients(chain, table.window - 1)
-  team = collectives.workers(1, substrate="none")
-  state = training.init_state(team, chain, *small.merged(layers))
-  step = team.jit(
-    training.make_step(
-      small.chain_loss(layers),
-      chain,
-      axis=team.axis,
-      accumulate=table.num_microbatches,
-    )
+  wanted_model, wanted = _reference(
+    layers, batches, table.num_microbatches, chain, small.chain_loss(layers)
   )
-  wanted = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    wanted.append(float(metrics["loss"][0]))
   np.testing.assert_allclose(losses, wanted, rtol=1e-5)
   if table.window == 1:
-    one = jax.tree.map(lambda x: x[0], state.params)
-    assert small.error(found[0], one) < 1e-5
+    assert small.error(found[0], wanted_model[0]) < 1e-5
 
 
 def _noisy_layers(sizes):
@@ -269,7 +218,7 @@ def _noisy_inputs(batch, key):
 
 
 def _noisy_reference(layers, batches, count, inputs=_plain_inputs):
-  """The unsplit model, with the keys that each layer derives."""
+  """Trains the unsplit model with the keys that each layer derives."""
   (stage,) = pipeline.cut_layers(layers, 1)
 
   def loss_fn(params, state, batch, key):
@@ -278,15 +227,8 @@ def _noisy_reference(layers, batches, count, inputs=_plain_inputs):
     loss, metrics = small.loss(y, batch)
     return loss, (state, metrics)
 
-  team = collectives.workers(1, substrate="none")
-  optimizer = _momentum()
-  state = training.init_state(team, optimizer, *small.merged(layers))
-  step = team.jit(
-    training.make_step(loss_fn, optimizer, axis=team.axis, accumulate=count)
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  return jax.tree.map(lambda x: x[0], state.params)
+  (params, _), _ = _reference(layers, batches, count, _momentum(), loss_fn)
+  return params
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers", _slow("stage")])
@@ -302,7 +244,7 @@ def test_dropout_is_replayed_in_the_backward_pass(recompute):
 
 
 @pytest.mark.parametrize("recompute", [_slow("none"), "stage"])
-def test_inputs_draw_what_their_key_gives(recompute):
+def test_inputs_draw_from_their_key(recompute):
   table = pipeline.make_table("1f1b", 2, 2)
   layers = small.layers(small.UNLIKE)
   batches = small.batches(2, 1, _MICRO * 2, small.UNLIKE)
@@ -318,34 +260,17 @@ def test_inputs_draw_what_their_key_gives(recompute):
   assert small.error(found[0], wanted) < 1e-5
 
 
-def test_one_program_draws_the_same():
+def test_one_program_draws_the_same_numbers():
   table = pipeline.make_table("1f1b", 2, 2)
   layers = _noisy_layers(small.UNLIKE)
   batches = small.batches(3, 1, _MICRO * 2, small.UNLIKE)
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh((1, 2), ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(1, mesh=mesh)
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(layers, 2),
-    small.loss,
-    table,
-    _shapes(small.UNLIKE),
-    inputs="x",
-  )
-  optimizer = _momentum()
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  parts = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
+  pipe = _training.one_program(layers, table, small.UNLIKE)
+  state, _ = _training.train(pipe, lambda axis: _momentum(), batches)
   wanted = _noisy_reference(layers, batches, 2)
-  assert small.error(pipe.split(*parts)[0], wanted) < 1e-5
+  assert small.error(_training.split(pipe, state)[0], wanted) < 1e-5
 
 
-def test_micro_batches_count_by_their_samples():
+def test_masked_micro_batches_count_by_their_samples():
   table = pipeline.make_table("1f1b", 2, 2)
   layers = small.layers(statistics=True)
   batches = small.batches(2, 1, _MICRO * 2)
@@ -362,13 +287,13 @@ def _process(**change):
     "stages": pipeline.cut_layers(small.layers(), 1),
     "loss": small.loss,
     "table": pipeline.make_table("1f1b", 1, 2),
-    "microbatch": _shapes(small.SIZES),
+    "microbatch": _training.microbatch(),
     "inputs": "x",
   }
   return pipeline.StageProcess(**(given | change))
 
 
-def test_a_scanned_stage_is_refused_where_its_backward_pass_is_split():
+def test_scanned_stage_raises_only_if_its_backward_pass_is_split():
   def apply(params, state, x, **_):
     return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
 
@@ -381,41 +306,30 @@ def test_a_scanned_stage_is_refused_where_its_backward_pass_is_split():
     _process(**given, table=split)
 
 
-def test_processes_of_unlike_tables_do_not_begin():
+def test_processes_with_unlike_tables_raise():
   def work(peers):
+    name = "1f1b" if peers.device else "gpipe"
     with pytest.raises(ValueError, match="must be the same in all processes"):
-      pipeline.StageProcess(
-        pipeline.cut_layers(small.layers(), 2),
-        small.loss,
-        pipeline.make_table("1f1b" if peers.device else "gpipe", 2, 4),
-        _shapes(small.SIZES),
+      _process(
+        stages=pipeline.cut_layers(small.layers(), 2),
+        table=pipeline.make_table(name, 2, 4),
         peers=peers,
-        inputs="x",
       )
 
   in_threads(2, work)
 
 
-def test_a_timeline_has_every_action_of_all_processes():
+def test_timeline_has_every_action_of_all_processes():
   table = pipeline.make_table("1f1b", 2, 2)
-  batches = [
-    jax.tree.map(lambda x: x[0], x) for x in small.batches(2, 1, _MICRO * 2)
-  ]
+  batches = _training.of_first(small.batches(2, 1, _MICRO * 2))
 
-  def work(peers):
-    process = pipeline.StageProcess(
-      pipeline.cut_layers(small.layers(), 2),
-      small.loss,
-      table,
-      _shapes(small.SIZES),
-      peers=peers,
-      inputs="x",
-      timeline=True,
-    )
+  def work(process, _):
     process.run(process.init_state(_momentum()), batches)
     return process.trace()
 
-  first, second = in_threads(2, work)
+  first, second = _training.processes(
+    small.layers(), table, work, timeline=True
+  )
   assert list(first) == list(second) and len(first) == 2 * len(list(table))
   assert min(x.start_s for x in first) == 0.0
   assert {x.resource for x in first} == {"device 0", "device 1"}

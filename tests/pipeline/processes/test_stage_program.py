@@ -1,4 +1,4 @@
-"""A stage's programs: no work twice, nothing kept that nobody reads."""
+"""A stage's programs: no work done twice, nothing kept without need."""
 
 import jax
 import jax.extend.core as jex
@@ -41,7 +41,7 @@ def _count(jaxpr):
 @pytest.mark.parametrize(
   ("recompute", "again"), [("none", 0), ("layers", 4), ("stage", 4)]
 )
-def test_what_is_run_again_is_run_in_the_input_part_alone(recompute, again):
+def test_only_the_input_part_recomputes(recompute, again):
   program, given = _program(recompute)
   params = given[0]
   found = program.forward(*given)
@@ -61,7 +61,7 @@ def test_what_is_run_again_is_run_in_the_input_part_alone(recompute, again):
   assert small.error((grads, gradient), (wanted, wanted_gradient)) < 2e-6
 
 
-def test_a_scan_over_layers_cannot_be_split():
+def test_scan_over_layers_raises():
   def apply(params, state, x, **_):
     return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
 
@@ -71,7 +71,7 @@ def test_a_scan_over_layers_cannot_be_split():
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers"])
-def test_parameters_are_kept_as_they_are_and_not_copied(recompute):
+def test_parameters_are_not_copied(recompute):
   program, given = _program(recompute)
   params = jax.tree.leaves(given[0])
   own = {x.unsafe_buffer_pointer() for x in params}

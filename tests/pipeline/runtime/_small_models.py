@@ -1,4 +1,4 @@
-"""Small models in layers, and what they give without a pipeline."""
+"""Small models in layers, and their losses without a pipeline."""
 
 import itertools
 
@@ -14,9 +14,9 @@ UNLIKE = (6, 12, 7, 9, 5)
 
 
 def layers(sizes=SIZES, *, statistics=False, dtype=jnp.float32):
-  """Dense layers; with statistics they normalize and keep running means.
+  """Makes dense layers; with statistics they normalize and keep running means.
 
-  They read what was kept before, too: who runs one again must have that state.
+  They also read the old means, so running a layer again needs its old state.
   """
   generator = np.random.default_rng(0)
   found = []
@@ -46,9 +46,9 @@ def _dense(name, statistics):
 
 
 def tied_layers(before=False):
-  """Embedding and output of the same matrix, with a layer between.
+  """Makes an embedding and an output of one matrix, with a layer between.
 
-  Another layer stands before them if `before`.
+  With `before`, another layer precedes them.
   """
   generator = np.random.default_rng(3)
   table = jnp.asarray(generator.normal(size=(8, 6)) / 3, jnp.float32)
@@ -79,7 +79,7 @@ def tied_layers(before=False):
 
 
 def chain_loss(all_layers):
-  """The loss of layers that take the whole model's parameters."""
+  """Makes the loss of layers that take the whole model's parameters."""
 
   def loss_fn(params, state, batch, key):
     del key
@@ -103,7 +103,7 @@ def loss(outputs, batch):
 
 
 def whole_loss(all_layers):
-  """The loss of `training.make_step` for the unsplit model."""
+  """Makes the loss of `training.make_step` for the unsplit model."""
 
   def loss_fn(params, state, batch, key):
     del key
@@ -133,12 +133,12 @@ def batches(number, workers, samples, sizes=SIZES, dtype=np.float32):
 
 
 def merged(parts):
-  """The parameters and the state of all."""
+  """Merges the parameters and the state of layers or stages."""
   return merge([x.params for x in parts]), merge([x.state for x in parts])
 
 
 def error(found, wanted):
-  """The largest difference, relative to the leaf's largest entry."""
+  """Returns the largest difference, relative to the leaf's largest entry."""
   pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
   return max(
     (

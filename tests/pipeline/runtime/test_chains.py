@@ -1,59 +1,27 @@
 """Optimizers in one program see the leaves that they need, or are refused."""
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from optax import contrib
 
 import jdist
-from jdist import collectives, pipeline, reducers, training, transforms
+from jdist import pipeline, reducers, transforms
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO, _WORKERS = 3, 2
-
-
-def _pipe(table, layers, sizes=small.SIZES, **options):
-  batch = {
-    "x": jax.ShapeDtypeStruct((_MICRO, sizes[0]), jnp.float32),
-    "y": jax.ShapeDtypeStruct((_MICRO, sizes[-1]), jnp.float32),
-  }
-  stages = pipeline.cut_layers(layers, table.num_stages)
-  return pipeline.OneProgram(
-    stages, small.loss, table, batch, inputs="x", **options
-  )
+_MICRO, _WORKERS = _training.MICRO, 2
+_pipe = _training.one_program
 
 
 def _train(pipe, chain, batches, workers=1):
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  shape = (workers, pipe.grid.num_devices)
-  mesh = jax.make_mesh(shape, ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(workers, mesh=mesh)
-  optimizer = chain(team.axis)
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  parts = jax.tree.map(lambda x: x[0], (state.params, state.model_state))
-  return pipe.split(*parts)[0]
+  state, _ = _training.train(pipe, chain, batches, workers)
+  return _training.split(pipe, state)[0]
 
 
-def _unsplit(layers, chain, batches, microbatches, workers=1, loss=None):
-  team = collectives.workers(
-    workers, substrate="vmap" if workers > 1 else "none"
-  )
-  optimizer = chain(team.axis)
-  state = training.init_state(team, optimizer, *small.merged(layers))
-  loss = small.whole_loss(layers) if loss is None else loss
-  step = team.jit(
-    training.make_step(loss, optimizer, axis=team.axis, accumulate=microbatches)
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  return jax.tree.map(lambda x: x[0], state.params)
+def _unsplit(*args, **options):
+  state, _ = _training.unsplit(*args, **options)
+  return _training.of_worker(state)[0]
 
 
 def _averaged(optimizer):
@@ -93,10 +61,10 @@ _OF_MATRICES = {
   ],
   ids=str,
 )
-def test_equal_stages_take_what_needs_whole_leaves(name, table):
+def test_equal_stages_accept_optimizers_of_whole_leaves(name, table):
   made, layers = pipeline.make_table(*table), small.layers()
   batches = small.batches(3, 1, _MICRO * made.num_microbatches)
-  pipe = _pipe(made, layers)
+  pipe = _pipe(layers, made)
   assert pipe.stacked
   with jax.numpy_dtype_promotion("standard"):  # As Muon is written.
     found = _train(pipe, _OF_MATRICES[name], batches)
@@ -110,7 +78,7 @@ def test_equal_stages_take_what_needs_whole_leaves(name, table):
 def test_power_sgd_factors_each_stages_own_matrices():
   table, layers = pipeline.make_table("interleaved", 2, 2), small.layers()
   batches = small.batches(3, _WORKERS, _MICRO * 2)
-  found = _train(_pipe(table, layers), _power_sgd, batches, _WORKERS)
+  found = _train(_pipe(layers, table), _power_sgd, batches, _WORKERS)
   wanted = _unsplit(layers, _power_sgd, batches, 2, _WORKERS)
   # Random first factors differ by leaf's place; rank 2 of 8 after 3 steps.
   assert small.error(found, wanted) < 0.1
@@ -139,14 +107,12 @@ def _clipped(inner, most):
 @pytest.mark.parametrize(
   "most", [0.05, pytest.param(1e3, marks=pytest.mark.slow)]
 )
-def test_the_norm_over_all_stages_clips_as_the_unsplit_models(
-  table, sizes, tied, most
-):
+def test_clip_norm_matches_unsplit_model(table, sizes, tied, most):
   made = pipeline.make_table(*table)
   layers = small.tied_layers() if tied else small.layers(sizes)
   batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
   inner = optax.sgd(0.5, momentum=0.9)
-  pipe = _pipe(made, layers, sizes, clip_norm=most)
+  pipe = _pipe(layers, made, sizes, clip_norm=most)
   found = _train(pipe, _averaged(inner), batches)
   wanted = _unsplit(
     layers,
@@ -159,9 +125,9 @@ def test_the_norm_over_all_stages_clips_as_the_unsplit_models(
 
 
 @pytest.mark.slow
-def test_a_late_gradient_is_clipped_when_it_is_whole():
+def test_late_gradient_is_clipped_when_it_is_complete():
   table = pipeline.ours(2, 2, window=2)
-  pipe = _pipe(table, small.layers(), late_sends=False, clip_norm=0.05)
+  pipe = _pipe(small.layers(), table, late_sends=False, clip_norm=0.05)
   batches = small.batches(6, 1, _MICRO * 2)
   inner = optax.sgd(0.5, momentum=0.9)
   found = _train(pipe, _averaged(inner), batches)
@@ -197,12 +163,14 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_packed_stages_refuse_what_needs_whole_leaves_by_name(name):
+def test_packed_stages_refuse_optimizers_of_whole_leaves(name):
   pipe = _pipe(
-    pipeline.make_table("1f1b", 4, 4), small.layers(small.UNLIKE), small.UNLIKE
+    small.layers(small.UNLIKE),
+    pipeline.make_table("1f1b", 4, 4),
+    small.UNLIKE,
   )
-  alike = _pipe(pipeline.make_table("1f1b", 4, 4), small.layers())
-  tied = _pipe(pipeline.make_table("1f1b", 3, 4), small.tied_layers())
+  alike = _pipe(small.layers(), pipeline.make_table("1f1b", 4, 4))
+  tied = _pipe(small.tied_layers(), pipeline.make_table("1f1b", 3, 4))
   words = f"`inner` must act on each number alone.* got .*{name}"
   for packed in (pipe, tied):
     with pytest.raises(ValueError, match=words):
@@ -225,8 +193,10 @@ def test_packed_stages_refuse_what_needs_whole_leaves_by_name(name):
   ],
   ids=["adamw", "local_sgd", "prediction", "several steps"],
 )
-def test_elementwise_chains_are_taken(optimizer):
+def test_packed_stages_accept_elementwise_optimizers(optimizer):
   pipe = _pipe(
-    pipeline.make_table("1f1b", 4, 4), small.layers(small.UNLIKE), small.UNLIKE
+    small.layers(small.UNLIKE),
+    pipeline.make_table("1f1b", 4, 4),
+    small.UNLIKE,
   )
   pipe.make_step(optimizer, axis="worker")

@@ -1,4 +1,4 @@
-"""Pipelines compiled for GPUs, without one: what runs beside their sends."""
+"""Pipelines compiled for GPUs, without one: the overlap of their sends."""
 
 import importlib.util
 
@@ -31,7 +31,7 @@ _OURS = pipeline.ours(4, 8, window=2)
 
 
 def _layers(sizes):
-  """Dense layers of shapes."""
+  """Makes abstract dense layers."""
   return [
     models.Layer(
       layer.name,
@@ -49,7 +49,7 @@ def _layers(sizes):
 
 
 def _compile(table, topology, *, alike=True, in_flight=2, late=True):
-  """The step of workers with a pipeline each, on all GPUs."""
+  """Compiles the step of workers with a pipeline each, on all GPUs."""
   stages = table.num_stages
   sizes = [256 if alike else 256 + 128 * (i % 2) for i in range(stages + 1)]
   microbatch = {
@@ -85,7 +85,7 @@ def _compile(table, topology, *, alike=True, in_flight=2, late=True):
 
 
 def _tick(program):
-  """The loop's body, as it is scheduled: its permutes and conditionals."""
+  """Returns the permutes and conditionals of the scheduled loop's body."""
   (body,) = [
     instructions
     for instructions in program.computations.values()
@@ -115,7 +115,7 @@ def _words(tick):
   ],
   ids=["1f1b-4", "1f1b-16", "zb_h1-4x4-unlike", "interleaved-2x2", "ours-4x4"],
 )
-def test_sends_run_around_the_conditionals_of_their_tick(
+def test_late_sends_overlap_the_conditionals_of_their_tick(
   table, topology, alike
 ):
   pipe, text = _compile(table, topology, alike=alike)
@@ -157,7 +157,7 @@ def test_sends_run_around_the_conditionals_of_their_tick(
 @pytest.mark.parametrize(
   ("table", "topology"), [(_1F1B, "4xh200"), (_LONG, "2x8xh200")], ids=str
 )
-def test_sends_between_ticks_are_not_around_the_conditionals(table, topology):
+def test_sends_between_ticks_do_not_overlap_the_conditionals(table, topology):
   _, text = _compile(table, topology, late=False)
   # What one pass made leaves under the other, which comes second (which one is
   # first is the compiler's choice); what that made leaves under nothing.
@@ -167,7 +167,7 @@ def test_sends_between_ticks_are_not_around_the_conditionals(table, topology):
 
 
 @needs_compiler
-def test_by_default_the_compiler_lets_one_of_both_sends_wait():
+def test_default_compiler_options_serialize_the_two_sends():
   _, text = _compile(_1F1B, "4xh200", in_flight=None)
   words = _words(_tick(_hlo.parse(text)))
   assert words == [
@@ -175,7 +175,7 @@ def test_by_default_the_compiler_lets_one_of_both_sends_wait():
   ]  # fmt: skip
 
 
-def test_shapes_of_a_state_are_those_of_a_state():
+def test_abstract_state_matches_initial_state():
   mesh = collectives.make_mesh((2, 4), ("worker", "stage"))
   team = collectives.workers(2, mesh=mesh)
   optimizer = jdist.ssgd(optax.sgd(0.1, momentum=0.9), axis=team.axis)

@@ -1,4 +1,4 @@
-"""A pipeline in one program is the unsplit model, late or not."""
+"""A pipeline in one program matches the unsplit model, late or not."""
 
 import collections as counting
 import functools
@@ -13,89 +13,20 @@ import optax
 import pytest
 
 import jdist
-from jdist import collectives, pipeline, training, transforms
+from jdist import pipeline, training, transforms
 from jdist.pipeline.runtime import _grid
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO = 3
-
-
-def _team(workers, stages):
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh((workers, stages), ("worker", "stage"), axis_types=kinds)
-  return collectives.workers(workers, mesh=mesh)
+_MICRO = _training.MICRO
+_momentum, _split, _of = (
+  _training.momentum, _training.split, _training.of_worker,
+)  # fmt: skip
 
 
-def _pipe(table, sizes=small.SIZES, *, statistics=False, mask=False, **options):
+def _pipe(table, sizes=small.SIZES, *, statistics=False, **options):
   layers = small.layers(sizes, statistics=statistics)
-  batch = {
-    "x": jax.ShapeDtypeStruct((_MICRO, sizes[0]), jnp.float32),
-    "y": jax.ShapeDtypeStruct((_MICRO, sizes[-1]), jnp.float32),
-  }
-  if mask:
-    batch["mask"] = jax.ShapeDtypeStruct((_MICRO,), jnp.float32)
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(layers, table.num_stages),
-    small.loss,
-    table,
-    batch,
-    inputs="x",
-    **options,
-  )
-  return pipe, layers
-
-
-def _momentum(axis):
-  return jdist.ssgd(optax.sgd(0.1, momentum=0.9), axis=axis)
-
-
-def _train(pipe, batches, chain=_momentum, workers=1, drained=False):
-  team = _team(workers, pipe.grid.num_devices)
-  optimizer = chain(team.axis)
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  losses = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    losses.append(np.asarray(metrics["loss"]))
-  assert step._cache_size() == 1
-  if drained:
-    state = team.jit(pipe.make_drain(optimizer, axis=team.axis))(state)
-  return state, np.asarray(losses)
-
-
-def _reference(layers, batches, microbatches, chain=_momentum, workers=1):
-  team = collectives.workers(
-    workers, substrate="vmap" if workers > 1 else "none"
-  )
-  optimizer = chain(team.axis)
-  state = training.init_state(team, optimizer, *small.merged(layers))
-  step = team.jit(
-    training.make_step(
-      small.whole_loss(layers),
-      optimizer,
-      axis=team.axis,
-      accumulate=microbatches,
-    )
-  )
-  losses = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    losses.append(np.asarray(metrics["loss"]))
-  return state, np.asarray(losses)
-
-
-def _split(pipe, state, worker=0):
-  return pipe.split(
-    *jax.tree.map(lambda x: x[worker], (state.params, state.model_state))
-  )
-
-
-def _of(state, worker=0):
-  return jax.tree.map(lambda x: x[worker], (state.params, state.model_state))
+  return _training.one_program(layers, table, sizes, **options), layers
 
 
 @pytest.mark.parametrize(
@@ -118,17 +49,19 @@ def _of(state, worker=0):
   ],
   ids=str,
 )
-def test_a_synchronous_table_trains_as_the_unsplit_model(table, sizes, late):
+def test_synchronous_table_matches_unsplit_model(table, sizes, late):
   made = pipeline.make_table(*table)
   pipe, layers = _pipe(made, sizes, statistics=True, late_sends=late)
   batches = small.batches(3, 1, _MICRO * made.num_microbatches, sizes)
-  state, losses = _train(pipe, batches)
-  wanted, wanted_losses = _reference(layers, batches, made.num_microbatches)
+  state, losses = _training.train(pipe, _momentum, batches)
+  wanted, wanted_losses = _training.unsplit(
+    layers, _momentum, batches, made.num_microbatches
+  )
   assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
 
-def test_stages_of_the_same_shapes_are_stacked_and_others_packed():
+def test_equal_stages_are_stacked_and_unlike_ones_packed():
   table = pipeline.make_table("1f1b", 4, 4)
   alike, _ = _pipe(table)
   unlike, layers = _pipe(table, small.UNLIKE)
@@ -155,7 +88,7 @@ def test_stages_of_the_same_shapes_are_stacked_and_others_packed():
   ],
   ids=str,
 )
-def test_a_window_is_delay_gradients_on_one_device(
+def test_window_matches_delayed_gradients_on_one_device(
   stages, microbatches, window, late, sizes
 ):
   table = pipeline.ours(stages, microbatches, window=window)
@@ -163,13 +96,13 @@ def test_a_window_is_delay_gradients_on_one_device(
   busy = pipe.grid.rows[..., [_grid.FORWARD, _grid.BACKWARD]] > 0
   assert busy.any(-1).all()
   batches = small.batches(12, 1, _MICRO * microbatches, sizes)
-  _, losses = _train(pipe, batches)
+  _, losses = _training.train(pipe, _momentum, batches)
   behind = pipe.grid.behind
-  _, wanted_losses = _reference(
+  _, wanted_losses = _training.unsplit(
     layers,
+    lambda axis: transforms.delay_gradients(_momentum(axis), pipe.grid.delay),
     batches[: len(batches) - behind],
     microbatches,
-    lambda axis: transforms.delay_gradients(_momentum(axis), pipe.grid.delay),
   )
   # A loss shows the parameters that its gradient was taken at.
   assert np.isfinite(losses).all()
@@ -192,7 +125,7 @@ _FIXES = {
     for x in _FIXES
   ],
 )
-def test_a_window_with_a_fix_is_delay_gradients_with_it(fix):
+def test_window_with_a_correction_matches_delayed_gradients_with_it(fix):
   pipe, layers = _pipe(pipeline.ours(4, 2, window=3), late_sends=False)
   batches = small.batches(12, 1, _MICRO * 2)
 
@@ -204,8 +137,8 @@ def test_a_window_with_a_fix_is_delay_gradients_with_it(fix):
   def late(axis):
     return transforms.delay_gradients(chain(axis), pipe.grid.delay)
 
-  found, losses = _train(pipe, batches, chain, drained=True)
-  late_state, wanted_losses = _reference(layers, batches, 2, late)
+  found, losses = _training.train(pipe, chain, batches, drained=True)
+  late_state, wanted_losses = _training.unsplit(layers, late, batches, 2)
   one = jax.tree.map(lambda x: x[0], late_state)
   wanted, _ = transforms.drain(late(None), one.opt_state, one.params)
   assert small.error(_split(pipe, found)[0], wanted) < 1e-6
@@ -223,24 +156,24 @@ def test_a_window_with_a_fix_is_delay_gradients_with_it(fix):
 
 @functools.cache
 def _unfixed():
-  state, _ = _reference(
+  state, _ = _training.unsplit(
     small.layers(),
+    lambda axis: transforms.delay_gradients(_SGD, 2),
     small.batches(12, 1, _MICRO * 2),
     2,
-    lambda axis: transforms.delay_gradients(_SGD, 2),
   )
   return _of(state)[0]
 
 
-def test_drained_it_has_applied_every_gradient_and_begins_anew():
+def test_drain_applies_every_gradient():
   table = pipeline.ours(4, 4, window=2)
   pipe, layers = _pipe(table, statistics=True, late_sends=False)
   batches = small.batches(5, 1, _MICRO * 4)
   # Steps without a gradient must not count in its schedule.
   rate = optax.linear_schedule(0.1, 0.02, 5)
   optimizer = optax.sgd(rate, momentum=0.9)
-  state, _ = _train(
-    pipe, batches, lambda axis: jdist.ssgd(optimizer, axis=axis), drained=True
+  state, _ = _training.train(
+    pipe, lambda axis: jdist.ssgd(optimizer, axis=axis), batches, drained=True
   )
   assert (int(state.step[0]), int(state.opt_state.step[0])) == (5, 0)
   # The gradients of five iterations, each at the parameters one update ago.
@@ -268,26 +201,26 @@ def test_drained_it_has_applied_every_gradient_and_begins_anew():
   ],
   ids=["ssgd", "local_sgd"],
 )
-def test_workers_of_several_stages_are_stages_and_averaging(chain):
+def test_workers_with_pipelines_match_workers_with_whole_models(chain):
   table = pipeline.make_table("1f1b", 2, 2)
   pipe, layers = _pipe(table, statistics=True)
   batches = small.batches(4, 2, _MICRO * 2)
-  state, losses = _train(pipe, batches, chain, workers=2)
-  wanted, wanted_losses = _reference(layers, batches, 2, chain, workers=2)
+  state, losses = _training.train(pipe, chain, batches, 2)
+  wanted, wanted_losses = _training.unsplit(layers, chain, batches, 2, 2)
   for worker in range(2):
     found = _split(pipe, state, worker)
     assert small.error(found, _of(wanted, worker)) < 2e-5
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
 
 
-def test_micro_batches_count_by_their_samples():
+def test_masked_micro_batches_count_by_their_samples():
   table = pipeline.make_table("1f1b", 2, 2)
   pipe, layers = _pipe(table, statistics=True, mask=True)
   batches = small.batches(2, 1, _MICRO * 2)
   for batch in batches:
     batch["mask"] = np.array([[1, 1, 0, 1, 0, 0]], np.float32)
-  state, losses = _train(pipe, batches)
-  wanted, wanted_losses = _reference(layers, batches, 2)
+  state, losses = _training.train(pipe, _momentum, batches)
+  wanted, wanted_losses = _training.unsplit(layers, _momentum, batches, 2)
   assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
@@ -298,7 +231,7 @@ def _compiled(name, microbatches, **options):
   sizes = (61,) * 5
   table = pipeline.make_table(name, 4, microbatches, **options)
   pipe, _ = _pipe(table, sizes)
-  team = _team(1, 4)
+  team = _training.team_of(pipe)
   optimizer = _momentum(team.axis)
   state = pipe.init_state(team, optimizer)
   batch = small.batches(1, 1, _MICRO * microbatches, sizes)[0]
@@ -314,7 +247,7 @@ def _temporary_bytes(name, microbatches):
   return found - sum(x.nbytes for x in batch.values()) - rows.nbytes
 
 
-def test_memory_of_1f1b_is_flat_in_the_micro_batches_and_of_gpipe_not():
+def test_memory_of_1f1b_does_not_grow_with_micro_batches():
   flat = [_temporary_bytes("1f1b", m) for m in (8, 64)]
   grows = [_temporary_bytes("gpipe", m) for m in (8, 64)]
   assert flat[1] < 1.05 * flat[0]
@@ -323,7 +256,7 @@ def test_memory_of_1f1b_is_flat_in_the_micro_batches_and_of_gpipe_not():
 
 
 def _of_parameters(text):
-  """How often each shape is written that parameters have, or many of them."""
+  """Counts the shapes whose size is a multiple of a layer's parameters."""
   shapes = re.findall(r"f32\[([\d,]+)\]", text)
   sizes = [tuple(map(int, x.split(","))) for x in shapes]
   return counting.Counter(x for x in sizes if math.prod(x) % 61**2 == 0)
@@ -339,7 +272,7 @@ def _of_parameters(text):
   ],
   ids=str,
 )
-def test_buffers_of_the_parameters_size_do_not_grow_with_micro_batches(
+def test_number_of_parameter_sized_buffers_does_not_grow_with_micro_batches(
   name, options
 ):
   few, many = (

@@ -1,6 +1,6 @@
-"""What a pipeline cannot run is refused when it is built: one clear error each.
+"""Refusals of stages, tables and runs, when they are built.
 
-The argument or the place, the rule, what was given.
+An error names the argument or the place, the rule, and the value.
 """
 
 import dataclasses
@@ -81,8 +81,23 @@ def _beyond_memory():
   return pipeline.partition(costs, machines)
 
 
-def _indivisible(runtime):
-  batch = {"x": np.ones((3, 8), np.float32), "y": np.ones((3, 8), np.float32)}
+def _with_layer(apply):
+  """Both runtimes with a layer of this function."""
+  layer = models.Layer("own", {"own": jnp.eye(8)}, {}, apply)
+  stages = pipeline.cut_layers([layer], 1)
+  _process(stages=stages)
+
+
+def _layers_with(*params):
+  return [
+    models.Layer(f"layer{i}", x, {}, lambda p, s, x, **_: (x, s))
+    for i, x in enumerate(params)
+  ]
+
+
+def _batch_of(samples, runtime):
+  shape = samples, 8
+  batch = {"x": np.ones(shape, np.float32), "y": np.ones(shape, np.float32)}
   if runtime == "processes":
     process = _process()
     return process.run(process.init_state(optax.sgd(0.1)), [batch])
@@ -172,6 +187,46 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   # What both runtimes are given.
   ("loss", lambda: _one_program(loss=None), "a function"),
   ("loss", lambda: _process(loss=None), "a function"),
+  # Functions and trees of another form.
+  (
+    "loss",
+    lambda: _process(loss=lambda y, batch: y.mean()),
+    "a scalar and a dict of metrics",
+  ),
+  (
+    "loss",
+    lambda: _one_program(loss=lambda y, batch: (y.mean(-1), {})),
+    "a scalar and a dict of metrics, got float32[2]",
+  ),
+  (
+    "apply",
+    lambda: _with_layer(lambda p, s, x, **_: x @ p["own"]),
+    "its outputs and its new state, got float32[2, 8]",
+  ),
+  (
+    "apply",
+    lambda: _with_layer(lambda p, s, x: (x, s)),
+    "take `train` and `mask` as keywords",
+  ),
+  ("inputs", lambda: _process(inputs="z"), "has 'x', 'y', got 'z'"),
+  (
+    "layers",
+    lambda: pipeline.cut_layers(_layers_with([jnp.eye(2)], [jnp.eye(2)]), 1),
+    "nested dicts of parameters and state to be put together, got a list",
+  ),
+  (
+    "layers",
+    lambda: pipeline.cut_layers(_layers_with({"w": 2.0}, {"w": 3.0}), 2),
+    "under ['w'] in 'layer0' and 'layer1'. Give each layer a key of its own",
+  ),
+  (
+    "layers",  # Layers that are stages without `cut_layers`.
+    lambda: _one_program(
+      stages=_layers_with({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}),
+      table=_TWO_STAGES,
+    ),
+    "equal arrays under equal keys",
+  ),
   ("clip_norm", lambda: _one_program(clip_norm=0.0), "in (0, inf]"),
   ("clip_norm", lambda: _process(clip_norm=0), "in (0, inf]"),
   ("inputs", lambda: _one_program(inputs=3), "a function"),
@@ -192,13 +247,28 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   # What a run is given.
   (
     "batch",
-    lambda: _indivisible("one program"),
+    lambda: _batch_of(3, "one program"),
     "divide into the table's 2 micro-batches",
   ),
   (
     "batches",
-    lambda: _indivisible("processes"),
+    lambda: _batch_of(3, "processes"),
     "divide into the table's 2 micro-batches",
+  ),
+  (
+    "batch",
+    lambda: _batch_of(8, "one program"),
+    "micro-batches of shape [2, 8], as `microbatch` has, got [4, 8]",
+  ),
+  (
+    "batches",
+    lambda: _batch_of(8, "processes"),
+    "micro-batches of shape [2, 8], as `microbatch` has, got [4, 8]",
+  ),
+  (
+    "batches",
+    lambda: _run([{"x": np.ones((4, 8), np.float32)}]),
+    "the leaves of `microbatch`",
   ),
   ("batches", lambda: _run([]), "multiple of the table's 1 iterations"),
   (
@@ -218,7 +288,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("timeout_s", lambda: _connect(timeout_s=0), "in (0, inf]"),
   ("timeout_s", lambda: _connect(connect_s=-1), "in (0, inf]"),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
@@ -244,7 +314,7 @@ _SHOWN = {
 
 
 @pytest.mark.parametrize("name", _SHOWN)
-def test_what_cannot_run_is_shown_when_it_is_built(name):
+def test_errors_show_what_cannot_run(name):
   build, words = _SHOWN[name]
   with pytest.raises(ValueError, match=f"(?s){words}"):
     build()

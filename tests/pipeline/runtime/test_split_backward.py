@@ -1,4 +1,4 @@
-"""Backward passes in two parts: the same gradients, no work done twice."""
+"""Split backward passes: the same gradients, no work done twice."""
 
 import functools
 
@@ -32,7 +32,7 @@ def _embedding(params, tokens):
 
 
 class _Convolutions(nn.Module):
-  """Also batch statistics, and calls that JAX makes itself."""
+  """Convolutions with batch statistics, and calls that JAX makes itself."""
 
   @nn.compact
   def __call__(self, x):
@@ -151,7 +151,7 @@ def _compiled(name, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("name", _STAGES)
-def test_both_parts_give_the_gradients_of_the_whole(name):
+def test_both_parts_match_the_whole_backward_pass(name):
   (wanted, _), ((gradient, _), _), (grads, _) = _compiled(name)
   _close((grads, gradient), wanted, 2e-6)
 
@@ -166,7 +166,7 @@ def test_both_parts_give_the_gradients_of_the_whole(name):
     for x in _STAGES
   ],
 )
-def test_in_float64_they_give_them_to_twelve_digits(name):
+def test_both_parts_match_to_twelve_digits_in_float64(name):
   # Statistics of Flax begin in float32.
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     (wanted, _), ((gradient, _), _), (grads, _) = _compiled(name, jnp.float64)
@@ -187,7 +187,7 @@ def _close(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("name", _STAGES)
-def test_together_they_cost_what_the_whole_does(name):
+def test_both_parts_cost_as_much_as_the_whole(name):
   (_, whole), (_, first), (_, second) = _compiled(name)
   assert first + second <= 1.1 * whole
   assert second < whole or name == "embedding"
@@ -220,7 +220,7 @@ def _count(jaxpr):
     ("layer norm, attention", (2 * 10, 2 * 6)),
   ],
 )
-def test_products_for_parameters_are_in_the_weight_part_alone(name, counts):
+def test_only_the_weight_part_multiplies_for_parameters(name, counts):
   parts, pull, residuals, cotangent = _split(*_stage(name))
   _, stash = parts.input_part(residuals, cotangent)
   found = (
@@ -231,7 +231,7 @@ def test_products_for_parameters_are_in_the_weight_part_alone(name, counts):
   assert sum(found) == _heavy(pull, residuals, cotangent)
 
 
-def test_what_waits_are_an_input_and_a_cotangent_of_each_layer():
+def test_an_input_and_a_cotangent_of_each_layer_wait():
   parts, _, residuals, cotangent = _split(*_stage("dense"))
   _, stash = parts.input_part(residuals, cotangent)
   shape = (_ROWS, _WIDTH)
@@ -240,7 +240,7 @@ def test_what_waits_are_an_input_and_a_cotangent_of_each_layer():
   assert [x.shape for x in kept] == [shape] * 3
 
 
-def test_a_cheap_value_of_less_is_computed_again_and_does_not_wait():
+def test_cheap_value_is_computed_again_instead_of_waiting():
   def apply(w, x):  # The mean's cotangent is spread over all entries.
     return jnp.mean(x @ w), ()
 
@@ -253,7 +253,7 @@ def test_a_cheap_value_of_less_is_computed_again_and_does_not_wait():
   _close((grads, gradient), pull(residuals, cotangent), 1e-6)
 
 
-def test_a_scan_over_layers_is_refused_by_name():
+def test_scan_over_layers_raises():
   def apply(params, x):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0], ()
 
@@ -265,7 +265,7 @@ def test_a_scan_over_layers_is_refused_by_name():
   assert parts.input_part
 
 
-def test_a_scan_without_parameters_is_run_in_the_input_part():
+def test_scan_without_parameters_runs_in_the_input_part():
   def apply(w, x):
     x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x), None), x @ w, None, length=3)
     return x, ()

@@ -6,7 +6,7 @@ from jdist import models, pipeline
 from tests.pipeline.runtime import _small_models as small
 
 
-def test_stages_run_their_layers_one_after_the_other():
+def test_stages_run_their_layers_in_order():
   layers = small.layers(small.UNLIKE, statistics=True)
   stages = pipeline.cut_layers(layers, [1, 3])
   assert [x.name for x in stages] == ["dense0", "dense1 to dense2", "dense3"]
@@ -28,7 +28,7 @@ def test_stages_run_their_layers_one_after_the_other():
   assert (x == whole).all() and small.error(found, wanted) == 0.0
 
 
-def test_a_number_of_stages_cuts_evenly():
+def test_number_of_stages_cuts_evenly():
   layers = [models.Layer(n, {n: 1}, {}, None) for n in "abcdefg"]
   stages = pipeline.cut_layers(layers, 3)
   assert [len(x.layers) for x in stages] == [2, 3, 2]

@@ -2,27 +2,21 @@
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jdist
 from jdist import collectives, pipeline, training, transforms
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_STAGES, _COUNT, _MICRO = 2, 2, 3
+_STAGES, _COUNT, _MICRO = 2, 2, _training.MICRO
 
 
 def _program(table, sizes=small.SIZES, inputs="x", **options):
-  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
-  return pipeline.OneProgram(
-    pipeline.cut_layers(small.layers(sizes), _STAGES),
-    small.loss,
-    pipeline.make_table(table, _STAGES, _COUNT, **options),
-    batch,
-    inputs=inputs,
-    late_sends=False,
+  made = pipeline.make_table(table, _STAGES, _COUNT, **options)
+  return _training.one_program(
+    small.layers(sizes), made, (8, 8), inputs=inputs, late_sends=False
   )
 
 
@@ -37,10 +31,7 @@ def _team():
 
 
 def _run(pipe, team, chain, state, batches):
-  step = team.jit(
-    pipe.make_step(chain, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
+  step = _training.compiled_step(pipe, team, chain, state)
   for batch in batches:
     state, _ = step(state, team.place(batch))
   return state
@@ -49,7 +40,7 @@ def _run(pipe, team, chain, state, batches):
 @pytest.mark.parametrize(
   "sizes", [small.SIZES, pytest.param((8, 12, 8), marks=pytest.mark.slow)]
 )
-def test_a_window_goes_on_where_1f1b_has_come(sizes):
+def test_window_continues_from_1f1b(sizes):
   batches, team = small.batches(9, 1, _MICRO * _COUNT), _team()
   flushed, late = _program("1f1b", sizes), _program("ours", sizes, window=2)
   assert (flushed.grid.delay, late.grid.delay) == (0, 1)
@@ -60,9 +51,7 @@ def test_a_window_goes_on_where_1f1b_has_come(sizes):
   state = late.continue_from(state, team, chain)
   state = _run(late, team, chain, state, batches[4:])
   state = team.jit(late.make_drain(chain, axis=team.axis))(state)
-  parts = jax.tree.map(
-    lambda x: np.asarray(x[0]), (state.params, state.model_state)
-  )
+  found = _training.split(late, state)[0]
 
   # On one device: in time, then a step late with an empty ring.
   one = collectives.workers(1, substrate="none")
@@ -84,7 +73,7 @@ def test_a_window_goes_on_where_1f1b_has_come(sizes):
       wanted, _ = step(wanted, one.place(batch))
   kept = jax.tree.map(lambda x: x[0], wanted)
   params, _ = transforms.drain(late_chain, kept.opt_state, kept.params)
-  assert small.error(late.split(*parts)[0], params) < 1e-5
+  assert small.error(found, params) < 1e-5
 
   # From there another window reads at first what was predicted.
   read = transforms.predicted_weights(state.opt_state.inner, state.params)
@@ -93,7 +82,7 @@ def test_a_window_goes_on_where_1f1b_has_come(sizes):
   chex.assert_trees_all_equal(again.opt_state.older, (read,))
 
 
-def test_random_numbers_go_on():
+def test_random_keys_continue():
   def noisy(batch, key):
     return batch["x"] + jax.random.normal(key, batch["x"].shape)
 
@@ -107,7 +96,7 @@ def test_random_numbers_go_on():
   chex.assert_trees_all_equal(found.params, wanted.params)
 
 
-def test_another_optimizer_or_other_stages_are_refused():
+def test_different_optimizer_or_stages_raise():
   team, late = _team(), _program("ours", window=2)
   chain = _chain(team.axis, 1)
   flushed = _program("1f1b").init_state(team, _chain(team.axis, 0, None))
@@ -119,7 +108,7 @@ def test_another_optimizer_or_other_stages_are_refused():
 
 
 @pytest.mark.parametrize("window", [2, 3])
-def test_what_a_step_uses_up_is_there_once(window):
+def test_versions_have_separate_buffers(window):
   # Without prediction all versions are the parameters themselves.
   team, late = _team(), _program("ours", window=window)
   chain = jdist.ssgd(optax.sgd(0.1), axis=team.axis)

@@ -18,7 +18,7 @@ def _times(grid, send_s, late, **options):
 
 @pytest.mark.parametrize("send_s", [0.0, 0.5, 2.0, 5.0])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_late_sends_of_a_pipeline_that_is_full(stages, send_s):
+def test_tick_times_of_a_full_pipeline_match_closed_forms(stages, send_s):
   count = 8
   table = pipeline.ours(stages, count, window=4)
   late = _times(_grid.make_grid(table, send_ticks=2), send_s, late=True)
@@ -33,7 +33,7 @@ def test_late_sends_of_a_pipeline_that_is_full(stages, send_s):
   assert between.hidden_share == (0.0 if send_s else 1.0)
 
 
-def test_a_table_that_waits_for_each_send():
+def test_naive_table_exposes_every_send():
   table = pipeline.make_table("naive", 4, 1)
   late, between = (
     _times(_grid.make_grid(table, send_ticks=ticks), 0.5, late=ticks == 2)
@@ -47,7 +47,7 @@ def test_a_table_that_waits_for_each_send():
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (8, 32)])
-def test_with_late_sends_1f1b_waits_in_every_turn_and_eager_1f1b_fills(
+def test_eager_1f1b_fills_the_ticks_in_which_1f1b_waits_for_late_sends(
   stages, count
 ):
   plain, eager, gpipe = (
@@ -63,7 +63,7 @@ def test_with_late_sends_1f1b_waits_in_every_turn_and_eager_1f1b_fills(
   )
 
 
-def test_one_device_sends_nothing_and_each_tick_has_its_own_cost():
+def test_one_device_sends_nothing():
   table = pipeline.make_table("1f1b", 1, 4)
   grid = _grid.make_grid(table)
   found = _times(grid, 2.0, late=False, between_s=0.25)

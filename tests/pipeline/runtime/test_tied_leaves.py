@@ -1,16 +1,16 @@
-"""Parameters that several stages of one program have stay one."""
+"""Parameters that several stages of one program share stay equal."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jdist
-from jdist import codecs, collectives, pipeline, reducers, training, transforms
+from jdist import codecs, pipeline, reducers, transforms
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO = 3
+_MICRO = _training.MICRO
 _SGD = optax.sgd(0.1, momentum=0.9)
 
 
@@ -19,46 +19,11 @@ def _layers(table):
 
 
 def _pipe(table):
-  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
-  stages = pipeline.cut_layers(_layers(table), table.num_stages)
-  return pipeline.OneProgram(stages, small.loss, table, batch, inputs="x")
-
-
-def _train(pipe, chain, batches, workers=1):
-  kinds = (jax.sharding.AxisType.Auto,) * 2
-  shape = (workers, pipe.grid.num_devices)
-  mesh = jax.make_mesh(shape, ("worker", "stage"), axis_types=kinds)
-  team = collectives.workers(workers, mesh=mesh)
-  optimizer = chain(team.axis)
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  losses = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    losses.append(float(metrics["loss"][0]))
-  return state, np.asarray(losses)
-
-
-def _reference(chain, batches, table):
-  team = collectives.workers(1, substrate="none")
-  layers, microbatches = _layers(table), table.num_microbatches
-  state = training.init_state(team, chain, *small.merged(layers))
-  loss = small.chain_loss(layers)
-  step = team.jit(
-    training.make_step(loss, chain, axis=team.axis, accumulate=microbatches)
-  )
-  losses = []
-  for batch in batches:
-    state, metrics = step(state, team.place(batch))
-    losses.append(float(metrics["loss"][0]))
-  return state, np.asarray(losses)
+  return _training.one_program(_layers(table), table, (8, 8))
 
 
 def _copies(pipe, state, worker=0):
-  """The tied table of both stages that have it."""
+  """Returns the tied matrix of both stages that have it."""
   arrays = jax.tree.map(lambda x: np.asarray(x[worker]), state.params)
   parts = pipe._ticks.params.split(arrays)
   first, last = (x["table"] for x in parts if "table" in x)
@@ -83,13 +48,13 @@ def _copies(pipe, state, worker=0):
   ],
   ids=["two devices", "1f1b", "one device", "ours", "ours, predicted"],
 )
-def test_copies_get_the_sum_of_their_gradients(table, fix):
+def test_copies_receive_the_sum_of_their_gradients(table, fix):
   pipe = _pipe(table)
   assert not pipe.stacked
   count = table.num_microbatches
   batches = small.batches(6, 1, _MICRO * count)
   inner = _SGD if fix is None else fix(_SGD, pipe.grid.delay)
-  state, losses = _train(
+  state, losses = _training.train(
     pipe,
     lambda axis: optax.chain(transforms.average_gradients(axis), inner),
     batches,
@@ -98,11 +63,18 @@ def test_copies_get_the_sum_of_their_gradients(table, fix):
   np.testing.assert_array_equal(first, last)
   behind = pipe.grid.behind
   late = transforms.delay_gradients(inner, pipe.grid.delay)
-  _, wanted = _reference(late, batches[: len(batches) - behind], table)
+  layers = _layers(table)
+  _, wanted = _training.unsplit(
+    layers,
+    lambda axis: late,
+    batches[: len(batches) - behind],
+    count,
+    loss=small.chain_loss(layers),
+  )
   np.testing.assert_allclose(losses[behind:], wanted, rtol=1e-5)
 
 
-def test_copies_whose_codes_differ_get_the_first_ones_update():
+def test_differently_rounded_copies_receive_the_first_ones_update():
   # The layer between comes first in its stage: blocks are cut elsewhere.
   pipe = _pipe(pipeline.make_table("1f1b", 2, 2))
   batches = small.batches(3, 2, _MICRO * 2)
@@ -114,6 +86,6 @@ def test_copies_whose_codes_differ_get_the_first_ones_update():
   def chain(axis):
     return jdist.ssgd(_SGD, axis=axis, compression=compression)
 
-  state, _ = _train(pipe, chain, batches, workers=2)
+  state, _ = _training.train(pipe, chain, batches, workers=2)
   first, last = _copies(pipe, state)
   np.testing.assert_array_equal(first, last)

@@ -72,7 +72,7 @@ def _momentum(axis):
   ],
   ids=["1f1b", "ours"],
 )
-def test_killed_between_steps_and_resumed_it_has_the_same_bits(table, tmp_path):
+def test_resumed_run_has_the_same_bits(table, tmp_path):
   _, whole, records = _run(table, _momentum, 5)
   _run(table, _momentum, 3, tmp_path)
   _, resumed, again = _run(table, _momentum, 5, tmp_path)
@@ -82,7 +82,7 @@ def test_killed_between_steps_and_resumed_it_has_the_same_bits(table, tmp_path):
   assert np.isfinite(records[-1].train_loss)
 
 
-def test_what_is_sent_is_each_stages_part_of_the_gradient():
+def test_workers_exchange_each_stages_part_of_the_gradient():
   _, _, records = _run(pipeline.make_table("1f1b", _STAGES, 4), _momentum, 2)
   # An all-reduce over two workers sends as many bytes as it is given: four
   # layers of 8 x 8 weights, and the running means.
@@ -90,7 +90,7 @@ def test_what_is_sent_is_each_stages_part_of_the_gradient():
 
 
 @pytest.mark.slow
-def test_rounds_are_ended_by_the_host():
+def test_host_ends_rounds():
   table = pipeline.make_table("1f1b", _STAGES, 4)
   _, state, records = _run(
     table, lambda axis: jdist.local_sgd(optax.sgd(0.1), 2, axis=axis), 4

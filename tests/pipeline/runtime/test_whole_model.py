@@ -1,6 +1,6 @@
-"""Chains that decide by all leaves do so for all stages: as the unsplit model.
+"""Chains that decide by all leaves match the unsplit model in a pipeline.
 
-In one program and in processes, in float64.
+This holds in one program and in processes, in float64.
 """
 
 import functools
@@ -15,17 +15,17 @@ import pytest
 from optax import contrib
 
 import jdist
-from jdist import collectives, models, pipeline, training, transforms
+from jdist import models, pipeline, transforms
 from jdist.pipeline.runtime import _whole_model
-from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
-_MICRO, _COUNT, _STEPS = 3, 2, 4
+_MICRO, _COUNT, _STEPS = _training.MICRO, 2, 4
 _SGD = optax.sgd(0.5, momentum=0.9)
 
 
 def _one(params):
-  """Marks the second layer alone, which is another stage's."""
+  """Marks the second layer alone, which belongs to another stage."""
   return {
     name: jax.tree.map(lambda _, name=name: name == "dense1", tree)
     for name, tree in params.items()
@@ -64,59 +64,23 @@ def _batches(sizes, workers=1, number=_STEPS):
   )
 
 
-def _microbatch(sizes, dtype=np.float64):
-  return {
-    name: jax.ShapeDtypeStruct((_MICRO, width), dtype)
-    for name, width in zip("xy", (sizes[0], sizes[-1]), strict=True)
-  }
-
-
-def _unsplit(layers, chain, batches, workers=1, count=_COUNT, loss=None):
-  team = collectives.workers(
-    workers, substrate="vmap" if workers > 1 else "none"
-  )
-  optimizer = chain(team.axis)
-  state = training.init_state(team, optimizer, *small.merged(layers))
-  step = team.jit(
-    training.make_step(
-      small.whole_loss(layers) if loss is None else loss,
-      optimizer,
-      axis=team.axis,
-      accumulate=count,
-    )
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  return jax.tree.map(lambda x: x[0], state.params)
+def _unsplit(*args, loss=None):
+  state, _ = _training.unsplit(*args, loss=loss)
+  return _training.of_worker(state)[0]
 
 
 def _one_program(layers, table, chain, batches, sizes, workers=1, **options):
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(layers, table.num_stages),
-    small.loss,
+  dtype = batches[0]["x"].dtype
+  pipe = _training.one_program(
+    layers,
     table,
-    _microbatch(sizes, batches[0]["x"].dtype),
-    inputs="x",
+    microbatch=_training.microbatch(sizes, dtype=dtype),
     **options,
   )
-  mesh = collectives.make_mesh(
-    (workers, pipe.grid.num_devices), ("worker", "stage")
+  state, _ = _training.train(
+    pipe, chain, batches, workers, drained=pipe.grid.behind > 0
   )
-  team = collectives.workers(workers, mesh=mesh)
-  optimizer = chain(team.axis)
-  state = pipe.init_state(team, optimizer)
-  step = team.jit(
-    pipe.make_step(optimizer, axis=team.axis),
-    out_specs=(team.specs(state), None),
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
-  if pipe.grid.behind:
-    state = team.jit(pipe.make_drain(optimizer, axis=team.axis))(state)
-  parts = jax.tree.map(
-    lambda x: np.asarray(x[0]), (state.params, state.model_state)
-  )
-  return pipe.split(*parts)[0], state
+  return _training.split(pipe, state)[0], state
 
 
 def _averaged(name):
@@ -146,55 +110,48 @@ def _slow(names, cheap=_CHEAP):
   ],
   ids=["equal", "interleaved", "unlike"],
 )
-def test_one_program_does_as_the_unsplit_model(name, table, sizes):
+def test_one_program_matches_unsplit_model(name, table, sizes):
   if sizes == small.UNLIKE[:3] and ("LAMB" in name or "by name" in name):
     pytest.skip("refused by name: tests/pipeline/runtime/test_chains.py")
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     layers, batches = _layers(sizes), _batches(sizes)
     table = pipeline.make_table(*table)
     found, _ = _one_program(layers, table, _averaged(name), batches, sizes)
-    wanted = _unsplit(layers, _averaged(name), batches)
+    wanted = _unsplit(layers, _averaged(name), batches, _COUNT)
     assert small.error(found, wanted) < 1e-12
 
 
-# A process has no loss for its optimizer: Polyak's needs one.
+# Polyak's rule needs the loss, which a process does not pass to its optimizer.
 @pytest.mark.parametrize("name", _slow(x for x in _CHAINS if x != "polyak"))
-def test_processes_do_as_the_unsplit_model(name):
+def test_processes_match_unsplit_model(name):
   sizes = small.UNLIKE
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     layers, batches = _layers(sizes), _batches(sizes)
-    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches)
+    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches, _COUNT)
   found = _processes(layers, ("1f1b", 3, _COUNT), _CHAINS[name], batches, sizes)
   assert small.error(found, wanted) < 1e-12
 
 
 def _processes(layers, table, optimizer, batches, sizes, cuts=3):
-  stages = pipeline.cut_layers(layers, cuts)
-
-  def work(peers):
+  def work(process, _):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-      process = pipeline.StageProcess(
-        stages,
-        small.loss,
-        pipeline.make_table(*table),
-        _microbatch(sizes),
-        peers=peers,
-        inputs="x",
-      )
       state = process.init_state(optimizer)
-      own = [jax.tree.map(lambda x: x[0], batch) for batch in batches]
-      state, _ = process.run(state, own)
+      state, _ = process.run(state, _training.of_first(batches))
       return process.gather(state)[0]
 
-  return in_threads(table[1], work)[0]
+  with jax.enable_x64(True):
+    shapes = _training.microbatch(sizes, dtype=np.float64)
+  return _training.processes(
+    layers, pipeline.make_table(*table), work, cuts=cuts, microbatch=shapes
+  )[0]
 
 
 @pytest.mark.slow
-def test_a_device_of_several_stages_sends_all_of_them():
+def test_device_with_several_stages_sends_all_of_them():
   sizes, name = small.SIZES, "clip"
   with jax.enable_x64(True):
     layers, batches = _layers(sizes), _batches(sizes)
-    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches)
+    wanted = _unsplit(layers, lambda axis: _CHAINS[name], batches, _COUNT)
   found = _processes(
     layers, ("interleaved", 2, _COUNT), _CHAINS[name], batches, sizes, 4
   )
@@ -202,7 +159,7 @@ def test_a_device_of_several_stages_sends_all_of_them():
 
 
 def _steep(slope):
-  """Layers `tanh(x + sqrt(a))` whose last one's slope is infinite at zero."""
+  """Makes layers `tanh(x + sqrt(a))`, the last one of infinite slope at 0."""
 
   def layer(name, start):
     def apply(params, state, x, *, train, mask=None):
@@ -214,7 +171,7 @@ def _steep(slope):
   return [layer("a", 1.0), layer("b", slope)]
 
 
-def test_one_stages_infinite_gradient_holds_all_back():
+def test_apply_if_finite_agrees_over_stages():
   sizes = (8, 8)
   chain = optax.apply_if_finite(optax.sgd(0.1), 3)
   with jax.enable_x64(True):
@@ -236,6 +193,44 @@ def test_one_stages_infinite_gradient_holds_all_back():
       assert told.tolist() == [0 if moves else 2]
 
 
+def _guarded(axis):
+  return optax.chain(
+    transforms.skip_nonfinite(axis),
+    transforms.average_gradients(axis),
+    optax.sgd(0.1),
+  )
+
+
+def test_skip_nonfinite_agrees_over_stages():
+  layers, table = _steep(0.0), pipeline.make_table("1f1b", 2, _COUNT)
+  batches = small.batches(2, 1, _MICRO * _COUNT, (8, 8))
+  found, state = _one_program(layers, table, _guarded, batches, (8, 8))
+  assert small.error(found, small.merged(layers)[0]) == 0.0
+  assert transforms.skipped(state.opt_state).tolist() == [2]
+  moved, state = _one_program(_steep(0.5), table, _guarded, batches, (8, 8))
+  assert transforms.skipped(state.opt_state).tolist() == [0]
+  assert small.error(moved, found) > 1e-3
+
+
+@pytest.mark.slow
+def test_clip_local_uses_the_norm_of_all_stages():
+  layers = small.layers()
+  batches = small.batches(3, 2, _MICRO * _COUNT)
+
+  def chain(axis):
+    return optax.chain(
+      transforms.clip_local(0.02, axis),
+      transforms.average_gradients(axis),
+      optax.sgd(0.5),
+    )
+
+  table = pipeline.make_table("1f1b", 4, _COUNT)
+  found, _ = _one_program(layers, table, chain, batches, small.SIZES, 2)
+  wanted = _unsplit(layers, chain, batches, _COUNT, 2)
+  # Clipping each stage by its own norm is another training.
+  assert small.error(found, wanted) < 1e-5
+
+
 @pytest.mark.slow
 def test_tied_leaves_count_once():
   sizes = small.SIZES
@@ -254,15 +249,14 @@ def test_tied_leaves_count_once():
     batches,
     sizes,
   )
-  wanted = _unsplit(
-    layers, _averaged("clip"), batches, loss=small.chain_loss(layers)
-  )
+  loss = small.chain_loss(layers)
+  wanted = _unsplit(layers, _averaged("clip"), batches, _COUNT, loss=loss)
   assert small.error(found, wanted) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["workers", "inside local steps", "Muon"])
-def test_it_stands_by_hand_where_stages_are_unlike(form):
+def test_explicit_whole_model_accepts_unlike_stages(form):
   sizes, inside = small.UNLIKE[:3], _CHAINS["clip"]
 
   def chain(whole, axis):
@@ -281,14 +275,16 @@ def test_it_stands_by_hand_where_stages_are_unlike(form):
       sizes,
       2,
     )
-    wanted = _unsplit(layers, functools.partial(chain, lambda x: x), batches, 2)
+    wanted = _unsplit(
+      layers, functools.partial(chain, lambda x: x), batches, _COUNT, 2
+    )
     # The anchor of local steps is float32.
     rtol = 1e-6 if form == "inside local steps" else 1e-12
     assert small.error(found, wanted) < rtol
 
 
 @pytest.mark.slow
-def test_a_late_gradient_is_clipped_inside_prediction():
+def test_prediction_accepts_clipping_inside():
   sizes, table = small.SIZES[:3], pipeline.ours(2, _COUNT, window=2)
   layers = small.layers(sizes)
   batches = small.batches(6, 1, _MICRO * _COUNT, sizes)
@@ -301,22 +297,14 @@ def test_a_late_gradient_is_clipped_inside_prediction():
     layers, table, chain, batches, sizes, late_sends=False
   )
   delayed = transforms.delay_gradients(chain(None), 1)
-  team = collectives.workers(1, substrate="none")
-  state = training.init_state(team, delayed, *small.merged(layers))
-  step = team.jit(
-    training.make_step(
-      small.whole_loss(layers), delayed, axis=None, accumulate=_COUNT
-    )
-  )
-  for batch in batches:
-    state, _ = step(state, team.place(batch))
+  state, _ = _training.unsplit(layers, lambda axis: delayed, batches, _COUNT)
   one = jax.tree.map(lambda x: x[0], state)
   wanted, _ = transforms.drain(delayed, one.opt_state, one.params)
   assert small.error(found, wanted) < 1e-5
 
 
 @jax.numpy_dtype_promotion("standard")  # As Adam is written.
-def test_the_state_lies_in_equal_parts_on_the_devices():
+def test_state_is_stored_in_equal_parts():
   sizes = small.SIZES[:3]
   layers = small.layers(sizes)
   _, state = _one_program(
@@ -334,18 +322,12 @@ def test_the_state_lies_in_equal_parts_on_the_devices():
 
 
 def _sent(optimizer):
-  """How many collectives a step has."""
+  """Counts the collectives of a step."""
   sizes = small.SIZES[:3]
-  batch = {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))}
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(small.layers(sizes), 2),
-    small.loss,
-    pipeline.make_table("1f1b", 2, _COUNT),
-    batch,
-    inputs="x",
+  pipe = _training.one_program(
+    small.layers(sizes), pipeline.make_table("1f1b", 2, _COUNT), sizes
   )
-  mesh = collectives.make_mesh((1, 2), ("worker", "stage"))
-  team = collectives.workers(1, mesh=mesh)
+  team = _training.team_of(pipe)
   optimizer = jdist.ssgd(optimizer, axis=team.axis)
   state = pipe.init_state(team, optimizer)
   (batch,) = small.batches(1, 1, _MICRO * _COUNT, sizes)
@@ -356,7 +338,7 @@ def _sent(optimizer):
 
 
 @jax.numpy_dtype_promotion("standard")
-def test_chains_that_treat_numbers_alone_send_nothing_over_stages():
+def test_elementwise_chains_communicate_nothing_over_stages():
   nothing = _sent(optax.identity())
   assert not nothing["all_gather["] and nothing["ppermute["]
   assert _sent(_SGD) == _sent(optax.adam(0.1)) == nothing
@@ -364,16 +346,11 @@ def test_chains_that_treat_numbers_alone_send_nothing_over_stages():
   assert _sent(_CHAINS["clip"])["all_gather["] == 4
 
 
-def test_rounds_and_predictions_stand_outside():
-  pipe = pipeline.OneProgram(
-    pipeline.cut_layers(small.layers(), 2),
-    small.loss,
-    pipeline.make_table("1f1b", 2, _COUNT),
-    {"x": jnp.ones((_MICRO, 8)), "y": jnp.ones((_MICRO, 8))},
-    inputs="x",
+def test_rounds_and_predictions_inside_raise():
+  pipe = _training.one_program(
+    small.layers(), pipeline.make_table("1f1b", 2, _COUNT)
   )
-  mesh = collectives.make_mesh((1, 2), ("worker", "stage"))
-  team = collectives.workers(1, mesh=mesh)
+  team = _training.team_of(pipe)
   for chain, words in (
     (
       jdist.local_sgd(_CHAINS["clip"], 2, axis=team.axis),
@@ -391,7 +368,7 @@ def test_rounds_and_predictions_stand_outside():
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_a_state_of_any_size_is_cut_and_joined_again(devices):
+def test_state_of_any_size_is_cut_and_joined(devices):
   arrays = types.SimpleNamespace(num_devices=devices)
   layout = _whole_model.Layout((), arrays, "stage")
   state = {

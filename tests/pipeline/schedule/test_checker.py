@@ -1,4 +1,4 @@
-"""What the check of tables finds, and how it says so."""
+"""The faults that the check of tables finds, and its reports."""
 
 import dataclasses
 import random
@@ -51,13 +51,13 @@ _CASES = {
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_wrong_orders_are_refused(name):
+def test_wrong_orders_raise(name):
   text, words = _CASES[name]
   with pytest.raises(ValueError, match=words):
     pipeline.check_table(pipeline.parse_table(text))
 
 
-def test_an_error_shows_the_place_in_a_picture():
+def test_error_draws_the_place():
   table = pipeline.parse_table(_CASES["a cycle of two devices"][0])
   with pytest.raises(ValueError, match="wait for each other") as caught:
     pipeline.check_table(table)
@@ -83,7 +83,7 @@ def test_blocking_sends_are_received_in_their_order():
     pipeline.check_table(table, sends="blocking")
 
 
-def test_the_newest_version_is_kept_beside_a_stashed_one():
+def test_newest_version_is_kept_besides_a_stashed_one():
   table = pipeline.parse_table(
     "iterations 2\nwindow 2\nweights stashed\ndevice F0 F0@1 B0 U B0@1 U@1"
   )
@@ -100,7 +100,7 @@ def test_limits_of_memory_are_checked():
 
 
 def _replay(table):
-  """Runs a table in a random order of devices, to its end or until stuck."""
+  """Runs a table in a random order of devices until it ends or is stuck."""
   places = [0] * len(table.devices)
   done = set()
   generator = random.Random(0)
@@ -123,9 +123,7 @@ def _replay(table):
   device=st.integers(0, 2),
   swap=st.integers(0, 20),
 )
-def test_what_passes_runs_in_any_order_and_what_is_stuck_does_not(
-  name, device, swap
-):
+def test_checked_tables_run_in_any_order_of_devices(name, device, swap):
   table = pipeline.make_table(name, 3, 3)
   order = list(table.devices[device])
   i = swap % (len(order) - 1)

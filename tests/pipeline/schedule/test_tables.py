@@ -38,7 +38,7 @@ def _sizes(name):
   return _SIZES
 
 
-def test_1f1b_by_hand():
+def test_1f1b_matches_hand_written_order():
   table = pipeline.make_table("1f1b", 3, 4)
   orders = [" ".join(str(x).split("/")[0] for x in x) for x in table.devices]
   assert orders == [
@@ -48,7 +48,7 @@ def test_1f1b_by_hand():
   ]
 
 
-def test_interleaved_by_hand():
+def test_interleaved_matches_megatron():
   table = pipeline.make_table("interleaved", 2, 4)
   # As Megatron-LM has it; stages 0 and 2 on one device, 1 and 3 on the other.
   assert [" ".join(map(str, x)) for x in table.devices] == [
@@ -88,7 +88,7 @@ def test_every_table_can_run_in_all_sizes(name):
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), _SIZES)
-def test_bubbles_are_those_of_the_formulas(stages, microbatches):
+def test_bubbles_match_the_formulas(stages, microbatches):
   s, m = stages, microbatches
   make = pipeline.make_table
   assert _bubble(make("naive", s, m)) == pytest.approx(1 - 1 / s)
@@ -118,7 +118,7 @@ def test_bubbles_are_those_of_the_formulas(stages, microbatches):
     ("ours", (4, 3, 2, 1)),
   ],
 )
-def test_micro_batches_that_are_kept(name, live):
+def test_live_micro_batches_match_the_formulas(name, live):
   table = pipeline.make_table(name, 4, 8)
   assert pipeline.check_table(table).live == live
 
@@ -135,16 +135,14 @@ def test_micro_batches_that_are_kept(name, live):
     (("ours", 4, 1), (4, 4, 4, 4), (3, 3, 3, 3)),
   ],
 )
-def test_versions_that_are_kept_and_how_late_gradients_are(
-  table, versions, delays
-):
+def test_versions_and_delays_match_the_formulas(table, versions, delays):
   table = pipeline.make_table(*table)
   report = pipeline.check_table(table)
   assert (report.versions, report.delays) == (versions, delays)
   assert table.window == 1 + max(delays)
 
 
-def test_ours_leaves_no_device_waiting_once_it_is_full():
+def test_full_pipeline_of_ours_never_waits():
   for stages, microbatches in _SIZES:
     few, many = (
       _makespan(
@@ -156,7 +154,7 @@ def test_ours_leaves_no_device_waiting_once_it_is_full():
     assert many - few == pytest.approx(10 * microbatches * 3.0)
 
 
-def test_a_message_is_awaited_in_both_directions():
+def test_live_micro_batches_cover_messages_in_both_directions():
   times = [pipeline.StageTimes(send=1.0)] * 3
   # Ten units there and back, in which five micro-batches fit.
   assert _asynchronous_tables.least_window(times, 1) == 5
@@ -164,20 +162,20 @@ def test_a_message_is_awaited_in_both_directions():
   assert pipeline.check_table(table).live == (5, 3, 1)
 
 
-def test_a_smaller_window_makes_devices_wait():
+def test_smaller_window_makes_devices_wait():
   table = pipeline.make_table("ours", 4, 1, window=2, num_iterations=20)
   assert pipeline.check_table(table, max_versions=2).versions == (2,) * 4
   assert _makespan(table) > 20 * 3.0 + 20
 
 
-def test_a_window_of_one_is_synchronous():
+def test_window_of_one_is_synchronous():
   table = pipeline.make_table("ours", 4, 8, window=1, num_iterations=2)
   flushed = pipeline.make_table("1f1b", 4, 8, num_iterations=2)
   assert _makespan(table) == _makespan(flushed)
   assert pipeline.check_table(table).delays == (0, 0, 0, 0)
 
 
-def test_greedy_does_as_well_as_1f1b_and_better_for_unequal_times():
+def test_greedy_matches_1f1b_and_is_better_for_slow_links():
   equal = [pipeline.StageTimes(1.0, 2.0)] * 4
   table = pipeline.greedy(equal, 8)
   assert _makespan(table) == _makespan(pipeline.make_table("1f1b", 4, 8))
@@ -193,7 +191,7 @@ def test_greedy_does_as_well_as_1f1b_and_better_for_unequal_times():
   assert end(pipeline.greedy(far, 8)) < end(pipeline.make_table("1f1b", 4, 8))
 
 
-def test_greedy_split_in_two_parts_is_faster_than_whole():
+def test_greedy_is_faster_with_split_backward_passes():
   for stages, microbatches in ((3, 8), (4, 8), (4, 16)):
     split, whole = (
       _makespan(pipeline.greedy(times, microbatches, split=split))
@@ -205,7 +203,7 @@ def test_greedy_split_in_two_parts_is_faster_than_whole():
     assert split < whole
 
 
-def test_greedy_may_be_kept_to_the_memory_of_each_stage():
+def test_greedy_respects_the_memory_of_each_stage():
   times = [pipeline.StageTimes(1.0, 2.0)] * 3
   table = pipeline.greedy(times, 8, max_live=[2, 2, 1])
   assert pipeline.check_table(table, max_live=2).live == (2, 2, 1)
@@ -257,5 +255,5 @@ def test_greedy_may_be_kept_to_the_memory_of_each_stage():
     "'delayed', 'stashed' or 'newest'",
   ),
 )
-def test_wrong_tables_are_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

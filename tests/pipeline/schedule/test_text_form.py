@@ -5,7 +5,7 @@ import pytest
 from jdist import pipeline
 
 
-def test_a_table_of_ones_own_is_read(tmp_path):
+def test_hand_written_table_is_parsed(tmp_path):
   path = tmp_path / "mine.txt"
   path.write_text(
     "# Two devices.\nwindow 2  # of iterations\n"
@@ -21,7 +21,7 @@ def test_a_table_of_ones_own_is_read(tmp_path):
   assert pipeline.check_table(table).delays == (1, 1)
 
 
-def test_a_stage_elsewhere_is_named():
+def test_stage_on_another_device_is_named():
   table = pipeline.make_table("interleaved", 2, 2)
   text = pipeline.format_table(table)
   assert "device F0 F1 F0/2 F1/2 B0/2 B1/2 U/2 B0 B1 U" in text
@@ -40,7 +40,7 @@ def test_a_stage_elsewhere_is_named():
     ("", "`devices` must be one at least"),
   ],
 )
-def test_wrong_text_is_refused(tmp_path, text, words):
+def test_wrong_text_raises(tmp_path, text, words):
   path = tmp_path / "wrong.txt"
   path.write_text(text)
   with pytest.raises(ValueError, match=words) as caught:
@@ -48,14 +48,14 @@ def test_wrong_text_is_refused(tmp_path, text, words):
   assert str(caught.value).startswith(str(path))
 
 
-def test_a_long_table_is_cut_off():
+def test_long_drawing_is_cut_off():
   table = pipeline.make_table("2bw", 2, 4, num_iterations=9)
   lines = pipeline.draw_table(table, max_ticks=10).splitlines()
   assert all(line.endswith(" ...") for line in lines)
   assert len(lines[0].split()) == 2 + 10 + 1
 
 
-def test_stages_whose_numbers_begin_alike_are_told_apart():
+def test_stage_numbers_with_equal_first_digits_are_distinguished():
   # Device 1 runs stages 1, 6 and 11.
   table = pipeline.make_table("interleaved", 5, 5, num_chunks=3)
   assert pipeline.parse_table(pipeline.format_table(table)) == table
