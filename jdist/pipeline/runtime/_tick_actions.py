@@ -279,5 +279,4 @@ class TickActions:
     self, flight: TicksState, microbatch: jax.Array, turn: jax.Array
   ) -> jax.Array:
     batches = jax.tree.map(lambda x: x[turn], flight.batches)
-    weights = jnp.asarray(_traced_model.sample_weights(batches))
-    return weights[microbatch] if weights.ndim else weights
+    return jnp.asarray(_traced_model.sample_weights(batches, microbatch))

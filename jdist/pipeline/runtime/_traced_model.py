@@ -147,18 +147,18 @@ def microbatch_key(
   return jax.random.fold_in(key, microbatch) if count > 1 else key
 
 
-def sample_weights(batches: PyTree) -> Any:
-  """Returns how much each micro-batch counts: by its samples, if masked.
+def sample_weights(batches: PyTree, which: Any = ...) -> Any:
+  """Returns how much micro-batches count: by their samples, if masked.
 
-  The weights have mean 1, so that a mean over micro-batches becomes a mean over
-  samples.  Without a mask this is 1 for all of them.
+  The weights of all have mean 1, so that a mean over micro-batches becomes a
+  mean over samples.  Without a mask this is 1 for all of them.
   """
   if not isinstance(batches, dict) or "mask" not in batches:
     return np.ones((), np.float32)
   # NumPy and JAX arrays share these methods, so this serves both the traced
   # program and the host.
   counts = (batches["mask"] != 0).sum(-1, dtype=np.float32)
-  return counts / counts.mean().clip(1e-9)
+  return counts[which] / counts.mean().clip(1e-9)
 
 
 def wide(dtype: Any) -> Any:

@@ -35,9 +35,8 @@ def _processes(name, stages, microbatches, cut, dtype):
   batch = _cells.batch(cut, number, microbatches, dtype)
 
   def work(process, _):
-    with jax.enable_x64(dtype == "float64"):
-      state, metrics = process.run(process.init_state(_cells.keeper()), [batch])
-      return process.gather(state._replace(params=state.opt_state)), metrics
+    state, metrics = process.run(process.init_state(_cells.keeper()), [batch])
+    return process.gather(state._replace(params=state.opt_state)), metrics
 
   ((grads, _), metrics), *_ = _training.processes(
     _cells.layers(cut, number, dtype),
@@ -45,6 +44,7 @@ def _processes(name, stages, microbatches, cut, dtype):
     work,
     cuts=_cells.cuts(cut, number),
     microbatch=_cells.microbatch(cut, number, dtype),
+    x64=dtype == "float64",
   )
   return grads, metrics[0]["loss"]
 

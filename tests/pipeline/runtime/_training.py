@@ -95,15 +95,20 @@ def of_first(batches):
   return [jax.tree.map(lambda x: x[0], batch) for batch in batches]
 
 
-def processes(layers, table, work, sizes=small.SIZES, *, cuts=None, **options):
+def processes(
+  layers, table, work, sizes=small.SIZES, *, cuts=None, x64=False,
+  promotion="strict", **options,
+):  # fmt: skip
   """Returns the results of `work(process, peers)` on each device."""
   given = {"inputs": "x", "loss": small.loss, "microbatch": microbatch(sizes)}
   stages = pipeline.cut_layers(layers, cuts or table.num_stages)
 
   def run(peers):
-    process = pipeline.StageProcess(
-      stages, table=table, peers=peers, **(given | options)
-    )
-    return work(process, peers)
+    # A thread does not inherit these settings.
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
+      process = pipeline.StageProcess(
+        stages, table=table, peers=peers, **(given | options)
+      )
+      return work(process, peers)
 
   return in_threads(len(table.devices), run)

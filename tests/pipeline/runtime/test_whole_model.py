@@ -134,16 +134,16 @@ def test_processes_match_unsplit_model(name):
 
 def _processes(layers, table, optimizer, batches, sizes, cuts=3):
   def work(process, _):
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-      state = process.init_state(optimizer)
-      state, _ = process.run(state, _training.of_first(batches))
-      return process.gather(state)[0]
+    state = process.init_state(optimizer)
+    state, _ = process.run(state, _training.of_first(batches))
+    return process.gather(state)[0]
 
   with jax.enable_x64(True):
     shapes = _training.microbatch(sizes, dtype=np.float64)
   return _training.processes(
-    layers, pipeline.make_table(*table), work, cuts=cuts, microbatch=shapes
-  )[0]
+    layers, pipeline.make_table(*table), work, cuts=cuts, microbatch=shapes,
+    x64=True, promotion="standard",
+  )[0]  # fmt: skip
 
 
 @pytest.mark.slow
