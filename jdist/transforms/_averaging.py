@@ -12,7 +12,7 @@ from jdist.transforms import _control
 
 @states.declare(averages=True)
 class AverageGradientsState(NamedTuple):
-  """No arrays; says that what follows in a chain is equal on all workers."""
+  """State without arrays; its declaration says that workers stay equal."""
 
 
 def average_gradients(
@@ -24,41 +24,41 @@ def average_gradients(
   .. math:: g \leftarrow \frac{1}{N} \sum_{i=1}^{N} g_i
 
   As the first element of a chain it makes any Optax optimizer synchronous
-  data-parallel training: what follows sees the same numbers on all workers,
-  so parameters and state stay equal to the bit.  Except for a loss, which is
-  each worker's own and passes through: in front of an optimizer that uses it
-  take `ssgd`, which hands it the mean.
+  data-parallel training: the following transformations see the same numbers on
+  all workers, so parameters and state stay equal to the bit.  A loss is each
+  worker's own and passes through; for an optimizer that uses it take `ssgd`,
+  which passes the mean.
 
-  With a compression the mean is taken by fewer bytes.  All workers decode the
-  same ones, so what comes out is equal on all of them still.  The state then is
-  a `CompressionState`, whose first value may depend on the number of workers:
+  With a compression the mean takes fewer bytes.  All workers decode the same
+  bytes, so that the result is still equal on all of them.  The state then is a
+  `CompressionState`, whose first value may depend on the number of workers:
   make it where the axis is bound, for instance
   `workers.jit(optimizer.init)(params)`.
 
   Args:
-    axis: the workers' axis: None (one worker: does nothing), a name, or
+    axis: The axis of the workers: None (one worker, does nothing), a name, or
       (inner, outer).
-    compression: `jdist.Compression(codecs.TopK(0.01), ErrorFeedback())`, for
-      instance; None takes the mean exactly, in one all-reduce.
+    compression: A compression, for instance
+      `jdist.Compression(codecs.TopK(0.01), ErrorFeedback())`; None takes the
+      mean exactly, in one all-reduce.
 
   Returns:
-    A transformation whose updates have the shapes and dtypes of the
-    gradients.  A gradient in bfloat16 is sent in bfloat16; without a feedback
-    in its parameter's dtype, where a reducer lays its state out by that.  An
-    exact mean of float16 is summed in float16, and may overflow.
+    A transformation whose updates have the shapes and dtypes of the gradients.
+    A bfloat16 gradient is sent in bfloat16; with a compression without feedback
+    it is sent in its parameter's dtype if the reducer's state depends on that.
+    An exact mean of float16 is summed in float16, and may overflow.
 
   Raises:
-    ValueError: when an argument is of another kind; when the state is made, and
-      the reducer does not suit the parameters; at trace time, when the
-      gradients are already summed because the parameters are shared over the
-      axis.
+    ValueError: If an argument is of another kind; when the state is made, if
+      the reducer does not suit the parameters; at trace time, if the gradients
+      are already summed because the parameters are shared over the axis.
 
   >>> import jax, jax.numpy as jnp
   >>> optimizer = optax.chain(average_gradients("worker"), optax.sgd(0.1))
   >>> def step(w, gradient):
   ...   updates, _ = optimizer.update(gradient, optimizer.init(w), w)
   ...   return optax.apply_updates(w, updates)
-  >>> gradients = jnp.array([1.0, 3.0])  # Of two workers.
+  >>> gradients = jnp.array([1.0, 3.0])  # Two workers have one each.
   >>> new = jax.vmap(step, axis_name="worker")(jnp.ones(2), gradients)
   >>> [round(w, 6) for w in new.tolist()]
   [0.8, 0.8]
@@ -81,6 +81,7 @@ def average_gradients(
   ) -> tuple[optax.Updates, Any]:
     del extra_args
     if compression is not None and control.drain == "residuals":
+      # No update has had these residuals yet: they go into the feedback.
       return updates, compression.absorb(updates, state, axis)
     collectives.check_local(updates, axis, what="`updates`", like=params)
     if compression is None:
@@ -99,16 +100,15 @@ def _suited(
   compression: reducers.Compression,
   axis: collectives.Axis,
 ) -> optax.Updates:
-  """Gradients in the parameters' dtypes, if a reducer's state needs these.
-
-  The state was laid out by them.  Of other gradients it is asked whether it
-  would be the same.
-  """
+  """Casts gradients to the parameters' dtypes if a reducer's state needs it."""
+  # A feedback computes in float32, whatever the gradients are.
   if params is None or compression.feedback is not None:
     return updates
   dtypes = [jnp.result_type(x) for x in jax.tree.leaves(params)]
   if [x.dtype for x in jax.tree.leaves(updates)] == dtypes:
     return updates
+  # The state was laid out by the parameters.  If it would have the same layout
+  # for these gradients, they can be sent as they are.
   made = jax.eval_shape(lambda x: compression.init(x, axis), updates)
   if _layout(made) == _layout(state):
     return updates
@@ -116,6 +116,6 @@ def _suited(
 
 
 def _layout(state: Any) -> Any:
-  """The structure of a state, and shapes and dtypes of its arrays."""
+  """Returns the structure of a state, and shapes and dtypes of its arrays."""
   leaves, structure = jax.tree.flatten(state)
   return structure, [(x.shape, x.dtype) for x in leaves]

@@ -1,4 +1,4 @@
-"""Clipping a worker's own gradients, before they are added to anything."""
+"""Clipping of a worker's own gradients, in front of residuals and codecs."""
 
 from typing import Any
 
@@ -14,28 +14,26 @@ from jdist.transforms.local import _anchor
 def clip_local(
   threshold: jax.typing.ArrayLike, axis: collectives.Axis
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Clips a worker's gradient to its part of a norm.
+  r"""Clips a worker's gradient to its share of a norm.
 
   .. math:: g_i \leftarrow g_i \min\left(1, \frac{\theta}{\sqrt N
             \lVert g_i \rVert_2}\right)
 
   The sum of N independent gradients of norm :math:`\theta / \sqrt N` has about
-  the norm :math:`\theta`: so this stands in for a clipping of the sum, which a
-  worker that sends a part only never sees.
-
-  Stands before what accumulates gradients: a residual then holds nothing that
-  was not clipped.
+  the norm :math:`\theta`.  This replaces the clipping of the sum, which is
+  unknown to workers that send only a part of their gradients.  It must precede
+  a residual, which then holds only clipped gradients.
 
   Args:
     threshold: theta > 0, in units of the gradients' sum.
-    axis: the workers' axis; of it only the number of workers is used.
+    axis: The axis of the workers, for their number.
 
   Returns:
     A transformation with the dtypes of the gradients.  A gradient whose norm
-    is not finite passes as it is.
+    is not finite passes unchanged.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.2.
@@ -57,7 +55,8 @@ def clip_local(
     if not leaves:
       return updates
     largest = jnp.stack(list(map(_largest, leaves))).max()
-    # One for all parts of a model: none of them is larger than their sum.
+    # One power for all parts of a model, as their squares are summed; no part
+    # is larger than the sum of the magnitudes.
     power = _power(collectives.sum_of_parts(largest))
     squares = [
       jnp.sum(squared(x * power.astype(x.dtype))).astype(jnp.float32)
@@ -65,7 +64,8 @@ def clip_local(
     ]
     square = sum(squares[1:], squares[0])
     norm = jnp.sqrt(collectives.sum_of_parts(square))
-    # Not a factor of 1, nor of a NaN: what is not clipped stays to the bit.
+    # Gradients are not multiplied unless they are clipped: even a factor of 1
+    # in another dtype would change their bits.
     over = jnp.isfinite(norm) & (norm > limit * power)
     factor = limit / jnp.where(over, norm, 1.0)
 
@@ -80,7 +80,7 @@ def clip_local(
 
 
 def squared(x: jax.Array) -> jax.Array:
-  """The squares of absolute values.
+  """Returns the squares of absolute values.
 
   >>> squared(jnp.array([-3.0])).item(), squared(jnp.array([3 + 4j])).item()
   (9.0, 25.0)
@@ -89,14 +89,14 @@ def squared(x: jax.Array) -> jax.Array:
 
 
 def _largest(x: jax.Array) -> jax.Array:
-  """The largest magnitude, of complex numbers that of a part, float32."""
+  """Returns the largest magnitude of real and imaginary parts, float32."""
   parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
   found = [jnp.max(jnp.abs(part), initial=0) for part in parts]
   return jnp.stack(found).max().astype(jnp.float32)
 
 
 def _power(largest: jax.Array) -> jax.Array:
-  """The power of two by which no square overflows or is lost; mostly 1.
+  """Returns a power of two, mostly 1, that keeps squares in float32's range.
 
   >>> [_power(jnp.float32(x)).item() for x in (1.0, 3e38, 1e-30)]
   [1.0, 8.271806125530277e-25, 1.2089258196146292e+24]
@@ -113,28 +113,28 @@ def _wide(x: jax.Array) -> jax.Array:
 def clip_deviations(
   deviations: jax.typing.ArrayLike,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Clips every entry of a leaf to so many deviations from zero.
+  r"""Clips each entry to a multiple of its leaf's standard deviation.
 
   .. math:: g \leftarrow \max(-c \sigma, \min(g, c \sigma)), \qquad
             \sigma^2 = \tfrac1n \sum g^2
 
-  A codec whose scale is the largest entry sends a few outliers well and all
-  the others badly; without the outliers it is the other way round.
+  A codec whose scale is the largest entry resolves a few outliers well and all
+  other entries badly; clipping reverses this.
 
   Args:
     deviations: c > 0.
 
   Raises:
-    ValueError: when `deviations` is out of its range; at `init`, for complex
+    ValueError: If `deviations` is out of its range; at `init`, for complex
       parameters, which have two parts to clip.
 
   References:
     Wen et al., TernGrad (arXiv 1705.07878), section 4: c = 2.5.  Departure:
-    theirs is the deviation from the mean, which is nearly the same for most
-    leaves and clips a leaf of equal entries to zero.
+    the paper takes the deviation from the mean, which is nearly the same for
+    most leaves and clips a leaf of equal entries to zero.
 
   >>> clip = clip_deviations(1.0)
-  >>> g = jnp.array([3.0, -1.0, -1.0, -1.0])  # Squares are 3 in the mean.
+  >>> g = jnp.array([3.0, -1.0, -1.0, -1.0])  # The mean square is 3.
   >>> clip.update(g, clip.init(g))[0].round(3).tolist()
   [1.732..., -1.0, -1.0, -1.0]
   """

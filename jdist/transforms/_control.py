@@ -1,4 +1,4 @@
-"""Control: what the host says about one update, as static data."""
+"""The host's choices for one update, as static data."""
 
 import dataclasses
 from typing import Any, Literal
@@ -8,28 +8,28 @@ from jdist import checks
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-  """The host's part in one `update`; it shapes the program.
+  """The host's choices for one `update`, which shape the program.
 
   Passed as `update(..., control=Control(...))` and static, so that a host which
-  chooses among several compiles a program for each.  Transformations that know
-  nothing of it ignore it; `transforms.rounds_ahead` says which state has one
-  that listens, and `transforms.drain` passes its own.
+  chooses among several compiles a program for each.  Transformations without
+  rounds ignore it; `transforms.rounds_ahead` says for which states a host may
+  choose, and `transforms.drain` passes its own.
 
   Attributes:
-    round_ends: whether the update ends its round; None where the device
-      decides, in a conditional.
-    arrives: whether a mean that is late by steps arrives in the update; None
-      where the device decides.
-    stream_steps: in how many updates a streamed message is sent, of which this
-      is one.  None sends nothing now and, where the mean is due, all that is
-      left.  "fixed" is the interval, if that is one number.
-    drain: no step is taken, and everything that was begun is brought into the
-      anchor; "residuals" also what reducers hold back.
-    fragments: for a method whose fragments have rounds of their own, one
-      control each; None where the device decides.
+    round_ends: Whether the update ends its round; None if the device decides,
+      in a conditional.
+    arrives: Whether a mean that is late by steps is applied in the update; None
+      if the device decides.
+    stream_steps: The number of updates over which a streamed message is sent,
+      of which this is one.  None sends nothing now and, if the mean is due, all
+      that is left.  "fixed" is the interval, if that is one number.
+    drain: Whether no step is taken and everything that was begun is brought
+      into the anchor; "residuals" also brings in the residuals of reducers.
+    fragments: One control for each fragment, for a method whose fragments have
+      rounds of their own; None if the device decides.
 
   Raises:
-    ValueError: when a value is of another kind.
+    ValueError: If a value is of another kind.
   """
 
   round_ends: bool | None = None
@@ -61,7 +61,7 @@ class Control:
 
   @property
   def of_host(self) -> str | None:
-    """The name of what a host has chosen; None where it chose nothing."""
+    """The name of a choice that the host has made; None without any."""
     if self.round_ends is not None or self.arrives is not None:
       return "round_ends"
     if self.stream_steps != "fixed":
@@ -69,12 +69,12 @@ class Control:
     return None if self.fragments is None else "fragments"
 
 
-# What an update hears where no host speaks.
+# The control of an update whose host chooses nothing.
 DEVICE = Control()
 
 
 def refuse(control: Control, method: str) -> None:
-  """Raises a ValueError when a host chose what a method cannot follow."""
+  """Raises a ValueError if a host made a choice that a method cannot follow."""
   if name := control.of_host:
     raise ValueError(
       f"`control` must leave `{name}` out for {method}, whose rounds no host "
@@ -84,5 +84,5 @@ def refuse(control: Control, method: str) -> None:
 
 
 def drains(extra_args: dict[str, Any]) -> bool:
-  """Returns whether the extra arguments of an update say that it drains."""
+  """Returns whether the extra arguments of an update ask for a drain."""
   return bool(extra_args.get("control", DEVICE).drain)

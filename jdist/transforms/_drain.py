@@ -23,57 +23,56 @@ def drain(
   residuals: bool = False,
   **extra_args: Any,
 ) -> tuple[optax.Params, PyTree]:
-  r"""Brings in what is under way, so that nothing that was done is missing.
+  r"""Applies everything that was begun, so that no progress is lost.
 
   A method with a delay holds the progress, or the gradients, of its last
   steps; local steps hold an unfinished round.  At the end of training these
-  would be lost, and an evaluation on the anchor does not see them.  This is
-  what one worker does to bring them in: a collective operation, to be run by
-  all workers, in a program of its own.  Afterwards all stand on the anchor;
-  training may go on from there, and to drain again changes nothing (but a
-  momentum that stands behind `delay_gradients`, and not in it, moves on).
+  would be lost, and an evaluation on the anchor does not see them.  This is a
+  collective operation for all workers, in a program of its own.  Afterwards all
+  workers are on the anchor.  Training may continue from there, and a second
+  drain changes nothing (but a momentum behind `delay_gradients`, instead of
+  inside it, takes a step).
 
-  - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends where it
-    is, as a shorter one would: control variates divide by its steps' rates.
-  - `local_steps` with a delay, `cocod`, `msdpu`: the late mean arrives, then
-    that of the present round's progress.
+  - `local_steps`, `fed_prox`, `slow_mo`, `scaffold`: the round ends early, as a
+    shorter one would: control variates divide by the rates of its steps.
+  - `local_steps` with a delay, `cocod`, `msdpu`: the late mean is applied, then
+    the mean of the present round's progress.
   - `easgd`: the springs relax, and all workers move to the mean of the N and
     the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
-  - `overlap_local_sgd`: the late mean arrives, then that of where the workers
-    are now, with the same momentum, and pulls them all the way.
-  - `lead_step`, `od_sgd`: the late mean gradient arrives, and nobody leads.
-  - `fragment_steps`, `streaming_diloco`: the late mean of each fragment
-    arrives, then that of its progress since it was sent, unmixed.
-  - `predict_rest`, `mp2`: what the front's transformation holds arrives, then
-    that of the rest's own, if it has one, and the rest is predicted.
+  - `overlap_local_sgd`: the late mean is applied, then the mean of the present
+    parameters, with the same momentum and a pull of 1.
+  - `lead_step`, `od_sgd`: the late mean gradient is applied, and the workers'
+    lead is dropped.
+  - `fragment_steps`, `streaming_diloco`: the late mean of each fragment is
+    applied, then the mean of its progress since it was sent, unmixed.
+  - `predict_rest`, `mp2`: the front's transformation is drained, then the
+    rest's own, if it has one, and the rest is predicted.
   - `delay_gradients`, `update_first`: the pending gradients are applied, the
     oldest first.
-  - `optax.MultiSteps` around one of them: what it has in it is drained, and the
-    gradients that it has accumulated wait for the others of their step.
+  - `optax.MultiSteps` around one of them: its inner transformation is drained,
+    and the accumulated gradients wait for the others of their step.
 
   An outer optimizer takes each of these means as it does any other.
 
   Args:
-    optimizer: any chain.  What stands before the transformation that holds
-      something, or beside it, for other leaves, stays as it is; what stands
-      behind it takes what arrives as one update.
-    state: its state.
-    params: this worker's parameters.
-    residuals: whether, for what follows without them, the residuals in
-      reducers come out of there: of local steps also between two rounds, by an
-      outer step of its own; of gradients, which no update has had yet, into the
-      feedback of all workers.  They stay where a feedback has no place for
-      them, or is missing.
-    **extra_args: what the optimizer needs to apply pending gradients, as
+    optimizer: Any chain.  A transformation in front of the drained one, or next
+      to it for other leaves, keeps its state; one behind it takes one update.
+    state: Its state.
+    params: This worker's parameters.
+    residuals: Whether to bring in the residuals of reducers, too: for local
+      steps also between two rounds, by an outer step of its own; for gradients
+      by adding them to the feedback of all workers.  Residuals stay where the
+      feedback has no place for them, or is missing.
+    **extra_args: Arguments that the optimizer needs for pending gradients, as
       `value=` of `optax.contrib.reduce_on_plateau`: the present loss.
 
   Returns:
-    The parameters, equal on all workers, and the state; of a method that
-    holds nothing, what was given.
+    The parameters, equal on all workers, and the state; unchanged for a method
+    that holds nothing.
 
   Raises:
-    ValueError: when `optimizer` is no optimizer, or has an `optax.MultiSteps`
-      around what drains and is not that itself.
+    ValueError: If `optimizer` is not an optimizer, or wraps an
+      `optax.MultiSteps` around a method that drains.
 
   >>> from jdist import transforms
   >>> optimizer = transforms.delay_gradients(optax.sgd(1.0), steps=1)
@@ -115,7 +114,7 @@ def drain(
     else:
       params, state = _reached(bring_in, state, params, there, new)
   if residuals and _anchor.contains(state, _is_one):
-    # Of this only residuals are taken, so that any loss will do.
+    # Only the residuals of this update are kept, so that any loss will do.
     given = dict.fromkeys(_mean_loss.LOSSES, jnp.zeros(())) | extra_args
     _, asked = optimizer.update(nothing, state, params, control=full, **given)
     state = _absorbed(state, asked)
@@ -123,19 +122,20 @@ def drain(
 
 
 def _multi_steps(optimizer: Any) -> optax.MultiSteps | None:
-  """Returns the `optax.MultiSteps` that an optimizer is, in any form of it."""
+  """Returns the `optax.MultiSteps` behind an optimizer, None without one."""
   if not isinstance(optimizer, optax.MultiSteps):
+    # `gradient_transformation()` returns the bound methods of the object.
     optimizer = getattr(getattr(optimizer, "update", None), "__self__", None)
   return optimizer if isinstance(optimizer, optax.MultiSteps) else None
 
 
 def _check_accumulates(state: PyTree) -> None:
-  """Raises a ValueError where accumulated gradients stand in the way."""
+  """Raises a ValueError if `optax.MultiSteps` hides a method that drains."""
 
   def around(x: Any) -> bool:
     return isinstance(x, optax.MultiStepsState) and _state.drains(x)
 
-  # What drains itself may accumulate inside.
+  # A method that drains may accumulate in its own inner chain.
   parts = jax.tree.leaves(
     state, is_leaf=lambda x: _drains_itself(x) or around(x)
   )
@@ -155,11 +155,13 @@ def _reached(
   there: optax.Params,
   new: PyTree,
 ) -> tuple[optax.Params, PyTree]:
-  """Takes the new of what is brought in, and the old of what stands beside.
+  """Returns the new values that depend on drained states, else the old ones.
 
-  That has taken a gradient of zero, by which a momentum moves and a step is
-  counted.  Which leaf depends on what has been held is read from the program.
+  The rest of the chain has taken a gradient of zero, which moves momenta and
+  counts a step.
   """
+  # Every leaf of the result depends either on a drained state or not; the
+  # traced program shows which, whatever the transformations are.
   traced = jax.make_jaxpr(bring_in)(state).jaxpr
   held = jax.tree.map(
     lambda x: jax.tree.map(lambda _: _drains_itself(x), x),
@@ -194,21 +196,22 @@ def _reached(
 
 
 def _is_one(state: Any) -> bool:
-  """Returns whether a state is a compression's, or holds its own."""
+  """Returns whether a state is a compression's, or drains its own one."""
   return isinstance(state, reducers.CompressionState) or _drains_itself(state)
 
 
 def _absorbed(state: PyTree, asked: PyTree) -> PyTree:
-  """Returns the state with those residuals that feedbacks have absorbed.
+  """Returns the state with the residuals that feedbacks have absorbed.
 
-  What else has changed in `asked` is the work of transformations that know
-  nothing of a drain and have taken a gradient of zero.
+  Other changes in `asked` are made by transformations that ignore a drain and
+  have taken a gradient of zero.
   """
 
   def one(old: Any, new: Any) -> Any:
     if not isinstance(old, reducers.CompressionState):
       return old
-    # Behind one that does not pass `control` on it has taken a mean.
+    # A wrapper dropped `control` if the step was counted: the compression has
+    # then taken a mean instead of absorbing.
     alone = new.step == old.step
     return jax.tree.map(lambda o, n: jnp.where(alone, n, o), old, new)
 

@@ -1,4 +1,4 @@
-"""Freezing Adam's variance, so that what is left is linear and compresses."""
+"""Adam with a frozen variance, which is linear and can be compressed."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,11 +18,11 @@ class FrozenAdamState(NamedTuple):
   """State of `scale_by_frozen_adam`.
 
   Attributes:
-    step: updates so far, int32 scalar, equal on all workers.
-    mu: the momentum, float32, equal on all workers.
-    nu: the second moment, float32, equal on all workers; constant after the
+    step: The number of updates so far, int32 scalar, equal on all workers.
+    mu: The momentum, float32, equal on all workers.
+    nu: The second moment, float32, equal on all workers; constant after the
       warm-up.
-    compression: the compression's state.
+    compression: The compression's state.
   """
 
   step: jax.Array
@@ -53,35 +53,32 @@ def scale_by_frozen_adam(
   .. math:: m \leftarrow \mathrm{mean}_i(\beta_1 m + (1-\beta_1) g_i), \qquad
             \text{output } \frac{m}{\sqrt{v_T} + \epsilon}
 
-  where the mean goes through the reducer.  The momentum is what is sent, so
-  one-bit codes err by a part of the momentum and not of a gradient, and the
-  variance, in which such an error would be squared, does not change.
-
-  Both phases are branches of a conditional on the step, with what they send.
+  where the mean is compressed.  The error of one-bit codes is then a part of
+  the momentum and not of a gradient, and the variance, which would square it,
+  does not change.
 
   Args:
-    warmup_steps: T; the paper's 15 to 20 % of the run, or until the variance
-      has settled.  With a schedule of the learning rate at least its warm-up.
-    axis: the workers' axis.
-    compression: how to take the mean after the warm-up.
-    b1: decay of the momentum, in [0, 1].
-    b2: decay of the second moment, in [0, 1].
-    eps: added to the root of the second moment, positive.
+    warmup_steps: T; the paper takes 15 to 20 % of the run, until the variance
+      has settled.  It should cover the warm-up of the learning rate.
+    axis: The axis of the workers.
+    compression: The compression of the mean after the warm-up.
+    b1: The decay of the momentum, in [0, 1].
+    b2: The decay of the second moment, in [0, 1].
+    eps: The positive term that is added to the root of the second moment.
 
   Returns:
-    A transformation with the dtypes of the gradients; what comes out is equal
+    A transformation with the dtypes of the gradients, whose updates are equal
     on all workers.  Its state may depend on the number of workers: make it
     where the axis is bound.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
-    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; no correction of
-    the bias, as there.  Departure: an entry whose frozen variance is zero (a
-    parameter that had no gradient in the warm-up) does not move, because a
-    sign has no zero and would be divided by `eps`; the authors' code asks the
-    user for a mask instead.
+    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, which does not
+    correct the bias.  Departure: an entry whose frozen variance is zero (a
+    parameter without gradient in the warm-up) does not move; the authors' code
+    asks the user for a mask instead.
 
   >>> exact = reducers.Compression(reducers.Exact())
   >>> adam = scale_by_frozen_adam(1, None, exact, b1=0.5, b2=0.75, eps=1e-30)
@@ -130,6 +127,7 @@ def scale_by_frozen_adam(
       return updates, state._replace(compression=memory)
     collectives.check_local(updates, axis, what="`updates`", like=params)
     grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
+    # A conditional, so that each phase sends its own messages only.
     state = jax.lax.cond(
       collectives.agreed(state.step < warmup_steps, axis),
       exactly,
@@ -159,6 +157,7 @@ def scale_by_frozen_adam(
     own = _blended(_anchor.scalar(b1), state.mu, grads)
     with collectives.phase(warmup_steps):
       mu, memory = compression.mean(own, state.compression, axis)
+    # A sign has no zero, and dividing it by `eps` would move the parameter far.
     mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0.0), mu, state.nu)
     state = state._replace(mu=mu, compression=memory)
     return collectives.varying(state, axis)

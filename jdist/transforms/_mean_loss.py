@@ -1,7 +1,7 @@
-"""Agreeing: what all workers must get alike besides their mean gradients.
+"""A mean loss for optimizers behind a mean of gradients.
 
-Each worker has a loss of its own.  An optimizer that is to stay equal on all of
-them and uses it (a plateau's, a line search's) would drive them apart.
+Each worker has a loss of its own.  An optimizer that uses it, such as a plateau
+schedule or a line search, would update the replicas differently.
 """
 
 import functools
@@ -14,22 +14,20 @@ import optax
 from jdist import collectives
 
 PyTree = Any
-# By these names optimizers are given it: ours, and Optax's own.
+# The names under which optimizers receive a loss: ours, and Optax's.
 LOSSES = ("loss", "value")
 
 
 def with_mean_loss(
   optimizer: optax.GradientTransformation, axis: collectives.Axis
 ) -> optax.GradientTransformationExtraArgs:
-  """An optimizer behind a mean of gradients, whose loss is a mean as well.
+  """Gives an optimizer the workers' mean loss, if it uses a loss.
 
-  By the name of `loss` or `value`.  Whether the optimizer uses it is read from
-  its traced update, so that no mean is counted, or waited for, of what nobody
-  asks.
+  The loss is passed as `loss` or `value`.
 
   Raises:
-    ValueError: at trace time, when the optimizer uses a `grad` or a `value_fn`
-      that is given, as a line search does: these stay each worker's own.
+    ValueError: At trace time, if the optimizer uses a given `grad` or
+      `value_fn`, as a line search does: these stay each worker's own.
   """
   optimizer = collectives.for_workers(optimizer)
   if axis is None:
@@ -42,7 +40,8 @@ def with_mean_loss(
     **extra_args: Any,
   ) -> tuple[optax.Updates, PyTree]:
     if (asked := extra_args.get("value_fn")) is not None:
-      # Optax reads from a function's signature what to give it.
+      # Optax reads from a function's signature which arguments to pass to it,
+      # so that the replacement must have the same one.
       refuse = functools.partial(_refuse, "value_fn")
       extra_args["value_fn"] = functools.update_wrapper(refuse, asked)
 
@@ -56,6 +55,8 @@ def with_mean_loss(
 
     if uses("grad"):
       _refuse("grad")
+    # An all-reduce that nothing uses would still be counted as traffic and
+    # waited for, so that only a loss which reaches the outputs is averaged.
     used = {name: extra_args[name] for name in LOSSES if uses(name)}
     return update(**collectives.mean(used, axis)) if used else update()
 
@@ -63,7 +64,7 @@ def with_mean_loss(
 
 
 def _refuse(name: str, *args: Any, **options: Any) -> NoReturn:
-  """Raises a ValueError; also in place of a function that is called."""
+  """Raises a ValueError; also stands in for a function that is called."""
   del args, options
   raise ValueError(
     f"`{name}` must not be used behind a mean of gradients: it stays each "
@@ -75,7 +76,7 @@ def _refuse(name: str, *args: Any, **options: Any) -> NoReturn:
 
 
 def _depends(update: Callable[[PyTree], PyTree], loss: PyTree) -> bool:
-  """Returns whether an update uses the loss, as hardly any does.
+  """Returns whether an update uses the loss, by its traced program.
 
   >>> _depends(lambda loss: 2 * loss, jax.numpy.ones(()))
   True

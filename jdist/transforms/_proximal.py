@@ -12,25 +12,24 @@ def proximal(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Adds the gradient of a proximal term to the gradient.
 
-  .. math:: g \leftarrow g + \mu (w - a), \qquad \text{that of }
+  .. math:: g \leftarrow g + \mu (w - a), \qquad \text{the gradient of }
             f(w) + \tfrac\mu2 \lVert w - a \rVert^2
 
   with the anchor a.  Unlike `pull_to_anchor` it is not scaled to the interval
   and the learning rate: under plain SGD with the rate :math:`\eta` a worker
   loses :math:`\eta \mu` of its distance in each step.
 
-  Stands in the inner chain of `local_steps`, which gives it the anchor.
+  It must be in the inner chain of `local_steps`, which passes the anchor.
 
   Args:
-    strength: mu >= 0; 0 is none.
+    strength: mu >= 0; 0 adds nothing.
 
   Raises:
-    ValueError: when `strength` is out of its range; at trace time, when it
-      does not stand inside `local_steps`.
+    ValueError: If `strength` is out of its range; at trace time, outside
+      `local_steps`.
 
   References:
-    Li et al., Federated Optimization in Heterogeneous Networks (FedProx,
-    arXiv 1812.06127), equation 2.
+    Li et al., FedProx (arXiv 1812.06127), equation 2.
 
   >>> import jax.numpy as jnp
   >>> term = proximal(0.5)
@@ -43,5 +42,7 @@ def proximal(
   return _anchor.pull(
     "proximal",
     optax.EmptyState,
+    # The strength is cast here, inside the update, because an injected one is
+    # an array of the step.
     lambda state, _: (_anchor.scalar(strength), state),
   )

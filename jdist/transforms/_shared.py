@@ -1,8 +1,9 @@
-"""The leaves of a state that are equal on all workers: a checkpoint stores one.
+"""The leaves of a state that are equal on all workers.
 
-States declare them (`jdist.states`): `shared` names the fields, `averages` says
-that the updates that come out are equal, too.  A state that wraps others may
-have a method `label(walk)`.  What says nothing counts as each worker's own.
+Checkpoints store them once.  States declare them (`jdist.states`): `shared`
+names the fields, `averages` says that the updates are equal, too.  A state that
+wraps others may have a method `label(walk)`.  Undeclared fields count as each
+worker's own.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ class Sharing(NamedTuple):
   """Marks the leaves that are equal on all workers.
 
   Attributes:
-    params: whether the parameters are, at every step.
-    state: a tree of bools like the optimizer's state.
+    params: Whether the parameters are equal at every step.
+    state: A tree of bools like the optimizer's state.
   """
 
   params: bool
@@ -29,14 +30,14 @@ class Sharing(NamedTuple):
 def sharing(state: PyTree) -> Sharing:
   """Labels the leaves of a state that are equal on all workers.
 
-  Behind `average_gradients` in a chain everything is, with a compression too:
-  the parameters begin equal, and all workers do the same to them.  Of local
-  steps the anchor, the outer optimizer and the clock are; the rest is each
+  Behind `average_gradients` everything in a chain is equal, with a compression
+  too: the parameters begin equal, and all workers do the same to them.  Local
+  steps share the anchor, the outer optimizer and the clock; the rest is each
   worker's own.  Optax's other wrappers are walked into but never trusted to
   keep the parameters equal.
 
   Args:
-    state: the optimizer's state, or its shapes.
+    state: The optimizer's state, or its shapes.
 
   >>> from jdist import transforms
   >>> optimizer = optax.chain(
@@ -57,14 +58,16 @@ def label_all(tree: PyTree, label: bool) -> PyTree:
 
 
 def label_fields(state: Any) -> Any:
-  """Labels the fields that a state's class declares as `shared`, and no others.
+  """Labels the fields that a state's class declares as `shared`.
 
-  A value that declares its own, also in a tuple or a dict, is labelled by that.
-  An inner optimizer's state is the worker's own, whatever stands in it.
+  A nested state with a declaration, also in a tuple or a dict, is labelled by
+  its own declaration.
   """
 
   def one(name: str) -> PyTree:
     value = getattr(state, name)
+    # An inner optimizer is fed with the worker's own gradients, so that even
+    # states that declare shared fields differ in it.
     label = label_all if name == "inner" else _label
     return label(value, name in type(state).shared)
 
@@ -82,22 +85,29 @@ def _label(value: PyTree, shared: bool) -> PyTree:
 
 
 def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:
-  """Labels a state behind updates that are equal, or not; as it leaves them."""
+  """Labels a state whose input updates are equal or not.
+
+  Returns the labels, and whether the updates that leave it are equal.
+  """
   kind = type(state)
   if hasattr(kind, "label"):
     return state.label(_walk)
   if hasattr(kind, "shared"):
     return label_fields(state), equal or getattr(kind, "averages", False)
-  if kind is tuple:  # A chain: one after the other.
+  if kind is tuple:
+    # The elements of a chain follow one another: equality is passed on.
     labels = []
     for element in state:
       label, equal = _walk(element, equal)
       labels.append(label)
     return tuple(labels), equal
-  if isinstance(state, dict):  # Not in order: each for itself.
+  if isinstance(state, dict):
+    # The entries of a dict are not in sequence, as for `optax.partition`.
     return kind({k: _walk(v, equal)[0] for k, v in state.items()}), equal
   if not hasattr(state, "_fields"):
     return label_all(state, equal), equal
+  # `optax.inject_hyperparams` computes its numbers from the step alone, and
+  # passes on the updates of the inner transformation.
   injects = isinstance(state, optax.InjectStatefulHyperparamsState)
   walked, out = {}, equal
   for name in state._fields:

@@ -1,4 +1,4 @@
-"""A guard in front of a method: gradients that are not numbers do no harm."""
+"""A guard in front of a method that skips gradients which are not finite."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ class SkipNonfiniteState(NamedTuple):
   """State of `skip_nonfinite`.
 
   Attributes:
-    skipped: steps so far whose gradients were zeros instead, int32 scalar.
+    skipped: The number of steps whose gradients were replaced by zeros, int32
+      scalar.
   """
 
   skipped: jax.Array
@@ -29,18 +30,19 @@ def skip_nonfinite(
 
   .. math:: g_i \leftarrow g_i \prod_j [g_j \text{ is finite}]
 
-  The first element of a chain, in front of a method: what is averaged stays
-  finite.  All workers decide alike, by one scalar all-reduce in every step, and
-  all stages of a pipeline.
-  Rounds and schedules go on, momenta and weight decay act as on a gradient of
-  zero; `optax.apply_if_finite` stops the whole optimizer instead, each worker
-  by itself, after which workers would end their rounds in different steps.
+  It must be the first element of a chain, in front of a method, whose means
+  then stay finite.  All workers, and all stages of a pipeline, decide alike, by
+  one scalar all-reduce in every step.  Rounds and schedules continue, momenta
+  and weight decay act as on a gradient of zero.  `optax.apply_if_finite` stops
+  the whole optimizer instead, each worker by itself, after which workers would
+  end their rounds in different steps.
 
   Args:
-    axis: the workers' axis.
+    axis: The axis of the workers.
 
   Returns:
-    A transformation.  `transforms.skipped` reads the count off a chain's state.
+    A transformation.  `transforms.skipped` reads the count from a chain's
+    state.
 
   >>> optimizer = optax.chain(skip_nonfinite(None), optax.sgd(0.1))
   >>> state = optimizer.init(jnp.zeros(2))
@@ -63,9 +65,11 @@ def skip_nonfinite(
     del params, extra_args
     found = [jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]
     wrong = ~jnp.stack(found).all() if found else jnp.asarray(False)
+    # The parts of one model are the stages of a pipeline; the axis has the
+    # workers.
     count = collectives.sum_of_parts(wrong.astype(jnp.float32))
     wrong = collectives.sum(count, axis) > 0
-    # Not a product: NaN times zero is NaN.
+    # The zeros are selected: NaN times zero is NaN.
     updates = jax.tree.map(
       lambda x: jnp.where(wrong, jnp.zeros_like(x), x), updates
     )
@@ -75,10 +79,13 @@ def skip_nonfinite(
 
 
 def skipped(state: PyTree) -> jax.Array | None:
-  """Returns how many steps `skip_nonfinite` has skipped; None without it.
+  """Returns the number of steps that `skip_nonfinite` has skipped.
 
   Args:
-    state: the optimizer's state.
+    state: The optimizer's state.
+
+  Returns:
+    An int32 scalar; None without `skip_nonfinite`.
   """
 
   def is_guard(x: Any) -> bool:

@@ -1,10 +1,10 @@
-"""Questions to the state of a chain: the anchor, rounds, what is pending.
+"""Queries of a chain's state: rounds, intervals and pending updates.
 
-They work on the state of any chain, however deep the transformation that knows
-the answer stands in it, inside jit or outside, for one worker's arrays or for
-all workers' arrays `[workers, ...]`.  States answer by what they declare
-(`jdist.states`), and by two methods: `ahead()`, where a host may choose
-programs for the next two updates, and `nonfinite_rounds()`, of feedbacks.
+They find the state that knows the answer at any depth of a chain, inside jit or
+outside, for one worker's arrays or for all workers' arrays `[workers, ...]`.
+States answer by their declarations (`jdist.states`) and by two methods:
+`ahead()`, if a host may choose programs for the next two updates, and
+`nonfinite_rounds()`, for feedbacks.
 """
 
 from typing import Any
@@ -18,23 +18,23 @@ PyTree = Any
 
 
 def averages(state: PyTree) -> bool:
-  """Returns whether a chain's state has something that synchronizes workers."""
+  """Returns whether a transformation in the chain synchronizes workers."""
   averages, rounds = map(_anchor.declares, ("averages", "rounds"))
   return _anchor.contains(state, lambda x: averages(x) or rounds(x))
 
 
 def drains(state: PyTree) -> bool:
-  """Returns whether there is something that `drain` may have to bring in."""
+  """Returns whether `drain` may have something to bring in."""
   return _anchor.contains(state, _anchor.declares("drains"))
 
 
 def synchronized(state: PyTree) -> jax.Array | bool:
   """Returns whether the last update brought the workers together.
 
-  The step averages batch statistics then.
+  The training step then averages batch statistics.
 
   Args:
-    state: the optimizer's state.
+    state: The optimizer's state.
 
   Returns:
     A bool scalar; the Python value True for a method without rounds, so that
@@ -44,36 +44,37 @@ def synchronized(state: PyTree) -> jax.Array | bool:
   if found is None:
     return True
   flag = found.clock.synchronized
-  for outer in _anchor.accumulates(state):  # Between two of its updates.
+  for outer in _anchor.accumulates(state):
+    # Between two of its updates `optax.MultiSteps` leaves the flag of the
+    # last one in the inner state.
     flag = flag & (outer.mini_step == 0)
   return flag
 
 
 def rounds(state: PyTree, steps: jax.typing.ArrayLike) -> jax.Array:
-  """Returns how often the workers have come together, an int32 scalar.
+  """Returns the number of synchronizations so far, an int32 scalar.
 
   Args:
-    state: the optimizer's state.
-    steps: updates so far: the answer for a method without rounds.
+    state: The optimizer's state.
+    steps: The number of updates so far, returned for a method without rounds.
   """
   found = _anchor.find_rounds(state)
   return jnp.asarray(steps, jnp.int32) if found is None else found.clock.round
 
 
 def interval(state: PyTree) -> jax.Array | int:
-  """Returns this round's local steps, int32; 1 for a method without rounds."""
+  """Returns this round's interval, int32; 1 for a method without rounds."""
   found = _anchor.find_rounds(state)
   return 1 if found is None else found.clock.interval
 
 
 def nonfinite_rounds(state: PyTree) -> jax.Array:
-  """Returns in how many rounds a feedback has seen a number that is not finite.
+  """Returns the number of rounds in which a feedback met a non-finite number.
 
-  A NaN or an infinity at one worker does not stay in a residual; here it is
-  counted nevertheless.
+  A feedback drops a worker's NaN or infinity, so that no residual shows it.
 
   Args:
-    state: the optimizer's state.
+    state: The optimizer's state.
 
   Returns:
     This worker's count, int32 scalar, the largest of all feedbacks in the
@@ -91,54 +92,55 @@ def nonfinite_rounds(state: PyTree) -> jax.Array:
 
 
 def rounds_ahead(state: PyTree) -> jax.Array | None:
-  """Returns what a host needs to choose the programs of the next two updates.
+  """Returns the facts by which a host chooses the next two programs.
 
-  The host passes its choice as `update(..., control=Control(...))`, and need
-  not wait for anything: while one update runs, it has read the state before it.
-  `training.Trainer` does this.  An update ends its round (`round_ends=True`)
-  when all steps of the interval but one came before it; a message that is
-  streamed goes in the largest number of steps that fits into its window.
+  The host passes its choice as `update(..., control=Control(...))` and never
+  waits: it reads the state before an update while the update runs, as
+  `training.Trainer` does.  An update ends its round (`round_ends=True`) if all
+  other steps of the interval precede it; a streamed message takes the largest
+  number of steps that fits into its window.
 
   Args:
-    state: the optimizer's state.
+    state: The optimizer's state.
 
   Returns:
-    For the next update and the one after it, int32 [2, 3]: the window, which is
-    the number of the round's updates after which the message that is under way
-    arrives (the interval, where that is at the round's end; 0 when nothing is
-    under way; -1 for a round that the device ends), how many updates of the
-    round come before it, and the interval.  With fragments [fragments, 2, 3].
-    None for a method without rounds that a host could end.
+    For the next update and the one after it, int32 [2, 3]: the window, the
+    number of updates of the round before it, and the interval.  The window is
+    the number of the round's updates after which the message in flight is
+    applied (the interval, if that is at the round's end; 0 with nothing in
+    flight; -1 for a round that the device ends).  With fragments
+    [fragments, 2, 3].  None for a method without rounds that a host could end.
   """
   found = _anchor.find_rounds(state)
-  if _anchor.accumulates(state):  # A round then has more updates than counted.
+  # Under `optax.MultiSteps` a round has more updates than the clock counts.
+  if _anchor.accumulates(state):
     return None
   return found.ahead() if hasattr(type(found), "ahead") else None
 
 
 def arrives_after(state: PyTree) -> jax.Array | int:
-  """Returns after how many updates of a round a mean that is late arrives.
+  """Returns the number of a round's updates after which a late mean is applied.
 
-  With `rounds_ahead` it says which programs a run may need.
+  With `rounds_ahead` it determines the programs that a run may need.
 
   Args:
-    state: the optimizer's state.
+    state: The optimizer's state.
 
   Returns:
-    A constant of the run, int32 scalar; 0 where a mean arrives at a round's
+    A constant of the run, int32 scalar; 0 if a mean is applied at a round's
     end, and for a method without rounds.
   """
   return getattr(_anchor.find_rounds(state), "due_after", 0)
 
 
 def streams(state: PyTree) -> bool:
-  """Returns whether a message is sent in parts, some in every step."""
+  """Returns whether a message is sent in parts over several steps."""
   return bool(getattr(_anchor.find_rounds(state), "streams", False))
 
 
 def update_pending(state: PyTree) -> bool:
-  """Returns whether an update comes with the next step, as in `update_first`.
+  """Returns whether the next step applies a pending update.
 
-  Evaluations drain it first; see `drain`.
+  This is the case for `update_first`; evaluations `drain` it first.
   """
   return _anchor.contains(state, _anchor.declares("update_pending"))

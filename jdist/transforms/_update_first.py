@@ -22,12 +22,12 @@ class UpdateFirstState(NamedTuple):
   """State of `update_first`.
 
   Attributes:
-    pending: this worker's gradients of the last step, in the parameters'
-      dtypes; of what was not held back their mean; with `scatter` its share of
-      their mean, a row for each bucket.
-    in_flight: whether there are any, bool scalar.
-    loss: this worker's loss of the last step, float32 scalar.
-    inner: the optimizer's state.
+    pending: This worker's gradients of the last step, in the parameters'
+      dtypes, or their mean for leaves that were not held back; with `scatter`
+      its share of their mean, a row for each bucket.
+    in_flight: Whether gradients are pending, bool scalar.
+    loss: This worker's loss of the last step, float32 scalar.
+    inner: The optimizer's state.
   """
 
   pending: PyTree
@@ -36,7 +36,7 @@ class UpdateFirstState(NamedTuple):
   inner: PyTree
 
   def label(self, walk: Any) -> tuple[Any, bool]:
-    """Behind the mean the optimizer's state is equal on all workers."""
+    """Labels the optimizer's state as equal on all workers, behind the mean."""
     labels = _shared.label_fields(self)
     return labels._replace(inner=walk(self.inner, True)[0]), True
 
@@ -44,8 +44,8 @@ class UpdateFirstState(NamedTuple):
 class UpdateFirst(optax.GradientTransformationExtraArgs):
   """An Optax transformation in two halves, made by `update_first`.
 
-  As a whole, `update` is one step late, like `delay_gradients`.  Between its
-  halves there is nothing late.
+  As a whole, `update` is one step late, like `delay_gradients`.  A step that
+  calls the two halves has no delay.
 
   Attributes:
     begin: `(params, state) -> params, state`, before the gradients are taken:
@@ -76,21 +76,21 @@ def update_first(
   .. math:: w_t = w_{t-1} + \mathrm{optimizer}(\tfrac1N \sum_i g_i(w_{t-1})),
             \qquad g_i(w_t)
 
-  The weights at which gradients are taken are those of synchronous SGD.  The
-  gradients travel in sub-tensors, front layers first, from the state: the
-  forward pass of a layer waits for this layer's sub-tensors only, and hides
-  those behind it.  With `scatter` the mean is split into a reduce-scatter at
-  the end of a step, last layers first, and an all-gather at the beginning of
-  the next, so that it hides under both passes.  So it does with `pending`
-  below 1: only the front layers' gradients are held back, which the backward
-  pass gives last and has nothing left to hide; the others are averaged
-  within their step, while it goes on to the front.
+  The gradients are those of synchronous SGD.  They are sent from the state in
+  sub-tensors, front layers first: the forward pass of a layer waits for this
+  layer's sub-tensors only, and hides the following ones.  `scatter` splits the
+  mean into a reduce-scatter at the end of a step, last layers first, and an
+  all-gather at the beginning of the next, so that both passes hide it.
+  `pending` below 1 does so, too: it holds back the gradients of the front
+  layers, which the backward pass gives last and could not hide; the others are
+  averaged within their step, under the rest of the backward pass.
 
-  What needs all gradients at once makes the first layer wait for the last
-  sub-tensor: `optax.clip_by_global_norm` and `optax.apply_if_finite`, for
-  instance.  LAMB's and LARS' norms, of one leaf each, do not.
+  A transformation that needs all gradients at once makes the first layer wait
+  for the last sub-tensor, for instance `optax.clip_by_global_norm` and
+  `optax.apply_if_finite`.  The norms of LAMB and LARS, of one leaf each, do
+  not.
 
-  `training.make_step` knows what to do with it.  In a step of one's own:
+  `training.make_step` supports it.  In a step of your own write:
 
   .. code-block:: python
 
@@ -99,43 +99,42 @@ def update_first(
      state = optimizer.hold(grads, state, loss=loss)
 
   One update is always pending: `drain` applies it, before an evaluation and at
-  the end; going on afterwards changes nothing.  Checkpoints keep it as it is,
-  and go on to the bit.  Nothing may stand around the transformation: as a part
-  of another one its `update` is one step late, which `make_step` refuses.
+  the end, and training may continue afterwards.  Checkpoints keep it, and
+  resume to the bit.  No other transformation may wrap this one: `update` as a
+  part of another one is one step late, which `make_step` refuses.
 
   Args:
-    optimizer: any Optax optimizer; it sees the mean gradients, and as `loss`
-      and as `value` the workers' mean of their step's, for which 4 bytes more
-      are sent where it uses that.  What else is given to `update`, but for a
-      `value`, reaches it as it is, and must be equal on all workers; a `grad`
-      or `value_fn` that it uses is refused.
-    axis: the workers' axis.
-    max_bytes: the size that a sub-tensor should not exceed, see
-      `collectives.Buckets.of`.
-    in_flight: how many sub-tensors may be under way, the credit; 1 by default:
-      XLA merges those that may be under way together, and the first layer then
+    optimizer: Any Optax optimizer.  It receives the mean gradients and, as
+      `loss` and `value`, the workers' mean of their step's loss, for which 4
+      bytes more are sent if it uses them.  Other arguments of `update` are
+      passed on and must be equal on all workers; `grad` and `value_fn` are
+      refused.
+    axis: The axis of the workers.
+    max_bytes: The largest size of a sub-tensor, see `collectives.Buckets.of`.
+    in_flight: The number of sub-tensors in flight, the credit; 1 by default.
+      XLA merges those that may be in flight together, and the first layer then
       waits for several.  To have several on GPUs, set the option
       `xla_gpu_experimental_parallel_collective_overlap_limit` to their number
       and `xla_gpu_all_reduce_combine_threshold_bytes` to 0.
-    order: which leaf is most urgent: give a function of the path where names
-      do not sort in the order of the layers.
-    scatter: whether to split the mean in two.
-    pending: which part of the gradients is held back, in [0, 1]: leaves in
-      `order`, until they hold this share of all elements (1, the default:
-      all of them; 0: none, as `ssgd`).  Where forward and backward pass are
-      as long as they usually are, a third.  Not with `scatter`.
-    specs: how the parameters are split over the mesh's other axes, a tree of
-      PartitionSpec, for workers that are themselves sharded; not with
+    order: The priority of the leaves; pass a function of the path if names do
+      not sort in the order of the layers.
+    scatter: Whether to split the mean in two.
+    pending: The share of all elements that is held back, in [0, 1]: whole
+      leaves in `order` until they reach it.  1 (the default) holds all of them
+      back, 0 none, as `ssgd`; a third fits a backward pass of twice the forward
+      pass.  Not with `scatter`.
+    specs: The partition of the parameters over the other axes of the mesh, a
+      tree of PartitionSpec, for workers that are themselves sharded; not with
       `scatter`.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     Jayarajan et al., P3 (MLSys 2019) and Peng et al., ByteScheduler (SOSP
     2019): priorities and credits.  Zhang et al., DeAR (arXiv 2302.12445): the
-    two halves.  Departure: one compiled program in which the compiler
-    schedules, instead of a scheduler beside it.
+    two halves.  Departure: the compiler schedules one program, without a
+    scheduler next to it.
 
   >>> optimizer = update_first(optax.sgd(0.5), axis=None)
   >>> w = jnp.array(0.0)
@@ -170,7 +169,8 @@ def update_first(
       "`scatter` splits flat buckets by rows and cannot be used with `specs`. "
       "Take `scatter=False` for workers that are themselves sharded."
     )
-  # A worker's own loss would drive the workers apart.
+  # The loss must be the workers' mean: with its own loss each worker's
+  # optimizer would make another update, and the replicas would drift apart.
   optimizer = _mean_loss.with_mean_loss(optimizer, axis)
 
   def buckets_of(like: PyTree) -> collectives.Buckets:
@@ -210,7 +210,7 @@ def update_first(
     return _merge(buckets.unpack(means, held), rest)
 
   def reduce_scattered(grads: optax.Updates) -> tuple[jax.Array, ...]:
-    # The last layers' gradients are ready first.
+    # The backward pass computes the gradients of the last layers first.
     rows = _in_turns(
       reversed(buckets_of(grads).pack(grads)),
       lambda x: collectives.reduce_scatter(x, axis),
@@ -221,10 +221,11 @@ def update_first(
   def apply_pending(
     state: UpdateFirstState, params: optax.Params, **extra_args: Any
   ) -> tuple[optax.Updates, UpdateFirstState]:
-    # Selected and not under a conditional, where nothing would overlap.
+    # The update is selected: a conditional is a wall for XLA, and collectives
+    # inside of it would overlap with nothing.
     mean = mean_of_pending(state, params)
     of_step = dict.fromkeys(_mean_loss.LOSSES, state.loss)
-    with collectives.team_of(None):  # The optimizer speaks to nobody.
+    with collectives.team_of(None):  # The optimizer must not communicate.
       updates, inner = optimizer.update(
         mean, state.inner, params, **(of_step | extra_args)
       )
@@ -250,7 +251,8 @@ def update_first(
     collectives.check_local(grads, axis, what="`grads`")
     if scatter:
       grads = reduce_scattered(grads)
-      # Buckets are laid out by dtype, and `begin` has the parameters' only.
+      # Buckets are laid out by dtype, and `begin` knows the dtypes of the
+      # parameters only.
       dtypes = [[x.dtype.name for x in rows] for rows in (grads, state.pending)]
       if dtypes[0] != dtypes[1]:
         raise ValueError(
@@ -262,7 +264,7 @@ def update_first(
       front, rest = _split(grads, order, pending)
       grads = _merge(front, collectives.mean(rest, axis))
     held = UpdateFirstState(
-      # A state keeps its dtypes: a second form would be a second program.
+      # Other dtypes in the state would compile a second program.
       pending=optax.tree.cast_like(grads, state.pending),
       in_flight=jnp.ones_like(state.in_flight),
       loss=jnp.asarray(loss, jnp.float32),
@@ -294,7 +296,9 @@ def update_first(
 def _split(
   tree: PyTree, order: collectives.Order, share: float
 ) -> tuple[PyTree, PyTree]:
-  """Splits a tree in the most urgent leaves and the others, None elsewhere.
+  """Splits a tree into the most urgent leaves and the others.
+
+  Each half has None in place of the leaves of the other one.
 
   >>> _split({"a": jnp.zeros(2), "b": jnp.ones(2)}, "back_first", 0.5)[1]
   {'a': Array([0., 0.], dtype=float32), 'b': None}
@@ -320,7 +324,7 @@ def _merge(front: PyTree, rest: PyTree) -> PyTree:
 
 
 def _present(specs: PyTree, tree: PyTree) -> PyTree:
-  """Returns the specs of a tree's leaves, without those of None."""
+  """Returns the specs of the leaves of a tree that are not None."""
   if specs is None:
     return None
   leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
@@ -334,10 +338,12 @@ def _in_turns(
   send: Callable[[jax.Array], jax.Array],
   in_flight: int,
 ) -> list[jax.Array]:
-  """Sends buffers one after the other, with so many in flight at the most."""
+  """Sends buffers in order, with at most `in_flight` of them in flight."""
   sent: list[jax.Array] = []
   for i, buffer in enumerate(buffers):
     if i >= in_flight:
+      # The barrier ties this send to the completion of an earlier one.  Without
+      # it XLA may start all sends at once, in any order.
       before = i - in_flight
       buffer, sent[before] = jax.lax.optimization_barrier(
         (buffer, sent[before])

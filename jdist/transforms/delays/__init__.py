@@ -1,1 +1,1 @@
-"""Gradients that are applied late, and what makes up for it."""
+"""Gradients that are applied late, their remedies and their stability."""

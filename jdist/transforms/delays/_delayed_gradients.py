@@ -1,4 +1,4 @@
-"""Gradients that an optimizer gets some steps after they were computed."""
+"""Gradients that an optimizer receives a fixed number of steps late."""
 
 import functools
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ class DelayGradientsState(NamedTuple):
   """State of `delay_gradients`.
 
   Attributes:
-    step: gradients seen so far, int32 scalar.
-    pending: the last k gradients of each leaf, arrays [k, ...] in the
-      parameters' dtype, the gradient of step t in row t mod k; () for k = 0.
-    inner: state of the delayed optimizer.
+    step: The number of gradients so far, int32 scalar.
+    pending: The last k gradients of each leaf, arrays [k, ...] in the
+      parameters' dtype; row t mod k has that of step t; () for k = 0.
+    inner: The state of the delayed optimizer.
   """
 
   step: jax.Array
@@ -31,7 +31,7 @@ class DelayGradientsState(NamedTuple):
   inner: PyTree
 
   def label(self, walk: Any) -> tuple[Any, bool]:
-    """The inner transformation says whether the workers are kept equal."""
+    """Labels the workers as equal if the inner transformation keeps them so."""
     inner, equal = walk(self.inner, False)
     labels = _shared.label_fields(self)
     return labels._replace(inner=inner), equal
@@ -40,40 +40,40 @@ class DelayGradientsState(NamedTuple):
 def delay_gradients(
   optimizer: optax.GradientTransformation, steps: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Feeds an optimizer with the gradients of k steps ago.
+  r"""Feeds an optimizer with the gradients from k steps ago.
 
   .. math:: u_t = \mathrm{optimizer}(g_{t-k})
 
-  Around a synchronous chain, `chain(average_gradients(axis), ...)`, the mean
-  is that of gradients in the state: its communication depends on nothing in
-  the present step, and hides under all of it.
+  Around a synchronous chain, `chain(average_gradients(axis), ...)`, the mean is
+  taken of gradients in the state: its communication is independent of the
+  present step, which hides it.
 
-  In the first k steps nothing has arrived: the updates are zero and the
-  optimizer's state stays untouched (a gradient of zero would still advance
-  schedules, decay weights and move a momentum).  Other arguments of `update`
-  are not delayed: the optimizer sees the present loss with the old gradient.
+  In the first k steps the updates are zero and the optimizer's state does not
+  change (a gradient of zero would still advance schedules, decay weights and
+  move a momentum).  Other arguments of `update` are not delayed: the optimizer
+  sees the present loss with the old gradient.
 
   With a tree of delays each leaf has its own k, as the stages of PipeDream
-  have.  A leaf whose gradients have not begun to arrive does not move, and its
-  part of the optimizer's state stays untouched; what has no leaf, a step count,
-  advances from the first arrival on.
+  have.  Before its first gradient is due, a leaf and its part of the
+  optimizer's state do not change; a step count advances with the first gradient
+  of any leaf.
 
-  `drain` applies all that is pending.
+  `drain` applies all pending gradients.
 
   Args:
-    optimizer: any Optax optimizer, an averaging one for instance.
-    steps: k, or a tree of them whose structure is that of the parameters or a
+    optimizer: Any Optax optimizer, for instance one that averages.
+    steps: k, or a tree of delays with the structure of the parameters or a
       prefix of it; 0 is no delay.
 
   Raises:
-    ValueError: when `steps` is not of ints >= 0; at `init`, when it does not
-      fit the parameters.
+    ValueError: If `steps` is not of ints >= 0; at `init`, if it does not fit
+      the parameters.
 
   References:
-    Xu et al., OD-SGD (ACM TACO 17(4), 2020) for k = 1.  Departure: no local
-    update with the present gradient in between.  Narayanan et al., PipeDream
-    (SOSP 2019) for a delay S - 1 - s of stage s of S.  Departure: one optimizer
-    of all stages, whose count a later stage shares.
+    Xu et al., OD-SGD (arXiv 2005.06728) for k = 1.  Departure: no local update
+    with the present gradient in between.  Narayanan et al., PipeDream (SOSP
+    2019) for a delay S - 1 - s of stage s of S.  Departure: all stages have one
+    optimizer and share its count.
 
   >>> optimizer = delay_gradients(optax.sgd(1.0), steps=1)
   >>> w = jnp.array(0.0)
@@ -132,7 +132,7 @@ def delay_gradients(
     params: optax.Params | None,
     extra_args: dict[str, Any],
   ) -> tuple[optax.Updates, PyTree]:
-    """Steps with what has arrived, on leaves whose delays are `moving`."""
+    """Updates the leaves whose delays are `moving`."""
     own = _leaf_delays.broadcast("steps", steps, updates)
     arrived = jax.tree.map(
       lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g,
@@ -140,8 +140,8 @@ def delay_gradients(
       own,
       state.pending,
     )
-    # Selected and not under a conditional, where a collective would overlap
-    # with nothing.
+    # The update is selected afterwards: inside a conditional its collective
+    # would overlap with nothing.
     new_updates, inner = optimizer.update(
       arrived, state.inner, params, **extra_args
     )
@@ -156,17 +156,18 @@ def delay_gradients(
     params: optax.Params | None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DelayGradientsState]:
-    """Feeds the optimizer with all that is pending, oldest first."""
+    """Feeds the optimizer with all pending gradients, oldest first."""
     zero = jax.tree.map(jnp.zeros_like, updates)
     total = zero
     for i in range(delays[-1]):
+      # A leaf with a shorter delay has fewer gradients pending.
       moving = {k: (state.step >= k) & (i < k) for k in delays}
       one, inner = step_with(moving, zero, state, params, extra_args)
       state = state._replace(step=optax.safe_increment(state.step), inner=inner)
       total = jax.tree.map(jnp.add, total, one)
       if params is not None:
         params = optax.apply_updates(params, one)
-    # Nothing is pending now.
+    # A step count of zero marks the ring as empty.
     return total, DelayGradientsState(
       jnp.zeros_like(state.step),
       jax.tree.map(jnp.zeros_like, state.pending),
@@ -179,7 +180,9 @@ def delay_gradients(
 def _chosen(
   moving: Mapping[int, jax.Array], delays: PyTree, new: PyTree, old: PyTree
 ) -> PyTree:
-  """Takes the new state of those leaves that move, and of what has no leaf."""
+  """Selects the new state for moving leaves and for parts without leaves."""
+  # Parts of an optimizer's state with the structure of the parameters hold one
+  # entry for each leaf; anything else, such as a count, belongs to all.
   structure: Any = jax.tree.structure(delays)
 
   def of_params(x: Any) -> bool:

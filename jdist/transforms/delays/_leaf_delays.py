@@ -1,4 +1,4 @@
-"""Numbers of delays, one for all leaves or in a tree of them."""
+"""Delays, as one number for all leaves or as a tree of numbers."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ PyTree = Any
 
 
 def check_steps(steps: PyTree) -> list[int]:
-  """Returns the different delays of a tree; a ValueError for no ints >= 0."""
+  """Returns the distinct delays of a tree in order, ints >= 0."""
+  # An empty tree, and None in it, must be refused as well.
   leaves = jax.tree.leaves(steps, is_leaf=lambda x: x is None)
   return sorted(
     {
@@ -22,7 +23,7 @@ def check_steps(steps: PyTree) -> list[int]:
 
 
 def broadcast(name: str, prefix: PyTree, tree: PyTree) -> PyTree:
-  """Gives each leaf of a tree its value of a prefix tree.
+  """Broadcasts a prefix tree to the leaves of a tree.
 
   >>> broadcast("steps", {"a": 2, "b": 1}, {"a": (0.0, 0.0), "b": 0.0})
   {'a': (2, 2), 'b': 1}
@@ -39,8 +40,8 @@ def broadcast(name: str, prefix: PyTree, tree: PyTree) -> PyTree:
 
 
 def ring(steps: int, first: jax.Array) -> Any:
-  """Makes a leaf's last arrays [steps, ...], all of them the first."""
+  """Returns a ring [steps, ...] for a leaf, filled with its first value."""
   if not steps:
-    return ()  # An array of size zero cannot be saved.
+    return ()  # Orbax refuses to save an array of size zero.
   first = jnp.asarray(first)
   return jnp.full((steps, *first.shape), first, first.dtype)

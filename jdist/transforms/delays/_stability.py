@@ -1,12 +1,12 @@
-"""Stability: how large a rate times a curvature rounds and delays allow."""
+"""Stability: the largest rate times curvature under rounds and delays."""
 
 import numpy as np
 
 from jdist import checks
 
-# Rates times curvatures that are looked at; nothing that trains is beyond.
+# The searched range of rates times curvatures; training stays inside of it.
 _LOWEST, _HIGHEST, _STEPS = 1e-4, 8.0, 400
-# Of a growth in a round that is rounding alone.
+# Growth per round below this is rounding error.
 _MARGIN = 1e-9
 
 
@@ -21,34 +21,34 @@ def stability_limit(
   outer_learning_rate: float = 1.0,
   outer_momentum: float = 0.0,
 ) -> float:
-  r"""Finds the largest rate times curvature at which rounds do not blow up.
+  r"""Finds the largest rate times curvature at which rounds are stable.
 
-  All workers minimize :math:`\lambda w^2 / 2` by SGD of the rate
-  :math:`\eta`, in rounds of H local steps whose mean progress arrives d steps
-  late, as `Delayed` says.  A round is then a linear map of anchor, message
-  under way, momentum and outer momentum; the limit is the largest
-  :math:`\eta\lambda` up to which none of its eigenvalues is outside of the unit
+  All workers minimize :math:`\lambda w^2 / 2` by SGD with the rate
+  :math:`\eta`, in rounds of H local steps whose mean progress is applied d
+  steps late, as in `Delayed`.  A round is then a linear map of the anchor, the
+  message in flight, the momentum and the outer momentum.  The limit is the
+  largest :math:`\eta\lambda` up to which all eigenvalues are in the unit
   circle, to half a percent, and at most 8.
 
-  A rate that has fallen to a part of its highest needs a limit of only that
-  part of synchronous SGD's: a delay costs nothing where its limit is above.
+  A rate that has fallen to a fraction of its peak needs only that fraction of
+  synchronous SGD's limit: a delay with a higher limit costs nothing then.
 
   Args:
-    interval: H, local steps of a round.
+    interval: H, the local steps of a round.
     steps: d, from 0, no delay, to H; None is a whole round.
-    momentum: of the workers' SGD, in [0, 1).
-    nesterov: whether it looks ahead.
-    carry: rho, what a worker keeps of its own progress on the way.
+    momentum: The momentum of the workers' SGD, in [0, 1).
+    nesterov: Whether the momentum is Nesterov's.
+    carry: rho, the part of its own progress that a worker keeps meanwhile.
     correction: beta of `pull_to_anchor`.
-    outer_learning_rate: of an outer Nesterov momentum; 1 with
+    outer_learning_rate: The rate of an outer Nesterov momentum; 1 with
       `outer_momentum=0` applies the mean as it is.
-    outer_momentum: likewise, in [0, 1).
+    outer_momentum: The outer Nesterov momentum, in [0, 1).
 
   Returns:
-    The limit; 0 where even a rate times curvature of 1e-4 grows.
+    The limit; 0 if even a rate times curvature of 1e-4 is unstable.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   >>> round(stability_limit(momentum=0.0), 2)  # Gradient descent: 2.
   2.0
@@ -76,7 +76,7 @@ def stability_limit(
 
   def growth(curvature: np.ndarray) -> np.ndarray:
     """Returns the largest magnitude of a round's eigenvalues."""
-    # Column j of the map is what a round makes of the j-th unit vector.
+    # A round maps the j-th unit vector to column j of its matrix.
     units = np.eye(4)[:, None, :] * np.ones((1, len(curvature), 1))
     anchor, message, velocity, outer = units
     scale = curvature[:, None]
@@ -105,6 +105,8 @@ def stability_limit(
     found = np.linalg.eigvals(after.transpose(1, 0, 2))
     return np.abs(found).max(-1)
 
+  # The growth is not monotonic in the rate, so that a grid finds the first
+  # unstable one, and a bisection refines it.
   tried = np.geomspace(_LOWEST, _HIGHEST, _STEPS)
   grows = growth(tried) > 1 + _MARGIN
   if not grows.any():

@@ -17,8 +17,8 @@ class PredictWeightsState(NamedTuple):
   """State of `predict_weights`.
 
   Attributes:
-    ahead: predicted parameters less the present ones, in their dtypes.
-    inner: the optimizer's state.
+    ahead: The predicted parameters minus the present ones, in their dtypes.
+    inner: The optimizer's state.
   """
 
   ahead: PyTree
@@ -33,9 +33,9 @@ def predict_weights(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Predicts the parameters s updates ahead, to take late gradients there.
 
-  Updates are those of `optimizer`.  After each one `predicted_weights(state,
-  w)` gives the parameters :math:`\hat w` at which the next gradient is to be
-  computed, which will be applied s updates later; `training.make_step` and
+  The updates are those of `optimizer`.  After each one `predicted_weights(
+  state, w)` gives the parameters :math:`\hat w` for the next gradient, which
+  will be applied s updates later; `training.make_step` and
   pipelines use it.  The optimizer reaches them in s more steps with gradients
   of zero, which costs s updates in each step.  For SGD with the rate
   :math:`\eta`, momentum c and velocity v
@@ -48,23 +48,23 @@ def predict_weights(
   .. math:: \hat w = w - \sum_{k=1}^{s} \frac{\eta}{1 - b_1^{t+k}} \,
             \frac{m b_1^k}{\sqrt{v / (1 - b_2^{t+k})} + \epsilon}
 
-  Stands inside the delay, `delay_gradients(predict_weights(optimizer, k), k)`,
-  and behind what averages; in a pipeline in the chain that it is given, with s
-  as `grid.delay`.
+  It belongs inside the delay, `delay_gradients(predict_weights(optimizer, k),
+  k)`, and behind an averaging transformation; in a pipeline it belongs in the
+  chain, with s as `grid.delay`.
 
   Args:
-    optimizer: any Optax optimizer that sends nothing.  Schedules and weight
-      decay coast as they will be.
-    steps: s, or a tree of them, as of `delay_gradients`; 0 predicts nothing.
-    b2: Adam's, to hold its second moment while it coasts; None lets it decay,
-      as gradients of zero would have it.
+    optimizer: Any Optax optimizer that does not communicate.  Schedules and
+      weight decay advance in the predicted steps.
+    steps: s, or a tree of numbers as for `delay_gradients`; 0 predicts nothing.
+    b2: The decay of Adam's second moment, to hold it in the predicted steps;
+      None lets it decay, as under gradients of zero.
 
   Returns:
-    A transformation; its updates are those of `optimizer`.
+    A transformation with the updates of `optimizer`.
 
   Raises:
-    ValueError: when an argument is out of its range; at `init`, when `steps`
-      does not fit the parameters, or `optimizer` averages or has rounds.
+    ValueError: If an argument is out of its range; at `init`, if `steps` does
+      not fit the parameters, or `optimizer` averages or has rounds.
 
   References:
     The code of Eliad et al., FTPipe (USENIX ATC 2021).  Departures: a forward
@@ -107,6 +107,7 @@ def predict_weights(
       updates, state.inner, params, **extra_args
     )
     own = _leaf_delays.broadcast("steps", steps, updates)
+    # The prediction must be made now: the next gradient is taken at it.
     ahead = coast(new_updates, inner, params, own, extra_args)
     ahead = jax.tree.map(lambda x, a: x.astype(a.dtype), ahead, state.ahead)
     return new_updates, PredictWeightsState(ahead, inner)
@@ -138,11 +139,11 @@ def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
   """Returns the parameters at which to compute the next gradient.
 
   Args:
-    state: of any chain.
-    params: the parameters; returned where nothing in the chain predicts.
+    state: The state of any chain.
+    params: The parameters, which are returned if nothing in the chain predicts.
 
   Raises:
-    ValueError: when several transformations predict.
+    ValueError: If several transformations predict.
   """
   leaves = jax.tree.leaves(state, is_leaf=_predicts)
   found = [x for x in leaves if _predicts(x)]
@@ -163,7 +164,7 @@ def _predicts(x: Any) -> bool:
 
 
 def _held(state: PyTree, b2: jax.typing.ArrayLike) -> PyTree:
-  """Raises Adam's second moments by what the next step lets them decay."""
+  """Raises Adam's second moments by the decay of the next step."""
 
   def adam(x: Any) -> bool:
     return isinstance(x, optax.ScaleByAdamState)

@@ -1,9 +1,8 @@
 """Intervals: the local steps of a round, fixed, scheduled, or adaptive.
 
-An interval policy decides the length of every round.  The length of round r+1
-is decided when round r begins, from the losses of rounds up to r-1, averaged
-over the workers: it is the same on all workers to the bit, and the host can
-read it a whole round before it is needed.
+An interval policy decides the length of round r+1 when round r begins, from the
+losses of rounds up to r-1, averaged over the workers.  All workers compute the
+same number to the bit, and the host can read it a whole round in advance.
 """
 
 from jdist.transforms.intervals._adaptive import adacomm as adacomm

@@ -1,8 +1,7 @@
-r"""Adaptive intervals: rounds that are as long as the loss allows.
+r"""Adaptive intervals: the loss decides the length of a round.
 
 Both policies follow :math:`\sqrt{\eta_0 F / (\eta F_0)}`: a falling loss
-shortens the rounds, a falling learning rate lengthens them.  Public as
-`jdist.transforms.intervals`.
+shortens the rounds, a falling learning rate lengthens them.
 """
 
 from typing import Literal, NamedTuple
@@ -19,12 +18,12 @@ class AdaCommState(NamedTuple):
   """State of `adacomm`.
 
   Attributes:
-    interval: the present interval, int32 scalar.
-    first_loss: F_0, float32 scalar; infinite until it is known.
-    loss_sum: sum of the rounds' losses in this period, float32 scalar.
-    rounds: rounds in this period, int32 scalar.
-    next_step: the local step at which the next period begins, int32 scalar.
-    first_rate: eta_0, float32 scalar.
+    interval: The present interval, int32 scalar.
+    first_loss: The first loss F_0, float32 scalar; infinite until it is known.
+    loss_sum: The sum of the rounds' losses in this period, float32 scalar.
+    rounds: The number of rounds in this period, int32 scalar.
+    next_step: The first local step of the next period, int32 scalar.
+    first_rate: The highest rate so far, eta_0, float32 scalar.
   """
 
   interval: jax.Array
@@ -43,7 +42,7 @@ def adacomm(
   form: Literal["halving", "capped"] = "halving",
   max_interval: int = 16,
 ) -> _policy.IntervalPolicy:
-  r"""AdaComm: shorter rounds as the loss falls.
+  r"""Returns AdaComm's rounds, which become shorter as the loss falls.
 
   At the end of every period, with the mean loss F of its rounds and the loss
   F_0 of the first period,
@@ -54,22 +53,16 @@ def adacomm(
             \lceil \sqrt{\eta_0 F / (\eta F_0)\, \tau_0} \rceil)
             \quad\text{(capped)}
 
-  In the halving form, a value that is not smaller than the present interval
-  is replaced by half of that.
-
-  A learning rate that begins low and warms up would make every later round
-  short; eta_0 is therefore the highest rate so far, which is the first one
-  where the rate only falls.
-
-  The rule saves little late in training, because it shortens the rounds;
-  `qsr` does the opposite.
+  In the halving form, a value that is not smaller than the present interval is
+  replaced by half of that.  The rule shortens rounds and saves little late in
+  training; `qsr` does the opposite.
 
   Args:
-    initial_interval: tau_0, at least 1; of the halving form at most
+    initial_interval: tau_0, at least 1; in the halving form at most
       `max_interval`.
-    period_steps: local steps between two decisions, at least 1.
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step.
+    period_steps: The number of local steps between two decisions, at least 1.
+    learning_rate: The inner optimizer's rate, a number or a schedule of the
+      local step.
     form: `"halving"` as in the paper, or `"capped"` as in the production code
       that carries the rule, with tau_0 inside the root and a maximum.
     max_interval: tau_max, used by both forms; 16 as in that code.
@@ -79,7 +72,7 @@ def adacomm(
     Error-Runtime Trade-off in Local-Update SGD (arXiv 1810.08313), section 4.
     Departures: periods are counted in local steps and not in seconds, so that
     a run can be repeated; F is a mean over a period; half of an odd interval
-    is rounded down, to at least 1; eta_0 of a rate that warms up.
+    is rounded down, to at least 1; eta_0 is the highest rate so far.
 
   >>> rule = adacomm(4, period_steps=1)
   >>> _, state = rule.next(rule.init(), jnp.array(8), jnp.array(2.0))
@@ -96,7 +89,8 @@ def adacomm(
   checks.check_rate("learning_rate", learning_rate)
   longest = _policy.longest(max_interval, 1)
   checks.check_choice("form", form, ("halving", "capped"))
-  if form == "halving":  # In the capped form its root counts.
+  # The capped form starts with the root of tau_0, which may be larger.
+  if form == "halving":
     _policy.check_first("initial_interval", initial_interval, longest)
 
   def init_fn() -> AdaCommState:
@@ -114,7 +108,7 @@ def adacomm(
   ) -> tuple[jax.Array, AdaCommState]:
     if loss is None:
       return state.interval, state
-    # A loss that is not a number says nothing about the interval.
+    # One round with a NaN must not decide about the interval.
     seen = jnp.isfinite(loss)
     loss_sum = state.loss_sum + jnp.where(seen, loss, 0.0)
     rounds = state.rounds + seen.astype(jnp.int32)
@@ -124,6 +118,7 @@ def adacomm(
     known = jnp.isfinite(state.first_loss)
     first_loss = jnp.where(known | ~decide, state.first_loss, mean)
     rate = _policy.rate_at(learning_rate, start_step)
+    # A rate that begins low and warms up would make every later round short.
     first_rate = jnp.maximum(state.first_rate, rate)
     ratio = _ratio(first_rate, mean, rate, first_loss)
     if form == "halving":
@@ -151,10 +146,10 @@ class MsdpuIntervalState(NamedTuple):
   """State of `msdpu`.
 
   Attributes:
-    first_loss: F_0, float32 scalar; infinite until it is known.
-    loss: F_r, the moving average, float32 scalar; infinite until it is known.
-    interval: the last interval, int32 scalar.
-    first_rate: eta_0, float32 scalar.
+    first_loss: The first loss F_0, float32 scalar; infinite until it is known.
+    loss: The moving average F_r, float32 scalar; infinite until it is known.
+    interval: The last interval, int32 scalar.
+    first_rate: The highest rate so far, eta_0, float32 scalar.
   """
 
   first_loss: jax.Array
@@ -170,21 +165,22 @@ def msdpu(
   max_interval: int = 16,
   decay: float = 0.9,
 ) -> _policy.IntervalPolicy:
-  r"""MSDPU's adaptive interval, a reconstruction.
+  r"""Returns MSDPU's adaptive rounds, a reconstruction.
 
   .. math:: H = \mathrm{clip}(\lceil H_0 \sqrt{\eta_0 F / (\eta F_0)} \rceil,
             1, H_{max})
 
-  with F the moving average of the rounds' mean losses and F_0 the first
-  round's; eta_0 is the highest rate so far, as in `adacomm`.
+  with the moving average F of the rounds' mean losses, the first round's F_0
+  and the highest rate so far, eta_0, as in `adacomm`.
 
   Args:
     initial_interval: H_0, from 1 to `max_interval`.
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step; a decaying rate lengthens the rounds, a falling loss shortens
+    learning_rate: The inner optimizer's rate, a number or a schedule of the
+      local step; a decaying rate lengthens the rounds, a falling loss shortens
       them.
     max_interval: H_max, 16 by default.
-    decay: of the moving average, in [0, 1); a round counts 1 - decay.
+    decay: The decay of the moving average, in [0, 1); the weight of a round is
+      1 - decay.
 
   References:
     Ju et al., multi-step delayed parameter update (2025, doi
@@ -217,7 +213,7 @@ def msdpu(
   ) -> tuple[jax.Array, MsdpuIntervalState]:
     if loss is None:
       return state.interval, state
-    # A loss that is not a number is not averaged in: it would stay forever.
+    # A NaN would stay in the moving average forever.
     known = jnp.isfinite(state.loss)
     average = jnp.where(known, decay * state.loss + (1 - decay) * loss, loss)
     average = jnp.where(jnp.isfinite(loss), average, state.loss)
@@ -238,6 +234,6 @@ def msdpu(
 def _ratio(
   first_rate: jax.Array, loss: jax.Array, rate: jax.Array, first_loss: jax.Array
 ) -> jax.Array:
-  """`eta_0 F / (eta F_0)`, as a float32 scalar; a rate of zero gives inf."""
-  # Losses below zero have no such rule; zero shortens the round to 1.
+  """Returns eta_0 F / (eta F_0), float32 scalar; a rate of zero gives inf."""
+  # The rule is undefined for losses below zero; zero shortens the round to 1.
   return first_rate * jnp.maximum(loss, 0.0) / (rate * first_loss)

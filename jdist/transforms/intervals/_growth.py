@@ -1,4 +1,4 @@
-"""Growth: rounds of one step at first, longer as the learning rate falls."""
+"""Growth: rounds of one step that become longer as the learning rate falls."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class GrowthState(NamedTuple):
   """State of `growth`.
 
   Attributes:
-    highest_rate: eta_0, the highest rate so far, float32 scalar.
+    highest_rate: The highest rate so far, eta_0, float32 scalar.
   """
 
   highest_rate: jax.Array
@@ -26,27 +26,26 @@ def growth(
   start: float = 1 / 3,
   max_interval: int = 16,
 ) -> _policy.IntervalPolicy:
-  r"""Lengthens rounds of one step as the learning rate falls.
+  r"""Returns rounds of one step that become longer as the rate falls.
 
   .. math:: H = \mathrm{clip}(\lfloor (c\, \eta_0 / \eta)^2 \rfloor,
             1, H_{max})
 
-  with the highest rate so far, :math:`\eta_0`: two steps where 0.7 c of it is
-  left, four at c / 2.  A rate that warms up keeps rounds of one step, and so
-  does one that is constant.
+  with the highest rate so far, :math:`\eta_0`: two steps at 0.7 c of it, four
+  at c / 2.  Rounds keep one step while the rate warms up or is constant.
 
   Args:
-    learning_rate: the inner optimizer's, a schedule of the local step.
-    start: c > 0; at most 1 begins with rounds of one step.  A third: two steps
-      at 0.24 of the highest rate, where even the mean of every step may be one
-      step late, whose `transforms.stability_limit` (with a momentum of 0.9, and
-      1/8 carried) is 0.24 of synchronous SGD's.
+    learning_rate: The inner optimizer's rate, a schedule of the local step.
+    start: c > 0; values up to 1 begin with rounds of one step.  A third gives
+      two steps at 0.24 of the highest rate.  A mean of every step may be one
+      step late from there on: its `transforms.stability_limit` (with a momentum
+      of 0.9, and 1/8 carried) is 0.24 of synchronous SGD's.
     max_interval: H_max, at least 1.
 
   References:
     Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning
     (arXiv 2310.14423): `qsr` with a base of 1 and :math:`\alpha = c \eta_0`,
-    which need not be known before.
+    which need not be known in advance.
 
   >>> rates = jnp.array([0.4, 0.2, 0.4 / 3, 0.1])
   >>> rule = growth(lambda step: rates[step], start=0.5)
@@ -67,9 +66,10 @@ def growth(
     del loss
     rate = _policy.rate_at(learning_rate, start_step)
     highest = jnp.maximum(state.highest_rate, rate)
-    # The smallest normal number: a rate of zero means the longest round.
+    # Dividing by the smallest normal number gives the longest round for a rate
+    # of zero, without an infinity.
     ratio = start * highest / jnp.maximum(rate, jnp.finfo(jnp.float32).tiny)
-    # A hair more, so that a half squared is a quarter and no less.
+    # The margin keeps a ratio of exactly 2 from being rounded down to 1.
     steps = jnp.floor(jnp.minimum(ratio**2 * (1 + 1e-6), longest))
     return _policy.whole_steps(steps, longest), GrowthState(highest)
 

@@ -1,4 +1,4 @@
-"""Interval policies: what they are, and the numbers that they work with."""
+"""The interface of interval policies, and their arithmetic."""
 
 import math
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import optax
 
 from jdist import checks
 
-# A round longer than any training, and an int32.
+# An int32 that is longer than any training.
 LONGEST = 2**30
-# A loss that a state does not know yet: `jax.debug_nans` stops at a NaN.
+# A loss that is not known yet; `jax.debug_nans` would stop at a NaN.
 UNKNOWN_LOSS = math.inf
 
 
@@ -24,12 +24,11 @@ class IntervalPolicy(NamedTuple):
     next: `(state, start_step, loss) -> interval, state`: the number of local
       steps, an int32 scalar >= 1, of the round that begins at local step
       `start_step`.  `loss` is the mean training loss of the last finished
-      round over steps and workers, a float32 scalar; of the round before that
-      when rounds are delayed, and NaN where it is not known; None before
-      there is one.
-    needs_loss: whether the loss is used.  Then `update` of the local steps
-      must be given `loss=`, and 4 bytes more are sent in every round.
-    constant: the interval, where it is always the same; else None.
+      round over steps and workers, a float32 scalar; with a delay it is that of
+      the round before; NaN if it is not known; None before the first one.
+    needs_loss: Whether the loss is used.  `update` of the local steps then
+      needs `loss=`, and 4 bytes more are sent in every round.
+    constant: The interval if it never changes, else None.
   """
 
   init: Callable[[], Any]
@@ -39,7 +38,7 @@ class IntervalPolicy(NamedTuple):
 
 
 def longest(max_interval: int | None, shortest: int) -> int:
-  """The longest interval that is allowed, checked."""
+  """Returns the checked largest interval."""
   if max_interval is None:
     return LONGEST
   max_interval = checks.check_structural(
@@ -49,7 +48,7 @@ def longest(max_interval: int | None, shortest: int) -> int:
 
 
 def check_first(name: str, interval: int, longest: int) -> None:
-  """Raises a ValueError when a rule begins above its longest interval."""
+  """Raises a ValueError if a rule begins above its longest interval."""
   if interval > longest:
     raise ValueError(
       f"`{name}` must be at most `max_interval`, {longest}, got {interval}: "
@@ -61,17 +60,18 @@ def check_first(name: str, interval: int, longest: int) -> None:
 def rate_at(
   learning_rate: optax.ScalarOrSchedule, step: jax.Array | int
 ) -> jax.Array:
-  """The learning rate at a local step, float32 scalar."""
+  """Returns the learning rate at a local step, float32 scalar."""
   rate = learning_rate(step) if callable(learning_rate) else learning_rate
   return as_float(rate)
 
 
 def as_float(x: Any) -> jax.Array:
-  """As float32."""
+  """Casts a number to float32."""
+  # An injected number has the dtype of the parameters, which may be bfloat16.
   return jnp.asarray(x).astype(jnp.float32)
 
 
 def whole_steps(steps: jax.Array, longest: float = math.inf) -> jax.Array:
-  """A number of steps as int32, between 1 and `longest`; NaN gives 1."""
+  """Casts a number of steps to int32 in 1 to `longest`; NaN becomes 1."""
   steps = jnp.where(jnp.isnan(steps), 1.0, steps)
   return jnp.clip(steps, 1.0, min(longest, LONGEST)).astype(jnp.int32)

@@ -1,7 +1,6 @@
-"""Intervals that are fixed or follow the step: fixed, post-local, QSR.
+"""Interval policies that follow the local step: fixed, post-local, QSR.
 
-Policies see the number of the local step at which a round begins, so those of
-this file need no loss.  Those that adapt to the loss are in `_adaptive`.
+They need no loss.  Policies that adapt to the loss are in `_adaptive`.
 """
 
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from jdist.transforms.intervals._policy import IntervalPolicy
 
 
 def fixed(interval: int) -> IntervalPolicy:
-  """Every round has `interval` local steps.
+  """Returns rounds of `interval` local steps.
 
   Args:
-    interval: local steps, at least 1.
+    interval: The number of local steps, at least 1.
 
   >>> fixed(8).next((), jnp.array(0), None)[0].item()
   8
@@ -40,11 +39,11 @@ def fixed(interval: int) -> IntervalPolicy:
 def scheduled(
   schedule: Callable[[jax.Array], jax.Array | int],
 ) -> IntervalPolicy:
-  """The interval is a function of the local step at which the round begins.
+  """Returns rounds whose interval is a function of their first local step.
 
   Args:
-    schedule: from an int32 scalar to the number of local steps, rounded down
-      and at least 1; any Optax schedule will do.
+    schedule: A function from an int32 scalar to the number of local steps, such
+      as an Optax schedule; it is rounded down, to at least 1.
 
   >>> growing = scheduled(lambda step: 2 + step // 10)
   >>> growing.next((), jnp.array(25), None)[0].item()
@@ -67,9 +66,9 @@ class PostLocalState(NamedTuple):
   """State of `post_local`.
 
   Attributes:
-    starts: the local steps at which the present and the next round begin,
+    starts: The local steps at which the present and the next round begin,
       int32 [2].
-    later: the local phase's state.
+    later: The state of the local phase.
   """
 
   starts: jax.Array
@@ -79,18 +78,16 @@ class PostLocalState(NamedTuple):
 def post_local(
   switch_step: int, interval: int | IntervalPolicy
 ) -> IntervalPolicy:
-  """Synchronous at first, local steps afterwards.
-
-  Rounds that begin before local step `switch_step` have one step.
+  """Returns rounds of one step, and longer ones from `switch_step` on.
 
   Args:
-    switch_step: the first step of the local phase, at least 0.
-    interval: the local phase's interval or policy; a policy sees only the
+    switch_step: The first step of the local phase, at least 0.
+    interval: The interval or policy of the local phase; a policy sees only the
       losses of its own phase.
 
   References:
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD (2020), post-local
-    SGD: there the switch is the first decay of the learning rate.
+    Lin et al., post-local SGD (arXiv 1808.07217), which switches at the first
+    decay of the learning rate.
 
   >>> rule = post_local(100, 8)
   >>> rule.next(rule.init(), jnp.array(99), None)[0].item()
@@ -107,7 +104,8 @@ def post_local(
   ) -> tuple[jax.Array, PostLocalState]:
     decided = later.next(state.later, start_step, None)
     if loss is not None and later.needs_loss:
-      # The loss is that of the round before last, whose phase decides.
+      # The loss belongs to the round before last.  The policy must not see it
+      # if that round was synchronous.
       own = state.starts[0] >= switch_step
       decided = optax.tree.where(
         own, later.next(state.later, start_step, loss), decided
@@ -126,12 +124,12 @@ def ending_at(
 ) -> IntervalPolicy:
   """Shortens the last round so that it ends with the training.
 
-  Without it the last local steps never reach the anchor unless the interval
+  Otherwise the last local steps never reach the anchor, unless the interval
   divides the number of steps.
 
   Args:
-    total_steps: local steps of the whole training, at least 1.
-    interval: the interval or policy to shorten.
+    total_steps: The local steps of the whole training, at least 1.
+    interval: The interval or policy to shorten.
 
   >>> ending_at(20, 8).next((), jnp.array(16), None)[0].item()
   4
@@ -157,27 +155,27 @@ def qsr(
   max_interval: int | None = None,
   warmup_steps: int | None = None,
 ) -> IntervalPolicy:
-  r"""The quadratic synchronization rule: longer rounds at lower rates.
+  r"""Returns longer rounds at lower rates, by the quadratic rule.
 
   .. math:: H = \max(H_{base}, \lfloor (\alpha / \eta)^2 \rfloor)
 
-  with the learning rate of the round's first step; while the rate warms up,
-  with the first one after that.  The rule is for a rate that falls: the small
-  ones of a warm-up would ask for the longest rounds at the beginning.
+  with the learning rate of the round's first step; during a warm-up of the
+  rate, with the first rate after it.  The small rates of a warm-up would
+  otherwise give the longest rounds at the beginning.
 
   Args:
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step.
-    alpha: the growth coefficient; the paper tunes it between about 0.01 and
+    learning_rate: The inner optimizer's rate, a number or a schedule of the
+      local step.
+    alpha: The growth coefficient; the paper tunes it between about 0.01 and
       0.3, depending on the optimizer.
-    base_interval: the shortest interval, at least 1.
-    max_interval: the longest, none by default.  Use `ending_at` too: a rate
-      that goes to zero asks for a round that never ends.
-    warmup_steps: local steps in which the rate rises; needed for a schedule
-      that rises at its beginning.  0 takes every rate as it is.
+    base_interval: The shortest interval, at least 1.
+    max_interval: The longest interval; None is no limit.  Use `ending_at` too:
+      a rate near zero gives a round that never ends.
+    warmup_steps: The number of local steps in which the rate rises, required
+      for a schedule that rises at its beginning.  0 takes every rate as it is.
 
   Raises:
-    ValueError: when an argument is wrong, or the rate rises at first and
+    ValueError: If an argument is wrong, or the rate rises at first and
       `warmup_steps` is not given.
 
   References:
@@ -204,9 +202,10 @@ def qsr(
   def schedule(start_step: jax.Array) -> jax.Array:
     settled = jnp.maximum(start_step, warmup_steps)
     rate = _policy.rate_at(learning_rate, settled)
-    # The smallest normal number: a rate of zero means the longest round.
+    # Dividing by the smallest normal number gives the longest round for a rate
+    # of zero, without an infinity.
     ratio = alpha / jnp.maximum(rate, jnp.finfo(jnp.float32).tiny)
-    # A hair more, so that 0.4 / 0.1 squared is 16 and not 15.999999.
+    # The margin makes 0.4 / 0.1 squared 16 and not 15.999999.
     steps = jnp.floor(jnp.minimum(ratio**2 * (1 + 1e-6), longest))
     return jnp.maximum(steps, base_interval)
 
@@ -214,7 +213,7 @@ def qsr(
 
 
 def _check_falls(learning_rate: optax.ScalarOrSchedule) -> None:
-  """Raises a ValueError for a rate that rises in its first step."""
+  """Raises a ValueError for a schedule that rises in its first step."""
   if not callable(learning_rate):
     return
   first, second = (_policy.rate_at(learning_rate, i) for i in (0, 1))
@@ -230,10 +229,10 @@ def _check_falls(learning_rate: optax.ScalarOrSchedule) -> None:
 
 
 def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
-  """Turns the number of steps into a policy, and leaves a policy alone.
+  """Returns the policy of a number of steps, or a given policy itself.
 
   Raises:
-    ValueError: when it is neither a policy nor an int of at least 1.
+    ValueError: If it is neither a policy nor an int of at least 1.
   """
   if isinstance(interval, IntervalPolicy):
     return interval
