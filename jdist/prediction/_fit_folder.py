@@ -1,58 +1,60 @@
-"""Directories that keep the state of a training, to go on from there."""
+"""The directory that keeps the state of a predictor's training."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from jdist.prediction import _predictor, _saved_predictor
 from jdist.storage import array_files, hashes
 
 PyTree = Any
+_WHAT = "predictor fit"
 
 
 class FitFolder:
-  """A directory for one training; without one it keeps nothing."""
+  """A directory for one training; without a directory nothing is kept."""
 
   def __init__(
     self,
     directory: str | os.PathLike[str] | None,
-    what: str,
+    predictor: _predictor.Predictor,
     settings: Mapping[str, Any],
     data: Mapping[str, Any],
   ):
     """Refuses a directory with other arrays, before anything is trained.
 
-    The data are arrays by the names of arguments; of a list all together.
+    Args:
+      directory: The directory, or None.
+      predictor: The predictor that is trained.
+      settings: The settings of the training, JSON values by name.
+      data: The arrays that it uses, by the names of arguments.
     """
-    self._directory = directory
-    self._body: dict[str, Any] = {"what": what, "fit": dict(settings)}
-    if directory is not None:
-      array_files.refuse_others(directory, what)
-      self._body["data"] = {
-        name: hashes.fingerprint(*(x if isinstance(x, list) else [x]))
-        for name, x in data.items()
-      }
+    self._directory, self._predictor = directory, predictor
+    if directory is None:
+      return
+    array_files.refuse_others(directory, _WHAT)
+    self._body = {
+      "what": _WHAT,
+      "fit": dict(settings),
+      "predictor": _saved_predictor.describe(predictor),
+      "data": {name: hashes.fingerprint(x) for name, x in data.items()},
+    }
 
-  def restore(
-    self,
-    like: PyTree,
-    *,
-    free: str = "",
-    check: Callable[[dict[str, Any]], None] | None = None,
-  ) -> tuple[PyTree, dict[str, Any]] | None:
-    """Returns the state and the numbers of the last `save`, or None.
+  def restore(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
+    """Returns the state and the numbers of the last `save`, if any.
 
-    Refuses those of other settings, but for `free`, and of other data; `check`
-    raises an error for numbers that do not fit.
+    Raises:
+      ValueError: If they are of another predictor, settings or data.
     """
     if self._directory is None or not array_files.is_there(self._directory):
       return None
-    what = self._body["what"]
-    arrays, body = array_files.load_arrays(self._directory, what=what)
-    if check is not None:
-      check(body)
+    arrays, body = array_files.load_arrays(self._directory, what=_WHAT)
+    _saved_predictor.refuse_other_predictor(body["predictor"], self._predictor)
     rule = "`directory` holds the state of a training with other"
     for name, mine in self._body["fit"].items():
-      if name != free and (found := body["fit"].get(name)) != mine:
+      # Neither the order of samples nor the rate depends on `num_epochs`, so
+      # that a finished training may be continued.
+      if name != "num_epochs" and (found := body["fit"].get(name)) != mine:
         raise ValueError(
           f"{rule} settings: `{name}` is {found} there, got {mine}. Take "
           "another directory, or the same settings."
@@ -66,6 +68,6 @@ class FitFolder:
     return array_files.tree_of(arrays, like), body
 
   def save(self, state: PyTree, **numbers: Any) -> None:
-    """Replaces the last state; `numbers` are anything that JSON can hold."""
+    """Replaces the last state; `numbers` are JSON values."""
     if self._directory is not None:
       array_files.save_arrays(self._directory, state, self._body | numbers)

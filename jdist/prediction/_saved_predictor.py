@@ -1,4 +1,4 @@
-"""Trained predictors on the disk."""
+"""Saving and loading of trained predictors."""
 
 import os
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jdist import checks
-from jdist.prediction.mp2 import _cut, _predictor
+from jdist.prediction import _cut, _predictor
 from jdist.storage import array_files
 
 PyTree = Any
@@ -14,7 +14,7 @@ _PREDICTOR = "predictor"
 
 
 def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
-  """Returns a predictor as JSON can hold it."""
+  """Returns a predictor as JSON values."""
   return {
     "cut": predictor.cut.describe(),
     "rank": predictor.rank,
@@ -26,7 +26,7 @@ def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
 def refuse_other_predictor(
   description: dict[str, Any], ours: _predictor.Predictor
 ) -> None:
-  """Raises a ValueError unless a directory is of a predictor like this."""
+  """Raises a ValueError unless a directory holds such a predictor."""
   theirs = _cut.Cut.from_description(description["cut"])
   _cut.refuse_other_cut("directory", theirs, ours.cut)
   for name in ("rank", "grid", "dense_from"):
@@ -46,12 +46,13 @@ def save_predictor(
   """Saves a trained predictor, as .npy files and a manifest with hashes.
 
   Args:
-    directory: used for nothing else; an earlier predictor is replaced at the
-      end.  On several processes, save on one.
-    predictor: of the network's cut.
-    params: its parameters.
-    about: anything that JSON can hold: the data, the accuracy.
+    directory: A directory for this predictor alone; an earlier one is replaced
+      at the end.  With several processes, save on one.
+    predictor: The predictor.
+    params: Its parameters.
+    about: JSON values about it, for instance the data and the accuracy.
   """
+  # A predictor with a NaN, or of another shape, would fail when it is used.
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
   checks.check_trained("params", params)
@@ -65,13 +66,13 @@ def load_predictor(
   """Loads a predictor and its parameters.
 
   Args:
-    directory: as of `save_predictor`.
-    cut: of the network whose rear is to be predicted; a predictor of another
+    directory: The directory of `save_predictor`.
+    cut: The cut of the network whose rear is predicted; a predictor of another
       network or cut is refused.
 
   Raises:
-    FileNotFoundError: when there is nothing.
-    ValueError: when it is damaged, something else, or of another cut.
+    FileNotFoundError: If the directory holds nothing.
+    ValueError: If it is damaged, something else, or of another cut.
   """
   if cut is not None:
     _cut.check_cut("cut", cut)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdist import models, prediction
-from jdist.prediction.mp2 import _cut
+from jdist.prediction import _cut
 from tests import _refusals
 from tests.prediction import _tiny
 

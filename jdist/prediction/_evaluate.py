@@ -1,4 +1,4 @@
-"""Networks of sampled fronts and predicted rears, and their accuracy."""
+"""The accuracy of networks with sampled fronts and predicted rears."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, models
-from jdist.prediction.mp2 import _cut, _predictor
+from jdist.prediction import _cut, _predictor
 
 PyTree = Any
 _UNROLL = 8
@@ -17,16 +17,8 @@ Normalize = Callable[[jax.Array], jax.Array]
 
 
 def as_they_are(images: jax.Array) -> jax.Array:
-  """Leaves images as they are stored."""
+  """Returns images as they are stored."""
   return images
-
-
-def assemble(
-  predictor: _predictor.Predictor, params: PyTree, vector: jax.Array
-) -> PyTree:
-  """Returns a network's parameters, of a flat front and the predicted rear."""
-  front = predictor.cut.unflatten_front(vector)
-  return predictor.cut.join(front, predictor.apply_vector(params, vector))
 
 
 def logits_of(
@@ -38,17 +30,19 @@ def logits_of(
   *,
   train: bool,
 ) -> jax.Array:
-  """Returns the logits of networks by flat fronts, [samples, n, classes]."""
+  """Returns the logits of networks with flat fronts, [samples, n, classes]."""
 
   def one(vector: jax.Array) -> jax.Array:
-    whole = assemble(predictor, params, vector)
+    front = predictor.cut.unflatten_front(vector)
+    rear = predictor.apply_vector(params, vector)
+    whole = predictor.cut.join(front, rear)
     logits, _ = model.apply(whole, model.state, images, train=train)
     return logits.astype(jnp.float32)
 
   if jax.default_backend() != "cpu":
     return jax.vmap(one)(vectors)
-  # Under `vmap` a convolution with kernels of its own for every sample is a
-  # grouped one, for which XLA has no fast kernel on CPUs: the gradient of eight
+  # Under `vmap` convolutions with a kernel for each sample become one grouped
+  # convolution, for which XLA has no fast kernel on CPUs: the gradient of eight
   # LeNets took 16 times as long (3 times in a loop that is not unrolled).
   _, found = jax.lax.scan(
     lambda _, x: (None, one(x)),
@@ -76,22 +70,22 @@ def evaluate_predictor(
   This is the paper's "prediction-result-based evaluation".
 
   Args:
-    predictor: of the network's cut.
-    params: the predictor's.
-    model: the network, without batch statistics.
-    samples: fronts, float32 [samples, num_front], for instance of
+    predictor: The predictor of the network's cut.
+    params: Its parameters.
+    model: The network, without batch statistics.
+    samples: Fronts, float32 [samples, num_front], for instance
       `ParameterSet.fronts`.
-    images: [n, ...], as stored.
-    labels: integers [n], a class each, from 0.
-    normalize: turns stored images into the model's inputs.
-    samples_per_batch: networks that run at once.
-    images_per_batch: images that they see at once.
+    images: Images [n, ...], as stored.
+    labels: Their classes from 0, integers [n].
+    normalize: A function from stored images to the model's inputs.
+    samples_per_batch: The number of networks that run at once.
+    images_per_batch: The number of images that they see at once.
 
   Returns:
-    The share of images that each network gets right, float64 [samples].
+    The accuracy of each network, float64 [samples].
 
   Raises:
-    ValueError: when samples, model, images and labels do not fit each other.
+    ValueError: If samples, model, images and labels do not fit each other.
   """
   check_model(predictor, model)
   check_samples("samples", samples, predictor)
@@ -123,7 +117,7 @@ def evaluate_predictor(
   return hits / len(images)
 
 
-# Each triple is a program; of equal predictors that are made anew it is one.
+# A program is compiled for each triple; equal predictors share it.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _hits(
   predictor: _predictor.Predictor,
@@ -137,20 +131,20 @@ def _hits(
 ) -> jax.Array:
   inputs = normalize(images).astype(jnp.float32)
   logits = logits_of(predictor, model, params, vectors, inputs, train=False)
-  # Of a NaN `argmax` makes the class at which it stands.
+  # `argmax` returns the place of a NaN, which must not count as a class.
   known = ~jnp.isnan(logits).any(-1)
   right = (jnp.argmax(logits, -1) == labels) & known & mask
   return jnp.sum(right, -1, dtype=jnp.float32)
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-  """Repeats the last row up to a size: one shape, one program."""
+  """Repeats the last row up to a size, so that one program fits all parts."""
   short = size - len(x)
   return np.concatenate([x, np.repeat(x[-1:], short, 0)]) if short else x
 
 
 def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
-  """Raises a ValueError unless a network can be assembled by a predictor."""
+  """Raises a ValueError unless a predictor fits a network."""
   _predictor.check_predictor("predictor", predictor)
   wanted = "a network, for instance `models.build(name, ...)`"
   checks.check_type("model", model, models.Model, wanted)
@@ -167,7 +161,7 @@ def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
 def check_samples(
   argument: str, samples: Any, predictor: _predictor.Predictor
 ) -> None:
-  """Raises a ValueError unless `samples` are fronts, all of them finite."""
+  """Raises a ValueError unless samples are finite fronts."""
   num_front = predictor.cut.num_front
   shape: tuple[int, ...] = getattr(samples, "shape", ())
   dtype = getattr(samples, "dtype", np.dtype(object))

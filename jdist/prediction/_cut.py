@@ -1,8 +1,7 @@
 """Cuts of networks in two: the front that is sent, the rear that is predicted.
 
-A cut is plain data, made from shapes alone.  It flattens trees of parameters
-layer by layer from the front, of each layer the kernel, then the bias, then the
-normalization's.
+A cut is plain data, made from shapes.  It flattens trees of parameters layer by
+layer from the front, with the kernel, the bias and the normalization of each.
 """
 
 import dataclasses
@@ -16,12 +15,12 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jdist import checks, models
-from jdist.prediction.mp2 import _network
+from jdist.prediction import _network
 from jdist.storage import hashes
 
 PyTree = Any
 Layers = tuple[_network.LeafGroup, ...]
-# A cut of more layers shows the first and the last.
+# A text shows at most this many layers, the first ones and the last.
 _NUM_NAMES = 4
 
 
@@ -33,8 +32,8 @@ def _leaves(layers: Layers) -> list[_network.Leaf]:
 class Cut:
   """A network cut in two; made by `cut` or `published_cut`.
 
-  Hashable and made without values: it may be a static argument of a compiled
-  function.  The network's name is for messages.
+  It is hashable, for static arguments of compiled functions.  The name of the
+  network appears in messages only.
   """
 
   model: str
@@ -53,7 +52,7 @@ class Cut:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of the leaves in both halves, whatever the network's name."""
+    """A hash of the leaves in both halves, without the network's name."""
     text = json.dumps([self.describe()[half] for half in ("front", "rear")])
     return hashes.hash_bytes(text.encode())[:16]
 
@@ -68,7 +67,7 @@ class Cut:
     )
 
   def describe(self) -> dict[str, Any]:
-    """Returns the cut as JSON can hold it; see `from_description`."""
+    """Returns the cut as JSON values; see `from_description`."""
     halves = {"front": self.front, "rear": self.rear}
     return {"model": self.model} | {
       half: [
@@ -105,14 +104,14 @@ class Cut:
     """Splits one worker's parameters into front and rear.
 
     Raises:
-      ValueError: when the tree is not of this network, naming the first leaf
+      ValueError: If the tree is of another network; it names the first leaf
         that differs.
     """
     found = self._checked("tree", tree)
     return _pick(found, self.front), _pick(found, self.rear)
 
   def join(self, front: PyTree, rear: PyTree) -> PyTree:
-    """Joins both halves, which are checked; undoes `split`."""
+    """Joins both halves; undoes `split`."""
     found = self._checked("front", front) | self._checked("rear", rear)
     return _pick(found, self.front + self.rear)
 
@@ -120,11 +119,13 @@ class Cut:
     """Flattens the front into the vector that a worker sends.
 
     Args:
-      tree: the whole network's parameters, or the front of them.
+      tree: The parameters of the whole network, or of its front.
 
     Returns:
       float32 [num_front].
     """
+    # A leaf outside of the front shows that the tree must be the whole network,
+    # which the error of another network should say.
     leaves = _leaves(self.front)
     whole = _network.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
     found = self._checked("tree" if whole else "front", tree)
@@ -137,7 +138,7 @@ class Cut:
     return self._unflatten("front", vector)
 
   def unflatten_rear(self, vector: jax.Array) -> PyTree:
-    """Returns the rear's tree of such a vector of its own, [num_rear]."""
+    """Returns the tree of a flat rear, [num_rear]."""
     return self._unflatten("rear", vector)
 
   def check_vector(self, half: str, vector: Any) -> None:
@@ -221,26 +222,26 @@ def cut(
 ) -> Cut:
   """Cuts a network behind its first layers.
 
-  A layer is a convolution or a dense layer with the normalization behind it, a
-  module of vectors only.  Its kernel is the leaf with the most dimensions,
-  three or more for a convolution; convolutions of shortcuts count.  Layers are
-  ordered by name, `Dense_10` behind `Dense_9`, as models of `jdist.models` run;
-  of others check the names that the cut shows.
+  A layer is a convolution or a dense layer with the normalization behind it,
+  which is a module of vectors only.  Its kernel is the leaf with the most
+  dimensions, three or more for a convolution; convolutions of shortcuts count.
+  Layers are ordered by name, `Dense_10` behind `Dense_9`, which is the order of
+  execution in `jdist.models`; for other networks check the names that the cut
+  shows.
 
   Args:
-    model: a model, for instance of `models.build(..., abstract=True)`, or one
+    model: A model, for instance `models.build(..., abstract=True)`, or one
       worker's parameters: a nested dict of arrays or shapes.
-    num_layers: layers in front of the cut, from 1 to one less than all.
-    name: the network's name in messages.
-    order: names of all modules that hold arrays, `LeafGroup.name`, as they run;
-      needed where names do not sort so, as of normalizations in Linen.
-
-  Returns:
-    The cut.
+    num_layers: The number of layers in front of the cut, from 1 to one less
+      than all.
+    name: The network's name in messages.
+    order: The names of all modules that hold arrays in the order of execution,
+      for networks whose names do not sort so, such as normalizations in Linen.
 
   Raises:
-    ValueError: if an argument is out of range, the network has fewer than two
-      layers, a leaf is no floating array, or the names do not give the order.
+    ValueError: If an argument is out of range, the network has fewer than two
+      layers, a leaf is not a floating array, or the names do not give the
+      order.
 
   >>> from jdist import models
   >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)

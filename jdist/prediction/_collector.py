@@ -1,4 +1,4 @@
-"""The collector of a run's parameters, and the steps at which it samples."""
+"""The collector of a run's parameters, and the steps that it samples."""
 
 import json
 import os
@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jdist import checks, collectives, training
-from jdist.prediction.mp2 import _cut, _parameter_set, _permutation
+from jdist.prediction import _cut, _parameter_set, _permutation
 from jdist.storage import array_files, hashes, sealed_json
 
 PyTree = Any
-# What `choose_steps` draws from; other uses of a seed have other numbers.
+# The stream of `choose_steps`; other uses of a seed have other numbers.
 _STEPS_KEY = 3
 
 
@@ -23,15 +23,15 @@ def choose_steps(
   """Draws the steps of a run at which its parameters are sampled.
 
   Args:
-    num_epochs: of the run.
-    steps_per_epoch: updates in an epoch, a whole number:
+    num_epochs: The number of epochs of the run.
+    steps_per_epoch: The number of updates in an epoch, a whole number:
       `int(batches.steps_per_epoch)`.
-    per_epoch: samples in an epoch, without repetition; default 15 as in the
-      paper, of 50.
-    seed: integer >= 0.
+    per_epoch: The number of samples in an epoch; default 15 as in the paper,
+      among 50.
+    seed: An integer >= 0.
 
   Returns:
-    The numbers of the steps, in order, counted from 1 as `TrainState.step`.
+    The numbers of the steps in order, counted from 1 as `TrainState.step`.
 
   References:
     MP², model parameter prediction: 15 random iterations of the 50 of every
@@ -65,8 +65,8 @@ class Collector:
 
   Pass it to `Trainer.fit` as `evaluate`, with `evaluate_every=1`: at most steps
   it only reads the step's number.  A run that resumes from its checkpoint
-  resumes its data set: a step that comes again with the same bits is left as it
-  is; with others its sample is replaced, and those after it are dropped.
+  resumes its data set.  A repeated step with the same bits keeps its sample;
+  with other bits its sample is replaced, and later samples are dropped.
 
   >>> import tempfile, optax
   >>> from jdist import models, prediction
@@ -75,7 +75,7 @@ class Collector:
   >>> workers = collectives.workers(2, substrate="vmap")
   >>> collect = Collector(folder.name, workers, [cut], steps=(0, 5))
   >>> state = training.init_state(workers, optax.sgd(0.1), model.params)
-  >>> collect(state)  # As `Trainer.fit` does after every step.
+  >>> collect(state)  # `Trainer.fit` does so after every step.
   {'samples': 1.0}
   >>> prediction.ParameterSet(folder.name).fronts(cut).shape
   (1, 640)
@@ -83,8 +83,8 @@ class Collector:
 
   References:
     MP², model parameter prediction, the hierarchical parameter data set: one
-    file of flattened fronts for each depth.  Ours: hashes of all samples, and
-    going on after a stop.
+    file of flattened fronts for each depth.  Departures: all samples have
+    hashes, and a stopped run can be resumed.
   """
 
   def __init__(
@@ -99,15 +99,16 @@ class Collector:
     """Opens the data set, or makes its files in their full size.
 
     Args:
-      directory: of the data set; on several processes the first one writes.
-      workers: the run's workers.
-      cuts: cuts of the network, one at least, of different depths.
-      steps: steps to sample, increasing, from `choose_steps`; 0 is for a loop
-        of your own, which calls before its first step.
-      metadata: anything that JSON can hold, saved with the set.
+      directory: The directory of the data set; with several processes the first
+        one writes.
+      workers: The workers of the run.
+      cuts: One or more cuts of the network, of different depths.
+      steps: The increasing steps to sample, from `choose_steps`; 0 is for a
+        loop of your own that calls the collector before its first step.
+      metadata: JSON values that are saved with the set.
 
     Raises:
-      ValueError: if an argument is out of range, the cuts are of two networks,
+      ValueError: If an argument is out of range, the cuts are of two networks,
         or the directory holds a set of another network, other cuts, steps or
         metadata.
     """
@@ -149,13 +150,13 @@ class Collector:
     return 0 if self._files is None else len(self._files.rows)
 
   def __call__(self, state: training.TrainState) -> dict[str, float]:
-    """Saves a sample if the state's step was chosen; returns their number.
+    """Saves a sample if the step was chosen; returns the number of samples.
 
     Raises:
-      ValueError: when a step was missed that should have been sampled.
+      ValueError: If a chosen step was missed.
     """
     step = int(self._workers.view(state.step))
-    # On the first process, which alone knows the samples.
+    # Only the first process knows the samples.
     missing = () if self._files is None else self._steps[self.done :]
     if missing and step > missing[0]:
       raise ValueError(
@@ -166,7 +167,7 @@ class Collector:
       )
     number = self._numbers.get(step)
     if number is not None:
-      # On every process, as the workers' parameters are averaged here.
+      # The mean over the workers is a collective: every process must call it.
       vectors = self._vectors(state)
       if self._files is not None:
         self._save(self._files, number, step, self._workers.view(vectors))
@@ -213,7 +214,7 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
 
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
-  """Returns metadata as JSON gives it back: tuples become lists there."""
+  """Returns metadata as JSON restores it, with lists in place of tuples."""
   checks.check_type("metadata", metadata, dict | None, "a dict or None")
   sealed_json.check("metadata", metadata)
   return json.loads(json.dumps(metadata or {}))
@@ -237,7 +238,7 @@ def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
 def _check_same(
   files: _parameter_set.Files, body: dict[str, Any], cuts: Sequence[_cut.Cut]
 ) -> None:
-  """Refuses to go on with the data set of another run."""
+  """Refuses to continue the data set of another run."""
   for ours, other in zip(cuts, files.cuts, strict=False):
     _cut.refuse_other_cut("cuts", ours, other)
   same = {"cuts": len(cuts) == len(files.cuts)} | {

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from jdist.prediction.mp2 import _cut
+from jdist.prediction import _cut
 
 # The authors' messages have a header in front of their numbers.
 _HEADER_BYTES = 161

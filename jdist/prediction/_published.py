@@ -1,11 +1,11 @@
-"""The networks and cuts of MP²."""
+"""The networks and cuts of the MP² paper."""
 
 from typing import Any
 
 from jdist import models
-from jdist.prediction.mp2 import _cut
+from jdist.prediction import _cut
 
-# Options of the authors' networks, and how many layers they push.
+# The options of the authors' networks, and the number of pushed layers.
 _NARROW = {"width": 32, "norm": "none"}
 _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
   "lenet": ({}, 2),
@@ -28,12 +28,11 @@ def published_model(
   num_classes: int = 10,
   **options: Any,
 ) -> models.Model:
-  """Builds a network as MP² has it.
+  """Builds a network of the MP² paper.
 
-  None has a normalization, and the ResNets begin with 32 features in place of
-  64. With these options of `models.build` the front has the authors' numbers
-  of parameters: shortcuts of ResNet-18 and 34 over 3x3 pixels, those of
-  ResNet-50 over one.
+  The networks have no normalization, and the ResNets begin with 32 features
+  instead of 64.  Their fronts have the authors' numbers of parameters with
+  shortcuts over 3x3 pixels for ResNet-18 and 34, over one for ResNet-50.
 
   | name     | layers pushed | parameters pushed | of       |
   |----------|---------------|-------------------|----------|
@@ -45,16 +44,16 @@ def published_model(
   | resnet50 | 23            | 343,104           |          |
 
   Args:
-    name: one of the table.
+    name: A name of the table.
     input_shape: (height, width, channels); default 28x28x1 for LeNet and
       32x32x3 for the others.
-    num_classes: number of logits, default 10.
-    **options: of `models.build`, such as `seed` and `abstract`.
+    num_classes: The number of logits, default 10.
+    **options: Options of `models.build`, such as `seed` and `abstract`.
 
   References:
-    MP², model parameter prediction. Reconstruction: what is behind the cut of
-    AlexNet, ResNet-34 and ResNet-50, whose totals are not published, and
-    where VGG-15's eight last convolutions are pooled.
+    MP², model parameter prediction.  Reconstruction: the layers behind the cut
+    of AlexNet, ResNet-34 and ResNet-50, whose totals are not published, and
+    the pooling among VGG-15's eight last convolutions.
   """
   fixed, _ = _published(name)
   if own := sorted(fixed.keys() & options.keys()):
@@ -75,7 +74,7 @@ def published_model(
 
 
 def published_cut(name: str) -> _cut.Cut:
-  """Cuts a network where MP² cuts it, as `published_model` builds it.
+  """Returns the published cut of a network of `published_model`.
 
   >>> published_cut("vgg15")
   Cut(vgg15: 4 layers of 260,160 parameters (conv01, conv02, conv03, conv04)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.prediction.mp2 import _cut
+from jdist.prediction import _cut
 from jdist.storage import array_files, hashes, json_lines, sealed_json
 
 _FORMAT = 1
@@ -30,7 +30,7 @@ def file_of(half: str, cut: _cut.Cut) -> str:
 
 
 class Files:
-  """The files of a data set, which a collector writes and others read."""
+  """The files of a data set, which a `Collector` writes."""
 
   def __init__(self, directory: pathlib.Path):
     """Reads the manifest and the rows, which must be ours and undamaged."""
@@ -124,17 +124,17 @@ class ParameterSet:
   """Samples of one network's parameters, from a run; read only.
 
   Attributes:
-    cuts: of the network, the shallowest first.
-    steps: the steps at which samples are taken, all that were planned.
-    metadata: of the `Collector`, `{}` without any.
-    done: the number of samples so far.
+    cuts: The cuts of the network, the shallowest first.
+    steps: All planned steps at which samples are taken.
+    metadata: The metadata of the `Collector`, `{}` without any.
+    done: The number of samples so far.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
     """Opens the files that a `Collector` has written, or is still writing.
 
     Raises:
-      ValueError: when there is no such data set, or not of this format.
+      ValueError: If there is no data set of this format.
     """
     path = array_files.folder(directory)
     try:
@@ -159,13 +159,13 @@ class ParameterSet:
     """Returns the samples in front of a cut, in the order of the steps.
 
     Args:
-      cut: one of `cuts`, or an equal one of another name.
+      cut: One of `cuts`, or an equal one of another name.
 
     Returns:
       float32 [done, num_front], mapped from the disk and read only.
 
     Raises:
-      ValueError: when the samples are of another network, or cut elsewhere.
+      ValueError: If the samples are of another network or cut.
     """
     _cut.check_cut("cut", cut)
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]
@@ -176,5 +176,5 @@ class ParameterSet:
     return self._files.open(file_of("front", cut))[: self.done]
 
   def verify(self) -> None:
-    """Compares all samples with their hashes; an error names what differs."""
+    """Compares all samples with their hashes; an error names the sample."""
     self._files.verify()

@@ -1,4 +1,4 @@
-"""The predictor: a network that gives the rear of another from its front."""
+"""The predictor: a network that maps the front of another one to its rear."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jdist import checks
-from jdist.prediction.mp2 import _cut
+from jdist.prediction import _cut
 
 PyTree = Any
 Params = dict[str, Any]
@@ -29,14 +29,14 @@ _STD = 0.1
 class Predictor:
   """Predicts the layers behind a cut; made by `predictor`.
 
-  Plain data and pure functions of one worker's parameters.
+  It is plain data, with pure functions of one worker's parameters.
 
   Attributes:
-    cut: of the network whose rear is predicted.
-    rank: the number of outer products that a predicted convolution sums.
-    grid: 8 where the front enters as [8, 8, channels], 1 as [1, 1, channels].
-    dense_from: "flatten" where dense layers are decoded from the 8 features,
-      "hidden" where they are from a dense layer of 64 behind them.
+    cut: The cut of the network whose rear is predicted.
+    rank: The number of outer products in a predicted convolution.
+    grid: 8 for an input [8, 8, channels], 1 for [1, 1, channels].
+    dense_from: "flatten" if dense layers are decoded from the 8 features,
+      "hidden" if they are decoded from a dense layer of 64 behind them.
   """
 
   cut: _cut.Cut
@@ -46,12 +46,12 @@ class Predictor:
 
   @property
   def num_channels(self) -> int:
-    """Channels of the input, C: [grid, grid, C] holds the front."""
+    """The smallest C for which [grid, grid, C] holds the front."""
     return -(-self.cut.num_front // self.grid**2)
 
   @property
   def num_params(self) -> int:
-    """The number of entries that are trained."""
+    """The number of trained parameters."""
     return sum(math.prod(shape) for shape in self._shapes().values())
 
   def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Predictor:
     """
     checks.check_key(key)
     shapes = self._shapes()
-    # At once, as each shape would be a program.
+    # One draw for all arrays: each shape would compile a program.
     draw = _STD * jax.random.truncated_normal(
       key, -2.0, 2.0, (self.num_params,), jnp.float32
     )
@@ -84,12 +84,12 @@ class Predictor:
     """Predicts the rear, for `Cut.join`.
 
     Args:
-      params: from `init`, trained.
-      front: the front of one worker's parameters, or the whole network's.
+      params: Parameters with the structure of `init`.
+      front: The front of one worker's parameters, or all of them.
 
     Raises:
-      ValueError: when the front does not fit the cut, or the parameters are of
-        another predictor, naming the first leaf that differs.
+      ValueError: If the front does not fit the cut, or the parameters are of
+        another predictor; it names the first leaf that differs.
     """
     return self.apply_vector(params, self.cut.flatten_front(front))
 
@@ -112,7 +112,7 @@ class Predictor:
     return self.cut.unflatten_rear(jnp.concatenate(parts))
 
   def check_params(self, params: Params) -> None:
-    """Raises a ValueError unless arrays or shapes are this predictor's."""
+    """Raises a ValueError unless the parameters are of this predictor."""
     checks.check_shapes(
       f"`params` must be of {self!r}, but",
       "Take the parameters that were trained with this predictor.",
@@ -122,6 +122,7 @@ class Predictor:
 
   def _features(self, params: Params, vector: jax.Array) -> jax.Array:
     """Returns the 8 features of a front."""
+    # Each of the three pools halves the grid, and a grid of 1 stays.
     grid, num_channels = self.grid, self.num_channels
     missing = grid * grid * num_channels - vector.size
     x = jnp.pad(vector.astype(jnp.float32), (0, missing))
@@ -146,7 +147,7 @@ class Predictor:
     return x.reshape(_NUM_CHANNELS)
 
   def _shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Returns the shape of every array, by its path."""
+    """Returns the shape of every array by its path."""
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def add(*path: str, sizes: tuple[int, ...]) -> None:
@@ -184,14 +185,14 @@ def predictor(
 ) -> Predictor:
   """Makes the published predictor for a cut.
 
-  The front p enters as x = [8, 8, C].  Three times
+  The input is the front as x = [8, 8, C].  Three blocks
 
     x <- relu(conv3x3(x) + b)                 C -> 8, 8 -> 8, 8 -> 8
     x <- x * sigmoid(V relu(U mean(x)))       8 -> 2 -> 8, per channel
     x <- max over 2x2                         8x8 -> 4x4 -> 2x2 -> 1x1
 
-  leave 8 features f. A convolution of n parameters, kernel, bias and
-  normalization, is the outer product of what all share and what is its own,
+  leave 8 features f.  A convolution of n parameters (kernel, bias and
+  normalization) is the outer product of a shared factor and its own one,
 
     a = relu(A f + c) [64, rank],   layer = (a @ w)[:n],   w [rank, n / 64]
 
@@ -199,15 +200,15 @@ def predictor(
   [64].
 
   Args:
-    cut: where the network is cut, from `cut` or `published_cut`.
-    rank: the number of outer products in a sum; default 1, as published.
-    grid: 8 for an input [8, 8, C], padded with zeros where 64 does not divide
-      the front, or 1 for [1, 1, C].  Default 8 where 64 divides it, else 1,
-      which of the authors' networks only LeNet has, [1, 1, 2572].  Over one
-      pixel the first convolution has 72 weights for each entry of the front,
-      of which 64 are multiplied by zeros: give 8 for large fronts.
+    cut: A cut from `cut` or `published_cut`.
+    rank: The number of outer products in a sum; default 1, as published.
+    grid: 8 for an input [8, 8, C], padded with zeros if 64 does not divide the
+      front, or 1 for [1, 1, C].  Default 8 if 64 divides it, else 1, which
+      among the authors' networks only LeNet has, [1, 1, 2572].  With one pixel
+      the first convolution has 72 weights for each entry of the front, 64 of
+      which multiply zeros: pass 8 for large fronts.
     dense_from: "flatten" for g = f, "hidden" for the layer of 64.  Default
-      "flatten" where one dense layer is predicted, as for the ResNets, else
+      "flatten" if one dense layer is predicted, as for the ResNets, else
       "hidden", as for VGG and AlexNet.
 
   Returns:
@@ -219,12 +220,13 @@ def predictor(
   (2901, 277420)
 
   References:
-    MP², model parameter prediction, the authors' predictor.  Reconstruction:
-    pooling keeps a single pixel; the dense layers of channel attention and the
-    shared ones have biases, which begin at 0.1 as the convolutions' do; LeNet's
-    dense layers are decoded as VGG's; all dense layers share one layer of 64,
-    with a rectifier; fronts and layers are padded to multiples of 64.  Ours:
-    `rank` above 1.  Inputs and outputs are not normalized, as published.
+    MP², model parameter prediction, the authors' predictor, without
+    normalization of inputs and outputs.  Reconstruction: pooling keeps a single
+    pixel; the dense layers of channel attention and the shared ones have
+    biases, which begin at 0.1 as those of convolutions; LeNet's dense layers
+    are decoded as VGG's; all dense layers share one layer of 64, with a
+    rectifier; fronts and layers are padded to multiples of 64.  Departure:
+    `rank` above 1.
   """
   _cut.check_cut("cut", cut)
   rank = checks.check_int("rank", rank, 1)

@@ -1,7 +1,6 @@
 """Layers of a network in their order, and the arrays of each.
 
-Made from shapes alone: a layer is a convolution or a dense layer, with the
-normalization behind it.
+A layer is a convolution or a dense layer, with the normalization behind it.
 """
 
 import dataclasses
@@ -16,14 +15,13 @@ import jax.numpy as jnp
 from jdist import checks
 
 PyTree = Any
-# Of leaves of as many dimensions those come first, in this order; others follow
-# by name.
+# The order of leaves with equally many dimensions; other names follow.
 _ORDER = ("kernel", "bias", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """One array of a network's parameters, by the keys that lead to it."""
+  """One array of a network's parameters, at the path of its keys."""
 
   path: tuple[str, ...]
   shape: tuple[int, ...]
@@ -61,12 +59,12 @@ class LeafGroup:
 
   @property
   def is_dense(self) -> bool:
-    """True when its kernel, its first leaf, is a matrix and not a window."""
+    """Whether the kernel, the first leaf, is a matrix and not a window."""
     return len(self.leaves[0].shape) < 3
 
 
 def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
-  """Returns the leaves of a nested dict of plain dicts by their paths."""
+  """Returns the leaves of a nested plain dict by their paths."""
   _check_plain(tree)
   found: dict[tuple[str, ...], Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -83,7 +81,7 @@ def leaves_of(tree: PyTree) -> dict[tuple[str, ...], Any]:
 
 
 def _check_plain(tree: PyTree) -> None:
-  """Refuses other mappings: `Cut.join` makes plain dicts."""
+  """Refuses other mappings, which `Cut.join` could not restore."""
   if isinstance(tree, Mapping):
     if type(tree) is not dict:
       raise ValueError(
@@ -97,7 +95,7 @@ def _check_plain(tree: PyTree) -> None:
 def layers_of(
   tree: PyTree, order: Sequence[str] | None = None
 ) -> tuple[LeafGroup, ...]:
-  """Returns the layers of a network, two at least; arguments as of `cut`."""
+  """Returns the layers of a network, at least two; see `cut`."""
   modules: dict[str, list[Leaf]] = {}
   for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
     modules.setdefault(".".join(path[:-1]), []).append(_leaf(path, leaf))
@@ -105,7 +103,7 @@ def layers_of(
   normalized = ""
   for name in modules if order is None else _checked(order, list(modules)):
     leaves = sorted(modules[name], key=_rank)
-    # A module of vectors only is the normalization of the layer before.
+    # A module of vectors only is the normalization of the previous layer.
     vectors = len(leaves[0].shape) < 2
     if order is None and vectors and (normalized or not layers):
       other = f"{normalized} is" if normalized else "no layer is"
@@ -132,7 +130,7 @@ def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
   shape: Any = getattr(leaf, "shape", None)
   dtype: Any = getattr(leaf, "dtype", object)
   if shape is None or not jnp.issubdtype(dtype, jnp.floating):
-    # Others would not come back from a float32 message as they were.
+    # A float32 message would not restore other types exactly.
     raise ValueError(
       "`tree` must hold arrays of real floats, which alone can be sent and "
       f"predicted, got {checks.show(leaf)} at {'.'.join(path)}. Cut the "
@@ -143,11 +141,11 @@ def _leaf(path: tuple[str, ...], leaf: Any) -> Leaf:
 
 
 def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
-  """Returns a key that sorts the numbers in the names of a path as numbers."""
+  """Returns a key that sorts numbers in names by value."""
   path, _ = item
   words = [re.split("([0-9]+)", key) for key in path]
   return [
-    # Every second word is a number, so like is compared with like.
+    # Every second word is a number, so that types of entries always match.
     ([int(x) if i % 2 else x for i, x in enumerate(parts)], key)
     for parts, key in zip(words, path, strict=True)
   ]
@@ -168,7 +166,7 @@ def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
 
 
 def _rank(leaf: Leaf) -> tuple[int, int, str]:
-  # The kernel first, whatever it is called.
+  # The leaf with the most dimensions is the kernel, whatever its name.
   last = leaf.path[-1]
   known = _ORDER.index(last) if last in _ORDER else len(_ORDER)
   return -len(leaf.shape), known, last

@@ -1,4 +1,4 @@
-"""Cuts scored by the networks that are predicted behind them, and chosen."""
+"""Scores of cuts by the accuracy of predicted networks, and a choice."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist import checks, models
-from jdist.prediction.mp2 import _cut, _evaluate, _predictor, _predictor_fit
+from jdist.prediction import _cut, _evaluate, _predictor, _predictor_fit
 from jdist.storage import array_files
 
 Fronts = Callable[[_cut.Cut], np.ndarray]
@@ -17,10 +17,12 @@ class ScoredCut(NamedTuple):
   """A cut with its trained predictor, at its best epoch.
 
   Attributes:
-    accuracy: mean of the networks that it completes, from held-out fronts on
-      the test images.
-    untrained: the same before it was trained.
-    pushed_bytes: bytes that a worker sends in a round.
+    predictor: The predictor of the cut.
+    params: Its trained parameters.
+    accuracy: The mean accuracy of networks with held-out fronts and predicted
+      rears on the test images.
+    untrained: The same accuracy before the training.
+    pushed_bytes: The bytes that a worker sends in a round.
   """
 
   predictor: _predictor.Predictor
@@ -41,28 +43,24 @@ def score_cuts(
   directory: str | os.PathLike[str] | None = None,
   **options: Any,
 ) -> tuple[ScoredCut, ...]:
-  """Measures how well the layers behind each of several cuts are predicted.
+  """Trains a predictor for each of several cuts and measures their accuracy.
 
-  A predictor is trained for each, with the same budget, and scored by the
-  accuracy of the networks that it completes from unseen fronts.
+  All have the same budget.  MP² does not say how its cuts were chosen.
 
   Args:
-    predictors: one for each cut, or several of different rank for one.
-    model: the network, without batch statistics.
-    samples: gives the fronts of a cut, float32 [samples, num_front], for
-      instance `ParameterSet.fronts` of a run collected for all these cuts.
-    images: to train with, as of `fit_predictor`.
-    labels: integers [n], of the images.
-    held_out: gives the fronts of another run.
-    directory: keeps the state of each training, in a folder of its own.
-    **options: of `fit_predictor`: `test_images`, `test_labels`, `fit`,
+    predictors: One predictor for each cut, or several with different ranks.
+    model: The network, without batch statistics.
+    samples: A function from a cut to its fronts, float32 [samples, num_front],
+      for instance `ParameterSet.fronts` of a run collected for all these cuts.
+    images: The training images, see `fit_predictor`.
+    labels: Their classes, integers [n].
+    held_out: A function from a cut to fronts of another run.
+    directory: A directory that keeps the state of each training in a folder.
+    **options: Options of `fit_predictor`: `test_images`, `test_labels`, `fit`,
       `normalize`.
 
   Returns:
     One score for each predictor, in their order.
-
-  References:
-    Reconstruction: MP² names its cuts, but not how they were chosen.
   """
   predictors = checks.check_list(
     "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
@@ -72,7 +70,7 @@ def score_cuts(
       "`predictors` must hold at least one, got none. Make them with "
       "`prediction.predictor(cut)`."
     )
-  # All of them first: training takes long.
+  # Check all predictors before the first training, which takes long.
   for number, each in enumerate(predictors):
     _predictor.check_predictor(f"predictors[{number}]", each)
     _evaluate.check_model(each, model)
@@ -105,21 +103,19 @@ def score_cuts(
 def choose_cut(
   scores: Sequence[ScoredCut], *, max_lost: float = 0.01
 ) -> ScoredCut:
-  """Chooses the cut that sends least among those that are predicted well.
-
-    least pushed_bytes  where  accuracy >= max(accuracy) - max_lost
+  """Chooses the cut with the fewest bytes among the accurate ones.
 
   Args:
-    scores: from `score_cuts`, with the same network and images.
-    max_lost: accuracy that may be given away for fewer bytes, from 0 to 1;
-      default 0.01, a point.
+    scores: Scores of `score_cuts`, with the same network and images.
+    max_lost: The accuracy that fewer bytes may cost, from 0 to 1; default 0.01,
+      a point.
 
   Returns:
-    One of the scores; of those that send alike the most accurate.
+    The score with the fewest bytes and an accuracy of at least the best one
+    minus `max_lost`; the most accurate of equals.
 
   Raises:
-    ValueError: if no score is above its untrained predictor's: nothing was
-      learned then, and no cut is better.
+    ValueError: If no predictor has learned anything, and no cut is better.
   """
   max_lost = checks.check_number("max_lost", max_lost, high=1)
   scores = checks.check_list("scores", scores, "`ScoredCut`s")

@@ -1,4 +1,4 @@
-"""Training the predictor by the accuracy of the networks it completes."""
+"""Training of a predictor by the loss of the networks that it completes."""
 
 import dataclasses
 import functools
@@ -13,12 +13,11 @@ import numpy as np
 import optax
 
 from jdist import checks, models
-from jdist.prediction import _fit_folder
-from jdist.prediction.mp2 import (
+from jdist.prediction import (
   _evaluate,
+  _fit_folder,
   _permutation,
   _predictor,
-  _saved_predictor,
 )
 
 PyTree = Any
@@ -30,19 +29,21 @@ _DATA = (
 
 @dataclasses.dataclass(frozen=True)
 class PredictorFit:
-  """Settings for the training of a predictor, by default the paper's of VGG-15.
+  """Settings for the training of a predictor; the defaults are VGG-15's.
 
   Attributes:
-    num_epochs: passes over the samples, each followed by an evaluation.
-    samples_per_batch: networks that are assembled at once.
-    sample_batches: batches of samples in an epoch; default as many as there
-      are samples for, the paper's 180 of 25.
-    images_per_batch: images of one update.
-    image_batches: updates with the same batch of samples, each on other
+    num_epochs: The number of passes over the samples, each followed by an
+      evaluation.
+    samples_per_batch: The number of networks in an update.
+    sample_batches: The number of batches of samples in an epoch; default as
+      many as there are samples for, 180 batches of 25 in the paper.
+    images_per_batch: The number of images in an update.
+    image_batches: The number of updates with the same samples, each on other
       images, drawn with the same share of each class.
-    learning_rate: of Adam.
-    mixup: alpha of mixup, 0 for none.
-    seed: of the first parameters, the order of samples and images, and mixup.
+    learning_rate: The rate of Adam.
+    mixup: The parameter alpha of mixup, 0 for none.
+    seed: The seed of the first parameters, the order of samples and images, and
+      mixup.
   """
 
   num_epochs: int = 30
@@ -58,7 +59,7 @@ class PredictorFit:
     sizes = ["num_epochs", "samples_per_batch", "images_per_batch"]
     optional = [] if self.sample_batches is None else ["sample_batches"]
     sizes += ["image_batches", *optional]
-    # As JSON can hold them, and not NumPy's.
+    # JSON cannot hold NumPy's numbers, and the settings are saved.
     vars(self).update(
       {name: checks.check_int(name, getattr(self, name), 1) for name in sizes},
       learning_rate=checks.check_number(
@@ -73,10 +74,10 @@ class Epoch(NamedTuple):
   """One evaluation.
 
   Attributes:
-    epoch: epochs trained; 0 is the beginning.
-    accuracy: mean over the held-out samples, each with its predicted rear, on
-      the test images.
-    loss: mean training loss of the epoch; None at the beginning.
+    epoch: The number of trained epochs; 0 is before the training.
+    accuracy: The mean accuracy of held-out fronts with predicted rears on the
+      test images.
+    loss: The mean training loss of the epoch; None before the training.
   """
 
   epoch: int
@@ -109,46 +110,47 @@ def fit_predictor(
 ) -> FittedPredictor:
   """Trains a predictor, and keeps the parameters of its best evaluation.
 
-  It minimizes the cross-entropy of the assembled networks on real images,
+  It minimizes the cross-entropy of the completed networks on real images,
 
     mean over samples p:  CE(network(p, predict(p)), mix(images, labels))
 
   with the labels of both images, weighted as in the mix, lambda ~ Beta(mixup,
-  mixup) drawn for each update.  No rear is compared with that of a sample.
+  mixup) drawn for each update.  Predicted rears are not compared with those of
+  samples.
 
   Args:
-    predictor: of the network's cut.
-    model: the network, without batch statistics.
-    samples: fronts to train with, float32 [samples, num_front], for instance
-      of `ParameterSet.fronts`; may be mapped from the disk.
-    images: to train with, [n, ...] as stored; all are put on the device.
-    labels: integers [n], a class each, from 0.
-    held_out: fronts for the evaluation.  Those of a run are like their
-      neighbours: take them of another run, or of epochs of their own.
-    test_images: for the evaluation.
-    test_labels: of these.
-    fit: settings; default `PredictorFit()`.
-    normalize: turns stored images into the model's inputs.  Another function,
-      or model, compiles anew.
-    directory: keeps the state after every epoch; training resumes from there
-      to the bit, also with more `num_epochs`.  All other settings and data must
-      be the same.  On several processes, train on one.
-    on_epoch: called with each evaluation.
+    predictor: The predictor of the network's cut.
+    model: The network, without batch statistics.
+    samples: The training fronts, float32 [samples, num_front], for instance
+      `ParameterSet.fronts`; may be mapped from the disk.
+    images: The training images [n, ...], as stored; all are put on the device.
+    labels: Their classes from 0, integers [n].
+    held_out: The fronts for the evaluation.  The fronts of a run resemble their
+      neighbours: take another run, or separate epochs.
+    test_images: The images for the evaluation.
+    test_labels: Their classes.
+    fit: The settings; default `PredictorFit()`.
+    normalize: A function from stored images to the model's inputs.  Another
+      function, or model, is compiled again.
+    directory: A directory that keeps the state after every epoch; training
+      resumes from there to the bit, also with more `num_epochs`.  All other
+      settings and data must be the same.  With several processes, train on one.
+    on_epoch: A function that is called with each evaluation.
 
   Returns:
     The best parameters, and every evaluation.
 
   Raises:
-    ValueError: if an argument does not fit, or `directory` holds the state of
+    ValueError: If an argument does not fit, or `directory` holds the state of
       another predictor, settings or data, or other arrays.
-    FloatingPointError: when the loss is not finite any more.  The state is not
+    FloatingPointError: If the loss is not finite any more; the state is not
       kept then.
 
   References:
     MP², "prediction-result-based evaluation".  Reconstruction: images are drawn
-    without replacement for each batch of samples; one lambda for a mini-batch
-    and all of its samples; the best epoch is that of the highest mean accuracy
-    over held-out samples.
+    without replacement for each batch of samples; a mini-batch has one lambda
+    for all of its samples; the best epoch has the highest mean accuracy over
+    held-out samples.
   """
   fit = PredictorFit() if fit is None else fit
   checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
@@ -163,7 +165,7 @@ def fit_predictor(
   num_batches = _count_batches(fit, len(samples), len(train[0]))
   data = zip(_DATA, (samples, *train, held_out, *test), strict=True)
   kept = _fit_folder.FitFolder(
-    directory, "predictor fit", dataclasses.asdict(fit), dict(data)
+    directory, predictor, dataclasses.asdict(fit), dict(data)
   )
 
   def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
@@ -189,22 +191,11 @@ def _train(
   evaluate: Callable[[int, PyTree, float | None], Epoch],
   kept: _fit_folder.FitFolder,
 ) -> FittedPredictor:
-  """Trains from the beginning, or from the state that was kept."""
-
-  def check(body: dict[str, Any]) -> None:
-    _saved_predictor.refuse_other_predictor(body["predictor"], predictor)
-    if body["done"] > fit.num_epochs * num_batches:
-      raise ValueError(
-        "`num_epochs` must be at least what `directory` has been trained for, "
-        f"{body['done'] / num_batches:g}, got {fit.num_epochs}. Take another "
-        "directory, or as many epochs."
-      )
-
+  """Trains from the beginning, or from the kept state."""
   state = _init(predictor, fit.learning_rate, jax.random.key(fit.seed))
-  # A copy, as updates reuse the memory of what they are given.
+  # Updates donate the memory of their state, so that the best one is a copy.
   best = jax.tree.map(jnp.copy, state["params"])
-  # Neither an order nor the rate depends on the number of epochs.
-  found = kept.restore((state, best), free="num_epochs", check=check)
+  found = kept.restore((state, best))
   if found is None:
     done, losses = 0, []
     curve = [evaluate(0, state["params"], None)]
@@ -212,6 +203,12 @@ def _train(
     (state, best), body = found
     done, losses = body["done"], body["losses"]
     curve = [Epoch(*point) for point in body["curve"]]
+    if done > fit.num_epochs * num_batches:
+      raise ValueError(
+        "`num_epochs` must be at least what `directory` has been trained for, "
+        f"{done / num_batches:g}, got {fit.num_epochs}. Take another "
+        "directory, or as many epochs."
+      )
   while done < fit.num_epochs * num_batches:
     epoch, batch = divmod(done, num_batches)
     rows = _sample_rows(fit, len(samples), epoch, batch)
@@ -230,14 +227,8 @@ def _train(
         best = jax.tree.map(jnp.copy, state["params"])
       curve.append(point)
       losses = []
-      kept.save(
-        (state, best),
-        predictor=_saved_predictor.describe(predictor),
-        done=done,
-        losses=losses,
-        curve=curve,
-      )
-  # The first of equals.
+      kept.save((state, best), done=done, losses=losses, curve=curve)
+  # The first one of equal accuracies has the fewest epochs.
   top = max(curve, key=lambda point: (point.accuracy, -point.epoch))
   return FittedPredictor(best, top, tuple(curve))
 
@@ -274,7 +265,7 @@ def _make_updates(
   images: np.ndarray,
   labels: np.ndarray,
 ) -> Callable[[PyTree, np.ndarray, int], tuple[PyTree, float]]:
-  """Makes the updates with one batch of samples, compiled once."""
+  """Returns a function that takes all updates with one batch of samples."""
   on_device = jnp.asarray(images), jnp.asarray(labels)
   key = jax.random.key(fit.seed)
   update = functools.partial(
@@ -285,7 +276,8 @@ def _make_updates(
     state: PyTree, vectors: np.ndarray, number: int
   ) -> tuple[PyTree, float]:
     """Returns the state after all updates, and their mean loss."""
-    # Whatever the number of images, the program has the same inputs.
+    # All images are on the device and each update gathers its own, so that one
+    # program serves every batch.
     parts = (fit.image_batches, fit.images_per_batch)
     drawn = _permutation.balanced(labels, math.prod(parts), fit.seed, number)
     placed, losses = jnp.asarray(vectors), []
@@ -344,12 +336,13 @@ def _update(
 def _mix(
   alpha: float, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the other image that each is mixed with, and its own share."""
+  """Returns the partner of each image in the mix, and its own share."""
   one, other = jax.random.split(key)
   order = jax.random.permutation(one, size)
   if alpha == 0:
     return order, jnp.float32(1)
-  if alpha == 1:  # The same distribution, without its loops.
+  if alpha == 1:
+    # Beta(1, 1) is uniform, and `beta` compiles rejection loops.
     return order, jax.random.uniform(other)
   return order, jax.random.beta(other, alpha, alpha)
 
@@ -357,7 +350,7 @@ def _mix(
 def _sample_rows(
   fit: PredictorFit, num_samples: int, epoch: int, batch: int
 ) -> np.ndarray:
-  """Returns the samples of a batch: one order of all for each epoch."""
+  """Returns the samples of a batch, from one order for each epoch."""
   order = _permutation.permutation(num_samples, fit.seed, _SAMPLES_KEY, epoch)
   first = batch * fit.samples_per_batch
   return np.sort(

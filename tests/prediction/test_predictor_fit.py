@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import prediction
-from jdist.prediction.mp2 import (
+from jdist.prediction import (
   _evaluate,
   _permutation,
   _predictor_fit,

@@ -1,1 +1,0 @@
-"""MP²: the front of a network is sent, a predictor gives the rest."""
