@@ -18,6 +18,7 @@ from jdist.prediction import (
   _fit_folder,
   _permutation,
   _predictor,
+  _saved_predictor,
 )
 
 PyTree = Any
@@ -165,7 +166,10 @@ def fit_predictor(
   num_batches = _count_batches(fit, len(samples), len(train[0]))
   data = zip(_DATA, (samples, *train, held_out, *test), strict=True)
   kept = _fit_folder.FitFolder(
-    directory, predictor, dataclasses.asdict(fit), dict(data)
+    directory,
+    _saved_predictor.describe(predictor),
+    dataclasses.asdict(fit),
+    dict(data),
   )
 
   def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
@@ -195,7 +199,10 @@ def _train(
   state = _init(predictor, fit.learning_rate, jax.random.key(fit.seed))
   # Updates donate the memory of their state, so that the best one is a copy.
   best = jax.tree.map(jnp.copy, state["params"])
-  found = kept.restore((state, best))
+  found = kept.restore(
+    (state, best),
+    lambda theirs: _saved_predictor.refuse_other_predictor(theirs, predictor),
+  )
   if found is None:
     done, losses = 0, []
     curve = [evaluate(0, state["params"], None)]

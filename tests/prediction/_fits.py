@@ -37,6 +37,13 @@ def predictor(**kwargs):
   return prediction.predictor(_tiny.cut(), **kwargs)
 
 
+def completed(params, vector):
+  """Returns a network with a flat front and its predicted rear."""
+  cut = predictor().cut
+  rear = predictor().apply_vector(params, vector)
+  return cut.join(cut.unflatten_front(vector), rear)
+
+
 def normalize(images):
   return images.astype(jnp.float32) / 16
 

@@ -20,6 +20,7 @@ from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import (
   assert_same_bits,
+  completed,
   FIT,
   fit_predictor,
   fronts,
@@ -47,7 +48,7 @@ def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
   inputs = share * inputs + (1 - share) * inputs[order]
   losses = []
   for vector in fronts(2):
-    whole = _evaluate.assemble(predictor(), params, vector)
+    whole = completed(params, vector)
     logits, _ = model().apply(
       whole, {}, jnp.asarray(inputs, jnp.float32), train=True
     )
@@ -129,7 +130,7 @@ def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
   )
   np.testing.assert_allclose(found.mean(), fitted.best.accuracy, atol=1e-9)
   for share, vector in zip(found, fronts(3, seed=1), strict=True):
-    whole = _evaluate.assemble(predictor(), fitted.params, vector)
+    whole = completed(fitted.params, vector)
     logits, _ = model().apply(
       whole, {}, normalize(jnp.asarray(test.images)), train=False
     )
