@@ -205,7 +205,9 @@ def check_images(
     inputs = normalize(images).astype(jnp.float32)
     return model.apply(params, model.state, inputs, train=False)[0]
 
-  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)
+  # Newer JAX warns about a shape in float64, which the device cannot hold.
+  dtype = jax.dtypes.canonicalize_dtype(images.dtype)
+  one = jax.ShapeDtypeStruct((1, *images.shape[1:]), dtype)
   try:
     num_classes = jax.eval_shape(logits, model.params, one).shape[-1]
   except (ValueError, TypeError) as error:
