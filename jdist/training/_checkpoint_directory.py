@@ -1,9 +1,9 @@
-"""The directory of a run's checkpoints: which are whole, which go.
+"""Directory of a run's checkpoints, with their manifests.
 
-A manifest is written last and in one piece.  A directory without one is of a
-write that was cut off, and the next write removes it.  Where a directory does
-not match its manifest, or a manifest its own hash, the checkpoint is damaged,
-and the one before is used.
+A manifest is written last and in one piece. Arrays without a manifest belong to
+an interrupted write, and the next write removes them. If arrays do not match
+their manifest, or a manifest its own hash, the checkpoint is damaged, and the
+previous one is used.
 """
 
 import pathlib
@@ -14,24 +14,24 @@ from typing import Any
 
 from jdist.storage import hashes, sealed_json
 
-# In place of a step.
+# Stand for a step if there is none. Negative ints can be broadcast like steps.
 NOTHING, ALL_DAMAGED = -1, -2
 _FORMAT = 2
-# What a write leaves in the directory, whole, half or not yet renamed.
+# The files of a write: whole, partial, or not yet renamed by Orbax.
 _OURS = re.compile(
   r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
 )
 
 
 class CheckpointDirectory:
-  """The files of checkpoints, by their steps."""
+  """Files of checkpoints, by their steps."""
 
   def __init__(self, path: pathlib.Path):
-    """Takes a directory, which need not be there yet."""
+    """Takes a directory, which need not exist yet."""
     self.path = path
 
   def target(self, step: int) -> pathlib.Path:
-    """Returns where the arrays of a checkpoint are."""
+    """Returns the path of the arrays of a checkpoint."""
     return self.path / f"step_{step:08d}"
 
   def _manifest(self, step: int) -> pathlib.Path:
@@ -42,7 +42,7 @@ class CheckpointDirectory:
     return sealed_json.read(self._manifest(step), form=_FORMAT)
 
   def complete(self, step: int, manifest: dict[str, Any]) -> None:
-    """Writes the manifest of arrays that are written."""
+    """Writes the manifest of arrays, after which the checkpoint counts."""
     manifest["files"] = hashes.hash_files(self.target(step))
     sealed_json.write(self._manifest(step), manifest, form=_FORMAT)
 
@@ -51,9 +51,10 @@ class CheckpointDirectory:
     self._manifest(step).unlink(missing_ok=True)
 
   def tidy(self) -> None:
-    """Removes directories without a manifest: old ones, and those cut off."""
+    """Removes arrays without a manifest: old ones and interrupted writes."""
     for path in self.path.iterdir():
       match = _OURS.fullmatch(path.name)
+      # Other files in the directory belong to the user.
       if match is None:
         continue
       counts = self.path / f"{match[1]}.json"
@@ -65,13 +66,13 @@ class CheckpointDirectory:
         path.unlink(missing_ok=True)
 
   def steps(self) -> list[int]:
-    """Returns the steps with a manifest, the newest first."""
+    """Returns the steps that have a manifest, the newest first."""
     found = (_OURS.fullmatch(x.name) for x in self.path.iterdir())
     steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
     return sorted(steps, reverse=True)
 
   def newest_whole(self) -> int:
-    """Returns the step of the newest whole one, NOTHING or ALL_DAMAGED."""
+    """Returns the newest undamaged step, NOTHING or ALL_DAMAGED."""
     steps = self.steps()
     for step in steps:
       target = self.target(step)

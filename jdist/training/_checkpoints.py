@@ -1,11 +1,11 @@
-"""Checkpoints of everything a run needs, that resume to the bit.
+"""Checkpoints of complete runs, which resume to the bit.
 
-A checkpoint is a directory written by Orbax and a manifest beside it:
+A checkpoint is a directory written by Orbax, and a manifest:
 
-    step_00000100/       arrays; those equal on all workers stand there once
+    step_00000100/       arrays; those equal on all workers are stored once
     step_00000100.json   names, shapes, the files with their hashes
 
-Which checkpoints count, `_checkpoint_directory` says.
+`_checkpoint_directory` decides which checkpoints count.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ PyTree = Any
 
 
 class Restored(NamedTuple):
-  """A saved state: what `save` was given, its arrays placed like a template."""
+  """A restored step, its state, placed like a template, and its metadata."""
 
   step: int
   state: PyTree
@@ -35,16 +35,16 @@ class Restored(NamedTuple):
 
 
 class OtherWorkers(NamedTuple):
-  """A way to go on from a checkpoint of another number of workers.
+  """Rules for resuming from a checkpoint of another number of workers.
 
   Attributes:
-    workers: as many as it was saved by.
-    template: makes their state, `[workers, ...]`.
-    convert: turns the restored state into one of the run's own workers, for
-      instance by `training.resize`.
+    workers: The workers that have saved the checkpoint.
+    template: A function that makes their state, `[workers, ...]`.
+    convert: A function that turns the restored state into one of the run's own
+      workers, for instance by `training.resize`.
 
-  Four workers' checkpoint for two, of a chain `optimizer` and parameters
-  `params` of one worker::
+  Two workers resume from a checkpoint of four, with a chain `optimizer` and
+  parameters `params` of one worker::
 
       four = jdist.workers(4, substrate="vmap")
       others = training.OtherWorkers(
@@ -63,8 +63,8 @@ class OtherWorkers(NamedTuple):
 class Checkpoints:
   """Saves and restores states of a run in one directory.
 
-  Files are written in the background; `wait` returns when all of them are on
-  the disk, and so does leaving the context.
+  Files are written in the background. `wait` returns when all of them are on
+  the disk, and leaving the context waits, too.
   """
 
   def __init__(
@@ -78,15 +78,17 @@ class Checkpoints:
     """Opens or makes the directory.
 
     Args:
-      directory: of the checkpoints; several processes must share it.
-      workers: the run's workers.
-      keep: checkpoints to keep, at least 1; from 2 on a run survives a damaged
-        one.
-      other_workers: from the number of workers of a checkpoint, if that is
-        another, to how `restore` takes it; by default it is refused.
+      directory: The directory of the checkpoints, which several processes must
+        share.
+      workers: The run's workers.
+      keep: The number of checkpoints to keep, at least 1. With 2 or more, a run
+        survives a damaged one.
+      other_workers: A function of the number of workers of a checkpoint, if it
+        differs, that returns how `restore` converts it. By default such a
+        checkpoint is refused.
 
     Raises:
-      ImportError: when Orbax is not installed.
+      ImportError: If Orbax is not installed.
     """
     checks.check_int("keep", keep, 1)
     self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
@@ -102,6 +104,8 @@ class Checkpoints:
     self._writer = self._orbax.AsyncCheckpointer(
       self._orbax.PyTreeCheckpointHandler()
     )
+    # Orbax writes in threads of its own. Another thread waits for it and then
+    # writes the manifest, so that training does not wait for the disk.
     self._on_several_hosts = _spans_hosts(workers)
     self._fingerprints = workers.jit(collectives.fingerprint)
     self._finisher = concurrent.futures.ThreadPoolExecutor(
@@ -116,20 +120,20 @@ class Checkpoints:
     shared: PyTree,
     metadata: dict[str, Any] | None = None,
   ) -> None:
-    """Saves a state; returns when it may be overwritten.
+    """Saves a state, and returns when its arrays may be donated.
 
     Args:
-      step: its number, from 0; the highest is what `restore` finds.
-      state: arrays `[workers, ...]`; typed PRNG keys too.
-      shared: a tree of bools, true for leaves that are equal on all workers,
+      step: The number of the step, from 0. `restore` finds the highest one.
+      state: Arrays `[workers, ...]`, including typed PRNG keys.
+      shared: A tree of bools, true for leaves that are equal on all workers,
         for instance `training.shared_leaves(state)`.
-      metadata: anything that JSON can hold, returned by `restore`.
+      metadata: JSON values, which `restore` returns.
 
     Raises:
-      OSError: when it, or the one before it, cannot be written, as the disk is
-        full for instance; the last whole one stays.
-      RuntimeError: when a leaf that should be equal on all workers is not.
-      ValueError: when JSON cannot hold the metadata.
+      OSError: If this checkpoint, or the one before it, cannot be written, for
+        instance because the disk is full. The last complete one stays.
+      RuntimeError: If a leaf that should be equal on all workers is not.
+      ValueError: If JSON cannot hold the metadata.
     """
     checks.check_int("step", step, 0)
     _run_metadata.check_is_json(metadata)
@@ -145,8 +149,10 @@ class Checkpoints:
       entries.append(
         {"name": name, "shared": once, "shape": shape, "dtype": dtype}
       )
-      if leaf.size:  # Orbax refuses arrays without elements.
+      # Orbax refuses arrays without elements.
+      if leaf.size:
         arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
+    # While arrays of the same step are replaced, no manifest may claim them.
     if self._is_first:
       self._directory.forget(step)
     with self._written(step):
@@ -166,6 +172,8 @@ class Checkpoints:
   def _check_equal(
     self, names: list[str], leaves: list[jax.Array], flags: list[bool]
   ) -> None:
+    # Only fingerprints are gathered, since whole parameters would take too
+    # long.
     chosen = [i for i, once in enumerate(flags) if once]
     prints = self._workers.gather(
       self._fingerprints([leaves[i] for i in chosen])
@@ -183,6 +191,8 @@ class Checkpoints:
       )
 
   def _to_save(self, leaf: jax.Array, once: bool) -> Any:
+    # A worker's own part of a shared leaf may lie on several hosts. No host
+    # could write it alone, so that it is first replicated.
     if once and self._on_several_hosts:
       assert self._workers.mesh is not None
       everywhere = jax.sharding.NamedSharding(
@@ -206,25 +216,28 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _written(self, step: int) -> Iterator[None]:
-    """Tells in one line what a write ran into, and takes away its rests."""
+    """Turns the error of a write into one line, and removes partial files."""
     try:
       yield
     except Exception as error:
       lost = isinstance(error, jax.errors.JaxRuntimeError)
       if lost and jax.process_count() > 1:
-        raise  # A collective has lost another process: no fault of the disk.
+        # A collective has lost another process, which the disk did not cause.
+        raise
       reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
       if "No space left" in str(error):
         reason = ["no space left on the disk"]
-      # Of the other processes the files may still be written.
+      # Other processes may still be writing files of theirs.
       whole = self._directory.steps()[:1]
       if self._is_first and jax.process_count() == 1:
         self._directory.tidy()
-      stays = f"the one of step {whole[0]} stays" if whole else "there is none"
+      stays = "There is no other one"
+      if whole:
+        stays = f"The one of step {whole[0]} stays"
       raise OSError(
         f"the checkpoint of step {step} could not be written to "
-        f"{self._directory.path}: {reason[0]}. Of the whole ones {stays}: make "
-        "room and start the run again."
+        f"{self._directory.path}: {reason[0]}. {stays}: make room and start "
+        "the run again."
       ) from error
 
   def restore(
@@ -233,18 +246,18 @@ class Checkpoints:
     *,
     check: Callable[[dict[str, Any]], None] | None = None,
   ) -> Restored | None:
-    """Restores the newest checkpoint that is whole; None when there is none.
+    """Restores the newest undamaged checkpoint; returns None without any.
 
     Args:
-      template: a state of the same shapes, `[workers, ...]`, whose arrays
-        also say where the restored ones live; or a function of the step that
-        returns it, where shapes depend on the step.
-      check: is called with the checkpoint's metadata before anything else of
-        it is looked at, and may raise an error, for instance `OtherRunError`.
+      template: A state of the same shapes, `[workers, ...]`, whose arrays also
+        determine the placement of the restored ones; or a function of the step
+        that returns it, if shapes depend on the step.
+      check: Called with the checkpoint's metadata before anything else is read.
+        It may raise an error, for instance `OtherRunError`.
 
     Raises:
-      ValueError: when checkpoints exist and none is whole, or when the
-        newest whole one is of another model, optimizer or number of workers.
+      ValueError: If checkpoints exist and all are damaged, or if the newest
+        undamaged one has another model, optimizer or number of workers.
     """
     self.wait()
     step = (
@@ -252,6 +265,7 @@ class Checkpoints:
       if self._is_first
       else _checkpoint_directory.NOTHING
     )
+    # One process decides, as others may see the shared disk a moment later.
     if jax.process_count() > 1:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == _checkpoint_directory.NOTHING:
@@ -334,10 +348,10 @@ class Checkpoints:
     arrays = self._writer.restore(
       target, args=self._orbax.args.PyTreeRestore(restore_args=where)
     )
-    # A leaf without elements is as in the template.
+    # Leaves without elements were not saved, and are taken from the template.
     values = list(leaves)
     once = [i for i, x in enumerate(leaves) if entries[i]["shared"] and x.size]
-    # All shared leaves in one program, not one for each.
+    # One program for all shared leaves, because each compiles for a while.
     spread = self._workers.replicate(
       [arrays[f"{i:05d}"] for i in once],
       [_spec_within_worker(leaves[i]) for i in once],
@@ -351,16 +365,16 @@ class Checkpoints:
     return [_like(x, y) for x, y in zip(values, templates, strict=True)]
 
   def latest_step(self) -> int | None:
-    """Returns the step of the newest checkpoint, None when there is none.
+    """Returns the step of the newest checkpoint, None if there is none.
 
-    It is on the disk; whether it is whole, `restore` finds out.
+    It is on the disk, but only `restore` finds out whether it is damaged.
     """
     self.wait()
     steps = self._directory.steps()
     return steps[0] if steps else None
 
   def wait(self) -> None:
-    """Waits until all is on the disk, and raises the errors of the writes."""
+    """Waits until all files are on the disk, and raises errors of writes."""
     if self._finishing is not None:
       finishing, self._finishing = self._finishing, None
       finishing.result()
@@ -371,7 +385,8 @@ class Checkpoints:
       self.wait()
     finally:
       self._finisher.shutdown()
-      with contextlib.suppress(Exception):  # `wait` has told of it.
+      # `wait` has raised the error of a write already.
+      with contextlib.suppress(Exception):
         self._writer.close()
 
   def __enter__(self) -> "Checkpoints":
@@ -388,13 +403,13 @@ def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-  """Returns the words of a typed PRNG key, which Orbax does not take."""
+  """Returns the data of a typed PRNG key, which Orbax does not accept."""
   is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _like(value: jax.Array, template: jax.Array) -> jax.Array:
-  """Undoes `_plain`: returns words as a key where the template has one."""
+  """Reverts `_plain`: returns data as a key if the template is one."""
   if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
     return value
   return jax.random.wrap_key_data(value, impl=jax.random.key_impl(template))
@@ -410,6 +425,6 @@ def _spans_hosts(workers: collectives.Workers) -> bool:
 
 
 def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
-  """Returns the partition of a leaf `[workers, ...]` but its first axis."""
+  """Returns the partition of a leaf `[workers, ...]` without its first axis."""
   spec = getattr(leaf.sharding, "spec", ())
   return jax.sharding.PartitionSpec(*tuple(spec)[1:])

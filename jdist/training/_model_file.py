@@ -1,4 +1,4 @@
-"""A trained model in a safetensors file, which other programs read, too."""
+"""Trained models in safetensors files, which other programs can read."""
 
 import json
 import os
@@ -23,28 +23,31 @@ def save_model(
 ) -> None:
   """Writes parameters, and batch statistics, as named tensors.
 
-  A tensor is called as its path: `params.dense1.kernel`, `state.norm.mean`.
+  A tensor has the name of its path: `params.dense1.kernel`, `state.norm.mean`.
 
   Args:
-    path: of the file, which is written whole or not at all.
-    params: a tree of arrays, of one model.
-    model_state: batch statistics, if there are any.
-    metadata: what JSON can hold, for the file's header: each value is a text
-      there, and `load_metadata` reads it.
+    path: The path of the file, which is written completely or not at all.
+    params: The parameters of one model, a tree of arrays.
+    model_state: The batch statistics, if any.
+    metadata: JSON values for the file's header, which holds them as texts.
+      `load_metadata` reads them.
 
   Raises:
-    ImportError: when safetensors is not installed.
-    OSError: when the file cannot be written, as the disk is full for instance.
+    ImportError: If safetensors is not installed.
+    OSError: If the file cannot be written, for instance because the disk is
+      full.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
   failed = checks.import_extra("safetensors", "export").SafetensorError
   named = _named(params, {} if model_state is None else model_state)
-  # And not `ascontiguousarray`, which makes vectors of scalars.
+  # safetensors writes the memory of an array as it is, so that a transposed one
+  # must be copied. `ascontiguousarray` would turn scalars into vectors.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
   header = {
     name: value if isinstance(value, str) else json.dumps(value)
     for name, value in (metadata or {}).items()
   }
+  # Renaming is atomic, so that a reader never sees half a file.
   partial = f"{os.fspath(path)}.partial"
   try:
     safetensors.save_file(arrays, partial, header)
@@ -62,20 +65,20 @@ def load_model(
   params: PyTree,
   model_state: PyTree | None = None,
 ) -> tuple[PyTree, PyTree]:
-  """Reads what `save_model` has written.
+  """Reads a model that `save_model` has written.
 
   Args:
-    path: of the file.
-    params: a tree like the one that was saved, for instance that of a new
-      model; its values are not used.
-    model_state: likewise.
+    path: The path of the file.
+    params: A tree like the saved one, for instance of a new model. Its values
+      are not used.
+    model_state: A tree like the saved batch statistics, if any.
 
   Returns:
     The parameters and the batch statistics, `jax.Array`s.
 
   Raises:
-    ImportError: when safetensors is not installed.
-    ValueError: when the file has other tensors than these.
+    ImportError: If safetensors is not installed.
+    ValueError: If the file does not have exactly these tensors.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
   saved = safetensors.load_file(path)
@@ -97,13 +100,13 @@ def load_model(
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads the metadata that `save_model` has written, texts and JSON.
+  """Reads the metadata that `save_model` has written, texts and JSON values.
 
   Args:
-    path: of the file.
+    path: The path of the file.
 
   Raises:
-    ImportError: when safetensors is not installed.
+    ImportError: If safetensors is not installed.
   """
   safetensors = checks.import_extra("safetensors", "export")
   with safetensors.safe_open(path, "numpy") as file:
@@ -112,7 +115,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-  """Returns what JSON has in a text, or the text."""
+  """Returns the JSON value of a text, or the text itself."""
   try:
     return json.loads(text)
   except ValueError:
@@ -120,7 +123,7 @@ def _value(text: str) -> Any:
 
 
 def _named(params: PyTree, model_state: PyTree) -> dict[str, Any]:
-  """Returns the leaves by name; parameters come first."""
+  """Returns the leaves by name, the parameters first."""
   found = {}
   for kind, tree in (("params", params), ("state", model_state)):
     for name, leaf in checks.named_leaves(tree).items():

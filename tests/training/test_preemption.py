@@ -225,7 +225,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     _fit("momentum", tmp_path, 4)
   told = str(error.value)
   assert (
-    "no space left on the disk. Of the whole ones the one of step 2" in told
+    "no space left on the disk. The one of step 2 stays" in told
   )
   assert "\n" not in told
   monkeypatch.undo()
