@@ -1,6 +1,6 @@
-"""Arrays, packed: an array -> a payload of few bits -> an array.
+"""Codecs: an array -> a payload of few bits -> an array.
 
-A codec speaks to nobody; `jdist.collectives` carries its payloads.
+A codec does not communicate; `jdist.collectives` carries its payloads.
 """
 
 from jdist.codecs._bits import pack as pack

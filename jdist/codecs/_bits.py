@@ -2,16 +2,16 @@
 
 With `g = gcd(width, 8)`, groups of `lanes = 8 / g` codes fill exactly
 `planes = width / g` bytes.  The codes are cut into `lanes` stretches of equal
-length and the bytes into `planes`; group i is made of the i-th code of every
+length and the bytes into `planes`; group i consists of the i-th code of every
 stretch and the i-th byte of every plane.  For five bits (8 lanes, 5 planes):
 
     codes   |---0---|---1---| ... |---7---| rest
     bytes   |--0--|--1--|--2--|--3--|--4--| rest
 
-So everything is shifts and ors of long contiguous pieces, which every
-compiler turns into vector instructions; packing neighbours was up to twice
-as slow on a CPU.  Fewer than `lanes` codes are left over; they come last,
-neighbour beside neighbour, lowest bits first.
+All operations are shifts and ors of long contiguous pieces, which compilers
+turn into vector instructions; packing neighbours took up to twice the time on a
+CPU.  The rest of fewer than `lanes` codes is last, packed neighbour by
+neighbour, lowest bits first.
 """
 
 import math
@@ -24,12 +24,12 @@ MAX_WIDTH = 32
 
 
 def num_bytes(num_codes: int, width: int) -> int:
-  """The bytes that so many codes fill."""
+  """Returns the number of bytes that codes fill."""
   return -(-num_codes * width // 8)
 
 
 def group(width: int) -> int:
-  """Returns the least number of codes that fill whole bytes.
+  """Returns the smallest number of codes that fills whole bytes.
 
   >>> [group(width) for width in (1, 3, 4, 6, 8, 12)]
   [8, 8, 2, 4, 1, 2]
@@ -38,7 +38,7 @@ def group(width: int) -> int:
 
 
 def code_dtype(width: int) -> np.dtype:
-  """The smallest unsigned dtype that holds codes of this width."""
+  """Returns the smallest unsigned dtype that holds codes of this width."""
   if not 1 <= width <= MAX_WIDTH:
     raise ValueError(f"`width` must be in 1..{MAX_WIDTH} bits, got {width}.")
   return np.dtype(
@@ -53,6 +53,7 @@ def pack(codes: jax.Array, width: int) -> jax.Array:
     uint8 [..., ceil(n * width / 8)]; unused bits of the last byte are zero.
   """
   dtype = code_dtype(width)
+  # Shifts to the left must not lose high bits in a dtype that is too narrow.
   if codes.dtype.itemsize < dtype.itemsize:
     codes = codes.astype(dtype)
   lanes = group(width)
@@ -67,7 +68,7 @@ def pack(codes: jax.Array, width: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
-  """Unpacks what `pack` made, to the smallest unsigned dtype that fits."""
+  """Unpacks a result of `pack` to the smallest unsigned dtype that fits."""
   dtype = code_dtype(width)
   lanes = group(width)
   planes = lanes * width // 8
@@ -82,10 +83,10 @@ def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
 
 
 def pack_trits(codes: jax.Array) -> jax.Array:
-  """Packs 0, 1 and 2 along the last axis, five to a byte: 1.6 bits each.
+  """Packs codes 0, 1 and 2 along the last axis, five to a byte.
 
-  The i-th byte holds the i-th code of each of five stretches, in base 3; the
-  up to four codes left over share one more byte: uint8 [..., ceil(n / 5)].
+  The i-th byte holds the i-th code of each of five stretches, in base 3; a rest
+  of up to four codes shares one more byte: uint8 [..., ceil(n / 5)].
   """
   length = codes.shape[-1] // 5
   codes = codes.astype(jnp.uint8)
@@ -103,7 +104,7 @@ def pack_trits(codes: jax.Array) -> jax.Array:
 
 
 def unpack_trits(packed: jax.Array, num_codes: int) -> jax.Array:
-  """Unpacks what `pack_trits` made: uint8 [..., num_codes]."""
+  """Unpacks a result of `pack_trits`: uint8 [..., num_codes]."""
   length, num_rest = divmod(num_codes, 5)
   body, rest = packed[..., :length], packed[..., length:]
   pieces = [_trit(body, i) for i in range(5)] if length else []
@@ -111,13 +112,13 @@ def unpack_trits(packed: jax.Array, num_codes: int) -> jax.Array:
   return _join(pieces, packed, np.dtype(np.uint8))
 
 
-# x // 3**place of bytes below 243 as (x * factor) >> shift, within 16 bits:
-# found by trying them all.
+# For bytes below 243, x // 3**place equals (x * factor) >> shift in 16 bits, by
+# a search of all factors.  A division has no vector instruction on CPUs.
 _TRIT_QUOTIENTS = ((1, 0), (171, 9), (57, 9), (19, 9), (203, 14), (0, 0))
 
 
 def _trit(packed: jax.Array, place: int) -> jax.Array:
-  """Digit `place`, in base 3, of bytes below 243."""
+  """Returns a digit, in base 3, of bytes below 243."""
   x = packed.astype(jnp.uint16)
   quotient, higher = (
     (x * np.uint16(factor)) >> np.uint16(shift)
@@ -127,9 +128,9 @@ def _trit(packed: jax.Array, place: int) -> jax.Array:
 
 
 def _pack_lanes(codes: list[jax.Array], width: int) -> list[jax.Array]:
-  """The planes of bytes that the lanes of codes fill, lowest bits first."""
+  """Returns the planes of bytes of the lanes of codes, lowest bits first."""
   if width < 8:
-    # Bytes first: shifts of bytes are the shorter ones.
+    # A vector instruction shifts more bytes than wider integers at once.
     mask = codes[0].dtype.type((1 << width) - 1)
     codes = [(lane & mask).astype(jnp.uint8) for lane in codes]
   planes = []
@@ -137,6 +138,8 @@ def _pack_lanes(codes: list[jax.Array], width: int) -> list[jax.Array]:
     byte = None
     for i, lane in enumerate(codes):
       shift = i * width - 8 * plane
+      # A code and a byte overlap if the shift between them is shorter than
+      # both; all shifts are static, so that the loop leaves no branches.
       if not -width < shift < 8:
         continue
       if shift < 0:
@@ -144,7 +147,7 @@ def _pack_lanes(codes: list[jax.Array], width: int) -> list[jax.Array]:
       else:
         piece = lane.astype(jnp.uint8) << np.uint8(shift)
       if width > 8 and shift <= 0:
-        # What is above this lane's bits must not reach into the next one.
+        # Higher bits of the code belong to other planes.
         mask = (1 << min(8, width + shift)) - 1
         piece = piece.astype(jnp.uint8) & np.uint8(mask)
       byte = piece if byte is None else byte | piece
@@ -156,7 +159,7 @@ def _pack_lanes(codes: list[jax.Array], width: int) -> list[jax.Array]:
 def _unpack_lanes(
   planes: list[jax.Array], width: int, num_lanes: int
 ) -> list[jax.Array]:
-  """The lanes of codes that planes of bytes hold."""
+  """Returns the lanes of codes from planes of bytes."""
   dtype = code_dtype(width)
   lanes = []
   for i in range(num_lanes):
@@ -171,6 +174,7 @@ def _unpack_lanes(
         piece = byte.astype(dtype) << dtype.type(-shift)
       code = piece if code is None else code | piece
     assert code is not None
+    # The bytes also hold bits of neighbouring codes.
     if width < 8 * dtype.itemsize:
       code = code & dtype.type((1 << width) - 1)
     lanes.append(code)

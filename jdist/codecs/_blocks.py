@@ -1,9 +1,9 @@
-"""Vectors cut into blocks, and what is known of each block.
+"""Vectors cut into blocks, and the scales of each block.
 
-Largest entries are sought among the *bits* of floats.  The bits of |x| order
-as |x| does, with every NaN above infinity, so that none is lost; and integer
-maxima of contiguous lanes run at the speed of memory, where XLA's CPU
-compiler gives rows of floats to a library that is three times slower.
+Maxima are taken over the *bits* of floats.  The bits of |x| have the order of
+|x|, with every NaN above infinity, so that no NaN is lost.  Integer maxima of
+contiguous lanes also run at the speed of memory, where XLA's CPU compiler calls
+a library for rows of floats that is three times slower.
 """
 
 import abc
@@ -18,10 +18,10 @@ import numpy as np
 from jdist import checks
 from jdist.codecs import _codec
 
-# Rows of an array without blocks: whole bytes of integers of any width.
+# The row length without blocks: codes of every width fill whole bytes.
 _ROW = 256
 LARGEST = np.float32(np.finfo(np.float32).max)
-# Of the bits of a float32.
+# Bits of a float32: all but the sign, and those of infinity.
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 
@@ -29,37 +29,38 @@ _INFINITY = np.int32(0x7F800000)
 class Quantized(NamedTuple):
   """Blocks, as `Quantize`, `Sign` and `Ternary` send them.
 
-  Both fields are tuples of the full blocks and the short last one, each if
-  there are such.  Codes stay rows, because XLA's CPU compiler packs one long
-  vector four times slower; without blocks rows are of 256 entries (`Ternary`:
-  240).
+  Both fields are tuples of the full blocks and the short last one, if they are
+  not empty.  Without blocks, rows have 256 entries (`Ternary`: 240).
 
   Attributes:
-    codes: uint8 [rows, bytes], each row laid out by `_bits`; uint16
+    codes: uint8 [rows, bytes], each row packed by `_bits`; uint16
       [rows, entries] for 16 bits.
-    scales: [rows], float32; for `range="min_max"` the least and
-      the greatest entries, [2, rows].  Without blocks one, [1] or [2, 1].
+    scales: float32 [rows]; for `range="min_max"` the smallest and largest
+      entries, [2, rows].  Without blocks there is one, [1] or [2, 1].
   """
+
+  # Codes stay in rows: XLA's CPU compiler packs one long vector four times
+  # slower.
 
   codes: tuple[jax.Array, ...]
   scales: tuple[jax.Array, ...]
 
 
 class Blocked(_codec.Codec):
-  """Sends codes of the entries of each block, and what scales them."""
+  """Sends codes of the entries of each block, and a scale for each block."""
 
   block: int | None
   _row: ClassVar[int] = _ROW
 
   @abc.abstractmethod
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
-    """[rows] or [2, rows] for each piece; without blocks one for all."""
+    """Returns [rows] or [2, rows] for each piece, or one without blocks."""
 
   @abc.abstractmethod
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    """Packs float32 [rows, columns]; `start` entries come before."""
+    """Packs float32 [rows, columns]; `start` entries precede them."""
 
   @abc.abstractmethod
   def _decoded(
@@ -109,7 +110,7 @@ def check_block(block: Any, multiple: int = 1) -> None:
 def shapes(
   size: int, block: int | None, row: int = _ROW
 ) -> list[tuple[int, int]]:
-  """(rows, columns) of the full blocks and of the short last one.
+  """Returns (rows, columns) of the full blocks and of the short last one.
 
   Without blocks the array is laid out in rows that share a scale.
 
@@ -123,14 +124,14 @@ def shapes(
 
 
 def num_blocks(size: int, block: int | None) -> int:
-  """Counts the scales, that of the short block included."""
+  """Returns the number of scales, that of the short block included."""
   if block is None:
     return min(size, 1)
   return sum(rows for rows, _ in shapes(size, block))
 
 
 def cut(x: jax.Array, block: int | None, row: int = _ROW) -> list[jax.Array]:
-  """A float array of any shape as float32 pieces [rows, columns]."""
+  """Returns a float array of any shape as float32 pieces [rows, columns]."""
   x = x.astype(jnp.float32).reshape(-1)
   pieces, start = [], 0
   for rows, columns in shapes(x.size, block, row):
@@ -141,7 +142,7 @@ def cut(x: jax.Array, block: int | None, row: int = _ROW) -> list[jax.Array]:
 
 
 def join(pieces: list[jax.Array], like: _codec.Like) -> jax.Array:
-  """Float32 pieces [rows, columns] as an array of a shape and dtype."""
+  """Returns float32 pieces [rows, columns] as an array like another."""
   flat = [piece.reshape(-1) for piece in pieces]
   if not flat:
     return jnp.zeros(like.shape, like.dtype)
@@ -153,9 +154,9 @@ Rows = list[jax.Array]
 
 
 def low_high(pieces: Rows, whole: bool) -> Rows:
-  """The least and the greatest entry of each row, [2, rows] or [2, 1].
+  """Returns the smallest and largest entry of each row, [2, rows] or [2, 1].
 
-  At least one of the two is NaN where the row holds one.
+  At least one of the two is NaN if the row holds a NaN.
   """
 
   def most(of: Callable[[jax.Array], jax.Array]) -> Rows:
@@ -169,19 +170,17 @@ def low_high(pieces: Rows, whole: bool) -> Rows:
 
 
 def quotient(rows: jax.Array, scale: jax.Array) -> jax.Array:
-  """`rows / scale[:, None]` for scales of any size; 0 where a scale is 0.
-
-  In two products, since XLA turns a quotient by a scale for a row into a
-  product with its reciprocal, and that of float32's largest numbers is
-  denormal, which is zero on a CPU.  Powers of two lose nothing.
-  """
+  """Returns `rows / scale[:, None]` for scales of any size, and 0 / 0 = 0."""
+  # XLA turns a quotient by a row's scale into a product with its reciprocal,
+  # which is denormal, and zero on a CPU, for the largest numbers of float32.
+  # Two products avoid that, and powers of two are exact.
   power = _power(scale)
   inverse = 1 / _nonzero(scale * power)
   return (rows * power[:, None]) * inverse[:, None]
 
 
 def ratio(rows: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-  """`(rows - low) / (high - low)`, for ranges of any size; 0 for none."""
+  """Returns `(rows - low) / (high - low)`; 0 for an empty range."""
   power = _power(jnp.maximum(jnp.abs(low), jnp.abs(high)))
   low, high = low * power, high * power
   inverse = 1 / _nonzero(high - low)
@@ -189,7 +188,7 @@ def ratio(rows: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _power(scale: jax.Array) -> jax.Array:
-  """The power of two that brings scales nearer to 1."""
+  """Returns a power of two whose product with the scale is nearer to 1."""
   two = np.float32(2.0**64)
   return jnp.where(scale > two, 1 / two, jnp.where(scale < 1 / two, two, 1))
 
@@ -201,7 +200,7 @@ def _nonzero(scale: jax.Array) -> jax.Array:
 def with_scales(
   pieces: list[jax.Array], scales: Sequence[jax.Array]
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-  """Pieces beside their scales in float32, of which there may be but one."""
+  """Yields pieces with their scales in float32; one scale is for all pieces."""
   if len(scales) == 1:
     scales = [scales[0]] * len(pieces)
   for rows, scale in zip(pieces, scales, strict=True):
@@ -223,7 +222,8 @@ def _max_abs(rows: jax.Array) -> jax.Array:
 def _by_largest(
   rows: jax.Array, of: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-  """`of(rows / largest, largest)`; NaN where the largest is not finite."""
+  """Returns `of(rows / largest, largest)`; NaN where that is not finite."""
+  # Squares of the entries themselves would overflow, or vanish.
   largest = _max_abs(rows)
   found = of(quotient(rows, largest), largest)
   return jnp.where(finite(largest), found, jnp.nan)
@@ -245,8 +245,8 @@ def _mean_abs(rows: jax.Array) -> jax.Array:
   return _by_largest(rows, lambda s, m: jnp.minimum(jnp.abs(s).mean(-1), 1) * m)
 
 
-# What scales a row; and, where all rows count as one, what is made of the
-# pieces' numbers, each weighed by a power of the piece's share of the entries.
+# The scale of a row; and for one scale of all rows the function that joins the
+# pieces' numbers, with the power of a piece's share of entries as its weight.
 _SCALES: dict[str, tuple[Any, Any, float | None]] = {
   "max_abs": (_max_abs, _greatest, None),
   "norm": (_l2, _norm, None),
@@ -256,11 +256,10 @@ _SCALES: dict[str, tuple[Any, Any, float | None]] = {
 
 
 def scales(kind: str, pieces: Rows, whole: bool) -> Rows:
-  """The number of a kind for each row, NaN where the row holds one.
+  """Returns the scale of each row, NaN if the row holds a NaN.
 
-  Of pieces [rows, columns] these are [rows] for each; where `whole`, all rows
-  of all pieces count as one, and it is [1], once.  A norm is float32's largest
-  number at the most.
+  Pieces [rows, columns] have scales [rows]; with `whole`, all rows of all
+  pieces have a single one, [1].  A norm is at most float32's largest number.
   """
   of, join, power = _SCALES[kind]
   found = [of(rows) for rows in pieces]
@@ -275,7 +274,7 @@ def scales(kind: str, pieces: Rows, whole: bool) -> Rows:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-  """Floats as int32 of the same order."""
+  """Returns floats as int32 of the same order."""
   return _flipped(_int(x))
 
 
@@ -295,11 +294,9 @@ def _float(bits: jax.Array) -> jax.Array:
 def _max_rows(
   rows: jax.Array, of: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> jax.Array:
-  """Maxima of the int32 `of(rows)` of [rows, columns].
-
-  Eight contiguous lanes of 32 first: beyond it XLA's CPU compiler writes
-  temporaries.
-  """
+  """Returns the maxima of the int32 `of(rows)` of [rows, columns]."""
+  # Rows of 256 are reduced as eight contiguous lanes of 32; for longer ones
+  # XLA's CPU compiler writes temporaries.
   num_rows, columns = rows.shape
   if columns > 256 and columns % 256 == 0:
     parts = _max_rows(rows.reshape(-1, 256), of)
@@ -318,7 +315,7 @@ def _max_rows(
 
 
 def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
-  """Casts float32 to a dtype; what is finite stays finite."""
+  """Casts float32 to a dtype; finite numbers stay finite."""
   dtype = jnp.dtype(dtype)
   if dtype.itemsize >= 4:
     return x.astype(dtype)

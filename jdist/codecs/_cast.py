@@ -1,4 +1,4 @@
-"""Fewer bits for each entry: 16 in place of 32."""
+"""16 bits for each entry in place of 32."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -17,28 +17,29 @@ _DTYPES = ("bfloat16", "float16")
 class Cast(_random.Rounding):
   """Sends 16 bits for each entry.
 
-  The payload is the array in its own shape, as `dtype`.  It is `linear`: an
-  all-reduce of payloads is the sum of the arrays, **but its partial sums are
-  rounded to `dtype` too**, in an order that the hardware chooses, so that its
-  error grows with the number of workers, and a float16 sum may overflow where
-  no worker's array did.  What must be summed in float32 is gathered instead.
-  XLA's CPU compiler widens 16-bit sums and gathers to float32; what is only
-  gathered or permuted travels in 16 bits everywhere as
-  `jax.lax.bitcast_convert_type(payload, jnp.uint16)`, which loses nothing.
+  The payload is the array in its shape, as `dtype`.  It is `linear`: an
+  all-reduce of payloads is the sum of the arrays, **but partial sums are
+  rounded to `dtype` too**, in an order that the hardware chooses.  The error
+  grows with the number of workers, and a float16 sum may overflow although no
+  worker's array did.  Gather payloads that must be summed in float32.  XLA's
+  CPU compiler widens 16-bit sums and gathers to float32; payloads that are only
+  gathered or permuted stay 16 bits wide on every platform as
+  `jax.lax.bitcast_convert_type(payload, jnp.uint16)`, without loss.
 
-  Entries beyond float16's largest finite number, 65504, become that number
-  with their sign; infinities and NaN stay what they are.  For bfloat16 the
-  same holds beyond 3.39e38.  Entries below float16's smallest normal number,
-  6.1e-5, keep an absolute error of up to 3e-8 (and may become zero on
-  hardware that flushes denormal numbers).
+  Entries beyond float16's largest finite number, 65504, become that number with
+  their sign; infinities and NaN are kept.  For bfloat16 the same holds beyond
+  3.39e38.  Entries below float16's smallest normal number, 6.1e-5, have an
+  absolute error of up to 3e-8, and may become zero on hardware that flushes
+  denormal numbers.
 
   Args:
-    dtype: `"bfloat16"` (8 bits of exponent, relative error up to 2**-8 to
-      the nearest, 2**-7 when stochastic) or `"float16"` (5 bits, 2**-11).
-    rounding: `"nearest"`, ties to even, or `"stochastic"` for bfloat16: up
-      with the probability of the distance to the lower neighbour, so that the
-      expectation is x for every entry up to 3.39e38.  The default is nearest:
-      with error feedback it is the better one.
+    dtype: `"bfloat16"` (8 bits of exponent, relative error up to 2**-8 for
+      nearest and 2**-7 for stochastic rounding) or `"float16"` (5 bits,
+      2**-11).
+    rounding: `"nearest"`, ties to even, or `"stochastic"` for bfloat16, which
+      rounds up with the probability of the distance to the lower neighbour, so
+      that the expectation is x for entries up to 3.39e38.  The default is
+      nearest, which is better with error feedback.
 
   Raises:
     ValueError: for another dtype, and for float16 with stochastic rounding.
@@ -73,13 +74,13 @@ class Cast(_random.Rounding):
   def decode(
     self, payload: jax.Array, state: Any, like: _codec.Like
   ) -> jax.Array:
-    """Widens the payload, which may be a sum of payloads."""
+    """Widens a payload or a sum of payloads."""
     del state
     wide = payload.astype(jnp.float32).reshape(like.shape)
     return _blocks.narrow(wide, like.dtype)
 
   def num_bits(self, like: _codec.Like) -> int:
-    """16 for each entry."""
+    """Returns 16 bits for each entry."""
     return 16 * like.size
 
 
@@ -88,9 +89,10 @@ def _round_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   noise = _random.bits16(key, x.shape)
   magnitude = bits & np.uint32(0x7FFFFFFF)
-  # A carry may pass into the exponent, as it should, but not reach infinity.
+  # A carry into the exponent rounds to the next power of two, which is right;
+  # a carry to infinity is not.
   rounded = jnp.minimum(magnitude + noise, np.uint32(0x7F7FFFFF))
-  # A NaN whose payload is in the low bits only must not be cut to infinity.
+  # A NaN that has bits below the cut alone would become infinity.
   special = jnp.where(
     magnitude > np.uint32(0x7F800000), np.uint32(0x7FC00000), magnitude
   )

@@ -1,4 +1,4 @@
-"""The interface of codecs: an array, packed and unpacked."""
+"""The interface of codecs, and the identity codec."""
 
 import abc
 import dataclasses
@@ -15,24 +15,24 @@ Like: TypeAlias = jax.ShapeDtypeStruct | jax.Array
 class Codec(abc.ABC):
   """An array -> a packed payload -> an array.
 
-  Codecs are frozen dataclasses without arrays: they compare, hash and print
-  by their settings, and are static in a compiled program.  All their methods
-  are pure, for one array of one worker, and work under `jit`, `vmap` and
-  `shard_map`.  They compute in float32 whatever the array's dtype is.
+  Codecs are frozen dataclasses without arrays: they compare, hash and print by
+  their settings, and are static in a compiled program.  All methods are pure,
+  take one array of one worker, and work under `jit`, `vmap` and `shard_map`.
+  They compute in float32 for arrays of every dtype.
 
-  A payload is a tree of arrays of static shapes, packed for good: four-bit
-  codes two to a byte, signs eight, indices in the fewest bits.
+  A payload is a tree of packed arrays of static shapes: a byte holds two
+  four-bit codes or eight signs, and indices take the fewest bits.
 
   Attributes:
-    linear: whether the sum of the workers' payloads decodes to the sum of
-      their arrays, so that an all-reduce can carry them.
-    sparse: whether it sends a few of the array's entries, so that payloads
-      are gathered and not re-encoded by an owner.
-    contractive: whether what it leaves out of an array, x - decode(encode(x)),
-      is smaller than x, as error feedback needs.
-    key: whose random numbers it draws: `"none"`, `"worker"` (each worker its
-      own, as for stochastic rounding), or `"shared"` (all the same, so that
-      they choose the same entries).
+    linear: Whether the sum of the workers' payloads decodes to the sum of their
+      arrays, so that an all-reduce can carry them.
+    sparse: Whether it sends few of the array's entries, so that payloads are
+      gathered and not re-encoded by an owner.
+    contractive: Whether the error x - decode(encode(x)) is smaller than x, as
+      error feedback needs.
+    key: Which random key it needs: `"none"`, `"worker"` (each worker its own,
+      as for stochastic rounding), or `"shared"` (all workers the same one, so
+      that they choose the same entries).
   """
 
   linear: ClassVar[bool] = False
@@ -40,27 +40,27 @@ class Codec(abc.ABC):
 
   @property
   def contractive(self) -> bool:
-    """Returns whether what it leaves out is smaller than the array."""
+    """Returns whether the error is smaller than the array."""
     return True
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
-    """Whose random numbers it draws."""
+    """Returns which random key it needs."""
     return "none"
 
   def granule(self) -> int:
-    """A vector may be cut at multiples of this and its parts encoded alone.
+    """Returns the unit of lengths at which a vector may be cut into parts.
 
-    The parts' payloads then hold whole bytes and whole blocks.
+    Payloads of parts then hold whole bytes and whole blocks.
     """
     return 1
 
   def check(self, like: Like) -> None:
-    """Raises a ValueError, with the reason, for an array it does not suit."""
+    """Raises a ValueError for an array that it cannot encode."""
     check_float(like)
 
   def init(self, like: Like) -> PyTree:
-    """The first state: a tree of arrays, `()` where nothing is kept."""
+    """Returns the first state: a tree of arrays, or `()` without a state."""
     del like
     return ()
 
@@ -71,35 +71,33 @@ class Codec(abc.ABC):
     """Packs a float array of any shape; returns a payload and the new state.
 
     Args:
-      x: the array.
-      state: what `init` or the last `encode` returned.
-      key: a typed PRNG key, for a codec that draws random numbers.
+      x: The array.
+      state: The result of `init` or of the last `encode`.
+      key: A typed PRNG key, for a codec that draws random numbers.
     """
 
   @abc.abstractmethod
   def decode(self, payload: PyTree, state: PyTree, like: Like) -> jax.Array:
-    """Unpacks what `encode` made to an array of `like`'s shape and dtype."""
+    """Unpacks a payload to an array of `like`'s shape and dtype."""
 
   def add_to(
     self, total: jax.Array, payload: PyTree, state: PyTree
   ) -> jax.Array:
-    """Adds what a payload holds to a float32 array of the encoded shape."""
+    """Adds a decoded payload to a float32 array of the encoded shape."""
+    # Sparse codecs override this, as they need not decode to a dense array.
     like = jax.ShapeDtypeStruct(total.shape, jnp.float32)
     return total + self.decode(payload, state, like)
 
   @abc.abstractmethod
   def num_bits(self, like: Like) -> int:
-    """Counts the bits of a payload, scales and indices included."""
+    """Returns the bits of a payload, scales and indices included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Codec):
-  r"""Sends the array as it is.
+  r"""Sends the array unchanged, in its shape and dtype.
 
   .. math:: \mathrm{decode}(\mathrm{encode}(x)) = x
-
-  The payload is the array, in its own shape and dtype; the identity among
-  codecs.
 
   >>> Dense().num_bits(jax.ShapeDtypeStruct((3,), jnp.float32))
   96
@@ -122,7 +120,7 @@ class Dense(Codec):
 
 
 def check_float(like: Like) -> None:
-  """Raises a ValueError for an array that is not of floats."""
+  """Raises a ValueError for an array whose entries are no floats."""
   if not jnp.issubdtype(like.dtype, jnp.floating):
     raise ValueError(
       f"`like` must be of a float dtype to be encoded, got {like.dtype} of "

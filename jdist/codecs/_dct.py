@@ -3,8 +3,8 @@ r"""The discrete cosine transform of the blocks of an array.
 .. math:: y_k = s_k \sum_i x_i \cos\frac{\pi (2 i + 1) k}{2 n},
           \quad s_0 = \sqrt{1/n}, \; s_{k>0} = \sqrt{2/n}
 
-It is orthonormal (DCT-II): the inverse is the transpose, and the sum of the
-squares stays.
+The transform (DCT-II) is orthonormal: its inverse is the transpose, and it
+preserves the sum of squares.
 """
 
 import dataclasses
@@ -25,27 +25,27 @@ class DCTTopK(_codec.Codec):
 
   .. math:: \mathrm{decode}(\mathrm{encode}(x)) = D^T \mathrm{top}_k(D x)
 
-  with the orthonormal DCT-II D of each block: a tile whose sides are the
-  largest divisors, not above `chunk`, of the last dimension and of the product
-  of the others; of a vector, a stretch.  With `chunk` 64 a matrix of 256 x 192
-  has tiles of 64 x 64, and one of 100 x 10 has tiles of 50 x 10.
+  with the orthonormal DCT-II D of each block.  A block is a tile whose sides
+  are the largest divisors, at most `chunk`, of the last dimension and of the
+  product of the others; vectors have stretches.  With `chunk` 64 a matrix of
+  256 x 192 has tiles of 64 x 64, and one of 100 x 10 has tiles of 50 x 10.
 
-  A tile sends k coefficients however small it is: with k = 32, 0.8 % of 64 x 64
+  A tile sends k coefficients whatever its size: with k = 32, 0.8 % of 64 x 64
   entries and 6.4 % of 50 x 10.  A prime length above `chunk` has the side 1, so
-  that a vector of 127 goes whole.  For such lengths take `ratio`, or another
+  that a vector of 127 is sent whole.  For such lengths take `ratio`, or another
   codec with `PerLeaf`.
 
   Source: DeMo (arXiv 2411.19870), which sends k coefficients of the tiles of
-  momentum; the sides are those of its authors' code.  Departure: arrays of
-  more than two dimensions are matrices here.
+  momentum, with the sides of its authors' code.  Departure: arrays of more than
+  two dimensions are treated as matrices.
 
   A NaN or an infinity makes its whole block NaN.
 
   Args:
-    chunk: the longest side of a block, 64 by default.
-    k: coefficients of each block, or all if it has fewer; 32 by default.
-    ratio: the part of each block in place of `k`, in (0, 1].
-    values: as in `TopK`.
+    chunk: The longest side of a block.
+    k: Coefficients of each block, or all if it has fewer; 32 by default.
+    ratio: The fraction of each block in place of `k`, in (0, 1].
+    values: The codec of the coefficients, as in `TopK`.
 
   >>> codec = DCTTopK(chunk=4, k=1)
   >>> payload, state = codec.encode(jnp.ones(4))
@@ -77,7 +77,7 @@ class DCTTopK(_codec.Codec):
     return self.values.key
 
   def granule(self) -> int:
-    """Whole blocks of a vector."""
+    """Returns the length of whole blocks of a vector."""
     return self._top((self.chunk,)).granule()
 
   def check(self, like: _codec.Like) -> None:
@@ -106,22 +106,24 @@ class DCTTopK(_codec.Codec):
     return self._top(like.shape).num_bits(like)
 
   def _top(self, shape: tuple[int, ...]) -> _top_k.TopK:
-    """Returns the codec of the blocks' coefficients of such an array."""
+    """Returns the codec of the coefficients of an array of this shape."""
     block = math.prod(tile(shape, self.chunk))
+    # A block is a chunk of `TopK`: both cut the flat vector at the same places.
     k = None if self.k is None else min(self.k, block)
     return _top_k.TopK(self.ratio, k, chunk=block, values=self.values)
 
 
 def dct_matrix(size: int) -> np.ndarray:
-  """The transform as a matrix, float32 [frequency, place]."""
+  """Returns the transform as a matrix, float32 [frequency, place]."""
   place, frequency = np.arange(size), np.arange(size)[:, None]
+  # In float64 first: the sums of a transform and its inverse cancel.
   matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * size))
   matrix *= np.sqrt(np.where(frequency == 0, 1, 2) / size)
   return matrix.astype(np.float32)
 
 
 def tile(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
-  """The sides of a block: of rows, and of the last dimension.
+  """Returns the sides of a block along rows and the last dimension.
 
   >>> tile((128, 64), 64), tile((3, 3, 32, 65), 64), tile((70,), 64)
   ((64, 64), (48, 13), (1, 35))
@@ -131,7 +133,7 @@ def tile(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
 
 
 def dct(x: jax.Array, chunk: int) -> jax.Array:
-  """The coefficients of a float32 array, [size], block by block."""
+  """Returns the coefficients of a float32 array, [size], block by block."""
   if not x.size:
     return x.reshape(-1)
   (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)
@@ -142,7 +144,7 @@ def dct(x: jax.Array, chunk: int) -> jax.Array:
 def inverse_dct(
   coefficients: jax.Array, shape: tuple[int, ...], chunk: int
 ) -> jax.Array:
-  """The array of this shape that has these coefficients."""
+  """Returns the array of this shape that has these coefficients."""
   if not coefficients.size:
     return coefficients.reshape(shape)
   (rows, columns), (height, width) = _matrix(shape), tile(shape, chunk)
@@ -157,16 +159,18 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _side(length: int, longest: int) -> int:
-  """The largest divisor that is not above `longest`; 1 of no length."""
+  """Returns the largest divisor that is at most `longest`; 1 for length 0."""
   sides = range(min(length, longest), 0, -1)
   return next((side for side in sides if length % side == 0), 1)
 
 
 def _transformed(how: str, x: jax.Array, height: int, width: int) -> jax.Array:
-  """Transforms tiles both ways; where all is finite, so is the result."""
+  """Transforms tiles in both directions; finite tiles have finite results."""
+  # The sums of 64 x 64 entries near float32's largest number would overflow.
   largest = jnp.max(jnp.abs(x), initial=0)
   scale = jnp.where(largest > 1e30, np.float32(2.0**-24), np.float32(1))
   both = dct_matrix(height), dct_matrix(width)
+  # A GPU's default precision, TF32, would not invert the transform.
   y = jnp.einsum(how, x * scale, *both, precision=jax.lax.Precision.HIGHEST)
   limit = _blocks.LARGEST * scale
   y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)

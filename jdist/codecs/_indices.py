@@ -1,17 +1,17 @@
 """Ascending indices in the fewest bits.
 
-For K indices below n one of four forms is chosen, by their sizes alone:
+For K indices below n the smallest of four forms is chosen:
 
-- `all`: K = n, and nothing need be said.
+- `all`: K = n, and nothing is sent.
 - `bitmap`: a bit for each of the n entries.
-- `local`: each index within its chunk of c entries, in ceil(log2(c)) bits;
-  which chunk it is in follows from its place.
-- `split` (Elias-Fano): the l low bits of each index as they are, and the high
-  part, which only grows, as a row of bits: the j-th index, with the high part
-  h, sets bit h + j.  That is K * l, to whole bytes, and K + (n - 1 >> l)
-  bits; 8.6 for each of 1 % of the entries, where 65536 entries would need 16
-  locally.  Source: P. Elias, "Efficient storage and retrieval by content and
-  address of static files", J. ACM 21(2), 1974.
+- `local`: each index within its chunk of c entries, in ceil(log2(c)) bits; its
+  chunk follows from its place.
+- `split` (Elias-Fano): the l low bits of each index, and the high parts, which
+  ascend, as a row of bits: the j-th index with the high part h sets bit h + j.
+  These are K * l bits, to whole bytes, and K + (n - 1 >> l) bits; for 1 % of
+  65536 entries 8.6 bits an index, where `local` needs 16.  Source: P. Elias,
+  "Efficient storage and retrieval by content and address of static files",
+  J. ACM 21(2), 1974.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ class Indexing:
   """The packed form of `num` ascending indices below `size`.
 
   Attributes:
-    size: n, the number of entries.
-    num: K, the number of indices.
-    chunk: entries of a chunk; the first `per_chunk` indices are in the first
-      chunk, and so on; those of a shorter last chunk come last.
-    per_chunk: indices in each chunk.
-    distinct: whether no index occurs twice.
+    size: The number n of entries.
+    num: The number K of indices.
+    chunk: Entries of a chunk; the first `per_chunk` indices are in the first
+      chunk, and so on; a shorter last chunk may have fewer.
+    per_chunk: Indices in each chunk.
+    distinct: Whether no index occurs twice.
 
   >>> Indexing(65536, 656, 65536, 656).form
   'split'
@@ -52,28 +52,29 @@ class Indexing:
 
   @property
   def width(self) -> int:
-    """Bits of an index within its chunk."""
+    """The bits of an index within its chunk."""
     return (min(self.chunk, self.size) - 1).bit_length() if self.size else 0
 
   @property
   def low(self) -> int:
-    """Bits of the low part, when split."""
+    """The bits of the low part of the form `split`."""
     options = range(max(1, self.size.bit_length()))
     return min(options, key=self._split_bits)
 
   @property
   def form(self) -> Form:
-    """The form of the fewest bits, the plainer one of two equals."""
+    """The form of the fewest bits, the simpler one of two equals."""
     sizes = self._sizes()
     return min(sizes, key=sizes.__getitem__)
 
   @property
   def num_bits(self) -> int:
-    """The size of what they fill."""
+    """The number of bits of all indices."""
     return min(self._sizes().values())
 
   def _sizes(self) -> dict[Form, int]:
-    """The bits of each form that will do, plainer ones first."""
+    """Returns the bits of each possible form, simpler ones first."""
+    # Slots that are not in use repeat an index, which a bitmap cannot express.
     if self.distinct and self.num == self.size:
       return {"all": 0}
     bitmap: dict[Form, int] = {"bitmap": self.size} if self.distinct else {}
@@ -96,12 +97,13 @@ class Indexing:
     if self.low:
       parts["low"] = _bits.pack(indices.astype(jnp.uint32), self.low)
     places = jnp.arange(self.num, dtype=jnp.int32)
+    # Adding the place makes the positions distinct, also of equal high parts.
     high = jax.lax.shift_right_logical(indices, jnp.int32(self.low)) + places
     parts["high"] = self._pack_bits(high, self._num_high(self.low))
     return parts
 
   def unpack(self, parts: dict[str, jax.Array]) -> jax.Array:
-    """The indices, int32 [num]."""
+    """Unpacks the indices, int32 [num]."""
     match self.form:
       case "all":
         return jnp.arange(self.num, dtype=jnp.int32)
@@ -124,16 +126,17 @@ class Indexing:
     return self.num + (max(0, self.size - 1) >> low)
 
   def _split_bits(self, low: int) -> int:
-    # The low parts are filled up to a whole byte before the row of bits.
+    # Low parts and high parts are separate buffers of whole bytes.
     return 8 * _bits.num_bytes(self.num, low) + self._num_high(low)
 
   def _starts(self) -> jax.Array:
-    """The first index of each index's chunk."""
+    """Returns the first index of each index's chunk."""
     places = jnp.arange(self.num, dtype=jnp.int32)
     return places // np.int32(max(1, self.per_chunk)) * np.int32(self.chunk)
 
   def _pack_bits(self, positions: jax.Array, size: int) -> jax.Array:
     bits = jnp.zeros(size, jnp.uint8)
+    # The promises spare XLA checks of bounds, and atomics on GPUs.
     bits = bits.at[positions].set(
       1, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True
     )

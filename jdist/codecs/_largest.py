@@ -1,20 +1,20 @@
-"""The largest entries of an array, found without sorting all.
+"""The largest entries of an array, found without sorting all of it.
 
-A magnitude is compared as an integer: the bits of |x|, which are ordered as
-the numbers are, distinguish denormals and put NaN above infinity, so that what
-has gone wrong is sent first and seen.
+Magnitudes are compared as integers: the bits of |x| have the order of the
+numbers, distinguish denormals and put NaN above infinity, so that NaN is sent
+first and noticed.
 
 The largest k of a long row are found in four steps, of which only the second
 and third read the whole row:
 
-1. guess: the threshold that as many entries of a sample exceed;
-2. check: count the entries above it; raise or lower it until the count is
-   right (mostly it is);
+1. guess a threshold from a sample of the row;
+2. count the entries above it, and raise or lower it until the count is right
+   (mostly it is at once);
 3. gather the candidates: 32 comparisons make a word, and a running sum of the
-   words' set bits says where each candidate belongs;
-4. refine: the exact k-th among the few candidates.
+   words' set bits gives the place of each candidate;
+4. find the exact k-th largest among the few candidates.
 
-On a CPU that is two to four times as fast as `jax.lax.top_k` (4 million
+On a CPU this is two to four times as fast as `jax.lax.top_k` (4 million
 entries, 1 % and 0.1 % of them).
 """
 
@@ -25,23 +25,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# One above the bits of infinity: what every NaN is compared as.
+# The key of every NaN, one above the bits of infinity.
 NAN_KEY = 0x7F800001
-# Shorter rows are left to `jax.lax.top_k`: nothing is won by guessing.
+# For shorter rows `jax.lax.top_k` is as fast.
 _SHORT = 1 << 14
-# A sample that holds so many of the entries looked for errs by a sixth.
+# A sample with this many of the wanted entries errs by about a sixth.
 _SAMPLED_HITS = 32
-# The first step of a threshold that was wrong: a sixteenth of a binade.
+# The first step from a wrong threshold: a sixteenth of a binade.
 _FIRST_STEP = 1 << 19
 
 
 class Selection(NamedTuple):
-  """The entries chosen of each row.
+  """The chosen entries of each row.
 
   Attributes:
-    indices: int32 [rows, k], ascending in each row, never twice the same
-      below `num_used`; the slots above it hold the row's last index.
-    num_used: int32 [rows], how many slots are in use.
+    indices: int32 [rows, k], ascending and distinct in the first `num_used`
+      slots; the others hold the row's last index.
+    num_used: int32 [rows], the number of used slots.
   """
 
   indices: jax.Array
@@ -49,7 +49,7 @@ class Selection(NamedTuple):
 
 
 def magnitude_keys(x: jax.Array) -> jax.Array:
-  """Integers, int32 >= 0, in the order of the magnitudes; NaN is the largest.
+  """Returns int32 >= 0 in the order of the magnitudes; NaN is the largest.
 
   >>> magnitude_keys(jnp.array([0.0, -1.0, jnp.nan])).tolist()
   [0, 1065353216, 2139095041]
@@ -61,11 +61,13 @@ def magnitude_keys(x: jax.Array) -> jax.Array:
 def largest(
   x: jax.Array, k: int, *, at_least: int | None = None, sample: float = 0.01
 ) -> Selection:
-  """The k entries of largest magnitude in each row, ties to the lower index.
+  """Returns the k largest magnitudes of each row, ties to the lower index.
 
-  Of floats [rows, length].  For speed `at_least` so many above a threshold are
-  enough, k by default; it is guessed from a `sample` of at least so large a
-  part of a row.
+  Args:
+    x: Floats [rows, length].
+    k: The number of entries.
+    at_least: A smaller number that suffices, for speed; k by default.
+    sample: The smallest fraction of a row from which a threshold is guessed.
   """
   rows, length = x.shape
   if k in (0, length):
@@ -75,7 +77,7 @@ def largest(
     _, indices = jax.lax.top_k(jnp.abs(x.astype(jnp.float32)), k)
     return Selection(jnp.sort(indices, 1), jnp.full(rows, k, jnp.int32))
   if at_least is None:
-    # Room for the guess to err, more of it where few are looked for.
+    # The relative error of a guess is larger where few entries are wanted.
     at_least, at_most = k, min(length, math.ceil(1.6 * k) + _SAMPLED_HITS)
   else:
     at_most = min(length, max(k, math.floor(1.3 * k)))
@@ -85,7 +87,7 @@ def largest(
 
 
 def first_set(words: jax.Array, capacity: int) -> Selection:
-  """The first `capacity` set bits of each row, uint32 [rows, words]."""
+  """Returns the first `capacity` set bits of each row, uint32 [rows, words]."""
   rows, num_words = words.shape
   if capacity == 0 or num_words == 0:
     indices = jnp.zeros((rows, capacity), jnp.int32)
@@ -93,8 +95,8 @@ def first_set(words: jax.Array, capacity: int) -> Selection:
   ones = _num_ones(words)
   ends = jnp.cumsum(ones, 1)
   starts = ends - ones
-  # Every word that has a bit says so in the slot of its first one; the slots
-  # of its others take the last word that spoke.
+  # Each word with set bits writes its number into the slot of its first bit; a
+  # running maximum copies it to the slots of its other bits.
   offsets = jnp.arange(rows, dtype=jnp.int32)[:, None] * capacity
   spoken = (ones > 0) & (starts < capacity)
   slots = jnp.where(spoken, starts + offsets, rows * capacity)
@@ -115,10 +117,13 @@ def first_set(words: jax.Array, capacity: int) -> Selection:
 
 
 def kth_largest(keys: jax.Array, k: jax.Array | int) -> jax.Array:
-  """The k-th largest key of each row, bit by bit; 0 where there are fewer.
+  """Returns the k-th largest key of each row; 0 if there are fewer.
 
-  Of int32 [rows, length], where negative ones do not count; k may be [rows].
+  Keys are int32 [rows, length], of which negative ones do not count; k may be
+  [rows].
   """
+  # The result is built bit by bit: a bit is set if k keys reach the number with
+  # it.  That takes 31 passes over few keys, and no sort.
   rest = -keys.shape[1] % 32
   keys = jnp.pad(keys, ((0, 0), (0, rest)), constant_values=-1)
   lanes = keys.reshape(keys.shape[0], 32, -1)
@@ -126,17 +131,18 @@ def kth_largest(keys: jax.Array, k: jax.Array | int) -> jax.Array:
   def add_bit(i: jax.Array, key: jax.Array) -> jax.Array:
     higher = key | jax.lax.shift_left(jnp.int32(1), jnp.int32(30) - i)
     reached = (lanes >= higher[:, None, None]).astype(jnp.int32)
-    # Long pieces side by side first: a CPU's vectors do not add neighbours.
+    # Long lanes are added first: a CPU's vectors do not add neighbours.
     count = jnp.sum(jnp.sum(reached, axis=1), axis=1)
     return jnp.where(count >= k, higher, key)
 
-  # Made of the keys, so that it varies over a mesh's axis as they do.
+  # Derived from the keys, so that under `shard_map` its type varies over the
+  # same axes, as a loop's carry must.
   start = keys[:, 0] & 0
   return jax.lax.fori_loop(jnp.int32(0), jnp.int32(31), add_bit, start)
 
 
 def pack_words(mask: jax.Array) -> jax.Array:
-  """32 neighbours to a uint32, the first in the lowest bit."""
+  """Packs 32 neighbours to a uint32, the first one in the lowest bit."""
   rows, length = mask.shape
   if length % 32:
     mask = jnp.pad(mask, ((0, 0), (0, -length % 32)))
@@ -146,21 +152,22 @@ def pack_words(mask: jax.Array) -> jax.Array:
 
 
 def _guess(x: jax.Array, target: float, sample: float) -> jax.Array:
-  """The threshold that about `target` entries of each row reach."""
+  """Returns a threshold that about `target` entries of each row reach."""
   length = x.shape[1]
   size = max(sample * length, _SAMPLED_HITS * length / target)
   size = min(math.ceil(size), max(1, length // 8))
-  # Odd, so that it does not step along the columns of a matrix.
+  # An odd stride does not stay within a column of a flattened matrix, whose
+  # width is mostly even.
   sampled = x[:, :: (length // size) | 1]
   rank = max(1, round(target * sampled.shape[1] / length))
   return kth_largest(magnitude_keys(sampled), rank)
 
 
 class _Search(NamedTuple):
-  """A threshold for each row, how many entries reach it, and which (`words`).
+  """A threshold `key` for each row, and the number and words of its entries.
 
-  Too many reach `low`, -1 for none known, and too few `high`; `step` is how far
-  to go next.
+  Too many entries reach `low` (-1 while unknown), and too few reach `high`;
+  `step` is the next change of the threshold.
   """
 
   key: jax.Array
@@ -176,8 +183,8 @@ def _settle(
 ) -> jax.Array:
   """Moves the thresholds until the counts are right.
 
-  Returns the entries above them as bits, uint32 [rows, words].  Where too many
-  entries equal one threshold, the first of these are taken.
+  Returns the entries above them as bits, uint32 [rows, words].  If too many
+  entries equal a threshold, the first of them are taken.
   """
 
   def wrong(search: _Search) -> jax.Array:
@@ -188,7 +195,7 @@ def _settle(
 
   def probe(key: jax.Array, low: jax.Array, high: jax.Array) -> _Search:
     words = pack_words(magnitude_keys(x) >= key[:, None])
-    # Or the compiler packs twice, for the count and for the words.
+    # Without the barrier XLA packs twice, for the count and for the words.
     words = jax.lax.optimization_barrier(words)
     reached = jnp.sum(_num_ones(words), axis=1)
     low = jnp.where(reached > at_most, key, low)
@@ -197,14 +204,15 @@ def _settle(
 
   def move(search: _Search) -> _Search:
     key, low, high = search.key, search.low, search.high
-    # Growing steps until the right one lies between two keys, then halving.
+    # Steps double until the threshold lies between two keys; then the interval
+    # is halved.
     room = jnp.where(search.reached > at_most, high - key, key - low)
     step = jnp.where(search.reached > at_most, search.step, -search.step)
     bounded = (low >= 0) & (high <= NAN_KEY)
     halve = bounded | (search.step >= room)
     key = jnp.where(halve, low + (high - low) // 2, key + step)
     moved = probe(key, low, high)._replace(step=search.step * 2)
-    # Rows that are settled stay as they are.
+    # The loop runs until the last row is settled; the others must not move.
     moving = unsettled(search)
     return jax.tree.map(
       lambda new, old: jnp.where(
@@ -214,7 +222,7 @@ def _settle(
       search,
     )
 
-  # Made of the guess, so that they vary over a mesh's axis as it does.
+  # Derived from the guess for the same reason as in `kth_largest`.
   step = (guess & 0) + _FIRST_STEP
   start = probe(guess, step * 0 - 1, step * 0 + NAN_KEY + 1)
   end = jax.lax.while_loop(
@@ -232,17 +240,19 @@ def _settle(
     kept = over | _keep_lowest(ties, jnp.clip(room, 0, 32))
     return jnp.where(tied[:, None], kept, words)
 
+  # Ties beyond the capacity are rare, and trimming reads the row again.
   return jax.lax.cond(jnp.any(tied), trim, lambda words: words, end.words)
 
 
 def _refine(x: jax.Array, candidates: Selection, k: int) -> Selection:
-  """The k largest of candidates, still in the order of their indices."""
+  """Returns the k largest of candidates, in the order of their indices."""
   indices, count = candidates
   rows, capacity = indices.shape
   last = x.shape[1] - 1
   indices = jnp.minimum(indices, last)
   used = jnp.arange(capacity, dtype=jnp.int32) < count[:, None]
   keys = jnp.where(used, magnitude_keys(_take(x, indices)), -1)
+  # Unused slots have key -1, which no threshold reaches.
   threshold = kth_largest(keys, k)[:, None]
   ties = keys == threshold
   room = k - jnp.sum(keys > threshold, axis=1, keepdims=True)
@@ -256,7 +266,7 @@ def _refine(x: jax.Array, candidates: Selection, k: int) -> Selection:
 
 
 def _take(values: jax.Array, indices: jax.Array) -> jax.Array:
-  """Entries of each row, at indices that are known to be inside."""
+  """Returns entries of each row at indices that are known to be in bounds."""
   return jnp.take_along_axis(values, indices, 1, mode="promise_in_bounds")
 
 
@@ -267,6 +277,7 @@ def _num_ones(words: jax.Array) -> jax.Array:
 def _position(words: jax.Array, rank: jax.Array) -> jax.Array:
   """Finds the bit that has `rank` set bits below it, int32."""
   position = jnp.zeros_like(rank)
+  # A binary search by population counts of halves, without branches.
   for width in (16, 8, 4, 2, 1):
     lower = words & np.uint32((1 << width) - 1)
     ones = _num_ones(lower)

@@ -10,8 +10,8 @@ import numpy as np
 from jdist import checks
 from jdist.codecs import _bits, _blocks, _codec, _random
 
-# Adding it leaves a float32 of magnitude below 2**22 rounded to the nearest
-# integer in its low bits: one addition in place of a slow conversion.
+# A float32 of magnitude below 2**22 plus this number holds the nearest integer
+# in its low bits: one addition takes the place of a slow conversion.
 _MAGIC = np.float32(1.5 * 2**23)
 _MAGIC_BITS = np.int32(0x4B400000)
 
@@ -33,36 +33,35 @@ class Quantize(_blocks.Blocked, _random.Rounding):
   ==========  =======================================  =====================
 
   with :math:`L = 2^{b-1} - 1` and :math:`M = 2^b - 1`.  So q is in -L..L (b=8:
-  -127..127, b=4: -7..7, b=2: -1..1), sent as q + L; the last code is unused.
-  With one bit and max_abs q is the sign, -1 or 1, of zero 1: s sign(x), or
-  with stochastic rounding s with probability (1 + x/s) / 2.  For min_max q is
-  in 0..M and sent as it is.
+  -127..127, b=4: -7..7, b=2: -1..1) and sent as q + L; the last code is unused.
+  With one bit and max_abs, q is the sign, -1 or 1, and 1 for zero: s sign(x),
+  or with stochastic rounding s with probability (1 + x/s) / 2.  For min_max q
+  is in 0..M.
 
-  To the nearest, an entry is wrong by half a step at most (s / 2L, or
-  (h - l) / 2M; with one bit and max_abs by s), and with stochastic rounding by
-  less than one step.
-  Blocks of zeros decode to zeros and, with max_abs and min_max, the largest
-  entries to themselves in float32.  Nothing finite overflows; blocks whose
-  largest magnitude is denormal, below 1.2e-38, may become zeros.  A block with
-  an infinity or a NaN decodes to infinities and NaN everywhere.
+  Rounding to the nearest has an error of at most half a step (s / 2L, or
+  (h - l) / 2M; s with one bit and max_abs), and stochastic rounding of less
+  than one step.  Blocks of zeros decode to zeros, and with max_abs and min_max
+  the largest entries are exact in float32.  Finite entries do not overflow;
+  blocks whose largest magnitude is denormal, below 1.2e-38, may become zeros.
+  A block with an infinity or a NaN decodes to infinities and NaN everywhere.
 
-  The payload holds `bits` for each entry and one scale for each block (two
-  for min_max): for float32, int8 in blocks of 256 is 3.94 times smaller and
-  int4 7.76 times.
+  The payload holds `bits` for each entry and one scale for each block (two for
+  min_max): float32 arrays become 3.94 times smaller with int8 in blocks of 256,
+  and 7.76 times with int4.
 
   Args:
-    bits: 1 to 16 for each entry, sign included; for norm 2 to 16.
-    block: entries that share a scale, such that a block fills whole bytes
-      (for 8 bits any, for 4 a multiple of 2, for 3 of 8).  None: one scale
-      for the array.
-    range: `"max_abs"`, symmetric, zero stays zero, for gradients;
-      `"min_max"`, affine, for what is not around zero; `"norm"`, for QSGD.
+    bits: Bits of an entry, sign included: 1 to 16, for norm 2 to 16.
+    block: The number of entries that share a scale, such that a block fills
+      whole bytes (any for 8 bits, a multiple of 2 for 4 bits, of 8 for 3 bits).
+      None means one scale for the array.
+    range: `"max_abs"`, symmetric, which keeps zeros, for gradients;
+      `"min_max"`, affine, for entries that are not centered; `"norm"` for QSGD.
     rounding: `"nearest"`, ties to even, or `"stochastic"`, up with the
-      probability of the distance to the lower level: unbiased to 2**-17 steps
-      (2**-10 with 16 bits), and noisier.
+      probability of the distance to the lower level, which is noisier and
+      unbiased to 2**-17 steps (2**-10 with 16 bits).
 
   Raises:
-    ValueError: for settings out of range, when it is built.
+    ValueError: when a setting is out of range.
 
   >>> codec = Quantize(bits=4, block=2)
   >>> payload, state = codec.encode(jnp.array([7.0, -3.0, 0.0]))
@@ -74,11 +73,10 @@ class Quantize(_blocks.Blocked, _random.Rounding):
   [7.0, -3.0, 0.0]
 
   References: D. Alistarh et al., QSGD, NeurIPS 2017 (arXiv:1610.02132),
-  section 3.1, for norm with stochastic rounding: its s levels are our L and
-  its buckets our blocks.  Departures: levels are sent in fixed width, not in
-  Elias's code; s is a power of two less one.  For max_abs its section 4 has
-  "scaling by the maximum" as a variant.  Block-wise scales as in T. Dettmers,
-  arXiv:1511.04561 and later.
+  section 3.1, for norm with stochastic rounding: its s levels are L here, and
+  its buckets are blocks.  Departures: levels have a fixed width in place of
+  Elias's code; s is a power of two minus one.  Section 4 has max_abs as
+  "scaling by the maximum".  Block-wise scales: T. Dettmers, arXiv:1511.04561.
   """
 
   bits: int = 8
@@ -100,17 +98,17 @@ class Quantize(_blocks.Blocked, _random.Rounding):
 
   @property
   def num_levels(self) -> int:
-    """L or M of the equations."""
+    """The number L or M of the equations."""
     if self.range == "min_max":
       return (1 << self.bits) - 1
     return max((1 << (self.bits - 1)) - 1, 1)
 
   def granule(self) -> int:
-    """The block; without one, as many entries as fill whole bytes."""
+    """Returns the block; without one, the codes that fill whole bytes."""
     return _bits.group(self.bits) if self.block is None else self.block
 
   def num_bits(self, like: _codec.Like) -> int:
-    """`bits` for each entry, 32 for each scale, 64 for a block's range."""
+    """Returns `bits` for each entry, and 32 or 64 for each block."""
     scale_bits = 64 if self.range == "min_max" else 32
     blocks = _blocks.num_blocks(like.size, self.block)
     return like.size * self.bits + blocks * scale_bits
@@ -127,7 +125,8 @@ class Quantize(_blocks.Blocked, _random.Rounding):
     if self.rounding == "stochastic":
       noise = _random.offsets(_random.require(key, self), rows.shape, start)
     codes = self._codes(rows, scale, noise)
-    if self.bits in (8, 16):  # Whole bytes.
+    # Codes of whole bytes need no packing.
+    if self.bits in (8, 16):
       return codes.astype(f"uint{self.bits}")
     return _bits.pack(codes, self.bits)
 
@@ -137,9 +136,9 @@ class Quantize(_blocks.Blocked, _random.Rounding):
     if self.bits not in (8, 16):
       packed = _bits.unpack(packed, self.bits, columns)
     levels = self.num_levels
-    # The last level times it is 1 exactly, for all our numbers of levels.
+    # For all possible numbers of levels, the last level times the step is 1.
     step = np.float32(1) / np.float32(levels)
-    # By int32: unsigned numbers become floats more slowly.
+    # CPUs convert signed integers to floats faster than unsigned ones.
     q = packed.astype(jnp.int32).astype(jnp.float32)
     if self.range == "min_max":
       low, high = scale[0][:, None], scale[1][:, None]
@@ -147,14 +146,14 @@ class Quantize(_blocks.Blocked, _random.Rounding):
       return jnp.clip(low * (1 - t) + high * t, low, high)
     if self.bits == 1:
       return (2 * q - 1) * scale[:, None]
-    # Cut, which changes nothing, so that no compiler multiplies scale and step
-    # first: their product may be denormal, and the last level not the scale.
+    # The clip changes no value.  It keeps compilers from multiplying scale and
+    # step first, whose product may be denormal, or not exact at the last level.
     return jnp.clip((q - levels) * step, -1, 1) * scale[:, None]
 
   def _codes(
     self, rows: jax.Array, scale: jax.Array, noise: jax.Array | None
   ) -> jax.Array:
-    """Integers in 0..2**bits - 1, int32 [rows, columns]."""
+    """Returns codes in 0..2**bits - 1, int32 [rows, columns]."""
     levels = self.num_levels
     if self.range == "min_max":
       t = _blocks.ratio(rows, scale[0], scale[1])
@@ -164,6 +163,7 @@ class Quantize(_blocks.Blocked, _random.Rounding):
       return (
         round_to_int(v * np.float32(levels), noise, -levels, levels) + levels
       )
+    # One bit: a level for each sign, without a level for zero.
     if noise is None:
       return (rows >= 0).astype(jnp.int32)
     return round_to_int((v + 1) * np.float32(0.5), noise, 0, 1)
@@ -172,7 +172,7 @@ class Quantize(_blocks.Blocked, _random.Rounding):
 def round_to_int(
   v: jax.Array, noise: jax.Array | None, low: int, high: int
 ) -> jax.Array:
-  """Integers in low..high; NaN gives any of them."""
+  """Returns integers in low..high; NaN becomes any of them."""
   if noise is not None:
     v = v + noise
   bits = jax.lax.bitcast_convert_type(v + _MAGIC, jnp.int32)

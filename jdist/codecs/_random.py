@@ -1,11 +1,11 @@
-"""Random bits for rounding, at the price of a few instructions an entry.
+"""Random bits for rounding, for a few instructions an entry.
 
-JAX's own generator is made to be strong: its bits for a 16 MiB tensor take
-some thirty copies of that tensor on a CPU, most of a compressed step.  Here
-the key gives two words, and a mixing function of the entry's index and of
-those words gives the rest, fused into the loop that rounds.  Over the keys
-each entry's bits are exactly uniform, which is what makes rounding unbiased;
-that entries are independent is as good as the mixing function.
+JAX's own generator is strong and slow: bits for a 16 MiB tensor take the time
+of about thirty copies of it on a CPU, most of a compressed step.  Here the key
+gives two words, and a mixing function of these and the entry's index gives the
+bits, fused into the loop that rounds.  Over the keys the bits of an entry are
+exactly uniform, so that rounding is unbiased; the independence of entries is as
+good as the mixing function.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ from jdist.codecs import _codec
 
 
 class Rounding(_codec.Codec):
-  """A codec that rounds to the nearest, or up or down at random."""
+  """A codec that rounds to the nearest level, or stochastically."""
 
   rounding: Literal["nearest", "stochastic"]
 
@@ -28,12 +28,12 @@ class Rounding(_codec.Codec):
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
-    """`"worker"` for stochastic rounding."""
+    """Returns `"worker"` for stochastic rounding."""
     return "worker" if self.rounding == "stochastic" else "none"
 
 
 def require(key: jax.Array | None, codec: _codec.Codec) -> jax.Array:
-  """The key, or a ValueError that says how to make one."""
+  """Returns the key; raises a ValueError without one."""
   if key is None:
     own = "Give each worker its own: `jax.random.fold_in(key, worker_index)`."
     same = "Give all workers the same one."
@@ -47,19 +47,21 @@ def require(key: jax.Array | None, codec: _codec.Codec) -> jax.Array:
 def bits16(
   key: jax.Array, shape: tuple[int, ...], offset: int = 0
 ) -> jax.Array:
-  """Uniform integers in 0..65535, uint32; `offset` is the first one's index.
+  """Returns uniform integers in 0..65535, uint32.
 
-  The mixing function is "lowbias32" with the constants of its second search
-  (C. Wellons, hash-prospector).  It and the exclusive or with a random word
-  are one-to-one, hence the exact uniformity.
+  `offset` is the index of the first one.  The mixing function is "lowbias32"
+  with the constants of its second search (C. Wellons, hash-prospector).
   """
   seeds = jax.random.bits(key, (2,), jnp.uint32)
   index = jnp.full(shape, offset, jnp.uint32)
+  # The index in the flat array, without a reshape that would break fusion.
   stride = 1
   for axis in reversed(range(len(shape))):
     steps = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     index = index + steps * np.uint32(stride)
     stride *= shape[axis]
+  # Each step is one-to-one on words, and so is the exclusive or with a random
+  # word, which makes the result exactly uniform over the keys.
   word = index * np.uint32(0x9E3779B9) + seeds[0]
   word = (word ^ (word >> np.uint32(16))) * np.uint32(0x21F0AAAD)
   word = (word ^ (word >> np.uint32(15))) * np.uint32(0x735A2D97)
@@ -70,6 +72,6 @@ def bits16(
 def offsets(
   key: jax.Array, shape: tuple[int, ...], offset: int = 0
 ) -> jax.Array:
-  """Uniform float32 in (-1/2, 1/2), symmetric, in steps of 2**-16."""
+  """Returns uniform float32 in (-1/2, 1/2), symmetric, in steps of 2**-16."""
   bits = bits16(key, shape, offset).astype(jnp.int32).astype(jnp.float32)
   return (bits - np.float32(32767.5)) * np.float32(2.0**-16)

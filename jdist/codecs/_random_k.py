@@ -1,4 +1,4 @@
-"""Random ones of the entries, which need no indices."""
+"""Random-k: randomly chosen entries, which need no indices."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -12,9 +12,11 @@ from jdist.codecs import _blocks, _codec, _random, _sparse
 
 
 class RandomKState(NamedTuple):
-  """The state of `RandomK` with a shared key, and that of the values' codec.
+  """The state of `RandomK` with a shared key.
 
-  The seed, uint32 [2], says which entries the last payload holds.
+  Attributes:
+    seed: The seed of the last payload's entries, uint32 [2].
+    values: The state of the values' codec.
   """
 
   seed: jax.Array
@@ -22,10 +24,12 @@ class RandomKState(NamedTuple):
 
 
 class RandomEntries(NamedTuple):
-  """The payload of `RandomK`: that of the values' codec, and a seed.
+  """The payload of `RandomK`.
 
-  From the seed, uint32 [2], the receiver finds the entries; `()` if all workers
-  share the key.
+  Attributes:
+    values: The payload of the values' codec.
+    seed: The seed from which the receiver finds the entries, uint32 [2]; `()`
+      if all workers share the key.
   """
 
   values: Any
@@ -34,36 +38,36 @@ class RandomEntries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(_codec.Codec):
-  r"""Sends random entries, the same number of everyone's.
+  r"""Sends randomly chosen entries.
 
-  The array is cut into k nearly equal strata, of :math:`\lceil n/k \rceil` or
-  :math:`\lfloor n/k \rfloor` neighbours, and of each one entry is drawn.  With
+  The array is cut into k nearly equal strata of :math:`\lceil n/k \rceil` or
+  :math:`\lfloor n/k \rfloor` neighbours, and one entry of each is drawn.  With
   s the length of its stratum
 
   .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
             s x_i \text{ if } i \text{ was drawn, else } 0
 
-  which is x in expectation, exactly, also where k does not divide n; without
-  `scaled` the entries are sent as they are.  **A feedback that keeps the rest
-  needs that**: of an entry that was sent s times it would keep -(s - 1) times
-  as much, and diverge; it is refused.  No entry is drawn twice.  Choosing costs
-  k random numbers, whatever n is.
+  whose expectation is exactly x, also if k does not divide n.  With
+  `scaled=False` entries are sent unchanged, **as feedback needs it**: feedback
+  would keep -(s - 1) times a scaled entry and diverge, so that the combination
+  is refused.  No entry is drawn twice.  A choice costs k random numbers for
+  every n.
 
-  With a shared key all workers draw the same entries, by the seed in their
-  states, and payloads of values only may be summed: it is `linear`.  With
+  With a shared key all workers draw the same entries by the seed in their
+  states, and payloads of values may be summed: the codec is `linear`.  With
   workers' own keys a payload holds 64 bits of seed in place of indices.
 
-  Source: random-k of arXiv 1809.07599, there with independent draws of k of n;
-  strata have the same expectation and no more variance on smooth arrays.
+  Source: random-k of arXiv 1809.07599, which draws k of n independently; strata
+  have the same expectation and no more variance on smooth arrays.
 
   Args:
-    ratio: the part of the entries that is sent, in (0, 1]; 0.01 by default.
-    k: how many entries instead.
-    shared: whether all workers draw the same entries.
-    scaled: whether entries are multiplied by the length of their stratum,
-      which makes them unbiased; False with `ErrorFeedback`, `EF21` and
+    ratio: The fraction of the entries that is sent, in (0, 1]; 0.01 by default.
+    k: The number of entries, in place of `ratio`.
+    shared: Whether all workers draw the same entries.
+    scaled: Whether entries are multiplied by the length of their stratum, which
+      makes them unbiased; use False with `ErrorFeedback`, `EF21` and
       `MomentumCorrection`.
-    values: the codec of the values; one without random numbers if `shared`.
+    values: The codec of the values; one without random numbers if `shared`.
   """
 
   ratio: float | None = None
@@ -88,17 +92,17 @@ class RandomK(_codec.Codec):
 
   @property
   def linear(self) -> bool:  # type: ignore[override]
-    """Returns whether entries are the same everywhere and values add up."""
+    """Returns whether workers share entries and values may be summed."""
     return self.shared and self.values.linear
 
   @property
   def contractive(self) -> bool:
-    """Returns whether entries are sent as they are."""
+    """Returns whether entries are sent unchanged."""
     return not self.scaled or self.ratio == 1
 
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
-    """`"shared"` or `"worker"`."""
+    """Returns `"shared"` or `"worker"`."""
     return "shared" if self.shared else "worker"
 
   def check(self, like: _codec.Like) -> None:
@@ -108,7 +112,7 @@ class RandomK(_codec.Codec):
     self.values.check(self._values_like(like.size))
 
   def init(self, like: _codec.Like) -> Any:
-    """A seed of zeros if `shared`, and the state of the values' codec."""
+    """Returns a zero seed if `shared`, and the state of the values' codec."""
     values = self.values.init(self._values_like(like.size))
     seed = jnp.zeros(2, jnp.uint32)
     return RandomKState(seed, values) if self.shared else values
@@ -117,6 +121,7 @@ class RandomK(_codec.Codec):
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[RandomEntries, Any]:
     self.check(x)
+    # The receiver repeats the choice from the seed alone, without the key.
     choosing, rounding = jax.random.split(_random.require(key, self))
     seed = jax.random.bits(choosing, (2,), jnp.uint32)
     indices, lengths = self._strata(seed, x.size)
@@ -124,7 +129,7 @@ class RandomK(_codec.Codec):
     taken = taken.at[indices].get(mode="promise_in_bounds")
     if self.scaled:
       scaled = taken * lengths.astype(jnp.float32)
-      # What is finite stays finite, if no longer unbiased.
+      # Clipped entries are biased; infinities would make the mean useless.
       scaled = jnp.clip(scaled, -_blocks.LARGEST, _blocks.LARGEST)
       taken = jnp.where(_blocks.finite(taken), scaled, taken)
     inner = state.values if isinstance(state, RandomKState) else state
@@ -149,15 +154,13 @@ class RandomK(_codec.Codec):
     indices, _ = self._strata(seed, total.size)
     entries = total.reshape(-1).at[indices]
     flat = entries.add(
-      values,
-      mode="promise_in_bounds",
-      indices_are_sorted=True,
+      values, mode="promise_in_bounds", indices_are_sorted=True,
       unique_indices=True,
-    )
+    )  # fmt: skip
     return flat.reshape(total.shape)
 
   def num_bits(self, like: _codec.Like) -> int:
-    """Bits of the values, and 64 of the seed unless it is shared."""
+    """Returns the bits of the values, and 64 for a seed that is not shared."""
     bits = self.values.num_bits(self._values_like(like.size))
     bits = -(-bits // 8) * 8
     return bits if self.shared else bits + 64
@@ -167,10 +170,11 @@ class RandomK(_codec.Codec):
     return jax.ShapeDtypeStruct((num,), jnp.float32)
 
   def _strata(self, seed: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The entries drawn and the lengths of their strata, int32 [k]."""
+    """Returns drawn entries and the lengths of their strata, int32 [k]."""
     num = _sparse.num_entries(self.ratio, self.k, size)
     if not num:
       return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
+    # The first strata are one entry longer if k does not divide n.
     short, longer = divmod(size, num)
     stratum = jnp.arange(num, dtype=jnp.int32)
     starts = stratum * np.int32(short) + jnp.minimum(stratum, longer)

@@ -1,4 +1,4 @@
-"""One bit for each entry, or three values."""
+"""Signs of one bit, or ternary values, with a scale."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -24,26 +24,26 @@ class Sign(_blocks.Blocked):
   scale       s of a block of n      why
   ==========  =====================  ===========================================
   mean_abs    ‖x‖₁ / n               the nearest of all s sign(x): its error is
-                                     ‖x‖² - ‖x‖₁² / n, never more than ‖x‖²
+                                     ‖x‖² - ‖x‖₁² / n, at most ‖x‖²
   l2          ‖x‖₂ / √n              keeps the norm
   max_abs     max |x|                no entry shrinks
   one         1                      signs alone, as for a majority vote
   ==========  =====================  ===========================================
 
-  Blocks of zeros decode to zeros, except with `"one"`, where they are ones.
-  A block with an infinity or a NaN decodes to NaN, or with max_abs and
-  infinity to infinities; with `"one"` the whole array does.  Biased: it wants
-  error feedback.  From float32, blocks of 256 are 28.4 times smaller and one
-  scale for the array nearly 32 times.
+  Blocks of zeros decode to zeros, and to ones with `"one"`.  A block with an
+  infinity or a NaN decodes to NaN, or with max_abs and infinity to infinities;
+  with `"one"` the whole array does.  The codec is biased and needs error
+  feedback.  Float32 arrays become 28.4 times smaller with blocks of 256, and
+  nearly 32 times with one scale.
 
   Args:
-    block: entries that share a scale, a multiple of 8; None, the default, is
-      one scale for the array, as in the paper's layers.
-    scale: the table's name.  The scale is float32, except with `"one"`, where
-      16 bits for the array say that it is finite.
+    block: The number of entries that share a scale, a multiple of 8; None
+      (default) means one scale for the array, as for the paper's layers.
+    scale: A name of the table.  The scale is float32, except with `"one"`,
+      where 16 bits for the array mark it as finite.
 
   Raises:
-    ValueError: for another scale, or a block that fills no whole bytes.
+    ValueError: for another scale, or a block that does not fill whole bytes.
 
   >>> codec = Sign()
   >>> payload, state = codec.encode(jnp.array([3.0, -1.0, 0.0]))
@@ -53,7 +53,7 @@ class Sign(_blocks.Blocked):
   References: S. P. Karimireddy et al., Error feedback fixes SignSGD, ICML 2019
   (arXiv:1901.09847), algorithm 2, has mean_abs; J. Bernstein et al., signSGD,
   ICML 2018 (arXiv:1802.04434) has `"one"`.  Departure: the sign of zero is 1,
-  where the papers' may be 0, for want of a third value.
+  as one bit has no third value; the papers' may be 0.
   """
 
   block: int | None = None
@@ -64,19 +64,21 @@ class Sign(_blocks.Blocked):
     _blocks.check_block(self.block, 8)
 
   def granule(self) -> int:
-    """The block; without one, eight."""
+    """Returns the block; without one, eight."""
     return 8 if self.block is None else self.block
 
   def num_bits(self, like: _codec.Like) -> int:
-    """One for each entry, 32 for each scale; 16 in all with `"one"`."""
+    """Returns 1 for each entry and 32 for each scale, or 16 for `"one"`."""
     if self.scale == "one":
       return like.size + 16 * min(like.size, 1)
     return like.size + 32 * _blocks.num_blocks(like.size, self.block)
 
   def _scales(self, pieces: list[jax.Array]) -> list[jax.Array]:
     if self.scale != "one":
+      # The paper's norm of a block, divided by the root of its length.
       kind = "root_mean_square" if self.scale == "l2" else self.scale
       return _blocks.scales(kind, pieces, self.block is None)
+    # A sign cannot express NaN; the scale makes it visible to the receiver.
     largest = _blocks.scales("max_abs", pieces, True)
     one = np.float32(1)
     return [
@@ -104,20 +106,20 @@ class Ternary(_blocks.Blocked, _random.Rounding):
   .. math:: s = \max |x|, \qquad \mathrm{decode} = s \cdot \mathrm{sign}(x)
             \cdot b, \qquad b \sim \mathrm{Bernoulli}(|x| / s)
 
-  for each block; so the expectation is x, within 2**-17 s.  To the nearest,
-  b = 1 where |x| > s / 2.  An entry is wrong by s at most, to the nearest by
-  s / 2.  A block of zeros decodes to zeros, one with an infinity or a NaN to
-  infinities and NaN.  From float32 it is 20 times smaller with one scale for
-  the array, and 18.8 times in blocks of 320.
+  for each block; the expectation is x, within 2**-17 s.  Rounding to the
+  nearest has b = 1 where |x| > s / 2.  The error is at most s, and s / 2 for
+  the nearest.  A block of zeros decodes to zeros, and one with an infinity or a
+  NaN to infinities and NaN.  Float32 arrays become 20 times smaller with one
+  scale, and 18.8 times in blocks of 320.
 
   Args:
-    block: entries that share a scale, any number; multiples of 5 waste
-      nothing.  None, the default, is one scale for the array, as in the
-      paper's layers.
-    rounding: `"stochastic"`, the paper's, or `"nearest"`.
+    block: The number of entries that share a scale; multiples of 5 waste no
+      bits.  None (default) means one scale for the array, as for the paper's
+      layers.
+    rounding: `"stochastic"` as in the paper, or `"nearest"`.
 
   Raises:
-    ValueError: for another rounding, or a block that is no positive int.
+    ValueError: for another rounding, or a block that is not a positive int.
 
   >>> codec = Ternary(rounding="nearest")
   >>> payload, state = codec.encode(jnp.array([2.0, -1.5, 0.5]))
@@ -127,15 +129,15 @@ class Ternary(_blocks.Blocked, _random.Rounding):
   [2.0, -2.0, 0.0]
 
   Reference: W. Wen et al., TernGrad, NeurIPS 2017 (arXiv:1705.07878),
-  equations 2 and 3.  Departures: the paper's clipping of gradients at 2.5
-  standard deviations and its sharing of the largest s among workers are not a
-  codec's; nearest rounding and blocks are ours.
+  equations 2 and 3.  Departures: a codec neither clips gradients at 2.5
+  standard deviations nor shares the largest s among workers; nearest rounding
+  and blocks are additions.
   """
 
   block: int | None = None
   rounding: Literal["nearest", "stochastic"] = "stochastic"
 
-  # Five to a byte, and eight lanes.
+  # Without blocks: five codes fill a byte, and maxima have eight lanes.
   _row: ClassVar[int] = 240
 
   def __post_init__(self) -> None:
@@ -143,11 +145,11 @@ class Ternary(_blocks.Blocked, _random.Rounding):
     _blocks.check_block(self.block)
 
   def granule(self) -> int:
-    """The block; without one, five."""
+    """Returns the block; without one, five."""
     return 5 if self.block is None else self.block
 
   def num_bits(self, like: _codec.Like) -> int:
-    """Eight for five entries of a block, 32 for each scale."""
+    """Returns 8 for five entries of a block, and 32 for each scale."""
     shapes = _blocks.shapes(like.size, self.block, self._row)
     num_bytes = sum(rows * -(-columns // 5) for rows, columns in shapes)
     return 8 * num_bytes + 32 * _blocks.num_blocks(like.size, self.block)

@@ -1,4 +1,4 @@
-"""Parts of sparse codecs: chunks, slots, and the places of entries."""
+"""Common parts of sparse codecs: chunks, slots, and indices of entries."""
 
 import abc
 import math
@@ -13,13 +13,18 @@ from jdist.codecs import _bits, _blocks, _codec, _indices, _largest
 
 Values: TypeAlias = _codec.Codec
 FLOAT32 = _codec.Dense()
+# Positions of the split form, up to 2 n, must fit into int32.
 _MAX_SIZE = 2**30
 
 
 class Entries(NamedTuple):
-  """The payload of a sparse codec: that of the values' codec, and `_indices`.
+  """The payload of a sparse codec.
 
-  `counts`, uint8, says how many of each chunk's slots are in use; `()` for all.
+  Attributes:
+    values: The payload of the values' codec.
+    indices: The buffers of `_indices`.
+    counts: The packed number of used slots of each chunk, uint8; `()` if all
+      are used.
   """
 
   values: Any
@@ -28,10 +33,10 @@ class Entries(NamedTuple):
 
 
 class Sparse(_codec.Codec):
-  """Chooses a part of the entries, and sends their values and indices."""
+  """Base of codecs that send values and indices of chosen entries."""
 
   sparse: ClassVar[bool] = True
-  # Whether there may be fewer entries than slots, so that counts are sent.
+  # Whether a chunk may use fewer entries than it has slots, which needs counts.
   _counted: ClassVar[bool] = False
 
   ratio: float | None
@@ -53,7 +58,7 @@ class Sparse(_codec.Codec):
       )
 
   def num_entries(self, length: int) -> int:
-    """`k`, or the ratio of the length rounded up; not above the length."""
+    """Returns `k`, or the ratio of the length rounded up."""
     return num_entries(self.ratio, self.k, length)
 
   @abc.abstractmethod
@@ -65,14 +70,14 @@ class Sparse(_codec.Codec):
     return self.values.key
 
   def granule(self) -> int:
-    """Whole chunks, as many as make whole blocks of values."""
+    """Returns the length of whole chunks that make whole blocks of values."""
     if self.chunk is None:
       return 1
     block = self.values.granule()
     return self.chunk * (block // math.gcd(block, self.num_entries(self.chunk)))
 
   def check(self, like: _codec.Like) -> None:
-    """Raises a ValueError for integers, and too many entries or too few."""
+    """Raises a ValueError for integers, and for too many or too few entries."""
     _codec.check_float(like)
     if self.chunk is None:
       check_k_fits(self.k, like)
@@ -93,6 +98,7 @@ class Sparse(_codec.Codec):
     x = jnp.asarray(x).reshape(-1).astype(jnp.float32)
     indices, counts = self._choose(x)
     taken = x.at[indices].get(mode="promise_in_bounds")
+    # Unused slots repeat an entry, which must not be sent twice.
     if self._counted:
       taken = jnp.where(self._used(counts, x.size), taken, 0)
       counts = _bits.pack(counts, self._count_width(x.size))
@@ -105,7 +111,7 @@ class Sparse(_codec.Codec):
   ) -> jax.Array:
     indices, values = self.entries(payload, state, like.size)
     zeros = jnp.zeros(like.size, jnp.float32)
-    # Set, not added, so that even the sign of a zero comes back.
+    # An addition to zero would lose the sign of -0.
     flat = zeros.at[indices].set(values, **self._placing())
     return _blocks.narrow(flat.reshape(like.shape), like.dtype)
 
@@ -117,10 +123,10 @@ class Sparse(_codec.Codec):
   def entries(
     self, payload: Entries, state: Any, size: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the indices, int32 [k], and values, float32 [k], in a payload.
+    """Returns the indices, int32 [k], and values, float32 [k], of a payload.
 
-    They are those of the flat array of so many entries; a slot that is not in
-    use has index `size` and value zero.
+    They belong to the flat array of `size` entries; an unused slot has the
+    index `size` and the value zero.
     """
     indices = self._indices(size).unpack(payload.indices)
     values = self.values.decode(payload.values, state, self._values_like(size))
@@ -133,7 +139,7 @@ class Sparse(_codec.Codec):
     return indices, values
 
   def num_bits(self, like: _codec.Like) -> int:
-    """Of values, of indices, and of counts if any, each to whole bytes."""
+    """Returns the bits of values, indices and counts, each in whole bytes."""
     parts = [
       self.values.num_bits(self._values_like(like.size)),
       self._indices(like.size).num_bits,
@@ -144,15 +150,14 @@ class Sparse(_codec.Codec):
     return sum(-(-bits // 8) * 8 for bits in parts)
 
   def _placing(self) -> dict[str, Any]:
+    # Unused slots all have the same index, which is out of bounds.
     ordered = not self._counted
     return {
-      "mode": "drop",
-      "indices_are_sorted": ordered,
-      "unique_indices": ordered,
-    }
+      "mode": "drop", "indices_are_sorted": ordered, "unique_indices": ordered,
+    }  # fmt: skip
 
   def _pieces(self, size: int) -> list[tuple[int, int]]:
-    """(rows, length) of the whole chunks and of the shorter last one."""
+    """Returns (rows, length) of whole chunks and of the shorter last one."""
     return _blocks.shapes(size, self.chunk or max(size, 1))
 
   def _slots(self, size: int) -> int:
@@ -165,19 +170,16 @@ class Sparse(_codec.Codec):
 
   def _indices(self, size: int) -> _indices.Indexing:
     length = self._pieces(size)[0][1] if size else 0
+    per_chunk = self.num_entries(length) if size else 0
     return _indices.Indexing(
-      size,
-      self._slots(size),
-      length,
-      self.num_entries(length) if size else 0,
-      distinct=not self._counted,
+      size, self._slots(size), length, per_chunk, distinct=not self._counted
     )
 
   def _count_width(self, size: int) -> int:
     return max(1, self._indices(size).per_chunk.bit_length())
 
   def _choose(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ascending indices of all chunks, int32 [k], and counts, [chunks]."""
+    """Returns ascending indices of all chunks, int32 [k], and counts."""
     indices, counts = [jnp.zeros(0, jnp.int32)], [jnp.zeros(0, jnp.int32)]
     start = 0
     for rows, length in self._pieces(x.size):
@@ -185,6 +187,7 @@ class Sparse(_codec.Codec):
       found = self._select(
         x[start:end].reshape(rows, length), self.num_entries(length)
       )
+      # Indices within a chunk become those of the flat array.
       starts = jnp.arange(rows, dtype=jnp.int32)[:, None] * np.int32(length)
       indices.append((found.indices + starts + start).reshape(-1))
       counts.append(found.num_used)
@@ -192,7 +195,7 @@ class Sparse(_codec.Codec):
     return jnp.concatenate(indices), jnp.concatenate(counts)
 
   def _used(self, counts: jax.Array, size: int) -> jax.Array:
-    """Marks the slots in use, bool [k]."""
+    """Marks the used slots, bool [k]."""
     used, first = [jnp.zeros(0, bool)], 0
     for rows, length in self._pieces(size):
       slots = jnp.arange(self.num_entries(length), dtype=jnp.int32)
@@ -205,7 +208,7 @@ def num_entries(ratio: float | None, k: int | None, length: int) -> int:
   if k is not None:
     return min(k, length)
   assert ratio is not None
-  # 0.07 * 100 is a little more than 7, and must not become 8.
+  # In floats 0.07 * 100 is a little more than 7, and must not become 8.
   wanted = math.ceil(ratio * length * (1 - 1e-12))
   return min(length, max(1, wanted))
 

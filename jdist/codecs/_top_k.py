@@ -1,4 +1,4 @@
-"""Top-k: the entries of largest magnitude, exactly or by a sample."""
+"""Top-k: the entries of largest magnitude, exact or by a sampled threshold."""
 
 import dataclasses
 import math
@@ -16,27 +16,25 @@ class TopK(_sparse.Sparse):
   .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
             x_i \text{ if } i \in \mathrm{top}_k(|x|) \text{ else } 0
 
-  Of equal magnitudes the one of the lower index goes first, and NaN goes
-  before all numbers, so that it is seen after decoding; no entry is sent
-  twice.  A payload holds k values, in the order of their indices and packed
-  by `values`, and the indices in the fewest bits (`_indices`): about 8.6
-  bits for each of 1 % of the entries and 12 for each of 0.1 %.  1 % of
-  a float32 array is 79 times smaller than it with float32 values, the default,
-  and 130 times with bfloat16's.
+  Equal magnitudes are ordered by their indices, and NaN precedes all numbers,
+  so that it is noticed after decoding.  A payload holds k values in the order
+  of their indices, packed by `values`, and the indices in the fewest bits
+  (`_indices`): about 8.6 bits an index for 1 % of the entries and 12 for 0.1 %.
+  With 1 % a float32 array becomes 79 times smaller with float32 values (the
+  default), and 130 times with bfloat16 values.
 
   Args:
-    ratio: the part of the entries that is sent, in (0, 1]; one at the least.
-      The default is 0.01, unless `k` is given.
-    k: how many entries instead, of each chunk.
-    chunk: choose among so many neighbours each, so that every part of the
-      array sends some; the last chunk may be shorter.  None, the default,
-      chooses among all.
-    values: the codec of the values, as one vector; `Dense()`, float32, by
-      default.
+    ratio: The fraction of the entries that is sent, in (0, 1], at least one
+      entry.  The default is 0.01, unless `k` is given.
+    k: The number of entries, in place of `ratio`, of each chunk.
+    chunk: The number of neighbours among which entries are chosen, so that
+      every part of the array sends some; the last chunk may be shorter.  None
+      (default) chooses among all entries.
+    values: The codec of the vector of values; `Dense()` by default.
 
   Raises:
-    ValueError: at construction for settings out of range; by `check` for an
-      array of fewer than `k` entries.
+    ValueError: when a setting is out of range; from `check` for an array of
+      fewer than `k` entries.
 
   >>> import jax.numpy as jnp
   >>> codec = TopK(k=2)
@@ -57,26 +55,27 @@ class TopK(_sparse.Sparse):
 
 @dataclasses.dataclass(frozen=True)
 class SampledTopK(_sparse.Sparse):
-  """Sends the entries above a threshold that is read off a sample.
+  """Sends the entries above a threshold that is estimated from a sample.
 
-  With K the k-th part wanted, k = ceil(ratio n): the threshold is guessed from
-  a strided sample and accepted when between 0.8 k and 1.3 k entries reach it;
-  of more than k the k largest are sent.  If fewer are accepted than k, the
-  slots left over decode to nothing.  Rows of less than 16384 entries, for
-  which a sample does not pay, send exactly the k largest.
+  For k = ceil(ratio n) entries the threshold is guessed from a strided sample
+  and accepted when between 0.8 k and 1.3 k entries reach it.  If more than k
+  do, the k largest are sent; if fewer do, the remaining slots decode to zero.
+  Rows of less than 16384 entries, for which sampling does not pay, send exactly
+  the k largest.
 
   Source: deep gradient compression (DGC, arXiv 1712.01887) and its authors'
   code.  Departures, with theirs in brackets: the sample begins at the first
   entry (a random one) and holds at least 32 hits (2); a wrong threshold is
-  bracketed and halved until it is right (multiplied by 0.8 up to ten times); of
-  up to 1.3 k entries the k largest are sent (the first k).
+  bracketed and bisected (multiplied by 0.8 up to ten times); of up to 1.3 k
+  entries the k largest are sent (the first k).
 
   Args:
-    ratio: the part of the entries that is wanted, in (0, 1]; 0.01 by default.
-    sample: the part of the entries in the sample, in (0, 1].
-    chunk: as in `TopK`.
-    values: as in `TopK`.
-    k: how many entries of each chunk, in place of `ratio`.
+    ratio: The wanted fraction of the entries, in (0, 1]; 0.01 by default.
+    sample: The fraction of the entries in the sample, in (0, 1].
+    chunk: The number of neighbours among which entries are chosen, as in
+      `TopK`.
+    values: The codec of the vector of values.
+    k: The number of entries of each chunk, in place of `ratio`.
   """
 
   ratio: float | None = None
@@ -92,6 +91,7 @@ class SampledTopK(_sparse.Sparse):
     _sparse.check_part("sample", self.sample)
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    # 0.8 k is the bound of the authors' code.
     return _largest.largest(
       rows, k, at_least=math.ceil(0.8 * k), sample=self.sample
     )
