@@ -1,9 +1,9 @@
 """Checks of arguments, made once, at the public door.
 
 An error names the argument, the rule, the value and the remedy.  Under
-`optax.inject_hyperparams` a factory runs again inside jit with traced numbers.
-Then there is nothing to compare: continuous arguments pass, and structural
-ones, which shape the program, are refused with the remedy.
+`optax.inject_hyperparams` a factory runs again inside jit with traced numbers,
+which cannot be compared: continuous arguments pass, and structural ones, which
+shape the program, are refused.
 """
 
 import contextlib
@@ -20,28 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# A value of more letters is shown by its type.
+# Errors show a longer value by its type.
 _MAX_LETTERS = 100
-# Bytes of an array that are looked at together: it may lie on a disk.
-_PART = 1 << 24
-# Counts are int32 in programs.
+# Programs count in int32.
 _LARGEST = 2**31 - 1
 
 
 def is_traced(value: Any) -> bool:
-  """Returns whether a value is known only when the program runs."""
+  """Returns whether a value is only known when the program runs."""
   return isinstance(value, jax.core.Tracer)
 
 
 def show(value: Any) -> str:
-  """Returns a value as an error shows it: arrays, and long ones, by their type.
+  """Returns a value for an error; arrays and long values by their type.
 
   >>> show(0.1), show(np.zeros((9, 9))), show(optax.sgd(0.1))
   ('0.1', 'float64[9, 9]', 'a GradientTransformationExtraArgs')
   """
   text = repr(value)
   functions = isinstance(value, tuple) and any(map(callable, value))
-  # A class of arrays has them as attributes, too: not their values.
+  # The class `np.ndarray` has these attributes, too, but not as values.
   array = isinstance(getattr(value, "shape", None), tuple)
   long = functions or len(text) > _MAX_LETTERS or "\n" in text
   if array and hasattr(value, "dtype") and (long or value.shape):
@@ -57,6 +55,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
   Traceback (most recent call last):
   ValueError: `wire` must be 'sum' or 'gather', got float64[2].
   """
+  # Comparing an array with text would give an array, hence the types first.
   if not any(isinstance(value, type(x)) and value == x for x in choices):
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
     raise ValueError(f"`{name}` must be {known}, got {show(value)}.")
@@ -65,7 +64,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def check_type(
   name: str, value: Any, kind: type | UnionType, wanted: str
 ) -> None:
-  """Raises a ValueError, naming what is wanted, unless a value has a type."""
+  """Raises a ValueError unless a value has a type; `wanted` describes it."""
   if not isinstance(value, kind):
     raise ValueError(f"`{name}` must be {wanted}, got {show(value)}.")
 
@@ -73,10 +72,8 @@ def check_type(
 def check_function(
   name: str, value: Any, of: str, *, optional: bool = False
 ) -> None:
-  """Raises a ValueError unless `value` is a function, or None if optional.
-
-  A class is none: called, it would make one of its own.
-  """
+  """Raises a ValueError unless `value` is a function, or None if optional."""
+  # A class is callable, too, but calling it would build an instance.
   is_one = callable(value) and not isinstance(value, type)
   if not (is_one or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
@@ -85,7 +82,7 @@ def check_function(
 
 
 def call(name: str, function: Callable[[str], Any], word: str) -> Any:
-  """Calls a function that was given, of a leaf's path for instance.
+  """Calls a user's function; a ValueError names the argument if it fails.
 
   >>> call("order", int, "a/kernel")
   Traceback (most recent call last):
@@ -101,7 +98,7 @@ def call(name: str, function: Callable[[str], Any], word: str) -> Any:
 
 
 def check_list(name: str, value: Any, of: str) -> list[Any]:
-  """Returns an iterable as a list; refuses text and mappings."""
+  """Returns an iterable as a list; text and mappings raise a ValueError."""
   try:
     if not isinstance(value, str | bytes | Mapping):
       return list(value)
@@ -118,7 +115,7 @@ def check_structural(
   maximum: int | None = None,
   remedy: str = "",
 ) -> int:
-  """Returns an integer that shapes a program, also NumPy's, as a Python int."""
+  """Returns an integer that shapes a program as a Python int."""
   if isinstance(value, jax.Array):
     raise ValueError(
       f"`{name}` shapes the program and must be a Python int, got an array. "
@@ -130,7 +127,7 @@ def check_structural(
 
 
 def set_structural(owner: Any, name: str, **limits: Any) -> None:
-  """Checks a field of a frozen dataclass, and makes it a Python int."""
+  """Checks an integer field of a frozen dataclass; makes it a Python int."""
   value = check_structural(name, getattr(owner, name), **limits)
   object.__setattr__(owner, name, value)
 
@@ -142,12 +139,13 @@ def check_int(
   maximum: int | None = None,
   remedy: str = "",
 ) -> int:
-  """Returns an integer in its range, also NumPy's, as a Python int."""
+  """Returns an integer of Python or NumPy in a range, as a Python int."""
   number: Any = None
   with contextlib.suppress(TypeError):
     number = operator.index(value)
   if (
     number is None
+    # Python counts True as 1.
     or isinstance(value, bool)
     or number < minimum
     or (maximum is not None and number > maximum)
@@ -160,7 +158,7 @@ def check_int(
   return number
 
 
-# What modules are called on the index, where they are called otherwise.
+# Modules whose package has another name on the index.
 _PACKAGES = {
   "PIL": "pillow",
   "matplotlib": "matplotlib",
@@ -171,7 +169,7 @@ _PACKAGES = {
 
 
 def import_extra(module: str, extra: str) -> Any:
-  """Imports a module of an extra; an ImportError says what to install."""
+  """Imports a module of an extra; an ImportError names what to install."""
   try:
     return importlib.import_module(module)
   except ImportError as error:
@@ -185,13 +183,14 @@ def check_extras(needed: Mapping[str, str]) -> None:
   """Raises one ImportError for all modules that are not installed.
 
   Args:
-    needed: extras by the module that is needed of each.
+    needed: The extra of each needed module.
   """
   missing = {}
   for module, extra in needed.items():
+    # `find_spec` imports nothing but the parents, which is fast.
     try:
       found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # Of its parent.
+    except ModuleNotFoundError:  # Its parent is missing.
       found = False
     if not found:
       missing[module] = extra
@@ -204,7 +203,7 @@ def check_extras(needed: Mapping[str, str]) -> None:
 
 
 def install(needed: Mapping[str, str]) -> str:
-  """Returns how modules are installed, in words of a shell.
+  """Returns the commands that install missing modules.
 
   >>> install({"sklearn": "data", "orbax.checkpoint": "checkpoints"})
   'Install what is missing: pip install ".[data,checkpoints]" in the clone of
@@ -220,25 +219,10 @@ def install(needed: Mapping[str, str]) -> str:
 
 
 def check_seed(value: Any) -> int:
-  """Returns a seed that `jax.random.key` takes whole, as a Python int.
-
-  Of a larger one it takes 32 bits: 2**32 would be 0.
-  """
-  remedy = "Of a larger one JAX would only take 32 bits."
+  """Returns a seed as a Python int."""
+  # `jax.random.key` cuts a seed to 32 bits: 2**32 would give the key of 0.
+  remedy = "JAX would use only 32 bits of a larger one."
   return check_int("seed", value, 0, 2**32 - 1, remedy=remedy)
-
-
-def check_key(value: Any) -> None:
-  """Raises a ValueError unless `value` is a random key."""
-  dtype = getattr(value, "dtype", None)
-  if dtype is None or not (
-    jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
-  ):
-    raise ValueError(
-      f"`key` must be a random key, got {show(value)}. Make one with "
-      "`jax.random.key(seed)`."
-    )
 
 
 def check_continuous(
@@ -252,37 +236,39 @@ def check_continuous(
   """Raises a ValueError unless a number lies in [low, high] or (low, high].
 
   Traced values pass: they are hyper-parameters under
-  `optax.inject_hyperparams`.  Ints and bools, which JAX takes as int32 and
-  bool, come back as a float.
+  `optax.inject_hyperparams`.  Ints and bools are returned as floats.
   """
   if is_traced(value):
     return value
   bracket = "(" if open_low else "["
   try:
+    # Python would convert the text "0.5" to a number.
     if isinstance(value, str | bytes) or holds_objects(value):
-      raise TypeError  # Python would read a number out of it.
+      raise TypeError
     number = float(value)
   except (TypeError, ValueError):
     raise ValueError(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
       f"{show(value)}."
     ) from None
+  # Written such that NaN fails.
   above = number > low if open_low else number >= low
   if not (above and number <= high):
     raise ValueError(
       f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
     )
+  # An int would be traced as int32, and types of updates would follow it.
   return number if isinstance(value, int | np.integer | np.bool_) else value
 
 
 def holds_objects(value: Any) -> bool:
-  """Returns whether an array of NumPy holds text or objects, and no numbers."""
+  """Returns whether an array of NumPy holds text or objects."""
   kind: str = getattr(getattr(value, "dtype", None), "kind", "")
   return kind in ("O", "S", "U")
 
 
 def check_number(name: str, value: Any, **bounds: Any) -> float:
-  """Returns a finite number, in bounds as of `check_continuous`, as a float."""
+  """Returns a finite number in bounds, see `check_continuous`, as a float."""
   number = math.nan
   if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -295,13 +281,13 @@ def check_number(name: str, value: Any, **bounds: Any) -> float:
 def check_optimizer(
   name: str, value: Any
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an Optax transformation, also of `optax.MultiSteps`.
+  """Returns an Optax transformation, converting an `optax.MultiSteps`.
 
   >>> check_optimizer("inner", optax.MultiSteps(optax.sgd(0.1), 2)).init(0.0)
   MultiStepsState(...)
   """
   if isinstance(value, optax.MultiSteps):
-    # Optax's own `gradient_transformation` would lose `value=` and the like.
+    # Its own `gradient_transformation()` drops extra arguments as `value=`.
     return optax.GradientTransformationExtraArgs(value.init, value.update)
   if not isinstance(value, optax.GradientTransformation):
     raise ValueError(
@@ -312,10 +298,10 @@ def check_optimizer(
 
 
 def check_arrays(name: str, tree: Any) -> None:
-  """Raises a ValueError that names the first leaf that is no array."""
+  """Raises a ValueError that names the first leaf that is not an array."""
   for leaf, value in named_leaves(tree).items():
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | float):
-      continue  # Quickly: this is asked in every trace.
+      continue  # The common case, as every trace comes through here.
     if isinstance(value, int) and abs(value) > _LARGEST:
       raise ValueError(
         f"`{name}` must hold numbers of 32 bits, got {value}"
@@ -342,7 +328,7 @@ def check_real(name: str, tree: Any, of: str) -> None:
 
 
 def check_gradients(name: str, tree: Any) -> None:
-  """Raises a ValueError that names the first leaf of JAX's float0."""
+  """Raises a ValueError that names the first leaf of type float0."""
   for leaf, value in named_leaves(tree).items():
     if getattr(value, "dtype", None) == jax.dtypes.float0:
       raise ValueError(
@@ -361,7 +347,7 @@ def check_rate(name: str, value: Any) -> None:
       "and of an optimizer its rate is meant."
     )
   if not callable(value) or isinstance(value, type):
-    # As an int32, which a larger Python int is not.
+    # JAX refuses a Python int that does not fit into int32.
     most = float(_LARGEST) if isinstance(value, int) else math.inf
     check_continuous(name, value, open_low=True, high=most)
 
@@ -383,8 +369,8 @@ def check_shapes(
 ) -> None:
   """Raises a ValueError that names the first leaf of another shape.
 
-  The `rule` is the error's first words, up to "but", and the `remedy` its last
-  sentence; leaves and the wanted shapes come by name.
+  The `rule` is the beginning of the error, up to "but", and the `remedy` its
+  last sentence.
   """
   for name, shape in wanted.items():
     leaf = name or "the only leaf"
@@ -401,36 +387,3 @@ def check_shapes(
       )
   if more := sorted(leaves.keys() - wanted.keys()):
     raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
-
-
-def check_trained(name: str, params: Any) -> None:
-  """Raises a ValueError unless all leaves are float32 and finite."""
-  for leaf, value in named_leaves(params).items():
-    array = np.asarray(value)
-    if array.dtype != np.float32:
-      raise ValueError(
-        f"`{name}` must be float32, as they are trained, but {leaf} is "
-        f"{array.dtype}. Make it so with `.astype(jnp.float32)`."
-      )
-    if not np.isfinite(array).all():
-      raise ValueError(
-        f"`{name}` must be finite, but {leaf} holds a NaN or an infinity: they "
-        "are of a training that has diverged. Train with a lower rate."
-      )
-
-
-def check_finite(name: str, array: Any) -> None:
-  """Raises a ValueError that names the first row with a NaN or an infinity."""
-  array = np.asarray(array)
-  if not jnp.issubdtype(array.dtype, jnp.inexact) or not array.size:
-    return
-  rows = max(_PART // array[:1].nbytes, 1)
-  for first in range(0, len(array), rows):
-    good = np.isfinite(array[first : first + rows])
-    good = good.reshape(len(good), -1).all(1)
-    if not good.all():
-      raise ValueError(
-        f"`{name}` must be finite, but row {first + int(np.argmin(good))} "
-        "holds a NaN or an infinity. Leave such rows out; those of parameters "
-        "are of a run that has diverged."
-      )

@@ -1,7 +1,7 @@
 """Declarations of states, on their classes.
 
-A training loop, a checkpoint or a drain reads them off a state, a NamedTuple of
-arrays, and needs no table of types:
+Training loops, checkpoints and drains read them from a state, a NamedTuple of
+arrays, and need no table of types:
 
     @states.declare(shared=("step",), drains=True)
     class DelayState(NamedTuple):
@@ -26,24 +26,24 @@ def declare(
 ) -> Callable[[_T], _T]:
   """Declares the properties of a state, as attributes of its class.
 
-  A declared state of a transformation that stands around a method with rounds
-  also says that it passes the method's updates on as they are.
+  The declared state of a wrapper around a method with rounds also declares that
+  the wrapper passes the method's updates on unchanged.
 
   Args:
-    shared: the fields that are equal on all workers, which a checkpoint stores
-      once; fields of a nested state with its own declaration are left to it.
-    rounds: it has a `clock`, an `anchor` at which rounds end, and `kept`, the
-      worker's intended distance from the anchor.
-    drains: the transformation takes `Control(drain=True)`.
-    averages: the transformation makes the workers' updates equal.
-    update_pending: the last step's update is applied in the next step.
-    streams: a message is sent in parts, some in every step.
+    shared: Fields that are equal on all workers, so that a checkpoint stores
+      them once.  Nested states with a declaration declare their own fields.
+    rounds: Whether the state has a `clock`, an `anchor` at which rounds end,
+      and `kept`, the worker's intended distance from the anchor.
+    drains: Whether the transformation takes `Control(drain=True)`.
+    averages: Whether the transformation makes the workers' updates equal.
+    update_pending: Whether the last step's update is applied in the next step.
+    streams: Whether a message is sent in parts, some in every step.
 
   Returns:
     A decorator of the class.
 
   Raises:
-    ValueError: when `shared` names no field.
+    ValueError: when `shared` names an unknown field.
 
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
@@ -62,13 +62,15 @@ def declare(
   }
 
   def decorate(state: _T) -> _T:
+    # A typing error would silently store a leaf once per worker.
     unknown = flags["shared"] - set(getattr(state, "_fields", ()))  # type: ignore[operator]
     if unknown:
       raise ValueError(
         f"`shared` must name fields of {state.__name__}, got {sorted(unknown)}."
       )
     for name, value in flags.items():
-      if name not in vars(state):  # A property of its own stays.
+      # A class may define one of them as a property instead.
+      if name not in vars(state):
         setattr(state, name, value)
     return state
 

@@ -13,6 +13,8 @@ from jdist.prediction import _cut, _predictor
 
 PyTree = Any
 _UNROLL = 8
+# Samples are checked in parts of this many bytes, as they may be on a disk.
+_PART = 1 << 24
 Normalize = Callable[[jax.Array], jax.Array]
 
 
@@ -172,7 +174,7 @@ def check_samples(
       f"an array of floats, as the fronts of {predictor.cut!r}, got "
       f"{checks.show(samples)}. Take `ParameterSet.fronts` of this cut."
     )
-  checks.check_finite(argument, samples)
+  _check_finite(argument, samples)
 
 
 def check_images(
@@ -222,4 +224,21 @@ def check_images(
       f"{num_classes} classes, got {low} to {high}. Count classes from 0, or "
       "build the model with more."
     )
-  checks.check_finite(own, images)
+  _check_finite(own, images)
+
+
+def _check_finite(name: str, array: Any) -> None:
+  """Raises a ValueError that names the first row with a NaN or an infinity."""
+  array = np.asarray(array)
+  if not jnp.issubdtype(array.dtype, jnp.inexact) or not array.size:
+    return
+  rows = max(_PART // array[:1].nbytes, 1)
+  for first in range(0, len(array), rows):
+    good = np.isfinite(array[first : first + rows])
+    good = good.reshape(len(good), -1).all(1)
+    if not good.all():
+      raise ValueError(
+        f"`{name}` must be finite, but row {first + int(np.argmin(good))} "
+        "holds a NaN or an infinity. Leave such rows out; those of parameters "
+        "are of a run that has diverged."
+      )

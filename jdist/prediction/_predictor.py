@@ -65,7 +65,7 @@ class Predictor:
 
     Weights are normal with deviation 0.1, within two deviations; biases 0.1.
     """
-    checks.check_key(key)
+    _check_key(key)
     shapes = self._shapes()
     # One draw for all arrays: each shape would compile a program.
     draw = _STD * jax.random.truncated_normal(
@@ -249,3 +249,16 @@ def check_predictor(argument: str, value: Any) -> None:
 
 def _dense(params: Params, x: jax.Array) -> jax.Array:
   return x @ params["kernel"] + params["bias"]
+
+
+def _check_key(value: Any) -> None:
+  """Raises a ValueError unless `value` is a random key."""
+  dtype = getattr(value, "dtype", None)
+  if dtype is None or not (
+    jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
+  ):
+    raise ValueError(
+      f"`key` must be a random key, got {checks.show(value)}. Make one with "
+      "`jax.random.key(seed)`."
+    )

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist import checks
 from jdist.prediction import _cut, _predictor
@@ -55,7 +56,7 @@ def save_predictor(
   # A predictor with a NaN, or of another shape, would fail when it is used.
   _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
-  checks.check_trained("params", params)
+  _check_trained("params", params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
   array_files.save_arrays(directory, params, body)
 
@@ -86,3 +87,19 @@ def load_predictor(
   )
   like = jax.eval_shape(predictor.init, jax.random.key(0))
   return predictor, array_files.tree_of(arrays, like)
+
+
+def _check_trained(name: str, params: Any) -> None:
+  """Raises a ValueError unless all leaves are float32 and finite."""
+  for leaf, value in checks.named_leaves(params).items():
+    array = np.asarray(value)
+    if array.dtype != np.float32:
+      raise ValueError(
+        f"`{name}` must be float32, as they are trained, but {leaf} is "
+        f"{array.dtype}. Make it so with `.astype(jnp.float32)`."
+      )
+    if not np.isfinite(array).all():
+      raise ValueError(
+        f"`{name}` must be finite, but {leaf} holds a NaN or an infinity: they "
+        "are of a training that has diverged. Train with a lower rate."
+      )

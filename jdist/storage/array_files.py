@@ -83,6 +83,7 @@ def save_arrays(
   # A hidden name: no directory that a user saves to is called so.
   partial = target.with_name(f".{target.name}.unfinished")
   partial.mkdir(parents=True, exist_ok=True)
+  # A user's own files stay, and are moved with the directory.
   for path in partial.iterdir():
     name = path.name.removesuffix(".partial")
     if name == _MANIFEST or _FILE.fullmatch(name):
@@ -235,6 +236,8 @@ def load_arrays(
 
 
 def _typed(words: np.ndarray, of: str) -> np.ndarray:
+  # Only extension types, such as bfloat16, are kept as words: a crafted name of
+  # another type changes nothing.
   if of.startswith("key<") or np.dtype(of).isbuiltin != 2:
     return words
   return words.view(of)

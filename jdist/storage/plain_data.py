@@ -113,6 +113,7 @@ def from_plain(plain: Any, kind: Any, name: str = "value") -> Any:
 
 def _from_union(plain: Any, kinds: tuple[Any, ...], name: str) -> Any:
   errors = []
+  # JSON does not say which alternative was written; they differ in their types.
   for kind in kinds:
     try:
       return from_plain(plain, kind, name)
