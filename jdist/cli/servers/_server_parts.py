@@ -1,6 +1,7 @@
 """Parts of a server's run, made from its options, for every engine."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 from typing import Any
@@ -44,6 +45,12 @@ def assemble(
   name = options.protocol
   machines, profile = _protocols.load(options.cluster)
   num = len(machines.nodes)
+  away = [node.name for node in machines.nodes if node.outages]
+  if away and options.driver != "clock":
+    raise ValueError(
+      f"`outages` must be left out with `--driver {options.driver}`, got some "
+      f"of {away[0]}: real workers fail by themselves. Take `--driver clock`."
+    )
   options = dataclasses.replace(
     options, method=name, workers=num, substrate="vmap"
   )
@@ -206,13 +213,27 @@ def simulation(parts: Parts) -> server.Simulation:
   )
 
 
-def make_server(parts: Parts, plan: server.LivePlan) -> server.LiveServer:
+# Compiled programs are kept by their functions: threads that share the parts
+# of a run compile once. Other processes have one copy of the parts each.
+_assemble_once = functools.lru_cache(maxsize=1)(assemble)
+
+
+def make_server(
+  options: _commands.Train, plans: server.BitPlans | None, plan: server.LivePlan
+) -> server.LiveServer:
   """Builds the server, in its process or thread."""
+  parts = _assemble_once(options, plans)
   return server.LiveServer(*_server_learner(parts), plan)
 
 
-def work(parts: Parts, name: str, channel: server.Channel) -> None:
+def work(
+  options: _commands.Train,
+  plans: server.BitPlans | None,
+  name: str,
+  channel: server.Channel,
+) -> None:
   """Works for the server, in a worker's process or thread."""
+  parts = _assemble_once(options, plans)
   learner = _worker_learner(parts, name)
   # Compiling is not part of a task, whose measured time decides batch sizes.
   learner.prepare()

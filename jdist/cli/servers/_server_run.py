@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jdist import server, training
@@ -32,7 +32,6 @@ def train(options: _commands.Train) -> None:
   _check(options)
   parts = _server_parts.assemble(options)
   options, workload = parts.options, parts.workload
-  _check_machines(parts)
   _experiment.make_directories(options)
   output = _experiment.output_directory(options, "train")
   evaluate = workload.evaluator(parts.model.apply)
@@ -148,13 +147,8 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   if options.driver == "clock":
     yield server.ClockSession(_server_parts.simulation(parts))
     return
-  # Threads share all parts, and with them what is compiled. Parts hold
-  # functions that cannot be pickled, so that Ray's processes build their own.
-  make: Callable[..., Any] = functools.partial(_server_parts.make_server, parts)
-  work: Callable[..., Any] = functools.partial(_server_parts.work, parts)
-  if options.driver == "ray":
-    make = functools.partial(_in_process, "make_server", options, parts.plans)
-    work = functools.partial(_in_process, "work", options, parts.plans)
+  # Each process builds its parts from the options; threads share one copy.
+  made = options, parts.plans
   plan = server.LivePlan(
     workers=names,
     machines=parts.machines,
@@ -167,8 +161,8 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
     with _interrupts.raised_by_sigterm(), _engine(parts) as engine:
       yield server.LiveSession(
         engine,
-        make,
-        {name: functools.partial(work, name) for name in names},
+        functools.partial(_server_parts.make_server, *made),
+        {x: functools.partial(_server_parts.work, *made, x) for x in names},
         plan,
         model=(parts.model.params, parts.model.state),
         on_event=_print_event,
@@ -197,14 +191,6 @@ def _engine(parts: _server_parts.Parts) -> Iterator[Any]:
     engine.stop()
 
 
-def _in_process(
-  name: str, options: _commands.Train, plans: Any, *arguments: Any
-) -> Any:
-  """Builds the parts of a run in another process, and calls a function."""
-  parts = _server_parts.assemble(options, plans)
-  return getattr(_server_parts, name)(parts, *arguments)
-
-
 def _check(options: _commands.Train) -> None:
   assert options.protocol is not None
   _protocols.check_used("--protocol", (options.protocol,), options)
@@ -216,14 +202,3 @@ def _check(options: _commands.Train) -> None:
   _options.check_left_out(
     options, _UNUSED, "with `--protocol`, which does not use it"
   )
-
-
-def _check_machines(parts: _server_parts.Parts) -> None:
-  """Raises a ValueError for machines that real workers cannot imitate."""
-  driver = parts.options.driver
-  away = [node.name for node in parts.machines.nodes if node.outages]
-  if away and driver != "clock":
-    raise ValueError(
-      f"`outages` must be left out with `--driver {driver}`, got some of "
-      f"{away[0]}: real workers fail by themselves. Take `--driver clock`."
-    )

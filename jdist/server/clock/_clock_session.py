@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from jdist import checks
 from jdist.server.clock import _simulation
-from jdist.server.run import _run_checkpoints, _run_marks, _server_run
+from jdist.server.run import _run_checkpoints, _run_marks
 
 
 class ClockSession:
@@ -35,7 +35,7 @@ class ClockSession:
   def begin(
     self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
   ) -> int | None:
-    """Replays the clock up to the newest checkpoint, if there is one."""
+    """Resumes from the newest checkpoint, whose update it returns, if any."""
     del stops  # Computed time has nothing to wait for.
     self._plan = plan
     self._checkpoints = _run_checkpoints.RunCheckpoints(
@@ -54,8 +54,8 @@ class ClockSession:
 
   def advance(
     self, number: int, stops: Callable[[], bool]
-  ) -> _server_run.Reached:
-    """Runs until a mark, and saves a state that is finite there."""
+  ) -> tuple[_run_marks.Mark, Any]:
+    """Runs until a mark and saves there; returns figures and model."""
     del stops
     run, learner = self.simulation, self.simulation.learner
     assert learner is not None
@@ -63,7 +63,7 @@ class ClockSession:
       # A checkpoint is of its last mark, and has no earlier models.
       at_last = number == len(self._marks) - 1
       model = learner.model if at_last else None
-      return _server_run.Reached(self._marks[number], model)
+      return self._marks[number], model
     unit, limit = self._plan.unit, self._plan.marks[number]
     limits: dict[str, Any] = {unit: limit}
     run.run(**limits)
@@ -80,10 +80,10 @@ class ClockSession:
     )
     self._marks.append(mark)
     self.save()
-    return _server_run.Reached(mark, learner.model)
+    return mark, learner.model
 
   def save(self) -> int | None:
-    """Saves the state at the last mark, if training can continue from it."""
+    """Saves the last mark's state if it is usable; returns its update then."""
     run, checkpoints = self.simulation, self._checkpoints
     if not checkpoints.on or not self._marks or not self._marks[-1].usable:
       return None

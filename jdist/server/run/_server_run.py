@@ -7,8 +7,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
-from typing import Protocol as Interface
+from typing import Any
 
 from jdist import checks, training
 from jdist.server.run import _run_marks
@@ -17,55 +16,20 @@ from jdist.storage import sealed_json
 _FORMAT = 1
 
 
-class Reached(NamedTuple):
-  """The figures at a mark, and the model, None if it was lost since then."""
-
-  mark: _run_marks.Mark
-  model: Any
-
-
-class Session(Interface):
-  """A server and its workers on one engine, as `ServerRun` drives them.
-
-  `stops` says whether to give up waiting, as SIGTERM has arrived.
-  """
-
-  clock: Literal["virtual", "wall"]
-  num_workers: int
-
-  def begin(
-    self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
-  ) -> int | None:
-    """Starts a run or resumes it; returns the update that it resumes from."""
-
-  def advance(self, number: int, stops: Callable[[], bool]) -> Reached | None:
-    """Runs until a mark and saves there; returns None if it was stopped.
-
-    Marks before a resumed checkpoint are returned at once.
-    """
-
-  def save(self) -> int | None:
-    """Saves the state of now; returns its update, None if nothing is saved."""
-
-  @property
-  def updates(self) -> int:
-    """The number of updates so far."""
-
-
 class ServerRun:
   """Trains by a server's protocol up to a number of updates, samples, seconds.
 
   Args:
-    session: `server.ClockSession` for the virtual clock, or
-      `server.LiveSession` for workers in threads or on Ray. A session serves
-      one run.
+    session: A server and its workers on an engine, for one run:
+      `server.ClockSession` for the virtual clock, or `server.LiveSession` for
+      threads and Ray.
 
   Attributes:
     mark: The figures of the last mark.
     saved: Whether there is a checkpoint of this run.
   """
 
-  def __init__(self, session: Session):
+  def __init__(self, session: Any):
     if not callable(getattr(session, "advance", None)):
       raise ValueError(
         "`session` must be a `server.ClockSession` or a `server.LiveSession`, "
@@ -139,13 +103,13 @@ class ServerRun:
       if label is not None:
         bar = training.Progress(len(plan.marks), label, start_step=len(before))
         show = stack.enter_context(bar).update
-      for number, reached in self._reach(plan, stops):
+      for number, mark, model in self._reach(plan, stops):
         record = before.get(number)
         # On other engines than the clock a mark may be reached anew, by other
         # messages, after the server was lost.
-        at = reached.mark.updates, reached.mark.now_s
+        at = mark.updates, mark.now_s
         if record is None or (record.step, record.train_s) != at:
-          record = self._measure(reached, plan, evaluate)
+          record = self._measure(mark, model, plan, evaluate)
           if record is None:
             continue
           _write_records(plan.checkpoints, records | {number: record})
@@ -163,7 +127,7 @@ class ServerRun:
 
   def _reach(
     self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
-  ) -> Iterator[tuple[int, Reached]]:
+  ) -> Iterator[tuple[int, _run_marks.Mark, Any]]:
     """Yields each mark that the run reaches, until SIGTERM or the run's end."""
     for number in range(len(plan.marks)):
       reached = None if stops() else self._session.advance(number, stops)
@@ -171,31 +135,31 @@ class ServerRun:
         saved = self._session.save()
         update = self._session.updates if saved is None else saved
         raise training.PreemptedError(update, saved=saved is not None)
-      last, self.mark = self.mark, reached.mark
+      last, (mark, model) = self.mark, reached
+      self.mark = mark
       # A run may end where it was measured last. Only that it has diverged
       # since then is worth another record.
-      measured = last is not None and (last.updates, last.usable) == (
-        self.mark.updates, self.mark.usable,
-      )  # fmt: skip
-      if not (self.mark.ended and measured):
-        yield number, reached
-      if self.mark.ended:
+      at = mark.updates, mark.usable
+      if not (mark.ended and last and (last.updates, last.usable) == at):
+        yield number, mark, model
+      if mark.ended:
         return
 
   def _measure(
     self,
-    reached: Reached,
+    mark: _run_marks.Mark,
+    model: Any,
     plan: _run_marks.RunPlan,
     evaluate: Callable[[Any], dict[str, float]] | None,
   ) -> training.Record | None:
     """Evaluates the model at a mark; returns None where it was lost."""
-    mark, wrong = reached.mark, None
+    wrong = None
     if plan.checkpoints is not None and not mark.usable:
       kept = "the last checkpoint stays" if self.saved else "there is none"
       wrong = f"or its gradients are not finite, and it was not saved: {kept}"
     elif plan.checkpoints is not None:
       self.saved = True
-    lost = evaluate is not None and reached.model is None
+    lost = evaluate is not None and model is None
     if lost:
       wrong = "was lost with the process that held it, and is not evaluated"
     if wrong is not None:
@@ -203,7 +167,7 @@ class ServerRun:
       warnings.warn(text, RuntimeWarning, stacklevel=3)
     if lost:
       return None
-    metrics = {} if evaluate is None else evaluate(reached.model)
+    metrics = {} if evaluate is None else evaluate(model)
     losses = [] if mark.last_loss is None else [mark.last_loss]
     return training.Record(
       step=mark.updates,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jdist.server.gradients import _gradient_messages, _learner
-from jdist.server.run import _run_marks, _server_run
+from jdist.server.run import _run_marks
 from jdist.server.runtime import _engine, _live_plan
 
 _POLL_S = 0.1
@@ -17,11 +17,9 @@ _MAX_TRIES = 3
 
 
 class LiveSession:
-  """Starts a server and workers on an engine and replaces those that are lost.
+  """Starts a server and workers on an engine, and anew where they are lost.
 
-  A lost worker leaves the protocol, and another one is spawned in its place. A
-  lost server is started again from its newest checkpoint; workers reconnect by
-  themselves.
+  A lost server resumes from its newest checkpoint, and the workers reconnect.
 
   Args:
     engine: Runs the server and the workers. It is not stopped here, so that
@@ -72,7 +70,7 @@ class LiveSession:
   def begin(
     self, plan: _run_marks.RunPlan, stops: Callable[[], bool]
   ) -> int | None:
-    """Starts the server, which resumes by itself, and the workers."""
+    """Starts server and workers; returns the update that it resumes from."""
     self._plan = dataclasses.replace(self._plan, **vars(plan))
     try:
       # Before the first worker is spawned, which may fail at once.
@@ -97,8 +95,12 @@ class LiveSession:
 
   def advance(
     self, number: int, stops: Callable[[], bool]
-  ) -> _server_run.Reached | None:
-    """Watches the run until a mark; the server has saved its state there."""
+  ) -> tuple[_run_marks.Mark, _learner.ServerModel | None] | None:
+    """Watches until the server has reached a mark, and has saved there.
+
+    Returns its figures and model, the latter None where it was lost with the
+    server's process; None once `stops` says to give up.
+    """
     while not stops():
       try:
         # Lost workers first: the status then shows that they have left.
@@ -108,7 +110,7 @@ class LiveSession:
         self._on_status(status)
         if status["records"] > number:
           mark, snapshot = self.engine.ask("record_of", number)
-          return _server_run.Reached(mark, self._model_of(snapshot))
+          return mark, self._model_of(snapshot)
       except _engine.LostServerError as error:
         self._serve_again(str(error), stops)
       time.sleep(_POLL_S)
@@ -122,7 +124,7 @@ class LiveSession:
     return _learner.ServerModel(params, (), state)
 
   def save(self) -> int | None:
-    """Has the server save its state and those of the workers."""
+    """Has the server save all states; returns the update if it has."""
     try:
       update: int = self.engine.ask("save")
     except Exception:
