@@ -1,0 +1,219 @@
+"""One server and worker pair, on every engine the law that NumPy computes."""
+
+import functools
+import importlib.util
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import cluster, codecs, reducers, server
+from jdist.server.runtime import _message_record
+from jdist.storage import plain_data
+from tests.server import _live_runs, _reference
+
+pytest.importorskip("simpy")
+
+NAMES, EIGHT, UPDATES = ("worker0", "worker1"), server.FixedBatches(8), 10
+PARAMS = jnp.zeros(8)
+SGD = optax.sgd(_reference.RATE, momentum=_reference.MOMENTUM)
+STEP = server.LocalStep(0.02, 0.9, nesterov=True)
+INT4 = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+PLANS = server.BitPlans(bits=((32,), (8,)), sizes=(8,), block=8)
+PROTOCOLS = {
+  "bsp": server.BSP(batches=EIGHT),
+  "backups": server.BSP(batches=EIGHT, backups=1),
+  "asp": server.ASP(
+    batches=EIGHT,
+    weighting=server.Weighting(staleness=server.inverse_staleness),
+  ),
+  "ssp": server.SSP(batches=EIGHT, bound=1),
+  "softsync": server.NSoftsync(n=1, batches=EIGHT),
+  "dbs": server.dbs(16),
+  "ringmaster": server.Ringmaster(batches=EIGHT, max_staleness=1),
+  "h_ps": server.h_ps(16, plans=None),
+}
+KINDS = {
+  x.__name__: x
+  for x in (server.Join, server.Leave, server.Pull, server.Push, server.Expired)
+}
+PLANNED = server.h_ps(16, plans=PLANS)
+
+
+class Noting(server.Simulation):
+  """Notes the messages that the protocol is given."""
+
+  def deliver(self, message, now_s=None):
+    self.__dict__.setdefault("log", []).append((self.now_s, message))
+    super().deliver(message, now_s)
+
+
+def on_clock(protocol, tmp_path, *, codec, plans, step, strength=0.0):
+  del tmp_path
+  learner = server.GradientLearner(
+    _reference.loss, SGD, PARAMS, _reference.Samples(), workers=NAMES,
+    push_codec=codec, plans=plans, local_step=step, compensation=strength,
+  )  # fmt: skip
+  run = Noting(
+    cluster.workers([2.5, 1.0]), protocol, cluster.Profile(0.1),
+    learner=learner,
+  )  # fmt: skip
+  run.run(updates=UPDATES)
+  return run.log, learner.model.params
+
+
+def work(name, protocol, codec, plans, step, channel):
+  learner = server.GradientWorker(
+    _reference.loss, PARAMS, _reference.Samples(),
+    server.message_plans(codec, plans), number=NAMES.index(name),
+    num_workers=2, local_step=step,
+  )  # fmt: skip
+  server.WorkerLoop(channel, name, learner, depth=protocol.depth).run()
+
+
+def make_server(protocol, codec, plans, plan):
+  codecs_of = server.message_plans(codec, plans)
+  learner = server.GradientServer(SGD, PARAMS, codecs_of, workers=NAMES)
+  return server.LiveServer(protocol, learner, plan)
+
+
+def live(protocol, tmp_path, *, codec, plans, step, engine):
+  path = tmp_path / "messages"
+  works = {
+    name: functools.partial(work, name, protocol, codec, plans, step)
+    for name in NAMES
+  }
+  try:
+    result = _live_runs.run(
+      engine, functools.partial(make_server, protocol, codec, plans), works,
+      UPDATES, plan=server.LivePlan(workers=NAMES, record=str(path)),
+    )  # fmt: skip
+  finally:
+    engine.stop()
+  log = [
+    (x["now_s"], plain_data.from_plain(x["message"], KINDS[x["kind"]]))
+    for x, _ in _message_record.read(path)
+    if "message" in x
+  ]
+  # The parameters are the first leaf of what the server saves.
+  return log, result.payload[: PARAMS.nbytes].view(np.float32)
+
+
+ENGINES = {
+  "clock": on_clock,
+  "threads": lambda *args, **options: live(
+    *args, **options, engine=server.ThreadEngine()
+  ),
+  "ray": lambda *args, **options: live(
+    *args, **options, engine=server.RayEngine(2, cpus_per_worker=0.1)
+  ),
+}
+
+
+def cases():
+  """Every codec and local step on the clock, one of both on real workers."""
+  for name, protocol in PROTOCOLS.items():
+    for codec in (None, INT4):
+      for step in (None, STEP):
+        yield "clock", name, protocol, codec, None, step
+    yield "threads", name, protocol, INT4, None, STEP
+  for engine in ENGINES:
+    yield engine, "h_ps with plans", PLANNED, None, PLANS, STEP
+  yield "ray", "ringmaster", PROTOCOLS["ringmaster"], INT4, None, STEP
+
+
+def identified(case):
+  engine, name, _, codec, _, step = case
+  needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray"
+  )
+  words = [engine, name, codec and "int4", step and "step"]
+  return pytest.param(
+    engine, *case[2:], id=", ".join(filter(None, words)),
+    marks=(pytest.mark.slow, needs_ray) if engine == "ray" else (),
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("engine", "protocol", "codec", "plans", "step"),
+  list(map(identified, cases())),
+)
+def test_engine_trains_by_the_law(
+  engine, protocol, codec, plans, step, tmp_path
+):
+  options = {"codec": codec, "plans": plans, "step": step}
+  log, params = ENGINES[engine](protocol, tmp_path, **options)
+  wanted = _reference.Reference(protocol, NAMES, **options).run(log)
+  assert np.abs(wanted).max() > 0.05
+  np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_compensation_follows_the_law(tmp_path):
+  options = {"codec": None, "plans": None, "step": None, "strength": 0.5}
+  protocol = PROTOCOLS["asp"]
+  log, params = on_clock(protocol, tmp_path, **options)
+  found = _reference.Reference(protocol, NAMES, **options).run(log)
+  np.testing.assert_allclose(params, found, rtol=1e-5, atol=1e-5)
+  options["strength"] = 0.0
+  without = _reference.Reference(protocol, NAMES, **options).run(log)
+  assert np.abs(params - without).max() > 1e-3
+
+
+# Rounding, and what is not finite.
+
+
+class Marked:
+  """Samples that say whose they are."""
+
+  shared = True
+
+  def batch(self, worker, start, count, *, size=None):
+    size = size or count
+    return {"mask": np.ones(size, np.float32), "worker": np.int32(worker)}
+
+
+def linear(params, model_state, batch, key):
+  gradient = jnp.linspace(0.1, 1.0, params.size)
+  bad = jnp.where(batch["worker"] == 1, jnp.nan, 0.0)
+  return jnp.vdot(gradient + bad * params, params), (model_state, {})
+
+
+def simulated(loss, workers, codec=None):
+  learner = server.GradientLearner(
+    loss, optax.sgd(1.0), jnp.zeros(400), Marked(),
+    workers=cluster.workers([1.0] * workers).names, push_codec=codec,
+  )  # fmt: skip
+  run = server.Simulation(
+    cluster.workers([1.0] * workers),
+    server.BSP(batches=server.FixedBatches(1)),
+    cluster.Profile(1.0),
+    learner=learner,
+  )
+  return run, learner
+
+
+def test_workers_round_independently():
+  """The error of a mean of N gradients falls with the square root of N."""
+
+  def loss(params, model_state, batch, key):
+    gradient = jnp.linspace(0.1, 1.0, params.size)
+    return jnp.vdot(gradient, params), (model_state, {})
+
+  wanted, errors = np.linspace(0.1, 1.0, 400), {}
+  for workers in (1, 16):
+    codec = server.MessageCodec(codecs.Ternary())
+    run, learner = simulated(loss, workers, codec)
+    run.run(updates=20)
+    mean = -np.asarray(learner.model.params) / 20
+    errors[workers] = np.sqrt(np.mean((mean - wanted) ** 2))
+  assert errors[16] == pytest.approx(errors[1] / 4, rel=0.1)
+
+
+def test_push_that_is_not_finite_is_refused_on_the_clock():
+  run, learner = simulated(linear, 2)
+  run.run(updates=6)
+  assert np.isfinite(learner.model.params).all()
+  # The worker joins twice again, and is expelled the third time.
+  assert run.refused == {"nan": 3} and run.expelled("worker1")
+  assert set(run.state.members) == {"worker0"} and not run.all_expelled
